@@ -1,0 +1,159 @@
+"""What exporters and importers of device memory share.
+
+Level 1. CUDA and Gaudi *export* a :class:`DmabufRange`, verbs *imports* one, and only ``registration`` knows both. :class:`DeviceBuffer` is what any
+room above may ask of a piece of device memory, whoever made it.
+"""
+
+from __future__ import annotations
+
+import enum
+import fcntl
+import os
+import warnings
+from typing import TYPE_CHECKING, Protocol, Self, runtime_checkable
+
+from gdrkit.errors import ClosedResource, GdrkitWarning, Reason, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
+
+__all__ = ["DeviceBuffer", "DmabufRange", "MemoryKind", "check_range"]
+
+
+class MemoryKind(enum.Enum):
+    """Where bytes live and who made them; it decides which ways of registration and sharing exist."""
+
+    HOST = "host"
+    CUDA = "cuda"  # cuMemAlloc
+    CUDA_VMM = "cuda_vmm"  # cuMemCreate and cuMemMap
+    CUDA_POOL = "cuda_pool"  # cuMemAllocAsync
+    CUDA_IMPORTED = "cuda_imported"  # cuIpcOpenMemHandle
+    CUDA_MANAGED = "cuda_managed"
+    GAUDI = "gaudi"
+
+
+class DmabufRange:
+    """A part of a dma-buf, and the file descriptor that keeps it alive.
+
+    The range owns the descriptor: closing the range closes it, ``take()`` hands it on. A memory region made from the range keeps
+    its own reference in the kernel, so the range may be closed once the region stands.
+
+    Parameters
+    ----------
+    fd : int
+        An open dma-buf; owned from now on, also when the constructor raises.
+    offset_bytes : int
+        Where the range begins in the dma-buf.
+    length_bytes : int
+        Its size, above 0.
+    address : int
+        The device address of its first byte, by which peers will name it (iova).
+    """
+
+    __slots__ = ("_fd", "address", "length_bytes", "offset_bytes")
+
+    def __init__(self, fd: int, *, offset_bytes: int, length_bytes: int, address: int) -> None:
+        self._fd = fd
+        self.offset_bytes = offset_bytes
+        self.length_bytes = length_bytes
+        self.address = address
+        if fd < 0 or offset_bytes < 0 or length_bytes <= 0 or address < 0:
+            self.close()
+            message = f"no dma-buf range: fd {fd}, offset {offset_bytes}, length {length_bytes}, address {address:#x}"
+            raise UsageError(message)
+
+    @property
+    def fd(self) -> int:
+        """The descriptor, still owned by the range."""
+        if self._fd < 0:
+            what = "dma-buf range"
+            raise ClosedResource(what)
+        return self._fd
+
+    @property
+    def closed(self) -> bool:
+        """Whether the descriptor was closed or taken."""
+        return self._fd < 0
+
+    def dup(self) -> DmabufRange:
+        """A second range over the same bytes with a descriptor of its own (close-on-exec)."""
+        fd = fcntl.fcntl(self.fd, fcntl.F_DUPFD_CLOEXEC, 3)
+        return DmabufRange(fd, offset_bytes=self.offset_bytes, length_bytes=self.length_bytes, address=self.address)
+
+    def take(self) -> int:
+        """Give the descriptor to the caller, who closes it from now on; the range is closed."""
+        fd, self._fd = self.fd, -1
+        return fd
+
+    def close(self) -> None:
+        """Close the descriptor; a second close does nothing."""
+        if self._fd >= 0:
+            fd, self._fd = self._fd, -1
+            os.close(fd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_fd", -1) >= 0:
+            warnings.warn(f"dma-buf range with fd {self._fd} was never closed", GdrkitWarning, stacklevel=1)
+            self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else f"fd {self._fd}"
+        return f"DmabufRange({state}, offset_bytes={self.offset_bytes}, length_bytes={self.length_bytes})"
+
+
+@runtime_checkable
+class DeviceBuffer(Protocol):
+    """Device memory as the rooms above see it; CUDA and Gaudi memory both are one."""
+
+    @property
+    def kind(self) -> MemoryKind:
+        """Who made it."""
+
+    @property
+    def address(self) -> int:
+        """Device address of its first byte."""
+
+    @property
+    def length_bytes(self) -> int:
+        """Its size."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was released."""
+
+    def allocation_key(self) -> tuple[tuple[int, int, int], ...]:
+        """(base, length_bytes, buffer id) of every chunk under it, in order; another id at one address is another memory."""
+
+    def export_dmabuf(self) -> DmabufRange:
+        """A new dma-buf range over exactly this memory; the caller closes it.
+
+        Raises
+        ------
+        ApiError
+            The driver refused; :class:`~gdrkit.errors.Unsupported` when it cannot export at all.
+        """
+
+    def read(self, *, offset_bytes: int, length_bytes: int) -> bytes:
+        """Copy bytes to the host by the device's own copy call, and wait for them."""
+
+    def write(self, data: bytes | memoryview, *, offset_bytes: int) -> None:
+        """Copy bytes from the host by the device's own copy call, and wait until they are there."""
+
+    def before_release(self, action: Callable[[], None]) -> Callable[[], None]:
+        """Have `action` run before the memory is freed (last added first); returns what takes the action back."""
+
+
+def check_range(*, offset_bytes: int, length_bytes: int, size_bytes: int) -> None:
+    """Raise :class:`UsageError` unless ``[offset, offset + length)`` lies inside ``[0, size)``."""
+    if offset_bytes < 0 or length_bytes < 0 or offset_bytes + length_bytes > size_bytes:
+        message = f"bytes {offset_bytes} to {offset_bytes + length_bytes} are not inside 0 to {size_bytes}"
+        raise UsageError(message, reason=Reason.BAD_ARGUMENT)

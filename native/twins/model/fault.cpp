@@ -1,0 +1,226 @@
+#include "model/fault.hpp"
+
+#include <cerrno>
+#include <charconv>
+#include <cstdint>
+#include <cstdio>
+#include <fstream>
+#include <iterator>
+#include <map>
+#include <mutex>
+#include <sstream>
+#include <vector>
+
+#include "model/config.hpp"
+
+namespace gdrkit::twin {
+namespace {
+
+struct Rule {
+    std::uint64_t first = 1;
+    std::uint64_t last = UINT64_MAX;
+    int code = 0;
+};
+
+struct Plan {
+    std::map<std::string, std::vector<Rule>, std::less<>> rules;
+};
+
+struct Faults {
+    std::mutex mutex;
+    std::map<std::string, FaultKind, std::less<>> points;
+    std::vector<std::string> prefixes;
+    Plan plan;
+    std::map<std::string, std::uint64_t, std::less<>> counts;      // since the library was loaded
+    std::map<std::string, std::uint64_t, std::less<>> plan_counts; // since the plan was set
+};
+
+Faults& faults() {
+    static auto* const all = new Faults;
+    return *all;
+}
+
+struct Name {
+    std::string_view name;
+    int code;
+};
+
+// The errnos that the kernel and libibverbs give for what the twins do; 524 is the kernel's own ENOTSUPP.
+constexpr Name errno_names[] = {
+    {"EPERM", EPERM},     {"ENOENT", ENOENT},         {"EIO", EIO},
+    {"ENXIO", ENXIO},     {"EBADF", EBADF},           {"EAGAIN", EAGAIN},
+    {"ENOMEM", ENOMEM},   {"EACCES", EACCES},         {"EFAULT", EFAULT},
+    {"EBUSY", EBUSY},     {"ENODEV", ENODEV},         {"EINVAL", EINVAL},
+    {"EMFILE", EMFILE},   {"ENOSPC", ENOSPC},         {"EPIPE", EPIPE},
+    {"ENOSYS", ENOSYS},   {"EPROTO", EPROTO},         {"EOVERFLOW", EOVERFLOW},
+    {"ENOTSUP", ENOTSUP}, {"EOPNOTSUPP", EOPNOTSUPP}, {"EPROTONOSUPPORT", EPROTONOSUPPORT},
+    {"ENOTSUPP", 524},    {"ETIMEDOUT", ETIMEDOUT},   {"ECONNREFUSED", ECONNREFUSED},
+};
+
+template <typename Number> bool parse(std::string_view text, Number* value) {
+    auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), *value);
+    return error == std::errc{} && end == text.data() + text.size() && !text.empty();
+}
+
+bool parse_calls(std::string_view text, Rule* rule) {
+    if (text == "*") {
+        return true;
+    }
+    const auto dash = text.find('-');
+    if (!parse(text.substr(0, dash), &rule->first) || rule->first == 0) {
+        return false;
+    }
+    rule->last = rule->first;
+    return dash == std::string_view::npos || (parse(text.substr(dash + 1), &rule->last) && rule->last >= rule->first);
+}
+
+bool parse_code(std::string_view text, FaultKind kind, int* code) {
+    if (kind == FaultKind::errno_value) {
+        for (const Name& known : errno_names) {
+            if (known.name == text) {
+                *code = known.code;
+                return true;
+            }
+        }
+    }
+    return parse(text, code) && *code > 0 && *code <= 4095;
+}
+
+bool has_prefix(const Faults& all, std::string_view name) {
+    for (const std::string& prefix : all.prefixes) {
+        if (name.starts_with(prefix)) {
+            return true;
+        }
+    }
+    return false;
+}
+
+// One rule; empty when good. A rule of the other library is left to it.
+std::string parse_rule(const Faults& all, const std::vector<std::string>& words, Plan* plan) {
+    const std::string& name = words[0];
+    const auto point = all.points.find(name);
+    if (point == all.points.end()) {
+        return has_prefix(all, name) ? "'" + name + "' is not a function that can be made to fail" : "";
+    }
+    const std::string_view code_key = point->second == FaultKind::errno_value ? "errno=" : "status=";
+    Rule rule;
+    bool have_call = false, have_code = false;
+    for (std::size_t index = 1; index < words.size(); ++index) {
+        const std::string_view word = words[index];
+        if (word.starts_with("call=") && !have_call) {
+            have_call = parse_calls(word.substr(5), &rule);
+            if (!have_call) {
+                return "'" + words[index] + "': expected call=N, call=N-M or call=*";
+            }
+        } else if (word.starts_with(code_key) && !have_code) {
+            have_code = parse_code(word.substr(code_key.size()), point->second, &rule.code);
+            if (!have_code) {
+                return "'" + words[index] + "': expected a name or number from 1 to 4095 after " +
+                       std::string(code_key);
+            }
+        } else {
+            return "'" + words[index] + "' is not expected here";
+        }
+    }
+    if (!have_call || !have_code) {
+        return "expected '" + name + " call=... " + std::string(code_key) + "...'";
+    }
+    plan->rules[name].push_back(rule);
+    return "";
+}
+
+std::string parse_plan(const Faults& all, std::string_view text, Plan* plan) {
+    std::istringstream lines{std::string(text)};
+    std::string line;
+    bool headed = false;
+    for (int number = 1; std::getline(lines, line); ++number) {
+        std::istringstream stream(line.substr(0, line.find('#')));
+        const std::vector<std::string> words{std::istream_iterator<std::string>(stream), {}};
+        if (words.empty()) {
+            continue;
+        }
+        const std::string where = "line " + std::to_string(number) + ": ";
+        if (!headed) {
+            if (words != std::vector<std::string>{"gdrkit-faults", "1"}) {
+                return where + "expected 'gdrkit-faults 1' first";
+            }
+            headed = true;
+        } else if (std::string error = parse_rule(all, words, plan); !error.empty()) {
+            return where + error;
+        }
+    }
+    return headed ? "" : "line 1: expected 'gdrkit-faults 1' first";
+}
+
+std::string set_plan(Faults* all, std::string_view text) {
+    Plan plan;
+    std::string error = parse_plan(*all, text, &plan);
+    if (error.empty()) {
+        all->plan = std::move(plan);
+        all->plan_counts.clear();
+    }
+    return error;
+}
+
+} // namespace
+
+std::string load_faults(std::span<const FaultPoint> points, std::span<const std::string_view> prefixes) {
+    Faults& all = faults();
+    std::lock_guard lock(all.mutex);
+    for (const FaultPoint& point : points) {
+        all.points.emplace(point.name, point.kind);
+    }
+    all.prefixes.assign(prefixes.begin(), prefixes.end());
+    const std::string& path = config().fault_plan_path;
+    if (path.empty()) {
+        return "";
+    }
+    std::ifstream file(path, std::ios::binary);
+    std::string text{std::istreambuf_iterator<char>(file), {}};
+    std::string error = file.is_open() && !file.bad() ? set_plan(&all, text) : "the file cannot be read";
+    if (!error.empty()) {
+        error = "fault plan " + path + ": " + error;
+        std::fprintf(stderr, "gdrkit twin: %s\n", error.c_str());
+    }
+    return error;
+}
+
+std::string replace_faults(std::string_view plan) {
+    Faults& all = faults();
+    std::lock_guard lock(all.mutex);
+    return set_plan(&all, plan);
+}
+
+std::optional<int> hit(std::string_view point) {
+    Faults& all = faults();
+    std::lock_guard lock(all.mutex);
+    auto counted = [point](auto& counts) {
+        auto found = counts.find(point);
+        if (found == counts.end()) {
+            found = counts.emplace(point, 0).first;
+        }
+        return ++found->second;
+    };
+    counted(all.counts);
+    const std::uint64_t call = counted(all.plan_counts);
+    if (const auto rules = all.plan.rules.find(point); rules != all.plan.rules.end()) {
+        for (const Rule& rule : rules->second) {
+            if (rule.first <= call && call <= rule.last) {
+                return rule.code;
+            }
+        }
+    }
+    return std::nullopt;
+}
+
+std::string calls_json() {
+    Faults& all = faults();
+    std::lock_guard lock(all.mutex);
+    std::string json = "{";
+    for (const auto& [name, count] : all.counts) {
+        json += (json.size() > 1 ? ",\"" : "\"") + name + "\":" + std::to_string(count);
+    }
+    return json + "}";
+}
+
+} // namespace gdrkit::twin

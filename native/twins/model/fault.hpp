@@ -1,0 +1,33 @@
+// The fault plan: an overlay that says which call of which function fails, and how. The model below stays pristine.
+#pragma once
+
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+
+namespace gdrkit::twin {
+
+enum class FaultKind { errno_value, status };
+
+// One name that a plan may use, and what its rules must carry.
+struct FaultPoint {
+    std::string_view name;
+    FaultKind kind;
+};
+
+// Declares the fault points of this library and the prefixes that it answers for; called by the library before its
+// first `hit`. Reads the plan of the configuration. Returns the error text, empty when the plan is good.
+std::string load_faults(std::span<const FaultPoint> points, std::span<const std::string_view> prefixes);
+
+// Replaces the plan by this text (the file format of DESIGN.md); counts begin at 1 again. Returns the error text, empty
+// when good.
+std::string replace_faults(std::string_view plan);
+
+// Counts a call of `point` and returns what the plan wants it to answer, nullopt when the call should go through.
+std::optional<int> hit(std::string_view point);
+
+// {"ibv_reg_mr": 3, ...}: how often each point was called in this process, as JSON.
+std::string calls_json();
+
+} // namespace gdrkit::twin

@@ -1,0 +1,128 @@
+#include "model/ledger.hpp"
+
+#include <execinfo.h>
+#include <unistd.h>
+
+#include <array>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <map>
+#include <mutex>
+#include <utility>
+
+namespace gdrkit::twin {
+namespace {
+
+struct Stack {
+    std::array<void*, 24> frames{};
+    int count = 0;
+
+    static Stack here() {
+        Stack stack;
+        stack.count = backtrace(stack.frames.data(), static_cast<int>(stack.frames.size()));
+        return stack;
+    }
+};
+
+using Key = std::pair<std::string_view, std::uint64_t>;
+
+struct Ended {
+    Stack created, released;
+};
+
+struct Ledger {
+    std::mutex mutex;
+    std::map<Key, Stack> live;
+    std::map<Key, Ended> ended;
+    std::deque<Key> ended_order;
+};
+
+// A release is remembered this long, counted in releases: more than a test makes, little enough to stay small.
+constexpr std::size_t ended_most = 65536;
+
+Ledger& ledger() {
+    static auto* const the_ledger = new Ledger;
+    return *the_ledger;
+}
+
+void print_stack(const char* title, const Stack& stack) {
+    std::fprintf(stderr, "gdrkit twin: %s\n", title);
+    std::fflush(stderr);
+    backtrace_symbols_fd(stack.frames.data(), stack.count, STDERR_FILENO);
+}
+
+} // namespace
+
+void ledger_add(std::string_view kind, std::uint64_t handle) {
+    Ledger& all = ledger();
+    std::lock_guard lock(all.mutex);
+    // An address that is given out again is a new handle: its earlier release is no longer what a release would repeat.
+    all.ended.erase(Key{kind, handle});
+    all.live.emplace(Key{kind, handle}, Stack::here());
+}
+
+bool ledger_remove(std::string_view kind, std::uint64_t handle) {
+    Ledger& all = ledger();
+    std::lock_guard lock(all.mutex);
+    const Key key{kind, handle};
+    if (auto found = all.live.find(key); found != all.live.end()) {
+        all.ended.insert_or_assign(key, Ended{found->second, Stack::here()});
+        all.live.erase(found);
+        all.ended_order.push_back(key);
+        if (all.ended_order.size() > ended_most) {
+            all.ended.erase(all.ended_order.front());
+            all.ended_order.pop_front();
+        }
+        return true;
+    }
+    if (auto found = all.ended.find(key); found != all.ended.end()) {
+        std::fprintf(stderr, "gdrkit twin: double release of %.*s 0x%llx\n", static_cast<int>(kind.size()), kind.data(),
+                     static_cast<unsigned long long>(handle));
+        print_stack("it was created at", found->second.created);
+        print_stack("released first at", found->second.released);
+        print_stack("released again at", Stack::here());
+        std::abort();
+    }
+    return false;
+}
+
+bool ledger_holds(std::string_view kind, std::uint64_t handle) {
+    Ledger& all = ledger();
+    std::lock_guard lock(all.mutex);
+    return all.live.contains(Key{kind, handle});
+}
+
+std::string ledger_json() {
+    Ledger& all = ledger();
+    std::lock_guard lock(all.mutex);
+    std::map<std::string_view, std::size_t> counts;
+    for (const auto& [key, stack] : all.live) {
+        ++counts[key.first];
+    }
+    std::string json = "{";
+    for (const auto& [kind, count] : counts) {
+        json += (json.size() > 1 ? ",\"" : "\"") + std::string(kind) + "\":" + std::to_string(count);
+    }
+    return json + "}";
+}
+
+std::string ledger_text() {
+    Ledger& all = ledger();
+    std::lock_guard lock(all.mutex);
+    std::string text;
+    for (const auto& [key, stack] : all.live) {
+        char line[64];
+        std::snprintf(line, sizeof line, " 0x%llx created at\n", static_cast<unsigned long long>(key.second));
+        text += std::string(key.first) + line;
+        char** names = backtrace_symbols(stack.frames.data(), stack.count);
+        for (int frame = 0; names != nullptr && frame < stack.count; ++frame) {
+            text += std::string("    ") + names[frame] + "\n";
+        }
+        std::free(names);
+    }
+    return text;
+}
+
+} // namespace gdrkit::twin
