@@ -67,7 +67,7 @@ Config read_config() {
     config.seed = read_number(&config, "GDRKIT_TWINS_SEED", drawn, UINT64_MAX);
     config.nic_count = static_cast<unsigned>(read_number(&config, "GDRKIT_TWINS_NICS", config.nic_count, 16));
     config.gpu_count = static_cast<unsigned>(read_number(&config, "GDRKIT_TWINS_GPUS", config.gpu_count, 16));
-    config.peermem = read_number(&config, "GDRKIT_TWINS_PEERMEM", 0, 1) != 0;
+    config.peermem = read_number(&config, "GDRKIT_TWINS_PEERMEM", 1, 1) != 0;
     config.late_us_max =
         static_cast<unsigned>(read_number(&config, "GDRKIT_TWINS_LATE_US", config.late_us_max, 10'000'000));
     if (const char* path = std::getenv("GDRKIT_TWINS_FAULTS"); path != nullptr) {

@@ -11,7 +11,7 @@ struct Config {
     std::uint64_t seed = 0;
     unsigned nic_count = 2;
     unsigned gpu_count = 2;
-    bool peermem = false;
+    bool peermem = true;
     std::string fault_plan_path;
     unsigned late_us_max = 300;
     // Not empty when a variable or the fault plan was malformed; the line has been printed on stderr. Every entry that

@@ -14,6 +14,7 @@
 #include <memory>
 #include <mutex>
 #include <thread>
+#include <utility>
 
 #include "model/config.hpp"
 
@@ -77,6 +78,14 @@ Handler find_handler(std::uint32_t type) {
     return found == all.handlers.end() ? Handler() : found->second;
 }
 
+bool send_and_close(int socket, std::vector<Fd> fds) {
+    std::vector<int> lent;
+    for (const Fd& fd : fds) {
+        lent.push_back(fd.get());
+    }
+    return lent.empty() || send_fds(socket, lent);
+}
+
 void answer(int socket) {
     // A stranger who says nothing must not hold up the others.
     const timeval patience{2, 0};
@@ -96,15 +105,14 @@ void answer(int socket) {
     if (const Handler handler = find_handler(header.type)) {
         handler(request, &reply, &fds);
     }
-    std::vector<int> lent;
-    for (const Fd& fd : fds) {
-        lent.push_back(fd.get());
-    }
     const MessageHeader back{message_magic, header.type, static_cast<std::uint32_t>(reply.size()),
-                             static_cast<std::uint32_t>(lent.size())};
-    if (send_all(socket, &back, sizeof back) && send_all(socket, reply.data(), reply.size()) && !lent.empty()) {
-        send_fds(socket, lent);
+                             static_cast<std::uint32_t>(fds.size())};
+    // The descriptors go, and are closed here, before the data: once the asker has all, nobody else holds what it was
+    // given.
+    if (!send_all(socket, &back, sizeof back) || !send_and_close(socket, std::move(fds))) {
+        return;
     }
+    send_all(socket, reply.data(), reply.size());
 }
 
 void serve_for_ever(int listener) {
@@ -323,8 +331,8 @@ bool ask(std::uint64_t name, std::uint32_t type, std::span<const std::byte> requ
     }
     reply->resize(back.size_bytes);
     fds->clear();
-    return recv_all(socket.get(), reply->data(), reply->size()) &&
-           (back.fd_count == 0 || recv_fds(socket.get(), back.fd_count, fds));
+    return (back.fd_count == 0 || recv_fds(socket.get(), back.fd_count, fds)) &&
+           recv_all(socket.get(), reply->data(), reply->size());
 }
 
 } // namespace gdrkit::twin

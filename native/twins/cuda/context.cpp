@@ -1,0 +1,389 @@
+#include "cuda/context.hpp"
+
+#include <map>
+#include <mutex>
+#include <set>
+#include <utility>
+
+#include "cuda/device.hpp"
+#include "cuda/entry.hpp"
+#include "cuda/event.hpp"
+#include "cuda/memory.hpp"
+#include "cuda/stream.hpp"
+#include "model/config.hpp"
+#include "model/ledger.hpp"
+
+namespace gdrkit::twin::cuda {
+namespace {
+
+constexpr std::string_view ledger_kind = "cuda_context";
+constexpr std::string_view primary_ledger_kind = "cuda_primary_context";
+
+struct Primary {
+    ContextRef context;
+    std::uint64_t retained = 0;
+    std::uint32_t flags = 0;
+};
+
+struct Contexts {
+    std::mutex mutex;
+    std::map<Handle, ContextRef> live;
+    std::map<Device, Primary> primaries;
+    std::set<std::pair<Handle, Handle>> peers; // {from, to}
+    std::uint64_t last_id = 0;
+};
+
+Contexts& contexts() {
+    static auto* const all = new Contexts;
+    return *all;
+}
+
+std::vector<ContextRef>& thread_stack() {
+    thread_local std::vector<ContextRef> stack;
+    return stack;
+}
+
+// What an H200 was seen to begin with, in the order of CUlimit.
+constexpr std::uint64_t default_limits[limit_count] = {1024, 1 << 20, 8 << 20, 2, 2048, 64, 0, 0, 0, 0};
+
+ContextRef make_context_locked(Contexts* all, Device device, std::uint32_t flags) {
+    auto context = std::make_shared<Context>();
+    context->handle = new_handle();
+    context->id = ++all->last_id;
+    context->device = device;
+    context->flags = flags | context_map_host;
+    for (int limit = 0; limit < limit_count; ++limit) {
+        context->limits[static_cast<std::size_t>(limit)] = default_limits[limit];
+    }
+    return context;
+}
+
+bool good_flags(std::uint32_t flags) {
+    const std::uint32_t scheduling = flags & context_sched_mask;
+    return (flags & ~context_flags_mask) == 0 && (scheduling & (scheduling - 1)) == 0;
+}
+
+// Ends everything that lives in the context.
+void tear_down(const ContextRef& context) {
+    close_streams(context);
+    release_streams_of(context->handle);
+    release_events_of(context->handle);
+    release_memory_of(context->handle);
+    Contexts& all = contexts();
+    std::lock_guard lock(all.mutex);
+    std::erase_if(all.peers,
+                  [&](const auto& pair) { return pair.first == context->handle || pair.second == context->handle; });
+}
+
+Result create_context(Handle* handle, std::uint32_t flags, Device device) {
+    if (handle == nullptr || !good_flags(flags)) {
+        return invalid_value;
+    }
+    if (!device_exists(device)) {
+        return invalid_device;
+    }
+    Contexts& all = contexts();
+    ContextRef context;
+    {
+        std::lock_guard lock(all.mutex);
+        context = make_context_locked(&all, device, flags);
+        context->alive = true;
+        all.live.emplace(context->handle, context);
+    }
+    ledger_add(ledger_kind, context->handle);
+    thread_stack().push_back(context);
+    *handle = context->handle;
+    return success;
+}
+
+// The primary context with this many references less (all: as a reset does); *ended: it was the last one.
+Result give_up_primary(Device device, bool everybody) {
+    if (!device_exists(device)) {
+        return invalid_device;
+    }
+    Contexts& all = contexts();
+    ContextRef ended;
+    {
+        std::lock_guard lock(all.mutex);
+        Primary& primary = all.primaries[device];
+        if (primary.retained == 0) {
+            return everybody ? success : invalid_context;
+        }
+        primary.retained = everybody ? 0 : primary.retained - 1;
+        if (primary.retained == 0) {
+            ended = primary.context;
+            ended->alive = false;
+            all.live.erase(ended->handle);
+        }
+    }
+    if (ended) {
+        tear_down(ended);
+        if (!ledger_remove(primary_ledger_kind, ended->handle)) {
+            return invalid_context;
+        }
+    }
+    return success;
+}
+
+Result set_primary_flags(Device device, std::uint32_t flags) {
+    if (!device_exists(device)) {
+        return invalid_device;
+    }
+    if (!good_flags(flags)) {
+        return invalid_value;
+    }
+    Contexts& all = contexts();
+    std::lock_guard lock(all.mutex);
+    Primary& primary = all.primaries[device];
+    primary.flags = flags;
+    if (primary.retained != 0) {
+        primary.context->flags = flags | context_map_host;
+    }
+    return success;
+}
+
+} // namespace
+
+Handle new_handle() {
+    // Steps of 16 from a start that is no address of this process: no handle is ever issued twice.
+    static std::atomic<Handle> last{0x7e57'0000'0000};
+    return last += 16;
+}
+
+Result current_context(ContextRef* context) {
+    const auto& stack = thread_stack();
+    if (stack.empty()) {
+        return invalid_context;
+    }
+    *context = stack.back();
+    return (*context)->alive ? success : context_is_destroyed;
+}
+
+Result find_context(Handle handle, ContextRef* context) {
+    Contexts& all = contexts();
+    std::lock_guard lock(all.mutex);
+    const auto found = all.live.find(handle);
+    if (found == all.live.end()) {
+        return invalid_context;
+    }
+    *context = found->second;
+    return success;
+}
+
+bool synchronises_memops(const Context& context) {
+    return (context.flags & context_sync_memops) != 0;
+}
+
+// ---- primary contexts
+
+GDRKIT_CUDA_ENTRY Result cuDevicePrimaryCtxRetain(Handle* handle, Device device) {
+    return entry("cuDevicePrimaryCtxRetain", [&] {
+        if (handle == nullptr) {
+            return invalid_value;
+        }
+        if (!device_exists(device)) {
+            return invalid_device;
+        }
+        Contexts& all = contexts();
+        std::lock_guard lock(all.mutex);
+        Primary& primary = all.primaries[device];
+        if (!primary.context) {
+            primary.context = make_context_locked(&all, device, primary.flags);
+            primary.context->primary = true;
+        }
+        if (primary.retained++ == 0) {
+            primary.context->flags = primary.flags | context_map_host;
+            primary.context->alive = true;
+            all.live.emplace(primary.context->handle, primary.context);
+            ledger_add(primary_ledger_kind, primary.context->handle);
+        }
+        *handle = primary.context->handle;
+        return success;
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuDevicePrimaryCtxRelease(Device device) {
+    return entry("cuDevicePrimaryCtxRelease", [&] { return give_up_primary(device, false); });
+}
+
+GDRKIT_CUDA_ENTRY Result cuDevicePrimaryCtxRelease_v2(Device device) {
+    return entry("cuDevicePrimaryCtxRelease_v2", [&] { return give_up_primary(device, false); });
+}
+
+GDRKIT_CUDA_ENTRY Result cuDevicePrimaryCtxReset(Device device) {
+    return entry("cuDevicePrimaryCtxReset", [&] { return give_up_primary(device, true); });
+}
+
+GDRKIT_CUDA_ENTRY Result cuDevicePrimaryCtxReset_v2(Device device) {
+    return entry("cuDevicePrimaryCtxReset_v2", [&] { return give_up_primary(device, true); });
+}
+
+GDRKIT_CUDA_ENTRY Result cuDevicePrimaryCtxSetFlags(Device device, unsigned flags) {
+    return entry("cuDevicePrimaryCtxSetFlags", [&] { return set_primary_flags(device, flags); });
+}
+
+GDRKIT_CUDA_ENTRY Result cuDevicePrimaryCtxSetFlags_v2(Device device, unsigned flags) {
+    return entry("cuDevicePrimaryCtxSetFlags_v2", [&] { return set_primary_flags(device, flags); });
+}
+
+GDRKIT_CUDA_ENTRY Result cuDevicePrimaryCtxGetState(Device device, unsigned* flags, int* active) {
+    return entry("cuDevicePrimaryCtxGetState", [&] {
+        if (!device_exists(device)) {
+            return invalid_device;
+        }
+        if (flags == nullptr || active == nullptr) {
+            return invalid_value;
+        }
+        Contexts& all = contexts();
+        std::lock_guard lock(all.mutex);
+        const Primary& primary = all.primaries[device];
+        *active = primary.retained != 0 ? 1 : 0;
+        *flags = primary.flags;
+        return success;
+    });
+}
+
+// ---- contexts of their own
+
+GDRKIT_CUDA_ENTRY Result cuCtxCreate_v2(Handle* handle, unsigned flags, Device device) {
+    return entry("cuCtxCreate_v2", [&] { return create_context(handle, flags, device); });
+}
+
+GDRKIT_CUDA_ENTRY Result cuCtxCreate_v3(Handle* handle, void* affinity, int count, unsigned flags, Device device) {
+    return entry("cuCtxCreate_v3", [&] {
+        const bool plain = affinity == nullptr && count == 0;
+        return plain ? create_context(handle, flags, device) : not_supported;
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuCtxCreate_v4(Handle* handle, const ContextParameters* parameters, unsigned flags,
+                                        Device device) {
+    return entry("cuCtxCreate_v4", [&] {
+        const bool plain =
+            parameters == nullptr || (parameters->exec_affinity == nullptr && parameters->cig == nullptr);
+        return plain ? create_context(handle, flags, device) : not_supported;
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuCtxDestroy_v2(Handle handle) {
+    return entry("cuCtxDestroy_v2", [&] {
+        ContextRef context;
+        {
+            Contexts& all = contexts();
+            std::lock_guard lock(all.mutex);
+            const auto found = all.live.find(handle);
+            if (found != all.live.end()) {
+                context = found->second;
+            }
+        }
+        if (context && context->primary) {
+            return invalid_context;
+        }
+        if (!ledger_remove(ledger_kind, handle)) {
+            return invalid_context;
+        }
+        {
+            Contexts& all = contexts();
+            std::lock_guard lock(all.mutex);
+            all.live.erase(handle);
+        }
+        context->alive = false;
+        tear_down(context);
+        auto& stack = thread_stack();
+        if (!stack.empty() && stack.back() == context) {
+            stack.pop_back();
+        }
+        return success;
+    });
+}
+
+// ---- the stack of the calling thread
+
+GDRKIT_CUDA_ENTRY Result cuCtxPushCurrent_v2(Handle handle) {
+    return entry("cuCtxPushCurrent_v2", [&] {
+        ContextRef context;
+        const Result found = find_context(handle, &context);
+        if (found == success) {
+            thread_stack().push_back(std::move(context));
+        }
+        return found;
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuCtxPopCurrent_v2(Handle* handle) {
+    return entry("cuCtxPopCurrent_v2", [&] {
+        auto& stack = thread_stack();
+        if (stack.empty()) {
+            return invalid_context;
+        }
+        if (handle != nullptr) {
+            *handle = stack.back()->handle;
+        }
+        stack.pop_back();
+        return success;
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuCtxSetCurrent(Handle handle) {
+    return entry("cuCtxSetCurrent", [&] {
+        ContextRef context;
+        if (handle != 0) {
+            if (const Result found = find_context(handle, &context); found != success) {
+                return found;
+            }
+        }
+        auto& stack = thread_stack();
+        if (!stack.empty()) {
+            stack.pop_back();
+        }
+        if (context) {
+            stack.push_back(std::move(context));
+        }
+        return success;
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuCtxGetCurrent(Handle* handle) {
+    return entry("cuCtxGetCurrent", [&] {
+        if (handle == nullptr) {
+            return invalid_value;
+        }
+        const auto& stack = thread_stack();
+        *handle = stack.empty() ? 0 : stack.back()->handle;
+        return success;
+    });
+}
+
+// ---- peers
+
+GDRKIT_CUDA_ENTRY Result cuCtxEnablePeerAccess(Handle peer, unsigned flags) {
+    return entry_in_context("cuCtxEnablePeerAccess", [&](const ContextRef& context) {
+        ContextRef other;
+        if (const Result found = find_context(peer, &other); found != success) {
+            return found;
+        }
+        if (flags != 0) {
+            return invalid_value;
+        }
+        if (other->device == context->device) {
+            return peer_access_unsupported;
+        }
+        Contexts& all = contexts();
+        std::lock_guard lock(all.mutex);
+        return all.peers.emplace(context->handle, peer).second ? success : peer_access_already_enabled;
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuCtxDisablePeerAccess(Handle peer) {
+    return entry_in_context("cuCtxDisablePeerAccess", [&](const ContextRef& context) {
+        ContextRef other;
+        if (const Result found = find_context(peer, &other); found != success) {
+            return found;
+        }
+        Contexts& all = contexts();
+        std::lock_guard lock(all.mutex);
+        return all.peers.erase({context->handle, peer}) == 1 ? success : peer_access_not_enabled;
+    });
+}
+
+} // namespace gdrkit::twin::cuda

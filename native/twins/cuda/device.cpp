@@ -1,0 +1,262 @@
+#include "cuda/device.hpp"
+
+#include <algorithm>
+#include <charconv>
+#include <climits>
+#include <cstdio>
+#include <cstring>
+#include <iterator>
+#include <string>
+#include <string_view>
+
+#include "cuda/entry.hpp"
+#include "model/config.hpp"
+
+namespace gdrkit::twin::cuda {
+namespace {
+
+constexpr std::string_view device_name = "gdrkit twin GPU";
+constexpr int first_pci_bus = 0xa0;
+constexpr int compute_major = 9, compute_minor = 0;
+constexpr DeviceProperties properties_of_all = {
+    1024, {1024, 1024, 64}, {INT_MAX, 65535, 65535}, 49152, 65536, 32, INT_MAX, 65536, 1000000, 512};
+
+struct AttributeValue {
+    int attribute;
+    int value;
+};
+
+// What is not listed is 0: a limit of something that the twin does not have (kernels, textures), or a property that it
+// does not support.
+constexpr AttributeValue attribute_values[] = {
+    {device_max_threads_per_block, 1024},
+    {2, 1024}, // largest block and grid, as for every device of compute capability 9.0
+    {3, 1024},
+    {4, 64},
+    {5, INT_MAX},
+    {6, 65535},
+    {7, 65535},
+    {8, 49152}, // shared memory of a block, constant memory
+    {9, 65536},
+    {device_warp_size, 32},
+    {device_max_pitch, INT_MAX},
+    {12, 65536},   // registers of a block
+    {13, 1000000}, // clock in kHz
+    {14, 512},     // alignment of textures
+    {15, 1},       // copies run beside other work
+    {device_multiprocessor_count, 1},
+    {device_can_map_host_memory, 1},
+    {device_async_engine_count, 2},
+    {device_unified_addressing, 1},
+    {36, 1000000}, // memory clock in kHz
+    {37, 1024},    // memory bus width in bits
+    {39, 2048},    // threads of a multiprocessor
+    {device_compute_capability_major, compute_major},
+    {device_compute_capability_minor, compute_minor},
+    {device_stream_priorities_supported, 1},
+    {device_managed_memory, 1},
+    {device_can_use_host_pointer_for_registered_memory, 1},
+    {device_host_register_supported, 1},
+    {device_vmm_supported, 1},
+    {device_posix_fd_handles_supported, 1},
+    {device_gpu_direct_rdma_with_vmm_supported, 1},
+    {device_read_only_host_register_supported, 1},
+    {device_memory_pools_supported, 1},
+    {device_gpu_direct_rdma_supported, 1},
+    {device_flush_writes_options, 1},
+    {device_writes_ordering, 100},
+    {device_dmabuf_supported, 1},
+    {device_numa_id, -1},
+};
+
+int attribute_of(Device device, int attribute) {
+    if (attribute == device_pci_bus_id) {
+        return first_pci_bus + device;
+    }
+    const auto* const found = std::ranges::find(attribute_values, attribute, &AttributeValue::attribute);
+    return found == std::end(attribute_values) ? 0 : found->value;
+}
+
+// The same for the same machine (domain) and number in every process.
+Uuid uuid_of(Device device) {
+    const std::string text = config().domain + "/" + std::to_string(device);
+    Uuid uuid{};
+    std::uint64_t hash = 0xcbf29ce484222325; // FNV-1a
+    for (int half = 0; half < 2; ++half) {
+        for (const char letter : text) {
+            hash = (hash ^ static_cast<unsigned char>(letter)) * 0x100000001b3;
+        }
+        std::memcpy(uuid.bytes + 8 * half, &hash, sizeof hash);
+    }
+    return uuid;
+}
+
+// One hexadecimal field of a PCI address, up to this separator (0: up to the end), taken off the text.
+bool take_field(std::string_view* text, char separator, int* value) {
+    const auto end = separator == 0 ? text->size() : text->find(separator);
+    if (end == std::string_view::npos) {
+        return false;
+    }
+    const auto [stop, error] = std::from_chars(text->data(), text->data() + end, *value, 16);
+    const bool good = error == std::errc{} && stop == text->data() + end && *value >= 0;
+    text->remove_prefix(std::min(end + 1, text->size()));
+    return good;
+}
+
+// domain:bus:device.function, domain:bus:device or bus:device.function.
+bool parse_pci(std::string_view text, int* bus) {
+    int domain = 0, slot = 0, function = 0;
+    if (std::ranges::count(text, ':') == 2 && !take_field(&text, ':', &domain)) {
+        return false;
+    }
+    if (!take_field(&text, ':', bus)) {
+        return false;
+    }
+    const bool has_function = text.find('.') != std::string_view::npos;
+    const bool good =
+        has_function ? take_field(&text, '.', &slot) && take_field(&text, 0, &function) : take_field(&text, 0, &slot);
+    return good && domain == 0 && slot == 0 && function == 0;
+}
+
+// An entry that asks one device for something, and where to put it.
+template <typename Value, typename Body>
+Result device_entry(std::string_view symbol, Device device, Value* where, Body&& body) {
+    return entry(symbol, [&] {
+        if (!device_exists(device)) {
+            return invalid_device;
+        }
+        return where == nullptr ? invalid_value : body();
+    });
+}
+
+Result put_uuid(Uuid* uuid, Device device) {
+    *uuid = uuid_of(device);
+    return success;
+}
+
+} // namespace
+
+bool device_exists(Device device) {
+    return device >= 0 && device < static_cast<int>(config().gpu_count);
+}
+
+GDRKIT_CUDA_ENTRY Result cuDeviceGetCount(int* count) {
+    return entry("cuDeviceGetCount", [&] {
+        if (count == nullptr) {
+            return invalid_value;
+        }
+        *count = static_cast<int>(config().gpu_count);
+        return success;
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuDeviceGet(Device* device, int ordinal) {
+    return device_entry("cuDeviceGet", ordinal, device, [&] {
+        *device = ordinal;
+        return success;
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuDeviceGetName(char* name, int size, Device device) {
+    return device_entry("cuDeviceGetName", device, name, [&] {
+        if (size <= 0) {
+            return invalid_value;
+        }
+        std::snprintf(name, static_cast<std::size_t>(size), "%s", device_name.data());
+        return success;
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuDeviceGetUuid(Uuid* uuid, Device device) {
+    return device_entry("cuDeviceGetUuid", device, uuid, [&] { return put_uuid(uuid, device); });
+}
+
+GDRKIT_CUDA_ENTRY Result cuDeviceGetUuid_v2(Uuid* uuid, Device device) {
+    return device_entry("cuDeviceGetUuid_v2", device, uuid, [&] { return put_uuid(uuid, device); });
+}
+
+GDRKIT_CUDA_ENTRY Result cuDeviceTotalMem_v2(std::size_t* length_bytes, Device device) {
+    return device_entry("cuDeviceTotalMem_v2", device, length_bytes, [&] {
+        *length_bytes = device_memory_bytes;
+        return success;
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuDeviceGetAttribute(int* value, int attribute, Device device) {
+    return device_entry("cuDeviceGetAttribute", device, value, [&] {
+        if (attribute < 1 || attribute > device_attribute_last) {
+            return invalid_value;
+        }
+        *value = attribute_of(device, attribute);
+        return success;
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuDeviceGetProperties(DeviceProperties* properties, Device device) {
+    return device_entry("cuDeviceGetProperties", device, properties, [&] {
+        *properties = properties_of_all;
+        return success;
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuDeviceComputeCapability(int* major, int* minor, Device device) {
+    return device_entry("cuDeviceComputeCapability", device, major, [&] {
+        if (minor == nullptr) {
+            return invalid_value;
+        }
+        *major = compute_major;
+        *minor = compute_minor;
+        return success;
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuDeviceGetPCIBusId(char* text, int size, Device device) {
+    return device_entry("cuDeviceGetPCIBusId", device, text, [&] {
+        char full[16];
+        const int length = std::snprintf(full, sizeof full, "0000:%02X:00.0", first_pci_bus + device);
+        if (size <= length) {
+            return invalid_value;
+        }
+        std::memcpy(text, full, static_cast<std::size_t>(length) + 1);
+        return success;
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuDeviceGetByPCIBusId(Device* device, const char* text) {
+    return entry("cuDeviceGetByPCIBusId", [&] {
+        int bus = 0;
+        if (device == nullptr || text == nullptr || !parse_pci(text, &bus)) {
+            return invalid_value;
+        }
+        if (!device_exists(bus - first_pci_bus)) {
+            return invalid_device;
+        }
+        *device = bus - first_pci_bus;
+        return success;
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuDeviceCanAccessPeer(int* can, Device device, Device peer) {
+    return device_entry("cuDeviceCanAccessPeer", device, can, [&] {
+        if (!device_exists(peer)) {
+            return invalid_device;
+        }
+        *can = device != peer ? 1 : 0;
+        return success;
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuDeviceGetP2PAttribute(int* value, int attribute, Device from, Device to) {
+    return device_entry("cuDeviceGetP2PAttribute", from, value, [&] {
+        if (!device_exists(to) || from == to) {
+            return invalid_device;
+        }
+        if (attribute < p2p_performance_rank || attribute > p2p_only_partial_native_atomic_supported) {
+            return invalid_value;
+        }
+        *value = attribute == p2p_access_supported ? 1 : 0;
+        return success;
+    });
+}
+
+} // namespace gdrkit::twin::cuda

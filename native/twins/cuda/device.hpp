@@ -1,0 +1,15 @@
+// The devices that the twin makes up.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/cuda_abi.hpp"
+
+namespace gdrkit::twin::cuda {
+
+inline constexpr std::uint64_t device_memory_bytes = std::uint64_t{8} << 30;
+
+// Whether there is a device of this number.
+bool device_exists(Device device);
+
+} // namespace gdrkit::twin::cuda

@@ -1,0 +1,71 @@
+// cuMemGetHandleForAddressRange: device memory as a dma-buf.
+#include <algorithm>
+#include <vector>
+
+#include "cuda/entry.hpp"
+#include "cuda/memory.hpp"
+#include "model/dmabuf.hpp"
+
+namespace gdrkit::twin::cuda {
+namespace {
+
+bool exportable(const Range& range) {
+    return range.kind == Kind::device || range.kind == Kind::pool || range.kind == Kind::vmm;
+}
+
+// The range whose pages hold this page. A small allocation may begin within its page; its whole pages go out.
+RangeRef range_of_page(std::uint64_t page) {
+    const std::vector<RangeRef> found = ranges_in(page, page_bytes);
+    return found.empty() ? nullptr : found.front();
+}
+
+Result collect(std::uint64_t address, std::uint64_t length_bytes, std::vector<RangeRef>* keep,
+               std::vector<Extent>* extents) {
+    const std::uint64_t end = address + length_bytes;
+    for (std::uint64_t at = address; at < end;) {
+        RangeRef range = range_of_page(at);
+        if (!range || !exportable(*range)) {
+            return invalid_value;
+        }
+        const std::uint64_t first = range->base - range->memory_offset;
+        const std::uint64_t stop = std::min(end, first + range->memory->length_bytes());
+        if (stop <= at) {
+            return invalid_value;
+        }
+        extents->push_back({range->memory->fd(), at - first, stop - at});
+        keep->push_back(std::move(range));
+        at = stop;
+    }
+    return success;
+}
+
+} // namespace
+
+GDRKIT_CUDA_ENTRY Result cuMemGetHandleForAddressRange(void* handle, DevicePointer address, std::size_t length_bytes,
+                                                       int handle_type, unsigned long long flags) {
+    return entry_in_context("cuMemGetHandleForAddressRange", [&](const ContextRef&) {
+        if (handle == nullptr || handle_type != range_handle_dmabuf) {
+            return invalid_value;
+        }
+        if (flags != 0) {
+            return flags == range_flag_dmabuf_pcie ? not_supported : invalid_value;
+        }
+        if (length_bytes == 0 || address % page_bytes != 0 || length_bytes % page_bytes != 0 ||
+            address + length_bytes < address) {
+            return invalid_value;
+        }
+        std::vector<RangeRef> keep;
+        std::vector<Extent> extents;
+        if (const Result result = collect(address, length_bytes, &keep, &extents); result != success) {
+            return result;
+        }
+        const int fd = export_dmabuf(extents);
+        if (fd < 0) {
+            return operating_system;
+        }
+        *static_cast<int*>(handle) = fd;
+        return success;
+    });
+}
+
+} // namespace gdrkit::twin::cuda

@@ -1,0 +1,166 @@
+// Host memory that the device can reach: pinned, registered, managed. Its device address is its host address.
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <vector>
+
+#include "cuda/entry.hpp"
+#include "cuda/memory.hpp"
+#include "cuda/stream.hpp"
+#include "model/ledger.hpp"
+
+namespace gdrkit::twin::cuda {
+namespace {
+
+Result allocate_host(const ContextRef& context, void** pointer, std::size_t length_bytes, unsigned flags) {
+    constexpr unsigned known = host_alloc_portable | host_alloc_devicemap | host_alloc_write_combined;
+    if (pointer == nullptr || (flags & ~known) != 0) {
+        return invalid_value;
+    }
+    *pointer = nullptr;
+    if (length_bytes == 0) {
+        return success;
+    }
+    const RangeRef range = host_range(Kind::host_alloc, length_bytes);
+    if (!range) {
+        return out_of_memory;
+    }
+    range->context = context->handle;
+    range->device = context->device;
+    // Every allocation is mapped for the device under unified addressing, as the driver reports it.
+    range->host_flags = flags | host_alloc_devicemap;
+    add_range(range);
+    *pointer = range->host;
+    return success;
+}
+
+// Whether every page of the range is mapped in this process.
+bool is_mapped(std::uint64_t base, std::uint64_t length_bytes) {
+    const std::uint64_t begin = base / page_bytes * page_bytes;
+    const std::uint64_t pages = (round_up(base + length_bytes, page_bytes) - begin) / page_bytes;
+    std::vector<unsigned char> resident(pages);
+    return mincore(reinterpret_cast<void*>(begin), pages * page_bytes, resident.data()) == 0;
+}
+
+Result register_host(const ContextRef& context, void* pointer, std::size_t length_bytes, unsigned flags) {
+    constexpr unsigned known =
+        host_register_portable | host_register_devicemap | host_register_iomemory | host_register_read_only;
+    const auto base = reinterpret_cast<std::uint64_t>(pointer);
+    if (pointer == nullptr || length_bytes == 0 || base + length_bytes < base || (flags & ~known) != 0) {
+        return invalid_value;
+    }
+    if ((flags & host_register_iomemory) != 0) {
+        return not_supported;
+    }
+    if (is_device_address(base) || !is_mapped(base, length_bytes)) {
+        return invalid_value;
+    }
+    auto range = std::make_shared<Range>();
+    range->kind = Kind::host_registered;
+    range->base = base;
+    range->length_bytes = length_bytes;
+    range->host = static_cast<std::byte*>(pointer);
+    range->host_flags = flags;
+    range->buffer_id = new_buffer_id();
+    range->context = context->handle;
+    range->device = context->device;
+    return add_range_unless_overlapping(range) ? success : host_memory_already_registered;
+}
+
+} // namespace
+
+RangeRef host_range(Kind kind, std::uint64_t length_bytes) {
+    if (length_bytes > UINT64_MAX - page_bytes) {
+        return nullptr;
+    }
+    const std::uint64_t whole_bytes = round_up(length_bytes, page_bytes);
+    void* const pages = mmap(nullptr, whole_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (pages == MAP_FAILED) {
+        return nullptr;
+    }
+    auto range = std::make_shared<Range>();
+    range->kind = kind;
+    range->base = reinterpret_cast<std::uint64_t>(pages);
+    range->length_bytes = length_bytes;
+    range->buffer_id = new_buffer_id();
+    range->host = static_cast<std::byte*>(pages);
+    range->kept = std::shared_ptr<void>(pages, [whole_bytes](void* at) { munmap(at, whole_bytes); });
+    return range;
+}
+
+GDRKIT_CUDA_ENTRY Result cuMemHostAlloc(void** pointer, std::size_t length_bytes, unsigned flags) {
+    return entry_in_context("cuMemHostAlloc", [&](const ContextRef& context) {
+        return allocate_host(context, pointer, length_bytes, flags);
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuMemAllocHost_v2(void** pointer, std::size_t length_bytes) {
+    return entry_in_context("cuMemAllocHost_v2", [&](const ContextRef& context) {
+        return allocate_host(context, pointer, length_bytes, 0);
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuMemFreeHost(void* pointer) {
+    return entry_in_context("cuMemFreeHost", [&](const ContextRef& context) {
+        if (pointer == nullptr) {
+            return success;
+        }
+        synchronise(context);
+        RangeRef range;
+        return take_allocation(reinterpret_cast<std::uint64_t>(pointer), {Kind::host_alloc}, &range);
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuMemHostRegister(void* pointer, std::size_t length_bytes, unsigned flags) {
+    return entry_in_context("cuMemHostRegister", [&](const ContextRef& context) {
+        return register_host(context, pointer, length_bytes, flags);
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuMemHostRegister_v2(void* pointer, std::size_t length_bytes, unsigned flags) {
+    return entry_in_context("cuMemHostRegister_v2", [&](const ContextRef& context) {
+        return register_host(context, pointer, length_bytes, flags);
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuMemHostUnregister(void* pointer) {
+    return entry_in_context("cuMemHostUnregister", [&](const ContextRef& context) {
+        const auto address = reinterpret_cast<std::uint64_t>(pointer);
+        const RangeRef range = find_range(address);
+        if (!range || range->kind != Kind::host_registered) {
+            // A second unregister of host memory is answered, as the driver does: the memory is not ours.
+            return host_memory_not_registered;
+        }
+        if (range->base != address) {
+            return invalid_value;
+        }
+        synchronise(context);
+        RangeRef taken;
+        return take_allocation(address, {Kind::host_registered}, &taken);
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuMemHostGetDevicePointer_v2(DevicePointer* pointer, void* host, unsigned flags) {
+    return entry_in_context("cuMemHostGetDevicePointer_v2", [&](const ContextRef&) {
+        const auto address = reinterpret_cast<std::uint64_t>(host);
+        const RangeRef range = find_range(address);
+        if (pointer == nullptr || flags != 0 || !range || !range->is_host()) {
+            return invalid_value;
+        }
+        *pointer = address;
+        return success;
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuMemHostGetFlags(unsigned* flags, void* host) {
+    return entry_in_context("cuMemHostGetFlags", [&](const ContextRef&) {
+        const RangeRef range = find_range(reinterpret_cast<std::uint64_t>(host));
+        if (flags == nullptr || !range || range->kind != Kind::host_alloc) {
+            return invalid_value;
+        }
+        *flags = range->host_flags;
+        return success;
+    });
+}
+
+} // namespace gdrkit::twin::cuda

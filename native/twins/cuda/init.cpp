@@ -1,0 +1,100 @@
+// cuInit, the driver version, and the state that decides whether calls are let in.
+#include <unistd.h>
+
+#include <atomic>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "cuda/entry.hpp"
+#include "cuda/stream.hpp"
+#include "model/config.hpp"
+#include "model/fault.hpp"
+#include "model/note.hpp"
+
+GDRKIT_TWIN_NOTE("cuda twin of gdrkit")
+
+namespace gdrkit::twin::cuda {
+namespace {
+
+#define implemented(symbol) {#symbol, FaultKind::status},
+#define not_supported(symbol)
+#define X(name, since, symbol, kind) kind(symbol)
+constexpr FaultPoint fault_points[] = {
+#include "cuda/functions.def"
+};
+#undef X
+#undef implemented
+#undef not_supported
+
+constexpr std::string_view fault_prefixes[] = {"cu"};
+
+// Empty, or what was malformed in the environment or the fault plan.
+const std::string& load_error() {
+    static const auto* const error = [] {
+        const std::string& variables = config().error;
+        std::string plan = load_faults(fault_points, fault_prefixes);
+        return new std::string(variables.empty() ? std::move(plan) : variables);
+    }();
+    return *error;
+}
+
+// The process that called cuInit; a forked child has inherited the memory of the driver, and nothing that works.
+std::atomic<pid_t> initialised_in{0};
+
+} // namespace
+
+void load_plan() {
+    load_error();
+}
+
+bool begin_call(std::string_view symbol, Result* error) {
+    load_error();
+    const auto fault = hit(symbol);
+    if (fault) {
+        *error = static_cast<Result>(*fault);
+    }
+    return !fault;
+}
+
+Result ready() {
+    if (in_host_function()) {
+        return not_permitted;
+    }
+    return initialised_in.load(std::memory_order_acquire) == getpid() ? success : not_initialized;
+}
+
+GDRKIT_CUDA_ENTRY Result cuInit(unsigned flags) {
+    return entry_before_init("cuInit", [&] {
+        if (!load_error().empty() || flags != 0) {
+            return invalid_value;
+        }
+        if (config().gpu_count == 0) {
+            return no_device;
+        }
+        pid_t expected = 0;
+        const bool first = initialised_in.compare_exchange_strong(expected, getpid());
+        return first || expected == getpid() ? success : not_initialized;
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuDriverGetVersion(int* version) {
+    return entry_before_init("cuDriverGetVersion", [&] {
+        if (version == nullptr) {
+            return invalid_value;
+        }
+        *version = driver_version;
+        return success;
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuFlushGPUDirectRDMAWrites(int target, int scope) {
+    return entry_in_context("cuFlushGPUDirectRDMAWrites", [&](const ContextRef&) {
+        // What the verbs twin wrote is in the memory before its completion, so there is nothing left to flush.
+        const bool known =
+            target == flush_current_context && (scope == flush_to_owner || scope == flush_to_all_devices);
+        return known ? success : invalid_value;
+    });
+}
+
+} // namespace gdrkit::twin::cuda

@@ -1,0 +1,166 @@
+// cuMemAlloc and its kin.
+#include <sys/mman.h>
+
+#include <algorithm>
+
+#include "cuda/device.hpp"
+#include "cuda/entry.hpp"
+#include "cuda/memory.hpp"
+#include "cuda/pool.hpp"
+#include "cuda/stream.hpp"
+
+namespace gdrkit::twin::cuda {
+namespace {
+
+constexpr std::size_t pitch_alignment_bytes = 512;
+
+Result allocate_in(const ContextRef& context, DevicePointer* pointer, std::uint64_t length_bytes) {
+    if (pointer == nullptr || length_bytes == 0) {
+        return invalid_value;
+    }
+    RangeRef range;
+    const Result made = allocate(Kind::device, context->device, length_bytes, &range);
+    if (made != success) {
+        return made;
+    }
+    range->context = context->handle;
+    range->gpu_direct_rdma_capable = true;
+    add_range(range);
+    *pointer = range->base;
+    return success;
+}
+
+// The device could still be at work on memory that cuMemAlloc gave; only pool memory is freed without waiting.
+void finish_work_on(const Range& range, const ContextRef& current) {
+    if (range.kind == Kind::pool) {
+        return;
+    }
+    ContextRef owner;
+    if (find_context(range.context, &owner) == success) {
+        synchronise(owner);
+    }
+    synchronise(current);
+}
+
+} // namespace
+
+Result allocate(Kind kind, Device device, std::uint64_t length_bytes, RangeRef* made) {
+    if (length_bytes > device_memory_bytes) {
+        return out_of_memory;
+    }
+    const Slot slot = take_slot(length_bytes);
+    if (slot.base == 0) {
+        return out_of_memory;
+    }
+    auto range = std::make_shared<Range>();
+    const Result result = Memory::make(device, slot.page_offset_bytes() + length_bytes, &range->memory);
+    if (result != success) {
+        give_slot(slot);
+        return result;
+    }
+    range->kind = kind;
+    range->base = slot.base;
+    range->slot = slot;
+    range->memory_offset = slot.page_offset_bytes();
+    range->length_bytes = length_bytes;
+    range->buffer_id = new_buffer_id();
+    range->device = device;
+    *made = std::move(range);
+    return success;
+}
+
+GDRKIT_CUDA_ENTRY Result cuMemAlloc_v2(DevicePointer* pointer, std::size_t length_bytes) {
+    return entry_in_context("cuMemAlloc_v2",
+                            [&](const ContextRef& context) { return allocate_in(context, pointer, length_bytes); });
+}
+
+GDRKIT_CUDA_ENTRY Result cuMemAllocPitch_v2(DevicePointer* pointer, std::size_t* pitch, std::size_t width,
+                                            std::size_t height, unsigned element) {
+    return entry_in_context("cuMemAllocPitch_v2", [&](const ContextRef& context) {
+        const bool known_element = element == 4 || element == 8 || element == 16;
+        if (pitch == nullptr || !known_element || width == 0 || height == 0) {
+            return invalid_value;
+        }
+        std::uint64_t length_bytes = 0;
+        const std::size_t row_bytes = round_up(width, pitch_alignment_bytes);
+        if (row_bytes < width || __builtin_mul_overflow(row_bytes, height, &length_bytes)) {
+            return out_of_memory;
+        }
+        const Result result = allocate_in(context, pointer, length_bytes);
+        if (result == success) {
+            *pitch = row_bytes;
+        }
+        return result;
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuMemAllocManaged(DevicePointer* pointer, std::size_t length_bytes, unsigned flags) {
+    return entry_in_context("cuMemAllocManaged", [&](const ContextRef& context) {
+        if (pointer == nullptr || length_bytes == 0 || (flags != attach_global && flags != attach_host)) {
+            return invalid_value;
+        }
+        const RangeRef range = host_range(Kind::managed, length_bytes);
+        if (!range) {
+            return out_of_memory;
+        }
+        range->context = context->handle;
+        range->device = context->device;
+        range->sync_memops = true;
+        add_range(range);
+        *pointer = range->base;
+        return success;
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuMemFree_v2(DevicePointer pointer) {
+    return entry_in_context("cuMemFree_v2", [&](const ContextRef& context) {
+        if (pointer == 0) {
+            return success;
+        }
+        if (const RangeRef range = range_at(pointer)) {
+            finish_work_on(*range, context);
+        }
+        RangeRef range;
+        const Result taken = take_allocation(pointer, {Kind::device, Kind::pool, Kind::managed}, &range);
+        if (taken != success) {
+            return taken;
+        }
+        if (range->pool != 0) {
+            note_pool_free(range->pool, range->length_bytes);
+        }
+        if (range->slot.base != 0) {
+            give_slot(range->slot);
+        }
+        return success;
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuMemGetInfo_v2(std::size_t* free, std::size_t* total) {
+    return entry_in_context("cuMemGetInfo_v2", [&](const ContextRef& context) {
+        if (free == nullptr || total == nullptr) {
+            return invalid_value;
+        }
+        *free = free_bytes(context->device);
+        *total = device_memory_bytes;
+        return success;
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuMemGetAddressRange_v2(DevicePointer* base, std::size_t* length_bytes,
+                                                 DevicePointer pointer) {
+    return entry("cuMemGetAddressRange_v2", [&] {
+        const RangeRef range = find_range(pointer);
+        if (!range) {
+            return not_found;
+        }
+        if (base != nullptr) {
+            *base = range->base;
+        }
+        if (length_bytes != nullptr) {
+            *length_bytes = range->length_bytes;
+        }
+        return success;
+    });
+}
+
+} // namespace gdrkit::twin::cuda

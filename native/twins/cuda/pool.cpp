@@ -1,0 +1,355 @@
+#include "cuda/pool.hpp"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <mutex>
+#include <span>
+
+#include "cuda/device.hpp"
+#include "cuda/entry.hpp"
+#include "cuda/memory.hpp"
+#include "cuda/registry.hpp"
+#include "cuda/stream.hpp"
+
+namespace gdrkit::twin::cuda {
+namespace {
+
+struct Pool {
+    Handle handle = 0;
+    Device device = 0;
+    std::uint64_t size_max_bytes = 0; // 0: as much as the device has
+    std::mutex mutex;
+    std::array<int, 4> reuse{0, 1, 1, 1}; // by attribute number
+    std::uint64_t release_threshold_bytes = 0;
+    std::uint64_t used_bytes = 0, used_high_bytes = 0;
+    std::map<Device, int> access;
+
+    bool charge(std::uint64_t length_bytes) {
+        std::lock_guard lock(mutex);
+        if (size_max_bytes != 0 && length_bytes > size_max_bytes - std::min(size_max_bytes, used_bytes)) {
+            return false;
+        }
+        used_bytes += length_bytes;
+        used_high_bytes = std::max(used_high_bytes, used_bytes);
+        return true;
+    }
+    void discharge(std::uint64_t length_bytes) {
+        std::lock_guard lock(mutex);
+        used_bytes -= length_bytes;
+    }
+};
+using PoolRef = std::shared_ptr<Pool>;
+
+Registry<Pool>& created() {
+    static auto* const all = new Registry<Pool>("cuda_memory_pool");
+    return *all;
+}
+
+// The pools that every device has, and which one cuMemAllocAsync uses.
+struct DevicePools {
+    std::mutex mutex;
+    std::map<Device, PoolRef> defaults;
+    std::map<Device, PoolRef> current;
+};
+
+DevicePools& device_pools() {
+    static auto* const all = new DevicePools;
+    return *all;
+}
+
+PoolRef default_locked(DevicePools* all, Device device) {
+    PoolRef& pool = all->defaults[device];
+    if (!pool) {
+        pool = std::make_shared<Pool>();
+        pool->handle = new_handle();
+        pool->device = device;
+    }
+    return pool;
+}
+
+PoolRef default_pool(Device device) {
+    DevicePools& all = device_pools();
+    std::lock_guard lock(all.mutex);
+    return default_locked(&all, device);
+}
+
+PoolRef current_pool(Device device) {
+    DevicePools& all = device_pools();
+    std::lock_guard lock(all.mutex);
+    const PoolRef& pool = all.current[device];
+    return pool ? pool : default_locked(&all, device);
+}
+
+bool is_default(Handle handle) {
+    DevicePools& all = device_pools();
+    std::lock_guard lock(all.mutex);
+    return std::ranges::any_of(all.defaults, [=](const auto& entry) { return entry.second->handle == handle; });
+}
+
+PoolRef find_pool(Handle handle) {
+    if (PoolRef pool = created().find(handle)) {
+        return pool;
+    }
+    DevicePools& all = device_pools();
+    std::lock_guard lock(all.mutex);
+    for (const auto& [device, pool] : all.defaults) {
+        if (pool->handle == handle) {
+            return pool;
+        }
+    }
+    return nullptr;
+}
+
+Result allocate_from(const ContextRef& context, const PoolRef& pool, DevicePointer* pointer, std::uint64_t length_bytes,
+                     Handle stream_handle) {
+    StreamRef stream;
+    if (const Result found = find_stream(stream_handle, context, &stream); found != success) {
+        return found;
+    }
+    if (pointer == nullptr || !pool) {
+        return invalid_value;
+    }
+    if (length_bytes == 0) {
+        *pointer = 0;
+        return success;
+    }
+    if (!pool->charge(length_bytes)) {
+        return out_of_memory;
+    }
+    RangeRef range;
+    const Result made = allocate(Kind::pool, pool->device, length_bytes, &range);
+    if (made != success) {
+        pool->discharge(length_bytes);
+        return made;
+    }
+    range->pool = pool->handle;
+    add_range(range);
+    *pointer = range->base;
+    return success;
+}
+
+Result query_pool(DevicePointer* handle, Device device, PoolRef (*which)(Device)) {
+    if (!device_exists(device)) {
+        return invalid_device;
+    }
+    if (handle == nullptr) {
+        return invalid_value;
+    }
+    *handle = which(device)->handle;
+    return success;
+}
+
+Result set_attribute(Pool* pool, int attribute, const void* value) {
+    std::lock_guard lock(pool->mutex);
+    std::uint64_t number = 0;
+    if (attribute >= pool_reuse_follow_event_dependencies && attribute <= pool_reuse_allow_internal_dependencies) {
+        std::memcpy(&pool->reuse[static_cast<std::size_t>(attribute)], value, sizeof(int));
+        return success;
+    }
+    std::memcpy(&number, value, sizeof number);
+    if (attribute == pool_release_threshold) {
+        pool->release_threshold_bytes = number;
+        return success;
+    }
+    // The high-water marks can only be set back to where they would begin.
+    if ((attribute == pool_reserved_high || attribute == pool_used_high) && number == 0) {
+        pool->used_high_bytes = pool->used_bytes;
+        return success;
+    }
+    return invalid_value;
+}
+
+Result get_attribute(Pool* pool, int attribute, void* value) {
+    std::lock_guard lock(pool->mutex);
+    auto put = [value](std::uint64_t number) {
+        std::memcpy(value, &number, sizeof number);
+        return success;
+    };
+    switch (attribute) {
+    case pool_reuse_follow_event_dependencies:
+    case pool_reuse_allow_opportunistic:
+    case pool_reuse_allow_internal_dependencies:
+        std::memcpy(value, &pool->reuse[static_cast<std::size_t>(attribute)], sizeof(int));
+        return success;
+    case pool_release_threshold:
+        return put(pool->release_threshold_bytes);
+    case pool_reserved_current:
+    case pool_used_current:
+        // The pool of the twin keeps nothing back.
+        return put(pool->used_bytes);
+    case pool_reserved_high:
+    case pool_used_high:
+        return put(pool->used_high_bytes);
+    default:
+        return invalid_value;
+    }
+}
+
+} // namespace
+
+void note_pool_free(Handle handle, std::uint64_t length_bytes) {
+    if (const PoolRef pool = find_pool(handle)) {
+        pool->discharge(length_bytes);
+    }
+}
+
+GDRKIT_CUDA_ENTRY Result cuDeviceGetDefaultMemPool(Handle* handle, Device device) {
+    return entry("cuDeviceGetDefaultMemPool", [&] { return query_pool(handle, device, default_pool); });
+}
+
+GDRKIT_CUDA_ENTRY Result cuDeviceGetMemPool(Handle* handle, Device device) {
+    return entry("cuDeviceGetMemPool", [&] { return query_pool(handle, device, current_pool); });
+}
+
+GDRKIT_CUDA_ENTRY Result cuDeviceSetMemPool(Device device, Handle handle) {
+    return entry("cuDeviceSetMemPool", [&] {
+        if (!device_exists(device)) {
+            return invalid_device;
+        }
+        const PoolRef pool = find_pool(handle);
+        if (!pool || pool->device != device) {
+            return invalid_value;
+        }
+        DevicePools& all = device_pools();
+        std::lock_guard lock(all.mutex);
+        all.current[device] = pool;
+        return success;
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuMemPoolCreate(Handle* handle, const PoolProperties* properties) {
+    return entry("cuMemPoolCreate", [&] {
+        if (handle == nullptr || properties == nullptr || properties->allocation_type != allocation_pinned) {
+            return invalid_value;
+        }
+        if (properties->location.type != location_device || properties->handle_types != handle_none ||
+            properties->usage != 0) {
+            return not_supported;
+        }
+        if (!device_exists(properties->location.id)) {
+            return invalid_device;
+        }
+        auto pool = std::make_shared<Pool>();
+        pool->handle = new_handle();
+        pool->device = properties->location.id;
+        pool->size_max_bytes = properties->size_max_bytes;
+        created().add(pool->handle, pool);
+        *handle = pool->handle;
+        return success;
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuMemPoolDestroy(Handle handle) {
+    return entry("cuMemPoolDestroy", [&] {
+        if (is_default(handle)) {
+            return invalid_value;
+        }
+        const PoolRef pool = created().take(handle);
+        if (!pool) {
+            return invalid_value;
+        }
+        DevicePools& all = device_pools();
+        std::lock_guard lock(all.mutex);
+        if (all.current[pool->device] == pool) {
+            all.current[pool->device].reset();
+        }
+        return success;
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuMemPoolSetAttribute(Handle handle, int attribute, const void* value) {
+    return entry("cuMemPoolSetAttribute", [&] {
+        const PoolRef pool = find_pool(handle);
+        return pool && value != nullptr ? set_attribute(pool.get(), attribute, value) : invalid_value;
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuMemPoolGetAttribute(Handle handle, int attribute, void* value) {
+    return entry("cuMemPoolGetAttribute", [&] {
+        const PoolRef pool = find_pool(handle);
+        return pool && value != nullptr ? get_attribute(pool.get(), attribute, value) : invalid_value;
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuMemPoolTrimTo(Handle handle, std::size_t) {
+    return entry("cuMemPoolTrimTo", [&] { return find_pool(handle) ? success : invalid_value; });
+}
+
+GDRKIT_CUDA_ENTRY Result cuMemPoolSetAccess(Handle handle, const AccessDescription* descriptions, std::size_t count) {
+    return entry("cuMemPoolSetAccess", [&] {
+        const PoolRef pool = find_pool(handle);
+        if (!pool || (descriptions == nullptr && count != 0)) {
+            return invalid_value;
+        }
+        std::lock_guard lock(pool->mutex);
+        for (const AccessDescription& one : std::span(descriptions, count)) {
+            const bool own = one.location.id == pool->device;
+            if (one.location.type != location_device || !device_exists(one.location.id) ||
+                (one.flags != access_none && one.flags != access_read_write) || (own && one.flags == access_none)) {
+                return invalid_value;
+            }
+            pool->access[one.location.id] = one.flags;
+        }
+        return success;
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuMemPoolGetAccess(int* flags, Handle handle, const Location* location) {
+    return entry("cuMemPoolGetAccess", [&] {
+        const PoolRef pool = find_pool(handle);
+        if (flags == nullptr || location == nullptr || !pool || location->type != location_device ||
+            !device_exists(location->id)) {
+            return invalid_value;
+        }
+        std::lock_guard lock(pool->mutex);
+        const auto found = pool->access.find(location->id);
+        const int implied = location->id == pool->device ? access_read_write : access_none;
+        *flags = found == pool->access.end() ? implied : found->second;
+        return success;
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuMemAllocAsync(DevicePointer* pointer, std::size_t length_bytes, Handle stream) {
+    return entry_in_context("cuMemAllocAsync", [&](const ContextRef& context) {
+        return allocate_from(context, current_pool(context->device), pointer, length_bytes, stream);
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuMemAllocFromPoolAsync(DevicePointer* pointer, std::size_t length_bytes, Handle pool,
+                                                 Handle stream) {
+    return entry_in_context("cuMemAllocFromPoolAsync", [&](const ContextRef& context) {
+        return allocate_from(context, find_pool(pool), pointer, length_bytes, stream);
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuMemFreeAsync(DevicePointer pointer, Handle stream_handle) {
+    return entry_in_context("cuMemFreeAsync", [&](const ContextRef& context) {
+        StreamRef stream;
+        if (const Result found = find_stream(stream_handle, context, &stream); found != success) {
+            return found;
+        }
+        if (pointer == 0) {
+            return success;
+        }
+        RangeRef range;
+        if (const Result taken = take_allocation(pointer, {Kind::pool, Kind::device}, &range); taken != success) {
+            return taken;
+        }
+        if (range->pool != 0) {
+            note_pool_free(range->pool, range->length_bytes);
+        }
+        // Nobody finds the pointer any more; memory and address come free when the stream gets here.
+        const Slot slot = range->slot;
+        enqueue(
+            stream,
+            [range = std::move(range), slot]() mutable {
+                range.reset();
+                give_slot(slot);
+            },
+            Lateness::late);
+        return success;
+    });
+}
+
+} // namespace gdrkit::twin::cuda

@@ -1,0 +1,71 @@
+// Objects by handle, entered in the ledger.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "cuda/cuda_abi.hpp"
+#include "model/ledger.hpp"
+
+namespace gdrkit::twin::cuda {
+
+template <typename Object> class Registry {
+public:
+    // `kind` must be a string literal: it is the ledger's name for these objects.
+    explicit Registry(std::string_view kind) : kind_(kind) {}
+
+    void add(Handle handle, std::shared_ptr<Object> object) {
+        std::lock_guard lock(mutex_);
+        ledger_add(kind_, handle);
+        objects_.emplace(handle, std::move(object));
+        ended_.erase(handle);
+    }
+
+    [[nodiscard]] std::shared_ptr<Object> find(Handle handle) {
+        std::lock_guard lock(mutex_);
+        const auto found = objects_.find(handle);
+        return found == objects_.end() ? nullptr : found->second;
+    }
+
+    // Takes the object out. Null when there is none of this handle, or when its context took it along; a handle that
+    // the program itself gave back before ends the process (model/ledger.hpp).
+    [[nodiscard]] std::shared_ptr<Object> take(Handle handle) {
+        std::lock_guard lock(mutex_);
+        if (ended_.contains(handle) || !ledger_remove(kind_, handle)) {
+            return nullptr;
+        }
+        const auto found = objects_.find(handle);
+        std::shared_ptr<Object> object = std::move(found->second);
+        objects_.erase(found);
+        return object;
+    }
+
+    // Takes out all objects that end together with something else, such as their context.
+    template <typename Predicate> std::vector<std::shared_ptr<Object>> take_all(Predicate&& predicate) {
+        std::vector<std::shared_ptr<Object>> taken;
+        std::lock_guard lock(mutex_);
+        for (auto at = objects_.begin(); at != objects_.end();) {
+            if (predicate(*at->second) && ledger_remove(kind_, at->first)) {
+                ended_.insert(at->first);
+                taken.push_back(std::move(at->second));
+                at = objects_.erase(at);
+            } else {
+                ++at;
+            }
+        }
+        return taken;
+    }
+
+private:
+    const std::string_view kind_;
+    std::mutex mutex_;
+    std::map<Handle, std::shared_ptr<Object>> objects_;
+    std::set<Handle> ended_;
+};
+
+} // namespace gdrkit::twin::cuda

@@ -1,0 +1,236 @@
+#include "cuda/stream.hpp"
+
+#include <pthread.h>
+
+#include <algorithm>
+#include <condition_variable>
+#include <csignal>
+#include <map>
+#include <mutex>
+#include <thread>
+#include <utility>
+
+#include "model/config.hpp"
+
+namespace gdrkit::twin::cuda {
+namespace {
+
+// One mutex and one condition for all streams: simple, and fast enough for software.
+struct Engine {
+    std::mutex mutex;
+    std::condition_variable changed;
+    std::uint64_t last_id = 0;
+};
+
+Engine& engine() {
+    // Never destroyed: threads of streams may still run while the process exits.
+    static auto* const the_engine = new Engine;
+    return *the_engine;
+}
+
+bool done_locked(const std::vector<MarkerRef>& markers) {
+    return std::ranges::all_of(markers, [](const MarkerRef& marker) { return marker->done; });
+}
+
+void add_unfinished(const StreamRef& stream, std::vector<MarkerRef>* markers) {
+    if (stream && stream->last && !stream->last->done) {
+        markers->push_back(stream->last);
+    }
+}
+
+void forget_locked(const StreamRef& stream) {
+    if (const ContextRef context = stream->context.lock()) {
+        std::erase(context->streams, stream);
+    }
+}
+
+// The thread of one stream. It owns the stream, so that the stream outlives its last work.
+void carry_out(StreamRef stream) {
+    Engine& all = engine();
+    std::unique_lock lock(all.mutex);
+    while (true) {
+        all.changed.wait(lock, [&] { return !stream->queue.empty() || stream->closed; });
+        if (stream->queue.empty()) {
+            break;
+        }
+        Work work = std::move(stream->queue.front());
+        stream->queue.pop_front();
+        all.changed.wait(lock, [&] { return done_locked(work.after); });
+        lock.unlock();
+        if (work.late) {
+            be_late();
+        }
+        if (work.run) {
+            work.run();
+        }
+        // What the work held on to (memory that was freed meanwhile) goes before anybody is told.
+        work.run = nullptr;
+        lock.lock();
+        work.marker->done = true;
+        work.marker->when = std::chrono::steady_clock::now();
+        all.changed.notify_all();
+    }
+    stream->has_thread = false;
+    forget_locked(stream);
+}
+
+// The thread takes no signal that is meant for the program; those of its own faults it must get.
+void start_thread(const StreamRef& stream) {
+    sigset_t others, before;
+    sigfillset(&others);
+    for (const int own : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT, SIGTRAP}) {
+        sigdelset(&others, own);
+    }
+    pthread_sigmask(SIG_SETMASK, &others, &before);
+    try {
+        std::thread(carry_out, stream).detach();
+    } catch (...) {
+        pthread_sigmask(SIG_SETMASK, &before, nullptr);
+        throw;
+    }
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+}
+
+StreamRef build_stream_locked(Engine* all, const ContextRef& context, std::uint32_t flags, int priority) {
+    auto stream = std::make_shared<Stream>();
+    stream->handle = new_handle();
+    stream->id = ++all->last_id;
+    stream->context = context;
+    stream->device = context->device;
+    stream->flags = flags;
+    stream->priority = priority;
+    return stream;
+}
+
+} // namespace
+
+StreamRef make_stream(const ContextRef& context, std::uint32_t flags, int priority) {
+    Engine& all = engine();
+    std::lock_guard lock(all.mutex);
+    StreamRef stream = build_stream_locked(&all, context, flags, priority);
+    context->streams.push_back(stream);
+    return stream;
+}
+
+void close_stream(const StreamRef& stream) {
+    Engine& all = engine();
+    std::lock_guard lock(all.mutex);
+    stream->closed = true;
+    if (!stream->has_thread) {
+        forget_locked(stream);
+    }
+    all.changed.notify_all();
+}
+
+StreamRef legacy_stream(const ContextRef& context) {
+    Engine& all = engine();
+    std::lock_guard lock(all.mutex);
+    if (!context->legacy) {
+        context->legacy = build_stream_locked(&all, context, 0, 0);
+    }
+    return context->legacy;
+}
+
+StreamRef thread_stream(const ContextRef& context) {
+    Engine& all = engine();
+    std::lock_guard lock(all.mutex);
+    StreamRef& stream = context->thread_streams[std::this_thread::get_id()];
+    if (!stream) {
+        stream = build_stream_locked(&all, context, 0, 0);
+        context->streams.push_back(stream);
+    }
+    return stream;
+}
+
+MarkerRef enqueue(const StreamRef& stream, std::function<void()> run, Lateness lateness, std::vector<MarkerRef> after) {
+    Engine& all = engine();
+    std::lock_guard lock(all.mutex);
+    Work work{std::move(run), std::move(after), std::make_shared<Marker>(), lateness == Lateness::late};
+    if (const ContextRef context = stream->context.lock()) {
+        if (stream == context->legacy) {
+            for (const StreamRef& other : context->streams) {
+                if (other->blocking()) {
+                    add_unfinished(other, &work.after);
+                }
+            }
+        } else if (stream->blocking()) {
+            add_unfinished(context->legacy, &work.after);
+        }
+    }
+    if (!stream->has_thread) {
+        start_thread(stream);
+        stream->has_thread = true;
+    }
+    MarkerRef marker = work.marker;
+    stream->last = marker;
+    stream->queue.push_back(std::move(work));
+    all.changed.notify_all();
+    return marker;
+}
+
+void wait_for(const MarkerRef& marker) {
+    Engine& all = engine();
+    std::unique_lock lock(all.mutex);
+    all.changed.wait(lock, [&] { return marker->done; });
+}
+
+std::vector<MarkerRef> pending(const StreamRef& stream) {
+    Engine& all = engine();
+    std::lock_guard lock(all.mutex);
+    std::vector<MarkerRef> markers;
+    add_unfinished(stream, &markers);
+    const ContextRef context = stream->context.lock();
+    if (context && stream == context->legacy) {
+        for (const StreamRef& other : context->streams) {
+            if (other->blocking()) {
+                add_unfinished(other, &markers);
+            }
+        }
+    }
+    return markers;
+}
+
+bool all_done(const std::vector<MarkerRef>& markers) {
+    std::lock_guard lock(engine().mutex);
+    return done_locked(markers);
+}
+
+void wait_for(const std::vector<MarkerRef>& markers) {
+    Engine& all = engine();
+    std::unique_lock lock(all.mutex);
+    all.changed.wait(lock, [&] { return done_locked(markers); });
+}
+
+std::chrono::steady_clock::time_point time_of(const MarkerRef& marker) {
+    std::lock_guard lock(engine().mutex);
+    return marker->when;
+}
+
+void synchronise(const ContextRef& context) {
+    std::vector<MarkerRef> markers;
+    {
+        std::lock_guard lock(engine().mutex);
+        add_unfinished(context->legacy, &markers);
+        for (const StreamRef& stream : context->streams) {
+            add_unfinished(stream, &markers);
+        }
+    }
+    wait_for(markers);
+}
+
+void close_streams(const ContextRef& context) {
+    synchronise(context);
+    Engine& all = engine();
+    std::lock_guard lock(all.mutex);
+    if (context->legacy) {
+        context->legacy->closed = true;
+        context->legacy.reset();
+    }
+    context->thread_streams.clear();
+    for (const StreamRef& stream : std::exchange(context->streams, {})) {
+        stream->closed = true;
+    }
+    all.changed.notify_all();
+}
+
+} // namespace gdrkit::twin::cuda

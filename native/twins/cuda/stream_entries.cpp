@@ -1,0 +1,186 @@
+// The cuStream* entries.
+#include <algorithm>
+
+#include "cuda/entry.hpp"
+#include "cuda/event.hpp"
+#include "cuda/registry.hpp"
+#include "cuda/stream.hpp"
+
+namespace gdrkit::twin::cuda {
+namespace {
+
+thread_local bool running_host_function = false;
+
+Registry<Stream>& streams() {
+    static auto* const all = new Registry<Stream>("cuda_stream");
+    return *all;
+}
+
+Result create_stream(const ContextRef& context, Handle* handle, unsigned flags, int priority) {
+    if (handle == nullptr || (flags & ~static_cast<unsigned>(stream_non_blocking)) != 0) {
+        return invalid_value;
+    }
+    const int allowed = std::clamp(priority, stream_priority_greatest, stream_priority_least);
+    StreamRef stream = make_stream(context, flags, allowed);
+    *handle = stream->handle;
+    streams().add(stream->handle, stream);
+    return success;
+}
+
+// Runs `call` where no entry may be called; the work of the stream goes on after it.
+template <typename Call> void as_host_function(Call&& call) {
+    running_host_function = true;
+    call();
+    running_host_function = false;
+}
+
+// An entry that does something with one stream.
+template <typename Body> Result stream_entry(std::string_view symbol, Handle handle, Body&& body) {
+    return entry_in_context(symbol, [&](const ContextRef& context) {
+        StreamRef stream;
+        const Result found = find_stream(handle, context, &stream);
+        return found == success ? body(stream) : found;
+    });
+}
+
+template <typename Value> Result answer(Value* where, Value value) {
+    if (where == nullptr) {
+        return invalid_value;
+    }
+    *where = value;
+    return success;
+}
+
+} // namespace
+
+bool in_host_function() {
+    return running_host_function;
+}
+
+Result find_stream(Handle handle, const ContextRef& context, StreamRef* stream) {
+    if (handle == stream_default || handle == stream_legacy) {
+        *stream = legacy_stream(context);
+        return success;
+    }
+    if (handle == stream_per_thread) {
+        *stream = thread_stream(context);
+        return success;
+    }
+    *stream = streams().find(handle);
+    return *stream ? success : invalid_handle;
+}
+
+void release_streams_of(Handle context) {
+    streams().take_all([=](const Stream& stream) {
+        const ContextRef owner = stream.context.lock();
+        return !owner || owner->handle == context;
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuStreamCreate(Handle* handle, unsigned flags) {
+    return entry_in_context("cuStreamCreate",
+                            [&](const ContextRef& context) { return create_stream(context, handle, flags, 0); });
+}
+
+GDRKIT_CUDA_ENTRY Result cuStreamCreateWithPriority(Handle* handle, unsigned flags, int priority) {
+    return entry_in_context("cuStreamCreateWithPriority",
+                            [&](const ContextRef& context) { return create_stream(context, handle, flags, priority); });
+}
+
+GDRKIT_CUDA_ENTRY Result cuStreamDestroy_v2(Handle handle) {
+    return entry("cuStreamDestroy_v2", [&] {
+        const StreamRef stream = streams().take(handle);
+        if (!stream) {
+            return invalid_handle;
+        }
+        close_stream(stream);
+        return success;
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuStreamQuery(Handle handle) {
+    return stream_entry("cuStreamQuery", handle,
+                        [](const StreamRef& stream) { return pending(stream).empty() ? success : not_ready; });
+}
+
+GDRKIT_CUDA_ENTRY Result cuStreamSynchronize(Handle handle) {
+    return stream_entry("cuStreamSynchronize", handle, [](const StreamRef& stream) {
+        wait_for(pending(stream));
+        return success;
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuStreamWaitEvent(Handle handle, Handle event, unsigned flags) {
+    return stream_entry("cuStreamWaitEvent", handle, [&](const StreamRef& stream) {
+        MarkerRef marker;
+        if (const Result found = find_recorded(event, &marker); found != success) {
+            return found;
+        }
+        if (flags != 0) {
+            return flags == 1 ? not_supported : invalid_value;
+        }
+        if (marker) {
+            enqueue(stream, {}, Lateness::at_once, {marker});
+        }
+        return success;
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuStreamAddCallback(Handle handle, void (*callback)(Handle, Result, void*), void* user,
+                                             unsigned flags) {
+    return stream_entry("cuStreamAddCallback", handle, [&](const StreamRef& stream) {
+        if (callback == nullptr || flags != 0) {
+            return invalid_value;
+        }
+        auto call = [=] { as_host_function([&] { callback(handle, success, user); }); };
+        enqueue(stream, call, Lateness::late);
+        return success;
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuLaunchHostFunc(Handle handle, void (*function)(void*), void* user) {
+    return stream_entry("cuLaunchHostFunc", handle, [&](const StreamRef& stream) {
+        if (function == nullptr) {
+            return invalid_value;
+        }
+        auto call = [=] { as_host_function([&] { function(user); }); };
+        enqueue(stream, call, Lateness::late);
+        return success;
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuStreamGetFlags(Handle handle, unsigned* flags) {
+    return stream_entry("cuStreamGetFlags", handle,
+                        [&](const StreamRef& stream) { return answer<unsigned>(flags, stream->flags); });
+}
+
+GDRKIT_CUDA_ENTRY Result cuStreamGetPriority(Handle handle, int* priority) {
+    return stream_entry("cuStreamGetPriority", handle,
+                        [&](const StreamRef& stream) { return answer<int>(priority, stream->priority); });
+}
+
+GDRKIT_CUDA_ENTRY Result cuStreamGetId(Handle handle, std::uint64_t* id) {
+    return stream_entry("cuStreamGetId", handle,
+                        [&](const StreamRef& stream) { return answer<std::uint64_t>(id, stream->id); });
+}
+
+GDRKIT_CUDA_ENTRY Result cuStreamGetDevice(Handle handle, Device* device) {
+    return stream_entry("cuStreamGetDevice", handle,
+                        [&](const StreamRef& stream) { return answer<Device>(device, stream->device); });
+}
+
+GDRKIT_CUDA_ENTRY Result cuStreamGetCtx(Handle handle, Handle* context) {
+    return stream_entry("cuStreamGetCtx", handle, [&](const StreamRef& stream) {
+        const ContextRef owner = stream->context.lock();
+        return owner && owner->alive ? answer<Handle>(context, owner->handle) : context_is_destroyed;
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuStreamIsCapturing(Handle handle, int* status) {
+    return stream_entry("cuStreamIsCapturing", handle, [&](const StreamRef&) {
+        // There are no graphs, so no stream is ever captured.
+        return answer<int>(status, 0);
+    });
+}
+
+} // namespace gdrkit::twin::cuda

@@ -1,0 +1,18 @@
+// The entries that the twin does not implement: each says so, and touches nothing.
+#include "cuda/cuda_abi.hpp"
+
+namespace gdrkit::twin::cuda {
+
+#define implemented(symbol)
+#define not_supported(symbol)                                                                                          \
+    GDRKIT_CUDA_ENTRY int symbol();                                                                                    \
+    int symbol() {                                                                                                     \
+        return 801;                                                                                                    \
+    }
+#define X(name, since, symbol, kind) kind(symbol)
+#include "cuda/functions.def"
+#undef X
+#undef implemented
+#undef not_supported
+
+} // namespace gdrkit::twin::cuda

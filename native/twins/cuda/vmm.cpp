@@ -1,0 +1,380 @@
+#include "cuda/vmm.hpp"
+
+#include <sys/stat.h>
+
+#include <bit>
+#include <cerrno>
+#include <map>
+#include <mutex>
+#include <span>
+
+#include "cuda/device.hpp"
+#include "cuda/entry.hpp"
+#include "cuda/memory.hpp"
+#include "cuda/registry.hpp"
+#include "model/dmabuf.hpp"
+
+namespace gdrkit::twin::cuda {
+namespace {
+
+// A physical allocation. Its handle counts: cuMemCreate or an import gives one reference, cuMemRetainAllocationHandle
+// one more. Mappings keep the memory beyond its handle.
+struct Allocation {
+    Handle handle = 0;
+    MemoryRef memory;
+    AllocationProperties properties{};
+    std::uint64_t references = 1; // guarded by the mutex of Vmm
+};
+using AllocationRef = std::shared_ptr<Allocation>;
+
+struct Reservation {
+    std::uint64_t base = 0, length_bytes = 0;
+};
+
+struct Vmm {
+    std::mutex mutex; // orders everything that maps, unmaps, reserves or releases
+    std::map<std::uint64_t, Reservation> reservations;
+    Registry<Allocation> allocations{"cuda_vmm_allocation"};
+    Registry<Reservation> ledger{"cuda_vmm_reservation"};
+};
+
+Vmm& vmm() {
+    static auto* const all = new Vmm;
+    return *all;
+}
+
+bool whole_granules(std::uint64_t value) {
+    return value % vmm_granularity_bytes == 0;
+}
+
+const Reservation* reservation_of(const Vmm& all, std::uint64_t address, std::uint64_t length_bytes) {
+    const auto after = all.reservations.upper_bound(address);
+    if (after == all.reservations.begin() || length_bytes == 0) {
+        return nullptr;
+    }
+    const Reservation& found = std::prev(after)->second;
+    const std::uint64_t offset = address - found.base;
+    return offset < found.length_bytes && length_bytes <= found.length_bytes - offset ? &found : nullptr;
+}
+
+// The mappings in [address, address + length). False when one of them reaches out of it, or, with `gapless`, when they
+// leave holes.
+bool whole_mappings(std::uint64_t address, std::uint64_t length_bytes, bool gapless, std::vector<RangeRef>* found) {
+    *found = ranges_in(address, length_bytes);
+    std::uint64_t covered_bytes = 0;
+    for (const RangeRef& range : *found) {
+        if (range->base < address || range->base + range->length_bytes > address + length_bytes) {
+            return false;
+        }
+        covered_bytes += range->length_bytes;
+    }
+    return !gapless || covered_bytes == length_bytes;
+}
+
+Result check_properties(const AllocationProperties* properties) {
+    if (properties == nullptr || properties->type != allocation_pinned) {
+        return invalid_value;
+    }
+    const bool on_device = properties->location.type == location_device;
+    const bool known_handles = (properties->requested_handle_types & ~handle_posix_fd) == 0;
+    if (!on_device || !known_handles || properties->usage != 0) {
+        return not_supported;
+    }
+    return device_exists(properties->location.id) ? success : invalid_device;
+}
+
+Handle add_allocation_locked(Vmm* all, MemoryRef memory, const AllocationProperties& properties) {
+    auto allocation = std::make_shared<Allocation>();
+    allocation->handle = new_handle();
+    allocation->memory = std::move(memory);
+    allocation->properties = properties;
+    all->allocations.add(allocation->handle, allocation);
+    return allocation->handle;
+}
+
+Result map_locked(Vmm* all, std::uint64_t address, std::uint64_t length_bytes, const AllocationRef& allocation) {
+    const Reservation* const reservation = reservation_of(*all, address, length_bytes);
+    if (reservation == nullptr || !whole_granules(address) || !whole_granules(length_bytes)) {
+        return invalid_value;
+    }
+    if (length_bytes != allocation->memory->length_bytes()) {
+        return not_supported;
+    }
+    auto range = std::make_shared<Range>();
+    range->kind = Kind::vmm;
+    range->base = address;
+    range->length_bytes = length_bytes;
+    range->buffer_id = new_buffer_id();
+    range->device = allocation->memory->device();
+    range->memory = allocation->memory;
+    range->handle_types = static_cast<std::uint32_t>(allocation->properties.requested_handle_types);
+    range->gpu_direct_rdma_capable = allocation->properties.gpu_direct_rdma_capable != 0;
+    range->reservation_base = reservation->base;
+    range->reservation_bytes = reservation->length_bytes;
+    // The range keeps the allocation too, so that its handle can be asked for again after it was released.
+    range->kept = allocation;
+    return add_range_unless_overlapping(range) ? success : invalid_value;
+}
+
+} // namespace
+
+bool find_reservation(std::uint64_t address, std::uint64_t* base, std::uint64_t* length_bytes) {
+    Vmm& all = vmm();
+    std::lock_guard lock(all.mutex);
+    const Reservation* const found = reservation_of(all, address, 1);
+    if (found != nullptr) {
+        *base = found->base;
+        *length_bytes = found->length_bytes;
+    }
+    return found != nullptr;
+}
+
+// ---- addresses
+
+GDRKIT_CUDA_ENTRY Result cuMemAddressReserve(DevicePointer* pointer, std::size_t length_bytes, std::size_t alignment,
+                                             DevicePointer, unsigned long long flags) {
+    return entry_in_context("cuMemAddressReserve", [&](const ContextRef&) {
+        if (pointer == nullptr || length_bytes == 0 || !whole_granules(length_bytes) || flags != 0 ||
+            (alignment != 0 && !std::has_single_bit(alignment))) {
+            return invalid_value;
+        }
+        const std::uint64_t base = reserve_range(length_bytes, alignment);
+        if (base == 0) {
+            return out_of_memory;
+        }
+        Vmm& all = vmm();
+        std::lock_guard lock(all.mutex);
+        all.reservations[base] = {base, length_bytes};
+        all.ledger.add(base, std::make_shared<Reservation>(base, length_bytes));
+        *pointer = base;
+        return success;
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuMemAddressFree(DevicePointer pointer, std::size_t length_bytes) {
+    return entry_in_context("cuMemAddressFree", [&](const ContextRef&) {
+        Vmm& all = vmm();
+        std::lock_guard lock(all.mutex);
+        const auto found = all.reservations.find(pointer);
+        if (found != all.reservations.end() &&
+            (found->second.length_bytes != length_bytes || !ranges_in(pointer, length_bytes).empty())) {
+            return invalid_value;
+        }
+        if (!all.ledger.take(pointer)) {
+            return invalid_value;
+        }
+        all.reservations.erase(pointer);
+        free_range(pointer, length_bytes);
+        return success;
+    });
+}
+
+// ---- physical allocations
+
+GDRKIT_CUDA_ENTRY Result cuMemGetAllocationGranularity(std::size_t* granularity, const AllocationProperties* properties,
+                                                       int option) {
+    return entry("cuMemGetAllocationGranularity", [&] {
+        if (granularity == nullptr || (option != granularity_minimum && option != granularity_recommended)) {
+            return invalid_value;
+        }
+        const Result checked = check_properties(properties);
+        if (checked == success) {
+            *granularity = vmm_granularity_bytes;
+        }
+        return checked;
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuMemCreate(Handle* handle, std::size_t length_bytes, const AllocationProperties* properties,
+                                     unsigned long long flags) {
+    return entry_in_context("cuMemCreate", [&](const ContextRef&) {
+        if (handle == nullptr || length_bytes == 0 || !whole_granules(length_bytes) || flags != 0) {
+            return invalid_value;
+        }
+        if (const Result checked = check_properties(properties); checked != success) {
+            return checked;
+        }
+        MemoryRef memory;
+        if (const Result made = Memory::make(properties->location.id, length_bytes, &memory); made != success) {
+            return made;
+        }
+        Vmm& all = vmm();
+        std::lock_guard lock(all.mutex);
+        *handle = add_allocation_locked(&all, std::move(memory), *properties);
+        return success;
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuMemRelease(Handle handle) {
+    return entry("cuMemRelease", [&] {
+        Vmm& all = vmm();
+        AllocationRef ended; // its memory is given back without the lock
+        std::lock_guard lock(all.mutex);
+        if (const AllocationRef allocation = all.allocations.find(handle); allocation && allocation->references > 1) {
+            --allocation->references;
+            return success;
+        }
+        ended = all.allocations.take(handle);
+        return ended ? success : invalid_value;
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuMemRetainAllocationHandle(Handle* handle, void* pointer) {
+    return entry("cuMemRetainAllocationHandle", [&] {
+        const RangeRef range = find_range(reinterpret_cast<std::uint64_t>(pointer));
+        if (handle == nullptr || !range || range->kind != Kind::vmm) {
+            return invalid_value;
+        }
+        const auto allocation = std::static_pointer_cast<Allocation>(range->kept);
+        Vmm& all = vmm();
+        std::lock_guard lock(all.mutex);
+        if (all.allocations.find(allocation->handle)) {
+            ++allocation->references;
+        } else {
+            allocation->references = 1;
+            all.allocations.add(allocation->handle, allocation);
+        }
+        *handle = allocation->handle;
+        return success;
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuMemGetAllocationPropertiesFromHandle(AllocationProperties* properties, Handle handle) {
+    return entry("cuMemGetAllocationPropertiesFromHandle", [&] {
+        const AllocationRef allocation = vmm().allocations.find(handle);
+        if (properties == nullptr || !allocation) {
+            return invalid_value;
+        }
+        *properties = allocation->properties;
+        return success;
+    });
+}
+
+// ---- mappings
+
+GDRKIT_CUDA_ENTRY Result cuMemMap(DevicePointer pointer, std::size_t length_bytes, std::size_t offset, Handle handle,
+                                  unsigned long long flags) {
+    return entry_in_context("cuMemMap", [&](const ContextRef&) {
+        Vmm& all = vmm();
+        std::lock_guard lock(all.mutex);
+        const AllocationRef allocation = all.allocations.find(handle);
+        if (!allocation || flags != 0) {
+            return invalid_value;
+        }
+        return offset == 0 ? map_locked(&all, pointer, length_bytes, allocation) : not_supported;
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuMemUnmap(DevicePointer pointer, std::size_t length_bytes) {
+    return entry_in_context("cuMemUnmap", [&](const ContextRef&) {
+        std::vector<RangeRef> mappings; // their memory is given back without the lock
+        Vmm& all = vmm();
+        std::lock_guard lock(all.mutex);
+        // Reserved addresses without a mapping may be among them.
+        if (reservation_of(all, pointer, length_bytes) == nullptr ||
+            !whole_mappings(pointer, length_bytes, false, &mappings)) {
+            return invalid_value;
+        }
+        for (const RangeRef& range : mappings) {
+            RangeRef taken;
+            if (const Result result = take_allocation(range->base, {Kind::vmm}, &taken); result != success) {
+                return result;
+            }
+        }
+        return success;
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuMemSetAccess(DevicePointer pointer, std::size_t length_bytes,
+                                        const AccessDescription* descriptions, std::size_t count) {
+    return entry_in_context("cuMemSetAccess", [&](const ContextRef&) {
+        Vmm& all = vmm();
+        std::lock_guard lock(all.mutex);
+        std::vector<RangeRef> mappings;
+        if (descriptions == nullptr || count == 0 || reservation_of(all, pointer, length_bytes) == nullptr ||
+            !whole_mappings(pointer, length_bytes, true, &mappings)) {
+            return invalid_value;
+        }
+        const std::span all_descriptions(descriptions, count);
+        for (const AccessDescription& one : all_descriptions) {
+            if (one.location.type == location_host) {
+                return not_supported;
+            }
+            const bool known_flags =
+                one.flags == access_none || one.flags == access_read || one.flags == access_read_write;
+            if (one.location.type != location_device || !device_exists(one.location.id) || !known_flags) {
+                return invalid_value;
+            }
+        }
+        for (const AccessDescription& one : all_descriptions) {
+            for (const RangeRef& range : mappings) {
+                set_access(range, one.location.id, one.flags);
+            }
+        }
+        return success;
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuMemGetAccess(unsigned long long* flags, const Location* location, DevicePointer pointer) {
+    return entry_in_context("cuMemGetAccess", [&](const ContextRef&) {
+        const RangeRef range = find_range(pointer);
+        if (flags == nullptr || location == nullptr || location->type != location_device ||
+            !device_exists(location->id) || !range || range->kind != Kind::vmm) {
+            return invalid_value;
+        }
+        *flags = static_cast<unsigned long long>(access_of(*range, location->id));
+        return success;
+    });
+}
+
+// ---- between processes
+
+GDRKIT_CUDA_ENTRY Result cuMemExportToShareableHandle(void* shareable, Handle handle, int handle_type,
+                                                      unsigned long long flags) {
+    return entry("cuMemExportToShareableHandle", [&] {
+        const AllocationRef allocation = vmm().allocations.find(handle);
+        if (shareable == nullptr || !allocation || flags != 0 || handle_type != handle_posix_fd ||
+            (allocation->properties.requested_handle_types & handle_posix_fd) == 0) {
+            return invalid_value;
+        }
+        const int fd = export_shareable(allocation->memory->fd());
+        if (fd < 0) {
+            return operating_system;
+        }
+        *static_cast<int*>(shareable) = fd;
+        return success;
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuMemImportFromShareableHandle(Handle* handle, void* shareable, int handle_type) {
+    return entry_in_context("cuMemImportFromShareableHandle", [&](const ContextRef& context) {
+        if (handle == nullptr || handle_type != handle_posix_fd) {
+            return invalid_value;
+        }
+        const int opened = import_shareable(static_cast<int>(reinterpret_cast<std::intptr_t>(shareable)));
+        if (opened < 0) {
+            return opened == -EBADF ? unknown_error : invalid_value;
+        }
+        Fd fd(opened);
+        struct stat status {};
+        if (fstat(fd.get(), &status) != 0 || !whole_granules(static_cast<std::uint64_t>(status.st_size))) {
+            return invalid_value;
+        }
+        // A shareable handle does not say which device the memory is on; the importer's own is taken.
+        MemoryRef memory;
+        const auto length_bytes = static_cast<std::uint64_t>(status.st_size);
+        const Result adopted = Memory::adopt(std::move(fd), length_bytes, context->device, &memory);
+        if (adopted != success) {
+            return adopted;
+        }
+        AllocationProperties properties{};
+        properties.type = allocation_pinned;
+        properties.location = {location_device, context->device};
+        Vmm& all = vmm();
+        std::lock_guard lock(all.mutex);
+        *handle = add_allocation_locked(&all, std::move(memory), properties);
+        return success;
+    });
+}
+
+} // namespace gdrkit::twin::cuda

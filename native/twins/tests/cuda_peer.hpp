@@ -1,0 +1,61 @@
+// A second process of a test: the same program, started anew (never merely forked), with a socket to talk over.
+#pragma once
+
+#include <sys/socket.h>
+
+#include "cuda_driver.hpp"
+#include "model/rendezvous.hpp"
+
+namespace gdrkit::twin::cuda {
+
+class Peer {
+public:
+    // Runs this program again with the argument "peer" and its end of the socket.
+    Peer() {
+        int ends[2];
+        CHECK(socketpair(AF_UNIX, SOCK_STREAM, 0, ends) == 0);
+        std::fflush(nullptr);
+        child_ = fork();
+        CHECK(child_ >= 0);
+        if (child_ == 0) {
+            close(ends[0]);
+            const std::string end = std::to_string(ends[1]);
+            execl("/proc/self/exe", "peer", "peer", end.c_str(), nullptr);
+            _exit(127);
+        }
+        close(ends[1]);
+        socket_ = ends[0];
+    }
+    Peer(const Peer&) = delete;
+    Peer& operator=(const Peer&) = delete;
+    ~Peer() {
+        close(socket_);
+        int status = 0;
+        CHECK(waitpid(child_, &status, 0) == child_);
+        CHECK(killed_ || (WIFEXITED(status) && WEXITSTATUS(status) == 0));
+    }
+    [[nodiscard]] int socket() const { return socket_; }
+    void die() {
+        killed_ = true;
+        CHECK(kill(child_, SIGKILL) == 0);
+        // End of file says that the kernel has closed everything that the process had.
+        char byte = 0;
+        CHECK(recv(socket_, &byte, 1, 0) == 0);
+    }
+
+private:
+    pid_t child_ = -1;
+    int socket_ = -1;
+    bool killed_ = false;
+};
+
+template <typename Value> void tell(int socket, const Value& value) {
+    CHECK(send_all(socket, &value, sizeof value));
+}
+template <typename Value> Value hear(int socket) {
+    Value value{};
+    CHECK(recv_all(socket, &value, sizeof value));
+    return value;
+}
+
+} // namespace gdrkit::twin::cuda

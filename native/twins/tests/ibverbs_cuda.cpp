@@ -1,0 +1,238 @@
+// Device memory behind a region: by peer memory, and by a dma-buf. With the driver that the first argument names, or
+// libcuda.so.1 as it is found: on a machine with a GPU the same test runs beside the real driver, whose dma-bufs the
+// CPU cannot map.
+#include <dlfcn.h>
+#include <sys/wait.h>
+
+#include <functional>
+
+#include "tests/ibverbs_support.hpp"
+
+using namespace gdrkit::twin::tests;
+
+namespace {
+
+using Handle = void*;
+constexpr std::size_t allocation_bytes = 4UL << 20;
+constexpr int handle_type_dmabuf = 1;
+
+// CUmemAllocationProp and CUmemAccessDesc.
+struct AllocationProperties {
+    int type = 1, handle_types = 0, location_type = 1, location_id = 0;
+    void* unused = nullptr;
+    std::uint8_t compression = 0, gpu_direct_rdma = 1;
+    std::uint16_t usage = 0;
+    std::uint32_t reserved = 0;
+};
+static_assert(sizeof(AllocationProperties) == 32);
+struct AccessDescription {
+    int location_type = 1, location_id = 0, flags = 3;
+};
+
+struct Driver {
+    int (*cuInit)(unsigned);
+    int (*cuDevicePrimaryCtxRetain)(Handle*, int);
+    int (*cuCtxSetCurrent)(Handle);
+    int (*cuMemAlloc_v2)(std::uint64_t*, std::size_t);
+    int (*cuMemFree_v2)(std::uint64_t);
+    int (*cuMemcpyHtoD_v2)(std::uint64_t, const void*, std::size_t);
+    int (*cuMemcpyDtoH_v2)(void*, std::uint64_t, std::size_t);
+    int (*cuMemsetD8_v2)(std::uint64_t, unsigned char, std::size_t);
+    int (*cuCtxSynchronize)();
+    int (*cuMemGetHandleForAddressRange)(void*, std::uint64_t, std::size_t, int, std::uint64_t);
+
+    int (*cuMemAddressReserve)(std::uint64_t*, std::size_t, std::size_t, std::uint64_t, std::uint64_t);
+    int (*cuMemAddressFree)(std::uint64_t, std::size_t);
+    int (*cuMemCreate)(std::uint64_t*, std::size_t, const AllocationProperties*, std::uint64_t);
+    int (*cuMemRelease)(std::uint64_t);
+    int (*cuMemMap)(std::uint64_t, std::size_t, std::size_t, std::uint64_t, std::uint64_t);
+    int (*cuMemUnmap)(std::uint64_t, std::size_t);
+    int (*cuMemSetAccess)(std::uint64_t, std::size_t, const AccessDescription*, std::size_t);
+
+    explicit Driver(const char* path) {
+        void* const library = dlopen(path, RTLD_NOW);
+        CHECK(library != nullptr);
+        const auto find = [&](auto* function, const char* name) {
+            *function = reinterpret_cast<std::remove_pointer_t<decltype(function)>>(dlsym(library, name));
+            CHECK(*function != nullptr);
+        };
+        find(&cuInit, "cuInit");
+        find(&cuDevicePrimaryCtxRetain, "cuDevicePrimaryCtxRetain");
+        find(&cuCtxSetCurrent, "cuCtxSetCurrent");
+        find(&cuMemAlloc_v2, "cuMemAlloc_v2");
+        find(&cuMemFree_v2, "cuMemFree_v2");
+        find(&cuMemcpyHtoD_v2, "cuMemcpyHtoD_v2");
+        find(&cuMemcpyDtoH_v2, "cuMemcpyDtoH_v2");
+        find(&cuMemsetD8_v2, "cuMemsetD8_v2");
+        find(&cuCtxSynchronize, "cuCtxSynchronize");
+        find(&cuMemGetHandleForAddressRange, "cuMemGetHandleForAddressRange");
+        find(&cuMemAddressReserve, "cuMemAddressReserve");
+        find(&cuMemAddressFree, "cuMemAddressFree");
+        find(&cuMemCreate, "cuMemCreate");
+        find(&cuMemRelease, "cuMemRelease");
+        find(&cuMemMap, "cuMemMap");
+        find(&cuMemUnmap, "cuMemUnmap");
+        find(&cuMemSetAccess, "cuMemSetAccess");
+        Handle context = nullptr;
+        CHECK(cuInit(0) == 0 && cuDevicePrimaryCtxRetain(&context, 0) == 0 && cuCtxSetCurrent(context) == 0);
+    }
+    [[nodiscard]] std::uint64_t allocate(std::size_t size = allocation_bytes) const {
+        std::uint64_t address = 0;
+        CHECK(cuMemAlloc_v2(&address, size) == 0);
+        clear(address, size);
+        return address;
+    }
+    // A set of device memory is asynchronous; a NIC does not wait for streams.
+    void clear(std::uint64_t address, std::size_t size) const {
+        CHECK(cuMemsetD8_v2(address, 0, size) == 0 && cuCtxSynchronize() == 0);
+    }
+    [[nodiscard]] std::vector<std::uint8_t> content(std::uint64_t address, std::size_t size) const {
+        std::vector<std::uint8_t> bytes(size);
+        CHECK(cuMemcpyDtoH_v2(bytes.data(), address, size) == 0);
+        return bytes;
+    }
+    [[nodiscard]] int export_dmabuf(std::uint64_t address, std::size_t size = allocation_bytes) const {
+        int fd = -1;
+        CHECK(cuMemGetHandleForAddressRange(&fd, address, size, handle_type_dmabuf, 0) == 0 && fd >= 0);
+        return fd;
+    }
+};
+
+void* as_pointer(std::uint64_t address) {
+    return reinterpret_cast<void*>(address);
+}
+
+// The same for both routes: data lands, odd offsets and sizes, nothing beside it; then a free under the live region.
+void use_region(const Driver& driver, Side* a, std::uint64_t memory, ibv_mr* mr) {
+    Buffer from(a->pd, allocation_bytes), back(a->pd, allocation_bytes);
+    fill_pattern(from.bytes, from.size);
+    for (const std::size_t size : {1UL, 4095UL, 65536UL, (1UL << 20) + 3}) {
+        driver.clear(memory, allocation_bytes);
+        CHECK(a->post(request(1, IBV_WR_RDMA_WRITE, memory + 77, mr->rkey), {from.part(1, size)}) == 0);
+        a->expect(1, IBV_WC_SUCCESS);
+        const auto seen = driver.content(memory, size + 78);
+        CHECK(seen[76] == 0 && seen[77 + size] == 0 && has_pattern(seen.data() + 77, size, 1));
+        CHECK(a->post(request(2, IBV_WR_RDMA_READ, memory + 77, mr->rkey), {back.part(3, size)}) == 0);
+        a->expect(2, IBV_WC_SUCCESS);
+        CHECK(has_pattern(back.bytes + 3, size, 1));
+    }
+    // The owner frees under the region. Whoever gets the address next never sees what comes by the old key.
+    CHECK(driver.cuMemFree_v2(memory) == 0);
+    const std::uint64_t next = driver.allocate();
+    std::fprintf(stderr, "the next allocation %s the address\n", next == memory ? "got" : "did not get");
+    CHECK(a->post(request(3, IBV_WR_RDMA_WRITE, memory + 5, mr->rkey), {from.part(0, 1000)}) == 0);
+    a->expect(3, IBV_WC_SUCCESS);
+    CHECK(a->post(request(4, IBV_WR_RDMA_READ, memory + 5, mr->rkey), {back.part(0, 1000)}) == 0);
+    a->expect(4, IBV_WC_SUCCESS);
+    CHECK(has_pattern(back.bytes, 1000));
+    const auto untouched = driver.content(next, 4096);
+    CHECK(untouched == std::vector<std::uint8_t>(4096, 0));
+    CHECK(driver.cuMemFree_v2(next) == 0);
+}
+
+void peer_memory(const Driver& driver) {
+    Side a(0), b(1);
+    connect(&a, &b);
+    const std::uint64_t memory = driver.allocate();
+    ibv_mr* const mr = ibv_reg_mr(b.pd, as_pointer(memory), allocation_bytes, all_access);
+    CHECK(mr != nullptr && number_of(mr->addr) == memory);
+    errno = 0;
+    CHECK(ibv_reg_mr(b.pd, as_pointer(memory), 1UL << 40, all_access) == nullptr && errno == EFAULT);
+    use_region(driver, &a, memory, mr);
+    CHECK(ibv_dereg_mr(mr) == 0);
+}
+
+void without_peer_memory(const Driver& driver) {
+    Side a;
+    const std::uint64_t memory = driver.allocate();
+    errno = 0;
+    CHECK(ibv_reg_mr(a.pd, as_pointer(memory), allocation_bytes, all_access) == nullptr && errno == EFAULT);
+    CHECK(driver.cuMemFree_v2(memory) == 0);
+    // Host memory is host memory, also where a driver is loaded.
+    const Buffer host(a.pd, 4096);
+}
+
+void dmabuf(const Driver& driver) {
+    Side a(0), b(1);
+    connect(&a, &b);
+    const std::uint64_t memory = driver.allocate();
+    const int fd = driver.export_dmabuf(memory);
+    errno = 0;
+    CHECK(ibv_reg_dmabuf_mr(b.pd, 0, allocation_bytes + 1, memory, fd, all_access) == nullptr && errno == EINVAL);
+    ibv_mr* const mr = ibv_reg_dmabuf_mr(b.pd, 0, allocation_bytes, memory, fd, all_access);
+    CHECK(mr != nullptr);
+    CHECK(close(fd) == 0);
+    use_region(driver, &a, memory, mr);
+    CHECK(ibv_dereg_mr(mr) == 0);
+}
+
+// A range of two chunks is one region; each chunk has an identity of its own.
+void two_chunks(const Driver& driver, bool by_dmabuf) {
+    constexpr std::size_t chunk = 2UL << 20;
+    Side a(0), b(1);
+    connect(&a, &b);
+    std::uint64_t base = 0;
+    CHECK(driver.cuMemAddressReserve(&base, 2 * chunk, 0, 0, 0) == 0);
+    const auto map = [&](std::uint64_t at) {
+        const AllocationProperties properties;
+        const AccessDescription access;
+        std::uint64_t handle = 0;
+        CHECK(driver.cuMemCreate(&handle, chunk, &properties, 0) == 0 && driver.cuMemMap(at, chunk, 0, handle, 0) == 0);
+        CHECK(driver.cuMemRelease(handle) == 0 && driver.cuMemSetAccess(at, chunk, &access, 1) == 0);
+        driver.clear(at, chunk);
+    };
+    map(base);
+    map(base + chunk);
+    const std::uint64_t begin = base + chunk / 2;
+    ibv_mr* mr = nullptr;
+    if (by_dmabuf) {
+        const int fd = driver.export_dmabuf(begin, chunk);
+        mr = ibv_reg_dmabuf_mr(b.pd, 0, chunk, begin, fd, all_access);
+        close(fd);
+    } else {
+        mr = ibv_reg_mr(b.pd, as_pointer(begin), chunk, all_access);
+    }
+    CHECK(mr != nullptr);
+    Buffer from(a.pd, chunk);
+    fill_pattern(from.bytes, chunk);
+    CHECK(a.post(request(1, IBV_WR_RDMA_WRITE, begin, mr->rkey), {from.part(0, chunk)}) == 0);
+    a.expect(1, IBV_WC_SUCCESS);
+    const auto seen = driver.content(base, 2 * chunk);
+    CHECK(seen[chunk / 2 - 1] == 0 && has_pattern(seen.data() + chunk / 2, chunk) && seen[chunk / 2 + chunk] == 0);
+    // Other memory at the same addresses: the region does not reach it.
+    CHECK(driver.cuMemUnmap(base + chunk, chunk) == 0);
+    map(base + chunk);
+    CHECK(a.post(request(2, IBV_WR_RDMA_WRITE, base + chunk, mr->rkey), {from.part(0, 1000)}) == 0);
+    a.expect(2, IBV_WC_SUCCESS);
+    CHECK(driver.content(base + chunk, 1000) == std::vector<std::uint8_t>(1000, 0));
+    CHECK(ibv_dereg_mr(mr) == 0);
+    CHECK(driver.cuMemUnmap(base, chunk) == 0 && driver.cuMemUnmap(base + chunk, chunk) == 0);
+    CHECK(driver.cuMemAddressFree(base, 2 * chunk) == 0);
+}
+
+// Each case in a process of its own: what the environment says is read once.
+void in_child(const char* name, const char* peermem, const std::function<void()>& act) {
+    const pid_t child = fork();
+    if (child == 0) {
+        setenv("GDRKIT_TWINS_PEERMEM", peermem, 1);
+        setenv("GDRKIT_TWINS_DOMAIN", ("test." + std::to_string(getpid())).c_str(), 1);
+        act();
+        std::exit(0);
+    }
+    int status = 0;
+    CHECK(waitpid(child, &status, 0) == child);
+    std::fprintf(stderr, "%s: %s\n", name, status == 0 ? "passed" : "failed");
+    CHECK(status == 0);
+}
+
+} // namespace
+
+int main(int count, char** arguments) {
+    const char* const path = count > 1 ? arguments[1] : "libcuda.so.1";
+    in_child("without peer memory", "0", [=] { without_peer_memory(Driver(path)); });
+    in_child("peer memory", "1", [=] { peer_memory(Driver(path)); });
+    in_child("dma-buf", "0", [=] { dmabuf(Driver(path)); });
+    in_child("two chunks by peer memory", "1", [=] { two_chunks(Driver(path), false); });
+    in_child("two chunks by dma-buf", "0", [=] { two_chunks(Driver(path), true); });
+    return 0;
+}

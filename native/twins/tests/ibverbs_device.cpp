@@ -1,0 +1,146 @@
+// Devices, ports and GIDs as clients see them, the operations of a context that are not there, and the functions that
+// only translate.
+#include <fstream>
+
+#include "tests/ibverbs_support.hpp"
+
+#undef ibv_query_port
+extern "C" {
+int ibv_query_port(struct ibv_context*, std::uint8_t, struct _compat_ibv_port_attr*);
+int ibv_read_sysfs_file(const char*, const char*, char*, std::size_t);
+const char* ibv_get_sysfs_path(void);
+}
+
+using namespace gdrkit::twin::tests;
+
+namespace {
+
+void attributes(ibv_context* context) {
+    ibv_device_attr attr{};
+    CHECK(ibv_query_device(context, &attr) == 0);
+    CHECK(attr.phys_port_cnt == 1 && attr.max_pkeys == 1 && attr.max_qp > 0 && attr.atomic_cap == IBV_ATOMIC_HCA);
+    CHECK(attr.node_guid == ibv_get_device_guid(context->device));
+    ibv_device_attr_ex extended{};
+    CHECK(ibv_query_device_ex(context, nullptr, &extended) == 0);
+    CHECK(extended.phys_port_cnt_ex == 1 && std::memcmp(&extended.orig_attr, &attr, sizeof attr) == 0);
+
+    ibv_port_attr port{};
+    CHECK(___ibv_query_port(context, 1, &port) == 0);
+    CHECK(port.state == IBV_PORT_ACTIVE && port.link_layer == IBV_LINK_LAYER_ETHERNET && port.gid_tbl_len == 2);
+    CHECK(port.active_mtu == IBV_MTU_4096 && port.flags == IBV_QPF_GRH_REQUIRED);
+    CHECK(___ibv_query_port(context, 0, &port) == EINVAL && ___ibv_query_port(context, 2, &port) == EINVAL);
+    // The old entry writes the old structure, and not a byte behind it.
+    std::uint8_t old[52];
+    std::memset(old, 0xaa, sizeof old);
+    CHECK(ibv_query_port(context, 1, reinterpret_cast<struct _compat_ibv_port_attr*>(old)) == 0);
+    CHECK(old[48] == 0xaa && old[51] == 0xaa);
+    CHECK(___ibv_query_port(context, 1, &port) == 0 && std::memcmp(old, &port, 48) == 0);
+}
+
+void gids(ibv_context* context, ibv_context* other) {
+    ibv_gid first{}, second{}, others{};
+    CHECK(ibv_query_gid(context, 1, 0, &first) == 0 && ibv_query_gid(context, 1, 1, &second) == 0);
+    CHECK(std::memcmp(&first, &second, sizeof first) == 0 && first.raw[0] == 0xfe && first.raw[1] == 0x80);
+    CHECK(first.global.interface_id == ibv_get_device_guid(context->device));
+    CHECK(ibv_query_gid(other, 1, 1, &others) == 0 && std::memcmp(&first, &others, sizeof first) != 0);
+    errno = 0;
+    CHECK(ibv_query_gid(context, 1, 2, &first) == -1 && errno == EINVAL);
+    ibv_gid_entry entries[3];
+    CHECK(ibv_query_gid_table(context, entries, 3, 0) == 2);
+    CHECK(entries[0].gid_type == IBV_GID_TYPE_ROCE_V1 && entries[1].gid_type == IBV_GID_TYPE_ROCE_V2);
+    CHECK(entries[1].gid_index == 1 && entries[1].port_num == 1);
+    CHECK(ibv_query_gid_table(context, entries, 1, 0) == -EINVAL && ibv_query_gid_table(context, entries, 3, 1) < 0);
+    ibv_gid_entry entry{};
+    CHECK(ibv_query_gid_ex(context, 1, 1, &entry, 0) == 0 && entry.gid_type == IBV_GID_TYPE_ROCE_V2);
+    CHECK(ibv_query_gid_ex(context, 1, 2, &entry, 0) == EINVAL && ibv_query_gid_ex(context, 2, 0, &entry, 0) == EINVAL);
+    __be16 pkey = 0;
+    CHECK(ibv_query_pkey(context, 1, 0, &pkey) == 0 && pkey == 0xffff && ibv_get_pkey_index(context, 1, pkey) == 0);
+    CHECK(ibv_query_pkey(context, 1, 1, &pkey) == -1 && ibv_get_pkey_index(context, 1, 0x1234) == -1);
+}
+
+// Everything that clients reach through tables fails in its convention.
+void operations_that_are_not_there(Side* side) {
+    const auto null = [](const void* result) {
+        const bool right = result == nullptr && errno == EOPNOTSUPP;
+        errno = 0;
+        return right;
+    };
+    ibv_context* const context = side->context;
+    errno = 0;
+    ibv_cq_init_attr_ex cq_attr{};
+    cq_attr.cqe = 1;
+    CHECK(null(ibv_create_cq_ex(context, &cq_attr)));
+    ibv_qp_init_attr_ex qp_attr{};
+    qp_attr.comp_mask = IBV_QP_INIT_ATTR_PD | IBV_QP_INIT_ATTR_SEND_OPS_FLAGS;
+    CHECK(null(ibv_create_qp_ex(context, &qp_attr)));
+    ibv_alloc_dm_attr dm_attr{};
+    CHECK(null(ibv_alloc_dm(context, &dm_attr)) && null(ibv_alloc_null_mr(side->pd)));
+    CHECK(null(ibv_alloc_mw(side->pd, IBV_MW_TYPE_1)));
+    ibv_td_init_attr td_attr{};
+    CHECK(null(ibv_alloc_td(context, &td_attr)));
+    ibv_parent_domain_init_attr parent_attr{};
+    CHECK(null(ibv_alloc_parent_domain(context, &parent_attr)));
+    ibv_xrcd_init_attr xrcd_attr{};
+    CHECK(null(ibv_open_xrcd(context, &xrcd_attr)));
+    ibv_flow_attr flow_attr{};
+    CHECK(null(ibv_create_flow(side->qp, &flow_attr)));
+    ibv_counters_init_attr counters_attr{};
+    CHECK(null(ibv_create_counters(context, &counters_attr)));
+    ibv_wq_init_attr wq_attr{};
+    CHECK(null(ibv_create_wq(context, &wq_attr)));
+    ibv_values_ex values{};
+    CHECK(ibv_query_rt_values_ex(context, &values) == EOPNOTSUPP);
+    ibv_modify_cq_attr modify{};
+    CHECK(ibv_modify_cq(side->cq, &modify) == EOPNOTSUPP);
+    CHECK(ibv_advise_mr(side->pd, IBV_ADVISE_MR_ADVICE_PREFETCH, 0, nullptr, 0) == EOPNOTSUPP);
+    ibv_qp_rate_limit_attr rate{};
+    CHECK(ibv_modify_qp_rate_limit(side->qp, &rate) == EOPNOTSUPP);
+    CHECK(context->ops.post_srq_recv(nullptr, nullptr, nullptr) == EOPNOTSUPP);
+    // No entry of either table is empty: a client that calls one meets an error, not a null pointer.
+    auto* const extended = verbs_get_ctx(context);
+    CHECK(extended != nullptr && extended->sz == sizeof *extended);
+    auto* const before = reinterpret_cast<void**>(extended);
+    for (std::size_t slot = 0; slot < offsetof(verbs_context, _ABI_placeholder3) / sizeof(void*); ++slot) {
+        CHECK(before[slot] != nullptr || slot == offsetof(verbs_context, priv) / sizeof(void*));
+    }
+    auto* const ops = reinterpret_cast<void**>(&context->ops);
+    for (std::size_t slot = 0; slot < sizeof context->ops / sizeof(void*); ++slot) {
+        CHECK(ops[slot] != nullptr);
+    }
+}
+
+void words_and_rates() {
+    CHECK(std::string(ibv_wc_status_str(IBV_WC_SUCCESS)) == "success");
+    CHECK(std::string(ibv_wc_status_str(IBV_WC_REM_ACCESS_ERR)) == "remote access error");
+    CHECK(std::string(ibv_wc_status_str(static_cast<ibv_wc_status>(99))) == "unknown");
+    CHECK(std::string(ibv_port_state_str(IBV_PORT_ACTIVE)) == "active");
+    CHECK(std::string(ibv_node_type_str(IBV_NODE_CA)) == "InfiniBand channel adapter");
+    CHECK(std::string(ibv_event_type_str(IBV_EVENT_CQ_ERR)) == "CQ error");
+    CHECK(ibv_rate_to_mult(IBV_RATE_10_GBPS) == 4 && ibv_rate_to_mult(IBV_RATE_25_GBPS) == -1);
+    CHECK(mult_to_ibv_rate(4) == IBV_RATE_10_GBPS && mult_to_ibv_rate(0) == IBV_RATE_MAX);
+    CHECK(ibv_rate_to_mbps(IBV_RATE_100_GBPS) == 103125 && mbps_to_ibv_rate(103125) == IBV_RATE_100_GBPS);
+    CHECK(ibv_fork_init() == 0 && ibv_is_fork_initialized() == IBV_FORK_UNNEEDED);
+    CHECK(std::string(ibv_get_sysfs_path()) == "/sys");
+    char text[256];
+    CHECK(ibv_read_sysfs_file("/proc/sys/kernel", "ostype", text, sizeof text) == 5 && std::string(text) == "Linux");
+    errno = 0;
+    CHECK(ibv_read_sysfs_file("/proc", "no_such_file", text, sizeof text) == -1 && errno == ENOENT);
+}
+
+} // namespace
+
+int main() {
+    use_own_domain();
+    unsetenv("SYSFS_PATH");
+    {
+        Side a(0), b(1);
+        attributes(a.context);
+        gids(a.context, b.context);
+        operations_that_are_not_there(&a);
+    }
+    words_and_rates();
+    errno = 0;
+    ibv_device stranger{};
+    CHECK(ibv_open_device(&stranger) == nullptr && errno == ENODEV);
+    return 0;
+}

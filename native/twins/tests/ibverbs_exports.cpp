@@ -1,0 +1,162 @@
+// The library exports what the contract says, no more and no less, and every entry that is not implemented fails as the
+// conventions say.
+#include <dlfcn.h>
+#include <elf.h>
+
+#include <cerrno>
+#include <cstdint>
+#include <cstring>
+#include <fstream>
+#include <iterator>
+#include <map>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "tests/check.hpp"
+
+namespace {
+
+std::string read_file(const std::string& path) {
+    std::ifstream file(path, std::ios::binary);
+    CHECK(file.is_open());
+    return {std::istreambuf_iterator<char>(file), {}};
+}
+
+std::vector<std::string> contract_lines(const std::string& name) {
+    std::ifstream file(std::string(GDRKIT_CONTRACTS "/") + name);
+    CHECK(file.is_open());
+    std::vector<std::string> lines;
+    for (std::string line; std::getline(file, line);) {
+        if (!line.empty() && line[0] != '#') {
+            lines.push_back(line);
+        }
+    }
+    return lines;
+}
+
+// The functions that a shared library defines, as name@version or name@@version.
+class Exports {
+public:
+    explicit Exports(const std::string& path) : file_(read_file(path)) {
+        const auto& header = at<Elf64_Ehdr>(0);
+        sections_ = &at<Elf64_Shdr>(header.e_shoff);
+        section_count_ = header.e_shnum;
+        read_versions();
+        const Elf64_Shdr& symbols = section(SHT_DYNSYM);
+        const Elf64_Shdr& numbers = section(SHT_GNU_versym);
+        for (std::size_t index = 0; index < symbols.sh_size / sizeof(Elf64_Sym); ++index) {
+            const auto& symbol = at<Elf64_Sym>(symbols.sh_offset + index * sizeof(Elf64_Sym));
+            const auto number = at<Elf64_Half>(numbers.sh_offset + index * sizeof(Elf64_Half));
+            if (symbol.st_shndx != SHN_UNDEF && ELF64_ST_TYPE(symbol.st_info) != STT_OBJECT) {
+                const bool hidden = (number & 0x8000) != 0;
+                names_.insert(text(symbols, symbol.st_name) + (hidden ? "@" : "@@") + versions_[number & 0x7fff]);
+            }
+        }
+    }
+    [[nodiscard]] const std::set<std::string>& names() const { return names_; }
+
+private:
+    template <typename Type> const Type& at(std::size_t offset) const {
+        CHECK(offset + sizeof(Type) <= file_.size());
+        return *reinterpret_cast<const Type*>(file_.data() + offset);
+    }
+    [[nodiscard]] const Elf64_Shdr& section(unsigned type) const {
+        for (std::size_t index = 0; index < section_count_; ++index) {
+            if (sections_[index].sh_type == type) {
+                return sections_[index];
+            }
+        }
+        CHECK(!"a section of this type");
+        return sections_[0];
+    }
+    [[nodiscard]] std::string text(const Elf64_Shdr& user, std::size_t offset) const {
+        return file_.data() + sections_[user.sh_link].sh_offset + offset;
+    }
+    void read_versions() {
+        const Elf64_Shdr& definitions = section(SHT_GNU_verdef);
+        std::size_t offset = definitions.sh_offset;
+        for (unsigned count = 0; count < definitions.sh_info; ++count) {
+            const auto& definition = at<Elf64_Verdef>(offset);
+            const auto& name = at<Elf64_Verdaux>(offset + definition.vd_aux);
+            versions_[definition.vd_ndx] = text(definitions, name.vda_name);
+            offset += definition.vd_next;
+        }
+    }
+
+    std::string file_;
+    const Elf64_Shdr* sections_ = nullptr;
+    std::size_t section_count_ = 0;
+    std::map<unsigned, std::string> versions_;
+    std::set<std::string> names_;
+};
+
+std::string without_default_mark(std::string name) {
+    const auto mark = name.find("@@");
+    return mark == std::string::npos ? name : name.erase(mark, 1);
+}
+
+void same_names() {
+    const Exports exports(GDRKIT_LIBRARY);
+    std::set<std::string> contract;
+    for (const std::string& line : contract_lines("ibverbs.symbols")) {
+        CHECK(contract.insert(line).second);
+    }
+    for (const std::string& name : exports.names()) {
+        if (!contract.contains(name)) {
+            std::fprintf(stderr, "exported, but not in the contract: %s\n", name.c_str());
+        }
+    }
+    for (const std::string& name : contract) {
+        if (!exports.names().contains(name)) {
+            std::fprintf(stderr, "in the contract, but not exported: %s\n", name.c_str());
+        }
+    }
+    CHECK(exports.names() == contract);
+    std::set<std::string> plain, conventions;
+    for (const std::string& name : contract) {
+        CHECK(plain.insert(without_default_mark(name)).second);
+    }
+    for (const std::string& line : contract_lines("ibverbs.conventions")) {
+        CHECK(conventions.insert(line.substr(0, line.find(' '))).second);
+    }
+    CHECK(plain == conventions);
+}
+
+// Six arguments are as many as go by registers, which an entry that looks at none of them ignores.
+using Entry = std::intptr_t (*)(void*, void*, void*, void*, void*, void*);
+
+void call_unsupported(void* library, const std::string& line) {
+    const auto space = line.find(' '), at = line.find('@');
+    const std::string name = line.substr(0, at), version = line.substr(at + 1, space - at - 1);
+    const std::string convention = line.substr(space + 1);
+    void* const address = dlvsym(library, name.c_str(), version.c_str());
+    CHECK(address != nullptr);
+    if (convention == "implemented") {
+        return;
+    }
+    errno = 0;
+    const std::intptr_t result = reinterpret_cast<Entry>(address)(nullptr, nullptr, nullptr, nullptr, nullptr, nullptr);
+    const int value = static_cast<int>(result);
+    const bool right = convention == "errno"    ? value == EOPNOTSUPP
+                       : convention == "null"   ? result == 0 && errno == EOPNOTSUPP
+                       : convention == "minus1" ? value == -1 && errno == EOPNOTSUPP
+                       : convention == "void"   ? errno == EOPNOTSUPP
+                                                : false;
+    if (!right) {
+        std::fprintf(stderr, "%s answered %d, errno %d\n", line.c_str(), value, errno);
+    }
+    CHECK(right);
+}
+
+} // namespace
+
+int main() {
+    same_names();
+    void* const library = dlopen(GDRKIT_LIBRARY, RTLD_NOW);
+    CHECK(library != nullptr);
+    for (const std::string& line : contract_lines("ibverbs.conventions")) {
+        call_unsupported(library, line);
+    }
+    return 0;
+}

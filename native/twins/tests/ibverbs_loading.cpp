@@ -1,0 +1,77 @@
+// A malformed configuration makes the first call fail. Each case needs a process in which the library has not been
+// used.
+#include <spawn.h>
+#include <sys/wait.h>
+
+#include <cstdio>
+
+#include "tests/ibverbs_support.hpp"
+
+using namespace gdrkit::twin::tests;
+
+namespace {
+
+// The exit code of this program run with one variable: the number of devices, or 100 + errno when the list is refused.
+int devices_with(const std::string& variable) {
+    std::string self = "/proc/self/exe", argument = "list", setting = variable;
+    char* arguments[] = {self.data(), argument.data(), nullptr};
+    std::vector<char*> environment;
+    for (char** one = environ; *one != nullptr; ++one) {
+        environment.push_back(*one);
+    }
+    environment.push_back(setting.data());
+    environment.push_back(nullptr);
+    pid_t child = 0;
+    int status = 0;
+    CHECK(posix_spawn(&child, "/proc/self/exe", nullptr, nullptr, arguments, environment.data()) == 0);
+    CHECK(waitpid(child, &status, 0) == child && WIFEXITED(status));
+    return WEXITSTATUS(status);
+}
+
+int list_devices() {
+    int count = -1;
+    errno = 0;
+    ibv_device** const list = ibv_get_device_list(&count);
+    if (list == nullptr) {
+        CHECK(count == 0);
+        return 100 + errno;
+    }
+    CHECK(list[count] == nullptr);
+    for (int index = 0; index < count; ++index) {
+        CHECK(std::string(ibv_get_device_name(list[index])) == "twin" + std::to_string(index));
+        CHECK(ibv_get_device_index(list[index]) == index && ibv_get_device_guid(list[index]) != 0);
+    }
+    ibv_free_device_list(list);
+    return count;
+}
+
+std::string write_plan(const char* text) {
+    char path[] = "/tmp/gdrkit-plan-XXXXXX";
+    const int fd = mkstemp(path);
+    CHECK(fd >= 0 && write(fd, text, std::strlen(text)) == static_cast<ssize_t>(std::strlen(text)));
+    close(fd);
+    return path;
+}
+
+} // namespace
+
+int main(int count, char**) {
+    if (count > 1) {
+        return list_devices();
+    }
+    CHECK(devices_with("GDRKIT_TWINS_LATE_US=0") == 2);
+    CHECK(devices_with("GDRKIT_TWINS_NICS=0") == 0);
+    CHECK(devices_with("GDRKIT_TWINS_NICS=16") == 16);
+    for (const char* bad :
+         {"GDRKIT_TWINS_NICS=17", "GDRKIT_TWINS_NICS=two", "GDRKIT_TWINS_NICS=", "GDRKIT_TWINS_SEED=-1",
+          "GDRKIT_TWINS_DOMAIN=a/b", "GDRKIT_TWINS_PEERMEM=yes", "GDRKIT_TWINS_FAULTS=/no/such/file"}) {
+        CHECK(devices_with(bad) == 100 + EINVAL);
+    }
+    const std::string good = write_plan("gdrkit-faults 1\nibv_get_device_list call=1 errno=ENOSYS\n");
+    CHECK(devices_with("GDRKIT_TWINS_FAULTS=" + good) == 100 + ENOSYS);
+    const std::string bad = write_plan("gdrkit-faults 1\nibv_get_device_list call=1 status=3\n");
+    CHECK(devices_with("GDRKIT_TWINS_FAULTS=" + bad) == 100 + EINVAL);
+    unlink(good.c_str());
+    unlink(bad.c_str());
+    return 0;
+}

@@ -1,0 +1,112 @@
+// Releasing: under live children, twice, and of what never was.
+#include <sys/wait.h>
+
+#include <functional>
+
+#include "tests/ibverbs_support.hpp"
+
+using namespace gdrkit::twin::tests;
+
+namespace {
+
+// Runs `act` in a child, which must die by SIGABRT; what it said on stderr.
+std::string abort_text(const std::function<void()>& act) {
+    int ends[2];
+    CHECK(pipe(ends) == 0);
+    const pid_t child = fork();
+    if (child == 0) {
+        dup2(ends[1], STDERR_FILENO);
+        act();
+        _exit(0);
+    }
+    close(ends[1]);
+    std::string text;
+    char buffer[4096];
+    for (ssize_t got = 0; (got = read(ends[0], buffer, sizeof buffer)) > 0;) {
+        text.append(buffer, static_cast<std::size_t>(got));
+    }
+    close(ends[0]);
+    int status = 0;
+    CHECK(waitpid(child, &status, 0) == child);
+    CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGABRT);
+    return text;
+}
+
+void twice(const char* kind, const std::function<void()>& act) {
+    const std::string text = abort_text(act);
+    const bool named = text.find(kind) != std::string::npos;
+    const bool first = text.find("released first at") != std::string::npos;
+    const bool again = text.find("released again at") != std::string::npos;
+    if (!named || !first || !again) {
+        std::fprintf(stderr, "%s", text.c_str());
+    }
+    CHECK(named && first && again);
+}
+
+// In these children nothing was opened before the fork.
+void released_twice() {
+    twice("ibv_mr", [] {
+        Side a;
+        Buffer buffer(a.pd, 10);
+        ibv_dereg_mr(buffer.mr);
+        ibv_dereg_mr(buffer.mr);
+    });
+    twice("ibv_pd", [] {
+        ibv_pd* const pd = ibv_alloc_pd(open_device(0));
+        ibv_dealloc_pd(pd);
+        ibv_dealloc_pd(pd);
+    });
+    twice("ibv_cq", [] {
+        ibv_cq* const cq = ibv_create_cq(open_device(0), 1, nullptr, nullptr, 0);
+        ibv_destroy_cq(cq);
+        ibv_destroy_cq(cq);
+    });
+    twice("ibv_qp", [] {
+        Side a;
+        ibv_destroy_qp(a.qp);
+        ibv_destroy_qp(a.qp);
+    });
+    twice("ibv_comp_channel", [] {
+        ibv_comp_channel* const channel = ibv_create_comp_channel(open_device(0));
+        ibv_destroy_comp_channel(channel);
+        ibv_destroy_comp_channel(channel);
+    });
+    twice("ibv_context", [] {
+        ibv_context* const context = open_device(0);
+        ibv_close_device(context);
+        ibv_close_device(context);
+    });
+    // A use after the release is noticed too.
+    twice("ibv_qp", [] {
+        Side a;
+        ibv_destroy_qp(a.qp);
+        a.post_receive(1, {});
+    });
+}
+
+void parents_outlive_children() {
+    Side a;
+    Buffer buffer(a.pd, 10);
+    CHECK(ibv_dealloc_pd(a.pd) == EBUSY && ibv_destroy_cq(a.cq) == EBUSY && ibv_close_device(a.context) == EBUSY);
+    CHECK(a.post_receive(1, {}) == EINVAL && a.to_init() == 0 && a.post_receive(1, {}) == 0);
+}
+
+void never_known() {
+    Side a;
+    ibv_mr mr{};
+    ibv_pd pd{};
+    pd.context = a.context;
+    CHECK(ibv_dereg_mr(&mr) == EINVAL && ibv_dealloc_pd(&pd) == EINVAL);
+    errno = 0;
+    CHECK(ibv_reg_mr(&pd, &mr, sizeof mr, 0) == nullptr && errno == EINVAL);
+}
+
+} // namespace
+
+int main() {
+    use_own_domain();
+    released_twice();
+    parents_outlive_children();
+    never_known();
+    return 0;
+}

@@ -1,0 +1,291 @@
+// What the tests of the verbs twin share: opened devices, connected queue pairs, requests in one line.
+#pragma once
+
+#include <infiniband/verbs.h>
+#include <poll.h>
+#include <unistd.h>
+
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "tests/check.hpp"
+
+namespace gdrkit::twin::tests {
+
+// Every test is a machine of its own, so that tests which run at the same time do not meet.
+inline void use_own_domain() {
+    if (std::getenv("GDRKIT_TWINS_DOMAIN") == nullptr) {
+        setenv("GDRKIT_TWINS_DOMAIN", ("test." + std::to_string(getpid())).c_str(), 1);
+    }
+}
+
+constexpr int all_access = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ;
+constexpr int all_access_atomic = all_access | IBV_ACCESS_REMOTE_ATOMIC;
+
+inline std::uint8_t pattern_at(std::size_t index) {
+    return static_cast<std::uint8_t>(index * 131U + (index >> 8) * 7U + (index >> 16) + 1U);
+}
+
+inline void fill_pattern(void* memory, std::size_t size, std::size_t salt = 0) {
+    auto* const bytes = static_cast<std::uint8_t*>(memory);
+    for (std::size_t index = 0; index < size; ++index) {
+        bytes[index] = pattern_at(index + salt);
+    }
+}
+
+inline bool has_pattern(const void* memory, std::size_t size, std::size_t salt = 0) {
+    const auto* const bytes = static_cast<const std::uint8_t*>(memory);
+    for (std::size_t index = 0; index < size; ++index) {
+        if (bytes[index] != pattern_at(index + salt)) {
+            return false;
+        }
+    }
+    return true;
+}
+
+inline ibv_context* open_device(int index) {
+    int count = 0;
+    ibv_device** const list = ibv_get_device_list(&count);
+    CHECK(list != nullptr && count > index);
+    ibv_context* const context = ibv_open_device(list[index]);
+    CHECK(context != nullptr);
+    ibv_free_device_list(list);
+    return context;
+}
+
+// What one side must know of the other.
+struct Address {
+    ibv_gid gid;
+    std::uint32_t qp_num;
+    std::uint32_t psn;
+};
+
+struct Settings {
+    std::uint32_t send_wr = 16, receive_wr = 16, sge = 4, inline_bytes = 64;
+    int completions = 64;
+    int sq_sig_all = 0;
+    unsigned access = all_access_atomic;
+    std::uint8_t timeout = 14, retry_count = 7, rnr_retry = 7, min_rnr_timer = 1, rd_atomic = 1;
+    bool channel = false;
+};
+
+// One side of a connection, with everything that it stands on.
+struct Side {
+    ibv_context* context;
+    ibv_pd* pd;
+    ibv_comp_channel* channel = nullptr;
+    ibv_cq* cq;
+    ibv_qp* qp;
+    Settings settings;
+    std::uint32_t psn = 0x123;
+
+    explicit Side(int device = 0, Settings chosen = {}) : context(open_device(device)), settings(chosen) {
+        pd = ibv_alloc_pd(context);
+        CHECK(pd != nullptr);
+        if (settings.channel) {
+            channel = ibv_create_comp_channel(context);
+            CHECK(channel != nullptr);
+        }
+        cq = ibv_create_cq(context, settings.completions, this, channel, 0);
+        CHECK(cq != nullptr);
+        create_pair();
+    }
+    ~Side() {
+        CHECK(qp == nullptr || ibv_destroy_qp(qp) == 0);
+        CHECK(ibv_destroy_cq(cq) == 0);
+        CHECK(channel == nullptr || ibv_destroy_comp_channel(channel) == 0);
+        CHECK(ibv_dealloc_pd(pd) == 0);
+        CHECK(ibv_close_device(context) == 0);
+    }
+    Side(const Side&) = delete;
+    Side& operator=(const Side&) = delete;
+
+    void create_pair() {
+        ibv_qp_init_attr init{};
+        init.send_cq = cq;
+        init.recv_cq = cq;
+        init.cap = {settings.send_wr, settings.receive_wr, settings.sge, settings.sge, settings.inline_bytes};
+        init.qp_type = IBV_QPT_RC;
+        init.sq_sig_all = settings.sq_sig_all;
+        qp = ibv_create_qp(pd, &init);
+        CHECK(qp != nullptr);
+    }
+
+    Address address() {
+        Address own{};
+        CHECK(ibv_query_gid(context, 1, 1, &own.gid) == 0);
+        own.qp_num = qp->qp_num;
+        own.psn = psn;
+        return own;
+    }
+
+    int to_init() {
+        ibv_qp_attr attr{};
+        attr.qp_state = IBV_QPS_INIT;
+        attr.port_num = 1;
+        attr.qp_access_flags = settings.access;
+        return ibv_modify_qp(qp, &attr, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS);
+    }
+    ibv_qp_attr rtr_attr(const Address& peer) const {
+        ibv_qp_attr attr{};
+        attr.qp_state = IBV_QPS_RTR;
+        attr.path_mtu = IBV_MTU_4096;
+        attr.dest_qp_num = peer.qp_num;
+        attr.rq_psn = peer.psn;
+        attr.max_dest_rd_atomic = settings.rd_atomic;
+        attr.min_rnr_timer = settings.min_rnr_timer;
+        attr.ah_attr.is_global = 1;
+        attr.ah_attr.port_num = 1;
+        attr.ah_attr.grh.dgid = peer.gid;
+        attr.ah_attr.grh.sgid_index = 1;
+        attr.ah_attr.grh.hop_limit = 64;
+        return attr;
+    }
+    static constexpr int rtr_mask = IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN |
+                                    IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER;
+    int to_rtr(const Address& peer) {
+        ibv_qp_attr attr = rtr_attr(peer);
+        return ibv_modify_qp(qp, &attr, rtr_mask);
+    }
+    static constexpr int rts_mask =
+        IBV_QP_STATE | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_SQ_PSN | IBV_QP_MAX_QP_RD_ATOMIC;
+    int to_rts() {
+        ibv_qp_attr attr{};
+        attr.qp_state = IBV_QPS_RTS;
+        attr.timeout = settings.timeout;
+        attr.retry_cnt = settings.retry_count;
+        attr.rnr_retry = settings.rnr_retry;
+        attr.sq_psn = psn;
+        attr.max_rd_atomic = settings.rd_atomic;
+        return ibv_modify_qp(qp, &attr, rts_mask);
+    }
+    int to(ibv_qp_state state) {
+        ibv_qp_attr attr{};
+        attr.qp_state = state;
+        return ibv_modify_qp(qp, &attr, IBV_QP_STATE);
+    }
+    void connect(const Address& peer) {
+        CHECK(to_init() == 0);
+        CHECK(to_rtr(peer) == 0);
+        CHECK(to_rts() == 0);
+    }
+    ibv_qp_state state() {
+        ibv_qp_attr attr{};
+        ibv_qp_init_attr init{};
+        CHECK(ibv_query_qp(qp, &attr, IBV_QP_STATE, &init) == 0);
+        return attr.qp_state;
+    }
+
+    // The next completion; fails the test after ten seconds without one.
+    ibv_wc next() {
+        ibv_wc wc{};
+        for (int tries = 0; tries < 100000; ++tries) {
+            const int count = ibv_poll_cq(cq, 1, &wc);
+            CHECK(count >= 0);
+            if (count == 1) {
+                return wc;
+            }
+            usleep(100);
+        }
+        CHECK(!"a completion within ten seconds");
+        return wc;
+    }
+    ibv_wc expect(std::uint64_t wr_id, ibv_wc_status status) {
+        const ibv_wc wc = next();
+        if (wc.wr_id != wr_id || wc.status != status) {
+            std::fprintf(stderr, "completion of %llu: %s; expected %llu: %s\n",
+                         static_cast<unsigned long long>(wc.wr_id), ibv_wc_status_str(wc.status),
+                         static_cast<unsigned long long>(wr_id), ibv_wc_status_str(status));
+        }
+        CHECK(wc.wr_id == wr_id && wc.status == status);
+        CHECK(wc.qp_num == qp->qp_num);
+        return wc;
+    }
+
+    int post_receive(std::uint64_t wr_id, const std::vector<ibv_sge>& pieces) {
+        std::vector<ibv_sge> copy = pieces;
+        ibv_recv_wr wr{};
+        ibv_recv_wr* bad = nullptr;
+        wr.wr_id = wr_id;
+        wr.sg_list = copy.data();
+        wr.num_sge = static_cast<int>(copy.size());
+        const int error = ibv_post_recv(qp, &wr, &bad);
+        CHECK((error == 0) == (bad == nullptr));
+        return error;
+    }
+    int post(ibv_send_wr wr, const std::vector<ibv_sge>& pieces) {
+        std::vector<ibv_sge> copy = pieces;
+        ibv_send_wr* bad = nullptr;
+        wr.sg_list = copy.data();
+        wr.num_sge = static_cast<int>(copy.size());
+        const int error = ibv_post_send(qp, &wr, &bad);
+        CHECK((error == 0) == (bad == nullptr));
+        return error;
+    }
+};
+
+inline ibv_send_wr request(std::uint64_t wr_id, ibv_wr_opcode opcode, std::uint64_t remote = 0, std::uint32_t rkey = 0,
+                           unsigned flags = IBV_SEND_SIGNALED) {
+    ibv_send_wr wr{};
+    wr.wr_id = wr_id;
+    wr.opcode = opcode;
+    wr.send_flags = flags;
+    wr.wr.rdma.remote_addr = remote;
+    wr.wr.rdma.rkey = rkey;
+    return wr;
+}
+
+inline std::uint64_t number_of(const void* address) {
+    return reinterpret_cast<std::uint64_t>(address);
+}
+
+inline ibv_sge piece(const ibv_mr* mr, std::uint64_t address, std::size_t length) {
+    return {address, static_cast<std::uint32_t>(length), mr->lkey};
+}
+
+// Page-aligned memory with a region over it.
+struct Buffer {
+    explicit Buffer(ibv_pd* pd, std::size_t size, int access = all_access_atomic) : size(size) {
+        bytes = static_cast<std::uint8_t*>(std::aligned_alloc(4096, (size + 4095) / 4096 * 4096));
+        std::memset(bytes, 0, size);
+        mr = ibv_reg_mr(pd, bytes, size, access);
+        CHECK(mr != nullptr);
+    }
+    ~Buffer() {
+        CHECK(mr == nullptr || ibv_dereg_mr(mr) == 0);
+        std::free(bytes);
+    }
+    Buffer(const Buffer&) = delete;
+    Buffer& operator=(const Buffer&) = delete;
+
+    [[nodiscard]] std::uint64_t at(std::size_t offset = 0) const { return number_of(bytes + offset); }
+    [[nodiscard]] ibv_sge part(std::size_t offset, std::size_t length) const { return piece(mr, at(offset), length); }
+
+    std::size_t size;
+    std::uint8_t* bytes;
+    ibv_mr* mr;
+};
+
+inline void connect(Side* left, Side* right) {
+    left->connect(right->address());
+    right->connect(left->address());
+}
+
+inline bool readable(int fd, int timeout_ms) {
+    pollfd waiting{fd, POLLIN, 0};
+    return poll(&waiting, 1, timeout_ms) == 1;
+}
+
+// The next asynchronous event, acknowledged; fails the test after ten seconds without one.
+inline ibv_async_event next_event(ibv_context* context) {
+    CHECK(readable(context->async_fd, 10000));
+    ibv_async_event event{};
+    CHECK(ibv_get_async_event(context, &event) == 0);
+    ibv_ack_async_event(&event);
+    return event;
+}
+
+} // namespace gdrkit::twin::tests
