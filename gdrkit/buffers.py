@@ -1,7 +1,7 @@
 """What exporters and importers of device memory share.
 
-Level 1. CUDA and Gaudi *export* a :class:`DmabufRange`, verbs *imports* one, and only ``registration`` knows both. :class:`DeviceBuffer` is what any
-room above may ask of a piece of device memory, whoever made it.
+Level 1. CUDA and Gaudi *export* a :class:`DmabufRange`, verbs *imports* one, and only ``registration`` knows both.
+:class:`DeviceBuffer` is what any room above may ask of a piece of device memory, whoever made it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import warnings
 from typing import TYPE_CHECKING, Protocol, Self, runtime_checkable
 
 from gdrkit.errors import ClosedResource, GdrkitWarning, Reason, UsageError
+from gdrkit.handles import Handle
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,8 +37,8 @@ class MemoryKind(enum.Enum):
 class DmabufRange:
     """A part of a dma-buf, and the file descriptor that keeps it alive.
 
-    The range owns the descriptor: closing the range closes it, ``take()`` hands it on. A memory region made from the range keeps
-    its own reference in the kernel, so the range may be closed once the region stands.
+    The range owns the descriptor: closing the range closes it, ``take()`` hands it on. A memory region made from the
+    range keeps its own reference in the kernel, so the range may be closed once the region stands.
 
     Parameters
     ----------
@@ -51,10 +52,11 @@ class DmabufRange:
         The device address of its first byte, by which peers will name it (iova).
     """
 
-    __slots__ = ("_fd", "address", "length_bytes", "offset_bytes")
+    __slots__ = ("_fd", "_handle", "address", "length_bytes", "offset_bytes")
 
     def __init__(self, fd: int, *, offset_bytes: int, length_bytes: int, address: int) -> None:
         self._fd = fd
+        self._handle = Handle("dmabuf_range")
         self.offset_bytes = offset_bytes
         self.length_bytes = length_bytes
         self.address = address
@@ -84,6 +86,7 @@ class DmabufRange:
     def take(self) -> int:
         """Give the descriptor to the caller, who closes it from now on; the range is closed."""
         fd, self._fd = self.fd, -1
+        self._handle.release()
         return fd
 
     def close(self) -> None:
@@ -91,6 +94,7 @@ class DmabufRange:
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
             os.close(fd)
+        self._handle.release()
 
     def __enter__(self) -> Self:
         return self
@@ -102,8 +106,10 @@ class DmabufRange:
 
     def __del__(self) -> None:
         if getattr(self, "_fd", -1) >= 0:
-            warnings.warn(f"dma-buf range with fd {self._fd} was never closed", GdrkitWarning, stacklevel=1)
+            # Closed first: a warning may be made an error.
+            fd = self._fd
             self.close()
+            warnings.warn(f"dma-buf range with fd {fd} was never closed", GdrkitWarning, stacklevel=1)
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"fd {self._fd}"
@@ -131,7 +137,9 @@ class DeviceBuffer(Protocol):
         """Whether it was released."""
 
     def allocation_key(self) -> tuple[tuple[int, int, int], ...]:
-        """(base, length_bytes, buffer id) of every chunk under it, in order; another id at one address is another memory."""
+        """(base, length_bytes, buffer id) of every chunk under it, in order; another id at one address is another
+        memory.
+        """
 
     def export_dmabuf(self) -> DmabufRange:
         """A new dma-buf range over exactly this memory; the caller closes it.

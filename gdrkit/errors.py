@@ -79,6 +79,8 @@ def errno_name(number: int | None) -> str:
         return "no errno"
     if number == 524:  # noqa: PLR2004 - the kernel leaks its internal ENOTSUPP to user space; it is in no errno.h.
         return "ENOTSUPP"
+    if number == _errno.EOPNOTSUPP:
+        return "EOPNOTSUPP"  # Linux has one number for ENOTSUP and this; the kernel and libibverbs mean this one.
     return _errno.errorcode.get(number, f"errno {number}")
 
 

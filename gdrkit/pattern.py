@@ -49,7 +49,7 @@ def payload(length_bytes: int, *, seed: int, offset_bytes: int = 0) -> bytes:
     return b"".join(parts)[skip:]
 
 
-def find_mismatch(expected: bytes | memoryview, actual: bytes | memoryview) -> int | None:
+def find_mismatch(expected: bytes | bytearray | memoryview, actual: bytes | bytearray | memoryview) -> int | None:
     """Offset of the first byte that differs, None when all are equal; a length that differs counts from the shorter one's end."""
     common = min(len(expected), len(actual))
     low, high = 0, common
@@ -65,7 +65,7 @@ def find_mismatch(expected: bytes | memoryview, actual: bytes | memoryview) -> i
     return low
 
 
-def check(actual: bytes | memoryview, *, seed: int, offset_bytes: int = 0) -> None:
+def check(actual: bytes | bytearray | memoryview, *, seed: int, offset_bytes: int = 0) -> None:
     """Compare `actual`, byte by byte, with the stream of `seed` from `offset_bytes` on.
 
     Raises

@@ -1,0 +1,34 @@
+"""CUDA devices and their memory, by the driver API.
+
+Level 2. Importing this package opens no library; the first call does. ``_driver.py`` is the only file that names
+``cuda.bindings``.
+"""
+
+from __future__ import annotations
+
+from gdrkit.cuda.device import Device, DeviceAttribute, MemoryInfo, device_count, driver_version
+from gdrkit.cuda.ipc import ImportedMemory, export_handle, open_handle
+from gdrkit.cuda.memory import BorrowedMemory, CudaMemory, DeviceMemory, borrow
+from gdrkit.cuda.pointer import memory_kind
+from gdrkit.cuda.stream import Event, Stream
+from gdrkit.cuda.vmm import VmmMemory, granularity_bytes
+
+__all__ = [
+    "BorrowedMemory",
+    "CudaMemory",
+    "Device",
+    "DeviceAttribute",
+    "DeviceMemory",
+    "Event",
+    "ImportedMemory",
+    "MemoryInfo",
+    "Stream",
+    "VmmMemory",
+    "borrow",
+    "device_count",
+    "driver_version",
+    "export_handle",
+    "granularity_bytes",
+    "memory_kind",
+    "open_handle",
+]

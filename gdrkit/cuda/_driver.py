@@ -1,0 +1,267 @@
+"""The CUDA driver API: the one file that names ``cuda.bindings`` (and ctypes, for what the bindings leave out).
+
+Level 2. Nothing is opened until the first call. Every call goes through :func:`call`, which turns a CUresult into an
+exception that carries operation, number, name and arguments. What is untyped stays in here. Source of truth: the CUDA
+driver API reference.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import functools
+import importlib
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gdrkit import loader
+from gdrkit.cuda import _results
+from gdrkit.errors import Api, Reason, SetupMissing, errno_name
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = [
+    "call",
+    "constant",
+    "context",
+    "empty_bytes",
+    "initialize",
+    "integer",
+    "ipc_handle_bytes",
+    "ipc_handle_from_bytes",
+    "pair",
+    "raw",
+    "real",
+    "structure",
+    "text",
+]
+
+_SONAME = "libcuda.so.1"
+_DLOPEN = f"dlopen {_SONAME}"
+_IMPORT = "import cuda.bindings.driver"
+_DRIVER_ADVICE = "install the NVIDIA driver, or put the folder of a libcuda.so.1 on LD_LIBRARY_PATH"
+_DEVICE_NODES = Path("/dev")
+_IPC_HANDLE_BYTES = 64  # CU_IPC_HANDLE_SIZE
+
+
+@functools.cache
+def _bindings() -> Any:
+    """cuda.bindings.driver, once libcuda was found to be one that it can use."""
+    # The bindings say "not found" for every fault of the library, so it is opened here first. They get the same one
+    # by its SONAME.
+    loader.check_library(_SONAME, operation=_DLOPEN)
+    try:
+        library = ctypes.CDLL(_SONAME)
+    except OSError as error:
+        raise loader.setup_missing(
+            operation=_DLOPEN, text=str(error), what_to_do=_DRIVER_ADVICE, default_errno=errno.ENOEXEC
+        ) from error
+    # cuda-bindings 13 gets every other function from this one (CUDA 12.0).
+    if not hasattr(library, "cuGetProcAddress_v2"):
+        raise loader.setup_missing(
+            operation=_DLOPEN,
+            text=f"{loader.find_library(_SONAME) or _SONAME}: undefined symbol: cuGetProcAddress_v2",
+            what_to_do="",
+            default_errno=errno.ELIBBAD,
+        )
+    try:
+        return importlib.import_module("cuda.bindings.driver")
+    except ImportError as error:
+        raise loader.setup_missing(
+            operation=_IMPORT,
+            text=str(error),
+            what_to_do="pip install 'cuda-bindings>=13,<14'",
+            default_errno=errno.ENOENT,
+        ) from error
+
+
+@functools.cache
+def initialize() -> None:
+    """Call cuInit once.
+
+    Raises
+    ------
+    SetupMissing
+        The library, a device or a permission is missing.
+    """
+    function = _bindings().cuInit
+    try:
+        (result,) = function(0)
+    except RuntimeError as error:
+        raise _wrong_abi("cuInit", error) from error
+    status = int(result)
+    if status == 0:
+        return
+    refused = _refused_node()
+    reason, advice, number = Reason.OTHER, "run nvidia-smi: it names what the driver misses", None
+    if refused is not None and status in {_results.NO_DEVICE, _results.OPERATING_SYSTEM, _results.UNKNOWN}:
+        reason, number = Reason.NO_PERMISSION, refused.errno
+        advice = f"let this user read and write {refused.filename}"
+    elif status == _results.NO_DEVICE:
+        reason, advice = Reason.NO_DEVICE, "check that nvidia-smi lists a GPU"
+    elif status == _results.INVALID_VALUE:
+        # cuInit(0) has no bad argument: the library refuses what it was configured with, and says so on stderr.
+        reason, advice = Reason.MALFORMED, "read the line that the library wrote on stderr, and mend what it names"
+    elif status in {_results.OPERATING_SYSTEM, _results.UNKNOWN}:
+        advice = "check that the kernel module nvidia is loaded and that /dev/nvidiactl exists"
+    raise SetupMissing(
+        api=Api.CUDA,
+        operation="cuInit",
+        status=status,
+        status_name=_name_of(result),
+        errno=number,
+        arguments={"Flags": 0},
+        reason=reason,
+        what_to_do=advice,
+        detail="" if refused is None else f"{refused.filename}: {errno_name(refused.errno)}",
+    ) from refused
+
+
+def call(operation: str, /, **arguments: Any) -> Any:
+    """Call a driver function with `arguments`, named and in order as in the header.
+
+    Returns
+    -------
+    What the function gave besides its CUresult: None, one value, or a tuple.
+
+    Raises
+    ------
+    ApiError
+        The CUresult was not success; :class:`~gdrkit.errors.Unsupported` for CUDA_ERROR_NOT_SUPPORTED.
+    SetupMissing
+        The library cannot be used at all, or is too old to have this function.
+    """
+    initialize()
+    function = getattr(_bindings(), operation)
+    try:
+        result, *values = function(*arguments.values())
+    except RuntimeError as error:
+        raise _wrong_abi(operation, error) from error
+    if int(result):
+        raise _results.error_of(
+            operation=operation,
+            status=int(result),
+            status_name=_name_of(result),
+            arguments={name: _shown(value) for name, value in arguments.items()},
+        )
+    if not values:
+        return None
+    return values[0] if len(values) == 1 else tuple(values)
+
+
+def integer(operation: str, /, **arguments: Any) -> int:
+    """A call that gives one number, address or handle."""
+    return int(call(operation, **arguments))
+
+
+def real(operation: str, /, **arguments: Any) -> float:
+    """A call that gives one float."""
+    return float(call(operation, **arguments))
+
+
+def pair(operation: str, /, **arguments: Any) -> tuple[int, int]:
+    """A call that gives two numbers."""
+    first, second = call(operation, **arguments)
+    return int(first), int(second)
+
+
+def text(operation: str, /, **arguments: Any) -> str:
+    """A call that gives a C string."""
+    return bytes(call(operation, **arguments)).split(b"\0", 1)[0].decode()
+
+
+def raw(operation: str, /, **arguments: Any) -> bytes:
+    """A call that gives a CUuuid."""
+    return bytes(call(operation, **arguments).bytes)
+
+
+def constant(enumeration: str, number: int) -> object:
+    """Member `number` of an enumeration of the bindings, which take no bare number where the header has an enum."""
+    return getattr(_bindings(), enumeration)(number)
+
+
+def structure(name: str, /, **fields: Any) -> object:
+    """A structure of the bindings with these fields set; ``location__id`` sets ``location.id``."""
+    made = getattr(_bindings(), name)()
+    for field, value in fields.items():
+        *path, last = field.split("__")
+        target = made
+        for step in path:
+            target = getattr(target, step)
+        setattr(target, last, value)
+    return made
+
+
+@contextlib.contextmanager
+def context(handle: int) -> Iterator[None]:
+    """Make a context current and restore afterwards what was current before."""
+    call("cuCtxPushCurrent", ctx=handle)
+    try:
+        yield
+    finally:
+        call("cuCtxPopCurrent")
+
+
+def empty_bytes(length_bytes: int) -> bytes:
+    """New bytes whose content is not set yet, for a copy to fill.
+
+    The C API says that the maker of such an object may write to it until somebody else sees it; so 64 MiB are neither
+    cleared first nor copied afterwards. ``bytes(n)`` would do the first, ``bytes(bytearray)`` the second.
+    """
+    make = ctypes.pythonapi.PyBytes_FromStringAndSize
+    make.restype = ctypes.py_object
+    make.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t)
+    made: bytes = make(None, length_bytes)
+    return made
+
+
+def ipc_handle_bytes(address: int) -> bytes:
+    """cuIpcGetMemHandle as 64 bytes, which the bindings hold but do not show."""
+    handle = call("cuIpcGetMemHandle", dptr=address)
+    return ctypes.string_at(handle.getPtr(), _IPC_HANDLE_BYTES)
+
+
+def ipc_handle_from_bytes(data: bytes) -> object:
+    """A CUipcMemHandle of these 64 bytes."""
+    handle = _bindings().CUipcMemHandle()
+    ctypes.memmove(handle.getPtr(), data, _IPC_HANDLE_BYTES)
+    return handle
+
+
+def _wrong_abi(operation: str, error: RuntimeError) -> SetupMissing:
+    # The bindings raise RuntimeError (FunctionNotFoundError, DynamicLibNotFoundError) for what libcuda does not have.
+    return loader.setup_missing(
+        api=Api.CUDA,
+        operation=operation,
+        text=f"{loader.find_library(_SONAME) or _SONAME}: {error}",
+        what_to_do="",
+        default_errno=errno.ELIBBAD,
+    )
+
+
+def _refused_node() -> OSError | None:
+    """The device node that exists and may not be opened; None when there is none."""
+    for path in sorted(_DEVICE_NODES.glob("nvidia*")):
+        if not path.is_char_device():
+            continue
+        try:
+            os.close(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+        except OSError as error:
+            if error.errno in {errno.EACCES, errno.EPERM}:
+                return error
+    return None
+
+
+def _name_of(result: Any) -> str:
+    return str(getattr(result, "name", f"CUresult {int(result)}"))
+
+
+def _shown(value: Any) -> object:
+    if hasattr(value, "name"):
+        return value.name  # A member of one of the bindings' enumerations.
+    if isinstance(value, bytes | bytearray | memoryview):
+        return f"<{memoryview(value).nbytes} bytes>"
+    return value if isinstance(value, int | str) else type(value).__name__

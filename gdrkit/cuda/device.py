@@ -1,0 +1,212 @@
+"""CUDA devices and their primary contexts.
+
+Level 2. gdrkit shares each device's primary context with everything else in the process (the CUDA runtime, PyTorch
+...), and leaves whatever was current as it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import uuid
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+from gdrkit.cuda import _driver
+from gdrkit.errors import ClosedResource
+from gdrkit.handles import Handle, ReleaseStack
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from types import TracebackType
+
+    from gdrkit.cuda.memory import DeviceMemory
+    from gdrkit.cuda.stream import Event, Stream
+
+__all__ = ["Device", "DeviceAttribute", "MemoryInfo", "device_count", "driver_version"]
+
+_NAME_BYTES = 256
+_PCI_BUS_ID_BYTES = 32
+
+
+class DeviceAttribute(enum.IntEnum):
+    """What :meth:`Device.attribute` may ask; numbers of ``CUdevice_attribute``, names without its prefix."""
+
+    MULTIPROCESSOR_COUNT = 16
+    INTEGRATED = 18
+    PCI_BUS_ID = 33
+    PCI_DEVICE_ID = 34
+    UNIFIED_ADDRESSING = 41
+    PCI_DOMAIN_ID = 50
+    COMPUTE_CAPABILITY_MAJOR = 75
+    COMPUTE_CAPABILITY_MINOR = 76
+    HOST_REGISTER_SUPPORTED = 99
+    VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED = 102
+    HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED = 103
+    GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED = 110
+    MEMORY_POOLS_SUPPORTED = 115
+    GPU_DIRECT_RDMA_SUPPORTED = 116
+    GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS = 117
+    GPU_DIRECT_RDMA_WRITES_ORDERING = 118
+    DMA_BUF_SUPPORTED = 124
+    HANDLE_TYPE_FABRIC_SUPPORTED = 128
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryInfo:
+    """What cuMemGetInfo says of a device."""
+
+    free_bytes: int
+    total_bytes: int
+
+
+def device_count() -> int:
+    """How many devices the driver shows to this process.
+
+    Raises
+    ------
+    SetupMissing
+        There is no driver, none that can be used, or no device at all.
+    """
+    return _driver.integer("cuDeviceGetCount")
+
+
+def driver_version() -> tuple[int, int]:
+    """The CUDA version that the driver supports, e.g. ``(13, 0)``; not the version of the driver's package."""
+    version = _driver.integer("cuDriverGetVersion")
+    return version // 1000, version % 1000 // 10
+
+
+class Device:
+    """One CUDA device.
+
+    Asking its properties costs nothing; the primary context is retained at the first use that needs one, and given
+    back by :meth:`close`, after everything that was made from this object (memory, streams, events) was closed, last
+    made first.
+
+    Parameters
+    ----------
+    index : int
+        The driver's number, 0 to ``device_count() - 1``.
+
+    Raises
+    ------
+    ApiError
+        CUDA_ERROR_INVALID_DEVICE: there is no such device.
+    SetupMissing
+        See :func:`device_count`.
+    """
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self._device = _driver.integer("cuDeviceGet", ordinal=index)
+        self._context: int | None = None
+        self._handle: Handle | None = None
+        self._children = ReleaseStack()
+        self._closed = False
+
+    @property
+    def name(self) -> str:
+        """As the driver names it, e.g. ``NVIDIA H200``."""
+        return _driver.text("cuDeviceGetName", length=_NAME_BYTES, dev=self._device)
+
+    @property
+    def uuid(self) -> str:
+        """``GPU-...`` as nvidia-smi prints it."""
+        return f"GPU-{uuid.UUID(bytes=_driver.raw('cuDeviceGetUuid', dev=self._device))}"
+
+    @property
+    def pci_bus_id(self) -> str:
+        """As sysfs names it: ``0000:1b:00.0``."""
+        return _driver.text("cuDeviceGetPCIBusId", length=_PCI_BUS_ID_BYTES, dev=self._device).lower()
+
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` was called."""
+        return self._closed
+
+    def attribute(self, attribute: DeviceAttribute) -> int:
+        """The value of one attribute; a flag is 0 or 1."""
+        return _driver.integer(
+            "cuDeviceGetAttribute", attrib=_driver.constant("CUdevice_attribute", attribute), dev=self._device
+        )
+
+    @contextlib.contextmanager
+    def current(self) -> Iterator[None]:
+        """Make the primary context current on this thread, and restore afterwards what was current before."""
+        with _driver.context(self._retain()):
+            yield
+
+    def synchronize(self) -> None:
+        """Wait until the device has done all work of the primary context."""
+        with self.current():
+            _driver.call("cuCtxSynchronize")
+
+    def memory_info(self) -> MemoryInfo:
+        """How much memory it has, and how much of that nobody holds (cuMemGetInfo)."""
+        with self.current():
+            free_bytes, total_bytes = _driver.pair("cuMemGetInfo")
+        return MemoryInfo(free_bytes=free_bytes, total_bytes=total_bytes)
+
+    def allocate(self, length_bytes: int) -> DeviceMemory:
+        """New memory by cuMemAlloc; see :class:`gdrkit.cuda.DeviceMemory`."""
+        from gdrkit.cuda.memory import DeviceMemory
+
+        return DeviceMemory(self, length_bytes)
+
+    def stream(self) -> Stream:
+        """A new non-blocking stream."""
+        from gdrkit.cuda.stream import Stream
+
+        return Stream(self)
+
+    def event(self) -> Event:
+        """A new event."""
+        from gdrkit.cuda.stream import Event
+
+        return Event(self)
+
+    def adopt(self, close: Callable[[], None]) -> Callable[[], None]:
+        """Have `close` called before the device is closed; returns what takes it back. Rooms that build on a device
+        use it.
+        """
+        return self._children.push(close)
+
+    def close(self) -> None:
+        """Close what was made from this device, last made first, and give the context back; a second close does
+        nothing.
+
+        Raises
+        ------
+        ApiError
+            Of the first child that could not be closed. The device stays open and may be closed again.
+        """
+        if self._closed:
+            return
+        self._children.run()
+        if self._context is not None:
+            _driver.call("cuDevicePrimaryCtxRelease", dev=self._device)
+            self._context = None
+        if self._handle is not None:
+            self._handle.release()
+        self._closed = True
+
+    def _retain(self) -> int:
+        if self._closed:
+            what = f"CUDA device {self.index}"
+            raise ClosedResource(what)
+        if self._context is None:
+            self._context = _driver.integer("cuDevicePrimaryCtxRetain", dev=self._device)
+            self._handle = Handle("cuda.primary_context")
+        return self._context
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Device({self.index}{', closed' if self._closed else ''})"

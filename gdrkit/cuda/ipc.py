@@ -1,0 +1,90 @@
+"""CUDA IPC: memory of cuMemAlloc in another process of the same machine.
+
+Level 2. What was opened cannot be exported as a dma-buf (CUDA_ERROR_INVALID_VALUE on an H200): only the process that
+allocated the memory can register it by dma-buf, or pass the descriptor on. Source: "IPC" of the CUDA driver API
+reference.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from gdrkit.buffers import MemoryKind
+from gdrkit.cuda import _driver, pointer
+from gdrkit.cuda.memory import CudaMemory
+from gdrkit.errors import Reason, UsageError
+from gdrkit.handles import ReleaseStack
+
+if TYPE_CHECKING:
+    from gdrkit.cuda.device import Device
+
+__all__ = ["HANDLE_BYTES", "ImportedMemory", "export_handle", "open_handle"]
+
+HANDLE_BYTES = 64  # CU_IPC_HANDLE_SIZE
+
+_LAZY_ENABLE_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+
+
+def export_handle(memory: CudaMemory) -> bytes:
+    """The 64 bytes by which another process can open this memory, for as long as it is not freed here.
+
+    Raises
+    ------
+    ApiError
+        CUDA_ERROR_INVALID_VALUE: only memory of cuMemAlloc has such a handle.
+    """
+    with memory.device.current():
+        return _driver.ipc_handle_bytes(memory.address)
+
+
+class ImportedMemory(CudaMemory):
+    """Memory that another process allocated; :meth:`close` unmaps it here."""
+
+    def _release(self) -> None:
+        _driver.call("cuIpcCloseMemHandle", dptr=self.address)
+
+
+def open_handle(device: Device, handle: bytes, *, length_bytes: int | None = None) -> ImportedMemory:
+    """Open memory of another process.
+
+    Parameters
+    ----------
+    device : Device
+        Where it lies.
+    handle : bytes
+        What :func:`export_handle` gave in that process.
+    length_bytes : int or None
+        How much of it to use; None: the whole allocation, which may be larger than what its owner asked for.
+
+    Raises
+    ------
+    ApiError
+        The handle is of this very process, or its owner has freed the memory or is gone.
+    UsageError
+        MALFORMED: not 64 bytes. BAD_ARGUMENT: the allocation is smaller than `length_bytes`.
+    """
+    if len(handle) != HANDLE_BYTES:
+        message = f"an IPC handle has {HANDLE_BYTES} bytes, not {len(handle)}"
+        raise UsageError(message, reason=Reason.MALFORMED)
+    undo = ReleaseStack()
+    with device.current():
+        address = _driver.integer(
+            "cuIpcOpenMemHandle", handle=_driver.ipc_handle_from_bytes(handle), Flags=_LAZY_ENABLE_PEER_ACCESS
+        )
+        undo.push(lambda: _driver.call("cuIpcCloseMemHandle", dptr=address))
+        try:
+            wanted_bytes = _checked_length(address, length_bytes)
+        except BaseException as error:
+            undo.run_after(error)
+            raise
+    return ImportedMemory(device, kind=MemoryKind.CUDA_IMPORTED, address=address, length_bytes=wanted_bytes)
+
+
+def _checked_length(address: int, length_bytes: int | None) -> int:
+    held = pointer.address_range(address)
+    there_bytes = held.base + held.length_bytes - address
+    wanted_bytes = there_bytes if length_bytes is None else length_bytes
+    if not 0 < wanted_bytes <= there_bytes:
+        message = f"the allocation has {there_bytes} bytes, {wanted_bytes} were asked for"
+        raise UsageError(message)
+    return wanted_bytes

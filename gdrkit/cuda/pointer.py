@@ -1,0 +1,144 @@
+"""What the driver knows about an address, whoever made the memory behind it.
+
+Level 2. Source: ``cuPointerGetAttribute`` of the CUDA driver API; the numbers are those of ``CUpointer_attribute``.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from gdrkit.buffers import MemoryKind
+from gdrkit.cuda import _driver, _results
+from gdrkit.errors import ApiError, Reason, Unsupported, UsageError
+
+__all__ = [
+    "AddressRange",
+    "address_range",
+    "allocation_key",
+    "buffer_id",
+    "device_index",
+    "memory_kind",
+    "synchronize_copies",
+]
+
+
+class _Attribute(enum.IntEnum):
+    MEMORY_TYPE = 2
+    SYNC_MEMOPS = 6
+    BUFFER_ID = 7
+    IS_MANAGED = 8
+    DEVICE_ORDINAL = 9
+    IS_LEGACY_CUDA_IPC_CAPABLE = 10
+    MEMPOOL_HANDLE = 17
+
+
+_MEMORY_TYPE_HOST = 1  # CU_MEMORYTYPE_HOST
+_CTX_SYNC_MEMOPS = 0x80  # CU_CTX_SYNC_MEMOPS, CUDA 12.1
+
+
+@dataclass(frozen=True)
+class AddressRange:
+    """One allocation of the driver, or one chunk of VMM memory."""
+
+    base: int
+    length_bytes: int
+
+
+def memory_kind(address: int) -> MemoryKind:
+    """Who made the memory at `address`.
+
+    An address that the driver does not know is ordinary host memory. What the driver calls device memory and is
+    neither managed, pooled, VMM nor able to be exported by CUDA IPC was itself imported.
+    """
+    try:
+        memory_type = _ask(_Attribute.MEMORY_TYPE, address)
+    except ApiError as error:
+        if error.status == _results.INVALID_VALUE:
+            return MemoryKind.HOST
+        raise
+    if _ask(_Attribute.IS_MANAGED, address):
+        return MemoryKind.CUDA_MANAGED
+    if memory_type == _MEMORY_TYPE_HOST:
+        return MemoryKind.HOST
+    if _ask(_Attribute.MEMPOOL_HANDLE, address):
+        return MemoryKind.CUDA_POOL
+    if _is_vmm(address):
+        return MemoryKind.CUDA_VMM
+    return MemoryKind.CUDA if _ask(_Attribute.IS_LEGACY_CUDA_IPC_CAPABLE, address) else MemoryKind.CUDA_IMPORTED
+
+
+def buffer_id(address: int) -> int:
+    """The number that the driver gives to each allocation once in the life of the process.
+
+    A recycled address has another one, so that a registration of the old memory can be told from one of the new.
+    """
+    return _ask(_Attribute.BUFFER_ID, address)
+
+
+def device_index(address: int) -> int:
+    """Which device holds the memory at `address`."""
+    return _ask(_Attribute.DEVICE_ORDINAL, address)
+
+
+def address_range(address: int) -> AddressRange:
+    """The allocation (of VMM memory, the chunk) around `address`; the context of its device must be current."""
+    base, length_bytes = _driver.pair("cuMemGetAddressRange", dptr=address)
+    return AddressRange(base, length_bytes)
+
+
+def allocation_key(address: int, length_bytes: int) -> tuple[tuple[int, int, int], ...]:
+    """(base, length_bytes, buffer id) of every chunk under the range; the context of its device must be current.
+
+    VMM memory has one id for each chunk, and the driver tells of one chunk at a time, so the range is walked.
+
+    Raises
+    ------
+    UsageError
+        The range runs out of the memory that begins there.
+    """
+    key = []
+    where = address
+    while where < address + length_bytes:
+        try:
+            chunk = address_range(where)
+        except ApiError as error:
+            if where == address:
+                raise
+            message = f"device memory at {address:#x} ends at {where:#x}, before {length_bytes} bytes"
+            raise UsageError(message, reason=Reason.NOT_DEVICE_MEMORY) from error
+        key.append((chunk.base, chunk.length_bytes, buffer_id(where)))
+        where = chunk.base + chunk.length_bytes
+    return tuple(key)
+
+
+def synchronize_copies(address: int) -> None:
+    """Have the driver finish every synchronous copy of this memory before it returns. The context of its device must
+    be current.
+
+    Without it a cuMemcpy of device memory may return early, and a NIC would read what is not there yet. VMM memory
+    does not have the attribute (801 on an H200); there the flag of the context does the same for all of its memory.
+    """
+    attribute = _driver.constant("CUpointer_attribute", _Attribute.SYNC_MEMOPS)
+    try:
+        _driver.call("cuPointerSetAttribute", value=1, attribute=attribute, ptr=address)
+    except Unsupported:
+        flags = _driver.integer("cuCtxGetFlags")
+        if not flags & _CTX_SYNC_MEMOPS:
+            _driver.call("cuCtxSetFlags", flags=flags | _CTX_SYNC_MEMOPS)
+
+
+def _ask(attribute: _Attribute, address: int) -> int:
+    named = _driver.constant("CUpointer_attribute", attribute)
+    return _driver.integer("cuPointerGetAttribute", attribute=named, ptr=address)
+
+
+def _is_vmm(address: int) -> bool:
+    try:
+        handle = _driver.integer("cuMemRetainAllocationHandle", addr=address)
+    except ApiError as error:
+        if error.status == _results.INVALID_VALUE:
+            return False
+        raise
+    _driver.call("cuMemRelease", handle=handle)
+    return True

@@ -1,0 +1,179 @@
+"""Streams and events: work that the device does later.
+
+Level 2. Thin on purpose: each method is one driver call. A host buffer that a stream still reads or fills is kept
+alive until the stream was synchronized.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Self
+
+from gdrkit.buffers import check_range
+from gdrkit.cuda import _driver, _results
+from gdrkit.errors import ApiError, ClosedResource
+from gdrkit.handles import Handle
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from gdrkit.cuda.device import Device
+    from gdrkit.cuda.memory import CudaMemory
+
+__all__ = ["Event", "Stream"]
+
+_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: no hidden ordering with the default stream.
+_EVENT_DEFAULT = 0
+
+
+class _Owned:
+    """What streams and events have in common: a handle of one device, closed explicitly."""
+
+    _kind = ""
+    _destroy = ""
+    _destroy_argument = ""
+
+    def __init__(self, device: Device, handle: int) -> None:
+        self.device = device
+        self._number = handle
+        self._entry = Handle(f"cuda.{self._kind}")
+        self._leave = device.adopt(self.close)
+        self._closed = False
+
+    @property
+    def handle(self) -> int:
+        """The driver's own handle."""
+        if self._closed:
+            what = f"CUDA {self._kind}"
+            raise ClosedResource(what)
+        return self._number
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was destroyed."""
+        return self._closed
+
+    def close(self) -> None:
+        """Destroy it; a second close does nothing."""
+        if self._closed:
+            return
+        self._before_close()
+        with self.device.current():
+            _driver.call(self._destroy, **{self._destroy_argument: self._number})
+        self._closed = True
+        self._leave()
+        self._entry.release()
+
+    def _before_close(self) -> None:
+        return
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Event(_Owned):
+    """A mark in a stream."""
+
+    _kind = "event"
+    _destroy = "cuEventDestroy"
+    _destroy_argument = "hEvent"
+
+    def __init__(self, device: Device) -> None:
+        with device.current():
+            handle = _driver.integer("cuEventCreate", Flags=_EVENT_DEFAULT)
+        super().__init__(device, handle)
+
+    def query(self) -> bool:
+        """Whether everything before the mark is done (also when it was never recorded)."""
+        with self.device.current():
+            return _done("cuEventQuery", hEvent=self.handle)
+
+    def synchronize(self) -> None:
+        """Wait until everything before the mark is done."""
+        with self.device.current():
+            _driver.call("cuEventSynchronize", hEvent=self.handle)
+
+    def elapsed_ms(self, since: Event) -> float:
+        """Milliseconds from `since` to this one; both recorded and done."""
+        with self.device.current():
+            return _driver.real("cuEventElapsedTime", hStart=since.handle, hEnd=self.handle)
+
+
+class Stream(_Owned):
+    """A queue of work on one device; :meth:`close` waits for it first, so that no buffer goes while the device uses
+    it.
+    """
+
+    _kind = "stream"
+    _destroy = "cuStreamDestroy"
+    _destroy_argument = "hStream"
+
+    def __init__(self, device: Device) -> None:
+        with device.current():
+            handle = _driver.integer("cuStreamCreate", Flags=_NON_BLOCKING)
+        self._used: list[memoryview] = []
+        super().__init__(device, handle)
+
+    def write(self, memory: CudaMemory, data: bytes | bytearray | memoryview, *, offset_bytes: int = 0) -> None:
+        """Queue a copy from the host; `data` must not change before :meth:`synchronize`."""
+        view = memoryview(data)
+        check_range(offset_bytes=offset_bytes, length_bytes=view.nbytes, size_bytes=memory.length_bytes)
+        self._used.append(view)
+        where = memory.address + offset_bytes
+        with self.device.current():
+            _driver.call("cuMemcpyHtoDAsync", dstDevice=where, srcHost=view, ByteCount=view.nbytes, hStream=self.handle)
+
+    def read_into(self, memory: CudaMemory, buffer: bytearray | memoryview, *, offset_bytes: int = 0) -> None:
+        """Queue a copy to the host; `buffer` holds the bytes only after :meth:`synchronize`."""
+        view = memoryview(buffer)
+        check_range(offset_bytes=offset_bytes, length_bytes=view.nbytes, size_bytes=memory.length_bytes)
+        self._used.append(view)
+        where = memory.address + offset_bytes
+        with self.device.current():
+            _driver.call("cuMemcpyDtoHAsync", dstHost=view, srcDevice=where, ByteCount=view.nbytes, hStream=self.handle)
+
+    def fill(self, memory: CudaMemory, byte: int, *, offset_bytes: int = 0, length_bytes: int | None = None) -> None:
+        """Queue setting every byte of the range to `byte`; None: up to the end."""
+        length_bytes = memory.length_bytes - offset_bytes if length_bytes is None else length_bytes
+        check_range(offset_bytes=offset_bytes, length_bytes=length_bytes, size_bytes=memory.length_bytes)
+        where = memory.address + offset_bytes
+        with self.device.current():
+            _driver.call("cuMemsetD8Async", dstDevice=where, uc=byte, N=length_bytes, hStream=self.handle)
+
+    def record(self, event: Event) -> None:
+        """Put a mark behind what was queued so far."""
+        with self.device.current():
+            _driver.call("cuEventRecord", hEvent=event.handle, hStream=self.handle)
+
+    def wait(self, event: Event) -> None:
+        """Have what is queued from now on wait for a mark of any stream."""
+        with self.device.current():
+            _driver.call("cuStreamWaitEvent", hStream=self.handle, hEvent=event.handle, Flags=0)
+
+    def query(self) -> bool:
+        """Whether everything that was queued is done."""
+        with self.device.current():
+            return _done("cuStreamQuery", hStream=self.handle)
+
+    def synchronize(self) -> None:
+        """Wait until everything that was queued is done."""
+        with self.device.current():
+            _driver.call("cuStreamSynchronize", hStream=self.handle)
+        self._used.clear()
+
+    def _before_close(self) -> None:
+        self.synchronize()
+
+
+def _done(operation: str, **arguments: int) -> bool:
+    try:
+        _driver.call(operation, **arguments)
+    except ApiError as error:
+        if error.status == _results.NOT_READY:
+            return False
+        raise
+    return True

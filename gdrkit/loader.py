@@ -1,0 +1,219 @@
+"""Why a foreign library cannot be opened, as a number and a thing to do.
+
+Level 1. The dynamic loader answers with text only. Here that text, and the file itself, are turned into one
+:class:`SetupMissing` whose ``errno`` says what was found: ENOENT not there, ENOEXEC damaged, ELIBBAD another ABI,
+EACCES not readable. The file is looked at before it is opened, because the loader itself dies of SIGBUS on a library
+that was cut off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import importlib.util
+import logging
+import os
+import struct
+import sys
+from importlib.machinery import EXTENSION_SUFFIXES, PathFinder
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gdrkit.errors import Api, Reason, SetupMissing, errno_name
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["check_library", "find_library", "import_package", "root_logger_kept", "setup_missing"]
+
+# What the loader says (glibc, elf/dl-load.c and elf/dl-version.c) and what that means. The first that is found counts.
+_MEANINGS: tuple[tuple[str, int], ...] = (
+    ("permission denied", errno.EACCES),
+    ("wrong elf class", errno.ELIBBAD),
+    ("cannot open shared object file", errno.ENOENT),
+    ("file too short", errno.ENOEXEC),
+    ("invalid elf header", errno.ENOEXEC),
+    ("elf load command", errno.ENOEXEC),
+    ("object file has no", errno.ENOEXEC),
+    ("cannot read file data", errno.ENOEXEC),
+    ("not found (required by", errno.ELIBBAD),  # version `X' not found
+    ("undefined symbol", errno.ELIBBAD),
+)
+
+_REASONS = {
+    errno.EACCES: Reason.NO_PERMISSION,
+    errno.ENOENT: Reason.LIBRARY_MISSING,
+    errno.ENOEXEC: Reason.LIBRARY_DAMAGED,
+    errno.ELIBBAD: Reason.LIBRARY_WRONG_ABI,
+}
+
+_SYSTEM_FOLDERS = (
+    "/lib/x86_64-linux-gnu",
+    "/usr/lib/x86_64-linux-gnu",
+    "/lib/aarch64-linux-gnu",
+    "/usr/lib/aarch64-linux-gnu",
+    "/lib64",
+    "/usr/lib64",
+    "/lib",
+    "/usr/lib",
+)
+
+# Elf64_Ehdr without e_ident, and Elf64_Phdr (elf.h).
+_ELF_HEADER = struct.Struct("<HHIQQQIHHHHHH")
+_PROGRAM_HEADER = struct.Struct("<IIQQQQQQ")
+_IDENT_BYTES = 16
+_PT_LOAD = 1
+
+
+def setup_missing(
+    *, operation: str, text: str, what_to_do: str, default_errno: int, api: Api = Api.LOADER
+) -> SetupMissing:
+    """The error for what the loader said.
+
+    Parameters
+    ----------
+    operation : str
+        E.g. ``dlopen libcuda.so.1`` or ``import pyverbs``.
+    text : str
+        The loader's own words; they are kept as the detail.
+    what_to_do : str
+        How to get the library, for when it is missing or the words say nothing; causes that are known have their own
+        advice.
+    default_errno : int
+        What to take when the words say nothing that is known.
+    api : Api
+        Who answered: the dynamic loader, or an API at a call that the library does not have.
+    """
+    lowered = text.lower()
+    found = next((number for words, number in _MEANINGS if words in lowered), None)
+    number = default_errno if found is None else found
+    advice = {
+        errno.EACCES: "make the file readable for this user",
+        errno.ENOEXEC: "the file is damaged: install its package again",
+        errno.ELIBBAD: "library and bindings are of different versions: install those that belong together",
+    }
+    return SetupMissing(
+        api=api,
+        operation=operation,
+        status=number,
+        status_name=errno_name(number),
+        errno=number,
+        reason=_REASONS.get(number, Reason.OTHER),
+        what_to_do=what_to_do if found is None and what_to_do else advice.get(number, what_to_do),
+        detail=text,
+    )
+
+
+def find_library(soname: str) -> Path | None:
+    """The file that the loader would take for `soname`, as far as folders tell; None when no folder has it.
+
+    ``LD_LIBRARY_PATH`` counts as it was when this process began, since that is when the loader read it.
+    """
+    for folder in (*_loader_path(), *_SYSTEM_FOLDERS):
+        path = Path(folder, soname)
+        if path.exists():
+            return path
+    return None
+
+
+def check_library(soname: str, *, operation: str) -> None:
+    """Look at the file of `soname` before the loader does.
+
+    Raises
+    ------
+    SetupMissing
+        ENOEXEC: it is no ELF file or a part is missing. ELIBBAD: it is of another class or byte order. EACCES: it
+        cannot be read. A file that is not found is left to the loader, which knows more places.
+    """
+    path = find_library(soname)
+    if path is None:
+        return
+    try:
+        fault = _fault_of(path)
+    except OSError as error:
+        raise setup_missing(
+            operation=operation, text=f"{path}: {error.strerror}", what_to_do="", default_errno=error.errno or errno.EIO
+        ) from error
+    if fault is not None:
+        number, words = fault
+        raise setup_missing(operation=operation, text=f"{path}: {words}", what_to_do="", default_errno=number)
+
+
+def import_package(name: str, *, extension: str, folder: str, what_to_do: str) -> None:
+    """Import a package of extension modules: as Python finds it, else the one in `folder` if it was built for this
+    interpreter.
+
+    Only this package is taken from there: the rest of a distribution's folder is not for this environment.
+
+    Parameters
+    ----------
+    name : str
+        Of the package.
+    extension : str
+        One of its extension modules, whose file name says for which interpreter it was built.
+    folder : str
+        Where a distribution keeps its packages.
+    what_to_do : str
+        How to install it.
+
+    Raises
+    ------
+    SetupMissing
+        ENOENT: it is nowhere. ELIBBAD: it was built for another interpreter.
+    """
+    spec = importlib.util.find_spec(name) or PathFinder.find_spec(name, [folder])
+    operation = f"import {name}"
+    if spec is None or spec.loader is None or not spec.submodule_search_locations:
+        text = f"No module named {name!r}"
+        raise setup_missing(operation=operation, text=text, what_to_do=what_to_do, default_errno=errno.ENOENT)
+    found = Path(spec.submodule_search_locations[0])
+    if not any((found / f"{extension}{suffix}").exists() for suffix in EXTENSION_SUFFIXES):
+        text = f"{found} was built for another Python than {sys.executable} ({EXTENSION_SUFFIXES[0]})"
+        advice = f"use the Python that it was built for, or: {what_to_do}"
+        raise setup_missing(operation=operation, text=text, what_to_do=advice, default_errno=errno.ELIBBAD)
+    if name not in sys.modules:
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        spec.loader.exec_module(module)
+
+
+@contextlib.contextmanager
+def root_logger_kept() -> Iterator[None]:
+    """Leave the root logger of the program as it was, whatever an import does to it."""
+    root = logging.getLogger()
+    level, handlers = root.level, list(root.handlers)
+    try:
+        yield
+    finally:
+        root.setLevel(level)
+        for handler in [handler for handler in root.handlers if handler not in handlers]:
+            root.removeHandler(handler)
+
+
+def _fault_of(path: Path) -> tuple[int, str] | None:
+    size_bytes = path.stat().st_size
+    with path.open("rb") as file:
+        ident = file.read(_IDENT_BYTES)
+        header = file.read(_ELF_HEADER.size)
+        if ident[:4] != b"\x7fELF" or len(header) < _ELF_HEADER.size:
+            return errno.ENOEXEC, f"no ELF file ({size_bytes} bytes)"
+        if ident[4:6] != b"\x02\x01":
+            return errno.ELIBBAD, "not a 64-bit little-endian ELF file"
+        fields = _ELF_HEADER.unpack(header)
+        table_offset, entry_bytes, entry_count = fields[4], fields[8], fields[9]
+        file.seek(table_offset)
+        table = file.read(entry_bytes * entry_count)
+    if entry_bytes != _PROGRAM_HEADER.size or len(table) < entry_bytes * entry_count:
+        return errno.ENOEXEC, "its program headers are cut off or malformed"
+    for kind, _flags, offset, _vaddr, _paddr, held_bytes, _memory_bytes, _align in _PROGRAM_HEADER.iter_unpack(table):
+        if kind == _PT_LOAD and offset + held_bytes > size_bytes:
+            return errno.ENOEXEC, f"it is cut off: {size_bytes} bytes of at least {offset + held_bytes}"
+    return None
+
+
+def _loader_path() -> list[str]:
+    beginning = Path("/proc/self/environ").read_bytes().split(b"\0")
+    name = b"LD_LIBRARY_PATH="
+    value = next((entry[len(name) :] for entry in beginning if entry.startswith(name)), b"")
+    # An empty element means the current folder to the loader; it is not followed here.
+    return [os.fsdecode(folder) for folder in value.replace(b";", b":").split(b":") if folder]

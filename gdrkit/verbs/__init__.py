@@ -1,0 +1,35 @@
+"""RDMA by libibverbs: devices, regions, completion queues, reliable connections.
+
+Level 2. Importing this package imports neither pyverbs nor a library; the first call does. ``_pyverbs.py`` is the
+only file that names pyverbs.
+"""
+
+from __future__ import annotations
+
+from gdrkit.verbs.completion import WORK_ID_MAX, Completion, CompletionQueue
+from gdrkit.verbs.nic import Nic, NicInfo, PortInfo, list_nics
+from gdrkit.verbs.queue_pair import QueuePair
+from gdrkit.verbs.region import Piece, Region
+from gdrkit.verbs.status import Access, LinkLayer, Opcode, PortState, QueuePairState, Status
+from gdrkit.verbs.wire import Endpoint, RemoteRange
+
+__all__ = [
+    "WORK_ID_MAX",
+    "Access",
+    "Completion",
+    "CompletionQueue",
+    "Endpoint",
+    "LinkLayer",
+    "Nic",
+    "NicInfo",
+    "Opcode",
+    "Piece",
+    "PortInfo",
+    "PortState",
+    "QueuePair",
+    "QueuePairState",
+    "Region",
+    "RemoteRange",
+    "Status",
+    "list_nics",
+]

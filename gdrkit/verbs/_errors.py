@@ -1,0 +1,121 @@
+"""What an errno of libibverbs means: class of the exception, reason and advice.
+
+Level 2, pure but for RLIMIT_MEMLOCK, which explains an ENOMEM. Source of the errnos: ``drivers/infiniband/core`` and
+``libibverbs`` (man pages ibv_reg_mr, ibv_open_device).
+"""
+
+from __future__ import annotations
+
+import errno
+import resource
+from typing import TYPE_CHECKING
+
+from gdrkit.errors import Api, ApiError, Reason, SetupMissing, Unsupported, errno_name
+from gdrkit.units import format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["DEVICE_LIST", "OPEN_DEVICE", "REG_ADDRESS", "REG_DMABUF_MR", "REG_MR", "error_of"]
+
+DEVICE_LIST = "ibv_get_device_list"
+OPEN_DEVICE = "ibv_open_device"
+REG_MR = "ibv_reg_mr"
+REG_DMABUF_MR = "ibv_reg_dmabuf_mr"
+
+# ibv_reg_mr of a device address: the same function, but its EFAULT says that no driver of the kernel knows such
+# addresses.
+REG_ADDRESS = "ibv_reg_mr(device address)"
+
+_ENOTSUPP = 524  # The kernel's own number; NVIDIA's dma-buf gives it when the NIC cannot reach the GPU.
+
+_DMABUF_REFUSED = frozenset({errno.EOPNOTSUPP, errno.EPROTONOSUPPORT, _ENOTSUPP})
+
+_REASONS = {
+    errno.EINVAL: Reason.BAD_ARGUMENT,
+    errno.EBADF: Reason.BAD_DESCRIPTOR,
+    errno.ENOMEM: Reason.OUT_OF_MEMORY,
+    errno.EOPNOTSUPP: Reason.NOT_SUPPORTED,
+    errno.ENOSYS: Reason.NOT_SUPPORTED,
+    errno.EPROTONOSUPPORT: Reason.NOT_SUPPORTED,
+    errno.ENODEV: Reason.NO_DEVICE,
+    errno.ENXIO: Reason.NO_DEVICE,
+    errno.ETIMEDOUT: Reason.TIMEOUT,
+    errno.EACCES: Reason.NO_PERMISSION,
+    errno.EPERM: Reason.NO_PERMISSION,
+}
+
+
+def error_of(
+    *,
+    operation: str,
+    number: int | None,
+    arguments: Mapping[str, object],
+    detail: str = "",
+    pinned_bytes: int = 0,
+) -> ApiError:
+    """The exception for an errno.
+
+    Parameters
+    ----------
+    operation : str
+        Function of libibverbs, or :data:`REG_ADDRESS`.
+    number : int or None
+        Its errno; None when the binding lost it.
+    arguments : mapping
+        What it was called with.
+    detail : str
+        What else is known.
+    pinned_bytes : int
+        How much host memory the call pins, so that RLIMIT_MEMLOCK can be named as the cause.
+    """
+    kind, reason, what_to_do = _meaning(operation, number, pinned_bytes)
+    return kind(
+        api=Api.VERBS,
+        operation=REG_MR if operation == REG_ADDRESS else operation,
+        status=number,
+        status_name=errno_name(number),
+        errno=number,
+        arguments=arguments,
+        reason=reason,
+        what_to_do=what_to_do,
+        detail=detail,
+    )
+
+
+def _meaning(operation: str, number: int | None, pinned_bytes: int) -> tuple[type[ApiError], Reason, str]:
+    kind: type[ApiError] = ApiError
+    reason = Reason.OTHER if number is None else _REASONS.get(number, Reason.OTHER)
+    what_to_do = ""
+    if operation == REG_DMABUF_MR and number in _DMABUF_REFUSED:
+        kind, reason = Unsupported, Reason.DMABUF_REGION_UNSUPPORTED
+        what_to_do = "use a NIC whose kernel driver imports dma-bufs (mlx5: Linux 5.12), or load nvidia-peermem"
+    elif operation == REG_ADDRESS and number == errno.EFAULT:
+        kind, reason = Unsupported, Reason.PEER_MEMORY_UNSUPPORTED
+        what_to_do = "load the kernel module nvidia-peermem, or register by dma-buf"
+    elif operation in {OPEN_DEVICE, DEVICE_LIST} and number in {errno.EACCES, errno.EPERM}:
+        kind = SetupMissing
+        what_to_do = "let this user read and write /dev/infiniband/uverbs*"
+    elif operation == DEVICE_LIST and number == errno.ENOSYS:
+        kind, reason = SetupMissing, Reason.NO_DEVICE
+        what_to_do = "load the kernel module ib_uverbs"
+    elif operation == DEVICE_LIST and number == errno.EINVAL:
+        # It takes no argument that could be wrong: the library refuses what it was configured with, and says so on
+        # stderr.
+        kind, reason = SetupMissing, Reason.MALFORMED
+        what_to_do = "read the line that the library wrote on stderr, and mend what it names"
+    elif number == errno.ENOMEM and _memlock_below(pinned_bytes):
+        kind, reason = SetupMissing, Reason.MEMLOCK_TOO_LOW
+        limit_bytes, _hard_bytes = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+        what_to_do = (
+            f"raise RLIMIT_MEMLOCK (ulimit -l, or LimitMEMLOCK= of the service): it is {format_bytes(limit_bytes)}, "
+            f"this region alone pins {format_bytes(pinned_bytes)}"
+        )
+    elif number in {errno.EOPNOTSUPP, errno.ENOSYS, errno.EPROTONOSUPPORT}:
+        kind = Unsupported
+    return kind, reason, what_to_do
+
+
+def _memlock_below(pinned_bytes: int) -> bool:
+    limit_bytes, _hard_bytes = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return pinned_bytes > 0 and limit_bytes != resource.RLIM_INFINITY and limit_bytes < pinned_bytes

@@ -1,0 +1,399 @@
+"""libibverbs: the one file that names ``pyverbs`` (and ctypes, for the calls that pyverbs leaves out).
+
+Level 2. Nothing is imported until the first call. It serves pyverbs 44 (Debian 12) to 59 (PyPI) and newer,
+unmodified; what differs between them is decided here and nowhere else. pyverbs holds the interpreter's lock in every
+call, so nothing here may block. What is untyped stays in here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import functools
+import importlib
+import importlib.util
+import socket
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from gdrkit import loader
+from gdrkit.errors import ApiError, SetupMissing
+from gdrkit.verbs import _errors
+from gdrkit.verbs._rows import DeviceRow, GidRow, MadeRegion, PortRow, WorkCompletion
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+__all__ = [
+    "allocate_domain",
+    "call",
+    "close",
+    "create_channel",
+    "create_queue",
+    "create_queue_pair",
+    "event_fd",
+    "has_pointers",
+    "host_address",
+    "list_devices",
+    "modify",
+    "open_device",
+    "poll",
+    "post_receive",
+    "post_send",
+    "probe_dmabuf",
+    "query_gids",
+    "query_ports",
+    "query_state",
+    "register_address",
+    "register_dmabuf",
+    "request_notification",
+    "take_event",
+]
+
+_LIBRARY = "libibverbs.so.1"
+_IMPORT = "import pyverbs"
+_SYSTEM_PACKAGES = "/usr/lib/python3/dist-packages"
+_INSTALL = "apt install python3-pyverbs, or pip install pyverbs of the same version as the rdma-core that is there"
+_MODULES = ("addr", "cq", "device", "mr", "pd", "pyverbs_error", "qp", "wr")
+
+_QPT_RC = 2
+_QP_STATE = 1
+_WC_WITH_IMM = 1 << 1
+_LOST = -1  # What pyverbs has as error_code when it did not keep the errno.
+
+# pyverbs 44 refuses a request without any piece; an empty one means the same.
+_NO_PIECE = ((0, 0, 0),)
+
+_held: set[int] = set()  # What was made and is not closed, by id.
+
+
+def _modules() -> Any:
+    """The modules of pyverbs, once they and the libraries under them were found to fit."""
+    outcome = _loaded()
+    if isinstance(outcome, SetupMissing):
+        raise outcome
+    return outcome
+
+
+@functools.cache
+def _loaded() -> Any:
+    # A failure is kept too: a second import of a half-imported pyverbs fails with an error that hides the first one.
+    try:
+        for soname in (_LIBRARY, "librdmacm.so.1"):
+            loader.check_library(soname, operation=f"dlopen {soname}")
+        loader.import_package("pyverbs", extension="device", folder=_SYSTEM_PACKAGES, what_to_do=_INSTALL)
+        with loader.root_logger_kept():
+            return SimpleNamespace(**{name: importlib.import_module(f"pyverbs.{name}") for name in _MODULES})
+    except SetupMissing as missing:
+        return missing
+    except ImportError as error:
+        failed = loader.setup_missing(
+            operation=_IMPORT, text=str(error), what_to_do=_INSTALL, default_errno=errno.ENOENT
+        )
+        failed.__cause__ = error
+        return failed
+
+
+@functools.cache
+def has_pointers() -> bool:
+    """Whether ``PD.pd`` is an address (pyverbs 59 and newer).
+
+    Before, reading it crashes the interpreter, so it must not be tried. The release that mended it took the module
+    ``pyverbs.enums`` away, which shows it (pyverbs tells no version).
+    """
+    _modules()
+    return importlib.util.find_spec("pyverbs.enums") is None
+
+
+def call(
+    operation: str,
+    function: Callable[..., Any],
+    *values: Any,
+    arguments: Mapping[str, object] | None = None,
+    pinned_bytes: int = 0,
+) -> Any:
+    """Call into pyverbs; its exceptions become ours, with the errno if pyverbs kept one."""
+    try:
+        return function(*values)
+    except _modules().pyverbs_error.PyverbsError as error:
+        code = getattr(error, "error_code", _LOST)
+        # Some functions of pyverbs give it negated.
+        number = None if code in {_LOST, 0} else abs(code)
+        detail = "" if number is not None else str(error)
+        if operation in {_errors.DEVICE_LIST, _errors.OPEN_DEVICE} and number is None:
+            number, said = _device_list_errno()
+            detail = f"{error}; {said}"
+        raise _errors.error_of(
+            operation=operation, number=number, arguments=arguments or {}, detail=detail, pinned_bytes=pinned_bytes
+        ) from error
+
+
+def _create(operation: str, function: Callable[..., Any], *values: Any, **said: Any) -> Any:
+    """A call that makes something, which then lives until `close`, also when it is forgotten.
+
+    The destructors of pyverbs would release it in any order, at the latest when the interpreter ends, and pyverbs 44
+    releases a dma-buf region twice then.
+    """
+    thing = call(operation, function, *values, **said)
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+    _held.add(id(thing))
+    return thing
+
+
+def close(operation: str, thing: Any) -> None:
+    """Close what `_create` made, by the function of libibverbs that its ``close`` stands for."""
+    call(operation, thing.close)
+    if id(thing) in _held:
+        _held.remove(id(thing))
+        ctypes.pythonapi.Py_DecRef(ctypes.py_object(thing))
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    """The libibverbs that pyverbs has loaded."""
+    _modules()
+    library = ctypes.CDLL(_LIBRARY, use_errno=True)
+    pointer, number = ctypes.c_void_p, ctypes.c_uint64
+    library.ibv_get_device_list.restype = pointer
+    library.ibv_get_device_list.argtypes = (ctypes.POINTER(ctypes.c_int),)
+    library.ibv_free_device_list.restype = None
+    library.ibv_free_device_list.argtypes = (pointer,)
+    library.ibv_reg_dmabuf_mr.restype = ctypes.POINTER(_IbvMr)
+    library.ibv_reg_dmabuf_mr.argtypes = (pointer, number, ctypes.c_size_t, number, ctypes.c_int, ctypes.c_int)
+    library.ibv_dereg_mr.restype = ctypes.c_int
+    library.ibv_dereg_mr.argtypes = (ctypes.POINTER(_IbvMr),)
+    return library
+
+
+def _device_list_errno() -> tuple[int | None, str]:
+    # pyverbs drops the errno of ibv_get_device_list, so the library is asked once more.
+    library, count = _library(), ctypes.c_int()
+    ctypes.set_errno(0)
+    devices, number = library.ibv_get_device_list(ctypes.byref(count)), ctypes.get_errno()
+    if devices:
+        library.ibv_free_device_list(devices)
+        return None, "asked again, the library answered"
+    return number or None, "errno is that of a second call, since pyverbs does not keep the first one's"
+
+
+def list_devices() -> list[DeviceRow]:
+    """ibv_get_device_list."""
+    devices = call(_errors.DEVICE_LIST, _modules().device.get_device_list)
+    return [DeviceRow(device.name.decode(), device.guid) for device in devices]
+
+
+def open_device(name: str) -> object:
+    """ibv_open_device."""
+    return _create(_errors.OPEN_DEVICE, lambda: _modules().device.Context(name=name), arguments={"name": name})
+
+
+def query_ports(context: Any) -> list[PortRow]:
+    """ibv_query_port of every port that ibv_query_device tells of, port 1 first."""
+    count = call("ibv_query_device", context.query_device).phys_port_cnt
+    names = ("state", "active_mtu", "lid", "link_layer", "gid_tbl_len")
+    rows = [call("ibv_query_port", context.query_port, port + 1, arguments={"port": port + 1}) for port in range(count)]
+    return [PortRow(*(getattr(row, name) for name in names)) for row in rows]
+
+
+def query_gids(context: Any, entries_max: int) -> list[GidRow]:
+    """ibv_query_gid_table: the GIDs of all ports that are not zero."""
+    rows = call("ibv_query_gid_table", context.query_gid_table, entries_max, arguments={"max_entries": entries_max})
+    return [GidRow(row.port_num, row.gid_index, row.gid_str(), row.gid_type) for row in rows]
+
+
+def allocate_domain(context: Any) -> object:
+    """ibv_alloc_pd."""
+    return _create("ibv_alloc_pd", _modules().pd.PD, context)
+
+
+class _IbvMr(ctypes.Structure):
+    """``struct ibv_mr`` of verbs.h, part of the ABI of libibverbs."""
+
+    _fields_ = (
+        ("context", ctypes.c_void_p),
+        ("pd", ctypes.c_void_p),
+        ("addr", ctypes.c_void_p),
+        ("length", ctypes.c_size_t),
+        ("handle", ctypes.c_uint32),
+        ("lkey", ctypes.c_uint32),
+        ("rkey", ctypes.c_uint32),
+    )
+
+
+assert (_IbvMr.length.offset, _IbvMr.lkey.offset, _IbvMr.rkey.offset) == (24, 36, 40)  # noqa: S101 - the 64-bit ABI.
+
+
+def host_address(view: memoryview) -> tuple[object, int]:
+    """What keeps a writable host buffer where it is, and its address."""
+    keeper = (ctypes.c_char * view.nbytes).from_buffer(view)
+    return keeper, ctypes.addressof(keeper)
+
+
+def register_address(domain: Any, *, address: int, length_bytes: int, access: int, device: bool) -> MadeRegion:
+    """ibv_reg_mr of host memory, or of device memory by its address."""
+    operation = _errors.REG_ADDRESS if device else _errors.REG_MR
+    region = _create(
+        operation,
+        lambda: _modules().mr.MR(domain, length_bytes, access, address=address),
+        arguments={"address": address, "length_bytes": length_bytes, "access": access},
+        pinned_bytes=0 if device else length_bytes,
+    )
+    return MadeRegion(region.lkey, region.rkey, address, lambda: close("ibv_dereg_mr", region))
+
+
+def register_dmabuf(
+    domain: Any, *, fd: int, offset_bytes: int, length_bytes: int, iova: int, access: int
+) -> MadeRegion:
+    """ibv_reg_dmabuf_mr, with this iova if pyverbs lets us choose one, else with iova = offset (see ``Region.iova``).
+
+    ``DmaBufMR`` of every pyverbs forces iova = offset. Where the address of the domain can be had, the function is
+    called by ctypes, which also lets other threads run meanwhile: pinning a large range takes long.
+    """
+    arguments = {"fd": fd, "offset_bytes": offset_bytes, "length_bytes": length_bytes, "access": access}
+    if not has_pointers():
+        region = _create(
+            _errors.REG_DMABUF_MR,
+            lambda: _modules().mr.DmaBufMR(domain, length_bytes, access, fd, offset_bytes),
+            arguments={**arguments, "iova": offset_bytes},
+        )
+        return MadeRegion(region.lkey, region.rkey, offset_bytes, lambda: close("ibv_dereg_mr", region))
+    library = _library()
+    made = library.ibv_reg_dmabuf_mr(domain.pd, offset_bytes, length_bytes, iova, fd, access)
+    number = ctypes.get_errno()
+    if not made:
+        raise _errors.error_of(operation=_errors.REG_DMABUF_MR, number=number, arguments={**arguments, "iova": iova})
+
+    def deregister() -> None:
+        answer = library.ibv_dereg_mr(made)
+        if answer:
+            raise _errors.error_of(operation="ibv_dereg_mr", number=answer, arguments={"lkey": lkey})
+
+    lkey = int(made.contents.lkey)
+    return MadeRegion(lkey, int(made.contents.rkey), iova, deregister)
+
+
+def probe_dmabuf(domain: Any, *, length_bytes: int, access: int) -> ApiError | None:
+    """Ask with a descriptor that is not open: EBADF means that everything before it was accepted. None, or why not."""
+    try:
+        region = register_dmabuf(domain, fd=-1, offset_bytes=0, length_bytes=length_bytes, iova=0, access=access)
+    except ApiError as error:
+        return None if error.errno == errno.EBADF else error
+    region.close()
+    return None
+
+
+def create_channel(context: Any) -> object:
+    """ibv_create_comp_channel."""
+    return _create("ibv_create_comp_channel", _modules().cq.CompChannel, context)
+
+
+def event_fd(channel: Any) -> int | None:
+    """The descriptor of a completion channel to select on; None where pyverbs does not show it (before 59)."""
+    return int(channel.fd) if hasattr(type(channel), "fd") else None
+
+
+def create_queue(context: Any, *, depth: int, channel: Any) -> object:
+    """ibv_create_cq."""
+    return _create("ibv_create_cq", _modules().cq.CQ, context, depth, None, channel, 0, arguments={"cqe": depth})
+
+
+def poll(queue: Any, count: int) -> list[WorkCompletion]:
+    """ibv_poll_cq."""
+    _count, entries = call("ibv_poll_cq", queue.poll, count)
+    return [
+        WorkCompletion(
+            entry.wr_id,
+            entry.status,
+            entry.opcode,
+            entry.byte_len,
+            socket.ntohl(entry.imm_data) if entry.wc_flags & _WC_WITH_IMM else None,
+            entry.vendor_err,
+            entry.qp_num,
+        )
+        for entry in entries
+    ]
+
+
+def request_notification(queue: Any, *, solicited_only: bool) -> None:
+    """ibv_req_notify_cq."""
+    call("ibv_req_notify_cq", queue.req_notify, solicited_only)
+
+
+def take_event(channel: Any, queue: Any) -> None:
+    """ibv_get_cq_event and ibv_ack_cq_events of one event; it blocks, holding the interpreter, when there is none."""
+    call("ibv_get_cq_event", channel.get_cq_event, queue)
+    call("ibv_ack_cq_events", queue.ack_events, 1)
+
+
+def create_queue_pair(
+    domain: Any, *, send_queue: Any, receive_queue: Any, limits: Mapping[str, int]
+) -> tuple[object, int]:
+    """ibv_create_qp, reliable connected; the queue pair and its number."""
+    module = _modules().qp
+    attributes = module.QPInitAttr(
+        qp_type=_QPT_RC, scq=send_queue, rcq=receive_queue, cap=module.QPCap(**limits), sq_sig_all=0
+    )
+    pair = _create("ibv_create_qp", module.QP, domain, attributes, arguments=limits)
+    return pair, int(pair.qp_num)
+
+
+def modify(pair: Any, *, mask: int, address: Mapping[str, Any] | None = None, **attributes: int) -> None:
+    """ibv_modify_qp with these attributes, names as in ibv_qp_attr; `address` has the fields of ibv_ah_attr."""
+    made = _modules().qp.QPAttr()
+    for name, value in attributes.items():
+        setattr(made, name, value)
+    if address is not None:
+        module, fields = _modules().addr, dict(address)
+        gid, sgid_index, hop_limit = fields.pop("gid"), fields.pop("sgid_index"), fields.pop("hop_limit")
+        route = module.GlobalRoute(dgid=module.GID(gid), sgid_index=sgid_index, hop_limit=hop_limit)
+        made.ah_attr = module.AHAttr(gr=route, **fields)
+    call("ibv_modify_qp", pair.modify, made, mask, arguments={"mask": mask, **attributes, **(address or {})})
+
+
+def query_state(pair: Any) -> int:
+    """The state, by ibv_query_qp."""
+    return int(call("ibv_query_qp", pair.query, _QP_STATE)[0].qp_state)
+
+
+def post_send(
+    pair: Any,
+    *,
+    work_id: int,
+    opcode: int,
+    flags: int,
+    pieces: Sequence[tuple[int, int, int]],
+    remote: tuple[int, int] | None,
+    immediate: int,
+) -> None:
+    """ibv_post_send of one request; pieces are (address, length, lkey), `remote` is (rkey, address)."""
+    elements = [_modules().wr.SGE(*piece) for piece in pieces or _NO_PIECE]
+    request = _modules().wr.SendWR(
+        wr_id=work_id,
+        opcode=opcode,
+        num_sge=len(elements),
+        imm_data=socket.htonl(immediate),
+        sg=elements,
+        send_flags=flags,
+    )
+    if remote is not None:
+        request.set_wr_rdma(*remote)
+    try:
+        call("ibv_post_send", pair.post_send, request, arguments={"opcode": opcode, "pieces": len(pieces)})
+    finally:
+        _free(request, *elements)
+
+
+def post_receive(pair: Any, *, work_id: int, pieces: Sequence[tuple[int, int, int]]) -> None:
+    """ibv_post_recv of one request."""
+    elements = [_modules().wr.SGE(*piece) for piece in pieces or _NO_PIECE]
+    request = _modules().wr.RecvWR(wr_id=work_id, num_sge=len(elements), sg=elements)
+    try:
+        call("ibv_post_recv", pair.post_recv, request, arguments={"pieces": len(pieces)})
+    finally:
+        _free(request, *elements)
+
+
+def _free(*requests: Any) -> None:
+    # The destructors of these classes have a misspelt name up to pyverbs 59 and never run.
+    for request in requests:
+        request.close()

@@ -1,0 +1,158 @@
+"""Device memory behaves as was measured on an H200: what the CPU may do with it, what exports how, what a free does."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import signal
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+from support.raw_cuda import dmabuf_of, raw_allocate, raw_free
+
+from gdrkit import cuda, pattern
+from gdrkit.cuda import VmmMemory
+from gdrkit.errors import ApiError, Reason, Unsupported, UsageError
+from gdrkit.harness.needs import cuda as cuda_needs
+from gdrkit.harness.needs import needs
+from gdrkit.units import HOST_PAGE_BYTES, KIB, MIB
+
+if TYPE_CHECKING:
+    from gdrkit.cuda import Device
+    from gdrkit.harness.evidence import Evidence
+
+pytestmark = needs(cuda_needs.device())
+
+INVALID_VALUE, NOT_SUPPORTED = 1, 801
+EINVAL_OF_A_MAPPING = {errno.EACCES, errno.EINVAL, 524}  # a twin's, the kernel's own, the NVIDIA driver's
+
+TOUCH = """
+import ctypes, sys
+from gdrkit import cuda
+with cuda.Device(0) as device, device.allocate(65536) as memory:
+    print("allocated", flush=True)
+    {touch}
+    print("survived", flush=True)
+"""
+
+
+@pytest.mark.qualify
+@pytest.mark.parametrize(
+    "touch",
+    [
+        pytest.param("ctypes.string_at(memory.address, 16)", id="read"),
+        pytest.param("ctypes.memmove(memory.address, b'x' * 16, 16)", id="write"),
+    ],
+)
+def test_a_cpu_memcpy_on_device_memory_faults(touch: str, evidence: Evidence) -> None:
+    child = subprocess.run(
+        [sys.executable, "-c", TOUCH.format(touch=touch)], capture_output=True, text=True, check=False, timeout=60
+    )
+    evidence["exit_code"] = child.returncode
+    assert child.stdout == "allocated\n", child.stderr
+    assert child.returncode == -signal.SIGSEGV
+
+
+@pytest.mark.qualify
+@needs(cuda_needs.dmabuf_export)
+def test_a_dmabuf_has_its_size_and_cannot_be_mapped(device: Device) -> None:
+    with device.allocate(64 * KIB) as memory, memory.export_dmabuf() as dmabuf:
+        assert os.lseek(dmabuf.fd, 0, os.SEEK_END) == 64 * KIB
+        with pytest.raises(OSError, match=r".") as raised:
+            mmap.mmap(dmabuf.fd, 64 * KIB)
+        assert raised.value.errno in EINVAL_OF_A_MAPPING
+
+
+@needs(cuda_needs.dmabuf_export)
+def test_an_interior_range_is_exported_by_whole_pages_and_says_where_it_begins(device: Device) -> None:
+    with device.allocate(MIB) as memory, memory.export_dmabuf(offset_bytes=5001, length_bytes=100) as dmabuf:
+        assert dmabuf.offset_bytes == 5001 % HOST_PAGE_BYTES
+        assert dmabuf.address == memory.address + 5001
+        assert os.lseek(dmabuf.fd, 0, os.SEEK_END) == HOST_PAGE_BYTES
+
+
+@needs(cuda_needs.dmabuf_export)
+@pytest.mark.parametrize(
+    ("address_offset", "length_bytes", "flags", "status"),
+    [
+        pytest.param(0, 64 * KIB, 0, 0, id="whole"),
+        pytest.param(4 * KIB, 4 * KIB, 0, 0, id="page-in-the-middle"),
+        pytest.param(1, 4 * KIB, 0, INVALID_VALUE, id="odd-address"),
+        pytest.param(0, 4 * KIB + 1, 0, INVALID_VALUE, id="odd-length"),
+        pytest.param(0, 64 * KIB, 1, NOT_SUPPORTED, id="pcie-mapping"),
+    ],
+)
+def test_what_the_driver_exports_is_the_measured_table(
+    device: Device, address_offset: int, length_bytes: int, flags: int, status: int
+) -> None:
+    with device.allocate(64 * KIB) as memory:
+        answer, fd = dmabuf_of(device, memory.address + address_offset, length_bytes=length_bytes, flags=flags)
+        if fd >= 0:
+            os.close(fd)
+    assert answer == status
+
+
+@needs(cuda_needs.vmm, cuda_needs.dmabuf_export)
+def test_vmm_memory_has_a_buffer_id_per_chunk_and_one_dmabuf_over_all(device: Device) -> None:
+    with VmmMemory.create(device, 4 * MIB, chunk_bytes=2 * MIB) as memory:
+        (first, second) = memory.allocation_key()
+        assert (first[0], second[0]) == (memory.address, memory.address + 2 * MIB)
+        assert first[2] != second[2]
+        with memory.export_dmabuf() as dmabuf:
+            assert os.lseek(dmabuf.fd, 0, os.SEEK_END) == 4 * MIB
+
+
+@pytest.mark.qualify
+def test_an_address_that_comes_back_has_another_buffer_id(device: Device, evidence: Evidence) -> None:
+    first = raw_allocate(device, 2 * MIB)
+    with cuda.borrow(device, first, length_bytes=2 * MIB) as memory:
+        old_id = memory.buffer_id()
+    raw_free(device, first)
+    second = raw_allocate(device, 2 * MIB)
+    with cuda.borrow(device, second, length_bytes=2 * MIB) as memory:
+        new_id = memory.buffer_id()
+    raw_free(device, second)
+    evidence["buffer_ids"] = [old_id, new_id]
+    assert (second, new_id) != (first, old_id)
+    assert new_id > old_id
+
+
+@needs(cuda_needs.dmabuf_export)
+def test_memory_that_is_freed_under_a_dmabuf_comes_back_when_that_is_closed(device: Device) -> None:
+    with device.allocate(64 * MIB) as memory:
+        dmabuf = memory.export_dmabuf()
+        held = device.memory_info().free_bytes
+    with dmabuf:
+        assert device.memory_info().free_bytes == held
+    assert device.memory_info().free_bytes >= held + 64 * MIB
+
+
+def test_host_memory_is_not_taken_for_device_memory(device: Device) -> None:
+    with mmap.mmap(-1, 64 * KIB) as host:
+        import ctypes
+
+        address = ctypes.addressof(view := ctypes.c_char.from_buffer(host))
+        with pytest.raises((UsageError, ApiError)) as raised:
+            cuda.borrow(device, address, length_bytes=64 * KIB)
+        del view
+    assert raised.value.reason in {Reason.NOT_DEVICE_MEMORY, Reason.BAD_ARGUMENT}
+
+
+def test_copies_check_their_bounds_by_the_byte(device: Device, seed: int) -> None:
+    with device.allocate(64 * KIB) as memory:
+        memory.write(pattern.payload(64 * KIB, seed=seed))
+        for offset_bytes, length_bytes in [(-1, 1), (64 * KIB, 1), (64 * KIB - 1, 2), (0, 64 * KIB + 1)]:
+            with pytest.raises(UsageError):
+                memory.read(offset_bytes=offset_bytes, length_bytes=length_bytes)
+        pattern.check(memory.read(), seed=seed)
+
+
+def test_more_memory_than_there_is_is_refused_and_leaves_the_rest_usable(device: Device) -> None:
+    with pytest.raises(ApiError) as raised:
+        device.allocate(1 << 50)
+    assert raised.value.status_name == "CUDA_ERROR_OUT_OF_MEMORY"
+    assert not isinstance(raised.value, Unsupported)
+    device.allocate(64 * KIB).close()

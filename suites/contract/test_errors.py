@@ -1,0 +1,101 @@
+"""The exception tree: codes stay numbers, arguments and advice are carried, causes are kept."""
+
+from __future__ import annotations
+
+import errno
+import pickle
+
+import pytest
+
+from gdrkit import errors
+from gdrkit.errors import Api, ApiError, Reason
+
+
+def _refused() -> ApiError:
+    return ApiError(
+        api=Api.VERBS,
+        operation="ibv_reg_dmabuf_mr",
+        status=errno.EINVAL,
+        status_name="EINVAL",
+        errno=errno.EINVAL,
+        arguments={"fd": 7, "length_bytes": 65536},
+        reason=Reason.BAD_ARGUMENT,
+        what_to_do="pass a dma-buf",
+        detail="the descriptor is a plain file",
+    )
+
+
+def test_an_api_error_carries_what_happened_as_fields() -> None:
+    error = _refused()
+    assert (error.api, error.operation, error.status, error.errno) == (Api.VERBS, "ibv_reg_dmabuf_mr", 22, 22)
+    assert error.arguments["length_bytes"] == 65536
+    assert error.reason is Reason.BAD_ARGUMENT
+
+
+def test_its_text_has_every_part_for_a_reader() -> None:
+    text = str(_refused())
+    for part in (
+        "verbs",
+        "ibv_reg_dmabuf_mr",
+        "fd=7",
+        "length_bytes=65536",
+        "EINVAL",
+        "22",
+        "plain file",
+        "pass a dma-buf",
+    ):
+        assert part in text
+
+
+def test_its_arguments_cannot_be_changed_afterwards() -> None:
+    with pytest.raises(TypeError):
+        _refused().arguments["fd"] = 8  # type: ignore[index]
+
+
+def test_errno_is_not_invented_where_an_api_gave_none() -> None:
+    error = ApiError(api=Api.CUDA, operation="cuMemAlloc", status=2, status_name="CUDA_ERROR_OUT_OF_MEMORY")
+    assert error.errno is None
+    assert error.status == 2
+
+
+@pytest.mark.parametrize(
+    ("number", "name"),
+    [(errno.EOPNOTSUPP, "EOPNOTSUPP"), (524, "ENOTSUPP"), (None, "no errno"), (99999, "errno 99999")],
+)
+def test_every_number_has_a_name(number: int | None, name: str) -> None:
+    assert errors.errno_name(number) == name
+
+
+def test_the_kinds_of_failure_are_told_apart_by_class() -> None:
+    assert issubclass(errors.Unsupported, ApiError)
+    assert issubclass(errors.SetupMissing, ApiError)
+    for kind in (
+        errors.UsageError,
+        errors.ClosedResource,
+        errors.BrokenResource,
+        errors.DataMismatch,
+        errors.LeakDetected,
+    ):
+        assert issubclass(kind, errors.GdrkitError)
+        assert not issubclass(kind, ApiError)
+    assert issubclass(errors.GdrkitWarning, ResourceWarning)
+
+
+def test_a_failed_registration_has_the_causes_in_order() -> None:
+    first, second = _refused(), errors.UsageError("no")
+    error = errors.RegistrationFailed("no way", causes=(first, second), reason=Reason.NO_ROUTE)
+    assert error.causes == (first, second)
+    assert str(error).index("EINVAL") < str(error).index("[2] no")
+
+
+def test_a_leak_counts_by_kind() -> None:
+    error = errors.LeakDetected({"verbs.region": 2, "memory.cuda": 1})
+    assert error.handles == {"verbs.region": 2, "memory.cuda": 1}
+    assert "2 verbs.region" in str(error)
+
+
+def test_reasons_are_stable_words() -> None:
+    values = [reason.value for reason in Reason]
+    assert len(values) == len(set(values))
+    assert all(value == reason.name.lower() for value, reason in zip(values, Reason, strict=True))
+    assert pickle.loads(pickle.dumps(Reason.PEER_GONE)) is Reason.PEER_GONE  # noqa: S301 - our own bytes.

@@ -1,0 +1,125 @@
+"""A library that is missing, damaged or of another ABI gives one SetupMissing that says which, and imports open
+nothing.
+
+Each case runs in a process of its own, since a process reads LD_LIBRARY_PATH once and keeps what it has opened.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gdrkit import loader
+from gdrkit.errors import Reason
+
+_ASK = """
+import json, sys
+from gdrkit import cuda, verbs
+from gdrkit.errors import SetupMissing
+answers = []
+for _ in range(2):
+    try:
+        {call}
+    except SetupMissing as error:
+        answers.append([error.api.value, error.operation, error.errno, error.reason.value, error.what_to_do])
+print(json.dumps(answers))
+"""
+
+
+def _ask(call: str, folder: Path) -> list[list[object]]:
+    environment = os.environ | {"LD_LIBRARY_PATH": str(folder)}
+    code = _ASK.format(call=call)
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    answers: list[list[object]] = json.loads(done.stdout)
+    return answers
+
+
+CALLS = [
+    pytest.param("cuda.device_count()", "libcuda.so.1", id="cuda"),
+    pytest.param("verbs.list_nics()", "libibverbs.so.1", id="verbs"),
+]
+
+
+def _one_kind_of_answer(answers: list[list[object]], *, operation: str, number: int, reason: Reason) -> None:
+    assert len(answers) == 2, "the second call must fail as the first one did"
+    assert answers[0] == answers[1]
+    _api, asked, said, why, what_to_do = answers[0]
+    assert (asked, said, why) == (operation, number, reason.value)
+    assert what_to_do
+
+
+@pytest.mark.parametrize(("call", "soname"), CALLS)
+@pytest.mark.parametrize("size_bytes", [0, 3, 40, 5000])
+def test_a_library_that_was_cut_off_is_damaged(call: str, soname: str, size_bytes: int, tmp_path: Path) -> None:
+    whole = Path(sys.executable).resolve().read_bytes()
+    (tmp_path / soname).write_bytes(whole[:size_bytes])
+    answers = _ask(call, tmp_path)
+    _one_kind_of_answer(answers, operation=f"dlopen {soname}", number=errno.ENOEXEC, reason=Reason.LIBRARY_DAMAGED)
+
+
+@pytest.mark.parametrize(
+    ("words", "number", "reason"),
+    [
+        ("libx.so.1: cannot open shared object file: No such file or directory", errno.ENOENT, Reason.LIBRARY_MISSING),
+        ("libx.so.1: cannot open shared object file: Permission denied", errno.EACCES, Reason.NO_PERMISSION),
+        ("/lib/libx.so.1: file too short", errno.ENOEXEC, Reason.LIBRARY_DAMAGED),
+        ("/lib/libx.so.1: invalid ELF header", errno.ENOEXEC, Reason.LIBRARY_DAMAGED),
+        ("/lib/libx.so.1: wrong ELF class: ELFCLASS32", errno.ELIBBAD, Reason.LIBRARY_WRONG_ABI),
+        (
+            "/lib/libx.so.1: version `IBVERBS_PRIVATE_59' not found (required by /x/device.so)",
+            errno.ELIBBAD,
+            Reason.LIBRARY_WRONG_ABI,
+        ),
+        ("/x/device.so: undefined symbol: ibv_new_thing", errno.ELIBBAD, Reason.LIBRARY_WRONG_ABI),
+        ("something that no loader ever said", errno.ENOENT, Reason.LIBRARY_MISSING),
+    ],
+)
+def test_the_words_of_the_loader_become_a_number(words: str, number: int, reason: Reason) -> None:
+    error = loader.setup_missing(
+        operation="dlopen libx.so.1", text=words, what_to_do="install x", default_errno=errno.ENOENT
+    )
+    assert (error.errno, error.status, error.reason) == (number, number, reason)
+    assert error.detail == words
+    assert error.what_to_do
+    assert (error.what_to_do == "install x") == (number == errno.ENOENT)
+
+
+@pytest.mark.parametrize(("call", "soname"), CALLS)
+def test_a_library_of_another_class_is_of_another_abi(call: str, soname: str, tmp_path: Path) -> None:
+    image = bytearray(Path(sys.executable).resolve().read_bytes()[:8192])
+    image[4] = 1  # EI_CLASS: ELFCLASS32
+    (tmp_path / soname).write_bytes(image)
+    answers = _ask(call, tmp_path)
+    _one_kind_of_answer(answers, operation=f"dlopen {soname}", number=errno.ELIBBAD, reason=Reason.LIBRARY_WRONG_ABI)
+
+
+def test_a_libcuda_without_the_function_table_is_of_another_abi(tmp_path: Path) -> None:
+    # Any other library serves: what is looked for is a function that it does not have. The interpreter has mapped libm.
+    mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/libm" in line}
+    shutil.copy(next(path for path in sorted(mapped) if Path(path).name.startswith("libm")), tmp_path / "libcuda.so.1")
+    _one_kind_of_answer(
+        _ask("cuda.device_count()", tmp_path),
+        operation="dlopen libcuda.so.1",
+        number=errno.ELIBBAD,
+        reason=Reason.LIBRARY_WRONG_ABI,
+    )
+
+
+def test_importing_the_rooms_opens_no_library_and_imports_no_binding() -> None:
+    code = """
+import sys
+import gdrkit, gdrkit.cuda, gdrkit.verbs, gdrkit.registration
+print([name for name in sys.modules if name.split(".")[0] in {"pyverbs", "cuda", "numpy"}])
+maps = open("/proc/self/maps").read()
+print([name for name in ("libcuda", "libibverbs", "librdmacm", "libcufile", "libhl-thunk") if name in maps])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split("\n")[:2] == ["[]", "[]"]

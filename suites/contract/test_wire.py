@@ -1,0 +1,88 @@
+"""What peers send each other is parsed strictly: anything else is one error with the reason MALFORMED."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from gdrkit.errors import Reason, UsageError
+from gdrkit.verbs import Endpoint, RemoteRange
+
+RANGE = {"address": 0x7F0000001001, "rkey": 0xFFFFFFFF, "length_bytes": 4095}
+ENDPOINT = {
+    "qp_number": 0xABCDEF,
+    "psn": 0,
+    "gid": "0000:0000:0000:0000:0000:ffff:0a09:0001",
+    "lid": 0,
+    "mtu_bytes": 4096,
+}
+
+
+@pytest.mark.parametrize(("kind", "good"), [(RemoteRange, RANGE), (Endpoint, ENDPOINT)])
+def test_it_comes_back_from_json_as_it_went(kind: type[RemoteRange | Endpoint], good: dict[str, int | str]) -> None:
+    value = kind.from_dict(good)
+    assert kind.from_dict(json.loads(json.dumps(value.to_dict()))) == value
+    assert value.to_dict() == good
+
+
+@pytest.mark.parametrize(("kind", "good"), [(RemoteRange, RANGE), (Endpoint, ENDPOINT)])
+@pytest.mark.parametrize("wrong", [None, [], "text", 7, {}])
+def test_what_is_no_such_object_is_malformed(
+    kind: type[RemoteRange | Endpoint], good: dict[str, int | str], wrong: object
+) -> None:
+    _refused(kind, wrong)
+    _refused(kind, good | {"more": 1})
+    for name in good:
+        _refused(kind, {key: value for key, value in good.items() if key != name})
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"address": -1},
+        {"address": 1 << 64},
+        {"address": "0x10"},
+        {"address": 1.0},
+        {"rkey": 1 << 32},
+        {"rkey": True},
+        {"rkey": None},
+        {"length_bytes": -1},
+        {"length_bytes": (1 << 63) + 1},
+    ],
+)
+def test_a_range_out_of_range_is_malformed(wrong: dict[str, object]) -> None:
+    _refused(RemoteRange, RANGE | wrong)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"qp_number": 1 << 24},
+        {"psn": -1},
+        {"psn": False},
+        {"lid": 1 << 16},
+        {"mtu_bytes": 1500},
+        {"mtu_bytes": 0},
+        {"gid": "fe80::1"},
+        {"gid": 7},
+        {"gid": "FE80:0000:0000:0000:0000:0000:0000:0001"},
+        {"gid": "fe80:0000:0000:0000:0000:0000:0000:0001\n"},
+    ],
+)
+def test_an_endpoint_out_of_range_is_malformed(wrong: dict[str, object]) -> None:
+    _refused(Endpoint, ENDPOINT | wrong)
+
+
+def test_a_part_stays_inside() -> None:
+    whole = RemoteRange.from_dict(RANGE)
+    part = whole.part(offset_bytes=4000, length_bytes=95)
+    assert (part.address, part.rkey, part.length_bytes) == (whole.address + 4000, whole.rkey, 95)
+    with pytest.raises(UsageError):
+        whole.part(offset_bytes=4000, length_bytes=96)
+
+
+def _refused(kind: type[RemoteRange | Endpoint], data: object) -> None:
+    with pytest.raises(UsageError) as caught:
+        kind.from_dict(data)
+    assert caught.value.reason is Reason.MALFORMED
