@@ -1,0 +1,94 @@
+"""What a peer may not do ends in an error completion at the peer, and touches nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+from support.reach import ROUTES, joined, reachable
+
+from gdrkit.harness.needs import needs
+from gdrkit.harness.needs import verbs as verbs_needs
+from gdrkit.units import KIB
+from gdrkit.verbs import Access, RemoteRange, Status
+
+if TYPE_CHECKING:
+    from gdrkit.cuda import Device
+    from gdrkit.harness.peer import Peer
+    from gdrkit.registration import RegistrationRoute
+    from gdrkit.verbs import Nic
+
+LENGTH_BYTES = 256 * KIB
+UNTOUCHED = b"\xa5" * LENGTH_BYTES
+
+pytestmark = pytest.mark.qualify
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_wrong_key_is_refused(device: Device, nic: Nic, peer: Peer, seed: int, route: RegistrationRoute) -> None:
+    with reachable(device, nic, route) as (memory, registration), joined(nic, peer) as theirs:
+        right = registration.remote(nic, length_bytes=4 * KIB)
+        theirs.write(replace(right, rkey=right.rkey ^ 0x0100_0001), seed=seed).expect(Status.REM_ACCESS_ERR)
+        assert memory.read() == UNTOUCHED
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize(("begin", "length_bytes"), [(-1, 16), (LENGTH_BYTES - 15, 16), (0, LENGTH_BYTES + 1)])
+def test_one_byte_out_of_bounds_is_refused(
+    device: Device, nic: Nic, peer: Peer, seed: int, route: RegistrationRoute, begin: int, length_bytes: int
+) -> None:
+    with reachable(device, nic, route) as (memory, registration), joined(nic, peer) as theirs:
+        right = registration.remote(nic)
+        # With pyverbs 44 the region begins at address 0, and the byte before it is the last one of all.
+        address = (right.address + begin) % 2**64
+        wrong = RemoteRange(address=address, rkey=right.rkey, length_bytes=length_bytes)
+        theirs.write(wrong, seed=seed).expect(Status.REM_ACCESS_ERR)
+        assert memory.read() == UNTOUCHED
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_write_without_remote_write_is_refused(
+    device: Device, nic: Nic, peer: Peer, seed: int, route: RegistrationRoute
+) -> None:
+    access = Access.LOCAL_WRITE | Access.REMOTE_READ
+    with reachable(device, nic, route, access=access) as (memory, registration), joined(nic, peer) as theirs:
+        remote = registration.remote(nic, length_bytes=4 * KIB)
+        theirs.write(remote, seed=seed).expect(Status.REM_ACCESS_ERR)
+        assert memory.read() == UNTOUCHED
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_read_without_remote_read_is_refused(device: Device, nic: Nic, peer: Peer, route: RegistrationRoute) -> None:
+    access = Access.LOCAL_WRITE | Access.REMOTE_WRITE
+    with reachable(device, nic, route, access=access) as (_, registration), joined(nic, peer) as theirs:
+        remote = registration.remote(nic, length_bytes=4 * KIB)
+        theirs.read(remote).completion.expect(Status.REM_ACCESS_ERR)
+
+
+@needs(verbs_needs.nic())
+def test_what_the_queue_pair_does_not_allow_no_region_allows(nic: Nic, peer: Peer, seed: int) -> None:
+    data = bytearray(4 * KIB)
+    with nic.completion_queue() as queue, nic.queue_pair(queue) as ours, nic.register_host(data) as region:
+        theirs = peer.queue_pair()
+        theirs.connect(ours.endpoint())
+        ours.connect(theirs.endpoint, access=Access.REMOTE_READ)
+        # A responder may refuse such a request as an access error or as an invalid one; NICs do either.
+        refused = theirs.write(region.remote(), seed=seed).status
+        assert refused in {Status.REM_ACCESS_ERR, Status.REM_INV_REQ_ERR}
+    assert data == bytes(4 * KIB)
+
+
+@needs(verbs_needs.nic())
+def test_after_an_error_what_follows_is_flushed(nic: Nic, peer: Peer, seed: int) -> None:
+    data = bytearray(4 * KIB)
+    with nic.register_host(data) as region, joined(nic, peer) as theirs:
+        buffer = peer.buffer(4 * KIB, seed=seed)
+        wrong = replace(region.remote(), rkey=region.rkey ^ 0x0100_0001)
+        theirs.post_write(buffer, wrong, work_id=1)
+        theirs.post_write(buffer, region.remote(), work_id=2)
+        first, second = theirs.wait(), theirs.wait()
+        assert (first.work_id, first.status) == (1, Status.REM_ACCESS_ERR)
+        assert (second.work_id, second.status) == (2, Status.WR_FLUSH_ERR)
+        assert theirs.state == "ERR"
+    assert data == bytes(4 * KIB)

@@ -1,0 +1,91 @@
+"""A key that was taken back reaches nothing, and no key ever reaches memory of another owner."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from support.raw_cuda import raw_allocate, raw_free
+from support.reach import DMABUF, ROUTES, joined, reachable
+
+from gdrkit import cuda, pattern
+from gdrkit.harness.needs import needs
+from gdrkit.harness.needs import verbs as verbs_needs
+from gdrkit.registration import RegistrationRoute, register
+from gdrkit.units import KIB, MIB
+from gdrkit.verbs import Status
+
+if TYPE_CHECKING:
+    from gdrkit.cuda import Device
+    from gdrkit.harness.evidence import Evidence
+    from gdrkit.harness.peer import Peer
+    from gdrkit.verbs import Nic
+
+pytestmark = pytest.mark.qualify
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_after_deregistration_the_old_key_is_refused(
+    device: Device, nic: Nic, peer: Peer, seed: int, route: RegistrationRoute
+) -> None:
+    with reachable(device, nic, route) as (memory, registration), joined(nic, peer) as theirs:
+        remote = registration.remote(nic, length_bytes=4 * KIB)
+        theirs.write(remote, seed=seed).expect(Status.SUCCESS)
+        registration.close()
+        theirs.write(remote, seed=seed + 1).expect(Status.REM_ACCESS_ERR)
+        pattern.check(memory.read(length_bytes=4 * KIB), seed=seed)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_free_by_gdrkit_deregisters_first(
+    device: Device, nic: Nic, peer: Peer, seed: int, route: RegistrationRoute
+) -> None:
+    with reachable(device, nic, route) as (memory, registration), joined(nic, peer) as theirs:
+        remote = registration.remote(nic, length_bytes=4 * KIB)
+        memory.close()
+        assert registration.closed
+        with device.allocate(256 * KIB) as successor:
+            successor.fill(0x5A)
+            theirs.write(remote, seed=seed).expect(Status.REM_ACCESS_ERR)
+            assert successor.read() == b"\x5a" * (256 * KIB)
+
+
+@DMABUF
+def test_after_a_raw_free_the_old_pages_live_on_and_the_new_owner_is_never_reached(
+    device: Device, nic: Nic, peer: Peer, evidence: Evidence, seed: int
+) -> None:
+    address = raw_allocate(device, 2 * MIB)
+    with (
+        cuda.borrow(device, address, length_bytes=2 * MIB) as memory,
+        register(memory, [nic], route=RegistrationRoute.DMABUF) as registration,
+        joined(nic, peer) as theirs,
+    ):
+        remote = registration.remote(nic, length_bytes=64 * KIB)
+        theirs.write(remote, seed=seed).expect(Status.SUCCESS)
+        old_key = memory.allocation_key()
+        raw_free(device, address)
+        again = raw_allocate(device, 2 * MIB)
+        try:
+            # Seen on an H200: the address comes back at once, with another buffer id.
+            assert again == address
+            with cuda.borrow(device, again, length_bytes=2 * MIB) as successor:
+                new_key = successor.allocation_key()
+                evidence["buffer_ids"] = [old_key[0][2], new_key[0][2]]
+                assert new_key != old_key
+                successor.fill(0x5A)
+                theirs.write(remote, seed=seed + 1).expect(Status.SUCCESS)
+                theirs.read(remote, seed=seed + 1).completion.expect(Status.SUCCESS)
+                assert successor.read() == b"\x5a" * (2 * MIB)
+        finally:
+            raw_free(device, again)
+
+
+@needs(verbs_needs.nic())
+def test_after_the_host_buffer_is_deregistered_the_old_key_is_refused(nic: Nic, peer: Peer, seed: int) -> None:
+    data = bytearray(64 * KIB)
+    with joined(nic, peer) as theirs:
+        with nic.register_host(data) as region:
+            remote = region.remote()
+            theirs.write(remote, seed=seed).expect(Status.SUCCESS)
+        theirs.write(remote, seed=seed + 1).expect(Status.REM_ACCESS_ERR)
+    pattern.check(data, seed=seed)

@@ -1,0 +1,110 @@
+"""Which way device memory is registered: dma-buf, else peer memory, else one error with both causes.
+
+All NICs or none, and nothing is left when it fails.
+"""
+
+from __future__ import annotations
+
+import errno
+from typing import TYPE_CHECKING
+
+import pytest
+from support.faults import faults
+from support.reach import DMABUF, joined
+
+from gdrkit import handles
+from gdrkit.cuda import VmmMemory
+from gdrkit.errors import Api, ApiError, Reason, RegistrationFailed, UsageError
+from gdrkit.harness.needs import cuda, needs, software, verbs
+from gdrkit.registration import RegistrationRoute, register
+from gdrkit.units import KIB, MIB
+from gdrkit.verbs import Status
+
+if TYPE_CHECKING:
+    from gdrkit.cuda import Device
+    from gdrkit.harness.peer import Peer
+    from gdrkit.verbs import Nic
+
+NO_DMABUF = "ibv_reg_dmabuf_mr call=* errno=EOPNOTSUPP"
+NO_PEER_MEMORY = "ibv_reg_mr call=* errno=EFAULT"
+
+
+@pytest.mark.qualify
+@DMABUF
+def test_dmabuf_is_taken_where_every_nic_takes_it(device: Device, nics: tuple[Nic, ...]) -> None:
+    with device.allocate(64 * KIB) as memory, register(memory, nics) as registration:
+        assert registration.route is RegistrationRoute.DMABUF
+        assert registration.nics == nics
+        assert not registration.refusals
+
+
+@DMABUF
+@needs(software(Api.VERBS), verbs.peer_memory)
+def test_peer_memory_is_taken_where_a_nic_has_no_dmabuf_and_the_reason_is_kept(
+    device: Device, nics: tuple[Nic, ...], seed: int, peer: Peer
+) -> None:
+    with device.allocate(64 * KIB) as memory, faults(Api.VERBS, NO_DMABUF), register(memory, nics) as registration:
+        assert registration.route is RegistrationRoute.PEER_MEMORY
+        (refusal,) = registration.refusals
+        assert isinstance(refusal, ApiError)
+        assert (refusal.operation, refusal.errno) == ("ibv_reg_dmabuf_mr", errno.EOPNOTSUPP)
+        with joined(nics[0], peer) as theirs:
+            theirs.write(registration.remote(nics[0]), seed=seed).expect(Status.SUCCESS)
+
+
+@pytest.mark.qualify
+@DMABUF
+@needs(software(Api.VERBS))
+def test_without_any_way_one_error_has_both_causes_and_nothing_is_left(device: Device, nics: tuple[Nic, ...]) -> None:
+    with device.allocate(64 * KIB) as memory, faults(Api.VERBS, NO_DMABUF, NO_PEER_MEMORY):
+        before = handles.live()
+        with pytest.raises(RegistrationFailed) as raised:
+            register(memory, nics)
+        assert handles.live() == before
+    assert raised.value.reason is Reason.NO_ROUTE
+    causes = [cause for cause in raised.value.causes if isinstance(cause, ApiError)]
+    assert [(cause.operation, cause.errno) for cause in causes] == [
+        ("ibv_reg_dmabuf_mr", errno.EOPNOTSUPP),
+        ("ibv_reg_mr", errno.EFAULT),
+    ]
+    assert all(cause.what_to_do for cause in causes)
+
+
+@DMABUF
+@needs(software(Api.VERBS), verbs.nic(count_min=2))
+def test_when_the_second_nic_fails_the_first_one_is_undone(device: Device, nics: tuple[Nic, ...]) -> None:
+    for nic in nics:
+        assert nic.supports_dmabuf()  # asked once and remembered, so that the plan below counts regions alone
+    with device.allocate(64 * KIB) as memory, faults(Api.VERBS, "ibv_reg_dmabuf_mr call=2 errno=ENOMEM"):
+        before = handles.live()
+        with pytest.raises(ApiError) as raised:
+            register(memory, nics)
+        assert handles.live() == before
+        # Out of memory says nothing about the way: another one is not tried behind the caller's back.
+        assert (raised.value.operation, raised.value.errno) == ("ibv_reg_dmabuf_mr", errno.ENOMEM)
+        register(memory, nics).close()
+
+
+@DMABUF
+def test_a_way_that_is_asked_for_is_not_replaced(device: Device, nic: Nic) -> None:
+    with device.allocate(64 * KIB) as memory, register(memory, [nic], route=RegistrationRoute.DMABUF) as registration:
+        assert registration.route is RegistrationRoute.DMABUF
+    with device.allocate(64 * KIB) as memory, pytest.raises(UsageError):
+        register(memory, [nic, nic])
+    with device.allocate(64 * KIB) as memory, pytest.raises(UsageError):
+        register(memory, [])
+
+
+@DMABUF
+@needs(cuda.vmm)
+def test_vmm_memory_of_several_chunks_is_one_region(device: Device, nic: Nic, peer: Peer, seed: int) -> None:
+    with (
+        VmmMemory.create(device, 6 * MIB, chunk_bytes=2 * MIB) as memory,
+        register(memory, [nic]) as registration,
+        joined(nic, peer) as theirs,
+    ):
+        assert len(memory.allocation_key()) == 3
+        # From the first chunk into the third.
+        remote = registration.remote(nic, offset_bytes=2 * MIB - 7, length_bytes=2 * MIB + 99)
+        theirs.write(remote, seed=seed).expect(Status.SUCCESS)
+        theirs.read(remote, seed=seed).completion.expect(Status.SUCCESS)

@@ -1,0 +1,102 @@
+"""Device memory in two processes: by CUDA IPC, by VMM shareable descriptors, by dma-buf descriptors.
+
+What was measured on an H200 holds.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+from support.reach import DMABUF
+
+from gdrkit import cuda, pattern
+from gdrkit.cuda import VmmMemory
+from gdrkit.errors import ApiError, Unsupported
+from gdrkit.harness.needs import cuda as cuda_needs
+from gdrkit.harness.needs import needs
+from gdrkit.units import KIB, MIB
+from gdrkit.verbs import Status
+
+if TYPE_CHECKING:
+    from gdrkit.cuda import Device
+    from gdrkit.harness.peer import Peer
+    from gdrkit.verbs import Nic
+
+INVALID_VALUE = 1
+
+
+@pytest.mark.qualify
+@needs(cuda_needs.device(), cuda_needs.ipc)
+def test_ipc_shows_two_processes_the_same_memory(device: Device, peer: Peer, seed: int) -> None:
+    with device.allocate(MIB) as memory:
+        memory.write(pattern.payload(MIB, seed=seed))
+        theirs = peer.device().open_ipc(cuda.export_handle(memory), length_bytes=MIB)
+        theirs.check(seed=seed)
+        theirs.write(seed=seed + 1, offset_bytes=4095, length_bytes=8193)
+        pattern.check(memory.read(offset_bytes=4095, length_bytes=8193), seed=seed + 1)
+        pattern.check(memory.read(length_bytes=4095), seed=seed)
+        theirs.close()
+
+
+@needs(cuda_needs.device(), cuda_needs.ipc)
+def test_a_handle_opened_in_its_own_process_is_refused(device: Device) -> None:
+    with device.allocate(MIB) as memory, pytest.raises(ApiError) as raised:
+        cuda.open_handle(device, cuda.export_handle(memory))
+    assert raised.value.operation == "cuIpcOpenMemHandle"
+
+
+@needs(cuda_needs.device(), cuda_needs.ipc, cuda_needs.vmm)
+def test_vmm_memory_has_no_ipc_handle(device: Device) -> None:
+    with VmmMemory.create(device, 2 * MIB) as memory, pytest.raises(ApiError) as raised:
+        cuda.export_handle(memory)
+    assert (raised.value.operation, raised.value.status) == ("cuIpcGetMemHandle", INVALID_VALUE)
+
+
+@needs(cuda_needs.device(), cuda_needs.ipc, cuda_needs.dmabuf_export)
+def test_memory_of_another_process_cannot_be_exported_again(device: Device, peer: Peer) -> None:
+    owner = peer.device().allocate(MIB)
+    with cuda.open_handle(device, owner.export_ipc()) as imported, pytest.raises(Unsupported) as raised:
+        imported.export_dmabuf()
+    assert raised.value.status == INVALID_VALUE
+    assert "the process that allocated it" in raised.value.what_to_do
+    owner.close()
+
+
+@pytest.mark.qualify
+@needs(cuda_needs.device(), cuda_needs.vmm)
+def test_vmm_descriptors_show_two_processes_the_same_memory(device: Device, peer: Peer, seed: int) -> None:
+    with VmmMemory.create(device, 4 * MIB, chunk_bytes=2 * MIB) as memory:
+        memory.write(pattern.payload(4 * MIB, seed=seed))
+        shared = [memory.export_shareable(index) for index in range(memory.chunk_count)]
+        try:
+            theirs = peer.device().import_vmm(shared, chunk_bytes=memory.chunk_bytes)
+        finally:
+            for fd in shared:
+                os.close(fd)
+        theirs.check(seed=seed)
+        theirs.write(seed=seed + 1, offset_bytes=2 * MIB - 5, length_bytes=10)
+        pattern.check(memory.read(offset_bytes=2 * MIB - 5, length_bytes=10), seed=seed + 1)
+        theirs.close()
+
+
+@DMABUF
+def test_a_peer_registers_a_dmabuf_that_it_got_as_a_descriptor(device: Device, nic: Nic, peer: Peer, seed: int) -> None:
+    """The path of a storage agent: the owner exports, another process registers, a third party writes."""
+    with (
+        device.allocate(256 * KIB) as memory,
+        memory.export_dmabuf() as dmabuf,
+        nic.completion_queue() as queue,
+        nic.queue_pair(queue) as ours,
+        nic.register_host(bytearray(pattern.payload(64 * KIB, seed=seed))) as source,
+    ):
+        region = peer.nic.register_dmabuf(
+            dmabuf.fd, offset_bytes=dmabuf.offset_bytes, length_bytes=dmabuf.length_bytes, address=dmabuf.address
+        )
+        theirs = peer.queue_pair()
+        theirs.join(ours)
+        ours.post_write(source, region.remote(offset_bytes=77, length_bytes=64 * KIB), work_id=1)
+        ours.wait(10_000).expect(Status.SUCCESS)
+        pattern.check(memory.read(offset_bytes=77, length_bytes=64 * KIB), seed=seed)
+        region.close()
