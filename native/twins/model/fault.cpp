@@ -1,5 +1,7 @@
 #include "model/fault.hpp"
 
+#include <algorithm>
+#include <array>
 #include <cerrno>
 #include <charconv>
 #include <cstdint>
@@ -57,6 +59,9 @@ constexpr Name errno_names[] = {
     {"ENOTSUPP", 524},    {"ETIMEDOUT", ETIMEDOUT},   {"ECONNREFUSED", ECONNREFUSED},
 };
 
+// The prefixes of all twins: a rule that belongs to none of them is nobody's, and a mistake.
+constexpr std::array<std::string_view, 5> all_prefixes = {"ibv_", "_ibv_", "wc.", "cu", "hlthunk_"};
+
 template <typename Number> bool parse(std::string_view text, Number* value) {
     auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), *value);
     return error == std::errc{} && end == text.data() + text.size() && !text.empty();
@@ -86,13 +91,9 @@ bool parse_code(std::string_view text, FaultKind kind, int* code) {
     return parse(text, code) && *code > 0 && *code <= 4095;
 }
 
-bool has_prefix(const Faults& all, std::string_view name) {
-    for (const std::string& prefix : all.prefixes) {
-        if (name.starts_with(prefix)) {
-            return true;
-        }
-    }
-    return false;
+template <typename Prefixes> bool has_prefix(const Prefixes& prefixes, std::string_view name) {
+    return std::any_of(prefixes.begin(), prefixes.end(),
+                       [name](std::string_view prefix) { return name.starts_with(prefix); });
 }
 
 // One rule; empty when good. A rule of the other library is left to it.
@@ -100,7 +101,8 @@ std::string parse_rule(const Faults& all, const std::vector<std::string>& words,
     const std::string& name = words[0];
     const auto point = all.points.find(name);
     if (point == all.points.end()) {
-        return has_prefix(all, name) ? "'" + name + "' is not a function that can be made to fail" : "";
+        const bool somebodys = has_prefix(all_prefixes, name) && !has_prefix(all.prefixes, name);
+        return somebodys ? "" : "'" + name + "' is not a function that can be made to fail";
     }
     const std::string_view code_key = point->second == FaultKind::errno_value ? "errno=" : "status=";
     Rule rule;

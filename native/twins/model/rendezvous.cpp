@@ -47,12 +47,6 @@ bool make_address(std::string_view name, sockaddr_un* address, socklen_t* size) 
     return true;
 }
 
-bool same_user(int socket) {
-    ucred peer{};
-    socklen_t size = sizeof peer;
-    return getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &peer, &size) == 0 && peer.uid == getuid();
-}
-
 struct Service {
     std::mutex mutex;
     std::map<std::uint32_t, Handler> handlers;
@@ -195,6 +189,12 @@ int connect_to(std::string_view name) {
         return -errno;
     }
     return same_user(socket.get()) ? socket.release() : -ECONNREFUSED;
+}
+
+bool same_user(int socket) {
+    ucred peer{};
+    socklen_t size = sizeof peer;
+    return getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &peer, &size) == 0 && peer.uid == getuid();
 }
 
 int accept_from(int listener) {

@@ -45,6 +45,9 @@ int connect_to(std::string_view name);
 // Accepts one connection; -errno.
 int accept_from(int listener);
 
+// Whether the process at the other end is of the same user; nobody else is served.
+bool same_user(int socket);
+
 // Whole messages; false on end of file or error (errno is set; EPIPE on end of file). SIGPIPE is never raised.
 bool send_all(int socket, const void* data, std::size_t size);
 bool recv_all(int socket, void* data, std::size_t size);

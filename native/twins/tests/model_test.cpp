@@ -155,8 +155,8 @@ void a_malformed_plan_is_named_by_line_and_changes_nothing() {
          {"", "gdrkit-faults 2\n", "ibv_reg_mr call=1 errno=1\n", "gdrkit-faults 1\nibv_reg_mr call=0 errno=1\n",
           "gdrkit-faults 1\nibv_reg_mr call=3-2 errno=1\n", "gdrkit-faults 1\nibv_reg_mr call=1\n",
           "gdrkit-faults 1\nibv_reg_mr call=1 errno=EWHAT\n", "gdrkit-faults 1\nibv_reg_mr call=1 status=1\n",
-          "gdrkit-faults 1\nibv_unknown call=1 errno=1\n", "gdrkit-faults 1\nwc.send call=1 status=0\n",
-          "gdrkit-faults 1\nwc.send call=1 call=2 status=1\n",
+          "gdrkit-faults 1\nibv_unknown call=1 errno=1\n", "gdrkit-faults 1\nrubbish\n",
+          "gdrkit-faults 1\nwc.send call=1 status=0\n", "gdrkit-faults 1\nwc.send call=1 call=2 status=1\n",
           "gdrkit-faults 1\nwc.send call=99999999999999999999 status=1\n"}) {
         const std::string error = replace_faults(bad);
         CHECK(error.starts_with("line "));

@@ -1,0 +1,73 @@
+#include "ibverbs/completion.hpp"
+#include "ibverbs/context.hpp"
+#include "ibverbs/handle.hpp"
+#include "ibverbs/queue_pair.hpp"
+#include "ibverbs/session.hpp"
+
+namespace gdrkit::twin::verbs {
+
+void Context::raise(ibv_qp* qp, ibv_event_type type, const std::shared_ptr<EventAccount>& account) {
+    AsyncEvent event;
+    event.abi.element.qp = qp;
+    event.abi.event_type = type;
+    event.account = account;
+    events.push(event);
+}
+
+void Context::raise(ibv_cq* cq, ibv_event_type type, const std::shared_ptr<EventAccount>& account) {
+    AsyncEvent event;
+    event.abi.element.cq = cq;
+    event.abi.event_type = type;
+    event.account = account;
+    events.push(event);
+}
+
+void Context::forget(const std::shared_ptr<EventAccount>& account) {
+    events.drop_if([&](const AsyncEvent& event) { return event.account == account; });
+}
+
+} // namespace gdrkit::twin::verbs
+
+using namespace gdrkit::twin::verbs;
+
+extern "C" {
+
+int ibv_get_async_event(ibv_context* abi, ibv_async_event* event) {
+    if (const auto fault = call("ibv_get_async_event")) {
+        return fail_minus1(*fault);
+    }
+    Context* const context = find_context(abi);
+    if (!alive("ibv_context", context)) {
+        return fail_minus1(EINVAL);
+    }
+    AsyncEvent taken;
+    const int error = context->events.take(&taken, [](const AsyncEvent& one) { one.account->took_one(); });
+    if (error != 0) {
+        return fail_minus1(error);
+    }
+    *event = taken.abi;
+    return 0;
+}
+
+void ibv_ack_async_event(ibv_async_event* event) {
+    switch (event->event_type) {
+    case IBV_EVENT_CQ_ERR:
+        if (alive("ibv_cq", event->element.cq)) {
+            acknowledge_async(event->element.cq);
+        }
+        break;
+    case IBV_EVENT_QP_FATAL:
+    case IBV_EVENT_QP_REQ_ERR:
+    case IBV_EVENT_QP_ACCESS_ERR:
+    case IBV_EVENT_SQ_DRAINED:
+        if (alive("ibv_qp", event->element.qp)) {
+            acknowledge_async(event->element.qp);
+        }
+        break;
+    default:
+        // The twin raises no other events, and those without an object need no acknowledgement.
+        break;
+    }
+}
+
+} // extern "C"

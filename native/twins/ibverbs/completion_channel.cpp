@@ -1,0 +1,76 @@
+#include "ibverbs/completion_channel.hpp"
+
+#include "ibverbs/completion.hpp"
+#include "ibverbs/handle.hpp"
+#include "ibverbs/session.hpp"
+
+using namespace gdrkit::twin::verbs;
+
+extern "C" {
+
+ibv_comp_channel* ibv_create_comp_channel(ibv_context* abi) {
+    if (const auto fault = call("ibv_create_comp_channel")) {
+        return fail_null(*fault);
+    }
+    Context* const context = find_context(abi);
+    if (!alive("ibv_context", context)) {
+        return fail_null(EINVAL);
+    }
+    auto channel = std::make_unique<CompletionChannel>();
+    if (const int error = channel->events.open(); error != 0) {
+        return fail_null(error);
+    }
+    channel->abi.context = abi;
+    channel->abi.fd = channel->events.fd();
+    channel->context = context;
+    ++context->children;
+    enter("ibv_comp_channel", channel.get());
+    return &channel.release()->abi;
+}
+
+int ibv_destroy_comp_channel(ibv_comp_channel* abi) {
+    if (const auto fault = call("ibv_destroy_comp_channel")) {
+        return *fault;
+    }
+    CompletionChannel* const channel = find_channel(abi);
+    if (!alive("ibv_comp_channel", channel)) {
+        return EINVAL;
+    }
+    if (channel->users != 0) {
+        return EBUSY;
+    }
+    Context* const context = channel->context;
+    if (!retire("ibv_comp_channel", channel)) {
+        return EINVAL;
+    }
+    channel->events.close();
+    abi->fd = -1;
+    --context->children;
+    return 0;
+}
+
+int ibv_get_cq_event(ibv_comp_channel* abi, ibv_cq** cq, void** cq_context) {
+    if (const auto fault = call("ibv_get_cq_event")) {
+        return fail_minus1(*fault);
+    }
+    CompletionChannel* const channel = find_channel(abi);
+    if (!alive("ibv_comp_channel", channel)) {
+        return fail_minus1(EINVAL);
+    }
+    CompletionEvent event;
+    const int error = channel->events.take(&event, [&](const CompletionEvent& one) {
+        one.account->took_one();
+        *cq = one.cq;
+        *cq_context = one.cq->cq_context;
+    });
+    return error == 0 ? 0 : fail_minus1(error);
+}
+
+void ibv_ack_cq_events(ibv_cq* cq, unsigned int nevents) {
+    if (alive("ibv_cq", cq)) {
+        cq->comp_events_completed += nevents;
+        find_queue(cq)->model->channel_events->acknowledge(nevents);
+    }
+}
+
+} // extern "C"

@@ -1,0 +1,79 @@
+#include "ibverbs/context.hpp"
+
+#include <cstring>
+#include <new>
+
+#include "ibverbs/handle.hpp"
+#include "ibverbs/session.hpp"
+
+namespace gdrkit::twin::verbs {
+namespace {
+
+void fill_operations(verbs_context* extended) {
+    fill_unsupported(extended);
+    extended->query_port = query_port_extended;
+    extended->query_device_ex = query_device_extended;
+    extended->sz = sizeof *extended;
+    ibv_context_ops& ops = extended->context.ops;
+    ops._compat_query_device = ibv_query_device;
+    ops._compat_query_port = ibv_query_port;
+    ops.poll_cq = poll_completions;
+    ops.req_notify_cq = request_notification;
+    ops.post_send = post_send;
+    ops.post_recv = post_receive;
+}
+
+} // namespace
+} // namespace gdrkit::twin::verbs
+
+using namespace gdrkit::twin::verbs;
+
+extern "C" {
+
+ibv_context* ibv_open_device(ibv_device* device) {
+    if (const auto fault = call("ibv_open_device")) {
+        return fail_null(*fault);
+    }
+    Device* const found = find_device(device);
+    if (found == nullptr) {
+        return fail_null(ENODEV);
+    }
+    auto context = std::make_unique<Context>();
+    if (const int error = context->events.open(); error != 0) {
+        return fail_null(error);
+    }
+    context->device = found;
+    fill_operations(&context->extended);
+    ibv_context& abi = context->extended.context;
+    abi.device = device;
+    abi.abi_compat = __VERBS_ABI_IS_EXTENDED;
+    // There is no kernel behind the context to send commands to.
+    abi.cmd_fd = -1;
+    abi.async_fd = context->events.fd();
+    abi.num_comp_vectors = completion_vector_count;
+    pthread_mutex_init(&abi.mutex, nullptr);
+    enter("ibv_context", context.get());
+    return context.release()->abi();
+}
+
+int ibv_close_device(ibv_context* abi) {
+    if (const auto fault = call("ibv_close_device")) {
+        return *fault;
+    }
+    Context* const context = find_context(abi);
+    if (!alive("ibv_context", context)) {
+        return EINVAL;
+    }
+    if (context->children != 0) {
+        return EBUSY;
+    }
+    if (!retire("ibv_context", context)) {
+        return EINVAL;
+    }
+    // The structure stays in quarantine, its descriptor must not.
+    context->events.close();
+    abi->async_fd = -1;
+    return 0;
+}
+
+} // extern "C"

@@ -1,0 +1,47 @@
+#pragma GCC visibility push(default)
+#include "control/control.h"
+#pragma GCC visibility pop
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <string>
+
+#include "ibverbs/device.hpp"
+#include "ibverbs/session.hpp"
+#include "model/config.hpp"
+#include "model/fault.hpp"
+#include "model/ledger.hpp"
+#include "model/note.hpp"
+
+GDRKIT_TWIN_NOTE("ibverbs twin of gdrkit")
+
+using namespace gdrkit::twin;
+
+extern "C" {
+
+int gdrkit_twin_ledger(char* buffer, size_t size) {
+    verbs::session_error();
+    const std::string json = "{\"library\":\"ibverbs\",\"handles\":" + ledger_json() + ",\"calls\":" + calls_json() +
+                             ",\"seed\":" + std::to_string(config().seed) + ",\"traffic\":" + verbs::traffic_json() +
+                             "}";
+    if (size > 0) {
+        const std::size_t copied = std::min(size - 1, json.size());
+        std::memcpy(buffer, json.data(), copied);
+        buffer[copied] = '\0';
+    }
+    return static_cast<int>(json.size());
+}
+
+int gdrkit_twin_faults(const char* plan) {
+    verbs::session_error();
+    const std::string error = replace_faults(plan);
+    if (error.empty()) {
+        return 0;
+    }
+    std::fprintf(stderr, "gdrkit twin: fault plan: %s\n", error.c_str());
+    return EINVAL;
+}
+
+} // extern "C"

@@ -1,0 +1,90 @@
+#include "ibverbs/cuda_bridge.hpp"
+
+#include <dlfcn.h>
+
+#include <mutex>
+
+namespace gdrkit::twin::verbs {
+namespace {
+
+// CUpointer_attribute and CUmemorytype.
+constexpr int attribute_memory_type = 2;
+constexpr int attribute_buffer_id = 7;
+constexpr int attribute_is_managed = 8;
+constexpr int attribute_device_ordinal = 9;
+constexpr unsigned memory_type_device = 2;
+
+template <typename Function> bool find(void* library, const char* name, Function* function) {
+    *function = reinterpret_cast<Function>(dlsym(library, name));
+    return *function != nullptr;
+}
+
+} // namespace
+
+bool CudaDriver::resolve(void* library) {
+    return find(library, "cuPointerGetAttribute", &cuPointerGetAttribute) &&
+           find(library, "cuMemGetAddressRange_v2", &cuMemGetAddressRange_v2) &&
+           find(library, "cuDevicePrimaryCtxRetain", &cuDevicePrimaryCtxRetain) &&
+           find(library, "cuDevicePrimaryCtxRelease_v2", &cuDevicePrimaryCtxRelease_v2) &&
+           find(library, "cuCtxPushCurrent_v2", &cuCtxPushCurrent_v2) &&
+           find(library, "cuCtxPopCurrent_v2", &cuCtxPopCurrent_v2) &&
+           find(library, "cuStreamCreate", &cuStreamCreate) &&
+           find(library, "cuStreamDestroy_v2", &cuStreamDestroy_v2) &&
+           find(library, "cuStreamSynchronize", &cuStreamSynchronize) &&
+           find(library, "cuMemcpyHtoDAsync_v2", &cuMemcpyHtoDAsync_v2) &&
+           find(library, "cuMemcpyDtoHAsync_v2", &cuMemcpyDtoHAsync_v2);
+}
+
+const CudaDriver* CudaDriver::loaded() {
+    static std::mutex mutex;
+    static const CudaDriver* driver = nullptr;
+    std::lock_guard lock(mutex);
+    if (driver == nullptr) {
+        if (void* const library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD)) {
+            auto* const found = new CudaDriver;
+            if (found->resolve(library)) {
+                driver = found;
+            } else {
+                delete found;
+                dlclose(library);
+            }
+        }
+    }
+    return driver;
+}
+
+bool CudaDriver::is_device_memory(std::uint64_t address) const {
+    unsigned type = 0;
+    unsigned managed = 0;
+    if (cuPointerGetAttribute(&type, attribute_memory_type, address) != 0 || type != memory_type_device) {
+        return false;
+    }
+    return cuPointerGetAttribute(&managed, attribute_is_managed, address) != 0 || managed == 0;
+}
+
+std::optional<int> CudaDriver::device_of(std::uint64_t address) const {
+    int device = -1;
+    if (cuPointerGetAttribute(&device, attribute_device_ordinal, address) != 0 || device < 0) {
+        return std::nullopt;
+    }
+    return device;
+}
+
+std::optional<std::uint64_t> CudaDriver::buffer_id(std::uint64_t address) const {
+    unsigned long long id = 0;
+    if (cuPointerGetAttribute(&id, attribute_buffer_id, address) != 0) {
+        return std::nullopt;
+    }
+    return id;
+}
+
+std::optional<std::uint64_t> CudaDriver::end_of_allocation(std::uint64_t address) const {
+    std::uint64_t base = 0;
+    std::size_t size = 0;
+    if (cuMemGetAddressRange_v2(&base, &size, address) != 0 || address < base || address - base >= size) {
+        return std::nullopt;
+    }
+    return base + size;
+}
+
+} // namespace gdrkit::twin::verbs

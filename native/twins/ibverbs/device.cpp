@@ -1,0 +1,157 @@
+#include "ibverbs/device.hpp"
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <string_view>
+#include <vector>
+
+#include "ibverbs/session.hpp"
+#include "model/config.hpp"
+
+namespace gdrkit::twin::verbs {
+namespace {
+
+// FNV-1a: the same name gives the same GUIDs in every process of a domain.
+std::uint32_t hash_of(std::string_view text) {
+    std::uint64_t hash = 0xcbf29ce484222325U;
+    for (const char letter : text) {
+        hash = (hash ^ static_cast<unsigned char>(letter)) * 0x100000001b3U;
+    }
+    return static_cast<std::uint32_t>(hash ^ (hash >> 32));
+}
+
+std::unique_ptr<Device> make_device(unsigned index) {
+    auto device = std::make_unique<Device>();
+    device->index = index;
+    // The EUI-64 of the locally administered MAC address 02:hh:hh:hh:hh:index.
+    const std::uint32_t hash = hash_of(config().domain);
+    device->guid = {0x00,
+                    static_cast<std::uint8_t>(hash >> 24),
+                    static_cast<std::uint8_t>(hash >> 16),
+                    0xff,
+                    0xfe,
+                    static_cast<std::uint8_t>(hash >> 8),
+                    static_cast<std::uint8_t>(hash),
+                    static_cast<std::uint8_t>(index)};
+    device->gid.raw[0] = 0xfe;
+    device->gid.raw[1] = 0x80;
+    std::memcpy(device->gid.raw + 8, device->guid.data(), device->guid.size());
+    ibv_device& abi = device->abi;
+    abi.node_type = IBV_NODE_CA;
+    abi.transport_type = IBV_TRANSPORT_IB;
+    std::snprintf(abi.name, sizeof abi.name, "twin%u", index);
+    std::snprintf(abi.dev_name, sizeof abi.dev_name, "uverbs%u", index);
+    std::snprintf(abi.dev_path, sizeof abi.dev_path, "/sys/class/infiniband_verbs/uverbs%u", index);
+    std::snprintf(abi.ibdev_path, sizeof abi.ibdev_path, "/sys/class/infiniband/twin%u", index);
+    return device;
+}
+
+const std::vector<std::unique_ptr<Device>>& devices() {
+    static const auto* const all = [] {
+        auto* const made = new std::vector<std::unique_ptr<Device>>;
+        for (unsigned index = 0; index < config().nic_count; ++index) {
+            made->push_back(make_device(index));
+        }
+        return made;
+    }();
+    return *all;
+}
+
+void append(std::string* json, const std::string& prefix, const Traffic::Direction& direction) {
+    const auto field = [&](const char* name, std::uint64_t value) {
+        *json += (json->ends_with('{') ? "\"" : ",\"") + prefix + name + "\":" + std::to_string(value);
+    };
+    field("write_bytes", direction.write_bytes);
+    field("read_bytes", direction.read_bytes);
+    field("send_bytes", direction.send_bytes);
+    field("requests", direction.requests);
+}
+
+} // namespace
+
+unsigned device_count() {
+    return static_cast<unsigned>(devices().size());
+}
+
+Device& device_at(unsigned index) {
+    return *devices()[index];
+}
+
+Device* find_device(const ibv_device* device) {
+    for (const auto& known : devices()) {
+        if (&known->abi == device) {
+            return known.get();
+        }
+    }
+    return nullptr;
+}
+
+ibv_gid_type gid_type_at(unsigned index) {
+    return index == 0 ? IBV_GID_TYPE_ROCE_V1 : IBV_GID_TYPE_ROCE_V2;
+}
+
+std::string traffic_json() {
+    std::string json = "{";
+    for (const auto& device : devices()) {
+        json += (json.size() > 1 ? ",\"" : "\"") + std::string(device->abi.name) + "\":{";
+        append(&json, "", device->traffic.sent);
+        append(&json, "served_", device->traffic.served);
+        json += "}";
+    }
+    return json + "}";
+}
+
+} // namespace gdrkit::twin::verbs
+
+using namespace gdrkit::twin::verbs;
+
+extern "C" {
+
+ibv_device** ibv_get_device_list(int* num_devices) {
+    if (num_devices != nullptr) {
+        *num_devices = 0;
+    }
+    if (!session_error().empty()) {
+        return fail_null(EINVAL);
+    }
+    if (const auto fault = call("ibv_get_device_list")) {
+        return fail_null(*fault);
+    }
+    const unsigned count = device_count();
+    auto** const list = static_cast<ibv_device**>(std::calloc(count + 1, sizeof(ibv_device*)));
+    if (list == nullptr) {
+        return fail_null(ENOMEM);
+    }
+    for (unsigned index = 0; index < count; ++index) {
+        list[index] = &device_at(index).abi;
+    }
+    if (num_devices != nullptr) {
+        *num_devices = static_cast<int>(count);
+    }
+    return list;
+}
+
+void ibv_free_device_list(ibv_device** list) {
+    std::free(list);
+}
+
+const char* ibv_get_device_name(ibv_device* device) {
+    return device->name;
+}
+
+__be64 ibv_get_device_guid(ibv_device* device) {
+    __be64 guid = 0;
+    if (const Device* found = find_device(device)) {
+        std::memcpy(&guid, found->guid.data(), sizeof guid);
+    }
+    return guid;
+}
+
+int ibv_get_device_index(ibv_device* device) {
+    const Device* found = find_device(device);
+    return found == nullptr ? fail_minus1(ENODEV) : static_cast<int>(found->index);
+}
+
+} // extern "C"

@@ -1,0 +1,222 @@
+#include <algorithm>
+#include <cstdio>
+#include <cstring>
+
+#include "ibverbs/context.hpp"
+#include "ibverbs/device.hpp"
+#include "ibverbs/handle.hpp"
+#include "ibverbs/session.hpp"
+
+namespace gdrkit::twin::verbs {
+namespace {
+
+// Of the values of a port's numeric fields: 4 lanes, 25 Gbit/s each, and 5, the physical state "LinkUp".
+constexpr std::uint8_t width_4x = 2;
+constexpr std::uint8_t speed_edr = 32;
+constexpr std::uint8_t link_up = 5;
+
+bool good_port(const ibv_context* context, std::uint32_t port_num) {
+    return alive("ibv_context", find_context(context)) && port_num == 1;
+}
+
+void fill_gid_entry(const Device& device, std::uint32_t index, ibv_gid_entry* entry) {
+    *entry = {};
+    entry->gid = device.gid;
+    entry->gid_index = index;
+    entry->port_num = 1;
+    entry->gid_type = gid_type_at(index);
+}
+
+// A client that was built with a later header knows a longer entry; what we do not know of it is zero.
+void copy_gid_entry(const ibv_gid_entry& entry, void* out, std::size_t entry_size) {
+    std::memset(out, 0, entry_size);
+    std::memcpy(out, &entry, std::min(entry_size, sizeof entry));
+}
+
+} // namespace
+
+ibv_device_attr device_attributes(const Device& device) {
+    ibv_device_attr attr{};
+    std::snprintf(attr.fw_ver, sizeof attr.fw_ver, "0.1.0");
+    std::memcpy(&attr.node_guid, device.guid.data(), device.guid.size());
+    std::memcpy(&attr.sys_image_guid, device.guid.data(), device.guid.size());
+    attr.max_mr_size = 1ULL << 47;
+    attr.page_size_cap = 0xfffff000U;
+    // No vendor's identifier: this is nobody's hardware.
+    attr.vendor_id = 0xffffff;
+    attr.hw_ver = 1;
+    attr.max_qp = 4096;
+    attr.max_qp_wr = 16384;
+    attr.device_cap_flags =
+        IBV_DEVICE_CURR_QP_STATE_MOD | IBV_DEVICE_SYS_IMAGE_GUID | IBV_DEVICE_RC_RNR_NAK_GEN | IBV_DEVICE_N_NOTIFY_CQ;
+    attr.max_sge = 32;
+    attr.max_sge_rd = 32;
+    attr.max_cq = 65536;
+    attr.max_cqe = 1 << 20;
+    attr.max_mr = 1 << 20;
+    attr.max_pd = 65536;
+    attr.max_qp_rd_atom = 16;
+    attr.max_res_rd_atom = 65536;
+    attr.max_qp_init_rd_atom = 16;
+    attr.atomic_cap = IBV_ATOMIC_HCA;
+    attr.max_pkeys = 1;
+    attr.local_ca_ack_delay = 15;
+    attr.phys_port_cnt = 1;
+    return attr;
+}
+
+ibv_port_attr port_attributes() {
+    ibv_port_attr attr{};
+    attr.state = IBV_PORT_ACTIVE;
+    attr.max_mtu = IBV_MTU_4096;
+    attr.active_mtu = IBV_MTU_4096;
+    attr.gid_tbl_len = gid_count;
+    attr.port_cap_flags = IBV_PORT_CM_SUP | IBV_PORT_IP_BASED_GIDS;
+    attr.max_msg_sz = message_bytes_most;
+    attr.pkey_tbl_len = 1;
+    attr.max_vl_num = 1;
+    attr.active_width = width_4x;
+    attr.active_speed = speed_edr;
+    attr.phys_state = link_up;
+    attr.link_layer = IBV_LINK_LAYER_ETHERNET;
+    attr.flags = IBV_QPF_GRH_REQUIRED;
+    return attr;
+}
+
+int query_port_extended(ibv_context* context, std::uint8_t port_num, ibv_port_attr* port_attr, std::size_t length) {
+    if (const auto fault = call("ibv_query_port")) {
+        return *fault;
+    }
+    if (!good_port(context, port_num)) {
+        return EINVAL;
+    }
+    const ibv_port_attr attr = port_attributes();
+    std::memset(static_cast<void*>(port_attr), 0, length);
+    std::memcpy(static_cast<void*>(port_attr), &attr, std::min(length, sizeof attr));
+    return 0;
+}
+
+int query_device_extended(ibv_context* context, const ibv_query_device_ex_input* input, ibv_device_attr_ex* attr,
+                          std::size_t length) {
+    if (const auto fault = call("ibv_query_device_ex")) {
+        return *fault;
+    }
+    if (!alive("ibv_context", find_context(context)) || (input != nullptr && input->comp_mask != 0) ||
+        length < offsetof(ibv_device_attr_ex, comp_mask) + sizeof attr->comp_mask) {
+        return EINVAL;
+    }
+    ibv_device_attr_ex all{};
+    all.orig_attr = device_attributes(*find_context(context)->device);
+    all.device_cap_flags_ex = all.orig_attr.device_cap_flags;
+    all.phys_port_cnt_ex = 1;
+    std::memset(static_cast<void*>(attr), 0, length);
+    std::memcpy(static_cast<void*>(attr), &all, std::min(length, sizeof all));
+    return 0;
+}
+
+} // namespace gdrkit::twin::verbs
+
+using namespace gdrkit::twin::verbs;
+
+extern "C" {
+
+int ibv_query_device(ibv_context* context, ibv_device_attr* device_attr) {
+    if (const auto fault = call("ibv_query_device")) {
+        return *fault;
+    }
+    if (!alive("ibv_context", find_context(context))) {
+        return EINVAL;
+    }
+    *device_attr = device_attributes(*find_context(context)->device);
+    return 0;
+}
+
+int ibv_query_port(ibv_context* context, std::uint8_t port_num, _compat_ibv_port_attr* port_attr) {
+    return query_port_extended(context, port_num, reinterpret_cast<ibv_port_attr*>(port_attr), compat_port_attr_bytes);
+}
+
+int ibv_query_gid(ibv_context* context, std::uint8_t port_num, int index, ibv_gid* gid) {
+    if (const auto fault = call("ibv_query_gid")) {
+        return fail_minus1(*fault);
+    }
+    if (!good_port(context, port_num) || index < 0 || index >= gid_count) {
+        return fail_minus1(EINVAL);
+    }
+    *gid = find_context(context)->device->gid;
+    return 0;
+}
+
+int _ibv_query_gid_ex(ibv_context* context, std::uint32_t port_num, std::uint32_t gid_index, ibv_gid_entry* entry,
+                      std::uint32_t flags, std::size_t entry_size) {
+    if (const auto fault = call("_ibv_query_gid_ex")) {
+        return *fault;
+    }
+    if (!good_port(context, port_num) || gid_index >= gid_count || flags != 0 || entry_size == 0) {
+        return EINVAL;
+    }
+    ibv_gid_entry own;
+    fill_gid_entry(*find_context(context)->device, gid_index, &own);
+    copy_gid_entry(own, entry, entry_size);
+    return 0;
+}
+
+ssize_t _ibv_query_gid_table(ibv_context* context, ibv_gid_entry* entries, std::size_t max_entries, std::uint32_t flags,
+                             std::size_t entry_size) {
+    if (const auto fault = call("_ibv_query_gid_table")) {
+        return -*fault;
+    }
+    if (!good_port(context, 1) || flags != 0 || entry_size == 0 || max_entries < gid_count) {
+        return -EINVAL;
+    }
+    for (std::uint32_t index = 0; index < gid_count; ++index) {
+        ibv_gid_entry own;
+        fill_gid_entry(*find_context(context)->device, index, &own);
+        copy_gid_entry(own, reinterpret_cast<char*>(entries) + index * entry_size, entry_size);
+    }
+    return gid_count;
+}
+
+int ibv_query_pkey(ibv_context* context, std::uint8_t port_num, int index, __be16* pkey) {
+    if (const auto fault = call("ibv_query_pkey")) {
+        return fail_minus1(*fault);
+    }
+    if (!good_port(context, port_num) || index != 0) {
+        return fail_minus1(EINVAL);
+    }
+    *pkey = default_pkey;
+    return 0;
+}
+
+int ibv_get_pkey_index(ibv_context* context, std::uint8_t port_num, __be16 pkey) {
+    if (const auto fault = call("ibv_get_pkey_index")) {
+        return fail_minus1(*fault);
+    }
+    return good_port(context, port_num) && pkey == default_pkey ? 0 : fail_minus1(EINVAL);
+}
+
+// Not in the public header: pyverbs and the tools of rdma-core import it under the private version of their rdma-core.
+// The type is 0 for RoCE v1 (and InfiniBand) and 1 for RoCE v2, as sysfs has it.
+[[gnu::visibility("default")]] int gdrkit_query_gid_type(ibv_context* context, std::uint8_t port_num,
+                                                         unsigned int index, int* type) {
+    if (const auto fault = call("ibv_query_gid_type")) {
+        return fail_minus1(*fault);
+    }
+    if (!good_port(context, port_num) || index >= gid_count) {
+        return fail_minus1(EINVAL);
+    }
+    *type = gid_type_at(index) == IBV_GID_TYPE_ROCE_V2 ? 1 : 0;
+    return 0;
+}
+
+#define GDRKIT_PRIVATE_VERSION(number, marks)                                                                          \
+    [[gnu::alias("gdrkit_query_gid_type"), gnu::visibility("default")]] int gdrkit_query_gid_type_##number(            \
+        ibv_context*, std::uint8_t, unsigned int, int*);                                                               \
+    __asm__(".symver gdrkit_query_gid_type_" #number ", ibv_query_gid_type" marks "IBVERBS_PRIVATE_" #number)
+
+GDRKIT_PRIVATE_VERSION(34, "@@");
+GDRKIT_PRIVATE_VERSION(57, "@");
+GDRKIT_PRIVATE_VERSION(59, "@");
+GDRKIT_PRIVATE_VERSION(64, "@");
+GDRKIT_PRIVATE_VERSION(65, "@");
+
+} // extern "C"

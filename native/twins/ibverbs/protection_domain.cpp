@@ -1,0 +1,46 @@
+#include "ibverbs/protection_domain.hpp"
+
+#include "ibverbs/handle.hpp"
+#include "ibverbs/session.hpp"
+
+using namespace gdrkit::twin::verbs;
+
+extern "C" {
+
+ibv_pd* ibv_alloc_pd(ibv_context* abi) {
+    if (const auto fault = call("ibv_alloc_pd")) {
+        return fail_null(*fault);
+    }
+    Context* const context = find_context(abi);
+    if (!alive("ibv_context", context)) {
+        return fail_null(EINVAL);
+    }
+    auto* const domain = new ProtectionDomain;
+    domain->abi.context = abi;
+    domain->abi.handle = next_handle();
+    domain->context = context;
+    ++context->children;
+    enter("ibv_pd", domain);
+    return &domain->abi;
+}
+
+int ibv_dealloc_pd(ibv_pd* pd) {
+    if (const auto fault = call("ibv_dealloc_pd")) {
+        return *fault;
+    }
+    ProtectionDomain* const domain = find_domain(pd);
+    if (!alive("ibv_pd", domain)) {
+        return EINVAL;
+    }
+    if (domain->children != 0) {
+        return EBUSY;
+    }
+    Context* const context = domain->context;
+    if (!retire("ibv_pd", domain)) {
+        return EINVAL;
+    }
+    --context->children;
+    return 0;
+}
+
+} // extern "C"

@@ -1,0 +1,181 @@
+#include "ibverbs/queue_pair.hpp"
+
+#include <signal.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <system_error>
+
+#include "model/config.hpp"
+
+namespace gdrkit::twin::verbs {
+namespace {
+
+ibv_wc_opcode completion_opcode(ibv_wr_opcode opcode) {
+    switch (opcode) {
+    case IBV_WR_RDMA_WRITE:
+    case IBV_WR_RDMA_WRITE_WITH_IMM:
+        return IBV_WC_RDMA_WRITE;
+    case IBV_WR_RDMA_READ:
+        return IBV_WC_RDMA_READ;
+    case IBV_WR_ATOMIC_CMP_AND_SWP:
+        return IBV_WC_COMP_SWAP;
+    case IBV_WR_ATOMIC_FETCH_AND_ADD:
+        return IBV_WC_FETCH_ADD;
+    default:
+        return IBV_WC_SEND;
+    }
+}
+
+void shut(const Fd& socket) {
+    if (socket) {
+        shutdown(socket.get(), SHUT_RDWR);
+    }
+}
+
+} // namespace
+
+std::thread start_quiet_thread(std::function<void()> function) {
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    std::thread thread;
+    try {
+        thread = std::thread(std::move(function));
+    } catch (...) {
+        pthread_sigmask(SIG_SETMASK, &before, nullptr);
+        throw;
+    }
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    return thread;
+}
+
+QueuePair::QueuePair(ibv_qp* abi, ProtectionDomain* domain, std::shared_ptr<CompletionQueue> send_queue,
+                     std::shared_ptr<CompletionQueue> receive_queue, const ibv_qp_init_attr& init)
+    : abi_(abi), domain_(domain), context_(domain->context), send_queue_(std::move(send_queue)),
+      receive_queue_(std::move(receive_queue)), init_(init) {
+    attr_.path_mig_state = IBV_MIG_MIGRATED;
+    attr_.cap = init.cap;
+}
+
+QueuePair::~QueuePair() {
+    close();
+}
+
+int QueuePair::open() {
+    bounce_ = Bounce::make();
+    if (bounce_ == nullptr) {
+        return errno;
+    }
+    int listener = -EADDRINUSE;
+    while (listener == -EADDRINUSE) {
+        // 0 and 1 are the special queue pairs of a port, the last number is the multicast one.
+        number_ = 2 + static_cast<std::uint32_t>(random_u64() % (0xfffffe - 2));
+        listener = listen_on(wire::name_of(context_->device->gid, number_));
+    }
+    if (listener < 0) {
+        return -listener;
+    }
+    listener_ = Fd(listener);
+    try {
+        requester_ = start_quiet_thread([this] { run_requester(); });
+        acceptor_ = start_quiet_thread([this] { run_acceptor(); });
+    } catch (const std::system_error& error) {
+        close();
+        return error.code().value();
+    }
+    return 0;
+}
+
+void QueuePair::close() {
+    {
+        Lock lock(mutex_);
+        closing_ = true;
+        shut(peer_);
+        shut(listener_);
+        cut_connections(lock, nullptr);
+        changed_.notify_all();
+    }
+    if (acceptor_.joinable()) {
+        acceptor_.join();
+    }
+    if (requester_.joinable()) {
+        requester_.join();
+    }
+    // Nobody adds connections any more.
+    for (Connection& connection : connections_) {
+        connection.thread.join();
+    }
+    connections_.clear();
+    peer_.reset();
+    listener_.reset();
+    send_queue_->drop(number_);
+    receive_queue_->drop(number_);
+}
+
+void QueuePair::cut_connections(const Lock&, const Connection* sparing) {
+    for (Connection& connection : connections_) {
+        if (&connection != sparing) {
+            shut(connection.socket);
+        }
+    }
+}
+
+bool QueuePair::nobody_serves() const {
+    return std::none_of(connections_.begin(), connections_.end(),
+                        [](const Connection& connection) { return connection.serving; });
+}
+
+void QueuePair::enter_error(const Lock& lock, const Connection* sparing) {
+    if (state_ == IBV_QPS_RESET) {
+        return;
+    }
+    state_ = IBV_QPS_ERR;
+    shut(peer_);
+    cut_connections(lock, sparing);
+    changed_.notify_all();
+}
+
+void QueuePair::fail(const Lock& lock, ibv_event_type event, const Connection* sparing) {
+    if (state_ != IBV_QPS_ERR && state_ != IBV_QPS_RESET) {
+        enter_error(lock, sparing);
+        context_->raise(abi_, event, async_events);
+    }
+}
+
+void QueuePair::push(const Lock& lock, CompletionQueue* queue, const Completion& completion) {
+    if (!queue->push(completion)) {
+        fail(lock, IBV_EVENT_QP_FATAL, nullptr);
+    }
+}
+
+void QueuePair::complete_send(const Lock& lock, const SendWork& work, ibv_wc_status status) {
+    if (status == IBV_WC_SUCCESS && !work.signaled) {
+        ++silent_;
+        return;
+    }
+    Completion completion;
+    completion.wc.wr_id = work.wr_id;
+    completion.wc.status = status;
+    completion.wc.opcode = completion_opcode(work.opcode);
+    completion.wc.byte_len = static_cast<std::uint32_t>(work.length_bytes);
+    completion.wc.qp_num = number_;
+    completion.slots = send_slots_;
+    completion.freed = 1 + silent_;
+    silent_ = 0;
+    push(lock, send_queue_.get(), completion);
+}
+
+void QueuePair::complete_receive(const Lock& lock, const ReceiveWork& work, ibv_wc wc, bool solicited) {
+    Completion completion;
+    completion.wc = wc;
+    completion.wc.wr_id = work.wr_id;
+    completion.wc.qp_num = number_;
+    completion.wc.src_qp = attr_.dest_qp_num;
+    completion.solicited = solicited;
+    completion.slots = receive_slots_;
+    completion.freed = 1;
+    push(lock, receive_queue_.get(), completion);
+}
+
+} // namespace gdrkit::twin::verbs

@@ -1,0 +1,173 @@
+#include <unistd.h>
+
+#include "ibverbs/cuda_bridge.hpp"
+#include "ibverbs/handle.hpp"
+#include "ibverbs/region.hpp"
+#include "ibverbs/session.hpp"
+#include "model/config.hpp"
+#include "model/dmabuf.hpp"
+
+namespace gdrkit::twin::verbs {
+namespace {
+
+constexpr unsigned access_remote_writing = IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_ATOMIC;
+constexpr unsigned access_writing = access_remote_writing | IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_MW_BIND;
+constexpr unsigned access_known = access_writing | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_ZERO_BASED |
+                                  IBV_ACCESS_ON_DEMAND | IBV_ACCESS_HUGETLB | IBV_ACCESS_OPTIONAL_RANGE;
+constexpr unsigned access_dmabuf =
+    access_remote_writing | IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_RELAXED_ORDERING;
+
+bool same_page_offset(std::uint64_t left, std::uint64_t right) {
+    const auto mask = static_cast<std::uint64_t>(sysconf(_SC_PAGESIZE)) - 1;
+    return (left & mask) == (right & mask);
+}
+
+bool overflows(std::uint64_t begin, std::uint64_t length) {
+    return begin + length < begin;
+}
+
+bool lacks_local_write(unsigned access) {
+    return (access & access_remote_writing) != 0 && (access & IBV_ACCESS_LOCAL_WRITE) == 0;
+}
+
+ibv_mr* enter_region(ibv_pd* pd, void* address, std::uint64_t length, std::uint64_t iova, unsigned access,
+                     std::unique_ptr<Memory> memory) {
+    ProtectionDomain* const domain = find_domain(pd);
+    auto* const handle = new RegionHandle;
+    handle->model = std::make_shared<Region>(domain, iova, length, access, std::move(memory));
+    enter_keys(handle->model);
+    ibv_mr& abi = handle->abi;
+    abi.context = pd->context;
+    abi.pd = pd;
+    abi.addr = address;
+    abi.length = length;
+    abi.handle = next_handle();
+    abi.lkey = handle->model->lkey;
+    abi.rkey = handle->model->rkey;
+    ++domain->children;
+    enter("ibv_mr", handle);
+    return &abi;
+}
+
+int make_memory(void* address, std::uint64_t length, bool writable, std::unique_ptr<Memory>* memory) {
+    const CudaDriver* const driver = CudaDriver::loaded();
+    const auto device_address = reinterpret_cast<std::uint64_t>(address);
+    if (driver == nullptr || !driver->is_device_memory(device_address)) {
+        return make_host_memory(address, length, writable, memory);
+    }
+    // Without a peer memory module the kernel finds no pages at a device address.
+    if (!config().peermem || make_cuda_memory(device_address, length, memory) != 0) {
+        return EFAULT;
+    }
+    return 0;
+}
+
+ibv_mr* register_memory(ibv_pd* pd, void* address, std::size_t length, std::uint64_t iova, unsigned access) {
+    const auto begin = reinterpret_cast<std::uint64_t>(address);
+    if (!alive("ibv_pd", pd) || !same_page_offset(begin, iova) || (access & ~access_known) != 0 ||
+        lacks_local_write(access) || (access & IBV_ACCESS_ON_DEMAND) != 0 || length == 0 || overflows(begin, length) ||
+        overflows(iova, length)) {
+        return fail_null(EINVAL);
+    }
+    if ((access & IBV_ACCESS_ZERO_BASED) != 0) {
+        return fail_null(EOPNOTSUPP);
+    }
+    std::unique_ptr<Memory> memory;
+    if (const int error = make_memory(address, length, (access & access_writing) != 0, &memory); error != 0) {
+        return fail_null(error);
+    }
+    return enter_region(pd, address, length, iova, access, std::move(memory));
+}
+
+// The checks and their order are those of the kernel.
+int make_dmabuf_memory(std::uint64_t offset, std::uint64_t length, std::uint64_t iova, int fd, unsigned access,
+                       std::unique_ptr<Memory>* memory) {
+    if (!same_page_offset(offset, iova) || (access & ~access_dmabuf) != 0 || lacks_local_write(access) ||
+        overflows(offset, length)) {
+        return EINVAL;
+    }
+    DmabufOrigin origin{};
+    std::uint64_t size = 0;
+    if (const int error = identify_dmabuf(fd, &origin, &size); error != 0) {
+        return -error;
+    }
+    if (size < offset + length || length == 0 || overflows(iova, length)) {
+        return EINVAL;
+    }
+    // The CPU cannot map a real GPU's dma-buf; its memory is reached by the address that the iova says.
+    return origin == DmabufOrigin::twin ? make_mapped_dmabuf(fd, offset, length, memory)
+                                        : make_cuda_memory(iova, length, memory);
+}
+
+} // namespace
+} // namespace gdrkit::twin::verbs
+
+using namespace gdrkit::twin::verbs;
+
+extern "C" {
+
+ibv_mr* ibv_reg_mr(ibv_pd* pd, void* addr, std::size_t length, int access) {
+    if (const auto fault = call("ibv_reg_mr")) {
+        return fail_null(*fault);
+    }
+    return register_memory(pd, addr, length, reinterpret_cast<std::uint64_t>(addr), static_cast<unsigned>(access));
+}
+
+ibv_mr* ibv_reg_mr_iova(ibv_pd* pd, void* addr, std::size_t length, std::uint64_t iova, int access) {
+    if (const auto fault = call("ibv_reg_mr_iova")) {
+        return fail_null(*fault);
+    }
+    return register_memory(pd, addr, length, iova, static_cast<unsigned>(access));
+}
+
+ibv_mr* ibv_reg_mr_iova2(ibv_pd* pd, void* addr, std::size_t length, std::uint64_t iova, unsigned int access) {
+    if (const auto fault = call("ibv_reg_mr_iova2")) {
+        return fail_null(*fault);
+    }
+    // The header turns ibv_reg_mr into this function when the access is no constant, as in pyverbs. A plan names what
+    // the client wrote.
+    if (iova == reinterpret_cast<std::uint64_t>(addr)) {
+        if (const auto fault = call("ibv_reg_mr")) {
+            return fail_null(*fault);
+        }
+    }
+    return register_memory(pd, addr, length, iova, access);
+}
+
+ibv_mr* ibv_reg_dmabuf_mr(ibv_pd* pd, std::uint64_t offset, std::size_t length, std::uint64_t iova, int fd,
+                          int access) {
+    if (const auto fault = call("ibv_reg_dmabuf_mr")) {
+        return fail_null(*fault);
+    }
+    if (!alive("ibv_pd", pd)) {
+        return fail_null(EINVAL);
+    }
+    const auto flags = static_cast<unsigned>(access);
+    std::unique_ptr<Memory> memory;
+    if (const int error = make_dmabuf_memory(offset, length, iova, fd, flags, &memory); error != 0) {
+        return fail_null(error);
+    }
+    // The library reports the offset as the address, whatever the iova is.
+    return enter_region(pd, reinterpret_cast<void*>(offset), length, iova, flags, std::move(memory));
+}
+
+int ibv_dereg_mr(ibv_mr* mr) {
+    if (const auto fault = call("ibv_dereg_mr")) {
+        return *fault;
+    }
+    RegionHandle* const handle = find_region(mr);
+    if (!alive("ibv_mr", handle)) {
+        return EINVAL;
+    }
+    const std::shared_ptr<Region> region = handle->model;
+    if (!retire("ibv_mr", handle)) {
+        return EINVAL;
+    }
+    handle->model.reset();
+    remove_keys(*region);
+    region->revoke();
+    --region->domain->children;
+    return 0;
+}
+
+} // extern "C"

@@ -1,0 +1,49 @@
+#include "ibverbs/wire.hpp"
+
+#include <cstdio>
+
+#include "ibverbs/device.hpp"
+
+namespace gdrkit::twin::verbs::wire {
+
+std::string name_of(const ibv_gid& gid, std::uint32_t qp_num) {
+    char digits[3];
+    std::string name = "qp.";
+    for (const std::uint8_t byte : gid.raw) {
+        std::snprintf(digits, sizeof digits, "%02x", byte);
+        name += digits;
+    }
+    char number[16];
+    std::snprintf(number, sizeof number, ".%06x", qp_num & 0xffffffU);
+    return name + number;
+}
+
+bool well_formed(const Hello& hello) {
+    return hello.magic == magic && hello.version == version && hello.source_qpn <= 0xffffff &&
+           hello.destination_qpn <= 0xffffff && hello.psn <= 0xffffff;
+}
+
+bool well_formed(const Request& request) {
+    if (request.magic != magic || request.reserved != 0 || request.opcode > Opcode::fetch_and_add ||
+        (request.flags & ~(flag_immediate | flag_solicited)) != 0) {
+        return false;
+    }
+    if (request.opcode == Opcode::compare_and_swap || request.opcode == Opcode::fetch_and_add) {
+        return request.message_bytes == 8 && request.chunk_bytes == 8 && request.chunk_offset_bytes == 0 &&
+               (request.flags & flag_immediate) == 0;
+    }
+    const bool fits = request.chunk_bytes <= chunk_bytes_most && request.message_bytes <= message_bytes_most &&
+                      request.chunk_offset_bytes <= request.message_bytes &&
+                      request.chunk_bytes <= request.message_bytes - request.chunk_offset_bytes;
+    // Only a message without bytes has a chunk without bytes; it is then the only one.
+    return fits && (request.chunk_bytes > 0 || request.message_bytes == 0) &&
+           (request.opcode != Opcode::read || (request.flags & flag_immediate) == 0);
+}
+
+bool well_formed(const Response& response, const Request& request) {
+    const bool wants_payload = request.opcode == Opcode::read && response.answer == Answer::done;
+    return response.magic == magic && response.answer <= Answer::operation_failed && response.rnr_timer < 32 &&
+           response.payload_bytes == (wants_payload ? request.chunk_bytes : 0);
+}
+
+} // namespace gdrkit::twin::verbs::wire
