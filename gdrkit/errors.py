@@ -1,9 +1,10 @@
 """The one exception tree.
 
-Level 0. A class says whose fault it was: :class:`ApiError` a real API said no, :class:`UsageError` the caller did, :class:`ClosedResource`
-the caller used something after closing it, :class:`BrokenResource` the other side is gone, :class:`DataMismatch` bytes differ,
-:class:`SetupMissing` something is not installed. Codes stay numbers: ``status`` is what the API returned, ``errno`` is set only
-when that is one. Tests compare :class:`Reason` members, never message text.
+Level 0. A class says whose fault it was: :class:`ApiError` a real API said no, :class:`UsageError` the caller did,
+:class:`ClosedResource` the caller used something after closing it, :class:`BrokenResource` the other side is gone,
+:class:`DataMismatch` bytes differ, :class:`SetupMissing` something is not installed. Codes stay numbers: ``status`` is
+what the API returned, ``errno`` is set only when that is one. Tests compare :class:`Reason` members, never message
+text.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Payloads in which every byte depends on its position and on a seed.
 
-Level 1. A payload of one repeated byte cannot show a shifted, swapped or half-written transfer. Here the bytes at ``offset_bytes`` of the stream of a seed
-are always the same, so any part can be made and checked without the rest. The stream is SHAKE-128 of seed and block number, which
-the standard library makes at several hundred MB/s; numpy is not needed.
+Level 1. A payload of one repeated byte cannot show a shifted, swapped or half-written transfer. Here the bytes at
+``offset_bytes`` of the stream of a seed are always the same, so any part can be made and checked without the rest. The
+stream is SHAKE-128 of seed and block number, which the standard library makes at several hundred MB/s; numpy is not
+needed.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ def payload(length_bytes: int, *, seed: int, offset_bytes: int = 0) -> bytes:
 
 
 def find_mismatch(expected: bytes | bytearray | memoryview, actual: bytes | bytearray | memoryview) -> int | None:
-    """Offset of the first byte that differs, None when all are equal; a length that differs counts from the shorter one's end."""
+    """Offset of the first byte that differs, None when all are equal; a length that differs counts from the shorter
+    one's end.
+    """
     common = min(len(expected), len(actual))
     low, high = 0, common
     left, right = memoryview(expected), memoryview(actual)

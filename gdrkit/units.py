@@ -1,7 +1,7 @@
 """Sizes, pages and how to print them.
 
-Level 0. "GPU page" is two things and never said bare: CUDA's RDMA page of 64 KiB, and the host page by which dma-buf ranges are
-exported and registered.
+Level 0. "GPU page" is two things and never said bare: CUDA's RDMA page of 64 KiB, and the host page by which dma-buf
+ranges are exported and registered.
 """
 
 from __future__ import annotations

@@ -34,7 +34,14 @@ def test_a_wrong_key_is_refused(device: Device, nic: Nic, peer: Peer, seed: int,
 
 
 @pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize(("begin", "length_bytes"), [(-1, 16), (LENGTH_BYTES - 15, 16), (0, LENGTH_BYTES + 1)])
+@pytest.mark.parametrize(
+    ("begin", "length_bytes"),
+    [
+        pytest.param(-1, 16, id="from-the-byte-before"),
+        pytest.param(LENGTH_BYTES - 15, 16, id="to-the-byte-behind"),
+        pytest.param(0, LENGTH_BYTES + 1, id="one-byte-too-long"),
+    ],
+)
 def test_one_byte_out_of_bounds_is_refused(
     device: Device, nic: Nic, peer: Peer, seed: int, route: RegistrationRoute, begin: int, length_bytes: int
 ) -> None:
@@ -82,7 +89,9 @@ def test_what_the_queue_pair_does_not_allow_no_region_allows(nic: Nic, peer: Pee
 @needs(verbs_needs.nic())
 def test_after_an_error_what_follows_is_flushed(nic: Nic, peer: Peer, seed: int) -> None:
     data = bytearray(4 * KIB)
-    with nic.register_host(data) as region, joined(nic, peer) as theirs:
+    with nic.completion_queue() as queue, nic.queue_pair(queue) as ours, nic.register_host(data) as region:
+        theirs = peer.queue_pair()
+        theirs.join(ours)
         buffer = peer.buffer(4 * KIB, seed=seed)
         wrong = replace(region.remote(), rkey=region.rkey ^ 0x0100_0001)
         theirs.post_write(buffer, wrong, work_id=1)

@@ -12,6 +12,7 @@ import pytest
 from support.reach import ROUTES, SIZES, joined, reachable
 
 from gdrkit import pattern
+from gdrkit.units import KIB
 from gdrkit.verbs import Status
 
 if TYPE_CHECKING:
@@ -67,3 +68,21 @@ def test_remote_read_returns_device_memory(
         # The peer compares what arrived, byte by byte, with the stream of the seed.
         theirs.read(remote, seed=seed).completion.expect(Status.SUCCESS)
     evidence.route(device=device, nic=nic, way=route)
+
+
+def test_every_nic_reaches_every_device(
+    devices: tuple[Device, ...],
+    nics: tuple[Nic, ...],
+    peer: Peer,
+    evidence: Evidence,
+    seed: int,
+    route: RegistrationRoute,
+) -> None:
+    for device in devices:
+        for nic in nics:
+            with reachable(device, nic, route) as (memory, registration), joined(nic, peer) as theirs:
+                remote = registration.remote(nic, offset_bytes=77, length_bytes=64 * KIB)
+                theirs.write(remote, seed=seed).expect(Status.SUCCESS)
+                pattern.check(memory.read(offset_bytes=77, length_bytes=64 * KIB), seed=seed)
+                theirs.read(remote, seed=seed).completion.expect(Status.SUCCESS)
+            evidence.route(device=device, nic=nic, way=route)

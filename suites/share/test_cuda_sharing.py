@@ -82,6 +82,7 @@ def test_vmm_descriptors_show_two_processes_the_same_memory(device: Device, peer
 
 
 @DMABUF
+@needs(cuda_needs.ipc)
 def test_a_peer_registers_a_dmabuf_that_it_got_as_a_descriptor(device: Device, nic: Nic, peer: Peer, seed: int) -> None:
     """The path of a storage agent: the owner exports, another process registers, a third party writes."""
     with (
@@ -91,8 +92,10 @@ def test_a_peer_registers_a_dmabuf_that_it_got_as_a_descriptor(device: Device, n
         nic.queue_pair(queue) as ours,
         nic.register_host(bytearray(pattern.payload(64 * KIB, seed=seed))) as source,
     ):
+        # The import gives the agent an address of its own; what it registers is the owner's dma-buf.
+        imported = peer.device().open_ipc(cuda.export_handle(memory), length_bytes=256 * KIB)
         region = peer.nic.register_dmabuf(
-            dmabuf.fd, offset_bytes=dmabuf.offset_bytes, length_bytes=dmabuf.length_bytes, address=dmabuf.address
+            dmabuf.fd, offset_bytes=dmabuf.offset_bytes, length_bytes=dmabuf.length_bytes, address=imported.address
         )
         theirs = peer.queue_pair()
         theirs.join(ours)
@@ -100,3 +103,4 @@ def test_a_peer_registers_a_dmabuf_that_it_got_as_a_descriptor(device: Device, n
         ours.wait(10_000).expect(Status.SUCCESS)
         pattern.check(memory.read(offset_bytes=77, length_bytes=64 * KIB), seed=seed)
         region.close()
+        imported.close()

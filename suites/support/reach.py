@@ -65,6 +65,7 @@ def joined(nic: Nic, peer: Peer, **options: int) -> Iterator[PeerQueuePair]:
     ``QueuePair.connect``.
     """
     with nic.completion_queue(depth=16) as queue, nic.queue_pair(queue) as ours:
-        theirs = peer.queue_pair()
+        # By the same NIC, which reaches itself on any fabric; two NICs of a host may be on rails that never meet.
+        theirs = peer.open_nic(nic.name, port=nic.port.number, gid_index=nic.gid_index).queue_pair()
         theirs.join(ours, **options)
         yield theirs

@@ -1,0 +1,13 @@
+"""``python -m gdrkit``.
+
+Level 7.
+"""
+
+from __future__ import annotations
+
+from gdrkit.cli import main
+
+__all__: list[str] = []
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,268 @@
+# ruff: noqa: FBT001, PLR0917 - click calls commands by the names of their options.
+"""The command line.
+
+Level 7. Every error is one clear line: API, operation, status, errno, what to do; its kind decides the exit code.
+GDRKIT_TRACEBACK=1 shows where it came from.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+import click
+
+import gdrkit
+from gdrkit.errors import ApiError, GdrkitError, SetupMissing, UsageError
+from gdrkit.qualify.outcome import ExitCode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+__all__ = ["main"]
+
+_NOT_FOUND, _NOT_EXECUTABLE = 127, 126
+_CODES = "\n".join(f"  {int(code)} {code.meaning}" for code in ExitCode)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+def cli() -> None:
+    r"""Qualify this machine for direct transfers between GPU memory, RDMA NICs and storage.
+
+    \b
+    gdrkit qualify                        what can this machine really do directly? writes a report
+    gdrkit run --software -- COMMAND      run any program on software twins of libibverbs and libcuda
+    gdrkit facts                          what is in this machine, and what do its APIs answer?
+
+    A command that cannot do what it was asked says so in one line, with the API, the operation, the errno and what to
+    do.
+    """
+
+
+@cli.command(
+    epilog=f"\b\nExit codes:\n{_CODES}\n\n`gdrkit qualify && admit_node` never admits a machine without a GPU."
+)
+@click.option(
+    "--software", is_flag=True, help="Run every API on its software twin: qualifies the code, not this machine."
+)
+@click.option(
+    "--profile",
+    metavar="NAME",
+    help="The profile of this machine (hardware/profiles). Default: the one that fits best.",
+)
+@click.option(
+    "--output",
+    "--out",
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="DIR",
+    help="The folder of the report. Default: a new one below reports/runs, or gdrkit-report outside of a checkout.",
+)
+@click.option(
+    "--seed",
+    type=click.IntRange(0, 2**63 - 1),
+    metavar="N",
+    help="Of payloads, keys and delays: repeats a run. Default: drawn.",
+)
+@click.option("-k", "select", metavar="EXPRESSION", help="Run only cases whose names match, as with pytest -k.")
+@click.option(
+    "--suites",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    metavar="DIR",
+    help="Run the cases of another folder that are marked `qualify`.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON; progress goes to standard error.")
+def qualify(
+    software: bool,
+    profile: str | None,
+    output: Path | None,
+    seed: int | None,
+    select: str | None,
+    suites: Path | None,
+    as_json: bool,
+) -> int:
+    """Find out what this machine does directly, and write the report.
+
+    Probes the host, plans which cases fit, runs them between real processes, and writes records.jsonl, junit.xml,
+    summary.md and index.html.
+
+    An API whose hardware is here runs on it; one whose hardware is missing runs on its software twin, and then nothing
+    is claimed about the machine.
+    """
+    from gdrkit.qualify import Options
+    from gdrkit.qualify import qualify as run_qualification
+    from gdrkit.qualify.progress import progress_for
+    from gdrkit.report.routes import route_statuses
+
+    command = shlex.join(["gdrkit", *sys.argv[1:]])
+    options = Options(
+        software=software, profile=profile, output=output, seed=seed, select=select, suites=suites, command=command
+    )
+    progress = progress_for(sys.stderr if as_json else sys.stdout)
+    run, folder = run_qualification(options, progress)
+    if as_json:
+        from gdrkit.plain import to_plain
+
+        _, facts, records = folder.read()
+        routes = [
+            {"name": status.name, "state": status.state.value, "cause": status.cause}
+            for status in route_statuses(facts, records)
+        ]
+        click.echo(json.dumps({"run": to_plain(run), "routes": routes, "folder": str(folder.path)}, indent=2))
+        return run.exit_code
+    progress.say(run.verdict)
+    for line in (*run.causes, *(f"To do: {line}" for line in run.to_do)):
+        click.echo(f"  {line}")
+    click.echo(f"Report: {folder.index}")
+    return run.exit_code
+
+
+@cli.command(
+    name="run",
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+    epilog=(
+        "\b\nExit codes: that of COMMAND; 127 it is not found; 126 it cannot be executed;\n"
+        "2 wrong usage (also a malformed fault plan); 3 the twins are not installed."
+    ),
+)
+@click.option("--software", is_flag=True, help="Put the software twins beneath COMMAND.")
+@click.option("--apis", metavar="LIST", help="Which APIs, e.g. verbs or verbs,cuda. Default: all that have a twin.")
+@click.option(
+    "--faults",
+    type=click.Path(path_type=Path),
+    metavar="PLAN",
+    help="A fault plan: which call of which function fails, and how.",
+)
+@click.option(
+    "--seed",
+    type=click.IntRange(0, 2**64 - 1),
+    metavar="N",
+    help="Of keys, queue-pair numbers and delays. Default: drawn.",
+)
+@click.argument("command", nargs=-1, required=True)
+def run_command(
+    software: bool, apis: str | None, faults: Path | None, seed: int | None, command: tuple[str, ...]
+) -> NoReturn:
+    r"""Run any program on the software twins: gdrkit run --software -- COMMAND.
+
+    The program is not changed and does not know: the dynamic loader finds the twins by LD_LIBRARY_PATH. gdrkit becomes
+    the program, so signals and the exit code are its own.
+
+    \b
+    A fault plan begins with the line "gdrkit-faults 1" and has one rule a line:
+      ibv_reg_dmabuf_mr  call=2    errno=EOPNOTSUPP
+      cuMemAlloc_v2      call=1-3  status=2
+      wc.rdma_write      call=*    status=12
+    """
+    from gdrkit import host, launch
+
+    if not software:
+        message = "gdrkit run without --software would run the command as it is"
+        raise UsageError(message, what_to_do="add --software, or run the command itself")
+    chosen = launch.TWINNED if apis is None else launch.parse_apis(apis)
+    started = launch.Launch(software=chosen, seed=seed, faults=faults)
+    overridden = launch.overridden_hardware(started, host.HostTree())
+    if overridden:
+        click.echo(f"gdrkit: {overridden}", err=True)
+    launch.execute(started, command)
+
+
+@cli.command()
+@click.option("--json", "as_json", is_flag=True, help="Print all facts as JSON.")
+@click.option("--no-apis", is_flag=True, help="Read files only; ask neither CUDA nor verbs.")
+def facts(as_json: bool, no_apis: bool) -> int:
+    """Say what is in this machine, and what its APIs answer.
+
+    Reads sysfs, procfs and the loader's cache, for which no driver is needed, then asks CUDA, verbs and registration in
+    child processes.
+    """
+    from gdrkit.inventory import probe
+    from gdrkit.report.describe import describe_facts
+
+    found = probe(ask_apis=not no_apis)
+    click.echo(found.to_json() if as_json else describe_facts(found), nl=not as_json)
+    return 0
+
+
+@cli.command()
+@click.option("--software", is_flag=True, help="As for qualify.")
+@click.option("--profile", metavar="NAME", help="As for qualify.")
+@click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
+def plan(software: bool, profile: str | None, as_json: bool) -> int:
+    """Say what would run on this machine, and why the rest would not."""
+    from gdrkit.qualify import Options, plan_only
+    from gdrkit.qualify.progress import LineProgress
+
+    found = plan_only(Options(software=software, profile=profile), LineProgress(sys.stderr))
+    if as_json:
+        click.echo(json.dumps(found, indent=2))
+        return 0
+    from gdrkit.report.describe import describe_plan
+
+    click.echo(describe_plan(found))
+    return 0
+
+
+@cli.command()
+@click.argument("folder", type=click.Path(path_type=Path, exists=True, file_okay=False))
+def report(folder: Path) -> int:
+    """Render junit.xml, summary.md and index.html of a run again, from its records."""
+    from gdrkit.report import RunFolder
+    from gdrkit.report.render import render
+
+    render(RunFolder(folder))
+    click.echo(f"Report: {RunFolder(folder).index}")
+    return 0
+
+
+@cli.command()
+def version() -> int:
+    """Print the version of gdrkit, and its commit in a checkout."""
+    from gdrkit.house import house
+
+    commit = house().commit()
+    click.echo(f"gdrkit {gdrkit.__version__}" + (f" ({commit})" if commit else ""))
+    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run a command and end the process with its exit code."""
+    sys.exit(
+        _guarded(
+            lambda: cli.main(
+                args=None if arguments is None else list(arguments), prog_name="gdrkit", standalone_mode=False
+            )
+        )
+    )
+
+
+def _guarded(command: Callable[[], object]) -> int:
+    try:
+        code = command()
+    except click.exceptions.Abort:
+        click.echo("gdrkit: interrupted", err=True)
+        return 130
+    except click.ClickException as error:
+        error.show()
+        return int(ExitCode.WRONG_USAGE)
+    except GdrkitError as error:
+        if os.environ.get("GDRKIT_TRACEBACK") == "1":
+            raise
+        click.echo(f"gdrkit: {error}", err=True)
+        return _code_of(error)
+    return code if isinstance(code, int) else 0
+
+
+def _code_of(error: GdrkitError) -> int:
+    if isinstance(error, SetupMissing):
+        return int(ExitCode.SETUP_MISSING)
+    if isinstance(error, ApiError) and error.operation == "execvp":
+        # As a shell has it.
+        return _NOT_FOUND if error.errno == errno.ENOENT else _NOT_EXECUTABLE
+    if isinstance(error, UsageError) or (isinstance(error, ApiError) and error.operation == "read fault plan"):
+        return int(ExitCode.WRONG_USAGE)
+    return int(ExitCode.FAILED)

@@ -1,0 +1,113 @@
+"""What a case keeps for the reader of its record.
+
+Level 7.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Protocol
+
+from gdrkit import plain
+from gdrkit.errors import UsageError
+from gdrkit.report import CaseReason, ClaimedRoute
+
+if TYPE_CHECKING:
+    import enum
+
+__all__ = ["Evidence"]
+
+_UNITS = frozenset(
+    [
+        "bytes",
+        "kib",
+        "mib",
+        "gib",
+        "count",
+        "ns",
+        "us",
+        "ms",
+        "s",
+        "percent",
+        "ratio",
+        "per_s",
+        "bytes_per_s",
+        "gb_per_s",
+        "gib_per_s",
+        "gbit_per_s",
+        "mhz",
+    ]
+)
+_STATISTIC = re.compile(r"_(p\d+|min|max|mean|median)$")
+
+
+class _Device(Protocol):
+    @property
+    def index(self) -> int: ...
+
+
+class _Nic(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+class Evidence:
+    """The evidence of one case; the fixture ``evidence``.
+
+    ``evidence["key"] = value`` keeps anything that has a JSON form.
+    """
+
+    def __init__(self) -> None:
+        self.kept: dict[str, object] = {}
+        self.numbers: dict[str, float] = {}
+        self.routes: list[ClaimedRoute] = []
+        self.missing: list[CaseReason] = []
+
+    def __setitem__(self, key: str, value: object) -> None:
+        self.kept[key] = plain.to_plain(value)
+
+    def __getitem__(self, key: str) -> object:
+        return self.kept[key]
+
+    def number(self, name: str, value: float) -> None:
+        """Keep a measurement.
+
+        Parameters
+        ----------
+        name : str
+            With the unit at its end, before a statistic if there is one: ``write_us``, ``latency_ns_p50``,
+            ``rate_gb_per_s``.
+        value : float
+            In that unit.
+
+        Raises
+        ------
+        UsageError
+            The name has no unit.
+        """
+        bare = _STATISTIC.sub("", name)
+        if not any(bare.endswith(f"_{unit}") for unit in _UNITS):
+            message = f"number {name!r} has no unit at its end"
+            raise UsageError(message, what_to_do="end the name with one of " + ", ".join(sorted(_UNITS)))
+        self.numbers[name] = float(value)
+
+    def unproven(self, missing: str) -> None:
+        """Say what was not shown although the bytes are right; the verdict becomes ``unproven``."""
+        self.missing.append(CaseReason(text=missing))
+
+    def route(self, *, device: _Device | int, nic: _Nic | str, way: enum.Enum | str) -> None:
+        """Say which route the bytes of this case took; it counts only if the case passes."""
+        self.routes.append(_route(device, nic, way, None))
+
+    def fell_back(self, cause: str, *, device: _Device | int, nic: _Nic | str, way: enum.Enum | str) -> None:
+        """Say that this route was asked for and the bytes took another one, and why."""
+        self.routes.append(_route(device, nic, way, cause))
+
+
+def _route(device: _Device | int, nic: _Nic | str, way: enum.Enum | str, cause: str | None) -> ClaimedRoute:
+    return ClaimedRoute(
+        device_index=device if isinstance(device, int) else device.index,
+        nic=nic if isinstance(nic, str) else nic.name,
+        way=way if isinstance(way, str) else str(way.value),
+        fell_back=cause,
+    )

@@ -1,0 +1,195 @@
+"""The fixtures of the harness: facts, NICs, devices, peers, seed, evidence.
+
+Level 7. What opens something closes it after the case, so that the harness can see whether the case left something
+behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+import pytest
+
+from gdrkit.errors import UsageError
+from gdrkit.harness.case import CASE, Case
+from gdrkit.harness.peer import Peer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from gdrkit.cuda import Device
+    from gdrkit.harness.evidence import Evidence
+    from gdrkit.inventory import Facts
+    from gdrkit.verbs import Nic
+
+__all__ = ["POOL", "PeerPool", "device", "devices", "evidence", "facts", "nic", "nics", "peer", "peers", "seed"]
+
+
+class PeerPool:
+    """Long-lived peers, handed out to cases and closed between them.
+
+    A peer costs an interpreter and the imports of pyverbs, so a healthy one serves case after case.
+    """
+
+    def __init__(self) -> None:
+        self._idle: list[Peer] = []
+        self._used: list[Peer] = []
+        self._count = 0
+
+    def start(self) -> None:
+        """Start one peer without waiting for it, before the first case and whatever that opens."""
+        self._idle.append(self._new())
+
+    def take(self) -> Peer:
+        """An idle peer, or a new one."""
+        while self._idle:
+            peer = self._idle.pop()
+            if peer.alive:
+                self._used.append(peer)
+                return peer
+            peer.close()
+        peer = self._new()
+        self._used.append(peer)
+        return peer
+
+    def give_back(self, peer: Peer, case: Case) -> None:
+        """Have it close what the case made; one that ended during the case is let go.
+
+        Raises
+        ------
+        GdrkitError
+            It could not, or something is still open there.
+        """
+        self._used.remove(peer)
+        if not peer.alive:
+            peer.close()
+            return
+        try:
+            case.peers.append((peer.name, peer.reset()))
+        except BaseException:
+            peer.close()
+            raise
+        self._idle.append(peer)
+
+    def descriptors(self) -> frozenset[int]:
+        """The descriptors of this process that belong to peers."""
+        return frozenset().union(*(peer.descriptors() for peer in (*self._idle, *self._used)))
+
+    def close(self) -> None:
+        """End them all."""
+        for peer in (*self._idle, *self._used):
+            peer.close()
+        self._idle, self._used = [], []
+
+    def _new(self) -> Peer:
+        name = f"peer{self._count}"
+        self._count += 1
+        return Peer(name)
+
+
+POOL: pytest.StashKey[PeerPool] = pytest.StashKey()
+
+
+@pytest.fixture(scope="session")
+def facts(request: pytest.FixtureRequest) -> Facts:
+    """The facts about this machine, on the substrate of this run."""
+    from gdrkit.harness.plugin import SESSION
+
+    return request.config.stash[SESSION].facts
+
+
+@pytest.fixture
+def seed(request: pytest.FixtureRequest) -> int:
+    """The seed of this case: another for each, the same in each run with the same ``--seed``."""
+    from gdrkit.harness.plugin import SESSION
+
+    return request.config.stash[SESSION].case_seed(request.node.nodeid)
+
+
+@pytest.fixture
+def evidence(request: pytest.FixtureRequest) -> Evidence:
+    """What the case keeps for the reader of its record."""
+    return _case(request).evidence
+
+
+@pytest.fixture
+def nic(request: pytest.FixtureRequest) -> Iterator[Nic]:
+    """The first NIC with an active port, open."""
+    with _opened_nics(request, count_max=1) as found:
+        yield found[0]
+
+
+@pytest.fixture
+def nics(request: pytest.FixtureRequest) -> Iterator[tuple[Nic, ...]]:
+    """Every NIC with an active port, open."""
+    with _opened_nics(request, count_max=None) as found:
+        yield found
+
+
+@pytest.fixture
+def device(request: pytest.FixtureRequest) -> Iterator[Device]:
+    """The first CUDA device."""
+    _require(request, "cuda")
+    from gdrkit import cuda
+
+    with cuda.Device(0) as found:
+        yield found
+
+
+@pytest.fixture
+def devices(request: pytest.FixtureRequest) -> Iterator[tuple[Device, ...]]:
+    """Every CUDA device."""
+    _require(request, "cuda")
+    from gdrkit import cuda
+
+    with contextlib.ExitStack() as stack:
+        yield tuple(stack.enter_context(cuda.Device(index)) for index in range(cuda.device_count()))
+
+
+@pytest.fixture
+def peers(request: pytest.FixtureRequest) -> Iterator[Callable[[], Peer]]:
+    """Gives another process with each call."""
+    pool, case = request.config.stash[POOL], _case(request)
+    taken: list[Peer] = []
+
+    def take() -> Peer:
+        taken.append(pool.take())
+        return taken[-1]
+
+    yield take
+    with contextlib.ExitStack() as stack:
+        for peer in taken:
+            stack.callback(pool.give_back, peer, case)
+
+
+@pytest.fixture
+def peer(peers: Callable[[], Peer]) -> Peer:
+    """Another process."""
+    return peers()
+
+
+@contextlib.contextmanager
+def _opened_nics(request: pytest.FixtureRequest, *, count_max: int | None) -> Iterator[tuple[Nic, ...]]:
+    _require(request, "verbs")
+    from gdrkit import verbs
+
+    case = _case(request)
+    with contextlib.ExitStack() as stack:
+        found = []
+        for info in [info for info in verbs.list_nics() if info.active][:count_max]:
+            port = next(port.number for port in info.ports if port.active)
+            found.append(stack.enter_context(verbs.Nic.open(info.name, port=port)))
+            case.nics.append(info.name)
+        yield tuple(found)
+
+
+def _require(request: pytest.FixtureRequest, api: str) -> None:
+    if not any(need.name.startswith(f"{api}.") for need in _case(request).needs):
+        message = f"{request.node.nodeid} uses {request.fixturename} and declares no need of {api}"
+        raise UsageError(message, what_to_do=f"put @needs({api}.{'nic' if api == 'verbs' else 'device'}()) before it")
+
+
+def _case(request: pytest.FixtureRequest) -> Case:
+    case: Case = request.node.stash[CASE]
+    return case

@@ -1,0 +1,45 @@
+"""What a case needs, declared before its body::
+
+    from gdrkit.harness.needs import cuda, needs, verbs
+
+    @needs(verbs.nic(), verbs.dmabuf_region, cuda.device(), cuda.dmabuf_export)
+    def test_a_remote_write_lands(device, nic, peer): ...
+
+Level 7. A need is a frozen object that looks at facts; the sentence of its reason follows from what it saw, so no case
+writes one. All needs of a case are looked at, and every one that is not met is reported.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from gdrkit.harness.needs import cuda, host, verbs
+from gdrkit.harness.needs.base import Need, software
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["MARK", "Need", "cuda", "declared", "host", "needs", "software", "verbs"]
+
+MARK = "needs"
+
+
+def needs(*wanted: Need) -> pytest.MarkDecorator:
+    """Declare the needs of a case, a class of cases or (as ``pytestmark``) a file."""
+    for need in wanted:
+        if not isinstance(need, Need):
+            message = f"{need!r} is no need; needs that take a number are called, e.g. verbs.nic(count_min=2)"
+            raise TypeError(message)
+    return pytest.mark.needs(*wanted)
+
+
+def declared(item: pytest.Item) -> tuple[Need, ...]:
+    """The needs of a case, those of its file first, each once."""
+    return tuple(dict.fromkeys(_declared(item)))
+
+
+def _declared(item: pytest.Item) -> Iterator[Need]:
+    for mark in reversed(list(item.iter_markers(MARK))):
+        yield from mark.args

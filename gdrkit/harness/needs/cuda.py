@@ -1,0 +1,66 @@
+"""Needs about CUDA devices.
+
+Level 7. Flags are asked of the driver for each device; a need about them wants every device to have them, since a case
+takes any.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from gdrkit.harness.needs.base import Need, silent
+
+if TYPE_CHECKING:
+    from gdrkit.inventory import Facts
+
+__all__ = ["device", "dmabuf_export", "ipc", "vmm"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Device:
+    count_min: int
+
+    @property
+    def name(self) -> str:
+        return f"cuda.device(count_min={self.count_min})"
+
+    def check(self, facts: Facts) -> str | None:
+        if facts.cuda is None:
+            return silent("cuda", facts.cuda_failure)
+        found = len(facts.cuda.devices)
+        return None if found >= self.count_min else f"{self.count_min} CUDA devices needed, {found} found"
+
+
+@dataclass(frozen=True, slots=True)
+class _Flags:
+    short_name: str
+    attributes: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return f"cuda.{self.short_name}"
+
+    def check(self, facts: Facts) -> str | None:
+        if facts.cuda is None:
+            return silent("cuda", facts.cuda_failure)
+        if not facts.cuda.devices:
+            return "no CUDA device"
+        missing = [
+            f"device {found.index} has no {attribute}"
+            for found in facts.cuda.devices
+            for attribute in self.attributes
+            if not found.has(attribute)
+        ]
+        return "; ".join(missing) or None
+
+
+def device(*, count_min: int = 1) -> Need:
+    """At least `count_min` CUDA devices."""
+    return _Device(count_min)
+
+
+dmabuf_export: Need = _Flags("dmabuf_export", ("DMA_BUF_SUPPORTED",))
+# Every device with unified addressing has legacy IPC on Linux; there is no flag of its own.
+ipc: Need = _Flags("ipc", ("UNIFIED_ADDRESSING",))
+vmm: Need = _Flags("vmm", ("VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED", "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED"))

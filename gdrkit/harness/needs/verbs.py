@@ -1,0 +1,74 @@
+"""Needs about RDMA.
+
+Level 7. The names are those that suites read: ``verbs.nic()``, ``verbs.dmabuf_region``, ``verbs.peer_memory``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from gdrkit.harness.needs.base import Need, silent
+
+if TYPE_CHECKING:
+    from gdrkit.inventory import Facts
+
+__all__ = ["dmabuf_region", "nic", "peer_memory"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Nic:
+    count_min: int
+
+    @property
+    def name(self) -> str:
+        return f"verbs.nic(count_min={self.count_min})"
+
+    def check(self, facts: Facts) -> str | None:
+        if facts.verbs is None:
+            return silent("verbs", facts.verbs_failure)
+        active = sum(bool(device.active_ports) for device in facts.verbs.nics)
+        if active >= self.count_min:
+            return None
+        return f"{self.count_min} NICs with an active port needed, {active} of {len(facts.verbs.nics)} have one"
+
+
+@dataclass(frozen=True, slots=True)
+class _DmabufRegion:
+    @property
+    def name(self) -> str:
+        return "verbs.dmabuf_region"
+
+    def check(self, facts: Facts) -> str | None:
+        if facts.verbs is None:
+            return silent("verbs", facts.verbs_failure)
+        active = [device for device in facts.verbs.nics if device.active_ports]
+        without = [device.name for device in active if not device.dmabuf]
+        if without:
+            return f"no dma-buf regions on {', '.join(without)}"
+        return None if active else "no NIC with an active port"
+
+
+@dataclass(frozen=True, slots=True)
+class _PeerMemory:
+    @property
+    def name(self) -> str:
+        return "verbs.peer_memory"
+
+    def check(self, facts: Facts) -> str | None:
+        if facts.verbs is None:
+            return silent("verbs", facts.verbs_failure)
+        if facts.routes_failure is not None:
+            return silent("registration", facts.routes_failure)
+        if any(route.possible for route in facts.routes if route.way == "peer_memory"):
+            return None
+        return "no NIC registers device memory by its address"
+
+
+def nic(*, count_min: int = 1) -> Need:
+    """At least `count_min` NICs with an active port."""
+    return _Nic(count_min)
+
+
+dmabuf_region: Need = _DmabufRegion()
+peer_memory: Need = _PeerMemory()

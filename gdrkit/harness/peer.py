@@ -1,0 +1,251 @@
+"""The other process of a case, as the case sees it.
+
+Level 7. A peer is spawned (never forked), says when it is ready, and answers one request at a time, each with a time
+limit. A peer that dies or does not answer gives :class:`BrokenResource`; nothing ever waits for it without a limit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from typing import TYPE_CHECKING, Any, Self
+
+from gdrkit.errors import BrokenResource, LeakDetected, Reason
+from gdrkit.harness.peer_handles import PeerBuffer, PeerDevice, PeerNic, PeerQueuePair
+from gdrkit.harness.wire import Channel, error_from_plain
+from gdrkit.plain import from_plain
+from gdrkit.witness import LoadedLibrary
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from types import TracebackType
+
+__all__ = ["Peer"]
+
+_READY_TIMEOUT_S = 60.0
+_REQUEST_TIMEOUT_S = 30.0
+_END_TIMEOUT_S = 10.0
+_SHOWN_BYTES = 2000
+
+
+class Peer:
+    """A spawned process that acts on request.
+
+    Parameters
+    ----------
+    name : str
+        By which errors and records call it.
+    environment : mapping or None
+        Its environment; that of this process when None.
+    """
+
+    def __init__(self, name: str = "peer", *, environment: Mapping[str, str] | None = None) -> None:
+        self.name = name
+        self._requests = 0
+        self._is_ready = False
+        self._nic: PeerNic | None = None
+        # What it prints would come in the middle of other cases; it is shown when the peer breaks.
+        self._printed = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the peer.
+        ours, theirs = socket.socketpair()
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "gdrkit.harness.peer_process", str(theirs.fileno())],
+                env=None if environment is None else dict(environment),
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=self._printed,
+                stderr=subprocess.STDOUT,
+            )
+        except BaseException:
+            ours.close()
+            self._printed.close()
+            raise
+        finally:
+            theirs.close()
+        self._channel = Channel(ours)
+
+    @property
+    def process_id(self) -> int:
+        """Of the kernel."""
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process still runs."""
+        return self._process.poll() is None
+
+    @property
+    def exit_code(self) -> int | None:
+        """As :mod:`subprocess` has it (minus the signal when one ended it); None while it runs."""
+        return self._process.poll()
+
+    @property
+    def nic(self) -> PeerNic:
+        """Its first active NIC, opened at the first use."""
+        if self._nic is None:
+            self._nic = self.open_nic()
+        return self._nic
+
+    def open_nic(self, name: str | None = None, *, port: int | None = None, gid_index: int | None = None) -> PeerNic:
+        """Open a NIC there; the first with an active port when no name is given."""
+        made = self.request("verbs.open_nic", name=name, port=port, gid_index=gid_index)
+        return PeerNic(self, made)
+
+    def queue_pair(self, **limits: int) -> PeerQueuePair:
+        """A queue pair on its first active NIC; see :meth:`PeerNic.queue_pair`."""
+        return self.nic.queue_pair(**limits)
+
+    def buffer(self, length_bytes: int, *, seed: int | None = None) -> PeerBuffer:
+        """Registered host memory on its first active NIC; see :meth:`PeerNic.buffer`."""
+        return self.nic.buffer(length_bytes, seed=seed)
+
+    def device(self, index: int = 0) -> PeerDevice:
+        """A CUDA device there; opens CUDA in the peer."""
+        return PeerDevice(self, self.request("cuda.device", index=index))
+
+    def libraries(self) -> tuple[LoadedLibrary, ...]:
+        """The API libraries that the process has mapped."""
+        return from_plain(tuple[LoadedLibrary, ...], self.request("libraries"))
+
+    def modules(self) -> frozenset[str]:
+        """The top-level Python modules that it has imported."""
+        return frozenset(self.request("modules"))
+
+    def exit(self, status: int = 0) -> None:
+        """Have it end at once without any clean-up (``os._exit``), and wait for that."""
+        self._ensure_ready()
+        self._requests += 1
+        arguments = {"status": status}
+        self._channel.send({"id": self._requests, "op": "exit", "arguments": arguments, "descriptors": 0})
+        self._process.wait(_END_TIMEOUT_S)
+
+    def kill(self) -> None:
+        """End it with SIGKILL and wait for that; what it had opened is closed by the kernel alone."""
+        self._process.kill()
+        self._process.wait(_END_TIMEOUT_S)
+
+    def stop(self) -> None:
+        """SIGSTOP: it lives and answers nothing; :meth:`resume` ends that."""
+        self._process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """SIGCONT."""
+        self._process.send_signal(signal.SIGCONT)
+
+    def reset(self) -> tuple[LoadedLibrary, ...]:
+        """Close everything that it made, last first; gives the API libraries that it has mapped.
+
+        Raises
+        ------
+        LeakDetected
+            Something is still open there.
+        BrokenResource
+            It is gone or does not answer.
+        """
+        self._nic = None
+        answer = self.request("reset")
+        if answer["leaked"]:
+            raise LeakDetected({f"{self.name}: {kind}": count for kind, count in answer["leaked"].items()})
+        return from_plain(tuple[LoadedLibrary, ...], answer["libraries"])
+
+    def close(self) -> None:
+        """Have it end by closing the socket, or by force after 10 s; a second close does nothing."""
+        if self._printed.closed:
+            return
+        self._channel.close()
+        try:
+            self._process.wait(_END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self.kill()
+        self._printed.close()
+
+    def descriptors(self) -> frozenset[int]:
+        """The descriptors of this process that belong to the peer."""
+        if self._printed.closed:
+            return frozenset()
+        return frozenset((self._channel.fileno(), self._printed.fileno()))
+
+    def request(
+        self,
+        operation: str,
+        *,
+        descriptors: Sequence[int] = (),
+        request_timeout_s: float = _REQUEST_TIMEOUT_S,
+        **arguments: Any,  # noqa: ANN401 - whatever the operation takes.
+    ) -> Any:  # noqa: ANN401 - whatever the operation answers.
+        """Have it do something, and wait for the answer.
+
+        Raises
+        ------
+        GdrkitError
+            What the operation raised there, with a note that names the peer.
+        BrokenResource
+            ``PEER_GONE``: it ended. ``TIMEOUT``: no answer in time; it is killed then, since nobody knows what it still
+            does.
+        """
+        self._ensure_ready()
+        self._requests += 1
+        message = {"id": self._requests, "op": operation, "arguments": arguments, "descriptors": len(descriptors)}
+        try:
+            self._channel.send(message, descriptors=tuple(descriptors))
+        except (BrokenPipeError, ConnectionResetError) as error:
+            raise self._gone(operation) from error
+        answer = self._receive(operation, request_timeout_s)
+        if answer["id"] != self._requests:
+            self.kill()
+            what = f"answered request {answer['id']} instead of {self._requests}"
+            raise self._broken_by(what, Reason.MALFORMED)
+        if "error" in answer:
+            error_there = error_from_plain(answer["error"])
+            error_there.add_note(f"raised in {self.name} (process {self.process_id}) by {operation}")
+            raise error_there
+        return answer["result"]
+
+    def _ensure_ready(self) -> None:
+        if not self._is_ready:
+            # Not at the start: several peers may start at once, and the case goes on meanwhile.
+            self._receive("start", _READY_TIMEOUT_S)
+            self._is_ready = True
+
+    def _receive(self, operation: str, timeout_s: float) -> dict[str, Any]:
+        try:
+            answer = self._channel.receive(timeout_s=timeout_s)
+        except TimeoutError as error:
+            self.kill()
+            what = f"gave no answer to {operation} within {timeout_s:g} s"
+            raise self._broken_by(what, Reason.TIMEOUT) from error
+        if answer is None:
+            raise self._gone(operation)
+        return answer
+
+    def _gone(self, operation: str) -> BrokenResource:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_TIMEOUT_S)
+        code = self._process.poll()
+        how = "closed its socket" if code is None else f"ended with {code}"
+        if code is not None and code < 0:
+            how = f"was ended by {signal.Signals(-code).name}"
+        return self._broken_by(f"{how} during {operation}", Reason.PEER_GONE)
+
+    def _broken_by(self, what: str, reason: Reason) -> BrokenResource:
+        self._printed.seek(0)
+        printed = self._printed.read()[-_SHOWN_BYTES:].decode("utf-8", "backslashreplace").strip()
+        error = BrokenResource(f"{self.name} (process {self.process_id}) {what}", reason=reason)
+        if printed:
+            error.add_note(f"it printed: {printed}")
+        return error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Peer({self.name}, process {self.process_id})"

@@ -1,0 +1,71 @@
+"""The CUDA operations of a peer process.
+
+Level 7.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Any
+
+from gdrkit import cuda, pattern
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from gdrkit.harness.peer_process import Objects
+
+__all__ = ["operations"]
+
+
+def operations(objects: Objects) -> dict[str, Callable[..., Any]]:
+    """The operations on the objects of this process, by name."""
+    server = _Cuda(objects)
+    names = "device allocate open_ipc export_ipc import_vmm contents check write"
+    return {name: getattr(server, name) for name in names.split()}
+
+
+class _Cuda:
+    def __init__(self, objects: Objects) -> None:
+        self._objects = objects
+
+    def device(self, index: int) -> dict[str, Any]:
+        device = cuda.Device(index)
+        return {"handle": self._objects.add(device), "name": device.name}
+
+    def allocate(self, device: int, length_bytes: int) -> dict[str, Any]:
+        return self._memory_made(self._device(device).allocate(length_bytes))
+
+    def open_ipc(self, device: int, handle: str, length_bytes: int | None) -> dict[str, Any]:
+        opened = cuda.open_handle(self._device(device), bytes.fromhex(handle), length_bytes=length_bytes)
+        return self._memory_made(opened)
+
+    def export_ipc(self, memory: int) -> str:
+        return cuda.export_handle(self._memory(memory)).hex()
+
+    def import_vmm(self, device: int, chunk_bytes: int, descriptors: list[int]) -> dict[str, Any]:
+        imported = cuda.VmmMemory.import_shareable(self._device(device), descriptors, chunk_bytes=chunk_bytes)
+        return self._memory_made(imported)
+
+    def contents(self, memory: int, offset_bytes: int, length_bytes: int) -> str:
+        return self._memory(memory).read(offset_bytes=offset_bytes, length_bytes=length_bytes).hex()
+
+    def check(self, memory: int, *, seed: int, offset_bytes: int, length_bytes: int, stream_offset_bytes: int) -> str:
+        data = self._memory(memory).read(offset_bytes=offset_bytes, length_bytes=length_bytes)
+        pattern.check(data, seed=seed, offset_bytes=stream_offset_bytes)
+        return hashlib.sha256(data).hexdigest()
+
+    def write(self, memory: int, *, seed: int, offset_bytes: int, length_bytes: int, stream_offset_bytes: int) -> None:
+        data = pattern.payload(length_bytes, seed=seed, offset_bytes=stream_offset_bytes)
+        self._memory(memory).write(data, offset_bytes=offset_bytes)
+
+    def _memory_made(self, memory: cuda.CudaMemory) -> dict[str, Any]:
+        return {"handle": self._objects.add(memory), "address": memory.address, "length_bytes": memory.length_bytes}
+
+    def _device(self, number: int) -> cuda.Device:
+        device: cuda.Device = self._objects.get(number, cuda.Device)
+        return device
+
+    def _memory(self, number: int) -> cuda.CudaMemory:
+        memory: cuda.CudaMemory = self._objects.get(number, cuda.CudaMemory)
+        return memory

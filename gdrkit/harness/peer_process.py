@@ -1,0 +1,158 @@
+"""The other process of a case: ``python -m gdrkit.harness.peer_process DESCRIPTOR``.
+
+Level 7. Started anew (never forked), it says that it is ready, then serves requests until its socket closes. It opens
+an API only when a request needs one, so a peer that was asked for RDMA alone has no CUDA in it. Everything it makes is
+a numbered handle; ``reset`` closes all, last made first.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import traceback
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from gdrkit import handles, witness
+from gdrkit.errors import GdrkitError, UsageError
+from gdrkit.harness.leaks import Snapshot, grown, ledger_handles
+from gdrkit.harness.wire import Channel, error_to_plain
+from gdrkit.inventory.facts import notable
+from gdrkit.plain import to_plain
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["Objects", "main", "serve"]
+
+_EXIT_BROKEN = 70  # EX_SOFTWARE of sysexits.h
+
+
+class Objects:
+    """What this process has made for its case, by number."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, Any] = {}
+        self._next = 1
+
+    def add(self, made: object) -> int:
+        """Keep it; its number is never used again."""
+        number, self._next = self._next, self._next + 1
+        self._made[number] = made
+        return number
+
+    def get(self, number: int, kind: type) -> Any:  # noqa: ANN401 - of the kind that was asked for.
+        """The object of this number.
+
+        Raises
+        ------
+        UsageError
+            There is none, or it is of another kind.
+        """
+        made = self._made.get(number)
+        if not isinstance(made, kind):
+            message = f"handle {number} is no {kind.__name__}"
+            raise UsageError(message)
+        return made
+
+    def close(self, number: int) -> None:
+        """Close one."""
+        self.get(number, object).close()
+        self._made.pop(number)
+
+    def close_all(self) -> None:
+        """Close all, last made first; the first failure is raised after all had their turn, the others are notes on
+        it.
+        """
+        first: GdrkitError | None = None
+        for number in sorted(self._made, reverse=True):
+            try:
+                self._made.pop(number).close()
+            except GdrkitError as error:
+                if first is None:
+                    first = error
+                else:
+                    first.add_note(f"then also: {error}")
+        if first is not None:
+            raise first
+
+
+def serve(channel: Channel) -> None:
+    """Answer requests until the other side closes the socket."""
+    server = _Server(channel)
+    channel.send({"ready": True, "process": os.getpid()})
+    while (request := channel.receive()) is not None:
+        answer: dict[str, Any] = {"id": request["id"]}
+        try:
+            answer["result"] = server.answer(request)
+        except GdrkitError as error:
+            answer["error"] = error_to_plain(error)
+        channel.send(answer)
+
+
+def main() -> NoReturn:
+    """Serve the socket whose descriptor is the only argument."""
+    channel = Channel(socket.socket(fileno=int(sys.argv[1])))
+    is_done = False
+    try:
+        serve(channel)
+        is_done = True
+    except BrokenPipeError:
+        is_done = True  # The case is gone; so are we.
+    finally:
+        if not is_done:
+            traceback.print_exc()
+        sys.stderr.flush()
+        # No end of the interpreter: its clean-up would touch, in no good order, what a case left open on purpose.
+        os._exit(0 if is_done else _EXIT_BROKEN)
+
+
+class _Server:
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._objects = Objects()
+        self._operations: dict[str, Callable[..., Any]] = {
+            "close": self._objects.close,
+            "exit": os._exit,
+            "libraries": lambda: to_plain(list(notable(witness.libraries()))),
+            "modules": lambda: sorted({name.partition(".")[0] for name in sys.modules}),
+            "reset": self._reset,
+        }
+        self._groups = {"verbs", "cuda"}
+
+    def answer(self, request: dict[str, Any]) -> Any:  # noqa: ANN401 - whatever the operation answers.
+        """Run one operation."""
+        operation, arguments = request["op"], request["arguments"]
+        group = operation.partition(".")[0]
+        if group in self._groups:
+            self._load(group)
+        if operation not in self._operations:
+            message = f"a peer has no operation {operation!r}"
+            raise UsageError(message)
+        descriptors = self._channel.take_descriptors(request["descriptors"])
+        if not descriptors:
+            return self._operations[operation](**arguments)
+        try:
+            return self._operations[operation](**arguments, descriptors=descriptors)
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+    def _load(self, group: str) -> None:
+        # Here and not at the top: what a peer was not asked for must not be in its process.
+        if group == "verbs":
+            from gdrkit.harness.peer_verbs import operations
+        else:
+            from gdrkit.harness.peer_cuda import operations
+        self._operations |= {f"{group}.{name}": call for name, call in operations(self._objects).items()}
+        self._groups.discard(group)
+
+    def _reset(self) -> dict[str, Any]:
+        self._objects.close_all()
+        nothing = Snapshot(descriptors={}, handles={}, ledgers={})
+        left = Snapshot(descriptors={}, handles=handles.live(), ledgers=ledger_handles())
+        return {"leaked": grown(nothing, left), "libraries": to_plain(list(notable(witness.libraries())))}
+
+
+if __name__ == "__main__":
+    main()

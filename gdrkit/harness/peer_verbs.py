@@ -1,0 +1,260 @@
+"""The RDMA operations of a peer process.
+
+Level 7.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from gdrkit import pattern, verbs
+from gdrkit.buffers import DmabufRange, check_range
+from gdrkit.errors import Reason, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from gdrkit.harness.peer_process import Objects
+
+__all__ = ["operations"]
+
+_DEFAULT_DEPTH = 256
+_OPERATIONS = (
+    "open_nic",
+    "buffer",
+    "dmabuf_region",
+    "fill",
+    "check",
+    "contents",
+    "queue_pair",
+    "connect",
+    "write",
+    "read",
+    "send",
+    "post_write",
+    "post_read",
+    "post_send",
+    "post_receive",
+    "wait",
+    "wait_received",
+    "state",
+)
+
+
+class _Pair:
+    """A queue pair with its completion queue."""
+
+    def __init__(self, nic: verbs.Nic, *, depth: int, limits: dict[str, Any]) -> None:
+        self.nic = nic
+        self.queue = nic.completion_queue(depth=depth)
+        try:
+            self.queue_pair = nic.queue_pair(self.queue, **limits)
+        except BaseException:
+            self.queue.close()
+            raise
+
+    def close(self) -> None:
+        self.queue_pair.close()
+        self.queue.close()
+
+
+class _Buffer:
+    """Registered host memory, filled with a stream."""
+
+    def __init__(self, nic: verbs.Nic, *, length_bytes: int, access: verbs.Access) -> None:
+        self.data = bytearray(length_bytes)
+        self.region = nic.register_host(self.data, access=access)
+
+    def fill(self, *, seed: int, offset_bytes: int, length_bytes: int, stream_offset_bytes: int) -> None:
+        check_range(offset_bytes=offset_bytes, length_bytes=length_bytes, size_bytes=len(self.data))
+        wanted = pattern.payload(length_bytes, seed=seed, offset_bytes=stream_offset_bytes)
+        # Through a view: the bytearray itself cannot be resized while it is registered, and a view never tries to.
+        memoryview(self.data)[offset_bytes : offset_bytes + length_bytes] = wanted
+
+    def close(self) -> None:
+        self.region.close()
+
+
+def operations(objects: Objects) -> dict[str, Callable[..., Any]]:
+    """The operations on the objects of this process, by name."""
+    server = _Verbs(objects)
+    return {name: getattr(server, name) for name in _OPERATIONS}
+
+
+class _Verbs:
+    def __init__(self, objects: Objects) -> None:
+        self._objects = objects
+
+    def open_nic(self, name: str | None, port: int | None, gid_index: int | None) -> dict[str, Any]:
+        known = [info for info in verbs.list_nics() if info.active]
+        chosen = next((info for info in known if name in (None, info.name)), None)
+        if chosen is None:
+            message = f"no active NIC {name!r}; there are {[info.name for info in known]}"
+            raise UsageError(message, reason=Reason.NO_DEVICE)
+        active = next(found.number for found in chosen.ports if found.active)
+        nic = verbs.Nic.open(chosen.name, port=active if port is None else port, gid_index=gid_index)
+        return {"handle": self._objects.add(nic), "name": nic.name, "gid": nic.gid}
+
+    def buffer(self, nic: int, length_bytes: int, access: int) -> dict[str, Any]:
+        buffer = _Buffer(self._nic(nic), length_bytes=length_bytes, access=verbs.Access(access))
+        return {"handle": self._objects.add(buffer), "remote": buffer.region.remote().to_dict()}
+
+    def dmabuf_region(
+        self, nic: int, *, offset_bytes: int, length_bytes: int, address: int, access: int, descriptors: list[int]
+    ) -> dict[str, Any]:
+        source = DmabufRange(descriptors[0], offset_bytes=offset_bytes, length_bytes=length_bytes, address=address)
+        try:
+            region = self._nic(nic).register_dmabuf(source, access=verbs.Access(access))
+        finally:
+            source.take()  # The caller closes what arrived.
+        return {"handle": self._objects.add(region), "remote": region.remote().to_dict()}
+
+    def fill(self, buffer: int, **where: int) -> None:
+        self._buffer(buffer).fill(**where)
+
+    def check(self, buffer: int, *, seed: int, offset_bytes: int, length_bytes: int, stream_offset_bytes: int) -> str:
+        data = self._part(buffer, offset_bytes, length_bytes)
+        pattern.check(data, seed=seed, offset_bytes=stream_offset_bytes)
+        return hashlib.sha256(data).hexdigest()
+
+    def contents(self, buffer: int, offset_bytes: int, length_bytes: int) -> str:
+        return self._part(buffer, offset_bytes, length_bytes).hex()
+
+    def queue_pair(self, nic: int, depth: int | None, limits: dict[str, int]) -> dict[str, Any]:
+        pair = _Pair(self._nic(nic), depth=depth or _DEFAULT_DEPTH, limits=limits)
+        return {"handle": self._objects.add(pair), "endpoint": pair.queue_pair.endpoint().to_dict()}
+
+    def connect(self, queue_pair: int, endpoint: dict[str, Any], options: dict[str, Any]) -> None:
+        self._pair(queue_pair).queue_pair.connect(verbs.Endpoint.from_dict(endpoint), **options)
+
+    def write(
+        self,
+        queue_pair: int,
+        remote: dict[str, Any],
+        *,
+        seed: int,
+        length_bytes: int,
+        local_offset_bytes: int,
+        stream_offset_bytes: int,
+        immediate: int | None,
+        timeout_ms: float,
+    ) -> dict[str, Any]:
+        pair = self._pair(queue_pair)
+        buffer = self._temporary(pair, local_offset_bytes + length_bytes)
+        try:
+            buffer.fill(
+                seed=seed,
+                offset_bytes=local_offset_bytes,
+                length_bytes=length_bytes,
+                stream_offset_bytes=stream_offset_bytes,
+            )
+            pair.queue_pair.post_write(
+                buffer.region,
+                verbs.RemoteRange.from_dict(remote),
+                work_id=0,
+                local_offset_bytes=local_offset_bytes,
+                length_bytes=length_bytes,
+                immediate=immediate,
+            )
+            return _plain(pair.queue_pair.wait(timeout_ms))
+        finally:
+            buffer.close()
+
+    def read(
+        self,
+        queue_pair: int,
+        remote: dict[str, Any],
+        *,
+        length_bytes: int,
+        local_offset_bytes: int,
+        seed: int | None,
+        stream_offset_bytes: int,
+        timeout_ms: float,
+    ) -> dict[str, Any]:
+        pair = self._pair(queue_pair)
+        buffer = self._temporary(pair, local_offset_bytes + length_bytes)
+        try:
+            pair.queue_pair.post_read(
+                buffer.region,
+                verbs.RemoteRange.from_dict(remote),
+                work_id=0,
+                local_offset_bytes=local_offset_bytes,
+                length_bytes=length_bytes,
+            )
+            completion = pair.queue_pair.wait(timeout_ms)
+            data = bytes(memoryview(buffer.data)[local_offset_bytes:])
+            if completion.status is verbs.Status.SUCCESS and seed is not None:
+                pattern.check(data, seed=seed, offset_bytes=stream_offset_bytes)
+            return {"completion": _plain(completion), "sha256": hashlib.sha256(data).hexdigest()}
+        finally:
+            buffer.close()
+
+    def send(
+        self,
+        queue_pair: int,
+        *,
+        seed: int,
+        length_bytes: int,
+        stream_offset_bytes: int,
+        immediate: int | None,
+        timeout_ms: float,
+    ) -> dict[str, Any]:
+        pair = self._pair(queue_pair)
+        buffer = self._temporary(pair, length_bytes)
+        try:
+            buffer.fill(seed=seed, offset_bytes=0, length_bytes=length_bytes, stream_offset_bytes=stream_offset_bytes)
+            pair.queue_pair.post_send(buffer.region, work_id=0, length_bytes=length_bytes, immediate=immediate)
+            return _plain(pair.queue_pair.wait(timeout_ms))
+        finally:
+            buffer.close()
+
+    def post_write(self, queue_pair: int, buffer: int, remote: dict[str, Any], options: dict[str, Any]) -> None:
+        region, where = self._buffer(buffer).region, verbs.RemoteRange.from_dict(remote)
+        self._pair(queue_pair).queue_pair.post_write(region, where, **options)
+
+    def post_read(self, queue_pair: int, buffer: int, remote: dict[str, Any], options: dict[str, Any]) -> None:
+        region, where = self._buffer(buffer).region, verbs.RemoteRange.from_dict(remote)
+        self._pair(queue_pair).queue_pair.post_read(region, where, **options)
+
+    def post_send(self, queue_pair: int, buffer: int, options: dict[str, Any]) -> None:
+        self._pair(queue_pair).queue_pair.post_send(self._buffer(buffer).region, **options)
+
+    def post_receive(self, queue_pair: int, buffer: int | None, options: dict[str, Any]) -> None:
+        target = () if buffer is None else self._buffer(buffer).region
+        self._pair(queue_pair).queue_pair.post_receive(target, **options)
+
+    def wait(self, queue_pair: int, timeout_ms: float) -> dict[str, Any]:
+        return _plain(self._pair(queue_pair).queue_pair.wait(timeout_ms))
+
+    def wait_received(self, queue_pair: int, timeout_ms: float) -> dict[str, Any]:
+        return _plain(self._pair(queue_pair).queue_pair.wait_received(timeout_ms))
+
+    def state(self, queue_pair: int) -> str:
+        return self._pair(queue_pair).queue_pair.state.name
+
+    def _temporary(self, pair: _Pair, length_bytes: int) -> _Buffer:
+        # A region has at least one byte, also where a request moves none.
+        return _Buffer(pair.nic, length_bytes=max(length_bytes, 1), access=verbs.Access.LOCAL_WRITE)
+
+    def _part(self, buffer: int, offset_bytes: int, length_bytes: int) -> bytes:
+        data = self._buffer(buffer).data
+        check_range(offset_bytes=offset_bytes, length_bytes=length_bytes, size_bytes=len(data))
+        return bytes(memoryview(data)[offset_bytes : offset_bytes + length_bytes])
+
+    def _nic(self, number: int) -> verbs.Nic:
+        nic: verbs.Nic = self._objects.get(number, verbs.Nic)
+        return nic
+
+    def _pair(self, number: int) -> _Pair:
+        pair: _Pair = self._objects.get(number, _Pair)
+        return pair
+
+    def _buffer(self, number: int) -> _Buffer:
+        buffer: _Buffer = self._objects.get(number, _Buffer)
+        return buffer
+
+
+def _plain(completion: verbs.Completion) -> dict[str, Any]:
+    return asdict(completion)

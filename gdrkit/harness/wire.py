@@ -1,0 +1,170 @@
+"""How a case and its peers talk: JSON lines and descriptors over a socket pair.
+
+Level 7. A request is ``{"id", "op", "arguments", "descriptors"}``, an answer ``{"id", "result"}`` or ``{"id",
+"error"}``. Errors of gdrkit keep their class and their fields on the way.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from typing import Any
+
+from gdrkit.errors import (
+    Api,
+    ApiError,
+    BrokenResource,
+    ClosedResource,
+    DataMismatch,
+    GdrkitError,
+    Reason,
+    RegistrationFailed,
+    SetupMissing,
+    Unsupported,
+    UsageError,
+)
+
+__all__ = ["Channel", "error_from_plain", "error_to_plain"]
+
+_PART_BYTES = 1 << 16
+_DESCRIPTORS_MAX = 16
+_API_ERRORS = {kind.__name__: kind for kind in (ApiError, Unsupported, SetupMissing)}
+_PLAIN_ERRORS = {kind.__name__: kind for kind in (BrokenResource, UsageError)}
+
+
+class Channel:
+    """One end of the socket pair; owns the socket and the descriptors that arrived and were not taken."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._socket = end
+        self._received = bytearray()
+        self._descriptors: list[int] = []
+
+    def fileno(self) -> int:
+        """Of the socket."""
+        return self._socket.fileno()
+
+    def send(self, message: dict[str, Any], *, descriptors: tuple[int, ...] = ()) -> None:
+        """Send one message; `descriptors` arrive as copies."""
+        data = json.dumps(message).encode() + b"\n"
+        sent = 0
+        if descriptors:
+            # They travel with the first byte; what one call does not take follows without them.
+            sent = socket.send_fds(self._socket, [data], list(descriptors))
+        self._socket.sendall(data[sent:])
+
+    def receive(self, *, timeout_s: float | None = None) -> dict[str, Any] | None:
+        """The next message; None when the other side is gone.
+
+        Raises
+        ------
+        TimeoutError
+            Nothing, or only a part of a message, came in time.
+        """
+        self._socket.settimeout(timeout_s)
+        while True:
+            line, end, rest = bytes(self._received).partition(b"\n")
+            if end:
+                self._received = bytearray(rest)
+                message = json.loads(line)
+                if not isinstance(message, dict):
+                    text = f"no message: {message!r}"
+                    raise UsageError(text, reason=Reason.MALFORMED)
+                return message
+            try:
+                data, descriptors, _flags, _address = socket.recv_fds(self._socket, _PART_BYTES, _DESCRIPTORS_MAX)
+            except ConnectionResetError:
+                return None
+            self._descriptors += descriptors
+            if not data:
+                return None
+            self._received += data
+
+    def take_descriptors(self, count: int) -> list[int]:
+        """The next `count` descriptors that arrived; the caller closes them."""
+        if count > len(self._descriptors):
+            message = f"{count} descriptors expected, {len(self._descriptors)} arrived"
+            raise UsageError(message, reason=Reason.MALFORMED)
+        taken, self._descriptors = self._descriptors[:count], self._descriptors[count:]
+        return taken
+
+    def close(self) -> None:
+        """Close the socket and what was not taken."""
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+        self._descriptors = []
+        self._socket.close()
+
+
+def error_to_plain(error: GdrkitError) -> dict[str, Any]:
+    """Everything that the error carries, as plain data."""
+    data: dict[str, Any] = {
+        "kind": type(error).__name__,
+        "message": error.message,
+        "reason": error.reason.value,
+        "what_to_do": error.what_to_do,
+        "notes": list(getattr(error, "__notes__", ())),
+    }
+    if isinstance(error, ApiError):
+        data |= {
+            "api": error.api.value,
+            "operation": error.operation,
+            "status": error.status,
+            "status_name": error.status_name,
+            "errno": error.errno,
+            "arguments": {key: _argument(value) for key, value in error.arguments.items()},
+            "detail": error.detail,
+        }
+    elif isinstance(error, DataMismatch):
+        data |= {
+            "first_offset_bytes": error.first_offset_bytes,
+            "expected": error.expected.hex(),
+            "actual": error.actual.hex(),
+            "length_bytes": error.length_bytes,
+        }
+    elif isinstance(error, RegistrationFailed):
+        data["causes"] = [error_to_plain(cause) for cause in error.causes]
+    return data
+
+
+def error_from_plain(data: dict[str, Any]) -> GdrkitError:
+    """The error again; of a class that is not known here, a plain :class:`GdrkitError` with the same text."""
+    error = _rebuilt(data)
+    for note in data["notes"]:
+        error.add_note(note)
+    return error
+
+
+def _rebuilt(data: dict[str, Any]) -> GdrkitError:
+    kind, reason = data["kind"], Reason(data["reason"])
+    if kind in _API_ERRORS:
+        return _API_ERRORS[kind](
+            api=Api(data["api"]),
+            operation=data["operation"],
+            status=data["status"],
+            status_name=data["status_name"],
+            errno=data["errno"],
+            arguments=data["arguments"],
+            reason=reason,
+            what_to_do=data["what_to_do"],
+            detail=data["detail"],
+        )
+    if kind == DataMismatch.__name__:
+        return DataMismatch(
+            first_offset_bytes=data["first_offset_bytes"],
+            expected=bytes.fromhex(data["expected"]),
+            actual=bytes.fromhex(data["actual"]),
+            length_bytes=data["length_bytes"],
+        )
+    if kind == RegistrationFailed.__name__:
+        causes = tuple(error_from_plain(cause) for cause in data["causes"])
+        first = data["message"].partition(": [1] ")[0]
+        return RegistrationFailed(first, causes=causes, reason=reason, what_to_do=data["what_to_do"])
+    if kind == ClosedResource.__name__:
+        return ClosedResource(data["message"].removesuffix(" is closed"))
+    return _PLAIN_ERRORS.get(kind, GdrkitError)(data["message"], reason=reason, what_to_do=data["what_to_do"])
+
+
+def _argument(value: object) -> object:
+    return value if value is None or isinstance(value, bool | int | float | str) else repr(value)

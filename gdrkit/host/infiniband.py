@@ -1,0 +1,121 @@
+"""RDMA devices as sysfs shows them.
+
+Level 2. These are the devices of the kernel. A library in front of libibverbs may show others, so what a program can
+open is asked of verbs itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from gdrkit.host.tree import HostTree
+
+__all__ = ["PortFacts", "RdmaDevice", "rdma_devices"]
+
+_DEVICES = "/sys/class/infiniband"
+
+
+@dataclass(frozen=True, slots=True)
+class PortFacts:
+    """One port of an RDMA device.
+
+    Attributes
+    ----------
+    number : int
+        As verbs counts it, from 1.
+    state, physical_state : str or None
+        The kernel's words without the number, e.g. ``ACTIVE`` and ``LinkUp``.
+    rate : str or None
+        E.g. ``400 Gb/sec (4X NDR)``.
+    link_layer : str or None
+        ``InfiniBand`` or ``Ethernet``.
+    """
+
+    number: int
+    state: str | None
+    physical_state: str | None
+    rate: str | None
+    link_layer: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class RdmaDevice:
+    """One device below /sys/class/infiniband.
+
+    Attributes
+    ----------
+    name : str
+        E.g. ``mlx5_0``.
+    driver : str or None
+        The driver of the device below; ``rxe`` or ``siw`` for those of the kernel that need none; None when it cannot
+        be told.
+    has_device : bool
+        Whether there is a device of a bus below; if not, the RDMA device is software of the kernel.
+    node_guid : str or None
+        E.g. ``b83f:d203:00a1:7c52``.
+    firmware : str or None
+        Version of its firmware.
+    pci_address : str or None
+        Its PCI function; None for a software device.
+    numa_node : int or None
+        The memory node next to it.
+    ports : tuple of PortFacts
+        By number.
+    """
+
+    name: str
+    driver: str | None
+    has_device: bool
+    node_guid: str | None
+    firmware: str | None
+    pci_address: str | None
+    numa_node: int | None
+    ports: tuple[PortFacts, ...]
+
+
+def rdma_devices(tree: HostTree) -> tuple[RdmaDevice, ...]:
+    """Every RDMA device of the kernel, by name."""
+    return tuple(_device(tree, name) for name in tree.names(_DEVICES))
+
+
+def _device(tree: HostTree, name: str) -> RdmaDevice:
+    folder = f"{_DEVICES}/{name}"
+    has_device = tree.exists(f"{folder}/device")
+    numbers = sorted(int(entry) for entry in tree.names(f"{folder}/ports") if entry.isdecimal())
+    numa_node = tree.number(f"{folder}/device/numa_node")
+    return RdmaDevice(
+        name=name,
+        driver=tree.link_name(f"{folder}/device/driver") if has_device else _software_driver(tree, folder),
+        has_device=has_device,
+        node_guid=tree.text(f"{folder}/node_guid"),
+        firmware=tree.text(f"{folder}/fw_ver"),
+        pci_address=tree.link_name(f"{folder}/device") if has_device else None,
+        numa_node=None if numa_node is None or numa_node < 0 else numa_node,
+        ports=tuple(_port(tree, f"{folder}/ports/{number}", number) for number in numbers),
+    )
+
+
+def _software_driver(tree: HostTree, folder: str) -> str | None:
+    # rxe and siw stand on a network interface and have no device below them; what they say of themselves is their node
+    # description.
+    description = tree.text(f"{folder}/node_desc") or ""
+    if description.startswith("rxe") or tree.exists(f"{folder}/parent"):
+        return "rxe"
+    return "siw" if description.startswith(("siw", "Software iWARP")) else None
+
+
+def _port(tree: HostTree, folder: str, number: int) -> PortFacts:
+    return PortFacts(
+        number=number,
+        state=_word(tree.text(f"{folder}/state")),
+        physical_state=_word(tree.text(f"{folder}/phys_state")),
+        rate=tree.text(f"{folder}/rate"),
+        link_layer=tree.text(f"{folder}/link_layer"),
+    )
+
+
+def _word(text: str | None) -> str | None:
+    # "4: ACTIVE": the number is the enum of the header, the word is what people say.
+    return None if text is None else text.partition(":")[2].strip() or text

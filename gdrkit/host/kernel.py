@@ -1,0 +1,88 @@
+"""The kernel: release, command line, modules, drivers.
+
+Level 2.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from gdrkit.host.tree import HostTree
+
+__all__ = ["KernelFacts", "kernel_facts", "nvidia_driver_version"]
+
+# Modules that decide whether device memory and NICs or storage meet directly.
+_MODULES = (
+    "efa",
+    "gdrdrv",
+    "habanalabs",
+    "ib_core",
+    "ib_uverbs",
+    "irdma",
+    "mlx5_ib",
+    "nv_peer_mem",
+    "nvidia",
+    "nvidia_fs",
+    "nvidia_peermem",
+    "nvidia_uvm",
+    "rdma_rxe",
+    "siw",
+)
+_IOMMU_WORDS = ("iommu", "intel_iommu", "amd_iommu", "pci=")
+
+
+@dataclass(frozen=True, slots=True)
+class KernelFacts:
+    """What the kernel says about itself.
+
+    Attributes
+    ----------
+    release : str or None
+        E.g. ``6.1.0-31-amd64``.
+    distribution : str or None
+        The name in /etc/os-release.
+    iommu_arguments : tuple of str
+        The words of its command line that decide about the IOMMU and PCI.
+    iommu_group_count : int
+        Groups that exist; 0 when no IOMMU translates.
+    modules : tuple of str
+        Those loaded (or built in, with parameters) that matter to direct transfers.
+    """
+
+    release: str | None
+    distribution: str | None
+    iommu_arguments: tuple[str, ...]
+    iommu_group_count: int
+    modules: tuple[str, ...]
+
+
+def kernel_facts(tree: HostTree) -> KernelFacts:
+    """Read them."""
+    words = (tree.text("/proc/cmdline") or "").split()
+    loaded = set(tree.names("/sys/module"))
+    return KernelFacts(
+        release=tree.text("/proc/sys/kernel/osrelease"),
+        distribution=_distribution(tree.text("/etc/os-release") or ""),
+        iommu_arguments=tuple(word for word in words if word.startswith(_IOMMU_WORDS)),
+        iommu_group_count=len(tree.names("/sys/kernel/iommu_groups")),
+        modules=tuple(name for name in _MODULES if name in loaded),
+    )
+
+
+def nvidia_driver_version(tree: HostTree) -> str | None:
+    """The version of the loaded NVIDIA kernel driver, e.g. ``580.159.04``; None when none is loaded."""
+    text = tree.text("/proc/driver/nvidia/version") or ""
+    line = next((line for line in text.splitlines() if line.startswith("NVRM version:")), "")
+    found = re.search(r"\b\d+\.\d+(?:\.\d+)?\b", line)
+    return found.group() if found else None
+
+
+def _distribution(text: str) -> str | None:
+    for line in text.splitlines():
+        name, _, value = line.partition("=")
+        if name == "PRETTY_NAME":
+            return value.strip().strip("\"'") or None
+    return None

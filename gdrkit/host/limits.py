@@ -1,0 +1,72 @@
+"""What this process may do: locked memory, open files, capabilities.
+
+Level 2.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from gdrkit.host.tree import HostTree
+
+__all__ = ["Limits", "process_limits"]
+
+# linux/capability.h; those that decide about pinning, raw devices and namespaces.
+_CAPABILITIES = {
+    12: "CAP_NET_ADMIN",
+    13: "CAP_NET_RAW",
+    14: "CAP_IPC_LOCK",
+    17: "CAP_SYS_RAWIO",
+    19: "CAP_SYS_PTRACE",
+    21: "CAP_SYS_ADMIN",
+    24: "CAP_SYS_RESOURCE",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Limits of one process.
+
+    Attributes
+    ----------
+    memlock_bytes : int or None
+        Soft RLIMIT_MEMLOCK; None when there is no limit. CAP_IPC_LOCK lifts it for verbs.
+    memlock_known : bool
+        Whether it could be read at all.
+    open_files : int or None
+        Soft RLIMIT_NOFILE.
+    capabilities : tuple of str
+        Effective ones, of those that matter here.
+    """
+
+    memlock_bytes: int | None
+    memlock_known: bool
+    open_files: int | None
+    capabilities: tuple[str, ...]
+
+
+def process_limits(tree: HostTree, *, process: str = "self") -> Limits:
+    """Read them of a process (its number, or ``self``)."""
+    text = tree.text(f"/proc/{process}/limits") or ""
+    memlock = _soft(text, "Max locked memory")
+    files = _soft(text, "Max open files")
+    return Limits(
+        memlock_bytes=int(memlock) if memlock is not None and memlock.isdecimal() else None,
+        memlock_known=memlock is not None,
+        open_files=int(files) if files is not None and files.isdecimal() else None,
+        capabilities=_capabilities(tree.text(f"/proc/{process}/status") or ""),
+    )
+
+
+def _soft(text: str, name: str) -> str | None:
+    found = re.search(rf"^{re.escape(name)}\s+(\d+|unlimited)\s", text, re.MULTILINE)
+    return found.group(1) if found else None
+
+
+def _capabilities(status: str) -> tuple[str, ...]:
+    found = re.search(r"^CapEff:\s*([0-9a-fA-F]+)\s*$", status, re.MULTILINE)
+    bits = int(found.group(1), 16) if found else 0
+    return tuple(name for bit, name in _CAPABILITIES.items() if bits >> bit & 1)

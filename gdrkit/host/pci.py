@@ -1,0 +1,86 @@
+"""PCI devices as sysfs shows them.
+
+Level 2. A GPU is seen here without any driver: by its vendor and its class.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from gdrkit.host.tree import HostTree
+
+__all__ = ["PciDevice", "nvidia_gpus", "pci_devices"]
+
+_DEVICES = "/sys/bus/pci/devices"
+_VENDOR_NVIDIA = 0x10DE
+_CLASS_DISPLAY = 0x03
+
+
+@dataclass(frozen=True, slots=True)
+class PciDevice:
+    """One function on the PCI bus.
+
+    Attributes
+    ----------
+    address : str
+        Domain, bus, device and function, e.g. ``0000:1b:00.0``.
+    vendor_id, device_id : int
+        As the device states them.
+    class_code : int
+        24 bits: base class, subclass, interface.
+    driver : str or None
+        The kernel driver that holds it.
+    numa_node : int or None
+        The memory node next to it; None when the firmware does not say (sysfs has -1).
+    iommu_group : str or None
+        Its group when an IOMMU translates for it.
+    link_speed, link_width : str or None
+        The PCIe link as trained, e.g. ``32.0 GT/s PCIe`` and ``16``.
+    """
+
+    address: str
+    vendor_id: int
+    device_id: int
+    class_code: int
+    driver: str | None
+    numa_node: int | None
+    iommu_group: str | None
+    link_speed: str | None
+    link_width: str | None
+
+
+def pci_devices(tree: HostTree) -> tuple[PciDevice, ...]:
+    """Every PCI function, by address; one whose vendor, device or class cannot be read is left out."""
+    found = []
+    for address in tree.names(_DEVICES):
+        folder = f"{_DEVICES}/{address}"
+        numbers = [tree.number(f"{folder}/{name}", base=16) for name in ("vendor", "device", "class")]
+        vendor_id, device_id, class_code = numbers
+        if vendor_id is None or device_id is None or class_code is None:
+            continue
+        numa_node = tree.number(f"{folder}/numa_node")
+        found.append(
+            PciDevice(
+                address=address,
+                vendor_id=vendor_id,
+                device_id=device_id,
+                class_code=class_code,
+                driver=tree.link_name(f"{folder}/driver"),
+                numa_node=None if numa_node is None or numa_node < 0 else numa_node,
+                iommu_group=tree.link_name(f"{folder}/iommu_group"),
+                link_speed=tree.text(f"{folder}/current_link_speed"),
+                link_width=tree.text(f"{folder}/current_link_width"),
+            )
+        )
+    return tuple(found)
+
+
+def nvidia_gpus(tree: HostTree) -> tuple[PciDevice, ...]:
+    """NVIDIA's display controllers: class 0x03, whatever the subclass, since compute GPUs are 3D controllers."""
+    return tuple(
+        device
+        for device in pci_devices(tree)
+        if device.vendor_id == _VENDOR_NVIDIA and device.class_code >> 16 == _CLASS_DISPLAY
+    )

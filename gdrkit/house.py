@@ -1,0 +1,87 @@
+"""Where the suites, profiles, templates and schemas lie.
+
+Level 0. In a checkout they stand next to the package; a wheel carries them as package data. Nothing else in gdrkit asks
+where it was installed.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+__all__ = ["House", "house"]
+
+_GIT_TIMEOUT_S = 10
+
+
+@dataclass(frozen=True, slots=True)
+class House:
+    """The folders that belong to gdrkit but are not Python packages.
+
+    Attributes
+    ----------
+    root : Path
+        The folder that holds ``suites``, ``hardware`` and ``reports``.
+    is_checkout : bool
+        Whether that is a source tree, and not the data of an installed wheel.
+    """
+
+    root: Path
+    is_checkout: bool
+
+    @property
+    def suites(self) -> Path:
+        """The pytest suites."""
+        return self.root / "suites"
+
+    @property
+    def profiles(self) -> Path:
+        """The profiles of machines, one TOML file each."""
+        return self.root / "hardware" / "profiles"
+
+    @property
+    def templates(self) -> Path:
+        """The templates of reports."""
+        return self.root / "reports" / "templates"
+
+    @property
+    def schemas(self) -> Path:
+        """The JSON schemas of records."""
+        return self.root / "reports" / "schema"
+
+    @property
+    def runs(self) -> Path:
+        """Where a run writes its report unless told otherwise."""
+        return self.root / "reports" / "runs" if self.is_checkout else Path.cwd() / "gdrkit-report"
+
+    def commit(self) -> str | None:
+        """The commit of the checkout, with ``-dirty`` when tracked files were changed; None when nobody can tell."""
+        if not self.is_checkout or not (self.root / ".git").exists():
+            return None
+        head = _git(self.root, "rev-parse", "--verify", "--quiet", "HEAD")
+        if not head:
+            return None
+        return f"{head}-dirty" if _git(self.root, "status", "--porcelain", "--untracked-files=no") else head
+
+
+@cache
+def house() -> House:
+    """Find the house of this very installation."""
+    package = Path(__file__).resolve().parent
+    checkout = package.parent
+    if (checkout / "pyproject.toml").is_file() and (checkout / "suites").is_dir():
+        return House(root=checkout, is_checkout=True)
+    return House(root=package / "_house", is_checkout=False)
+
+
+def _git(root: Path, *arguments: str) -> str | None:
+    try:
+        answer = subprocess.run(
+            ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=False, timeout=_GIT_TIMEOUT_S
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        # Without git the commit is unknown, which is what the caller is told.
+        return None
+    return answer.stdout.strip() if answer.returncode == 0 else None

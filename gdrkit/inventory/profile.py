@@ -1,0 +1,194 @@
+"""What a kind of machine is expected to do: one TOML file below hardware/profiles.
+
+Level 4. A profile says on what its APIs run, which needs may be unmet there and for which reason, and which routes must
+be direct. What a profile does not foresee fails a run, so that an empty run can never look good.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+from gdrkit import plain
+from gdrkit.errors import Reason, UsageError
+from gdrkit.house import house
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from gdrkit.inventory.facts import Facts
+
+__all__ = ["Foreseen", "Match", "Profile", "RequiredRoute", "choose_profile", "load_profile", "load_profiles"]
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Foreseen:
+    """A need that may be unmet; both are patterns of fnmatch."""
+
+    need: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RequiredRoute:
+    """Routes that must be proven on hardware; all three are patterns of fnmatch.
+
+    Attributes
+    ----------
+    device : str
+        Of the device's number.
+    nic : str
+        Of the NIC's name.
+    way : str
+        ``dmabuf``, ``peer_memory`` or a pattern of them.
+    enough : str
+        ``each``: every route that the patterns match; ``device``: one route for each device that they match.
+    """
+
+    device: str = "*"
+    nic: str = "*"
+    way: str = "*"
+    enough: str = "each"
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The machines that a profile is for; what is None is not asked.
+
+    Attributes
+    ----------
+    gpu_count, nic_count : int or None
+        As the APIs show them.
+    gpu_name : str or None
+        A pattern that every device's name matches.
+    """
+
+    gpu_count: int | None = None
+    gpu_name: str | None = None
+    nic_count: int | None = None
+
+    @property
+    def conditions(self) -> int:
+        """How many there are; of two profiles that fit, the one that asks more is the better description."""
+        return sum(value is not None for value in (self.gpu_count, self.gpu_name, self.nic_count))
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """One profile.
+
+    Attributes
+    ----------
+    name : str
+        That of its file.
+    about : str
+        One sentence for people.
+    substrate : mapping
+        For each API the substrates (``hardware``, ``kernel_software``, ``twin``) that it may run on; an API that is not
+        named may run on any.
+    match : Match
+        Which machines it describes.
+    cases_min : int
+        How many cases a qualification must really run.
+    foreseen : tuple of Foreseen
+        Needs that may be unmet.
+    routes : tuple of RequiredRoute
+        What must be direct.
+    """
+
+    schema_version: int
+    name: str
+    about: str
+    substrate: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    match: Match = field(default_factory=Match)
+    cases_min: int = 1
+    foreseen: tuple[Foreseen, ...] = ()
+    routes: tuple[RequiredRoute, ...] = ()
+
+    def foresees(self, need: str, reason: str) -> bool:
+        """Whether `need` may be unmet for `reason` on such a machine."""
+        return any(fnmatchcase(need, item.need) and fnmatchcase(reason, item.reason) for item in self.foreseen)
+
+    def misfits(self, facts: Facts, substrate: Mapping[str, str]) -> tuple[str, ...]:
+        """Why this profile does not describe a machine with these facts, on this substrate; nothing when it does."""
+        found = []
+        for api, allowed in sorted(self.substrate.items()):
+            actual = substrate.get(api, "none")
+            if actual not in allowed:
+                found.append(f"{api} runs on {actual}, not on {' or '.join(allowed)}")
+        devices = facts.cuda.devices if facts.cuda else ()
+        nics = facts.verbs.nics if facts.verbs else ()
+        if self.match.gpu_count is not None and len(devices) != self.match.gpu_count:
+            found.append(f"{len(devices)} CUDA devices, not {self.match.gpu_count}")
+        if self.match.nic_count is not None and len(nics) != self.match.nic_count:
+            found.append(f"{len(nics)} NICs, not {self.match.nic_count}")
+        pattern = self.match.gpu_name
+        if pattern is not None and not (devices and all(fnmatchcase(device.name, pattern) for device in devices)):
+            found.append(f"not every CUDA device is a {pattern}")
+        return tuple(found)
+
+
+def load_profile(name: str, *, folder: Path | None = None) -> Profile:
+    """Read the profile `name`.
+
+    Raises
+    ------
+    UsageError
+        There is none of that name, or its file is malformed.
+    """
+    folder = house().profiles if folder is None else folder
+    path = folder / f"{name}.toml"
+    known = sorted(file.stem for file in folder.glob("*.toml"))
+    if name not in known:
+        message = f"no profile {name!r}"
+        raise UsageError(message, what_to_do="choose from " + (", ".join(known) or "nothing: no profile is installed"))
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        message = f"profile {path}: {error}"
+        raise UsageError(message, reason=Reason.MALFORMED) from error
+    profile = plain.from_plain(Profile, {**data, "name": name}, where=f"profile {name}")
+    _check(profile)
+    return profile
+
+
+def load_profiles(*, folder: Path | None = None) -> tuple[Profile, ...]:
+    """Read all profiles, by name."""
+    folder = house().profiles if folder is None else folder
+    return tuple(load_profile(path.stem, folder=folder) for path in sorted(folder.glob("*.toml")))
+
+
+def choose_profile(profiles: Sequence[Profile], facts: Facts, substrate: Mapping[str, str]) -> Profile:
+    """The profile that describes a machine best: of those that fit, the one that asks most.
+
+    Raises
+    ------
+    UsageError
+        None fits.
+    """
+    fitting = [profile for profile in profiles if not profile.misfits(facts, substrate)]
+    if not fitting:
+        message = "no profile fits this machine"
+        raise UsageError(message, what_to_do="name one with --profile")
+    return max(fitting, key=lambda profile: (profile.match.conditions, len(profile.substrate), profile.name))
+
+
+def _check(profile: Profile) -> None:
+    problems = []
+    if profile.schema_version != SCHEMA_VERSION:
+        problems.append(f"schema_version {profile.schema_version} is not {SCHEMA_VERSION}")
+    unknown = {name for names in profile.substrate.values() for name in names} - {"hardware", "kernel_software", "twin"}
+    problems += [f"substrate {name!r} does not exist" for name in sorted(unknown)]
+    problems += [
+        f"enough = {route.enough!r} is neither 'each' nor 'device'"
+        for route in profile.routes
+        if route.enough not in ("each", "device")
+    ]
+    if problems:
+        message = f"profile {profile.name}: " + "; ".join(problems)
+        raise UsageError(message, reason=Reason.MALFORMED)

@@ -1,0 +1,137 @@
+"""Frozen dataclasses to and from JSON, strictly.
+
+Level 0. What was written is read back as the same values or not at all: a missing, unknown or wrongly typed field is a
+:class:`UsageError` that names the field. Understood are dataclasses, enums, tuples of one type, mappings with string
+keys, optional values and the JSON scalars.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import hashlib
+import json
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any, TypeAlias, TypeVar, Union
+
+from gdrkit.errors import Reason, UsageError
+
+__all__ = ["Json", "canonical", "digest", "from_plain", "to_plain"]
+
+# What json.loads gives and json.dumps takes.
+Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
+
+_T = TypeVar("_T")
+
+
+def to_plain(value: object) -> Json:
+    """Turn a dataclass, and what it holds, into what :func:`json.dumps` takes; `from_plain` is the way back."""
+    if value is None or (isinstance(value, bool | int | float | str) and not isinstance(value, enum.Enum)):
+        return value
+    if isinstance(value, enum.Enum):
+        return to_plain(value.value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): to_plain(item) for key, item in value.items()}
+    if isinstance(value, tuple | list | frozenset | set):
+        items = sorted(value) if isinstance(value, frozenset | set) else value
+        return [to_plain(item) for item in items]
+    message = f"{type(value).__name__} has no JSON form: {value!r}"
+    raise UsageError(message)
+
+
+def from_plain(kind: type[_T], value: object, *, where: str = "") -> _T:
+    """Make a `kind` of plain data.
+
+    Parameters
+    ----------
+    kind : type
+        A dataclass, or any type that this module understands.
+    value : object
+        What :func:`json.loads` gave.
+    where : str
+        What to call the value in errors.
+
+    Raises
+    ------
+    UsageError
+        ``MALFORMED``: something is missing, too much, or of another type; the message begins with its path.
+    """
+    return typing.cast("_T", _read(kind, value, where or getattr(kind, "__name__", str(kind))))
+
+
+def canonical(value: object) -> str:
+    """The one JSON text of a value: keys sorted, no blanks."""
+    return json.dumps(to_plain(value), sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
+
+def digest(value: object) -> str:
+    """``sha256:`` and 64 hexadecimal digits over the canonical text."""
+    return "sha256:" + hashlib.sha256(canonical(value).encode()).hexdigest()
+
+
+def _read(kind: Any, value: object, where: str) -> object:  # noqa: ANN401, PLR0911 - a type at run time; one return per shape.
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if kind is typing.Any or kind is object or kind is Json:
+        return value
+    if origin in (Union, types.UnionType):
+        return _read_optional(arguments, value, where)
+    if origin is tuple:
+        items = _expect(value, list, where)
+        return tuple(_read(arguments[0], item, f"{where}[{index}]") for index, item in enumerate(items))
+    if origin in (dict, Mapping):
+        pairs = _expect(value, dict, where)
+        return {key: _read(arguments[1], item, f"{where}.{key}") for key, item in pairs.items()}
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        try:
+            return kind(value)
+        except ValueError as error:
+            raise _malformed(where, "one of " + ", ".join(str(member.value) for member in kind), value) from error
+    if dataclasses.is_dataclass(kind):
+        return _read_dataclass(kind, _expect(value, dict, where), where)
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    return _expect(value, kind, where)
+
+
+def _read_optional(arguments: tuple[Any, ...], value: object, where: str) -> object:
+    kinds = [kind for kind in arguments if kind is not type(None)]
+    if value is None and len(kinds) < len(arguments):
+        return None
+    if len(kinds) == 1:
+        return _read(kinds[0], value, where)
+    # Only unions of scalars: which of them it is shows in the value itself.
+    if type(value) in kinds:
+        return value
+    raise _malformed(where, " or ".join(kind.__name__ for kind in kinds), value)
+
+
+def _read_dataclass(kind: Any, pairs: dict[str, object], where: str) -> object:  # noqa: ANN401 - a dataclass at run time.
+    hints = typing.get_type_hints(kind)
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    unknown = pairs.keys() - fields.keys()
+    if unknown:
+        raise _malformed(where, "no other field than " + ", ".join(fields), ", ".join(sorted(unknown)))
+    given = {}
+    for name, field in fields.items():
+        if name in pairs:
+            given[name] = _read(hints[name], pairs[name], f"{where}.{name}")
+        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            path = f"{where}.{name}"
+            raise _malformed(path, "a value", "nothing")
+    return kind(**given)
+
+
+def _expect(value: object, kind: Any, where: str) -> Any:  # noqa: ANN401 - the type is known only at run time.
+    # bool is an int to Python, and never meant as one in a record.
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise _malformed(where, kind.__name__, value)
+    return value
+
+
+def _malformed(where: str, expected: str, found: object) -> UsageError:
+    shown = repr(found)
+    return UsageError(f"{where}: expected {expected}, found {shown[:80]}", reason=Reason.MALFORMED)

@@ -1,0 +1,192 @@
+"""What the records of a run amount to: an exit code, a sentence, the causes.
+
+Level 6, pure.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from gdrkit.errors import Reason
+from gdrkit.report.record import Verdict
+from gdrkit.report.routes import RouteState, is_required, route_statuses, unmet_requirements
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from gdrkit.inventory import Facts, Profile
+    from gdrkit.report.record import Record
+    from gdrkit.report.routes import RouteStatus
+
+__all__ = ["ExitCode", "Outcome", "decide"]
+
+# What somebody can mend on this machine, as opposed to what it does not have.
+_SET_UP = frozenset(
+    {
+        Reason.LIBRARY_MISSING,
+        Reason.LIBRARY_DAMAGED,
+        Reason.LIBRARY_WRONG_ABI,
+        Reason.NO_PERMISSION,
+        Reason.MEMLOCK_TOO_LOW,
+    }
+)
+_LISTED = 5
+
+
+class ExitCode(enum.IntEnum):
+    """Of ``gdrkit qualify``, with their meanings as help and documents have them."""
+
+    PROVEN = 0
+    FAILED = 1
+    WRONG_USAGE = 2
+    SETUP_MISSING = 3
+    NOTHING_PROVEN = 4
+
+    @property
+    def meaning(self) -> str:
+        """In words."""
+        return _MEANINGS[self]
+
+
+_MEANINGS = {
+    ExitCode.PROVEN: (
+        "every required route is proven on hardware, or a software run was asked for (--software) and passed"
+    ),
+    ExitCode.FAILED: "a case failed, or a route fell back where direct was required",
+    ExitCode.WRONG_USAGE: "wrong usage",
+    ExitCode.SETUP_MISSING: "set-up is missing",
+    ExitCode.NOTHING_PROVEN: "nothing was proven on hardware",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a run showed."""
+
+    code: ExitCode
+    verdict: str
+    causes: tuple[str, ...] = ()
+    to_do: tuple[str, ...] = ()
+    required: tuple[str, ...] = field(default=())
+
+
+def decide(
+    facts: Facts, profile: Profile, records: Sequence[Record], *, software_asked: bool, is_part: bool = False
+) -> Outcome:
+    """Judge a run.
+
+    Parameters
+    ----------
+    facts, profile, records
+        Of the run.
+    software_asked : bool
+        Whether the caller wanted to know about the code alone.
+    is_part : bool
+        Whether only chosen cases were to run; then the profile's number of cases is not asked for.
+    """
+    statuses = route_statuses(facts, records)
+    required = () if software_asked else unmet_requirements(profile, statuses)
+    failed = _failures(profile, records, statuses, software_asked=software_asked)
+    if failed is not None:
+        return failed
+    set_up = [failure for failure in facts.failures if failure.reason in _SET_UP]
+    if set_up:
+        return Outcome(
+            code=ExitCode.SETUP_MISSING,
+            verdict="The set-up of this machine is not complete",
+            causes=tuple(dict.fromkeys(failure.message for failure in set_up)),
+            to_do=tuple(dict.fromkeys(failure.what_to_do for failure in set_up if failure.what_to_do)),
+            required=required,
+        )
+    unseen = _unseen(profile, records, is_part=is_part)
+    if unseen is None and software_asked:
+        return Outcome(code=ExitCode.PROVEN, verdict="The code passed on software twins")
+    return unseen or _on_hardware(statuses, required)
+
+
+def _on_hardware(statuses: Sequence[RouteStatus], required: tuple[str, ...]) -> Outcome:
+    proven = [status for status in statuses if status.state is RouteState.PROVEN]
+    if not proven:
+        return Outcome(
+            code=ExitCode.NOTHING_PROVEN,
+            verdict="Nothing was proven on hardware",
+            causes=_why_nothing(statuses),
+            to_do=("run it where a GPU and an RDMA NIC are, or add --software to qualify the code alone",),
+            required=required,
+        )
+    if required:
+        return Outcome(
+            code=ExitCode.FAILED,
+            verdict=f"{_counted(len(required), 'required route')} not proven",
+            causes=required[:_LISTED],
+            required=required,
+        )
+    return Outcome(code=ExitCode.PROVEN, verdict="Every required route is proven on hardware")
+
+
+def _failures(
+    profile: Profile, records: Sequence[Record], statuses: Sequence[RouteStatus], *, software_asked: bool
+) -> Outcome | None:
+    failed = [record for record in records if record.verdict is Verdict.FAIL]
+    fallen = [
+        status
+        for status in statuses
+        if status.state is RouteState.FELL_BACK and (software_asked or is_required(profile, status))
+    ]
+    if failed:
+        ran = sum(record.verdict is not Verdict.NOT_RUN for record in records)
+        return Outcome(
+            code=ExitCode.FAILED,
+            verdict=f"{len(failed)} of {_counted(ran, 'case')} failed",
+            causes=tuple(_shown(record) for record in failed[:_LISTED]),
+        )
+    if fallen:
+        return Outcome(
+            code=ExitCode.FAILED,
+            verdict="A route fell back where direct was required",
+            causes=tuple(f"{status.name}: {status.cause}" for status in fallen[:_LISTED]),
+        )
+    return None
+
+
+def _unseen(profile: Profile, records: Sequence[Record], *, is_part: bool) -> Outcome | None:
+    """What did not run although it should have."""
+    missed = [record for record in records if record.verdict is Verdict.NOT_RUN and record.is_failure]
+    if missed:
+        reasons = [reason for record in missed for reason in record.reasons if reason.foreseen is not True]
+        return Outcome(
+            code=ExitCode.FAILED,
+            verdict=f"{_counted(len(missed), 'case')} did not run, and profile {profile.name} does not foresee that",
+            causes=tuple(dict.fromkeys(f"{reason.need}: {reason.text}" for reason in reasons))[:_LISTED],
+        )
+    ran = sum(record.verdict is not Verdict.NOT_RUN for record in records)
+    wanted = 1 if is_part else profile.cases_min
+    if ran < wanted:
+        return Outcome(
+            code=ExitCode.FAILED,
+            verdict=f"Only {_counted(ran, 'case')} ran, profile {profile.name} wants {wanted}",
+        )
+    return None
+
+
+def _why_nothing(statuses: Sequence[RouteStatus]) -> tuple[str, ...]:
+    if not statuses:
+        return ("there is no pair of a device and a NIC",)
+    causes: dict[str, list[str]] = {}
+    for status in statuses:
+        causes.setdefault(status.cause, []).append(status.name)
+    shown = [
+        f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {cause}"
+        for cause, names in causes.items()
+    ]
+    return tuple(shown[:_LISTED])
+
+
+def _shown(record: Record) -> str:
+    return f"{record.case}: {record.reasons[0].text}" if record.reasons else record.case
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"

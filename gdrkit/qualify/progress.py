@@ -1,0 +1,117 @@
+"""What a person sees while a qualification runs.
+
+Level 6. On a terminal a bar with the case that runs now; elsewhere one plain line per case, so that a log stays a log.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, TextIO
+
+from gdrkit.report.record import Verdict
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress as Bar
+    from rich.progress import TaskID
+
+    from gdrkit.qualify.plan import Plan
+    from gdrkit.report import Record
+
+__all__ = ["LineProgress", "TerminalProgress", "progress_for"]
+
+_STYLES = {Verdict.PASS: "green", Verdict.FAIL: "bold red", Verdict.UNPROVEN: "yellow", Verdict.NOT_RUN: "dim"}
+_NAMES = {Verdict.PASS: "pass", Verdict.FAIL: "FAIL", Verdict.UNPROVEN: "unproven", Verdict.NOT_RUN: "not run"}
+
+
+class LineProgress:
+    """Plain lines."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._total = 0
+        self._count = 0
+
+    def say(self, line: str) -> None:
+        """Print it."""
+        print(line, file=self._stream, flush=True)
+
+    def begin(self, plan: Plan) -> None:
+        """Say how much there is."""
+        self._total = len(plan.cases)
+        self.say(f"profile {plan.profile}, {self._total} cases")
+
+    def done(self, record: Record) -> None:
+        """One line, and one for each reason."""
+        self._count += 1
+        self.say(
+            f"[{self._count}/{self._total}] {_NAMES[record.verdict]:8} {record.case} ({record.duration_ms:.0f} ms)"
+        )
+        for reason in record.reasons:
+            self.say(f"    {reason.need + ': ' if reason.need else ''}{reason.text}")
+
+    def end(self) -> None:
+        """Nothing is left open."""
+
+
+class TerminalProgress:
+    """A bar with the case that runs now; what ended stands above it."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._bar: Bar | None = None
+        self._task: TaskID | None = None
+        self._names: list[str] = []
+        self._width = 0
+
+    def say(self, line: str) -> None:
+        """Print it above the bar."""
+        from rich.text import Text
+
+        self._console.print(Text(line, style="bold"))
+
+    def begin(self, plan: Plan) -> None:
+        """Show the bar."""
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        self._names = [case.case for case in plan.cases]
+        self._bar = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=self._console,
+            transient=True,
+        )
+        self._task = self._bar.add_task(self._names[0] if self._names else "", total=len(self._names))
+        self._bar.start()
+
+    def done(self, record: Record) -> None:
+        """Move the bar on."""
+        from rich.text import Text
+
+        line = Text()
+        line.append(f"{_NAMES[record.verdict]:9}", style=_STYLES[record.verdict])
+        line.append(record.case)
+        line.append(f"  {record.duration_ms:.0f} ms", style="dim")
+        self._console.print(line)
+        for reason in record.reasons:
+            self._console.print(Text(f"         {reason.need + ': ' if reason.need else ''}{reason.text}", style="dim"))
+        if self._bar is not None and self._task is not None:
+            self._names = [name for name in self._names if name != record.case]
+            self._bar.update(self._task, advance=1, description=self._names[0] if self._names else "")
+
+    def end(self) -> None:
+        """Take the bar away."""
+        if self._bar is not None:
+            self._bar.stop()
+
+
+def progress_for(stream: TextIO | None = None) -> LineProgress | TerminalProgress:
+    """The one that suits `stream` (standard output when None)."""
+    stream = sys.stdout if stream is None else stream
+    if not stream.isatty():
+        return LineProgress(stream)
+    from rich.console import Console
+
+    return TerminalProgress(Console(file=stream, highlight=False))

@@ -1,0 +1,220 @@
+"""The journey of a qualification.
+
+Level 6.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import importlib.util
+import json
+import secrets
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import gdrkit
+from gdrkit import launch
+from gdrkit.errors import Api, Reason, SetupMissing
+from gdrkit.host import HostTree
+from gdrkit.house import house
+from gdrkit.inventory import Facts, load_profile, probe
+from gdrkit.qualify.child import Common, Suites
+from gdrkit.qualify.outcome import decide
+from gdrkit.qualify.plan import Plan, fitting_sessions
+from gdrkit.report import Run, RunFolder
+from gdrkit.report.render import render
+from gdrkit.report.run import SCHEMA_VERSION, banner
+from gdrkit.report.substrate import of_facts
+
+if TYPE_CHECKING:
+    from gdrkit.report import Record
+
+__all__ = ["Options", "Progress", "plan_only", "qualify"]
+
+_SEED_BITS = 63
+
+
+class Progress(Protocol):
+    """What is told to whoever waits."""
+
+    def say(self, line: str) -> None:
+        """A line about the run as a whole."""
+
+    def begin(self, plan: Plan) -> None:
+        """The cases are known."""
+
+    def done(self, record: Record) -> None:
+        """A case has ended."""
+
+    def end(self) -> None:
+        """No further case."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Of ``gdrkit qualify``.
+
+    Attributes
+    ----------
+    software : bool
+        Run every API on its twin, whatever is here.
+    profile : str or None
+        The profile; the one that fits best when None.
+    output : Path or None
+        The folder of the report; a new one below the house's when None.
+    seed : int or None
+        Drawn when None.
+    select : str or None
+        pytest's ``-k``.
+    suites : Path or None
+        The folder of the cases; gdrkit's own when None.
+    command : str
+        The command line, for the record.
+    """
+
+    software: bool = False
+    profile: str | None = None
+    output: Path | None = None
+    seed: int | None = None
+    select: str | None = None
+    suites: Path | None = None
+    command: str = "gdrkit qualify"
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    folder: RunFolder
+    facts: Facts
+    substrate: dict[str, str]
+    seed: int
+    suites: Suites
+
+
+def qualify(options: Options, progress: Progress) -> tuple[Run, RunFolder]:
+    """Run it all.
+
+    Raises
+    ------
+    SetupMissing
+        pytest or the twins are not installed.
+    UsageError
+        The profile does not exist or does not fit; the selection is not understood.
+    """
+    began, clock = dt.datetime.now(dt.UTC), time.monotonic()
+    prepared = _prepare(options, progress, began)
+    plan = prepared.suites.plan()
+    profile = load_profile(plan.profile)
+    commit = house().commit()
+    common = Common(
+        profile=profile.name,
+        facts_digest=prepared.facts.digest,
+        seed=prepared.seed,
+        commit=commit,
+        version=gdrkit.__version__,
+        command=options.command,
+    )
+    progress.begin(plan)
+    try:
+        records = prepared.suites.run(plan, common, progress.done)
+    finally:
+        progress.end()
+    outcome = decide(
+        prepared.facts, profile, records, software_asked=options.software, is_part=(options.select or options.suites) is not None
+    )
+    run = Run(
+        schema_version=SCHEMA_VERSION,
+        started=began.strftime("%Y-%m-%dT%H:%M:%SZ"),
+        duration_s=round(time.monotonic() - clock, 3),
+        command=options.command,
+        profile=profile.name,
+        profile_about=profile.about,
+        substrate=prepared.substrate,
+        software_asked=options.software,
+        seed=prepared.seed,
+        commit=commit,
+        version=gdrkit.__version__,
+        exit_code=int(outcome.code),
+        verdict=outcome.verdict,
+        causes=outcome.causes,
+        to_do=outcome.to_do,
+        required=outcome.required,
+    )
+    prepared.folder.write_run(run)
+    render(prepared.folder)
+    return run, prepared.folder
+
+
+def plan_only(options: Options, progress: Progress) -> dict[str, object]:
+    """What would run, and which sessions fit, as plain data; nothing is kept unless an output folder is named."""
+    with tempfile.TemporaryDirectory(prefix="gdrkit-plan-") as folder:
+        chosen = replace(options, output=options.output or Path(folder))
+        prepared = _prepare(chosen, progress, dt.datetime.now(dt.UTC))
+        plan = prepared.suites.plan()
+        planned = json.loads(prepared.folder.plan.read_bytes())
+    hardware = launch.present_hardware(HostTree())
+    return {
+        "profile": plan.profile,
+        "substrate": prepared.substrate,
+        "hardware": {api.value: what for api, what in hardware.items()},
+        "sessions": fitting_sessions(hardware, launch.twins_available()),
+        "cases": planned["cases"],
+    }
+
+
+def _prepare(options: Options, progress: Progress, began: dt.datetime) -> _Prepared:
+    _check_set_up()
+    tree = HostTree()
+    present = launch.present_hardware(tree)
+    software = launch.TWINNED if options.software else launch.TWINNED - present.keys()
+    seed = secrets.randbits(_SEED_BITS) if options.seed is None else options.seed
+    started = launch.Launch(software=software, seed=seed)
+    environment = launch.environment(started)
+    if options.profile is not None:
+        load_profile(options.profile)  # A name that does not exist is said before anything is asked.
+    folder = RunFolder(options.output or house().runs / began.strftime("%Y%m%dT%H%M%SZ"))
+    _make_empty(folder)
+    facts = probe(environment=environment)
+    folder.facts.write_text(facts.to_json(), encoding="utf-8")
+    judged = {api: found.value for api, found in of_facts(facts).items()}
+    first = banner(judged)
+    if first:
+        progress.say(first)
+    overridden = launch.overridden_hardware(started, tree)
+    if overridden:
+        progress.say(overridden)
+    arguments = [f"--seed={seed}"]
+    if options.profile is not None:
+        arguments.append(f"--profile={options.profile}")
+    if options.select is not None:
+        arguments += ["-k", options.select]
+    return _Prepared(folder, facts, judged, seed, Suites(folder, environment, arguments, suites=options.suites))
+
+
+def _check_set_up() -> None:
+    if importlib.util.find_spec("pytest") is None:
+        operation, what_to_do = "import pytest", "pip install 'gdrkit[qualify]'"
+        raise _missing(operation, what_to_do)
+    if not (house().suites / "pytest.ini").is_file():
+        operation, what_to_do = "find the suites", "install gdrkit from a wheel or run it from a checkout"
+        raise _missing(operation, what_to_do)
+
+
+def _missing(operation: str, what_to_do: str) -> SetupMissing:
+    return SetupMissing(
+        api=Api.NONE,
+        operation=operation,
+        status=None,
+        status_name="nothing",
+        reason=Reason.LIBRARY_MISSING,
+        what_to_do=what_to_do,
+    )
+
+
+def _make_empty(folder: RunFolder) -> None:
+    folder.path.mkdir(parents=True, exist_ok=True)
+    # Records are appended; those of an earlier run in the same folder are not of this one.
+    for file in (folder.records, folder.run, folder.plan, folder.index, folder.summary, folder.junit):
+        file.unlink(missing_ok=True)

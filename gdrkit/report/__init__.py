@@ -1,0 +1,41 @@
+"""From records to what people and machines read.
+
+Level 5. A record says what one case saw; everything else in a report is derived from records and facts, never written
+by hand. Only this room interprets what a loaded library stands for (:mod:`gdrkit.report.substrate`).
+"""
+
+from __future__ import annotations
+
+from gdrkit.report.record import (
+    CaseReason,
+    ClaimedRoute,
+    Record,
+    SeenLibrary,
+    Verdict,
+    append_record,
+    parse_records,
+    read_records,
+)
+from gdrkit.report.routes import RouteState, RouteStatus, route_name, route_statuses
+from gdrkit.report.run import Run, RunFolder
+from gdrkit.report.substrate import Substrate, substrate_of, weakest
+
+__all__ = [
+    "CaseReason",
+    "ClaimedRoute",
+    "Record",
+    "RouteState",
+    "RouteStatus",
+    "Run",
+    "RunFolder",
+    "SeenLibrary",
+    "Substrate",
+    "Verdict",
+    "append_record",
+    "parse_records",
+    "read_records",
+    "route_name",
+    "route_statuses",
+    "substrate_of",
+    "weakest",
+]

@@ -1,0 +1,77 @@
+"""Facts and plans as lines for a terminal.
+
+Level 5.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from gdrkit.report.routes import route_name
+from gdrkit.report.substrate import Substrate, describe, of_facts
+from gdrkit.report.view import host_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from gdrkit.inventory import ApiFailure, Facts
+
+__all__ = ["describe_facts", "describe_plan"]
+
+
+def describe_facts(facts: Facts) -> str:
+    """The host, then each API: what it runs on and what it answers, or why it does not and what to do."""
+    rows = [*host_rows(facts), *_verbs_rows(facts), *_cuda_rows(facts), *_route_rows(facts)]
+    return _aligned(rows)
+
+
+def describe_plan(plan: Mapping[str, Any]) -> str:
+    """Profile, sessions, and every case with what keeps it from running."""
+    rows = [("profile", str(plan["profile"]))]
+    rows += [(f"{api} runs on", describe(Substrate(name))) for api, name in sorted(plan["substrate"].items())]
+    for name, session in plan["sessions"].items():
+        rows.append((f"nox -s {name}", f"{'fits' if session['fits'] else 'does not fit'}: {session['why']}"))
+    lines = [_aligned(rows), ""]
+    for case in plan["cases"]:
+        lines.append(f"{'not run' if case['unmet'] else 'run':8} {case['case']}")
+        lines += [f"         {reason['need']}: {reason['text']}" for reason in case["unmet"]]
+    return "\n".join(lines)
+
+
+def _verbs_rows(facts: Facts) -> Iterator[tuple[str, str]]:
+    yield from _api_rows("verbs", facts, facts.verbs_failure)
+    for nic in facts.verbs.nics if facts.verbs else ():
+        ports = f"active ports {', '.join(map(str, nic.active_ports)) or 'none'}"
+        dmabuf = nic.failure.message if nic.failure else f"dma-buf regions: {'yes' if nic.dmabuf else 'no'}"
+        yield f"  {nic.name}", f"{ports}; {dmabuf}"
+
+
+def _cuda_rows(facts: Facts) -> Iterator[tuple[str, str]]:
+    yield from _api_rows("cuda", facts, facts.cuda_failure)
+    for device in facts.cuda.devices if facts.cuda else ():
+        dmabuf = "yes" if device.has("DMA_BUF_SUPPORTED") else "no"
+        yield f"  GPU {device.index}", f"{device.name} at {device.pci_bus_id}; dma-buf export: {dmabuf}"
+
+
+def _api_rows(api: str, facts: Facts, failure: ApiFailure | None) -> Iterator[tuple[str, str]]:
+    substrate = of_facts(facts).get(api)
+    if substrate is not None:
+        yield api, f"runs on {describe(substrate)}"
+    elif failure is not None:
+        yield api, failure.message
+        if failure.what_to_do:
+            yield "", f"To do: {failure.what_to_do}"
+
+
+def _route_rows(facts: Facts) -> Iterator[tuple[str, str]]:
+    for route in facts.routes:
+        why = "" if route.possible or route.failure is None else f": {route.failure.message}"
+        name = route_name(route.device_index, route.nic, route.way)
+        yield name, ("registration works" if route.possible else "not possible") + why
+    if facts.routes_failure is not None:
+        yield "routes", facts.routes_failure.message
+
+
+def _aligned(rows: list[tuple[str, str]]) -> str:
+    width = min(max((len(name) for name, _ in rows), default=0), 40)
+    return "\n".join(f"{name:{width}}  {value}".rstrip() for name, value in rows)

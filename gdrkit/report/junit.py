@@ -1,0 +1,71 @@
+"""Records as JUnit XML.
+
+Level 5. JUnit knows no ``unproven``: such a case is a passed test with a property that says what is missing. A case
+that did not run is ``skipped`` when the profile foresees that, else a failure.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+from xml.etree import ElementTree as ET
+
+from gdrkit.report.record import Verdict
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from gdrkit.report.record import Record
+    from gdrkit.report.run import Run
+
+__all__ = ["render_junit"]
+
+# What XML 1.0 cannot hold, not even escaped.
+_FORBIDDEN = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+
+
+def render_junit(run: Run, records: Sequence[Record]) -> bytes:
+    """The document, UTF-8."""
+    failures = sum(record.is_failure for record in records)
+    skipped = sum(record.verdict is Verdict.NOT_RUN and not record.is_failure for record in records)
+    counts = {"tests": str(len(records)), "failures": str(failures), "errors": "0", "skipped": str(skipped)}
+    seconds = f"{sum(record.duration_ms for record in records) / 1000:.3f}"
+    root = ET.Element("testsuites", {"name": "gdrkit qualify", **counts, "time": seconds})
+    suite = ET.SubElement(
+        root, "testsuite", {"name": run.profile, "timestamp": run.started.rstrip("Z"), **counts, "time": seconds}
+    )
+    properties = ET.SubElement(suite, "properties")
+    shown = {"verdict": run.verdict, "banner": run.banner, "seed": str(run.seed), "commit": run.commit or "unknown"}
+    for name, value in {**shown, **{f"substrate.{api}": name for api, name in run.substrate.items()}}.items():
+        ET.SubElement(properties, "property", {"name": name, "value": _clean(value)})
+    for record in records:
+        _case(suite, record)
+    ET.indent(root)
+    document: bytes = ET.tostring(root, encoding="utf-8", xml_declaration=True)
+    return document + b"\n"
+
+
+def _case(suite: ET.Element, record: Record) -> None:
+    file, _, name = record.case.partition("::")
+    attributes = {
+        "classname": _clean(file.removesuffix(".py").replace("/", ".")),
+        "name": _clean(name or file),
+        "time": f"{record.duration_ms / 1000:.3f}",
+    }
+    case = ET.SubElement(suite, "testcase", attributes)
+    properties = ET.SubElement(case, "properties")
+    ET.SubElement(properties, "property", {"name": "verdict", "value": record.verdict.value})
+    for api, substrate in sorted(record.substrate.items()):
+        ET.SubElement(properties, "property", {"name": f"substrate.{api}", "value": substrate})
+    text = _clean("; ".join(reason.text for reason in record.reasons))
+    if record.is_failure:
+        failure = ET.SubElement(case, "failure", {"message": text, "type": record.verdict.value})
+        failure.text = _clean(str(record.evidence.get("traceback", "")))
+    elif record.verdict is Verdict.NOT_RUN:
+        ET.SubElement(case, "skipped", {"message": text})
+    elif record.verdict is Verdict.UNPROVEN:
+        ET.SubElement(properties, "property", {"name": "unproven", "value": text})
+
+
+def _clean(text: str) -> str:
+    return _FORBIDDEN.sub("\N{REPLACEMENT CHARACTER}", text)

@@ -1,0 +1,153 @@
+"""Which routes between devices and NICs are direct, and how that is known.
+
+Level 5. ``proven`` needs a case that passed and hardware under every API of the route; everything less has a cause.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+from gdrkit.report.record import Verdict
+from gdrkit.report.substrate import Substrate
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from gdrkit.inventory import Facts, Profile, RouteFacts
+    from gdrkit.inventory.profile import RequiredRoute
+    from gdrkit.report.record import ClaimedRoute, Record
+
+__all__ = ["RouteState", "RouteStatus", "is_required", "route_name", "route_statuses", "unmet_requirements"]
+
+_APIS = ("verbs", "cuda")
+_WAYS = {"dmabuf": "dma-buf", "peer_memory": "peer memory"}
+
+
+class RouteState(enum.Enum):
+    """What is known about a route on this machine."""
+
+    PROVEN = "proven"
+    UNPROVEN = "unproven"
+    FELL_BACK = "fell_back"
+    NOT_POSSIBLE = "not_possible"
+
+
+@dataclass(frozen=True, slots=True)
+class RouteStatus:
+    """One route; ``cause`` says why it is not proven, ``cases`` which cases were about it."""
+
+    device_index: int
+    nic: str
+    way: str
+    state: RouteState
+    cause: str
+    cases: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """E.g. ``GPU 0 <- NIC mlx5_0 by dma-buf``."""
+        return route_name(self.device_index, self.nic, self.way)
+
+
+def route_name(device_index: int, nic: str, way: str) -> str:
+    """E.g. ``GPU 0 <- NIC mlx5_0 by dma-buf``."""
+    return f"GPU {device_index} <- NIC {nic} by {_WAYS.get(way, way)}"
+
+
+def route_statuses(facts: Facts, records: Iterable[Record]) -> tuple[RouteStatus, ...]:
+    """Every route that the APIs were asked about, or that a case was about, in order of device, NIC and way."""
+    claims: dict[tuple[int, str, str], list[tuple[Record, ClaimedRoute]]] = {}
+    for record in records:
+        for route in record.routes:
+            claims.setdefault((route.device_index, route.nic, route.way), []).append((record, route))
+    asked = {(route.device_index, route.nic, route.way): route for route in facts.routes}
+    found = []
+    for key in sorted(asked.keys() | claims.keys()):
+        about = claims.get(key, [])
+        state, cause = _judge(about)
+        tried = asked.get(key)
+        if not about and tried is not None and not tried.possible:
+            state, cause = RouteState.NOT_POSSIBLE, _refusal(tried)
+        cases = tuple(dict.fromkeys(record.case for record, _ in about))
+        found.append(RouteStatus(*key, state=state, cause=cause, cases=cases))
+    return tuple(found)
+
+
+def unmet_requirements(profile: Profile, statuses: Sequence[RouteStatus]) -> tuple[str, ...]:
+    """What the profile requires and was not proven, one sentence each; nothing when all is proven, or nothing
+    required.
+    """
+    missing = []
+    for required in profile.routes:
+        matching = [status for status in statuses if _matches(required, status)]
+        if not matching:
+            missing.append(f"no route GPU {required.device} <- NIC {required.nic} by {required.way} exists here")
+        elif required.enough == "each":
+            missing += [
+                f"{status.name}: {status.cause}" for status in matching if status.state is not RouteState.PROVEN
+            ]
+        else:
+            missing += _devices_without(matching)
+    return tuple(missing)
+
+
+def _devices_without(statuses: Sequence[RouteStatus]) -> list[str]:
+    proven = {status.device_index for status in statuses if status.state is RouteState.PROVEN}
+    return [
+        f"no route to GPU {index} is proven" for index in sorted({status.device_index for status in statuses} - proven)
+    ]
+
+
+def _refusal(tried: RouteFacts) -> str:
+    if tried.failure is None:
+        return "registration refused it"
+    return "; ".join(text for text in (tried.failure.message, tried.failure.what_to_do) if text)
+
+
+def _judge(about: Sequence[tuple[Record, ClaimedRoute]]) -> tuple[RouteState, str]:
+    """Of the worst to the best that any case saw."""
+    for record, route in about:
+        if route.fell_back is not None:
+            return RouteState.FELL_BACK, f"{route.fell_back} ({record.case})"
+    failed = [record.case for record, _ in about if record.verdict is Verdict.FAIL]
+    if failed:
+        return RouteState.UNPROVEN, f"failed: {failed[0]}"
+    passed = [record for record, _ in about if record.verdict is Verdict.PASS]
+    causes = [_not_hardware(record) for record in passed]
+    if "" in causes:
+        return RouteState.PROVEN, ""
+    if causes:
+        return RouteState.UNPROVEN, causes[0]
+    for record, _ in about:
+        if record.reasons:
+            return RouteState.UNPROVEN, record.reasons[0].text
+    return RouteState.UNPROVEN, "no case went this way"
+
+
+def _not_hardware(record: Record) -> str:
+    """Why a case that passed proves nothing about hardware; empty when it does."""
+    on = {api: record.substrate.get(api, Substrate.UNKNOWN.value) for api in _APIS}
+    if all(name == Substrate.TWIN.value for name in on.values()):
+        return "ran on software twins"
+    words = {
+        Substrate.TWIN.value: "{} ran on a software twin",
+        Substrate.KERNEL_SOFTWARE.value: "{} ran on software in the kernel",
+        Substrate.UNKNOWN.value: "it is not known on what {} ran",
+    }
+    return "; ".join(words[name].format(api) for api, name in on.items() if name in words)
+
+
+def is_required(profile: Profile, status: RouteStatus) -> bool:
+    """Whether the profile requires this route to be direct."""
+    return any(_matches(required, status) for required in profile.routes)
+
+
+def _matches(required: RequiredRoute, status: RouteStatus) -> bool:
+    return (
+        fnmatchcase(str(status.device_index), required.device)
+        and fnmatchcase(status.nic, required.nic)
+        and fnmatchcase(status.way, required.way)
+    )

@@ -1,0 +1,28 @@
+"""Evidence as found: libraries in the process, open descriptors, port counters, the kernel's log.
+
+Level 3. A witness says what is there and never what it means; what a library stands for is decided in
+``report.substrate``.
+"""
+
+from __future__ import annotations
+
+from gdrkit.witness.counters import PortCounters, counters
+from gdrkit.witness.descriptors import descriptors
+from gdrkit.witness.elf import ElfFile, ElfNote, parse_elf, read_elf
+from gdrkit.witness.kernel_log import KernelLog, kernel_log
+from gdrkit.witness.libraries import LoadedLibrary, describe_library, libraries
+
+__all__ = [
+    "ElfFile",
+    "ElfNote",
+    "KernelLog",
+    "LoadedLibrary",
+    "PortCounters",
+    "counters",
+    "describe_library",
+    "descriptors",
+    "kernel_log",
+    "libraries",
+    "parse_elf",
+    "read_elf",
+]

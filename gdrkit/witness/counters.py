@@ -1,0 +1,53 @@
+"""Traffic counters of RDMA ports.
+
+Level 3. They move only when bytes really pass the port of a NIC, so a transfer that says it was direct must show here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from gdrkit.host import HostTree
+
+__all__ = ["PortCounters", "counters"]
+
+_DEVICES = "/sys/class/infiniband"
+# The IB specification counts port data in words of four bytes; sysfs hands that on.
+_WORD_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class PortCounters:
+    """The counters of one port at one moment; None where the driver has none."""
+
+    device: str
+    port: int
+    sent_bytes: int | None
+    received_bytes: int | None
+    sent_packets: int | None
+    received_packets: int | None
+
+
+def counters(tree: HostTree) -> tuple[PortCounters, ...]:
+    """Read them for every port of every RDMA device below the root of `tree`."""
+    return tuple(
+        _read(tree, device, int(port))
+        for device in tree.names(_DEVICES)
+        for port in tree.names(f"{_DEVICES}/{device}/ports")
+        if port.isdecimal()
+    )
+
+
+def _read(tree: HostTree, device: str, port: int) -> PortCounters:
+    folder = f"{_DEVICES}/{device}/ports/{port}/counters"
+    sent, received = tree.number(f"{folder}/port_xmit_data"), tree.number(f"{folder}/port_rcv_data")
+    return PortCounters(
+        device=device,
+        port=port,
+        sent_bytes=None if sent is None else sent * _WORD_BYTES,
+        received_bytes=None if received is None else received * _WORD_BYTES,
+        sent_packets=tree.number(f"{folder}/port_xmit_packets"),
+        received_packets=tree.number(f"{folder}/port_rcv_packets"),
+    )

@@ -1,0 +1,225 @@
+"""What an ELF file says of itself: SONAME, build id, notes.
+
+Level 3. Strict: every offset and length is checked against the file before it is used, so that a file that was cut off
+or damaged gives one error and never a wrong answer. Source of truth: the System V ABI (gABI chapters 4 and 5) and
+elf.h.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gdrkit.errors import Api, ApiError, Reason, errno_name
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+__all__ = ["ElfFile", "ElfNote", "parse_elf", "read_elf"]
+
+_HEADER = struct.Struct("<16sHHIQQQIHHHHHH")
+_PROGRAM_HEADER = struct.Struct("<IIQQQQQQ")
+_NOTE_HEADER = struct.Struct("<III")
+_DYNAMIC = struct.Struct("<qQ")
+
+_PT_LOAD, _PT_DYNAMIC, _PT_NOTE = 1, 2, 4
+_DT_NULL, _DT_STRTAB, _DT_STRSZ, _DT_SONAME = 0, 5, 10, 14
+_NT_GNU_BUILD_ID = 3
+
+# More than any linker makes; a damaged length must not make us read gigabytes.
+_LARGEST_NOTES_BYTES = 1 << 20
+_LARGEST_DYNAMIC_BYTES = 1 << 20
+_LARGEST_NAME_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class ElfNote:
+    """One note of an ELF file.
+
+    Attributes
+    ----------
+    owner : str
+        Who defined it, e.g. ``GNU``.
+    kind : int
+        The owner's number for it.
+    content : str
+        The description: as text where it is printable, else hexadecimal digits.
+    """
+
+    owner: str
+    kind: int
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class ElfFile:
+    """What was found in one file."""
+
+    soname: str | None
+    build_id: str | None
+    notes: tuple[ElfNote, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Segment:
+    kind: int
+    offset: int
+    address: int
+    length_bytes: int
+    alignment_bytes: int
+
+
+def read_elf(path: str | os.PathLike[str]) -> ElfFile:
+    """Parse the file at `path`; see :func:`parse_elf`.
+
+    Raises
+    ------
+    ApiError
+        ``LIBRARY_DAMAGED``: no ELF64 file or a damaged one (no errno). ``NO_PERMISSION``, ``LIBRARY_MISSING``,
+        ``OTHER``: it could not be read, with the kernel's errno.
+    """
+    try:
+        with Path(path).open("rb") as file:
+            descriptor = file.fileno()
+            size_bytes = os.fstat(descriptor).st_size
+            return _parse(lambda offset, length: os.pread(descriptor, length, offset), size_bytes, str(path))
+    except OSError as error:
+        reasons = {PermissionError: Reason.NO_PERMISSION, FileNotFoundError: Reason.LIBRARY_MISSING}
+        raise ApiError(
+            api=Api.KERNEL,
+            operation="read",
+            status=error.errno,
+            status_name=errno_name(error.errno),
+            errno=error.errno,
+            arguments={"path": str(path)},
+            reason=reasons.get(type(error), Reason.OTHER),
+        ) from error
+
+
+def parse_elf(data: bytes, *, name: str = "bytes") -> ElfFile:
+    """Parse a whole ELF64 little-endian file.
+
+    Raises
+    ------
+    ApiError
+        ``LIBRARY_DAMAGED``: it is none, or a part of it points outside of it.
+    """
+    return _parse(lambda offset, length: data[offset : offset + length], len(data), name)
+
+
+def _parse(pread: Callable[[int, int], bytes], size_bytes: int, name: str) -> ElfFile:
+    def read(offset: int, length_bytes: int, what: str) -> bytes:
+        if offset + length_bytes > size_bytes:
+            raise _damaged(name, f"{what} ends at byte {offset + length_bytes} of a file of {size_bytes}")
+        found = pread(offset, length_bytes)
+        if len(found) != length_bytes:
+            raise _damaged(name, f"{what} was cut off while it was read")
+        return found
+
+    segments = tuple(_segments(read, name))
+    for segment in segments:
+        if segment.kind == _PT_LOAD and segment.offset + segment.length_bytes > size_bytes:
+            end = segment.offset + segment.length_bytes
+            raise _damaged(name, f"a loaded segment ends at byte {end} of a file of {size_bytes}")
+    notes = tuple(_notes(read, segments, name))
+    build_id = next((note.content for note in notes if (note.owner, note.kind) == ("GNU", _NT_GNU_BUILD_ID)), None)
+    return ElfFile(soname=_soname(read, segments, name), build_id=build_id, notes=notes)
+
+
+def _segments(read: Callable[[int, int, str], bytes], name: str) -> Iterator[_Segment]:
+    header = _HEADER.unpack(read(0, _HEADER.size, "the ELF header"))
+    ident, table_offset, entry_bytes, count = header[0], header[5], header[9], header[10]
+    if ident[:4] != b"\x7fELF":
+        raise _damaged(name, "it does not begin with the ELF magic")
+    if ident[4:7] != b"\x02\x01\x01":
+        raise _damaged(name, "not ELF64, little-endian, version 1")
+    if entry_bytes != _PROGRAM_HEADER.size or count == 0:
+        raise _damaged(name, f"{count} program headers of {entry_bytes} bytes")
+    table = read(table_offset, entry_bytes * count, "the table of program headers")
+    for kind, _flags, offset, address, _physical, length, _memory, alignment in _PROGRAM_HEADER.iter_unpack(table):
+        yield _Segment(kind, offset, address, length, alignment)
+
+
+def _notes(read: Callable[[int, int, str], bytes], segments: tuple[_Segment, ...], name: str) -> Iterator[ElfNote]:
+    for segment in segments:
+        if segment.kind != _PT_NOTE:
+            continue
+        if segment.length_bytes > _LARGEST_NOTES_BYTES:
+            raise _damaged(name, f"a note segment of {segment.length_bytes} bytes")
+        data = read(segment.offset, segment.length_bytes, "a note segment")
+        for owner, kind, content in _notes_of(data, segment, name):
+            yield ElfNote(owner=owner, kind=kind, content=_shown(owner, content))
+
+
+def _notes_of(data: bytes, segment: _Segment, name: str) -> Iterator[tuple[str, int, bytes]]:
+    # The gABI pads ELF64 notes to 8; every linker pads to 4, except for a segment that says 8 (GNU properties).
+    padding = 8 if segment.alignment_bytes == 8 else 4  # noqa: PLR2004 - as the comment says.
+    at = 0
+    while at + _NOTE_HEADER.size <= len(data):
+        owner_bytes, content_bytes, kind = _NOTE_HEADER.unpack_from(data, at)
+        owner_at = at + _NOTE_HEADER.size
+        content_at = _aligned(owner_at + owner_bytes, padding)
+        if content_at + content_bytes > len(data):
+            raise _damaged(name, f"a note of {owner_bytes} + {content_bytes} bytes does not fit into its segment")
+        owner = data[owner_at : owner_at + owner_bytes].rstrip(b"\0").decode("ascii", "backslashreplace")
+        yield owner, kind, data[content_at : content_at + content_bytes]
+        at = _aligned(content_at + content_bytes, padding)
+
+
+def _soname(read: Callable[[int, int, str], bytes], segments: tuple[_Segment, ...], name: str) -> str | None:
+    dynamic = next((segment for segment in segments if segment.kind == _PT_DYNAMIC), None)
+    if dynamic is None:
+        return None
+    if dynamic.length_bytes > _LARGEST_DYNAMIC_BYTES:
+        raise _damaged(name, f"a dynamic section of {dynamic.length_bytes} bytes")
+    data = read(dynamic.offset, dynamic.length_bytes, "the dynamic section")
+    entries: dict[int, int] = {}
+    for tag, value in _DYNAMIC.iter_unpack(data[: len(data) // _DYNAMIC.size * _DYNAMIC.size]):
+        if tag == _DT_NULL:
+            break
+        entries.setdefault(tag, value)
+    if _DT_SONAME not in entries:
+        return None
+    if _DT_STRTAB not in entries or entries[_DT_SONAME] >= entries.get(_DT_STRSZ, 0):
+        raise _damaged(name, "the SONAME lies outside of the string table")
+    begin = _file_offset(segments, entries[_DT_STRTAB], name) + entries[_DT_SONAME]
+    length_bytes = min(entries[_DT_STRSZ] - entries[_DT_SONAME], _LARGEST_NAME_BYTES)
+    text, end, _rest = read(begin, length_bytes, "the string table").partition(b"\0")
+    if not end:
+        raise _damaged(name, "the SONAME has no end")
+    return text.decode("utf-8", "backslashreplace")
+
+
+def _file_offset(segments: tuple[_Segment, ...], address: int, name: str) -> int:
+    for segment in segments:
+        if segment.kind == _PT_LOAD and segment.address <= address < segment.address + segment.length_bytes:
+            return segment.offset + address - segment.address
+    raise _damaged(name, f"address {address:#x} lies in no loaded segment")
+
+
+def _shown(owner: str, content: bytes) -> str:
+    text = content.rstrip(b"\0")
+    # GNU notes are numbers; a build id that happens to be printable is still one.
+    if owner != "GNU" and text.isascii() and text.decode("ascii", "replace").isprintable():
+        return text.decode("ascii")
+    return content.hex()
+
+
+def _aligned(value: int, padding: int) -> int:
+    return (value + padding - 1) // padding * padding
+
+
+def _damaged(name: str, detail: str) -> ApiError:
+    return ApiError(
+        api=Api.LOADER,
+        operation="parse ELF",
+        status=None,
+        status_name="a damaged file",
+        arguments={"path": name},
+        reason=Reason.LIBRARY_DAMAGED,
+        what_to_do="install the package of this library again",
+        detail=detail,
+    )

@@ -1,0 +1,203 @@
+"""The readers of sysfs, procfs and the loader's cache, on small trees that the case writes."""
+
+from __future__ import annotations
+
+import errno
+import os
+import struct
+from typing import TYPE_CHECKING
+
+import pytest
+
+from gdrkit import host, launch, witness
+from gdrkit.errors import Api
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+LIMITS = """\
+Limit                     Soft Limit           Hard Limit           Units
+Max open files            1024                 524288               files
+Max locked memory         {memlock:20} unlimited            bytes
+Max address space         unlimited            unlimited            bytes
+"""
+
+
+def write(root: Path, files: Mapping[str, str], links: Mapping[str, str] | None = None) -> host.HostTree:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    for name, target in (links or {}).items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.symlink_to(target)
+    return host.HostTree(root)
+
+
+def pci(address: str, vendor: str, device: str, kind: str) -> dict[str, str]:
+    folder = f"sys/bus/pci/devices/{address}"
+    return {f"{folder}/vendor": f"{vendor}\n", f"{folder}/device": f"{device}\n", f"{folder}/class": f"{kind}\n"}
+
+
+def test_gpus_are_found_without_a_driver(tmp_path: Path) -> None:
+    tree = write(
+        tmp_path,
+        pci("0000:00:02.0", "0x8086", "0x1234", "0x030000")
+        | pci("0000:1b:00.0", "0x10de", "0x2335", "0x030200")
+        | pci("0000:1b:00.1", "0x10de", "0x22ba", "0x040300")
+        | {"sys/bus/pci/devices/0000:1b:00.0/numa_node": "-1\n"},
+    )
+    (gpu,) = host.nvidia_gpus(tree)
+    assert (gpu.address, gpu.device_id, gpu.driver, gpu.numa_node) == ("0000:1b:00.0", 0x2335, None, None)
+    assert launch.present_hardware(tree) == {Api.CUDA: "NVIDIA GPUs 0000:1b:00.0"}
+
+
+def test_a_device_without_a_readable_class_is_left_out(tmp_path: Path) -> None:
+    files = pci("0000:1b:00.0", "0x10de", "0x2335", "not a number")
+    assert host.pci_devices(write(tmp_path, files)) == ()
+
+
+def test_an_rdma_device_has_driver_ports_and_place(tmp_path: Path) -> None:
+    folder = "sys/class/infiniband/mlx5_0"
+    tree = write(
+        tmp_path,
+        {
+            f"{folder}/node_guid": "b83f:d203:00a1:7c52\n",
+            f"{folder}/fw_ver": "28.41.1000\n",
+            f"{folder}/ports/1/state": "4: ACTIVE\n",
+            f"{folder}/ports/1/phys_state": "5: LinkUp\n",
+            f"{folder}/ports/1/rate": "400 Gb/sec (4X NDR)\n",
+            f"{folder}/ports/1/link_layer": "InfiniBand\n",
+            f"{folder}/ports/1/counters/port_xmit_data": "25\n",
+            "sys/devices/pci/0000:1c:00.0/numa_node": "1\n",
+        },
+        {
+            f"{folder}/device": "../../../devices/pci/0000:1c:00.0",
+            "sys/devices/pci/0000:1c:00.0/driver": "../../../bus/pci/drivers/mlx5_core",
+        },
+    )
+    (device,) = host.rdma_devices(tree)
+    assert (device.driver, device.pci_address, device.numa_node) == ("mlx5_core", "0000:1c:00.0", 1)
+    assert device.has_device
+    assert device.ports == (host.PortFacts(1, "ACTIVE", "LinkUp", "400 Gb/sec (4X NDR)", "InfiniBand"),)
+    (port,) = witness.counters(tree)
+    # The kernel counts words of four bytes.
+    assert (port.sent_bytes, port.received_bytes) == (100, None)
+    assert tree.unreadable == ()
+
+
+@pytest.mark.parametrize(("description", "driver"), [("rxe", "rxe"), ("Software iWARP stack", "siw"), ("host1", None)])
+def test_a_device_without_a_bus_is_software_of_the_kernel(tmp_path: Path, description: str, driver: str | None) -> None:
+    tree = write(tmp_path, {"sys/class/infiniband/dev0/node_desc": f"{description}\n"})
+    (device,) = host.rdma_devices(tree)
+    assert not device.has_device
+    assert device.driver == driver
+
+
+def test_the_kernel_says_release_iommu_and_modules(tmp_path: Path) -> None:
+    tree = write(
+        tmp_path,
+        {
+            "proc/sys/kernel/osrelease": "6.1.0-31-amd64\n",
+            "proc/cmdline": "BOOT_IMAGE=/vmlinuz root=/dev/sda1 intel_iommu=on iommu=pt quiet\n",
+            "etc/os-release": 'NAME="Debian"\nPRETTY_NAME="Debian GNU/Linux 12 (bookworm)"\n',
+            "sys/module/nvidia_peermem/refcnt": "0\n",
+            "sys/module/ext4/refcnt": "0\n",
+            "sys/kernel/iommu_groups/0/type": "DMA\n",
+            "proc/driver/nvidia/version": (
+                "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build\n"
+                "GCC version:  gcc version 12.2.0\n"
+            ),
+        },
+    )
+    facts = host.kernel_facts(tree)
+    assert (facts.release, facts.distribution) == ("6.1.0-31-amd64", "Debian GNU/Linux 12 (bookworm)")
+    assert facts.iommu_arguments == ("intel_iommu=on", "iommu=pt")
+    assert (facts.iommu_group_count, facts.modules) == (1, ("nvidia_peermem",))
+    assert host.nvidia_driver_version(tree) == "580.159.04"
+
+
+@pytest.mark.parametrize(
+    ("memlock", "known", "limit_bytes"), [("65536", True, 65536), ("unlimited", True, None), ("?", False, None)]
+)
+def test_the_limit_of_locked_memory(tmp_path: Path, memlock: str, *, known: bool, limit_bytes: int | None) -> None:
+    status = "Name:\tpython\nCapEff:\t0000000000004000\n"
+    tree = write(tmp_path, {"proc/self/limits": LIMITS.format(memlock=memlock), "proc/self/status": status})
+    limits = host.process_limits(tree)
+    assert (limits.memlock_known, limits.memlock_bytes, limits.open_files) == (known, limit_bytes, 1024)
+    assert limits.capabilities == ("CAP_IPC_LOCK",)
+
+
+def test_signs_of_a_container_name_where_they_are(tmp_path: Path) -> None:
+    assert host.container_hints(host.HostTree(tmp_path)) == ()
+    tree = write(tmp_path, {".dockerenv": "", "proc/1/cgroup": "0::/kubepods/burstable/pod1\n"})
+    assert host.container_hints(tree) == ("docker (/.dockerenv)", "kubepods (/proc/1/cgroup)")
+
+
+def test_what_refuses_to_be_read_is_no_absence(tmp_path: Path) -> None:
+    (tmp_path / "proc" / "cmdline").mkdir(parents=True)
+    tree = host.HostTree(tmp_path)
+    assert tree.text("/proc/cmdline") is None
+    assert tree.text("/proc/nothing") is None
+    assert tree.unreadable == (host.Unreadable("/proc/cmdline", errno.EISDIR, "EISDIR"),)
+
+
+def test_an_empty_tree_has_nothing_and_refuses_nothing(tmp_path: Path) -> None:
+    tree = host.HostTree(tmp_path)
+    assert (host.nvidia_gpus(tree), host.rdma_devices(tree), launch.present_hardware(tree)) == ((), (), {})
+    assert host.nvidia_driver_version(tree) is None
+    assert tree.unreadable == ()
+
+
+def cache(entries: list[tuple[str, str]]) -> bytes:
+    """An /etc/ld.so.cache with these names and paths (glibc, sysdeps/generic/dl-cache.h)."""
+    begin = 48 + 24 * len(entries)
+    strings, table = b"", b""
+    for name, path in entries:
+        name_at = begin + len(strings)
+        strings += name.encode() + b"\0"
+        table += struct.pack("<iIIIQ", 0x303, name_at, begin + len(strings), 0, 0)
+        strings += path.encode() + b"\0"
+    header = struct.pack("<20sIIB3xI3I", b"glibc-ld.so.cache1.1", len(entries), len(strings), 2, 0, 0, 0, 0)
+    return header + table + strings
+
+
+def test_the_loaders_cache_is_read_in_its_order(tmp_path: Path) -> None:
+    paths = ["/opt/mlnx/libibverbs.so.1", "/usr/lib/libibverbs.so.1"]
+    tree = write(tmp_path, {path.lstrip("/"): "" for path in paths} | {"home/me/libibverbs.so.1": ""})
+    (tmp_path / "etc").mkdir()
+    (tmp_path / "etc" / "ld.so.cache").write_bytes(cache([("libibverbs.so.1", path) for path in paths]))
+    assert host.cached_libraries(tree) == {"libibverbs.so.1": tuple(paths)}
+    assert host.find_library(tree, "libibverbs.so.1") == paths[0]
+    assert host.find_library(tree, "libibverbs.so.1", search_path=["", "/home/me"]) == "/home/me/libibverbs.so.1"
+    assert host.find_library(tree, "libcuda.so.1") is None
+
+
+def test_a_cache_that_was_cut_off_gives_only_what_is_whole(tmp_path: Path) -> None:
+    whole = cache([("liba.so", "/a"), ("libb.so", "/b")])
+    (tmp_path / "etc").mkdir()
+    for size in range(len(whole)):
+        (tmp_path / "etc" / "ld.so.cache").write_bytes(whole[:size])
+        found = host.cached_libraries(host.HostTree(tmp_path))
+        assert found.items() <= {"liba.so": ("/a",), "libb.so": ("/b",)}.items()
+
+
+def test_present_hardware_is_said_to_be_left_alone(tmp_path: Path) -> None:
+    tree = write(tmp_path, {"dev/nvidiactl": "", "sys/class/infiniband/mlx5_0/node_guid": "1\n"})
+    line = launch.overridden_hardware(launch.Launch(software=launch.TWINNED), tree)
+    assert line is not None
+    assert "verbs" in line
+    assert "mlx5_0" in line
+    assert "an NVIDIA driver" in line
+    only = launch.overridden_hardware(launch.Launch(software=frozenset({Api.CUDA})), tree)
+    assert only is not None
+    assert "mlx5_0" not in only
+    assert launch.overridden_hardware(launch.Launch(), tree) is None
+
+
+def test_this_host_can_be_read() -> None:
+    tree = host.HostTree()
+    assert host.kernel_facts(tree).release == os.uname().release
+    assert host.process_limits(tree).memlock_known

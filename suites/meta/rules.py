@@ -1,0 +1,344 @@
+"""The rules of the house that a machine can hold, and the tables that they read.
+
+A rule looks at a source tree and answers with what breaks it, a line each. Every rule carries its reason, and a small
+tree that must break it: a rule that notices nothing is worse than none. Sources are parsed and never imported.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+    from pathlib import Path
+
+__all__ = ["CARRY_ON", "LEVELS", "RULES", "SAME_LEVEL", "SEAMS", "SIBLINGS_LEVEL", "Rule"]
+
+# The rooms of gdrkit/ by level: imports only go down.
+LEVELS: tuple[frozenset[str], ...] = (
+    frozenset({"__init__", "errors", "house", "units"}),
+    frozenset({"buffers", "faultplan", "handles", "loader", "pattern", "plain"}),
+    frozenset({"cuda", "cufile", "gaudi", "host", "verbs"}),
+    frozenset({"launch", "registration", "witness"}),
+    frozenset({"gds", "inventory", "storage"}),
+    frozenset({"report", "usrbio"}),
+    frozenset({"qualify"}),
+    frozenset({"__main__", "cli", "harness"}),
+)
+
+# Who may import a room of its own level, and which. Never a room of level 2: those are the real APIs, and know nothing
+# of each other.
+SAME_LEVEL: frozenset[tuple[str, str]] = frozenset({("__main__", "cli"), ("buffers", "handles")})
+
+SIBLINGS_LEVEL = 2
+
+# The files that may name a foreign module. ctypes opens any library, so only seams may have it.
+SEAMS: Mapping[str, frozenset[str]] = {
+    "pyverbs": frozenset({"gdrkit/verbs/_pyverbs.py"}),
+    "cuda": frozenset({"gdrkit/cuda/_driver.py"}),
+    "kvikio": frozenset({"gdrkit/cufile/_kvikio.py"}),
+    "ctypes": frozenset(
+        {
+            "gdrkit/cuda/_driver.py",
+            "gdrkit/cufile/_cufile.py",
+            "gdrkit/gaudi/_hlthunk.py",
+            "gdrkit/host/_libc.py",
+            "gdrkit/host/_nvml.py",
+            "gdrkit/verbs/_pyverbs.py",
+        }
+    ),
+}
+
+# Files that catch everything so that every action of a list has its turn, and raise or hand on what they caught.
+CARRY_ON: frozenset[str] = frozenset({"gdrkit/handles.py"})
+
+_IMPORTERS = {"__import__", "find_spec", "import_module"}
+
+# The words by which a reader would look for stand-ins. report/substrate.py alone may say what was one.
+_STAND_IN_WORDS = re.compile(r"(?<![a-z])(mock|fake|stub|simulat)\w*", re.IGNORECASE)
+_SUBSTRATE = "gdrkit/report/substrate.py"
+
+_SOURCES = (".py", ".cpp", ".hpp", ".h", ".md", ".toml", ".ini", ".sh", ".txt", ".yaml", ".yml", ".cmake", ".html")
+# In two parts, so that this file keeps the rule.
+_UNFINISHED = re.compile(r"\b(TO" + r"DO|FIX" + r"ME|XX" + r"X)\b")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One rule: its name, its reason, what finds breaches below a root, a tree that breaks it and one that does not."""
+
+    name: str
+    why: str
+    breaches: Callable[[Path], Iterator[str]]
+    must_fail: Mapping[str, str]
+    must_pass: Mapping[str, str]
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def _modules(root: Path, *places: str) -> Iterator[tuple[str, ast.Module]]:
+    """Path below the root and syntax tree of every Python file in these files and folders."""
+    for place in places:
+        start = root / place
+        for path in sorted(start.rglob("*.py")) if start.is_dir() else [start]:
+            if path.is_file():
+                yield path.relative_to(root).as_posix(), ast.parse(path.read_text(), filename=str(path))
+
+
+def _imports(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Line and full dotted name of everything that a module imports, wherever the import stands; also by importlib."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from ((node.lineno, f"{node.module or ''}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Call) and _called(node) in _IMPORTERS and node.args:
+            first = node.args[0]
+            if isinstance(first, ast.Constant) and isinstance(first.value, str):
+                yield node.lineno, first.value
+            elif isinstance(first, ast.JoinedStr) and isinstance(first.values[0], ast.Constant):
+                yield node.lineno, str(first.values[0].value)
+
+
+def _called(node: ast.Call) -> str:
+    """The last name of what is called: ``sleep`` of ``time.sleep(1)``."""
+    if isinstance(node.func, ast.Attribute):
+        return node.func.attr
+    return node.func.id if isinstance(node.func, ast.Name) else ""
+
+
+def _dotted(node: ast.expr) -> str:
+    """``pytest.mark.skipif`` of the expression that says so; empty for any other."""
+    if isinstance(node, ast.Attribute):
+        inner = _dotted(node.value)
+        return f"{inner}.{node.attr}" if inner else ""
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def _room(path: str) -> str:
+    """``cuda`` for gdrkit/cuda/device.py, ``errors`` for gdrkit/errors.py."""
+    return path.split("/")[1].removesuffix(".py")
+
+
+def _level(room: str) -> int | None:
+    return next((level for level, rooms in enumerate(LEVELS) if room in rooms), None)
+
+
+def _crossings(root: Path) -> Iterator[tuple[str, str, str]]:
+    """Place, importing room and imported room of every import between two rooms."""
+    for path, tree in _modules(root, "gdrkit"):
+        for line, name in _imports(tree):
+            package, _, rest = name.partition(".")
+            other = rest.partition(".")[0]
+            if package == "gdrkit" and other and other not in {_room(path), "__version__"}:
+                yield f"{path}:{line}", _room(path), other
+
+
+def _rooms(root: Path) -> Iterator[str]:
+    for path, _ in _modules(root, "gdrkit"):
+        if _level(_room(path)) is None:
+            yield f"{path}: {_room(path)} has no level; give it one in suites/meta/rules.py"
+
+
+def _levels(root: Path) -> Iterator[str]:
+    for place, room, other in _crossings(root):
+        above, below = _level(room), _level(other)
+        if above is None or below is None or below > above:
+            yield f"{place} (level {above}) imports gdrkit.{other} (level {below})"
+
+
+def _neighbours(root: Path) -> Iterator[str]:
+    for place, room, other in _crossings(root):
+        if _level(room) == _level(other) and (room, other) not in SAME_LEVEL:
+            yield f"{place} imports gdrkit.{other}, a room of its own level {_level(room)}"
+
+
+def _seams(root: Path) -> Iterator[str]:
+    for path, tree in _modules(root, "gdrkit"):
+        for line, name in _imports(tree):
+            allowed = SEAMS.get(name.split(".")[0])
+            if allowed is not None and path not in allowed:
+                yield f"{path}:{line} names {name}; only {', '.join(sorted(allowed))} may"
+
+
+def _stand_ins(root: Path) -> Iterator[str]:
+    for path in sorted((root / "gdrkit").rglob("*.py")):
+        where = path.relative_to(root).as_posix()
+        if where != _SUBSTRATE:
+            for number, line in enumerate(path.read_text().splitlines(), start=1):
+                yield from (f"{where}:{number} says {found[0]}" for found in _STAND_IN_WORDS.finditer(line))
+
+
+def _replacing(root: Path) -> Iterator[str]:
+    for path, tree in _modules(root, "suites", "gdrkit"):
+        if path.startswith("suites/meta/defects/"):
+            continue
+        for line, name in _imports(tree):
+            if name.startswith(("unittest.mock", "mock.", "pytest_mock")) or name == "mock":
+                yield f"{path}:{line} imports {name}"
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and _dotted(node.func).endswith(("monkeypatch.setattr", "mocker.patch")):
+                yield f"{path}:{node.lineno} calls {_dotted(node.func)}"
+
+
+def _skips(root: Path) -> Iterator[str]:
+    banned = {"pytest.skip", "pytest.importorskip", "pytest.mark.skip", "pytest.mark.skipif"}
+    for path, tree in _modules(root, "suites", "gdrkit"):
+        if path.startswith("gdrkit/harness/"):
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and _dotted(node) in banned:
+                yield f"{path}:{node.lineno} has {_dotted(node)}"
+        for line, name in _imports(tree):
+            if name in {"pytest.skip", "pytest.importorskip", "unittest.skip", "unittest.skipIf"}:
+                yield f"{path}:{line} imports {name}"
+
+
+def _leaves(node: ast.AST) -> bool:
+    """Whether a failure goes on here: by an exception, or as the end of the process."""
+    return isinstance(node, ast.Raise) or (isinstance(node, ast.Call) and _dotted(node.func) == "os._exit")
+
+
+def _swallowed(root: Path) -> Iterator[str]:
+    everything = {"Exception", "BaseException"}
+    for path, tree in _modules(root, "gdrkit", "suites", "native", "noxfile.py"):
+        for node in ast.walk(tree) if path not in CARRY_ON else ():
+            if isinstance(node, ast.ExceptHandler):
+                kinds = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
+                wide = any(kind is None or _dotted(kind) in everything for kind in kinds)
+                if wide and not any(map(_leaves, ast.walk(node))):
+                    yield f"{path}:{node.lineno} catches everything and raises nothing"
+            elif isinstance(node, ast.Call) and _called(node) == "suppress":
+                yield from (f"{path}:{node.lineno} suppresses {it}" for it in everything & set(map(_dotted, node.args)))
+
+
+def _sleeps(root: Path) -> Iterator[str]:
+    for path, tree in _modules(root, "suites"):
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and _called(node) == "sleep":
+                yield f"{path}:{node.lineno} sleeps"
+
+
+def _introduced(root: Path) -> Iterator[str]:
+    for path, tree in _modules(root, "gdrkit", "suites", "native", "noxfile.py"):
+        if not ast.get_docstring(tree):
+            yield f"{path} has no docstring"
+        product = path.startswith(("gdrkit/", "native/")) and "/tests/" not in path
+        if product and not any(
+            isinstance(target, ast.Name) and target.id == "__all__"
+            for node in tree.body
+            if isinstance(node, ast.Assign | ast.AnnAssign)
+            for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+        ):
+            yield f"{path} has no __all__"
+
+
+def _unfinished(root: Path) -> Iterator[str]:
+    generated = {"build", "reports/runs"}
+    for path in sorted(root.rglob("*")):
+        where = path.relative_to(root).as_posix()
+        if path.suffix not in _SOURCES or where.startswith(".") or any(where.startswith(f"{it}/") for it in generated):
+            continue
+        for number, line in enumerate(path.read_text().splitlines(), start=1):
+            yield from (f"{where}:{number} has {found[0]}" for found in _UNFINISHED.finditer(line))
+
+
+def _readmes(root: Path) -> Iterator[str]:
+    for folder in sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith(".")):
+        if folder.name not in {"build", "dist"} and not (folder / "README.md").is_file():
+            yield f"{folder.name}/ has no README.md"
+
+
+RULES = (
+    Rule(
+        name="imports only go down the levels",
+        why="A room can be understood, and tested, with nothing but the rooms below it.",
+        breaches=_levels,
+        must_fail={"gdrkit/errors.py": "def late():\n    from gdrkit import cuda\n"},
+        must_pass={"gdrkit/registration/__init__.py": "from gdrkit import verbs\nfrom gdrkit.cuda import device\n"},
+    ),
+    Rule(
+        name="rooms of one level do not know each other",
+        why="CUDA exports a DmabufRange and verbs imports one; only registration knows both.",
+        breaches=_neighbours,
+        must_fail={"gdrkit/verbs/region.py": "from gdrkit.cuda import memory\n"},
+        must_pass={"gdrkit/verbs/region.py": "from gdrkit.verbs import nic\nfrom gdrkit.buffers import DmabufRange\n"},
+    ),
+    Rule(
+        name="every room has a level",
+        why="A room outside the table would be outside the rule.",
+        breaches=_rooms,
+        must_fail={"gdrkit/attic.py": ""},
+        must_pass={"gdrkit/units.py": ""},
+    ),
+    Rule(
+        name="a foreign library is named in its seam alone",
+        why="Versions differ in that one file, and nothing of the library's types or errors leaks out of it.",
+        breaches=_seams,
+        must_fail={"gdrkit/inventory/probe.py": "import importlib\nimportlib.import_module('pyverbs.device')\n"},
+        must_pass={"gdrkit/verbs/_pyverbs.py": "import ctypes\nimport pyverbs.device\n"},
+    ),
+    Rule(
+        name="the product knows no stand-ins",
+        why="There is one code path: a branch for software would be the one that is tested.",
+        breaches=_stand_ins,
+        must_fail={"gdrkit/verbs/nic.py": "is_simulated = False\n"},
+        must_pass={_SUBSTRATE: "WORD = 'simulated'\n", "gdrkit/verbs/nic.py": "name = 'mlx5_0'\n"},
+    ),
+    Rule(
+        name="nothing is replaced under a case",
+        why="A case that swaps a function of the real API proves what the case says, not what the API does.",
+        breaches=_replacing,
+        must_fail={"suites/rdma/test_a.py": "def test(monkeypatch):\n    monkeypatch.setattr('a.b', 1)\n"},
+        must_pass={
+            "suites/rdma/test_a.py": "def test(monkeypatch):\n    monkeypatch.setenv('A', 'b')\n",
+            "suites/meta/defects/test_b.py": "from unittest import mock\n",
+        },
+    ),
+    Rule(
+        name="only the harness skips",
+        why="What does not run is declared by @needs before the body, with every reason; a skip inside hides it.",
+        breaches=_skips,
+        must_fail={"suites/rdma/test_a.py": "import pytest\n@pytest.mark.skipif(True, reason='')\ndef test(): ...\n"},
+        must_pass={"gdrkit/harness/plugin.py": "import pytest\ndef run():\n    pytest.skip('reason')\n"},
+    ),
+    Rule(
+        name="no failure is swallowed",
+        why="Who catches everything also catches what nobody thought of, and says that it went well.",
+        breaches=_swallowed,
+        must_fail={"gdrkit/units.py": "try:\n    f()\nexcept Exception:\n    pass\n"},
+        must_pass={"gdrkit/units.py": "try:\n    f()\nexcept Exception as error:\n    raise ValueError from error\n"},
+    ),
+    Rule(
+        name="no case sleeps",
+        why="A sleep is too short on a slow machine and too long on all others; wait for what is to happen.",
+        breaches=_sleeps,
+        must_fail={"suites/rdma/test_a.py": "from time import sleep\nsleep(1)\n"},
+        must_pass={"suites/rdma/test_a.py": "import time\ntime.monotonic()\n"},
+    ),
+    Rule(
+        name="a module says what it is for and what it offers",
+        why="A newcomer reads the docstring first; what is not in __all__ may change.",
+        breaches=_introduced,
+        must_fail={"gdrkit/units.py": "'''Sizes.'''\nKIB = 1024\n"},
+        must_pass={"gdrkit/units.py": "'''Sizes.'''\n__all__ = ['KIB']\nKIB = 1024\n"},
+    ),
+    Rule(
+        name="nothing is left to be done in the sources",
+        why="What is missing is said in an issue, where somebody will see it.",
+        breaches=_unfinished,
+        must_fail={"native/a.cpp": "// FIX" + "ME later\n"},
+        must_pass={"native/a.cpp": "// The kernel fixes the address.\n"},
+    ),
+    Rule(
+        name="every top-level folder introduces itself",
+        why="A newcomer finds the room by its name, and learns from its README what is in it.",
+        breaches=_readmes,
+        must_fail={"attic/old.py": ""},
+        must_pass={"docs/README.md": "# docs\n", ".git/config": "", "build/a": ""},
+    ),
+)

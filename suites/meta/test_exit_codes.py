@@ -1,0 +1,64 @@
+"""The exit code of the nox process itself: nox alone would make 1 of whatever a command ended with."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HOUSE = Path(__file__).resolve().parents[2]
+CODE = re.compile(r"^\| (\d) \| (.+) \|$", re.MULTILINE)
+
+
+def nox(*arguments: str, path: str | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "nox", "-f", str(HOUSE / "noxfile.py"), *arguments]
+    environ = {**os.environ, "PATH": path or os.environ["PATH"]}
+    return subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=100)
+
+
+@pytest.fixture
+def vendor_machine(tmp_path: Path) -> str:
+    """A PATH on which there is a vendor's RDMA stack and no C++ compiler."""
+    for name in ("bash", "dpkg-query", "git"):
+        found = shutil.which(name)
+        if found:
+            (tmp_path / name).symlink_to(found)
+    vendor = tmp_path / "ofed_info"
+    vendor.write_text("#!/bin/sh\n")
+    vendor.chmod(0o755)
+    return str(tmp_path)
+
+
+def test_wrong_usage_of_gdrkit_is_2() -> None:
+    assert nox("-s", "qualify", "--", "--no-such-option").returncode == 2
+
+
+def test_wrong_usage_of_pytest_is_2() -> None:
+    assert nox("-s", "suites", "--", "--no-such-option", "suites/meta").returncode == 2
+
+
+def test_a_part_of_the_suites_that_is_not_there_is_2() -> None:
+    assert nox("-s", "meta", "--", "-k", "there_is_no_such_case").returncode == 2
+
+
+def test_missing_set_up_is_3_and_apt_is_not_touched_beside_a_vendors_stack(vendor_machine: str) -> None:
+    result = nox("-s", "native", path=vendor_machine)
+    assert result.returncode == 3
+    assert "ofed_info" in result.stdout
+    assert "g++" in result.stdout
+
+
+def test_readme_and_help_give_the_codes_the_same_meaning() -> None:
+    codes = dict(CODE.findall((HOUSE / "README.md").read_text()))
+    assert list(codes) == ["0", "1", "2", "3", "4"]
+    shown = subprocess.run(
+        [sys.executable, "-m", "gdrkit", "qualify", "--help"], capture_output=True, text=True, check=True
+    )
+    flat = " ".join(shown.stdout.split())
+    missing = [f"{code} {meaning}" for code, meaning in codes.items() if f"{code} {meaning}" not in flat]
+    assert not missing, shown.stdout

@@ -1,0 +1,48 @@
+"""The house keeps its own rules, and each rule notices what breaks it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from meta.rules import LEVELS, RULES, SAME_LEVEL, SIBLINGS_LEVEL, Rule
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+HOUSE = Path(__file__).resolve().parents[2]
+
+
+def build(root: Path, sources: Mapping[str, str]) -> None:
+    for name, text in sources.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_the_house_keeps_the_rule(rule: Rule) -> None:
+    breaches = list(rule.breaches(HOUSE))
+    assert not breaches, "\n".join([rule.why, *breaches])
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_the_rule_notices_a_breach(rule: Rule, tmp_path: Path) -> None:
+    build(tmp_path, rule.must_fail)
+    assert list(rule.breaches(tmp_path))
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_the_rule_accepts_what_is_right(rule: Rule, tmp_path: Path) -> None:
+    build(tmp_path, rule.must_pass)
+    assert not list(rule.breaches(tmp_path))
+
+
+def test_a_room_has_one_level() -> None:
+    rooms = [room for level in LEVELS for room in level]
+    assert len(rooms) == len(set(rooms))
+
+
+def test_the_real_apis_are_never_excepted() -> None:
+    assert not {room for pair in SAME_LEVEL for room in pair} & LEVELS[SIBLINGS_LEVEL]

@@ -1,0 +1,103 @@
+"""The grammar of fault plans: ours, which refuses before anything starts, and the twins', which is the same."""
+
+from __future__ import annotations
+
+import errno
+
+import pytest
+
+from gdrkit import launch
+from gdrkit.errors import Api, ApiError, Reason
+from gdrkit.faultplan import FaultRule, parse_plan, read_plan
+from gdrkit.harness.needs import needs, software
+
+HEADER = "gdrkit-faults 1\n"
+
+GOOD = {
+    "empty": "",
+    "comments": "# a comment\n\n   \nibv_reg_mr call=1 errno=14 # why\n",
+    "by name": "ibv_reg_dmabuf_mr  call=2     errno=EOPNOTSUPP\n",
+    "every call": "ibv_reg_mr\tcall=*\terrno=14",
+    "range": "ibv_reg_mr call=1-3 errno=4095\n",
+    "order": "ibv_reg_mr errno=EFAULT call=7\n",
+    "completion": "wc.rdma_write call=1 status=12\n",
+    "kernel's own": "ibv_reg_mr call=1 errno=ENOTSUPP\n",
+    "of the other library": "cuMemAlloc_v2 call=1 status=2\n",
+}
+BAD = {
+    "code missing": ("ibv_reg_mr call=1\n", 2),
+    "call missing": ("ibv_reg_mr errno=14\n", 2),
+    "call zero": ("ibv_reg_mr call=0 errno=14\n", 2),
+    "call backwards": ("ibv_reg_mr call=3-1 errno=14\n", 2),
+    "call open": ("ibv_reg_mr call=3- errno=14\n", 2),
+    "call a word": ("ibv_reg_mr call=first errno=14\n", 2),
+    "call negative": ("ibv_reg_mr call=-1 errno=14\n", 2),
+    "call twice": ("ibv_reg_mr call=1 call=2 errno=14\n", 2),
+    "errno unknown": ("ibv_reg_mr call=1 errno=ENOTHING\n", 2),
+    "errno zero": ("ibv_reg_mr call=1 errno=0\n", 2),
+    "errno large": ("ibv_reg_mr call=1 errno=4096\n", 2),
+    "status for verbs": ("ibv_reg_mr call=1 status=14\n", 2),
+    "named status": ("wc.rdma_write call=1 status=EIO\n", 2),
+    "completion unknown": ("wc.rdma_wrote call=1 status=12\n", 2),
+    "word too much": ("ibv_reg_mr call=1 errno=14 please\n", 2),
+    "blank inside": ("ibv_reg_mr call= 1 errno=14\n", 2),
+    "third line": ("ibv_reg_mr call=1 errno=14\n\nibv_reg_mr call=x errno=14\n", 4),
+}
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_a_good_plan_is_read(name: str) -> None:
+    parse_plan(HEADER + GOOD[name])
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_malformed_plan_is_one_error_with_its_line(name: str) -> None:
+    text, line = BAD[name]
+    with pytest.raises(ApiError) as caught:
+        parse_plan(HEADER + text)
+    error = caught.value
+    assert (error.api, error.operation, error.errno) == (Api.TWINS, "read fault plan", errno.EINVAL)
+    assert error.reason is Reason.MALFORMED
+    assert error.arguments["line"] == line
+    assert f"line {line}" in error.what_to_do
+
+
+@pytest.mark.parametrize("text", ["", "# only a comment\n", "gdrkit-faults 2\n", "ibv_reg_mr call=1 errno=14\n", "\0"])
+def test_a_plan_begins_with_its_version(text: str) -> None:
+    with pytest.raises(ApiError, match="gdrkit-faults 1"):
+        parse_plan(text)
+
+
+def test_a_function_of_no_library_is_refused_here_since_no_library_would() -> None:
+    with pytest.raises(ApiError, match="malloc"):
+        parse_plan(HEADER + "malloc call=1 errno=12\n")
+
+
+def test_rules_have_their_numbers() -> None:
+    assert parse_plan(HEADER + "ibv_reg_mr call=2-4 errno=EFAULT\ncuInit call=* status=3\n") == (
+        FaultRule("ibv_reg_mr", 2, 4, "errno", errno.EFAULT),
+        FaultRule("cuInit", 1, None, "status", 3),
+    )
+
+
+def test_a_plan_that_cannot_be_read_has_the_errno_of_the_kernel() -> None:
+    with pytest.raises(ApiError) as caught:
+        read_plan("/proc/self/never there")
+    assert caught.value.errno == errno.ENOENT
+
+
+@needs(software(Api.VERBS))
+@pytest.mark.parametrize("name", [*GOOD, *BAD])
+def test_the_twin_has_the_same_grammar(name: str, capfd: pytest.CaptureFixture[str]) -> None:
+    from gdrkit import verbs
+
+    verbs.list_nics()  # Loads the twin.
+    if name in GOOD:
+        launch.control().set_faults("verbs", HEADER + GOOD[name])
+        launch.control().set_faults("verbs", HEADER)
+        return
+    text, line = BAD[name]
+    with pytest.raises(OSError, match="malformed") as caught:
+        launch.control().set_faults("verbs", HEADER + text)
+    assert caught.value.errno == errno.EINVAL
+    assert f"line {line}" in capfd.readouterr().err

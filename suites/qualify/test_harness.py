@@ -1,0 +1,301 @@
+"""The verdicts of the harness, seen from outside: a pytest of its own on cases that behave and on cases that do not."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+from support.child_pytest import ChildRun, run_cases
+from support.json_schema import problems
+
+from gdrkit.errors import Api
+from gdrkit.harness.needs import needs, software
+from gdrkit.harness.needs import verbs as verbs_needs
+from gdrkit.house import house
+from gdrkit.plain import to_plain
+from gdrkit.report import Verdict
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+CASES = '''
+"""Cases for the harness."""
+import errno, os
+import pytest
+from gdrkit.errors import Api, BrokenResource, Unsupported
+from gdrkit.harness.needs import cuda, host, needs, verbs
+
+pytestmark = needs(host.memlock(0))
+KEPT = []
+
+def test_pass(evidence, seed):
+    """The first line is the title.
+
+    The rest is not.
+    """
+    evidence["key"] = {"a": [1, None]}
+    evidence.number("write_us_p50", 3.5)
+    evidence.number("moved_bytes", 7)
+    assert 0 <= seed < 2**64
+
+def test_fail(evidence):
+    evidence.number("rate_gb_per_s", 400)
+    assert {"a": 1} == {"a": 2}
+
+def test_unproven(evidence):
+    evidence.unproven("no counter moved")
+
+@needs(verbs.nic(count_min=99), cuda.device(count_min=99))
+def test_all_unmet_needs_are_collected(nics):
+    raise AssertionError("must not run")
+
+def test_unsupported_after_needs_were_met():
+    raise Unsupported(api=Api.VERBS, operation="ibv_reg_dmabuf_mr", status=95, status_name="EOPNOTSUPP", errno=95)
+
+def test_skips_itself():
+    pytest.skip("not today")
+
+def test_skips_by_import():
+    pytest.importorskip("there_is_no_such_module")
+
+@pytest.mark.skipif(True, reason="never")
+def test_skips_by_mark(): ...
+
+@pytest.mark.xfail(reason="known")
+def test_expects_to_fail():
+    assert False
+
+@pytest.mark.xfail(reason="known")
+def test_expects_to_fail_and_passes(): ...
+
+def test_leaks_a_descriptor():
+    KEPT.append(os.pipe())
+
+def test_does_not_pay_for_the_leak_of_the_one_before(): ...
+
+@pytest.fixture(scope="module")
+def shared():
+    ends = os.pipe()
+    yield ends
+    for end in ends:
+        os.close(end)
+
+def test_a_shared_fixture_is_no_leak(shared): ...
+
+@pytest.fixture
+def refusing():
+    raise RuntimeError("no fixture today")
+
+def test_set_up_fails(refusing): ...
+
+@pytest.fixture
+def untidy():
+    yield
+    raise RuntimeError("no tear-down today")
+
+def test_tear_down_fails(untidy): ...
+
+def test_uses_a_nic_and_does_not_say_so(nic): ...
+
+def test_a_number_without_a_unit(evidence):
+    evidence.number("latency", 1)
+
+@needs(verbs.nic())
+def test_says_which_route(evidence):
+    evidence.route(device=0, nic="twin0", way="dmabuf")
+    evidence.fell_back("copied through the host", device=0, nic="twin0", way="peer_memory")
+
+@needs(verbs.nic())
+def test_leaks_a_nic():
+    from gdrkit import verbs
+    KEPT.append(verbs.Nic.open(next(info.name for info in verbs.list_nics() if info.active)))
+
+@needs(verbs.nic())
+def test_a_peer_is_seen(peer, nic):
+    peer.queue_pair()
+    assert "cuda" not in peer.modules()
+
+@needs(verbs.nic())
+def test_a_peer_may_die(peer):
+    peer.kill()
+    with pytest.raises(BrokenResource):
+        peer.open_nic()
+'''
+ONLY_TWINS = needs(software(Api.VERBS), software(Api.CUDA), verbs_needs.nic())
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> ChildRun:
+    return run_cases(tmp_path_factory.mktemp("harness"), CASES, "--seed=11", "--profile=any")
+
+
+def texts(run: ChildRun, name: str) -> list[str]:
+    return [reason.text for reason in run.records[name].reasons]
+
+
+@ONLY_TWINS
+def test_every_case_has_one_record_that_keeps_to_the_schema(run: ChildRun) -> None:
+    schema = json.loads((house().schemas / "record-1.json").read_text())
+    assert len(run.records) == 22
+    for record in run.records.values():
+        assert list(problems(schema, json.loads(json.dumps(to_plain(record))))) == []
+        assert record.seed == 11
+        assert record.profile == "any"
+        assert record.facts_digest == run.records["test_pass"].facts_digest
+
+
+@ONLY_TWINS
+def test_what_passes_keeps_its_evidence(run: ChildRun) -> None:
+    record = run.records["test_pass"]
+    assert record.verdict is Verdict.PASS
+    assert record.title == "The first line is the title."
+    assert record.evidence == {"key": {"a": [1, None]}}
+    assert record.numbers == {"write_us_p50": 3.5, "moved_bytes": 7.0}
+
+
+@ONLY_TWINS
+def test_what_fails_keeps_why_and_no_numbers(run: ChildRun) -> None:
+    record = run.records["test_fail"]
+    assert record.verdict is Verdict.FAIL
+    assert "assert" in texts(run, "test_fail")[0]
+    assert "test_cases.py" in str(record.evidence["traceback"])
+    assert record.numbers == {}
+    assert run.code == 1
+
+
+@ONLY_TWINS
+def test_right_data_without_a_shown_path_is_unproven(run: ChildRun) -> None:
+    assert run.records["test_unproven"].verdict is Verdict.UNPROVEN
+    assert texts(run, "test_unproven") == ["no counter moved"]
+    assert "1 unproven" in run.printed
+
+
+@ONLY_TWINS
+def test_all_unmet_needs_of_a_case_are_said(run: ChildRun) -> None:
+    record = run.records["test_all_unmet_needs_are_collected"]
+    assert record.verdict is Verdict.NOT_RUN
+    assert [reason.need for reason in record.reasons] == ["verbs.nic(count_min=99)", "cuda.device(count_min=99)"]
+    assert all(reason.foreseen for reason in record.reasons)
+    assert record.substrate == {}
+    assert "99 CUDA devices needed, 2 found" in run.printed
+
+
+@ONLY_TWINS
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("test_unsupported_after_needs_were_met", "Unsupported: verbs: ibv_reg_dmabuf_mr() gave EOPNOTSUPP (95)"),
+        ("test_skips_itself", "the case skipped itself"),
+        ("test_skips_by_import", "the case skipped itself"),
+        ("test_skips_by_mark", "the case skipped itself"),
+        ("test_expects_to_fail", "the case is marked as an expected failure"),
+        ("test_expects_to_fail_and_passes", "the case is marked as an expected failure"),
+        ("test_leaks_a_descriptor", "teardown: LeakDetected: still open: 2 descriptor of pipe"),
+        ("test_set_up_fails", "setup: RuntimeError: no fixture today"),
+        ("test_tear_down_fails", "teardown: RuntimeError: no tear-down today"),
+        ("test_uses_a_nic_and_does_not_say_so", "declares no need of verbs"),
+        ("test_a_number_without_a_unit", "has no unit"),
+        ("test_leaks_a_nic", "verbs.nic"),
+    ],
+)
+def test_what_must_fail_fails(run: ChildRun, name: str, words: str) -> None:
+    assert run.records[name].verdict is Verdict.FAIL
+    assert words in texts(run, name)[0]
+
+
+@ONLY_TWINS
+@pytest.mark.parametrize(
+    "name", ["test_does_not_pay_for_the_leak_of_the_one_before", "test_a_shared_fixture_is_no_leak"]
+)
+def test_a_leak_is_charged_to_the_case_that_made_it(run: ChildRun, name: str) -> None:
+    assert run.records[name].verdict is Verdict.PASS
+
+
+@ONLY_TWINS
+def test_a_twins_ledger_counts_too(run: ChildRun) -> None:
+    assert "verbs twin: ibv_context" in texts(run, "test_leaks_a_nic")[0]
+
+
+@ONLY_TWINS
+def test_routes_are_kept(run: ChildRun) -> None:
+    carried, fallen = run.records["test_says_which_route"].routes
+    assert (carried.device_index, carried.nic, carried.way, carried.fell_back) == (0, "twin0", "dmabuf", None)
+    assert fallen.fell_back == "copied through the host"
+
+
+@ONLY_TWINS
+def test_the_libraries_of_every_process_are_on_the_record(run: ChildRun) -> None:
+    record = run.records["test_a_peer_is_seen"]
+    twins = [library for library in record.libraries if library.soname == "libibverbs.so.1"]
+    assert [library.process for library in twins] == ["case", "peer0"]
+    assert all(library.build_id and [note.owner for note in library.notes] == ["GDRKIT"] for library in twins)
+    assert record.substrate["verbs"] == "twin"
+
+
+@ONLY_TWINS
+def test_a_peer_that_dies_is_replaced(run: ChildRun) -> None:
+    assert run.records["test_a_peer_may_die"].verdict is Verdict.PASS
+
+
+@ONLY_TWINS
+def test_what_nobody_foresaw_fails_the_run(tmp_path: Path) -> None:
+    source = """
+    from gdrkit.harness.needs import needs, verbs
+    def test_pass(): ...
+    @needs(verbs.nic(count_min=99))
+    def test_many(): ...
+    """
+    run = run_cases(tmp_path, source, "--profile=bare")
+    assert run.code == 1
+    assert run.records["test_many"].verdict is Verdict.NOT_RUN
+    assert run.records["test_many"].is_failure
+    assert "NOT FORESEEN by profile bare" in run.printed
+
+
+@ONLY_TWINS
+def test_another_substrate_than_the_wanted_one_runs_nothing(tmp_path: Path) -> None:
+    run = run_cases(tmp_path, "def test_pass(): ...", "--substrate=verbs=hardware,cuda=twin")
+    assert run.code == 4
+    assert "verbs was to run on hardware and runs on twin" in run.printed
+    assert run.records == {}
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("--substrate=soft", "no substrate"),
+        ("--profile=never", "no profile"),
+        ("--seed=many", "invalid"),
+    ],
+)
+def test_a_wrong_option_is_said_and_runs_nothing(tmp_path: Path, option: str, words: str) -> None:
+    run = run_cases(tmp_path, "def test_pass(): ...", option)
+    assert run.code == 4
+    assert words in run.printed
+    assert run.records == {}
+
+
+def test_a_file_that_skips_itself_fails_the_run(tmp_path: Path) -> None:
+    run = run_cases(tmp_path, "import pytest\npytest.skip('no', allow_module_level=True)", "--profile=any")
+    assert run.code != 0
+    assert "skips itself while it is read" in run.printed
+
+
+def test_a_plan_is_made_without_running(tmp_path: Path) -> None:
+    source = """
+    from gdrkit.harness.needs import needs, verbs
+    @needs(verbs.nic(count_min=99))
+    def test_many():
+        "Title."
+    def test_one(): ...
+    """
+    run = run_cases(tmp_path, source, "--collect-only", f"--plan={tmp_path}/plan.json", "--profile=any")
+    assert run.records == {}
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    assert [case["case"] for case in plan["cases"]] == ["test_cases.py::test_many", "test_cases.py::test_one"]
+    assert plan["cases"][0]["title"] == "Title."
+    assert plan["cases"][0]["unmet"][0]["need"] == "verbs.nic(count_min=99)"
+    (tmp_path / "wanted").write_text("test_cases.py::test_one\n")
+    part = run_cases(tmp_path, source, f"--cases={tmp_path}/wanted", "--profile=any")
+    assert list(part.records) == ["test_one"]

@@ -1,0 +1,145 @@
+"""The substrate of a child: decided before it starts, by its environment alone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gdrkit import launch
+from gdrkit.errors import Api, SetupMissing, UsageError
+from gdrkit.harness.needs import needs, software
+
+BOTH = needs(software(Api.VERBS), software(Api.CUDA))
+SHOW = "import os; print(os.environ.get('LD_LIBRARY_PATH', ''), os.environ['GDRKIT_TWINS_SEED'])"
+
+
+def gdrkit(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environ = {**os.environ, **variables}
+    return subprocess.run(
+        [sys.executable, "-m", "gdrkit", *arguments], env=environ, capture_output=True, text=True, check=False
+    )
+
+
+@BOTH
+def test_only_the_chosen_twins_are_in_front_of_the_path() -> None:
+    base = launch.environment(launch.Launch(software=launch.TWINNED), base={"LD_LIBRARY_PATH": "/opt/lib"})
+    folders = base["LD_LIBRARY_PATH"].split(":")
+    assert folders[2:] == ["/opt/lib"]
+    assert {Path(folder).name for folder in folders[:2]} == {"cuda", "ibverbs"}
+    only = launch.environment(launch.Launch(software=frozenset({Api.CUDA})), base=base)
+    assert [Path(folder).name for folder in only["LD_LIBRARY_PATH"].split(":")] == ["cuda", "lib"]
+    assert launch.environment(launch.Launch(), base=base)["LD_LIBRARY_PATH"] == "/opt/lib"
+    assert "LD_LIBRARY_PATH" not in launch.environment(launch.Launch(), base={})
+
+
+@BOTH
+def test_each_run_is_a_machine_of_its_own_unless_it_joins_one() -> None:
+    chosen = launch.Launch(software=launch.TWINNED)
+    domains = {launch.environment(chosen, base={})["GDRKIT_TWINS_DOMAIN"] for _ in range(3)}
+    assert len(domains) == 3
+    assert all(len(domain) <= 32 for domain in domains)
+    joined = launch.environment(chosen, base={"GDRKIT_TWINS_DOMAIN": "lab"})
+    assert joined["GDRKIT_TWINS_DOMAIN"] == "lab"
+
+
+@BOTH
+def test_a_seed_is_handed_on_or_drawn() -> None:
+    chosen = launch.Launch(software=launch.TWINNED, seed=7)
+    assert launch.environment(chosen, base={})["GDRKIT_TWINS_SEED"] == "7"
+    drawn = launch.environment(launch.Launch(software=launch.TWINNED), base={})["GDRKIT_TWINS_SEED"]
+    assert 0 <= int(drawn) < 2**64
+    with pytest.raises(UsageError):
+        launch.environment(launch.Launch(software=launch.TWINNED, seed=2**64), base={})
+
+
+@BOTH
+def test_the_runtime_of_a_sanitizer_comes_first() -> None:
+    base = {"GDRKIT_TWINS_PRELOAD": "/usr/lib/libasan.so.8", "LD_PRELOAD": "/usr/lib/other.so"}
+    child = launch.environment(launch.Launch(software=launch.TWINNED), base=base)
+    assert child["LD_PRELOAD"] == "/usr/lib/libasan.so.8:/usr/lib/other.so"
+    assert launch.environment(launch.Launch(), base=base)["LD_PRELOAD"] == "/usr/lib/other.so"
+
+
+@pytest.mark.parametrize("text", ["", "verbs,cufile", "gpu", ","])
+def test_an_api_without_a_twin_is_wrong_usage(text: str) -> None:
+    with pytest.raises(UsageError, match="cuda, verbs"):
+        launch.parse_apis(text)
+
+
+def test_a_twin_that_is_not_installed_is_missing_set_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GDRKIT_TWINS_LIB", str(tmp_path))
+    assert launch.twins_available() == frozenset()
+    with pytest.raises(SetupMissing, match=r"pip install 'gdrkit\[software\]'"):
+        launch.environment(launch.Launch(software=launch.TWINNED), base={})
+
+
+@BOTH
+def test_the_command_becomes_the_process() -> None:
+    ended = gdrkit("run", "--software", "--seed", "5", "--", sys.executable, "-c", SHOW, LD_LIBRARY_PATH="")
+    path, seed = ended.stdout.split()
+    assert seed == "5"
+    assert path.count(":") == 1
+    assert ended.returncode == 0
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("command", "code", "words"),
+    [
+        (["sh", "-c", "exit 9"], 9, ""),
+        (["sh", "-c", "kill -TERM $$"], -signal.SIGTERM, ""),
+        (["no such command"], 127, "ENOENT (2)"),
+        (["/proc/self/status"], 126, "EACCES (13)"),
+    ],
+)
+def test_the_exit_code_is_that_of_the_command(command: list[str], code: int, words: str) -> None:
+    ended = gdrkit("run", "--software", "--", *command)
+    assert ended.returncode == code
+    assert words in ended.stderr
+    lines = [line for line in ended.stderr.splitlines() if "leaves" not in line]
+    assert len(lines) == (1 if words else 0)
+
+
+def test_a_malformed_plan_stops_it_before_anything_runs(tmp_path: Path) -> None:
+    plan = tmp_path / "plan"
+    plan.write_text("gdrkit-faults 1\nibv_reg_mr call=maybe errno=EFAULT\n")
+    ended = gdrkit("run", "--software", "--faults", str(plan), "--", "sh", "-c", f"touch {tmp_path}/ran")
+    assert ended.returncode == 2
+    error = ended.stderr.strip().splitlines()[-1]
+    for part in ("twins: read fault plan", "EINVAL (22)", "line=2", "call=maybe", "To do: mend line 2"):
+        assert part in error
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["run", "--", "true"], ["run", "--software"], ["run", "--software", "--apis", "gpu", "--", "true"], ["nothing"]],
+    ids=" ".join,
+)
+def test_wrong_usage_ends_with_2_and_says_why(arguments: list[str]) -> None:
+    ended = gdrkit(*arguments)
+    assert ended.returncode == 2
+    assert ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_missing_twins_end_with_3(tmp_path: Path) -> None:
+    ended = gdrkit("run", "--software", "--", "true", GDRKIT_TWINS_LIB=str(tmp_path))
+    assert ended.returncode == 3
+    assert "To do: pip install" in ended.stderr
+
+
+def test_a_traceback_is_shown_only_to_who_asks(tmp_path: Path) -> None:
+    variables = {"GDRKIT_TWINS_LIB": str(tmp_path), "GDRKIT_TRACEBACK": "1"}
+    assert "Traceback" in gdrkit("run", "--software", "--", "true", **variables).stderr
+
+
+def test_facts_and_version_answer() -> None:
+    assert gdrkit("version").stdout.startswith("gdrkit 0.")
+    assert '"schema_version": 1' in gdrkit("facts", "--no-apis", "--json").stdout
+    assert "Kernel" in gdrkit("facts", "--no-apis").stdout

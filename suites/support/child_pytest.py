@@ -1,0 +1,39 @@
+"""A pytest of its own, in a child process, on cases that the caller writes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from gdrkit.report import Record, read_records
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = ["ChildRun", "run_cases"]
+
+
+@dataclass(frozen=True)
+class ChildRun:
+    """How it ended, what it printed, and its records by the name of the case."""
+
+    code: int
+    printed: str
+    records: dict[str, Record]
+
+
+def run_cases(folder: Path, source: str, *options: str) -> ChildRun:
+    """Run the cases in `source` with the harness and these options."""
+    (folder / "test_cases.py").write_text(textwrap.dedent(source), encoding="utf-8")
+    (folder / "pytest.ini").write_text("[pytest]\naddopts = -p no:cacheprovider\nfilterwarnings = error\n")
+    records = folder / "records.jsonl"
+    command = [sys.executable, "-m", "pytest", "-p", "gdrkit.harness.plugin", f"--records={records}", *options]
+    ended = subprocess.run(
+        [*command, str(folder)], cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+    )
+    found = read_records(records) if records.exists() else ()
+    by_name = {record.case.partition("::")[2]: record for record in found}
+    return ChildRun(code=ended.returncode, printed=ended.stdout + ended.stderr, records=by_name)
