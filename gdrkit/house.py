@@ -6,7 +6,9 @@ where it was installed.
 
 from __future__ import annotations
 
+import os
 import subprocess
+import sys
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -56,8 +58,20 @@ class House:
         """Where a run writes its report unless told otherwise."""
         return self.root / "reports" / "runs" if self.is_checkout else Path.cwd() / "gdrkit-report"
 
+    def portable(self, text: str) -> str:
+        """`text` without the places of this checkout and this Python, which mean nothing on another machine."""
+        roots = {f"{self.root}/": ""} if self.is_checkout else {}
+        for root, name in {**roots, f"{sys.prefix}/": "{python}/"}.items():
+            text = text.replace(root, name)
+        return text
+
     def commit(self) -> str | None:
-        """The commit of the checkout, with ``-dirty`` when tracked files were changed; None when nobody can tell."""
+        """The commit of the checkout, with ``-dirty`` when tracked files were changed; None when nobody can tell.
+
+        GDRKIT_COMMIT says it for a copy of a checkout that travelled without its history.
+        """
+        if stated := os.environ.get("GDRKIT_COMMIT"):
+            return stated
         if not self.is_checkout or not (self.root / ".git").exists():
             return None
         head = _git(self.root, "rev-parse", "--verify", "--quiet", "HEAD")

@@ -50,8 +50,8 @@ class Objects:
             There is none, or it is of another kind.
         """
         made = self._made.get(number)
-        if not isinstance(made, kind):
-            message = f"handle {number} is no {kind.__name__}"
+        if number not in self._made or not isinstance(made, kind):
+            message = f"handle {number} is no open {kind.__name__}"
             raise UsageError(message)
         return made
 

@@ -21,7 +21,8 @@ from gdrkit.plain import to_plain
 from gdrkit.report import Verdict, append_record
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Generator, Sequence
+    from pathlib import Path
 
 __all__ = ["SESSION"]
 
@@ -34,6 +35,7 @@ _OPTIONS = {
     "--records": ("FILE", "append one JSON record per case"),
     "--facts": ("FILE", "take the facts about this machine from here and ask no API for them"),
     "--plan": ("FILE", "write the collected cases, and their needs that are not met"),
+    "--command": ("TEXT", "what to name as the command of this run in its records"),
     "--cases": ("FILE", "run only the cases whose ids are in this file, one a line"),
 }
 
@@ -90,9 +92,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
                 case.look(state)
     except GdrkitError as error:
         raise pytest.UsageError(str(error)) from error
-    if state.plan is not None:
-        planned = [_planned(case) for case in cases]
-        state.plan.write_text(json.dumps({"profile": state.profile.name, "cases": planned}, indent=2) + "\n")
+    # Where files could not be collected there is no plan: what is missing from it would look as if it did not exist.
+    if state.plan is not None and not session.testsfailed:
+        _write_plan(state.plan, state.profile.name, cases)
     pool = session.config.stash[POOL] = PeerPool()
     if not session.config.option.collectonly and any(_wants_peer(case) for case in cases if not case.unmet):
         pool.start()
@@ -139,7 +141,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     case = item.stash[CASE]
     if case.unmet:
         pytest.skip("; ".join(f"{reason.need}: {reason.text}" for reason in case.unmet))
-    leaks.start_apis({need.name.partition(".")[0] for need in case.needs})
+    item.config.stash[SESSION].start({need.name.partition(".")[0] for need in case.needs})
     case.before = leaks.take(own=item.config.stash[POOL].descriptors())
 
 
@@ -228,6 +230,14 @@ def _said(error: BaseException) -> str:
     """As people read it: the class without its module; an assertion as pytest explains it."""
     text = str(error).strip()
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _write_plan(path: Path, profile: str, cases: Sequence[Case]) -> None:
+    text = json.dumps({"profile": profile, "cases": [_planned(case) for case in cases]}, indent=2) + "\n"
+    # Moved into place, so that whoever waits for it finds it whole.
+    whole = path.with_suffix(".new")
+    whole.write_text(text, encoding="utf-8")
+    whole.replace(path)
 
 
 def _planned(case: Case) -> dict[str, object]:

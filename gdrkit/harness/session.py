@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import gdrkit
 from gdrkit.errors import UsageError
+from gdrkit.harness import leaks
 from gdrkit.house import house
 from gdrkit.inventory import Facts, Profile, choose_profile, load_profile, load_profiles, probe
 from gdrkit.report.substrate import Substrate, of_facts
@@ -42,8 +43,10 @@ class Session:
         self.seed: int = config.getoption("gdrkit_seed")
         if self.seed is None:
             self.seed = int(os.environ.get("GDRKIT_TWINS_SEED", "0"), 0) or secrets.randbits(_SEED_BITS)
-        self.command = " ".join(["pytest", *config.invocation_params.args])
+        given: str | None = config.getoption("gdrkit_command")
+        self.command = given or house().portable(" ".join(["pytest", *config.invocation_params.args]))
         self.version = gdrkit.__version__
+        self._started: set[str] = set()
 
     @cached_property
     def facts(self) -> Facts:
@@ -102,6 +105,11 @@ class Session:
                 start = f"gdrkit run --software -- {Path(sys.executable).name} -m {self.command}"
                 advice = f"start it as: {start}" if wanted is Substrate.TWIN else "start it without gdrkit run"
                 raise UsageError(message, what_to_do=advice)
+
+    def start(self, apis: set[str]) -> None:
+        """Have those of `apis` that were not used yet in this run do what they do once."""
+        leaks.start_apis(apis - self._started)
+        self._started |= apis
 
     def case_seed(self, case: str) -> int:
         """The seed of one case: another for each, the same in each run with the seed of this one."""

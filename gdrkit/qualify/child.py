@@ -6,6 +6,7 @@ that case says so, and another process goes on with the rest.
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 import signal
 import subprocess
@@ -31,14 +32,13 @@ __all__ = ["Common", "Suites"]
 _LOOK_S = 0.1
 _STALLED_S = 180.0
 _SHOWN_CHARACTERS = 3000
-_PYTEST_USAGE, _PYTEST_NOTHING = 4, 5
+_PYTEST_USAGE = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Common:
     """What the records of cases that left none of their own have in common."""
 
-    profile: str
     facts_digest: str
     seed: int
     commit: str | None
@@ -86,106 +86,153 @@ class Suites:
             A file of the suites cannot be collected; the log says why.
         """
         command = [*self._command, "--collect-only", "-q", f"--plan={self._folder.plan}"]
-        ended = subprocess.run(
-            command, env=self._environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
-        )
-        self._log.write_text(ended.stdout + ended.stderr, encoding="utf-8")
-        if ended.returncode == _PYTEST_USAGE:
-            lines = [line.removeprefix("ERROR: ") for line in ended.stderr.splitlines() if line.startswith("ERROR: ")]
-            raise UsageError(" ".join(lines) or ended.stderr.strip())
-        if ended.returncode not in (0, _PYTEST_NOTHING):
-            tail = (ended.stdout + ended.stderr).strip()[-_SHOWN_CHARACTERS:]
-            message = f"the suites cannot be collected (pytest ended with {ended.returncode}):\n{tail}"
-            raise GdrkitError(message, what_to_do=f"read {self._log}")
+        with self._log.open("wb") as log:
+            ended = subprocess.run(
+                command,
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                check=False,
+            )
+        if not self._folder.plan.exists():
+            raise self._no_plan(ended.returncode)
         return read_plan(self._folder.plan)
 
-    def run(self, plan: Plan, common: Common, done: Callable[[Record], None]) -> tuple[Record, ...]:
-        """Run the cases of a plan; `done` is called after each.
+    def run(self, common: Common, begin: Callable[[Plan], None], done: Callable[[Record], None]) -> Plan:
+        """Collect the cases and run them, all in one child as long as it lives.
+
+        Parameters
+        ----------
+        common : Common
+            For the records of cases that leave none.
+        begin : callable
+            Called once with the plan, before the first case ends.
+        done : callable
+            Called with each record.
 
         Raises
         ------
-        GdrkitError
-            A child ended without having run a case.
+        UsageError, GdrkitError
+            As :meth:`plan`.
         """
-        reader = _Reader(self._folder.records, done)
-        remaining = [case.case for case in plan.cases]
+        reader = _Reader(self._folder, begin, done)
         list_file = self._folder.path / "cases.txt"
-        while remaining:
-            list_file.write_text("\n".join(remaining) + "\n", encoding="utf-8")
-            how = self._run_child(list_file, reader)
-            seen = {record.case for record in reader.records}
-            left = [case for case in remaining if case not in seen]
-            if left:
-                # Records come in the order of the plan, so the first that is missing is the one that was running.
-                append_record(self._folder.records, _lost(left.pop(0), how, self._log_tail(), common))
-                reader.read()
-            remaining = left
+        how = self._run_child([f"--plan={self._folder.plan}"], reader)
+        plan = reader.plan
+        if plan is None:
+            raise self._no_plan(how.code)
+        remaining = [case.case for case in plan.cases]
+        while remaining := [case for case in remaining if case not in reader.seen]:
+            # Records come in the order of the plan, so the first that is missing is the one that was running.
+            lost = _lost(remaining.pop(0), str(how), self._log_tail(), plan.profile, common)
+            append_record(self._folder.records, lost)
+            reader.read()
+            if remaining:
+                list_file.write_text("\n".join(remaining) + "\n", encoding="utf-8")
+                how = self._run_child([f"--cases={list_file}"], reader)
         list_file.unlink(missing_ok=True)
-        return tuple(reader.records)
+        return plan
 
-    def _run_child(self, list_file: Path, reader: _Reader) -> str:
-        command = [*self._command, f"--cases={list_file}", f"--records={self._folder.records}"]
+    def _run_child(self, options: list[str], reader: _Reader) -> _End:
         with (
             self._log.open("ab") as log,
             subprocess.Popen(
-                command, env=self._environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
+                [*self._command, f"--records={self._folder.records}", *options],
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
             ) as child,
         ):
-            moved = time.monotonic()
             try:
-                while True:
-                    try:
-                        code = child.wait(_LOOK_S)
-                    except subprocess.TimeoutExpired:
-                        code = None
-                    if reader.read():
-                        moved = time.monotonic()
-                    if code is not None:
-                        return _how_it_ended(code)
-                    if time.monotonic() - moved > _STALLED_S:
-                        child.kill()
-                        return f"it did not end within {_STALLED_S:g} s, and was killed"
+                return _watch(child, reader)
             except BaseException:
                 child.kill()
                 raise
+
+    def _no_plan(self, code: int) -> GdrkitError:
+        text = self._log_tail()
+        if code == _PYTEST_USAGE:
+            said = [line.removeprefix("ERROR: ") for line in text.splitlines() if line.startswith("ERROR: ")]
+            return UsageError(" ".join(said) or text)
+        message = f"the suites cannot be collected ({_End(code)}):\n{text}"
+        return GdrkitError(message, what_to_do=f"read {self._log}")
 
     def _log_tail(self) -> str:
         return self._log.read_text(encoding="utf-8", errors="backslashreplace")[-_SHOWN_CHARACTERS:]
 
 
 class _Reader:
-    """Reads records as they are appended."""
+    """Reads the plan when it is there, and records as they are appended."""
 
-    def __init__(self, path: Path, done: Callable[[Record], None]) -> None:
-        self._path = path
+    def __init__(self, folder: RunFolder, begin: Callable[[Plan], None], done: Callable[[Record], None]) -> None:
+        self._folder = folder
+        self._begin = begin
         self._done = done
         self._offset_bytes = 0
-        self.records: list[Record] = []
+        self.plan: Plan | None = None
+        self.seen: set[str] = set()
 
     def read(self) -> bool:
         """Read what is new; whether there was any."""
-        if not self._path.exists():
-            return False
-        with self._path.open("rb") as file:
+        is_new = False
+        if self.plan is None and self._folder.plan.exists():
+            self.plan = read_plan(self._folder.plan)
+            self._begin(self.plan)
+            is_new = True
+        path = self._folder.records
+        if self.plan is None or not path.exists():
+            return is_new
+        with path.open("rb") as file:
             file.seek(self._offset_bytes)
             data = file.read()
         whole = data[: data.rfind(b"\n") + 1]
         self._offset_bytes += len(whole)
-        new = parse_records(whole.decode("utf-8").splitlines(), name=str(self._path))
-        for record in new:
-            self.records.append(record)
+        for record in parse_records(whole.decode("utf-8").splitlines(), name=str(path)):
+            self.seen.add(record.case)
             self._done(record)
-        return bool(new)
+            is_new = True
+        return is_new
 
 
-def _lost(case: str, how: str, log: str, common: Common) -> Record:
+@dataclass(frozen=True, slots=True)
+class _End:
+    """How a child ended."""
+
+    code: int
+    is_stalled: bool = False
+
+    def __str__(self) -> str:
+        if self.is_stalled:
+            return f"nothing happened for {_STALLED_S:g} s, and its process was killed"
+        if self.code < 0:
+            return f"its process was ended by {signal.Signals(-self.code).name}"
+        return f"its process ended with {self.code}"
+
+
+def _watch(child: subprocess.Popen[bytes], reader: _Reader) -> _End:
+    moved = time.monotonic()
+    code: int | None = None
+    while code is None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = child.wait(_LOOK_S)
+        if reader.read():
+            moved = time.monotonic()
+        if code is None and time.monotonic() - moved > _STALLED_S:
+            child.kill()
+            return _End(child.wait(), is_stalled=True)
+    return _End(code)
+
+
+def _lost(case: str, how: str, log: str, profile: str, common: Common) -> Record:
     return Record(
         schema_version=SCHEMA_VERSION,
         case=case,
         title="",
         verdict=Verdict.FAIL,
         reasons=(CaseReason(text=f"the case left no record: {how}"),),
-        profile=common.profile,
+        profile=profile,
         facts_digest=common.facts_digest,
         substrate={},
         libraries=(),
@@ -199,9 +246,3 @@ def _lost(case: str, how: str, log: str, common: Common) -> Record:
         version=common.version,
         command=common.command,
     )
-
-
-def _how_it_ended(code: int) -> str:
-    if code < 0:
-        return f"its process was ended by {signal.Signals(-code).name}"
-    return f"its process ended with {code}"

@@ -62,28 +62,31 @@ class TerminalProgress:
         self._bar: Bar | None = None
         self._task: TaskID | None = None
         self._names: list[str] = []
-        self._width = 0
 
     def say(self, line: str) -> None:
         """Print it above the bar."""
         from rich.text import Text
 
-        self._console.print(Text(line, style="bold"))
+        self._console.print(Text(line, style="bold"), soft_wrap=True)
 
     def begin(self, plan: Plan) -> None:
         """Show the bar."""
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+        from rich.table import Column
 
         self._names = [case.case for case in plan.cases]
         self._bar = Progress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(bar_width=24),
+            BarColumn(bar_width=16),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
+            TextColumn(
+                "{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1)
+            ),
+            expand=True,
             console=self._console,
             transient=True,
         )
-        self._task = self._bar.add_task(self._names[0] if self._names else "", total=len(self._names))
+        self._task = self._bar.add_task(self._current(), total=len(self._names))
         self._bar.start()
 
     def done(self, record: Record) -> None:
@@ -94,17 +97,22 @@ class TerminalProgress:
         line.append(f"{_NAMES[record.verdict]:9}", style=_STYLES[record.verdict])
         line.append(record.case)
         line.append(f"  {record.duration_ms:.0f} ms", style="dim")
-        self._console.print(line)
+        # The terminal may break a long line; then it can still be copied as one.
+        self._console.print(line, soft_wrap=True)
         for reason in record.reasons:
-            self._console.print(Text(f"         {reason.need + ': ' if reason.need else ''}{reason.text}", style="dim"))
+            text = f"         {reason.need + ': ' if reason.need else ''}{reason.text}"
+            self._console.print(Text(text, style="dim"), soft_wrap=True)
         if self._bar is not None and self._task is not None:
             self._names = [name for name in self._names if name != record.case]
-            self._bar.update(self._task, advance=1, description=self._names[0] if self._names else "")
+            self._bar.update(self._task, advance=1, description=self._current())
 
     def end(self) -> None:
         """Take the bar away."""
         if self._bar is not None:
             self._bar.stop()
+
+    def _current(self) -> str:
+        return self._names[0].rpartition("::")[2] if self._names else ""
 
 
 def progress_for(stream: TextIO | None = None) -> LineProgress | TerminalProgress:

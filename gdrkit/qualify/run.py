@@ -24,7 +24,7 @@ from gdrkit.inventory import Facts, load_profile, probe
 from gdrkit.qualify.child import Common, Suites
 from gdrkit.qualify.outcome import decide
 from gdrkit.qualify.plan import Plan, fitting_sessions
-from gdrkit.report import Run, RunFolder
+from gdrkit.report import Run, RunFolder, read_records
 from gdrkit.report.render import render
 from gdrkit.report.run import SCHEMA_VERSION, banner
 from gdrkit.report.substrate import of_facts
@@ -105,24 +105,26 @@ def qualify(options: Options, progress: Progress) -> tuple[Run, RunFolder]:
     """
     began, clock = dt.datetime.now(dt.UTC), time.monotonic()
     prepared = _prepare(options, progress, began)
-    plan = prepared.suites.plan()
-    profile = load_profile(plan.profile)
     commit = house().commit()
     common = Common(
-        profile=profile.name,
         facts_digest=prepared.facts.digest,
         seed=prepared.seed,
         commit=commit,
         version=gdrkit.__version__,
         command=options.command,
     )
-    progress.begin(plan)
     try:
-        records = prepared.suites.run(plan, common, progress.done)
+        plan = prepared.suites.run(common, progress.begin, progress.done)
     finally:
         progress.end()
+    profile = load_profile(plan.profile)
+    records = read_records(prepared.folder.records) if prepared.folder.records.exists() else ()
     outcome = decide(
-        prepared.facts, profile, records, software_asked=options.software, is_part=(options.select or options.suites) is not None
+        prepared.facts,
+        profile,
+        records,
+        software_asked=options.software,
+        is_part=(options.select or options.suites) is not None,
     )
     run = Run(
         schema_version=SCHEMA_VERSION,
@@ -185,7 +187,7 @@ def _prepare(options: Options, progress: Progress, began: dt.datetime) -> _Prepa
     overridden = launch.overridden_hardware(started, tree)
     if overridden:
         progress.say(overridden)
-    arguments = [f"--seed={seed}"]
+    arguments = [f"--seed={seed}", f"--command={options.command}"]
     if options.profile is not None:
         arguments.append(f"--profile={options.profile}")
     if options.select is not None:

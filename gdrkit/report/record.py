@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from gdrkit import plain
 from gdrkit.errors import Reason, UsageError
+from gdrkit.house import house
 from gdrkit.witness import ElfNote, LoadedLibrary  # noqa: TC001 - types of fields are read at run time.
 
 if TYPE_CHECKING:
@@ -65,7 +66,11 @@ class CaseReason:
 
 @dataclass(frozen=True, slots=True)
 class SeenLibrary:
-    """A library in one of the processes of a case (``case``, ``peer0`` ...)."""
+    """A library in one of the processes of a case (``case``, ``peer0`` ...).
+
+    Its path is relative where it lies in the checkout, and begins with ``{python}`` where it lies in the environment of
+    this Python.
+    """
 
     process: str
     path: str
@@ -79,7 +84,7 @@ class SeenLibrary:
         """As `process` had it."""
         return cls(
             process=process,
-            path=library.path,
+            path=house().portable(library.path),
             soname=library.soname,
             build_id=library.build_id,
             # Those of the linker say nothing that the build id does not.

@@ -6,6 +6,7 @@ Level 5. The HTML page stands alone: no script, no font, no picture from elsewhe
 from __future__ import annotations
 
 import re
+from functools import cache
 from typing import TYPE_CHECKING
 
 from gdrkit.house import house
@@ -48,6 +49,7 @@ def render_markdown(run: Run, facts: Facts, records: Sequence[Record]) -> str:
     return _environment(escaped=False).get_template("summary.md.j2").render(view=make_view(run, facts, records))
 
 
+@cache
 def _environment(*, escaped: bool) -> Environment:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 

@@ -10,6 +10,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from gdrkit.house import house
 from gdrkit.report.record import Record, Verdict
 from gdrkit.report.routes import RouteStatus, route_statuses
 from gdrkit.report.substrate import Substrate, describe
@@ -120,7 +121,7 @@ def _api(api: str, run: Run, facts: Facts, records: Sequence[Record]) -> ApiView
     found += [library for record in records for library in record.libraries]
     for library in found:
         if (library.soname or library.path.rpartition("/")[2]).startswith(stems[api]):
-            seen[library.path, library.build_id or library.error or "no build id"] = None
+            seen[house().portable(library.path), library.build_id or library.error or "no build id"] = None
     return ApiView(
         api=api,
         substrate=name or "none",

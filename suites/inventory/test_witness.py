@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import struct
@@ -75,12 +76,9 @@ def test_a_damaged_file_gives_an_answer_or_an_error(changes: list[tuple[int, int
     data = bytearray(WHOLE)
     for at, value in changes:
         data[at] = value
-    try:
-        found = witness.parse_elf(bytes(data))
-    except ApiError as error:
-        assert error.reason is Reason.LIBRARY_DAMAGED
-    else:
-        assert isinstance(found, witness.ElfFile)
+    # Any other exception than this one would be raised here.
+    with contextlib.suppress(ApiError):
+        assert isinstance(witness.parse_elf(bytes(data)), witness.ElfFile)
 
 
 def test_the_libraries_of_this_process_are_those_of_its_map() -> None:

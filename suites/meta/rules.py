@@ -248,8 +248,9 @@ def _unfinished(root: Path) -> Iterator[str]:
 
 
 def _readmes(root: Path) -> Iterator[str]:
+    made = {"__pycache__", "build", "dist"}
     for folder in sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith(".")):
-        if folder.name not in {"build", "dist"} and not (folder / "README.md").is_file():
+        if folder.name not in made and not (folder / "README.md").is_file():
             yield f"{folder.name}/ has no README.md"
 
 

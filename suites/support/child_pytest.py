@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -12,6 +13,8 @@ from gdrkit.report import Record, read_records
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from gdrkit.inventory import Facts
 
 __all__ = ["ChildRun", "run_cases"]
 
@@ -25,14 +28,23 @@ class ChildRun:
     records: dict[str, Record]
 
 
-def run_cases(folder: Path, source: str, *options: str) -> ChildRun:
-    """Run the cases in `source` with the harness and these options."""
+def run_cases(folder: Path, facts: Facts, source: str, *options: str) -> ChildRun:
+    """Run the cases in `source` with the harness and these options; it asks no API for `facts`."""
     (folder / "test_cases.py").write_text(textwrap.dedent(source), encoding="utf-8")
     (folder / "pytest.ini").write_text("[pytest]\naddopts = -p no:cacheprovider\nfilterwarnings = error\n")
     records = folder / "records.jsonl"
+    (folder / "facts.json").write_text(facts.to_json(), encoding="utf-8")
+    options = (f"--facts={folder / 'facts.json'}", *options)
     command = [sys.executable, "-m", "pytest", "-p", "gdrkit.harness.plugin", f"--records={records}", *options]
     ended = subprocess.run(
-        [*command, str(folder)], cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+        [*command, str(folder)],
+        cwd=folder,
+        # Plugins of others that happen to be installed are not what these cases are about, and cost time.
+        env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     found = read_records(records) if records.exists() else ()
     by_name = {record.case.partition("::")[2]: record for record in found}

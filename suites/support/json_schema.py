@@ -26,7 +26,7 @@ _KNOWN = {
 }
 
 
-def problems(schema: dict[str, Any], value: Any, where: str = "$") -> Iterator[str]:
+def problems(schema: dict[str, Any], value: object, where: str = "$") -> Iterator[str]:
     """What of `value` is not as `schema` says; nothing when all is."""
     unknown = schema.keys() - _KNOWN
     if unknown:
@@ -45,7 +45,7 @@ def problems(schema: dict[str, Any], value: Any, where: str = "$") -> Iterator[s
         yield from problems(schema.get(branch, {}), value, where)
 
 
-def _simple(schema: dict[str, Any], value: Any, where: str) -> Iterator[str]:
+def _simple(schema: dict[str, Any], value: object, where: str) -> Iterator[str]:
     kinds = schema.get("type", [])
     kinds = [kinds] if isinstance(kinds, str) else kinds
     # To Python a bool is an int; to JSON it is none.

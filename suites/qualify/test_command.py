@@ -1,0 +1,115 @@
+"""`gdrkit qualify` as a command: what it writes, what it prints first, how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from gdrkit.errors import Api
+from gdrkit.harness.needs import cuda, needs, software, verbs
+from gdrkit.report import Verdict, read_records
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+TWINS = needs(software(Api.VERBS), software(Api.CUDA), verbs.nic(), cuda.device())
+GOOD = '''
+import pytest
+@pytest.mark.qualify
+def test_good():
+    """It is good."""
+def test_of_no_interest():
+    raise AssertionError
+'''
+BAD = """
+import os, pytest
+pytestmark = pytest.mark.qualify
+def test_before(): ...
+def test_ends_its_process():
+    os.abort()
+def test_after(): ...
+def test_fails():
+    assert [1] == [2]
+"""
+FILES = {"facts.json", "index.html", "junit.xml", "plan.json", "records.jsonl", "run.json", "summary.md"}
+
+
+def qualify(folder: Path, source: str, *options: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    suites = folder / "suites"
+    suites.mkdir()
+    (suites / "test_cases.py").write_text(source)
+    command = [sys.executable, "-m", "gdrkit", "qualify", "--suites", str(suites), "--output", str(folder / "report")]
+    return subprocess.run(
+        [*command, *options], env={**os.environ, **variables}, capture_output=True, text=True, check=False
+    )
+
+
+@TWINS
+def test_a_software_run_that_passes_ends_with_0(tmp_path: Path) -> None:
+    ended = qualify(tmp_path, GOOD, "--software", "--seed", "3", "--json")
+    assert ended.returncode == 0, ended.stderr
+    told = json.loads(ended.stdout)
+    assert told["run"]["verdict"] == "The code passed on software twins"
+    assert {status["state"] for status in told["routes"]} <= {"unproven", "not_possible"}
+    assert ended.stderr.splitlines()[0] == "software twins: this proves the code, not this machine"
+    report = tmp_path / "report"
+    assert {path.name for path in report.iterdir()} >= FILES
+    (record,) = read_records(report / "records.jsonl")
+    assert (record.case, record.title, record.seed) == ("test_cases.py::test_good", "It is good.", 3)
+    assert record.command.startswith("gdrkit qualify --suites")
+    assert (report / "summary.md").read_text().startswith("software twins: this proves the code, not this machine\n")
+
+
+@TWINS
+def test_failures_end_with_1_and_a_case_that_ends_its_process_stops_no_other(tmp_path: Path) -> None:
+    ended = qualify(tmp_path, BAD, "--software")
+    assert ended.returncode == 1, ended.stdout
+    assert ended.stdout.splitlines()[0] == "software twins: this proves the code, not this machine"
+    assert "2 of 4 cases failed" in ended.stdout
+    records = {record.case.partition("::")[2]: record for record in read_records(tmp_path / "report" / "records.jsonl")}
+    assert [record.verdict for record in records.values()] == [
+        Verdict.PASS,
+        Verdict.FAIL,
+        Verdict.PASS,
+        Verdict.FAIL,
+    ]
+    assert "ended by SIGABRT" in records["test_ends_its_process"].reasons[0].text
+
+
+@TWINS
+def test_without_a_route_nothing_is_proven_whatever_passes(tmp_path: Path) -> None:
+    ended = qualify(tmp_path, GOOD)
+    assert ended.returncode == 4, ended.stdout + ended.stderr
+    assert "Nothing was proven on hardware" in ended.stdout
+    assert "To do: run it where a GPU and an RDMA NIC are" in ended.stdout
+
+
+@pytest.mark.parametrize("options", [["--profile", "never"], ["--seed", "-1"], ["--suites", "/never"], ["more"]])
+def test_wrong_usage_ends_with_2(tmp_path: Path, options: list[str]) -> None:
+    ended = qualify(tmp_path, GOOD, *options)
+    assert ended.returncode == 2
+    assert "Traceback" not in ended.stderr
+
+
+def test_missing_twins_end_with_3(tmp_path: Path) -> None:
+    ended = qualify(tmp_path, GOOD, "--software", GDRKIT_TWINS_LIB=str(tmp_path))
+    assert ended.returncode == 3
+    assert ended.stderr.strip().endswith("To do: pip install 'gdrkit[software]'")
+    assert len(ended.stderr.splitlines()) == 1
+
+
+@TWINS
+def test_damaged_twins_end_with_3_and_still_leave_a_report(tmp_path: Path) -> None:
+    for folder, name in (("ibverbs", "libibverbs.so.1"), ("cuda", "libcuda.so.1")):
+        (tmp_path / "lib" / folder).mkdir(parents=True)
+        (tmp_path / "lib" / folder / name).write_bytes(b"\x7fELF")
+    variables = {"GDRKIT_TWINS_LIB": str(tmp_path / "lib"), "LD_LIBRARY_PATH": ""}
+    ended = qualify(tmp_path, GOOD, "--software", "--profile", "any", **variables)
+    assert ended.returncode == 3, ended.stdout + ended.stderr
+    assert "The set-up of this machine is not complete" in ended.stdout
+    assert (tmp_path / "report" / "index.html").exists()

@@ -1,0 +1,212 @@
+"""What records amount to: substrate, routes, exit code. Pure, on facts and records that the case writes."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import pytest
+from support.records import DRIVER, NIC, TWIN, facts_of, library, record_of, route
+
+from gdrkit.errors import Reason
+from gdrkit.inventory import ApiFailure, Foreseen, Profile
+from gdrkit.inventory.profile import RequiredRoute
+from gdrkit.qualify import ExitCode, decide
+from gdrkit.report import (
+    CaseReason,
+    ClaimedRoute,
+    RouteState,
+    Substrate,
+    Verdict,
+    route_name,
+    route_statuses,
+    substrate_of,
+    weakest,
+)
+
+if TYPE_CHECKING:
+    from gdrkit.inventory import Facts
+    from gdrkit.report import Record
+
+HARDWARE = {"verbs": "hardware", "cuda": "hardware"}
+ANY = Profile(schema_version=1, name="any", about="", foreseen=(Foreseen("*", "*"),), routes=(RequiredRoute(),))
+BARE = Profile(schema_version=1, name="bare", about="", cases_min=2)
+REAL = [library("libibverbs.so.1"), library("libcuda.so.1")]
+CARRIED = ClaimedRoute(0, "mlx5_0", "dmabuf")
+
+
+@pytest.mark.parametrize(
+    ("libraries", "facts", "expected"),
+    [
+        (REAL, facts_of(rdma=[NIC], driver=DRIVER), {"verbs": "hardware", "cuda": "hardware"}),
+        (REAL, facts_of(), {"verbs": "unknown", "cuda": "unknown"}),
+        ([TWIN, REAL[1]], facts_of(driver=DRIVER), {"verbs": "twin", "cuda": "hardware"}),
+        ([TWIN, REAL[0]], facts_of(rdma=[NIC]), {"verbs": "unknown"}),
+        (
+            REAL[:1],
+            facts_of(rdma=[dataclasses.replace(NIC, driver="rxe", has_device=False)]),
+            {"verbs": "kernel_software"},
+        ),
+        (REAL[:1], facts_of(rdma=[dataclasses.replace(NIC, driver=None)]), {"verbs": "unknown"}),
+        ([library("libibverbs.so.1", error="cut off")], facts_of(rdma=[NIC]), {"verbs": "unknown"}),
+        ([library("libc.so.6")], facts_of(rdma=[NIC], driver=DRIVER), {}),
+    ],
+)
+def test_the_substrate_is_judged_by_what_was_loaded_and_what_the_kernel_shows(
+    libraries: list[object], facts: Facts, expected: dict[str, str]
+) -> None:
+    judged = substrate_of(libraries, facts)  # type: ignore[arg-type]
+    assert {api: found.value for api, found in judged.items()} == expected
+
+
+def test_a_nic_that_the_kernel_does_not_show_proves_nothing() -> None:
+    judged = substrate_of(REAL[:1], facts_of(rdma=[NIC]), nics=["mlx5_9"])
+    assert judged == {"verbs": Substrate.UNKNOWN}
+
+
+def test_a_chain_is_as_weak_as_its_weakest_part() -> None:
+    assert weakest([Substrate.HARDWARE, Substrate.TWIN, Substrate.KERNEL_SOFTWARE]) is Substrate.TWIN
+    assert weakest([]) is Substrate.UNKNOWN
+
+
+@pytest.mark.parametrize(
+    ("record", "state", "cause"),
+    [
+        (record_of(routes=(CARRIED,), substrate=HARDWARE), RouteState.PROVEN, ""),
+        (
+            record_of(routes=(CARRIED,), substrate={"verbs": "twin", "cuda": "twin"}),
+            RouteState.UNPROVEN,
+            "ran on software twins",
+        ),
+        (
+            record_of(routes=(CARRIED,), substrate={"verbs": "kernel_software", "cuda": "hardware"}),
+            RouteState.UNPROVEN,
+            "verbs ran on software in the kernel",
+        ),
+        (
+            record_of(routes=(CARRIED,), substrate={"verbs": "hardware"}),
+            RouteState.UNPROVEN,
+            "it is not known on what cuda ran",
+        ),
+        (
+            record_of(
+                Verdict.UNPROVEN, reasons=(CaseReason("no counter moved"),), routes=(CARRIED,), substrate=HARDWARE
+            ),
+            RouteState.UNPROVEN,
+            "no counter moved",
+        ),
+        (
+            record_of(Verdict.FAIL, reasons=(CaseReason("differs"),), routes=(CARRIED,), substrate=HARDWARE),
+            RouteState.UNPROVEN,
+            "failed: suite/test_a.py::test_a",
+        ),
+        (
+            record_of(routes=(dataclasses.replace(CARRIED, fell_back="through the host"),), substrate=HARDWARE),
+            RouteState.FELL_BACK,
+            "through the host (suite/test_a.py::test_a)",
+        ),
+    ],
+)
+def test_a_route_is_proven_only_by_a_pass_on_hardware(record: Record, state: RouteState, cause: str) -> None:
+    (status,) = route_statuses(facts_of(), [record])
+    assert (status.state, status.cause) == (state, cause)
+    assert status.name == "GPU 0 <- NIC mlx5_0 by dma-buf"
+
+
+def test_one_failure_outweighs_a_pass() -> None:
+    passed = record_of(routes=(CARRIED,), substrate=HARDWARE)
+    failed = record_of(Verdict.FAIL, reasons=(CaseReason("x"),), routes=(CARRIED,), substrate=HARDWARE, case="b.py::t")
+    (status,) = route_statuses(facts_of(), [passed, failed])
+    assert (status.state, status.cases) == (RouteState.UNPROVEN, ("suite/test_a.py::test_a", "b.py::t"))
+
+
+def test_a_route_that_registration_refuses_is_not_possible_and_says_why() -> None:
+    refused, allowed = route_statuses(facts_of(routes=[route("peer_memory", possible=False), route("dmabuf")]), [])[
+        ::-1
+    ]
+    assert (refused.state, refused.cause) == (RouteState.NOT_POSSIBLE, "ibv_reg_mr gave EFAULT (14); load a module")
+    assert (allowed.state, allowed.cause) == (RouteState.UNPROVEN, "no case went this way")
+
+
+def test_a_way_without_a_word_of_its_own_keeps_its_name() -> None:
+    assert route_name(3, "mlx5_1", "carrier pigeon") == "GPU 3 <- NIC mlx5_1 by carrier pigeon"
+
+
+FAILURE = ApiFailure(
+    api="loader",
+    operation="dlopen libcuda.so.1",
+    status=2,
+    status_name="ENOENT",
+    errno=2,
+    reason=Reason.LIBRARY_MISSING,
+    message="loader: dlopen libcuda.so.1() gave ENOENT (2)",
+    what_to_do="install the driver",
+)
+PASSED = record_of(substrate=HARDWARE)
+PROVEN = record_of(routes=(CARRIED,), substrate=HARDWARE)
+FAILED = record_of(Verdict.FAIL, reasons=(CaseReason("differs"),))
+MISSED = record_of(Verdict.NOT_RUN, reasons=(CaseReason("none", need="cuda.vmm", foreseen=False),))
+FORESEEN = record_of(Verdict.NOT_RUN, reasons=(CaseReason("none", need="cuda.vmm", foreseen=True),))
+FALLEN = record_of(routes=(dataclasses.replace(CARRIED, fell_back="through the host"),), substrate=HARDWARE)
+OTHER_ROUTE = facts_of(routes=[route("peer_memory")])
+
+
+@pytest.mark.parametrize(
+    ("profile", "records", "facts", "software", "code", "verdict"),
+    [
+        (ANY, [PROVEN], facts_of(), False, 0, "Every required route is proven on hardware"),
+        (BARE, [PASSED, PASSED], facts_of(), True, 0, "The code passed on software twins"),
+        (BARE, [PASSED, PASSED, FORESEEN], facts_of(), True, 0, "The code passed on software twins"),
+        (BARE, [PASSED, FAILED], facts_of(), True, 1, "1 of 2 cases failed"),
+        (ANY, [PROVEN, FAILED], facts_of(), False, 1, "1 of 2 cases failed"),
+        (ANY, [FALLEN], facts_of(), False, 1, "A route fell back where direct was required"),
+        (BARE, [FALLEN, PASSED], facts_of(), False, 4, "Nothing was proven on hardware"),
+        (
+            BARE,
+            [PASSED, PASSED, MISSED],
+            facts_of(),
+            True,
+            1,
+            "1 case did not run, and profile bare does not foresee that",
+        ),
+        (BARE, [PASSED], facts_of(), True, 1, "Only 1 case ran, profile bare wants 2"),
+        (BARE, [FORESEEN, FORESEEN], facts_of(), True, 1, "Only 0 cases ran, profile bare wants 2"),
+        (ANY, [PROVEN], OTHER_ROUTE, False, 1, "1 required route not proven"),
+        (ANY, [PROVEN], facts_of(failure=FAILURE), False, 3, "The set-up of this machine is not complete"),
+        (ANY, [FAILED], facts_of(failure=FAILURE), False, 1, "1 of 1 case failed"),
+        (ANY, [PASSED], facts_of(), False, 4, "Nothing was proven on hardware"),
+        (
+            ANY,
+            [PASSED],
+            facts_of(failure=dataclasses.replace(FAILURE, reason=Reason.NO_DEVICE)),
+            False,
+            4,
+            "Nothing was",
+        ),
+    ],
+)
+def test_the_exit_code_follows_from_the_records(
+    profile: Profile, records: list[Record], facts: Facts, *, software: bool, code: int, verdict: str
+) -> None:
+    outcome = decide(facts, profile, records, software_asked=software)
+    assert outcome.code is ExitCode(code)
+    assert outcome.verdict.startswith(verdict)
+    assert outcome.causes or outcome.code is ExitCode.PROVEN or outcome.verdict.startswith("Only")
+
+
+def test_for_each_device_one_route_may_be_enough() -> None:
+    enough = dataclasses.replace(ANY, routes=(RequiredRoute(enough="device"),))
+    assert decide(OTHER_ROUTE, enough, [PROVEN], software_asked=False).code is ExitCode.PROVEN
+    second = facts_of(routes=[dataclasses.replace(route("dmabuf"), device_index=1)])
+    outcome = decide(second, enough, [PROVEN], software_asked=False)
+    assert outcome.causes == ("no route to GPU 1 is proven",)
+
+
+def test_missing_set_up_says_what_to_do() -> None:
+    outcome = decide(facts_of(failure=FAILURE), ANY, [PASSED], software_asked=False)
+    assert outcome.to_do == ("install the driver",)
+
+
+def test_a_part_of_the_cases_need_not_be_many() -> None:
+    assert decide(facts_of(), BARE, [PASSED], software_asked=True, is_part=True).code is ExitCode.PROVEN
+    assert decide(facts_of(), BARE, [], software_asked=True, is_part=True).code is ExitCode.FAILED

@@ -1,0 +1,216 @@
+"""Reports: made from records alone, well formed whatever a record holds, silent about what was not seen."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import xml.etree.ElementTree as ET
+from html.parser import HTMLParser
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.records import TWIN, facts_of, record_of, route, run_of
+
+from gdrkit.errors import Reason, UsageError
+from gdrkit.report import (
+    CaseReason,
+    ClaimedRoute,
+    RunFolder,
+    SeenLibrary,
+    Verdict,
+    append_record,
+    parse_records,
+    read_records,
+)
+from gdrkit.report.junit import render_junit
+from gdrkit.report.render import render, render_html, render_markdown
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from gdrkit.report import Record
+
+VOID = {"meta", "link", "br", "hr", "img", "input"}
+LOADING = {"script", "link", "img", "iframe", "object", "embed", "base", "form"}
+HOSTILE = "</code><script>alert(1)</script>\"'&<b onload=x>|`\x00\x1b[31m\u202e"
+TWINS = {"verbs": "twin", "cuda": "twin"}
+BANNER = "software twins: this proves the code, not this machine"
+
+
+class Page(HTMLParser):
+    """Checks that every element that begins also ends, in order, and keeps the visible text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[str] = []
+        self.lines: list[str] = []
+        self.tables: list[bool] = []
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.seen.append(tag)
+        assert tag not in LOADING, f"<{tag}>"
+        for name, value in attributes:
+            assert not name.startswith("on"), f"{name} of <{tag}>"
+            assert name not in {"src", "srcset", "style"}, f"{name} of <{tag}>"
+            assert name != "href" or (value or "").startswith("#")
+        if tag == "caption":
+            assert self.open[-1] == "table"
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if "style" not in self.open and "head" not in self.open and data.strip():
+            self.lines.append(data.strip())
+
+
+def read_page(text: str) -> Page:
+    page = Page()
+    page.feed(text)
+    page.close()
+    assert page.open == []
+    assert text.startswith("<!doctype html>")
+    return page
+
+
+def hostile_records() -> list[Record]:
+    seen = SeenLibrary("case", HOSTILE, HOSTILE, "ab12", TWIN.notes, HOSTILE)
+    return [
+        record_of(case=f"{HOSTILE}.py::{HOSTILE}", title=HOSTILE, evidence={HOSTILE: HOSTILE}, libraries=(seen,)),
+        record_of(Verdict.FAIL, reasons=(CaseReason(HOSTILE),), evidence={"traceback": HOSTILE}),
+        record_of(Verdict.NOT_RUN, reasons=(CaseReason(HOSTILE, need=HOSTILE, foreseen=False),)),
+        record_of(Verdict.UNPROVEN, reasons=(CaseReason(HOSTILE),), routes=(ClaimedRoute(0, HOSTILE, HOSTILE),)),
+    ]
+
+
+def test_hostile_text_stays_text_in_the_page() -> None:
+    run = dataclasses.replace(run_of(verdict=HOSTILE), causes=(HOSTILE,), to_do=(HOSTILE,), command=HOSTILE)
+    page = read_page(render_html(run, facts_of(), hostile_records()))
+    assert sum("alert(1)" in line for line in page.lines) >= 8
+
+
+def test_hostile_text_stays_text_in_xml() -> None:
+    document = render_junit(dataclasses.replace(run_of(verdict=HOSTILE), command=HOSTILE), hostile_records())
+    root = ET.fromstring(document)  # noqa: S314 - our own document.
+    assert root.findall(".//script") == []
+    assert "\x00" not in document.decode()
+
+
+def test_hostile_text_breaks_no_table_in_markdown() -> None:
+    text = render_markdown(run_of(verdict=HOSTILE), facts_of(), hostile_records())
+    assert "<script" not in text
+    rows = [line for line in text.splitlines() if line.startswith("| ") and "verdict |" not in line]
+    wide = [line for line in rows if line.replace("\\|", "").count("|") not in (4, 5)]
+    assert wide == []
+
+
+@settings(database=None, deadline=None, max_examples=40, suppress_health_check=list(HealthCheck))
+@given(st.text(max_size=60))
+def test_any_text_can_be_in_any_place(text: str) -> None:
+    record = record_of(Verdict.FAIL, case=text or "x", title=text, reasons=(CaseReason(text),), evidence={"k": text})
+    run = run_of(verdict=text)
+    read_page(render_html(run, facts_of(), [record]))
+    ET.fromstring(render_junit(run, [record]))  # noqa: S314 - our own document.
+
+
+@pytest.mark.parametrize(
+    ("substrate", "first"),
+    [
+        (TWINS, BANNER),
+        ({"verbs": "twin", "cuda": "hardware"}, "software twin of verbs, cuda as the machine has it: this proves no"),
+        ({"verbs": "hardware", "cuda": "hardware"}, "It is done"),
+    ],
+)
+def test_the_first_line_says_what_was_software(substrate: dict[str, str], first: str) -> None:
+    run = run_of(verdict="It is done", substrate=substrate)
+    assert read_page(render_html(run, facts_of(), [])).lines[0].startswith(first)
+    assert render_markdown(run, facts_of(), []).lstrip("# ").startswith(first)
+
+
+def test_numbers_are_shown_only_where_they_are_those_of_hardware() -> None:
+    numbers = {"rate_gb_per_s": 387.25}
+    for substrate, shown in ((TWINS, False), ({"verbs": "hardware", "cuda": "hardware"}, True), ({}, False)):
+        record = record_of(numbers=numbers, substrate=substrate)
+        assert ("387.25" in render_html(run_of(), facts_of(), [record])) is shown
+
+
+def test_a_table_has_a_caption_and_a_case_its_details() -> None:
+    seen = SeenLibrary.of("case", TWIN)
+    record = record_of(title="A title.", evidence={"moved_bytes": 5}, libraries=(seen,), substrate=TWINS)
+    facts = facts_of(routes=[route("dmabuf"), route("peer_memory", possible=False)])
+    page = read_page(render_html(run_of(substrate=TWINS), facts, [record]))
+    assert page.seen.count("table") == page.seen.count("caption") == 4
+    assert page.seen.count("h1") == 1
+    for text in ("A title.", "moved_bytes", "not possible", "ibv_reg_mr gave EFAULT (14); load a module"):
+        assert any(text in line for line in page.lines), text
+
+
+def test_a_page_without_any_case_says_so() -> None:
+    assert "No case ran." in read_page(render_html(run_of(), facts_of(), [])).lines
+
+
+def test_junit_counts_what_others_count() -> None:
+    records = [
+        record_of(),
+        record_of(Verdict.FAIL, reasons=(CaseReason("differs"),), evidence={"traceback": "line 1"}),
+        record_of(Verdict.NOT_RUN, reasons=(CaseReason("none", need="cuda.vmm", foreseen=True),)),
+        record_of(Verdict.NOT_RUN, reasons=(CaseReason("none", need="cuda.vmm", foreseen=False),)),
+        record_of(Verdict.UNPROVEN, reasons=(CaseReason("no counter moved"),)),
+    ]
+    suite = ET.fromstring(render_junit(run_of(substrate=TWINS), records))[0]  # noqa: S314 - our own document.
+    assert {name: suite.get(name) for name in ("tests", "failures", "skipped", "errors")} == {
+        "tests": "5",
+        "failures": "2",
+        "skipped": "1",
+        "errors": "0",
+    }
+    cases = suite.findall("testcase")
+    assert [len(case.findall("failure")) for case in cases] == [0, 1, 0, 1, 0]
+    assert (cases[1][1].text, cases[0].get("classname"), cases[0].get("name")) == ("line 1", "suite.test_a", "test_a")
+    assert [item.get("value") for item in cases[4].iter("property")] == ["unproven", "no counter moved"]
+
+
+def test_records_are_read_back_as_the_same_values(tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    written = hostile_records()
+    for record in written:
+        append_record(path, record)
+    assert list(read_records(path)) == written
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("{", "no JSON"),
+        ("[]", "schema_version"),
+        ('{"schema_version": 2}', "schema_version"),
+        ('{"schema_version": 1}', "case"),
+    ],
+)
+def test_what_is_no_record_is_refused_with_its_line(line: str, named: str) -> None:
+    with pytest.raises(UsageError, match=named) as caught:
+        parse_records(["", line], name="records.jsonl")
+    assert caught.value.reason is Reason.MALFORMED
+    assert "records.jsonl:2" in caught.value.message
+
+
+def test_a_folder_is_rendered_again_from_what_the_run_wrote(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    with pytest.raises(UsageError, match=r"run\.json is not there"):
+        render(folder)
+    folder.write_run(run_of(substrate=TWINS))
+    folder.facts.write_text(facts_of().to_json())
+    append_record(folder.records, record_of(substrate=TWINS))
+    render(folder)
+    first = folder.index.read_text()
+    folder.index.unlink()
+    render(folder)
+    assert folder.index.read_text() == first
+    assert folder.summary.read_text().splitlines()[0] == BANNER
+    assert json.loads(folder.run.read_text())["verdict"] == "The code passed"
