@@ -34,7 +34,7 @@ std::uint64_t map_nothing(std::uint64_t length_bytes) {
 // An aligned PROT_NONE mapping: a larger one, trimmed.
 std::uint64_t map_aligned(std::uint64_t length_bytes, std::uint64_t alignment_bytes) {
     const std::uint64_t whole_bytes = length_bytes + alignment_bytes;
-    const std::uint64_t whole = map_nothing(whole_bytes);
+    const std::uint64_t whole = whole_bytes < length_bytes ? 0 : map_nothing(whole_bytes);
     if (whole == 0) {
         return 0;
     }

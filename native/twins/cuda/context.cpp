@@ -38,9 +38,19 @@ Contexts& contexts() {
     return *all;
 }
 
+// Emptied when its thread ends, but never destroyed: after that of the main thread, static objects of the program may
+// still call the driver.
+struct ThreadStack {
+    union {
+        std::vector<ContextRef> contexts;
+    };
+    ThreadStack() : contexts() {}
+    ~ThreadStack() { std::vector<ContextRef>().swap(contexts); }
+};
+
 std::vector<ContextRef>& thread_stack() {
-    thread_local std::vector<ContextRef> stack;
-    return stack;
+    thread_local ThreadStack stack;
+    return stack.contexts;
 }
 
 // What an H200 was seen to begin with, in the order of CUlimit.

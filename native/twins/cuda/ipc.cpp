@@ -12,6 +12,7 @@
 #include "cuda/entry.hpp"
 #include "cuda/memory.hpp"
 #include "cuda/stream.hpp"
+#include "model/dmabuf.hpp"
 #include "model/rendezvous.hpp"
 
 namespace gdrkit::twin::cuda {
@@ -127,7 +128,8 @@ Result fetch(const WireHandle& wire, MemoryRef* memory, WireReply* answer) {
         return invalid_value;
     }
     struct stat status {};
-    const bool sound = fstat(fds[0].get(), &status) == 0 && answer->length_bytes == wire.length_bytes &&
+    const bool sound = is_device_memory(fds[0].get()) && fstat(fds[0].get(), &status) == 0 &&
+                       answer->length_bytes == wire.length_bytes &&
                        static_cast<std::uint64_t>(status.st_size) == answer->memory_bytes &&
                        answer->memory_offset < page_bytes && answer->memory_bytes > answer->memory_offset &&
                        answer->length_bytes <= answer->memory_bytes - answer->memory_offset;

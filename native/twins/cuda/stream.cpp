@@ -1,16 +1,13 @@
 #include "cuda/stream.hpp"
 
-#include <pthread.h>
-
 #include <algorithm>
 #include <condition_variable>
-#include <csignal>
 #include <map>
 #include <mutex>
-#include <thread>
 #include <utility>
 
 #include "model/config.hpp"
+#include "model/thread.hpp"
 
 namespace gdrkit::twin::cuda {
 namespace {
@@ -72,23 +69,6 @@ void carry_out(StreamRef stream) {
     }
     stream->has_thread = false;
     forget_locked(stream);
-}
-
-// The thread takes no signal that is meant for the program; those of its own faults it must get.
-void start_thread(const StreamRef& stream) {
-    sigset_t others, before;
-    sigfillset(&others);
-    for (const int own : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT, SIGTRAP}) {
-        sigdelset(&others, own);
-    }
-    pthread_sigmask(SIG_SETMASK, &others, &before);
-    try {
-        std::thread(carry_out, stream).detach();
-    } catch (...) {
-        pthread_sigmask(SIG_SETMASK, &before, nullptr);
-        throw;
-    }
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 
 StreamRef build_stream_locked(Engine* all, const ContextRef& context, std::uint32_t flags, int priority) {
@@ -158,7 +138,7 @@ MarkerRef enqueue(const StreamRef& stream, std::function<void()> run, Lateness l
         }
     }
     if (!stream->has_thread) {
-        start_thread(stream);
+        start_quiet_thread([stream] { carry_out(stream); }).detach();
         stream->has_thread = true;
     }
     MarkerRef marker = work.marker;

@@ -24,14 +24,17 @@ std::uint64_t total_of(const ibv_sge* pieces, int count) {
     return total;
 }
 
+bool good_pieces(const ibv_sge* pieces, int count, std::uint32_t most) {
+    return count >= 0 && static_cast<std::uint32_t>(count) <= most && (count == 0 || pieces != nullptr);
+}
+
+// The list of pieces is good.
 int check(const ibv_send_wr& wr, const ibv_qp_cap& cap, std::uint64_t total) {
     if (!carries_data(wr.opcode) && !is_atomic(wr.opcode) && wr.opcode != IBV_WR_RDMA_READ) {
         return EOPNOTSUPP;
     }
     const bool is_inline = (wr.send_flags & IBV_SEND_INLINE) != 0;
     const bool good =
-        wr.num_sge >= 0 && static_cast<std::uint32_t>(wr.num_sge) <= cap.max_send_sge &&
-        (wr.num_sge == 0 || wr.sg_list != nullptr) &&
         (wr.send_flags & ~(IBV_SEND_FENCE | IBV_SEND_SIGNALED | IBV_SEND_SOLICITED | IBV_SEND_INLINE)) == 0 &&
         (!is_inline || (carries_data(wr.opcode) && total <= cap.max_inline_data)) &&
         (!is_atomic(wr.opcode) || total == 8);
@@ -80,6 +83,9 @@ SendWork take_over(const ibv_send_wr& wr, bool all_signaled, std::uint64_t total
 } // namespace
 
 int QueuePair::post_send(const ibv_send_wr& wr) {
+    if (!good_pieces(wr.sg_list, wr.num_sge, init_.cap.max_send_sge)) {
+        return EINVAL;
+    }
     const std::uint64_t total = total_of(wr.sg_list, wr.num_sge);
     if (const int error = check(wr, init_.cap, total); error != 0) {
         return error;
@@ -98,8 +104,7 @@ int QueuePair::post_send(const ibv_send_wr& wr) {
 }
 
 int QueuePair::post_receive(const ibv_recv_wr& wr) {
-    if (wr.num_sge < 0 || static_cast<std::uint32_t>(wr.num_sge) > init_.cap.max_recv_sge ||
-        (wr.num_sge > 0 && wr.sg_list == nullptr)) {
+    if (!good_pieces(wr.sg_list, wr.num_sge, init_.cap.max_recv_sge)) {
         return EINVAL;
     }
     Lock lock(mutex_);

@@ -1,12 +1,12 @@
 #include "ibverbs/queue_pair.hpp"
 
-#include <signal.h>
 #include <sys/socket.h>
 
 #include <algorithm>
 #include <system_error>
 
 #include "model/config.hpp"
+#include "model/thread.hpp"
 
 namespace gdrkit::twin::verbs {
 namespace {
@@ -34,21 +34,6 @@ void shut(const Fd& socket) {
 }
 
 } // namespace
-
-std::thread start_quiet_thread(std::function<void()> function) {
-    sigset_t all, before;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    std::thread thread;
-    try {
-        thread = std::thread(std::move(function));
-    } catch (...) {
-        pthread_sigmask(SIG_SETMASK, &before, nullptr);
-        throw;
-    }
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
-    return thread;
-}
 
 QueuePair::QueuePair(ibv_qp* abi, ProtectionDomain* domain, std::shared_ptr<CompletionQueue> send_queue,
                      std::shared_ptr<CompletionQueue> receive_queue, const ibv_qp_init_attr& init)

@@ -10,7 +10,6 @@
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
-#include <functional>
 #include <list>
 #include <memory>
 #include <mutex>
@@ -126,6 +125,7 @@ private:
     // Responder (responder.cpp).
     void run_acceptor();
     void join_ended(const Lock& lock);
+    void make_room(const Lock& lock);
     void run_responder(Connection* own);
     bool welcome(Connection* own);
     bool serve_one(Connection* own, Bounce* bounce, Arriving* arriving);
@@ -195,8 +195,5 @@ inline QueuePairHandle* find_pair(ibv_qp* qp) {
 
 // For ibv_ack_async_event.
 void acknowledge_async(ibv_qp* qp);
-
-// Threads of the twin leave the process's signals to the process's own threads.
-std::thread start_quiet_thread(std::function<void()> function);
 
 } // namespace gdrkit::twin::verbs

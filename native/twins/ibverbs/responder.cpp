@@ -9,6 +9,7 @@
 
 #include "ibverbs/queue_pair.hpp"
 #include "model/config.hpp"
+#include "model/thread.hpp"
 
 namespace gdrkit::twin::verbs {
 namespace {
@@ -42,7 +43,11 @@ void QueuePair::run_acceptor() {
             changed_.wait_for(lock, std::chrono::milliseconds(10), [this] { return closing_; });
             continue;
         }
-        if (connections_.size() >= connections_most || !same_user(socket.get())) {
+        if (!same_user(socket.get())) {
+            continue;
+        }
+        if (connections_.size() >= connections_most) {
+            make_room(lock);
             continue;
         }
         Connection& connection = connections_.emplace_back();
@@ -64,6 +69,16 @@ void QueuePair::join_ended(const Lock&) {
         } else {
             ++connection;
         }
+    }
+}
+
+// Ends the oldest connection that has not said who it is. The peer that found no room tries again.
+void QueuePair::make_room(const Lock&) {
+    const auto silent = std::find_if(connections_.begin(), connections_.end(), [](const Connection& connection) {
+        return !connection.serving && connection.socket;
+    });
+    if (silent != connections_.end()) {
+        shutdown(silent->socket.get(), SHUT_RDWR);
     }
 }
 

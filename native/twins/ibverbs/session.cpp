@@ -2,6 +2,7 @@
 
 #include <array>
 
+#include "ibverbs/abi.hpp"
 #include "model/config.hpp"
 #include "model/fault.hpp"
 
@@ -10,6 +11,10 @@ namespace {
 
 constexpr FaultPoint by_errno(std::string_view name) {
     return {name, FaultKind::errno_value};
+}
+
+constexpr FaultPoint by_status(std::string_view name) {
+    return {name, FaultKind::status, IBV_WC_TM_RNDV_INCOMPLETE};
 }
 
 // Every function that can fail and is implemented. Five of them are no symbols (ibv_query_device_ex, ibv_poll_cq,
@@ -49,9 +54,9 @@ constexpr std::array points = {
     by_errno("ibv_post_recv"),
     by_errno("ibv_post_send"),
     by_errno("ibv_req_notify_cq"),
-    FaultPoint{"wc.rdma_read", FaultKind::status},
-    FaultPoint{"wc.rdma_write", FaultKind::status},
-    FaultPoint{"wc.send", FaultKind::status},
+    by_status("wc.rdma_read"),
+    by_status("wc.rdma_write"),
+    by_status("wc.send"),
 };
 
 constexpr std::array<std::string_view, 3> prefixes = {"ibv_", "_ibv_", "wc."};

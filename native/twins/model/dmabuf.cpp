@@ -191,8 +191,9 @@ int import_composed(std::string_view rest, std::uint64_t length_bytes, Imported*
     for (std::size_t index = 0; index < fds.size(); ++index) {
         ExtentWire wire{};
         std::memcpy(&wire, reply.data() + index * sizeof wire, sizeof wire);
-        if (!sealed_by_us(fds[index].get()) || wire.offset_bytes > size_of(fds[index].get()) ||
-            wire.length_bytes > size_of(fds[index].get()) - wire.offset_bytes) {
+        if (!is_device_memory(fds[index].get()) || wire.offset_bytes > size_of(fds[index].get()) ||
+            wire.length_bytes > size_of(fds[index].get()) - wire.offset_bytes ||
+            wire.length_bytes > length_bytes - sum) {
             return -EINVAL;
         }
         sum += wire.length_bytes;
@@ -219,6 +220,10 @@ int make_device_memory(std::uint64_t length_bytes) {
     char name[64];
     std::snprintf(name, sizeof name, "%s%016llx", memory_name.data(), static_cast<unsigned long long>(random_u64()));
     return make_memfd(name, length_bytes);
+}
+
+bool is_device_memory(int fd) {
+    return naming_of(fd).name.starts_with(memory_name) && sealed_by_us(fd);
 }
 
 int export_dmabuf(std::span<const Extent> extents) {

@@ -13,6 +13,8 @@ namespace gdrkit::twin {
 // A new piece of device memory: a memfd named gdrkit-gpu:<16 hex digits>, read-write, close-on-exec, its size sealed.
 // -errno.
 int make_device_memory(std::uint64_t length_bytes);
+// Whether the descriptor is of such memory; then nobody can shorten it under a mapping.
+bool is_device_memory(int fd);
 
 // A contiguous part of a memfd of device memory. `fd` is borrowed.
 struct Extent {

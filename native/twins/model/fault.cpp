@@ -30,7 +30,7 @@ struct Plan {
 
 struct Faults {
     std::mutex mutex;
-    std::map<std::string, FaultKind, std::less<>> points;
+    std::map<std::string, FaultPoint, std::less<>> points;
     std::vector<std::string> prefixes;
     Plan plan;
     std::map<std::string, std::uint64_t, std::less<>> counts;      // since the library was loaded
@@ -79,8 +79,8 @@ bool parse_calls(std::string_view text, Rule* rule) {
     return dash == std::string_view::npos || (parse(text.substr(dash + 1), &rule->last) && rule->last >= rule->first);
 }
 
-bool parse_code(std::string_view text, FaultKind kind, int* code) {
-    if (kind == FaultKind::errno_value) {
+bool parse_code(std::string_view text, const FaultPoint& point, int* code) {
+    if (point.kind == FaultKind::errno_value) {
         for (const Name& known : errno_names) {
             if (known.name == text) {
                 *code = known.code;
@@ -88,7 +88,7 @@ bool parse_code(std::string_view text, FaultKind kind, int* code) {
             }
         }
     }
-    return parse(text, code) && *code > 0 && *code <= 4095;
+    return parse(text, code) && *code > 0 && *code <= point.code_most;
 }
 
 template <typename Prefixes> bool has_prefix(const Prefixes& prefixes, std::string_view name) {
@@ -104,7 +104,7 @@ std::string parse_rule(const Faults& all, const std::vector<std::string>& words,
         const bool somebodys = has_prefix(all_prefixes, name) && !has_prefix(all.prefixes, name);
         return somebodys ? "" : "'" + name + "' is not a function that can be made to fail";
     }
-    const std::string_view code_key = point->second == FaultKind::errno_value ? "errno=" : "status=";
+    const std::string_view code_key = point->second.kind == FaultKind::errno_value ? "errno=" : "status=";
     Rule rule;
     bool have_call = false, have_code = false;
     for (std::size_t index = 1; index < words.size(); ++index) {
@@ -117,8 +117,8 @@ std::string parse_rule(const Faults& all, const std::vector<std::string>& words,
         } else if (word.starts_with(code_key) && !have_code) {
             have_code = parse_code(word.substr(code_key.size()), point->second, &rule.code);
             if (!have_code) {
-                return "'" + words[index] + "': expected a name or number from 1 to 4095 after " +
-                       std::string(code_key);
+                return "'" + words[index] + "': expected a name or number from 1 to " +
+                       std::to_string(point->second.code_most) + " after " + std::string(code_key);
             }
         } else {
             return "'" + words[index] + "' is not expected here";
@@ -170,15 +170,19 @@ std::string load_faults(std::span<const FaultPoint> points, std::span<const std:
     Faults& all = faults();
     std::lock_guard lock(all.mutex);
     for (const FaultPoint& point : points) {
-        all.points.emplace(point.name, point.kind);
+        all.points.emplace(point.name, point);
     }
     all.prefixes.assign(prefixes.begin(), prefixes.end());
     const std::string& path = config().fault_plan_path;
     if (path.empty()) {
         return "";
     }
+    // Read by the stream, not from its buffer: the buffer throws when the path is that of a directory.
     std::ifstream file(path, std::ios::binary);
-    std::string text{std::istreambuf_iterator<char>(file), {}};
+    std::string text;
+    for (char letter = 0; file.get(letter);) {
+        text += letter;
+    }
     std::string error = file.is_open() && !file.bad() ? set_plan(&all, text) : "the file cannot be read";
     if (!error.empty()) {
         error = "fault plan " + path + ": " + error;

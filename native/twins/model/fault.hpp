@@ -10,10 +10,11 @@ namespace gdrkit::twin {
 
 enum class FaultKind { errno_value, status };
 
-// One name that a plan may use, and what its rules must carry.
+// One name that a plan may use, and what its rules must carry: a code from 1 to `code_most`.
 struct FaultPoint {
     std::string_view name;
     FaultKind kind;
+    int code_most = 4095;
 };
 
 // Declares the fault points of this library and the prefixes that it answers for; called by the library before its

@@ -30,13 +30,15 @@ using Key = std::pair<std::string_view, std::uint64_t>;
 
 struct Ended {
     Stack created, released;
+    std::uint64_t number = 0; // counts releases: a handle may be released, given out and released again
 };
 
 struct Ledger {
     std::mutex mutex;
     std::map<Key, Stack> live;
     std::map<Key, Ended> ended;
-    std::deque<Key> ended_order;
+    std::deque<std::pair<Key, std::uint64_t>> ended_order; // the oldest first, by number
+    std::uint64_t releases = 0;
 };
 
 // A release is remembered this long, counted in releases: more than a test makes, little enough to stay small.
@@ -68,11 +70,16 @@ bool ledger_remove(std::string_view kind, std::uint64_t handle) {
     std::lock_guard lock(all.mutex);
     const Key key{kind, handle};
     if (auto found = all.live.find(key); found != all.live.end()) {
-        all.ended.insert_or_assign(key, Ended{found->second, Stack::here()});
+        const std::uint64_t number = ++all.releases;
+        all.ended.insert_or_assign(key, Ended{found->second, Stack::here(), number});
         all.live.erase(found);
-        all.ended_order.push_back(key);
+        all.ended_order.emplace_back(key, number);
         if (all.ended_order.size() > ended_most) {
-            all.ended.erase(all.ended_order.front());
+            const auto& [oldest_key, oldest_number] = all.ended_order.front();
+            if (const auto oldest = all.ended.find(oldest_key);
+                oldest != all.ended.end() && oldest->second.number == oldest_number) {
+                all.ended.erase(oldest);
+            }
             all.ended_order.pop_front();
         }
         return true;

@@ -13,16 +13,18 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <thread>
 #include <utility>
 
 #include "model/config.hpp"
+#include "model/thread.hpp"
 
 namespace gdrkit::twin {
 namespace {
 
 constexpr std::size_t fds_most = 64;
 constexpr std::uint32_t message_magic = 0x47444b31; // "1KDG"
+// Who does not answer in this time is taken to be stopped. It is longer than a few silent strangers hold up a service.
+constexpr timeval longest_silence{10, 0};
 constexpr std::uint32_t message_bytes_most = 1U << 20;
 
 struct MessageHeader {
@@ -134,7 +136,7 @@ void start(Service* all) {
         std::fprintf(stderr, "gdrkit twin: no control socket: %s\n", std::strerror(-listener));
         return;
     }
-    std::thread(serve_for_ever, listener).detach();
+    start_quiet_thread([listener] { serve_for_ever(listener); }).detach();
     all->started = true;
 }
 
@@ -181,6 +183,9 @@ int connect_to(std::string_view name) {
     if (!socket) {
         return -errno;
     }
+    // A connect waits for a place in the listener's queue, and whoever is stopped never makes one.
+    setsockopt(socket.get(), SOL_SOCKET, SO_RCVTIMEO, &longest_silence, sizeof longest_silence);
+    setsockopt(socket.get(), SOL_SOCKET, SO_SNDTIMEO, &longest_silence, sizeof longest_silence);
     int result = 0;
     do {
         result = connect(socket.get(), reinterpret_cast<sockaddr*>(&address), size);

@@ -39,7 +39,7 @@ private:
 int listen_on(std::string_view name);
 
 // Connects to that name. -ECONNREFUSED when nobody listens, or when the listener is of another user (SO_PEERCRED is
-// checked).
+// checked). What waits for the other side, here and on the socket, gives up after 10 s with EAGAIN.
 int connect_to(std::string_view name);
 
 // Accepts one connection; -errno.
@@ -67,8 +67,8 @@ using Handler =
 void serve(std::uint32_t type, Handler handler);
 std::uint64_t control_name();
 
-// Asks the control service `name` of some process (also this one). False when that process is gone or does not serve
-// the type.
+// Asks the control service `name` of some process (also this one). False when that process is gone, is stopped or does
+// not serve the type.
 bool ask(std::uint64_t name, std::uint32_t type, std::span<const std::byte> request, std::vector<std::byte>* reply,
          std::vector<Fd>* fds);
 

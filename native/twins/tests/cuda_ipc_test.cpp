@@ -1,7 +1,10 @@
 // CUDA IPC between two processes. The peer owns the memory, this process opens it, then the other way round.
+#include <sys/mman.h>
+
 #include <cstring>
 
 #include "cuda_peer.hpp"
+#include "model/dmabuf.hpp"
 
 using namespace gdrkit::twin;
 using namespace gdrkit::twin::cuda;
@@ -102,6 +105,43 @@ void strange_handles() {
     WORKS("cuMemFree_v2", memory);
 }
 
+// The handle, changed to come from the control service of this test instead of the driver's.
+IpcMemHandle from_this_test(IpcMemHandle handle) {
+    constexpr std::size_t owner_at = 8, checksum_at = 56;
+    const std::uint64_t owner = control_name();
+    std::memcpy(&handle.reserved[owner_at], &owner, sizeof owner);
+    std::uint64_t hash = 0xcbf29ce484222325;
+    for (std::size_t at = 0; at < checksum_at; ++at) {
+        hash = (hash ^ static_cast<unsigned char>(handle.reserved[at])) * 0x100000001b3;
+    }
+    std::memcpy(&handle.reserved[checksum_at], &hash, sizeof hash);
+    return handle;
+}
+
+// An owner that hands out a file which it could shorten under the importer is not believed.
+void strange_owners() {
+    bool sealed = false;
+    serve(ask_cuda_ipc, [&](auto, auto* reply, auto* fds) {
+        struct {
+            u64 length_bytes = 100, memory_offset = 0, memory_bytes = 4096;
+            std::int32_t device = 0;
+            std::uint32_t found = 1;
+        } wire;
+        reply->resize(sizeof wire);
+        std::memcpy(reply->data(), &wire, sizeof wire);
+        fds->emplace_back(sealed ? make_device_memory(4096) : memfd_create("gdrkit-gpu:0123456789abcdef", MFD_CLOEXEC));
+        CHECK(sealed || ftruncate(fds->back().get(), 4096) == 0);
+    });
+    const u64 memory = allocate(100);
+    const IpcMemHandle handle = from_this_test(handle_of(memory));
+    u64 pointer = 0;
+    ANSWERS(invalid_value, "cuIpcOpenMemHandle_v2", &pointer, handle, lazy);
+    sealed = true;
+    WORKS("cuIpcOpenMemHandle_v2", &pointer, handle, lazy);
+    WORKS("cuIpcCloseMemHandle", pointer);
+    WORKS("cuMemFree_v2", memory);
+}
+
 } // namespace
 
 int main(int count, char** arguments) {
@@ -110,4 +150,5 @@ int main(int count, char** arguments) {
     }
     importer();
     strange_handles();
+    strange_owners();
 }

@@ -156,6 +156,8 @@ void reserved_addresses() {
     u64 other = 0;
     ANSWERS(invalid_value, "cuMemAddressReserve", &other, u64{4096}, u64{0}, u64{0}, u64{0});
     ANSWERS(invalid_value, "cuMemAddressReserve", &other, granule, u64{3}, u64{0}, u64{0});
+    // More than an address can say; nothing of this process may be unmapped for it.
+    ANSWERS(out_of_memory, "cuMemAddressReserve", &other, (u64{1} << 63) + granule, u64{1} << 63, u64{0}, u64{0});
     WORKS("cuMemAddressReserve", &other, granule, 8 * granule, u64{0}, u64{0});
     CHECK(other % (8 * granule) == 0);
     WORKS("cuMemAddressFree", other, granule);

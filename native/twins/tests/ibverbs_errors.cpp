@@ -249,6 +249,10 @@ void refused_when_posted() {
     CHECK(a.post(request(1, IBV_WR_RDMA_READ, 0, 0, IBV_SEND_INLINE), {one}) == EINVAL);
     CHECK(a.post(request(1, IBV_WR_ATOMIC_FETCH_AND_ADD), {from.part(0, 4)}) == EINVAL);
     CHECK(a.post(request(1, IBV_WR_LOCAL_INV), {}) == EOPNOTSUPP);
+    // A count without a list behind it is refused before anybody looks at the list.
+    ibv_send_wr no_list = request(1, IBV_WR_SEND), *bad = nullptr;
+    no_list.num_sge = 2;
+    CHECK(ibv_post_send(a.qp, &no_list, &bad) == EINVAL && bad == &no_list);
     for (std::uint32_t count = 0; count < a.settings.receive_wr; ++count) {
         CHECK(a.post_receive(count, {}) == 0);
     }

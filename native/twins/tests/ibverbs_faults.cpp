@@ -68,9 +68,10 @@ void completions_fail_as_planned() {
 void bad_plans_change_nothing() {
     Side a;
     plan("ibv_alloc_pd call=* errno=EIO\n");
-    for (const char* bad : {"", "gdrkit-faults 2\n", "gdrkit-faults 1\nibv_no_such call=1 errno=1\n",
-                            "gdrkit-faults 1\nibv_alloc_pd call=0 errno=1\n", "gdrkit-faults 1\nibv_alloc_pd call=1\n",
-                            "gdrkit-faults 1\nibv_free_device_list call=1 errno=1\n"}) {
+    for (const char* bad :
+         {"", "gdrkit-faults 2\n", "gdrkit-faults 1\nibv_no_such call=1 errno=1\n",
+          "gdrkit-faults 1\nibv_alloc_pd call=0 errno=1\n", "gdrkit-faults 1\nibv_alloc_pd call=1\n",
+          "gdrkit-faults 1\nibv_free_device_list call=1 errno=1\n", "gdrkit-faults 1\nwc.send call=1 status=24\n"}) {
         CHECK(gdrkit_twin_faults(bad) == EINVAL);
     }
     CHECK(ibv_alloc_pd(a.context) == nullptr);

@@ -56,6 +56,11 @@ void masks_are_checked() {
     CHECK(ibv_modify_qp(a.qp, &attr, IBV_QP_CUR_STATE | IBV_QP_MIN_RNR_TIMER) == EINVAL);
     attr.cur_qp_state = IBV_QPS_RTS;
     CHECK(ibv_modify_qp(a.qp, &attr, IBV_QP_CUR_STATE | IBV_QP_MIN_RNR_TIMER) == 0);
+    // The ways to error and reset take no attribute at all, not even this one.
+    for (const ibv_qp_state end : {IBV_QPS_ERR, IBV_QPS_RESET}) {
+        attr.qp_state = end;
+        CHECK(ibv_modify_qp(a.qp, &attr, IBV_QP_STATE | IBV_QP_CUR_STATE) == EINVAL);
+    }
     CHECK(a.to(IBV_QPS_ERR) == 0 && a.to_rts() == EINVAL && a.to(IBV_QPS_RESET) == 0);
     CHECK(a.state() == IBV_QPS_RESET);
 }

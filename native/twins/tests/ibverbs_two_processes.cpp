@@ -147,6 +147,12 @@ void strangers() {
         send_all(stranger.get(), noise.data(), noise.size());
         CHECK(!recv_all(stranger.get(), &answer, 1));
     }
+    // Those who connect and say nothing do not keep the peer out, however many they are.
+    std::vector<Fd> silent;
+    for (int count = 0; count < 40; ++count) {
+        silent.emplace_back(connect_to(name + digits));
+        CHECK(silent.back());
+    }
     CHECK(side.post_receive(1, {}) == 0);
     CHECK(other.post(request(2, IBV_WR_SEND), {}) == 0);
     side.expect(1, IBV_WC_SUCCESS);

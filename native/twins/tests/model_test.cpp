@@ -181,6 +181,29 @@ void a_second_release_aborts_with_the_stacks() {
           text.find("released again at") != std::string::npos);
 }
 
+void a_release_is_remembered_as_long_as_any_other() {
+    std::string text;
+    const int status = in_child(
+        [] {
+            // Given out twice, so that its name is noted twice; the older note must not end the memory of the newer.
+            for (std::uint64_t handle : {5, 5}) {
+                ledger_add("thing", handle);
+                if (!ledger_remove("thing", handle)) {
+                    _exit(3);
+                }
+            }
+            for (std::uint64_t handle = 100; handle < 100 + 65535; ++handle) {
+                ledger_add("thing", handle);
+                if (!ledger_remove("thing", handle)) {
+                    _exit(3);
+                }
+            }
+            _exit(ledger_remove("thing", 5) ? 4 : 5);
+        },
+        &text);
+    CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGABRT);
+}
+
 void the_ledger_counts_what_lives() {
     CHECK(ledger_json() == "{}");
     ledger_add("a", 1);
@@ -207,6 +230,61 @@ void the_control_service_answers_and_survives_strangers() {
     CHECK(!ask(control_name() + 1, 77, word, &reply, &fds));
 }
 
+// An owner that lies about the lengths: their sum overflows to the size of the dma-buf, but the first alone is more.
+void extents_that_do_not_fit_are_refused() {
+    serve(ask_dmabuf_extents, [](auto, auto* reply, auto* fds) {
+        constexpr std::uint64_t quarter = std::uint64_t{1} << 62;
+        for (const std::uint64_t length : {std::uint64_t{16384}, quarter, quarter, quarter, quarter - 8192}) {
+            const std::uint64_t wire[] = {0, length};
+            const auto* bytes = reinterpret_cast<const std::byte*>(wire);
+            reply->insert(reply->end(), bytes, bytes + sizeof wire);
+            fds->emplace_back(make_device_memory(length));
+        }
+    });
+    char name[64];
+    std::snprintf(name, sizeof name, "gdrkit-dmabuf:%016llx:%016llx", static_cast<unsigned long long>(control_name()),
+                  1ULL);
+    const Fd dmabuf(memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING));
+    CHECK(ftruncate(dmabuf.get(), 8192) == 0);
+    CHECK(fcntl(dmabuf.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) == 0);
+    Imported imported;
+    CHECK(import_dmabuf(dmabuf.get(), &imported) == -EINVAL);
+}
+
+// The program's signals are for the program's own threads: a blocked one stays pending while the service runs.
+void the_control_service_takes_no_signal() {
+    control_name();
+    sigset_t one, before;
+    sigemptyset(&one);
+    sigaddset(&one, SIGUSR1);
+    CHECK(pthread_sigmask(SIG_BLOCK, &one, &before) == 0 && kill(getpid(), SIGUSR1) == 0);
+    CHECK(sigwaitinfo(&one, nullptr) == SIGUSR1 && pthread_sigmask(SIG_SETMASK, &before, nullptr) == 0);
+}
+
+void a_service_that_is_stopped_is_given_up() {
+    int ends[2];
+    CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0);
+    const pid_t owner = fork();
+    if (owner == 0) {
+        serve(77, [](auto request, auto* reply, auto*) { reply->assign(request.begin(), request.end()); });
+        const std::uint64_t own = control_name();
+        char word = 0;
+        CHECK(send_all(ends[1], &own, sizeof own));
+        _exit(recv_all(ends[1], &word, 1) ? 0 : 1);
+    }
+    std::uint64_t name = 0;
+    CHECK(recv_all(ends[0], &name, sizeof name));
+    int status = 0;
+    CHECK(kill(owner, SIGSTOP) == 0 && waitpid(owner, &status, WUNTRACED) == owner && WIFSTOPPED(status));
+    const std::byte word[] = {std::byte{1}};
+    std::vector<std::byte> reply;
+    std::vector<Fd> fds;
+    CHECK(!ask(name, 77, word, &reply, &fds));
+    CHECK(kill(owner, SIGKILL) == 0 && waitpid(owner, nullptr, 0) == owner);
+    close(ends[0]);
+    close(ends[1]);
+}
+
 void a_malformed_variable_is_an_error_not_a_guess() {
     std::string text;
     const int status = in_child(
@@ -225,6 +303,8 @@ int main() {
     // Children first: they must begin without the threads and the configuration of this process.
     a_malformed_variable_is_an_error_not_a_guess();
     a_second_release_aborts_with_the_stacks();
+    a_release_is_remembered_as_long_as_any_other();
+    a_service_that_is_stopped_is_given_up();
     parts_can_be_imported_by_another_process_only_while_the_owner_lives();
     a_whole_allocation_is_exported_and_can_not_be_mapped();
     parts_and_several_chunks_are_one_dmabuf();
@@ -234,5 +314,7 @@ int main() {
     a_malformed_plan_is_named_by_line_and_changes_nothing();
     the_ledger_counts_what_lives();
     the_control_service_answers_and_survives_strangers();
+    the_control_service_takes_no_signal();
+    extents_that_do_not_fit_are_refused();
     return 0;
 }

@@ -1,0 +1,28 @@
+#include "model/thread.hpp"
+
+#include <pthread.h>
+
+#include <csignal>
+#include <utility>
+
+namespace gdrkit::twin {
+
+std::thread start_quiet_thread(std::function<void()> function) {
+    sigset_t others, before;
+    sigfillset(&others);
+    for (const int own : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT, SIGTRAP}) {
+        sigdelset(&others, own);
+    }
+    pthread_sigmask(SIG_SETMASK, &others, &before);
+    std::thread thread;
+    try {
+        thread = std::thread(std::move(function));
+    } catch (...) {
+        pthread_sigmask(SIG_SETMASK, &before, nullptr);
+        throw;
+    }
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    return thread;
+}
+
+} // namespace gdrkit::twin
