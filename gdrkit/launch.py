@@ -120,6 +120,12 @@ def environment(launch: Launch, *, base: Mapping[str, str] | None = None) -> dic
     ApiError
         The fault plan is malformed or cannot be read.
     """
+    # What was asked for is judged before what is installed: a mistake stays one on every machine.
+    if launch.seed is not None and not 0 <= launch.seed <= _SEED_MAX:
+        message = f"seed {launch.seed} is not in 0 to 2**64 - 1"
+        raise UsageError(message)
+    if launch.faults is not None:
+        read_plan(launch.faults)
     child = dict(os.environ if base is None else base)
     chosen = [_require(api) for api in sorted(launch.software, key=lambda api: api.value)]
     path = [*map(str, chosen), *_without_twins(child.get("LD_LIBRARY_PATH", ""))]
@@ -130,13 +136,9 @@ def environment(launch: Launch, *, base: Mapping[str, str] | None = None) -> dic
         return child
     child.setdefault("GDRKIT_TWINS_DOMAIN", f"run-{os.getpid()}-{secrets.token_hex(6)}")
     if launch.seed is not None:
-        if not 0 <= launch.seed <= _SEED_MAX:
-            message = f"seed {launch.seed} is not in 0 to 2**64 - 1"
-            raise UsageError(message)
         child["GDRKIT_TWINS_SEED"] = str(launch.seed)
     child.setdefault("GDRKIT_TWINS_SEED", str(secrets.randbits(64)))
     if launch.faults is not None:
-        read_plan(launch.faults)
         child["GDRKIT_TWINS_FAULTS"] = str(launch.faults.resolve())
     preload = child.get(_PRELOAD_VARIABLE)
     if preload:

@@ -183,8 +183,9 @@ class Record:
 
 
 def append_record(path: str | os.PathLike[str], record: Record) -> None:
-    """Append one line, in one write, so that a reader never sees half of it."""
+    """Append one line, in one write, so that a reader never sees half of it; a folder that is not there is made."""
     line = json.dumps(plain.to_plain(record), ensure_ascii=False, allow_nan=False) + "\n"
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         data = line.encode("utf-8", "backslashreplace")
