@@ -239,7 +239,7 @@ def install_system_packages(packages: Sequence[str]) -> None:
         call(["apt-get", "update", "-q"], shown=3)
         changes = planned(line)
     if changes is None:
-        stop("apt cannot install that. Its reason:  " + " ".join(line))
+        stop("apt cannot install that; this line shows why:  " + " ".join(line))
     # apt -s prints "Inst name [old version] (new version ...)": the brackets are there only where something would be
     # replaced.
     replaced = [change for change in changes if "[" in change.partition("(")[0]]
