@@ -1,6 +1,6 @@
 """Frozen dataclasses to and from JSON, strictly.
 
-Level 0. What was written is read back as the same values or not at all: a missing, unknown or wrongly typed field is a
+Level 1. What was written is read back as the same values or not at all: a missing, unknown or wrongly typed field is a
 :class:`UsageError` that names the field. Understood are dataclasses, enums, tuples of one type, mappings with string
 keys, optional values and the JSON scalars.
 """
