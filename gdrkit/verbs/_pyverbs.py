@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from gdrkit import loader
 from gdrkit.errors import ApiError, SetupMissing
-from gdrkit.verbs import _errors
+from gdrkit.verbs import _errors, _layout
 from gdrkit.verbs._rows import DeviceRow, GidRow, MadeRegion, PortRow, WorkCompletion
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ __all__ = [
     "create_channel",
     "create_queue",
     "create_queue_pair",
+    "domain_pointer",
     "event_fd",
     "has_pointers",
     "host_address",
@@ -65,6 +66,7 @@ _LOST = -1  # What pyverbs has as error_code when it did not keep the errno.
 _NO_PIECE = ((0, 0, 0),)
 
 _held: set[int] = set()  # What was made and is not closed, by id.
+_pointers: dict[int, int] = {}  # The ibv_pd * of the domains among them.
 
 
 def _modules() -> Any:
@@ -103,6 +105,11 @@ def has_pointers() -> bool:
     """
     _modules()
     return importlib.util.find_spec("pyverbs.enums") is None
+
+
+def domain_pointer(domain: object) -> int | None:
+    """The ``ibv_pd *`` of a protection domain; None where it cannot be had, and pyverbs must register itself."""
+    return _pointers.get(id(domain))
 
 
 def call(
@@ -145,6 +152,7 @@ def close(operation: str, thing: Any) -> None:
     call(operation, thing.close)
     if id(thing) in _held:
         _held.remove(id(thing))
+        _pointers.pop(id(thing), None)
         ctypes.pythonapi.Py_DecRef(ctypes.py_object(thing))
 
 
@@ -160,6 +168,8 @@ def _library() -> ctypes.CDLL:
     library.ibv_free_device_list.argtypes = (pointer,)
     library.ibv_reg_dmabuf_mr.restype = ctypes.POINTER(_IbvMr)
     library.ibv_reg_dmabuf_mr.argtypes = (pointer, number, ctypes.c_size_t, number, ctypes.c_int, ctypes.c_int)
+    library.ibv_reg_mr.restype = ctypes.POINTER(_IbvMr)
+    library.ibv_reg_mr.argtypes = (pointer, pointer, ctypes.c_size_t, ctypes.c_int)
     library.ibv_dereg_mr.restype = ctypes.c_int
     library.ibv_dereg_mr.argtypes = (ctypes.POINTER(_IbvMr),)
     return library
@@ -203,7 +213,11 @@ def query_gids(context: Any, entries_max: int) -> list[GidRow]:
 
 def allocate_domain(context: Any) -> object:
     """ibv_alloc_pd."""
-    return _create("ibv_alloc_pd", _modules().pd.PD, context)
+    domain = _create("ibv_alloc_pd", _modules().pd.PD, context)
+    found = int(domain.pd) if has_pointers() else _layout.find_domain(domain, context)
+    if found is not None:
+        _pointers[id(domain)] = found
+    return domain
 
 
 class _IbvMr(ctypes.Structure):
@@ -232,43 +246,53 @@ def host_address(view: memoryview) -> tuple[object, int]:
 def register_address(domain: Any, *, address: int, length_bytes: int, access: int, device: bool) -> MadeRegion:
     """ibv_reg_mr of host memory, or of device memory by its address."""
     operation = _errors.REG_ADDRESS if device else _errors.REG_MR
-    region = _create(
-        operation,
-        lambda: _modules().mr.MR(domain, length_bytes, access, address=address),
-        arguments={"address": address, "length_bytes": length_bytes, "access": access},
-        pinned_bytes=0 if device else length_bytes,
-    )
+    said: dict[str, Any] = {
+        "arguments": {"address": address, "length_bytes": length_bytes, "access": access},
+        "pinned_bytes": 0 if device else length_bytes,
+    }
+    pointer = domain_pointer(domain)
+    if pointer is not None:
+        made = _library().ibv_reg_mr(pointer, address, length_bytes, access)
+        return _made(operation, made, iova=address, **said)
+    region = _create(operation, lambda: _modules().mr.MR(domain, length_bytes, access, address=address), **said)
     return MadeRegion(region.lkey, region.rkey, address, lambda: close("ibv_dereg_mr", region))
 
 
 def register_dmabuf(
     domain: Any, *, fd: int, offset_bytes: int, length_bytes: int, iova: int, access: int
 ) -> MadeRegion:
-    """ibv_reg_dmabuf_mr, with this iova if pyverbs lets us choose one, else with iova = offset (see ``Region.iova``).
+    """ibv_reg_dmabuf_mr, with this iova wherever the address of the domain can be had, else with iova = offset.
 
-    ``DmaBufMR`` of every pyverbs forces iova = offset. Where the address of the domain can be had, the function is
-    called by ctypes, which also lets other threads run meanwhile: pinning a large range takes long.
+    ``DmaBufMR`` of every pyverbs forces iova = offset and holds the interpreter's lock. The call by ctypes does
+    neither: other threads run meanwhile, since pinning a large range takes long.
     """
     arguments = {"fd": fd, "offset_bytes": offset_bytes, "length_bytes": length_bytes, "access": access}
-    if not has_pointers():
-        region = _create(
-            _errors.REG_DMABUF_MR,
-            lambda: _modules().mr.DmaBufMR(domain, length_bytes, access, fd, offset_bytes),
-            arguments={**arguments, "iova": offset_bytes},
-        )
-        return MadeRegion(region.lkey, region.rkey, offset_bytes, lambda: close("ibv_dereg_mr", region))
-    library = _library()
-    made = library.ibv_reg_dmabuf_mr(domain.pd, offset_bytes, length_bytes, iova, fd, access)
+    pointer = domain_pointer(domain)
+    if pointer is not None:
+        made = _library().ibv_reg_dmabuf_mr(pointer, offset_bytes, length_bytes, iova, fd, access)
+        return _made(_errors.REG_DMABUF_MR, made, iova=iova, arguments={**arguments, "iova": iova})
+    region = _create(
+        _errors.REG_DMABUF_MR,
+        lambda: _modules().mr.DmaBufMR(domain, length_bytes, access, fd, offset_bytes),
+        arguments={**arguments, "iova": offset_bytes},
+    )
+    return MadeRegion(region.lkey, region.rkey, offset_bytes, lambda: close("ibv_dereg_mr", region))
+
+
+def _made(
+    operation: str, made: Any, *, iova: int, arguments: Mapping[str, object], pinned_bytes: int = 0
+) -> MadeRegion:
+    """What a call by ctypes gave: a region, or NULL and errno."""
     number = ctypes.get_errno()
     if not made:
-        raise _errors.error_of(operation=_errors.REG_DMABUF_MR, number=number, arguments={**arguments, "iova": iova})
+        raise _errors.error_of(operation=operation, number=number, arguments=arguments, pinned_bytes=pinned_bytes)
+    lkey = int(made.contents.lkey)
 
     def deregister() -> None:
-        answer = library.ibv_dereg_mr(made)
+        answer = _library().ibv_dereg_mr(made)
         if answer:
             raise _errors.error_of(operation="ibv_dereg_mr", number=answer, arguments={"lkey": lkey})
 
-    lkey = int(made.contents.lkey)
     return MadeRegion(lkey, int(made.contents.rkey), iova, deregister)
 
 

@@ -42,11 +42,13 @@ SEAMS: Mapping[str, frozenset[str]] = {
     "kvikio": frozenset({"gdrkit/cufile/_kvikio.py"}),
     "ctypes": frozenset(
         {
+            "gdrkit/cuda/_dlpack.py",
             "gdrkit/cuda/_driver.py",
             "gdrkit/cufile/_cufile.py",
             "gdrkit/gaudi/_hlthunk.py",
             "gdrkit/host/_libc.py",
             "gdrkit/host/_nvml.py",
+            "gdrkit/verbs/_layout.py",
             "gdrkit/verbs/_pyverbs.py",
         }
     ),
