@@ -141,6 +141,19 @@ class DeviceBuffer(Protocol):
         memory.
         """
 
+    def is_current(self, key: tuple[tuple[int, int, int], ...]) -> bool:
+        """Whether every chunk of `key`, an earlier answer of :meth:`allocation_key`, is still there."""
+
+    def allocation(self) -> DeviceBuffer:
+        """The whole of the chunks under this memory, borrowed."""
+
+    @property
+    def owned(self) -> bool:
+        """Whether :meth:`close` gives the memory back; if not, somebody else does, unseen."""
+
+    def close(self) -> None:
+        """Run the actions of :meth:`before_release`, then give back what is owned."""
+
     def export_dmabuf(self) -> DmabufRange:
         """A new dma-buf range over exactly this memory; the caller closes it.
 

@@ -69,6 +69,7 @@ class Reason(enum.Enum):
     NOT_DEVICE_MEMORY = "not_device_memory"
     MALFORMED = "malformed"
     CLOSED = "closed"
+    BUSY = "busy"
     PEER_GONE = "peer_gone"
     TIMEOUT = "timeout"
     OTHER = "other"

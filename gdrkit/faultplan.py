@@ -59,17 +59,21 @@ _COMPLETIONS = ("wc.send", "wc.rdma_write", "wc.rdma_read")
 _CODE_MAX = 4095
 _CALL_MAX = (1 << 64) - 1
 _ERRNO_ENOTSUPP = 524
+_DELAY_US_MAX = 10_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class FaultRule:
-    """One rule: calls `first` to `last` (None: all from there on) of `point` answer `code`."""
+    """One rule: calls `first` to `last` (None: all from there on) of `point` answer `code` (None: what they would answer
+    anyway), `delay_us` microseconds later.
+    """
 
     point: str
     first: int
     last: int | None
     key: str
-    code: int
+    code: int | None
+    delay_us: int = 0
 
 
 def read_plan(path: str | os.PathLike[str]) -> tuple[FaultRule, ...]:
@@ -114,6 +118,7 @@ def _rule(words: list[str], name: str, number: int) -> FaultRule:
         raise _malformed(name, number, f"'{point}' is no function of verbs (ibv_) or CUDA (cu), nor a completion (wc.)")
     calls: tuple[int, int | None] | None = None
     code: int | None = None
+    delay_us = 0
     for word in words[1:]:
         if word.startswith("call=") and calls is None:
             calls = _calls(word.removeprefix("call="))
@@ -125,11 +130,15 @@ def _rule(words: list[str], name: str, number: int) -> FaultRule:
                 raise _malformed(
                     name, number, f"'{word}': expected a name or number from 1 to {_CODE_MAX} after {key}="
                 )
+        elif word.startswith("delay_us=") and not delay_us:
+            delay_us = _number(word.removeprefix("delay_us=")) or 0
+            if not 1 <= delay_us <= _DELAY_US_MAX:
+                raise _malformed(name, number, f"'{word}': expected a number from 1 to {_DELAY_US_MAX} after delay_us=")
         else:
             raise _malformed(name, number, f"'{word}' is not expected here")
-    if calls is None or code is None:
-        raise _malformed(name, number, f"expected '{point} call=... {key}=...'")
-    return FaultRule(point=point, first=calls[0], last=calls[1], key=key, code=code)
+    if calls is None or (code is None and not delay_us):
+        raise _malformed(name, number, f"expected '{point} call=... {key}=... or delay_us=...'")
+    return FaultRule(point=point, first=calls[0], last=calls[1], key=key, code=code, delay_us=delay_us)
 
 
 def _code_key(point: str) -> str | None:

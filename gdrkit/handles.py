@@ -71,7 +71,8 @@ class ReleaseStack:
     __slots__ = ("_actions",)
 
     def __init__(self) -> None:
-        self._actions: list[_Entry] = []
+        # In order, and quick to take from also when there are ten thousand.
+        self._actions: dict[_Entry, None] = {}
 
     def __len__(self) -> int:
         return len(self._actions)
@@ -79,12 +80,11 @@ class ReleaseStack:
     def push(self, action: Callable[[], None]) -> Callable[[], None]:
         """Add an action; returns what takes it back (and does nothing when it has run)."""
         entry = _Entry(action)
-        self._actions.append(entry)
+        self._actions[entry] = None
 
         def take_back() -> None:
             # By identity: the same bound method may have been pushed twice.
-            if entry in self._actions:
-                self._actions.remove(entry)
+            self._actions.pop(entry, None)
 
         return take_back
 
@@ -108,8 +108,7 @@ class ReleaseStack:
                 else:
                     first.add_note(f"then also: {error}")
             else:
-                if entry in self._actions:
-                    self._actions.remove(entry)
+                self._actions.pop(entry, None)
         if first is not None:
             raise first
 

@@ -7,6 +7,7 @@ Level 2. Importing this package opens no library; the first call does. ``_driver
 from __future__ import annotations
 
 from gdrkit.cuda.device import Device, DeviceAttribute, MemoryInfo, device_count, driver_version
+from gdrkit.cuda.interop import ForeignArray, describe, wrap
 from gdrkit.cuda.ipc import ImportedMemory, export_handle, open_handle
 from gdrkit.cuda.memory import BorrowedMemory, CudaMemory, DeviceMemory, borrow
 from gdrkit.cuda.pointer import memory_kind
@@ -20,15 +21,18 @@ __all__ = [
     "DeviceAttribute",
     "DeviceMemory",
     "Event",
+    "ForeignArray",
     "ImportedMemory",
     "MemoryInfo",
     "Stream",
     "VmmMemory",
     "borrow",
+    "describe",
     "device_count",
     "driver_version",
     "export_handle",
     "granularity_bytes",
     "memory_kind",
     "open_handle",
+    "wrap",
 ]

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 __all__ = [
+    "buffer_id",
     "call",
     "constant",
     "context",
@@ -44,6 +45,7 @@ _DLOPEN = f"dlopen {_SONAME}"
 _IMPORT = "import cuda.bindings.driver"
 _DRIVER_ADVICE = "install the NVIDIA driver, or put the folder of a libcuda.so.1 on LD_LIBRARY_PATH"
 _DEVICE_NODES = Path("/dev")
+_BUFFER_ID = 7  # CU_POINTER_ATTRIBUTE_BUFFER_ID
 _IPC_HANDLE_BYTES = 64  # CU_IPC_HANDLE_SIZE
 
 
@@ -150,6 +152,30 @@ def call(operation: str, /, **arguments: Any) -> Any:
     if not values:
         return None
     return values[0] if len(values) == 1 else tuple(values)
+
+
+@functools.cache
+def _buffer_id_query() -> tuple[Any, Any, Any]:
+    initialize()
+    bindings = _bindings()
+    return bindings.cuPointerGetAttribute, bindings.CUpointer_attribute(_BUFFER_ID), bindings.CUresult(0)
+
+
+def buffer_id(address: int) -> int:
+    """cuPointerGetAttribute of BUFFER_ID; it needs no current context (seen on an H200).
+
+    The one call on the path of a cache hit, so what :func:`call` does each time is done once here.
+    """
+    function, attribute, success = _buffer_id_query()
+    result, value = function(attribute, address)
+    if result is not success and int(result):
+        raise _results.error_of(
+            operation="cuPointerGetAttribute",
+            status=int(result),
+            status_name=_name_of(result),
+            arguments={"attribute": attribute.name, "ptr": address},
+        )
+    return int(value)
 
 
 def integer(operation: str, /, **arguments: Any) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import threading
 import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
@@ -27,6 +28,8 @@ __all__ = ["Device", "DeviceAttribute", "MemoryInfo", "device_count", "driver_ve
 
 _NAME_BYTES = 256
 _PCI_BUS_ID_BYTES = 32
+_FLUSH_CURRENT_CONTEXT = 0  # CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TARGET_CURRENT_CTX
+_FLUSH_TO_OWNER = 100  # CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_OWNER
 
 
 class DeviceAttribute(enum.IntEnum):
@@ -103,6 +106,7 @@ class Device:
         self._context: int | None = None
         self._handle: Handle | None = None
         self._children = ReleaseStack()
+        self._retaining = threading.Lock()
         self._closed = False
 
     @property
@@ -141,6 +145,19 @@ class Device:
         """Wait until the device has done all work of the primary context."""
         with self.current():
             _driver.call("cuCtxSynchronize")
+
+    def flush_remote_writes(self) -> None:
+        """Make what NICs wrote until now visible to the work of this device (cuFlushGPUDirectRDMAWrites, to the owner).
+
+        Raises
+        ------
+        Unsupported
+            The device has no such call; see :data:`DeviceAttribute.GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS`.
+        """
+        target = _driver.constant("CUflushGPUDirectRDMAWritesTarget", _FLUSH_CURRENT_CONTEXT)
+        scope = _driver.constant("CUflushGPUDirectRDMAWritesScope", _FLUSH_TO_OWNER)
+        with self.current():
+            _driver.call("cuFlushGPUDirectRDMAWrites", target=target, scope=scope)
 
     def memory_info(self) -> MemoryInfo:
         """How much memory it has, and how much of that nobody holds (cuMemGetInfo)."""
@@ -196,8 +213,16 @@ class Device:
             what = f"CUDA device {self.index}"
             raise ClosedResource(what)
         if self._context is None:
-            self._context = _driver.integer("cuDevicePrimaryCtxRetain", dev=self._device)
-            self._handle = Handle("cuda.primary_context")
+            with self._retaining:
+                # Two threads may come here first; the context is retained once.
+                if self._context is None:
+                    self._handle = Handle("cuda.primary_context")
+                    try:
+                        self._context = _driver.integer("cuDevicePrimaryCtxRetain", dev=self._device)
+                    except BaseException:
+                        self._handle.release()
+                        self._handle = None
+                        raise
         return self._context
 
     def __enter__(self) -> Self:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Self
 
 from gdrkit.buffers import DmabufRange, MemoryKind, check_range
-from gdrkit.cuda import _driver, _results, pointer
+from gdrkit.cuda import _dlpack, _driver, _results, pointer
 from gdrkit.errors import Api, ApiError, ClosedResource, Reason, Unsupported, UsageError
 from gdrkit.handles import Handle, ReleaseStack
 from gdrkit.units import GPU_RDMA_PAGE_BYTES, HOST_PAGE_BYTES, align_down, align_up
@@ -63,6 +63,25 @@ class CudaMemory:
         self._check_open()
         with self.device.current():
             return pointer.allocation_key(self.address, self.length_bytes)
+
+    def is_current(self, key: tuple[tuple[int, int, int], ...]) -> bool:
+        """Whether every chunk of `key`, an earlier answer of :meth:`allocation_key`, is still there."""
+        return pointer.is_current(key)
+
+    def allocation(self) -> BorrowedMemory:
+        """The whole of the chunks under this memory, from the first byte of the first to the last byte of the last.
+
+        What is registered whole serves every part of it. Closing the result frees nothing.
+        """
+        key = self.allocation_key()
+        base = key[0][0]
+        length_bytes = key[-1][0] + key[-1][1] - base
+        return BorrowedMemory(self.device, kind=self.kind, address=base, length_bytes=length_bytes)
+
+    @property
+    def owned(self) -> bool:
+        """Whether :meth:`close` gives the memory back to the driver."""
+        return True
 
     def export_dmabuf(self, *, offset_bytes: int = 0, length_bytes: int | None = None) -> DmabufRange:
         """A new dma-buf over this memory or a part of it; the caller closes it.
@@ -141,6 +160,55 @@ class CudaMemory:
                 # A memset of device memory may return before it is done (API synchronization behaviour of the
                 # reference).
                 _driver.call("cuCtxSynchronize")
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, object]:
+        """Its bytes for torch, cupy, numba ... (version 3). Who uses it must have let it go before :meth:`close`."""
+        self._check_open()
+        return {
+            "shape": (self.length_bytes,),
+            "typestr": "|u1",
+            "data": (self.address, False),
+            "version": 3,
+            "strides": None,
+            "stream": None,  # What gdrkit does is done when its method returns.
+        }
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        """Type and index of its device in DLPack."""
+        return _dlpack.CUDA, self.device.index
+
+    def __dlpack__(
+        self,
+        *,
+        stream: int | None = None,  # noqa: ARG002 - nothing is under way on any stream.
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> object:
+        """Its bytes as a capsule of DLPack. :meth:`close` is refused until the consumer has let it go.
+
+        Raises
+        ------
+        BufferError
+            A copy, or another device, is asked for.
+        """
+        self._check_open()
+        if copy or dl_device not in {None, self.__dlpack_device__()}:
+            # The exception that the protocol wants.
+            message = "device memory is shown where it is, and is not copied"
+            raise BufferError(message)
+        return _dlpack.export(
+            self.address,
+            length_bytes=self.length_bytes,
+            device_index=self.device.index,
+            is_versioned=max_version is not None and max_version[0] >= 1,
+            done=self._before.push(self._refuse_while_shown),
+        )
+
+    def _refuse_while_shown(self) -> None:
+        message = "a consumer of DLPack still uses the memory"
+        raise UsageError(message, reason=Reason.BUSY, what_to_do="delete the tensors that were made from it")
 
     def before_release(self, action: Callable[[], None]) -> Callable[[], None]:
         """Have `action` run before the memory is freed, last added first; returns what takes the action back."""
@@ -258,6 +326,11 @@ class BorrowedMemory(CudaMemory):
 
     The owner must keep it alive until then: gdrkit cannot see a free that it did not make.
     """
+
+    @property
+    def owned(self) -> bool:
+        """False: somebody else frees it."""
+        return False
 
     def _release(self) -> None:
         return

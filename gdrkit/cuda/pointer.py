@@ -18,6 +18,7 @@ __all__ = [
     "allocation_key",
     "buffer_id",
     "device_index",
+    "is_current",
     "memory_kind",
     "synchronize_copies",
 ]
@@ -26,7 +27,6 @@ __all__ = [
 class _Attribute(enum.IntEnum):
     MEMORY_TYPE = 2
     SYNC_MEMOPS = 6
-    BUFFER_ID = 7
     IS_MANAGED = 8
     DEVICE_ORDINAL = 9
     IS_LEGACY_CUDA_IPC_CAPABLE = 10
@@ -73,7 +73,7 @@ def buffer_id(address: int) -> int:
 
     A recycled address has another one, so that a registration of the old memory can be told from one of the new.
     """
-    return _ask(_Attribute.BUFFER_ID, address)
+    return _driver.buffer_id(address)
 
 
 def device_index(address: int) -> int:
@@ -110,6 +110,19 @@ def allocation_key(address: int, length_bytes: int) -> tuple[tuple[int, int, int
         key.append((chunk.base, chunk.length_bytes, buffer_id(where)))
         where = chunk.base + chunk.length_bytes
     return tuple(key)
+
+
+def is_current(key: tuple[tuple[int, int, int], ...]) -> bool:
+    """Whether every chunk of `key` is still the one at its address; one call for each, without any context."""
+    try:
+        for base, _length_bytes, wanted in key:
+            if _driver.buffer_id(base) != wanted:
+                return False
+    except ApiError as error:
+        if error.status == _results.INVALID_VALUE:
+            return False  # Nothing is there any more.
+        raise
+    return True
 
 
 def synchronize_copies(address: int) -> None:

@@ -88,13 +88,20 @@ class HostTree:
 
     def link_name(self, name: str) -> str | None:
         """The last part of what a symbolic link points to; sysfs names drivers and groups so."""
+        parts = self.link_parts(name)
+        return parts[-1] if parts else None
+
+    def link_parts(self, name: str) -> tuple[str, ...]:
+        """What a symbolic link says, in parts; sysfs shows so below which bridges a device is. Nothing for what is no
+        link.
+        """
         try:
-            return self.path(name).readlink().name
+            return self.path(name).readlink().parts
         except OSError as error:
             # EINVAL: it is there and no link, which says as much as its absence.
             if error.errno != errno.EINVAL:
                 self._note(name, error)
-            return None
+            return ()
 
     def exists(self, name: str) -> bool:
         """Whether something of that name is there."""

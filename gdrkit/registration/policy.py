@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from gdrkit.buffers import DeviceBuffer, DmabufRange
     from gdrkit.verbs import Nic, Region, RemoteRange
 
-__all__ = ["Registration", "RegistrationRoute", "register"]
+__all__ = ["ALL_ACCESS", "Registration", "RegistrationRoute", "register"]
 
-_ALL_ACCESS = Access.LOCAL_WRITE | Access.REMOTE_READ | Access.REMOTE_WRITE
+ALL_ACCESS = Access.LOCAL_WRITE | Access.REMOTE_READ | Access.REMOTE_WRITE
 
 
 class RegistrationRoute(enum.Enum):
@@ -130,7 +130,7 @@ def register(
     memory: DeviceBuffer,
     nics: Sequence[Nic],
     *,
-    access: Access = _ALL_ACCESS,
+    access: Access = ALL_ACCESS,
     route: RegistrationRoute | None = None,
 ) -> Registration:
     """Let NICs reach device memory: all of them, or none.

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gdrkit.cuda import Device
 
-__all__ = ["dmabuf_of", "raw_allocate", "raw_free"]
+__all__ = ["dmabuf_of", "raw_allocate", "raw_free", "remap_chunk"]
 
 
 def raw_allocate(device: Device, length_bytes: int) -> int:
@@ -37,3 +37,29 @@ def dmabuf_of(device: Device, address: int, *, length_bytes: int, flags: int) ->
     with device.current():
         result, fd = driver.cuMemGetHandleForAddressRange(address, length_bytes, kind, flags)
     return int(result), int(fd) if int(result) == 0 else -1
+
+
+def remap_chunk(device: Device, address: int, *, length_bytes: int) -> None:
+    """Unmap one chunk of VMM memory and map new memory in its place, as torch's expandable segments do. The new memory
+    goes when the chunk is unmapped.
+    """
+    from cuda.bindings import driver
+
+    def checked(answer: tuple[Any, ...]) -> Any:  # noqa: ANN401 - whatever the call gives.
+        assert answer[0] == driver.CUresult.CUDA_SUCCESS, answer
+        return answer[1] if len(answer) > 1 else None
+
+    made = driver.CUmemAllocationProp()
+    made.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    made.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    made.location.id = device.index
+    made.allocFlags.gpuDirectRDMACapable = 1
+    access = driver.CUmemAccessDesc()
+    access.location = made.location
+    access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+    with device.current():
+        checked(driver.cuMemUnmap(address, length_bytes))
+        handle = checked(driver.cuMemCreate(length_bytes, made, 0))
+        checked(driver.cuMemMap(address, length_bytes, 0, handle, 0))
+        checked(driver.cuMemSetAccess(address, length_bytes, [access], 1))
+        checked(driver.cuMemRelease(handle))

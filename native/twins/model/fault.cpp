@@ -4,13 +4,17 @@
 #include <array>
 #include <cerrno>
 #include <charconv>
+#include <chrono>
 #include <cstdint>
 #include <cstdio>
 #include <fstream>
 #include <iterator>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <sstream>
+#include <string>
+#include <thread>
 #include <vector>
 
 #include "model/config.hpp"
@@ -21,11 +25,18 @@ namespace {
 struct Rule {
     std::uint64_t first = 1;
     std::uint64_t last = UINT64_MAX;
-    int code = 0;
+    std::optional<int> code;
+    std::chrono::microseconds delay{0};
 };
 
 struct Plan {
     std::map<std::string, std::vector<Rule>, std::less<>> rules;
+};
+
+// Calls of one point that the plan holds up: now, and at most at the same time.
+struct Held {
+    int now = 0;
+    int most = 0;
 };
 
 struct Faults {
@@ -35,6 +46,7 @@ struct Faults {
     Plan plan;
     std::map<std::string, std::uint64_t, std::less<>> counts;      // since the library was loaded
     std::map<std::string, std::uint64_t, std::less<>> plan_counts; // since the plan was set
+    std::map<std::string, Held, std::less<>> held;                 // since the plan was set
 };
 
 Faults& faults() {
@@ -58,6 +70,9 @@ constexpr Name errno_names[] = {
     {"ENOTSUP", ENOTSUP}, {"EOPNOTSUPP", EOPNOTSUPP}, {"EPROTONOSUPPORT", EPROTONOSUPPORT},
     {"ENOTSUPP", 524},    {"ETIMEDOUT", ETIMEDOUT},   {"ECONNREFUSED", ECONNREFUSED},
 };
+
+// Nobody waits longer for a call that a plan holds up: ten seconds.
+constexpr std::uint32_t delay_us_most = 10'000'000;
 
 // The prefixes of all twins: a rule that belongs to none of them is nobody's, and a mistake.
 constexpr std::array<std::string_view, 5> all_prefixes = {"ibv_", "_ibv_", "wc.", "cu", "hlthunk_"};
@@ -106,7 +121,7 @@ std::string parse_rule(const Faults& all, const std::vector<std::string>& words,
     }
     const std::string_view code_key = point->second.kind == FaultKind::errno_value ? "errno=" : "status=";
     Rule rule;
-    bool have_call = false, have_code = false;
+    bool have_call = false;
     for (std::size_t index = 1; index < words.size(); ++index) {
         const std::string_view word = words[index];
         if (word.starts_with("call=") && !have_call) {
@@ -114,18 +129,26 @@ std::string parse_rule(const Faults& all, const std::vector<std::string>& words,
             if (!have_call) {
                 return "'" + words[index] + "': expected call=N, call=N-M or call=*";
             }
-        } else if (word.starts_with(code_key) && !have_code) {
-            have_code = parse_code(word.substr(code_key.size()), point->second, &rule.code);
-            if (!have_code) {
+        } else if (word.starts_with(code_key) && !rule.code) {
+            int code = 0;
+            if (!parse_code(word.substr(code_key.size()), point->second, &code)) {
                 return "'" + words[index] + "': expected a name or number from 1 to " +
                        std::to_string(point->second.code_most) + " after " + std::string(code_key);
             }
+            rule.code = code;
+        } else if (word.starts_with("delay_us=") && rule.delay.count() == 0) {
+            std::uint32_t delay_us = 0;
+            if (!parse(word.substr(9), &delay_us) || delay_us == 0 || delay_us > delay_us_most) {
+                return "'" + words[index] + "': expected a number from 1 to " + std::to_string(delay_us_most) +
+                       " after delay_us=";
+            }
+            rule.delay = std::chrono::microseconds(delay_us);
         } else {
             return "'" + words[index] + "' is not expected here";
         }
     }
-    if (!have_call || !have_code) {
-        return "expected '" + name + " call=... " + std::string(code_key) + "...'";
+    if (!have_call || (!rule.code && rule.delay.count() == 0)) {
+        return "expected '" + name + " call=... " + std::string(code_key) + "... or delay_us=...'";
     }
     plan->rules[name].push_back(rule);
     return "";
@@ -160,8 +183,28 @@ std::string set_plan(Faults* all, std::string_view text) {
     if (error.empty()) {
         all->plan = std::move(plan);
         all->plan_counts.clear();
+        all->held.clear();
     }
     return error;
+}
+
+// Sleeps as long as the rule says, without the lock, and gives what the rule answers.
+std::optional<int> held_up(Faults* all, std::unique_lock<std::mutex>* lock, std::string_view point, const Rule& rule) {
+    // By value: the plan, and the counts, may be replaced meanwhile.
+    const Rule wanted = rule;
+    const std::string name(point);
+    if (wanted.delay.count() == 0) {
+        return wanted.code;
+    }
+    Held& held = all->held[name];
+    held.most = std::max(held.most, ++held.now);
+    lock->unlock();
+    std::this_thread::sleep_for(wanted.delay);
+    lock->lock();
+    if (const auto found = all->held.find(name); found != all->held.end() && found->second.now > 0) {
+        --found->second.now;
+    }
+    return wanted.code;
 }
 
 } // namespace
@@ -199,7 +242,7 @@ std::string replace_faults(std::string_view plan) {
 
 std::optional<int> hit(std::string_view point) {
     Faults& all = faults();
-    std::lock_guard lock(all.mutex);
+    std::unique_lock lock(all.mutex);
     auto counted = [point](auto& counts) {
         auto found = counts.find(point);
         if (found == counts.end()) {
@@ -212,11 +255,21 @@ std::optional<int> hit(std::string_view point) {
     if (const auto rules = all.plan.rules.find(point); rules != all.plan.rules.end()) {
         for (const Rule& rule : rules->second) {
             if (rule.first <= call && call <= rule.last) {
-                return rule.code;
+                return held_up(&all, &lock, point, rule);
             }
         }
     }
     return std::nullopt;
+}
+
+std::string held_json() {
+    Faults& all = faults();
+    std::lock_guard lock(all.mutex);
+    std::string json = "{";
+    for (const auto& [name, held] : all.held) {
+        json += (json.size() > 1 ? ",\"" : "\"") + name + "\":" + std::to_string(held.most);
+    }
+    return json + "}";
 }
 
 std::string calls_json() {

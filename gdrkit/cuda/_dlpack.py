@@ -1,0 +1,175 @@
+"""DLPack, in and out: the structures of ``dlpack.h`` by ctypes.
+
+Level 2. Both forms of the exchange are understood: ``DLManagedTensor``, and ``DLManagedTensorVersioned`` of version 1.
+A capsule that was taken is renamed, as the standard wants, and its deleter is called exactly once. Source: dlpack.h
+and "Python Specification for DLPack" of the array API standard.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from gdrkit.errors import Reason, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["CUDA", "CUDA_HOST", "CUDA_MANAGED", "Tensor", "export", "take"]
+
+CUDA = 2  # kDLCUDA
+CUDA_HOST = 3  # kDLCUDAHost
+CUDA_MANAGED = 13  # kDLCUDAManaged
+
+_UNSIGNED = 1  # kDLUInt
+_READ_ONLY = 1  # DLPACK_FLAG_BITMASK_READ_ONLY
+_BYTE_BITS = 8
+
+
+class _Tensor(ctypes.Structure):
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    )
+
+
+_Deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+class _Managed(ctypes.Structure):
+    _fields_ = (("tensor", _Tensor), ("manager", ctypes.c_void_p), ("deleter", ctypes.c_void_p))
+
+
+class _Versioned(ctypes.Structure):
+    _fields_ = (
+        ("major", ctypes.c_uint32),
+        ("minor", ctypes.c_uint32),
+        ("manager", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+        ("flags", ctypes.c_uint64),
+        ("tensor", _Tensor),
+    )
+
+
+_FORMS: dict[bytes, Any] = {b"dltensor": _Managed, b"dltensor_versioned": _Versioned}
+
+_api = ctypes.pythonapi
+_is_valid = _api.PyCapsule_IsValid
+_is_valid.restype, _is_valid.argtypes = ctypes.c_int, (ctypes.py_object, ctypes.c_char_p)
+_pointer = _api.PyCapsule_GetPointer
+_pointer.restype, _pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
+_rename = _api.PyCapsule_SetName
+_rename.restype, _rename.argtypes = ctypes.c_int, (ctypes.py_object, ctypes.c_char_p)
+_new = _api.PyCapsule_New
+_new.restype, _new.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+
+# Names that a capsule points to live as long as this module.
+_USED = {name: ctypes.create_string_buffer(b"used_" + name) for name in _FORMS}
+_NAMES = {name: ctypes.create_string_buffer(name) for name in _FORMS}
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """What a capsule said; ``release`` must be called once when it is no longer used."""
+
+    address: int
+    device_type: int
+    device_index: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...] | None
+    item_bits: int
+    read_only: bool
+    release: Callable[[], None]
+
+
+def take(capsule: Any) -> Tensor:
+    """Take the tensor out of a capsule.
+
+    Raises
+    ------
+    UsageError
+        MALFORMED: it is no capsule of DLPack, one that was taken before, or of a version that is not known.
+    """
+    name = next((name for name in _FORMS if _is_valid(capsule, name)), None)
+    if name is None:
+        message = f"{type(capsule).__name__} is no DLPack capsule that can still be taken"
+        raise UsageError(message, reason=Reason.MALFORMED)
+    address = _pointer(capsule, name)
+    managed = _FORMS[name].from_address(address)
+    if name == b"dltensor_versioned" and managed.major != 1:
+        # The capsule stays its producer's, whose destructor deletes it.
+        message = f"DLPack version {managed.major}.{managed.minor} is not known"
+        raise UsageError(message, reason=Reason.MALFORMED)
+    _rename(capsule, _USED[name])
+    tensor, count = managed.tensor, managed.tensor.ndim
+    once = itertools.count()
+
+    def release() -> None:
+        if next(once) == 0 and managed.deleter:
+            _Deleter(managed.deleter)(address)
+
+    return Tensor(
+        address=(tensor.data or 0) + tensor.byte_offset,
+        device_type=tensor.device_type,
+        device_index=tensor.device_id,
+        shape=tuple(tensor.shape[:count]),
+        strides=tuple(tensor.strides[:count]) if tensor.strides else None,
+        item_bits=tensor.bits * tensor.lanes,
+        read_only=bool(name == b"dltensor_versioned" and managed.flags & _READ_ONLY),
+        release=release,
+    )
+
+
+# What consumers hold: the structure, its shape, and what to do when they are done.
+_exported: dict[int, tuple[Any, Any, Callable[[], None]]] = {}
+
+
+@_Deleter
+def _delete(address: int) -> None:
+    _managed, _shape, done = _exported.pop(address)
+    done()
+
+
+@ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+def _destroy(capsule: int) -> None:
+    # The capsule is being destroyed, so it is borrowed by its address. One that was taken has another name.
+    is_valid = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p)(("PyCapsule_IsValid", _api))
+    pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)(("PyCapsule_GetPointer", _api))
+    for name in _FORMS:
+        if is_valid(capsule, name):
+            _delete(pointer(capsule, name))
+
+
+def export(address: int, *, length_bytes: int, device_index: int, is_versioned: bool, done: Callable[[], None]) -> Any:
+    """A capsule of bytes at a device address; `done` is called when its consumer, or nobody, needs it any more."""
+    name = b"dltensor_versioned" if is_versioned else b"dltensor"
+    managed = _FORMS[name]()
+    shape = (ctypes.c_int64 * 1)(length_bytes)
+    managed.tensor = _Tensor(
+        address,
+        CUDA,
+        device_index,
+        1,
+        _UNSIGNED,
+        _BYTE_BITS,
+        1,
+        ctypes.cast(shape, ctypes.POINTER(ctypes.c_int64)),
+        None,
+        0,
+    )
+    managed.deleter = ctypes.cast(_delete, ctypes.c_void_p)
+    if is_versioned:
+        managed.major, managed.minor = 1, 0
+    place = ctypes.addressof(managed)
+    _exported[place] = (managed, shape, done)
+    return _new(place, ctypes.cast(_NAMES[name], ctypes.c_char_p), ctypes.cast(_destroy, ctypes.c_void_p))

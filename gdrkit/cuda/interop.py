@@ -1,0 +1,200 @@
+"""Device memory of other libraries (torch, cupy, numba ...), by the two protocols that they share.
+
+Level 2. What is wrapped is never freed: its owner keeps it, and the wrapper keeps the owner. Only memory whose bytes
+lie one behind the other can be wrapped, since a NIC knows no strides. Source: "CUDA Array Interface (Version 3)" of
+numba, and DLPack.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
+
+from gdrkit.cuda import _dlpack, _driver
+from gdrkit.cuda.device import Device
+from gdrkit.cuda.memory import BorrowedMemory, borrow
+from gdrkit.errors import Api, Reason, Unsupported, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["ForeignArray", "describe", "wrap"]
+
+_VERSIONS = (2, 3)
+_TYPE = re.compile(r"[<>|=][a-zA-Z](\d+)")
+
+
+@runtime_checkable
+class _HasInterface(Protocol):
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]: ...
+
+
+@runtime_checkable
+class _HasDlpack(Protocol):
+    def __dlpack__(self, *, stream: int | None = None) -> object: ...
+
+    def __dlpack_device__(self) -> tuple[int, int]: ...
+
+
+@dataclass(frozen=True)
+class ForeignArray:
+    """What another library says of an array.
+
+    Attributes
+    ----------
+    address : int
+        Device address of its first byte.
+    length_bytes : int
+        Its size.
+    read_only : bool
+        Whether it must not be written to.
+    stream : int or None
+        The stream on which work on it may still be under way; None: there is none to wait for.
+    release : callable
+        Tells its owner that it is no longer used; must be called once.
+    """
+
+    address: int
+    length_bytes: int
+    read_only: bool
+    stream: int | None
+    release: Callable[[], None]
+
+
+def wrap(array: object, *, device: Device, read_only: bool = False) -> BorrowedMemory:
+    """Take an array of another library as device memory, without copying it.
+
+    Work on the stream that it names is waited for. The array is kept alive until the wrapper is closed.
+
+    Parameters
+    ----------
+    array : object
+        With ``__cuda_array_interface__`` (version 2 or 3) or ``__dlpack__``.
+    device : Device
+        On which it lies.
+    read_only : bool
+        Nobody will write to it; an array that says that it is read-only is refused otherwise.
+
+    Raises
+    ------
+    Unsupported
+        Managed memory, with the reason.
+    UsageError
+        BAD_ARGUMENT: it has neither protocol, is empty, read-only or not contiguous. MALFORMED: what it says of itself
+        cannot be. NOT_DEVICE_MEMORY: it is host memory, or of another device.
+    """
+    found = describe(array)
+    try:
+        if found.read_only and not read_only:
+            message = "the array is read-only"
+            raise UsageError(message, what_to_do="say read_only=True, and register it without write access")  # noqa: TRY301
+        if found.stream is not None:
+            with device.current():
+                _driver.call("cuStreamSynchronize", hStream=found.stream)
+        memory = borrow(device, found.address, length_bytes=found.length_bytes)
+    except BaseException:
+        found.release()
+        raise
+    memory.before_release(lambda: _let_go(found, array))
+    return memory
+
+
+def describe(array: object) -> ForeignArray:
+    """What an array says of itself; by ``__cuda_array_interface__`` if it has that, which names streams, else by
+    ``__dlpack__``.
+    """
+    if isinstance(array, _HasInterface):
+        return _from_interface(array.__cuda_array_interface__)
+    if isinstance(array, _HasDlpack):
+        return _from_dlpack(array)
+    message = f"{type(array).__name__} has neither __cuda_array_interface__ nor __dlpack__"
+    raise UsageError(message)
+
+
+def _let_go(found: ForeignArray, _array: object) -> None:
+    # That this function is still to be called is what keeps the array alive.
+    found.release()
+
+
+def _from_interface(said: dict[str, Any]) -> ForeignArray:
+    version, data, shape, typestr = (said.get(name) for name in ("version", "data", "shape", "typestr"))
+    if version not in _VERSIONS:
+        raise _malformed(f"version {version!r}; versions {_VERSIONS} are known")
+    if not (isinstance(data, tuple) and len(data) == 2 and isinstance(data[0], int) and isinstance(data[1], bool)):  # noqa: PLR2004
+        raise _malformed(f"data {data!r}")
+    matched = _TYPE.fullmatch(typestr) if isinstance(typestr, str) else None
+    if matched is None:
+        raise _malformed(f"typestr {typestr!r}")
+    if said.get("mask") is not None:
+        message = "an array with a mask is no plain memory"
+        raise UsageError(message)
+    stream = said.get("stream")
+    if stream is not None and (not isinstance(stream, int) or stream <= 0):
+        raise _malformed(f"stream {stream!r}")  # 0 is forbidden: it could mean two different streams.
+    length_bytes = _contiguous_bytes(shape, said.get("strides"), item_bytes=int(matched[1]), is_in_bytes=True)
+    return ForeignArray(data[0], length_bytes, data[1], stream, lambda: None)
+
+
+def _from_dlpack(array: _HasDlpack) -> ForeignArray:
+    device_type, _index = array.__dlpack_device__()
+    if device_type == _dlpack.CUDA_MANAGED:
+        raise Unsupported(
+            api=Api.CUDA,
+            operation="__dlpack_device__",
+            status=None,
+            status_name="kDLCUDAManaged",
+            reason=Reason.NOT_SUPPORTED,
+            what_to_do="copy it to memory of cuMemAlloc",
+            detail="managed memory moves between host and device",
+        )
+    if device_type != _dlpack.CUDA:
+        message = f"the array lies on a device of DLPack's type {device_type}, not on a CUDA device"
+        raise UsageError(message, reason=Reason.NOT_DEVICE_MEMORY)
+    # The legacy default stream: the producer makes it wait for its own work, and it is waited for then.
+    tensor = _dlpack.take(array.__dlpack__(stream=1))
+    try:
+        item_bytes, odd = divmod(tensor.item_bits, 8)
+        if odd:
+            message = f"elements of {tensor.item_bits} bits are not whole bytes"
+            raise UsageError(message)  # noqa: TRY301 - the producer is told below.
+        length_bytes = _contiguous_bytes(tensor.shape, tensor.strides, item_bytes=item_bytes, is_in_bytes=False)
+    except BaseException:
+        tensor.release()
+        raise
+    return ForeignArray(tensor.address, length_bytes, tensor.read_only, 1, tensor.release)
+
+
+def _contiguous_bytes(shape: object, strides: object, *, item_bytes: int, is_in_bytes: bool) -> int:
+    if not _is_numbers(shape) or not (strides is None or _is_numbers(strides)):
+        raise _malformed(f"shape {shape!r}, strides {strides!r}")
+    sizes = cast("tuple[int, ...]", shape)
+    if item_bytes <= 0 or any(size < 0 for size in sizes):
+        raise _malformed(f"shape {shape!r} of elements with {item_bytes} bytes")
+    if strides is not None:
+        steps = cast("tuple[int, ...]", strides)
+        if len(steps) != len(sizes):
+            raise _malformed(f"shape {shape!r}, strides {strides!r}")
+        expected = item_bytes if is_in_bytes else 1
+        for size, step in zip(reversed(sizes), reversed(steps), strict=True):
+            # A dimension of one element is never stepped over.
+            if size != 1 and step != expected:
+                message = f"the array is not contiguous: shape {shape!r}, strides {strides!r}"
+                raise UsageError(message, what_to_do="make a contiguous copy of it")
+            expected *= size
+    length_bytes = math.prod(sizes) * item_bytes
+    if length_bytes == 0:
+        message = "an empty array has no memory"
+        raise UsageError(message)
+    return length_bytes
+
+
+def _is_numbers(value: object) -> bool:
+    return isinstance(value, tuple) and all(isinstance(item, int) for item in value)
+
+
+def _malformed(what: str) -> UsageError:
+    message = f"__cuda_array_interface__ says {what}"
+    return UsageError(message, reason=Reason.MALFORMED)

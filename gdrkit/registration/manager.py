@@ -1,0 +1,285 @@
+"""GPUs, NICs and caches of one process: whether direct transfers are possible here, and by which NIC.
+
+Level 3. A manager is whole or unavailable, never something between: what cannot be had is a fact that it states, and
+every use of it then raises with that fact as the cause.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+from gdrkit import cuda, verbs
+from gdrkit.errors import Api, ApiError, ClosedResource, GdrkitError, Reason, RegistrationFailed, UsageError
+from gdrkit.handles import Handle, ReleaseStack
+from gdrkit.registration.cache import RegionCache
+from gdrkit.registration.placement import Placement
+from gdrkit.registration.policy import RegistrationRoute, register
+from gdrkit.units import GIB, GPU_RDMA_PAGE_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import TracebackType
+
+    from gdrkit.host import HostTree
+    from gdrkit.registration.lease import Lease
+
+__all__ = ["GdrManager", "GdrState", "GpuState", "Obstacle"]
+
+
+@dataclass(frozen=True, slots=True)
+class Obstacle:
+    """Why something is not possible here; the fields of the error that said so."""
+
+    api: Api
+    message: str
+    reason: Reason
+    errno: int | None
+    what_to_do: str
+
+    @classmethod
+    def of(cls, error: GdrkitError) -> Self:
+        """Keep what an error says."""
+        api, number = (error.api, error.errno) if isinstance(error, ApiError) else (Api.NONE, None)
+        return cls(api=api, message=error.message, reason=error.reason, errno=number, what_to_do=error.what_to_do)
+
+
+@dataclass(frozen=True, slots=True)
+class GpuState:
+    """One GPU: how its memory is registered with every NIC, or why it is not."""
+
+    index: int
+    uuid: str
+    pci_bus_id: str
+    route: RegistrationRoute | None
+    obstacle: Obstacle | None
+
+
+@dataclass(frozen=True, slots=True)
+class GdrState:
+    """What a manager found when it was opened.
+
+    Attributes
+    ----------
+    nics : tuple of str
+        The active NICs, all of which every registration is made with.
+    gpus : tuple of GpuState
+        Every GPU that was asked for.
+    obstacles : tuple of Obstacle
+        Why no transfer is possible at all; empty when one is.
+    """
+
+    nics: tuple[str, ...]
+    gpus: tuple[GpuState, ...]
+    obstacles: tuple[Obstacle, ...]
+
+    @property
+    def available(self) -> bool:
+        """Whether memory of at least one GPU is reached by every active NIC."""
+        return not self.obstacles
+
+
+class GdrManager:
+    """Everything that is needed to let peers reach GPU memory; use it as a context manager.
+
+    Parameters
+    ----------
+    gpu_indices : sequence of int or None
+        Which GPUs; None: all that the driver shows.
+    nic_names : sequence of str or None
+        Which NICs; None: all with an active port.
+    tree : HostTree or None
+        Where sysfs is read for the topology; this host when None.
+    regions_max, bytes_max : int
+        Limits of the cache of each GPU; see :class:`RegionCache`.
+
+    Attributes
+    ----------
+    state : GdrState
+        Available, or why not. What is missing on this machine never raises here: it is a state.
+    placement : Placement
+        Which NIC is near to which GPU.
+    """
+
+    def __init__(
+        self,
+        *,
+        gpu_indices: Sequence[int] | None = None,
+        nic_names: Sequence[str] | None = None,
+        tree: HostTree | None = None,
+        regions_max: int = 1024,
+        bytes_max: int = 1024 * GIB,
+    ) -> None:
+        self.placement = Placement(tree)
+        self._parts = ReleaseStack()
+        self._nics: tuple[verbs.Nic, ...] = ()
+        self._devices: dict[int, cuda.Device] = {}
+        self._caches: dict[int, RegionCache] = {}
+        self._failures: tuple[GdrkitError, ...] = ()
+        self._failed: dict[int, GdrkitError] = {}
+        self._closed = False
+        self._regions_max, self._bytes_max = regions_max, bytes_max
+        try:
+            self.state = self._build(gpu_indices, nic_names)
+            if not self.state.available:
+                self._parts.run()
+        except BaseException as error:
+            self._parts.run_after(error)
+            raise
+        self._handle = Handle("registration.manager")
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed."""
+        return self._closed
+
+    @property
+    def nics(self) -> tuple[verbs.Nic, ...]:
+        """The NICs, open."""
+        self._require()
+        return self._nics
+
+    def device(self, gpu_index: int) -> cuda.Device:
+        """A GPU that is available.
+
+        Raises
+        ------
+        RegistrationFailed
+            It, or everything, is unavailable; ``causes`` says why.
+        UsageError
+            NO_DEVICE: the manager has no such GPU.
+        """
+        self._require()
+        if gpu_index not in self._devices:
+            found = next((gpu for gpu in self.state.gpus if gpu.index == gpu_index), None)
+            if found is None or found.obstacle is None:
+                message = f"the manager has no GPU {gpu_index}; it has {[gpu.index for gpu in self.state.gpus]}"
+                raise UsageError(message, reason=Reason.NO_DEVICE)
+            raise _unavailable(f"memory of GPU {gpu_index} cannot be registered", (self._failed[gpu_index],))
+        return self._devices[gpu_index]
+
+    def cache(self, gpu_index: int) -> RegionCache:
+        """The cache of one GPU; errors as :meth:`device`."""
+        self.device(gpu_index)
+        return self._caches[gpu_index]
+
+    def lease(self, memory: cuda.CudaMemory, *, offset_bytes: int = 0, length_bytes: int | None = None) -> Lease:
+        """A registration from the cache of the memory's GPU; see :meth:`RegionCache.lease`."""
+        cache = self.cache(memory.device.index)
+        return cache.lease(memory, offset_bytes=offset_bytes, length_bytes=length_bytes)
+
+    def near_nic(self, gpu_index: int) -> verbs.Nic:
+        """The NIC to use for the next transfer of this GPU: one of the nearest, each in its turn."""
+        return self.placement.choose(self.device(gpu_index).pci_bus_id, self._nics)
+
+    def remote(
+        self, lease: Lease, *, gpu_index: int, offset_bytes: int = 0, length_bytes: int | None = None
+    ) -> tuple[verbs.Nic, verbs.RemoteRange]:
+        """What a peer needs to reach a part of a lease by the NIC near to its GPU, and that NIC, to connect by it."""
+        nic = self.near_nic(gpu_index)
+        return nic, lease.remote(nic, offset_bytes=offset_bytes, length_bytes=length_bytes)
+
+    def close(self, *, timeout_ms: float | None = 0) -> None:
+        """Close caches, NICs and devices, in this order; a second close does nothing.
+
+        Parameters
+        ----------
+        timeout_ms : float or None
+            How long to wait for each cache's leases; see :meth:`RegionCache.close`.
+
+        Raises
+        ------
+        UsageError
+            BUSY: something is still leased; nothing but caches without leases was closed.
+        """
+        if self._closed:
+            return
+        for cache in self._caches.values():
+            cache.close(timeout_ms=timeout_ms)
+        self._parts.run()
+        self._closed = True
+        self._handle.release()
+
+    def _build(self, gpu_indices: Sequence[int] | None, nic_names: Sequence[str] | None) -> GdrState:
+        failures: list[GdrkitError] = []
+        try:
+            self._nics = self._open_nics(nic_names)
+        except ApiError as error:
+            failures.append(error)
+        devices: list[cuda.Device] = []
+        try:
+            count = cuda.device_count()
+            for index in range(count) if gpu_indices is None else gpu_indices:
+                devices.append(cuda.Device(index))
+                self._parts.push(devices[-1].close)
+        except ApiError as error:
+            failures.append(error)
+        if not failures and not self._nics:
+            failures.append(UsageError("no NIC has an active port", reason=Reason.NO_DEVICE))
+        gpus = tuple(self._try(device, is_asked=not failures) for device in devices)
+        if not failures and not self._devices:
+            failures.append(
+                RegistrationFailed(
+                    "no GPU's memory can be registered with every NIC",
+                    causes=tuple(self._failed.values()),
+                    reason=Reason.NO_ROUTE,
+                    what_to_do="one of the causes must go; each says how",
+                )
+            )
+        self._failures = tuple(failures)
+        obstacles = tuple(Obstacle.of(error) for error in failures)
+        return GdrState(nics=tuple(nic.name for nic in self._nics), gpus=gpus, obstacles=obstacles)
+
+    def _open_nics(self, names: Sequence[str] | None) -> tuple[verbs.Nic, ...]:
+        found = {info.name: info for info in verbs.list_nics()}
+        wanted = [name for name, info in found.items() if info.active] if names is None else list(names)
+        opened = []
+        for name in wanted:
+            ports = found[name].ports if name in found else ()
+            port = next((port.number for port in ports if port.active), 1)
+            opened.append(verbs.Nic.open(name, port=port))
+            self._parts.push(opened[-1].close)
+        return tuple(opened)
+
+    def _try(self, device: cuda.Device, *, is_asked: bool) -> GpuState:
+        """Register a page of it, by the policy and with every NIC: nothing else shows that it works."""
+        route: RegistrationRoute | None = None
+        obstacle: Obstacle | None = None
+        if is_asked:
+            try:
+                with device.allocate(GPU_RDMA_PAGE_BYTES) as memory, register(memory, self._nics) as registration:
+                    route = registration.route
+            except (ApiError, RegistrationFailed) as error:
+                obstacle = Obstacle.of(error)
+                self._failed[device.index] = error
+            else:
+                self._devices[device.index] = device
+                cache = RegionCache(self._nics, regions_max=self._regions_max, bytes_max=self._bytes_max)
+                self._caches[device.index] = cache
+                self._parts.push(cache.close)
+        return GpuState(
+            index=device.index, uuid=device.uuid, pci_bus_id=device.pci_bus_id, route=route, obstacle=obstacle
+        )
+
+    def _require(self) -> None:
+        if self._closed:
+            what = "GDR manager"
+            raise ClosedResource(what)
+        if not self.state.available:
+            raise _unavailable("direct transfers are not available here", self._failures)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "available" if self.state.available else "unavailable"
+        return f"GdrManager({state}, gpus={[gpu.index for gpu in self.state.gpus]}, nics={list(self.state.nics)})"
+
+
+def _unavailable(message: str, causes: tuple[GdrkitError, ...]) -> RegistrationFailed:
+    return RegistrationFailed(message, causes=causes, reason=causes[0].reason, what_to_do=causes[0].what_to_do)

@@ -1,0 +1,340 @@
+"""Device buffers that are registered before they are needed, handed out and taken back.
+
+Level 3. One allocation and one registration serve all buffers of a pool, so handing one out makes no call of any API.
+Who asks first is served first: a thread that waits is never overtaken by one that came later.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+from gdrkit.buffers import check_range
+from gdrkit.errors import ClosedResource, Reason, UsageError
+from gdrkit.handles import Handle
+from gdrkit.registration.policy import ALL_ACCESS, register
+from gdrkit.units import GPU_RDMA_PAGE_BYTES, align_up
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from types import TracebackType
+
+    from gdrkit.cuda import CudaMemory, Device
+    from gdrkit.registration.policy import Registration
+    from gdrkit.verbs import Access, Nic, RemoteRange
+    from gdrkit.verbs.region import Piece
+
+__all__ = ["BufferPool", "PoolStatistics", "RdmaBuffer"]
+
+
+class RdmaBuffer:
+    """Registered device memory, or a part of it.
+
+    A slice is a view: it lives as long as what it was cut from.
+
+    Attributes
+    ----------
+    length_bytes : int
+        Its size.
+    """
+
+    def __init__(
+        self,
+        memory: CudaMemory,
+        registration: Registration,
+        *,
+        offset_bytes: int = 0,
+        length_bytes: int | None = None,
+        give_back: Callable[[RdmaBuffer], None] | None = None,
+    ) -> None:
+        length_bytes = memory.length_bytes - offset_bytes if length_bytes is None else length_bytes
+        check_range(offset_bytes=offset_bytes, length_bytes=length_bytes, size_bytes=memory.length_bytes)
+        self.length_bytes = length_bytes
+        self._memory = memory
+        self._registration = registration
+        self._offset_bytes = offset_bytes
+        self._give_back = give_back
+        self._parent: RdmaBuffer | None = None
+        self._closed = False
+
+    @property
+    def closed(self) -> bool:
+        """Whether it, or what it was cut from, was given back."""
+        return self._closed or self._registration.closed or (self._parent is not None and self._parent.closed)
+
+    @property
+    def address(self) -> int:
+        """Device address of its first byte."""
+        self._check_open()
+        return self._memory.address + self._offset_bytes
+
+    def slice(self, *, offset_bytes: int, length_bytes: int | None = None) -> RdmaBuffer:
+        """A part of it, above 0 bytes; None: up to the end."""
+        self._check_open()
+        begin, length_bytes = self._part(offset_bytes, length_bytes)
+        if length_bytes == 0:
+            message = "an empty slice reaches nothing"
+            raise UsageError(message)
+        part = RdmaBuffer(self._memory, self._registration, offset_bytes=begin, length_bytes=length_bytes)
+        part._parent = self  # noqa: SLF001 - of this class.
+        return part
+
+    def remote(self, nic: Nic, *, offset_bytes: int = 0, length_bytes: int | None = None) -> RemoteRange:
+        """What a peer needs to reach a part of it through this NIC; None: up to the end."""
+        self._check_open()
+        begin, length_bytes = self._part(offset_bytes, length_bytes)
+        return self._registration.remote(nic, offset_bytes=begin, length_bytes=length_bytes)
+
+    def piece(self, nic: Nic, *, offset_bytes: int = 0, length_bytes: int | None = None) -> Piece:
+        """A part of it for a request of this side; None: up to the end."""
+        self._check_open()
+        begin, length_bytes = self._part(offset_bytes, length_bytes)
+        return self._registration.region(nic).piece(offset_bytes=begin, length_bytes=length_bytes)
+
+    def read(self, *, offset_bytes: int = 0, length_bytes: int | None = None) -> bytes:
+        """Copy a part of it to the host; None: up to the end."""
+        self._check_open()
+        begin, length_bytes = self._part(offset_bytes, length_bytes)
+        return self._memory.read(offset_bytes=begin, length_bytes=length_bytes)
+
+    def write(self, data: bytes | bytearray | memoryview, *, offset_bytes: int = 0) -> None:
+        """Copy bytes of the host into it."""
+        self._check_open()
+        begin, _length_bytes = self._part(offset_bytes, memoryview(data).nbytes)
+        self._memory.write(data, offset_bytes=begin)
+
+    def close(self) -> None:
+        """Give it back to its pool; a second close does nothing. A slice only ends to be usable."""
+        if not self._closed:
+            self._closed = True
+            if self._give_back is not None:
+                self._give_back(self)
+
+    def _check_open(self) -> None:
+        if self.closed:
+            what = "RDMA buffer"
+            raise ClosedResource(what)
+
+    def _part(self, offset_bytes: int, length_bytes: int | None) -> tuple[int, int]:
+        length_bytes = self.length_bytes - offset_bytes if length_bytes is None else length_bytes
+        check_range(offset_bytes=offset_bytes, length_bytes=length_bytes, size_bytes=self.length_bytes)
+        return self._offset_bytes + offset_bytes, length_bytes
+
+    def __len__(self) -> int:
+        return self.length_bytes
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"RdmaBuffer({'closed' if self.closed else f'{self.address:#x}'}, length_bytes={self.length_bytes})"
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStatistics:
+    """A pool at one moment.
+
+    Attributes
+    ----------
+    buffers, free : int
+        How many there are, and how many of them nobody has.
+    waiting : int
+        Threads that wait for one.
+    allocations, timeouts : int
+        How often one was handed out, and how often nobody gave one back in time.
+    waits : int
+        How many of the allocations had to wait.
+    """
+
+    buffers: int
+    free: int
+    waiting: int
+    allocations: int
+    timeouts: int
+    waits: int
+
+
+class BufferPool:
+    """Device buffers of one size, registered with NICs.
+
+    Parameters
+    ----------
+    device : Device
+        Where they lie.
+    nics : sequence of Nic
+        Who reaches them: all of them, or the pool is not made.
+    buffer_bytes : int
+        Size of each, above 0.
+    count : int
+        How many, above 0.
+    access : Access
+        What the keys allow.
+
+    Raises
+    ------
+    RegistrationFailed, ApiError
+        As :func:`~gdrkit.registration.register`, and cuMemAlloc; nothing stays behind.
+    """
+
+    def __init__(
+        self, device: Device, nics: Sequence[Nic], *, buffer_bytes: int, count: int, access: Access = ALL_ACCESS
+    ) -> None:
+        if buffer_bytes <= 0 or count <= 0:
+            message = f"a pool of {count} buffers of {buffer_bytes} bytes"
+            raise UsageError(message)
+        self.buffer_bytes = buffer_bytes
+        self.count = count
+        # Apart by whole pages, so that two buffers never share what a NIC pins.
+        step_bytes = align_up(buffer_bytes, alignment_bytes=GPU_RDMA_PAGE_BYTES)
+        self._memory = device.allocate(step_bytes * count)
+        try:
+            self._registration = register(self._memory, nics, access=access)
+        except BaseException:
+            self._memory.close()
+            raise
+        self._lock = threading.Lock()
+        self._free = deque(index * step_bytes for index in range(count))
+        self._queue: deque[_Turn] = deque()
+        self._used: set[RdmaBuffer] = set()
+        self._allocations = self._timeouts = self._waits = 0
+        self._closed = False
+        # The memory is not freed under somebody who has a part of it.
+        self._memory.before_release(self._refuse_while_used)
+        self._handle = Handle("registration.pool")
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed."""
+        return self._closed
+
+    def statistics(self) -> PoolStatistics:
+        """What it counts, at one moment."""
+        with self._lock:
+            return PoolStatistics(
+                buffers=self.count,
+                free=len(self._free),
+                waiting=len(self._queue),
+                allocations=self._allocations,
+                timeouts=self._timeouts,
+                waits=self._waits,
+            )
+
+    def allocate(self, *, timeout_ms: float | None = None) -> RdmaBuffer:
+        """A buffer; its content is what the last user left.
+
+        Parameters
+        ----------
+        timeout_ms : float or None
+            How long to wait until one is given back; 0: not at all, None: for as long as it takes. Who waits longest
+            is served first.
+
+        Raises
+        ------
+        UsageError
+            TIMEOUT: none was given back in time.
+        ClosedResource
+            The pool was closed.
+        """
+        with self._lock:
+            self._check_open()
+            if self._free and not self._queue:
+                return self._hand_out(self._free.popleft())
+            turn = _Turn()
+            self._queue.append(turn)
+        try:
+            turn.came.wait(None if timeout_ms is None else timeout_ms / 1000)
+        except BaseException:
+            self._leave(turn)
+            raise
+        with self._lock:
+            if turn.offset_bytes is not None:
+                self._waits += 1
+                return self._hand_out(turn.offset_bytes)
+            self._queue.remove(turn)
+            self._timeouts += 1
+        message = f"none of the {self.count} buffers was given back within {timeout_ms} ms"
+        raise UsageError(message, reason=Reason.TIMEOUT, what_to_do="give buffers back sooner, or make the pool larger")
+
+    def close(self) -> None:
+        """Deregister and free; a second close does nothing.
+
+        Raises
+        ------
+        UsageError
+            BUSY: a buffer was not given back; the pool works on as before.
+        """
+        with self._lock:
+            self._refuse_while_used()
+            self._closed = True
+        if not self._memory.closed:
+            self._memory.close()
+            self._handle.release()
+
+    def _refuse_while_used(self) -> None:
+        used = self.count - len(self._free)
+        if used:
+            message = f"{used} buffers of the pool were not given back"
+            raise UsageError(message, reason=Reason.BUSY, what_to_do="close the buffers first")
+
+    def _hand_out(self, offset_bytes: int) -> RdmaBuffer:
+        self._allocations += 1
+        buffer = RdmaBuffer(
+            self._memory,
+            self._registration,
+            offset_bytes=offset_bytes,
+            length_bytes=self.buffer_bytes,
+            give_back=self._take_back,
+        )
+        self._used.add(buffer)
+        return buffer
+
+    def _take_back(self, buffer: RdmaBuffer) -> None:
+        with self._lock:
+            if buffer in self._used:  # Two threads may close the same one.
+                self._used.remove(buffer)
+                self._pass_on(buffer._offset_bytes)  # noqa: SLF001 - the pool made it.
+
+    def _pass_on(self, offset_bytes: int) -> None:
+        if self._queue:
+            turn = self._queue.popleft()
+            turn.offset_bytes = offset_bytes
+            turn.came.set()
+        else:
+            self._free.append(offset_bytes)
+
+    def _leave(self, turn: _Turn) -> None:
+        with self._lock:
+            if turn.offset_bytes is None:
+                self._queue.remove(turn)
+            else:
+                self._pass_on(turn.offset_bytes)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            what = "buffer pool"
+            raise ClosedResource(what)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _Turn:
+    """Somebody's place in the queue; a buffer that is given back goes to the first."""
+
+    __slots__ = ("came", "offset_bytes")
+
+    def __init__(self) -> None:
+        self.came = threading.Event()
+        self.offset_bytes: int | None = None

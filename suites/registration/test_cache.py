@@ -1,0 +1,287 @@
+"""What a region cache finds, keeps and forgets."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+from typing import TYPE_CHECKING
+
+import pytest
+from support.faults import faults
+from support.ledger import calls
+from support.raw_cuda import raw_allocate, raw_free, remap_chunk
+from support.reach import DMABUF, joined
+
+from gdrkit import cuda, handles, pattern
+from gdrkit.cuda import VmmMemory
+from gdrkit.errors import Api, ApiError, ClosedResource, Reason, UsageError
+from gdrkit.harness.needs import cuda as cuda_needs
+from gdrkit.harness.needs import needs, software
+from gdrkit.registration import RegionCache
+from gdrkit.units import KIB, MIB
+from gdrkit.verbs import Status
+
+if TYPE_CHECKING:
+    from gdrkit.cuda import Device
+    from gdrkit.harness.peer import Peer
+    from gdrkit.verbs import Nic
+
+pytestmark = DMABUF
+
+LEDGER = needs(software(Api.VERBS))
+
+
+def test_the_second_lookup_is_a_hit_and_reaches_the_memory(device: Device, nic: Nic, peer: Peer, seed: int) -> None:
+    with device.allocate(256 * KIB) as memory, RegionCache([nic]) as cache, joined(nic, peer) as theirs:
+        with cache.lease(memory) as first:
+            assert first.length_bytes == memory.length_bytes
+        with cache.lease(memory) as second:
+            theirs.write(second.remote(nic), seed=seed).expect(Status.SUCCESS)
+        assert (cache.statistics().hits, cache.statistics().misses, cache.statistics().regions) == (1, 1, 1)
+        pattern.check(memory.read(), seed=seed)
+        memory.close()
+        assert cache.statistics().registered_bytes == 0
+
+
+def test_an_interior_range_is_found_and_its_own_bytes_are_reached(
+    device: Device, nic: Nic, peer: Peer, seed: int
+) -> None:
+    with device.allocate(256 * KIB) as memory, RegionCache([nic]) as cache, joined(nic, peer) as theirs:
+        memory.fill(0xA5)
+        cache.lease(memory).close()
+        with cache.lease(memory, offset_bytes=4097, length_bytes=1000) as lease:
+            remote = lease.remote(nic)
+            assert (remote.length_bytes, lease.address) == (1000, memory.address + 4097)
+            theirs.write(remote, seed=seed).expect(Status.SUCCESS)
+            with pytest.raises(UsageError):
+                lease.remote(nic, offset_bytes=999, length_bytes=2)
+        assert cache.statistics().registrations == 1
+        assert memory.read(length_bytes=4097) == b"\xa5" * 4097
+        pattern.check(memory.read(offset_bytes=4097, length_bytes=1000), seed=seed)
+        assert memory.read(offset_bytes=5097, length_bytes=3) == b"\xa5" * 3
+        memory.close()
+
+
+def test_another_piece_of_the_same_allocation_is_found(device: Device, nic: Nic) -> None:
+    # As a tensor of a caching allocator: a borrowed part in the middle, then another one.
+    with device.allocate(MIB) as memory, RegionCache([nic]) as cache:
+        with (
+            cuda.borrow(device, memory.address + 300 * KIB, length_bytes=KIB) as one,
+            cuda.borrow(device, memory.address + 700 * KIB, length_bytes=KIB) as other,
+        ):
+            cache.lease(one).close()
+            cache.lease(other).close()
+        cache.lease(memory).close()
+        found = cache.statistics()
+        assert (found.registrations, found.hits, found.registered_bytes) == (1, 2, MIB)
+
+
+@LEDGER
+def test_a_hit_makes_no_verbs_call(device: Device, nic: Nic) -> None:
+    with device.allocate(256 * KIB) as memory, RegionCache([nic]) as cache:
+        cache.lease(memory).close()
+        before = calls(Api.VERBS)
+        for offset_bytes in range(0, 256 * KIB, 4 * KIB):
+            with cache.lease(memory, offset_bytes=offset_bytes) as lease:
+                assert lease.remote(nic).length_bytes == 256 * KIB - offset_bytes
+        assert calls(Api.VERBS) == before
+
+
+def test_a_buffer_id_that_changed_is_a_miss_whatever_the_address_says(
+    device: Device, nic: Nic, peer: Peer, seed: int
+) -> None:
+    address = raw_allocate(device, 2 * MIB)
+    with RegionCache([nic]) as cache, joined(nic, peer) as theirs:
+        with cuda.borrow(device, address, length_bytes=2 * MIB) as memory, cache.lease(memory) as old:
+            stale = old.remote(nic, length_bytes=4 * KIB)
+        raw_free(device, address)
+        again = raw_allocate(device, 2 * MIB)
+        try:
+            assert again == address
+            with cuda.borrow(device, again, length_bytes=2 * MIB) as memory:
+                memory.fill(0x5A)
+                with cache.lease(memory) as lease:
+                    found = cache.statistics()
+                    assert (found.hits, found.misses, found.invalidations, found.regions) == (0, 2, 1, 1)
+                    theirs.write(lease.remote(nic, length_bytes=4 * KIB), seed=seed).expect(Status.SUCCESS)
+                    pattern.check(memory.read(length_bytes=4 * KIB), seed=seed)
+                theirs.write(stale, seed=seed + 1).expect(Status.REM_ACCESS_ERR)
+                pattern.check(memory.read(length_bytes=4 * KIB), seed=seed)
+        finally:
+            raw_free(device, again)
+
+
+@needs(cuda_needs.vmm)
+def test_remapping_only_the_second_chunk_is_a_miss(device: Device, nic: Nic, peer: Peer, seed: int) -> None:
+    with (
+        VmmMemory.create(device, 6 * MIB, chunk_bytes=2 * MIB) as memory,
+        RegionCache([nic]) as cache,
+        joined(nic, peer) as theirs,
+    ):
+        with cache.lease(memory) as lease:
+            stale = lease.remote(nic, offset_bytes=2 * MIB, length_bytes=4 * KIB)
+        remap_chunk(device, memory.address + 2 * MIB, length_bytes=2 * MIB)
+        with cache.lease(memory, length_bytes=KIB) as lease:
+            assert (cache.statistics().hits, cache.statistics().invalidations) == (0, 1)
+        with cache.lease(memory) as lease:
+            # Into the first, the new second and the third chunk.
+            remote = lease.remote(nic, offset_bytes=2 * MIB - 5, length_bytes=2 * MIB + 10)
+            theirs.write(remote, seed=seed).expect(Status.SUCCESS)
+        pattern.check(memory.read(offset_bytes=2 * MIB - 5, length_bytes=2 * MIB + 10), seed=seed)
+        theirs.write(stale, seed=seed + 1).expect(Status.REM_ACCESS_ERR)
+
+
+def test_a_free_by_gdrkit_takes_the_entry_out_first(device: Device, nic: Nic, peer: Peer, seed: int) -> None:
+    with RegionCache([nic]) as cache, joined(nic, peer) as theirs:
+        memory = device.allocate(256 * KIB)
+        with cache.lease(memory) as lease:
+            remote = lease.remote(nic, length_bytes=KIB)
+        memory.close()
+        assert (cache.statistics().regions, cache.statistics().registered_bytes) == (0, 0)
+        with device.allocate(256 * KIB) as successor:
+            successor.fill(0x5A)
+            theirs.write(remote, seed=seed).expect(Status.REM_ACCESS_ERR)
+            assert successor.read() == b"\x5a" * (256 * KIB)
+
+
+def test_a_free_under_a_lease_is_refused_and_goes_through_afterwards(device: Device, nic: Nic) -> None:
+    with RegionCache([nic]) as cache, device.allocate(256 * KIB) as memory:
+        with cache.lease(memory) as lease:
+            with pytest.raises(UsageError) as raised:
+                memory.close()
+            assert raised.value.reason is Reason.BUSY
+            assert not memory.closed
+            # It is out of the cache, and still reaches the memory.
+            assert cache.statistics().regions == 0
+            assert lease.remote(nic).length_bytes == 256 * KIB
+        assert cache.statistics().registered_bytes == 0
+        memory.close()
+        with pytest.raises(ClosedResource):
+            cache.lease(memory)
+
+
+def test_what_is_invalidated_is_not_found_and_ends_with_its_last_lease(
+    device: Device, nic: Nic, peer: Peer, seed: int
+) -> None:
+    with device.allocate(256 * KIB) as memory, RegionCache([nic]) as cache, joined(nic, peer) as theirs:
+        with cache.lease(memory) as one, cache.lease(memory) as two:
+            remote = one.remote(nic, length_bytes=KIB)
+            assert cache.invalidate(memory.address + 5, length_bytes=1) == 1
+            with cache.lease(memory) as fresh:
+                assert fresh.remote(nic).rkey != remote.rkey
+            one.close()
+            theirs.write(two.remote(nic, length_bytes=KIB), seed=seed).expect(Status.SUCCESS)
+        theirs.write(remote, seed=seed + 1).expect(Status.REM_ACCESS_ERR)
+        pattern.check(memory.read(length_bytes=KIB), seed=seed)
+        assert cache.statistics().registered_bytes == 256 * KIB
+        assert cache.invalidate(memory.address, length_bytes=1) == 1
+        assert cache.invalidate(memory.address, length_bytes=1) == 0
+
+
+def test_the_least_recently_used_goes_first_by_count_and_what_is_leased_stays(device: Device, nic: Nic) -> None:
+    memories = [device.allocate(64 * KIB) for _ in range(4)]
+    with RegionCache([nic], regions_max=2) as cache:
+        first = cache.lease(memories[0])
+        for memory in memories[1:]:
+            cache.lease(memory).close()
+        # The first is leased, and so the others went one after the other.
+        found = cache.statistics()
+        assert (found.regions, found.evictions, found.registered_bytes) == (2, 2, 128 * KIB)
+        first.close()
+        cache.lease(memories[3]).close()
+        cache.lease(memories[0]).close()
+        cache.lease(memories[1]).close()  # The fourth was used before the first, so it goes.
+        before = cache.statistics()
+        cache.lease(memories[0]).close()
+        assert cache.statistics().hits == before.hits + 1
+        cache.lease(memories[3]).close()
+        assert cache.statistics().misses == before.misses + 1
+
+
+def test_bytes_are_a_limit_too_and_what_is_too_large_is_not_kept(device: Device, nic: Nic) -> None:
+    with (
+        device.allocate(128 * KIB) as one,
+        device.allocate(128 * KIB) as other,
+        device.allocate(MIB) as large,
+        RegionCache([nic], bytes_max=200 * KIB) as cache,
+    ):
+        cache.lease(one).close()
+        cache.lease(other).close()
+        assert (cache.statistics().registered_bytes, cache.statistics().evictions) == (128 * KIB, 1)
+        with cache.lease(large):
+            assert cache.statistics().registered_bytes == MIB + 128 * KIB
+        assert (cache.statistics().registered_bytes, cache.statistics().regions) == (128 * KIB, 1)
+
+
+def test_statistics_are_a_frozen_copy(device: Device, nic: Nic) -> None:
+    with device.allocate(64 * KIB) as memory, RegionCache([nic]) as cache:
+        before = cache.statistics()
+        cache.lease(memory).close()
+        assert before.misses == 0
+        assert cache.statistics().misses == 1
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            before.hits = 1  # type: ignore[misc]
+
+
+@LEDGER
+def test_a_registration_that_failed_is_not_kept(device: Device, nic: Nic) -> None:
+    assert nic.supports_dmabuf()
+    with device.allocate(64 * KIB) as memory, RegionCache([nic]) as cache:
+        before = handles.live()
+        with faults(Api.VERBS, "ibv_reg_dmabuf_mr call=1 errno=ENOMEM"):
+            with pytest.raises(ApiError) as raised:
+                cache.lease(memory)
+            assert raised.value.errno == errno.ENOMEM
+            assert handles.live() == before
+            assert (cache.statistics().regions, cache.statistics().in_flight) == (0, 0)
+            cache.lease(memory).close()
+        assert (cache.statistics().misses, cache.statistics().registrations) == (2, 1)
+
+
+def test_close_refuses_while_something_is_leased_and_the_cache_works_on(device: Device, nic: Nic) -> None:
+    with device.allocate(64 * KIB) as memory:
+        cache = RegionCache([nic])
+        lease = cache.lease(memory)
+        for timeout_ms in (0, 1):
+            with pytest.raises(UsageError) as raised:
+                cache.close(timeout_ms=timeout_ms)
+            assert raised.value.reason is Reason.BUSY
+        cache.lease(memory).close()
+        lease.close()
+        lease.close()
+        cache.close()
+        cache.close()
+        with pytest.raises(ClosedResource):
+            cache.lease(memory)
+        with pytest.raises(ClosedResource):
+            lease.remote(nic)
+
+
+@LEDGER
+def test_what_cannot_be_deregistered_is_counted_and_tried_again(device: Device, nic: Nic) -> None:
+    with device.allocate(64 * KIB) as memory, RegionCache([nic]) as cache:
+        cache.lease(memory).close()
+        with faults(Api.VERBS, "ibv_dereg_mr call=1 errno=EBUSY"), pytest.raises(ApiError) as raised:
+            cache.invalidate(memory.address, length_bytes=1)
+        assert raised.value.errno == errno.EBUSY
+        assert (cache.statistics().regions, cache.statistics().not_deregistered) == (0, 1)
+        # The memory is not freed under it: freeing tries again first.
+        with faults(Api.VERBS, "ibv_dereg_mr call=1 errno=EBUSY"), pytest.raises(ApiError):
+            memory.close()
+        assert not memory.closed
+        memory.close()
+        assert cache.statistics().not_deregistered == 0
+
+
+def test_a_bad_range_or_limit_is_refused(device: Device, nic: Nic) -> None:
+    with device.allocate(64 * KIB) as memory, RegionCache([nic]) as cache:
+        for offset_bytes, length_bytes in ((-1, 1), (0, 0), (0, 64 * KIB + 1), (64 * KIB, None), (1 << 63, 1 << 63)):
+            with pytest.raises(UsageError):
+                cache.lease(memory, offset_bytes=offset_bytes, length_bytes=length_bytes)
+    for options in ({"regions_max": 0}, {"bytes_max": 0}):
+        with pytest.raises(UsageError):
+            RegionCache([nic], **options)  # type: ignore[arg-type]
+    with pytest.raises(UsageError):
+        RegionCache([])
+    with pytest.raises(UsageError):
+        RegionCache([nic, nic])
