@@ -1,0 +1,171 @@
+"""Many threads on one cache: one registration for each key, different keys at the same time, and nobody waits for ever.
+
+The plan holds registrations up, so that they overlap however fast the machine is; nothing here measures time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import pytest
+from support.faults import faults
+from support.ledger import calls, delayed_at_once
+from support.reach import DMABUF, joined
+
+from gdrkit.errors import Api, ApiError, ClosedResource, Reason, UsageError
+from gdrkit.harness.needs import needs, software
+from gdrkit.registration import RegionCache
+from gdrkit.units import KIB
+from gdrkit.verbs import Status
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from gdrkit.cuda import Device, DeviceMemory
+    from gdrkit.harness.peer import Peer
+    from gdrkit.verbs import Nic
+
+pytestmark = [DMABUF, needs(software(Api.VERBS))]
+
+THREADS = 32
+SLOW = "ibv_reg_dmabuf_mr call=* delay_us=100000"
+REGISTER = "ibv_reg_dmabuf_mr"
+
+
+@contextlib.contextmanager
+def memories(device: Device, count: int) -> Iterator[list[DeviceMemory]]:
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(device.allocate(64 * KIB)) for _ in range(count)]
+
+
+def together(work: Callable[[int], object]) -> list[object]:
+    """Run it in 32 threads that begin at once; gives what each gave, or raised."""
+    barrier = threading.Barrier(THREADS)
+
+    def begin(index: int) -> object:
+        barrier.wait(30)
+        try:
+            return work(index)
+        except (ApiError, UsageError, ClosedResource) as error:
+            return error
+
+    with ThreadPoolExecutor(THREADS) as threads:
+        return list(threads.map(begin, range(THREADS)))
+
+
+def test_one_key_is_registered_once_and_all_share_it(device: Device, nic: Nic) -> None:
+    assert nic.supports_dmabuf()
+    with device.allocate(64 * KIB) as memory, RegionCache([nic]) as cache, faults(Api.VERBS, SLOW):
+        before = calls(Api.VERBS)[REGISTER]
+
+        def lease(_index: int) -> int:
+            with cache.lease(memory) as held:
+                return held.remote(nic).rkey
+
+        assert len(set(together(lease))) == 1
+        assert calls(Api.VERBS)[REGISTER] == before + 1
+        found = cache.statistics()
+        assert (found.registrations, found.hits + found.misses) == (1, THREADS)
+        assert (found.leases, found.in_flight, found.waiting) == (0, 0, 0)
+
+
+def test_different_keys_are_registered_at_the_same_time(device: Device, nic: Nic) -> None:
+    assert nic.supports_dmabuf()
+    with memories(device, 8) as held, RegionCache([nic]) as cache:
+        with faults(Api.VERBS, SLOW):
+            before = calls(Api.VERBS)[REGISTER]
+            together(lambda index: cache.lease(held[index % 8]).close())
+            # In the library itself, not only on the way to it: neither cache nor interpreter let one wait for another.
+            assert delayed_at_once(Api.VERBS)[REGISTER] > 1
+            assert calls(Api.VERBS)[REGISTER] == before + 8
+        assert cache.statistics().registrations == 8
+
+
+def test_a_failure_is_shared_and_not_kept(device: Device, nic: Nic) -> None:
+    assert nic.supports_dmabuf()
+    with device.allocate(64 * KIB) as memory, RegionCache([nic]) as cache:
+        with faults(Api.VERBS, "ibv_reg_dmabuf_mr call=* errno=ENOMEM delay_us=100000"):
+            before = calls(Api.VERBS)[REGISTER]
+            errors = together(lambda _index: cache.lease(memory))
+            attempts = calls(Api.VERBS)[REGISTER] - before
+        assert all(isinstance(error, ApiError) and error.errno == errno.ENOMEM for error in errors)
+        # Those who came while it was under way have the very same error.
+        assert len({id(error) for error in errors}) == attempts < THREADS
+        assert (cache.statistics().leases, cache.statistics().in_flight) == (0, 0)
+        cache.lease(memory).close()
+
+
+def test_who_waits_is_seen_and_one_that_is_invalidated_meanwhile_is_not_found(device: Device, nic: Nic) -> None:
+    assert nic.supports_dmabuf()
+    with device.allocate(64 * KIB) as memory, RegionCache([nic]) as cache:
+        began = threading.Event()
+
+        def begin(_index: int) -> int:
+            began.set()
+            with cache.lease(memory) as held:
+                return held.remote(nic).rkey
+
+        with faults(Api.VERBS, "ibv_reg_dmabuf_mr call=1 delay_us=500000"), ThreadPoolExecutor(2) as threads:
+            first = threads.submit(begin, 0)
+            while not cache.statistics().in_flight:
+                assert not first.done()
+            second = threads.submit(begin, 1)
+            while not cache.statistics().waiting:
+                assert not second.done()
+            # A free under it is refused, and an invalidation does not wait for it.
+            with pytest.raises(UsageError) as raised:
+                memory.close()
+            assert raised.value.reason is Reason.BUSY
+            with cache.lease(memory) as fresh:
+                key = fresh.remote(nic).rkey
+                assert cache.statistics().in_flight == 1
+            old = first.result(30)
+            assert second.result(30) == old != key
+        found = cache.statistics()
+        assert (found.registrations, found.regions, found.registered_bytes) == (2, 1, 64 * KIB)
+        with cache.lease(memory) as held:
+            assert held.remote(nic).rkey == key
+
+
+def test_close_waits_for_leases_of_other_threads_when_told_to(device: Device, nic: Nic) -> None:
+    with device.allocate(64 * KIB) as memory:
+        cache = RegionCache([nic])
+        lease = cache.lease(memory)
+        with ThreadPoolExecutor(1) as threads:
+            closing = threads.submit(cache.close, timeout_ms=30_000)
+            # Once it waits it refuses new leases.
+            with pytest.raises(ClosedResource):
+                while True:
+                    cache.lease(memory).close()
+            assert not closing.done()
+            lease.close()
+            closing.result(30)
+        assert cache.closed
+
+
+def test_lookups_evictions_and_invalidations_in_any_order_end_with_nothing_left(
+    device: Device, nic: Nic, peer: Peer, seed: int
+) -> None:
+    with memories(device, 6) as held, joined(nic, peer) as theirs:
+        with RegionCache([nic], regions_max=3) as cache, faults(Api.VERBS, "ibv_reg_dmabuf_mr call=* delay_us=1000"):
+
+            def work(index: int) -> None:
+                for step in range(20):
+                    memory = held[(index * 7 + step * 5) % 6]
+                    if (index + step) % 5 == 0:
+                        cache.invalidate(memory.address, length_bytes=1)
+                    else:
+                        with cache.lease(memory, offset_bytes=index, length_bytes=64) as lease:
+                            assert lease.remote(nic).address == memory.address + index
+
+            assert not [outcome for outcome in together(work) if outcome is not None]
+            found = cache.statistics()
+            assert (found.leases, found.in_flight, found.waiting, found.not_deregistered) == (0, 0, 0, 0)
+            assert found.regions <= 3
+            assert found.registered_bytes == found.regions * 64 * KIB
+            with cache.lease(held[0]) as lease:
+                theirs.write(lease.remote(nic), seed=seed).expect(Status.SUCCESS)
