@@ -29,6 +29,7 @@ __all__ = [
     "constant",
     "context",
     "empty_bytes",
+    "has_buffer_ids",
     "initialize",
     "integer",
     "ipc_handle_bytes",
@@ -45,6 +46,7 @@ _DLOPEN = f"dlopen {_SONAME}"
 _IMPORT = "import cuda.bindings.driver"
 _DRIVER_ADVICE = "install the NVIDIA driver, or put the folder of a libcuda.so.1 on LD_LIBRARY_PATH"
 _DEVICE_NODES = Path("/dev")
+_buffer_id: list[Any] = []  # cuPointerGetAttribute and its attribute, once they were looked up.
 _BUFFER_ID = 7  # CU_POINTER_ATTRIBUTE_BUFFER_ID
 _IPC_HANDLE_BYTES = 64  # CU_IPC_HANDLE_SIZE
 
@@ -154,21 +156,19 @@ def call(operation: str, /, **arguments: Any) -> Any:
     return values[0] if len(values) == 1 else tuple(values)
 
 
-@functools.cache
-def _buffer_id_query() -> tuple[Any, Any, Any]:
+def _find_query() -> None:
     initialize()
     bindings = _bindings()
-    return bindings.cuPointerGetAttribute, bindings.CUpointer_attribute(_BUFFER_ID), bindings.CUresult(0)
+    _buffer_id.extend((bindings.cuPointerGetAttribute, bindings.CUpointer_attribute(_BUFFER_ID)))
 
 
 def buffer_id(address: int) -> int:
-    """cuPointerGetAttribute of BUFFER_ID; it needs no current context (seen on an H200).
-
-    The one call on the path of a cache hit, so what :func:`call` does each time is done once here.
-    """
-    function, attribute, success = _buffer_id_query()
+    """cuPointerGetAttribute of BUFFER_ID; it needs no current context (seen on an H200)."""
+    if not _buffer_id:
+        _find_query()
+    function, attribute = _buffer_id
     result, value = function(attribute, address)
-    if result is not success and int(result):
+    if int(result):
         raise _results.error_of(
             operation="cuPointerGetAttribute",
             status=int(result),
@@ -176,6 +176,20 @@ def buffer_id(address: int) -> int:
             arguments={"attribute": attribute.name, "ptr": address},
         )
     return int(value)
+
+
+def has_buffer_ids(key: tuple[tuple[int, int, int], ...]) -> bool:
+    """Whether at the first element of each of `key` the buffer id is still the last one.
+
+    On the path of a cache hit, and so without the steps between: a call that failed gives None, which is no id.
+    """
+    if not _buffer_id:
+        _find_query()
+    function, attribute = _buffer_id
+    for base, _length_bytes, wanted in key:
+        if function(attribute, base)[1] != wanted:
+            return False
+    return True
 
 
 def integer(operation: str, /, **arguments: Any) -> int:

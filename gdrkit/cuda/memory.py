@@ -64,9 +64,8 @@ class CudaMemory:
         with self.device.current():
             return pointer.allocation_key(self.address, self.length_bytes)
 
-    def is_current(self, key: tuple[tuple[int, int, int], ...]) -> bool:
-        """Whether every chunk of `key`, an earlier answer of :meth:`allocation_key`, is still there."""
-        return pointer.is_current(key)
+    # Whether every chunk of an earlier answer of :meth:`allocation_key` is still there; the address is in the key.
+    is_current = staticmethod(pointer.is_current)
 
     def allocation(self) -> BorrowedMemory:
         """The whole of the chunks under this memory, from the first byte of the first to the last byte of the last.

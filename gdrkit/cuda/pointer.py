@@ -24,6 +24,10 @@ __all__ = [
 ]
 
 
+# Whether every chunk of a key is still the one at its address: one call of the driver for each, without any context.
+is_current = _driver.has_buffer_ids
+
+
 class _Attribute(enum.IntEnum):
     MEMORY_TYPE = 2
     SYNC_MEMOPS = 6
@@ -110,19 +114,6 @@ def allocation_key(address: int, length_bytes: int) -> tuple[tuple[int, int, int
         key.append((chunk.base, chunk.length_bytes, buffer_id(where)))
         where = chunk.base + chunk.length_bytes
     return tuple(key)
-
-
-def is_current(key: tuple[tuple[int, int, int], ...]) -> bool:
-    """Whether every chunk of `key` is still the one at its address; one call for each, without any context."""
-    try:
-        for base, _length_bytes, wanted in key:
-            if _driver.buffer_id(base) != wanted:
-                return False
-    except ApiError as error:
-        if error.status == _results.INVALID_VALUE:
-            return False  # Nothing is there any more.
-        raise
-    return True
 
 
 def synchronize_copies(address: int) -> None:

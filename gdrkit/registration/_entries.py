@@ -6,8 +6,8 @@ overlap, so a range is found by one binary search, however many there are.
 
 from __future__ import annotations
 
-import bisect
 import threading
+from bisect import bisect_left, bisect_right
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def overlaps(key: Key, begin: int, end: int) -> bool:
 class Entry:
     """One registered allocation."""
 
-    __slots__ = ("base", "end", "key", "leases", "linked", "memory", "registration")
+    __slots__ = ("alive", "base", "end", "key", "leases", "linked", "memory", "registration")
 
     def __init__(self, key: Key, memory: DeviceBuffer, registration: Registration) -> None:
         self.key = key
@@ -43,11 +43,17 @@ class Entry:
         self.registration = registration
         self.leases = 0
         self.linked = False
+        # Closing the device closes what lies on it, also this.
+        self.alive = True
+        memory.before_release(self._end)
 
     @property
     def length_bytes(self) -> int:
         """How much is registered."""
         return self.end - self.base
+
+    def _end(self) -> None:
+        self.alive = False
 
 
 class Flight:
@@ -65,11 +71,11 @@ class Flight:
 
 
 class _Chunk:
-    __slots__ = ("end", "entries", "fact")
+    __slots__ = ("base", "end", "entries")
 
-    def __init__(self, fact: tuple[int, int, int]) -> None:
-        self.fact = fact
-        self.end = fact[0] + fact[1]
+    def __init__(self, base: int, end: int) -> None:
+        self.base = base
+        self.end = end
         self.entries: list[Entry] = []
 
 
@@ -78,29 +84,25 @@ class Index:
 
     def __init__(self) -> None:
         self._bases: list[int] = []
-        self._chunks: dict[int, _Chunk] = {}
+        self._chunks: list[_Chunk] = []  # Of the same order.
 
     def find(self, address: int, end: int) -> Entry | None:
         """An entry that holds the whole range."""
-        at = bisect.bisect_right(self._bases, address) - 1
-        if at < 0:
-            return None
-        chunk = self._chunks[self._bases[at]]
-        if address < chunk.end:
-            for entry in chunk.entries:
+        at = bisect_right(self._bases, address)
+        if at:
+            for entry in self._chunks[at - 1].entries:
                 if entry.base <= address and end <= entry.end:
                     return entry
         return None
 
     def overlapping(self, begin: int, end: int) -> list[Entry]:
         """Every entry that has a byte of the range, each once."""
-        at = max(bisect.bisect_right(self._bases, begin) - 1, 0)
         found: dict[Entry, None] = {}
-        for base in self._bases[at:]:
-            if base >= end:
+        for chunk in self._chunks[max(bisect_right(self._bases, begin) - 1, 0) :]:
+            if chunk.base >= end:
                 break
-            if self._chunks[base].end > begin:
-                found.update(dict.fromkeys(self._chunks[base].entries))
+            if chunk.end > begin:
+                found.update(dict.fromkeys(chunk.entries))
         return list(found)
 
     def outdated_by(self, key: Key) -> list[Entry]:
@@ -109,26 +111,23 @@ class Index:
         return [
             entry
             for entry in self.overlapping(key[0][0], end_of(key))
-            if any(
-                fact not in facts and any(fact[0] < base + size and base < fact[0] + fact[1] for base, size, _ in key)
-                for fact in entry.key
-            )
+            if any(fact not in facts and overlaps(key, fact[0], fact[0] + fact[1]) for fact in entry.key)
         ]
 
     def add(self, entry: Entry) -> None:
         """Link it; nothing that it outdates may be linked."""
-        for fact in entry.key:
-            chunk = self._chunks.get(fact[0])
-            if chunk is None:
-                chunk = self._chunks[fact[0]] = _Chunk(fact)
-                bisect.insort(self._bases, fact[0])
-            chunk.entries.append(entry)
+        for base, length_bytes, _buffer_id in entry.key:
+            at = bisect_left(self._bases, base)
+            if at == len(self._bases) or self._bases[at] != base:
+                self._bases.insert(at, base)
+                self._chunks.insert(at, _Chunk(base, base + length_bytes))
+            self._chunks[at].entries.append(entry)
 
     def remove(self, entry: Entry) -> None:
         """Unlink it."""
-        for base, _size, _id in entry.key:
-            chunk = self._chunks[base]
-            chunk.entries.remove(entry)
-            if not chunk.entries:
-                del self._chunks[base]
-                del self._bases[bisect.bisect_left(self._bases, base)]
+        for base, _length_bytes, _buffer_id in entry.key:
+            at = bisect_left(self._bases, base)
+            self._chunks[at].entries.remove(entry)
+            if not self._chunks[at].entries:
+                del self._chunks[at]
+                del self._bases[at]

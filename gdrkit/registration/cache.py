@@ -116,16 +116,16 @@ class RegionCache:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._index = Index()
-        self._linked = 0
         self._linked_bytes = 0
-        self._idle: OrderedDict[Entry, None] = OrderedDict()  # Linked and not leased, least recently used first.
+        self._used: OrderedDict[Entry, None] = OrderedDict()  # Those that are linked, least recently used first.
         self._flights: dict[Key, Flight] = {}
         self._flying: set[Flight] = set()  # Those and the ones that were unlinked meanwhile.
         self._left: list[Entry] = []  # Unlinked, and refused to be deregistered.
         self._busy: set[Entry] = set()  # Unlinked and still leased.
         self._watched: dict[DeviceBuffer, Callable[[], None]] = {}
         self._hits = self._misses = self._registrations = self._evictions = self._invalidations = 0
-        self._leases = self._registered_bytes = 0
+        self._registered_bytes = 0
+        self._is_full = False  # Over a limit, because what is leased stays.
         self._closing = self._closed = False
         self._handle = Handle("registration.cache")
 
@@ -143,9 +143,9 @@ class RegionCache:
                 registrations=self._registrations,
                 evictions=self._evictions,
                 invalidations=self._invalidations,
-                regions=self._linked,
+                regions=len(self._used),
                 registered_bytes=self._registered_bytes,
-                leases=self._leases,
+                leases=self._leased(),
                 in_flight=len(self._flying),
                 waiting=sum(flight.waiters for flight in self._flying),
                 not_deregistered=len(self._left),
@@ -181,10 +181,10 @@ class RegionCache:
             message = "an empty range cannot be leased"
             raise UsageError(message)
         address = memory.address + offset_bytes
-        entry = self._found(memory, address, address + length_bytes)
+        entry: Entry | None = None
         while entry is None:
-            entry = self._missed(memory)
-        return Lease(self._give_back, entry, address=address, length_bytes=length_bytes)
+            entry = self._found(memory, address, address + length_bytes) or self._missed(memory)
+        return Lease(self._give_back, entry, address, length_bytes)
 
     def invalidate(self, address: int, *, length_bytes: int) -> int:
         """Forget every entry that has a byte of the range, and whatever is being registered there; gives the number.
@@ -223,15 +223,15 @@ class RegionCache:
                 return
             self._closing = True
             is_quiet = self._changed.wait_for(
-                lambda: not self._leases and not self._flying, None if timeout_ms is None else timeout_ms / 1000
+                lambda: not self._leased() and not self._flying, None if timeout_ms is None else timeout_ms / 1000
             )
             if not is_quiet:
                 self._closing = False
-                message = f"{self._leases} leases are open and {len(self._flying)} registrations under way"
+                message = f"{self._leased()} leases are open and {len(self._flying)} registrations under way"
                 raise UsageError(
                     message, reason=Reason.BUSY, what_to_do="close the leases first, or wait by timeout_ms"
                 )
-            for entry in tuple(self._idle):
+            for entry in tuple(self._used):
                 self._unlink(entry)
                 self._left.append(entry)
             victims, self._left = self._left, []
@@ -243,41 +243,40 @@ class RegionCache:
         self._handle.release()
 
     def _found(self, memory: DeviceBuffer, address: int, end: int) -> Entry | None:
-        """A valid entry over the range, leased; None when there is none."""
-        while True:
-            with self._lock:
-                if self._closing or self._closed:
-                    what = "region cache"
-                    raise ClosedResource(what)
-                entry = self._index.find(address, end)
-                if entry is None:
-                    return None
-                self._lease(entry)
-                self._hits += 1
-                is_watched = memory in self._watched
-            # Outside of the lock: the driver's answer is about now, whoever waits.
-            try:
-                is_current = not entry.registration.closed and memory.is_current(entry.key)
-                if is_current and not is_watched:
+        """A valid entry over the range, leased; None when there is none. The path of a hit, so it calls little."""
+        with self._lock:
+            if self._closing:
+                what = "region cache"
+                raise ClosedResource(what)
+            entry = self._index.find(address, end)
+            if entry is None:
+                return None
+            entry.leases += 1
+            self._hits += 1
+            self._used.move_to_end(entry)
+        # Outside of the lock: the driver's answer is about now, whoever waits.
+        try:
+            if memory.is_current(entry.key) and entry.alive:
+                if memory not in self._watched:
                     self._watch(memory)
-            except BaseException:
-                self._give_back(entry)
-                raise
-            if is_current:
                 return entry
-            with self._lock:
-                self._hits -= 1
-                if entry.linked:
-                    self._unlink(entry)
-                    self._invalidations += 1
+        except BaseException:
             self._give_back(entry)
+            raise
+        with self._lock:
+            self._hits -= 1
+            if entry.linked:
+                self._unlink(entry)
+                self._invalidations += 1
+        self._give_back(entry)
+        return None
 
     def _missed(self, memory: DeviceBuffer) -> Entry | None:
         """Register, or wait for the thread that does; None: look again."""
         self._watch(memory)
         key = memory.allocation_key()
         with self._lock:
-            if self._closing or self._closed:
+            if self._closing:
                 what = "region cache"
                 raise ClosedResource(what)
             if memory.closed or (memory.owned and memory not in self._watched):
@@ -308,7 +307,6 @@ class RegionCache:
             self._registered_bytes += entry.length_bytes
             # Those who wait get their leases now, so that nobody evicts it before they wake up.
             entry.leases = 1 + flight.waiters
-            self._leases += entry.leases
             victims = [] if flight.unlinked or entry.length_bytes > self.bytes_max else self._link(entry)
             if not entry.linked:
                 self._busy.add(entry)
@@ -364,15 +362,18 @@ class RegionCache:
                 victims.append(old)
         self._index.add(entry)
         entry.linked = True
-        self._linked += 1
+        self._used[entry] = None
         self._linked_bytes += entry.length_bytes
+        self._is_full = self._is_over()
         return victims + self._evicted()
+
+    def _leased(self) -> int:
+        return sum(entry.leases for entry in self._used) + sum(entry.leases for entry in self._busy)
 
     def _unlink(self, entry: Entry) -> None:
         self._index.remove(entry)
         entry.linked = False
-        self._idle.pop(entry, None)
-        self._linked -= 1
+        del self._used[entry]
         self._linked_bytes -= entry.length_bytes
         if entry.leases:
             self._busy.add(entry)
@@ -381,34 +382,37 @@ class RegionCache:
         """Take out what is too much, least recently used first. What is leased stays: it could not be deregistered, and
         the next lookup would register it a second time.
         """
-        victims = []
-        while self._idle and (self._linked > self.regions_max or self._linked_bytes > self.bytes_max):
-            entry = next(iter(self._idle))
+        victims: list[Entry] = []
+        if not self._is_over():
+            return victims
+        for entry in tuple(self._used):
+            if entry.leases:
+                # In use now, so it is not what was used least recently.
+                self._used.move_to_end(entry)
+                continue
             self._unlink(entry)
             self._evictions += 1
             victims.append(entry)
+            if not self._is_over():
+                break
+        self._is_full = self._is_over()
         return victims
 
-    def _lease(self, entry: Entry) -> None:
-        entry.leases += 1
-        self._leases += 1
-        self._idle.pop(entry, None)
+    def _is_over(self) -> bool:
+        return len(self._used) > self.regions_max or self._linked_bytes > self.bytes_max
 
     def _give_back(self, entry: Entry) -> None:
-        victims: list[Entry] = []
         with self._lock:
             entry.leases -= 1
-            self._leases -= 1
-            if not entry.leases:
-                if entry.linked:
-                    self._idle[entry] = None
-                    if self._linked > self.regions_max or self._linked_bytes > self.bytes_max:
-                        victims = self._evicted()
-                else:
-                    self._busy.discard(entry)
-                    victims = [entry]
-                if self._closing:
-                    self._changed.notify_all()
+            if entry.leases or (entry.linked and not self._is_full and not self._closing):
+                return
+            if entry.linked:
+                victims = self._evicted()
+            else:
+                self._busy.discard(entry)
+                victims = [entry]
+            if self._closing:
+                self._changed.notify_all()
         if victims:
             self._deregister(victims, raising=True)
 
@@ -476,4 +480,4 @@ class RegionCache:
 
     def __repr__(self) -> str:
         names = ", ".join(nic.name for nic in self.nics)
-        return f"RegionCache({names}{', closed' if self._closed else f', {self._linked} regions'})"
+        return f"RegionCache({names}{', closed' if self._closed else f', {len(self._used)} regions'})"

@@ -35,7 +35,7 @@ class Lease:
 
     __slots__ = ("_entry", "_give_back", "address", "length_bytes")
 
-    def __init__(self, give_back: Callable[[Entry], None], entry: Entry, *, address: int, length_bytes: int) -> None:
+    def __init__(self, give_back: Callable[[Entry], None], entry: Entry, address: int, length_bytes: int) -> None:
         """Not for direct use; see :meth:`RegionCache.lease`."""
         self._give_back = give_back
         self._entry: Entry | None = entry
