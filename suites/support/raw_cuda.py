@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from gdrkit.cuda import Device
 
-__all__ = ["dmabuf_of", "raw_allocate", "raw_free", "remap_chunk"]
+__all__ = ["dmabuf_of", "raw_allocate", "raw_allocate_managed", "raw_free", "remap_chunk"]
 
 
 def raw_allocate(device: Device, length_bytes: int) -> int:
@@ -16,6 +16,16 @@ def raw_allocate(device: Device, length_bytes: int) -> int:
 
     with device.current():
         result, address = driver.cuMemAlloc(length_bytes)
+    assert result == driver.CUresult.CUDA_SUCCESS, result
+    return int(address)
+
+
+def raw_allocate_managed(device: Device, length_bytes: int) -> int:
+    """cuMemAllocManaged; gives the address."""
+    from cuda.bindings import driver
+
+    with device.current():
+        result, address = driver.cuMemAllocManaged(length_bytes, driver.CUmemAttach_flags.CU_MEM_ATTACH_GLOBAL.value)
     assert result == driver.CUresult.CUDA_SUCCESS, result
     return int(address)
 

@@ -1,0 +1,160 @@
+"""The manager: available or not, as data; never half of it."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+import pytest
+from support.faults import faults
+from support.ledger import calls
+from support.reach import DMABUF, joined
+
+from gdrkit import handles, pattern
+from gdrkit.errors import Api, ApiError, ClosedResource, Reason, RegistrationFailed, UsageError
+from gdrkit.harness.needs import cuda as cuda_needs
+from gdrkit.harness.needs import needs, software
+from gdrkit.registration import FlushOption, GdrManager, Ordering, RegistrationRoute, WriteVisibility
+from gdrkit.units import KIB
+from gdrkit.verbs import Status
+
+if TYPE_CHECKING:
+    from gdrkit.cuda import Device
+    from gdrkit.harness.peer import Peer
+
+pytestmark = DMABUF
+
+TWINS = needs(software(Api.VERBS), software(Api.CUDA))
+
+
+def test_what_is_available_says_how_and_works(peer: Peer, seed: int) -> None:
+    with GdrManager() as manager:
+        assert manager.state.available
+        assert not manager.state.obstacles
+        assert all(gpu.route is RegistrationRoute.DMABUF and gpu.obstacle is None for gpu in manager.state.gpus)
+        with manager.device(0).allocate(64 * KIB) as memory:
+            with manager.lease(memory) as lease:
+                nic, remote = manager.remote(lease, gpu_index=0)
+                with joined(nic, peer) as theirs:
+                    theirs.write(remote, seed=seed).expect(Status.SUCCESS)
+            pattern.check(memory.read(), seed=seed)
+
+
+@needs(cuda_needs.device(count_min=2))
+def test_each_gpu_has_a_cache_of_its_own_and_the_current_one_stays_what_it_was(devices: tuple[Device, ...]) -> None:
+    with devices[1].current(), GdrManager() as manager, contextlib.ExitStack() as stack:
+        for gpu in manager.state.gpus[:2]:
+            memory = stack.enter_context(manager.device(gpu.index).allocate(64 * KIB))
+            manager.lease(memory).close()
+            assert manager.cache(gpu.index).statistics().regions == 1
+            assert current_device() == 1
+        assert manager.cache(0) is not manager.cache(1)
+
+
+def current_device() -> int:
+    from cuda.bindings import driver
+
+    result, number = driver.cuCtxGetDevice()
+    assert int(result) == 0
+    return int(number)
+
+
+@TWINS
+@pytest.mark.parametrize(
+    ("api", "rules", "reason"),
+    [
+        (Api.VERBS, ("ibv_open_device call=* errno=EACCES",), Reason.NO_DEVICE),
+        (Api.VERBS, ("ibv_get_device_list call=* errno=ENOSYS",), Reason.NO_DEVICE),
+        (Api.CUDA, ("cuDeviceGetCount call=* status=100",), Reason.NO_DEVICE),
+        (Api.CUDA, ("cuMemAlloc_v2 call=* status=2",), Reason.NO_ROUTE),
+        (
+            Api.VERBS,
+            ("ibv_reg_dmabuf_mr call=* errno=EOPNOTSUPP", "ibv_reg_mr call=* errno=EFAULT"),
+            Reason.NO_ROUTE,
+        ),
+    ],
+)
+def test_what_is_missing_is_a_state_and_nothing_stays_open(
+    api: Api, rules: tuple[str, ...], reason: Reason
+) -> None:
+    before = handles.live()
+    with faults(api, *rules), GdrManager(gpu_indices=None) as manager:
+        assert not manager.state.available
+        assert {**handles.live(), "registration.manager": 0} == {**before, "registration.manager": 0}
+        (obstacle,) = manager.state.obstacles
+        assert obstacle.reason is reason
+        for use in (lambda: manager.nics, lambda: manager.device(0), lambda: manager.near_nic(0)):
+            with pytest.raises(RegistrationFailed) as raised:
+                use()
+            assert raised.value.causes
+            assert raised.value.reason is reason
+
+
+@TWINS
+@needs(cuda_needs.device(count_min=2))
+def test_one_gpu_that_cannot_is_told_apart_from_those_that_can() -> None:
+    with GdrManager() as whole:
+        counted = len(whole.state.gpus) * len(whole.state.nics)
+    assert counted
+    with faults(Api.CUDA, "cuMemAlloc_v2 call=1 status=2"), GdrManager() as manager:
+        assert manager.state.available
+        broken, working = manager.state.gpus[:2]
+        assert broken.route is None
+        assert broken.obstacle is not None
+        assert broken.obstacle.reason is Reason.OUT_OF_MEMORY
+        with pytest.raises(RegistrationFailed) as raised:
+            manager.cache(broken.index)
+        (cause,) = raised.value.causes
+        assert isinstance(cause, ApiError)
+        assert cause.operation == "cuMemAlloc"
+        with manager.device(working.index).allocate(64 * KIB) as memory:
+            manager.lease(memory).close()
+
+
+def test_a_gpu_that_nobody_asked_for_is_not_there() -> None:
+    with GdrManager(gpu_indices=[0]) as manager:
+        with pytest.raises(UsageError) as raised:
+            manager.device(77)
+        assert raised.value.reason is Reason.NO_DEVICE
+    before = handles.live()
+    with pytest.raises(UsageError) as raised:
+        GdrManager(nic_names=["no-such-nic"])
+    assert raised.value.reason is Reason.NO_DEVICE
+    assert handles.live() == before
+
+
+def test_close_is_refused_under_a_lease_and_goes_through_afterwards() -> None:
+    manager = GdrManager(gpu_indices=[0])
+    memory = manager.device(0).allocate(64 * KIB)
+    lease = manager.lease(memory)
+    with pytest.raises(UsageError) as raised:
+        manager.close()
+    assert raised.value.reason is Reason.BUSY
+    assert lease.remote(manager.nics[0]).length_bytes == 64 * KIB
+    lease.close()
+    manager.close()
+    # The device closed what was made from it.
+    assert memory.closed
+    for use in (lambda: manager.nics, lambda: manager.cache(0)):
+        with pytest.raises(ClosedResource):
+            use()
+
+
+@TWINS
+def test_order_of_writes_is_asked_of_the_device(device: Device) -> None:
+    found = Ordering.of(device)
+    assert found.flush_options & FlushOption.HOST
+    assert found.visibility in set(WriteVisibility)
+    before = calls(Api.CUDA).get("cuFlushGPUDirectRDMAWrites", 0)
+    assert found.make_visible(device) is found.needs_flush
+    assert calls(Api.CUDA).get("cuFlushGPUDirectRDMAWrites", 0) == before + found.needs_flush
+
+
+def test_a_device_whose_writes_need_a_flush_is_flushed_or_refused(device: Device) -> None:
+    flushed = Ordering(device.index, FlushOption.HOST, WriteVisibility.NONE)
+    assert flushed.make_visible(device)
+    unable = Ordering(device.index, FlushOption.NONE, WriteVisibility.NONE)
+    with pytest.raises(ApiError) as raised:
+        unable.make_visible(device)
+    assert raised.value.reason is Reason.NOT_SUPPORTED
+    assert Ordering(device.index, FlushOption.NONE, WriteVisibility.ALL_DEVICES).make_visible(device) is False

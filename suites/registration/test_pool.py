@@ -1,0 +1,152 @@
+"""A pool of registered buffers: handed out in the order of asking, and never to two at once."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import pytest
+from support.faults import faults
+from support.ledger import calls
+from support.reach import DMABUF, joined
+
+from gdrkit import handles, pattern
+from gdrkit.errors import Api, ApiError, ClosedResource, Reason, UsageError
+from gdrkit.harness.needs import needs, software
+from gdrkit.registration import BufferPool
+from gdrkit.units import KIB
+from gdrkit.verbs import Status
+
+if TYPE_CHECKING:
+    from gdrkit.cuda import Device
+    from gdrkit.harness.peer import Peer
+    from gdrkit.registration import RdmaBuffer
+    from gdrkit.verbs import Nic
+
+pytestmark = DMABUF
+
+SIZE = 10 * KIB
+
+
+def test_each_buffer_is_reached_and_none_reaches_another(device: Device, nic: Nic, peer: Peer, seed: int) -> None:
+    with BufferPool(device, [nic], buffer_bytes=SIZE, count=3) as pool, joined(nic, peer) as theirs:
+        buffers = [pool.allocate() for _ in range(3)]
+        for index, buffer in enumerate(buffers):
+            theirs.write(buffer.remote(nic), seed=seed + index).expect(Status.SUCCESS)
+        for index, buffer in enumerate(buffers):
+            pattern.check(buffer.read(), seed=seed + index)
+            buffer.close()
+
+
+def test_a_slice_is_a_part_and_ends_with_the_whole(device: Device, nic: Nic, peer: Peer, seed: int) -> None:
+    with BufferPool(device, [nic], buffer_bytes=SIZE, count=1) as pool, joined(nic, peer) as theirs:
+        with pool.allocate() as buffer:
+            buffer.write(b"\xa5" * SIZE)
+            part = buffer.slice(offset_bytes=100, length_bytes=1000).slice(offset_bytes=10)
+            assert (part.address, len(part)) == (buffer.address + 110, 990)
+            theirs.write(part.remote(nic, offset_bytes=5), seed=seed).expect(Status.SUCCESS)
+            pattern.check(buffer.read(offset_bytes=115, length_bytes=985), seed=seed)
+            assert buffer.read(length_bytes=115) == b"\xa5" * 115
+            assert buffer.read(offset_bytes=1100) == b"\xa5" * (SIZE - 1100)
+            for offset_bytes, length_bytes in ((0, 991), (-1, 2), (990, None), (1 << 63, 1)):
+                with pytest.raises(UsageError):
+                    part.slice(offset_bytes=offset_bytes, length_bytes=length_bytes)
+        for use in (part.read, lambda: part.remote(nic), lambda: part.slice(offset_bytes=0)):
+            with pytest.raises(ClosedResource):
+                use()
+
+
+@needs(software(Api.VERBS), software(Api.CUDA))
+def test_handing_out_makes_no_call_of_verbs(device: Device, nic: Nic) -> None:
+    with BufferPool(device, [nic], buffer_bytes=SIZE, count=2) as pool:
+        before = calls(Api.VERBS)
+        for _ in range(10):
+            with pool.allocate() as buffer:
+                assert buffer.remote(nic).length_bytes == SIZE
+        assert calls(Api.VERBS) == before
+
+
+def test_an_empty_pool_times_out_and_says_so(device: Device, nic: Nic) -> None:
+    with BufferPool(device, [nic], buffer_bytes=SIZE, count=1) as pool, pool.allocate():
+        for timeout_ms in (0, 1):
+            with pytest.raises(UsageError) as raised:
+                pool.allocate(timeout_ms=timeout_ms)
+            assert raised.value.reason is Reason.TIMEOUT
+        found = pool.statistics()
+        assert (found.free, found.waiting, found.timeouts, found.allocations) == (0, 0, 2, 1)
+
+
+def test_who_waits_longest_is_served_first_and_nobody_overtakes(device: Device, nic: Nic) -> None:
+    served: list[int] = []
+    with BufferPool(device, [nic], buffer_bytes=SIZE, count=1) as pool, ThreadPoolExecutor(4) as threads:
+        held = pool.allocate()
+
+        def wait(index: int) -> None:
+            with pool.allocate(timeout_ms=30_000):
+                served.append(index)
+
+        waiting = []
+        for index in range(4):
+            waiting.append(threads.submit(wait, index))
+            while pool.statistics().waiting <= index:
+                assert not waiting[-1].done()
+        held.close()
+        for one in waiting:
+            one.result(30)
+        assert served == [0, 1, 2, 3]
+        assert pool.statistics().waits == 4
+
+
+def test_no_buffer_is_ever_given_to_two(device: Device, nic: Nic) -> None:
+    out: set[int] = set()
+    lock = threading.Lock()
+    with BufferPool(device, [nic], buffer_bytes=SIZE, count=3) as pool, ThreadPoolExecutor(8) as threads:
+
+        def work(_index: int) -> None:
+            for _ in range(50):
+                with pool.allocate(timeout_ms=30_000) as buffer:
+                    with lock:
+                        assert buffer.address not in out
+                        out.add(buffer.address)
+                    with lock:
+                        out.remove(buffer.address)
+
+        list(threads.map(work, range(8)))
+        found = pool.statistics()
+        assert (found.free, found.waiting, found.allocations) == (3, 0, 400)
+
+
+def test_a_buffer_closed_by_two_threads_comes_back_once(device: Device, nic: Nic) -> None:
+    with BufferPool(device, [nic], buffer_bytes=SIZE, count=2) as pool, ThreadPoolExecutor(8) as threads:
+        buffer: RdmaBuffer = pool.allocate()
+        list(threads.map(lambda _index: buffer.close(), range(8)))
+        assert pool.statistics().free == 2
+
+
+def test_a_pool_is_not_closed_under_a_buffer(device: Device, nic: Nic) -> None:
+    pool = BufferPool(device, [nic], buffer_bytes=SIZE, count=2)
+    buffer = pool.allocate()
+    with pytest.raises(UsageError) as raised:
+        pool.close()
+    assert raised.value.reason is Reason.BUSY
+    assert buffer.remote(nic).length_bytes == SIZE
+    pool.allocate().close()
+    buffer.close()
+    pool.close()
+    pool.close()
+    with pytest.raises(ClosedResource):
+        pool.allocate()
+
+
+@needs(software(Api.VERBS))
+def test_a_pool_that_cannot_be_registered_leaves_nothing(device: Device, nic: Nic) -> None:
+    assert nic.supports_dmabuf()
+    with device.allocate(SIZE):
+        before = handles.live()
+        with faults(Api.VERBS, "ibv_reg_dmabuf_mr call=1 errno=ENOMEM"), pytest.raises(ApiError):
+            BufferPool(device, [nic], buffer_bytes=SIZE, count=2)
+        assert handles.live() == before
+    for options in ({"buffer_bytes": 0, "count": 1}, {"buffer_bytes": 1, "count": 0}):
+        with pytest.raises(UsageError):
+            BufferPool(device, [nic], **options)
