@@ -130,6 +130,8 @@ def long(session: nox.Session) -> None:
     for seed in LONG_SEEDS:
         command = [*pytest(run), *ALL_CASES, "-q", *session.posargs]
         codes.append(call([*on_twins(run, "--seed", str(seed)), *command]))
+    machines = [*pytest(run), "suites/property", "-q", *session.posargs]
+    codes.append(call([*on_twins(run), "env", f"GDRKIT_EXAMPLES={LONG_EXAMPLES}", *machines]))
     fail_unless_zero(session, codes)
 
 

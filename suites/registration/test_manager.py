@@ -74,9 +74,7 @@ def current_device() -> int:
         ),
     ],
 )
-def test_what_is_missing_is_a_state_and_nothing_stays_open(
-    api: Api, rules: tuple[str, ...], reason: Reason
-) -> None:
+def test_what_is_missing_is_a_state_and_nothing_stays_open(api: Api, rules: tuple[str, ...], reason: Reason) -> None:
     before = handles.live()
     with faults(api, *rules), GdrManager(gpu_indices=None) as manager:
         assert not manager.state.available

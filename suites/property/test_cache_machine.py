@@ -1,0 +1,245 @@
+"""Allocate, free, allocate again at the same address, lease, invalidate, evict, close, in any order, while another
+process writes by every key that was ever handed out.
+
+Hypothesis chooses the order. How many examples: 100, or what GDRKIT_EXAMPLES says (``nox -s long``: 2,000). The seed
+is the harness' (``--seed``), printed at the head of the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import hypothesis
+import pytest
+from hypothesis import strategies
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule, run_state_machine_as_test
+from support.raw_cuda import raw_allocate, raw_free
+from support.reach import DMABUF
+
+from gdrkit import cuda, handles, pattern
+from gdrkit.errors import ClosedResource, Reason, UsageError
+from gdrkit.harness import leaks
+from gdrkit.registration import Lease, RegionCache
+from gdrkit.units import KIB
+from gdrkit.verbs import RemoteRange, Status
+
+if TYPE_CHECKING:
+    from gdrkit.cuda import BorrowedMemory, Device
+    from gdrkit.harness.peer import Peer
+    from gdrkit.harness.peer_handles import PeerQueuePair
+    from gdrkit.verbs import Nic
+
+SIZE = 64 * KIB
+PART = 512
+REGIONS_MAX = 3
+
+
+@dataclass(eq=False)
+class Owned:
+    """Memory of gdrkit, or of a program behind its back; ``mark`` fills what no peer may have written."""
+
+    memory: Any
+    mark: int
+    is_raw: bool
+    alive: bool = True
+    written: int | None = None
+
+
+@dataclass(eq=False)
+class Held:
+    """A lease, and whose memory it is about."""
+
+    lease: Lease
+    owner: Owned
+    open: bool = True
+
+
+@dataclass
+class World:
+    """What all examples of a run share: opening it takes longer than an example."""
+
+    device: Device
+    nic: Nic
+    peer: Peer
+    pairs: list[PeerQueuePair] = field(default_factory=list)
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """The cache, its owners and their keys; subclasses have the world."""
+
+    world: World
+    owners = Bundle("owners")
+    leases = Bundle("leases")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache = RegionCache([self.world.nic], regions_max=REGIONS_MAX)
+        self.alive: list[Owned] = []
+        self.held: list[Held] = []
+        self.keys: list[tuple[RemoteRange, Owned]] = []
+        self.count = 0
+        self.stack = contextlib.ExitStack()
+        self._connect()
+
+    def _connect(self) -> None:
+        # A refused write breaks a connection, so each gets a new one after that.
+        nic, peer = self.world.nic, self.world.peer
+        queue = self.stack.enter_context(nic.completion_queue(depth=8))
+        ours = self.stack.enter_context(nic.queue_pair(queue))
+        self.theirs = peer.open_nic(nic.name, port=nic.port.number, gid_index=nic.gid_index).queue_pair()
+        self.theirs.join(ours)
+
+    def _owner(self, memory: BorrowedMemory | Any, *, is_raw: bool) -> Owned:  # noqa: ANN401
+        self.count += 1
+        owner = Owned(memory, mark=self.count % 251, is_raw=is_raw)
+        memory.fill(owner.mark)
+        self.alive.append(owner)
+        return owner
+
+    @rule(target=owners)
+    def allocate(self) -> Owned:
+        return self._owner(self.world.device.allocate(SIZE), is_raw=False)
+
+    @rule(target=owners)
+    def allocate_behind_our_back(self) -> Owned:
+        device = self.world.device
+        address = raw_allocate(device, SIZE)
+        return self._owner(cuda.borrow(device, address, length_bytes=SIZE), is_raw=True)
+
+    @rule(owner=consumes(owners))
+    def free(self, owner: Owned) -> None:
+        if not owner.alive:
+            return
+        address = owner.memory.address
+        if owner.is_raw:
+            # Nobody tells the cache. A program that frees under its own leases is broken, so they end first.
+            self._end_leases(owner)
+            owner.memory.close()
+            raw_free(self.world.device, address)
+        elif any(held.open and held.owner is owner for held in self.held):
+            with pytest.raises(UsageError) as raised:
+                owner.memory.close()
+            assert raised.value.reason is Reason.BUSY
+            self._end_leases(owner)
+            owner.memory.close()
+        else:
+            owner.memory.close()
+        owner.alive = False
+        self.alive.remove(owner)
+
+    @rule(target=leases, owner=owners, offset_bytes=strategies.integers(0, SIZE - PART))
+    def lease(self, owner: Owned, offset_bytes: int) -> Held | None:
+        if not owner.alive:
+            with pytest.raises(ClosedResource):
+                self.cache.lease(owner.memory)
+            return Held(lease=None, owner=owner, open=False)  # type: ignore[arg-type]
+        lease = self.cache.lease(owner.memory, offset_bytes=offset_bytes, length_bytes=PART)
+        held = Held(lease, owner)
+        self.held.append(held)
+        remote = lease.remote(self.world.nic)
+        assert remote.address == owner.memory.address + offset_bytes
+        self.keys.append((remote, owner))
+        return held
+
+    @rule(held=consumes(leases))
+    def end_lease(self, held: Held) -> None:
+        if held.open:
+            held.open = False
+            held.lease.close()
+
+    @rule(owner=owners)
+    def invalidate(self, owner: Owned) -> None:
+        if owner.alive:
+            self.cache.invalidate(owner.memory.address, length_bytes=1)
+
+    @rule(held=leases, seed=strategies.integers(0, 1000))
+    def write_by_a_lease(self, held: Held, seed: int) -> None:
+        """What is leased is reached, also after it was invalidated."""
+        if not held.open:
+            return
+        self.theirs.write(held.lease.remote(self.world.nic), seed=seed).expect(Status.SUCCESS)
+        offset_bytes = held.lease.address - held.owner.memory.address
+        pattern.check(held.owner.memory.read(offset_bytes=offset_bytes, length_bytes=PART), seed=seed)
+        held.owner.memory.fill(held.owner.mark, offset_bytes=offset_bytes, length_bytes=PART)
+
+    @rule(choice=strategies.randoms(use_true_random=False), seed=strategies.integers(0, 1000))
+    def write_by_any_key(self, choice: Any, seed: int) -> None:  # noqa: ANN401 - a Random.
+        """A key that was ever handed out reaches its own memory, pages that nobody owns any more, or nothing."""
+        if not self.keys:
+            return
+        remote, owner = choice.choice(self.keys)
+        completion = self.theirs.write(remote, seed=seed)
+        if completion.status is not Status.SUCCESS:
+            assert completion.status is Status.REM_ACCESS_ERR
+            # What is still leased must be reached.
+            assert not any(
+                held.open and held.owner is owner and held.lease.remote(self.world.nic) == remote for held in self.held
+            )
+            self._connect()
+        elif owner.alive:
+            offset_bytes = remote.address - owner.memory.address
+            pattern.check(owner.memory.read(offset_bytes=offset_bytes, length_bytes=PART), seed=seed)
+            owner.memory.fill(owner.mark, offset_bytes=offset_bytes, length_bytes=PART)
+
+    @invariant()
+    def no_memory_was_written_by_a_key_of_another_owner(self) -> None:
+        for owner in self.alive:
+            assert owner.memory.read() == bytes([owner.mark]) * SIZE
+
+    @invariant()
+    def no_region_of_ours_outlives_its_memory(self) -> None:
+        found = self.cache.statistics()
+        assert (found.in_flight, found.waiting, found.not_deregistered) == (0, 0, 0)
+        assert found.leases == sum(held.open for held in self.held)
+        leased = len({held.owner for held in self.held if held.open})
+        assert found.regions <= REGIONS_MAX + leased
+        # Each lease that is out of the cache, and each entry that is in it.
+        assert found.registered_bytes <= (found.regions + found.leases) * SIZE
+        if not any(owner.is_raw for _remote, owner in self.keys):
+            assert found.regions <= len(self.alive)
+
+    def _end_leases(self, owner: Owned) -> None:
+        for held in self.held:
+            if held.owner is owner and held.open:
+                held.open = False
+                held.lease.close()
+
+    def teardown(self) -> None:
+        for owner in tuple(self.alive):
+            self._end_leases(owner)
+            address = owner.memory.address
+            owner.memory.close()
+            if owner.is_raw:
+                raw_free(self.world.device, address)
+        self.cache.close()
+        assert self.cache.statistics().registered_bytes == 0
+        self.stack.close()
+        self.world.peer.reset()
+
+
+@DMABUF
+@pytest.mark.timeout(3600)
+def test_no_order_of_events_lets_a_key_reach_the_memory_of_another_owner(
+    device: Device, nic: Nic, peer: Peer, seed: int
+) -> None:
+    examples = int(os.environ.get("GDRKIT_EXAMPLES", "100"))
+
+    class Machine(CacheMachine):
+        world = World(device, nic, peer)
+
+    settings = hypothesis.settings(
+        max_examples=examples,
+        stateful_step_count=25,
+        deadline=None,
+        database=None,
+        print_blob=True,
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+    # The context and whatever else is opened once is there before the first look.
+    device.allocate(SIZE).close()
+    before = handles.live(), leaks.ledger_handles()
+    run_state_machine_as_test(hypothesis.seed(seed)(Machine), settings=settings)
+    assert (handles.live(), leaks.ledger_handles()) == before
