@@ -37,6 +37,7 @@ SYSTEM_PYTHON = "/usr/bin/python3"
 # What is about the house rather than about transfers has a nox session of its own.
 ALL_CASES = ("suites", "--ignore=suites/meta")
 LONG_SEEDS = range(1, 11)
+LONG_EXAMPLES = 2000
 
 WRONG_USAGE, SETUP_MISSING, NOTHING_PROVEN = 2, 3, 4
 PYTEST_BAD_OPTION, PYTEST_NO_CASE = 4, 5
@@ -124,7 +125,9 @@ def native(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def long(session: nox.Session) -> None:
-    """Run what takes long: the native tests under the thread sanitizer, and the suites with ten seeds of the twins."""
+    """Run what takes long: the native tests under the thread sanitizer, the suites with ten seeds of the twins, and the
+    state machines with 2,000 examples.
+    """
     run = prepare_run(twins=True)
     codes = [check_native("tsan")]
     for seed in LONG_SEEDS:

@@ -64,8 +64,9 @@ _DELAY_US_MAX = 10_000_000
 
 @dataclass(frozen=True, slots=True)
 class FaultRule:
-    """One rule: calls `first` to `last` (None: all from there on) of `point` answer `code` (None: what they would answer
-    anyway), `delay_us` microseconds later.
+    """One rule: calls `first` to `last` (None: all from there on) of `point` wait for `delay_us`, then answer `code`.
+
+    A code of None: what they would answer anyway.
     """
 
     point: str

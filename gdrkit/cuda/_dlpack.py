@@ -134,13 +134,11 @@ def take(capsule: Any) -> Tensor:
 _exported: dict[int, tuple[Any, Any, Callable[[], None]]] = {}
 
 
-@_Deleter
 def _delete(address: int) -> None:
     _managed, _shape, done = _exported.pop(address)
     done()
 
 
-@ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 def _destroy(capsule: int) -> None:
     # The capsule is being destroyed, so it is borrowed by its address. One that was taken has another name.
     is_valid = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p)(("PyCapsule_IsValid", _api))
@@ -148,6 +146,10 @@ def _destroy(capsule: int) -> None:
     for name in _FORMS:
         if is_valid(capsule, name):
             _delete(pointer(capsule, name))
+
+
+# As C calls them; they live as long as this module.
+_deleter, _destructor = _Deleter(_delete), _Deleter(_destroy)
 
 
 def export(address: int, *, length_bytes: int, device_index: int, is_versioned: bool, done: Callable[[], None]) -> Any:
@@ -167,9 +169,9 @@ def export(address: int, *, length_bytes: int, device_index: int, is_versioned: 
         None,
         0,
     )
-    managed.deleter = ctypes.cast(_delete, ctypes.c_void_p)
+    managed.deleter = ctypes.cast(_deleter, ctypes.c_void_p)
     if is_versioned:
         managed.major, managed.minor = 1, 0
     place = ctypes.addressof(managed)
     _exported[place] = (managed, shape, done)
-    return _new(place, ctypes.cast(_NAMES[name], ctypes.c_char_p), ctypes.cast(_destroy, ctypes.c_void_p))
+    return _new(place, ctypes.cast(_NAMES[name], ctypes.c_char_p), ctypes.cast(_destructor, ctypes.c_void_p))

@@ -186,7 +186,7 @@ def has_buffer_ids(key: tuple[tuple[int, int, int], ...]) -> bool:
     if not _buffer_id:
         _find_query()
     function, attribute = _buffer_id
-    for base, _length_bytes, wanted in key:
+    for base, _length_bytes, wanted in key:  # noqa: SIM110 - a generator costs as much as the call.
         if function(attribute, base)[1] != wanted:
             return False
     return True

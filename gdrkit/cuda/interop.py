@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
 from gdrkit.cuda import _dlpack, _driver
-from gdrkit.cuda.device import Device
 from gdrkit.cuda.memory import BorrowedMemory, borrow
 from gdrkit.errors import Api, Reason, Unsupported, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from gdrkit.cuda.device import Device
 
 __all__ = ["ForeignArray", "describe", "wrap"]
 
@@ -122,18 +123,18 @@ def _let_go(found: ForeignArray, _array: object) -> None:
 def _from_interface(said: dict[str, Any]) -> ForeignArray:
     version, data, shape, typestr = (said.get(name) for name in ("version", "data", "shape", "typestr"))
     if version not in _VERSIONS:
-        raise _malformed(f"version {version!r}; versions {_VERSIONS} are known")
+        raise _malformed("version", version)
     if not (isinstance(data, tuple) and len(data) == 2 and isinstance(data[0], int) and isinstance(data[1], bool)):  # noqa: PLR2004
-        raise _malformed(f"data {data!r}")
+        raise _malformed("data", data)
     matched = _TYPE.fullmatch(typestr) if isinstance(typestr, str) else None
     if matched is None:
-        raise _malformed(f"typestr {typestr!r}")
+        raise _malformed("typestr", typestr)
     if said.get("mask") is not None:
         message = "an array with a mask is no plain memory"
         raise UsageError(message)
     stream = said.get("stream")
     if stream is not None and (not isinstance(stream, int) or stream <= 0):
-        raise _malformed(f"stream {stream!r}")  # 0 is forbidden: it could mean two different streams.
+        raise _malformed("stream", stream)  # 0 is forbidden: it could mean two different streams.
     length_bytes = _contiguous_bytes(shape, said.get("strides"), item_bytes=int(matched[1]), is_in_bytes=True)
     return ForeignArray(data[0], length_bytes, data[1], stream, lambda: None)
 
@@ -169,14 +170,14 @@ def _from_dlpack(array: _HasDlpack) -> ForeignArray:
 
 def _contiguous_bytes(shape: object, strides: object, *, item_bytes: int, is_in_bytes: bool) -> int:
     if not _is_numbers(shape) or not (strides is None or _is_numbers(strides)):
-        raise _malformed(f"shape {shape!r}, strides {strides!r}")
+        raise _malformed("shape_strides", (shape, strides))
     sizes = cast("tuple[int, ...]", shape)
     if item_bytes <= 0 or any(size < 0 for size in sizes):
-        raise _malformed(f"shape {shape!r} of elements with {item_bytes} bytes")
+        raise _malformed("shape_itemsize", (shape, item_bytes))
     if strides is not None:
         steps = cast("tuple[int, ...]", strides)
         if len(steps) != len(sizes):
-            raise _malformed(f"shape {shape!r}, strides {strides!r}")
+            raise _malformed("shape_strides", (shape, strides))
         expected = item_bytes if is_in_bytes else 1
         for size, step in zip(reversed(sizes), reversed(steps), strict=True):
             # A dimension of one element is never stepped over.
@@ -195,6 +196,6 @@ def _is_numbers(value: object) -> bool:
     return isinstance(value, tuple) and all(isinstance(item, int) for item in value)
 
 
-def _malformed(what: str) -> UsageError:
-    message = f"__cuda_array_interface__ says {what}"
+def _malformed(field: str, value: object) -> UsageError:
+    message = f"the array says of itself what cannot be: {field} {value!r}"
     return UsageError(message, reason=Reason.MALFORMED)

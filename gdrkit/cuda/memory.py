@@ -180,7 +180,7 @@ class CudaMemory:
     def __dlpack__(
         self,
         *,
-        stream: int | None = None,  # noqa: ARG002 - nothing is under way on any stream.
+        stream: int | None = None,  # nothing is under way on any stream.
         max_version: tuple[int, int] | None = None,
         dl_device: tuple[int, int] | None = None,
         copy: bool | None = None,

@@ -5,13 +5,14 @@ Level 3.
 
 from __future__ import annotations
 
-from gdrkit.registration.cache import CacheStatistics, RegionCache
+from gdrkit.registration.cache import RegionCache
 from gdrkit.registration.lease import Lease
 from gdrkit.registration.manager import GdrManager, GdrState, GpuState, Obstacle
 from gdrkit.registration.ordering import FlushOption, Ordering, WriteVisibility
 from gdrkit.registration.placement import Distance, Placement
 from gdrkit.registration.policy import Registration, RegistrationRoute, register
 from gdrkit.registration.pool import BufferPool, PoolStatistics, RdmaBuffer
+from gdrkit.registration.statistics import CacheStatistics
 
 __all__ = [
     "BufferPool",

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
 from gdrkit.buffers import check_range
@@ -19,6 +18,7 @@ from gdrkit.handles import Handle
 from gdrkit.registration._entries import Entry, Flight, Index, Key, end_of, overlaps
 from gdrkit.registration.lease import Lease
 from gdrkit.registration.policy import ALL_ACCESS, register
+from gdrkit.registration.statistics import CacheStatistics
 from gdrkit.units import GIB
 
 if TYPE_CHECKING:
@@ -29,51 +29,7 @@ if TYPE_CHECKING:
     from gdrkit.registration.policy import RegistrationRoute
     from gdrkit.verbs import Access, Nic
 
-__all__ = ["CacheStatistics", "RegionCache"]
-
-
-@dataclass(frozen=True, slots=True)
-class CacheStatistics:
-    """A cache at one moment.
-
-    Attributes
-    ----------
-    hits, misses : int
-        Lookups that found a valid entry, and those that did not. A lookup that waits for the registration of another
-        thread is a miss.
-    registrations : int
-        How often memory was registered.
-    evictions : int
-        Entries taken out for the limits.
-    invalidations : int
-        Entries taken out because they were invalidated, because their memory was freed or because a lookup saw another
-        buffer id.
-    regions : int
-        Entries that a lookup may find.
-    registered_bytes : int
-        What is registered now, also what is out of the cache and still leased, or could not be deregistered.
-    leases : int
-        Leases that were not closed.
-    in_flight : int
-        Registrations under way.
-    waiting : int
-        Threads that wait for one of those.
-    not_deregistered : int
-        Entries that are out of the cache and that libibverbs refused to deregister; :meth:`RegionCache.close` tries
-        again.
-    """
-
-    hits: int
-    misses: int
-    registrations: int
-    evictions: int
-    invalidations: int
-    regions: int
-    registered_bytes: int
-    leases: int
-    in_flight: int
-    waiting: int
-    not_deregistered: int
+__all__ = ["RegionCache"]
 
 
 class RegionCache:

@@ -155,7 +155,7 @@ class GdrManager:
             if found is None or found.obstacle is None:
                 message = f"the manager has no GPU {gpu_index}; it has {[gpu.index for gpu in self.state.gpus]}"
                 raise UsageError(message, reason=Reason.NO_DEVICE)
-            raise _unavailable(f"memory of GPU {gpu_index} cannot be registered", (self._failed[gpu_index],))
+            raise _unavailable((self._failed[gpu_index],), f"memory of GPU {gpu_index} cannot be registered")
         return self._devices[gpu_index]
 
     def cache(self, gpu_index: int) -> RegionCache:
@@ -266,7 +266,7 @@ class GdrManager:
             what = "GDR manager"
             raise ClosedResource(what)
         if not self.state.available:
-            raise _unavailable("direct transfers are not available here", self._failures)
+            raise _unavailable(self._failures, "direct transfers are not available here")
 
     def __enter__(self) -> Self:
         return self
@@ -281,5 +281,5 @@ class GdrManager:
         return f"GdrManager({state}, gpus={[gpu.index for gpu in self.state.gpus]}, nics={list(self.state.nics)})"
 
 
-def _unavailable(message: str, causes: tuple[GdrkitError, ...]) -> RegistrationFailed:
+def _unavailable(causes: tuple[GdrkitError, ...], message: str) -> RegistrationFailed:
     return RegistrationFailed(message, causes=causes, reason=causes[0].reason, what_to_do=causes[0].what_to_do)

@@ -78,7 +78,7 @@ class RdmaBuffer:
             message = "an empty slice reaches nothing"
             raise UsageError(message)
         part = RdmaBuffer(self._memory, self._registration, offset_bytes=begin, length_bytes=length_bytes)
-        part._parent = self  # noqa: SLF001 - of this class.
+        part._parent = self
         return part
 
     def remote(self, nic: Nic, *, offset_bytes: int = 0, length_bytes: int | None = None) -> RemoteRange:

@@ -149,4 +149,4 @@ def test_a_pool_that_cannot_be_registered_leaves_nothing(device: Device, nic: Ni
         assert handles.live() == before
     for options in ({"buffer_bytes": 0, "count": 1}, {"buffer_bytes": 1, "count": 0}):
         with pytest.raises(UsageError):
-            BufferPool(device, [nic], **options)
+            BufferPool(device, [nic], buffer_bytes=options["buffer_bytes"], count=options["count"])
