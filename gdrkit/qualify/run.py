@@ -120,7 +120,11 @@ def qualify(options: Options, progress: Progress) -> tuple[Run, RunFolder]:
     profile = load_profile(plan.profile)
     records = read_records(prepared.folder.records) if prepared.folder.records.exists() else ()
     outcome = decide(
-        prepared.facts, profile, records, software_asked=options.software, is_part=(options.select or options.suites) is not None
+        prepared.facts,
+        profile,
+        records,
+        software_asked=options.software,
+        is_part=(options.select or options.suites) is not None,
     )
     run = Run(
         schema_version=SCHEMA_VERSION,

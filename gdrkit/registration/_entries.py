@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left, bisect_right
+from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -80,9 +81,19 @@ class _Chunk:
 
 
 class Index:
-    """The linked entries, by the chunks under them."""
+    """The linked entries, by the chunks under them, and when each was used last.
 
-    def __init__(self) -> None:
+    Attributes
+    ----------
+    used : OrderedDict
+        All of them, least recently used first.
+    """
+
+    def __init__(self, *, regions_max: int, bytes_max: int) -> None:
+        self.used: OrderedDict[Entry, None] = OrderedDict()
+        self._regions_max = regions_max
+        self._bytes_max = bytes_max
+        self._bytes = 0
         self._bases: list[int] = []
         self._chunks: list[_Chunk] = []  # Of the same order.
 
@@ -122,6 +133,8 @@ class Index:
                 self._bases.insert(at, base)
                 self._chunks.insert(at, _Chunk(base, base + length_bytes))
             self._chunks[at].entries.append(entry)
+        self.used[entry] = None
+        self._bytes += entry.length_bytes
 
     def remove(self, entry: Entry) -> None:
         """Unlink it."""
@@ -131,3 +144,28 @@ class Index:
             if not self._chunks[at].entries:
                 del self._chunks[at]
                 del self._bases[at]
+        del self.used[entry]
+        self._bytes -= entry.length_bytes
+
+    @property
+    def is_over(self) -> bool:
+        """Whether a limit is passed."""
+        return len(self.used) > self._regions_max or self._bytes > self._bytes_max
+
+    def too_much(self) -> list[Entry]:
+        """What has to go for the limits, least recently used first. What is leased stays: it could not be deregistered,
+        and the next lookup would register it a second time.
+        """
+        found: list[Entry] = []
+        count, length_bytes = len(self.used) - self._regions_max, self._bytes - self._bytes_max
+        if count > 0 or length_bytes > 0:
+            for entry in tuple(self.used):
+                if entry.leases:
+                    # In use now, so it is not what was used least recently.
+                    self.used.move_to_end(entry)
+                    continue
+                found.append(entry)
+                count, length_bytes = count - 1, length_bytes - entry.length_bytes
+                if count <= 0 and length_bytes <= 0:
+                    break
+        return found

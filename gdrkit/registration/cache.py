@@ -9,15 +9,15 @@ gdrkit takes the entry back first; what is leased is deregistered when the last 
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from typing import TYPE_CHECKING, Self
 
 from gdrkit.buffers import check_range
 from gdrkit.errors import ClosedResource, GdrkitError, Reason, UsageError
 from gdrkit.handles import Handle
-from gdrkit.registration._entries import Entry, Flight, Index, Key, end_of, overlaps
+from gdrkit.registration._entries import Entry, Flight, Index, Key, overlaps
+from gdrkit.registration._whole import register_whole
 from gdrkit.registration.lease import Lease
-from gdrkit.registration.policy import ALL_ACCESS, register
+from gdrkit.registration.policy import ALL_ACCESS
 from gdrkit.registration.statistics import CacheStatistics
 from gdrkit.units import GIB
 
@@ -71,9 +71,8 @@ class RegionCache:
         self.bytes_max = bytes_max
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
-        self._index = Index()
-        self._linked_bytes = 0
-        self._used: OrderedDict[Entry, None] = OrderedDict()  # Those that are linked, least recently used first.
+        self._index = Index(regions_max=regions_max, bytes_max=bytes_max)
+        self._find, self._touch = self._index.find, self._index.used.move_to_end  # What each hit calls.
         self._flights: dict[Key, Flight] = {}
         self._flying: set[Flight] = set()  # Those and the ones that were unlinked meanwhile.
         self._left: list[Entry] = []  # Unlinked, and refused to be deregistered.
@@ -99,7 +98,7 @@ class RegionCache:
                 registrations=self._registrations,
                 evictions=self._evictions,
                 invalidations=self._invalidations,
-                regions=len(self._used),
+                regions=len(self._index.used),
                 registered_bytes=self._registered_bytes,
                 leases=self._leased(),
                 in_flight=len(self._flying),
@@ -187,7 +186,7 @@ class RegionCache:
                 raise UsageError(
                     message, reason=Reason.BUSY, what_to_do="close the leases first, or wait by timeout_ms"
                 )
-            for entry in tuple(self._used):
+            for entry in tuple(self._index.used):
                 self._unlink(entry)
                 self._left.append(entry)
             victims, self._left = self._left, []
@@ -204,12 +203,12 @@ class RegionCache:
             if self._closing:
                 what = "region cache"
                 raise ClosedResource(what)
-            entry = self._index.find(address, end)
+            entry = self._find(address, end)
             if entry is None:
                 return None
             entry.leases += 1
             self._hits += 1
-            self._used.move_to_end(entry)
+            self._touch(entry)
         # Outside of the lock: the driver's answer is about now, whoever waits.
         try:
             if memory.is_current(entry.key) and entry.alive:
@@ -251,7 +250,7 @@ class RegionCache:
 
     def _fly(self, flight: Flight, memory: DeviceBuffer) -> Entry:
         try:
-            entry = self._registered(flight.key, memory)
+            entry = register_whole(flight.key, memory, self.nics, access=self.access, route=self.route)
         except BaseException as error:
             # Waiters share a failure; they do not share that somebody stopped this thread, and try for themselves.
             with self._lock:
@@ -292,22 +291,6 @@ class RegionCache:
             raise flight.error
         return flight.entry
 
-    def _registered(self, key: Key, memory: DeviceBuffer) -> Entry:
-        whole = memory.allocation()
-        try:
-            registration = register(whole, self.nics, access=self.access, route=self.route)
-            # The key was asked before; only if it still holds now is what was registered what it names.
-            if (whole.address, whole.length_bytes) != (key[0][0], end_of(key) - key[0][0]) or not whole.is_current(key):
-                message = "the memory was freed or remapped while it was registered"
-                raise UsageError(message, reason=Reason.BUSY)  # noqa: TRY301 - what was made is closed below.
-        except BaseException as error:
-            try:
-                whole.close()
-            except GdrkitError as second:
-                error.add_note(f"then, while undoing: {second}")
-            raise
-        return Entry(key, whole, registration)
-
     def _link(self, entry: Entry) -> list[Entry]:
         """Make it findable; gives what has to be deregistered for it."""
         victims = []
@@ -318,44 +301,24 @@ class RegionCache:
                 victims.append(old)
         self._index.add(entry)
         entry.linked = True
-        self._used[entry] = None
-        self._linked_bytes += entry.length_bytes
-        self._is_full = self._is_over()
         return victims + self._evicted()
 
     def _leased(self) -> int:
-        return sum(entry.leases for entry in self._used) + sum(entry.leases for entry in self._busy)
+        return sum(entry.leases for entry in self._index.used) + sum(entry.leases for entry in self._busy)
 
     def _unlink(self, entry: Entry) -> None:
         self._index.remove(entry)
         entry.linked = False
-        del self._used[entry]
-        self._linked_bytes -= entry.length_bytes
         if entry.leases:
             self._busy.add(entry)
 
     def _evicted(self) -> list[Entry]:
-        """Take out what is too much, least recently used first. What is leased stays: it could not be deregistered, and
-        the next lookup would register it a second time.
-        """
-        victims: list[Entry] = []
-        if not self._is_over():
-            return victims
-        for entry in tuple(self._used):
-            if entry.leases:
-                # In use now, so it is not what was used least recently.
-                self._used.move_to_end(entry)
-                continue
+        victims = self._index.too_much()
+        for entry in victims:
             self._unlink(entry)
-            self._evictions += 1
-            victims.append(entry)
-            if not self._is_over():
-                break
-        self._is_full = self._is_over()
+        self._evictions += len(victims)
+        self._is_full = self._index.is_over
         return victims
-
-    def _is_over(self) -> bool:
-        return len(self._used) > self.regions_max or self._linked_bytes > self.bytes_max
 
     def _give_back(self, entry: Entry) -> None:
         with self._lock:
@@ -436,4 +399,4 @@ class RegionCache:
 
     def __repr__(self) -> str:
         names = ", ".join(nic.name for nic in self.nics)
-        return f"RegionCache({names}{', closed' if self._closed else f', {len(self._used)} regions'})"
+        return f"RegionCache({names}{', closed' if self._closed else f', {len(self._index.used)} regions'})"

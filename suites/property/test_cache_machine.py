@@ -99,13 +99,15 @@ class CacheMachine(RuleBasedStateMachine):
         self.alive.append(owner)
         return owner
 
-    @rule(target=owners)
-    def allocate(self) -> Owned:
-        return self._owner(self.world.device.allocate(SIZE), is_raw=False)
+    @rule(target=owners, is_raw=strategies.booleans())
+    def allocate(self, *, is_raw: bool) -> Owned:
+        return self._allocate(is_raw=is_raw)
 
-    @rule(target=owners)
-    def allocate_behind_our_back(self) -> Owned:
+    def _allocate(self, *, is_raw: bool) -> Owned:
+        """New memory: of gdrkit, or behind its back."""
         device = self.world.device
+        if not is_raw:
+            return self._owner(device.allocate(SIZE), is_raw=False)
         address = raw_allocate(device, SIZE)
         return self._owner(cuda.borrow(device, address, length_bytes=SIZE), is_raw=True)
 
@@ -130,6 +132,12 @@ class CacheMachine(RuleBasedStateMachine):
         owner.alive = False
         self.alive.remove(owner)
 
+    @rule(target=owners, owner=consumes(owners))
+    def free_and_allocate_again(self, owner: Owned) -> Owned:
+        """The address comes back at once, with another owner."""
+        self.free(owner)
+        return self._allocate(is_raw=owner.is_raw)
+
     @rule(target=leases, owner=owners, offset_bytes=strategies.integers(0, SIZE - PART))
     def lease(self, owner: Owned, offset_bytes: int) -> Held | None:
         if not owner.alive:
@@ -142,6 +150,7 @@ class CacheMachine(RuleBasedStateMachine):
         remote = lease.remote(self.world.nic)
         assert remote.address == owner.memory.address + offset_bytes
         self.keys.append((remote, owner))
+        self._check(held, seed=len(self.keys))
         return held
 
     @rule(held=consumes(leases))
@@ -160,6 +169,9 @@ class CacheMachine(RuleBasedStateMachine):
         """What is leased is reached, also after it was invalidated."""
         if not held.open:
             return
+        self._check(held, seed=seed)
+
+    def _check(self, held: Held, *, seed: int) -> None:
         self.theirs.write(held.lease.remote(self.world.nic), seed=seed).expect(Status.SUCCESS)
         offset_bytes = held.lease.address - held.owner.memory.address
         pattern.check(held.owner.memory.read(offset_bytes=offset_bytes, length_bytes=PART), seed=seed)

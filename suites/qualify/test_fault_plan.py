@@ -22,6 +22,8 @@ GOOD = {
     "order": "ibv_reg_mr errno=EFAULT call=7\n",
     "completion": "wc.rdma_write call=1 status=12\n",
     "kernel's own": "ibv_reg_mr call=1 errno=ENOTSUPP\n",
+    "held up": "ibv_reg_mr call=1 delay_us=5\n",
+    "held up and failing": "ibv_reg_mr delay_us=5 call=1 errno=14\n",
     "of the other library": "cuMemAlloc_v2 call=1 status=2\n",
 }
 BAD = {
@@ -39,6 +41,9 @@ BAD = {
     "status for verbs": ("ibv_reg_mr call=1 status=14\n", 2),
     "named status": ("wc.rdma_write call=1 status=EIO\n", 2),
     "completion unknown": ("wc.rdma_wrote call=1 status=12\n", 2),
+    "delay zero": ("ibv_reg_mr call=1 delay_us=0\n", 2),
+    "delay large": ("ibv_reg_mr call=1 delay_us=10000001\n", 2),
+    "delay twice": ("ibv_reg_mr call=1 delay_us=1 delay_us=2\n", 2),
     "word too much": ("ibv_reg_mr call=1 errno=14 please\n", 2),
     "blank inside": ("ibv_reg_mr call= 1 errno=14\n", 2),
     "third line": ("ibv_reg_mr call=1 errno=14\n\nibv_reg_mr call=x errno=14\n", 4),

@@ -12,6 +12,7 @@
 #include <cstring>
 #include <functional>
 #include <string>
+#include <thread>
 
 #include "model/config.hpp"
 #include "model/dmabuf.hpp"
@@ -150,12 +151,23 @@ void a_plan_fails_the_calls_that_it_names() {
     CHECK(calls_json() == R"({"ibv_reg_mr":4,"wc.send":1})");
 }
 
+void a_plan_holds_up_the_calls_that_it_names() {
+    CHECK(replace_faults("gdrkit-faults 1\nibv_reg_mr call=1-2 delay_us=200000\nwc.send call=1 delay_us=1 status=12\n")
+              .empty());
+    std::thread other([] { CHECK(!hit("ibv_reg_mr")); });
+    CHECK(!hit("ibv_reg_mr") && hit("wc.send") == 12);
+    other.join();
+    CHECK(held_json() == R"({"ibv_reg_mr":2,"wc.send":1})");
+    CHECK(replace_faults("gdrkit-faults 1\nwc.send call=* status=12\n").empty() && held_json() == "{}");
+}
+
 void a_malformed_plan_is_named_by_line_and_changes_nothing() {
     for (const char* bad :
          {"", "gdrkit-faults 2\n", "ibv_reg_mr call=1 errno=1\n", "gdrkit-faults 1\nibv_reg_mr call=0 errno=1\n",
           "gdrkit-faults 1\nibv_reg_mr call=3-2 errno=1\n", "gdrkit-faults 1\nibv_reg_mr call=1\n",
           "gdrkit-faults 1\nibv_reg_mr call=1 errno=EWHAT\n", "gdrkit-faults 1\nibv_reg_mr call=1 status=1\n",
           "gdrkit-faults 1\nibv_unknown call=1 errno=1\n", "gdrkit-faults 1\nrubbish\n",
+          "gdrkit-faults 1\nwc.send call=1 delay_us=0\n", "gdrkit-faults 1\nwc.send call=1 delay_us=10000001\n",
           "gdrkit-faults 1\nwc.send call=1 status=0\n", "gdrkit-faults 1\nwc.send call=1 call=2 status=1\n",
           "gdrkit-faults 1\nwc.send call=99999999999999999999 status=1\n"}) {
         const std::string error = replace_faults(bad);
@@ -311,6 +323,7 @@ int main() {
     what_no_exporter_issued_is_refused();
     a_shareable_handle_is_not_a_dmabuf();
     a_plan_fails_the_calls_that_it_names();
+    a_plan_holds_up_the_calls_that_it_names();
     a_malformed_plan_is_named_by_line_and_changes_nothing();
     the_ledger_counts_what_lives();
     the_control_service_answers_and_survives_strangers();

@@ -1,0 +1,47 @@
+"""One entry of a region cache: the registration of a whole allocation.
+
+Level 3.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from gdrkit.errors import GdrkitError, Reason, UsageError
+from gdrkit.registration._entries import Entry, Key, end_of
+from gdrkit.registration.policy import register
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from gdrkit.buffers import DeviceBuffer
+    from gdrkit.registration.policy import RegistrationRoute
+    from gdrkit.verbs import Access, Nic
+
+__all__ = ["register_whole"]
+
+
+def register_whole(
+    key: Key, memory: DeviceBuffer, nics: Sequence[Nic], *, access: Access, route: RegistrationRoute | None
+) -> Entry:
+    """Register every byte of the chunks under `memory`, of which `key` was the answer of a moment ago.
+
+    Raises
+    ------
+    UsageError
+        BUSY: the key does not hold any more; nothing stays registered.
+    """
+    whole = memory.allocation()
+    try:
+        registration = register(whole, nics, access=access, route=route)
+        # The key was asked before; only if it still holds now is what was registered what it names.
+        if (whole.address, whole.length_bytes) != (key[0][0], end_of(key) - key[0][0]) or not whole.is_current(key):
+            message = "the memory was freed or remapped while it was registered"
+            raise UsageError(message, reason=Reason.BUSY)  # noqa: TRY301 - what was made is closed below.
+    except BaseException as error:
+        try:
+            whole.close()
+        except GdrkitError as second:
+            error.add_note(f"then, while undoing: {second}")
+        raise
+    return Entry(key, whole, registration)
