@@ -115,7 +115,7 @@ class RegionCache:
             What to reach. The whole allocation under it is registered, so that any part of it is found later. Memory
             of gdrkit is watched from now on: freeing it takes the entry out first, and is refused while it is leased.
         offset_bytes, length_bytes : int
-            Which part the lease is about; a length of None: up to the end.
+            Which part the lease is about; None: up to the end.
 
         Raises
         ------
