@@ -1,4 +1,4 @@
-"""The ``ibv_pd *`` behind a protection domain of pyverbs is found, or it is said that it is not; it is never guessed."""
+"""The ``ibv_pd *`` behind a protection domain of pyverbs is found, or said not to be; it is never guessed."""
 
 from __future__ import annotations
 
