@@ -25,8 +25,8 @@ std::string load_faults(std::span<const FaultPoint> points, std::span<const std:
 // when good.
 std::string replace_faults(std::string_view plan);
 
-// Counts a call of `point`, holds it up as long as the plan wants, and returns what the plan wants it to answer, nullopt
-// when the call should go through.
+// Counts a call of `point`, holds it up as long as the plan wants, and returns what the plan wants it to answer,
+// nullopt when the call should go through.
 std::optional<int> hit(std::string_view point);
 
 // {"ibv_reg_mr": 3, ...}: how often each point was called in this process, as JSON.
