@@ -27,8 +27,8 @@ _RDMA = "/sys/class/infiniband"
 class Distance(enum.IntEnum):
     """How far a GPU and a NIC are from each other; less is nearer."""
 
-    PIX = 1  # At most one PCIe bridge between them.
-    PXB = 2  # Several PCIe bridges, below one host bridge.
+    PIX = 1  # At most one PCIe switch between them.
+    PXB = 2  # Several PCIe switches, below one host bridge.
     PHB = 3  # Over a PCIe host bridge.
     NODE = 4  # Over host bridges of one memory node.
     SYS = 5  # Over the link between memory nodes.
@@ -64,7 +64,8 @@ class Placement:
             return Distance.PHB
         # Both paths end with the device itself; what is left of them are bridges that are not shared.
         bridges = max(len(gpu), len(nic)) - 1 - shared
-        return Distance.PIX if bridges == 0 else Distance.PXB
+        # A switch is one bridge above, which they share, and one for each device below it.
+        return Distance.PIX if bridges <= 1 else Distance.PXB
 
     def nearest(self, gpu_pci_bus_id: str, nics: Sequence[Nic]) -> tuple[Nic, ...]:
         """Those of `nics` than which none is nearer, in the order given."""
