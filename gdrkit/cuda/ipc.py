@@ -26,7 +26,10 @@ _LAZY_ENABLE_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 
 
 def export_handle(memory: CudaMemory) -> bytes:
-    """The 64 bytes by which another process can open this memory, for as long as it is not freed here.
+    """The 64 bytes by which another process can open the allocation that holds this memory, for as long as it is not
+    freed here.
+
+    They always name the whole allocation: who opens them gets its base, also when `memory` begins inside of it.
 
     Raises
     ------
@@ -34,7 +37,7 @@ def export_handle(memory: CudaMemory) -> bytes:
         CUDA_ERROR_INVALID_VALUE: only memory of cuMemAlloc has such a handle.
     """
     with memory.device.current():
-        return _driver.ipc_handle_bytes(memory.address)
+        return _driver.ipc_handle_bytes(pointer.address_range(memory.address).base)
 
 
 class ImportedMemory(CudaMemory):
@@ -74,6 +77,8 @@ def open_handle(device: Device, handle: bytes, *, length_bytes: int | None = Non
         undo.push(lambda: _driver.call("cuIpcCloseMemHandle", dptr=address))
         try:
             wanted_bytes = _checked_length(address, length_bytes)
+            # Of this process's own: the owner's setting does not come with the memory.
+            pointer.synchronize_copies(address)
         except BaseException as error:
             undo.run_after(error)
             raise

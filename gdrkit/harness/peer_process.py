@@ -118,7 +118,7 @@ class _Server:
             "modules": lambda: sorted({name.partition(".")[0] for name in sys.modules}),
             "reset": self._reset,
         }
-        self._groups = {"verbs", "cuda"}
+        self._groups = {"verbs", "cuda", "share"}
 
     def answer(self, request: dict[str, Any]) -> Any:  # noqa: ANN401 - whatever the operation answers.
         """Run one operation."""
@@ -142,8 +142,10 @@ class _Server:
         # Here and not at the top: what a peer was not asked for must not be in its process.
         if group == "verbs":
             from gdrkit.harness.peer_verbs import operations
-        else:
+        elif group == "cuda":
             from gdrkit.harness.peer_cuda import operations
+        else:
+            from gdrkit.harness.peer_share import operations
         self._operations |= {f"{group}.{name}": call for name, call in operations(self._objects).items()}
         self._groups.discard(group)
 

@@ -13,6 +13,7 @@ from gdrkit.host.kernel import KernelFacts, kernel_facts, nvidia_driver_version
 from gdrkit.host.libraries import cached_libraries, find_library
 from gdrkit.host.limits import Limits, process_limits
 from gdrkit.host.pci import PciDevice, nvidia_gpus, pci_devices
+from gdrkit.host.process import ProcessIdentity, is_running, this_process
 from gdrkit.host.tree import HostTree, Unreadable
 
 __all__ = [
@@ -21,15 +22,18 @@ __all__ = [
     "Limits",
     "PciDevice",
     "PortFacts",
+    "ProcessIdentity",
     "RdmaDevice",
     "Unreadable",
     "cached_libraries",
     "container_hints",
     "find_library",
+    "is_running",
     "kernel_facts",
     "nvidia_driver_version",
     "nvidia_gpus",
     "pci_devices",
     "process_limits",
     "rdma_devices",
+    "this_process",
 ]

@@ -1,0 +1,77 @@
+"""The sharing operations of a peer process; parcels come and go through a socket that the case hands over.
+
+Level 7.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from typing import TYPE_CHECKING, Any
+
+from gdrkit import cuda, verbs
+from gdrkit.registration import gdr_handle, parcel, share
+from gdrkit.registration.handle import ShareKind
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from gdrkit.harness.peer_process import Objects
+
+__all__ = ["operations"]
+
+_TIMEOUT_MS = 10_000.0
+
+
+def operations(objects: Objects) -> dict[str, Callable[..., Any]]:
+    """The operations on the objects of this process, by name."""
+    server = _Share(objects)
+    names = "export import_memory register_dmabuf export_gdr import_gdr"
+    return {name: getattr(server, name) for name in names.split()}
+
+
+class _Share:
+    def __init__(self, objects: Objects) -> None:
+        self._objects = objects
+
+    def export(
+        self, memory: int, kind: int, offset_bytes: int, length_bytes: int | None, descriptors: list[int]
+    ) -> None:
+        found = self._objects.get(memory, cuda.CudaMemory)
+        with (
+            share.export_memory(
+                found, kind=ShareKind(kind), offset_bytes=offset_bytes, length_bytes=length_bytes
+            ) as made,
+            _connection(descriptors) as connection,
+        ):
+            made.send(connection)
+
+    def import_memory(self, device: int, descriptors: list[int]) -> dict[str, Any]:
+        with _connection(descriptors) as connection, parcel.receive(connection, timeout_ms=_TIMEOUT_MS) as arrived:
+            return self._made(share.import_memory(self._objects.get(device, cuda.Device), arrived))
+
+    def register_dmabuf(self, nic: int, descriptors: list[int]) -> dict[str, Any]:
+        with (
+            _connection(descriptors) as connection,
+            parcel.receive(connection, timeout_ms=_TIMEOUT_MS) as arrived,
+            share.import_dmabuf(arrived) as dmabuf,
+        ):
+            region = self._objects.get(nic, verbs.Nic).register_dmabuf(dmabuf)
+        return {"handle": self._objects.add(region), "remote": region.remote().to_dict()}
+
+    def export_gdr(self, memory: int) -> str:
+        return gdr_handle.export_gdr(self._objects.get(memory, cuda.CudaMemory)).hex()
+
+    def import_gdr(self, device: int, handle: str) -> dict[str, Any]:
+        return self._made(gdr_handle.import_gdr(self._objects.get(device, cuda.Device), bytes.fromhex(handle)))
+
+    def _made(self, memory: cuda.CudaMemory) -> dict[str, Any]:
+        return {"handle": self._objects.add(memory), "address": memory.address, "length_bytes": memory.length_bytes}
+
+
+@contextlib.contextmanager
+def _connection(descriptors: list[int]) -> Iterator[socket.socket]:
+    # A descriptor of its own: the caller closes the one that arrived.
+    with socket.socket(fileno=os.dup(descriptors[0])) as connection:
+        yield connection

@@ -1,0 +1,106 @@
+"""Which process this is, in a way that another one can check.
+
+Level 2. A process number alone is given to somebody else sooner or later; together with the moment of its start and
+the boot of the machine it names one process for ever.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import uuid
+from dataclasses import dataclass
+
+from gdrkit.host.tree import HostTree
+
+__all__ = ["BOOT_ID_BYTES", "ProcessIdentity", "is_running", "this_process"]
+
+BOOT_ID_BYTES = 16
+
+_START_FIELD = 22  # of /proc/<pid>/stat, counted from 1 as in proc(5)
+_AFTER_NAME = 3  # The state, the first field behind the name.
+_GONE = frozenset("ZXx")  # What such a process had open is closed already.
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessIdentity:
+    """One process.
+
+    Attributes
+    ----------
+    boot_id : bytes
+        16 bytes that the kernel drew when the machine was started; zeros where it does not say.
+    process_id : int
+        In its own PID namespace.
+    namespace : int
+        Inode number of that namespace; 0 where the kernel does not say.
+    started_ticks : int
+        When it began, in clock ticks since the boot.
+    """
+
+    boot_id: bytes
+    process_id: int
+    namespace: int
+    started_ticks: int
+
+
+def this_process(tree: HostTree | None = None) -> ProcessIdentity:
+    """The identity of this process."""
+    tree = HostTree() if tree is None else tree
+    return ProcessIdentity(
+        boot_id=_boot_id(tree),
+        process_id=os.getpid(),
+        namespace=_namespace(tree),
+        started_ticks=_started(tree, "self")[0] or 0,
+    )
+
+
+def is_running(identity: ProcessIdentity, tree: HostTree | None = None) -> bool | None:
+    """Whether the process still runs; None when that cannot be seen from here (another PID namespace, a /proc that
+    hides other users' processes).
+    """
+    tree = HostTree() if tree is None else tree
+    boot_id = _boot_id(tree)
+    if boot_id != identity.boot_id and any(boot_id) and any(identity.boot_id):
+        return False
+    namespace = _namespace(tree)
+    if not namespace or namespace != identity.namespace:
+        return None
+    started, state = _started(tree, str(identity.process_id))
+    if started is not None:
+        return started == identity.started_ticks and state not in _GONE
+    return _exists(identity.process_id)
+
+
+def _exists(process_id: int) -> bool | None:
+    try:
+        os.kill(process_id, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return None
+    return None
+
+
+def _boot_id(tree: HostTree) -> bytes:
+    text = tree.text("/proc/sys/kernel/random/boot_id") or ""
+    try:
+        return uuid.UUID(text).bytes
+    except ValueError:
+        return bytes(BOOT_ID_BYTES)
+
+
+def _namespace(tree: HostTree) -> int:
+    found = re.fullmatch(r"pid:\[(\d+)\]", tree.link_name("/proc/self/ns/pid") or "")
+    return int(found[1]) & 0xFFFF_FFFF if found else 0
+
+
+def _started(tree: HostTree, process: str) -> tuple[int | None, str]:
+    text = tree.text(f"/proc/{process}/stat")
+    if text is None:
+        return None, ""
+    # The name may hold anything, also blanks and brackets; the last bracket ends it.
+    fields = text.rpartition(")")[2].split()
+    if len(fields) <= _START_FIELD - _AFTER_NAME:
+        return None, ""
+    return int(fields[_START_FIELD - _AFTER_NAME]), fields[0]

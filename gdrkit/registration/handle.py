@@ -1,0 +1,225 @@
+"""The handle by which one process tells another of its device memory: 192 bytes, versioned, little-endian.
+
+Level 3, pure. :data:`LAYOUT` is the format. A handle comes from another process, so :meth:`ShareHandle.parse` believes
+nothing: every byte has one right value or is checked, and one that was cut off, changed or made up is refused with
+``UsageError(MALFORMED)`` before any API sees it.
+
+The checksum is the first 16 bytes of SHA-256 and not a CRC: the standard library has it, CRC32C it has not; one in
+2**128 changed handles passes and not one in 2**32; at 192 bytes its time does not matter. It finds damage. It is no
+signature: who can reach the socket can also make a handle, and gets what the driver lets that user have.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import struct
+import uuid
+from dataclasses import dataclass
+from typing import NamedTuple, NoReturn, Self
+
+from gdrkit.errors import Reason, UsageError
+from gdrkit.host import ProcessIdentity
+from gdrkit.units import HOST_PAGE_BYTES
+
+__all__ = ["DESCRIPTORS_MAX", "LAYOUT", "SHARE_HANDLE_BYTES", "Field", "ShareHandle", "ShareKind"]
+
+# SCM_MAX_FD: what one message of a socket can carry.
+DESCRIPTORS_MAX = 253
+
+_MAGIC = b"GDRSHARE"
+_VERSION = 1
+_DIGEST_BYTES = 16
+_IPC_BYTES = 64
+_UUID_BYTES = 16
+_NO_IPC = bytes(_IPC_BYTES)
+# The driver's sizes are those of size_t, and no memory is larger than half of all addresses.
+_SIZE_MAX = (1 << 63) - 1
+_ADDRESS_END = 1 << 64
+
+
+class ShareKind(enum.IntEnum):
+    """How memory goes to another process."""
+
+    IPC = 1  # cuIpcGetMemHandle
+    VMM = 2  # cuMemExportToShareableHandle, one descriptor a chunk
+    DMABUF = 3  # cuMemGetHandleForAddressRange, one descriptor
+
+
+class Field(NamedTuple):
+    """One field of the format; ``code`` is that of :mod:`struct`."""
+
+    offset_bytes: int
+    code: str
+    name: str
+    meaning: str
+
+
+LAYOUT: tuple[Field, ...] = (
+    Field(0, "8s", "magic", "`GDRSHARE`"),
+    Field(8, "H", "version", "1"),
+    Field(10, "H", "kind", "1 IPC, 2 VMM, 3 dma-buf"),
+    Field(12, "I", "handle_bytes", "192"),
+    Field(16, "Q", "allocation_bytes", "IPC: size of the allocation; VMM: of all chunks together; dma-buf: its size"),
+    Field(24, "Q", "offset_bytes", "where the shared bytes begin in that"),
+    Field(32, "Q", "length_bytes", "how many they are, above 0; `offset + length <= allocation`"),
+    Field(40, "Q", "address", "dma-buf: the owner's device address of the first shared byte (iova); else 0"),
+    Field(48, "Q", "chunk_bytes", "VMM: size of a chunk, a multiple of 4096; else 0"),
+    Field(56, "I", "descriptor_count", "VMM: chunks, 1 to 253; dma-buf: 1; IPC: 0"),
+    Field(60, "I", "reserved", "0"),
+    Field(64, "16s", "device_uuid", "of cuDeviceGetUuid, not zero"),
+    Field(80, "16s", "owner_boot_id", "of the kernel that the owner runs on; zero: not known"),
+    Field(96, "I", "owner_process_id", "in its PID namespace, above 0"),
+    Field(100, "I", "owner_namespace", "inode of that namespace; 0: not known"),
+    Field(104, "Q", "owner_started_ticks", "start of the owner, clock ticks since the boot"),
+    Field(112, "64s", "ipc", "IPC: the CUipcMemHandle of the allocation's base, not zero; else 0"),
+    Field(176, "16s", "digest", "the first 16 bytes of the SHA-256 of bytes 0 to 175"),
+)
+
+_FORMAT = struct.Struct("<" + "".join(field.code for field in LAYOUT))
+SHARE_HANDLE_BYTES = _FORMAT.size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShareHandle:
+    """What :data:`LAYOUT` describes; the units and limits are there.
+
+    Raises
+    ------
+    UsageError
+        MALFORMED: the fields contradict each other or are out of their limits.
+    """
+
+    kind: ShareKind
+    allocation_bytes: int
+    offset_bytes: int
+    length_bytes: int
+    device_uuid: bytes
+    owner: ProcessIdentity
+    address: int = 0
+    chunk_bytes: int = 0
+    descriptor_count: int = 0
+    ipc: bytes = _NO_IPC
+
+    def __post_init__(self) -> None:
+        self._check_sizes()
+        self._check_kind()
+        if len(self.device_uuid) != _UUID_BYTES or not any(self.device_uuid):
+            _refuse("no device UUID")
+        if not 0 < self.owner.process_id < 1 << 32:
+            _refuse(f"no process {self.owner.process_id}")
+
+    @property
+    def device(self) -> str:
+        """``GPU-...``, as nvidia-smi prints it."""
+        return f"GPU-{uuid.UUID(bytes=self.device_uuid)}"
+
+    def pack(self) -> bytes:
+        """Its :data:`SHARE_HANDLE_BYTES` bytes."""
+        body = _FORMAT.pack(
+            _MAGIC,
+            _VERSION,
+            self.kind,
+            SHARE_HANDLE_BYTES,
+            self.allocation_bytes,
+            self.offset_bytes,
+            self.length_bytes,
+            self.address,
+            self.chunk_bytes,
+            self.descriptor_count,
+            0,
+            self.device_uuid,
+            self.owner.boot_id,
+            self.owner.process_id,
+            self.owner.namespace,
+            self.owner.started_ticks,
+            self.ipc,
+            bytes(_DIGEST_BYTES),
+        )[:-_DIGEST_BYTES]
+        return body + _digest(body)
+
+    @classmethod
+    def parse(cls, data: bytes) -> Self:
+        """The handle in these bytes.
+
+        Raises
+        ------
+        UsageError
+            MALFORMED: too short, too long, of another version, damaged, or with fields that contradict each other.
+        """
+        if len(data) != SHARE_HANDLE_BYTES:
+            _refuse(f"{len(data)} bytes and not {SHARE_HANDLE_BYTES}")
+        fields = dict(zip((field.name for field in LAYOUT), _FORMAT.unpack(data), strict=True))
+        if fields["magic"] != _MAGIC:
+            _refuse("it does not begin with GDRSHARE")
+        if fields["version"] != _VERSION:
+            _refuse(f"it has version {fields['version']}, and this is {_VERSION}", "use the same gdrkit on both sides")
+        if fields["digest"] != _digest(data[:-_DIGEST_BYTES]):
+            _refuse("its checksum is wrong")
+        if fields["handle_bytes"] != SHARE_HANDLE_BYTES or fields["reserved"] != 0:
+            _refuse("a fixed field is wrong")
+        if fields["kind"] not in frozenset(ShareKind):
+            _refuse(f"there is no kind {fields['kind']}")
+        return cls(
+            kind=ShareKind(fields["kind"]),
+            owner=ProcessIdentity(
+                boot_id=fields["owner_boot_id"],
+                process_id=fields["owner_process_id"],
+                namespace=fields["owner_namespace"],
+                started_ticks=fields["owner_started_ticks"],
+            ),
+            **{name: fields[name] for name in _PLAIN_FIELDS},
+        )
+
+    def _check_sizes(self) -> None:
+        # Python's integers do not overflow; the limits are those of the driver, which counts in 64 bits.
+        if not 0 < self.allocation_bytes <= _SIZE_MAX:
+            _refuse(f"an allocation of {self.allocation_bytes} bytes")
+        if self.length_bytes <= 0 or self.offset_bytes < 0:
+            _refuse(f"{self.length_bytes} bytes from {self.offset_bytes} on")
+        if self.offset_bytes + self.length_bytes > self.allocation_bytes:
+            _refuse(f"{self.length_bytes} bytes from {self.offset_bytes} on, of {self.allocation_bytes}")
+
+    def _check_kind(self) -> None:
+        if len(self.ipc) != _IPC_BYTES or any(self.ipc) != (self.kind is ShareKind.IPC):
+            _refuse("an IPC handle where none belongs, or none where one does")
+        if self.kind is ShareKind.VMM:
+            self._check_chunks()
+        elif self.chunk_bytes or self.descriptor_count != (self.kind is ShareKind.DMABUF):
+            _refuse(f"{self.descriptor_count} descriptors, chunks of {self.chunk_bytes} bytes")
+        if self.kind is ShareKind.DMABUF:
+            last = self.address + self.length_bytes
+            if self.address <= 0 or last > _ADDRESS_END or (self.address - self.offset_bytes) % HOST_PAGE_BYTES:
+                _refuse(f"a dma-buf whose byte {self.offset_bytes} has the address {self.address:#x}")
+        elif self.address:
+            _refuse("an address where none belongs")
+
+    def _check_chunks(self) -> None:
+        step_bytes, count = self.chunk_bytes, self.descriptor_count
+        if step_bytes <= 0 or step_bytes % HOST_PAGE_BYTES or not 1 <= count <= DESCRIPTORS_MAX:
+            _refuse(f"{count} chunks of {step_bytes} bytes", f"share at most {DESCRIPTORS_MAX} chunks at once")
+        if self.allocation_bytes != step_bytes * count:
+            _refuse(f"{count} chunks of {step_bytes} bytes are not {self.allocation_bytes}")
+        if self.offset_bytes >= step_bytes or self.offset_bytes + self.length_bytes <= step_bytes * (count - 1):
+            _refuse("a chunk that holds none of the bytes")
+
+
+_PLAIN_FIELDS = (
+    "allocation_bytes",
+    "offset_bytes",
+    "length_bytes",
+    "address",
+    "chunk_bytes",
+    "descriptor_count",
+    "device_uuid",
+    "ipc",
+)
+
+
+def _digest(body: bytes) -> bytes:
+    return hashlib.sha256(body).digest()[:_DIGEST_BYTES]
+
+
+def _refuse(why: str, what_to_do: str = "") -> NoReturn:
+    message = f"no handle of shared memory: {why}"
+    raise UsageError(message, reason=Reason.MALFORMED, what_to_do=what_to_do)

@@ -1,0 +1,149 @@
+"""Memory that begins inside an allocation arrives at the right byte, by every way that exists."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from support.reach import DMABUF
+from support.sharing import from_peer, memory_in_peer, region_in_peer
+
+from gdrkit import cuda, pattern
+from gdrkit.cuda import VmmMemory
+from gdrkit.errors import UsageError
+from gdrkit.harness.needs import cuda as cuda_needs
+from gdrkit.harness.needs import needs
+from gdrkit.registration.gdr_handle import export_gdr, import_gdr
+from gdrkit.registration.handle import ShareHandle, ShareKind
+from gdrkit.registration.share import device_of, export_memory, import_memory
+from gdrkit.units import KIB, MIB
+from gdrkit.verbs import Status
+
+if TYPE_CHECKING:
+    from gdrkit.cuda import Device
+    from gdrkit.harness.evidence import Evidence
+    from gdrkit.harness.peer import Peer
+    from gdrkit.verbs import Nic
+
+IPC = needs(cuda_needs.device(), cuda_needs.ipc)
+VMM = needs(cuda_needs.device(), cuda_needs.vmm)
+
+
+@pytest.mark.qualify
+@IPC
+@pytest.mark.parametrize("offset_bytes", [0, 1, 4096, 65537])
+def test_ipc_memory_inside_an_allocation_arrives_at_the_right_byte(
+    device: Device, peer: Peer, seed: int, evidence: Evidence, offset_bytes: int
+) -> None:
+    with device.allocate(MIB) as whole:
+        whole.write(pattern.payload(MIB, seed=seed))
+        with cuda.borrow(device, whole.address + offset_bytes, length_bytes=64 * KIB) as part:
+            parcel = export_memory(part, kind=ShareKind.IPC)
+        handle = ShareHandle.parse(parcel.data)
+        evidence["allocation_bytes"] = handle.allocation_bytes
+        assert (handle.offset_bytes, handle.length_bytes) == (offset_bytes, 64 * KIB)
+        theirs = memory_in_peer(peer.device(), parcel)
+        assert theirs.length_bytes == 64 * KIB
+        theirs.check(seed=seed, stream_offset_bytes=offset_bytes)
+        theirs.write(seed=seed + 1, length_bytes=100)
+        pattern.check(whole.read(offset_bytes=offset_bytes, length_bytes=100), seed=seed + 1)
+        pattern.check(whole.read(length_bytes=offset_bytes), seed=seed)
+        theirs.close()
+
+
+@IPC
+def test_the_importer_finds_the_device_by_its_uuid(device: Device, peer: Peer, seed: int) -> None:
+    theirs = peer.device().allocate(MIB)
+    theirs.write(seed=seed)
+    parcel = from_peer(theirs, ShareKind.IPC, offset_bytes=4099, length_bytes=70_001)
+    with device_of(parcel.handle) as found, import_memory(found, parcel) as memory:
+        assert found.uuid == device.uuid == parcel.handle.device
+        assert memory.kind.value == "cuda_imported"
+        pattern.check(memory.read(), seed=seed, offset_bytes=4099)
+    theirs.close()
+
+
+@IPC
+def test_memory_that_is_opened_twice_is_closed_twice(device: Device, peer: Peer, seed: int) -> None:
+    theirs = peer.device().allocate(MIB)
+    theirs.write(seed=seed)
+    first = from_peer(theirs, ShareKind.IPC)
+    second = from_peer(theirs, ShareKind.IPC, offset_bytes=64 * KIB)
+    with import_memory(device, second) as kept:
+        with import_memory(device, first) as other:
+            pattern.check(other.read(length_bytes=100), seed=seed)
+        pattern.check(kept.read(length_bytes=100), seed=seed, offset_bytes=64 * KIB)
+    theirs.close()
+
+
+@pytest.mark.qualify
+@VMM
+@pytest.mark.parametrize(
+    ("offset_bytes", "length_bytes", "chunks"),
+    [(0, 6 * MIB, 3), (2 * MIB - 5, 10, 2), (2 * MIB, 2 * MIB, 1), (4 * MIB + 3, 4097, 1), (1, 6 * MIB - 1, 3)],
+)
+def test_only_the_chunks_under_a_range_go_out(
+    device: Device, peer: Peer, seed: int, offset_bytes: int, length_bytes: int, chunks: int
+) -> None:
+    with VmmMemory.create(device, 6 * MIB, chunk_bytes=2 * MIB) as memory:
+        memory.write(pattern.payload(6 * MIB, seed=seed))
+        with export_memory(
+            memory, kind=ShareKind.VMM, offset_bytes=offset_bytes, length_bytes=length_bytes
+        ) as parcel:
+            assert len(parcel.descriptors) == chunks
+            theirs = memory_in_peer(peer.device(), parcel)
+        theirs.check(seed=seed, stream_offset_bytes=offset_bytes)
+        theirs.write(seed=seed + 1, length_bytes=8)
+        pattern.check(memory.read(offset_bytes=offset_bytes, length_bytes=8), seed=seed + 1)
+        theirs.close()
+
+
+@pytest.mark.qualify
+@DMABUF
+def test_an_agent_registers_a_part_that_its_owner_exports(device: Device, nic: Nic, peer: Peer, seed: int) -> None:
+    with (
+        device.allocate(256 * KIB) as memory,
+        nic.completion_queue() as queue,
+        nic.queue_pair(queue) as ours,
+        nic.register_host(bytearray(pattern.payload(8 * KIB, seed=seed))) as source,
+    ):
+        memory.fill(0)
+        with export_memory(memory, kind=ShareKind.DMABUF, offset_bytes=4097, length_bytes=9 * KIB) as parcel:
+            assert parcel.handle.address == memory.address + 4097
+            region = region_in_peer(peer.nic, parcel)
+        theirs = peer.queue_pair()
+        theirs.join(ours)
+        ours.post_write(source, region.remote(offset_bytes=10, length_bytes=8 * KIB), work_id=1)
+        ours.wait(10_000).expect(Status.SUCCESS)
+        pattern.check(memory.read(offset_bytes=4107, length_bytes=8 * KIB), seed=seed)
+        assert memory.read(length_bytes=4107) == bytes(4107)
+        region.close()
+
+
+@pytest.mark.qualify
+@IPC
+def test_the_80_byte_handle_carries_whole_allocations_alone(device: Device, peer: Peer, seed: int) -> None:
+    with device.allocate(MIB) as memory:
+        memory.write(pattern.payload(MIB, seed=seed))
+        data = export_gdr(memory)
+        assert (len(data), data[64:72], data[72:]) == (80, MIB.to_bytes(8, "little"), bytes(8))
+        made = peer.request("share.import_gdr", device=peer.device().number, handle=data.hex())
+        contents = peer.request("cuda.contents", memory=made["handle"], offset_bytes=0, length_bytes=4096)
+        pattern.check(bytes.fromhex(contents), seed=seed)
+        with (
+            cuda.borrow(device, memory.address + 256, length_bytes=1024) as part,
+            pytest.raises(UsageError) as raised,
+        ):
+            export_gdr(part)
+        assert "export_memory" in raised.value.what_to_do
+        peer.request("close", number=made["handle"])
+
+
+@IPC
+def test_the_80_byte_handle_of_a_peer_opens_here(device: Device, peer: Peer, seed: int) -> None:
+    theirs = peer.device().allocate(MIB)
+    theirs.write(seed=seed)
+    data = bytes.fromhex(peer.request("share.export_gdr", memory=theirs.number))
+    with import_gdr(device, data) as memory:
+        pattern.check(memory.read(), seed=seed)
+    theirs.close()

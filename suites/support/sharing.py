@@ -1,0 +1,67 @@
+"""Sharing with a peer: parcels to it and from it through a socket, as two programs would do it."""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import TYPE_CHECKING
+
+from gdrkit.harness.peer_handles import PeerMemory, PeerRegion
+from gdrkit.registration.parcel import Parcel, receive
+
+if TYPE_CHECKING:
+    from gdrkit.harness.peer_handles import PeerDevice, PeerNic
+    from gdrkit.registration.handle import ShareKind
+
+__all__ = ["flipped", "from_peer", "memory_in_peer", "region_in_peer"]
+
+TIMEOUT_MS = 10_000.0
+
+
+def from_peer(
+    memory: PeerMemory, kind: ShareKind, *, offset_bytes: int = 0, length_bytes: int | None = None
+) -> Parcel:
+    """What a peer exports, as it arrives here; the caller closes it."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        memory.peer.request(
+            "share.export",
+            memory=memory.number,
+            kind=int(kind),
+            offset_bytes=offset_bytes,
+            length_bytes=length_bytes,
+            descriptors=[theirs.fileno()],
+        )
+        return receive(ours, timeout_ms=TIMEOUT_MS)
+
+
+def memory_in_peer(device: PeerDevice, parcel: Parcel) -> PeerMemory:
+    """What a peer has of memory that is shared with it."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        parcel.send(ours)
+        made = device.peer.request("share.import_memory", device=device.number, descriptors=[theirs.fileno()])
+    return PeerMemory(device.peer, made)
+
+
+def region_in_peer(nic: PeerNic, parcel: Parcel) -> PeerRegion:
+    """Have a peer register a dma-buf that is sent to it."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        parcel.send(ours)
+        made = nic.peer.request("share.register_dmabuf", nic=nic.number, descriptors=[theirs.fileno()])
+    return PeerRegion(nic.peer, made)
+
+
+def flipped(data: bytes, bit: int) -> bytes:
+    """The same bytes with one bit turned."""
+    changed = bytearray(data)
+    changed[bit // 8] ^= 1 << (bit % 8)
+    return bytes(changed)
+
+
+def descriptor_count() -> int:
+    """How many descriptors this process has open."""
+    return len(os.listdir("/proc/self/fd"))
+
+
