@@ -62,9 +62,7 @@ EXPORTS: tuple[ExportRow, ...] = (
 
 def ways_of(memory: MemoryKind) -> tuple[ShareKind, ...]:
     """By which ways memory of this kind was seen to go out; none for memory that the table does not know."""
-    return tuple(
-        row.way for row in EXPORTS if row.memory is memory and row.part == "whole" and row.status == _SUCCESS
-    )
+    return tuple(row.way for row in EXPORTS if row.memory is memory and row.part == "whole" and row.status == _SUCCESS)
 
 
 def advice(memory: MemoryKind) -> str:

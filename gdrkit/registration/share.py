@@ -56,9 +56,7 @@ class SharedMemory(CudaMemory):
 
     def __init__(self, whole: CudaMemory, *, offset_bytes: int, length_bytes: int) -> None:
         """Not for direct use; see :func:`import_memory`. Owns `whole`."""
-        super().__init__(
-            whole.device, kind=whole.kind, address=whole.address + offset_bytes, length_bytes=length_bytes
-        )
+        super().__init__(whole.device, kind=whole.kind, address=whole.address + offset_bytes, length_bytes=length_bytes)
         self._whole = whole
 
     def _release(self) -> None:
@@ -232,7 +230,7 @@ def import_dmabuf(parcel: Parcel) -> DmabufRange:
 
 
 def _export_ipc(memory: CudaMemory, offset_bytes: int, length_bytes: int) -> Parcel:
-    base, allocation_bytes, begin_bytes = _place(memory, offset_bytes)
+    allocation_bytes, begin_bytes = _place(memory, offset_bytes)
     try:
         ipc = cuda.export_handle(memory)
     except ApiError as error:
@@ -309,10 +307,10 @@ def _open_vmm(device: cuda.Device, handle: ShareHandle, descriptors: Sequence[in
 _OPENERS = {ShareKind.IPC: _open_ipc, ShareKind.VMM: _open_vmm}
 
 
-def _place(memory: CudaMemory, offset_bytes: int) -> tuple[int, int, int]:
-    """Base and size of the allocation under the memory, and where in it the part begins."""
+def _place(memory: CudaMemory, offset_bytes: int) -> tuple[int, int]:
+    """Size of the allocation under the memory, and where in it the part begins."""
     base, allocation_bytes, _buffer_id = memory.allocation_key()[0]
-    return base, allocation_bytes, memory.address + offset_bytes - base
+    return allocation_bytes, memory.address + offset_bytes - base
 
 
 def _device_count(operation: str) -> int:

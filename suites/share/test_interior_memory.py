@@ -87,9 +87,7 @@ def test_only_the_chunks_under_a_range_go_out(
 ) -> None:
     with VmmMemory.create(device, 6 * MIB, chunk_bytes=2 * MIB) as memory:
         memory.write(pattern.payload(6 * MIB, seed=seed))
-        with export_memory(
-            memory, kind=ShareKind.VMM, offset_bytes=offset_bytes, length_bytes=length_bytes
-        ) as parcel:
+        with export_memory(memory, kind=ShareKind.VMM, offset_bytes=offset_bytes, length_bytes=length_bytes) as parcel:
             assert len(parcel.descriptors) == chunks
             theirs = memory_in_peer(peer.device(), parcel)
         theirs.check(seed=seed, stream_offset_bytes=offset_bytes)

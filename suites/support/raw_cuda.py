@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from gdrkit.cuda import Device
 
-__all__ = ["dmabuf_of", "raw_allocate", "raw_allocate_managed", "raw_free", "remap_chunk"]
+__all__ = [
+    "dmabuf_of",
+    "ipc_status",
+    "raw_allocate",
+    "raw_allocate_managed",
+    "raw_allocate_pool",
+    "raw_free",
+    "remap_chunk",
+]
 
 
 def raw_allocate(device: Device, length_bytes: int) -> int:
@@ -37,6 +45,27 @@ def raw_free(device: Device, address: int) -> None:
     with device.current():
         (result,) = driver.cuMemFree(address)
     assert result == driver.CUresult.CUDA_SUCCESS, result
+
+
+def raw_allocate_pool(device: Device, length_bytes: int) -> int:
+    """cuMemAllocAsync from the device's own pool, ready to use; gives the address, for :func:`raw_free`."""
+    from cuda.bindings import driver
+
+    with device.current():
+        result, address = driver.cuMemAllocAsync(length_bytes, driver.CUstream(0))
+        assert result == driver.CUresult.CUDA_SUCCESS, result
+        (result,) = driver.cuStreamSynchronize(driver.CUstream(0))
+    assert result == driver.CUresult.CUDA_SUCCESS, result
+    return int(address)
+
+
+def ipc_status(device: Device, address: int) -> int:
+    """What cuIpcGetMemHandle says of the address."""
+    from cuda.bindings import driver
+
+    with device.current():
+        result, _handle = driver.cuIpcGetMemHandle(address)
+    return int(result)
 
 
 def dmabuf_of(device: Device, address: int, *, length_bytes: int, flags: int) -> tuple[int, int]:

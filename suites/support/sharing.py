@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import socket
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gdrkit.harness.peer_handles import PeerMemory, PeerRegion
@@ -13,14 +13,12 @@ if TYPE_CHECKING:
     from gdrkit.harness.peer_handles import PeerDevice, PeerNic
     from gdrkit.registration.handle import ShareKind
 
-__all__ = ["flipped", "from_peer", "memory_in_peer", "region_in_peer"]
+__all__ = ["flipped", "from_peer", "memory_in_peer", "open_descriptors", "region_in_peer"]
 
 TIMEOUT_MS = 10_000.0
 
 
-def from_peer(
-    memory: PeerMemory, kind: ShareKind, *, offset_bytes: int = 0, length_bytes: int | None = None
-) -> Parcel:
+def from_peer(memory: PeerMemory, kind: ShareKind, *, offset_bytes: int = 0, length_bytes: int | None = None) -> Parcel:
     """What a peer exports, as it arrives here; the caller closes it."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
@@ -60,8 +58,6 @@ def flipped(data: bytes, bit: int) -> bytes:
     return bytes(changed)
 
 
-def descriptor_count() -> int:
-    """How many descriptors this process has open."""
-    return len(os.listdir("/proc/self/fd"))
-
-
+def open_descriptors() -> frozenset[str]:
+    """The descriptors that this process has open, without the one that looks."""
+    return frozenset(path.name for path in Path("/proc/self/fd").iterdir() if path.exists())

@@ -1,0 +1,113 @@
+"""Which memory goes out by which way is what was measured; every row is asked again here."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+from support.raw_cuda import dmabuf_of, ipc_status, raw_free, raw_managed, raw_pool
+
+from gdrkit import cuda
+from gdrkit.buffers import MemoryKind
+from gdrkit.cuda import VmmMemory
+from gdrkit.errors import ApiError, Unsupported
+from gdrkit.harness.needs import cuda as cuda_needs
+from gdrkit.harness.needs import needs
+from gdrkit.registration.exports import EXPORTS, ExportRow, ways_of
+from gdrkit.registration.handle import ShareKind
+from gdrkit.registration.share import export_memory
+from gdrkit.units import MIB
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from gdrkit.cuda import CudaMemory, Device
+    from gdrkit.harness.evidence import Evidence
+    from gdrkit.harness.peer import Peer
+
+pytestmark = needs(cuda_needs.device(), cuda_needs.ipc, cuda_needs.vmm, cuda_needs.dmabuf_export)
+
+LENGTH_BYTES = 2 * MIB
+KINDS = sorted({row.memory for row in EXPORTS}, key=str)
+
+
+@contextlib.contextmanager
+def memory_of(kind: MemoryKind, device: Device, peer: Peer) -> Iterator[tuple[int, CudaMemory | None]]:
+    """Memory of this kind: its address, and the buffer where gdrkit takes it as one."""
+    match kind:
+        case MemoryKind.CUDA:
+            with device.allocate(LENGTH_BYTES) as memory:
+                yield memory.address, memory
+        case MemoryKind.CUDA_VMM:
+            with VmmMemory.create(device, LENGTH_BYTES) as chunks:
+                yield chunks.address, chunks
+        case MemoryKind.CUDA_IMPORTED:
+            with cuda.open_handle(device, peer.device().allocate(LENGTH_BYTES).export_ipc()) as imported:
+                yield imported.address, imported
+        case MemoryKind.CUDA_POOL:
+            address = raw_pool(device, LENGTH_BYTES)
+            with cuda.borrow(device, address, length_bytes=LENGTH_BYTES) as borrowed:
+                yield address, borrowed
+            raw_free(device, address)
+        case _:
+            address = raw_managed(device, LENGTH_BYTES)
+            yield address, None
+            raw_free(device, address)
+
+
+def asked(row: ExportRow, device: Device, address: int, memory: CudaMemory | None) -> int:
+    """What the driver answers to exactly this."""
+    if row.way is ShareKind.VMM:
+        assert isinstance(memory, VmmMemory)
+        os.close(memory.export_shareable())
+        return 0
+    if row.way is ShareKind.IPC:
+        return ipc_status(device, address)
+    parts = {
+        "whole": (0, LENGTH_BYTES, 0),
+        "page": (4096, LENGTH_BYTES - 4096, 0),
+        "odd_address": (1, 4096, 0),
+        "odd_length": (0, 4097, 0),
+        "pcie": (0, LENGTH_BYTES, 1),
+    }
+    offset_bytes, length_bytes, flags = parts[row.part]
+    status, fd = dmabuf_of(device, address + offset_bytes, length_bytes=length_bytes, flags=flags)
+    if fd >= 0:
+        os.close(fd)
+    return status
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.value)
+def test_the_driver_answers_as_the_table_says(device: Device, peer: Peer, evidence: Evidence, kind: MemoryKind) -> None:
+    rows = [row for row in EXPORTS if row.memory is kind]
+    with memory_of(kind, device, peer) as (address, memory):
+        answers = [asked(row, device, address, memory) for row in rows]
+    evidence["answers"] = [[row.way.name, row.part, answer] for row, answer in zip(rows, answers, strict=True)]
+    assert answers == [row.status for row in rows]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind is not MemoryKind.CUDA_MANAGED], ids=str)
+def test_memory_is_shared_by_its_own_ways_and_refused_with_advice_by_others(
+    device: Device, peer: Peer, kind: MemoryKind
+) -> None:
+    with memory_of(kind, device, peer) as (_address, memory):
+        assert memory is not None
+        assert memory.kind is kind
+        for way in ShareKind:
+            if way in ways_of(kind):
+                export_memory(memory, kind=way).close()
+                continue
+            with pytest.raises(ApiError) as raised:
+                export_memory(memory, kind=way)
+            assert type(raised.value) is Unsupported
+            assert raised.value.what_to_do
+
+
+def test_managed_memory_is_refused_with_the_reason(device: Device, peer: Peer) -> None:
+    with (
+        memory_of(MemoryKind.CUDA_MANAGED, device, peer) as (address, _memory),
+        pytest.raises(Unsupported, match="moves between host and device"),
+    ):
+        cuda.borrow(device, address, length_bytes=LENGTH_BYTES)
