@@ -75,9 +75,7 @@ def export_gdr(memory: CudaMemory) -> bytes:
         ipc = cuda.export_handle(memory)
     except ApiError as error:
         raise explained(error, memory.kind) from error
-    if memory.address != memory.allocation_key()[0][0]:
-        message = f"memory at {memory.address:#x} begins inside its allocation, and this handle has no offset"
-        raise UsageError(message, what_to_do="export_memory(..., kind=ShareKind.IPC) has one")
+    _require_base(memory)
     return GdrHandle(ipc=ipc, length_bytes=memory.length_bytes, device_index=memory.device.index).pack()
 
 
@@ -101,6 +99,12 @@ def import_gdr(device: cuda.Device, data: bytes) -> SharedMemory:
     except UsageError as error:
         raise UsageError(error.message, reason=Reason.MALFORMED) from error
     return SharedMemory(whole, offset_bytes=0, length_bytes=handle.length_bytes)
+
+
+def _require_base(memory: CudaMemory) -> None:
+    if memory.address != memory.allocation_key()[0][0]:
+        message = f"memory at {memory.address:#x} begins inside its allocation, and this handle has no offset"
+        raise UsageError(message, what_to_do="export_memory(..., kind=ShareKind.IPC) has one")
 
 
 def _require_device(handle: GdrHandle, device: cuda.Device) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 from typing import TYPE_CHECKING, Self
 
-from gdrkit.errors import ClosedResource, GdrkitError, Reason, RegistrationFailed, Unsupported, UsageError
+from gdrkit.errors import Api, ClosedResource, GdrkitError, Reason, RegistrationFailed, Unsupported, UsageError
 from gdrkit.handles import Handle, ReleaseStack
 from gdrkit.verbs import Access
 
@@ -197,9 +197,25 @@ def _by_dmabuf(registration: Registration, nics: Sequence[Nic], access: Access) 
 
 def _by_address(registration: Registration, nics: Sequence[Nic], access: Access) -> None:
     memory = registration.memory
+    _require_address(memory)
     for nic in nics:
         region = nic.register_address(memory.address, length_bytes=memory.length_bytes, access=access)
         registration._add(nic, region)  # noqa: SLF001
+
+
+def _require_address(memory: DeviceBuffer) -> None:
+    """Refuse what only has a dma-buf: a null pointer is never given to a driver."""
+    if memory.address <= 0:
+        raise Unsupported(
+            api=Api.VERBS,
+            operation="ibv_reg_mr",
+            status=None,
+            status_name="no call",
+            arguments={"addr": memory.address, "length": memory.length_bytes},
+            reason=Reason.PEER_MEMORY_UNSUPPORTED,
+            what_to_do="use a NIC and a kernel that register dma-bufs",
+            detail="the memory has no address in this process",
+        )
 
 
 _WAYS = {RegistrationRoute.DMABUF: _by_dmabuf, RegistrationRoute.PEER_MEMORY: _by_address}

@@ -1,0 +1,150 @@
+"""The findings of the GDR review, as what a user would see; `nox -s review` shows that each case can fail."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+from support.faults import faults
+from support.ledger import calls
+from support.reach import DMABUF, joined
+from support.sharing import from_peer
+
+from gdrkit.errors import Api, ApiError, Reason, RegistrationFailed
+from gdrkit.harness.needs import cuda as cuda_needs
+from gdrkit.harness.needs import needs, software
+from gdrkit.registration import GdrManager, RegionCache, register
+from gdrkit.registration.gdr_handle import GdrHandle, export_gdr, import_gdr
+from gdrkit.registration.handle import ShareKind
+from gdrkit.registration.share import import_dmabuf
+from gdrkit.units import KIB
+from gdrkit.verbs import Status
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from gdrkit.buffers import DmabufRange
+    from gdrkit.cuda import Device
+    from gdrkit.harness.evidence import Evidence
+    from gdrkit.harness.peer import Peer
+    from gdrkit.verbs import Nic
+
+IPC = needs(cuda_needs.device(), cuda_needs.ipc)
+NO_NICS = "ibv_get_device_list call=* errno=ENOSYS"
+NO_DMABUF = "ibv_reg_dmabuf_mr call=* errno=EOPNOTSUPP"
+
+
+@DMABUF
+@needs(software(Api.VERBS))
+def test_without_a_nic_a_lease_says_why_and_nothing_crashes(device: Device) -> None:
+    """Finding 1: an early exit left no region cache, and every call went on as if there were one."""
+    with device.allocate(64 * KIB) as memory, faults(Api.VERBS, NO_NICS), GdrManager() as manager:
+        assert not manager.state.available
+        with pytest.raises(RegistrationFailed) as raised:
+            manager.lease(memory)
+        (cause,) = raised.value.causes
+        assert isinstance(cause, ApiError)
+        assert cause.operation == "ibv_get_device_list"
+
+
+ASK = """
+import json
+from gdrkit.errors import GdrkitError
+from gdrkit.registration.handle import ShareKind
+from gdrkit.registration.share import export_address
+for kind in ShareKind:
+    try:
+        export_address(1 << 40, length_bytes=4096, device_index=0, kind=kind).close()
+        print(json.dumps("success"))
+    except GdrkitError as error:
+        print(json.dumps(getattr(error, "errno", None)))
+"""
+
+
+def test_without_cuda_an_export_is_enotsup_and_no_handle() -> None:
+    """Finding 2: without CUDA an export packed a placeholder and said success."""
+    environ = {name: value for name, value in os.environ.items() if name != "LD_LIBRARY_PATH"}
+    environ |= {"CUDA_VISIBLE_DEVICES": "-1"}
+    child = subprocess.run([sys.executable, "-c", ASK], env=environ, capture_output=True, text=True, check=True)
+    answers = [json.loads(line) for line in child.stdout.splitlines()]
+    assert "success" not in answers, "success without a driver: the handle means nothing"
+    assert answers == [errno.ENOTSUP] * len(ShareKind)
+
+
+@IPC
+def test_an_exported_handle_opens_in_another_process(device: Device, peer: Peer, seed: int) -> None:
+    """Finding 2: an export held metadata alone, which nobody could open."""
+    with device.allocate(64 * KIB) as memory:
+        theirs = peer.device().open_ipc(export_gdr(memory)[:64], length_bytes=64 * KIB)
+        theirs.write(seed=seed)
+        theirs.check(seed=seed)
+        theirs.close()
+
+
+@IPC
+def test_an_import_has_an_address_and_the_bytes_of_its_owner(device: Device, peer: Peer) -> None:
+    """Finding 2: an import said success and gave a null pointer."""
+    theirs = peer.device().allocate(64 * KIB)
+    theirs.write(seed=1)
+    handle = GdrHandle(ipc=theirs.export_ipc(), length_bytes=64 * KIB, device_index=0)
+    with import_gdr(device, handle.pack()) as memory:
+        assert memory.address != 0, "an import that succeeded has a null pointer"
+        assert memory.read(length_bytes=4096) == theirs.contents(length_bytes=4096)
+    theirs.close()
+
+
+class DmabufOnly:
+    """Device memory of another process as an agent has it: a dma-buf, and no address to follow."""
+
+    kind, address, closed, owned = ShareKind.DMABUF, 0, False, False
+
+    def __init__(self, source: DmabufRange) -> None:
+        self.source = source
+        self.length_bytes = source.length_bytes
+
+    def export_dmabuf(self) -> DmabufRange:
+        return self.source.dup()
+
+    def before_release(self, action: Callable[[], None]) -> Callable[[], None]:
+        return lambda: None
+
+
+@DMABUF
+@needs(software(Api.VERBS))
+def test_memory_without_an_address_is_never_registered_by_its_address(nic: Nic, peer: Peer) -> None:
+    """Finding 4: where no dma-buf could be registered, the fallback registered a null pointer."""
+    with (
+        from_peer(peer.device().allocate(64 * KIB), ShareKind.DMABUF) as parcel,
+        import_dmabuf(parcel) as dmabuf,
+        faults(Api.VERBS, NO_DMABUF),
+    ):
+        before = calls(Api.VERBS).get("ibv_reg_mr", 0)
+        with pytest.raises(RegistrationFailed) as raised:
+            register(DmabufOnly(dmabuf), [nic])  # type: ignore[arg-type]
+        assert calls(Api.VERBS).get("ibv_reg_mr", 0) == before, "ibv_reg_mr was called with a null pointer"
+    assert raised.value.reason is Reason.NO_ROUTE
+    assert [cause.reason for cause in raised.value.causes] == [
+        Reason.DMABUF_REGION_UNSUPPORTED,
+        Reason.PEER_MEMORY_UNSUPPORTED,
+    ]
+
+
+@DMABUF
+def test_after_a_free_the_old_key_reaches_nothing(
+    device: Device, nic: Nic, peer: Peer, seed: int, evidence: Evidence
+) -> None:
+    """Finding 5: the cache kept the region of memory that was freed, and its key went on to work."""
+    with RegionCache([nic]) as cache, joined(nic, peer) as theirs:
+        memory = device.allocate(256 * KIB)
+        with cache.lease(memory) as lease:
+            stale = lease.remote(nic, length_bytes=4 * KIB)
+        memory.close()
+        status = theirs.write(stale, seed=seed).status
+        evidence["status"] = status.name
+        assert status is Status.REM_ACCESS_ERR, f"a write by the key of freed memory gave {status.name}"
+        assert cache.statistics().regions == 0
