@@ -24,7 +24,7 @@ import nox
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-__all__ = ["fresh", "hardware", "lint", "long", "meta", "native", "qualify", "suites", "types"]
+__all__ = ["fresh", "hardware", "lint", "long", "meta", "native", "qualify", "review", "suites", "types"]
 
 nox.needs_version = ">=2024.4.15"
 nox.options.sessions = ["lint", "types", "native", "suites", "meta"]
@@ -38,6 +38,7 @@ SYSTEM_PYTHON = "/usr/bin/python3"
 ALL_CASES = ("suites", "--ignore=suites/meta")
 LONG_SEEDS = range(1, 11)
 LONG_EXAMPLES = 2000
+LONG_FUZZ_S = 300
 
 WRONG_USAGE, SETUP_MISSING, NOTHING_PROVEN = 2, 3, 4
 PYTEST_BAD_OPTION, PYTEST_NO_CASE = 4, 5
@@ -46,7 +47,8 @@ PYTEST_BAD_OPTION, PYTEST_NO_CASE = 4, 5
 LINT = ("ruff==0.17.5", "clang-format==14.0.6")
 TYPES = ("mypy==2.4.1",)
 BUILD = ("cmake>=3.25,<4", "ninja>=1.11", "scikit-build-core>=1.0,<2")
-RUN = ("nox>=2024.4.15",)
+# atheris guides the fuzzing of parsers; there are no wheels of it for other machines and newer Pythons.
+RUN = ("nox>=2024.4.15", "atheris>=2.3; python_version < '3.14' and platform_machine == 'x86_64'")
 
 
 # --------------------------------------------------------------------------------------------------------- nox sessions
@@ -125,8 +127,8 @@ def native(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def long(session: nox.Session) -> None:
-    """Run what takes long: the native tests under the thread sanitizer, the suites with ten seeds of the twins, and the
-    state machines with 2,000 examples.
+    """Run what takes long: the native tests under the thread sanitizer, the suites with ten seeds of the twins, the state
+    machines with 2,000 examples, and five minutes of fuzzing.
     """
     run = prepare_run(twins=True)
     codes = [check_native("tsan")]
@@ -134,8 +136,19 @@ def long(session: nox.Session) -> None:
         command = [*pytest(run), *ALL_CASES, "-q", *session.posargs]
         codes.append(call([*on_twins(run, "--seed", str(seed)), *command]))
     machines = [*pytest(run), "suites/property", "-q", *session.posargs]
-    codes.append(call([*on_twins(run), "env", f"GDRKIT_EXAMPLES={LONG_EXAMPLES}", *machines]))
+    options = {"GDRKIT_EXAMPLES": str(LONG_EXAMPLES), "GDRKIT_FUZZ_S": str(LONG_FUZZ_S)}
+    codes.append(call([*on_twins(run), *machines], environ=options))
     fail_unless_zero(session, codes)
+
+
+@nox.session(default=False)
+def review(session: nox.Session) -> None:
+    """Show that the cases of the GDR review can fail: put each defect back, see it caught, write docs/findings.md."""
+    run = prepare_run(twins=True)
+    # The defects are no part of any package; the review finds them by this path, and its children by what it adds.
+    path = os.pathsep.join(filter(None, (str(HOUSE / "suites"), os.environ.get("PYTHONPATH", ""))))
+    command = [*on_twins(run), str(run / "python"), "-m", "meta.defects.run", *session.posargs]
+    fail_unless_zero(session, [call(command, environ={"PYTHONPATH": path})])
 
 
 @nox.session(default=False)

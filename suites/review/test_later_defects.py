@@ -27,6 +27,7 @@ from gdrkit.units import KIB, MIB
 from gdrkit.verbs import Status
 
 if TYPE_CHECKING:
+    from gdrkit.buffers import DmabufRange
     from gdrkit.cuda import Device
     from gdrkit.harness.peer import Peer
     from gdrkit.verbs import Nic
@@ -60,17 +61,15 @@ def test_the_nic_lets_go_before_the_memory_is_freed(device: Device, nic: Nic) ->
 
 
 @DMABUF
-def test_two_wraps_of_one_pointer_do_not_take_each_others_key(
-    device: Device, nic: Nic, peer: Peer, seed: int
-) -> None:
+def test_two_wraps_of_one_pointer_do_not_take_each_others_key(device: Device, nic: Nic, peer: Peer, seed: int) -> None:
     """Defect b: to invalidate one wrap took the region from the other one, or left it registered for ever."""
     with device.allocate(64 * KIB) as memory, RegionCache([nic]) as cache, joined(nic, peer) as theirs:
         first = cuda.borrow(device, memory.address, length_bytes=64 * KIB)
         with cuda.borrow(device, memory.address, length_bytes=64 * KIB) as second, cache.lease(second) as lease:
+            remote = lease.remote(nic, length_bytes=KIB)
             cache.lease(first).close()
             cache.invalidate(first.address, length_bytes=64 * KIB)
             first.close()
-            remote = lease.remote(nic, length_bytes=KIB)
             status = theirs.write(remote, seed=seed).status
             assert status is Status.SUCCESS, f"the other wrap lost its region: {status.name}"
         # Another pair of queues, since an error ends one.
@@ -219,6 +218,11 @@ def test_the_device_number_of_a_stranger_is_checked(device: Device, peer: Peer) 
     theirs.close()
 
 
+def register_with_all(manager: GdrManager, dmabuf: DmabufRange) -> None:
+    for nic in manager.nics:
+        nic.register_dmabuf(dmabuf).close()
+
+
 @DMABUF
 @TWINS
 def test_an_importer_without_nics_fails_and_does_not_register_with_none(peer: Peer) -> None:
@@ -230,5 +234,4 @@ def test_an_importer_without_nics_fails_and_does_not_register_with_none(peer: Pe
         GdrManager() as manager,
         pytest.raises(RegistrationFailed),
     ):
-        for nic in manager.nics:
-            nic.register_dmabuf(dmabuf).close()
+        register_with_all(manager, dmabuf)

@@ -1,0 +1,195 @@
+# ruff: noqa: ANN401, SLF001 - this file replaces what is inside gdrkit, which is untyped from here and private.
+"""Defects of registration, of the cache and of the manager."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = [
+    "any_nic",
+    "arbitrary_eviction",
+    "available_anyway",
+    "eviction_in_use",
+    "first_chunk_only",
+    "free_first",
+    "invalidate_for_all",
+    "never_deregister",
+    "no_nics_no_error",
+    "null_cache",
+    "null_pointer",
+    "same_address_same_memory",
+    "sticky_device",
+    "unwatched",
+]
+
+
+def null_cache(manager: Any) -> None:
+    """`GdrManager.cache` gives None when there is no cache"""
+    manager.GdrManager.cache = lambda self, gpu_index: self._caches.get(gpu_index)
+
+
+def available_anyway(manager: Any) -> None:
+    """the start takes a GPU whose memory no NIC registers"""
+    right = manager.GdrManager._try
+
+    def _try(self: Any, device: Any, *, is_asked: bool) -> Any:
+        state = right(self, device, is_asked=is_asked)
+        if not is_asked:
+            return state
+        self._devices[device.index] = device
+        route = manager.RegistrationRoute.DMABUF
+        return manager.GpuState(
+            index=state.index, uuid=state.uuid, pci_bus_id=state.pci_bus_id, route=route, obstacle=None
+        )
+
+    manager.GdrManager._try = _try
+
+
+def no_nics_no_error(manager: Any) -> None:
+    """an unavailable manager has no NICs, and says so by an empty list"""
+    manager.GdrManager.nics = property(lambda self: self._nics if self.state.available else ())
+
+
+def null_pointer(policy: Any) -> None:
+    """the fallback to peer memory does not look at the pointer"""
+    from gdrkit.verbs import _pyverbs
+    from gdrkit.verbs.region import Region
+
+    def _by_address(registration: Any, nics: Any, access: Any) -> None:
+        memory = registration.memory
+        for nic in nics:
+            made = _pyverbs.register_address(
+                nic.domain, address=memory.address, length_bytes=memory.length_bytes, access=int(access), device=True
+            )
+            registration._add(nic, Region(nic, made, length_bytes=memory.length_bytes, memory=None, keeper=None))
+
+    policy._WAYS[policy.RegistrationRoute.PEER_MEMORY] = _by_address
+
+
+def any_nic(policy: Any) -> None:
+    """a registration with one NIC is enough"""
+    from gdrkit.errors import ApiError, Unsupported
+
+    def _by_dmabuf(registration: Any, nics: Any, access: Any) -> None:
+        refusals = [nic.dmabuf_refusal() for nic in nics]
+        if all(refusals):
+            raise refusals[0]
+        dmabuf = registration.memory.export_dmabuf()
+        registration._hold(dmabuf)
+        for nic in nics:
+            try:
+                registration._add(nic, nic.register_dmabuf(dmabuf, access=access))
+            except Unsupported:
+                raise
+            except ApiError:
+                if not registration.nics:
+                    raise
+
+    policy._WAYS[policy.RegistrationRoute.DMABUF] = _by_dmabuf
+
+
+def free_first(memory: Any) -> None:
+    """`CudaMemory.close` frees, and then lets the NIC go"""
+
+    def close(self: Any) -> None:
+        if self._closed:
+            return
+        with self.device.current():
+            self._release()
+        self._before.run()
+        self._closed = True
+        self._leave()
+        self._handle.release()
+
+    memory.CudaMemory.close = close
+
+
+def unwatched(cache: Any) -> None:
+    """nothing tells the cache of a free"""
+
+    def _watch(self: Any, memory: Any) -> None:
+        # A lookup wants to see its memory here; nothing happens when it is freed.
+        self._watched.setdefault(memory, lambda: None)
+
+    cache.RegionCache._watch = _watch
+
+
+def invalidate_for_all(cache: Any) -> None:
+    """`invalidate` deregisters also what others still use"""
+
+    def invalidate(self: Any, address: int, *, length_bytes: int) -> int:
+        with self._lock:
+            found, flights = self._forget(address, address + length_bytes)
+        for entry in found:
+            entry.registration.close()
+        return len(found) + int(flights)
+
+    cache.RegionCache.invalidate = invalidate
+
+
+def never_deregister(cache: Any) -> None:
+    """what was invalidated while in use is dropped from the cache and never deregistered"""
+    right = cache.RegionCache._give_back
+
+    def _give_back(self: Any, entry: Any) -> None:
+        if entry.linked or entry.leases > 1:
+            right(self, entry)
+            return
+        with self._lock:
+            entry.leases -= 1
+            self._busy.discard(entry)
+
+    cache.RegionCache._give_back = _give_back
+
+
+def arbitrary_eviction(cache: Any) -> None:
+    """the cache throws out what comes first to hand"""
+    right = cache.RegionCache._evicted
+
+    def _evicted(self: Any) -> Any:
+        for entry in sorted(self._used, key=lambda entry: entry.base):
+            self._used.move_to_end(entry)
+        return right(self)
+
+    cache.RegionCache._evicted = _evicted
+
+
+def eviction_in_use(cache: Any) -> None:
+    """the cache throws out what is in use"""
+
+    def _evicted(self: Any) -> Any:
+        victims = []
+        while self._is_over():
+            entry = next(iter(self._used))
+            self._unlink(entry)
+            self._evictions += 1
+            if not entry.leases:
+                victims.append(entry)
+        self._is_full = self._is_over()
+        return victims
+
+    cache.RegionCache._evicted = _evicted
+
+
+def same_address_same_memory(pointer: Any) -> None:
+    """a lookup takes the address for the memory, and asks for no buffer id"""
+    right = pointer.is_current
+    pointer.is_current = lambda key: len(key) == 1 or right(key)
+
+
+def first_chunk_only(pointer: Any) -> None:
+    """a lookup asks for the buffer id of the first chunk alone"""
+    right = pointer.is_current
+    pointer.is_current = lambda key: right(key[:1])
+
+
+def sticky_device(driver: Any) -> None:
+    """a call sets the current device and leaves it so"""
+    import contextlib
+
+    @contextlib.contextmanager
+    def context(handle: int) -> Any:
+        driver.call("cuCtxPushCurrent", ctx=handle)
+        yield
+
+    driver.context = context

@@ -1,0 +1,123 @@
+"""Shows that every case of the review can fail: ``python -m meta.defects.run``, with suites/ on PYTHONPATH.
+
+First the cases run as they are, then once for each defect with that one put back. A defect is caught when its own case
+fails in its body with the expected symptom. An error while it is imported or set up is no catch, and neither is another
+message; and a defect that fails any other case is not understood. Ends with 0 when every row is caught.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from meta.defects.document import DOCUMENT, render
+from meta.defects.table import DEFECTS, ELSEWHERE, FINDINGS
+
+from gdrkit.report import Verdict, read_records
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from meta.defects.defect import Defect
+
+    from gdrkit.report import Record
+
+__all__ = ["Outcome", "judge", "main"]
+
+SUITES = Path(__file__).resolve().parents[2]
+_TIMEOUT_S = 300
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Whether a row holds, and what was seen."""
+
+    is_caught: bool
+    seen: str
+
+
+def judge(defect: Defect, records: Mapping[str, Record]) -> Outcome:
+    """What a run with this defect put back shows."""
+    record = records.get(defect.case)
+    if record is None:
+        return Outcome(is_caught=False, seen="the case left no record")
+    others = sorted(case for case, found in records.items() if found.verdict is Verdict.FAIL and case != defect.case)
+    if others:
+        return Outcome(is_caught=False, seen=f"it fails others too: {', '.join(others)}")
+    if record.verdict is not Verdict.FAIL:
+        return Outcome(is_caught=False, seen=f"the case ended with {record.verdict.value}")
+    # What fails before or behind the body says in which phase that was, and is no catch.
+    text = record.reasons[0].text
+    if text.startswith(("setup:", "teardown:")):
+        return Outcome(is_caught=False, seen=text)
+    return Outcome(is_caught=defect.symptom in text, seen=text)
+
+
+def _records(defect: str | None) -> dict[str, Record]:
+    """Run the cases of the review, with a defect or without; the records by case, below suites/review."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "records.jsonl"
+        environ = dict(os.environ)
+        paths = [str(SUITES / "meta" / "defects" / "site"), str(SUITES), environ.get("PYTHONPATH", "")]
+        environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        environ.pop("GDRKIT_DEFECT", None)
+        if defect is not None:
+            environ["GDRKIT_DEFECT"] = defect
+        command = [sys.executable, "-m", "pytest", "-q", "--seed=1", f"--records={path}", str(SUITES / "review")]
+        ended = subprocess.run(
+            command, env=environ, capture_output=True, text=True, check=False, timeout=_TIMEOUT_S, cwd=SUITES.parent
+        )
+        if not path.exists():
+            print(ended.stdout[-4000:] + ended.stderr[-4000:])  # noqa: T201
+            return {}
+        return {record.case.rpartition("review/")[2]: record for record in read_records(path)}
+
+
+def _print(rows: Iterable[tuple[str, ...]]) -> None:
+    for finding, case, defect, symptom, verdict in rows:
+        print(f"{finding:3} {verdict:12} {case}")  # noqa: T201
+        print(f"    {defect}\n    -> {symptom}")  # noqa: T201
+
+
+def main() -> int:
+    """Print the table, write docs/findings.md, and say whether every row is caught."""
+    plain = _records(None)
+    failed = sorted(case for case, record in plain.items() if record.verdict is not Verdict.PASS)
+    wanted = {defect.case for defect in DEFECTS.values()}
+    if failed or not wanted <= plain.keys():
+        print("without any defect:", *(failed or sorted(wanted - plain.keys())), sep="\n  ")  # noqa: T201
+        return 1
+    # Two at a time: a run mostly waits for its peers.
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        found = dict(zip(DEFECTS, pool.map(_records, DEFECTS), strict=True))
+    outcomes = {name: judge(defect, found[name]) for name, defect in DEFECTS.items()}
+    texts = {finding.number: finding.text for finding in FINDINGS}
+    for number in sorted(texts):
+        print(f"\n{number}: {texts[number]}")  # noqa: T201
+        _print(
+            (
+                number,
+                defect.case,
+                defect.text,
+                defect.symptom if outcomes[name].is_caught else f"{defect.symptom!r}; seen: {outcomes[name].seen}",
+                "caught" if outcomes[name].is_caught else "NOT CAUGHT",
+            )
+            for name, defect in DEFECTS.items()
+            if defect.finding == number
+        )
+    for other in ELSEWHERE:
+        print(f"\n{other.number}: {other.text}\n    not_run: {other.reason}")  # noqa: T201
+    count = sum(outcome.is_caught for outcome in outcomes.values())
+    print(f"\n{count} of {len(outcomes)} defects caught, {len(ELSEWHERE)} findings not_run")  # noqa: T201
+    DOCUMENT.write_text(render())
+    return 0 if count == len(outcomes) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
