@@ -127,7 +127,7 @@ def native(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def long(session: nox.Session) -> None:
-    """Run what takes long: the native tests under the thread sanitizer, the suites with ten seeds of the twins, the state
+    """Run what takes long: the native tests under the thread sanitizer, the suites with ten seeds, the state
     machines with 2,000 examples, and five minutes of fuzzing.
     """
     run = prepare_run(twins=True)

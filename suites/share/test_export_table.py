@@ -7,7 +7,7 @@ import os
 from typing import TYPE_CHECKING
 
 import pytest
-from support.raw_cuda import dmabuf_of, ipc_status, raw_free, raw_managed, raw_pool
+from support.raw_cuda import dmabuf_of, ipc_status, raw_allocate_managed, raw_allocate_pool, raw_free
 
 from gdrkit import cuda
 from gdrkit.buffers import MemoryKind
@@ -47,12 +47,12 @@ def memory_of(kind: MemoryKind, device: Device, peer: Peer) -> Iterator[tuple[in
             with cuda.open_handle(device, peer.device().allocate(LENGTH_BYTES).export_ipc()) as imported:
                 yield imported.address, imported
         case MemoryKind.CUDA_POOL:
-            address = raw_pool(device, LENGTH_BYTES)
+            address = raw_allocate_pool(device, LENGTH_BYTES)
             with cuda.borrow(device, address, length_bytes=LENGTH_BYTES) as borrowed:
                 yield address, borrowed
             raw_free(device, address)
         case _:
-            address = raw_managed(device, LENGTH_BYTES)
+            address = raw_allocate_managed(device, LENGTH_BYTES)
             yield address, None
             raw_free(device, address)
 
