@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["fresh", "hardware", "lint", "long", "meta", "native", "qualify", "review", "suites", "types"]
 
 nox.needs_version = ">=2024.4.15"
-nox.options.sessions = ["lint", "types", "native", "suites", "meta"]
+nox.options.sessions = ["lint", "types", "native", "suites", "review", "meta"]
 nox.options.default_venv_backend = "none"
 
 HOUSE = Path(__file__).resolve().parent
@@ -141,7 +141,7 @@ def long(session: nox.Session) -> None:
     fail_unless_zero(session, codes)
 
 
-@nox.session(default=False)
+@nox.session
 def review(session: nox.Session) -> None:
     """Show that the cases of the GDR review can fail: put each defect back, see it caught, write docs/findings.md."""
     run = prepare_run(twins=True)

@@ -142,16 +142,16 @@ def never_deregister(cache: Any) -> None:
     cache.RegionCache._give_back = _give_back
 
 
-def arbitrary_eviction(cache: Any) -> None:
-    """the cache throws out what comes first to hand"""
-    right = cache.RegionCache._evicted
+def arbitrary_eviction(entries: Any) -> None:
+    """the cache throws out what was used last"""
+    right = entries.Index.too_much
 
-    def _evicted(self: Any) -> Any:
-        for entry in sorted(self._used, key=lambda entry: entry.base):
-            self._used.move_to_end(entry)
+    def too_much(self: Any) -> Any:
+        for entry in reversed(tuple(self.used)):
+            self.used.move_to_end(entry)
         return right(self)
 
-    cache.RegionCache._evicted = _evicted
+    entries.Index.too_much = too_much
 
 
 def eviction_in_use(cache: Any) -> None:
@@ -159,13 +159,13 @@ def eviction_in_use(cache: Any) -> None:
 
     def _evicted(self: Any) -> Any:
         victims = []
-        while self._is_over():
-            entry = next(iter(self._used))
+        while self._index.is_over:
+            entry = next(iter(self._index.used))
             self._unlink(entry)
             self._evictions += 1
             if not entry.leases:
                 victims.append(entry)
-        self._is_full = self._is_over()
+        self._is_full = False
         return victims
 
     cache.RegionCache._evicted = _evicted

@@ -140,7 +140,7 @@ _DEFECTS = (
         "j",
         f"{_LATER}test_the_cache_forgets_what_was_used_least_recently",
         "what was used last was thrown out",
-        "gdrkit.registration.cache",
+        "gdrkit.registration._entries",
         regions.arbitrary_eviction,
     ),
     Defect(
