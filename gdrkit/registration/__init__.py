@@ -6,12 +6,15 @@ Level 3.
 from __future__ import annotations
 
 from gdrkit.registration.cache import RegionCache
+from gdrkit.registration.handle import ShareHandle, ShareKind
 from gdrkit.registration.lease import Lease
 from gdrkit.registration.manager import GdrManager, GdrState, GpuState, Obstacle
 from gdrkit.registration.ordering import FlushOption, Ordering, WriteVisibility
+from gdrkit.registration.parcel import Parcel, receive
 from gdrkit.registration.placement import Distance, Placement
 from gdrkit.registration.policy import Registration, RegistrationRoute, register
 from gdrkit.registration.pool import BufferPool, PoolStatistics, RdmaBuffer
+from gdrkit.registration.share import device_of, export_memory, import_dmabuf, import_memory
 from gdrkit.registration.statistics import CacheStatistics
 
 __all__ = [
@@ -25,12 +28,20 @@ __all__ = [
     "Lease",
     "Obstacle",
     "Ordering",
+    "Parcel",
     "Placement",
     "PoolStatistics",
     "RdmaBuffer",
     "RegionCache",
     "Registration",
     "RegistrationRoute",
+    "ShareHandle",
+    "ShareKind",
     "WriteVisibility",
+    "device_of",
+    "export_memory",
+    "import_dmabuf",
+    "import_memory",
+    "receive",
     "register",
 ]

@@ -1,0 +1,75 @@
+"""Whether the owner of a handle still runs, from made-up trees of procfs and from real processes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import uuid
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from gdrkit.host import HostTree, ProcessIdentity, is_running, this_process
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+BOOT = uuid.UUID("11111111-2222-3333-4444-555555555555")
+OWNER = ProcessIdentity(boot_id=BOOT.bytes, process_id=77, namespace=4026531836, started_ticks=1234)
+# A name with everything that a careless reader falls over.
+STAT = "77 (a) b (c) {state} 1 77 77 0 -1 4194304 1 0 0 0 0 0 0 0 20 0 1 0 {started} 1000 10"
+
+
+def tree(root: Path, *, boot: str = str(BOOT), namespace: int = 4026531836, stat: str | None = None) -> HostTree:
+    (root / "proc/sys/kernel/random").mkdir(parents=True)
+    (root / "proc/sys/kernel/random/boot_id").write_text(f"{boot}\n")
+    (root / "proc/self/ns").mkdir(parents=True)
+    (root / "proc/self/ns/pid").symlink_to(f"pid:[{namespace}]")
+    if stat is not None:
+        (root / "proc/77").mkdir()
+        (root / "proc/77/stat").write_text(stat)
+    return HostTree(root)
+
+
+@pytest.mark.parametrize(
+    ("state", "started", "answer"), [("S", 1234, True), ("R", 1234, True), ("Z", 1234, False), ("S", 1235, False)]
+)
+def test_a_process_is_known_by_its_number_and_its_start(
+    tmp_path: Path,
+    state: str,
+    started: int,
+    answer: bool,  # noqa: FBT001
+) -> None:
+    assert is_running(OWNER, tree(tmp_path, stat=STAT.format(state=state, started=started))) is answer
+
+
+def test_nobody_survives_a_boot(tmp_path: Path) -> None:
+    later = tree(tmp_path, boot=str(uuid.UUID(int=1)), stat=STAT.format(state="S", started=1234))
+    assert is_running(OWNER, later) is False
+
+
+def test_another_container_is_not_judged(tmp_path: Path) -> None:
+    found = tree(tmp_path, namespace=4026531999)
+    assert is_running(OWNER, found) is None
+    assert is_running(replace(OWNER, namespace=0), found) is None
+
+
+def test_a_real_process_is_seen_to_end() -> None:
+    assert is_running(this_process()) is True
+    code = (
+        "from gdrkit.host import this_process; i = this_process();"
+        "print(i.boot_id.hex(), i.process_id, i.namespace, i.started_ticks, flush=True); input()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdout is not None
+        boot, *numbers = child.stdout.readline().split()
+        process_id, namespace, started = map(int, numbers)
+        owner = ProcessIdentity(
+            boot_id=bytes.fromhex(boot), process_id=process_id, namespace=namespace, started_ticks=started
+        )
+        assert is_running(owner) is True
+        child.communicate("\n")
+    assert is_running(owner) is False
