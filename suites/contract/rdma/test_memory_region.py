@@ -84,7 +84,9 @@ def test_a_range_that_leaves_the_mapping_is_refused_whole(nic: Nic, pages: int) 
         pass
 
 
-@pytest.mark.parametrize("access", [Access.REMOTE_WRITE, Access.REMOTE_ATOMIC, Access.REMOTE_WRITE | Access.REMOTE_READ])
+@pytest.mark.parametrize(
+    "access", [Access.REMOTE_WRITE, Access.REMOTE_ATOMIC, Access.REMOTE_WRITE | Access.REMOTE_READ]
+)
 def test_remote_writing_needs_local_writing(nic: Nic, pages: int, access: Access) -> None:
     with refused(errno.EINVAL), register(nic, pages, length_bytes=16, access=int(access)):
         pass
