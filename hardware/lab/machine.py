@@ -12,6 +12,8 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sys
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,11 +75,14 @@ class Machine:
         for stale in ("booted", "code"):
             (output / stale).unlink(missing_ok=True)
         process = self._start(script, output)
+        shown = threading.Thread(target=_show, args=(process,))
+        shown.start()
         try:
             self._wait(process, output / "booted", f"did not come up within {limits.boot_s:g} s", limits.boot_s)
             self._wait(process, None, f"came up, and did not end within {limits.run_s:g} s", limits.run_s)
         finally:
             _end(process)
+            shown.join()
         code = output / "code"
         text = code.read_text().strip() if code.exists() else ""
         if not text.isdecimal():
@@ -94,7 +99,14 @@ class Machine:
         command += ["--force-9p", "--cpus", "2", "--memory", "2G", "--rwdir", str(output), "--exec", inside]
         # In a session of its own, so that QEMU and whatever else it starts can be ended together.
         return subprocess.Popen(
-            command, cwd=output, env={**os.environ, "PATH": path}, stdin=subprocess.DEVNULL, start_new_session=True
+            command,
+            cwd=output,
+            env={**os.environ, "PATH": path},
+            stdin=subprocess.DEVNULL,
+            # Not our own output: virtme-ng opens that anew, which empties it where it is a file.
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
 
     @staticmethod
@@ -146,6 +158,15 @@ def can_virtualize(*, cpuinfo: Path = Path("/proc/cpuinfo"), device: Path = Path
         message = f"{device} speaks version {version} instead of {_KVM_API_VERSION}: add --tcg to do without"
         raise LabError(message)
     return True
+
+
+def _show(process: subprocess.Popen[bytes]) -> None:
+    """Print what it prints, as it comes."""
+    assert process.stdout is not None  # noqa: S101 - it was started with a pipe.
+    with process.stdout as printed:
+        while data := printed.read1():  # type: ignore[attr-defined]
+            sys.stdout.write(data.decode("utf-8", "replace"))
+            sys.stdout.flush()
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -30,8 +30,8 @@ def connected(
     is what theirs allows.
     """
     with unready(nic, limits=limits) as ours, unready(nic, limits=limits) as theirs:
-        ours.connect(theirs.endpoint(), **options)  # type: ignore[arg-type]
-        theirs.connect(ours.endpoint(), access=access, **options)  # type: ignore[arg-type]
+        ours.connect(theirs.endpoint(), access=ALL_ACCESS, **options)
+        theirs.connect(ours.endpoint(), access=access, **options)
         yield ours, theirs
 
 
@@ -42,7 +42,7 @@ def unready(
     """A queue pair in the state RESET."""
     with contextlib.ExitStack() as stack:
         chosen = queue or stack.enter_context(nic.completion_queue())
-        yield stack.enter_context(nic.queue_pair(chosen, **(limits or {})))
+        yield stack.enter_context(nic.queue_pair(chosen, chosen, **(limits or {})))
 
 
 @contextlib.contextmanager

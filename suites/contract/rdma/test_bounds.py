@@ -94,4 +94,5 @@ def test_no_byte_outside_of_a_local_region_is_reached(nic: Nic, operation: str, 
         right = local.piece()
         wrong = [Piece(address=right.address + begin, length_bytes=16, lkey=right.lkey)]
         assert post(operation, ours, wrong, there.remote(length_bytes=16)) is Status.LOC_PROT_ERR
-    assert (data, own) == (b"\xa5" * KIB, bytes(KIB))
+    assert data == b"\xa5" * KIB
+    assert own == bytes(KIB)

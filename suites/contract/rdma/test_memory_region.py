@@ -131,7 +131,7 @@ def test_shared_memory_can_be_registered(nic: Nic, seed: int) -> None:
         with connected(nic) as (ours, _), nic.register_host(source) as local, nic.register_host(shared) as there:
             ours.post_write(local, there.remote(), work_id=1)
             ours.wait(WAIT_MS).expect(Status.SUCCESS)
-        pattern.check(shared, seed=seed)
+        pattern.check(shared[:], seed=seed)
 
 
 def test_after_deregistration_the_key_is_refused(nic: Nic) -> None:

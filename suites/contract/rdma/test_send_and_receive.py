@@ -141,7 +141,7 @@ def test_pieces_are_filled_in_their_order(nic: Nic, seed: int, operation: str) -
         else:
             ours.post_read(quarters(there, 8 * KIB), source.remote(), work_id=2)
         ours.wait(WAIT_MS).expect(Status.SUCCESS)
-    assert turned(target) == payload
+    assert turned(bytes(target)) == payload
 
 
 @pytest.mark.parametrize("operation", ["send", "receive"])
