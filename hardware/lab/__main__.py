@@ -7,6 +7,7 @@ import os
 import shlex
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 from gdrkit.report import read_records
@@ -71,7 +72,10 @@ def _parsed() -> argparse.Namespace:
 def _machine(options: argparse.Namespace) -> Machine:
     kvm = not options.tcg and can_virtualize(cpuinfo=options.cpuinfo, device=options.kvm)
     check_programs(options.tools)
-    return Machine(image=kernel_image(options.cache), tools=options.tools, kvm=kvm)
+    libraries = [Path("/usr/lib/python3"), *Path("/usr/lib").glob("*-linux-gnu")]
+    folders = [HOUSE, Path(sys.prefix), Path(sysconfig.get_path("stdlib")), *libraries]
+    cached = tuple(str(folder) for folder in folders if folder.is_dir())
+    return Machine(image=kernel_image(options.cache), tools=options.tools, kvm=kvm, cached=cached)
 
 
 def _pytest(records: Path, cases: list[str], launch: list[str], options: list[str]) -> list[str]:

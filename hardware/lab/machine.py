@@ -27,6 +27,10 @@ _PACKAGES = "qemu-system-x86 busybox-static kmod iproute2"
 _HERE = Path(__file__).resolve().parent
 _KVM_GET_API_VERSION = 0xAE00
 _KVM_API_VERSION = 12
+_FILES = (
+    "-fsdev local,id=lab,path=/,security_model=none,readonly=on,multidevs=remap "
+    "-device virtio-9p-pci,fsdev=lab,mount_tag=lab"
+)
 _LOOK_S = 0.25
 _END_S = 5.0
 
@@ -51,11 +55,14 @@ class Machine:
         The folder of vng.
     kvm : bool
         Whether the processor's own virtualization is used, or it is all translated.
+    cached : tuple of str
+        Folders that do not change meanwhile, from which much is read.
     """
 
     image: Path
     tools: Path
     kvm: bool
+    cached: tuple[str, ...] = ()
 
     def run(self, script: Path, *, output: Path, limits: Limits) -> int:
         """Boot, run the script with two rxe devices, end; the exit code of the script.
@@ -93,10 +100,12 @@ class Machine:
 
     def _start(self, script: Path, output: Path) -> subprocess.Popen[bytes]:
         path = f"{self.tools}{os.pathsep}{os.environ['PATH']}"
-        inside = shlex.join(["bash", str(_HERE / "guest.sh"), str(output), str(script)])
+        inside = shlex.join(["bash", str(_HERE / "guest.sh"), str(output), str(script), *self.cached])
         command = [str(self.tools / "vng"), "--run", str(self.image), *([] if self.kvm else ["--disable-kvm"])]
         # 9p, as virtiofs wants a daemon that distributions do not ship everywhere.
         command += ["--force-9p", "--cpus", "2", "--memory", "2G", "--rwdir", str(output), "--exec", inside]
+        # The same files once more, for guest.sh to mount with a cache; the device wants a machine with PCI.
+        command += ["--disable-microvm", f"--qemu-opts={_FILES}"]
         # In a session of its own, so that QEMU and whatever else it starts can be ended together.
         return subprocess.Popen(
             command,
