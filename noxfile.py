@@ -24,7 +24,7 @@ import nox
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-__all__ = ["fresh", "hardware", "lint", "long", "meta", "native", "qualify", "review", "suites", "types"]
+__all__ = ["fresh", "hardware", "lab", "lint", "long", "meta", "native", "qualify", "review", "suites", "types"]
 
 nox.needs_version = ">=2024.4.15"
 nox.options.sessions = ["lint", "types", "native", "suites", "review", "meta"]
@@ -49,6 +49,14 @@ TYPES = ("mypy==2.4.1",)
 BUILD = ("cmake>=3.25,<4", "ninja>=1.11", "scikit-build-core>=1.0,<2")
 # atheris guides the fuzzing of parsers; there are no wheels of it for other machines and newer Pythons.
 RUN = ("nox>=2024.4.15", "atheris>=2.3; python_version < '3.14' and platform_machine == 'x86_64'")
+LAB = ("virtme-ng==1.42",)
+# What the lab runs, and the package that has it.
+LAB_PROGRAMS = {
+    "qemu-system-x86_64": "qemu-system-x86",
+    "busybox": "busybox-static",
+    "modprobe": "kmod",
+    "ip": "iproute2",
+}
 
 
 # --------------------------------------------------------------------------------------------------------- nox sessions
@@ -103,7 +111,8 @@ def lint(session: nox.Session) -> None:
             shown=5,
         ),
     ]
-    codes += [call(["bash", "-n", str(path)]) for path in (HOUSE / ".ci" / "run", *HOUSE.glob("suites/support/*.sh"))]
+    scripts = [HOUSE / ".ci" / "run", *HOUSE.glob("suites/support/*.sh"), *HOUSE.glob("hardware/lab/*.sh")]
+    codes += [call(["bash", "-n", str(path)]) for path in scripts]
     fail_unless_zero(session, codes)
 
 
@@ -167,6 +176,20 @@ def hardware(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def lab(session: nox.Session) -> None:
+    """Run the RDMA suites on a real kernel's RDMA stack and compare them with the twins: on the RDMA devices of this
+    machine or on rxe where it has them, else in a virtual machine.
+    """
+    here = bool(hardware_found()["verbs"]) or may_load_rxe()
+    if not here:
+        install_system_packages([package for name, package in LAB_PROGRAMS.items() if not shutil.which(name)])
+    run = prepare_run(twins=True)
+    tools = environment("lab", python=interpreter()[0], requirements=LAB)
+    where = ["--here"] if here else [f"--tools={tools}"]
+    finish(call([str(run / "python"), "-m", "hardware.lab", *where, *session.posargs]))
+
+
+@nox.session(default=False)
 def fresh(session: nox.Session) -> None:
     """Make a fresh Debian 12 in a folder (root, debootstrap), run the README's two commands in it and time them."""
     finish(call(["bash", str(HOUSE / "suites" / "support" / "fresh_machine.sh"), *session.posargs]))
@@ -185,6 +208,12 @@ def hardware_found() -> dict[str, list[str]]:
             if vendor == "0x10de" and kind.startswith("0x03"):
                 gpus.append(f"NVIDIA GPU {device.name}")
     return {"verbs": nics, "cuda": gpus}
+
+
+def may_load_rxe() -> bool:
+    """Whether this kernel has the software RDMA device rxe and this user may load it (nothing is loaded yet)."""
+    tools = all(map(shutil.which, ("modprobe", "ip", "rdma")))
+    return os.geteuid() == 0 and tools and subprocess.call(["modprobe", "-nq", "rdma_rxe"]) == 0
 
 
 @functools.cache

@@ -49,10 +49,11 @@ class RdmaDevice:
     name : str
         E.g. ``mlx5_0``.
     driver : str or None
-        The driver of the device below; ``rxe`` or ``siw`` for those of the kernel that need none; None when it cannot
-        be told.
+        ``rxe`` or ``siw`` for those that are software of the kernel, else the driver of the device below; None when it
+        cannot be told.
     has_device : bool
-        Whether there is a device of a bus below; if not, the RDMA device is software of the kernel.
+        Whether there is a device of a bus below; if not, the RDMA device is software of the kernel. Software may have
+        one, too: that of the network interface that it stands on.
     node_guid : str or None
         E.g. ``b83f:d203:00a1:7c52``.
     firmware : str or None
@@ -87,7 +88,7 @@ def _device(tree: HostTree, name: str) -> RdmaDevice:
     numa_node = tree.number(f"{folder}/device/numa_node")
     return RdmaDevice(
         name=name,
-        driver=tree.link_name(f"{folder}/device/driver") if has_device else _software_driver(tree, folder),
+        driver=_software_driver(tree, folder) or tree.link_name(f"{folder}/device/driver"),
         has_device=has_device,
         node_guid=tree.text(f"{folder}/node_guid"),
         firmware=tree.text(f"{folder}/fw_ver"),
@@ -98,8 +99,9 @@ def _device(tree: HostTree, name: str) -> RdmaDevice:
 
 
 def _software_driver(tree: HostTree, folder: str) -> str | None:
-    # rxe and siw stand on a network interface and have no device below them; what they say of themselves is their node
-    # description.
+    # rxe and siw stand on a network interface, and show the device of that one as theirs when it has one: so they are
+    # asked first what they are. Of rxe alone sysfs has the interface; both say in their node description what they are
+    # (it may be changed, but no driver of hardware says so by itself).
     description = tree.text(f"{folder}/node_desc") or ""
     if description.startswith("rxe") or tree.exists(f"{folder}/parent"):
         return "rxe"

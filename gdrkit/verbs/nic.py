@@ -64,7 +64,7 @@ class NicInfo:
     node_guid : str
         Four words of four hex digits, as sysfs has it.
     driver : str or None
-        The kernel driver of its PCI device (``mlx5_core``); None where it has none.
+        The kernel driver of its PCI device (``mlx5_core``), or ``rxe``; None where it has none.
     ports : tuple of PortInfo
         Empty when it could not be opened.
     error : ApiError or None
@@ -338,14 +338,21 @@ def _info(row: DeviceRow) -> NicInfo:
         finally:
             _pyverbs.close("ibv_close_device", context)
     guid = f"{row.node_guid:016x}"
-    driver = _SYSFS / row.name / "device" / "driver"
     return NicInfo(
         name=row.name,
         node_guid=":".join(guid[start : start + 4] for start in range(0, 16, 4)),
-        driver=driver.resolve().name if driver.exists() else None,
+        driver=_driver(_SYSFS / row.name),
         ports=ports,
         error=failure,
     )
+
+
+def _driver(folder: Path) -> str | None:
+    # rxe shows the device of the network interface below as its own, and alone has the name of that one.
+    if (folder / "parent").exists():
+        return "rxe"
+    driver = folder / "device" / "driver"
+    return driver.resolve().name if driver.exists() else None
 
 
 def _ports(context: object) -> tuple[PortInfo, ...]:

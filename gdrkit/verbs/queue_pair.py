@@ -147,7 +147,7 @@ class QueuePair:
         timeout_exponent : int
             A packet without an answer is sent again after 4.096 us * 2**exponent (14: 67 ms); 0 waits for ever.
         retry_count : int
-            How often, 0 to 7; then the request ends in RETRY_EXC_ERR.
+            How often, 0 to 7; then the request ends in RETRY_EXC_ERR. rxe takes 7 as for ever.
         rnr_retry_count : int
             How often a send is tried again when no receive is there, 0 to 6; 7 means for ever and would hide a
             receive that is missing.

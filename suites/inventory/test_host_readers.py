@@ -96,6 +96,24 @@ def test_a_device_without_a_bus_is_software_of_the_kernel(tmp_path: Path, descri
     assert device.driver == driver
 
 
+def test_software_of_the_kernel_upon_a_real_interface_is_still_software(tmp_path: Path) -> None:
+    # The kernel shows the PCI function of the interface below as the device of rxe.
+    tree = write(
+        tmp_path,
+        {
+            "sys/class/infiniband/rxe0/node_desc": "rxe\n",
+            "sys/class/infiniband/rxe0/parent": "eth0\n",
+            "sys/devices/pci0000:00/0000:00:05.0/vendor": "0x15b3\n",
+            "sys/bus/pci/drivers/mlx5_core/uevent": "",
+        },
+    )
+    function = tmp_path / "sys/devices/pci0000:00/0000:00:05.0"
+    (function / "driver").symlink_to(tmp_path / "sys/bus/pci/drivers/mlx5_core")
+    (tmp_path / "sys/class/infiniband/rxe0/device").symlink_to(function)
+    (device,) = host.rdma_devices(tree)
+    assert (device.has_device, device.driver) == (True, "rxe")
+
+
 def test_the_kernel_says_release_iommu_and_modules(tmp_path: Path) -> None:
     tree = write(
         tmp_path,

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
-from support.reach import ROUTES, joined, reachable
+from support.reach import KINDS, joined
 
 from gdrkit.harness.needs import needs
 from gdrkit.harness.needs import verbs as verbs_needs
@@ -14,9 +14,9 @@ from gdrkit.units import KIB
 from gdrkit.verbs import Access, RemoteRange, Status
 
 if TYPE_CHECKING:
-    from gdrkit.cuda import Device
+    from support.reach import Reach
+
     from gdrkit.harness.peer import Peer
-    from gdrkit.registration import RegistrationRoute
     from gdrkit.verbs import Nic
 
 LENGTH_BYTES = 256 * KIB
@@ -25,15 +25,15 @@ UNTOUCHED = b"\xa5" * LENGTH_BYTES
 pytestmark = pytest.mark.qualify
 
 
-@pytest.mark.parametrize("route", ROUTES)
-def test_a_wrong_key_is_refused(device: Device, nic: Nic, peer: Peer, seed: int, route: RegistrationRoute) -> None:
-    with reachable(device, nic, route) as (memory, registration), joined(nic, peer) as theirs:
-        right = registration.remote(nic, length_bytes=4 * KIB)
+@pytest.mark.parametrize("reach", KINDS, indirect=True)
+def test_a_wrong_key_is_refused(nic: Nic, peer: Peer, seed: int, reach: Reach) -> None:
+    with reach.memory() as memory, joined(nic, peer) as theirs:
+        right = memory.remote(length_bytes=4 * KIB)
         theirs.write(replace(right, rkey=right.rkey ^ 0x0100_0001), seed=seed).expect(Status.REM_ACCESS_ERR)
         assert memory.read() == UNTOUCHED
 
 
-@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("reach", KINDS, indirect=True)
 @pytest.mark.parametrize(
     ("begin", "length_bytes"),
     [
@@ -43,10 +43,10 @@ def test_a_wrong_key_is_refused(device: Device, nic: Nic, peer: Peer, seed: int,
     ],
 )
 def test_one_byte_out_of_bounds_is_refused(
-    device: Device, nic: Nic, peer: Peer, seed: int, route: RegistrationRoute, begin: int, length_bytes: int
+    nic: Nic, peer: Peer, seed: int, reach: Reach, begin: int, length_bytes: int
 ) -> None:
-    with reachable(device, nic, route) as (memory, registration), joined(nic, peer) as theirs:
-        right = registration.remote(nic)
+    with reach.memory() as memory, joined(nic, peer) as theirs:
+        right = memory.remote()
         # With pyverbs 44 the region begins at address 0, and the byte before it is the last one of all.
         address = (right.address + begin) % 2**64
         wrong = RemoteRange(address=address, rkey=right.rkey, length_bytes=length_bytes)
@@ -54,22 +54,20 @@ def test_one_byte_out_of_bounds_is_refused(
         assert memory.read() == UNTOUCHED
 
 
-@pytest.mark.parametrize("route", ROUTES)
-def test_a_write_without_remote_write_is_refused(
-    device: Device, nic: Nic, peer: Peer, seed: int, route: RegistrationRoute
-) -> None:
+@pytest.mark.parametrize("reach", KINDS, indirect=True)
+def test_a_write_without_remote_write_is_refused(nic: Nic, peer: Peer, seed: int, reach: Reach) -> None:
     access = Access.LOCAL_WRITE | Access.REMOTE_READ
-    with reachable(device, nic, route, access=access) as (memory, registration), joined(nic, peer) as theirs:
-        remote = registration.remote(nic, length_bytes=4 * KIB)
+    with reach.memory(access=access) as memory, joined(nic, peer) as theirs:
+        remote = memory.remote(length_bytes=4 * KIB)
         theirs.write(remote, seed=seed).expect(Status.REM_ACCESS_ERR)
         assert memory.read() == UNTOUCHED
 
 
-@pytest.mark.parametrize("route", ROUTES)
-def test_a_read_without_remote_read_is_refused(device: Device, nic: Nic, peer: Peer, route: RegistrationRoute) -> None:
+@pytest.mark.parametrize("reach", KINDS, indirect=True)
+def test_a_read_without_remote_read_is_refused(nic: Nic, peer: Peer, reach: Reach) -> None:
     access = Access.LOCAL_WRITE | Access.REMOTE_WRITE
-    with reachable(device, nic, route, access=access) as (_, registration), joined(nic, peer) as theirs:
-        remote = registration.remote(nic, length_bytes=4 * KIB)
+    with reach.memory(access=access) as memory, joined(nic, peer) as theirs:
+        remote = memory.remote(length_bytes=4 * KIB)
         theirs.read(remote).completion.expect(Status.REM_ACCESS_ERR)
 
 

@@ -6,16 +6,16 @@ from typing import TYPE_CHECKING
 
 import pytest
 from support.raw_cuda import raw_allocate, raw_free
-from support.reach import DMABUF, ROUTES, joined, reachable
+from support.reach import DMABUF, KINDS, ROUTES, joined, reachable
 
 from gdrkit import cuda, pattern
-from gdrkit.harness.needs import needs
-from gdrkit.harness.needs import verbs as verbs_needs
 from gdrkit.registration import RegistrationRoute, register
 from gdrkit.units import KIB, MIB
 from gdrkit.verbs import Status
 
 if TYPE_CHECKING:
+    from support.reach import Reach
+
     from gdrkit.cuda import Device
     from gdrkit.harness.evidence import Evidence
     from gdrkit.harness.peer import Peer
@@ -24,14 +24,12 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.qualify
 
 
-@pytest.mark.parametrize("route", ROUTES)
-def test_after_deregistration_the_old_key_is_refused(
-    device: Device, nic: Nic, peer: Peer, seed: int, route: RegistrationRoute
-) -> None:
-    with reachable(device, nic, route) as (memory, registration), joined(nic, peer) as theirs:
-        remote = registration.remote(nic, length_bytes=4 * KIB)
+@pytest.mark.parametrize("reach", KINDS, indirect=True)
+def test_after_deregistration_the_old_key_is_refused(nic: Nic, peer: Peer, seed: int, reach: Reach) -> None:
+    with reach.memory() as memory, joined(nic, peer) as theirs:
+        remote = memory.remote(length_bytes=4 * KIB)
         theirs.write(remote, seed=seed).expect(Status.SUCCESS)
-        registration.close()
+        memory.deregister()
         theirs.write(remote, seed=seed + 1).expect(Status.REM_ACCESS_ERR)
         pattern.check(memory.read(length_bytes=4 * KIB), seed=seed)
 
@@ -78,14 +76,3 @@ def test_after_a_raw_free_the_old_pages_live_on_and_the_new_owner_is_never_reach
                 assert successor.read() == b"\x5a" * (2 * MIB)
         finally:
             raw_free(device, again)
-
-
-@needs(verbs_needs.nic())
-def test_after_the_host_buffer_is_deregistered_the_old_key_is_refused(nic: Nic, peer: Peer, seed: int) -> None:
-    data = bytearray(64 * KIB)
-    with joined(nic, peer) as theirs:
-        with nic.register_host(data) as region:
-            remote = region.remote()
-            theirs.write(remote, seed=seed).expect(Status.SUCCESS)
-        theirs.write(remote, seed=seed + 1).expect(Status.REM_ACCESS_ERR)
-    pattern.check(data, seed=seed)

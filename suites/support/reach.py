@@ -1,9 +1,10 @@
-"""What the RDMA cases begin with: device memory that a NIC can reach, and a queue pair to a peer."""
+"""What the RDMA cases begin with: memory of the host or of a device that a NIC can reach, and a pair to a peer."""
 
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 import pytest
 
@@ -16,12 +17,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from gdrkit.cuda import Device, DeviceMemory
+    from gdrkit.harness.evidence import Evidence
     from gdrkit.harness.peer import Peer
     from gdrkit.harness.peer_handles import PeerQueuePair
     from gdrkit.registration import Registration
-    from gdrkit.verbs import Nic
+    from gdrkit.verbs import Nic, Region, RemoteRange
 
-__all__ = ["ALL_ACCESS", "DMABUF", "ROUTES", "SIZES", "joined", "reachable"]
+__all__ = ["ALL_ACCESS", "DMABUF", "KINDS", "ROUTES", "SIZES", "Reach", "Reached", "joined", "reachable"]
 
 ALL_ACCESS = Access.LOCAL_WRITE | Access.REMOTE_READ | Access.REMOTE_WRITE
 
@@ -33,6 +35,9 @@ ROUTES = [
     ),
 ]
 
+# The kinds of memory for the fixture `reach`: of the host, and of a device by each way of registration.
+KINDS = [pytest.param(None, id="host", marks=needs(verbs.nic())), *ROUTES]
+
 # Length and offset: a byte, a page less one, GPU pages, odd sizes, and one that takes many packets; all at odd places.
 SIZES = [
     pytest.param(1, 1, id="1B"),
@@ -41,6 +46,85 @@ SIZES = [
     pytest.param(MIB + 3, 3, id="1MiB+3"),
     pytest.param(64 * MIB, 12345, id="64MiB"),
 ]
+
+
+class Reached(Protocol):
+    """Memory that the peers of a NIC can reach until it is deregistered."""
+
+    def remote(self, *, offset_bytes: int = 0, length_bytes: int | None = None) -> RemoteRange:
+        """What a peer needs for a part of it; None: up to the end."""
+
+    def read(self, *, offset_bytes: int = 0, length_bytes: int | None = None) -> bytes:
+        """Its bytes, as its owner sees them."""
+
+    def write(self, data: bytes, *, offset_bytes: int = 0) -> None:
+        """Change its bytes as its owner."""
+
+    def deregister(self) -> None:
+        """Take the key back; the memory stays."""
+
+
+@dataclass(frozen=True)
+class _HostReached:
+    data: memoryview
+    region: Region
+
+    def remote(self, *, offset_bytes: int = 0, length_bytes: int | None = None) -> RemoteRange:
+        return self.region.remote(offset_bytes=offset_bytes, length_bytes=length_bytes)
+
+    def read(self, *, offset_bytes: int = 0, length_bytes: int | None = None) -> bytes:
+        end = None if length_bytes is None else offset_bytes + length_bytes
+        return bytes(self.data[offset_bytes:end])
+
+    def write(self, data: bytes, *, offset_bytes: int = 0) -> None:
+        self.data[offset_bytes : offset_bytes + len(data)] = data
+
+    def deregister(self) -> None:
+        self.region.close()
+
+
+@dataclass(frozen=True)
+class _DeviceReached:
+    nic: Nic
+    memory: DeviceMemory
+    registration: Registration
+
+    def remote(self, *, offset_bytes: int = 0, length_bytes: int | None = None) -> RemoteRange:
+        return self.registration.remote(self.nic, offset_bytes=offset_bytes, length_bytes=length_bytes)
+
+    def read(self, *, offset_bytes: int = 0, length_bytes: int | None = None) -> bytes:
+        return self.memory.read(offset_bytes=offset_bytes, length_bytes=length_bytes)
+
+    def write(self, data: bytes, *, offset_bytes: int = 0) -> None:
+        self.memory.write(data, offset_bytes=offset_bytes)
+
+    def deregister(self) -> None:
+        self.registration.close()
+
+
+@dataclass(frozen=True)
+class Reach:
+    """Makes memory of one kind reachable through one NIC; ``device`` and ``route`` are None for the host's."""
+
+    nic: Nic
+    device: Device | None
+    route: RegistrationRoute | None
+
+    @contextlib.contextmanager
+    def memory(self, *, length_bytes: int = 256 * KIB, access: Access = ALL_ACCESS) -> Iterator[Reached]:
+        """New memory, every byte 0xA5, registered."""
+        if self.device is None:
+            data = bytearray(b"\xa5") * length_bytes
+            with self.nic.register_host(data, access=access) as region:
+                yield _HostReached(memoryview(data), region)
+        else:
+            with reachable(self.device, self.nic, self.route, length_bytes=length_bytes, access=access) as made:
+                yield _DeviceReached(self.nic, *made)
+
+    def claim(self, evidence: Evidence) -> None:
+        """Say that the bytes of the case took this route; host memory has none that could be direct."""
+        if self.device is not None and self.route is not None:
+            evidence.route(device=self.device, nic=self.nic, way=self.route)
 
 
 @contextlib.contextmanager

@@ -8,12 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gdrkit.harness.needs.base import Need, silent
+from gdrkit.harness.needs.base import Need, silent, software
 
 if TYPE_CHECKING:
     from gdrkit.inventory import Facts
 
-__all__ = ["dmabuf_region", "nic", "peer_memory"]
+__all__ = ["dmabuf_region", "nic", "no_way_to_devices", "peer_memory"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +65,24 @@ class _PeerMemory:
         return "no NIC registers device memory by its address"
 
 
+@dataclass(frozen=True, slots=True)
+class _NoWayToDevices:
+    @property
+    def name(self) -> str:
+        return "verbs.no_way_to_devices"
+
+    def check(self, facts: Facts) -> str | None:
+        if facts.verbs is None:
+            return silent("verbs", facts.verbs_failure)
+        # What a twin answers a case can choose.
+        if software("verbs").check(facts) is None:
+            return None
+        if facts.routes_failure is not None:
+            return silent("registration", facts.routes_failure)
+        possible = sorted({route.way for route in facts.routes if route.possible})
+        return f"device memory can be registered here, by {' and '.join(possible)}" if possible else None
+
+
 def nic(*, count_min: int = 1) -> Need:
     """At least `count_min` NICs with an active port."""
     return _Nic(count_min)
@@ -72,3 +90,5 @@ def nic(*, count_min: int = 1) -> Need:
 
 dmabuf_region: Need = _DmabufRegion()
 peer_memory: Need = _PeerMemory()
+# No NIC here takes device memory in any way, or can be made to say so.
+no_way_to_devices: Need = _NoWayToDevices()

@@ -1,11 +1,14 @@
 #include "cuda/arena.hpp"
 
+#include <fcntl.h>
 #include <sys/mman.h>
 
 #include <algorithm>
 #include <map>
 #include <mutex>
 #include <vector>
+
+#include "model/rendezvous.hpp"
 
 namespace gdrkit::twin::cuda {
 namespace {
@@ -26,8 +29,14 @@ Arena& arena() {
     return *the_arena;
 }
 
+// Of a file without a byte: where there is no page, not even the kernel finds one, which looks past the protection when
+// it pins memory to be read (a NIC gets EFAULT for every device address, as it does on a GPU).
 std::uint64_t map_nothing(std::uint64_t length_bytes) {
-    void* const base = mmap(nullptr, length_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    const Fd nothing(memfd_create("gdrkit-nothing", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+    if (!nothing || fcntl(nothing.get(), F_ADD_SEALS, F_SEAL_GROW | F_SEAL_SEAL) != 0) {
+        return 0;
+    }
+    void* const base = mmap(nullptr, length_bytes, PROT_NONE, MAP_PRIVATE | MAP_NORESERVE, nothing.get(), 0);
     return base == MAP_FAILED ? 0 : reinterpret_cast<std::uint64_t>(base);
 }
 

@@ -1,8 +1,14 @@
 // Device memory: allocation, bounds, copies, attributes, reuse of addresses, and what the CPU may not do with it.
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <cerrno>
 #include <cstring>
 
 #include "cuda_driver.hpp"
+#include "model/rendezvous.hpp"
 
+using namespace gdrkit::twin;
 using namespace gdrkit::twin::cuda;
 
 namespace {
@@ -23,6 +29,17 @@ void cpu_access_faults() {
         });
         CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGSEGV);
     }
+}
+
+// The kernel itself, which looks past the protection here as it does when it pins memory, finds nothing either.
+void the_kernel_finds_no_page() {
+    const u64 pointer = allocate(4096);
+    const Fd memory(open("/proc/self/mem", O_RDWR | O_CLOEXEC));
+    CHECK(memory);
+    char byte = 0;
+    CHECK(pread(memory.get(), &byte, 1, static_cast<off_t>(pointer)) == -1 && errno == EIO);
+    CHECK(pwrite(memory.get(), &byte, 1, static_cast<off_t>(pointer)) == -1 && errno == EIO);
+    WORKS("cuMemFree_v2", pointer);
 }
 
 void second_free_aborts() {
@@ -189,6 +206,7 @@ int main() {
     cpu_access_faults();
     second_free_aborts();
     const Handle context = begin();
+    the_kernel_finds_no_page();
     bounds_are_by_the_byte();
     copies_and_fills();
     fills();

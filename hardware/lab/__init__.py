@@ -1,0 +1,8 @@
+"""The lab: the RDMA suites on a real kernel's RDMA stack, compared case by case with the software twins.
+
+`python -m hardware.lab --help`; `nox -s lab` prepares what it needs and runs it.
+"""
+
+from __future__ import annotations
+
+__all__: list[str] = []

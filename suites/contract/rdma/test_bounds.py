@@ -1,0 +1,98 @@
+"""What a key covers, to the byte, at both ends of a request."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+from support.loop import WAIT_MS, connected
+
+from gdrkit import pattern
+from gdrkit.harness.needs import needs, verbs
+from gdrkit.units import KIB
+from gdrkit.verbs import Piece, RemoteRange, Status
+
+if TYPE_CHECKING:
+    from gdrkit.verbs import Nic, QueuePair, Region
+
+pytestmark = needs(verbs.nic())
+
+LENGTH_BYTES = 8 * KIB + 5
+UNTOUCHED = b"\xa5" * LENGTH_BYTES
+
+OPERATIONS = pytest.mark.parametrize("operation", ["write", "read"])
+
+
+def post(operation: str, pair: QueuePair, local: Region | list[Piece], remote: RemoteRange) -> Status:
+    if operation == "write":
+        pair.post_write(local, remote, work_id=1)
+    else:
+        pair.post_read(local, remote, work_id=1)
+    return pair.wait(WAIT_MS).status
+
+
+@OPERATIONS
+@pytest.mark.parametrize(
+    ("begin", "length_bytes"),
+    [
+        pytest.param(-1, 16, id="from-the-byte-before"),
+        pytest.param(LENGTH_BYTES - 15, 16, id="to-the-byte-behind"),
+        pytest.param(0, LENGTH_BYTES + 1, id="one-byte-too-long"),
+        pytest.param(LENGTH_BYTES, 1, id="behind-the-end"),
+        pytest.param(1 << 40, 16, id="far-away"),
+    ],
+)
+def test_no_byte_outside_of_a_remote_region_is_reached(nic: Nic, operation: str, begin: int, length_bytes: int) -> None:
+    data, own = bytearray(UNTOUCHED), bytearray(LENGTH_BYTES + 1)
+    with connected(nic) as (ours, _), nic.register_host(own) as local, nic.register_host(data) as there:
+        right = there.remote()
+        wrong = RemoteRange(address=right.address + begin, rkey=right.rkey, length_bytes=length_bytes)
+        assert post(operation, ours, local, wrong) is Status.REM_ACCESS_ERR
+    assert (bytes(data), bytes(own)) == (UNTOUCHED, bytes(LENGTH_BYTES + 1))
+
+
+@OPERATIONS
+@pytest.mark.parametrize(
+    ("offset_bytes", "length_bytes"),
+    [
+        pytest.param(0, 1, id="first-byte"),
+        pytest.param(LENGTH_BYTES - 1, 1, id="last-byte"),
+        pytest.param(0, LENGTH_BYTES, id="all"),
+        pytest.param(4095, 2, id="over-a-page"),
+    ],
+)
+def test_every_byte_inside_is_reached(
+    nic: Nic, seed: int, operation: str, offset_bytes: int, length_bytes: int
+) -> None:
+    payload = pattern.payload(length_bytes, seed=seed)
+    data, own = bytearray(UNTOUCHED), bytearray(payload)
+    if operation == "read":
+        data[offset_bytes : offset_bytes + length_bytes], own = payload, bytearray(length_bytes)
+    with connected(nic) as (ours, _), nic.register_host(own) as local, nic.register_host(data) as there:
+        remote = there.remote(offset_bytes=offset_bytes, length_bytes=length_bytes)
+        assert post(operation, ours, local, remote) is Status.SUCCESS
+    assert own == payload
+    wanted = bytearray(UNTOUCHED)
+    wanted[offset_bytes : offset_bytes + length_bytes] = payload
+    assert data == wanted
+
+
+@OPERATIONS
+def test_a_request_without_bytes_needs_no_key(nic: Nic, operation: str) -> None:
+    # The InfiniBand specification, C9-88: address and key of a request of length 0 are not looked at.
+    with connected(nic) as (ours, _), nic.register_host(bytearray(KIB)) as region:
+        remote = replace(region.remote(length_bytes=0), rkey=region.rkey ^ 0x0100_0001)
+        assert post(operation, ours, [], remote) is Status.SUCCESS
+
+
+@OPERATIONS
+@pytest.mark.parametrize("begin", [pytest.param(-1, id="before"), pytest.param(KIB - 15, id="behind")])
+def test_no_byte_outside_of_a_local_region_is_reached(nic: Nic, operation: str, begin: int) -> None:
+    data, own = bytearray(b"\xa5" * KIB), bytearray(KIB)
+    with connected(nic) as (ours, _), nic.register_host(own) as local, nic.register_host(data) as there:
+        right = local.piece()
+        wrong = [Piece(address=right.address + begin, length_bytes=16, lkey=right.lkey)]
+        assert post(operation, ours, wrong, there.remote(length_bytes=16)) is Status.LOC_PROT_ERR
+    assert data == b"\xa5" * KIB
+    assert own == bytes(KIB)

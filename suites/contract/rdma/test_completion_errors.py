@@ -1,0 +1,89 @@
+"""ibv_poll_cq(3): after an error the pair is in the error state, and what was posted is flushed in order."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+from support.loop import WAIT_MS, connected
+
+from gdrkit.harness.needs import needs, verbs
+from gdrkit.units import KIB
+from gdrkit.verbs import QueuePairState, Status
+
+if TYPE_CHECKING:
+    from gdrkit.verbs import Nic
+
+pytestmark = needs(verbs.nic())
+
+
+def test_what_follows_an_error_is_flushed_in_order(nic: Nic) -> None:
+    target = bytearray(KIB)
+    with (
+        connected(nic) as (ours, _),
+        nic.register_host(bytearray(b"\xa5" * KIB)) as local,
+        nic.register_host(target) as there,
+    ):
+        wrong = replace(there.remote(), rkey=there.rkey ^ 0x0100_0001)
+        ours.post_write(local, wrong, work_id=0)
+        for number in range(1, 5):
+            ours.post_write(local, there.remote(), work_id=number)
+        found = [ours.wait(WAIT_MS) for _ in range(5)]
+        assert ours.state is QueuePairState.ERR
+    assert [each.work_id for each in found] == [0, 1, 2, 3, 4]
+    assert [each.status for each in found] == [Status.REM_ACCESS_ERR, *[Status.WR_FLUSH_ERR] * 4]
+    assert target == bytes(KIB)
+
+
+def test_what_came_before_an_error_has_succeeded(nic: Nic) -> None:
+    target = bytearray(KIB)
+    with (
+        connected(nic) as (ours, _),
+        nic.register_host(bytearray(b"\xa5" * KIB)) as local,
+        nic.register_host(target) as there,
+    ):
+        ours.post_write(local, there.remote(), work_id=0)
+        ours.post_write(local, replace(there.remote(), rkey=there.rkey ^ 0x0100_0001), work_id=1)
+        found = [ours.wait(WAIT_MS) for _ in range(2)]
+    assert [each.status for each in found] == [Status.SUCCESS, Status.REM_ACCESS_ERR]
+    assert target == b"\xa5" * KIB
+
+
+def test_the_side_that_refused_is_in_the_error_state_too_and_flushes_its_receives(nic: Nic) -> None:
+    with connected(nic) as (ours, theirs), nic.register_host(bytearray(KIB)) as region:
+        theirs.post_receive((), work_id=7)
+        ours.post_write(region, replace(region.remote(), rkey=region.rkey ^ 0x0100_0001), work_id=0)
+        assert ours.wait(WAIT_MS).status is Status.REM_ACCESS_ERR
+        flushed = theirs.wait_received(WAIT_MS)
+        assert (flushed.work_id, flushed.status) == (7, Status.WR_FLUSH_ERR)
+        assert theirs.state is QueuePairState.ERR
+
+
+def test_receives_are_flushed_in_order(nic: Nic) -> None:
+    with connected(nic) as (ours, _):
+        for number in range(8):
+            ours.post_receive((), work_id=number)
+        ours.fail()
+        found = [ours.wait_received(WAIT_MS) for _ in range(8)]
+    assert [each.work_id for each in found] == list(range(8))
+    assert {each.status for each in found} == {Status.WR_FLUSH_ERR}
+
+
+@pytest.mark.parametrize("operation", ["write", "read", "send"])
+def test_a_pair_in_the_error_state_answers_nobody(nic: Nic, operation: str) -> None:
+    target = bytearray(KIB)
+    with (
+        connected(nic, retry_count=1, timeout_exponent=12) as (ours, theirs),
+        nic.register_host(bytearray(b"\xa5" * KIB)) as local,
+        nic.register_host(target) as there,
+    ):
+        theirs.fail()
+        if operation == "send":
+            ours.post_send(local, work_id=1)
+        elif operation == "write":
+            ours.post_write(local, there.remote(), work_id=1)
+        else:
+            ours.post_read(local, there.remote(), work_id=1)
+        assert ours.wait(WAIT_MS).status is Status.RETRY_EXC_ERR
+    assert target == bytes(KIB)

@@ -1,0 +1,119 @@
+"""ibv_create_cq(3), ibv_poll_cq(3), ibv_req_notify_cq(3): what comes, in which order, and what makes an event."""
+
+from __future__ import annotations
+
+import errno
+from typing import TYPE_CHECKING
+
+import pytest
+from support.loop import WAIT_MS, connected, refused
+
+from gdrkit.harness.needs import needs, verbs
+from gdrkit.units import KIB
+from gdrkit.verbs import WORK_ID_MAX, Opcode, Status
+
+if TYPE_CHECKING:
+    from gdrkit.verbs import Nic
+
+pytestmark = needs(verbs.nic())
+
+
+def test_a_new_queue_is_empty(nic: Nic) -> None:
+    with nic.completion_queue() as queue:
+        assert queue.poll() == []
+
+
+@pytest.mark.parametrize("depth", [pytest.param(0, id="none"), pytest.param(1 << 30, id="too-many")])
+def test_a_depth_that_cannot_be_is_refused(nic: Nic, depth: int) -> None:
+    with refused(errno.EINVAL), nic.completion_queue(depth=depth):
+        pass
+
+
+def test_completions_of_one_pair_come_in_the_order_of_its_requests(nic: Nic) -> None:
+    with connected(nic) as (ours, _), nic.register_host(bytearray(8 * KIB)) as local:
+        remote = local.remote(length_bytes=16)
+        for number in range(16):
+            post = ours.post_read if number % 3 == 1 else ours.post_write
+            post(local, remote, work_id=number, local_offset_bytes=4 * KIB)
+        found = [ours.wait(WAIT_MS).expect(Status.SUCCESS) for _ in range(16)]
+    assert [completion.work_id for completion in found] == list(range(16))
+    wanted = [Opcode.RDMA_READ if number % 3 == 1 else Opcode.RDMA_WRITE for number in range(16)]
+    assert [completion.opcode for completion in found] == wanted
+
+
+@pytest.mark.parametrize("work_id", [0, 1 << 32, WORK_ID_MAX])
+def test_a_request_gets_its_own_number_back(nic: Nic, work_id: int) -> None:
+    with connected(nic) as (ours, theirs), nic.register_host(bytearray(KIB)) as region:
+        theirs.post_receive(region, work_id=work_id)
+        ours.post_send(region, work_id=work_id, length_bytes=1)
+        assert ours.wait(WAIT_MS).expect(Status.SUCCESS).work_id == work_id
+        got = theirs.wait_received(WAIT_MS).expect(Status.SUCCESS)
+    assert (got.work_id, got.opcode, got.qp_number) == (work_id, Opcode.RECV, theirs.number)
+
+
+def test_success_without_a_signal_is_silent(nic: Nic) -> None:
+    with connected(nic) as (ours, _), nic.register_host(bytearray(KIB)) as region:
+        remote = region.remote(length_bytes=16)
+        for number in range(4):
+            ours.post_write(region, remote, work_id=number, local_offset_bytes=512, signaled=number == 3)
+        assert ours.wait(WAIT_MS).expect(Status.SUCCESS).work_id == 3
+        assert ours.send_queue.poll() == []
+
+
+def test_a_failure_without_a_signal_is_told(nic: Nic) -> None:
+    with connected(nic) as (ours, _), nic.register_host(bytearray(KIB)) as region:
+        with nic.register_host(bytearray(KIB)) as gone:
+            remote = gone.remote()
+        ours.post_write(region, remote, work_id=5, signaled=False)
+        failed = ours.wait(WAIT_MS)
+    assert (failed.work_id, failed.status) == (5, Status.REM_ACCESS_ERR)
+
+
+def test_two_pairs_share_a_queue_and_each_has_its_completions(nic: Nic) -> None:
+    with (
+        nic.completion_queue() as queue,
+        nic.queue_pair(queue) as left,
+        nic.queue_pair(queue) as right,
+        nic.register_host(bytearray(KIB)) as region,
+    ):
+        left.connect(right.endpoint())
+        right.connect(left.endpoint())
+        remote = region.remote(length_bytes=16)
+        left.post_write(region, remote, work_id=1, local_offset_bytes=512)
+        right.post_write(region, remote, work_id=2, local_offset_bytes=512)
+        found = [queue.wait(WAIT_MS).expect(Status.SUCCESS) for _ in range(2)]
+    assert {(each.qp_number, each.work_id) for each in found} == {(left.number, 1), (right.number, 2)}
+
+
+@pytest.mark.parametrize("solicited_only", [False, True], ids=["any", "solicited"])
+def test_a_completion_makes_an_event(nic: Nic, solicited_only: bool) -> None:  # noqa: FBT001 - a parameter of pytest.
+    with (
+        nic.completion_queue(events=True) as queue,
+        nic.completion_queue() as others,
+        nic.queue_pair(queue) as theirs,
+        nic.queue_pair(others) as ours,
+        nic.register_host(bytearray(KIB)) as region,
+    ):
+        ours.connect(theirs.endpoint())
+        theirs.connect(ours.endpoint())
+        queue.request_notification(solicited_only=solicited_only)
+        theirs.post_receive(region, work_id=1)
+        ours.post_send(region, work_id=2, length_bytes=16, solicited=True)
+        theirs.wait_received(WAIT_MS).expect(Status.SUCCESS)
+        queue.take_event(WAIT_MS)
+
+
+def test_a_failed_completion_makes_a_solicited_event(nic: Nic) -> None:
+    with (
+        nic.completion_queue(events=True) as queue,
+        nic.queue_pair(queue) as ours,
+        nic.queue_pair(queue) as theirs,
+        nic.register_host(bytearray(KIB)) as region,
+    ):
+        ours.connect(theirs.endpoint())
+        theirs.connect(ours.endpoint())
+        queue.request_notification(solicited_only=True)
+        theirs.post_receive(region, work_id=1)
+        theirs.fail()
+        assert theirs.wait_received(WAIT_MS).status is Status.WR_FLUSH_ERR
+        queue.take_event(WAIT_MS)

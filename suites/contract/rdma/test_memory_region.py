@@ -1,0 +1,143 @@
+"""ibv_reg_mr(3): what can be registered, and what its keys are."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+from typing import TYPE_CHECKING
+
+import pytest
+from support.loop import ALL_ACCESS, WAIT_MS, connected, refused
+from support.raw_verbs import register
+
+from gdrkit import pattern
+from gdrkit.harness.needs import needs, verbs
+from gdrkit.units import HOST_PAGE_BYTES, KIB, MIB
+from gdrkit.verbs import Access, Status
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from gdrkit.verbs import Nic
+
+pytestmark = needs(verbs.nic())
+
+UNKNOWN_ACCESS = 1 << 19  # Neither known nor among the optional bits 20 to 29, which a library may drop.
+
+
+@pytest.fixture
+def pages() -> Iterator[int]:
+    """The address of four pages, of which the last is not mapped any more."""
+    from support.pages import mapped_pages
+
+    with mapped_pages(4, unmapped_from=3) as address:
+        yield address
+
+
+@pytest.mark.parametrize("length_bytes", [1, 4095, HOST_PAGE_BYTES, 64 * KIB + 1, MIB + 3])
+def test_any_length_at_any_address_can_be_registered(nic: Nic, length_bytes: int) -> None:
+    data = memoryview(bytearray(length_bytes + 7))[7:]
+    with nic.register_host(data) as region:
+        assert region.length_bytes == length_bytes
+        assert region.remote().length_bytes == length_bytes
+
+
+def test_one_buffer_may_have_many_regions_each_with_keys_of_its_own(nic: Nic) -> None:
+    data = bytearray(HOST_PAGE_BYTES)
+    regions = [nic.register_host(data) for _ in range(16)]
+    assert len({region.rkey for region in regions}) == 16
+    assert len({region.lkey for region in regions}) == 16
+    for region in regions:
+        region.close()
+
+
+def test_a_region_lives_on_when_another_one_of_the_same_bytes_goes(nic: Nic, seed: int) -> None:
+    data = bytearray(HOST_PAGE_BYTES)
+    source = bytearray(pattern.payload(HOST_PAGE_BYTES, seed=seed))
+    with connected(nic) as (ours, _), nic.register_host(source) as local, nic.register_host(data) as kept:
+        nic.register_host(data).close()
+        ours.post_write(local, kept.remote(), work_id=1)
+        ours.wait(WAIT_MS).expect(Status.SUCCESS)
+        pattern.check(data, seed=seed)
+
+
+def test_memory_that_may_only_be_read_is_registered_for_reading(nic: Nic) -> None:
+    from support.pages import mapped_pages
+
+    with mapped_pages(1, writable=False) as address:
+        with register(nic, address, length_bytes=HOST_PAGE_BYTES, access=int(Access.REMOTE_READ)):
+            pass
+        with refused(errno.EFAULT), register(nic, address, length_bytes=HOST_PAGE_BYTES, access=int(ALL_ACCESS)):
+            pass
+
+
+def test_memory_that_is_not_mapped_is_refused(nic: Nic, pages: int) -> None:
+    address = pages + 3 * HOST_PAGE_BYTES
+    with refused(errno.EFAULT), register(nic, address, length_bytes=16, access=int(ALL_ACCESS)):
+        pass
+
+
+def test_a_range_that_leaves_the_mapping_is_refused_whole(nic: Nic, pages: int) -> None:
+    with register(nic, pages, length_bytes=3 * HOST_PAGE_BYTES, access=int(ALL_ACCESS)):
+        pass
+    with refused(errno.EFAULT), register(nic, pages, length_bytes=3 * HOST_PAGE_BYTES + 1, access=int(ALL_ACCESS)):
+        pass
+
+
+@pytest.mark.parametrize(
+    "access", [Access.REMOTE_WRITE, Access.REMOTE_ATOMIC, Access.REMOTE_WRITE | Access.REMOTE_READ]
+)
+def test_remote_writing_needs_local_writing(nic: Nic, pages: int, access: Access) -> None:
+    with refused(errno.EINVAL), register(nic, pages, length_bytes=16, access=int(access)):
+        pass
+
+
+def test_an_access_that_nobody_knows_is_refused(nic: Nic, pages: int) -> None:
+    # A driver may also say that it cannot do this.
+    access = int(ALL_ACCESS) | UNKNOWN_ACCESS
+    with refused(errno.EINVAL, errno.EOPNOTSUPP), register(nic, pages, length_bytes=16, access=access):
+        pass
+
+
+def test_an_optional_access_is_taken_or_dropped_and_never_refused(nic: Nic, pages: int) -> None:
+    with register(nic, pages, length_bytes=16, access=int(ALL_ACCESS | Access.RELAXED_ORDERING)):
+        pass
+
+
+def test_local_reading_alone_needs_no_access_at_all(nic: Nic, seed: int) -> None:
+    source = bytearray(pattern.payload(KIB, seed=seed))
+    target = bytearray(KIB)
+    with (
+        connected(nic) as (ours, _),
+        nic.register_host(source, access=Access(0)) as local,
+        nic.register_host(target) as there,
+    ):
+        ours.post_write(local, there.remote(), work_id=1)
+        ours.wait(WAIT_MS).expect(Status.SUCCESS)
+    pattern.check(target, seed=seed)
+
+
+@pytest.mark.parametrize(
+    "length_bytes", [pytest.param(0, id="zero"), pytest.param(2**64 - HOST_PAGE_BYTES, id="past-the-last-address")]
+)
+def test_a_length_that_cannot_be_is_refused(nic: Nic, pages: int, length_bytes: int) -> None:
+    with refused(errno.EINVAL), register(nic, pages, length_bytes=length_bytes, access=int(ALL_ACCESS)):
+        pass
+
+
+def test_shared_memory_can_be_registered(nic: Nic, seed: int) -> None:
+    with mmap.mmap(-1, 64 * KIB) as shared:
+        source = bytearray(pattern.payload(64 * KIB, seed=seed))
+        with connected(nic) as (ours, _), nic.register_host(source) as local, nic.register_host(shared) as there:
+            ours.post_write(local, there.remote(), work_id=1)
+            ours.wait(WAIT_MS).expect(Status.SUCCESS)
+        pattern.check(shared[:], seed=seed)
+
+
+def test_after_deregistration_the_key_is_refused(nic: Nic) -> None:
+    target = bytearray(KIB)
+    with connected(nic) as (ours, _), nic.register_host(bytearray(KIB)) as local:
+        with nic.register_host(target) as there:
+            remote = there.remote()
+        ours.post_write(local, remote, work_id=1)
+        assert ours.wait(WAIT_MS).status is Status.REM_ACCESS_ERR

@@ -1,0 +1,150 @@
+"""What a key, a queue pair and a protection domain allow; ibv_reg_mr(3), ibv_modify_qp(3), ibv_alloc_pd(3)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+from support.loop import ALL_ACCESS, WAIT_MS, connected
+
+from gdrkit import verbs as rdma
+from gdrkit.harness.needs import needs, verbs
+from gdrkit.units import KIB
+from gdrkit.verbs import Access, Piece, Status
+
+if TYPE_CHECKING:
+    from gdrkit.verbs import Nic
+
+pytestmark = needs(verbs.nic())
+
+# A responder may refuse what the queue pair does not allow as an access error or as an invalid request; NICs do either.
+NOT_ALLOWED = frozenset({Status.REM_ACCESS_ERR, Status.REM_INV_REQ_ERR})
+# For a receive that cannot be filled the specification has a protection error; rxe calls it an error of the operation.
+NOT_FILLED = frozenset({Status.LOC_PROT_ERR, Status.LOC_QP_OP_ERR})
+
+# A local key that is not there, or not of this domain, is a protection error by the specification (10.10.5); rxe calls
+# it an error of the operation.
+NO_SUCH_KEY = frozenset({Status.LOC_PROT_ERR, Status.LOC_QP_OP_ERR})
+
+
+def test_a_write_needs_remote_write(nic: Nic) -> None:
+    data = bytearray(KIB)
+    with (
+        connected(nic) as (ours, _),
+        nic.register_host(bytearray(b"\xa5" * KIB)) as local,
+        nic.register_host(data, access=Access.LOCAL_WRITE | Access.REMOTE_READ) as there,
+    ):
+        ours.post_write(local, there.remote(), work_id=1)
+        assert ours.wait(WAIT_MS).status is Status.REM_ACCESS_ERR
+    assert data == bytes(KIB)
+
+
+def test_a_read_needs_remote_read(nic: Nic) -> None:
+    own = bytearray(KIB)
+    with (
+        connected(nic) as (ours, _),
+        nic.register_host(own) as local,
+        nic.register_host(bytearray(b"\xa5" * KIB), access=Access.LOCAL_WRITE | Access.REMOTE_WRITE) as there,
+    ):
+        ours.post_read(local, there.remote(), work_id=1)
+        assert ours.wait(WAIT_MS).status is Status.REM_ACCESS_ERR
+    assert own == bytes(KIB)
+
+
+def test_a_write_needs_a_queue_pair_that_allows_it(nic: Nic) -> None:
+    data = bytearray(KIB)
+    with (
+        connected(nic, access=Access.REMOTE_READ) as (ours, _),
+        nic.register_host(bytearray(b"\xa5" * KIB)) as local,
+        nic.register_host(data) as there,
+    ):
+        ours.post_write(local, there.remote(), work_id=1)
+        assert ours.wait(WAIT_MS).status in NOT_ALLOWED
+    assert data == bytes(KIB)
+
+
+def test_a_read_needs_a_queue_pair_that_allows_it(nic: Nic) -> None:
+    own = bytearray(KIB)
+    with (
+        connected(nic, access=Access.REMOTE_WRITE) as (ours, _),
+        nic.register_host(own) as local,
+        nic.register_host(bytearray(b"\xa5" * KIB)) as there,
+    ):
+        ours.post_read(local, there.remote(), work_id=1)
+        assert ours.wait(WAIT_MS).status in NOT_ALLOWED
+    assert own == bytes(KIB)
+
+
+@pytest.mark.parametrize("flipped", [0x0000_0001, 0x0000_0100, 0x8000_0000, 0xFFFF_FFFF])
+def test_a_key_that_differs_in_any_bit_is_refused(nic: Nic, flipped: int) -> None:
+    data = bytearray(KIB)
+    with (
+        connected(nic) as (ours, _),
+        nic.register_host(bytearray(b"\xa5" * KIB)) as local,
+        nic.register_host(data) as there,
+    ):
+        # The region of the local bytes has a key, too: what a flipped bit hits must not be that one.
+        wrong = replace(there.remote(), rkey=there.rkey ^ flipped)
+        assert wrong.rkey not in {local.rkey, there.rkey}
+        ours.post_write(local, wrong, work_id=1)
+        assert ours.wait(WAIT_MS).status is Status.REM_ACCESS_ERR
+    assert data == bytes(KIB)
+
+
+def test_a_send_with_a_wrong_local_key_fails_here(nic: Nic) -> None:
+    with connected(nic) as (ours, _), nic.register_host(bytearray(KIB)) as local:
+        right = local.piece()
+        ours.post_send([replace(right, lkey=right.lkey ^ 0x0100_0001)], work_id=1)
+        assert ours.wait(WAIT_MS).status in NO_SUCH_KEY
+
+
+def test_a_read_into_memory_that_may_not_be_written_fails_here(nic: Nic) -> None:
+    own = bytearray(KIB)
+    with (
+        connected(nic) as (ours, _),
+        nic.register_host(own, access=Access.REMOTE_READ) as local,
+        nic.register_host(bytearray(b"\xa5" * KIB)) as there,
+    ):
+        ours.post_read(local, there.remote(), work_id=1)
+        assert ours.wait(WAIT_MS).status is Status.LOC_PROT_ERR
+    assert own == bytes(KIB)
+
+
+def test_a_receive_into_memory_that_may_not_be_written_fails_on_both_sides(nic: Nic) -> None:
+    own = bytearray(KIB)
+    with (
+        connected(nic) as (ours, theirs),
+        nic.register_host(bytearray(b"\xa5" * KIB)) as source,
+        nic.register_host(own, access=Access.REMOTE_READ) as target,
+    ):
+        theirs.post_receive(target, work_id=1)
+        ours.post_send(source, work_id=2)
+        assert ours.wait(WAIT_MS).status is Status.REM_OP_ERR
+        assert theirs.wait_received(WAIT_MS).status in NOT_FILLED
+    assert own == bytes(KIB)
+
+
+def test_a_key_of_another_protection_domain_is_refused(nic: Nic) -> None:
+    data = bytearray(KIB)
+    with (
+        rdma.Nic.open(nic.name, port=nic.port.number, gid_index=nic.gid_index) as stranger,
+        connected(nic) as (ours, _),
+        nic.register_host(bytearray(b"\xa5" * KIB)) as local,
+        stranger.register_host(data, access=ALL_ACCESS) as there,
+    ):
+        ours.post_write(local, there.remote(), work_id=1)
+        assert ours.wait(WAIT_MS).status is Status.REM_ACCESS_ERR
+    assert data == bytes(KIB)
+
+
+def test_a_local_key_of_another_protection_domain_is_refused(nic: Nic) -> None:
+    with (
+        rdma.Nic.open(nic.name, port=nic.port.number, gid_index=nic.gid_index) as stranger,
+        connected(nic) as (ours, _),
+        stranger.register_host(bytearray(KIB)) as foreign,
+        nic.register_host(bytearray(KIB)) as there,
+    ):
+        piece: Piece = foreign.piece()
+        ours.post_write([piece], there.remote(), work_id=1)
+        assert ours.wait(WAIT_MS).status in NO_SUCH_KEY

@@ -1,0 +1,179 @@
+"""ibv_modify_qp(3): which step is possible from where, and what it must be given."""
+
+from __future__ import annotations
+
+import errno
+from typing import TYPE_CHECKING
+
+import pytest
+from support.loop import ALL_ACCESS, WAIT_MS, connected, refused
+from support.raw_verbs import STEPS, Mask, RawPair, step_address, values
+
+from gdrkit.harness.needs import needs, verbs
+from gdrkit.units import KIB
+from gdrkit.verbs import QueuePairState, Status
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from gdrkit.verbs import Nic
+
+pytestmark = needs(verbs.nic())
+
+RESET, INIT, RTR, RTS, ERR = (
+    QueuePairState.RESET,
+    QueuePairState.INIT,
+    QueuePairState.RTR,
+    QueuePairState.RTS,
+    QueuePairState.ERR,
+)
+BEFORE = {INIT: RESET, RTR: INIT, RTS: RTR}
+REQUIRED = [
+    pytest.param(state, attribute, id=f"{state.name}-without-{attribute.name}")
+    for state, attributes in STEPS.items()
+    for attribute in Mask
+    if attribute in attributes
+]
+
+
+@pytest.fixture
+def pair(nic: Nic) -> Iterator[RawPair]:
+    """A queue pair in RESET."""
+    with nic.completion_queue() as queue:
+        made = RawPair(nic, queue)
+        yield made
+        made.close()
+
+
+def test_it_goes_from_reset_to_ready_in_three_steps(pair: RawPair) -> None:
+    assert pair.state is RESET
+    for state in STEPS:
+        pair.step(state)
+        assert pair.state is state
+
+
+@pytest.mark.parametrize(("state", "missing"), REQUIRED)
+def test_a_step_without_an_attribute_that_it_requires_is_refused(
+    pair: RawPair, state: QueuePairState, missing: Mask
+) -> None:
+    pair.go(BEFORE[state])
+    with refused(errno.EINVAL):
+        pair.step(state, STEPS[state] & ~missing)
+    assert pair.state is BEFORE[state]
+    pair.step(state)
+
+
+@pytest.mark.parametrize(
+    ("begin", "state"),
+    [
+        pytest.param(RESET, RTR, id="RESET-to-RTR"),
+        pytest.param(RESET, RTS, id="RESET-to-RTS"),
+        pytest.param(RESET, ERR, id="RESET-to-ERR"),
+        pytest.param(INIT, RTS, id="INIT-to-RTS"),
+        pytest.param(RTS, RTR, id="RTS-to-RTR"),
+        pytest.param(RTS, INIT, id="RTS-to-INIT"),
+        pytest.param(ERR, INIT, id="ERR-to-INIT"),
+        pytest.param(ERR, RTS, id="ERR-to-RTS"),
+    ],
+)
+def test_there_is_no_such_step(pair: RawPair, begin: QueuePairState, state: QueuePairState) -> None:
+    pair.go(RTS if begin is ERR else begin)
+    if begin is ERR:
+        pair.step(ERR)
+    with refused(errno.EINVAL):
+        pair.step(state)
+    assert pair.state is begin
+
+
+@pytest.mark.parametrize(
+    ("state", "extra"),
+    [
+        pytest.param(INIT, Mask.TIMEOUT, id="INIT-with-TIMEOUT"),
+        pytest.param(INIT, Mask.AV, id="INIT-with-AV"),
+        pytest.param(RTR, Mask.SQ_PSN, id="RTR-with-SQ_PSN"),
+        pytest.param(RTS, Mask.DEST_QPN, id="RTS-with-DEST_QPN"),
+        pytest.param(ERR, Mask.PORT, id="ERR-with-PORT"),
+    ],
+)
+def test_a_step_with_an_attribute_of_another_one_is_refused(pair: RawPair, state: QueuePairState, extra: Mask) -> None:
+    before = BEFORE.get(state, INIT)
+    pair.go(before)
+    with refused(errno.EINVAL):
+        pair.step(state, STEPS.get(state, Mask(0)) | extra)
+    assert pair.state is before
+
+
+@pytest.mark.parametrize(
+    ("state", "value"),
+    [
+        pytest.param(INIT, {"port_num": 0}, id="port-0"),
+        pytest.param(INIT, {"port_num": 200}, id="port-200"),
+        pytest.param(RTS, {"timeout": 32}, id="timeout-32"),
+        pytest.param(RTS, {"max_rd_atomic": 255}, id="255-reads"),
+    ],
+)
+def test_a_value_that_cannot_be_is_refused(pair: RawPair, state: QueuePairState, value: dict[str, int]) -> None:
+    pair.go(BEFORE[state])
+    with refused(errno.EINVAL):
+        pair.step(state, STEPS[state], **value)
+    assert pair.state is BEFORE[state]
+
+
+def test_a_gid_index_without_a_gid_is_refused(pair: RawPair, nic: Nic) -> None:
+    pair.go(INIT)
+    # The largest index that has a place in ibv_global_route: behind the table, or in a part of it that is empty.
+    address = step_address(nic, sgid_index=255)
+    attributes = {**values(nic), "qp_state": int(RTR)}
+    with refused(errno.EINVAL, errno.ENODATA):
+        pair.modify(STEPS[RTR] | Mask.STATE, address, **attributes)
+    assert pair.state is INIT
+
+
+@pytest.mark.parametrize("begin", [INIT, RTR, RTS, ERR], ids=lambda state: state.name)
+def test_it_can_begin_again_from_everywhere(pair: RawPair, begin: QueuePairState) -> None:
+    pair.go(RTS if begin is ERR else begin)
+    if begin is ERR:
+        pair.step(ERR)
+    pair.step(RESET)
+    assert pair.state is RESET
+    pair.go(RTS)
+    assert pair.state is RTS
+
+
+@pytest.mark.parametrize("begin", [RESET, INIT, RTR], ids=lambda state: state.name)
+def test_nothing_is_sent_before_it_is_ready(pair: RawPair, begin: QueuePairState) -> None:
+    pair.go(begin)
+    with refused(errno.EINVAL):
+        pair.post_send(1)
+
+
+@pytest.mark.parametrize("begin", [INIT, RTR, RTS], ids=lambda state: state.name)
+def test_a_receive_may_be_posted_early_and_is_flushed_in_the_error_state(pair: RawPair, begin: QueuePairState) -> None:
+    pair.go(begin)
+    pair.post_receive(1)
+    pair.step(ERR)
+    completion = pair.queue.wait(WAIT_MS)
+    assert (completion.status, completion.qp_number) == (Status.WR_FLUSH_ERR, pair.number)
+
+
+def test_what_is_sent_in_the_error_state_is_flushed(pair: RawPair) -> None:
+    # A receive is flushed then by most devices; rxe does not look at it any more, and no man page promises it.
+    pair.go(RTS)
+    pair.step(ERR)
+    pair.post_send(1)
+    assert pair.queue.wait(WAIT_MS).status is Status.WR_FLUSH_ERR
+
+
+def test_pairs_that_failed_leave_the_memory_to_new_ones(nic: Nic) -> None:
+    target = bytearray(KIB)
+    with (
+        nic.register_host(bytearray(b"\xa5" * KIB)) as local,
+        nic.register_host(target, access=ALL_ACCESS) as there,
+    ):
+        with connected(nic) as (ours, theirs):
+            ours.fail()
+            theirs.fail()
+        with connected(nic) as (ours, _):
+            ours.post_write(local, there.remote(), work_id=1)
+            ours.wait(WAIT_MS).expect(Status.SUCCESS)
+    assert target == b"\xa5" * KIB

@@ -1,0 +1,243 @@
+"""ibv_post_send(3), ibv_post_recv(3): SEND, immediates, pieces, inline, and receives that do not fit or are missing."""
+
+from __future__ import annotations
+
+import errno
+from typing import TYPE_CHECKING
+
+import pytest
+from support.loop import WAIT_MS, connected, refused, unready
+
+from gdrkit import pattern
+from gdrkit.harness.needs import needs, verbs
+from gdrkit.units import KIB
+from gdrkit.verbs import Opcode, Piece, Status
+
+if TYPE_CHECKING:
+    from gdrkit.verbs import Nic, QueuePair, Region
+
+pytestmark = needs(verbs.nic())
+
+ROOM_BYTES = 80 * KIB
+# One packet less one byte, one, one more, for each size of a packet that there is.
+LENGTHS = [0, 1, 255, 1024, 1025, 4097, 64 * KIB]
+IMMEDIATES = [0, 1, 0x01020304, 0xFFFFFFFF]
+# A message that is too long is an invalid request by the specification (9.9.3); rxe answers that the operation failed,
+# and so at the receiver where the specification has a length error.
+TOO_LONG_THERE = frozenset({Status.REM_INV_REQ_ERR, Status.REM_OP_ERR})
+TOO_LONG_HERE = frozenset({Status.LOC_LEN_ERR, Status.LOC_QP_OP_ERR})
+
+
+def quarters(region: Region, length_bytes: int) -> list[Piece]:
+    """Four pieces of the region, the last one first."""
+    part = length_bytes // 4
+    return [region.piece(offset_bytes=index * part, length_bytes=part) for index in (3, 2, 1, 0)]
+
+
+def turned(data: bytes) -> bytes:
+    """What those four pieces have, one behind the other."""
+    part = len(data) // 4
+    return b"".join(data[index * part : (index + 1) * part] for index in (3, 2, 1, 0))
+
+
+def post_receives(pair: QueuePair, count: int) -> None:
+    """That many, of no bytes."""
+    for number in range(count):
+        pair.post_receive((), work_id=number)
+
+
+@pytest.mark.parametrize("length_bytes", LENGTHS)
+def test_a_message_arrives_whole_and_nothing_behind_it(nic: Nic, seed: int, length_bytes: int) -> None:
+    payload = pattern.payload(length_bytes, seed=seed)
+    target = bytearray(ROOM_BYTES)
+    with (
+        connected(nic) as (ours, theirs),
+        nic.register_host(bytearray(payload) or bytearray(1)) as source,
+        nic.register_host(target) as region,
+    ):
+        theirs.post_receive(region, work_id=1)
+        ours.post_send(source, work_id=2, length_bytes=length_bytes)
+        ours.wait(WAIT_MS).expect(Status.SUCCESS)
+        got = theirs.wait_received(WAIT_MS).expect(Status.SUCCESS)
+    assert (got.length_bytes, got.opcode, got.immediate) == (length_bytes, Opcode.RECV, None)
+    assert target == payload + bytes(ROOM_BYTES - length_bytes)
+
+
+@pytest.mark.parametrize("immediate", IMMEDIATES)
+def test_a_send_carries_its_immediate(nic: Nic, immediate: int) -> None:
+    with connected(nic) as (ours, theirs), nic.register_host(bytearray(KIB)) as region:
+        theirs.post_receive(region, work_id=1)
+        ours.post_send(region, work_id=2, length_bytes=3, immediate=immediate)
+        ours.wait(WAIT_MS).expect(Status.SUCCESS)
+        got = theirs.wait_received(WAIT_MS).expect(Status.SUCCESS)
+    assert (got.immediate, got.length_bytes, got.opcode) == (immediate, 3, Opcode.RECV)
+
+
+@pytest.mark.parametrize("immediate", IMMEDIATES)
+def test_a_write_carries_its_immediate_and_takes_a_receive(nic: Nic, immediate: int) -> None:
+    target = bytearray(KIB)
+    with (
+        connected(nic) as (ours, theirs),
+        nic.register_host(bytearray(b"\xa5" * KIB)) as local,
+        nic.register_host(target) as there,
+    ):
+        theirs.post_receive((), work_id=1)
+        ours.post_write(local, there.remote(), work_id=2, immediate=immediate)
+        ours.wait(WAIT_MS).expect(Status.SUCCESS)
+        got = theirs.wait_received(WAIT_MS).expect(Status.SUCCESS)
+    assert (got.immediate, got.opcode, got.work_id) == (immediate, Opcode.RECV_RDMA_WITH_IMM, 1)
+    assert target == b"\xa5" * KIB
+
+
+def test_receives_are_filled_in_the_order_in_which_they_were_posted(nic: Nic) -> None:
+    target = bytearray(8)
+    with (
+        connected(nic) as (ours, theirs),
+        nic.register_host(bytearray(range(8))) as source,
+        nic.register_host(target) as region,
+    ):
+        for number in range(8):
+            theirs.post_receive(region, work_id=number, local_offset_bytes=7 - number, length_bytes=1)
+        for number in range(8):
+            ours.post_send(source, work_id=number, local_offset_bytes=number, length_bytes=1)
+        for number in range(8):
+            assert ours.wait(WAIT_MS).expect(Status.SUCCESS).work_id == number
+            assert theirs.wait_received(WAIT_MS).expect(Status.SUCCESS).work_id == number
+    assert target == bytes(reversed(range(8)))
+
+
+@pytest.mark.parametrize("operation", ["send", "write"])
+def test_pieces_are_gathered_in_their_order(nic: Nic, seed: int, operation: str) -> None:
+    payload = pattern.payload(8 * KIB, seed=seed)
+    target = bytearray(8 * KIB)
+    with (
+        connected(nic) as (ours, theirs),
+        nic.register_host(bytearray(payload)) as source,
+        nic.register_host(target) as there,
+    ):
+        if operation == "send":
+            theirs.post_receive(there, work_id=1)
+            ours.post_send(quarters(source, 8 * KIB), work_id=2)
+            theirs.wait_received(WAIT_MS).expect(Status.SUCCESS)
+        else:
+            ours.post_write(quarters(source, 8 * KIB), there.remote(), work_id=2)
+        ours.wait(WAIT_MS).expect(Status.SUCCESS)
+    assert target == turned(payload)
+
+
+@pytest.mark.parametrize("operation", ["send", "read"])
+def test_pieces_are_filled_in_their_order(nic: Nic, seed: int, operation: str) -> None:
+    payload = pattern.payload(8 * KIB, seed=seed)
+    target = bytearray(8 * KIB)
+    with (
+        connected(nic) as (ours, theirs),
+        nic.register_host(bytearray(payload)) as source,
+        nic.register_host(target) as there,
+    ):
+        if operation == "send":
+            theirs.post_receive(quarters(there, 8 * KIB), work_id=1)
+            ours.post_send(source, work_id=2)
+            theirs.wait_received(WAIT_MS).expect(Status.SUCCESS)
+        else:
+            ours.post_read(quarters(there, 8 * KIB), source.remote(), work_id=2)
+        ours.wait(WAIT_MS).expect(Status.SUCCESS)
+    assert turned(bytes(target)) == payload
+
+
+@pytest.mark.parametrize("operation", ["send", "receive"])
+def test_more_pieces_than_any_pair_has_are_refused(nic: Nic, operation: str) -> None:
+    with connected(nic, limits={"pieces_max": 2}) as (ours, _), nic.register_host(bytearray(KIB)) as region:
+        pieces = [region.piece(length_bytes=1)] * 1000
+        with refused(errno.EINVAL):
+            (ours.post_send if operation == "send" else ours.post_receive)(pieces, work_id=1)
+
+
+def test_inline_bytes_may_be_changed_right_away(nic: Nic, seed: int) -> None:
+    payload = pattern.payload(32, seed=seed)
+    source, target = bytearray(payload), bytearray(32)
+    with (
+        connected(nic, limits={"inline_bytes_max": 32}) as (ours, _),
+        nic.register_host(source) as local,
+        nic.register_host(target) as there,
+    ):
+        ours.post_write(local, there.remote(), work_id=1, inline=True)
+        memoryview(source)[:] = bytes(32)
+        ours.wait(WAIT_MS).expect(Status.SUCCESS)
+    assert target == payload
+
+
+def test_inline_bytes_need_no_key(nic: Nic, seed: int) -> None:
+    payload = pattern.payload(32, seed=seed)
+    target = bytearray(32)
+    with (
+        connected(nic, limits={"inline_bytes_max": 32}) as (ours, theirs),
+        nic.register_host(bytearray(payload)) as local,
+        nic.register_host(target) as there,
+    ):
+        right = local.piece()
+        theirs.post_receive(there, work_id=1)
+        ours.post_send([Piece(right.address, right.length_bytes, 0)], work_id=2, inline=True)
+        ours.wait(WAIT_MS).expect(Status.SUCCESS)
+        theirs.wait_received(WAIT_MS).expect(Status.SUCCESS)
+    assert target == payload
+
+
+def test_more_inline_bytes_than_the_pair_takes_are_refused(nic: Nic) -> None:
+    # Far more: a device may give more room than was asked for.
+    with (
+        connected(nic, limits={"inline_bytes_max": 32}) as (ours, _),
+        nic.register_host(bytearray(64 * KIB)) as local,
+        refused(errno.EINVAL, errno.ENOMEM),
+    ):
+        ours.post_send(local, work_id=1, inline=True)
+
+
+def test_a_full_receive_queue_refuses_more(nic: Nic) -> None:
+    with connected(nic, limits={"receives_max": 4}) as (ours, _):
+        post_receives(ours, 4)
+        # A device may give more room than was asked for, but not without end.
+        with refused(errno.ENOMEM):
+            post_receives(ours, 100_000)
+
+
+def test_a_message_longer_than_the_receive_fails_on_both_sides(nic: Nic) -> None:
+    with connected(nic) as (ours, theirs), nic.register_host(bytearray(4 * KIB)) as region:
+        theirs.post_receive(region, work_id=1, length_bytes=2 * KIB)
+        ours.post_send(region, work_id=2, length_bytes=2 * KIB + 1)
+        assert ours.wait(WAIT_MS).status in TOO_LONG_THERE
+        assert theirs.wait_received(WAIT_MS).status in TOO_LONG_HERE
+
+
+@pytest.mark.parametrize("operation", ["send", "write-with-immediate"])
+def test_without_a_receive_it_is_tried_again_and_then_fails(nic: Nic, operation: str) -> None:
+    with connected(nic, rnr_retry_count=1) as (ours, _), nic.register_host(bytearray(KIB)) as region:
+        if operation == "send":
+            ours.post_send(region, work_id=1, length_bytes=16)
+        else:
+            ours.post_write(region, region.remote(length_bytes=16), work_id=1, local_offset_bytes=512, immediate=1)
+        assert ours.wait(WAIT_MS).status is Status.RNR_RETRY_EXC_ERR
+
+
+def test_a_receive_that_comes_late_is_still_in_time(nic: Nic) -> None:
+    target = bytearray(KIB)
+    with (
+        # Code 30: tried again after 0.5 s.
+        connected(nic, rnr_timer_code=30) as (ours, theirs),
+        nic.register_host(bytearray(b"\xa5" * KIB)) as source,
+        nic.register_host(target) as region,
+    ):
+        ours.post_send(source, work_id=1)
+        theirs.post_receive(region, work_id=2)
+        ours.wait(WAIT_MS).expect(Status.SUCCESS)
+        theirs.wait_received(WAIT_MS).expect(Status.SUCCESS)
+    assert target == b"\xa5" * KIB
+
+
+def test_a_pair_that_nobody_has_ends_in_retry_exceeded(nic: Nic) -> None:
+    with unready(nic) as ours, nic.register_host(bytearray(KIB)) as region:
+        with unready(nic) as gone:
+            other = gone.endpoint()
+        # A retry count of 7 means for ever to some drivers.
+        ours.connect(other, retry_count=1, timeout_exponent=12)
+        ours.post_send(region, work_id=1)
+        assert ours.wait(WAIT_MS).status is Status.RETRY_EXC_ERR

@@ -1,0 +1,169 @@
+"""The lab where it cannot run: one sentence and 3, in time. Small scripts stand for the programs that are broken."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from hardware.lab.errors import LabError
+from hardware.lab.machine import Limits, Machine, can_virtualize
+from hardware.lab.pairs import Pair, table
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+HOUSE = Path(__file__).resolve().parents[2]
+PROGRAMS = ("qemu-system-x86_64", "busybox", "modprobe", "ip", "rdma", "vng")
+NO_CASE = "suites/contract/rdma/test_bounds.py"
+
+
+def write(path: Path, text: str) -> None:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Path:
+    """A folder `bin` with every program that the lab takes, each of which does nothing, and a kernel in `kernel`."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name in PROGRAMS:
+        write(programs / name, "exit 0")
+    for name in ("bash", "sh", "sleep", "env", "git", "dirname"):
+        found = shutil.which(name)
+        if found:
+            (programs / name).symlink_to(found)
+    (tmp_path / "kernel" / "boot").mkdir(parents=True)
+    (tmp_path / "kernel" / "boot" / "vmlinuz-1").touch()
+    (tmp_path / "kernel" / "ready").touch()
+    return tmp_path
+
+
+@pytest.fixture
+def lab(bench: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs the lab with those programs and none of the system's."""
+
+    def run(*options: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "hardware.lab", f"--tools={bench / 'bin'}", f"--cache={bench / 'kernel'}"]
+        environ = {**os.environ, "PATH": str(bench / "bin"), "PYTHONPATH": os.pathsep.join([str(HOUSE), *sys.path])}
+        return subprocess.run(
+            # A quick part of the cases: what is looked at here comes before or after them.
+            [*command, f"--output={bench / 'run'}", *options, NO_CASE, "-k", "first-byte"],
+            cwd=HOUSE,
+            env=environ,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=100,
+        )
+
+    return run
+
+
+def said(result: subprocess.CompletedProcess[str]) -> str:
+    """The one sentence."""
+    assert result.returncode == 3, result.stdout + result.stderr
+    assert "Traceback" not in result.stderr
+    (line,) = [
+        line for line in result.stdout.splitlines() if line.startswith("lab: ") and "virtual machine by" not in line
+    ]
+    return line
+
+
+def test_without_qemu(bench: Path, lab: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    (bench / "bin" / "qemu-system-x86_64").unlink()
+    assert "qemu-system-x86" in said(lab())
+
+
+def test_without_virtme(bench: Path, lab: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    (bench / "bin" / "vng").unlink()
+    assert "virtme-ng" in said(lab())
+
+
+def test_without_a_kernel_and_without_apt(bench: Path, lab: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    (bench / "kernel" / "ready").unlink()
+    assert "no apt here" in said(lab())
+
+
+def test_with_an_apt_that_knows_no_kernel(bench: Path, lab: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    (bench / "kernel" / "ready").unlink()
+    for name in ("apt-get", "apt-cache"):
+        write(bench / "bin" / name, "exit 1")
+    assert "apt knows no kernel package" in said(lab())
+
+
+def test_with_a_kernel_package_that_cannot_be_downloaded(
+    bench: Path, lab: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    (bench / "kernel" / "ready").unlink()
+    write(bench / "bin" / "apt-cache", 'echo "  Depends: linux-image-9.9-amd64"')
+    write(bench / "bin" / "apt-get", 'echo "E: Failed to fetch it" >&2; exit 100')
+    assert "E: Failed to fetch it" in said(lab())
+
+
+def test_with_a_broken_kvm(bench: Path, lab: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    (bench / "cpuinfo").write_text("flags\t\t: fpu vmx sse\n")
+    (bench / "kvm").touch()
+    sentence = said(lab(f"--cpuinfo={bench / 'cpuinfo'}", f"--kvm={bench / 'kvm'}"))
+    assert "broken" in sentence
+    assert "--tcg" in sentence
+
+
+@pytest.mark.parametrize("flags", ["fpu sse", "fpu not_vmx vmxnet"])
+def test_a_kvm_device_alone_is_not_believed(tmp_path: Path, flags: str) -> None:
+    (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nflags\t\t: {flags}\n")
+    (tmp_path / "kvm").touch()
+    assert not can_virtualize(cpuinfo=tmp_path / "cpuinfo", device=tmp_path / "kvm")
+
+
+def test_with_a_guest_that_hangs(bench: Path, lab: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    write(bench / "bin" / "vng", "exec sleep 1000")
+    started = time.monotonic()
+    assert "did not come up within 1 s" in said(lab("--tcg", "--boot-limit-s=1", "--limit-s=1"))
+    assert time.monotonic() - started < 60
+
+
+@pytest.mark.parametrize(
+    "guest",
+    [
+        # A child of it ignores that the machine is asked to end, or it does so itself.
+        pytest.param('trap "" TERM; sleep 1000 & : >booted; wait', id="child"),
+        pytest.param('trap "" TERM; : >booted; while :; do sleep 1; done', id="deaf"),
+    ],
+)
+def test_a_guest_that_came_up_and_hangs_is_ended_with_all_that_it_started(bench: Path, guest: str) -> None:
+    write(bench / "bin" / "vng", guest)
+    machine = Machine(image=bench / "kernel" / "boot" / "vmlinuz-1", tools=bench / "bin", kvm=False)
+    started = time.monotonic()
+    with pytest.raises(LabError, match="did not end within 1 s"):
+        machine.run(bench / "no_script", output=bench, limits=Limits(boot_s=30, run_s=1))
+    # Its output is at its end only when everything that could write to it is gone.
+    assert time.monotonic() - started < 60
+
+
+def test_with_a_guest_that_ends_without_a_result(
+    bench: Path, lab: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    write(bench / "bin" / "vng", "exit 7")
+    assert "vng ended with 7" in said(lab("--tcg"))
+
+
+def test_only_what_both_ran_with_one_verdict_agrees() -> None:
+    pairs = [
+        Pair("a", "pass", "pass"),
+        Pair("b", "pass", "fail"),
+        Pair("c", "pass", "not_run"),
+        Pair("d", "not_run", "not_run"),
+        Pair("e", "pass", "absent"),
+    ]
+    assert [pair.agrees for pair in pairs] == [True, False, False, False, False]
+    assert [pair.counts for pair in pairs] == [True, True, False, False, True]
+    marked = [line.split()[0] for line in table(pairs).splitlines() if line.endswith("DIFFERS")]
+    assert marked == ["b", "e"]

@@ -1,0 +1,20 @@
+"""The fixture by which the cases here take their kind of memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from support.reach import Reach
+
+if TYPE_CHECKING:
+    from gdrkit.verbs import Nic
+
+__all__ = ["reach"]
+
+
+@pytest.fixture
+def reach(request: pytest.FixtureRequest, nic: Nic) -> Reach:
+    """Memory of the kind that the parameter says; see ``support.reach.KINDS``."""
+    device = None if request.param is None else request.getfixturevalue("device")
+    return Reach(nic=nic, device=device, route=request.param)

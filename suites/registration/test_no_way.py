@@ -1,0 +1,116 @@
+"""A NIC that reaches no device memory: one error with both causes, whatever the memory is, and nothing left behind.
+
+On a kernel whose RDMA devices take neither a dma-buf nor a device address (rxe) the answers are the kernel's own; a
+twin of verbs is made to give the same ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+from typing import TYPE_CHECKING
+
+import pytest
+from support.faults import faults
+
+from gdrkit import handles, launch
+from gdrkit.cuda import VmmMemory
+from gdrkit.errors import Api, ApiError, Reason, RegistrationFailed
+from gdrkit.harness.needs import cuda, needs, verbs
+from gdrkit.registration import RegistrationRoute, register
+from gdrkit.units import KIB, MIB
+from gdrkit.verbs import Access
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from gdrkit.cuda import CudaMemory, Device
+    from gdrkit.verbs import Nic
+
+pytestmark = needs(verbs.no_way_to_devices, verbs.nic(), cuda.device(), cuda.dmabuf_export)
+
+DMABUF = ("ibv_reg_dmabuf_mr", errno.EOPNOTSUPP)
+ADDRESS = ("ibv_reg_mr", errno.EFAULT)
+
+
+@contextlib.contextmanager
+def refusing() -> Iterator[None]:
+    """Have a twin refuse both ways as a kernel does that has neither."""
+    with contextlib.ExitStack() as stack:
+        if launch.control().ledger("verbs") is not None:
+            rules = [f"{name} call=* errno={number}" for name, number in (DMABUF, ADDRESS)]
+            stack.enter_context(faults(Api.VERBS, *rules))
+        yield
+
+
+def causes(
+    memory: CudaMemory, nics: tuple[Nic, ...], *, route: RegistrationRoute | None = None, access: Access | None = None
+) -> list[tuple[str, int | None]]:
+    """Function and errno of each cause of the one error."""
+    options = {} if access is None else {"access": access}
+    with refusing():
+        before = handles.live()
+        with pytest.raises(RegistrationFailed) as raised:
+            register(memory, nics, route=route, **options)
+        assert handles.live() == before
+    assert raised.value.reason is Reason.NO_ROUTE
+    found = [cause for cause in raised.value.causes if isinstance(cause, ApiError)]
+    assert all(cause.what_to_do for cause in found)
+    return [(cause.operation, cause.errno) for cause in found]
+
+
+@pytest.mark.parametrize("length_bytes", [1, 4 * KIB - 1, 64 * KIB, 2 * MIB + 3])
+def test_device_memory_of_any_length_is_refused_with_both_causes(
+    device: Device, nics: tuple[Nic, ...], length_bytes: int
+) -> None:
+    with device.allocate(length_bytes) as memory:
+        assert causes(memory, nics) == [DMABUF, ADDRESS]
+
+
+@pytest.mark.parametrize(
+    "access",
+    [
+        Access(0),
+        Access.LOCAL_WRITE,
+        Access.REMOTE_READ,
+        Access.LOCAL_WRITE | Access.REMOTE_WRITE,
+    ],
+    ids=["none", "local-write", "remote-read", "remote-write"],
+)
+def test_device_memory_for_any_access_is_refused_with_both_causes(
+    device: Device, nics: tuple[Nic, ...], access: Access
+) -> None:
+    with device.allocate(64 * KIB) as memory:
+        assert causes(memory, nics, access=access) == [DMABUF, ADDRESS]
+
+
+def test_one_nic_is_refused_as_all_are(device: Device, nic: Nic) -> None:
+    with device.allocate(64 * KIB) as memory:
+        assert causes(memory, (nic,)) == [DMABUF, ADDRESS]
+
+
+@needs(cuda.vmm)
+def test_vmm_memory_is_refused_with_both_causes(device: Device, nics: tuple[Nic, ...]) -> None:
+    with VmmMemory.create(device, 4 * MIB, chunk_bytes=2 * MIB) as memory:
+        assert causes(memory, nics) == [DMABUF, ADDRESS]
+
+
+@pytest.mark.parametrize(
+    ("route", "cause"),
+    [
+        pytest.param(RegistrationRoute.DMABUF, DMABUF, id="dmabuf"),
+        pytest.param(RegistrationRoute.PEER_MEMORY, ADDRESS, id="peer_memory"),
+    ],
+)
+def test_a_way_that_is_asked_for_gives_its_own_cause_alone(
+    device: Device, nics: tuple[Nic, ...], route: RegistrationRoute, cause: tuple[str, int]
+) -> None:
+    with device.allocate(64 * KIB) as memory:
+        assert causes(memory, nics, route=route) == [cause]
+
+
+def test_the_memory_is_whole_after_the_refusal(device: Device, nics: tuple[Nic, ...], seed: int) -> None:
+    with device.allocate(64 * KIB) as memory:
+        memory.fill(0x5A)
+        assert causes(memory, nics) == [DMABUF, ADDRESS]
+        assert memory.read() == b"\x5a" * (64 * KIB)

@@ -1,0 +1,150 @@
+"""libibverbs without what gdrkit adds: a step of a queue pair with chosen attributes, a region of any range.
+
+The calls are those of gdrkit's own seam, so that a contract is checked on the way that gdrkit goes; what gdrkit's
+classes refuse before the library can (a length of 0) gets through here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from gdrkit.verbs import Access, QueuePairState, _pyverbs
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from gdrkit.verbs import CompletionQueue, Nic
+
+__all__ = ["STEPS", "Mask", "RawPair", "register", "step_address", "values"]
+
+
+class Mask(enum.IntFlag):
+    """``ibv_qp_attr_mask``."""
+
+    STATE = 1 << 0
+    ACCESS_FLAGS = 1 << 3
+    PKEY_INDEX = 1 << 4
+    PORT = 1 << 5
+    AV = 1 << 7
+    PATH_MTU = 1 << 8
+    TIMEOUT = 1 << 9
+    RETRY_CNT = 1 << 10
+    RNR_RETRY = 1 << 11
+    RQ_PSN = 1 << 12
+    MAX_QP_RD_ATOMIC = 1 << 13
+    MIN_RNR_TIMER = 1 << 15
+    SQ_PSN = 1 << 16
+    MAX_DEST_RD_ATOMIC = 1 << 17
+    DEST_QPN = 1 << 20
+
+
+# What ibv_modify_qp(3) requires for each step of a reliable connection.
+STEPS: Mapping[QueuePairState, Mask] = {
+    QueuePairState.INIT: Mask.PKEY_INDEX | Mask.PORT | Mask.ACCESS_FLAGS,
+    QueuePairState.RTR: Mask.AV
+    | Mask.PATH_MTU
+    | Mask.DEST_QPN
+    | Mask.RQ_PSN
+    | Mask.MAX_DEST_RD_ATOMIC
+    | Mask.MIN_RNR_TIMER,
+    QueuePairState.RTS: Mask.TIMEOUT | Mask.RETRY_CNT | Mask.RNR_RETRY | Mask.SQ_PSN | Mask.MAX_QP_RD_ATOMIC,
+}
+
+_MTU_256 = 1
+
+
+def values(nic: Nic) -> dict[str, int]:
+    """A good value for every attribute of every step; the mask says which of them count."""
+    return {
+        "pkey_index": 0,
+        "port_num": nic.port.number,
+        "qp_access_flags": int(Access.REMOTE_READ | Access.REMOTE_WRITE),
+        "path_mtu": _MTU_256,
+        "dest_qp_num": 17,
+        "rq_psn": 1,
+        "sq_psn": 1,
+        "max_dest_rd_atomic": 1,
+        "max_rd_atomic": 1,
+        "min_rnr_timer": 12,
+        "timeout": 14,
+        "retry_cnt": 1,
+        "rnr_retry": 1,
+    }
+
+
+def step_address(nic: Nic, **other: int | str) -> dict[str, int | str]:
+    """The way from a NIC to itself, as ``ibv_ah_attr`` has it."""
+    own: dict[str, int | str] = {
+        "is_global": 1,
+        "dlid": nic.port.lid,
+        "port_num": nic.port.number,
+        "gid": nic.gid,
+        "sgid_index": nic.gid_index,
+        "hop_limit": 64,
+    }
+    return own | other
+
+
+@dataclass
+class RawPair:
+    """A queue pair that goes only where it is sent."""
+
+    nic: Nic
+    queue: CompletionQueue
+
+    def __post_init__(self) -> None:
+        limits = {"max_send_wr": 4, "max_recv_wr": 4, "max_send_sge": 1, "max_recv_sge": 1, "max_inline_data": 0}
+        self.pair, self.number = _pyverbs.create_queue_pair(
+            self.nic.domain, send_queue=self.queue.queue, receive_queue=self.queue.queue, limits=limits
+        )
+
+    @property
+    def state(self) -> QueuePairState:
+        """As the device says."""
+        return QueuePairState(_pyverbs.query_state(self.pair))
+
+    def step(self, state: QueuePairState | int, mask: Mask | None = None, **other: int) -> None:
+        """One ibv_modify_qp: the attributes of `mask` (None: those that the step requires), with good values but for
+        `other`.
+        """
+        wanted = STEPS.get(QueuePairState(state), Mask(0)) if mask is None else mask
+        address = step_address(self.nic) if Mask.AV in wanted else None
+        attributes = {**values(self.nic), **other, "qp_state": int(state)}
+        _pyverbs.modify(self.pair, mask=int(wanted | Mask.STATE), address=address, **attributes)
+
+    def modify(self, mask: Mask, address: dict[str, int | str] | None = None, **attributes: int) -> None:
+        """One ibv_modify_qp with exactly these."""
+        _pyverbs.modify(self.pair, mask=int(mask), address=address, **attributes)
+
+    def go(self, state: QueuePairState) -> None:
+        """All steps from RESET up to `state`."""
+        for step in STEPS:
+            if step <= state:
+                self.step(step)
+
+    def post_send(self, work_id: int) -> None:
+        """A SEND of no bytes."""
+        _pyverbs.post_send(self.pair, work_id=work_id, opcode=2, flags=2, pieces=(), remote=None, immediate=0)
+
+    def post_receive(self, work_id: int) -> None:
+        """A receive of no bytes."""
+        _pyverbs.post_receive(self.pair, work_id=work_id, pieces=())
+
+    def close(self) -> None:
+        """ibv_destroy_qp."""
+        _pyverbs.close("ibv_destroy_qp", self.pair)
+
+
+@contextlib.contextmanager
+def register(nic: Nic, address: int, *, length_bytes: int, access: int) -> Iterator[tuple[int, int]]:
+    """ibv_reg_mr with exactly these arguments: lkey and rkey."""
+    made = _pyverbs.register_address(
+        nic.domain, address=address, length_bytes=length_bytes, access=access, device=False
+    )
+    try:
+        yield made.lkey, made.rkey
+    finally:
+        made.close()
