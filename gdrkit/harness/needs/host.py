@@ -5,6 +5,7 @@ Level 7.
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from gdrkit.harness.needs.base import Need
     from gdrkit.inventory import Facts
 
-__all__ = ["memlock"]
+__all__ = ["memlock", "module"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,3 +42,22 @@ class _Memlock:
 def memlock(bytes_min: int) -> Need:
     """RLIMIT_MEMLOCK of at least `bytes_min`, or CAP_IPC_LOCK, which lifts it."""
     return _Memlock(bytes_min)
+
+
+@dataclass(frozen=True, slots=True)
+class _Module:
+    module_name: str
+
+    @property
+    def name(self) -> str:
+        return f"host.module({self.module_name})"
+
+    def check(self, facts: Facts) -> str | None:  # noqa: ARG002 - what Python can import is no fact of the host.
+        if importlib.util.find_spec(self.module_name) is not None:
+            return None
+        return f"the Python module {self.module_name} is not installed"
+
+
+def module(name: str) -> Need:
+    """A Python module that is no dependency of gdrkit, such as torch."""
+    return _Module(name)

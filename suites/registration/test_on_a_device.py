@@ -1,0 +1,118 @@
+"""What must hold on a real device for registration and sharing to be right: one case each, recorded per machine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from support.raw_cuda import raw_allocate, raw_free
+from support.reach import DMABUF, joined
+from support.sharing import memory_in_peer
+
+from gdrkit import cuda, pattern
+from gdrkit.buffers import MemoryKind
+from gdrkit.cuda import VmmMemory
+from gdrkit.harness.needs import cuda as cuda_needs
+from gdrkit.harness.needs import host, needs
+from gdrkit.registration import RegionCache, RegistrationRoute, register
+from gdrkit.registration.handle import ShareKind
+from gdrkit.registration.share import export_memory
+from gdrkit.units import KIB, MIB
+from gdrkit.verbs import Status
+
+if TYPE_CHECKING:
+    from gdrkit.buffers import DeviceBuffer
+    from gdrkit.cuda import Device
+    from gdrkit.harness.evidence import Evidence
+    from gdrkit.harness.peer import Peer
+    from gdrkit.verbs import Nic
+
+
+def written_by_dmabuf(memory: DeviceBuffer, nic: Nic, peer: Peer, seed: int) -> None:
+    """Have the peer write a part of it by RDMA and read that back; every byte is checked."""
+    with register(memory, [nic], route=RegistrationRoute.DMABUF) as registration, joined(nic, peer) as theirs:
+        remote = registration.remote(nic, offset_bytes=4097, length_bytes=MIB + 3)
+        theirs.write(remote, seed=seed).expect(Status.SUCCESS)
+        pattern.check(memory.read(offset_bytes=4097, length_bytes=MIB + 3), seed=seed)
+        theirs.read(remote, seed=seed).completion.expect(Status.SUCCESS)
+
+
+@DMABUF
+def test_dmabuf_malloc(device: Device, nic: Nic, peer: Peer, seed: int) -> None:
+    with device.allocate(2 * MIB) as memory:
+        written_by_dmabuf(memory, nic, peer, seed)
+
+
+@DMABUF
+@needs(cuda_needs.vmm)
+def test_dmabuf_vmm(device: Device, nic: Nic, peer: Peer, seed: int, evidence: Evidence) -> None:
+    with VmmMemory.create(device, 4 * MIB, chunk_bytes=2 * MIB) as memory:
+        evidence["allocation_key"] = memory.allocation_key()
+        written_by_dmabuf(memory, nic, peer, seed)
+
+
+@needs(cuda_needs.device(), cuda_needs.ipc)
+def test_ipc_interior(device: Device, peer: Peer, seed: int) -> None:
+    with device.allocate(MIB) as whole:
+        whole.write(pattern.payload(MIB, seed=seed))
+        with export_memory(whole, kind=ShareKind.IPC, offset_bytes=65537, length_bytes=70_001) as parcel:
+            theirs = memory_in_peer(peer.device(), parcel)
+        theirs.check(seed=seed, stream_offset_bytes=65537)
+        theirs.write(seed=seed + 1)
+        pattern.check(whole.read(offset_bytes=65537, length_bytes=70_001), seed=seed + 1)
+        pattern.check(whole.read(length_bytes=65537), seed=seed)
+        theirs.close()
+
+
+@needs(cuda_needs.device(), cuda_needs.vmm)
+def test_vmm_export(device: Device, peer: Peer, seed: int) -> None:
+    with VmmMemory.create(device, 6 * MIB, chunk_bytes=2 * MIB) as memory:
+        memory.write(pattern.payload(6 * MIB, seed=seed))
+        with export_memory(memory, kind=ShareKind.VMM, offset_bytes=2 * MIB - 5, length_bytes=2 * MIB) as parcel:
+            theirs = memory_in_peer(peer.device(), parcel)
+        theirs.check(seed=seed, stream_offset_bytes=2 * MIB - 5)
+        theirs.write(seed=seed + 1, length_bytes=10)
+        pattern.check(memory.read(offset_bytes=2 * MIB - 5, length_bytes=10), seed=seed + 1)
+        theirs.close()
+
+
+@DMABUF
+def test_buffer_id_reuse(device: Device, nic: Nic, peer: Peer, seed: int, evidence: Evidence) -> None:
+    """An address that comes back is another memory to the cache, and the old key never reaches it."""
+    with RegionCache([nic]) as cache, joined(nic, peer) as theirs:
+        address = raw_allocate(device, 2 * MIB)
+        with cuda.borrow(device, address, length_bytes=2 * MIB) as memory:
+            with cache.lease(memory) as lease:
+                stale = lease.remote(nic, length_bytes=64 * KIB)
+                theirs.write(stale, seed=seed).expect(Status.SUCCESS)
+            old_id = memory.buffer_id()
+            raw_free(device, address)
+            again = raw_allocate(device, 2 * MIB)
+            assert again == address
+            with cuda.borrow(device, again, length_bytes=2 * MIB) as successor:
+                evidence["buffer_ids"] = [old_id, successor.buffer_id()]
+                assert successor.buffer_id() != old_id
+                successor.fill(0x5A)
+                misses = cache.statistics().misses
+                with cache.lease(successor) as lease:
+                    assert cache.statistics().misses == misses + 1
+                    assert lease.remote(nic).rkey != stale.rkey
+                    # Whatever became of the old key: it never reaches the new owner.
+                    theirs.write(stale, seed=seed + 1)
+                    assert successor.read() == b"\x5a" * (2 * MIB)
+        raw_free(device, again)
+
+
+@DMABUF
+@needs(host.module("torch"))
+def test_torch_wrap(device: Device, nic: Nic, peer: Peer, seed: int) -> None:
+    import torch
+
+    tensor = torch.full((3, 1024, 1024), 0xA5, dtype=torch.uint8, device=f"cuda:{device.index}")
+    torch.cuda.synchronize()
+    with cuda.wrap(tensor, device=device) as memory:
+        assert (memory.address, memory.length_bytes, memory.kind) == (tensor.data_ptr(), 3 * MIB, MemoryKind.CUDA)
+        written_by_dmabuf(memory, nic, peer, seed)
+    # The tensor is torch's own still, and sees what came.
+    seen = bytes(tensor.flatten()[4097 : 4097 + MIB + 3].cpu().numpy())
+    pattern.check(seen, seed=seed)
+    assert int(tensor[0, 0, 0]) == 0xA5
