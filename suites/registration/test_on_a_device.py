@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING
 
+import pytest
 from support.raw_cuda import raw_allocate, raw_free
 from support.reach import DMABUF, joined
 from support.sharing import memory_in_peer
@@ -20,6 +22,8 @@ from gdrkit.units import KIB, MIB
 from gdrkit.verbs import Status
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     from gdrkit.buffers import DeviceBuffer
     from gdrkit.cuda import Device
     from gdrkit.harness.evidence import Evidence
@@ -102,11 +106,18 @@ def test_buffer_id_reuse(device: Device, nic: Nic, peer: Peer, seed: int, eviden
         raw_free(device, again)
 
 
+@pytest.fixture(scope="module")
+def torch() -> ModuleType:
+    """PyTorch, started: what the CUDA runtime opens once and keeps is no leak of the case."""
+    module = importlib.import_module("torch")
+    module.zeros(1, device="cuda:0")
+    module.cuda.synchronize()
+    return module
+
+
 @DMABUF
 @needs(host.module("torch"))
-def test_torch_wrap(device: Device, nic: Nic, peer: Peer, seed: int) -> None:
-    import torch
-
+def test_torch_wrap(device: Device, nic: Nic, peer: Peer, seed: int, torch: ModuleType) -> None:
     tensor = torch.full((3, 1024, 1024), 0xA5, dtype=torch.uint8, device=f"cuda:{device.index}")
     torch.cuda.synchronize()
     with cuda.wrap(tensor, device=device) as memory:

@@ -13,6 +13,7 @@ from gdrkit.cuda import VmmMemory
 from gdrkit.errors import UsageError
 from gdrkit.harness.needs import cuda as cuda_needs
 from gdrkit.harness.needs import needs
+from gdrkit.harness.needs import verbs as verbs_needs
 from gdrkit.registration.gdr_handle import export_gdr, import_gdr
 from gdrkit.registration.handle import ShareHandle, ShareKind
 from gdrkit.registration.share import device_of, export_memory, import_memory
@@ -98,6 +99,7 @@ def test_only_the_chunks_under_a_range_go_out(
 
 @pytest.mark.qualify
 @DMABUF
+@needs(verbs_needs.foreign_dmabuf)
 def test_an_agent_registers_a_part_that_its_owner_exports(device: Device, nic: Nic, peer: Peer, seed: int) -> None:
     with (
         device.allocate(256 * KIB) as memory,

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gdrkit.harness.needs.base import Need, silent, software
+from gdrkit.report.substrate import is_twin
 
 if TYPE_CHECKING:
     from gdrkit.inventory import Facts
 
-__all__ = ["dmabuf_region", "nic", "no_way_to_devices", "peer_memory"]
+__all__ = ["dmabuf_region", "foreign_dmabuf", "nic", "no_way_to_devices", "peer_memory"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +84,20 @@ class _NoWayToDevices:
         return f"device memory can be registered here, by {' and '.join(possible)}" if possible else None
 
 
+@dataclass(frozen=True, slots=True)
+class _ForeignDmabuf:
+    @property
+    def name(self) -> str:
+        return "verbs.foreign_dmabuf"
+
+    def check(self, facts: Facts) -> str | None:
+        on_twin = [api for api in ("verbs", "cuda") if any(is_twin(library) for library in facts.api_libraries(api))]
+        # A dma-buf of a real GPU can be mapped by nobody, so software has to copy through the GPU's driver.
+        if on_twin == ["verbs"]:
+            return "the software twin of verbs reaches memory of a real GPU only where the process has its address"
+        return _DmabufRegion().check(facts)
+
+
 def nic(*, count_min: int = 1) -> Need:
     """At least `count_min` NICs with an active port."""
     return _Nic(count_min)
@@ -92,3 +107,5 @@ dmabuf_region: Need = _DmabufRegion()
 peer_memory: Need = _PeerMemory()
 # No NIC here takes device memory in any way, or can be made to say so.
 no_way_to_devices: Need = _NoWayToDevices()
+# Regions over a dma-buf of another process, in a process that has no address of the memory.
+foreign_dmabuf: Need = _ForeignDmabuf()
