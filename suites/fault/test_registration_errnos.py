@@ -138,6 +138,7 @@ def test_a_nic_that_cannot_be_opened_leaves_nothing(nic: Nic, operation: str, nu
     Nic.open(nic.name).close()
 
 
+@needs(software(Api.CUDA))
 @pytest.mark.parametrize("status", [1, 2, 201, 801, 999])
 def test_an_export_that_fails_is_told_from_one_that_does_not_exist(
     device: Device, nics: tuple[Nic, ...], status: int
