@@ -24,7 +24,7 @@ import nox
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-__all__ = ["fresh", "hardware", "lab", "lint", "long", "meta", "native", "qualify", "review", "suites", "types"]
+__all__ = ["bench", "fresh", "hardware", "lab", "lint", "long", "meta", "native", "qualify", "review", "suites", "types"]
 
 nox.needs_version = ">=2024.4.15"
 nox.options.sessions = ["lint", "types", "native", "suites", "review", "meta"]
@@ -158,6 +158,14 @@ def review(session: nox.Session) -> None:
     path = os.pathsep.join(filter(None, (str(HOUSE / "suites"), os.environ.get("PYTHONPATH", ""))))
     command = [*on_twins(run), str(run / "python"), "-m", "meta.defects.run", *session.posargs]
     fail_unless_zero(session, [call(command, environ={"PYTHONPATH": path})])
+
+
+@nox.session(default=False)
+def bench(session: nox.Session) -> None:
+    """Measure what gdrkit itself costs, each beside its peer of the same run; -- --records FILE keeps the numbers."""
+    run = prepare_run(twins=True)
+    command = [*on_twins(run), *pytest(run), "suites/bench", "--benchmark-enable", *session.posargs]
+    finish_pytest(session, call(command))
 
 
 @nox.session(default=False)
