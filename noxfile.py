@@ -24,7 +24,20 @@ import nox
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-__all__ = ["bench", "fresh", "hardware", "lab", "lint", "long", "meta", "native", "qualify", "review", "suites", "types"]
+__all__ = [
+    "bench",
+    "fresh",
+    "hardware",
+    "lab",
+    "lint",
+    "long",
+    "meta",
+    "native",
+    "qualify",
+    "review",
+    "suites",
+    "types",
+]
 
 nox.needs_version = ">=2024.4.15"
 nox.options.sessions = ["lint", "types", "native", "suites", "review", "meta"]
