@@ -452,8 +452,11 @@ def call(
 
 
 def pytest(run: Path) -> list[str]:
-    """How to begin a pytest command in this environment."""
-    return [str(run / "python"), "-m", "pytest"]
+    """How to begin a pytest command in this environment.
+
+    Its settings are named, since pytest looks for them from whatever of its arguments exists, a records file too.
+    """
+    return [str(run / "python"), "-m", "pytest", "-c", str(HOUSE / "suites" / "pytest.ini")]
 
 
 def on_twins(run: Path, *options: str) -> list[str]:
