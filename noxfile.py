@@ -157,7 +157,8 @@ def long(session: nox.Session) -> None:
     for seed in LONG_SEEDS:
         command = [*pytest(run), *ALL_CASES, "-q", *session.posargs]
         codes.append(call([*on_twins(run, "--seed", str(seed)), *command]))
-    machines = [*pytest(run), "suites/property", "-q", *session.posargs]
+    # What takes minutes here is no hang whose stack somebody wants to see.
+    machines = [*pytest(run), "suites/property", "-q", "-o", "faulthandler_timeout=900", *session.posargs]
     options = {"GDRKIT_EXAMPLES": str(LONG_EXAMPLES), "GDRKIT_FUZZ_S": str(LONG_FUZZ_S)}
     codes.append(call([*on_twins(run), *machines], environ=options))
     fail_unless_zero(session, codes)
