@@ -7,6 +7,7 @@ owns.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Self
 
 from gdrkit.buffers import DmabufRange, MemoryKind, check_range
@@ -30,7 +31,7 @@ _DMA_BUF_FD = 1  # CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
 _EXPORTABLE = frozenset({MemoryKind.CUDA, MemoryKind.CUDA_VMM, MemoryKind.CUDA_POOL})
 
 
-class CudaMemory:
+class CudaMemory(ABC):
     """A piece of device memory; see :class:`gdrkit.buffers.DeviceBuffer`.
 
     Not for direct use: :meth:`Device.allocate`, :class:`~gdrkit.cuda.VmmMemory`, :func:`~gdrkit.cuda.open_handle` and
@@ -232,8 +233,9 @@ class CudaMemory:
         self._leave()
         self._handle.release()
 
+    @abstractmethod
     def _release(self) -> None:
-        raise NotImplementedError
+        """Give the memory back; its context is current."""
 
     def _check_open(self) -> None:
         if self._closed:

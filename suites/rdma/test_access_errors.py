@@ -47,7 +47,7 @@ def test_one_byte_out_of_bounds_is_refused(
 ) -> None:
     with reach.memory() as memory, joined(nic, peer) as theirs:
         right = memory.remote()
-        # With pyverbs 44 the region begins at address 0, and the byte before it is the last one of all.
+        # A region may begin at address 0 (one of DmaBufMR does), and the byte before it is then the last one of all.
         address = (right.address + begin) % 2**64
         wrong = RemoteRange(address=address, rkey=right.rkey, length_bytes=length_bytes)
         theirs.write(wrong, seed=seed).expect(Status.REM_ACCESS_ERR)

@@ -336,8 +336,14 @@ bool ask(std::uint64_t name, std::uint32_t type, std::span<const std::byte> requ
     }
     reply->resize(back.size_bytes);
     fds->clear();
-    return (back.fd_count == 0 || recv_fds(socket.get(), back.fd_count, fds)) &&
-           recv_all(socket.get(), reply->data(), reply->size());
+    if ((back.fd_count != 0 && !recv_fds(socket.get(), back.fd_count, fds)) ||
+        !recv_all(socket.get(), reply->data(), reply->size())) {
+        return false;
+    }
+    // The service has closed its end when this ends: an answer leaves no descriptor behind, also where asker and
+    // service are one process.
+    char end = 0;
+    return recv(socket.get(), &end, 1, 0) == 0;
 }
 
 } // namespace gdrkit::twin
