@@ -4,6 +4,7 @@
 #include <cstring>
 #include <span>
 
+#include "cuda/copy.hpp"
 #include "cuda/entry.hpp"
 #include "cuda/memory.hpp"
 #include "cuda/stream.hpp"
@@ -11,7 +12,6 @@
 namespace gdrkit::twin::cuda {
 namespace {
 
-enum class Side { any, device_only };
 enum class Use { read, write };
 
 // One side of a copy: bytes that this process can reach, in order, and what keeps them alive.
@@ -102,13 +102,7 @@ void stage(Operand* operand) {
     operand->keep.assign(1, std::move(staged));
 }
 
-struct Request {
-    std::uint64_t to = 0, from = 0;
-    std::uint64_t length_bytes = 0;
-    Side to_side = Side::any, from_side = Side::any;
-};
-
-Result resolve_both(const ContextRef& context, const Request& request, Operand* to, Operand* from) {
+Result resolve_both(const ContextRef& context, const CopyRequest& request, Operand* to, Operand* from) {
     const Result result = resolve(request.to, request.length_bytes, *context, request.to_side, Use::write, to);
     return result != success
                ? result
@@ -117,7 +111,7 @@ Result resolve_both(const ContextRef& context, const Request& request, Operand* 
 
 // A copy that CUDA calls synchronous: in the legacy stream. One between device memories returns before it is done,
 // unless somebody asked otherwise.
-Result copy_now(const ContextRef& context, const Request& request) {
+Result copy_now(const ContextRef& context, const CopyRequest& request) {
     if (request.length_bytes == 0) {
         return success;
     }
@@ -135,7 +129,9 @@ Result copy_now(const ContextRef& context, const Request& request) {
     return success;
 }
 
-Result copy_later(const ContextRef& context, const Request& request, Handle stream_handle) {
+} // namespace
+
+Result copy_later(const ContextRef& context, const CopyRequest& request, Handle stream_handle) {
     StreamRef stream;
     if (const Result found = find_stream(stream_handle, context, &stream); found != success) {
         return found;
@@ -158,6 +154,8 @@ Result copy_later(const ContextRef& context, const Request& request, Handle stre
     }
     return success;
 }
+
+namespace {
 
 // A value of `width` bytes, `count` times.
 struct Fill {
@@ -210,7 +208,7 @@ Result fill(const ContextRef& context, const Fill& request, Handle stream_handle
     return success;
 }
 
-Result copy_peer(const ContextRef& context, const Request& request, Handle to_context, Handle from_context) {
+Result copy_peer(const ContextRef& context, const CopyRequest& request, Handle to_context, Handle from_context) {
     ContextRef to, from;
     if (find_context(to_context, &to) != success || find_context(from_context, &from) != success) {
         return invalid_context;

@@ -251,6 +251,18 @@ struct PoolProperties {
 static_assert(sizeof(PoolProperties) == 88 && offsetof(PoolProperties, size_max_bytes) == 24 &&
               offsetof(PoolProperties, usage) == 32);
 
+// CUmemcpySrcAccessOrder
+enum CopyOrder : int { copy_order_stream = 1, copy_order_during_call = 2, copy_order_any = 3 };
+
+struct CopyAttributes {
+    std::int32_t source_order;
+    Location source_hint;
+    Location destination_hint;
+    std::uint32_t flags;
+};
+static_assert(sizeof(CopyAttributes) == 24 && offsetof(CopyAttributes, source_hint) == 4 &&
+              offsetof(CopyAttributes, flags) == 20);
+
 struct ContextParameters {
     void* exec_affinity;
     std::int32_t exec_affinity_count;

@@ -148,7 +148,7 @@ GDRKIT_CUDA_ENTRY Result cuMemGetInfo_v2(std::size_t* free, std::size_t* total) 
 
 GDRKIT_CUDA_ENTRY Result cuMemGetAddressRange_v2(DevicePointer* base, std::size_t* length_bytes,
                                                  DevicePointer pointer) {
-    return entry("cuMemGetAddressRange_v2", [&] {
+    return entry_in_context("cuMemGetAddressRange_v2", [&](const ContextRef&) {
         const RangeRef range = find_range(pointer);
         if (!range) {
             return not_found;

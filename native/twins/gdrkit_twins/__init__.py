@@ -1,8 +1,7 @@
-"""The software twins: libraries with the names and interfaces of RDMA verbs and the CUDA driver.
+"""The software twins: libraries with the names and interfaces of RDMA verbs, the CUDA driver, cuFile and hl-thunk.
 
-The libraries lie in ``lib/ibverbs`` and ``lib/cuda`` beside this file, a folder each, so that a program may get the one
-and not the other. They are chosen by ``LD_LIBRARY_PATH``; ``gdrkit run --software`` sets it. Importing this package
-opens neither.
+Each library has a folder of its own below ``lib/`` beside this file, so that a program may get one and not the others.
+They are chosen by ``LD_LIBRARY_PATH``; ``gdrkit run --software`` sets it. Importing this package opens none.
 """
 
 from __future__ import annotations

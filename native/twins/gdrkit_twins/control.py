@@ -15,14 +15,19 @@ from pathlib import Path
 
 __all__ = ["ledger", "loaded", "set_faults"]
 
-_FILES = {"verbs": "libibverbs.so", "cuda": "libcuda.so"}
+_FILES = {
+    "verbs": "libibverbs.so",
+    "cuda": "libcuda.so",
+    "cufile": "libcufile.so",
+    "hlthunk": "libhl-thunk.so",
+}
 _MAPPING = re.compile(r"^\S+ ..x. \S+ \S+ \d+\s+(/.*)$", re.MULTILINE)
 _FIRST_BYTES = 4096
 
 
 def loaded(api: str) -> ctypes.CDLL | None:
-    """The twin of `api` (``verbs`` or ``cuda``) in this process; None when none is loaded, or when it is the real
-    library.
+    """The twin of `api` (``verbs``, ``cuda``, ``cufile`` or ``hlthunk``) in this process; None when none is loaded, or
+    when it is the real library.
     """
     for path in dict.fromkeys(
         _MAPPING.findall(Path("/proc/self/maps").read_text(encoding="utf-8", errors="surrogateescape"))

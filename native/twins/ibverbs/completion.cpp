@@ -5,8 +5,28 @@
 
 namespace gdrkit::twin::verbs {
 
-bool CompletionQueue::push(const Completion& completion) {
+bool CompletionQueue::push(std::span<const Completion> completions) {
     std::lock_guard lock(mutex_);
+    bool tell = false;
+    bool good = true;
+    for (const Completion& completion : completions) {
+        if (!push_one(completion)) {
+            good = false;
+            break;
+        }
+        // A failed completion always counts as solicited.
+        const bool solicited = completion.solicited || completion.wc.status != IBV_WC_SUCCESS;
+        tell |= armed_ == Armed::any || (armed_ == Armed::solicited && solicited);
+    }
+    worth_a_look_ = !completions_.empty() || overrun_;
+    if (tell) {
+        armed_ = Armed::no;
+        channel_->events.push({abi_, channel_events});
+    }
+    return good;
+}
+
+bool CompletionQueue::push_one(const Completion& completion) {
     if (overrun_) {
         return false;
     }
@@ -16,16 +36,13 @@ bool CompletionQueue::push(const Completion& completion) {
         return false;
     }
     completions_.push_back(completion);
-    // A failed completion always counts as solicited.
-    const bool solicited = completion.solicited || completion.wc.status != IBV_WC_SUCCESS;
-    if (armed_ == Armed::any || (armed_ == Armed::solicited && solicited)) {
-        armed_ = Armed::no;
-        channel_->events.push({abi_, channel_events});
-    }
     return true;
 }
 
 int CompletionQueue::poll(int count, ibv_wc* wc) {
+    if (!worth_a_look_) {
+        return 0;
+    }
     std::lock_guard lock(mutex_);
     if (overrun_) {
         return -EIO;
@@ -37,6 +54,7 @@ int CompletionQueue::poll(int count, ibv_wc* wc) {
         first.slots->taken -= first.freed;
         completions_.pop_front();
     }
+    worth_a_look_ = !completions_.empty();
     return taken;
 }
 
@@ -59,7 +77,8 @@ void acknowledge_async(ibv_cq* cq) {
 }
 
 int poll_completions(ibv_cq* cq, int num_entries, ibv_wc* wc) {
-    if (const auto fault = call("ibv_poll_cq")) {
+    static FaultSite site("ibv_poll_cq");
+    if (const auto fault = call(&site)) {
         return -*fault;
     }
     if (!alive("ibv_cq", cq) || num_entries < 0) {

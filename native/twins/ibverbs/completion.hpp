@@ -5,6 +5,7 @@
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <span>
 
 #include "ibverbs/completion_channel.hpp"
 #include "ibverbs/context.hpp"
@@ -30,7 +31,7 @@ public:
         : context_(context), channel_(channel), abi_(abi), capacity_(capacity) {}
 
     // False when there was no room: the queue has overrun, which cannot be mended, and nothing more comes out of it.
-    bool push(const Completion& completion);
+    bool push(std::span<const Completion> completions);
 
     // The number of completions taken, or a negative number after an overrun.
     int poll(int count, ibv_wc* wc);
@@ -49,6 +50,8 @@ public:
     std::shared_ptr<EventAccount> async_events = std::make_shared<EventAccount>();
 
 private:
+    bool push_one(const Completion& completion);
+
     enum class Armed { no, solicited, any };
 
     Context* const context_;
@@ -59,6 +62,8 @@ private:
     std::deque<Completion> completions_;
     Armed armed_ = Armed::no;
     bool overrun_ = false;
+    // Of the queue and the overrun, for who polls in vain.
+    std::atomic<bool> worth_a_look_{false};
 };
 
 struct CompletionQueueHandle {

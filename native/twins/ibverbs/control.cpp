@@ -14,6 +14,7 @@
 #include "model/fault.hpp"
 #include "model/ledger.hpp"
 #include "model/note.hpp"
+#include "model/trace.hpp"
 
 GDRKIT_TWIN_NOTE("ibverbs twin of gdrkit")
 
@@ -25,7 +26,7 @@ int gdrkit_twin_ledger(char* buffer, size_t size) {
     verbs::session_error();
     const std::string json = "{\"library\":\"ibverbs\",\"handles\":" + ledger_json() + ",\"calls\":" + calls_json() +
                              ",\"seed\":" + std::to_string(config().seed) + ",\"traffic\":" + verbs::traffic_json() +
-                             ",\"delayed\":" + held_json() + "}";
+                             ",\"delayed\":" + held_json() + ",\"trace\":" + trace_json() + "}";
     if (size > 0) {
         const std::size_t copied = std::min(size - 1, json.size());
         std::memcpy(buffer, json.data(), copied);

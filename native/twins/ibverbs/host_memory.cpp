@@ -10,11 +10,7 @@
 
 #include "ibverbs/memory.hpp"
 #include "model/dmabuf.hpp"
-
-#ifndef MADV_POPULATE_READ
-#define MADV_POPULATE_READ 22
-#define MADV_POPULATE_WRITE 23
-#endif
+#include "model/host_pages.hpp"
 
 namespace gdrkit::twin::verbs {
 namespace {
@@ -74,51 +70,6 @@ void unaccount(std::uint64_t bytes) {
     all.bytes -= bytes;
 }
 
-// Kernels before 5.14 do not know the advice, and answer as for memory that cannot be populated.
-bool kernel_populates() {
-    static const bool known = [] {
-        void* const probe = mmap(nullptr, page_bytes(), PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-        if (probe == MAP_FAILED) {
-            return false;
-        }
-        const bool populated = madvise(probe, page_bytes(), MADV_POPULATE_READ) == 0;
-        munmap(probe, page_bytes());
-        return populated;
-    }();
-    return known;
-}
-
-bool mapped_as(const Pages& pages, bool writable) {
-    std::ifstream maps("/proc/self/maps");
-    std::uint64_t covered = pages.begin;
-    for (std::string line; covered < pages.end && std::getline(maps, line);) {
-        char* rest = nullptr;
-        const std::uint64_t begin = std::strtoull(line.c_str(), &rest, 16);
-        const std::uint64_t end = std::strtoull(rest + 1, &rest, 16);
-        if (end <= covered) {
-            continue;
-        }
-        if (begin > covered || rest[1] != 'r' || (writable && rest[2] != 'w')) {
-            return false;
-        }
-        covered = end;
-    }
-    return covered >= pages.end;
-}
-
-int check_mapped(const Pages& pages, bool writable) {
-    if (!kernel_populates()) {
-        return mapped_as(pages, writable) ? 0 : EFAULT;
-    }
-    int result = 0;
-    do {
-        result = madvise(reinterpret_cast<void*>(pages.begin), pages.end - pages.begin,
-                         writable ? MADV_POPULATE_WRITE : MADV_POPULATE_READ);
-    } while (result != 0 && (errno == EINTR || errno == EAGAIN));
-    // Not mapped, not so permitted, or nothing behind it: pinning says EFAULT to all of these.
-    return result == 0 ? 0 : EFAULT;
-}
-
 class HostMemory : public Memory {
 public:
     HostMemory(void* address, std::uint64_t accounted_bytes)
@@ -131,6 +82,7 @@ public:
     int write(std::uint64_t offset, const Bounce& bounce, std::size_t at, std::size_t size) override {
         return bounce.store(at, address_ + offset, size);
     }
+    std::byte* mapped(std::uint64_t offset) override { return address_ + offset; }
 
 private:
     std::byte* const address_;
@@ -140,21 +92,26 @@ private:
 // The mapping keeps the pages alive after the exporter freed the memory and closed the dma-buf, as an attachment does.
 class MappedDmabuf : public Memory {
 public:
-    MappedDmabuf(void* base, std::uint64_t mapped_bytes, std::uint64_t offset_bytes)
-        : base_(static_cast<std::byte*>(base)), mapped_bytes_(mapped_bytes), offset_bytes_(offset_bytes) {}
+    MappedDmabuf(void* base, std::uint64_t mapped_bytes, std::uint64_t offset_bytes, Fd attachment)
+        : base_(static_cast<std::byte*>(base)), mapped_bytes_(mapped_bytes), offset_bytes_(offset_bytes),
+          attachment_(std::move(attachment)) {}
     ~MappedDmabuf() override { munmap(base_, mapped_bytes_); }
 
     int read(std::uint64_t offset, Bounce* bounce, std::size_t at, std::size_t size) override {
-        return bounce->load(at, base_ + offset_bytes_ + offset, size);
+        bounce->load_mapped(at, base_ + offset_bytes_ + offset, size);
+        return 0;
     }
     int write(std::uint64_t offset, const Bounce& bounce, std::size_t at, std::size_t size) override {
-        return bounce.store(at, base_ + offset_bytes_ + offset, size);
+        bounce.store_mapped(at, base_ + offset_bytes_ + offset, size);
+        return 0;
     }
+    std::byte* mapped(std::uint64_t offset) override { return base_ + offset_bytes_ + offset; }
 
 private:
     std::byte* const base_;
     const std::uint64_t mapped_bytes_;
     const std::uint64_t offset_bytes_;
+    const Fd attachment_;
 };
 
 // Leaves only the pieces that hold a part of [*offset, *offset + length), and makes *offset count from the first of
@@ -186,7 +143,7 @@ int make_host_memory(void* address, std::uint64_t length_bytes, bool writable, s
         return error;
     }
     auto made = std::make_unique<HostMemory>(address, bytes);
-    if (const int error = check_mapped(pages, writable); error != 0) {
+    if (const int error = check_mapped(pages.begin, pages.end, writable); error != 0) {
         return error;
     }
     *memory = std::move(made);
@@ -202,12 +159,13 @@ int make_mapped_dmabuf(int fd, std::uint64_t offset_bytes, std::uint64_t length_
     if (offset_bytes > imported.length_bytes || length_bytes > imported.length_bytes - offset_bytes) {
         return EINVAL;
     }
+    Fd attachment = std::move(imported.attachment);
     keep_overlapping(&imported, &offset_bytes, length_bytes);
     void* const base = map_imported(imported);
     if (base == nullptr) {
         return errno;
     }
-    *memory = std::make_unique<MappedDmabuf>(base, imported.length_bytes, offset_bytes);
+    *memory = std::make_unique<MappedDmabuf>(base, imported.length_bytes, offset_bytes, std::move(attachment));
     return 0;
 }
 

@@ -16,6 +16,8 @@ public:
     // Offsets count from the begin of the region, which has checked the range. 0 or an errno.
     virtual int read(std::uint64_t offset, Bounce* bounce, std::size_t at, std::size_t size) = 0;
     virtual int write(std::uint64_t offset, const Bounce& bounce, std::size_t at, std::size_t size) = 0;
+    // Where this is, for what moves bytes between it and a pipe; nullptr of memory that only a driver reaches.
+    [[nodiscard]] virtual std::byte* mapped(std::uint64_t) { return nullptr; }
 };
 
 // Each of these makes the memory of a region or returns an errno.

@@ -58,6 +58,7 @@ SendWork take_over(const ibv_send_wr& wr, bool all_signaled, std::uint64_t total
     SendWork work;
     work.wr_id = wr.wr_id;
     work.opcode = wr.opcode;
+    work.fenced = (wr.send_flags & IBV_SEND_FENCE) != 0;
     work.signaled = all_signaled || (wr.send_flags & IBV_SEND_SIGNALED) != 0;
     work.solicited = (wr.send_flags & IBV_SEND_SOLICITED) != 0;
     work.is_inline = (wr.send_flags & IBV_SEND_INLINE) != 0;
@@ -82,25 +83,41 @@ SendWork take_over(const ibv_send_wr& wr, bool all_signaled, std::uint64_t total
 
 } // namespace
 
-int QueuePair::post_send(const ibv_send_wr& wr) {
-    if (!good_pieces(wr.sg_list, wr.num_sge, init_.cap.max_send_sge)) {
-        return EINVAL;
+int QueuePair::post_send(ibv_send_wr* list, ibv_send_wr** bad) {
+    // What can be done without the lock: the requester takes it for every answer.
+    std::deque<SendWork> works;
+    int error = 0;
+    ibv_send_wr* wr = list;
+    for (; wr != nullptr; wr = wr->next) {
+        error = good_pieces(wr->sg_list, wr->num_sge, init_.cap.max_send_sge) ? 0 : EINVAL;
+        const std::uint64_t total = error == 0 ? total_of(wr->sg_list, wr->num_sge) : 0;
+        error = error == 0 ? check(*wr, init_.cap, total) : error;
+        if (error != 0) {
+            break;
+        }
+        works.push_back(take_over(*wr, init_.sq_sig_all != 0, total));
     }
-    const std::uint64_t total = total_of(wr.sg_list, wr.num_sge);
-    if (const int error = check(wr, init_.cap, total); error != 0) {
-        return error;
+    if (error != 0) {
+        *bad = wr;
     }
     Lock lock(mutex_);
-    if (state_ != IBV_QPS_RTS && state_ != IBV_QPS_SQD && state_ != IBV_QPS_ERR) {
+    if (!works.empty() && state_ != IBV_QPS_RTS && state_ != IBV_QPS_SQD && state_ != IBV_QPS_ERR) {
+        *bad = list;
         return EINVAL;
     }
-    if (send_slots_->taken >= init_.cap.max_send_wr) {
-        return ENOMEM;
+    wr = list;
+    for (SendWork& work : works) {
+        if (send_slots_->taken >= init_.cap.max_send_wr) {
+            *bad = wr;
+            error = ENOMEM;
+            break;
+        }
+        ++send_slots_->taken;
+        sends_.push_back(std::move(work));
+        wr = wr->next;
     }
-    ++send_slots_->taken;
-    sends_.push_back(take_over(wr, init_.sq_sig_all != 0, total));
-    changed_.notify_all();
-    return 0;
+    ring(lock);
+    return error;
 }
 
 int QueuePair::post_receive(const ibv_recv_wr& wr) {
@@ -120,7 +137,7 @@ int QueuePair::post_receive(const ibv_recv_wr& wr) {
     work.length_bytes = total_of(wr.sg_list, wr.num_sge);
     work.pieces.assign(wr.sg_list, wr.sg_list + wr.num_sge);
     receives_.push_back(std::move(work));
-    changed_.notify_all();
+    ring(lock);
     return 0;
 }
 
@@ -131,13 +148,7 @@ int post_send(ibv_qp* qp, ibv_send_wr* wr, ibv_send_wr** bad_wr) {
         *bad_wr = wr;
         return error;
     }
-    for (QueuePair& pair = *find_pair(qp)->model; wr != nullptr; wr = wr->next) {
-        if (const int refused = pair.post_send(*wr); refused != 0) {
-            *bad_wr = wr;
-            return refused;
-        }
-    }
-    return 0;
+    return find_pair(qp)->model->post_send(wr, bad_wr);
 }
 
 int post_receive(ibv_qp* qp, ibv_recv_wr* wr, ibv_recv_wr** bad_wr) {

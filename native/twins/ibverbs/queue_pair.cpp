@@ -1,5 +1,6 @@
 #include "ibverbs/queue_pair.hpp"
 
+#include <sys/eventfd.h>
 #include <sys/socket.h>
 
 #include <algorithm>
@@ -48,8 +49,8 @@ QueuePair::~QueuePair() {
 }
 
 int QueuePair::open() {
-    bounce_ = Bounce::make();
-    if (bounce_ == nullptr) {
+    doorbell_ = Fd(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+    if (!doorbell_) {
         return errno;
     }
     int listener = -EADDRINUSE;
@@ -79,7 +80,7 @@ void QueuePair::close() {
         shut(peer_);
         shut(listener_);
         cut_connections(lock, nullptr);
-        changed_.notify_all();
+        ring(lock);
     }
     if (acceptor_.joinable()) {
         acceptor_.join();
@@ -92,7 +93,9 @@ void QueuePair::close() {
         connection.thread.join();
     }
     connections_.clear();
-    peer_.reset();
+    if (listener_) {
+        forget(wire::name_of(context_->device->gid, number_));
+    }
     listener_.reset();
     send_queue_->drop(number_);
     receive_queue_->drop(number_);
@@ -111,6 +114,15 @@ bool QueuePair::nobody_serves() const {
                         [](const Connection& connection) { return connection.serving; });
 }
 
+void QueuePair::ring(const Lock&) {
+    changed_.notify_all();
+    news_ = true;
+    if (asleep_) {
+        asleep_ = false;
+        eventfd_write(doorbell_.get(), 1);
+    }
+}
+
 void QueuePair::enter_error(const Lock& lock, const Connection* sparing) {
     if (state_ == IBV_QPS_RESET) {
         return;
@@ -118,7 +130,7 @@ void QueuePair::enter_error(const Lock& lock, const Connection* sparing) {
     state_ = IBV_QPS_ERR;
     shut(peer_);
     cut_connections(lock, sparing);
-    changed_.notify_all();
+    ring(lock);
 }
 
 void QueuePair::fail(const Lock& lock, ibv_event_type event, const Connection* sparing) {
@@ -128,13 +140,14 @@ void QueuePair::fail(const Lock& lock, ibv_event_type event, const Connection* s
     }
 }
 
-void QueuePair::push(const Lock& lock, CompletionQueue* queue, const Completion& completion) {
-    if (!queue->push(completion)) {
+void QueuePair::push_completed(const Lock& lock) {
+    if (!completed_.empty() && !send_queue_->push(completed_)) {
         fail(lock, IBV_EVENT_QP_FATAL, nullptr);
     }
+    completed_.clear();
 }
 
-void QueuePair::complete_send(const Lock& lock, const SendWork& work, ibv_wc_status status) {
+void QueuePair::complete_send(const Lock&, const SendWork& work, ibv_wc_status status) {
     if (status == IBV_WC_SUCCESS && !work.signaled) {
         ++silent_;
         return;
@@ -148,7 +161,7 @@ void QueuePair::complete_send(const Lock& lock, const SendWork& work, ibv_wc_sta
     completion.slots = send_slots_;
     completion.freed = 1 + silent_;
     silent_ = 0;
-    push(lock, send_queue_.get(), completion);
+    completed_.push_back(std::move(completion));
 }
 
 void QueuePair::complete_receive(const Lock& lock, const ReceiveWork& work, ibv_wc wc, bool solicited) {
@@ -160,7 +173,9 @@ void QueuePair::complete_receive(const Lock& lock, const ReceiveWork& work, ibv_
     completion.solicited = solicited;
     completion.slots = receive_slots_;
     completion.freed = 1;
-    push(lock, receive_queue_.get(), completion);
+    if (!receive_queue_->push({&completion, 1})) {
+        fail(lock, IBV_EVENT_QP_FATAL, nullptr);
+    }
 }
 
 } // namespace gdrkit::twin::verbs

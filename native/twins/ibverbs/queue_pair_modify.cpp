@@ -31,7 +31,7 @@ int QueuePair::modify(const ibv_qp_attr& attr, int attr_mask) {
     drain_event_wanted_ = to == IBV_QPS_SQD && state_ == IBV_QPS_RTS && (attr_mask & IBV_QP_EN_SQD_ASYNC_NOTIFY) != 0 &&
                           attr.en_sqd_async_notify != 0;
     state_ = to;
-    changed_.notify_all();
+    ring(lock);
     return 0;
 }
 
@@ -42,10 +42,12 @@ void QueuePair::reset(Lock* lock) {
         shutdown(peer_.get(), SHUT_RDWR);
     }
     cut_connections(*lock, nullptr);
-    changed_.notify_all();
+    ring(*lock);
     changed_.wait(*lock, [this] { return nobody_serves() && !sending_ && !flushing_; });
-    peer_.reset();
+    hang_up(*lock);
+    sending_work_ = {};
     sends_.clear();
+    due_.clear();
     receives_.clear();
     send_slots_ = std::make_shared<Slots>();
     receive_slots_ = std::make_shared<Slots>();
@@ -89,7 +91,7 @@ void QueuePair::query(ibv_qp_attr* attr, ibv_qp_init_attr* init) {
     *attr = attr_;
     attr->qp_state = state_;
     attr->cur_qp_state = state_;
-    attr->sq_draining = state_ == IBV_QPS_SQD && sending_ ? 1 : 0;
+    attr->sq_draining = state_ == IBV_QPS_SQD && (sending_ || !due_.empty()) ? 1 : 0;
     *init = init_;
 }
 

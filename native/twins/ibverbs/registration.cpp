@@ -6,6 +6,7 @@
 #include "ibverbs/session.hpp"
 #include "model/config.hpp"
 #include "model/dmabuf.hpp"
+#include "model/trace.hpp"
 
 namespace gdrkit::twin::verbs {
 namespace {
@@ -142,6 +143,9 @@ ibv_mr* ibv_reg_dmabuf_mr(ibv_pd* pd, std::uint64_t offset, std::size_t length, 
     if (!alive("ibv_pd", pd)) {
         return fail_null(EINVAL);
     }
+    gdrkit::twin::trace("ibv_reg_dmabuf_mr offset=%llu length=%zu iova=%#llx fd=%d access=%d",
+                        static_cast<unsigned long long>(offset), length, static_cast<unsigned long long>(iova), fd,
+                        access);
     const auto flags = static_cast<unsigned>(access);
     std::unique_ptr<Memory> memory;
     if (const int error = make_dmabuf_memory(offset, length, iova, fd, flags, &memory); error != 0) {
@@ -159,6 +163,7 @@ int ibv_dereg_mr(ibv_mr* mr) {
     if (!alive("ibv_mr", handle)) {
         return EINVAL;
     }
+    gdrkit::twin::trace("ibv_dereg_mr");
     const std::shared_ptr<Region> region = handle->model;
     if (!retire("ibv_mr", handle)) {
         return EINVAL;

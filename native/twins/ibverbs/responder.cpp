@@ -17,13 +17,6 @@ namespace {
 // One peer needs one connection; the others are those of peers that tried before this side was ready, and strangers.
 constexpr std::size_t connections_most = 16;
 
-wire::Response response_of(wire::Answer answer) {
-    wire::Response response{};
-    response.magic = wire::magic;
-    response.answer = answer;
-    return response;
-}
-
 bool ends_connection(wire::Answer answer) {
     return answer != wire::Answer::done && answer != wire::Answer::receiver_not_ready;
 }
@@ -83,24 +76,29 @@ void QueuePair::make_room(const Lock&) {
 }
 
 void QueuePair::run_responder(Connection* own) {
-    if (welcome(own)) {
-        const auto bounce = Bounce::make();
+    if (const auto link = welcome(own)) {
         Arriving arriving;
-        while (bounce != nullptr && serve_one(own, bounce.get(), &arriving)) {
-        }
+        serve(own, link.get(), &arriving);
         give_back(&arriving, *own);
     }
     Lock lock(mutex_);
     own->socket.reset();
     own->serving = false;
     own->ended = true;
-    changed_.notify_all();
+    ring(lock);
 }
 
-bool QueuePair::welcome(Connection* own) {
+std::unique_ptr<Link> QueuePair::welcome(Connection* own) {
+    const int socket = own->socket.get();
     wire::Hello hello{};
-    if (!recv_all(own->socket.get(), &hello, sizeof hello) || !wire::well_formed(hello)) {
-        return false;
+    std::vector<Fd> shared;
+    if (!recv_all(socket, &hello, sizeof hello) || !wire::well_formed(hello) ||
+        !recv_fds(socket, Link::fd_count, &shared)) {
+        return nullptr;
+    }
+    auto link = Link::adopt(std::move(shared));
+    if (link == nullptr) {
+        return nullptr;
     }
     wire::Welcome welcome{wire::magic, 0};
     {
@@ -117,16 +115,51 @@ bool QueuePair::welcome(Connection* own) {
             own->generation = generation_;
         }
     }
-    return send_all(own->socket.get(), &welcome, sizeof welcome) && welcome.ready == 1;
+    const bool ready = send_all(socket, &welcome, sizeof welcome) && welcome.ready == 1;
+    return ready ? std::move(link) : nullptr;
 }
 
-bool QueuePair::serve_one(Connection* own, Bounce* bounce, Arriving* arriving) {
-    const int socket = own->socket.get();
-    wire::Request request{};
-    if (!recv_all(socket, &request, sizeof request) || !wire::well_formed(request)) {
-        return false;
+// Until there are requests after the first `served` ones. False at the end of the connection: what the peer had asked
+// for and nobody began is dropped, as it is on the way to a device.
+bool QueuePair::await_request(const Connection& own, Link* link, std::uint32_t served) {
+    if (spin_until([&] { return link->submitted() != served; })) {
+        return true;
     }
-    if (wire::carries_payload(request.opcode) && !recv_all(socket, bounce->at(0), request.chunk_bytes)) {
+    while (link->ask_wake_after(served)) {
+        char wakes[64];
+        const ssize_t got = recv(own.socket.get(), wakes, sizeof wakes, 0);
+        if (got == 0 || (got < 0 && errno != EINTR)) {
+            return false;
+        }
+        if (link->submitted() != served) {
+            break;
+        }
+    }
+    return true;
+}
+
+void QueuePair::serve(Connection* own, Link* link, Arriving* arriving) {
+    for (std::uint32_t served = 0; await_request(*own, link, served);) {
+        const std::uint32_t submitted = link->submitted();
+        if (submitted - served > Link::slot_count) {
+            return;
+        }
+        while (served != submitted) {
+            if (link->ended()) {
+                return;
+            }
+            const auto together = serve_writes(own, link, served, submitted, *arriving);
+            if (!together || (*together == 0 && !serve_one(own, link, served, arriving))) {
+                return;
+            }
+            served += std::max(*together, 1U);
+        }
+    }
+}
+
+bool QueuePair::serve_one(Connection* own, Link* link, std::uint32_t number, Arriving* arriving) {
+    const wire::Request request = link->request(number);
+    if (!wire::well_formed(request) || !Link::holds(request)) {
         return false;
     }
     // A message goes on where it stopped, and no other begins before it ended.
@@ -139,12 +172,16 @@ bool QueuePair::serve_one(Connection* own, Bounce* bounce, Arriving* arriving) {
     if (!still_serving(*own)) {
         return false;
     }
-    const wire::Response response = answer(request, bounce, arriving, *own);
+    const wire::Response response = answer(request, link, arriving, *own);
+    if (response.magic != wire::magic) {
+        return false;
+    }
     if (response.answer == wire::Answer::done) {
         count_served(request);
     }
-    return send_all(socket, &response, sizeof response) && send_all(socket, bounce->at(0), response.payload_bytes) &&
-           !ends_connection(response.answer);
+    link->answer(number, response);
+    link->publish_answers(number + 1, own->socket.get());
+    return !ends_connection(response.answer);
 }
 
 bool QueuePair::still_serving(const Connection& own) {
@@ -152,17 +189,16 @@ bool QueuePair::still_serving(const Connection& own) {
     return !closing_ && receives_requests() && own.generation == generation_;
 }
 
-wire::Response QueuePair::answer(const wire::Request& request, Bounce* bounce, Arriving* arriving,
-                                 const Connection& own) {
+wire::Response QueuePair::answer(const wire::Request& request, Link* link, Arriving* arriving, const Connection& own) {
     switch (request.opcode) {
     case wire::Opcode::send:
-        return answer_send(request, *bounce, arriving, own);
+        return answer_send(request, link->memory(), arriving, own);
     case wire::Opcode::write:
-        return answer_write(request, *bounce, arriving, own);
+        return answer_write(request, link, arriving, own);
     case wire::Opcode::read:
-        return answer_read(request, bounce, own);
+        return answer_read(request, &link->memory(), own);
     default:
-        return answer_atomic(request, bounce, own);
+        return answer_atomic(request, own);
     }
 }
 
@@ -172,7 +208,25 @@ bool QueuePair::permits(unsigned access) {
     return (attr_.qp_access_flags & access) == access && (!reads || attr_.max_dest_rd_atomic > 0);
 }
 
-wire::Response QueuePair::answer_write(const wire::Request& request, const Bounce& bounce, Arriving* arriving,
+// The bytes of a write, from where they lie into the region.
+RegionError QueuePair::land(const wire::Request& request, Region* region, Link* link) {
+    const std::uint64_t address = request.remote_address + request.chunk_offset_bytes;
+    if ((request.flags & wire::flag_piped) == 0) {
+        return region->write(address, link->memory(), request.payload_at, request.chunk_bytes);
+    }
+    if (region->mapped()) {
+        return region->take(address, &link->pipe(), request.chunk_bytes);
+    }
+    Bounce* const own = link->own_memory();
+    if (own == nullptr) {
+        return RegionError::fault;
+    }
+    return link->pipe().take(own->at(0), request.chunk_bytes) == 0
+               ? region->write(address, *own, 0, request.chunk_bytes)
+               : RegionError::lost;
+}
+
+wire::Response QueuePair::answer_write(const wire::Request& request, Link* link, Arriving* arriving,
                                        const Connection& own) {
     if (!permits(IBV_ACCESS_REMOTE_WRITE)) {
         return refuse(wire::Answer::invalid_request, IBV_EVENT_QP_REQ_ERR, own);
@@ -191,13 +245,16 @@ wire::Response QueuePair::answer_write(const wire::Request& request, const Bounc
         return not_ready();
     }
     if (region != nullptr) {
-        const std::uint64_t address = request.remote_address + request.chunk_offset_bytes;
-        if (const RegionError error = region->write(address, bounce, 0, request.chunk_bytes);
-            error != RegionError::none) {
+        const RegionError error = land(request, region.get(), link);
+        if (error == RegionError::lost) {
+            // No answer: nobody waits for one.
+            return {};
+        }
+        if (error != RegionError::none) {
             return refuse(error, own);
         }
     }
-    return tells ? finish_receive(request, arriving, own) : response_of(wire::Answer::done);
+    return tells ? finish_receive(request, arriving, own) : wire::response_of(wire::Answer::done);
 }
 
 wire::Response QueuePair::answer_read(const wire::Request& request, Bounce* bounce, const Connection& own) {
@@ -208,51 +265,33 @@ wire::Response QueuePair::answer_read(const wire::Request& request, Bounce* boun
         const auto region =
             find_remote(request.rkey, domain_, IBV_ACCESS_REMOTE_READ, request.remote_address, request.message_bytes);
         const std::uint64_t address = request.remote_address + request.chunk_offset_bytes;
-        const RegionError error =
-            region == nullptr ? RegionError::refused : region->read(address, bounce, 0, request.chunk_bytes);
+        const RegionError error = region == nullptr
+                                      ? RegionError::refused
+                                      : region->read(address, bounce, request.payload_at, request.chunk_bytes);
         if (error != RegionError::none) {
             return refuse(error, own);
         }
     }
-    wire::Response response = response_of(wire::Answer::done);
+    wire::Response response = wire::response_of(wire::Answer::done);
     response.payload_bytes = request.chunk_bytes;
     return response;
 }
 
-wire::Response QueuePair::answer_atomic(const wire::Request& request, Bounce* bounce, const Connection& own) {
+wire::Response QueuePair::answer_atomic(const wire::Request& request, const Connection& own) {
     if (!permits(IBV_ACCESS_REMOTE_ATOMIC) || request.remote_address % 8 != 0) {
         return refuse(wire::Answer::invalid_request, IBV_EVENT_QP_REQ_ERR, own);
     }
     const auto region = find_remote(request.rkey, domain_, IBV_ACCESS_REMOTE_ATOMIC, request.remote_address, 8);
-    wire::Response response = response_of(wire::Answer::done);
+    wire::Response response = wire::response_of(wire::Answer::done);
     const auto changed = [&](std::uint64_t original) {
         if (request.opcode == wire::Opcode::fetch_and_add) {
             return original + request.compare_or_add;
         }
         return original == request.compare_or_add ? request.swap : original;
     };
-    const RegionError error = region == nullptr
-                                  ? RegionError::refused
-                                  : region->change(request.remote_address, bounce, &response.original, changed);
+    const RegionError error =
+        region == nullptr ? RegionError::refused : region->change(request.remote_address, &response.original, changed);
     return error == RegionError::none ? response : refuse(error, own);
-}
-
-wire::Response QueuePair::answer_send(const wire::Request& request, const Bounce& bounce, Arriving* arriving,
-                                      const Connection& own) {
-    if (!arriving->active) {
-        if (!take_receive(arriving)) {
-            return not_ready();
-        }
-        arriving->message_bytes = request.message_bytes;
-        if (request.message_bytes > arriving->work.length_bytes) {
-            return fail_receive(arriving, IBV_WC_LOC_LEN_ERR, wire::Answer::invalid_request, own);
-        }
-    }
-    if (scatter(arriving->work, request.chunk_offset_bytes, bounce, request.chunk_bytes) != RegionError::none) {
-        return fail_receive(arriving, IBV_WC_LOC_PROT_ERR, wire::Answer::operation_failed, own);
-    }
-    arriving->arrived_bytes += request.chunk_bytes;
-    return wire::last_chunk(request) ? finish_receive(request, arriving, own) : response_of(wire::Answer::done);
 }
 
 wire::Response QueuePair::refuse(wire::Answer answer, ibv_event_type event, const Connection& own) {
@@ -260,108 +299,12 @@ wire::Response QueuePair::refuse(wire::Answer answer, ibv_event_type event, cons
     if (own.generation == generation_) {
         fail(lock, event, &own);
     }
-    return response_of(answer);
+    return wire::response_of(answer);
 }
 
 wire::Response QueuePair::refuse(RegionError error, const Connection& own) {
     return error == RegionError::refused ? refuse(wire::Answer::access_refused, IBV_EVENT_QP_ACCESS_ERR, own)
                                          : refuse(wire::Answer::operation_failed, IBV_EVENT_QP_FATAL, own);
-}
-
-wire::Response QueuePair::not_ready() {
-    Lock lock(mutex_);
-    wire::Response response = response_of(wire::Answer::receiver_not_ready);
-    response.rnr_timer = attr_.min_rnr_timer;
-    return response;
-}
-
-bool QueuePair::take_receive(Arriving* arriving) {
-    Lock lock(mutex_);
-    if (receives_.empty() || !receives_requests()) {
-        return false;
-    }
-    *arriving = Arriving{};
-    arriving->work = std::move(receives_.front());
-    receives_.pop_front();
-    arriving->active = true;
-    ++arriving_count_;
-    return true;
-}
-
-void QueuePair::give_back(Arriving* arriving, const Connection& own) {
-    Lock lock(mutex_);
-    if (!arriving->active) {
-        return;
-    }
-    // The message never ended, so the receive is the first again, for the next message or to be flushed.
-    if (own.generation == generation_) {
-        receives_.push_front(std::move(arriving->work));
-    }
-    arriving->active = false;
-    --arriving_count_;
-    changed_.notify_all();
-}
-
-RegionError QueuePair::scatter(const ReceiveWork& work, std::uint64_t offset, const Bounce& bounce, std::size_t size) {
-    std::uint64_t skip = offset;
-    std::size_t moved = 0;
-    for (const ibv_sge& piece : work.pieces) {
-        if (skip >= piece.length) {
-            skip -= piece.length;
-            continue;
-        }
-        const std::size_t part = std::min<std::size_t>(piece.length - skip, size - moved);
-        if (part == 0) {
-            break;
-        }
-        const std::uint64_t address = piece.addr + skip;
-        const auto region = find_local(piece.lkey, domain_, IBV_ACCESS_LOCAL_WRITE, address, part);
-        const RegionError error =
-            region == nullptr ? RegionError::refused : region->write(address, bounce, moved, part);
-        if (error != RegionError::none) {
-            return error;
-        }
-        moved += part;
-        skip = 0;
-    }
-    return RegionError::none;
-}
-
-wire::Response QueuePair::finish_receive(const wire::Request& request, Arriving* arriving, const Connection& own) {
-    ibv_wc wc{};
-    wc.status = IBV_WC_SUCCESS;
-    wc.opcode = request.opcode == wire::Opcode::write ? IBV_WC_RECV_RDMA_WITH_IMM : IBV_WC_RECV;
-    wc.byte_len = static_cast<std::uint32_t>(request.message_bytes);
-    if ((request.flags & wire::flag_immediate) != 0) {
-        wc.wc_flags = IBV_WC_WITH_IMM;
-        wc.imm_data = request.immediate;
-    }
-    be_late();
-    Lock lock(mutex_);
-    arriving->active = false;
-    --arriving_count_;
-    if (own.generation == generation_) {
-        complete_receive(lock, arriving->work, wc, (request.flags & wire::flag_solicited) != 0);
-    }
-    changed_.notify_all();
-    return response_of(wire::Answer::done);
-}
-
-wire::Response QueuePair::fail_receive(Arriving* arriving, ibv_wc_status status, wire::Answer answer,
-                                       const Connection& own) {
-    ibv_wc wc{};
-    wc.status = status;
-    wc.opcode = IBV_WC_RECV;
-    be_late();
-    Lock lock(mutex_);
-    arriving->active = false;
-    --arriving_count_;
-    if (own.generation == generation_) {
-        complete_receive(lock, arriving->work, wc, false);
-        enter_error(lock, &own);
-    }
-    changed_.notify_all();
-    return response_of(answer);
 }
 
 void QueuePair::count_served(const wire::Request& request) {

@@ -55,8 +55,11 @@ constexpr std::array points = {
     by_errno("ibv_post_send"),
     by_errno("ibv_req_notify_cq"),
     by_status("wc.rdma_read"),
+    by_status("wc.rdma_read.landed"),
     by_status("wc.rdma_write"),
+    by_status("wc.rdma_write.landed"),
     by_status("wc.send"),
+    by_status("wc.send.landed"),
 };
 
 constexpr std::array<std::string_view, 3> prefixes = {"ibv_", "_ibv_", "wc."};
@@ -77,6 +80,11 @@ const std::string& session_error() {
 std::optional<int> call(std::string_view point) {
     session_error();
     return hit(point);
+}
+
+std::optional<int> call(FaultSite* site) {
+    session_error();
+    return site->hit();
 }
 
 } // namespace gdrkit::twin::verbs

@@ -18,14 +18,22 @@ std::string name_of(const ibv_gid& gid, std::uint32_t qp_num) {
     return name + number;
 }
 
+Response response_of(Answer answer) {
+    Response response{};
+    response.magic = magic;
+    response.answer = answer;
+    return response;
+}
+
 bool well_formed(const Hello& hello) {
     return hello.magic == magic && hello.version == version && hello.source_qpn <= 0xffffff &&
            hello.destination_qpn <= 0xffffff && hello.psn <= 0xffffff;
 }
 
 bool well_formed(const Request& request) {
-    if (request.magic != magic || request.reserved != 0 || request.opcode > Opcode::fetch_and_add ||
-        (request.flags & ~(flag_immediate | flag_solicited)) != 0) {
+    if (request.magic != magic || request.opcode > Opcode::fetch_and_add ||
+        (request.flags & ~(flag_immediate | flag_solicited | flag_piped)) != 0 ||
+        ((request.flags & flag_piped) != 0 && (request.opcode != Opcode::write || request.chunk_bytes == 0))) {
         return false;
     }
     if (request.opcode == Opcode::compare_and_swap || request.opcode == Opcode::fetch_and_add) {

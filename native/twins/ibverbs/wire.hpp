@@ -1,7 +1,8 @@
-// What two queue pairs say to one another. A connection begins with Hello and Welcome; then each Request is answered by
-// one Response before the next is sent. A message larger than a chunk is several requests. Both sides are of one build
-// and one machine, so the structures travel as they are; a stranger who connects is told from a peer by the magic
-// number and by sizes that must fit.
+// What two queue pairs say to one another. A connection begins with Hello, the descriptors of what both share
+// (link.hpp) and Welcome; from then on requests and their responses lie in shared memory, and the socket only carries
+// wake-ups and the end. A message larger than a chunk is several requests. Both sides are of one build and one machine,
+// so the structures travel as they are; a stranger who connects is told from a peer by the magic number and by sizes
+// that must fit.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +14,7 @@
 namespace gdrkit::twin::verbs::wire {
 
 inline constexpr std::uint32_t magic = 0x47525143; // "CQRG"
-inline constexpr std::uint32_t version = 1;
+inline constexpr std::uint32_t version = 2;
 
 struct Hello {
     std::uint32_t magic;
@@ -40,6 +41,8 @@ enum class Opcode : std::uint16_t { send, write, read, compare_and_swap, fetch_a
 
 inline constexpr std::uint16_t flag_immediate = 1;
 inline constexpr std::uint16_t flag_solicited = 2;
+// The payload of this part of a write lies in the pipe, not in the shared memory.
+inline constexpr std::uint16_t flag_piped = 4;
 
 struct Request {
     std::uint32_t magic;
@@ -52,10 +55,10 @@ struct Request {
     std::uint32_t chunk_bytes;
     std::uint32_t rkey;
     std::uint32_t immediate;
-    std::uint32_t reserved;
+    // Where in the shared memory the chunk_bytes of this part are (send, write) or are wanted (read).
+    std::uint32_t payload_at;
     std::uint64_t compare_or_add;
     std::uint64_t swap;
-    // chunk_bytes of payload follow a send and a write.
 };
 static_assert(sizeof(Request) == 64);
 
@@ -66,12 +69,15 @@ struct Response {
     Answer answer;
     // With receiver_not_ready: the code of the time to wait.
     std::uint32_t rnr_timer;
+    // Of a read: how much of it now lies in the shared memory.
     std::uint32_t payload_bytes;
     // What an atomic request found.
     std::uint64_t original;
-    // payload_bytes of a read follow.
 };
 static_assert(sizeof(Response) == 24);
+
+// Without payload.
+Response response_of(Answer answer);
 
 // The abstract name at which a queue pair listens.
 std::string name_of(const ibv_gid& gid, std::uint32_t qp_num);

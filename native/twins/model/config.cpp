@@ -51,6 +51,16 @@ bool good_domain(std::string_view name) {
     return !name.empty() && name.size() <= 32 && name.find_first_not_of(allowed) == std::string_view::npos;
 }
 
+GaudiGeneration read_generation(Config* config) {
+    const char* text = std::getenv("GDRKIT_TWINS_GAUDI");
+    const std::string_view name = text == nullptr ? "gaudi2" : text;
+    if (name != "gaudi" && name != "gaudi2" && name != "gaudi3") {
+        complain(config, "GDRKIT_TWINS_GAUDI", name, "gaudi, gaudi2 or gaudi3");
+    }
+    return name == "gaudi" ? GaudiGeneration::gaudi
+                           : (name == "gaudi3" ? GaudiGeneration::gaudi3 : GaudiGeneration::gaudi2);
+}
+
 Config read_config() {
     Config config;
     if (const char* domain = std::getenv("GDRKIT_TWINS_DOMAIN"); domain != nullptr) {
@@ -60,6 +70,14 @@ Config read_config() {
             complain(&config, "GDRKIT_TWINS_DOMAIN", domain, "1 to 32 letters, digits, '_', '.' or '-'");
         }
     }
+    if (const char* folder = std::getenv("GDRKIT_TWINS_FABRIC"); folder != nullptr) {
+        config.fabric = folder;
+        // The address of a socket has 107 bytes, and a name in the folder up to 56.
+        if (config.fabric.empty() || config.fabric.front() != '/' || config.fabric.size() > 50) {
+            complain(&config, "GDRKIT_TWINS_FABRIC", folder, "the path of a folder from the root, of at most 50 bytes");
+            config.fabric.clear();
+        }
+    }
     std::uint64_t drawn = 0;
     if (getrandom(&drawn, sizeof drawn, 0) != sizeof drawn) {
         drawn = static_cast<std::uint64_t>(getpid());
@@ -67,7 +85,11 @@ Config read_config() {
     config.seed = read_number(&config, "GDRKIT_TWINS_SEED", drawn, UINT64_MAX);
     config.nic_count = static_cast<unsigned>(read_number(&config, "GDRKIT_TWINS_NICS", config.nic_count, 16));
     config.gpu_count = static_cast<unsigned>(read_number(&config, "GDRKIT_TWINS_GPUS", config.gpu_count, 16));
+    config.gaudi_count = static_cast<unsigned>(read_number(&config, "GDRKIT_TWINS_GAUDIS", config.gaudi_count, 16));
+    config.gaudi = read_generation(&config);
+    config.gaudi_bar_mib = read_number(&config, "GDRKIT_TWINS_GAUDI_BAR_MIB", 0, 1 << 20);
     config.peermem = read_number(&config, "GDRKIT_TWINS_PEERMEM", 1, 1) != 0;
+    config.udev = read_number(&config, "GDRKIT_TWINS_UDEV", 0, 1) != 0;
     config.late_us_max =
         static_cast<unsigned>(read_number(&config, "GDRKIT_TWINS_LATE_US", config.late_us_max, 10'000'000));
     if (const char* path = std::getenv("GDRKIT_TWINS_FAULTS"); path != nullptr) {
@@ -94,12 +116,16 @@ std::uint64_t random_u64() {
     return (*generator)();
 }
 
-void be_late() {
+std::uint64_t lateness_us() {
     const unsigned most = config().late_us_max;
-    if (most == 0) {
+    return most == 0 ? 0 : random_u64() % (most + 1);
+}
+
+void be_late() {
+    const auto late_ns = static_cast<long>(lateness_us()) * 1000;
+    if (late_ns == 0) {
         return;
     }
-    const auto late_ns = static_cast<long>(random_u64() % (most + 1)) * 1000;
     timespec time{late_ns / 1'000'000'000, late_ns % 1'000'000'000};
     while (nanosleep(&time, &time) != 0) {
     }

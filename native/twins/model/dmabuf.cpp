@@ -132,7 +132,7 @@ void serve_extents(std::span<const std::byte> request, std::vector<std::byte>* r
     }
 }
 
-int compose(std::string_view prefix, std::span<const Extent> extents) {
+int compose(std::string_view prefix, std::span<const Extent> extents, std::uint64_t* made_id = nullptr) {
     std::uint64_t length_bytes = 0;
     Composed composed;
     for (const Extent& extent : extents) {
@@ -161,6 +161,9 @@ int compose(std::string_view prefix, std::span<const Extent> extents) {
     drop_unused(&all);
     if (given >= 0) {
         all.composed.emplace(id, std::move(composed));
+        if (made_id != nullptr) {
+            *made_id = id;
+        }
     }
     return given;
 }
@@ -236,6 +239,27 @@ int export_dmabuf(std::span<const Extent> extents) {
     return compose(descriptor_name, extents);
 }
 
+int export_tracked_dmabuf(std::span<const Extent> extents, std::uint64_t* id) {
+    if (extents.empty() || extents.size() > 64) {
+        return extents.empty() ? -EINVAL : -E2BIG;
+    }
+    return compose(descriptor_name, extents, id);
+}
+
+bool dmabuf_alive(std::uint64_t id) {
+    Exports& all = exports();
+    std::lock_guard lock(all.mutex);
+    const auto found = all.composed.find(id);
+    if (found == all.composed.end()) {
+        return false;
+    }
+    if (opened_again(found->second.descriptor.get())) {
+        return true;
+    }
+    all.composed.erase(found);
+    return false;
+}
+
 int export_shareable(int memory_fd) {
     // A shareable handle is not a dma-buf, so it must not look like one: a descriptor of its own, over the whole
     // memory.
@@ -292,6 +316,11 @@ int import_dmabuf(int fd, Imported* imported) {
         return -EINVAL;
     }
     imported->pieces.clear();
+    const int attached = reopen(fd, O_WRONLY);
+    if (attached < 0) {
+        return attached;
+    }
+    imported->attachment = Fd(attached);
     const Naming naming = naming_of(fd);
     if (naming.name.starts_with(descriptor_name)) {
         return import_composed(std::string_view(naming.name).substr(descriptor_name.size()), length_bytes, imported);

@@ -26,6 +26,11 @@ struct Extent {
 // The dma-buf over these extents, in order: a write-only descriptor that the caller owns, close-on-exec. -errno.
 int export_dmabuf(std::span<const Extent> extents);
 
+// The same as a dma-buf of its own also where it is a whole memory, and `id`, by which its exporter can ask for it.
+int export_tracked_dmabuf(std::span<const Extent> extents, std::uint64_t* id);
+// Whether that dma-buf is alive: somebody, in whatever process, has a descriptor of it open or has imported it.
+bool dmabuf_alive(std::uint64_t id);
+
 // The same for a shareable VMM handle (named gdrkit-vmm, so that one is not mistaken for the other).
 int export_shareable(int memory_fd);
 // Read-write descriptor of the memory behind a shareable handle; -EINVAL when the fd is not one, -EBADF when it is not
@@ -40,6 +45,8 @@ struct Imported {
     };
     std::vector<Piece> pieces;
     std::uint64_t length_bytes = 0;
+    // The dma-buf itself: as long as this is open its exporter counts the import, as the kernel counts an attachment.
+    Fd attachment;
 };
 
 enum class DmabufOrigin { twin, kernel };

@@ -8,7 +8,8 @@
 
 namespace gdrkit::twin {
 
-enum class FaultKind { errno_value, status };
+// What a rule carries: errno=, status=, or route= (a way that a transfer could go: p2p 1, nvfs 2, posix 3).
+enum class FaultKind { errno_value, status, route };
 
 // One name that a plan may use, and what its rules must carry: a code from 1 to `code_most`.
 struct FaultPoint {
@@ -28,6 +29,21 @@ std::string replace_faults(std::string_view plan);
 // Counts a call of `point`, holds it up as long as the plan wants, and returns what the plan wants it to answer,
 // nullopt when the call should go through.
 std::optional<int> hit(std::string_view point);
+
+// The same for a call that is made often: what no rule names is only counted, without a lock. Lives as long as the
+// process.
+struct FaultCount;
+class FaultSite {
+public:
+    explicit FaultSite(std::string_view point);
+    std::optional<int> hit();
+    // Whether the plan that is set now has a rule for this point.
+    [[nodiscard]] bool planned() const;
+
+private:
+    std::string_view point_;
+    FaultCount* count_;
+};
 
 // {"ibv_reg_mr": 3, ...}: how often each point was called in this process, as JSON.
 std::string calls_json();

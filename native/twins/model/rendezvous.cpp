@@ -35,8 +35,26 @@ struct MessageHeader {
 };
 static_assert(sizeof(MessageHeader) == 16);
 
-// The abstract name, and its length in *size; false when it does not fit.
+// Where a queue pair is found from every network namespace; empty for what is of one machine.
+std::string path_on_fabric(std::string_view name) {
+    if (config().fabric.empty() || !name.starts_with("qp.")) {
+        return {};
+    }
+    return config().fabric + "/" + std::to_string(getuid()) + "." + std::string(name);
+}
+
+// The path, or the abstract name, and its length in *size; false when it does not fit.
 bool make_address(std::string_view name, sockaddr_un* address, socklen_t* size) {
+    if (const std::string path = path_on_fabric(name); !path.empty()) {
+        if (path.size() + 1 > sizeof address->sun_path) {
+            return false;
+        }
+        std::memset(address, 0, sizeof *address);
+        address->sun_family = AF_UNIX;
+        std::memcpy(address->sun_path, path.data(), path.size());
+        *size = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + path.size() + 1);
+        return true;
+    }
     const std::string full =
         "gdrkit-twins/" + std::to_string(getuid()) + "/" + config().domain + "/" + std::string(name);
     if (full.size() + 1 > sizeof address->sun_path) {
@@ -171,6 +189,12 @@ int listen_on(std::string_view name) {
         return -errno;
     }
     return socket.release();
+}
+
+void forget(std::string_view name) {
+    if (const std::string path = path_on_fabric(name); !path.empty()) {
+        unlink(path.c_str());
+    }
 }
 
 int connect_to(std::string_view name) {

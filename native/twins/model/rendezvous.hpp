@@ -35,8 +35,12 @@ private:
 };
 
 // Listens on the abstract name "gdrkit-twins/<uid>/<domain>/<name>", close-on-exec. -errno when the name is taken
-// (EADDRINUSE) or refused.
+// (EADDRINUSE) or refused. A name of a queue pair ("qp.") lies in the folder GDRKIT_TWINS_FABRIC instead, where there
+// is one: abstract names end at a network namespace.
 int listen_on(std::string_view name);
+
+// Takes a name out of that folder; nothing is left of any other by itself.
+void forget(std::string_view name);
 
 // Connects to that name. -ECONNREFUSED when nobody listens, or when the listener is of another user (SO_PEERCRED is
 // checked). What waits for the other side, here and on the socket, gives up after 10 s with EAGAIN.

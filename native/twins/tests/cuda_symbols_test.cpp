@@ -1,16 +1,13 @@
 // What the library exports is what the contracts say, every entry that is not implemented says so, and the function
 // table that cuda-bindings asks for is served.
-#include <elf.h>
-
 #include <algorithm>
-#include <cstring>
-#include <fstream>
 #include <map>
 #include <set>
-#include <sstream>
 
+#include "contract.hpp"
 #include "cuda_driver.hpp"
 
+using namespace gdrkit::twin;
 using namespace gdrkit::twin::cuda;
 
 namespace {
@@ -28,49 +25,6 @@ constexpr Function functions[] = {
 #undef X
 };
 
-std::vector<std::pair<std::string, std::string>> read_table(const char* path) {
-    std::ifstream file(path);
-    CHECK(file.is_open());
-    std::vector<std::pair<std::string, std::string>> table;
-    for (std::string line; std::getline(file, line);) {
-        if (line.empty() || line[0] == '#') {
-            continue;
-        }
-        std::istringstream words(line);
-        std::string first, second, rest;
-        CHECK(words >> first >> second && !(words >> rest));
-        table.emplace_back(first, second);
-    }
-    return table;
-}
-
-// The names in the dynamic symbol table of the library that this library defines.
-std::set<std::string> exported() {
-    std::ifstream file(GDRKIT_CUDA_TWIN, std::ios::binary);
-    std::stringstream whole;
-    whole << file.rdbuf();
-    const std::string bytes = whole.str();
-    Elf64_Ehdr header;
-    std::memcpy(&header, bytes.data(), sizeof header);
-    std::vector<Elf64_Shdr> sections(header.e_shnum);
-    std::memcpy(sections.data(), bytes.data() + header.e_shoff, sections.size() * sizeof(Elf64_Shdr));
-    std::set<std::string> names;
-    for (const Elf64_Shdr& section : sections) {
-        if (section.sh_type != SHT_DYNSYM) {
-            continue;
-        }
-        const char* const text = bytes.data() + sections[section.sh_link].sh_offset;
-        for (std::size_t at = 0; at < section.sh_size; at += sizeof(Elf64_Sym)) {
-            Elf64_Sym symbol;
-            std::memcpy(&symbol, bytes.data() + section.sh_offset + at, sizeof symbol);
-            if (symbol.st_shndx != SHN_UNDEF && ELF64_ST_BIND(symbol.st_info) != STB_LOCAL) {
-                names.insert(text + symbol.st_name);
-            }
-        }
-    }
-    return names;
-}
-
 void contract_is_what_is_exported() {
     std::set<std::string> promised;
     std::map<std::string, std::string> conventions;
@@ -78,7 +32,7 @@ void contract_is_what_is_exported() {
         CHECK(promised.insert(symbol).second);
         conventions[symbol] = kind;
     }
-    CHECK(promised == exported());
+    CHECK(promised == exported(GDRKIT_CUDA_TWIN));
     for (const Function& function : functions) {
         CHECK(conventions[function.symbol] == function.kind);
         conventions.erase(function.symbol);

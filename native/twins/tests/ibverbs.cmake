@@ -1,6 +1,6 @@
 # The unit tests of the verbs twin: plain programs against the real header, linked to the twin.
 
-set(ibverbs_tests device errors events exports faults loading regions release states traffic two_processes)
+set(ibverbs_tests device errors events exports faults lists loading many regions release states traffic two_processes)
 foreach(name IN LISTS ibverbs_tests)
   add_executable(ibverbs_${name} ${CMAKE_CURRENT_LIST_DIR}/ibverbs_${name}.cpp)
   # The model makes dma-bufs for the tests; the twin has its own, hidden copy of it.
@@ -18,4 +18,23 @@ target_include_directories(ibverbs_cuda PRIVATE ${CMAKE_CURRENT_LIST_DIR}/..)
 if(TARGET cuda_twin)
   add_test(NAME ibverbs.cuda COMMAND ibverbs_cuda $<TARGET_FILE:cuda_twin>)
   set_tests_properties(ibverbs.cuda PROPERTIES TIMEOUT 120)
+endif()
+
+# Speaks to the twin as a peer's twin does, by the same code.
+add_executable(ibverbs_hostile ${CMAKE_CURRENT_LIST_DIR}/ibverbs_hostile.cpp)
+target_sources(ibverbs_hostile PRIVATE ${CMAKE_CURRENT_LIST_DIR}/../ibverbs/bounce.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/../ibverbs/link.cpp ${CMAKE_CURRENT_LIST_DIR}/../ibverbs/pipe.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/../ibverbs/wire.cpp)
+target_link_libraries(ibverbs_hostile PRIVATE ibverbs_twin gdrkit_twin_model)
+target_include_directories(ibverbs_hostile PRIVATE ${CMAKE_CURRENT_LIST_DIR}/..)
+add_test(NAME ibverbs.hostile COMMAND ibverbs_hostile)
+set_tests_properties(ibverbs.hostile PROPERTIES TIMEOUT 120)
+
+# No test of speed, which is for a person to run and read: here only that it runs.
+add_executable(ibverbs_throughput ${CMAKE_CURRENT_LIST_DIR}/ibverbs_throughput.cpp)
+target_link_libraries(ibverbs_throughput PRIVATE ibverbs_twin gdrkit_twin_model ${CMAKE_DL_LIBS})
+target_include_directories(ibverbs_throughput PRIVATE ${CMAKE_CURRENT_LIST_DIR}/..)
+if(TARGET cuda_twin)
+  add_test(NAME ibverbs.throughput COMMAND ibverbs_throughput 5 $<TARGET_FILE:cuda_twin>)
+  set_tests_properties(ibverbs.throughput PROPERTIES TIMEOUT 120)
 endif()

@@ -154,11 +154,13 @@ void memory_that_went_away() {
     void* const memory = mmap(nullptr, 8192, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     ibv_mr* const mr = ibv_reg_mr(b.pd, memory, 8192, all_access);
     CHECK(mr != nullptr);
-    CHECK(munmap(memory, 8192) == 0);
+    // Its pages go, its place stays taken: an allocation of another thread there would be written to.
+    CHECK(mmap(memory, 8192, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == memory);
     CHECK(a.post(request(1, IBV_WR_RDMA_WRITE, number_of(memory), mr->rkey), {from.part(0, 8192)}) == 0);
     a.expect(1, IBV_WC_REM_OP_ERR);
     CHECK(next_event(b.context).event_type == IBV_EVENT_QP_FATAL);
     CHECK(ibv_dereg_mr(mr) == 0);
+    CHECK(munmap(memory, 8192) == 0);
 }
 
 void receiver_not_ready() {

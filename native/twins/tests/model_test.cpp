@@ -67,6 +67,7 @@ void a_whole_allocation_is_exported_and_can_not_be_mapped() {
     CHECK(own[5] == 7);
     dmabuf.reset();
     imported.pieces.clear();
+    imported.attachment.reset();
     CHECK(held_elsewhere(memory.get())); // the mapping alone keeps the pages
     munmap(mapped, mib);
     CHECK(!held_elsewhere(memory.get()));
@@ -90,8 +91,26 @@ void parts_and_several_chunks_are_one_dmabuf() {
     CHECK(pread(second.get(), &seen, 1, 1) == 1 && seen == 11);
     munmap(mapped, imported.length_bytes);
     imported.pieces.clear();
+    imported.attachment.reset();
     dmabuf.reset();
     CHECK(!held_elsewhere(first.get()) && !held_elsewhere(second.get()));
+}
+
+void an_export_lives_until_its_last_importer() {
+    const Fd memory(make_device_memory(mib));
+    const Extent whole{memory.get(), 0, mib};
+    std::uint64_t first = 0, second = 0;
+    Fd one(export_tracked_dmabuf({&whole, 1}, &first)), other(export_tracked_dmabuf({&whole, 1}, &second));
+    CHECK(one && other && first != second && dmabuf_alive(first) && dmabuf_alive(second));
+    Imported imported;
+    CHECK(import_dmabuf(one.get(), &imported) == 0 && imported.length_bytes == mib);
+    one.reset();
+    other.reset();
+    CHECK(dmabuf_alive(first) && !dmabuf_alive(second));
+    imported.pieces.clear();
+    CHECK(dmabuf_alive(first)); // who imported it has it, whatever is left of the memory
+    imported.attachment.reset();
+    CHECK(!dmabuf_alive(first) && !dmabuf_alive(first) && !held_elsewhere(memory.get()));
 }
 
 void what_no_exporter_issued_is_refused() {
@@ -320,6 +339,7 @@ int main() {
     parts_can_be_imported_by_another_process_only_while_the_owner_lives();
     a_whole_allocation_is_exported_and_can_not_be_mapped();
     parts_and_several_chunks_are_one_dmabuf();
+    an_export_lives_until_its_last_importer();
     what_no_exporter_issued_is_refused();
     a_shareable_handle_is_not_a_dmabuf();
     a_plan_fails_the_calls_that_it_names();

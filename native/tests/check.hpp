@@ -1,0 +1,24 @@
+// What all tests here share: a check that holds in every build, says where it failed and ends the test.
+#pragma once
+
+#include <cstdio>
+#include <cstdlib>
+
+#define CHECK(condition)                                                                                               \
+    do {                                                                                                               \
+        if (!(condition)) {                                                                                            \
+            std::fprintf(stderr, "%s:%d: %s: not so: %s\n", __FILE__, __LINE__, __func__, #condition);                 \
+            std::abort();                                                                                              \
+        }                                                                                                              \
+    } while (false)
+
+#define CHECK_EQUAL(left, right)                                                                                       \
+    do {                                                                                                               \
+        const auto left_ = (left);                                                                                     \
+        const auto right_ = (right);                                                                                   \
+        if (!(left_ == right_)) {                                                                                      \
+            std::fprintf(stderr, "%s:%d: %s: %s is %lld, not %s = %lld\n", __FILE__, __LINE__, __func__, #left,        \
+                         static_cast<long long>(left_), #right, static_cast<long long>(right_));                       \
+            std::abort();                                                                                              \
+        }                                                                                                              \
+    } while (false)

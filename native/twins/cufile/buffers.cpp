@@ -1,0 +1,115 @@
+#include "cufile/buffers.hpp"
+
+#include <map>
+#include <mutex>
+
+#include "cufile/driver.hpp"
+#include "cufile/entry.hpp"
+#include "cufile/statistics.hpp"
+#include "model/ledger.hpp"
+
+namespace gdrkit::twin::cufile {
+namespace {
+
+constexpr std::string_view kind = "cufile_buffer";
+constexpr int flags_mask = 3; // CU_FILE_RDMA_REGISTER, CU_FILE_RDMA_RELAXED_ORDERING
+
+struct Buffer {
+    std::size_t length_bytes = 0;
+    Place place;
+};
+
+struct Buffers {
+    std::mutex mutex;
+    std::map<std::uint64_t, Buffer> registered;
+};
+
+Buffers& buffers() {
+    static auto* const all = new Buffers;
+    return *all;
+}
+
+void enter(std::uint64_t base, std::size_t length_bytes, const Place& place) {
+    Buffers& all = buffers();
+    std::lock_guard lock(all.mutex);
+    if (all.registered.contains(base)) {
+        throw Refused{memory_already_registered};
+    }
+    ledger_add(kind, base);
+    all.registered.emplace(base, Buffer{length_bytes, place});
+}
+
+Buffer take(std::uint64_t base) {
+    Buffers& all = buffers();
+    std::lock_guard lock(all.mutex);
+    if (const auto found = all.registered.find(base); found != all.registered.end()) {
+        // The real one answers success here and leaves the memory pinned (seen with 1.15 and 1.20): a leak that shows
+        // nowhere.
+        require_current_context(found->second.place);
+    }
+    if (!ledger_remove(kind, base)) {
+        throw Refused{memory_not_registered};
+    }
+    return all.registered.extract(base).mapped();
+}
+
+} // namespace
+
+void check_registered(std::uint64_t base, std::uint64_t offset_bytes, std::size_t length_bytes, const Place& place) {
+    Buffers& all = buffers();
+    std::lock_guard lock(all.mutex);
+    const auto found = all.registered.find(base);
+    if (found == all.registered.end()) {
+        return;
+    }
+    if (found->second.place.buffer_id != place.buffer_id) {
+        throw Refused{cuda_pointer_invalid};
+    }
+    if (offset_bytes > found->second.length_bytes || length_bytes > found->second.length_bytes - offset_bytes) {
+        throw Refused{invalid_mapping_range};
+    }
+}
+
+void forget_buffers() {
+    Buffers& all = buffers();
+    std::lock_guard lock(all.mutex);
+    for (const auto& [base, buffer] : all.registered) {
+        static_cast<void>(ledger_remove(kind, base));
+    }
+    all.registered.clear();
+}
+
+GDRKIT_CUFILE_ENTRY Error cuFileBufRegister(const void* address, std::size_t length_bytes, int flags) {
+    const auto base = reinterpret_cast<std::uint64_t>(address);
+    int device = -1;
+    const Error result = entry("cuFileBufRegister", [&] {
+        if (base == 0 || length_bytes == 0 || (flags & ~flags_mask) != 0 || base + length_bytes < base) {
+            throw Refused{invalid_value};
+        }
+        open_if_closed();
+        const Place place = place_of(base);
+        device = place.ordinal;
+        require_current_context(place);
+        if (place.device) {
+            check_allocated(base, length_bytes);
+        }
+        enter(base, length_bytes, place);
+    });
+    count_registration(device, length_bytes, true, result.error == success);
+    return result;
+}
+
+GDRKIT_CUFILE_ENTRY Error cuFileBufDeregister(const void* address) {
+    Buffer buffer;
+    const Error result = entry("cuFileBufDeregister", [&] {
+        // As the real one answers it before the driver is open.
+        if (!is_open()) {
+            throw Refused{driver_closing};
+        }
+        buffer = take(reinterpret_cast<std::uint64_t>(address));
+    });
+    count_registration(buffer.place.ordinal, buffer.length_bytes, false, result.error == success);
+    return result;
+}
+
+} // namespace gdrkit::twin::cufile

@@ -1,0 +1,81 @@
+// The note by which a record names this library, the fault plan, the look inside, and what is not implemented.
+#include <cerrno>
+#include <cstdio>
+#include <string>
+
+#include "control/control.h"
+#include "cufile/entry.hpp"
+#include "model/config.hpp"
+#include "model/fault.hpp"
+#include "model/ledger.hpp"
+#include "model/note.hpp"
+
+GDRKIT_TWIN_NOTE("cufile twin of gdrkit")
+
+using namespace gdrkit::twin;
+
+namespace gdrkit::twin::cufile {
+namespace {
+
+#define implemented(symbol) {#symbol, FaultKind::status, status_most},
+#define nothing(symbol)
+#define unsupported(symbol)
+#define X(symbol, kind) kind(symbol)
+constexpr FaultPoint fault_points[] = {
+#include "cufile/functions.def"
+    // What happens behind the calls: the route of a transfer, one entry of a batch, one transfer of a stream.
+    {"cufile.route", FaultKind::route},
+    {"cufile.batch_io", FaultKind::status, status_most},
+    {"cufile.async_io", FaultKind::status, status_most},
+};
+#undef X
+#undef implemented
+#undef nothing
+#undef unsupported
+
+constexpr std::string_view fault_prefixes[] = {"cuFile", "cufile."};
+
+} // namespace
+
+const std::string_view& load_error() {
+    static const auto* const error = [] {
+        const std::string& variables = config().error;
+        std::string plan = load_faults(fault_points, fault_prefixes);
+        return new std::string_view(*new std::string(variables.empty() ? std::move(plan) : variables));
+    }();
+    return *error;
+}
+
+int planned_failure(std::string_view symbol) {
+    load_error();
+    return hit(symbol).value_or(success);
+}
+
+#define GDRKIT_UNSUPPORTED(symbol)                                                                                     \
+    GDRKIT_CUFILE_ENTRY Error symbol() {                                                                               \
+        return answer(platform_not_supported);                                                                         \
+    }
+GDRKIT_UNSUPPORTED(cuFileDriverGetP2PFlags)
+GDRKIT_UNSUPPORTED(cuFileDriverSetP2PFlags)
+GDRKIT_UNSUPPORTED(cuFileExportPCIeTopology)
+GDRKIT_UNSUPPORTED(cuFileGetParameterGpuBounceBufferSlabArray)
+GDRKIT_UNSUPPORTED(cuFileSetParameterGpuBounceBufferSlabArray)
+#undef GDRKIT_UNSUPPORTED
+
+} // namespace gdrkit::twin::cufile
+
+extern "C" [[gnu::visibility("default")]] int gdrkit_twin_ledger(char* buffer, std::size_t size) {
+    const std::string json = "{\"library\":\"cufile\",\"handles\":" + ledger_json() + ",\"calls\":" + calls_json() +
+                             ",\"delayed\":" + held_json() + ",\"seed\":" + std::to_string(config().seed) + "}";
+    return std::snprintf(buffer, size, "%s", json.c_str());
+}
+
+extern "C" [[gnu::visibility("default")]] int gdrkit_twin_faults(const char* plan) {
+    cufile::load_error();
+    const std::string error = plan == nullptr ? "expected a text, found NULL" : replace_faults(plan);
+    if (!error.empty()) {
+        std::fprintf(stderr, "gdrkit twin: fault plan: %s\n", error.c_str());
+        return EINVAL;
+    }
+    return 0;
+}

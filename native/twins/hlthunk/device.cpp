@@ -1,0 +1,226 @@
+// Open devices: who has one, and when it is let go.
+#include "hlthunk/device.hpp"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cerrno>
+#include <cstdio>
+#include <cstdlib>
+#include <string_view>
+
+#include "model/config.hpp"
+#include "model/ledger.hpp"
+#include "model/rendezvous.hpp"
+
+namespace gdrkit::twin::gaudi {
+namespace {
+
+constexpr std::uint64_t gib = std::uint64_t{1} << 30;
+constexpr std::uint64_t mib = std::uint64_t{1} << 20;
+
+// Addresses and sizes are those of the driver, except the page of Gaudi3, which is the twin's choice.
+constexpr Properties generations[] = {
+    {gaudi1, pci_id_gaudi1, "HL205", false, 0x20000000, 0x20000000 + 512 * mib, 32 * gib, 2 * mib, 0, 0x1000000000000},
+    {DeviceName::gaudi2, pci_id_gaudi2, "HL225", true, 0x1001000000000000, 0x1001000000000000 + 48 * mib, 96 * gib,
+     48 * mib, 0x1001000600000000, 0xfff0000000000000},
+    {DeviceName::gaudi3, pci_id_gaudi3, "HL325L", true, 0x1001000000000000, 0x1001000000000000 + 32 * mib, 128 * gib,
+     32 * mib, 0x1001002000000000, 0xff70000000000000},
+};
+
+constexpr std::string_view file_name = "/memfd:gdrkit-accel:";
+constexpr std::string_view control_file_name = "/memfd:gdrkit-accel-control:";
+// A command buffer's handle is the place where its file is mapped, so the file must reach that far.
+constexpr off_t file_bytes = off_t{1} << 44;
+
+struct Open {
+    DeviceRef device;
+    pid_t owner = 0;
+    dev_t disk = 0;
+    ino_t inode = 0;
+};
+
+struct Table {
+    std::mutex mutex;
+    std::vector<Open> open;
+};
+
+Table& table() {
+    static auto* const all = new Table;
+    return *all;
+}
+
+std::string_view link_of(int fd, char (&target)[128]) {
+    char link[64];
+    std::snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
+    const ssize_t size = readlink(link, target, sizeof target);
+    return size < 0 ? std::string_view() : std::string_view(target, static_cast<std::size_t>(size));
+}
+
+int make_file(std::string_view prefix, unsigned index) {
+    char name[64];
+    std::snprintf(name, sizeof name, "%s%u", prefix.substr(prefix.find(':') + 1).data(), index);
+    Fd file(memfd_create(name, MFD_CLOEXEC));
+    return !file || ftruncate(file.get(), file_bytes) != 0 ? -errno : file.release();
+}
+
+// What the client gets is a file of its own: one that is opened by its name counts as open, the first does not.
+int open_again(int fd) {
+    char link[64];
+    std::snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
+    const int opened = open(link, O_RDWR | O_CLOEXEC);
+    return opened < 0 ? -errno : opened;
+}
+
+} // namespace
+
+std::uint64_t Properties::bar_bytes() const {
+    return config().gaudi_bar_mib == 0 ? dram_bytes : config().gaudi_bar_mib * mib;
+}
+
+const Properties& properties() {
+    return generations[static_cast<unsigned>(config().gaudi)];
+}
+
+Device::Device(unsigned index, Fd file, Fd claim) : index(index), file(std::move(file)), claim_(std::move(claim)) {
+    ledger_add("gaudi_device", reinterpret_cast<std::uint64_t>(this));
+}
+
+Device::~Device() {
+    {
+        std::lock_guard lock(mutex);
+        ending_ = true;
+    }
+    changed.notify_all();
+    if (worker_.joinable()) {
+        worker_.join();
+    }
+    // What a program left behind goes with its context, as in the kernel.
+    const auto self = reinterpret_cast<std::uint64_t>(this);
+    for (const auto& [address, mapping] : mappings) {
+        static_cast<void>(ledger_remove(mapping.allocation ? "gaudi_mapping" : "gaudi_host_mapping", self ^ address));
+    }
+    for (const auto& [handle, allocation] : allocations) {
+        static_cast<void>(ledger_remove("gaudi_memory", self ^ handle));
+    }
+    for (const auto& [handle, buffer] : buffers) {
+        static_cast<void>(ledger_remove("gaudi_command_buffer", self ^ handle));
+    }
+    static_cast<void>(ledger_remove("gaudi_device", self));
+}
+
+std::size_t Device::live_exports() {
+    std::lock_guard lock(mutex);
+    std::erase_if(physical_exports, [](std::uint64_t id) { return !dmabuf_alive(id); });
+    std::size_t count = physical_exports.size();
+    for (auto& [address, mapping] : mappings) {
+        std::erase_if(mapping.exports, [](std::uint64_t id) { return !dmabuf_alive(id); });
+        count += mapping.exports.size();
+    }
+    return count;
+}
+
+bool Device::in_use() {
+    return live_exports() > 0 || held_elsewhere(file.get());
+}
+
+DeviceRef find_device(int fd, int* error) {
+    struct stat status {};
+    if (fstat(fd, &status) != 0) {
+        *error = EBADF;
+        return nullptr;
+    }
+    Table& all = table();
+    std::lock_guard lock(all.mutex);
+    for (const Open& open : all.open) {
+        if (open.disk == status.st_dev && open.inode == status.st_ino) {
+            *error = open.owner == getpid() ? 0 : ENODEV;
+            return open.owner == getpid() ? open.device : nullptr;
+        }
+    }
+    char target[128];
+    *error = link_of(fd, target).starts_with(file_name) ? ENODEV : ENOTTY;
+    return nullptr;
+}
+
+bool find_index(int fd, unsigned* index, int* error) {
+    char target[128];
+    const std::string_view link = link_of(fd, target);
+    if (link.starts_with(control_file_name)) {
+        *index = static_cast<unsigned>(
+            std::strtoul(std::string(link.substr(control_file_name.size())).c_str(), nullptr, 10));
+        return true;
+    }
+    const DeviceRef device = find_device(fd, error);
+    if (device) {
+        *index = device->index;
+    }
+    return device != nullptr;
+}
+
+int open_device(unsigned index) {
+    if (index >= config().gaudi_count) {
+        return -ENOENT;
+    }
+    release_unused();
+    // One program has a device, as with the kernel. The name is taken in the whole domain, and ends with its process.
+    Fd claim(listen_on("gaudi." + std::to_string(index)));
+    if (!claim) {
+        return claim.get() == -EADDRINUSE ? -EBUSY : claim.get();
+    }
+    Fd file(make_file(file_name, index));
+    if (!file) {
+        return file.get();
+    }
+    const int given = open_again(file.get());
+    struct stat status {};
+    if (given < 0 || fstat(given, &status) != 0) {
+        return given < 0 ? given : -errno;
+    }
+    Open open{nullptr, getpid(), status.st_dev, status.st_ino};
+    open.device = std::make_shared<Device>(index, std::move(file), std::move(claim));
+    Table& all = table();
+    std::lock_guard lock(all.mutex);
+    all.open.push_back(std::move(open));
+    return given;
+}
+
+int open_control(unsigned index) {
+    return index >= config().gaudi_count ? -ENOENT : make_file(control_file_name, index);
+}
+
+void release_unused() {
+    std::vector<Open> gone; // let go after the lock
+    Table& all = table();
+    {
+        std::lock_guard lock(all.mutex);
+        std::erase_if(all.open, [&](Open& open) {
+            if (open.owner != getpid() || open.device->in_use()) {
+                return false;
+            }
+            gone.push_back(std::move(open));
+            return true;
+        });
+    }
+}
+
+std::size_t open_devices() {
+    Table& all = table();
+    std::lock_guard lock(all.mutex);
+    return all.open.size();
+}
+
+std::size_t live_exports() {
+    Table& all = table();
+    std::lock_guard lock(all.mutex);
+    std::size_t count = 0;
+    for (const Open& open : all.open) {
+        count += open.device->live_exports();
+    }
+    return count;
+}
+
+} // namespace gdrkit::twin::gaudi

@@ -1,0 +1,253 @@
+// Opening devices, and what they say about themselves.
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <string>
+#include <string_view>
+
+#include "hlthunk/device.hpp"
+#include "hlthunk/entry.hpp"
+#include "model/config.hpp"
+#include "model/trace.hpp"
+
+namespace gdrkit::twin::gaudi {
+namespace {
+
+constexpr std::size_t bus_id_length = 12; // 0000:33:00.0
+
+std::string bus_id_of(unsigned index) {
+    char text[16];
+    std::snprintf(text, sizeof text, "0000:%02x:00.0", 0x33 + index);
+    return text;
+}
+
+// The module of a device is not its number, as on a real board.
+std::uint32_t module_id_of(unsigned index) {
+    return index < 8 ? 7 - index : index;
+}
+
+// -1 when no device has this id, which may lack the domain.
+int index_of(const char* bus_id) {
+    std::string whole = std::strlen(bus_id) == 7 ? "0000:" + std::string(bus_id) : std::string(bus_id);
+    whole.resize(std::min(whole.size(), bus_id_length));
+    for (unsigned index = 0; index < config().gaudi_count; ++index) {
+        if (whole == bus_id_of(index)) {
+            return static_cast<int>(index);
+        }
+    }
+    return -1;
+}
+
+int index_of_module(std::uint32_t module_id) {
+    for (unsigned index = 0; index < config().gaudi_count; ++index) {
+        if (module_id_of(index) == module_id) {
+            return static_cast<int>(index);
+        }
+    }
+    return -1;
+}
+
+int open_by_bus_id(const char* bus_id, int (*open)(unsigned)) {
+    const int index = index_of(bus_id);
+    return index < 0 ? -EINVAL : open(static_cast<unsigned>(index));
+}
+
+// The first that is of this kind and free; else -1 and errno, as the library has it for a search by name.
+int open_by_name(int name, int (*open)(unsigned)) {
+    int error = ENOENT;
+    for (unsigned index = 0; index < config().gaudi_count; ++index) {
+        if (name == dont_care || name == properties().name) {
+            const int fd = open(index);
+            if (fd >= 0) {
+                return fd;
+            }
+            error = fd == -ENOENT ? error : -fd;
+        }
+    }
+    errno = error;
+    return -1;
+}
+
+int open_any(std::string_view symbol, int name, const char* bus_id, int (*open)(unsigned)) {
+    const int refused = guarded([&] { return begin_call(symbol); });
+    if (refused != 0) {
+        errno = refused;
+        return -refused;
+    }
+    int fd = -1;
+    const int error = guarded([&] {
+        fd = bus_id != nullptr ? open_by_bus_id(bus_id, open) : open_by_name(name, open);
+        return 0;
+    });
+    trace("%.*s device_name=%d busid=%s -> %d", static_cast<int>(symbol.size()), symbol.data(), name,
+          bus_id != nullptr ? bus_id : "NULL", fd);
+    if (error != 0 || (fd < 0 && fd != -1)) {
+        errno = error != 0 ? error : -fd;
+    }
+    return error != 0 ? -error : fd;
+}
+
+} // namespace
+
+GDRKIT_HLTHUNK_ENTRY int hlthunk_open(int device_name, const char* bus_id) {
+    return open_any("hlthunk_open", device_name, bus_id, open_device);
+}
+
+GDRKIT_HLTHUNK_ENTRY int hlthunk_open_by_module_id(std::uint32_t module_id) {
+    const int fd = descriptor_entry("hlthunk_open_by_module_id", [&] {
+        const int index = index_of_module(module_id);
+        return index < 0 ? -EPERM : open_device(static_cast<unsigned>(index)); // -1, which is all that the library says
+    });
+    trace("hlthunk_open_by_module_id module_id=%u -> %d", module_id, fd);
+    return fd;
+}
+
+GDRKIT_HLTHUNK_ENTRY int hlthunk_open_control(int number, const char* bus_id) {
+    return descriptor_entry("hlthunk_open_control", [&] {
+        return bus_id != nullptr ? open_by_bus_id(bus_id, open_control) : open_control(static_cast<unsigned>(number));
+    });
+}
+
+GDRKIT_HLTHUNK_ENTRY int hlthunk_open_control_by_name(int device_name, const char* bus_id) {
+    return open_any("hlthunk_open_control_by_name", device_name, bus_id, open_control);
+}
+
+GDRKIT_HLTHUNK_ENTRY int hlthunk_open_control_by_module_id(std::uint32_t module_id) {
+    return descriptor_entry("hlthunk_open_control_by_module_id", [&] {
+        const int index = index_of_module(module_id);
+        return index < 0 ? -EBADF : open_control(static_cast<unsigned>(index));
+    });
+}
+
+GDRKIT_HLTHUNK_ENTRY int hlthunk_open_control_by_bus_id(const char* bus_id) {
+    return descriptor_entry("hlthunk_open_control_by_bus_id", [&] {
+        const int index = bus_id == nullptr ? -1 : index_of(bus_id);
+        return bus_id == nullptr ? -EINVAL : (index < 0 ? -EBADF : open_control(static_cast<unsigned>(index)));
+    });
+}
+
+GDRKIT_HLTHUNK_ENTRY int hlthunk_close(int fd) {
+    const int refused = guarded([] { return begin_call("hlthunk_close"); });
+    if (refused != 0) {
+        errno = refused;
+        return -1;
+    }
+    const int closed = close(fd);
+    const int kept = errno;
+    trace("hlthunk_close fd=%d -> %d", fd, closed);
+    static_cast<void>(guarded([] {
+        release_unused();
+        return 0;
+    }));
+    errno = kept;
+    return closed;
+}
+
+GDRKIT_HLTHUNK_ENTRY int hlthunk_get_pci_bus_id_from_fd(int fd, char* bus_id, int length) {
+    return entry("hlthunk_get_pci_bus_id_from_fd", [&] {
+        unsigned index = 0;
+        int error = 0;
+        if (bus_id == nullptr || length < 0) {
+            return EINVAL;
+        }
+        if (!find_index(fd, &index, &error)) {
+            return error;
+        }
+        std::strncpy(bus_id, bus_id_of(index).c_str(), static_cast<std::size_t>(length));
+        return 0;
+    });
+}
+
+GDRKIT_HLTHUNK_ENTRY int hlthunk_get_device_index_from_pci_bus_id(const char* bus_id) {
+    return descriptor_entry("hlthunk_get_device_index_from_pci_bus_id", [&] {
+        const int index = bus_id == nullptr ? -EINVAL : index_of(bus_id);
+        return index;
+    });
+}
+
+GDRKIT_HLTHUNK_ENTRY int hlthunk_get_hw_ip_info(int fd, HardwareInfo* info) {
+    return entry("hlthunk_get_hw_ip_info", [&] {
+        unsigned index = 0;
+        int error = 0;
+        if (info == nullptr) {
+            return EINVAL;
+        }
+        if (!find_index(fd, &index, &error)) {
+            return error;
+        }
+        const Properties& ours = properties();
+        *info = HardwareInfo{};
+        info->dram_base_address = ours.has_virtual_memory ? ours.dram_virtual_base : ours.dram_user_base;
+        info->dram_size = ours.dram_end() - ours.dram_user_base;
+        info->device_id = ours.pci_id;
+        info->dram_enabled = 1;
+        std::strncpy(reinterpret_cast<char*>(info->cpucp_version), "gdrkit twin", sizeof info->cpucp_version - 1);
+        info->module_id = module_id_of(index);
+        std::strncpy(reinterpret_cast<char*>(info->card_name), ours.card_name, sizeof info->card_name - 1);
+        info->dram_page_size = ours.default_page_bytes;
+        info->device_mem_alloc_default_page_size = ours.default_page_bytes;
+        info->reserved_dram_size = ours.dram_user_base - ours.dram_base;
+        return 0;
+    });
+}
+
+GDRKIT_HLTHUNK_ENTRY int hlthunk_get_device_name_from_fd(int fd) {
+    unsigned index = 0;
+    int error = 0;
+    return load_error().empty() && find_index(fd, &index, &error) ? properties().name : invalid;
+}
+
+GDRKIT_HLTHUNK_ENTRY std::uint32_t hlthunk_get_device_id_from_fd(int fd) {
+    unsigned index = 0;
+    int error = 0;
+    return load_error().empty() && find_index(fd, &index, &error) ? properties().pci_id : 0;
+}
+
+GDRKIT_HLTHUNK_ENTRY int hlthunk_get_device_count(int device_name) {
+    int count = 0;
+    const int error = entry("hlthunk_get_device_count", [&] {
+        if (device_name == invalid || device_name < 0 || device_name >= device_name_end) {
+            return EINVAL;
+        }
+        const bool counts = device_name == dont_care || device_name == properties().name;
+        count = counts ? static_cast<int>(config().gaudi_count) : 0;
+        return 0;
+    });
+    return error != 0 ? error : count;
+}
+
+GDRKIT_HLTHUNK_ENTRY int hlthunk_get_device_status_info(int fd) {
+    int status = device_operational;
+    const int error = entry("hlthunk_get_device_status_info", [&] {
+        int found = 0;
+        const DeviceRef device = find_device(fd, &found);
+        if (!device) {
+            return found;
+        }
+        std::lock_guard lock(device->mutex);
+        status = device->operational ? device_operational : device_malfunction;
+        return 0;
+    });
+    return error != 0 ? error : status;
+}
+
+GDRKIT_HLTHUNK_ENTRY void* hlthunk_malloc(std::size_t size) {
+    return std::calloc(1, size);
+}
+
+GDRKIT_HLTHUNK_ENTRY void hlthunk_free(void* memory) {
+    std::free(memory);
+}
+
+GDRKIT_HLTHUNK_ENTRY char* hlthunk_get_version() {
+    auto* const text = static_cast<char*>(std::calloc(1, 128));
+    if (text != nullptr) {
+        std::snprintf(text, 128, "1.9.0-gdrkit");
+    }
+    return text;
+}
+
+} // namespace gdrkit::twin::gaudi

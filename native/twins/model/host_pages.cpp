@@ -1,0 +1,67 @@
+#include "model/host_pages.hpp"
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdlib>
+#include <fstream>
+#include <string>
+
+#ifndef MADV_POPULATE_READ
+#define MADV_POPULATE_READ 22
+#define MADV_POPULATE_WRITE 23
+#endif
+
+namespace gdrkit::twin {
+namespace {
+
+// Kernels before 5.14 do not know the advice, and answer as for memory that cannot be populated.
+bool kernel_populates() {
+    static const bool known = [] {
+        const auto page_bytes = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
+        void* const probe = mmap(nullptr, page_bytes, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        if (probe == MAP_FAILED) {
+            return false;
+        }
+        const bool populated = madvise(probe, page_bytes, MADV_POPULATE_READ) == 0;
+        munmap(probe, page_bytes);
+        return populated;
+    }();
+    return known;
+}
+
+bool mapped_as(std::uint64_t begin_wanted, std::uint64_t end_wanted, bool writable) {
+    std::ifstream maps("/proc/self/maps");
+    std::uint64_t covered = begin_wanted;
+    for (std::string line; covered < end_wanted && std::getline(maps, line);) {
+        char* rest = nullptr;
+        const std::uint64_t begin = std::strtoull(line.c_str(), &rest, 16);
+        const std::uint64_t end = std::strtoull(rest + 1, &rest, 16);
+        if (end <= covered) {
+            continue;
+        }
+        if (begin > covered || rest[1] != 'r' || (writable && rest[2] != 'w')) {
+            return false;
+        }
+        covered = end;
+    }
+    return covered >= end_wanted;
+}
+
+} // namespace
+
+int check_mapped(std::uint64_t begin, std::uint64_t end, bool writable) {
+    if (!kernel_populates()) {
+        return mapped_as(begin, end, writable) ? 0 : EFAULT;
+    }
+    int result = 0;
+    do {
+        result =
+            madvise(reinterpret_cast<void*>(begin), end - begin, writable ? MADV_POPULATE_WRITE : MADV_POPULATE_READ);
+    } while (result != 0 && (errno == EINTR || errno == EAGAIN));
+    // Not mapped, not so permitted, or nothing behind it: pinning says EFAULT to all of these.
+    return result == 0 ? 0 : EFAULT;
+}
+
+} // namespace gdrkit::twin

@@ -1,0 +1,132 @@
+// The cuFile twin as a C program meets it: opened by dlopen beside the CUDA twin, called by name.
+#pragma once
+
+#include <fcntl.h>
+#include <sys/types.h>
+
+#include <cerrno>
+#include <string>
+#include <vector>
+
+#include "cuda_driver.hpp"
+#include "cufile/cufile_abi.hpp"
+
+namespace gdrkit::twin::cufile {
+
+using cuda::u64;
+
+inline void* library() {
+    static void* const opened = [] {
+        // First, so that the name libcuda.so.1 is taken when this library asks for it.
+        cuda::driver();
+        void* found = dlopen(GDRKIT_CUFILE_TWIN, RTLD_NOW | RTLD_LOCAL);
+        if (found == nullptr) {
+            std::fprintf(stderr, "%s\n", dlerror());
+            std::exit(1);
+        }
+        return found;
+    }();
+    return opened;
+}
+
+template <typename Result, typename... Arguments> Result call(const char* symbol, Arguments... arguments) {
+    void* const entry = dlsym(library(), symbol);
+    if (entry == nullptr) {
+        std::fprintf(stderr, "%s is not exported\n", symbol);
+        std::exit(1);
+    }
+    return reinterpret_cast<Result (*)(Arguments...)>(entry)(arguments...);
+}
+
+// A control entry: its CUfileOpError. Arguments must have the types of the interface.
+template <typename... Arguments> int cf(const char* symbol, Arguments... arguments) {
+    return call<Error>(symbol, arguments...).error;
+}
+
+// Checks that a control entry answers this.
+#define SAYS(code, ...)                                                                                                \
+    do {                                                                                                               \
+        const int answer_ = cf(__VA_ARGS__);                                                                           \
+        if (answer_ != (code)) {                                                                                       \
+            std::fprintf(stderr, "%s:%d: %s answered %d, not %d\n", __FILE__, __LINE__, #__VA_ARGS__, answer_,         \
+                         static_cast<int>(code));                                                                      \
+            std::exit(1);                                                                                              \
+        }                                                                                                              \
+    } while (0)
+
+inline void plan(const std::string& rules) {
+    CHECK(call<int>("gdrkit_twin_faults", ("gdrkit-faults 1\n" + rules + "\n").c_str()) == 0);
+}
+
+inline std::string ledger() {
+    std::vector<char> text(1 << 16);
+    CHECK(call<int>("gdrkit_twin_ledger", text.data(), text.size()) > 0);
+    return text.data();
+}
+
+inline int register_file(int fd, FileHandle* handle) {
+    Description description{};
+    description.type = opaque_fd;
+    description.handle.fd = fd;
+    return cf("cuFileHandleRegister", handle, &description);
+}
+
+inline void* pointer(u64 address) {
+    return reinterpret_cast<void*>(address);
+}
+
+inline ssize_t read_file(FileHandle file, u64 buffer, std::size_t length_bytes, off_t file_offset = 0,
+                         off_t buffer_offset = 0) {
+    return call<ssize_t>("cuFileRead", file, pointer(buffer), length_bytes, file_offset, buffer_offset);
+}
+
+inline ssize_t write_file(FileHandle file, u64 buffer, std::size_t length_bytes, off_t file_offset = 0,
+                          off_t buffer_offset = 0) {
+    return call<ssize_t>("cuFileWrite", file, static_cast<const void*>(pointer(buffer)), length_bytes, file_offset,
+                         buffer_offset);
+}
+
+// A file of known bytes that nobody else has, registered, and as much memory of a device.
+struct Scene {
+    static constexpr std::size_t length_bytes = 1 << 18;
+    std::vector<unsigned char> bytes = cuda::pattern(length_bytes, 7);
+    int fd = -1;
+    FileHandle file = nullptr;
+    u64 memory = 0;
+
+    Scene() {
+        cuda::begin();
+        std::string name = GDRKIT_DISK "/cufile-XXXXXX";
+        const int made = mkstemp(name.data());
+        CHECK(made >= 0 && pwrite(made, bytes.data(), length_bytes, 0) == static_cast<ssize_t>(length_bytes));
+        fd = open(name.c_str(), O_RDWR | O_DIRECT | O_CLOEXEC);
+        CHECK(fd >= 0);
+        close(made);
+        CHECK(unlink(name.c_str()) == 0);
+        memory = cuda::allocate(length_bytes);
+        SAYS(success, "cuFileDriverOpen");
+        CHECK(register_file(fd, &file) == success);
+    }
+    Scene(const Scene&) = delete;
+    Scene& operator=(const Scene&) = delete;
+    ~Scene() {
+        plan("");
+        call<void>("cuFileHandleDeregister", file);
+        SAYS(success, "cuFileDriverClose");
+        close(fd);
+        CHECK(cuda::cu("cuMemFree_v2", memory) == cuda::success);
+        CHECK(ledger().find("\"handles\":{}") != std::string::npos);
+    }
+
+    [[nodiscard]] std::vector<unsigned char> on_device() const { return cuda::read_device(memory, length_bytes); }
+    [[nodiscard]] std::vector<unsigned char> on_disk() const {
+        std::vector<unsigned char> found(length_bytes);
+        const std::string name = "/proc/self/fd/" + std::to_string(fd);
+        const int buffered = open(name.c_str(), O_RDONLY | O_CLOEXEC);
+        CHECK(pread(buffered, found.data(), length_bytes, 0) == static_cast<ssize_t>(length_bytes));
+        close(buffered);
+        return found;
+    }
+};
+
+} // namespace gdrkit::twin::cufile

@@ -1,0 +1,36 @@
+# The tests of the hl-thunk twin: they open the built library by its path, as a C program does.
+function(gdrkit_hlthunk_program name)
+  add_executable(hlthunk_${name}_test ${CMAKE_CURRENT_FUNCTION_LIST_DIR}/hlthunk_${name}_test.cpp)
+  add_dependencies(hlthunk_${name}_test hlthunk_twin)
+  target_include_directories(hlthunk_${name}_test PRIVATE ${CMAKE_CURRENT_FUNCTION_LIST_DIR}
+                             ${CMAKE_CURRENT_FUNCTION_LIST_DIR}/..)
+  target_compile_definitions(hlthunk_${name}_test PRIVATE
+    GDRKIT_HLTHUNK_TWIN="$<TARGET_FILE:hlthunk_twin>"
+    GDRKIT_CONTRACTS="${CMAKE_CURRENT_FUNCTION_LIST_DIR}/../contracts")
+  target_link_libraries(hlthunk_${name}_test PRIVATE Threads::Threads ${CMAKE_DL_LIBS})
+endfunction()
+
+# One test of a program, on a generation, with whatever variables follow; a domain of its own, so that tests beside it
+# are another machine.
+function(gdrkit_hlthunk_test name generation)
+  string(REGEX REPLACE "[^a-zA-Z0-9]" "" suffix "${generation}${ARGN}")
+  string(SUBSTRING "${name}${suffix}" 0 28 domain)
+  add_test(NAME hlthunk.${name}.${suffix} COMMAND hlthunk_${name}_test)
+  set_tests_properties(hlthunk.${name}.${suffix} PROPERTIES TIMEOUT 120
+    ENVIRONMENT "GDRKIT_TWINS_DOMAIN=hl.${domain};GDRKIT_TWINS_GAUDI=${generation};${ARGN}")
+endfunction()
+
+foreach(name IN ITEMS symbols rules copies lifetime)
+  gdrkit_hlthunk_program(${name})
+endforeach()
+# It imports what it exports.
+target_link_libraries(hlthunk_lifetime_test PRIVATE ibverbs_twin)
+
+foreach(generation IN ITEMS gaudi gaudi2 gaudi3)
+  gdrkit_hlthunk_test(symbols ${generation})
+  gdrkit_hlthunk_test(rules ${generation})
+  gdrkit_hlthunk_test(rules ${generation} GDRKIT_TWINS_GAUDI_BAR_MIB=600)
+  gdrkit_hlthunk_test(copies ${generation})
+endforeach()
+gdrkit_hlthunk_test(lifetime gaudi2)
+gdrkit_hlthunk_test(lifetime gaudi3)

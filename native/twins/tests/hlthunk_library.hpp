@@ -1,0 +1,88 @@
+// The hl-thunk twin as a C program meets it: opened by dlopen, called by name.
+#pragma once
+
+#include <dlfcn.h>
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <string>
+
+#include "check.hpp"
+#include "hlthunk/hlthunk_abi.hpp"
+
+namespace gdrkit::twin::gaudi {
+
+using u64 = std::uint64_t;
+inline constexpr std::uint32_t export_flags = O_RDWR | O_CLOEXEC;
+
+inline void* library() {
+    static void* const opened = [] {
+        void* found = dlopen(GDRKIT_HLTHUNK_TWIN, RTLD_NOW | RTLD_LOCAL);
+        if (found == nullptr) {
+            std::fprintf(stderr, "%s\n", dlerror());
+            std::exit(1);
+        }
+        return found;
+    }();
+    return opened;
+}
+
+// Calls an entry. Arguments must have the types of the interface.
+template <typename Result = int, typename... Arguments> Result hl(const char* symbol, Arguments... arguments) {
+    void* const entry = dlsym(library(), symbol);
+    CHECK(entry != nullptr);
+    return reinterpret_cast<Result (*)(Arguments...)>(entry)(arguments...);
+}
+
+inline int open_first() {
+    const int fd = hl("hlthunk_open", static_cast<int>(dont_care), static_cast<const char*>(nullptr));
+    CHECK(fd >= 0);
+    return fd;
+}
+inline u64 allocate(int fd, u64 size, u64 page_size = 0) {
+    return hl<u64>("hlthunk_device_memory_alloc", fd, size, page_size, true, false);
+}
+inline u64 map(int fd, u64 handle, u64 hint = 0) {
+    return hl<u64>("hlthunk_device_memory_map", fd, handle, hint);
+}
+inline int unmap(int fd, u64 address) {
+    return hl("hlthunk_memory_unmap", fd, address);
+}
+inline int release(int fd, u64 handle) {
+    return hl("hlthunk_device_memory_free", fd, handle);
+}
+inline int export_mapped(int fd, u64 address, u64 size, u64 offset = 0, std::uint32_t flags = export_flags) {
+    return hl("hlthunk_device_mapped_memory_export_dmabuf_fd", fd, address, size, offset, flags);
+}
+inline int export_physical(int fd, u64 address, u64 size) {
+    return hl("hlthunk_device_memory_export_dmabuf_fd", fd, address, size, export_flags);
+}
+inline u64 map_host(int fd, void* memory, u64 size) {
+    return hl<u64>("hlthunk_host_memory_map", fd, memory, u64{0}, size);
+}
+
+// One packet on a queue, from mapped memory that also holds the packet: the way of devices that map memory.
+inline u64 submit_mapped(int fd, LinearDma* packet, u64 packet_address, unsigned queue = 0) {
+    Chunk chunk{packet_address, queue, sizeof *packet, chunk_user_buffer, 0, {}};
+    SubmissionIn in{nullptr, &chunk, 0, 1, 0};
+    SubmissionOut out{};
+    CHECK(hl("hlthunk_command_submission", fd, &in, &out) == 0);
+    return out.seq;
+}
+inline int wait(int fd, u64 sequence, std::uint32_t* status, u64 timeout_us = 30'000'000) {
+    return hl("hlthunk_wait_for_cs", fd, sequence, timeout_us, status);
+}
+
+inline std::string state() {
+    std::string text(1 << 20, '\0');
+    const int size = hl("gdrkit_twin_ledger", text.data(), text.size());
+    CHECK(size > 0 && static_cast<std::size_t>(size) < text.size());
+    text.resize(static_cast<std::size_t>(size));
+    return text;
+}
+
+} // namespace gdrkit::twin::gaudi

@@ -1,0 +1,125 @@
+// What the library exports is what the contract says, and every entry that is not implemented says so.
+#include <elf.h>
+
+#include <fstream>
+#include <map>
+#include <set>
+#include <sstream>
+#include <vector>
+
+#include "hlthunk_library.hpp"
+
+#if __has_include(<misc/habanalabs.h>)
+#include <misc/habanalabs.h>
+#define GDRKIT_KERNEL_HEADER
+#endif
+
+using namespace gdrkit::twin::gaudi;
+
+#ifdef GDRKIT_KERNEL_HEADER
+static_assert(sizeof(Chunk) == sizeof(hl_cs_chunk) &&
+              offsetof(Chunk, queue_index) == offsetof(hl_cs_chunk, queue_index) &&
+              offsetof(Chunk, cb_size) == offsetof(hl_cs_chunk, cb_size) &&
+              offsetof(Chunk, cs_chunk_flags) == offsetof(hl_cs_chunk, cs_chunk_flags));
+static_assert(chunk_user_buffer == HL_CS_CHUNK_FLAGS_USER_ALLOC_CB && GAUDI_QUEUE_ID_DMA_1_3 == dma_queues - 1);
+static_assert(sizeof(HardwareInfo::cpucp_version) == HL_INFO_VERSION_MAX_LEN &&
+              sizeof(HardwareInfo::card_name) == HL_INFO_CARD_NAME_MAX_LEN);
+static_assert(device_operational == static_cast<int>(HL_DEVICE_STATUS_OPERATIONAL) &&
+              device_malfunction == static_cast<int>(HL_DEVICE_STATUS_MALFUNCTION));
+#endif
+
+namespace {
+
+std::map<std::string, std::string> read_contract() {
+    std::ifstream file(GDRKIT_CONTRACTS "/hlthunk.conventions");
+    CHECK(file.is_open());
+    std::map<std::string, std::string> table;
+    for (std::string line; std::getline(file, line);) {
+        if (!line.empty() && line[0] != '#') {
+            std::istringstream words(line);
+            std::string symbol, kind;
+            CHECK(words >> symbol >> kind && table.emplace(symbol, kind).second);
+        }
+    }
+    return table;
+}
+
+// The names in the dynamic symbol table of the library that this library defines.
+std::set<std::string> exported() {
+    std::ifstream file(GDRKIT_HLTHUNK_TWIN, std::ios::binary);
+    std::stringstream whole;
+    whole << file.rdbuf();
+    const std::string bytes = whole.str();
+    Elf64_Ehdr header;
+    std::memcpy(&header, bytes.data(), sizeof header);
+    std::vector<Elf64_Shdr> sections(header.e_shnum);
+    std::memcpy(sections.data(), bytes.data() + header.e_shoff, sections.size() * sizeof(Elf64_Shdr));
+    std::set<std::string> names;
+    for (const Elf64_Shdr& section : sections) {
+        if (section.sh_type != SHT_DYNSYM) {
+            continue;
+        }
+        const char* const text = bytes.data() + sections[section.sh_link].sh_offset;
+        for (std::size_t at = 0; at < section.sh_size; at += sizeof(Elf64_Sym)) {
+            Elf64_Sym symbol;
+            std::memcpy(&symbol, bytes.data() + section.sh_offset + at, sizeof symbol);
+            if (symbol.st_shndx != SHN_UNDEF && ELF64_ST_BIND(symbol.st_info) != STB_LOCAL) {
+                names.insert(text + symbol.st_name);
+            }
+        }
+    }
+    return names;
+}
+
+void contract_is_what_is_exported() {
+    std::set<std::string> promised;
+    for (const auto& [symbol, kind] : read_contract()) {
+        promised.insert(symbol);
+    }
+    CHECK(promised == exported());
+}
+
+void unimplemented_entries_say_so() {
+    int count = 0;
+    for (const auto& [symbol, kind] : read_contract()) {
+        errno = 0;
+        if (kind == "minus_errno") {
+            CHECK(hl(symbol.c_str()) == -EOPNOTSUPP && errno == EOPNOTSUPP);
+        } else if (kind == "null") {
+            CHECK(hl<void*>(symbol.c_str()) == nullptr && errno == EOPNOTSUPP);
+        }
+        count += kind == "minus_errno";
+    }
+    CHECK(count > 60);
+}
+
+void names_and_numbers_of_devices() {
+    CHECK(hl("hlthunk_get_device_count", static_cast<int>(dont_care)) == 2);
+    CHECK(hl("hlthunk_get_device_count", static_cast<int>(invalid)) == -EINVAL);
+    CHECK(hl("hlthunk_get_device_count", static_cast<int>(goya)) == 0);
+    char bus_id[13] = {};
+    const int control = hl("hlthunk_open_control", 1, static_cast<const char*>(nullptr));
+    CHECK(control >= 0 && hl("hlthunk_get_pci_bus_id_from_fd", control, bus_id, 13) == 0);
+    CHECK(hl("hlthunk_get_device_index_from_pci_bus_id", static_cast<const char*>(bus_id)) == 1);
+    CHECK(hl("hlthunk_get_device_index_from_pci_bus_id", static_cast<const char*>(bus_id + 5)) == 1);
+    HardwareInfo info{};
+    CHECK(hl("hlthunk_get_hw_ip_info", control, &info) == 0 && info.dram_enabled == 1 && info.module_id != 1);
+    CHECK(hl("hlthunk_get_hw_ip_info", control, static_cast<HardwareInfo*>(nullptr)) == -EINVAL);
+    // A control device answers questions alone.
+    CHECK(allocate(control, 4096) == 0 && errno == ENOTTY);
+    const int fd = hl("hlthunk_open_by_module_id", info.module_id);
+    CHECK(fd >= 0 && hl("hlthunk_get_device_name_from_fd", fd) == hl("hlthunk_get_device_name_from_fd", control));
+    CHECK(hl("hlthunk_open", static_cast<int>(dont_care), static_cast<const char*>(bus_id)) == -EBUSY);
+    CHECK(hl("hlthunk_open", static_cast<int>(dont_care), "0000:00:00.0") == -EINVAL);
+    CHECK(hl("hlthunk_open", static_cast<int>(goya), static_cast<const char*>(nullptr)) == -1 && errno == ENOENT);
+    CHECK(hl("hlthunk_close", fd) == 0 && hl("hlthunk_close", fd) == -1 && errno == EBADF);
+    CHECK(hl("hlthunk_close", control) == 0);
+}
+
+} // namespace
+
+int main() {
+    contract_is_what_is_exported();
+    unimplemented_entries_say_so();
+    names_and_numbers_of_devices();
+}

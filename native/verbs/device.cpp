@@ -1,0 +1,143 @@
+#include "verbs/device.hpp"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <tuple>
+
+#include "verbs/error.hpp"
+
+namespace gdrkit::verbs {
+
+namespace {
+
+struct DeviceList {
+    int count = 0;
+    ibv_device** devices = ibv_get_device_list(&count);
+    DeviceList() {
+        if (devices == nullptr) {
+            throw Error("ibv_get_device_list", last_errno());
+        }
+    }
+    DeviceList(const DeviceList&) = delete;
+    DeviceList& operator=(const DeviceList&) = delete;
+    ~DeviceList() { ibv_free_device_list(devices); }
+};
+
+bool starts_with(const ibv_gid& gid, std::initializer_list<std::uint8_t> bytes) {
+    return std::equal(bytes.begin(), bytes.end(), gid.raw);
+}
+
+} // namespace
+
+std::string format_gid(const ibv_gid& gid) {
+    static constexpr char digits[] = "0123456789abcdef";
+    std::string text;
+    for (std::size_t index = 0; index < sizeof gid.raw; ++index) {
+        if (index != 0 && index % 2 == 0) {
+            text += ':';
+        }
+        text += digits[gid.raw[index] >> 4];
+        text += digits[gid.raw[index] & 15];
+    }
+    return text;
+}
+
+bool parse_gid(const std::string& text, ibv_gid& gid) {
+    if (text.size() != 39) {
+        return false;
+    }
+    std::size_t nibble = 0;
+    for (std::size_t index = 0; index < text.size(); ++index) {
+        const char c = text[index];
+        if (index % 5 == 4) {
+            if (c != ':') {
+                return false;
+            }
+            continue;
+        }
+        const int value = c >= '0' && c <= '9' ? c - '0' : c >= 'a' && c <= 'f' ? c - 'a' + 10 : -1;
+        if (value < 0) {
+            return false;
+        }
+        auto& byte = gid.raw[nibble / 2];
+        byte = static_cast<std::uint8_t>(nibble % 2 == 0 ? value << 4 : byte | value);
+        ++nibble;
+    }
+    return true;
+}
+
+std::vector<std::string> Device::names() {
+    const DeviceList list;
+    std::vector<std::string> found;
+    for (int index = 0; index < list.count; ++index) {
+        found.emplace_back(ibv_get_device_name(list.devices[index]));
+    }
+    return found;
+}
+
+Device::Device(const std::string& name) : name_(name) {
+    const DeviceList list;
+    ibv_device** const end = list.devices + list.count;
+    ibv_device** const found =
+        std::find_if(list.devices, end, [&](ibv_device* each) { return name == ibv_get_device_name(each); });
+    if (found == end) {
+        throw Error("open RDMA device", ENODEV, name);
+    }
+    context_.reset(ibv_open_device(*found));
+    if (!context_) {
+        throw Error("ibv_open_device", last_errno(), name);
+    }
+    choose_port();
+    choose_gid();
+    domain_.reset(ibv_alloc_pd(context_.get()));
+    if (!domain_) {
+        throw Error("ibv_alloc_pd", last_errno(), name);
+    }
+}
+
+void Device::choose_port() {
+    ibv_device_attr device{};
+    if (const int number = ibv_query_device(context_.get(), &device); number != 0) {
+        throw Error("ibv_query_device", number, name_);
+    }
+    reads_max_ = static_cast<std::uint8_t>(std::clamp(device.max_qp_init_rd_atom, 1, 16));
+    for (int port = 1; port <= device.phys_port_cnt; ++port) {
+        if (ibv_query_port(context_.get(), static_cast<std::uint8_t>(port), &attributes_) == 0 &&
+            attributes_.state == IBV_PORT_ACTIVE) {
+            port_ = static_cast<std::uint8_t>(port);
+            return;
+        }
+    }
+    throw Error("find an active port", ENETDOWN, name_);
+}
+
+// As gdrkit.verbs.Nic chooses: on Ethernet a RoCE v2 address of IPv4, else of IPv6, else link-local, else RoCE v1; on
+// InfiniBand the first.
+void Device::choose_gid() {
+    using Rank = std::tuple<bool, bool, bool, int>;
+    bool found = false;
+    Rank best;
+    for (int index = 0; index < attributes_.gid_tbl_len; ++index) {
+        ibv_gid_entry entry{};
+        if (ibv_query_gid_ex(context_.get(), port_, static_cast<std::uint32_t>(index), &entry, 0) != 0) {
+            continue; // An empty place in the table.
+        }
+        Rank rank{false, false, false, index};
+        if (attributes_.link_layer == IBV_LINK_LAYER_ETHERNET) {
+            const bool is_ipv4 = starts_with(entry.gid, {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff});
+            rank = {entry.gid_type != IBV_GID_TYPE_ROCE_V2, !is_ipv4, starts_with(entry.gid, {0xfe, 0x80}), index};
+        }
+        if (!found || rank < best) {
+            found = true;
+            best = rank;
+            gid_index_ = index;
+            gid_ = entry.gid;
+        }
+    }
+    if (!found) {
+        throw Error("find a GID", ENODATA, name_);
+    }
+}
+
+} // namespace gdrkit::verbs

@@ -1,0 +1,68 @@
+// An open RDMA device with its first active port and a protection domain.
+#pragma once
+
+#include <infiniband/verbs.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace gdrkit::verbs {
+
+// One side of a reliable connection, as the other side must know it.
+struct Endpoint {
+    std::uint32_t qp_number = 0;
+    std::uint32_t psn = 0;
+    ibv_gid gid{};
+    std::uint16_t lid = 0;
+    std::uint32_t mtu_bytes = 1024;
+};
+
+// Eight words of four hexadecimal digits, as gdrkit.verbs.Endpoint has it; parse_gid is false for anything else.
+std::string format_gid(const ibv_gid& gid);
+bool parse_gid(const std::string& text, ibv_gid& gid);
+
+struct Release {
+    void operator()(ibv_context* context) const { ibv_close_device(context); }
+    void operator()(ibv_pd* domain) const { ibv_dealloc_pd(domain); }
+    void operator()(ibv_mr* region) const { ibv_dereg_mr(region); }
+    void operator()(ibv_cq* queue) const { ibv_destroy_cq(queue); }
+    void operator()(ibv_qp* pair) const { ibv_destroy_qp(pair); }
+    void operator()(ibv_comp_channel* channel) const { ibv_destroy_comp_channel(channel); }
+};
+template <typename T> using Owned = std::unique_ptr<T, Release>;
+
+class Device {
+public:
+    // Throws Error: ENODEV when there is none of that name, ENETDOWN when no port of it is active.
+    explicit Device(const std::string& name);
+
+    // The devices of this machine; those that cannot be opened too.
+    static std::vector<std::string> names();
+
+    const std::string& name() const noexcept { return name_; }
+    ibv_context* context() const noexcept { return context_.get(); }
+    ibv_pd* domain() const noexcept { return domain_.get(); }
+    std::uint8_t port() const noexcept { return port_; }
+    const ibv_port_attr& port_attributes() const noexcept { return attributes_; }
+    int gid_index() const noexcept { return gid_index_; }
+    const ibv_gid& gid() const noexcept { return gid_; }
+    // RDMA READs that a queue pair may have under way.
+    std::uint8_t reads_max() const noexcept { return reads_max_; }
+
+private:
+    void choose_port();
+    void choose_gid();
+
+    std::string name_;
+    Owned<ibv_context> context_;
+    Owned<ibv_pd> domain_;
+    std::uint8_t port_ = 0;
+    ibv_port_attr attributes_{};
+    int gid_index_ = 0;
+    ibv_gid gid_{};
+    std::uint8_t reads_max_ = 1;
+};
+
+} // namespace gdrkit::verbs

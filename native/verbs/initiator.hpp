@@ -1,0 +1,77 @@
+// An initiator that measures: RDMA WRITEs and READs between memory of its own and a range of a passive peer, as fast as
+// the device takes them. One thread drives all its queue pairs; nothing here knows Python.
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "verbs/device.hpp"
+#include "verbs/queue_pair.hpp"
+#include "verbs/staging.hpp"
+
+namespace gdrkit::verbs {
+
+// What is done how often. Operation i moves slot i % slots of both sides, one slot behind the other from the first byte
+// on, so that what arrived can be checked afterwards.
+struct Burst {
+    Transfer::Direction direction = Transfer::Direction::to_peer;
+    std::uint32_t length_bytes = 0;
+    std::uint32_t slots = 1;
+    std::uint64_t operations = 0;
+    std::uint32_t depth = 1;       // Operations under way at once, over all queue pairs.
+    std::uint32_t list_length = 1; // Operations that one call posts; only the last of them is signaled.
+    std::uint64_t remote_address = 0;
+    std::uint32_t remote_key = 0;
+    std::chrono::nanoseconds time_limit{0}; // Without any completion.
+};
+
+// How it ended. A status that is not IBV_WC_SUCCESS leaves the queue pairs broken.
+struct Outcome {
+    std::uint64_t elapsed_ns = 0;
+    std::uint64_t done = 0; // Operations known to be complete.
+    ibv_wc_status status = IBV_WC_SUCCESS;
+    std::uint32_t vendor_error = 0;
+    bool timed_out = false;
+};
+
+class Initiator {
+public:
+    // Throws Error with the errno of the call that was refused.
+    Initiator(const std::string& device, std::size_t memory_bytes, std::size_t queue_pairs, std::uint32_t depth_max);
+
+    std::vector<Endpoint> endpoints() const;
+    // One peer for each queue pair, in the order of endpoints(). Throws Error; EINVAL for another number of peers.
+    void connect(std::span<const Endpoint> peers, std::uint8_t reads_max);
+    std::uint8_t reads_max() const noexcept { return device_.reads_max(); }
+    std::span<std::byte> memory() const noexcept { return {slot_.data, memory_bytes_}; }
+    const std::string& name() const noexcept { return device_.name(); }
+
+    // Throws Error: EINVAL for a burst that does not fit, or the errno of ibv_post_send.
+    Outcome run(const Burst& burst);
+    // One operation after the other; the time of each goes to `times_ns`, which has burst.operations places.
+    Outcome run_singly(const Burst& burst, std::span<std::uint64_t> times_ns);
+
+private:
+    void check(const Burst& burst) const;
+    void post(const Burst& burst, std::size_t pair, std::uint64_t first, std::uint32_t count);
+    // Waits for at least one completion; false when there was none in time, or a bad one.
+    bool reap(const Burst& burst, Outcome& outcome);
+
+    Device device_;
+    std::size_t memory_bytes_;
+    Staging staging_;
+    Staging::Slot slot_;
+    std::uint32_t depth_max_;
+    CompletionQueue completions_;
+    std::vector<std::unique_ptr<QueuePair>> pairs_;
+    std::vector<std::uint32_t> under_way_; // Of each queue pair.
+    std::vector<Transfer> list_;
+    std::vector<ibv_wc> polled_;
+};
+
+} // namespace gdrkit::verbs

@@ -1,0 +1,160 @@
+// gdrkit.verbs._initiator: the measuring initiator for Python. Nothing here holds the interpreter's lock while it posts
+// or polls.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <cerrno>
+
+#include "verbs/error.hpp"
+#include "verbs/initiator.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace gdrkit::verbs {
+
+namespace {
+
+// What native code throws becomes an OSError of errno and operation.
+[[noreturn]] void raise(int number, const std::string& what) {
+    PyErr_SetObject(PyExc_OSError, nb::make_tuple(number, what).ptr());
+    throw nb::python_error();
+}
+
+template <typename Function> auto unlocked(const Function& function) {
+    int number = 0;
+    std::string what;
+    {
+        nb::gil_scoped_release release;
+        try {
+            return function();
+        } catch (const Error& error) {
+            number = error.number();
+            what = error.what();
+        }
+    }
+    raise(number, what);
+}
+
+Endpoint endpoint_of(const nb::dict& data) {
+    Endpoint endpoint;
+    endpoint.qp_number = nb::cast<std::uint32_t>(data["qp_number"]);
+    endpoint.psn = nb::cast<std::uint32_t>(data["psn"]);
+    endpoint.lid = nb::cast<std::uint16_t>(data["lid"]);
+    endpoint.mtu_bytes = nb::cast<std::uint32_t>(data["mtu_bytes"]);
+    if (!parse_gid(nb::cast<std::string>(data["gid"]), endpoint.gid)) {
+        raise(EINVAL, "gid");
+    }
+    return endpoint;
+}
+
+nb::dict dict_of(const Endpoint& endpoint) {
+    nb::dict data;
+    data["qp_number"] = endpoint.qp_number;
+    data["psn"] = endpoint.psn;
+    data["gid"] = format_gid(endpoint.gid);
+    data["lid"] = endpoint.lid;
+    data["mtu_bytes"] = endpoint.mtu_bytes;
+    return data;
+}
+
+Burst burst_of(bool to_peer, std::uint64_t remote_address, std::uint32_t remote_key, std::uint32_t length_bytes,
+               std::uint32_t slots, std::uint64_t operations, std::uint32_t depth, std::uint32_t list_length,
+               double time_limit_s) {
+    Burst burst;
+    burst.direction = to_peer ? Transfer::Direction::to_peer : Transfer::Direction::from_peer;
+    burst.length_bytes = length_bytes;
+    burst.slots = slots;
+    burst.operations = operations;
+    burst.depth = depth;
+    burst.list_length = list_length;
+    burst.remote_address = remote_address;
+    burst.remote_key = remote_key;
+    burst.time_limit = std::chrono::nanoseconds(static_cast<std::int64_t>(time_limit_s * 1e9));
+    return burst;
+}
+
+nb::dict dict_of(const Outcome& outcome) {
+    nb::dict data;
+    data["elapsed_ns"] = outcome.elapsed_ns;
+    data["done"] = outcome.done;
+    data["status"] = static_cast<int>(outcome.status);
+    data["vendor_error"] = outcome.vendor_error;
+    data["timed_out"] = outcome.timed_out;
+    return data;
+}
+
+void bind(nb::module_& module) {
+    nb::class_<Initiator>(module, "Initiator", "Queue pairs and memory of their own, driven without the lock.")
+        .def(
+            "__init__",
+            [](Initiator* self, const std::string& device, std::size_t memory_bytes, std::size_t queue_pairs,
+               std::uint32_t depth_max) {
+                unlocked([&] { return new (self) Initiator(device, memory_bytes, queue_pairs, depth_max); });
+            },
+            "device"_a, nb::kw_only(), "memory_bytes"_a, "queue_pairs"_a, "depth_max"_a)
+        .def_prop_ro("endpoints",
+                     [](const Initiator& self) {
+                         nb::list found;
+                         for (const Endpoint& each : self.endpoints()) {
+                             found.append(dict_of(each));
+                         }
+                         return found;
+                     })
+        .def_prop_ro("reads_max", &Initiator::reads_max)
+        .def_prop_ro("address",
+                     [](const Initiator& self) { return reinterpret_cast<std::uintptr_t>(self.memory().data()); })
+        .def(
+            "connect",
+            [](Initiator& self, const std::vector<nb::dict>& peers, std::uint8_t reads_max) {
+                std::vector<Endpoint> endpoints;
+                for (const nb::dict& each : peers) {
+                    endpoints.push_back(endpoint_of(each));
+                }
+                unlocked([&] { self.connect(endpoints, reads_max); });
+            },
+            "peers"_a, nb::kw_only(), "reads_max"_a)
+        .def(
+            "memory",
+            [](Initiator& self) {
+                const auto memory = self.memory();
+                PyObject* const view = PyMemoryView_FromMemory(reinterpret_cast<char*>(memory.data()),
+                                                               static_cast<Py_ssize_t>(memory.size()), PyBUF_WRITE);
+                return nb::steal<nb::object>(view);
+            },
+            "Its bytes; the view must be gone before this object is.")
+        .def(
+            "run",
+            [](Initiator& self, bool to_peer, std::uint64_t remote_address, std::uint32_t remote_key,
+               std::uint32_t length_bytes, std::uint32_t slots, std::uint64_t operations, std::uint32_t depth,
+               std::uint32_t list_length, double time_limit_s) {
+                const Burst burst = burst_of(to_peer, remote_address, remote_key, length_bytes, slots, operations,
+                                             depth, list_length, time_limit_s);
+                return dict_of(unlocked([&] { return self.run(burst); }));
+            },
+            nb::kw_only(), "to_peer"_a, "remote_address"_a, "remote_key"_a, "length_bytes"_a, "slots"_a, "operations"_a,
+            "depth"_a, "list_length"_a, "time_limit_s"_a)
+        .def(
+            "run_singly",
+            [](Initiator& self, bool to_peer, std::uint64_t remote_address, std::uint32_t remote_key,
+               std::uint32_t length_bytes, std::uint32_t slots, std::uint64_t operations, double time_limit_s) {
+                const Burst burst =
+                    burst_of(to_peer, remote_address, remote_key, length_bytes, slots, operations, 1, 1, time_limit_s);
+                std::vector<std::uint64_t> times_ns(operations);
+                nb::dict data = dict_of(unlocked([&] { return self.run_singly(burst, times_ns); }));
+                data["times_ns"] = times_ns;
+                return data;
+            },
+            nb::kw_only(), "to_peer"_a, "remote_address"_a, "remote_key"_a, "length_bytes"_a, "slots"_a, "operations"_a,
+            "time_limit_s"_a);
+}
+
+} // namespace
+
+} // namespace gdrkit::verbs
+
+NB_MODULE(_initiator, module) {
+    module.doc() = "An RDMA initiator that measures: bursts and single operations against a passive peer.";
+    gdrkit::verbs::bind(module);
+}

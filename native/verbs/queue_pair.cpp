@@ -1,0 +1,176 @@
+#include "verbs/queue_pair.hpp"
+
+#include <fcntl.h>
+#include <sys/random.h>
+
+#include <algorithm>
+
+#include "verbs/error.hpp"
+
+namespace gdrkit::verbs {
+
+namespace {
+
+// A packet without an answer is sent again after 67 ms, 7 times: a peer that is gone is noticed within a second.
+constexpr std::uint8_t timeout_exponent = 14, retry_count = 7, rnr_retry_count = 6, rnr_timer_code = 12, hop_limit = 64;
+constexpr unsigned events_at_once = 64;
+
+std::uint32_t mtu_bytes(ibv_mtu mtu) {
+    return 128U << mtu;
+}
+
+ibv_mtu mtu_code(std::uint32_t bytes) {
+    int code = IBV_MTU_256;
+    while (code < IBV_MTU_4096 && mtu_bytes(static_cast<ibv_mtu>(code + 1)) <= bytes) {
+        ++code;
+    }
+    return static_cast<ibv_mtu>(code);
+}
+
+} // namespace
+
+CompletionQueue::CompletionQueue(const Device& device, int depth)
+    : channel_(ibv_create_comp_channel(device.context())) {
+    if (!channel_) {
+        throw Error("ibv_create_comp_channel", last_errno(), device.name());
+    }
+    const int flags = fcntl(channel_->fd, F_GETFL);
+    if (flags < 0 || fcntl(channel_->fd, F_SETFL, flags | O_NONBLOCK) < 0) {
+        throw Error("fcntl", last_errno(), device.name());
+    }
+    queue_.reset(ibv_create_cq(device.context(), depth, nullptr, channel_.get(), 0));
+    if (!queue_) {
+        throw Error("ibv_create_cq", last_errno(), device.name());
+    }
+}
+
+CompletionQueue::~CompletionQueue() {
+    // ibv_destroy_cq waits for events that were taken and not acknowledged.
+    if (unacknowledged_ != 0) {
+        ibv_ack_cq_events(queue_.get(), unacknowledged_);
+    }
+}
+
+int CompletionQueue::poll(std::span<ibv_wc> completions) {
+    const int count = ibv_poll_cq(queue_.get(), static_cast<int>(completions.size()), completions.data());
+    if (count < 0) {
+        throw Error("ibv_poll_cq", EIO);
+    }
+    return count;
+}
+
+void CompletionQueue::arm() {
+    if (const int number = ibv_req_notify_cq(queue_.get(), 0); number != 0) {
+        throw Error("ibv_req_notify_cq", number);
+    }
+}
+
+void CompletionQueue::take_events() {
+    ibv_cq* queue = nullptr;
+    void* context = nullptr;
+    while (ibv_get_cq_event(channel_.get(), &queue, &context) == 0) {
+        // An acknowledgement takes a lock, so many go at once.
+        if (++unacknowledged_ == events_at_once) {
+            ibv_ack_cq_events(queue_.get(), unacknowledged_);
+            unacknowledged_ = 0;
+        }
+    }
+}
+
+QueuePair::QueuePair(const Device& device, CompletionQueue& completions, std::uint32_t transfers_max)
+    : device_(&device), psn_(0), transfers_max_(transfers_max) {
+    ibv_qp_init_attr wanted{};
+    wanted.send_cq = wanted.recv_cq = completions.get();
+    wanted.cap.max_send_wr = transfers_max;
+    wanted.cap.max_recv_wr = 1;
+    wanted.cap.max_send_sge = wanted.cap.max_recv_sge = 1;
+    wanted.qp_type = IBV_QPT_RC;
+    pair_.reset(ibv_create_qp(device.domain(), &wanted));
+    if (!pair_) {
+        throw Error("ibv_create_qp", last_errno(), device.name());
+    }
+    if (getrandom(&psn_, sizeof psn_, 0) != static_cast<ssize_t>(sizeof psn_)) {
+        throw Error("getrandom", last_errno());
+    }
+    psn_ &= 0xffffff;
+    requests_.resize(transfers_max);
+    pieces_.resize(transfers_max);
+}
+
+Endpoint QueuePair::endpoint() const {
+    const auto& port = device_->port_attributes();
+    return {pair_->qp_num, psn_, device_->gid(), port.lid, mtu_bytes(port.active_mtu)};
+}
+
+void QueuePair::connect(const Endpoint& peer, std::uint8_t reads_max) {
+    const auto modify = [this](ibv_qp_attr& attributes, int mask, const char* step) {
+        if (const int number = ibv_modify_qp(pair_.get(), &attributes, mask | IBV_QP_STATE); number != 0) {
+            throw Error("ibv_modify_qp", number, step);
+        }
+    };
+    const auto& port = device_->port_attributes();
+    ibv_qp_attr initialize{};
+    initialize.qp_state = IBV_QPS_INIT;
+    initialize.port_num = device_->port();
+    // The peer may do nothing to the memory of this side: it is the initiator.
+    initialize.qp_access_flags = 0;
+    modify(initialize, IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS, "INIT");
+
+    ibv_qp_attr ready{};
+    ready.qp_state = IBV_QPS_RTR;
+    ready.path_mtu = mtu_code(std::min(peer.mtu_bytes, mtu_bytes(port.active_mtu)));
+    ready.dest_qp_num = peer.qp_number;
+    ready.rq_psn = peer.psn;
+    ready.max_dest_rd_atomic = 1;
+    ready.min_rnr_timer = rnr_timer_code;
+    ready.ah_attr.is_global = port.link_layer == IBV_LINK_LAYER_ETHERNET || peer.lid == 0;
+    ready.ah_attr.dlid = peer.lid;
+    ready.ah_attr.port_num = device_->port();
+    ready.ah_attr.grh.dgid = peer.gid;
+    ready.ah_attr.grh.sgid_index = static_cast<std::uint8_t>(device_->gid_index());
+    ready.ah_attr.grh.hop_limit = hop_limit;
+    modify(ready,
+           IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN | IBV_QP_MAX_DEST_RD_ATOMIC |
+               IBV_QP_MIN_RNR_TIMER,
+           "RTR");
+
+    ibv_qp_attr send{};
+    send.qp_state = IBV_QPS_RTS;
+    send.timeout = timeout_exponent;
+    send.retry_cnt = retry_count;
+    send.rnr_retry = rnr_retry_count;
+    send.sq_psn = psn_;
+    send.max_rd_atomic = reads_max;
+    modify(send, IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_SQ_PSN | IBV_QP_MAX_QP_RD_ATOMIC, "RTS");
+}
+
+int QueuePair::post(std::span<const Transfer> transfers, std::size_t& posted) {
+    posted = 0;
+    const std::size_t count = std::min<std::size_t>(transfers.size(), requests_.size());
+    if (count != transfers.size()) {
+        return ENOMEM;
+    }
+    for (std::size_t index = 0; index < count; ++index) {
+        const Transfer& each = transfers[index];
+        pieces_[index] = {reinterpret_cast<std::uint64_t>(each.local), each.length_bytes, each.local_key};
+        ibv_send_wr& request = requests_[index];
+        request = {};
+        request.wr_id = each.id;
+        request.next = index + 1 < count ? &requests_[index + 1] : nullptr;
+        request.sg_list = &pieces_[index];
+        request.num_sge = 1;
+        request.opcode = each.direction == Transfer::Direction::to_peer ? IBV_WR_RDMA_WRITE : IBV_WR_RDMA_READ;
+        request.send_flags = each.signaled ? static_cast<unsigned>(IBV_SEND_SIGNALED) : 0U;
+        request.wr.rdma.remote_addr = each.remote_address;
+        request.wr.rdma.rkey = each.remote_key;
+    }
+    if (count == 0) {
+        return 0;
+    }
+    ibv_send_wr* refused = nullptr;
+    const int number = ibv_post_send(pair_.get(), requests_.data(), &refused);
+    posted = number == 0 ? count : refused == nullptr ? 0 : static_cast<std::size_t>(refused - requests_.data());
+    return number;
+}
+
+} // namespace gdrkit::verbs

@@ -1,0 +1,67 @@
+// Completion queues with a channel, and reliable connections that read and write the memory of a peer.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "verbs/device.hpp"
+
+namespace gdrkit::verbs {
+
+class CompletionQueue {
+public:
+    CompletionQueue(const Device& device, int depth);
+    CompletionQueue(const CompletionQueue&) = delete;
+    CompletionQueue& operator=(const CompletionQueue&) = delete;
+    ~CompletionQueue();
+
+    // How many completions were taken; throws when the queue is broken (overrun).
+    int poll(std::span<ibv_wc> completions);
+    // Has the next completion make fd() readable. What came before it must be polled for once more.
+    void arm();
+    // Takes the events of fd(), which never blocks.
+    void take_events();
+    int fd() const noexcept { return channel_->fd; }
+    ibv_cq* get() const noexcept { return queue_.get(); }
+
+private:
+    Owned<ibv_comp_channel> channel_;
+    Owned<ibv_cq> queue_;
+    unsigned unacknowledged_ = 0;
+};
+
+// One RDMA WRITE into, or READ from, the memory of the peer.
+struct Transfer {
+    enum class Direction : std::uint8_t { to_peer, from_peer };
+    Direction direction;
+    bool signaled;
+    std::uint32_t length_bytes;
+    void* local;
+    std::uint32_t local_key;
+    std::uint32_t remote_key;
+    std::uint64_t remote_address;
+    std::uint64_t id;
+};
+
+class QueuePair {
+public:
+    QueuePair(const Device& device, CompletionQueue& completions, std::uint32_t transfers_max);
+
+    Endpoint endpoint() const;
+    // From RESET to ready-to-send. Throws Error with the errno of ibv_modify_qp.
+    void connect(const Endpoint& peer, std::uint8_t reads_max);
+    // Posts them as one list, in order. Returns 0, or the errno and in `posted` how many are under way.
+    int post(std::span<const Transfer> transfers, std::size_t& posted);
+    std::uint32_t transfers_max() const noexcept { return transfers_max_; }
+
+private:
+    const Device* device_;
+    Owned<ibv_qp> pair_;
+    std::uint32_t psn_;
+    std::uint32_t transfers_max_;
+    std::vector<ibv_send_wr> requests_;
+    std::vector<ibv_sge> pieces_;
+};
+
+} // namespace gdrkit::verbs

@@ -1,0 +1,47 @@
+// Memory that is registered once with several devices, and handed out in slots of two sizes.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "verbs/device.hpp"
+
+namespace gdrkit::verbs {
+
+class Staging {
+public:
+    struct Layout {
+        std::size_t small_bytes, small_count;
+        std::size_t large_bytes, large_count;
+    };
+    // A slot; `number` is what give_back wants. Empty when none is free.
+    struct Slot {
+        std::byte* data = nullptr;
+        std::size_t size = 0;
+        std::uint32_t number = 0;
+        explicit operator bool() const noexcept { return data != nullptr; }
+    };
+
+    Staging(std::span<Device* const> devices, const Layout& layout);
+    Staging(const Staging&) = delete;
+    Staging& operator=(const Staging&) = delete;
+    ~Staging();
+
+    // The smallest slot that has so many bytes. Last given back, first taken: it is still in the cache.
+    Slot take(std::size_t size_bytes);
+    void give_back(const Slot& slot);
+    std::size_t large_bytes() const noexcept { return layout_.large_bytes; }
+    // Of the device with this place in the constructor's list.
+    std::uint32_t local_key(std::size_t device) const { return regions_.at(device)->lkey; }
+
+private:
+    Layout layout_;
+    std::size_t size_;
+    std::byte* memory_;
+    std::vector<Owned<ibv_mr>> regions_;
+    std::vector<std::uint32_t> small_, large_; // Free slots.
+};
+
+} // namespace gdrkit::verbs
