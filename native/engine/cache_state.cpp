@@ -1,0 +1,79 @@
+#include "engine/cache_state.hpp"
+
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <vector>
+
+namespace gdrkit::engine {
+namespace {
+
+// linux/mman.h of 6.5; older headers lack both.
+constexpr long cachestat_number = 451;
+struct Range {
+    std::uint64_t offset;
+    std::uint64_t length;
+};
+struct Counts {
+    std::uint64_t cached;
+    std::uint64_t dirty;
+    std::uint64_t writeback;
+    std::uint64_t evicted;
+    std::uint64_t recently_evicted;
+};
+static_assert(sizeof(Range) == 16 && sizeof(Counts) == 40);
+#ifdef SYS_cachestat
+static_assert(SYS_cachestat == cachestat_number);
+#endif
+
+const std::uint64_t page_bytes = static_cast<std::uint64_t>(sysconf(_SC_PAGESIZE));
+std::atomic<bool> has_cachestat{true};
+
+Residency judged(std::uint64_t cached, std::uint64_t pages) {
+    const Cached state = cached >= pages ? Cached::all : cached == 0 ? Cached::none : Cached::some;
+    return {.state = state, .cached_pages = std::min(cached, pages), .pages = pages};
+}
+
+std::uint64_t pages_of(std::uint64_t offset, std::uint64_t length) {
+    return (offset + length + page_bytes - 1) / page_bytes - offset / page_bytes;
+}
+
+} // namespace
+
+Residency residency_by_mincore(int fd, std::uint64_t offset, std::uint64_t length) {
+    const std::uint64_t pages = pages_of(offset, length);
+    const std::uint64_t begin = offset / page_bytes * page_bytes;
+    void* const at = mmap(nullptr, pages * page_bytes, PROT_READ, MAP_SHARED, fd, static_cast<off_t>(begin));
+    if (at == MAP_FAILED) {
+        return judged(pages, pages);
+    }
+    std::vector<unsigned char> resident(pages);
+    const bool known = mincore(at, pages * page_bytes, resident.data()) == 0;
+    munmap(at, pages * page_bytes);
+    if (!known) {
+        return judged(pages, pages);
+    }
+    const auto cached = std::count_if(resident.begin(), resident.end(), [](unsigned char each) { return each & 1; });
+    return judged(static_cast<std::uint64_t>(cached), pages);
+}
+
+Residency residency(int fd, std::uint64_t offset, std::uint64_t length) {
+    if (has_cachestat.load(std::memory_order_relaxed)) {
+        Range range{offset, length};
+        Counts counts{};
+        if (syscall(cachestat_number, fd, &range, &counts, 0) == 0) {
+            return judged(counts.cached, pages_of(offset, length));
+        }
+        if (errno != ENOSYS) {
+            return judged(1, 1); // Huge pages of hugetlbfs, say.
+        }
+        has_cachestat.store(false, std::memory_order_relaxed);
+    }
+    return residency_by_mincore(fd, offset, length);
+}
+
+} // namespace gdrkit::engine

@@ -1,0 +1,69 @@
+// The copy engine: threads and staging memory near one place, for jobs of any device.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "engine/job.hpp"
+#include "engine/lane.hpp"
+#include "engine/pump.hpp"
+#include "engine/staging.hpp"
+
+namespace gdrkit::engine {
+
+struct SmallLane;
+
+class Engine final : public Dispatcher {
+public:
+    // `node` is the NUMA node whose memory and processors it uses, -1 for any. Throws Error.
+    Engine(const Tuning& tuning, int node);
+    ~Engine();
+    Engine(const Engine&) = delete;
+    Engine& operator=(const Engine&) = delete;
+
+    // Queues a job; waits while too many are queued. Throws Error: ESHUTDOWN after close, or what starting a thread
+    // gave.
+    void submit(const std::shared_ptr<Job>& job);
+
+    // One short range on the thread of the caller, without a queue. The bytes are in the target when it returns.
+    Moved transfer_small(Direction direction, File& file, std::uint64_t offset, std::uint64_t address,
+                         std::uint64_t length, int device);
+    static constexpr std::uint64_t small_bytes_max = 256U << 10U;
+
+    // Waits for the queued jobs, ends the threads and gives everything back. A second call does nothing.
+    void close();
+
+    const Tuning& tuning() const noexcept { return tuning_; }
+
+    Taken next(Piece& piece, bool wait) override;
+    void let_others_go_on() override;
+
+private:
+    void start_threads();
+    void work(std::size_t index);
+    std::unique_ptr<SmallLane> take_small_lane(int device);
+
+    const Tuning tuning_;
+    const int node_;
+    Contexts contexts_;
+    Staging staging_;
+    std::mutex mutex_;
+    std::condition_variable changed_;
+    std::condition_variable room_;
+    std::deque<std::shared_ptr<Job>> jobs_;
+    std::uint64_t epoch_ = 0;
+    bool closing_ = false;
+    bool closed_ = false;
+    std::vector<std::thread> threads_;
+    std::mutex small_mutex_;
+    std::map<int, std::vector<std::unique_ptr<SmallLane>>> small_;
+};
+
+} // namespace gdrkit::engine

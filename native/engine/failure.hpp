@@ -1,0 +1,37 @@
+// What went wrong: which interface said no, at which of its functions, with which number.
+#pragma once
+
+#include <exception>
+#include <string>
+
+namespace gdrkit::engine {
+
+enum class Api { kernel, cuda };
+
+// `number` is an errno of the kernel, or a CUresult; `operation` is the name of a function and lives as long as the
+// program.
+struct Failure {
+    Api api = Api::kernel;
+    const char* operation = "";
+    int number = 0;
+    std::string name; // CUDA_ERROR_..., empty for an errno.
+};
+
+class Error : public std::exception {
+public:
+    explicit Error(Failure failure)
+        : failure_(std::move(failure)),
+          text_(std::string(failure_.operation) + " gave " + std::to_string(failure_.number)) {}
+    const Failure& failure() const noexcept { return failure_; }
+    const char* what() const noexcept override { return text_.c_str(); }
+
+private:
+    Failure failure_;
+    std::string text_;
+};
+
+inline Error kernel_error(const char* operation, int number) {
+    return Error({.api = Api::kernel, .operation = operation, .number = number, .name = {}});
+}
+
+} // namespace gdrkit::engine

@@ -1,0 +1,76 @@
+// What one thread of the engine does: pieces of jobs, through its own slots of staging memory.
+#pragma once
+
+#include <cstddef>
+#include <map>
+#include <memory>
+#include <vector>
+
+#include "engine/job.hpp"
+#include "engine/lane.hpp"
+#include "engine/staging.hpp"
+
+namespace gdrkit::engine {
+
+// From whom a pump gets its pieces, and whom it tells that another may go on.
+class Dispatcher {
+public:
+    virtual Taken next(Piece& piece, bool wait) = 0;
+    virtual void let_others_go_on() = 0;
+
+protected:
+    ~Dispatcher() = default;
+};
+
+// How much staging memory one pump needs.
+std::size_t slab_bytes_of(const Tuning& tuning);
+
+class Pump {
+public:
+    Pump(Dispatcher& dispatcher, Contexts& contexts, Staging& staging, std::byte* slab, const Tuning& tuning);
+
+    // Works until the dispatcher has nothing more and says so.
+    void run();
+
+private:
+    struct Slot {
+        Piece piece;
+        Lane* lane = nullptr;
+        std::uint64_t direct_bytes = 0;
+        bool pending = false;
+    };
+
+    // Whether it fills the whole slab, whose slots must be empty then.
+    bool is_wide(const Piece& piece) const noexcept { return piece.bytes > tuning_.piece_bytes; }
+    Taken take(Piece& piece);
+    void begin(std::size_t index, Piece& piece);
+    void begin_read(std::size_t index, Lane& lane);
+    void begin_write(std::size_t index, Lane& lane);
+    void retire(std::size_t index);
+    bool retire_oldest();
+    void host_piece(Piece& piece);
+    Lane& lane_of(int device);
+    void lay_out(Piece& piece);
+    bool wants_direct(const Piece& piece, const Part& part);
+    Moved read_part(const Piece& piece, const Part& part, std::byte* base);
+    Moved write_part(const Piece& piece, const Part& part, const std::byte* base);
+    std::uint64_t write_file(Piece& piece, const std::byte* base);
+    void give_up(Piece& piece, const Failure& failure);
+    void finish(Piece& piece, std::uint64_t direct_bytes);
+    void release(Piece& piece);
+    std::byte* base_of(std::size_t index, const Piece& piece) const;
+
+    Dispatcher& dispatcher_;
+    Contexts& contexts_;
+    Staging& staging_;
+    std::byte* const slab_;
+    const Tuning tuning_;
+    std::vector<Slot> slots_;
+    std::size_t next_ = 0;      // The slot for the next piece, and the oldest of those that are pending.
+    std::size_t pending_ = 0;   // How many are.
+    std::shared_ptr<Job> kept_; // Whose disk was read last, with the place among its readers.
+    Lane* current_ = nullptr;
+    std::map<int, std::unique_ptr<Lane>> lanes_;
+};
+
+} // namespace gdrkit::engine

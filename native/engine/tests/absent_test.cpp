@@ -1,0 +1,29 @@
+// Without libcuda, host memory goes as ever, and a device has one clear error.
+#include <cerrno>
+
+#include "engine/tests/fixture.hpp"
+
+using namespace gdrkit::engine;
+using namespace gdrkit::engine::test;
+
+int main() {
+    const Folder folder;
+    const Bytes data = pattern(3 * mib, 1);
+    const Descriptor fd = file_of(folder.at("file"), data);
+    const auto file = std::make_shared<File>(fd.get());
+    Engine engine(small_tuning(), -1);
+    Bytes found(data.size());
+    CHECK(whole(moved(engine, Direction::read, host_memory, file, 0, address_of(found), data.size()), data.size()));
+    CHECK(found == data);
+    for (int round = 0; round < 2; ++round) {
+        const Progress refused = moved(engine, Direction::read, 0, file, 0, 4096, data.size());
+        CHECK(refused.failure && refused.failure->number == ENOENT && refused.bytes == 0);
+        CHECK(std::string(refused.failure->operation) == "dlopen");
+    }
+    try {
+        engine.transfer_small(Direction::read, *file, 0, 4096, 10, 0);
+        CHECK(false);
+    } catch (const Error& error) {
+        CHECK(error.failure().number == ENOENT);
+    }
+}

@@ -1,0 +1,68 @@
+// The CUDA driver as an application calls it, beside the engine. Right on a real GPU as on the twin of libcuda.
+#pragma once
+
+#include <dlfcn.h>
+
+#include "engine/tests/fixture.hpp"
+
+namespace gdrkit::engine::test {
+
+// An entry of the driver by its symbol. Arguments have the types of the interface: lengths and addresses are u64.
+template <typename... Arguments> int cu(const char* symbol, Arguments... arguments) {
+    static void* const library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
+    CHECK(library != nullptr);
+    void* const entry = dlsym(library, symbol);
+    CHECK(entry != nullptr);
+    return reinterpret_cast<int (*)(Arguments...)>(entry)(arguments...);
+}
+
+// Memory of one device, whose context is current while it is touched.
+class Memory {
+public:
+    Memory(int device, u64 length) : device_(device), length_(length) {
+        CHECK(cu("cuInit", 0U) == 0);
+        CHECK(cu("cuDevicePrimaryCtxRetain", &context_, device) == 0);
+        in_context([&] { CHECK(cu("cuMemAlloc_v2", &address_, length) == 0); });
+        fill();
+    }
+    Memory(const Memory&) = delete;
+    Memory& operator=(const Memory&) = delete;
+    ~Memory() {
+        in_context([&] { CHECK(cu("cuMemFree_v2", address_) == 0); });
+        CHECK(cu("cuDevicePrimaryCtxRelease_v2", device_) == 0);
+    }
+    u64 address() const { return address_; }
+    int device() const { return device_; }
+    void fill() { write(Bytes(length_, std::byte{0xa5})); }
+    void write(const Bytes& bytes) {
+        in_context([&] {
+            CHECK(cu("cuMemcpyHtoD_v2", address_, static_cast<const void*>(bytes.data()), u64{bytes.size()}) == 0);
+        });
+    }
+    Bytes read(u64 at, u64 length) {
+        Bytes found(length);
+        in_context([&] { CHECK(cu("cuMemcpyDtoH_v2", static_cast<void*>(found.data()), address_ + at, length) == 0); });
+        return found;
+    }
+
+private:
+    template <typename Function> void in_context(const Function& function) {
+        CHECK(cu("cuCtxPushCurrent_v2", context_) == 0);
+        function();
+        void* popped = nullptr;
+        CHECK(cu("cuCtxPopCurrent_v2", &popped) == 0);
+    }
+
+    const int device_;
+    const u64 length_;
+    void* context_ = nullptr;
+    u64 address_ = 0;
+};
+
+inline void* current_context() {
+    void* found = nullptr;
+    CHECK(cu("cuCtxGetCurrent", &found) == 0);
+    return found;
+}
+
+} // namespace gdrkit::engine::test

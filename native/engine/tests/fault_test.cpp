@@ -1,0 +1,114 @@
+// What a job answers when a call of the driver fails, and that nothing is left then: the next job works. On the twin of
+// libcuda alone, whose fault plans say which call fails; a process for each.
+#include <sys/wait.h>
+
+#include <algorithm>
+#include <fstream>
+
+#include "engine/tests/device.hpp"
+
+using namespace gdrkit::engine;
+using namespace gdrkit::engine::test;
+
+namespace {
+
+constexpr int out_of_memory = 2, unknown = 999;
+
+// How often the driver may fail a round before all works again: once for each thread.
+constexpr int rounds_max = 8;
+
+void check_round(Engine& engine, const Descriptor& fd, const Bytes& data, Memory& memory, bool writes, int status,
+                 int& failures) {
+    memory.fill();
+    const auto job = started(engine, writes ? Direction::write : Direction::read, 0, {std::make_shared<File>(fd.get())},
+                             {Extent{0, 0, memory.address(), data.size()}});
+    CHECK(job->wait(-1));
+    const Progress progress = job->progress();
+    const u64 arrived = job->arrived()[0];
+    if (progress.failure) {
+        ++failures;
+        CHECK(progress.failure->api == Api::cuda && progress.failure->number == status && arrived < data.size());
+    } else {
+        CHECK(whole(progress, data.size()) && arrived == data.size());
+    }
+    // What is said to have arrived did.
+    CHECK(writes ? part(contents(fd), 0, arrived) == Bytes(arrived, std::byte{0xa5})
+                 : memory.read(0, arrived) == part(data, 0, arrived));
+}
+
+int peer(bool writes, int status) {
+    const Folder folder;
+    const Bytes data = pattern(3 * mib, 1);
+    const Descriptor fd = file_of(folder.at("file"), data);
+    Memory memory(0, data.size());
+    const std::size_t before = open_files();
+    for (int engines = 0; engines < 2; ++engines) {
+        Engine engine(small_tuning(), -1);
+        int failures = 0;
+        for (int round = 0; round < rounds_max; ++round) {
+            check_round(engine, fd, data, memory, writes, status, failures);
+        }
+        CHECK(engines == 1 || failures >= 1);
+        CHECK(engines == 0 || failures == 0);
+    }
+    CHECK(open_files() == before);
+    return 0;
+}
+
+// Runs this program anew: the plan is read when the library is loaded.
+int run_peer(std::vector<std::string> arguments) {
+    std::fflush(nullptr);
+    const pid_t child = fork();
+    CHECK(child >= 0);
+    if (child == 0) {
+        std::vector<char*> pointers{const_cast<char*>("peer")};
+        for (std::string& argument : arguments) {
+            pointers.push_back(argument.data());
+        }
+        pointers.push_back(nullptr);
+        execv("/proc/self/exe", pointers.data());
+        _exit(127);
+    }
+    int status = 0;
+    CHECK(waitpid(child, &status, 0) == child);
+    return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+}
+
+struct Fault {
+    const char* call;
+    const char* which; // A count from 1; the first ones are the test's own.
+    int status;
+    bool writes;
+};
+
+constexpr Fault faults[] = {
+    {"cuMemHostRegister_v2", "1", out_of_memory, false},
+    {"cuStreamCreate", "1", out_of_memory, false},
+    {"cuEventCreate", "2", out_of_memory, false},
+    {"cuMemcpyHtoDAsync_v2", "3", unknown, false},
+    {"cuMemcpyDtoHAsync_v2", "3", unknown, true},
+    {"cuEventRecord", "2", unknown, false},
+    {"cuEventQuery", "1", unknown, false},
+    {"cuEventQuery", "1", unknown, true},
+};
+
+} // namespace
+
+int main(int count, char** arguments) {
+    if (count == 3) {
+        return peer(std::string(arguments[1]) == "write", std::stoi(arguments[2]));
+    }
+    const Folder folder;
+    const std::string plan = folder.at("plan");
+    for (const Fault& fault : faults) {
+        std::ofstream(plan) << "gdrkit-faults 1\n"
+                            << fault.call << " call=" << fault.which << " status=" << fault.status << "\n";
+        CHECK(setenv("GDRKIT_TWINS_FAULTS", plan.c_str(), 1) == 0);
+        const int ended = run_peer({fault.writes ? "write" : "read", std::to_string(fault.status)});
+        if (ended != 0) {
+            std::fprintf(stderr, "%s of %s with %d: the other process ended with %d\n", fault.writes ? "write" : "read",
+                         fault.call, fault.status, ended);
+        }
+        CHECK(ended == 0);
+    }
+}

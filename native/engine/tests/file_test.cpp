@@ -1,0 +1,149 @@
+// What the page cache is said to have, and ranges of a file by O_DIRECT whose ends are inside blocks.
+#include <cerrno>
+#include <cstring>
+#include <memory>
+
+#include "engine/tests/fixture.hpp"
+
+using namespace gdrkit::engine;
+using namespace gdrkit::engine::test;
+
+namespace {
+
+constexpr u64 offsets[] = {0, 1, 511, 512, 4095, 4096, 4097, 12288};
+constexpr u64 lengths[] = {1, 4095, 4096, 4097, 8192, 65536, 100001};
+
+// Aligned as staging memory is, with room for a block at both ends.
+struct Aligned {
+    explicit Aligned(u64 length) : length(length), at(static_cast<std::byte*>(std::aligned_alloc(4096, length))) {
+        CHECK(at);
+        std::memset(at.get(), 0xa5, length);
+    }
+    struct Free {
+        void operator()(std::byte* memory) const { std::free(memory); }
+    };
+    u64 length;
+    std::unique_ptr<std::byte, Free> at;
+};
+
+Aligned blocks(u64 length) {
+    return Aligned((length + 4 * 4096) / 4096 * 4096);
+}
+
+void check_reads_with_odd_ends(const Folder& folder) {
+    const Bytes data = pattern(300001, 1);
+    const Descriptor fd = file_of(folder.at("odd"), data);
+    File file(fd.get());
+    file.direct();
+    CHECK(file.alignment_bytes() <= 4096);
+    for (const u64 offset : offsets) {
+        for (const u64 length : lengths) {
+            forget(fd);
+            const Aligned memory = blocks(length);
+            const Moved found = read_direct(file, offset, length, memory.at.get());
+            CHECK(!found.failure && found.bytes == length);
+            CHECK(std::memcmp(memory.at.get() + lead_of(file, offset), data.data() + offset, length) == 0);
+        }
+    }
+}
+
+void check_writes_with_odd_ends(const Folder& folder) {
+    Bytes data = pattern(300001, 2);
+    const Descriptor fd = file_of(folder.at("written"), data);
+    File file(fd.get());
+    file.direct();
+    unsigned seed = 3;
+    for (const u64 offset : offsets) {
+        for (const u64 length : lengths) {
+            const Bytes mine = pattern(length, ++seed);
+            const Aligned memory = blocks(length);
+            std::memcpy(memory.at.get() + lead_of(file, offset), mine.data(), length);
+            const Moved found = write_direct(file, offset, length, memory.at.get());
+            CHECK(!found.failure && found.bytes == length);
+            std::memcpy(data.data() + offset, mine.data(), length);
+        }
+        CHECK(contents(fd) == data);
+    }
+}
+
+// Where the file ends, in the middle of a block too, and beyond.
+void check_the_end_of_a_file(const Folder& folder) {
+    const Bytes data = pattern(2 * 4096 + 77, 5);
+    const Descriptor fd = file_of(folder.at("short"), data);
+    File file(fd.get());
+    for (const u64 offset : {u64{0}, u64{1}, u64{4096}, u64{8192}, u64{8200}, u64{data.size()}, u64{1} << 40U}) {
+        forget(fd);
+        const Aligned memory = blocks(65536);
+        const u64 there = offset < data.size() ? data.size() - offset : 0;
+        const Moved found = read_direct(file, offset, 65536, memory.at.get());
+        CHECK(!found.failure && found.bytes == there);
+        CHECK(there == 0 || std::memcmp(memory.at.get() + lead_of(file, offset), data.data() + offset, there) == 0);
+        const Moved buffered = read_buffered(file, offset, 65536, memory.at.get());
+        CHECK(!buffered.failure && buffered.bytes == there);
+        CHECK(there == 0 || std::memcmp(memory.at.get(), data.data() + offset, there) == 0);
+    }
+}
+
+void check_what_is_cached(const Folder& folder) {
+    const Descriptor fd = file_of(folder.at("cached"), pattern(mib, 6));
+    CHECK(residency(fd.get(), 0, mib).state == Cached::all);
+    CHECK(residency(fd.get(), 1, 1).pages == 1 && residency(fd.get(), 4095, 2).pages == 2);
+    forget(fd, 0, mib / 2);
+    for (const auto& [offset, length] : {std::pair{u64{0}, mib}, {u64{5}, mib / 2}, {mib / 2 - 1, u64{2}}}) {
+        const Residency asked = residency(fd.get(), offset, length);
+        const Residency looked = residency_by_mincore(fd.get(), offset, length);
+        CHECK(asked.pages == looked.pages && asked.cached_pages == looked.cached_pages && asked.state == looked.state);
+    }
+    File file(fd.get());
+    CHECK(file.residency_of(mib, mib).pages == 0 && file.residency_of(mib - 1, mib).pages == 1);
+}
+
+// Descriptors of a path go when the last byte of it is settled, and a borrowed one stays.
+void check_descriptors(const Folder& folder) {
+    const Descriptor fd = file_of(folder.at("held"), pattern(mib, 7));
+    const std::size_t before = open_files();
+    {
+        File named(folder.at("held"), O_RDONLY, 0);
+        named.expect(10);
+        CHECK(named.buffered() >= 0);
+        named.direct();
+        named.settle(4);
+        CHECK(open_files() > before);
+        named.settle(6);
+        CHECK(open_files() == before);
+        File borrowed(fd.get());
+        borrowed.direct();
+        borrowed.end();
+        CHECK(borrowed.buffered() == fd.get());
+    }
+    CHECK(open_files() == before && fcntl(fd.get(), F_GETFD) >= 0);
+    File missing(folder.at("missing"), O_RDONLY, 0);
+    try {
+        missing.buffered();
+        CHECK(false);
+    } catch (const Error& error) {
+        CHECK(error.failure().number == ENOENT && std::string(error.failure().operation) == "open");
+    }
+}
+
+// A file that takes no O_DIRECT is read all the same, and says so.
+void check_without_direct() {
+    const Descriptor plain(open("/proc/self/status", O_RDONLY | O_CLOEXEC));
+    File file(plain.get());
+    const Aligned memory = blocks(65536);
+    const Moved found = read_direct(file, 0, 100, memory.at.get());
+    CHECK(!found.failure && found.bytes == 100 && !found.direct);
+    CHECK(file.direct_refusal() != 0 && file.direct() < 0);
+}
+
+} // namespace
+
+int main() {
+    const Folder folder;
+    check_reads_with_odd_ends(folder);
+    check_writes_with_odd_ends(folder);
+    check_the_end_of_a_file(folder);
+    check_what_is_cached(folder);
+    check_descriptors(folder);
+    check_without_direct();
+}

@@ -1,0 +1,56 @@
+// Which memory node a device and a processor belong to, from made-up trees of sysfs.
+#include <fstream>
+
+#include "engine/place.hpp"
+#include "engine/tests/fixture.hpp"
+
+using namespace gdrkit::engine;
+using namespace gdrkit::engine::test;
+
+namespace {
+
+void write(const std::string& path, const std::string& line) {
+    std::filesystem::create_directories(std::filesystem::path(path).parent_path());
+    std::ofstream(path) << line << "\n";
+}
+
+void check_nodes(const Folder& folder) {
+    const std::string sysfs = folder.at("nodes");
+    CHECK(node_of("0000:1c:00.0", sysfs) == -1); // Nothing is there.
+    write(sysfs + "/devices/system/node/online", "0");
+    write(sysfs + "/bus/pci/devices/0000:1c:00.0/numa_node", "0");
+    CHECK(node_of("0000:1c:00.0", sysfs) == -1); // One node is none to choose.
+    for (const char* online : {"0-1", "0,3"}) {
+        write(sysfs + "/devices/system/node/online", online);
+        write(sysfs + "/bus/pci/devices/0000:1c:00.0/numa_node", "1");
+        CHECK(node_of("0000:1C:00.0", sysfs) == 1); // CUDA says it in capitals.
+        write(sysfs + "/bus/pci/devices/0000:1c:00.0/numa_node", "-1");
+        CHECK(node_of("0000:1C:00.0", sysfs) == -1);
+        CHECK(node_of("0000:1d:00.0", sysfs) == -1);
+    }
+}
+
+void check_processors(const Folder& folder) {
+    cpu_set_t allowed, found;
+    CHECK(sched_getaffinity(0, sizeof allowed, &allowed) == 0);
+    int mine = 0;
+    while (!CPU_ISSET(mine, &allowed)) {
+        ++mine;
+    }
+    const std::string list = folder.at("cpus") + "/devices/system/node/node1/cpulist";
+    CHECK(!processors_of(1, found, folder.at("cpus")) && !processors_of(-1, found));
+    write(list, std::to_string(mine) + ",1000-1023");
+    CHECK(processors_of(1, found, folder.at("cpus")) && CPU_COUNT(&found) == 1 && CPU_ISSET(mine, &found));
+    write(list, "0-1023,5000-999999");
+    CHECK(processors_of(1, found, folder.at("cpus")) && CPU_EQUAL(&found, &allowed));
+    write(list, "");
+    CHECK(!processors_of(1, found, folder.at("cpus")));
+}
+
+} // namespace
+
+int main() {
+    const Folder folder;
+    check_nodes(folder);
+    check_processors(folder);
+}

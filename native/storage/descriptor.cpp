@@ -1,0 +1,82 @@
+#include "storage/descriptor.hpp"
+
+#include <fcntl.h>
+#include <linux/openat2.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+
+#include <cerrno>
+
+namespace gdrkit::storage {
+
+namespace {
+
+bool is_same_device(int left, int right) {
+    struct stat one {
+    }, other{};
+    return fstat(left, &one) == 0 && fstat(right, &other) == 0 && one.st_dev == other.st_dev;
+}
+
+int refuse_other_device(int folder, Descriptor&& found) {
+    return is_same_device(folder, found.get()) ? found.release() : -EXDEV;
+}
+
+} // namespace
+
+int open_beneath_by_steps(int folder, const std::string& path, int flags, unsigned mode) {
+    if (!path.empty() && path.front() == '/') {
+        return -EXDEV;
+    }
+    Descriptor at(openat(folder, ".", O_PATH | O_DIRECTORY | O_CLOEXEC));
+    std::size_t begin = 0;
+    while (at) {
+        const std::size_t end = path.find('/', begin);
+        const std::string name = path.substr(begin, end == std::string::npos ? end : end - begin);
+        if (name == "..") {
+            return -EXDEV;
+        }
+        if (end == std::string::npos || path.find_first_not_of('/', end) == std::string::npos) {
+            const int extra = end == std::string::npos ? 0 : O_DIRECTORY;
+            Descriptor found(openat(at.get(), name.empty() ? "." : name.c_str(), flags | extra | O_NOFOLLOW | O_CLOEXEC,
+                                    static_cast<mode_t>(mode)));
+            return found ? refuse_other_device(folder, std::move(found)) : -errno;
+        }
+        if (!name.empty()) {
+            // O_PATH with O_NOFOLLOW opens a symbolic link itself, which is no folder.
+            Descriptor next(openat(at.get(), name.c_str(), O_PATH | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC));
+            if (!next) {
+                struct stat link {};
+                const int number = errno;
+                const bool is_link =
+                    fstatat(at.get(), name.c_str(), &link, AT_SYMLINK_NOFOLLOW) == 0 && S_ISLNK(link.st_mode);
+                return is_link ? -ELOOP : -number;
+            }
+            at = std::move(next);
+        }
+        begin = end + 1;
+    }
+    return -errno;
+}
+
+int open_beneath(int folder, const std::string& path, int flags, unsigned mode) {
+    open_how how{};
+    how.flags = static_cast<unsigned>(flags) | O_CLOEXEC;
+    how.mode = (flags & O_CREAT) != 0 ? mode : 0;
+    how.resolve = RESOLVE_BENEATH | RESOLVE_NO_SYMLINKS | RESOLVE_NO_MAGICLINKS | RESOLVE_NO_XDEV;
+    for (int tries = 0;; ++tries) {
+        const long found = syscall(SYS_openat2, folder, path.empty() ? "." : path.c_str(), &how, sizeof how);
+        if (found >= 0) {
+            return static_cast<int>(found);
+        }
+        if (errno == ENOSYS || errno == EPERM) {
+            // EPERM: a seccomp filter of a container that is older than the call; if it is real, the steps say so too.
+            return open_beneath_by_steps(folder, path, flags, mode);
+        }
+        // EAGAIN: something was renamed meanwhile, so the kernel could not be sure.
+        if (errno != EINTR && (errno != EAGAIN || tries == 64)) {
+            return -errno;
+        }
+    }
+}
+
+} // namespace gdrkit::storage

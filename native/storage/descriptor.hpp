@@ -1,0 +1,40 @@
+// A file descriptor that is closed with its owner, and opening below a folder.
+#pragma once
+
+#include <unistd.h>
+
+#include <string>
+#include <utility>
+
+namespace gdrkit::storage {
+
+class Descriptor {
+public:
+    Descriptor() = default;
+    explicit Descriptor(int number) noexcept : number_(number) {}
+    Descriptor(Descriptor&& other) noexcept : number_(std::exchange(other.number_, -1)) {}
+    Descriptor& operator=(Descriptor&& other) noexcept {
+        std::swap(number_, other.number_);
+        return *this;
+    }
+    ~Descriptor() {
+        if (number_ >= 0) {
+            close(number_);
+        }
+    }
+    int get() const noexcept { return number_; }
+    int release() noexcept { return std::exchange(number_, -1); }
+    explicit operator bool() const noexcept { return number_ >= 0; }
+
+private:
+    int number_ = -1;
+};
+
+// Opens a relative path below a folder: no symbolic link is followed (ELOOP), nothing above the folder (EXDEV) or on
+// another file system (EXDEV) is reached. The empty path is the folder itself. Returns a descriptor or -errno.
+int open_beneath(int folder, const std::string& path, int flags, unsigned mode);
+
+// The same name by name, for kernels without openat2 (before 5.6).
+int open_beneath_by_steps(int folder, const std::string& path, int flags, unsigned mode);
+
+} // namespace gdrkit::storage

@@ -1,0 +1,78 @@
+// The frames between a client of the storage service (an agent, a StorageClient) and its server. Little endian.
+// gdrkit/storage/wire.py is the same in Python, and suites/vectors holds both to the same bytes.
+#pragma once
+
+#include <bit>
+#include <cstddef>
+#include <cstdint>
+
+namespace gdrkit::storage {
+
+static_assert(std::endian::native == std::endian::little, "the structs below are the bytes on the wire");
+
+inline constexpr std::uint32_t frame_magic = 0x53524447; // "GDRS" in memory.
+inline constexpr std::uint16_t frame_version = 1;
+inline constexpr std::uint32_t control_bytes_max = 65536;
+inline constexpr std::uint32_t operations_max = 1024;
+
+enum class FrameType : std::uint16_t { control_request = 1, control_reply = 2, io_request = 3, io_reply = 4 };
+
+struct FrameHeader {
+    std::uint32_t magic;
+    std::uint16_t version;
+    std::uint16_t type;
+    std::uint32_t length; // Of what follows, in bytes.
+    std::uint32_t count;  // Operations or results; 0 in a control frame.
+    std::uint64_t
+        sequence; // Chosen by who asks; a control reply repeats it. Of an io_reply: 0, results are matched by tag.
+    std::uint32_t payload_crc32c;
+    std::uint32_t header_crc32c; // Of the 28 bytes before it.
+};
+static_assert(sizeof(FrameHeader) == 32 && offsetof(FrameHeader, sequence) == 16 &&
+              offsetof(FrameHeader, header_crc32c) == 28);
+
+enum class Opcode : std::uint8_t { read = 1, write = 2 };
+
+inline constexpr std::uint8_t forbid_holes = 1; // A read that meets a hole is -ENODATA.
+inline constexpr std::uint8_t checksum_given =
+    2; // A write whose bytes have another CRC32C is -EBADMSG and changes nothing.
+inline constexpr std::uint8_t checksum_wanted = 4;
+inline constexpr std::uint8_t report_holes =
+    8; // A read leaves holes untouched and reports them; else they are zeros from the server.
+
+struct Operation {
+    std::uint64_t tag; // The client's; comes back with the result.
+    std::uint64_t handle;
+    std::uint64_t file_offset;
+    std::uint64_t length;
+    std::uint64_t remote_address;
+    std::uint32_t rkey;
+    std::uint16_t lane;
+    std::uint8_t opcode;
+    std::uint8_t flags;
+    std::uint32_t checksum;
+    std::uint32_t reserved0;
+    std::uint64_t reserved1;
+};
+static_assert(sizeof(Operation) == 64 && offsetof(Operation, rkey) == 40 && offsetof(Operation, checksum) == 48);
+
+inline constexpr std::uint32_t checksum_valid = 1;
+
+// An io_reply is `count` results in the order of completion, then all their hole extents in the same order.
+struct Result {
+    std::uint64_t tag;
+    std::int64_t result; // Bytes (fewer than asked: end of file), or -errno.
+    std::uint32_t checksum;
+    std::uint32_t flags;
+    std::uint32_t holes; // How many HoleExtent of it follow the results.
+    std::uint32_t reserved;
+};
+static_assert(sizeof(Result) == 32 && offsetof(Result, holes) == 24);
+
+struct HoleExtent {
+    std::uint64_t offset; // From the first byte of the operation.
+    std::uint64_t length;
+};
+static_assert(sizeof(HoleExtent) == 16);
+
+} // namespace gdrkit::storage

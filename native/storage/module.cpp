@@ -1,0 +1,242 @@
+// gdrkit.storage._engine: what the server's Python needs of the native side. Everything that may wait lets other Python
+// threads run meanwhile.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/map.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <cerrno>
+#include <cstdio>
+#include <map>
+#include <system_error>
+
+#include "storage/crc32c.hpp"
+#include "storage/session.hpp"
+#include "verbs/error.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace gdrkit::storage {
+
+namespace {
+
+[[noreturn]] void raise_os_error(int number, const std::string& what) {
+    nb::gil_scoped_acquire acquire;
+    PyErr_SetObject(PyExc_OSError, nb::make_tuple(number, what).ptr());
+    throw nb::python_error();
+}
+
+// Runs without the lock of the interpreter; what native code throws becomes an OSError with its errno.
+template <typename Function> auto unlocked(const Function& function) {
+    int number = 0;
+    std::string what;
+    {
+        nb::gil_scoped_release release;
+        try {
+            return function();
+        } catch (const verbs::Error& error) {
+            number = error.number();
+            what = error.what();
+        } catch (const std::system_error& error) {
+            number = error.code().value();
+            what = error.what();
+        }
+    }
+    raise_os_error(number, what);
+}
+
+void check(int status, const char* what) {
+    if (status < 0) {
+        raise_os_error(-status, what);
+    }
+}
+
+struct Bytes {
+    explicit Bytes(nb::handle object) {
+        if (PyObject_GetBuffer(object.ptr(), &view, PyBUF_SIMPLE) != 0) {
+            throw nb::python_error();
+        }
+    }
+    Bytes(const Bytes&) = delete;
+    Bytes& operator=(const Bytes&) = delete;
+    ~Bytes() { PyBuffer_Release(&view); }
+    Py_buffer view{};
+};
+
+template <std::uint32_t (*function)(const void*, std::size_t, std::uint32_t) noexcept>
+std::uint32_t checksum(nb::handle data, std::uint32_t initial) {
+    const Bytes bytes(data);
+    const nb::gil_scoped_release release;
+    return function(bytes.view.buf, static_cast<std::size_t>(bytes.view.len), initial);
+}
+
+verbs::Endpoint endpoint_of(const nb::dict& data) {
+    verbs::Endpoint endpoint;
+    endpoint.qp_number = nb::cast<std::uint32_t>(data["qp_number"]);
+    endpoint.psn = nb::cast<std::uint32_t>(data["psn"]);
+    endpoint.lid = nb::cast<std::uint16_t>(data["lid"]);
+    endpoint.mtu_bytes = nb::cast<std::uint32_t>(data["mtu_bytes"]);
+    if (!verbs::parse_gid(nb::cast<std::string>(data["gid"]), endpoint.gid)) {
+        raise_os_error(EINVAL, "gid");
+    }
+    return endpoint;
+}
+
+nb::dict dict_of(const verbs::Endpoint& endpoint) {
+    nb::dict data;
+    data["qp_number"] = endpoint.qp_number;
+    data["psn"] = endpoint.psn;
+    data["gid"] = verbs::format_gid(endpoint.gid);
+    data["lid"] = endpoint.lid;
+    data["mtu_bytes"] = endpoint.mtu_bytes;
+    return data;
+}
+
+std::map<std::string, std::uint64_t> counted(Store& store) {
+    const Counters& now = store.counters();
+    return {{"reads", now.reads},
+            {"writes", now.writes},
+            {"read_bytes", now.read_bytes},
+            {"written_bytes", now.written_bytes},
+            {"corruptions", now.corruptions},
+            {"outside_changes", now.outside_changes},
+            {"rdma_errors", now.rdma_errors},
+            {"refused_frames", now.refused_frames},
+            {"sessions", now.sessions}};
+}
+
+void bind_files(nb::module_& module) {
+    nb::class_<Store>(module, "Store", "The sums of the files of one store; the folder's descriptor is borrowed.")
+        .def(
+            "__init__",
+            [](Store* self, int folder, std::uint32_t chunk_bytes) {
+                if (chunk_bytes < 4096 || chunk_bytes > 65536 || (chunk_bytes & (chunk_bytes - 1)) != 0) {
+                    raise_os_error(EINVAL, "chunk_bytes");
+                }
+                new (self) Store(folder, chunk_bytes);
+            },
+            "sums_folder"_a, "chunk_bytes"_a)
+        .def(
+            "adopt",
+            [](Store& self, int fd, bool read, bool write) {
+                Descriptor owned(fd);
+                return unlocked([&] { return self.adopt(std::move(owned), read, write); });
+            },
+            "fd"_a, nb::kw_only(), "read"_a, "write"_a, "Takes a descriptor, owned from now on also when this raises.")
+        .def("forget", &Store::forget, "inode"_a, nb::call_guard<nb::gil_scoped_release>())
+        .def("counters", &counted);
+    nb::class_<OpenFile>(module, "OpenFile", "An open file; closed with the last who has it.")
+        .def_prop_ro("fd", [](const OpenFile& self) { return self.fd.get(); })
+        .def_ro("may_read", &OpenFile::may_read)
+        .def_ro("may_write", &OpenFile::may_write)
+        .def(
+            "truncate",
+            [](OpenFile& self, std::uint64_t size) {
+                check(unlocked([&] { return self.inode->truncate(self.fd.get(), size); }), "ftruncate");
+            },
+            "size_bytes"_a)
+        .def(
+            "punch",
+            [](OpenFile& self, std::uint64_t begin, std::uint64_t end) {
+                check(unlocked([&] { return self.inode->punch(self.fd.get(), begin, end); }), "fallocate");
+            },
+            "begin"_a, "end"_a)
+        .def(
+            "set_times",
+            [](OpenFile& self, std::optional<std::int64_t> access_ns, std::optional<std::int64_t> modification_ns) {
+                check(unlocked([&] { return self.inode->set_times(self.fd.get(), access_ns, modification_ns); }),
+                      "futimens");
+            },
+            "access_time_ns"_a.none(), "modification_time_ns"_a.none());
+}
+
+void bind_sessions(nb::module_& module) {
+    nb::class_<Fabric>(module, "Fabric", "Open RDMA devices; an empty list: all with an active port.")
+        .def(
+            "__init__",
+            [](Fabric* self, const std::vector<std::string>& names) {
+                unlocked([&] { return new (self) Fabric(names); });
+            },
+            "names"_a)
+        .def_prop_ro("names", [](const Fabric& self) {
+            std::vector<std::string> names;
+            for (const auto& device : self.devices()) {
+                names.push_back(device->name());
+            }
+            return names;
+        });
+    nb::class_<Session>(module, "Session", "Lanes, open files and the thread of one client.")
+        .def(
+            "__init__",
+            [](Session* self, std::shared_ptr<Store> store, std::shared_ptr<Fabric> fabric,
+               const std::vector<nb::dict>& lanes, std::uint32_t outstanding_max, std::uint64_t length_bytes_max) {
+                std::vector<verbs::Endpoint> peers;
+                for (const nb::dict& each : lanes) {
+                    peers.push_back(endpoint_of(each));
+                }
+                SessionLimits limits;
+                limits.outstanding_max = outstanding_max;
+                limits.length_bytes_max = length_bytes_max;
+                unlocked([&] { return new (self) Session(std::move(store), std::move(fabric), peers, limits); });
+            },
+            "store"_a, "fabric"_a, "lanes"_a, nb::kw_only(), "outstanding_max"_a, "length_bytes_max"_a)
+        .def_prop_ro("lanes",
+                     [](const Session& self) {
+                         nb::list found;
+                         for (const verbs::Endpoint& each : self.endpoints()) {
+                             found.append(dict_of(each));
+                         }
+                         return found;
+                     })
+        .def_prop_ro("reads_max", &Session::reads_max)
+        .def_prop_ro("ended_fd", &Session::ended_fd)
+        .def("add_file", &Session::add_file, "handle"_a, "file"_a)
+        .def("remove_file", &Session::remove_file, "handle"_a, nb::call_guard<nb::gil_scoped_release>())
+        .def(
+            "start",
+            [](Session& self, int fd) {
+                Descriptor owned(fd);
+                unlocked([&] { self.start(std::move(owned)); });
+            },
+            "data_fd"_a, "Serve this connection, owned from now on also when this raises.")
+        .def("close", &Session::close, nb::call_guard<nb::gil_scoped_release>());
+}
+
+} // namespace
+
+} // namespace gdrkit::storage
+
+NB_MODULE(_engine, module) {
+    namespace gs = gdrkit::storage;
+    module.doc() = "The native side of the storage service: RDMA, files with sums, checksums.";
+    module.attr("CHECKSUM_GIVEN_BYTES_MAX") = gs::SessionLimits{}.segment_bytes;
+    module.def("crc32c", &gs::checksum<gs::crc32c>, "data"_a, "initial"_a = 0);
+    module.def("crc32c_portable", &gs::checksum<gs::crc32c_portable>, "data"_a, "initial"_a = 0);
+    module.def("crc32c_combine", &gs::crc32c_combine, "first"_a, "second"_a, "second_bytes"_a);
+    module.def(
+        "open_beneath",
+        [](int folder, const nb::bytes& path, int flags, unsigned mode, bool by_steps) {
+            const std::string name(path.c_str(), path.size());
+            const int found = gs::unlocked([&] {
+                return by_steps ? gs::open_beneath_by_steps(folder, name, flags, mode)
+                                : gs::open_beneath(folder, name, flags, mode);
+            });
+            gs::check(found, "open");
+            return found;
+        },
+        "folder"_a, "path"_a, "flags"_a, "mode"_a = 0, "by_steps"_a = false);
+    module.def(
+        "rename",
+        [](int from, const nb::bytes& name, int to, const nb::bytes& new_name, bool exclusive, bool exchange) {
+            const unsigned flags = (exclusive ? RENAME_NOREPLACE : 0U) | (exchange ? RENAME_EXCHANGE : 0U);
+            gs::check(gs::unlocked(
+                          [&] { return renameat2(from, name.c_str(), to, new_name.c_str(), flags) != 0 ? -errno : 0; }),
+                      "renameat2");
+        },
+        "from_folder"_a, "name"_a, "to_folder"_a, "new_name"_a, nb::kw_only(), "exclusive"_a, "exchange"_a);
+    gs::bind_files(module);
+    gs::bind_sessions(module);
+}

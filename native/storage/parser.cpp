@@ -1,0 +1,160 @@
+#include "storage/parser.hpp"
+
+#include <cstring>
+
+#include "storage/crc32c.hpp"
+
+namespace gdrkit::storage {
+
+namespace {
+
+bool is_possible(const FrameHeader& header) {
+    switch (static_cast<FrameType>(header.type)) {
+    case FrameType::control_request:
+    case FrameType::control_reply:
+        return header.count == 0 && header.length != 0 && header.length <= control_bytes_max;
+    case FrameType::io_request:
+        return header.count != 0 && header.count <= operations_max && header.length == header.count * sizeof(Operation);
+    case FrameType::io_reply:
+        return header.sequence == 0 && header.count != 0 && header.count <= operations_max &&
+               header.length <= reply_bytes_max && header.length >= header.count * sizeof(Result) &&
+               (header.length - header.count * sizeof(Result)) % sizeof(HoleExtent) == 0;
+    }
+    return false;
+}
+
+bool payload_is_right(const FrameHeader& header, std::span<const std::byte> payload, const char*& refusal) {
+    if (payload.size() != header.length) {
+        refusal = "the payload has another length";
+    } else if (crc32c(payload.data(), payload.size()) != header.payload_crc32c) {
+        refusal = "the checksum of the payload is wrong";
+    } else {
+        return true;
+    }
+    return false;
+}
+
+bool is_right(const Operation& operation, const char*& refusal) {
+    constexpr unsigned read_flags = forbid_holes | checksum_wanted | report_holes;
+    constexpr unsigned write_flags = checksum_given | checksum_wanted;
+    unsigned allowed = 0;
+    switch (static_cast<Opcode>(operation.opcode)) {
+    case Opcode::read:
+        allowed = read_flags;
+        break;
+    case Opcode::write:
+        allowed = write_flags;
+        break;
+    default:
+        refusal = "there is no such opcode";
+        return false;
+    }
+    if ((operation.flags & ~allowed) != 0) {
+        refusal = "an operation has flags that it cannot have";
+    } else if (operation.reserved0 != 0 || operation.reserved1 != 0 ||
+               (operation.checksum != 0 && (operation.flags & checksum_given) == 0)) {
+        refusal = "an operation has a number where nothing may be";
+    } else {
+        return true;
+    }
+    return false;
+}
+
+} // namespace
+
+std::optional<FrameHeader> parse_header(std::span<const std::byte, sizeof(FrameHeader)> bytes, const char*& refusal) {
+    FrameHeader header;
+    std::memcpy(&header, bytes.data(), sizeof header);
+    if (header.header_crc32c != crc32c(bytes.data(), offsetof(FrameHeader, header_crc32c))) {
+        refusal = "the checksum of the header is wrong";
+    } else if (header.magic != frame_magic || header.version != frame_version) {
+        refusal = "magic or version is wrong";
+    } else if (!is_possible(header)) {
+        refusal = "type, length, count and sequence do not go together";
+    } else {
+        return header;
+    }
+    return std::nullopt;
+}
+
+bool parse_operations(const FrameHeader& header, std::span<const std::byte> payload, std::vector<Operation>& operations,
+                      const char*& refusal) {
+    operations.clear();
+    if (static_cast<FrameType>(header.type) != FrameType::io_request) {
+        refusal = "the frame carries no operations";
+        return false;
+    }
+    if (!payload_is_right(header, payload, refusal)) {
+        return false;
+    }
+    operations.resize(header.count);
+    std::memcpy(operations.data(), payload.data(), payload.size());
+    for (const Operation& each : operations) {
+        if (!is_right(each, refusal)) {
+            operations.clear();
+            return false;
+        }
+    }
+    return true;
+}
+
+bool parse_results(const FrameHeader& header, std::span<const std::byte> payload, std::vector<Result>& results,
+                   std::vector<HoleExtent>& holes, const char*& refusal) {
+    results.clear();
+    holes.clear();
+    if (static_cast<FrameType>(header.type) != FrameType::io_reply) {
+        refusal = "the frame carries no results";
+        return false;
+    }
+    if (!payload_is_right(header, payload, refusal)) {
+        return false;
+    }
+    results.resize(header.count);
+    const std::size_t result_bytes = header.count * sizeof(Result);
+    std::memcpy(results.data(), payload.data(), result_bytes);
+    holes.resize((payload.size() - result_bytes) / sizeof(HoleExtent));
+    if (!holes.empty()) {
+        std::memcpy(holes.data(), payload.data() + result_bytes, payload.size() - result_bytes);
+    }
+    std::size_t at = 0;
+    for (const Result& each : results) {
+        if ((each.flags & ~checksum_valid) != 0 || each.reserved != 0 || each.holes > holes_max ||
+            each.holes > holes.size() - at) {
+            refusal = "a result has a number that it cannot have";
+            return false;
+        }
+        std::uint64_t end = 0;
+        for (std::uint32_t index = 0; index < each.holes; ++index, ++at) {
+            const HoleExtent& hole = holes[at];
+            const std::uint64_t limit = each.result < 0 ? 0 : static_cast<std::uint64_t>(each.result);
+            if (hole.length == 0 || hole.offset < end || hole.offset > limit || hole.length > limit - hole.offset) {
+                refusal = "a hole is outside of its result";
+                return false;
+            }
+            end = hole.offset + hole.length;
+        }
+    }
+    if (at != holes.size()) {
+        refusal = "the hole extents are not as many as the results say";
+        return false;
+    }
+    return true;
+}
+
+void append_frame(std::vector<std::byte>& out, FrameType type, std::uint32_t count, std::uint64_t sequence,
+                  std::span<const std::byte> payload) {
+    FrameHeader header{};
+    header.magic = frame_magic;
+    header.version = frame_version;
+    header.type = static_cast<std::uint16_t>(type);
+    header.length = static_cast<std::uint32_t>(payload.size());
+    header.count = count;
+    header.sequence = sequence;
+    header.payload_crc32c = crc32c(payload.data(), payload.size());
+    header.header_crc32c = crc32c(&header, offsetof(FrameHeader, header_crc32c));
+    const auto* const bytes = reinterpret_cast<const std::byte*>(&header);
+    out.insert(out.end(), bytes, bytes + sizeof header);
+    out.insert(out.end(), payload.begin(), payload.end());
+}
+
+} // namespace gdrkit::storage

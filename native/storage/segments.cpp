@@ -1,0 +1,227 @@
+// The part of a session that moves bytes: files to staging memory to the client, and back.
+#include <unistd.h>
+
+#include <cerrno>
+
+#include "storage/crc32c.hpp"
+#include "storage/session_parts.hpp"
+
+namespace gdrkit::storage {
+
+namespace {
+
+// Of one segment: holes of which more follow arrive as zeros.
+constexpr std::uint32_t transfers_a_segment_max = 64;
+constexpr std::size_t small_segment_bytes = 32768;
+
+} // namespace
+
+bool Session::advance() {
+    bool any = false;
+    while (!waiting_.empty() && !broken_) {
+        const std::shared_ptr<Pending> pending = waiting_.front();
+        // One that failed in an earlier part begins no further one.
+        if (!pending->is_begun() && !begin_segment(pending)) {
+            break;
+        }
+        any = true;
+        if (pending->is_begun()) {
+            waiting_.pop_front();
+            if (pending->segments == 0) {
+                finish(*pending);
+            }
+        }
+    }
+    return any;
+}
+
+std::uint32_t Session::take_segment() {
+    if (free_segments_.empty()) {
+        auto made = std::make_unique<Segment>();
+        made->number = static_cast<std::uint32_t>(segments_.size());
+        segments_.push_back(std::move(made));
+        return segments_.back()->number;
+    }
+    const std::uint32_t number = free_segments_.back();
+    free_segments_.pop_back();
+    return number;
+}
+
+void Session::drop_segment(Segment& segment) {
+    staging_->give_back(segment.slot);
+    --segment.pending->segments;
+    segment.pending.reset();
+    free_segments_.push_back(segment.number);
+}
+
+bool Session::begin_segment(const std::shared_ptr<Pending>& pending) {
+    const Operation& operation = pending->operation;
+    const auto length =
+        static_cast<std::size_t>(std::min<std::uint64_t>(limits_.segment_bytes, operation.length - pending->begun));
+    const bool is_read = static_cast<Opcode>(operation.opcode) == Opcode::read;
+    if (!lanes_->has_room(operation.lane, transfers_a_segment_max)) {
+        return false;
+    }
+    const verbs::Staging::Slot slot = staging_->take(is_read ? length + 2 * store_->chunk_bytes() : length);
+    if (!slot) {
+        return false;
+    }
+    Segment& segment = *segments_[take_segment()];
+    segment.pending = pending;
+    segment.slot = slot;
+    segment.begin = pending->begun;
+    segment.length = length;
+    segment.skip = 0;
+    segment.transfers = 0;
+    segment.has_failed = false;
+    ++pending->segments;
+    if (is_read) {
+        begin_read(segment);
+    } else {
+        pending->begun += length;
+        add_transfer(segment, 0, length);
+    }
+    if (segment.transfers == 0) {
+        drop_segment(segment); // Nothing to move: the end of the file, an error, or a hole.
+    }
+    if (length > small_segment_bytes) {
+        // A large one is worth a list of its own; the next is read from the file meanwhile.
+        broken_ |= !lanes_->flush();
+    }
+    return true;
+}
+
+void Session::begin_read(Segment& segment) {
+    Pending& pending = *segment.pending;
+    const Operation& operation = pending.operation;
+    const auto found = pending.file->inode->read(pending.file->fd.get(), operation.file_offset + segment.begin,
+                                                 segment.length, {segment.slot.data, segment.slot.size});
+    if (found.result < 0) {
+        pending.error = found.result;
+        pending.is_last = true;
+        return;
+    }
+    const auto count = static_cast<std::size_t>(found.result);
+    pending.is_last = count < segment.length;
+    segment.length = count;
+    segment.skip = found.skip;
+    pending.begun += count;
+    pending.moved += count;
+    if ((operation.flags & checksum_wanted) != 0) {
+        const std::uint32_t checksum = crc32c(segment.slot.data + segment.skip, count);
+        pending.checksum = segment.begin == 0 ? checksum : crc32c_combine(pending.checksum, checksum, count);
+    }
+    if (count != 0 && ((operation.flags & (forbid_holes | report_holes)) == 0 || look_for_holes(segment))) {
+        add_transfer(segment, 0, count);
+    }
+}
+
+// Adds the transfers of the data between the holes; true when the whole segment is to be moved as it is.
+bool Session::look_for_holes(Segment& segment) {
+    Pending& pending = *segment.pending;
+    const int file = pending.file->fd.get();
+    const auto base = static_cast<off_t>(pending.operation.file_offset + segment.begin);
+    const auto end = base + static_cast<off_t>(segment.length);
+    for (off_t at = base; at < end;) {
+        const off_t hole = lseek(file, at, SEEK_HOLE);
+        // A file system that cannot say, and a file that shrank meanwhile, have no holes to report.
+        const off_t data_end = hole < 0 || hole > end ? end : hole;
+        if (data_end == end && at == base) {
+            return true;
+        }
+        if ((pending.operation.flags & forbid_holes) != 0) {
+            pending.error = -ENODATA;
+            pending.is_last = true;
+            return false;
+        }
+        const bool is_full = segment.transfers + 1 >= transfers_a_segment_max || pending.holes.size() >= holes_max - 1;
+        if (is_full) {
+            add_transfer(segment, static_cast<std::size_t>(at - base), static_cast<std::size_t>(end - at));
+            return false;
+        }
+        if (data_end > at) {
+            add_transfer(segment, static_cast<std::size_t>(at - base), static_cast<std::size_t>(data_end - at));
+        }
+        if (data_end == end) {
+            return false;
+        }
+        const off_t data = lseek(file, data_end, SEEK_DATA);
+        const off_t hole_end = data < 0 || data > end ? end : data;
+        const HoleExtent extent{segment.begin + static_cast<std::uint64_t>(data_end - base),
+                                static_cast<std::uint64_t>(hole_end - data_end)};
+        if (!pending.holes.empty() && pending.holes.back().offset + pending.holes.back().length == extent.offset) {
+            pending.holes.back().length += extent.length;
+        } else if (extent.length != 0) {
+            pending.holes.push_back(extent);
+        }
+        at = hole_end;
+    }
+    return false;
+}
+
+void Session::add_transfer(Segment& segment, std::size_t begin, std::size_t length) {
+    const Operation& operation = segment.pending->operation;
+    const bool is_read = static_cast<Opcode>(operation.opcode) == Opcode::read;
+    verbs::Transfer transfer{};
+    transfer.direction = is_read ? verbs::Transfer::Direction::to_peer : verbs::Transfer::Direction::from_peer;
+    transfer.length_bytes = static_cast<std::uint32_t>(length);
+    transfer.local = segment.slot.data + segment.skip + begin;
+    transfer.local_key = staging_->local_key(lanes_->device_of(operation.lane));
+    transfer.remote_key = operation.rkey;
+    transfer.remote_address = operation.remote_address + segment.begin + begin;
+    transfer.id = segment.number;
+    ++segment.transfers;
+    lanes_->add(operation.lane, transfer);
+}
+
+bool Session::complete() {
+    return lanes_->poll([this](std::uint32_t number, bool succeeded) { end_segment(number, succeeded); });
+}
+
+void Session::end_segment(std::uint32_t number, bool succeeded) {
+    Segment& segment = *segments_[number];
+    segment.has_failed |= !succeeded;
+    if (--segment.transfers != 0) {
+        return;
+    }
+    const std::shared_ptr<Pending> pending = segment.pending;
+    if (segment.has_failed) {
+        pending->error = -EREMOTEIO;
+        pending->is_last = true;
+        broken_ = true;
+    } else if (static_cast<Opcode>(pending->operation.opcode) == Opcode::write) {
+        finish_write(segment);
+    }
+    drop_segment(segment);
+    if (pending->segments == 0 && pending->is_begun() && !pending->is_finished &&
+        (waiting_.empty() || waiting_.front() != pending)) {
+        finish(*pending);
+    }
+}
+
+void Session::finish_write(Segment& segment) {
+    Pending& pending = *segment.pending;
+    if (pending.error != 0) {
+        return; // An earlier part failed, and the operation with it.
+    }
+    const Operation& operation = pending.operation;
+    const std::span<const std::byte> data(segment.slot.data, segment.length);
+    if ((operation.flags & (checksum_given | checksum_wanted)) != 0) {
+        const std::uint32_t checksum = crc32c(data.data(), data.size());
+        if ((operation.flags & checksum_given) != 0 && checksum != operation.checksum) {
+            pending.error = -EBADMSG;
+            return;
+        }
+        pending.checksum = segment.begin == 0 ? checksum : crc32c_combine(pending.checksum, checksum, data.size());
+    }
+    const std::int64_t written =
+        pending.file->inode->write(pending.file->fd.get(), operation.file_offset + segment.begin, data);
+    if (written < 0) {
+        pending.error = written;
+        pending.is_last = true;
+    } else {
+        pending.moved += static_cast<std::uint64_t>(written);
+    }
+}
+
+} // namespace gdrkit::storage

@@ -1,0 +1,342 @@
+#include "storage/session.hpp"
+
+#include <poll.h>
+#include <sched.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+
+#include <cerrno>
+#include <csignal>
+#include <cstdio>
+#include <cstring>
+
+#include "storage/session_parts.hpp"
+#include "verbs/error.hpp"
+
+namespace gdrkit::storage {
+
+namespace {
+
+constexpr std::size_t small_slot_bytes_min = 16384, small_slots = 256, large_slots = 16;
+constexpr std::size_t receive_bytes = 1 << 18, backlog_bytes_max = 1 << 20;
+constexpr int farewell_ms = 1000;
+constexpr unsigned looks_a_receive = 4;
+
+int make_event() {
+    const int made = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    if (made < 0) {
+        throw verbs::Error("eventfd", verbs::last_errno());
+    }
+    return made;
+}
+
+void raise_event(int event) {
+    const std::uint64_t one = 1;
+    // It can only fail when the counter is full, and then it is readable.
+    [[maybe_unused]] const ssize_t count = ::write(event, &one, sizeof one);
+}
+
+} // namespace
+
+Session::Session(std::shared_ptr<Store> store, std::shared_ptr<Fabric> fabric,
+                 const std::vector<verbs::Endpoint>& peers, const SessionLimits& limits)
+    : store_(std::move(store)), fabric_(std::move(fabric)), limits_(limits), stop_(make_event()), ended_(make_event()) {
+    lanes_.emplace(*fabric_, peers);
+    std::vector<verbs::Device*> devices;
+    for (const auto& device : fabric_->devices()) {
+        devices.push_back(device.get());
+    }
+    // Verified are whole chunks, so a slot has room for one more at each end.
+    const std::size_t around = 2 * std::size_t{store_->chunk_bytes()};
+    staging_.emplace(devices, verbs::Staging::Layout{std::max(small_slot_bytes_min, 2 * around), small_slots,
+                                                     limits_.segment_bytes + around, large_slots});
+    ++store_->counters().sessions;
+}
+
+Session::~Session() {
+    close();
+}
+
+void Session::add_file(std::uint64_t handle, std::shared_ptr<OpenFile> file) {
+    const std::lock_guard guard(files_lock_);
+    files_[handle] = std::move(file);
+}
+
+bool Session::remove_file(std::uint64_t handle) {
+    std::shared_ptr<OpenFile> file; // Closed outside of the lock.
+    const std::lock_guard guard(files_lock_);
+    const auto found = files_.find(handle);
+    if (found == files_.end()) {
+        return false;
+    }
+    file = std::move(found->second);
+    files_.erase(found);
+    return true;
+}
+
+void Session::start(Descriptor data) {
+    const std::lock_guard guard(close_lock_);
+    if (thread_.joinable() || stopping_ || !lanes_) {
+        throw verbs::Error("start a session twice", EALREADY);
+    }
+    data_ = std::move(data);
+    // Signals are for the thread of Python.
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    try {
+        thread_ = std::thread([this] { serve(); });
+    } catch (...) {
+        pthread_sigmask(SIG_SETMASK, &before, nullptr);
+        throw;
+    }
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+}
+
+void Session::close() {
+    const std::lock_guard guard(close_lock_);
+    stopping_ = true;
+    raise_event(stop_.get());
+    if (thread_.joinable()) {
+        thread_.join();
+    }
+    segments_.clear();
+    waiting_.clear();
+    lanes_.reset(); // Queue pairs before the memory that they could write to.
+    staging_.reset();
+    data_ = Descriptor();
+    std::unordered_map<std::uint64_t, std::shared_ptr<OpenFile>> files;
+    {
+        const std::lock_guard files_guard(files_lock_);
+        files.swap(files_);
+    }
+}
+
+void Session::serve() noexcept {
+    try {
+        Spin spin(limits_.spin_us);
+        for (unsigned vain = 0; !stopping_ && !connection_ended_;) {
+            // A look at the socket is a system call, one at completions is not.
+            bool progress = vain % looks_a_receive == 0 && receive();
+            progress |= take_frames();
+            progress |= advance();
+            broken_ |= !lanes_->flush();
+            progress |= complete();
+            if (broken_) {
+                break;
+            }
+            reply();
+            progress |= send();
+            vain = progress ? 0 : vain + 1;
+            if (!spin.goes_on(progress)) {
+                block();
+                spin.begin();
+                vain = 0;
+            } else if (!progress) {
+                // Whoever is to bring the next work may need this processor.
+                sched_yield();
+            }
+        }
+        if (broken_) {
+            fail_everything();
+        }
+    } catch (const std::exception& error) {
+        std::fprintf(stderr, "gdrkit serve: a session ends: %s\n", error.what());
+    }
+    shutdown(data_.get(), SHUT_RDWR);
+    raise_event(ended_.get());
+}
+
+bool Session::receive() {
+    if (out_.size() - out_begin_ > backlog_bytes_max || outstanding_ >= limits_.outstanding_max) {
+        return false;
+    }
+    // Room for the largest frame and more, made once: this is called with every look.
+    in_.resize(receive_bytes);
+    if (in_begin_ != 0 && in_begin_ == in_end_) {
+        in_begin_ = in_end_ = 0;
+    } else if (in_end_ == in_.size()) {
+        std::memmove(in_.data(), in_.data() + in_begin_, in_end_ - in_begin_);
+        in_end_ -= in_begin_;
+        in_begin_ = 0;
+    }
+    if (in_end_ == in_.size()) {
+        return false; // Frames that wait for operations before them.
+    }
+    const ssize_t count = recv(data_.get(), in_.data() + in_end_, in_.size() - in_end_, MSG_DONTWAIT);
+    if (count > 0) {
+        in_end_ += static_cast<std::size_t>(count);
+    } else {
+        connection_ended_ |= count == 0 || (errno != EAGAIN && errno != EINTR);
+    }
+    return count > 0;
+}
+
+bool Session::take_frames() {
+    bool any = false;
+    const char* refusal = nullptr;
+    while (in_end_ - in_begin_ >= sizeof(FrameHeader) && refusal == nullptr) {
+        const std::span<const std::byte> rest(in_.data() + in_begin_, in_end_ - in_begin_);
+        const auto header = parse_header(rest.first<sizeof(FrameHeader)>(), refusal);
+        if (header && static_cast<FrameType>(header->type) != FrameType::io_request) {
+            refusal = "a data connection carries io requests alone";
+        }
+        if (refusal != nullptr || rest.size() < sizeof(FrameHeader) + header->length ||
+            (outstanding_ != 0 && outstanding_ + header->count > limits_.outstanding_max)) {
+            break;
+        }
+        if (parse_operations(*header, rest.subspan(sizeof(FrameHeader), header->length), operations_, refusal)) {
+            accept();
+            in_begin_ += sizeof(FrameHeader) + header->length;
+            any = true;
+        }
+    }
+    if (refusal != nullptr) {
+        ++store_->counters().refused_frames;
+        std::fprintf(stderr, "gdrkit serve: a session ends, its frame is refused: %s\n", refusal);
+        connection_ended_ = true;
+    }
+    return any;
+}
+
+void Session::accept() {
+    const std::lock_guard guard(files_lock_);
+    for (const Operation& operation : operations_) {
+        auto pending = std::make_shared<Pending>();
+        pending->operation = operation;
+        if (const auto found = files_.find(operation.handle); found != files_.end()) {
+            pending->file = found->second;
+        }
+        pending->error = refusal_of(operation, pending->file);
+        ++outstanding_;
+        if (pending->error != 0 || operation.length == 0) {
+            finish(*pending);
+        } else {
+            waiting_.push_back(std::move(pending));
+        }
+    }
+}
+
+std::int64_t Session::refusal_of(const Operation& operation, const std::shared_ptr<OpenFile>& file) const {
+    constexpr std::uint64_t offset_max = INT64_MAX;
+    const bool is_write = static_cast<Opcode>(operation.opcode) == Opcode::write;
+    if (!file || !(is_write ? file->may_write : file->may_read)) {
+        return -EBADF;
+    }
+    if (operation.lane >= lanes_->size() || operation.length > limits_.length_bytes_max ||
+        operation.file_offset > offset_max || operation.remote_address > UINT64_MAX - operation.length) {
+        return -EINVAL;
+    }
+    if (operation.length > offset_max - operation.file_offset) {
+        return is_write ? -EFBIG : -EINVAL;
+    }
+    if ((operation.flags & checksum_given) != 0 && operation.length > limits_.segment_bytes) {
+        return -EMSGSIZE;
+    }
+    return 0;
+}
+
+void Session::finish(Pending& pending) {
+    pending.is_finished = true;
+    --outstanding_;
+    const bool is_right = pending.error == 0;
+    Result result{};
+    result.tag = pending.operation.tag;
+    result.result = is_right ? static_cast<std::int64_t>(pending.moved) : pending.error;
+    if (is_right && (pending.operation.flags & checksum_wanted) != 0) {
+        result.checksum = pending.checksum;
+        result.flags = checksum_valid;
+    }
+    if (is_right) {
+        const bool is_write = static_cast<Opcode>(pending.operation.opcode) == Opcode::write;
+        auto& counters = store_->counters();
+        ++(is_write ? counters.writes : counters.reads);
+        (is_write ? counters.written_bytes : counters.read_bytes) += pending.moved;
+        result.holes = static_cast<std::uint32_t>(pending.holes.size());
+        holes_.insert(holes_.end(), pending.holes.begin(), pending.holes.end());
+    }
+    results_.push_back(result);
+    if (results_.size() == operations_max || holes_.size() + holes_max > operations_max * 64) {
+        reply();
+    }
+}
+
+void Session::reply() {
+    if (results_.empty()) {
+        return;
+    }
+    std::vector<std::byte> payload(results_.size() * sizeof(Result) + holes_.size() * sizeof(HoleExtent));
+    std::memcpy(payload.data(), results_.data(), results_.size() * sizeof(Result));
+    if (!holes_.empty()) {
+        std::memcpy(payload.data() + results_.size() * sizeof(Result), holes_.data(),
+                    holes_.size() * sizeof(HoleExtent));
+    }
+    append_frame(out_, FrameType::io_reply, static_cast<std::uint32_t>(results_.size()), 0, payload);
+    results_.clear();
+    holes_.clear();
+}
+
+bool Session::send() {
+    bool any = false;
+    while (out_begin_ < out_.size()) {
+        const ssize_t count =
+            ::send(data_.get(), out_.data() + out_begin_, out_.size() - out_begin_, MSG_DONTWAIT | MSG_NOSIGNAL);
+        if (count < 0) {
+            connection_ended_ |= errno != EAGAIN && errno != EINTR;
+            return any;
+        }
+        out_begin_ += static_cast<std::size_t>(count);
+        any = true;
+    }
+    out_.clear();
+    out_begin_ = 0;
+    return any;
+}
+
+void Session::block() {
+    // What completes from here on makes a channel readable; what completed before is seen by this look.
+    lanes_->arm();
+    if (complete()) {
+        return;
+    }
+    const bool wants_more = outstanding_ < limits_.outstanding_max && out_.size() - out_begin_ <= backlog_bytes_max &&
+                            (in_begin_ != 0 || in_end_ < receive_bytes);
+    const int events = (wants_more ? POLLIN : 0) | (out_begin_ < out_.size() ? POLLOUT : 0) | POLLRDHUP;
+    std::vector<int> channels;
+    lanes_->descriptors(channels);
+    std::vector<pollfd> watched{{data_.get(), static_cast<short>(events), 0}, {stop_.get(), POLLIN, 0}};
+    for (const int channel : channels) {
+        watched.push_back({channel, POLLIN, 0});
+    }
+    if (poll(watched.data(), watched.size(), -1) < 0 && errno != EINTR) {
+        throw verbs::Error("poll", verbs::last_errno());
+    }
+    connection_ended_ |= (watched[0].revents & (POLLERR | POLLHUP | POLLRDHUP | POLLNVAL)) != 0;
+    lanes_->take_events();
+}
+
+void Session::fail_everything() {
+    ++store_->counters().rdma_errors;
+    // What has transfers under way, by the other lanes too, gets no answer: whoever had one would take its memory for
+    // its own while bytes still arrive there. The end of the connection says it, after which the client fails its
+    // lanes.
+    for (const auto& pending : waiting_) {
+        if (!pending->is_finished && pending->segments == 0) {
+            pending->error = -EREMOTEIO;
+            finish(*pending);
+        }
+    }
+    reply();
+    // The client may live and have taken back one key: it shall learn what never began.
+    while (!send() || out_begin_ < out_.size()) {
+        if (connection_ended_ || out_.empty()) {
+            return;
+        }
+        pollfd watched[] = {{data_.get(), POLLOUT, 0}, {stop_.get(), POLLIN, 0}};
+        if (poll(watched, 2, farewell_ms) <= 0 || watched[1].revents != 0) {
+            return;
+        }
+    }
+}
+
+} // namespace gdrkit::storage

@@ -1,0 +1,103 @@
+// One client of the storage service: its lanes, its open files, and the thread that serves its data connection.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+#include "storage/lanes.hpp"
+#include "storage/parser.hpp"
+#include "storage/store_file.hpp"
+#include "verbs/staging.hpp"
+
+namespace gdrkit::storage {
+
+struct SessionLimits {
+    std::uint32_t outstanding_max = 1024;
+    std::uint64_t length_bytes_max = std::uint64_t{1} << 30;
+    std::uint32_t segment_bytes = 256 * 1024; // Of one transfer; also the most that CHECKSUM_GIVEN may cover.
+    std::uint32_t spin_us = 50;
+};
+
+class Session {
+public:
+    // The queue pairs are connected when this returns. Throws verbs::Error.
+    Session(std::shared_ptr<Store> store, std::shared_ptr<Fabric> fabric, const std::vector<verbs::Endpoint>& peers,
+            const SessionLimits& limits);
+    Session(const Session&) = delete;
+    Session& operator=(const Session&) = delete;
+    ~Session();
+
+    std::vector<verbs::Endpoint> endpoints() const { return lanes_->endpoints(); }
+    std::uint8_t reads_max() const { return lanes_->reads_max(); }
+
+    void add_file(std::uint64_t handle, std::shared_ptr<OpenFile> file);
+    bool remove_file(std::uint64_t handle);
+
+    // Serve this connection (owned from now on) until it ends; once.
+    void start(Descriptor data);
+    // Becomes readable when serving has ended.
+    int ended_fd() const noexcept { return ended_.get(); }
+    // Ends serving, destroys the queue pairs, closes the files. Waits for what the disk does. Any thread, any number
+    // of times.
+    void close();
+
+private:
+    struct Pending;
+    struct Segment;
+
+    void serve() noexcept;
+    bool receive();
+    bool take_frames();
+    void accept();
+    void finish(Pending& pending);
+    std::int64_t refusal_of(const Operation& operation, const std::shared_ptr<OpenFile>& file) const;
+    bool advance();
+    bool begin_segment(const std::shared_ptr<Pending>& pending);
+    void begin_read(Segment& segment);
+    bool look_for_holes(Segment& segment);
+    void add_transfer(Segment& segment, std::size_t begin, std::size_t length);
+    std::uint32_t take_segment();
+    void drop_segment(Segment& segment);
+    bool complete();
+    void end_segment(std::uint32_t number, bool is_done);
+    void finish_write(Segment& segment);
+    void reply();
+    bool send();
+    void block();
+    void fail_everything();
+
+    std::shared_ptr<Store> store_;
+    std::shared_ptr<Fabric> fabric_;
+    const SessionLimits limits_;
+    std::optional<Lanes> lanes_;
+    std::optional<verbs::Staging> staging_;
+
+    std::mutex files_lock_;
+    std::unordered_map<std::uint64_t, std::shared_ptr<OpenFile>> files_;
+
+    Descriptor data_, stop_, ended_;
+    std::thread thread_;
+    std::mutex close_lock_;
+    std::atomic<bool> stopping_{false};
+
+    // Of the thread alone.
+    std::vector<std::byte> in_, out_;
+    std::size_t in_begin_ = 0, in_end_ = 0, out_begin_ = 0;
+    std::deque<std::shared_ptr<Pending>> waiting_; // In the order in which they came; the first may be half begun.
+    std::size_t outstanding_ = 0;
+    std::vector<std::unique_ptr<Segment>> segments_;
+    std::vector<std::uint32_t> free_segments_;
+    std::vector<Result> results_;
+    std::vector<HoleExtent> holes_;
+    std::vector<Operation> operations_;
+    bool connection_ended_ = false, broken_ = false;
+};
+
+} // namespace gdrkit::storage

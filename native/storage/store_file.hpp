@@ -1,0 +1,99 @@
+// Files of a store with their sums: read and verified, written and recorded.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <shared_mutex>
+#include <span>
+#include <string>
+
+#include "storage/sums.hpp"
+
+namespace gdrkit::storage {
+
+struct Counters {
+    std::atomic<std::uint64_t> reads{0}, writes{0}, read_bytes{0}, written_bytes{0}, corruptions{0}, outside_changes{0},
+        rdma_errors{0}, refused_frames{0}, sessions{0};
+};
+
+class Store;
+
+// One inode that is open, shared by every handle of it.
+class Inode {
+public:
+    Inode(Store& store, std::uint64_t number) : store_(store), number_(number) {}
+
+    // Where in the slot the bytes are, and how many (fewer: end of file), or -errno; -EIO: they are not what was
+    // written.
+    struct Found {
+        std::int64_t result;
+        std::size_t skip;
+    };
+    // Reads whole chunks around the range; the slot has room for two chunks more than `length`.
+    Found read(int file, std::uint64_t offset, std::size_t length, std::span<std::byte> slot);
+    // All of it, or -errno.
+    std::int64_t write(int file, std::uint64_t offset, std::span<const std::byte> data);
+    int truncate(int file, std::uint64_t size);
+    int punch(int file, std::uint64_t begin, std::uint64_t end);
+    // futimens(3); the sums stay good.
+    int set_times(int file, std::optional<std::int64_t> access_ns, std::optional<std::int64_t> modification_ns);
+    // The last name of the file is gone: so is its sums file.
+    void forget_name();
+
+private:
+    friend class Store;
+    struct Edge; // A chunk of which a change leaves a part.
+
+    std::string sums_name() const;
+    int open_sums(int file, bool create);
+    void notice_outside_change(const struct stat& file);
+    bool is_right(std::uint64_t chunk, std::span<const std::byte> bytes) const;
+    int load_edge(int file, std::uint64_t chunk, std::uint64_t size, Edge& edge);
+    int write_all(int file, std::uint64_t offset, std::span<const std::byte> data, std::size_t& written) const;
+    static void stamp(int file);
+    void finish_change(int file);
+    int corrupt(std::uint64_t chunk);
+
+    Store& store_;
+    const std::uint64_t number_;
+    std::shared_mutex lock_;
+    SumsFile sums_;
+    bool nameless_ = false; // Its sums have no name any more, so none may be made.
+};
+
+// What a session opened.
+struct OpenFile {
+    Descriptor fd;
+    std::shared_ptr<Inode> inode;
+    bool may_read = false, may_write = false;
+};
+
+class Store {
+public:
+    // `sums_folder` is borrowed; chunk_bytes is a power of two from 4096 to 65536.
+    Store(int sums_folder, std::uint32_t chunk_bytes);
+
+    // Takes a descriptor that may read (and write, if `write`). Throws std::system_error.
+    std::shared_ptr<OpenFile> adopt(Descriptor fd, bool read, bool write);
+    // The sums of a file that nobody has open and whose last name is gone.
+    void forget(std::uint64_t inode);
+
+    std::uint32_t chunk_bytes() const noexcept { return chunk_bytes_; }
+    Counters& counters() noexcept { return counters_; }
+
+private:
+    friend class Inode;
+    const int sums_folder_;
+    const std::uint32_t chunk_bytes_;
+    Counters counters_;
+    std::mutex lock_;
+    std::map<std::uint64_t, std::weak_ptr<Inode>> inodes_;
+};
+
+} // namespace gdrkit::storage

@@ -1,0 +1,238 @@
+#include "storage/sums.hpp"
+
+#include <fcntl.h>
+#include <linux/stat.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <ctime>
+
+namespace gdrkit::storage {
+
+namespace {
+
+constexpr std::uint64_t page_bytes = 4096, entries_a_page = page_bytes / sizeof(std::uint64_t);
+constexpr char magic[8] = {'G', 'D', 'R', 'S', 'U', 'M', 'S', '1'};
+// An mtime comes from a clock that ticks every 1 to 10 ms, and is taken as a write begins.
+constexpr std::int64_t before_intent_ns = 20'000'000, after_intent_ns = 200'000'000;
+
+// crc in the lower half, then the state in two bits and the length in thirty.
+std::uint64_t packed(const Sum& sum) {
+    return sum.crc | std::uint64_t{static_cast<std::uint32_t>(sum.state)} << 32 | std::uint64_t{sum.length} << 34;
+}
+
+template <typename T> void store(T& place, T value) {
+    std::atomic_ref<T>(place).store(value, std::memory_order_release);
+}
+template <typename T> T load(const T& place) {
+    return std::atomic_ref<T>(const_cast<T&>(place)).load(std::memory_order_acquire);
+}
+
+std::int64_t now_ns() {
+    timespec now{};
+    clock_gettime(CLOCK_REALTIME, &now);
+    return now.tv_sec * 1'000'000'000LL + now.tv_nsec;
+}
+
+struct Identity {
+    std::uint64_t inode = 0;
+    std::int64_t birth_seconds = 0, birth_nanoseconds = 0;
+    bool operator==(const Identity&) const = default;
+};
+
+// An inode number is used again after its file is gone, the time of birth is not.
+Identity identity_of(int file) {
+    struct statx found {};
+    if (syscall(SYS_statx, file, "", AT_EMPTY_PATH, STATX_INO | STATX_BTIME, &found) != 0) {
+        return {};
+    }
+    return {found.stx_ino, found.stx_btime.tv_sec, found.stx_btime.tv_nsec};
+}
+
+} // namespace
+
+struct SumsFile::Header {
+    char magic[8];
+    std::uint32_t chunk_bytes, reserved;
+    Identity identity;
+    Version version;
+    std::int64_t intent_ns; // When the change that is under way began; 0: none is.
+};
+
+SumsFile::~SumsFile() {
+    unmap();
+}
+
+void SumsFile::unmap() noexcept {
+    if (header_ != nullptr) {
+        munmap(header_, page_bytes + capacity_ * sizeof(std::uint64_t));
+        header_ = nullptr;
+        entries_ = nullptr;
+        capacity_ = 0;
+    }
+}
+
+int SumsFile::map(std::uint64_t chunks) {
+    const std::uint64_t pages = (chunks + entries_a_page - 1) / entries_a_page;
+    const std::uint64_t bytes = page_bytes + pages * page_bytes;
+    struct stat now {};
+    if (fstat(fd_.get(), &now) != 0 ||
+        (static_cast<std::uint64_t>(now.st_size) < bytes && ftruncate(fd_.get(), static_cast<off_t>(bytes)) != 0)) {
+        return -errno;
+    }
+    void* const mapped = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd_.get(), 0);
+    if (mapped == MAP_FAILED) {
+        return -errno;
+    }
+    unmap();
+    header_ = static_cast<Header*>(mapped);
+    entries_ = reinterpret_cast<std::uint64_t*>(static_cast<std::byte*>(mapped) + page_bytes);
+    capacity_ = pages * entries_a_page;
+    backed_.resize(pages, false);
+    return 0;
+}
+
+int SumsFile::open(int folder, const char* name, bool create, int file, std::uint32_t chunk_bytes) {
+    const int found = openat(folder, name, O_RDWR | O_CLOEXEC | O_NOFOLLOW | (create ? O_CREAT : 0), 0600);
+    if (found < 0) {
+        return -errno;
+    }
+    fd_ = Descriptor(found);
+    // The first page must be there before it is written to, or a full disk is a SIGBUS.
+    int status = fallocate(found, 0, 0, page_bytes) != 0 ? -errno : 0;
+    struct stat now {};
+    if (status == 0 && fstat(found, &now) != 0) {
+        status = -errno;
+    }
+    if (status == 0) {
+        status = map((static_cast<std::uint64_t>(now.st_size) - page_bytes) / sizeof(std::uint64_t));
+    }
+    if (status == 0) {
+        status = adopt(file, chunk_bytes);
+    }
+    if (status != 0) {
+        unmap();
+        fd_ = Descriptor();
+    }
+    return status;
+}
+
+int SumsFile::adopt(int file, std::uint32_t chunk_bytes) {
+    struct stat now {};
+    if (fstat(file, &now) != 0) {
+        return -errno;
+    }
+    const Identity identity = identity_of(file);
+    const Version current = Version::of(now);
+    if (std::memcmp(header_->magic, magic, sizeof magic) != 0 || header_->chunk_bytes != chunk_bytes ||
+        !(header_->identity == identity)) {
+        reset(current);
+        header_->chunk_bytes = chunk_bytes;
+        header_->reserved = 0;
+        header_->identity = identity;
+        // Last: a header without its magic is nobody's.
+        std::atomic_signal_fence(std::memory_order_seq_cst);
+        std::memcpy(header_->magic, magic, sizeof magic);
+        return 0;
+    }
+    const std::int64_t intent_ns = load(header_->intent_ns);
+    if (intent_ns != 0) {
+        // The server was killed in a change: what it wrote is unknown anyway, and that the file is newer than
+        // recorded is its own doing if it is as new as that change.
+        const std::int64_t change_ns = current.seconds * 1'000'000'000LL + current.nanoseconds;
+        if (change_ns >= intent_ns - before_intent_ns && change_ns <= intent_ns + after_intent_ns) {
+            end_change(current);
+            return 0;
+        }
+    }
+    if (!(version() == current)) {
+        reset(current);
+    }
+    store(header_->intent_ns, std::int64_t{0});
+    return 0;
+}
+
+int SumsFile::reserve(std::uint64_t first, std::uint64_t chunks) {
+    if (chunks > capacity_) {
+        // Growing by half each time, so that a file that grows is not mapped anew with every chunk.
+        if (const int status = map(std::max(chunks, capacity_ + capacity_ / 2)); status != 0) {
+            return status;
+        }
+    }
+    for (std::uint64_t page = first / entries_a_page; page * entries_a_page < chunks; ++page) {
+        if (!backed_[page]) {
+            if (fallocate(fd_.get(), 0, static_cast<off_t>((page + 1) * page_bytes), page_bytes) != 0) {
+                return -errno;
+            }
+            backed_[page] = true;
+        }
+    }
+    return 0;
+}
+
+Sum SumsFile::get(std::uint64_t chunk) const noexcept {
+    if (chunk >= capacity_) {
+        return {};
+    }
+    const std::uint64_t entry = load(entries_[chunk]);
+    return {static_cast<std::uint32_t>(entry), static_cast<std::uint32_t>(entry >> 34),
+            static_cast<SumState>(entry >> 32 & 3)};
+}
+
+void SumsFile::set(std::uint64_t chunk, const Sum& sum) noexcept {
+    if (chunk < capacity_) {
+        store(entries_[chunk], sum.state == SumState::unknown ? std::uint64_t{0} : packed(sum));
+    }
+}
+
+void SumsFile::forget(std::uint64_t first) noexcept {
+    if (first >= capacity_) {
+        return;
+    }
+    const std::uint64_t page = (first + entries_a_page - 1) / entries_a_page;
+    for (std::uint64_t chunk = first; chunk < std::min(capacity_, page * entries_a_page); ++chunk) {
+        if (load(entries_[chunk]) != 0) {
+            store(entries_[chunk], std::uint64_t{0});
+        }
+    }
+    const std::uint64_t pages = capacity_ / entries_a_page;
+    if (page < pages) {
+        if (fallocate(fd_.get(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
+                      static_cast<off_t>((page + 1) * page_bytes),
+                      static_cast<off_t>((pages - page) * page_bytes)) == 0) {
+            std::fill(backed_.begin() + static_cast<std::ptrdiff_t>(page), backed_.end(), false);
+        } else {
+            // Not every file system punches. A page that reads as zeros is not touched, since it may have no room.
+            for (std::uint64_t chunk = page * entries_a_page; chunk < capacity_; ++chunk) {
+                if (load(entries_[chunk]) != 0) {
+                    store(entries_[chunk], std::uint64_t{0});
+                }
+            }
+        }
+    }
+}
+
+Version SumsFile::version() const noexcept {
+    return header_->version;
+}
+
+void SumsFile::begin_change() noexcept {
+    store(header_->intent_ns, now_ns());
+}
+
+void SumsFile::end_change(const Version& version) noexcept {
+    store(header_->version.seconds, version.seconds);
+    store(header_->version.nanoseconds, version.nanoseconds);
+    store(header_->version.size, version.size);
+    store(header_->intent_ns, std::int64_t{0});
+}
+
+void SumsFile::reset(const Version& version) noexcept {
+    forget(0);
+    end_change(version);
+}
+
+} // namespace gdrkit::storage

@@ -1,0 +1,201 @@
+// Files with sums, without a network: the phases of a kill are what a process leaves that ends in the middle.
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <csignal>
+#include <cstdlib>
+#include <cstring>
+#include <random>
+#include <string>
+#include <system_error>
+#include <vector>
+
+#include "storage/store_file.hpp"
+#include "tests/check.hpp"
+
+using namespace gdrkit::storage;
+
+namespace {
+
+constexpr std::size_t chunk = 4096;
+
+struct Folder {
+    std::string path = "/tmp/gdrkit-files-XXXXXX";
+    Descriptor fd, sums;
+    Folder() {
+        CHECK(mkdtemp(path.data()) != nullptr);
+        fd = Descriptor(open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+        CHECK(mkdirat(fd.get(), "sums", 0700) == 0);
+        sums = Descriptor(openat(fd.get(), "sums", O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+    }
+    ~Folder() { CHECK(std::system(("rm -r " + path).c_str()) == 0); }
+    std::shared_ptr<OpenFile> open_file(Store& store) const {
+        return store.adopt(Descriptor(openat(fd.get(), "file", O_RDWR | O_CREAT | O_CLOEXEC, 0600)), true, true);
+    }
+};
+
+std::vector<std::byte> pattern(std::size_t size, unsigned seed) {
+    std::mt19937 chance(seed);
+    std::vector<std::byte> bytes(size);
+    for (auto& byte : bytes) {
+        byte = static_cast<std::byte>(chance());
+    }
+    return bytes;
+}
+
+std::int64_t read(OpenFile& file, std::uint64_t offset, std::vector<std::byte>& into) {
+    std::vector<std::byte> slot(into.size() + 2 * chunk);
+    const auto found = file.inode->read(file.fd.get(), offset, into.size(), slot);
+    if (found.result > 0) {
+        std::memcpy(into.data(), slot.data() + found.skip, static_cast<std::size_t>(found.result));
+    }
+    return found.result;
+}
+
+// Random changes through the server against a copy in memory.
+void against_a_model() {
+    const Folder folder;
+    Store store(folder.sums.get(), chunk);
+    const auto file = folder.open_file(store);
+    std::vector<std::byte> model;
+    std::mt19937 chance(3);
+    for (unsigned round = 0; round < 1500; ++round) {
+        const std::size_t offset = chance() % 60000;
+        switch (chance() % 8) {
+        case 0: {
+            model.resize(offset);
+            CHECK(file->inode->truncate(file->fd.get(), offset) == 0);
+            break;
+        }
+        case 1: {
+            const std::size_t end = offset + chance() % 20000;
+            for (std::size_t at = offset; at < std::min(end, model.size()); ++at) {
+                model[at] = std::byte{0};
+            }
+            CHECK(file->inode->punch(file->fd.get(), offset, end) == 0);
+            break;
+        }
+        default: {
+            const auto data = pattern(1 + chance() % 12000, round);
+            model.resize(std::max(model.size(), offset + data.size()));
+            std::copy(data.begin(), data.end(), model.begin() + static_cast<std::ptrdiff_t>(offset));
+            CHECK(file->inode->write(file->fd.get(), offset, data) == static_cast<std::int64_t>(data.size()));
+        }
+        }
+        std::vector<std::byte> found(1 + chance() % 70000);
+        const std::size_t begin = chance() % 60000;
+        const std::int64_t count = read(*file, begin, found);
+        const std::size_t expected = begin >= model.size() ? 0 : std::min(found.size(), model.size() - begin);
+        CHECK(count == static_cast<std::int64_t>(expected));
+        CHECK(std::equal(found.begin(), found.begin() + count, model.begin() + static_cast<std::ptrdiff_t>(begin)));
+    }
+    CHECK(store.counters().corruptions == 0 && store.counters().outside_changes == 0);
+}
+
+void corrupt(const Folder& folder, off_t offset) {
+    const Descriptor plain(openat(folder.fd.get(), "file", O_RDWR | O_CLOEXEC));
+    struct stat before {};
+    CHECK(fstat(plain.get(), &before) == 0);
+    std::byte byte;
+    CHECK(pread(plain.get(), &byte, 1, offset) == 1);
+    byte ^= std::byte{4};
+    CHECK(pwrite(plain.get(), &byte, 1, offset) == 1);
+    const timespec times[] = {before.st_atim, before.st_mtim};
+    CHECK(futimens(plain.get(), times) == 0);
+}
+
+// Somebody else's change shows however soon it comes after one of the server's: files of a plain mount are written by
+// their applications too.
+void a_change_by_somebody_else_is_no_corruption() {
+    const Folder folder;
+    Store store(folder.sums.get(), chunk);
+    const auto file = folder.open_file(store);
+    const Descriptor plain(openat(folder.fd.get(), "file", O_RDWR | O_CLOEXEC));
+    for (unsigned round = 0; round < 100; ++round) {
+        const auto ours = pattern(4 * chunk, round), theirs = pattern(chunk, round + 1000);
+        CHECK(file->inode->write(file->fd.get(), 0, ours) == static_cast<std::int64_t>(ours.size()));
+        CHECK(pwrite(plain.get(), theirs.data(), chunk, chunk) == static_cast<ssize_t>(chunk));
+        std::vector<std::byte> found(chunk);
+        CHECK(read(*file, chunk, found) == static_cast<std::int64_t>(chunk) && found == theirs);
+    }
+    CHECK(store.counters().corruptions == 0 && store.counters().outside_changes == 100);
+}
+
+// A process that is killed at any moment of writing leaves nothing that looks like a corruption, and hides none.
+void killed_while_writing() {
+    for (unsigned round = 0; round < 20; ++round) {
+        const Folder folder;
+        const auto first = pattern(64 * chunk, round);
+        {
+            Store store(folder.sums.get(), chunk);
+            const auto file = folder.open_file(store);
+            CHECK(file->inode->write(file->fd.get(), 0, first) == static_cast<std::int64_t>(first.size()));
+        }
+        int ready[2];
+        CHECK(pipe(ready) == 0);
+        const pid_t child = fork();
+        CHECK(child >= 0);
+        if (child == 0) {
+            Store store(folder.sums.get(), chunk);
+            const auto file = folder.open_file(store);
+            for (unsigned again = 0;; ++again) {
+                const auto data = pattern(20 * chunk + 100, again + 1000);
+                file->inode->write(file->fd.get(), 10 * chunk + 7, data);
+                if (again == round) {
+                    CHECK(::write(ready[1], "x", 1) == 1);
+                }
+            }
+        }
+        char byte;
+        CHECK(::read(ready[0], &byte, 1) == 1);
+        CHECK(kill(child, SIGKILL) == 0);
+        int status = 0;
+        CHECK(waitpid(child, &status, 0) == child && WIFSIGNALED(status));
+        close(ready[0]);
+        close(ready[1]);
+        Store store(folder.sums.get(), chunk);
+        std::vector<std::byte> all(first.size());
+        {
+            const auto file = folder.open_file(store);
+            CHECK(read(*file, 0, all) == static_cast<std::int64_t>(all.size()));
+            CHECK(std::equal(all.begin(), all.begin() + 10 * chunk, first.begin()));
+        }
+        corrupt(folder, 50 * chunk);
+        const auto file = folder.open_file(store);
+        std::vector<std::byte> part(chunk);
+        CHECK(read(*file, 50 * chunk, part) == -EIO);
+        CHECK(store.counters().corruptions == 1);
+    }
+}
+
+void confined() {
+    const Folder folder;
+    CHECK(mkdirat(folder.fd.get(), "a", 0700) == 0 && symlinkat("a", folder.fd.get(), "link") == 0);
+    CHECK(close(openat(folder.fd.get(), "a/file", O_CREAT | O_WRONLY | O_CLOEXEC, 0600)) == 0);
+    for (const auto open_it : {&open_beneath, &open_beneath_by_steps}) {
+        const auto number = [&](const char* path, int flags = O_RDONLY) {
+            const Descriptor found(open_it(folder.fd.get(), path, flags, 0600));
+            return found ? 0 : [&] {
+                const int again = open_it(folder.fd.get(), path, flags, 0600);
+                CHECK(again < 0);
+                return -again;
+            }();
+        };
+        CHECK(number("a/file") == 0 && number("", O_DIRECTORY) == 0 && number("a", O_DIRECTORY) == 0);
+        CHECK(number("link/file") == ELOOP && number("link") == ELOOP);
+        CHECK(number("../x") == EXDEV && number("/etc") == EXDEV && number("a/../../etc") == EXDEV);
+        CHECK(number("b") == ENOENT && number("a/file/x") == ENOTDIR);
+    }
+}
+
+} // namespace
+
+int main() {
+    against_a_model();
+    a_change_by_somebody_else_is_no_corruption();
+    killed_while_writing();
+    confined();
+}

@@ -1,0 +1,123 @@
+// The parser with the vectors that it shares with Python, and with frames that were changed at random: whatever comes,
+// nothing is read out of bounds (the sanitizers say so) and what is accepted is right in itself.
+#include <cstdlib>
+#include <cstring>
+#include <fstream>
+#include <random>
+#include <sstream>
+#include <string>
+
+#include "storage/crc32c.hpp"
+#include "storage/parser.hpp"
+#include "tests/check.hpp"
+
+using namespace gdrkit::storage;
+
+namespace {
+
+using Bytes = std::vector<std::byte>;
+
+// Whether it is a whole frame of operations or results.
+bool parse(const Bytes& frame) {
+    if (frame.size() < sizeof(FrameHeader)) {
+        return false;
+    }
+    const char* refusal = nullptr;
+    const auto header = parse_header(std::span(frame).first<sizeof(FrameHeader)>(), refusal);
+    if (!header) {
+        CHECK(refusal != nullptr);
+        return false;
+    }
+    // A copy of exactly its size, so that a read behind it is seen.
+    const Bytes payload(frame.begin() + sizeof(FrameHeader), frame.end());
+    std::vector<Operation> operations;
+    std::vector<Result> results;
+    std::vector<HoleExtent> holes;
+    const bool is_request = parse_operations(*header, payload, operations, refusal);
+    const bool is_reply = parse_results(*header, payload, results, holes, refusal);
+    CHECK(is_request == !operations.empty());
+    CHECK(!(is_request && is_reply));
+    for (const Operation& each : operations) {
+        CHECK(each.opcode == 1 || each.opcode == 2);
+        CHECK(each.reserved0 == 0 && each.reserved1 == 0);
+    }
+    const auto type = static_cast<FrameType>(header->type);
+    const bool is_control = type == FrameType::control_request || type == FrameType::control_reply;
+    const bool is_whole =
+        payload.size() == header->length && crc32c(payload.data(), payload.size()) == header->payload_crc32c;
+    return is_request || is_reply || (is_control && is_whole);
+}
+
+// No chance finds a CRC: with right ones, what is behind them is reached too.
+void seal(Bytes& frame) {
+    if (frame.size() < sizeof(FrameHeader)) {
+        return;
+    }
+    FrameHeader header;
+    std::memcpy(&header, frame.data(), sizeof header);
+    header.payload_crc32c = crc32c(frame.data() + sizeof header, frame.size() - sizeof header);
+    header.header_crc32c = crc32c(&header, offsetof(FrameHeader, header_crc32c));
+    std::memcpy(frame.data(), &header, sizeof header);
+}
+
+std::vector<Bytes> check_vectors(const char* path) {
+    std::ifstream file(path);
+    CHECK(file);
+    std::vector<Bytes> right;
+    std::string line;
+    while (std::getline(file, line)) {
+        std::istringstream words(line);
+        std::string verdict, name, digits;
+        if (line.empty() || line[0] == '#' || !(words >> verdict >> name >> digits)) {
+            continue;
+        }
+        Bytes frame;
+        for (std::size_t at = 0; at + 1 < digits.size(); at += 2) {
+            frame.push_back(static_cast<std::byte>(std::stoi(digits.substr(at, 2), nullptr, 16)));
+        }
+        if (parse(frame) != (verdict == "right")) {
+            std::fprintf(stderr, "%s is not %s\n", name.c_str(), verdict.c_str());
+            std::abort();
+        }
+        if (verdict == "right") {
+            right.push_back(frame);
+        }
+    }
+    CHECK(right.size() >= 4);
+    return right;
+}
+
+} // namespace
+
+int main() {
+    const std::vector<Bytes> right = check_vectors(GDRKIT_VECTORS);
+    const char* const wanted = std::getenv("GDRKIT_FUZZ_ROUNDS");
+    const long rounds = wanted == nullptr ? 200000 : std::atol(wanted);
+    std::mt19937_64 chance(1);
+    long accepted = 0;
+    for (long round = 0; round < rounds; ++round) {
+        Bytes frame = right[chance() % right.size()];
+        for (std::uint64_t changes = chance() % 4; changes != 0 && !frame.empty(); --changes) {
+            const std::size_t at = chance() % frame.size();
+            switch (chance() % 4) {
+            case 0:
+                frame[at] ^= static_cast<std::byte>(1U << chance() % 8);
+                break;
+            case 1:
+                frame[at] = static_cast<std::byte>(chance() % 2 == 0 ? 0xff : 0);
+                break;
+            case 2:
+                frame.resize(at);
+                break;
+            default:
+                frame.insert(frame.begin() + static_cast<std::ptrdiff_t>(at), 1 + chance() % 64, std::byte(chance()));
+            }
+        }
+        if (chance() % 8 != 0) {
+            seal(frame);
+        }
+        accepted += parse(frame) ? 1 : 0;
+    }
+    std::printf("%ld changed frames, %ld of them still right\n", rounds, accepted);
+    CHECK(accepted > 0 && accepted < rounds);
+}

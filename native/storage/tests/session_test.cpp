@@ -1,0 +1,290 @@
+// A session of the storage service with its lanes, threads and files, against a client of a few lines: what the
+// sanitizers shall see. Runs on the libibverbs.so.1 that the loader finds; both ends are in this process.
+#include <fcntl.h>
+#include <poll.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+
+#include <array>
+#include <cerrno>
+#include <cstdlib>
+#include <cstring>
+#include <random>
+#include <span>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "storage/crc32c.hpp"
+#include "storage/session.hpp"
+#include "tests/check.hpp"
+
+using namespace gdrkit;
+using namespace gdrkit::storage;
+
+namespace {
+
+constexpr std::size_t chunk = 4096, memory_bytes = 4 << 20;
+constexpr std::uint64_t handle = 7;
+
+struct Folder {
+    std::string path = "/tmp/gdrkit-session-XXXXXX";
+    Descriptor fd, sums;
+    Folder() {
+        CHECK(mkdtemp(path.data()) != nullptr);
+        fd = Descriptor(open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+        CHECK(mkdirat(fd.get(), "sums", 0700) == 0);
+        sums = Descriptor(openat(fd.get(), "sums", O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+    }
+    ~Folder() { CHECK(std::system(("rm -r " + path).c_str()) == 0); }
+};
+
+// A queue pair that lets its peer read and write, and memory that it may reach.
+class Target {
+public:
+    explicit Target(const std::string& name) : device(name), memory(memory_bytes) {
+        queue_.reset(ibv_create_cq(device.context(), 16, nullptr, nullptr, 0));
+        CHECK(queue_ != nullptr);
+        ibv_qp_init_attr wanted{};
+        wanted.send_cq = wanted.recv_cq = queue_.get();
+        wanted.cap = {1, 1, 1, 1, 0};
+        wanted.qp_type = IBV_QPT_RC;
+        pair_.reset(ibv_create_qp(device.domain(), &wanted));
+        CHECK(pair_ != nullptr);
+        region.reset(ibv_reg_mr(device.domain(), memory.data(), memory.size(), access));
+        CHECK(region != nullptr);
+    }
+    verbs::Endpoint endpoint() const { return {pair_->qp_num, 0, device.gid(), device.port_attributes().lid, 1024}; }
+    void connect(const verbs::Endpoint& peer) {
+        ibv_qp_attr attributes{};
+        attributes.qp_state = IBV_QPS_INIT;
+        attributes.port_num = device.port();
+        attributes.qp_access_flags = access;
+        modify(attributes, IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS);
+        attributes = {};
+        attributes.qp_state = IBV_QPS_RTR;
+        attributes.path_mtu = IBV_MTU_1024;
+        attributes.dest_qp_num = peer.qp_number;
+        attributes.rq_psn = peer.psn;
+        attributes.max_dest_rd_atomic = device.reads_max();
+        attributes.min_rnr_timer = 12;
+        attributes.ah_attr.is_global = 1;
+        attributes.ah_attr.port_num = device.port();
+        attributes.ah_attr.grh.dgid = peer.gid;
+        attributes.ah_attr.grh.sgid_index = static_cast<std::uint8_t>(device.gid_index());
+        attributes.ah_attr.grh.hop_limit = 1;
+        modify(attributes, IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN | IBV_QP_MAX_DEST_RD_ATOMIC |
+                               IBV_QP_MIN_RNR_TIMER);
+    }
+    std::uint64_t address(std::size_t at) const { return reinterpret_cast<std::uintptr_t>(memory.data()) + at; }
+
+    verbs::Device device;
+    std::vector<std::byte> memory;
+    verbs::Owned<ibv_mr> region; // After the memory: deregistered first.
+
+private:
+    static constexpr int access = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_WRITE;
+    void modify(ibv_qp_attr& attributes, int mask) {
+        CHECK(ibv_modify_qp(pair_.get(), &attributes, mask | IBV_QP_STATE) == 0);
+    }
+    verbs::Owned<ibv_cq> queue_;
+    verbs::Owned<ibv_qp> pair_;
+};
+
+// A client with a lane, an open file of this folder, and the data connection.
+struct Client {
+    Client(const Folder& folder, const std::shared_ptr<Store>& store, const std::shared_ptr<Fabric>& fabric,
+           const SessionLimits& limits = {})
+        : target(fabric->devices().front()->name()), session(store, fabric, {target.endpoint()}, limits) {
+        target.connect(session.endpoints().front());
+        session.add_file(
+            handle,
+            store->adopt(Descriptor(openat(folder.fd.get(), "file", O_RDWR | O_CREAT | O_CLOEXEC, 0600)), true, true));
+        std::array<int, 2> ends{};
+        CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends.data()) == 0);
+        data = Descriptor(ends[0]);
+        session.start(Descriptor(ends[1]));
+    }
+
+    Operation operation(Opcode opcode, std::uint64_t file_offset, std::size_t at, std::uint64_t length) {
+        Operation made{};
+        made.tag = ++tag;
+        made.handle = handle;
+        made.file_offset = file_offset;
+        made.length = length;
+        made.remote_address = target.address(at);
+        made.rkey = target.region->rkey;
+        made.opcode = static_cast<std::uint8_t>(opcode);
+        return made;
+    }
+    void send(const std::vector<Operation>& operations) {
+        std::vector<std::byte> frame;
+        append_frame(frame, FrameType::io_request, static_cast<std::uint32_t>(operations.size()), 1,
+                     std::as_bytes(std::span(operations)));
+        CHECK(::send(data.get(), frame.data(), frame.size(), MSG_NOSIGNAL) == static_cast<ssize_t>(frame.size()));
+    }
+    // Results of so many operations, in the order of their tags from `first` on.
+    std::vector<Result> receive(std::size_t count, std::uint64_t first) {
+        std::vector<Result> found(count);
+        for (std::size_t got = 0; got < count;) {
+            std::array<std::byte, sizeof(FrameHeader)> head;
+            CHECK(recv(data.get(), head.data(), head.size(), MSG_WAITALL) == static_cast<ssize_t>(head.size()));
+            const char* refusal = nullptr;
+            const auto header = parse_header(head, refusal);
+            CHECK(header.has_value());
+            std::vector<std::byte> payload(header->length);
+            CHECK(recv(data.get(), payload.data(), payload.size(), MSG_WAITALL) ==
+                  static_cast<ssize_t>(payload.size()));
+            std::vector<Result> results;
+            CHECK(parse_results(*header, payload, results, holes, refusal));
+            for (const Result& each : results) {
+                found.at(each.tag - first) = each;
+                ++got;
+            }
+        }
+        return found;
+    }
+    std::vector<Result> run(const std::vector<Operation>& operations) {
+        send(operations);
+        return receive(operations.size(), operations.front().tag);
+    }
+
+    Target target;
+    Session session;
+    Descriptor data;
+    std::uint64_t tag = 0;
+    std::vector<HoleExtent> holes;
+};
+
+struct World {
+    Folder folder;
+    std::shared_ptr<Store> store = std::make_shared<Store>(folder.sums.get(), chunk);
+    std::shared_ptr<Fabric> fabric = std::make_shared<Fabric>(std::vector<std::string>{});
+};
+
+void fill(std::vector<std::byte>& bytes, unsigned seed) {
+    std::mt19937 chance(seed);
+    for (auto& byte : bytes) {
+        byte = static_cast<std::byte>(chance());
+    }
+}
+
+// Small and large, whole and odd: what was written comes back, and the bytes around it stay.
+void what_was_written_is_read(const World& world) {
+    Client client(world.folder, world.store, world.fabric);
+    fill(client.target.memory, 1);
+    const std::vector<std::byte> model = client.target.memory;
+    constexpr std::size_t whole = 3 * (1 << 20) + 17;
+    CHECK(client.run({client.operation(Opcode::write, 0, 0, whole)})[0].result == whole);
+    for (const std::size_t length : {std::size_t{1}, chunk - 1, chunk, 65537UL, std::size_t{1} << 20}) {
+        std::fill(client.target.memory.begin(), client.target.memory.end(), std::byte{0xa5});
+        constexpr std::size_t offset = 4097, at = 33;
+        Operation wanted = client.operation(Opcode::read, offset, at, length);
+        wanted.flags = checksum_wanted;
+        const Result result = client.run({wanted})[0];
+        CHECK(result.result == static_cast<std::int64_t>(length) && result.flags == checksum_valid);
+        CHECK(result.checksum == crc32c(model.data() + offset, length, 0));
+        CHECK(std::memcmp(client.target.memory.data() + at, model.data() + offset, length) == 0);
+        CHECK(client.target.memory[at - 1] == std::byte{0xa5} && client.target.memory[at + length] == std::byte{0xa5});
+    }
+    // The end of the file, and beyond it.
+    CHECK(client.run({client.operation(Opcode::read, whole - 5, 0, 100)})[0].result == 5);
+    CHECK(client.run({client.operation(Opcode::read, whole + 5, 0, 100)})[0].result == 0);
+}
+
+// More operations than slots, in frames of many, both ways at once.
+void many_operations_each_get_their_result(const World& world) {
+    Client client(world.folder, world.store, world.fabric);
+    for (unsigned round = 0; round < 20; ++round) {
+        std::vector<Operation> operations;
+        for (std::size_t number = 0; number < 500; ++number) {
+            const auto opcode = number % 2 == 0 ? Opcode::write : Opcode::read;
+            operations.push_back(client.operation(opcode, number * 4096, number * 8192, 1 + number * 7 % 8000));
+        }
+        const std::vector<Result> results = client.run(operations);
+        for (std::size_t number = 0; number < results.size(); ++number) {
+            CHECK(results[number].result >= 0);
+            CHECK(number % 2 != 0 || results[number].result == static_cast<std::int64_t>(operations[number].length));
+        }
+    }
+}
+
+void refusals_are_results(const World& world) {
+    Client client(world.folder, world.store, world.fabric);
+    std::vector<Operation> wrong(4, client.operation(Opcode::read, 0, 0, 10));
+    for (std::size_t number = 0; number < wrong.size(); ++number) {
+        wrong[number].tag = client.tag + number;
+    }
+    wrong[0].handle = handle + 1;
+    wrong[1].lane = 9;
+    wrong[2].length = std::uint64_t{1} << 40;
+    wrong[3].opcode = static_cast<std::uint8_t>(Opcode::write);
+    wrong[3].flags = checksum_given;
+    wrong[3].checksum = 1;
+    const std::vector<Result> results = client.run(wrong);
+    CHECK(results[0].result == -EBADF && results[1].result == -EINVAL && results[2].result == -EINVAL);
+    CHECK(results[3].result == -EBADMSG);
+}
+
+void ended(Session& session) {
+    pollfd watched{session.ended_fd(), POLLIN, 0};
+    CHECK(poll(&watched, 1, 30000) == 1);
+}
+
+// A key that was taken back ends the session; what it had under way gets no answer, and no crash.
+void a_key_that_was_taken_back_ends_the_session(const World& world) {
+    Client client(world.folder, world.store, world.fabric);
+    CHECK(client.run({client.operation(Opcode::write, 0, 0, 1 << 20)})[0].result == 1 << 20);
+    std::vector<Operation> operations;
+    for (int number = 0; number < 64; ++number) {
+        operations.push_back(client.operation(Opcode::read, 0, 0, 1 << 20));
+    }
+    client.target.region.reset();
+    client.send(operations);
+    ended(client.session);
+    CHECK(world.store->counters().rdma_errors == 1);
+}
+
+void garbage_ends_the_session(const World& world) {
+    Client client(world.folder, world.store, world.fabric);
+    const std::array<char, 64> garbage{"this is no frame"};
+    CHECK(::send(client.data.get(), garbage.data(), garbage.size(), MSG_NOSIGNAL) > 0);
+    ended(client.session);
+    CHECK(world.store->counters().refused_frames == 1);
+}
+
+// Closing takes what is under way with it, from any thread, while others add and remove files.
+void closing_in_the_middle(const World& world) {
+    for (unsigned round = 0; round < 20; ++round) {
+        Client client(world.folder, world.store, world.fabric);
+        std::vector<Operation> operations;
+        for (int number = 0; number < 100; ++number) {
+            const auto opcode = number % 2 == 0 ? Opcode::write : Opcode::read;
+            operations.push_back(client.operation(opcode, 0, 0, 300000));
+        }
+        client.send(operations);
+        std::thread files([&] {
+            for (std::uint64_t number = 100; number < 200; ++number) {
+                client.session.remove_file(number);
+            }
+            client.session.remove_file(handle);
+        });
+        std::thread closing([&] { client.session.close(); });
+        client.session.close();
+        closing.join();
+        files.join();
+    }
+}
+
+} // namespace
+
+int main() {
+    for (const auto test :
+         {what_was_written_is_read, many_operations_each_get_their_result, refusals_are_results,
+          a_key_that_was_taken_back_ends_the_session, garbage_ends_the_session, closing_in_the_middle}) {
+        const World world;
+        test(world);
+    }
+    std::puts("6 tests passed");
+    return 0;
+}
