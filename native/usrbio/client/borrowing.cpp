@@ -1,0 +1,61 @@
+#include "usrbio/client/borrowing.hpp"
+
+#include "usrbio/client/agent_connection.hpp"
+#include "usrbio/client/log.hpp"
+
+#include <cerrno>
+#include <cstdint>
+#include <cstring>
+#include <new>
+#include <utility>
+
+namespace gdrkit::usrbio {
+
+int Borrowing::begin(const char* mount, std::string_view name, std::string_view target) noexcept {
+    if (name.size() > UINT16_MAX || target.size() > UINT16_MAX) {
+        return -EINVAL;
+    }
+    try {
+        std::shared_ptr<AgentConnection> agent;
+        int status = agent_connection(mount, agent);
+        if (status == -ENOENT) {
+            return 0;
+        }
+        if (status == 0) {
+            name_ = name;
+            AgentPublish request{.name_bytes = static_cast<std::uint16_t>(name.size()),
+                                 .target_bytes = static_cast<std::uint16_t>(target.size()),
+                                 .share_handle_bytes = 0,
+                                 .reserved = 0};
+            const iovec payload[] = {{&request, sizeof(request)},
+                                     {name_.data(), name_.size()},
+                                     {const_cast<char*>(target.data()), target.size()}};
+            status = agent->call(AgentRequest::borrow, payload, {}, {});
+        }
+        if (status == 0) {
+            agent_ = std::move(agent);
+        } else {
+            log_line(LogLevel::error, "%.*s of %s cannot be borrowed: %s", static_cast<int>(name.size()), name.data(),
+                     mount, std::strerror(-status));
+        }
+        return status;
+    } catch (const std::bad_alloc&) {
+        return -ENOMEM;
+    }
+}
+
+void Borrowing::end() noexcept {
+    const std::shared_ptr<AgentConnection> agent = std::exchange(agent_, nullptr);
+    if (agent == nullptr) {
+        return;
+    }
+    auto length = static_cast<std::uint16_t>(name_.size());
+    const iovec payload[] = {{&length, sizeof(length)}, {name_.data(), name_.size()}};
+    const int status = agent->call(AgentRequest::give_back, payload, {}, {});
+    // -ENOENT: its owner was first. -EREMOTEIO: nothing outlives the agent, or the connection.
+    if (status != 0 && status != -ENOENT && status != -EREMOTEIO) {
+        log_line(LogLevel::error, "%s was not given back: %s", name_.c_str(), std::strerror(-status));
+    }
+}
+
+} // namespace gdrkit::usrbio

@@ -1,0 +1,88 @@
+#include "usrbio/client/cuda_driver.hpp"
+
+#include <dlfcn.h>
+
+#include <cerrno>
+#include <optional>
+
+#include "usrbio/client/log.hpp"
+
+namespace gdrkit::usrbio::cuda {
+namespace {
+
+#ifdef HF3FS_ENABLE_GDR
+
+using GetProcAddress = Result (*)(const char*, void**, int, std::uint64_t, int*);
+
+// The address of a function; null when this driver has none.
+void* find(void* library, GetProcAddress get, const char* name, int version, const char* symbol) {
+    void* found = nullptr;
+    if (get != nullptr && get(name, &found, version, 0, nullptr) == success && found != nullptr) {
+        return found;
+    }
+    // A driver before CUDA 12 exports its functions by symbol alone.
+    return get == nullptr ? dlsym(library, symbol) : nullptr;
+}
+
+std::optional<Driver> open_driver() {
+    // Never closed: the driver has threads of its own, and its memory outlives everything here.
+    void* const library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
+    if (library == nullptr) {
+        log_line(LogLevel::info, "no CUDA: %s", dlerror());
+        return std::nullopt;
+    }
+    const auto get = reinterpret_cast<GetProcAddress>(dlsym(library, "cuGetProcAddress_v2"));
+    Driver driver;
+#define GDRKIT_CUDA_RESOLVE(member, name, version, symbol, required, ...)                                              \
+    driver.member = reinterpret_cast<Driver::member##_function>(find(library, get, name, version, symbol));            \
+    if (required && driver.member == nullptr) {                                                                        \
+        log_line(LogLevel::warning, "no CUDA: the driver has no %s of version %d", name, version);                     \
+        return std::nullopt;                                                                                           \
+    }
+    GDRKIT_CUDA_FUNCTIONS(GDRKIT_CUDA_RESOLVE)
+#undef GDRKIT_CUDA_RESOLVE
+    if (const Result result = driver.init(0); result != success) {
+        log_line(LogLevel::warning, "no CUDA: cuInit answered %d (%s)", result, name_of(driver, result));
+        return std::nullopt;
+    }
+    return driver;
+}
+
+#else
+
+std::optional<Driver> open_driver() {
+    log_line(LogLevel::info, "no CUDA: this library was built without ENABLE_GDR");
+    return std::nullopt;
+}
+
+#endif
+
+} // namespace
+
+const Driver* driver() noexcept {
+    static const std::optional<Driver> opened = open_driver();
+    return opened ? &*opened : nullptr;
+}
+
+int errno_of(Result result) noexcept {
+    switch (result) {
+    case success:
+        return 0;
+    case out_of_memory:
+        return -ENOMEM;
+    case no_device:
+    case invalid_device:
+        return -ENODEV;
+    case not_supported:
+        return -ENOTSUP;
+    default:
+        return -EIO;
+    }
+}
+
+const char* name_of(const Driver& driver, Result result) noexcept {
+    const char* name = nullptr;
+    return driver.error_name(result, &name) == success && name != nullptr ? name : "unknown";
+}
+
+} // namespace gdrkit::usrbio::cuda

@@ -1,0 +1,344 @@
+// Files: hf3fs_reg_fd, hf3fs_dereg_fd, hf3fs_hardlink, hf3fs_punchhole.
+#include "usrbio/client/agent_connection.hpp"
+#include "usrbio/client/file_table.hpp"
+#include "usrbio/client/fuse_ioctl.hpp"
+#include "usrbio/client/library_mutex.hpp"
+#include "usrbio/client/mounts.hpp"
+#include "usrbio/include/hf3fs_usrbio.h"
+
+#include <fcntl.h>
+#include <sys/ioctl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <climits>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <new>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace gdrkit::usrbio {
+
+namespace {
+
+struct Registration {
+    int number;    // The caller's.
+    int duplicate; // The library's.
+    std::uint64_t inode;
+    std::shared_ptr<AgentConnection> agent; // Null: a FUSE mount without an agent's socket.
+};
+
+struct Registrations {
+    std::map<int, Registration> by_number;
+};
+
+// Held while an agent is asked, so that it does not forget a file for one thread while another registers it.
+struct Asking {
+    std::mutex mutex;
+};
+
+Asking& asking() {
+    static auto* the = [] {
+        auto* made = new Asking;
+        // A thread that held it does not exist in the child.
+        in_forked_child([] { new (&asking()) Asking; });
+        return made;
+    }();
+    return *the;
+}
+
+Registrations& registrations() {
+    static auto* the = new Registrations;
+    return *the;
+}
+
+class Descriptor {
+public:
+    explicit Descriptor(int fd) noexcept : fd_(fd) {}
+    Descriptor(const Descriptor&) = delete;
+    Descriptor& operator=(const Descriptor&) = delete;
+    ~Descriptor() {
+        if (fd_ >= 0) {
+            close(fd_);
+        }
+    }
+    int get() const noexcept { return fd_; }
+    int release() noexcept { return std::exchange(fd_, -1); }
+
+private:
+    int fd_;
+};
+
+// 0 or a positive errno. The mount was found by its agent's socket: if that is gone by now, then so is the agent.
+int agent_of(const std::string& mount, std::shared_ptr<AgentConnection>& agent) noexcept {
+    const int error = -agent_connection(mount.c_str(), agent);
+    return error == ENOENT ? EREMOTEIO : error;
+}
+
+int register_with(AgentConnection& agent, int fd, std::uint64_t& inode) noexcept {
+    const std::uint64_t flags = 0;
+    const iovec payload{const_cast<std::uint64_t*>(&flags), sizeof(flags)};
+    return -agent.call(AgentRequest::register_file, {&payload, 1}, {&fd, 1},
+                       std::as_writable_bytes(std::span(&inode, 1)));
+}
+
+void deregister_with(AgentConnection& agent, std::uint64_t inode) noexcept {
+    const iovec payload{&inode, sizeof(inode)};
+    agent.call(AgentRequest::deregister_file, {&payload, 1}, {}, {});
+}
+
+int identify(int fd, Registration& file) {
+    std::string mount;
+    if (agent_mount_of(fd, mount)) {
+        if (const int error = agent_of(mount, file.agent); error != 0) {
+            return error;
+        }
+        return register_with(*file.agent, fd, file.inode);
+    }
+    struct stat found {};
+    if (!answers_as_3fs(fd)) {
+        return EBADF;
+    }
+    if (fstat(fd, &found) != 0) {
+        return errno;
+    }
+    file.inode = found.st_ino;
+    return 0;
+}
+
+// The agent counts the registrations of a file, and forgets it with the last one.
+void release(const Registration& file) noexcept {
+    if (file.agent != nullptr) {
+        deregister_with(*file.agent, file.inode);
+    }
+}
+
+int keep(int fd, int duplicate, FileAccess access, const Registration& file) {
+    const std::lock_guard lock(library_mutex());
+    Registrations& all = registrations();
+    if (all.by_number.contains(fd) || all.by_number.contains(duplicate)) {
+        return EINVAL;
+    }
+    const FileTable::File entry{file.inode, access};
+    all.by_number[fd] = all.by_number[duplicate] = {fd, duplicate, file.inode, file.agent};
+    if (!file_table().set(fd, entry) || !file_table().set(duplicate, entry)) {
+        file_table().clear(fd);
+        all.by_number.erase(fd);
+        all.by_number.erase(duplicate);
+        return ENOMEM;
+    }
+    return 0;
+}
+
+// A number that no registration has, not even of a descriptor that was closed meanwhile. Below 0: errno says why.
+int duplicate_of(int fd) {
+    for (int least = 0;;) {
+        const int duplicate = fcntl(fd, F_DUPFD_CLOEXEC, least);
+        if (duplicate < 0) {
+            return -1;
+        }
+        {
+            const std::lock_guard lock(library_mutex());
+            if (!registrations().by_number.contains(duplicate)) {
+                return duplicate;
+            }
+        }
+        close(duplicate);
+        least = duplicate + 1;
+    }
+}
+
+int register_descriptor(int fd) {
+    const std::lock_guard one_at_a_time(asking().mutex);
+    const int status_flags = fcntl(fd, F_GETFL);
+    if (status_flags < 0) {
+        return EBADF;
+    }
+    {
+        const std::lock_guard lock(library_mutex());
+        if (registrations().by_number.contains(fd)) {
+            return EINVAL;
+        }
+    }
+    Registration file{};
+    if (const int error = identify(fd, file); error != 0) {
+        return error;
+    }
+    Descriptor duplicate(duplicate_of(fd));
+    const int error = duplicate.get() < 0 ? errno : keep(fd, duplicate.get(), access_of(status_flags), file);
+    if (error != 0) {
+        release(file);
+        return error;
+    }
+    return -duplicate.release();
+}
+
+void deregister_descriptor(int number) {
+    const std::lock_guard one_at_a_time(asking().mutex);
+    Registration file{};
+    {
+        const std::lock_guard lock(library_mutex());
+        Registrations& all = registrations();
+        const auto at = all.by_number.find(number);
+        if (at == all.by_number.end()) {
+            return;
+        }
+        file = at->second;
+        for (const int name : {file.number, file.duplicate}) {
+            file_table().clear(name);
+            all.by_number.erase(name);
+        }
+    }
+    release(file);
+    close(file.duplicate);
+}
+
+int punch_by_agent(AgentConnection& agent, int fd, std::uint64_t flags, int n, const std::size_t* begin,
+                   const std::size_t* end) {
+    struct {
+        std::uint64_t flags;
+        std::uint32_t count;
+        std::uint32_t reserved;
+    } head{flags, static_cast<std::uint32_t>(n), 0};
+    std::vector<std::uint64_t> ranges;
+    ranges.reserve(2 * static_cast<std::size_t>(n));
+    for (int i = 0; i < n; ++i) {
+        ranges.push_back(begin[i]);
+        ranges.push_back(end[i]);
+    }
+    const iovec payload[] = {{&head, sizeof(head)}, {ranges.data(), ranges.size() * sizeof(ranges[0])}};
+    return -agent.call(AgentRequest::punch_hole, payload, {&fd, 1}, {});
+}
+
+int punch(int fd, int n, const std::size_t* begin, const std::size_t* end, std::size_t flags) {
+    std::string mount;
+    if (agent_mount_of(fd, mount)) {
+        std::shared_ptr<AgentConnection> agent;
+        const int error = agent_of(mount, agent);
+        return error != 0 ? error : punch_by_agent(*agent, fd, flags, n, begin, end);
+    }
+    const auto request = std::make_unique<FusePunchHole>();
+    request->count = n;
+    request->flags = flags;
+    std::copy_n(begin, n, request->begin);
+    std::copy_n(end, n, request->end);
+    return ioctl(fd, fuse_punch_hole, request.get()) == 0 ? 0 : errno;
+}
+
+int link_by_ioctl(const char* target, int folder, const std::string& name) {
+    const Descriptor file(open(target, O_RDONLY | O_CLOEXEC | O_NONBLOCK));
+    struct stat found {};
+    if (file.get() < 0 || fstat(folder, &found) != 0) {
+        return errno;
+    }
+    FuseHardLink request{};
+    if (name.size() >= sizeof(request.name)) {
+        return ENAMETOOLONG;
+    }
+    request.folder_inode = found.st_ino;
+    std::memcpy(request.name, name.data(), name.size());
+    return ioctl(file.get(), fuse_hard_link, &request) == 0 ? 0 : errno;
+}
+
+int link_by_agent(AgentConnection& agent, int file, int folder, const std::string& name) {
+    auto length = static_cast<std::uint16_t>(name.size());
+    const iovec payload[] = {{&length, sizeof(length)}, {const_cast<char*>(name.data()), name.size()}};
+    const int descriptors[] = {file, folder};
+    return -agent.call(AgentRequest::hard_link, payload, descriptors, {});
+}
+
+int hard_link(const char* target, const std::string& link) {
+    const std::size_t slash = link.rfind('/');
+    const std::string name = slash == std::string::npos ? link : link.substr(slash + 1);
+    const std::string parent = slash == std::string::npos ? "." : link.substr(0, slash + 1);
+    if (name.empty() || name == "." || name == "..") {
+        return EINVAL;
+    }
+    if (name.size() > NAME_MAX) {
+        return ENAMETOOLONG;
+    }
+    const Descriptor folder(open(parent.c_str(), O_PATH | O_DIRECTORY | O_CLOEXEC));
+    if (folder.get() < 0) {
+        return errno;
+    }
+    const Descriptor file(open(target, O_PATH | O_CLOEXEC | O_NOFOLLOW));
+    if (file.get() < 0) {
+        return errno;
+    }
+    std::string file_mount;
+    std::string folder_mount;
+    const bool file_served = agent_mount_of(file.get(), file_mount);
+    const bool folder_served = agent_mount_of(folder.get(), folder_mount);
+    if (file_served != folder_served || file_mount != folder_mount) {
+        return EXDEV;
+    }
+    if (!file_served) {
+        return link_by_ioctl(target, folder.get(), name);
+    }
+    std::shared_ptr<AgentConnection> agent;
+    const int error = agent_of(file_mount, agent);
+    return error != 0 ? error : link_by_agent(*agent, file.get(), folder.get(), name);
+}
+
+} // namespace
+
+} // namespace gdrkit::usrbio
+
+using namespace gdrkit::usrbio;
+
+extern "C" {
+
+int hf3fs_reg_fd(int fd, uint64_t /*flags*/) {
+    if (fd < 0) {
+        return EBADF;
+    }
+    try {
+        return register_descriptor(fd);
+    } catch (const std::bad_alloc&) {
+        return ENOMEM;
+    }
+}
+
+void hf3fs_dereg_fd(int fd) {
+    if (fd != INT_MIN) {
+        deregister_descriptor(fd < 0 ? -fd : fd);
+    }
+}
+
+int hf3fs_punchhole(int fd, int n, const size_t* start, const size_t* end, size_t flags) {
+    if (n < 1 || n > static_cast<int>(punch_hole_ranges_max) || start == nullptr || end == nullptr || flags != 0) {
+        return EINVAL;
+    }
+    for (int i = 0; i < n; ++i) {
+        if (end[i] < start[i]) {
+            return EINVAL;
+        }
+    }
+    const int status_flags = fcntl(fd, F_GETFL);
+    if (status_flags < 0 || (status_flags & O_ACCMODE) == O_RDONLY) {
+        return EBADF;
+    }
+    try {
+        return punch(fd, n, start, end, flags);
+    } catch (const std::bad_alloc&) {
+        return ENOMEM;
+    }
+}
+
+int hf3fs_hardlink(const char* target, const char* link_name) {
+    if (target == nullptr || link_name == nullptr) {
+        return EINVAL;
+    }
+    try {
+        return hard_link(target, link_name);
+    } catch (const std::bad_alloc&) {
+        return ENOMEM;
+    }
+}
+
+} // extern "C"

@@ -1,0 +1,32 @@
+// The ioctls of a 3FS FUSE mount: numbers and layouts of its daemon.
+#pragma once
+
+#include <linux/ioctl.h>
+#include <linux/limits.h>
+
+#include <cstddef>
+#include <cstdint>
+
+namespace gdrkit::usrbio {
+
+inline constexpr std::size_t punch_hole_ranges_max = 1000;
+
+struct FuseHardLink {
+    std::uint64_t folder_inode;
+    char name[NAME_MAX];
+};
+static_assert(sizeof(FuseHardLink) == 264);
+
+struct FusePunchHole {
+    std::int32_t count;
+    std::uint64_t flags;
+    std::uint64_t begin[punch_hole_ranges_max];
+    std::uint64_t end[punch_hole_ranges_max];
+};
+static_assert(sizeof(FusePunchHole) == 16016 && offsetof(FusePunchHole, begin) == 16);
+
+inline constexpr unsigned long fuse_get_magic = _IOR('h', 2, std::uint32_t);
+inline constexpr unsigned long fuse_hard_link = _IOW('h', 12, FuseHardLink);
+inline constexpr unsigned long fuse_punch_hole = _IOW('h', 13, FusePunchHole);
+
+} // namespace gdrkit::usrbio

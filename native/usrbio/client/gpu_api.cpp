@@ -1,0 +1,140 @@
+// The C functions of hf3fs_usrbio_gdr.h: whether there is CUDA at all, and nothing thrown to a C program.
+#include <cerrno>
+#include <cstddef>
+#include <new>
+
+#include "usrbio/client/cuda_driver.hpp"
+#include "usrbio/client/gpu_iov.hpp"
+
+#define GDRKIT_GPU_ENTRY extern "C" [[gnu::visibility("default")]]
+
+namespace {
+
+using namespace gdrkit::usrbio;
+
+static_assert(sizeof(hf3fs_gpu_ipc_handle_t) == gdr_handle_bytes &&
+              sizeof(gdrkit_share_handle_t) == share_handle_bytes);
+static_assert(sizeof(hf3fs_iov) == 312 && offsetof(hf3fs_iov, id) == 16 && offsetof(hf3fs_iov, mount_point) == 32 &&
+              offsetof(hf3fs_iov, size) == 288 && offsetof(hf3fs_iov, numa) == 304);
+
+template <typename Body> int guarded(Body&& body) noexcept {
+    try {
+        return cuda::driver() == nullptr ? -ENOTSUP : body();
+    } catch (const std::bad_alloc&) {
+        return -ENOMEM;
+    } catch (...) {
+        return -EIO;
+    }
+}
+
+int device_count() {
+    int count = 0;
+    const cuda::Driver* const driver = cuda::driver();
+    return driver != nullptr && driver->device_count(&count) == cuda::success ? count : 0;
+}
+
+} // namespace
+
+GDRKIT_GPU_ENTRY bool hf3fs_gdr_available(void) {
+    for (int device = 0, count = device_count(); device < count; ++device) {
+        int unified = 0, mode = 0;
+        const cuda::Driver& driver = *cuda::driver();
+        if (driver.device_attribute(&unified, cuda::device_unified_addressing, device) == cuda::success &&
+            driver.device_attribute(&mode, cuda::device_compute_mode, device) == cuda::success && unified != 0 &&
+            mode != cuda::compute_mode_prohibited) {
+            return true;
+        }
+    }
+    return false;
+}
+
+GDRKIT_GPU_ENTRY int hf3fs_gdr_device_count(void) {
+    return device_count();
+}
+
+GDRKIT_GPU_ENTRY int hf3fs_iovcreate_gpu(hf3fs_iov* iov, const char* mount, std::size_t size, std::size_t block_size,
+                                         int device) {
+    return guarded([&] { return create_gpu_iov(iov, mount, size, block_size, device); });
+}
+
+GDRKIT_GPU_ENTRY int hf3fs_iovopen_gpu(hf3fs_iov* iov, const std::uint8_t id[16], const char* mount, std::size_t size,
+                                       std::size_t block_size, int device) {
+    return guarded([&] { return open_gpu_iov(iov, id, mount, size, block_size, device); });
+}
+
+GDRKIT_GPU_ENTRY int hf3fs_iovwrap_gpu(hf3fs_iov* iov, void* pointer, const std::uint8_t id[16], const char* mount,
+                                       std::size_t size, std::size_t block_size, int device) {
+    return guarded([&] { return wrap_gpu_iov(iov, pointer, id, mount, size, block_size, device); });
+}
+
+GDRKIT_GPU_ENTRY void hf3fs_iovunlink_gpu(hf3fs_iov* iov) {
+    guarded([&] {
+        unlink_gpu_iov(iov);
+        return 0;
+    });
+}
+
+GDRKIT_GPU_ENTRY void hf3fs_iovdestroy_gpu(hf3fs_iov* iov) {
+    guarded([&] {
+        destroy_gpu_iov(iov);
+        return 0;
+    });
+}
+
+GDRKIT_GPU_ENTRY bool hf3fs_iov_is_gpu(const hf3fs_iov* iov) {
+    return is_gpu_iov(iov);
+}
+
+GDRKIT_GPU_ENTRY int hf3fs_iov_gpu_device(const hf3fs_iov* iov) {
+    return gpu_device_of(iov);
+}
+
+GDRKIT_GPU_ENTRY int hf3fs_iovsync_gpu(const hf3fs_iov* iov, int direction) {
+    return guarded([&] { return synchronize_gpu_iov(iov, direction); });
+}
+
+GDRKIT_GPU_ENTRY int hf3fs_iov_export_gpu(const hf3fs_iov* iov, hf3fs_gpu_ipc_handle_t* handle) {
+    return guarded([&] { return export_gpu_iov(iov, handle); });
+}
+
+GDRKIT_GPU_ENTRY int hf3fs_iov_import_gpu(hf3fs_iov* iov, const hf3fs_gpu_ipc_handle_t* handle, const char* mount) {
+    return guarded([&] { return import_gpu_iov(iov, handle, mount); });
+}
+
+GDRKIT_GPU_ENTRY int hf3fs_iovcreate_device(hf3fs_iov* iov, const char* mount, std::size_t size, std::size_t block_size,
+                                            int device) {
+    return guarded([&] { return block_size != 0 ? -EINVAL : create_gpu_iov(iov, mount, size, 0, device); });
+}
+
+GDRKIT_GPU_ENTRY int hf3fs_iovopen_device(hf3fs_iov* iov, const std::uint8_t id[16], const char* mount,
+                                          std::size_t size, std::size_t block_size, int device) {
+    return guarded([&] { return block_size != 0 ? -EINVAL : open_gpu_iov(iov, id, mount, size, 0, device); });
+}
+
+GDRKIT_GPU_ENTRY int hf3fs_iovwrap_device(hf3fs_iov* iov, void* pointer, const std::uint8_t id[16], const char* mount,
+                                          std::size_t size, std::size_t block_size, int device) {
+    return guarded([&] { return block_size != 0 ? -EINVAL : wrap_gpu_iov(iov, pointer, id, mount, size, 0, device); });
+}
+
+GDRKIT_GPU_ENTRY hf3fs_mem_type hf3fs_iov_mem_type(const hf3fs_iov* iov) {
+    return is_gpu_iov(iov) ? HF3FS_MEM_DEVICE : HF3FS_MEM_HOST;
+}
+
+GDRKIT_GPU_ENTRY int hf3fs_iov_device_id(const hf3fs_iov* iov) {
+    return gpu_device_of(iov);
+}
+
+GDRKIT_GPU_ENTRY int hf3fs_iovsync(const hf3fs_iov* iov, int direction) {
+    if (iov == nullptr || (direction != 0 && direction != 1)) {
+        return -EINVAL;
+    }
+    return is_gpu_iov(iov) ? hf3fs_iovsync_gpu(iov, direction) : 0;
+}
+
+GDRKIT_GPU_ENTRY int gdrkit_iov_export_share(const hf3fs_iov* iov, gdrkit_share_handle_t* handle) {
+    return guarded([&] { return export_shared_gpu_iov(iov, handle); });
+}
+
+GDRKIT_GPU_ENTRY int gdrkit_iov_import_share(hf3fs_iov* iov, const gdrkit_share_handle_t* handle, const char* mount) {
+    return guarded([&] { return import_shared_gpu_iov(iov, handle, mount); });
+}

@@ -1,0 +1,32 @@
+// GPU iovs: what the C functions of hf3fs_usrbio_gdr.h do. All functions answer 0 or -errno as that header says, may be
+// called from any thread, and leave the CUDA context of the calling thread as it was.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "usrbio/client/share_handle.hpp"
+#include "usrbio/include/hf3fs_usrbio_gdr.h"
+
+namespace gdrkit::usrbio {
+
+bool is_gpu_iov(const hf3fs_iov* iov) noexcept;
+int gpu_device_of(const hf3fs_iov* iov) noexcept; // -1: no GPU iov.
+
+int create_gpu_iov(hf3fs_iov* iov, const char* mount, std::size_t size, std::size_t block_size, int device);
+int wrap_gpu_iov(hf3fs_iov* iov, void* pointer, const std::uint8_t id[16], const char* mount, std::size_t size,
+                 std::size_t block_size, int device);
+int open_gpu_iov(hf3fs_iov* iov, const std::uint8_t id[16], const char* mount, std::size_t size, std::size_t block_size,
+                 int device);
+int import_gpu_iov(hf3fs_iov* iov, const hf3fs_gpu_ipc_handle_t* handle, const char* mount);
+int import_shared_gpu_iov(hf3fs_iov* iov, const gdrkit_share_handle_t* handle, const char* mount);
+
+int export_gpu_iov(const hf3fs_iov* iov, hf3fs_gpu_ipc_handle_t* handle);
+int export_shared_gpu_iov(const hf3fs_iov* iov, gdrkit_share_handle_t* handle);
+int synchronize_gpu_iov(const hf3fs_iov* iov, int direction);
+
+// What hf3fs_iovunlink_gpu and hf3fs_iovdestroy_gpu do; nothing when it is no GPU iov.
+void unlink_gpu_iov(hf3fs_iov* iov);
+void destroy_gpu_iov(hf3fs_iov* iov);
+
+} // namespace gdrkit::usrbio

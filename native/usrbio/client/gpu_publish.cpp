@@ -1,0 +1,119 @@
+#include "usrbio/client/gpu_publish.hpp"
+
+#include <sys/stat.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <filesystem>
+#include <span>
+
+#include "usrbio/client/log.hpp"
+#include "usrbio/client/publication.hpp"
+#include "usrbio/client/share_handle.hpp"
+
+namespace gdrkit::usrbio {
+namespace {
+
+bool has_agent(const std::string& mount) {
+    struct stat status {};
+    return stat((mount + "/3fs-virt/agent.sock").c_str(), &status) == 0;
+}
+
+ShareHandle handle_of(const GpuIov& gpu, const Dmabuf& dmabuf) {
+    ShareHandle handle;
+    handle.owner = this_process();
+    handle.length_bytes = gpu.size_bytes;
+    if (dmabuf.descriptor) {
+        handle.kind = ShareKind::dmabuf;
+        handle.allocation_bytes = dmabuf.size_bytes;
+        handle.offset_bytes = dmabuf.offset_bytes;
+        handle.address = gpu.pointer;
+        handle.descriptor_count = 1;
+    } else {
+        handle.kind = ShareKind::ipc;
+        handle.allocation_bytes = gpu.allocation.bytes;
+        handle.offset_bytes = gpu.pointer - gpu.allocation.base;
+        handle.ipc = *gpu.ipc;
+    }
+    return handle;
+}
+
+int publish_to_agent(GpuIov& gpu, const std::string& name) {
+    Dmabuf dmabuf;
+    if (const int error = export_dmabuf(gpu.driver, gpu.pointer, gpu.size_bytes, &dmabuf); error != 0) {
+        if (error != -ENOTSUP || !gpu.ipc) {
+            return error;
+        }
+        log_line(LogLevel::warning, "%s has no dma-buf: the agent can try its IPC handle and peer memory alone",
+                 name.c_str());
+    }
+    ShareHandle handle = handle_of(gpu, dmabuf);
+    if (const int error = uuid_of(gpu, &handle.device_uuid); error != 0) {
+        return error;
+    }
+    const auto bytes = pack(handle);
+    if (!bytes) {
+        return -EINVAL;
+    }
+    const int number = dmabuf.descriptor.get();
+    const auto descriptors = dmabuf.descriptor ? std::span(&number, 1) : std::span<const int>();
+    return publish(gpu.mount.c_str(), name, format_target(target_of(gpu, dmabuf)), std::as_bytes(std::span(*bytes)),
+                   descriptors);
+}
+
+int publish_by_link(GpuIov& gpu, const std::string& name) {
+    if (!gpu.ipc) {
+        log_line(LogLevel::error,
+                 "%s has no IPC handle, and a link carries nothing else; an agent would take its dma-buf",
+                 name.c_str());
+        return -ENOTSUP;
+    }
+    return publish(gpu.mount.c_str(), name, format_target(target_of(gpu, {})), {}, {});
+}
+
+} // namespace
+
+int uuid_of(const GpuIov& gpu, std::array<std::uint8_t, 16>* uuid) {
+    cuda::Uuid found{};
+    if (gpu.driver.device_uuid(&found, gpu.device) != cuda::success) {
+        return -ENODEV;
+    }
+    std::ranges::copy(found.bytes, uuid->begin());
+    return 0;
+}
+
+int publish_gpu_iov(GpuIov& gpu, const std::uint8_t id[16]) {
+    const std::string name = gpu_link_name(id, gpu.device);
+    const int error = has_agent(gpu.mount) ? publish_to_agent(gpu, name) : publish_by_link(gpu, name);
+    if (error == 0) {
+        gpu.published = name;
+    } else {
+        log_line(LogLevel::error, "%s cannot be published in %s: errno %d", name.c_str(), gpu.mount.c_str(), -error);
+    }
+    return error;
+}
+
+int borrow_publication(GpuIov& gpu, std::uint64_t offset_bytes, std::uint8_t id[16]) {
+    std::fill_n(id, 16, std::uint8_t{0});
+    std::error_code error;
+    const std::filesystem::path folder = gpu.mount + "/3fs-virt/iovs";
+    for (std::filesystem::directory_iterator at(folder, error), end; !error && at != end; at.increment(error)) {
+        const std::string name = at->path().filename().native();
+        const auto found = parse_gpu_link_name(name, gpu.device);
+        if (!found) {
+            continue;
+        }
+        // A link that is gone meanwhile is another process's affair.
+        std::error_code gone;
+        const std::string text = std::filesystem::read_symlink(at->path(), gone).native();
+        const auto target = parse_target(text);
+        if (target && target->device == gpu.device && target->ipc == gpu.ipc && target->offset_bytes == offset_bytes &&
+            target->size_bytes == gpu.size_bytes) {
+            std::ranges::copy(*found, id);
+            return gpu.borrowing.begin(gpu.mount.c_str(), name, text);
+        }
+    }
+    return 0;
+}
+
+} // namespace gdrkit::usrbio

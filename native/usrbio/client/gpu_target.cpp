@@ -1,0 +1,118 @@
+#include "usrbio/client/gpu_target.hpp"
+
+#include <algorithm>
+#include <charconv>
+#include <limits>
+
+namespace gdrkit::usrbio {
+namespace {
+
+constexpr std::string_view digits = "0123456789abcdef";
+constexpr std::size_t uuid_characters = 36;
+
+void append_hex(std::string& text, std::uint8_t byte) {
+    text += digits[byte >> 4];
+    text += digits[byte & 0xf];
+}
+
+bool take(std::string_view& text, std::string_view word) {
+    if (!text.starts_with(word)) {
+        return false;
+    }
+    text.remove_prefix(word.size());
+    return true;
+}
+
+// A decimal number without sign, blank or leading zero.
+template <typename Number> bool take_number(std::string_view& text, Number& number) {
+    const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number, 10);
+    const auto length = static_cast<std::size_t>(end - text.data());
+    if (error != std::errc{} || text.front() == '-' || (length > 1 && text.front() == '0')) {
+        return false;
+    }
+    text.remove_prefix(length);
+    return true;
+}
+
+// Lower-case digits alone, so that a target has one spelling.
+bool take_hex(std::string_view& text, std::uint8_t& byte) {
+    if (text.size() < 2) {
+        return false;
+    }
+    const auto high = digits.find(text[0]), low = digits.find(text[1]);
+    if (high == std::string_view::npos || low == std::string_view::npos) {
+        return false;
+    }
+    byte = static_cast<std::uint8_t>(high << 4 | low);
+    text.remove_prefix(2);
+    return true;
+}
+
+bool has_hyphen_before(std::size_t byte) {
+    return byte == 4 || byte == 6 || byte == 8 || byte == 10;
+}
+
+} // namespace
+
+std::string format_target(const GpuTarget& target) {
+    std::string text = "gdr://v2/device/" + std::to_string(target.device) + "/allocation/" +
+                       std::to_string(target.allocation_bytes) + "/offset/" + std::to_string(target.offset_bytes) +
+                       "/size/" + std::to_string(target.size_bytes);
+    if (!target.ipc) {
+        return text + "/dmabuf";
+    }
+    text += "/ipc/";
+    for (const std::uint8_t byte : *target.ipc) {
+        append_hex(text, byte);
+    }
+    return text;
+}
+
+std::optional<GpuTarget> parse_target(std::string_view text) {
+    GpuTarget target;
+    if (!take(text, "gdr://v2/device/") || !take_number(text, target.device) || !take(text, "/allocation/") ||
+        !take_number(text, target.allocation_bytes) || !take(text, "/offset/") ||
+        !take_number(text, target.offset_bytes) || !take(text, "/size/") || !take_number(text, target.size_bytes)) {
+        return std::nullopt;
+    }
+    if (take(text, "/ipc/")) {
+        target.ipc.emplace();
+        if (!std::ranges::all_of(*target.ipc, [&](std::uint8_t& byte) { return take_hex(text, byte); })) {
+            return std::nullopt;
+        }
+    } else if (!take(text, "/dmabuf")) {
+        return std::nullopt;
+    }
+    constexpr std::uint64_t size_max = std::numeric_limits<std::int64_t>::max();
+    const bool fits = target.allocation_bytes <= size_max && target.offset_bytes <= target.allocation_bytes &&
+                      target.size_bytes != 0 && target.size_bytes <= target.allocation_bytes - target.offset_bytes;
+    const bool empty = target.ipc && std::ranges::count(*target.ipc, 0) == 64;
+    return text.empty() && fits && !empty ? std::optional(target) : std::nullopt;
+}
+
+std::string gpu_link_name(const std::uint8_t id[16], int device) {
+    std::string name;
+    for (std::size_t byte = 0; byte < 16; ++byte) {
+        if (has_hyphen_before(byte)) {
+            name += '-';
+        }
+        append_hex(name, id[byte]);
+    }
+    return name + ".gdr.d" + std::to_string(device);
+}
+
+std::optional<std::array<std::uint8_t, 16>> parse_gpu_link_name(std::string_view name, int device) {
+    std::array<std::uint8_t, 16> id{};
+    if (name.size() <= uuid_characters) {
+        return std::nullopt;
+    }
+    std::string_view uuid = name.substr(0, uuid_characters);
+    for (std::size_t byte = 0; byte < id.size(); ++byte) {
+        if ((has_hyphen_before(byte) && !take(uuid, "-")) || !take_hex(uuid, id[byte])) {
+            return std::nullopt;
+        }
+    }
+    return name == gpu_link_name(id.data(), device) ? std::optional(id) : std::nullopt;
+}
+
+} // namespace gdrkit::usrbio

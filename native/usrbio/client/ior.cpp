@@ -1,0 +1,187 @@
+// Rings: hf3fs_ior*.
+#include "usrbio/client/host_iov.hpp"
+#include "usrbio/client/log.hpp"
+#include "usrbio/client/ring_handle.hpp"
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <climits>
+#include <cstddef>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <new>
+#include <string>
+#include <string_view>
+
+static_assert(sizeof(hf3fs_ior) == 600 && offsetof(hf3fs_ior, iov) == 0 && offsetof(hf3fs_ior, iorh) == 312 &&
+              offsetof(hf3fs_ior, mount_point) == 320 && offsetof(hf3fs_ior, for_read) == 576 &&
+              offsetof(hf3fs_ior, io_depth) == 580 && offsetof(hf3fs_ior, priority) == 584 &&
+              offsetof(hf3fs_ior, timeout) == 588 && offsetof(hf3fs_ior, flags) == 592);
+
+namespace gdrkit::usrbio {
+
+namespace {
+
+// Opens the semaphore that wakes the agent: <mount>/3fs-virt/iovs/submit-ios{,.ph,.pl} says which it is.
+int open_submit_semaphore(const char* mount, int priority, sem_t*& semaphore) {
+    const std::string link = link_path(mount, priority == 0  ? "submit-ios"
+                                              : priority < 0 ? "submit-ios.ph"
+                                                             : "submit-ios.pl");
+    char buffer[PATH_MAX];
+    const ssize_t length = readlink(link.c_str(), buffer, sizeof(buffer));
+    if (length < 0) {
+        const int error = errno;
+        log_line(LogLevel::error, "%s: %s (is the mount point right, and does its agent run?)", link.c_str(),
+                 std::strerror(error));
+        return -error;
+    }
+    const std::string_view target(buffer, static_cast<std::size_t>(length));
+    constexpr std::string_view begin = "/dev/shm/sem.";
+    if (!target.starts_with(begin) || target.size() == begin.size() ||
+        target.find('/', begin.size()) != std::string_view::npos) {
+        log_line(LogLevel::error, "%s points to no semaphore", link.c_str());
+        return -EIO;
+    }
+    const std::string name = "/" + std::string(target.substr(begin.size()));
+    sem_t* opened = sem_open(name.c_str(), 0);
+    if (opened == SEM_FAILED) {
+        return -errno;
+    }
+    semaphore = opened;
+    return 0;
+}
+
+bool usable(const RingAttributes& attributes, std::size_t entries) noexcept {
+    const auto depth = static_cast<std::size_t>(std::abs(static_cast<long>(attributes.io_depth)));
+    return entries != 0 && attributes.timeout_ms >= 0 && depth <= entries;
+}
+
+// What can fail before anything is made.
+int connect_ring(const char* mount, const RingAttributes& attributes, std::unique_ptr<RingHandle>& handle) {
+    handle = std::make_unique<RingHandle>();
+    if (const int status = open_submit_semaphore(mount, attributes.priority, handle->submit_semaphore); status != 0) {
+        return status;
+    }
+    const int status = agent_connection(mount, handle->agent);
+    return status == -ENOENT ? 0 : status;
+}
+
+void describe(hf3fs_ior& ior, const hf3fs_iov& iov, RingHandle* handle, const char* mount,
+              const RingAttributes& attributes) noexcept {
+    ior = {};
+    ior.iov = iov;
+    ior.iorh = handle;
+    std::strcpy(ior.mount_point, mount);
+    ior.for_read = attributes.for_read;
+    ior.io_depth = attributes.io_depth;
+    ior.priority = attributes.priority;
+    ior.timeout = attributes.timeout_ms;
+    ior.flags = attributes.flags;
+}
+
+int create_ring(hf3fs_ior* ior, const char* mount, int entries, int numa, const RingAttributes& attributes) noexcept {
+    if (ior == nullptr || !usable_mount(mount) || hf3fs_ior_size(entries) == 0 ||
+        !usable(attributes, static_cast<std::size_t>(entries))) {
+        return -EINVAL;
+    }
+    try {
+        std::unique_ptr<RingHandle> handle;
+        if (const int status = connect_ring(mount, attributes, handle); status != 0) {
+            return status;
+        }
+        hf3fs_iov iov{};
+        const std::size_t size = hf3fs_ior_size(entries);
+        if (const int status = create_host_iov(iov, mount, size, 0, numa, &attributes); status != 0) {
+            return status;
+        }
+        if (const int status = ApplicationRing::attach(iov.base, size, handle->ring); status != 0) {
+            hf3fs_iovdestroy(&iov);
+            return status;
+        }
+        describe(*ior, iov, handle.release(), mount, attributes);
+        return 0;
+    } catch (const std::bad_alloc&) {
+        return -ENOMEM;
+    }
+}
+
+} // namespace
+
+} // namespace gdrkit::usrbio
+
+using namespace gdrkit::usrbio;
+
+extern "C" {
+
+size_t hf3fs_ior_size(int entries) {
+    return entries < 1 || static_cast<std::size_t>(entries) > ring_entries_max
+               ? 0
+               : ring_bytes(static_cast<std::size_t>(entries));
+}
+
+int hf3fs_io_entries(const hf3fs_ior* ior) {
+    const std::size_t entries = ior == nullptr ? 0 : ring_entries(ior->iov.size);
+    return entries == 0 ? -EINVAL : static_cast<int>(entries);
+}
+
+int hf3fs_iorcreate(hf3fs_ior* ior, const char* mount, int entries, bool for_read, int io_depth, int numa) {
+    return hf3fs_iorcreate3(ior, mount, entries, for_read, io_depth, 0, 0, numa);
+}
+
+int hf3fs_iorcreate2(hf3fs_ior* ior, const char* mount, int entries, bool for_read, int io_depth, int priority,
+                     int numa) {
+    return hf3fs_iorcreate3(ior, mount, entries, for_read, io_depth, priority, 0, numa);
+}
+
+int hf3fs_iorcreate3(hf3fs_ior* ior, const char* mount, int entries, bool for_read, int io_depth, int priority,
+                     int timeout, int numa) {
+    return create_ring(ior, mount, entries, numa, {for_read, io_depth, priority, timeout, 0});
+}
+
+int hf3fs_iorcreate4(hf3fs_ior* ior, const char* mount, int entries, bool for_read, int io_depth, int timeout, int numa,
+                     uint64_t flags) {
+    return create_ring(ior, mount, entries, numa, {for_read, io_depth, 0, timeout, flags});
+}
+
+int hf3fs_iorwrap(hf3fs_ior* ior, void* buf, const char* mount, size_t size, bool for_read, int io_depth, int priority,
+                  int timeout, uint64_t flags) {
+    const RingAttributes attributes{for_read, io_depth, priority, timeout, flags};
+    if (ior == nullptr || buf == nullptr || !usable_mount(mount) || !usable(attributes, ring_entries(size))) {
+        return -EINVAL;
+    }
+    try {
+        std::unique_ptr<RingHandle> handle;
+        if (const int status = connect_ring(mount, attributes, handle); status != 0) {
+            return status;
+        }
+        if (const int status = ApplicationRing::attach(buf, size, handle->ring); status != 0) {
+            return status;
+        }
+        hf3fs_iov iov{};
+        iov.base = static_cast<std::uint8_t*>(buf);
+        iov.size = size;
+        iov.numa = -1;
+        std::strcpy(iov.mount_point, mount);
+        describe(*ior, iov, handle.release(), mount, attributes);
+        return 0;
+    } catch (const std::bad_alloc&) {
+        return -ENOMEM;
+    }
+}
+
+void hf3fs_iordestroy(hf3fs_ior* ior) {
+    if (ior == nullptr || ior->iorh == nullptr) {
+        return;
+    }
+    const std::unique_ptr<RingHandle> handle(static_cast<RingHandle*>(ior->iorh));
+    ior->iorh = nullptr;
+    // Wrapped memory is the caller's.
+    if (ior->iov.iovh != nullptr) {
+        hf3fs_iovdestroy(&ior->iov);
+    }
+}
+
+} // extern "C"

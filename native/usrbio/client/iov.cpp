@@ -1,0 +1,258 @@
+// Buffers in host memory: hf3fs_iov*.
+#include "usrbio/client/host_iov.hpp"
+
+#include "usrbio/client/agent_connection.hpp"
+#include "usrbio/client/log.hpp"
+#include "usrbio/client/publication.hpp"
+
+#include <linux/magic.h>
+#include <sys/vfs.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <climits>
+#include <cstddef>
+#include <cstring>
+#include <new>
+
+static_assert(sizeof(hf3fs_iov) == 312 && offsetof(hf3fs_iov, base) == 0 && offsetof(hf3fs_iov, iovh) == 8 &&
+              offsetof(hf3fs_iov, id) == 16 && offsetof(hf3fs_iov, mount_point) == 32 &&
+              offsetof(hf3fs_iov, size) == 288 && offsetof(hf3fs_iov, block_size) == 296 &&
+              offsetof(hf3fs_iov, numa) == 304);
+
+namespace gdrkit::usrbio {
+
+bool usable_mount(const char* mount) noexcept {
+    return mount != nullptr && *mount != 0 &&
+           strnlen(mount, sizeof(hf3fs_iov::mount_point)) < sizeof(hf3fs_iov::mount_point);
+}
+
+namespace {
+
+Uuid id_of(const hf3fs_iov& iov) noexcept {
+    Uuid id;
+    std::memcpy(id.data(), iov.id, id.size());
+    return id;
+}
+
+void describe(hf3fs_iov& iov, void* base, hf3fs_iov_handle handle, const Uuid& id, const char* mount, std::size_t size,
+              std::size_t block_size, int numa) noexcept {
+    iov = {};
+    iov.base = static_cast<std::uint8_t*>(base);
+    iov.iovh = handle;
+    std::memcpy(iov.id, id.data(), id.size());
+    std::strcpy(iov.mount_point, mount);
+    iov.size = size;
+    iov.block_size = block_size;
+    iov.numa = numa;
+}
+
+// The name in /dev/shm that a link points to, as shm_open wants it; empty: it points elsewhere.
+std::string shared_memory_of(std::string_view target) {
+    const std::string_view folder = shared_memory_folder;
+    if (!target.starts_with(folder) || target.size() < folder.size() + 2 || target[folder.size()] != '/' ||
+        target.find('/', folder.size() + 1) != std::string_view::npos) {
+        return {};
+    }
+    return std::string(target.substr(folder.size()));
+}
+
+int read_link(const std::string& link, std::string& target) {
+    char buffer[PATH_MAX];
+    const ssize_t length = readlink(link.c_str(), buffer, sizeof(buffer));
+    if (length < 0) {
+        return -errno;
+    }
+    target.assign(buffer, static_cast<std::size_t>(length));
+    return 0;
+}
+
+} // namespace
+
+HostIov::HostIov(bool created, std::string mount, std::string name)
+    : created_(created), process_(getpid()), mount_(std::move(mount)), name_(std::move(name)) {}
+
+void HostIov::unlink(hf3fs_iov&) noexcept {
+    memory.remove_name();
+}
+
+bool HostIov::destroy(hf3fs_iov& iov) noexcept {
+    // The name first: as long as the memory is published, the agent removes what a process that is killed leaves.
+    memory.remove_name();
+    if (created_ && process_ == getpid()) {
+        const int status = unpublish(mount_.c_str(), name_);
+        if (status != 0) {
+            log_line(LogLevel::info, "%s was not taken back: %s", name_.c_str(), std::strerror(-status));
+        }
+    }
+    borrowing.end();
+    forget_iov(iov.iovh);
+    iov.base = nullptr;
+    iov.iovh = nullptr;
+    return true;
+}
+
+namespace {
+
+// An agent gives the memory its name, after it has put on record whose it is: a process that is killed leaves nothing
+// that nobody knows, at whatever moment.
+int publish_created(const char* mount, const std::string& name, SharedMemory& memory, const std::string& target) {
+    std::shared_ptr<AgentConnection> agent;
+    if (const int fd = memory.unnamed(); fd >= 0 && agent_connection(mount, agent) == 0) {
+        const int status = publish(mount, name, target, {}, {&fd, 1});
+        memory.take_name(); // Also of an agent that died before it could answer.
+        return status;
+    }
+    const int status = memory.unnamed() >= 0 ? memory.give_name() : 0;
+    return status != 0 ? status : publish(mount, name, target);
+}
+
+} // namespace
+
+int create_host_iov(hf3fs_iov& iov, const char* mount, std::size_t size, std::size_t block_size, int numa,
+                    const RingAttributes* ring) noexcept {
+    try {
+        const Uuid id = random_uuid();
+        const std::string name = link_name(id, block_size, ring);
+        const std::string shared = shared_memory_name(id);
+        const auto made = std::make_shared<HostIov>(true, mount, name);
+        if (const int status = made->memory.create_unnamed(shared, size, numa); status != 0) {
+            log_line(LogLevel::error, "no shared memory of %zu bytes: %s", size, std::strerror(-status));
+            return -EIO;
+        }
+        hf3fs_iov_handle const handle = keep_iov(made);
+        if (const int status = publish_created(mount, name, made->memory, shared_memory_folder + shared); status != 0) {
+            forget_iov(handle);
+            return status;
+        }
+        // Both sides have a ring mapped now, and nobody else opens it.
+        if (ring != nullptr) {
+            made->memory.remove_name();
+        }
+        describe(iov, made->memory.base(), handle, id, mount, size, block_size, numa);
+        return 0;
+    } catch (const std::bad_alloc&) {
+        return -ENOMEM;
+    }
+}
+
+namespace {
+
+int open_host_iov(hf3fs_iov& iov, const Uuid& id, const char* mount, std::size_t size, std::size_t block_size,
+                  int numa) {
+    const std::string name = link_name(id, block_size, nullptr);
+    std::string target;
+    if (const int status = read_link(link_path(mount, name), target); status != 0) {
+        return status;
+    }
+    const std::string shared = shared_memory_of(target);
+    if (shared.empty()) {
+        log_line(LogLevel::error, "%s points to %s, which is no shared memory", name.c_str(), target.c_str());
+        return -EINVAL;
+    }
+    const auto opened = std::make_shared<HostIov>(false, mount, name);
+    if (const int status = opened->memory.open(shared, size, numa); status != 0) {
+        log_line(LogLevel::error, "%s cannot be mapped: %s", target.c_str(), std::strerror(-status));
+        return status == -ENOENT ? -ENOENT : -EIO;
+    }
+    if (const int status = opened->borrowing.begin(mount, name, target); status != 0) {
+        return status;
+    }
+    describe(iov, opened->memory.base(), keep_iov(opened), id, mount, size, block_size, numa);
+    return 0;
+}
+
+// A plain mount notices no link, so that its agent is told of what the caller made. A FUSE mount has seen it.
+bool agent_needs_telling(const char* mount) noexcept {
+    struct statfs found {};
+    std::shared_ptr<AgentConnection> agent;
+    return statfs(mount, &found) == 0 && found.f_type != FUSE_SUPER_MAGIC && agent_connection(mount, agent) == 0;
+}
+
+int publish_wrapped(const char* mount, const std::string& name) {
+    std::string target;
+    if (read_link(link_path(mount, name), target) != 0 || !agent_needs_telling(mount)) {
+        return 0;
+    }
+    return publish(mount, name, target);
+}
+
+} // namespace
+
+} // namespace gdrkit::usrbio
+
+using namespace gdrkit::usrbio;
+
+extern "C" {
+
+int hf3fs_iovcreate(hf3fs_iov* iov, const char* mount, size_t size, size_t block_size, int numa) {
+    if (iov == nullptr || !usable_mount(mount) || size == 0 || block_size > size) {
+        return -EINVAL;
+    }
+    return create_host_iov(*iov, mount, size, block_size, numa, nullptr);
+}
+
+int hf3fs_iovopen(hf3fs_iov* iov, const uint8_t id[16], const char* mount, size_t size, size_t block_size, int numa) {
+    if (iov == nullptr || id == nullptr || !usable_mount(mount) || size == 0) {
+        return -EINVAL;
+    }
+    try {
+        Uuid uuid;
+        std::memcpy(uuid.data(), id, uuid.size());
+        return open_host_iov(*iov, uuid, mount, size, block_size, numa);
+    } catch (const std::bad_alloc&) {
+        return -ENOMEM;
+    }
+}
+
+int hf3fs_iovwrap(hf3fs_iov* iov, void* base, const uint8_t id[16], const char* mount, size_t size, size_t block_size,
+                  int numa) {
+    if (iov == nullptr || base == nullptr || id == nullptr || !usable_mount(mount) || size == 0) {
+        return -EINVAL;
+    }
+    try {
+        Uuid uuid;
+        std::memcpy(uuid.data(), id, uuid.size());
+        if (const int status = publish_wrapped(mount, link_name(uuid, block_size, nullptr)); status != 0) {
+            return status;
+        }
+        prefer_node(base, size, numa);
+        describe(*iov, base, nullptr, uuid, mount, size, block_size, numa);
+        return 0;
+    } catch (const std::bad_alloc&) {
+        return -ENOMEM;
+    }
+}
+
+void hf3fs_iovunlink(hf3fs_iov* iov) {
+    if (iov == nullptr) {
+        return;
+    }
+    if (const auto backing = find_iov(iov->iovh); backing != nullptr) {
+        backing->unlink(*iov);
+    }
+}
+
+void hf3fs_iovdestroy(hf3fs_iov* iov) {
+    if (iov == nullptr || iov->base == nullptr) {
+        return;
+    }
+    if (const auto backing = find_iov(iov->iovh); backing != nullptr) {
+        backing->destroy(*iov);
+        return;
+    }
+    if (iov->iovh != nullptr) {
+        log_line(LogLevel::error, "hf3fs_iovdestroy: this iov was destroyed before, or its structure is damaged");
+        return;
+    }
+    if (usable_mount(iov->mount_point) && agent_needs_telling(iov->mount_point)) {
+        try {
+            unpublish(iov->mount_point, link_name(id_of(*iov), iov->block_size, nullptr));
+        } catch (const std::bad_alloc&) {
+            log_line(LogLevel::error, "hf3fs_iovdestroy: no memory for a name");
+        }
+    }
+    iov->base = nullptr;
+}
+
+} // extern "C"

@@ -1,0 +1,63 @@
+#include "usrbio/client/names.hpp"
+
+#include <sys/random.h>
+
+#include <cerrno>
+#include <cstdlib>
+
+namespace gdrkit::usrbio {
+
+Uuid random_uuid() noexcept {
+    Uuid id;
+    // 16 bytes come whole or not at all; it fails only in a kernel without it.
+    while (getrandom(id.data(), id.size(), 0) != static_cast<ssize_t>(id.size())) {
+        if (errno != EINTR) {
+            std::abort();
+        }
+    }
+    id[6] = static_cast<std::uint8_t>((id[6] & 0x0f) | 0x40);
+    id[8] = static_cast<std::uint8_t>((id[8] & 0x3f) | 0x80);
+    return id;
+}
+
+std::string to_string(const Uuid& id) {
+    static constexpr char digits[] = "0123456789abcdef";
+    std::string text;
+    text.reserve(36);
+    for (std::size_t i = 0; i < id.size(); ++i) {
+        if (i == 4 || i == 6 || i == 8 || i == 10) {
+            text += '-';
+        }
+        text += digits[id[i] >> 4];
+        text += digits[id[i] & 15];
+    }
+    return text;
+}
+
+std::string link_name(const Uuid& id, std::size_t block_size, const RingAttributes* ring) {
+    std::string name = to_string(id);
+    if (block_size != 0) {
+        name += ".b" + std::to_string(block_size);
+    }
+    if (ring != nullptr) {
+        name += (ring->for_read ? ".r" : ".w") + std::to_string(ring->io_depth);
+        if (ring->priority != 0) {
+            name += ring->priority < 0 ? ".ph" : ".pl";
+        }
+        name += ".t" + std::to_string(ring->timeout_ms);
+        if (ring->flags != 0) {
+            name += ".f" + flag_digits(ring->flags);
+        }
+    }
+    return name;
+}
+
+std::string shared_memory_name(const Uuid& id) {
+    return "/hf3fs-iov-" + to_string(id);
+}
+
+std::string link_path(const char* mount, const std::string& name) {
+    return std::string(mount) + "/3fs-virt/iovs/" + name;
+}
+
+} // namespace gdrkit::usrbio

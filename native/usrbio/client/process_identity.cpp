@@ -1,0 +1,92 @@
+#include "usrbio/client/process_identity.hpp"
+
+#include <signal.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdlib>
+#include <fstream>
+#include <sstream>
+#include <string>
+
+namespace gdrkit::usrbio {
+namespace {
+
+constexpr int fields_before_start = 19; // Of /proc/<pid>/stat, between the name and field 22 (proc(5)).
+
+// The 16 bytes of a UUID in hexadecimal digits and hyphens; zeros when it is none.
+std::array<std::uint8_t, 16> boot_id() {
+    std::ifstream file("/proc/sys/kernel/random/boot_id");
+    std::string text;
+    file >> text;
+    std::erase(text, '-');
+    std::array<std::uint8_t, 16> bytes{};
+    if (text.size() != 32 || text.find_first_not_of("0123456789abcdefABCDEF") != std::string::npos) {
+        return bytes;
+    }
+    for (std::size_t at = 0; at < bytes.size(); ++at) {
+        bytes[at] = static_cast<std::uint8_t>(std::strtoul(text.substr(2 * at, 2).c_str(), nullptr, 16));
+    }
+    return bytes;
+}
+
+std::uint32_t pid_namespace() {
+    struct stat status {};
+    return stat("/proc/self/ns/pid", &status) == 0 ? static_cast<std::uint32_t>(status.st_ino) : 0;
+}
+
+struct Start {
+    std::uint64_t ticks = 0;
+    char state = '?';
+};
+
+std::optional<Start> start_of(const std::string& process) {
+    std::ifstream file("/proc/" + process + "/stat");
+    std::stringstream text;
+    text << file.rdbuf();
+    // The name may hold anything, also blanks and brackets; the last bracket ends it.
+    const std::string line = text.str();
+    const auto name_end = line.rfind(')');
+    if (!file || name_end == std::string::npos) {
+        return std::nullopt;
+    }
+    std::istringstream fields(line.substr(name_end + 1));
+    Start start;
+    fields >> start.state;
+    std::string skipped;
+    for (int field = 1; field < fields_before_start; ++field) {
+        fields >> skipped;
+    }
+    fields >> start.ticks;
+    return fields ? std::optional(start) : std::nullopt;
+}
+
+} // namespace
+
+ProcessIdentity this_process() {
+    const auto start = start_of("self");
+    return {boot_id(), static_cast<std::uint32_t>(getpid()), pid_namespace(), start ? start->ticks : 0};
+}
+
+std::optional<bool> is_running(const ProcessIdentity& identity) {
+    constexpr std::array<std::uint8_t, 16> unknown{};
+    const auto boot = boot_id();
+    if (boot != unknown && identity.boot_id != unknown && boot != identity.boot_id) {
+        return false;
+    }
+    const std::uint32_t here = pid_namespace();
+    if (here == 0 || here != identity.pid_namespace) {
+        return std::nullopt;
+    }
+    if (const auto start = start_of(std::to_string(identity.process_id))) {
+        const bool ended = start->state == 'Z' || start->state == 'X' || start->state == 'x';
+        return start->ticks == identity.started_ticks && !ended;
+    }
+    if (kill(static_cast<pid_t>(identity.process_id), 0) != 0 && errno == ESRCH) {
+        return false;
+    }
+    return std::nullopt;
+}
+
+} // namespace gdrkit::usrbio

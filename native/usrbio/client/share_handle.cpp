@@ -1,0 +1,190 @@
+#include "usrbio/client/share_handle.hpp"
+
+#include <algorithm>
+#include <bit>
+#include <climits>
+#include <cstring>
+
+#include "usrbio/client/sha256.hpp"
+
+namespace gdrkit::usrbio {
+namespace {
+
+static_assert(std::endian::native == std::endian::little, "the structs below are the bytes of a handle");
+
+constexpr char share_magic[8] = {'G', 'D', 'R', 'S', 'H', 'A', 'R', 'E'};
+constexpr std::uint16_t share_version = 1;
+constexpr std::size_t digest_bytes = 16;
+constexpr std::uint64_t size_max = INT64_MAX;
+constexpr std::uint64_t page_bytes = 4096;
+constexpr std::uint32_t descriptors_max = 253; // SCM_MAX_FD: what one message of a socket carries.
+
+struct ShareBytes {
+    char magic[8];
+    std::uint16_t version;
+    std::uint16_t kind;
+    std::uint32_t handle_bytes;
+    std::uint64_t allocation_bytes;
+    std::uint64_t offset_bytes;
+    std::uint64_t length_bytes;
+    std::uint64_t address;
+    std::uint64_t chunk_bytes;
+    std::uint32_t descriptor_count;
+    std::uint32_t reserved;
+    std::uint8_t device_uuid[16];
+    std::uint8_t owner_boot_id[16];
+    std::uint32_t owner_process_id;
+    std::uint32_t owner_namespace;
+    std::uint64_t owner_started_ticks;
+    std::uint8_t ipc[64];
+    std::uint8_t digest[digest_bytes];
+};
+static_assert(sizeof(ShareBytes) == share_handle_bytes && offsetof(ShareBytes, allocation_bytes) == 16 &&
+              offsetof(ShareBytes, chunk_bytes) == 48 && offsetof(ShareBytes, device_uuid) == 64 &&
+              offsetof(ShareBytes, owner_boot_id) == 80 && offsetof(ShareBytes, owner_process_id) == 96 &&
+              offsetof(ShareBytes, owner_started_ticks) == 104 && offsetof(ShareBytes, ipc) == 112 &&
+              offsetof(ShareBytes, digest) == 176);
+
+struct GdrBytes {
+    std::uint8_t ipc[64];
+    std::uint64_t length_bytes;
+    std::uint64_t device;
+};
+static_assert(sizeof(GdrBytes) == gdr_handle_bytes && offsetof(GdrBytes, length_bytes) == 64 &&
+              offsetof(GdrBytes, device) == 72);
+
+bool any(std::span<const std::uint8_t> bytes) {
+    return std::ranges::any_of(bytes, [](std::uint8_t byte) { return byte != 0; });
+}
+
+bool chunks_are_right(const ShareHandle& handle) {
+    const std::uint64_t step = handle.chunk_bytes, count = handle.descriptor_count;
+    if (step == 0 || step % page_bytes != 0 || count < 1 || count > descriptors_max || step > size_max / count) {
+        return false;
+    }
+    // Every chunk holds some of the bytes.
+    return handle.allocation_bytes == step * count && handle.offset_bytes < step &&
+           handle.offset_bytes + handle.length_bytes > step * (count - 1);
+}
+
+bool address_is_right(const ShareHandle& handle) {
+    // The last byte may be the last of all addresses, so that one behind it wraps to zero.
+    const bool fits = handle.address != 0 && handle.length_bytes - 1 <= UINT64_MAX - handle.address;
+    return fits && (handle.address - handle.offset_bytes) % page_bytes == 0;
+}
+
+bool kind_is_right(const ShareHandle& handle) {
+    if (any(handle.ipc) != (handle.kind == ShareKind::ipc)) {
+        return false;
+    }
+    switch (handle.kind) {
+    case ShareKind::ipc:
+        return handle.chunk_bytes == 0 && handle.descriptor_count == 0 && handle.address == 0;
+    case ShareKind::vmm:
+        return handle.address == 0 && chunks_are_right(handle);
+    case ShareKind::dmabuf:
+        return handle.chunk_bytes == 0 && handle.descriptor_count == 1 && address_is_right(handle);
+    }
+    return false;
+}
+
+bool is_right(const ShareHandle& handle) {
+    if (handle.allocation_bytes == 0 || handle.allocation_bytes > size_max || handle.length_bytes == 0 ||
+        handle.offset_bytes > handle.allocation_bytes ||
+        handle.length_bytes > handle.allocation_bytes - handle.offset_bytes) {
+        return false;
+    }
+    return kind_is_right(handle) && any(handle.device_uuid) && handle.owner.process_id != 0;
+}
+
+bool is_right(const GdrHandle& handle) {
+    return any(handle.ipc) && handle.length_bytes != 0 && handle.length_bytes <= size_max && handle.device <= INT_MAX;
+}
+
+void seal(ShareBytes& bytes) {
+    const auto digest = sha256({reinterpret_cast<const std::uint8_t*>(&bytes), share_handle_bytes - digest_bytes});
+    std::copy_n(digest.begin(), digest_bytes, bytes.digest);
+}
+
+} // namespace
+
+std::optional<std::array<std::uint8_t, share_handle_bytes>> pack(const ShareHandle& handle) {
+    if (!is_right(handle)) {
+        return std::nullopt;
+    }
+    ShareBytes bytes{};
+    std::memcpy(bytes.magic, share_magic, sizeof share_magic);
+    bytes.version = share_version;
+    bytes.kind = static_cast<std::uint16_t>(handle.kind);
+    bytes.handle_bytes = share_handle_bytes;
+    bytes.allocation_bytes = handle.allocation_bytes;
+    bytes.offset_bytes = handle.offset_bytes;
+    bytes.length_bytes = handle.length_bytes;
+    bytes.address = handle.address;
+    bytes.chunk_bytes = handle.chunk_bytes;
+    bytes.descriptor_count = handle.descriptor_count;
+    std::ranges::copy(handle.device_uuid, bytes.device_uuid);
+    std::ranges::copy(handle.owner.boot_id, bytes.owner_boot_id);
+    bytes.owner_process_id = handle.owner.process_id;
+    bytes.owner_namespace = handle.owner.pid_namespace;
+    bytes.owner_started_ticks = handle.owner.started_ticks;
+    std::ranges::copy(handle.ipc, bytes.ipc);
+    seal(bytes);
+    return std::bit_cast<std::array<std::uint8_t, share_handle_bytes>>(bytes);
+}
+
+std::optional<ShareHandle> parse_share_handle(std::span<const std::uint8_t> given) {
+    if (given.size() != share_handle_bytes) {
+        return std::nullopt;
+    }
+    ShareBytes bytes;
+    std::memcpy(&bytes, given.data(), sizeof bytes);
+    ShareBytes sealed = bytes;
+    seal(sealed);
+    if (std::memcmp(bytes.magic, share_magic, sizeof share_magic) != 0 || bytes.version != share_version ||
+        std::memcmp(bytes.digest, sealed.digest, digest_bytes) != 0 || bytes.handle_bytes != share_handle_bytes ||
+        bytes.reserved != 0 || bytes.kind < 1 || bytes.kind > 3) {
+        return std::nullopt;
+    }
+    ShareHandle handle;
+    handle.kind = static_cast<ShareKind>(bytes.kind);
+    handle.allocation_bytes = bytes.allocation_bytes;
+    handle.offset_bytes = bytes.offset_bytes;
+    handle.length_bytes = bytes.length_bytes;
+    handle.address = bytes.address;
+    handle.chunk_bytes = bytes.chunk_bytes;
+    handle.descriptor_count = bytes.descriptor_count;
+    std::ranges::copy(bytes.device_uuid, handle.device_uuid.begin());
+    std::ranges::copy(bytes.owner_boot_id, handle.owner.boot_id.begin());
+    handle.owner.process_id = bytes.owner_process_id;
+    handle.owner.pid_namespace = bytes.owner_namespace;
+    handle.owner.started_ticks = bytes.owner_started_ticks;
+    std::ranges::copy(bytes.ipc, handle.ipc.begin());
+    return is_right(handle) ? std::optional(handle) : std::nullopt;
+}
+
+std::optional<std::array<std::uint8_t, gdr_handle_bytes>> pack(const GdrHandle& handle) {
+    if (!is_right(handle)) {
+        return std::nullopt;
+    }
+    GdrBytes bytes{};
+    std::ranges::copy(handle.ipc, bytes.ipc);
+    bytes.length_bytes = handle.length_bytes;
+    bytes.device = handle.device;
+    return std::bit_cast<std::array<std::uint8_t, gdr_handle_bytes>>(bytes);
+}
+
+std::optional<GdrHandle> parse_gdr_handle(std::span<const std::uint8_t> given) {
+    if (given.size() != gdr_handle_bytes) {
+        return std::nullopt;
+    }
+    GdrBytes bytes;
+    std::memcpy(&bytes, given.data(), sizeof bytes);
+    GdrHandle handle;
+    std::ranges::copy(bytes.ipc, handle.ipc.begin());
+    handle.length_bytes = bytes.length_bytes;
+    handle.device = bytes.device;
+    return is_right(handle) ? std::optional(handle) : std::nullopt;
+}
+
+} // namespace gdrkit::usrbio

@@ -1,0 +1,138 @@
+#include "usrbio/client/shared_memory.hpp"
+
+#include "usrbio/client/log.hpp"
+#include "usrbio/client/names.hpp"
+
+#include <fcntl.h>
+#include <linux/mempolicy.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <array>
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+
+namespace gdrkit::usrbio {
+
+void prefer_node(void* memory, std::size_t bytes, int numa) noexcept {
+    if (numa < 0) {
+        return;
+    }
+    // By the system call: libnuma would be a dependency for this line alone.
+    constexpr std::size_t word_bits = 8 * sizeof(unsigned long);
+    std::array<unsigned long, 1024 / word_bits> nodes{};
+    const auto node = static_cast<std::size_t>(numa);
+    const auto page = static_cast<std::uintptr_t>(sysconf(_SC_PAGESIZE));
+    const auto begin = reinterpret_cast<std::uintptr_t>(memory) & ~(page - 1);
+    const std::size_t length = reinterpret_cast<std::uintptr_t>(memory) + bytes - begin;
+    errno = EINVAL;
+    if (node < 1024) {
+        nodes[node / word_bits] = 1UL << node % word_bits;
+    }
+    if (node >= 1024 || syscall(SYS_mbind, begin, length, MPOL_BIND, nodes.data(), 1024UL + 1, 0U) != 0) {
+        log_line(LogLevel::warning, "no memory of node %d: %s", numa, std::strerror(errno));
+    }
+}
+
+SharedMemory::~SharedMemory() {
+    remove_name();
+    if (base_ != nullptr) {
+        munmap(base_, bytes_);
+    }
+}
+
+void SharedMemory::remove_name() noexcept {
+    if (!name_.empty() && process_ == getpid()) {
+        shm_unlink(name_.c_str());
+    }
+    name_.clear();
+}
+
+int SharedMemory::map(int fd, std::size_t bytes, int numa) noexcept {
+    void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    if (memory == MAP_FAILED) {
+        return -errno;
+    }
+    base_ = static_cast<std::uint8_t*>(memory);
+    bytes_ = bytes;
+    prefer_node(memory, bytes, numa);
+    return 0;
+}
+
+int SharedMemory::create(std::string name, std::size_t bytes, int numa) noexcept {
+    const int fd = shm_open(name.c_str(), O_RDWR | O_CREAT | O_EXCL, 0600);
+    if (fd < 0) {
+        return -errno;
+    }
+    name_ = std::move(name);
+    process_ = getpid();
+    const int status = fill(fd, bytes, numa);
+    close(fd);
+    return status;
+}
+
+int SharedMemory::create_unnamed(std::string name, std::size_t bytes, int numa) noexcept {
+    unnamed_ = Descriptor(::open(shared_memory_folder, O_TMPFILE | O_RDWR | O_CLOEXEC, 0600));
+    if (unnamed_.get() < 0) {
+        return create(std::move(name), bytes, numa);
+    }
+    future_name_ = std::move(name);
+    return fill(unnamed_.get(), bytes, numa);
+}
+
+int SharedMemory::give_name() noexcept {
+    char self[32];
+    std::snprintf(self, sizeof(self), "/proc/self/fd/%d", unnamed_.get());
+    const std::string path = shared_memory_folder + future_name_;
+    if (linkat(AT_FDCWD, self, AT_FDCWD, path.c_str(), AT_SYMLINK_FOLLOW) != 0) {
+        return -errno;
+    }
+    take_name();
+    return 0;
+}
+
+void SharedMemory::take_name() noexcept {
+    struct stat found {};
+    if (fstat(unnamed_.get(), &found) == 0 && found.st_nlink != 0) {
+        name_ = std::move(future_name_);
+        process_ = getpid();
+    }
+    unnamed_ = Descriptor();
+}
+
+int SharedMemory::fill(int fd, std::size_t bytes, int numa) noexcept {
+    int status = bytes > PTRDIFF_MAX ? -ENOMEM : 0;
+    if (status == 0 && ftruncate(fd, static_cast<off_t>(bytes)) != 0) {
+        status = -errno;
+    }
+    if (status == 0) {
+        status = map(fd, bytes, numa);
+    }
+    // Last, so that the pages are of the node.
+    if (status == 0) {
+        status = -posix_fallocate(fd, 0, static_cast<off_t>(bytes));
+    }
+    return status;
+}
+
+int SharedMemory::open(std::string name, std::size_t bytes, int numa) noexcept {
+    const int fd = shm_open(name.c_str(), O_RDWR, 0);
+    if (fd < 0) {
+        return -errno;
+    }
+    struct stat found {};
+    int status = fstat(fd, &found) != 0 ? -errno : 0;
+    if (status == 0 && (found.st_size < 0 || static_cast<std::size_t>(found.st_size) < bytes)) {
+        status = -EIO;
+    }
+    if (status == 0) {
+        status = map(fd, bytes, numa);
+    }
+    close(fd);
+    return status;
+}
+
+} // namespace gdrkit::usrbio

@@ -1,0 +1,27 @@
+/* Reads a file into GPU memory that the library allocates, and writes that memory to standard output. */
+#include "read_file.h"
+
+int main(int count, char** arguments) {
+    if (count != 4) {
+        fprintf(stderr, "usage: %s MOUNT FILE DEVICE\n", arguments[0]);
+        return 1;
+    }
+    const char *const mount = arguments[1], *const path = arguments[2];
+    const int device = atoi(arguments[3]);
+    const size_t bytes = size_of_file(path);
+    struct hf3fs_iov iov;
+    int error = hf3fs_iovcreate_gpu(&iov, mount, bytes == 0 ? 1 : bytes, 0, device);
+    if (error != 0) {
+        fail("hf3fs_iovcreate_gpu", error);
+    }
+    const size_t done = read_file(mount, path, &iov, iov.base, iov.size);
+    /* Kernels that start from here on see what the NIC has written. */
+    error = hf3fs_iovsync_gpu(&iov, 1);
+    if (error != 0) {
+        fail("hf3fs_iovsync_gpu", error);
+    }
+    use_device(device);
+    print_device_memory(iov.base, done);
+    hf3fs_iovdestroy_gpu(&iov);
+    return 0;
+}

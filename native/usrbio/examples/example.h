@@ -1,0 +1,101 @@
+/* What the examples share: an error that ends the program, a deadline, and the little that they need of the CUDA
+ * driver. */
+#pragma once
+
+#include <dlfcn.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include "hf3fs_usrbio_gdr.h"
+
+/* `error` is an errno, positive or negative. */
+static inline void fail(const char* what, long error) {
+    fprintf(stderr, "%s: %s\n", what, strerror((int)(error < 0 ? -error : error)));
+    exit(1);
+}
+
+static inline struct timespec seconds_from_now(int seconds) {
+    struct timespec deadline;
+    clock_gettime(CLOCK_REALTIME, &deadline);
+    deadline.tv_sec += seconds;
+    return deadline;
+}
+
+/* Waits for the completion of the one operation that is under way, and returns how many bytes it moved. */
+static inline size_t wait_for_one(const struct hf3fs_ior* ior) {
+    struct hf3fs_cqe cqe;
+    const struct timespec deadline = seconds_from_now(60);
+    const int count = hf3fs_wait_for_ios(ior, &cqe, 1, 1, &deadline);
+    if (count < 0) {
+        fail("hf3fs_wait_for_ios", count);
+    }
+    if (count == 0) {
+        fprintf(stderr, "nothing was completed within a minute\n");
+        exit(1);
+    }
+    if (cqe.result < 0) {
+        fail("the operation", (long)cqe.result);
+    }
+    return (size_t)cqe.result;
+}
+
+/* A function of the driver by its symbol; a program that is built with CUDA would include <cuda.h> and link it. */
+static inline void* cuda_function(const char* symbol) {
+    void* const library = dlopen("libcuda.so.1", RTLD_NOW);
+    void* const function = library == NULL ? NULL : dlsym(library, symbol);
+    if (function == NULL) {
+        fprintf(stderr, "%s: %s\n", symbol, dlerror());
+        exit(1);
+    }
+    return function;
+}
+
+static inline void check_cuda(const char* what, int result) {
+    if (result != 0) {
+        fprintf(stderr, "%s answered %d\n", what, result);
+        exit(1);
+    }
+}
+
+/* Makes the primary context of the device current, as the CUDA runtime does. */
+static inline void use_device(int device) {
+    int (*init)(unsigned) = (int (*)(unsigned))cuda_function("cuInit");
+    int (*retain)(void**, int) = (int (*)(void**, int))cuda_function("cuDevicePrimaryCtxRetain");
+    int (*set)(void*) = (int (*)(void*))cuda_function("cuCtxSetCurrent");
+    void* context = NULL;
+    check_cuda("cuInit", init(0));
+    check_cuda("cuDevicePrimaryCtxRetain", retain(&context, device));
+    check_cuda("cuCtxSetCurrent", set(context));
+}
+
+static inline void* allocate_on_device(size_t bytes) {
+    int (*allocate)(uint64_t*, size_t) = (int (*)(uint64_t*, size_t))cuda_function("cuMemAlloc_v2");
+    uint64_t address = 0;
+    check_cuda("cuMemAlloc", allocate(&address, bytes));
+    return (void*)address;
+}
+
+static inline void free_on_device(void* pointer) {
+    int (*release)(uint64_t) = (int (*)(uint64_t))cuda_function("cuMemFree_v2");
+    check_cuda("cuMemFree", release((uint64_t)pointer));
+}
+
+/* Copies device memory to the host and writes it to standard output. */
+static inline void print_device_memory(const void* pointer, size_t bytes) {
+    int (*copy)(void*, uint64_t, size_t) = (int (*)(void*, uint64_t, size_t))cuda_function("cuMemcpyDtoH_v2");
+    void* const host = malloc(bytes == 0 ? 1 : bytes);
+    if (host == NULL) {
+        fail("malloc", 12);
+    }
+    if (bytes != 0) {
+        check_cuda("cuMemcpyDtoH", copy(host, (uint64_t)pointer, bytes));
+    }
+    if (fwrite(host, 1, bytes, stdout) != bytes || fflush(stdout) != 0) {
+        fprintf(stderr, "standard output cannot be written\n");
+        exit(1);
+    }
+    free(host);
+}

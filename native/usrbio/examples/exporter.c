@@ -1,0 +1,46 @@
+/*
+ * The owner of GPU memory: exports it, waits until another process (importer) has read a file into it, and writes what
+ * is in it then to standard output.
+ */
+#include "handle_socket.h"
+
+int main(int count, char** arguments) {
+    if (count != 5) {
+        fprintf(stderr, "usage: %s MOUNT BYTES DEVICE SOCKET\n", arguments[0]);
+        return 1;
+    }
+    const int device = atoi(arguments[3]);
+    const size_t bytes = (size_t)strtoull(arguments[2], NULL, 10);
+    /* Listens first, so that the importer may come at any time. */
+    const struct sockaddr_un address = address_of(arguments[4]);
+    const int listener = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    if (listener < 0 || bind(listener, (const struct sockaddr*)&address, sizeof address) != 0 ||
+        listen(listener, 1) != 0) {
+        fail(arguments[4], errno);
+    }
+    struct hf3fs_iov iov;
+    int error = hf3fs_iovcreate_gpu(&iov, arguments[1], bytes, 0, device);
+    if (error != 0) {
+        fail("hf3fs_iovcreate_gpu", error);
+    }
+    hf3fs_gpu_ipc_handle_t handle;
+    error = hf3fs_iov_export_gpu(&iov, &handle);
+    if (error != 0) {
+        fail("hf3fs_iov_export_gpu", error);
+    }
+    const int peer = accept(listener, NULL, NULL);
+    if (peer < 0) {
+        fail("accept", errno);
+    }
+    transfer_all(send_some, peer, &handle, sizeof handle);
+    char done = 0;
+    transfer_all(recv, peer, &done, sizeof done);
+    close(peer);
+    close(listener);
+    unlink(arguments[4]);
+    use_device(device);
+    print_device_memory(iov.base, bytes);
+    /* Only now: the importer has closed its mapping. */
+    hf3fs_iovdestroy_gpu(&iov);
+    return 0;
+}

@@ -1,0 +1,33 @@
+/* Takes the handle of another process's GPU memory (exporter) and reads a file into that. */
+#include "handle_socket.h"
+#include "read_file.h"
+
+int main(int count, char** arguments) {
+    if (count != 4) {
+        fprintf(stderr, "usage: %s MOUNT FILE SOCKET\n", arguments[0]);
+        return 1;
+    }
+    const struct sockaddr_un address = address_of(arguments[3]);
+    const int peer = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    if (peer < 0 || connect(peer, (const struct sockaddr*)&address, sizeof address) != 0) {
+        fail(arguments[3], errno);
+    }
+    hf3fs_gpu_ipc_handle_t handle;
+    transfer_all(recv, peer, &handle, sizeof handle);
+    struct hf3fs_iov iov;
+    int error = hf3fs_iov_import_gpu(&iov, &handle, arguments[1]);
+    if (error != 0) {
+        fail("hf3fs_iov_import_gpu", error);
+    }
+    const size_t done = read_file(arguments[1], arguments[2], &iov, iov.base, iov.size);
+    error = hf3fs_iovsync_gpu(&iov, 1);
+    if (error != 0) {
+        fail("hf3fs_iovsync_gpu", error);
+    }
+    printf("%zu bytes were read into the memory of another process, on device %d\n", done, hf3fs_iov_gpu_device(&iov));
+    hf3fs_iovdestroy_gpu(&iov);
+    char byte = 1;
+    transfer_all(send_some, peer, &byte, sizeof byte);
+    close(peer);
+    return 0;
+}

@@ -1,0 +1,36 @@
+/* Reads a file into the middle of GPU memory that somebody else has allocated, and writes it to standard output. */
+#include <sys/random.h>
+
+#include "read_file.h"
+
+int main(int count, char** arguments) {
+    if (count != 4) {
+        fprintf(stderr, "usage: %s MOUNT FILE DEVICE\n", arguments[0]);
+        return 1;
+    }
+    const char *const mount = arguments[1], *const path = arguments[2];
+    const int device = atoi(arguments[3]);
+    const size_t bytes = size_of_file(path), before = 4096;
+    /* As a framework would: the iov is a part of one allocation. */
+    use_device(device);
+    uint8_t* const memory = allocate_on_device(before + bytes + 1);
+    uint8_t id[16];
+    if (getrandom(id, sizeof id, 0) != sizeof id) {
+        fail("getrandom", errno);
+    }
+    struct hf3fs_iov iov;
+    int error = hf3fs_iovwrap_gpu(&iov, memory + before, id, mount, bytes + 1, 0, device);
+    if (error != 0) {
+        fail("hf3fs_iovwrap_gpu", error);
+    }
+    const size_t done = read_file(mount, path, &iov, memory + before, bytes + 1);
+    error = hf3fs_iovsync_gpu(&iov, 1);
+    if (error != 0) {
+        fail("hf3fs_iovsync_gpu", error);
+    }
+    print_device_memory(memory + before, done);
+    /* Takes the registration back; the memory stays its owner's. */
+    hf3fs_iovdestroy_gpu(&iov);
+    free_on_device(memory);
+    return 0;
+}

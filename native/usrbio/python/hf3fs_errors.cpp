@@ -1,0 +1,32 @@
+#include "hf3fs_errors.hpp"
+
+namespace gdrkit::usrbio {
+
+namespace {
+
+nb::handle module;
+
+[[noreturn]] void raise(const nb::object& error) {
+    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
+    throw nb::python_error();
+}
+
+} // namespace
+
+void remember_module(nb::handle given) noexcept {
+    module = given;
+}
+
+void raise_failed(const char* operation, int number, nb::dict arguments) {
+    raise(module.attr("failed")(operation, number, arguments));
+}
+
+void raise_missing(const char* operation) {
+    raise(module.attr("missing")(operation));
+}
+
+void raise_refused(const char* message, const char* reason) {
+    raise(module.attr("refused")(message, reason));
+}
+
+} // namespace gdrkit::usrbio

@@ -1,0 +1,44 @@
+#include "hf3fs_library.hpp"
+
+#include <dlfcn.h>
+
+namespace gdrkit::usrbio {
+
+namespace {
+
+Functions opened;
+void* handle = nullptr;
+
+} // namespace
+
+std::string open_library(const std::string& path) {
+    if (handle != nullptr) {
+        return {};
+    }
+    // Never closed again: the library has threads, tables of descriptors and handlers of its own.
+    handle = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+    if (handle == nullptr) {
+        return dlerror();
+    }
+#define GDRKIT_RESOLVE(name, result, ...) opened.name = reinterpret_cast<decltype(opened.name)>(dlsym(handle, #name));
+    GDRKIT_HF3FS_FUNCTIONS(GDRKIT_RESOLVE)
+#undef GDRKIT_RESOLVE
+    return {};
+}
+
+const Functions& functions() noexcept {
+    return opened;
+}
+
+std::vector<std::string> function_names() {
+    std::vector<std::string> names;
+#define GDRKIT_LIST(name, result, ...)                                                                                 \
+    if (opened.name != nullptr) {                                                                                      \
+        names.emplace_back(#name);                                                                                     \
+    }
+    GDRKIT_HF3FS_FUNCTIONS(GDRKIT_LIST)
+#undef GDRKIT_LIST
+    return names;
+}
+
+} // namespace gdrkit::usrbio

@@ -1,0 +1,118 @@
+// gdrkit.usrbio._hf3fs: the hf3fs user-space I/O interface for Python, over any client library that has it.
+
+#include "hf3fs_errors.hpp"
+#include "hf3fs_ioring.hpp"
+#include "hf3fs_iovec.hpp"
+#include "hf3fs_library.hpp"
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <array>
+#include <cerrno>
+#include <optional>
+
+namespace gdrkit::usrbio {
+
+using namespace nb::literals;
+
+namespace {
+
+std::optional<std::string> extract_mount_point(const std::string& path) {
+    auto extract = GDRKIT_REQUIRE(hf3fs_extract_mount_point);
+    std::array<char, 4096> mount{};
+    const int bytes = extract(mount.data(), static_cast<int>(mount.size()), path.c_str());
+    if (bytes < 0) {
+        return std::nullopt;
+    }
+    if (static_cast<std::size_t>(bytes) > mount.size()) {
+        nb::dict arguments;
+        arguments["path"] = path;
+        raise_failed("hf3fs_extract_mount_point", ENAMETOOLONG, arguments);
+    }
+    return std::string(mount.data());
+}
+
+nb::dict of_descriptor(int fd) {
+    nb::dict arguments;
+    arguments["fd"] = fd;
+    return arguments;
+}
+
+void register_fd(int fd, std::uint64_t flags) {
+    const auto call = GDRKIT_REQUIRE(hf3fs_reg_fd);
+    int code = 0;
+    {
+        nb::gil_scoped_release unlocked;
+        code = call(fd, flags);
+    }
+    if (code > 0) { // Of this call alone, an error is positive.
+        raise_failed("hf3fs_reg_fd", code, of_descriptor(fd));
+    }
+}
+
+void deregister_fd(int fd) {
+    const auto call = GDRKIT_REQUIRE(hf3fs_dereg_fd);
+    nb::gil_scoped_release unlocked;
+    call(fd);
+}
+
+void hardlink(const std::string& target, const std::string& link_name) {
+    const auto call = GDRKIT_REQUIRE(hf3fs_hardlink);
+    int code = 0;
+    {
+        nb::gil_scoped_release unlocked;
+        code = call(target.c_str(), link_name.c_str());
+    }
+    if (code != 0) {
+        nb::dict arguments;
+        arguments["target"] = target;
+        arguments["link_name"] = link_name;
+        raise_failed("hf3fs_hardlink", std::abs(code), arguments);
+    }
+}
+
+void punch_hole(int fd, const std::vector<std::size_t>& start, const std::vector<std::size_t>& end, std::size_t flags) {
+    const auto call = GDRKIT_REQUIRE(hf3fs_punchhole);
+    if (start.size() != end.size()) {
+        raise_refused("a hole has a start and an end", "bad_argument");
+    }
+    if (start.size() > 1000) {
+        raise_refused("one call punches 1000 holes at most", "bad_argument");
+    }
+    int code = 0;
+    {
+        nb::gil_scoped_release unlocked;
+        code = call(fd, static_cast<int>(start.size()), start.data(), end.data(), flags);
+    }
+    if (code != 0) {
+        nb::dict arguments = of_descriptor(fd);
+        arguments["holes"] = start.size();
+        raise_failed("hf3fs_punchhole", std::abs(code), arguments);
+    }
+}
+
+} // namespace
+
+NB_MODULE(_hf3fs, module) {
+    remember_module(module);
+    // A ring whose agent does not answer leaves the memory of its operations for ever, on purpose.
+    nb::set_leak_warnings(false);
+    module.def("open_library", &open_library, "path"_a);
+    module.def("function_names", &function_names);
+    module.def("extract_mount_point", &extract_mount_point, "path"_a);
+    module.def(
+        "is_hf3fs", [](int fd) { return GDRKIT_REQUIRE(hf3fs_is_hf3fs)(fd); }, "fd"_a);
+    module.def("register_fd", &register_fd, "fd"_a, "flags"_a = 0);
+    module.def("deregister_fd", &deregister_fd, "fd"_a);
+    module.def("hardlink", &hardlink, "target"_a, "link_name"_a);
+    module.def("punch_hole", &punch_hole, "fd"_a, "start"_a, "end"_a, "flags"_a = 0);
+    module.def("gdr_available", [] { return GDRKIT_REQUIRE(hf3fs_gdr_available)(); });
+    module.def("gdr_device_count", [] { return GDRKIT_REQUIRE(hf3fs_gdr_device_count)(); });
+    bind_iovec(module);
+    bind_ioring(module);
+}
+
+} // namespace gdrkit::usrbio

@@ -1,0 +1,181 @@
+// gdrkit.usrbio._loop: the agent's loop for Python. Every call that waits lets other Python threads run.
+#include <fcntl.h>
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/array.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+#include <semaphore.h>
+
+#include <cerrno>
+#include <memory>
+#include <system_error>
+#include <tuple>
+
+#include <nanobind/stl/tuple.h>
+
+#include "usrbio/agent/loop.hpp"
+
+namespace nb = nanobind;
+using namespace gdrkit::usrbio::agent;
+
+namespace {
+
+using Milliseconds = std::chrono::milliseconds;
+using Release = nb::gil_scoped_release;
+
+Id id_of(const nb::bytes& data) {
+    Id id{};
+    if (data.size() != id.size())
+        throw std::system_error(EINVAL, std::generic_category(), "an id has 16 bytes");
+    std::copy_n(static_cast<const std::uint8_t*>(data.data()), id.size(), id.begin());
+    return id;
+}
+
+nb::bytes bytes_of(const Id& id) {
+    return nb::bytes(id.data(), id.size());
+}
+
+void translate(const std::exception_ptr& thrown, void*) {
+    try {
+        std::rethrow_exception(thrown);
+    } catch (const std::system_error& error) {
+        PyErr_SetObject(PyExc_OSError, nb::make_tuple(error.code().value(), error.what()).ptr());
+    }
+}
+
+// A new semaphore of value 0, which both sides find by its name.
+void create_semaphore(const std::string& name, unsigned mode) {
+    sem_t* made = sem_open(name.c_str(), O_CREAT | O_EXCL, static_cast<mode_t>(mode), 0);
+    if (made == SEM_FAILED)
+        throw std::system_error(errno, std::generic_category(), "sem_open " + name);
+    sem_close(made);
+}
+
+nb::dict statistics_of(Loop& loop) {
+    Statistics found;
+    {
+        const Release release;
+        found = loop.statistics();
+    }
+    nb::dict said;
+    said["operations"] = found.operations;
+    said["completions"] = found.completions;
+    said["bytes"] = found.bytes;
+    said["refused"] = found.refused;
+    said["failed"] = found.failed;
+    said["batches"] = found.batches;
+    said["sleeps"] = found.sleeps;
+    said["broken_rings"] = found.broken_rings;
+    said["disconnects"] = found.disconnects;
+    said["outstanding"] = found.outstanding;
+    return said;
+}
+
+const char* name_of(Event::Kind kind) {
+    switch (kind) {
+    case Event::Kind::ring_broken:
+        return "ring_broken";
+    case Event::Kind::silent:
+        return "silent";
+    case Event::Kind::disconnected:
+        break;
+    }
+    return "disconnected";
+}
+
+nb::list events_of(Loop& loop, int timeout_ms) {
+    std::vector<Event> found;
+    {
+        const Release release;
+        found = loop.events(Milliseconds(timeout_ms));
+    }
+    nb::list said;
+    for (const Event& event : found)
+        said.append(nb::make_tuple(name_of(event.kind), event.client, bytes_of(event.id), event.generation));
+    return said;
+}
+
+} // namespace
+
+NB_MODULE(_loop, module) {
+    module.doc() = "The agent's loop: rings, data frames, completions.";
+    nb::register_exception_translator(translate);
+    module.def("create_semaphore", &create_semaphore, nb::arg("name"), nb::arg("mode"));
+
+    nb::class_<Loop>(module, "Loop")
+        .def(
+            "__init__",
+            [](Loop* self, const std::array<std::string, priority_classes>& semaphores, int spin_us,
+               std::size_t outstanding_max, std::uint32_t silence_ms) {
+                Options options;
+                options.spin = std::chrono::microseconds(spin_us);
+                options.outstanding_max = outstanding_max;
+                options.silence = Milliseconds(silence_ms);
+                new (self) Loop(options, semaphores);
+            },
+            nb::kw_only(), nb::arg("semaphores"), nb::arg("spin_us"), nb::arg("outstanding_max"), nb::arg("silence_ms"))
+        .def("add_client", &Loop::add_client, nb::arg("client"), nb::call_guard<Release>())
+        .def("remove_client", &Loop::remove_client, nb::arg("client"), nb::call_guard<Release>())
+        .def(
+            "add_buffer",
+            [](Loop& loop, std::uint64_t client, const nb::bytes& id, std::uint64_t length, std::uint64_t block_bytes,
+               const std::vector<std::tuple<std::uint64_t, std::uint32_t>>& keys, std::vector<std::uint16_t> near) {
+                BufferSpec spec{
+                    .id = id_of(id), .length = length, .block_bytes = block_bytes, .keys = {}, .near = std::move(near)};
+                for (const auto& [address, rkey] : keys)
+                    spec.keys.push_back({address, rkey});
+                const Release release;
+                loop.add_buffer(client, spec);
+            },
+            nb::arg("client"), nb::arg("id"), nb::kw_only(), nb::arg("length"), nb::arg("block_bytes"), nb::arg("keys"),
+            nb::arg("near"))
+        .def(
+            "set_file",
+            [](Loop& loop, std::uint64_t client, std::uint64_t inode, std::uint64_t read_handle,
+               std::uint64_t write_handle, bool readable, bool writable) {
+                const FileSpec spec{inode, read_handle, write_handle, readable, writable};
+                const Release release;
+                loop.set_file(client, spec);
+            },
+            nb::arg("client"), nb::arg("inode"), nb::kw_only(), nb::arg("read_handle"), nb::arg("write_handle"),
+            nb::arg("readable"), nb::arg("writable"))
+        .def(
+            "add_ring",
+            [](Loop& loop, std::uint64_t client, const nb::bytes& id, int fd, bool for_read, int io_depth, int priority,
+               std::uint32_t timeout_ms, std::uint64_t flags) {
+                const RingSpec spec{id_of(id), for_read, io_depth, priority, Milliseconds(timeout_ms), flags};
+                const Release release;
+                loop.add_ring(client, spec, fd);
+            },
+            nb::arg("client"), nb::arg("id"), nb::kw_only(), nb::arg("fd"), nb::arg("for_read"), nb::arg("io_depth"),
+            nb::arg("priority"), nb::arg("timeout_ms"), nb::arg("flags"))
+        .def(
+            "remove_buffer",
+            [](Loop& loop, std::uint64_t client, const nb::bytes& id, int timeout_ms) {
+                const Id wanted = id_of(id);
+                const Release release;
+                return loop.remove_buffer(client, wanted, Milliseconds(timeout_ms));
+            },
+            nb::arg("client"), nb::arg("id"), nb::kw_only(), nb::arg("timeout_ms"))
+        .def(
+            "remove_ring",
+            [](Loop& loop, std::uint64_t client, const nb::bytes& id, int timeout_ms) {
+                const Id wanted = id_of(id);
+                const Release release;
+                return loop.remove_ring(client, wanted, Milliseconds(timeout_ms));
+            },
+            nb::arg("client"), nb::arg("id"), nb::kw_only(), nb::arg("timeout_ms"))
+        .def(
+            "remove_file",
+            [](Loop& loop, std::uint64_t client, std::uint64_t inode, int timeout_ms) {
+                const Release release;
+                return loop.remove_file(client, inode, Milliseconds(timeout_ms));
+            },
+            nb::arg("client"), nb::arg("inode"), nb::kw_only(), nb::arg("timeout_ms"))
+        .def("connect", &Loop::connect, nb::arg("socket"), nb::kw_only(), nb::arg("lanes"), nb::arg("generation"),
+             nb::call_guard<Release>(), "Takes the descriptor, also when it raises.")
+        .def("disconnect", &Loop::disconnect, nb::call_guard<Release>())
+        .def("statistics", &statistics_of)
+        .def("events", &events_of, nb::arg("timeout_ms"))
+        .def("stop", &Loop::stop, nb::call_guard<Release>());
+}

@@ -1,0 +1,48 @@
+#include "usrbio/ring/application_side.hpp"
+
+#include <new>
+
+namespace gdrkit::usrbio {
+
+ApplicationRing::ApplicationRing(const RingView& view)
+    : view_(view), in_use_(std::make_unique<std::atomic<std::uint8_t>[]>(view.slots)) {}
+
+int ApplicationRing::attach(void* memory, std::size_t bytes, std::unique_ptr<ApplicationRing>& ring) noexcept {
+    RingView view;
+    if (const int status = RingView::over(memory, bytes, view); status != 0) {
+        return status;
+    }
+    const std::int32_t head = view.indices->submission_head.load(std::memory_order_acquire);
+    const std::int32_t tail = view.indices->submission_tail.load(std::memory_order_acquire);
+    const std::int32_t completion_head = view.indices->completion_head.load(std::memory_order_acquire);
+    const std::int32_t completion_tail = view.indices->completion_tail.load(std::memory_order_acquire);
+    if (!view.holds(head) || !view.holds(tail) || !view.holds(completion_head) || !view.holds(completion_tail)) {
+        return -EINVAL;
+    }
+    try {
+        ring.reset(new ApplicationRing(view));
+    } catch (const std::bad_alloc&) {
+        return -ENOMEM;
+    }
+    ring->head_ = ring->published_ = static_cast<std::uint32_t>(head);
+    ring->tail_ = static_cast<std::uint32_t>(tail);
+    ring->completion_tail_ = static_cast<std::uint32_t>(completion_tail);
+    SideState& application = view.extension->application;
+    application.sleeping.store(0, std::memory_order_relaxed);
+    application.ended.store(0, std::memory_order_relaxed);
+    application.magic.store(extension_magic, std::memory_order_release);
+    return 0;
+}
+
+bool ApplicationRing::sees_room(std::uint32_t next) noexcept {
+    // Completions may overtake each other, so a slot can be free while its place in the queue is not.
+    const std::int32_t tail = view_.indices->submission_tail.load(std::memory_order_acquire);
+    if (!view_.holds(tail)) {
+        broken_.store(true, std::memory_order_relaxed);
+        return false;
+    }
+    tail_ = static_cast<std::uint32_t>(tail);
+    return next != tail_;
+}
+
+} // namespace gdrkit::usrbio

@@ -1,0 +1,84 @@
+// What the tests of the C library share: their files and rings, and a count of the shared memory that they made.
+#pragma once
+
+#include "test_mount.hpp"
+#include "tests/check.hpp"
+#include "usrbio/include/hf3fs_usrbio.h"
+
+#include <fcntl.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <filesystem>
+#include <mutex>
+#include <string>
+#include <vector>
+
+namespace gdrkit::usrbio::test {
+
+// The names that this process created and that are still there. Others use /dev/shm too, so they cannot just be
+// counted.
+inline std::mutex created_mutex;
+inline std::vector<std::string> created;
+
+inline std::size_t shared_memories() {
+    const std::lock_guard lock(created_mutex);
+    return static_cast<std::size_t>(std::count_if(created.begin(), created.end(), [](const std::string& name) {
+        return std::filesystem::exists("/dev/shm" + name);
+    }));
+}
+
+inline timespec in_ms(long milliseconds) {
+    timespec when{};
+    clock_gettime(CLOCK_REALTIME, &when);
+    when.tv_nsec += milliseconds % 1000 * 1000000;
+    when.tv_sec += milliseconds / 1000 + when.tv_nsec / 1000000000;
+    when.tv_nsec %= 1000000000;
+    return when;
+}
+
+template <typename Condition> void becomes(Condition condition) {
+    for (int i = 0; i < 5000 && !condition(); ++i) {
+        usleep(1000);
+    }
+    CHECK(condition());
+}
+
+struct File {
+    File(const Mount& mount, const char* name, int flags = O_RDWR | O_CREAT) : path(mount.file(name)) {
+        fd = open(path.c_str(), flags | O_CLOEXEC, 0600);
+        CHECK(fd >= 0);
+    }
+    ~File() { close(fd); }
+    std::string path;
+    int fd;
+};
+
+struct Session {
+    explicit Session(Mount& mount, int entries = 16, std::size_t block = 0) : file(mount, "data") {
+        CHECK_EQUAL(hf3fs_iovcreate(&iov, mount.path(), 1 << 20, block, -1), 0);
+        CHECK_EQUAL(hf3fs_iorcreate(&reads, mount.path(), entries, true, 0, -1), 0);
+        CHECK_EQUAL(hf3fs_iorcreate(&writes, mount.path(), entries, false, 0, -1), 0);
+        registered = hf3fs_reg_fd(file.fd, 0);
+        CHECK(registered <= 0);
+    }
+    ~Session() {
+        hf3fs_dereg_fd(registered);
+        hf3fs_iordestroy(&reads);
+        hf3fs_iordestroy(&writes);
+        hf3fs_iovdestroy(&iov);
+    }
+    int read(std::size_t at, std::uint64_t length, std::size_t offset = 0, std::uintptr_t user = 0) {
+        return hf3fs_prep_io(&reads, &iov, true, iov.base + at, registered, offset, length,
+                             reinterpret_cast<void*>(user));
+    }
+    File file;
+    hf3fs_iov iov{};
+    hf3fs_ior reads{};
+    hf3fs_ior writes{};
+    int registered = 0;
+};
+
+} // namespace gdrkit::usrbio::test

@@ -1,0 +1,343 @@
+// What an application publishes, opens and registers, against an agent.
+#include "client_fixture.hpp"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <climits>
+#include <cstring>
+#include <filesystem>
+#include <mutex>
+#include <numeric>
+#include <thread>
+
+using namespace gdrkit::usrbio;
+using namespace gdrkit::usrbio::test;
+
+namespace {
+
+void buffers_are_published_and_leave_nothing() {
+    const std::size_t before = shared_memories();
+    Mount mount;
+    Agent agent(mount);
+    hf3fs_iov iov{};
+    CHECK_EQUAL(hf3fs_iovcreate(&iov, mount.path(), 10000, 4096, 0), 0);
+    CHECK(iov.size == 10000 && iov.block_size == 4096 && iov.numa == 0 &&
+          std::strcmp(iov.mount_point, mount.path()) == 0);
+    for (std::size_t i = 0; i < 10000; ++i) {
+        CHECK(iov.base[i] == 0);
+    }
+    Uuid id;
+    std::memcpy(id.data(), iov.id, 16);
+    CHECK(mount.links() == std::vector<std::string>{to_string(id) + ".b4096"});
+    CHECK_EQUAL(shared_memories(), before + 1);
+
+    hf3fs_iov other{};
+    CHECK_EQUAL(hf3fs_iovopen(&other, id.data(), mount.path(), 10000, 0, -1), -ENOENT);
+    CHECK_EQUAL(hf3fs_iovopen(&other, id.data(), mount.path(), 10001, 4096, -1), -EIO);
+    CHECK_EQUAL(hf3fs_iovopen(&other, id.data(), mount.path(), 10000, 4096, -1), 0);
+    iov.base[9999] = 42;
+    CHECK_EQUAL(other.base[9999], 42);
+    hf3fs_iovunlink(&other); // Borrowed: nothing.
+    CHECK_EQUAL(shared_memories(), before + 1);
+    // In this process too it is borrowed, and as often as it was opened.
+    hf3fs_iov again{};
+    CHECK_EQUAL(hf3fs_iovopen(&again, id.data(), mount.path(), 10000, 4096, -1), 0);
+    CHECK_EQUAL(agent.borrowings.load(), 1);
+    hf3fs_iovdestroy(&other);
+    hf3fs_iovdestroy(&other);
+    CHECK_EQUAL(agent.borrowings.load(), 1);
+    hf3fs_iovdestroy(&again);
+    CHECK_EQUAL(agent.borrowings.load(), 0);
+    CHECK_EQUAL(agent.publications.load(), 1);
+    agent.refuse = EACCES;
+    CHECK_EQUAL(hf3fs_iovopen(&other, id.data(), mount.path(), 10000, 4096, -1), -EACCES);
+    CHECK(other.base == nullptr);
+    agent.refuse = 0;
+
+    hf3fs_iov stale = iov;
+    hf3fs_iovunlink(&iov);
+    CHECK_EQUAL(shared_memories(), before);
+    iov.base[0] = 1;
+    CHECK_EQUAL(hf3fs_iovopen(&other, id.data(), mount.path(), 10000, 4096, -1), -ENOENT);
+    hf3fs_iovdestroy(&iov);
+    hf3fs_iovdestroy(&stale); // A copy of a structure that was destroyed is told from a live one.
+    CHECK_EQUAL(agent.publications.load(), 0);
+    CHECK(mount.links().empty());
+
+    agent.refuse = EPERM;
+    CHECK_EQUAL(hf3fs_iovcreate(&iov, mount.path(), 10000, 0, -1), -EPERM);
+    hf3fs_ior ior{};
+    CHECK_EQUAL(hf3fs_iorcreate(&ior, mount.path(), 4, true, 0, -1), -EPERM);
+    CHECK_EQUAL(shared_memories(), before);
+    const std::string elsewhere = mount.link(to_string(id));
+    CHECK_EQUAL(symlink("/etc/passwd", elsewhere.c_str()), 0);
+    CHECK_EQUAL(hf3fs_iovopen(&other, id.data(), mount.path(), 1, 0, -1), -EINVAL);
+    CHECK_EQUAL(unlink(elsewhere.c_str()), 0);
+    CHECK_EQUAL(symlink("/dev/shm/../../etc/passwd", elsewhere.c_str()), 0);
+    CHECK_EQUAL(hf3fs_iovopen(&other, id.data(), mount.path(), 1, 0, -1), -EINVAL);
+}
+
+void wrapped_memory_is_published_by_its_link() {
+    Mount mount;
+    Agent agent(mount);
+    const Uuid id = random_uuid();
+    SharedMemory memory;
+    CHECK_EQUAL(memory.create(shared_memory_name(id), 8192, -1), 0);
+    hf3fs_iov iov{};
+    CHECK_EQUAL(hf3fs_iovwrap(&iov, memory.base(), id.data(), mount.path(), 8192, 0, -1), 0);
+    CHECK_EQUAL(agent.publications.load(), 0);
+    CHECK_EQUAL(symlink(("/dev/shm" + shared_memory_name(id)).c_str(), mount.link(to_string(id)).c_str()), 0);
+    agent.refuse = ENOSPC;
+    CHECK_EQUAL(hf3fs_iovwrap(&iov, memory.base(), id.data(), mount.path(), 8192, 0, -1), -ENOSPC);
+    agent.refuse = 0;
+    CHECK_EQUAL(hf3fs_iovwrap(&iov, memory.base(), id.data(), mount.path(), 8192, 0, -1), 0);
+    CHECK_EQUAL(agent.publications.load(), 1);
+    CHECK(iov.iovh == nullptr && iov.base == memory.base());
+    hf3fs_iovdestroy(&iov);
+    CHECK_EQUAL(agent.publications.load(), 0);
+    memory.base()[0] = 1; // Still mapped.
+}
+
+void rings_say_how_they_are_by_their_name() {
+    Mount mount;
+    Agent agent(mount);
+    const std::size_t before = shared_memories();
+    hf3fs_ior ior{};
+    const auto name_is = [&](const char* wanted) {
+        const auto links = mount.links();
+        CHECK_EQUAL(links.size(), 1u);
+        CHECK(links[0].substr(36) == wanted);
+        CHECK_EQUAL(shared_memories(), before);
+        hf3fs_iordestroy(&ior);
+        hf3fs_iordestroy(&ior);
+        CHECK(mount.links().empty());
+    };
+    CHECK_EQUAL(hf3fs_iorcreate(&ior, mount.path(), 16, true, 0, -1), 0);
+    CHECK(ior.for_read && ior.io_depth == 0 && hf3fs_io_entries(&ior) == 16);
+    name_is(".r0.t0");
+    CHECK_EQUAL(hf3fs_iorcreate2(&ior, mount.path(), 16, false, 16, -3, -1), 0);
+    CHECK(!ior.for_read && ior.priority == -3);
+    name_is(".w16.ph.t0");
+    CHECK_EQUAL(hf3fs_iorcreate3(&ior, mount.path(), 16, true, -16, 2, 250, -1), 0);
+    CHECK_EQUAL(ior.timeout, 250);
+    name_is(".r-16.pl.t250");
+    CHECK_EQUAL(hf3fs_iorcreate4(&ior, mount.path(), 16, true, 1, 7, -1, HF3FS_IOR_FORBID_READ_HOLES), 0);
+    CHECK(ior.flags == 2 && ior.priority == 0);
+    name_is(".r1.t7.f10");
+
+    const std::string semaphore = mount.link("submit-ios.ph");
+    CHECK_EQUAL(unlink(semaphore.c_str()), 0);
+    CHECK_EQUAL(hf3fs_iorcreate2(&ior, mount.path(), 4, true, 0, -1, -1), -ENOENT);
+    CHECK_EQUAL(symlink("/etc/passwd", semaphore.c_str()), 0);
+    CHECK_EQUAL(hf3fs_iorcreate2(&ior, mount.path(), 4, true, 0, -1, -1), -EIO);
+    CHECK_EQUAL(unlink(semaphore.c_str()), 0);
+    CHECK_EQUAL(symlink("/dev/shm/sem.hf3fs-none-such", semaphore.c_str()), 0);
+    CHECK_EQUAL(hf3fs_iorcreate2(&ior, mount.path(), 4, true, 0, -1, -1), -ENOENT);
+    CHECK(mount.links().empty());
+}
+
+void files_are_registered() {
+    Mount mount;
+    Agent agent(mount);
+    File file(mount, "a");
+    CHECK(hf3fs_is_hf3fs(file.fd));
+    const int other = hf3fs_reg_fd(file.fd, 0);
+    CHECK(other <= 0 && fcntl(-other, F_GETFD) == FD_CLOEXEC);
+    CHECK_EQUAL(hf3fs_reg_fd(file.fd, 0), EINVAL);
+    CHECK_EQUAL(hf3fs_reg_fd(-other, 0), EINVAL);
+    File again(mount, "a", O_RDONLY);
+    const int third = hf3fs_reg_fd(again.fd, 0);
+    CHECK(third <= 0);
+    CHECK_EQUAL(agent.files.load(), 1);
+    hf3fs_dereg_fd(file.fd);
+    CHECK_EQUAL(fcntl(-other, F_GETFD), -1);
+    CHECK_EQUAL(agent.files.load(), 1); // The other descriptor still counts.
+    hf3fs_dereg_fd(third);
+    CHECK_EQUAL(agent.files.load(), 0);
+    hf3fs_dereg_fd(third);
+
+    agent.refuse = EACCES;
+    CHECK_EQUAL(hf3fs_reg_fd(file.fd, 0), EACCES);
+    agent.refuse = 0;
+    const int outside = open("/dev/null", O_RDWR);
+    CHECK_EQUAL(hf3fs_reg_fd(outside, 0), EBADF);
+    close(outside);
+
+    // A number that was closed without dereg stays taken, and a duplicate never lands on it.
+    const int closed = dup(file.fd);
+    const int kept = hf3fs_reg_fd(closed, 0);
+    CHECK(kept <= 0);
+    close(closed);
+    const int fresh = hf3fs_reg_fd(file.fd, 0);
+    CHECK(fresh <= 0 && -fresh != closed);
+    hf3fs_dereg_fd(kept);
+    hf3fs_dereg_fd(fresh);
+    CHECK_EQUAL(agent.files.load(), 0);
+}
+
+void mount_points_are_found() {
+    Mount mount;
+    char found[300] = "";
+    const int length = static_cast<int>(std::strlen(mount.path()));
+    std::filesystem::create_directories(mount.file("deep/down"));
+    CHECK_EQUAL(hf3fs_extract_mount_point(found, sizeof(found), mount.path()), -1);
+    Agent agent(mount);
+    CHECK_EQUAL(hf3fs_extract_mount_point(found, sizeof(found), mount.file("deep/down").c_str()), length + 1);
+    CHECK(std::strcmp(found, mount.path()) == 0);
+    CHECK_EQUAL(hf3fs_extract_mount_point(found, sizeof(found), mount.path()), length + 1);
+    std::strcpy(found, "untouched");
+    CHECK_EQUAL(hf3fs_extract_mount_point(found, length, mount.path()), length + 1);
+    CHECK(std::strcmp(found, "untouched") == 0);
+    CHECK_EQUAL(hf3fs_extract_mount_point(nullptr, 0, mount.path()), length + 1);
+    CHECK_EQUAL(hf3fs_extract_mount_point(found, sizeof(found), mount.file("none").c_str()), -1);
+}
+
+void links_and_holes() {
+    Mount mount;
+    Agent agent(mount);
+    File file(mount, "a");
+    const std::string data(3 * 65536, 'x');
+    CHECK_EQUAL(write(file.fd, data.data(), data.size()), static_cast<ssize_t>(data.size()));
+    CHECK_EQUAL(hf3fs_hardlink(file.path.c_str(), mount.file("b").c_str()), 0);
+    CHECK_EQUAL(hf3fs_hardlink(file.path.c_str(), mount.file("b").c_str()), EEXIST);
+    CHECK_EQUAL(hf3fs_hardlink(file.path.c_str(), "/tmp/usrbio-elsewhere"), EXDEV);
+    CHECK_EQUAL(hf3fs_hardlink(file.path.c_str(), mount.file("").c_str()), EINVAL);
+    CHECK_EQUAL(hf3fs_hardlink(file.path.c_str(), mount.file(std::string(256, 'n')).c_str()), ENAMETOOLONG);
+    struct stat found {};
+    CHECK_EQUAL(stat(mount.file("b").c_str(), &found), 0);
+    CHECK_EQUAL(found.st_nlink, 2u);
+
+    const std::size_t begin[] = {65536, 0};
+    const std::size_t end[] = {131072, 0};
+    CHECK_EQUAL(hf3fs_punchhole(file.fd, 2, begin, end, 0), 0);
+    char byte = 1;
+    CHECK_EQUAL(pread(file.fd, &byte, 1, 65536), 1);
+    CHECK_EQUAL(byte, 0);
+    CHECK_EQUAL(pread(file.fd, &byte, 1, 131072), 1);
+    CHECK_EQUAL(byte, 'x');
+    const std::vector<std::size_t> many(1000, 5);
+    CHECK_EQUAL(hf3fs_punchhole(file.fd, 1000, many.data(), many.data(), 0), 0);
+    File reader(mount, "a", O_RDONLY);
+    CHECK_EQUAL(hf3fs_punchhole(reader.fd, 1, begin, end, 0), EBADF);
+    const int outside = open("/dev/null", O_RDWR);
+    CHECK_EQUAL(hf3fs_punchhole(outside, 1, begin, end, 0), ENOTTY);
+    close(outside);
+    CHECK_EQUAL(hf3fs_hardlink("/dev/null", "/dev/shm/usrbio-elsewhere"), ENOTTY);
+}
+
+std::int64_t read_one(Session& session, const hf3fs_iov& iov) {
+    hf3fs_cqe cqe;
+    CHECK(hf3fs_prep_io(&session.reads, &iov, true, iov.base, session.registered, 0, 3, nullptr) >= 0);
+    CHECK_EQUAL(hf3fs_submit_ios(&session.reads), 0);
+    CHECK_EQUAL(hf3fs_wait_for_ios(&session.reads, &cqe, 1, 1, nullptr), 1);
+    return cqe.result;
+}
+
+// The child opens what its parent has published and reads into it; then either of them ends first.
+[[maybe_unused]] void another_process_borrows() {
+    Mount mount;
+    Agent agent(mount);
+    hf3fs_iov iov{};
+    CHECK_EQUAL(hf3fs_iovcreate(&iov, mount.path(), 4096, 0, -1), 0);
+    int pair[2];
+    CHECK_EQUAL(socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, pair), 0);
+    const auto meet = [&](int side) {
+        char byte = 1;
+        CHECK_EQUAL(write(pair[side], &byte, 1), 1);
+        CHECK_EQUAL(read(pair[side], &byte, 1), 1);
+    };
+    const pid_t child = fork();
+    CHECK(child >= 0);
+    if (child == 0) {
+        Session session(mount);
+        CHECK_EQUAL(pwrite(session.file.fd, "abc", 3, 0), 3);
+        hf3fs_iov theirs{};
+        CHECK_EQUAL(read_one(session, iov), -EACCES); // It has the structure and the memory, and not the right.
+        for (int round = 0; round < 2; ++round) {
+            CHECK_EQUAL(hf3fs_iovopen(&theirs, reinterpret_cast<std::uint8_t*>(iov.id), mount.path(), 4096, 0, -1), 0);
+            CHECK_EQUAL(read_one(session, theirs), 3);
+            if (round == 0) {
+                hf3fs_iovdestroy(&theirs);
+            }
+        }
+        meet(1);
+        meet(1); // The owner takes it back between the two.
+        CHECK_EQUAL(read_one(session, theirs), -EACCES);
+        hf3fs_iovdestroy(&theirs);
+        hf3fs_iov second{};
+        std::memcpy(&second, &theirs, sizeof(second));
+        Uuid id;
+        CHECK_EQUAL(read(pair[1], id.data(), id.size()), 16);
+        CHECK_EQUAL(hf3fs_iovopen(&second, id.data(), mount.path(), 4096, 0, -1), 0);
+        _exit(0); // With what it borrowed.
+    }
+    meet(0);
+    CHECK(std::memcmp(iov.base, "abc", 3) == 0);
+    CHECK_EQUAL(agent.borrowings.load(), 1);
+    hf3fs_iovdestroy(&iov);
+    CHECK_EQUAL(agent.borrowings.load(), 0);
+    CHECK_EQUAL(hf3fs_iovcreate(&iov, mount.path(), 4096, 0, -1), 0);
+    meet(0);
+    CHECK_EQUAL(write(pair[0], iov.id, 16), 16);
+    int status = -1;
+    CHECK_EQUAL(waitpid(child, &status, 0), child);
+    CHECK_EQUAL(status, 0);
+    becomes([&] { return agent.connections == 1; });
+    CHECK_EQUAL(agent.borrowings.load(), 0);
+    CHECK_EQUAL(agent.publications.load(), 1);
+    CHECK(mount.links().size() == 1);
+    hf3fs_iovdestroy(&iov);
+    close(pair[0]);
+    close(pair[1]);
+}
+
+void a_mount_without_an_agent_has_links() {
+    Mount mount;
+    hf3fs_iov iov{};
+    CHECK_EQUAL(hf3fs_iovcreate(&iov, mount.path(), 4096, 0, -1), 0);
+    Uuid id;
+    std::memcpy(id.data(), iov.id, 16);
+    CHECK(std::filesystem::read_symlink(mount.link(to_string(id))) == "/dev/shm" + shared_memory_name(id));
+    hf3fs_ior ior{};
+    CHECK_EQUAL(hf3fs_iorcreate(&ior, mount.path(), 4, true, 0, -1), 0);
+    int value = -1;
+    CHECK_EQUAL(hf3fs_submit_ios(&ior), 0);
+    CHECK_EQUAL(sem_getvalue(mount.submit(1), &value), 0);
+    CHECK_EQUAL(value, 1); // Nobody has said that it knows more: the plain protocol.
+    hf3fs_iordestroy(&ior);
+    hf3fs_iovdestroy(&iov);
+    CHECK(mount.links().empty());
+}
+
+void a_link_that_was_made_without_an_agent_goes_though_the_next_agent_dies() {
+    Mount mount;
+    hf3fs_iov iov{};
+    CHECK_EQUAL(hf3fs_iovcreate(&iov, mount.path(), 4096, 0, -1), 0);
+    Agent agent(mount);
+    agent.hang_up = true;
+    hf3fs_iovdestroy(&iov);
+    CHECK(mount.links().empty());
+}
+
+} // namespace
+
+int main() {
+    buffers_are_published_and_leave_nothing();
+    wrapped_memory_is_published_by_its_link();
+    rings_say_how_they_are_by_their_name();
+    files_are_registered();
+    mount_points_are_found();
+    links_and_holes();
+#ifndef __SANITIZE_THREAD__
+    another_process_borrows();
+#endif
+    a_mount_without_an_agent_has_links();
+    a_link_that_was_made_without_an_agent_goes_though_the_next_agent_dies();
+    return 0;
+}

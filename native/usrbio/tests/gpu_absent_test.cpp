@@ -1,0 +1,40 @@
+// Without CUDA (no libcuda.so.1 that can be loaded, or a library built without ENABLE_GDR) every GPU function says so,
+// whatever its arguments, and nobody gets a handle.
+#include <cerrno>
+#include <cstdint>
+#include <cstring>
+#include <initializer_list>
+
+#include "tests/check.hpp"
+#include "usrbio/include/hf3fs_usrbio_gdr.h"
+
+int main() {
+    CHECK(!hf3fs_gdr_available());
+    CHECK_EQUAL(hf3fs_gdr_device_count(), 0);
+    hf3fs_iov given{};
+    given.numa = 77;
+    const hf3fs_iov before = given;
+    const std::uint8_t id[16] = {1};
+    hf3fs_gpu_ipc_handle_t handle{};
+    gdrkit_share_handle_t share{};
+    handle.data[0] = share.data[0] = 1;
+    for (hf3fs_iov* const iov : {&given, static_cast<hf3fs_iov*>(nullptr)}) {
+        CHECK_EQUAL(hf3fs_iovcreate_gpu(iov, "/tmp", 4096, 0, 0), -ENOTSUP);
+        CHECK_EQUAL(hf3fs_iovopen_gpu(iov, id, "/tmp", 4096, 0, 0), -ENOTSUP);
+        CHECK_EQUAL(hf3fs_iovwrap_gpu(iov, &given, id, "/tmp", 4096, 0, 0), -ENOTSUP);
+        CHECK_EQUAL(hf3fs_iovcreate_device(iov, "/tmp", 4096, 0, 0), -ENOTSUP);
+        CHECK_EQUAL(hf3fs_iovopen_device(iov, id, "/tmp", 4096, 0, 0), -ENOTSUP);
+        CHECK_EQUAL(hf3fs_iovwrap_device(iov, &given, id, "/tmp", 4096, 1, 0), -ENOTSUP);
+        CHECK_EQUAL(hf3fs_iov_export_gpu(iov, &handle), -ENOTSUP);
+        CHECK_EQUAL(hf3fs_iov_import_gpu(iov, &handle, "/tmp"), -ENOTSUP);
+        CHECK_EQUAL(gdrkit_iov_export_share(iov, &share), -ENOTSUP);
+        CHECK_EQUAL(gdrkit_iov_import_share(iov, &share, "/tmp"), -ENOTSUP);
+        CHECK_EQUAL(hf3fs_iovsync_gpu(iov, 0), -ENOTSUP);
+        CHECK(!hf3fs_iov_is_gpu(iov) && hf3fs_iov_gpu_device(iov) == -1 && hf3fs_iov_device_id(iov) == -1);
+        CHECK_EQUAL(hf3fs_iov_mem_type(iov), HF3FS_MEM_HOST);
+        hf3fs_iovunlink_gpu(iov);
+        hf3fs_iovdestroy_gpu(iov);
+    }
+    CHECK_EQUAL(hf3fs_iovsync(&given, 1), 0);
+    CHECK(std::memcmp(&given, &before, sizeof given) == 0);
+}

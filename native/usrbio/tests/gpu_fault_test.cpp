@@ -1,0 +1,99 @@
+// What a GPU iov answers when a call of the driver fails, and that nothing is left then: the next one has room for as
+// much again. On the twin of libcuda alone, whose fault plans say which call fails.
+#include <fcntl.h>
+
+#include <fstream>
+
+#include "usrbio/tests/gpu_check.hpp"
+
+namespace {
+
+using namespace gdrkit::usrbio::test;
+
+constexpr int invalid_value = 1, out_of_memory = 2, not_supported = 801, unknown = 999;
+
+std::size_t open_files() {
+    return static_cast<std::size_t>(std::distance(std::filesystem::directory_iterator("/proc/self/fd"), {}));
+}
+
+std::size_t links(const char* mount) {
+    const std::filesystem::path folder = std::string(mount) + "/3fs-virt/iovs";
+    return static_cast<std::size_t>(std::distance(std::filesystem::directory_iterator(folder), {}));
+}
+
+// The other process, whose driver fails once: `expected` first, and then all works.
+int peer(const std::string& what, const char* mount, std::size_t bytes, int expected) {
+    hf3fs_iov iov{};
+    const hf3fs_iov zero{};
+    if (what == "create") {
+        CHECK_EQUAL(hf3fs_iovcreate_gpu(&iov, mount, bytes, 0, 0), expected);
+        CHECK(std::memcmp(&iov, &zero, sizeof iov) == 0);
+        CHECK_EQUAL(links(mount), std::size_t{0});
+        if (expected == -ENOTSUP && !hf3fs_gdr_available()) {
+            return 0;
+        }
+    }
+    for (std::size_t round = 0, files = 0; round < 2; ++round) {
+        CHECK_EQUAL(hf3fs_iovcreate_gpu(&iov, mount, bytes, 0, 0), 0);
+        if (what == "synchronize" && round == 0) {
+            CHECK_EQUAL(hf3fs_iovsync_gpu(&iov, 0), expected);
+        }
+        CHECK_EQUAL(hf3fs_iovsync_gpu(&iov, 0), 0);
+        hf3fs_iovdestroy_gpu(&iov);
+        CHECK(std::memcmp(&iov, &zero, sizeof iov) == 0);
+        CHECK_EQUAL(links(mount), std::size_t{0});
+        CHECK(round == 0 || open_files() == files);
+        files = open_files();
+    }
+    return 0;
+}
+
+struct Fault {
+    const char* what;
+    const char* call;
+    int status;
+    int expected;
+};
+
+constexpr Fault faults[] = {
+    {"create", "cuInit", unknown, -ENOTSUP},
+    {"create", "cuDeviceGetCount", unknown, -ENODEV},
+    {"create", "cuDevicePrimaryCtxRetain", out_of_memory, -ENOMEM},
+    {"create", "cuDevicePrimaryCtxRetain", unknown, -ENODEV},
+    {"create", "cuCtxPushCurrent_v2", unknown, -ENODEV},
+    {"create", "cuMemAlloc_v2", out_of_memory, -ENOMEM},
+    {"create", "cuMemAlloc_v2", invalid_value, -ENOMEM},
+    {"create", "cuMemAlloc_v2", not_supported, -ENOTSUP},
+    {"create", "cuMemAlloc_v2", unknown, -EIO},
+    {"create", "cuPointerGetAttribute", unknown, -EINVAL},
+    {"create", "cuMemGetAddressRange_v2", unknown, -EINVAL},
+    {"create", "cuPointerSetAttribute", unknown, -EIO},
+    {"create", "cuIpcGetMemHandle", out_of_memory, -ENOMEM},
+    {"create", "cuIpcGetMemHandle", not_supported, -ENOTSUP},
+    {"create", "cuIpcGetMemHandle", unknown, -EIO},
+    {"synchronize", "cuCtxSynchronize", unknown, -EIO},
+};
+
+} // namespace
+
+int main(int count, char** arguments) {
+    if (count == 5) {
+        return peer(arguments[1], arguments[2], std::stoul(arguments[3]), std::stoi(arguments[4]));
+    }
+    const Mount mount;
+    make_current(0);
+    u64 free = 0, total = 0;
+    CHECK_EQUAL(cu("cuMemGetInfo_v2", &free, &total), 0);
+    const std::string bytes = std::to_string(free / 10 * 6);
+    const std::string plan = std::string(mount.path()) + "/plan";
+    for (const Fault& fault : faults) {
+        std::ofstream(plan) << "gdrkit-faults 1\n" << fault.call << " call=1 status=" << fault.status << "\n";
+        CHECK_EQUAL(setenv("GDRKIT_TWINS_FAULTS", plan.c_str(), 1), 0);
+        const int ended = run_peer({fault.what, mount.path(), bytes, std::to_string(fault.expected)});
+        if (ended != 0) {
+            std::fprintf(stderr, "%s of %s with %d: the other process ended with %d\n", fault.what, fault.call,
+                         fault.status, ended);
+        }
+        CHECK_EQUAL(ended, 0);
+    }
+}

@@ -1,0 +1,377 @@
+// What an operation costs the application's processor: prepare, submit and reap, in batches of 32 that move no byte.
+// Beside it, in the same run and in turns with it, its peers: io_uring's NOP, and a bare loop in C that does with the
+// same memory and the same two semaphores the least that the ring's plain protocol allows. CPU time of the client's
+// thread (CLOCK_THREAD_CPUTIME_ID), median of the rounds; one JSON object a line.
+#include "test_mount.hpp"
+#include "tests/check.hpp"
+#include "usrbio/client/file_table.hpp"
+#include "usrbio/include/hf3fs_usrbio.h"
+#include "usrbio/ring/application_side.hpp"
+
+#include <linux/io_uring.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+using namespace gdrkit::usrbio;
+
+namespace {
+
+constexpr unsigned batch = 32;
+constexpr std::size_t entries = 127;
+constexpr int file_number = 12345; // Of no open file: the agent of this program looks at none.
+
+double thread_seconds() {
+    timespec now{};
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
+    return static_cast<double>(now.tv_sec) + static_cast<double>(now.tv_nsec) * 1e-9;
+}
+
+std::int64_t monotonic_ns() {
+    timespec now{};
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * 1000000000L + now.tv_nsec;
+}
+
+// One entry of a set of peers: does so many batches.
+class Peer {
+public:
+    virtual ~Peer() = default;
+    virtual void run(unsigned batches) = 0;
+};
+
+class UringNop final : public Peer {
+public:
+    UringNop() {
+        io_uring_params parameters{};
+        fd_ = static_cast<int>(syscall(SYS_io_uring_setup, 2 * batch, &parameters));
+        CHECK(fd_ >= 0);
+        const auto map = [&](std::size_t bytes, off_t at) {
+            void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd_, at);
+            CHECK(memory != MAP_FAILED);
+            maps_.push_back({memory, bytes});
+            return static_cast<std::byte*>(memory);
+        };
+        std::byte* sq =
+            map(parameters.sq_off.array + parameters.sq_entries * sizeof(std::uint32_t), IORING_OFF_SQ_RING);
+        std::byte* cq = map(parameters.cq_off.cqes + parameters.cq_entries * sizeof(io_uring_cqe), IORING_OFF_CQ_RING);
+        sqes_ = reinterpret_cast<io_uring_sqe*>(map(parameters.sq_entries * sizeof(io_uring_sqe), IORING_OFF_SQES));
+        sq_tail_ = reinterpret_cast<std::uint32_t*>(sq + parameters.sq_off.tail);
+        sq_mask_ = *reinterpret_cast<std::uint32_t*>(sq + parameters.sq_off.ring_mask);
+        sq_array_ = reinterpret_cast<std::uint32_t*>(sq + parameters.sq_off.array);
+        cq_head_ = reinterpret_cast<std::uint32_t*>(cq + parameters.cq_off.head);
+        cq_tail_ = reinterpret_cast<std::uint32_t*>(cq + parameters.cq_off.tail);
+        cq_mask_ = *reinterpret_cast<std::uint32_t*>(cq + parameters.cq_off.ring_mask);
+        cqes_ = reinterpret_cast<io_uring_cqe*>(cq + parameters.cq_off.cqes);
+    }
+    ~UringNop() override {
+        for (const auto& [memory, bytes] : maps_) {
+            munmap(memory, bytes);
+        }
+        close(fd_);
+    }
+    static bool possible() {
+        io_uring_params parameters{};
+        const long fd = syscall(SYS_io_uring_setup, 1, &parameters);
+        if (fd >= 0) {
+            close(static_cast<int>(fd));
+        }
+        return fd >= 0;
+    }
+    void run(unsigned batches) override {
+        for (unsigned b = 0; b < batches; ++b) {
+            std::uint32_t tail = *sq_tail_;
+            for (unsigned i = 0; i < batch; ++i, ++tail) {
+                io_uring_sqe& sqe = sqes_[tail & sq_mask_];
+                std::memset(&sqe, 0, sizeof(sqe));
+                sqe.opcode = IORING_OP_NOP;
+                sqe.user_data = i;
+                sq_array_[tail & sq_mask_] = tail & sq_mask_;
+            }
+            __atomic_store_n(sq_tail_, tail, __ATOMIC_RELEASE);
+            CHECK_EQUAL(syscall(SYS_io_uring_enter, fd_, batch, batch, IORING_ENTER_GETEVENTS, nullptr, 0),
+                        long{batch});
+            std::uint32_t head = *cq_head_;
+            const std::uint32_t end = __atomic_load_n(cq_tail_, __ATOMIC_ACQUIRE);
+            CHECK_EQUAL(end - head, batch);
+            for (; head != end; ++head) {
+                sum_ += cqes_[head & cq_mask_].user_data;
+            }
+            __atomic_store_n(cq_head_, head, __ATOMIC_RELEASE);
+        }
+    }
+
+private:
+    int fd_ = -1;
+    std::vector<std::pair<void*, std::size_t>> maps_;
+    io_uring_sqe* sqes_ = nullptr;
+    std::uint32_t *sq_tail_ = nullptr, *sq_array_ = nullptr, *cq_head_ = nullptr, *cq_tail_ = nullptr;
+    std::uint32_t sq_mask_ = 0, cq_mask_ = 0;
+    io_uring_cqe* cqes_ = nullptr;
+    std::uint64_t sum_ = 0;
+};
+
+struct Memory {
+    Memory() : bytes(ring_bytes(entries)) {
+        data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
+        CHECK(data != MAP_FAILED);
+        CHECK_EQUAL(RingView::over(data, bytes, view), 0);
+    }
+    ~Memory() { munmap(data, bytes); }
+    void* data = nullptr;
+    std::size_t bytes;
+    RingView view;
+};
+
+// The plain protocol with nothing around it: no slots, no checks, one wake-up a batch.
+class BareLoop final : public Peer {
+public:
+    explicit BareLoop(test::Mount& mount) : submit_(mount.submit(0)) {
+        sem_init(memory_.view.completed, 1, 0);
+        agent_ = std::thread([this] { serve(); });
+    }
+    ~BareLoop() override {
+        stop_ = true;
+        sem_post(submit_);
+        agent_.join();
+    }
+    void run(unsigned batches) override {
+        RingView& view = memory_.view;
+        for (unsigned b = 0; b < batches; ++b) {
+            for (unsigned i = 0; i < batch; ++i) {
+                view.arguments[i] = {{}, i, 1, i, 1, i};
+                view.submissions[head_] = {static_cast<std::int32_t>(i), 0, i};
+                head_ = view.next(head_);
+            }
+            view.indices->submission_head.store(static_cast<std::int32_t>(head_), std::memory_order_release);
+            sem_post(submit_);
+            for (unsigned got = 0; got < batch;) {
+                while (sem_wait(view.completed) != 0) {
+                }
+                const auto end =
+                    static_cast<std::uint32_t>(view.indices->completion_head.load(std::memory_order_acquire));
+                for (; tail_ != end; tail_ = view.next(tail_), ++got) {
+                    sum_ += view.completions[tail_].userdata;
+                }
+                view.indices->completion_tail.store(static_cast<std::int32_t>(tail_), std::memory_order_release);
+            }
+        }
+    }
+
+private:
+    void serve() {
+        RingView& view = memory_.view;
+        std::uint32_t at = 0;
+        std::uint32_t out = 0;
+        for (;;) {
+            while (sem_wait(submit_) != 0) {
+            }
+            if (stop_) {
+                return;
+            }
+            const auto end = static_cast<std::uint32_t>(view.indices->submission_head.load(std::memory_order_acquire));
+            for (; at != end; at = view.next(at), out = view.next(out)) {
+                const Submission& submission = view.submissions[at];
+                view.completions[out] = {submission.index, 0,
+                                         static_cast<std::int64_t>(view.arguments[submission.index].length),
+                                         submission.userdata};
+            }
+            view.indices->submission_tail.store(static_cast<std::int32_t>(at), std::memory_order_release);
+            view.indices->completion_head.store(static_cast<std::int32_t>(out), std::memory_order_release);
+            sem_post(view.completed);
+        }
+    }
+
+    Memory memory_;
+    sem_t* submit_;
+    std::atomic<bool> stop_{false};
+    std::uint32_t head_ = 0;
+    std::uint32_t tail_ = 0;
+    std::uint64_t sum_ = 0;
+    std::thread agent_;
+};
+
+// The C library against an agent that completes at once, and that spins for so long before it sleeps.
+class Library final : public Peer {
+public:
+    Library(test::Mount& mount, std::int64_t spin_ns, unsigned in_flight)
+        : mount_(mount), spin_ns_(spin_ns), in_flight_(in_flight) {
+        buffer_.resize(1 << 20);
+        const Uuid id = random_uuid();
+        CHECK_EQUAL(hf3fs_iovwrap(&iov_, buffer_.data(), id.data(), mount.path(), buffer_.size(), 0, -1), 0);
+        CHECK_EQUAL(AgentRing::attach(memory_.data, memory_.bytes, 0, 0, agent_), 0);
+        CHECK_EQUAL(hf3fs_iorwrap(&ior_, memory_.data, mount.path(), memory_.bytes, true, 0, 0, 0, 0), 0);
+        CHECK(file_table().set(file_number, {.inode = 1, .access = FileAccess::both}));
+        thread_ = std::thread([this] { serve(); });
+    }
+    ~Library() override {
+        stop_ = true;
+        sem_post(mount_.submit(1));
+        thread_.join();
+        hf3fs_iordestroy(&ior_);
+        hf3fs_iovdestroy(&iov_);
+    }
+    void run(unsigned batches) override {
+        const unsigned ahead = std::min(in_flight_, batches);
+        for (unsigned b = 0; b < ahead; ++b) {
+            submit();
+        }
+        for (unsigned b = ahead; b < batches; ++b) {
+            reap();
+            submit();
+        }
+        for (unsigned b = 0; b < ahead; ++b) {
+            reap();
+        }
+    }
+
+private:
+    void submit() {
+        for (std::uintptr_t i = 0; i < batch; ++i) {
+            const int index = hf3fs_prep_io(&ior_, &iov_, true, iov_.base + 4096 * i, file_number, 4096 * i, 4096,
+                                            reinterpret_cast<const void*>(i));
+            if (index < 0) {
+                CHECK_EQUAL(index, 0);
+            }
+        }
+        CHECK_EQUAL(hf3fs_submit_ios(&ior_), 0);
+    }
+    void reap() {
+        CHECK_EQUAL(hf3fs_wait_for_ios(&ior_, cqes_.data(), batch, batch, nullptr), static_cast<int>(batch));
+        for (const hf3fs_cqe& cqe : cqes_) {
+            sum_ += reinterpret_cast<std::uintptr_t>(cqe.userdata);
+        }
+    }
+    void serve() {
+        std::array<ClaimedOperation, 64> claimed;
+        std::int64_t last = monotonic_ns();
+        for (unsigned idle = 0; !stop_;) {
+            const std::size_t count = agent_->claim(claimed, 0);
+            if (count != 0) {
+                for (std::size_t i = 0; i < count; ++i) {
+                    agent_->complete(claimed[i].position, static_cast<std::int64_t>(claimed[i].arguments.length));
+                }
+                agent_->flush();
+                idle = 0;
+                continue;
+            }
+            // A look at the clock every few looks at the ring.
+            if (spin_ns_ != 0) {
+                __builtin_ia32_pause();
+                if (idle == 0) {
+                    last = monotonic_ns();
+                }
+                if (++idle % 16 != 0 || monotonic_ns() - last < spin_ns_) {
+                    continue;
+                }
+            }
+            if (agent_->prepare_to_sleep()) {
+                while (sem_wait(mount_.submit(1)) != 0) {
+                }
+                agent_->woke();
+            }
+            idle = 0;
+        }
+    }
+
+    test::Mount& mount_;
+    std::int64_t spin_ns_;
+    unsigned in_flight_; // Batches.
+    std::array<hf3fs_cqe, batch> cqes_;
+    std::vector<std::uint8_t> buffer_;
+    Memory memory_;
+    hf3fs_iov iov_{};
+    hf3fs_ior ior_{};
+    std::unique_ptr<AgentRing> agent_;
+    std::atomic<bool> stop_{false};
+    std::uint64_t sum_ = 0;
+    std::thread thread_;
+};
+
+struct Measured {
+    const char* name;
+    std::function<std::unique_ptr<Peer>()> make;
+    std::vector<double> cpu_ns = {};
+    std::vector<double> wall_ns = {};
+};
+
+double median(std::vector<double> values) {
+    std::sort(values.begin(), values.end());
+    return values[values.size() / 2];
+}
+
+void measure(Measured& what, unsigned batches) {
+    const std::unique_ptr<Peer> peer = what.make();
+    peer->run(batches / 10 + 1); // Caches, branches, and how long to spin.
+    const std::int64_t wall = monotonic_ns();
+    const double begin = thread_seconds();
+    peer->run(batches);
+    what.cpu_ns.push_back((thread_seconds() - begin) * 1e9 / batches / batch);
+    what.wall_ns.push_back(static_cast<double>(monotonic_ns() - wall) / batches / batch);
+}
+
+void print(const Measured& what) {
+    std::printf("{\"name\": \"%s\", \"batch\": %u, \"rounds\": %zu, \"client_cpu_ns_per_operation\": %.2f, "
+                "\"client_cpu_ns_per_operation_min\": %.2f, \"wall_ns_per_operation\": %.2f}\n",
+                what.name, batch, what.cpu_ns.size(), median(what.cpu_ns),
+                *std::min_element(what.cpu_ns.begin(), what.cpu_ns.end()), median(what.wall_ns));
+}
+
+void print_ratio(const char* name, const Measured& ours, const Measured& peer, double limit) {
+    // Of rounds that followed each other, so that what else the machine did falls on both.
+    std::vector<double> ratios;
+    for (std::size_t i = 0; i < ours.cpu_ns.size(); ++i) {
+        ratios.push_back(ours.cpu_ns[i] / peer.cpu_ns[i]);
+    }
+    std::printf("{\"name\": \"%s\", \"ratio\": %.3f, \"limit\": %.1f, \"holds\": %s}\n", name, median(ratios), limit,
+                median(ratios) <= limit ? "true" : "false");
+}
+
+} // namespace
+
+// ring_bench [rounds [batches]]
+int main(int argc, char** argv) {
+    const int rounds = argc > 1 ? std::atoi(argv[1]) : 9;
+    const int batches = argc > 2 ? std::atoi(argv[2]) : 20000;
+    CHECK(rounds > 0 && batches > 0);
+    test::Mount mount;
+    Measured spinning{"usrbio, agent spins up to 50 us, 3 batches in flight",
+                      [&] { return std::make_unique<Library>(mount, 50000, 3); }};
+    Measured alternating{"usrbio, agent spins up to 50 us, 1 batch in flight",
+                         [&] { return std::make_unique<Library>(mount, 50000, 1); }};
+    Measured sleeping{"usrbio, agent sleeps", [&] { return std::make_unique<Library>(mount, 0, 1); }};
+    Measured bare{"bare loop, same semaphores", [&] { return std::make_unique<BareLoop>(mount); }};
+    Measured nop{"io_uring NOP", [] { return std::make_unique<UringNop>(); }};
+    const bool uring = UringNop::possible();
+    for (int round = 0; round < rounds; ++round) {
+        if (uring) {
+            measure(nop, static_cast<unsigned>(batches));
+        }
+        measure(spinning, static_cast<unsigned>(batches));
+        measure(alternating, static_cast<unsigned>(batches));
+        measure(bare, static_cast<unsigned>(batches) / 4);
+        measure(sleeping, static_cast<unsigned>(batches) / 4);
+    }
+    for (const Measured* what : {&spinning, &alternating, &sleeping, &bare}) {
+        print(*what);
+    }
+    if (uring) {
+        print(nop);
+        print_ratio("usrbio with a spinning agent / io_uring NOP", spinning, nop, 2.0);
+    } else {
+        std::printf("{\"name\": \"io_uring NOP\", \"not_run\": \"io_uring_setup: %s\"}\n", std::strerror(errno));
+    }
+    print_ratio("usrbio with a sleeping agent / bare loop", sleeping, bare, 1.2);
+    return 0;
+}
