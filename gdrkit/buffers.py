@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
 
-__all__ = ["DeviceBuffer", "DmabufRange", "MemoryKind", "check_range"]
+__all__ = ["Allocator", "DeviceBuffer", "DmabufRange", "MemoryKind", "check_range"]
 
 
 class MemoryKind(enum.Enum):
@@ -118,7 +118,9 @@ class DmabufRange:
 
 @runtime_checkable
 class DeviceBuffer(Protocol):
-    """Device memory as the rooms above see it; CUDA and Gaudi memory both are one."""
+    """Memory that a NIC can be given, as the rooms above see it: that of a CUDA or Gaudi device, and pages of the host
+    that gdrkit has mapped (:class:`gdrkit.host.HostMemory`), for which "device" reads "host" below.
+    """
 
     @property
     def kind(self) -> MemoryKind:
@@ -141,8 +143,11 @@ class DeviceBuffer(Protocol):
         memory.
         """
 
-    def is_current(self, key: tuple[tuple[int, int, int], ...]) -> bool:
-        """Whether every chunk of `key`, an earlier answer of :meth:`allocation_key`, is still there."""
+    def presence(self, key: tuple[tuple[int, int, int], ...]) -> Callable[[], bool]:
+        """What says whether every chunk of `key`, an earlier answer of :meth:`allocation_key`, is still there.
+
+        A function, since a cache asks the same again and again: what can be prepared is prepared here.
+        """
 
     def allocation(self) -> DeviceBuffer:
         """The whole of the chunks under this memory, borrowed."""
@@ -166,11 +171,19 @@ class DeviceBuffer(Protocol):
     def read(self, *, offset_bytes: int, length_bytes: int) -> bytes:
         """Copy bytes to the host by the device's own copy call, and wait for them."""
 
-    def write(self, data: bytes | memoryview, *, offset_bytes: int) -> None:
+    def write(self, data: bytes | bytearray | memoryview, *, offset_bytes: int) -> None:
         """Copy bytes from the host by the device's own copy call, and wait until they are there."""
 
     def before_release(self, action: Callable[[], None]) -> Callable[[], None]:
         """Have `action` run before the memory is freed (last added first); returns what takes the action back."""
+
+
+@runtime_checkable
+class Allocator(Protocol):
+    """What gives memory: a device, or the host."""
+
+    def allocate(self, length_bytes: int) -> DeviceBuffer:
+        """New memory, owned by the caller."""
 
 
 def check_range(*, offset_bytes: int, length_bytes: int, size_bytes: int) -> None:

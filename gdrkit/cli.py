@@ -18,8 +18,10 @@ from typing import TYPE_CHECKING, NoReturn
 import click
 
 import gdrkit
+from gdrkit import cli_files, cli_inventory, cli_tiers
 from gdrkit.errors import ApiError, GdrkitError, SetupMissing, UsageError
-from gdrkit.qualify.outcome import ExitCode
+from gdrkit.exit_code import ExitCode
+from gdrkit.report.text import harmless
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -36,7 +38,9 @@ def cli() -> None:
 
     \b
     gdrkit qualify                        what can this machine really do directly? writes a report
-    gdrkit run --software -- COMMAND      run any program on software twins of libibverbs and libcuda
+    gdrkit run --software -- COMMAND      run any program on software twins of its libraries
+    gdrkit doctor                         why are transfers not direct here, and what to do?
+    gdrkit topology                       which GPU is near to which NIC and NVMe?
     gdrkit facts                          what is in this machine, and what do its APIs answer?
 
     A command that cannot do what it was asked says so in one line, with the API, the operation, the errno and what to
@@ -76,6 +80,13 @@ def cli() -> None:
     help="Run the cases of another folder that are marked `qualify`.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON; progress goes to standard error.")
+@click.option(
+    "--mpi",
+    type=click.Choice(["hosts", "within"]),
+    is_flag=False,
+    flag_value="hosts",
+    help="Started by mpirun or srun: measure NICs and GPUs of different hosts, or =within the same host; one report.",
+)
 def qualify(
     software: bool,
     profile: str | None,
@@ -84,6 +95,7 @@ def qualify(
     select: str | None,
     suites: Path | None,
     as_json: bool,
+    mpi: str | None,
 ) -> int:
     """Find out what this machine does directly, and write the report.
 
@@ -96,6 +108,7 @@ def qualify(
     from gdrkit.qualify import Options
     from gdrkit.qualify import qualify as run_qualification
     from gdrkit.qualify.progress import progress_for
+    from gdrkit.report.contents import read_contents
     from gdrkit.report.routes import route_statuses
 
     command = shlex.join(["gdrkit", *sys.argv[1:]])
@@ -103,14 +116,21 @@ def qualify(
         software=software, profile=profile, output=output, seed=seed, select=select, suites=suites, command=command
     )
     progress = progress_for(sys.stderr if as_json else sys.stdout)
+    if mpi is not None:
+        from gdrkit.qualify.ranks import qualify_ranks
+
+        code, written = qualify_ranks(options, progress, within_hosts=mpi == "within")
+        if written is not None:
+            click.echo(f"Report: {written / 'index.html'}")
+        return code
     run, folder = run_qualification(options, progress)
     if as_json:
         from gdrkit.plain import to_plain
 
-        _, facts, records = folder.read()
+        contents = read_contents(folder.path)
         routes = [
             {"name": status.name, "state": status.state.value, "cause": status.cause}
-            for status in route_statuses(facts, records)
+            for status in route_statuses(contents.facts, contents.records)
         ]
         click.echo(json.dumps({"run": to_plain(run), "routes": routes, "folder": str(folder.path)}, indent=2))
         return run.exit_code
@@ -172,23 +192,6 @@ def run_command(
 
 
 @cli.command()
-@click.option("--json", "as_json", is_flag=True, help="Print all facts as JSON.")
-@click.option("--no-apis", is_flag=True, help="Read files only; ask neither CUDA nor verbs.")
-def facts(as_json: bool, no_apis: bool) -> int:
-    """Say what is in this machine, and what its APIs answer.
-
-    Reads sysfs, procfs and the loader's cache, for which no driver is needed, then asks CUDA, verbs and registration in
-    child processes.
-    """
-    from gdrkit.inventory import probe
-    from gdrkit.report.describe import describe_facts
-
-    found = probe(ask_apis=not no_apis)
-    click.echo(found.to_json() if as_json else describe_facts(found), nl=not as_json)
-    return 0
-
-
-@cli.command()
 @click.option("--software", is_flag=True, help="As for qualify.")
 @click.option("--profile", metavar="NAME", help="As for qualify.")
 @click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
@@ -208,15 +211,142 @@ def plan(software: bool, profile: str | None, as_json: bool) -> int:
 
 
 @cli.command()
-@click.argument("folder", type=click.Path(path_type=Path, exists=True, file_okay=False))
-def report(folder: Path) -> int:
-    """Render junit.xml, summary.md and index.html of a run again, from its records."""
-    from gdrkit.report import RunFolder
+@click.argument("path", type=click.Path(path_type=Path, exists=True))
+@click.option(
+    "--output", type=click.Path(path_type=Path, file_okay=False), metavar="DIR", help="Where to write. Default: PATH."
+)
+@click.option("--fleet", is_flag=True, help="PATH holds the folders of many hosts: one report over all of them.")
+def report(path: Path, output: Path | None, *, fleet: bool) -> int:
+    """Make the report of a run again, from its records.
+
+    PATH is the folder of a run, also of one that was killed, or a file of records. Writes index.html, summary.md,
+    report.json, junit.xml and metrics.prom; with --fleet index.html, fleet.json and metrics.prom.
+    """
     from gdrkit.report.render import render
 
-    render(RunFolder(folder))
-    click.echo(f"Report: {RunFolder(folder).index}")
+    if fleet:
+        from gdrkit.report.fleet import render_fleet
+
+        made = render_fleet(path, output)
+        for problem in made.problems:
+            click.echo(f"gdrkit: {harmless(problem)}", err=True)
+        click.echo(harmless(f"Report: {made.index}"))
+        return int(ExitCode.FAILED if made.problems else ExitCode.PROVEN)
+    click.echo(harmless(f"Report: {render(path, output).index}"))
     return 0
+
+
+@cli.command()
+@click.argument("before", type=click.Path(path_type=Path, exists=True))
+@click.argument("after", type=click.Path(path_type=Path, exists=True))
+@click.option(
+    "--noise",
+    "noise_percent",
+    type=click.FloatRange(0, 100, max_open=True),
+    default=5.0,
+    show_default=True,
+    metavar="PERCENT",
+    help="What no number is believed to be better than; a wider spread of its own rounds widens it.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
+def compare(before: Path, after: Path, noise_percent: float, *, as_json: bool) -> int:
+    """Say what became worse from BEFORE to AFTER: numbers beyond their noise, verdicts, routes.
+
+    Each is the folder of a run, a records file, or a folder of them. Ends with 1 when something became worse.
+    """
+    from gdrkit.report.compare import compare as compare_contents
+    from gdrkit.report.compare import describe_comparison
+    from gdrkit.report.contents import read_contents
+
+    found = compare_contents(read_contents(before), read_contents(after), noise_percent=noise_percent)
+    click.echo(found.to_json() if as_json else describe_comparison(found), nl=not as_json)
+    return int(ExitCode.FAILED if found.is_worse else ExitCode.PROVEN)
+
+
+@cli.command()
+@click.option(
+    "--store",
+    "root",
+    required=True,
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    metavar="DIR",
+    help="The folder whose files are served; gdrkit keeps their checksums in DIR/.gdrkit.",
+)
+@click.option(
+    "--listen",
+    metavar="PLACE",
+    help="HOST:PORT (a client needs DIR/.gdrkit/token) or unix:PATH. Default: unix:DIR/.gdrkit/server.sock.",
+)
+@click.option(
+    "--nic", "nics", multiple=True, metavar="NAME", help="Use this NIC; may stand more than once. Default: all."
+)
+@click.option(
+    "--chunk-bytes", type=int, metavar="N", help="What a checksum covers, for a new store: 4096 (default) to 65536."
+)
+def serve(root: Path, listen: str | None, nics: tuple[str, ...], chunk_bytes: int | None) -> int:
+    """Serve the files of a folder over RDMA, until SIGTERM or SIGINT.
+
+    One node, no replication. The line that says where it listens is printed when clients can come.
+    """
+    from gdrkit.storage.command import serve as serve_store
+
+    return serve_store(root, listen=listen, nic_names=nics, chunk_bytes=chunk_bytes)
+
+
+@cli.command()
+@click.argument("mount", type=click.Path(path_type=Path))
+@click.option(
+    "--store",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Serve this folder, which is the mount itself unless --fuse is given.",
+)
+@click.option("--server", metavar="HOST:PORT", help="Serve what this storage server has, by a FUSE mount.")
+@click.option("--token-file", type=click.Path(path_type=Path), metavar="FILE", help="The token of that server's store.")
+@click.option("--fuse", is_flag=True, help="Mount on MOUNT, an empty folder, also with --store.")
+@click.option("--spin-us", type=click.IntRange(0, 10_000_000), default=50, help="How long to look before sleeping.")
+@click.option(
+    "--silence-ms",
+    type=click.IntRange(1, 86_400_000),
+    default=60_000,
+    help="How long a storage server that has operations may give no result before they fail.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Say that it is ready, and what it counted, as JSON.")
+def agent(
+    mount: Path,
+    store: Path | None,
+    server: str | None,
+    token_file: Path | None,
+    fuse: bool,
+    spin_us: int,
+    silence_ms: int,
+    as_json: bool,
+) -> int:
+    """Serve the hf3fs interface below MOUNT, until SIGTERM or SIGINT.
+
+    Registers the memory of applications with every active NIC, and has a storage server of its own move the files of
+    DIR. The line that it is ready is printed when applications can come.
+    """
+    from gdrkit.usrbio.agent import block_signals, plain_agent, serve_until_signalled
+
+    if (store is None) == (server is None):
+        message = "one storage server is needed"
+        raise UsageError(message, what_to_do="add --store DIR, or --server HOST:PORT")
+    block_signals()
+    if store is not None and not fuse:
+        running = plain_agent(mount, store, spin_us=spin_us, silence_ms=silence_ms)
+        serve_until_signalled(running, as_json=as_json)
+        return 0
+    from gdrkit.usrbio.fuse_agent import fuse_agent
+
+    token = None if token_file is None else token_file.read_text().strip()
+    mounted = fuse_agent(mount, store=store, server=server, token=token, spin_us=spin_us, silence_ms=silence_ms)
+    serve_until_signalled(mounted, as_json=as_json)
+    return 0
+
+
+for _command in (*cli_inventory.COMMANDS, *cli_files.COMMANDS):
+    cli.add_command(_command)
 
 
 @cli.command()
@@ -227,6 +357,9 @@ def version() -> int:
     commit = house().commit()
     click.echo(f"gdrkit {gdrkit.__version__}" + (f" ({commit})" if commit else ""))
     return 0
+
+
+cli.add_command(cli_tiers.tiers)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -252,7 +385,7 @@ def _guarded(command: Callable[[], object]) -> int:
     except GdrkitError as error:
         if os.environ.get("GDRKIT_TRACEBACK") == "1":
             raise
-        click.echo(f"gdrkit: {error}", err=True)
+        click.echo(f"gdrkit: {harmless(str(error))}", err=True)
         return _code_of(error)
     return code if isinstance(code, int) else 0
 

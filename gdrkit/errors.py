@@ -44,6 +44,10 @@ class Api(enum.Enum):
     HLTHUNK = "hlthunk"
     NVML = "nvml"
     KERNEL = "kernel"
+    USRBIO = "usrbio"
+    STORAGE = "storage"
+    FUSE = "fuse"
+    SQLITE = "sqlite"
     LOADER = "loader"
     TWINS = "twins"
     NONE = "none"
@@ -72,6 +76,12 @@ class Reason(enum.Enum):
     BUSY = "busy"
     PEER_GONE = "peer_gone"
     TIMEOUT = "timeout"
+    CANCELLED = "cancelled"
+    END_OF_FILE = "end_of_file"
+    NO_SPACE = "no_space"
+    IO_ERROR = "io_error"
+    NOT_DIRECT = "not_direct"
+    CONFLICT = "conflict"
     OTHER = "other"
 
 

@@ -5,6 +5,8 @@ Level 1. One rule a line, ``#`` begins a comment, the first line is ``gdrkit-fau
     ibv_reg_dmabuf_mr  call=2     errno=EOPNOTSUPP
     cuMemAlloc_v2      call=1-3   status=2
     wc.rdma_write      call=*     status=12
+    cufile.route       call=*     route=nvfs
+    ibv_post_send      call=*     stop=/tmp/run/stop
 
 The libraries read the same file by the same grammar; only they know which of their functions can fail, and say so at
 their first call.
@@ -15,12 +17,13 @@ from __future__ import annotations
 import errno
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gdrkit.errors import Api, ApiError, Reason, errno_name
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Callable
 
 __all__ = ["FaultRule", "parse_plan", "read_plan"]
 
@@ -55,8 +58,14 @@ _ERRNO_NAMES = frozenset(
         "ECONNREFUSED",
     ]
 )
-_COMPLETIONS = ("wc.send", "wc.rdma_write", "wc.rdma_read")
+_COMPLETIONS = tuple(f"wc.{name}{landed}" for name in ("send", "rdma_write", "rdma_read") for landed in ("", ".landed"))
+_BEHIND_CUFILE = ("cufile.batch_io", "cufile.async_io")
+_ROUTE_POINT = "cufile.route"
+# In the order of their numbers, from 1.
+_ROUTES = ("p2p", "nvfs", "posix")
 _CODE_MAX = 4095
+# CUfileOpError ends above all errnos.
+_CUFILE_CODE_MAX = 5050
 _CALL_MAX = (1 << 64) - 1
 _ERRNO_ENOTSUPP = 524
 _DELAY_US_MAX = 10_000_000
@@ -66,7 +75,8 @@ _DELAY_US_MAX = 10_000_000
 class FaultRule:
     """One rule: calls `first` to `last` (None: all from there on) of `point` wait for `delay_us`, then answer `code`.
 
-    A code of None: what they would answer anyway.
+    A code of None: what they would answer anyway. Before all that, the call that finds the file `stop` renames it to
+    ``<stop>.<process id>`` and stops its process (SIGSTOP).
     """
 
     point: str
@@ -75,6 +85,7 @@ class FaultRule:
     key: str
     code: int | None
     delay_us: int = 0
+    stop: str = ""
 
 
 def read_plan(path: str | os.PathLike[str]) -> tuple[FaultRule, ...]:
@@ -116,36 +127,32 @@ def _rule(words: list[str], name: str, number: int) -> FaultRule:
     point = words[0]
     key = _code_key(point)
     if key is None:
-        raise _malformed(name, number, f"'{point}' is no function of verbs (ibv_) or CUDA (cu), nor a completion (wc.)")
-    calls: tuple[int, int | None] | None = None
-    code: int | None = None
-    delay_us = 0
+        known = "verbs (ibv_), CUDA (cu), cuFile (cuFile) or hl-thunk (hlthunk_), nor a point of theirs (wc., cufile.)"
+        raise _malformed(name, number, f"'{point}' is no function of {known}")
+    said: dict[str, Any] = {}
     for word in words[1:]:
-        if word.startswith("call=") and calls is None:
-            calls = _calls(word.removeprefix("call="))
-            if calls is None:
-                raise _malformed(name, number, f"'{word}': expected call=N, call=N-M or call=*")
-        elif word.startswith(f"{key}=") and code is None:
-            code = _code(word.removeprefix(f"{key}="), named=key == "errno")
-            if code is None:
-                raise _malformed(
-                    name, number, f"'{word}': expected a name or number from 1 to {_CODE_MAX} after {key}="
-                )
-        elif word.startswith("delay_us=") and not delay_us:
-            delay_us = _number(word.removeprefix("delay_us=")) or 0
-            if not 1 <= delay_us <= _DELAY_US_MAX:
-                raise _malformed(name, number, f"'{word}': expected a number from 1 to {_DELAY_US_MAX} after delay_us=")
-        else:
+        kind, equals, text = word.partition("=")
+        if not equals or kind in said or kind not in {"call", key, "delay_us", "stop"}:
             raise _malformed(name, number, f"'{word}' is not expected here")
-    if calls is None or (code is None and not delay_us):
-        raise _malformed(name, number, f"expected '{point} call=... {key}=... or delay_us=...'")
-    return FaultRule(point=point, first=calls[0], last=calls[1], key=key, code=code, delay_us=delay_us)
+        read, expected = _WORDS[kind]
+        said[kind] = read(text)
+        if kind == "status" and said[kind] is None and point.startswith(("cuFile", "cufile.")):
+            said[kind] = _numbered(text, most=_CUFILE_CODE_MAX)
+        if said[kind] is None:
+            raise _malformed(name, number, f"'{word}': expected {expected}")
+    if "call" not in said or len(said) == 1:
+        raise _malformed(name, number, f"expected '{point} call=... {key}=..., delay_us=... or stop=...'")
+    first, last = said["call"]
+    code, delay_us, stop = said.get(key), said.get("delay_us", 0), said.get("stop", "")
+    return FaultRule(point=point, first=first, last=last, key=key, code=code, delay_us=delay_us, stop=stop)
 
 
 def _code_key(point: str) -> str | None:
-    if point in _COMPLETIONS:
+    if point == _ROUTE_POINT:
+        return "route"
+    if point in _COMPLETIONS or point in _BEHIND_CUFILE:
         return "status"
-    if point.startswith(("ibv_", "_ibv_")):
+    if point.startswith(("ibv_", "_ibv_", "hlthunk_")):
         return "errno"
     return "status" if point.startswith("cu") else None
 
@@ -161,16 +168,48 @@ def _calls(text: str) -> tuple[int, int | None] | None:
     return first, last
 
 
-def _code(text: str, *, named: bool) -> int | None:
-    if named and text in _ERRNO_NAMES:
+def _errno(text: str) -> int | None:
+    if text in _ERRNO_NAMES:
         # The kernel's own ENOTSUPP is in no errno.h.
         return _ERRNO_ENOTSUPP if text == "ENOTSUPP" else int(getattr(errno, text))
+    return _status(text)
+
+
+def _status(text: str) -> int | None:
+    return _numbered(text, most=_CODE_MAX)
+
+
+def _numbered(text: str, *, most: int) -> int | None:
     number = _number(text)
-    return number if number is not None and 1 <= number <= _CODE_MAX else None
+    return number if number is not None and 1 <= number <= most else None
+
+
+def _route(text: str) -> int | None:
+    return _ROUTES.index(text) + 1 if text in _ROUTES else None
+
+
+def _delay_us(text: str) -> int | None:
+    number = _number(text)
+    return number if number is not None and 1 <= number <= _DELAY_US_MAX else None
+
+
+def _stop(text: str) -> str | None:
+    return text if text.startswith("/") else None
 
 
 def _number(text: str) -> int | None:
     return int(text) if text.isascii() and text.isdecimal() else None
+
+
+# What may stand before the =, how the rest is read, and what is expected when that gives None.
+_WORDS: dict[str, tuple[Callable[[str], object], str]] = {
+    "call": (_calls, "call=N, call=N-M or call=*"),
+    "errno": (_errno, f"a name or number from 1 to {_CODE_MAX} after errno="),
+    "status": (_status, f"a number from 1 to {_CODE_MAX} after status="),
+    "route": (_route, "p2p, nvfs or posix after route="),
+    "delay_us": (_delay_us, f"a number from 1 to {_DELAY_US_MAX} after delay_us="),
+    "stop": (_stop, "the absolute path of a file after stop="),
+}
 
 
 def _malformed(name: str, line: int, detail: str) -> ApiError:
@@ -187,6 +226,6 @@ def _error(number: int, name: str, *, line: int, detail: str, reason: Reason) ->
         errno=number,
         arguments={"path": name, "line": line} if line else {"path": name},
         reason=reason,
-        what_to_do=f"{place}; a rule is 'FUNCTION call=N|N-M|* errno=E|status=S'",
+        what_to_do=f"{place}; a rule is 'FUNCTION call=N|N-M|* errno=E|status=S|route=R|delay_us=N|stop=FILE'",
         detail=detail,
     )

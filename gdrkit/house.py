@@ -7,6 +7,7 @@ where it was installed.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from pathlib import Path
 __all__ = ["House", "house"]
 
 _GIT_TIMEOUT_S = 10
+# Whose folders have the same names on other machines.
+_SYSTEM = re.compile(r"/(usr|lib\w*)(/|$)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +62,25 @@ class House:
         return self.root / "reports" / "runs" if self.is_checkout else Path.cwd() / "gdrkit-report"
 
     def portable(self, text: str) -> str:
-        """`text` without the places of this checkout and this Python, which mean nothing on another machine."""
-        roots = {f"{self.root}/": ""} if self.is_checkout else {}
-        for root, name in {**roots, f"{sys.prefix}/": "{python}/"}.items():
-            text = text.replace(root, name)
+        """`text` without places that mean nothing on another machine, each by what it is there.
+
+        Nothing stands for this checkout, ``{python}`` for the environment of this Python, ``{site}`` for any other
+        folder that Python imports from, ``{library_path}`` for one of LD_LIBRARY_PATH, ``{home}`` for the user's. What
+        belongs to the system stays as it is.
+        """
+        named = {str(self.root): ""} if self.is_checkout else {}
+        named.setdefault(sys.prefix, "{python}/")
+        for name, folders in {
+            "{library_path}/": os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep),
+            "{site}/": sys.path,
+            "{home}/": [os.path.expanduser("~")],  # noqa: PTH111 - Path raises where there is none.
+        }.items():
+            for folder in folders:
+                named.setdefault(folder.rstrip("/"), name)
+        own = {folder: name for folder, name in named.items() if folder.startswith("/") and not _SYSTEM.match(folder)}
+        # Where one lies in another, as the twins in the environment, the one that is about the machine goes first.
+        for folder, name in own.items():
+            text = text.replace(f"{folder}/", name)
         return text
 
     def commit(self) -> str | None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NoReturn, Protocol, cast
 
 from gdrkit.errors import Api, ApiError, Reason, SetupMissing, UsageError, errno_name
 from gdrkit.faultplan import read_plan
-from gdrkit.host import HostTree, nvidia_gpus, rdma_devices
+from gdrkit.host import HostTree, habana_accelerators, nvidia_gpus, rdma_devices
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -38,7 +38,12 @@ __all__ = [
 ]
 
 # The APIs that have a twin: the folder below lib/, and the file that must be in it.
-_TWINS = {Api.VERBS: ("ibverbs", "libibverbs.so.1"), Api.CUDA: ("cuda", "libcuda.so.1")}
+_TWINS = {
+    Api.VERBS: ("ibverbs", "libibverbs.so.1"),
+    Api.CUDA: ("cuda", "libcuda.so.1"),
+    Api.CUFILE: ("cufile", "libcufile.so.0"),
+    Api.HLTHUNK: ("hlthunk", "libhl-thunk.so"),
+}
 TWINNED: frozenset[Api] = frozenset(_TWINS)
 
 _PACKAGE = "gdrkit_twins"
@@ -70,11 +75,14 @@ class Launch:
         Decides keys, queue-pair numbers and delays of the twins; drawn when None.
     faults : Path or None
         A fault plan for the twins.
+    domain : str or None
+        Processes of one domain see each other as those of one machine do; drawn when None.
     """
 
     software: frozenset[Api] = frozenset()
     seed: int | None = None
     faults: Path | None = None
+    domain: str | None = None
 
 
 def parse_apis(text: str) -> frozenset[Api]:
@@ -134,7 +142,7 @@ def environment(launch: Launch, *, base: Mapping[str, str] | None = None) -> dic
         child["LD_LIBRARY_PATH"] = os.pathsep.join(path)
     if not launch.software:
         return child
-    child.setdefault("GDRKIT_TWINS_DOMAIN", f"run-{os.getpid()}-{secrets.token_hex(6)}")
+    child.setdefault("GDRKIT_TWINS_DOMAIN", launch.domain or f"run-{os.getpid()}-{secrets.token_hex(6)}")
     if launch.seed is not None:
         child["GDRKIT_TWINS_SEED"] = str(launch.seed)
     child.setdefault("GDRKIT_TWINS_SEED", str(secrets.randbits(64)))
@@ -192,6 +200,12 @@ def present_hardware(tree: HostTree) -> dict[Api, str]:
     elif tree.exists("/dev/nvidiactl") or tree.exists("/proc/driver/nvidia/version"):
         # A container may hide PCI and still have the device nodes.
         found[Api.CUDA] = "an NVIDIA driver"
+    if Api.CUDA in found:
+        # libcufile is a library of the driver's makers, for its devices; there is no hardware of its own.
+        found[Api.CUFILE] = found[Api.CUDA]
+    accelerators = habana_accelerators(tree)
+    if accelerators:
+        found[Api.HLTHUNK] = "accelerators " + ", ".join(device.address for device in accelerators)
     return found
 
 

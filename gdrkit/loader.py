@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import importlib
 import importlib.util
 import logging
 import os
@@ -22,9 +23,22 @@ from typing import TYPE_CHECKING
 from gdrkit.errors import Api, Reason, SetupMissing, errno_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
+    from types import ModuleType
 
-__all__ = ["check_library", "find_library", "import_package", "root_logger_kept", "setup_missing"]
+__all__ = [
+    "check_library",
+    "find_library",
+    "import_native",
+    "import_package",
+    "places",
+    "root_logger_kept",
+    "setup_missing",
+]
+
+_BUILD_NATIVE = (
+    "in a checkout, run `nox -s native`; elsewhere install gdrkit again with a C++20 compiler and libibverbs-dev there"
+)
 
 # What the loader says (glibc, elf/dl-load.c and elf/dl-version.c) and what that means. The first that is found counts.
 _MEANINGS: tuple[tuple[str, int], ...] = (
@@ -109,11 +123,25 @@ def find_library(soname: str) -> Path | None:
 
     ``LD_LIBRARY_PATH`` counts as it was when this process began, since that is when the loader read it.
     """
-    for folder in (*_loader_path(), *_SYSTEM_FOLDERS):
-        path = Path(folder, soname)
-        if path.exists():
-            return path
-    return None
+    return next((path for path in map(Path, places(soname, search_path=_loader_path())) if path.exists()), None)
+
+
+def places(soname: str, *, search_path: Iterable[str], cached: Iterable[str] = ()) -> Iterator[str]:
+    """Where the loader looks for `soname`, in the order of ld.so(8) for a program without a run path.
+
+    Parameters
+    ----------
+    soname : str
+        E.g. ``libibverbs.so.1``.
+    search_path : iterable of str
+        The folders of LD_LIBRARY_PATH.
+    cached : iterable of str
+        The paths of this name in the loader's cache, where that was read.
+    """
+    # An empty folder means the current one to the loader; it is not followed here.
+    yield from (f"{folder.rstrip('/')}/{soname}" for folder in search_path if folder)
+    yield from cached
+    yield from (f"{folder}/{soname}" for folder in _SYSTEM_FOLDERS)
 
 
 def check_library(soname: str, *, operation: str) -> None:
@@ -177,6 +205,33 @@ def import_package(name: str, *, extension: str, folder: str, what_to_do: str) -
         spec.loader.exec_module(module)
 
 
+def import_native(name: str) -> ModuleType:
+    """Import a native module of gdrkit itself, e.g. ``gdrkit.usrbio._hf3fs``.
+
+    Raises
+    ------
+    SetupMissing
+        ENOENT: it was not built. ELIBBAD: it was built for another interpreter, or from other sources than its
+        library. ENOEXEC: it is damaged.
+    """
+    operation = f"import {name}"
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name:
+            raise
+        package, _, module = name.rpartition(".")
+        folder = Path(importlib.import_module(package).__path__[0])
+        others = sorted(path.name for path in folder.glob(f"{module}.*.so"))
+        number = errno.ELIBBAD if others else errno.ENOENT
+        text = f"{', '.join(others)} is for another Python than {sys.executable}" if others else str(error)
+        raise setup_missing(operation=operation, text=text, what_to_do=_BUILD_NATIVE, default_errno=number) from error
+    except ImportError as error:
+        raise setup_missing(
+            operation=operation, text=str(error), what_to_do=_BUILD_NATIVE, default_errno=errno.ELIBBAD
+        ) from error
+
+
 @contextlib.contextmanager
 def root_logger_kept() -> Iterator[None]:
     """Leave the root logger of the program as it was, whatever an import does to it."""
@@ -215,5 +270,4 @@ def _loader_path() -> list[str]:
     beginning = Path("/proc/self/environ").read_bytes().split(b"\0")
     name = b"LD_LIBRARY_PATH="
     value = next((entry[len(name) :] for entry in beginning if entry.startswith(name)), b"")
-    # An empty element means the current folder to the loader; it is not followed here.
-    return [os.fsdecode(folder) for folder in value.replace(b";", b":").split(b":") if folder]
+    return [os.fsdecode(folder) for folder in value.replace(b";", b":").split(b":")]

@@ -11,6 +11,7 @@ import dataclasses
 import enum
 import hashlib
 import json
+import math
 import types
 import typing
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ from typing import Any, TypeAlias, TypeVar, Union
 
 from gdrkit.errors import Reason, UsageError
 
-__all__ = ["Json", "canonical", "digest", "from_plain", "to_plain"]
+__all__ = ["Json", "canonical", "digest", "from_plain", "parse_json", "to_plain"]
 
 # What json.loads gives and json.dumps takes.
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
@@ -63,6 +64,22 @@ def from_plain(kind: type[_T], value: object, *, where: str = "") -> _T:
     return typing.cast("_T", _read(kind, value, where or getattr(kind, "__name__", str(kind))))
 
 
+def parse_json(text: str | bytes, *, where: str) -> Any:  # noqa: ANN401 - whatever the text holds.
+    """What a JSON text holds.
+
+    Raises
+    ------
+    UsageError
+        ``MALFORMED``: it is none, is not in UTF-8, is nested deeper than anything of ours, or holds a number that JSON
+        has not (NaN); the message begins with `where`.
+    """
+    try:
+        return json.loads(text.decode("utf-8") if isinstance(text, bytes) else text, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        message = f"{where}: no JSON: {error}"
+        raise UsageError(message, reason=Reason.MALFORMED) from error
+
+
 def canonical(value: object) -> str:
     """The one JSON text of a value: keys sorted, no blanks."""
     return json.dumps(to_plain(value), sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
@@ -71,6 +88,11 @@ def canonical(value: object) -> str:
 def digest(value: object) -> str:
     """``sha256:`` and 64 hexadecimal digits over the canonical text."""
     return "sha256:" + hashlib.sha256(canonical(value).encode()).hexdigest()
+
+
+def _no_constant(name: str) -> None:
+    message = f"{name} is no number of JSON"
+    raise ValueError(message)
 
 
 def _read(kind: Any, value: object, where: str) -> object:  # noqa: ANN401, PLR0911 - a type at run time; one return per shape.
@@ -92,7 +114,9 @@ def _read(kind: Any, value: object, where: str) -> object:  # noqa: ANN401, PLR0
             raise _malformed(where, "one of " + ", ".join(str(member.value) for member in kind), value) from error
     if dataclasses.is_dataclass(kind):
         return _read_dataclass(kind, _expect(value, dict, where), where)
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+    if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
+        if not math.isfinite(value):
+            raise _malformed(where, "a finite number", value)
         return float(value)
     return _expect(value, kind, where)
 

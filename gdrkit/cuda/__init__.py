@@ -10,8 +10,10 @@ from gdrkit.cuda.device import Device, DeviceAttribute, MemoryInfo, device_count
 from gdrkit.cuda.interop import ForeignArray, describe, wrap
 from gdrkit.cuda.ipc import ImportedMemory, export_handle, open_handle
 from gdrkit.cuda.memory import BorrowedMemory, CudaMemory, DeviceMemory, borrow
+from gdrkit.cuda.peer import can_access_peer, peer_access
+from gdrkit.cuda.pinned import PinnedMemory
 from gdrkit.cuda.pointer import memory_kind
-from gdrkit.cuda.stream import Event, Stream
+from gdrkit.cuda.stream import Event, Stream, wait_for
 from gdrkit.cuda.vmm import VmmMemory, granularity_bytes
 
 __all__ = [
@@ -24,9 +26,11 @@ __all__ = [
     "ForeignArray",
     "ImportedMemory",
     "MemoryInfo",
+    "PinnedMemory",
     "Stream",
     "VmmMemory",
     "borrow",
+    "can_access_peer",
     "describe",
     "device_count",
     "driver_version",
@@ -34,5 +38,7 @@ __all__ = [
     "granularity_bytes",
     "memory_kind",
     "open_handle",
+    "peer_access",
+    "wait_for",
     "wrap",
 ]

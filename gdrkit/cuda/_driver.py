@@ -21,20 +21,21 @@ from gdrkit.cuda import _results
 from gdrkit.errors import Api, Reason, SetupMissing, errno_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 __all__ = [
     "buffer_id",
+    "bytes_at",
     "call",
     "constant",
     "context",
     "empty_bytes",
-    "has_buffer_ids",
     "initialize",
     "integer",
     "ipc_handle_bytes",
     "ipc_handle_from_bytes",
     "pair",
+    "presence",
     "raw",
     "real",
     "structure",
@@ -178,18 +179,27 @@ def buffer_id(address: int) -> int:
     return int(value)
 
 
-def has_buffer_ids(key: tuple[tuple[int, int, int], ...]) -> bool:
-    """Whether at the first element of each of `key` the buffer id is still the last one.
+def presence(key: tuple[tuple[int, int, int], ...]) -> Callable[[], bool]:
+    """A function that says whether at the first element of each of `key` the buffer id is still the last one.
 
-    On the path of a cache hit, and so without the steps between: a call that failed gives None, which is no id.
+    On the path of a cache hit, and so without the steps between: the address is the type of the bindings already, which
+    would make one for each call; and a call that failed gives None, which is no id.
     """
     if not _buffer_id:
         _find_query()
     function, attribute = _buffer_id
-    for base, _length_bytes, wanted in key:  # noqa: SIM110 - a generator costs as much as the call.
-        if function(attribute, base)[1] != wanted:
-            return False
-    return True
+    chunks = [(_bindings().CUdeviceptr(base), wanted) for base, _length_bytes, wanted in key]
+    if len(chunks) == 1:
+        ((only, its_id),) = chunks
+        return lambda: function(attribute, only)[1] == its_id
+
+    def are_there() -> bool:
+        for base, wanted in chunks:  # noqa: SIM110 - a generator costs as much as the call.
+            if function(attribute, base)[1] != wanted:
+                return False
+        return True
+
+    return are_there
 
 
 def integer(operation: str, /, **arguments: Any) -> int:
@@ -256,6 +266,11 @@ def empty_bytes(length_bytes: int) -> bytes:
     make.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t)
     made: bytes = make(None, length_bytes)
     return made
+
+
+def bytes_at(address: int, length_bytes: int) -> Any:
+    """The host bytes at an address as an object to make views of; it can be referred to weakly, and owns nothing."""
+    return (ctypes.c_ubyte * length_bytes).from_address(address)
 
 
 def ipc_handle_bytes(address: int) -> bytes:

@@ -141,6 +141,15 @@ class Device:
         with _driver.context(self._retain()):
             yield
 
+    def context_handle(self) -> int:
+        """The driver's own handle of the primary context."""
+        return self._retain()
+
+    @property
+    def ordinal(self) -> int:
+        """The driver's own handle of the device (``CUdevice``)."""
+        return self._device
+
     def synchronize(self) -> None:
         """Wait until the device has done all work of the primary context."""
         with self.current():

@@ -18,6 +18,7 @@ from gdrkit.units import GPU_RDMA_PAGE_BYTES, HOST_PAGE_BYTES, align_down, align
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
     from types import TracebackType
 
     from gdrkit.cuda.device import Device
@@ -53,6 +54,10 @@ class CudaMemory(ABC):
         """Whether it was released."""
         return self._closed
 
+    def current(self) -> AbstractContextManager[None]:
+        """Make the context of its device current on this thread; see :meth:`Device.current`."""
+        return self.device.current()
+
     def buffer_id(self) -> int:
         """The driver's number of the allocation at the first byte."""
         self._check_open()
@@ -65,8 +70,9 @@ class CudaMemory(ABC):
         with self.device.current():
             return pointer.allocation_key(self.address, self.length_bytes)
 
-    # Whether every chunk of an earlier answer of :meth:`allocation_key` is still there; the address is in the key.
-    is_current = staticmethod(pointer.is_current)
+    # What says whether every chunk of an earlier answer of :meth:`allocation_key` is still there; the address is in the
+    # key.
+    presence = staticmethod(pointer.presence)
 
     def allocation(self) -> BorrowedMemory:
         """The whole of the chunks under this memory, from the first byte of the first to the last byte of the last.

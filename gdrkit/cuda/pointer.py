@@ -18,14 +18,15 @@ __all__ = [
     "allocation_key",
     "buffer_id",
     "device_index",
-    "is_current",
     "memory_kind",
+    "presence",
     "synchronize_copies",
 ]
 
 
-# Whether every chunk of a key is still the one at its address: one call of the driver for each, without any context.
-is_current = _driver.has_buffer_ids
+# What says whether every chunk of a key is still the one at its address: by one call of the driver for each, without
+# any context.
+presence = _driver.presence
 
 
 class _Attribute(enum.IntEnum):

@@ -14,12 +14,13 @@ from gdrkit.errors import ApiError, ClosedResource
 from gdrkit.handles import Handle
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
     from types import TracebackType
 
     from gdrkit.cuda.device import Device
     from gdrkit.cuda.memory import CudaMemory
 
-__all__ = ["Event", "Stream"]
+__all__ = ["Event", "Stream", "wait_for"]
 
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: no hidden ordering with the default stream.
 _EVENT_DEFAULT = 0
@@ -51,6 +52,10 @@ class _Owned:
     def closed(self) -> bool:
         """Whether it was destroyed."""
         return self._closed
+
+    def current(self) -> AbstractContextManager[None]:
+        """Make the context of its device current on this thread; see :meth:`Device.current`."""
+        return self.device.current()
 
     def close(self) -> None:
         """Destroy it; a second close does nothing."""
@@ -136,6 +141,44 @@ class Stream(_Owned):
         with self.device.current():
             _driver.call("cuMemcpyDtoHAsync", dstHost=view, srcDevice=where, ByteCount=view.nbytes, hStream=self.handle)
 
+    def copy(
+        self,
+        source: CudaMemory,
+        target: CudaMemory,
+        *,
+        length_bytes: int | None = None,
+        source_offset_bytes: int = 0,
+        target_offset_bytes: int = 0,
+    ) -> None:
+        """Queue a copy between two pieces of device memory, also of two devices; None: up to the end of `source`.
+
+        Between two devices it is direct only inside :func:`~gdrkit.cuda.peer_access`; else the driver stages it
+        through the host.
+        """
+        length_bytes = source.length_bytes - source_offset_bytes if length_bytes is None else length_bytes
+        for memory, begin in ((source, source_offset_bytes), (target, target_offset_bytes)):
+            check_range(offset_bytes=begin, length_bytes=length_bytes, size_bytes=memory.length_bytes)
+        where, whence = target.address + target_offset_bytes, source.address + source_offset_bytes
+        with self.device.current():
+            if source.device.index == target.device.index:
+                _driver.call(
+                    "cuMemcpyDtoDAsync",
+                    dstDevice=where,
+                    srcDevice=whence,
+                    ByteCount=length_bytes,
+                    hStream=self.handle,
+                )
+            else:
+                _driver.call(
+                    "cuMemcpyPeerAsync",
+                    dstDevice=where,
+                    dstContext=target.device.context_handle(),
+                    srcDevice=whence,
+                    srcContext=source.device.context_handle(),
+                    ByteCount=length_bytes,
+                    hStream=self.handle,
+                )
+
     def fill(self, memory: CudaMemory, byte: int, *, offset_bytes: int = 0, length_bytes: int | None = None) -> None:
         """Queue setting every byte of the range to `byte`; None: up to the end."""
         length_bytes = memory.length_bytes - offset_bytes if length_bytes is None else length_bytes
@@ -167,6 +210,11 @@ class Stream(_Owned):
 
     def _before_close(self) -> None:
         self.synchronize()
+
+
+def wait_for(handle: int) -> None:
+    """Wait until everything in a stream of somebody else is done; the context of its device must be current."""
+    _driver.call("cuStreamSynchronize", hStream=handle)
 
 
 def _done(operation: str, **arguments: int) -> bool:

@@ -7,22 +7,27 @@ from __future__ import annotations
 
 import datetime as dt
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import pytest
 
 from gdrkit import witness
 from gdrkit.harness.evidence import Evidence
+from gdrkit.harness.needs import apis
 from gdrkit.inventory.facts import notable
 from gdrkit.report import CaseReason, Record, SeenLibrary, Verdict, substrate_of
-from gdrkit.report.record import SCHEMA_VERSION
+from gdrkit.report.record import REFUSED, SCHEMA_VERSION
 from gdrkit.report.substrate import combined
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from gdrkit.harness.leaks import Snapshot
     from gdrkit.harness.needs import Need
+    from gdrkit.harness.refusal import SeenRefusal
     from gdrkit.harness.session import Session
+    from gdrkit.inventory import RefusedCause
     from gdrkit.witness import LoadedLibrary
 
 __all__ = ["CASE", "Case", "title_of"]
@@ -41,6 +46,10 @@ class Case:
         As declared.
     unmet : tuple of CaseReason
         Those not met; nothing until they were looked at.
+    refusal : tuple of RefusedCause or None
+        With which causes its registration must be refused, where nothing but that is unmet; then it runs.
+    refused : tuple of SeenRefusal
+        That refusal, once it was seen.
     evidence : Evidence
         What the case keeps.
     before : Snapshot or None
@@ -56,6 +65,8 @@ class Case:
     item: pytest.Item
     needs: tuple[Need, ...]
     unmet: tuple[CaseReason, ...] = ()
+    refusal: tuple[RefusedCause, ...] | None = None
+    refused: tuple[SeenRefusal, ...] = ()
     evidence: Evidence = field(default_factory=Evidence)
     before: Snapshot | None = None
     failures: list[CaseReason] = field(default_factory=list)
@@ -63,6 +74,11 @@ class Case:
     peers: list[tuple[str, tuple[LoadedLibrary, ...]]] = field(default_factory=list)
     started: float = field(default_factory=time.monotonic)
     began: dt.datetime = field(default_factory=lambda: dt.datetime.now(dt.UTC))
+
+    @property
+    def runs(self) -> bool:
+        """Whether its body is run: nothing is unmet, or what is must show itself as a refusal."""
+        return not self.unmet or self.refusal is not None
 
     @property
     def verdict(self) -> Verdict:
@@ -75,13 +91,23 @@ class Case:
 
     def look(self, session: Session) -> None:
         """Look at all its needs."""
-        found = []
-        for need in self.needs:
-            reason = need.check(session.facts)
-            if reason is not None:
-                foreseen = session.profile.foresees(need.name, reason)
-                found.append(CaseReason(text=reason, need=need.name, foreseen=foreseen))
-        self.unmet = tuple(found)
+        unmet = [(need, reason) for need in self.needs if (reason := need.check(session.facts)) is not None]
+        refusals = {session.profile.refusal(need.name) for need, _ in unmet}
+        # One refusal that stands for everything that is unmet.
+        self.refusal = refusals.pop() if len(refusals) == 1 else None
+        self.unmet = tuple(
+            CaseReason(
+                text=reason,
+                need=need.name,
+                foreseen=self.refusal is not None or session.profile.foresees(need.name, reason),
+            )
+            for need, reason in unmet
+        )
+
+    def refuse(self, seen: tuple[SeenRefusal, ...]) -> None:
+        """Keep the refusal that was expected."""
+        self.refused = seen
+        self.evidence[REFUSED] = seen
 
     def fail(self, when: str, text: str, details: str) -> None:
         """Keep why a phase failed."""
@@ -94,12 +120,17 @@ class Case:
     def record(self, session: Session) -> Record:
         """What is written about it."""
         processes = [("case", tuple(notable(witness.libraries()))), *self.peers]
-        if self.verdict is Verdict.NOT_RUN:
+        is_unrun = self.verdict is Verdict.NOT_RUN
+        if is_unrun and not self.refused:
             processes = []
         judged = [substrate_of(libraries, session.facts, nics=self.nics) for _, libraries in processes]
+        on = {api: substrate.value for api, substrate in sorted(combined(judged).items())}
         reasons = {
             Verdict.FAIL: tuple(self.failures),
-            Verdict.NOT_RUN: self.unmet,
+            Verdict.NOT_RUN: (
+                *self.unmet,
+                *(replace(self.unmet[0], text=f"refused as expected: {seen}") for seen in self.refused),
+            ),
             Verdict.UNPROVEN: tuple(self.evidence.missing),
             Verdict.PASS: (),
         }
@@ -111,19 +142,25 @@ class Case:
             reasons=reasons[self.verdict],
             profile=session.profile.name,
             facts_digest=session.facts_digest,
-            substrate={api: substrate.value for api, substrate in sorted(combined(judged).items())},
+            substrate=on,
             libraries=tuple(SeenLibrary.of(name, library) for name, members in processes for library in members),
             seed=session.seed,
             evidence=self.evidence.kept,
-            # Numbers of a case that failed are no numbers.
-            numbers={} if self.failures else self.evidence.numbers,
-            routes=tuple(self.evidence.routes),
+            # Numbers of a case that failed are no numbers; one that was refused shows nothing but that.
+            numbers={} if self.failures or is_unrun else self.evidence.numbers,
+            routes=() if is_unrun else tuple(self.evidence.routes),
             duration_ms=round((time.monotonic() - self.started) * 1000, 3),
             started=self.began.strftime("%Y-%m-%dT%H:%M:%SZ"),
             commit=session.commit,
             version=session.version,
             command=session.command,
+            files=() if is_unrun else tuple(self.evidence.files),
+            uses=self._used(on),
         )
+
+    def _used(self, loaded: Iterable[str]) -> tuple[str, ...]:
+        """The APIs among `loaded` that it declares to need: ``cuda.vmm``, ``software(verbs)``, ``gaudi.device``."""
+        return tuple(sorted({api for need in self.needs for api in apis(need)} & set(loaded)))
 
 
 CASE: pytest.StashKey[Case] = pytest.StashKey()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from gdrkit import plain
 from gdrkit.errors import UsageError
-from gdrkit.report import CaseReason, ClaimedRoute
+from gdrkit.report import CaseReason, ClaimedFile, ClaimedRoute
 
 if TYPE_CHECKING:
     import enum
@@ -28,6 +28,7 @@ _UNITS = frozenset(
         "us",
         "ms",
         "s",
+        "s_per_gib",
         "percent",
         "ratio",
         "per_s",
@@ -61,6 +62,7 @@ class Evidence:
         self.kept: dict[str, object] = {}
         self.numbers: dict[str, float] = {}
         self.routes: list[ClaimedRoute] = []
+        self.files: list[ClaimedFile] = []
         self.missing: list[CaseReason] = []
 
     def __setitem__(self, key: str, value: object) -> None:
@@ -102,6 +104,29 @@ class Evidence:
     def fell_back(self, cause: str, *, device: _Device | int, nic: _Nic | str, way: enum.Enum | str) -> None:
         """Say that this route was asked for and the bytes took another one, and why."""
         self.routes.append(_route(device, nic, way, cause))
+
+    def file(self, *, device: _Device | int, mount: str, way: enum.Enum | str, fell_back: str | None = None) -> None:
+        """Say which way the bytes took between a device and the files of a mount; it counts only if the case passes.
+
+        Parameters
+        ----------
+        device : Device or int
+            The device.
+        mount : str
+            Where the file system is mounted.
+        way : Route or str
+            ``p2p`` or ``nvfs``, which are direct; ``posix``, ``engine`` or ``unknown``.
+        fell_back : str or None
+            Why they took this one although a direct one was asked for.
+        """
+        self.files.append(
+            ClaimedFile(
+                device_index=device if isinstance(device, int) else device.index,
+                mount=mount,
+                way=way if isinstance(way, str) else str(way.value),
+                fell_back=fell_back,
+            )
+        )
 
 
 def _route(device: _Device | int, nic: _Nic | str, way: enum.Enum | str, cause: str | None) -> ClaimedRoute:

@@ -19,11 +19,25 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from gdrkit.cuda import Device
+    from gdrkit.gaudi import Device as Gaudi
     from gdrkit.harness.evidence import Evidence
     from gdrkit.inventory import Facts
     from gdrkit.verbs import Nic
 
-__all__ = ["POOL", "PeerPool", "device", "devices", "evidence", "facts", "nic", "nics", "peer", "peers", "seed"]
+__all__ = [
+    "POOL",
+    "PeerPool",
+    "device",
+    "devices",
+    "evidence",
+    "facts",
+    "gaudi",
+    "nic",
+    "nics",
+    "peer",
+    "peers",
+    "seed",
+]
 
 
 class PeerPool:
@@ -145,6 +159,16 @@ def devices(request: pytest.FixtureRequest) -> Iterator[tuple[Device, ...]]:
 
     with contextlib.ExitStack() as stack:
         yield tuple(stack.enter_context(cuda.Device(index)) for index in range(cuda.device_count()))
+
+
+@pytest.fixture
+def gaudi(request: pytest.FixtureRequest) -> Iterator[Gaudi]:
+    """The first Gaudi, open."""
+    _require(request, "gaudi")
+    from gdrkit.gaudi import Device
+
+    with Device(0) as found:
+        yield found
 
 
 @pytest.fixture

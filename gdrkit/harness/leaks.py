@@ -22,7 +22,12 @@ if TYPE_CHECKING:
 __all__ = ["Snapshot", "check", "grown", "ledger_handles", "moved", "start_apis", "take"]
 
 _STANDARD_ERROR = 2
-_API_FILES = {"libibverbs.so": "verbs", "libcuda.so": "cuda"}
+_API_FILES = {
+    "libibverbs.so": "verbs",
+    "libcuda.so": "cuda",
+    "libcufile.so": "cufile",
+    "libhl-thunk.so": "hlthunk",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +107,11 @@ def start_apis(apis: Collection[str]) -> None:
                     memory.export_dmabuf().close()
                 if device.attribute(cuda.DeviceAttribute.UNIFIED_ADDRESSING):
                     cuda.export_handle(memory)
+    if "gaudi" in apis:
+        from gdrkit import gaudi
+
+        with gaudi.Device(0) as accelerator, accelerator.allocate(HOST_PAGE_BYTES) as exported:
+            exported.export_dmabuf().close()
     if "verbs" in apis:
         from gdrkit import verbs
 

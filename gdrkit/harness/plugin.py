@@ -1,33 +1,19 @@
-"""The pytest plugin: ``-p gdrkit.harness.plugin``.
+"""The pytest plugin of gdrkit's own suites: ``-p gdrkit.harness.plugin``.
 
-Level 7. It looks at the needs of a case before its set-up, so that what does not run is known with all its reasons and
-before anything was opened; it turns every other skip into a failure; it looks for leaks after the tear-down; it writes
-one record per case.
+Level 7. Strict: every case of the run is one of the harness, no case skips itself, and what nobody foresaw fails the
+run. For the suites of others there is :mod:`gdrkit.harness.user`.
 """
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING
 
-import pytest
-
-from gdrkit.errors import GdrkitError
-from gdrkit.harness import fixtures, leaks, needs
-from gdrkit.harness.case import CASE, Case, title_of
-from gdrkit.harness.fixtures import POOL, PeerPool
-from gdrkit.harness.session import Session
-from gdrkit.plain import to_plain
-from gdrkit.report import Verdict, append_record
+from gdrkit.harness.hooks import SESSION, begin
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
-    from pathlib import Path
+    import pytest
 
 __all__ = ["SESSION"]
-
-SESSION: pytest.StashKey[Session] = pytest.StashKey()
-_REPORTS: pytest.StashKey[list[Case]] = pytest.StashKey()
 
 _OPTIONS = {
     "--substrate": ("WANTED", "fail unless the APIs run on this: software, hardware, or e.g. verbs=twin,cuda=hardware"),
@@ -51,218 +37,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make the session."""
+    """Begin."""
     config.addinivalue_line("markers", "needs(*needs): what a case needs; use gdrkit.harness.needs.needs")
     config.addinivalue_line("markers", "qualify: the case belongs to `gdrkit qualify`")
-    try:
-        config.stash[SESSION] = Session(config)
-    except GdrkitError as error:
-        raise pytest.UsageError(str(error)) from error
-    config.stash[_REPORTS] = []
-    config.pluginmanager.register(fixtures, fixtures.__name__)
-
-
-def pytest_report_header(config: pytest.Config) -> str:
-    """Name the seed, by which a run can be repeated."""
-    return f"gdrkit: --seed {config.stash[SESSION].seed}"
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the cases of ``--cases``."""
-    path = config.stash[SESSION].cases
-    if path is not None:
-        wanted = set(path.read_text(encoding="utf-8").splitlines())
-        config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in wanted])
-        items[:] = [item for item in items if item.nodeid in wanted]
-
-
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """See that the substrate is the wanted one, write the plan, and start peers before anything else is opened."""
-    state = session.config.stash[SESSION]
-    cases = [Case(item, needs.declared(item)) for item in session.items]
-    for item, case in zip(session.items, cases, strict=True):
-        item.stash[CASE] = case
-    try:
-        if state.wanted:
-            state.check_substrate()
-        if any(case.needs for case in cases) or state.plan or state.records:
-            # Facts and profile are needed, so what is wrong with them is said once, now.
-            _ = state.profile
-            for case in cases:
-                case.look(state)
-    except GdrkitError as error:
-        raise pytest.UsageError(str(error)) from error
-    # Where files could not be collected there is no plan: what is missing from it would look as if it did not exist.
-    if state.plan is not None and not session.testsfailed:
-        _write_plan(state.plan, state.profile.name, cases)
-    pool = session.config.stash[POOL] = PeerPool()
-    if not session.config.option.collectonly and any(_wants_peer(case) for case in cases if not case.unmet):
-        pool.start()
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """End the peers; fail a run in which something did not run and nobody foresaw that."""
-    pool = session.config.stash.get(POOL, None)
-    if pool is not None:
-        pool.close()
-    if session.exitstatus == pytest.ExitCode.OK and _unforeseen(session.config):
-        session.exitstatus = pytest.ExitCode.TESTS_FAILED
-
-
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_make_collect_report(
-    collector: pytest.Collector,
-) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-    """A file that skips itself while it is read hides its cases: that is a failure."""
-    report = yield
-    if report.outcome == "skipped":
-        report.outcome = "failed"
-        report.longrepr = f"{collector.nodeid} skips itself while it is read; its cases must declare needs instead"
-    return report
-
-
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Begin and end the record of a case."""
-    state = item.config.stash[SESSION]
-    planned = item.stash[CASE]
-    # A fresh one, as an item may run again; its needs were looked at when it was collected.
-    case = item.stash[CASE] = Case(item, planned.needs, unmet=planned.unmet)
-    item.config.stash[_REPORTS].append(case)
-    result = yield
-    if state.records is not None:
-        append_record(state.records, case.record(state))
-    return result
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Refuse to run what has unmet needs; look at what is open."""
-    case = item.stash[CASE]
-    if case.unmet:
-        pytest.skip("; ".join(f"{reason.need}: {reason.text}" for reason in case.unmet))
-    item.config.stash[SESSION].start({need.name.partition(".")[0] for need in case.needs})
-    case.before = leaks.take(own=item.config.stash[POOL].descriptors())
-
-
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, None, None]:
-    """Look again."""
-    case = item.stash[CASE]
-    result = yield
-    if case.before is not None:
-        leaks.check(case.before, own=item.config.stash[POOL].descriptors)
-    return result
-
-
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_fixture_setup(
-    fixturedef: pytest.FixtureDef[object], request: pytest.FixtureRequest
-) -> Generator[None, object, object]:
-    """What a fixture of a wider scope opens belongs to that scope, and is no leak of the first case that uses it."""
-    case = None if fixturedef.scope == "function" else _running(request)
-    if case is None or case.before is None:
-        return (yield)
-    pool = request.config.stash[POOL]
-    before = leaks.take(own=pool.descriptors())
-    result = yield
-    case.before = leaks.moved(case.before, before, leaks.take(own=pool.descriptors()))
-    return result
-
-
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_makereport(
-    item: pytest.Item, call: pytest.CallInfo[None]
-) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Turn every skip but that of the harness into a failure, and keep failures for the record."""
-    report = yield
-    case = item.stash[CASE]
-    if report.outcome == "skipped" or hasattr(report, "wasxfail"):
-        if case.unmet and call.when == "setup":
-            return report
-        how = "is marked as an expected failure" if hasattr(report, "wasxfail") else "skipped itself"
-        report.outcome = "failed"
-        report.longrepr = f"{item.nodeid} {how}; what a case cannot do without must be declared by @needs"
-        if hasattr(report, "wasxfail"):
-            del report.wasxfail
-        if not case.failures:
-            case.fail("call", f"the case {how}", str(report.longrepr))
-    elif report.outcome == "failed":
-        text = report.longreprtext if call.excinfo is None else _said(call.excinfo.value)
-        case.fail(report.when or "call", text, report.longreprtext)
-    report.user_properties.append(("gdrkit_verdict", case.verdict.value))
-    return report
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:
-    """Name the two verdicts that pytest does not have."""
-    if report.outcome == "skipped" and report.when == "setup":
-        return "not run", "n", "NOT RUN"
-    if report.when == "call" and report.passed and ("gdrkit_verdict", Verdict.UNPROVEN.value) in report.user_properties:
-        return "unproven", "u", "UNPROVEN"
-    return None
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Say what did not run and what was not proven, with every reason, so that an empty run cannot look good."""
-    counted: dict[tuple[str, str, bool], int] = {}
-    unproven: list[tuple[str, str]] = []
-    for case in config.stash.get(_REPORTS, []):
-        if case.verdict is Verdict.NOT_RUN:
-            for reason in case.unmet:
-                key = (reason.need or "", reason.text, reason.foreseen is True)
-                counted[key] = counted.get(key, 0) + 1
-        elif case.verdict is Verdict.UNPROVEN:
-            unproven += [(case.item.nodeid, reason.text) for reason in case.evidence.missing]
-    if counted:
-        terminalreporter.section("needs that are not met", sep="-")
-        for (need, text, foreseen), count in sorted(counted.items()):
-            tail = "" if foreseen else f"  NOT FORESEEN by profile {config.stash[SESSION].profile.name}: the run fails"
-            terminalreporter.write_line(f"{count:4d} x {need}: {text}{tail}", red=not foreseen)
-    if unproven:
-        terminalreporter.section("not proven", sep="-")
-        for name, text in unproven:
-            terminalreporter.write_line(f"{name}: {text}")
-
-
-def _said(error: BaseException) -> str:
-    """As people read it: the class without its module; an assertion as pytest explains it."""
-    text = str(error).strip()
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-def _write_plan(path: Path, profile: str, cases: Sequence[Case]) -> None:
-    text = json.dumps({"profile": profile, "cases": [_planned(case) for case in cases]}, indent=2) + "\n"
-    # Moved into place, so that whoever waits for it finds it whole.
-    whole = path.with_suffix(".new")
-    whole.write_text(text, encoding="utf-8")
-    whole.replace(path)
-
-
-def _planned(case: Case) -> dict[str, object]:
-    return {
-        "case": case.item.nodeid,
-        "title": title_of(case.item),
-        "needs": [need.name for need in case.needs],
-        "unmet": to_plain(case.unmet),
-    }
-
-
-def _wants_peer(case: Case) -> bool:
-    return bool({"peer", "peers"} & set(getattr(case.item, "fixturenames", ())))
-
-
-def _unforeseen(config: pytest.Config) -> bool:
-    return any(
-        reason.foreseen is not True
-        for case in config.stash[_REPORTS]
-        if case.verdict is Verdict.NOT_RUN
-        for reason in case.unmet
-    )
-
-
-def _running(request: pytest.FixtureRequest) -> Case | None:
-    # A wider fixture's request has no item of its own; the one that runs is the last that began.
-    begun = request.config.stash.get(_REPORTS, [])
-    return begun[-1] if begun else None
+    begin(config, strict=True)

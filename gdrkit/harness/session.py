@@ -28,23 +28,28 @@ if TYPE_CHECKING:
 __all__ = ["Session", "parse_substrate"]
 
 _SEED_BITS = 63
-_APIS = ("verbs", "cuda")
+_APIS = ("verbs", "cuda", "cufile")
+# What else may be named; a machine with hardware of these seldom has it.
+_NAMED = (*_APIS, "hlthunk")
 
 
 class Session:
     """The run, as far as the harness is concerned."""
 
-    def __init__(self, config: pytest.Config) -> None:
+    def __init__(self, config: pytest.Config, *, strict: bool = True) -> None:
         self._config = config
+        self.strict = strict
+        # A user who named no profile has not said what must be there.
+        self.fails_unforeseen = strict or config.getoption("gdrkit_profile", None) is not None
         self.records = _path(config, "records")
         self.plan = _path(config, "plan")
         self.cases = _path(config, "cases")
-        self.wanted = parse_substrate(config.getoption("gdrkit_substrate"))
-        self.seed: int = config.getoption("gdrkit_seed")
+        self.wanted = parse_substrate(config.getoption("gdrkit_substrate", None))
+        self.seed: int = config.getoption("gdrkit_seed", None)
         if self.seed is None:
             self.seed = int(os.environ.get("GDRKIT_TWINS_SEED", "0"), 0) or secrets.randbits(_SEED_BITS)
-        given: str | None = config.getoption("gdrkit_command")
-        self.command = given or house().portable(" ".join(["pytest", *config.invocation_params.args]))
+        given: str | None = config.getoption("gdrkit_command", None)
+        self.command = house().portable(given or " ".join(["pytest", *config.invocation_params.args]))
         self.version = gdrkit.__version__
         self._started: set[str] = set()
 
@@ -69,7 +74,7 @@ class Session:
             There is none, or the one that was named does not fit.
         """
         substrate = {api: found.value for api, found in self.substrate.items()}
-        name = self._config.getoption("gdrkit_profile")
+        name = self._config.getoption("gdrkit_profile", None)
         if name is None:
             return choose_profile(load_profiles(), self.facts, substrate)
         profile = load_profile(name)
@@ -129,12 +134,12 @@ def parse_substrate(text: str | None) -> Mapping[str, Substrate]:
         return {}
     if text in ("software", "hardware"):
         wanted = Substrate.TWIN if text == "software" else Substrate.HARDWARE
-        return dict.fromkeys(_APIS, wanted)
+        return dict.fromkeys(_NAMED if wanted is Substrate.TWIN else _APIS, wanted)
     parsed = {}
     known = {member.value: member for member in Substrate}
     for part in text.split(","):
         api, _, name = part.strip().partition("=")
-        if api not in _APIS or name not in known:
+        if api not in _NAMED or name not in known:
             message = f"no substrate {part!r}"
             raise UsageError(message, what_to_do="write software, hardware, or e.g. verbs=twin,cuda=hardware")
         parsed[api] = known[name]
@@ -142,5 +147,5 @@ def parse_substrate(text: str | None) -> Mapping[str, Substrate]:
 
 
 def _path(config: pytest.Config, name: str) -> Path | None:
-    value = config.getoption(f"gdrkit_{name}")
+    value = config.getoption(f"gdrkit_{name}", None)
     return None if value is None else Path(value).absolute()

@@ -1,39 +1,91 @@
-"""What Linux says about a host, read from sysfs, procfs and the loader's cache.
+"""What Linux says about a host, read from sysfs, procfs and the loader's cache, and its memory.
 
 Level 2. Every reader takes a :class:`HostTree`, whose root is an argument, so that the same code reads this machine, a
-captured one and a tree that a case wrote. Nothing here needs a driver, a library or a privilege; what could not be read
-is kept on the tree and belongs to the answer.
+captured one and a tree that a case wrote. Only ``nvml_facts`` needs a library; what could not be read is kept on the
+tree and belongs to the answer.
 """
 
 from __future__ import annotations
 
-from gdrkit.host.container import container_hints
+from gdrkit.host._libc import rename_new
+from gdrkit.host.config_space import AcsControl, ConfigSpace, config_space, parse_config_space
+from gdrkit.host.container import container_hints, virtual_machine
+from gdrkit.host.distance import Distance, pci_distance, pci_path
+from gdrkit.host.identity import HostIdentity, host_identity
 from gdrkit.host.infiniband import PortFacts, RdmaDevice, rdma_devices
 from gdrkit.host.kernel import KernelFacts, kernel_facts, nvidia_driver_version
-from gdrkit.host.libraries import cached_libraries, find_library
+from gdrkit.host.libraries import cached_libraries, find_libraries, find_library
 from gdrkit.host.limits import Limits, process_limits
-from gdrkit.host.pci import PciDevice, nvidia_gpus, pci_devices
-from gdrkit.host.process import ProcessIdentity, is_running, this_process
-from gdrkit.host.tree import HostTree, Unreadable
+from gdrkit.host.memory import BorrowedHostMemory, HostAllocator, HostBuffer, HostMemory
+from gdrkit.host.mounts import BlockDevice, Mount, block_device, mount_of, mounts
+from gdrkit.host.nvme import NvmeController, nvme_controllers
+from gdrkit.host.nvml import GpuLink, NvmlFacts, nvml_facts
+from gdrkit.host.pci import (
+    PciDevice,
+    habana_accelerators,
+    is_bridge,
+    is_gpu,
+    is_nic,
+    is_nvme,
+    nvidia_gpus,
+    pci_devices,
+)
+from gdrkit.host.process import ProcessIdentity, is_running, process_identity, starved_s, this_process
+from gdrkit.host.tree import DiskFiles, Files, HostTree, Unreadable
 
 __all__ = [
+    "AcsControl",
+    "BlockDevice",
+    "BorrowedHostMemory",
+    "ConfigSpace",
+    "DiskFiles",
+    "Distance",
+    "Files",
+    "GpuLink",
+    "HostAllocator",
+    "HostBuffer",
+    "HostIdentity",
+    "HostMemory",
     "HostTree",
     "KernelFacts",
     "Limits",
+    "Mount",
+    "NvmeController",
+    "NvmlFacts",
     "PciDevice",
     "PortFacts",
     "ProcessIdentity",
     "RdmaDevice",
     "Unreadable",
+    "block_device",
     "cached_libraries",
+    "config_space",
     "container_hints",
+    "find_libraries",
     "find_library",
+    "habana_accelerators",
+    "host_identity",
+    "is_bridge",
+    "is_gpu",
+    "is_nic",
+    "is_nvme",
     "is_running",
     "kernel_facts",
+    "mount_of",
+    "mounts",
     "nvidia_driver_version",
     "nvidia_gpus",
+    "nvme_controllers",
+    "nvml_facts",
+    "parse_config_space",
     "pci_devices",
+    "pci_distance",
+    "pci_path",
+    "process_identity",
     "process_limits",
     "rdma_devices",
+    "rename_new",
+    "starved_s",
     "this_process",
+    "virtual_machine",
 ]

@@ -1,4 +1,4 @@
-"""Hints that a process runs in a container.
+"""Hints that a process runs in a container or a virtual machine.
 
 Level 2. There is no one true sign; each hint names the file that it was read from.
 """
@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from gdrkit.host.tree import HostTree
 
-__all__ = ["container_hints"]
+__all__ = ["container_hints", "virtual_machine"]
 
 _MARKERS = {"/.dockerenv": "docker", "/run/.containerenv": "podman"}
+_VIRTUAL_PRODUCTS = ("KVM", "QEMU", "VMware", "Virtual Machine", "VirtualBox", "Bochs")
 _CGROUP_WORDS = ("docker", "kubepods", "containerd", "lxc", "libpod", "slurm")
 
 
@@ -25,3 +26,15 @@ def container_hints(tree: HostTree) -> tuple[str, ...]:
     cgroup = tree.text("/proc/1/cgroup") or ""
     hints += [f"{word} (/proc/1/cgroup)" for word in _CGROUP_WORDS if word in cgroup]
     return tuple(hints)
+
+
+def virtual_machine(tree: HostTree) -> str | None:
+    """Where it shows that this is a virtual machine, e.g. ``the cpu flag hypervisor``; None on bare metal, as far as
+    can be seen.
+    """
+    for line in tree.lines("/proc/cpuinfo", ("flags",))[:1]:
+        if "hypervisor" in line.split():
+            return "the cpu flag hypervisor (/proc/cpuinfo)"
+    product = tree.text("/sys/class/dmi/id/product_name") or ""
+    known = next((word for word in _VIRTUAL_PRODUCTS if word in product), None)
+    return f"{product} (/sys/class/dmi/id/product_name)" if known else None

@@ -1,8 +1,7 @@
 """Which file the dynamic loader would open for a library name.
 
-Level 2. The order is that of ld.so(8) for a program without a run path: LD_LIBRARY_PATH, the cache, the default
-folders. The cache is read by its layout (glibc, sysdeps/generic/dl-cache.h), since ``ldconfig -p`` knows no other root
-than this host's.
+Level 2. Where it looks says :func:`gdrkit.loader.places`. Its cache is read by its layout (glibc,
+sysdeps/generic/dl-cache.h), since ``ldconfig -p`` knows no other root than this host's.
 """
 
 from __future__ import annotations
@@ -10,12 +9,14 @@ from __future__ import annotations
 import struct
 from typing import TYPE_CHECKING
 
+from gdrkit import loader
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from gdrkit.host.tree import HostTree
 
-__all__ = ["cached_libraries", "find_library"]
+__all__ = ["cached_libraries", "find_libraries", "find_library"]
 
 _CACHE = "/etc/ld.so.cache"
 _MAGIC = b"glibc-ld.so.cache1.1"
@@ -23,16 +24,6 @@ _MAGIC = b"glibc-ld.so.cache1.1"
 _HEADER = struct.Struct("<20sIIB3xI3I")
 # flags, name, path, OS version, hardware capabilities; the offsets count from the header.
 _ENTRY = struct.Struct("<iIIIQ")
-_DEFAULT_FOLDERS = (
-    "/lib/x86_64-linux-gnu",
-    "/usr/lib/x86_64-linux-gnu",
-    "/lib/aarch64-linux-gnu",
-    "/usr/lib/aarch64-linux-gnu",
-    "/lib64",
-    "/usr/lib64",
-    "/lib",
-    "/usr/lib",
-)
 
 
 def find_library(tree: HostTree, soname: str, *, search_path: Iterable[str] = ()) -> str | None:
@@ -47,11 +38,18 @@ def find_library(tree: HostTree, soname: str, *, search_path: Iterable[str] = ()
     search_path : iterable of str
         The folders of LD_LIBRARY_PATH, in order.
     """
-    folders = [folder for folder in search_path if folder]
-    cached = cached_libraries(tree).get(soname, ())
-    candidates = [f"{folder.rstrip('/')}/{soname}" for folder in folders]
-    candidates += [*cached, *(f"{folder}/{soname}" for folder in _DEFAULT_FOLDERS)]
-    return next((path for path in candidates if tree.exists(path)), None)
+    return find_libraries(tree, [soname], search_path=search_path)[soname]
+
+
+def find_libraries(tree: HostTree, sonames: Iterable[str], *, search_path: Iterable[str] = ()) -> dict[str, str | None]:
+    """As :func:`find_library` for several, by one look into the loader's cache."""
+    cached, folders = cached_libraries(tree), tuple(search_path)
+    return {
+        soname: next(
+            filter(tree.exists, loader.places(soname, search_path=folders, cached=cached.get(soname, ()))), None
+        )
+        for soname in sonames
+    }
 
 
 def cached_libraries(tree: HostTree) -> dict[str, tuple[str, ...]]:

@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Limits", "process_limits"]
 
-# linux/capability.h; those that decide about pinning, raw devices and namespaces.
+# linux/capability.h; those that decide about users, pinning, raw devices and namespaces.
 _CAPABILITIES = {
+    7: "CAP_SETUID",
     12: "CAP_NET_ADMIN",
     13: "CAP_NET_RAW",
     14: "CAP_IPC_LOCK",

@@ -11,11 +11,23 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from gdrkit.host.tree import HostTree
 
-__all__ = ["PciDevice", "nvidia_gpus", "pci_devices"]
+__all__ = [
+    "PciDevice",
+    "habana_accelerators",
+    "is_bridge",
+    "is_gpu",
+    "is_nic",
+    "is_nvme",
+    "nvidia_gpus",
+    "pci_devices",
+]
 
 _DEVICES = "/sys/bus/pci/devices"
 _VENDOR_NVIDIA = 0x10DE
+_VENDOR_MELLANOX = 0x15B3
+_VENDOR_HABANA = 0x1DA3
 _CLASS_DISPLAY = 0x03
+_CLASS_NVME, _CLASS_ETHERNET, _CLASS_INFINIBAND, _CLASS_3D, _CLASS_BRIDGE = 0x0108, 0x0200, 0x0207, 0x0302, 0x0604
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +50,8 @@ class PciDevice:
         Its group when an IOMMU translates for it.
     link_speed, link_width : str or None
         The PCIe link as trained, e.g. ``32.0 GT/s PCIe`` and ``16``.
+    link_speed_max, link_width_max : str or None
+        What both ends can do.
     """
 
     address: str
@@ -49,6 +63,8 @@ class PciDevice:
     iommu_group: str | None
     link_speed: str | None
     link_width: str | None
+    link_speed_max: str | None = None
+    link_width_max: str | None = None
 
 
 def pci_devices(tree: HostTree) -> tuple[PciDevice, ...]:
@@ -72,6 +88,8 @@ def pci_devices(tree: HostTree) -> tuple[PciDevice, ...]:
                 iommu_group=tree.link_name(f"{folder}/iommu_group"),
                 link_speed=tree.text(f"{folder}/current_link_speed"),
                 link_width=tree.text(f"{folder}/current_link_width"),
+                link_speed_max=tree.text(f"{folder}/max_link_speed"),
+                link_width_max=tree.text(f"{folder}/max_link_width"),
             )
         )
     return tuple(found)
@@ -84,3 +102,31 @@ def nvidia_gpus(tree: HostTree) -> tuple[PciDevice, ...]:
         for device in pci_devices(tree)
         if device.vendor_id == _VENDOR_NVIDIA and device.class_code >> 16 == _CLASS_DISPLAY
     )
+
+
+def is_gpu(device: PciDevice) -> bool:
+    """Whether it is a GPU that computes: a display controller of NVIDIA, or anybody's 3D controller."""
+    return (
+        device.vendor_id == _VENDOR_NVIDIA and device.class_code >> 16 == _CLASS_DISPLAY
+    ) or device.class_code >> 8 == _CLASS_3D
+
+
+def is_nic(device: PciDevice) -> bool:
+    """Whether it is a NIC that may do RDMA by class or maker; what the kernel made of it /sys/class/infiniband has."""
+    kind = device.class_code >> 8
+    return kind == _CLASS_INFINIBAND or (kind == _CLASS_ETHERNET and device.vendor_id == _VENDOR_MELLANOX)
+
+
+def is_nvme(device: PciDevice) -> bool:
+    """Whether it is an NVMe controller."""
+    return device.class_code >> 8 == _CLASS_NVME
+
+
+def is_bridge(device: PciDevice) -> bool:
+    """Whether it is a PCI-to-PCI bridge: a root port, or a port of a switch."""
+    return device.class_code >> 8 == _CLASS_BRIDGE
+
+
+def habana_accelerators(tree: HostTree) -> tuple[PciDevice, ...]:
+    """Accelerators of Habana Labs: Gaudi, Gaudi 2, Gaudi 3. No other kind of device has this vendor."""
+    return tuple(device for device in pci_devices(tree) if device.vendor_id == _VENDOR_HABANA)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from gdrkit.host.tree import HostTree
 
-__all__ = ["BOOT_ID_BYTES", "ProcessIdentity", "is_running", "this_process"]
+__all__ = ["BOOT_ID_BYTES", "ProcessIdentity", "is_running", "process_identity", "starved_s", "this_process"]
 
 BOOT_ID_BYTES = 16
 
@@ -55,6 +55,17 @@ def this_process(tree: HostTree | None = None) -> ProcessIdentity:
     )
 
 
+def process_identity(process_id: int, tree: HostTree | None = None) -> ProcessIdentity | None:
+    """The identity of a process of this PID namespace; None when there is none of that number."""
+    tree = HostTree() if tree is None else tree
+    started, _state = _started(tree, str(process_id))
+    if started is None:
+        return None
+    return ProcessIdentity(
+        boot_id=_boot_id(tree), process_id=process_id, namespace=_namespace(tree), started_ticks=started
+    )
+
+
 def is_running(identity: ProcessIdentity, tree: HostTree | None = None) -> bool | None:
     """Whether the process still runs; None when that cannot be seen from here (another PID namespace, a /proc that
     hides other users' processes).
@@ -70,6 +81,19 @@ def is_running(identity: ProcessIdentity, tree: HostTree | None = None) -> bool 
     if started is not None:
         return started == identity.started_ticks and state not in _GONE
     return _exists(identity.process_id)
+
+
+def starved_s(process_id: int, tree: HostTree | None = None) -> float:
+    """How long a thread of that process wanted a processor and had none: the thread that waited longest.
+
+    0 where there is no such process, or the kernel does not account for it. A wait counts once it is over.
+    """
+    tree = HostTree() if tree is None else tree
+    folder = f"/proc/{process_id}/task"
+    texts = (tree.text(f"{folder}/{thread}/schedstat") for thread in tree.names(folder))
+    # Time on a processor and time in the queue for one, both in ns, and a count.
+    found = [text.split() for text in texts if text]
+    return max((int(fields[1]) * 1e-9 for fields in found if len(fields) > 1 and fields[1].isdecimal()), default=0.0)
 
 
 def _exists(process_id: int) -> bool | None:

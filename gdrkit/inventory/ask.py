@@ -13,9 +13,11 @@ import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from gdrkit import plain, witness
+from gdrkit import host, plain, witness
+from gdrkit.buffers import MemoryKind
 from gdrkit.errors import Api, ApiError, GdrkitError, Reason, RegistrationFailed, UsageError
 from gdrkit.inventory.facts import ApiFailure, CudaDeviceFacts, CudaFacts, NicFacts, RouteFacts, VerbsFacts, notable
+from gdrkit.inventory.gaudi import ask_gaudi
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -98,6 +100,8 @@ def main(arguments: list[str] | None = None) -> int:
         "cuda": ask_cuda,
         "verbs": ask_verbs,
         "registration": ask_registration,
+        "nvml": host.nvml_facts,
+        "hlthunk": lambda: ask_gaudi(lambda: notable(witness.libraries())),
     }
     if name not in questions:
         message = f"no API {name!r}"
@@ -162,7 +166,7 @@ def _nic(info: NicInfo) -> NicFacts:
 def _tried(device: Device, memory: object, nic: Nic, name: str) -> Iterator[RouteFacts]:
     from gdrkit import registration
 
-    for route in registration.RegistrationRoute:
+    for route in registration.RegistrationRoute.ways_of(MemoryKind.CUDA):
         failure: ApiFailure | None = None
         try:
             registration.register(memory, [nic], route=route).close()  # type: ignore[arg-type]

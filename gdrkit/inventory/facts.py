@@ -11,7 +11,17 @@ from typing import TYPE_CHECKING, Self
 
 from gdrkit import plain
 from gdrkit.errors import ApiError, GdrkitError, Reason, UsageError
-from gdrkit.host import KernelFacts, Limits, PciDevice, RdmaDevice, Unreadable  # noqa: TC001 - types of fields are read at run time.
+from gdrkit.host import (  # noqa: TC001 - types of fields are read at run time.
+    KernelFacts,
+    Limits,
+    Mount,
+    NvmeController,
+    NvmlFacts,
+    PciDevice,
+    RdmaDevice,
+    Unreadable,
+)
+from gdrkit.inventory.gaudi import GaudiFacts  # noqa: TC001 - types of fields are read at run time.
 from gdrkit.witness import LoadedLibrary  # noqa: TC001 - types of fields are read at run time.
 
 if TYPE_CHECKING:
@@ -19,8 +29,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ApiFailure",
+    "ConfigFacts",
     "CudaDeviceFacts",
     "CudaFacts",
+    "CufileFacts",
     "Facts",
     "LibraryFacts",
     "NicFacts",
@@ -154,6 +166,45 @@ class PackageFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class ConfigFacts:
+    """What the config space of a GPU, NIC, NVMe or bridge above one says; None for what could not be looked at.
+
+    Attributes
+    ----------
+    is_whole : bool
+        Whether more than the header could be read, which takes CAP_SYS_ADMIN.
+    acs : str or None
+        The control word of Access Control Services, as lspci writes it.
+    """
+
+    address: str
+    is_whole: bool
+    acs: str | None
+    ats_enabled: bool | None
+    max_read_request_bytes: int | None
+    relaxed_ordering: bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class CufileFacts:
+    """What there is of GPUDirect Storage without opening its library.
+
+    Attributes
+    ----------
+    config_path : str or None
+        The cufile.json that the library would read; None when there is none and its defaults hold.
+    nvidia_fs_version : str or None
+        Of the loaded kernel module.
+    nvidia_fs_modules : tuple of str
+        The storage drivers that have registered with it.
+    """
+
+    config_path: str | None
+    nvidia_fs_version: str | None
+    nvidia_fs_modules: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Facts:
     """Everything that is known about a machine before a case runs.
 
@@ -168,8 +219,24 @@ class Facts:
         says why.
     routes : tuple of RouteFacts
         What registration answered for each device, NIC and way; empty when CUDA or verbs did not answer.
+    accelerators : tuple of PciDevice
+        Those of Habana Labs on the PCI bus, driver or not.
+    gaudi : facts or None
+        What hl-thunk answered; it is asked where there is a library or a device.
     unreadable : tuple of Unreadable
         Files that exist and refused to be read.
+    virtual_machine : str or None
+        Where it shows that this is one.
+    config : tuple of ConfigFacts
+        Config spaces of GPUs, NICs and NVMe controllers, and of the bridges above them.
+    nvme : tuple of NvmeController
+        All of them.
+    mounts : tuple of Mount
+        Those on a block device.
+    cufile : CufileFacts or None
+        None where files were not looked at.
+    nvml : NvmlFacts or None
+        None where there is no such library, or where ``nvml_failure`` says why it did not answer.
     """
 
     schema_version: int
@@ -190,6 +257,16 @@ class Facts:
     routes: tuple[RouteFacts, ...]
     routes_failure: ApiFailure | None
     unreadable: tuple[Unreadable, ...]
+    virtual_machine: str | None = None
+    config: tuple[ConfigFacts, ...] = ()
+    nvme: tuple[NvmeController, ...] = ()
+    mounts: tuple[Mount, ...] = ()
+    cufile: CufileFacts | None = None
+    nvml: NvmlFacts | None = None
+    nvml_failure: ApiFailure | None = None
+    accelerators: tuple[PciDevice, ...] = ()
+    gaudi: GaudiFacts | None = None
+    gaudi_failure: ApiFailure | None = None
 
     def to_json(self) -> str:
         """As indented JSON."""
@@ -204,11 +281,7 @@ class Facts:
         UsageError
             ``MALFORMED``: no JSON, another version, or a field that is not as it must be.
         """
-        try:
-            data = json.loads(text)
-        except ValueError as error:
-            message = f"facts: no JSON: {error}"
-            raise UsageError(message, reason=Reason.MALFORMED) from error
+        data = plain.parse_json(text, where="facts")
         version = data.get("schema_version") if isinstance(data, dict) else None
         if version != SCHEMA_VERSION:
             message = f"facts: expected schema_version {SCHEMA_VERSION}, found {version!r}"
@@ -224,12 +297,25 @@ class Facts:
     def failures(self) -> tuple[ApiFailure, ...]:
         """Of the APIs that were asked and did not answer."""
         return tuple(
-            failure for failure in (self.verbs_failure, self.cuda_failure, self.routes_failure) if failure is not None
+            failure
+            for failure in (
+                self.verbs_failure,
+                self.cuda_failure,
+                self.routes_failure,
+                self.nvml_failure,
+                self.gaudi_failure,
+            )
+            if failure is not None
         )
 
     def api_libraries(self, api: str) -> tuple[LoadedLibrary, ...]:
-        """What was loaded to ask ``verbs`` or ``cuda``."""
-        answered: VerbsFacts | CudaFacts | None = {"verbs": self.verbs, "cuda": self.cuda}.get(api)
+        """What was loaded to ask ``verbs``, ``cuda`` or ``hlthunk``."""
+        asked: dict[str, VerbsFacts | CudaFacts | GaudiFacts | None] = {
+            "verbs": self.verbs,
+            "cuda": self.cuda,
+            "hlthunk": self.gaudi,
+        }
+        answered = asked.get(api)
         return answered.libraries if answered is not None else ()
 
 
@@ -237,7 +323,7 @@ def notable(libraries: Iterable[LoadedLibrary]) -> tuple[LoadedLibrary, ...]:
     """Those that say which API is which: the API libraries, their bindings, RDMA providers, and whatever carries a
     note of its own.
     """
-    stems = ("libibverbs.", "librdmacm.", "libcuda.", "libcufile", "libhl-thunk.", "libnvidia-ml.")
+    stems = ("libibverbs.", "librdmacm.", "libcuda.", "libcufile", "libhl-thunk.", "libhlthunk.", "libnvidia-ml.")
     return tuple(
         library
         for library in libraries

@@ -5,32 +5,32 @@ Level 4.
 
 from __future__ import annotations
 
-import importlib.metadata
-import json
 import os
 import platform
-import signal
-import subprocess
-import sys
-import tempfile
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Self, TypeVar
 
 from gdrkit import host, plain, witness
-from gdrkit.errors import Reason
+from gdrkit.errors import GdrkitError
+from gdrkit.inventory import cufile_json
+from gdrkit.inventory.capture import CapturedFiles, Recorder
 from gdrkit.inventory.facts import (
     SCHEMA_VERSION,
     ApiFailure,
+    ConfigFacts,
     CudaFacts,
+    CufileFacts,
     Facts,
     LibraryFacts,
     PackageFacts,
     RouteFacts,
     VerbsFacts,
 )
+from gdrkit.inventory.gaudi import GaudiFacts, may_have_gaudi
+from gdrkit.inventory.question import Question
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
 __all__ = ["probe"]
 
@@ -41,10 +41,12 @@ _SONAMES = (
     "libnvidia-ml.so.1",
     "libcufile.so.0",
     "libhl-thunk.so",
+    "libhlthunk.so",
 )
 _PACKAGES = ("gdrkit", "gdrkit-twins", "pyverbs", "cuda-bindings", "kvikio")
 _TIMEOUT_S = 60
-_SHOWN_CHARACTERS = 400
+
+_T = TypeVar("_T")
 
 
 def probe(
@@ -70,27 +72,49 @@ def probe(
     """
     tree = host.HostTree() if tree is None else tree
     child = dict(os.environ if environment is None else environment)
-    answers = _Answers()
-    if ask_apis:
-        answers = _ask_all(child, timeout_s)
+    with _Asking(child) as asking:
+        # The files are read while the APIs think.
+        asking.ask(*(("verbs", "cuda") if ask_apis else ()))
+        found = _read(tree, child)
+        if ask_apis and any(library.path for library in found.libraries if library.soname == "libnvidia-ml.so.1"):
+            asking.ask("nvml")
+        if ask_apis and may_have_gaudi(tree, found.libraries):
+            asking.ask("hlthunk")
+        return replace(found, **vars(asking.answers(timeout_s)))
+
+
+def _read(tree: host.HostTree, environment: Mapping[str, str]) -> Facts:
+    """What the files say."""
+    is_here = not isinstance(tree.files, CapturedFiles)
     return Facts(
         schema_version=SCHEMA_VERSION,
-        machine=os.uname().machine,
-        python=f"{platform.python_implementation()} {platform.python_version()}",
+        # Neither is in the files of another machine.
+        machine=os.uname().machine if is_here else "",
+        python=f"{platform.python_implementation()} {platform.python_version()}" if is_here else "",
         kernel=host.kernel_facts(tree),
         gpus=host.nvidia_gpus(tree),
         nvidia_driver_version=host.nvidia_driver_version(tree),
         rdma_devices=host.rdma_devices(tree),
-        libraries=tuple(_library(tree, soname, child.get("LD_LIBRARY_PATH", "")) for soname in _SONAMES),
-        packages=tuple(PackageFacts(name=name, version=_version(name)) for name in _PACKAGES),
+        libraries=tuple(_libraries(tree, environment.get("LD_LIBRARY_PATH", ""))),
+        packages=tuple(PackageFacts(name=name, version=_version(name)) for name in _PACKAGES) if is_here else (),
         limits=host.process_limits(tree),
         container=host.container_hints(tree),
-        cuda=answers.cuda,
-        cuda_failure=answers.cuda_failure,
-        verbs=answers.verbs,
-        verbs_failure=answers.verbs_failure,
-        routes=answers.routes,
-        routes_failure=answers.routes_failure,
+        cuda=None,
+        cuda_failure=None,
+        verbs=None,
+        verbs_failure=None,
+        routes=(),
+        routes_failure=None,
+        virtual_machine=host.virtual_machine(tree),
+        config=_config(tree),
+        nvme=host.nvme_controllers(tree),
+        mounts=tuple(mount for mount in host.mounts(tree) if not mount.device.startswith("0:")),
+        cufile=_cufile(tree, environment),
+        nvml=None,
+        nvml_failure=None,
+        accelerators=host.habana_accelerators(tree),
+        gaudi=None,
+        gaudi_failure=None,
         unreadable=tree.unreadable,
     )
 
@@ -103,89 +127,103 @@ class _Answers:
     verbs_failure: ApiFailure | None = None
     routes: tuple[RouteFacts, ...] = ()
     routes_failure: ApiFailure | None = None
+    nvml: host.NvmlFacts | None = None
+    nvml_failure: ApiFailure | None = None
+    gaudi: GaudiFacts | None = None
+    gaudi_failure: ApiFailure | None = None
 
 
-def _ask_all(environment: Mapping[str, str], timeout_s: float) -> _Answers:
-    # Both at once: each spends its time on imports and on waiting for a driver.
-    asked = {api: _Question(api, environment) for api in ("verbs", "cuda")}
-    verbs, verbs_failure = asked["verbs"].answer(timeout_s)
-    cuda, cuda_failure = asked["cuda"].answer(timeout_s)
-    found = _Answers(verbs_failure=verbs_failure, cuda_failure=cuda_failure)
-    found.verbs = None if verbs is None else plain.from_plain(VerbsFacts, verbs)
-    found.cuda = None if cuda is None else plain.from_plain(CudaFacts, cuda)
-    if found.verbs and found.cuda and found.verbs.nics and found.cuda.devices:
-        routes, found.routes_failure = _Question("registration", environment).answer(timeout_s)
-        found.routes = () if routes is None else plain.from_plain(tuple[RouteFacts, ...], routes)
-    return found
+class _Asking:
+    """The children that were asked; those that nobody waited for are ended."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._environment = environment
+        self._asked: dict[str, Question] = {}
+
+    def ask(self, *apis: str) -> None:
+        """All at once: each spends its time on imports and on waiting for a driver."""
+        self._asked |= {api: Question(["gdrkit.inventory.ask", api], self._environment) for api in apis}
+
+    def answers(self, timeout_s: float) -> _Answers:
+        """What they say, and where both sides are here, in which ways memory can be registered."""
+        found = _Answers()
+        found.verbs, found.verbs_failure = self._answer("verbs", VerbsFacts, timeout_s)
+        found.cuda, found.cuda_failure = self._answer("cuda", CudaFacts, timeout_s)
+        found.nvml, found.nvml_failure = self._answer("nvml", host.NvmlFacts, timeout_s)
+        found.gaudi, found.gaudi_failure = self._answer("hlthunk", GaudiFacts, timeout_s)
+        if found.verbs and found.cuda and found.verbs.nics and found.cuda.devices:
+            self.ask("registration")
+            routes, found.routes_failure = self._answer("registration", tuple[RouteFacts, ...], timeout_s)
+            found.routes = routes or ()
+        return found
+
+    def _answer(self, api: str, kind: type[_T], timeout_s: float) -> tuple[_T | None, ApiFailure | None]:
+        if api not in self._asked:
+            return None, None
+        data, failure = self._asked[api].answer(timeout_s)
+        return None if data is None else plain.from_plain(kind, data), failure
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for question in self._asked.values():
+            question.close()
 
 
-class _Question:
-    """A child that asks one API."""
-
-    def __init__(self, api: str, environment: Mapping[str, str]) -> None:
-        self._api = api
-        # A file and no pipe: it holds an answer of any length while nobody reads. What libraries print goes elsewhere.
-        self._answer = tempfile.TemporaryFile()  # noqa: SIM115 - closed by answer().
+def _config(tree: host.HostTree) -> tuple[ConfigFacts, ...]:
+    """Of the functions between which bytes shall move, and of what is above them."""
+    ends = [
+        device
+        for device in host.pci_devices(tree)
+        if host.is_gpu(device) or host.is_nic(device) or host.is_nvme(device)
+    ]
+    wanted = dict.fromkeys(part for end in ends for part in host.pci_path(tree, end.address)[1:])
+    found = []
+    for address in wanted:
         try:
-            self._child = subprocess.Popen(
-                [sys.executable, "-m", "gdrkit.inventory.ask", api, str(self._answer.fileno())],
-                env=dict(environment),
-                pass_fds=[self._answer.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
+            space = host.config_space(tree, address)
+        except GdrkitError:
+            # The doctor reads it again, and says what is wrong with it.
+            space = None
+        found.append(
+            ConfigFacts(
+                address=address,
+                is_whole=space is not None and space.is_whole,
+                acs=None if space is None or space.acs is None else str(space.acs),
+                ats_enabled=None if space is None else space.ats_enabled,
+                max_read_request_bytes=None if space is None else space.max_read_request_bytes,
+                relaxed_ordering=None if space is None else space.relaxed_ordering,
             )
-        except BaseException:
-            self._answer.close()
-            raise
-
-    def answer(self, timeout_s: float) -> tuple[Any, ApiFailure | None]:
-        """The facts as plain data, or the failure."""
-        with self._answer as file:
-            try:
-                printed, _ = self._child.communicate(timeout=timeout_s)
-            except subprocess.TimeoutExpired:
-                self._child.kill()
-                printed, _ = self._child.communicate()
-                return None, self._failure(Reason.TIMEOUT, f"no answer within {timeout_s:g} s", printed)
-            file.seek(0)
-            text = file.read()
-        if not text:
-            return None, self._failure(Reason.OTHER, _how_it_ended(self._child.returncode), printed)
-        data = json.loads(text)
-        if "failure" in data:
-            return None, plain.from_plain(ApiFailure, data["failure"])
-        return data["facts"], None
-
-    def _failure(self, reason: Reason, message: str, printed: bytes) -> ApiFailure:
-        last = printed.decode("utf-8", "backslashreplace").strip()[-_SHOWN_CHARACTERS:]
-        return ApiFailure(
-            api=self._api,
-            operation="ask in a child process",
-            status=self._child.returncode,
-            status_name="",
-            errno=None,
-            reason=reason,
-            message=f"{self._api}: {message}" + (f"; it printed: {last}" if last else ""),
-            what_to_do=f"run it alone to see why: {sys.executable} -m gdrkit.inventory.ask {self._api} 1",
         )
+    return tuple(found)
 
 
-def _how_it_ended(code: int) -> str:
-    if code < 0:
-        return f"the child was ended by {signal.Signals(-code).name}"
-    return f"the child ended with {code}"
+def _cufile(tree: host.HostTree, environment: Mapping[str, str]) -> CufileFacts:
+    version = tree.text("/proc/driver/nvidia-fs/version") if tree.exists("/proc/driver/nvidia-fs") else None
+    modules = tree.text("/proc/driver/nvidia-fs/modules") if version else None
+    return CufileFacts(
+        config_path=cufile_json.config_path(tree, environment),
+        nvidia_fs_version=version,
+        nvidia_fs_modules=tuple(line.split(":")[0].strip() for line in (modules or "").splitlines() if line.strip()),
+    )
 
 
-def _library(tree: host.HostTree, soname: str, search_path: str) -> LibraryFacts:
-    path = host.find_library(tree, soname, search_path=search_path.split(os.pathsep))
-    if path is None:
-        return LibraryFacts(soname=soname, path=None, build_id=None, error=None)
-    described = witness.describe_library(str(tree.path(path)))
-    return LibraryFacts(soname=soname, path=path, build_id=described.build_id, error=described.error)
+def _libraries(tree: host.HostTree, search_path: str) -> Iterator[LibraryFacts]:
+    for soname, path in host.find_libraries(tree, _SONAMES, search_path=search_path.split(os.pathsep)).items():
+        if path is None:
+            yield LibraryFacts(soname=soname, path=None, build_id=None, error=None)
+        elif not isinstance(tree.files, host.DiskFiles | Recorder):
+            yield LibraryFacts(soname=soname, path=path, build_id=None, error="it is not in the capture")
+        else:
+            place = host.HostTree().path(path) if isinstance(tree.files, Recorder) else tree.path(path)
+            described = witness.describe_library(str(place))
+            yield LibraryFacts(soname=soname, path=path, build_id=described.build_id, error=described.error)
 
 
 def _version(package: str) -> str | None:
+    import importlib.metadata
+
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

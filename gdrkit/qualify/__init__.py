@@ -6,7 +6,8 @@ watches them, and decides what their records amount to.
 
 from __future__ import annotations
 
-from gdrkit.qualify.outcome import ExitCode, Outcome, decide
+from gdrkit.exit_code import ExitCode
+from gdrkit.qualify.outcome import Outcome, decide
 from gdrkit.qualify.plan import Plan, PlannedCase, fitting_sessions
 from gdrkit.qualify.run import Options, plan_only, qualify
 

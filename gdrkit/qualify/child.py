@@ -189,7 +189,7 @@ class _Reader:
             data = file.read()
         whole = data[: data.rfind(b"\n") + 1]
         self._offset_bytes += len(whole)
-        for record in parse_records(whole.decode("utf-8").splitlines(), name=str(path)):
+        for record in parse_records(whole.split(b"\n"), name=str(path)):
             self.seen.add(record.case)
             self._done(record)
             is_new = True

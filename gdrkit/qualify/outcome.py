@@ -5,11 +5,11 @@ Level 6, pure.
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from gdrkit.errors import Reason
+from gdrkit.exit_code import ExitCode
 from gdrkit.report.record import Verdict
 from gdrkit.report.routes import RouteState, is_required, route_statuses, unmet_requirements
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from gdrkit.report.record import Record
     from gdrkit.report.routes import RouteStatus
 
-__all__ = ["ExitCode", "Outcome", "decide"]
+__all__ = ["Outcome", "decide"]
 
 # What somebody can mend on this machine, as opposed to what it does not have.
 _SET_UP = frozenset(
@@ -33,32 +33,6 @@ _SET_UP = frozenset(
     }
 )
 _LISTED = 5
-
-
-class ExitCode(enum.IntEnum):
-    """Of ``gdrkit qualify``, with their meanings as help and documents have them."""
-
-    PROVEN = 0
-    FAILED = 1
-    WRONG_USAGE = 2
-    SETUP_MISSING = 3
-    NOTHING_PROVEN = 4
-
-    @property
-    def meaning(self) -> str:
-        """In words."""
-        return _MEANINGS[self]
-
-
-_MEANINGS = {
-    ExitCode.PROVEN: (
-        "every required route is proven on hardware, or a software run was asked for (--software) and passed"
-    ),
-    ExitCode.FAILED: "a case failed, or a route fell back where direct was required",
-    ExitCode.WRONG_USAGE: "wrong usage",
-    ExitCode.SETUP_MISSING: "set-up is missing",
-    ExitCode.NOTHING_PROVEN: "nothing was proven on hardware",
-}
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,26 +10,29 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gdrkit import plain
-from gdrkit.errors import Reason, UsageError
+from gdrkit.errors import Api, Reason, UsageError
 from gdrkit.report.record import CaseReason  # noqa: TC001 - types of fields are read at run time.
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from gdrkit.errors import Api
 
 __all__ = ["Plan", "PlannedCase", "fitting_sessions", "read_plan"]
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedCase:
-    """One case, its needs by name, and those that are not met."""
+    """One case, its needs by name, and those that are not met.
+
+    ``refused``: it runs all the same, since the profile states with which refusal it must end.
+    """
 
     case: str
     title: str
     needs: tuple[str, ...]
     unmet: tuple[CaseReason, ...]
+    refused: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,15 +67,34 @@ def fitting_sessions(hardware: Mapping[Api, str], twins: frozenset[Api]) -> dict
         What :func:`gdrkit.launch.present_hardware` found.
     twins : frozenset of Api
         The twins that are installed.
+
+    Returns
+    -------
+    mapping
+        For each session ``fits``, ``why``, its ``arguments``, and whether it is about the ``hardware`` of the machine:
+        those `nox -s hardware` chooses from.
     """
     there = "; ".join(what for _, what in sorted(hardware.items(), key=lambda pair: pair[0].value))
+    nics = hardware.get(Api.VERBS, "")
     on_twins = {"fits": bool(twins), "why": "the twins are installed" if twins else "the twins are not installed"}
     return {
         "qualify": {
             "fits": bool(hardware or twins),
+            "hardware": True,
             "arguments": [] if hardware else ["--software"],
             "why": there or "no hardware here; it runs on the twins",
         },
-        "suites": {**on_twins, "arguments": []},
-        "hardware": {"fits": bool(hardware), "arguments": [], "why": there or "no RDMA device and no GPU here"},
+        "direct": {
+            "fits": bool(hardware),
+            "hardware": True,
+            "arguments": [],
+            "why": there or "no RDMA device and no GPU here",
+        },
+        "lab": {
+            "fits": bool(nics),
+            "hardware": True,
+            "arguments": [],
+            "why": nics or "no RDMA device here; by itself it runs in a virtual machine",
+        },
+        "suites": {**on_twins, "hardware": False, "arguments": []},
     }

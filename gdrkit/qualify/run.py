@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 import gdrkit
 from gdrkit import launch
 from gdrkit.errors import Api, Reason, SetupMissing
-from gdrkit.host import HostTree
+from gdrkit.host import HostTree, host_identity
 from gdrkit.house import house
 from gdrkit.inventory import Facts, load_profile, probe
 from gdrkit.qualify.child import Common, Suites
@@ -105,7 +105,7 @@ def qualify(options: Options, progress: Progress) -> tuple[Run, RunFolder]:
     """
     began, clock = dt.datetime.now(dt.UTC), time.monotonic()
     prepared = _prepare(options, progress, began)
-    commit = house().commit()
+    commit, identity = house().commit(), host_identity(HostTree())
     common = Common(
         facts_digest=prepared.facts.digest,
         seed=prepared.seed,
@@ -143,9 +143,11 @@ def qualify(options: Options, progress: Progress) -> tuple[Run, RunFolder]:
         causes=outcome.causes,
         to_do=outcome.to_do,
         required=outcome.required,
+        host=identity.name,
+        host_id=identity.digest,
     )
     prepared.folder.write_run(run)
-    render(prepared.folder)
+    render(prepared.folder.path)
     return run, prepared.folder
 
 
@@ -177,7 +179,7 @@ def _prepare(options: Options, progress: Progress, began: dt.datetime) -> _Prepa
     if options.profile is not None:
         load_profile(options.profile)  # A name that does not exist is said before anything is asked.
     folder = RunFolder(options.output or house().runs / began.strftime("%Y%m%dT%H%M%SZ"))
-    _make_empty(folder)
+    folder.make_empty()
     facts = probe(environment=environment)
     folder.facts.write_text(facts.to_json(), encoding="utf-8")
     judged = {api: found.value for api, found in of_facts(facts).items()}
@@ -213,10 +215,3 @@ def _missing(operation: str, what_to_do: str) -> SetupMissing:
         reason=Reason.LIBRARY_MISSING,
         what_to_do=what_to_do,
     )
-
-
-def _make_empty(folder: RunFolder) -> None:
-    folder.path.mkdir(parents=True, exist_ok=True)
-    # Records are appended; those of an earlier run in the same folder are not of this one.
-    for file in (folder.records, folder.run, folder.plan, folder.index, folder.summary, folder.junit):
-        file.unlink(missing_ok=True)

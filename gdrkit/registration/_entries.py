@@ -6,16 +6,17 @@ overlap, so a range is found by one binary search, however many there are.
 
 from __future__ import annotations
 
-import threading
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from gdrkit.buffers import DeviceBuffer
     from gdrkit.registration.policy import Registration
 
-__all__ = ["Entry", "Flight", "Index", "Key", "end_of", "overlaps"]
+__all__ = ["Entry", "Index", "Key", "end_of", "overlaps"]
 
 # (base, length, buffer id) of every chunk, in order.
 Key = tuple[tuple[int, int, int], ...]
@@ -34,19 +35,44 @@ def overlaps(key: Key, begin: int, end: int) -> bool:
 class Entry:
     """One registered allocation."""
 
-    __slots__ = ("alive", "base", "end", "key", "leases", "linked", "memory", "registration")
+    __slots__ = (
+        "alive",
+        "base",
+        "end",
+        "give_back",
+        "holders",
+        "is_present",
+        "is_taken",
+        "key",
+        "known_by",
+        "linked",
+        "memory",
+        "registration",
+    )
 
-    def __init__(self, key: Key, memory: DeviceBuffer, registration: Registration) -> None:
+    def __init__(
+        self, key: Key, memory: DeviceBuffer, registration: Registration, give_back: Callable[[Entry], None]
+    ) -> None:
         self.key = key
         self.base = key[0][0]
         self.end = end_of(key)
         self.memory = memory
         self.registration = registration
-        self.leases = 0
+        self.give_back = give_back
+        self.is_present = memory.presence(key)
+        self.known_by: list[DeviceBuffer] = []  # Who finds it without a search.
+        # One item for each lease: an item is added under the lock of the cache, and taken out without it.
+        self.holders: list[None] = []
         self.linked = False
+        self.is_taken = False  # By a thread that deregisters it.
         # Closing the device closes what lies on it, also this.
         self.alive = True
         memory.before_release(self._end)
+
+    @property
+    def leases(self) -> int:
+        """How many. Copying a list and taking an item out of it exclude each other, also without a GIL."""
+        return len(self.holders.copy())
 
     @property
     def length_bytes(self) -> int:
@@ -55,20 +81,6 @@ class Entry:
 
     def _end(self) -> None:
         self.alive = False
-
-
-class Flight:
-    """One registration under way, and who waits for it."""
-
-    __slots__ = ("done", "entry", "error", "key", "unlinked", "waiters")
-
-    def __init__(self, key: Key) -> None:
-        self.key = key
-        self.done = threading.Event()
-        self.entry: Entry | None = None
-        self.error: Exception | None = None
-        self.unlinked = False
-        self.waiters = 0
 
 
 class _Chunk:
@@ -87,10 +99,13 @@ class Index:
     ----------
     used : OrderedDict
         All of them, least recently used first.
+    known : dict
+        Memory of gdrkit that was found before, and the entry over all of it: most hits end their search here.
     """
 
     def __init__(self, *, regions_max: int, bytes_max: int) -> None:
         self.used: OrderedDict[Entry, None] = OrderedDict()
+        self.known: dict[DeviceBuffer, Entry] = {}
         self._regions_max = regions_max
         self._bytes_max = bytes_max
         self._bytes = 0
@@ -105,6 +120,13 @@ class Index:
                 if entry.base <= address and end <= entry.end:
                     return entry
         return None
+
+    def learn(self, memory: DeviceBuffer, entry: Entry) -> None:
+        """Find a linked entry by the memory itself from now on, if it holds all of it."""
+        begin = memory.address
+        if memory not in self.known and entry.base <= begin and begin + memory.length_bytes <= entry.end:
+            self.known[memory] = entry
+            entry.known_by.append(memory)
 
     def overlapping(self, begin: int, end: int) -> list[Entry]:
         """Every entry that has a byte of the range, each once."""
@@ -144,6 +166,9 @@ class Index:
             if not self._chunks[at].entries:
                 del self._chunks[at]
                 del self._bases[at]
+        for memory in entry.known_by:
+            del self.known[memory]
+        entry.known_by.clear()
         del self.used[entry]
         self._bytes -= entry.length_bytes
 

@@ -12,7 +12,7 @@ from gdrkit.registration._entries import Entry, Key, end_of
 from gdrkit.registration.policy import register
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from gdrkit.buffers import DeviceBuffer
     from gdrkit.registration.policy import RegistrationRoute
@@ -22,7 +22,13 @@ __all__ = ["register_whole"]
 
 
 def register_whole(
-    key: Key, memory: DeviceBuffer, nics: Sequence[Nic], *, access: Access, route: RegistrationRoute | None
+    key: Key,
+    memory: DeviceBuffer,
+    nics: Sequence[Nic],
+    *,
+    access: Access,
+    route: RegistrationRoute | None,
+    give_back: Callable[[Entry], None],
 ) -> Entry:
     """Register every byte of the chunks under `memory`, of which `key` was the answer of a moment ago.
 
@@ -35,7 +41,7 @@ def register_whole(
     try:
         registration = register(whole, nics, access=access, route=route)
         # The key was asked before; only if it still holds now is what was registered what it names.
-        if (whole.address, whole.length_bytes) != (key[0][0], end_of(key) - key[0][0]) or not whole.is_current(key):
+        if (whole.address, whole.length_bytes) != (key[0][0], end_of(key) - key[0][0]) or not whole.presence(key)():
             message = "the memory was freed or remapped while it was registered"
             raise UsageError(message, reason=Reason.BUSY)  # noqa: TRY301 - what was made is closed below.
     except BaseException as error:
@@ -44,4 +50,4 @@ def register_whole(
         except GdrkitError as second:
             error.add_note(f"then, while undoing: {second}")
         raise
-    return Entry(key, whole, registration)
+    return Entry(key, whole, registration, give_back)

@@ -11,25 +11,30 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Self
 
-from gdrkit.buffers import check_range
-from gdrkit.errors import ClosedResource, GdrkitError, Reason, UsageError
+from gdrkit.errors import ClosedResource, Reason, UsageError
 from gdrkit.handles import Handle
-from gdrkit.registration._entries import Entry, Flight, Index, Key, overlaps
+from gdrkit.registration._departures import Departures
+from gdrkit.registration._entries import Index, end_of
+from gdrkit.registration._flights import Flights
 from gdrkit.registration._whole import register_whole
-from gdrkit.registration.lease import Lease
+from gdrkit.registration.lease import Lease, refuse_range
 from gdrkit.registration.policy import ALL_ACCESS
 from gdrkit.registration.statistics import CacheStatistics
 from gdrkit.units import GIB
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
     from types import TracebackType
 
     from gdrkit.buffers import DeviceBuffer
+    from gdrkit.registration._entries import Entry
+    from gdrkit.registration._flights import Flight
     from gdrkit.registration.policy import RegistrationRoute
     from gdrkit.verbs import Access, Nic
 
 __all__ = ["RegionCache"]
+
+_CACHE, _MEMORY = "region cache", "the memory to lease"  # What may be closed.
 
 
 class RegionCache:
@@ -72,14 +77,11 @@ class RegionCache:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._index = Index(regions_max=regions_max, bytes_max=bytes_max)
-        self._find, self._touch = self._index.find, self._index.used.move_to_end  # What each hit calls.
-        self._flights: dict[Key, Flight] = {}
-        self._flying: set[Flight] = set()  # Those and the ones that were unlinked meanwhile.
-        self._left: list[Entry] = []  # Unlinked, and refused to be deregistered.
-        self._busy: set[Entry] = set()  # Unlinked and still leased.
+        self._known, self._used = self._index.known, self._index.used
+        self._flights = Flights(self._changed)
+        self._departures = Departures(self._changed)
         self._watched: dict[DeviceBuffer, Callable[[], None]] = {}
         self._hits = self._misses = self._registrations = self._evictions = self._invalidations = 0
-        self._registered_bytes = 0
         self._is_full = False  # Over a limit, because what is leased stays.
         self._closing = self._closed = False
         self._handle = Handle("registration.cache")
@@ -98,12 +100,12 @@ class RegionCache:
                 registrations=self._registrations,
                 evictions=self._evictions,
                 invalidations=self._invalidations,
-                regions=len(self._index.used),
-                registered_bytes=self._registered_bytes,
+                regions=len(self._used),
+                registered_bytes=self._departures.registered_bytes,
                 leases=self._leased(),
-                in_flight=len(self._flying),
-                waiting=sum(flight.waiters for flight in self._flying),
-                not_deregistered=len(self._left),
+                in_flight=len(self._flights),
+                waiting=self._flights.waiting,
+                not_deregistered=len(self._departures.refused),
             )
 
     def lease(self, memory: DeviceBuffer, *, offset_bytes: int = 0, length_bytes: int | None = None) -> Lease:
@@ -127,19 +129,25 @@ class RegionCache:
         ClosedResource
             The memory or the cache.
         """
-        if memory.closed:
-            what = "the memory to lease"
-            raise ClosedResource(what)
-        length_bytes = memory.length_bytes - offset_bytes if length_bytes is None else length_bytes
-        if offset_bytes < 0 or length_bytes <= 0 or offset_bytes + length_bytes > memory.length_bytes:
-            check_range(offset_bytes=offset_bytes, length_bytes=length_bytes, size_bytes=memory.length_bytes)
-            message = "an empty range cannot be leased"
-            raise UsageError(message)
+        # A hit is what a transfer pays each time, so it makes few calls and takes the lock once.
+        size_bytes = memory.length_bytes
+        if length_bytes is None:
+            length_bytes = size_bytes - offset_bytes
+        if offset_bytes < 0 or length_bytes <= 0 or offset_bytes + length_bytes > size_bytes:
+            refuse_range(memory, offset_bytes=offset_bytes, length_bytes=length_bytes)
         address = memory.address + offset_bytes
-        entry: Entry | None = None
-        while entry is None:
-            entry = self._found(memory, address, address + length_bytes) or self._missed(memory)
-        return Lease(self._give_back, entry, address, length_bytes)
+        entry = self._known.get(memory)
+        if entry is not None:
+            with self._lock:
+                if entry.linked and not self._closing:
+                    entry.holders.append(None)
+                    self._hits += 1
+                    self._used.move_to_end(entry)
+                else:
+                    entry = None  # Unlinked just now.
+        if entry is None or not self._holds(entry):
+            entry = self._searched(memory, address, address + length_bytes)
+        return Lease(entry, address, length_bytes)
 
     def invalidate(self, address: int, *, length_bytes: int) -> int:
         """Forget every entry that has a byte of the range, and whatever is being registered there; gives the number.
@@ -153,9 +161,9 @@ class RegionCache:
             Of the first region that could not be deregistered; all are out of the cache.
         """
         with self._lock:
-            found, flights = self._forget(address, address + length_bytes)
-        self._deregister([entry for entry in found if not entry.leases], raising=True)
-        return len(found) + flights
+            count, victims = self._forget(address, address + length_bytes)
+        self._departures.deregister(victims, raising=True)
+        return count
 
     def close(self, *, timeout_ms: float | None = 0) -> None:
         """Deregister everything; a second close does nothing.
@@ -178,104 +186,112 @@ class RegionCache:
                 return
             self._closing = True
             is_quiet = self._changed.wait_for(
-                lambda: not self._leased() and not self._flying, None if timeout_ms is None else timeout_ms / 1000
+                lambda: not self._leased() and not self._flights, None if timeout_ms is None else timeout_ms / 1000
             )
             if not is_quiet:
                 self._closing = False
-                message = f"{self._leased()} leases are open and {len(self._flying)} registrations under way"
+                message = f"{self._leased()} leases are open and {len(self._flights)} registrations under way"
                 raise UsageError(
                     message, reason=Reason.BUSY, what_to_do="close the leases first, or wait by timeout_ms"
                 )
-            for entry in tuple(self._index.used):
-                self._unlink(entry)
-                self._left.append(entry)
-            victims, self._left = self._left, []
-        self._deregister(victims, raising=True)
+            victims = self._departures.take_over()
+            for entry in tuple(self._used):
+                victims += self._unlink(entry)
+        self._departures.deregister(victims, raising=True)
         for leave in self._watched.values():
             leave()
         self._watched.clear()
         self._closed = True
         self._handle.release()
 
-    def _found(self, memory: DeviceBuffer, address: int, end: int) -> Entry | None:
-        """A valid entry over the range, leased; None when there is none. The path of a hit, so it calls little."""
-        with self._lock:
-            if self._closing:
-                what = "region cache"
-                raise ClosedResource(what)
-            entry = self._find(address, end)
-            if entry is None:
-                return None
-            entry.leases += 1
-            self._hits += 1
-            self._touch(entry)
-        # Outside of the lock: the driver's answer is about now, whoever waits.
+    def _holds(self, entry: Entry) -> bool:
+        """Whether what a leased entry names is still there. If not, it is unlinked and given back."""
+        is_present = entry.is_present  # A field that is called where it stands costs more.
         try:
-            if memory.is_current(entry.key) and entry.alive:
-                if memory not in self._watched:
-                    self._watch(memory)
-                return entry
+            # Outside of the lock: the driver's answer is about now, whoever waits.
+            if is_present() and entry.alive:
+                return True
         except BaseException:
             self._give_back(entry)
             raise
         with self._lock:
             self._hits -= 1
             if entry.linked:
-                self._unlink(entry)
+                self._unlink(entry)  # Leased by this thread, so the last one to give it back deregisters it.
                 self._invalidations += 1
         self._give_back(entry)
-        return None
+        return False
+
+    def _searched(self, memory: DeviceBuffer, address: int, end: int) -> Entry:
+        """A valid entry over the range, leased: one that is found by its address, or else a new one."""
+        while True:
+            if memory.closed:
+                raise ClosedResource(_MEMORY)
+            if memory.owned:
+                self._watch(memory)
+            with self._lock:
+                if self._closing:
+                    raise ClosedResource(_CACHE)
+                entry = self._index.find(address, end)
+                if entry is not None:
+                    entry.holders.append(None)
+                    self._hits += 1
+                    self._used.move_to_end(entry)
+                    if memory in self._watched:
+                        self._index.learn(memory, entry)
+            if entry is None:
+                entry = self._missed(memory)
+                if entry is not None:
+                    return entry
+                continue
+            if self._holds(entry):
+                return entry
 
     def _missed(self, memory: DeviceBuffer) -> Entry | None:
         """Register, or wait for the thread that does; None: look again."""
-        self._watch(memory)
         key = memory.allocation_key()
         with self._lock:
             if self._closing:
-                what = "region cache"
-                raise ClosedResource(what)
+                raise ClosedResource(_CACHE)
             if memory.closed or (memory.owned and memory not in self._watched):
                 # The action before the free has been here already: another thread is freeing the memory.
-                what = "the memory to lease"
-                raise ClosedResource(what)
-            self._misses += 1
-            flight = self._flights.get(key)
+                raise ClosedResource(_MEMORY)
+            flight = self._flights.find(key)
             is_first = flight is None
             if flight is None:
-                flight = self._flights[key] = Flight(key)
-                self._flying.add(flight)
+                # Whoever registered it may have landed since this thread looked.
+                landed = self._index.find(key[0][0], end_of(key))
+                if landed is not None and landed.key == key:
+                    return None
+                flight = self._flights.start(key)
             else:
                 flight.waiters += 1
+            self._misses += 1
         return self._fly(flight, memory) if is_first else self._wait(flight)
 
     def _fly(self, flight: Flight, memory: DeviceBuffer) -> Entry:
         try:
-            entry = register_whole(flight.key, memory, self.nics, access=self.access, route=self.route)
+            entry = register_whole(
+                flight.key, memory, self.nics, access=self.access, route=self.route, give_back=self._give_back
+            )
         except BaseException as error:
             # Waiters share a failure; they do not share that somebody stopped this thread, and try for themselves.
             with self._lock:
                 flight.error = error if isinstance(error, Exception) else None
-                self._land(flight)
+                self._flights.land(flight)
             raise
         with self._lock:
             self._registrations += 1
-            self._registered_bytes += entry.length_bytes
+            self._departures.registered_bytes += entry.length_bytes
             # Those who wait get their leases now, so that nobody evicts it before they wake up.
-            entry.leases = 1 + flight.waiters
+            entry.holders.extend([None] * (1 + flight.waiters))
             victims = [] if flight.unlinked or entry.length_bytes > self.bytes_max else self._link(entry)
             if not entry.linked:
-                self._busy.add(entry)
+                self._departures.add(entry)
             flight.entry = entry
-            self._land(flight)
-        self._deregister(victims, raising=False)
+            self._flights.land(flight)
+        self._departures.deregister(victims, raising=False)
         return entry
-
-    def _land(self, flight: Flight) -> None:
-        self._flying.discard(flight)
-        if self._flights.get(flight.key) is flight:
-            del self._flights[flight.key]
-        flight.done.set()
-        self._changed.notify_all()
 
     def _wait(self, flight: Flight) -> Entry | None:
         try:
@@ -293,101 +309,81 @@ class RegionCache:
 
     def _link(self, entry: Entry) -> list[Entry]:
         """Make it findable; gives what has to be deregistered for it."""
-        victims = []
+        victims: list[Entry] = []
         for old in self._index.outdated_by(entry.key):
-            self._unlink(old)
+            victims += self._unlink(old)
             self._invalidations += 1
-            if not old.leases:
-                victims.append(old)
         self._index.add(entry)
         entry.linked = True
         return victims + self._evicted()
 
     def _leased(self) -> int:
-        return sum(entry.leases for entry in self._index.used) + sum(entry.leases for entry in self._busy)
+        return sum(entry.leases for entry in (*self._used, *self._departures.pending))
 
-    def _unlink(self, entry: Entry) -> None:
+    def _unlink(self, entry: Entry) -> list[Entry]:
+        """Let no lookup find it any more; gives it when the caller has to deregister it."""
         self._index.remove(entry)
-        entry.linked = False
-        if entry.leases:
-            self._busy.add(entry)
+        entry.linked = False  # Before its leases are looked at; see _give_back.
+        return self._departures.add(entry)
 
     def _evicted(self) -> list[Entry]:
-        victims = self._index.too_much()
-        for entry in victims:
-            self._unlink(entry)
-        self._evictions += len(victims)
+        self._is_full = True  # Before the leases are looked at; see _give_back.
+        outdated = self._index.too_much()
+        victims = [victim for entry in outdated for victim in self._unlink(entry)]
+        self._evictions += len(outdated)
         self._is_full = self._index.is_over
         return victims
 
     def _give_back(self, entry: Entry) -> None:
+        """End a lease, mostly without the lock.
+
+        Whoever holds the lock and looks at the leases changes one of these three first. Taking a holder out and
+        counting the holders exclude each other, so either the count is without this one, or the change is seen here.
+        """
+        entry.holders.pop()
+        if not entry.linked or self._is_full or self._closing:
+            self._ended(entry)
+
+    def _ended(self, entry: Entry) -> None:
+        """Do what had to wait for the end of a lease."""
         with self._lock:
-            entry.leases -= 1
-            if entry.leases or (entry.linked and not self._is_full and not self._closing):
-                return
-            if entry.linked:
-                victims = self._evicted()
-            else:
-                self._busy.discard(entry)
-                victims = [entry]
+            victims = self._evicted() if entry.linked else self._departures.take(entry)
             if self._closing:
                 self._changed.notify_all()
-        if victims:
-            self._deregister(victims, raising=True)
+        self._departures.deregister(victims, raising=True)
 
-    def _forget(self, begin: int, end: int) -> tuple[list[Entry], int]:
+    def _forget(self, begin: int, end: int) -> tuple[int, list[Entry]]:
         found = self._index.overlapping(begin, end)
-        for entry in found:
-            self._unlink(entry)
-        flights = [flight for key, flight in self._flights.items() if overlaps(key, begin, end)]
-        for flight in flights:
-            flight.unlinked = True
-            del self._flights[flight.key]
-        self._invalidations += len(found) + len(flights)
-        return found, len(flights)
+        victims = [victim for entry in found for victim in self._unlink(entry)]
+        count = len(found) + self._flights.unlink(begin, end)
+        self._invalidations += count
+        return count, victims
 
     def _watch(self, memory: DeviceBuffer) -> None:
         """Have a free by gdrkit take the entries out first. Other owners free unseen; the buffer id tells."""
-        if not memory.owned:
-            return
         with self._lock:
-            if memory not in self._watched:
+            if memory not in self._watched and not self._closing:
                 self._watched[memory] = memory.before_release(lambda: self._before_free(memory))
 
     def _before_free(self, memory: DeviceBuffer) -> None:
         begin, end = memory.address, memory.address + memory.length_bytes
         with self._lock:
-            found, _flights = self._forget(begin, end)
-            again = [entry for entry in self._left if overlaps(entry.key, begin, end)]
-            self._left = [entry for entry in self._left if entry not in again]
-        self._deregister([*(entry for entry in found if not entry.leases), *again], raising=True)
-        with self._lock:
-            leased = sum(entry.leases for entry in self._busy if overlaps(entry.key, begin, end))
-            flying = sum(overlaps(flight.key, begin, end) for flight in self._flying)
-            if not leased and not flying:
-                self._watched.pop(memory, None)
-                return
+            _count, victims = self._forget(begin, end)
+        while True:
+            self._departures.deregister(victims, raising=True)
+            with self._lock:
+                victims = self._departures.take_over(begin, end)
+                if victims:
+                    continue
+                pending = self._departures.overlapping(begin, end)
+                flying = self._flights.overlapping(begin, end)
+                if not pending and not flying:
+                    self._watched.pop(memory, None)
+                    return
+                leased = sum(entry.leases for entry in pending)
+                break
         message = f"{leased} leases and {flying} registrations under way still reach the memory"
         raise UsageError(message, reason=Reason.BUSY, what_to_do="close the leases first, then free it")
-
-    def _deregister(self, entries: Iterable[Entry], *, raising: bool) -> None:
-        """Close what nobody can find or use any more. A lookup that has nothing to do with them does not raise."""
-        first: GdrkitError | None = None
-        for entry in entries:
-            try:
-                entry.memory.close()
-            except GdrkitError as error:
-                with self._lock:
-                    self._left.append(entry)
-                if first is None:
-                    first = error
-                else:
-                    first.add_note(f"then also: {error}")
-            else:
-                with self._lock:
-                    self._registered_bytes -= entry.length_bytes
-        if first is not None and raising:
-            raise first
 
     def __enter__(self) -> Self:
         return self
@@ -399,4 +395,4 @@ class RegionCache:
 
     def __repr__(self) -> str:
         names = ", ".join(nic.name for nic in self.nics)
-        return f"RegionCache({names}{', closed' if self._closed else f', {len(self._index.used)} regions'})"
+        return f"RegionCache({names}{', closed' if self._closed else f', {len(self._used)} regions'})"

@@ -1,7 +1,8 @@
-"""Device memory to NIC: which way of registration, and all NICs or none.
+"""Memory to NIC: which way of registration, and all NICs or none.
 
 Level 3. The one room that knows both exporters and importers. dma-buf where the memory exports one and every NIC
-takes it; else peer memory (``ibv_reg_mr`` of the device address); else an error with both causes. The next way is
+takes it; else peer memory (``ibv_reg_mr`` of the device address); else an error with both causes. Host memory has one
+way, ``ibv_reg_mr`` of its pages. The next way is
 tried only when the one before answered that it cannot do this at all; any other failure is raised as it is, since
 another way would hide it.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 import enum
 from typing import TYPE_CHECKING, Self
 
+from gdrkit.buffers import MemoryKind
 from gdrkit.errors import Api, ClosedResource, GdrkitError, Reason, RegistrationFailed, Unsupported, UsageError
 from gdrkit.handles import Handle, ReleaseStack
 from gdrkit.verbs import Access
@@ -28,14 +30,22 @@ ALL_ACCESS = Access.LOCAL_WRITE | Access.REMOTE_READ | Access.REMOTE_WRITE
 
 
 class RegistrationRoute(enum.Enum):
-    """How a NIC came to know device memory."""
+    """How a NIC came to know the memory."""
 
     DMABUF = "dmabuf"
     PEER_MEMORY = "peer_memory"
+    HOST = "host"  # ibv_reg_mr of pages of this process; nothing about it is direct.
+
+    @classmethod
+    def ways_of(cls, kind: MemoryKind) -> tuple[Self, ...]:
+        """The ways that the policy tries for memory of this kind, in order."""
+        if kind is MemoryKind.GAUDI:  # Its addresses are none of this process, so that nothing pins them.
+            return (cls.DMABUF,)
+        return (cls.HOST,) if kind is MemoryKind.HOST else (cls.DMABUF, cls.PEER_MEMORY)
 
 
 class Registration:
-    """Device memory that some NICs can reach; made by :func:`register`.
+    """Memory that some NICs can reach; made by :func:`register`.
 
     It closes before the memory does: :meth:`DeviceBuffer.close` of gdrkit's memory deregisters first.
 
@@ -133,7 +143,7 @@ def register(
     access: Access = ALL_ACCESS,
     route: RegistrationRoute | None = None,
 ) -> Registration:
-    """Let NICs reach device memory: all of them, or none.
+    """Let NICs reach memory: all of them, or none.
 
     Parameters
     ----------
@@ -153,7 +163,8 @@ def register(
     ApiError
         A way is possible and failed (bad argument, out of memory ...); nothing stays registered.
     UsageError
-        No NIC, or one twice.
+        No NIC, or one twice. A way by address that is not for this kind of memory: that of peer memory would register
+        host memory, too, and be called what it is not.
     """
     if memory.closed:
         what = "the memory to register"
@@ -161,7 +172,7 @@ def register(
     if not nics or len(set(nics)) != len(nics):
         message = "register wants at least one NIC, each once"
         raise UsageError(message)
-    ways = tuple(RegistrationRoute) if route is None else (route,)
+    ways = RegistrationRoute.ways_of(memory.kind) if route is None else (route,)
     refusals: list[GdrkitError] = []
     for way in ways:
         registration = Registration(memory, way, tuple(refusals))
@@ -197,9 +208,22 @@ def _by_dmabuf(registration: Registration, nics: Sequence[Nic], access: Access) 
 
 def _by_address(registration: Registration, nics: Sequence[Nic], access: Access) -> None:
     memory = registration.memory
+    if memory.kind is MemoryKind.HOST:
+        message = "host memory is no peer memory"
+        raise UsageError(message, what_to_do="register it by RegistrationRoute.HOST, or let the policy choose")
     _require_address(memory)
     for nic in nics:
         region = nic.register_address(memory.address, length_bytes=memory.length_bytes, access=access)
+        registration._add(nic, region)  # noqa: SLF001
+
+
+def _by_host_pages(registration: Registration, nics: Sequence[Nic], access: Access) -> None:
+    memory = registration.memory
+    if memory.kind is not MemoryKind.HOST:
+        message = f"{memory.kind.value} memory is no host memory"
+        raise UsageError(message, what_to_do="register it by dma-buf or as peer memory, or let the policy choose")
+    for nic in nics:
+        region = nic.register_pages(memory.address, length_bytes=memory.length_bytes, access=access)
         registration._add(nic, region)  # noqa: SLF001
 
 
@@ -218,7 +242,11 @@ def _require_address(memory: DeviceBuffer) -> None:
         )
 
 
-_WAYS = {RegistrationRoute.DMABUF: _by_dmabuf, RegistrationRoute.PEER_MEMORY: _by_address}
+_WAYS = {
+    RegistrationRoute.DMABUF: _by_dmabuf,
+    RegistrationRoute.PEER_MEMORY: _by_address,
+    RegistrationRoute.HOST: _by_host_pages,
+}
 
 
 def _close_after(registration: Registration, error: BaseException) -> None:

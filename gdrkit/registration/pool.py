@@ -1,4 +1,4 @@
-"""Device buffers that are registered before they are needed, handed out and taken back.
+"""Buffers that are registered before they are needed, handed out and taken back.
 
 Level 3. One allocation and one registration serve all buffers of a pool, so handing one out makes no call of any API.
 Who asks first is served first: a thread that waits is never overtaken by one that came later.
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from types import TracebackType
 
-    from gdrkit.cuda import CudaMemory, Device
+    from gdrkit.buffers import Allocator, DeviceBuffer
     from gdrkit.registration.policy import Registration
     from gdrkit.verbs import Access, Nic, RemoteRange
     from gdrkit.verbs.region import Piece
@@ -30,7 +30,7 @@ __all__ = ["BufferPool", "PoolStatistics", "RdmaBuffer"]
 
 
 class RdmaBuffer:
-    """Registered device memory, or a part of it.
+    """Registered memory, or a part of it.
 
     A slice is a view: it lives as long as what it was cut from.
 
@@ -42,7 +42,7 @@ class RdmaBuffer:
 
     def __init__(
         self,
-        memory: CudaMemory,
+        memory: DeviceBuffer,
         registration: Registration,
         *,
         offset_bytes: int = 0,
@@ -66,7 +66,7 @@ class RdmaBuffer:
 
     @property
     def address(self) -> int:
-        """Device address of its first byte."""
+        """Address of its first byte."""
         self._check_open()
         return self._memory.address + self._offset_bytes
 
@@ -162,12 +162,12 @@ class PoolStatistics:
 
 
 class BufferPool:
-    """Device buffers of one size, registered with NICs.
+    """Buffers of one size, registered with NICs.
 
     Parameters
     ----------
-    device : Device
-        Where they lie.
+    device : Allocator
+        Where they lie: a :class:`~gdrkit.cuda.Device`, or a :class:`~gdrkit.host.HostAllocator`.
     nics : sequence of Nic
         Who reaches them: all of them, or the pool is not made.
     buffer_bytes : int
@@ -184,7 +184,7 @@ class BufferPool:
     """
 
     def __init__(
-        self, device: Device, nics: Sequence[Nic], *, buffer_bytes: int, count: int, access: Access = ALL_ACCESS
+        self, device: Allocator, nics: Sequence[Nic], *, buffer_bytes: int, count: int, access: Access = ALL_ACCESS
     ) -> None:
         if buffer_bytes <= 0 or count <= 0:
             message = f"a pool of {count} buffers of {buffer_bytes} bytes"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from gdrkit.report.record import (
     CaseReason,
+    ClaimedFile,
     ClaimedRoute,
     Record,
     SeenLibrary,
@@ -22,6 +23,7 @@ from gdrkit.report.substrate import Substrate, substrate_of, weakest
 
 __all__ = [
     "CaseReason",
+    "ClaimedFile",
     "ClaimedRoute",
     "Record",
     "RouteState",

@@ -21,7 +21,7 @@ __all__ = ["describe_facts", "describe_plan"]
 
 def describe_facts(facts: Facts) -> str:
     """The host, then each API: what it runs on and what it answers, or why it does not and what to do."""
-    rows = [*host_rows(facts), *_verbs_rows(facts), *_cuda_rows(facts), *_route_rows(facts)]
+    rows = [*host_rows(facts), *_verbs_rows(facts), *_cuda_rows(facts), *_gaudi_rows(facts), *_route_rows(facts)]
     return _aligned(rows)
 
 
@@ -33,7 +33,8 @@ def describe_plan(plan: Mapping[str, Any]) -> str:
         rows.append((f"nox -s {name}", f"{'fits' if session['fits'] else 'does not fit'}: {session['why']}"))
     lines = [_aligned(rows), ""]
     for case in plan["cases"]:
-        lines.append(f"{'not run' if case['unmet'] else 'run':8} {case['case']}")
+        how = "refused" if case["refused"] else "not run" if case["unmet"] else "run"
+        lines.append(f"{how:8} {case['case']}")
         lines += [f"         {reason['need']}: {reason['text']}" for reason in case["unmet"]]
     return "\n".join(lines)
 
@@ -51,6 +52,12 @@ def _cuda_rows(facts: Facts) -> Iterator[tuple[str, str]]:
     for device in facts.cuda.devices if facts.cuda else ():
         dmabuf = "yes" if device.has("DMA_BUF_SUPPORTED") else "no"
         yield f"  GPU {device.index}", f"{device.name} at {device.pci_bus_id}; dma-buf export: {dmabuf}"
+
+
+def _gaudi_rows(facts: Facts) -> Iterator[tuple[str, str]]:
+    yield from _api_rows("hlthunk", facts, facts.gaudi_failure)
+    for device in facts.gaudi.devices if facts.gaudi else ():
+        yield f"  Gaudi {device.number}", f"{device.card_name} ({device.generation}) at {device.pci_bus_id}"
 
 
 def _api_rows(api: str, facts: Facts, failure: ApiFailure | None) -> Iterator[tuple[str, str]]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from xml.etree import ElementTree as ET
 
 from gdrkit.report.record import Verdict
+from gdrkit.report.text import harmless
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,6 +37,8 @@ def render_junit(run: Run, records: Sequence[Record]) -> bytes:
     )
     properties = ET.SubElement(suite, "properties")
     shown = {"verdict": run.verdict, "banner": run.banner, "seed": str(run.seed), "commit": run.commit or "unknown"}
+    if run.host:
+        shown["host"] = run.host
     for name, value in {**shown, **{f"substrate.{api}": name for api, name in run.substrate.items()}}.items():
         ET.SubElement(properties, "property", {"name": name, "value": _clean(value)})
     for record in records:
@@ -55,6 +58,8 @@ def _case(suite: ET.Element, record: Record) -> None:
     case = ET.SubElement(suite, "testcase", attributes)
     properties = ET.SubElement(case, "properties")
     ET.SubElement(properties, "property", {"name": "verdict", "value": record.verdict.value})
+    if record.refused:
+        ET.SubElement(properties, "property", {"name": "refused", "value": "as expected"})
     for api, substrate in sorted(record.substrate.items()):
         ET.SubElement(properties, "property", {"name": f"substrate.{api}", "value": substrate})
     text = _clean("; ".join(reason.text for reason in record.reasons))
@@ -68,4 +73,4 @@ def _case(suite: ET.Element, record: Record) -> None:
 
 
 def _clean(text: str) -> str:
-    return _FORBIDDEN.sub("\N{REPLACEMENT CHARACTER}", text)
+    return _FORBIDDEN.sub("\N{REPLACEMENT CHARACTER}", harmless(text))

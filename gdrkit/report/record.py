@@ -6,7 +6,6 @@ repaired.
 
 from __future__ import annotations
 
-import enum
 import json
 import os
 from dataclasses import dataclass, field
@@ -16,33 +15,32 @@ from typing import TYPE_CHECKING
 from gdrkit import plain
 from gdrkit.errors import Reason, UsageError
 from gdrkit.house import house
+from gdrkit.verdict import Verdict
 from gdrkit.witness import ElfNote, LoadedLibrary  # noqa: TC001 - types of fields are read at run time.
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
 __all__ = [
+    "REFUSED",
     "SCHEMA_VERSION",
     "CaseReason",
+    "ClaimedFile",
     "ClaimedRoute",
     "Record",
     "SeenLibrary",
     "Verdict",
     "append_record",
+    "parse_record",
     "parse_records",
     "read_records",
+    "record_lines",
 ]
 
 SCHEMA_VERSION = 1
 
-
-class Verdict(enum.Enum):
-    """What a case showed; never more than was observed."""
-
-    PASS = "pass"  # noqa: S105 - a verdict and no password.
-    FAIL = "fail"
-    NOT_RUN = "not_run"
-    UNPROVEN = "unproven"
+# The key of the evidence below which the harness keeps a refusal that the profile expects.
+REFUSED = "refused"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +66,8 @@ class CaseReason:
 class SeenLibrary:
     """A library in one of the processes of a case (``case``, ``peer0`` ...).
 
-    Its path is relative where it lies in the checkout, and begins with ``{python}`` where it lies in the environment of
-    this Python.
+    Its path is as :meth:`gdrkit.house.House.portable` has it: relative in the checkout, ``{python}/...`` in the
+    environment of Python, ``{site}/...``, ``{library_path}/...`` and ``{home}/...`` in folders of the machine's own.
     """
 
     process: str
@@ -116,6 +114,28 @@ class ClaimedRoute:
 
 
 @dataclass(frozen=True, slots=True)
+class ClaimedFile:
+    """A way between a device and the files of a mount that a case says its bytes took, or should have taken.
+
+    Attributes
+    ----------
+    device_index : int
+        Number of the device.
+    mount : str
+        Where the file system is mounted.
+    way : str
+        ``p2p`` or ``nvfs``, which are direct, or ``posix`` or ``engine``.
+    fell_back : str or None
+        Why the bytes took this way although a direct one was asked for; None when it was the one asked for.
+    """
+
+    device_index: int
+    mount: str
+    way: str
+    fell_back: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Record:
     """One case of one run.
 
@@ -153,6 +173,11 @@ class Record:
         Of gdrkit.
     command : str
         The command line of the run.
+    files : tuple of ClaimedFile
+        The ways between devices and files that it was about.
+    uses : tuple of str
+        The APIs that it declared to need, of those that were loaded: its numbers are about these. Another may be loaded
+        in the same process because of an earlier case.
     """
 
     schema_version: int
@@ -173,6 +198,16 @@ class Record:
     commit: str | None
     version: str
     command: str = field(default="")
+    files: tuple[ClaimedFile, ...] = ()
+    uses: tuple[str, ...] = ()
+
+    @property
+    def refused(self) -> bool:
+        """Whether it ran although a need is unmet, and ended with exactly the refusal that the profile states.
+
+        The evidence has every cause.
+        """
+        return self.verdict is Verdict.NOT_RUN and REFUSED in self.evidence
 
     @property
     def is_failure(self) -> bool:
@@ -203,20 +238,23 @@ def read_records(path: str | os.PathLike[str]) -> tuple[Record, ...]:
     UsageError
         ``MALFORMED``: a line that is no record; its number is named.
     """
-    return parse_records(Path(path).read_text(encoding="utf-8").splitlines(), name=str(path))
+    return parse_records(record_lines(path), name=str(path))
 
 
-def parse_records(lines: Iterable[str], *, name: str = "records") -> tuple[Record, ...]:
+def record_lines(path: str | os.PathLike[str]) -> list[bytes]:
+    """The lines of a records file; the last is what follows the last line end, empty in a whole file."""
+    # Only this byte ends a line: what else Python takes for a line end may be in a text.
+    return Path(path).read_bytes().split(b"\n")
+
+
+def parse_records(lines: Iterable[str | bytes], *, name: str = "records") -> tuple[Record, ...]:
     """Parse lines of a records file; see :func:`read_records`."""
-    return tuple(_parse(line, f"{name}:{number}") for number, line in enumerate(lines, start=1) if line.strip())
+    return tuple(parse_record(line, f"{name}:{number}") for number, line in enumerate(lines, start=1) if line.strip())
 
 
-def _parse(line: str, where: str) -> Record:
-    try:
-        data = json.loads(line)
-    except ValueError as error:
-        message = f"{where}: no JSON: {error}"
-        raise UsageError(message, reason=Reason.MALFORMED) from error
+def parse_record(line: str | bytes, where: str) -> Record:
+    """Parse one line, called `where` in errors; see :func:`read_records`."""
+    data = plain.parse_json(line, where=where)
     version = data.get("schema_version") if isinstance(data, dict) else None
     if version != SCHEMA_VERSION:
         message = f"{where}: expected schema_version {SCHEMA_VERSION}, found {version!r}"

@@ -1,79 +1,104 @@
-"""Write junit.xml, summary.md and index.html of a run.
+"""Write report.json, junit.xml, summary.md, metrics.prom and index.html of a run.
 
 Level 5. The HTML page stands alone: no script, no font, no picture from elsewhere.
 """
 
 from __future__ import annotations
 
-import re
 from functools import cache
 from typing import TYPE_CHECKING
 
+from markupsafe import Markup
+
 from gdrkit.house import house
+from gdrkit.report.contents import Contents, read_contents
+from gdrkit.report.document import render_document
 from gdrkit.report.junit import render_junit
+from gdrkit.report.metrics import render_metrics
+from gdrkit.report.run import RunFolder, make_folder, write_whole
+from gdrkit.report.text import cell, harmless
 from gdrkit.report.view import make_view
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from jinja2 import Environment
 
     from gdrkit.inventory import Facts
     from gdrkit.report.record import Record
-    from gdrkit.report.run import Run, RunFolder
+    from gdrkit.report.run import Run
 
-__all__ = ["render", "render_html", "render_markdown"]
+__all__ = ["environment", "render", "render_html", "render_markdown"]
 
 
-def render(folder: RunFolder) -> None:
-    """Make the three documents of what the run wrote.
+def render(path: Path, output: Path | None = None) -> RunFolder:
+    """Make the documents of what a run wrote.
+
+    Parameters
+    ----------
+    path : Path
+        The folder of a run, also of one that did not end; a records file, or a folder of them.
+    output : Path or None
+        Where to write; the folder of the run when None.
 
     Raises
     ------
     UsageError
-        It is no folder of a run, or a file in it is malformed.
+        There is no record, or a file is malformed.
+    SetupMissing
+        Something cannot be read or written.
     """
-    run, facts, records = folder.read()
-    folder.junit.write_bytes(render_junit(run, records))
-    folder.summary.write_text(render_markdown(run, facts, records), encoding="utf-8", errors="backslashreplace")
-    folder.index.write_text(render_html(run, facts, records), encoding="utf-8", errors="backslashreplace")
+    contents = read_contents(path)
+    folder = RunFolder(output or (path if path.is_dir() else path.parent))
+    make_folder(folder.path)
+    view = make_view(contents)
+    write_whole(folder.report, render_document(contents, view))
+    write_whole(folder.junit, render_junit(contents.run, contents.records))
+    write_whole(folder.summary, environment(escaped=False).get_template("summary.md.j2").render(view=view))
+    write_whole(folder.metrics, render_metrics(contents, view))
+    # Last, so that a page that is there has everything beside it.
+    write_whole(folder.index, environment(escaped=True).get_template("index.html.j2").render(view=view))
+    return folder
 
 
 def render_html(run: Run, facts: Facts, records: Sequence[Record]) -> str:
     """The page."""
-    return _environment(escaped=True).get_template("index.html.j2").render(view=make_view(run, facts, records))
+    return environment(escaped=True).get_template("index.html.j2").render(view=_view(run, facts, records))
 
 
 def render_markdown(run: Run, facts: Facts, records: Sequence[Record]) -> str:
     """The summary, for a terminal or a merge request."""
-    return _environment(escaped=False).get_template("summary.md.j2").render(view=make_view(run, facts, records))
+    return environment(escaped=False).get_template("summary.md.j2").render(view=_view(run, facts, records))
+
+
+def _view(run: Run, facts: Facts, records: Sequence[Record]) -> object:
+    origins = tuple(f"records.jsonl:{number}" for number in range(1, len(records) + 1))
+    return make_view(Contents(run, facts, tuple(records), origins))
 
 
 @cache
-def _environment(*, escaped: bool) -> Environment:
+def environment(*, escaped: bool) -> Environment:
+    """The templates; whatever they print of a record is harmless text."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-    environment = Environment(
+    made = Environment(
         loader=FileSystemLoader(house().templates),
-        autoescape=escaped,  # noqa: S701 - Markdown has rules of its own: see _cell.
+        autoescape=escaped,  # noqa: S701 - Markdown has rules of its own: see text.cell.
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
+        finalize=_finalized,
     )
-    environment.filters["cell"] = _cell
-    environment.filters["seconds"] = _seconds
-    environment.filters["short"] = _short
-    return environment
+    made.filters["cell"] = cell
+    made.filters["seconds"] = _seconds
+    made.filters["short"] = _short
+    return made
 
 
-def _cell(text: object) -> str:
-    """Into one cell of a Markdown table: no new line, no bar, no tag."""
-    flat = " ".join(str(text).split())
-    for sign, shown in (("&", "&amp;"), ("|", "\\|"), ("`", "&#96;")):
-        flat = flat.replace(sign, shown)
-    # What no tag can begin with stays as it is, so that "GPU 0 <- NIC mlx5_0" can be read without a renderer.
-    return re.sub(r"<(?=[A-Za-z/!?])", "&lt;", flat)
+def _finalized(value: object) -> object:
+    return harmless(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
 def _seconds(duration_ms: float) -> str:

@@ -1,4 +1,4 @@
-"""Which routes between devices and NICs are direct, and how that is known.
+"""Which routes between devices and NICs, and between devices and files, are direct, and how that is known.
 
 Level 5. ``proven`` needs a case that passed and hardware under every API of the route; everything less has a cause.
 """
@@ -18,11 +18,23 @@ if TYPE_CHECKING:
 
     from gdrkit.inventory import Facts, Profile, RouteFacts
     from gdrkit.inventory.profile import RequiredRoute
-    from gdrkit.report.record import ClaimedRoute, Record
+    from gdrkit.report.record import ClaimedFile, ClaimedRoute, Record
 
-__all__ = ["RouteState", "RouteStatus", "is_required", "route_name", "route_statuses", "unmet_requirements"]
+__all__ = [
+    "FileStatus",
+    "RouteState",
+    "RouteStatus",
+    "file_statuses",
+    "is_required",
+    "route_name",
+    "route_statuses",
+    "unmet_requirements",
+]
 
 _APIS = ("verbs", "cuda")
+_FILE_APIS = ("cuda", "cufile")
+# The ways from a file into device memory that do not pass through the host.
+_DIRECT = ("p2p", "nvfs")
 _WAYS = {"dmabuf": "dma-buf", "peer_memory": "peer memory"}
 
 
@@ -52,6 +64,23 @@ class RouteStatus:
         return route_name(self.device_index, self.nic, self.way)
 
 
+@dataclass(frozen=True, slots=True)
+class FileStatus:
+    """One device and the files of one mount; as :class:`RouteStatus`. ``way`` is empty where no case went."""
+
+    device_index: int
+    mount: str
+    way: str
+    state: RouteState
+    cause: str
+    cases: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """E.g. ``GPU 0 <- files of /data by nvfs``."""
+        return f"GPU {self.device_index} <- files of {self.mount}" + (f" by {self.way}" if self.way else "")
+
+
 def route_name(device_index: int, nic: str, way: str) -> str:
     """E.g. ``GPU 0 <- NIC mlx5_0 by dma-buf``."""
     return f"GPU {device_index} <- NIC {nic} by {_WAYS.get(way, way)}"
@@ -74,6 +103,42 @@ def route_statuses(facts: Facts, records: Iterable[Record]) -> tuple[RouteStatus
         cases = tuple(dict.fromkeys(record.case for record, _ in about))
         found.append(RouteStatus(*key, state=state, cause=cause, cases=cases))
     return tuple(found)
+
+
+def file_statuses(facts: Facts, records: Iterable[Record]) -> tuple[FileStatus, ...]:
+    """Every device and mount that a case was about, and every one of the facts, in order of device and mount."""
+    claims: dict[tuple[int, str], list[tuple[Record, ClaimedFile]]] = {}
+    for record in records:
+        for file in record.files:
+            claims.setdefault((file.device_index, file.mount), []).append((record, file))
+    devices = [device.index for device in facts.cuda.devices] if facts.cuda else []
+    known = {(index, mount) for index in devices for mount in _file_systems(facts)}
+    found = []
+    for device_index, mount in sorted(known | claims.keys()):
+        about = claims.get((device_index, mount), [])
+        ways = sorted({file.way for _, file in about}, key=lambda way: (way not in _DIRECT, way)) or [""]
+        for way in ways:
+            mine = [(record, file) for record, file in about if file.way == way]
+            state, cause = _judge(mine, _FILE_APIS)
+            beneath = "; ".join(dict.fromkeys(filter(None, (_not_hardware(record, ("cuda",)) for record, _ in mine))))
+            if state is RouteState.FELL_BACK and beneath:
+                # What software does says nothing about this machine.
+                state, cause = RouteState.UNPROVEN, f"{beneath}: {cause}"
+            if state is RouteState.PROVEN and way not in _DIRECT:
+                state, cause = RouteState.UNPROVEN, f"the bytes went by {way}, which is not direct"
+            cases = tuple(dict.fromkeys(record.case for record, _ in mine))
+            found.append(FileStatus(device_index, mount, way, state=state, cause=cause, cases=cases))
+    return tuple(found)
+
+
+def _file_systems(facts: Facts) -> list[str]:
+    """One mount of each file system on a block device: the one nearest to the root."""
+    nearest: dict[str, str] = {}
+    for mount in facts.mounts:
+        before = nearest.get(mount.device)
+        if before is None or len(mount.mount_point) < len(before):
+            nearest[mount.device] = mount.mount_point
+    return sorted(nearest.values())
 
 
 def unmet_requirements(profile: Profile, statuses: Sequence[RouteStatus]) -> tuple[str, ...]:
@@ -107,7 +172,9 @@ def _refusal(tried: RouteFacts) -> str:
     return "; ".join(text for text in (tried.failure.message, tried.failure.what_to_do) if text)
 
 
-def _judge(about: Sequence[tuple[Record, ClaimedRoute]]) -> tuple[RouteState, str]:
+def _judge(
+    about: Sequence[tuple[Record, ClaimedRoute | ClaimedFile]], apis: Sequence[str] = _APIS
+) -> tuple[RouteState, str]:
     """Of the worst to the best that any case saw."""
     for record, route in about:
         if route.fell_back is not None:
@@ -116,7 +183,7 @@ def _judge(about: Sequence[tuple[Record, ClaimedRoute]]) -> tuple[RouteState, st
     if failed:
         return RouteState.UNPROVEN, f"failed: {failed[0]}"
     passed = [record for record, _ in about if record.verdict is Verdict.PASS]
-    causes = [_not_hardware(record) for record in passed]
+    causes = [_not_hardware(record, apis) for record in passed]
     if "" in causes:
         return RouteState.PROVEN, ""
     if causes:
@@ -127,9 +194,9 @@ def _judge(about: Sequence[tuple[Record, ClaimedRoute]]) -> tuple[RouteState, st
     return RouteState.UNPROVEN, "no case went this way"
 
 
-def _not_hardware(record: Record) -> str:
+def _not_hardware(record: Record, apis: Sequence[str]) -> str:
     """Why a case that passed proves nothing about hardware; empty when it does."""
-    on = {api: record.substrate.get(api, Substrate.UNKNOWN.value) for api in _APIS}
+    on = {api: record.substrate.get(api, Substrate.UNKNOWN.value) for api in apis}
     if all(name == Substrate.TWIN.value for name in on.values()):
         return "ran on software twins"
     words = {

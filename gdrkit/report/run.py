@@ -1,28 +1,25 @@
 """One run of a qualification, and the folder that holds it.
 
 Level 5. The folder is the unit that people keep, send and render again: what the run wrote (facts, plan, run, records)
-and what was made of it (junit.xml, summary.md, index.html).
+and what was made of it (report.json, junit.xml, summary.md, metrics.prom, index.html).
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gdrkit import plain
-from gdrkit.errors import Reason, UsageError
-from gdrkit.inventory import Facts
-from gdrkit.report.record import read_records
+from gdrkit.errors import Api, Reason, SetupMissing, UsageError, errno_name
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Mapping
 
-    from gdrkit.report.record import Record
-
-__all__ = ["Run", "RunFolder", "banner"]
+__all__ = ["SCHEMA_VERSION", "Run", "RunFolder", "banner", "make_folder", "read_bytes", "refused", "write_whole"]
 
 SCHEMA_VERSION = 1
 
@@ -47,6 +44,10 @@ class Run:
         What the reader can do about it.
     required : tuple of str
         What the profile requires and was not proven.
+    host : str
+        The name by which the machine calls itself; empty where that was not kept.
+    host_id : str or None
+        Tells machines of one name apart, and says nothing else about them.
     """
 
     schema_version: int
@@ -65,6 +66,8 @@ class Run:
     causes: tuple[str, ...]
     to_do: tuple[str, ...]
     required: tuple[str, ...]
+    host: str = ""
+    host_id: str | None = None
 
     @property
     def banner(self) -> str:
@@ -101,31 +104,117 @@ class RunFolder:
         self.plan = self.path / "plan.json"
         self.run = self.path / "run.json"
         self.records = self.path / "records.jsonl"
+        self.report = self.path / "report.json"
         self.junit = self.path / "junit.xml"
         self.summary = self.path / "summary.md"
+        self.metrics = self.path / "metrics.prom"
         self.index = self.path / "index.html"
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """What a run leaves."""
+        written = (self.facts, self.plan, self.run, self.records)
+        return (*written, self.report, self.junit, self.summary, self.metrics, self.index)
+
+    def make_empty(self) -> None:
+        """Make the folder, and remove what an earlier run left: records are appended, and those are not of this one.
+
+        Raises
+        ------
+        SetupMissing
+            The kernel refuses it: no permission, no space, a file where the folder should be.
+        """
+        make_folder(self.path)
+        for file in self.files:
+            try:
+                file.unlink(missing_ok=True)
+            except OSError as error:
+                raise refused("unlink", file, error) from error
 
     def write_run(self, run: Run) -> None:
         """Write run.json."""
-        self.run.write_text(json.dumps(plain.to_plain(run), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        write_whole(self.run, json.dumps(plain.to_plain(run), indent=2, ensure_ascii=False) + "\n")
 
-    def read(self) -> tuple[Run, Facts, tuple[Record, ...]]:
-        """Read back what the run wrote.
+    def read_run(self) -> Run:
+        """Read back what :meth:`write_run` wrote.
 
         Raises
         ------
         UsageError
-            It is no folder of a run, or a file in it is malformed.
+            ``MALFORMED``: another version, or a field that is not as it must be.
+        SetupMissing
+            The kernel refuses it.
         """
-        for file in (self.run, self.facts):
-            if not file.is_file():
-                message = f"{self.path} is no folder of a run: {file.name} is not there"
-                raise UsageError(message, what_to_do="name a folder that gdrkit qualify has written")
-        try:
-            data = json.loads(self.run.read_bytes())
-        except ValueError as error:
-            message = f"{self.run}: no JSON: {error}"
-            raise UsageError(message, reason=Reason.MALFORMED) from error
-        run = plain.from_plain(Run, data, where=str(self.run))
-        records = read_records(self.records) if self.records.is_file() else ()
-        return run, Facts.from_json(self.facts.read_bytes()), records
+        data = plain.parse_json(read_bytes(self.run), where=str(self.run))
+        version = data.get("schema_version") if isinstance(data, dict) else None
+        if version != SCHEMA_VERSION:
+            message = f"{self.run}: expected schema_version {SCHEMA_VERSION}, found {version!r}"
+            raise UsageError(message, reason=Reason.MALFORMED, what_to_do="read it with the gdrkit that wrote it")
+        return plain.from_plain(Run, data, where=str(self.run))
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder, and those above it, unless it is there.
+
+    Raises
+    ------
+    SetupMissing
+        The kernel refuses it: no permission, no space, a file where the folder should be.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise refused("mkdir", path, error) from error
+
+
+def write_whole(path: Path, text: str | bytes) -> None:
+    """Write a file whole or not at all; what was there before stays until then.
+
+    Raises
+    ------
+    SetupMissing
+        The kernel refuses it.
+    """
+    data = text.encode("utf-8", "backslashreplace") if isinstance(text, str) else text
+    whole = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        whole.write_bytes(data)
+        whole.replace(path)
+    except OSError as error:
+        raise refused("write", path, error) from error
+    finally:
+        with contextlib.suppress(OSError):  # It was moved; or it could not be made, which was said above.
+            whole.unlink(missing_ok=True)
+
+
+def read_bytes(path: Path) -> bytes:
+    """What is in a file.
+
+    Raises
+    ------
+    SetupMissing
+        The kernel refuses it.
+    """
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise refused("read", path, error) from error
+
+
+def refused(operation: str, path: Path, error: OSError) -> SetupMissing:
+    """The typed error of what the kernel refused."""
+    number = error.errno
+    is_forbidden = isinstance(error, PermissionError)
+    return SetupMissing(
+        api=Api.KERNEL,
+        operation=operation,
+        status=number,
+        status_name=errno_name(number),
+        errno=number,
+        arguments={"path": str(path)},
+        reason=Reason.NO_PERMISSION if is_forbidden else Reason.OTHER,
+        what_to_do="read it as a user who may"
+        if operation == "read"
+        else "name a folder that can be written: --output",
+        detail=error.strerror or "",
+    )

@@ -19,8 +19,20 @@ if TYPE_CHECKING:
 
 __all__ = ["Substrate", "combined", "describe", "is_twin", "of_facts", "substrate_of", "weakest"]
 
-_SONAMES = {"libibverbs.so.1": "verbs", "libcuda.so.1": "cuda"}
-_STEMS = {"libibverbs.so": "verbs", "libcuda.so": "cuda"}
+_SONAMES = {
+    "libibverbs.so.1": "verbs",
+    "libcuda.so.1": "cuda",
+    "libcufile.so.0": "cufile",
+    "libhl-thunk.so": "hlthunk",
+    "libhlthunk.so": "hlthunk",
+}
+_STEMS = {
+    "libibverbs.so": "verbs",
+    "libcuda.so": "cuda",
+    "libcufile.so": "cufile",
+    "libhl-thunk.so": "hlthunk",
+    "libhlthunk.so": "hlthunk",
+}
 _SOFTWARE_DRIVERS = ("rxe", "siw")
 
 
@@ -89,7 +101,7 @@ def substrate_of(libraries: Iterable[_Library], facts: Facts, *, nics: Collectio
             found.setdefault(api, []).append(library)
     judged = {}
     for api, members in found.items():
-        behind = _behind_verbs(facts, nics) if api == "verbs" else _behind_cuda(facts)
+        behind = _behind_verbs(facts, nics) if api == "verbs" else _BEHIND[api](facts)
         judged[api] = weakest(_judge(library, behind) for library in members)
         # The real library and a twin of it in one process: nobody can say which of them did the work.
         if len({is_twin(library) for library in members}) > 1:
@@ -145,3 +157,11 @@ def _behind_device(device: RdmaDevice) -> Substrate:
 
 def _behind_cuda(facts: Facts) -> Substrate:
     return Substrate.HARDWARE if facts.nvidia_driver_version else Substrate.UNKNOWN
+
+
+def _behind_hlthunk(facts: Facts) -> Substrate:
+    drivers = {device.driver for device in facts.accelerators}
+    return Substrate.HARDWARE if "habanalabs" in drivers else Substrate.UNKNOWN
+
+
+_BEHIND = {"cuda": _behind_cuda, "cufile": _behind_cuda, "hlthunk": _behind_hlthunk}

@@ -11,20 +11,31 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gdrkit.house import house
+from gdrkit.report.drawing import best_state, make_drawing
+from gdrkit.report.failures import failures
+from gdrkit.report.figure import format_number, make_plot
 from gdrkit.report.record import Record, Verdict
-from gdrkit.report.routes import RouteStatus, route_statuses
+from gdrkit.report.routes import RouteStatus, file_statuses, route_statuses
 from gdrkit.report.substrate import Substrate, describe
+from gdrkit.report.sweep import is_shown, split_number, sweeps
+from gdrkit.report.unlock import locks
 from gdrkit.units import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from gdrkit.inventory import ApiFailure, Facts
+    from gdrkit.report.contents import Contents
+    from gdrkit.report.drawing import Drawing
+    from gdrkit.report.failures import Failure
+    from gdrkit.report.figure import Plot
     from gdrkit.report.record import SeenLibrary
+    from gdrkit.report.routes import FileStatus
     from gdrkit.report.run import Run
+    from gdrkit.report.unlock import Lock
     from gdrkit.witness import LoadedLibrary
 
-__all__ = ["ApiView", "CaseView", "NotRunView", "SuiteView", "View", "host_rows", "make_view"]
+__all__ = ["ApiView", "CaseView", "Grid", "SuiteView", "View", "host_rows", "make_view"]
 
 # Left out of the evidence of a case: shown in a place of their own.
 _OWN_PLACE = ("traceback",)
@@ -43,13 +54,15 @@ class ApiView:
 
 @dataclass(frozen=True, slots=True)
 class CaseView:
-    """One case, ready to print."""
+    """One case, ready to print; ``anchor`` is its place in the page, ``origin`` that of its record."""
 
     record: Record
     name: str
     evidence: tuple[tuple[str, str], ...]
     numbers: tuple[tuple[str, str], ...]
     traceback: str
+    anchor: str
+    origin: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +74,11 @@ class SuiteView:
 
 
 @dataclass(frozen=True, slots=True)
-class NotRunView:
-    """A need that was not met, and the cases that it kept from running."""
+class Grid:
+    """Devices against what they reach: a row for each device, with the state of each column, None where no route is."""
 
-    need: str
-    text: str
-    foreseen: bool
-    cases: tuple[str, ...]
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, tuple[str | None, ...]], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,46 +87,96 @@ class View:
 
     run: Run
     facts: Facts
-    counts: tuple[tuple[str, str, int], ...]
+    has_facts: bool
+    counts: tuple[tuple[str, str, int, str], ...]
+    failures: tuple[Failure, ...]
     apis: tuple[ApiView, ...]
     routes: tuple[RouteStatus, ...]
+    files: tuple[FileStatus, ...]
+    grids: tuple[tuple[str, Grid], ...]
+    drawing: Drawing | None
+    plots: tuple[Plot, ...]
     suites: tuple[SuiteView, ...]
-    not_run: tuple[NotRunView, ...]
+    locks: tuple[Lock, ...]
     host: tuple[tuple[str, str], ...]
-    has_numbers: bool
+    anchors: Mapping[str, str]
+    origins: Mapping[str, str]
 
 
-def make_view(run: Run, facts: Facts, records: Sequence[Record]) -> View:
+def make_view(contents: Contents) -> View:
     """Derive it."""
+    run, facts, records = contents.run, contents.facts, contents.records
     suites: dict[str, list[CaseView]] = {}
-    for record in records:
-        suites.setdefault(record.case.partition("::")[0], []).append(_case(record))
+    for number, (record, origin) in enumerate(zip(records, contents.origins, strict=True)):
+        suites.setdefault(record.case.partition("::")[0], []).append(_case(record, f"r{number}", origin))
     cases = [case for members in suites.values() for case in members]
+    routes, files = route_statuses(facts, records), file_statuses(facts, records)
+    anchors: dict[str, str] = {}
+    origins: dict[str, str] = {}
+    for case in cases:
+        anchors.setdefault(case.record.case, case.anchor)
+        origins.setdefault(case.record.case, case.origin)
     return View(
         run=run,
         facts=facts,
-        counts=_counts(records),
-        apis=tuple(_api(api, run, facts, records) for api in ("verbs", "cuda")),
-        routes=route_statuses(facts, records),
+        has_facts=contents.has_facts,
+        counts=_counts(records, anchors),
+        failures=failures(facts, records, routes, files),
+        apis=tuple(_api(api, run, facts, records) for api in _asked(facts)),
+        routes=routes,
+        files=files,
+        grids=_grids(routes, files),
+        drawing=make_drawing(facts, routes),
+        plots=tuple(map(make_plot, sweeps(records, facts))),
         suites=tuple(SuiteView(file=file, cases=tuple(members)) for file, members in suites.items()),
-        not_run=_not_run(records),
+        locks=locks(records),
         host=tuple(host_rows(facts)),
-        has_numbers=any(case.numbers for case in cases),
+        anchors=anchors,
+        origins=origins,
     )
 
 
-def _counts(records: Sequence[Record]) -> tuple[tuple[str, str, int], ...]:
+def _grids(routes: Sequence[RouteStatus], files: Sequence[FileStatus]) -> tuple[tuple[str, Grid], ...]:
+    """An overview, where there is more than one pair."""
+    nics = _grid([(status.device_index, status.nic, status) for status in routes])
+    mounts = _grid([(status.device_index, status.mount, status) for status in files])
+    named = (("GPUs against NICs", nics), ("GPUs against mounts", mounts))
+    return tuple((name, grid) for name, grid in named if len(grid.columns) * len(grid.rows) > 1)
+
+
+def _grid(found: Sequence[tuple[int, str, RouteStatus | FileStatus]]) -> Grid:
+    columns = tuple(dict.fromkeys(column for _, column, _ in found))
+    devices = sorted({index for index, _, _ in found})
+    cells = {
+        (index, column): [status.state for at, other, status in found if (at, other) == (index, column)]
+        for index, column, _ in found
+    }
+    return Grid(
+        columns,
+        tuple(
+            (
+                f"GPU {index}",
+                tuple(best_state(cells[index, it]).value if (index, it) in cells else None for it in columns),
+            )
+            for index in devices
+        ),
+    )
+
+
+def _counts(records: Sequence[Record], anchors: Mapping[str, str]) -> tuple[tuple[str, str, int, str], ...]:
+    """For each verdict its word, how many cases have it, and the place of the first of them."""
     words = {Verdict.PASS: "passed", Verdict.FAIL: "failed", Verdict.UNPROVEN: "unproven", Verdict.NOT_RUN: "not run"}
     counted = Counter(record.verdict for record in records)
     # In the order in which a reader wants them; a zero of "failed" is said, other zeros are not.
     order = (Verdict.PASS, Verdict.FAIL, Verdict.UNPROVEN, Verdict.NOT_RUN)
     said = [verdict for verdict in order if counted[verdict] or verdict in (Verdict.PASS, Verdict.FAIL)]
-    return tuple((verdict.value, words[verdict], counted[verdict]) for verdict in said)
+    first = {record.verdict: anchors[record.case] for record in reversed(records)}
+    return tuple((verdict.value, words[verdict], counted[verdict], first.get(verdict, "")) for verdict in said)
 
 
 def _api(api: str, run: Run, facts: Facts, records: Sequence[Record]) -> ApiView:
     name = run.substrate.get(api)
-    stems = {"verbs": "libibverbs.", "cuda": "libcuda."}
+    stems = {"verbs": "libibverbs.", "cuda": "libcuda.", "hlthunk": "libhl"}
     seen: dict[tuple[str, str], None] = {}
     found: list[LoadedLibrary | SeenLibrary] = [*facts.api_libraries(api)]
     found += [library for record in records for library in record.libraries]
@@ -127,37 +188,47 @@ def _api(api: str, run: Run, facts: Facts, records: Sequence[Record]) -> ApiView
         substrate=name or "none",
         words=describe(Substrate(name)) if name else "did not answer",
         libraries=tuple(seen),
-        failure={"verbs": facts.verbs_failure, "cuda": facts.cuda_failure}[api],
+        failure={"verbs": facts.verbs_failure, "cuda": facts.cuda_failure, "hlthunk": facts.gaudi_failure}[api],
     )
 
 
-def _case(record: Record) -> CaseView:
+def _asked(facts: Facts) -> tuple[str, ...]:
+    """The APIs of the report; one that most machines do not have only where it was asked."""
+    return ("verbs", "cuda", "hlthunk") if facts.gaudi or facts.gaudi_failure else ("verbs", "cuda")
+
+
+def _case(record: Record, anchor: str, origin: str) -> CaseView:
     evidence = tuple(
         (key, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
         for key, value in record.evidence.items()
         if key not in _OWN_PLACE
     )
     # Numbers from software are kept in the records and are no performance of anything.
-    hardware = bool(record.substrate) and all(name == Substrate.HARDWARE.value for name in record.substrate.values())
-    shown = hardware and record.verdict in (Verdict.PASS, Verdict.UNPROVEN)
     return CaseView(
         record=record,
         name=record.case.partition("::")[2] or record.case,
         evidence=evidence,
-        numbers=tuple((key, f"{value:g}") for key, value in record.numbers.items()) if shown else (),
+        numbers=tuple(_numbers(record.numbers)) if is_shown(record) else (),
         traceback=str(record.evidence.get("traceback", "")),
+        anchor=anchor,
+        origin=origin,
     )
 
 
-def _not_run(records: Sequence[Record]) -> tuple[NotRunView, ...]:
-    grouped: dict[tuple[str, str, bool], list[str]] = {}
-    for record in records:
-        if record.verdict is Verdict.NOT_RUN:
-            for reason in record.reasons:
-                key = (reason.need or "", reason.text, reason.foreseen is True)
-                grouped.setdefault(key, []).append(record.case)
-    ordered = sorted(grouped.items(), key=lambda pair: (pair[0][2], pair[0]))
-    return tuple(NotRunView(*key, cases=tuple(cases)) for key, cases in ordered)
+def _numbers(numbers: Mapping[str, float]) -> Iterator[tuple[str, str]]:
+    """``rate`` and ``12.3 GB/s (11.9 to 12.6)`` of ``rate_gb_per_s_median``, with the least and most beside it."""
+    for name, value in numbers.items():
+        number = split_number(name)
+        stem = name.removesuffix(f"_{number.statistic}")
+        if number.statistic in ("min", "max") and f"{stem}_median" in numbers:
+            continue
+        least, most = numbers.get(f"{stem}_min"), numbers.get(f"{stem}_max")
+        is_whole = number.statistic == "median"
+        words = " ".join(filter(None, (number.base, "" if is_whole else number.statistic))).replace("_", " ")
+        text = f"{format_number(value)} {number.unit_words}".strip()
+        if is_whole and least is not None and most is not None:
+            text += f" ({format_number(least)} to {format_number(most)})"
+        yield words or number.unit, text
 
 
 def host_rows(facts: Facts) -> list[tuple[str, str]]:
@@ -182,11 +253,11 @@ def host_rows(facts: Facts) -> list[tuple[str, str]]:
         ("Packages", ", ".join(f"{item.name} {item.version}" for item in facts.packages if item.version) or "none"),
     ]
     rows += [
-        (library.soname, f"{library.path} ({library.error or library.build_id or 'no build id'})")
+        (library.soname, f"{house().portable(library.path)} ({library.error or library.build_id or 'no build id'})")
         for library in facts.libraries
         if library.path is not None
     ]
-    rows += [("Not readable", f"{item.path}: {item.errno_name}") for item in facts.unreadable]
+    rows += [("Not readable", f"{house().portable(item.path)}: {item.errno_name}") for item in facts.unreadable]
     return rows
 
 

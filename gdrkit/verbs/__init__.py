@@ -7,6 +7,7 @@ only file that names pyverbs.
 from __future__ import annotations
 
 from gdrkit.verbs.completion import WORK_ID_MAX, Completion, CompletionQueue
+from gdrkit.verbs.initiator import Burst, Direction, Initiator, Latencies
 from gdrkit.verbs.nic import Nic, NicInfo, PortInfo, list_nics
 from gdrkit.verbs.queue_pair import QueuePair
 from gdrkit.verbs.region import Piece, Region
@@ -16,9 +17,13 @@ from gdrkit.verbs.wire import Endpoint, RemoteRange
 __all__ = [
     "WORK_ID_MAX",
     "Access",
+    "Burst",
     "Completion",
     "CompletionQueue",
+    "Direction",
     "Endpoint",
+    "Initiator",
+    "Latencies",
     "LinkLayer",
     "Nic",
     "NicInfo",

@@ -219,6 +219,22 @@ class Nic:
         )
         return Region(self, made, length_bytes=view.nbytes, memory=view, keeper=keeper)
 
+    def register_pages(self, address: int, *, length_bytes: int, access: Access = _ALL_ACCESS) -> Region:
+        """Register host memory by its address; its owner keeps it mapped until the region is closed.
+
+        Raises
+        ------
+        SetupMissing, ApiError
+            As :meth:`register_host`; EFAULT: not all of it is mapped and writable.
+        """
+        if address <= 0 or length_bytes <= 0:
+            message = f"{length_bytes} bytes at {address:#x} cannot be registered"
+            raise UsageError(message)
+        made = _pyverbs.register_address(
+            self.domain, address=address, length_bytes=length_bytes, access=int(access), device=False
+        )
+        return Region(self, made, length_bytes=length_bytes, memory=None, keeper=None)
+
     def register_address(self, address: int, *, length_bytes: int, access: Access = _ALL_ACCESS) -> Region:
         """Register device memory by its address (peer memory); its owner keeps it alive.
 

@@ -43,7 +43,7 @@ class Region:
     length_bytes : int
         Its size.
     memory : memoryview or None
-        The bytes of a host buffer; None for device memory, which the CPU cannot reach.
+        The bytes of a host buffer; None for what was registered by its address, and for dma-bufs.
     """
 
     def __init__(

@@ -11,19 +11,23 @@ writes one. All needs of a case are looked at, and every one that is not met is 
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 import pytest
 
-from gdrkit.harness.needs import cuda, host, verbs
+from gdrkit.errors import Api
+from gdrkit.harness.needs import cuda, cufile, gaudi, host, verbs
 from gdrkit.harness.needs.base import Need, software
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["MARK", "Need", "cuda", "declared", "host", "needs", "software", "verbs"]
+__all__ = ["MARK", "Need", "apis", "cuda", "cufile", "declared", "gaudi", "host", "needs", "software", "verbs"]
 
 MARK = "needs"
+# Needs are named after the API, and these after the hardware that it reaches.
+_API_OF = {"gaudi": Api.HLTHUNK.value}
 
 
 def needs(*wanted: Need) -> pytest.MarkDecorator:
@@ -43,3 +47,8 @@ def declared(item: pytest.Item) -> tuple[Need, ...]:
 def _declared(item: pytest.Item) -> Iterator[Need]:
     for mark in reversed(list(item.iter_markers(MARK))):
         yield from mark.args
+
+
+def apis(need: Need) -> frozenset[str]:
+    """The words of a need's name that may be APIs: ``cuda`` of ``cuda.vmm``, ``verbs`` of ``software(verbs)``."""
+    return frozenset(_API_OF.get(word, word) for word in re.split(r"\W", need.name)[:2])

@@ -8,13 +8,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+from gdrkit import loader, witness
 from gdrkit.errors import Api
 from gdrkit.report.substrate import is_twin
 
 if TYPE_CHECKING:
     from gdrkit.inventory import ApiFailure, Facts
+    from gdrkit.witness import LoadedLibrary
 
 __all__ = ["Need", "silent", "software"]
+
+_SONAMES = {"cufile": "libcufile.so.0"}
 
 
 @runtime_checkable
@@ -37,6 +41,12 @@ def silent(api: str, failure: ApiFailure | None) -> str:
     return f"{api} does not answer: {said}"
 
 
+def _found(api: str) -> tuple[LoadedLibrary, ...]:
+    """What the loader would take for an API that is not asked for facts."""
+    path = loader.find_library(_SONAMES[api]) if api in _SONAMES else None
+    return () if path is None else (witness.describe_library(str(path)),)
+
+
 @dataclass(frozen=True, slots=True)
 class _Software:
     api: str
@@ -46,7 +56,7 @@ class _Software:
         return f"software({self.api})"
 
     def check(self, facts: Facts) -> str | None:
-        if any(is_twin(library) for library in facts.api_libraries(self.api)):
+        if any(is_twin(library) for library in facts.api_libraries(self.api) or _found(self.api)):
             return None
         return f"{self.api} does not run on its software twin"
 

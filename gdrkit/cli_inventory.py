@@ -1,0 +1,121 @@
+# ruff: noqa: FBT001 - click calls commands by the names of their options.
+"""The commands that look at a machine: facts, topology, doctor, explain.
+
+Level 7. They belong to the command line of :mod:`gdrkit.cli`, which also says what an error becomes.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from gdrkit.exit_code import ExitCode
+
+if TYPE_CHECKING:
+    from gdrkit.inventory import Machine
+
+__all__ = ["COMMANDS"]
+
+_replay = click.option(
+    "--replay",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Of a captured machine: what `facts --save` wrote, a topology XML of NCCL, the text of lspci -vvv, or a "
+    "copied /sys/class/infiniband.",
+)
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print all facts as JSON.")
+@click.option("--no-apis", is_flag=True, help="Read files only; ask neither CUDA nor verbs nor NVML.")
+@click.option(
+    "--save",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Keep everything that was read, so that doctor and topology answer elsewhere; .gz compresses.",
+)
+@_replay
+def facts(as_json: bool, no_apis: bool, save: Path | None, replay: Path | None) -> int:
+    """Say what is in this machine, and what its APIs answer.
+
+    Reads sysfs, procfs and the loader's cache, for which no driver is needed, then asks CUDA, verbs, NVML and
+    registration in child processes.
+    """
+    from gdrkit import inventory
+    from gdrkit.report.describe import describe_facts
+
+    machine = _machine(replay, ask_apis=not no_apis, record=save is not None)
+    if save is not None:
+        # What the rules and the topology look at is part of the capture.
+        inventory.diagnose(machine)
+        inventory.topology(machine)
+        inventory.write_capture(save, machine.capture())
+    found = machine.facts
+    click.echo(found.to_json() if as_json else describe_facts(found), nl=not as_json)
+    return 0
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
+@_replay
+def topology(as_json: bool, replay: Path | None) -> int:
+    """Show where GPUs, NICs and NVMe controllers sit, and how far they are apart."""
+    from gdrkit import inventory
+
+    found = inventory.topology(_machine(replay, ask_apis=False))
+    if as_json:
+        click.echo(found.to_json(), nl=False)
+        return 0
+    from gdrkit.report.topology import describe_topology
+
+    click.echo(describe_topology(found))
+    return 0
+
+
+@click.command(
+    epilog="\b\nExit codes: 0 no known cause was found; 1 at least one is here; 2 wrong usage.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
+@click.option("--read-only", is_flag=True, help="Allocate, register and move nothing.")
+@click.option("-v", "--verbose", is_flag=True, help="Say of every rule what it read.")
+@_replay
+def doctor(as_json: bool, read_only: bool, verbose: bool, replay: Path | None) -> int:
+    """Say why transfers are not direct here: every known cause, what was read, and what to do.
+
+    A few rules act: they register a little memory and move bytes by a loop, in a child process with a time limit.
+    """
+    from gdrkit import inventory
+    from gdrkit.verdict import Verdict
+
+    found = inventory.diagnose(_machine(replay, act=not read_only))
+    if as_json:
+        click.echo(found.to_json(), nl=False)
+    else:
+        from gdrkit.report.doctor import describe_diagnosis
+
+        click.echo(describe_diagnosis(found, verbose=verbose))
+    return int(ExitCode.FAILED if found.of(Verdict.FAIL) else ExitCode.PROVEN)
+
+
+@click.command()
+@click.argument("code", required=False)
+def explain(code: str | None) -> int:
+    """Explain a cause that the doctor knows, or list them all."""
+    from gdrkit import inventory
+    from gdrkit.report.doctor import describe_rule, list_rules
+
+    click.echo(list_rules(inventory.RULES) if code is None else describe_rule(inventory.rule_of(code)))
+    return 0
+
+
+def _machine(replay: Path | None, *, ask_apis: bool = True, record: bool = False, act: bool = True) -> Machine:
+    from gdrkit import inventory
+
+    if replay is not None:
+        return inventory.replayed(inventory.read_capture(replay))
+    return inventory.this_machine(ask_apis=ask_apis, record=record, act=act and ask_apis)
+
+
+COMMANDS = (facts, topology, doctor, explain)

@@ -1,0 +1,113 @@
+"""Pinned host memory: pages that copy engines reach without a detour through the driver's own buffers.
+
+Level 2. By cuMemHostAlloc, for every context of the process (PORTABLE).
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any, Self
+
+from gdrkit.cuda import _driver
+from gdrkit.errors import ClosedResource, Reason, UsageError
+from gdrkit.handles import Handle
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+    from types import TracebackType
+
+    from gdrkit.cuda.device import Device
+
+__all__ = ["PinnedMemory"]
+
+_PORTABLE = 1  # CU_MEMHOSTALLOC_PORTABLE
+
+
+class PinnedMemory:
+    """Host memory that cannot be paged out; :meth:`close` frees it.
+
+    Parameters
+    ----------
+    device : Device
+        Whose context allocates it; every device may copy from and to it.
+    length_bytes : int
+        How much, above 0.
+
+    Raises
+    ------
+    ApiError
+        CUDA_ERROR_OUT_OF_MEMORY and others of cuMemHostAlloc.
+    """
+
+    def __init__(self, device: Device, length_bytes: int) -> None:
+        if length_bytes <= 0:
+            message = f"cannot pin {length_bytes} bytes"
+            raise UsageError(message)
+        self.device = device
+        self.length_bytes = length_bytes
+        with device.current():
+            self._address = _driver.integer("cuMemHostAlloc", bytesize=length_bytes, Flags=_PORTABLE)
+        # What views are made from, as long as there is one.
+        self._array: weakref.ref[Any] | None = None
+        self._handle = Handle("cuda.pinned")
+        self._leave = device.adopt(self.close)
+        self._closed = False
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was freed."""
+        return self._closed
+
+    @property
+    def address(self) -> int:
+        """Of its first byte, for the host and for devices."""
+        self._check_open()
+        return self._address
+
+    def current(self) -> AbstractContextManager[None]:
+        """Make the context that it was allocated in current on this thread; see :meth:`Device.current`."""
+        return self.device.current()
+
+    def view(self) -> memoryview:
+        """Its bytes, to read and to write; every view must be gone before :meth:`close`."""
+        self._check_open()
+        array = None if self._array is None else self._array()
+        if array is None:
+            array = _driver.bytes_at(self._address, self.length_bytes)
+            self._array = weakref.ref(array)
+        return memoryview(array).cast("B")
+
+    def close(self) -> None:
+        """Free it; a second close does nothing.
+
+        Raises
+        ------
+        UsageError
+            BUSY: a view of it is still alive, and would show memory of somebody else.
+        """
+        if self._closed:
+            return
+        if self._array is not None and self._array() is not None:
+            message = "a view of the pinned memory is still used"
+            raise UsageError(message, reason=Reason.BUSY, what_to_do="delete the views that were made from it")
+        with self.device.current():
+            _driver.call("cuMemFreeHost", p=self._address)
+        self._closed = True
+        self._leave()
+        self._handle.release()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            what = "pinned memory"
+            raise ClosedResource(what)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"PinnedMemory({'closed' if self._closed else f'{self._address:#x}'}, length_bytes={self.length_bytes})"

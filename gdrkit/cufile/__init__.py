@@ -1,0 +1,64 @@
+"""Files and device memory by NVIDIA cuFile (GPUDirect Storage), and the proof of the route that bytes took.
+
+Level 2. Importing this package opens no library; the first call does. ``_cufile.py`` is the only file that names
+``cuda.bindings.cufile``, ``_kvikio.py`` the only one that names kvikio.
+
+    from gdrkit import cuda, cufile, host
+
+    with cuda.Device(0) as device, device.allocate(1 << 20) as memory, cufile.Driver() as driver:
+        driver.statistics.start()
+        witness = cufile.Witness(driver, host.HostTree())
+        with cufile.FileHandle(driver, fd) as file, witness.watch(fd):
+            file.read(memory)
+        print(witness.proof.state, witness.proof.why)
+"""
+
+from __future__ import annotations
+
+from gdrkit.cufile.batch import Batch, Ended, Event, Opcode, Request
+from gdrkit.cufile.buffer import Memory, RegisteredBuffer
+from gdrkit.cufile.driver import Driver, Properties, library_version
+from gdrkit.cufile.handle import FileHandle, Piece
+from gdrkit.cufile.nvidia_fs import NvidiaFs, nvidia_fs
+from gdrkit.cufile.obstacles import Cause, Obstacle, obstacles
+from gdrkit.cufile.probe import ProbeAnswer, probe
+from gdrkit.cufile.proof import FellBack, Proof, Route, RouteState, Witness, judge, refused
+from gdrkit.cufile.statistics import GpuCounters, Level, Snapshot, Statistics
+from gdrkit.cufile.stream import Fixed, Pending, RegisteredStream, Stream
+
+__all__ = [
+    "Batch",
+    "Cause",
+    "Driver",
+    "Ended",
+    "Event",
+    "FellBack",
+    "FileHandle",
+    "Fixed",
+    "GpuCounters",
+    "Level",
+    "Memory",
+    "NvidiaFs",
+    "Obstacle",
+    "Opcode",
+    "Pending",
+    "Piece",
+    "ProbeAnswer",
+    "Proof",
+    "Properties",
+    "RegisteredBuffer",
+    "RegisteredStream",
+    "Request",
+    "Route",
+    "RouteState",
+    "Snapshot",
+    "Statistics",
+    "Stream",
+    "Witness",
+    "judge",
+    "library_version",
+    "nvidia_fs",
+    "obstacles",
+    "probe",
+    "refused",
+]

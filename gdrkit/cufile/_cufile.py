@@ -1,0 +1,367 @@
+"""libcufile: the one file that names ``cuda.bindings.cufile`` (and ctypes, for memory that calls fill later).
+
+Level 2. Nothing is opened until the first call. libcuda is opened before libcufile, which opens without it (1.20) and
+can then do nothing. The bindings of 13.5.0 lose errors of the data path: a negative CUfileOpError comes back as a
+count, and an errno as a ValueError; here both become exceptions with their numbers. Source: ``cufile.h``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import functools
+import importlib
+import re
+from typing import TYPE_CHECKING, Any
+
+from gdrkit import loader
+from gdrkit.cufile import _layout, _results
+from gdrkit.errors import Api, SetupMissing
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = [
+    "Cells",
+    "call",
+    "entries",
+    "events",
+    "library_version",
+    "load",
+    "properties",
+    "register_file",
+    "set_slab_arrays",
+    "set_string_parameter",
+    "slab_arrays",
+    "statistics",
+    "string_parameter",
+    "submit",
+    "transfer",
+    "use_count",
+    "vectors",
+    "version_text",
+]
+
+_CUDA = "libcuda.so.1"
+_SONAME = "libcufile.so.0"
+_MODULE = "cuda.bindings.cufile"
+_OPAQUE_FD = 1
+_BATCH_MODE = 1
+_TEXT_BYTES = 4096
+_STATISTICS = {1: "get_stats_l1", 2: "get_stats_l2", 3: "get_stats_l3"}
+_ADVICE = "install libcufile (of the CUDA toolkit, or pip install nvidia-cufile), or put its folder on LD_LIBRARY_PATH"
+_BINDINGS_ADVICE = "pip install 'gdrkit[cufile]'"
+# "9 is not a valid OpError": what the bindings make of errno 9.
+_LOST_ERRNO = re.compile(r"^(\d+) is not a valid OpError")
+
+
+@functools.cache
+def load() -> Any:
+    """cuda.bindings.cufile, with libcuda and libcufile open.
+
+    Raises
+    ------
+    SetupMissing
+        A library or the bindings are missing, damaged or of another version.
+    """
+    _open(_CUDA, "install the NVIDIA driver, or put the folder of a libcuda.so.1 on LD_LIBRARY_PATH")
+    absent: SetupMissing | None = None
+    try:
+        # By its bare name first, since the bindings take what is loaded already, and look elsewhere only then.
+        _open(_SONAME, _ADVICE)
+    except SetupMissing as error:
+        if error.errno != errno.ENOENT:
+            raise
+        absent = error
+    try:
+        bindings = importlib.import_module(_MODULE)
+    except ImportError as error:
+        raise loader.setup_missing(
+            operation=f"import {_MODULE}", text=str(error), what_to_do=_BINDINGS_ADVICE, default_errno=errno.ENOENT
+        ) from error
+    try:
+        bindings.get_version()
+    except RuntimeError as error:
+        if absent is not None:
+            raise absent from error
+        raise _wrong_abi("cuFileGetVersion", error) from error
+    return bindings
+
+
+def call(operation: str, function: str, /, **arguments: Any) -> Any:
+    """Call `function` of the bindings with `arguments`, named and in order as in the header.
+
+    Raises
+    ------
+    ApiError
+        The library said no; its CUfileOpError is the status.
+    SetupMissing
+        The library cannot be used at all, or lacks the function.
+    """
+    return _call(operation, function, arguments, shown=arguments)
+
+
+def _call(operation: str, function: str, arguments: dict[str, Any], *, shown: dict[str, Any]) -> Any:
+    bindings = load()
+    try:
+        return getattr(bindings, function)(*arguments.values())
+    except bindings.cuFileError as error:
+        raise _results.error_of(
+            operation=operation,
+            status=int(error.status),
+            cuda_status=None if error.cuda_error is None else int(error.cuda_error),
+            arguments=_shown(shown),
+        ) from error
+    except (AttributeError, RuntimeError) as error:
+        raise _wrong_abi(operation, error) from error
+
+
+def transfer(operation: str, function: str, /, **arguments: Any) -> int:
+    """A call of the data path: bytes moved.
+
+    Raises
+    ------
+    ApiError
+        The file said no (``errno``), or libcufile did (a CUfileOpError as status).
+    """
+    bindings = load()
+    try:
+        moved = int(getattr(bindings, function)(*arguments.values()))
+    except bindings.cuFileError as error:
+        raise _results.errno_error(
+            operation=operation, number=int(error.status), arguments=_shown(arguments)
+        ) from error
+    except ValueError as error:
+        lost = _LOST_ERRNO.match(str(error))
+        if lost is None:
+            raise
+        raise _results.errno_error(operation=operation, number=int(lost[1]), arguments=_shown(arguments)) from error
+    except (AttributeError, RuntimeError) as error:
+        raise _wrong_abi(operation, error) from error
+    if moved < 0:
+        raise _results.error_of(operation=operation, status=-moved, arguments=_shown(arguments))
+    return moved
+
+
+@functools.cache
+def library_version() -> int:
+    """As cuFileGetVersion writes it: 1150 for 1.15."""
+    return int(call("cuFileGetVersion", "get_version"))
+
+
+def version_text() -> str:
+    """``1.15``."""
+    version = library_version()
+    return f"{version // 1000}.{version % 1000 // 10}"
+
+
+def use_count() -> int:
+    """cuFileUseCount, which the bindings take for a status."""
+    load()
+    function = ctypes.CDLL(_SONAME).cuFileUseCount
+    function.restype = ctypes.c_long
+    return int(function())
+
+
+def register_file(fd: int) -> int:
+    """cuFileHandleRegister of a descriptor: the CUfileHandle_t."""
+    made = load().Descr()
+    # Not set by the constructor: what is random there would be believed.
+    ctypes.memset(made.ptr, 0, ctypes.sizeof(ctypes.c_uint64) * 3)
+    made.type = _OPAQUE_FD
+    made.handle.fd = fd
+    return int(_call("cuFileHandleRegister", "handle_register", {"descr": made.ptr}, shown={"fd": fd}))
+
+
+def vectors(pieces: Sequence[tuple[int, int]]) -> Any:
+    """CUfileIOVec_t of these addresses and lengths."""
+    made = load().IOVec(len(pieces))
+    for index, (address, length_bytes) in enumerate(pieces):
+        made[index].base_ = address
+        made[index].len = length_bytes
+    return made
+
+
+class _IoParameters(ctypes.Structure):
+    _fields_ = (
+        ("mode", ctypes.c_int),
+        ("address", ctypes.c_void_p),
+        ("file_offset", ctypes.c_int64),
+        ("buffer_offset", ctypes.c_int64),
+        ("length_bytes", ctypes.c_size_t),
+        ("file", ctypes.c_void_p),
+        ("opcode", ctypes.c_int),
+        ("cookie", ctypes.c_void_p),
+    )
+
+
+class _IoEvent(ctypes.Structure):
+    _fields_ = (("cookie", ctypes.c_void_p), ("status", ctypes.c_int), ("result", ctypes.c_ssize_t))
+
+
+def entries(requests: Sequence[tuple[int, int, int, int, int, int, int]]) -> Any:
+    """CUfileIOParams_t: file, opcode, address, file offset, buffer offset, length and cookie of each."""
+    made = (_IoParameters * len(requests))()
+    for entry, (file, opcode, address, file_offset, buffer_offset, length_bytes, cookie) in zip(
+        made, requests, strict=True
+    ):
+        entry.mode, entry.file, entry.opcode, entry.cookie = _BATCH_MODE, file, opcode, cookie
+        entry.address, entry.length_bytes = address, length_bytes
+        entry.file_offset, entry.buffer_offset = file_offset, buffer_offset
+    return made
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_int64), ("nanoseconds", ctypes.c_long))
+
+
+def events(batch: int, *, count_min: int, count_max: int, timeout_s: float | None) -> list[tuple[int, int, int]]:
+    """cuFileBatchIOGetStatus: cookie, status and result of each event."""
+    found = (_IoEvent * count_max)()
+    count = ctypes.c_uint(count_max)
+    time = _Timespec()
+    if timeout_s is not None:
+        time.seconds, time.nanoseconds = int(timeout_s), int(timeout_s % 1 * 1e9)
+    call(
+        "cuFileBatchIOGetStatus",
+        "batch_io_get_status",
+        batch_idp=batch,
+        min_nr=count_min,
+        nr=ctypes.addressof(count),
+        iocbp=ctypes.addressof(found),
+        timeout=0 if timeout_s is None else ctypes.addressof(time),
+    )
+    return [(int(event.cookie or 0), int(event.status), int(event.result)) for event in found[: count.value]]
+
+
+def submit(batch: int, made: Any) -> None:
+    """cuFileBatchIOSubmit of what :func:`entries` made."""
+    call(
+        "cuFileBatchIOSubmit",
+        "batch_io_submit",
+        batch_idp=batch,
+        nr=len(made),
+        iocbp=ctypes.addressof(made),
+        flags=0,
+    )
+
+
+class Cells:
+    """The numbers that an asynchronous call reads and writes in its turn; at one address as long as they live."""
+
+    def __init__(self, *, length_bytes: int, file_offset: int, buffer_offset: int) -> None:
+        self._length = ctypes.c_size_t(length_bytes)
+        self._file_offset = ctypes.c_int64(file_offset)
+        self._buffer_offset = ctypes.c_int64(buffer_offset)
+        self._result = ctypes.c_ssize_t(0)
+
+    def addresses(self) -> tuple[int, int, int, int]:
+        """Of length, file offset, buffer offset and result."""
+        return (
+            ctypes.addressof(self._length),
+            ctypes.addressof(self._file_offset),
+            ctypes.addressof(self._buffer_offset),
+            ctypes.addressof(self._result),
+        )
+
+    @property
+    def result(self) -> int:
+        """What the call wrote; before its turn, 0."""
+        return self._result.value
+
+
+def statistics(level: int) -> bytes:
+    """The statistics of one level, as the library wrote them; :mod:`gdrkit.cufile._layout` reads them."""
+    operation = f"cuFileGetStatsL{level}"
+    if library_version() < _layout.STATISTICS_SINCE:
+        raise _results.missing_function(operation, version=version_text(), since="1.15")
+    buffer = ctypes.create_string_buffer(_layout.BUFFER_BYTES)
+    call(operation, _STATISTICS[level], stats=ctypes.addressof(buffer))
+    return buffer.raw
+
+
+def properties() -> tuple[int, ...]:
+    """CUfileDrvProps_t, field by field."""
+
+    class Properties(ctypes.Structure):
+        _fields_ = (
+            ("major_version", ctypes.c_uint),
+            ("minor_version", ctypes.c_uint),
+            ("poll_threshold_kb", ctypes.c_size_t),
+            ("max_direct_io_kb", ctypes.c_size_t),
+            ("status_flags", ctypes.c_uint),
+            ("control_flags", ctypes.c_uint),
+            ("feature_flags", ctypes.c_uint),
+            ("max_device_cache_kb", ctypes.c_uint),
+            ("per_buffer_cache_kb", ctypes.c_uint),
+            ("max_pinned_kb", ctypes.c_uint),
+            ("max_batch_io", ctypes.c_uint),
+            ("max_batch_timeout_ms", ctypes.c_uint),
+        )
+
+    made = Properties()
+    call("cuFileDriverGetProperties", "driver_get_properties", props=ctypes.addressof(made))
+    return tuple(int(getattr(made, name)) for name, _ in Properties._fields_)
+
+
+def string_parameter(number: int) -> str:
+    """cuFileGetParameterString."""
+    return str(call("cuFileGetParameterString", "get_parameter_string", param=number, len=_TEXT_BYTES))
+
+
+def set_string_parameter(number: int, text: str) -> None:
+    """cuFileSetParameterString."""
+    kept = ctypes.create_string_buffer(text.encode())
+    call("cuFileSetParameterString", "set_parameter_string", param=number, desc_str=ctypes.addressof(kept))
+
+
+def slab_arrays(count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """cuFileGetParameterPosixPoolSlabArray: sizes in KiB, and counts."""
+    sizes, counts = (ctypes.c_size_t * count)(), (ctypes.c_size_t * count)()
+    call(
+        "cuFileGetParameterPosixPoolSlabArray",
+        "get_parameter_posix_pool_slab_array",
+        size_values=ctypes.addressof(sizes),
+        count_values=ctypes.addressof(counts),
+        len=count,
+    )
+    return tuple(sizes), tuple(counts)
+
+
+def set_slab_arrays(sizes_kib: Sequence[int], counts: Sequence[int]) -> None:
+    """cuFileSetParameterPosixPoolSlabArray."""
+    sizes = (ctypes.c_size_t * len(sizes_kib))(*sizes_kib)
+    numbers = (ctypes.c_size_t * len(counts))(*counts)
+    call(
+        "cuFileSetParameterPosixPoolSlabArray",
+        "set_parameter_posix_pool_slab_array",
+        size_values=ctypes.addressof(sizes),
+        count_values=ctypes.addressof(numbers),
+        len=len(sizes_kib),
+    )
+
+
+def _open(soname: str, advice: str) -> None:
+    operation = f"dlopen {soname}"
+    loader.check_library(soname, operation=operation)
+    try:
+        ctypes.CDLL(soname)
+    except OSError as error:
+        raise loader.setup_missing(
+            operation=operation, text=str(error), what_to_do=advice, default_errno=errno.ENOEXEC
+        ) from error
+
+
+def _wrong_abi(operation: str, error: Exception) -> SetupMissing:
+    # The bindings raise RuntimeError (FunctionNotFoundError) for what libcufile does not have.
+    return loader.setup_missing(
+        api=Api.CUFILE,
+        operation=operation,
+        text=f"{loader.find_library(_SONAME) or _SONAME}: {error}",
+        what_to_do="",
+        default_errno=errno.ELIBBAD,
+    )
+
+
+def _shown(arguments: dict[str, Any]) -> dict[str, object]:
+    return {name: value if isinstance(value, int | str) else type(value).__name__ for name, value in arguments.items()}

@@ -1,0 +1,238 @@
+"""Files and device memory by kvikio: the one file that names it.
+
+Level 2. kvikio cuts a transfer into tasks for its own threads, and goes through the host by itself where it does not
+want cuFile: then libcufile counts nothing, and :class:`gdrkit.cufile.Witness` has no evidence. ``pip install --no-deps
+kvikio-cu13 libkvikio-cu13 rapids-logger`` with numpy and packaging is enough; cupy is not needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import importlib
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+from gdrkit import loader
+from gdrkit.cufile import _cufile, _results
+from gdrkit.cufile.buffer import check_memory
+from gdrkit.errors import Api, ApiError, ClosedResource, Reason, UsageError, errno_name
+from gdrkit.handles import Handle
+from gdrkit.units import MIB
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+    from types import TracebackType
+
+    from gdrkit.cufile.buffer import Memory
+
+__all__ = ["KvikioFile", "KvikioSettings", "PendingPart", "kvikio_version", "prefers_host", "settings"]
+
+_ADVICE = "pip install --no-deps kvikio-cu13 libkvikio-cu13 rapids-logger, and numpy and packaging"
+_MODES = frozenset({"on", "off", "auto"})
+# How kvikio words what the kernel and libcufile said.
+_CUFILE_NUMBER = re.compile(r"\b(5\d{3})\b")
+_OFFSET_MAX = (1 << 63) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class KvikioSettings:
+    """How kvikio transfers; its defaults but for what is said.
+
+    Attributes
+    ----------
+    thread_count : int
+        Threads of its pool.
+    task_bytes : int
+        How large a part each takes.
+    compat_mode : str
+        ``on`` (never cuFile), ``off`` (always cuFile), ``auto``.
+    """
+
+    thread_count: int = 1
+    task_bytes: int = 4 * MIB
+    compat_mode: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.thread_count <= 0 or self.task_bytes <= 0 or self.compat_mode not in _MODES:
+            message = f"kvikio cannot work by {self}"
+            raise UsageError(message)
+
+
+@functools.cache
+def _load() -> Any:
+    """Kvikio, with libcuda and libcufile open in the order that is known to be safe."""
+    _cufile.load()
+    try:
+        importlib.import_module("kvikio.defaults")
+        return importlib.import_module("kvikio")
+    except ImportError as error:
+        raise loader.setup_missing(
+            operation="import kvikio", text=str(error), what_to_do=_ADVICE, default_errno=errno.ENOENT
+        ) from error
+
+
+def kvikio_version() -> str:
+    """As the package says it."""
+    return str(_load().__version__)
+
+
+def prefers_host() -> bool:
+    """Whether kvikio goes through the host by itself here, without cuFile."""
+    _load()
+    return bool(importlib.import_module("kvikio.defaults").is_compat_mode_preferred())
+
+
+@contextlib.contextmanager
+def settings(wanted: KvikioSettings) -> Iterator[None]:
+    """Have kvikio work so meanwhile, in this whole process."""
+    kvikio = _load()
+    mode = getattr(kvikio.CompatMode, wanted.compat_mode.upper())
+    with kvikio.defaults.set({"num_threads": wanted.thread_count, "task_size": wanted.task_bytes, "compat_mode": mode}):
+        yield
+
+
+class _Array:
+    """What kvikio takes for device memory."""
+
+    def __init__(self, address: int, length_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (length_bytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+            "strides": None,
+        }
+
+
+class PendingPart:
+    """A transfer that kvikio's threads are at."""
+
+    def __init__(self, future: Any, operation: str, keep: object) -> None:
+        self._future = future
+        self._operation = operation
+        # Until it is over, its memory must not go.
+        self._keep = keep
+
+    def bytes(self) -> int:
+        """Wait for it: the bytes that moved.
+
+        Raises
+        ------
+        ApiError
+            What the kernel, CUDA or libcufile refused.
+        """
+        return int(_called(self._operation, self._future.get))
+
+
+class KvikioFile:
+    """A file that kvikio has open; a context manager.
+
+    Parameters
+    ----------
+    path : path
+        The file.
+    mode : str
+        ``r``, ``w`` (cut to nothing) or ``r+``.
+
+    Raises
+    ------
+    ApiError
+        It cannot be opened.
+    """
+
+    def __init__(self, path: str | Path, mode: str = "r") -> None:
+        kvikio = _load()
+        if mode not in {"r", "w", "r+"}:
+            message = f"mode {mode!r} is none of r, w, r+"
+            raise UsageError(message)
+        self.path = str(path)
+        self._file = _called("kvikio.CuFile", lambda: kvikio.CuFile(self.path, mode))
+        self._handle = Handle("cufile.kvikio_file")
+        self._closed = False
+
+    def read(
+        self, memory: Memory, *, file_offset_bytes: int = 0, offset_bytes: int = 0, length_bytes: int | None = None
+    ) -> PendingPart:
+        """Begin to read into device memory; as :meth:`gdrkit.cufile.FileHandle.read`."""
+        return self._begin(
+            "kvikio.pread",
+            self._open().pread,
+            memory,
+            (file_offset_bytes, offset_bytes, length_bytes),
+        )
+
+    def write(
+        self, memory: Memory, *, file_offset_bytes: int = 0, offset_bytes: int = 0, length_bytes: int | None = None
+    ) -> PendingPart:
+        """Begin to write from device memory; as :meth:`read`."""
+        return self._begin(
+            "kvikio.pwrite",
+            self._open().pwrite,
+            memory,
+            (file_offset_bytes, offset_bytes, length_bytes),
+        )
+
+    def close(self) -> None:
+        """Close it; a second close does nothing."""
+        if self._closed:
+            return
+        self._file.close()
+        self._closed = True
+        self._handle.release()
+
+    def _begin(
+        self, operation: str, call: Callable[..., Any], memory: Memory, where: tuple[int, int, int | None]
+    ) -> PendingPart:
+        file_offset_bytes, offset_bytes, length_bytes = where
+        wanted = check_memory(memory, offset_bytes=offset_bytes, length_bytes=length_bytes)
+        if not 0 <= file_offset_bytes <= _OFFSET_MAX - wanted:
+            message = f"{wanted} bytes at {file_offset_bytes} are in no file"
+            raise UsageError(message)
+        array = _Array(memory.address + offset_bytes, wanted)
+        future = _called(operation, lambda: call(array, wanted, file_offset_bytes))
+        return PendingPart(future, operation, (array, memory, self))
+
+    def _open(self) -> Any:
+        if self._closed:
+            what = "the kvikio file"
+            raise ClosedResource(what)
+        return self._file
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _called(operation: str, call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except OSError as error:
+        number = error.errno or errno.EIO
+        raise _results.errno_error(operation=operation, number=number, arguments={}) from error
+    except RuntimeError as error:
+        raise _refused(operation, str(error)) from error
+
+
+def _refused(operation: str, text: str) -> ApiError:
+    # kvikio has no numbers of its own; those of cuFile stand in its text, and some of the kernel's by name.
+    number = next((int(found) for found in _CUFILE_NUMBER.findall(text) if int(found) in _results.NAMES), None)
+    if number is not None:
+        return _results.error_of(operation=operation, status=number, arguments={"text": text})
+    named = next((each for each in errno.errorcode if f"{errno.errorcode[each]}" in text.split()), None)
+    return ApiError(
+        api=Api.CUFILE,
+        operation=operation,
+        status=named,
+        status_name="RuntimeError" if named is None else errno_name(named),
+        errno=named,
+        reason=Reason.OTHER,
+        detail=text,
+    )

@@ -1,0 +1,172 @@
+"""How libcufile lays out its statistics, by its version.
+
+Level 2, pure. The bindings know the layout of one version; cuFile 1.19 made the first level longer, and with it moved
+everything behind, so a library of 1.15 read by newer bindings gives numbers that are none. Here the buffer is read by
+the version of the library that filled it. Source: ``cufile.h`` of 1.15, 1.18, 1.19 and 1.20.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+__all__ = [
+    "BUFFER_BYTES",
+    "STAGED_SIZES_SINCE",
+    "STATISTICS_SINCE",
+    "VECTORS_SINCE",
+    "basic_of",
+    "gpus_of",
+    "histograms_of",
+]
+
+# As cuFileGetVersion writes versions: 1000 x major + 10 x minor.
+STATISTICS_SINCE = 1150
+VECTORS_SINCE = 1190
+# An opened driver forgets the sizes that were staged for its properties with 1.15, and keeps them with 1.18; what lies
+# between was not seen.
+STAGED_SIZES_SINCE = 1180
+# More than any version fills.
+BUFFER_BYTES = 8192
+
+_PAIRS_FIRST = (
+    "read_ops",
+    "write_ops",
+    "hdl_register_ops",
+    "hdl_deregister_ops",
+    "buf_register_ops",
+    "buf_deregister_ops",
+)
+_SINGLES_FIRST = (
+    "read_bytes",
+    "write_bytes",
+    "read_bw_bytes_per_sec",
+    "write_bw_bytes_per_sec",
+    "read_lat_avg_us",
+    "write_lat_avg_us",
+    "read_ops_per_sec",
+    "write_ops_per_sec",
+    "read_lat_sum_us",
+    "write_lat_sum_us",
+)
+_PAIRS_BATCH = (
+    "batch_submit_ops",
+    "batch_complete_ops",
+    "batch_setup_ops",
+    "batch_cancel_ops",
+    "batch_destroy_ops",
+    "batch_enqueued_ops",
+    "batch_posix_enqueued_ops",
+    "batch_processed_ops",
+    "batch_posix_processed_ops",
+    "batch_nvfs_submit_ops",
+    "batch_p2p_submit_ops",
+    "batch_aio_submit_ops",
+    "batch_iouring_submit_ops",
+    "batch_mixed_io_submit_ops",
+    "batch_total_submit_ops",
+)
+_SINGLES_BATCH = (
+    "batch_read_bytes",
+    "batch_write_bytes",
+    "batch_read_bw_bytes",
+    "batch_write_bw_bytes",
+    "batch_submit_lat_avg_us",
+    "batch_completion_lat_avg_us",
+    "batch_submit_ops_per_sec",
+    "batch_complete_ops_per_sec",
+    "batch_submit_lat_sum_us",
+    "batch_completion_lat_sum_us",
+    "last_batch_read_bytes",
+    "last_batch_write_bytes",
+)
+_PAIRS_VECTOR = ("readv_ops", "writev_ops")
+_SINGLES_VECTOR = (
+    "readv_bytes",
+    "writev_bytes",
+    "readv_bw_bytes_per_sec",
+    "writev_bw_bytes_per_sec",
+    "readv_lat_avg_us",
+    "writev_lat_avg_us",
+    "readv_ops_per_sec",
+    "writev_ops_per_sec",
+    "readv_lat_sum_us",
+    "writev_lat_sum_us",
+)
+_GPU = (
+    "read_bytes",
+    "read_bw_bytes_per_sec",
+    "read_utilization",
+    "read_duration_us",
+    "n_total_reads",
+    "n_p2p_reads",
+    "n_nvfs_reads",
+    "n_posix_reads",
+    "n_unaligned_reads",
+    "n_dr_reads",
+    "n_sparse_regions",
+    "n_inline_regions",
+    "n_reads_err",
+    "writes_bytes",
+    "write_bw_bytes_per_sec",
+    "write_utilization",
+    "write_duration_us",
+    "n_total_writes",
+    "n_p2p_writes",
+    "n_nvfs_writes",
+    "n_posix_writes",
+    "n_unaligned_writes",
+    "n_dr_writes",
+    "n_writes_err",
+    "n_mmap",
+    "n_mmap_ok",
+    "n_mmap_err",
+    "n_mmap_free",
+    "reg_bytes",
+)
+_WORD_BYTES = 8
+_UUID_BYTES = 16
+_HISTOGRAM_WORDS = 32
+_GPUS_MAX = 16
+
+
+def _names(version: int) -> Iterator[str]:
+    parts = [(_PAIRS_FIRST, _SINGLES_FIRST), (_PAIRS_BATCH, _SINGLES_BATCH)]
+    if version >= VECTORS_SINCE:
+        parts.append((_PAIRS_VECTOR, _SINGLES_VECTOR))
+    for pairs, singles in parts:
+        for pair in pairs:
+            yield pair
+            yield f"{pair}_err"
+        yield from singles
+
+
+def basic_of(buffer: bytes, *, version: int) -> Mapping[str, int]:
+    """The first level by the names of the header; ``X`` and ``X_err`` for the two halves of a counter X."""
+    names = tuple(_names(version))
+    return dict(zip(names, struct.unpack_from(f"<{len(names)}Q", buffer), strict=True))
+
+
+def histograms_of(buffer: bytes, *, version: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The sizes of reads and of writes, of the second level."""
+    begin = _basic_bytes(version)
+    words = struct.unpack_from(f"<{2 * _HISTOGRAM_WORDS}Q", buffer, begin)
+    return words[:_HISTOGRAM_WORDS], words[_HISTOGRAM_WORDS:]
+
+
+def gpus_of(buffer: bytes, *, version: int) -> Iterator[tuple[bytes, Mapping[str, int]]]:
+    """UUID and counters of each GPU, of the third level."""
+    begin = _basic_bytes(version) + 2 * _HISTOGRAM_WORDS * _WORD_BYTES
+    (count,) = struct.unpack_from("<I", buffer, begin)
+    begin += _WORD_BYTES  # The count, and what aligns the next word.
+    form = struct.Struct(f"<{_UUID_BYTES}s{len(_GPU)}Q")
+    for gpu in range(min(count, _GPUS_MAX)):
+        uuid, *values = form.unpack_from(buffer, begin + gpu * form.size)
+        yield uuid, dict(zip(_GPU, values, strict=True))
+
+
+def _basic_bytes(version: int) -> int:
+    return len(tuple(_names(version))) * _WORD_BYTES

@@ -1,0 +1,186 @@
+"""What a CUfileOpError means: its name, reason and advice.
+
+Level 2, pure. Source of the numbers: ``cufile.h`` of cuFile 1.20, enum ``CUfileOpError``.
+"""
+
+from __future__ import annotations
+
+import errno as _errno
+from typing import TYPE_CHECKING
+
+from gdrkit.errors import Api, ApiError, Reason, Unsupported, errno_name
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["HANDLE_NOT_REGISTERED", "NAMES", "errno_error", "error_of", "missing_function"]
+
+SUCCESS = 0
+DRIVER_NOT_INITIALIZED = 5001
+PLATFORM_NOT_SUPPORTED = 5007
+IO_NOT_SUPPORTED = 5008
+CUDA_DRIVER_ERROR = 5011
+CUDA_MEMORY_TYPE_INVALID = 5013
+INVALID_FILE_TYPE = 5018
+INVALID_FILE_OPEN_FLAG = 5019
+DIO_NOT_SET = 5020
+INVALID_VALUE = 5022
+PERMISSION_DENIED = 5025
+HANDLE_NOT_REGISTERED = 5027
+ASYNC_NOT_SUPPORTED = 5038
+
+# In the order of the header, which leaves out two numbers.
+_ORDER = [
+    "DRIVER_NOT_INITIALIZED",
+    "DRIVER_INVALID_PROPS",
+    "DRIVER_UNSUPPORTED_LIMIT",
+    "DRIVER_VERSION_MISMATCH",
+    "DRIVER_VERSION_READ_ERROR",
+    "DRIVER_CLOSING",
+    "PLATFORM_NOT_SUPPORTED",
+    "IO_NOT_SUPPORTED",
+    "DEVICE_NOT_SUPPORTED",
+    "NVFS_DRIVER_ERROR",
+    "CUDA_DRIVER_ERROR",
+    "CUDA_POINTER_INVALID",
+    "CUDA_MEMORY_TYPE_INVALID",
+    "CUDA_POINTER_RANGE_ERROR",
+    "CUDA_CONTEXT_MISMATCH",
+    "INVALID_MAPPING_SIZE",
+    "INVALID_MAPPING_RANGE",
+    "INVALID_FILE_TYPE",
+    "INVALID_FILE_OPEN_FLAG",
+    "DIO_NOT_SET",
+    "-",
+    "INVALID_VALUE",
+    "MEMORY_ALREADY_REGISTERED",
+    "MEMORY_NOT_REGISTERED",
+    "PERMISSION_DENIED",
+    "DRIVER_ALREADY_OPEN",
+    "HANDLE_NOT_REGISTERED",
+    "HANDLE_ALREADY_REGISTERED",
+    "DEVICE_NOT_FOUND",
+    "INTERNAL_ERROR",
+    "GETNEWFD_FAILED",
+    "-",
+    "NVFS_SETUP_ERROR",
+    "IO_DISABLED",
+    "BATCH_SUBMIT_FAILED",
+    "GPU_MEMORY_PINNING_FAILED",
+    "BATCH_FULL",
+    "ASYNC_NOT_SUPPORTED",
+    "INTERNAL_BATCH_SETUP_ERROR",
+    "INTERNAL_BATCH_SUBMIT_ERROR",
+    "INTERNAL_BATCH_GETSTATUS_ERROR",
+    "INTERNAL_BATCH_CANCEL_ERROR",
+    "NOMEM_ERROR",
+    "IO_ERROR",
+    "INTERNAL_BUF_REGISTER_ERROR",
+    "HASH_OPR_ERROR",
+    "INVALID_CONTEXT_ERROR",
+    "NVFS_INTERNAL_DRIVER_ERROR",
+    "BATCH_NOCOMPAT_ERROR",
+    "IO_MAX_ERROR",
+]
+_BASE = 5000
+NAMES: Mapping[int, str] = {
+    number: f"CU_FILE_{name}" for number, name in enumerate(_ORDER, start=_BASE + 1) if name != "-"
+}
+
+_INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
+_NO_CONTEXT = "have a CUDA context current in the thread that calls"
+# As 1.15 and 1.20 answer where there is no direct way and compat mode is not allowed.
+_NO_WAY = "load nvidia-fs or set up PCI P2PDMA, or allow compat mode (allow_compat_mode in cufile.json)"
+_UDEV = "see gdrkit.cufile.obstacles: a container without udev's database, and tmpfs, are refused so"
+_MEANINGS: dict[int, tuple[Reason, str]] = {
+    DRIVER_NOT_INITIALIZED: (Reason.CLOSED, "open the driver first"),
+    5006: (Reason.BUSY, "wait for what is under way"),
+    PLATFORM_NOT_SUPPORTED: (Reason.NOT_SUPPORTED, ""),
+    IO_NOT_SUPPORTED: (Reason.NOT_SUPPORTED, "allow compat mode, or put the file where a direct path exists"),
+    5009: (Reason.NOT_SUPPORTED, ""),
+    CUDA_DRIVER_ERROR: (Reason.OTHER, "the CUresult says what the driver refused"),
+    5012: (Reason.NOT_DEVICE_MEMORY, ""),
+    CUDA_MEMORY_TYPE_INVALID: (Reason.NOT_DEVICE_MEMORY, ""),
+    5014: (Reason.BAD_ARGUMENT, "stay inside the allocation"),
+    5016: (Reason.OUT_OF_MEMORY, "raise max_device_pinned_mem_size_kb, or register less"),
+    5017: (Reason.BAD_ARGUMENT, "stay inside the registered buffer"),
+    INVALID_FILE_TYPE: (Reason.BAD_ARGUMENT, "only regular files can be registered"),
+    INVALID_FILE_OPEN_FLAG: (Reason.BAD_ARGUMENT, "open the file with O_DIRECT"),
+    DIO_NOT_SET: (Reason.BAD_ARGUMENT, "open the file with O_DIRECT"),
+    INVALID_VALUE: (Reason.BAD_ARGUMENT, ""),
+    5023: (Reason.BUSY, "it is registered already"),
+    5024: (Reason.BAD_ARGUMENT, "it is not registered"),
+    PERMISSION_DENIED: (Reason.NO_PERMISSION, ""),
+    5026: (Reason.BUSY, "set it while the driver is closed"),
+    HANDLE_NOT_REGISTERED: (Reason.NOT_SUPPORTED, _UDEV),
+    5028: (Reason.BUSY, "this descriptor is registered already"),
+    5029: (Reason.NO_DEVICE, ""),
+    5033: (Reason.LIBRARY_MISSING, "load libcuda.so.1 first, and nvidia-fs where it is wanted"),
+    5034: (Reason.NOT_SUPPORTED, "cufile.json disables direct transfers for this file"),
+    5036: (Reason.OUT_OF_MEMORY, "register less, or free device memory"),
+    5037: (Reason.BUSY, "ask for the status of what was submitted"),
+    ASYNC_NOT_SUPPORTED: (Reason.NOT_SUPPORTED, ""),
+    5043: (Reason.OUT_OF_MEMORY, ""),
+}
+_UNSUPPORTED = frozenset({PLATFORM_NOT_SUPPORTED, IO_NOT_SUPPORTED, 5009, ASYNC_NOT_SUPPORTED})
+
+_ERRNO_REASONS = {
+    _errno.EACCES: Reason.NO_PERMISSION,
+    _errno.EPERM: Reason.NO_PERMISSION,
+    _errno.EBADF: Reason.BAD_DESCRIPTOR,
+    _errno.EINVAL: Reason.BAD_ARGUMENT,
+    _errno.ENOMEM: Reason.OUT_OF_MEMORY,
+}
+
+
+def error_of(
+    *, operation: str, status: int, cuda_status: int | None = None, arguments: Mapping[str, object]
+) -> ApiError:
+    """The exception for a CUfileOpError; :class:`~gdrkit.errors.Unsupported` when it cannot be done here at all.
+
+    A CUresult that came with it is in the arguments, as ``cu_err``.
+    """
+    reason, what_to_do = _MEANINGS.get(status, (Reason.OTHER, ""))
+    if cuda_status == _INVALID_CONTEXT:
+        what_to_do = _NO_CONTEXT
+    if (operation, status) == ("cuFileDriverOpen", DRIVER_NOT_INITIALIZED):
+        reason, what_to_do = Reason.NOT_SUPPORTED, _NO_WAY
+    kind = Unsupported if status in _UNSUPPORTED else ApiError
+    shown = dict(arguments) | ({"cu_err": cuda_status} if cuda_status else {})
+    return kind(
+        api=Api.CUFILE,
+        operation=operation,
+        status=status,
+        status_name=NAMES.get(status, f"CUfileOpError {status}"),
+        arguments=shown,
+        reason=reason,
+        what_to_do=what_to_do,
+    )
+
+
+def errno_error(*, operation: str, number: int, arguments: Mapping[str, object]) -> ApiError:
+    """The exception for a call that answered -1 and an errno."""
+    return ApiError(
+        api=Api.CUFILE,
+        operation=operation,
+        status=number,
+        status_name=errno_name(number),
+        errno=number,
+        arguments=arguments,
+        reason=_ERRNO_REASONS.get(number, Reason.OTHER),
+        # What an asynchronous call says that could not take memory of its own.
+        what_to_do=_NO_CONTEXT if number == _errno.ENOMEM and operation.endswith("Async") else "",
+    )
+
+
+def missing_function(operation: str, *, version: str, since: str) -> Unsupported:
+    """The exception for a call that this libcufile is too old for."""
+    return Unsupported(
+        api=Api.CUFILE,
+        operation=operation,
+        status=None,
+        status_name="no such function",
+        arguments={"version": version},
+        reason=Reason.NOT_SUPPORTED,
+        what_to_do=f"install cuFile {since} or newer",
+    )

@@ -1,0 +1,145 @@
+"""The driver of cuFile, open.
+
+Level 2. Everything else of this room is made from a :class:`Driver`, which closes what was made from it before it
+closes itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+from gdrkit.cufile import _cufile, probe
+from gdrkit.cufile.statistics import Statistics
+from gdrkit.errors import ClosedResource
+from gdrkit.handles import Handle, ReleaseStack
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
+
+__all__ = ["Driver", "Properties", "library_version"]
+
+_COMPAT_BIT = 1 << 1  # CU_FILE_ALLOW_COMPAT_MODE
+
+
+@dataclass(frozen=True, slots=True)
+class Properties:
+    """What cuFileDriverGetProperties says; sizes in KiB as the library keeps them.
+
+    Attributes
+    ----------
+    nvfs_version : tuple of int
+        Of nvidia-fs; (0, 0) where it is not loaded.
+    """
+
+    nvfs_version: tuple[int, int]
+    poll_threshold_kib: int
+    max_direct_io_kib: int
+    status_flags: int
+    control_flags: int
+    feature_flags: int
+    max_device_cache_kib: int
+    per_buffer_cache_kib: int
+    max_pinned_kib: int
+    max_batch_io: int
+    max_batch_timeout_ms: int
+
+    @property
+    def allows_compat(self) -> bool:
+        """Whether the library may go through the host where it cannot go directly."""
+        return bool(self.control_flags & _COMPAT_BIT)
+
+
+def library_version() -> tuple[int, int]:
+    """Of libcufile: ``(1, 15)``.
+
+    Raises
+    ------
+    SetupMissing
+        There is no libcufile that can be used, or no libcuda.
+    """
+    version = _cufile.library_version()
+    return version // 1000, version % 1000 // 10
+
+
+class Driver:
+    """The open driver; a context manager.
+
+    Parameters
+    ----------
+    timeout_s : float or None
+        How long a child may take to open the driver before this process dares to (see :mod:`gdrkit.cufile.probe`).
+        None: no child is asked, since whoever started this process ends it when it does not come back.
+
+    Raises
+    ------
+    SetupMissing
+        libcufile, libcuda or the bindings are missing, or the driver did not open.
+    ApiError
+        It opened in a child, and not here.
+    """
+
+    def __init__(self, *, timeout_s: float | None = probe.TIMEOUT_S) -> None:
+        if timeout_s is not None:
+            probe.require(timeout_s=timeout_s)
+        _cufile.load()
+        _cufile.call("cuFileDriverOpen", "driver_open")
+        self._children = ReleaseStack()
+        self._handle = Handle("cufile.driver")
+        self._closed = False
+        self.statistics = Statistics()
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed."""
+        return self._closed
+
+    def properties(self) -> Properties:
+        """What the library says about itself and nvidia-fs."""
+        self.check_open()
+        major, minor, *others = _cufile.properties()
+        return Properties((major, minor), *others)
+
+    def use_count(self) -> int:
+        """How often the driver is open in this process."""
+        self.check_open()
+        return _cufile.use_count()
+
+    def bar_size_kib(self, device_index: int) -> int:
+        """Of the BAR of a GPU (cuFile 1.15)."""
+        self.check_open()
+        return int(_cufile.call("cuFileGetBARSizeInKB", "get_bar_size_in_kb", gpuIndex=device_index))
+
+    def adopt(self, close: Callable[[], None]) -> Callable[[], None]:
+        """Have `close` called before the driver is closed; returns what takes it back."""
+        return self._children.push(close)
+
+    def check_open(self) -> None:
+        """Raise :class:`~gdrkit.errors.ClosedResource` when it is closed."""
+        if self._closed:
+            what = "the cuFile driver"
+            raise ClosedResource(what)
+
+    def close(self) -> None:
+        """Close what was made from it, last made first, then the driver; a second close does nothing.
+
+        Raises
+        ------
+        ApiError
+            Of the first child that could not be closed, or of the driver. It stays open and may be closed again.
+        """
+        if self._closed:
+            return
+        self._children.run()
+        _cufile.call("cuFileDriverClose", "driver_close")
+        self._closed = True
+        self._handle.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,192 @@
+"""Why a file cannot be read directly into a GPU here, each cause by its name.
+
+Level 2. What is looked at lies below a root that is an argument; the settings of libcufile are asked of libcufile.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from gdrkit.cufile.nvidia_fs import Tree
+
+__all__ = ["Cause", "Obstacle", "describe_file", "obstacles"]
+
+_UDEV = "/run/udev/data"
+_IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs"})
+_LAYERED = frozenset({"overlay", "fuse", "9p"})
+_ALIGNED_BYTES = 4096
+# Where libcufile reads mounts by udev's word, the file systems that it serves on a block device.
+_ON_BLOCK_DEVICES = frozenset({"ext4", "xfs"})
+
+
+class Cause(enum.Enum):
+    """Why transfers are not direct; stable, so that programs and tests may compare it."""
+
+    NO_UDEV_DATABASE = "no_udev_database"
+    TMPFS = "tmpfs"
+    FILE_SYSTEM = "file_system"
+    COMPAT_FORCED = "compat_forced"
+    NO_NVIDIA_FS = "no_nvidia_fs"
+    NO_STORAGE_MODULE = "no_storage_module"
+    NOT_O_DIRECT = "not_o_direct"
+    UNALIGNED = "unaligned"
+    HOST_MEMORY = "host_memory"
+    NOT_COUNTED = "not_counted"
+    UNEXPLAINED = "unexplained"
+
+
+@dataclass(frozen=True, slots=True)
+class Obstacle:
+    """One cause, for people.
+
+    Attributes
+    ----------
+    text : str
+        What was found, one sentence.
+    what_to_do : str
+        How to mend it.
+    refuses : bool
+        Whether libcufile then registers the file at all (False) or not (True).
+    """
+
+    cause: Cause
+    text: str
+    what_to_do: str
+    refuses: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class FileOnHost:
+    """What a file lies on: the numbers of its device, and the type of the file system where the mounts tell."""
+
+    major: int
+    minor: int
+    file_system: str | None
+
+    @property
+    def udev_entry(self) -> str:
+        """Where udev's database has its device."""
+        return f"{_UDEV}/b{self.major}:{self.minor}"
+
+
+def describe_file(tree: Tree, fd: int) -> FileOnHost:
+    """What the file of a descriptor lies on.
+
+    Raises
+    ------
+    OSError
+        It is not open.
+    """
+    device = os.fstat(fd).st_dev
+    major, minor = os.major(device), os.minor(device)
+    return FileOnHost(major, minor, _file_system(tree, f"{major}:{minor}"))
+
+
+def obstacles(tree: Tree, fd: int, *, compat_forced: bool = False) -> tuple[Obstacle, ...]:
+    """Everything that is in the way of direct transfers with this file, the most basic first.
+
+    Parameters
+    ----------
+    tree : Tree
+        This host, or another root.
+    fd : int
+        An open file.
+    compat_forced : bool
+        What libcufile says of force_compat_mode (:data:`gdrkit.cufile.parameters.Flag.FORCE_COMPAT_MODE`).
+    """
+    return tuple(_found(tree, fd, compat_forced=compat_forced))
+
+
+def of_request(*, aligned_to: int, host_memory: bool = False) -> tuple[Obstacle, ...]:
+    """What is in the way of one transfer: `aligned_to` is the or of its offsets and its length."""
+    found = []
+    if host_memory:
+        found.append(Obstacle(Cause.HOST_MEMORY, "the memory is the host's", "read into memory of a GPU"))
+    if aligned_to % _ALIGNED_BYTES:
+        found.append(
+            Obstacle(
+                Cause.UNALIGNED,
+                f"an offset or the length is no multiple of {_ALIGNED_BYTES} bytes",
+                f"align them to {_ALIGNED_BYTES} bytes",
+            )
+        )
+    return tuple(found)
+
+
+def _found(tree: Tree, fd: int, *, compat_forced: bool) -> Iterator[Obstacle]:
+    on = describe_file(tree, fd)
+    if on.file_system in _IN_MEMORY:
+        yield Obstacle(
+            Cause.TMPFS,
+            f"the file is on {on.file_system}, which is no storage",
+            "put the file on a disk",
+            refuses=True,
+        )
+    else:
+        yield from _storage(tree, on)
+    if compat_forced:
+        yield Obstacle(
+            Cause.COMPAT_FORCED,
+            "libcufile was told to go through the host (force_compat_mode)",
+            "take CUFILE_FORCE_COMPAT_MODE, or force_compat_mode in cufile.json, away",
+        )
+    yield from _driver(tree)
+    if not _flags(fd) & os.O_DIRECT:
+        yield Obstacle(Cause.NOT_O_DIRECT, "the file was opened without O_DIRECT", "open it with O_DIRECT")
+
+
+def _storage(tree: Tree, on: FileOnHost) -> Iterator[Obstacle]:
+    entry = tree.text(on.udev_entry)
+    if entry is None or "E:ID_FS_USAGE=filesystem" not in entry.splitlines():
+        yield Obstacle(
+            Cause.NO_UDEV_DATABASE,
+            f"{on.udev_entry} does not say ID_FS_USAGE=filesystem, by which libcufile knows what a file lies on",
+            "mount /run/udev of the host into the container, read-only",
+            refuses=True,
+        )
+    if on.file_system is not None and on.file_system not in _ON_BLOCK_DEVICES:
+        layered = on.file_system.partition(".")[0] in _LAYERED
+        yield Obstacle(
+            Cause.FILE_SYSTEM,
+            f"the file is on {on.file_system}" + (", over which no device is reached directly" if layered else ""),
+            "put the file on ext4 or xfs, or on a network file system that cuFile names",
+        )
+
+
+def _driver(tree: Tree) -> Iterator[Obstacle]:
+    if not tree.exists("/proc/driver/nvidia-fs"):
+        yield Obstacle(
+            Cause.NO_NVIDIA_FS,
+            "nvidia-fs is not loaded",
+            "load nvidia-fs, or let cuFile use PCI P2PDMA (cuFile 1.15, a kernel with CONFIG_PCI_P2PDMA)",
+        )
+        return
+    modules = tree.text("/proc/driver/nvidia-fs/modules")
+    if not modules:
+        yield Obstacle(
+            Cause.NO_STORAGE_MODULE,
+            "nvidia-fs knows no storage driver",
+            "build nvidia-fs against the storage drivers that are loaded (it binds their symbols by name)",
+        )
+
+
+def _file_system(tree: Tree, device: str) -> str | None:
+    # proc(5), mountinfo: 36 35 98:0 /mnt1 /mnt2 rw,noatime master:1 - ext3 /dev/root rw
+    for line in (tree.text("/proc/self/mountinfo") or "").splitlines():
+        before, _, after = line.partition(" - ")
+        words = before.split()
+        if len(words) > 2 and words[2] == device and after:  # noqa: PLR2004 - the third field.
+            return after.split()[0]
+    return None
+
+
+def _flags(fd: int) -> int:
+    import fcntl
+
+    return fcntl.fcntl(fd, fcntl.F_GETFL)

@@ -1,0 +1,257 @@
+"""Was it really direct? What is known of the route that bytes took, and how.
+
+Level 2. A :class:`Witness` looks at the counters of libcufile, and of nvidia-fs, before and after; what moved between
+says which route the bytes took. A route is proven only by such evidence: that a call succeeded proves nothing, since
+libcufile goes through the host, silently, wherever it cannot go directly.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import os
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from gdrkit.cufile import parameters
+from gdrkit.cufile.nvidia_fs import nvidia_fs
+from gdrkit.cufile.obstacles import Cause, Obstacle, obstacles
+from gdrkit.errors import ApiError, GdrkitError, Reason
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from gdrkit.cufile.driver import Driver
+    from gdrkit.cufile.nvidia_fs import NvidiaFs, Tree
+    from gdrkit.cufile.statistics import Snapshot
+
+__all__ = ["FellBack", "Proof", "Route", "RouteState", "Witness", "judge", "refused"]
+
+
+class Route(enum.Enum):
+    """Which way bytes took between a file and memory."""
+
+    P2P = "p2p"
+    NVFS = "nvfs"
+    POSIX = "posix"
+    ENGINE = "engine"
+    RDMA = "rdma"
+    UNKNOWN = "unknown"
+
+
+class RouteState(enum.Enum):
+    """What is known of the direct route."""
+
+    PROVEN = "proven"
+    UNPROVEN = "unproven"
+    FELL_BACK = "fell_back"
+    NOT_POSSIBLE = "not_possible"
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """What is known of transfers.
+
+    Attributes
+    ----------
+    route : Route
+        Which way the bytes took; ``UNKNOWN`` without evidence.
+    state : RouteState
+        Whether the direct route is proven.
+    evidence : str
+        Who said so: ``cufile statistics``, ``nvidia-fs counters``, or nobody.
+    moved : mapping
+        The counters that moved, by their names.
+    causes : tuple of Obstacle
+        Why it was not direct, or why nothing is known.
+    """
+
+    route: Route
+    state: RouteState
+    evidence: str = ""
+    moved: Mapping[str, int] = field(default_factory=dict)
+    causes: tuple[Obstacle, ...] = ()
+
+    @property
+    def why(self) -> str:
+        """Every cause, one sentence; empty where it was direct."""
+        return "; ".join(f"{cause.text} ({cause.cause.value})" for cause in self.causes)
+
+    def require_direct(self) -> None:
+        """Have a run fail that asked for direct transfers and got something else.
+
+        Raises
+        ------
+        FellBack
+            The route is not proven.
+        """
+        if self.state is not RouteState.PROVEN:
+            raise FellBack(self)
+
+
+class FellBack(GdrkitError):
+    """Direct transfers were asked for, and they are not shown to have been direct; ``proof`` says what they were."""
+
+    def __init__(self, proof: Proof) -> None:
+        self.proof = proof
+        super().__init__(
+            f"the direct route is {proof.state.value}, bytes went by {proof.route.value}: {proof.why or 'no cause'}",
+            reason=Reason.NO_ROUTE,
+            what_to_do="; ".join(dict.fromkeys(cause.what_to_do for cause in proof.causes)),
+        )
+
+
+class Witness:
+    """What looks on while transfers run; counts of the whole process, so it should be the only one that transfers.
+
+    Parameters
+    ----------
+    driver : Driver
+        The open driver, whose statistics are started where they are not.
+    tree : Tree
+        This host, or another root.
+    """
+
+    def __init__(self, driver: Driver, tree: Tree) -> None:
+        self._driver = driver
+        self._tree = tree
+        self.proof = Proof(Route.UNKNOWN, RouteState.UNPROVEN)
+
+    @contextlib.contextmanager
+    def watch(self, fd: int, *, request: tuple[Obstacle, ...] = ()) -> Iterator[Witness]:
+        """Look before and after; :attr:`proof` says afterwards what was seen.
+
+        Parameters
+        ----------
+        fd : int
+            The file of the transfers, for the causes.
+        request : tuple of Obstacle
+            What is known to be in the way of these transfers.
+        """
+        # What was known of earlier transfers says nothing of these, should they fail.
+        self.proof = Proof(Route.UNKNOWN, RouteState.UNPROVEN)
+        before, unseen = self._look()
+        nvfs_before = nvidia_fs(self._tree)
+        yield self
+        after, unseen_after = self._look()
+        found = obstacles(self._tree, fd, compat_forced=_compat_forced())
+        self.proof = judge(
+            delta=None if before is None or after is None else after.since(before),
+            nvfs=(nvfs_before, nvidia_fs(self._tree)),
+            causes=(*request, *found),
+            unseen=unseen or unseen_after,
+        )
+
+    def _look(self) -> tuple[Snapshot | None, str]:
+        try:
+            return self._driver.statistics.snapshot(), ""
+        except ApiError as error:
+            return None, str(error)
+
+
+def judge(
+    *,
+    delta: Snapshot | None,
+    nvfs: tuple[NvidiaFs | None, NvidiaFs | None] = (None, None),
+    causes: tuple[Obstacle, ...] = (),
+    unseen: str = "",
+) -> Proof:
+    """What counters say.
+
+    Parameters
+    ----------
+    delta : Snapshot or None
+        What the statistics of libcufile grew by; None where it gave none.
+    nvfs : tuple
+        The counters of nvidia-fs before and after; None where it is not loaded.
+    causes : tuple of Obstacle
+        What is known to be in the way.
+    unseen : str
+        Why there are no statistics.
+    """
+    counts = _counts(delta) if delta is not None else {}
+    direct = {route: counts.get(route, 0) for route in (Route.P2P, Route.NVFS)}
+    moved = _named(delta)
+    if counts.get(Route.POSIX):
+        return Proof(Route.POSIX, RouteState.FELL_BACK, "cufile statistics", moved, _explained(causes))
+    if unrouted := _unrouted(delta):
+        text = f"libcufile tells of {unrouted} transfers how they were submitted, and of no route"
+        advice = "take FileHandle.read or write instead of batches and vectors; they are counted by route"
+        return Proof(
+            Route.UNKNOWN, RouteState.UNPROVEN, "", moved, (Obstacle(Cause.NOT_COUNTED, text, advice), *causes)
+        )
+    if any(direct.values()):
+        route = max(direct, key=lambda each: direct[each])
+        return Proof(route, RouteState.PROVEN, "cufile statistics", moved)
+    before, after = nvfs
+    if before is not None and after is not None and _nvfs_shows(before, after):
+        shown = {name: after.moved(before, name) for name in ("Reads.ok", "Writes.ok")}
+        return Proof(Route.NVFS, RouteState.PROVEN, "nvidia-fs counters", shown)
+    text = unseen or "no counter of libcufile or nvidia-fs moved"
+    missing = Obstacle(Cause.NOT_COUNTED, text, "count by level 3 (Driver.statistics.start), with cuFile 1.15 or newer")
+    return Proof(Route.UNKNOWN, RouteState.UNPROVEN, "", moved, (missing,))
+
+
+def refused(tree: Tree, fd: int, error: ApiError) -> Proof:
+    """What is known where libcufile did not even register the file: no route, with the cause."""
+    found = tuple(cause for cause in obstacles(tree, fd, compat_forced=_compat_forced()) if cause.refuses)
+    if not found:
+        found = (Obstacle(Cause.UNEXPLAINED, str(error), error.what_to_do, refuses=True),)
+    return Proof(Route.UNKNOWN, RouteState.NOT_POSSIBLE, f"{error.operation} gave {error.status_name}", {}, found)
+
+
+def _counts(delta: Snapshot) -> dict[Route, int]:
+    counts = {
+        route: delta.total(f"n_{route.value}_reads") + delta.total(f"n_{route.value}_writes")
+        for route in (Route.P2P, Route.NVFS, Route.POSIX)
+    }
+    # Batches have counters of their own in the first level, beside the third or in its place. A batch that went
+    # through the host counts in any case: direct reads beside it must not hide it.
+    batches = {
+        Route.P2P: delta.basic.get("batch_p2p_submit_ops", 0),
+        Route.NVFS: delta.basic.get("batch_nvfs_submit_ops", 0),
+        Route.POSIX: delta.basic.get("batch_posix_enqueued_ops", 0),
+    }
+    if not any(counts.values()):
+        return batches
+    return counts | {Route.POSIX: max(counts[Route.POSIX], batches[Route.POSIX])}
+
+
+def _unrouted(delta: Snapshot | None) -> int:
+    """How many transfers of batches went by a way that is not told: what is submitted by the kernel's asynchronous I/O
+    is counted as no route, and in compat mode all of it is (seen with 1.15 and 1.20).
+    """
+    if delta is None:
+        return 0
+    told = sum(delta.basic.get(f"batch_{route}_submit_ops", 0) for route in ("p2p", "nvfs"))
+    return max(0, delta.basic.get("batch_total_submit_ops", 0) - told)
+
+
+def _named(delta: Snapshot | None) -> dict[str, int]:
+    if delta is None:
+        return {}
+    names = sorted({name for gpu in delta.gpus for name in gpu.counters if name.startswith("n_")})
+    batch = {name: value for name, value in delta.basic.items() if name.startswith("batch_") and "_ops" in name}
+    return {name: delta.total(name) for name in names} | {
+        name: value for name, value in batch.items() if "per_sec" not in name
+    }
+
+
+def _nvfs_shows(before: NvidiaFs, after: NvidiaFs) -> bool:
+    """Whether nvidia-fs moved bytes, and can have moved them for nobody but this process."""
+    alone = max(before.process_count, after.process_count) <= 1
+    return after.counting and alone and any(after.moved(before, name) > 0 for name in ("Reads.ok", "Writes.ok"))
+
+
+def _explained(causes: tuple[Obstacle, ...]) -> tuple[Obstacle, ...]:
+    return causes or (Obstacle(Cause.UNEXPLAINED, "libcufile went through the host and nothing here says why", ""),)
+
+
+def _compat_forced() -> bool:
+    if os.environ.get("CUFILE_FORCE_COMPAT_MODE", "").lower() in {"1", "true"}:
+        return True
+    try:
+        return parameters.flag(parameters.Flag.FORCE_COMPAT_MODE)
+    except ApiError:
+        # A library without this parameter cannot have been told by it.
+        return False

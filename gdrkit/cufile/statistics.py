@@ -1,0 +1,147 @@
+"""What libcufile counts: levels 1 to 3, of the whole process (cuFile 1.15).
+
+Level 2. The third level says for each GPU how many transfers went peer to peer, through nvidia-fs, or through the host
+(POSIX). It is the only account that cuFile itself gives of a transfer's route.
+"""
+
+from __future__ import annotations
+
+import enum
+import uuid
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from gdrkit.cufile import _cufile, _layout, _results
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["GpuCounters", "Level", "Snapshot", "Statistics"]
+
+
+class Level(enum.IntEnum):
+    """How much is counted."""
+
+    OFF = 0
+    BASIC = 1
+    SIZES = 2
+    PER_GPU = 3
+
+
+@dataclass(frozen=True, slots=True)
+class GpuCounters:
+    """Of one GPU: its UUID as nvidia-smi prints it, and the counters by the names of the header."""
+
+    uuid: str
+    counters: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The counters at one moment, or what they grew by between two.
+
+    Attributes
+    ----------
+    basic : mapping
+        The first level by the names of the header; ``read_ops`` and ``read_ops_err`` are the halves of one counter.
+    read_sizes, write_sizes : tuple of int
+        The histograms of the second level; empty below it.
+    gpus : tuple of GpuCounters
+        The third level; empty below it.
+    """
+
+    basic: Mapping[str, int]
+    read_sizes: tuple[int, ...] = ()
+    write_sizes: tuple[int, ...] = ()
+    gpus: tuple[GpuCounters, ...] = field(default=())
+
+    def since(self, before: Snapshot) -> Snapshot:
+        """What moved since `before`: counters that did not are left out. Averages and rates are as they are now."""
+        earlier = {gpu.uuid: gpu.counters for gpu in before.gpus}
+        return Snapshot(
+            basic=_moved(self.basic, before.basic),
+            read_sizes=_less(self.read_sizes, before.read_sizes),
+            write_sizes=_less(self.write_sizes, before.write_sizes),
+            gpus=tuple(
+                GpuCounters(gpu.uuid, moved)
+                for gpu in self.gpus
+                if (moved := _moved(gpu.counters, earlier.get(gpu.uuid, {})))
+            ),
+        )
+
+    def total(self, name: str) -> int:
+        """The sum of one counter over all GPUs."""
+        return sum(gpu.counters.get(name, 0) for gpu in self.gpus)
+
+
+class Statistics:
+    """The statistics of an open driver: :attr:`~gdrkit.cufile.Driver.statistics`."""
+
+    def level(self) -> Level:
+        """How much is counted now.
+
+        Raises
+        ------
+        Unsupported
+            cuFile before 1.15.
+        """
+        self._check()
+        return Level(int(_cufile.call("cuFileGetStatsLevel", "get_stats_level")))
+
+    def start(self, level: Level = Level.PER_GPU) -> None:
+        """Count from now on.
+
+        Raises
+        ------
+        Unsupported
+            cuFile before 1.15.
+        """
+        self._check()
+        _cufile.call("cuFileSetStatsLevel", "set_stats_level", level=int(level))
+        _cufile.call("cuFileStatsStart", "stats_start")
+
+    def stop(self) -> None:
+        """Count no more; what was counted stays."""
+        self._check()
+        _cufile.call("cuFileStatsStop", "stats_stop")
+
+    def reset(self) -> None:
+        """Set all counters to 0, those of everybody in this process."""
+        self._check()
+        _cufile.call("cuFileStatsReset", "stats_reset")
+
+    def snapshot(self, level: Level = Level.PER_GPU) -> Snapshot:
+        """The counters now.
+
+        Raises
+        ------
+        ApiError
+            CU_FILE_INVALID_VALUE: this level is not counted.
+        Unsupported
+            cuFile before 1.15.
+        """
+        buffer, version = _cufile.statistics(int(level)), _cufile.library_version()
+        basic = _layout.basic_of(buffer, version=version)
+        if level < Level.SIZES:
+            return Snapshot(basic)
+        reads, writes = _layout.histograms_of(buffer, version=version)
+        if level < Level.PER_GPU:
+            return Snapshot(basic, reads, writes)
+        gpus = tuple(
+            GpuCounters(f"GPU-{uuid.UUID(bytes=raw)}", counters)
+            for raw, counters in _layout.gpus_of(buffer, version=version)
+        )
+        return Snapshot(basic, reads, writes, gpus)
+
+    @staticmethod
+    def _check() -> None:
+        if _cufile.library_version() < _layout.STATISTICS_SINCE:
+            raise _results.missing_function("cuFileGetStatsLevel", version=_cufile.version_text(), since="1.15")
+
+
+def _moved(now: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:
+    return {name: value - before.get(name, 0) for name, value in now.items() if value != before.get(name, 0)}
+
+
+def _less(now: tuple[int, ...], before: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(a - b for a, b in zip(now, before, strict=True)) if before else now

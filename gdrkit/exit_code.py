@@ -1,0 +1,36 @@
+"""The exit codes of the command line.
+
+Level 0: a command that only looks at the machine shall not load all that qualifies it, for the sake of one number.
+"""
+
+from __future__ import annotations
+
+import enum
+
+__all__ = ["ExitCode"]
+
+
+class ExitCode(enum.IntEnum):
+    """Of ``gdrkit qualify``, with their meanings as help and documents have them."""
+
+    PROVEN = 0
+    FAILED = 1
+    WRONG_USAGE = 2
+    SETUP_MISSING = 3
+    NOTHING_PROVEN = 4
+
+    @property
+    def meaning(self) -> str:
+        """In words."""
+        return _MEANINGS[self]
+
+
+_MEANINGS = {
+    ExitCode.PROVEN: (
+        "every required route is proven on hardware, or a software run was asked for (--software) and passed"
+    ),
+    ExitCode.FAILED: "a case failed, or a route fell back where direct was required",
+    ExitCode.WRONG_USAGE: "wrong usage",
+    ExitCode.SETUP_MISSING: "set-up is missing",
+    ExitCode.NOTHING_PROVEN: "nothing was proven on hardware",
+}

@@ -1,0 +1,27 @@
+"""Gaudi devices and their memory, by hl-thunk.
+
+Level 2. Importing this package opens no library; the first call does. ``_hlthunk.py`` is the only file that names it.
+"""
+
+from __future__ import annotations
+
+from gdrkit.gaudi.device import Device, DeviceInfo, Generation, device_count, list_devices
+from gdrkit.gaudi.host_mapping import HostMapping
+from gdrkit.gaudi.memory import BorrowedMemory, DeviceMemory, GaudiMemory
+from gdrkit.gaudi.pool import MemoryPool, PoolMemory
+from gdrkit.gaudi.query import AddressFacts
+
+__all__ = [
+    "AddressFacts",
+    "BorrowedMemory",
+    "Device",
+    "DeviceInfo",
+    "DeviceMemory",
+    "GaudiMemory",
+    "Generation",
+    "HostMapping",
+    "MemoryPool",
+    "PoolMemory",
+    "device_count",
+    "list_devices",
+]

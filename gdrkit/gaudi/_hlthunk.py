@@ -1,0 +1,292 @@
+"""The hl-thunk library: the one file that names it (and ctypes).
+
+Level 2. Nothing is opened until the first call. Every call goes through :func:`call`, which turns what the function
+gives (-errno; 0 of an address or a handle, with errno) into an exception with operation, number, name and arguments.
+Source of truth: ``hlthunk.h`` of hl-thunk-open, 2023-05, whose entries for memory and dma-bufs newer ones repeat.
+
+``hlthunk_device_memory_alloc`` has two forms under one name: until 2021 ``(fd, size, contiguous, shared)``, since
+2022-06 ``(fd, size, page_size, contiguous, shared)``. The second came with ``hlthunk_get_dev_memalloc_page_orders``, so
+a library that exports this one has the second form. Without it the form is unknown, and allocating is refused: the
+wrong one would make other memory than was asked for, and say nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import functools
+import struct
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from gdrkit import loader
+from gdrkit.errors import Api, Reason, SetupMissing, errno_name
+from gdrkit.gaudi._answers import error_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = [
+    "DMA_DOWN_QUEUE",
+    "DMA_UP_QUEUE",
+    "DONT_CARE",
+    "HardwareInfo",
+    "address_of",
+    "call",
+    "close",
+    "count",
+    "hardware_info",
+    "pci_bus_id",
+    "request_command_buffer",
+    "require_page_size",
+    "submit",
+    "wait",
+]
+
+_SONAMES = ("libhl-thunk.so", "libhlthunk.so")
+_DLOPEN = f"dlopen {_SONAMES[0]}"
+_ADVICE = (
+    "install habanalabs-thunk, or put the folder of a libhl-thunk.so (often /usr/lib/habanalabs) on LD_LIBRARY_PATH"
+)
+_NEWER_ENTRY = "hlthunk_get_dev_memalloc_page_orders"
+_ALLOCATE = "hlthunk_device_memory_alloc"
+
+DONT_CARE = 4  # HLTHUNK_DEVICE_DONT_CARE
+_MINORS = 256  # HLTHUNK_MAX_MINOR
+_BUS_ID_BYTES = 13
+
+DMA_DOWN_QUEUE = 0  # GAUDI_QUEUE_ID_DMA_0_0, GAUDI2_QUEUE_ID_PDMA_0_0: host to device
+DMA_UP_QUEUE = 4  # GAUDI_QUEUE_ID_DMA_1_0, GAUDI2_QUEUE_ID_PDMA_1_0: device to host
+_USER_BUFFER = 1  # HL_CS_CHUNK_FLAGS_USER_ALLOC_CB
+_CHUNK = struct.Struct("<QIIII40x")  # struct hl_cs_chunk
+_SUBMISSION_IN = struct.Struct("<QQIIII")  # struct hlthunk_cs_in and its padding
+_SUBMISSION_OUT = struct.Struct("<QIHH")  # struct hlthunk_cs_out and its padding
+
+_WAIT_BUSY = 1  # HL_WAIT_CS_STATUS_BUSY
+_WAIT_COMPLETED = 0
+_WAIT_ABORTED = 3
+
+# struct hlthunk_hw_ip_info, as far as anything here asks: offset and code. A newer library may write a longer one.
+_INFO_BYTES = 4096
+_INFO_FIELDS = {
+    "dram_base_address": (8, "<Q"),
+    "dram_size": (16, "<Q"),
+    "device_id": (32, "<I"),
+    "dram_enabled": (58, "<B"),
+    "module_id": (188, "<I"),
+    "card_name": (192, "<16s"),
+    "dram_page_size": (224, "<Q"),
+    "default_page_size": (264, "<Q"),
+}
+
+_INT, _UINT, _U64, _TEXT = ctypes.c_int, ctypes.c_uint32, ctypes.c_uint64, ctypes.c_char_p
+_POINTER = ctypes.c_void_p
+
+# What each function takes. One that gives a 64-bit number gives 0 when it fails.
+_STATUS: dict[str, tuple[Any, ...]] = {
+    "hlthunk_open": (_INT, _TEXT),
+    "hlthunk_open_control": (_INT, _TEXT),
+    "hlthunk_close": (_INT,),
+    "hlthunk_get_device_count": (_INT,),
+    "hlthunk_get_pci_bus_id_from_fd": (_INT, _POINTER, _INT),
+    "hlthunk_get_hw_ip_info": (_INT, _POINTER),
+    "hlthunk_device_memory_free": (_INT, _U64),
+    "hlthunk_memory_unmap": (_INT, _U64),
+    "hlthunk_device_memory_export_dmabuf_fd": (_INT, _U64, _U64, _UINT),
+    "hlthunk_device_mapped_memory_export_dmabuf_fd": (_INT, _U64, _U64, _U64, _UINT),
+    "hlthunk_request_command_buffer": (_INT, _UINT, _POINTER),
+    "hlthunk_destroy_command_buffer": (_INT, _U64),
+    "hlthunk_command_submission": (_INT, _POINTER, _POINTER),
+    "hlthunk_wait_for_cs": (_INT, _U64, _U64, _POINTER),
+}
+_NUMBER: dict[str, tuple[Any, ...]] = {
+    _ALLOCATE: (_INT, _U64, _U64, ctypes.c_bool, ctypes.c_bool),
+    "hlthunk_device_memory_map": (_INT, _U64, _U64),
+    "hlthunk_host_memory_map": (_INT, _POINTER, _U64, _U64),
+}
+
+
+class HardwareInfo(NamedTuple):
+    """What the driver says of a device (``struct hlthunk_hw_ip_info``)."""
+
+    dram_base_address: int
+    dram_size: int
+    device_id: int
+    dram_enabled: int
+    module_id: int
+    card_name: str
+    dram_page_size: int
+    default_page_size: int
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    failure: OSError | None = None
+    for soname in _SONAMES:
+        loader.check_library(soname, operation=f"dlopen {soname}")
+        try:
+            return ctypes.CDLL(soname, use_errno=True)
+        except OSError as error:
+            # Of two names that are not found the first counts; one that is found and does not load says why.
+            if failure is None or "cannot open shared object" not in str(error):
+                failure = error
+    raise loader.setup_missing(
+        operation=_DLOPEN, text=str(failure), what_to_do=_ADVICE, default_errno=errno.ENOEXEC
+    ) from failure
+
+
+@functools.cache
+def _function(operation: str) -> Any:
+    try:
+        function = getattr(_library(), operation)
+    except AttributeError as error:
+        raise SetupMissing(
+            api=Api.HLTHUNK,
+            operation=operation,
+            status=errno.ELIBBAD,
+            status_name=errno_name(errno.ELIBBAD),
+            errno=errno.ELIBBAD,
+            reason=Reason.LIBRARY_WRONG_ABI,
+            what_to_do="install an hl-thunk of 2022-06 (with support of Gaudi2) or newer",
+            detail="the library does not have this function",
+        ) from error
+    function.argtypes = _STATUS[operation] if operation in _STATUS else _NUMBER[operation]
+    function.restype = _INT if operation in _STATUS else _U64
+    return function
+
+
+def _has_entry(operation: str) -> bool:
+    """Whether the library exports a function."""
+    return hasattr(_library(), operation)
+
+
+def require_page_size() -> None:
+    """See that ``hlthunk_device_memory_alloc`` is of the form with a page size.
+
+    Raises
+    ------
+    SetupMissing
+        ELIBBAD, LIBRARY_WRONG_ABI: the form is not known.
+    """
+    if not _has_entry(_NEWER_ENTRY):
+        raise SetupMissing(
+            api=Api.HLTHUNK,
+            operation=_ALLOCATE,
+            status=errno.ELIBBAD,
+            status_name=errno_name(errno.ELIBBAD),
+            errno=errno.ELIBBAD,
+            reason=Reason.LIBRARY_WRONG_ABI,
+            what_to_do="install an hl-thunk of 2022-06 (with support of Gaudi2) or newer",
+            detail=f"without {_NEWER_ENTRY} in the library nobody knows whether this function takes a page size",
+        )
+
+
+def call(operation: str, /, **arguments: Any) -> int:
+    """Call a function with `arguments`, named and in order as in the header; gives what it gave.
+
+    Raises
+    ------
+    ApiError
+        It failed; ``errno`` is the kernel's.
+    SetupMissing
+        There is no library, or it lacks the function.
+    """
+    return _call(operation, arguments, shown=arguments)
+
+
+def _call(operation: str, arguments: Mapping[str, Any], *, shown: Mapping[str, object]) -> int:
+    function = _function(operation)
+    ctypes.set_errno(0)
+    answer = int(function(*arguments.values()))
+    if operation in _NUMBER:
+        number = (ctypes.get_errno() or errno.EINVAL) if answer == 0 else 0
+    else:
+        # -1 is what open by name and close(2) give, with errno; everything else is -errno itself.
+        number = 0 if answer >= 0 else (ctypes.get_errno() or errno.EPERM) if answer == -1 else -answer
+    if number:
+        raise error_of(operation=operation, number=number, arguments=shown)
+    return answer
+
+
+def close(fd: int) -> None:
+    """hlthunk_close."""
+    call("hlthunk_close", fd=fd)
+
+
+def count() -> int:
+    """How many devices there are; a library that cannot say is asked for one after another."""
+    if _has_entry("hlthunk_get_device_count"):
+        return call("hlthunk_get_device_count", device_name=DONT_CARE)
+    function = _function("hlthunk_open_control")
+    opened = [fd for fd in (int(function(minor, None)) for minor in range(_MINORS)) if fd >= 0]
+    for fd in opened:
+        close(fd)
+    return len(opened)
+
+
+def pci_bus_id(fd: int) -> str:
+    """``0000:33:00.0``, of a compute or a control device."""
+    text = ctypes.create_string_buffer(_BUS_ID_BYTES)
+    arguments = {"fd": fd, "pci_bus_id": text, "len": _BUS_ID_BYTES}
+    _call("hlthunk_get_pci_bus_id_from_fd", arguments, shown={"fd": fd})
+    return text.value.decode()
+
+
+def hardware_info(fd: int) -> HardwareInfo:
+    """hlthunk_get_hw_ip_info, of a compute or a control device."""
+    buffer = ctypes.create_string_buffer(_INFO_BYTES)
+    _call("hlthunk_get_hw_ip_info", {"fd": fd, "hw_ip": buffer}, shown={"fd": fd})
+    fields: dict[str, Any] = {
+        name: struct.unpack_from(code, buffer, offset)[0] for name, (offset, code) in _INFO_FIELDS.items()
+    }
+    fields["card_name"] = fields["card_name"].split(b"\0", 1)[0].decode("ascii", "backslashreplace")
+    return HardwareInfo(**fields)
+
+
+def submit(fd: int, *, buffer: int, length_bytes: int, queue: int, is_mapped: bool) -> int:
+    """hlthunk_command_submission of one command buffer; gives its sequence number.
+
+    Parameters
+    ----------
+    buffer : int
+        Its handle, or its device address if `is_mapped`.
+    """
+    chunk = ctypes.create_string_buffer(_CHUNK.pack(buffer, queue, length_bytes, _USER_BUFFER if is_mapped else 0, 0))
+    wanted = ctypes.create_string_buffer(_SUBMISSION_IN.pack(0, ctypes.addressof(chunk), 0, 1, 0, 0))
+    given = ctypes.create_string_buffer(_SUBMISSION_OUT.size)
+    shown = {"fd": fd, "cb": buffer, "queue_index": queue, "cb_size": length_bytes}
+    _call("hlthunk_command_submission", {"fd": fd, "in": wanted, "out": given}, shown=shown)
+    sequence, status, _sync_count, _pad = _SUBMISSION_OUT.unpack(given.raw[: _SUBMISSION_OUT.size])
+    if status:
+        raise error_of(operation="hlthunk_command_submission", number=errno.EIO, arguments=shown, detail=f"{status=}")
+    return int(sequence)
+
+
+def wait(fd: int, sequence: int, *, timeout_us: int) -> bool:
+    """hlthunk_wait_for_cs; whether the submission is done.
+
+    Raises
+    ------
+    ApiError
+        EIO: it was aborted, and the device is being reset.
+    """
+    status = ctypes.c_uint32()
+    arguments = {"fd": fd, "seq": sequence, "timeout_us": timeout_us, "status": ctypes.byref(status)}
+    shown = {"fd": fd, "seq": sequence, "timeout_us": timeout_us}
+    _call("hlthunk_wait_for_cs", arguments, shown=shown)
+    if status.value in {_WAIT_COMPLETED, _WAIT_BUSY}:
+        return status.value == _WAIT_COMPLETED
+    number = errno.EIO if status.value == _WAIT_ABORTED else errno.ETIMEDOUT
+    raise error_of(operation="hlthunk_wait_for_cs", number=number, arguments=shown)
+
+
+def request_command_buffer(fd: int, size_bytes: int) -> int:
+    """hlthunk_request_command_buffer; gives its handle, which is where the device's file maps it."""
+    handle = ctypes.c_uint64()
+    arguments = {"fd": fd, "cb_size": size_bytes, "cb_handle": ctypes.byref(handle)}
+    _call("hlthunk_request_command_buffer", arguments, shown={"fd": fd, "cb_size": size_bytes})
+    return handle.value
+
+
+def address_of(buffer: Any) -> int:
+    """The address of the first byte of a writable buffer; it holds until the buffer is closed or resized."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))

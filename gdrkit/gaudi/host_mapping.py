@@ -1,0 +1,108 @@
+"""Host memory that a device may reach.
+
+Level 2. It has a device address, and is no device memory: the kernel exports no dma-buf of it, whatever the call. What
+a NIC is to reach in host memory is registered by its own address.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NoReturn, Self
+
+from gdrkit.buffers import MemoryKind
+from gdrkit.errors import Api, Reason, Unsupported, UsageError
+from gdrkit.gaudi import _hlthunk
+from gdrkit.gaudi.device import Piece
+from gdrkit.handles import Handle
+
+if TYPE_CHECKING:
+    import mmap
+    from types import TracebackType
+
+    from gdrkit.gaudi.device import Device
+
+__all__ = ["HostMapping"]
+
+
+class HostMapping:
+    """A host buffer under a device address, pinned until it is closed.
+
+    Parameters
+    ----------
+    device : Device
+        Which device.
+    buffer : bytearray, mmap or memoryview
+        Writable and contiguous; it cannot be resized or closed meanwhile.
+
+    Raises
+    ------
+    ApiError
+        EFAULT: not all of it is mapped and writable. ENOMEM: no address is left.
+    UsageError
+        The buffer is empty, read-only or not contiguous.
+    """
+
+    def __init__(self, device: Device, buffer: bytearray | mmap.mmap | memoryview) -> None:
+        view = memoryview(buffer)
+        if view.readonly or not view.c_contiguous or not view.nbytes:
+            message = "only a writable, contiguous, non-empty buffer can be mapped"
+            raise UsageError(message)
+        self.device = device
+        self.length_bytes = view.nbytes
+        self._view: memoryview | None = view.cast("B")
+        self.address = _hlthunk.call(
+            "hlthunk_host_memory_map",
+            fd=device.fd,
+            host_virt_addr=_hlthunk.address_of(self._view),
+            hint_addr=0,
+            host_size=view.nbytes,
+        )
+        self._handle = Handle("gaudi.host_mapping")
+        self._leave = device.adopt(self.close)
+        self._forget = device.enter(Piece(MemoryKind.HOST, self.address, self.length_bytes, None))
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was unmapped."""
+        return self._view is None
+
+    def export_dmabuf(self) -> NoReturn:
+        """Nothing exports host memory.
+
+        Raises
+        ------
+        Unsupported
+            DMABUF_EXPORT_UNSUPPORTED, always, and without a call: the driver would answer EINVAL, which says nothing.
+        """
+        raise Unsupported(
+            api=Api.HLTHUNK,
+            operation="hlthunk_device_mapped_memory_export_dmabuf_fd",
+            status=None,
+            status_name="no call",
+            arguments={"addr": self.address, "size": self.length_bytes},
+            reason=Reason.DMABUF_EXPORT_UNSUPPORTED,
+            what_to_do="allocate device memory, or register the host memory by its own address",
+            detail="it is host memory that the device has mapped, and the kernel exports only the device's own",
+        )
+
+    def close(self) -> None:
+        """Unmap it; a second close does nothing."""
+        if self._view is None:
+            return
+        self.device.copies.settle()
+        if not self.device.lost:
+            _hlthunk.call("hlthunk_memory_unmap", fd=self.device.fd, device_virt_addr=self.address)
+        self._view = None
+        self._forget()
+        self._leave()
+        self._handle.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"HostMapping({'closed' if self.closed else f'{self.address:#x}'}, length_bytes={self.length_bytes})"

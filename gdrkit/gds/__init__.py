@@ -1,0 +1,42 @@
+"""Files to and from memory of devices and of the host: the copy engine, and direct paths where they are proven.
+
+Level 4. ``_native.py`` alone names the native engine; :mod:`gdrkit.gds.tiers` moves files between tiers.
+"""
+
+from __future__ import annotations
+
+from gdrkit.gds.copying import Copied, Half, copy_file
+from gdrkit.gds.cufile_path import close_driver, prove_by_cufile
+from gdrkit.gds.direct import PROVERS, DirectPath, FellBack, Verdict
+from gdrkit.gds.engine import Engine, EngineOptions, close_engines, engine_for
+from gdrkit.gds.file import Access, Direct, File
+from gdrkit.gds.target import HOST, Target, target_of
+from gdrkit.gds.transfer import Route, Transfer, TransferFailed, Transferred
+from gdrkit.gds.whole_files import read_files
+
+PROVERS.append(prove_by_cufile)
+
+__all__ = [
+    "HOST",
+    "Access",
+    "Copied",
+    "Direct",
+    "DirectPath",
+    "Engine",
+    "EngineOptions",
+    "FellBack",
+    "File",
+    "Half",
+    "Route",
+    "Target",
+    "Transfer",
+    "TransferFailed",
+    "Transferred",
+    "Verdict",
+    "close_driver",
+    "close_engines",
+    "copy_file",
+    "engine_for",
+    "read_files",
+    "target_of",
+]

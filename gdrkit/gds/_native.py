@@ -1,0 +1,132 @@
+"""The native copy engine, opened at the first use, and its errors as those of gdrkit.
+
+Level 4. ``_engine`` is native (``native/engine``). It opens libcuda at the first device; host memory needs none.
+"""
+
+from __future__ import annotations
+
+import errno
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from gdrkit.errors import Api, ApiError, Reason, SetupMissing, errno_name
+from gdrkit.loader import import_native
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+__all__ = ["Failure", "api_error", "call", "native", "reason_of"]
+
+# (api, operation, number, name) of what went wrong, as the engine says it.
+Failure = tuple[str, str, int, str]
+
+_CUDA_OUT_OF_MEMORY = 2
+_CUDA_NO_DEVICE = frozenset({100, 101})
+_REASONS = {
+    errno.ENOENT: Reason.BAD_ARGUMENT,
+    errno.EISDIR: Reason.BAD_ARGUMENT,
+    errno.EINVAL: Reason.BAD_ARGUMENT,
+    errno.EBADF: Reason.BAD_DESCRIPTOR,
+    errno.EACCES: Reason.NO_PERMISSION,
+    errno.EPERM: Reason.NO_PERMISSION,
+    errno.EROFS: Reason.NO_PERMISSION,
+    errno.ENOSPC: Reason.NO_SPACE,
+    errno.EDQUOT: Reason.NO_SPACE,
+    errno.EIO: Reason.IO_ERROR,
+    errno.ENOMEM: Reason.OUT_OF_MEMORY,
+    errno.ESHUTDOWN: Reason.CLOSED,
+}
+_ADVICE = {
+    errno.ENOSPC: "free space on the file system, or write elsewhere",
+    errno.EDQUOT: "free space within the quota, or write elsewhere",
+    errno.EIO: "look into the kernel log: a disk, or what serves this file system, refused",
+    errno.EISDIR: "name a file",
+    errno.ENOENT: "check the path",
+}
+
+
+@cache
+def native() -> Any:
+    """The module ``gdrkit.gds._engine``.
+
+    Raises
+    ------
+    SetupMissing
+        It was not built.
+    """
+    return import_native("gdrkit.gds._engine")
+
+
+def call(function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:
+    """Call the engine; what it raises becomes an :class:`ApiError`."""
+    try:
+        return function(*arguments, **named)
+    except native().EngineError as error:
+        raise api_error(error.args) from error
+
+
+def reason_of(number: int) -> Reason:
+    """What an errno of a file means."""
+    return _REASONS.get(number, Reason.OTHER)
+
+
+def api_error(
+    failure: Failure,
+    *,
+    arguments: Mapping[str, object] | None = None,
+    kind: type[ApiError] = ApiError,
+    detail: str = "",
+) -> ApiError:
+    """The error for a failure of the engine.
+
+    Parameters
+    ----------
+    failure : tuple
+        As the engine says it.
+    arguments : mapping or None
+        What was asked for, units in the keys.
+    kind : type
+        The class of the error; a driver that is not there is always a :class:`SetupMissing`.
+    detail : str
+        What else is to be said.
+    """
+    api, operation, number, name = failure
+    if api == "kernel":
+        missing = operation == "dlopen" or number == errno.ENOSYS
+        return (SetupMissing if missing else kind)(
+            api=Api.LOADER if missing else Api.KERNEL,
+            operation="dlopen libcuda.so.1" if operation == "dlopen" else operation,
+            status=number,
+            status_name=errno_name(number),
+            errno=number,
+            arguments=arguments,
+            reason=Reason.LIBRARY_MISSING if missing else reason_of(number),
+            what_to_do="install the NVIDIA driver" if missing else _ADVICE.get(number, ""),
+            detail=detail,
+        )
+    if api == "cufile":
+        return kind(
+            api=Api.CUFILE,
+            operation=operation,
+            status=number,
+            status_name=name,
+            arguments=arguments,
+            reason=Reason.IO_ERROR,
+            what_to_do="look into cufile.log, or open the file with direct='never'",
+            detail=detail,
+        )
+    reason, advice = Reason.OTHER, ""
+    if number == _CUDA_OUT_OF_MEMORY:
+        reason, advice = Reason.OUT_OF_MEMORY, "free device memory, or lower RLIMIT_MEMLOCK pressure"
+    elif number in _CUDA_NO_DEVICE:
+        reason, advice = Reason.NO_DEVICE, "check that nvidia-smi lists the GPU"
+    return kind(
+        api=Api.CUDA,
+        operation=operation,
+        status=number,
+        status_name=name,
+        arguments=arguments,
+        reason=reason,
+        what_to_do=advice,
+        detail=detail,
+    )

@@ -1,0 +1,301 @@
+"""Transfers by cuFile, each with the proof of its route.
+
+Level 4. A file is offered to cuFile only where a first read was counted as direct; each transfer is counted again, and
+its result says what was seen. libcufile counts for the whole process, so transfers go one at a time; where they are
+direct, the device and the disk do the work.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fcntl
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from gdrkit import cuda, cufile
+from gdrkit.cufile.obstacles import of_request
+from gdrkit.errors import ApiError, GdrkitError
+from gdrkit.gds.direct import Verdict
+from gdrkit.host import HostTree
+from gdrkit.units import MIB
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from gdrkit.gds._native import Failure
+
+__all__ = ["CufilePath", "CufileWork", "close_driver", "prove_by_cufile"]
+
+_BLOCK_BYTES = 4096
+# How much moves between two looks at whether it was cancelled.
+_STEP_BYTES = 64 * MIB
+
+
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    address: int
+    length_bytes: int
+    closed: bool = False
+
+    @staticmethod
+    def current() -> contextlib.AbstractContextManager[None]:
+        """Nothing: who moves it has made its context current."""
+        return contextlib.nullcontext()
+
+
+class _Library:
+    """The open driver of this process, and the thread of its transfers."""
+
+    def __init__(self) -> None:
+        self.tree = HostTree()
+        self.driver = cufile.Driver()
+        try:
+            self.driver.statistics.start()
+        except ApiError:
+            # cuFile before 1.15: the counters of nvidia-fs may still show it.
+            self.uncounted = True
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="gdrkit-cufile")
+
+    uncounted = False
+
+    def close(self) -> None:
+        self.thread.shutdown()
+        self.driver.close()
+
+
+_opened: list[_Library] = []
+_lock = threading.Lock()
+
+
+def prove_by_cufile(fd: int, device_index: int) -> Verdict:
+    """Whether cuFile moves the bytes of this file directly, found out by reading its first block.
+
+    Parameters
+    ----------
+    fd : int
+        The open file; its flags stay what they are.
+    device_index : int
+        Of the device.
+    """
+    try:
+        own = os.open(f"/proc/self/fd/{fd}", _mode_of(fd) | os.O_DIRECT | os.O_CLOEXEC)
+    except OSError as error:
+        return Verdict(None, f"the file system has no O_DIRECT ({error.strerror})")
+    with contextlib.ExitStack() as stack:
+        stack.callback(os.close, own)
+        refusing = [each.text for each in cufile.obstacles(HostTree(), own) if each.refuses]
+        if refusing:
+            return Verdict(None, f"cuFile: {'; '.join(refusing)}")
+        if os.fstat(own).st_size < _BLOCK_BYTES:
+            return Verdict(None, f"the file has no whole block of {_BLOCK_BYTES} bytes to prove a direct path by")
+        try:
+            found = CufilePath(_library(), own, device_index)
+        except GdrkitError as error:
+            return Verdict(None, f"cuFile: {error}")
+        stack.pop_all()
+    return _judged(found)
+
+
+def _judged(found: CufilePath) -> Verdict:
+    """Its verdict by the first block; what is not proven is closed."""
+    try:
+        work = found.try_first_block()
+    except GdrkitError as error:
+        # The device has no memory for it, say: the engine may have its own way.
+        found.close()
+        return Verdict(None, f"cuFile: {error}")
+    if work.proof.state is cufile.RouteState.PROVEN:
+        return Verdict(found)
+    found.close()
+    return Verdict(None, work.why_not_direct)
+
+
+class CufilePath:
+    """A file that cuFile knows, for one device.
+
+    Parameters
+    ----------
+    library : object
+        The open driver.
+    fd : int
+        A descriptor with O_DIRECT, which this owns from now on.
+    device_index : int
+        Of the device.
+    """
+
+    def __init__(self, library: _Library, fd: int, device_index: int) -> None:
+        self._library = library
+        self._device_index = device_index
+        self._file = cufile.FileHandle(library.driver, fd)
+        self._fd = fd
+        self._why_lost = ""
+
+    def try_first_block(self) -> CufileWork:
+        """Read it into the device, to see which way it comes."""
+        with cuda.Device(self._device_index) as device, device.allocate(_BLOCK_BYTES) as memory:
+            extents = [0, 0, memory.address, _BLOCK_BYTES]
+            work = self.submit(write=False, extents=extents)
+            work.wait(-1)
+            return work
+
+    def why_not(self, extents: Sequence[int]) -> str:
+        """Why such ranges will not go directly; empty where they may."""
+        if self._why_lost:
+            return self._why_lost
+        odd = 0
+        for offset, address, length in zip(extents[1::4], extents[2::4], extents[3::4], strict=True):
+            odd |= offset | address | length
+        return "; ".join(each.text for each in of_request(aligned_to=odd))
+
+    def submit(self, *, write: bool, extents: Sequence[int], durable: bool = False) -> CufileWork:
+        """Begin a transfer; see :class:`gdrkit.gds.DirectPath`."""
+        return CufileWork(self, write=write, extents=extents, durable=durable)
+
+    def run(self, work: CufileWork) -> None:
+        """Move its ranges, on the thread of the library, and keep what was counted meanwhile."""
+        witness = cufile.Witness(self._library.driver, self._library.tree)
+        try:
+            with cuda.Device(self._device_index) as device, device.current(), witness.watch(self._fd):
+                work.move(self._file)
+                if work.durable:
+                    work.sync(self._fd)
+        except ApiError as error:
+            work.fail(error)
+        work.proof = witness.proof
+        if witness.proof.state is not cufile.RouteState.PROVEN and work.moved_bytes:
+            self._why_lost = f"cuFile: {witness.proof.why}"
+
+    def start(self, work: CufileWork) -> Any:  # noqa: ANN401 - a future of the standard library.
+        """Queue it."""
+        return self._library.thread.submit(self.run, work)
+
+    def close(self) -> None:
+        """Deregister the file, and close its descriptor."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(os.close, self._fd)
+            self._file.close()
+
+
+class CufileWork:
+    """A transfer by cuFile; see :class:`gdrkit.gds.transfer.Work`."""
+
+    def __init__(self, path: CufilePath, *, write: bool, extents: Sequence[int], durable: bool) -> None:
+        self.durable = durable
+        self.proof = cufile.Proof(cufile.Route.UNKNOWN, cufile.RouteState.UNPROVEN)
+        self.moved_bytes = 0
+        self._write = write
+        self._extents = extents
+        self._arrived = [0] * (len(extents) // 4)
+        self._failure: Failure | None = None
+        self._why_failed = ""
+        self._stopped = threading.Event()
+        self._cancelled = False
+        self._future = path.start(self)
+
+    @property
+    def route(self) -> cufile.Route:
+        """What was counted; ``UNKNOWN`` where nothing was."""
+        return self.proof.route
+
+    @property
+    def why_not_direct(self) -> str:
+        """Why it is not known to have gone directly."""
+        proven = self.proof.state is cufile.RouteState.PROVEN
+        return "" if proven else f"cuFile: {self.proof.why or self._why_failed or self.proof.state.value}"
+
+    def wait(self, timeout_us: int) -> bool:
+        """Whether it was over within the time."""
+        wait([self._future], None if timeout_us < 0 else timeout_us / 1e6)
+        return bool(self._future.done())
+
+    def cancel(self) -> None:
+        """Begin nothing new."""
+        if not self._future.done():
+            self._stopped.set()
+
+    def progress(self) -> dict[str, Any]:
+        """How far it is; raises what ended it where that was no answer of an API."""
+        if self._future.done():
+            self._future.result()
+        return {
+            "bytes": self.moved_bytes,
+            "direct_bytes": self.moved_bytes,
+            "cancelled": self._cancelled,
+            "failure": self._failure,
+        }
+
+    def arrived(self) -> Sequence[int]:
+        """How many bytes of each range arrived."""
+        return self._arrived
+
+    def move(self, file: cufile.FileHandle) -> None:
+        """Move everything, range by range; a failure is kept and ends it."""
+        rows = zip(self._extents[1::4], self._extents[2::4], self._extents[3::4], strict=True)
+        for index, (offset, address, length) in enumerate(rows):
+            try:
+                if not self._move_range(file, index, (offset, address, length)):
+                    return
+            except ApiError as error:
+                self.fail(error)
+                return
+
+    def fail(self, error: ApiError) -> None:
+        """Keep what went wrong; the first counts."""
+        self._failure = self._failure or _failure_of(error)
+        self._why_failed = self._why_failed or str(error)
+
+    def _move_range(self, file: cufile.FileHandle, index: int, where: tuple[int, int, int]) -> bool:
+        offset, address, length = where
+        call = file.write if self._write else file.read
+        while self._arrived[index] < length:
+            if self._stopped.is_set():
+                self._cancelled = True
+                return False
+            at = self._arrived[index]
+            step = min(_STEP_BYTES, length - at)
+            moved = call(_Memory(address + at, step), file_offset_bytes=offset + at)
+            self._arrived[index] += moved
+            self.moved_bytes += moved
+            if moved == 0:
+                break
+        return True
+
+    def sync(self, fd: int) -> None:
+        """Have the disk keep what was written."""
+        try:
+            os.fdatasync(fd)
+        except OSError as error:
+            self._failure = self._failure or ("kernel", "fdatasync", error.errno or 0, "")
+
+
+def _failure_of(error: ApiError) -> Failure:
+    if error.errno is not None:
+        return "kernel", error.operation, error.errno, error.status_name
+    return error.api.value, error.operation, error.status or 0, error.status_name
+
+
+def _mode_of(fd: int) -> int:
+    return fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE
+
+
+def _library() -> _Library:
+    with _lock:
+        if not _opened:
+            _opened.append(_Library())
+        return _opened[0]
+
+
+def close_driver() -> None:
+    """Close the driver of cuFile, if a file has opened it; files that use it must be closed before."""
+    with _lock:
+        while _opened:
+            _opened.pop().close()
+
+
+atexit.register(close_driver)
+# The driver and its thread belong to the parent.
+os.register_at_fork(after_in_child=_opened.clear)

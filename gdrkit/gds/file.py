@@ -1,0 +1,382 @@
+"""Files whose bytes go to and from memory of devices or of the host.
+
+Level 4. Each call says which route its bytes really took. Where a direct path is proven for a file it is taken; else
+the copy engine moves the bytes, and one warning names the cause.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from gdrkit.errors import ApiError, ClosedResource, UsageError
+from gdrkit.gds import direct as direct_paths
+from gdrkit.gds._native import api_error, call, native
+from gdrkit.gds.engine import engine_for
+from gdrkit.gds.opening import open_regular, os_error
+from gdrkit.gds.ranges import check_range, extents_of, length_in, let_go_unless_begun
+from gdrkit.gds.target import HOST, Target, target_of
+from gdrkit.gds.transfer import Route, Transfer, TransferFailed, Transferred, Work, ended
+from gdrkit.handles import Handle
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+    from types import TracebackType
+
+    from gdrkit.gds.ranges import Range
+
+__all__ = ["Access", "Direct", "File"]
+
+Access = Literal["automatic", "buffered", "direct"]
+Direct = Literal["preferred", "required", "never"]
+
+_MODES = {
+    "r": os.O_RDONLY,
+    "r+": os.O_RDWR,
+    "w": os.O_RDWR | os.O_CREAT | os.O_TRUNC,
+    "x": os.O_RDWR | os.O_CREAT | os.O_EXCL,
+}
+
+
+class File:
+    """An open file.
+
+    Parameters
+    ----------
+    path : str or path-like
+        Of a regular file.
+    mode : str
+        ``r`` to read, ``r+`` to read and write, ``w`` to write a new one or over an old one, ``x`` to write a new one.
+    access : str
+        How the engine reaches the disk: ``automatic`` reads cached ranges from the page cache and others by O_DIRECT,
+        ``buffered`` always goes through the page cache, ``direct`` never does.
+    direct : str
+        Whether a path between disk and device without host memory is ``preferred``, ``required`` (calls fail where
+        none is proven), or ``never`` taken.
+
+    Raises
+    ------
+    ApiError
+        The kernel does not open it: ENOENT, EACCES, EISDIR ... .
+    UsageError
+        It is no regular file, or an argument is none of these.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        mode: str = "r",
+        *,
+        access: Access = "automatic",
+        direct: Direct = "preferred",
+    ) -> None:
+        if mode not in _MODES or access not in {"automatic", "buffered", "direct"}:
+            message = f"mode {mode!r} or access {access!r} is none that there is"
+            raise UsageError(message)
+        if direct not in {"preferred", "required", "never"}:
+            message = f"direct {direct!r} is none of preferred, required, never"
+            raise UsageError(message)
+        self.path = os.fspath(path)
+        self.access: Access = access
+        self.direct: Direct = direct
+        self.writable = mode != "r"
+        self._fd = open_regular(self.path, _MODES[mode])
+        self._native: Any = native().OpenFile(self._fd)
+        self._paths: dict[int, direct_paths.Verdict] = {}
+        self._proving = threading.Lock()
+        self._transfers: list[Transfer] = []
+        self._handle = Handle("gds.file")
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed."""
+        return self._fd < 0
+
+    @property
+    def size_bytes(self) -> int:
+        """Its size now."""
+        return os.fstat(self.fileno()).st_size
+
+    def fileno(self) -> int:
+        """Its descriptor, owned by this object."""
+        if self._fd < 0:
+            raise ClosedResource(self.path)
+        return self._fd
+
+    def cached_share(self, *, offset_bytes: int = 0, length_bytes: int | None = None) -> float:
+        """Which share of a range the kernel has in its page cache, 0 to 1."""
+        self.fileno()
+        length_bytes = max(self.size_bytes - offset_bytes, 0) if length_bytes is None else length_bytes
+        check_range("range", offset_bytes, length_bytes)
+        if length_bytes == 0:
+            return 0.0
+        cached, pages = call(self._native.residency, offset_bytes, length_bytes)
+        return cached / pages if pages else 0.0
+
+    def read_into(
+        self,
+        buffer: object,
+        *,
+        file_offset_bytes: int = 0,
+        length_bytes: int | None = None,
+        buffer_offset_bytes: int = 0,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> Transferred:
+        """Read a range into memory, and wait for it.
+
+        Parameters
+        ----------
+        buffer : object
+            See :func:`gdrkit.gds.target_of`.
+        file_offset_bytes : int
+            Where the range begins.
+        length_bytes : int or None
+            Its size; None: to the end of the memory or of the file, whichever comes first.
+        buffer_offset_bytes : int
+            Where in the memory its first byte goes.
+        on_progress : callable or None
+            See :meth:`Transfer.result`.
+
+        Raises
+        ------
+        TransferFailed
+            See :meth:`Transfer.result`. END_OF_FILE: the file has fewer bytes than were asked for.
+        UsageError
+            A size or an offset that cannot be; memory that cannot be used.
+        ClosedResource
+            The file, or the memory.
+        """
+        if on_progress is None:
+            target = target_of(buffer, writable=True)
+            try:
+                length = length_in(target, buffer_offset_bytes, length_bytes)
+                if length <= native().SMALL_BYTES_MAX and self._takes_engine(target):
+                    exact = length_bytes is not None
+                    return self._small(target, file_offset_bytes, length, buffer_offset_bytes, write=False, exact=exact)
+            finally:
+                target.release()
+        return self.start_read_into(
+            buffer,
+            file_offset_bytes=file_offset_bytes,
+            length_bytes=length_bytes,
+            buffer_offset_bytes=buffer_offset_bytes,
+        ).result(on_progress=on_progress)
+
+    def write_from(
+        self,
+        buffer: object,
+        *,
+        file_offset_bytes: int = 0,
+        length_bytes: int | None = None,
+        buffer_offset_bytes: int = 0,
+        durable: bool = False,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> Transferred:
+        """Write memory into a range of the file, and wait until the kernel has it.
+
+        Parameters and errors are those of :meth:`read_into`; `length_bytes` None: to the end of the memory.
+
+        Parameters
+        ----------
+        durable : bool
+            Wait until the disk has it. The bytes then pass the page cache by, unless the file's `access` says
+            otherwise: a copy in the cache would have to be written after all.
+        """
+        return self.start_write_from(
+            buffer,
+            file_offset_bytes=file_offset_bytes,
+            length_bytes=length_bytes,
+            buffer_offset_bytes=buffer_offset_bytes,
+            durable=durable,
+        ).result(on_progress=on_progress)
+
+    def readv(self, buffer: object, ranges: Iterable[Range]) -> Transferred:
+        """Read many ranges into one memory, as one transfer; thousands of small ones cost one copy to the device.
+
+        Parameters
+        ----------
+        buffer : object
+            See :func:`gdrkit.gds.target_of`.
+        ranges : iterable
+            (file offset, length), which go into the memory one behind the other, or (file offset, length, buffer
+            offset).
+        """
+        return self.start_readv(buffer, ranges).result()
+
+    def writev(self, buffer: object, ranges: Iterable[Range]) -> Transferred:
+        """Write parts of one memory into many ranges, as one transfer; see :meth:`readv`."""
+        return self.start_writev(buffer, ranges).result()
+
+    def start_read_into(
+        self,
+        buffer: object,
+        *,
+        file_offset_bytes: int = 0,
+        length_bytes: int | None = None,
+        buffer_offset_bytes: int = 0,
+    ) -> Transfer:
+        """:meth:`read_into` as a future."""
+        target = target_of(buffer, writable=True)
+        with let_go_unless_begun(target):
+            length = length_in(target, buffer_offset_bytes, length_bytes)
+            check_range("file range", file_offset_bytes, length)
+            if length_bytes is None:
+                length = min(length, max(self.size_bytes - file_offset_bytes, 0))
+            return self._start(
+                target, [0, file_offset_bytes, target.address + buffer_offset_bytes, length], write=False
+            )
+
+    def start_write_from(
+        self,
+        buffer: object,
+        *,
+        file_offset_bytes: int = 0,
+        length_bytes: int | None = None,
+        buffer_offset_bytes: int = 0,
+        durable: bool = False,
+    ) -> Transfer:
+        """:meth:`write_from` as a future."""
+        target = target_of(buffer, writable=False)
+        with let_go_unless_begun(target):
+            length = length_in(target, buffer_offset_bytes, length_bytes)
+            check_range("file range", file_offset_bytes, length)
+            extents = [0, file_offset_bytes, target.address + buffer_offset_bytes, length]
+            return self._start(target, extents, write=True, durable=durable)
+
+    def start_readv(self, buffer: object, ranges: Iterable[Range]) -> Transfer:
+        """:meth:`readv` as a future."""
+        target = target_of(buffer, writable=True)
+        with let_go_unless_begun(target):
+            return self._start(target, extents_of(target, ranges), write=False)
+
+    def start_writev(self, buffer: object, ranges: Iterable[Range]) -> Transfer:
+        """:meth:`writev` as a future."""
+        target = target_of(buffer, writable=False)
+        with let_go_unless_begun(target):
+            return self._start(target, extents_of(target, ranges), write=True)
+
+    def sync(self) -> None:
+        """Wait until what was written is on the disk (fdatasync)."""
+        fd = self.fileno()
+        try:
+            os.fdatasync(fd)
+        except OSError as error:
+            raise os_error("fdatasync", self.path, error) from error
+
+    def close(self) -> None:
+        """Wait for its transfers, then close it; a second close does nothing."""
+        if self._fd < 0:
+            return
+        for each in self._transfers:
+            each.exception()
+        self._transfers.clear()
+        for verdict in self._paths.values():
+            verdict.close()
+        self._paths.clear()
+        self._native = None
+        os.close(self._fd)
+        self._fd = -1
+        self._handle.release()
+
+    def _start(self, target: Target, extents: Sequence[int], *, write: bool, durable: bool = False) -> Transfer:
+        self.fileno()
+        if write and not self.writable:
+            message = f"{self.path} was opened to read only"
+            raise UsageError(message, what_to_do="open it with mode 'r+' or 'w'")
+        work, why = self._work(target, extents, write=write, durable=durable)
+        lengths = extents[3::4]
+        arguments = {"path": self.path, "device_index": target.device_index, "length_bytes": sum(lengths)}
+        if len(lengths) == 1:
+            arguments["file_offset_bytes"] = extents[1]
+        transfer = Transfer(
+            work,
+            lengths,
+            (target,),
+            arguments,
+            must_fill=True,
+            why_not_direct=why,
+            direct_required=self.direct == "required",
+            keep=(self._native, self),
+        )
+        self._transfers = [each for each in self._transfers if not each.done()]
+        self._transfers.append(transfer)
+        return transfer
+
+    def _work(self, target: Target, extents: Sequence[int], *, write: bool, durable: bool) -> tuple[Work, str]:
+        known = self._paths.get(target.device_index)
+        why = "" if known is None else known.why
+        if not self._takes_engine(target):
+            verdict = self._offered(target.device_index, extents)
+            if verdict.path is not None:
+                return verdict.path.submit(write=write, extents=extents, durable=durable), ""
+            why = direct_paths.fell_back(verdict, self.path, required=self.direct == "required")
+        work = engine_for(target.device_index).submit(
+            write=write,
+            device_index=target.device_index,
+            files=[self._native],
+            extents=extents,
+            access="direct" if durable and self.access == "automatic" else self.access,
+            durable=durable,
+        )
+        return work, why
+
+    def _takes_engine(self, target: Target) -> bool:
+        """Whether the engine it is, without a question or a word."""
+        if self.direct == "never" or (target.device_index == HOST and self.direct == "preferred"):
+            return True
+        verdict = self._paths.get(target.device_index)
+        return verdict is not None and verdict.path is None and self.direct == "preferred"
+
+    def _offered(self, device_index: int, extents: Sequence[int]) -> direct_paths.Verdict:
+        """What is known for one transfer: a path may be proven and not be for its ranges."""
+        verdict = self._verdict(device_index)
+        why = "" if verdict.path is None else verdict.path.why_not(extents)
+        return direct_paths.Verdict(None, why) if why else verdict
+
+    def _verdict(self, device_index: int) -> direct_paths.Verdict:
+        if device_index == HOST:
+            return direct_paths.Verdict(None, "the memory is the host's")
+        with self._proving:
+            if device_index not in self._paths:
+                self._paths[device_index] = direct_paths.prove(self.fileno(), device_index)
+            return self._paths[device_index]
+
+    def _small(self, target: Target, offset: int, length: int, at: int, *, write: bool, exact: bool) -> Transferred:
+        """A short range on this thread; the shortest way."""
+        began = time.monotonic()
+        self.fileno()
+        check_range("file range", offset, length)
+        moved, failure = engine_for(target.device_index).transfer_small(
+            write, self._native, offset, target.address + at, length, target.device_index
+        )
+        verdict = self._paths.get(target.device_index)
+        why = "" if verdict is None else verdict.why
+        result = Transferred(moved, Route.ENGINE, 0, (moved,), time.monotonic() - began, why)
+        if failure is None and (moved == length or not exact):
+            return result
+        arguments = {"path": self.path, "file_offset_bytes": offset, "length_bytes": length}
+        raise _failed(failure, arguments, result)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"File({self.path!r}{', closed' if self.closed else ''})"
+
+
+def _failed(failure: Any, arguments: dict[str, object], result: Transferred) -> ApiError:  # noqa: ANN401 - native.
+    arguments = {**arguments, "transferred_bytes": result.bytes}
+    if failure is None:
+        error: ApiError = ended(arguments, "the file ended")
+    else:
+        error = api_error(failure, arguments=arguments, kind=TransferFailed)
+    if isinstance(error, TransferFailed):
+        error.transferred = result
+    return error

@@ -1,0 +1,54 @@
+"""Regular files, opened, and what the kernel says when it does not.
+
+Level 4.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+
+from gdrkit.errors import Api, ApiError, UsageError, errno_name
+from gdrkit.gds._native import reason_of
+
+__all__ = ["open_regular", "os_error"]
+
+
+def open_regular(path: str, flags: int) -> int:
+    """Open a regular file; its descriptor.
+
+    Raises
+    ------
+    ApiError
+        The kernel does not open it, or it is a folder (EISDIR).
+    UsageError
+        It is a pipe, a device, a socket.
+    """
+    try:
+        # A pipe would keep the caller until somebody opened its other end; a regular file knows no waiting.
+        fd = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
+    except OSError as error:
+        raise os_error("open", path, error) from error
+    kind = os.fstat(fd).st_mode
+    if stat.S_ISREG(kind):
+        return fd
+    os.close(fd)
+    if stat.S_ISDIR(kind):
+        raise os_error("open", path, OSError(errno.EISDIR, os.strerror(errno.EISDIR)))
+    message = f"{path} is no regular file"
+    raise UsageError(message)
+
+
+def os_error(operation: str, path: str, error: OSError) -> ApiError:
+    """The error for what the kernel refused."""
+    number = error.errno or errno.EIO
+    return ApiError(
+        api=Api.KERNEL,
+        operation=operation,
+        status=number,
+        status_name=errno_name(number),
+        errno=number,
+        arguments={"path": path},
+        reason=reason_of(number),
+    )

@@ -1,0 +1,117 @@
+"""SQLite, as the catalogue uses it.
+
+Level 4. The only file that names sqlite3. Its errors become :class:`ApiError` with SQLite's own number.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from contextlib import contextmanager
+from sqlite3 import Connection
+from typing import TYPE_CHECKING
+
+from gdrkit.errors import Api, ApiError, Reason
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+__all__ = ["Connection", "connect", "is_damaged", "transaction", "translated"]
+
+# The low byte of a code is its kind (sqlite3.h).
+_KIND = 0xFF
+_BUSY, _LOCKED, _READ_ONLY, _IO, _CORRUPT, _FULL, _CANNOT_OPEN, _NO_DATABASE = 5, 6, 8, 10, 11, 13, 14, 26
+_REASONS = {
+    _BUSY: Reason.BUSY,
+    _LOCKED: Reason.BUSY,
+    _READ_ONLY: Reason.NO_PERMISSION,
+    _IO: Reason.IO_ERROR,
+    _CORRUPT: Reason.MALFORMED,
+    _FULL: Reason.NO_SPACE,
+    _CANNOT_OPEN: Reason.NO_PERMISSION,
+    _NO_DATABASE: Reason.MALFORMED,
+}
+_TO_DO = {
+    Reason.BUSY: "another process keeps the catalogue locked: end it, or try again",
+    Reason.NO_PERMISSION: "let this user write the folder of the catalogue",
+    Reason.IO_ERROR: "look at the device of the catalogue; gdrkit tiers check --repair rebuilds it from the tiers",
+    Reason.MALFORMED: "gdrkit tiers check --repair rebuilds it from the tiers",
+    Reason.NO_SPACE: "make room where the catalogue lies, or name another folder for it",
+}
+_CACHE_KIB = 4096
+
+
+def connect(path: Path, *, timeout_ms: int, sorts_on_disk: bool = False) -> Connection:
+    """Open a catalogue in WAL mode, with every commit on the device before it returns.
+
+    Parameters
+    ----------
+    path : Path
+        Of the database; made if it is not there.
+    timeout_ms : int
+        How long to wait for others.
+    sorts_on_disk : bool
+        Keep what sorting and temporary tables need in files, not in memory.
+
+    Raises
+    ------
+    ApiError
+        As SQLite says; ``MALFORMED``: it is no database, or a damaged one.
+    """
+    with translated("sqlite3_open", path=str(path)):
+        connection = sqlite3.connect(
+            path, timeout=timeout_ms / 1000, isolation_level=None, check_same_thread=False, cached_statements=64
+        )
+        try:
+            connection.execute("PRAGMA journal_mode=WAL").fetchone()
+            connection.execute("PRAGMA synchronous=FULL")
+            connection.execute(f"PRAGMA cache_size=-{_CACHE_KIB}")
+            connection.execute("PRAGMA mmap_size=0")
+            if sorts_on_disk:
+                connection.execute("PRAGMA temp_store=FILE")
+        except BaseException:
+            connection.close()
+            raise
+    return connection
+
+
+@contextmanager
+def transaction(connection: Connection) -> Iterator[Connection]:
+    """Write, or change nothing at all."""
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        yield connection
+        connection.execute("COMMIT")
+    except BaseException:
+        # Some errors have ended the transaction already.
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+        raise
+
+
+@contextmanager
+def translated(operation: str, **arguments: object) -> Iterator[None]:
+    """Have an error of SQLite in this block come out as an :class:`ApiError`."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        code = getattr(error, "sqlite_errorcode", None)
+        reason = _REASONS.get((code or 0) & _KIND, Reason.OTHER)
+        raise ApiError(
+            api=Api.SQLITE,
+            operation=operation,
+            status=code,
+            status_name=getattr(error, "sqlite_errorname", None) or type(error).__name__,
+            arguments=arguments,
+            reason=reason,
+            what_to_do=_TO_DO.get(reason, ""),
+            detail=str(error),
+        ) from error
+
+
+def is_damaged(connection: Connection) -> bool:
+    """Whether SQLite finds something wrong with the whole database."""
+    try:
+        return [row[0] for row in connection.execute("PRAGMA quick_check(1)")] != ["ok"]
+    except sqlite3.DatabaseError:
+        return True

@@ -1,0 +1,325 @@
+"""One tier on disk: a folder, its files by name, and what gdrkit keeps beside them.
+
+Level 4. Names are walked part by part from a descriptor of the folder, and no part may be a symbolic link, so that no
+name leads out of it, whatever somebody changes meanwhile.
+
+In ``.gdrkit-tiers`` lie ``tier.json`` (which tier this is, so that an empty mount point is not taken for it),
+``incoming`` (copies that are not complete), ``moves`` (a record for each migration into this tier), ``retired`` (files
+whose copy in another tier is complete) and ``kept`` (what a recovery did not want to choose between).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import stat
+import uuid
+from typing import TYPE_CHECKING, Self
+
+from gdrkit.errors import Reason, UsageError
+from gdrkit.gds.tiers.names import LOST_AND_FOUND, OWN_FOLDER
+from gdrkit.gds.tiers.refusal import told
+from gdrkit.handles import Handle, ReleaseStack
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+    from types import TracebackType
+
+__all__ = ["FOLDERS", "TierFolder"]
+
+FOLDERS = ("incoming", "moves", "retired", "kept")
+_OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_IDENTITY_BYTES_MAX = 4096
+_PRIVATE = 0o700
+
+
+class TierFolder:
+    """The folder of a tier; use it as a context manager.
+
+    Parameters
+    ----------
+    name : str
+        Of the tier.
+    directory : Path
+        Where it is.
+
+    Raises
+    ------
+    ApiError
+        The kernel does not let us in.
+    UsageError
+        It is the folder of another tier.
+    """
+
+    def __init__(self, name: str, directory: Path) -> None:
+        self.name = name
+        self.directory = directory
+        self._parts = ReleaseStack()
+        self._own: dict[str, int] = {}
+        self._closed = False
+        with told("open tier", tier=name, directory=str(directory)):
+            self.root = self._keep(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+        try:
+            self.identity = self._identify()
+        except BaseException as error:
+            self._parts.run_after(error)
+            raise
+        self._handle = Handle("tiers.folder")
+
+    def own(self, folder: str = "") -> int:
+        """A descriptor of our own folder, or of one in it; it stays ours.
+
+        Raises
+        ------
+        OSError
+            It cannot be made: EROFS, ENOSPC ...
+        """
+        if folder not in self._own:
+            above = self.own() if folder else self.root
+            name = folder or OWN_FOLDER
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(name, _PRIVATE, dir_fd=above)
+            self._own[folder] = self._keep(os.open(name, _OPEN_FOLDER, dir_fd=above))
+        return self._own[folder]
+
+    def names_of(self, folder: str) -> list[str]:
+        """What lies in one of our own folders; nothing when there is none."""
+        try:
+            return sorted(os.listdir(self.own(folder)))  # noqa: PTH208 - by its descriptor.
+        except OSError as error:
+            # A tier that was always read-only has none.
+            if error.errno in {errno.EROFS, errno.EACCES, errno.ENOENT}:
+                return []
+            raise
+
+    @contextlib.contextmanager
+    def parent(self, name: str, *, like: TierFolder | None = None) -> Iterator[tuple[int, str]]:
+        """The folder of a file, open, and the last part of its name.
+
+        Parameters
+        ----------
+        name : str
+            Of a file.
+        like : TierFolder or None
+            Make folders that are missing, with modes and owners as they have in this tier.
+
+        Raises
+        ------
+        OSError
+            ENOENT: there is no such folder; ELOOP or ENOTDIR: a part is a symbolic link.
+        """
+        *folders, last = name.split("/")
+        with contextlib.ExitStack() as stack:
+            here, there = self.root, like.root if like else None
+            for part in folders:
+                if like is not None:
+                    there = None if there is None else _folder_at(there, part)
+                    if there is not None:
+                        stack.callback(os.close, there)
+                    _make_like(here, part, there)
+                here = os.open(part, _OPEN_FOLDER, dir_fd=here)
+                stack.callback(os.close, here)
+            yield here, last
+
+    def open(self, name: str, flags: int, mode: int = 0o666) -> int:
+        """open(2) of a regular file, whose last part is no symbolic link either.
+
+        Raises
+        ------
+        OSError
+            As of open(2); EINVAL for what is no regular file.
+        """
+        flags |= os.O_NOFOLLOW | os.O_CLOEXEC
+        with self.parent(name) as (folder, last):
+            if flags & os.O_EXCL:
+                return os.open(last, flags, mode, dir_fd=folder)
+            # Looked at before it is opened: a FIFO would be waited for.
+            found = os.open(last, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+        try:
+            kind = os.fstat(found).st_mode
+            if not stat.S_ISREG(kind):
+                raise OSError(errno.ELOOP if stat.S_ISLNK(kind) else errno.EISDIR, "no regular file")
+            # Who writes waits here until a migration has seen him and ended.
+            return os.open(f"/proc/self/fd/{found}", flags & ~os.O_NOFOLLOW)
+        finally:
+            os.close(found)
+
+    def stat(self, name: str) -> os.stat_result | None:
+        """What lies there under this name, a symbolic link itself; None when nothing does."""
+        try:
+            with self.parent(name) as (folder, last):
+                return os.stat(last, dir_fd=folder, follow_symlinks=False)
+        except OSError as error:
+            if error.errno in {errno.ENOENT, errno.ENOTDIR, errno.ELOOP}:
+                return None
+            raise
+
+    def free_bytes(self) -> int:
+        """What a user may still write."""
+        found = os.fstatvfs(self.root)
+        return found.f_bavail * found.f_frsize
+
+    @contextlib.contextmanager
+    def locked(self, *, alone: bool) -> Iterator[bool]:
+        """Be one of those who begin a migration into this tier, or the only one who clears up; False: somebody is here.
+
+        Held for the few calls between the making of a file and its own lock.
+        """
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        lock = os.open("lock", flags, 0o600, dir_fd=self.own())
+        try:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB if alone else fcntl.LOCK_SH)
+            except BlockingIOError:
+                yield False
+            else:
+                yield True
+        finally:
+            os.close(lock)
+
+    def walk(self) -> Iterator[tuple[str, os.stat_result]]:
+        """Every file of the user, regular or not, without following symbolic links; folders are walked, not given.
+
+        Yields
+        ------
+        tuple
+            Its name, and what lstat(2) says.
+        """
+        hidden = {OWN_FOLDER, LOST_AND_FOUND}
+        pending = [""]
+        while pending:
+            prefix = pending.pop()
+            try:
+                folder = self._folder(prefix)
+            except (FileNotFoundError, NotADirectoryError):
+                continue  # Gone meanwhile.
+            try:
+                with os.scandir(folder) as entries:
+                    found = sorted((each.name, each.stat(follow_symlinks=False)) for each in _stating(entries))
+            finally:
+                os.close(folder)
+            for last, info in found:
+                name = f"{prefix}/{last}" if prefix else last
+                if stat.S_ISDIR(info.st_mode):
+                    if prefix or last not in hidden:
+                        pending.append(name)
+                else:
+                    yield name, info
+
+    def close(self) -> None:
+        """Close all descriptors."""
+        if not self._closed:
+            self._closed = True
+            self._parts.run()
+            self._handle.release()
+
+    def _folder(self, name: str) -> int:
+        if not name:
+            return os.open(".", _OPEN_FOLDER, dir_fd=self.root)
+        with self.parent(name) as (above, last):
+            return os.open(last, _OPEN_FOLDER, dir_fd=above)
+
+    def _identify(self) -> str | None:
+        """Which tier this is; a folder that was none becomes this one. None: it cannot be written."""
+        with told("open tier", tier=self.name, directory=str(self.directory)):
+            try:
+                own = self.own()
+                # All of them now: a full file system still has room in folders that are there.
+                for each in FOLDERS:
+                    self.own(each)
+                found = _read_identity(own)
+                if found is None:
+                    found = {"tier": self.name, "identity": uuid.uuid4().hex}
+                    _write_once(own, "tier.json", json.dumps(found) + "\n")
+                    found = _read_identity(own) or found
+                    os.fsync(self.root)
+            except OSError as error:
+                if error.errno not in {errno.EROFS, errno.EACCES}:
+                    raise
+                return None
+        if found.get("tier") != self.name:
+            message = f"{self.directory} is the tier {found.get('tier')!r}, not {self.name!r}"
+            raise UsageError(message, reason=Reason.CONFLICT, what_to_do="correct the directory in the configuration")
+        return str(found.get("identity"))
+
+    def _keep(self, descriptor: int) -> int:
+        self._parts.push(lambda: os.close(descriptor))
+        return descriptor
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _stating(entries: Iterator[os.DirEntry[str]]) -> Iterator[os.DirEntry[str]]:
+    for each in entries:
+        with contextlib.suppress(FileNotFoundError):  # Removed meanwhile.
+            each.stat(follow_symlinks=False)
+            yield each
+
+
+def _folder_at(above: int, name: str) -> int | None:
+    try:
+        return os.open(name, _OPEN_FOLDER, dir_fd=above)
+    except OSError:
+        return None  # What it should be like is not there: a folder of our own making then.
+
+
+def _make_like(above: int, name: str, model: int | None) -> None:
+    """Make a folder, with the mode and the owner of another one, and keep it through a loss of power."""
+    info = os.fstat(model) if model is not None else None
+    try:
+        os.mkdir(name, 0o700 if info else 0o777, dir_fd=above)
+    except FileExistsError:
+        return
+    if info is not None:
+        made = os.open(name, _OPEN_FOLDER, dir_fd=above)
+        try:
+            if os.geteuid() == 0:
+                os.fchown(made, info.st_uid, info.st_gid)
+            os.fchmod(made, stat.S_IMODE(info.st_mode))
+        finally:
+            os.close(made)
+    os.fsync(above)
+
+
+def _read_identity(own: int) -> dict[str, object] | None:
+    try:
+        descriptor = os.open("tier.json", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=own)
+    except FileNotFoundError:
+        return None
+    with os.fdopen(descriptor, encoding="ascii") as file:
+        text = file.read(_IDENTITY_BYTES_MAX)
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        message = f"{OWN_FOLDER}/tier.json is no JSON"
+        raise UsageError(message, reason=Reason.MALFORMED, what_to_do="remove it; gdrkit writes it anew") from error
+    return found if isinstance(found, dict) else {}
+
+
+def _write_once(folder: int, name: str, text: str) -> None:
+    """Make a file with this content unless it is there: whole or not at all."""
+    draft = f"{name}.{uuid.uuid4().hex}"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    with os.fdopen(os.open(draft, flags, 0o600, dir_fd=folder), "w", encoding="ascii") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    try:
+        with contextlib.suppress(FileExistsError):
+            os.link(draft, name, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
+    except PermissionError:
+        # A file system without hard links: who comes last wins, and everybody reads that.
+        os.rename(draft, name, src_dir_fd=folder, dst_dir_fd=folder)
+    else:
+        os.unlink(draft, dir_fd=folder)
+    os.fsync(folder)

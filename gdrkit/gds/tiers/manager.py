@@ -1,0 +1,382 @@
+"""Named tiers of storage: files by logical names, each in the tier that its use asks for.
+
+Level 4. One manager for a set of tiers; several managers, in one process or in many, may use the same tiers and the
+same catalogue. What a process that died left behind is put in order when the next manager is made.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import time
+from typing import TYPE_CHECKING, Any, Self
+
+from gdrkit.errors import Api, ApiError, ClosedResource, DataMismatch, UsageError
+from gdrkit.gds.tiers.accesses import Accesses
+from gdrkit.gds.tiers.catalogue import Catalogue, Totals
+from gdrkit.gds.tiers.check import compare, fill, kept
+from gdrkit.gds.tiers.finding import Finding, Kind
+from gdrkit.gds.tiers.guard import lock_alone
+from gdrkit.gds.tiers.locate import open_reading, open_writing
+from gdrkit.gds.tiers.migration import migrate_file
+from gdrkit.gds.tiers.names import check_name, shown
+from gdrkit.gds.tiers.pins import read_pins, write_pins
+from gdrkit.gds.tiers.plan import Plan
+from gdrkit.gds.tiers.recovery import interrupted, recover
+from gdrkit.gds.tiers.refusal import busy, told
+from gdrkit.gds.tiers.results import Migrated, Refused, TierStatus
+from gdrkit.gds.tiers.routes import UNSEEN
+from gdrkit.gds.tiers.tier_set import TierSet
+from gdrkit.gds.tiers.tiered_file import TieredFile
+from gdrkit.handles import Handle, ReleaseStack
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
+
+    from gdrkit.gds.tiers.catalogue import Entry
+    from gdrkit.gds.tiers.configuration import Configuration
+    from gdrkit.gds.tiers.folder import TierFolder
+    from gdrkit.gds.tiers.migration import Observer, Phase
+    from gdrkit.gds.tiers.plan import PlannedMove
+    from gdrkit.gds.transfer import Transferred
+
+__all__ = ["TierManager"]
+
+# How often a file may move away under a migration before that gives up.
+_TRIES = 8
+_log = logging.getLogger(__name__)
+
+
+class TierManager:
+    """Files in tiers; use it as a context manager. Any thread may call it.
+
+    Parameters
+    ----------
+    configuration : Configuration
+        As of :func:`gdrkit.gds.tiers.configure`.
+    clock : callable
+        Seconds since 1970.
+
+    Attributes
+    ----------
+    found_at_start : tuple of Finding
+        What had to be put in order.
+
+    Raises
+    ------
+    ApiError
+        A tier or the catalogue cannot be opened.
+    SetupMissing
+        No tier is there.
+    """
+
+    def __init__(self, configuration: Configuration, *, clock: Callable[[], float] = time.time) -> None:
+        self.configuration = configuration
+        self._parts = ReleaseStack()
+        self._closed = False
+        self._tiers = TierSet(configuration)
+        self._parts.push(self._tiers.close)
+        try:
+            self.catalogue = Catalogue(
+                configuration.catalogue,
+                half_life_s=configuration.half_life_s,
+                timeout_ms=configuration.timeout_ms,
+                clock=clock,
+                fill=self._fill,
+            )
+            self._parts.push(self.catalogue.close)
+            self._tiers.leave_out_strangers(self.catalogue)
+            self.accesses = Accesses(self.catalogue)
+            self.found_at_start = tuple(self._recover())
+        except BaseException as error:
+            self._parts.run_after(error)
+            raise
+        self._handle = Handle("tiers.manager")
+
+    def open(self, name: str, mode: str = "r") -> TieredFile:
+        """Open a file by its name, in whichever tier it is; that counts as an access.
+
+        Parameters
+        ----------
+        name : str
+            Relative, without ``.`` and ``..``.
+        mode : str
+            ``r`` to read, ``r+`` to read and write what is there, ``a+`` to do so and to make it if it is not. While it
+            is open to write it is not migrated.
+
+        Raises
+        ------
+        UsageError
+            It is no name, or no mode.
+        ApiError
+            ENOENT and what else the kernel says.
+        """
+        self._check_open()
+        check_name(name)
+        if mode not in {"r", "r+", "a+"}:
+            message = f"{mode!r} is no mode"
+            raise UsageError(message, what_to_do="use r, r+ or a+")
+        with told("open", name=shown(name)):
+            if mode == "r":
+                tier, descriptor = open_reading(name, self._tiers.folders, self.catalogue)
+            else:
+                landing = self._tiers.landing(self.catalogue.totals()) if mode == "a+" else None
+                tier, descriptor = open_writing(name, self._tiers.folders, self.catalogue, landing=landing)
+        self.accesses.count(name)
+        return TieredFile(name, tier, descriptor, writes=mode != "r", catalogue=self.catalogue)
+
+    def read_into(self, name: str, buffer: object, **how: Any) -> Transferred:  # noqa: ANN401 - as TieredFile has it.
+        """Read a file into memory of a device or of the host, as :meth:`TieredFile.read_into`; an access."""
+        with self.open(name) as file:
+            return file.read_into(buffer, **how)
+
+    def write_from(self, name: str, buffer: object, **how: Any) -> Transferred:  # noqa: ANN401 - as TieredFile has it.
+        """Write memory into a file, which is made if no tier has it, as :meth:`TieredFile.write_from`; an access."""
+        with self.open(name, "a+") as file:
+            return file.write_from(buffer, **how)
+
+    def find(self, name: str) -> Entry:
+        """What is known of a file.
+
+        Raises
+        ------
+        ApiError
+            ENOENT: nothing.
+        """
+        self._check_open()
+        check_name(name)
+        self.accesses.tell()
+        entry = self.catalogue.find(name)
+        if entry is None:
+            # Put there past gdrkit, perhaps: opening it learns that.
+            with told("find", name=shown(name)):
+                _, descriptor = open_reading(name, self._tiers.folders, self.catalogue)
+            os.close(descriptor)
+            entry = self.catalogue.find(name)
+        if entry is None:
+            with told("find", name=shown(name)):
+                raise FileNotFoundError(errno.ENOENT, "no tier has it")
+        return entry
+
+    def remove(self, name: str) -> None:
+        """Remove a file.
+
+        Raises
+        ------
+        ApiError
+            ENOENT; ``BUSY``: it is migrated or written.
+        """
+        self._check_open()
+        check_name(name)
+        with told("remove", name=shown(name)):
+            tier, descriptor = open_reading(name, self._tiers.folders, self.catalogue)
+            try:
+                lock_alone(descriptor, name=name)
+                with tier.parent(name) as (folder, last):
+                    os.unlink(last, dir_fd=folder)
+                    os.fsync(folder)
+            finally:
+                os.close(descriptor)
+        self.catalogue.forget(name)
+
+    def move(self, name: str, tier: str, *, observe: Observer | None = None) -> int:
+        """Move one file to a tier, whatever the policy says; how many bytes it takes there, 0 when it was there.
+
+        Raises
+        ------
+        ApiError
+            It is where it was, for the reason that is said; see :func:`migrate_file`.
+        """
+        destination = self.folder(tier)
+        for _ in range(_TRIES):
+            entry = self.find(name)
+            if entry.tier == destination.name:
+                return 0
+            try:
+                return migrate_file(
+                    name,
+                    source=self._tiers.folder(entry.tier),
+                    destination=destination,
+                    catalogue=self.catalogue,
+                    limit_bytes=self._tiers.limit_bytes(destination.name, self.catalogue.totals()),
+                    observe=observe or _nobody,
+                )
+            except ApiError as error:
+                if (error.operation, error.errno) != ("open", errno.ENOENT):
+                    raise
+                # Another process has just moved it, or somebody did so past gdrkit.
+                self._look_again(name)
+        raise busy("migrate", "other processes move it all the time", name=shown(name))
+
+    def plan(self) -> Plan:
+        """What the policy would move now; close it."""
+        self._check_open()
+        self.accesses.tell()
+        places = self._tiers.places(self.catalogue.totals())
+        return Plan(self.catalogue, places, hysteresis=self.configuration.hysteresis)
+
+    def migrate(
+        self,
+        *,
+        begin: Callable[[int, int], None] | None = None,
+        observe: Observer | None = None,
+        moved: Callable[[PlannedMove, str], None] | None = None,
+    ) -> Migrated:
+        """Move what the policy wants elsewhere. A file that cannot be moved now stays, and the others go on.
+
+        Parameters
+        ----------
+        begin : callable or None
+            Told how many files and bytes that will be.
+        observe : callable or None
+            Told of each phase of each file.
+        moved : callable or None
+            Told of each file that was dealt with, and why it stays if it does.
+        """
+        refused: list[Refused] = []
+        count = size = 0
+        with self.plan() as plan:
+            if begin is not None:
+                begin(plan.count, plan.allocated_bytes)
+            for each in plan.moves():
+                why = ""
+                try:
+                    size += self.move(each.name, each.destination, observe=observe)
+                    count += 1
+                except (ApiError, DataMismatch) as error:
+                    # The catalogue is what all others need too.
+                    if isinstance(error, ApiError) and error.api is Api.SQLITE:
+                        raise
+                    why = str(error)
+                    refused.append(Refused(each.name, each.destination, error.reason, why))
+                if moved is not None:
+                    moved(each, why)
+            return Migrated(count, size, tuple(refused), plan.considered)
+
+    def pin(self, name: str, tier: str | None = None) -> str:
+        """Have a file stay in a tier, where it is when none is said; the next run of the policy takes it there.
+
+        Returns
+        -------
+        str
+            The tier.
+        """
+        where = self.configuration.tier(tier).name if tier is not None else self.find(name).tier
+        self._set_pin(name, where)
+        return where
+
+    def unpin(self, name: str) -> None:
+        """Let the policy have it again."""
+        self._set_pin(name, None)
+
+    def status(self) -> list[TierStatus]:
+        """The tiers now, fastest first."""
+        self._check_open()
+        self.accesses.tell()
+        totals, folders, routes = self.catalogue.totals(), self._tiers.folders, self.catalogue.routes()
+        return [
+            TierStatus(
+                name=tier.name,
+                directory=str(tier.directory),
+                accesses_min=tier.accesses_min,
+                files=found.files,
+                size_bytes=found.size_bytes,
+                allocated_bytes=found.allocated_bytes,
+                coming_bytes=found.coming_bytes,
+                limit_bytes=self._tiers.limit_bytes(tier.name, totals),
+                free_bytes=folders[tier.name].free_bytes() if tier.name in folders else 0,
+                absent=self._tiers.absent.get(tier.name, ""),
+                route=routes.get(tier.name, UNSEEN),
+            )
+            for tier in self.configuration.tiers
+            for found in (totals.get(tier.name, Totals()),)
+        ]
+
+    def check(self, *, repair: bool = False) -> list[Finding]:
+        """Compare the catalogue with the disks.
+
+        Parameters
+        ----------
+        repair : bool
+            Make the catalogue agree with the disks, end interrupted migrations; a damaged catalogue is made anew. No
+            file is removed but copies that never became one.
+        """
+        self._check_open()
+        self.accesses.tell()
+        found = [Finding(Kind.ABSENT, name, name, why) for name, why in self._tiers.absent.items()]
+        if self.catalogue.is_damaged():
+            if repair:
+                self.catalogue.rebuild()
+            found.append(Finding(Kind.DAMAGED, str(self.catalogue.path), "", "no whole database", mended=repair))
+            if not repair:
+                return found
+        if repair:
+            found += self._recover()
+        else:
+            found += interrupted(self._tiers.folders)
+        found += compare(self.catalogue, self._tiers.folders, repair=repair)
+        return [*found, *kept(self._tiers.folders)]
+
+    def folder(self, tier: str) -> TierFolder:
+        """The folder of a tier, for whoever measures it.
+
+        Raises
+        ------
+        SetupMissing
+            The tier is not there.
+        """
+        self._check_open()
+        return self._tiers.folder(self.configuration.tier(tier).name)
+
+    def close(self) -> None:
+        """Tell the catalogue of the last accesses, and let everything go; a second close does nothing."""
+        if not self._closed:
+            self._closed = True
+            self.accesses.tell()
+            self._parts.run()
+            self._handle.release()
+
+    def _fill(self, catalogue: Catalogue) -> None:
+        fill(catalogue, self.configuration, self._tiers.folders)
+        for name, tier in read_pins(self._tiers.first).items():
+            catalogue.pin(name, tier)
+
+    def _recover(self) -> list[Finding]:
+        found = recover(self._tiers.folders, self.catalogue)
+        for each in found:
+            _log.warning("%s in %s: %s", shown(each.name), each.tier, each.text)
+        return found
+
+    def _look_again(self, name: str) -> None:
+        with told("find", name=shown(name)):
+            tier, descriptor = open_reading(name, self._tiers.folders, self.catalogue)
+            try:
+                self.catalogue.see(name, tier.name, os.fstat(descriptor))
+            finally:
+                os.close(descriptor)
+
+    def _set_pin(self, name: str, tier: str | None) -> None:
+        self.find(name)
+        with self.catalogue.writing("pin"):
+            self.catalogue.pin(name, tier)
+            write_pins(self._tiers.first, self.catalogue.pins())
+
+    def _check_open(self) -> None:
+        if self._closed:
+            what = "the tier manager"
+            raise ClosedResource(what)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _nobody(phase: Phase, name: str, offset_bytes: int) -> None:
+    """Observe nothing."""
+    del phase, name, offset_bytes

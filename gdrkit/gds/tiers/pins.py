@@ -1,0 +1,48 @@
+"""The pins on disk, so that they are not lost with the catalogue: somebody chose them.
+
+Level 4. ``pins.json`` in the own folder of the fastest tier, replaced whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import TYPE_CHECKING
+
+from gdrkit.gds.tiers.refusal import told
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from gdrkit.gds.tiers.folder import TierFolder
+
+__all__ = ["read_pins", "write_pins"]
+
+_NAME = "pins.json"
+
+
+def read_pins(folder: TierFolder) -> dict[str, str]:
+    """The tier of each pinned file; nothing where there are no pins, or none that can be read."""
+    try:
+        descriptor = os.open(_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder.own())
+    except OSError:
+        return {}
+    with os.fdopen(descriptor, encoding="ascii") as file:
+        try:
+            found = json.load(file)
+        except ValueError:
+            return {}
+    return {str(name): str(tier) for name, tier in found.items()} if isinstance(found, dict) else {}
+
+
+def write_pins(folder: TierFolder, pins: Mapping[str, str]) -> None:
+    """Keep exactly these, on the device when this returns; one process at a time."""
+    with told("write pins", tier=folder.name):
+        own = folder.own()
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+        with os.fdopen(os.open(_NAME + ".new", flags, 0o600, dir_fd=own), "w", encoding="ascii") as file:
+            json.dump(pins, file, sort_keys=True)
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(_NAME + ".new", _NAME, src_dir_fd=own, dst_dir_fd=own)
+        os.fsync(own)

@@ -1,0 +1,131 @@
+"""The migrations that the policy asks for, decided at one moment and kept in the order in which they can be done.
+
+Level 4. They lie in a temporary table of a connection of their own: sorting and keeping a million of them takes no more
+memory than a hundred, and others may use the catalogue meanwhile.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from gdrkit.gds.tiers._sqlite import translated
+from gdrkit.gds.tiers.policy import Row, Why, decide
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from typing import Self
+
+    from gdrkit.gds.tiers.catalogue import Catalogue
+    from gdrkit.gds.tiers.policy import Decision, Place
+
+__all__ = ["Plan", "PlannedMove"]
+
+_BATCH = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedMove:
+    """One migration that should be."""
+
+    name: str
+    source: str
+    destination: str
+    allocated_bytes: int
+    why: Why
+
+
+class Plan:
+    """What should move now; use it as a context manager.
+
+    Parameters
+    ----------
+    catalogue : Catalogue
+        Read once.
+    places : sequence of Place
+        The tiers, fastest first, with their limits.
+    hysteresis : float
+        As of :func:`decide`.
+
+    Attributes
+    ----------
+    count, allocated_bytes : int
+        How many files, and what they take.
+    considered : int
+        How many files there are.
+    """
+
+    def __init__(self, catalogue: Catalogue, places: Sequence[Place], *, hysteresis: float) -> None:
+        self.considered = self.count = self.allocated_bytes = 0
+        at = catalogue.now()
+        self._connection = catalogue.connect_again()
+        self._order = {place.name: index for index, place in enumerate(places)}
+        # A table for each turn: decisions come in an order, and are only ever added at an end.
+        self._turns = range(2 * len(places))
+        try:
+            with translated("plan"):
+                for turn in self._turns:
+                    self._connection.execute(f"CREATE TEMP TABLE plan_{turn} (file, destination, why)")
+                decisions = decide(self._rows(places), places, at=at, hysteresis=hysteresis)
+                while batch := list(itertools.islice(decisions, _BATCH)):
+                    self._keep(batch)
+        except BaseException:
+            self._connection.close()
+            raise
+
+    def moves(self) -> Iterator[PlannedMove]:
+        """First what goes down, to the slowest tier first, so that there is room; then what goes up, to the fastest."""
+        for turn in self._turns:
+            last = 0
+            # In parts, so that a migration of hours holds no snapshot of the catalogue, which would grow behind it.
+            while rows := self._part(turn, last):
+                last = rows[-1][0]
+                for _, name, source, destination, size, why in rows:
+                    yield PlannedMove(os.fsdecode(name), source, destination, size, Why(why))
+
+    def _part(self, turn: int, last: int) -> list[Any]:
+        with translated("plan"):
+            return self._connection.execute(
+                "SELECT plan.rowid, name, tier, plan.destination, allocated_bytes, why "  # noqa: S608 - a number of ours.
+                f"FROM plan_{turn} AS plan JOIN files ON files.id = plan.file "
+                "WHERE plan.rowid > ? ORDER BY plan.rowid LIMIT ?",
+                (last, _BATCH),
+            ).fetchall()
+
+    def _keep(self, batch: list[Decision]) -> None:
+        by_turn: dict[int, list[tuple[int, str, str]]] = {}
+        for each in batch:
+            by_turn.setdefault(self._turn(each), []).append((each.id, each.destination, each.why.value))
+            self.allocated_bytes += each.allocated_bytes
+        self.count += len(batch)
+        for turn, rows in by_turn.items():
+            self._connection.executemany(f"INSERT INTO plan_{turn} VALUES (?, ?, ?)", rows)  # noqa: S608 - a number of ours.
+
+    def close(self) -> None:
+        """Let it go."""
+        self._connection.close()
+
+    def _turn(self, decision: Decision) -> int:
+        """Whatever goes down goes before whatever goes up; to the slowest tier first, and later to the fastest."""
+        to, tiers = self._order[decision.destination], len(self._order)
+        return tiers - 1 - to if decision.down > 0 else tiers + to
+
+    def _rows(self, places: Sequence[Place]) -> Iterator[Row]:
+        # Of two files that are equally hot the one in the faster tier stays there.
+        rank = " ".join(f"WHEN ? THEN {index}" for index in range(len(places)))
+        found = self._connection.execute(
+            "SELECT id, tier, allocated_bytes, score, pinned, links FROM files ORDER BY "  # noqa: S608 - numbers of ours.
+            f"links < 2, pinned IS NULL, score DESC, CASE tier {rank} ELSE {len(places)} END",
+            [place.name for place in places],
+        )
+        for row in found:
+            self.considered += 1
+            yield Row(*row)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

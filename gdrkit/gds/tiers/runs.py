@@ -1,0 +1,132 @@
+"""Migrations with somebody who looks on: a bar on a terminal, lines elsewhere.
+
+Level 4.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, TextIO
+
+from gdrkit.errors import ApiError, DataMismatch
+from gdrkit.gds.tiers.migration import Phase
+from gdrkit.gds.tiers.names import shown
+from gdrkit.gds.tiers.plan import PlannedMove
+from gdrkit.gds.tiers.policy import Why
+from gdrkit.gds.tiers.results import Migrated, Refused
+from gdrkit.gds.tiers.tables import moves_table, size, write
+from gdrkit.plain import to_plain
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from rich.progress import Progress
+
+    from gdrkit.gds.tiers.manager import TierManager
+
+__all__ = ["migrate_by_policy", "migrate_named", "planned"]
+
+
+class _Onlooker:
+    """What is said of a run; `bar` is there on a terminal."""
+
+    def __init__(self, stream: TextIO, bar: Progress | None) -> None:
+        self._stream = stream
+        self._bar = bar
+        self._task = bar.add_task("", total=0) if bar is not None else None
+        self._done_bytes = 0
+
+    def begin(self, count: int, count_bytes: int) -> None:
+        """So much is to be moved."""
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, total=count_bytes)
+        else:
+            self._say(f"{count} files, {size(count_bytes)} to move")
+
+    def observe(self, phase: Phase, name: str, offset_bytes: int) -> None:
+        """A migration has come so far."""
+        if self._bar is not None and self._task is not None:
+            copied = offset_bytes if phase is Phase.COPY else 0
+            text = f"{phase.value} {shown(name)}"
+            self._bar.update(self._task, completed=self._done_bytes + copied, description=text)
+
+    def moved(self, move: PlannedMove, why: str) -> None:
+        """One file was dealt with."""
+        self._done_bytes += move.allocated_bytes
+        if self._bar is None:
+            how = f"stays in {move.source}: {why}" if why else f"{move.source} -> {move.destination}"
+            self._say(f"{shown(move.name)}: {how}")
+
+    def _say(self, line: str) -> None:
+        print(line, file=self._stream, flush=True)
+
+
+def migrate_by_policy(manager: TierManager, *, stream: TextIO) -> Migrated:
+    """Move what the policy wants elsewhere."""
+    with _onlooker(stream) as onlooker:
+        return manager.migrate(begin=onlooker.begin, observe=onlooker.observe, moved=onlooker.moved)
+
+
+def migrate_named(manager: TierManager, names: Sequence[str], destination: str, *, stream: TextIO) -> Migrated:
+    """Move these to that tier."""
+    refused: list[Refused] = []
+    count = count_bytes = 0
+    moves = _named(manager, names, destination)
+    with _onlooker(stream) as onlooker:
+        onlooker.begin(len(moves), sum(move.allocated_bytes for move in moves))
+        for move in moves:
+            why = ""
+            try:
+                count_bytes += manager.move(move.name, destination, observe=onlooker.observe)
+                count += 1
+            except (ApiError, DataMismatch) as error:
+                why = str(error)
+                refused.append(Refused(move.name, destination, error.reason, why))
+            onlooker.moved(move, why)
+    return Migrated(count, count_bytes, tuple(refused), len(names))
+
+
+def planned(
+    manager: TierManager, names: Sequence[str], destination: str | None, *, as_json: bool, stream: TextIO
+) -> None:
+    """Say what would move."""
+    if destination is not None:
+        moves = _named(manager, names, destination)
+        _say_moves(moves, len(names), as_json=as_json, stream=stream)
+        return
+    with manager.plan() as plan:
+        _say_moves(list(plan.moves()), plan.considered, as_json=as_json, stream=stream)
+
+
+def _say_moves(moves: list[PlannedMove], considered: int, *, as_json: bool, stream: TextIO) -> None:
+    if as_json:
+        print(json.dumps({"moves": to_plain(moves), "considered": considered}, indent=2), file=stream)
+        return
+    if moves:
+        write(moves_table(moves), stream)
+    total = sum(move.allocated_bytes for move in moves)
+    print(f"{len(moves)} of {considered} files would move, {size(total)}", file=stream)
+
+
+def _named(manager: TierManager, names: Sequence[str], destination: str) -> list[PlannedMove]:
+    there = manager.configuration.tier(destination).name
+    found = map(manager.find, names)
+    return [
+        PlannedMove(each.name, each.tier, there, each.allocated_bytes, Why.PINNED)
+        for each in found
+        if each.tier != there
+    ]
+
+
+@contextmanager
+def _onlooker(stream: TextIO) -> Iterator[_Onlooker]:
+    if not stream.isatty():
+        yield _Onlooker(stream, None)
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (BarColumn(), DownloadColumn(), TimeRemainingColumn(), TextColumn("{task.description}", markup=False))
+    with Progress(*columns, console=Console(file=stream), transient=True) as bar:
+        yield _Onlooker(stream, bar)

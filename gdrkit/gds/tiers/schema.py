@@ -1,0 +1,65 @@
+"""What lies in the catalogue.
+
+Level 4. The totals of a tier are kept by triggers, so that nobody has to add up a million files to know them. No INSERT
+OR IGNORE there: the statement that fires a trigger decides what a conflict in it does.
+"""
+
+from __future__ import annotations
+
+__all__ = ["FORMAT", "ROUTES", "SCHEMA"]
+
+# As in the last line of the schema.
+FORMAT = 1
+
+SCHEMA = """
+CREATE TABLE meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
+CREATE TABLE files (
+    id INTEGER PRIMARY KEY,
+    name BLOB NOT NULL UNIQUE,
+    tier TEXT NOT NULL,
+    size_bytes INTEGER NOT NULL,
+    allocated_bytes INTEGER NOT NULL,
+    links INTEGER NOT NULL,
+    score REAL NOT NULL,
+    accesses INTEGER NOT NULL,
+    pinned TEXT
+);
+CREATE TABLE totals (
+    tier TEXT PRIMARY KEY,
+    files INTEGER NOT NULL DEFAULT 0,
+    size_bytes INTEGER NOT NULL DEFAULT 0,
+    allocated_bytes INTEGER NOT NULL DEFAULT 0
+) WITHOUT ROWID;
+CREATE TABLE tiers (tier TEXT PRIMARY KEY, identity TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE moves (
+    id TEXT PRIMARY KEY,
+    name BLOB NOT NULL,
+    source TEXT NOT NULL,
+    destination TEXT NOT NULL,
+    allocated_bytes INTEGER NOT NULL
+) WITHOUT ROWID;
+CREATE TRIGGER file_came AFTER INSERT ON files BEGIN
+    INSERT INTO totals (tier) SELECT new.tier WHERE NOT EXISTS (SELECT 1 FROM totals WHERE tier = new.tier);
+    UPDATE totals SET files = files + 1, size_bytes = size_bytes + new.size_bytes,
+        allocated_bytes = allocated_bytes + new.allocated_bytes WHERE tier = new.tier;
+END;
+CREATE TRIGGER file_went AFTER DELETE ON files BEGIN
+    UPDATE totals SET files = files - 1, size_bytes = size_bytes - old.size_bytes,
+        allocated_bytes = allocated_bytes - old.allocated_bytes WHERE tier = old.tier;
+END;
+CREATE TRIGGER file_changed AFTER UPDATE OF tier, size_bytes, allocated_bytes ON files BEGIN
+    UPDATE totals SET files = files - 1, size_bytes = size_bytes - old.size_bytes,
+        allocated_bytes = allocated_bytes - old.allocated_bytes WHERE tier = old.tier;
+    INSERT INTO totals (tier) SELECT new.tier WHERE NOT EXISTS (SELECT 1 FROM totals WHERE tier = new.tier);
+    UPDATE totals SET files = files + 1, size_bytes = size_bytes + new.size_bytes,
+        allocated_bytes = allocated_bytes + new.allocated_bytes WHERE tier = new.tier;
+END;
+INSERT INTO meta VALUES ('format', 1), ('wall_s', 0.0), ('offset_s', 0.0), ('half_life_s', 0.0);
+"""
+
+# Came later, and costs an older catalogue nothing: it is made wherever it is not there.
+ROUTES = """
+CREATE TABLE IF NOT EXISTS routes (
+    tier TEXT PRIMARY KEY, state TEXT NOT NULL, route TEXT NOT NULL, why TEXT NOT NULL, wall_s REAL NOT NULL
+) WITHOUT ROWID;
+"""

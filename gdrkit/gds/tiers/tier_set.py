@@ -1,0 +1,139 @@
+"""The folders of the tiers that are there, and how much may lie in each.
+
+Level 4.
+"""
+
+from __future__ import annotations
+
+import errno
+from typing import TYPE_CHECKING
+
+from gdrkit.errors import Api, ApiError, Reason, SetupMissing
+from gdrkit.gds.tiers.catalogue import Totals
+from gdrkit.gds.tiers.folder import TierFolder
+from gdrkit.gds.tiers.policy import Place
+from gdrkit.handles import ReleaseStack
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from gdrkit.gds.tiers.catalogue import Catalogue
+    from gdrkit.gds.tiers.configuration import Configuration
+
+__all__ = ["TierSet"]
+
+
+class TierSet:
+    """The tiers of a configuration; closed by their owner.
+
+    Parameters
+    ----------
+    configuration : Configuration
+        Which there should be.
+
+    Attributes
+    ----------
+    folders : dict
+        Those that are there by name, fastest first.
+    absent : dict
+        Why the others are not.
+
+    Raises
+    ------
+    SetupMissing
+        None is there.
+    UsageError
+        A folder is that of another tier.
+    """
+
+    def __init__(self, configuration: Configuration) -> None:
+        self._configuration = configuration
+        self.folders: dict[str, TierFolder] = {}
+        self.absent: dict[str, str] = {}
+        self._parts = ReleaseStack()
+        try:
+            for tier in configuration.tiers:
+                try:
+                    folder = TierFolder(tier.name, tier.directory)
+                except ApiError as error:
+                    self.absent[tier.name] = str(error)
+                    continue
+                self.folders[tier.name] = folder
+                self._parts.push(folder.close)
+        except BaseException as error:
+            self._parts.run_after(error)
+            raise
+        if not self.folders:
+            raise _absent(", ".join(self.absent), "; ".join(self.absent.values()))
+
+    @property
+    def first(self) -> TierFolder:
+        """The fastest that is there."""
+        return next(iter(self.folders.values()))
+
+    def folder(self, name: str) -> TierFolder:
+        """The folder of a tier.
+
+        Raises
+        ------
+        SetupMissing
+            It is not there.
+        """
+        if name not in self.folders:
+            raise _absent(name, self.absent.get(name, "it is not configured"))
+        return self.folders[name]
+
+    def leave_out_strangers(self, catalogue: Catalogue) -> None:
+        """A folder that is not the one it was is an empty mount point, or another disk: its files are not missed."""
+        known, totals = catalogue.identities(), catalogue.totals()
+        for name, folder in tuple(self.folders.items()):
+            if folder.identity is None or known.get(name) == folder.identity:
+                continue
+            if name in known and totals.get(name, Totals()).files:
+                self.absent[name] = f"{folder.directory} is not the folder that it was: is its file system mounted?"
+                del self.folders[name]
+            else:
+                catalogue.identify(name, folder.identity)
+
+    def places(self, totals: Mapping[str, Totals]) -> list[Place]:
+        """Those that are there, as the policy sees them."""
+        there = [tier for tier in self._configuration.tiers if tier.name in self.folders]
+        return [Place(tier.name, tier.accesses_min, self.limit_bytes(tier.name, totals)) for tier in there]
+
+    def landing(self, totals: Mapping[str, Totals]) -> list[TierFolder]:
+        """Where a new file may be made, best first: those with room come before the others."""
+        wanted, names = self._configuration.landing_tier.name, list(self.folders)
+        at = names.index(wanted) if wanted in names else 0
+        ordered = [*names[at:], *reversed(names[:at])]
+        full = [name for name in ordered if _used(name, totals) >= self.limit_bytes(name, totals)]
+        return [self.folders[name] for name in sorted(ordered, key=full.__contains__)]
+
+    def limit_bytes(self, name: str, totals: Mapping[str, Totals]) -> int:
+        """What may lie in a tier: the capacity that was said, or what the file system has, less the headroom."""
+        tier, folder = self._configuration.tier(name), self.folders.get(name)
+        if folder is None:
+            return 0
+        there = _used(name, totals) + folder.free_bytes()
+        limit = there if tier.capacity_bytes is None else min(there, tier.capacity_bytes)
+        return int(limit * (1 - self._configuration.headroom))
+
+    def close(self) -> None:
+        """Close all folders."""
+        self._parts.run()
+
+
+def _used(name: str, totals: Mapping[str, Totals]) -> int:
+    return totals.get(name, Totals()).allocated_bytes
+
+
+def _absent(tier: str, why: str) -> SetupMissing:
+    return SetupMissing(
+        api=Api.KERNEL,
+        operation="open tier",
+        status=errno.ENODEV,
+        status_name="absent",
+        arguments={"tier": tier},
+        reason=Reason.NO_DEVICE,
+        what_to_do="mount it, or correct its directory: --config, --tier, GDRKIT_TIERS_CONFIG",
+        detail=why,
+    )

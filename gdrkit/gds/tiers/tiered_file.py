@@ -1,0 +1,186 @@
+"""An open file of a tier.
+
+Level 4.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from typing import TYPE_CHECKING, Self
+
+from gdrkit.errors import Api, ApiError, ClosedResource
+from gdrkit.gds.file import File
+from gdrkit.gds.tiers.routes import seen
+from gdrkit.handles import Handle
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import TracebackType
+
+    from gdrkit.gds.file import Direct
+    from gdrkit.gds.tiers.catalogue import Catalogue
+    from gdrkit.gds.tiers.folder import TierFolder
+    from gdrkit.gds.tiers.routes import TierRoute
+    from gdrkit.gds.transfer import Transferred
+
+__all__ = ["TieredFile"]
+
+_log = logging.getLogger(__name__)
+
+
+class TieredFile:
+    """A file that was opened by its logical name; use it as a context manager.
+
+    A file that is open to read may move to another tier meanwhile: its bytes stay readable here.
+
+    Parameters
+    ----------
+    name : str
+        Its logical name.
+    tier : TierFolder
+        Where it was when it was opened.
+    descriptor : int
+        Becomes ours.
+    writes : bool
+        Whether it may be written.
+    catalogue : Catalogue
+        Told its size at the end.
+    """
+
+    def __init__(self, name: str, tier: TierFolder, descriptor: int, *, writes: bool, catalogue: Catalogue) -> None:
+        self.name = name
+        self.tier = tier.name
+        self.writes = writes
+        self._catalogue = catalogue
+        self._descriptor = descriptor
+        self._files: dict[str, File] = {}
+        self._opening = threading.Lock()
+        self._route: TierRoute | None = None  # What the catalogue was last told.
+        self._handle = Handle("tiers.file")
+
+    def fileno(self) -> int:
+        """Its descriptor, for ``os.pread`` and the like; it stays ours."""
+        if self._descriptor < 0:
+            raise ClosedResource(self.name)
+        return self._descriptor
+
+    @property
+    def path(self) -> str:
+        """A path that names exactly this file while it is open, wherever it moves."""
+        return f"/proc/self/fd/{self.fileno()}"
+
+    def read_into(
+        self,
+        buffer: object,
+        *,
+        file_offset_bytes: int = 0,
+        length_bytes: int | None = None,
+        buffer_offset_bytes: int = 0,
+        direct: Direct = "preferred",
+    ) -> Transferred:
+        """Read a range into memory of a device or of the host, as :meth:`gdrkit.gds.File.read_into`.
+
+        Parameters
+        ----------
+        buffer : object
+            See :func:`gdrkit.gds.target_of`.
+        file_offset_bytes, length_bytes, buffer_offset_bytes : int
+            What goes where; `length_bytes` None: to the end of the memory or of the file.
+        direct : str
+            Whether a way between disk and device without host memory is ``preferred``, ``required`` or ``never`` taken.
+
+        Returns
+        -------
+        Transferred
+            With the route that the bytes really took.
+        """
+        moved = self._transfers(direct).read_into(
+            buffer,
+            file_offset_bytes=file_offset_bytes,
+            length_bytes=length_bytes,
+            buffer_offset_bytes=buffer_offset_bytes,
+        )
+        self._keep(moved)
+        return moved
+
+    def write_from(
+        self,
+        buffer: object,
+        *,
+        file_offset_bytes: int = 0,
+        length_bytes: int | None = None,
+        buffer_offset_bytes: int = 0,
+        direct: Direct = "preferred",
+    ) -> Transferred:
+        """Write memory of a device or of the host into a range; see :meth:`read_into` and :meth:`sync`."""
+        moved = self._transfers(direct).write_from(
+            buffer,
+            file_offset_bytes=file_offset_bytes,
+            length_bytes=length_bytes,
+            buffer_offset_bytes=buffer_offset_bytes,
+        )
+        self._keep(moved)
+        return moved
+
+    def sync(self) -> None:
+        """Have what was written on the device."""
+        os.fsync(self.fileno())
+
+    def close(self) -> None:
+        """Close it; the catalogue learns its size. A second close does nothing."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor < 0:
+            return
+        with contextlib.ExitStack() as parts:
+            parts.callback(self._handle.release)
+            parts.callback(os.close, descriptor)
+            if self.writes:
+                parts.callback(self._tell, descriptor)
+            # Theirs are descriptors of their own, of the same file.
+            for file in self._files.values():
+                parts.callback(file.close)
+
+    def _transfers(self, direct: Direct) -> File:
+        """The file as the engine and direct paths have it, opened by what names exactly this one."""
+        with self._opening:
+            if direct not in self._files:
+                self._files[direct] = File(self.path, "r+" if self.writes else "r", direct=direct)
+            return self._files[direct]
+
+    def _keep(self, moved: Transferred) -> None:
+        """Have the catalogue know which way the tier's bytes went, when that is news."""
+        route = seen(moved)
+        if route is None or route == self._route:
+            return
+        with self._telling("the route of a tier"):
+            if self._catalogue.routes().get(self.tier) != route:
+                self._catalogue.keep_route(self.tier, route)
+            self._route = route
+
+    def _tell(self, descriptor: int) -> None:
+        info = os.fstat(descriptor)
+        if not info.st_nlink:
+            return  # Removed while it was open.
+        with self._telling("the size of a file"):
+            self._catalogue.see(self.name, self.tier, info)
+
+    @contextlib.contextmanager
+    def _telling(self, what: str) -> Iterator[None]:
+        """Locked, or closed before us: the bytes are where they should be, and `check` finds the rest."""
+        try:
+            yield
+        except (ApiError, ClosedResource) as error:
+            if isinstance(error, ApiError) and error.api is not Api.SQLITE:
+                raise
+            _log.warning("the catalogue does not know %s: %s", what, error)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

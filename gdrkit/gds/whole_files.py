@@ -1,0 +1,69 @@
+"""Many whole files as one transfer.
+
+Level 4.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from gdrkit.errors import UsageError
+from gdrkit.gds.engine import EngineWork, engine_for
+from gdrkit.gds.ranges import check_range, length_in, let_go_unless_begun
+from gdrkit.gds.target import target_of
+from gdrkit.gds.transfer import Transfer
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from gdrkit.gds.file import Access
+
+__all__ = ["read_files"]
+
+
+def read_files(
+    paths: Sequence[str | os.PathLike[str]],
+    buffer: object,
+    lengths_bytes: Sequence[int],
+    *,
+    access: Access = "automatic",
+) -> Transfer:
+    """Read many whole files into one memory, one behind the other, as one transfer (a future).
+
+    The engine opens and closes them, many at a time, and only while it reads them.
+
+    Parameters
+    ----------
+    paths : sequence
+        Of the files.
+    buffer : object
+        See :func:`gdrkit.gds.target_of`.
+    lengths_bytes : sequence of int
+        How much of each.
+    access : str
+        As for :class:`File`.
+    """
+    names = [os.fsencode(path) for path in paths]
+    if len(names) != len(lengths_bytes):
+        message = f"{len(names)} paths have {len(lengths_bytes)} lengths"
+        raise UsageError(message)
+    target = target_of(buffer, writable=True)
+    with let_go_unless_begun(target):
+        where = target.address
+        extents: list[int] = []
+        for index, length in enumerate(lengths_bytes):
+            check_range("length", 0, length)
+            extents += (index, 0, where, length)
+            where += length
+        length_in(target, 0, where - target.address)
+        work: EngineWork = engine_for(target.device_index).submit(
+            write=False,
+            device_index=target.device_index,
+            files=names,
+            extents=extents,
+            access=access,
+            flags=os.O_RDONLY,
+        )
+    arguments = {"files_count": len(names), "length_bytes": where - target.address}
+    return Transfer(work, lengths_bytes, (target,), arguments, must_fill=True)

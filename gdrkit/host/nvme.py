@@ -1,0 +1,40 @@
+"""NVMe controllers, from /sys/class/nvme.
+
+Level 2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from gdrkit.host.tree import HostTree
+
+__all__ = ["NvmeController", "nvme_controllers"]
+
+_CONTROLLERS = "/sys/class/nvme"
+
+
+@dataclass(frozen=True, slots=True)
+class NvmeController:
+    """One controller: its name, how it is attached (``pcie``, ``rdma``, ``tcp`` ...), and its PCI function, if any."""
+
+    name: str
+    model: str | None
+    transport: str | None
+    pci_address: str | None
+
+
+def nvme_controllers(tree: HostTree) -> tuple[NvmeController, ...]:
+    """Every controller, by name."""
+    return tuple(
+        NvmeController(
+            name=name,
+            model=tree.text(f"{_CONTROLLERS}/{name}/model"),
+            transport=transport,
+            pci_address=tree.link_name(f"{_CONTROLLERS}/{name}/device") if transport in (None, "pcie") else None,
+        )
+        for name in tree.names(_CONTROLLERS)
+        for transport in [tree.text(f"{_CONTROLLERS}/{name}/transport")]
+    )

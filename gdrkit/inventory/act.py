@@ -1,0 +1,288 @@
+"""Act on this machine, to see what no file says.
+
+Level 4. Runs as ``python -m gdrkit.inventory.act NAME DESCRIPTOR`` in a child with a time limit: it allocates a little
+memory, registers it, moves bytes by a loop over each NIC, and gives all of it back. What it answers is what it saw, in
+words; what that means the rules decide.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import threading
+from collections import Counter
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+from gdrkit import pattern, plain
+from gdrkit.errors import DataMismatch, GdrkitError, UsageError
+from gdrkit.inventory.facts import ApiFailure
+from gdrkit.units import KIB, MIB
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from gdrkit.cuda import Device
+    from gdrkit.registration import Registration
+    from gdrkit.verbs import Completion, Nic, QueuePair, RemoteRange
+
+__all__ = ["ACTS", "main"]
+
+_MOVED_BYTES = 64 * KIB
+_COPIED_BYTES = 64 * MIB
+_ROUNDS = 50
+_COPIES_MIN = 20
+_SEED = 0x6D6F76
+_WAIT_MS = 2000.0
+_PCI = "/sys/bus/pci/devices"
+
+
+class _Loop:
+    """Two queue pairs of one NIC, connected to each other, and registered host memory."""
+
+    def __init__(self, nic: Nic) -> None:
+        self._stack = ExitStack()
+        with ExitStack() as stack:
+            pairs = []
+            for _ in range(2):
+                queue = stack.enter_context(nic.completion_queue(depth=16))
+                pairs.append(stack.enter_context(nic.queue_pair(queue)))
+            ours, theirs = pairs
+            ours.connect(theirs.endpoint())
+            theirs.connect(ours.endpoint())
+            self._pair: QueuePair = ours
+            self.data = bytearray(_MOVED_BYTES)
+            self._region = stack.enter_context(nic.register_host(self.data))
+            self._stack = stack.pop_all()
+
+    def write(self, remote: RemoteRange) -> Completion:
+        """Write what is in :attr:`data`."""
+        self._pair.post_write(self._region, remote, work_id=1)
+        return self._pair.wait(_WAIT_MS)
+
+    def read(self, remote: RemoteRange) -> Completion:
+        """Read into :attr:`data`."""
+        self._pair.post_read(self._region, remote, work_id=2)
+        return self._pair.wait(_WAIT_MS)
+
+    def fill(self, seed: int) -> None:
+        """Have other bytes to write."""
+        memoryview(self.data)[:] = pattern.payload(_MOVED_BYTES, seed=seed)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+
+def _p2p() -> dict[str, str]:
+    """A write into and a read from memory of each device, by each NIC that registers it."""
+    from gdrkit import cuda, registration
+
+    seen: dict[str, str] = {}
+    for nic_name, port in _active_nics():
+        for index in range(cuda.device_count()):
+            with ExitStack() as stack:
+                nic, device = _opened(stack, nic_name, port, index)
+                memory = stack.enter_context(device.allocate(_MOVED_BYTES))
+                made = stack.enter_context(registration.register(memory, [nic]))
+                loop = stack.enter_context(_Loop(nic))
+                name = f"GPU {index} and {nic_name}"
+                loop.fill(_SEED)
+                status = loop.write(made.remote(nic)).status.name
+                seen[f"RDMA WRITE into {name}"] = _checked(status, memory.read(), _SEED)
+                if status != "SUCCESS":
+                    # The pair is in the error state, so the read needs another one.
+                    loop = stack.enter_context(_Loop(nic))
+                memory.write(pattern.payload(_MOVED_BYTES, seed=_SEED + 1))
+                status = loop.read(made.remote(nic)).status.name
+                seen[f"RDMA READ from {name}"] = _checked(status, bytes(loop.data), _SEED + 1)
+    return seen
+
+
+def _checked(status: str, data: bytes, seed: int) -> str:
+    if status != "SUCCESS":
+        return status
+    try:
+        pattern.check(data, seed=seed)
+    except DataMismatch as error:
+        return str(error)
+    return status
+
+
+def _stale_key() -> dict[str, str]:
+    """What a write by the key of freed memory reaches, and whether the driver tells the memory from its successor."""
+    from gdrkit import cuda, registration
+
+    nics = _active_nics()
+    with ExitStack() as stack:
+        nic, device = _opened(stack, *nics[0], 0)
+        first = stack.enter_context(device.allocate(2 * MIB))
+        # What is registered over a borrowed view is not known to the owner: its free is a raw one.
+        view = stack.enter_context(cuda.borrow(device, first.address, length_bytes=first.length_bytes))
+        made: Registration = stack.enter_context(registration.register(view, [nic]))
+        remote = made.remote(nic, length_bytes=_MOVED_BYTES)
+        old_id, address = first.buffer_id(), first.address
+        first.close()
+        successor = stack.enter_context(device.allocate(2 * MIB))
+        successor.fill(0x5A)
+        came_back = successor.address == address
+        new_id = successor.buffer_id()
+        loop = stack.enter_context(_Loop(nic))
+        loop.fill(_SEED)
+        status = loop.write(remote).status.name
+        reached = successor.read(length_bytes=_MOVED_BYTES) != b"\x5a" * _MOVED_BYTES
+        made.close()
+    return {
+        "the address came back": "yes" if came_back else "no",
+        "buffer id": "the same" if came_back and new_id == old_id else f"{old_id}, then {new_id}",
+        "a write by the old key": status,
+        "the new owner was reached by the old key": "yes" if reached else "no",
+    }
+
+
+def _flush() -> dict[str, str]:
+    """Whether a device's own work sees, after completion and flush, what a NIC wrote."""
+    from gdrkit import cuda, registration
+
+    seen: dict[str, str] = {}
+    nics = _active_nics()
+    for index in range(cuda.device_count()):
+        with ExitStack() as stack:
+            nic, device = _opened(stack, *nics[0], index)
+            ordering = registration.Ordering.of(device)
+            memory, copy = stack.enter_context(device.allocate(_MOVED_BYTES)), bytearray(_MOVED_BYTES)
+            made = stack.enter_context(registration.register(memory, [nic]))
+            loop, stream = stack.enter_context(_Loop(nic)), stack.enter_context(device.stream())
+            seen[f"writes of NICs are visible to GPU {index}"] = (
+                "without a flush" if not ordering.needs_flush else "after one"
+            )
+            old = 0
+            for turn in range(_ROUNDS):
+                loop.fill(_SEED + turn)
+                loop.write(made.remote(nic)).expect()
+                # Where the device offers a flush it must work, whether it is needed or not.
+                if ordering.flush_options & registration.FlushOption.HOST:
+                    device.flush_remote_writes()
+                stream.read_into(memory, copy)
+                stream.synchronize()
+                old += copy != loop.data
+            seen[f"old data on GPU {index} in {_ROUNDS} rounds"] = str(old)
+    return seen
+
+
+def _load() -> dict[str, str]:
+    """The links above each device while copies run."""
+    from gdrkit import cuda, host
+
+    tree, seen = host.HostTree(), {}
+    for index in range(cuda.device_count()):
+        with cuda.Device(index) as device, device.allocate(_COPIED_BYTES) as memory:
+            done = threading.Event()
+            data, copies = bytes(_COPIED_BYTES), [0]
+
+            def copy(
+                memory: object = memory, data: bytes = data, done: threading.Event = done, copies: list[int] = copies
+            ) -> None:
+                while not done.is_set():
+                    memory.write(data)  # type: ignore[attr-defined]
+                    copies[0] += 1
+
+            for _ in range(_COPIES_MIN):
+                memory.write(data)
+            worker = threading.Thread(target=copy)
+            worker.start()
+            try:
+                for part in host.pci_path(tree, device.pci_bus_id.lower())[1:]:
+                    seen[part] = tree.text(f"{_PCI}/{part}/current_link_speed") or "not said"
+            finally:
+                done.set()
+                worker.join()
+    return seen
+
+
+def _driver_open() -> dict[str, str]:
+    """Whether cuFile's driver opens, and closes again."""
+    from gdrkit import cufile
+
+    # Whoever started this process ends it when it does not come back.
+    with cufile.Driver(timeout_s=None):
+        major, minor = cufile.library_version()
+    return {f"cuFileDriverOpen of cuFile {major}.{minor}": "opened"}
+
+
+def _pool() -> dict[str, str]:
+    """A batch of as many reads as cuFile takes at once, each of which may want a bounce buffer."""
+    from gdrkit import cuda, cufile
+
+    with ExitStack() as stack:
+        device = stack.enter_context(cuda.Device(0))
+        memory = stack.enter_context(device.allocate(_MOVED_BYTES))
+        driver = stack.enter_context(cufile.Driver(timeout_s=None))
+        # Where temporary files go decides who started this process, who also takes them away.
+        path = Path(tempfile.mkdtemp(), "data")
+        path.write_bytes(pattern.payload(_MOVED_BYTES, seed=_SEED))
+        data = stack.enter_context(path.open("rb"))
+        file = stack.enter_context(cufile.FileHandle(driver, data.fileno()))
+        count = driver.properties().max_batch_io
+        batch = stack.enter_context(cufile.Batch(driver, count))
+        batch.submit([cufile.Request(cufile.Opcode.READ, file, cufile.Piece(memory))] * count)
+        ended = Counter(event.status.name for event in batch.status(count_min=count))
+    return {
+        f"{count} reads of {_MOVED_BYTES} bytes in one batch": ", ".join(f"{n} {name}" for name, n in ended.items())
+    }
+
+
+def _active_nics() -> list[tuple[str, int]]:
+    from gdrkit import verbs
+
+    found = [
+        (info.name, next(port.number for port in info.ports if port.active))
+        for info in verbs.list_nics()
+        if info.active
+    ]
+    if not found:
+        message = "no NIC has an active port"
+        raise UsageError(message)
+    return found
+
+
+def _opened(stack: ExitStack, nic_name: str, port: int, index: int) -> tuple[Nic, Device]:
+    from gdrkit import cuda, verbs
+
+    nic = stack.enter_context(verbs.Nic.open(nic_name, port=port))
+    return nic, stack.enter_context(cuda.Device(index))
+
+
+ACTS: dict[str, Callable[[], dict[str, str]]] = {
+    "p2p": _p2p,
+    "stale_key": _stale_key,
+    "flush": _flush,
+    "load": _load,
+    "driver_open": _driver_open,
+    "pool": _pool,
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Write what was seen, or the failure, as one JSON object on a descriptor: ``act NAME DESCRIPTOR``."""
+    name, descriptor = sys.argv[1:] if arguments is None else arguments
+    if name not in ACTS:
+        message = f"no act {name!r}"
+        raise UsageError(message)
+    answer: dict[str, plain.Json]
+    try:
+        answer = {"facts": plain.to_plain(ACTS[name]())}
+    except GdrkitError as error:
+        answer = {"failure": plain.to_plain(ApiFailure.of(error, api=name, operation=name))}
+    with os.fdopen(int(descriptor), "w", encoding="utf-8") as file:
+        json.dump(answer, file)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,289 @@
+"""What was read of a machine, kept in one file, and a tree that answers from it as the machine did.
+
+Level 4. A capture holds answers and no files: nothing of it is ever unpacked, so that a hostile one can name what it
+likes and reaches nothing. What a machine did not have is an answer too (ENOENT); what nobody asked when the capture was
+made is told apart from it (ENODATA), so that a check never says "none" where it means "not in this capture".
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import errno
+import os
+import posixpath
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING
+
+from gdrkit.errors import Reason, UsageError
+from gdrkit.inventory.facts import Facts  # noqa: TC001 - types of fields are read at run time.
+from gdrkit.inventory.observation import Observation  # noqa: TC001 - types of fields are read at run time.
+from gdrkit.witness import KernelLog  # noqa: TC001 - types of fields are read at run time.
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from gdrkit.host import Files
+
+__all__ = ["SCHEMA_VERSION", "Answers", "Capture", "CapturedFiles", "Recorder"]
+
+SCHEMA_VERSION = 1
+_LINKS_MAX = 40  # As the kernel has it.
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """What a tree of files answered, by absolute path.
+
+    Attributes
+    ----------
+    texts, binaries : mapping
+        Contents of files; those that are no UTF-8 in base64.
+    lines : mapping
+        By the path and the words that were looked for, with ``|`` between them: the lines that hold one.
+    folders : mapping
+        Names in a folder.
+    links : mapping
+        What a symbolic link says.
+    present : tuple of str
+        Paths of which only that they are there is known.
+    refused : mapping
+        By question (``read``, ``lines``, ``list``, ``link``, ``look``) and path: the errno.
+    """
+
+    texts: dict[str, str] = field(default_factory=dict)
+    binaries: dict[str, str] = field(default_factory=dict)
+    lines: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    folders: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    links: dict[str, str] = field(default_factory=dict)
+    present: tuple[str, ...] = ()
+    refused: dict[str, dict[str, int]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Capture:
+    """One machine, as it was read.
+
+    Attributes
+    ----------
+    origin : str
+        What it was made from, for people: ``gdrkit 0.1.0 facts --save``, ``lspci -vvv``.
+    answers : Answers
+        Of its files.
+    facts : Facts or None
+        With the answers of its APIs; None when only files were saved.
+    kernel_log : KernelLog or None
+        What its kernel log said of devices.
+    environment : mapping
+        The variables that matter to direct transfers.
+    observations : tuple of Observation
+        What acting on it showed.
+    """
+
+    schema_version: int
+    origin: str
+    answers: Answers
+    facts: Facts | None = None
+    kernel_log: KernelLog | None = None
+    environment: dict[str, str] = field(default_factory=dict)
+    observations: tuple[Observation, ...] = ()
+
+    def check(self) -> None:
+        """Refuse what no machine can have answered.
+
+        Raises
+        ------
+        UsageError
+            ``MALFORMED``: another version, a path that is not absolute and plain, contents that are no base64.
+        """
+        if self.schema_version != SCHEMA_VERSION:
+            _refuse(f"expected schema_version {SCHEMA_VERSION}, found {self.schema_version}")
+        unknown = self.answers.refused.keys() - {"read", "lines", "list", "link", "look"}
+        if unknown:
+            _refuse(f"{', '.join(sorted(unknown))} is no question to a file")
+        tables = [getattr(self.answers, one.name) for one in fields(self.answers) if one.name != "refused"]
+        for path in {path for table in (*tables, *self.answers.refused.values()) for path in table}:
+            plain = path.partition("|")[0] if path in self.answers.lines else path
+            if not plain.startswith("/") or plain != posixpath.normpath(plain) or "\0" in plain:
+                _refuse(f"{path[:80]!r} is no absolute path without dots")
+        for names in self.answers.folders.values():
+            if any(not name or "/" in name or name in (".", "..") for name in names):
+                _refuse("a folder holds a name that is none")
+        for path, text in self.answers.binaries.items():
+            try:
+                base64.b64decode(text, validate=True)
+            except (binascii.Error, ValueError) as error:
+                message = f"capture: {path[:80]} is no base64: {error}"
+                raise UsageError(message, reason=Reason.MALFORMED) from error
+
+
+def _refuse(what: str) -> None:
+    message = f"capture: {what}"
+    raise UsageError(message, reason=Reason.MALFORMED)
+
+
+class CapturedFiles:
+    """Answers as the machine did; see :class:`gdrkit.host.Files`."""
+
+    def __init__(self, answers: Answers) -> None:
+        self.answers = self._answers = answers
+        self._present = frozenset(answers.present)
+
+    def read(self, name: str) -> bytes:
+        """The bytes of a file."""
+        path = self._find("read", name, self._answers.texts, self._answers.binaries)
+        text = self._answers.texts.get(path)
+        return base64.b64decode(self._answers.binaries[path]) if text is None else text.encode()
+
+    def lines(self, name: str, words: Sequence[str]) -> list[str]:
+        """The lines that hold one of `words`: as they were asked for, or of the whole file."""
+        kept = self._answers.lines.get("|".join((name, *words)))
+        if kept is not None:
+            return list(kept)
+        self._refused("lines", name)
+        text = self.read(name).decode("utf-8", "backslashreplace")
+        return [line for line in text.splitlines() if any(word in line for word in words)]
+
+    def list(self, name: str) -> list[str]:
+        """The names in a folder."""
+        return list(self._answers.folders[self._find("list", name, self._answers.folders)])
+
+    def link(self, name: str) -> str:
+        """What a symbolic link says."""
+        try:
+            return self._answers.links[self._find("link", name, self._answers.links)]
+        except FileNotFoundError:
+            if self._is_there(name):
+                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), name) from None
+            raise
+
+    def look(self, name: str) -> None:
+        """Whether it is there."""
+        self._refused("look", name)
+        if not self._is_there(name):
+            raise self._absence(name)
+
+    def _is_there(self, name: str) -> bool:
+        known = (self._answers.texts, self._answers.binaries, self._answers.folders, self._answers.links, self._present)
+        if any(path in table for path in dict.fromkeys((name, self._resolved(name))) for table in known):
+            return True
+        folder, _, last = self._resolved(name).rpartition("/")
+        return last in self._answers.folders.get(folder or "/", ())
+
+    def _find(self, question: str, name: str, *tables: dict[str, str] | dict[str, tuple[str, ...]]) -> str:
+        # What was asked under this very name comes first: there the machine itself has followed the links.
+        self._refused(question, name)
+        for path in dict.fromkeys((name, self._resolved(name))):
+            self._refused(question, path)
+            if any(path in table for table in tables):
+                return path
+        raise self._absence(name)
+
+    def _refused(self, question: str, name: str) -> None:
+        number = self._answers.refused.get(question, {}).get(name)
+        if number is not None:
+            raise OSError(number, os.strerror(number), name)
+
+    def _absence(self, name: str) -> OSError:
+        """ENOENT where a folder above is known and does not hold it; ENODATA where nobody asked."""
+        parts = self._resolved(name).strip("/").split("/")
+        for depth, part in enumerate(parts):
+            folder = "/" + "/".join(parts[:depth])
+            if part not in self._answers.folders.get(folder, (part,)):
+                return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
+        return OSError(errno.ENODATA, os.strerror(errno.ENODATA), name)
+
+    def _resolved(self, name: str) -> str:
+        """`name` with the links of this capture followed."""
+        path, rest, left = "/", [part for part in name.split("/") if part], _LINKS_MAX
+        while rest:
+            part = rest.pop(0)
+            if part in (".", ".."):
+                path = posixpath.dirname(path) if part == ".." else path
+                continue
+            candidate = posixpath.join(path, part)
+            target = self._answers.links.get(candidate) if rest else None
+            if target is None:
+                path = candidate
+                continue
+            left -= 1
+            if left < 0:
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), name)
+            path = "/" if target.startswith("/") else path
+            rest = [part for part in target.split("/") if part] + rest
+        return path
+
+
+class Recorder:
+    """Passes questions on and keeps the answers."""
+
+    def __init__(self, files: Files) -> None:
+        self._files = files
+        self._answers = Answers()
+        self._present: dict[str, None] = {}
+
+    @property
+    def answers(self) -> Answers:
+        """What was answered until now."""
+        kept = self._answers
+        return Answers(
+            texts=dict(kept.texts),
+            binaries=dict(kept.binaries),
+            lines=dict(kept.lines),
+            folders=dict(kept.folders),
+            links=dict(kept.links),
+            present=tuple(sorted(self._present)),
+            refused={question: dict(paths) for question, paths in kept.refused.items()},
+        )
+
+    def read(self, name: str) -> bytes:
+        """As :class:`gdrkit.host.Files` says."""
+        try:
+            data = self._files.read(name)
+        except OSError as error:
+            raise self._keep("read", name, error) from error
+        try:
+            self._answers.texts[name] = data.decode("utf-8")
+        except UnicodeDecodeError:
+            self._answers.binaries[name] = base64.b64encode(data).decode()
+        return data
+
+    def lines(self, name: str, words: Sequence[str]) -> list[str]:
+        """As :class:`gdrkit.host.Files` says."""
+        try:
+            found = self._files.lines(name, words)
+        except OSError as error:
+            raise self._keep("lines", name, error) from error
+        self._answers.lines["|".join((name, *words))] = tuple(found)
+        return found
+
+    def list(self, name: str) -> list[str]:
+        """As :class:`gdrkit.host.Files` says."""
+        try:
+            found = self._files.list(name)
+        except OSError as error:
+            raise self._keep("list", name, error) from error
+        self._answers.folders[name] = tuple(found)
+        return found
+
+    def link(self, name: str) -> str:
+        """As :class:`gdrkit.host.Files` says."""
+        try:
+            target = self._files.link(name)
+        except OSError as error:
+            raise self._keep("link", name, error) from error
+        self._answers.links[name] = target
+        return target
+
+    def look(self, name: str) -> None:
+        """As :class:`gdrkit.host.Files` says."""
+        try:
+            self._files.look(name)
+        except OSError as error:
+            raise self._keep("look", name, error) from error
+        self._present[name] = None
+
+    def _keep(self, question: str, name: str, error: OSError) -> OSError:
+        number = error.errno or errno.EIO
+        self._answers.refused.setdefault(question, {})[name] = number
+        return OSError(number, os.strerror(number), name)

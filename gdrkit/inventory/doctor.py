@@ -1,0 +1,120 @@
+"""Every rule on one machine, and what is missing there.
+
+Level 4.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from gdrkit import host, plain
+from gdrkit.host import Unreadable  # noqa: TC001 - types of fields are read at run time.
+from gdrkit.inventory.rules import RULES, Finding
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from gdrkit.inventory.machine import Machine
+    from gdrkit.inventory.rules import Rule
+    from gdrkit.verdict import Verdict
+
+__all__ = ["Diagnosis", "diagnose"]
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """What the doctor says of a machine.
+
+    Attributes
+    ----------
+    facts_digest : str
+        Of the facts that it judged.
+    missing : tuple of str
+        What direct transfers are made of, and is not here at all.
+    findings : tuple of Finding
+        One of each rule, in the order of the rules.
+    unreadable : tuple of Unreadable
+        Everything that could not be read, for whatever rule.
+    privileges : tuple of str
+        What takes a privilege that this process has not, and the rules that want it.
+    """
+
+    schema_version: int
+    facts_digest: str
+    missing: tuple[str, ...]
+    findings: tuple[Finding, ...]
+    unreadable: tuple[Unreadable, ...]
+    privileges: tuple[str, ...]
+
+    def to_json(self) -> str:
+        """As indented JSON."""
+        return json.dumps(plain.to_plain(self), indent=2, ensure_ascii=False) + "\n"
+
+    def of(self, verdict: Verdict) -> tuple[Finding, ...]:
+        """Those that ended so."""
+        return tuple(finding for finding in self.findings if finding.verdict is verdict)
+
+
+def diagnose(machine: Machine, *, rules: Iterable[Rule] = RULES) -> Diagnosis:
+    """Apply the rules."""
+    findings = tuple(rule.apply(machine) for rule in rules)
+    unreadable = {item.path: item for item in machine.facts.unreadable}
+    unreadable |= {item.path: item for finding in findings for item in finding.unreadable}
+    return Diagnosis(
+        schema_version=SCHEMA_VERSION,
+        facts_digest=machine.facts.digest,
+        missing=tuple(_missing(machine)),
+        findings=findings,
+        unreadable=tuple(unreadable.values()),
+        privileges=tuple(_privileges(machine)),
+    )
+
+
+def _privileges(machine: Machine) -> Iterator[str]:
+    def wanting(word: str) -> str:
+        return ", ".join(rule.code for rule in RULES if word in rule.privilege)
+
+    # Of a machine whose files alone are known nobody knows who read them.
+    if machine.facts.python and "CAP_SYS_ADMIN" not in machine.facts.limits.capabilities:
+        yield f"PCI config space beyond 64 bytes takes CAP_SYS_ADMIN ({wanting('CAP_SYS_ADMIN')})"
+    if machine.kernel_log.unreadable:
+        yield f"the kernel log: {machine.kernel_log.unreadable} ({wanting('CAP_SYSLOG')})"
+
+
+def _missing(machine: Machine) -> Iterator[str]:
+    facts, tree = machine.facts, host.HostTree.of(machine.files)
+
+    def absent(path: str) -> bool:
+        # What nobody asked when it was captured is not missing.
+        return not tree.exists(path) and all(item.path != path for item in tree.unreadable)
+
+    has_gpu = any(host.is_gpu(one) for one in machine.functions) or bool(facts.cuda and facts.cuda.devices)
+    if not has_gpu and not _is_unknown(tree, "/sys/bus/pci/devices"):
+        yield "no NVIDIA GPU on PCI"
+    if (
+        facts.nvidia_driver_version is None
+        and not (facts.cuda and facts.cuda.devices)
+        and absent("/proc/driver/nvidia")
+    ):
+        yield "no NVIDIA driver"
+    has_nic = bool(facts.rdma_devices or (facts.verbs and facts.verbs.nics))
+    # The folder of the class is there with the first driver, and may be empty.
+    rdma = "/sys/class/infiniband"
+    if not has_nic and not tree.names(rdma) and not _is_unknown(tree, rdma):
+        yield "no RDMA device"
+    if absent("/proc/driver/nvidia-fs"):
+        yield "no nvidia-fs"
+    if not tree.names("/run/udev/data") and not _is_unknown(tree, "/run/udev/data"):
+        yield "no udev database (/run/udev/data)"
+    # Where the loader looks is known only of a machine that was asked itself.
+    if facts.python and not any(library.path for library in facts.libraries if library.soname == "libcufile.so.0"):
+        yield "no libcufile.so.0 where the loader looks"
+
+
+def _is_unknown(tree: host.HostTree, folder: str) -> bool:
+    tree.names(folder)
+    return any(item.path == folder for item in tree.unreadable)

@@ -1,0 +1,79 @@
+"""Facts about Gaudis, and how they are asked.
+
+Level 4. A file of its own, so that nothing else in this room has to know them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from gdrkit import host
+from gdrkit.witness import LoadedLibrary  # noqa: TC001 - types of fields are read at run time.
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from gdrkit.inventory.facts import LibraryFacts
+
+__all__ = ["GaudiDeviceFacts", "GaudiFacts", "ask_gaudi", "may_have_gaudi"]
+
+_SONAMES = ("libhl-thunk.so", "libhlthunk.so")
+
+
+@dataclass(frozen=True, slots=True)
+class GaudiDeviceFacts:
+    """One device as hl-thunk shows it; see :class:`gdrkit.gaudi.DeviceInfo`."""
+
+    number: int
+    pci_bus_id: str
+    module_id: int
+    pci_device_id: int
+    generation: str
+    card_name: str
+    memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class GaudiFacts:
+    """What hl-thunk answered, and the libraries that were loaded to ask it."""
+
+    devices: tuple[GaudiDeviceFacts, ...]
+    libraries: tuple[LoadedLibrary, ...]
+
+
+def may_have_gaudi(tree: host.HostTree, libraries: Iterable[LibraryFacts]) -> bool:
+    """Whether there is anything to ask: a library, or a device on the PCI bus."""
+    return any(library.path for library in libraries if library.soname in _SONAMES) or bool(
+        host.habana_accelerators(tree)
+    )
+
+
+def ask_gaudi(libraries: Callable[[], tuple[LoadedLibrary, ...]]) -> GaudiFacts:
+    """What hl-thunk says of its devices; none is opened for work.
+
+    Parameters
+    ----------
+    libraries : callable
+        Says what this process has loaded, asked last.
+
+    Raises
+    ------
+    GdrkitError
+        There is no hl-thunk that answers.
+    """
+    from gdrkit import gaudi
+
+    devices = tuple(
+        GaudiDeviceFacts(
+            number=info.number,
+            pci_bus_id=info.pci_bus_id,
+            module_id=info.module_id,
+            pci_device_id=info.pci_device_id,
+            generation=info.generation.value,
+            card_name=info.card_name,
+            memory_bytes=info.memory_bytes,
+        )
+        for info in gaudi.list_devices()
+    )
+    return GaudiFacts(devices=devices, libraries=libraries())

@@ -1,0 +1,101 @@
+"""A copied folder as a capture: one of /sys/class/infiniband, or a whole tree that has sys or proc in it.
+
+Level 4. Only plain files, folders and links are taken; a link is written down and never followed, so that nothing
+outside of the folder is read.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import stat
+from typing import TYPE_CHECKING
+
+from gdrkit.inventory.capture import SCHEMA_VERSION, Answers, Capture
+from gdrkit.inventory.importers.functions import malformed
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = ["import_folder"]
+
+_INFINIBAND = "/sys/class/infiniband"
+_ROOTS = ("sys", "proc", "etc", "run", "dev")
+_FILES_MAX = 500_000
+_FILE_BYTES_MAX = 1 << 20
+_TOTAL_BYTES_MAX = 256 << 20
+_DEPTH_MAX = 64
+
+
+def import_folder(folder: Path) -> Capture:
+    """Read it.
+
+    Raises
+    ------
+    UsageError
+        ``MALFORMED``: it has devices, pipes or sockets, or more than such a tree ever has; or nothing that is known.
+    """
+    source = str(folder)
+    try:
+        names = sorted(entry.name for entry in folder.iterdir())
+    except OSError as error:
+        raise malformed(source, f"cannot be listed: {error.strerror}") from error
+    is_root = any(name in _ROOTS for name in names)
+    if not is_root and not any((folder / name / "ports").is_dir() for name in names):
+        raise malformed(source, "neither a tree with sys or proc in it, nor a copy of /sys/class/infiniband")
+    walker = _Walker(folder)
+    walker.walk("" if is_root else _INFINIBAND, folder, depth=0)
+    if is_root:
+        # Of the root itself only a part was copied: what is missing there was not asked for.
+        walker.answers.folders.pop("/", None)
+    kind = "copied tree" if is_root else "copied /sys/class/infiniband"
+    return Capture(schema_version=SCHEMA_VERSION, origin=kind, answers=walker.answers)
+
+
+class _Walker:
+    def __init__(self, root: Path) -> None:
+        self.answers = Answers()
+        self._source = str(root)
+        self._left_bytes, self._left_files = _TOTAL_BYTES_MAX, _FILES_MAX
+
+    def walk(self, name: str, folder: Path, *, depth: int) -> None:
+        """Take what is in `folder`, which is called `name` on the machine."""
+        if depth > _DEPTH_MAX:
+            raise malformed(self._source, f"more than {_DEPTH_MAX} folders in each other")
+        try:
+            with os.scandir(folder) as entries:
+                found = sorted(entries, key=lambda entry: entry.name)
+            self.answers.folders[name or "/"] = tuple(entry.name for entry in found)
+            for entry in found:
+                self._take(f"{name}/{entry.name}", entry, folder, depth)
+        except UnicodeEncodeError as error:
+            raise malformed(self._source, "a name in it is no UTF-8") from error
+        except OSError as error:
+            raise malformed(self._source, f"{name or '/'} cannot be read: {error.strerror}") from error
+
+    def _take(self, path: str, entry: os.DirEntry[str], folder: Path, depth: int) -> None:
+        path.encode()  # What the file system has may be no text.
+        self._left_files -= 1
+        if self._left_files < 0:
+            raise malformed(self._source, f"more than {_FILES_MAX} files")
+        mode = entry.stat(follow_symlinks=False).st_mode
+        if stat.S_ISLNK(mode):
+            self.answers.links[path] = target = str((folder / entry.name).readlink())
+            target.encode()
+        elif stat.S_ISDIR(mode):
+            self.walk(path, folder / entry.name, depth=depth + 1)
+        elif stat.S_ISREG(mode):
+            self._keep(path, entry.path)
+        else:
+            raise malformed(self._source, f"{path} is neither a file nor a folder nor a link")
+
+    def _keep(self, path: str, place: str) -> None:
+        with os.fdopen(os.open(place, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            data = file.read(_FILE_BYTES_MAX + 1)
+        self._left_bytes -= len(data)
+        if len(data) > _FILE_BYTES_MAX or self._left_bytes < 0:
+            raise malformed(self._source, f"{path}: more than a file of such a tree ever has")
+        try:
+            self.answers.texts[path] = data.decode("utf-8")
+        except UnicodeDecodeError:
+            self.answers.binaries[path] = base64.b64encode(data).decode()

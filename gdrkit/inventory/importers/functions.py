@@ -1,0 +1,91 @@
+"""PCI functions, written down where sysfs has them.
+
+Level 4.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+from gdrkit.errors import Reason, UsageError
+from gdrkit.inventory.capture import Answers
+
+__all__ = ["Function", "address_of", "answers_of", "malformed"]
+
+_ADDRESS = re.compile(r"(?:([0-9a-f]{4,8}):)?([0-9a-f]{2}):([0-9a-f]{2})\.([0-7])", re.IGNORECASE)
+FUNCTIONS_MAX = 65_536
+DEPTH_MAX = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """One function, with the functions above it (the nearest last), and files by their name in its folder.
+
+    Attributes
+    ----------
+    address : str
+        As sysfs has it.
+    root : str
+        The host bridge, e.g. ``pci0000:00``.
+    above : tuple of str
+        Addresses of the bridges between host bridge and function.
+    files : mapping
+        Contents, without a line end.
+    config : bytes or None
+        Config space, as far as it is known.
+    rdma_names : tuple of str
+        RDMA devices that stand on it.
+    links : mapping
+        What links in its folder point to, such as ``driver``.
+    """
+
+    address: str
+    root: str
+    above: tuple[str, ...]
+    files: dict[str, str] = field(default_factory=dict)
+    config: bytes | None = None
+    rdma_names: tuple[str, ...] = ()
+    links: dict[str, str] = field(default_factory=dict)
+
+
+def malformed(source: str, detail: str) -> UsageError:
+    """The one error of an importer."""
+    return UsageError(f"{source}: {detail}", reason=Reason.MALFORMED)
+
+
+def address_of(text: str, source: str) -> str:
+    """``19:00.0`` and ``00000000:19:00.0`` as sysfs writes it, ``0000:19:00.0``."""
+    found = _ADDRESS.fullmatch(text.strip())
+    if found is None:
+        message = f"{text[:40]!r} is no PCI address"
+        raise malformed(source, message)
+    domain, bus, device, function = found.groups()
+    return f"{int(domain or '0', 16):04x}:{bus}:{device}.{function}".lower()
+
+
+def answers_of(functions: dict[str, Function]) -> Answers:
+    """What sysfs would have answered about these functions, and no more."""
+    answers = Answers()
+    answers.folders["/sys/bus/pci/devices"] = tuple(sorted(functions))
+    names = sorted(name for one in functions.values() for name in one.rdma_names)
+    if names:
+        answers.folders["/sys/class/infiniband"] = tuple(names)
+    for address, one in functions.items():
+        place = "/".join(("/sys/devices", one.root, *one.above, address))
+        answers.links[f"/sys/bus/pci/devices/{address}"] = f"../../..{place.removeprefix('/sys')}"
+        for name, text in one.files.items():
+            answers.texts[f"{place}/{name}"] = text
+        if one.config is not None:
+            answers.binaries[f"{place}/config"] = _base64(one.config)
+        for name, target in one.links.items():
+            answers.links[f"{place}/{name}"] = target
+        for name in one.rdma_names:
+            answers.links[f"/sys/class/infiniband/{name}/device"] = f"/sys/bus/pci/devices/{address}"
+    return answers
+
+
+def _base64(data: bytes) -> str:
+    import base64
+
+    return base64.b64encode(data).decode()

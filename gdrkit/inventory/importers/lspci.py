@@ -1,0 +1,189 @@
+"""The text of ``lspci -vvv`` (also with -D, -n, -nn) as a capture.
+
+Level 4. Config space is not in it, but what it says of the registers is. They are written down as the bytes that lspci
+read them from, so that the one reader of config space serves here too; a register that the text does not name is in no
+capability. An ordinary user's lspci prints ``<access denied>`` there: then only a header remains, as for that user.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from dataclasses import dataclass, field
+
+from gdrkit.inventory.capture import SCHEMA_VERSION, Capture
+from gdrkit.inventory.importers.functions import (
+    DEPTH_MAX,
+    FUNCTIONS_MAX,
+    Function,
+    address_of,
+    answers_of,
+    malformed,
+)
+
+__all__ = ["import_lspci"]
+
+_SOURCE = "lspci"
+_BYTES_MAX = 64 << 20
+_HEAD = re.compile(r"((?:[0-9a-f]{4,8}:)?[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]) (.+)", re.IGNORECASE)
+_BUS = re.compile(r"\s+Bus: primary=([0-9a-f]{2}), secondary=([0-9a-f]{2}),", re.IGNORECASE)
+_NUMBERS = re.compile(r"\[([0-9a-f]{4}):([0-9a-f]{4})\]", re.IGNORECASE)
+_ONLY_NUMBERS = re.compile(r"([0-9a-f]{4}): ([0-9a-f]{4}):([0-9a-f]{4})", re.IGNORECASE)
+_CLASS_NUMBER = re.compile(r"\[([0-9a-f]{4})\]:", re.IGNORECASE)
+_SPEED = re.compile(r"Speed ([0-9.]+GT/s)(?: \(\w+\))?, Width (x\d+)")
+_READ_REQUEST = re.compile(r"MaxReadReq (\d+) bytes")
+# What lspci calls the classes that matter here (pci.ids), with base class, subclass and interface.
+_CLASSES = {
+    "3D controller": 0x030200,
+    "VGA compatible controller": 0x030000,
+    "Infiniband controller": 0x020700,
+    "Ethernet controller": 0x020000,
+    "Network controller": 0x028000,
+    "Non-Volatile memory controller": 0x010802,
+    "PCI bridge": 0x060400,
+    "Host bridge": 0x060000,
+    "Bridge": 0x068000,
+}
+_VENDORS = {
+    "NVIDIA": 0x10DE,
+    "Mellanox": 0x15B3,
+    "Intel": 0x8086,
+    "Broadcom": 0x1000,
+    "Advanced Micro Devices": 0x1022,
+    "Micron": 0x1344,
+    "Samsung": 0x144D,
+}
+_ACS_BITS = {"SrcValid": 0x01, "TransBlk": 0x02, "ReqRedir": 0x04, "CmpltRedir": 0x08, "UpstreamFwd": 0x10}
+_CONFIG_BYTES, _HEADER_BYTES = 4096, 64
+# Where the reconstructed capabilities stand; real ones lie anywhere.
+_EXPRESS_AT, _ACS_AT, _ATS_AT = 0x40, 0x100, 0x110
+_RELAXED_ORDERING, _ATS_ENABLE = 0x10, 0x8000
+
+
+@dataclass
+class _Block:
+    """One function's lines, as far as they are understood."""
+
+    address: str
+    head: str
+    lines: list[str] = field(default_factory=list)
+
+    def first(self, name: str) -> str | None:
+        """What stands behind ``name:`` in the first line that begins so."""
+        found = (line.strip() for line in self.lines if line.strip().startswith(f"{name}:"))
+        line = next(found, None)
+        return None if line is None else line.partition(":")[2].strip()
+
+
+def import_lspci(data: bytes) -> Capture:
+    """Read it.
+
+    Raises
+    ------
+    UsageError
+        ``MALFORMED``: no function in it, one twice, or buses that lead back to themselves.
+    """
+    if len(data) > _BYTES_MAX:
+        raise malformed(_SOURCE, f"{len(data)} bytes, more than {_BYTES_MAX}")
+    blocks = _blocks(data.decode("utf-8", "replace"))
+    if not blocks:
+        raise malformed(_SOURCE, "no line that begins with a PCI address")
+    below: dict[str, str] = {}
+    for block in blocks.values():
+        for line in block.lines:
+            bus = _BUS.match(line)
+            if bus and bus[2] != "00":
+                below.setdefault(f"{block.address[:-7]}{bus[2].lower()}", block.address)
+    functions = {address: _function(block, below) for address, block in blocks.items()}
+    return Capture(schema_version=SCHEMA_VERSION, origin="text of lspci", answers=answers_of(functions))
+
+
+def _blocks(text: str) -> dict[str, _Block]:
+    blocks: dict[str, _Block] = {}
+    block: _Block | None = None
+    for line in text.splitlines():
+        head = _HEAD.match(line)
+        if head:
+            block = _Block(address_of(head[1], _SOURCE), head[2])
+            if block.address in blocks:
+                raise malformed(_SOURCE, f"{block.address} stands in it twice")
+            if len(blocks) >= FUNCTIONS_MAX:
+                raise malformed(_SOURCE, f"more than {FUNCTIONS_MAX} functions")
+            blocks[block.address] = block
+        elif block is not None and line[:1].isspace():
+            block.lines.append(line)
+    return blocks
+
+
+def _function(block: _Block, below: dict[str, str]) -> Function:
+    above: list[str] = []
+    bus = block.address[:-5]
+    while (bridge := below.get(bus)) is not None:
+        if bridge in above or bridge == block.address or len(above) > DEPTH_MAX:
+            raise malformed(_SOURCE, f"the bridges above {block.address} lead back to themselves")
+        above.insert(0, bridge)
+        bus = bridge[:-5]
+    vendor, device, kind = _identity(block.head)
+    files = {"vendor": f"{vendor:#06x}", "device": f"{device:#06x}", "class": f"{kind:#08x}"}
+    node = (block.first("NUMA node") or "").split()
+    files["numa_node"] = node[0] if node and node[0].isdecimal() else "-1"
+    for name, end in (("LnkSta", "current"), ("LnkCap", "max")):
+        link = _SPEED.search(block.first(name) or "")
+        if link:
+            files[f"{end}_link_speed"] = f"{link[1].removesuffix('GT/s')} GT/s PCIe"
+            files[f"{end}_link_width"] = link[2].removeprefix("x")
+    return Function(
+        address=block.address,
+        root=f"pci{bus}",
+        above=tuple(above),
+        files=files,
+        config=_config(block),
+        links=_links(block),
+    )
+
+
+def _links(block: _Block) -> dict[str, str]:
+    driver, group = block.first("Kernel driver in use") or "", block.first("IOMMU group") or ""
+    links = {"driver": f"/sys/bus/pci/drivers/{driver}"} if re.fullmatch(r"\w[\w.-]*", driver) else {}
+    return links | ({"iommu_group": f"/sys/kernel/iommu_groups/{group}"} if group.isdecimal() else {})
+
+
+def _identity(head: str) -> tuple[int, int, int]:
+    """Vendor, device and class; 0 for what the text names by a name that is not known here."""
+    plain = _ONLY_NUMBERS.match(head)
+    if plain:
+        return int(plain[2], 16), int(plain[3], 16), int(plain[1], 16) << 8
+    name, _, rest = head.partition(": ")
+    numbered = _CLASS_NUMBER.search(head)
+    word = name.partition(" [")[0]
+    kind = int(numbered[1], 16) << 8 if numbered and word not in _CLASSES else _CLASSES.get(word, 0)
+    ids = _NUMBERS.search(rest)
+    if ids:
+        return int(ids[1], 16), int(ids[2], 16), kind
+    vendor = next((number for word, number in _VENDORS.items() if rest.startswith(word)), 0)
+    device = re.search(r"Device ([0-9a-f]{4})\b", rest)
+    return vendor, int(device[1], 16) if device else 0, kind
+
+
+def _config(block: _Block) -> bytes:
+    if any("<access denied>" in line for line in block.lines):
+        return bytes(_HEADER_BYTES)
+    data = bytearray(_CONFIG_BYTES)
+    request = next((found for line in block.lines if (found := _READ_REQUEST.search(line))), None)
+    if request:
+        struct.pack_into("<H", data, 0x06, 0x10)
+        data[0x34], data[_EXPRESS_AT] = _EXPRESS_AT, 0x10
+        code = max(0, min(7, int(request[1][:8]).bit_length() - 8))
+        ordering = _RELAXED_ORDERING if any("RlxdOrd+" in line for line in block.lines) else 0
+        struct.pack_into("<H", data, _EXPRESS_AT + 8, code << 12 | ordering)
+    acs, ats = block.first("ACSCtl"), block.first("ATSCtl")
+    value = sum(bit for name, bit in _ACS_BITS.items() if f"{name}+" in (acs or ""))
+    extended = [(_ACS_AT, 0x000D, value)] if acs is not None else []
+    if ats is not None:
+        extended.append((_ATS_AT, 0x000F, _ATS_ENABLE if "Enable+" in ats else 0))
+    # The list begins at 0x100 whatever comes first.
+    for index, (_, kind, control) in enumerate(extended):
+        at = _ACS_AT if index == 0 else _ATS_AT
+        following = _ATS_AT if index + 1 < len(extended) else 0
+        struct.pack_into("<IHH", data, at, kind | 1 << 16 | following << 20, 0, control)
+    return bytes(data)

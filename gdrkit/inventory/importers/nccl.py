@@ -1,0 +1,118 @@
+"""NCCL's topology XML (``NCCL_TOPO_DUMP_FILE``, or one that was written by hand), as a capture.
+
+Level 4. It has CPUs, PCI functions nested below them, and RDMA devices (``net``) on functions. Host bridges are not in
+it: what is directly below one ``cpu`` gets one host bridge with a made-up name, since NCCL itself calls such a distance
+PHB.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from gdrkit.inventory.capture import SCHEMA_VERSION, Capture
+from gdrkit.inventory.importers.functions import (
+    DEPTH_MAX,
+    FUNCTIONS_MAX,
+    Function,
+    address_of,
+    answers_of,
+    malformed,
+)
+
+if TYPE_CHECKING:
+    from xml.etree.ElementTree import Element
+
+__all__ = ["import_nccl_topology"]
+
+_SOURCE = "NCCL topology"
+_BYTES_MAX = 16 << 20
+# Attributes of <pci>, and the files of sysfs that NCCL took them from.
+_FILES = {
+    "class": "class",
+    "vendor": "vendor",
+    "device": "device",
+    "subsystem_vendor": "subsystem_vendor",
+    "subsystem_device": "subsystem_device",
+    "link_speed": "current_link_speed",
+    "link_width": "current_link_width",
+}
+_HEX = ("class", "vendor", "device")
+
+
+def import_nccl_topology(data: bytes) -> Capture:
+    """Read it.
+
+    Raises
+    ------
+    UsageError
+        ``MALFORMED``: no XML, one with entities or a document type, or not of the form of NCCL.
+    """
+    if len(data) > _BYTES_MAX:
+        raise malformed(_SOURCE, f"{len(data)} bytes, more than {_BYTES_MAX}")
+    system = _parsed(data)
+    if system.tag != "system":
+        raise malformed(_SOURCE, f"begins with <{system.tag[:40]}>, not with <system>")
+    functions: dict[str, Function] = {}
+    for cpu in system.findall("cpu"):
+        node = cpu.get("numaid", "-1")
+        if not node.lstrip("-").isdecimal() or len(node) > 4:  # noqa: PLR2004 - no host has more nodes.
+            raise malformed(_SOURCE, f"numaid {node[:40]!r} is no number")
+        _walk(cpu, functions, root=f"pci{int(node) & 0xFFFF:04x}:cpu", node=node, above=())
+    if not functions:
+        raise malformed(_SOURCE, "it has no <pci> below a <cpu>")
+    return Capture(schema_version=SCHEMA_VERSION, origin="NCCL topology XML", answers=answers_of(functions))
+
+
+def _parsed(data: bytes) -> Element:
+    from xml.etree.ElementTree import ParseError
+
+    from defusedxml.common import DefusedXmlException
+    from defusedxml.ElementTree import fromstring
+
+    try:
+        # NCCL writes an empty line first, before which no declaration may stand; and there is none.
+        found: Element = fromstring(data.strip(), forbid_dtd=True)
+    except DefusedXmlException as error:
+        raise malformed(_SOURCE, f"it has what such a file never needs: {error}") from error
+    except (ParseError, ValueError, LookupError, RecursionError) as error:
+        raise malformed(_SOURCE, f"no XML: {error}") from error
+    return found
+
+
+def _walk(parent: Element, functions: dict[str, Function], *, root: str, node: str, above: tuple[str, ...]) -> None:
+    if len(above) > DEPTH_MAX:
+        raise malformed(_SOURCE, f"more than {DEPTH_MAX} bridges above each other")
+    for element in parent.findall("pci"):
+        address = address_of(element.get("busid", ""), _SOURCE)
+        if address in functions:
+            raise malformed(_SOURCE, f"{address} stands in it twice")
+        if len(functions) >= FUNCTIONS_MAX:
+            raise malformed(_SOURCE, f"more than {FUNCTIONS_MAX} functions")
+        functions[address] = Function(
+            address=address,
+            root=root,
+            above=above,
+            files={"numa_node": node} | _files(element),
+            rdma_names=tuple(_rdma_names(element)),
+        )
+        _walk(element, functions, root=root, node=node, above=(*above, address))
+
+
+def _files(element: Element) -> dict[str, str]:
+    files = {file: value for name, file in _FILES.items() if (value := element.get(name)) is not None}
+    for name in _HEX:
+        # A file written by hand may leave out vendor and device; sysfs has a number there, and 0 is nobody's.
+        text = files.setdefault(name, "0x0")
+        try:
+            int(text, 16)
+        except ValueError as error:
+            raise malformed(_SOURCE, f"{name} {text[:40]!r} is no number") from error
+    return files
+
+
+def _rdma_names(element: Element) -> list[str]:
+    names = [net.get("name", "") for net in element.findall("nic/net")]
+    for name in names:
+        if not name or "/" in name or name in (".", "..") or not name.isprintable():
+            raise malformed(_SOURCE, f"{name[:40]!r} is no name of a device")
+    return names

@@ -1,0 +1,150 @@
+"""A machine as the rules of the doctor see it: its files, its facts, and what acting on it shows.
+
+Level 4. This one or a captured one; a rule cannot tell, and need not.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import gdrkit
+from gdrkit import host, witness
+from gdrkit.inventory.capture import SCHEMA_VERSION, Answers, Capture, CapturedFiles, Recorder
+from gdrkit.inventory.observation import Observation
+from gdrkit.inventory.probe import probe
+from gdrkit.inventory.question import Question
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from gdrkit.inventory.facts import Facts
+
+__all__ = ["Machine", "replayed", "this_machine"]
+
+# By which libraries on the way of direct transfers are set.
+_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "LD_LIBRARY_PATH")
+_PREFIXES = ("CUFILE_", "UCX_", "NCCL_NET_GDR", "NCCL_DMABUF")
+_ACT_S = 10.0
+# Of temporary files that must be on a disk: what is in /tmp often is in memory, which no storage driver reads.
+_DISK = "/var/tmp"  # noqa: S108 - each act has a folder of its own there.
+
+
+@dataclass
+class Machine:
+    """One machine.
+
+    Attributes
+    ----------
+    files : Files
+        Where its files are read.
+    facts : Facts
+        What it is, and what its APIs answer.
+    kernel_log : KernelLog
+        What its kernel said of devices.
+    environment : mapping
+        The variables that matter.
+    observations : mapping
+        What acting has shown, by the name of the act.
+    may_act : bool
+        Whether this process runs on it; a captured machine has only what was observed then.
+    has_environment : bool
+        Whether the variables of its environment are known.
+    timeout_s : float
+        How long an act may take.
+    """
+
+    files: host.Files
+    facts: Facts
+    kernel_log: witness.KernelLog
+    environment: Mapping[str, str]
+    observations: dict[str, Observation] = field(default_factory=dict)
+    may_act: bool = False
+    has_environment: bool = True
+    timeout_s: float = _ACT_S
+
+    @cached_property
+    def functions(self) -> tuple[host.PciDevice, ...]:
+        """Every PCI function."""
+        return host.pci_devices(host.HostTree.of(self.files))
+
+    @cached_property
+    def all_mounts(self) -> tuple[host.Mount, ...]:
+        """Every mount."""
+        return host.mounts(host.HostTree.of(self.files))
+
+    def observe(self, name: str) -> Observation | None:
+        """Act, once, in a child process with a time limit; None where nobody can, or did."""
+        from gdrkit.inventory.act import ACTS
+
+        if name in ACTS and name not in self.observations and self.may_act:
+            # What the act leaves behind goes with the folder, also where its process had to be ended; without a name
+            # of its own, libcufile's log would go into the current folder.
+            place = _DISK if os.access(_DISK, os.W_OK) else None
+            with tempfile.TemporaryDirectory(prefix="gdrkit-act-", dir=place) as folder:
+                log = {"CUFILE_LOGFILE_PATH": f"{folder}/cufile.log"}
+                question = Question(["gdrkit.inventory.act", name], {**log, **os.environ, "TMPDIR": folder})
+                seen, failure = question.answer(self.timeout_s)
+            self.observations[name] = Observation(name=name, seen=seen or {}, failure=failure)
+        return self.observations.get(name)
+
+    def capture(self) -> Capture:
+        """All that was read of it until now.
+
+        Its files must be those of a :class:`Recorder`, or of a capture.
+        """
+        answers = self.files.answers if isinstance(self.files, Recorder | CapturedFiles) else Answers()
+        return Capture(
+            schema_version=SCHEMA_VERSION,
+            origin=f"gdrkit {gdrkit.__version__} facts --save",
+            answers=answers,
+            facts=self.facts,
+            kernel_log=self.kernel_log,
+            environment=dict(self.environment),
+            observations=tuple(self.observations.values()),
+        )
+
+
+def this_machine(*, ask_apis: bool = True, record: bool = False, act: bool = True) -> Machine:
+    """The one that this process runs on.
+
+    Parameters
+    ----------
+    ask_apis : bool
+        Whether to ask its APIs, in child processes.
+    record : bool
+        Whether to keep what is read, for :meth:`Machine.capture`.
+    act : bool
+        Whether rules may act on it.
+    """
+    files: host.Files = host.DiskFiles()
+    files = Recorder(files) if record else files
+    tree = host.HostTree.of(files)
+    chosen = {name: value for name, value in os.environ.items() if name in _VARIABLES or name.startswith(_PREFIXES)}
+    return Machine(
+        files=files,
+        facts=probe(tree, ask_apis=ask_apis),
+        kernel_log=witness.kernel_log(host.HostTree()),
+        environment=chosen,
+        may_act=act,
+    )
+
+
+def replayed(capture: Capture) -> Machine:
+    """One that was captured; facts that were not captured are read from its files, as far as they have them."""
+    files = CapturedFiles(capture.answers)
+    facts = capture.facts
+    if facts is None:
+        facts = probe(host.HostTree.of(files), environment=capture.environment, ask_apis=False)
+    log = capture.kernel_log or witness.KernelLog(lines=(), unreadable="the kernel log is not in the capture")
+    return Machine(
+        files=files,
+        facts=facts,
+        kernel_log=log,
+        environment=capture.environment,
+        has_environment=capture.facts is not None,
+        observations={observation.name: observation for observation in capture.observations},
+    )

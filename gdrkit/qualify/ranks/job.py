@@ -1,0 +1,239 @@
+"""The journey of a job of several ranks, and what rank 0 does in it.
+
+Level 6. The folder is a run from its first second on: who kills the job has a report of what was measured until then.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import hmac
+import itertools
+import json
+import secrets
+import socket
+import threading
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import gdrkit
+from gdrkit import launch
+from gdrkit.errors import UsageError
+from gdrkit.exit_code import ExitCode
+from gdrkit.host import HostTree
+from gdrkit.house import house
+from gdrkit.inventory import Facts, choose_profile, load_profile, load_profiles, probe
+from gdrkit.qualify.outcome import decide
+from gdrkit.qualify.plan import Plan, PlannedCase
+from gdrkit.qualify.ranks._mpi import gather
+from gdrkit.qualify.ranks.lines import Gone, Lines
+from gdrkit.qualify.ranks.pairs import RankFacts, name_of, plan_pairs
+from gdrkit.qualify.ranks.rank import connect, serve
+from gdrkit.qualify.ranks.rows import Rows
+from gdrkit.report import Run, RunFolder, read_records
+from gdrkit.report.render import render
+from gdrkit.report.run import SCHEMA_VERSION, banner
+from gdrkit.report.substrate import of_facts
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from gdrkit.inventory import Profile
+    from gdrkit.qualify.ranks.pairs import Pair
+    from gdrkit.qualify.run import Options, Progress
+
+__all__ = ["qualify_ranks"]
+
+_SEED_BITS = 63
+# All ranks have looked at their machines by then, or go without.
+_REPORT_S = 120.0
+_HELLO_S = 30.0
+_SEND_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Rank:
+    lines: Lines
+    about: RankFacts
+
+
+def qualify_ranks(options: Options, progress: Progress, *, within_hosts: bool = False) -> tuple[int, Path | None]:
+    """Run this rank of the job; its exit code, which is the same for all, and on rank 0 the folder of the report.
+
+    Raises
+    ------
+    SetupMissing
+        mpi4py, an MPI library or the twins are not installed.
+    UsageError
+        The profile does not exist or does not fit.
+    """
+    listener = socket.create_server(("", 0), backlog=1024)
+    mine = {
+        "addresses": _addresses(),
+        "port": listener.getsockname()[1],
+        "token": secrets.token_hex(16),
+        "seed": secrets.randbits(_SEED_BITS) if options.seed is None else options.seed,
+    }
+    rank, gathered = gather(json.dumps(mine))
+    first = json.loads(gathered[0])
+    present = launch.present_hardware(HostTree())
+    software = launch.TWINNED if options.software else launch.TWINNED - present.keys()
+    # One domain for the job: ranks of one machine see each other's devices as processes of one machine do.
+    started = launch.Launch(software=software, seed=first["seed"], domain=f"job-{first['token'][:12]}")
+    environment = launch.environment(started)
+    hello = {"token": first["token"], "rank": rank, "host": _host()}
+    if rank != 0:
+        listener.close()
+        return serve(connect(first), hello, probe(environment=environment), environment), None
+    with listener:
+        # The rank that plans measures like any other.
+        own = threading.Thread(
+            target=lambda: serve(connect(first), hello, probe(environment=environment), environment), daemon=True
+        )
+        own.start()
+        job = _Job(replace(options, seed=first["seed"]), progress, within_hosts=within_hosts)
+        code = job.run(listener, len(gathered), first["token"])
+        own.join(_HELLO_S)
+    return code, job.folder.path
+
+
+class _Job:
+    def __init__(self, options: Options, progress: Progress, *, within_hosts: bool) -> None:
+        self._options = options
+        self._progress = progress
+        self._within_hosts = within_hosts
+        self._began, self._clock = dt.datetime.now(dt.UTC), time.monotonic()
+        self.folder = RunFolder(options.output or house().runs / self._began.strftime("%Y%m%dT%H%M%SZ"))
+
+    def run(self, listener: socket.socket, count: int, token: str) -> int:
+        """Gather the ranks, measure, write the report; the exit code, which all ranks were told."""
+        ranks = _accept(listener, count, token)
+        code = int(ExitCode.FAILED)
+        try:
+            if 0 not in ranks:
+                message = f"rank 0 did not look at its machine within {_REPORT_S:g} s"
+                raise UsageError(message)
+            code = self._measure(ranks, count)
+        finally:
+            for each in ranks.values():
+                _tell(each.lines, code)
+        return code
+
+    def _measure(self, ranks: Mapping[int, _Rank], count: int) -> int:
+        facts = ranks[0].about.facts
+        judged = {api: found.value for api, found in of_facts(facts).items()}
+        name = self._options.profile
+        profile = load_profile(name) if name else choose_profile(load_profiles(), facts, judged)
+        self._prepare(ranks, profile, judged)
+        rows = Rows(
+            self.folder.records, ranks[0].about, profile=profile, options=self._options, progress=self._progress
+        )
+        pairs = plan_pairs([each.about for each in ranks.values()], within_hosts=self._within_hosts)
+        self._progress.say(f"{len(ranks)} of {count} ranks")
+        planned = [PlannedCase(name_of(pair), "", (), ()) for pair in pairs]
+        self._progress.begin(Plan(profile=profile.name, cases=tuple(planned)))
+        try:
+            self._all(rows, pairs, ranks, count)
+        finally:
+            self._progress.end()
+        records = read_records(self.folder.records) if self.folder.records.exists() else ()
+        outcome = decide(facts, profile, records, software_asked=self._options.software, is_part=True)
+        self._write(
+            profile,
+            judged,
+            exit_code=int(outcome.code),
+            verdict=outcome.verdict,
+            causes=outcome.causes,
+            to_do=outcome.to_do,
+            required=outcome.required,
+        )
+        render(self.folder.path)
+        return int(outcome.code)
+
+    @staticmethod
+    def _all(rows: Rows, pairs: Sequence[Pair], ranks: Mapping[int, _Rank], count: int) -> None:
+        for missing in sorted(set(range(count)) - ranks.keys()):
+            rows.missing(missing, f"rank {missing} did not report within {_REPORT_S:g} s")
+        for pair in pairs:
+            rows.measure(pair, {number: (each.about, each.lines) for number, each in ranks.items()})
+
+    def _prepare(self, ranks: Mapping[int, _Rank], profile: Profile, judged: dict[str, str]) -> None:
+        """Make the folder such that a report can be made of it from now on."""
+        self.folder.path.mkdir(parents=True, exist_ok=True)
+        for file in (self.folder.records, self.folder.run, self.folder.plan, self.folder.index):
+            file.unlink(missing_ok=True)
+        self.folder.facts.write_text(ranks[0].about.facts.to_json(), encoding="utf-8")
+        hosts = self.folder.path / "hosts"
+        hosts.mkdir(exist_ok=True)
+        for number, each in ranks.items():
+            (hosts / f"rank-{number}.json").write_text(each.about.facts.to_json(), encoding="utf-8")
+        first = banner(judged)
+        if first:
+            self._progress.say(first)
+        self._write(
+            profile,
+            judged,
+            exit_code=int(ExitCode.FAILED),
+            verdict="The job did not come to its end",
+            causes=("the job was ended before every pair was measured",),
+            to_do=("run it again; what was measured until then is below",),
+            required=(),
+        )
+
+    def _write(self, profile: Profile, judged: dict[str, str], **ended: Any) -> None:  # noqa: ANN401 - fields of Run.
+        run = Run(
+            schema_version=SCHEMA_VERSION,
+            started=self._began.strftime("%Y-%m-%dT%H:%M:%SZ"),
+            duration_s=round(time.monotonic() - self._clock, 3),
+            command=self._options.command,
+            profile=profile.name,
+            profile_about=profile.about,
+            substrate=judged,
+            software_asked=self._options.software,
+            seed=self._options.seed or 0,
+            commit=house().commit(),
+            version=gdrkit.__version__,
+            **ended,
+        )
+        self.folder.write_run(run)
+
+
+def _accept(listener: socket.socket, count: int, token: str) -> dict[int, _Rank]:
+    """The ranks that report in time; whoever does not know the token is no rank."""
+    found: dict[int, _Rank] = {}
+    end = time.monotonic() + _REPORT_S
+    while len(found) < count and (remaining := end - time.monotonic()) > 0:
+        listener.settimeout(remaining)
+        try:
+            lines = Lines(listener.accept()[0])
+            hello = lines.receive(limit_s=max(0.1, min(_REPORT_S, end - time.monotonic())))
+            known = hmac.compare_digest(str(hello["token"]).encode(), token.encode())
+            about = RankFacts(int(hello["rank"]), str(hello["host"]), Facts.from_json(hello["facts"]))
+        except (TimeoutError, Gone, UsageError, KeyError, ValueError):
+            continue
+        if known and about.rank not in found:
+            found[about.rank] = _Rank(lines, about)
+        else:
+            lines.close()
+    return dict(sorted(found.items()))
+
+
+def _tell(lines: Lines, code: int) -> None:
+    try:
+        lines.send({"exit_code": code}, limit_s=_SEND_S)
+    except (Gone, TimeoutError):
+        return  # It is gone, and needs no code.
+
+
+def _host() -> str:
+    """The machine as its ranks share it: name, start, and network, of which a container may have its own."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return f"{socket.gethostname()} {boot[:8]} {Path('/proc/self/ns/net').stat().st_ino}"
+
+
+def _addresses() -> list[str]:
+    """The IPv4 addresses of this machine, those of itself alone last."""
+    lines = Path("/proc/net/fib_trie").read_text(encoding="ascii").splitlines()
+    local = [above.split()[-1] for above, line in itertools.pairwise(lines) if line.strip() == "/32 host LOCAL"]
+    return sorted(dict.fromkeys(local), key=lambda address: address.startswith("127."))

@@ -1,0 +1,134 @@
+"""The child of a rank that measures: ``python -m gdrkit.qualify.ranks.measure DESCRIPTOR``.
+
+Level 6. It opens NICs and devices, so it is what may die or hang. One side holds device memory, the other starts
+transfers; both are dropped before the next pair.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import statistics
+import sys
+from typing import TYPE_CHECKING, Any
+
+from gdrkit import pattern, witness
+from gdrkit.cuda import Device
+from gdrkit.errors import GdrkitError, UsageError
+from gdrkit.inventory.facts import notable
+from gdrkit.plain import to_plain
+from gdrkit.qualify.ranks.lines import Gone, Lines
+from gdrkit.registration import register
+from gdrkit.verbs import Direction, Endpoint, Initiator, Nic, RemoteRange
+
+if TYPE_CHECKING:
+    from gdrkit.cuda import DeviceMemory
+    from gdrkit.verbs import QueuePair
+
+__all__ = ["main"]
+
+_ANSWER_S = 60.0
+_DEPTH, _LIST_LENGTH = 32, 8
+_WARM_UP_ROUNDS = 2
+
+
+class _Side:
+    """What this process has open for the pair that is measured now."""
+
+    def __init__(self) -> None:
+        self._open = contextlib.ExitStack()
+        self._memory: DeviceMemory | None = None
+        self._pair: QueuePair | None = None
+        self._initiator: Initiator | None = None
+
+    def hold(self, nic: str, device: int, length_bytes: int) -> dict[str, Any]:
+        """Register device memory with a NIC, and say how it is reached."""
+        self.drop()
+        opened = self._open.enter_context(Nic.open(nic))
+        memory = self._open.enter_context(self._open.enter_context(Device(device)).allocate(length_bytes))
+        memory.fill(0)
+        registration = self._open.enter_context(register(memory, [opened]))
+        queue = self._open.enter_context(opened.completion_queue(depth=16))
+        self._pair = self._open.enter_context(opened.queue_pair(queue))
+        self._memory = memory
+        return {
+            "endpoint": self._pair.endpoint().to_dict(),
+            "remote": registration.remote(opened).to_dict(),
+            "way": registration.route.value,
+        }
+
+    def connect(self, endpoint: dict[str, Any]) -> None:
+        """Let the initiator in."""
+        if self._pair is None:
+            message = "nothing is held"
+            raise UsageError(message)
+        self._pair.connect(Endpoint.from_dict(endpoint), reads_max=16)
+
+    def initiate(self, nic: str, endpoint: dict[str, Any], length_bytes: int) -> dict[str, Any]:
+        """Begin the other side, connected to what `hold` said."""
+        self.drop()
+        initiator = self._open.enter_context(Initiator(nic, memory_bytes=length_bytes))
+        initiator.connect([Endpoint.from_dict(endpoint)], reads_max=initiator.reads_max)
+        self._initiator = initiator
+        return {"endpoint": initiator.endpoints()[0].to_dict()}
+
+    def run(self, direction: str, remote: dict[str, Any], seed: int, **sizes: int) -> dict[str, Any]:
+        """Move bytes; what comes from the peer must be the stream of the seed."""
+        if self._initiator is None:
+            message = "nothing was begun"
+            raise UsageError(message)
+        way, there, rounds = Direction(direction), RemoteRange.from_dict(remote), sizes.pop("rounds")
+        self._initiator.write(pattern.payload(there.length_bytes, seed=seed if way is Direction.WRITE else ~seed & 1))
+        rates = []
+        for _ in range(rounds + _WARM_UP_ROUNDS):
+            burst = self._initiator.run(way, there, depth=_DEPTH, list_length=_LIST_LENGTH, **sizes)
+            rates.append(burst.moved_bytes / burst.elapsed_ns)
+        if way is Direction.READ:
+            pattern.check(self._initiator.read(), seed=seed)
+        low, _, high = statistics.quantiles(rates[_WARM_UP_ROUNDS:], n=4)
+        median = statistics.median(rates[_WARM_UP_ROUNDS:])
+        return {"median": median, "spread_percent": (high - low) / median * 100}
+
+    def fill(self, seed: int) -> None:
+        """Give the memory the stream of the seed."""
+        if self._memory is not None:
+            self._memory.write(pattern.payload(self._memory.length_bytes, seed=seed))
+
+    def check(self, seed: int) -> None:
+        """See that the memory has the stream of the seed."""
+        if self._memory is not None:
+            pattern.check(self._memory.read(), seed=seed)
+
+    def libraries(self) -> object:
+        """What this process has loaded."""
+        return to_plain(list(notable(witness.libraries())))
+
+    def drop(self) -> None:
+        """Close what was opened, last first."""
+        self._memory = self._pair = self._initiator = None
+        self._open.close()
+
+
+def main() -> None:
+    """Serve the socket whose descriptor is the only argument."""
+    lines = Lines(socket.socket(fileno=int(sys.argv[1])))
+    side = _Side()
+    operations = {
+        each.__name__: each
+        for each in (side.hold, side.connect, side.initiate, side.run, side.fill, side.check, side.libraries, side.drop)
+    }
+    with contextlib.suppress(Gone):
+        lines.send({"process": os.getpid()}, limit_s=_ANSWER_S)
+        while True:
+            asked = lines.receive(limit_s=None)
+            try:
+                answer = {"result": operations[asked["do"]](**asked["with"])}
+            except GdrkitError as error:
+                answer = {"error": str(error)}
+            lines.send(answer, limit_s=_ANSWER_S)
+    side.drop()
+
+
+if __name__ == "__main__":
+    main()

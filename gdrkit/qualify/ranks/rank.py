@@ -1,0 +1,117 @@
+"""What a rank does: it says what is in its machine, and hands on to its child what rank 0 asks.
+
+Level 6. The child may die and may hang; the rank says so, and begins another at the next request.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+from gdrkit.errors import GdrkitError
+from gdrkit.qualify.ranks.lines import Gone, Lines
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from gdrkit.inventory import Facts
+
+__all__ = ["Supervised", "connect", "serve"]
+
+_CONNECT_S, _SEND_S, _START_S, _END_S = 5.0, 30.0, 60.0, 5.0
+
+
+class Supervised:
+    """The child that measures."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._environment = dict(environment)
+        self._child: subprocess.Popen[bytes] | None = None
+        self._lines: Lines | None = None
+
+    def ask(self, request: dict[str, Any], *, limit_s: float) -> dict[str, Any]:
+        """Hand on a request.
+
+        Returns
+        -------
+        mapping
+            ``result``, ``error``, or ``lost``: how the child ended instead of answering.
+        """
+        if self._lines is None and request["do"] == "drop":
+            return {"result": None}  # Who is not there holds nothing.
+        try:
+            lines = self._lines or self._begin()
+            lines.send({"do": request["do"], "with": request["with"]}, limit_s=limit_s)
+            return lines.receive(limit_s=limit_s)
+        except Gone:
+            return {"lost": self._end()}
+        except TimeoutError:
+            self.close()
+            return {"lost": f"it did not answer within {limit_s:g} s and was killed"}
+
+    def close(self) -> None:
+        """End the child, if there is one."""
+        if self._child is not None:
+            self._child.kill()
+        self._end()
+
+    def _begin(self) -> Lines:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            command = [sys.executable, "-m", "gdrkit.qualify.ranks.measure", str(theirs.fileno())]
+            self._child = subprocess.Popen(
+                command, env=self._environment, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
+            )
+        self._lines = Lines(ours)
+        self._lines.receive(limit_s=_START_S)
+        return self._lines
+
+    def _end(self) -> str:
+        if self._lines is not None:
+            self._lines.close()
+        child, self._child, self._lines = self._child, None, None
+        if child is None:
+            return "it could not be started"
+        try:
+            code = child.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            code = child.wait()
+        return f"it was ended by {signal.Signals(-code).name}" if code < 0 else f"it ended with {code}"
+
+
+def connect(place: Mapping[str, Any]) -> Lines:
+    """Reach rank 0 at the first of its addresses that answers.
+
+    Raises
+    ------
+    GdrkitError
+        None does.
+    """
+    for address in place["addresses"]:
+        with contextlib.suppress(OSError):
+            end = socket.create_connection((address, place["port"]), timeout=_CONNECT_S)
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            return Lines(end)
+    message = f"rank 0 does not answer at port {place['port']} of {', '.join(place['addresses'])}"
+    raise GdrkitError(message, what_to_do="let TCP through between the hosts of the job")
+
+
+def serve(lines: Lines, hello: dict[str, Any], facts: Facts, environment: Mapping[str, str]) -> int:
+    """Do what rank 0 asks, until it names the exit code of the job; 1 when it is gone before."""
+    child = Supervised(environment)
+    try:
+        lines.send({**hello, "process": os.getpid(), "facts": facts.to_json()}, limit_s=_SEND_S)
+        while "exit_code" not in (request := lines.receive(limit_s=None)):
+            lines.send(child.ask(request, limit_s=float(request["limit_s"])), limit_s=_SEND_S)
+        return int(request["exit_code"])
+    except (Gone, TimeoutError):
+        return 1
+    finally:
+        child.close()
+        lines.close()

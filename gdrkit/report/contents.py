@@ -1,0 +1,190 @@
+"""What a report is made from, read back: of a whole run, of one that did not end, or of records alone.
+
+Level 5. A run that was killed leaves its facts and the records of the cases that had ended; a baseline is records
+alone. Either can be shown, and says what it is.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import gdrkit
+from gdrkit import plain
+from gdrkit.errors import Reason, UsageError
+from gdrkit.host import KernelFacts, Limits
+from gdrkit.inventory import Facts
+from gdrkit.report.record import Record, Verdict, parse_record, record_lines
+from gdrkit.report.run import SCHEMA_VERSION, Run, RunFolder, read_bytes, refused
+from gdrkit.report.substrate import Substrate, combined, of_facts
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+__all__ = ["Contents", "read_contents", "unknown_facts"]
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """A run, its facts and its records.
+
+    Attributes
+    ----------
+    run : Run
+        As it was written; of a run that did not end, what its records say of it.
+    facts : Facts
+        Of its machine; of nothing where ``has_facts`` is false.
+    records : tuple of Record
+        In the order in which the cases ran.
+    origins : tuple of str
+        Where each record stands: ``records.jsonl:12``.
+    has_facts : bool
+        Whether facts were kept beside the records.
+    """
+
+    run: Run
+    facts: Facts
+    records: tuple[Record, ...]
+    origins: tuple[str, ...]
+    has_facts: bool = True
+
+
+def read_contents(path: Path) -> Contents:
+    """Read the folder of a run, a records file, or a folder of records files, which may have facts.json beside them.
+
+    Raises
+    ------
+    UsageError
+        It is none of them, or a file in it is malformed; ``MALFORMED`` names the file, the line and what is wrong.
+    SetupMissing
+        The kernel refuses to read it.
+    """
+    folder = RunFolder(path)
+    try:
+        if folder.run.is_file():
+            records, origins = _records([folder.records] if folder.records.is_file() else [], ends=True)
+            return Contents(folder.read_run(), _facts(folder), records, origins)
+        if folder.facts.is_file() and (folder.records.is_file() or folder.plan.is_file()):
+            return _unfinished(folder)
+        files = [path] if path.is_file() else sorted(path.glob("*.jsonl"))
+        if not files:
+            message = f"{path} is no folder of a run: run.json is not there, nor any other record"
+            raise UsageError(message, what_to_do="name a folder that gdrkit qualify has written, or a records file")
+        records, origins = _records(files, ends=True)
+    except OSError as error:
+        raise refused("read", path, error) from error
+    if not records:
+        message = f"{path} has no record"
+        raise UsageError(message, reason=Reason.MALFORMED)
+    run = _run_of(records, verdict=_counted(records), causes=())
+    if folder.facts.is_file():
+        return Contents(run, _facts(folder), records, origins)
+    return Contents(run, unknown_facts(), records, origins, has_facts=False)
+
+
+def unknown_facts() -> Facts:
+    """Facts of a machine of which nothing was kept."""
+    return Facts(
+        schema_version=1,
+        machine="",
+        python="",
+        kernel=KernelFacts(None, None, (), 0, ()),
+        gpus=(),
+        nvidia_driver_version=None,
+        rdma_devices=(),
+        libraries=(),
+        packages=(),
+        limits=Limits(memlock_bytes=None, memlock_known=False, open_files=None, capabilities=()),
+        container=(),
+        cuda=None,
+        cuda_failure=None,
+        verbs=None,
+        verbs_failure=None,
+        routes=(),
+        routes_failure=None,
+        unreadable=(),
+    )
+
+
+def _unfinished(folder: RunFolder) -> Contents:
+    facts = _facts(folder)
+    records, origins = _records([folder.records] if folder.records.is_file() else [], ends=False)
+    causes = ["its process ended before it could write run.json"]
+    planned = _planned(folder)
+    missing = [case for case in planned if case not in {record.case for record in records}]
+    if missing:
+        causes.append(f"{len(missing)} of {len(planned)} cases left no record, the first is {missing[0]}")
+    if folder.records.is_file() and record_lines(folder.records)[-1].strip():
+        causes.append(f"the last line of {folder.records.name} is cut off and was left out")
+    run = _run_of(records, verdict="The run did not end", causes=tuple(causes), facts=facts)
+    return Contents(run, facts, records, origins)
+
+
+def _records(files: Sequence[Path], *, ends: bool) -> tuple[tuple[Record, ...], tuple[str, ...]]:
+    """Records with their places; `ends` says that the last line is whole, as that of a run that ended must be."""
+    records: list[Record] = []
+    origins: list[str] = []
+    for file in files:
+        lines = record_lines(file)
+        if not ends:
+            lines = lines[:-1]
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                records.append(parse_record(line, f"{file}:{number}"))
+                origins.append(f"{file.name}:{number}")
+    return tuple(records), tuple(origins)
+
+
+def _facts(folder: RunFolder) -> Facts:
+    if not folder.facts.is_file():
+        message = f"{folder.path} is no folder of a run: {folder.facts.name} is not there"
+        raise UsageError(message, what_to_do="name a folder that gdrkit qualify has written")
+    return Facts.from_json(read_bytes(folder.facts))
+
+
+def _planned(folder: RunFolder) -> list[str]:
+    if not folder.plan.is_file():
+        return []
+    data = plain.parse_json(read_bytes(folder.plan), where=str(folder.plan))
+    cases = data.get("cases", []) if isinstance(data, dict) else []
+    return [str(case["case"]) for case in cases if isinstance(case, dict) and "case" in case]
+
+
+def _run_of(records: Sequence[Record], *, verdict: str, causes: tuple[str, ...], facts: Facts | None = None) -> Run:
+    """What the records themselves say of their run."""
+    first = records[0] if records else None
+    parts = [{api: Substrate(name) for api, name in record.substrate.items()} for record in records]
+    on = combined(parts) if facts is None else of_facts(facts)
+    failed = bool(causes) or any(record.is_failure for record in records)
+    return Run(
+        schema_version=SCHEMA_VERSION,
+        started=min((record.started for record in records), default="1970-01-01T00:00:00Z"),
+        duration_s=round(sum(record.duration_ms for record in records) / 1000, 3),
+        command=first.command if first else "",
+        profile=first.profile if first else "any",
+        profile_about="",
+        substrate={api: found.value for api, found in sorted(on.items())},
+        software_asked=False,
+        seed=first.seed if first else 0,
+        commit=first.commit if first else None,
+        version=first.version if first else gdrkit.__version__,
+        exit_code=1 if failed else 4,
+        verdict=verdict,
+        causes=causes,
+        to_do=("run it again",) if causes else (),
+        required=(),
+    )
+
+
+def _counted(records: Sequence[Record]) -> str:
+    counted = Counter(record.verdict for record in records)
+    words = {
+        Verdict.PASS: "passed",
+        Verdict.FAIL: "failed",
+        Verdict.UNPROVEN: "unproven",
+        Verdict.NOT_RUN: "did not run",
+    }
+    said = ", ".join(f"{counted[verdict]} {word}" for verdict, word in words.items() if counted[verdict])
+    return f"Records of {len(records)} cases: {said}"

@@ -1,0 +1,102 @@
+"""A run as one JSON document, for machines: ``reports/schema/report-1.json``.
+
+Level 5. Everything in it names the records that it is made from.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+from gdrkit.report.record import Verdict
+from gdrkit.report.sweep import is_shown, split_number
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+    from gdrkit.plain import Json
+    from gdrkit.report.contents import Contents
+    from gdrkit.report.routes import FileStatus, RouteStatus
+    from gdrkit.report.view import View
+
+__all__ = ["SCHEMA_VERSION", "render_document"]
+
+SCHEMA_VERSION = 1
+
+
+def render_document(contents: Contents, view: View) -> str:
+    """The document, indented."""
+    run = contents.run
+    verdicts = [record.verdict for record in contents.records]
+    document: dict[str, Json] = {
+        "schema_version": SCHEMA_VERSION,
+        "verdict": run.verdict,
+        "exit_code": run.exit_code,
+        "banner": run.banner,
+        "host": run.host,
+        "host_id": run.host_id,
+        "profile": run.profile,
+        "started": run.started,
+        "duration_s": run.duration_s,
+        "command": run.command,
+        "seed": run.seed,
+        "commit": run.commit,
+        "version": run.version,
+        "facts_digest": contents.facts.digest if contents.has_facts else None,
+        "substrate": dict(run.substrate),
+        "libraries": [
+            {"api": api.api, "path": path, "build_id": build_id}
+            for api in view.apis
+            for path, build_id in api.libraries
+        ],
+        "counts": {verdict.value: verdicts.count(verdict) for verdict in Verdict},
+        "causes": list(run.causes),
+        "to_do": list(run.to_do),
+        "required": list(run.required),
+        "routes": [{"nic": status.nic, **_status(status, view.origins)} for status in view.routes],
+        "files": [{"mount": status.mount, **_status(status, view.origins)} for status in view.files],
+        "failures": [
+            {
+                "what": list(failure.whats),
+                "cause": failure.cause,
+                "remedy": failure.remedy,
+                "records": _origins(failure.cases, view.origins),
+            }
+            for failure in view.failures
+        ],
+        "not_proven": [
+            {
+                "what": lock.what,
+                "reason": lock.reason,
+                "unlocked_by": lock.key,
+                "ran": lock.ran,
+                "foreseen": lock.foreseen,
+                "records": _origins(lock.cases, view.origins),
+            }
+            for lock in view.locks
+        ],
+        "measurements": list(_measurements(contents)),
+    }
+    return json.dumps(document, indent=2, ensure_ascii=False) + "\n"
+
+
+def _status(status: RouteStatus | FileStatus, origins: Mapping[str, str]) -> dict[str, Json]:
+    return {
+        "device_index": status.device_index,
+        "way": status.way,
+        "state": status.state.value,
+        "cause": status.cause,
+        "records": _origins(status.cases, origins),
+    }
+
+
+def _origins(cases: Iterable[str], origins: Mapping[str, str]) -> list[Json]:
+    return [origins[case] for case in cases if case in origins]
+
+
+def _measurements(contents: Contents) -> Iterator[Json]:
+    """Only what is that of hardware; the rest is in the records."""
+    for record, origin in zip(contents.records, contents.origins, strict=True):
+        for name, value in record.numbers.items() if is_shown(record) else ():
+            number = split_number(name)
+            yield {"case": record.case, "name": name, "value": value, "unit": number.unit, "records": [origin]}

@@ -1,0 +1,328 @@
+"""Many hosts in one report: who is qualified, who differs from the others, who is slower.
+
+Level 5. Each host is the folder of a run; the report stands above them and links to theirs. A folder that cannot be
+read is a row with its error, so that one damaged host hides no other, and the command that made the report fails.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import statistics
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from gdrkit.errors import GdrkitError, UsageError
+from gdrkit.report.contents import Contents, read_contents
+from gdrkit.report.figure import format_number
+from gdrkit.report.metrics import render_metrics
+from gdrkit.report.record import Verdict
+from gdrkit.report.render import environment
+from gdrkit.report.routes import RouteState
+from gdrkit.report.run import RunFolder, make_folder, write_whole
+from gdrkit.report.sweep import is_shown, split_number
+from gdrkit.report.view import make_view
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from gdrkit.plain import Json
+    from gdrkit.report.view import View
+
+__all__ = ["Fleet", "Host", "render_fleet"]
+
+SCHEMA_VERSION = 1
+# How much slower than the median of the fleet a host must be to be named, as in a comparison of two runs.
+_NOISE_PERCENT = 5.0
+_HOSTS_MIN = 3
+_WORDS = {0: "qualified", 1: "failed", 2: "wrong usage", 3: "set-up is missing", 4: "nothing proven"}
+
+
+@dataclass(frozen=True, slots=True)
+class Slow:
+    """A number of one host that is worse than the median of all."""
+
+    name: str
+    value: str
+    median: str
+    percent: float
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """One row.
+
+    Attributes
+    ----------
+    name : str
+        Of the host; with its folder, where others have that name too.
+    folder : str
+        Below the folder of the fleet.
+    error : str
+        Why its run could not be read; then all else is empty.
+    exit_code : int or None
+        Of its run.
+    counts, routes : mapping
+        How many cases by verdict, how many routes by state.
+    differs : tuple of str
+        In what it is unlike most others.
+    slow : tuple of Slow
+        Where it is slower than they are.
+    """
+
+    name: str
+    folder: str
+    error: str = ""
+    exit_code: int | None = None
+    state: str = "not readable"
+    verdict: str = ""
+    profile: str = ""
+    started: str = ""
+    has_page: bool = False
+    counts: Mapping[str, int] | None = None
+    routes: Mapping[str, int] | None = None
+    differs: tuple[str, ...] = ()
+    slow: tuple[Slow, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """The report; ``problems`` has a line for each folder or name that is not as it must be."""
+
+    hosts: tuple[Host, ...]
+    tally: tuple[tuple[str, int], ...]
+    problems: tuple[str, ...]
+    index: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    folder: str
+    contents: Contents
+    view: View
+
+
+def render_fleet(path: Path, output: Path | None = None) -> Fleet:
+    """Write index.html, fleet.json and metrics.prom over all runs in the folders of `path`.
+
+    Raises
+    ------
+    UsageError
+        No folder of a run is there.
+    SetupMissing
+        The kernel refuses to write.
+    """
+    folders = sorted(entry for entry in path.iterdir() if entry.is_dir()) if path.is_dir() else []
+    runs = [entry for entry in folders if _is_run(entry)]
+    if not runs:
+        message = f"{path} holds no folder of a run"
+        raise UsageError(message, what_to_do="name the folder that holds one folder for each host")
+    target = output or path
+    read, unreadable = _read(runs, path)
+    latest, older = _latest(read)
+    names, doubles = _names(latest)
+    usual = _usual(latest)
+    medians = _medians(latest)
+    hosts = [_host(it, names[it.folder], usual=usual, medians=medians, path=path, target=target) for it in latest]
+    hosts += [Host(name=folder, folder=folder, error=error) for folder, error in unreadable]
+    # Who needs somebody's attention comes first.
+    hosts.sort(key=lambda it: (not it.error, it.exit_code == 0, not (it.slow or it.differs), _natural(it.name)))
+    problems = [f"{folder}: {error}" for folder, error in unreadable] + doubles
+    counted = Counter(host.state for host in hosts)
+    tally = tuple((word, counted[word]) for word in (*_WORDS.values(), "not readable") if counted[word])
+    fleet = Fleet(tuple(hosts), tally, tuple(problems), str(target / "index.html"))
+    make_folder(target)
+    write_whole(target / "fleet.json", json.dumps(_document(fleet, older), indent=2, ensure_ascii=False) + "\n")
+    write_whole(target / "metrics.prom", _metrics(latest, names))
+    page = environment(escaped=True).get_template("fleet.html.j2").render(fleet=fleet, older=older)
+    write_whole(target / "index.html", page)
+    return fleet
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """So that node10 comes after node9."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
+def _is_run(entry: Path) -> bool:
+    folder = RunFolder(entry)
+    return any(file.exists() for file in (folder.run, folder.facts, folder.records))
+
+
+def _read(runs: Sequence[Path], path: Path) -> tuple[list[_Read], list[tuple[str, str]]]:
+    read: list[_Read] = []
+    unreadable: list[tuple[str, str]] = []
+    for entry in runs:
+        name = entry.relative_to(path).as_posix()
+        try:
+            contents = read_contents(entry)
+        except GdrkitError as error:
+            unreadable.append((name, str(error)))
+        else:
+            read.append(_Read(name, contents, make_view(contents)))
+    return read, unreadable
+
+
+def _latest(read: Sequence[_Read]) -> tuple[list[_Read], tuple[str, ...]]:
+    """The last run of each host, and the folders of those before it."""
+    kept: list[_Read] = []
+    older: list[str] = []
+    for it in sorted(read, key=lambda one: one.contents.run.started, reverse=True):
+        if any(_is_same(it.contents, other.contents) for other in kept):
+            older.append(it.folder)
+        else:
+            kept.append(it)
+    return kept, tuple(sorted(older))
+
+
+def _is_same(one: Contents, other: Contents) -> bool:
+    """Whether two runs of one name are of one machine, as far as they can tell."""
+    if not one.run.host or one.run.host != other.run.host:
+        return False
+    mine, theirs = _serials(one), _serials(other)
+    if mine and theirs:
+        # Machines of one image share their id; what was built into them tells them apart.
+        return bool(mine & theirs)
+    return one.run.host_id is not None and one.run.host_id == other.run.host_id
+
+
+def _serials(contents: Contents) -> set[str]:
+    guids = {device.node_guid for device in contents.facts.rdma_devices if device.has_device and device.node_guid}
+    is_real = contents.run.substrate.get("cuda") == "hardware"
+    return guids | {device.uuid for device in (contents.facts.cuda.devices if contents.facts.cuda and is_real else ())}
+
+
+def _names(latest: Sequence[_Read]) -> tuple[dict[str, str], list[str]]:
+    """By folder the name to show, and a line for each name that two hosts have."""
+    by_name: dict[str, list[str]] = {}
+    for it in latest:
+        by_name.setdefault(it.contents.run.host or it.folder, []).append(it.folder)
+    shown: dict[str, str] = {}
+    problems = []
+    for name, folders in by_name.items():
+        shown.update({folder: name if len(folders) == 1 else f"{name} ({folder})" for folder in folders})
+        if len(folders) > 1:
+            problems.append(f"{len(folders)} hosts are called {name}: {', '.join(sorted(folders))}")
+    return shown, problems
+
+
+def _traits(contents: Contents) -> dict[str, str]:
+    facts = contents.facts
+    firmware = sorted({device.firmware for device in facts.rdma_devices if device.firmware})
+    devices = facts.cuda.devices if facts.cuda else ()
+    return {
+        "gdrkit": contents.run.version,
+        "kernel": facts.kernel.release or "not readable",
+        "NVIDIA driver": facts.nvidia_driver_version or "none",
+        "GPUs": ", ".join(f"{count} {name}" for name, count in sorted(Counter(it.name for it in devices).items()))
+        or "none",
+        "RDMA devices": str(len(facts.rdma_devices)),
+        "NIC firmware": ", ".join(firmware) or "none",
+        "profile": contents.run.profile,
+    }
+
+
+def _usual(latest: Sequence[_Read]) -> dict[str, str]:
+    """What most hosts have; of few hosts nobody can say what is usual."""
+    if len(latest) < _HOSTS_MIN:
+        return {}
+    found: dict[str, Counter[str]] = {}
+    for it in latest:
+        for trait, value in _traits(it.contents).items():
+            found.setdefault(trait, Counter())[value] += 1
+    most = {trait: counted.most_common(1)[0] for trait, counted in found.items()}
+    return {trait: value for trait, (value, count) in most.items() if count * 2 > len(latest)}
+
+
+def _values(contents: Contents) -> Iterator[tuple[str, float]]:
+    for record in contents.records:
+        for name, value in record.numbers.items() if is_shown(record) else ():
+            number = split_number(name)
+            if number.better and not number.is_bound and number.statistic in ("", "median"):
+                yield f"{record.case} {name}", value
+
+
+def _medians(latest: Sequence[_Read]) -> dict[str, float]:
+    found: dict[str, list[float]] = {}
+    for it in latest:
+        for name, value in dict(_values(it.contents)).items():
+            found.setdefault(name, []).append(value)
+    return {name: statistics.median(values) for name, values in found.items() if len(values) >= _HOSTS_MIN}
+
+
+def _host(
+    it: _Read, name: str, *, usual: Mapping[str, str], medians: Mapping[str, float], path: Path, target: Path
+) -> Host:
+    contents = it.contents
+    traits = _traits(contents)
+    verdicts = Counter(record.verdict for record in contents.records)
+    states = Counter(status.state for status in it.view.routes) + Counter(status.state for status in it.view.files)
+    page = path / it.folder / "index.html"
+    return Host(
+        name=name,
+        folder=os.path.relpath(path / it.folder, target),
+        exit_code=contents.run.exit_code,
+        state=_WORDS.get(contents.run.exit_code, "failed"),
+        verdict=contents.run.verdict,
+        profile=contents.run.profile,
+        started=contents.run.started,
+        has_page=page.is_file(),
+        counts={verdict.value: verdicts[verdict] for verdict in Verdict},
+        routes={state.value: states[state] for state in RouteState},
+        differs=tuple(
+            f"{trait} {traits[trait]}, usual is {value}" for trait, value in usual.items() if traits[trait] != value
+        ),
+        slow=tuple(sorted(_slow(contents, medians), key=lambda slow: slow.percent)),
+    )
+
+
+def _slow(contents: Contents, medians: Mapping[str, float]) -> Iterator[Slow]:
+    for name, value in dict(_values(contents)).items():
+        median = medians.get(name, 0.0)
+        if median:
+            percent = (value - median) / abs(median) * 100 * split_number(name).better
+            if percent < -_NOISE_PERCENT:
+                yield Slow(name, format_number(value), format_number(median), round(percent, 1))
+
+
+def _document(fleet: Fleet, older: Sequence[str]) -> dict[str, Json]:
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "tally": dict(fleet.tally),
+        "problems": list(fleet.problems),
+        "older_runs": list(older),
+        "hosts": [
+            {
+                "name": host.name,
+                "folder": host.folder,
+                "error": host.error,
+                "exit_code": host.exit_code,
+                "state": host.state,
+                "verdict": host.verdict,
+                "profile": host.profile,
+                "started": host.started,
+                "counts": dict(host.counts or {}),
+                "routes": dict(host.routes or {}),
+                "differs": list(host.differs),
+                "slow": [
+                    {"name": it.name, "value": it.value, "median": it.median, "percent": it.percent} for it in host.slow
+                ],
+            }
+            for host in fleet.hosts
+        ],
+    }
+
+
+def _metrics(latest: Sequence[_Read], names: Mapping[str, str]) -> str:
+    """The samples of all hosts, family by family, as the format wants them."""
+    families: dict[str, list[str]] = {}
+    for it in latest:
+        for line in render_metrics(it.contents, it.view, host=names[it.folder]).splitlines(keepends=True):
+            name = line.split(" ")[2] if line.startswith("#") else line.partition("{")[0]
+            lines = families.setdefault(name, [])
+            if not (line.startswith("#") and line in lines):
+                lines.append(line)
+    return "".join(line for lines in families.values() for line in lines)

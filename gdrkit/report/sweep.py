@@ -1,0 +1,227 @@
+"""Measurements that belong together: one number over sizes or depths, as lines of a plot.
+
+Level 5. A case that is repeated with sizes as a parameter (``[host_to_device-16MiB]``) is one point each; its other
+parameters make a line. Numbers that are named by a depth (``depth_16_gb_per_s_median``) are one point each, too. Only
+numbers that are those of hardware are taken.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from gdrkit.report.limits import limit_gb_per_s
+from gdrkit.report.record import Verdict
+from gdrkit.report.substrate import Substrate
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from gdrkit.inventory import Facts
+    from gdrkit.report.record import Record
+
+__all__ = ["Line", "Number", "Point", "Sweep", "is_shown", "measured_apis", "split_number", "sweeps"]
+
+_SIZE = re.compile(r"^(\d+)(B|KiB|MiB|GiB)$")
+_UNIT_BYTES = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+_STATISTIC = re.compile(r"_(p\d+|min|max|mean|median)$")
+# The longest first: ``gb_per_s`` ends with ``s``.
+_UNITS = (
+    ("gbit_per_s", "Gbit/s"),
+    ("gib_per_s", "GiB/s"),
+    ("gb_per_s", "GB/s"),
+    ("bytes_per_s", "B/s"),
+    ("s_per_gib", "s/GiB"),
+    ("per_s", "1/s"),
+    ("percent", "%"),
+    ("ratio", "times"),
+    ("count", ""),
+    ("bytes", "B"),
+    ("kib", "KiB"),
+    ("mib", "MiB"),
+    ("gib", "GiB"),
+    ("mhz", "MHz"),
+    ("ns", "ns"),
+    ("us", "us"),
+    ("ms", "ms"),
+    ("s", "s"),
+)
+_MORE_IS_BETTER = frozenset({"gbit_per_s", "gib_per_s", "gb_per_s", "bytes_per_s", "per_s"})
+_LESS_IS_BETTER = frozenset({"s_per_gib", "ns", "us", "ms", "s"})
+# What stands beside a measurement, and is none: a bound from topology, what a profile expects.
+_BOUND = re.compile(r"(^|_)(limit|expected|expectation|threshold)(_|$)")
+_POINTS_MIN = 2
+_DEPTH = re.compile(r"(?:^|_)depth_(\d+)$")
+_LIMIT = "limit of the link"
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """The parts of the name of a number: ``rate_gb_per_s_median``.
+
+    Attributes
+    ----------
+    base : str
+        ``rate``.
+    unit : str
+        ``gb_per_s``; empty where the name has none.
+    statistic : str
+        ``median``; empty where the name has none.
+    """
+
+    base: str
+    unit: str
+    statistic: str
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether it is a limit or an expectation, and no measurement."""
+        return _BOUND.search(self.base) is not None
+
+    @property
+    def better(self) -> int:
+        """1 where more is better, -1 where less is, 0 where neither."""
+        return (self.unit in _MORE_IS_BETTER) - (self.unit in _LESS_IS_BETTER)
+
+    @property
+    def unit_words(self) -> str:
+        """``GB/s`` of ``gb_per_s``."""
+        return dict(_UNITS).get(self.unit, self.unit)
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One measurement, at a size in bytes or a depth; ``least`` and ``most`` of its rounds where they were kept."""
+
+    at: int
+    value: float
+    least: float | None
+    most: float | None
+    case: str
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Points that differ in their size or depth alone; a bound is drawn dashed, and is nothing that was measured."""
+
+    name: str
+    points: tuple[Point, ...]
+    is_bound: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """One plot, over ``size`` or ``depth``."""
+
+    name: str
+    unit: str
+    over: str
+    lines: tuple[Line, ...]
+
+
+def split_number(name: str) -> Number:
+    """The parts of the name of a number."""
+    found = _STATISTIC.search(name)
+    bare = name[: found.start()] if found else name
+    for unit, _ in _UNITS:
+        if bare == unit or bare.endswith(f"_{unit}"):
+            return Number(bare.removesuffix(unit).rstrip("_"), unit, found[1] if found else "")
+    return Number(bare, "", found[1] if found else "")
+
+
+def measured_apis(record: Record) -> tuple[str, ...]:
+    """What its numbers are about: as the case says itself, else what it needs, else all that was loaded."""
+    said = record.evidence.get("measured_apis")
+    if isinstance(said, list) and said:
+        return tuple(map(str, said))
+    return record.uses or tuple(record.substrate)
+
+
+def is_shown(record: Record) -> bool:
+    """Whether its numbers are those of the machine: every API that they are about was hardware."""
+    apis = measured_apis(record)
+    on = [record.substrate.get(api, Substrate.UNKNOWN.value) for api in apis]
+    hardware = bool(on) and all(name == Substrate.HARDWARE.value for name in on)
+    return hardware and record.verdict in (Verdict.PASS, Verdict.UNPROVEN)
+
+
+def sweeps(records: Iterable[Record], facts: Facts) -> tuple[Sweep, ...]:
+    """The plots of a run: for each case with sizes or depths, and each unit of its numbers.
+
+    A rate also has what the links of `facts` allow, where they say it.
+    """
+    found: dict[tuple[str, str, str], dict[tuple[str, bool], list[Point]]] = {}
+    for record in records:
+        for over, unit, label, is_bound, point in _points(record, facts) if is_shown(record) else ():
+            function = record.case.partition("[")[0]
+            found.setdefault((function, unit, over), {}).setdefault((label, is_bound), []).append(point)
+    return tuple(
+        Sweep(function, dict(_UNITS)[unit], over, _lines(lines))
+        for (function, unit, over), lines in found.items()
+        if any(len(points) >= _POINTS_MIN for points in lines.values())
+    )
+
+
+def _points(record: Record, facts: Facts) -> Iterator[tuple[str, str, str, bool, Point]]:
+    """Over what, unit, label, whether it is a bound, and the point, of every number that a plot can have."""
+    size_bytes, others = _parameters(record.case)
+    limit = limit_gb_per_s(record, facts)
+    for name, value in record.numbers.items():
+        number = split_number(name)
+        if number.statistic not in ("", "median") or not number.better:
+            continue
+        depth = _DEPTH.search(number.base)
+        at = int(depth[1]) if depth else size_bytes
+        if at is None:
+            continue
+        base = number.base[: depth.start()] if depth else number.base
+        over = "depth" if depth else "size"
+        # That it is a rate, the unit says.
+        label = " ".join(filter(None, (*others, "" if base == "rate" else base))).replace("_", " ") or number.unit_words
+        ends = [record.numbers.get(f"{name.removesuffix('_median')}_{end}") for end in ("min", "max")]
+        yield over, number.unit, label, number.is_bound, Point(at, value, ends[0], ends[1], record.case)
+        for words, bound in _judged(record, name, value):
+            yield over, number.unit, words, True, Point(at, bound, None, None, record.case)
+        if number.unit == "gb_per_s" and limit is not None:
+            yield over, number.unit, _LIMIT, True, Point(at, limit, None, None, record.case)
+
+
+def _judged(record: Record, name: str, value: float) -> Iterator[tuple[str, float]]:
+    """The bounds by which a case judged a number, as it keeps them in its evidence."""
+    judged = record.evidence.get("judged")
+    for item in judged if isinstance(judged, list) else ():
+        bound = item.get("bound") if isinstance(item, dict) and item.get("number") == name else None
+        if isinstance(bound, int | float) and not isinstance(bound, bool) and math.isfinite(bound):
+            yield ("at least" if bound <= value else "at most"), float(bound)
+
+
+def _lines(lines: dict[tuple[str, bool], list[Point]]) -> tuple[Line, ...]:
+    made = [
+        Line(label, tuple(sorted({point.at: point for point in points}.values(), key=lambda it: it.at)), is_bound)
+        for (label, is_bound), points in lines.items()
+    ]
+    measured = [line for line in made if not line.is_bound]
+    bounds: dict[tuple[tuple[int, float], ...], Line] = {}
+    for line in made:
+        if line.is_bound:
+            values = tuple((point.at, point.value) for point in line.points)
+            # One that several lines share is named by what it is alone.
+            same = values in bounds
+            bounds[values] = Line(line.name.rpartition(" ")[2] if same else line.name, line.points, is_bound=True)
+    return (*measured, *bounds.values())
+
+
+def _parameters(case: str) -> tuple[int | None, tuple[str, ...]]:
+    """Size and other parameters of the id of a case."""
+    _, _, rest = case.partition("[")
+    size_bytes: int | None = None
+    others: list[str] = []
+    for part in rest.removesuffix("]").split("-") if rest else ():
+        size = _SIZE.match(part)
+        if size and size_bytes is None:
+            size_bytes = int(size[1]) * _UNIT_BYTES[size[2]]
+        else:
+            others.append(part)
+    return size_bytes, tuple(others)

@@ -1,0 +1,58 @@
+"""What `gdrkit serve` does.
+
+Level 4.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import signal
+import sys
+from typing import TYPE_CHECKING
+
+from gdrkit.errors import Api, ApiError, Reason, errno_name
+from gdrkit.storage.connection import Place
+from gdrkit.storage.server import StorageServer
+from gdrkit.storage.store import FileStore
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+__all__ = ["serve"]
+
+_TO_DO = {
+    errno.EWOULDBLOCK: "another server has this store; stop it first",
+    errno.EADDRINUSE: "choose another place to listen, or stop who listens there",
+    errno.ENODEV: "name an RDMA device that is there (gdrkit facts)",
+    errno.EACCES: "let this user read and write the folder and /dev/infiniband",
+}
+
+
+def serve(root: Path, *, listen: str | None, nic_names: Sequence[str], chunk_bytes: int | None) -> int:
+    """Serve until SIGTERM or SIGINT; the exit code."""
+    logging.basicConfig(level=logging.INFO, format="gdrkit serve: %(message)s", stream=sys.stderr)
+    # Waited for below; threads that start from here on never get them.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
+    try:
+        with FileStore(root, chunk_bytes=chunk_bytes) as store:
+            place = Place(path=store.own_socket()) if listen is None else Place.parse(listen)
+            with StorageServer(store, place, nic_names=nic_names) as server:
+                sys.stdout.write(f"gdrkit serve: {root} at {server.place} by {', '.join(server.nics)}\n")
+                sys.stdout.flush()
+                signal.sigwait({signal.SIGTERM, signal.SIGINT})
+    except OSError as error:
+        raise ApiError(
+            api=Api.KERNEL if error.filename or error.errno != errno.ENODEV else Api.VERBS,
+            operation="serve",
+            status=error.errno,
+            status_name=errno_name(error.errno),
+            errno=error.errno,
+            arguments={"store": os.fspath(root), "listen": listen, "nics": list(nic_names)},
+            reason=Reason.BUSY if error.errno == errno.EWOULDBLOCK else Reason.OTHER,
+            what_to_do=_TO_DO.get(error.errno or 0, ""),
+            detail=str(error.strerror or error),
+        ) from error
+    return 0

@@ -1,0 +1,203 @@
+"""Control connections: frames over a TCP or unix socket, and how such a place is written.
+
+Level 4. A place is ``HOST:PORT`` or ``unix:PATH``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+from gdrkit.errors import BrokenResource, Reason, UsageError
+from gdrkit.storage.wire import HEADER_BYTES, FrameType, check_payload, pack_control, parse_header
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["ControlConnection", "Place"]
+
+_DESCRIPTORS_MAX = 4
+_HOST_AND_PORT = re.compile(r"(?:\[(?P<v6>[0-9a-fA-F:.%\w]+)\]|(?P<host>[^:\[\]]+)):(?P<port>\d{1,5})")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a server listens: a path, or a host and a port."""
+
+    path: Path | None = None
+    host: str = ""
+    port: int = 0
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read ``unix:PATH``, ``HOST:PORT`` or ``[V6]:PORT``."""
+        if text.startswith("unix:") and len(text) > len("unix:"):
+            return cls(path=Path(text.removeprefix("unix:")))
+        found = _HOST_AND_PORT.fullmatch(text)
+        if found is None or int(found["port"]) > 65535:  # noqa: PLR2004 - a port has 16 bits.
+            message = f"{text!r} is neither HOST:PORT nor unix:PATH"
+            raise UsageError(message, reason=Reason.MALFORMED)
+        return cls(host=found["v6"] or found["host"], port=int(found["port"]))
+
+    def __str__(self) -> str:
+        if self.path is not None:
+            return f"unix:{self.path}"
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    def listen(self) -> socket.socket:
+        """A listening socket; of a path with mode 0600."""
+        if self.path is None:
+            family = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0][0]
+            return socket.create_server((self.host, self.port), family=family, backlog=64)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            with _short(self.path) as name:
+                self._remove_left(name)
+                before = os.umask(0o177)
+                try:
+                    listener.bind(name)
+                finally:
+                    os.umask(before)
+            listener.listen(64)
+        except BaseException:
+            listener.close()
+            raise
+        return listener
+
+    def connect(self, timeout_s: float) -> socket.socket:
+        """A connected socket."""
+        if self.path is None:
+            made = socket.create_connection((self.host, self.port), timeout=timeout_s)
+            made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            return made
+        made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        made.settimeout(timeout_s)
+        try:
+            with _short(self.path) as name:
+                made.connect(name)
+        except BaseException:
+            made.close()
+            raise
+        return made
+
+    @staticmethod
+    def _remove_left(name: str) -> None:
+        """Remove the socket of a server that is gone; one that answers is left alone, and bind refuses."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking, contextlib.suppress(FileNotFoundError):
+            try:
+                asking.connect(name)
+            except ConnectionRefusedError:
+                Path(name).unlink()
+
+
+@contextlib.contextmanager
+def _short(path: Path) -> Iterator[str]:
+    """A name of the socket that fits into the 108 bytes of an address, however long its folder's is."""
+    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{folder}/{path.name}"
+    finally:
+        os.close(folder)
+
+
+class ControlConnection:
+    """Sends and receives control frames; owns its socket."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._socket = end
+        self._is_unix = end.family == socket.AF_UNIX
+        # Came with the last frame (SCM_RIGHTS) and not taken.
+        self.descriptors: list[int] = []
+
+    def fileno(self) -> int:
+        """Of the socket."""
+        return self._socket.fileno()
+
+    def set_timeout(self, timeout_s: float | None) -> None:
+        """How long to wait for a part of a frame."""
+        self._socket.settimeout(timeout_s)
+
+    def send(self, kind: FrameType, payload: bytes, *, sequence: int, descriptor: int | None = None) -> None:
+        """Send one frame; OSError when the other side is gone."""
+        data = pack_control(kind, payload, sequence=sequence)
+        sent = 0 if descriptor is None else socket.send_fds(self._socket, [data], [descriptor])
+        self._socket.sendall(data[sent:])
+
+    def receive(self, kind: FrameType) -> tuple[bytes, int] | None:
+        """Payload and sequence of the next frame; None at the end between two frames.
+
+        Raises
+        ------
+        UsageError
+            MALFORMED: it is no such frame.
+        BrokenResource
+            The other side ended within one.
+        TimeoutError
+            Nothing came in time.
+        """
+        self.close_descriptors()
+        head = self._exactly(HEADER_BYTES, may_end=True)
+        if not head:
+            return None
+        header = parse_header(head)
+        if header.type is not kind:
+            message = f"frame: {header.type.name} where {kind.name} was expected"
+            raise UsageError(message, reason=Reason.MALFORMED)
+        payload = self._exactly(header.length, may_end=False)
+        check_payload(header, payload)
+        return payload, header.sequence
+
+    def take(self) -> socket.socket:
+        """Give the socket to the caller; the connection is closed."""
+        self.close_descriptors()
+        taken = socket.socket(fileno=self._socket.detach())
+        taken.settimeout(None)
+        return taken
+
+    def detach(self) -> int:
+        """Give the descriptor of the socket to the caller."""
+        self.close_descriptors()
+        return self._socket.detach()
+
+    def hang_up(self) -> None:
+        """Have whoever waits on it wake up, in any thread."""
+        with contextlib.suppress(OSError):  # The connection may have ended already.
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close it."""
+        self.close_descriptors()
+        self._socket.close()
+
+    def close_descriptors(self) -> None:
+        """Close what came and was not taken."""
+        for descriptor in self.descriptors:
+            os.close(descriptor)
+        self.descriptors = []
+
+    def _exactly(self, length_bytes: int, *, may_end: bool) -> bytes:
+        data = bytearray()
+        while len(data) < length_bytes:
+            part = self._some(length_bytes - len(data))
+            if not part:
+                if may_end and not data:
+                    break
+                message = "the other side ended within a frame"
+                raise BrokenResource(message, reason=Reason.PEER_GONE)
+            data += part
+        return bytes(data)
+
+    def _some(self, length_bytes: int) -> bytes:
+        if not self._is_unix:
+            return self._socket.recv(length_bytes)
+        data, descriptors, _flags, _address = socket.recv_fds(self._socket, length_bytes, _DESCRIPTORS_MAX)
+        self.descriptors += descriptors
+        if len(self.descriptors) > _DESCRIPTORS_MAX:
+            message = "frame: too many descriptors"
+            raise UsageError(message, reason=Reason.MALFORMED)
+        return data

@@ -1,0 +1,207 @@
+"""Control messages as the payload of frames, and back.
+
+Level 4, pure. What comes in is held to the types and limits of :mod:`gdrkit.storage.messages`; anything else is
+:class:`UsageError` with ``MALFORMED``.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, TypeAlias, TypeVar, Union
+
+from gdrkit.errors import Reason, UsageError
+from gdrkit.plain import Json, from_plain, to_plain
+from gdrkit.storage import messages as ask
+from gdrkit.storage.wire import CONTROL_BYTES_MAX
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["REQUESTS", "Request", "pack_error", "pack_reply", "pack_request", "parse_reply", "parse_request"]
+
+PATH_CHARACTERS_MAX = 4096
+RANGES_MAX = 1024
+_INT63 = (1 << 63) - 1
+
+Request: TypeAlias = Union[  # noqa: UP007 - a list this long reads better.
+    ask.Hello,
+    ask.Attach,
+    ask.Open,
+    ask.Adopt,
+    ask.Close,
+    ask.Stat,
+    ask.List,
+    ask.Mkdir,
+    ask.Rmdir,
+    ask.Unlink,
+    ask.Rename,
+    ask.Link,
+    ask.Symlink,
+    ask.Readlink,
+    ask.Truncate,
+    ask.Sync,
+    ask.PunchHole,
+    ask.Statfs,
+    ask.Chmod,
+    ask.Utimens,
+    ask.Statistics,
+]
+
+REQUESTS: Mapping[str, type[Request]] = {
+    "hello": ask.Hello,
+    "attach": ask.Attach,
+    "open": ask.Open,
+    "adopt": ask.Adopt,
+    "close": ask.Close,
+    "stat": ask.Stat,
+    "list": ask.List,
+    "mkdir": ask.Mkdir,
+    "rmdir": ask.Rmdir,
+    "unlink": ask.Unlink,
+    "rename": ask.Rename,
+    "link": ask.Link,
+    "symlink": ask.Symlink,
+    "readlink": ask.Readlink,
+    "truncate": ask.Truncate,
+    "sync": ask.Sync,
+    "punch_hole": ask.PunchHole,
+    "statfs": ask.Statfs,
+    "chmod": ask.Chmod,
+    "utimens": ask.Utimens,
+    "statistics": ask.Statistics,
+}
+_NAMES = {kind: name for name, kind in REQUESTS.items()}
+_TIME_FIELDS = frozenset({"access_time_ns", "modification_time_ns", "change_time_ns"})
+_TEXT_MAX: Mapping[str, int] = {
+    "client": 256,
+    "server": 256,
+    "session": 64,
+    "replaces": 64,
+    "token": 256,
+    "message": 4096,
+}
+
+_R = TypeVar("_R")
+
+
+def pack_request(request: Request) -> bytes:
+    """The payload of a control request."""
+    fields = to_plain(request)
+    if not isinstance(fields, dict):
+        message = f"no request: {request!r}"
+        raise UsageError(message)
+    return _pack({"op": _NAMES[type(request)], **fields})
+
+
+def parse_request(payload: bytes) -> Request:
+    """A request, whose numbers and texts are inside their limits."""
+    data = _unpack(payload)
+    name = data.pop("op", None)
+    kind = REQUESTS.get(name) if isinstance(name, str) else None
+    if kind is None:
+        message = f"request: there is no operation {str(name)[:80]!r}"
+        raise UsageError(message, reason=Reason.MALFORMED)
+    try:
+        _check_values(data, str(name))
+        request = from_plain(kind, data, where=str(name))
+    except RecursionError as error:
+        message = f"{name}: it is nested too deeply"
+        raise UsageError(message, reason=Reason.MALFORMED) from error
+    _check_request(request, str(name))
+    return request
+
+
+def pack_reply(reply: object) -> bytes:
+    """The payload of a reply that went well."""
+    return _pack({"ok": to_plain(reply)})
+
+
+def pack_error(reply: ask.ErrorReply) -> bytes:
+    """The payload of a reply that says why not."""
+    return _pack({"error": to_plain(reply)})
+
+
+def parse_reply(payload: bytes, kind: type[_R]) -> _R | ask.ErrorReply:
+    """The reply to a request whose answer is a `kind`."""
+    data = _unpack(payload)
+    if data.keys() == {"error"}:
+        _check_values(data, "reply")
+        return from_plain(ask.ErrorReply, data["error"], where="error")
+    if data.keys() != {"ok"}:
+        message = "reply: it is neither ok nor an error"
+        raise UsageError(message, reason=Reason.MALFORMED)
+    _check_values(data, "reply")
+    return from_plain(kind, data["ok"], where=kind.__name__)
+
+
+def _pack(data: Json) -> bytes:
+    # Only ASCII: surrogates, which stand for bytes that are no UTF-8, have no UTF-8 of their own.
+    payload = json.dumps(data, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode()
+    if len(payload) > CONTROL_BYTES_MAX:
+        message = f"a control message has at most {CONTROL_BYTES_MAX} bytes, not {len(payload)}"
+        raise UsageError(message)
+    return payload
+
+
+def _unpack(payload: bytes) -> dict[str, Json]:
+    try:
+        data = json.loads(payload.decode(), object_pairs_hook=_object, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        message = f"control message: no JSON: {str(error)[:200]}"
+        raise UsageError(message, reason=Reason.MALFORMED) from error
+    if not isinstance(data, dict):
+        message = "control message: no object"
+        raise UsageError(message, reason=Reason.MALFORMED)
+    return data
+
+
+def _object(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        message = "a name stands twice in an object"
+        raise ValueError(message)
+    return found
+
+
+def _no_constant(word: str) -> Json:
+    message = f"{word} is no number of JSON"
+    raise ValueError(message)
+
+
+def _check_values(value: object, where: str, *, name: str = "") -> None:
+    """Hold every number to 63 bits (a file's times may be negative) and every text to its limit."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            _check_values(item, f"{where}.{key[:40]}", name=key)
+    elif isinstance(value, list):
+        for item in value:
+            _check_values(item, where, name=name)
+    elif isinstance(value, str):
+        if len(value) > _TEXT_MAX.get(name, PATH_CHARACTERS_MAX) or "\0" in value:
+            message = f"{where}: a text of {len(value)} characters, or one with a zero"
+            raise UsageError(message, reason=Reason.MALFORMED)
+    elif isinstance(value, int) and not (-_INT63 if name in _TIME_FIELDS else 0) <= value <= _INT63:
+        # Inodes have 64 bits in stat(2), and no file system of Linux that gives out the highest.
+        message = f"{where}: {str(value)[:40]} is out of range"
+        raise UsageError(message, reason=Reason.MALFORMED)
+
+
+def _check_request(request: Request, where: str) -> None:
+    wrong = ""
+    match request:
+        case ask.Hello(lanes=lanes) if not 0 < len(lanes) <= ask.LANES_MAX:
+            wrong = f"a session has 1 to {ask.LANES_MAX} lanes, not {len(lanes)}"
+        case ask.Stat(path=path, handle=handle) | ask.Truncate(path=path, handle=handle) if (path is None) == (
+            handle is None
+        ):
+            wrong = "exactly one of path and handle is given"
+        case ask.PunchHole(ranges=ranges):
+            if not 0 < len(ranges) <= RANGES_MAX or any(len(each) != 2 or each[0] > each[1] for each in ranges):  # noqa: PLR2004
+                wrong = f"1 to {RANGES_MAX} ranges of a begin and an end are given"
+        case ask.Rename(exclusive=True, exchange=True):
+            wrong = "exclusive and exchange exclude each other"
+        case ask.Open(mode=mode) | ask.Mkdir(mode=mode) | ask.Chmod(mode=mode) if mode > 0o7777:  # noqa: PLR2004
+            wrong = f"{mode:#o} are no permission bits"
+    if wrong:
+        message = f"{where}: {wrong}"
+        raise UsageError(message, reason=Reason.MALFORMED)

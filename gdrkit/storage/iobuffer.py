@@ -1,0 +1,180 @@
+"""Memory that the storage server may read and write: of the host, or of a device.
+
+Level 4. Nothing here touches device memory with the CPU: it has no view of its bytes, its holes are filled by the
+device itself, and its checksums come from the server. A range of a buffer is a buffer too.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol, Self, runtime_checkable
+
+from gdrkit.buffers import DeviceBuffer, check_range
+from gdrkit.errors import ClosedResource, Reason, UsageError
+from gdrkit.handles import Handle, ReleaseStack
+from gdrkit.storage.checksum import crc32c
+
+if TYPE_CHECKING:
+    import mmap
+    from collections.abc import Sequence
+    from types import TracebackType
+
+    from gdrkit.registration import Lease, RegionCache
+    from gdrkit.verbs import Nic, Region, RemoteRange
+
+__all__ = ["IOBuffer"]
+
+
+@runtime_checkable
+class _Fillable(Protocol):
+    def fill(self, byte: int, *, offset_bytes: int = 0, length_bytes: int | None = None) -> None:
+        """Set bytes by the device's own call, and wait for it."""
+
+
+class _Registered:
+    """What a buffer and its parts share."""
+
+    def __init__(self) -> None:
+        self.regions: dict[Nic, Region] = {}
+        self.view: memoryview | None = None
+        self.memory: DeviceBuffer | None = None
+        self.lease: Lease | None = None
+        self.parts = ReleaseStack()
+        self.closed = False
+        self.handle = Handle("storage.iobuffer")
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        if self.view is not None:
+            self.view.release()
+        self.parts.run()
+        self.closed = True
+        self.handle.release()
+
+
+class IOBuffer:
+    """Registered memory; made by :meth:`StorageClient.register`, or a part of one by :meth:`subrange`.
+
+    Attributes
+    ----------
+    length_bytes : int
+        Its size.
+    """
+
+    def __init__(self, registered: _Registered, *, offset_bytes: int, length_bytes: int, is_part: bool) -> None:
+        """Not for direct use; see :meth:`of_host` and :meth:`of_device`."""
+        self.length_bytes = length_bytes
+        self._registered = registered
+        self._offset_bytes = offset_bytes
+        self._is_part = is_part
+
+    @classmethod
+    def of_host(cls, buffer: bytearray | mmap.mmap | memoryview, nics: Sequence[Nic]) -> Self:
+        """Register a writable host buffer with all of these NICs, or with none."""
+        made = _Registered()
+        try:
+            for nic in nics:
+                region = nic.register_host(buffer)
+                made.parts.push(region.close)
+                made.regions[nic] = region
+            made.view = memoryview(buffer).cast("B")
+        except BaseException:
+            made.close()
+            raise
+        return cls(made, offset_bytes=0, length_bytes=made.view.nbytes, is_part=False)
+
+    @classmethod
+    def of_device(cls, memory: DeviceBuffer, cache: RegionCache) -> Self:
+        """Lease a registration of device memory, with all NICs of the cache."""
+        lease = cache.lease(memory)
+        made = _Registered()
+        made.lease = lease
+        made.memory = memory
+        made.parts.push(lease.close)
+        return cls(made, offset_bytes=0, length_bytes=memory.length_bytes, is_part=False)
+
+    @property
+    def is_device_memory(self) -> bool:
+        """Whether the CPU must not touch it."""
+        return self._registered.memory is not None
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was deregistered."""
+        return self._registered.closed
+
+    def subrange(self, *, offset_bytes: int, length_bytes: int) -> IOBuffer:
+        """A part of it, good for as long as the whole is."""
+        check_range(offset_bytes=offset_bytes, length_bytes=length_bytes, size_bytes=self.length_bytes)
+        begin_bytes = self._offset_bytes + offset_bytes
+        return IOBuffer(self._registered, offset_bytes=begin_bytes, length_bytes=length_bytes, is_part=True)
+
+    def data(self) -> memoryview:
+        """Its bytes.
+
+        Raises
+        ------
+        UsageError
+            NOT_SUPPORTED: it is device memory, which the CPU does not touch.
+        """
+        view = self._open().view
+        if view is None:
+            message = "device memory has no bytes for the CPU"
+            raise UsageError(message, reason=Reason.NOT_SUPPORTED, what_to_do="copy it by the device: memory.read()")
+        return view[self._offset_bytes : self._offset_bytes + self.length_bytes]
+
+    def checksum(self, *, length_bytes: int) -> int:
+        """CRC32C of its first bytes, by the CPU; as :meth:`data` for device memory."""
+        return crc32c(self.data()[:length_bytes])
+
+    def copy_out(self) -> bytes:
+        """A copy of its bytes, those of a device made by the device's own copy call."""
+        memory = self._open().memory
+        if memory is None:
+            return bytes(self.data())
+        return memory.read(offset_bytes=self._offset_bytes, length_bytes=self.length_bytes)
+
+    def zero(self, *, offset_bytes: int, length_bytes: int) -> None:
+        """Set bytes to zero, those of a device by the device, and wait for that."""
+        check_range(offset_bytes=offset_bytes, length_bytes=length_bytes, size_bytes=self.length_bytes)
+        memory = self._open().memory
+        if memory is None:
+            self.data()[offset_bytes : offset_bytes + length_bytes] = bytes(length_bytes)
+        elif isinstance(memory, _Fillable):
+            memory.fill(0, offset_bytes=self._offset_bytes + offset_bytes, length_bytes=length_bytes)
+        else:
+            message = f"{type(memory).__name__} cannot be filled by its device"
+            raise UsageError(message, reason=Reason.NOT_SUPPORTED)
+
+    @property
+    def can_zero(self) -> bool:
+        """Whether :meth:`zero` works; if not, the server is asked to send the zeros."""
+        memory = self._registered.memory
+        return memory is None or isinstance(memory, _Fillable)
+
+    def remote(self, nic: Nic) -> RemoteRange:
+        """What the server needs to reach it through this NIC."""
+        whole = self._open()
+        offset_bytes, length_bytes = self._offset_bytes, self.length_bytes
+        if whole.lease is not None:
+            return whole.lease.remote(nic, offset_bytes=offset_bytes, length_bytes=length_bytes)
+        return whole.regions[nic].remote(offset_bytes=offset_bytes, length_bytes=length_bytes)
+
+    def close(self) -> None:
+        """Deregister; a second close does nothing, nor does that of a part."""
+        if not self._is_part:
+            self._registered.close()
+
+    def _open(self) -> _Registered:
+        if self._registered.closed:
+            what = "IO buffer"
+            raise ClosedResource(what)
+        return self._registered
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

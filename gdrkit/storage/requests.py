@@ -1,0 +1,165 @@
+"""What a session may ask of the store, and the files that it has open.
+
+Level 4.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from typing import TYPE_CHECKING, Any
+
+from gdrkit.storage import messages as ask
+from gdrkit.storage.store import file_stat
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from gdrkit.storage.control import Request
+    from gdrkit.storage.store import FileStore
+
+__all__ = ["Requests"]
+
+
+class Requests:
+    """Answers the control requests of one session; owns the native session."""
+
+    def __init__(self, store: FileStore, native: Any, *, handles_max: int) -> None:  # noqa: ANN401 - of the engine.
+        self._store = store
+        self._native = native
+        self._handles_max = handles_max
+        self._files: dict[int, Any] = {}
+        self._handles = 0
+        self._lock = threading.Lock()
+        self._is_over = False
+        self.is_attached = False
+        self.ended_fd: int = native.ended_fd
+        self._answers: dict[type[Any], Callable[[Any], object]] = {
+            ask.Close: self._close,
+            ask.Stat: self._stat,
+            ask.List: lambda request: store.list(request.path, request.after),
+            ask.Mkdir: lambda request: store.mkdir(request.path, request.mode),
+            ask.Rmdir: lambda request: store.rmdir(request.path),
+            ask.Unlink: lambda request: store.unlink(request.path),
+            ask.Rename: lambda request: store.rename(
+                request.path, request.new_path, exclusive=request.exclusive, exchange=request.exchange
+            ),
+            ask.Link: lambda request: store.link(request.path, request.new_path),
+            ask.Symlink: lambda request: store.symlink(request.path, request.target),
+            ask.Readlink: lambda request: ask.ReadlinkReply(store.readlink(request.path)),
+            ask.Open: self._open,
+            ask.Truncate: self._truncate,
+            ask.Sync: self._sync,
+            ask.PunchHole: self._punch_hole,
+            ask.Statfs: lambda _request: store.statfs(),
+            ask.Chmod: lambda request: store.chmod(request.path, request.mode),
+            ask.Utimens: lambda request: store.utimens(
+                request.path,
+                access_time_ns=request.access_time_ns,
+                modification_time_ns=request.modification_time_ns,
+            ),
+            ask.Statistics: lambda _request: ask.StatisticsReply(dict(store.native.counters())),
+        }
+
+    def start(self, data_fd: int) -> None:
+        """Serve the data connection, which is the native session's from now on."""
+        self._native.start(data_fd)
+
+    def answer(self, request: Request, descriptors: list[int]) -> object:
+        """Do what is asked.
+
+        Raises
+        ------
+        OSError
+            It could not be done; the client gets the errno.
+        """
+        with self._lock:
+            if self._is_over:
+                raise OSError(errno.ESTALE, "another session has replaced this one")
+            return self._answer(request, descriptors)
+
+    def end(self) -> None:
+        """Have nothing more happen by this session, from whichever thread: when this returns, no transfer is under way
+        and no request is being answered.
+        """
+        with self._lock:
+            self._is_over = True
+        self._native.close()
+
+    def close(self) -> None:
+        """End the session: no transfer is under way afterwards, and every file is closed."""
+        self.end()
+        self._files.clear()
+        # They hold this object: the native session would wait for the garbage collector with its last descriptors.
+        self._answers.clear()
+
+    def _answer(self, request: Request, descriptors: list[int]) -> object:
+        if isinstance(request, ask.Adopt):
+            if len(descriptors) != 1:
+                raise OSError(errno.EBADF, f"adopt comes with one descriptor, not {len(descriptors)}")
+            return self._add(self._store.adopt(descriptors[0], read=request.read, write=request.write))
+        known = self._answers.get(type(request))
+        if known is None:
+            raise OSError(errno.EPROTO, "a session begins once")
+        answer = known(request)
+        return ask.Done() if answer is None else answer
+
+    def _add(self, file: Any) -> ask.OpenReply:  # noqa: ANN401 - of the engine.
+        if len(self._files) >= self._handles_max:
+            raise OSError(errno.EMFILE, f"a session has at most {self._handles_max} open files")
+        self._handles += 1
+        self._files[self._handles] = file
+        self._native.add_file(self._handles, file)
+        return ask.OpenReply(handle=self._handles, stat=file_stat(os.fstat(file.fd)))
+
+    def _file(self, handle: int) -> Any:  # noqa: ANN401 - of the engine.
+        try:
+            return self._files[handle]
+        except KeyError as error:
+            raise OSError(errno.EBADF, f"there is no open file {handle}") from error
+
+    def _writable(self, handle: int) -> Any:  # noqa: ANN401 - of the engine.
+        file = self._file(handle)
+        if not file.may_write:
+            raise OSError(errno.EBADF, f"file {handle} is not open for writing")
+        return file
+
+    def _open(self, request: ask.Open) -> ask.OpenReply:
+        if not (request.read or request.write) or (request.truncate and not request.write):
+            raise OSError(errno.EINVAL, "a file is opened to read or write, and truncated only to write")
+        flags = os.O_RDWR if request.read and request.write else os.O_WRONLY if request.write else os.O_RDONLY
+        flags |= os.O_CREAT if request.create else 0
+        flags |= os.O_EXCL if request.create and request.exclusive else 0
+        flags |= os.O_TRUNC if request.truncate else 0
+        return self._add(self._store.open(request.path, flags=flags, mode=request.mode))
+
+    def _close(self, request: ask.Close) -> None:
+        self._file(request.handle)
+        del self._files[request.handle]
+        self._native.remove_file(request.handle)
+
+    def _stat(self, request: ask.Stat) -> ask.FileStat:
+        if request.handle is not None:
+            return file_stat(os.fstat(self._file(request.handle).fd))
+        return self._store.stat(request.path or "")
+
+    def _truncate(self, request: ask.Truncate) -> ask.FileStat:
+        if request.handle is not None:
+            file = self._writable(request.handle)
+        else:
+            file = self._store.open(request.path or "", flags=os.O_RDWR)
+        file.truncate(request.size_bytes)
+        return file_stat(os.fstat(file.fd))
+
+    def _sync(self, request: ask.Sync) -> None:
+        descriptor = self._file(request.handle).fd
+        if request.data_only:
+            os.fdatasync(descriptor)
+        else:
+            os.fsync(descriptor)
+
+    def _punch_hole(self, request: ask.PunchHole) -> None:
+        file = self._writable(request.handle)
+        for begin, end in request.ranges:
+            file.punch(begin, end)

@@ -1,0 +1,332 @@
+"""A folder whose files the storage service serves, confined to it.
+
+Level 4. User files are plain files; what gdrkit keeps about them lies in ``.gdrkit`` beside them: ``store.json`` (the
+format), ``token`` (what a client over TCP must know), ``lock`` (one server at a time) and ``sums`` (the checksums of
+chunks, a file for each inode).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import secrets
+import stat
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from gdrkit.errors import Reason, UsageError
+from gdrkit.handles import Handle, ReleaseStack
+from gdrkit.storage._native import engine
+from gdrkit.storage.messages import Entry, FileStat, ListReply, StatfsReply
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import TracebackType
+
+__all__ = ["OWN_FOLDER", "FileStore", "file_stat", "read_token"]
+
+OWN_FOLDER = ".gdrkit"
+# Names in the root of the store that clients never see: its own folder, and the agent's.
+_HIDDEN = frozenset({b".gdrkit", b"3fs-virt"})
+_FORMAT = 1
+_CHUNK_BYTES = 4096
+_ENTRY_BYTES_MAX = 40_000
+_PRIVATE = 0o600
+
+
+class FileStore:
+    """The files of one store; one process at a time has it open.
+
+    Parameters
+    ----------
+    root : Path
+        The folder; `.gdrkit` is made in it if it is not there.
+    chunk_bytes : int or None
+        What a checksum covers, a power of two from 4096 to 65536; fixed when the store is made. None: what it has.
+
+    Raises
+    ------
+    OSError
+        The folder cannot be used; EWOULDBLOCK: another server has it.
+    UsageError
+        It was made with other chunks, or by another version.
+    """
+
+    def __init__(self, root: Path, *, chunk_bytes: int | None = None) -> None:
+        self._parts = ReleaseStack()
+        self._closed = False
+        try:
+            self._root = self._keep(os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(OWN_FOLDER, 0o700, dir_fd=self._root)
+            self._own = self._keep(self._beneath(OWN_FOLDER, os.O_RDONLY | os.O_DIRECTORY))
+            lock = self._keep(os.open("lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _PRIVATE, dir_fd=self._own))
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.chunk_bytes = self._format(chunk_bytes)
+            self.token = self._token()
+            with contextlib.suppress(FileExistsError):
+                os.mkdir("sums", 0o700, dir_fd=self._own)
+            sums = self._keep(os.open("sums", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._own))
+            self.native = engine().Store(sums, self.chunk_bytes)
+        except BaseException as error:
+            self._parts.run_after(error)
+            raise
+        self._handle = Handle("storage.store")
+
+    def open(self, path: str, *, flags: int, mode: int = 0) -> Any:  # noqa: ANN401 - of the engine.
+        """Open a regular file as the engine has it (``_engine.OpenFile``); O_TRUNC and O_EXCL as of open(2)."""
+        _check_visible(path)
+        write = flags & os.O_ACCMODE != os.O_RDONLY
+        # A change of a part of a chunk reads the rest, so a file that is written is read too. O_NONBLOCK: a FIFO is
+        # refused instead of waited for.
+        access = os.O_RDWR if write else os.O_RDONLY
+        found = self._beneath(path, access | (flags & (os.O_CREAT | os.O_EXCL)) | os.O_NONBLOCK, mode)
+        file = self.native.adopt(found, read=flags & os.O_ACCMODE != os.O_WRONLY, write=write)
+        if flags & os.O_TRUNC:
+            file.truncate(0)
+        return file
+
+    def adopt(self, descriptor: int, *, read: bool, write: bool) -> Any:  # noqa: ANN401 - of the engine.
+        """Open the file behind a descriptor of somebody who may open it; EXDEV if it is no file of the store."""
+        flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+        access = flags & os.O_ACCMODE
+        if flags & os.O_PATH or (read and access == os.O_WRONLY) or (write and access == os.O_RDONLY):
+            raise OSError(errno.EACCES, "the descriptor may not do that itself")
+        found, root = os.fstat(descriptor), os.fstat(self._root)
+        named = str(Path(f"/proc/self/fd/{descriptor}").readlink())
+        inside = os.path.relpath(named, Path(f"/proc/self/fd/{self._root}").readlink())
+        if found.st_dev != root.st_dev or inside.startswith("../") or os.fsencode(inside).split(b"/")[0] in _HIDDEN:
+            raise OSError(errno.EXDEV, "the descriptor names no file of this store")
+        # Opened anew: O_APPEND and the like are the client's own affair.
+        fresh = os.open(f"/proc/self/fd/{descriptor}", (os.O_RDWR if write else os.O_RDONLY) | os.O_CLOEXEC)
+        return self.native.adopt(fresh, read=read, write=write)
+
+    def stat(self, path: str) -> FileStat:
+        """Of a path; of a symbolic link itself."""
+        if not path:
+            return file_stat(os.fstat(self._root))
+        with self._parent(path) as (folder, name):
+            return file_stat(os.stat(name, dir_fd=folder, follow_symlinks=False))
+
+    def list(self, path: str, after: str | None) -> ListReply:
+        """The names of a folder, those that fit into one reply."""
+        _check_visible(path)
+        with self._opened(path, os.O_RDONLY | os.O_DIRECTORY) as folder:
+            with os.scandir(folder) as entries:
+                found = {os.fsencode(each.name): each for each in entries}
+            least = b"" if after is None else os.fsencode(after)
+            names = sorted(name for name in found if name > least and (path.strip("/") or name not in _HIDDEN))
+            listed, room = [], _ENTRY_BYTES_MAX
+            for name in names:
+                entry = found[name]
+                room -= 64 + 6 * len(entry.name)
+                if room < 0:
+                    break
+                with contextlib.suppress(FileNotFoundError):  # Removed meanwhile.
+                    info = os.stat(name, dir_fd=folder, follow_symlinks=False)
+                    listed.append(Entry(name=entry.name, inode=info.st_ino, kind=stat.S_IFMT(info.st_mode)))
+        return ListReply(entries=tuple(listed), more=room < 0)
+
+    def mkdir(self, path: str, mode: int) -> FileStat:
+        """Make a folder."""
+        with self._parent(path) as (folder, name):
+            os.mkdir(name, mode, dir_fd=folder)
+            return file_stat(os.stat(name, dir_fd=folder, follow_symlinks=False))
+
+    def rmdir(self, path: str) -> None:
+        """Remove an empty folder."""
+        with self._parent(path) as (folder, name):
+            os.rmdir(name, dir_fd=folder)
+
+    def unlink(self, path: str) -> None:
+        """Remove a name; with the last one go the sums."""
+        with self._parent(path) as (folder, name):
+            info = os.stat(name, dir_fd=folder, follow_symlinks=False)
+            os.unlink(name, dir_fd=folder)
+        self._forget(info)
+
+    def rename(self, path: str, new_path: str, *, exclusive: bool, exchange: bool) -> None:
+        """renameat2(2)."""
+        with self._parent(path) as (folder, name), self._parent(new_path) as (new_folder, new_name):
+            replaced = None
+            if not exchange:
+                with contextlib.suppress(FileNotFoundError):
+                    replaced = os.stat(new_name, dir_fd=new_folder, follow_symlinks=False)
+            moved = os.stat(name, dir_fd=folder, follow_symlinks=False)
+            engine().rename(folder, name, new_folder, new_name, exclusive=exclusive, exchange=exchange)
+        # Two names of one file: rename does nothing.
+        if replaced is not None and replaced.st_ino != moved.st_ino:
+            self._forget(replaced)
+
+    def link(self, path: str, new_path: str) -> FileStat:
+        """A second name."""
+        with self._parent(path) as (folder, name), self._parent(new_path) as (new_folder, new_name):
+            os.link(name, new_name, src_dir_fd=folder, dst_dir_fd=new_folder, follow_symlinks=False)
+            return file_stat(os.stat(new_name, dir_fd=new_folder, follow_symlinks=False))
+
+    def symlink(self, path: str, target: str) -> FileStat:
+        """Make a symbolic link."""
+        with self._parent(path) as (folder, name):
+            os.symlink(os.fsencode(target), name, dir_fd=folder)
+            return file_stat(os.stat(name, dir_fd=folder, follow_symlinks=False))
+
+    def readlink(self, path: str) -> str:
+        """Its target."""
+        with self._parent(path) as (folder, name):
+            return os.fsdecode(os.readlink(name, dir_fd=folder))
+
+    def chmod(self, path: str, mode: int) -> FileStat:
+        """Change permission bits; of a symbolic link: ELOOP."""
+        _check_visible(path)
+        with self._opened(path, os.O_PATH) as file:
+            # fchmod takes no O_PATH descriptor, and a file without read permission can be opened no other way.
+            Path(f"/proc/self/fd/{file}").chmod(mode)
+            return file_stat(os.fstat(file))
+
+    def utimens(self, path: str, *, access_time_ns: int | None, modification_time_ns: int | None) -> FileStat:
+        """Change times; the sums of a file stay good."""
+        if stat.S_ISREG(self.stat(path).mode):
+            self.open(path, flags=os.O_RDONLY).set_times(access_time_ns, modification_time_ns)
+        else:
+            now = self.stat(path)
+            times = (
+                now.access_time_ns if access_time_ns is None else access_time_ns,
+                now.modification_time_ns if modification_time_ns is None else modification_time_ns,
+            )
+            if not path:
+                os.utime(self._root, ns=times)
+            else:
+                with self._parent(path) as (folder, name):
+                    os.utime(name, ns=times, dir_fd=folder, follow_symlinks=False)
+        return self.stat(path)
+
+    def statfs(self) -> StatfsReply:
+        """Room of the file system."""
+        now = os.fstatvfs(self._root)
+        return StatfsReply(
+            block_bytes=now.f_frsize,
+            blocks=now.f_blocks,
+            blocks_free=now.f_bfree,
+            blocks_available=now.f_bavail,
+            files=now.f_files,
+            files_free=now.f_ffree,
+            name_bytes_max=now.f_namemax,
+        )
+
+    def own_socket(self) -> Path:
+        """Where a server listens that was not told where."""
+        return Path(f"/proc/self/fd/{self._own}").readlink() / "server.sock"
+
+    def close(self) -> None:
+        """Close the folder and let others have it; files that are open stay so."""
+        if not self._closed:
+            self._parts.run()
+            self._closed = True
+            self._handle.release()
+
+    def _keep(self, descriptor: int) -> int:
+        self._parts.push(lambda: os.close(descriptor))
+        return descriptor
+
+    def _beneath(self, path: str, flags: int, mode: int = 0) -> int:
+        return int(engine().open_beneath(self._root, os.fsencode(path), flags, mode))
+
+    @contextlib.contextmanager
+    def _opened(self, path: str, flags: int) -> Iterator[int]:
+        descriptor = self._beneath(path, flags)
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    @contextlib.contextmanager
+    def _parent(self, path: str) -> Iterator[tuple[int, bytes]]:
+        """The folder of a name, and the name in it."""
+        _check_visible(path)
+        before, _, name = path.rstrip("/").rpartition("/")
+        if name in {"", ".", ".."}:
+            raise OSError(errno.EINVAL, "a path ends in a name")
+        with self._opened(before, os.O_PATH | os.O_DIRECTORY) as folder:
+            yield folder, os.fsencode(name)
+
+    def _forget(self, info: os.stat_result) -> None:
+        if stat.S_ISREG(info.st_mode) and info.st_nlink == 1:
+            self.native.forget(info.st_ino)
+
+    def _format(self, chunk_bytes: int | None) -> int:
+        wanted = {"format": _FORMAT, "chunk_bytes": _CHUNK_BYTES if chunk_bytes is None else chunk_bytes}
+        self._create("store.json", json.dumps(wanted) + "\n")
+        try:
+            found = json.loads(_read(self._own, "store.json"))
+        except ValueError as error:
+            message = f"{OWN_FOLDER}/store.json is no JSON"
+            raise UsageError(message, reason=Reason.MALFORMED) from error
+        if not isinstance(found, dict) or found.get("format") != _FORMAT or type(found.get("chunk_bytes")) is not int:
+            message = f"{OWN_FOLDER}/store.json is not of format {_FORMAT}: {str(found)[:80]}"
+            raise UsageError(message, reason=Reason.MALFORMED)
+        if chunk_bytes is not None and found["chunk_bytes"] != chunk_bytes:
+            message = f"the store has chunks of {found['chunk_bytes']} bytes, not {chunk_bytes}"
+            raise UsageError(message, what_to_do="leave --chunk-bytes out")
+        return int(found["chunk_bytes"])
+
+    def _token(self) -> str:
+        self._create("token", secrets.token_hex(32) + "\n")
+        return _read(self._own, "token").strip()
+
+    def _create(self, name: str, text: str) -> None:
+        """Make a file with this content unless it is there: whole or not at all."""
+        with contextlib.suppress(FileNotFoundError):
+            if os.stat(name, dir_fd=self._own, follow_symlinks=False):
+                return
+        draft = f"{name}.new"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+        with os.fdopen(os.open(draft, flags, _PRIVATE, dir_fd=self._own), "w", encoding="ascii") as file:
+            file.write(text)
+        os.rename(draft, name, src_dir_fd=self._own, dst_dir_fd=self._own)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def file_stat(info: os.stat_result) -> FileStat:
+    """As a reply has it."""
+    return FileStat(
+        inode=info.st_ino,
+        mode=info.st_mode,
+        size_bytes=info.st_size,
+        links=info.st_nlink,
+        uid=info.st_uid,
+        gid=info.st_gid,
+        allocated_bytes=info.st_blocks * 512,
+        access_time_ns=info.st_atime_ns,
+        modification_time_ns=info.st_mtime_ns,
+        change_time_ns=info.st_ctime_ns,
+    )
+
+
+def read_token(root: Path) -> str:
+    """The token of a store that this user may read."""
+    return (root / OWN_FOLDER / "token").read_text().strip()
+
+
+def _read(folder: int, name: str) -> str:
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+    with os.fdopen(os.open(name, flags, dir_fd=folder), encoding="ascii") as file:
+        return file.read(4096)
+
+
+def _check_visible(path: str) -> None:
+    parts = os.fsencode(path).split(b"/")
+    if path.startswith("/") or b".." in parts:
+        raise OSError(errno.EXDEV, "paths are relative to the store and stay inside")
+    first = next((part for part in parts if part not in {b"", b"."}), b"")
+    if first in _HIDDEN:
+        raise OSError(errno.ENOENT, "there is no such name")

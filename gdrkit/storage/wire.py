@@ -1,0 +1,341 @@
+"""The frames between a client of the storage service and its server, packed and parsed.
+
+Level 4, pure. ``native/storage/frames.hpp`` is the same in C++ and ``suites/vectors/frames.json`` holds both to the
+same bytes. Everything is little endian. A frame is a header of 32 bytes and its payload:
+
+==========  =====  ==============================================================
+offset      bytes  field
+==========  =====  ==============================================================
+0           4      magic, ``GDRS``
+4           2      version, 1
+6           2      type: control request 1, control reply 2, io request 3, io reply 4
+8           4      length of the payload
+12          4      count of operations or results; 0 in a control frame
+16          8      sequence: a control reply repeats it; 0 in an io reply
+24          4      CRC32C of the payload
+28          4      CRC32C of the 28 bytes before it
+==========  =====  ==============================================================
+
+A control frame carries one JSON object of at most 64 KiB (:mod:`gdrkit.storage.messages`). An io request carries 1 to
+1024 operations of 64 bytes, an io reply as many results of 32 bytes and then their hole extents of 16 bytes. What
+breaks any of this is :class:`UsageError` with ``MALFORMED``; who reads it ends the connection, since nobody knows where
+the next frame begins.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NoReturn
+
+from gdrkit.errors import Reason, UsageError
+from gdrkit.storage.checksum import crc32c
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = [
+    "CONTROL_BYTES_MAX",
+    "HEADER_BYTES",
+    "HOLES_MAX",
+    "OPERATIONS_MAX",
+    "FrameType",
+    "Header",
+    "HoleExtent",
+    "Opcode",
+    "Operation",
+    "OperationFlag",
+    "Result",
+    "ResultFlag",
+    "check_payload",
+    "pack_control",
+    "pack_operations",
+    "pack_results",
+    "parse_header",
+    "parse_operations",
+    "parse_results",
+]
+
+MAGIC = 0x53524447
+VERSION = 1
+CONTROL_BYTES_MAX = 65536
+OPERATIONS_MAX = 1024
+# Of one operation: holes after the last of these arrive as zeros.
+HOLES_MAX = 4096
+
+_HEADER = struct.Struct("<IHHIIQI")
+_CHECKSUM = struct.Struct("<I")
+_OPERATION = struct.Struct("<QQQQQIHBBIIQ")
+_RESULT = struct.Struct("<QqIIII")
+_HOLE = struct.Struct("<QQ")
+HEADER_BYTES = _HEADER.size + _CHECKSUM.size
+# With room for 64 hole extents of each; a server that has more to say sends another frame.
+_REPLY_BYTES_MAX = OPERATIONS_MAX * (_RESULT.size + 64 * _HOLE.size)
+
+
+class FrameType(enum.IntEnum):
+    """What a frame carries."""
+
+    CONTROL_REQUEST = 1
+    CONTROL_REPLY = 2
+    IO_REQUEST = 3
+    IO_REPLY = 4
+
+
+class Opcode(enum.IntEnum):
+    """What an operation does to the file."""
+
+    READ = 1
+    WRITE = 2
+
+
+class OperationFlag(enum.IntFlag):
+    """How an operation is done.
+
+    ``FORBID_HOLES``: a read that meets a hole is -ENODATA. ``REPORT_HOLES``: a read leaves holes untouched and reports
+    them (else they arrive as zeros). ``CHECKSUM_GIVEN``: a write of other bytes is -EBADMSG and changes nothing.
+    ``CHECKSUM_WANTED``: the result has the CRC32C of the bytes that were moved.
+    """
+
+    FORBID_HOLES = 1
+    CHECKSUM_GIVEN = 2
+    CHECKSUM_WANTED = 4
+    REPORT_HOLES = 8
+
+
+class ResultFlag(enum.IntFlag):
+    """``CHECKSUM_VALID``: the checksum of the result is one."""
+
+    CHECKSUM_VALID = 1
+
+
+_NO_OPERATION_FLAG = OperationFlag(0)
+_NO_RESULT_FLAG = ResultFlag(0)
+_READ_FLAGS = OperationFlag.FORBID_HOLES | OperationFlag.CHECKSUM_WANTED | OperationFlag.REPORT_HOLES
+_WRITE_FLAGS = OperationFlag.CHECKSUM_GIVEN | OperationFlag.CHECKSUM_WANTED
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """A header whose own checksum was right and whose numbers are possible."""
+
+    type: FrameType
+    length: int
+    count: int
+    sequence: int
+    payload_crc32c: int
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One read or write; all numbers are unsigned.
+
+    Attributes
+    ----------
+    tag : int
+        Comes back with the result; 64 bits, the client's own.
+    handle : int
+        Of the open file.
+    file_offset, length : int
+        Which bytes of it.
+    remote_address, rkey : int
+        Where the bytes are in the client, as its region names them.
+    lane : int
+        Which queue pair of the session, by its place in ``hello``.
+    opcode : Opcode
+    flags : OperationFlag
+    checksum : int
+        CRC32C of the bytes, with ``CHECKSUM_GIVEN``; else 0.
+    """
+
+    tag: int
+    handle: int
+    file_offset: int
+    length: int
+    remote_address: int
+    rkey: int
+    lane: int
+    opcode: Opcode
+    flags: OperationFlag = _NO_OPERATION_FLAG
+    checksum: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class HoleExtent:
+    """Bytes of an operation that are a hole of the file, counted from its first byte."""
+
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What became of an operation: `result` is a number of bytes (fewer than asked: end of file) or -errno."""
+
+    tag: int
+    result: int
+    checksum: int = 0
+    flags: ResultFlag = _NO_RESULT_FLAG
+    holes: tuple[HoleExtent, ...] = field(default=())
+
+
+def pack_control(kind: FrameType, payload: bytes, *, sequence: int) -> bytes:
+    """A whole control frame."""
+    if kind not in {FrameType.CONTROL_REQUEST, FrameType.CONTROL_REPLY} or not 0 < len(payload) <= CONTROL_BYTES_MAX:
+        message = f"{len(payload)} bytes are no {kind.name} frame"
+        raise UsageError(message)
+    return _frame(kind, payload, count=0, sequence=sequence)
+
+
+def pack_operations(operations: Sequence[Operation], *, sequence: int) -> bytes:
+    """A whole io request."""
+    if not 0 < len(operations) <= OPERATIONS_MAX:
+        message = f"a frame has 1 to {OPERATIONS_MAX} operations, not {len(operations)}"
+        raise UsageError(message)
+    try:
+        packed = [
+            _OPERATION.pack(
+                each.tag,
+                each.handle,
+                each.file_offset,
+                each.length,
+                each.remote_address,
+                each.rkey,
+                each.lane,
+                each.opcode,
+                each.flags,
+                each.checksum,
+                0,
+                0,
+            )
+            for each in operations
+        ]
+    except struct.error as error:
+        message = f"an operation has a number that does not fit: {error}"
+        raise UsageError(message) from error
+    return _frame(FrameType.IO_REQUEST, b"".join(packed), count=len(operations), sequence=sequence)
+
+
+def pack_results(results: Sequence[Result]) -> bytes:
+    """A whole io reply."""
+    if not 0 < len(results) <= OPERATIONS_MAX:
+        message = f"a frame has 1 to {OPERATIONS_MAX} results, not {len(results)}"
+        raise UsageError(message)
+    parts = [_RESULT.pack(each.tag, each.result, each.checksum, each.flags, len(each.holes), 0) for each in results]
+    parts += [_HOLE.pack(hole.offset, hole.length) for each in results for hole in each.holes]
+    return _frame(FrameType.IO_REPLY, b"".join(parts), count=len(results), sequence=0)
+
+
+def parse_header(data: bytes) -> Header:
+    """Check the 32 bytes that begin a frame; only then is its length to be believed."""
+    if len(data) != HEADER_BYTES:
+        _refuse(f"a header has {HEADER_BYTES} bytes, not {len(data)}")
+    (checksum,) = _CHECKSUM.unpack_from(data, _HEADER.size)
+    if checksum != crc32c(data[: _HEADER.size]):
+        _refuse("the checksum of the header is wrong")
+    magic, version, number, length, count, sequence, payload = _HEADER.unpack_from(data)
+    if magic != MAGIC:
+        _refuse(f"the magic is {magic:#x}")
+    if version != VERSION:
+        _refuse(f"version {version} is not {VERSION}")
+    try:
+        kind = FrameType(number)
+    except ValueError as error:
+        message = f"frame: there is no type {number}"
+        raise UsageError(message, reason=Reason.MALFORMED) from error
+    if not _is_possible(kind, length, count, sequence):
+        _refuse(f"{kind.name} with {length} bytes, count {count}, sequence {sequence}")
+    return Header(type=kind, length=length, count=count, sequence=sequence, payload_crc32c=payload)
+
+
+def check_payload(header: Header, payload: bytes) -> None:
+    """Compare length and checksum of what followed a header."""
+    if len(payload) != header.length:
+        _refuse(f"{header.length} bytes were announced, {len(payload)} came")
+    if crc32c(payload) != header.payload_crc32c:
+        _refuse("the checksum of the payload is wrong")
+
+
+def parse_operations(header: Header, payload: bytes) -> tuple[Operation, ...]:
+    """The operations of an io request."""
+    if header.type is not FrameType.IO_REQUEST:
+        _refuse(f"{header.type.name} carries no operations")
+    check_payload(header, payload)
+    return tuple(_operation(fields) for fields in _OPERATION.iter_unpack(payload))
+
+
+def parse_results(header: Header, payload: bytes) -> tuple[Result, ...]:
+    """The results of an io reply."""
+    if header.type is not FrameType.IO_REPLY:
+        _refuse(f"{header.type.name} carries no results")
+    check_payload(header, payload)
+    end = header.count * _RESULT.size
+    rows = list(_RESULT.iter_unpack(payload[:end]))
+    if (len(payload) - end) != sum(row[4] for row in rows) * _HOLE.size:
+        _refuse("the hole extents are not as many as the results say")
+    extents = [HoleExtent(offset=offset, length=length) for offset, length in _HOLE.iter_unpack(payload[end:])]
+    results, at = [], 0
+    for tag, result, checksum, flags, holes, reserved in rows:
+        if flags & ~int(ResultFlag.CHECKSUM_VALID) or reserved or holes > HOLES_MAX:
+            _refuse(f"a result has flags {flags:#x}, {holes} holes, reserved {reserved:#x}")
+        mine = tuple(extents[at : at + holes])
+        at += holes
+        _check_holes(result, mine)
+        results.append(Result(tag=tag, result=result, checksum=checksum, flags=ResultFlag(flags), holes=mine))
+    return tuple(results)
+
+
+def _check_holes(result: int, holes: tuple[HoleExtent, ...]) -> None:
+    end = 0
+    for hole in holes:
+        if hole.offset < end or not hole.length or hole.offset + hole.length > result:
+            _refuse(f"a hole from {hole.offset} with {hole.length} bytes in a result of {result}")
+        end = hole.offset + hole.length
+
+
+def _operation(fields: tuple[int, ...]) -> Operation:
+    tag, handle, offset, length, address, rkey, lane, code, flags, checksum, reserved0, reserved1 = fields
+    try:
+        opcode = Opcode(code)
+    except ValueError as error:
+        message = f"frame: there is no opcode {code}"
+        raise UsageError(message, reason=Reason.MALFORMED) from error
+    # As plain numbers: the complement of a flag has the known flags alone.
+    if flags & ~int(_READ_FLAGS if opcode is Opcode.READ else _WRITE_FLAGS):
+        _refuse(f"a {opcode.name} has flags {flags:#x}")
+    if reserved0 or reserved1 or (checksum and not flags & OperationFlag.CHECKSUM_GIVEN):
+        _refuse("an operation has a number where nothing may be")
+    return Operation(
+        tag=tag,
+        handle=handle,
+        file_offset=offset,
+        length=length,
+        remote_address=address,
+        rkey=rkey,
+        lane=lane,
+        opcode=opcode,
+        flags=OperationFlag(flags),
+        checksum=checksum,
+    )
+
+
+def _is_possible(kind: FrameType, length: int, count: int, sequence: int) -> bool:
+    if kind in {FrameType.CONTROL_REQUEST, FrameType.CONTROL_REPLY}:
+        return count == 0 and 0 < length <= CONTROL_BYTES_MAX
+    if not 0 < count <= OPERATIONS_MAX:
+        return False
+    if kind is FrameType.IO_REQUEST:
+        return length == count * _OPERATION.size
+    rest = length - count * _RESULT.size
+    return sequence == 0 and rest >= 0 and rest % _HOLE.size == 0 and length <= _REPLY_BYTES_MAX
+
+
+def _frame(kind: FrameType, payload: bytes, *, count: int, sequence: int) -> bytes:
+    head = _HEADER.pack(MAGIC, VERSION, kind, len(payload), count, sequence, crc32c(payload))
+    return head + _CHECKSUM.pack(crc32c(head)) + payload
+
+
+def _refuse(what: str) -> NoReturn:
+    message = f"frame: {what}"
+    raise UsageError(message, reason=Reason.MALFORMED)

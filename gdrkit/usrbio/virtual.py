@@ -1,0 +1,58 @@
+"""What 3FS has beside files: the requests of ``ioctl`` and the names of its virtual folder.
+
+Level 5. Values are those of the 3FS interface (``_IOC`` of Linux: direction, size, type ``h``, number).
+"""
+
+from __future__ import annotations
+
+import struct
+
+__all__ = [
+    "FSYNC",
+    "GET_IOCTL_VERSION",
+    "GET_MAGIC",
+    "GET_MOUNT_NAME",
+    "GET_PATH_OFFSET",
+    "HARDLINK",
+    "HARDLINK_ARGUMENT",
+    "IOCTL_VERSION",
+    "MAGIC",
+    "MOUNT_NAME_BYTES",
+    "PUNCH_HOLE",
+    "PUNCH_HOLE_ARGUMENT",
+    "PUNCH_HOLE_MAX",
+    "VIRTUAL_FOLDER",
+    "request_of",
+]
+
+MAGIC = 0x8F3F5FFF
+IOCTL_VERSION = 1
+VIRTUAL_FOLDER = "3fs-virt"
+MOUNT_NAME_BYTES = 32
+PUNCH_HOLE_MAX = 1000
+_NAME_MAX = 255
+
+# ino_t, then a name that fills NAME_MAX; the struct ends at a multiple of 8.
+HARDLINK_ARGUMENT = struct.Struct(f"@Q{_NAME_MAX}s0Q")
+# int n, size_t flags, size_t start[1000], size_t end[1000].
+PUNCH_HOLE_ARGUMENT = struct.Struct(f"@iQ{PUNCH_HOLE_MAX}Q{PUNCH_HOLE_MAX}Q")
+
+_WRITE, _READ = 1, 2
+
+
+def _request(direction: int, number: int, length_bytes: int) -> int:
+    return direction << 30 | length_bytes << 16 | ord("h") << 8 | number
+
+
+def request_of(number: int, length_bytes: int) -> int:
+    """A request of ``ioctl`` that brings back `length_bytes`."""
+    return _request(_READ, number, length_bytes)
+
+
+GET_MOUNT_NAME = _request(_READ, 0, MOUNT_NAME_BYTES)
+GET_PATH_OFFSET = _request(_READ, 1, 4)
+GET_MAGIC = _request(_READ, 2, 4)
+GET_IOCTL_VERSION = _request(_READ, 3, 4)
+FSYNC = _request(_READ, 11, 4)
+HARDLINK = _request(_WRITE, 12, HARDLINK_ARGUMENT.size)
+PUNCH_HOLE = _request(_WRITE, 13, PUNCH_HOLE_ARGUMENT.size)

@@ -1,0 +1,62 @@
+"""The measuring initiator in native code, opened at the first use.
+
+Level 2. ``_initiator`` is native (``native/verbs``); what it refuses comes as an OSError, and leaves here as the error
+of the verb.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from gdrkit.errors import Api, Reason, SetupMissing
+from gdrkit.verbs import _errors
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["explained", "module"]
+
+_NAME = "gdrkit.verbs._initiator"
+
+
+@cache
+def module() -> Any:
+    """The module ``gdrkit.verbs._initiator``.
+
+    Raises
+    ------
+    SetupMissing
+        It was not built, or libibverbs is missing.
+    """
+    try:
+        return importlib.import_module("gdrkit.verbs._initiator")
+    except ImportError as error:
+        raise SetupMissing(
+            api=Api.LOADER,
+            operation="dlopen",
+            status=None,
+            status_name="not loaded",
+            arguments={"module": _NAME},
+            reason=Reason.LIBRARY_MISSING,
+            what_to_do="install libibverbs (rdma-core) and a gdrkit whose native parts were built",
+            detail=str(error),
+        ) from error
+
+
+@contextlib.contextmanager
+def explained(*, pinned_bytes: int = 0, **arguments: object) -> Iterator[None]:
+    """Turn what the native side refuses into the error of that verb."""
+    try:
+        yield
+    except OSError as error:
+        operation, _, detail = str(error.strerror).partition(" (")
+        raise _errors.error_of(
+            operation=operation,
+            number=error.errno,
+            arguments=arguments,
+            detail=detail.removesuffix(")"),
+            pinned_bytes=pinned_bytes,
+        ) from error

@@ -1,0 +1,289 @@
+"""An initiator that measures: bursts of RDMA WRITEs or READs against a passive peer, driven by native code.
+
+Level 2. It has a protection domain, queue pairs, completion queue and host memory of its own, and holds no interpreter
+lock while it runs. The peer only has to be connected: a queue pair and a region of :class:`~gdrkit.verbs.Nic` are
+enough.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+from gdrkit.buffers import check_range
+from gdrkit.errors import Api, ApiError, ClosedResource, Reason, UsageError
+from gdrkit.handles import Handle
+from gdrkit.verbs import _native
+from gdrkit.verbs.completion import Completion
+from gdrkit.verbs.status import Status
+from gdrkit.verbs.wire import Endpoint
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import TracebackType
+
+    from gdrkit.verbs.wire import RemoteRange
+
+__all__ = ["Burst", "Direction", "Initiator", "Latencies"]
+
+_TIME_LIMIT_S = 10.0
+_LENGTH_BYTES_MAX = 2**31  # Of one message (InfiniBand specification).
+
+
+class Direction(enum.Enum):
+    """Who gets the bytes."""
+
+    WRITE = "write"
+    READ = "read"
+
+
+@dataclass(frozen=True, slots=True)
+class Burst:
+    """What a burst took.
+
+    Attributes
+    ----------
+    elapsed_ns : int
+        From before the first post until the last completion was taken.
+    operations, length_bytes : int
+        How many, of which size.
+    """
+
+    elapsed_ns: int
+    operations: int
+    length_bytes: int
+
+    @property
+    def moved_bytes(self) -> int:
+        """All of them."""
+        return self.operations * self.length_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Latencies:
+    """From post to completion of each operation of a row, one at a time, in order."""
+
+    times_ns: tuple[int, ...]
+    length_bytes: int
+
+
+class Initiator:
+    """Queue pairs and registered host memory of one device.
+
+    Parameters
+    ----------
+    nic_name : str
+        As :func:`~gdrkit.verbs.list_nics` has it.
+    memory_bytes : int
+        Host memory on this side, above 0; a burst moves slots of it, the first at its first byte.
+    queue_pairs : int
+        How many, 1 to 1024.
+    depth_max : int
+        Operations that a queue pair may have under way, 1 to 16384.
+
+    Raises
+    ------
+    ApiError
+        A verb refused.
+    SetupMissing
+        The native parts of gdrkit were not built, or libibverbs is missing.
+    """
+
+    def __init__(self, nic_name: str, *, memory_bytes: int, queue_pairs: int = 1, depth_max: int = 128) -> None:
+        limits = {"memory_bytes": 2**40, "queue_pairs": 1024, "depth_max": 16384}
+        for name, largest in limits.items():
+            value = {"memory_bytes": memory_bytes, "queue_pairs": queue_pairs, "depth_max": depth_max}[name]
+            if not 1 <= value <= largest:
+                message = f"{name} {value} is not from 1 to {largest}"
+                raise UsageError(message)
+        self.nic_name = nic_name
+        self.memory_bytes = memory_bytes
+        with _native.explained(pinned_bytes=memory_bytes, nic=nic_name, memory_bytes=memory_bytes):
+            self._native: Any = _native.module().Initiator(
+                nic_name, memory_bytes=memory_bytes, queue_pairs=queue_pairs, depth_max=depth_max
+            )
+        self._handle = Handle("verbs.initiator")
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed."""
+        return self._native is None
+
+    @property
+    def reads_max(self) -> int:
+        """RDMA READs that a queue pair of this device may have under way."""
+        return int(self._open().reads_max)
+
+    def endpoints(self) -> tuple[Endpoint, ...]:
+        """What the peer needs for a queue pair of its own to each of these."""
+        return tuple(Endpoint.from_dict(each) for each in self._open().endpoints)
+
+    def connect(self, peers: Sequence[Endpoint], *, reads_max: int = 1) -> None:
+        """Connect each queue pair to one of the peer, in the order of :meth:`endpoints`; once.
+
+        Raises
+        ------
+        ApiError
+            ibv_modify_qp refused, or there are more or fewer peers than queue pairs (EINVAL).
+        """
+        told = [peer.to_dict() for peer in peers]
+        with _native.explained(peers=len(peers), reads_max=reads_max):
+            self._open().connect(told, reads_max=reads_max)
+
+    def write(self, data: bytes | bytearray | memoryview, *, offset_bytes: int = 0) -> None:
+        """Put bytes into the memory of this side."""
+        view = memoryview(data).cast("B")
+        check_range(offset_bytes=offset_bytes, length_bytes=view.nbytes, size_bytes=self.memory_bytes)
+        self._open().memory()[offset_bytes : offset_bytes + view.nbytes] = view
+
+    def read(self, *, offset_bytes: int = 0, length_bytes: int | None = None) -> bytes:
+        """A copy of bytes of the memory of this side; None: up to the end."""
+        length_bytes = self.memory_bytes - offset_bytes if length_bytes is None else length_bytes
+        check_range(offset_bytes=offset_bytes, length_bytes=length_bytes, size_bytes=self.memory_bytes)
+        return bytes(self._open().memory()[offset_bytes : offset_bytes + length_bytes])
+
+    def run(
+        self,
+        direction: Direction,
+        remote: RemoteRange,
+        *,
+        length_bytes: int,
+        operations: int,
+        depth: int = 1,
+        list_length: int = 1,
+        time_limit_s: float = _TIME_LIMIT_S,
+    ) -> Burst:
+        """Move slots of `length_bytes` in turn, as many as fit into `remote` and into the memory of this side.
+
+        Parameters
+        ----------
+        direction : Direction
+            WRITE: into the memory of the peer; READ: from it.
+        remote : RemoteRange
+            The slots of the peer, one behind the other; slot n is slot n of this side.
+        length_bytes, operations : int
+            Of each operation, and how many.
+        depth : int
+            Operations under way at once, over all queue pairs.
+        list_length : int
+            Operations that go to the device in one call, not above `depth`.
+        time_limit_s : float
+            How long there may be no completion at all.
+
+        Raises
+        ------
+        ApiError
+            An operation ended in an error, with its status; the queue pairs are broken then. ``TIMEOUT``: no completion
+            in time. EINVAL: depth or list_length do not fit.
+        UsageError
+            A number is out of range.
+        """
+        for name, value in (("depth", depth), ("list_length", list_length)):
+            if not 1 <= value < 2**32:
+                message = f"{name} {value} is not above 0"
+                raise UsageError(message)
+        told = self._run(
+            "run",
+            remote,
+            time_limit_s,
+            direction=direction,
+            length_bytes=length_bytes,
+            operations=operations,
+            depth=depth,
+            list_length=list_length,
+        )
+        return Burst(elapsed_ns=told["elapsed_ns"], operations=operations, length_bytes=length_bytes)
+
+    def run_singly(
+        self,
+        direction: Direction,
+        remote: RemoteRange,
+        *,
+        length_bytes: int,
+        operations: int,
+        time_limit_s: float = _TIME_LIMIT_S,
+    ) -> Latencies:
+        """As :meth:`run`, one operation after the other by the first queue pair, and the time of each."""
+        told = self._run(
+            "run_singly", remote, time_limit_s, direction=direction, length_bytes=length_bytes, operations=operations
+        )
+        return Latencies(times_ns=tuple(told["times_ns"]), length_bytes=length_bytes)
+
+    def close(self) -> None:
+        """Destroy queue pairs and queue, deregister and free the memory; a second close does nothing."""
+        if self._native is not None:
+            self._native = None
+            self._handle.release()
+
+    def _run(
+        self,
+        name: str,
+        remote: RemoteRange,
+        time_limit_s: float,
+        *,
+        direction: Direction,
+        length_bytes: int,
+        operations: int,
+        **depths: int,
+    ) -> dict[str, Any]:
+        options = {"length_bytes": length_bytes, "operations": operations, **depths}
+        options["slots"] = self._slots(remote, length_bytes, operations)
+        native = self._open()
+        with _native.explained(nic=self.nic_name, direction=direction.value, **options):
+            told: dict[str, Any] = getattr(native, name)(
+                to_peer=direction is Direction.WRITE,
+                remote_address=remote.address,
+                remote_key=remote.rkey,
+                time_limit_s=time_limit_s,
+                **options,
+            )
+        self._judge(told, direction, time_limit_s)
+        return told
+
+    def _slots(self, remote: RemoteRange, length_bytes: int, operations: int) -> int:
+        room_bytes = min(remote.length_bytes, self.memory_bytes)
+        if not 1 <= length_bytes <= min(_LENGTH_BYTES_MAX, room_bytes) or not 1 <= operations < 2**48:
+            message = f"{operations} operations of {length_bytes} bytes between memories of {room_bytes} bytes"
+            raise UsageError(message)
+        return min(room_bytes // length_bytes, 2**32 - 1)
+
+    def _judge(self, told: dict[str, Any], direction: Direction, time_limit_s: float) -> None:
+        if told["timed_out"]:
+            raise ApiError(
+                api=Api.VERBS,
+                operation="ibv_poll_cq",
+                status=None,
+                status_name="no completion",
+                arguments={"nic": self.nic_name, "direction": direction.value, "done": told["done"]},
+                reason=Reason.TIMEOUT,
+                what_to_do="see that the peer lives and that its queue pairs are connected to these",
+                detail=f"none within {time_limit_s:g} s",
+            )
+        Completion(
+            work_id=told["done"],
+            status=Status(told["status"]),
+            request=f"rdma_{direction.value}",
+            opcode=None,
+            length_bytes=0,
+            immediate=None,
+            vendor_error=told["vendor_error"],
+            qp_number=0,
+        ).expect()
+
+    def _open(self) -> Any:  # noqa: ANN401 - the native object has no types.
+        if self._native is None:
+            what = f"initiator on {self.nic_name}"
+            raise ClosedResource(what)
+        return self._native
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Initiator({self.nic_name}{', closed' if self.closed else ''}, memory_bytes={self.memory_bytes})"
