@@ -1,6 +1,8 @@
 """Two runs of the same cases, compared: one on twins, one on a kernel's RDMA stack.
 
-Where they differ, one of them does not do what the man page says, or the case asks for more than the man page does.
+A case about device memory passes on the twin, and the kernel refuses it with both causes: that is the one outcome it
+may have there. Any other case that both ran must pass on both. Where they differ, one of them does not do what the man
+page says, or the case asks for more than the man page does.
 """
 
 from __future__ import annotations
@@ -14,14 +16,19 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-__all__ = ["Pair", "compared", "strangers", "table"]
+    from gdrkit.inventory import Profile
+
+__all__ = ["REFUSED", "Pair", "compared", "strangers", "table", "unrefused"]
 
 _ABSENT = "absent"
+_PASS = Verdict.PASS.value
+# A verdict for this table alone: a record that is not_run and carries the refusal that its profile states.
+REFUSED = "refused"
 
 
 @dataclass(frozen=True)
 class Pair:
-    """One case in both runs; a verdict as its record has it, or ``absent``."""
+    """One case in both runs; a verdict as its record has it, ``refused`` or ``absent``."""
 
     case: str
     twin: str
@@ -34,15 +41,41 @@ class Pair:
 
     @property
     def agrees(self) -> bool:
-        """Whether both ran it, with one verdict."""
-        return self.counts and self.twin == self.kernel
+        """Whether it passed on both."""
+        return self.twin == self.kernel == _PASS
+
+    @property
+    def refused(self) -> bool:
+        """Whether it passed on the twin, and the kernel refused it as it must."""
+        return (self.twin, self.kernel) == (_PASS, REFUSED)
+
+    @property
+    def differs(self) -> bool:
+        """Whether both ran it, with an outcome that may not be."""
+        return self.counts and not self.agrees and not self.refused
 
 
 def compared(twin: Path, kernel: Path) -> tuple[Pair, ...]:
     """The cases of two files of records, in the order of the first."""
-    there = {name: {record.case: record.verdict.value for record in read_records(name)} for name in (twin, kernel)}
+    there = {name: {record.case: _verdict(record) for record in read_records(name)} for name in (twin, kernel)}
     cases = dict.fromkeys((*there[twin], *there[kernel]))
     return tuple(Pair(case, there[twin].get(case, _ABSENT), there[kernel].get(case, _ABSENT)) for case in cases)
+
+
+def unrefused(records: Iterable[Record], profile: Profile) -> tuple[str, ...]:
+    """The cases that lacked nothing but what the profile says must be refused, and were not even tried."""
+    return tuple(
+        f"{record.case} was to be refused and did not run"
+        for record in records
+        if record.verdict is Verdict.NOT_RUN
+        and not record.refused
+        and record.reasons
+        and all(reason.need and profile.refusal(reason.need) for reason in record.reasons)
+    )
+
+
+def _verdict(record: Record) -> str:
+    return REFUSED if record.refused else record.verdict.value
 
 
 def strangers(records: Iterable[Record], wanted: frozenset[str]) -> tuple[str, ...]:
@@ -55,9 +88,9 @@ def strangers(records: Iterable[Record], wanted: frozenset[str]) -> tuple[str, .
 
 
 def table(pairs: Iterable[Pair]) -> str:
-    """Case, twin, kernel; a case that both ran with another outcome is marked."""
+    """Case, twin, kernel; a case that both ran with an outcome that may not be is marked."""
     rows = [("case", "twin", "rxe", "")]
-    marks = {pair: "DIFFERS" if pair.counts and not pair.agrees else "" for pair in pairs}
+    marks = {pair: "DIFFERS" if pair.differs else "" for pair in pairs}
     rows += [(pair.case, pair.twin, pair.kernel, mark) for pair, mark in marks.items()]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     return "\n".join(

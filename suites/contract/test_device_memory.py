@@ -15,6 +15,7 @@ from support.raw_cuda import dmabuf_of, raw_allocate, raw_free
 
 from gdrkit import cuda, pattern
 from gdrkit.cuda import VmmMemory
+from gdrkit.cuda.pointer import address_range
 from gdrkit.errors import ApiError, Reason, Unsupported, UsageError
 from gdrkit.harness.needs import cuda as cuda_needs
 from gdrkit.harness.needs import needs
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 pytestmark = needs(cuda_needs.device())
 
-INVALID_VALUE, NOT_SUPPORTED = 1, 801
+INVALID_VALUE, INVALID_CONTEXT, NOT_SUPPORTED = 1, 201, 801
 EINVAL_OF_A_MAPPING = {errno.EACCES, errno.EINVAL, 524}  # a twin's, the kernel's own, the NVIDIA driver's
 
 TOUCH = """
@@ -139,6 +140,16 @@ def test_host_memory_is_not_taken_for_device_memory(device: Device) -> None:
             cuda.borrow(device, address, length_bytes=64 * KIB)
         del view
     assert raised.value.reason in {Reason.NOT_DEVICE_MEMORY, Reason.BAD_ARGUMENT}
+
+
+def test_the_range_of_an_address_is_told_where_its_context_is_current(device: Device) -> None:
+    with device.allocate(MIB) as memory:
+        with pytest.raises(ApiError) as refused:
+            address_range(memory.address)
+        assert refused.value.status == INVALID_CONTEXT
+        with device.current():
+            found = address_range(memory.address)
+        assert found.base <= memory.address < found.base + found.length_bytes
 
 
 def test_copies_check_their_bounds_by_the_byte(device: Device, seed: int) -> None:

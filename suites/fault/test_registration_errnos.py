@@ -16,6 +16,7 @@ from support.reach import DMABUF
 from gdrkit import handles
 from gdrkit.errors import Api, ApiError, Reason, RegistrationFailed, SetupMissing, Unsupported, errno_name
 from gdrkit.harness.needs import needs, software, verbs
+from gdrkit.host import HostMemory
 from gdrkit.registration import RegionCache, RegistrationRoute, register
 from gdrkit.units import KIB
 from gdrkit.verbs import Nic
@@ -96,6 +97,31 @@ def test_registering_fails_whole(device: Device, nics: tuple[Nic, ...], operatio
         cache.lease(memory).close()
 
 
+@numbers
+@pytest.mark.parametrize("call", [1, 2], ids=["first-nic", "second-nic"])
+def test_registering_host_memory_fails_whole(nics: tuple[Nic, ...], call: int, number: int) -> None:
+    with HostMemory(64 * KIB) as memory, RegionCache(nics) as cache:
+        before = handles.live()
+        with (
+            faults(Api.VERBS, f"ibv_reg_mr call={call} errno={number}"),
+            pytest.raises((ApiError, RegistrationFailed)) as raised,
+        ):
+            cache.lease(memory)
+        error: BaseException = raised.value
+        kind, reason = _GENERAL[number]
+        if kind is Unsupported:
+            # There is no other way for it.
+            assert isinstance(error, RegistrationFailed)
+            (error,) = error.causes
+        assert isinstance(error, kind)
+        assert isinstance(error, ApiError)
+        assert (error.operation, error.errno, error.reason) == ("ibv_reg_mr", number, reason)
+        assert handles.live() == before
+        assert (cache.statistics().regions, cache.statistics().registered_bytes) == (0, 0)
+        cache.lease(memory).close()
+
+
+@pytest.mark.qualify
 @numbers
 def test_only_a_missing_dmabuf_way_leads_to_the_next_one(device: Device, nics: tuple[Nic, ...], number: int) -> None:
     assert all(nic.supports_dmabuf() for nic in nics)

@@ -51,7 +51,8 @@ def test_gpus_are_found_without_a_driver(tmp_path: Path) -> None:
     )
     (gpu,) = host.nvidia_gpus(tree)
     assert (gpu.address, gpu.device_id, gpu.driver, gpu.numa_node) == ("0000:1b:00.0", 0x2335, None, None)
-    assert launch.present_hardware(tree) == {Api.CUDA: "NVIDIA GPUs 0000:1b:00.0"}
+    # libcufile is a library of the driver, for its devices.
+    assert launch.present_hardware(tree) == dict.fromkeys((Api.CUDA, Api.CUFILE), "NVIDIA GPUs 0000:1b:00.0")
 
 
 def test_a_device_without_a_readable_class_is_left_out(tmp_path: Path) -> None:
@@ -213,6 +214,16 @@ def test_present_hardware_is_said_to_be_left_alone(tmp_path: Path) -> None:
     assert only is not None
     assert "mlx5_0" not in only
     assert launch.overridden_hardware(launch.Launch(), tree) is None
+
+
+def test_accelerators_of_habana_are_hardware_of_hl_thunk(tmp_path: Path) -> None:
+    folder = "sys/bus/pci/devices/0000:33:00.0"
+    tree = write(
+        tmp_path, {f"{folder}/vendor": "0x1da3\n", f"{folder}/device": "0x1020\n", f"{folder}/class": "0x120000\n"}
+    )
+    (accelerator,) = host.habana_accelerators(tree)
+    assert (accelerator.address, accelerator.device_id) == ("0000:33:00.0", 0x1020)
+    assert launch.present_hardware(tree) == {Api.HLTHUNK: "accelerators 0000:33:00.0"}
 
 
 def test_this_host_can_be_read() -> None:

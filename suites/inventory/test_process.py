@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from gdrkit.host import HostTree, ProcessIdentity, is_running, this_process
+from gdrkit.host import HostTree, ProcessIdentity, is_running, starved_s, this_process
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -73,3 +73,11 @@ def test_a_real_process_is_seen_to_end() -> None:
         assert is_running(owner) is True
         child.communicate("\n")
     assert is_running(owner) is False
+
+
+def test_the_thread_that_waited_longest_for_a_processor_counts(tmp_path: Path) -> None:
+    for thread, text in {"77": "5000 1500000000 9\n", "78": "0 2500000000 1\n", "79": "strange", "80": ""}.items():
+        (tmp_path / "proc/77/task" / thread).mkdir(parents=True)
+        (tmp_path / "proc/77/task" / thread / "schedstat").write_text(text)
+    assert starved_s(77, HostTree(tmp_path)) == 2.5
+    assert starved_s(78, HostTree(tmp_path)) == 0

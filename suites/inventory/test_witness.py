@@ -81,6 +81,19 @@ def test_a_damaged_file_gives_an_answer_or_an_error(changes: list[tuple[int, int
         assert isinstance(witness.parse_elf(bytes(data)), witness.ElfFile)
 
 
+def test_packets_are_counted_where_the_driver_counts_them(tmp_path: Path) -> None:
+    port = tmp_path / "sys/class/infiniband/rxe0/ports/1"
+    for name, value in {"hw_counters/sent_pkts": 7, "hw_counters/rcvd_pkts": 8}.items():
+        (port / name).parent.mkdir(parents=True, exist_ok=True)
+        (port / name).write_text(f"{value}\n")
+    (rxe,) = witness.counters(host.HostTree(tmp_path))
+    assert (rxe.sent_packets, rxe.received_packets, rxe.sent_bytes) == (7, 8, None)
+    (port / "counters").mkdir()
+    (port / "counters/port_xmit_packets").write_text("9\n")
+    (other,) = witness.counters(host.HostTree(tmp_path))
+    assert (other.sent_packets, other.received_packets) == (9, 8)
+
+
 def test_the_libraries_of_this_process_are_those_of_its_map() -> None:
     found = {library.path: library for library in witness.libraries()}
     mapped = set(re.findall(r"^\S+ ..x. \S+ \S+ \d+ +(/.*)$", Path("/proc/self/maps").read_text(), re.MULTILINE))

@@ -19,27 +19,40 @@ __all__ = ["CARRY_ON", "LEVELS", "RULES", "SAME_LEVEL", "SEAMS", "SIBLINGS_LEVEL
 
 # The rooms of gdrkit/ by level: imports only go down.
 LEVELS: tuple[frozenset[str], ...] = (
-    frozenset({"__init__", "errors", "house", "units"}),
+    frozenset({"__init__", "errors", "exit_code", "house", "units", "verdict"}),
     frozenset({"buffers", "faultplan", "handles", "loader", "pattern", "plain"}),
     frozenset({"cuda", "cufile", "gaudi", "host", "verbs"}),
     frozenset({"launch", "registration", "witness"}),
     frozenset({"gds", "inventory", "storage"}),
     frozenset({"report", "usrbio"}),
     frozenset({"qualify"}),
-    frozenset({"__main__", "cli", "harness"}),
+    frozenset({"__main__", "cli", "cli_files", "cli_inventory", "cli_tiers", "harness"}),
 )
 
 # Who may import a room of its own level, and which. Never a room of level 2: those are the real APIs, and know nothing
 # of each other.
-SAME_LEVEL: frozenset[tuple[str, str]] = frozenset({("__main__", "cli"), ("buffers", "handles")})
+SAME_LEVEL: frozenset[tuple[str, str]] = frozenset(
+    {("__main__", "cli"), ("buffers", "handles"), ("cli", "cli_files"), ("cli", "cli_inventory"), ("cli", "cli_tiers")}
+)
 
 SIBLINGS_LEVEL = 2
 
-# The files that may name a foreign module. ctypes opens any library, so only seams may have it.
+# The files that may name a foreign module, or a native one of ours, which has no types either. ctypes opens any
+# library, so only seams may have it.
 SEAMS: Mapping[str, frozenset[str]] = {
     "pyverbs": frozenset({"gdrkit/verbs/_pyverbs.py"}),
+    # Before the package that it is in: the first name that fits decides.
+    "cuda.bindings.cufile": frozenset({"gdrkit/cufile/_cufile.py"}),
     "cuda": frozenset({"gdrkit/cuda/_driver.py"}),
     "kvikio": frozenset({"gdrkit/cufile/_kvikio.py"}),
+    "mpi4py": frozenset({"gdrkit/qualify/ranks/_mpi.py"}),
+    "mfusepy": frozenset({"gdrkit/usrbio/_mfusepy.py"}),
+    "gdrkit.usrbio._hf3fs": frozenset({"gdrkit/usrbio/_library.py"}),
+    "gdrkit.usrbio._loop": frozenset({"gdrkit/usrbio/_agent_loop.py"}),
+    "gdrkit.verbs._initiator": frozenset({"gdrkit/verbs/_native.py"}),
+    "sqlite3": frozenset({"gdrkit/gds/tiers/_sqlite.py"}),
+    "gdrkit.storage._engine": frozenset({"gdrkit/storage/_native.py"}),
+    "gdrkit.gds._engine": frozenset({"gdrkit/gds/_native.py"}),
     "ctypes": frozenset(
         {
             "gdrkit/cuda/_dlpack.py",
@@ -48,6 +61,7 @@ SEAMS: Mapping[str, frozenset[str]] = {
             "gdrkit/gaudi/_hlthunk.py",
             "gdrkit/host/_libc.py",
             "gdrkit/host/_nvml.py",
+            "gdrkit/usrbio/_mfusepy.py",
             "gdrkit/verbs/_layout.py",
             "gdrkit/verbs/_pyverbs.py",
         }
@@ -57,7 +71,7 @@ SEAMS: Mapping[str, frozenset[str]] = {
 # Files that catch everything so that every action of a list has its turn, and raise or hand on what they caught.
 CARRY_ON: frozenset[str] = frozenset({"gdrkit/handles.py"})
 
-_IMPORTERS = {"__import__", "find_spec", "import_module"}
+_IMPORTERS = {"__import__", "find_spec", "import_module", "import_native"}
 
 # The words by which a reader would look for stand-ins. report/substrate.py alone may say what was one.
 _STAND_IN_WORDS = re.compile(r"(?<![a-z])(mock|fake|stub|simulat)\w*", re.IGNORECASE)
@@ -66,6 +80,10 @@ _SUBSTRATE = "gdrkit/report/substrate.py"
 _SOURCES = (".py", ".cpp", ".hpp", ".h", ".md", ".toml", ".ini", ".sh", ".txt", ".yaml", ".yml", ".cmake", ".html")
 # In two parts, so that this file keeps the rule.
 _UNFINISHED = re.compile(r"\b(TO" + r"DO|FIX" + r"ME|XX" + r"X)\b")
+
+
+# What is below these is of one machine, or of one user, alone.
+_MACHINE_PLACES = re.compile(r"(?<![\w}./-])/(?:work|opt|home|root|Users)/[^\s\"'<&]*")
 
 
 @dataclass(frozen=True)
@@ -162,7 +180,7 @@ def _neighbours(root: Path) -> Iterator[str]:
 def _seams(root: Path) -> Iterator[str]:
     for path, tree in _modules(root, "gdrkit"):
         for line, name in _imports(tree):
-            allowed = SEAMS.get(name.split(".")[0])
+            allowed = next((files for module, files in SEAMS.items() if f"{name}.".startswith(f"{module}.")), None)
             if allowed is not None and path not in allowed:
                 yield f"{path}:{line} names {name}; only {', '.join(sorted(allowed))} may"
 
@@ -247,6 +265,14 @@ def _unfinished(root: Path) -> Iterator[str]:
             continue
         for number, line in enumerate(path.read_text().splitlines(), start=1):
             yield from (f"{where}:{number} has {found[0]}" for found in _UNFINISHED.finditer(line))
+
+
+def _places(root: Path) -> Iterator[str]:
+    """Records and the pages that are made of them."""
+    made = [*(root / "reports" / "baselines").rglob("*"), *(root / "docs").rglob("*.html")]
+    for path in sorted(path for path in made if path.is_file()):
+        found = dict.fromkeys(_MACHINE_PLACES.findall(path.read_text()))
+        yield from (f"{path.relative_to(root)} names {place}" for place in found)
 
 
 def _readmes(root: Path) -> Iterator[str]:
@@ -336,6 +362,14 @@ RULES = (
         breaches=_unfinished,
         must_fail={"native/a.cpp": "// FIX" + "ME later\n"},
         must_pass={"native/a.cpp": "// The kernel fixes the address.\n"},
+    ),
+    Rule(
+        name="no record and no page names a place of the machine that made it",
+        why="A library is known by its name, its build id and where it lies in an environment; the rest tells nobody "
+        "anything, and may tell who made the record.",
+        breaches=_places,
+        must_fail={"reports/baselines/bare/a.jsonl": '{"path": "/home/me/lib/libcuda.so.1"}\n'},
+        must_pass={"reports/baselines/bare/a.jsonl": '{"path": "{python}/opt/a.so", "soname": "/usr/lib/a.so"}\n'},
     ),
     Rule(
         name="every top-level folder introduces itself",

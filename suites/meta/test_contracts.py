@@ -14,6 +14,7 @@ SYSTEM_PACKAGES = Path("/usr/lib/python3/dist-packages")
 IMPORTED = re.compile(r" UND (\w+@IBVERBS_\w+(?:\.\d+)*)")
 # The names that cuda-bindings asks cuGetProcAddress_v2 for are C strings in its module.
 REQUESTED = re.compile(rb"(?<=\0)cu[A-Z]\w+(?=\0)")
+LOOKED_UP = re.compile(rb"(?<=\0)cuFile[A-Z]\w+(?=\0)")
 ASKED_BY_DLSYM = {"cuGetProcAddress_v2"}
 
 
@@ -46,6 +47,27 @@ def test_the_cuda_twin_knows_what_cuda_bindings_asks_for() -> None:
     (module,) = Path(folder.origin).parent.glob("_internal/driver.*.so")
     requested = {name.decode() for name in REQUESTED.findall(module.read_bytes())}
     assert requested - ASKED_BY_DLSYM == contract("cuda.symbols")
+
+
+# A function of the seam of hl-thunk, which asks for it by this name.
+ASKED_OF_HLTHUNK = re.compile(r'^    "(hlthunk_\w+)": \(', re.MULTILINE)
+
+
+def test_the_hl_thunk_twin_exports_what_the_seam_asks_for() -> None:
+    seam = (CONTRACTS.parents[2] / "gdrkit" / "gaudi" / "_hlthunk.py").read_text()
+    asked = {*ASKED_OF_HLTHUNK.findall(seam), "hlthunk_device_memory_alloc", "hlthunk_get_dev_memalloc_page_orders"}
+    assert len(asked) > 12
+    assert asked - contract("hlthunk.conventions") == set()
+
+
+def test_the_cufile_twin_exports_what_cuda_bindings_looks_up() -> None:
+    bindings = importlib.util.find_spec("cuda.bindings")
+    assert bindings is not None
+    assert bindings.origin is not None
+    (module,) = Path(bindings.origin).parent.glob("_internal/cufile.*.so")
+    looked_up = {name.decode() for name in LOOKED_UP.findall(module.read_bytes())}
+    assert looked_up == contract("cufile.symbols")
+    assert looked_up <= contract("cufile.conventions")
 
 
 def test_every_symbol_has_a_convention() -> None:

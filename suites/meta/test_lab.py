@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from support.records import record_of
 
+from gdrkit.inventory import load_profile
+from gdrkit.report import CaseReason, Verdict, append_record
 from hardware.lab.errors import LabError
 from hardware.lab.machine import Limits, Machine, can_virtualize
-from hardware.lab.pairs import Pair, table
+from hardware.lab.pairs import Pair, compared, table, unrefused
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -155,15 +158,40 @@ def test_with_a_guest_that_ends_without_a_result(
     assert "vng ended with 7" in said(lab("--tcg"))
 
 
-def test_only_what_both_ran_with_one_verdict_agrees() -> None:
+def test_only_what_passes_on_both_agrees_and_a_refusal_is_counted_apart() -> None:
     pairs = [
         Pair("a", "pass", "pass"),
         Pair("b", "pass", "fail"),
         Pair("c", "pass", "not_run"),
         Pair("d", "not_run", "not_run"),
         Pair("e", "pass", "absent"),
+        Pair("f", "pass", "refused"),
+        Pair("g", "fail", "refused"),
+        Pair("h", "fail", "fail"),
     ]
-    assert [pair.agrees for pair in pairs] == [True, False, False, False, False]
-    assert [pair.counts for pair in pairs] == [True, True, False, False, True]
+    assert [pair.case for pair in pairs if pair.agrees] == ["a"]
+    assert [pair.case for pair in pairs if pair.refused] == ["f"]
+    assert [pair.case for pair in pairs if pair.differs] == ["b", "e", "g", "h"]
     marked = [line.split()[0] for line in table(pairs).splitlines() if line.endswith("DIFFERS")]
-    assert marked == ["b", "e"]
+    assert marked == ["b", "e", "g", "h"]
+
+
+def test_a_refusal_is_told_from_what_did_not_run(tmp_path: Path) -> None:
+    device = CaseReason(text="no dma-buf regions on rxe0", need="verbs.dmabuf_region", foreseen=True)
+    twin = CaseReason(text="no twin", need="software(verbs)", foreseen=True)
+    kernel = [
+        record_of(Verdict.NOT_RUN, case="refused", reasons=(device,), evidence={"refused": [{}]}),
+        record_of(Verdict.NOT_RUN, case="not tried", reasons=(device,)),
+        record_of(Verdict.NOT_RUN, case="lacks more", reasons=(device, twin)),
+        record_of(Verdict.FAIL, case="another error", reasons=(CaseReason(text="no"),), evidence={"refused": [{}]}),
+        record_of(case="host"),
+    ]
+    for record in kernel:
+        append_record(tmp_path / "kernel.jsonl", record)
+        append_record(tmp_path / "twin.jsonl", record_of(case=record.case))
+    pairs = {pair.case: pair for pair in compared(tmp_path / "twin.jsonl", tmp_path / "kernel.jsonl")}
+    assert [name for name, pair in pairs.items() if pair.refused] == ["refused"]
+    assert [name for name, pair in pairs.items() if pair.agrees] == ["host"]
+    assert [name for name, pair in pairs.items() if pair.differs] == ["another error"]
+    assert unrefused(kernel, load_profile("lab")) == ("not tried was to be refused and did not run",)
+    assert unrefused(kernel, load_profile("bare")) == ()

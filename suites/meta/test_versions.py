@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import tomllib
 from pathlib import Path
 
 import gdrkit
 
 HOUSE = Path(__file__).resolve().parents[2]
-PRODUCT = tomllib.loads((HOUSE / "pyproject.toml").read_text())["project"]
-TWINS = tomllib.loads((HOUSE / "native" / "twins" / "pyproject.toml").read_text())["project"]
+DESCRIPTIONS = [tomllib.loads((HOUSE / place / "pyproject.toml").read_text()) for place in ("", "native/twins")]
+PRODUCT, TWINS = (description["project"] for description in DESCRIPTIONS)
 
 
 def test_the_package_and_its_metadata_agree() -> None:
@@ -23,3 +25,9 @@ def test_the_software_extra_asks_for_the_twins_of_this_tree() -> None:
 
 def test_the_changelog_names_the_version() -> None:
     assert f"## {gdrkit.__version__}" in (HOUSE / "CHANGELOG.md").read_text()
+
+
+def test_wheels_are_built_here_by_what_pip_takes_elsewhere() -> None:
+    (said,) = re.findall(r"^BUILD = (\(.*\))$", (HOUSE / "noxfile.py").read_text(), re.MULTILINE)
+    needed = {each for description in DESCRIPTIONS for each in description["build-system"]["requires"]}
+    assert needed <= set(ast.literal_eval(said))

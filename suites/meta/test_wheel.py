@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -11,8 +13,8 @@ from pathlib import Path
 import pytest
 
 HOUSE = Path(__file__).resolve().parents[2]
-# Made by the noxfile when it installed the twins for this very run.
-TWINS_WHEELS = HOUSE / "build" / "wheels"
+# Made by the noxfile for this very run; the wheel of the twins is the one that it installed.
+WHEELS = HOUSE / "build" / "wheels"
 CARRIED = ("suites/", "hardware/profiles/", "reports/templates/", "reports/schema/")
 SHOW_DEVICES = """
 import json
@@ -34,11 +36,9 @@ def succeed(command: list[str], folder: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
-    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    succeed([*pip, "wheel", "--no-deps", "--wheel-dir", str(folder), str(HOUSE)], folder)
-    return next(folder.glob("gdrkit-*.whl"))
+def wheel() -> Path:
+    (found,) = WHEELS.glob("gdrkit-*.whl")
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def empty(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     succeed([sys.executable, "-m", "virtualenv", "--quiet", str(folder / "venv")], folder)
     # A file name with extras, as pip wants it.
     product = f"gdrkit[qualify,software] @ {wheel.as_uri()}"
-    find = ["--find-links", str(TWINS_WHEELS)]
+    find = ["--find-links", str(WHEELS)]
     succeed([str(folder / "venv" / "bin" / "pip"), "install", "--quiet", *find, product], folder)
     return folder / "venv" / "bin"
 
@@ -56,7 +56,21 @@ def empty(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_wheel_carries_what_a_qualification_needs(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert [part for part in CARRIED if not any(name.startswith(f"gdrkit/_house/{part}") for name in names)] == []
-    assert [name for name in names if name.endswith((".so", ".pyc")) or "/suites/meta/" in name] == []
+    assert [name for name in names if name.endswith(".pyc") or "/suites/meta/" in name] == []
+
+
+def native_part(name: str) -> bool:
+    """Whether a file is what a build puts into the package: modules, libraries, headers."""
+    parts = Path(name).parts
+    return parts[0] == "gdrkit" and (name.endswith(".so") or parts[2:3] in {("lib",), ("include",)})
+
+
+def test_the_wheel_carries_the_native_parts_of_this_checkout_and_no_others(wheel: Path) -> None:
+    # What the noxfile built into the checkout for this very run.
+    files = [path.relative_to(HOUSE).as_posix() for path in (HOUSE / "gdrkit").rglob("*") if path.is_file()]
+    built = set(filter(native_part, files))
+    assert built
+    assert set(filter(native_part, zipfile.ZipFile(wheel).namelist())) == built
 
 
 def test_the_wheel_runs_programs_on_the_twins(empty: Path, tmp_path: Path) -> None:
@@ -71,3 +85,31 @@ def test_the_wheel_qualifies_on_the_twins(empty: Path, tmp_path: Path) -> None:
     assert {"records.jsonl", "junit.xml", "summary.md", "index.html"} <= {
         path.name for path in (tmp_path / "report").iterdir()
     }
+
+
+def test_the_plugin_serves_an_empty_project_as_its_document_says(empty: Path, tmp_path: Path) -> None:
+    document = (HOUSE / "docs" / "plugin.md").read_text()
+    (settings, program, shell, said) = (
+        re.search(rf"^```{kind}\n(.*?)^```$", document, re.MULTILINE | re.DOTALL)
+        for kind in ("toml", "python", "sh", "text")
+    )
+    assert settings
+    assert program
+    assert shell
+    assert said
+    (tmp_path / "pyproject.toml").write_text(settings[1])
+    (tmp_path / "test_transfer.py").write_text(program[1])
+    path = f"{empty}{os.pathsep}{os.environ['PATH']}"
+    ended = subprocess.run(
+        ["bash", "-ec", shell[1]],
+        cwd=tmp_path,
+        env={**os.environ, "PATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert said[1].strip() in ended.stdout
+    assert "1 passed, 1 not run" in ended.stdout
+    records = (tmp_path / "records.jsonl").read_text().splitlines()
+    assert [json.loads(line)["verdict"] for line in records] == ["pass", "not_run"]

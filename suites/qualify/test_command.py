@@ -105,7 +105,13 @@ def test_missing_twins_end_with_3(tmp_path: Path) -> None:
 
 @TWINS
 def test_damaged_twins_end_with_3_and_still_leave_a_report(tmp_path: Path) -> None:
-    for folder, name in (("ibverbs", "libibverbs.so.1"), ("cuda", "libcuda.so.1")):
+    twins = {
+        "ibverbs": "libibverbs.so.1",
+        "cuda": "libcuda.so.1",
+        "cufile": "libcufile.so.0",
+        "hlthunk": "libhl-thunk.so",
+    }
+    for folder, name in twins.items():
         (tmp_path / "lib" / folder).mkdir(parents=True)
         (tmp_path / "lib" / folder / name).write_bytes(b"\x7fELF")
     variables = {"GDRKIT_TWINS_LIB": str(tmp_path / "lib"), "LD_LIBRARY_PATH": ""}

@@ -24,6 +24,8 @@ GOOD = {
     "kernel's own": "ibv_reg_mr call=1 errno=ENOTSUPP\n",
     "held up": "ibv_reg_mr call=1 delay_us=5\n",
     "held up and failing": "ibv_reg_mr delay_us=5 call=1 errno=14\n",
+    "stopped": "ibv_reg_mr call=* stop=/no/such/file\n",
+    "landed": "wc.rdma_read.landed call=1 status=12\n",
     "of the other library": "cuMemAlloc_v2 call=1 status=2\n",
 }
 BAD = {
@@ -44,6 +46,9 @@ BAD = {
     "delay zero": ("ibv_reg_mr call=1 delay_us=0\n", 2),
     "delay large": ("ibv_reg_mr call=1 delay_us=10000001\n", 2),
     "delay twice": ("ibv_reg_mr call=1 delay_us=1 delay_us=2\n", 2),
+    "stop relative": ("ibv_reg_mr call=1 stop=here\n", 2),
+    "stop nowhere": ("ibv_reg_mr call=1 stop=\n", 2),
+    "stop twice": ("ibv_reg_mr call=1 stop=/a stop=/b\n", 2),
     "word too much": ("ibv_reg_mr call=1 errno=14 please\n", 2),
     "blank inside": ("ibv_reg_mr call= 1 errno=14\n", 2),
     "third line": ("ibv_reg_mr call=1 errno=14\n\nibv_reg_mr call=x errno=14\n", 4),

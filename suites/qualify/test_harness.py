@@ -27,7 +27,7 @@ CASES = '''
 import errno, os
 import pytest
 from gdrkit.errors import Api, BrokenResource, Unsupported
-from gdrkit.harness.needs import cuda, host, needs, verbs
+from gdrkit.harness.needs import cuda, gaudi, host, needs, verbs
 
 pytestmark = needs(host.memlock(0))
 KEPT = []
@@ -114,6 +114,11 @@ def test_leaks_a_nic():
     from gdrkit import verbs
     KEPT.append(verbs.Nic.open(next(info.name for info in verbs.list_nics() if info.active)))
 
+@needs(gaudi.device())
+def test_is_about_a_gaudi():
+    from gdrkit import gaudi
+    assert gaudi.list_devices()
+
 @needs(verbs.nic())
 def test_a_peer_is_seen(peer, nic):
     peer.queue_pair()
@@ -172,6 +177,12 @@ def test_right_data_without_a_shown_path_is_unproven(run: ChildRun) -> None:
     assert run.records["test_unproven"].verdict is Verdict.UNPROVEN
     assert texts(run, "test_unproven") == ["no counter moved"]
     assert "1 unproven" in run.printed
+
+
+@ONLY_TWINS
+def test_a_record_names_the_apis_that_its_case_is_about(run: ChildRun) -> None:
+    assert run.records["test_says_which_route"].uses == ("verbs",)
+    assert run.records["test_is_about_a_gaudi"].uses == ("hlthunk",)
 
 
 @ONLY_TWINS
@@ -236,6 +247,21 @@ def test_the_libraries_of_every_process_are_on_the_record(run: ChildRun) -> None
     assert record.substrate["verbs"] == "twin"
     # A record is kept and compared elsewhere: it names no place that only this machine has.
     assert not any(library.path.startswith((sys.prefix, str(house().root))) for library in record.libraries)
+
+
+def test_a_place_of_one_machine_is_named_by_what_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    system = "/usr/lib/x86_64-linux-gnu"
+    monkeypatch.setenv("LD_LIBRARY_PATH", f"{tmp_path}/lib/:{system}:")
+    monkeypatch.setenv("HOME", f"{tmp_path}/me")
+    monkeypatch.syspath_prepend(tmp_path / "packages")
+    names = {
+        f"{tmp_path}/packages/a/b.so": "{site}/a/b.so",
+        f"{tmp_path}/lib/libcuda.so.1": "{library_path}/libcuda.so.1",
+        f"{tmp_path}/me/libcuda.so.1": "{home}/libcuda.so.1",
+        f"{system}/libcuda.so.1": f"{system}/libcuda.so.1",
+        f"{house().root}/gdrkit/_a.so": "gdrkit/_a.so" if house().is_checkout else f"{house().root}/gdrkit/_a.so",
+    }
+    assert {place: house().portable(place) for place in names} == names
 
 
 @ONLY_TWINS

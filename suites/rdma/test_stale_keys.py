@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from support.raw_cuda import raw_allocate, raw_free
-from support.reach import DMABUF, KINDS, ROUTES, joined, reachable
+from support.raw_cuda import RawMemory
+from support.reach import DMABUF, KINDS, joined, registered
 
 from gdrkit import cuda, pattern
-from gdrkit.registration import RegistrationRoute, register
+from gdrkit.host import HostAllocator
+from gdrkit.registration import RegistrationRoute
 from gdrkit.units import KIB, MIB
 from gdrkit.verbs import Status
 
@@ -34,15 +35,18 @@ def test_after_deregistration_the_old_key_is_refused(nic: Nic, peer: Peer, seed:
         pattern.check(memory.read(length_bytes=4 * KIB), seed=seed)
 
 
-@pytest.mark.parametrize("route", ROUTES)
-def test_a_free_by_gdrkit_deregisters_first(
-    device: Device, nic: Nic, peer: Peer, seed: int, route: RegistrationRoute
-) -> None:
-    with reachable(device, nic, route) as (memory, registration), joined(nic, peer) as theirs:
+@pytest.mark.parametrize("reach", KINDS, indirect=True)
+def test_a_free_by_gdrkit_deregisters_first(nic: Nic, peer: Peer, seed: int, reach: Reach) -> None:
+    space = HostAllocator() if reach.device is None else reach.device
+    with (
+        space.allocate(256 * KIB) as memory,
+        registered(memory, [nic], route=reach.route) as registration,
+        joined(nic, peer) as theirs,
+    ):
         remote = registration.remote(nic, length_bytes=4 * KIB)
         memory.close()
         assert registration.closed
-        with device.allocate(256 * KIB) as successor:
+        with space.allocate(256 * KIB) as successor:
             successor.fill(0x5A)
             theirs.write(remote, seed=seed).expect(Status.REM_ACCESS_ERR)
             assert successor.read() == b"\x5a" * (256 * KIB)
@@ -52,21 +56,20 @@ def test_a_free_by_gdrkit_deregisters_first(
 def test_after_a_raw_free_the_old_pages_live_on_and_the_new_owner_is_never_reached(
     device: Device, nic: Nic, peer: Peer, evidence: Evidence, seed: int
 ) -> None:
-    address = raw_allocate(device, 2 * MIB)
     with (
-        cuda.borrow(device, address, length_bytes=2 * MIB) as memory,
-        register(memory, [nic], route=RegistrationRoute.DMABUF) as registration,
+        RawMemory(device, 2 * MIB) as first,
+        cuda.borrow(device, first.address, length_bytes=2 * MIB) as memory,
+        registered(memory, [nic], route=RegistrationRoute.DMABUF) as registration,
         joined(nic, peer) as theirs,
     ):
         remote = registration.remote(nic, length_bytes=64 * KIB)
         theirs.write(remote, seed=seed).expect(Status.SUCCESS)
         old_key = memory.allocation_key()
-        raw_free(device, address)
-        again = raw_allocate(device, 2 * MIB)
-        try:
+        first.free()
+        with RawMemory(device, 2 * MIB) as again:
             # Seen on an H200: the address comes back at once, with another buffer id.
-            assert again == address
-            with cuda.borrow(device, again, length_bytes=2 * MIB) as successor:
+            assert again.address == first.address
+            with cuda.borrow(device, again.address, length_bytes=2 * MIB) as successor:
                 new_key = successor.allocation_key()
                 evidence["buffer_ids"] = [old_key[0][2], new_key[0][2]]
                 assert new_key != old_key
@@ -74,5 +77,3 @@ def test_after_a_raw_free_the_old_pages_live_on_and_the_new_owner_is_never_reach
                 theirs.write(remote, seed=seed + 1).expect(Status.SUCCESS)
                 theirs.read(remote, seed=seed + 1).completion.expect(Status.SUCCESS)
                 assert successor.read() == b"\x5a" * (2 * MIB)
-        finally:
-            raw_free(device, again)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 from typing import TYPE_CHECKING
@@ -9,8 +10,8 @@ from typing import TYPE_CHECKING
 import pytest
 from support.faults import faults
 from support.ledger import calls
-from support.raw_cuda import raw_allocate, raw_free, remap_chunk
-from support.reach import DMABUF, joined
+from support.raw_cuda import RawMemory, remap_chunk
+from support.reach import DMABUF, joined, registering
 
 from gdrkit import cuda, handles, pattern
 from gdrkit.cuda import VmmMemory
@@ -22,17 +23,18 @@ from gdrkit.units import KIB, MIB
 from gdrkit.verbs import Status
 
 if TYPE_CHECKING:
-    from gdrkit.cuda import Device
-    from gdrkit.harness.peer import Peer
-    from gdrkit.verbs import Nic
+    from support.reach import Space
 
-pytestmark = DMABUF
+    from gdrkit.cuda import Device, DeviceMemory
+    from gdrkit.harness.peer import Peer
+    from gdrkit.host import HostMemory
+    from gdrkit.verbs import Nic
 
 LEDGER = needs(software(Api.VERBS))
 
 
-def test_the_second_lookup_is_a_hit_and_reaches_the_memory(device: Device, nic: Nic, peer: Peer, seed: int) -> None:
-    with device.allocate(256 * KIB) as memory, RegionCache([nic]) as cache, joined(nic, peer) as theirs:
+def test_the_second_lookup_is_a_hit_and_reaches_the_memory(space: Space, nic: Nic, peer: Peer, seed: int) -> None:
+    with space.allocate(256 * KIB) as memory, RegionCache([nic]) as cache, joined(nic, peer) as theirs:
         with cache.lease(memory) as first:
             assert first.length_bytes == memory.length_bytes
         with cache.lease(memory) as second:
@@ -44,9 +46,9 @@ def test_the_second_lookup_is_a_hit_and_reaches_the_memory(device: Device, nic: 
 
 
 def test_an_interior_range_is_found_and_its_own_bytes_are_reached(
-    device: Device, nic: Nic, peer: Peer, seed: int
+    space: Space, nic: Nic, peer: Peer, seed: int
 ) -> None:
-    with device.allocate(256 * KIB) as memory, RegionCache([nic]) as cache, joined(nic, peer) as theirs:
+    with space.allocate(256 * KIB) as memory, RegionCache([nic]) as cache, joined(nic, peer) as theirs:
         memory.fill(0xA5)
         cache.lease(memory).close()
         with cache.lease(memory, offset_bytes=4097, length_bytes=1000) as lease:
@@ -62,6 +64,7 @@ def test_an_interior_range_is_found_and_its_own_bytes_are_reached(
         memory.close()
 
 
+@DMABUF
 def test_another_piece_of_the_same_allocation_is_found(device: Device, nic: Nic) -> None:
     # As a tensor of a caching allocator: a borrowed part in the middle, then another one.
     with device.allocate(MIB) as memory, RegionCache([nic]) as cache:
@@ -77,8 +80,8 @@ def test_another_piece_of_the_same_allocation_is_found(device: Device, nic: Nic)
 
 
 @LEDGER
-def test_a_hit_makes_no_verbs_call(device: Device, nic: Nic) -> None:
-    with device.allocate(256 * KIB) as memory, RegionCache([nic]) as cache:
+def test_a_hit_makes_no_verbs_call(space: Space, nic: Nic) -> None:
+    with space.allocate(256 * KIB) as memory, RegionCache([nic]) as cache:
         cache.lease(memory).close()
         before = calls(Api.VERBS)
         for offset_bytes in range(0, 256 * KIB, 4 * KIB):
@@ -87,18 +90,17 @@ def test_a_hit_makes_no_verbs_call(device: Device, nic: Nic) -> None:
         assert calls(Api.VERBS) == before
 
 
+@DMABUF
 def test_a_buffer_id_that_changed_is_a_miss_whatever_the_address_says(
     device: Device, nic: Nic, peer: Peer, seed: int
 ) -> None:
-    address = raw_allocate(device, 2 * MIB)
-    with RegionCache([nic]) as cache, joined(nic, peer) as theirs:
-        with cuda.borrow(device, address, length_bytes=2 * MIB) as memory, cache.lease(memory) as old:
+    with RawMemory(device, 2 * MIB) as first, RegionCache([nic]) as cache, joined(nic, peer) as theirs:
+        with cuda.borrow(device, first.address, length_bytes=2 * MIB) as memory, cache.lease(memory) as old:
             stale = old.remote(nic, length_bytes=4 * KIB)
-        raw_free(device, address)
-        again = raw_allocate(device, 2 * MIB)
-        try:
-            assert again == address
-            with cuda.borrow(device, again, length_bytes=2 * MIB) as memory:
+        first.free()
+        with RawMemory(device, 2 * MIB) as again:
+            assert again.address == first.address
+            with cuda.borrow(device, again.address, length_bytes=2 * MIB) as memory:
                 memory.fill(0x5A)
                 with cache.lease(memory) as lease:
                     found = cache.statistics()
@@ -107,10 +109,9 @@ def test_a_buffer_id_that_changed_is_a_miss_whatever_the_address_says(
                     pattern.check(memory.read(length_bytes=4 * KIB), seed=seed)
                 theirs.write(stale, seed=seed + 1).expect(Status.REM_ACCESS_ERR)
                 pattern.check(memory.read(length_bytes=4 * KIB), seed=seed)
-        finally:
-            raw_free(device, again)
 
 
+@DMABUF
 @needs(cuda_needs.vmm)
 def test_remapping_only_the_second_chunk_is_a_miss(device: Device, nic: Nic, peer: Peer, seed: int) -> None:
     with (
@@ -131,21 +132,21 @@ def test_remapping_only_the_second_chunk_is_a_miss(device: Device, nic: Nic, pee
         theirs.write(stale, seed=seed + 1).expect(Status.REM_ACCESS_ERR)
 
 
-def test_a_free_by_gdrkit_takes_the_entry_out_first(device: Device, nic: Nic, peer: Peer, seed: int) -> None:
+def test_a_free_by_gdrkit_takes_the_entry_out_first(space: Space, nic: Nic, peer: Peer, seed: int) -> None:
     with RegionCache([nic]) as cache, joined(nic, peer) as theirs:
-        memory = device.allocate(256 * KIB)
+        memory = space.allocate(256 * KIB)
         with cache.lease(memory) as lease:
             remote = lease.remote(nic, length_bytes=KIB)
         memory.close()
         assert (cache.statistics().regions, cache.statistics().registered_bytes) == (0, 0)
-        with device.allocate(256 * KIB) as successor:
+        with space.allocate(256 * KIB) as successor:
             successor.fill(0x5A)
             theirs.write(remote, seed=seed).expect(Status.REM_ACCESS_ERR)
             assert successor.read() == b"\x5a" * (256 * KIB)
 
 
-def test_a_free_under_a_lease_is_refused_and_goes_through_afterwards(device: Device, nic: Nic) -> None:
-    with RegionCache([nic]) as cache, device.allocate(256 * KIB) as memory:
+def test_a_free_under_a_lease_is_refused_and_goes_through_afterwards(space: Space, nic: Nic) -> None:
+    with RegionCache([nic]) as cache, space.allocate(256 * KIB) as memory:
         with cache.lease(memory) as lease:
             with pytest.raises(UsageError) as raised:
                 memory.close()
@@ -161,9 +162,9 @@ def test_a_free_under_a_lease_is_refused_and_goes_through_afterwards(device: Dev
 
 
 def test_what_is_invalidated_is_not_found_and_ends_with_its_last_lease(
-    device: Device, nic: Nic, peer: Peer, seed: int
+    space: Space, nic: Nic, peer: Peer, seed: int
 ) -> None:
-    with device.allocate(256 * KIB) as memory, RegionCache([nic]) as cache, joined(nic, peer) as theirs:
+    with space.allocate(256 * KIB) as memory, RegionCache([nic]) as cache, joined(nic, peer) as theirs:
         with cache.lease(memory) as one, cache.lease(memory) as two:
             remote = one.remote(nic, length_bytes=KIB)
             assert cache.invalidate(memory.address + 5, length_bytes=1) == 1
@@ -178,9 +179,12 @@ def test_what_is_invalidated_is_not_found_and_ends_with_its_last_lease(
         assert cache.invalidate(memory.address, length_bytes=1) == 0
 
 
-def test_the_least_recently_used_goes_first_by_count_and_what_is_leased_stays(device: Device, nic: Nic) -> None:
-    memories = [device.allocate(64 * KIB) for _ in range(4)]
-    with RegionCache([nic], regions_max=2) as cache:
+def test_the_least_recently_used_goes_first_by_count_and_what_is_leased_stays(space: Space, nic: Nic) -> None:
+    with contextlib.ExitStack() as stack, RegionCache([nic], regions_max=2) as cache:
+        # Closed with the cache, which lets go of them.
+        memories: list[DeviceMemory | HostMemory] = [space.allocate(64 * KIB) for _ in range(4)]
+        for memory in memories:
+            stack.callback(memory.close)
         first = cache.lease(memories[0])
         for memory in memories[1:]:
             cache.lease(memory).close()
@@ -198,11 +202,11 @@ def test_the_least_recently_used_goes_first_by_count_and_what_is_leased_stays(de
         assert cache.statistics().misses == before.misses + 1
 
 
-def test_bytes_are_a_limit_too_and_what_is_too_large_is_not_kept(device: Device, nic: Nic) -> None:
+def test_bytes_are_a_limit_too_and_what_is_too_large_is_not_kept(space: Space, nic: Nic) -> None:
     with (
-        device.allocate(128 * KIB) as one,
-        device.allocate(128 * KIB) as other,
-        device.allocate(MIB) as large,
+        space.allocate(128 * KIB) as one,
+        space.allocate(128 * KIB) as other,
+        space.allocate(MIB) as large,
         RegionCache([nic], bytes_max=200 * KIB) as cache,
     ):
         cache.lease(one).close()
@@ -213,8 +217,8 @@ def test_bytes_are_a_limit_too_and_what_is_too_large_is_not_kept(device: Device,
         assert (cache.statistics().registered_bytes, cache.statistics().regions) == (128 * KIB, 1)
 
 
-def test_statistics_are_a_frozen_copy(device: Device, nic: Nic) -> None:
-    with device.allocate(64 * KIB) as memory, RegionCache([nic]) as cache:
+def test_statistics_are_a_frozen_copy(space: Space, nic: Nic) -> None:
+    with space.allocate(64 * KIB) as memory, RegionCache([nic]) as cache:
         before = cache.statistics()
         cache.lease(memory).close()
         assert before.misses == 0
@@ -224,11 +228,11 @@ def test_statistics_are_a_frozen_copy(device: Device, nic: Nic) -> None:
 
 
 @LEDGER
-def test_a_registration_that_failed_is_not_kept(device: Device, nic: Nic) -> None:
+def test_a_registration_that_failed_is_not_kept(space: Space, nic: Nic) -> None:
     assert nic.supports_dmabuf()
-    with device.allocate(64 * KIB) as memory, RegionCache([nic]) as cache:
+    with space.allocate(64 * KIB) as memory, RegionCache([nic]) as cache:
         before = handles.live()
-        with faults(Api.VERBS, "ibv_reg_dmabuf_mr call=1 errno=ENOMEM"):
+        with faults(Api.VERBS, f"{registering(space)} call=1 errno=ENOMEM"):
             with pytest.raises(ApiError) as raised:
                 cache.lease(memory)
             assert raised.value.errno == errno.ENOMEM
@@ -238,9 +242,8 @@ def test_a_registration_that_failed_is_not_kept(device: Device, nic: Nic) -> Non
         assert (cache.statistics().misses, cache.statistics().registrations) == (2, 1)
 
 
-def test_close_refuses_while_something_is_leased_and_the_cache_works_on(device: Device, nic: Nic) -> None:
-    with device.allocate(64 * KIB) as memory:
-        cache = RegionCache([nic])
+def test_close_refuses_while_something_is_leased_and_the_cache_works_on(space: Space, nic: Nic) -> None:
+    with space.allocate(64 * KIB) as memory, RegionCache([nic]) as cache:
         lease = cache.lease(memory)
         for timeout_ms in (0, 1):
             with pytest.raises(UsageError) as raised:
@@ -258,8 +261,8 @@ def test_close_refuses_while_something_is_leased_and_the_cache_works_on(device: 
 
 
 @LEDGER
-def test_what_cannot_be_deregistered_is_counted_and_tried_again(device: Device, nic: Nic) -> None:
-    with device.allocate(64 * KIB) as memory, RegionCache([nic]) as cache:
+def test_what_cannot_be_deregistered_is_counted_and_tried_again(space: Space, nic: Nic) -> None:
+    with space.allocate(64 * KIB) as memory, RegionCache([nic]) as cache:
         cache.lease(memory).close()
         with faults(Api.VERBS, "ibv_dereg_mr call=1 errno=EBUSY"), pytest.raises(ApiError) as raised:
             cache.invalidate(memory.address, length_bytes=1)
@@ -273,8 +276,9 @@ def test_what_cannot_be_deregistered_is_counted_and_tried_again(device: Device, 
         assert cache.statistics().not_deregistered == 0
 
 
-def test_a_bad_range_or_limit_is_refused(device: Device, nic: Nic) -> None:
-    with device.allocate(64 * KIB) as memory, RegionCache([nic]) as cache:
+def test_a_bad_range_or_limit_is_refused(space: Space, nic: Nic) -> None:
+    with space.allocate(64 * KIB) as memory, RegionCache([nic]) as cache:
+        cache.lease(memory).close()
         for offset_bytes, length_bytes in ((-1, 1), (0, 0), (0, 64 * KIB + 1), (64 * KIB, None), (1 << 63, 1 << 63)):
             with pytest.raises(UsageError):
                 cache.lease(memory, offset_bytes=offset_bytes, length_bytes=length_bytes)

@@ -13,6 +13,8 @@ from support.reach import DMABUF, joined
 from gdrkit import cuda, pattern
 from gdrkit.buffers import MemoryKind
 from gdrkit.errors import Reason, Unsupported, UsageError
+from gdrkit.harness.needs import cuda as cuda_needs
+from gdrkit.harness.needs import needs
 from gdrkit.registration import RegionCache
 from gdrkit.units import KIB
 from gdrkit.verbs import Status
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
     from gdrkit.harness.peer import Peer
     from gdrkit.verbs import Nic
 
-pytestmark = DMABUF
+pytestmark = needs(cuda_needs.device())
 
 SIZE = 64 * KIB
 
@@ -61,6 +63,7 @@ class OnlyDlpack:
         return self.memory.__dlpack__(stream=stream, **self.more)
 
 
+@DMABUF
 @pytest.mark.parametrize(
     "said",
     [

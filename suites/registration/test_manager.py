@@ -22,13 +22,14 @@ if TYPE_CHECKING:
     from gdrkit.cuda import Device
     from gdrkit.harness.peer import Peer
 
-pytestmark = DMABUF
-
 TWINS = needs(software(Api.VERBS), software(Api.CUDA))
 
 
+@DMABUF
 def test_what_is_available_says_how_and_works(peer: Peer, seed: int) -> None:
     with GdrManager() as manager:
+        # Raises with every cause where no GPU's memory can be registered.
+        assert manager.device(0).index == 0
         assert manager.state.available
         assert not manager.state.obstacles
         assert all(gpu.route is RegistrationRoute.DMABUF and gpu.obstacle is None for gpu in manager.state.gpus)
@@ -41,6 +42,7 @@ def test_what_is_available_says_how_and_works(peer: Peer, seed: int) -> None:
 
 
 @needs(cuda_needs.device(count_min=2))
+@DMABUF
 def test_each_gpu_has_a_cache_of_its_own_and_the_current_one_stays_what_it_was(devices: tuple[Device, ...]) -> None:
     with devices[1].current(), GdrManager() as manager, contextlib.ExitStack() as stack:
         for gpu in manager.state.gpus[:2]:
@@ -74,6 +76,7 @@ def current_device() -> int:
         ),
     ],
 )
+@DMABUF
 def test_what_is_missing_is_a_state_and_nothing_stays_open(api: Api, rules: tuple[str, ...], reason: Reason) -> None:
     before = handles.live()
     with faults(api, *rules), GdrManager(gpu_indices=None) as manager:
@@ -90,6 +93,7 @@ def test_what_is_missing_is_a_state_and_nothing_stays_open(api: Api, rules: tupl
 
 @TWINS
 @needs(cuda_needs.device(count_min=2))
+@DMABUF
 def test_one_gpu_that_cannot_is_told_apart_from_those_that_can() -> None:
     with GdrManager() as whole:
         counted = len(whole.state.gpus) * len(whole.state.nics)
@@ -109,6 +113,7 @@ def test_one_gpu_that_cannot_is_told_apart_from_those_that_can() -> None:
             manager.lease(memory).close()
 
 
+@DMABUF
 def test_a_gpu_that_nobody_asked_for_is_not_there() -> None:
     with GdrManager(gpu_indices=[0]) as manager:
         with pytest.raises(UsageError) as raised:
@@ -121,16 +126,18 @@ def test_a_gpu_that_nobody_asked_for_is_not_there() -> None:
     assert handles.live() == before
 
 
+@DMABUF
 def test_close_is_refused_under_a_lease_and_goes_through_afterwards() -> None:
     manager = GdrManager(gpu_indices=[0])
-    memory = manager.device(0).allocate(64 * KIB)
-    lease = manager.lease(memory)
-    with pytest.raises(UsageError) as raised:
+    with manager:
+        memory = manager.device(0).allocate(64 * KIB)
+        lease = manager.lease(memory)
+        with pytest.raises(UsageError) as raised:
+            manager.close()
+        assert raised.value.reason is Reason.BUSY
+        assert lease.remote(manager.nics[0]).length_bytes == 64 * KIB
+        lease.close()
         manager.close()
-    assert raised.value.reason is Reason.BUSY
-    assert lease.remote(manager.nics[0]).length_bytes == 64 * KIB
-    lease.close()
-    manager.close()
     # The device closed what was made from it.
     assert memory.closed
     for use in (lambda: manager.nics, lambda: manager.cache(0)):
@@ -139,6 +146,7 @@ def test_close_is_refused_under_a_lease_and_goes_through_afterwards() -> None:
 
 
 @TWINS
+@DMABUF
 def test_order_of_writes_is_asked_of_the_device(device: Device) -> None:
     found = Ordering.of(device)
     assert found.flush_options & FlushOption.HOST
@@ -148,6 +156,7 @@ def test_order_of_writes_is_asked_of_the_device(device: Device) -> None:
     assert calls(Api.CUDA).get("cuFlushGPUDirectRDMAWrites", 0) == before + found.needs_flush
 
 
+@needs(cuda_needs.device())
 def test_a_device_whose_writes_need_a_flush_is_flushed_or_refused(device: Device) -> None:
     flushed = Ordering(device.index, FlushOption.HOST, WriteVisibility.NONE)
     assert flushed.make_visible(device)

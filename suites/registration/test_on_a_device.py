@@ -6,8 +6,8 @@ import importlib
 from typing import TYPE_CHECKING
 
 import pytest
-from support.raw_cuda import raw_allocate, raw_free
-from support.reach import DMABUF, joined
+from support.raw_cuda import RawMemory
+from support.reach import DMABUF, joined, registered
 from support.sharing import memory_in_peer
 
 from gdrkit import cuda, pattern
@@ -15,7 +15,7 @@ from gdrkit.buffers import MemoryKind
 from gdrkit.cuda import VmmMemory
 from gdrkit.harness.needs import cuda as cuda_needs
 from gdrkit.harness.needs import host, needs
-from gdrkit.registration import RegionCache, RegistrationRoute, register
+from gdrkit.registration import RegionCache, RegistrationRoute
 from gdrkit.registration.handle import ShareKind
 from gdrkit.registration.share import export_memory
 from gdrkit.units import KIB, MIB
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 def written_by_dmabuf(memory: DeviceBuffer, nic: Nic, peer: Peer, seed: int) -> None:
     """Have the peer write a part of it by RDMA and read that back; every byte is checked."""
-    with register(memory, [nic], route=RegistrationRoute.DMABUF) as registration, joined(nic, peer) as theirs:
+    with registered(memory, [nic], route=RegistrationRoute.DMABUF) as registration, joined(nic, peer) as theirs:
         remote = registration.remote(nic, offset_bytes=4097, length_bytes=MIB + 3)
         theirs.write(remote, seed=seed).expect(Status.SUCCESS)
         pattern.check(memory.read(offset_bytes=4097, length_bytes=MIB + 3), seed=seed)
@@ -82,28 +82,32 @@ def test_vmm_export(device: Device, peer: Peer, seed: int) -> None:
 @DMABUF
 def test_buffer_id_reuse(device: Device, nic: Nic, peer: Peer, seed: int, evidence: Evidence) -> None:
     """An address that comes back is another memory to the cache, and the old key never reaches it."""
-    with RegionCache([nic]) as cache, joined(nic, peer) as theirs:
-        address = raw_allocate(device, 2 * MIB)
-        with cuda.borrow(device, address, length_bytes=2 * MIB) as memory:
-            with cache.lease(memory) as lease:
-                stale = lease.remote(nic, length_bytes=64 * KIB)
-                theirs.write(stale, seed=seed).expect(Status.SUCCESS)
-            old_id = memory.buffer_id()
-            raw_free(device, address)
-            again = raw_allocate(device, 2 * MIB)
-            assert again == address
-            with cuda.borrow(device, again, length_bytes=2 * MIB) as successor:
-                evidence["buffer_ids"] = [old_id, successor.buffer_id()]
-                assert successor.buffer_id() != old_id
-                successor.fill(0x5A)
-                misses = cache.statistics().misses
-                with cache.lease(successor) as lease:
-                    assert cache.statistics().misses == misses + 1
-                    assert lease.remote(nic).rkey != stale.rkey
-                    # Whatever became of the old key: it never reaches the new owner.
-                    theirs.write(stale, seed=seed + 1)
-                    assert successor.read() == b"\x5a" * (2 * MIB)
-        raw_free(device, again)
+    with (
+        RegionCache([nic]) as cache,
+        joined(nic, peer) as theirs,
+        RawMemory(device, 2 * MIB) as first,
+        cuda.borrow(device, first.address, length_bytes=2 * MIB) as memory,
+    ):
+        with cache.lease(memory) as lease:
+            stale = lease.remote(nic, length_bytes=64 * KIB)
+            theirs.write(stale, seed=seed).expect(Status.SUCCESS)
+        old_id = memory.buffer_id()
+        first.free()
+        with (
+            RawMemory(device, 2 * MIB) as again,
+            cuda.borrow(device, again.address, length_bytes=2 * MIB) as successor,
+        ):
+            assert again.address == first.address
+            evidence["buffer_ids"] = [old_id, successor.buffer_id()]
+            assert successor.buffer_id() != old_id
+            successor.fill(0x5A)
+            misses = cache.statistics().misses
+            with cache.lease(successor) as lease:
+                assert cache.statistics().misses == misses + 1
+                assert lease.remote(nic).rkey != stale.rkey
+                # Whatever became of the old key: it never reaches the new owner.
+                theirs.write(stale, seed=seed + 1)
+                assert successor.read() == b"\x5a" * (2 * MIB)
 
 
 @pytest.fixture(scope="module")

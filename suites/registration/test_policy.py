@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from support.faults import faults
-from support.reach import DMABUF, joined
+from support.reach import DMABUF, joined, registered, registering
 
 from gdrkit import handles
 from gdrkit.cuda import VmmMemory
@@ -21,6 +21,8 @@ from gdrkit.units import KIB, MIB
 from gdrkit.verbs import Status
 
 if TYPE_CHECKING:
+    from support.reach import Space
+
     from gdrkit.cuda import Device
     from gdrkit.harness.peer import Peer
     from gdrkit.verbs import Nic
@@ -70,24 +72,23 @@ def test_without_any_way_one_error_has_both_causes_and_nothing_is_left(device: D
     assert all(cause.what_to_do for cause in causes)
 
 
-@DMABUF
 @needs(software(Api.VERBS), verbs.nic(count_min=2))
-def test_when_the_second_nic_fails_the_first_one_is_undone(device: Device, nics: tuple[Nic, ...]) -> None:
+def test_when_the_second_nic_fails_the_first_one_is_undone(space: Space, nics: tuple[Nic, ...]) -> None:
     for nic in nics:
         assert nic.supports_dmabuf()  # asked once and remembered, so that the plan below counts regions alone
-    with device.allocate(64 * KIB) as memory, faults(Api.VERBS, "ibv_reg_dmabuf_mr call=2 errno=ENOMEM"):
+    with space.allocate(64 * KIB) as memory, faults(Api.VERBS, f"{registering(space)} call=2 errno=ENOMEM"):
         before = handles.live()
         with pytest.raises(ApiError) as raised:
             register(memory, nics)
         assert handles.live() == before
         # Out of memory says nothing about the way: another one is not tried behind the caller's back.
-        assert (raised.value.operation, raised.value.errno) == ("ibv_reg_dmabuf_mr", errno.ENOMEM)
+        assert (raised.value.operation, raised.value.errno) == (registering(space), errno.ENOMEM)
         register(memory, nics).close()
 
 
 @DMABUF
 def test_a_way_that_is_asked_for_is_not_replaced(device: Device, nic: Nic) -> None:
-    with device.allocate(64 * KIB) as memory, register(memory, [nic], route=RegistrationRoute.DMABUF) as registration:
+    with device.allocate(64 * KIB) as memory, registered(memory, [nic], route=RegistrationRoute.DMABUF) as registration:
         assert registration.route is RegistrationRoute.DMABUF
     with device.allocate(64 * KIB) as memory, pytest.raises(UsageError):
         register(memory, [nic, nic])

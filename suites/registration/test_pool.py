@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 from support.faults import faults
 from support.ledger import calls
-from support.reach import DMABUF, joined
+from support.reach import joined, registering
 
 from gdrkit import handles, pattern
 from gdrkit.errors import Api, ApiError, ClosedResource, Reason, UsageError
@@ -19,18 +19,17 @@ from gdrkit.units import KIB
 from gdrkit.verbs import Status
 
 if TYPE_CHECKING:
-    from gdrkit.cuda import Device
+    from support.reach import Space
+
     from gdrkit.harness.peer import Peer
     from gdrkit.registration import RdmaBuffer
     from gdrkit.verbs import Nic
 
-pytestmark = DMABUF
-
 SIZE = 10 * KIB
 
 
-def test_each_buffer_is_reached_and_none_reaches_another(device: Device, nic: Nic, peer: Peer, seed: int) -> None:
-    with BufferPool(device, [nic], buffer_bytes=SIZE, count=3) as pool, joined(nic, peer) as theirs:
+def test_each_buffer_is_reached_and_none_reaches_another(space: Space, nic: Nic, peer: Peer, seed: int) -> None:
+    with BufferPool(space, [nic], buffer_bytes=SIZE, count=3) as pool, joined(nic, peer) as theirs:
         buffers = [pool.allocate() for _ in range(3)]
         for index, buffer in enumerate(buffers):
             theirs.write(buffer.remote(nic), seed=seed + index).expect(Status.SUCCESS)
@@ -39,8 +38,8 @@ def test_each_buffer_is_reached_and_none_reaches_another(device: Device, nic: Ni
             buffer.close()
 
 
-def test_a_slice_is_a_part_and_ends_with_the_whole(device: Device, nic: Nic, peer: Peer, seed: int) -> None:
-    with BufferPool(device, [nic], buffer_bytes=SIZE, count=1) as pool, joined(nic, peer) as theirs:
+def test_a_slice_is_a_part_and_ends_with_the_whole(space: Space, nic: Nic, peer: Peer, seed: int) -> None:
+    with BufferPool(space, [nic], buffer_bytes=SIZE, count=1) as pool, joined(nic, peer) as theirs:
         with pool.allocate() as buffer:
             buffer.write(b"\xa5" * SIZE)
             part = buffer.slice(offset_bytes=100, length_bytes=1000).slice(offset_bytes=10)
@@ -57,9 +56,9 @@ def test_a_slice_is_a_part_and_ends_with_the_whole(device: Device, nic: Nic, pee
                 use()
 
 
-@needs(software(Api.VERBS), software(Api.CUDA))
-def test_handing_out_makes_no_call_of_verbs(device: Device, nic: Nic) -> None:
-    with BufferPool(device, [nic], buffer_bytes=SIZE, count=2) as pool:
+@needs(software(Api.VERBS))
+def test_handing_out_makes_no_call_of_verbs(space: Space, nic: Nic) -> None:
+    with BufferPool(space, [nic], buffer_bytes=SIZE, count=2) as pool:
         before = calls(Api.VERBS)
         for _ in range(10):
             with pool.allocate() as buffer:
@@ -67,8 +66,8 @@ def test_handing_out_makes_no_call_of_verbs(device: Device, nic: Nic) -> None:
         assert calls(Api.VERBS) == before
 
 
-def test_an_empty_pool_times_out_and_says_so(device: Device, nic: Nic) -> None:
-    with BufferPool(device, [nic], buffer_bytes=SIZE, count=1) as pool, pool.allocate():
+def test_an_empty_pool_times_out_and_says_so(space: Space, nic: Nic) -> None:
+    with BufferPool(space, [nic], buffer_bytes=SIZE, count=1) as pool, pool.allocate():
         for timeout_ms in (0, 1):
             with pytest.raises(UsageError) as raised:
                 pool.allocate(timeout_ms=timeout_ms)
@@ -77,9 +76,9 @@ def test_an_empty_pool_times_out_and_says_so(device: Device, nic: Nic) -> None:
         assert (found.free, found.waiting, found.timeouts, found.allocations) == (0, 0, 2, 1)
 
 
-def test_who_waits_longest_is_served_first_and_nobody_overtakes(device: Device, nic: Nic) -> None:
+def test_who_waits_longest_is_served_first_and_nobody_overtakes(space: Space, nic: Nic) -> None:
     served: list[int] = []
-    with BufferPool(device, [nic], buffer_bytes=SIZE, count=1) as pool, ThreadPoolExecutor(4) as threads:
+    with BufferPool(space, [nic], buffer_bytes=SIZE, count=1) as pool, ThreadPoolExecutor(4) as threads:
         held = pool.allocate()
 
         def wait(index: int) -> None:
@@ -98,10 +97,10 @@ def test_who_waits_longest_is_served_first_and_nobody_overtakes(device: Device, 
         assert pool.statistics().waits == 4
 
 
-def test_no_buffer_is_ever_given_to_two(device: Device, nic: Nic) -> None:
+def test_no_buffer_is_ever_given_to_two(space: Space, nic: Nic) -> None:
     out: set[int] = set()
     lock = threading.Lock()
-    with BufferPool(device, [nic], buffer_bytes=SIZE, count=3) as pool, ThreadPoolExecutor(8) as threads:
+    with BufferPool(space, [nic], buffer_bytes=SIZE, count=3) as pool, ThreadPoolExecutor(8) as threads:
 
         def work(_index: int) -> None:
             for _ in range(50):
@@ -117,15 +116,15 @@ def test_no_buffer_is_ever_given_to_two(device: Device, nic: Nic) -> None:
         assert (found.free, found.waiting, found.allocations) == (3, 0, 400)
 
 
-def test_a_buffer_closed_by_two_threads_comes_back_once(device: Device, nic: Nic) -> None:
-    with BufferPool(device, [nic], buffer_bytes=SIZE, count=2) as pool, ThreadPoolExecutor(8) as threads:
+def test_a_buffer_closed_by_two_threads_comes_back_once(space: Space, nic: Nic) -> None:
+    with BufferPool(space, [nic], buffer_bytes=SIZE, count=2) as pool, ThreadPoolExecutor(8) as threads:
         buffer: RdmaBuffer = pool.allocate()
         list(threads.map(lambda _index: buffer.close(), range(8)))
         assert pool.statistics().free == 2
 
 
-def test_a_pool_is_not_closed_under_a_buffer(device: Device, nic: Nic) -> None:
-    pool = BufferPool(device, [nic], buffer_bytes=SIZE, count=2)
+def test_a_pool_is_not_closed_under_a_buffer(space: Space, nic: Nic) -> None:
+    pool = BufferPool(space, [nic], buffer_bytes=SIZE, count=2)
     buffer = pool.allocate()
     with pytest.raises(UsageError) as raised:
         pool.close()
@@ -140,13 +139,13 @@ def test_a_pool_is_not_closed_under_a_buffer(device: Device, nic: Nic) -> None:
 
 
 @needs(software(Api.VERBS))
-def test_a_pool_that_cannot_be_registered_leaves_nothing(device: Device, nic: Nic) -> None:
+def test_a_pool_that_cannot_be_registered_leaves_nothing(space: Space, nic: Nic) -> None:
     assert nic.supports_dmabuf()
-    with device.allocate(SIZE):
+    with space.allocate(SIZE):
         before = handles.live()
-        with faults(Api.VERBS, "ibv_reg_dmabuf_mr call=1 errno=ENOMEM"), pytest.raises(ApiError):
-            BufferPool(device, [nic], buffer_bytes=SIZE, count=2)
+        with faults(Api.VERBS, f"{registering(space)} call=1 errno=ENOMEM"), pytest.raises(ApiError):
+            BufferPool(space, [nic], buffer_bytes=SIZE, count=2)
         assert handles.live() == before
     for options in ({"buffer_bytes": 0, "count": 1}, {"buffer_bytes": 1, "count": 0}):
         with pytest.raises(UsageError):
-            BufferPool(device, [nic], buffer_bytes=options["buffer_bytes"], count=options["count"])
+            BufferPool(space, [nic], buffer_bytes=options["buffer_bytes"], count=options["count"])

@@ -76,6 +76,7 @@ def test_without_cuda_an_export_is_enotsup_and_no_handle() -> None:
     assert answers == [errno.ENOTSUP] * len(ShareKind)
 
 
+@pytest.mark.qualify
 @IPC
 def test_an_exported_handle_opens_in_another_process(device: Device, peer: Peer, seed: int) -> None:
     """Finding 2: an export held metadata alone, which nobody could open."""
@@ -115,6 +116,7 @@ class DmabufOnly:
         return lambda: None
 
 
+@pytest.mark.qualify
 @DMABUF
 @needs(software(Api.VERBS))
 def test_memory_without_an_address_is_never_registered_by_its_address(nic: Nic, peer: Peer) -> None:
@@ -135,6 +137,7 @@ def test_memory_without_an_address_is_never_registered_by_its_address(nic: Nic, 
     ]
 
 
+@pytest.mark.qualify
 @DMABUF
 def test_after_a_free_the_old_key_reaches_nothing(
     device: Device, nic: Nic, peer: Peer, seed: int, evidence: Evidence

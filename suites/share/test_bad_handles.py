@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import array
 import errno
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -15,17 +13,16 @@ from typing import TYPE_CHECKING
 
 import pytest
 from support.reach import DMABUF
-from support.sharing import flipped, from_peer, open_descriptors
+from support.sharing import flipped, from_peer, refusal, sample
 
-from gdrkit import cuda, handles, pattern
+from gdrkit import cuda
 from gdrkit.cuda import VmmMemory
-from gdrkit.errors import Api, ApiError, BrokenResource, ClosedResource, GdrkitError, Reason, Unsupported, UsageError
+from gdrkit.errors import Api, ApiError, BrokenResource, ClosedResource, Reason, Unsupported, UsageError
 from gdrkit.harness.needs import cuda as cuda_needs
 from gdrkit.harness.needs import needs, software
-from gdrkit.host import this_process
-from gdrkit.registration.gdr_handle import GdrHandle, export_gdr, import_gdr
-from gdrkit.registration.handle import SHARE_HANDLE_BYTES, ShareHandle, ShareKind
-from gdrkit.registration.parcel import Parcel, receive
+from gdrkit.registration.gdr_handle import GdrHandle, import_gdr
+from gdrkit.registration.handle import ShareKind
+from gdrkit.registration.parcel import Parcel
 from gdrkit.registration.share import (
     device_at,
     device_of,
@@ -37,8 +34,6 @@ from gdrkit.registration.share import (
 from gdrkit.units import KIB, MIB
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from gdrkit.cuda import Device
     from gdrkit.harness.peer import Peer
     from gdrkit.verbs import Nic
@@ -52,91 +47,6 @@ def device(device: Device) -> Device:
     """With its context, which the first call would else open and keep."""
     device.synchronize()
     return device
-
-
-def refusal(call: Callable[..., object], *arguments: object, **options: object) -> GdrkitError:
-    """What the call raises; nothing that it opened may stay open."""
-    before = handles.live(), open_descriptors()
-    with pytest.raises(GdrkitError) as raised:
-        call(*arguments, **options)
-    assert (handles.live(), open_descriptors()) == before
-    return raised.value
-
-
-def refusal_of_bytes(data: bytes) -> GdrkitError:
-    error = refusal(ShareHandle.parse, data)
-    assert type(error) is UsageError
-    assert error.reason is Reason.MALFORMED
-    return error
-
-
-def sample(**changes: object) -> ShareHandle:
-    """A handle that is right in itself."""
-    right = ShareHandle(
-        kind=ShareKind.IPC,
-        allocation_bytes=MIB,
-        offset_bytes=4096,
-        length_bytes=8192,
-        device_uuid=bytes(range(1, 17)),
-        owner=this_process(),
-        ipc=bytes(range(64)),
-    )
-    return replace(right, **changes)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("length", [0, 1, 80, SHARE_HANDLE_BYTES - 1, SHARE_HANDLE_BYTES + 1, 4096])
-def test_a_handle_of_another_length_is_refused(length: int) -> None:
-    refusal_of_bytes((sample().pack() * 30)[:length])
-
-
-def test_every_single_flipped_bit_is_refused() -> None:
-    data = sample().pack()
-    for bit in range(8 * SHARE_HANDLE_BYTES):
-        refusal_of_bytes(flipped(data, bit))
-
-
-def test_another_version_is_named() -> None:
-    data = sample().pack()
-    error = refusal_of_bytes(data[:8] + b"\x02\x00" + data[10:])
-    assert "version 2" in error.message
-
-
-WRONG_FIELDS = [
-    pytest.param({"length_bytes": 0}, id="empty"),
-    pytest.param({"allocation_bytes": 0}, id="no-allocation"),
-    pytest.param({"length_bytes": MIB}, id="beyond-the-end"),
-    pytest.param({"offset_bytes": (1 << 64) - 4096}, id="offset-that-would-wrap"),
-    pytest.param({"length_bytes": (1 << 64) - 4096}, id="length-that-would-wrap"),
-    pytest.param({"allocation_bytes": 1 << 63}, id="allocation-above-half"),
-    pytest.param({"ipc": bytes(64)}, id="empty-ipc"),
-    pytest.param({"address": 4096}, id="address-in-ipc"),
-    pytest.param({"descriptor_count": 1}, id="descriptor-in-ipc"),
-    pytest.param({"chunk_bytes": MIB}, id="chunk-in-ipc"),
-    pytest.param({"device_uuid": bytes(16)}, id="no-device"),
-    pytest.param({"kind": ShareKind.DMABUF, "ipc": bytes(64), "descriptor_count": 1}, id="dmabuf-without-address"),
-    pytest.param(
-        {"kind": ShareKind.DMABUF, "ipc": bytes(64), "descriptor_count": 1, "address": (1 << 64) - 4096},
-        id="dmabuf-beyond-all-addresses",
-    ),
-    pytest.param(
-        {"kind": ShareKind.DMABUF, "ipc": bytes(64), "descriptor_count": 1, "address": 8191}, id="dmabuf-askew"
-    ),
-    pytest.param(
-        {"kind": ShareKind.VMM, "ipc": bytes(64), "descriptor_count": 254, "chunk_bytes": 4096}, id="too-many-chunks"
-    ),
-    pytest.param(
-        {"kind": ShareKind.VMM, "ipc": bytes(64), "descriptor_count": 2, "chunk_bytes": MIB}, id="chunks-of-another-sum"
-    ),
-    pytest.param(
-        {"kind": ShareKind.VMM, "ipc": bytes(64), "descriptor_count": 2, "chunk_bytes": MIB // 2}, id="unused-chunk"
-    ),
-    pytest.param({"kind": ShareKind.VMM, "ipc": bytes(64), "descriptor_count": 1, "chunk_bytes": 0}, id="no-chunk"),
-]
-
-
-@pytest.mark.parametrize("changes", WRONG_FIELDS)
-def test_fields_that_cannot_be_true_are_refused(changes: dict[str, object]) -> None:
-    assert refusal(sample, **changes).reason is Reason.MALFORMED
 
 
 @IPC
@@ -354,53 +264,6 @@ def test_a_handle_is_opened_on_its_own_device_alone(devices: tuple[Device, ...],
     theirs.close()
 
 
-def send_raw(data: bytes, count: int) -> socket.socket:
-    """A socket on which these bytes wait with so many descriptors, and whose other end is closed."""
-    ours, theirs = socket.socketpair()
-    with theirs, tempfile.TemporaryFile() as file:
-        if data:
-            socket.send_fds(theirs, [data], [file.fileno()] * count)
-    return ours
-
-
-def test_a_message_that_is_no_parcel_is_refused_and_its_descriptors_are_closed() -> None:
-    right = sample().pack()
-    messages = [
-        (b"", 0, Reason.PEER_GONE),
-        (right[:100], 0, Reason.PEER_GONE),
-        (right[:100], 3, Reason.PEER_GONE),
-        (b"x" * SHARE_HANDLE_BYTES, 253, Reason.MALFORMED),
-        (right, 1, Reason.MALFORMED),
-    ]
-    for data, count, reason in messages:
-        with send_raw(data, count) as connection:
-            assert refusal(receive, connection).reason is reason
-
-
-def test_descriptors_over_two_parts_are_counted_together() -> None:
-    right = sample().pack()
-    ours, theirs = socket.socketpair()
-    with ours, theirs, tempfile.TemporaryFile() as file:
-        for part in (right[:10], right[10:]):
-            theirs.sendmsg([part], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [file.fileno()] * 200))])
-        assert refusal(receive, ours).reason is Reason.MALFORMED
-
-
-def test_a_silent_sender_is_given_up() -> None:
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        error = refusal(receive, ours, timeout_ms=10)
-        assert (type(error), error.reason) == (BrokenResource, Reason.TIMEOUT)
-
-
-def test_a_parcel_goes_nowhere_when_the_other_side_is_closed() -> None:
-    ours, theirs = socket.socketpair()
-    theirs.close()
-    with ours:
-        error = refusal(Parcel(sample().pack()).send, ours)
-        assert (type(error), error.reason) == (BrokenResource, Reason.PEER_GONE)
-
-
 WITHOUT_CUDA = """
 import json
 from gdrkit.errors import GdrkitError
@@ -425,16 +288,3 @@ def test_without_cuda_there_is_never_a_handle() -> None:
     child = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
     answers = [json.loads(line) for line in child.stdout.splitlines()]
     assert answers == [[Unsupported.__name__, errno.ENOTSUP]] * 5
-
-
-@IPC
-def test_a_handle_is_what_the_documents_say(device: Device, seed: int) -> None:
-    with device.allocate(MIB) as memory:
-        data = export_memory(memory, kind=ShareKind.IPC, offset_bytes=4096, length_bytes=100).data
-        assert len(data) == SHARE_HANDLE_BYTES == 192
-        assert data[:16] == b"GDRSHARE\x01\x00\x01\x00\xc0\x00\x00\x00"
-        sizes = [int.from_bytes(data[at : at + 8], "little") for at in (16, 24, 32, 40, 48, 56)]
-        assert sizes == [MIB, 4096, 100, 0, 0, 0]
-        assert int.from_bytes(data[96:100], "little") == os.getpid()
-        assert data[112:176] == cuda.export_handle(memory) == export_gdr(memory)[:64]
-        memory.write(pattern.payload(16, seed=seed))

@@ -12,7 +12,7 @@ release=bookworm
 packages=python3,python3-venv,python3-pip,git,g++,ca-certificates
 first_limit_s=300
 repeat_limit_s=60
-tests_limit_s=600
+tests_limit_s=720
 
 [ "$(id -u)" = 0 ] || { echo "This needs root, for debootstrap and chroot."; exit 3; }
 command -v debootstrap >/dev/null || { echo "Install debootstrap: apt-get install debootstrap"; exit 3; }

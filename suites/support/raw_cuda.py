@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
+    from types import TracebackType
+
     from gdrkit.cuda import Device
 
 __all__ = [
+    "RawMemory",
     "dmabuf_of",
     "ipc_status",
     "raw_allocate",
@@ -16,6 +19,29 @@ __all__ = [
     "raw_free",
     "remap_chunk",
 ]
+
+
+class RawMemory:
+    """Memory of cuMemAlloc that a program frees whenever it likes, and at the latest when the block ends."""
+
+    def __init__(self, device: Device, length_bytes: int) -> None:
+        self._device = device
+        self.address = raw_allocate(device, length_bytes)
+        self._freed = False
+
+    def free(self) -> None:
+        """cuMemFree, whatever is registered over it; once."""
+        if not self._freed:
+            self._freed = True
+            raw_free(self._device, self.address)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.free()
 
 
 def raw_allocate(device: Device, length_bytes: int) -> int:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import pytest
 
+from gdrkit.errors import RegistrationFailed
 from gdrkit.harness.needs import cuda, needs, verbs
+from gdrkit.host import HostAllocator
 from gdrkit.registration import RegistrationRoute, register
 from gdrkit.units import KIB, MIB
 from gdrkit.verbs import Access
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
+    from gdrkit.buffers import DeviceBuffer
     from gdrkit.cuda import Device, DeviceMemory
     from gdrkit.harness.evidence import Evidence
     from gdrkit.harness.peer import Peer
@@ -23,7 +26,22 @@ if TYPE_CHECKING:
     from gdrkit.registration import Registration
     from gdrkit.verbs import Nic, Region, RemoteRange
 
-__all__ = ["ALL_ACCESS", "DMABUF", "KINDS", "ROUTES", "SIZES", "Reach", "Reached", "joined", "reachable"]
+__all__ = [
+    "ALL_ACCESS",
+    "DMABUF",
+    "KINDS",
+    "ROUTES",
+    "SIZES",
+    "SPACES",
+    "Reach",
+    "Reached",
+    "Space",
+    "joined",
+    "reachable",
+    "registered",
+    "registering",
+    "space",
+]
 
 ALL_ACCESS = Access.LOCAL_WRITE | Access.REMOTE_READ | Access.REMOTE_WRITE
 
@@ -37,6 +55,10 @@ ROUTES = [
 
 # The kinds of memory for the fixture `reach`: of the host, and of a device by each way of registration.
 KINDS = [pytest.param(None, id="host", marks=needs(verbs.nic())), *ROUTES]
+
+# The kinds of memory for the fixture `space`, by which cases of a cache, a pool or a registration take theirs.
+SPACES = [pytest.param("host", marks=needs(verbs.nic())), pytest.param("device", marks=DMABUF)]
+Space: TypeAlias = "Device | HostAllocator"
 
 # Length and offset: a byte, a page less one, GPU pages, odd sizes, and one that takes many packets; all at odd places.
 SIZES = [
@@ -127,6 +149,32 @@ class Reach:
             evidence.route(device=self.device, nic=self.nic, way=self.route)
 
 
+@pytest.fixture(params=SPACES)
+def space(request: pytest.FixtureRequest) -> Space:
+    """What gives the memory of the case: the host, or the first CUDA device."""
+    if request.param == "host":
+        return HostAllocator()
+    device: Device = request.getfixturevalue("device")
+    return device
+
+
+def registering(space: Space) -> str:
+    """The function of libibverbs that registers memory from there."""
+    return "ibv_reg_mr" if isinstance(space, HostAllocator) else "ibv_reg_dmabuf_mr"
+
+
+def registered(
+    memory: DeviceBuffer, nics: Sequence[Nic], *, route: RegistrationRoute | None, access: Access = ALL_ACCESS
+) -> Registration:
+    """Register by this way; where that one is refused, say by the policy's own error whether there is any other."""
+    try:
+        return register(memory, nics, route=route, access=access)
+    except RegistrationFailed:
+        # Raises with the cause of every way where none is possible.
+        register(memory, nics, access=access).close()
+        raise
+
+
 @contextlib.contextmanager
 def reachable(
     device: Device,
@@ -139,7 +187,7 @@ def reachable(
     """New device memory, every byte 0xA5, registered with `nic`."""
     with device.allocate(length_bytes) as memory:
         memory.fill(0xA5)
-        with register(memory, [nic], route=route, access=access) as registration:
+        with registered(memory, [nic], route=route, access=access) as registration:
             yield memory, registration
 
 

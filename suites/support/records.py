@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from gdrkit.errors import Reason
 from gdrkit.host import KernelFacts, Limits, RdmaDevice
 from gdrkit.inventory import ApiFailure, Facts, RouteFacts
-from gdrkit.report import CaseReason, ClaimedRoute, Record, Run, SeenLibrary, Verdict
+from gdrkit.report import CaseReason, ClaimedFile, ClaimedRoute, Record, Run, SeenLibrary, Verdict
 from gdrkit.witness import ElfNote, LoadedLibrary
 
 if TYPE_CHECKING:
@@ -93,6 +93,8 @@ def record_of(
     libraries: tuple[SeenLibrary, ...] = (),
     evidence: dict[str, object] | None = None,
     numbers: dict[str, float] | None = None,
+    files: tuple[ClaimedFile, ...] = (),
+    uses: tuple[str, ...] = (),
 ) -> Record:
     """A record of a case with this and nothing else."""
     return Record(
@@ -114,6 +116,8 @@ def record_of(
         commit=None,
         version="0.1.0",
         command="gdrkit qualify",
+        files=files,
+        uses=uses,
     )
 
 

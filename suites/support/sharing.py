@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import socket
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pytest
+
+from gdrkit import handles
+from gdrkit.errors import GdrkitError
 from gdrkit.harness.peer_handles import PeerMemory, PeerRegion
+from gdrkit.host import this_process
+from gdrkit.registration.handle import ShareHandle, ShareKind
 from gdrkit.registration.parcel import Parcel, receive
+from gdrkit.units import MIB
 
 if TYPE_CHECKING:
-    from gdrkit.harness.peer_handles import PeerDevice, PeerNic
-    from gdrkit.registration.handle import ShareKind
+    from collections.abc import Callable
 
-__all__ = ["flipped", "from_peer", "memory_in_peer", "open_descriptors", "region_in_peer"]
+    from gdrkit.harness.peer_handles import PeerDevice, PeerNic
+
+__all__ = ["flipped", "from_peer", "memory_in_peer", "open_descriptors", "refusal", "region_in_peer", "sample"]
 
 TIMEOUT_MS = 10_000.0
 
@@ -49,6 +58,29 @@ def region_in_peer(nic: PeerNic, parcel: Parcel) -> PeerRegion:
         parcel.send(ours)
         made = nic.peer.request("share.register_dmabuf", nic=nic.number, descriptors=[theirs.fileno()])
     return PeerRegion(nic.peer, made)
+
+
+def refusal(call: Callable[..., object], *arguments: object, **options: object) -> GdrkitError:
+    """What the call raises; nothing that it opened may stay open."""
+    before = handles.live(), open_descriptors()
+    with pytest.raises(GdrkitError) as raised:
+        call(*arguments, **options)
+    assert (handles.live(), open_descriptors()) == before
+    return raised.value
+
+
+def sample(**changes: object) -> ShareHandle:
+    """A handle that is right in itself."""
+    right = ShareHandle(
+        kind=ShareKind.IPC,
+        allocation_bytes=MIB,
+        offset_bytes=4096,
+        length_bytes=8192,
+        device_uuid=bytes(range(1, 17)),
+        owner=this_process(),
+        ipc=bytes(range(64)),
+    )
+    return replace(right, **changes)  # type: ignore[arg-type]
 
 
 def flipped(data: bytes, bit: int) -> bytes:

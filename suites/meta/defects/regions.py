@@ -119,27 +119,27 @@ def invalidate_for_all(cache: Any) -> None:
 
     def invalidate(self: Any, address: int, *, length_bytes: int) -> int:
         with self._lock:
-            found, flights = self._forget(address, address + length_bytes)
+            found = self._index.overlapping(address, address + length_bytes)
+            count, _victims = self._forget(address, address + length_bytes)
         for entry in found:
             entry.registration.close()
-        return len(found) + int(flights)
+        return int(count)
 
     cache.RegionCache.invalidate = invalidate
 
 
 def never_deregister(cache: Any) -> None:
     """what was invalidated while in use is dropped from the cache and never deregistered"""
-    right = cache.RegionCache._give_back
+    right = cache.RegionCache._ended
 
-    def _give_back(self: Any, entry: Any) -> None:
-        if entry.linked or entry.leases > 1:
+    def _ended(self: Any, entry: Any) -> None:
+        if entry.linked or entry.leases:
             right(self, entry)
             return
         with self._lock:
-            entry.leases -= 1
-            self._busy.discard(entry)
+            self._departures.pending.discard(entry)
 
-    cache.RegionCache._give_back = _give_back
+    cache.RegionCache._ended = _ended
 
 
 def arbitrary_eviction(entries: Any) -> None:
@@ -161,10 +161,8 @@ def eviction_in_use(cache: Any) -> None:
         victims = []
         while self._index.is_over:
             entry = next(iter(self._index.used))
-            self._unlink(entry)
+            victims += self._unlink(entry)
             self._evictions += 1
-            if not entry.leases:
-                victims.append(entry)
         self._is_full = False
         return victims
 
@@ -173,14 +171,14 @@ def eviction_in_use(cache: Any) -> None:
 
 def same_address_same_memory(pointer: Any) -> None:
     """a lookup takes the address for the memory, and asks for no buffer id"""
-    right = pointer.is_current
-    pointer.is_current = lambda key: len(key) == 1 or right(key)
+    right = pointer.presence
+    pointer.presence = lambda key: (lambda: True) if len(key) == 1 else right(key)
 
 
 def first_chunk_only(pointer: Any) -> None:
     """a lookup asks for the buffer id of the first chunk alone"""
-    right = pointer.is_current
-    pointer.is_current = lambda key: right(key[:1])
+    right = pointer.presence
+    pointer.presence = lambda key: right(key[:1])
 
 
 def sticky_device(driver: Any) -> None:

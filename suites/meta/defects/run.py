@@ -1,12 +1,15 @@
 """Shows that every case of the review can fail: ``python -m meta.defects.run``, with suites/ on PYTHONPATH.
 
-First the cases run as they are, then once for each defect with that one put back. A defect is caught when its own case
-fails in its body with the expected symptom. An error while it is imported or set up is no catch, and neither is another
-message; and a defect that fails any other case is not understood. Ends with 0 when every row is caught.
+First the cases run as they are, then once for each defect with that one put back: functions of gdrkit are replaced, or
+the client library is one that was built with the defect; ``--libraries`` says in which folder those are. A defect is
+caught when its own case fails in its body with the expected symptom. An error while it is imported or set up is no
+catch, and neither is another message; and a defect that fails any other case is not understood. Ends with 0 when every
+row is caught.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
@@ -16,13 +19,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from meta.defects.defect import NativeUnit
 from meta.defects.document import DOCUMENT, render
-from meta.defects.table import DEFECTS, ELSEWHERE, FINDINGS
+from meta.defects.table import DEFECTS, FINDINGS
 
 from gdrkit.report import Verdict, read_records
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from meta.defects.defect import Defect
 
@@ -59,7 +63,12 @@ def judge(defect: Defect, records: Mapping[str, Record]) -> Outcome:
     return Outcome(is_caught=defect.symptom in text, seen=text)
 
 
-def _records(defect: str | None) -> dict[str, Record]:
+def _library(libraries: Path, defect: Defect) -> Path:
+    """Where the client library with this defect is."""
+    return libraries / f"lib{defect.name}.so"
+
+
+def _records(defect: Defect | None, libraries: Path) -> dict[str, Record]:
     """Run the cases of the review, with a defect or without; the records by case, below suites/review."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "records.jsonl"
@@ -67,8 +76,10 @@ def _records(defect: str | None) -> dict[str, Record]:
         paths = [str(SUITES / "meta" / "defects" / "site"), str(SUITES), environ.get("PYTHONPATH", "")]
         environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         environ.pop("GDRKIT_DEFECT", None)
-        if defect is not None:
-            environ["GDRKIT_DEFECT"] = defect
+        if defect is not None and isinstance(defect.put_back, NativeUnit):
+            environ["GDRKIT_USRBIO_LIBRARY"] = str(_library(libraries, defect))
+        elif defect is not None:
+            environ["GDRKIT_DEFECT"] = defect.name
         command = [sys.executable, "-m", "pytest", "-q", "--seed=1", f"--records={path}", str(SUITES / "review")]
         ended = subprocess.run(
             command, env=environ, capture_output=True, text=True, check=False, timeout=_TIMEOUT_S, cwd=SUITES.parent
@@ -85,9 +96,16 @@ def _print(rows: Iterable[tuple[str, ...]]) -> None:
         print(f"    {defect}\n    -> {symptom}")  # noqa: T201
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table, write docs/findings.md, and say whether every row is caught."""
-    plain = _records(None)
+    parser = argparse.ArgumentParser(prog="meta.defects.run", description=main.__doc__)
+    parser.add_argument("--libraries", type=Path, required=True, help="where the client libraries with defects are")
+    libraries = parser.parse_args(arguments).libraries
+    native = [defect for defect in DEFECTS.values() if isinstance(defect.put_back, NativeUnit)]
+    if missing := [_library(libraries, defect) for defect in native if not _library(libraries, defect).exists()]:
+        print("not built:", *missing, sep="\n  ")  # noqa: T201
+        return 1
+    plain = _records(None, libraries)
     failed = sorted(case for case, record in plain.items() if record.verdict is not Verdict.PASS)
     wanted = {defect.case for defect in DEFECTS.values()}
     if failed or not wanted <= plain.keys():
@@ -95,7 +113,7 @@ def main() -> int:
         return 1
     # Two at a time: a run mostly waits for its peers.
     with ThreadPoolExecutor(max_workers=2) as pool:
-        found = dict(zip(DEFECTS, pool.map(_records, DEFECTS), strict=True))
+        found = dict(zip(DEFECTS, pool.map(lambda defect: _records(defect, libraries), DEFECTS.values()), strict=True))
     outcomes = {name: judge(defect, found[name]) for name, defect in DEFECTS.items()}
     texts = {finding.number: finding.text for finding in FINDINGS}
     for number in sorted(texts):
@@ -111,10 +129,8 @@ def main() -> int:
             for name, defect in DEFECTS.items()
             if defect.finding == number
         )
-    for other in ELSEWHERE:
-        print(f"\n{other.number}: {other.text}\n    not_run: {other.reason}")  # noqa: T201
     count = sum(outcome.is_caught for outcome in outcomes.values())
-    print(f"\n{count} of {len(outcomes)} defects caught, {len(ELSEWHERE)} findings not_run")  # noqa: T201
+    print(f"\n{count} of {len(outcomes)} defects caught, none not_run")  # noqa: T201
     DOCUMENT.write_text(render())
     return 0 if count == len(outcomes) else 1
 

@@ -10,24 +10,22 @@ from __future__ import annotations
 import os
 import sys
 from importlib.abc import MetaPathFinder
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from importlib.machinery import ModuleSpec
     from types import ModuleType
 
-    from meta.defects.defect import Defect
-
 
 class _PutBack(MetaPathFinder):
-    def __init__(self, defect: Defect) -> None:
-        self.defect = defect
+    def __init__(self, module: str, put_back: Callable[[Any], None]) -> None:
+        self.module, self.put_back = module, put_back
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != self.defect.module:
+        if fullname != self.module:
             return None
         others = (finder for finder in sys.meta_path if finder is not self)
         spec = next(filter(None, (finder.find_spec(fullname, path, target) for finder in others)), None)
@@ -37,7 +35,7 @@ class _PutBack(MetaPathFinder):
 
         def executed(module: ModuleType) -> None:
             execute(module)
-            self.defect.put_back(module)
+            self.put_back(module)
 
         spec.loader.exec_module = executed  # type: ignore[method-assign]
         return spec
@@ -45,6 +43,10 @@ class _PutBack(MetaPathFinder):
 
 _name = os.environ.get("GDRKIT_DEFECT")
 if _name:
+    from meta.defects.defect import NativeUnit
     from meta.defects.table import DEFECTS
 
-    sys.meta_path.insert(0, _PutBack(DEFECTS[_name]))
+    _put_back = DEFECTS[_name].put_back
+    # A library with its defect needs no help from here.
+    if not isinstance(_put_back, NativeUnit):
+        sys.meta_path.insert(0, _PutBack(DEFECTS[_name].module, _put_back))

@@ -1,0 +1,1 @@
+"""The cases on a machine that has GPUs and no package registry."""

@@ -1,0 +1,156 @@
+"""Copies by the driver: pinned host memory to and from a device, inside a device, between two, and of imported memory.
+
+Every case checks the bytes of its last round.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from gdrkit import pattern
+from gdrkit.cuda import PinnedMemory, can_access_peer, open_handle, peer_access
+from gdrkit.harness.needs import cuda, needs
+from gdrkit.units import MIB
+
+if TYPE_CHECKING:
+    from support.rates import Meter
+
+    from gdrkit.cuda import Device
+    from gdrkit.harness.evidence import Evidence
+    from gdrkit.harness.peer import Peer
+
+SIZES = [pytest.param(size * MIB, id=f"{size}MiB") for size in (1, 16, 256)]
+
+
+@needs(cuda.device())
+@pytest.mark.parametrize("length_bytes", SIZES)
+@pytest.mark.parametrize("direction", ["host_to_device", "device_to_host"])
+def test_pinned_copy(meter: Meter, device: Device, seed: int, direction: str, length_bytes: int) -> None:
+    length_bytes = meter.length(length_bytes)
+    repeats = meter.repeats(length_bytes)
+    data = pattern.payload(length_bytes, seed=seed)
+    is_write = direction == "host_to_device"
+    meter.way(f"GPU{device.index}")
+    with (
+        device.allocate(length_bytes) as memory,
+        PinnedMemory(device, length_bytes) as pinned,
+        device.stream() as stream,
+    ):
+        if is_write:
+            pinned.view()[:] = data
+        else:
+            memory.write(data)
+
+        def work() -> None:
+            for _ in range(repeats):
+                if is_write:
+                    stream.write(memory, pinned.view())
+                else:
+                    stream.read_into(memory, pinned.view())
+            stream.synchronize()
+
+        meter.rate(work, moved_bytes=length_bytes * repeats)
+        pattern.check(memory.read() if is_write else bytes(pinned.view()), seed=seed)
+
+
+@needs(cuda.device())
+def test_copy_inside_a_device(meter: Meter, device: Device, seed: int) -> None:
+    length_bytes = meter.length(256 * MIB)
+    repeats = meter.repeats(length_bytes // 16)
+    with device.allocate(length_bytes) as source, device.allocate(length_bytes) as target, device.stream() as stream:
+        source.write(pattern.payload(length_bytes, seed=seed))
+
+        def work() -> None:
+            for _ in range(repeats):
+                stream.copy(source, target)
+            stream.synchronize()
+
+        meter.rate(work, moved_bytes=length_bytes * repeats)
+        pattern.check(target.read(), seed=seed)
+
+
+@needs(cuda.device(count_min=2))
+def test_copy_between_two_devices_beside_one_through_the_host(
+    meter: Meter, devices: tuple[Device, ...], seed: int, evidence: Evidence
+) -> None:
+    near, far = devices[:2]
+    assert can_access_peer(near, far)
+    length_bytes, repeats = meter.length(256 * MIB), 4
+    with (
+        near.allocate(length_bytes) as source,
+        far.allocate(length_bytes) as target,
+        PinnedMemory(near, length_bytes) as pinned,
+        near.stream() as here,
+        far.stream() as there,
+        peer_access(near, far),
+    ):
+
+        def direct() -> None:
+            for _ in range(repeats):
+                here.copy(source, target)
+            here.synchronize()
+
+        def by_host() -> None:
+            for _ in range(repeats):
+                here.read_into(source, pinned.view())
+                here.synchronize()
+                there.write(target, pinned.view())
+                there.synchronize()
+
+        source.write(pattern.payload(length_bytes, seed=seed))
+        for work in (direct, by_host):
+            target.fill(0)
+            work()
+            pattern.check(target.read(), seed=seed)
+        found = meter.beside({"direct": direct, "by_host": by_host}, moved_bytes=length_bytes * repeats)
+        pattern.check(target.read(), seed=seed)
+    if found:
+        evidence.number("direct_over_by_host_ratio", found["direct"].median / found["by_host"].median)
+
+
+@needs(cuda.device(), cuda.ipc)
+def test_copy_out_of_memory_that_another_process_owns(meter: Meter, device: Device, peer: Peer, seed: int) -> None:
+    length_bytes = meter.length(256 * MIB)
+    repeats = meter.repeats(length_bytes // 16)
+    theirs = peer.device().allocate(length_bytes)
+    theirs.write(seed=seed)
+    with (
+        open_handle(device, theirs.export_ipc(), length_bytes=length_bytes) as imported,
+        device.allocate(length_bytes) as target,
+        device.stream() as stream,
+    ):
+
+        def work() -> None:
+            for _ in range(repeats):
+                stream.copy(imported, target)
+            stream.synchronize()
+
+        meter.rate(work, moved_bytes=length_bytes * repeats)
+        pattern.check(target.read(), seed=seed)
+
+
+@needs(cuda.device(count_min=2), cuda.ipc)
+def test_memory_that_another_process_owns_on_another_device(
+    meter: Meter, devices: tuple[Device, ...], peer: Peer, seed: int
+) -> None:
+    near, far = devices[:2]
+    length_bytes = meter.length(256 * MIB)
+    repeats = meter.repeats(length_bytes // 4)
+    theirs = peer.device(1).allocate(length_bytes)
+    theirs.write(seed=seed)
+    with (
+        open_handle(far, theirs.export_ipc(), length_bytes=length_bytes) as imported,
+        near.allocate(length_bytes) as target,
+        near.stream() as stream,
+        peer_access(near, far),
+    ):
+
+        def work() -> None:
+            for _ in range(repeats):
+                stream.copy(imported, target)
+            stream.synchronize()
+
+        meter.rate(work, moved_bytes=length_bytes * repeats)
+        pattern.check(target.read(), seed=seed)

@@ -1,0 +1,110 @@
+"""Files into device memory and back, by size: directly where that is proven, by gdrkit's copy engine, and by pread and
+a copy as a program does it by itself; in turn, and every byte checked for each of them.
+
+A cached file lies in the page cache; a cold one was dropped from it before each round. ``suites/bench`` has kvikio
+beside them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from support.file_movers import Movers, cached_share, forget
+
+from gdrkit import gds, pattern
+from gdrkit.harness.needs import cuda, needs
+from gdrkit.harness.needs.cufile import DISK
+from gdrkit.units import KIB, MIB
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from support.rates import Meter
+
+    from gdrkit.cuda import Device
+    from gdrkit.harness.evidence import Evidence
+
+FILE_BYTES = 256 * MIB
+RESIDENT_MOST = 0.01
+CACHED = [pytest.param(size * KIB, id=f"{size}KiB") for size in (64, 1024, 16384, 262144)]
+COLD = [pytest.param(size * KIB, id=f"{size}KiB") for size in (1024, 262144)]
+
+
+@pytest.fixture
+def path() -> Iterator[Path]:
+    """A place for a file on the disk that temporary files lie on."""
+    with tempfile.TemporaryDirectory(prefix="gdrkit-throughput-", dir=DISK) as folder:
+        yield Path(folder).resolve() / "file"
+        gds.close_engines()
+        gds.close_driver()
+
+
+def read(
+    meter: Meter, device: Device, path: Path, seed: int, evidence: Evidence, *, piece_bytes: int, is_cold: bool
+) -> None:
+    """All of a file into memory."""
+    length_bytes = meter.length(FILE_BYTES)
+    piece_bytes = min(piece_bytes, length_bytes)
+    path.write_bytes(pattern.payload(length_bytes, seed=seed))
+    with contextlib.ExitStack() as stack, device.allocate(length_bytes) as memory:
+        stack.callback(gds.close_engines)
+        movers, why = Movers(path, memory, device, piece_bytes, stack).all(write=False)
+        evidence["not_direct"] = why
+
+        def prepare() -> None:
+            if is_cold:
+                forget(path)
+
+        for name, move in movers.items():
+            meter.way(f"GPU{device.index}", name=name)
+            memory.fill(0)
+            prepare()
+            move()
+            pattern.check(memory.read(), seed=seed)
+        prepare()
+        if is_cold and cached_share(path) > RESIDENT_MOST:
+            evidence.unproven(f"the file system of {DISK} keeps what is read, so that nothing is cold")
+            return
+        meter.beside(movers, moved_bytes=length_bytes, prepare=prepare)
+
+
+@needs(cuda.device())
+@pytest.mark.parametrize("length_bytes", CACHED)
+def test_read_of_what_is_cached(
+    meter: Meter, device: Device, path: Path, seed: int, evidence: Evidence, length_bytes: int
+) -> None:
+    read(meter, device, path, seed, evidence, piece_bytes=length_bytes, is_cold=False)
+
+
+@needs(cuda.device())
+@pytest.mark.parametrize("length_bytes", COLD)
+def test_read_of_what_is_cold(
+    meter: Meter, device: Device, path: Path, seed: int, evidence: Evidence, length_bytes: int
+) -> None:
+    read(meter, device, path, seed, evidence, piece_bytes=length_bytes, is_cold=True)
+
+
+@needs(cuda.device())
+@pytest.mark.parametrize("length_bytes", COLD)
+@pytest.mark.parametrize("durable", [False, True], ids=["into_the_cache", "durable"])
+def test_write(
+    meter: Meter, device: Device, path: Path, seed: int, evidence: Evidence, length_bytes: int, *, durable: bool
+) -> None:
+    whole_bytes = meter.length(FILE_BYTES)
+    path.write_bytes(bytes(whole_bytes))
+    with contextlib.ExitStack() as stack, device.allocate(whole_bytes) as memory:
+        stack.callback(gds.close_engines)
+        piece_bytes = min(length_bytes, whole_bytes)
+        movers, why = Movers(path, memory, device, piece_bytes, stack, durable=durable).all(write=True)
+        evidence["not_direct"] = why
+        memory.write(pattern.payload(whole_bytes, seed=seed))
+        for name, move in movers.items():
+            meter.way(f"GPU{device.index}", name=name)
+            path.write_bytes(bytes(whole_bytes))
+            move()
+            pattern.check(path.read_bytes(), seed=seed)
+        meter.beside(movers, moved_bytes=whole_bytes)

@@ -1,0 +1,65 @@
+"""The bus bandwidth of NCCL's all-reduce between all devices, over buffers of a pool that NICs and NCCL both know."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+from support.rank_processes import run_ranks, with_suites
+from support.rates import WARM_UP_ROUNDS, Meter, Rates
+
+from gdrkit.harness.needs import cuda, host, needs, verbs
+from gdrkit.units import MIB
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from gdrkit.cuda import Device
+    from gdrkit.harness.evidence import Evidence
+
+# A multicast object that its owner leaves behind takes the GPUs of a host out of service, also for others.
+NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+# On one host no NIC takes part, and the ranks find each other whatever interfaces there are.
+ENVIRONMENT = {**NO_MULTICAST, "NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo", "NCCL_SOCKET_FAMILY": "AF_INET"}
+# Cases took 2 to 6 s on two H200. A library of 300 MB that is read from a disk for the first time takes longer.
+DEADLINE_S = 45.0
+
+KINDS = [
+    pytest.param("malloc", [], id="malloc"),
+    pytest.param("vmm", [], id="vmm"),
+    pytest.param("vmm", ["--registered"], id="vmm_registered"),
+]
+
+
+@needs(cuda.device(count_min=2), cuda.vmm, verbs.nic(), verbs.dmabuf_region, host.module("nvidia.nccl"))
+@pytest.mark.parametrize("length_bytes", [pytest.param(size * MIB, id=f"{size}MiB") for size in (1, 256)])
+@pytest.mark.parametrize(("memory", "options"), KINDS)
+def test_all_reduce(
+    meter: Meter,
+    devices: tuple[Device, ...],
+    evidence: Evidence,
+    seed: int,
+    tmp_path: Path,
+    memory: str,
+    options: list[str],
+    length_bytes: int,
+) -> None:
+    rounds, ranks = WARM_UP_ROUNDS + (10 if meter.is_on else 1), len(devices)
+    common = ["--ranks", str(ranks), "--memory", memory, "--length-bytes", str(length_bytes)]
+    common += ["--rounds", str(rounds), "--seed", str(seed), *options]
+    said = run_ranks(
+        [[sys.executable, "-m", "support.nccl_rank", "--rank", str(rank), *common] for rank in range(ranks)],
+        folder=tmp_path,
+        environ=with_suites({**os.environ, **ENVIRONMENT}),
+        deadline_s=DEADLINE_S,
+    )
+    told = [json.loads(lines[-1]) for lines in said]
+    evidence["nccl"] = {"version": told[0]["version"], "libraries": told[0]["libraries"], "environment": ENVIRONMENT}
+    if meter.is_on:
+        # What each link carries: of n devices each sends and takes 2 (n - 1) / n of the bytes. Whoever is last counts.
+        carried_bytes = int(length_bytes * 2 * (ranks - 1) / ranks)
+        times_s = [max(each) for each in zip(*(rank["times_s"] for rank in told), strict=True)]
+        meter.keep("bus", Rates.of(carried_bytes, times_s[WARM_UP_ROUNDS:]))

@@ -1,0 +1,234 @@
+"""RDMA WRITE and READ by size, depth and pair of GPU and NIC, latency, and what the documents claim about them.
+
+The native initiator and the passive memory are on the same NIC: what is measured is the way between that NIC and the
+memory. Every case looks at all bytes that its last burst moved.
+"""
+
+from __future__ import annotations
+
+import statistics
+from typing import TYPE_CHECKING
+
+import pytest
+from support.passive import initiating
+from support.reach import DMABUF, KINDS, ROUTES, reachable
+
+from gdrkit import pattern
+from gdrkit.cuda import PinnedMemory
+from gdrkit.registration import Distance, Placement
+from gdrkit.units import KIB, MIB
+from gdrkit.verbs import Access, Direction
+
+if TYPE_CHECKING:
+    from support.rates import Meter, Rates
+    from support.reach import Reach, Reached
+
+    from gdrkit.cuda import Device
+    from gdrkit.harness.evidence import Evidence
+    from gdrkit.registration import RegistrationRoute
+    from gdrkit.verbs import Initiator, Nic
+
+SIZES = [pytest.param(size * KIB, id=f"{size}KiB") for size in (4, 64, 1024, 8192)]
+DEPTHS = (1, 4, 16, 64)
+DEPTH, LIST_LENGTH = 64, 16
+AREA_BYTES = 64 * MIB
+LATENCIES = 2000
+
+
+def prepare(memory: Reached, initiator: Initiator, direction: Direction, area_bytes: int, seed: int) -> None:
+    """The stream of the seed on the side that gives, anything else on the other."""
+    data = pattern.payload(area_bytes, seed=seed)
+    if direction is Direction.WRITE:
+        initiator.write(data)
+    else:
+        memory.write(data)
+
+
+def check(memory: Reached, initiator: Initiator, direction: Direction, moved_bytes: int, seed: int) -> None:
+    """The stream of the seed on the side that took."""
+    taken = memory.read(length_bytes=moved_bytes) if direction is Direction.WRITE else initiator.read()[:moved_bytes]
+    pattern.check(taken, seed=seed)
+
+
+@pytest.mark.parametrize("reach", KINDS, indirect=True)
+@pytest.mark.parametrize("direction", Direction)
+@pytest.mark.parametrize("length_bytes", SIZES)
+def test_by_size(
+    meter: Meter, nic: Nic, reach: Reach, seed: int, evidence: Evidence, direction: Direction, length_bytes: int
+) -> None:
+    area_bytes = meter.length(AREA_BYTES, small_bytes=2 * length_bytes)
+    operations = meter.repeats(length_bytes) if length_bytes > 64 * KIB else meter.count(4096, small=64)
+    with reach.memory(length_bytes=area_bytes) as memory, initiating(nic, memory_bytes=area_bytes) as initiator:
+        prepare(memory, initiator, direction, area_bytes, seed)
+        remote = memory.remote()
+
+        def work() -> None:
+            initiator.run(
+                direction,
+                remote,
+                length_bytes=length_bytes,
+                operations=operations,
+                depth=DEPTH,
+                list_length=LIST_LENGTH,
+            )
+
+        meter.rate(work, moved_bytes=length_bytes * operations)
+        check(memory, initiator, direction, min(area_bytes, operations * length_bytes), seed)
+    reach.claim(evidence)
+
+
+@pytest.mark.parametrize("reach", KINDS, indirect=True)
+@pytest.mark.parametrize("direction", Direction)
+def test_by_depth(meter: Meter, nic: Nic, reach: Reach, seed: int, direction: Direction) -> None:
+    length_bytes, operations = 64 * KIB, meter.count(512, small=16)
+    area_bytes = 64 * length_bytes
+    with reach.memory(length_bytes=area_bytes) as memory, initiating(nic, memory_bytes=area_bytes) as initiator:
+        prepare(memory, initiator, direction, area_bytes, seed)
+        remote = memory.remote()
+
+        def burst(depth: int) -> None:
+            initiator.run(direction, remote, length_bytes=length_bytes, operations=operations, depth=depth)
+
+        things = {f"depth_{depth}": lambda depth=depth: burst(depth) for depth in DEPTHS}
+        meter.beside(things, moved_bytes=length_bytes * operations)
+        check(memory, initiator, direction, min(area_bytes, operations * length_bytes), seed)
+
+
+@pytest.mark.parametrize("reach", KINDS, indirect=True)
+@pytest.mark.parametrize("direction", Direction)
+def test_latency(meter: Meter, nic: Nic, reach: Reach, seed: int, evidence: Evidence, direction: Direction) -> None:
+    length_bytes, operations = 8, meter.count(LATENCIES, small=10)
+    with reach.memory(length_bytes=4 * KIB) as memory, initiating(nic, memory_bytes=4 * KIB) as initiator:
+        prepare(memory, initiator, direction, 4 * KIB, seed)
+        remote = memory.remote()
+        initiator.run(direction, remote, length_bytes=length_bytes, operations=operations)
+        found = initiator.run_singly(direction, remote, length_bytes=length_bytes, operations=operations)
+        check(memory, initiator, direction, min(4 * KIB, operations * length_bytes), seed)
+    if meter.is_on:
+        ordered = sorted(found.times_ns)
+        for name, place in (("p50", 0.50), ("p99", 0.99)):
+            evidence.number(f"latency_us_{name}", ordered[int(len(ordered) * place)] / 1e3)
+        evidence.number("latency_us_min", ordered[0] / 1e3)
+        meter.name_apis()
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.timeout(300)
+def test_every_pair_of_gpu_and_nic(
+    meter: Meter,
+    devices: tuple[Device, ...],
+    nics: tuple[Nic, ...],
+    seed: int,
+    evidence: Evidence,
+    route: RegistrationRoute,
+) -> None:
+    """WRITE and READ of 1 MiB for each pair, and what a common switch is worth beside a way across sockets."""
+    length_bytes, operations = meter.length(MIB, small_bytes=64 * KIB), meter.count(128, small=8)
+    placement = Placement()
+    medians: dict[tuple[Distance, Direction], list[float]] = {}
+    for device in devices:
+        for nic in nics:
+            name = f"gpu{device.index}_{nic.name}"
+            distance = placement.distance(device.pci_bus_id, nic.name)
+            evidence[name] = distance.name
+            for direction in Direction:
+                found = _pair(meter, device, nic, route, direction, (length_bytes, operations, seed))
+                if found is not None:
+                    meter.way(f"GPU{device.index}", nic.name, name=f"{name}_{direction.value}")
+                    meter.keep(f"{name}_{direction.value}", found)
+                    medians.setdefault((distance, direction), []).append(found.median)
+            evidence.route(device=device, nic=nic, way=route)
+    for direction in Direction:
+        near, far = medians.get((Distance.PIX, direction)), medians.get((Distance.SYS, direction))
+        if near and far:
+            ratio = statistics.median(near) / statistics.median(far)
+            evidence.number(f"{direction.value}_same_switch_over_across_sockets_ratio", ratio)
+
+
+def _pair(
+    meter: Meter,
+    device: Device,
+    nic: Nic,
+    route: RegistrationRoute,
+    direction: Direction,
+    what: tuple[int, int, int],
+) -> Rates | None:
+    length_bytes, operations, seed = what
+    area_bytes = 8 * length_bytes
+    with (
+        reachable(device, nic, route, length_bytes=area_bytes) as (memory, registration),
+        initiating(nic, memory_bytes=area_bytes) as initiator,
+    ):
+        remote, data = registration.remote(nic), pattern.payload(area_bytes, seed=seed)
+        if direction is Direction.WRITE:
+            initiator.write(data)
+        else:
+            memory.write(data)
+        found = meter.repeat(
+            lambda: initiator.run(direction, remote, length_bytes=length_bytes, operations=operations, depth=8),
+            moved_bytes=length_bytes * operations,
+        )
+        pattern.check(memory.read() if direction is Direction.WRITE else initiator.read(), seed=seed)
+    return found
+
+
+@DMABUF
+@pytest.mark.parametrize("length_bytes", [pytest.param(size * KIB, id=f"{size}KiB") for size in (4, 16, 64, 256, 1024)])
+def test_direct_beside_a_copy_through_the_host(
+    meter: Meter, device: Device, nic: Nic, seed: int, evidence: Evidence, length_bytes: int
+) -> None:
+    """Whether the direct way pays from 64 KiB on, as the documents say."""
+    operations = meter.count(64, small=4)
+    with (
+        reachable(device, nic, length_bytes=length_bytes) as (memory, registration),
+        PinnedMemory(device, length_bytes) as pinned,
+        initiating(nic, memory_bytes=length_bytes) as initiator,
+        device.stream() as stream,
+        nic.register_host(pinned.view(), access=Access.LOCAL_WRITE | Access.REMOTE_WRITE) as region,
+    ):
+        initiator.write(pattern.payload(length_bytes, seed=seed))
+        straight, staged = registration.remote(nic), region.remote()
+
+        def direct() -> None:
+            for _ in range(operations):
+                initiator.run(Direction.WRITE, straight, length_bytes=length_bytes, operations=1)
+
+        def by_host() -> None:
+            for _ in range(operations):
+                initiator.run(Direction.WRITE, staged, length_bytes=length_bytes, operations=1)
+                stream.write(memory, pinned.view())
+                stream.synchronize()
+
+        for work in (direct, by_host):
+            memory.fill(0)
+            work()
+            pattern.check(memory.read(), seed=seed)
+        found = meter.beside({"direct": direct, "by_host": by_host}, moved_bytes=length_bytes * operations)
+        pattern.check(memory.read(), seed=seed)
+    if found:
+        evidence.number("direct_over_by_host_ratio", found["direct"].median / found["by_host"].median)
+
+
+@DMABUF
+def test_aligned_beside_odd_addresses(meter: Meter, device: Device, nic: Nic, seed: int, evidence: Evidence) -> None:
+    """Whether transfers gain by beginning at multiples of 256 bytes, as the documents say."""
+    length_bytes, operations = 64 * KIB, meter.count(512, small=8)
+    offsets = {"aligned_4096": 4096, "aligned_256": 4096 + 256, "aligned_64": 4096 + 64, "odd": 4096 + 255}
+    with (
+        reachable(device, nic, length_bytes=MIB) as (memory, registration),
+        initiating(nic, memory_bytes=length_bytes) as initiator,
+    ):
+        initiator.write(pattern.payload(length_bytes, seed=seed))
+
+        def burst(offset_bytes: int) -> None:
+            remote = registration.remote(nic, offset_bytes=offset_bytes, length_bytes=length_bytes)
+            initiator.run(Direction.WRITE, remote, length_bytes=length_bytes, operations=operations, depth=16)
+
+        for offset_bytes in offsets.values():
+            memory.fill(0)
+            burst(offset_bytes)
+            pattern.check(memory.read(offset_bytes=offset_bytes, length_bytes=length_bytes), seed=seed)
+        things = {name: lambda offset=offset: burst(offset) for name, offset in offsets.items()}
+        found = meter.beside(things, moved_bytes=length_bytes * operations)
+    if found:
+        evidence.number("aligned_256_over_odd_ratio", found["aligned_256"].median / found["odd"].median)

@@ -1,0 +1,53 @@
+"""How long `gdrkit doctor` takes on the libraries that a machine really has: without hardware, less than a second.
+
+With its acts and without them, and as an ordinary user. The clock on the wall says something only on a machine that is
+idle, or for a run that the scheduler puts before others (`chrt -f 1`), so the record says under which policy and load
+it was.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+from support.strangers import DOCTOR_AS_NOBODY, stranger
+
+from gdrkit import launch
+from gdrkit.harness.needs import host, needs
+
+if TYPE_CHECKING:
+    from pytest_benchmark.fixture import BenchmarkFixture
+
+    from gdrkit.harness.evidence import Evidence
+
+POLICIES = {os.SCHED_OTHER: "other", os.SCHED_FIFO: "fifo", os.SCHED_RR: "rr", os.SCHED_BATCH: "batch"}
+
+
+def timed(benchmark: BenchmarkFixture, evidence: Evidence, command: list[str], environ: dict[str, str]) -> None:
+    """Run it some times; each must end as a doctor does."""
+    policy = os.sched_getscheduler(0)
+    evidence["scheduling"] = POLICIES.get(policy, str(policy))
+    evidence.number("load_1min_count", os.getloadavg()[0])
+    rounds_count = 9 if benchmark.enabled else 1
+
+    def run() -> None:
+        done = subprocess.run(command, env=environ, cwd="/", capture_output=True, text=True, check=False, timeout=100)
+        assert done.returncode in (0, 1), done.stderr
+        assert "Of 33 known causes" in done.stdout
+
+    benchmark.pedantic(run, rounds=rounds_count, warmup_rounds=int(benchmark.enabled))  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("command", ["doctor", "doctor --read-only"])
+def test_the_doctor(benchmark: BenchmarkFixture, evidence: Evidence, command: str) -> None:
+    environ = launch.environment(launch.Launch(software=frozenset()))
+    timed(benchmark, evidence, [sys.executable, "-m", "gdrkit", *command.split()], environ)
+
+
+@needs(host.capability("CAP_SETUID"))
+def test_the_doctor_as_an_ordinary_user(benchmark: BenchmarkFixture, evidence: Evidence) -> None:
+    command, environ = stranger(DOCTOR_AS_NOBODY, launch.environment(launch.Launch(software=frozenset())))
+    timed(benchmark, evidence, command, environ)

@@ -1,0 +1,58 @@
+r"""The settings of the copy engine beside each other, as one table: what its defaults should be on this machine.
+
+It takes less than two minutes and 6 GB of disk:
+
+    pytest -c suites/pytest.ini suites/bench/test_storage_sweep.py --benchmark-enable -s --records FILE
+
+Without ``--benchmark-enable`` a small file goes each way by two settings. GDRKIT_BENCH_STORAGE_MIB sets the size of the
+file, GDRKIT_BENCH_STORAGE_FOLDER where it lies.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from support.storage_speed import check_whole, make_random_file, say
+from support.storage_sweep import TIMES_S, Sweep, table
+
+from gdrkit.harness.needs import cuda, needs
+from gdrkit.units import MIB
+
+if TYPE_CHECKING:
+    from gdrkit.cuda import Device
+    from gdrkit.harness.evidence import Evidence
+
+pytestmark = [needs(cuda.device()), pytest.mark.timeout(300)]
+
+
+def test_settings_of_the_copy_engine_in_one_table(
+    request: pytest.FixtureRequest, device: Device, tmp_path: Path, evidence: Evidence
+) -> None:
+    is_measured = bool(request.config.getoption("--benchmark-enable"))
+    length_bytes = int(os.environ.get("GDRKIT_BENCH_STORAGE_MIB", "4096" if is_measured else "16")) * MIB
+    folder = Path(os.environ.get("GDRKIT_BENCH_STORAGE_FOLDER", tmp_path)) / "storage_sweep"
+    folder.mkdir(parents=True)
+    try:
+        source = folder / "file"
+        make_random_file(source, length_bytes)
+        with device.allocate(length_bytes) as memory:
+            rows = Sweep(source, device, memory, times_share=float(is_measured)).run()
+            # What the last reader left: it was cold, and half of the file.
+            check_whole(memory, source, length_bytes=length_bytes // 2)
+    finally:
+        shutil.rmtree(folder)
+    assert {row.kind for row in rows} == TIMES_S.keys()
+    for line in table(rows):
+        say(line)
+    for row in rows if is_measured else []:
+        evidence[f"{row.kind}: {row.setting}"] = {"rates_gb_per_s": row.rates, "cpu_s_per_gib": row.cpu_s_per_gib}
+        kind = row.kind.replace(" ", "_")
+        if row.setting == "as it is":
+            evidence.number(f"{kind}_gb_per_s_median", row.rate)
+        elif row.is_engine and row.rate == max(each.rate for each in rows if each.kind == row.kind and each.is_engine):
+            evidence[f"{kind}_best"] = row.setting
+            evidence.number(f"{kind}_best_gb_per_s_median", row.rate)

@@ -1,0 +1,79 @@
+"""What gdrkit knows of libcufile without asking it: error numbers, layouts, and how a damaged library shows."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from gdrkit.cufile import _cufile, _layout, _results
+from gdrkit.errors import Reason
+from gdrkit.harness.needs import cufile, needs
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = needs(cufile.driver)
+# The bindings know the layout of this version.
+VERSION = 1200
+
+_OPEN = """
+import json
+from gdrkit import cufile
+from gdrkit.errors import SetupMissing
+try:
+    cufile.library_version()
+except SetupMissing as error:
+    print(json.dumps([error.operation, error.errno, error.reason.value, bool(error.what_to_do)]))
+"""
+
+
+def test_every_error_of_the_bindings_has_its_name() -> None:
+    numbers = {int(member): f"CU_FILE_{member.name}" for member in _cufile.load().OpError if member != 0}
+    assert numbers == dict(_results.NAMES)
+
+
+def test_statistics_lie_where_the_bindings_have_them() -> None:
+    # Each word holds its own number, so that a name in the wrong place has the wrong one.
+    form = _cufile.load().stats_level3_dtype
+    words = b"".join(at.to_bytes(8, "little") for at in range(form.itemsize // 8))
+    basic = form["detailed"]["basic"]
+    for name, value in _layout.basic_of(words, version=VERSION).items():
+        half = 8 if name.endswith("_err") else 0
+        assert value * 8 == basic.fields[name.removesuffix("_err")][1] + half, name
+    reads, writes = _layout.histograms_of(words, version=VERSION)
+    detailed = form["detailed"].fields
+    assert (reads[0] * 8, writes[0] * 8) == (detailed["read_size_kb_hist"][1], detailed["write_size_kb_hist"][1])
+    assert (len(reads), len(writes)) == (32, 32)
+    begin, of_gpu = form.fields["per_gpu_stats"][1], form["per_gpu_stats"].base.fields
+    _uuid, counters = next(iter(_layout.gpus_of(words, version=VERSION)))
+    assert len(counters) == len(of_gpu) - 1
+    for name, value in counters.items():
+        assert value * 8 == begin + of_gpu[name][1], name
+
+
+def test_what_a_batch_is_given_lies_where_the_bindings_have_it() -> None:
+    made = bytes(memoryview(_cufile.entries([(11, 1, 22, 33, 44, 55, 66)])))
+    form = _cufile.load().io_params_dtype
+    assert len(made) == form.itemsize
+    batch, inner = form.fields["u"][1], form["u"]["batch"].fields
+    places = {name: at for name, (_kind, at, *_) in form.fields.items()}
+    places |= {name: batch + at for name, (_kind, at, *_) in inner.items()}
+    found = {name: int.from_bytes(made[at : at + 4], "little") for name, at in places.items() if name != "u"}
+    assert (found["mode"], found["fh"], found["opcode"], found["cookie"]) == (1, 11, 1, 66)
+    assert (found["dev_ptr_base"], found["file_offset"], found["dev_ptr_offset"]) == (22, 33, 44)
+    assert found["size_"] == 55
+
+
+@pytest.mark.parametrize("size_bytes", [0, 40, 5000])
+def test_a_damaged_libcufile_is_one_error_that_names_it(tmp_path: Path, size_bytes: int) -> None:
+    (tmp_path / "libcufile.so.0").write_bytes(b"\x7fELF\x02\x01\x01".ljust(size_bytes, b"\0")[:size_bytes])
+    environ = os.environ | {"LD_LIBRARY_PATH": f"{tmp_path}:{os.environ.get('LD_LIBRARY_PATH', '')}"}
+    done = subprocess.run([sys.executable, "-c", _OPEN], env=environ, capture_output=True, text=True, check=True)
+    answer = ["dlopen libcufile.so.0", errno.ENOEXEC, Reason.LIBRARY_DAMAGED.value, True]
+    assert json.loads(done.stdout) == answer

@@ -1,0 +1,110 @@
+"""NCCL as the throughput cases call it, and the processes that are its ranks: nothing is cut, and nobody hangs."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+from support.nccl import FUNCTIONS, UniqueId, folder_of_nccl
+from support.nccl_rank import own_first
+from support.rank_processes import RankError, run_ranks, with_suites
+
+from gdrkit.harness.needs import host, needs
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+INSTALLED = needs(host.module("nvidia.nccl"))
+# What nccl.h calls the things that are no pointers, and what has their width.
+WIDTHS = {
+    "int": 4,
+    "ncclDataType_t": 4,
+    "ncclRedOp_t": 4,
+    "size_t": 8,
+    "ncclComm_t": 8,
+    "cudaStream_t": 8,
+    "ncclUniqueId": 128,
+}
+LONG_S = 60.0
+
+
+def python(program: str) -> list[str]:
+    """A rank that runs these lines, and tells where it is when it is ended."""
+    return [sys.executable, "-X", "faulthandler", "-c", program]
+
+
+@INSTALLED
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_arguments_are_as_wide_as_the_header_says(name: str) -> None:
+    folder = folder_of_nccl()
+    assert folder is not None
+    declared = re.search(rf"ncclResult_t\s+{name}\(([^)]*)\)", (folder / "include" / "nccl.h").read_text())
+    assert declared is not None
+    types = [re.sub(r"\bconst\b", "", each).rpartition(" ")[0].strip() for each in declared[1].split(",")]
+    stars = [each.count("*") for each in declared[1].split(",")]
+    wanted = [8 if star else WIDTHS[kind] for kind, star in zip(types, stars, strict=True)]
+    assert [ctypes.sizeof(each) for each in FUNCTIONS[name]] == wanted
+
+
+@INSTALLED
+def test_each_id_of_a_communicator_is_another(tmp_path: Path) -> None:
+    asks = python("from support.nccl import *; n = Nccl(); print(n.version, n.unique_id().hex(), n.unique_id().hex())")
+    ((line,),) = run_ranks([asks], folder=tmp_path, environ=with_suites(os.environ), deadline_s=LONG_S)
+    version, first, second = line.split()
+    assert int(version) > 22000
+    assert first != second
+    assert len(first) == len(second) == 2 * ctypes.sizeof(UniqueId)
+
+
+@INSTALLED
+def test_what_nccl_refuses_is_an_error_with_its_call_and_its_words(tmp_path: Path) -> None:
+    """There is no rank 2 of 2; where there is no device either, NCCL says that first."""
+    program = "n = Nccl(); Communicator(n, rank=2, ranks_count=2, unique_id=n.unique_id())"
+    asks = python(f"from support.nccl import *; {program}")
+    with pytest.raises(RankError, match=r"NcclError: ncclCommInitRank gave [1-9]: \w+") as caught:
+        run_ranks([asks], folder=tmp_path, environ=with_suites(os.environ), deadline_s=LONG_S)
+    assert "NCCL WARN" in str(caught.value)
+
+
+def test_each_rank_has_its_own_device_first_and_sees_all() -> None:
+    assert [own_first({}, rank=rank, ranks=3) for rank in range(3)] == [list("012"), list("120"), list("201")]
+    assert own_first({"CUDA_VISIBLE_DEVICES": "5,GPU-7"}, rank=1, ranks=2) == ["GPU-7", "5"]
+
+
+def test_the_first_line_of_the_first_rank_reaches_the_others(tmp_path: Path) -> None:
+    first = python("print('an id'); print('done')")
+    other = python("import sys; print(sys.stdin.readline().strip().upper())")
+    said = run_ranks([first, other, other], folder=tmp_path, environ=os.environ, deadline_s=LONG_S)
+    assert said == [["an id", "done"], ["AN ID"], ["AN ID"]]
+
+
+def test_ranks_that_wait_for_each_other_end_at_the_deadline(tmp_path: Path) -> None:
+    waits = python("import sys; sys.stdin.read()")
+    with pytest.raises(RankError, match=r"had not ended after 1 s\n--- rank 0: was ended") as caught:
+        run_ranks([waits, waits], folder=tmp_path, environ=os.environ, deadline_s=1.0)
+    assert "--- rank 1: was ended" in str(caught.value)
+
+
+def test_one_rank_that_fails_ends_the_others_and_each_says_where_it_was(tmp_path: Path) -> None:
+    waits = python("import os, sys; print(os.getpid(), flush=True); sys.stdin.read()")
+    fails = python("import sys; sys.exit(f'no device for {sys.stdin.readline()}')")
+    with pytest.raises(RankError, match=r"^rank 1 ended with 1\n") as caught:
+        run_ranks([waits, fails], folder=tmp_path, environ=os.environ, deadline_s=LONG_S)
+    told = str(caught.value)
+    assert "--- rank 1: exit 1\nno device for " in told
+    # Its stack: it was in this line when it was ended.
+    assert re.search(r'--- rank 0: was ended\nFatal Python error: Aborted[\s\S]*<string>", line 1', told)
+    number = re.search(r"no device for (\d+)", told)
+    assert number is not None
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(number[1]), 0)
+
+
+def test_what_nccl_itself_wrote_is_shown_with_the_failure(tmp_path: Path) -> None:
+    fails = python("import os, sys; open(os.environ['NCCL_DEBUG_FILE'], 'w').write('NCCL WARN why'); sys.exit(3)")
+    with pytest.raises(RankError, match=r"rank 0 ended with 3\n--- rank 0: exit 3\nNCCL WARN why"):
+        run_ranks([fails], folder=tmp_path, environ=os.environ, deadline_s=LONG_S)

@@ -1,0 +1,29 @@
+"""What the cuFile cases share: a file of known bytes on a disk."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from support.cufile_scene import Scene
+
+from gdrkit import pattern
+from gdrkit.harness.case import CASE
+from gdrkit.harness.needs.cufile import DISK
+from gdrkit.units import MIB
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from gdrkit.inventory import Facts
+
+
+@pytest.fixture
+def scene(request: pytest.FixtureRequest, seed: int, facts: Facts) -> Iterator[Scene]:
+    """A file of 1 MiB on a disk."""
+    with tempfile.TemporaryDirectory(prefix="gdrkit-cufile-", dir=DISK) as folder:
+        path = Path(folder) / "data"
+        path.write_bytes(pattern.payload(MIB, seed=seed))
+        yield Scene(path, seed, request.node.stash[CASE], facts)

@@ -1,0 +1,91 @@
+"""Errors keep their numbers, and what cannot be right loses nothing."""
+
+from __future__ import annotations
+
+import errno
+from typing import TYPE_CHECKING
+
+import pytest
+
+from gdrkit.errors import Api
+from gdrkit.harness.needs import cuda, cufile, needs, software
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from support.cufile_scene import Scene
+
+    from gdrkit.harness.evidence import Evidence
+
+pytestmark = needs(cuda.device(), cufile.driver, cufile.udev_present)
+ON_TWIN = needs(software(Api.CUFILE))
+
+
+def test_bad_input_gives_one_typed_error_and_loses_nothing(scene: Scene, evidence: Evidence) -> None:
+    answer = scene.play_once("bad_input")
+    evidence["answers"] = answer
+    kinds = {name: found["failure"]["kind"] for name, found in answer.items() if "failure" in found}
+    usage = ["negative_offset", "overflowing_offset", "negative_length", "beyond_memory", "no_batch"]
+    assert {kinds[name] for name in usage} == {"UsageError"}
+    assert {kinds[name] for name in ("closed_handle", "closed_driver")} == {"ClosedResource"}
+    refused = ["directory", "closed_descriptor", "twice", "large_batch", "parameter_while_open", "registered_twice"]
+    for name in refused:
+        failure = answer[name]["failure"]
+        assert (failure["api"], 5000 < failure["status"] < 5100, failure["errno"]) == ("cufile", True, None), name
+    assert answer["still_works"] == {"value": [1 << 20, True]}
+
+
+def test_the_end_of_a_file_is_a_count(scene: Scene, evidence: Evidence) -> None:
+    answer = scene.play_once("bad_input")
+    evidence["answers"] = {name: answer[name] for name in ("beyond_end", "over_the_end", "nothing")}
+    assert answer["beyond_end"] == {"value": 0}
+    assert answer["over_the_end"] == {"value": 64 << 10}
+
+
+def test_a_write_to_a_file_that_was_opened_for_reading_fails(scene: Scene, evidence: Evidence) -> None:
+    answer = scene.play("read_only_file")
+    evidence["answer"] = answer
+    assert "failure" in answer
+    assert answer["failure"]["status"] is not None
+
+
+# What the plan refuses, by which call that shows, and what the error must say; in the order in which they are made.
+REFUSALS = [
+    ("cuFileRead call=1 status=5", "read", "cuFileRead", errno.EIO),
+    ("cuFileRead call=2 status=5010", "read", "cuFileRead", None),
+    ("cuFileWrite call=1 status=28", "write", "cuFileWrite", errno.ENOSPC),
+    ("cuFileWrite call=2 status=5010", "write", "cuFileWrite", None),
+    ("cuFileReadv call=1 status=5010", "readv", "cuFileReadv", None),
+    ("cuFileReadAsync call=1 status=5010", "read_async", "cuFileReadAsync", None),
+    ("cufile.async_io call=1 status=5010", "read_async", "cuFileReadAsync", None),
+    ("cufile.async_io call=2 status=5", "read_async", "cuFileReadAsync", errno.EIO),
+    ("cuFileBatchIOSubmit call=1 status=5010", "batch_read", "cuFileBatchIOSubmit", None),
+    ("cufile.batch_io call=1-16 status=5010", "batch_read", "batch read", None),
+    ("cufile.batch_io call=17-32 status=5", "batch_read", "batch read", errno.EIO),
+    ("cuFileBufRegister call=1 status=5010", "read_registered", "cuFileBufRegister", None),
+    ("cuFileStreamRegister call=1 status=5010", "read_async_registered", "cuFileStreamRegister", None),
+]
+
+
+@ON_TWIN
+@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal[0].replace(" ", "-"))
+def test_an_error_is_kept_as_a_number(scene: Scene, tmp_path: Path, refusal: tuple[str, str, str, int | None]) -> None:
+    planned = scene.plan(tmp_path, *(rule for rule, *_ in REFUSALS))
+    answers = planned.play_once("every_call", calls=[call for _, call, *_ in REFUSALS])["calls"]
+    rule, _, operation, number = refusal
+    failure = answers[REFUSALS.index(refusal)]["failure"]
+    assert (failure["operation"], failure["status"]) == (operation, int(rule.rpartition("=")[2]))
+    assert failure["errno"] == number
+
+
+@ON_TWIN
+def test_a_batch_that_stalls_is_seen_and_can_be_canceled(scene: Scene, tmp_path: Path) -> None:
+    # Held for as long as a plan can: only the cancellation can end it within the time of the case.
+    answer = scene.plan(tmp_path, "cufile.batch_io call=2 delay_us=10000000").play("batch_stall")
+    assert answer == {
+        "first": ["COMPLETE"],
+        "meanwhile": [],
+        "rest": ["CANCELED"] * 3,
+        "outstanding": 0,
+        "right": True,
+    }

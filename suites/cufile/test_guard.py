@@ -1,0 +1,92 @@
+"""libcufile is opened only where it comes back: in a child first, libcuda before it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from gdrkit import cufile
+from gdrkit.errors import Api, Reason, SetupMissing
+from gdrkit.harness.needs import cufile as cufile_needs
+from gdrkit.harness.needs import needs, software
+from gdrkit.launch import Launch, environment
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from gdrkit.harness.evidence import Evidence
+
+ON_TWIN = needs(software(Api.CUFILE), software(Api.CUDA))
+
+_OPEN = """
+import json
+from gdrkit import cufile
+from gdrkit.errors import SetupMissing
+try:
+    cufile.Driver(timeout_s={timeout_s}).close()
+    print(json.dumps([]))
+except SetupMissing as error:
+    print(json.dumps([error.operation, error.status, error.errno, error.reason.value]))
+"""
+
+
+def _opened(environ: dict[str, str], *, timeout_s: float = 30) -> list[Any]:
+    code = _OPEN.format(timeout_s=timeout_s)
+    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
+    answer: list[Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer
+
+
+@pytest.mark.qualify
+@needs(cufile_needs.driver)
+def test_a_driver_that_opens_in_a_child_opens_here(evidence: Evidence) -> None:
+    found = cufile.probe()
+    evidence["version"] = found.version
+    assert found.version >= 1000
+    assert _opened(dict(os.environ)) == []
+
+
+@ON_TWIN
+def test_a_driver_that_never_comes_back_is_given_up(tmp_path: Path) -> None:
+    plan = tmp_path / "plan"
+    plan.write_text("gdrkit-faults 1\ncuFileDriverOpen call=* delay_us=10000000\n")
+    answer = _opened({**os.environ, "GDRKIT_TWINS_FAULTS": str(plan)}, timeout_s=1)
+    assert answer == ["cuFileDriverOpen in a child process", None, None, "timeout"]
+
+
+@ON_TWIN
+def test_without_libcuda_libcufile_is_not_even_opened() -> None:
+    environ = environment(Launch(software=frozenset({Api.CUFILE})))
+    assert _opened(environ) == ["dlopen libcuda.so.1", 2, 2, Reason.LIBRARY_MISSING.value]
+
+
+@ON_TWIN
+def test_without_libcufile_it_is_named() -> None:
+    environ = environment(Launch(software=frozenset({Api.CUDA})))
+    assert _opened(environ)[:2] == ["dlopen libcufile.so.0", 2]
+
+
+@ON_TWIN
+@pytest.mark.parametrize("status", [5001, 5011, 5033])
+def test_a_driver_that_refuses_keeps_its_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int) -> None:
+    plan = tmp_path / "plan"
+    plan.write_text(f"gdrkit-faults 1\ncuFileDriverOpen call=* status={status}\n")
+    monkeypatch.setenv("GDRKIT_TWINS_FAULTS", str(plan))
+    with pytest.raises(SetupMissing) as caught:
+        cufile.probe()
+    assert (caught.value.api, caught.value.status, caught.value.operation) == (Api.CUFILE, status, "cuFileDriverOpen")
+
+
+@ON_TWIN
+def test_a_library_that_dies_takes_only_the_child_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = tmp_path / "plan"
+    plan.write_text("no plan at all\n")
+    monkeypatch.setenv("GDRKIT_TWINS_FAULTS", str(plan))
+    with pytest.raises(SetupMissing) as caught:
+        cufile.probe()
+    assert caught.value.status == 5022

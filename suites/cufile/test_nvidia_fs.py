@@ -1,0 +1,105 @@
+"""The counters of nvidia-fs, read below a root, and what they prove: only what this process alone can have moved."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from gdrkit import host
+from gdrkit.cufile import Cause, Route, RouteState, judge, nvidia_fs
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from gdrkit.cufile import NvidiaFs
+
+# As nvfs_stats_show of gds-nvidia-fs prints it.
+STATS = """GDS Version: 1.15.0.42
+NVFS statistics(ver: 4.0)
+NVFS Driver(version: 2.28.2)
+Mellanox PeerDirect Supported: True
+IO stats: Enabled, peer IO stats: Disabled
+Logging level: warn
+
+Active Shadow-Buffer (MiB): 16
+Active Process: 1
+Batches				: n=0 ok=0 err=0 Avg-Submit-Latency(usec)=0
+Reads				: n=41 ok=40 err=1 readMiB=160 io_state_err=0
+Reads				: Bandwidth(MiB/s)=5120 Avg-Latency(usec)=780
+Sparse Reads		        : n=0 io=0 holes=0 pages=0
+Writes				: n=3 ok=3 err=0 writeMiB=12 io_state_err=0 pg-cache=0 pg-cache-fail=0 pg-cache-eio=0
+Writes				: Bandwidth(MiB/s)=0 Avg-Latency(usec)=0
+Mmap				: n=2 ok=2 err=0 munmap=1
+Bar1-map			: n=2 ok=2 err=0 free=1 callbacks=0 active=1 delay-frees=0
+Error				: cpu-gpu-pages=0 sg-ext=0 dma-map=0 dma-ref=0
+Ops				: Read=0 Write=0 BatchIO=0
+GPU 0000:1b:00.0 uuid:00112233-4455-6677-8899-aabbccddeeff : Registered_MiB=1 Cache_MiB=16 max_pinned_MiB=1
+"""
+
+
+def machine(root: Path, stats: str = STATS, modules: str = "nvme\nmlx5_ib extra\n") -> host.HostTree:
+    folder = root / "proc" / "driver" / "nvidia-fs"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "stats").write_text(stats)
+    (folder / "modules").write_text(modules)
+    return host.HostTree(root)
+
+
+def counters(root: Path, stats: str = STATS) -> NvidiaFs:
+    found = nvidia_fs(machine(root, stats))
+    assert found is not None
+    return found
+
+
+def test_the_counters_are_read(tmp_path: Path) -> None:
+    found = counters(tmp_path)
+    assert found.counting
+    assert found.process_count == 1
+    assert (found.counters["Reads.ok"], found.counters["Reads.err"], found.counters["Writes.writeMiB"]) == (40, 1, 12)
+    assert found.modules == ("mlx5_ib", "nvme")
+
+
+def test_a_machine_without_nvidia_fs_has_none(tmp_path: Path) -> None:
+    assert nvidia_fs(host.HostTree(tmp_path)) is None
+
+
+@pytest.mark.parametrize("stats", ["", "Reads : n= ok=x\n", "\0\n:::\n", "Active Process: many\n"])
+def test_what_is_no_counter_is_left_out(tmp_path: Path, stats: str) -> None:
+    found = counters(tmp_path, stats)
+    assert (dict(found.counters), found.process_count, found.counting) == ({}, 0, False)
+
+
+def test_bytes_are_counted_in_mib(tmp_path: Path) -> None:
+    before, after = counters(tmp_path), counters(tmp_path, STATS.replace("readMiB=160", "readMiB=163"))
+    assert after.bytes_moved(before, writing=False) == 3 << 20
+    assert after.bytes_moved(before, writing=True) == 0
+
+
+def test_reads_that_nobody_else_can_have_made_are_proof(tmp_path: Path) -> None:
+    before, after = counters(tmp_path), counters(tmp_path, STATS.replace("ok=40", "ok=44"))
+    proof = judge(delta=None, nvfs=(before, after))
+    assert (proof.route, proof.state, proof.evidence) == (Route.NVFS, RouteState.PROVEN, "nvidia-fs counters")
+    assert proof.moved == {"Reads.ok": 4, "Writes.ok": 0}
+
+
+@pytest.mark.parametrize(
+    "stats",
+    [
+        pytest.param(STATS, id="nothing moved"),
+        pytest.param(STATS.replace("ok=40", "ok=44").replace("Process: 1", "Process: 2"), id="another process"),
+        pytest.param(STATS.replace("ok=40", "ok=44").replace("IO stats: Enabled", "IO stats: Disabled"), id="off"),
+        pytest.param(STATS.replace("ok=40", "ok=39"), id="reset meanwhile"),
+    ],
+)
+def test_anything_else_is_unproven(tmp_path: Path, stats: str) -> None:
+    proof = judge(delta=None, nvfs=(counters(tmp_path), counters(tmp_path, stats)))
+    assert (proof.route, proof.state) == (Route.UNKNOWN, RouteState.UNPROVEN)
+    assert [cause.cause for cause in proof.causes] == [Cause.NOT_COUNTED]
+
+
+def test_another_process_before_is_no_proof_either(tmp_path: Path) -> None:
+    after = counters(tmp_path, STATS.replace("ok=40", "ok=44"))
+    before = replace(counters(tmp_path), process_count=2)
+    assert judge(delta=None, nvfs=(before, after)).state is RouteState.UNPROVEN

@@ -1,0 +1,61 @@
+"""SIGKILL of client, agent and server in named phases: no acknowledged write is lost, nothing is left, nobody hangs.
+
+GDRKIT_KILLS says how many kills there are, evenly over all pairs of victim and phase: 20 when it is not set, one of
+each pair, and 230, ten of each, in ``nox -s long``. The memory of each client that dies, or whose agent or server does,
+is the host's or a device's, as the seed draws. The process death of a server loses nothing that it replied to, since
+the kernel has the bytes by then; a loss of power is another matter, and not what is shown here.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+from typing import TYPE_CHECKING
+
+import pytest
+from support.kill_campaign import Campaign
+from support.kill_phases import PAIRS, POINTS
+from support.kill_world import Traps
+
+from gdrkit.errors import Api
+from gdrkit.harness.needs import cuda, needs, software, verbs
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from gdrkit.harness.evidence import Evidence
+
+KILLS = int(os.environ.get("GDRKIT_KILLS", "20"))
+
+
+@needs(verbs.nic(count_min=2), software(Api.VERBS), verbs.dmabuf_region, cuda.device(), cuda.dmabuf_export)
+@pytest.mark.timeout(120 + 20 * KILLS)
+def test_whoever_is_killed_in_whichever_phase(
+    tmp_path: Path,
+    seed: int,
+    evidence: Evidence,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    chance = random.Random(seed)
+    mount = tmp_path / "mount"
+    mount.mkdir()
+    traps = Traps(tmp_path / "traps", POINTS)
+    monkeypatch.setenv("GDRKIT_TWINS_FAULTS", str(traps.plan))
+    rounds = math.ceil(KILLS / len(PAIRS))
+    with Campaign(mount, traps, chance) as campaign:
+        for _ in range(rounds):
+            for victim, phase in chance.sample(PAIRS, len(PAIRS)):
+                campaign.hit(victim, phase)
+    counts = {f"{victim} in {phase}": count for (victim, phase), count in campaign.hits.items()}
+    evidence["hits"] = counts
+    evidence["kinds"] = campaign.kinds
+    evidence["acknowledged_writes"] = campaign.acknowledged
+    with capsys.disabled():
+        print()  # noqa: T201 - counts are printed.
+        for name, count in counts.items():
+            print(f"  {name:<22}{count:>5}")  # noqa: T201
+        total = sum(counts.values())
+        print(f"  {'kills':<22}{total:>5}, {campaign.acknowledged} acknowledged writes, {campaign.kinds}")  # noqa: T201
+    assert min(counts.values()) == rounds

@@ -1,0 +1,140 @@
+"""Bad input gives one typed error with the kernel's errno, and loses nothing."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from gdrkit.errors import Api, ApiError, Reason, UsageError
+from gdrkit.gaudi import _hlthunk
+from gdrkit.harness.needs import gaudi as a_gaudi
+from gdrkit.harness.needs import needs, software
+from gdrkit.units import KIB
+
+if TYPE_CHECKING:
+    from gdrkit.gaudi import Device
+
+EXPORT = "hlthunk_device_mapped_memory_export_dmabuf_fd"
+FLAGS = os.O_RDWR | os.O_CLOEXEC
+SIZE = 64 * KIB
+NO_DEVICE = """
+from gdrkit import gaudi
+from gdrkit.errors import ApiError, UsageError
+assert gaudi.device_count() == 0
+assert gaudi.list_devices() == ()
+try:
+    gaudi.Device(0)
+except UsageError as error:
+    print(error.reason.value, error.what_to_do)
+try:
+    gaudi.Device(pci_bus_id="0000:33:00.0")
+except ApiError as error:
+    print(error.operation, error.status_name)
+"""
+
+mapped_memory = needs(a_gaudi.device(), a_gaudi.mapped_memory)
+
+
+@mapped_memory
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"flags": os.O_RDWR},
+        {"offset": 1},
+        {"size": SIZE + 1},
+        {"size": 0},
+        {"size": 1 << 40},
+        {"offset": 1 << 40},
+        {"addr": 0},
+    ],
+    ids=["wrong flags", "odd offset", "odd size", "no size", "too long", "too far", "no address"],
+)
+def test_an_export_that_the_kernel_refuses(gaudi: Device, changed: dict[str, int]) -> None:
+    with gaudi.allocate(SIZE) as memory:
+        wanted = {"fd": gaudi.fd, "addr": memory.address, "size": SIZE, "offset": 0, "flags": FLAGS, **changed}
+        with pytest.raises(ApiError) as caught:
+            _hlthunk.call(EXPORT, **wanted)
+        assert (caught.value.api, caught.value.operation) == (Api.HLTHUNK, EXPORT)
+        assert (caught.value.errno, caught.value.reason) == (errno.EINVAL, Reason.BAD_ARGUMENT)
+        assert dict(caught.value.arguments) == wanted
+        assert "hlthunk_device_memory_map" in caught.value.what_to_do
+        # Nothing is lost: the memory is as it was, and goes out when it is asked for rightly.
+        memory.export_dmabuf().close()
+
+
+@mapped_memory
+@pytest.mark.parametrize(
+    ("operation", "arguments", "reason"),
+    [
+        ("hlthunk_device_memory_map", {"handle": 4711, "hint_addr": 0}, Reason.BAD_ARGUMENT),
+        ("hlthunk_device_memory_free", {"handle": 4711}, Reason.BAD_ARGUMENT),
+        ("hlthunk_memory_unmap", {"device_virt_addr": 4096}, Reason.BUSY),
+    ],
+)
+def test_memory_that_is_not_there(gaudi: Device, operation: str, arguments: dict[str, Any], reason: Reason) -> None:
+    with pytest.raises(ApiError) as caught:
+        _hlthunk.call(operation, fd=gaudi.fd, **arguments)
+    assert (caught.value.operation, caught.value.errno, caught.value.reason) == (operation, errno.EINVAL, reason)
+    assert caught.value.what_to_do
+
+
+@mapped_memory
+def test_memory_that_is_freed_twice(gaudi: Device) -> None:
+    fd = gaudi.fd
+    arguments = {"fd": fd, "size": SIZE, "page_size": 0, "contiguous": True, "shared": False}
+    handle = _hlthunk.call("hlthunk_device_memory_alloc", **arguments)
+    _hlthunk.call("hlthunk_device_memory_free", fd=fd, handle=handle)
+    with pytest.raises(ApiError) as caught:
+        _hlthunk.call("hlthunk_device_memory_free", fd=fd, handle=handle)
+    assert (caught.value.errno, caught.value.status_name) == (errno.EINVAL, "EINVAL")
+
+
+@needs(a_gaudi.device())
+def test_a_descriptor_that_is_no_device(gaudi: Device) -> None:
+    reading, writing = os.pipe()
+    for fd, number in ((reading, errno.ENOTTY), (1 << 20, errno.EBADF)):
+        with pytest.raises(ApiError) as caught:
+            _hlthunk.call("hlthunk_memory_unmap", fd=fd, device_virt_addr=0)
+        assert (caught.value.errno, caught.value.reason) == (number, Reason.BAD_DESCRIPTOR)
+    os.close(reading)
+    os.close(writing)
+    assert not gaudi.closed
+
+
+@needs(a_gaudi.device())
+@pytest.mark.parametrize(("offset_bytes", "length_bytes"), [(-1, 10), (SIZE, 1), (0, SIZE + 1), (5, 0)])
+def test_a_part_that_is_not_inside(gaudi: Device, offset_bytes: int, length_bytes: int) -> None:
+    with gaudi.allocate(SIZE) as memory:
+        with pytest.raises(UsageError) as caught:
+            memory.export_dmabuf(offset_bytes=offset_bytes, length_bytes=length_bytes)
+        assert caught.value.reason is Reason.BAD_ARGUMENT
+
+
+@needs(software("hlthunk"))
+def test_a_machine_without_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GDRKIT_TWINS_GAUDIS", "0")
+    done = subprocess.run([sys.executable, "-c", NO_DEVICE], capture_output=True, text=True, check=True, timeout=60)
+    first, second = done.stdout.splitlines()
+    assert first.startswith("no_device ")
+    assert second == "hlthunk_open EINVAL"
+
+
+@needs(software("hlthunk"))
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [("GDRKIT_TWINS_GAUDI", "gaudi4"), ("GDRKIT_TWINS_GAUDIS", "many"), ("GDRKIT_TWINS_GAUDI_BAR_MIB", "-1")],
+)
+def test_a_malformed_variable_of_the_twin_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+) -> None:
+    monkeypatch.setenv(variable, value)
+    program = "from gdrkit import gaudi; gaudi.device_count()"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 1
+    assert f"gdrkit twin: {variable}={value}: expected " in done.stderr
+    assert "gave EINVAL" in done.stderr

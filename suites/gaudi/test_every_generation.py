@@ -1,0 +1,44 @@
+"""The cases here hold for the other generations too, which a process chooses before it starts."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gdrkit.harness.needs import needs, software
+
+HERE = Path(__file__).parent
+# What takes longest is the same code for all; test_without_cuda.py has all generations itself.
+LEFT_OUT = (
+    Path(__file__).name,
+    "test_without_cuda.py",
+    "test_facts.py",
+    "test_first_light.py",
+    "test_threads.py",
+    "test_library.py",
+)
+
+
+@needs(software("hlthunk"))
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("generation", "passed_min"), [("gaudi", 38), ("gaudi3", 66)])
+def test_the_cases_hold_for(generation: str, passed_min: int) -> None:
+    ignored = [f"--ignore={HERE / name}" for name in LEFT_OUT]
+    command = [sys.executable, "-m", "pytest", "-q", "-c", str(HERE.parent / "pytest.ini"), str(HERE), *ignored]
+    done = subprocess.run(
+        command,
+        env={**os.environ, "GDRKIT_TWINS_GAUDI": generation},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=570,
+    )
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+    found = re.search(r"(\d+) passed", done.stdout)
+    assert found is not None
+    assert int(found[1]) >= passed_min

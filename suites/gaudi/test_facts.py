@@ -1,0 +1,115 @@
+"""What is known about Gaudis before a case runs: facts, substrate, needs, profiles."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from gdrkit.errors import Reason
+from gdrkit.gaudi import Generation, list_devices
+from gdrkit.harness.needs import gaudi, needs, software
+from gdrkit.host import HostTree
+from gdrkit.inventory import Facts, choose_profile, load_profiles, probe
+from gdrkit.report import Substrate
+from gdrkit.report.substrate import of_facts
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PCI = "sys/bus/pci/devices/0000:33:00.0"
+ANSWER = "from gdrkit import gaudi; print(gaudi.device_count())"
+
+
+def machine(root: Path, driver: str | None) -> HostTree:
+    """A host with one Gaudi 2 on its PCI bus."""
+    folder = root / PCI
+    folder.mkdir(parents=True)
+    for name, text in (("vendor", "0x1da3"), ("device", "0x1020"), ("class", "0x120000")):
+        (folder / name).write_text(f"{text}\n")
+    if driver is not None:
+        (root / "drivers" / driver).mkdir(parents=True)
+        (folder / "driver").symlink_to(root / "drivers" / driver)
+    return HostTree(root)
+
+
+@needs(gaudi.device())
+def test_facts_say_what_the_library_says(facts: Facts) -> None:
+    assert facts.gaudi is not None
+    assert [device.pci_bus_id for device in facts.gaudi.devices] == [info.pci_bus_id for info in list_devices()]
+    assert Facts.from_json(facts.to_json()) == facts
+
+
+@needs(software("hlthunk"))
+def test_a_twin_is_named_as_one(facts: Facts) -> None:
+    assert of_facts(facts)["hlthunk"] is Substrate.TWIN
+
+
+@needs(software("hlthunk"))
+def test_any_program_gets_the_twin() -> None:
+    command = [sys.executable, "-m", "gdrkit", "run", "--software", "--apis", "hlthunk", "--"]
+    ended = subprocess.run(
+        [*command, sys.executable, "-c", ANSWER], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert ended.stdout == "2\n"
+
+
+def test_a_machine_with_nothing_is_not_asked(tmp_path: Path) -> None:
+    found = probe(HostTree(tmp_path), environment={"LD_LIBRARY_PATH": ""}, ask_apis=False)
+    assert (found.gaudi, found.gaudi_failure, found.accelerators) == (None, None, ())
+    assert gaudi.device().check(found) == "hlthunk was not asked"
+    assert gaudi.mapped_memory.check(found) == gaudi.physical_memory.check(found) == "hlthunk was not asked"
+
+
+def test_a_gaudi_without_its_library_is_a_failure_with_something_to_do(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "LD_LIBRARY_PATH"}
+    found = probe(machine(tmp_path, None), environment=environment)
+    assert len(found.accelerators) == 1
+    assert found.gaudi_failure is not None
+    assert found.gaudi_failure.reason is Reason.LIBRARY_MISSING
+    assert "habanalabs" in found.gaudi_failure.what_to_do
+    assert "dlopen libhl-thunk.so" in str(gaudi.device().check(found))
+
+
+@pytest.mark.parametrize(("driver", "substrate"), [("habanalabs", Substrate.HARDWARE), (None, Substrate.UNKNOWN)])
+@needs(gaudi.device())
+def test_hardware_is_what_the_kernel_drives(
+    facts: Facts, tmp_path: Path, driver: str | None, substrate: Substrate
+) -> None:
+    found = probe(machine(tmp_path, driver), ask_apis=False)
+    assert facts.gaudi is not None
+    real = dataclasses.replace(facts.gaudi.libraries[0], soname="libhl-thunk.so", notes=(), error=None)
+    asked = dataclasses.replace(found, gaudi=dataclasses.replace(facts.gaudi, libraries=(real,)))
+    assert of_facts(asked)["hlthunk"] is substrate
+
+
+@pytest.mark.parametrize("generation", ["gaudi2", "gaudi3"])
+@needs(gaudi.device())
+def test_a_machine_with_gaudis_has_a_profile(facts: Facts, tmp_path: Path, generation: str) -> None:
+    found = probe(machine(tmp_path, "habanalabs"), ask_apis=False)
+    assert facts.gaudi is not None
+    devices = tuple(dataclasses.replace(device, generation=generation) for device in facts.gaudi.devices)
+    there = dataclasses.replace(found, gaudi=dataclasses.replace(facts.gaudi, devices=devices))
+    assert choose_profile(load_profiles(), there, {"hlthunk": "hardware"}).name == generation
+    assert choose_profile(load_profiles(), found, {"hlthunk": "hardware"}).name == "any"
+
+
+@pytest.mark.parametrize(
+    ("pci_device_id", "generation"),
+    [
+        (0x1000, Generation.GAUDI),
+        (0x1011, Generation.GAUDI),
+        (0x1020, Generation.GAUDI2),
+        (0x1021, Generation.GAUDI2),
+        (0x1060, Generation.GAUDI3),
+        (0x1063, Generation.GAUDI3),
+        (0x2000, Generation.LATER),
+    ],
+)
+def test_boards_belong_to_a_generation(pci_device_id: int, generation: Generation) -> None:
+    assert Generation.of(pci_device_id) is generation
+    assert generation.maps_memory is (generation is not Generation.GAUDI)

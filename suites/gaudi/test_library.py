@@ -1,0 +1,110 @@
+"""Which hl-thunk is taken: none, another name, an old one whose allocation has another form."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from gdrkit.errors import Reason
+from gdrkit.harness.needs import host, needs
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+# As a program meets it: the error as its fields.
+PROGRAM = """
+import json
+from gdrkit import gaudi
+from gdrkit.errors import ApiError
+try:
+    print(json.dumps({{"answer": {expression}}}))
+except ApiError as error:
+    print(json.dumps({{"kind": type(error).__name__, "operation": error.operation, "errno": error.errno,
+        "reason": error.reason.value, "to_do": error.what_to_do, "detail": error.detail}}))
+"""
+ALLOCATE = "gaudi.Device(pci_bus_id='0000:33:00.0').allocate(4096)"
+
+# The least of an hl-thunk: one device, and an allocation that says which form it was called in. The old form has no
+# page size, and no function that was added with it.
+SOURCE = """
+#include <stdint.h>
+#include <stdbool.h>
+#include <string.h>
+int hlthunk_open(int name, const char *bus) { (void)name; (void)bus; return 100; }
+int hlthunk_close(int fd) { (void)fd; return 0; }
+int hlthunk_get_device_count(int name) { (void)name; return 1; }
+int hlthunk_open_control(int number, const char *bus) { (void)bus; return number == 0 ? 101 : -2; }
+int hlthunk_get_pci_bus_id_from_fd(int fd, char *id, int length) {
+    (void)fd; strncpy(id, "0000:33:00.0", length);
+    return 0;
+}
+int hlthunk_get_hw_ip_info(int fd, void *info) {
+    uint32_t device = 0x1020, module = 5;
+    (void)fd; memset(info, 0, 336);
+    memcpy((char *)info + 32, &device, 4); memcpy((char *)info + 188, &module, 4);
+    return 0;
+}
+#ifdef OLD
+uint64_t hlthunk_device_memory_alloc(int fd, uint64_t size, bool contiguous, bool shared) {
+    (void)fd; (void)size; (void)contiguous; (void)shared; __builtin_trap();
+}
+#endif
+"""
+
+
+def ask(expression: str, folder: Path) -> dict[str, object]:
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(folder)}
+    command = [sys.executable, "-c", PROGRAM.format(expression=expression)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60)
+    answer: dict[str, object] = json.loads(done.stdout)
+    return answer
+
+
+def build(folder: Path, name: str, *options: str) -> None:
+    (folder / "thunk.c").write_text(SOURCE)
+    command = ["cc", "-shared", "-fPIC", "-o", str(folder / name), *options, str(folder / "thunk.c")]
+    subprocess.run(command, check=True, capture_output=True)
+
+
+def test_no_library_is_one_error_that_says_what_to_install(tmp_path: Path) -> None:
+    error = ask("gaudi.device_count()", tmp_path)
+    assert (error["kind"], error["errno"]) == ("SetupMissing", errno.ENOENT)
+    assert error["reason"] == Reason.LIBRARY_MISSING.value
+    assert "habanalabs" in str(error["to_do"])
+
+
+@pytest.mark.parametrize("name", ["libhl-thunk.so", "libhlthunk.so"])
+def test_a_damaged_library_is_named(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"\x7fELF\x02\x01\x01" + b"\0" * 30)
+    error = ask("gaudi.device_count()", tmp_path)
+    assert (error["kind"], error["reason"]) == ("SetupMissing", Reason.LIBRARY_DAMAGED.value)
+    assert name in str(error["operation"])
+
+
+@needs(host.compiler)
+@pytest.mark.parametrize("name", ["libhl-thunk.so", "libhlthunk.so"])
+def test_both_names_are_found(tmp_path: Path, name: str) -> None:
+    build(tmp_path, name)
+    assert ask("gaudi.list_devices()[0].module_id", tmp_path) == {"answer": 5}
+
+
+@needs(host.compiler)
+@pytest.mark.parametrize("options", [["-DOLD"], []], ids=["the form of 2021", "no allocation at all"])
+def test_an_allocation_of_unknown_form_is_never_called(tmp_path: Path, options: list[str]) -> None:
+    build(tmp_path, "libhl-thunk.so", *options)
+    error = ask(ALLOCATE, tmp_path)
+    assert (error["kind"], error["operation"]) == ("SetupMissing", "hlthunk_device_memory_alloc")
+    assert (error["errno"], error["reason"]) == (errno.ELIBBAD, Reason.LIBRARY_WRONG_ABI.value)
+    assert "2022-06" in str(error["to_do"])
+
+
+@needs(host.compiler)
+def test_a_library_that_cannot_count_is_asked_for_one_after_another(tmp_path: Path) -> None:
+    build(tmp_path, "libhl-thunk.so", "-Dhlthunk_get_device_count=hlthunk_something_else")
+    assert ask("gaudi.device_count()", tmp_path) == {"answer": 1}

@@ -1,0 +1,329 @@
+"""Memory of a Gaudi in everything that takes device memory: cache, pools, queries, descriptors of other processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import os
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from support.faults import faults
+from support.reach import joined
+
+from gdrkit import pattern
+from gdrkit.buffers import DeviceBuffer, MemoryKind
+from gdrkit.errors import (
+    Api,
+    ApiError,
+    ClosedResource,
+    Reason,
+    RegistrationFailed,
+    Unsupported,
+    UsageError,
+)
+from gdrkit.gaudi import Device, HostMapping, MemoryPool, device_count, list_devices
+from gdrkit.harness.needs import gaudi as a_gaudi
+from gdrkit.harness.needs import needs, software, verbs
+from gdrkit.registration import BufferPool, RegionCache, RegistrationRoute, ShareKind, export_memory, register
+from gdrkit.units import KIB, MIB
+from gdrkit.verbs import Status
+
+if TYPE_CHECKING:
+    from gdrkit.harness.peer import Peer
+    from gdrkit.verbs import Nic
+
+A_GAUDI = needs(a_gaudi.device())
+WITH_NIC = needs(a_gaudi.device(), verbs.nic(), verbs.dmabuf_region)
+
+
+@A_GAUDI
+def test_a_device_is_opened_by_number_bus_id_and_module() -> None:
+    for info in list_devices():
+        wanted: list[dict[str, Any]] = [
+            {"number": info.number},
+            {"pci_bus_id": info.pci_bus_id},
+            {"module_id": info.module_id},
+        ]
+        for which in wanted:
+            with Device(**which) as device:
+                assert (device.pci_bus_id, device.module_id) == (info.pci_bus_id, info.module_id)
+                assert device.generation is info.generation
+
+
+@A_GAUDI
+def test_a_device_that_is_not_there() -> None:
+    with pytest.raises(UsageError) as caught:
+        Device(device_count())
+    assert caught.value.reason is Reason.NO_DEVICE
+    with pytest.raises(UsageError) as caught:
+        Device(module_id=4711)
+    assert caught.value.reason is Reason.NO_DEVICE
+    with pytest.raises(ApiError) as refused:
+        Device(pci_bus_id="ffff:ff:1f.7")
+    assert refused.value.errno == errno.EINVAL
+    with pytest.raises(UsageError):
+        Device(0, module_id=0)
+
+
+@A_GAUDI
+def test_memory_is_what_every_room_takes(gaudi: Device) -> None:
+    with gaudi.allocate(5 * KIB) as memory, gaudi.pool(MIB) as pool, pool.allocate(100) as part:
+        assert isinstance(memory, DeviceBuffer)
+        assert isinstance(part, DeviceBuffer)
+        assert memory.kind is part.kind is MemoryKind.GAUDI
+
+
+@A_GAUDI
+def test_copies_reach_every_byte(gaudi: Device, seed: int) -> None:
+    data = pattern.payload(2 * MIB + 4097, seed=seed)
+    with gaudi.allocate(len(data) + 1) as memory:
+        memory.write(data, offset_bytes=1)
+        assert memory.read(offset_bytes=1) == data
+        assert memory.read(offset_bytes=MIB + 1, length_bytes=3) == data[MIB : MIB + 3]
+        with pytest.raises(UsageError):
+            memory.write(b"12", offset_bytes=len(data))
+
+
+@A_GAUDI
+def test_closed_memory_does_nothing_and_closes_twice(gaudi: Device) -> None:
+    memory = gaudi.allocate(100)
+    memory.close()
+    memory.close()
+    for use in (memory.read, memory.export_dmabuf, memory.allocation_key):
+        with pytest.raises(ClosedResource):
+            use()
+    with pytest.raises(UsageError):
+        gaudi.allocate(0)
+
+
+@A_GAUDI
+def test_a_device_closes_what_was_made_from_it() -> None:
+    device = Device(0)
+    memory, pool = device.allocate(100), device.pool(MIB)
+    part, mapping = pool.allocate(100), device.map_host(bytearray(100))
+    part.write(b"there")
+    device.close()
+    device.close()
+    assert memory.closed
+    assert part.closed
+    assert pool.closed
+    assert mapping.closed
+    for use in (lambda: device.allocate(100), lambda: device.map_host(bytearray(1)), lambda: device.pool(1)):
+        with pytest.raises(ClosedResource):
+            use()
+
+
+@needs(a_gaudi.device(), a_gaudi.mapped_memory, software("hlthunk"))
+@pytest.mark.parametrize("function", ["hlthunk_memory_unmap", "hlthunk_device_memory_free"])
+def test_a_release_that_failed_goes_on_where_it_stopped(gaudi: Device, function: str) -> None:
+    memory = gaudi.allocate(100)
+    with faults(Api.HLTHUNK, f"{function} call=1 errno=EBUSY"), pytest.raises(ApiError) as caught:
+        memory.close()
+    assert (caught.value.operation, caught.value.errno) == (function, errno.EBUSY)
+    memory.close()
+
+
+@needs(a_gaudi.device(), a_gaudi.mapped_memory, software("hlthunk"))
+@pytest.mark.parametrize(
+    ("function", "number", "reason"),
+    [
+        ("hlthunk_device_memory_alloc", "ENOMEM", Reason.OUT_OF_MEMORY),
+        ("hlthunk_device_memory_map", "ENOMEM", Reason.OUT_OF_MEMORY),
+        ("hlthunk_device_memory_alloc", "EBUSY", Reason.BUSY),
+    ],
+)
+def test_an_allocation_that_failed_leaves_nothing(gaudi: Device, function: str, number: str, reason: Reason) -> None:
+    with faults(Api.HLTHUNK, f"{function} call=1 errno={number}"), pytest.raises(ApiError) as caught:
+        gaudi.allocate(100)
+    assert (caught.value.api, caught.value.operation, caught.value.reason) == (Api.HLTHUNK, function, reason)
+    assert caught.value.status_name == number
+
+
+@needs(a_gaudi.device(), software("hlthunk"))
+def test_a_copy_that_the_device_refuses_is_an_error(gaudi: Device) -> None:
+    with gaudi.allocate(100) as memory:
+        with faults(Api.HLTHUNK, "hlthunk_wait_for_cs call=1 errno=EIO"), pytest.raises(ApiError) as caught:
+            memory.write(b"data")
+        assert (caught.value.operation, caught.value.errno) == ("hlthunk_wait_for_cs", errno.EIO)
+
+
+@needs(a_gaudi.device(), software("hlthunk"))
+def test_memory_is_not_unmapped_under_a_copy_that_was_given_up(gaudi: Device) -> None:
+    # Whoever gave up has not ended the copy, which a device would do to memory that is not mapped any more. Often, as
+    # the twin may be quick.
+    for _ in range(50):
+        with (
+            gaudi.allocate(100) as memory,
+            faults(Api.HLTHUNK, "hlthunk_wait_for_cs call=1 errno=ETIMEDOUT"),
+            pytest.raises(ApiError),
+        ):
+            memory.write(b"data")
+    with gaudi.allocate(100) as memory:
+        memory.write(b"more")
+        assert memory.read(length_bytes=4) == b"more"
+
+
+@needs(a_gaudi.device(), a_gaudi.mapped_memory, software("hlthunk"))
+def test_a_device_that_failed_a_copy_can_be_closed_with_all_that_it_had() -> None:
+    with Device(0) as device:
+        memory, pool, mapping = device.allocate(100), device.pool(MIB), device.map_host(bytearray(100))
+        with pytest.raises(ApiError) as caught:
+            device.copies.write(memory.address + (1 << 40), memoryview(b"nowhere"))
+        assert caught.value.errno == errno.EIO
+        with pytest.raises(ApiError) as refused:
+            device.allocate(100)
+        assert refused.value.errno == errno.EBUSY
+        mapping.close()
+    assert memory.closed
+    assert pool.closed
+    Device(0).close()
+
+
+@WITH_NIC
+def test_the_cache_registers_an_allocation_once(gaudi: Device, nic: Nic) -> None:
+    with gaudi.pool(MIB) as pool, RegionCache([nic]) as cache:
+        with (
+            pool.allocate(1000) as one,
+            pool.allocate(70_000) as other,
+            cache.lease(one) as first,
+            cache.lease(other, offset_bytes=5) as second,
+        ):
+            assert first.remote(nic).rkey == second.remote(nic).rkey
+            assert second.remote(nic).address == other.address + 5
+        assert cache.statistics().registrations == 1
+
+
+@A_GAUDI
+def test_memory_at_an_old_address_has_another_key(gaudi: Device) -> None:
+    with gaudi.allocate(64 * KIB) as old:
+        key, is_there = old.allocation_key(), old.presence(old.allocation_key())
+        assert is_there()
+    with gaudi.allocate(64 * KIB) as new:
+        assert new.address == old.address
+        assert new.allocation_key() != key
+        assert not is_there()
+
+
+@WITH_NIC
+def test_the_cache_knows_new_memory_at_an_old_address(gaudi: Device, nic: Nic) -> None:
+    with RegionCache([nic]) as cache:
+        keys, addresses = [], []
+        for _ in range(2):
+            with gaudi.allocate(64 * KIB) as memory:
+                with cache.lease(memory) as lease:
+                    keys.append(lease.remote(nic).rkey)
+                addresses.append(memory.address)
+        assert addresses[0] == addresses[1]
+        assert keys[0] != keys[1]
+        assert cache.statistics().hits == 0
+
+
+@WITH_NIC
+def test_a_buffer_pool_lies_on_a_gaudi(gaudi: Device, nic: Nic, peer: Peer, seed: int) -> None:
+    with BufferPool(gaudi, [nic], buffer_bytes=5000, count=3) as pool, pool.allocate() as buffer:
+        with joined(nic, peer) as theirs:
+            theirs.write(buffer.remote(nic), seed=seed).expect(Status.SUCCESS)
+        pattern.check(buffer.read(), seed=seed)
+
+
+@A_GAUDI
+def test_a_pool_goes_out_by_one_dmabuf(gaudi: Device) -> None:
+    with (
+        gaudi.pool(MIB) as pool,
+        pool.allocate(5000) as one,
+        pool.allocate(5000) as other,
+        one.export_dmabuf() as first,
+        other.export_dmabuf(offset_bytes=7) as second,
+    ):
+        assert os.fstat(first.fd).st_ino == os.fstat(second.fd).st_ino
+        assert first.fd != second.fd
+        assert (first.offset_bytes, second.offset_bytes) == (0, 8192 + 7)
+        assert second.address - second.offset_bytes == pool.address
+        assert os.lseek(second.fd, 0, os.SEEK_END) == pool.length_bytes
+
+
+@A_GAUDI
+def test_a_pool_that_is_full_says_what_is_left(gaudi: Device) -> None:
+    with gaudi.pool(64 * KIB) as pool:
+        parts = [pool.allocate(16 * KIB) for _ in range(4)]
+        with pytest.raises(ApiError) as caught:
+            pool.allocate(1)
+        assert (caught.value.errno, caught.value.reason) == (errno.ENOMEM, Reason.OUT_OF_MEMORY)
+        parts[1].close()
+        parts[2].close()
+        with pool.allocate(32 * KIB) as joined_again:
+            assert joined_again.address == pool.address + 16 * KIB
+
+
+@WITH_NIC
+def test_a_peer_writes_into_a_part_of_a_pool(gaudi: Device, nic: Nic, peer: Peer, seed: int) -> None:
+    with gaudi.pool(MIB) as pool, pool.allocate(5000) as before, pool.allocate(9001) as memory:
+        before.write(b"\x5a" * 5000)
+        with register(memory, [nic]) as registration, joined(nic, peer) as theirs:
+            theirs.write(registration.remote(nic), seed=seed).expect(Status.SUCCESS)
+            # The region ends where the part does, though the dma-buf goes on.
+            beyond = dataclasses.replace(registration.remote(nic), address=before.address, length_bytes=1)
+            assert theirs.write(beyond, seed=seed).status is Status.REM_ACCESS_ERR
+        pattern.check(memory.read(), seed=seed)
+        assert before.read() == b"\x5a" * 5000
+
+
+@A_GAUDI
+def test_an_address_is_asked_as_ucx_asks_it(gaudi: Device) -> None:
+    with gaudi.allocate(100_000) as memory, gaudi.pool(MIB) as pool, gaudi.map_host(bytearray(9000)) as mapping:
+        with gaudi.query(memory.address + 4097, length_bytes=10) as found:
+            assert (found.kind, found.device, found.base) == (MemoryKind.GAUDI, gaudi, memory.address)
+            assert found.length_bytes >= 100_000
+            assert found.dmabuf is not None
+            assert (found.dmabuf.offset_bytes, found.dmabuf.address) == (4097, memory.address + 4097)
+        with gaudi.query(pool.address + 128) as found:
+            assert found.dmabuf is not None
+            assert (found.base, found.length_bytes, found.dmabuf.offset_bytes) == (pool.address, MIB, 128)
+        with gaudi.query(mapping.address + 1) as found:
+            assert (found.kind, found.base, found.dmabuf) == (MemoryKind.HOST, mapping.address, None)
+        assert isinstance(pool, MemoryPool)
+        assert isinstance(mapping, HostMapping)
+        for address, length_bytes in ((memory.address - 1, 1), (memory.address, 1 << 30), (0, 1)):
+            with pytest.raises(UsageError) as caught:
+                gaudi.query(address, length_bytes=length_bytes)
+            assert caught.value.reason is Reason.NOT_DEVICE_MEMORY
+
+
+@WITH_NIC
+def test_only_dmabufs_make_it_known_to_a_nic(gaudi: Device, nic: Nic) -> None:
+    assert RegistrationRoute.ways_of(MemoryKind.GAUDI) == (RegistrationRoute.DMABUF,)
+    with gaudi.allocate(4096) as memory, pytest.raises(RegistrationFailed) as caught:
+        register(memory, [nic], route=RegistrationRoute.PEER_MEMORY)
+    assert [cause.reason for cause in caught.value.causes] == [Reason.PEER_MEMORY_UNSUPPORTED]
+
+
+@A_GAUDI
+@pytest.mark.parametrize("kind", list(ShareKind))
+def test_no_handle_of_cuda_carries_it(gaudi: Device, kind: ShareKind) -> None:
+    with gaudi.allocate(4096) as memory, pytest.raises(Unsupported) as caught:
+        export_memory(memory, kind=kind)
+    assert caught.value.errno == errno.ENOTSUP
+
+
+@WITH_NIC
+def test_an_agent_registers_a_part_by_its_descriptor_alone(gaudi: Device, nic: Nic, peer: Peer, seed: int) -> None:
+    with (
+        gaudi.allocate(256 * KIB) as memory,
+        nic.completion_queue() as queue,
+        nic.queue_pair(queue) as ours,
+        nic.register_host(bytearray(pattern.payload(8 * KIB, seed=seed))) as source,
+    ):
+        memory.write(bytes(256 * KIB))
+        # The agent has no Gaudi, and no address of the memory that it could follow.
+        with memory.export_dmabuf(offset_bytes=4097, length_bytes=9 * KIB) as part:
+            region = peer.nic.register_dmabuf(
+                part.fd, offset_bytes=part.offset_bytes, length_bytes=part.length_bytes, address=part.address
+            )
+        theirs = peer.queue_pair()
+        theirs.join(ours)
+        ours.post_write(source, region.remote(offset_bytes=10, length_bytes=8 * KIB), work_id=1)
+        ours.wait(10_000).expect(Status.SUCCESS)
+        pattern.check(memory.read(offset_bytes=4107, length_bytes=8 * KIB), seed=seed)
+        assert memory.read(length_bytes=4107) == bytes(4107)
+        region.close()

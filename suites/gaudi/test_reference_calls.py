@@ -1,0 +1,56 @@
+"""gdrkit calls hl-thunk and verbs as perftest does: the same functions, in the same order, with the same arguments."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from support.calls import Call, called, matched, parse
+
+from gdrkit.gaudi import Device, list_devices
+from gdrkit.harness.needs import gaudi, needs, software, verbs
+from gdrkit.registration import register
+
+if TYPE_CHECKING:
+    from gdrkit.verbs import Nic
+
+VECTOR = Path(__file__).parents[1] / "vectors" / "gaudi_calls.txt"
+
+
+def reference() -> list[Call]:
+    return [parse(line) for line in VECTOR.read_text().splitlines() if line and not line.startswith("#")]
+
+
+@needs(gaudi.device(), gaudi.mapped_memory, verbs.nic(), verbs.dmabuf_region, software("hlthunk"), software("verbs"))
+def test_order_and_arguments_are_those_of_the_reference(nic: Nic) -> None:
+    vector = reference()
+    names = {call.name for call in vector}
+    assert nic.supports_dmabuf()  # Asked before: the question is a call of its own.
+    with (
+        Device(pci_bus_id=list_devices()[0].pci_bus_id) as device,
+        device.allocate(1048000) as memory,
+        register(memory, [nic]),
+    ):
+        pass
+    calls = called(*names)
+    begin = max(at for at, call in enumerate(calls) if call.name == vector[0].name)
+    assert matched(vector, calls[begin:]) is None
+
+
+def test_a_call_that_is_missing_turned_round_or_changed_is_noticed() -> None:
+    vector = reference()
+    named = [
+        dataclasses.replace(
+            call,
+            arguments={name: value.replace("$", "") for name, value in call.arguments.items()},
+            result=call.result and call.result.replace("$", ""),
+        )
+        for call in vector
+    ]
+    assert matched(vector, named) is None
+    assert matched(vector, named[:-1]) is not None
+    assert matched(vector, [*named[1::-1], *named[2:]]) is not None
+    # The document's call: the handle where the address belongs.
+    wrong = dataclasses.replace(named[3], arguments={**named[3].arguments, "addr": "handle"})
+    assert matched(vector, [*named[:3], wrong, *named[4:]]) is not None

@@ -1,0 +1,52 @@
+"""Export, registration, RDMA WRITE and READ, with nothing of CUDA in either process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gdrkit.harness.needs import gaudi, needs, software, verbs
+
+PAIR = Path(__file__).parents[1] / "support" / "gaudi_pair.py"
+GENERATIONS = [
+    pytest.param(name, marks=needs(software("hlthunk"), verbs.nic(), verbs.dmabuf_region))
+    for name in ("gaudi", "gaudi2", "gaudi3")
+]
+
+
+def exchanged(**environment: str) -> dict[str, Any]:
+    command = [sys.executable, str(PAIR)]
+    done = subprocess.run(
+        command, env={**os.environ, **environment}, capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return answer
+
+
+def assert_no_cuda(answer: dict[str, Any]) -> None:
+    owner, peer = answer["libraries"]
+    assert any(name.startswith(("libhl-thunk", "libhlthunk")) for name in owner)
+    # The peer has neither the device nor its library: it has an address and a key.
+    assert not any(name.startswith("libhl") for name in peer)
+    assert not [name for name in (*owner, *peer) if name.startswith(("libcuda", "libnvidia"))]
+    assert "libcuda" not in str(answer["mapped"])
+    assert "cuda" not in {name for modules in answer["modules"] for name in modules}
+
+
+@pytest.mark.parametrize("generation", GENERATIONS)
+def test_two_processes_exchange_bytes_on_every_generation(generation: str) -> None:
+    answer = exchanged(GDRKIT_TWINS_GAUDI=generation)
+    assert answer["generation"] == generation
+    assert_no_cuda(answer)
+
+
+@needs(gaudi.device(), verbs.nic(), verbs.dmabuf_region)
+def test_two_processes_exchange_bytes_on_the_gaudi_that_is_there() -> None:
+    assert_no_cuda(exchanged())

@@ -1,0 +1,276 @@
+"""What a caller does wrongly has one typed error, with its errno where there is one, and loses nothing."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from support.faults import faults
+from support.gds import KINDS, OnlyDlpack, OnlyInterface, holding
+
+from gdrkit import gds, pattern
+from gdrkit.errors import Api, ApiError, ClosedResource, Reason, UsageError
+from gdrkit.harness.needs import cuda, needs, software
+from gdrkit.units import KIB, MIB
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from gdrkit.cuda import Device
+
+EVERY_KIND = pytest.mark.parametrize("kind", KINDS, indirect=True)
+SIZE = 3 * MIB + 5
+
+
+@pytest.fixture
+def file(tmp_path: Path, seed: int) -> Iterator[gds.File]:
+    (tmp_path / "file").write_bytes(pattern.payload(SIZE, seed=seed))
+    with gds.File(tmp_path / "file", "r+", direct="never") as opened:
+        yield opened
+
+
+@pytest.mark.parametrize(
+    ("make", "mode", "number", "reason"),
+    [
+        pytest.param(Path.absolute, "r", errno.ENOENT, Reason.BAD_ARGUMENT, id="missing"),
+        pytest.param(lambda path: path.mkdir(), "r", errno.EISDIR, Reason.BAD_ARGUMENT, id="directory"),
+        pytest.param(lambda path: path.mkdir(), "w", errno.EISDIR, Reason.BAD_ARGUMENT, id="directory-to-write"),
+        pytest.param(lambda path: path.write_bytes(b""), "x", errno.EEXIST, Reason.OTHER, id="there-already"),
+        pytest.param(lambda path: path.symlink_to(path), "r", errno.ELOOP, Reason.OTHER, id="loop"),
+    ],
+)
+def test_what_cannot_be_opened_says_why(
+    tmp_path: Path, make: Callable[[Path], object], mode: str, number: int, reason: Reason
+) -> None:
+    make(tmp_path / "it")
+    with pytest.raises(ApiError) as refused:
+        gds.File(tmp_path / "it", mode)
+    assert (refused.value.api, refused.value.operation) == (Api.KERNEL, "open")
+    assert (refused.value.errno, refused.value.reason) == (number, reason)
+    assert refused.value.arguments["path"] == str(tmp_path / "it")
+
+
+def test_what_is_no_regular_file(tmp_path: Path) -> None:
+    for path in ("/dev/null", "/dev/zero"):
+        with pytest.raises(UsageError):
+            gds.File(path)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UsageError):
+        gds.File(tmp_path / "pipe")
+
+
+def test_words_that_mean_nothing(tmp_path: Path) -> None:
+    path: Any = tmp_path / "file"
+    path.write_bytes(b"1")
+    wrong: Any
+    for wrong in ({"mode": "rw"}, {"access": "fast"}, {"direct": "maybe"}):
+        with pytest.raises(UsageError):
+            gds.File(path, **wrong)
+    with pytest.raises(UsageError):
+        gds.read_files([path], bytearray(1), [1], access=wrong.get("access", "fast"))
+    for wrong in ({"workers_count": 0}, {"piece_bytes": 0}, {"slots_count": -1}, {"direct_read_bytes": 1 << 60}):
+        with pytest.raises(UsageError):
+            gds.EngineOptions(**wrong)
+
+
+@EVERY_KIND
+def test_an_empty_file(tmp_path: Path, kind: str, where: Device | None) -> None:
+    (tmp_path / "empty").touch()
+    with holding(kind, MIB, where) as memory, gds.File(tmp_path / "empty", direct="never") as file:
+        assert file.read_into(memory.buffer).bytes == 0
+        assert file.cached_share() == 0.0
+        for length in (1, MIB):
+            with pytest.raises(gds.TransferFailed) as failed:
+                file.read_into(memory.buffer, length_bytes=length)
+            assert failed.value.reason is Reason.END_OF_FILE
+            assert failed.value.transferred.bytes == 0
+        assert set(memory.content()) == {0xA5}
+
+
+@EVERY_KIND
+@pytest.mark.parametrize("offset", [SIZE, SIZE + 1, 1 << 40, (1 << 63) - 1 - 2 * MIB])
+def test_an_offset_beyond_the_end(file: gds.File, kind: str, where: Device | None, offset: int) -> None:
+    with holding(kind, 2 * MIB, where) as memory:
+        assert file.read_into(memory.buffer, file_offset_bytes=offset).bytes == 0
+        for length in (1, 2 * MIB):
+            with pytest.raises(gds.TransferFailed) as failed:
+                file.read_into(memory.buffer, file_offset_bytes=offset, length_bytes=length)
+            assert failed.value.reason is Reason.END_OF_FILE
+            assert failed.value.transferred.parts == (0,)
+        assert set(memory.content()) == {0xA5}
+
+
+@EVERY_KIND
+@pytest.mark.parametrize("length", [KIB, 200 * KIB, SIZE - 1])
+def test_a_file_that_is_shorter_than_asked_for(
+    file: gds.File, seed: int, kind: str, where: Device | None, length: int
+) -> None:
+    # Opened when it was longer.
+    os.truncate(file.path, length)
+    with holding(kind, SIZE, where) as memory:
+        with pytest.raises(gds.TransferFailed) as failed:
+            file.read_into(memory.buffer, length_bytes=SIZE)
+        assert failed.value.reason is Reason.END_OF_FILE
+        assert failed.value.arguments["transferred_bytes"] == length
+        assert failed.value.transferred.parts == (length,)
+        pattern.check(memory.content()[:length], seed=seed)
+        assert set(memory.content()[length:]) == {0xA5}
+        with pytest.raises(gds.TransferFailed) as failed:
+            file.readv(memory.buffer, [(0, 10), (length - 3, 10), (length, 10), (1, 10)])
+        assert failed.value.transferred.parts == (10, 3, 0, 10)
+
+
+@pytest.mark.parametrize("kind", [KINDS[0], KINDS[2]], indirect=True)
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"file_offset_bytes": -1},
+        {"length_bytes": -1},
+        {"buffer_offset_bytes": -1},
+        {"buffer_offset_bytes": MIB + 1},
+        {"length_bytes": MIB + 1},
+        {"buffer_offset_bytes": 1, "length_bytes": MIB},
+        {"buffer_offset_bytes": 1 << 64, "length_bytes": 1},
+        {"length_bytes": 1 << 64},
+        {"file_offset_bytes": 1 << 63},
+        {"file_offset_bytes": (1 << 63) - 1, "length_bytes": MIB},
+        {"file_offset_bytes": 1 << 64, "length_bytes": 1},
+    ],
+    ids=str,
+)
+def test_sizes_that_cannot_be(file: gds.File, kind: str, where: Device | None, wrong: dict[str, Any]) -> None:
+    with holding(kind, MIB, where) as memory:
+        for call in (file.read_into, file.write_from, file.start_read_into, file.start_write_from):
+            with pytest.raises(UsageError):
+                call(memory.buffer, **wrong)
+        offset, length, at = (
+            wrong.get(name, 0) for name in ("file_offset_bytes", "length_bytes", "buffer_offset_bytes")
+        )
+        for many in (file.readv, file.writev):
+            with pytest.raises(UsageError):
+                many(memory.buffer, [(0, 1), (offset, length or MIB, at)])
+        assert set(memory.content()) == {0xA5}
+        assert file.size_bytes == SIZE
+        # Nothing was lost: the memory is whole and can still be used.
+        assert file.read_into(memory.buffer).bytes == MIB
+
+
+@EVERY_KIND
+@pytest.mark.parametrize("access", ["automatic", "buffered", "direct"])
+def test_nothing_needs_to_be_aligned(
+    file: gds.File, seed: int, kind: str, where: Device | None, access: gds.Access
+) -> None:
+    file.access = access
+    with holding(kind, 2 * MIB + 3, where) as memory:
+        done = file.read_into(memory.buffer, file_offset_bytes=7, length_bytes=2 * MIB + 1, buffer_offset_bytes=1)
+        assert done.bytes == 2 * MIB + 1
+        pattern.check(memory.content()[1:-1], seed=seed, offset_bytes=7)
+
+
+def test_memory_that_is_none(file: gds.File) -> None:
+    target: Any
+    for target in (1, None, "text", object(), [b"1"]):
+        with pytest.raises(UsageError):
+            file.read_into(target)
+    for target in (b"read-only", memoryview(b"read-only"), memoryview(bytearray(16))[::2]):
+        with pytest.raises(UsageError):
+            file.read_into(target)
+    with pytest.raises(UsageError):
+        gds.read_files([file.path], bytearray(5), [3, 3])
+    with pytest.raises(UsageError):
+        gds.read_files([file.path], bytearray(5), [6])
+
+
+@needs(cuda.device())
+def test_device_memory_that_is_less_than_it_says(file: gds.File, device: Device) -> None:
+    with device.allocate(64 * KIB) as memory:
+        said = OnlyInterface(memory)
+        said.__cuda_array_interface__ = {**memory.__cuda_array_interface__, "shape": (1 << 40,)}
+        with pytest.raises(UsageError) as refused:
+            file.read_into(said)
+        assert refused.value.reason is Reason.NOT_DEVICE_MEMORY
+        said.__cuda_array_interface__ = {**memory.__cuda_array_interface__, "data": (memory.address, True)}
+        with pytest.raises(UsageError):
+            file.read_into(said)
+    with pytest.raises(ClosedResource):
+        file.read_into(memory)
+
+
+@needs(cuda.device())
+def test_memory_by_dlpack_is_let_go_after_a_refusal(file: gds.File, device: Device) -> None:
+    memory = device.allocate(MIB)
+    wrongs: list[dict[str, Any]] = [{"file_offset_bytes": -1}, {"length_bytes": 2 * MIB}]
+    for wrong in wrongs:
+        with pytest.raises(UsageError):
+            file.start_read_into(OnlyDlpack(memory), **wrong)
+        with pytest.raises(UsageError):
+            file.read_into(OnlyDlpack(memory), **wrong)
+    with pytest.raises(UsageError):
+        file.readv(OnlyDlpack(memory), [(-1, 1)])
+    # Refused while a consumer has it.
+    memory.close()
+
+
+def test_a_file_that_is_open_to_read_only(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"1234")
+    with gds.File(tmp_path / "file") as file, pytest.raises(UsageError):
+        file.write_from(b"5")
+    assert (tmp_path / "file").read_bytes() == b"1234"
+
+
+def test_a_closed_file(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"1234")
+    file = gds.File(tmp_path / "file", "r+")
+    file.close()
+    file.close()
+    target = bytearray(4)
+    for call in (file.read_into, file.write_from, file.start_read_into, file.start_write_from):
+        with pytest.raises(ClosedResource):
+            call(target)
+    for act in (file.sync, file.fileno, file.cached_share):
+        with pytest.raises(ClosedResource):
+            act()
+    target.clear()
+
+
+def test_an_engine_that_is_closed_is_made_anew(file: gds.File, seed: int) -> None:
+    for _ in range(2):
+        target = bytearray(SIZE)
+        file.read_into(target)
+        pattern.check(target, seed=seed)
+        gds.close_engines()
+    engine = gds.Engine()
+    engine.close()
+    engine.close()
+    with pytest.raises(ApiError) as refused:
+        engine.submit(write=False, device_index=gds.HOST, files=[os.fsencode(file.path)], extents=[0, 0, 4096, 1])
+    assert (refused.value.errno, refused.value.reason) == (errno.ESHUTDOWN, Reason.CLOSED)
+
+
+# What the driver needs memory for: pinned staging, streams, events, the copies themselves.
+NO_MEMORY = ["cuMemHostRegister_v2", "cuStreamCreate", "cuEventCreate", "cuMemcpyHtoDAsync_v2"]
+
+
+@needs(cuda.device(), software("cuda"))
+@pytest.mark.parametrize("function", NO_MEMORY)
+@pytest.mark.parametrize("length", [100 * KIB, SIZE])
+def test_a_device_that_is_out_of_memory(file: gds.File, seed: int, device: Device, function: str, length: int) -> None:
+    with device.allocate(SIZE) as memory:
+        memory.fill(0xA5)
+        with faults(Api.CUDA, f"{function} call=* status=2"):
+            if function == "cuEventCreate" and length == 100 * KIB:
+                # A short transfer needs no event.
+                assert file.read_into(memory, length_bytes=length).bytes == length
+            else:
+                with pytest.raises(ApiError) as failed:
+                    file.read_into(memory, length_bytes=length)
+                assert (failed.value.api, failed.value.status) == (Api.CUDA, 2)
+                assert (failed.value.reason, failed.value.errno) == (Reason.OUT_OF_MEMORY, None)
+                if isinstance(failed.value, gds.TransferFailed):
+                    assert failed.value.transferred.bytes == 0
+        # With memory again it goes on.
+        assert file.read_into(memory).bytes == SIZE
+        pattern.check(memory.read(), seed=seed)

@@ -1,0 +1,154 @@
+"""gdrkit copy: the bytes, the name at the end, what is said, and nothing left where it fails."""
+
+from __future__ import annotations
+
+import errno
+import json
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from support.unruly_files import UnrulyFiles
+
+from gdrkit import gds, pattern
+from gdrkit.errors import ApiError, UsageError
+from gdrkit.harness.needs import cuda, host, needs
+from gdrkit.units import KIB, MIB
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PLACES = [
+    pytest.param(gds.HOST, id="host"),
+    pytest.param(0, marks=needs(cuda.device()), id="device"),
+]
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(each.name for each in folder.iterdir())
+
+
+def gdrkit(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "gdrkit", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+
+
+@pytest.mark.parametrize("device_index", PLACES)
+@pytest.mark.parametrize("size", [0, 1, MIB, 5 * MIB + 3])
+def test_a_copy_is_its_original(tmp_path: Path, seed: int, device_index: int, size: int) -> None:
+    source, copy = tmp_path / "file", tmp_path / "copy"
+    source.write_bytes(pattern.payload(size, seed=seed))
+    source.chmod(0o640)
+    copy.write_bytes(b"what was there before")
+    told: list[tuple[int, int]] = []
+    copied = gds.copy_file(
+        source,
+        copy,
+        device_index=device_index,
+        piece_bytes=MIB,
+        direct="never",
+        durable=True,
+        check=True,
+        on_progress=lambda done, whole: told.append((done, whole)),
+    )
+    assert copy.read_bytes() == source.read_bytes()
+    assert copy.stat().st_mode == source.stat().st_mode
+    assert (copied.bytes, copied.is_checked) == (size, True)
+    assert copied.read.routes == copied.write.routes == ({"engine": size} if size else {})
+    assert not told or told[-1] == (size, size)
+    assert told == sorted(told)
+    # Into a folder it goes by its own name.
+    (tmp_path / "folder").mkdir()
+    gds.copy_file(source, tmp_path / "folder", device_index=device_index, direct="never")
+    assert (tmp_path / "folder" / "file").read_bytes() == source.read_bytes()
+    assert names(tmp_path) == ["copy", "file", "folder"]
+
+
+def test_what_cannot_be_copied_changes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"1234")
+    (tmp_path / "link").symlink_to("file")
+    for target in ("file", "link", "."):
+        with pytest.raises(UsageError):
+            gds.copy_file(tmp_path / "file", tmp_path / target, device_index=gds.HOST)
+    for source, target, number in (
+        ("missing", "new", errno.ENOENT),
+        (".", "new", errno.EISDIR),
+        ("file", "none/new", errno.ENOENT),
+    ):
+        with pytest.raises(ApiError) as refused:
+            gds.copy_file(tmp_path / source, tmp_path / target, device_index=gds.HOST)
+        assert refused.value.errno == number
+    assert names(tmp_path) == ["file", "link"]
+    assert (tmp_path / "file").read_bytes() == b"1234"
+
+
+@needs(host.fuse)
+@pytest.mark.parametrize("device_index", PLACES)
+def test_a_copy_that_fails_half_way_leaves_the_old_file(tmp_path: Path, seed: int, device_index: int) -> None:
+    (tmp_path / "mount").mkdir()
+    copy = tmp_path / "copy"
+    copy.write_bytes(b"old")
+    with UnrulyFiles(tmp_path / "mount", length_bytes=4 * MIB, seed=seed) as unruly:
+        unruly.say(f"eio {3 * MIB + 5}")
+        with pytest.raises(gds.TransferFailed) as failed:
+            gds.copy_file(unruly.path, copy, device_index=device_index, piece_bytes=MIB, direct="never")
+        assert failed.value.errno == errno.EIO
+        assert failed.value.transferred.bytes == 5
+    assert copy.read_bytes() == b"old"
+    assert names(tmp_path) == ["copy", "mount"]
+
+
+def test_a_copy_that_is_interrupted_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(4 * MIB))
+
+    def interrupt(done: int, whole: int) -> None:
+        if done >= 2 * MIB:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        gds.copy_file(
+            tmp_path / "file", tmp_path / "copy", device_index=gds.HOST, piece_bytes=MIB, on_progress=interrupt
+        )
+    assert names(tmp_path) == ["file"]
+
+
+@needs(cuda.device())
+def test_the_command_says_what_it_did(tmp_path: Path, seed: int) -> None:
+    source, copy = tmp_path / "file", tmp_path / "copy"
+    source.write_bytes(pattern.payload(2 * MIB, seed=seed))
+    done = gdrkit("copy", source, copy, "--check", "--sync", "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    answer: dict[str, Any] = json.loads(done.stdout)
+    assert copy.read_bytes() == source.read_bytes()
+    assert (answer["bytes"], answer["is_checked"], answer["destination"]) == (2 * MIB, True, str(copy))
+    for half in (answer["read"], answer["write"]):
+        # Directly, or by the engine and why.
+        assert sum(half["routes"].values()) == 2 * MIB
+        assert bool(half["why_not_direct"]) == ("engine" in half["routes"])
+    assert answer["substrate"]["cuda"] in {"twin", "hardware"}
+    said = gdrkit("copy", source, copy)
+    assert said.returncode == 0
+    # A speed is said of hardware alone.
+    assert ("GB/s" in said.stdout) == (answer["substrate"]["cuda"] == "hardware")
+    assert ("not direct: " in said.stdout) == bool(answer["read"]["why_not_direct"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["file", "file", "--host"], 2, "are one file"),
+        (["none", "copy", "--host"], 1, "ENOENT"),
+        (["file", "copy", "--host", "--device", "0"], 2, "exclude each other"),
+        (["file", "copy", "--host", "--direct", "required"], 1, "NOT_DIRECT"),
+        (["file", "copy", "--direct", "maybe"], 2, "maybe"),
+    ],
+)
+def test_the_command_fails_in_one_line(tmp_path: Path, arguments: list[str], code: int, said: str) -> None:
+    (tmp_path / "file").write_bytes(bytes(64 * KIB))
+    paths = [str(tmp_path / each) for each in arguments[:2]]
+    done = gdrkit("copy", *paths, *arguments[2:])
+    assert done.returncode == code
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+    assert names(tmp_path) == ["file"]

@@ -1,0 +1,40 @@
+"""The way between each device and the files of the disk that temporary files lie on, for the report."""
+
+from __future__ import annotations
+
+import tempfile
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from gdrkit import gds, pattern
+from gdrkit.harness.needs import cuda, needs
+from gdrkit.harness.needs.cufile import DISK
+from gdrkit.host import HostTree, mount_of, mounts
+from gdrkit.units import MIB
+
+if TYPE_CHECKING:
+    from gdrkit.cuda import Device
+    from gdrkit.harness.evidence import Evidence
+
+
+@needs(cuda.device())
+@pytest.mark.qualify
+def test_a_file_reaches_every_device_and_the_way_is_said(
+    devices: tuple[Device, ...], evidence: Evidence, seed: int
+) -> None:
+    """The bytes arrive; which way they took, and why not directly, is in the table of routes."""
+    with tempfile.TemporaryDirectory(prefix="gdrkit-gds-", dir=DISK) as folder:
+        path = Path(folder).resolve() / "data"
+        path.write_bytes(pattern.payload(MIB, seed=seed))
+        mount = mount_of(mounts(HostTree()), str(path))
+        assert mount is not None
+        for device in devices:
+            with device.allocate(MIB) as memory, warnings.catch_warnings():
+                warnings.simplefilter("ignore", gds.FellBack)
+                with gds.File(path) as file:
+                    done = file.read_into(memory)
+                pattern.check(memory.read(), seed=seed)
+            evidence.file(device=device, mount=mount.mount_point, way=done.route, fell_back=done.why_not_direct or None)

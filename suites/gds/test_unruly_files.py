@@ -1,0 +1,209 @@
+"""Disks that fail, are full, or lose a file while it is read: the errno, what arrived, and nothing left behind."""
+
+from __future__ import annotations
+
+import errno
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import pytest
+from support.gds import PLACES, holding
+from support.kill_world import until
+from support.unruly_files import UnrulyFiles
+
+from gdrkit import gds, pattern
+from gdrkit.errors import Api, Reason
+from gdrkit.harness.needs import host, needs
+from gdrkit.units import KIB, MIB
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from gdrkit.cuda import Device
+
+EVERY_KIND = pytest.mark.parametrize("kind", PLACES, indirect=True)
+EVERY_ACCESS = pytest.mark.parametrize("access", ["automatic", "buffered"])
+LENGTH = 24 * MIB
+# More than all threads of an engine begin at a time.
+LONG = 128 * MIB
+# Inside a page, inside a piece.
+BAD = 9 * MIB + 5 * KIB + 7
+
+
+@pytest.fixture
+def unruly(request: pytest.FixtureRequest, tmp_path: Path, seed: int) -> Iterator[UnrulyFiles]:
+    mount = tmp_path / "mount"
+    mount.mkdir()
+    with UnrulyFiles(mount, length_bytes=getattr(request, "param", LENGTH), seed=seed) as found:
+        yield found
+
+
+@needs(host.fuse)
+@EVERY_KIND
+@EVERY_ACCESS
+def test_a_byte_that_cannot_be_read_is_eio_and_all_before_it_arrived(
+    unruly: UnrulyFiles, seed: int, kind: str, where: Device | None, access: gds.Access
+) -> None:
+    unruly.say(f"eio {BAD}")
+    with holding(kind, LENGTH, where) as memory, gds.File(unruly.path, access=access, direct="never") as file:
+        with pytest.raises(gds.TransferFailed) as failed:
+            file.read_into(memory.buffer)
+        assert (failed.value.errno, failed.value.reason) == (errno.EIO, Reason.IO_ERROR)
+        assert (failed.value.api, failed.value.operation) == (Api.KERNEL, "pread")
+        assert failed.value.transferred.parts == (BAD,)
+        assert failed.value.transferred.bytes == BAD
+        pattern.check(memory.content()[:BAD], seed=seed)
+        # The same file and the same threads go on.
+        behind = (BAD + 1) // MIB * MIB + MIB
+        assert file.read_into(memory.buffer, file_offset_bytes=behind, length_bytes=MIB).bytes == MIB
+        pattern.check(memory.content()[:MIB], seed=seed, offset_bytes=behind)
+
+
+@needs(host.fuse)
+@EVERY_KIND
+def test_what_arrived_behind_a_gap_does_not_count(
+    unruly: UnrulyFiles, seed: int, kind: str, where: Device | None
+) -> None:
+    unruly.say(f"eio {BAD}")
+    unruly.say(f"gate {BAD} {BAD + 1}")
+    with holding(kind, LENGTH, where) as memory, gds.File(unruly.path, direct="never") as file:
+        pending = file.start_read_into(memory.buffer)
+        unruly.await_line("waiting")
+        # Others go on; what they bring is behind what will never come.
+        until(lambda: pending.bytes_moved > BAD, "bytes behind the gap", timeout_s=60)
+        unruly.say("open")
+        with pytest.raises(gds.TransferFailed) as failed:
+            pending.result()
+        assert (failed.value.transferred.bytes, failed.value.transferred.parts) == (BAD, (BAD,))
+        pattern.check(memory.content()[:BAD], seed=seed)
+
+
+@needs(host.fuse)
+@EVERY_KIND
+def test_a_short_read_of_a_byte_that_cannot_be_read(
+    unruly: UnrulyFiles, seed: int, kind: str, where: Device | None
+) -> None:
+    unruly.say(f"eio {BAD}")
+    with holding(kind, 8 * KIB, where) as memory, gds.File(unruly.path, direct="never") as file:
+        with pytest.raises(gds.TransferFailed) as failed:
+            file.read_into(memory.buffer, file_offset_bytes=BAD - 100, length_bytes=4 * KIB)
+        assert failed.value.errno == errno.EIO
+        assert failed.value.transferred.parts == (100,)
+        pattern.check(memory.content()[:100], seed=seed, offset_bytes=BAD - 100)
+
+
+@needs(host.fuse)
+@EVERY_KIND
+@EVERY_ACCESS
+def test_a_byte_that_cannot_be_written_is_eio_and_all_before_it_is_in_the_file(
+    unruly: UnrulyFiles, seed: int, kind: str, where: Device | None, access: gds.Access
+) -> None:
+    unruly.say(f"eio {BAD}")
+    data = pattern.payload(16 * MIB, seed=seed + 1)
+    with holding(kind, len(data), where) as memory:
+        memory.write(data)
+        with gds.File(unruly.path, "r+", access=access, direct="never") as file:
+            with pytest.raises(gds.TransferFailed) as failed:
+                file.write_from(memory.buffer)
+            assert (failed.value.errno, failed.value.operation) == (errno.EIO, "pwrite")
+            assert failed.value.transferred.parts == (BAD,)
+    with unruly.path.open("rb") as plain:
+        assert plain.read(BAD) == data[:BAD]
+
+
+@needs(host.fuse)
+@EVERY_KIND
+@EVERY_ACCESS
+def test_a_file_that_shrinks_while_it_is_read(
+    unruly: UnrulyFiles, seed: int, kind: str, where: Device | None, access: gds.Access
+) -> None:
+    with holding(kind, LENGTH, where) as memory, gds.File(unruly.path, access=access, direct="never") as file:
+        unruly.say(f"gate {BAD} {LENGTH}")
+        pending = file.start_read_into(memory.buffer)
+        unruly.await_line("waiting")
+        unruly.say(f"end {BAD}")
+        unruly.say("open")
+        with pytest.raises(gds.TransferFailed) as failed:
+            pending.result()
+        assert (failed.value.reason, failed.value.errno) == (Reason.END_OF_FILE, None)
+        assert failed.value.transferred.parts == (BAD,)
+        found = memory.content()
+        pattern.check(found[:BAD], seed=seed)
+        assert set(found[BAD:]) == {0xA5}
+
+
+@needs(host.fuse)
+@EVERY_KIND
+@EVERY_ACCESS
+@pytest.mark.parametrize("unruly", [LONG], indirect=True, ids=["long"])
+def test_a_read_that_is_cancelled_half_way(
+    unruly: UnrulyFiles, seed: int, kind: str, where: Device | None, access: gds.Access
+) -> None:
+    with holding(kind, LONG, where) as memory, gds.File(unruly.path, access=access, direct="never") as file:
+        unruly.say(f"gate 0 {LONG}")
+        pending = file.start_read_into(memory.buffer)
+        unruly.await_line("waiting")
+        with pytest.raises(TimeoutError):
+            pending.result(0.01)
+        assert not pending.done()
+        assert pending.cancel()
+        unruly.say("open")
+        with pytest.raises(gds.TransferFailed) as failed:
+            pending.result()
+        done = failed.value.transferred
+        assert (failed.value.reason, failed.value.errno) == (Reason.CANCELLED, None)
+        assert done.parts == (done.bytes,)
+        # What had begun ended by itself, and nothing more was begun.
+        assert 0 < done.bytes < LONG
+        pattern.check(memory.content()[: done.bytes], seed=seed)
+        assert isinstance(pending.exception(), gds.TransferFailed)
+        assert file.read_into(memory.buffer, length_bytes=MIB).bytes == MIB
+
+
+@needs(host.capability("CAP_SYS_ADMIN"))
+@EVERY_KIND
+@EVERY_ACCESS
+def test_a_full_disk_is_enospc_and_what_is_said_to_be_written_is(
+    tmp_path: Path, seed: int, kind: str, where: Device | None, access: gds.Access
+) -> None:
+    mount = tmp_path / "small"
+    mount.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "gdrkit-small", str(mount)], check=True)
+    try:
+        data = pattern.payload(20 * MIB, seed=seed)
+        with (
+            holding(kind, len(data), where) as memory,
+            gds.File(mount / "file", "x", access=access, direct="never") as file,
+        ):
+            memory.write(data)
+            with pytest.raises(gds.TransferFailed) as failed:
+                file.write_from(memory.buffer)
+            assert (failed.value.errno, failed.value.reason) == (errno.ENOSPC, Reason.NO_SPACE)
+            count = failed.value.transferred.bytes
+            assert failed.value.transferred.parts == (count,)
+            assert count <= 8 * MIB
+            with (mount / "file").open("rb+") as plain:
+                assert plain.read(count) == data[:count]
+                plain.truncate(0)
+            # With room again it goes on, with the same file.
+            assert file.write_from(memory.buffer, length_bytes=6 * MIB).bytes == 6 * MIB
+            assert (mount / "file").read_bytes() == data[: 6 * MIB]
+    finally:
+        subprocess.run(["umount", "--lazy", str(mount)], check=True)
+
+
+@needs(host.fuse)
+@pytest.mark.parametrize("length", [4 * KIB, MIB])
+def test_other_threads_run_while_one_waits(unruly: UnrulyFiles, seed: int, length: int) -> None:
+    unruly.say(f"gate 0 {LENGTH}")
+    target = bytearray(length)
+    with gds.File(unruly.path) as file, ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(file.read_into, target)
+        # Would never come if that thread kept the interpreter.
+        unruly.await_line("waiting")
+        assert not reading.done()
+        unruly.say("open")
+        assert reading.result().bytes == length
+    pattern.check(target, seed=seed)

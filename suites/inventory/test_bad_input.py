@@ -1,0 +1,137 @@
+"""Truncated and binary files of sysfs, and hostile config spaces: what cannot be read is said, and nothing raises."""
+
+from __future__ import annotations
+
+import errno
+import random
+import struct
+from typing import TYPE_CHECKING
+
+import pytest
+from support.machines import GOOD, NIC, config, machine
+
+from gdrkit.errors import ApiError, Reason
+from gdrkit.host import HostTree, block_device, mount_of, mounts, parse_config_space, pci_devices, virtual_machine
+from gdrkit.inventory import diagnose, rule_of, topology
+from gdrkit.verdict import Verdict
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def changed(at: int, value: int, size: str = "<I") -> bytes:
+    data = bytearray(config(acs=0x1D, ats=True))
+    struct.pack_into(size, data, at, value)
+    return bytes(data)
+
+
+HOSTILE = {
+    "too short": (b"\0" * 63, "a header has 64"),
+    "empty": (b"", "a header has 64"),
+    "capabilities loop": (changed(0x61, 0x40, "<B"), "loops at 0x40"),
+    "a capability is its own next": (changed(0x41, 0x40, "<B"), "loops at 0x40"),
+    "capabilities lead into the header": (changed(0x61, 0x10, "<B"), "outside"),
+    "extended ones loop": (changed(0x150, 0x000D | 0x100 << 20), "loops at 0x100"),
+    "an extended one is its own next": (changed(0x150, 0x000D | 0x150 << 20), "loops at 0x150"),
+    "extended ones lead into the standard ones": (changed(0x150, 0x000D | 0x40 << 20), "outside"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_config_space_is_one_clear_error(name: str) -> None:
+    data, said = HOSTILE[name]
+    with pytest.raises(ApiError, match=said) as caught:
+        parse_config_space(data, name=NIC)
+    assert caught.value.reason is Reason.MALFORMED
+    assert NIC in str(caught.value)
+
+
+def test_a_config_space_of_chance_is_read_or_refused() -> None:
+    chance = random.Random(5)
+    for _ in range(2000):
+        data = bytearray(config(acs=0x1D, ats=True)[: chance.choice((64, 65, 128, 256, 257, 4096))])
+        for _change in range(chance.randint(0, 6)):
+            data[chance.randrange(len(data))] = chance.randrange(256)
+        reasons = set()
+        try:
+            parse_config_space(bytes(data))
+        except ApiError as error:
+            reasons.add(error.reason)
+        assert reasons <= {Reason.MALFORMED}
+
+
+def test_a_whole_config_space_has_its_registers() -> None:
+    space = parse_config_space(config(acs=0x1D, ats=False, read_request_bytes=512))
+    assert space.acs is not None
+    assert (str(space.acs), space.ats_enabled) == ("SrcValid+ ReqRedir+ CmpltRedir+ UpstreamFwd+", False)
+    assert (space.max_read_request_bytes, space.relaxed_ordering, space.is_whole) == (512, True, True)
+    header = parse_config_space(config(acs=0x1D)[:64])
+    assert (header.acs, header.max_read_request_bytes, header.is_whole) == (None, None, False)
+
+
+def test_a_rule_that_meets_one_says_so_and_judges_nothing(tmp_path: Path) -> None:
+    place = next(name for name in GOOD if name.endswith(f"{NIC}/config"))
+    finding = rule_of("small-read-request").apply(machine(tmp_path, files={place: HOSTILE["capabilities loop"][0]}))
+    assert finding.verdict is Verdict.UNPROVEN
+    assert "loops at 0x40" in finding.text
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe\x00\x01" * 20, b"\0", b"9" * 5000, "४".encode(), b"0x", b"-"])
+def test_files_that_hold_something_else_raise_nowhere(tmp_path: Path, content: bytes) -> None:
+    files = {name: content for name in GOOD if not name.startswith("/proc/self") and not name.endswith("/class")}
+    host = machine(tmp_path, files=files)
+    diagnosis = diagnose(host)
+    topology(host)
+    assert len(diagnosis.findings) == 33
+
+
+def test_what_is_no_number_is_said_with_its_path(tmp_path: Path) -> None:
+    device = tmp_path / "sys/bus/pci/devices/0000:1b:00.0"
+    device.mkdir(parents=True)
+    for name, text in (("vendor", "0x10de"), ("device", "0x2335"), ("class", "garbage")):
+        (device / name).write_text(text)
+    tree = HostTree(tmp_path)
+    assert pci_devices(tree) == ()
+    assert [(item.path, item.errno) for item in tree.unreadable] == [
+        ("/sys/bus/pci/devices/0000:1b:00.0/class", errno.EBADMSG)
+    ]
+
+
+def test_mounts_are_read_with_their_escapes_and_bad_lines_left_out(tmp_path: Path) -> None:
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/mountinfo").write_text(
+        "22 1 259:1 / / rw shared:1 master:2 - ext4 /dev/root rw,data=ordered\n"
+        "30 22 8:1 / /my\\040data rw - xfs /dev/sda1 rw\n"
+        "31 22 8:2 / /data rw - xfs /dev/sda2 rw\n"
+        "32 22 8:3 / /data rw - ext4 /dev/sda3 rw\n"
+        "garbage\n33 22 8:4 / /x rw - \n"
+    )
+    found = mounts(HostTree(tmp_path))
+    assert [(mount.mount_point, mount.kind) for mount in found] == [
+        ("/", "ext4"),
+        ("/my data", "xfs"),
+        ("/data", "xfs"),
+        ("/data", "ext4"),
+    ]
+    for path, device in {"/data/a": "8:3", "/database": "259:1", "/my data": "8:1"}.items():
+        mount = mount_of(found, path)
+        assert mount is not None
+        assert mount.device == device
+
+
+def test_a_partition_has_its_disk(tmp_path: Path) -> None:
+    host = machine(tmp_path)
+    found = block_device(HostTree.of(host.files), "259:1")
+    assert found is not None
+    assert (found.name, found.mapper, found.has_integrity) == ("nvme0n1", None, False)
+    assert block_device(HostTree.of(host.files), "8:0") is None
+
+
+def test_a_virtual_machine_is_known_by_its_cpu_or_its_maker(tmp_path: Path) -> None:
+    assert virtual_machine(HostTree(tmp_path)) is None
+    (tmp_path / "sys/class/dmi/id").mkdir(parents=True)
+    (tmp_path / "sys/class/dmi/id/product_name").write_text("KVM Virtual Machine\n")
+    assert "KVM" in (virtual_machine(HostTree(tmp_path)) or "")
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/cpuinfo").write_text("flags\t: fpu hypervisor\n")
+    assert "hypervisor" in (virtual_machine(HostTree(tmp_path)) or "")

@@ -1,0 +1,163 @@
+"""A capture answers elsewhere as the machine did, and a hostile one reaches nothing."""
+
+from __future__ import annotations
+
+import errno
+import gzip
+import json
+import os
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from support.machines import machine
+
+from gdrkit import plain
+from gdrkit.cli import main
+from gdrkit.errors import Reason, UsageError
+from gdrkit.host import DiskFiles, HostTree
+from gdrkit.inventory import (
+    Answers,
+    Capture,
+    CapturedFiles,
+    Machine,
+    Recorder,
+    diagnose,
+    parse_capture,
+    read_capture,
+    replayed,
+    topology,
+    write_capture,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def recorded(root: Path) -> Machine:
+    """The host in good order, with what is read of it kept."""
+    host = machine(root)
+    return replace(host, files=Recorder(DiskFiles(root)))
+
+
+@pytest.mark.parametrize("name", ["capture.json", "capture.json.gz"])
+def test_every_check_runs_on_a_capture_as_on_the_machine(tmp_path: Path, name: str) -> None:
+    host = recorded(tmp_path / "host")
+    diagnosis, found = diagnose(host), topology(host)
+    write_capture(tmp_path / name, host.capture())
+    again = replayed(read_capture(tmp_path / name))
+    assert diagnose(again) == diagnosis
+    assert topology(again) == found
+    assert again.facts == host.facts
+
+
+def test_save_and_replay_by_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def run(*arguments: str) -> str:
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        assert ended.value.code in (0, 1)
+        return capsys.readouterr().out
+
+    file = str(tmp_path / "machine.json.gz")
+    facts = json.loads(run("facts", "--no-apis", "--save", file, "--json"))
+    assert json.loads(run("facts", "--replay", file, "--json")) == facts
+    doctor = json.loads(run("doctor", "--replay", file, "--json"))
+    assert len(doctor["findings"]) == 33
+    assert "places" in json.loads(run("topology", "--replay", file, "--json"))
+
+
+def test_what_was_not_asked_is_told_from_what_is_not_there(tmp_path: Path) -> None:
+    (tmp_path / "sys").mkdir()
+    recorder = Recorder(DiskFiles(tmp_path))
+    tree = HostTree.of(recorder)
+    tree.names("/sys")
+    tree.text("/proc/cmdline")
+    again = HostTree.of(CapturedFiles(recorder.answers))
+    assert (again.names("/sys"), again.text("/proc/cmdline"), len(again.unreadable)) == ((), None, 0)
+    assert again.text("/sys/module") is None
+    assert not again.unreadable
+    assert again.text("/etc/os-release") is None
+    assert [item.errno for item in again.unreadable] == [errno.ENODATA]
+
+
+def test_a_refusal_is_captured_as_one(tmp_path: Path) -> None:
+    (tmp_path / "file").mkdir()
+    recorder = Recorder(DiskFiles(tmp_path))
+    assert HostTree.of(recorder).text("/file") is None
+    again = HostTree.of(CapturedFiles(recorder.answers))
+    assert again.text("/file") is None
+    assert [item.errno for item in again.unreadable] == [errno.EISDIR]
+
+
+def test_links_of_a_capture_lead_nowhere_but_into_it() -> None:
+    answers = Answers(
+        links={
+            "/a": "/etc/passwd",
+            "/b": "../../../../../etc/passwd",
+            "/c": "/c",
+            "/d": "e",
+            "/e": "d",
+            "/f": "inside",
+        },
+        texts={"/inside/name": "inside"},
+    )
+    files = CapturedFiles(answers)
+    for name in ("/a", "/b", "/c"):
+        with pytest.raises(OSError, match=r".") as caught:
+            files.read(name)
+        assert caught.value.errno in (errno.ENODATA, errno.ENOENT)
+    with pytest.raises(OSError, match=os.strerror(errno.ELOOP)):
+        files.read("/d/x")
+    assert files.read("/f/name") == b"inside"
+
+
+EVIL: dict[str, dict[str, Any]] = {
+    "a relative path": {"texts": {"etc/passwd": ""}},
+    "a path with dots": {"texts": {"/sys/../etc/passwd": ""}},
+    "a path with a zero": {"links": {"/a\0b": "c"}},
+    "a name with a path": {"folders": {"/sys": ["../etc"]}},
+    "a name that is none": {"folders": {"/sys": [".."]}},
+    "no base64": {"binaries": {"/config": "%%%"}},
+    "a question that is none": {"refused": {"write": {"/a": 13}}},
+    "a number as text": {"texts": {"/a": 5}},
+    "an unknown field": {"devices": {}},
+}
+
+
+@pytest.mark.parametrize("name", EVIL)
+def test_an_evil_capture_is_one_clear_error(name: str) -> None:
+    data = {"schema_version": 1, "origin": "a case", "answers": EVIL[name]}
+    with pytest.raises(UsageError, match=r"^capture") as caught:
+        parse_capture(json.dumps(data).encode())
+    assert caught.value.reason is Reason.MALFORMED
+
+
+BOMBS = {
+    "nested": b'{"a":' * 100_000,
+    "unpacked": gzip.compress(b" " * (300 << 20), compresslevel=1),
+    "cut off": gzip.compress(b'{"schema_version": 1}' * 1000)[:-20],
+    "no gzip": b"\x1f\x8b\x08\x00garbage and more of it",
+    "half a character": b'{"schema_version": 1, "origin": "\\ud800", "answers": {}}',
+    "another version": b'{"schema_version": 9, "origin": "", "answers": {}}',
+    "nothing": b"",
+    "noise": bytes(range(256)),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_what_is_no_capture_is_one_clear_error(name: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_capture(BOMBS[name], name="file")
+    assert caught.value.reason is Reason.MALFORMED
+
+
+def test_what_cannot_be_read_is_one_clear_error(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "none", tmp_path / "pipe"):
+        with pytest.raises(UsageError):
+            read_capture(path)
+
+
+def test_a_capture_is_read_back_as_the_same_value(tmp_path: Path) -> None:
+    capture = recorded(tmp_path / "host").capture()
+    assert plain.from_plain(Capture, json.loads(json.dumps(plain.to_plain(capture)))) == capture

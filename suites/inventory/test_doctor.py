@@ -1,0 +1,139 @@
+"""The commands doctor, topology and explain, as people and programs meet them; and remedies that can be tried."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support.machines import machine
+from support.rule_trees import FAILING
+from support.strangers import DOCTOR_AS_NOBODY, run_stranger
+
+from gdrkit import plain
+from gdrkit.cli import main
+from gdrkit.harness.needs import host, needs
+from gdrkit.host import HostTree, Limits, process_limits
+from gdrkit.inventory import RULES, Recorder, diagnose, rule_of, topology, write_capture
+from gdrkit.report.doctor import describe_diagnosis, describe_rule, list_rules, rules_document
+from gdrkit.report.topology import describe_topology
+from gdrkit.verdict import Verdict
+
+LIMITED = """
+import json, resource
+from gdrkit import plain
+from gdrkit.host import HostTree, Limits, process_limits
+from support.strangers import become_nobody
+resource.setrlimit(resource.RLIMIT_MEMLOCK, (4 << 20, 4 << 20))
+become_nobody()
+print(json.dumps(plain.to_plain(process_limits(HostTree()))))
+"""
+
+
+def gdrkit(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    """The exit code of a command, and what it prints."""
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    return int(ended.value.code or 0), capsys.readouterr().out
+
+
+def test_it_answers_here_and_writes_nothing_to_the_folder_where_it_runs(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "gdrkit", "doctor", "--json"]
+    done = subprocess.run(command, cwd=tmp_path, check=False, capture_output=True, text=True, timeout=110)
+    assert done.stdout, done.stderr
+    failed = [finding for finding in json.loads(done.stdout)["findings"] if finding["verdict"] == "fail"]
+    assert done.returncode == int(bool(failed))
+    assert list(tmp_path.iterdir()) == []
+
+
+@needs(host.capability("CAP_SETUID"))
+def test_an_ordinary_user_is_told_what_could_not_be_read() -> None:
+    done = run_stranger(DOCTOR_AS_NOBODY)
+    assert done.returncode in (0, 1), done.stderr
+    assert "Not to be read without a privilege" in done.stdout
+    assert "config space beyond 64 bytes takes CAP_SYS_ADMIN (acs-redirect" in done.stdout
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+def test_json_and_text_say_the_same(tmp_path: Path) -> None:
+    diagnosis = diagnose(machine(tmp_path, **FAILING["acs-redirect", "a port of the switch"]))
+    text = describe_diagnosis(diagnosis)
+    data = json.loads(diagnosis.to_json())
+    assert [finding["code"] for finding in data["findings"] if finding["verdict"] == "fail"] == ["acs-redirect"]
+    assert "Causes that are here (1):" in text
+    assert "ACSCtl of 0000:02:00.0: SrcValid+ ReqRedir+ CmpltRedir+ UpstreamFwd+" in text
+    assert "To do: switch off ACS" in text
+
+
+def test_the_exit_code_says_whether_a_cause_is_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, different, expected in (("good", {}, 0), ("bad", FAILING["acs-redirect", "a port of the switch"], 1)):
+        host_ = machine(tmp_path / name, **different)
+        host_ = replace(host_, files=Recorder(host_.files))
+        diagnose(host_)
+        write_capture(tmp_path / f"{name}.json", host_.capture())
+        assert gdrkit(capsys, "doctor", "--replay", str(tmp_path / f"{name}.json"))[0] == expected
+    assert gdrkit(capsys, "doctor", "--replay", "/no/such/file")[0] == 2
+
+
+def test_explain_lists_every_rule_one_a_line_and_explains_each(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = gdrkit(capsys, "explain")[1].splitlines()
+    assert [line.split()[0] for line in lines] == [rule.code for rule in RULES]
+    assert lines == list_rules(RULES).splitlines()
+    for rule in RULES:
+        text = describe_rule(rule)
+        assert all(word in text for word in (rule.code, rule.title, "Why it matters", "What to do", "Looks at"))
+    assert gdrkit(capsys, "explain", "udev-database")[1].startswith("udev-database: no udev database")
+    assert gdrkit(capsys, "explain", "nonsense")[0] == 2
+
+
+def test_the_document_has_every_rule_as_it_is() -> None:
+    document = Path(__file__).resolve().parents[2] / "docs" / "doctor.md"
+    if document.is_file():  # The wheel has the suites and no documents.
+        assert rules_document(RULES) in document.read_text()
+
+
+def test_a_topology_is_drawn_with_distances(tmp_path: Path) -> None:
+    text = describe_topology(topology(machine(tmp_path)))
+    assert "NIC mlx5_0 0000:04:00.0" in text
+    assert re.search(r"GPU0: PIX mlx5_0, nvme0", text)
+    assert "PIX     below one PCIe switch" in text
+
+
+def test_the_remedy_of_a_missing_udev_database_works(tmp_path: Path) -> None:
+    host_ = machine(tmp_path, **FAILING["udev-database", "none"])
+    rule = rule_of("udev-database")
+    assert rule.apply(host_).verdict is Verdict.FAIL
+    # What the remedy says to write, where it says to.
+    lines = re.findall(r"E:ID_FS_\w+=\w+", rule.remedy)
+    (tmp_path / "run/udev/data").mkdir(parents=True)
+    (tmp_path / "run/udev/data/b259:1").write_text("\n".join(lines) + "\n")
+    assert rule.apply(host_).verdict is Verdict.PASS
+
+
+@pytest.mark.parametrize("name", ["forced", "few slabs"])
+def test_the_remedies_in_cufile_json_work(tmp_path: Path, name: str) -> None:
+    code = next(code for code, variant in FAILING if variant == name)
+    host_, rule = machine(tmp_path, **FAILING[code, name]), rule_of(code)
+    assert rule.apply(host_).verdict is Verdict.FAIL
+    keys = {"force_compat_mode": False, "allow_compat_mode": False, "io_batchsize": 16, "posix_pool_slab_count": [16]}
+    assert all(key in rule.remedy for key in (["force_compat_mode"] if name == "forced" else ["posix_pool_slab_count"]))
+    (tmp_path / "etc/cufile.json").write_text(json.dumps({"properties": keys}))
+    assert rule.apply(host_).verdict is Verdict.PASS
+
+
+@needs(host.capability("CAP_SETUID"), host.capability("CAP_IPC_LOCK"))
+def test_the_remedy_of_a_low_memlock_limit_works(tmp_path: Path) -> None:
+    host_, rule = machine(tmp_path), rule_of("memlock-low")
+    done = run_stranger(LIMITED)
+    assert done.returncode == 0, done.stderr
+    # Real limits, as the kernel shows them: of a user without the capability, and of this process, which has it.
+    for limits, verdict in (
+        (plain.from_plain(Limits, json.loads(done.stdout)), Verdict.FAIL),
+        (process_limits(HostTree()), Verdict.PASS),
+    ):
+        assert rule.apply(replace(host_, facts=replace(host_.facts, limits=limits))).verdict is verdict
+    assert "CAP_IPC_LOCK" in rule.remedy

@@ -1,0 +1,256 @@
+"""Topologies of NCCL, texts of lspci and copied trees, as captures: from small ones written here, and from real ones.
+
+Real captures lie in the folder that GDRKIT_CAPTURES names.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gdrkit.errors import Reason, UsageError
+from gdrkit.harness.needs import host, needs
+from gdrkit.host import HostTree, config_space, pci_devices, pci_path
+from gdrkit.inventory import CapturedFiles, diagnose, parse_capture, read_capture, replayed, rule_of, topology
+from gdrkit.verdict import Verdict
+
+REAL = needs(host.captures)
+FUZZ_S = float(os.environ.get("GDRKIT_FUZZ_S", "1"))
+
+# Switch 1a has a GPU and a NIC, switch 1b a GPU; the second CPU has a GPU behind two switches.
+XML = b"""
+<system version="1">
+  <cpu numaid="0">
+    <pci busid="0000:1a:00.0" class="0x060400" vendor="0x1000" link_speed="32.0 GT/s PCIe" link_width="16">
+      <pci busid="0000:1c:00.0" class="0x060400">
+        <pci busid="0000:20:00.0" class="0x030200" vendor="0x10de" device="0x2330"><gpu dev="0" sm="90"/></pci>
+      </pci>
+      <pci busid="0000:1d:00.0" class="0x060400">
+        <pci busid="0000:21:00.0" class="0x020700" vendor="0x15b3"><nic><net name="mlx5_0" port="1"/></nic></pci>
+      </pci>
+    </pci>
+    <pci busid="0000:1b:00.0" class="0x060400">
+      <pci busid="0000:22:00.0" class="0x030200" vendor="0x10de"/>
+    </pci>
+  </cpu>
+  <cpu numaid="1">
+    <pci busid="0000:2a:00.0" class="0x060400"><pci busid="0000:2b:00.0" class="0x060400">
+      <pci busid="0000:30:00.0" class="0x030200" vendor="0x10de"/>
+    </pci></pci>
+  </cpu>
+</system>
+"""
+TEXT = """\
+00:01.0 PCI bridge: Intel Corporation Device 352a (rev 30) (prog-if 00 [Normal decode])
+\tNUMA node: 0
+\tIOMMU group: 4
+\tBus: primary=00, secondary=01, subordinate=03, sec-latency=0
+\tCapabilities: [40] Express (v2) Root Port (Slot+), MSI 00
+\t\t\tMaxPayload 512 bytes, MaxReadReq 512 bytes
+\t\tLnkCap:\tPort #1, Speed 32GT/s, Width x16, ASPM not supported
+\t\tLnkSta:\tSpeed 32GT/s (ok), Width x8 (downgraded)
+\tCapabilities: [110 v1] Access Control Services
+\t\tACSCap:\tSrcValid+ TransBlk+ ReqRedir+ CmpltRedir+ UpstreamFwd+ EgressCtrl- DirectTrans-
+\t\tACSCtl:\tSrcValid+ TransBlk- ReqRedir+ CmpltRedir+ UpstreamFwd+ EgressCtrl- DirectTrans-
+\tKernel driver in use: pcieport
+
+01:00.0 3D controller [0302]: NVIDIA Corporation GH100 [H100 SXM5 80GB] [10de:2330] (rev a1)
+\tNUMA node: 0
+\tCapabilities: [110 v1] Address Translation Service (ATS)
+\t\tATSCtl:\tEnable-, Smallest Translation Unit: 00
+
+02:00.0 Infiniband controller: Mellanox Technologies MT2910 Family [ConnectX-7]
+\tCapabilities: <access denied>
+"""
+
+
+def test_a_topology_of_nccl_has_its_distances() -> None:
+    found = topology(replayed(parse_capture(XML)))
+    assert [(place.name, place.numa_node) for place in found.places] == [
+        ("GPU0", 0),
+        ("GPU1", 0),
+        ("GPU2", 1),
+        ("mlx5_0", 0),
+    ]
+    expected = {
+        ("GPU0", "mlx5_0"): "PIX",
+        ("GPU1", "mlx5_0"): "PHB",
+        ("GPU2", "mlx5_0"): "SYS",
+        ("GPU0", "GPU1"): "PHB",
+    }
+    assert {pair: found.distance(*pair).name for pair in expected} == expected
+
+
+def test_what_a_file_does_not_say_is_not_said_to_be_missing() -> None:
+    diagnosis = diagnose(replayed(parse_capture(XML)))
+    assert diagnosis.missing == ()
+    looked = {finding.code for finding in diagnosis.findings if finding.verdict is not Verdict.NOT_RUN}
+    assert looked == {"far-apart"}
+
+
+def test_the_text_of_lspci_has_functions_bridges_and_registers() -> None:
+    tree = HostTree.of(CapturedFiles(parse_capture(TEXT.encode()).answers))
+    bridge, gpu, nic = pci_devices(tree)
+    assert (bridge.class_code, bridge.driver, bridge.numa_node, bridge.iommu_group) == (0x060400, "pcieport", 0, "4")
+    assert (bridge.link_width, bridge.link_width_max, bridge.link_speed) == ("8", "16", "32 GT/s PCIe")
+    assert (gpu.vendor_id, gpu.device_id, gpu.class_code) == (0x10DE, 0x2330, 0x030200)
+    assert (nic.vendor_id, nic.class_code) == (0x15B3, 0x020700)
+    assert pci_path(tree, "0000:01:00.0") == ("pci0000:00", "0000:00:01.0", "0000:01:00.0")
+    space = config_space(tree, "0000:00:01.0")
+    assert space is not None
+    assert space.acs is not None
+    assert (str(space.acs), space.acs.redirects) == ("SrcValid+ ReqRedir+ CmpltRedir+ UpstreamFwd+", True)
+    assert space.max_read_request_bytes == 512
+    translation = config_space(tree, "0000:01:00.0")
+    assert translation is not None
+    assert (translation.acs, translation.ats_enabled) == (None, False)
+    denied = config_space(tree, "0000:02:00.0")
+    assert denied is not None
+    assert not denied.is_whole
+
+
+def test_a_copied_tree_has_ports_and_follows_no_link_out_of_it(tmp_path: Path) -> None:
+    port = tmp_path / "copy" / "mlx5_0" / "ports" / "1"
+    port.mkdir(parents=True)
+    (port / "state").write_text("4: ACTIVE")
+    (port / "rate").write_text("400 Gb/sec (4X NDR)")
+    (tmp_path / "secret").write_text("secret")
+    (port / "phys_state").symlink_to(tmp_path / "secret")
+    (port / "link_layer").symlink_to("../../../../secret")
+    found = replayed(read_capture(tmp_path / "copy"))
+    (device,) = found.facts.rdma_devices
+    (active,) = device.ports
+    assert (active.state, active.rate, active.physical_state, active.link_layer) == (
+        "ACTIVE",
+        "400 Gb/sec (4X NDR)",
+        None,
+        None,
+    )
+
+
+def chain(count: int) -> bytes:
+    opened = b"".join(b'<pci busid="0000:%02x:00.0">' % bus for bus in range(count))
+    return b'<system><cpu numaid="0">' + opened + b"</pci>" * count + b"</cpu></system>"
+
+
+BOMB = b"""<?xml version="1.0"?><!DOCTYPE system [<!ENTITY a "aaaaaaaaaa">
+<!ENTITY b "&a;&a;&a;&a;&a;&a;&a;&a;&a;&a;">]><system><cpu numaid="0">&b;</cpu></system>"""
+BAD_XML = {
+    "cut off": XML[:200],
+    "empty": b"<system></system>",
+    "another root": b"<topology/>",
+    "a bomb": BOMB,
+    "an external entity": b'<!DOCTYPE system [<!ENTITY e SYSTEM "file:///etc/passwd">]><system>&e;</system>',
+    "no address": b'<system><cpu numaid="0"><pci busid="../../etc"/></cpu></system>',
+    "no node": b'<system><cpu numaid="x"><pci busid="0000:1a:00.0"/></cpu></system>',
+    "twice": b'<system><cpu numaid="0"><pci busid="0000:1a:00.0"/><pci busid="0000:1a:00.0"/></cpu></system>',
+    "no class": b'<system><cpu numaid="0"><pci busid="0000:1a:00.0" class="gpu"/></cpu></system>',
+    "a name with a path": b'<system><cpu><pci busid="0000:1a:00.0"><nic><net name="../a"/></nic></pci></cpu></system>',
+    "too deep": chain(100),
+    "no text": b"<\xff\xfe\x00",
+}
+LOOP = (
+    "01:00.0 PCI bridge: a\n\tBus: primary=02, secondary=02,\n02:00.0 PCI bridge: b\n\tBus: primary=01, secondary=01,\n"
+)
+BAD_TEXT = {
+    "twice": "01:00.0 Bridge: a\n01:00.0 Bridge: b\n",
+    "buses that loop": LOOP,
+    "its own bus": "01:00.0 PCI bridge: a\n\tBus: primary=01, secondary=01,\n",
+}
+
+
+@pytest.mark.parametrize("name", BAD_XML)
+def test_a_bad_topology_is_one_clear_error(name: str) -> None:
+    with pytest.raises(UsageError, match="NCCL topology: ") as caught:
+        parse_capture(BAD_XML[name])
+    assert caught.value.reason is Reason.MALFORMED
+
+
+@pytest.mark.parametrize("name", BAD_TEXT)
+def test_a_bad_text_of_lspci_is_one_clear_error(name: str) -> None:
+    with pytest.raises(UsageError, match="lspci: ") as caught:
+        parse_capture(BAD_TEXT[name].encode())
+    assert caught.value.reason is Reason.MALFORMED
+
+
+def test_a_copied_tree_with_a_pipe_or_nothing_known_is_one_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="neither a tree with sys"):
+        read_capture(tmp_path)
+    (tmp_path / "mlx5_0" / "ports").mkdir(parents=True)
+    os.mkfifo(tmp_path / "mlx5_0" / "fw_ver")
+    with pytest.raises(UsageError, match="neither a file nor a folder") as caught:
+        read_capture(tmp_path)
+    assert caught.value.reason is Reason.MALFORMED
+
+
+@REAL
+def test_the_h100_dump_of_nccl_has_these_distances(captures: Path) -> None:
+    found = topology(replayed(read_capture(captures / "oci-hpc" / "H100-topology.xml")))
+    # Written by hand from the file: every GPU shares a switch with one dual-port NIC, four of each on a CPU.
+    ports = ["0 1", "3 4", "5 6", "7 8", "9 10", "12 13", "14 15", "16 17"]
+    nics = [[f"mlx5_{number}" for number in pair.split()] for pair in ports]
+    names = [place.name for place in found.places if place.kind == "gpu"]
+    assert names == [f"GPU{number}" for number in range(8)]
+    assert {place.name for place in found.places if place.kind == "nic"} == set(itertools.chain(*nics))
+    for gpu, of_nic in itertools.product(range(8), range(8)):
+        expected = "PIX" if gpu == of_nic else "PHB" if gpu // 4 == of_nic // 4 else "SYS"
+        assert {found.distance(f"GPU{gpu}", name).name for name in nics[of_nic]} == {expected}
+
+
+@REAL
+def test_the_topology_of_a_virtual_machine_pairs_each_gpu_with_one_nic(captures: Path) -> None:
+    found = topology(replayed(read_capture(captures / "azhpc-images" / "ndv5-topo.xml")))
+    gpus, nics = ([place for place in found.places if place.kind == kind] for kind in ("gpu", "nic"))
+    assert (len(gpus), len(nics)) == (8, 8)
+    for gpu in gpus:
+        assert [found.distance(gpu.name, nic.name).name for nic in nics].count("PIX") == 1
+
+
+@REAL
+def test_the_hgx_host_has_55_acs_controls_of_which_four_redirect_and_none_is_between_gpu_and_nic(
+    captures: Path,
+) -> None:
+    machine = replayed(read_capture(captures / "gpud" / "lspci-vvv-hgx-h100.txt.gz"))
+    tree = HostTree.of(machine.files)
+    spaces = {one.address: config_space(tree, one.address) for one in machine.functions}
+    controls = {address: space.acs for address, space in spaces.items() if space and space.acs}
+    assert (len(machine.functions), len(controls)) == (517, 55)
+    redirecting = {address for address, control in controls.items() if control.redirects}
+    assert redirecting == {f"0000:82:0{number}.0" for number in range(4)}
+    below = {one.address for one in machine.functions if redirecting & set(pci_path(tree, one.address)[:-1])}
+    assert below == {f"0000:8{number}:00.0" for number in (3, 4, 5, 6)}
+    assert {one.class_code >> 8 for one in machine.functions if one.address in below} == {0x0680}
+    finding = rule_of("acs-redirect").apply(machine)
+    assert finding.verdict is Verdict.PASS, finding.text
+
+
+@REAL
+def test_the_infiniband_tree_has_its_ports_and_rates(captures: Path) -> None:
+    machine = replayed(read_capture(captures / "gpud" / "sys-class-infiniband-h100.0"))
+    ndr = ("400 Gb/sec (4X NDR)", "InfiniBand", "28.41.1000")
+    expected = {f"mlx5_{number}": ndr for number in (0, 1, 4, 5, 6, 7, 8, 9)}
+    expected["mlx5_bond_0"] = ("200 Gb/sec (2X NDR)", "Ethernet", "32.38.3056")
+    found = {}
+    for device in machine.facts.rdma_devices:
+        (port,) = device.ports
+        assert (port.number, port.state, port.physical_state) == (1, "ACTIVE", "LinkUp")
+        found[device.name] = (port.rate, port.link_layer, device.firmware)
+    assert found == expected
+    finding = rule_of("port-down").apply(machine)
+    assert finding.verdict is Verdict.PASS
+    assert "mlx5_1 was down 255 times" in finding.text
+
+
+@pytest.mark.timeout(FUZZ_S + 100)
+@pytest.mark.parametrize("importer", ["nccl", "lspci", "folder"])
+def test_the_fuzzer_finds_nothing(importer: str) -> None:
+    fuzzer = Path(__file__).resolve().parents[1] / "support" / "fuzz_importers.py"
+    command = [sys.executable, str(fuzzer), importer, "--seconds", str(FUZZ_S)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=FUZZ_S + 80)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "changed inputs" in done.stdout

@@ -1,0 +1,106 @@
+"""The programs in docs/ (cufile, gds, storage, tiers, usrbio) do what the text beside them says."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+HOUSE = Path(__file__).resolve().parents[2]
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+# Run on the twins. A service is a simple command, so that $! is its process; it is ready when it says its first line,
+# and its exit code is that of the shell.
+SHELL = """
+set -e
+python() { "$PYTHON" "$@"; }
+mkfifo said
+mkdir store
+D=$(python -c 'import gdrkit.usrbio, os; print(os.path.dirname(gdrkit.usrbio.__file__))')
+"""
+READY = "exec 3< said; read -r line <&3\n"
+AGENT = f'"$PYTHON" -m gdrkit agent store --store store > said &\n{READY}'
+SERVE = f'"$PYTHON" -m gdrkit serve --store store --listen 127.0.0.1:0 > said &\n{READY}'
+END = "kill $!; wait $!\n"
+
+
+def blocks(name: str, language: str) -> list[str]:
+    return [text for kind, text in BLOCK.findall((HOUSE / "docs" / name).read_text()) if kind == language]
+
+
+def on_twins(script: str, folder: Path) -> str:
+    command = [sys.executable, "-m", "gdrkit", "run", "--software", "--", "env", f"PYTHON={sys.executable}", "bash"]
+    (folder / "script").write_text(SHELL + script)
+    done = subprocess.run([*command, "script"], cwd=folder, capture_output=True, text=True, check=False, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    ("number", "said"), [(0, "0 4096\n"), (1, "65536 b'0123456789abcdef'\n")], ids=["host", "device"]
+)
+def test_the_python_programs_of_usrbio(tmp_path: Path, number: int, said: str) -> None:
+    (tmp_path / "program.py").write_text(blocks("usrbio.md", "python")[number])
+    (tmp_path / "data").write_bytes(b"0123456789abcdef" * 65536)
+    assert said in on_twins(f"mv data store\n{AGENT}python program.py store store/data\n{END}", tmp_path)
+
+
+def test_the_c_program_of_usrbio_copies_a_file(tmp_path: Path) -> None:
+    (source,) = blocks("usrbio.md", "c")
+    (tmp_path / "copy.c").write_text(source)
+    (compile_line,) = re.findall(r"^    (cc copy\.c .*)$", (HOUSE / "docs" / "usrbio.md").read_text(), re.MULTILINE)
+    fill = "head -c 3000001 /dev/urandom > store/data\n"
+    copy = "./copy store store/data store/copy\ncmp store/data store/copy\n"
+    assert "3000001 bytes" in on_twins(f"{compile_line}\n{fill}{AGENT}{copy}{END}", tmp_path)
+
+
+def test_the_python_program_of_storage_shows_what_its_document_shows(tmp_path: Path) -> None:
+    document = (HOUSE / "docs" / "storage.md").read_text()
+    (program,) = blocks("storage.md", "python")
+    (tmp_path / "store.py").write_text(program)
+    run = 'line=${line##* at }\npython store.py "${line%% by *}" store/.gdrkit/token\n'
+    shown = on_twins(f"{SERVE}{run}{END}", tmp_path)
+    assert "".join(f"    {line}\n" for line in shown.splitlines()) in document
+
+
+def test_the_python_program_of_gds_shows_what_its_document_shows(tmp_path: Path) -> None:
+    document = (HOUSE / "docs" / "gds.md").read_text()
+    (program,) = blocks("gds.md", "python")
+    (tmp_path / "program.py").write_text(program)
+    shown = on_twins("python program.py .\n", tmp_path)
+    assert "".join(f"    {line}\n" for line in shown.splitlines()) in document
+
+
+def test_the_python_program_of_cufile_says_why_it_was_not_direct(tmp_path: Path) -> None:
+    (program,) = blocks("cufile.md", "python")
+    (tmp_path / "program.py").write_text(program)
+    # On a disk, which what is in /tmp need not be.
+    with tempfile.NamedTemporaryFile(dir="/var/tmp") as data:
+        data.write(bytes(1 << 20))
+        data.flush()
+        printed = on_twins(f"export GDRKIT_TWINS_UDEV=1\npython program.py {data.name}\n", tmp_path)
+    assert printed.startswith("1048576 bytes\nfell_back by posix\n")
+    assert "- no_nvidia_fs: nvidia-fs is not loaded. To do: load nvidia-fs" in printed
+
+
+def test_the_python_program_of_tiers_shows_what_its_document_shows(tmp_path: Path) -> None:
+    document = (HOUSE / "docs" / "tiers.md").read_text()
+    (program,) = blocks("tiers.md", "python")
+    (tmp_path / "program.py").write_text(program)
+    (line,) = re.findall(r"^`(python program\.py .*?)`", document, re.MULTILINE)
+    for name in ("fast", "medium", "slow"):
+        (tmp_path / name).mkdir()
+    shown = on_twins(f"{line}\n", tmp_path)
+    assert "".join(f"    {each}\n" for each in shown.splitlines()) in document
+
+
+def test_the_configuration_of_tiers_can_be_read(tmp_path: Path) -> None:
+    (text,) = blocks("tiers.md", "toml")
+    (tmp_path / "tiers.toml").write_text(text)
+    command = [sys.executable, "-m", "gdrkit", "tiers", "status", "--config", "tiers.toml"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    # It is understood: what is missing here are the file systems.
+    assert (done.returncode, "mount it" in done.stderr) == (3, True), done.stderr

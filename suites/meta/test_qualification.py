@@ -1,0 +1,28 @@
+"""A qualification goes through every room of the suites that is about transfers or about the machine."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+SUITES = Path(__file__).resolve().parents[1]
+ROOMS = {
+    "contract",
+    "cufile",
+    "fault",
+    "gaudi",
+    "gds",
+    "inventory",
+    "rdma",
+    "registration",
+    "review",
+    "share",
+    "storage",
+    "tiers",
+    "usrbio",
+}
+
+
+def test_every_room_about_transfers_has_cases_in_a_qualification() -> None:
+    listed = re.findall(r"^- `(\w+)/\S+::\S+`$", (SUITES / "README.md").read_text(), re.MULTILINE)
+    assert ROOMS - set(listed) == set()

@@ -1,0 +1,76 @@
+"""A second build of the client library, without its GPU extension, behind the same Python binding."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gdrkit.harness.needs import host, needs
+
+HOUSE = Path(__file__).resolve().parents[2]
+pytestmark = needs(host.compiler)
+
+PROGRAM = """
+import errno, os, sys
+from pathlib import Path
+from support.application import Application
+from support.raw_usrbio import AgentProcess
+from gdrkit import pattern, usrbio
+from gdrkit.errors import Unsupported
+
+mount = Path(sys.argv[1])
+(mount / "file").write_bytes(pattern.payload(100_003, seed=7))
+mapped = lambda: {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "hf3fs_api" in line}
+with AgentProcess(mount) as agent:
+    fd = os.open(mount / "file", os.O_RDONLY)
+    usrbio.register_fd(fd)
+    with Application(mount, kind="host", length_bytes=200_000) as application:
+        assert application.read((fd, 77, 3, 100_000)) == [100_000]
+        application.check(77, 100_000, seed=7, file_offset=3)
+    usrbio.deregister_fd(fd)
+    assert mapped() == {os.environ["GDRKIT_USRBIO_LIBRARY"]}, mapped()
+    assert not usrbio.gdr_available()
+    assert usrbio.gdr_device_count() == 0
+    for call in (
+        lambda: usrbio.make_gpu_iovec(str(mount), length_bytes=4096),
+        lambda: usrbio.open_gpu_iovec(str(mount), "0" * 8 + "-0000-0000-0000-" + "0" * 12, length_bytes=4096),
+        lambda: usrbio.import_gpu_iovec(str(mount), bytes(80)),
+    ):
+        try:
+            call()
+        except Unsupported as error:
+            assert error.errno == errno.ENOTSUP, error
+        else:
+            raise AssertionError("a library without the extension took device memory")
+    assert agent.terminate() == 0, agent.errors
+"""
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What ENABLE_GDR=OFF builds, by the compiler alone."""
+    made = tmp_path_factory.mktemp("second") / "libhf3fs_api_shared.so"
+    native = HOUSE / "native"
+    sources = sorted(map(str, [*native.glob("usrbio/client/*.cpp"), *native.glob("usrbio/ring/*.cpp")]))
+    options = ["-std=c++20", "-O1", "-fPIC", "-shared", "-fvisibility=hidden", '-DGDRKIT_VERSION="second"']
+    include = [f"-I{native}", f"-I{native / 'usrbio' / 'include'}"]
+    subprocess.run(["c++", *options, *include, *sources, "-o", str(made), "-lpthread", "-lrt", "-ldl"], check=True)
+    return made
+
+
+def test_the_binding_serves_a_library_without_the_gpu_extension(library: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "gdrkit", "run", "--software", "--", sys.executable, "-c", PROGRAM, str(tmp_path)]
+    path = os.pathsep.join([str(HOUSE / "suites"), *filter(None, sys.path)])
+    done = subprocess.run(
+        command,
+        env=os.environ | {"GDRKIT_USRBIO_LIBRARY": str(library), "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,87 @@
+"""Which modules of the product know Gaudi: a device is added at its edge, and everything between stays as it is.
+
+docs/add-a-device.md says so, and shows this list.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+HOUSE = Path(__file__).resolve().parents[2]
+DOCUMENT = HOUSE / "docs" / "add-a-device.md"
+WORDS = re.compile(r"gaudi|habana|hl-?thunk", re.IGNORECASE)
+
+# File below gdrkit/, how many lines of it may say a word, and what they are for.
+KNOWN = {
+    "errors.py": (1, "the name of the API in errors"),
+    "buffers.py": (3, "the kind of memory, and two sentences"),
+    "host/__init__.py": (2, "reads the PCI bus"),
+    "host/kernel.py": (1, "kernel modules that matter to transfers"),
+    "host/pci.py": (5, "reads the PCI bus"),
+    "launch.py": (4, "the twin, and the hardware that it stands for"),
+    "registration/policy.py": (1, "which ways of registration exist: dma-buf alone"),
+    "inventory/gaudi.py": (99, "the facts, and how they are asked"),
+    "inventory/facts.py": (11, "where the facts are kept"),
+    "inventory/ask.py": (2, "the question"),
+    "inventory/probe.py": (14, "when it is asked"),
+    "inventory/profile.py": (6, "profiles that describe such machines"),
+    "report/describe.py": (6, "facts for people"),
+    "report/substrate.py": (7, "hardware or twin"),
+    "report/view.py": (3, "the API in a report"),
+    "report/unlock.py": (2, "what hardware meets its needs"),
+    "harness/needs/gaudi.py": (99, "the need"),
+    "harness/needs/__init__.py": (3, "the need, and the API that it asks"),
+    "harness/fixtures.py": (7, "the fixture of suites"),
+    "harness/leaks.py": (4, "what is open before a case"),
+    "faultplan.py": (2, "functions that a fault plan may name"),
+    "harness/session.py": (1, "the substrate that a run may ask for"),
+}
+# What carries memory and must not care whose it is.
+CARRIERS = (
+    "registration/cache.py",
+    "registration/pool.py",
+    "registration/share.py",
+    "storage",
+    "usrbio",
+    "verbs",
+    "cuda",
+)
+
+
+def mentions() -> dict[str, int]:
+    """Lines with such a word by file, without the room itself."""
+    root = HOUSE / "gdrkit"
+    found = {}
+    for path in sorted(root.rglob("*.py")):
+        where = path.relative_to(root).as_posix()
+        count = sum(bool(WORDS.search(line)) for line in path.read_text().splitlines())
+        if count and not where.startswith("gaudi/"):
+            found[where] = count
+    return found
+
+
+def test_only_the_modules_of_the_list_know_gaudi() -> None:
+    found = mentions()
+    assert found.keys() == KNOWN.keys()
+    more = {where: count for where, count in found.items() if count > KNOWN[where][0]}
+    assert not more
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_what_carries_memory_does_not(carrier: str) -> None:
+    assert not [where for where in mentions() if where == carrier or where.startswith(f"{carrier}/")]
+
+
+def test_native_parts_of_the_product_do_not() -> None:
+    sources = [path for path in (HOUSE / "native").rglob("*.[ch]*") if "twins" not in path.parts]
+    assert len(sources) > 50
+    assert not [path for path in sources if WORDS.search(path.read_text())]
+
+
+def test_the_document_shows_the_list() -> None:
+    text = DOCUMENT.read_text()
+    rows = dict(re.findall(r"^\| `gdrkit/([\w/.]+)` \| (.+) \|$", text, re.MULTILINE))
+    assert rows == {where: why for where, (_, why) in KNOWN.items()}

@@ -1,0 +1,101 @@
+"""A qualification of several machines: which pairs, what a death costs, and what is left of a job that was killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+from support.job import job
+
+from gdrkit.errors import Api
+from gdrkit.harness.needs import host, needs, software
+from gdrkit.qualify.ranks.pairs import RankFacts, plan_pairs
+from gdrkit.report import Verdict, read_records
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+JOB = needs(
+    software(Api.VERBS),
+    software(Api.CUDA),
+    host.module("mpi4py"),
+    host.program("mpirun"),
+    host.program("ip"),
+    host.capability("CAP_NET_ADMIN"),
+    host.capability("CAP_SYS_ADMIN"),
+)
+
+
+def rank(number: int, machine: str, *, nics: int = 2, gpus: int = 2) -> RankFacts:
+    found = SimpleNamespace(
+        verbs=SimpleNamespace(nics=[SimpleNamespace(name=f"n{each}", active_ports=(1,)) for each in range(nics)]),
+        cuda=SimpleNamespace(devices=[SimpleNamespace(index=each) for each in range(gpus)]),
+    )
+    return RankFacts(number, machine, cast("Any", found))
+
+
+def test_every_gpu_behind_every_nic_is_reached_once_from_another_machine() -> None:
+    ranks = [rank(0, "a"), rank(1, "a"), rank(2, "b"), rank(3, "b")]
+    planned = plan_pairs(ranks, within_hosts=False)
+    hosts = {each.rank: each.host for each in ranks}
+    assert len({(hosts[pair.target], pair.target_nic, pair.device) for pair in planned}) == len(planned) == 8
+    assert all(hosts[pair.initiator] != hosts[pair.target] for pair in planned)
+    # A rail: the NIC of the same place on both sides.
+    assert all(pair.initiator_nic == pair.target_nic for pair in planned)
+
+
+@pytest.mark.parametrize("machines", [("a", "a"), ("a", "a", "b", "b")])
+def test_within_a_machine_the_pairs_are_of_its_own_ranks(machines: tuple[str, ...]) -> None:
+    ranks = [rank(number, machine) for number, machine in enumerate(machines)]
+    planned = plan_pairs(ranks, within_hosts=True)
+    assert len(planned) == 4 * len(set(machines))
+    assert all(machines[pair.initiator] == machines[pair.target] for pair in planned)
+    assert all(pair.initiator != pair.target for pair in planned)
+
+
+def test_a_machine_without_a_nic_is_not_planned_for() -> None:
+    assert plan_pairs([rank(0, "a", nics=0), rank(1, "b", nics=0)], within_hosts=False) == ()
+    alone = plan_pairs([rank(0, "a", nics=0), rank(1, "b")], within_hosts=False)
+    assert alone == ()
+
+
+@JOB
+@pytest.mark.timeout(600)
+def test_a_killed_measuring_process_costs_one_row_and_not_the_job(tmp_path: Path) -> None:
+    with job(tmp_path / "out") as running:
+        running.line_with("pass  ")
+        killed = time.monotonic()
+        os.kill(running.measuring(rank=0), signal.SIGKILL)
+        running.line_with("SIGKILL")
+        assert time.monotonic() - killed < 60
+        code = running.wait()
+    records = read_records(tmp_path / "out" / "records.jsonl")
+    failed = [record for record in records if record.verdict is Verdict.FAIL]
+    assert (code, len(records), len(failed)) == (1, 8, 1)
+    assert "rank 0" in failed[0].reasons[0].text
+    for record in records:
+        hosts = cast("dict[str, str]", record.evidence["hosts"])
+        assert hosts["initiator"] != hosts["target"]
+        assert record.verdict is Verdict.FAIL or record.substrate == {"cuda": "twin", "verbs": "twin"}
+    assert (tmp_path / "out" / "index.html").is_file()
+
+
+@JOB
+@pytest.mark.timeout(600)
+def test_a_job_that_was_killed_still_gives_a_report(tmp_path: Path) -> None:
+    with job(tmp_path / "out") as running:
+        running.line_with("pass  ")
+        running.kill()
+    records = read_records(tmp_path / "out" / "records.jsonl")
+    assert 1 <= len(records) < 8
+    command = [sys.executable, "-m", "gdrkit", "report", str(tmp_path / "out")]
+    subprocess.run(command, check=True, capture_output=True)
+    page = (tmp_path / "out" / "index.html").read_text()
+    assert "The job did not come to its end" in page
+    assert records[0].case in page

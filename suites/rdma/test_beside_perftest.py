@@ -1,0 +1,126 @@
+"""The native initiator beside perftest, on the same NIC, in turn: both move the same bytes, and how fast is kept.
+
+Neither is judged by its speed here: a machine that is busy would fail. The ratio is in the record.
+"""
+
+from __future__ import annotations
+
+import statistics
+from typing import TYPE_CHECKING
+
+import pytest
+from support import perftest
+from support.passive import initiating
+
+from gdrkit import pattern, witness
+from gdrkit.harness.needs import host, needs, verbs
+from gdrkit.host import HostTree
+from gdrkit.units import KIB
+from gdrkit.verbs import Direction
+
+if TYPE_CHECKING:
+    from gdrkit.harness.evidence import Evidence
+    from gdrkit.verbs import Nic
+
+LENGTH_BYTES, OPERATIONS, DEPTH, LIST_LENGTH = 64 * KIB, 256, 64, 16
+# With --benchmark-enable, and in any other run.
+ROUNDS, FEW_ROUNDS = 40, 2
+DRIVEN = [
+    pytest.param(direction, id=direction.value, marks=needs(host.program(program, "-V")))
+    for direction, program in perftest.PROGRAMS.items()
+]
+# perftest 4.5 (6.06) on rxe.
+PRINTED = """\
+---------------------------------------------------------------------------------------
+Post List requested - CQ moderation will be the size of the post list
+---------------------------------------------------------------------------------------
+                    RDMA_Write Post List BW Test
+ Dual-port       : OFF		Device         : rxe0
+ TX depth        : 64
+ Mtu             : 1024[B]
+---------------------------------------------------------------------------------------
+ local address: LID 0000 QPN 0x0014 PSN 0xda2f4d RKey 0x000431 VAddr 0x005618a5a55000
+ GID: 00:00:00:00:00:00:00:00:00:00:255:255:10:09:00:01
+---------------------------------------------------------------------------------------
+ #bytes     #iterations    BW peak[MB/sec]    BW average[MB/sec]   MsgRate[Mpps]
+ 65536      512              47.72              30.37  		   0.000486
+---------------------------------------------------------------------------------------
+"""
+
+
+def sent_packets(nic: Nic) -> int | None:
+    """What the port has counted so far; None where its driver counts nothing."""
+    return next(
+        (
+            port.sent_packets
+            for port in witness.counters(HostTree())
+            if (port.device, port.port) == (nic.name, nic.port.number)
+        ),
+        None,
+    )
+
+
+@needs(verbs.nic())
+@pytest.mark.parametrize("direction", DRIVEN)
+@pytest.mark.timeout(1200)
+def test_both_move_all_bytes_and_the_ratio_is_kept(
+    nic: Nic, seed: int, evidence: Evidence, request: pytest.FixtureRequest, direction: Direction
+) -> None:
+    rounds = ROUNDS if request.config.getoption("--benchmark-enable") else FEW_ROUNDS
+    shape = {"length_bytes": LENGTH_BYTES, "operations": OPERATIONS, "depth": DEPTH, "list_length": LIST_LENGTH}
+    data, other = pattern.payload(LENGTH_BYTES, seed=seed), bytes(LENGTH_BYTES)
+    is_write = direction is Direction.WRITE
+    ours: list[float] = []
+    theirs: list[float] = []
+    memory = bytearray(LENGTH_BYTES)
+    with (
+        nic.register_host(memory) as region,
+        initiating(nic, memory_bytes=LENGTH_BYTES) as initiator,
+    ):
+        # The first round of each is no part of what is compared.
+        for _ in range(rounds + 1):
+            initiator.write(data if is_write else other)
+            memory[:] = other if is_write else data
+            burst = initiator.run(direction, region.remote(), **shape)
+            pattern.check(bytes(memory) if is_write else initiator.read(), seed=seed)
+            ours.append(burst.moved_bytes / burst.elapsed_ns)
+            before = sent_packets(nic)
+            measured = perftest.measure(nic, direction, reads_max=initiator.reads_max, **shape)
+            after = sent_packets(nic)
+            assert (measured.length_bytes, measured.operations) == (LENGTH_BYTES, OPERATIONS)
+            # A number that was read wrongly would be of bytes that could not have moved while the process lived.
+            assert measured.bytes_per_s * measured.process_s > measured.moved_bytes or not measured.bytes_per_s
+            if before is not None and after is not None and nic.port.mtu_bytes:
+                assert after - before >= measured.moved_bytes // nic.port.mtu_bytes
+            theirs.append(measured.bytes_per_s / 1e9)
+    evidence["operations"] = {**shape, "rounds": rounds}
+    evidence["in_turn_gb_per_s"] = {"initiator": ours, "perftest": theirs}
+    # Where perftest does not come to know the frequency of the processor, it says 0.
+    told = [rate for rate in theirs[1:] if rate]
+    if told:
+        evidence.number("rounds_count", len(told))
+        mine, perftests = statistics.median(ours[1:]), statistics.median(told)
+        evidence.number("initiator_gb_per_s_median", mine)
+        evidence.number("perftest_gb_per_s_median", perftests)
+        evidence.number("initiator_over_perftest_ratio", mine / perftests)
+
+
+def test_what_perftest_prints_is_read() -> None:
+    # Its MB are MiB: 30.37 of them.
+    found = perftest.parse(PRINTED)
+    assert (found.length_bytes, found.operations, round(found.bytes_per_s)) == (65536, 512, 31845253)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "Number of iterations must be a multiple of post list size\n",
+        " #bytes     #iterations    BW peak[MB/sec]    BW average[MB/sec]   MsgRate[Mpps]\n Completion with error\n",
+        " #bytes     #iterations    BW peak[?/sec]    BW average[?/sec]   MsgRate[Mpps]\n 1 2 3.0 4.0 5.0\n",
+    ],
+    ids=["nothing", "refused", "cut_off", "unknown_unit"],
+)
+def test_what_is_no_result_is_an_error(text: str) -> None:
+    with pytest.raises(ValueError, match="no result of perftest"):
+        perftest.parse(text)

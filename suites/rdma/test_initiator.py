@@ -1,0 +1,142 @@
+"""The native initiator: every byte where it belongs, errors with their status, and no interpreter lock."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+from support.passive import initiating
+from support.reach import KINDS
+
+from gdrkit import pattern
+from gdrkit.errors import ApiError, ClosedResource, Reason, UsageError
+from gdrkit.harness.needs import needs, verbs
+from gdrkit.units import KIB
+from gdrkit.verbs import Access, Direction, Initiator, RemoteRange, Status
+
+if TYPE_CHECKING:
+    from support.reach import Reach
+
+    from gdrkit.verbs import Nic
+
+BURSTS = [
+    pytest.param(1, 7, 1, 1, id="one_after_the_other"),
+    pytest.param(16, 100, 16, 4, id="lists"),
+    pytest.param(64, 1000, 60, 7, id="odd_lists"),
+]
+
+
+@pytest.mark.parametrize("reach", KINDS, indirect=True)
+@pytest.mark.parametrize(("slots", "operations", "depth", "list_length"), BURSTS)
+def test_a_burst_of_writes_fills_every_slot_and_nothing_else(
+    nic: Nic, reach: Reach, seed: int, slots: int, operations: int, depth: int, list_length: int
+) -> None:
+    length_bytes = 1021
+    whole = slots * length_bytes
+    with reach.memory(length_bytes=whole + 64) as memory, initiating(nic, memory_bytes=whole) as initiator:
+        initiator.write(pattern.payload(whole, seed=seed))
+        remote = memory.remote(length_bytes=whole)
+        burst = initiator.run(
+            Direction.WRITE,
+            remote,
+            length_bytes=length_bytes,
+            operations=operations,
+            depth=depth,
+            list_length=list_length,
+        )
+        assert (burst.moved_bytes, burst.elapsed_ns > 0) == (operations * length_bytes, True)
+        touched = min(operations, slots) * length_bytes
+        data = memory.read()
+    pattern.check(data[:touched], seed=seed)
+    assert data[touched:] == b"\xa5" * (len(data) - touched)
+
+
+@pytest.mark.parametrize("reach", KINDS, indirect=True)
+def test_a_burst_of_reads_by_several_queue_pairs_brings_every_slot(nic: Nic, reach: Reach, seed: int) -> None:
+    whole = 32 * 4 * KIB
+    with reach.memory(length_bytes=whole) as memory, initiating(nic, memory_bytes=whole, queue_pairs=3) as initiator:
+        memory.write(pattern.payload(whole, seed=seed))
+        initiator.run(Direction.READ, memory.remote(), length_bytes=4 * KIB, operations=64, depth=24, list_length=2)
+        pattern.check(initiator.read(), seed=seed)
+
+
+@pytest.mark.parametrize("reach", KINDS, indirect=True)
+@pytest.mark.parametrize("direction", Direction)
+def test_single_operations_are_timed_one_by_one(nic: Nic, reach: Reach, direction: Direction) -> None:
+    with reach.memory(length_bytes=64) as memory, initiating(nic, memory_bytes=64) as initiator:
+        found = initiator.run_singly(direction, memory.remote(), length_bytes=8, operations=20)
+    assert len(found.times_ns) == 20
+    assert min(found.times_ns) > 0
+
+
+@needs(verbs.nic())
+def test_what_the_peer_refuses_ends_with_its_status(nic: Nic) -> None:
+    data = bytearray(64)
+    with (
+        nic.register_host(data, access=Access.LOCAL_WRITE | Access.REMOTE_READ) as region,
+        initiating(nic, memory_bytes=64) as initiator,
+    ):
+        with pytest.raises(ApiError) as caught:
+            initiator.run(Direction.WRITE, region.remote(), length_bytes=64, operations=4, depth=2)
+        assert caught.value.status == Status.REM_ACCESS_ERR
+        assert caught.value.operation == "wc rdma_write"
+    assert data == bytearray(64)
+
+
+@needs(verbs.nic())
+def test_another_thread_ends_a_burst_that_would_last_for_days(nic: Nic) -> None:
+    ended: list[ApiError] = []
+    with initiating(nic, memory_bytes=64) as initiator, nic.register_host(bytearray(64)) as region:
+        remote = region.remote()
+
+        def burst() -> None:
+            try:
+                initiator.run(Direction.READ, remote, length_bytes=8, operations=2**40, depth=4)
+            except ApiError as error:
+                ended.append(error)
+
+        thread = threading.Thread(target=burst)
+        thread.start()
+        # Who held the interpreter's lock meanwhile would never let this thread come here.
+        region.close()
+        thread.join()
+    assert [error.status for error in ended] == [Status.REM_ACCESS_ERR]
+
+
+@needs(verbs.nic())
+def test_bad_numbers_are_refused_and_the_initiator_goes_on(nic: Nic) -> None:
+    data = bytearray(4096)
+    with nic.register_host(data) as region, initiating(nic, memory_bytes=4096, depth_max=8) as initiator:
+        remote = region.remote()
+        for wrong in (
+            {"length_bytes": 0, "operations": 1},
+            {"length_bytes": 4097, "operations": 1},
+            {"length_bytes": 8, "operations": 0},
+            {"length_bytes": 8, "operations": 1, "depth": 0},
+        ):
+            with pytest.raises(UsageError):
+                initiator.run(Direction.WRITE, remote, **wrong)
+        for wrong in ({"depth": 9}, {"depth": 4, "list_length": 5}):
+            with pytest.raises(ApiError) as caught:
+                initiator.run(Direction.WRITE, remote, length_bytes=8, operations=9, **wrong)
+            assert caught.value.reason is Reason.BAD_ARGUMENT
+        with pytest.raises(UsageError):
+            initiator.write(bytes(4097))
+        initiator.run(Direction.WRITE, remote, length_bytes=8, operations=9, depth=8)
+    with pytest.raises(ClosedResource):
+        initiator.run(Direction.WRITE, remote, length_bytes=8, operations=1)
+
+
+@needs(verbs.nic())
+def test_a_device_that_is_not_there_has_its_name_in_the_error(nic: Nic) -> None:
+    with pytest.raises(ApiError) as caught:
+        Initiator(f"{nic.name}_not", memory_bytes=64)
+    assert caught.value.reason is Reason.NO_DEVICE
+    assert f"{nic.name}_not" in str(caught.value)
+
+
+@needs(verbs.nic())
+def test_an_initiator_that_was_not_connected_cannot_post(nic: Nic) -> None:
+    with Initiator(nic.name, memory_bytes=64) as initiator, pytest.raises(ApiError):
+        initiator.run(Direction.WRITE, RemoteRange(address=0, rkey=1, length_bytes=64), length_bytes=8, operations=1)

@@ -1,0 +1,160 @@
+"""Host memory that is cached and registered as device memory is: what gdrkit has mapped, and no other."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from support.reach import DMABUF, joined
+
+from gdrkit import handles, pattern
+from gdrkit.buffers import Allocator, DeviceBuffer, MemoryKind
+from gdrkit.errors import ClosedResource, Reason, RegistrationFailed, Unsupported, UsageError
+from gdrkit.harness.needs import needs, verbs
+from gdrkit.host import HostAllocator, HostMemory
+from gdrkit.registration import RegionCache, RegistrationRoute, register
+from gdrkit.units import HOST_PAGE_BYTES, KIB
+from gdrkit.verbs import Status
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from gdrkit.cuda import Device
+    from gdrkit.harness.peer import Peer
+    from gdrkit.verbs import Nic
+
+NIC = needs(verbs.nic())
+SIZE = 64 * KIB
+
+
+def test_it_is_a_buffer_as_that_of_a_device_is() -> None:
+    with HostMemory(5000) as memory:
+        assert isinstance(memory, DeviceBuffer)
+        assert isinstance(HostAllocator(), Allocator)
+        assert (memory.kind, memory.length_bytes, memory.owned) == (MemoryKind.HOST, 5000, True)
+        assert memory.address % HOST_PAGE_BYTES == 0
+        assert memory.read() == bytes(5000)
+        memory.write(b"abc", offset_bytes=4997)
+        memory.fill(0x5A, offset_bytes=1, length_bytes=2)
+        assert memory.read(length_bytes=4) == b"\0\x5a\x5a\0"
+        assert memory.read(offset_bytes=4997) == b"abc"
+        with memory.allocation() as whole:
+            assert (whole.address, whole.length_bytes, whole.owned) == (memory.address, 2 * HOST_PAGE_BYTES, False)
+            assert whole.allocation_key() == memory.allocation_key()
+
+
+def test_a_mapping_that_was_made_anew_is_another_memory_also_at_the_same_address() -> None:
+    numbers, addresses = set(), set()
+    for _ in range(20):
+        with HostMemory(SIZE) as memory:
+            key = memory.allocation_key()
+            assert memory.presence(key)()
+            ((base, length_bytes, number),) = key
+            assert (base, length_bytes) == (memory.address, SIZE)
+            numbers.add(number)
+            addresses.add(base)
+        assert not memory.presence(key)()
+    assert len(numbers) == 20
+    # The kernel gives the hole that was just made: an address alone would have said that it is the same memory.
+    assert len(addresses) < 20
+
+
+@NIC
+def test_the_key_of_a_mapping_never_reaches_the_one_that_follows_at_its_address(
+    nic: Nic, peer: Peer, seed: int
+) -> None:
+    with RegionCache([nic]) as cache, joined(nic, peer) as theirs:
+        with HostMemory(SIZE) as memory:
+            with cache.lease(memory) as lease:
+                assert lease.route is RegistrationRoute.HOST
+                stale = lease.remote(nic)
+                theirs.write(stale, seed=seed).expect(Status.SUCCESS)
+            pattern.check(memory.read(), seed=seed)
+            address = memory.address
+        with HostMemory(SIZE) as successor:
+            assert successor.address == address
+            with cache.lease(successor) as lease:
+                assert lease.remote(nic).rkey != stale.rkey
+                assert (cache.statistics().hits, cache.statistics().misses) == (0, 2)
+            theirs.write(stale, seed=seed + 1).expect(Status.REM_ACCESS_ERR)
+            assert successor.read() == bytes(SIZE)
+
+
+@NIC
+def test_all_nics_register_it_and_a_free_takes_it_back_from_all(nics: tuple[Nic, ...]) -> None:
+    before = handles.live()
+    memory = HostMemory(SIZE)
+    registration = register(memory, nics)
+    assert (registration.route, registration.nics, registration.refusals) == (RegistrationRoute.HOST, nics, ())
+    assert {registration.region(nic).remote_address for nic in nics} == {memory.address}
+    memory.close()
+    assert registration.closed
+    assert handles.live() == before
+
+
+@NIC
+def test_what_is_borrowed_stays_mapped(nic: Nic) -> None:
+    with HostMemory(SIZE) as memory:
+        whole = memory.allocation()
+        registration = register(whole, [nic])
+        with pytest.raises(UsageError) as raised:
+            memory.close()
+        assert raised.value.reason is Reason.BUSY
+        assert not memory.closed
+        assert not registration.closed
+        whole.close()
+        assert registration.closed
+    with pytest.raises(ClosedResource):
+        memory.allocation()
+
+
+@NIC
+def test_it_is_no_peer_memory_and_has_no_dmabuf(nic: Nic) -> None:
+    with HostMemory(SIZE) as memory:
+        before = handles.live()
+        with pytest.raises(UsageError):
+            register(memory, [nic], route=RegistrationRoute.PEER_MEMORY)
+        with pytest.raises(RegistrationFailed) as raised:
+            register(memory, [nic], route=RegistrationRoute.DMABUF)
+        # The NIC is asked first, and may be the one that says no.
+        (cause,) = raised.value.causes
+        assert cause.reason in {Reason.DMABUF_EXPORT_UNSUPPORTED, Reason.DMABUF_REGION_UNSUPPORTED}
+        with pytest.raises(Unsupported):
+            memory.export_dmabuf()
+        for address, length_bytes in ((0, SIZE), (memory.address, 0)):
+            with pytest.raises(UsageError):
+                nic.register_pages(address, length_bytes=length_bytes)
+        assert handles.live() == before
+
+
+@DMABUF
+def test_device_memory_is_not_registered_as_host_memory(device: Device, nic: Nic) -> None:
+    with device.allocate(SIZE) as memory:
+        register(memory, [nic]).close()
+        with pytest.raises(UsageError):
+            register(memory, [nic], route=RegistrationRoute.HOST)
+
+
+def test_what_cannot_be_is_refused() -> None:
+    before = handles.live()
+    for length_bytes in (0, -1, 1 << 62, 1 << 80):
+        with pytest.raises(UsageError):
+            HostMemory(length_bytes)
+    assert handles.live() == before
+    with HostMemory(10) as memory:
+        for use in (
+            lambda: memory.read(offset_bytes=-1),
+            lambda: memory.read(length_bytes=11),
+            lambda: memory.write(b"ab", offset_bytes=9),
+            lambda: memory.write(memoryview(b"abcd")[::2]),
+            lambda: memory.fill(256),
+            lambda: memory.fill(1, offset_bytes=11, length_bytes=0),
+        ):
+            with pytest.raises(UsageError):
+                use()
+        assert memory.read() == bytes(10)
+    closed: tuple[Callable[[], object], ...] = (memory.read, memory.allocation_key, memory.allocation)
+    for call in (*closed, memory.export_dmabuf):
+        with pytest.raises(ClosedResource):
+            call()
+    memory.close()

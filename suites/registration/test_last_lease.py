@@ -1,0 +1,101 @@
+"""Who deregisters what is on its way out, and who waits for it: the end of a lease takes no lock."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import pytest
+from support.faults import faults
+from support.ledger import calls, delayed_at_once
+
+from gdrkit.errors import Api, ApiError, Reason, UsageError
+from gdrkit.harness.needs import needs, software
+from gdrkit.registration import RegionCache
+from gdrkit.units import KIB
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from support.reach import Space
+
+    from gdrkit.verbs import Nic
+
+pytestmark = needs(software(Api.VERBS))
+
+DEREGISTER = "ibv_dereg_mr"
+
+
+def test_leases_that_end_while_the_entry_is_invalidated_deregister_it_once(space: Space, nic: Nic) -> None:
+    with space.allocate(64 * KIB) as memory, RegionCache([nic]) as cache:
+        for round_index in range(200):
+            leases = [cache.lease(memory) for _ in range(3)]
+            before = calls(Api.VERBS).get(DEREGISTER, 0)
+            barrier = threading.Barrier(4)
+
+            def begin(action: Callable[[], object], barrier: threading.Barrier = barrier) -> None:
+                barrier.wait(30)
+                action()
+
+            actions: list[Callable[[], object]] = [lease.close for lease in leases]
+            actions.insert(round_index % 4, lambda: cache.invalidate(memory.address, length_bytes=1))
+            with ThreadPoolExecutor(4) as threads:
+                list(threads.map(begin, actions))
+            assert calls(Api.VERBS).get(DEREGISTER, 0) == before + 1
+            found = cache.statistics()
+            assert (found.leases, found.regions, found.registered_bytes, found.not_deregistered) == (0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("who", ["free", "close"])
+def test_a_free_and_a_close_wait_for_the_thread_that_deregisters(space: Space, nic: Nic, who: str) -> None:
+    with space.allocate(64 * KIB) as memory, RegionCache([nic]) as cache:
+        cache.lease(memory).close()
+        with faults(Api.VERBS, f"{DEREGISTER} call=1 delay_us=300000"), ThreadPoolExecutor(1) as threads:
+            going = threads.submit(cache.invalidate, memory.address, length_bytes=1)
+            while not delayed_at_once(Api.VERBS).get(DEREGISTER):
+                assert not going.done()
+            (memory if who == "free" else cache).close()
+            assert cache.statistics().registered_bytes == 0
+            assert going.result(30) == 1
+
+
+def test_a_free_tries_again_what_another_thread_could_not_deregister(space: Space, nic: Nic) -> None:
+    with space.allocate(64 * KIB) as memory, RegionCache([nic]) as cache:
+        cache.lease(memory).close()
+        rule = f"{DEREGISTER} call=1 delay_us=300000 errno=EBUSY"
+        with faults(Api.VERBS, rule), ThreadPoolExecutor(1) as threads:
+            going = threads.submit(cache.invalidate, memory.address, length_bytes=1)
+            while not delayed_at_once(Api.VERBS).get(DEREGISTER):
+                assert not going.done()
+            memory.close()
+            with pytest.raises(ApiError):
+                going.result(30)
+        found = cache.statistics()
+        assert (found.registered_bytes, found.not_deregistered) == (0, 0)
+
+
+def test_a_free_under_an_unlinked_lease_is_refused_at_once(space: Space, nic: Nic) -> None:
+    with space.allocate(64 * KIB) as memory, RegionCache([nic]) as cache:
+        with cache.lease(memory):
+            cache.invalidate(memory.address, length_bytes=1)
+            with pytest.raises(UsageError) as raised:
+                memory.close()
+            assert raised.value.reason is Reason.BUSY
+        memory.close()
+
+
+def test_frees_and_evictions_of_the_same_memory_in_two_threads(space: Space, nic: Nic) -> None:
+    with RegionCache([nic], regions_max=1) as cache, space.allocate(64 * KIB) as other:
+
+        def evict() -> None:
+            cache.lease(other).close()
+
+        for _ in range(50):
+            with space.allocate(64 * KIB) as memory:
+                cache.lease(memory).close()
+                with ThreadPoolExecutor(2) as threads:
+                    for done in (threads.submit(memory.close), threads.submit(evict)):
+                        done.result(30)
+        found = cache.statistics()
+        assert (found.regions, found.registered_bytes, found.not_deregistered) == (1, 64 * KIB, 0)

@@ -1,0 +1,215 @@
+"""Folders and records that are not as they must be: one clear error each, or text that does no harm."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from typing import TYPE_CHECKING
+
+import pytest
+from support.hosts import write_run
+from support.records import facts_of, record_of, run_of
+
+from gdrkit.errors import Reason, SetupMissing, UsageError
+from gdrkit.harness.needs import host, needs
+from gdrkit.report import RunFolder, append_record, read_records
+from gdrkit.report.contents import read_contents
+from gdrkit.report.render import render
+from gdrkit.report.text import cell, harmless
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+HOSTILE = '</title><script>alert(1)</script>\x1b[2J\x1b]0;owned\x07\x9b31m\u202e|`"\\\n# HELP'
+NOBODY = 65534
+DROP = "import os, sys; os.setgroups([]); os.setgid({0}); os.setuid({0}); os.execv(sys.executable, sys.argv[1:])"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    records = [record_of(case=f"a.py::test_{number}") for number in range(3)]
+    return RunFolder(write_run(tmp_path / "run", facts_of(), records))
+
+
+def gdrkit(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "gdrkit", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def refused(folder: RunFolder) -> str:
+    with pytest.raises(UsageError) as caught:
+        read_contents(folder.path)
+    assert caught.value.reason is Reason.MALFORMED
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (b'{"schema_version": 1, "case": "a', "no JSON"),
+        (b"\xff\xfe\x00", "utf-8"),
+        (b"[" * 100_000, "no JSON"),
+        (b'{"schema_version": NaN}', "NaN is no number of JSON"),
+        (b'{"schema_version": 2}', "expected schema_version 1, found 2"),
+        (b'{"level": "info", "msg": "from another program"}', "expected schema_version 1, found None"),
+        (b"null", "expected schema_version 1"),
+    ],
+    ids=["half", "binary", "deep", "nan", "version", "foreign", "null"],
+)
+def test_a_line_that_is_no_record_is_named(run: RunFolder, line: bytes, said: str) -> None:
+    with run.records.open("ab") as file:
+        file.write(line + b"\n")
+    told = refused(run)
+    assert told.startswith(f"{run.records}:4: ")
+    assert said in told
+
+
+@pytest.mark.parametrize("value", ['"much"', "1e999", "true", "null"])
+def test_a_number_that_is_none_is_refused(run: RunFolder, value: str) -> None:
+    line = run.records.read_text().splitlines()[0].replace('"numbers": {}', f'"numbers": {{"rate_us": {value}}}')
+    run.records.write_text(line + "\n")
+    assert "numbers.rate_us" in refused(run)
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "said"),
+    [
+        ("run", "{", "no JSON"),
+        ("run", '{"schema_version": 7}', "expected schema_version 1, found 7"),
+        ("run", "[]", "expected schema_version 1"),
+        ("facts", '{"schema_version": 9}', "expected schema_version 1, found 9"),
+        ("facts", "", "no JSON"),
+    ],
+)
+def test_a_damaged_file_of_a_run_is_named(run: RunFolder, file: str, text: str, said: str) -> None:
+    getattr(run, file).write_text(text)
+    told = refused(run)
+    assert said in told
+    assert file in told
+
+
+def test_text_with_other_line_ends_is_one_record(tmp_path: Path) -> None:
+    written = record_of(title="one\u2028two\x85three\x0cfour\ud800", evidence={"said": "a\r\nb"})
+    append_record(tmp_path / "records.jsonl", written)
+    assert read_records(tmp_path / "records.jsonl") == (written,)
+
+
+def test_a_run_that_was_killed_still_has_a_report(run: RunFolder) -> None:
+    run.run.unlink()
+    run.plan.write_text(json.dumps({"profile": "any", "cases": [{"case": f"a.py::test_{it}"} for it in range(5)]}))
+    with run.records.open("ab") as file:
+        file.write(b'{"schema_version": 1, "case": "a.py::te')
+    ended = gdrkit("report", run.path)
+    assert ended.returncode == 0, ended.stderr
+    page = run.index.read_text()
+    assert '<h1><span class="mark bad"></span>The run did not end</h1>' in page
+    assert "2 of 5 cases left no record, the first is a.py::test_3" in page
+    assert "the last line of records.jsonl is cut off" in page
+    assert json.loads(run.report.read_text())["exit_code"] == 1
+
+
+def test_records_alone_have_a_report_elsewhere(run: RunFolder, tmp_path: Path) -> None:
+    ended = gdrkit("report", run.records, "--output", tmp_path / "made")
+    assert ended.returncode == 0, ended.stderr
+    page = (tmp_path / "made" / "index.html").read_text()
+    assert "Records of 3 cases: 3 passed" in page
+    assert "This host" not in page
+
+
+@pytest.mark.parametrize("what", ["nothing", "empty", "no_facts"])
+def test_what_is_no_run_is_wrong_usage(tmp_path: Path, what: str) -> None:
+    if what == "empty":
+        (tmp_path / "records.jsonl").touch()
+    if what == "no_facts":
+        RunFolder(tmp_path).write_run(run_of())
+    ended = gdrkit("report", tmp_path)
+    assert ended.returncode == 2
+    assert len(ended.stderr.splitlines()) == 1
+    assert "Traceback" not in ended.stderr
+
+
+def test_a_report_that_cannot_be_written_leaves_the_earlier_one(run: RunFolder) -> None:
+    render(run.path)
+    before = run.index.read_bytes()
+    run.junit.unlink()
+    run.junit.mkdir()
+    with pytest.raises(SetupMissing, match=r"write\(path=.*junit.xml.*EISDIR") as caught:
+        render(run.path)
+    assert caught.value.errno == 21
+    assert run.index.read_bytes() == before
+    assert [path.name for path in run.path.iterdir() if path.name.startswith(".")] == []
+
+
+@needs(host.capability("CAP_SETUID"))
+@pytest.mark.parametrize("command", ["report", "qualify"])
+def test_no_permission_to_write_ends_with_3_and_one_line(run: RunFolder, tmp_path: Path, command: str) -> None:
+    for folder in (*reversed(tmp_path.parents[:2]), tmp_path, run.path):
+        folder.chmod(0o755)
+    told = {"report": [], "qualify": ["--output"]}[command]
+    words = [sys.executable, "-m", "gdrkit", command, *told, str(run.path)]
+    ended = subprocess.run(
+        [sys.executable, "-c", DROP.format(NOBODY), *words], capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 3, ended.stderr
+    assert "EACCES" in ended.stderr.splitlines()[-1]
+    assert "--output" in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert run.records.exists()
+
+
+def test_a_hostile_host_name_is_text_everywhere(run: RunFolder) -> None:
+    run.write_run(dataclasses.replace(run.read_run(), host=HOSTILE))
+    made = render(run.path)
+    assert "<script" not in made.index.read_text()
+    assert "<script" not in made.summary.read_text()
+    ET.parse(made.junit)  # noqa: S314 - our own document.
+    for file in (made.index, made.summary, made.metrics, made.junit):
+        text = file.read_text()
+        assert [sign for sign in "\x1b\x07\x9b\u202e" if sign in text] == [], file.name
+    # One line for each sample: the line end of the name began none.
+    assert [
+        line for line in made.metrics.read_text().splitlines() if line.startswith("# HELP") and "owned" in line
+    ] == []
+
+
+def test_a_hostile_name_reaches_no_terminal(tmp_path: Path) -> None:
+    folder = tmp_path / "x\x1b[2J"
+    folder.mkdir()
+    (folder / "run.json").write_text("{")
+    ended = gdrkit("report", folder)
+    assert ended.returncode == 2
+    assert "\x1b" not in ended.stderr + ended.stdout
+    assert "\\x1b[2J" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("node-7", "node-7"),
+        ("Zürich, 東京", "Zürich, 東京"),
+        ("a\tb\nc", "a\tb\nc"),
+        ("\x1b[31m", "\\x1b[31m"),
+        ("\x9b", "\\x9b"),
+        ("\u202eabc", "\\u202eabc"),
+        ("\ud800", "\\ud800"),
+        ("\U000e0041", "\\U000e0041"),
+    ],
+)
+def test_what_acts_on_a_terminal_is_shown(text: str, shown: str) -> None:
+    assert harmless(text) == shown
+
+
+def test_a_cell_is_one_line_without_bars_and_tags() -> None:
+    shown: Callable[[object], str] = cell
+    assert shown("a|b\n<b>`c` & GPU 0 <- NIC") == "a\\|b &lt;b>&#96;c&#96; &amp; GPU 0 <- NIC"
+
+
+def test_a_folder_that_is_a_file_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(SetupMissing, match=r"mkdir\(.*EEXIST"):
+        RunFolder(tmp_path / "file").make_empty()
+    assert (tmp_path / "file").stat().st_size == 0

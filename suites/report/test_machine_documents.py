@@ -1,0 +1,106 @@
+"""What machines read: report.json by its published schema, and a Prometheus text file that a collector takes."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from support.hosts import host_facts, host_records, write_run
+from support.json_schema import problems
+from support.records import facts_of, record_of
+
+from gdrkit.house import house
+from gdrkit.report import RunFolder, Verdict, read_records
+from gdrkit.report.render import render
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SAMPLE = re.compile(r'^gdrkit_[a-z_]+\{([a-z_]+="(?:[^"\\\n]|\\["\\n])*",?)*\} -?[0-9.e+-]+$')
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    facts = host_facts(gpus=2, nics=4)
+    return render(write_run(tmp_path_factory.mktemp("run"), facts, list(host_records(facts))))
+
+
+def document(folder: RunFolder) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(folder.report.read_bytes())
+    return found
+
+
+def schema(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((house().schemas / name).read_bytes())
+    return found
+
+
+def test_the_report_is_as_its_schema_says(folder: RunFolder) -> None:
+    assert list(problems(schema("report-1.json"), document(folder))) == []
+
+
+def test_its_schema_notices_what_is_missing_and_what_is_too_much(folder: RunFolder) -> None:
+    found = document(folder)
+    found["extra"] = found.pop("verdict")
+    found["routes"][0]["state"] = "fine"
+    told = sorted(problems(schema("report-1.json"), found))
+    assert [line.partition(":")[0] for line in told] == [
+        "$ has extra",
+        "$ lacks verdict",
+        "$.routes[0].state is none of ['proven', 'unproven', 'fell_back', 'not_possible']",
+    ]
+
+
+def test_records_with_files_and_uses_are_as_their_schema_says(folder: RunFolder) -> None:
+    lines = [json.loads(line) for line in folder.records.read_text().splitlines()]
+    assert [problem for line in lines for problem in problems(schema("record-1.json"), line)] == []
+    assert any(line["files"] for line in lines)
+
+
+def test_every_measurement_names_the_record_that_has_it(folder: RunFolder) -> None:
+    records = read_records(folder.records)
+    found = document(folder)["measurements"]
+    assert len(found) == 8 * 5
+    for item in found:
+        (origin,) = item["records"]
+        record = records[int(origin.removeprefix("records.jsonl:")) - 1]
+        assert (record.case, record.numbers[item["name"]]) == (item["case"], item["value"])
+
+
+def test_the_text_file_is_one_that_a_collector_takes(folder: RunFolder) -> None:
+    lines = folder.metrics.read_text().splitlines()
+    samples = [line for line in lines if not line.startswith("#")]
+    assert [line for line in samples if not SAMPLE.match(line)] == []
+    # No series twice, and every family introduced once, before its samples.
+    series = [line.rpartition(" ")[0] for line in samples]
+    assert len(set(series)) == len(series)
+    introduced = [line.split()[2] for line in lines if line.startswith("# TYPE")]
+    assert len(set(introduced)) == len(introduced)
+    assert {line.partition("{")[0] for line in samples} == set(introduced)
+    assert 'gdrkit_cases{host="node1",profile="any",verdict="fail"} 2' in lines
+
+
+def test_a_route_has_exactly_one_state(folder: RunFolder) -> None:
+    ones: dict[str, int] = {}
+    for line in folder.metrics.read_text().splitlines():
+        if line.startswith(("gdrkit_route{", "gdrkit_file_route{")):
+            labels, _, value = line.rpartition(" ")
+            route = re.sub(r',state="\w+"', "", labels)
+            ones[route] = ones.get(route, 0) + int(value)
+    assert len(ones) == 10
+    assert set(ones.values()) == {1}
+
+
+def test_a_case_that_ran_twice_is_one_series(tmp_path: Path) -> None:
+    twice = [record_of(numbers={"rate_gb_per_s": rate}, substrate={"cuda": "hardware"}) for rate in (1.0, 2.0)]
+    text = render(write_run(tmp_path, facts_of(), twice)).metrics.read_text()
+    assert text.count("gdrkit_measurement{") == 1
+
+
+def test_numbers_of_software_are_in_no_document(tmp_path: Path) -> None:
+    record = record_of(Verdict.PASS, numbers={"rate_gb_per_s": 387.25}, substrate={"cuda": "twin"})
+    made = render(write_run(tmp_path, facts_of(), [record]))
+    for file in (made.report, made.metrics, made.summary, made.junit, made.index):
+        assert "387.25" not in file.read_text()

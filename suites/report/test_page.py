@@ -1,0 +1,224 @@
+"""What a reader finds on the page: failures with a remedy, routes, a drawing, plots, what hardware would unlock."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import pytest
+from support.hosts import HARDWARE, host_facts, host_records
+from support.records import facts_of, record_of, run_of
+
+from gdrkit.report import CaseReason, ClaimedFile, ClaimedRoute, Verdict
+from gdrkit.report.drawing import make_drawing
+from gdrkit.report.figure import make_plot
+from gdrkit.report.limits import limit_gb_per_s, link_gb_per_s
+from gdrkit.report.render import render_html, render_markdown
+from gdrkit.report.routes import file_statuses, route_statuses
+from gdrkit.report.sweep import split_number, sweeps
+from gdrkit.report.unlock import locks
+
+if TYPE_CHECKING:
+    from gdrkit.report import Record
+
+MEBIBYTE = 1 << 20
+
+
+def page(records: list[Record]) -> str:
+    return render_html(run_of(), facts_of(), records)
+
+
+def test_every_link_of_the_page_leads_to_something_on_it() -> None:
+    facts = host_facts(gpus=8, nics=8)
+    text = render_html(run_of(), facts, list(host_records(facts)))
+    targets = set(re.findall(r' id="([^"]+)"', text))
+    links = re.findall(r' href="#([^"]+)"', text)
+    assert len(links) > 100
+    assert set(links) <= targets
+
+
+def test_a_page_of_64_routes_is_far_below_its_limit() -> None:
+    facts = host_facts(gpus=8, nics=8)
+    records = list(host_records(facts))
+    assert len(route_statuses(facts, records)) == 64
+    assert len(render_html(run_of(), facts, records).encode()) < 1_000_000
+
+
+def test_a_failure_has_its_remedy_and_leads_to_its_record() -> None:
+    reason = CaseReason("VerbsError: ibv_reg_mr gave EFAULT (14). To do: load nvidia-peermem")
+    text = page([record_of(), record_of(Verdict.FAIL, case="a.py::test_b", reasons=(reason,))])
+    (item,) = re.findall(r'<ol class="failures">.*?</ol>', text, re.DOTALL)
+    assert "ibv_reg_mr gave EFAULT (14)</p>" in item
+    assert "To do:</span> load nvidia-peermem" in item
+    assert '<a href="#r1">a.py::test_b</a>' in item
+
+
+def test_failures_of_one_cause_are_one() -> None:
+    reason = CaseReason("no memory")
+    failed = [record_of(Verdict.FAIL, case=f"a.py::test_{number}", reasons=(reason,)) for number in range(7)]
+    text = page(failed)
+    assert text.count('<p class="what">') == 1
+    assert "and 2 more" in text
+    assert "gdrkit qualify -k test_0 --seed 1" in text
+
+
+def test_without_a_failure_there_is_no_such_section() -> None:
+    assert "Failures" not in page([record_of()])
+
+
+@pytest.mark.parametrize(
+    ("way", "fell_back", "substrate", "state"),
+    [
+        ("nvfs", None, {"cuda": "hardware", "cufile": "hardware"}, "proven"),
+        ("nvfs", None, {"cuda": "hardware", "cufile": "twin"}, "unproven"),
+        ("engine", None, {"cuda": "hardware", "cufile": "hardware"}, "unproven"),
+        ("posix", "no O_DIRECT", {"cuda": "hardware", "cufile": "hardware"}, "fell_back"),
+        ("engine", "no nvidia-fs", {"cuda": "hardware"}, "fell_back"),
+        ("engine", "no nvidia-fs", {"cuda": "twin"}, "unproven"),
+    ],
+)
+def test_a_mount_is_proven_only_by_a_direct_way_on_hardware(
+    way: str, fell_back: str | None, substrate: dict[str, str], state: str
+) -> None:
+    record = record_of(files=(ClaimedFile(0, "/data", way, fell_back),), substrate=substrate)
+    (status,) = file_statuses(facts_of(), [record])
+    assert status.state.value == state
+    assert bool(status.cause) is (state != "proven")
+    assert f"GPU 0 &lt;- files of /data by {way}" in page([record])
+
+
+def test_the_drawing_has_every_device_at_its_memory_node_and_every_pair() -> None:
+    facts = host_facts(gpus=8, nics=8)
+    drawn = make_drawing(facts, route_statuses(facts, list(host_records(facts))))
+    assert drawn is not None
+    assert [node.label for node in drawn.nodes] == ["memory node 0", "memory node 1"]
+    assert (len(drawn.boxes), len(drawn.links)) == (16, 64)
+    for box in drawn.boxes:
+        node = drawn.nodes[box.place.numa_node or 0]
+        assert node.y < box.y
+        assert box.y + drawn.box_height <= node.y + node.height
+    assert drawn.links[-1].state == "fell_back"
+
+
+def test_a_host_without_devices_is_not_drawn() -> None:
+    assert make_drawing(facts_of(), ()) is None
+
+
+def test_a_sweep_is_a_plot_with_its_limit_and_its_values() -> None:
+    facts = host_facts(gpus=1, nics=1)
+    (sweep,) = sweeps(host_records(facts), facts)
+    assert [(line.name, line.is_bound, line.points[0].value) for line in sweep.lines] == [
+        ("host to device", False, 13.75),
+        ("device to host", False, 13.375),
+        ("limit of the link", True, 63.0),
+    ]
+    plot = make_plot(sweep)
+    first = plot.curves[0]
+    assert (first.marks[0].x, first.marks[-1].x) == (plot.left, plot.right)
+    assert [row[0] for row in plot.rows] == ["64 KiB", "1 MiB", "16 MiB", "256 MiB"]
+    assert plot.rows[-1][1][0][0] == "55"
+    # From zero, and nothing above the picture.
+    assert plot.values[0].at == plot.bottom
+    assert all(plot.top <= mark.high <= mark.y <= mark.low <= plot.bottom for mark in first.marks)
+
+
+def test_numbers_by_depth_are_a_plot_of_their_own() -> None:
+    numbers = {f"depth_{depth}_gb_per_s_median": depth / 2 for depth in (1, 4, 16)}
+    case = "rdma.py::test_by_depth[write-dmabuf]"
+    (sweep,) = sweeps([record_of(case=case, numbers=numbers, substrate=HARDWARE)], facts_of())
+    (line,) = sweep.lines
+    assert (sweep.over, line.name) == ("depth", "write dmabuf")
+    assert [(point.at, point.value) for point in line.points] == [(1, 0.5), (4, 2.0), (16, 8.0)]
+    assert [row[0] for row in make_plot(sweep).rows] == ["1", "4", "16"]
+
+
+def test_the_bounds_by_which_a_case_judged_its_numbers_are_drawn() -> None:
+    def measured(size: str, apis: list[str]) -> Record:
+        judged = [{"number": "rate_gb_per_s_median", "bound": bound} for bound in (50.0, 63.0)]
+        return record_of(
+            case=f"a.py::test_a[{size}]",
+            numbers={"rate_gb_per_s_median": 55.0},
+            substrate={"cuda": "hardware", "verbs": "twin"},
+            evidence={"judged": [*judged, {"number": "other", "bound": 1.0}, "foreign"], "measured_apis": apis},
+        )
+
+    (sweep,) = sweeps([measured(size, ["cuda"]) for size in ("1MiB", "2MiB")], facts_of())
+    assert [(line.name, line.is_bound, line.points[0].value) for line in sweep.lines] == [
+        ("GB/s", False, 55.0),
+        ("at least", True, 50.0),
+        ("at most", True, 63.0),
+    ]
+    assert sweeps([measured(size, ["cuda", "verbs"]) for size in ("1MiB", "2MiB")], facts_of()) == ()
+
+
+def test_a_route_is_bounded_by_the_slower_of_its_links() -> None:
+    facts = host_facts(gpus=1, nics=1)
+    route = record_of(routes=(ClaimedRoute(0, "mlx5_0", "dmabuf"),))
+    assert limit_gb_per_s(route, facts) == 50.0
+    assert limit_gb_per_s(record_of(), facts) is None
+    assert limit_gb_per_s(route, facts_of()) is None
+
+
+@pytest.mark.parametrize(
+    ("speed", "width", "rate"),
+    [
+        ("32.0 GT/s PCIe", "16", 63.0),
+        ("16.0 GT/s PCIe", "16", 31.5),
+        ("5.0 GT/s PCIe", "4", 2.0),
+        ("Unknown", "16", None),
+        (None, None, None),
+        ("32.0 GT/s PCIe", "63?", None),
+        ("7.0 GT/s", "1", None),
+    ],
+)
+def test_what_a_link_carries(speed: str | None, width: str | None, rate: float | None) -> None:
+    assert link_gb_per_s(speed, width) == rate
+
+
+def test_numbers_of_software_make_no_plot() -> None:
+    numbers = {"rate_gb_per_s_median": 3.0}
+    cases = [f"a.py::test_a[{size}]" for size in ("1MiB", "2MiB")]
+    for substrate, uses, count in (
+        (HARDWARE, (), 1),
+        ({"cuda": "hardware", "verbs": "twin"}, (), 0),
+        ({"cuda": "hardware", "verbs": "twin"}, ("cuda",), 1),
+        ({"cuda": "hardware", "verbs": "twin"}, ("cuda", "verbs"), 0),
+        ({}, ("cuda",), 0),
+    ):
+        records = [record_of(case=case, numbers=numbers, substrate=substrate, uses=uses) for case in cases]
+        assert len(sweeps(records, facts_of())) == count, (substrate, uses)
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("rate_gb_per_s_median", ("rate", "gb_per_s", "median", 1)),
+        ("latency_us_p99", ("latency", "us", "p99", -1)),
+        ("read_s_per_gib", ("read", "s_per_gib", "", -1)),
+        ("direct_over_by_host_ratio", ("direct_over_by_host", "ratio", "", 0)),
+        ("rounds_count", ("rounds", "count", "", 0)),
+    ],
+)
+def test_a_number_says_its_unit_and_which_way_is_better(name: str, parts: tuple[str, str, str, int]) -> None:
+    found = split_number(name)
+    assert (found.base, found.unit, found.statistic, found.better) == parts
+
+
+def test_what_did_not_run_names_the_hardware_that_would_unlock_it() -> None:
+    loaded = {"verbs": "twin", "cuda": "twin", "hlthunk": "twin"}
+    records = [
+        record_of(substrate=loaded, uses=("cuda", "verbs")),
+        record_of(Verdict.NOT_RUN, reasons=(CaseReason("2 needed", need="cuda.device(count_min=2)", foreseen=True),)),
+    ]
+    *_, unlock = locks(records)
+    found = {lock.what: (lock.key, lock.ran, len(lock.cases)) for lock in locks(records)}
+    assert found == {
+        "cuda.device(count_min=2)": ("that many NVIDIA GPUs in one host, with their driver", False, 1),
+        "cuda": ("an NVIDIA GPU with its driver", True, 1),
+        "verbs": ("an RDMA NIC with an active port", True, 1),
+        "throughput": (unlock.key, False, 0),
+    }
+    measured = record_of(numbers={"rate_gb_per_s": 1.0}, substrate=HARDWARE)
+    assert [lock.what for lock in locks([measured])] == []
+    for text in (page(records), render_markdown(run_of(), facts_of(), records)):
+        assert "an RDMA NIC with an active port" in text

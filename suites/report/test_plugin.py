@@ -1,0 +1,134 @@
+"""The pytest plugin in the project of a user: asleep until it is woken, and then only about cases that ask for it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from typing import TYPE_CHECKING
+
+import pytest
+from support.records import facts_of
+
+from gdrkit.report import Record, Verdict, read_records
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MIXED = """
+import os, pytest
+from gdrkit.harness.needs import cuda, host, needs, verbs
+
+def test_of_its_own():
+    os.open("/dev/null", os.O_RDONLY)
+
+def test_that_skips_itself():
+    pytest.skip("not today")
+
+@pytest.mark.xfail
+def test_that_is_known_to_fail():
+    assert False
+
+@needs(verbs.nic(), cuda.device(count_min=4))
+def test_with_needs(nic): ...
+
+@needs(host.module("json"))
+def test_whose_needs_are_met(evidence, seed):
+    evidence.number("time_ms", 1.5)
+    assert seed >= 0
+"""
+SKIPS = """
+import os, pytest
+from gdrkit.harness.needs import host, needs
+
+@needs(host.module("json"))
+def test_skips_all_the_same():
+    pytest.skip("hides something")
+
+@needs(host.module("json"))
+def test_leaves_a_descriptor_open():
+    os.open("/dev/null", os.O_RDONLY)
+"""
+
+
+def pytest_in(project: Path, source: str, *options: str) -> subprocess.CompletedProcess[str]:
+    """Run pytest in a project outside of the checkout, as its user would, with no other plugin than ours."""
+    (project / "test_project.py").write_text(textwrap.dedent(source))
+    (project / "facts.json").write_text(facts_of().to_json())
+    command = [sys.executable, "-m", "pytest", "-p", "gdrkit.harness.user", "-p", "no:cacheprovider", "-v", *options]
+    variables = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    return subprocess.run(
+        command, cwd=project, env={**os.environ, **variables}, capture_output=True, text=True, check=False
+    )
+
+
+def woken(project: Path, source: str, *options: str) -> tuple[subprocess.CompletedProcess[str], dict[str, Record]]:
+    settings = "[tool.pytest.ini_options]\ngdrkit = true\naddopts = '--strict-markers --strict-config'\n"
+    (project / "pyproject.toml").write_text(settings)
+    options = ("--gdrkit-facts", "facts.json", "--gdrkit-records", "records.jsonl", *options)
+    ended = pytest_in(project, source, *options)
+    file = project / "records.jsonl"
+    found = {record.case.partition("::")[2]: record for record in (read_records(file) if file.exists() else ())}
+    return ended, found
+
+
+def test_it_looks_after_the_cases_that_ask_for_it_and_leaves_others_alone(tmp_path: Path) -> None:
+    ended, records = woken(tmp_path, MIXED)
+    assert ended.returncode == 0, ended.stdout
+    counted = re.findall(r"(\d+) (passed|skipped|xfailed|not run|failed)", ended.stdout.splitlines()[-1])
+    assert sorted(counted) == [("1", "not run"), ("1", "skipped"), ("1", "xfailed"), ("2", "passed")]
+    assert "verbs.nic(count_min=1): verbs was not asked" in ended.stdout
+    assert {name: record.verdict for name, record in records.items()} == {
+        "test_with_needs": Verdict.NOT_RUN,
+        "test_whose_needs_are_met": Verdict.PASS,
+    }
+    assert records["test_whose_needs_are_met"].numbers == {"time_ms": 1.5}
+
+
+def test_with_a_profile_what_nobody_foresaw_fails_the_run(tmp_path: Path) -> None:
+    # The profile of any machine foresees everything; a profile that does not fit is said.
+    ended, _ = woken(tmp_path, MIXED, "--gdrkit-profile", "any")
+    assert ended.returncode == 0, ended.stdout
+    ended, _ = woken(tmp_path, MIXED, "--gdrkit-profile", "never")
+    assert ended.returncode == 4
+    assert "never" in ended.stderr
+
+
+def test_a_case_with_needs_may_neither_skip_itself_nor_leave_something_open(tmp_path: Path) -> None:
+    ended, records = woken(tmp_path, SKIPS)
+    assert ended.returncode == 1
+    assert {record.verdict for record in records.values()} == {Verdict.FAIL}
+    assert "the case skipped itself" in records["test_skips_all_the_same"].reasons[0].text
+    assert "still open" in records["test_leaves_a_descriptor_open"].reasons[0].text
+
+
+@pytest.mark.parametrize("option", ["--gdrkit", None])
+def test_asleep_it_says_so_where_a_case_declares_a_need(tmp_path: Path, option: str | None) -> None:
+    ended = pytest_in(tmp_path, MIXED, *(["--gdrkit", "--gdrkit-facts=facts.json"] if option else []))
+    if option:
+        assert ended.returncode == 0, ended.stdout
+        return
+    assert ended.returncode == 4
+    assert "declares needs of gdrkit, and its plugin is off" in ended.stderr
+    assert "gdrkit = true" in ended.stderr
+
+
+def test_asleep_it_changes_nothing_for_a_project_that_never_heard_of_it(tmp_path: Path) -> None:
+    source = "import pytest\n@pytest.mark.needs('coffee')\ndef test_a(): ...\ndef test_b(device): ...\n"
+    ended = pytest_in(tmp_path, source)
+    assert ended.returncode == 1
+    assert "fixture 'device' not found" in ended.stdout
+    assert "1 passed, 1 error" in ended.stdout
+
+
+def test_asleep_it_loads_nothing_but_itself(tmp_path: Path) -> None:
+    source = """
+        import sys
+        def test_loaded():
+            rooms = {name.split(".")[1] for name in sys.modules if name.startswith("gdrkit.")}
+            assert rooms == {"harness"}
+    """
+    ended = pytest_in(tmp_path, source)
+    assert ended.returncode == 0, ended.stdout

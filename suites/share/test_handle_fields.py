@@ -1,0 +1,100 @@
+"""The bytes of a handle: what the documents say, and nothing else is taken."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+from support.sharing import flipped, refusal, sample
+
+from gdrkit import cuda, pattern
+from gdrkit.errors import GdrkitError, Reason, UsageError
+from gdrkit.harness.needs import cuda as cuda_needs
+from gdrkit.harness.needs import needs
+from gdrkit.registration.gdr_handle import export_gdr
+from gdrkit.registration.handle import SHARE_HANDLE_BYTES, ShareHandle, ShareKind
+from gdrkit.registration.share import (
+    export_memory,
+)
+from gdrkit.units import MIB
+
+if TYPE_CHECKING:
+    from gdrkit.cuda import Device
+
+IPC = needs(cuda_needs.device(), cuda_needs.ipc)
+
+
+def refusal_of_bytes(data: bytes) -> GdrkitError:
+    error = refusal(ShareHandle.parse, data)
+    assert type(error) is UsageError
+    assert error.reason is Reason.MALFORMED
+    return error
+
+
+@IPC
+def test_a_handle_is_what_the_documents_say(device: Device, seed: int) -> None:
+    with device.allocate(MIB) as memory:
+        data = export_memory(memory, kind=ShareKind.IPC, offset_bytes=4096, length_bytes=100).data
+        assert len(data) == SHARE_HANDLE_BYTES == 192
+        assert data[:16] == b"GDRSHARE\x01\x00\x01\x00\xc0\x00\x00\x00"
+        sizes = [int.from_bytes(data[at : at + 8], "little") for at in (16, 24, 32, 40, 48, 56)]
+        assert sizes == [MIB, 4096, 100, 0, 0, 0]
+        assert int.from_bytes(data[96:100], "little") == os.getpid()
+        assert data[112:176] == cuda.export_handle(memory) == export_gdr(memory)[:64]
+        memory.write(pattern.payload(16, seed=seed))
+
+
+@pytest.mark.parametrize("length", [0, 1, 80, SHARE_HANDLE_BYTES - 1, SHARE_HANDLE_BYTES + 1, 4096])
+def test_a_handle_of_another_length_is_refused(length: int) -> None:
+    refusal_of_bytes((sample().pack() * 30)[:length])
+
+
+def test_every_single_flipped_bit_is_refused() -> None:
+    data = sample().pack()
+    for bit in range(8 * SHARE_HANDLE_BYTES):
+        refusal_of_bytes(flipped(data, bit))
+
+
+def test_another_version_is_named() -> None:
+    data = sample().pack()
+    error = refusal_of_bytes(data[:8] + b"\x02\x00" + data[10:])
+    assert "version 2" in error.message
+
+
+WRONG_FIELDS = [
+    pytest.param({"length_bytes": 0}, id="empty"),
+    pytest.param({"allocation_bytes": 0}, id="no-allocation"),
+    pytest.param({"length_bytes": MIB}, id="beyond-the-end"),
+    pytest.param({"offset_bytes": (1 << 64) - 4096}, id="offset-that-would-wrap"),
+    pytest.param({"length_bytes": (1 << 64) - 4096}, id="length-that-would-wrap"),
+    pytest.param({"allocation_bytes": 1 << 63}, id="allocation-above-half"),
+    pytest.param({"ipc": bytes(64)}, id="empty-ipc"),
+    pytest.param({"address": 4096}, id="address-in-ipc"),
+    pytest.param({"descriptor_count": 1}, id="descriptor-in-ipc"),
+    pytest.param({"chunk_bytes": MIB}, id="chunk-in-ipc"),
+    pytest.param({"device_uuid": bytes(16)}, id="no-device"),
+    pytest.param({"kind": ShareKind.DMABUF, "ipc": bytes(64), "descriptor_count": 1}, id="dmabuf-without-address"),
+    pytest.param(
+        {"kind": ShareKind.DMABUF, "ipc": bytes(64), "descriptor_count": 1, "address": (1 << 64) - 4096},
+        id="dmabuf-beyond-all-addresses",
+    ),
+    pytest.param(
+        {"kind": ShareKind.DMABUF, "ipc": bytes(64), "descriptor_count": 1, "address": 8191}, id="dmabuf-askew"
+    ),
+    pytest.param(
+        {"kind": ShareKind.VMM, "ipc": bytes(64), "descriptor_count": 254, "chunk_bytes": 4096}, id="too-many-chunks"
+    ),
+    pytest.param(
+        {"kind": ShareKind.VMM, "ipc": bytes(64), "descriptor_count": 2, "chunk_bytes": MIB}, id="chunks-of-another-sum"
+    ),
+    pytest.param(
+        {"kind": ShareKind.VMM, "ipc": bytes(64), "descriptor_count": 2, "chunk_bytes": MIB // 2}, id="unused-chunk"
+    ),
+    pytest.param({"kind": ShareKind.VMM, "ipc": bytes(64), "descriptor_count": 1, "chunk_bytes": 0}, id="no-chunk"),
+]
+
+
+@pytest.mark.parametrize("changes", WRONG_FIELDS)
+def test_fields_that_cannot_be_true_are_refused(changes: dict[str, object]) -> None:
+    assert refusal(sample, **changes).reason is Reason.MALFORMED

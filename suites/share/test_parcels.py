@@ -1,0 +1,60 @@
+"""What comes through a socket instead of a parcel, and where a parcel does not arrive."""
+
+from __future__ import annotations
+
+import array
+import socket
+import tempfile
+
+from support.sharing import refusal, sample
+
+from gdrkit.errors import BrokenResource, Reason
+from gdrkit.registration.handle import SHARE_HANDLE_BYTES
+from gdrkit.registration.parcel import Parcel, receive
+
+
+def send_raw(data: bytes, count: int) -> socket.socket:
+    """A socket on which these bytes wait with so many descriptors, and whose other end is closed."""
+    ours, theirs = socket.socketpair()
+    with theirs, tempfile.TemporaryFile() as file:
+        if data:
+            socket.send_fds(theirs, [data], [file.fileno()] * count)
+    return ours
+
+
+def test_a_message_that_is_no_parcel_is_refused_and_its_descriptors_are_closed() -> None:
+    right = sample().pack()
+    messages = [
+        (b"", 0, Reason.PEER_GONE),
+        (right[:100], 0, Reason.PEER_GONE),
+        (right[:100], 3, Reason.PEER_GONE),
+        (b"x" * SHARE_HANDLE_BYTES, 253, Reason.MALFORMED),
+        (right, 1, Reason.MALFORMED),
+    ]
+    for data, count, reason in messages:
+        with send_raw(data, count) as connection:
+            assert refusal(receive, connection).reason is reason
+
+
+def test_descriptors_over_two_parts_are_counted_together() -> None:
+    right = sample().pack()
+    ours, theirs = socket.socketpair()
+    with ours, theirs, tempfile.TemporaryFile() as file:
+        for part in (right[:10], right[10:]):
+            theirs.sendmsg([part], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [file.fileno()] * 200))])
+        assert refusal(receive, ours).reason is Reason.MALFORMED
+
+
+def test_a_silent_sender_is_given_up() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        error = refusal(receive, ours, timeout_ms=10)
+        assert (type(error), error.reason) == (BrokenResource, Reason.TIMEOUT)
+
+
+def test_a_parcel_goes_nowhere_when_the_other_side_is_closed() -> None:
+    ours, theirs = socket.socketpair()
+    theirs.close()
+    with ours:
+        error = refusal(Parcel(sample().pack()).send, ours)
+        assert (type(error), error.reason) == (BrokenResource, Reason.PEER_GONE)

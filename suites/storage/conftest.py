@@ -1,0 +1,36 @@
+"""The fixtures of the storage cases: a server with an empty store, and memory of the kind that the case is about."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from support.storage import Memory, Service, serving
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from gdrkit.storage.client import StorageClient
+
+__all__ = ["client", "memory", "service"]
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[Service]:
+    """A server over TCP with an empty store."""
+    with serving(tmp_path / "store", tmp_path / "log", "--listen", "127.0.0.1:0") as found:
+        yield found
+
+
+@pytest.fixture
+def client(service: Service) -> Iterator[StorageClient]:
+    """A client by all NICs."""
+    with service.connect() as found:
+        yield found
+
+
+@pytest.fixture
+def memory(request: pytest.FixtureRequest) -> Memory:
+    """Memory of the kind that the parameter says; see ``support.storage.KINDS``."""
+    return Memory(device=request.getfixturevalue("device") if request.param == "device" else None)

@@ -1,0 +1,153 @@
+"""Checksums of chunks: a real corruption is an error, and nothing else is one."""
+
+from __future__ import annotations
+
+import errno
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+from support.storage import serving
+
+from gdrkit.errors import ApiError
+from gdrkit.harness.needs import needs, verbs
+from gdrkit.units import KIB
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from support.storage import Service
+
+    from gdrkit.storage.client import StorageClient, StorageFile
+
+SIZE = 64 * KIB
+
+
+def write(client: StorageClient, file: StorageFile, data: bytes | bytearray, *, offset_bytes: int = 0) -> None:
+    with client.register(bytearray(data)) as buffer:
+        file.write(buffer, offset_bytes=offset_bytes)
+
+
+def read(client: StorageClient, file: StorageFile, *, offset_bytes: int, length_bytes: int) -> bytes:
+    target = bytearray(length_bytes)
+    with client.register(target) as buffer:
+        moved = file.read(buffer, offset_bytes=offset_bytes)
+    return bytes(target[: moved.length_bytes])
+
+
+def corrupt(path: Path, offset_bytes: int) -> None:
+    """Change a byte as a disk would: the times of the file stay."""
+    before = path.stat()
+    with path.open("r+b") as file:
+        file.seek(offset_bytes)
+        byte = file.read(1)
+        file.seek(offset_bytes)
+        file.write(bytes([byte[0] ^ 1]))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+@needs(verbs.nic())
+def test_bytes_that_are_not_those_that_were_written_are_an_error_of_that_operation(
+    service: Service, client: StorageClient
+) -> None:
+    data = os.urandom(SIZE)
+    with client.open("file", write=True, create=True) as file:
+        write(client, file, data)
+        corrupt(service.root / "file", 5 * 4 * KIB + 17)
+        for offset, length in ((0, SIZE), (5 * 4 * KIB, 1), (6 * 4 * KIB - 1, 1)):
+            with pytest.raises(ApiError) as refused:
+                read(client, file, offset_bytes=offset, length_bytes=length)
+            assert refused.value.errno == errno.EIO
+        # Changing a part of the chunk would give the rest a good name.
+        with pytest.raises(ApiError) as refused:
+            write(client, file, b"x", offset_bytes=5 * 4 * KIB)
+        assert refused.value.errno == errno.EIO
+        # The other chunks, and the session, are as they were.
+        assert read(client, file, offset_bytes=0, length_bytes=5 * 4 * KIB) == data[: 5 * 4 * KIB]
+        assert read(client, file, offset_bytes=6 * 4 * KIB, length_bytes=SIZE) == data[6 * 4 * KIB :]
+        assert client.statistics()["corruptions"] == 4
+        assert service.said().count("not what was written") == 4
+        write(client, file, data[5 * 4 * KIB :][: 4 * KIB], offset_bytes=5 * 4 * KIB)
+        assert read(client, file, offset_bytes=0, length_bytes=SIZE) == data
+
+
+@needs(verbs.nic())
+def test_a_change_past_the_server_is_no_corruption(service: Service, client: StorageClient) -> None:
+    data = bytearray(os.urandom(SIZE))
+    with client.open("file", write=True, create=True) as file:
+        write(client, file, data)
+        with (service.root / "file").open("r+b") as plain:
+            plain.seek(20_000)
+            plain.write(b"changed")
+            data[20_000:20_007] = b"changed"
+        assert read(client, file, offset_bytes=0, length_bytes=SIZE) == data
+        assert client.statistics()["outside_changes"] == 1
+        # What the server writes from here on has sums again, and a change beside it is noticed before.
+        write(client, file, b"again", offset_bytes=20_000)
+        data[20_000:20_005] = b"again"
+        assert read(client, file, offset_bytes=0, length_bytes=SIZE) == data
+        (service.root / "file").write_bytes(b"short")
+        write(client, file, b"!", offset_bytes=5)
+        assert read(client, file, offset_bytes=0, length_bytes=100) == b"short!"
+        assert client.statistics()["corruptions"] == 0
+
+
+@needs(verbs.nic())
+def test_sums_survive_the_server_and_belong_to_one_file(tmp_path: Path) -> None:
+    data = os.urandom(SIZE + 100)
+    with serving(tmp_path / "store", tmp_path / "log", "--listen", "127.0.0.1:0") as service:
+        with service.connect() as client, client.open("file", write=True, create=True) as file:
+            write(client, file, data)
+        service.kill()
+    corrupt(tmp_path / "store" / "file", SIZE + 99)
+    again = serving(tmp_path / "store", tmp_path / "log", "--listen", "127.0.0.1:0")
+    with again as service, service.connect() as client:
+        with client.open("file") as file:
+            assert read(client, file, offset_bytes=0, length_bytes=SIZE) == data[:SIZE]
+            with pytest.raises(ApiError) as refused:
+                read(client, file, offset_bytes=SIZE, length_bytes=100)
+            assert refused.value.errno == errno.EIO
+        # Another file in its place, perhaps with its inode, has nothing of it.
+        (service.root / "file").unlink()
+        (service.root / "file").write_bytes(bytes(SIZE))
+        with client.open("file") as file:
+            assert read(client, file, offset_bytes=0, length_bytes=SIZE) == bytes(SIZE)
+
+
+@needs(verbs.nic())
+def test_truncating_and_punching_keep_the_sums_right(service: Service, client: StorageClient) -> None:
+    data = bytearray(os.urandom(SIZE))
+    with client.open("file", write=True, create=True) as file:
+        write(client, file, data)
+        file.truncate(30_000)
+        assert read(client, file, offset_bytes=0, length_bytes=SIZE) == data[:30_000]
+        file.truncate(50_000)
+        data[30_000:] = bytes(20_000)
+        assert read(client, file, offset_bytes=0, length_bytes=SIZE) == data
+        write(client, file, b"tail", offset_bytes=60_000)
+        data[50_000:] = bytes(10_000) + b"tail"
+        assert read(client, file, offset_bytes=0, length_bytes=SIZE) == data
+        file.punch_hole((100, 200), (4_000, 20_000), (59_999, 1 << 40))
+        data[100:200] = bytes(100)
+        data[4_000:20_000] = bytes(16_000)
+        data[59_999:] = bytes(len(data) - 59_999)
+        assert read(client, file, offset_bytes=0, length_bytes=SIZE) == data
+        assert (service.root / "file").read_bytes() == data
+        corrupt(service.root / "file", 3_999)
+        with pytest.raises(ApiError) as refused:
+            read(client, file, offset_bytes=0, length_bytes=1)
+        assert refused.value.errno == errno.EIO
+        assert client.statistics()["outside_changes"] == 0
+
+
+@needs(verbs.nic())
+def test_setting_times_through_the_server_hides_no_corruption(service: Service, client: StorageClient) -> None:
+    from gdrkit.storage import messages as ask
+
+    with client.open("file", write=True, create=True) as file:
+        write(client, file, bytes(SIZE))
+        client.request(ask.Utimens("file", modification_time_ns=10**18), ask.FileStat)
+        corrupt(service.root / "file", 0)
+        with pytest.raises(ApiError) as refused:
+            read(client, file, offset_bytes=0, length_bytes=1)
+        assert refused.value.errno == errno.EIO

@@ -1,0 +1,156 @@
+"""Files into memory and back: every size, odd places, the end of the file, holes; every byte is looked at."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+from typing import TYPE_CHECKING
+
+import pytest
+from support.storage import KINDS
+
+from gdrkit.errors import ApiError
+from gdrkit.harness.needs import needs, verbs
+from gdrkit.storage.checksum import crc32c
+from gdrkit.storage.client import IORequest
+from gdrkit.units import KIB, MIB
+
+if TYPE_CHECKING:
+    from support.storage import Memory, Service
+
+    from gdrkit.storage.client import StorageClient
+    from gdrkit.verbs import Nic
+
+SIZES = [
+    pytest.param(1, 0, id="1B"),
+    pytest.param(1, 4095, id="1B-at-4095"),
+    pytest.param(4 * KIB, 0, id="4KiB"),
+    pytest.param(4 * KIB, 4096 * 3 + 1, id="4KiB-odd"),
+    pytest.param(4 * KIB + 1, 511, id="4KiB+1"),
+    pytest.param(256 * KIB, 4095, id="256KiB-odd"),
+    pytest.param(MIB + 3, 3, id="1MiB+3"),
+    pytest.param(64 * MIB, 12345, id="64MiB"),
+]
+
+
+@pytest.mark.parametrize("memory", KINDS, indirect=True)
+@pytest.mark.parametrize(("size", "offset"), SIZES)
+def test_what_is_written_is_in_the_file_and_is_read_back(
+    service: Service, client: StorageClient, memory: Memory, size: int, offset: int
+) -> None:
+    data = os.urandom(size)
+    with client.open("file", write=True, create=True) as file:
+        with memory.holding(client, data) as buffer:
+            assert file.write(buffer, offset_bytes=offset).length_bytes == size
+        assert (service.root / "file").read_bytes() == bytes(offset) + data
+        with memory.holding(client, b"\xa5" * size) as buffer:
+            assert file.read(buffer, offset_bytes=offset).length_bytes == size
+            assert memory.bytes_of(buffer) == data
+    assert client.statistics()["corruptions"] == 0
+
+
+@pytest.mark.qualify
+@pytest.mark.parametrize("memory", KINDS, indirect=True)
+def test_the_end_of_a_file_is_a_short_read(service: Service, client: StorageClient, memory: Memory) -> None:
+    data = os.urandom(300 * KIB + 7)
+    (service.root / "file").write_bytes(data)
+    with client.open("file") as file, memory.holding(client, b"\xa5" * MIB) as buffer:
+        assert file.read(buffer, offset_bytes=100).length_bytes == len(data) - 100
+        found = memory.bytes_of(buffer)
+        assert found[: len(data) - 100] == data[100:]
+        assert set(found[len(data) - 100 :]) == {0xA5}
+        assert file.read(buffer, offset_bytes=len(data)).length_bytes == 0
+        assert file.read(buffer, offset_bytes=1 << 50).length_bytes == 0
+
+
+@pytest.mark.qualify
+@pytest.mark.parametrize("memory", KINDS, indirect=True)
+def test_holes_are_zeros_and_are_refused_where_they_may_not_be(
+    service: Service, client: StorageClient, memory: Memory
+) -> None:
+    data = os.urandom(MIB)
+    with (service.root / "file").open("wb") as plain:
+        plain.write(data)
+        plain.seek(3 * MIB)
+        plain.write(data)
+        plain.truncate(5 * MIB + 5)
+    with client.open("file") as file, memory.holding(client, b"\xa5" * (5 * MIB + 5)) as buffer:
+        moved = file.read(buffer, offset_bytes=0)
+        assert moved.length_bytes == 5 * MIB + 5
+        assert memory.bytes_of(buffer) == data + bytes(2 * MIB) + data + bytes(MIB + 5)
+        # Those of a device did not travel.
+        assert moved.hole_bytes == (3 * MIB + 5 if buffer.is_device_memory else 0)
+        with pytest.raises(ApiError) as refused:
+            file.read(buffer, offset_bytes=0, forbid_holes=True)
+        assert refused.value.errno == errno.ENODATA
+        part = buffer.subrange(offset_bytes=0, length_bytes=MIB)
+        assert file.read(part, offset_bytes=3 * MIB, forbid_holes=True).length_bytes == MIB
+
+
+@pytest.mark.parametrize("memory", KINDS, indirect=True)
+def test_a_batch_of_small_transfers_at_random_places(
+    service: Service, client: StorageClient, memory: Memory, seed: int
+) -> None:
+    chance = random.Random(seed)
+    content = bytearray(os.urandom(2 * MIB))
+    (service.root / "file").write_bytes(content)
+    with client.open("file", write=True) as file, memory.holding(client, os.urandom(MIB)) as buffer:
+        source = memory.bytes_of(buffer)
+        writes = []
+        for index in range(128):
+            length, place = chance.randint(1, 8 * KIB), index * 16 * KIB + chance.randint(0, 8 * KIB)
+            begin = chance.randint(0, MIB - length)
+            writes.append(IORequest(file, place, buffer.subrange(offset_bytes=begin, length_bytes=length)))
+            content[place : place + length] = source[begin : begin + length]
+        client.batch_write(writes)
+        assert (service.root / "file").read_bytes() == content
+        reads = [
+            IORequest(file, 16 * KIB * place + 1, buffer.subrange(offset_bytes=4 * KIB * place, length_bytes=4 * KIB))
+            for place in range(100)
+        ]
+        client.batch_read(reads)
+        found = memory.bytes_of(buffer)
+        for place in range(100):
+            assert found[4 * KIB * place :][: 4 * KIB] == content[16 * KIB * place + 1 :][: 4 * KIB]
+
+
+@pytest.mark.parametrize("memory", KINDS, indirect=True)
+def test_the_server_says_the_checksum_of_a_write(client: StorageClient, memory: Memory) -> None:
+    data = os.urandom(300 * KIB)
+    with client.open("file", write=True, create=True) as file, memory.holding(client, data) as buffer:
+        moved = file.write(buffer, offset_bytes=1)
+        assert moved.checksums == ((crc32c(data),) if buffer.is_device_memory else ())
+
+
+@needs(verbs.nic(count_min=2))
+def test_each_nic_of_a_client_is_a_lane(service: Service, nics: tuple[Nic, ...]) -> None:
+    data = os.urandom(8 * MIB)
+    (service.root / "file").write_bytes(data)
+    for chosen in (nics, nics[:1], nics[1:], nics[::-1]):
+        with service.connect(*chosen) as client, client.open("file") as file:
+            target = bytearray(len(data))
+            with client.register(target) as buffer:
+                parts = [
+                    IORequest(file, at, buffer.subrange(offset_bytes=at, length_bytes=MIB))
+                    for at in range(0, len(data), MIB)
+                ]
+                client.batch_read(parts)
+            assert target == data
+            assert len(client.nics) == len(chosen)
+
+
+@pytest.mark.qualify
+@needs(verbs.nic())
+def test_two_clients_write_and_read_the_same_file(service: Service) -> None:
+    with service.connect() as first, service.connect() as second:
+        with first.open("file", write=True, create=True) as writing, second.open("file") as reading:
+            for round_number in range(20):
+                data = os.urandom(10_000)
+                with first.register(bytearray(data)) as buffer:
+                    writing.write(buffer, offset_bytes=round_number * 5_000)
+                target = bytearray(10_000)
+                with second.register(target) as buffer:
+                    assert reading.read(buffer, offset_bytes=round_number * 5_000).length_bytes == 10_000
+                assert target == data
+        assert first.statistics()["corruptions"] == 0

@@ -1,0 +1,180 @@
+"""Frames and control messages: what is packed is parsed as it was, whatever else arrives is refused with one error.
+
+The vectors are those of the C++ parser (native/storage/tests/parser_test.cpp).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.fuzz_frames import parse_frame
+
+from gdrkit.errors import Reason, UsageError
+from gdrkit.storage import messages as ask
+from gdrkit.storage._native import engine
+from gdrkit.storage.checksum import crc32c, crc32c_by_table
+from gdrkit.storage.control import REQUESTS, pack_request, parse_reply, parse_request
+from gdrkit.storage.wire import (
+    HEADER_BYTES,
+    HoleExtent,
+    Opcode,
+    Operation,
+    OperationFlag,
+    Result,
+    ResultFlag,
+    pack_operations,
+    pack_results,
+    parse_header,
+    parse_operations,
+    parse_results,
+)
+
+EXAMPLES = int(os.environ.get("GDRKIT_EXAMPLES", "300"))
+FUZZ_S = float(os.environ.get("GDRKIT_FUZZ_S", "10"))
+HOUSE = Path(__file__).resolve().parents[1]
+VECTORS = [
+    line.split()
+    for line in (HOUSE / "vectors" / "frames.txt").read_text().splitlines()
+    if line and not line.startswith("#")
+]
+WORD = st.integers(0, (1 << 64) - 1)
+READ_FLAGS = [OperationFlag.FORBID_HOLES, OperationFlag.CHECKSUM_WANTED, OperationFlag.REPORT_HOLES]
+
+
+@st.composite
+def operations(draw: st.DrawFn) -> Operation:
+    """Any operation that is right in itself."""
+    opcode = draw(st.sampled_from(Opcode))
+    allowed = READ_FLAGS if opcode is Opcode.READ else [OperationFlag.CHECKSUM_GIVEN, OperationFlag.CHECKSUM_WANTED]
+    flags = OperationFlag(0)
+    for flag in draw(st.sets(st.sampled_from(allowed))):
+        flags |= flag
+    given_sum = draw(st.integers(0, (1 << 32) - 1)) if flags & OperationFlag.CHECKSUM_GIVEN else 0
+    words = [draw(WORD) for _ in range(5)]
+    rkey, lane = draw(st.integers(0, (1 << 32) - 1)), draw(st.integers(0, 65535))
+    return Operation(words[0], words[1], words[2], words[3], words[4], rkey, lane, opcode, flags, given_sum)
+
+
+@st.composite
+def results(draw: st.DrawFn) -> Result:
+    """Any result, with holes inside of it."""
+    number = draw(st.integers(-4096, 1 << 40))
+    edges = sorted(draw(st.sets(st.integers(0, max(number, 0)), max_size=8)))
+    holes = tuple(HoleExtent(begin, end - begin) for begin, end in zip(edges[::2], edges[1::2], strict=False))
+    flags = draw(st.sampled_from((ResultFlag(0), ResultFlag.CHECKSUM_VALID)))
+    return Result(draw(WORD), number, draw(st.integers(0, (1 << 32) - 1)), flags, holes)
+
+
+@pytest.mark.parametrize(("verdict", "frame"), [pytest.param(v, f, id=name) for v, name, f in VECTORS])
+def test_both_languages_agree_on_the_vectors(verdict: str, frame: str) -> None:
+    if verdict == "right":
+        assert parse_frame(bytes.fromhex(frame)) == bytes.fromhex(frame)
+    else:
+        with pytest.raises(UsageError) as refused:
+            parse_frame(bytes.fromhex(frame))
+        assert refused.value.reason is Reason.MALFORMED
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(st.lists(operations(), min_size=1, max_size=20), WORD)
+def test_operations_come_back_as_they_went(packed: list[Operation], sequence: int) -> None:
+    frame = pack_operations(packed, sequence=sequence)
+    header = parse_header(frame[:HEADER_BYTES])
+    assert (header.count, header.sequence) == (len(packed), sequence)
+    assert parse_operations(header, frame[HEADER_BYTES:]) == tuple(packed)
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(st.lists(results(), min_size=1, max_size=20))
+def test_results_come_back_as_they_went(packed: list[Result]) -> None:
+    frame = pack_results(packed)
+    assert parse_results(parse_header(frame[:HEADER_BYTES]), frame[HEADER_BYTES:]) == tuple(packed)
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(st.lists(operations(), min_size=1, max_size=3), st.data())
+def test_no_changed_byte_is_missed(packed: list[Operation], data: st.DataObject) -> None:
+    frame = bytearray(pack_operations(packed, sequence=1))
+    frame[data.draw(st.integers(0, len(frame) - 1))] ^= data.draw(st.integers(1, 255))
+    with pytest.raises(UsageError) as refused:
+        parse_frame(bytes(frame))
+    assert refused.value.reason is Reason.MALFORMED
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(st.binary(max_size=3000), st.integers(0, 3000))
+def test_checksums_are_the_same_by_instruction_and_by_table(data: bytes, cut: int) -> None:
+    native = engine()
+    expected = crc32c_by_table(data)
+    assert crc32c(data) == native.crc32c(data) == native.crc32c_portable(data) == expected
+    head, tail = data[:cut], data[cut:]
+    assert native.crc32c(tail, crc32c(head)) == crc32c_by_table(tail, crc32c_by_table(head)) == expected
+    assert native.crc32c_combine(crc32c(head), crc32c(tail), len(tail)) == expected
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=10), inner, max_size=4),
+    max_leaves=10,
+)
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(st.sampled_from(sorted(REQUESTS)), st.dictionaries(st.text(max_size=12), JSON, max_size=5))
+def test_any_object_is_a_request_or_is_refused(name: str, fields: dict[str, object]) -> None:
+    payload = json.dumps({"op": name, **fields}).encode()
+    with contextlib.suppress(UsageError):
+        request = parse_request(payload)
+        assert parse_request(pack_request(request)) == request
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"",
+        b"[]",
+        b"\xff",
+        b"[" * 60000,
+        b'{"op":"statfs","op":"statfs"}',
+        b'{"op":"truncate","path":"a","size_bytes":NaN}',
+        b'{"op":"truncate","path":"a","size_bytes":-1}',
+        b'{"op":"truncate","path":"a","size_bytes":' + b"9" * 5000 + b"}",
+        b'{"op":"truncate","path":"a","size_bytes":true}',
+        b'{"op":"truncate","path":"a","handle":1,"size_bytes":1}',
+        b'{"op":"open","path":"a\\u0000b"}',
+        b'{"op":"open","path":"' + b"a" * 5000 + b'"}',
+        b'{"op":"open","path":"a","mode":65536}',
+        b'{"op":"open","path":"a","other":1}',
+        b'{"op":"punch_hole","handle":1,"ranges":[[2,1]]}',
+        b'{"op":"punch_hole","handle":1,"ranges":[]}',
+        b'{"op":"hello","version":1,"client":"a","lanes":[]}',
+        b'{"op":"reformat"}',
+    ],
+)
+def test_requests_that_are_none(payload: bytes) -> None:
+    with pytest.raises(UsageError) as refused:
+        parse_request(payload)
+    assert refused.value.reason is Reason.MALFORMED
+
+
+@pytest.mark.parametrize("payload", [b"{}", b'{"ok":{},"error":{}}', b'{"ok":{"x":1}}', b'{"error":{"errno":"x"}}'])
+def test_replies_that_are_none(payload: bytes) -> None:
+    with pytest.raises(UsageError) as refused:
+        parse_reply(payload, ask.Done)
+    assert refused.value.reason is Reason.MALFORMED
+
+
+@pytest.mark.timeout(FUZZ_S + 120)
+def test_the_fuzzer_finds_nothing() -> None:
+    command = [sys.executable, str(HOUSE / "support" / "fuzz_frames.py"), "--seconds", str(FUZZ_S)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=FUZZ_S + 100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "changed frames" in done.stdout

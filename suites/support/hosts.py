@@ -1,0 +1,138 @@
+"""Made-up hosts for reports: so many GPUs and NICs, every kind of route, a sweep, and a run folder of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from support.records import facts_of, record_of, run_of
+
+from gdrkit.host import PciDevice, PortFacts, RdmaDevice
+from gdrkit.inventory import CudaDeviceFacts, CudaFacts
+from gdrkit.report import CaseReason, ClaimedFile, ClaimedRoute, RunFolder, Verdict, append_record
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from gdrkit.inventory import Facts
+    from gdrkit.report import Record
+
+__all__ = ["HARDWARE", "host_facts", "host_records", "write_run"]
+
+HARDWARE = {"verbs": "hardware", "cuda": "hardware"}
+SIZES = ("64KiB", "1MiB", "16MiB", "256MiB")
+
+
+def host_facts(*, gpus: int, nics: int) -> Facts:
+    """A host with two memory nodes, as a server with H200s has them."""
+    functions = tuple(_gpu(number, gpus) for number in range(gpus))
+    devices = tuple(
+        CudaDeviceFacts(
+            index=number,
+            name="NVIDIA H200",
+            uuid=f"GPU-{number}",
+            pci_bus_id=function.address,
+            attributes={"DMA_BUF_SUPPORTED": 1},
+        )
+        for number, function in enumerate(functions)
+    )
+    return dataclasses.replace(
+        facts_of(driver="580.159.04", rdma=[_nic(number, nics) for number in range(nics)]),
+        gpus=functions,
+        cuda=CudaFacts(driver_version="13.0", devices=devices, libraries=()),
+    )
+
+
+def host_records(facts: Facts, *, factor: float = 1.0) -> Iterator[Record]:
+    """Routes of every state, files of one mount, a failure, a case that did not run, and a sweep `factor` as fast."""
+    devices = facts.cuda.devices if facts.cuda else ()
+    for device in devices:
+        for number, nic in enumerate(facts.rdma_devices):
+            yield _route(device.index, nic.name, (device.index + number) % 4)
+    yield record_of(
+        case="cufile/test_read.py::test_a_read_is_direct",
+        substrate={"cuda": "hardware", "cufile": "hardware"},
+        files=(ClaimedFile(0, "/data", "nvfs"), ClaimedFile(0, "/scratch", "posix", "O_DIRECT is not possible")),
+    )
+    yield record_of(
+        Verdict.NOT_RUN,
+        case="gaudi/test_export.py::test_a_dmabuf",
+        reasons=(CaseReason("no Gaudi here", need="gaudi.device", foreseen=True),),
+    )
+    for direction, full in (("host_to_device", 55.0), ("device_to_host", 53.5)):
+        for number, size in enumerate(SIZES):
+            rate = full * factor * (number + 1) / len(SIZES)
+            yield record_of(
+                case=f"throughput/test_copies.py::test_pinned_copy[{direction}-{size}]",
+                substrate={"cuda": "hardware", "verbs": "twin"},
+                uses=("cuda",),
+                numbers={
+                    "rounds_count": 15,
+                    "rate_gb_per_s_median": rate,
+                    "rate_gb_per_s_min": rate * 0.97,
+                    "rate_gb_per_s_max": rate * 1.02,
+                    "rate_spread_percent": 1.5,
+                },
+            )
+
+
+def write_run(
+    path: Path, facts: Facts, records: Sequence[Record], *, host: str = "node1", host_id: str | None = None
+) -> Path:
+    """The folder of a run with these, not rendered yet."""
+    folder = RunFolder(path)
+    folder.make_empty()
+    failed = any(record.is_failure for record in records)
+    run = run_of(exit_code=int(failed), verdict="2 of 12 cases failed" if failed else "Every route is proven")
+    folder.write_run(dataclasses.replace(run, host=host, host_id=host_id, substrate=HARDWARE))
+    folder.facts.write_text(facts.to_json(), encoding="utf-8")
+    for record in records:
+        append_record(folder.records, record)
+    return path
+
+
+def _gpu(number: int, count: int) -> PciDevice:
+    return PciDevice(
+        address=f"0000:{0x1B + 16 * number:02x}:00.0",
+        vendor_id=0x10DE,
+        device_id=0x2335,
+        class_code=0x030200,
+        driver="nvidia",
+        numa_node=number * 2 // count,
+        iommu_group=None,
+        link_speed="32.0 GT/s PCIe",
+        link_width="16",
+    )
+
+
+def _nic(number: int, count: int) -> RdmaDevice:
+    return RdmaDevice(
+        name=f"mlx5_{number}",
+        driver="mlx5_core",
+        has_device=True,
+        node_guid=f"b83f:d203:00a1:7c{number:02x}",
+        firmware="28.41.1000",
+        pci_address=f"0000:{0x1C + 16 * number:02x}:00.0",
+        numa_node=number * 2 // count,
+        ports=(PortFacts(1, "ACTIVE", "LinkUp", "400 Gb/sec (4X NDR)", "InfiniBand"),),
+    )
+
+
+def _route(device: int, nic: str, kind: int) -> Record:
+    case = f"rdma/test_first_light.py::test_remote_write[{device}-{nic}]"
+    claimed = ClaimedRoute(device, nic, "dmabuf")
+    if kind == 0:
+        return record_of(case=case, routes=(claimed,), substrate=HARDWARE)
+    if kind == 1:
+        reason = CaseReason("the port's counter did not move")
+        return record_of(Verdict.UNPROVEN, case=case, routes=(claimed,), substrate=HARDWARE, reasons=(reason,))
+    if kind == 2:
+        fallen = dataclasses.replace(
+            claimed, fell_back="registered by a copy through the host. To do: load nvidia-peermem"
+        )
+        return record_of(case=case, routes=(fallen,), substrate=HARDWARE)
+    reason = CaseReason("VerbsError: ibv_reg_dmabuf_mr gave EOPNOTSUPP (95). To do: update the driver of the NIC")
+    return record_of(
+        Verdict.FAIL, case=case, reasons=(reason,), routes=(claimed,), evidence={"traceback": "line 1\nline 2"}
+    )

@@ -1,0 +1,251 @@
+"""A made-up host in good order, below a folder: everything that the doctor looks at.
+
+One PCIe switch with a GPU, a ConnectX NIC on RoCE and an NVMe below it; nvidia-fs, nvidia_peermem, cuFile and UCX are
+there. A case changes single files of it, and what the APIs answered.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from gdrkit.host import DiskFiles, GpuLink, HostTree, NvmlFacts
+from gdrkit.inventory import (
+    CudaDeviceFacts,
+    CudaFacts,
+    Machine,
+    NicFacts,
+    Observation,
+    RouteFacts,
+    VerbsFacts,
+    probe,
+)
+from gdrkit.units import GIB
+from gdrkit.witness import KernelLog
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+__all__ = ["ACS_REDIRECT", "GOOD", "GPU", "LINKS", "NIC", "NVME", "SWITCH_PORT", "config", "machine"]
+
+GPU, NIC, NVME = "0000:03:00.0", "0000:04:00.0", "0000:05:00.0"
+ROOT_PORT, SWITCH = "0000:00:01.0", "0000:01:00.0"
+PORTS = {GPU: "0000:02:00.0", NIC: "0000:02:01.0", NVME: "0000:02:02.0"}
+SWITCH_PORT = PORTS[GPU]
+ACS_REDIRECT = 0x1D
+
+_ABOVE = f"pci0000:00/{ROOT_PORT}/{SWITCH}"
+# Address: place below /sys/devices, vendor, device, class, driver, link width.
+_FUNCTIONS = {
+    ROOT_PORT: (f"pci0000:00/{ROOT_PORT}", 0x8086, 0x352A, 0x060400, "pcieport", 16),
+    SWITCH: (_ABOVE, 0x1000, 0xC030, 0x060400, "pcieport", 16),
+    **{
+        port: (f"{_ABOVE}/{port}", 0x1000, 0xC030, 0x060400, "pcieport", 4 if end == NVME else 16)
+        for end, port in PORTS.items()
+    },
+    GPU: (f"{_ABOVE}/{PORTS[GPU]}/{GPU}", 0x10DE, 0x2335, 0x030200, "nvidia", 16),
+    NIC: (f"{_ABOVE}/{PORTS[NIC]}/{NIC}", 0x15B3, 0x1021, 0x020000, "mlx5_core", 16),
+    NVME: (f"{_ABOVE}/{PORTS[NVME]}/{NVME}", 0x144D, 0xA824, 0x010802, "nvme", 4),
+}
+_CUFILE = """{
+    // As it should be.
+    "logging": { "dir": "/var/log" },
+    "properties": {
+        "allow_compat_mode": false, /* what cannot be direct fails */
+        "use_pci_p2pdma": true,
+        "io_batchsize": 128,
+        "posix_pool_slab_count": [128, 128],
+    },
+}
+"""
+
+
+def config(*, acs: int | None = None, ats: bool | None = None, read_request_bytes: int = 4096) -> bytes:
+    """A config space of 4 KiB with a PCIe capability and, where asked for, ACS and ATS."""
+    data = bytearray(4096)
+    struct.pack_into("<H", data, 0x06, 0x10)
+    data[0x34], data[0x40], data[0x41] = 0x40, 0x01, 0x60
+    data[0x60] = 0x10
+    struct.pack_into("<H", data, 0x68, (read_request_bytes.bit_length() - 8) << 12 | 0x10)
+    # An error reporting capability first, as on real devices.
+    following = 0x150 if acs is not None else 0x160 if ats is not None else 0
+    struct.pack_into("<I", data, 0x100, 0x0001 | 2 << 16 | following << 20)
+    if acs is not None:
+        struct.pack_into("<IHH", data, 0x150, 0x000D | 1 << 16 | (0x160 if ats is not None else 0) << 20, 0x1F, acs)
+    if ats is not None:
+        struct.pack_into("<IHH", data, 0x160, 0x000F | 1 << 16, 0, 0x8000 if ats else 0)
+    return bytes(data)
+
+
+def _functions() -> dict[str, str | bytes]:
+    files: dict[str, str | bytes] = {}
+    for address, (place, vendor, device, kind, _, width) in _FUNCTIONS.items():
+        folder = f"/sys/devices/{place}"
+        files |= {
+            f"{folder}/vendor": f"{vendor:#06x}\n",
+            f"{folder}/device": f"{device:#06x}\n",
+            f"{folder}/class": f"{kind:#08x}\n",
+            f"{folder}/numa_node": "0\n",
+            f"{folder}/current_link_speed": "32.0 GT/s PCIe\n",
+            f"{folder}/max_link_speed": "32.0 GT/s PCIe\n",
+            f"{folder}/current_link_width": f"{width}\n",
+            f"{folder}/max_link_width": f"{width}\n",
+            f"{folder}/config": config(acs=0x01 if kind == 0x060400 else None, ats=True if address == NIC else None),
+        }
+    return files
+
+
+_PORT = "/sys/class/infiniband/mlx5_0/ports/1"
+GOOD: dict[str, str | bytes] = {
+    **_functions(),
+    "/sys/kernel/iommu_groups/7/type": "identity\n",
+    "/sys/class/infiniband/mlx5_0/node_guid": "b83f:d203:00a1:7c52\n",
+    f"{_PORT}/state": "4: ACTIVE\n",
+    f"{_PORT}/phys_state": "5: LinkUp\n",
+    f"{_PORT}/rate": "400 Gb/sec (4X NDR)\n",
+    f"{_PORT}/link_layer": "Ethernet\n",
+    f"{_PORT}/counters/link_downed": "0\n",
+    f"{_PORT}/gids/0": "fe80:0000:0000:0000:ba3f:d2ff:fea1:7c52\n",
+    f"{_PORT}/gids/1": "0000:0000:0000:0000:0000:ffff:0a09:0001\n",
+    f"{_PORT}/gids/2": "0000:0000:0000:0000:0000:0000:0000:0000\n",
+    f"{_PORT}/gid_attrs/types/0": "IB/RoCE v1\n",
+    f"{_PORT}/gid_attrs/types/1": "RoCE v2\n",
+    f"/sys/devices/{_FUNCTIONS[NIC][0]}/net/eth0/mtu": "9000\n",
+    "/sys/class/net/eth0/mtu": "9000\n",
+    "/sys/class/nvme/nvme0/transport": "pcie\n",
+    "/sys/class/nvme/nvme0/model": "PM9A3\n",
+    "/sys/class/block/nvme0n1/queue/logical_block_size": "512\n",
+    "/sys/devices/block/nvme0n1/nvme0n1p1/partition": "1\n",
+    "/sys/module/nvidia_peermem/version": "580.159.04\n",
+    "/sys/module/nvidia_fs/parameters/rw_stats_enabled": "1\n",
+    "/sys/module/nvme_core/parameters/multipath": "N\n",
+    "/proc/cmdline": "BOOT_IMAGE=/vmlinuz root=/dev/nvme0n1p1 intel_iommu=on iommu=pt\n",
+    "/proc/cpuinfo": "processor\t: 0\nflags\t\t: fpu vme sse avx512f\n",
+    "/proc/kallsyms": "0000000000000000 T ib_register_peer_memory_client\n0000000000000000 d p2pdma_pgmap_ops\n",
+    "/proc/sys/kernel/osrelease": "6.8.0-60-generic\n",
+    "/proc/self/limits": "Max locked memory         unlimited            unlimited            bytes\n",
+    "/proc/self/status": "Name:\tpython\nCapEff:\t0000000000000000\n",
+    "/proc/self/mountinfo": (
+        "22 1 259:1 / / rw,relatime shared:1 - ext4 /dev/nvme0n1p1 rw,data=ordered\n"
+        "23 22 0:21 / /proc rw - proc proc rw\n"
+    ),
+    "/proc/driver/nvidia/version": (
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build\n"
+    ),
+    "/proc/driver/nvidia/params": (
+        'GrdmaPciTopoCheckOverride: 0\nRegistryDwords: "RMForceStaticBar1=1;RmForceDisableIomapWC=1"\n'
+    ),
+    "/proc/driver/nvidia-fs/version": "version: 2.28.4\n",
+    "/proc/driver/nvidia-fs/modules": "nvme: p2p\n",
+    "/proc/driver/nvidia-fs/stats": "GDS Version: 1.15\nReads\t\t\t\t: n=24 ok=24 err=0\n",
+    "/boot/config-6.8.0-60-generic": "CONFIG_DMA_SHARED_BUFFER=y\nCONFIG_PCI_P2PDMA=y\n",
+    "/etc/cufile.json": _CUFILE,
+    "/dev/infiniband/uverbs0": "",
+    "/dev/nvidiactl": "",
+    "/dev/nvidia-fs0": "",
+    "/run/udev/data/b259:1": "E:ID_FS_USAGE=filesystem\nE:ID_FS_TYPE=ext4\n",
+    "/usr/lib/x86_64-linux-gnu/libucs.so.0": "",
+    "/usr/lib/x86_64-linux-gnu/ucx/libuct_cuda.so.0": "",
+    "/usr/lib/x86_64-linux-gnu/libcufile.so.0": "",
+    "/usr/lib/x86_64-linux-gnu/libcuda.so.1": "",
+}
+LINKS: dict[str, str] = {
+    **{f"/sys/bus/pci/devices/{address}": f"../../../devices/{row[0]}" for address, row in _FUNCTIONS.items()},
+    **{f"/sys/devices/{row[0]}/driver": f"/sys/bus/pci/drivers/{row[4]}" for row in _FUNCTIONS.values()},
+    f"/sys/devices/{_FUNCTIONS[GPU][0]}/iommu_group": "/sys/kernel/iommu_groups/7",
+    "/sys/class/infiniband/mlx5_0/device": f"../../../devices/{_FUNCTIONS[NIC][0]}",
+    "/sys/class/nvme/nvme0/device": f"../../../devices/{_FUNCTIONS[NVME][0]}",
+    "/sys/dev/block/259:1": "../../devices/block/nvme0n1/nvme0n1p1",
+}
+
+_ATTRIBUTES = {
+    "DMA_BUF_SUPPORTED": 1,
+    "GPU_DIRECT_RDMA_SUPPORTED": 1,
+    "GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED": 1,
+}
+
+
+def _written(root: Path, files: Mapping[str, str | bytes | None], links: Mapping[str, str | None]) -> None:
+    for name, content in files.items():
+        if content is not None:
+            path = root / name.lstrip("/")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    for name, target in links.items():
+        if target is not None:
+            path = root / name.lstrip("/")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.symlink_to(target)
+
+
+def machine(
+    root: Path,
+    *,
+    files: Mapping[str, str | bytes | None] | None = None,
+    links: Mapping[str, str | None] | None = None,
+    attributes: Mapping[str, int] | None = None,
+    dmabuf: bool = True,
+    ways: tuple[str, ...] = ("dmabuf", "peer_memory"),
+    log: tuple[str, ...] = (),
+    environment: Mapping[str, str] | None = None,
+    observations: Mapping[str, Observation] | None = None,
+    facts: Mapping[str, Any] | None = None,
+) -> Machine:
+    """The host in good order, but for this.
+
+    Parameters
+    ----------
+    root : Path
+        An empty folder, in which it is written.
+    files, links : mapping or None
+        What is different; None for what is not there.
+    attributes : mapping or None
+        What CUDA answers differently about its device.
+    dmabuf : bool
+        Whether the NIC takes dma-buf regions.
+    ways : tuple of str
+        The ways in which registration works.
+    log : tuple of str
+        Lines of the kernel log.
+    environment : mapping or None
+        Variables.
+    observations : mapping or None
+        What acting has shown.
+    facts : mapping or None
+        Fields of the facts that are different.
+    """
+    _written(root, {**GOOD, **(files or {})}, {**LINKS, **(links or {})})
+    found = probe(HostTree(root), environment=environment or {}, ask_apis=False)
+    device = CudaDeviceFacts(
+        index=0, name="NVIDIA H200", uuid="GPU-0", pci_bus_id=GPU, attributes=_ATTRIBUTES | dict(attributes or {})
+    )
+    nic = NicFacts(name="mlx5_0", driver="mlx5_core", node_guid="", active_ports=(1,), dmabuf=dmabuf, failure=None)
+    link = GpuLink(
+        pci_bus_id=GPU,
+        link_generation=5,
+        link_generation_max=5,
+        link_width=16,
+        link_width_max=16,
+        replay_count=0,
+        bar1_bytes=256 * GIB,
+        bar1_free_bytes=255 * GIB,
+        common_ancestor={},
+    )
+    answers: dict[str, Any] = {
+        "cuda": CudaFacts(driver_version="13.0", devices=(device,), libraries=()),
+        "verbs": VerbsFacts(nics=(nic,), libraries=()),
+        "routes": tuple(
+            RouteFacts(device_index=0, nic="mlx5_0", way=way, possible=way in ways, failure=None)
+            for way in ("dmabuf", "peer_memory")
+        ),
+        "nvml": NvmlFacts(driver_version="580.159.04", gpus=(link,)),
+    }
+    return Machine(
+        files=DiskFiles(root),
+        facts=replace(found, **(answers | dict(facts or {}))),
+        kernel_log=KernelLog(lines=log, unreadable=None),
+        environment=dict(environment or {}),
+        observations=dict(observations or {}),
+    )

@@ -1,0 +1,73 @@
+"""The C interface of usrbio as a C program has it: by ctypes, with arguments that the Python interface never gives."""
+
+from __future__ import annotations
+
+import ctypes
+
+from gdrkit.usrbio._library import library_path
+
+__all__ = ["Ior", "Iov", "client_library"]
+
+
+class Iov(ctypes.Structure):
+    """struct hf3fs_iov."""
+
+    _fields_ = (
+        ("base", ctypes.c_uint64),
+        ("iovh", ctypes.c_void_p),
+        ("id", ctypes.c_char * 16),
+        ("mount_point", ctypes.c_char * 256),
+        ("size", ctypes.c_size_t),
+        ("block_size", ctypes.c_size_t),
+        ("numa", ctypes.c_int),
+    )
+
+
+class Ior(ctypes.Structure):
+    """struct hf3fs_ior."""
+
+    _fields_ = (
+        ("iov", Iov),
+        ("iorh", ctypes.c_void_p),
+        ("mount_point", ctypes.c_char * 256),
+        ("for_read", ctypes.c_bool),
+        ("io_depth", ctypes.c_int),
+        ("priority", ctypes.c_int),
+        ("timeout", ctypes.c_int),
+        ("flags", ctypes.c_uint64),
+    )
+
+
+_PARAMETERS = {
+    "hf3fs_iovcreate": (ctypes.POINTER(Iov), ctypes.c_char_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int),
+    "hf3fs_iovdestroy": (ctypes.POINTER(Iov),),
+    "hf3fs_iorcreate4": (
+        ctypes.POINTER(Ior),
+        ctypes.c_char_p,
+        ctypes.c_int,
+        ctypes.c_bool,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_uint64,
+    ),
+    "hf3fs_iordestroy": (ctypes.POINTER(Ior),),
+    "hf3fs_prep_io": (
+        ctypes.POINTER(Ior),
+        ctypes.POINTER(Iov),
+        ctypes.c_bool,
+        ctypes.c_void_p,
+        ctypes.c_int,
+        ctypes.c_size_t,
+        ctypes.c_uint64,
+        ctypes.c_void_p,
+    ),
+}
+
+
+def client_library() -> ctypes.CDLL:
+    """The library that gdrkit.usrbio opens too."""
+    library = ctypes.CDLL(str(library_path()))
+    for name, parameters in _PARAMETERS.items():
+        getattr(library, name).argtypes = parameters
+    return library

@@ -1,0 +1,73 @@
+"""What the policy needs for a catalogue of many files: ``python tier_plan.py FOLDER FILES ROUNDS`` prints JSON.
+
+A process of its own, so that its peak of memory is that of the policy.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from support.tier_world import NAMES, configuration_of
+
+from gdrkit.gds.tiers import TierManager
+from gdrkit.gds.tiers.heat import score_of
+from gdrkit.gds.tiers.plan import Plan
+from gdrkit.gds.tiers.policy import Place
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["main"]
+
+_SIZES_BYTES = (4096, 1 << 20, 1 << 30)
+
+
+def _rows(count: int, at: float) -> Iterator[tuple[object, ...]]:
+    """Files of all sizes in all tiers, most of them cold; one in a hundred pinned, one in a hundred with two names."""
+    chance = random.Random(count)
+    for number in range(count):
+        score = score_of(chance.paretovariate(0.5), at=at - chance.uniform(0, 8))
+        size, pin = chance.choice(_SIZES_BYTES), chance.randrange(100)
+        pinned = chance.choice(NAMES) if pin == 0 else None
+        name = f"folder-{number % 1000}/file-{number}".encode()
+        yield name, chance.choice(NAMES), size, size, 2 if pin == 1 else 1, score, 1, pinned
+
+
+def _peak_mib() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def main() -> None:
+    """Fill a catalogue, and plan again and again."""
+    folder, count, rounds = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    with TierManager(configuration_of(folder)) as manager:
+        columns = "name, tier, size_bytes, allocated_bytes, links, score, accesses, pinned"
+        with manager.catalogue.writing("fill") as connection:
+            rows = _rows(count, manager.catalogue.now())
+            connection.executemany(f"INSERT INTO files ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?, ?)", rows)  # noqa: S608
+        # Room for a tenth, a third, all.
+        total = sum(each.allocated_bytes for each in manager.catalogue.totals().values())
+        places = [
+            Place(name, least, int(total * part))
+            for name, least, part in zip(NAMES, (100, 10, 0), (0.1, 0.3, 2), strict=True)
+        ]
+        seconds, processor_s, moves = [], [], 0
+        for _ in range(rounds):
+            begin, processor = time.perf_counter(), time.process_time()
+            with Plan(manager.catalogue, places, hysteresis=0.1) as plan:
+                seconds.append(time.perf_counter() - begin)
+                processor_s.append(time.process_time() - processor)
+                assert plan.considered == count
+                moves = plan.count
+    said = {"seconds": seconds, "processor_s": processor_s, "moves": moves, "peak_mib": _peak_mib()}
+    print(json.dumps(said))  # noqa: T201 - the answer.
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""What the cases of tiers share."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from support.gds import engine_threads
+from support.kill_world import until
+from support.tier_world import configuration_of
+
+from gdrkit import gds
+from gdrkit.gds.tiers import TierManager
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from gdrkit.gds.tiers import Configuration
+
+
+@pytest.fixture(autouse=True)
+def engines_end() -> Iterator[None]:
+    """No engine outlives its case, so that the harness sees what it held."""
+    yield
+    gds.close_engines()
+    gds.close_driver()
+    until(lambda: engine_threads() == 0, "the threads of the engines to end")
+
+
+@pytest.fixture
+def configuration(tmp_path: Path) -> Configuration:
+    """Three tiers in folders."""
+    return configuration_of(tmp_path)
+
+
+@pytest.fixture
+def manager(configuration: Configuration) -> Iterator[TierManager]:
+    """The manager of three tiers in folders."""
+    with TierManager(configuration) as opened:
+        yield opened

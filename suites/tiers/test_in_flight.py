@@ -1,0 +1,187 @@
+"""Readers and writers that go on while files move, in threads and in processes: nobody sees other bytes than were
+written, and nobody is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import itertools
+import os
+import struct
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from support.kill_world import until
+from support.tier_campaign import Mover
+from support.tier_world import NAMES, contents, place_file, wrong
+
+from gdrkit.errors import ApiError, Reason
+from gdrkit.gds.tiers import TierManager
+from gdrkit.units import KIB
+
+if TYPE_CHECKING:
+    from gdrkit.gds.tiers import Configuration
+
+RECORD = struct.Struct("=QQ")
+FILE_BYTES = 512 * KIB
+MOVES = 24
+
+
+def versioned(number: int) -> bytes:
+    """A whole file of one version, which shows when it is torn."""
+    return RECORD.pack(number, ~number & 0xFFFF_FFFF_FFFF_FFFF) * (FILE_BYTES // RECORD.size)
+
+
+def moved(manager: TierManager, name: str, to: str) -> bool:
+    """Whether it moved; somebody may be writing just then."""
+    try:
+        manager.move(name, to)
+    except ApiError as error:
+        if error.reason is not Reason.BUSY:
+            raise
+        return False
+    return True
+
+
+def test_readers_go_on_while_a_file_moves(manager: TierManager) -> None:
+    data = place_file(manager, "file", FILE_BYTES, seed=1)
+    over = threading.Event()
+
+    def read() -> int:
+        count = 0
+        while not over.is_set():
+            assert contents(manager, "file") == data
+            count += 1
+        return count
+
+    with ThreadPoolExecutor(3) as threads:
+        readers = [threads.submit(read) for _ in range(3)]
+        with contextlib.ExitStack() as stack:
+            stack.callback(over.set)
+            for to in itertools.islice(itertools.cycle(NAMES), MOVES):
+                manager.move("file", to)
+        assert all(reader.result() > 0 for reader in readers)
+
+
+def test_what_writers_write_while_a_file_moves_is_there(manager: TierManager) -> None:
+    place_file(manager, "file", FILE_BYTES, seed=1)
+    over, last = threading.Event(), [0]
+
+    def write() -> None:
+        while not over.is_set():
+            last[0] += 1
+            with manager.open("file", "r+") as file:
+                assert os.pwrite(file.fileno(), versioned(last[0]), 0) == FILE_BYTES
+
+    def read() -> None:
+        newest = 0
+        while not over.is_set():
+            before = last[0]
+            with manager.open("file") as file:
+                # One record is written and read whole.
+                number, check = RECORD.unpack(os.pread(file.fileno(), RECORD.size, 0))
+            if check == ~number & 0xFFFF_FFFF_FFFF_FFFF:
+                assert number <= last[0]
+                assert number >= newest, "an old version came back"
+                newest = max(newest, min(number, before))
+
+    with ThreadPoolExecutor(2) as threads:
+        running = [threads.submit(write), threads.submit(read)]
+        with contextlib.ExitStack() as stack:
+            stack.callback(over.set)
+            for to in itertools.islice(itertools.cycle(NAMES), MOVES):
+                moved(manager, "file", to)
+        for each in running:
+            each.result()
+    assert contents(manager, "file") == versioned(last[0])
+    assert not wrong(manager.check())
+
+
+def test_a_writer_who_had_to_wait_gets_the_file_that_has_the_name_by_then(
+    manager: TierManager, configuration: Configuration
+) -> None:
+    place_file(manager, "file", 1000, seed=1)
+    path = configuration.tiers[2].directory / "file"
+
+    def somebody_waits() -> bool:
+        waiting = [line for line in Path("/proc/locks").read_text().splitlines() if "-> FLOCK" in line]
+        return any(f":{inode} " in line for line in waiting)
+
+    with path.open("rb") as old, ThreadPoolExecutor(1) as threads:
+        inode = os.fstat(old.fileno()).st_ino
+        fcntl.flock(old, fcntl.LOCK_EX)
+        writer = threads.submit(manager.open, "file", "r+")
+        until(somebody_waits, "the writer waits for the lock")
+        path.rename(configuration.tiers[0].directory / "elsewhere")
+        path.write_bytes(b"new")
+        fcntl.flock(old, fcntl.LOCK_UN)
+        with writer.result() as file:
+            assert os.pread(file.fileno(), 10, 0) == b"new"
+
+
+def test_several_processes_use_one_catalogue(configuration: Configuration) -> None:
+    names = [f"file-{number}" for number in range(4)]
+    with TierManager(configuration) as manager:
+        files = {name: place_file(manager, name, 100_000 + len(name), seed=7) for name in names}
+        with contextlib.ExitStack() as stack:
+            movers = [stack.enter_context(Mover()) for _ in range(3)]
+            for turn in range(6):
+                for number, mover in enumerate(movers):
+                    to = NAMES[(turn + number) % len(NAMES)]
+                    # Two of them want the same file; one may be told that it is busy, and ends with 1.
+                    mover.start(configuration, names[(turn + number // 2) % len(names)], to)
+                for name, data in files.items():
+                    assert contents(manager, name) == data
+                for mover in movers:
+                    assert mover.end() in {0, 1}
+        assert not wrong(manager.check())
+        assert {name: contents(manager, name) for name in names} == files
+
+
+@pytest.mark.timeout(300)
+def test_processes_that_begin_together_make_one_catalogue(configuration: Configuration) -> None:
+    (configuration.tiers[1].directory / "file").write_bytes(b"here")
+    program = """
+import sys
+from pathlib import Path
+from support.tier_world import configuration_of, contents
+from gdrkit.gds.tiers import TierManager
+sys.stdin.read(1)
+with TierManager(configuration_of(Path(sys.argv[1]))) as manager:
+    for _ in range(20):
+        manager.open("file").close()
+    assert contents(manager, "file") == b"here"
+"""
+    suites = str(Path(__file__).resolve().parents[1])
+    command = [sys.executable, "-c", program, str(configuration.catalogue.parent)]
+    with contextlib.ExitStack() as stack:
+        environ = {**os.environ, "PYTHONPATH": suites}
+        processes = [
+            stack.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE, env=environ)) for _ in range(4)
+        ]
+        for process in processes:
+            assert process.stdin is not None
+            process.stdin.write(b"x")
+            process.stdin.close()
+        assert [process.wait(240) for process in processes] == [0] * 4
+    with TierManager(configuration) as manager:
+        assert len(list(configuration.catalogue.glob("*.sqlite"))) == 1
+        assert manager.find("file").accesses == 4 * 21
+
+
+def test_two_managers_make_one_file_once(configuration: Configuration) -> None:
+    with TierManager(configuration) as one, TierManager(configuration) as other:
+        with ThreadPoolExecutor(2) as threads:
+            for number in range(20):
+                name = f"folder-{number}/file"
+                opened = list(threads.map(lambda manager, name=name: manager.open(name, "a+"), (one, other)))
+                assert len({os.fstat(file.fileno()).st_ino for file in opened}) == 1
+                for file in opened:
+                    file.close()
+        assert not wrong(one.check())

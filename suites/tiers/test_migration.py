@@ -1,0 +1,245 @@
+"""One migration: what the copy has of the file, what stays where it is, and whoever reads or writes meanwhile."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from support.tier_world import contents, place_file
+
+from gdrkit import pattern
+from gdrkit.errors import ApiError, Reason
+from gdrkit.gds.tiers import Phase
+from gdrkit.harness.needs import host, needs
+from gdrkit.units import KIB, MIB
+
+if TYPE_CHECKING:
+    from gdrkit.gds.tiers import Configuration, TierManager
+
+
+def at(configuration: Configuration, tier: str, name: str) -> Path:
+    return configuration.tier(tier).directory / name
+
+
+def refused(manager: TierManager, name: str, to: str, **how: object) -> ApiError:
+    """Why a migration is refused; the file must be as it was, and nothing else be left."""
+    where, before = manager.find(name).tier, contents(manager, name)
+    with pytest.raises(ApiError) as raised:
+        manager.move(name, to, **how)  # type: ignore[arg-type] # an observer, if anything.
+    assert (manager.find(name).tier, contents(manager, name)) == (where, before)
+    assert not [each for each in manager.check() if each.is_wrong]
+    assert not manager.catalogue.moves()
+    return raised.value
+
+
+@pytest.mark.qualify
+@pytest.mark.parametrize("length_bytes", [0, 1, 4 * KIB, 4 * MIB, 4 * MIB + 1, 9 * MIB + 5])
+def test_a_file_is_the_same_in_its_new_tier(manager: TierManager, length_bytes: int) -> None:
+    """A file that has moved to another tier has every byte, and is in no other."""
+    data = place_file(manager, "a/b/file", length_bytes, seed=1)
+    manager.move("a/b/file", "nvme")
+    assert contents(manager, "a/b/file") == data
+    assert at(manager.configuration, "nvme", "a/b/file").read_bytes() == data
+    assert not at(manager.configuration, "hdd", "a/b/file").exists()
+
+
+def test_times_mode_and_owner_are_kept(manager: TierManager, configuration: Configuration) -> None:
+    place_file(manager, "file", 100, seed=1)
+    path = at(configuration, "hdd", "file")
+    path.chmod(0o2641)
+    os.utime(path, ns=(1_000_000_000_123_456_789, 1_100_000_000_987_654_321))
+    if os.geteuid() == 0:
+        os.chown(path, 1234, 5678)
+        path.chmod(0o2641)
+    before = path.stat()
+    manager.move("file", "ssd")
+    after = at(configuration, "ssd", "file").stat()
+    for each in ("st_mode", "st_uid", "st_gid", "st_size", "st_atime_ns", "st_mtime_ns"):
+        assert getattr(after, each) == getattr(before, each), each
+
+
+def test_the_mode_of_a_folder_is_kept(manager: TierManager, configuration: Configuration) -> None:
+    place_file(manager, "private/file", 100, seed=1)
+    at(configuration, "hdd", "private").chmod(0o711)
+    manager.move("private/file", "ssd")
+    assert at(configuration, "ssd", "private").stat().st_mode & 0o7777 == 0o711
+
+
+def test_extended_attributes_are_kept(manager: TierManager, configuration: Configuration) -> None:
+    place_file(manager, "file", 100, seed=1)
+    path = at(configuration, "hdd", "file")
+    os.setxattr(path, "user.origin", b"\0\xff bytes")
+    os.setxattr(path, "user.empty", b"")
+    manager.move("file", "nvme")
+    moved = at(configuration, "nvme", "file")
+    assert {name: os.getxattr(moved, name) for name in os.listxattr(moved)} == {
+        "user.origin": b"\0\xff bytes",
+        "user.empty": b"",
+    }
+
+
+def test_holes_stay_holes(manager: TierManager, configuration: Configuration) -> None:
+    island = pattern.payload(64 * KIB, seed=2)
+    with manager.open("sparse", "a+") as file:
+        os.pwrite(file.fileno(), island, 40 * MIB)
+        os.ftruncate(file.fileno(), 100 * MIB)
+    manager.move("sparse", "nvme")
+    moved = at(configuration, "nvme", "sparse")
+    assert moved.stat().st_size == 100 * MIB
+    assert moved.stat().st_blocks * 512 <= 2 * len(island)
+    with manager.open("sparse") as file:
+        assert os.pread(file.fileno(), len(island) + 2, 40 * MIB - 1) == b"\0" + island + b"\0"
+
+
+def test_a_file_with_two_names_stays(manager: TierManager, configuration: Configuration) -> None:
+    place_file(manager, "file", 100, seed=1)
+    at(configuration, "hdd", "second").hardlink_to(at(configuration, "hdd", "file"))
+    manager.check(repair=True)
+    error = refused(manager, "file", "nvme")
+    assert (error.reason, error.arguments["links"]) == (Reason.NOT_SUPPORTED, 2)
+    # The policy does not even try.
+    for _ in range(200):
+        manager.open("file").close()
+    assert manager.migrate().refused == ()
+
+
+def test_a_second_name_that_comes_meanwhile_ends_the_migration(
+    manager: TierManager, configuration: Configuration
+) -> None:
+    place_file(manager, "file", 100, seed=1)
+
+    def link(phase: Phase, name: str, offset_bytes: int) -> None:
+        if phase is Phase.VERIFY and offset_bytes == 0:
+            at(configuration, "hdd", "second").hardlink_to(at(configuration, "hdd", "file"))
+
+    with pytest.raises(ApiError) as raised:
+        manager.move("file", "nvme", observe=link)
+    assert raised.value.reason is Reason.BUSY
+    assert at(configuration, "hdd", "file").stat().st_nlink == 2
+    assert not at(configuration, "nvme", "file").exists()
+
+
+@pytest.mark.parametrize("phase", list(Phase)[:-2])
+def test_a_failure_in_any_phase_leaves_the_file_where_it_was(manager: TierManager, phase: Phase) -> None:
+    place_file(manager, "folder/file", 100_000, seed=1)
+
+    def fail(reached: Phase, name: str, offset_bytes: int) -> None:
+        if reached is phase:
+            raise OSError(5, "the case says so")
+
+    assert refused(manager, "folder/file", "nvme", observe=fail).errno == 5
+
+
+@pytest.mark.parametrize("phase", [Phase.COPY, Phase.VERIFY, Phase.RENAME, Phase.RETIRE, Phase.CATALOGUE, Phase.REMOVE])
+def test_a_program_that_opens_the_file_to_write_ends_the_migration(
+    manager: TierManager, configuration: Configuration, phase: Phase
+) -> None:
+    place_file(manager, "file", 100_000, seed=1)
+
+    def write(reached: Phase, name: str, offset_bytes: int) -> None:
+        if reached is phase and offset_bytes in {0, 100_000}:
+            # As any program would; it waits for the end of the migration, unless it says that it does not.
+            places = [at(configuration, "hdd", "file"), *at(configuration, "hdd", ".gdrkit-tiers/retired").iterdir()]
+            path = next(each for each in places if each.exists())
+            with pytest.raises(BlockingIOError):
+                os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+
+    assert refused(manager, "file", "nvme", observe=write).reason is Reason.BUSY
+    manager.move("file", "nvme")
+
+
+def test_a_file_that_is_open_for_writing_stays(manager: TierManager, configuration: Configuration) -> None:
+    data = place_file(manager, "file", 1000, seed=1)
+    with at(configuration, "hdd", "file").open("r+b", buffering=0) as foreign:
+        assert refused(manager, "file", "nvme").reason is Reason.BUSY
+        foreign.write(b"new")
+    manager.move("file", "nvme")
+    assert contents(manager, "file") == b"new" + data[3:]
+
+
+def test_a_change_of_a_mapping_is_not_lost(manager: TierManager, configuration: Configuration) -> None:
+    import mmap
+
+    data = place_file(manager, "file", 4096, seed=1)
+    with at(configuration, "hdd", "file").open("r+b") as foreign:
+        mapped = mmap.mmap(foreign.fileno(), 4096)
+    # The descriptor is closed, the mapping lives.
+    assert refused(manager, "file", "nvme").reason is Reason.BUSY
+    mapped[:3] = b"new"
+    mapped.close()
+    manager.move("file", "nvme")
+    assert contents(manager, "file") == b"new" + data[3:]
+
+
+def test_a_file_that_is_replaced_meanwhile_is_not_lost(manager: TierManager, configuration: Configuration) -> None:
+    place_file(manager, "file", 1000, seed=1)
+    draft = at(configuration, "hdd", "draft")
+    draft.write_bytes(b"saved by rename")
+
+    def replace(phase: Phase, name: str, offset_bytes: int) -> None:
+        if phase is Phase.RETIRE:
+            draft.replace(at(configuration, "hdd", "file"))
+
+    with pytest.raises(ApiError) as raised:
+        manager.move("file", "nvme", observe=replace)
+    assert raised.value.reason is Reason.BUSY
+    assert contents(manager, "file") == b"saved by rename"
+    assert not at(configuration, "nvme", "file").exists()
+
+
+def test_who_has_it_open_reads_on(manager: TierManager) -> None:
+    data = place_file(manager, "file", 100_000, seed=1)
+    with manager.open("file") as before:
+        manager.move("file", "nvme")
+        manager.move("file", "ssd")
+        assert os.pread(before.fileno(), 100_000, 0) == data
+        assert Path(before.path).read_bytes() == data
+
+
+def test_in_every_phase_a_reader_finds_the_file(manager: TierManager) -> None:
+    data = place_file(manager, "file", 100_000, seed=1)
+    seen = []
+
+    def read(phase: Phase, name: str, offset_bytes: int) -> None:
+        assert contents(manager, "file") == data, phase
+        seen.append(phase)
+
+    manager.move("file", "nvme", observe=read)
+    assert set(seen) == set(Phase)
+
+
+def test_a_tier_that_is_full_takes_nothing_more(configuration: Configuration) -> None:
+    from dataclasses import replace
+
+    from gdrkit.gds.tiers import TierManager
+
+    small = replace(configuration.tiers[0], capacity_bytes=64 * KIB)
+    with TierManager(replace(configuration, tiers=(small, *configuration.tiers[1:]))) as manager:
+        for name in ("first", "second"):
+            place_file(manager, name, 40 * KIB, seed=1)
+        manager.move("first", "nvme")
+        assert refused(manager, "second", "nvme").reason is Reason.NO_SPACE
+
+
+@needs(host.fuse)
+def test_what_a_file_system_cannot_keep_is_refused(tmp_path: Path) -> None:
+    from dataclasses import replace
+
+    from support.faulty_fuse import FaultyMount
+    from support.tier_world import configuration_of
+
+    from gdrkit.gds.tiers import TierManager
+
+    with FaultyMount(tmp_path / "fuse") as fuse:
+        made = configuration_of(tmp_path)
+        on_fuse = replace(made.tiers[0], directory=fuse.mount)
+        with TierManager(replace(made, tiers=(on_fuse, *made.tiers[1:]))) as manager:
+            place_file(manager, "plain", 100, seed=1)
+            place_file(manager, "labelled", 100, seed=2)
+            os.setxattr(at(made, "hdd", "labelled"), "user.label", b"here")
+            manager.move("plain", "nvme")
+            error = refused(manager, "labelled", "nvme")
+            assert error.errno == 95
+            assert error.reason is Reason.NOT_SUPPORTED

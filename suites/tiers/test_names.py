@@ -1,0 +1,131 @@
+"""No name leads out of a tier, whatever lies there; and what is in a tier without being a file is left alone."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+from support.tier_world import contents, place_file
+
+from gdrkit.errors import ApiError, Reason, UsageError
+from gdrkit.gds.tiers import Kind, Phase
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from gdrkit.gds.tiers import Configuration, TierManager
+
+WRONG = [
+    "",
+    ".",
+    "..",
+    "/etc/passwd",
+    "../x",
+    "a/../../x",
+    "a/..",
+    "a//b",
+    "a/",
+    "a/./b",
+    "a\0b",
+    "x" * 256,
+    "lost+found/x",
+]
+
+
+@pytest.mark.parametrize("name", [*WRONG, "lost+found/x", ".gdrkit-tiers/tier.json", "a/" * 2048 + "b"])
+@pytest.mark.parametrize("mode", ["r", "a+"])
+def test_what_is_no_name_is_refused(manager: TierManager, name: str, mode: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        manager.open(name, mode)
+    assert raised.value.reason is Reason.BAD_ARGUMENT
+
+
+@pytest.mark.parametrize(
+    "name", ["a", "a b", "...", ".hidden", "ä/ö", "line\nbreak", os.fsdecode(b"\xff\xfe"), "x" * 255]
+)
+def test_any_other_name_is_a_name(manager: TierManager, name: str) -> None:
+    data = place_file(manager, name, 100, seed=1)
+    manager.move(name, "nvme")
+    assert contents(manager, name) == data
+    assert not manager.check()
+
+
+@pytest.fixture
+def outside(tmp_path: Path) -> Path:
+    folder = tmp_path / "outside"
+    folder.mkdir()
+    (folder / "file").write_bytes(b"not in a tier")
+    return folder
+
+
+@pytest.mark.parametrize("name", ["link/file", "file-link"])
+@pytest.mark.parametrize("mode", ["r", "r+", "a+"])
+def test_a_symbolic_link_is_not_followed(
+    manager: TierManager, configuration: Configuration, outside: Path, name: str, mode: str
+) -> None:
+    for tier in configuration.tiers:
+        (tier.directory / "link").symlink_to(outside)
+        (tier.directory / "file-link").symlink_to(outside / "file")
+    with pytest.raises(ApiError):
+        manager.open(name, mode)
+    with pytest.raises(ApiError):
+        manager.move(name, "nvme")
+    assert {each.kind for each in manager.check()} == {Kind.FOREIGN}
+    assert (outside / "file").read_bytes() == b"not in a tier"
+
+
+@pytest.mark.parametrize("phase", [Phase.COPY, Phase.RENAME, Phase.FOLDER, Phase.RETIRE])
+@pytest.mark.parametrize("tier", ["hdd", "nvme"])
+def test_a_folder_that_becomes_a_link_meanwhile_leads_nowhere(
+    manager: TierManager, configuration: Configuration, outside: Path, phase: Phase, tier: str
+) -> None:
+    data = place_file(manager, "folder/file", 1000, seed=1)
+    place_file(manager, "folder/other", 1000, seed=2, tier="nvme")
+    folder = configuration.tier(tier).directory / "folder"
+
+    def swap(reached: Phase, name: str, offset_bytes: int) -> None:
+        if reached is phase and offset_bytes in {0, 1000} and not folder.is_symlink():
+            folder.rename(folder.with_name("real"))
+            folder.symlink_to(outside)
+
+    with pytest.raises(ApiError):
+        manager.move("folder/file", "nvme", observe=swap)
+    assert sorted(each.name for each in outside.iterdir()) == ["file"]
+    assert (outside / "file").read_bytes() == b"not in a tier"
+    folder.unlink()
+    folder.with_name("real").rename(folder)
+    manager.check(repair=True)
+    assert contents(manager, "folder/file") == data
+    assert not manager.check()
+
+
+@pytest.mark.parametrize("kind", ["fifo", "folder", "socket"])
+def test_what_is_no_regular_file_is_left_alone(manager: TierManager, configuration: Configuration, kind: str) -> None:
+    import socket
+
+    path = configuration.tiers[2].directory / "thing"
+    with socket.socket(socket.AF_UNIX) as one:
+        if kind == "socket":
+            one.bind(str(path))
+        elif kind == "fifo":
+            os.mkfifo(path)
+        else:
+            path.mkdir()
+    for mode in ("r", "r+"):
+        with pytest.raises(ApiError):
+            manager.open("thing", mode)
+    assert {each.kind for each in manager.check()} <= {Kind.FOREIGN}
+
+
+def test_a_closed_manager_says_so(configuration: Configuration) -> None:
+    from gdrkit.errors import ClosedResource
+    from gdrkit.gds.tiers import TierManager
+
+    manager = TierManager(configuration)
+    manager.close()
+    manager.close()
+    with pytest.raises(ClosedResource):
+        manager.open("file")
+    with pytest.raises(ClosedResource):
+        manager.status()

@@ -1,0 +1,307 @@
+"""The agent, as a client without a library meets it: publications, verdicts, operations, refusals, and its end."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import uuid
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from support.raw_usrbio import AgentProcess, RawClient, RawIov, RawRing, Refusal, shared_memory
+
+from gdrkit import pattern
+from gdrkit.harness.needs import needs, verbs
+from gdrkit.units import KIB, MIB
+from gdrkit.usrbio import protocol
+from gdrkit.usrbio.protocol import Message, Request
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = needs(verbs.nic())
+
+FILE_BYTES = 3 * MIB + 17
+
+
+@pytest.fixture
+def mount(tmp_path: Path, seed: int) -> Path:
+    (tmp_path / "file").write_bytes(pattern.payload(FILE_BYTES, seed=seed))
+    return tmp_path
+
+
+@pytest.fixture
+def agent(mount: Path) -> Iterator[AgentProcess]:
+    with AgentProcess(mount) as running:
+        semaphores = shared_memory(mount)
+        yield running
+    assert running.process.returncode == 0, running.errors
+    assert len(semaphores) == 3
+    assert [path for path in semaphores if path.exists()] == []
+    assert links(mount) == set()
+    assert not (mount / "3fs-virt" / "agent.sock").exists()
+
+
+def links(mount: Path) -> set[str]:
+    return {link.name for link in (mount / "3fs-virt" / "iovs").iterdir()}
+
+
+@contextlib.contextmanager
+def opened(path: Path, flags: int) -> Iterator[int]:
+    descriptor = os.open(path, flags, 0o644)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def refused(number: int) -> contextlib.AbstractContextManager[pytest.ExceptionInfo[Refusal]]:
+    return pytest.raises(Refusal, check=lambda error: error.errno == number)
+
+
+def test_reads_and_writes_a_file_through_a_ring(agent: AgentProcess, seed: int) -> None:
+    with RawClient(agent.mount) as client, contextlib.ExitStack() as stack:
+        assert client.hello().library.startswith("gdrkit ")
+        iov, reader, writer = RawIov(4 * MIB), RawRing(64, for_read=True), RawRing(64, for_read=False)
+        for shared in (iov, reader, writer):
+            stack.callback(shared.close)
+        client.publish_iov(iov)
+        client.publish_ring(reader)
+        client.publish_ring(writer)
+        assert {iov.name(), reader.link, writer.link} < links(agent.mount)
+        source = stack.enter_context(opened(agent.mount / "file", os.O_RDONLY))
+        copy = stack.enter_context(opened(agent.mount / "copy", os.O_RDWR | os.O_CREAT))
+        inode, copy_inode = client.register_file(source), client.register_file(copy)
+        assert inode == os.fstat(source).st_ino
+        step = 64 * KIB
+        offsets = range(0, FILE_BYTES, step)
+        for offset in offsets:
+            reader.prepare(
+                iov.id.bytes, inode=inode, length=step, buffer_offset=offset, file_offset=offset, userdata=offset
+            )
+        reader.submit()
+        found = {userdata: result for _, result, userdata in reader.wait(len(offsets))}
+        assert found == {offset: min(step, FILE_BYTES - offset) for offset in offsets}
+        pattern.check(iov.memory[:FILE_BYTES], seed=seed)
+        writer.prepare(iov.id.bytes, inode=copy_inode, length=FILE_BYTES)
+        writer.submit()
+        assert [result for _, result, _ in writer.wait(1)] == [FILE_BYTES]
+        pattern.check((agent.mount / "copy").read_bytes(), seed=seed)
+    assert agent.terminate() == 0, agent.errors
+    assert agent.statistics["operations"] == len(offsets) + 1
+    assert agent.statistics["bytes"] == 2 * FILE_BYTES
+
+
+def test_an_entry_that_names_what_it_may_not_is_answered_with_its_errno(agent: AgentProcess) -> None:
+    with RawClient(agent.mount) as client, RawClient(agent.mount) as other, contextlib.ExitStack() as stack:
+        mine, theirs, ring = RawIov(MIB), RawIov(MIB), RawRing(32, for_read=True)
+        for shared in (mine, theirs, ring):
+            stack.callback(shared.close)
+        client.publish_iov(mine, f".b{256 * KIB}")
+        other.publish_iov(theirs)
+        client.publish_ring(ring)
+        source = stack.enter_context(opened(agent.mount / "file", os.O_RDONLY))
+        write_only = stack.enter_context(opened(agent.mount / "out", os.O_WRONLY | os.O_CREAT))
+        inode, out = client.register_file(source), client.register_file(write_only)
+        foreign = stack.enter_context(opened(agent.mount / "other", os.O_RDWR | os.O_CREAT))
+        unknown = other.register_file(foreign)
+        top = (1 << 64) - 1
+        wrong: list[tuple[int, dict[str, int | bytes]]] = [
+            (-errno.EACCES, {"iov": theirs.id.bytes}),
+            (-errno.EACCES, {"iov": uuid.uuid4().bytes}),
+            (-errno.EINVAL, {"length": 0}),
+            (-errno.EINVAL, {"length": MIB + 1}),
+            (-errno.EINVAL, {"buffer_offset": MIB}),
+            (-errno.EINVAL, {"buffer_offset": top, "length": 2}),
+            (-errno.EINVAL, {"buffer_offset": 8, "length": top}),
+            (-errno.EINVAL, {"buffer_offset": 256 * KIB - 1, "length": 2}),
+            (-errno.EINVAL, {"file_offset": top}),
+            (-errno.EBADF, {"inode": unknown}),
+            (-errno.EBADF, {"inode": 0}),
+            (-errno.EACCES, {"inode": out}),
+        ]
+        for number, (_, values) in enumerate(wrong):
+            entry: dict[str, int | bytes] = {"iov": mine.id.bytes, "inode": inode, "length": 4 * KIB, **values}
+            ring.prepare(userdata=number, **entry)  # type: ignore[arg-type]
+        ring.submit()
+        found = {userdata: result for _, result, userdata in ring.wait(len(wrong))}
+        assert found == {number: expected for number, (expected, _) in enumerate(wrong)}
+        ring.prepare(mine.id.bytes, inode=inode, length=4 * KIB, userdata=99)
+        ring.submit()
+        assert [(result, userdata) for _, result, userdata in ring.wait(1)] == [(4 * KIB, 99)]
+
+
+@pytest.mark.parametrize(("index", "value"), [(0, 1 << 20), (0, -1), (3, -5)])
+def test_a_ring_with_impossible_indices_ends_and_no_other_does(agent: AgentProcess, index: int, value: int) -> None:
+    with RawClient(agent.mount) as client, contextlib.ExitStack() as stack:
+        iov, bad, good = RawIov(MIB), RawRing(8, for_read=True), RawRing(8, for_read=True)
+        for shared in (iov, bad, good):
+            stack.callback(shared.close)
+        client.publish_iov(iov)
+        client.publish_ring(bad)
+        client.publish_ring(good)
+        source = stack.enter_context(opened(agent.mount / "file", os.O_RDONLY))
+        inode = client.register_file(source)
+        # The agent may look at once: what it must not miss is there before there is work, but for the head itself.
+        if index:
+            bad.set_index(index, value)
+        bad.prepare(iov.id.bytes, inode=inode, length=KIB)
+        if not index:
+            bad.set_index(index, value)
+        bad.submit()
+        good.prepare(iov.id.bytes, inode=inode, length=KIB)
+        good.submit()
+        assert [result for _, result, _ in good.wait(1)] == [KIB]
+    assert agent.terminate() == 0, agent.errors
+    assert agent.statistics["broken_rings"] == 1
+
+
+def test_a_ring_whose_memory_is_cut_short_ends_and_the_agent_does_not(agent: AgentProcess) -> None:
+    with RawClient(agent.mount) as client, contextlib.ExitStack() as stack:
+        iov, bad, good = RawIov(MIB), RawRing(8, for_read=True), RawRing(8, for_read=True)
+        for shared in (iov, bad, good):
+            stack.callback(shared.close)
+        client.publish_iov(iov)
+        client.publish_ring(bad)
+        client.publish_ring(good)
+        source = stack.enter_context(opened(agent.mount / "file", os.O_RDONLY))
+        inode = client.register_file(source)
+        os.ftruncate(bad.fd, 0)
+        good.prepare(iov.id.bytes, inode=inode, length=KIB)
+        good.submit()
+        assert [result for _, result, _ in good.wait(1)] == [KIB]
+    assert agent.terminate() == 0, agent.errors
+    assert agent.statistics["broken_rings"] == 1
+
+
+def test_what_cannot_be_published_leaves_no_link(agent: AgentProcess, tmp_path: Path) -> None:
+    before = links(agent.mount)
+    with RawClient(agent.mount) as client, RawClient(agent.mount) as other, contextlib.ExitStack() as stack:
+        iov = RawIov(MIB)
+        stack.callback(iov.close)
+        missing = str(iov.path.with_name(f"hf3fs-iov-{uuid.uuid4()}"))
+        odd = RawIov(100)
+        stack.callback(odd.close)
+        linked = RawIov(KIB)
+        stack.callback(linked.close)
+        linked.path.unlink()
+        linked.path.symlink_to(iov.path)
+        for name, target, number in [
+            (iov.name(), missing, errno.ENOENT),
+            (iov.name(), "/etc/passwd", errno.EINVAL),
+            (iov.name(), f"{iov.path.parent}/../../etc/passwd", errno.EINVAL),
+            (linked.name(), str(linked.path), errno.EINVAL),
+            (iov.name(".x"), str(iov.path), errno.EINVAL),
+            ("../evil", str(iov.path), errno.EINVAL),
+            (f"{odd.id}.r0", str(odd.path), errno.EINVAL),
+            (iov.name(".gdr.d0"), "gdr://v2/nonsense", errno.EINVAL),
+            (iov.name(".gdr.d0"), "gdr://v2/device/0/allocation/64/offset/0/size/64/dmabuf", errno.EOPNOTSUPP),
+        ]:
+            with refused(number):
+                client.publish(name, target)
+        client.publish_iov(iov)
+        with refused(errno.EEXIST):
+            client.publish_iov(iov)
+        with refused(errno.EEXIST):
+            other.publish_iov(iov)
+        with refused(errno.ENOENT):
+            other.unpublish(iov.name())
+        client.unpublish(iov.name())
+        assert links(agent.mount) == before
+        assert iov.path.exists()
+
+
+def test_files_are_proven_by_descriptors(agent: AgentProcess, tmp_path_factory: pytest.TempPathFactory) -> None:
+    outside = tmp_path_factory.mktemp("outside") / "file"
+    outside.write_bytes(b"1")
+    with RawClient(agent.mount) as client:
+        for path, flags, numbers in [
+            (outside, os.O_RDONLY, {errno.EXDEV, errno.EACCES, errno.ENOENT}),
+            (agent.mount, os.O_RDONLY, {errno.EBADF}),
+            (agent.mount / "file", os.O_PATH, {errno.EBADF}),
+        ]:
+            with opened(path, flags) as descriptor, pytest.raises(Refusal) as found:
+                client.register_file(descriptor)
+            assert found.value.errno in numbers
+        with refused(errno.ENOENT):
+            client.ask(Request.DEREGISTER_FILE, protocol.pack_number(1))
+
+
+def test_holes_and_links(agent: AgentProcess, seed: int) -> None:
+    with RawClient(agent.mount) as client, opened(agent.mount / "file", os.O_RDWR) as file:
+        client.ask(Request.PUNCH_HOLE, protocol.pack_punch(0, ((64 * KIB, 128 * KIB),)), [file])
+        held = (agent.mount / "file").read_bytes()
+        assert held[64 * KIB : 128 * KIB] == bytes(64 * KIB)
+        assert held[: 64 * KIB] == pattern.payload(FILE_BYTES, seed=seed)[: 64 * KIB]
+        with opened(agent.mount, os.O_PATH) as folder:
+            client.ask(Request.HARD_LINK, protocol.pack_link("second"), [file, folder])
+            assert (agent.mount / "second").samefile(agent.mount / "file")
+            with refused(errno.EEXIST):
+                client.ask(Request.HARD_LINK, protocol.pack_link("second"), [file, folder])
+            with refused(errno.EINVAL):
+                client.ask(Request.HARD_LINK, protocol.pack_link("../second"), [file, folder])
+
+
+def test_what_is_no_message_ends_its_connection_and_no_other(agent: AgentProcess) -> None:
+    hello = protocol.pack(Message(Request.HELLO, 1, bytes(48)))
+    with RawClient(agent.mount) as good, opened(agent.mount / "file", os.O_RDONLY) as file:
+        for data, descriptors in [
+            (b"x", []),
+            (hello[:-1], []),
+            (b"X" + hello[1:], []),
+            (hello + bytes(protocol.MESSAGE_BYTES_MAX), []),
+            (hello, [file]),
+            (hello, [file] * 5),
+        ]:
+            with RawClient(agent.mount) as bad:
+                bad.send(data, descriptors)
+                assert bad.receive() == b""
+        with refused(errno.EINVAL):
+            good.ask(Request.UNPUBLISH, b"\xff\xff")
+        good.hello()
+
+
+def test_a_second_agent_is_refused(agent: AgentProcess) -> None:
+    with pytest.raises(AssertionError, match="end the agent that serves this mount"):
+        AgentProcess(agent.mount)
+
+
+def test_memory_without_a_name_gets_it_from_the_agent_and_loses_it_with_its_client(agent: AgentProcess) -> None:
+    folder = Path("/dev/shm")  # noqa: S108 - where POSIX shared memory is.
+    name = str(uuid.uuid4())
+    path = folder / f"hf3fs-iov-{name}"
+    with contextlib.ExitStack() as stack:
+        memory = os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600)
+        stack.callback(os.close, memory)
+        os.ftruncate(memory, 64 * KIB)
+        reading = os.open(f"/proc/self/fd/{memory}", os.O_RDONLY)
+        stack.callback(os.close, reading)
+        elsewhere = os.open(agent.mount, os.O_TMPFILE | os.O_RDWR, 0o600)
+        stack.callback(os.close, elsewhere)
+        os.ftruncate(elsewhere, 64 * KIB)
+        with RawClient(agent.mount) as client:
+            for target, descriptors in (
+                (str(folder / "elsewhere"), [memory]),
+                (str(agent.mount / path.name), [memory]),
+                (str(path), [reading]),
+                (str(path), [memory, memory]),
+                (str(path), [elsewhere] if os.fstat(elsewhere).st_dev != folder.stat().st_dev else [reading]),
+            ):
+                with refused(errno.EINVAL):
+                    client.publish(name, target, descriptors=descriptors)
+                assert not path.exists()
+            path.write_bytes(b"another's")
+            with refused(errno.EEXIST):
+                client.publish(name, str(path), descriptors=[memory])
+            assert path.read_bytes() == b"another's"
+            path.unlink()
+            client.publish(name, str(path), descriptors=[memory])
+            assert os.path.samestat(path.stat(), os.fstat(memory))
+            other = str(uuid.uuid4())
+            with refused(errno.EINVAL):
+                client.publish(other, str(folder / f"hf3fs-iov-{other}"), descriptors=[memory])
+        with RawClient(agent.mount) as witness:
+            while path.exists():
+                witness.hello()

@@ -1,0 +1,244 @@
+"""Who dies beside an agent, and the agent itself: nothing is left, and nobody waits for ever."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from support.kill_world import until
+from support.raw_usrbio import AgentProcess, RawClient, RawIov, RawRing, shared_memory
+from support.strangers import open_folder, run_stranger
+
+from gdrkit import pattern
+from gdrkit.harness.needs import host, needs, verbs
+from gdrkit.units import KIB, MIB
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = needs(verbs.nic())
+
+CLIENT = """
+import os, sys
+from pathlib import Path
+from support.raw_usrbio import RawClient, RawIov, RawRing
+mount = Path(sys.argv[1])
+client, iov, ring = RawClient(mount), RawIov(1 << 20), RawRing(32, for_read=True)
+client.publish_iov(iov)
+client.publish_ring(ring)
+inode = client.register_file(os.open(mount / "file", os.O_RDONLY))
+print("published", flush=True)
+for _ in range(1 << 30):
+    for number in range(16):
+        ring.prepare(iov.id.bytes, inode=inode, length=64 << 10, buffer_offset=number << 16)
+    ring.submit()
+    ring.wait(16)
+"""
+SUITES = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture
+def mount(tmp_path: Path, seed: int) -> Path:
+    (tmp_path / "file").write_bytes(pattern.payload(MIB, seed=seed))
+    return tmp_path
+
+
+def links(mount: Path) -> set[str]:
+    return {link.name for link in (mount / "3fs-virt" / "iovs").iterdir() if not link.name.startswith("submit-ios")}
+
+
+@contextlib.contextmanager
+def busy_client(mount: Path) -> Iterator[subprocess.Popen[str]]:
+    path = os.pathsep.join([str(SUITES), os.environ.get("PYTHONPATH", "")])
+    with subprocess.Popen(
+        [sys.executable, "-c", CLIENT, str(mount)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    ) as process:
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline() == "published\n"
+            yield process
+        finally:
+            process.kill()
+
+
+def test_a_client_that_is_killed_leaves_nothing(mount: Path) -> None:
+    with AgentProcess(mount) as agent:
+        with busy_client(mount) as client:
+            assert len(links(mount)) == 2
+            seen = shared_memory(mount)
+            client.kill()
+            client.wait()
+            until(lambda: not links(mount), "what the killed client had is gone", timeout_s=60)
+        assert {path for path in seen if path.exists()} == shared_memory(mount)
+        assert list((mount / "3fs-virt" / "publications").iterdir()) == []
+        assert agent.terminate() == 0, agent.errors
+
+
+def test_an_agent_that_is_killed_leaves_nothing_behind_the_next_one(mount: Path) -> None:
+    with AgentProcess(mount) as first, busy_client(mount) as client:
+        seen = shared_memory(mount)
+        assert len(seen) == 5
+        first.kill()
+        client.kill()
+        client.wait()
+    with AgentProcess(mount) as second:
+        assert links(mount) == set()
+        assert [path for path in seen if path.exists()] == []
+        with RawClient(mount) as again:
+            again.hello()
+        assert second.terminate() == 0, second.errors
+
+
+def test_the_memory_of_a_client_that_outlives_its_agent_is_left_to_it(mount: Path) -> None:
+    iov = RawIov(64 * KIB)
+    try:
+        with AgentProcess(mount) as first:
+            client = RawClient(mount)
+            client.publish_iov(iov)
+            first.kill()
+        assert client.receive() == b""
+        client.close()
+        with AgentProcess(mount), RawClient(mount) as client:
+            assert iov.path.exists()
+            client.publish_iov(iov)
+            client.unpublish(iov.name())
+    finally:
+        iov.close()
+
+
+def test_a_server_that_is_killed_is_started_again(mount: Path, seed: int) -> None:
+    with AgentProcess(mount) as agent, RawClient(mount) as client, contextlib.ExitStack() as stack:
+        iov, ring = RawIov(MIB), RawRing(32, for_read=True)
+        stack.callback(iov.close)
+        stack.callback(ring.close)
+        client.publish_iov(iov)
+        client.publish_ring(ring)
+        file = os.open(mount / "file", os.O_RDONLY)
+        stack.callback(os.close, file)
+        inode = client.register_file(file)
+        os.kill(agent.server_process_id(), signal.SIGKILL)
+        results: list[int] = []
+
+        def is_served_again() -> bool:
+            ring.prepare(iov.id.bytes, inode=inode, length=MIB)
+            ring.submit()
+            ((_, result, _),) = ring.wait(1)
+            assert result in {MIB, -errno.EREMOTEIO}
+            results.append(result)
+            return result == MIB and -errno.EREMOTEIO in results
+
+        until(is_served_again, "a new server serves the ring", timeout_s=60)
+        pattern.check(iov.memory[:], seed=seed)
+        assert agent.terminate() == 0, agent.errors
+        assert agent.statistics["session_renewals"] == 1
+
+
+def test_an_agent_that_is_told_to_end_ends_with_its_clients_in_the_middle(mount: Path) -> None:
+    with AgentProcess(mount) as agent, busy_client(mount) as client:
+        assert agent.terminate() == 0, agent.errors
+        assert agent.statistics["outstanding"] >= 0
+        client.kill()
+        client.wait()
+        assert links(mount) == set()
+
+
+@needs(host.capability("CAP_SETUID"))
+def test_another_user_is_refused() -> None:
+    with open_folder() as mount, AgentProcess(mount) as agent:
+        # The socket's mode keeps others out; who gets in all the same (it was made wider) is refused by name.
+        for path in (mount / "3fs-virt", mount / "3fs-virt" / "agent.sock"):
+            path.chmod(0o777)
+        asked = run_stranger(STRANGER, str(mount))
+        assert asked.stdout == f"{errno.EACCES}\n", asked.stderr
+        assert agent.terminate() == 0, agent.errors
+
+
+STRANGER = """
+import sys
+from pathlib import Path
+from support.raw_usrbio import RawClient, Refusal
+from support.strangers import become_nobody
+become_nobody()
+try:
+    RawClient(Path(sys.argv[1])).hello()
+except Refusal as error:
+    print(error.errno)
+"""
+
+
+def stopped_in_flight(agent: AgentProcess, client: RawClient, stack: contextlib.ExitStack) -> tuple[RawIov, RawRing]:
+    """An operation that a server has, which is stopped and not dead."""
+    iov, ring = RawIov(MIB), RawRing(32, for_read=True)
+    stack.callback(iov.close)
+    stack.callback(ring.close)
+    client.publish_iov(iov)
+    client.publish_ring(ring)
+    file = os.open(client.mount / "file", os.O_RDONLY)
+    stack.callback(os.close, file)
+    inode = client.register_file(file)
+    server = agent.server_process_id()
+    os.kill(server, signal.SIGSTOP)
+    stack.callback(revive, server)
+    ring.prepare(iov.id.bytes, inode=inode, length=MIB)
+    ring.submit()
+    return iov, ring
+
+
+def revive(process_id: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process_id, signal.SIGCONT)
+
+
+def test_a_server_that_hangs_is_given_up_and_reaches_nothing_later(mount: Path, seed: int) -> None:
+    with (
+        AgentProcess(mount, "--silence-ms", "1000") as agent,
+        RawClient(mount) as client,
+        contextlib.ExitStack() as stack,
+    ):
+        iov, ring = stopped_in_flight(agent, client, stack)
+        server = agent.server_process_id()
+        assert ring.wait(1)[0][1] == -errno.EREMOTEIO
+        iov.memory[:] = b"\xee" * MIB
+        revive(server)
+        inode = (mount / "file").stat().st_ino
+
+        def is_served_again() -> bool:
+            ring.prepare(iov.id.bytes, inode=inode, length=4096, file_offset=4096)
+            ring.submit()
+            ((_, result, _),) = ring.wait(1)
+            assert result in {4096, -errno.EREMOTEIO}
+            return result == 4096
+
+        until(is_served_again, "a new server serves the ring", timeout_s=60)
+        assert iov.memory[:4096] == pattern.payload(MIB, seed=seed)[4096:8192]
+        assert iov.memory[4096:] == b"\xee" * (MIB - 4096)
+        assert agent.server_process_id() != server
+        assert agent.terminate() == 0, agent.errors
+
+
+def test_who_is_told_that_the_agent_ends_has_its_memory_for_itself(mount: Path) -> None:
+    with (
+        AgentProcess(mount, "--silence-ms", "2000") as agent,
+        RawClient(mount) as client,
+        contextlib.ExitStack() as stack,
+    ):
+        iov, ring = stopped_in_flight(agent, client, stack)
+        server = agent.server_process_id()
+        agent.process.send_signal(signal.SIGTERM)
+        # The end of the connection says that nothing of it is in flight any more.
+        assert client.receive() == b""
+        assert [result for _, result, _ in ring.wait(1, timeout_s=0.1)] == [-errno.EREMOTEIO]
+        iov.memory[:] = b"\xee" * MIB
+        revive(server)
+        assert agent.terminate() == 0, agent.errors
+        assert iov.memory[:] == b"\xee" * MIB

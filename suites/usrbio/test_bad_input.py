@@ -1,0 +1,304 @@
+"""What an application does wrongly, or meets, has the documented code, and nothing is lost by it.
+
+Through the Python interface and a real agent; native/usrbio/tests has every code of the C interface, test_agent.py what
+a client without a library sends, suites/storage what comes over the network.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import random
+import socket
+import subprocess
+import sys
+import uuid
+from collections import Counter
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from support.fuzz_messages import changed_messages
+from support.kill_world import HungError, descriptors, until
+from support.raw_usrbio import AgentProcess, RawClient, Refusal
+from support.strangers import open_folder, run_stranger
+
+from gdrkit import pattern, usrbio
+from gdrkit.errors import UsageError
+from gdrkit.harness.needs import host, needs, verbs
+from gdrkit.units import KIB, MIB
+from gdrkit.usrbio._library import library_path
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from gdrkit.usrbio.native_types import Ioring, Iovec
+
+pytestmark = needs(verbs.nic())
+
+FUZZ_S = float(os.environ.get("GDRKIT_FUZZ_S", "10"))
+SUITES = Path(__file__).resolve().parents[1]
+ENTRIES = 8
+READ, WRITE = True, False
+WITHIN = timedelta(seconds=10)
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Iterator[AgentProcess]:
+    mount = tmp_path / "mount"
+    mount.mkdir()
+    with AgentProcess(mount) as running:
+        yield running
+
+
+def refused(number: int) -> contextlib.AbstractContextManager[pytest.ExceptionInfo[usrbio.UsrbioError]]:
+    return pytest.raises(usrbio.UsrbioError, check=lambda error: error.errno == number)
+
+
+@contextlib.contextmanager
+def opened(path: Path, flags: int = os.O_RDWR | os.O_CREAT, *, registered: bool = True) -> Iterator[int]:
+    fd = os.open(path, flags, 0o600)
+    try:
+        if registered:
+            usrbio.register_fd(fd)
+        yield fd
+    finally:
+        if registered:
+            usrbio.deregister_fd(fd)
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def application(mount: Path, *, block_size: int = 0) -> Iterator[tuple[Iovec, Ioring, Ioring]]:
+    """Memory of 1 MiB, a ring that reads and one that writes."""
+    with (
+        usrbio.create_iovec(str(mount), length_bytes=MIB, block_size=block_size) as iov,
+        usrbio.make_ioring(str(mount), ENTRIES) as reader,
+        usrbio.make_ioring(str(mount), ENTRIES, for_read=False) as writer,
+    ):
+        yield iov, reader, writer
+
+
+def moved(ring: Ioring, count: int = 1) -> list[int]:
+    """Submit, and the results of so many."""
+    done = ring.submit().wait(min_results=count, timeout=WITHIN)
+    assert len(done) == count
+    return [each.result for each in done]
+
+
+def test_a_place_that_is_no_mount(agent: AgentProcess, tmp_path: Path) -> None:
+    for wrong, number in ((tmp_path, errno.ENOENT), (tmp_path / "none", errno.ENOENT), ("/" + "m" * 256, errno.EINVAL)):
+        with refused(number):
+            usrbio.create_iovec(str(wrong), length_bytes=MIB)
+        with refused(number):
+            usrbio.make_ioring(str(wrong), ENTRIES)
+    assert usrbio.extract_mount_point(tmp_path) is None
+    assert usrbio.extract_mount_point(agent.mount) == str(agent.mount)
+    with opened(tmp_path / "outside", registered=False) as fd:
+        assert not usrbio.is_hf3fs(fd)
+        with refused(errno.EBADF):
+            usrbio.register_fd(fd)
+        with refused(errno.ENOTTY):
+            usrbio.punch_hole(fd, [0], [1])
+    with refused(errno.EXDEV), opened(agent.mount / "file", registered=False):
+        usrbio.hardlink(agent.mount / "file", tmp_path / "second")
+
+
+def test_a_full_ring_takes_no_more_and_loses_nothing(agent: AgentProcess, seed: int) -> None:
+    data = pattern.payload(ENTRIES * KIB, seed=seed)
+    with opened(agent.mount / "file") as fd, application(agent.mount) as (iov, _, writer):
+        memoryview(iov)[: len(data)] = data
+        for number in range(ENTRIES):
+            writer.prepare(iov[number * KIB : (number + 1) * KIB], WRITE, fd, number * KIB)
+        with refused(errno.EAGAIN):
+            writer.prepare(iov[:KIB], WRITE, fd, 0)
+        assert moved(writer, ENTRIES) == [KIB] * ENTRIES
+        writer.prepare(iov[:KIB], WRITE, fd, len(data))
+        assert moved(writer) == [KIB]
+    assert (agent.mount / "file").read_bytes() == data + data[:KIB]
+
+
+def test_descriptors_that_are_not_registered(agent: AgentProcess) -> None:
+    with application(agent.mount) as (iov, reader, _), opened(agent.mount / "file", registered=False) as fd:
+        with refused(errno.EBADF):
+            reader.prepare(iov[:1], READ, fd, 0)
+        usrbio.register_fd(fd)
+        with refused(errno.EINVAL):
+            usrbio.register_fd(fd)
+        usrbio.deregister_fd(fd)
+        for number in (fd, -1, -fd, 1 << 30):
+            usrbio.deregister_fd(number)
+            with refused(errno.EBADF):
+                reader.prepare(iov[:1], READ, number, 0)
+        for number in (-1, 1 << 30):
+            with refused(errno.EBADF):
+                usrbio.register_fd(number)
+
+
+def test_what_a_descriptor_was_not_opened_for(agent: AgentProcess) -> None:
+    (agent.mount / "file").write_bytes(b"x" * KIB)
+    with application(agent.mount) as (iov, reader, writer):
+        with opened(agent.mount / "file", os.O_RDONLY) as fd:
+            with refused(errno.EACCES):
+                writer.prepare(iov[:1], WRITE, fd, 0)
+            with refused(errno.EBADF):
+                usrbio.punch_hole(fd, [0], [1])
+        with opened(agent.mount / "file", os.O_WRONLY) as fd, refused(errno.EACCES):
+            reader.prepare(iov[:1], READ, fd, 0)
+        with opened(agent.mount / "file") as fd, refused(errno.EINVAL):
+            reader.prepare(iov[:1], WRITE, fd, 0)
+    assert (agent.mount / "file").read_bytes() == b"x" * KIB
+
+
+def test_ranges_that_cannot_be(agent: AgentProcess) -> None:
+    with opened(agent.mount / "file") as fd, application(agent.mount, block_size=64 * KIB) as (iov, reader, _):
+        for part in (iov[64 * KIB - 1 : 64 * KIB + 1], iov[: 64 * KIB + 1], iov[:0]):
+            with refused(errno.EINVAL):
+                reader.prepare(part, READ, fd, 0)
+        for offset in ((1 << 63) - 1, 1 << 63, (1 << 64) - 1):
+            with refused(errno.EINVAL):
+                reader.prepare(iov[:2], READ, fd, offset)
+        for start, end in ([], []), ([2], [1]):
+            with refused(errno.EINVAL):
+                usrbio.punch_hole(fd, start, end)
+        with pytest.raises(UsageError, match="1000"):
+            usrbio.punch_hole(fd, [0] * 1001, [1] * 1001)
+        with refused(errno.EINVAL):
+            usrbio.punch_hole(fd, [0], [1], 1)
+        reader.prepare(iov[64 * KIB : 128 * KIB], READ, fd, 0)
+        assert moved(reader) == [0]
+
+
+def test_memory_outside_of_the_iov_by_the_c_interface(agent: AgentProcess) -> None:
+    """The Python interface has no word for it; in C a pointer is all."""
+    library = ctypes.CDLL(str(library_path()))
+    mount = os.fsencode(agent.mount)
+    iov, ring = ctypes.create_string_buffer(312), ctypes.create_string_buffer(600)
+    size = ctypes.c_size_t(64 * KIB)
+    assert library.hf3fs_iovcreate(iov, mount, size, ctypes.c_size_t(0), -1) == 0
+    assert library.hf3fs_iorcreate(ring, mount, ENTRIES, READ, 0, -1) == 0
+    base = int.from_bytes(iov.raw[:8], sys.byteorder)
+    fd = os.open(agent.mount / "file", os.O_RDWR | os.O_CREAT, 0o600)
+    assert library.hf3fs_reg_fd(fd, ctypes.c_uint64(0)) <= 0
+    # Failures of these three are positive.
+    assert library.hf3fs_reg_fd(fd, ctypes.c_uint64(0)) == errno.EINVAL
+    assert (
+        library.hf3fs_hardlink(os.fsencode(agent.mount / "none"), os.fsencode(agent.mount / "second")) == errno.ENOENT
+    )
+    assert library.hf3fs_punchhole(fd, 0, None, None, ctypes.c_size_t(0)) == errno.EINVAL
+    for address, length in (
+        (base - 1, 2),
+        (base + 64 * KIB, 1),
+        (base + 64 * KIB - 1, 2),
+        (base + 8, (1 << 64) - 8),
+        (base, (1 << 64) - 1),
+        (0, 1),
+    ):
+        code = library.hf3fs_prep_io(
+            ring, iov, READ, ctypes.c_void_p(address), fd, ctypes.c_size_t(0), ctypes.c_uint64(length), None
+        )
+        assert code == -errno.EINVAL, (address - base, length)
+    library.hf3fs_dereg_fd(fd)
+    os.close(fd)
+    library.hf3fs_iordestroy(ring)
+    library.hf3fs_iovdestroy(iov)
+
+
+@needs(host.capability("CAP_SYS_ADMIN"))
+def test_a_full_disk_is_enospc_and_what_was_acknowledged_stays(tmp_path: Path, seed: int) -> None:
+    mount = tmp_path / "small"
+    mount.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "gdrkit-small", str(mount)], check=True)
+    try:
+        with AgentProcess(mount), opened(mount / "file") as fd, application(mount) as (iov, reader, writer):
+            acknowledged = 0
+            results: list[int] = []
+            # More than there is room for.
+            while not results or results[-1] == MIB:
+                memoryview(iov)[:] = pattern.payload(MIB, seed=seed, offset_bytes=acknowledged)
+                writer.prepare(iov[:], WRITE, fd, acknowledged)
+                results += moved(writer)
+                acknowledged += max(results[-1], 0)
+                assert acknowledged <= 8 * MIB
+            assert results[-1] == -errno.ENOSPC
+            assert acknowledged >= 4 * MIB
+            for offset in range(0, acknowledged, MIB):
+                reader.prepare(iov[:], READ, fd, offset)
+                assert moved(reader) == [MIB]
+                pattern.check(memoryview(iov)[:], seed=seed, offset_bytes=offset)
+            # With room again it goes on, with the same file and ring.
+            usrbio.punch_hole(fd, [0], [4 * MIB])
+            writer.prepare(iov[:], WRITE, fd, acknowledged)
+            assert moved(writer) == [MIB]
+    finally:
+        subprocess.run(["umount", "--lazy", str(mount)], check=True)
+
+
+STRANGER = """
+import sys
+from gdrkit import usrbio
+from support.strangers import become_nobody
+usrbio.capabilities()  # Opens the library.
+become_nobody()
+for what in (lambda: usrbio.create_iovec(sys.argv[1], length_bytes=4096), lambda: usrbio.make_ioring(sys.argv[1], 4)):
+    try:
+        what()
+    except usrbio.UsrbioError as error:
+        print(error.errno)
+"""
+
+
+@needs(host.capability("CAP_SETUID"))
+def test_another_user_is_told_so_by_the_library() -> None:
+    with open_folder() as mount, AgentProcess(mount):
+        asked = run_stranger(STRANGER, str(mount))
+    assert asked.stdout.split() == [str(errno.EACCES)] * 2, asked.stderr
+
+
+@pytest.mark.parametrize("target", ["gdr://v2/device/0", "gdr://v2/device/1/allocation/9/offset/0/size/9/dmabuf"])
+def test_descriptors_of_a_publication_that_is_refused_are_closed(agent: AgentProcess, target: str) -> None:
+    with opened(agent.mount / "file", registered=False) as fd, RawClient(agent.mount) as client:
+        with pytest.raises(Refusal, check=lambda error: error.errno == errno.EINVAL):
+            client.publish(f"{uuid.uuid4()}.gdr.d0", target, bytes(384), [fd])
+        assert str(agent.mount / "file") not in descriptors(agent.process.pid)
+
+
+def test_a_hostile_peer_costs_its_own_connection_alone(agent: AgentProcess, seed: int) -> None:
+    chance, pid = random.Random(seed), agent.process.pid
+    with opened(agent.mount / "file") as fd, application(agent.mount) as (iov, _, writer):
+        # Each NIC opens what it needs at its first transfer.
+        for number in range(2 * ENTRIES):
+            writer.prepare(iov[:KIB], WRITE, fd, number * KIB)
+            assert moved(writer) == [KIB]
+        before = Counter(descriptors(pid))
+        for data in changed_messages(chance, 500):
+            with RawClient(agent.mount) as bad, contextlib.suppress(ConnectionError):
+                bad.send(data, [fd] * chance.randrange(4))
+                # Some wait for what comes, some are gone by then.
+                if chance.randrange(2):
+                    bad.socket.shutdown(socket.SHUT_WR)
+                    bad.receive()
+        with contextlib.ExitStack() as silent:
+            for _ in range(64):
+                silent.enter_context(RawClient(agent.mount))
+            writer.prepare(iov[:], WRITE, fd, 0)
+            assert moved(writer) == [MIB]
+        try:
+            until(lambda: Counter(descriptors(pid)) == before, "all that peers left in the agent is gone", timeout_s=60)
+        except HungError as error:
+            left = Counter(descriptors(pid))
+            error.add_note(f"more: {left - before}, less: {before - left}")
+            raise
+
+
+@pytest.mark.timeout(FUZZ_S + 120)
+def test_the_fuzzer_of_messages_finds_nothing() -> None:
+    """GDRKIT_FUZZ_S says how long."""
+    command = [sys.executable, str(SUITES / "support" / "fuzz_messages.py"), "--seconds", str(FUZZ_S)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=FUZZ_S + 100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "changed messages" in done.stdout
+    print(done.stdout.splitlines()[-1])  # noqa: T201 - which fuzzer ran, and how often.

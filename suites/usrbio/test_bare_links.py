@@ -1,0 +1,77 @@
+"""A link to device memory that comes alone: nobody sends a dma-buf with it, so that peer memory is the one way left."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import uuid
+from typing import TYPE_CHECKING
+
+import pytest
+from support.raw_usrbio import AgentProcess, RawClient, RawRing, Refusal
+
+from gdrkit import cuda, pattern
+from gdrkit.cuda.pointer import address_range
+from gdrkit.errors import Api
+from gdrkit.harness.needs import cuda as cuda_needs
+from gdrkit.harness.needs import needs, software, verbs
+from gdrkit.units import KIB, MIB
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+pytestmark = needs(verbs.nic(), cuda_needs.device())
+
+
+@pytest.fixture
+def memory(device: cuda.Device) -> Iterator[cuda.DeviceMemory]:
+    with device.allocate(MIB) as made:
+        yield made
+
+
+def link_of(memory: cuda.DeviceMemory) -> tuple[uuid.UUID, str, str]:
+    """Identity, name and target of a publication that another program could have made with CUDA alone."""
+    identity = uuid.uuid4()
+    with memory.device.current():
+        whole = address_range(memory.address)
+    place = f"allocation/{whole.length_bytes}/offset/{memory.address - whole.base}/size/{memory.length_bytes}"
+    return identity, f"{identity}.gdr.d0", f"gdr://v2/device/0/{place}/ipc/{cuda.export_handle(memory).hex()}"
+
+
+@needs(verbs.peer_memory)
+def test_its_memory_is_reached_by_its_address(tmp_path: Path, memory: cuda.DeviceMemory, seed: int) -> None:
+    (tmp_path / "file").write_bytes(pattern.payload(MIB, seed=seed))
+    identity, name, target = link_of(memory)
+    memory.fill(0xA5)
+    with AgentProcess(tmp_path) as agent, RawClient(tmp_path) as client, contextlib.ExitStack() as stack:
+        ring = RawRing(4, for_read=True)
+        stack.callback(ring.close)
+        client.publish(name, target)
+        client.publish_ring(ring)
+        file = os.open(tmp_path / "file", os.O_RDONLY)
+        stack.callback(os.close, file)
+        inode = client.register_file(file)
+        ring.prepare(identity.bytes, inode=inode, length=64 * KIB, buffer_offset=4097, file_offset=17)
+        ring.submit()
+        assert [result for _, result, _ in ring.wait(1)] == [64 * KIB]
+        client.unpublish(name)
+    assert agent.process.returncode == 0, agent.errors
+    pattern.check(memory.read(offset_bytes=4097, length_bytes=64 * KIB), seed=seed, offset_bytes=17)
+    assert memory.read(length_bytes=4097) == b"\xa5" * 4097
+    assert memory.read(offset_bytes=4097 + 64 * KIB, length_bytes=64) == b"\xa5" * 64
+
+
+@needs(software(Api.VERBS))
+def test_where_the_kernel_has_no_peer_memory_the_link_is_refused(
+    tmp_path: Path, memory: cuda.DeviceMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GDRKIT_TWINS_PEERMEM", "0")
+    _identity, name, target = link_of(memory)
+    with AgentProcess(tmp_path) as agent, RawClient(tmp_path) as client:
+        with pytest.raises(Refusal, match="EFAULT") as refused:
+            client.publish(name, target)
+        assert refused.value.errno == errno.EOPNOTSUPP
+        assert not [link for link in (tmp_path / "3fs-virt" / "iovs").iterdir() if link.name == name]
+    assert agent.process.returncode == 0, agent.errors

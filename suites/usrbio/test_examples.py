@@ -1,0 +1,115 @@
+"""The C examples of the GPU interface, built as a user of the package builds them, and run against an agent."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from typing import TYPE_CHECKING
+
+import pytest
+from support.raw_usrbio import AgentProcess, shared_memory
+
+import gdrkit
+from gdrkit import pattern
+from gdrkit.harness.needs import cuda, host, needs, verbs
+from gdrkit.units import MIB
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from gdrkit.harness.evidence import Evidence
+
+pytestmark = needs(verbs.nic(), verbs.dmabuf_region, cuda.device(), cuda.dmabuf_export, host.compiler)
+
+LENGTH = 5 * MIB + 4099
+EXAMPLES = ("availability", "create_read", "wrap", "exporter", "importer", "utility")
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """All of them, by the flags that pkg-config gives of what is installed with the package."""
+    from pathlib import Path
+
+    package = Path(gdrkit.__file__).parent / "usrbio"
+    flags = subprocess.run(
+        ["pkg-config", "--cflags", "--libs", "hf3fs_api_shared"],
+        env=os.environ | {"PKG_CONFIG_PATH": str(package / "lib" / "pkgconfig")},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split()
+    folder = tmp_path_factory.mktemp("examples")
+    strict = ["-std=c11", "-D_GNU_SOURCE", "-Wall", "-Wextra", "-Werror", "-O1"]
+    for name in EXAMPLES:
+        source = package / "examples" / f"{name}.c"
+        library = [*flags, f"-Wl,-rpath,{package / 'lib'}", "-ldl"]
+        subprocess.run(["cc", *strict, str(source), "-o", str(folder / name), *library], check=True)
+    return {name: folder / name for name in EXAMPLES}
+
+
+@pytest.fixture
+def agent(tmp_path: Path, seed: int) -> Iterator[AgentProcess]:
+    (tmp_path / "file").write_bytes(pattern.payload(LENGTH, seed=seed))
+    with AgentProcess(tmp_path) as running:
+        yield running
+        seen = shared_memory(tmp_path)
+        links = [link.name for link in (tmp_path / "3fs-virt" / "iovs").iterdir()]
+    assert [name for name in links if not name.startswith("submit-ios")] == []
+    assert running.process.returncode == 0, running.errors
+    assert [path for path in seen if path.exists()] == []
+
+
+def run(program: Path, *arguments: object) -> bytes:
+    done = subprocess.run([program, *map(str, arguments)], capture_output=True, check=False, timeout=120)
+    assert done.returncode == 0, (done.returncode, done.stderr.decode())
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", ["create_read", "wrap"])
+def test_a_file_comes_into_device_memory(
+    agent: AgentProcess, programs: dict[str, Path], name: str, seed: int, evidence: Evidence
+) -> None:
+    output = run(programs[name], agent.mount, agent.mount / "file", 0)
+    assert len(output) == LENGTH
+    pattern.check(output, seed=seed)
+    evidence["bytes"] = LENGTH
+
+
+def test_one_process_exports_and_another_reads_into_its_memory(
+    agent: AgentProcess, programs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, seed: int
+) -> None:
+    # A path of a socket is short.
+    meeting = tmp_path_factory.getbasetemp().parent / f"meet-{os.getpid()}"
+    line = [str(programs["exporter"]), str(agent.mount), str(LENGTH), "0", str(meeting)]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as exporter:
+        try:
+            until_it_listens(exporter, meeting)
+            said = run(programs["importer"], agent.mount, agent.mount / "file", meeting).decode()
+            output, errors = exporter.communicate(timeout=120)
+        finally:
+            exporter.kill()
+            meeting.unlink(missing_ok=True)
+    assert exporter.returncode == 0, errors.decode()
+    assert said == f"{LENGTH} bytes were read into the memory of another process, on device 0\n"
+    assert len(output) == LENGTH
+    pattern.check(output, seed=seed)
+
+
+def until_it_listens(exporter: subprocess.Popen[bytes], meeting: Path) -> None:
+    """Until the kernel's table of sockets says that somebody accepts there."""
+    from pathlib import Path
+
+    accepting = "00010000"
+    while exporter.poll() is None:
+        for line in Path("/proc/net/unix").read_text().splitlines():
+            words = line.split()
+            if words[-1] == str(meeting) and words[3] == accepting:
+                return
+    assert exporter.stderr is not None
+    raise AssertionError(exporter.stderr.read().decode())
+
+
+def test_what_is_there_is_told(agent: AgentProcess, programs: dict[str, Path]) -> None:
+    assert run(programs["availability"]).startswith(b"GDR is available with ")
+    assert run(programs["utility"], agent.mount, 0) == b"device: GPU iov on device 0\nhost: host iov\n"

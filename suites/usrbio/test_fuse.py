@@ -1,0 +1,253 @@
+"""The FUSE mount of an agent: files through the kernel, publications by links, and who may look."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+import struct
+import subprocess
+import sys
+import uuid
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from support.application import KINDS, Application
+from support.kill_world import until
+from support.raw_usrbio import AgentProcess
+from support.storage import serving
+from support.strangers import open_folder, run_stranger
+
+from gdrkit import pattern, usrbio
+from gdrkit.harness.needs import cuda, host, needs, verbs
+from gdrkit.units import KIB, MIB
+from gdrkit.usrbio import virtual
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = needs(verbs.nic(), host.fuse)
+WAYS = ["host", pytest.param("device", marks=needs(verbs.dmabuf_region, cuda.device(), cuda.dmabuf_export))]
+SECONDS = timedelta(seconds=30)
+SHARED = Path("/dev/shm")  # noqa: S108 - where POSIX shared memory is.
+
+
+def mounted(path: Path) -> bool:
+    return any(f" {path} " in line for line in Path("/proc/self/mountinfo").read_text().splitlines())
+
+
+def submit_semaphores(mount: Path) -> list[Path]:
+    return [link.readlink() for link in (mount / "3fs-virt" / "iovs").iterdir() if link.name.startswith("submit-ios")]
+
+
+class Block:
+    """Shared memory without the process that Python's own keeps beside it."""
+
+    def __init__(self, length_bytes: int) -> None:
+        self.name = f"gdrkit-case-{uuid.uuid4()}"
+        self.path = SHARED / self.name
+        with self.path.open("w+b") as file:
+            file.truncate(length_bytes)
+            self._mapped = mmap.mmap(file.fileno(), length_bytes)
+        self.buf = memoryview(self._mapped)
+
+    def close(self) -> None:
+        self.buf.release()
+        self._mapped.close()
+        self.path.unlink()
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> tuple[Path, Path]:
+    """The mount and the store."""
+    for name in ("mount", "store"):
+        (tmp_path / name).mkdir()
+    return tmp_path / "mount", tmp_path / "store"
+
+
+def start(folders: tuple[Path, Path]) -> AgentProcess:
+    mount, store = folders
+    return AgentProcess(mount, "--store", str(store), "--fuse")
+
+
+@pytest.fixture
+def agent(folders: tuple[Path, Path]) -> Iterator[AgentProcess]:
+    with start(folders) as running:
+        semaphores = submit_semaphores(folders[0])
+        yield running
+    assert running.process.returncode == 0, running.errors
+    assert not mounted(folders[0])
+    assert not any(path.exists() for path in semaphores)
+
+
+@pytest.fixture
+def opened(agent: AgentProcess) -> Iterator[int]:
+    """A file of 1 MiB of the pattern, registered."""
+    (agent.mount / "file").write_bytes(pattern.payload(MIB, seed=1))
+    fd = os.open(agent.mount / "file", os.O_RDWR)
+    with contextlib.closing(os.fdopen(fd, "r+b", buffering=0)):
+        usrbio.register_fd(fd)
+        yield fd
+        usrbio.deregister_fd(fd)
+
+
+def test_a_file_is_what_was_written_and_lies_in_the_store(agent: AgentProcess, folders: tuple[Path, Path]) -> None:
+    written = pattern.payload(3 * MIB + 5, seed=2)
+    (agent.mount / "file").write_bytes(written)
+    assert (agent.mount / "file").read_bytes() == written
+    assert (folders[1] / "file").read_bytes() == written
+    assert (agent.mount / "file").stat().st_ino == (folders[1] / "file").stat().st_ino
+    assert usrbio.extract_mount_point(agent.mount / "file") == str(agent.mount)
+
+
+@pytest.mark.parametrize("kind", [KINDS[0]])
+def test_a_ring_reads_and_writes_what_the_mount_shows(agent: AgentProcess, opened: int, kind: str) -> None:
+    with Application(agent.mount, kind=kind, length_bytes=MIB) as application:
+        assert application.read((opened, 0, 0, MIB)) == [MIB]
+        application.check(0, MIB, seed=1, file_offset=0)
+        application.write_pattern(0, 64 * KIB, seed=3, file_offset=4096)
+        assert application.write((opened, 0, 4096, 64 * KIB)) == [64 * KIB]
+    # The kernel remembers nothing of the file.
+    assert os.pread(opened, 64 * KIB, 4096) == pattern.payload(64 * KIB, seed=3, offset_bytes=4096)
+
+
+@pytest.mark.parametrize("kind", WAYS)
+def test_the_files_of_a_server_elsewhere(folders: tuple[Path, Path], tmp_path: Path, kind: str) -> None:
+    mount, store = folders
+    with serving(store, tmp_path / "log", "--listen", "127.0.0.1:0") as service:
+        token = store / ".gdrkit" / "token"
+        with AgentProcess(mount, "--server", service.place, "--token-file", str(token)) as agent:
+            (mount / "file").write_bytes(pattern.payload(MIB, seed=4))
+            fd = os.open(mount / "file", os.O_RDWR)
+            with contextlib.closing(os.fdopen(fd, "r+b", buffering=0)):
+                usrbio.register_fd(fd)
+                with Application(mount, kind=kind, length_bytes=MIB) as application:
+                    assert application.read((fd, 0, 0, MIB)) == [MIB]
+                    application.check(0, MIB, seed=4, file_offset=0)
+                    application.write_pattern(0, 64 * KIB, seed=5, file_offset=4097)
+                    assert application.write((fd, 0, 4097, 64 * KIB)) == [64 * KIB]
+                    service.kill()
+                    assert application.read((fd, 0, 0, MIB)) == [-errno.EREMOTEIO]
+                usrbio.deregister_fd(fd)
+        assert agent.process.returncode == 0, agent.errors
+    kept = pattern.payload(MIB, seed=4)
+    written = pattern.payload(64 * KIB, seed=5, offset_bytes=4097)
+    assert (store / "file").read_bytes() == kept[:4097] + written + kept[4097 + 64 * KIB :]
+
+
+def test_a_bare_link_is_a_publication(agent: AgentProcess, opened: int) -> None:
+    published = agent.mount / "3fs-virt" / "iovs"
+    with contextlib.closing(Block(64 * KIB)) as shm:
+        with usrbio.make_iovec(shm, str(agent.mount)) as iov, usrbio.make_ioring(str(agent.mount), 4) as ring:
+            assert (published / iov.id).readlink() == shm.path
+            done = ring.prepare(iov[:], read=True, fd=opened, off=0).submit().wait(min_results=1, timeout=SECONDS)
+            assert [found.result for found in done] == [64 * KIB]
+            pattern.check(bytes(shm.buf), seed=1)
+        assert iov.id not in {link.name for link in published.iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("name", "target", "number"),
+    [
+        pytest.param(str(uuid.uuid4()), str(SHARED / "nobody-has-this"), errno.ENOENT, id="no-memory"),
+        pytest.param(str(uuid.uuid4()), "/etc/passwd", errno.EINVAL, id="no-shared-memory"),
+        pytest.param("no-uuid", str(SHARED / "x"), errno.EINVAL, id="no-name"),
+    ],
+)
+def test_a_refused_publication_is_the_errno_of_the_link(
+    agent: AgentProcess, name: str, target: str, number: int
+) -> None:
+    link = agent.mount / "3fs-virt" / "iovs" / name
+    with pytest.raises(OSError, match=name) as refused:
+        link.symlink_to(target)
+    assert refused.value.errno == number
+    assert not link.is_symlink()
+
+
+def test_what_a_process_published_by_a_link_goes_with_it(agent: AgentProcess) -> None:
+    script = """
+import os, sys
+from multiprocessing import shared_memory, resource_tracker
+from gdrkit import usrbio
+shm = shared_memory.SharedMemory(create=True, size=4096)
+iov = usrbio.make_iovec(shm, sys.argv[1])
+print(iov.id, flush=True)
+shm.unlink()
+sys.stdin.read()
+os._exit(0)
+"""
+    command = [sys.executable, "-c", script, str(agent.mount)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        name = process.stdout.readline().strip()
+        link = agent.mount / "3fs-virt" / "iovs" / name
+        assert link.is_symlink()
+        process.kill()
+        process.wait()
+    # The end of the process is dealt with only by and by.
+    until(lambda: not link.is_symlink(), "the link of a process that was killed is gone", timeout_s=60)
+
+
+def test_the_submit_links_stay(agent: AgentProcess) -> None:
+    with pytest.raises(PermissionError):
+        (agent.mount / "3fs-virt" / "iovs" / "submit-ios").unlink()
+
+
+def test_the_requests_of_3fs_are_answered(agent: AgentProcess, opened: int) -> None:
+    assert struct.unpack("=I", fcntl.ioctl(opened, virtual.GET_MAGIC, bytes(4)))[0] == virtual.MAGIC
+    assert struct.unpack("=I", fcntl.ioctl(opened, virtual.GET_IOCTL_VERSION, bytes(4)))[0] == 1
+    assert struct.unpack("=I", fcntl.ioctl(opened, virtual.GET_PATH_OFFSET, bytes(4)))[0] == len(str(agent.mount))
+    assert fcntl.ioctl(opened, virtual.GET_MOUNT_NAME, bytes(32)).rstrip(b"\0") == agent.mount.name.encode()
+    assert usrbio.is_hf3fs(opened)
+    assert usrbio.force_fsync(opened) == 0
+    usrbio.punch_hole(opened, [0], [4096])
+    assert os.pread(opened, 4096, 0) == bytes(4096)
+    usrbio.hardlink(agent.mount / "file", agent.mount / "second")
+    assert (agent.mount / "second").stat().st_ino == os.fstat(opened).st_ino
+
+
+def test_a_folder_is_removed_with_all_that_is_in_it(agent: AgentProcess) -> None:
+    (agent.mount / "folder" / "inner").mkdir(parents=True)
+    for number in range(20):
+        (agent.mount / "folder" / "inner" / str(number)).touch()
+    (agent.mount / "3fs-virt" / "rm-rf" / "now").symlink_to(agent.mount / "folder")
+    assert not (agent.mount / "folder").exists()
+
+
+@pytest.mark.parametrize("target", ["/etc", "folder", "{mount}/../x", "{mount}/3fs-virt/iovs", "{mount}/"])
+def test_nothing_outside_the_files_of_the_mount_is_removed(agent: AgentProcess, target: str) -> None:
+    with pytest.raises(OSError, match="now") as refused:
+        (agent.mount / "3fs-virt" / "rm-rf" / "now").symlink_to(target.format(mount=agent.mount))
+    assert refused.value.errno in {errno.EINVAL, errno.EPERM}
+
+
+@needs(host.capability("CAP_SETUID"))
+def test_another_user_is_refused_by_the_kernel() -> None:
+    with open_folder() as folder:
+        for name in ("mount", "store"):
+            (folder / name).mkdir()
+        script = (
+            "import os, sys\nfrom support.strangers import become_nobody\nbecome_nobody()\n"
+            "print(os.listdir(sys.argv[2]))\nos.listdir(sys.argv[1])\n"
+        )
+        with start((folder / "mount", folder / "store")):
+            asked = run_stranger(script, str(folder / "mount"), str(folder))
+    assert asked.returncode != 0
+    assert "mount" in asked.stdout
+    assert "PermissionError" in asked.stderr
+
+
+def test_a_mount_that_a_killed_agent_left_is_taken_over(folders: tuple[Path, Path]) -> None:
+    with start(folders) as first:
+        semaphores = submit_semaphores(folders[0])
+        first.kill()
+    assert mounted(folders[0])
+    with start(folders) as second:
+        (second.mount / "file").write_bytes(b"here")
+        assert second.terminate() == 0
+    assert not mounted(folders[0])
+    assert not any(path.exists() for path in semaphores)
