@@ -146,7 +146,10 @@ class Sweep:
         self._file_bytes = source.stat().st_size
 
     def run(self) -> list[Row]:
-        """Measure everything; the file's pages are cached before and not afterwards."""
+        """Measure everything; the file's pages are cached before and not afterwards.
+
+        The first half of the memory has afterwards what the last cold read of an engine moved.
+        """
         length_bytes = self.memory.length_bytes
         with contextlib.ExitStack() as stack:
             copy, free = pinned_copier(self.device, self.memory, length_bytes=length_bytes)
@@ -174,7 +177,8 @@ class Sweep:
                 )
                 for threads, part in RAW
             }
-            self._kind("cold read", COLD, self._read, half_bytes, before=self._drop, beside=raw)
+            # What is beside the engines reads into memory of its own.
+            self._kind("cold read", COLD, self._read, half_bytes, before=self._drop, beside=raw, is_cleared=True)
         return self.rows
 
     def _kind(
@@ -187,17 +191,23 @@ class Sweep:
         before: Callable[[], object],
         beside: Mapping[str, Callable[[], object]] | None = None,
         base: EngineOptions | None = None,
+        is_cleared: bool = False,
     ) -> None:
-        """Measure the settings of a kind, and what is `beside` them, in turns until its time is over."""
+        """Measure the settings of a kind, and what is `beside` them, in turns until its time is over.
+
+        Where memory `is_cleared` before each turn of an engine, it has afterwards what the last of them moved.
+        """
         is_short = self.times_share == 0
         with contextlib.ExitStack() as stack:
-            movers: dict[str, Callable[[], object]] = dict(list((beside or {}).items())[: 2 if is_short else None])
+            # Engines come first: where there is time for a part of them alone, it is theirs.
+            movers: dict[str, Callable[[], object]] = {}
             for options in list(settings)[: 2 if is_short else None]:
                 engine = Engine(replace(base or EngineOptions(), **options))  # type: ignore[arg-type]
                 stack.callback(engine.close)
                 movers[_named(options)] = partial(move, engine, length_bytes)
                 # Its memory is pinned, its streams are there.
                 self._read(engine, min(length_bytes, 256 * MIB), access="buffered")
+            movers.update(list((beside or {}).items())[: 2 if is_short else None])
             rows = {name: Row(kind, name, name not in (beside or {})) for name in movers}
             self.rows += rows.values()
             over = time.monotonic() + TIMES_S[kind] * self.times_share
@@ -206,6 +216,8 @@ class Sweep:
                     if not is_short and time.monotonic() > over:
                         break
                     before()
+                    if is_cleared and rows[name].is_engine:
+                        self.memory.fill(0)
                     found = measure(movers[name], length_bytes)
                     rows[name].rates.append(found.rate_gb_per_s)
                     rows[name].cpu_s_per_gib.append(found.cpu_s_per_gib)
