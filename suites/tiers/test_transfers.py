@@ -169,14 +169,37 @@ def test_the_bench_shows_the_route_and_status_remembers_it(configuration: Config
     assert [each["route"] for each in tiers(configuration, "status")] == measured
 
 
-@needs(cuda.device(), software(Api.CUFILE), cufile.udev_present)
-@pytest.mark.parametrize("route", ["p2p", "nvfs"])
-def test_a_proven_route_is_shown_as_proven(tmp_path: Path, route: str) -> None:
-    plan = tmp_path / "plan"
-    plan.write_text(f"gdrkit-faults 1\ncufile.route call=* route={route}\n")
+@pytest.fixture
+def on_a_disk() -> Iterator[Configuration]:
+    """Three tiers in folders of a disk that cuFile has no objection to."""
     with tempfile.TemporaryDirectory(prefix="gdrkit-tiers-", dir=DISK) as folder, udev.present(Path(folder)):
-        configuration = configuration_of(Path(folder))
-        environ = {"GDRKIT_TWINS_FAULTS": str(plan), "CUFILE_LOGFILE_PATH": str(tmp_path / "cufile.log")}
-        shown = [each["route"] for each in tiers(configuration, "bench", "--size", "8MiB", **environ)]
-        assert shown == [{"state": "proven", "route": route, "why": ""}] * 3
-        assert [each["route"] for each in tiers(configuration, "status")] == shown
+        yield configuration_of(Path(folder))
+
+
+def planned(folder: Path, *rules: str) -> dict[str, str]:
+    """The environment of a process whose cuFile follows these rules."""
+    plan = folder / "plan"
+    plan.write_text("\n".join(["gdrkit-faults 1", *rules]) + "\n")
+    return {"GDRKIT_TWINS_FAULTS": str(plan), "CUFILE_LOGFILE_PATH": str(folder / "cufile.log")}
+
+
+ON_TWIN = needs(cuda.device(), software(Api.CUFILE), cufile.udev_present)
+
+
+@ON_TWIN
+@pytest.mark.parametrize("route", ["p2p", "nvfs"])
+def test_a_proven_route_is_shown_as_proven(tmp_path: Path, on_a_disk: Configuration, route: str) -> None:
+    environ = planned(tmp_path, f"cufile.route call=* route={route}")
+    shown = [each["route"] for each in tiers(on_a_disk, "bench", "--size", "8MiB", **environ)]
+    assert shown == [{"state": "proven", "route": route, "why": ""}] * 3
+    assert [each["route"] for each in tiers(on_a_disk, "status")] == shown
+
+
+@ON_TWIN
+@pytest.mark.parametrize("call", [3, 4], ids=["first", "second"])
+def test_the_route_is_that_of_the_reads_that_were_timed(tmp_path: Path, on_a_disk: Configuration, call: int) -> None:
+    """The first block and what is read before the clock go directly; of two reads behind them one does not."""
+    environ = planned(tmp_path, f"cufile.route call=1-{call - 1} route=p2p", "cufile.route call=* route=posix")
+    first, *_ = [each["route"] for each in tiers(on_a_disk, "bench", "--size", "16MiB", **environ)]
+    assert (first["state"], first["route"]) == ("fell_back", "posix")
+    assert first["why"]

@@ -13,9 +13,11 @@ from gdrkit.cufile import Route, RouteState
 from gdrkit.gds.transfer import DIRECT_ROUTES
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from gdrkit.gds.transfer import Transferred
 
-__all__ = ["UNSEEN", "TierRoute", "seen"]
+__all__ = ["UNSEEN", "TierRoute", "seen", "worst"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,3 +53,9 @@ def seen(transferred: Transferred) -> TierRoute | None:
     if not transferred.why_not_direct:
         return None
     return TierRoute(RouteState.FELL_BACK, transferred.route.value, transferred.why_not_direct)
+
+
+def worst(transfers: Iterable[Transferred]) -> TierRoute:
+    """What several showed together: one that fell back outweighs one that shows nothing, and that one a proven one."""
+    order = [RouteState.FELL_BACK, RouteState.UNPROVEN, RouteState.PROVEN]
+    return min((seen(each) or UNSEEN for each in transfers), key=lambda found: order.index(found.state), default=UNSEEN)
