@@ -47,9 +47,9 @@ def test_all_reduce(
     options: list[str],
     length_bytes: int,
 ) -> None:
-    rounds, ranks = WARM_UP_ROUNDS + (10 if meter.is_on else 1), len(devices)
+    ranks = len(devices)
     common = ["--ranks", str(ranks), "--memory", memory, "--length-bytes", str(length_bytes)]
-    common += ["--rounds", str(rounds), "--seed", str(seed), *options]
+    common += ["--rounds", str(meter.turns_count), "--seed", str(seed), *options]
     said = run_ranks(
         [[sys.executable, "-m", "support.nccl_rank", "--rank", str(rank), *common] for rank in range(ranks)],
         folder=tmp_path,

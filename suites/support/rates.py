@@ -42,6 +42,7 @@ class Rates:
     least: float
     most: float
     spread_percent: float
+    rounds_count: int
 
     @classmethod
     def of(cls, moved_bytes: int, times_s: Sequence[float]) -> Rates:
@@ -49,7 +50,13 @@ class Rates:
         rates = sorted(moved_bytes / each / 1e9 for each in times_s)
         median = statistics.median(rates)
         low, _, high = statistics.quantiles(rates, n=4) if len(rates) > 1 else (median, median, median)
-        return cls(median=median, least=rates[0], most=rates[-1], spread_percent=(high - low) / median * 100)
+        return cls(
+            median=median,
+            least=rates[0],
+            most=rates[-1],
+            spread_percent=(high - low) / median * 100,
+            rounds_count=len(rates),
+        )
 
 
 class Meter:
@@ -64,6 +71,11 @@ class Meter:
         substrate = request.config.stash[SESSION].substrate
         self._ways: dict[str, list[str]] = {}
         self._is_large = self.is_on and all(substrate.get(api) is Substrate.HARDWARE for api in self._apis)
+
+    @property
+    def turns_count(self) -> int:
+        """How often everything is done, the warm-up and the rounds."""
+        return WARM_UP_ROUNDS + ROUNDS if self.is_on else 1
 
     def length(self, wanted_bytes: int, *, small_bytes: int = 1 << 20) -> int:
         """How many bytes to take."""
@@ -101,7 +113,7 @@ class Meter:
         measured. `prepare` comes before each, and takes no part of its time.
         """
         times_s: dict[str, list[float]] = {name: [] for name in things}
-        for _ in range(ROUNDS + WARM_UP_ROUNDS if self.is_on else 1):
+        for _ in range(self.turns_count):
             for name, work in things.items():
                 prepare()
                 times_s[name].append(_timed(work))
@@ -111,13 +123,13 @@ class Meter:
 
     def repeat(self, work: Callable[[], object], *, moved_bytes: int) -> Rates | None:
         """Measure `work` alone and keep nothing; None where nothing is measured."""
-        times_s = [_timed(work) for _ in range(ROUNDS + WARM_UP_ROUNDS if self.is_on else 1)]
+        times_s = [_timed(work) for _ in range(self.turns_count)]
         return Rates.of(moved_bytes, times_s[WARM_UP_ROUNDS:]) if self.is_on else None
 
     def keep(self, name: str, rates: Rates) -> Rates:
-        """Into the record; the rounds are those of this meter."""
+        """Into the record."""
         self.name_apis()
-        self._evidence.number("rounds_count", ROUNDS)
+        self._evidence.number("rounds_count", rates.rounds_count)
         self._evidence.number(f"{name}_gb_per_s_median", rates.median)
         self._evidence.number(f"{name}_gb_per_s_min", rates.least)
         self._evidence.number(f"{name}_gb_per_s_max", rates.most)
