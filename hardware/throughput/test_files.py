@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from support.file_movers import Movers, cached_share, forget
+from support.file_movers import Movers
+from support.gds import RESIDENT_MOST, cached_share, forget
 
 from gdrkit import gds, pattern
 from gdrkit.harness.needs import cuda, needs
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from gdrkit.harness.evidence import Evidence
 
 FILE_BYTES = 256 * MIB
-RESIDENT_MOST = 0.01
 CACHED = [pytest.param(size * KIB, id=f"{size}KiB") for size in (64, 1024, 16384, 262144)]
 COLD = [pytest.param(size * KIB, id=f"{size}KiB") for size in (1024, 262144)]
 

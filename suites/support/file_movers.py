@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from gdrkit.cuda import CudaMemory, Device
 
-__all__ = ["Movers", "cached_share", "forget"]
+__all__ = ["Movers"]
 
 _DIRECT = frozenset({gds.Route.P2P, gds.Route.NVFS, gds.Route.RDMA})
 
@@ -100,16 +100,3 @@ class Movers:
                 os.fdatasync(descriptor)
 
         return move
-
-
-def forget(path: Path) -> None:
-    """Ask the kernel to drop from its cache what it has of the file."""
-    with path.open("rb") as file:
-        os.fdatasync(file.fileno())
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def cached_share(path: Path) -> float:
-    """How much of the file is in the page cache, from 0 to 1."""
-    with gds.File(path, direct="never") as file:
-        return file.cached_share()

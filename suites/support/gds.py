@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from gdrkit import gds
 from gdrkit.harness.needs import cuda, needs
 
 if TYPE_CHECKING:
@@ -21,9 +22,11 @@ __all__ = [
     "DEVICE_KINDS",
     "KINDS",
     "PLACES",
+    "RESIDENT_MOST",
     "Memory",
     "OnlyDlpack",
     "OnlyInterface",
+    "cached_share",
     "engine_threads",
     "forget",
     "holding",
@@ -37,6 +40,8 @@ DEVICE_KINDS = [
 KINDS = [pytest.param("host", id="host"), *DEVICE_KINDS]
 # Where it does not matter who made the memory of a device.
 PLACES = KINDS[:2]
+# Of a file that is cold, this share may still be cached.
+RESIDENT_MOST = 0.01
 
 
 class OnlyDlpack:
@@ -96,6 +101,12 @@ def forget(path: Path, *, offset_bytes: int = 0, length_bytes: int = 0) -> None:
     with path.open("rb") as file:
         os.fdatasync(file.fileno())
         os.posix_fadvise(file.fileno(), offset_bytes, length_bytes, os.POSIX_FADV_DONTNEED)
+
+
+def cached_share(path: Path) -> float:
+    """Which share of the file the kernel has cached, 0 to 1."""
+    with gds.File(path, direct="never") as file:
+        return file.cached_share()
 
 
 def engine_threads() -> int:

@@ -15,6 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from support.gds import RESIDENT_MOST, cached_share, forget
+
 from gdrkit.units import GIB, MIB
 
 if TYPE_CHECKING:
@@ -295,17 +297,11 @@ def check_whole(memory: CudaMemory | mmap.mmap, path: Path, *, length_bytes: int
             list(pool.map(check, range(0, length_bytes, _CHECK_BYTES)))
 
 
-def drop_cache(path: Path, *, resident_most: float = 0.01) -> float:
-    """Have the kernel forget what it has cached of the file; gives the share that is still there."""
-    from gdrkit import gds
-
-    with path.open("rb") as file:
-        os.fdatasync(file.fileno())
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    with gds.File(path, direct="never") as opened:
-        share = opened.cached_share()
-    assert share < resident_most, f"{share:.1%} of {path} is still cached"
-    return share
+def drop_cache(path: Path) -> None:
+    """Have the kernel forget what it has cached of the file; it must."""
+    forget(path)
+    share = cached_share(path)
+    assert share <= RESIDENT_MOST, f"{share:.1%} of {path} is still cached"
 
 
 def raw_direct_reader(
