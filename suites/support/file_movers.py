@@ -1,7 +1,8 @@
 """Ways of a whole file into device memory and back, in pieces of one size, one piece after the other.
 
 ``direct`` is there where it was proven for the file; ``engine`` is gdrkit's copy engine; ``posix`` is what a program
-does by itself, pread or pwrite and a copy by the driver.
+does by itself, pread or pwrite and a copy by the driver. Where writes are durable, each waits for the disk (fdatasync)
+after every piece: a call of gdrkit that is told to be durable does.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Movers:
     Attributes
     ----------
     durable : bool
-        Whether a write is over when the disk has it.
+        Whether the write of a piece is over when the disk has it.
     """
 
     path: Path
@@ -92,11 +93,11 @@ class Movers:
                     stream.read_into(self.memory, pinned.view(), offset_bytes=at)
                     stream.synchronize()
                     assert os.pwrite(descriptor, pinned.view(), at) == self.piece_bytes
+                    if self.durable:
+                        os.fdatasync(descriptor)
                 else:
                     assert os.preadv(descriptor, [pinned.view()], at) == self.piece_bytes
                     stream.write(self.memory, pinned.view(), offset_bytes=at)
                     stream.synchronize()
-            if write and self.durable:
-                os.fdatasync(descriptor)
 
         return move
