@@ -108,15 +108,18 @@ class Meter:
         *,
         moved_bytes: int,
         prepare: Callable[[], object] = lambda: None,
+        check: Callable[[], object] = lambda: None,
     ) -> dict[str, Rates]:
         """Measure several in turn, so that what slows the machine meets all of them; nothing is kept where nothing is
-        measured. `prepare` comes before each, and takes no part of its time.
+        measured. `prepare` comes before each, `check` after the last round of each; neither takes part of its time.
         """
         times_s: dict[str, list[float]] = {name: [] for name in things}
-        for _ in range(self.turns_count):
+        for left in reversed(range(self.turns_count)):
             for name, work in things.items():
                 prepare()
                 times_s[name].append(_timed(work))
+                if left == 0:
+                    check()
         if not self.is_on:
             return {}
         return {name: self.keep(name, Rates.of(moved_bytes, each[WARM_UP_ROUNDS:])) for name, each in times_s.items()}
