@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import pytest
@@ -92,6 +93,18 @@ def test_an_api_that_does_not_answer_in_time_is_a_failure() -> None:
 def test_the_profiles_of_the_house_can_be_read() -> None:
     names = [profile.name for profile in load_profiles()]
     assert {"any", "bare", "h200-1", "h200-2"} <= set(names)
+
+
+def test_no_profile_of_the_house_says_anything_twice() -> None:
+    """What is there twice is changed in one place, and stays as it was in the other."""
+    for profile in load_profiles():
+        said: list[object] = [
+            *profile.foreseen,
+            *(each.need for each in profile.refused),
+            *((each.device, each.nic, each.way) for each in profile.routes),
+            *((each.case, each.number) for each in profile.expected),
+        ]
+        assert [each for each, count in Counter(said).items() if count > 1] == [], profile.name
 
 
 def profile_file(folder: Path, name: str, text: str) -> None:
