@@ -128,10 +128,8 @@ def suites(session: nox.Session) -> None:
     install_fuse()
     install_mpi()
     install_file_systems()
-    arguments = list(session.posargs)
-    if not any((HOUSE / argument.partition("::")[0]).exists() for argument in arguments):
-        # What measures hardware does so once and small, so that it still runs when somebody has a machine for it.
-        arguments += (*ALL_CASES, "hardware/throughput")
+    # What measures hardware does so once and small, so that it still runs when somebody has a machine for it.
+    arguments = cases(session.posargs, *ALL_CASES, "hardware/throughput")
     finish_pytest(session, call([*on_twins(run), *pytest(run), *arguments]))
 
 
@@ -232,13 +230,9 @@ def bench(session: nox.Session) -> None:
     """Measure what gdrkit itself costs, each beside its peer of the same run; -- --records FILE keeps the numbers."""
     run = prepare_run(twins=True)
     programs = build_bench_programs()
-    arguments = list(session.posargs)
-    # Not whatever exists: a file of records may, too.
-    if not any(argument.startswith("suites/") for argument in arguments):
-        arguments.insert(0, "suites/bench")
     # Four gigabytes, as on a GPU, had not come to their end on twins after nine minutes, and show nothing more.
     os.environ.setdefault("GDRKIT_BENCH_STORAGE_MIB", "64")
-    command = [*on_twins(run), *pytest(run), "--benchmark-enable", *arguments]
+    command = [*on_twins(run), *pytest(run), "--benchmark-enable", *cases(session.posargs, "suites/bench")]
     finish_pytest(session, call(command, environ={"GDRKIT_BENCH_PROGRAMS": str(programs)}))
 
 
@@ -267,7 +261,7 @@ def direct(session: nox.Session) -> None:
     install_fuse()
     install_file_systems()
     launcher = on_twins(run, "--apis", ",".join(lacking)) if lacking else []
-    finish_pytest(session, call([*launcher, *pytest(run), *(session.posargs or ALL_CASES)]))
+    finish_pytest(session, call([*launcher, *pytest(run), *cases(session.posargs, *ALL_CASES)]))
 
 
 @nox.session(default=False)
@@ -812,6 +806,16 @@ def pytest(run: Path) -> list[str]:
     Its settings are named, since pytest looks for them from whatever of its arguments exists, a records file too.
     """
     return [str(run / "python"), "-m", "pytest", "-c", str(HOUSE / "suites" / "pytest.ini")]
+
+
+def cases(arguments: Sequence[str], *usual: str) -> list[str]:
+    """The arguments of pytest, behind the usual cases where they name none.
+
+    What is below suites or hardware names cases, also as a word behind an option: ``--ignore=suites/meta`` does not.
+    A word that merely exists does not either: a file of records may.
+    """
+    rooms = {Path(os.path.relpath(HOUSE / argument, HOUSE)).parts[:1] for argument in arguments}
+    return [*(() if rooms & {("suites",), ("hardware",)} else usual), *arguments]
 
 
 def on_twins(run: Path, *options: str) -> list[str]:

@@ -1,0 +1,49 @@
+"""What the sessions that run cases make of their arguments: all the same."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import noxfile
+
+SESSIONS = pytest.mark.parametrize("session", ["bench", "direct", "suites"])
+USUAL = ["suites", "--ignore=suites/meta"]
+# Folders that exist name no cases.
+OPTIONS = ["-k", "readmes", "--ignore", "docs"]
+
+
+@pytest.mark.parametrize("options", [[], OPTIONS, ["--ignore=suites/rdma", "--records", "."]])
+def test_where_no_cases_are_named_the_usual_ones_are_meant(options: list[str]) -> None:
+    assert noxfile.cases(options, *USUAL) == [*USUAL, *options]
+
+
+NAMED = [
+    "suites",
+    "suites/rdma/test_first_light.py::test_x[a/b]",
+    "./hardware/throughput",
+    str(noxfile.HOUSE / "suites" / "gds"),
+]
+
+
+@pytest.mark.parametrize("named", NAMED)
+def test_cases_that_are_named_are_the_only_ones(named: str) -> None:
+    for given in ([named], [*OPTIONS, named], [named, *OPTIONS]):
+        assert noxfile.cases(given, *USUAL) == given
+
+
+def collected(session: str, *arguments: str) -> int:
+    command = [sys.executable, "-m", "nox", "-f", str(noxfile.HOUSE / "noxfile.py"), "-s", session, "--"]
+    return subprocess.run([*command, "--collect-only", "-q", *arguments], capture_output=True, check=False).returncode
+
+
+@SESSIONS
+def test_options_alone_do_not_bring_the_cases_about_the_house(session: str) -> None:
+    assert collected(session, *OPTIONS) == 2  # There is no such case.
+
+
+@SESSIONS
+def test_options_are_for_the_cases_that_are_named(session: str) -> None:
+    assert collected(session, *OPTIONS, "suites/meta/test_readmes.py") == 0
