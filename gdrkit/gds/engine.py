@@ -68,12 +68,12 @@ class EngineOptions:
         A count that is not 1 to 256, or a size that is not 4 KiB to 1 GiB.
     """
 
-    workers_count: int = 10
+    workers_count: int = 12
     slots_count: int = 2
-    piece_bytes: int = 8 * MIB
+    piece_bytes: int = 4 * MIB
     first_bytes: int = 512 * KIB
     sleeps_until_asked: bool = True
-    direct_readers_count: int = 4
+    direct_readers_count: int = 2
     direct_read_bytes: int = 4 * MIB
     direct_writers_count: int = 2
     direct_write_bytes: int = 16 * MIB

@@ -23,12 +23,12 @@ inline constexpr int host_memory = -1;
 
 // What was fastest where it was measured (reports/baselines); gdrkit.gds.EngineOptions says the same to Python.
 struct Tuning {
-    std::size_t workers_count = 10;
+    std::size_t workers_count = 12;
     std::size_t slots_count = 2;                 // Of each worker.
-    std::uint64_t piece_bytes = 8U << 20U;       // Of a slot.
+    std::uint64_t piece_bytes = 4U << 20U;       // Of a slot.
     std::uint64_t first_bytes = 512U << 10U;     // Pieces grow from this and shrink to it; piece_bytes: none does.
     bool sleeps_until_asked = true;              // How a thread waits for a device: see Lane::wait.
-    std::size_t direct_readers_count = 4;        // Which read by O_DIRECT at the same time, for one job,
+    std::size_t direct_readers_count = 2;        // Which read by O_DIRECT at the same time, for one job,
     std::uint64_t direct_read_bytes = 4U << 20U; // and how much at a time.
     std::size_t direct_writers_count = 2;        // The same for writes.
     std::uint64_t direct_write_bytes = 16U << 20U;

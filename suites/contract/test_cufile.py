@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 pytestmark = needs(cufile.driver)
-# The bindings know the layout of this version.
-VERSION = 1200
 
 _OPEN = """
 import json
@@ -41,20 +39,26 @@ def test_every_error_of_the_bindings_has_its_name() -> None:
 def test_statistics_lie_where_the_bindings_have_them() -> None:
     # Each word holds its own number, so that a name in the wrong place has the wrong one.
     form = _cufile.load().stats_level3_dtype
+    version = _version_of(form)
     words = b"".join(at.to_bytes(8, "little") for at in range(form.itemsize // 8))
     basic = form["detailed"]["basic"]
-    for name, value in _layout.basic_of(words, version=VERSION).items():
+    for name, value in _layout.basic_of(words, version=version).items():
         half = 8 if name.endswith("_err") else 0
         assert value * 8 == basic.fields[name.removesuffix("_err")][1] + half, name
-    reads, writes = _layout.histograms_of(words, version=VERSION)
+    reads, writes = _layout.histograms_of(words, version=version)
     detailed = form["detailed"].fields
     assert (reads[0] * 8, writes[0] * 8) == (detailed["read_size_kb_hist"][1], detailed["write_size_kb_hist"][1])
     assert (len(reads), len(writes)) == (32, 32)
     begin, of_gpu = form.fields["per_gpu_stats"][1], form["per_gpu_stats"].base.fields
-    _uuid, counters = next(iter(_layout.gpus_of(words, version=VERSION)))
+    _uuid, counters = next(iter(_layout.gpus_of(words, version=version)))
     assert len(counters) == len(of_gpu) - 1
     for name, value in counters.items():
         assert value * 8 == begin + of_gpu[name][1], name
+
+
+def _version_of(form: Any) -> int:
+    """The version whose layout the bindings have: those of CUDA 13.0 come before vectors."""
+    return _layout.VECTORS_SINCE if "readv_ops" in form["detailed"]["basic"].fields else _layout.STATISTICS_SINCE
 
 
 def test_what_a_batch_is_given_lies_where_the_bindings_have_it() -> None:

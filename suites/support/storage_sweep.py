@@ -45,8 +45,8 @@ CACHED: list[Options] = [
     AS_IT_IS,
     *(
         {"piece_bytes": piece * MIB, "workers_count": workers, "slots_count": slots}
-        for piece, workers, slots in itertools.product((4, 8, 16), (8, 10, 12), (2, 3))
-        if piece * workers * slots <= 320
+        for piece, workers, slots in itertools.product((2, 3, 4, 6), (10, 12, 14, 16), (2, 3))
+        if piece * workers * slots <= 128
     ),
     {"first_bytes": 256 * KIB},
     {"first_bytes": 2 * MIB},
@@ -64,7 +64,7 @@ DURABLE_WRITES: list[Options] = [
     AS_IT_IS,
     *(
         {"direct_writers_count": workers, "direct_write_bytes": piece * MIB}
-        for workers, piece in ((1, 16), (2, 8), (3, 16))
+        for workers, piece in ((1, 16), (1, 64), (2, 8), (3, 16), (4, 16))
     ),
 ]
 # The last ones go through less staging memory: whether a disk that is a program of the host fills caches, too.
@@ -72,7 +72,7 @@ COLD: list[Options] = [
     AS_IT_IS,
     *(
         {"direct_readers_count": readers, "direct_read_bytes": piece * MIB}
-        for readers, piece in ((1, 4), (1, 16), (2, 2), (2, 4), (2, 8), (3, 4), (4, 2), (4, 8), (4, 16), (8, 2), (8, 4))
+        for readers, piece in ((1, 4), (1, 8), (2, 2), (2, 8), (3, 4), (4, 2), (4, 4), (4, 16), (8, 4))
     ),
     *(
         {"direct_readers_count": readers, "direct_read_bytes": 4 * MIB, "piece_bytes": 4 * MIB, **few}
