@@ -159,7 +159,7 @@ class Case:
         )
 
     def _used(self, loaded: Iterable[str]) -> tuple[str, ...]:
-        """The APIs among `loaded` that it declares to need: ``cuda.vmm``, ``software(verbs)``, ``gaudi.device``."""
+        """The APIs among `loaded` that it declares to need: ``cuda.vmm``, ``software(verbs)``."""
         return tuple(sorted({api for need in self.needs for api in apis(need)} & set(loaded)))
 
 
