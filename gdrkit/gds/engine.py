@@ -93,7 +93,7 @@ class EngineOptions:
 
 
 # Memory of the host: no device waits for pieces, and the processors do all of the work.
-HOST_OPTIONS = EngineOptions(workers_count=16, slots_count=1, piece_bytes=4 * MIB)
+HOST_OPTIONS = EngineOptions(workers_count=16, slots_count=1, piece_bytes=8 * MIB, first_bytes=8 * MIB)
 
 
 class EngineWork:

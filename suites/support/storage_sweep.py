@@ -56,7 +56,7 @@ HOST_READS: list[Options] = [
     AS_IT_IS,
     *(
         {"workers_count": workers, "piece_bytes": piece * MIB, "first_bytes": first * MIB}
-        for workers, piece, first in ((16, 4, 4), (16, 2, 1), (16, 8, 8), (14, 4, 4), (12, 4, 4), (8, 4, 4))
+        for workers, piece, first in ((16, 4, 4), (16, 8, 1), (16, 16, 16), (14, 8, 8), (12, 8, 8), (8, 8, 8))
     ),
 ]
 BUFFERED_WRITES: list[Options] = [AS_IT_IS, {"buffered_writers_count": 1}, {"buffered_writers_count": 3}]
