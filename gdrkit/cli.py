@@ -21,7 +21,7 @@ import gdrkit
 from gdrkit import cli_files, cli_inventory, cli_tiers
 from gdrkit.errors import ApiError, GdrkitError, SetupMissing, UsageError
 from gdrkit.exit_code import ExitCode
-from gdrkit.report.text import harmless
+from gdrkit.text import harmless
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -33,6 +33,7 @@ _CODES = "\n".join(f"  {int(code)} {code.meaning}" for code in ExitCode)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(gdrkit.__version__, message="gdrkit %(version)s", help="Print the version and exit.")
 def cli() -> None:
     r"""Qualify this machine for direct transfers between GPU memory, RDMA NICs and storage.
 

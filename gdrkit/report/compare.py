@@ -18,7 +18,7 @@ from gdrkit.report.noise import band_percent, change_percent, sample
 from gdrkit.report.record import Record, Verdict
 from gdrkit.report.routes import RouteState, file_statuses, route_statuses
 from gdrkit.report.sweep import is_shown, measured_apis, split_number
-from gdrkit.report.text import harmless
+from gdrkit.text import harmless
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

@@ -8,16 +8,14 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING
 
-from markupsafe import Markup
-
 from gdrkit.house import house
 from gdrkit.report.contents import Contents, read_contents
 from gdrkit.report.document import render_document
 from gdrkit.report.junit import render_junit
 from gdrkit.report.metrics import render_metrics
 from gdrkit.report.run import RunFolder, make_folder, write_whole
-from gdrkit.report.text import cell, harmless
 from gdrkit.report.view import make_view
+from gdrkit.text import cell, harmless
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -81,6 +79,10 @@ def _view(run: Run, facts: Facts, records: Sequence[Record]) -> object:
 def environment(*, escaped: bool) -> Environment:
     """The templates; whatever they print of a record is harmless text."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    from markupsafe import Markup
+
+    def finalized(value: object) -> object:
+        return harmless(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
     made = Environment(
         loader=FileSystemLoader(house().templates),
@@ -89,16 +91,12 @@ def environment(*, escaped: bool) -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
-        finalize=_finalized,
+        finalize=finalized,
     )
     made.filters["cell"] = cell
     made.filters["seconds"] = _seconds
     made.filters["short"] = _short
     return made
-
-
-def _finalized(value: object) -> object:
-    return harmless(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
 def _seconds(duration_ms: float) -> str:

@@ -19,7 +19,7 @@ __all__ = ["CARRY_ON", "LEVELS", "RULES", "SAME_LEVEL", "SEAMS", "SIBLINGS_LEVEL
 
 # The rooms of gdrkit/ by level: imports only go down.
 LEVELS: tuple[frozenset[str], ...] = (
-    frozenset({"__init__", "errors", "exit_code", "house", "units", "verdict"}),
+    frozenset({"__init__", "errors", "exit_code", "house", "text", "units", "verdict"}),
     frozenset({"buffers", "faultplan", "handles", "loader", "pattern", "plain"}),
     frozenset({"cuda", "cufile", "gaudi", "host", "verbs"}),
     frozenset({"launch", "registration", "witness"}),

@@ -18,7 +18,7 @@ from gdrkit.harness.needs import host, needs
 from gdrkit.report import RunFolder, append_record, read_records
 from gdrkit.report.contents import read_contents
 from gdrkit.report.render import render
-from gdrkit.report.text import cell, harmless
+from gdrkit.text import cell, harmless
 
 if TYPE_CHECKING:
     from collections.abc import Callable
