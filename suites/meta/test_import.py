@@ -29,7 +29,7 @@ main(sys.argv[1:])
 FOREIGN_LIBRARIES = ("libcuda", "libibverbs", "librdmacm", "libcufile", "libhl-thunk", "libnvidia", "gdrkit")
 FOREIGN_MODULES = {"ctypes", "cuda", "cupy", "kvikio", "numpy", "pyverbs"}
 # What a command may have before it does anything: the command line itself, and the words that everybody shares.
-LIGHT_ROOMS = {"cli", "cli_files", "cli_inventory", "cli_tiers"}.union(*LEVELS[:2])
+LIGHT_ROOMS = {"cli", "cli_files", "cli_inventory", "cli_report", "cli_tiers"}.union(*LEVELS[:2])
 LIGHT_PACKAGES = {"click", "gdrkit"}
 
 
