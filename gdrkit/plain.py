@@ -87,7 +87,8 @@ def canonical(value: object) -> str:
 
 def digest(value: object) -> str:
     """``sha256:`` and 64 hexadecimal digits over the canonical text."""
-    return "sha256:" + hashlib.sha256(canonical(value).encode()).hexdigest()
+    # A name of a file need not be UTF-8, and has surrogates then.
+    return "sha256:" + hashlib.sha256(canonical(value).encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def _no_constant(name: str) -> None:
@@ -115,10 +116,18 @@ def _read(kind: Any, value: object, where: str) -> object:  # noqa: ANN401, PLR0
     if dataclasses.is_dataclass(kind):
         return _read_dataclass(kind, _expect(value, dict, where), where)
     if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
-        if not math.isfinite(value):
-            raise _malformed(where, "a finite number", value)
-        return float(value)
+        return _read_float(value, where)
     return _expect(value, kind, where)
+
+
+def _read_float(value: float, where: str) -> float:
+    try:
+        number = float(value)
+    except OverflowError as error:  # JSON has whole numbers of any length.
+        raise _malformed(where, "a finite number", value) from error
+    if not math.isfinite(number):
+        raise _malformed(where, "a finite number", value)
+    return number
 
 
 def _read_optional(arguments: tuple[Any, ...], value: object, where: str) -> object:

@@ -15,8 +15,9 @@ from gdrkit import plain
 from gdrkit.errors import Reason, UsageError
 from gdrkit.host import KernelFacts, Limits
 from gdrkit.inventory import Facts
+from gdrkit.report.form import malformed
 from gdrkit.report.record import Record, Verdict, parse_record, record_lines
-from gdrkit.report.run import SCHEMA_VERSION, Run, RunFolder, read_bytes, refused
+from gdrkit.report.run import SCHEMA_VERSION, Run, RunFolder, is_file, read_bytes, refused
 from gdrkit.report.substrate import Substrate, combined, of_facts
 
 if TYPE_CHECKING:
@@ -63,12 +64,12 @@ def read_contents(path: Path) -> Contents:
     """
     folder = RunFolder(path)
     try:
-        if folder.run.is_file():
-            records, origins = _records([folder.records] if folder.records.is_file() else [], ends=True)
+        if is_file(folder.run):
+            records, origins = _records([folder.records] if is_file(folder.records) else [], ends=True)
             return Contents(folder.read_run(), _facts(folder), records, origins)
-        if folder.facts.is_file() and (folder.records.is_file() or folder.plan.is_file()):
+        if is_file(folder.facts) and (is_file(folder.records) or is_file(folder.plan)):
             return _unfinished(folder)
-        files = [path] if path.is_file() else sorted(path.glob("*.jsonl"))
+        files = [path] if is_file(path) else sorted(path.glob("*.jsonl"))
         if not files:
             message = f"{path} is no folder of a run: run.json is not there, nor any other record"
             raise UsageError(message, what_to_do="name a folder that gdrkit qualify has written, or a records file")
@@ -148,8 +149,15 @@ def _planned(folder: RunFolder) -> list[str]:
     if not folder.plan.is_file():
         return []
     data = plain.parse_json(read_bytes(folder.plan), where=str(folder.plan))
-    cases = data.get("cases", []) if isinstance(data, dict) else []
-    return [str(case["case"]) for case in cases if isinstance(case, dict) and "case" in case]
+    cases = data.get("cases") if isinstance(data, dict) else None
+    if not isinstance(cases, list):
+        raise malformed(str(folder.plan), "an object with a list of cases", data)
+    names = [case.get("case") if isinstance(case, dict) else None for case in cases]
+    found = [name for name in names if isinstance(name, str)]
+    if len(found) < len(names):
+        where = f"{folder.plan}.cases"
+        raise malformed(where, "the name of each case", cases)
+    return found
 
 
 def _run_of(records: Sequence[Record], *, verdict: str, causes: tuple[str, ...], facts: Facts | None = None) -> Run:

@@ -13,6 +13,7 @@ import statistics
 from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+from urllib.parse import quote
 
 from gdrkit.errors import GdrkitError, UsageError
 from gdrkit.report.contents import Contents, read_contents
@@ -21,7 +22,7 @@ from gdrkit.report.metrics import render_metrics
 from gdrkit.report.record import Verdict
 from gdrkit.report.render import environment
 from gdrkit.report.routes import RouteState
-from gdrkit.report.run import RunFolder, make_folder, write_whole
+from gdrkit.report.run import RunFolder, is_file, make_folder, refused, write_whole
 from gdrkit.report.sweep import is_shown, split_number
 from gdrkit.report.view import make_view
 
@@ -65,6 +66,8 @@ class Host:
         Why its run could not be read; then all else is empty.
     exit_code : int or None
         Of its run.
+    page : str
+        Where its own page is, as a link from that of the fleet; empty where it has none.
     counts, routes : mapping
         How many cases by verdict, how many routes by state.
     differs : tuple of str
@@ -81,7 +84,7 @@ class Host:
     verdict: str = ""
     profile: str = ""
     started: str = ""
-    has_page: bool = False
+    page: str = ""
     counts: Mapping[str, int] | None = None
     routes: Mapping[str, int] | None = None
     differs: tuple[str, ...] = ()
@@ -113,10 +116,12 @@ def render_fleet(path: Path, output: Path | None = None) -> Fleet:
     UsageError
         No folder of a run is there.
     SetupMissing
-        The kernel refuses to write.
+        The kernel refuses to list the folder, or to write.
     """
-    folders = sorted(entry for entry in path.iterdir() if entry.is_dir()) if path.is_dir() else []
-    runs = [entry for entry in folders if _is_run(entry)]
+    try:
+        runs = [entry for entry in sorted(path.iterdir()) if _is_run(entry)] if path.is_dir() else []
+    except OSError as error:
+        raise refused("read", path, error) from error
     if not runs:
         message = f"{path} holds no folder of a run"
         raise UsageError(message, what_to_do="name the folder that holds one folder for each host")
@@ -144,12 +149,19 @@ def render_fleet(path: Path, output: Path | None = None) -> Fleet:
 
 def _natural(name: str) -> list[tuple[int, str]]:
     """So that node10 comes after node9."""
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
+    parts = re.split(r"([0-9]+)", name)
+    # Numbers by their length first, since a name may have one that is too long to be made a number.
+    digits = [part.lstrip("0") for part in parts]
+    return [(len(digits[at]), digits[at]) if at % 2 else (-1, part) for at, part in enumerate(parts)]
 
 
 def _is_run(entry: Path) -> bool:
     folder = RunFolder(entry)
-    return any(file.exists() for file in (folder.run, folder.facts, folder.records))
+    try:
+        return any(is_file(file) for file in (folder.run, folder.facts, folder.records))
+    except OSError:
+        # Nobody can tell, so that somebody must be told: reading it says what the kernel refuses.
+        return True
 
 
 def _read(runs: Sequence[Path], path: Path) -> tuple[list[_Read], list[tuple[str, str]]]:
@@ -260,16 +272,18 @@ def _host(
     traits = _traits(contents)
     verdicts = Counter(record.verdict for record in contents.records)
     states = Counter(status.state for status in it.view.routes) + Counter(status.state for status in it.view.files)
-    page = path / it.folder / "index.html"
+    folder = os.path.relpath(path / it.folder, target)
+    has_page = (path / it.folder / "index.html").is_file()
     return Host(
         name=name,
-        folder=os.path.relpath(path / it.folder, target),
+        folder=folder,
         exit_code=contents.run.exit_code,
         state=_WORDS.get(contents.run.exit_code, "failed"),
         verdict=contents.run.verdict,
         profile=contents.run.profile,
         started=contents.run.started,
-        has_page=page.is_file(),
+        # Of bytes, since the name of a folder need not be UTF-8.
+        page=quote(os.fsencode(f"{folder}/index.html")) if has_page else "",
         counts={verdict.value: verdicts[verdict] for verdict in Verdict},
         routes={state.value: states[state] for state in RouteState},
         differs=tuple(
