@@ -132,6 +132,43 @@ def test_numbers_by_depth_are_a_plot_of_their_own() -> None:
     assert [row[0] for row in make_plot(sweep).rows] == ["1", "4", "16"]
 
 
+@pytest.mark.parametrize(
+    ("case", "numbers"),
+    [
+        ("a.py::test_a[{}-0B]", {"rate_gb_per_s_median": 1.0}),
+        ("a.py::test_a[{}-0GiB]", {"rate_gb_per_s_median": 1.0}),
+        ("a.py::test_a[{}]", {"depth_0_gb_per_s_median": 1.0, "depth_00_gb_per_s_median": 1.0}),
+        ("a.py::test_a[" + "9" * 5000 + "GiB-{}]", {"rate_gb_per_s_median": 1.0}),
+        ("a.py::test_a[{}-1MiB]", {"rate_gb_per_s_median": 1.7e308}),
+        ("a.py::test_a[{}-1MiB]", {"rate_gb_per_s_median": 5e-324}),
+        ("a.py::test_a[{}-1MiB]", {"rate_gb_per_s_median": -1.0}),
+    ],
+)
+def test_what_has_no_place_on_an_axis_is_left_out(case: str, numbers: dict[str, float]) -> None:
+    cases = [case.format(word) for word in ("read", "write")]
+    odd = [record_of(case=case, numbers=numbers, substrate=HARDWARE) for case in cases]
+    good = [
+        record_of(case=f"a.py::test_a[{size}]", numbers={"rate_gb_per_s_median": 2.0}, substrate=HARDWARE)
+        for size in ("1MiB", "2MiB")
+    ]
+    (sweep,) = sweeps([*odd, *good], facts_of())
+    assert [[point.at for point in line.points] for line in sweep.lines] == [[1 << 20, 2 << 20]]
+    assert len(make_plot(sweep).rows) == 2
+
+
+def test_a_bound_or_an_end_that_has_no_place_is_left_out() -> None:
+    judged = [{"number": "rate_gb_per_s_median", "bound": bound} for bound in (10**400, -(10**400), 1e308, True, "1")]
+    numbers = {"rate_gb_per_s_median": 2.0, "rate_gb_per_s_min": -1.0, "rate_gb_per_s_max": 1.7e308}
+    records = [
+        record_of(case=f"a.py::test_a[{size}]", numbers=numbers, substrate=HARDWARE, evidence={"judged": judged})
+        for size in ("1MiB", "2MiB")
+    ]
+    (sweep,) = sweeps(records, facts_of())
+    (line,) = sweep.lines
+    assert [(point.least, point.most) for point in line.points] == [(None, None)] * 2
+    assert [tick.label for tick in make_plot(sweep).values] == ["0", "0.5", "1", "1.5", "2"]
+
+
 def test_the_bounds_by_which_a_case_judged_its_numbers_are_drawn() -> None:
     def measured(size: str, apis: list[str]) -> Record:
         judged = [{"number": "rate_gb_per_s_median", "bound": bound} for bound in (50.0, 63.0)]
