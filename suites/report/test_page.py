@@ -11,6 +11,7 @@ from support.records import facts_of, record_of, run_of
 
 from gdrkit.report import CaseReason, ClaimedFile, ClaimedRoute, Verdict
 from gdrkit.report.drawing import make_drawing
+from gdrkit.report.failures import failures
 from gdrkit.report.figure import make_plot
 from gdrkit.report.limits import limit_gb_per_s, link_gb_per_s
 from gdrkit.report.render import render_html, render_markdown
@@ -60,6 +61,26 @@ def test_failures_of_one_cause_are_one() -> None:
     assert text.count('<p class="what">') == 1
     assert "and 2 more" in text
     assert "gdrkit qualify -k test_0 --seed 1" in text
+
+
+def test_a_route_that_fell_back_leads_to_the_case_that_showed_it() -> None:
+    fallen = "by the host. To do: load nvidia-peermem"
+    records = [
+        record_of(
+            case=f"a.py::test_{name}",
+            routes=(ClaimedRoute(0, "mlx5_0", "dmabuf", cause),),
+            files=(ClaimedFile(0, "/data", "posix", cause),),
+            substrate={**HARDWARE, "cufile": "hardware"},
+        )
+        for name, cause in (("direct", None), ("fallen", fallen), ("also", fallen))
+    ]
+    routes, files = route_statuses(facts_of(), records), file_statuses(facts_of(), records)
+    (failure,) = failures(facts_of(), records, routes, files)
+    assert (failure.cause, failure.remedy) == ("by the host", "load nvidia-peermem")
+    assert failure.cases == ("a.py::test_fallen", "a.py::test_fallen")
+    (item,) = re.findall(r'<ol class="failures">.*?</ol>', page(records), re.DOTALL)
+    assert '<a href="#r1">GPU 0 &lt;- NIC mlx5_0 by dma-buf</a>' in item
+    assert '<a href="#r0">' not in item
 
 
 def test_without_a_failure_there_is_no_such_section() -> None:
