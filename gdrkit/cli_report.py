@@ -18,14 +18,18 @@ __all__ = ["COMMANDS"]
 @click.command()
 @click.argument("path", type=click.Path(path_type=Path, exists=True))
 @click.option(
-    "--output", type=click.Path(path_type=Path, file_okay=False), metavar="DIR", help="Where to write. Default: PATH."
+    "--output",
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="DIR",
+    help="Where to write. Default: PATH, if that is a folder.",
 )
 @click.option("--fleet", is_flag=True, help="PATH holds the folders of many hosts: one report over all of them.")
 def report(path: Path, output: Path | None, *, fleet: bool) -> int:
     """Make the report of a run again, from its records.
 
-    PATH is the folder of a run, also of one that was killed, or a file of records. Writes index.html, summary.md,
-    report.json, junit.xml and metrics.prom; with --fleet index.html, fleet.json and metrics.prom.
+    PATH is the folder of a run, also of one that was killed, or a file of records, which takes --output. Writes
+    index.html, summary.md, report.json, junit.xml and metrics.prom; with --fleet index.html, fleet.json and
+    metrics.prom.
     """
     from gdrkit.report.render import render
 

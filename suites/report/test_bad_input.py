@@ -120,6 +120,16 @@ def test_records_alone_have_a_report_elsewhere(run: RunFolder, tmp_path: Path) -
     assert "This host" not in page
 
 
+def test_records_alone_take_the_place_of_no_report(run: RunFolder) -> None:
+    render(run.path)
+    before = {file.name: file.read_bytes() for file in run.path.iterdir()}
+    ended = gdrkit("report", run.records)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    (line,) = ended.stderr.splitlines()
+    assert "--output DIR" in line
+    assert {file.name: file.read_bytes() for file in run.path.iterdir()} == before
+
+
 @pytest.mark.parametrize("what", ["nothing", "empty", "no_facts"])
 def test_what_is_no_run_is_wrong_usage(tmp_path: Path, what: str) -> None:
     if what == "empty":
