@@ -82,11 +82,11 @@ class Comparison:
         return any(change.outcome in ("worse", "gone") for change in self.changes)
 
     def to_json(self) -> str:
-        """As indented JSON."""
+        """As indented JSON, of ASCII: names from elsewhere may hold what acts on a terminal."""
         data = plain.to_plain(self)
         document = dict(data) if isinstance(data, dict) else {}
         document["is_worse"] = self.is_worse
-        return json.dumps(document, indent=2, ensure_ascii=False) + "\n"
+        return json.dumps(document, indent=2) + "\n"
 
 
 def compare(before: Contents, after: Contents, *, noise_percent: float) -> Comparison:

@@ -135,6 +135,16 @@ def test_a_verdict_and_a_route_that_became_worse_are_found() -> None:
     assert {(it.kind, it.outcome) for it in gone.changes} == {("verdict", "gone"), ("route", "gone")}
 
 
+def test_a_hostile_name_acts_on_no_terminal() -> None:
+    name = "a.py::test\x1b[2J\x9b31m\u202e\ud800[ü]"
+    one, other = (record_of(case=name, numbers={"rate_gb_per_s": rate}, substrate=HARDWARE) for rate in (50.0, 40.0))
+    found = compared(one, other)
+    for text in (found.to_json(), describe_comparison(found)):
+        assert [sign for sign in "\x1b\x9b\u202e\ud800" if sign in text] == []
+    # What a program reads is the name itself.
+    assert json.loads(found.to_json())["changes"][0]["name"].startswith(name)
+
+
 def gdrkit(*arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "gdrkit", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, check=False)
