@@ -6,6 +6,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+import time
 import xml.etree.ElementTree as ET
 from typing import TYPE_CHECKING
 
@@ -166,6 +167,22 @@ def test_a_run_that_was_killed_still_has_a_report(run: RunFolder) -> None:
     assert "2 of 5 cases left no record, the first is a.py::test_3" in page
     assert "the last line of records.jsonl is cut off" in page
     assert json.loads(run.report.read_text())["exit_code"] == 1
+
+
+def test_a_plan_of_thousands_of_cases_costs_little_beside_their_records(run: RunFolder) -> None:
+    first = run.records.read_text().splitlines()[0]
+    names = [f"a.py::test_{number:05}" for number in range(10_000)]
+    run.run.unlink()
+    run.records.write_text("".join(first.replace("a.py::test_0", name) + "\n" for name in names))
+
+    def took_s(planned: list[str]) -> float:
+        run.plan.write_text(json.dumps({"profile": "any", "cases": [{"case": name} for name in planned]}))
+        begin = time.process_time()
+        read_contents(run.path)
+        return time.process_time() - begin
+
+    alone = took_s([])
+    assert took_s(names) < alone * 1.5
 
 
 def test_records_alone_have_a_report_elsewhere(run: RunFolder, tmp_path: Path) -> None:
