@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import hashlib
 import json
 import math
@@ -143,8 +144,7 @@ def _read_optional(arguments: tuple[Any, ...], value: object, where: str) -> obj
 
 
 def _read_dataclass(kind: Any, pairs: dict[str, object], where: str) -> object:  # noqa: ANN401 - a dataclass at run time.
-    hints = typing.get_type_hints(kind)
-    fields = {field.name: field for field in dataclasses.fields(kind)}
+    fields, hints = _fields(kind)
     unknown = pairs.keys() - fields.keys()
     if unknown:
         raise _malformed(where, "no other field than " + ", ".join(fields), ", ".join(sorted(unknown)))
@@ -156,6 +156,12 @@ def _read_dataclass(kind: Any, pairs: dict[str, object], where: str) -> object: 
             path = f"{where}.{name}"
             raise _malformed(path, "a value", "nothing")
     return kind(**given)
+
+
+@functools.cache
+def _fields(kind: Any) -> tuple[dict[str, dataclasses.Field[Any]], dict[str, Any]]:  # noqa: ANN401 - a dataclass.
+    """Fields and types of a dataclass, which to find takes longer than to read a value of it."""
+    return {field.name: field for field in dataclasses.fields(kind)}, typing.get_type_hints(kind)
 
 
 def _expect(value: object, kind: Any, where: str) -> Any:  # noqa: ANN401 - the type is known only at run time.
