@@ -11,6 +11,7 @@ import click
 
 from gdrkit.exit_code import ExitCode
 from gdrkit.text import harmless
+from gdrkit.verdict import NOISE_PERCENT
 
 __all__ = ["COMMANDS"]
 
@@ -52,7 +53,7 @@ def report(path: Path, output: Path | None, *, fleet: bool) -> int:
     "--noise",
     "noise_percent",
     type=click.FloatRange(0, 100, max_open=True),
-    default=5.0,
+    default=NOISE_PERCENT,
     show_default=True,
     metavar="PERCENT",
     help="What no number is believed to be better than; a wider spread of its own rounds widens it.",

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import statistics
 from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -19,12 +18,14 @@ from gdrkit.errors import GdrkitError, UsageError
 from gdrkit.report.contents import Contents, read_contents
 from gdrkit.report.figure import format_number
 from gdrkit.report.metrics import render_metrics
+from gdrkit.report.noise import Sample, judge, sample, usual
 from gdrkit.report.record import Verdict
 from gdrkit.report.render import environment
 from gdrkit.report.routes import RouteState
 from gdrkit.report.run import RunFolder, is_file, make_folder, refused, write_whole
 from gdrkit.report.sweep import is_shown, split_number
 from gdrkit.report.view import make_view
+from gdrkit.verdict import NOISE_PERCENT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -36,15 +37,13 @@ if TYPE_CHECKING:
 __all__ = ["Fleet", "Host", "render_fleet"]
 
 SCHEMA_VERSION = 1
-# How much slower than the median of the fleet a host must be to be named, as in a comparison of two runs.
-_NOISE_PERCENT = 5.0
 _HOSTS_MIN = 3
 _WORDS = {0: "qualified", 1: "failed", 2: "wrong usage", 3: "set-up is missing", 4: "nothing proven"}
 
 
 @dataclass(frozen=True, slots=True)
 class Slow:
-    """A number of one host that is worse than the median of all."""
+    """A number of one host that is worse than the median of all, and by how much it is apart from that."""
 
     name: str
     value: str
@@ -106,6 +105,7 @@ class _Read:
     folder: str
     contents: Contents
     view: View
+    samples: Mapping[tuple[str, str], Sample]
 
 
 def render_fleet(path: Path, output: Path | None = None) -> Fleet:
@@ -129,9 +129,9 @@ def render_fleet(path: Path, output: Path | None = None) -> Fleet:
     read, unreadable = _read(runs, path)
     latest, older = _latest(read)
     names, doubles = _names(latest)
-    usual = _usual(latest)
+    traits = _usual_traits(latest)
     medians = _medians(latest)
-    hosts = [_host(it, names[it.folder], usual=usual, medians=medians, path=path, target=target) for it in latest]
+    hosts = [_host(it, names[it.folder], traits=traits, medians=medians, path=path, target=target) for it in latest]
     hosts += [Host(name=folder, folder=folder, error=error) for folder, error in unreadable]
     # Who needs somebody's attention comes first.
     hosts.sort(key=lambda it: (not it.error, it.exit_code == 0, not (it.slow or it.differs), _natural(it.name)))
@@ -142,7 +142,11 @@ def render_fleet(path: Path, output: Path | None = None) -> Fleet:
     make_folder(target)
     write_whole(target / "fleet.json", json.dumps(_document(fleet, older), indent=2, ensure_ascii=False) + "\n")
     write_whole(target / "metrics.prom", _metrics(latest, names))
-    page = environment(escaped=True).get_template("fleet.html.j2").render(fleet=fleet, older=older)
+    page = (
+        environment(escaped=True)
+        .get_template("fleet.html.j2")
+        .render(fleet=fleet, older=older, noise_percent=NOISE_PERCENT)
+    )
     write_whole(target / "index.html", page)
     return fleet
 
@@ -174,7 +178,7 @@ def _read(runs: Sequence[Path], path: Path) -> tuple[list[_Read], list[tuple[str
         except GdrkitError as error:
             unreadable.append((name, str(error)))
         else:
-            read.append(_Read(name, contents, make_view(contents)))
+            read.append(_Read(name, contents, make_view(contents), _samples(contents)))
     return read, unreadable
 
 
@@ -237,7 +241,7 @@ def _traits(contents: Contents) -> dict[str, str]:
     }
 
 
-def _usual(latest: Sequence[_Read]) -> dict[str, str]:
+def _usual_traits(latest: Sequence[_Read]) -> dict[str, str]:
     """What most hosts have; of few hosts nobody can say what is usual."""
     if len(latest) < _HOSTS_MIN:
         return {}
@@ -249,27 +253,36 @@ def _usual(latest: Sequence[_Read]) -> dict[str, str]:
     return {trait: value for trait, (value, count) in most.items() if count * 2 > len(latest)}
 
 
-def _values(contents: Contents) -> Iterator[tuple[str, float]]:
+def _samples(contents: Contents) -> dict[tuple[str, str], Sample]:
+    """By case and name, every number of which more or less is better."""
+    found: dict[tuple[str, str], list[Mapping[str, float]]] = {}
     for record in contents.records:
-        for name, value in record.numbers.items() if is_shown(record) else ():
+        for name in record.numbers if is_shown(record) else ():
             number = split_number(name)
             if number.better and not number.is_bound and number.statistic in ("", "median"):
-                yield f"{record.case} {name}", value
+                found.setdefault((record.case, name), []).append(record.numbers)
+    return {(case, name): sample(name, numbers) for (case, name), numbers in found.items()}
 
 
-def _medians(latest: Sequence[_Read]) -> dict[str, float]:
-    found: dict[str, list[float]] = {}
+def _medians(latest: Sequence[_Read]) -> dict[tuple[str, str], Sample]:
+    found: dict[tuple[str, str], list[Sample]] = {}
     for it in latest:
-        for name, value in dict(_values(it.contents)).items():
-            found.setdefault(name, []).append(value)
-    return {name: statistics.median(values) for name, values in found.items() if len(values) >= _HOSTS_MIN}
+        for number, one in it.samples.items():
+            found.setdefault(number, []).append(one)
+    return {number: usual(samples) for number, samples in found.items() if len(samples) >= _HOSTS_MIN}
 
 
 def _host(
-    it: _Read, name: str, *, usual: Mapping[str, str], medians: Mapping[str, float], path: Path, target: Path
+    it: _Read,
+    name: str,
+    *,
+    traits: Mapping[str, str],
+    medians: Mapping[tuple[str, str], Sample],
+    path: Path,
+    target: Path,
 ) -> Host:
     contents = it.contents
-    traits = _traits(contents)
+    own = _traits(contents)
     verdicts = Counter(record.verdict for record in contents.records)
     states = Counter(status.state for status in it.view.routes) + Counter(status.state for status in it.view.files)
     folder = os.path.relpath(path / it.folder, target)
@@ -287,19 +300,21 @@ def _host(
         counts={verdict.value: verdicts[verdict] for verdict in Verdict},
         routes={state.value: states[state] for state in RouteState},
         differs=tuple(
-            f"{trait} {traits[trait]}, usual is {value}" for trait, value in usual.items() if traits[trait] != value
+            f"{trait} {own[trait]}, usual is {value}" for trait, value in traits.items() if own[trait] != value
         ),
-        slow=tuple(sorted(_slow(contents, medians), key=lambda slow: slow.percent)),
+        slow=tuple(sorted(_slow(it, medians), key=lambda slow: -abs(slow.percent))),
     )
 
 
-def _slow(contents: Contents, medians: Mapping[str, float]) -> Iterator[Slow]:
-    for name, value in dict(_values(contents)).items():
-        median = medians.get(name, 0.0)
-        if median:
-            percent = (value - median) / abs(median) * 100 * split_number(name).better
-            if percent < -_NOISE_PERCENT:
-                yield Slow(name, format_number(value), format_number(median), round(percent, 1))
+def _slow(it: _Read, medians: Mapping[tuple[str, str], Sample]) -> Iterator[Slow]:
+    for (case, name), found in it.samples.items():
+        median = medians.get((case, name))
+        # Beside a median of 0 nobody can say by how much.
+        if median is not None and median.value:
+            judged = judge(name, median, found)
+            if judged.outcome == "worse":
+                values = format_number(found.value), format_number(median.value)
+                yield Slow(f"{case} {name}", *values, round(judged.change_percent, 1))
 
 
 def _document(fleet: Fleet, older: Sequence[str]) -> dict[str, Json]:

@@ -102,6 +102,15 @@ def test_a_wide_spread_makes_the_band_wide() -> None:
     assert change.band_percent > 20
 
 
+def test_numbers_beyond_all_measure_are_compared_without_an_error() -> None:
+    before = [record_of(numbers={"rate_gb_per_s": rate}, substrate=HARDWARE) for rate in (1.7e308, -1.7e308, 5e-324)]
+    after = record_of(numbers={"rate_gb_per_s": 1.7e308}, substrate=HARDWARE)
+    found = compare(contents(*before), contents(after), noise_percent=5.0)
+    (change,) = found.changes
+    assert (change.outcome, change.change_percent, change.band_percent) == ("same", 1e9, 1e9)
+    assert "Infinity" not in found.to_json()
+
+
 def test_runs_of_one_side_are_taken_together() -> None:
     before = [record_of(numbers={"rate_gb_per_s": rate}, substrate=HARDWARE) for rate in (50.0, 10.0, 51.0)]
     after = record_of(numbers={"rate_gb_per_s": 49.5}, substrate=HARDWARE)

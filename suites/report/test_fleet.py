@@ -10,7 +10,7 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
-from support.hosts import host_facts, host_records, write_run
+from support.hosts import HARDWARE, host_facts, host_records, write_run
 from support.records import record_of
 from support.strangers import open_folder, run_stranger
 
@@ -20,6 +20,7 @@ from gdrkit.harness.needs import needs
 from gdrkit.report import RunFolder
 from gdrkit.report.fleet import Fleet, render_fleet
 from gdrkit.report.render import render
+from gdrkit.verdict import NOISE_PERCENT
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -78,6 +79,45 @@ def test_who_is_slower_or_unlike_the_others_is_named(tmp_path: Path) -> None:
     assert {name: it.differs for name, it in hosts.items() if it.differs} == {
         "node4": ("NVIDIA driver 570.1, usual is 580.159.04",)
     }
+
+
+@pytest.mark.parametrize(
+    ("numbers", "slow"),
+    [
+        ({"rate_gb_per_s_median": 8.0}, [-20.0]),
+        ({"rate_gb_per_s_median": 12.0}, []),
+        ({"rate_gb_per_s_median": 9.6}, []),
+        # A number may be nothing but its unit.
+        ({"gb_per_s": 8.0}, [-20.0]),
+        ({"us_median": 12.0}, [20.0]),
+        ({"ms": 8.0}, []),
+        # What scatters by so much is not slower.
+        ({"rate_gb_per_s_median": 8.0, "rate_spread_percent": 40.0, "rounds_count": 15.0}, []),
+        ({"rate_gb_per_s_median": 8.0, "rate_spread_percent": 1.0, "rounds_count": 15.0}, [-20.0]),
+        # Neither are what nobody calls better, a bound, and an end of the rounds.
+        ({"direct_over_by_host_ratio": 8.0}, []),
+        ({"limit_gb_per_s": 8.0}, []),
+        ({"rate_gb_per_s_min": 8.0}, []),
+    ],
+    ids=str,
+)
+def test_slower_is_what_a_comparison_calls_worse(tmp_path: Path, numbers: dict[str, float], slow: list[float]) -> None:
+    usual = {name: 10.0 if value in {8.0, 9.6, 12.0} else value for name, value in numbers.items()}
+    for number in range(5):
+        record = record_of(numbers=numbers if number == 2 else usual, substrate=HARDWARE)
+        write_run(tmp_path / f"run{number}", FACTS, [record], host=f"node{number}", host_id=f"{number}")
+    hosts = {it.name: it for it in render_fleet(tmp_path).hosts}
+    assert [it.percent for it in hosts["node2"].slow] == slow
+    assert [it.slow for name, it in hosts.items() if name != "node2"] == [()] * 4
+    assert f"by more than {NOISE_PERCENT:g} %" in (tmp_path / "index.html").read_text()
+
+
+def test_runs_of_a_case_in_one_host_are_taken_together(tmp_path: Path) -> None:
+    for number in range(4):
+        rates = (8.0, 10.0, 10.1) if number == 2 else (10.0,)
+        records = [record_of(numbers={"rate_gb_per_s": rate}, substrate=HARDWARE) for rate in reversed(rates)]
+        write_run(tmp_path / f"run{number}", FACTS, records, host=f"node{number}", host_id=f"{number}")
+    assert [it.slow for it in render_fleet(tmp_path).hosts] == [()] * 4
 
 
 def test_a_damaged_host_is_a_row_with_its_error_and_hides_no_other(tmp_path: Path) -> None:
