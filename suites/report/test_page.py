@@ -109,6 +109,11 @@ def test_a_mount_is_proven_only_by_a_direct_way_on_hardware(
     assert f"GPU 0 &lt;- files of /data by {way}" in page([record])
 
 
+def test_mounts_are_in_the_summary_of_a_machine_without_a_nic() -> None:
+    record = record_of(files=(ClaimedFile(0, "/data", "nvfs"),), substrate={"cuda": "hardware", "cufile": "hardware"})
+    assert "| GPU 0 <- files of /data by nvfs | proven |  |" in render_markdown(run_of(), facts_of(), [record])
+
+
 def test_the_drawing_has_every_device_at_its_memory_node_and_every_pair() -> None:
     facts = host_facts(gpus=8, nics=8)
     drawn = make_drawing(facts, route_statuses(facts, list(host_records(facts))))
