@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 from support.hosts import HARDWARE, host_facts, host_records
-from support.records import facts_of, record_of, run_of
+from support.records import TWIN, facts_of, library, record_of, run_of
 
-from gdrkit.report import CaseReason, ClaimedFile, ClaimedRoute, Verdict
+from gdrkit.report import CaseReason, ClaimedFile, ClaimedRoute, SeenLibrary, Verdict
 from gdrkit.report.drawing import make_drawing
 from gdrkit.report.failures import failures
 from gdrkit.report.figure import make_plot
@@ -112,6 +112,20 @@ def test_a_mount_is_proven_only_by_a_direct_way_on_hardware(
 def test_mounts_are_in_the_summary_of_a_machine_without_a_nic() -> None:
     record = record_of(files=(ClaimedFile(0, "/data", "nvfs"),), substrate={"cuda": "hardware", "cufile": "hardware"})
     assert "| GPU 0 <- files of /data by nvfs | proven |  |" in render_markdown(run_of(), facts_of(), [record])
+
+
+def test_an_api_that_only_cases_used_is_among_what_was_real() -> None:
+    seen = SeenLibrary.of("case", library("libcufile.so.0", notes=TWIN.notes))
+    records = [
+        record_of(substrate={"cufile": "hardware"}),
+        record_of(case="a.py::test_a", substrate={"cufile": "twin"}, libraries=(seen,)),
+        record_of(case="a.py::test_b", substrate={"hlthunk": "hardware"}),
+    ]
+    text = render_markdown(run_of(), facts_of(), records)
+    # The least that any case had: what one twin did is no claim about hardware.
+    assert "| cufile | software twin | /usr/lib/libcufile.so.0 | ab12 |" in text
+    assert "| hlthunk | hardware | none |  |" in text
+    assert "cufile" not in render_markdown(run_of(), facts_of(), [record_of(substrate={"cuda": "hardware"})])
 
 
 def test_the_drawing_has_every_device_at_its_memory_node_and_every_pair() -> None:
