@@ -166,6 +166,8 @@ def test_a_run_that_was_killed_still_has_a_report(run: RunFolder) -> None:
     assert '<h1><span class="mark bad"></span>The run did not end</h1>' in page
     assert "2 of 5 cases left no record, the first is a.py::test_3" in page
     assert "the last line of records.jsonl is cut off" in page
+    # It names nothing that is not there.
+    assert "run.json" not in page.partition("<footer>")[2]
     assert json.loads(run.report.read_text())["exit_code"] == 1
 
 

@@ -16,7 +16,7 @@ from gdrkit.report.failures import failures
 from gdrkit.report.figure import make_plot
 from gdrkit.report.limits import limit_gb_per_s
 from gdrkit.report.render import render_html, render_markdown
-from gdrkit.report.routes import file_statuses, route_statuses
+from gdrkit.report.routes import RouteState, file_statuses, route_statuses
 from gdrkit.report.sweep import split_number, sweeps
 from gdrkit.report.unlock import locks
 
@@ -37,6 +37,17 @@ def test_every_link_of_the_page_leads_to_something_on_it() -> None:
     links = re.findall(r' href="#([^"]+)"', text)
     assert len(links) > 100
     assert set(links) <= targets
+
+
+def test_the_signs_of_an_overview_have_their_words_beside_it() -> None:
+    facts = host_facts(gpus=2, nics=2)
+    text = render_html(run_of(), facts, list(host_records(facts)))
+    (key,) = re.findall(r'<p class="states">(.*?)</p>', text)
+    assert re.findall(r'<span class="state (\w+)">', key) == [state.value for state in RouteState]
+    # One pair needs no overview.
+    facts = host_facts(gpus=1, nics=1)
+    text = render_html(run_of(), facts, [record for record in host_records(facts) if not record.files])
+    assert 'class="states"' not in text
 
 
 def test_a_page_of_64_routes_is_far_below_its_limit() -> None:
