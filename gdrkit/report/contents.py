@@ -152,7 +152,7 @@ def _facts(folder: RunFolder) -> Facts:
     if not is_file(folder.facts):
         message = f"{folder.path} is no folder of a run: {folder.facts.name} is not there"
         raise UsageError(message, what_to_do="name a folder that gdrkit qualify has written")
-    return Facts.from_json(read_bytes(folder.facts))
+    return Facts.from_json(read_bytes(folder.facts), where=str(folder.facts))
 
 
 def _planned(folder: RunFolder) -> list[str]:

@@ -91,13 +91,15 @@ def test_a_number_that_is_none_is_refused(run: RunFolder, value: str) -> None:
         ("run", "[]", "expected schema_version 1"),
         ("facts", '{"schema_version": 9}', "expected schema_version 1, found 9"),
         ("facts", "", "no JSON"),
+        ("facts", '{"schema_version": 1}', "facts.json.machine: expected a value"),
     ],
 )
 def test_a_damaged_file_of_a_run_is_named(run: RunFolder, file: str, text: str, said: str) -> None:
-    getattr(run, file).write_text(text)
+    damaged: Path = getattr(run, file)
+    damaged.write_text(text)
     told = refused(run)
+    assert told.startswith(str(damaged))
     assert said in told
-    assert file in told
 
 
 def places(data: Json, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
