@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import hashlib
 import json
 import math
@@ -87,7 +88,8 @@ def canonical(value: object) -> str:
 
 def digest(value: object) -> str:
     """``sha256:`` and 64 hexadecimal digits over the canonical text."""
-    return "sha256:" + hashlib.sha256(canonical(value).encode()).hexdigest()
+    # A name of a file need not be UTF-8, and has surrogates then.
+    return "sha256:" + hashlib.sha256(canonical(value).encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def _no_constant(name: str) -> None:
@@ -115,10 +117,18 @@ def _read(kind: Any, value: object, where: str) -> object:  # noqa: ANN401, PLR0
     if dataclasses.is_dataclass(kind):
         return _read_dataclass(kind, _expect(value, dict, where), where)
     if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
-        if not math.isfinite(value):
-            raise _malformed(where, "a finite number", value)
-        return float(value)
+        return _read_float(value, where)
     return _expect(value, kind, where)
+
+
+def _read_float(value: float, where: str) -> float:
+    try:
+        number = float(value)
+    except OverflowError as error:  # JSON has whole numbers of any length.
+        raise _malformed(where, "a finite number", value) from error
+    if not math.isfinite(number):
+        raise _malformed(where, "a finite number", value)
+    return number
 
 
 def _read_optional(arguments: tuple[Any, ...], value: object, where: str) -> object:
@@ -134,8 +144,7 @@ def _read_optional(arguments: tuple[Any, ...], value: object, where: str) -> obj
 
 
 def _read_dataclass(kind: Any, pairs: dict[str, object], where: str) -> object:  # noqa: ANN401 - a dataclass at run time.
-    hints = typing.get_type_hints(kind)
-    fields = {field.name: field for field in dataclasses.fields(kind)}
+    fields, hints = _fields(kind)
     unknown = pairs.keys() - fields.keys()
     if unknown:
         raise _malformed(where, "no other field than " + ", ".join(fields), ", ".join(sorted(unknown)))
@@ -147,6 +156,12 @@ def _read_dataclass(kind: Any, pairs: dict[str, object], where: str) -> object: 
             path = f"{where}.{name}"
             raise _malformed(path, "a value", "nothing")
     return kind(**given)
+
+
+@functools.cache
+def _fields(kind: Any) -> tuple[dict[str, dataclasses.Field[Any]], dict[str, Any]]:  # noqa: ANN401 - a dataclass.
+    """Fields and types of a dataclass, which to find takes longer than to read a value of it."""
+    return {field.name: field for field in dataclasses.fields(kind)}, typing.get_type_hints(kind)
 
 
 def _expect(value: object, kind: Any, where: str) -> Any:  # noqa: ANN401 - the type is known only at run time.

@@ -24,7 +24,7 @@ from gdrkit.inventory.facts import (
     RouteFacts,
     VerbsFacts,
 )
-from gdrkit.inventory.limits import Limit, way_limit
+from gdrkit.inventory.limits import Limit, device_limit, way_limit
 from gdrkit.inventory.machine import Machine, replayed, this_machine
 from gdrkit.inventory.observation import Observation
 from gdrkit.inventory.probe import probe
@@ -73,6 +73,7 @@ __all__ = [
     "Topology",
     "VerbsFacts",
     "choose_profile",
+    "device_limit",
     "diagnose",
     "load_profile",
     "load_profiles",

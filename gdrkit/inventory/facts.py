@@ -273,20 +273,20 @@ class Facts:
         return json.dumps(plain.to_plain(self), indent=2, ensure_ascii=False) + "\n"
 
     @classmethod
-    def from_json(cls, text: str | bytes) -> Self:
-        """Read back what :meth:`to_json` gave.
+    def from_json(cls, text: str | bytes, *, where: str = "facts") -> Self:
+        """Read back what :meth:`to_json` gave; `where` is what to call it in errors.
 
         Raises
         ------
         UsageError
             ``MALFORMED``: no JSON, another version, or a field that is not as it must be.
         """
-        data = plain.parse_json(text, where="facts")
+        data = plain.parse_json(text, where=where)
         version = data.get("schema_version") if isinstance(data, dict) else None
         if version != SCHEMA_VERSION:
-            message = f"facts: expected schema_version {SCHEMA_VERSION}, found {version!r}"
+            message = f"{where}: expected schema_version {SCHEMA_VERSION}, found {version!r}"
             raise UsageError(message, reason=Reason.MALFORMED)
-        return plain.from_plain(cls, data, where="facts")
+        return plain.from_plain(cls, data, where=where)
 
     @property
     def digest(self) -> str:

@@ -1,7 +1,7 @@
-"""What the links of a machine can carry at most, by how they are trained.
+"""What the links of a machine can carry at most: the one place that knows.
 
-Level 4. A limit is what no transfer can exceed: the bytes that a link carries in a second, headers included. A transfer
-that seems to be faster did not go that way.
+Level 4, pure. A limit is what no transfer can exceed: the bytes that a link carries in a second, headers included. A
+transfer that seems to be faster did not go that way.
 """
 
 from __future__ import annotations
@@ -11,18 +11,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Iterator
 
     from gdrkit.inventory.facts import Facts
     from gdrkit.inventory.topology import Topology
 
-__all__ = ["Limit", "way_limit"]
+__all__ = ["Limit", "device_limit", "way_limit"]
 
-_LINK = re.compile(r"(\d+(?:\.\d+)?) GT/s(?: PCIe)? x(\d+)")
-_RATE = re.compile(r"(\d+(?:\.\d+)?) Gb/sec")
+_LINK = re.compile(r"(\d{1,9}(?:\.\d{1,9})?) GT/s(?: PCIe)? x(\d{1,9})")
+_RATE = re.compile(r"(\d{1,9}(?:\.\d{1,9})?) Gb/sec")
 # From this speed on, 130 bits carry 128; below, 10 bits carry 8 (PCI Express Base Specification, 4.2). From 64 GT/s on,
 # 256 bytes of a flit carry 236.
 _LONG_CODE_GT_PER_S, _FLIT_GT_PER_S = 8.0, 64.0
+# By generation, as NVML counts them.
+_SPEEDS_GT_PER_S = {1: 2.5, 2: 5.0, 3: 8.0, 4: 16.0, 5: 32.0, 6: 64.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,18 +43,50 @@ class Limit:
     why: str
 
 
-def way_limit(topology: Topology, facts: Facts, names: Sequence[str]) -> Limit | None:
+def way_limit(topology: Topology, facts: Facts, names: Collection[str]) -> Limit | None:
     """The limit of a way through these places (``GPU0``, ``mlx5_0``); None where no part of it says how it is trained.
 
     In a virtual machine the tree is what the hypervisor shows, and no limit of the hardware.
     """
     if topology.virtual_machine is not None:
         return None
-    found = [limit for place in topology.places if place.name in names if (limit := _of_link(place.name, place.link))]
-    for device in facts.rdma_devices:
-        if device.name in names:
-            found += [limit for port in device.ports if (limit := _of_rate(device.name, port.rate or ""))]
-    return min(found, key=lambda limit: limit.gb_per_s, default=None)
+    places = [place for place in topology.places if place.name in names]
+    return _slowest(
+        *(_of_link(place.name, _best_link(place.address, facts) or place.link) for place in places),
+        *_of_ports(facts, names),
+    )
+
+
+def device_limit(facts: Facts, *, devices: Collection[int], nics: Collection[str]) -> Limit | None:
+    """The limit of a way through these devices of CUDA and NICs, as far as facts alone say it.
+
+    Facts have the links of GPUs and the ports of NICs; the link of a NIC is in the topology, see :func:`way_limit`.
+    """
+    if facts.virtual_machine is not None:
+        return None
+    found: list[Limit | None] = [*_of_ports(facts, nics)]
+    for device in facts.cuda.devices if facts.cuda else ():
+        address = device.pci_bus_id.lower()
+        function = next((it for it in facts.gpus if it.address.lower() == address), None)
+        trained = "" if function is None else f"{function.link_speed} x{function.link_width}"
+        if device.index in devices:
+            found.append(_of_link(f"GPU{device.index}", _best_link(address, facts) or trained))
+    return _slowest(*found)
+
+
+def _slowest(*found: Limit | None) -> Limit | None:
+    # A link of no lanes, or a port of no speed, is one that the kernel cannot tell.
+    known = [limit for limit in found if limit is not None and limit.gb_per_s > 0]
+    return min(known, key=lambda limit: limit.gb_per_s, default=None)
+
+
+def _best_link(address: str, facts: Facts) -> str:
+    """Of a GPU, what it and its slot can do together; while it is idle, it is trained for less than it does at work."""
+    for link in facts.nvml.gpus if facts.nvml else ():
+        speed = _SPEEDS_GT_PER_S.get(link.link_generation_max or 0)
+        if link.pci_bus_id.lower() == address.lower() and speed and link.link_width_max:
+            return f"{speed} GT/s PCIe x{link.link_width_max}"
+    return ""
 
 
 def _of_link(name: str, link: str) -> Limit | None:
@@ -64,6 +98,10 @@ def _of_link(name: str, link: str) -> Limit | None:
     return Limit(gb_per_s=speed * width * share / 8, why=f"the link of {name}, {link}")
 
 
-def _of_rate(name: str, rate: str) -> Limit | None:
-    parsed = _RATE.match(rate)
-    return None if parsed is None else Limit(gb_per_s=float(parsed[1]) / 8, why=f"the port of {name}, {rate}")
+def _of_ports(facts: Facts, names: Collection[str]) -> Iterator[Limit]:
+    for device in facts.rdma_devices:
+        for port in device.ports if device.name in names else ():
+            parsed = _RATE.match(port.rate or "")
+            # What a port that is down would carry bounds nothing.
+            if parsed is not None and port.state == "ACTIVE":
+                yield Limit(gb_per_s=float(parsed[1]) / 8, why=f"the port of {device.name}, {port.rate}")

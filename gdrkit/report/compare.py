@@ -8,17 +8,16 @@ the change is shown and never the value.
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gdrkit import plain
 from gdrkit.report.figure import format_number
-from gdrkit.report.noise import band_percent, change_percent, sample
+from gdrkit.report.noise import judge, sample
 from gdrkit.report.record import Record, Verdict
 from gdrkit.report.routes import RouteState, file_statuses, route_statuses
 from gdrkit.report.sweep import is_shown, measured_apis, split_number
-from gdrkit.report.text import harmless
+from gdrkit.text import harmless
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -82,11 +81,11 @@ class Comparison:
         return any(change.outcome in ("worse", "gone") for change in self.changes)
 
     def to_json(self) -> str:
-        """As indented JSON."""
+        """As indented JSON, of ASCII: names from elsewhere may hold what acts on a terminal."""
         data = plain.to_plain(self)
         document = dict(data) if isinstance(data, dict) else {}
         document["is_worse"] = self.is_worse
-        return json.dumps(document, indent=2, ensure_ascii=False) + "\n"
+        return json.dumps(document, indent=2) + "\n"
 
 
 def compare(before: Contents, after: Contents, *, noise_percent: float) -> Comparison:
@@ -194,13 +193,11 @@ def _number(
         said = [" and ".join(sorted(" ".join(it) or "nothing" for it in members)) for members in beneath]
         return Change("number", label, "not_comparable", f"on {said[0]}", f"on {said[1]}", origins=origins)
     was, now = (sample(name, [record.numbers for record, _ in members]) for members in (before, after))
-    moved, band = change_percent(was.value, now.value), band_percent(was, now, noise_percent=noise_percent)
-    better = split_number(name).better
-    outcome = "same" if abs(moved) <= band else "changed" if not better else "better" if moved * better > 0 else "worse"
+    found = judge(name, was, now, noise_percent=noise_percent)
     is_hardware = all(is_shown(record) for record, _ in (*before, *after))
     shown = [format_number(value) for value in (was.value, now.value)] if is_hardware else ["", ""]
-    moved = math.copysign(1e9, moved) if math.isinf(moved) else round(moved, 3)
-    return Change("number", label, outcome, shown[0], shown[1], moved, round(band, 3), origins)
+    moved, band = round(found.change_percent, 3), round(found.band_percent, 3)
+    return Change("number", label, found.outcome, shown[0], shown[1], moved, band, origins)
 
 
 def _beneath(record: Record) -> tuple[str, ...]:

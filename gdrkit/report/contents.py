@@ -15,8 +15,9 @@ from gdrkit import plain
 from gdrkit.errors import Reason, UsageError
 from gdrkit.host import KernelFacts, Limits
 from gdrkit.inventory import Facts
+from gdrkit.report.form import malformed
 from gdrkit.report.record import Record, Verdict, parse_record, record_lines
-from gdrkit.report.run import SCHEMA_VERSION, Run, RunFolder, read_bytes, refused
+from gdrkit.report.run import SCHEMA_VERSION, Run, RunFolder, is_file, read_bytes, refused
 from gdrkit.report.substrate import Substrate, combined, of_facts
 
 if TYPE_CHECKING:
@@ -61,25 +62,29 @@ def read_contents(path: Path) -> Contents:
     SetupMissing
         The kernel refuses to read it.
     """
-    folder = RunFolder(path)
     try:
-        if folder.run.is_file():
-            records, origins = _records([folder.records] if folder.records.is_file() else [], ends=True)
-            return Contents(folder.read_run(), _facts(folder), records, origins)
-        if folder.facts.is_file() and (folder.records.is_file() or folder.plan.is_file()):
-            return _unfinished(folder)
-        files = [path] if path.is_file() else sorted(path.glob("*.jsonl"))
-        if not files:
-            message = f"{path} is no folder of a run: run.json is not there, nor any other record"
-            raise UsageError(message, what_to_do="name a folder that gdrkit qualify has written, or a records file")
-        records, origins = _records(files, ends=True)
+        return _read(path)
     except OSError as error:
         raise refused("read", path, error) from error
+
+
+def _read(path: Path) -> Contents:
+    folder = RunFolder(path)
+    if is_file(folder.run):
+        records, origins, _ = _records([folder.records] if is_file(folder.records) else [])
+        return Contents(folder.read_run(), _facts(folder), records, origins)
+    if is_file(folder.facts) and (is_file(folder.records) or is_file(folder.plan)):
+        return _unfinished(folder)
+    files = [path] if is_file(path) else sorted(path.glob("*.jsonl"))
+    if not files:
+        message = f"{path} is no folder of a run: run.json is not there, nor any other record"
+        raise UsageError(message, what_to_do="name a folder that gdrkit qualify has written, or a records file")
+    records, origins, _ = _records(files)
     if not records:
         message = f"{path} has no record"
         raise UsageError(message, reason=Reason.MALFORMED)
     run = _run_of(records, verdict=_counted(records), causes=())
-    if folder.facts.is_file():
+    if is_file(folder.facts):
         return Contents(run, _facts(folder), records, origins)
     return Contents(run, unknown_facts(), records, origins, has_facts=False)
 
@@ -110,46 +115,59 @@ def unknown_facts() -> Facts:
 
 def _unfinished(folder: RunFolder) -> Contents:
     facts = _facts(folder)
-    records, origins = _records([folder.records] if folder.records.is_file() else [], ends=False)
+    records, origins, is_cut_off = _records([folder.records] if is_file(folder.records) else [], may_be_cut_off=True)
     causes = ["its process ended before it could write run.json"]
-    planned = _planned(folder)
-    missing = [case for case in planned if case not in {record.case for record in records}]
+    planned, found = _planned(folder), {record.case for record in records}
+    missing = [case for case in planned if case not in found]
     if missing:
         causes.append(f"{len(missing)} of {len(planned)} cases left no record, the first is {missing[0]}")
-    if folder.records.is_file() and record_lines(folder.records)[-1].strip():
+    if is_cut_off:
         causes.append(f"the last line of {folder.records.name} is cut off and was left out")
     run = _run_of(records, verdict="The run did not end", causes=tuple(causes), facts=facts)
     return Contents(run, facts, records, origins)
 
 
-def _records(files: Sequence[Path], *, ends: bool) -> tuple[tuple[Record, ...], tuple[str, ...]]:
-    """Records with their places; `ends` says that the last line is whole, as that of a run that ended must be."""
+def _records(
+    files: Sequence[Path], *, may_be_cut_off: bool = False
+) -> tuple[tuple[Record, ...], tuple[str, ...], bool]:
+    """Records, their places, and whether the last line was left out.
+
+    Only that of a run that did not end may be cut off; the last line of any other file is a record, or malformed.
+    """
     records: list[Record] = []
     origins: list[str] = []
+    is_cut_off = False
     for file in files:
         lines = record_lines(file)
-        if not ends:
-            lines = lines[:-1]
+        if may_be_cut_off:
+            is_cut_off = bool(lines.pop().strip())
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 records.append(parse_record(line, f"{file}:{number}"))
                 origins.append(f"{file.name}:{number}")
-    return tuple(records), tuple(origins)
+    return tuple(records), tuple(origins), is_cut_off
 
 
 def _facts(folder: RunFolder) -> Facts:
-    if not folder.facts.is_file():
+    if not is_file(folder.facts):
         message = f"{folder.path} is no folder of a run: {folder.facts.name} is not there"
         raise UsageError(message, what_to_do="name a folder that gdrkit qualify has written")
-    return Facts.from_json(read_bytes(folder.facts))
+    return Facts.from_json(read_bytes(folder.facts), where=str(folder.facts))
 
 
 def _planned(folder: RunFolder) -> list[str]:
-    if not folder.plan.is_file():
+    if not is_file(folder.plan):
         return []
     data = plain.parse_json(read_bytes(folder.plan), where=str(folder.plan))
-    cases = data.get("cases", []) if isinstance(data, dict) else []
-    return [str(case["case"]) for case in cases if isinstance(case, dict) and "case" in case]
+    cases = data.get("cases") if isinstance(data, dict) else None
+    if not isinstance(cases, list):
+        raise malformed(str(folder.plan), "an object with a list of cases", data)
+    names = [case.get("case") if isinstance(case, dict) else None for case in cases]
+    found = [name for name in names if isinstance(name, str)]
+    if len(found) < len(names):
+        where = f"{folder.plan}.cases"
+        raise malformed(where, "the name of each case", cases)
+    return found
 
 
 def _run_of(records: Sequence[Record], *, verdict: str, causes: tuple[str, ...], facts: Facts | None = None) -> Run:

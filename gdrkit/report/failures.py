@@ -56,9 +56,8 @@ def failures(
     statuses: list[RouteStatus | FileStatus] = [*routes, *files]
     for status in statuses:
         if status.state is RouteState.FELL_BACK:
-            case = status.cases[0] if status.cases else ""
-            cause, remedy = split_remedy(status.cause.removesuffix(f" ({case})"))
-            found.append((cause, remedy or _FELL_BACK, status.name, case))
+            cause, remedy = split_remedy(status.cause.removesuffix(f" ({status.shown_by})"))
+            found.append((cause, remedy or _FELL_BACK, status.name, status.shown_by))
     found += _of_apis(facts.failures)
     grouped: dict[tuple[str, str], list[tuple[str, str]]] = {}
     for cause, remedy, what, case in found:

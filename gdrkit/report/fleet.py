@@ -9,21 +9,23 @@ from __future__ import annotations
 import json
 import os
 import re
-import statistics
 from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+from urllib.parse import quote
 
 from gdrkit.errors import GdrkitError, UsageError
 from gdrkit.report.contents import Contents, read_contents
 from gdrkit.report.figure import format_number
 from gdrkit.report.metrics import render_metrics
+from gdrkit.report.noise import Sample, judge, sample, usual
 from gdrkit.report.record import Verdict
 from gdrkit.report.render import environment
 from gdrkit.report.routes import RouteState
-from gdrkit.report.run import RunFolder, make_folder, write_whole
+from gdrkit.report.run import RunFolder, is_file, make_folder, refused, write_whole
 from gdrkit.report.sweep import is_shown, split_number
 from gdrkit.report.view import make_view
+from gdrkit.verdict import NOISE_PERCENT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -35,15 +37,13 @@ if TYPE_CHECKING:
 __all__ = ["Fleet", "Host", "render_fleet"]
 
 SCHEMA_VERSION = 1
-# How much slower than the median of the fleet a host must be to be named, as in a comparison of two runs.
-_NOISE_PERCENT = 5.0
 _HOSTS_MIN = 3
 _WORDS = {0: "qualified", 1: "failed", 2: "wrong usage", 3: "set-up is missing", 4: "nothing proven"}
 
 
 @dataclass(frozen=True, slots=True)
 class Slow:
-    """A number of one host that is worse than the median of all."""
+    """A number of one host that is worse than the median of all, and by how much it is apart from that."""
 
     name: str
     value: str
@@ -65,6 +65,8 @@ class Host:
         Why its run could not be read; then all else is empty.
     exit_code : int or None
         Of its run.
+    page : str
+        Where its own page is, as a link from that of the fleet; empty where it has none.
     counts, routes : mapping
         How many cases by verdict, how many routes by state.
     differs : tuple of str
@@ -81,7 +83,7 @@ class Host:
     verdict: str = ""
     profile: str = ""
     started: str = ""
-    has_page: bool = False
+    page: str = ""
     counts: Mapping[str, int] | None = None
     routes: Mapping[str, int] | None = None
     differs: tuple[str, ...] = ()
@@ -103,6 +105,7 @@ class _Read:
     folder: str
     contents: Contents
     view: View
+    samples: Mapping[tuple[str, str], Sample]
 
 
 def render_fleet(path: Path, output: Path | None = None) -> Fleet:
@@ -113,10 +116,12 @@ def render_fleet(path: Path, output: Path | None = None) -> Fleet:
     UsageError
         No folder of a run is there.
     SetupMissing
-        The kernel refuses to write.
+        The kernel refuses to list the folder, or to write.
     """
-    folders = sorted(entry for entry in path.iterdir() if entry.is_dir()) if path.is_dir() else []
-    runs = [entry for entry in folders if _is_run(entry)]
+    try:
+        runs = [entry for entry in sorted(path.iterdir()) if _is_run(entry)] if path.is_dir() else []
+    except OSError as error:
+        raise refused("read", path, error) from error
     if not runs:
         message = f"{path} holds no folder of a run"
         raise UsageError(message, what_to_do="name the folder that holds one folder for each host")
@@ -124,9 +129,9 @@ def render_fleet(path: Path, output: Path | None = None) -> Fleet:
     read, unreadable = _read(runs, path)
     latest, older = _latest(read)
     names, doubles = _names(latest)
-    usual = _usual(latest)
+    traits = _usual_traits(latest)
     medians = _medians(latest)
-    hosts = [_host(it, names[it.folder], usual=usual, medians=medians, path=path, target=target) for it in latest]
+    hosts = [_host(it, names[it.folder], traits=traits, medians=medians, path=path, target=target) for it in latest]
     hosts += [Host(name=folder, folder=folder, error=error) for folder, error in unreadable]
     # Who needs somebody's attention comes first.
     hosts.sort(key=lambda it: (not it.error, it.exit_code == 0, not (it.slow or it.differs), _natural(it.name)))
@@ -137,19 +142,30 @@ def render_fleet(path: Path, output: Path | None = None) -> Fleet:
     make_folder(target)
     write_whole(target / "fleet.json", json.dumps(_document(fleet, older), indent=2, ensure_ascii=False) + "\n")
     write_whole(target / "metrics.prom", _metrics(latest, names))
-    page = environment(escaped=True).get_template("fleet.html.j2").render(fleet=fleet, older=older)
+    page = (
+        environment(escaped=True)
+        .get_template("fleet.html.j2")
+        .render(fleet=fleet, older=older, noise_percent=NOISE_PERCENT)
+    )
     write_whole(target / "index.html", page)
     return fleet
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
     """So that node10 comes after node9."""
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
+    parts = re.split(r"([0-9]+)", name)
+    # Numbers by their length first, since a name may have one that is too long to be made a number.
+    digits = [part.lstrip("0") for part in parts]
+    return [(len(digits[at]), digits[at]) if at % 2 else (-1, part) for at, part in enumerate(parts)]
 
 
 def _is_run(entry: Path) -> bool:
     folder = RunFolder(entry)
-    return any(file.exists() for file in (folder.run, folder.facts, folder.records))
+    try:
+        return any(is_file(file) for file in (folder.run, folder.facts, folder.records))
+    except OSError:
+        # Nobody can tell, so that somebody must be told: reading it says what the kernel refuses.
+        return True
 
 
 def _read(runs: Sequence[Path], path: Path) -> tuple[list[_Read], list[tuple[str, str]]]:
@@ -162,7 +178,7 @@ def _read(runs: Sequence[Path], path: Path) -> tuple[list[_Read], list[tuple[str
         except GdrkitError as error:
             unreadable.append((name, str(error)))
         else:
-            read.append(_Read(name, contents, make_view(contents)))
+            read.append(_Read(name, contents, make_view(contents), _samples(contents)))
     return read, unreadable
 
 
@@ -225,7 +241,7 @@ def _traits(contents: Contents) -> dict[str, str]:
     }
 
 
-def _usual(latest: Sequence[_Read]) -> dict[str, str]:
+def _usual_traits(latest: Sequence[_Read]) -> dict[str, str]:
     """What most hosts have; of few hosts nobody can say what is usual."""
     if len(latest) < _HOSTS_MIN:
         return {}
@@ -237,55 +253,68 @@ def _usual(latest: Sequence[_Read]) -> dict[str, str]:
     return {trait: value for trait, (value, count) in most.items() if count * 2 > len(latest)}
 
 
-def _values(contents: Contents) -> Iterator[tuple[str, float]]:
+def _samples(contents: Contents) -> dict[tuple[str, str], Sample]:
+    """By case and name, every number of which more or less is better."""
+    found: dict[tuple[str, str], list[Mapping[str, float]]] = {}
     for record in contents.records:
-        for name, value in record.numbers.items() if is_shown(record) else ():
+        for name in record.numbers if is_shown(record) else ():
             number = split_number(name)
             if number.better and not number.is_bound and number.statistic in ("", "median"):
-                yield f"{record.case} {name}", value
+                found.setdefault((record.case, name), []).append(record.numbers)
+    return {(case, name): sample(name, numbers) for (case, name), numbers in found.items()}
 
 
-def _medians(latest: Sequence[_Read]) -> dict[str, float]:
-    found: dict[str, list[float]] = {}
+def _medians(latest: Sequence[_Read]) -> dict[tuple[str, str], Sample]:
+    found: dict[tuple[str, str], list[Sample]] = {}
     for it in latest:
-        for name, value in dict(_values(it.contents)).items():
-            found.setdefault(name, []).append(value)
-    return {name: statistics.median(values) for name, values in found.items() if len(values) >= _HOSTS_MIN}
+        for number, one in it.samples.items():
+            found.setdefault(number, []).append(one)
+    return {number: usual(samples) for number, samples in found.items() if len(samples) >= _HOSTS_MIN}
 
 
 def _host(
-    it: _Read, name: str, *, usual: Mapping[str, str], medians: Mapping[str, float], path: Path, target: Path
+    it: _Read,
+    name: str,
+    *,
+    traits: Mapping[str, str],
+    medians: Mapping[tuple[str, str], Sample],
+    path: Path,
+    target: Path,
 ) -> Host:
     contents = it.contents
-    traits = _traits(contents)
+    own = _traits(contents)
     verdicts = Counter(record.verdict for record in contents.records)
     states = Counter(status.state for status in it.view.routes) + Counter(status.state for status in it.view.files)
-    page = path / it.folder / "index.html"
+    folder = os.path.relpath(path / it.folder, target)
+    has_page = (path / it.folder / "index.html").is_file()
     return Host(
         name=name,
-        folder=os.path.relpath(path / it.folder, target),
+        folder=folder,
         exit_code=contents.run.exit_code,
         state=_WORDS.get(contents.run.exit_code, "failed"),
         verdict=contents.run.verdict,
         profile=contents.run.profile,
         started=contents.run.started,
-        has_page=page.is_file(),
+        # Of bytes, since the name of a folder need not be UTF-8.
+        page=quote(os.fsencode(f"{folder}/index.html")) if has_page else "",
         counts={verdict.value: verdicts[verdict] for verdict in Verdict},
         routes={state.value: states[state] for state in RouteState},
         differs=tuple(
-            f"{trait} {traits[trait]}, usual is {value}" for trait, value in usual.items() if traits[trait] != value
+            f"{trait} {own[trait]}, usual is {value}" for trait, value in traits.items() if own[trait] != value
         ),
-        slow=tuple(sorted(_slow(contents, medians), key=lambda slow: slow.percent)),
+        slow=tuple(sorted(_slow(it, medians), key=lambda slow: -abs(slow.percent))),
     )
 
 
-def _slow(contents: Contents, medians: Mapping[str, float]) -> Iterator[Slow]:
-    for name, value in dict(_values(contents)).items():
-        median = medians.get(name, 0.0)
-        if median:
-            percent = (value - median) / abs(median) * 100 * split_number(name).better
-            if percent < -_NOISE_PERCENT:
-                yield Slow(name, format_number(value), format_number(median), round(percent, 1))
+def _slow(it: _Read, medians: Mapping[tuple[str, str], Sample]) -> Iterator[Slow]:
+    for (case, name), found in it.samples.items():
+        median = medians.get((case, name))
+        # Beside a median of 0 nobody can say by how much.
+        if median is not None and median.value:
+            judged = judge(name, median, found)
+            if judged.outcome == "worse":
+                values = format_number(found.value), format_number(median.value)
+                yield Slow(f"{case} {name}", *values, round(judged.change_percent, 1))
 
 
 def _document(fleet: Fleet, older: Sequence[str]) -> dict[str, Json]:

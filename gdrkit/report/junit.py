@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from xml.etree import ElementTree as ET
 
 from gdrkit.report.record import Verdict
-from gdrkit.report.text import harmless
+from gdrkit.text import harmless
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from gdrkit.report.record import Verdict
 from gdrkit.report.routes import RouteState
 from gdrkit.report.sweep import is_shown
-from gdrkit.report.text import first_line
+from gdrkit.text import first_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from gdrkit import plain
 from gdrkit.errors import Reason, UsageError
 from gdrkit.house import house
+from gdrkit.report.form import check_started, check_substrate
 from gdrkit.verdict import Verdict
 from gdrkit.witness import ElfNote, LoadedLibrary  # noqa: TC001 - types of fields are read at run time.
 
@@ -259,4 +260,7 @@ def parse_record(line: str | bytes, where: str) -> Record:
     if version != SCHEMA_VERSION:
         message = f"{where}: expected schema_version {SCHEMA_VERSION}, found {version!r}"
         raise UsageError(message, reason=Reason.MALFORMED)
-    return plain.from_plain(Record, data, where=where)
+    record = plain.from_plain(Record, data, where=where)
+    check_started(record.started, f"{where}.started")
+    check_substrate(record.substrate, f"{where}.substrate")
+    return record

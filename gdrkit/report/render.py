@@ -8,16 +8,15 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING
 
-from markupsafe import Markup
-
+from gdrkit.errors import UsageError
 from gdrkit.house import house
 from gdrkit.report.contents import Contents, read_contents
 from gdrkit.report.document import render_document
 from gdrkit.report.junit import render_junit
 from gdrkit.report.metrics import render_metrics
 from gdrkit.report.run import RunFolder, make_folder, write_whole
-from gdrkit.report.text import cell, harmless
 from gdrkit.report.view import make_view
+from gdrkit.text import cell, harmless
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,17 +39,22 @@ def render(path: Path, output: Path | None = None) -> RunFolder:
     path : Path
         The folder of a run, also of one that did not end; a records file, or a folder of them.
     output : Path or None
-        Where to write; the folder of the run when None.
+        Where to write; when None, to `path`, which must be a folder then: beside a records file may be the report of
+        the run that it is of, which knows more than its records.
 
     Raises
     ------
     UsageError
-        There is no record, or a file is malformed.
+        There is no record, a file is malformed, or nobody said where to write.
     SetupMissing
         Something cannot be read or written.
     """
+    if output is None and not path.is_dir():
+        message = f"{path} is a file, and its report would lie beside it, perhaps in place of another"
+        what_to_do = "name a folder to write to: --output DIR; or the folder of the run, to make its own report again"
+        raise UsageError(message, what_to_do=what_to_do)
     contents = read_contents(path)
-    folder = RunFolder(output or (path if path.is_dir() else path.parent))
+    folder = RunFolder(output or path)
     make_folder(folder.path)
     view = make_view(contents)
     write_whole(folder.report, render_document(contents, view))
@@ -81,6 +85,10 @@ def _view(run: Run, facts: Facts, records: Sequence[Record]) -> object:
 def environment(*, escaped: bool) -> Environment:
     """The templates; whatever they print of a record is harmless text."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    from markupsafe import Markup
+
+    def finalized(value: object) -> object:
+        return harmless(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
     made = Environment(
         loader=FileSystemLoader(house().templates),
@@ -89,16 +97,12 @@ def environment(*, escaped: bool) -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
-        finalize=_finalized,
+        finalize=finalized,
     )
     made.filters["cell"] = cell
     made.filters["seconds"] = _seconds
     made.filters["short"] = _short
     return made
-
-
-def _finalized(value: object) -> object:
-    return harmless(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
 def _seconds(duration_ms: float) -> str:

@@ -49,7 +49,21 @@ class RouteState(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class RouteStatus:
-    """One route; ``cause`` says why it is not proven, ``cases`` which cases were about it."""
+    """One route.
+
+    Attributes
+    ----------
+    device_index, nic, way
+        As :class:`~gdrkit.report.record.ClaimedRoute` has them.
+    state : RouteState
+        What is known about it.
+    cause : str
+        Why it is not proven.
+    cases : tuple of str
+        Which cases were about it.
+    shown_by : str
+        The one of them that showed that it fell back; empty where none did.
+    """
 
     device_index: int
     nic: str
@@ -57,6 +71,7 @@ class RouteStatus:
     state: RouteState
     cause: str
     cases: tuple[str, ...]
+    shown_by: str = ""
 
     @property
     def name(self) -> str:
@@ -74,6 +89,7 @@ class FileStatus:
     state: RouteState
     cause: str
     cases: tuple[str, ...]
+    shown_by: str = ""
 
     @property
     def name(self) -> str:
@@ -101,7 +117,7 @@ def route_statuses(facts: Facts, records: Iterable[Record]) -> tuple[RouteStatus
         if not about and tried is not None and not tried.possible:
             state, cause = RouteState.NOT_POSSIBLE, _refusal(tried)
         cases = tuple(dict.fromkeys(record.case for record, _ in about))
-        found.append(RouteStatus(*key, state=state, cause=cause, cases=cases))
+        found.append(RouteStatus(*key, state=state, cause=cause, cases=cases, shown_by=_fallen(about)))
     return tuple(found)
 
 
@@ -127,7 +143,8 @@ def file_statuses(facts: Facts, records: Iterable[Record]) -> tuple[FileStatus, 
             if state is RouteState.PROVEN and way not in _DIRECT:
                 state, cause = RouteState.UNPROVEN, f"the bytes went by {way}, which is not direct"
             cases = tuple(dict.fromkeys(record.case for record, _ in mine))
-            found.append(FileStatus(device_index, mount, way, state=state, cause=cause, cases=cases))
+            shown_by = _fallen(mine)
+            found.append(FileStatus(device_index, mount, way, state=state, cause=cause, cases=cases, shown_by=shown_by))
     return tuple(found)
 
 
@@ -192,6 +209,11 @@ def _judge(
         if record.reasons:
             return RouteState.UNPROVEN, record.reasons[0].text
     return RouteState.UNPROVEN, "no case went this way"
+
+
+def _fallen(about: Iterable[tuple[Record, ClaimedRoute | ClaimedFile]]) -> str:
+    """The case of which :func:`_judge` says that its bytes took another way."""
+    return next((record.case for record, route in about if route.fell_back is not None), "")
 
 
 def _not_hardware(record: Record, apis: Sequence[str]) -> str:

@@ -9,17 +9,29 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gdrkit import plain
 from gdrkit.errors import Api, Reason, SetupMissing, UsageError, errno_name
+from gdrkit.report.form import check_exit_code, check_started, check_substrate
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["SCHEMA_VERSION", "Run", "RunFolder", "banner", "make_folder", "read_bytes", "refused", "write_whole"]
+__all__ = [
+    "SCHEMA_VERSION",
+    "Run",
+    "RunFolder",
+    "banner",
+    "is_file",
+    "make_folder",
+    "read_bytes",
+    "refused",
+    "write_whole",
+]
 
 SCHEMA_VERSION = 1
 
@@ -150,7 +162,11 @@ class RunFolder:
         if version != SCHEMA_VERSION:
             message = f"{self.run}: expected schema_version {SCHEMA_VERSION}, found {version!r}"
             raise UsageError(message, reason=Reason.MALFORMED, what_to_do="read it with the gdrkit that wrote it")
-        return plain.from_plain(Run, data, where=str(self.run))
+        run = plain.from_plain(Run, data, where=str(self.run))
+        check_started(run.started, f"{self.run}.started")
+        check_substrate(run.substrate, f"{self.run}.substrate")
+        check_exit_code(run.exit_code, f"{self.run}.exit_code")
+        return run
 
 
 def make_folder(path: Path) -> None:
@@ -185,6 +201,20 @@ def write_whole(path: Path, text: str | bytes) -> None:
     finally:
         with contextlib.suppress(OSError):  # It was moved; or it could not be made, which was said above.
             whole.unlink(missing_ok=True)
+
+
+def is_file(path: Path) -> bool:
+    """Whether a file is there; not one that the kernel keeps to itself, as :meth:`pathlib.Path.is_file` has it.
+
+    Raises
+    ------
+    OSError
+        The kernel does not say.
+    """
+    try:
+        return stat.S_ISREG(path.stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 def read_bytes(path: Path) -> bytes:

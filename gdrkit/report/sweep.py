@@ -7,7 +7,6 @@ numbers that are those of hardware are taken.
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -24,7 +23,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Line", "Number", "Point", "Sweep", "is_shown", "measured_apis", "split_number", "sweeps"]
 
-_SIZE = re.compile(r"^(\d+)(B|KiB|MiB|GiB)$")
+# A size or a depth is a whole number from 1 on, on a logarithmic axis; one with more digits is none.
+_SIZE = re.compile(r"^([1-9]\d{0,11})(B|KiB|MiB|GiB)$")
 _UNIT_BYTES = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 _STATISTIC = re.compile(r"_(p\d+|min|max|mean|median)$")
 # The longest first: ``gb_per_s`` ends with ``s``.
@@ -53,7 +53,9 @@ _LESS_IS_BETTER = frozenset({"s_per_gib", "ns", "us", "ms", "s"})
 # What stands beside a measurement, and is none: a bound from topology, what a profile expects.
 _BOUND = re.compile(r"(^|_)(limit|expected|expectation|threshold)(_|$)")
 _POINTS_MIN = 2
-_DEPTH = re.compile(r"(?:^|_)depth_(\d+)$")
+_DEPTH = re.compile(r"(?:^|_)depth_([1-9]\d{0,11})$")
+# What else is finite is no measurement, and would leave nothing to see of those beside it.
+_VALUE_MIN, _VALUE_MAX = 1e-100, 1e100
 _LIMIT = "limit of the link"
 
 
@@ -170,7 +172,7 @@ def _points(record: Record, facts: Facts) -> Iterator[tuple[str, str, str, bool,
     limit = limit_gb_per_s(record, facts)
     for name, value in record.numbers.items():
         number = split_number(name)
-        if number.statistic not in ("", "median") or not number.better:
+        if number.statistic not in ("", "median") or not number.better or not _is_drawn(value):
             continue
         depth = _DEPTH.search(number.base)
         at = int(depth[1]) if depth else size_bytes
@@ -181,11 +183,17 @@ def _points(record: Record, facts: Facts) -> Iterator[tuple[str, str, str, bool,
         # That it is a rate, the unit says.
         label = " ".join(filter(None, (*others, "" if base == "rate" else base))).replace("_", " ") or number.unit_words
         ends = [record.numbers.get(f"{name.removesuffix('_median')}_{end}") for end in ("min", "max")]
-        yield over, number.unit, label, number.is_bound, Point(at, value, ends[0], ends[1], record.case)
+        least, most = (end if end is not None and _is_drawn(end) else None for end in ends)
+        yield over, number.unit, label, number.is_bound, Point(at, value, least, most, record.case)
         for words, bound in _judged(record, name, value):
             yield over, number.unit, words, True, Point(at, bound, None, None, record.case)
         if number.unit == "gb_per_s" and limit is not None:
             yield over, number.unit, _LIMIT, True, Point(at, limit, None, None, record.case)
+
+
+def _is_drawn(value: float) -> bool:
+    """Whether a plot that begins at 0 has a place for it."""
+    return value == 0 or _VALUE_MIN <= value <= _VALUE_MAX
 
 
 def _judged(record: Record, name: str, value: float) -> Iterator[tuple[str, float]]:
@@ -193,7 +201,7 @@ def _judged(record: Record, name: str, value: float) -> Iterator[tuple[str, floa
     judged = record.evidence.get("judged")
     for item in judged if isinstance(judged, list) else ():
         bound = item.get("bound") if isinstance(item, dict) and item.get("number") == name else None
-        if isinstance(bound, int | float) and not isinstance(bound, bool) and math.isfinite(bound):
+        if isinstance(bound, int | float) and not isinstance(bound, bool) and _is_drawn(bound):
             yield ("at least" if bound <= value else "at most"), float(bound)
 
 

@@ -16,7 +16,7 @@ from gdrkit.report.failures import failures
 from gdrkit.report.figure import format_number, make_plot
 from gdrkit.report.record import Record, Verdict
 from gdrkit.report.routes import RouteStatus, file_statuses, route_statuses
-from gdrkit.report.substrate import Substrate, describe
+from gdrkit.report.substrate import Substrate, describe, weakest
 from gdrkit.report.sweep import is_shown, split_number, sweeps
 from gdrkit.report.unlock import locks
 from gdrkit.units import format_bytes
@@ -122,7 +122,7 @@ def make_view(contents: Contents) -> View:
         has_facts=contents.has_facts,
         counts=_counts(records, anchors),
         failures=failures(facts, records, routes, files),
-        apis=tuple(_api(api, run, facts, records) for api in _asked(facts)),
+        apis=tuple(_api(api, run, facts, records) for api in _apis(facts, records)),
         routes=routes,
         files=files,
         grids=_grids(routes, files),
@@ -175,8 +175,10 @@ def _counts(records: Sequence[Record], anchors: Mapping[str, str]) -> tuple[tupl
 
 
 def _api(api: str, run: Run, facts: Facts, records: Sequence[Record]) -> ApiView:
-    name = run.substrate.get(api)
-    stems = {"verbs": "libibverbs.", "cuda": "libcuda.", "hlthunk": "libhl"}
+    # One that was not asked for facts, as cuFile never is, ran on the least of what the cases had.
+    ran_on = [Substrate(record.substrate[api]) for record in records if api in record.substrate]
+    name = run.substrate.get(api) or (weakest(ran_on).value if ran_on else None)
+    stems = {"verbs": "libibverbs.", "cuda": "libcuda.", "cufile": "libcufile.", "hlthunk": "libhl"}
     seen: dict[tuple[str, str], None] = {}
     found: list[LoadedLibrary | SeenLibrary] = [*facts.api_libraries(api)]
     found += [library for record in records for library in record.libraries]
@@ -188,13 +190,16 @@ def _api(api: str, run: Run, facts: Facts, records: Sequence[Record]) -> ApiView
         substrate=name or "none",
         words=describe(Substrate(name)) if name else "did not answer",
         libraries=tuple(seen),
-        failure={"verbs": facts.verbs_failure, "cuda": facts.cuda_failure, "hlthunk": facts.gaudi_failure}[api],
+        failure={"verbs": facts.verbs_failure, "cuda": facts.cuda_failure, "hlthunk": facts.gaudi_failure}.get(api),
     )
 
 
-def _asked(facts: Facts) -> tuple[str, ...]:
-    """The APIs of the report; one that most machines do not have only where it was asked."""
-    return ("verbs", "cuda", "hlthunk") if facts.gaudi or facts.gaudi_failure else ("verbs", "cuda")
+def _apis(facts: Facts, records: Sequence[Record]) -> tuple[str, ...]:
+    """The APIs of the report; one that most machines do not have only where it was asked, or a case had it."""
+    used = {api for record in records for api in record.substrate}
+    if facts.gaudi or facts.gaudi_failure:
+        used.add("hlthunk")
+    return ("verbs", "cuda", *(api for api in ("cufile", "hlthunk") if api in used))
 
 
 def _case(record: Record, anchor: str, origin: str) -> CaseView:

@@ -1,10 +1,13 @@
-"""What `import gdrkit` opens and imports: nothing of the real APIs, nothing of ours that is native."""
+"""What `import gdrkit` and a short command open and import: nothing of the real APIs, nothing that they do not need."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+
+import pytest
+from meta.rules import LEVELS
 
 # The child looks before and after, since the interpreter itself maps libraries.
 LOOK = """
@@ -16,8 +19,18 @@ before = mapped()
 import gdrkit
 print(json.dumps({"mapped": sorted(mapped() - before), "modules": sorted(sys.modules)}))
 """
+# What a command has imported when it ends, after what it says itself.
+RUN = """
+import atexit, json, sys
+atexit.register(lambda: print(json.dumps(sorted(sys.modules)), file=sys.stderr))
+from gdrkit.cli import main
+main(sys.argv[1:])
+"""
 FOREIGN_LIBRARIES = ("libcuda", "libibverbs", "librdmacm", "libcufile", "libhl-thunk", "libnvidia", "gdrkit")
 FOREIGN_MODULES = {"ctypes", "cuda", "cupy", "kvikio", "numpy", "pyverbs"}
+# What a command may have before it does anything: the command line itself, and the words that everybody shares.
+LIGHT_ROOMS = {"cli", "cli_files", "cli_inventory", "cli_report", "cli_tiers"}.union(*LEVELS[:2])
+LIGHT_PACKAGES = {"click", "gdrkit"}
 
 
 def look() -> dict[str, list[str]]:
@@ -33,3 +46,21 @@ def test_import_opens_no_foreign_library_and_none_of_ours() -> None:
 
 def test_import_imports_no_foreign_module() -> None:
     assert not {name.partition(".")[0] for name in look()["modules"]} & FOREIGN_MODULES
+
+
+@pytest.mark.parametrize("word", ["--version", "--help", "version"])
+def test_a_command_that_says_two_words_loads_no_room_that_works(word: str) -> None:
+    done = subprocess.run([sys.executable, "-c", RUN, word], check=True, capture_output=True, text=True)
+    assert "gdrkit" in done.stdout
+    alone = subprocess.run(
+        [sys.executable, "-c", "import json, sys; print(json.dumps(sorted(sys.modules)))"],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    modules = json.loads(done.stderr.splitlines()[-1])
+    rooms = {name.split(".")[1] for name in modules if name.startswith("gdrkit.")}
+    assert rooms <= LIGHT_ROOMS
+    # What an environment imports at every start of Python is not of this command.
+    new = {name.partition(".")[0] for name in set(modules) - set(json.loads(alone.stdout))}
+    assert new - set(sys.stdlib_module_names) <= LIGHT_PACKAGES

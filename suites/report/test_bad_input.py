@@ -6,26 +6,34 @@ import dataclasses
 import json
 import subprocess
 import sys
+import time
 import xml.etree.ElementTree as ET
 from typing import TYPE_CHECKING
 
 import pytest
-from support.hosts import write_run
+from support.hosts import host_facts, host_records, write_run
 from support.records import facts_of, record_of, run_of
 
 from gdrkit.errors import Reason, SetupMissing, UsageError
 from gdrkit.harness.needs import host, needs
 from gdrkit.report import RunFolder, append_record, read_records
 from gdrkit.report.contents import read_contents
+from gdrkit.report.document import render_document
+from gdrkit.report.metrics import render_metrics
 from gdrkit.report.render import render
-from gdrkit.report.text import cell, harmless
+from gdrkit.report.view import make_view
+from gdrkit.text import cell, harmless
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
+
+    from gdrkit.plain import Json
 
 HOSTILE = '</title><script>alert(1)</script>\x1b[2J\x1b]0;owned\x07\x9b31m\u202e|`"\\\n# HELP'
 NOBODY = 65534
+# What JSON can hold and hardly anybody expects.
+ODD_VALUES: tuple[Json, ...] = (None, True, 0, -1, 10**400, 5e-324, 1.7e308, "", "\ud800", "9" * 5000, [1], {"a": 0})
 DROP = "import os, sys; os.setgroups([]); os.setgid({0}); os.setuid({0}); os.execv(sys.executable, sys.argv[1:])"
 
 
@@ -83,13 +91,64 @@ def test_a_number_that_is_none_is_refused(run: RunFolder, value: str) -> None:
         ("run", "[]", "expected schema_version 1"),
         ("facts", '{"schema_version": 9}', "expected schema_version 1, found 9"),
         ("facts", "", "no JSON"),
+        ("facts", '{"schema_version": 1}', "facts.json.machine: expected a value"),
     ],
 )
 def test_a_damaged_file_of_a_run_is_named(run: RunFolder, file: str, text: str, said: str) -> None:
-    getattr(run, file).write_text(text)
+    damaged: Path = getattr(run, file)
+    damaged.write_text(text)
     told = refused(run)
+    assert told.startswith(str(damaged))
     assert said in told
-    assert file in told
+
+
+def places(data: Json, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+    """Where values are in a document; of a list the first is enough."""
+    yield path
+    parts = data.items() if isinstance(data, dict) else enumerate(data[:1]) if isinstance(data, list) else ()
+    for key, part in parts:
+        yield from places(part, (*path, key))
+
+
+def with_value(data: Json, path: tuple[str | int, ...], value: Json) -> Json:
+    if not path:
+        return value
+    first, rest = path[0], path[1:]
+    if isinstance(data, dict):
+        return {key: with_value(part, rest, value) if key == first else part for key, part in data.items()}
+    assert isinstance(data, list)
+    return [with_value(part, rest, value) if at == first else part for at, part in enumerate(data)]
+
+
+@pytest.mark.parametrize("name", ["run.json", "facts.json", "plan.json", "records.jsonl"])
+def test_whatever_a_field_holds_there_is_a_report_or_one_error(tmp_path: Path, name: str) -> None:
+    facts = host_facts(gpus=1, nics=1)
+    # A sweep of two sizes, so that there is a plot; every other kind of record once.
+    records = [record for record in host_records(facts) if "16MiB" not in record.case][:8]
+    folder = RunFolder(write_run(tmp_path / "run", facts, records))
+    file = folder.path / name
+    if name == "plan.json":
+        folder.run.unlink()
+        file.write_text('{"profile": "any", "cases": [{"case": "a.py::test_a"}]}')
+    lines = file.read_text().splitlines() if name == "records.jsonl" else [file.read_text()]
+    reported, refusals = 0, set()
+    for number, document in enumerate(map(json.loads, lines)):
+        for path in places(document):
+            for value in ODD_VALUES:
+                lines[number] = json.dumps(with_value(document, path, value))
+                file.write_text("\n".join(lines) + "\n")
+                try:
+                    contents = read_contents(folder.path)
+                except UsageError as error:
+                    refusals.add(error.reason)
+                else:
+                    view = make_view(contents)
+                    render_document(contents, view)
+                    render_metrics(contents, view)
+                    reported += 1
+        lines[number] = json.dumps(document)
+    assert reported
+    assert refusals == {Reason.MALFORMED}
 
 
 def test_text_with_other_line_ends_is_one_record(tmp_path: Path) -> None:
@@ -109,7 +168,25 @@ def test_a_run_that_was_killed_still_has_a_report(run: RunFolder) -> None:
     assert '<h1><span class="mark bad"></span>The run did not end</h1>' in page
     assert "2 of 5 cases left no record, the first is a.py::test_3" in page
     assert "the last line of records.jsonl is cut off" in page
+    # It names nothing that is not there.
+    assert "run.json" not in page.partition("<footer>")[2]
     assert json.loads(run.report.read_text())["exit_code"] == 1
+
+
+def test_a_plan_of_thousands_of_cases_costs_little_beside_their_records(run: RunFolder) -> None:
+    first = run.records.read_text().splitlines()[0]
+    names = [f"a.py::test_{number:05}" for number in range(10_000)]
+    run.run.unlink()
+    run.records.write_text("".join(first.replace("a.py::test_0", name) + "\n" for name in names))
+
+    def took_s(planned: list[str]) -> float:
+        run.plan.write_text(json.dumps({"profile": "any", "cases": [{"case": name} for name in planned]}))
+        begin = time.process_time()
+        read_contents(run.path)
+        return time.process_time() - begin
+
+    alone = took_s([])
+    assert took_s(names) < alone * 1.5
 
 
 def test_records_alone_have_a_report_elsewhere(run: RunFolder, tmp_path: Path) -> None:
@@ -118,6 +195,16 @@ def test_records_alone_have_a_report_elsewhere(run: RunFolder, tmp_path: Path) -
     page = (tmp_path / "made" / "index.html").read_text()
     assert "Records of 3 cases: 3 passed" in page
     assert "This host" not in page
+
+
+def test_records_alone_take_the_place_of_no_report(run: RunFolder) -> None:
+    render(run.path)
+    before = {file.name: file.read_bytes() for file in run.path.iterdir()}
+    ended = gdrkit("report", run.records)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    (line,) = ended.stderr.splitlines()
+    assert "--output DIR" in line
+    assert {file.name: file.read_bytes() for file in run.path.iterdir()} == before
 
 
 @pytest.mark.parametrize("what", ["nothing", "empty", "no_facts"])

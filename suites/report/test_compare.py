@@ -102,6 +102,15 @@ def test_a_wide_spread_makes_the_band_wide() -> None:
     assert change.band_percent > 20
 
 
+def test_numbers_beyond_all_measure_are_compared_without_an_error() -> None:
+    before = [record_of(numbers={"rate_gb_per_s": rate}, substrate=HARDWARE) for rate in (1.7e308, -1.7e308, 5e-324)]
+    after = record_of(numbers={"rate_gb_per_s": 1.7e308}, substrate=HARDWARE)
+    found = compare(contents(*before), contents(after), noise_percent=5.0)
+    (change,) = found.changes
+    assert (change.outcome, change.change_percent, change.band_percent) == ("same", 1e9, 1e9)
+    assert "Infinity" not in found.to_json()
+
+
 def test_runs_of_one_side_are_taken_together() -> None:
     before = [record_of(numbers={"rate_gb_per_s": rate}, substrate=HARDWARE) for rate in (50.0, 10.0, 51.0)]
     after = record_of(numbers={"rate_gb_per_s": 49.5}, substrate=HARDWARE)
@@ -133,6 +142,16 @@ def test_a_verdict_and_a_route_that_became_worse_are_found() -> None:
     assert not compared(bad, good).is_worse
     gone = compare(contents(good), contents(record_of(case="b.py::other")), noise_percent=5.0)
     assert {(it.kind, it.outcome) for it in gone.changes} == {("verdict", "gone"), ("route", "gone")}
+
+
+def test_a_hostile_name_acts_on_no_terminal() -> None:
+    name = "a.py::test\x1b[2J\x9b31m\u202e\ud800[ü]"
+    one, other = (record_of(case=name, numbers={"rate_gb_per_s": rate}, substrate=HARDWARE) for rate in (50.0, 40.0))
+    found = compared(one, other)
+    for text in (found.to_json(), describe_comparison(found)):
+        assert [sign for sign in "\x1b\x9b\u202e\ud800" if sign in text] == []
+    # What a program reads is the name itself.
+    assert json.loads(found.to_json())["changes"][0]["name"].startswith(name)
 
 
 def gdrkit(*arguments: object) -> subprocess.CompletedProcess[str]:

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -17,6 +17,7 @@ from gdrkit.errors import Reason, UsageError
 from gdrkit.report import (
     CaseReason,
     ClaimedRoute,
+    Run,
     RunFolder,
     SeenLibrary,
     Verdict,
@@ -108,6 +109,21 @@ def test_hostile_text_breaks_no_table_in_markdown() -> None:
     rows = [line for line in text.splitlines() if line.startswith("| ") and "verdict |" not in line]
     wide = [line for line in rows if line.replace("\\|", "").count("|") not in (4, 5)]
     assert wide == []
+
+
+def test_hostile_text_of_a_run_begins_no_line_of_its_own_in_markdown() -> None:
+    hostile = f"{HOSTILE}\n\n# owned\n\n- owned\n"
+    texts: dict[str, Any] = {
+        field.name: hostile for field in dataclasses.fields(Run) if field.type in {"str", "str | None"}
+    }
+    assert {"host", "profile", "started", "commit", "version", "verdict", "command"} <= texts.keys()
+    run = dataclasses.replace(run_of(substrate={hostile: "twin"}), **texts, causes=(hostile,), required=(hostile,))
+    text = render_markdown(run, facts_of(), [])
+    assert "owned" in text
+    assert [line for line in text.splitlines() if line in {"# owned", "- owned"}] == []
+    assert [tag for tag in ("<script", "<b ", "</code") if tag in text] == []
+    # Every line of them all ends the code that it begins.
+    assert [line for line in text.splitlines() if line.count("`") % 2] == []
 
 
 @settings(database=None, deadline=None, max_examples=40, suppress_health_check=list(HealthCheck))

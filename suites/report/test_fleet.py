@@ -4,25 +4,48 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 from typing import TYPE_CHECKING
 
 import pytest
-from support.hosts import host_facts, host_records, write_run
+from support.hosts import HARDWARE, host_facts, host_records, write_run
 from support.records import record_of
+from support.strangers import open_folder, run_stranger
 
 from gdrkit.errors import UsageError
+from gdrkit.harness.needs import host as of_host
+from gdrkit.harness.needs import needs
 from gdrkit.report import RunFolder
 from gdrkit.report.fleet import Fleet, render_fleet
 from gdrkit.report.render import render
+from gdrkit.verdict import NOISE_PERCENT
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from gdrkit.inventory import Facts
+    from gdrkit.plain import Json
 
 FACTS = host_facts(gpus=1, nics=1)
+# A stranger may not read the checkout, so everything is loaded before.
+FLEET_AS_NOBODY = """
+import sys
+from pathlib import Path
+from gdrkit.errors import SetupMissing
+from gdrkit.report.fleet import render_fleet
+from gdrkit.report.render import environment
+from support.strangers import become_nobody
+environment(escaped=True).get_template("fleet.html.j2")
+become_nobody()
+try:
+    made = render_fleet(Path(sys.argv[1]), Path(sys.argv[2]))
+except SetupMissing as error:
+    sys.exit(f"{error.operation} {error.status_name} {error.arguments['path']}")
+print(*(host.name for host in made.hosts), *made.problems, sep="\\n")
+"""
 
 
 def host(folder: Path, name: str, *, facts: Facts = FACTS, factor: float = 1.0, started: str = "12") -> Path:
@@ -58,6 +81,45 @@ def test_who_is_slower_or_unlike_the_others_is_named(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("numbers", "slow"),
+    [
+        ({"rate_gb_per_s_median": 8.0}, [-20.0]),
+        ({"rate_gb_per_s_median": 12.0}, []),
+        ({"rate_gb_per_s_median": 9.6}, []),
+        # A number may be nothing but its unit.
+        ({"gb_per_s": 8.0}, [-20.0]),
+        ({"us_median": 12.0}, [20.0]),
+        ({"ms": 8.0}, []),
+        # What scatters by so much is not slower.
+        ({"rate_gb_per_s_median": 8.0, "rate_spread_percent": 40.0, "rounds_count": 15.0}, []),
+        ({"rate_gb_per_s_median": 8.0, "rate_spread_percent": 1.0, "rounds_count": 15.0}, [-20.0]),
+        # Neither are what nobody calls better, a bound, and an end of the rounds.
+        ({"direct_over_by_host_ratio": 8.0}, []),
+        ({"limit_gb_per_s": 8.0}, []),
+        ({"rate_gb_per_s_min": 8.0}, []),
+    ],
+    ids=str,
+)
+def test_slower_is_what_a_comparison_calls_worse(tmp_path: Path, numbers: dict[str, float], slow: list[float]) -> None:
+    usual = {name: 10.0 if value in {8.0, 9.6, 12.0} else value for name, value in numbers.items()}
+    for number in range(5):
+        record = record_of(numbers=numbers if number == 2 else usual, substrate=HARDWARE)
+        write_run(tmp_path / f"run{number}", FACTS, [record], host=f"node{number}", host_id=f"{number}")
+    hosts = {it.name: it for it in render_fleet(tmp_path).hosts}
+    assert [it.percent for it in hosts["node2"].slow] == slow
+    assert [it.slow for name, it in hosts.items() if name != "node2"] == [()] * 4
+    assert f"by more than {NOISE_PERCENT:g} %" in (tmp_path / "index.html").read_text()
+
+
+def test_runs_of_a_case_in_one_host_are_taken_together(tmp_path: Path) -> None:
+    for number in range(4):
+        rates = (8.0, 10.0, 10.1) if number == 2 else (10.0,)
+        records = [record_of(numbers={"rate_gb_per_s": rate}, substrate=HARDWARE) for rate in reversed(rates)]
+        write_run(tmp_path / f"run{number}", FACTS, records, host=f"node{number}", host_id=f"{number}")
+    assert [it.slow for it in render_fleet(tmp_path).hosts] == [()] * 4
+
+
 def test_a_damaged_host_is_a_row_with_its_error_and_hides_no_other(tmp_path: Path) -> None:
     host(tmp_path / "good", "good")
     (host(tmp_path / "bad", "bad") / "records.jsonl").write_text('{"half')
@@ -66,6 +128,76 @@ def test_a_damaged_host_is_a_row_with_its_error_and_hides_no_other(tmp_path: Pat
     (problem,) = made.problems
     assert problem.startswith("bad: ")
     assert "records.jsonl:1: no JSON" in problem
+
+
+def change(file: Path, **fields: Json) -> None:
+    """Other values in the first line of a file of JSON, or in all of it."""
+    first, end, rest = file.read_text().partition("\n") if file.suffix == ".jsonl" else (file.read_text(), "", "")
+    file.write_text(json.dumps({**json.loads(first), **fields}) + end + rest)
+
+
+def unfinished(run: RunFolder, plan: Json) -> None:
+    run.run.unlink()
+    run.plan.write_text(json.dumps(plan))
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda run: change(run.run, started="yesterday"), "run.json.started: expected a time such as 2026-11-20T"),
+        (lambda run: change(run.run, started="2026-02-30T12:00:00Z"), "found '2026-02-30T12:00:00Z'"),
+        (lambda run: change(run.run, started="2026-11-20T12:00:00"), "run.json.started"),
+        (lambda run: change(run.run, substrate={"cuda": "magic"}), "run.json.substrate.cuda: expected one of hardware"),
+        (lambda run: change(run.run, duration_s=10**400), "run.json.duration_s: expected a finite number"),
+        (lambda run: change(run.run, exit_code=10**400), "run.json.exit_code: expected 0 to 255"),
+        (lambda run: change(run.records, started="never"), "records.jsonl:1.started"),
+        (lambda run: change(run.records, substrate={"verbs": ""}), "records.jsonl:1.substrate.verbs"),
+        (lambda run: unfinished(run, {"cases": 5}), "plan.json: expected an object with a list of cases"),
+        (lambda run: unfinished(run, ["case"]), "plan.json: expected an object with a list of cases"),
+        (lambda run: unfinished(run, {"cases": [{"case": "a"}, {}]}), "plan.json.cases: expected the name of each"),
+        (lambda run: (run.run.unlink(), run.run.symlink_to(run.run)), "ELOOP"),
+    ],
+    ids=range(12),
+)
+def test_whatever_is_wrong_with_a_run_is_said_in_its_row(
+    tmp_path: Path, damage: Callable[[RunFolder], object], said: str
+) -> None:
+    host(tmp_path / "good", "good")
+    damage(RunFolder(host(tmp_path / "bad", "bad")))
+    made = render_fleet(tmp_path)
+    assert [(it.name, it.state) for it in made.hosts] == [("bad", "not readable"), ("good", "qualified")]
+    (problem,) = made.problems
+    assert said in problem
+
+
+@needs(of_host.capability("CAP_SETUID"))
+def test_a_run_that_another_user_keeps_to_himself_is_a_row_and_a_whole_fleet_an_error() -> None:
+    with open_folder() as folder:
+        for name in ("good", "kept"):
+            host(folder / "fleet" / name, name)
+        (folder / "fleet" / "kept").chmod(0o700)
+        (folder / "made").mkdir()
+        (folder / "made").chmod(0o777)
+        ended = run_stranger(FLEET_AS_NOBODY, str(folder / "fleet"), str(folder / "made"))
+        assert ended.returncode == 0, ended.stderr
+        *names, problem = ended.stdout.splitlines()
+        assert names == ["kept", "good"]
+        assert problem.startswith("kept: ")
+        assert "EACCES" in problem
+        (folder / "fleet").chmod(0o700)
+        ended = run_stranger(FLEET_AS_NOBODY, str(folder / "fleet"), str(folder / "made"))
+        assert ended.stderr == f"read EACCES {folder / 'fleet'}\n"
+
+
+def test_a_folder_with_a_name_that_is_no_text_has_its_row_and_its_link(tmp_path: Path) -> None:
+    render(host(tmp_path / "odd", "9" * 5000))
+    (tmp_path / "odd").rename(os.fsdecode(os.fsencode(tmp_path) + b"/node\xff:1"))
+    host(tmp_path / "other", "node10")
+    host(tmp_path / "another", "node9")
+    made = render_fleet(tmp_path)
+    assert [it.name for it in made.hosts] == ["9" * 5000, "node9", "node10"]
+    assert made.problems == ()
+    assert '<a href="node%FF%3A1/index.html">' in (tmp_path / "index.html").read_text()
 
 
 def test_two_hosts_of_one_name_are_two_rows_and_a_problem(tmp_path: Path) -> None:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import TYPE_CHECKING
 
 import pytest
 from support.hosts import HARDWARE, host_facts, host_records
-from support.records import facts_of, record_of, run_of
+from support.records import TWIN, facts_of, library, record_of, run_of
 
-from gdrkit.report import CaseReason, ClaimedFile, ClaimedRoute, Verdict
+from gdrkit.report import CaseReason, ClaimedFile, ClaimedRoute, SeenLibrary, Verdict
 from gdrkit.report.drawing import make_drawing
+from gdrkit.report.failures import failures
 from gdrkit.report.figure import make_plot
-from gdrkit.report.limits import limit_gb_per_s, link_gb_per_s
+from gdrkit.report.limits import limit_gb_per_s
 from gdrkit.report.render import render_html, render_markdown
-from gdrkit.report.routes import file_statuses, route_statuses
+from gdrkit.report.routes import RouteState, file_statuses, route_statuses
 from gdrkit.report.sweep import split_number, sweeps
 from gdrkit.report.unlock import locks
 
@@ -35,6 +37,17 @@ def test_every_link_of_the_page_leads_to_something_on_it() -> None:
     links = re.findall(r' href="#([^"]+)"', text)
     assert len(links) > 100
     assert set(links) <= targets
+
+
+def test_the_signs_of_an_overview_have_their_words_beside_it() -> None:
+    facts = host_facts(gpus=2, nics=2)
+    text = render_html(run_of(), facts, list(host_records(facts)))
+    (key,) = re.findall(r'<p class="states">(.*?)</p>', text)
+    assert re.findall(r'<span class="state (\w+)">', key) == [state.value for state in RouteState]
+    # One pair needs no overview.
+    facts = host_facts(gpus=1, nics=1)
+    text = render_html(run_of(), facts, [record for record in host_records(facts) if not record.files])
+    assert 'class="states"' not in text
 
 
 def test_a_page_of_64_routes_is_far_below_its_limit() -> None:
@@ -62,6 +75,26 @@ def test_failures_of_one_cause_are_one() -> None:
     assert "gdrkit qualify -k test_0 --seed 1" in text
 
 
+def test_a_route_that_fell_back_leads_to_the_case_that_showed_it() -> None:
+    fallen = "by the host. To do: load nvidia-peermem"
+    records = [
+        record_of(
+            case=f"a.py::test_{name}",
+            routes=(ClaimedRoute(0, "mlx5_0", "dmabuf", cause),),
+            files=(ClaimedFile(0, "/data", "posix", cause),),
+            substrate={**HARDWARE, "cufile": "hardware"},
+        )
+        for name, cause in (("direct", None), ("fallen", fallen), ("also", fallen))
+    ]
+    routes, files = route_statuses(facts_of(), records), file_statuses(facts_of(), records)
+    (failure,) = failures(facts_of(), records, routes, files)
+    assert (failure.cause, failure.remedy) == ("by the host", "load nvidia-peermem")
+    assert failure.cases == ("a.py::test_fallen", "a.py::test_fallen")
+    (item,) = re.findall(r'<ol class="failures">.*?</ol>', page(records), re.DOTALL)
+    assert '<a href="#r1">GPU 0 &lt;- NIC mlx5_0 by dma-buf</a>' in item
+    assert '<a href="#r0">' not in item
+
+
 def test_without_a_failure_there_is_no_such_section() -> None:
     assert "Failures" not in page([record_of()])
 
@@ -87,6 +120,25 @@ def test_a_mount_is_proven_only_by_a_direct_way_on_hardware(
     assert f"GPU 0 &lt;- files of /data by {way}" in page([record])
 
 
+def test_mounts_are_in_the_summary_of_a_machine_without_a_nic() -> None:
+    record = record_of(files=(ClaimedFile(0, "/data", "nvfs"),), substrate={"cuda": "hardware", "cufile": "hardware"})
+    assert "| GPU 0 <- files of /data by nvfs | proven |  |" in render_markdown(run_of(), facts_of(), [record])
+
+
+def test_an_api_that_only_cases_used_is_among_what_was_real() -> None:
+    seen = SeenLibrary.of("case", library("libcufile.so.0", notes=TWIN.notes))
+    records = [
+        record_of(substrate={"cufile": "hardware"}),
+        record_of(case="a.py::test_a", substrate={"cufile": "twin"}, libraries=(seen,)),
+        record_of(case="a.py::test_b", substrate={"hlthunk": "hardware"}),
+    ]
+    text = render_markdown(run_of(), facts_of(), records)
+    # The least that any case had: what one twin did is no claim about hardware.
+    assert "| cufile | software twin | /usr/lib/libcufile.so.0 | ab12 |" in text
+    assert "| hlthunk | hardware | none |  |" in text
+    assert "cufile" not in render_markdown(run_of(), facts_of(), [record_of(substrate={"cuda": "hardware"})])
+
+
 def test_the_drawing_has_every_device_at_its_memory_node_and_every_pair() -> None:
     facts = host_facts(gpus=8, nics=8)
     drawn = make_drawing(facts, route_statuses(facts, list(host_records(facts))))
@@ -107,10 +159,10 @@ def test_a_host_without_devices_is_not_drawn() -> None:
 def test_a_sweep_is_a_plot_with_its_limit_and_its_values() -> None:
     facts = host_facts(gpus=1, nics=1)
     (sweep,) = sweeps(host_records(facts), facts)
-    assert [(line.name, line.is_bound, line.points[0].value) for line in sweep.lines] == [
+    assert [(line.name, line.is_bound, round(line.points[0].value, 3)) for line in sweep.lines] == [
         ("host to device", False, 13.75),
         ("device to host", False, 13.375),
-        ("limit of the link", True, 63.0),
+        ("limit of the link", True, 63.015),
     ]
     plot = make_plot(sweep)
     first = plot.curves[0]
@@ -130,6 +182,43 @@ def test_numbers_by_depth_are_a_plot_of_their_own() -> None:
     assert (sweep.over, line.name) == ("depth", "write dmabuf")
     assert [(point.at, point.value) for point in line.points] == [(1, 0.5), (4, 2.0), (16, 8.0)]
     assert [row[0] for row in make_plot(sweep).rows] == ["1", "4", "16"]
+
+
+@pytest.mark.parametrize(
+    ("case", "numbers"),
+    [
+        ("a.py::test_a[{}-0B]", {"rate_gb_per_s_median": 1.0}),
+        ("a.py::test_a[{}-0GiB]", {"rate_gb_per_s_median": 1.0}),
+        ("a.py::test_a[{}]", {"depth_0_gb_per_s_median": 1.0, "depth_00_gb_per_s_median": 1.0}),
+        ("a.py::test_a[" + "9" * 5000 + "GiB-{}]", {"rate_gb_per_s_median": 1.0}),
+        ("a.py::test_a[{}-1MiB]", {"rate_gb_per_s_median": 1.7e308}),
+        ("a.py::test_a[{}-1MiB]", {"rate_gb_per_s_median": 5e-324}),
+        ("a.py::test_a[{}-1MiB]", {"rate_gb_per_s_median": -1.0}),
+    ],
+)
+def test_what_has_no_place_on_an_axis_is_left_out(case: str, numbers: dict[str, float]) -> None:
+    cases = [case.format(word) for word in ("read", "write")]
+    odd = [record_of(case=case, numbers=numbers, substrate=HARDWARE) for case in cases]
+    good = [
+        record_of(case=f"a.py::test_a[{size}]", numbers={"rate_gb_per_s_median": 2.0}, substrate=HARDWARE)
+        for size in ("1MiB", "2MiB")
+    ]
+    (sweep,) = sweeps([*odd, *good], facts_of())
+    assert [[point.at for point in line.points] for line in sweep.lines] == [[1 << 20, 2 << 20]]
+    assert len(make_plot(sweep).rows) == 2
+
+
+def test_a_bound_or_an_end_that_has_no_place_is_left_out() -> None:
+    judged = [{"number": "rate_gb_per_s_median", "bound": bound} for bound in (10**400, -(10**400), 1e308, True, "1")]
+    numbers = {"rate_gb_per_s_median": 2.0, "rate_gb_per_s_min": -1.0, "rate_gb_per_s_max": 1.7e308}
+    records = [
+        record_of(case=f"a.py::test_a[{size}]", numbers=numbers, substrate=HARDWARE, evidence={"judged": judged})
+        for size in ("1MiB", "2MiB")
+    ]
+    (sweep,) = sweeps(records, facts_of())
+    (line,) = sweep.lines
+    assert [(point.least, point.most) for point in line.points] == [(None, None)] * 2
+    assert [tick.label for tick in make_plot(sweep).values] == ["0", "0.5", "1", "1.5", "2"]
 
 
 def test_the_bounds_by_which_a_case_judged_its_numbers_are_drawn() -> None:
@@ -157,22 +246,11 @@ def test_a_route_is_bounded_by_the_slower_of_its_links() -> None:
     assert limit_gb_per_s(route, facts) == 50.0
     assert limit_gb_per_s(record_of(), facts) is None
     assert limit_gb_per_s(route, facts_of()) is None
-
-
-@pytest.mark.parametrize(
-    ("speed", "width", "rate"),
-    [
-        ("32.0 GT/s PCIe", "16", 63.0),
-        ("16.0 GT/s PCIe", "16", 31.5),
-        ("5.0 GT/s PCIe", "4", 2.0),
-        ("Unknown", "16", None),
-        (None, None, None),
-        ("32.0 GT/s PCIe", "63?", None),
-        ("7.0 GT/s", "1", None),
-    ],
-)
-def test_what_a_link_carries(speed: str | None, width: str | None, rate: float | None) -> None:
-    assert link_gb_per_s(speed, width) == rate
+    copy = record_of(case="a.py::test_copy[host_to_device-1MiB]")
+    assert limit_gb_per_s(copy, facts) == pytest.approx(63.0, abs=0.1)
+    # There the links are what the hypervisor shows.
+    virtual = dataclasses.replace(facts, virtual_machine="kvm")
+    assert [limit_gb_per_s(record, virtual) for record in (route, copy)] == [None, None]
 
 
 def test_numbers_of_software_make_no_plot() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import subprocess
@@ -10,12 +11,15 @@ import textwrap
 from typing import TYPE_CHECKING
 
 import pytest
-from support.records import facts_of
+from support.records import TWIN, facts_of, library
 
+from gdrkit.inventory import CudaFacts, VerbsFacts
 from gdrkit.report import Record, Verdict, read_records
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from gdrkit.inventory import Facts
 
 MIXED = """
 import os, pytest
@@ -53,10 +57,12 @@ def test_leaves_a_descriptor_open():
 """
 
 
-def pytest_in(project: Path, source: str, *options: str) -> subprocess.CompletedProcess[str]:
+def pytest_in(
+    project: Path, source: str, *options: str, facts: Facts | None = None
+) -> subprocess.CompletedProcess[str]:
     """Run pytest in a project outside of the checkout, as its user would, with no other plugin than ours."""
     (project / "test_project.py").write_text(textwrap.dedent(source))
-    (project / "facts.json").write_text(facts_of().to_json())
+    (project / "facts.json").write_text((facts or facts_of()).to_json())
     command = [sys.executable, "-m", "pytest", "-p", "gdrkit.harness.user", "-p", "no:cacheprovider", "-v", *options]
     variables = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     return subprocess.run(
@@ -64,11 +70,13 @@ def pytest_in(project: Path, source: str, *options: str) -> subprocess.Completed
     )
 
 
-def woken(project: Path, source: str, *options: str) -> tuple[subprocess.CompletedProcess[str], dict[str, Record]]:
+def woken(
+    project: Path, source: str, *options: str, facts: Facts | None = None
+) -> tuple[subprocess.CompletedProcess[str], dict[str, Record]]:
     settings = "[tool.pytest.ini_options]\ngdrkit = true\naddopts = '--strict-markers --strict-config'\n"
     (project / "pyproject.toml").write_text(settings)
     options = ("--gdrkit-facts", "facts.json", "--gdrkit-records", "records.jsonl", *options)
-    ended = pytest_in(project, source, *options)
+    ended = pytest_in(project, source, *options, facts=facts)
     file = project / "records.jsonl"
     found = {record.case.partition("::")[2]: record for record in (read_records(file) if file.exists() else ())}
     return ended, found
@@ -88,12 +96,40 @@ def test_it_looks_after_the_cases_that_ask_for_it_and_leaves_others_alone(tmp_pa
 
 
 def test_with_a_profile_what_nobody_foresaw_fails_the_run(tmp_path: Path) -> None:
-    # The profile of any machine foresees everything; a profile that does not fit is said.
-    ended, _ = woken(tmp_path, MIXED, "--gdrkit-profile", "any")
+    # Both APIs answer, on twins, and show no device: the profile `bare` fits, and does not foresee that.
+    facts = dataclasses.replace(
+        facts_of(),
+        verbs=VerbsFacts(nics=(), libraries=(TWIN,)),
+        cuda=CudaFacts(driver_version="13.0", devices=(), libraries=(library("libcuda.so.1", notes=TWIN.notes),)),
+    )
+    ended, records = woken(tmp_path, MIXED, "--gdrkit-profile", "bare", facts=facts)
+    assert ended.returncode == 1, ended.stdout
+    told = "cuda.device(count_min=4): 4 CUDA devices needed, 0 found  NOT FORESEEN by profile bare: the run fails"
+    assert told in ended.stdout
+    assert [(reason.need, reason.foreseen) for reason in records["test_with_needs"].reasons] == [
+        ("verbs.nic(count_min=1)", False),
+        ("cuda.device(count_min=4)", False),
+    ]
+    # Who names no profile has not said what must be there, though the same one was chosen.
+    (tmp_path / "records.jsonl").unlink()
+    ended, records = woken(tmp_path, MIXED, facts=facts)
     assert ended.returncode == 0, ended.stdout
-    ended, _ = woken(tmp_path, MIXED, "--gdrkit-profile", "never")
+    assert {record.profile for record in records.values()} == {"bare"}
+
+
+def test_with_the_profile_of_any_machine_everything_is_foreseen(tmp_path: Path) -> None:
+    ended, records = woken(tmp_path, MIXED, "--gdrkit-profile", "any")
+    assert ended.returncode == 0, ended.stdout
+    assert [reason.foreseen for reason in records["test_with_needs"].reasons] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("bare", "profile bare does not describe this machine"), ("never", "no profile 'never'")]
+)
+def test_a_profile_that_does_not_fit_is_said(tmp_path: Path, name: str, said: str) -> None:
+    ended, _ = woken(tmp_path, MIXED, "--gdrkit-profile", name)
     assert ended.returncode == 4
-    assert "never" in ended.stderr
+    assert said in ended.stderr
 
 
 def test_a_case_with_needs_may_neither_skip_itself_nor_leave_something_open(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Text from elsewhere, made fit to be shown.
 
-Level 5. A host name, a path or the message of a library may hold anything: control characters move the cursor of a
+Level 0. A host name, a path or the message of a library may hold anything: control characters move the cursor of a
 terminal or recolour it, and those that set the direction of writing show one word as another. Both are shown as
 escapes.
 """

@@ -1,0 +1,84 @@
+"""What links can carry: of GPUs as NVML or sysfs has them, of ports that are up; in a virtual machine nobody knows."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import pytest
+from support.hosts import host_facts
+from support.machines import GOOD, GPU, machine
+
+from gdrkit.host import NvmlFacts
+from gdrkit.inventory import device_limit, topology, way_limit
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from gdrkit.inventory import Facts
+
+FACTS = host_facts(gpus=1, nics=1)
+
+
+def of_gpu(facts: Facts) -> float | None:
+    limit = device_limit(facts, devices={0}, nics=())
+    return None if limit is None else round(limit.gb_per_s, 2)
+
+
+@pytest.mark.parametrize(
+    ("speed", "width", "rate"),
+    [
+        ("64.0 GT/s PCIe", "16", 118.0),
+        ("32.0 GT/s PCIe", "16", 63.02),
+        ("16.0 GT/s PCIe", "16", 31.51),
+        ("8.0 GT/s", "8", 7.88),
+        ("5.0 GT/s PCIe", "4", 2.0),
+        ("Unknown", "16", None),
+        (None, None, None),
+        ("32.0 GT/s PCIe", "63?", None),
+        ("32.0 GT/s PCIe", "0", None),
+        ("32.0 GT/s PCIe", "9" * 5000, None),
+    ],
+)
+def test_what_a_link_carries(speed: str | None, width: str | None, rate: float | None) -> None:
+    (gpu,) = FACTS.gpus
+    trained = dataclasses.replace(gpu, link_speed=speed, link_width=width)
+    assert of_gpu(dataclasses.replace(FACTS, gpus=(trained,))) == rate
+
+
+def test_a_way_is_bounded_by_its_slowest_part_and_by_no_other() -> None:
+    limit = device_limit(FACTS, devices={0}, nics={"mlx5_0"})
+    assert limit is not None
+    assert (limit.gb_per_s, limit.why) == (50.0, "the port of mlx5_0, 400 Gb/sec (4X NDR)")
+    assert device_limit(FACTS, devices={7}, nics={"mlx5_7"}) is None
+
+
+def test_a_port_that_is_down_bounds_nothing() -> None:
+    (nic,) = FACTS.rdma_devices
+    (port,) = nic.ports
+    down = dataclasses.replace(port, number=2, state="DOWN", rate="10 Gb/sec (4X SDR)")
+    facts = dataclasses.replace(FACTS, rdma_devices=(dataclasses.replace(nic, ports=(port, down)),))
+    limit = device_limit(facts, devices=(), nics={"mlx5_0"})
+    assert limit is not None
+    assert limit.gb_per_s == 50.0
+
+
+def test_an_idle_gpu_is_no_slower_than_what_it_and_its_slot_can_do(tmp_path: Path) -> None:
+    (speed,) = (name for name in GOOD if name.endswith(f"/{GPU}/current_link_speed"))
+    idle = machine(tmp_path, files={speed: "2.5 GT/s PCIe\n"})
+    assert of_gpu(idle.facts) == 63.02
+    found = way_limit(topology(idle), idle.facts, ["GPU0"])
+    assert found is not None
+    assert round(found.gb_per_s, 2) == 63.02
+    # Where NVML does not know either, it is as trained.
+    facts = idle.facts
+    assert facts.nvml is not None
+    (link,) = facts.nvml.gpus
+    silent = dataclasses.replace(link, link_generation_max=None)
+    nvml = NvmlFacts(driver_version="580.159.04", gpus=(silent,))
+    assert of_gpu(dataclasses.replace(facts, nvml=nvml)) == 4.0
+
+
+def test_in_a_virtual_machine_nobody_knows() -> None:
+    facts = dataclasses.replace(FACTS, virtual_machine="kvm")
+    assert device_limit(facts, devices={0}, nics={"mlx5_0"}) is None
