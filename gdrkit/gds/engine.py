@@ -49,6 +49,13 @@ class EngineOptions:
         Size of each.
     first_bytes : int
         Pieces of a transfer grow from this size and shrink to it at the end; `piece_bytes`: none does.
+    haul_bytes : int
+        Size of the copies to a device that the threads load together, once a transfer is long enough; at most
+        `piece_bytes`: there are none.
+    hauls_count : int
+        How many of them there are for all threads.
+    load_bytes : int
+        Of a haul, what one thread loads at a time.
     sleeps_until_asked : bool
         A thread waits for the device by short sleeps between questions; False: until the device interrupts.
     direct_readers_count : int
@@ -72,6 +79,9 @@ class EngineOptions:
     slots_count: int = 2
     piece_bytes: int = 4 * MIB
     first_bytes: int = 512 * KIB
+    haul_bytes: int = 8 * MIB
+    hauls_count: int = 6
+    load_bytes: int = MIB
     sleeps_until_asked: bool = True
     direct_readers_count: int = 2
     direct_read_bytes: int = 4 * MIB

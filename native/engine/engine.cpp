@@ -34,7 +34,9 @@ struct SmallLane {
 };
 
 Engine::Engine(const Tuning& tuning, int node)
-    : tuning_(tuning), node_(node), staging_(tuning.workers_count * slab_bytes_of(tuning), node) {}
+    : tuning_(tuning), node_(node),
+      staging_(tuning.workers_count * slab_bytes_of(tuning) + tuning.hauls_count * tuning.haul_bytes, node),
+      hauls_(contexts_, staging_, staging_.at() + tuning.workers_count * slab_bytes_of(tuning), tuning) {}
 
 Engine::~Engine() {
     close();
@@ -67,7 +69,7 @@ void Engine::work(std::size_t index) {
     if (cpu_set_t processors; processors_of(node_, processors)) {
         pthread_setaffinity_np(pthread_self(), sizeof processors, &processors);
     }
-    Pump pump(*this, contexts_, staging_, staging_.at() + index * slab_bytes_of(tuning_), tuning_);
+    Pump pump(*this, contexts_, staging_, hauls_, staging_.at() + index * slab_bytes_of(tuning_), tuning_);
     pump.run();
 }
 
@@ -97,10 +99,15 @@ Taken Engine::next(Piece& piece, bool wait) {
     for (;;) {
         const std::uint64_t seen = epoch_;
         bool busy = false;
+        for (; !loading_.empty(); loading_.pop_front()) {
+            if (Haul::claim(loading_.front(), piece)) {
+                return Taken::piece;
+            }
+        }
         for (std::size_t index = 0; index < jobs_.size();) {
             const std::shared_ptr<Job> job = jobs_[index];
             lock.unlock();
-            const Taken taken = job->take(piece);
+            const Taken taken = job->take(piece, hauls_.opening());
             if (taken == Taken::piece) {
                 piece.job = job;
                 return taken;
@@ -138,6 +145,17 @@ void Engine::let_others_go_on() {
     } else {
         changed_.notify_one();
     }
+}
+
+// None: whoever wanted to open one has given up.
+void Engine::share(std::shared_ptr<Haul> haul) {
+    const std::lock_guard lock(mutex_);
+    ++epoch_;
+    if (haul) {
+        loading_.push_back(std::move(haul));
+    }
+    hauls_.opening().store(false, std::memory_order_relaxed);
+    changed_.notify_all();
 }
 
 std::unique_ptr<SmallLane> Engine::take_small_lane(int device) {
@@ -214,6 +232,7 @@ void Engine::close() {
         const std::lock_guard lock(small_mutex_);
         small_.clear();
     }
+    hauls_.close();
     if (const cuda::Context context = contexts_.any(); context != nullptr) {
         cuda::driver().context_push(context);
         staging_.unpin();

@@ -11,6 +11,7 @@
 #include <thread>
 #include <vector>
 
+#include "engine/haul.hpp"
 #include "engine/job.hpp"
 #include "engine/lane.hpp"
 #include "engine/pump.hpp"
@@ -44,6 +45,7 @@ public:
 
     Taken next(Piece& piece, bool wait) override;
     void let_others_go_on() override;
+    void share(std::shared_ptr<Haul> haul) override;
 
 private:
     void start_threads();
@@ -54,10 +56,12 @@ private:
     const int node_;
     Contexts contexts_;
     Staging staging_;
+    Hauls hauls_;
     std::mutex mutex_;
     std::condition_variable changed_;
     std::condition_variable room_;
     std::deque<std::shared_ptr<Job>> jobs_;
+    std::deque<std::shared_ptr<Haul>> loading_; // Before any job: parts of them may be left.
     std::uint64_t epoch_ = 0;
     bool closing_ = false;
     bool closed_ = false;

@@ -46,6 +46,17 @@ std::uint64_t Job::grain() const {
     return std::clamp(share / grain_bytes * grain_bytes, least_bytes_, tuning_.piece_bytes);
 }
 
+// The same of what all workers load together, which takes them less time than the device to copy as much; 0: too
+// little to haul.
+std::uint64_t Job::haul_grain() const {
+    if (direction_ == Direction::write || device_ == host_memory) {
+        return 0;
+    }
+    const std::uint64_t share = std::min(taken_bytes_, whole_bytes_ - taken_bytes_) / 2;
+    const std::uint64_t found = std::min(share / grain_bytes * grain_bytes, tuning_.haul_bytes);
+    return found > tuning_.piece_bytes ? found : 0;
+}
+
 void Job::skip_empty() {
     while (next_ < extents_.size() && extents_[next_].length == next_at_) {
         ++next_;
@@ -54,7 +65,7 @@ void Job::skip_empty() {
     }
 }
 
-Taken Job::take(Piece& piece) {
+Taken Job::take(Piece& piece, std::atomic<bool>& opening) {
     const std::lock_guard lock(mutex_);
     if (stopped_ || next_ == extents_.size()) {
         return Taken::nothing;
@@ -63,10 +74,11 @@ Taken Job::take(Piece& piece) {
     piece.bytes = 0;
     piece.direct = false;
     piece.limited = false;
+    piece.hauled = false;
     Extent& extent = extents_[next_];
     if (next_at_ > 0 || extent.length > grain()) {
         try {
-            const Taken taken = take_large(piece, extent);
+            const Taken taken = take_large(piece, extent, opening);
             if (taken != Taken::piece) {
                 return taken;
             }
@@ -129,7 +141,7 @@ std::size_t Job::limit_of(bool direct) const {
     return direct ? tuning_.direct_writers_count : tuning_.buffered_writers_count;
 }
 
-Taken Job::take_large(Piece& piece, Extent& extent) {
+Taken Job::take_large(Piece& piece, Extent& extent, std::atomic<bool>& opening) {
     const bool direct = look_ahead(extent);
     const bool limited = direct || direction_ == Direction::write;
     if (limited && limited_ >= limit_of(direct)) {
@@ -137,7 +149,12 @@ Taken Job::take_large(Piece& piece, Extent& extent) {
     }
     const std::uint64_t direct_bytes =
         direction_ == Direction::read ? tuning_.direct_read_bytes : tuning_.direct_write_bytes;
-    const std::uint64_t most = direct ? direct_bytes : grain();
+    const std::uint64_t together = direct ? 0 : std::min(haul_grain(), window_end_ - next_at_);
+    const bool hauled = together > tuning_.piece_bytes;
+    if (hauled && opening.exchange(true, std::memory_order_relaxed)) {
+        return Taken::busy;
+    }
+    const std::uint64_t most = direct ? direct_bytes : hauled ? together : grain();
     // Pieces end where blocks of the file end, so that only the first and the last of an extent have half a block.
     const std::uint64_t begin = extent.offset + next_at_;
     std::uint64_t length = std::min(most, window_end_ - next_at_);
@@ -147,6 +164,7 @@ Taken Job::take_large(Piece& piece, Extent& extent) {
     }
     piece.direct = direct;
     piece.limited = limited;
+    piece.hauled = hauled;
     limited_ += limited ? 1 : 0;
     piece.bytes = length;
     piece.parts.push_back(Part{.extent = next_, .at = next_at_, .length = length});

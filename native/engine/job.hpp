@@ -1,6 +1,7 @@
 // What one call asked for: ranges of files and where their bytes go, handed out in pieces, in order.
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -27,6 +28,9 @@ struct Tuning {
     std::size_t slots_count = 2;                 // Of each worker.
     std::uint64_t piece_bytes = 4U << 20U;       // Of a slot.
     std::uint64_t first_bytes = 512U << 10U;     // Pieces grow from this and shrink to it; piece_bytes: none does.
+    std::uint64_t haul_bytes = 8U << 20U;        // What workers load together; at most piece_bytes: nothing.
+    std::size_t hauls_count = 6;                 // Of all workers.
+    std::uint64_t load_bytes = 1U << 20U;        // What one of them loads at a time.
     bool sleeps_until_asked = true;              // How a thread waits for a device: see Lane::wait.
     std::size_t direct_readers_count = 2;        // Which read by O_DIRECT at the same time, for one job,
     std::uint64_t direct_read_bytes = 4U << 20U; // and how much at a time.
@@ -53,6 +57,7 @@ struct Part {
     bool direct = false;     // and whether it passes the page cache by.
 };
 
+class Haul;
 class Job;
 
 struct Piece {
@@ -61,6 +66,10 @@ struct Piece {
     std::uint64_t bytes = 0;
     bool direct = false;
     bool limited = false; // Counts among those who read or write by O_DIRECT, or the buffered writers.
+    bool hauled = false;  // Of several workers: who took it opens a haul.
+    // Or, instead of all that, a part of a haul which is to be loaded.
+    std::shared_ptr<Haul> haul;
+    std::size_t load = 0;
 };
 
 struct Progress {
@@ -88,8 +97,9 @@ public:
     // About how many workers have something to do here.
     std::size_t pieces_count() const noexcept { return pieces_count_; }
 
-    // The next piece; `busy`: there is one, for which too many are at work. A failure to begin one ends the job.
-    Taken take(Piece& piece);
+    // The next piece; `busy`: there is one, for which too many are at work, or which is to be hauled while somebody
+    // has `opening`, which is set where it is not. A failure to begin one ends the job.
+    Taken take(Piece& piece, std::atomic<bool>& opening);
     // The file's part of a limited piece is over: another may begin.
     void release(Piece& piece);
     // As `release`, for who has kept the place of a piece.
@@ -109,9 +119,10 @@ public:
 
 private:
     bool look_ahead(Extent& extent);
-    Taken take_large(Piece& piece, Extent& extent);
+    Taken take_large(Piece& piece, Extent& extent, std::atomic<bool>& opening);
     void take_small(Piece& piece);
     std::uint64_t grain() const;
+    std::uint64_t haul_grain() const;
     std::size_t limit_of(bool direct) const;
     void skip_empty();
     bool is_last_unlocked() const { return in_flight_ == 0 && (stopped_ || next_ == extents_.size()); }

@@ -84,12 +84,19 @@ void Lane::mark(std::size_t slot) const {
     cuda::check("cuEventRecord", cuda::driver().event_record(events_[slot], stream_));
 }
 
+bool Lane::is_done(std::size_t slot) const {
+    const cuda::Result result = cuda::driver().event_query(events_[slot]);
+    if (result == cuda::not_ready) {
+        return false;
+    }
+    cuda::check("cuEventQuery", result);
+    return true;
+}
+
 void Lane::wait(std::size_t slot) const {
     std::chrono::microseconds pause = pause_least;
     for (int asked = 0; sleeps_until_asked_ || asked < questions; ++asked) {
-        const cuda::Result result = cuda::driver().event_query(events_[slot]);
-        if (result != cuda::not_ready) {
-            cuda::check("cuEventQuery", result);
+        if (is_done(slot)) {
             return;
         }
         if (asked >= questions) {

@@ -43,6 +43,8 @@ public:
     void to_device(cuda::DevicePointer to, const std::byte* from, std::size_t length) const;
     void to_host(std::byte* to, cuda::DevicePointer from, std::size_t length) const;
     void mark(std::size_t slot) const;
+    // Whether the device has come to the mark of a slot. Throws Error, as `wait`.
+    bool is_done(std::size_t slot) const;
     // Waits for the mark of a slot: sleeps a little between questions, or, where those are not wanted, until the device
     // interrupts. An interrupt after each copy keeps the device from the next one for a moment. Throws Error: the
     // device refused one of the copies.

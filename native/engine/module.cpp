@@ -160,14 +160,17 @@ void bind_engine(nb::module_& module) {
         .def(
             "__init__",
             [](Engine* self, int node, std::size_t workers, std::size_t slots, std::uint64_t piece_bytes,
-               std::uint64_t first_bytes, bool sleeps_until_asked, std::size_t direct_readers,
-               std::uint64_t direct_read_bytes, std::size_t direct_writers, std::uint64_t direct_write_bytes,
-               std::size_t buffered_writers) {
+               std::uint64_t first_bytes, std::uint64_t haul_bytes, std::size_t hauls, std::uint64_t load_bytes,
+               bool sleeps_until_asked, std::size_t direct_readers, std::uint64_t direct_read_bytes,
+               std::size_t direct_writers, std::uint64_t direct_write_bytes, std::size_t buffered_writers) {
                 Tuning tuning;
                 tuning.workers_count = workers;
                 tuning.slots_count = slots;
                 tuning.piece_bytes = piece_bytes;
                 tuning.first_bytes = first_bytes;
+                tuning.haul_bytes = haul_bytes;
+                tuning.hauls_count = hauls;
+                tuning.load_bytes = load_bytes;
                 tuning.sleeps_until_asked = sleeps_until_asked;
                 tuning.direct_readers_count = direct_readers;
                 tuning.direct_read_bytes = direct_read_bytes;
@@ -177,8 +180,8 @@ void bind_engine(nb::module_& module) {
                 unlocked([&] { return new (self) Engine(tuning, node); });
             },
             nb::kw_only(), "node"_a, "workers_count"_a, "slots_count"_a, "piece_bytes"_a, "first_bytes"_a,
-            "sleeps_until_asked"_a, "direct_readers_count"_a, "direct_read_bytes"_a, "direct_writers_count"_a,
-            "direct_write_bytes"_a, "buffered_writers_count"_a)
+            "haul_bytes"_a, "hauls_count"_a, "load_bytes"_a, "sleeps_until_asked"_a, "direct_readers_count"_a,
+            "direct_read_bytes"_a, "direct_writers_count"_a, "direct_write_bytes"_a, "buffered_writers_count"_a)
         .def(
             "submit",
             [](Engine& self, bool write, int access, int device, const nb::list& files, nb::handle packed, int flags,

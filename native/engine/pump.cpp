@@ -48,8 +48,9 @@ std::size_t slab_bytes_of(const Tuning& tuning) {
     return std::max(tuning.slots_count * slot_bytes_of(tuning), direct_bytes + slack_bytes);
 }
 
-Pump::Pump(Dispatcher& dispatcher, Contexts& contexts, Staging& staging, std::byte* slab, const Tuning& tuning)
-    : dispatcher_(dispatcher), contexts_(contexts), staging_(staging), slab_(slab), tuning_(tuning),
+Pump::Pump(Dispatcher& dispatcher, Contexts& contexts, Staging& staging, Hauls& hauls, std::byte* slab,
+           const Tuning& tuning)
+    : dispatcher_(dispatcher), contexts_(contexts), staging_(staging), hauls_(hauls), slab_(slab), tuning_(tuning),
       slots_(tuning.slots_count) {}
 
 void Pump::run() {
@@ -59,14 +60,26 @@ void Pump::run() {
         if (slots_[next_].pending) {
             retire_oldest();
         }
+        // Whoever comes by settles what is done: who has sent it may have long work now.
+        if (hauls_.is_any_copied()) {
+            current_ = nullptr;
+            while (hauls_.retire(false)) {
+            }
+        }
         const Taken taken = take(piece);
-        if (taken == Taken::piece) {
+        if (taken == Taken::piece && piece.haul) {
+            hauls_.load(piece);
+            piece.haul.reset();
+            current_ = nullptr;
+        } else if (taken == Taken::piece && piece.hauled) {
+            open_haul(piece);
+        } else if (taken == Taken::piece) {
             const Slot& last = slots_[(next_ + slots_.size() - 1) % slots_.size()];
             while (pending_ != 0 && (is_wide(piece) || is_wide(last.piece))) {
                 retire_oldest();
             }
             begin(next_, piece);
-        } else if (!retire_oldest() && taken == Taken::nothing) {
+        } else if (!retire_oldest() && !retire_haul() && taken == Taken::nothing) {
             return;
         }
     }
@@ -80,15 +93,37 @@ Taken Pump::take(Piece& piece) {
         kept_.reset();
         before->release_place();
         const Taken taken = dispatcher_.next(piece, false);
-        if (taken == Taken::piece && piece.limited && piece.job == before) {
+        if (taken == Taken::piece && !piece.haul && piece.limited && piece.job == before) {
             return taken;
         }
         dispatcher_.let_others_go_on();
-        if (taken != Taken::busy || pending_ != 0) {
+        if (taken != Taken::busy || !is_free()) {
             return taken;
         }
     }
-    return dispatcher_.next(piece, pending_ == 0);
+    return dispatcher_.next(piece, is_free());
+}
+
+// Whether nothing but new work could be done here.
+bool Pump::is_free() const noexcept {
+    return pending_ == 0 && (hauls_.opening() || !hauls_.is_any_copied());
+}
+
+void Pump::open_haul(Piece& piece) {
+    std::shared_ptr<Haul> haul;
+    try {
+        haul = hauls_.open(piece);
+    } catch (const Error& error) {
+        give_up(piece, error.failure());
+    }
+    current_ = nullptr;
+    dispatcher_.share(std::move(haul));
+}
+
+// Who opens a haul waits for memory itself.
+bool Pump::retire_haul() {
+    current_ = nullptr;
+    return !hauls_.opening() && hauls_.retire(true);
 }
 
 Lane& Pump::lane_of(int device) {

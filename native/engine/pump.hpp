@@ -6,6 +6,7 @@
 #include <memory>
 #include <vector>
 
+#include "engine/haul.hpp"
 #include "engine/job.hpp"
 #include "engine/lane.hpp"
 #include "engine/staging.hpp"
@@ -17,6 +18,8 @@ class Dispatcher {
 public:
     virtual Taken next(Piece& piece, bool wait) = 0;
     virtual void let_others_go_on() = 0;
+    // A haul was opened, or none was: others may open one again.
+    virtual void share(std::shared_ptr<Haul> haul) = 0;
 
 protected:
     ~Dispatcher() = default;
@@ -27,7 +30,8 @@ std::size_t slab_bytes_of(const Tuning& tuning);
 
 class Pump {
 public:
-    Pump(Dispatcher& dispatcher, Contexts& contexts, Staging& staging, std::byte* slab, const Tuning& tuning);
+    Pump(Dispatcher& dispatcher, Contexts& contexts, Staging& staging, Hauls& hauls, std::byte* slab,
+         const Tuning& tuning);
 
     // Works until the dispatcher has nothing more and says so.
     void run();
@@ -43,6 +47,9 @@ private:
     // Whether it fills the whole slab, whose slots must be empty then.
     bool is_wide(const Piece& piece) const noexcept { return piece.bytes > tuning_.piece_bytes; }
     Taken take(Piece& piece);
+    bool is_free() const noexcept;
+    void open_haul(Piece& piece);
+    bool retire_haul();
     void begin(std::size_t index, Piece& piece);
     void begin_read(std::size_t index, Lane& lane);
     void begin_write(std::size_t index, Lane& lane);
@@ -63,6 +70,7 @@ private:
     Dispatcher& dispatcher_;
     Contexts& contexts_;
     Staging& staging_;
+    Hauls& hauls_;
     std::byte* const slab_;
     const Tuning tuning_;
     std::vector<Slot> slots_;

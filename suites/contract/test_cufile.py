@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -39,7 +39,7 @@ def test_every_error_of_the_bindings_has_its_name() -> None:
 def test_statistics_lie_where_the_bindings_have_them() -> None:
     # Each word holds its own number, so that a name in the wrong place has the wrong one.
     form = _cufile.load().stats_level3_dtype
-    version = _version_of(form)
+    version = _version()
     words = b"".join(at.to_bytes(8, "little") for at in range(form.itemsize // 8))
     basic = form["detailed"]["basic"]
     for name, value in _layout.basic_of(words, version=version).items():
@@ -56,9 +56,10 @@ def test_statistics_lie_where_the_bindings_have_them() -> None:
         assert value * 8 == begin + of_gpu[name][1], name
 
 
-def _version_of(form: Any) -> int:
+def _version() -> int:
     """The version whose layout the bindings have: those of CUDA 13.0 come before vectors."""
-    return _layout.VECTORS_SINCE if "readv_ops" in form["detailed"]["basic"].fields else _layout.STATISTICS_SINCE
+    basic = _cufile.load().stats_level3_dtype["detailed"]["basic"]
+    return _layout.VECTORS_SINCE if "readv_ops" in basic.fields else _layout.STATISTICS_SINCE
 
 
 def test_what_a_batch_is_given_lies_where_the_bindings_have_it() -> None:

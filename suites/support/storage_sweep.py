@@ -43,13 +43,16 @@ Options = dict[str, int]
 AS_IT_IS: Options = {}
 CACHED: list[Options] = [
     AS_IT_IS,
+    # Each thread loads copies of its own.
+    {"haul_bytes": 4 * MIB},
+    {"haul_bytes": 4 * MIB, "piece_bytes": 2 * MIB, "slots_count": 3},
     *(
-        {"piece_bytes": piece * MIB, "workers_count": workers, "slots_count": slots}
-        for piece, workers, slots in itertools.product((2, 3, 4, 6), (10, 12, 14, 16), (2, 3))
-        if piece * workers * slots <= 128
+        {"haul_bytes": haul * MIB, "hauls_count": hauls, "load_bytes": load * KIB}
+        for haul, hauls, load in itertools.product((8, 16, 32), (3, 4, 5, 8), (512, 1024, 2048))
+        if 32 <= haul * hauls <= 128 and (load == 1024 or haul * hauls == 64)
     ),
-    {"first_bytes": 256 * KIB},
-    {"first_bytes": 2 * MIB},
+    *({"workers_count": workers} for workers in (8, 10, 14, 16)),
+    {"piece_bytes": 2 * MIB, "first_bytes": 2 * MIB},
     {"sleeps_until_asked": False},
 ]
 HOST_READS: list[Options] = [

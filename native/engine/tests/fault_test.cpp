@@ -89,6 +89,11 @@ constexpr Fault faults[] = {
     {"cuMemcpyDtoHAsync_v2", "3", unknown, true},
     {"cuEventRecord", "2", unknown, false},
     {"cuEventQuery", "1", unknown, false},
+    // Of hauls, which come after the first pieces.
+    {"cuStreamCreate", "3", out_of_memory, false},
+    {"cuMemcpyHtoDAsync_v2", "9", unknown, false},
+    {"cuEventRecord", "9", unknown, false},
+    {"cuEventQuery", "9", unknown, false},
     {"cuEventQuery", "1", unknown, true},
 };
 

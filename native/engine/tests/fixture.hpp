@@ -30,6 +30,9 @@ inline Tuning small_tuning() {
     tuning.workers_count = 3;
     tuning.slots_count = 2;
     tuning.piece_bytes = 256 * kib;
+    tuning.haul_bytes = mib;
+    tuning.hauls_count = 2;
+    tuning.load_bytes = 100 * kib;
     return tuning;
 }
 
