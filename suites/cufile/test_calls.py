@@ -58,6 +58,14 @@ def test_a_call_moves_its_bytes_and_the_statistics_say_how(
     assert not DIRECT & proof["moved"].keys()
 
 
+@needs(software(Api.CUFILE))
+def test_a_write_of_a_stream_that_moved_nothing_is_not_called_done(scene: Scene, tmp_path: Path) -> None:
+    """libcufile 1.15 in compat mode was seen to: its result is 0, and the file is as it was."""
+    answer = scene.plan(tmp_path, "cufile.async_io call=1 status=0").play("every_call", calls=["write_async"])
+    (call,) = answer["calls"]
+    assert (call["unmoved"], call["bytes"], call["right"]) == (1, MIB, True)
+
+
 @needs(cufile.vectors)
 def test_vectors_have_counters_of_their_own(scene: Scene) -> None:
     answer = scene.play_once("every_call", calls=ALL)["calls"]

@@ -26,7 +26,8 @@ constexpr FaultPoint fault_points[] = {
     // What happens behind the calls: the route of a transfer, one entry of a batch, one transfer of a stream.
     {"cufile.route", FaultKind::route},
     {"cufile.batch_io", FaultKind::status, status_most},
-    {"cufile.async_io", FaultKind::status, status_most},
+    // One that answers 0 has moved nothing, and says so (seen with 1.15).
+    {"cufile.async_io", FaultKind::status, status_most, 0},
 };
 #undef X
 #undef implemented

@@ -130,7 +130,7 @@ bool parse_code(std::string_view text, const FaultPoint& point, int* code) {
     if (point.kind == FaultKind::errno_value && find_name(errno_names, text, code)) {
         return true;
     }
-    return parse(text, code) && *code > 0 && *code <= point.code_most;
+    return parse(text, code) && *code >= point.code_least && *code <= point.code_most;
 }
 
 // The prefix by which a name belongs to a library: the longest, since cuFile begins as CUDA does. Empty: nobody's.
@@ -160,8 +160,8 @@ std::string expected_code(const FaultPoint& point) {
     if (point.kind == FaultKind::route) {
         return "p2p, nvfs or posix after route=";
     }
-    return "a name or number from 1 to " + std::to_string(point.code_most) + " after " +
-           std::string(code_key_of(point.kind));
+    return "a name or number from " + std::to_string(point.code_least) + " to " + std::to_string(point.code_most) +
+           " after " + std::string(code_key_of(point.kind));
 }
 
 // One rule; empty when good. A rule of the other library is left to it.

@@ -11,11 +11,12 @@ namespace gdrkit::twin {
 // What a rule carries: errno=, status=, or route= (a way that a transfer could go: p2p 1, nvfs 2, posix 3).
 enum class FaultKind { errno_value, status, route };
 
-// One name that a plan may use, and what its rules must carry: a code from 1 to `code_most`.
+// One name that a plan may use, and what its rules must carry: a code from `code_least` to `code_most`.
 struct FaultPoint {
     std::string_view name;
     FaultKind kind;
     int code_most = 4095;
+    int code_least = 1; // 0: what is no failure, and yet did nothing.
 };
 
 // Declares the fault points of this library and the prefixes that it answers for; called by the library before its
