@@ -11,25 +11,21 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
-from support.job import job
+from support.job import job, job_of_this_machine
 
 from gdrkit.errors import Api
 from gdrkit.harness.needs import host, needs, software
+from gdrkit.host import HostTree, host_identity
 from gdrkit.qualify.ranks.pairs import RankFacts, plan_pairs
-from gdrkit.report import Verdict, read_records
+from gdrkit.report import RunFolder, Verdict, read_records
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-JOB = needs(
-    software(Api.VERBS),
-    software(Api.CUDA),
-    host.module("mpi4py"),
-    host.program("mpirun"),
-    host.program("ip"),
-    host.capability("CAP_NET_ADMIN"),
-    host.capability("CAP_SYS_ADMIN"),
-)
+MPI = (software(Api.VERBS), software(Api.CUDA), host.module("mpi4py"), host.program("mpirun"))
+JOB = needs(*MPI, host.program("ip"), host.capability("CAP_NET_ADMIN"), host.capability("CAP_SYS_ADMIN"))
+# Two ranks of one machine need nothing else.
+PAIR = needs(*MPI)
 
 
 def rank(number: int, machine: str, *, nics: int = 2, gpus: int = 2) -> RankFacts:
@@ -99,3 +95,20 @@ def test_a_job_that_was_killed_still_gives_a_report(tmp_path: Path) -> None:
     page = (tmp_path / "out" / "index.html").read_text()
     assert "The job did not come to its end" in page
     assert records[0].case in page
+
+
+@PAIR
+def test_a_folder_has_nothing_of_an_earlier_job_and_says_whose_it_is(tmp_path: Path) -> None:
+    """As a job leaves it that is killed in the middle; the earlier one had more ranks."""
+    folder = RunFolder(tmp_path / "out")
+    earlier = (*folder.files, folder.path / "hosts" / "rank-0.json", folder.path / "hosts" / "rank-9.json")
+    (folder.path / "hosts").mkdir(parents=True)
+    for file in earlier:
+        file.write_text("of an earlier job")
+    with job_of_this_machine(folder.path) as running:
+        running.line_with("2 of 2 ranks")
+        running.kill()
+    assert not [file for file in earlier if file.exists() and file.read_text() == "of an earlier job"]
+    assert sorted(file.name for file in (folder.path / "hosts").iterdir()) == ["rank-0.json", "rank-1.json"]
+    identity, run = host_identity(HostTree()), folder.read_run()
+    assert (run.host, run.host_id) == (identity.name, identity.digest)

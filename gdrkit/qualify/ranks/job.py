@@ -21,7 +21,7 @@ import gdrkit
 from gdrkit import launch
 from gdrkit.errors import UsageError
 from gdrkit.exit_code import ExitCode
-from gdrkit.host import HostTree
+from gdrkit.host import HostTree, host_identity
 from gdrkit.house import house
 from gdrkit.inventory import Facts, choose_profile, load_profile, load_profiles, probe
 from gdrkit.qualify.outcome import decide
@@ -33,7 +33,7 @@ from gdrkit.qualify.ranks.rank import connect, serve
 from gdrkit.qualify.ranks.rows import Rows
 from gdrkit.report import Run, RunFolder, read_records
 from gdrkit.report.render import render
-from gdrkit.report.run import SCHEMA_VERSION, banner
+from gdrkit.report.run import SCHEMA_VERSION, banner, make_folder, write_whole
 from gdrkit.report.substrate import of_facts
 
 if TYPE_CHECKING:
@@ -103,6 +103,7 @@ class _Job:
         self._options = options
         self._progress = progress
         self._within_hosts = within_hosts
+        self._identity = host_identity(HostTree())
         self._began, self._clock = dt.datetime.now(dt.UTC), time.monotonic()
         self.folder = RunFolder(options.output or house().runs / self._began.strftime("%Y%m%dT%H%M%SZ"))
 
@@ -160,14 +161,11 @@ class _Job:
 
     def _prepare(self, ranks: Mapping[int, _Rank], profile: Profile, judged: dict[str, str]) -> None:
         """Make the folder such that a report can be made of it from now on."""
-        self.folder.path.mkdir(parents=True, exist_ok=True)
-        for file in (self.folder.records, self.folder.run, self.folder.plan, self.folder.index):
-            file.unlink(missing_ok=True)
-        self.folder.facts.write_text(ranks[0].about.facts.to_json(), encoding="utf-8")
-        hosts = self.folder.path / "hosts"
-        hosts.mkdir(exist_ok=True)
+        self.folder.make_empty()
+        make_folder(self.folder.hosts)
+        write_whole(self.folder.facts, ranks[0].about.facts.to_json())
         for number, each in ranks.items():
-            (hosts / f"rank-{number}.json").write_text(each.about.facts.to_json(), encoding="utf-8")
+            write_whole(self.folder.hosts / f"rank-{number}.json", each.about.facts.to_json())
         first = banner(judged)
         if first:
             self._progress.say(first)
@@ -194,6 +192,8 @@ class _Job:
             seed=self._options.seed or 0,
             commit=house().commit(),
             version=gdrkit.__version__,
+            host=self._identity.name,
+            host_id=self._identity.digest,
             **ended,
         )
         self.folder.write_run(run)
