@@ -112,3 +112,36 @@ def test_a_folder_has_nothing_of_an_earlier_job_and_says_whose_it_is(tmp_path: P
     assert sorted(file.name for file in (folder.path / "hosts").iterdir()) == ["rank-0.json", "rank-1.json"]
     identity, run = host_identity(HostTree()), folder.read_run()
     assert (run.host, run.host_id) == (identity.name, identity.digest)
+
+
+@PAIR
+@pytest.mark.timeout(300)
+def test_a_rank_that_hangs_costs_a_row_and_its_late_answer_none(tmp_path: Path) -> None:
+    with job_of_this_machine(tmp_path / "out") as running:
+        running.line_with("2 of 2 ranks")
+        stopped = time.monotonic()
+        os.kill(running.ranked(rank=1), signal.SIGSTOP)
+        running.line_with("FAIL  ")
+        assert time.monotonic() - stopped < 60
+        os.kill(running.ranked(rank=1), signal.SIGCONT)
+        code = running.wait()
+    records = read_records(tmp_path / "out" / "records.jsonl")
+    assert (code, [record.verdict for record in records]) == (1, [Verdict.FAIL] + [Verdict.PASS] * 3)
+    assert "on rank 1" in records[0].reasons[0].text
+    assert "does not answer" in records[0].reasons[0].text
+
+
+@PAIR
+@pytest.mark.timeout(300)
+def test_a_killed_rank_costs_its_rows_and_not_the_report(tmp_path: Path) -> None:
+    with job_of_this_machine(tmp_path / "out") as running:
+        running.line_with("2 of 2 ranks")
+        os.kill(running.ranked(rank=1), signal.SIGKILL)
+        # It is that of mpirun, which names the signal.
+        assert running.wait() == 128 + signal.SIGKILL
+    folder = RunFolder(tmp_path / "out")
+    records, run = read_records(folder.records), folder.read_run()
+    assert [record.verdict for record in records] == [Verdict.FAIL] * 4
+    assert all("on rank 1" in record.reasons[0].text and "is gone" in record.reasons[0].text for record in records)
+    assert (run.exit_code, run.verdict) == (1, "4 of 4 cases failed")
+    assert folder.index.is_file()

@@ -5,6 +5,7 @@ Level 6. The folder is a run from its first second on: who kills the job has a r
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 import hmac
 import itertools
@@ -13,7 +14,7 @@ import secrets
 import socket
 import threading
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ from gdrkit.qualify.outcome import decide
 from gdrkit.qualify.plan import Plan, PlannedCase
 from gdrkit.qualify.ranks._mpi import gather
 from gdrkit.qualify.ranks.lines import Gone, Lines
+from gdrkit.qualify.ranks.member import Member
 from gdrkit.qualify.ranks.pairs import RankFacts, name_of, plan_pairs
 from gdrkit.qualify.ranks.rank import connect, serve
 from gdrkit.qualify.ranks.rows import Rows
@@ -49,13 +51,6 @@ _SEED_BITS = 63
 # All ranks have looked at their machines by then, or go without.
 _REPORT_S = 120.0
 _HELLO_S = 30.0
-_SEND_S = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Rank:
-    lines: Lines
-    about: RankFacts
 
 
 def qualify_ranks(options: Options, progress: Progress, *, within_hosts: bool = False) -> tuple[int, Path | None]:
@@ -118,10 +113,11 @@ class _Job:
             code = self._measure(ranks, count)
         finally:
             for each in ranks.values():
-                _tell(each.lines, code)
+                with contextlib.suppress(Gone, TimeoutError):  # It is gone, and needs no code.
+                    each.end(code)
         return code
 
-    def _measure(self, ranks: Mapping[int, _Rank], count: int) -> int:
+    def _measure(self, ranks: Mapping[int, Member], count: int) -> int:
         facts = ranks[0].about.facts
         judged = {api: found.value for api, found in of_facts(facts).items()}
         name = self._options.profile
@@ -153,13 +149,13 @@ class _Job:
         return int(outcome.code)
 
     @staticmethod
-    def _all(rows: Rows, pairs: Sequence[Pair], ranks: Mapping[int, _Rank], count: int) -> None:
+    def _all(rows: Rows, pairs: Sequence[Pair], ranks: Mapping[int, Member], count: int) -> None:
         for missing in sorted(set(range(count)) - ranks.keys()):
             rows.missing(missing, f"rank {missing} did not report within {_REPORT_S:g} s")
         for pair in pairs:
-            rows.measure(pair, {number: (each.about, each.lines) for number, each in ranks.items()})
+            rows.measure(pair, ranks)
 
-    def _prepare(self, ranks: Mapping[int, _Rank], profile: Profile, judged: dict[str, str]) -> None:
+    def _prepare(self, ranks: Mapping[int, Member], profile: Profile, judged: dict[str, str]) -> None:
         """Make the folder such that a report can be made of it from now on."""
         self.folder.make_empty()
         make_folder(self.folder.hosts)
@@ -199,9 +195,9 @@ class _Job:
         self.folder.write_run(run)
 
 
-def _accept(listener: socket.socket, count: int, token: str) -> dict[int, _Rank]:
+def _accept(listener: socket.socket, count: int, token: str) -> dict[int, Member]:
     """The ranks that report in time; whoever does not know the token is no rank."""
-    found: dict[int, _Rank] = {}
+    found: dict[int, Member] = {}
     end = time.monotonic() + _REPORT_S
     while len(found) < count and (remaining := end - time.monotonic()) > 0:
         listener.settimeout(remaining)
@@ -213,17 +209,10 @@ def _accept(listener: socket.socket, count: int, token: str) -> dict[int, _Rank]
         except (TimeoutError, Gone, UsageError, KeyError, ValueError):
             continue
         if known and about.rank not in found:
-            found[about.rank] = _Rank(lines, about)
+            found[about.rank] = Member(about, lines)
         else:
             lines.close()
     return dict(sorted(found.items()))
-
-
-def _tell(lines: Lines, code: int) -> None:
-    try:
-        lines.send({"exit_code": code}, limit_s=_SEND_S)
-    except (Gone, TimeoutError):
-        return  # It is gone, and needs no code.
 
 
 def _host() -> str:

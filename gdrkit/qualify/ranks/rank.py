@@ -108,7 +108,8 @@ def serve(lines: Lines, hello: dict[str, Any], facts: Facts, environment: Mappin
     try:
         lines.send({**hello, "process": os.getpid(), "facts": facts.to_json()}, limit_s=_SEND_S)
         while "exit_code" not in (request := lines.receive(limit_s=None)):
-            lines.send(child.ask(request, limit_s=float(request["limit_s"])), limit_s=_SEND_S)
+            answer = child.ask(request, limit_s=float(request["limit_s"]))
+            lines.send({"answer": request["request"], **answer}, limit_s=_SEND_S)
         return int(request["exit_code"])
     except (Gone, TimeoutError):
         return 1
