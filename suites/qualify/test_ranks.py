@@ -145,3 +145,14 @@ def test_a_killed_rank_costs_its_rows_and_not_the_report(tmp_path: Path) -> None
     assert all("on rank 1" in record.reasons[0].text and "is gone" in record.reasons[0].text for record in records)
     assert (run.exit_code, run.verdict) == (1, "4 of 4 cases failed")
     assert folder.index.is_file()
+
+
+@PAIR
+def test_a_rank_of_another_version_costs_its_row(tmp_path: Path) -> None:
+    other = "import gdrkit, gdrkit.cli; gdrkit.__version__ = '0.0.9'; gdrkit.cli.main()"
+    with job_of_this_machine(tmp_path / "out", second=(sys.executable, "-c", other)) as running:
+        running.line_with("1 of 2 ranks")
+        assert running.wait() == 1
+    (record,) = read_records(tmp_path / "out" / "records.jsonl")
+    assert (record.case, record.verdict) == ("ranks/1", Verdict.FAIL)
+    assert "gdrkit 0.0.9, and rank 0 has" in record.reasons[0].text

@@ -74,18 +74,6 @@ class Member:
             raise self._failed(do, str(answer["error"]))
         raise self._failed(do, f"the measuring process: {answer['lost']}")
 
-    def end(self, code: int) -> None:
-        """Let it end with an exit code.
-
-        Raises
-        ------
-        Gone
-            It has ended.
-        TimeoutError
-            It takes nothing.
-        """
-        self._lines.send({"exit_code": code}, limit_s=self._answer_s)
-
     def _exchange(self, do: str, arguments: dict[str, Any]) -> dict[str, Any]:
         if self._lost:
             raise self._failed(do, self._lost)

@@ -5,25 +5,26 @@ Level 6. The child may die and may hang; the rank says so, and begins another at
 
 from __future__ import annotations
 
-import contextlib
-import os
+import dataclasses
 import signal
 import socket
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
-from gdrkit.errors import GdrkitError
+from gdrkit.errors import GdrkitError, UsageError
+from gdrkit.qualify.ranks.arrivals import HELLO_BYTES_MAX
 from gdrkit.qualify.ranks.lines import Gone, Lines
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from gdrkit.inventory import Facts
+    from gdrkit.qualify.ranks.arrivals import Hello
 
-__all__ = ["Supervised", "connect", "serve"]
+__all__ = ["Supervised", "join", "serve"]
 
-_CONNECT_S, _SEND_S, _START_S, _END_S = 5.0, 30.0, 60.0, 5.0
+_CONNECT_S, _WELCOME_S, _SEND_S, _START_S, _END_S = 5.0, 20.0, 30.0, 60.0, 5.0
 
 
 class Supervised:
@@ -85,28 +86,29 @@ class Supervised:
         return f"it was ended by {signal.Signals(-code).name}" if code < 0 else f"it ended with {code}"
 
 
-def connect(place: Mapping[str, Any]) -> Lines:
-    """Reach rank 0 at the first of its addresses that answers.
+def join(place: Mapping[str, Any], hello: Hello) -> Lines:
+    """Report to rank 0, at the first of its addresses where it is: another host may have an address of that name.
 
     Raises
     ------
     GdrkitError
-        None does.
+        It is at none.
     """
+    tried = []
     for address in place["addresses"]:
-        with contextlib.suppress(OSError):
-            end = socket.create_connection((address, place["port"]), timeout=_CONNECT_S)
-            end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            return Lines(end)
-    message = f"rank 0 does not answer at port {place['port']} of {', '.join(place['addresses'])}"
+        try:
+            return _welcomed(address, place["port"], hello)
+        except (OSError, Gone, UsageError) as error:
+            tried.append(f"{address} ({str(error) or type(error).__name__})")
+    message = f"rank 0 does not answer at port {place['port']} of {', '.join(tried)}"
     raise GdrkitError(message, what_to_do="let TCP through between the hosts of the job")
 
 
-def serve(lines: Lines, hello: dict[str, Any], facts: Facts, environment: Mapping[str, str]) -> int:
+def serve(lines: Lines, facts: Facts, environment: Mapping[str, str]) -> int:
     """Do what rank 0 asks, until it names the exit code of the job; 1 when it is gone before."""
     child = Supervised(environment)
     try:
-        lines.send({**hello, "process": os.getpid(), "facts": facts.to_json()}, limit_s=_SEND_S)
+        lines.send({"facts": facts.to_json()}, limit_s=_SEND_S)
         while "exit_code" not in (request := lines.receive(limit_s=None)):
             answer = child.ask(request, limit_s=float(request["limit_s"]))
             lines.send({"answer": request["request"], **answer}, limit_s=_SEND_S)
@@ -116,3 +118,23 @@ def serve(lines: Lines, hello: dict[str, Any], facts: Facts, environment: Mappin
     finally:
         child.close()
         lines.close()
+
+
+def _welcomed(address: str, port: int, hello: Hello) -> Lines:
+    end = socket.create_connection((address, port), timeout=_CONNECT_S)
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    lines = Lines(end)
+    try:
+        _greet(lines, hello)
+    except BaseException:
+        lines.close()
+        raise
+    return lines
+
+
+def _greet(lines: Lines, hello: Hello) -> None:
+    lines.send(dataclasses.asdict(hello), limit_s=_SEND_S)
+    answer = lines.receive(limit_s=_WELCOME_S, length_bytes_max=HELLO_BYTES_MAX)
+    if answer.get("welcome") != hello.rank:
+        message = "somebody else is there"
+        raise UsageError(message)
