@@ -32,7 +32,14 @@ LEVELS: tuple[frozenset[str], ...] = (
 # Who may import a room of its own level, and which. Never a room of level 2: those are the real APIs, and know nothing
 # of each other.
 SAME_LEVEL: frozenset[tuple[str, str]] = frozenset(
-    {("__main__", "cli"), ("buffers", "handles"), ("cli", "cli_files"), ("cli", "cli_inventory"), ("cli", "cli_tiers")}
+    {
+        ("__main__", "cli"),
+        ("buffers", "handles"),
+        ("cli", "cli_files"),
+        ("cli", "cli_inventory"),
+        ("cli", "cli_tiers"),
+        ("exit_code", "errors"),
+    }
 )
 
 SIBLINGS_LEVEL = 2

@@ -108,7 +108,14 @@ def test_without_a_route_nothing_is_proven_whatever_passes(tmp_path: Path) -> No
     assert "To do: run it where a GPU and an RDMA NIC are" in ended.stdout
 
 
-@pytest.mark.parametrize("options", [["--profile", "never"], ["--seed", "-1"], ["--suites", "/never"], ["more"]])
+@pytest.mark.parametrize(
+    "options",
+    [
+        *(["--profile", "never"], ["--seed", "-1"], ["--suites", "/never"], ["more"]),
+        # The cases of a job are its pairs.
+        *(["--mpi", "-k", "good"], ["--mpi", "--json"], ["--mpi"]),
+    ],
+)
 def test_wrong_usage_ends_with_2(tmp_path: Path, options: list[str]) -> None:
     ended = qualify(tmp_path, GOOD, *options)
     assert ended.returncode == 2

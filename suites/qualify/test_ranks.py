@@ -137,6 +137,8 @@ def test_a_killed_rank_costs_its_rows_and_not_the_report(tmp_path: Path) -> None
     with job_of_this_machine(tmp_path / "out") as running:
         running.line_with("2 of 2 ranks")
         os.kill(running.ranked(rank=1), signal.SIGKILL)
+        running.line_with("4 of 4 cases failed")
+        assert str(tmp_path / "out" / "index.html") in running.line_with("Report: ")
         # It is that of mpirun, which names the signal.
         assert running.wait() == 128 + signal.SIGKILL
     folder = RunFolder(tmp_path / "out")
@@ -156,3 +158,16 @@ def test_a_rank_of_another_version_costs_its_row(tmp_path: Path) -> None:
     (record,) = read_records(tmp_path / "out" / "records.jsonl")
     assert (record.case, record.verdict) == ("ranks/1", Verdict.FAIL)
     assert "gdrkit 0.0.9, and rank 0 has" in record.reasons[0].text
+
+
+@PAIR
+def test_all_ranks_end_with_the_code_of_what_is_missing(tmp_path: Path) -> None:
+    """MPI ends with the code of the rank that it sees first."""
+    (tmp_path / "file").touch()
+    keeps = "import pathlib, sys\nfrom gdrkit.cli import main\ntry:\n    main()\nexcept SystemExit as ended:\n"
+    keeps += f"    pathlib.Path({str(tmp_path / 'code')!r}).write_text(str(ended.code))\n    raise"
+    with job_of_this_machine(tmp_path / "file" / "out", second=(sys.executable, "-c", keeps)) as running:
+        assert "Not a directory. To do: name a folder" in running.line_with("mkdir")
+        assert running.wait() == 3
+    # It may have been ended with the job before it could.
+    assert not (tmp_path / "code").exists() or (tmp_path / "code").read_text() != "1"

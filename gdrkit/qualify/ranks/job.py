@@ -51,8 +51,8 @@ _REPORT_S = 120.0
 _END_S = 30.0
 
 
-def qualify_ranks(options: Options, progress: Progress, *, within_hosts: bool = False) -> tuple[int, Path | None]:
-    """Run this rank of the job; its exit code, which is the same for all, and on rank 0 the folder of the report.
+def qualify_ranks(options: Options, progress: Progress, *, within_hosts: bool = False) -> int:
+    """Run this rank of the job; its exit code, which is the same for all.
 
     Raises
     ------
@@ -83,7 +83,7 @@ def qualify_ranks(options: Options, progress: Progress, *, within_hosts: bool = 
 
     if rank != 0:
         listener.close()
-        return take_part(), None
+        return take_part()
     with listener:
         # The rank that plans measures like any other.
         own = _Own(take_part)
@@ -91,7 +91,7 @@ def qualify_ranks(options: Options, progress: Progress, *, within_hosts: bool = 
         job = _Job(replace(options, seed=first["seed"]), progress, within_hosts=within_hosts)
         code = job.run(listener, len(gathered), first["token"], own)
         own.join(_END_S)
-    return code, job.folder.path
+    return code
 
 
 class _Own(threading.Thread):
@@ -130,6 +130,9 @@ class _Job:
                 message = f"rank 0 did not look at its machine within {_REPORT_S:g} s"
                 raise own.error or GdrkitError(message)
             code = self._measure(arrived, count)
+        except GdrkitError as error:
+            code = int(ExitCode.of(error))  # MPI ends with the code of whichever rank ends first.
+            raise
         finally:
             arrived.end(code)
         return code
@@ -167,6 +170,10 @@ class _Job:
             required=outcome.required,
         )
         render(self.folder.path)
+        # Before the ranks are told: MPI may end the job with the first that fails.
+        causes = [f"  {line}" for line in (*outcome.causes, *(f"To do: {line}" for line in outcome.to_do))]
+        for line in (outcome.verdict, *causes, f"Report: {self.folder.index}"):
+            self._progress.say(line)
         return int(outcome.code)
 
     @staticmethod
