@@ -6,10 +6,12 @@ Level 6. The child may die and may hang; the rank says so, and begins another at
 from __future__ import annotations
 
 import dataclasses
+import os
 import signal
 import socket
 import subprocess
 import sys
+import time
 from typing import TYPE_CHECKING, Any
 
 from gdrkit.errors import GdrkitError, UsageError
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Supervised", "join", "serve"]
 
-_CONNECT_S, _WELCOME_S, _SEND_S, _START_S, _END_S = 5.0, 20.0, 30.0, 60.0, 5.0
+_CONNECT_S, _WELCOME_S, _SEND_S, _END_S, _LEAST_S = 5.0, 20.0, 30.0, 5.0, 0.1
 
 
 class Supervised:
@@ -45,15 +47,21 @@ class Supervised:
         """
         if self._lines is None and request["do"] == "drop":
             return {"result": None}  # Who is not there holds nothing.
+        end = time.monotonic() + limit_s  # Also of its start: rank 0 waits for no longer than for any other step.
         try:
-            lines = self._lines or self._begin()
-            lines.send({"do": request["do"], "with": request["with"]}, limit_s=limit_s)
-            return lines.receive(limit_s=limit_s)
+            lines = self._lines or self._begin(limit_s)
+            lines.send({"do": request["do"], "with": request["with"]}, limit_s=max(_LEAST_S, end - time.monotonic()))
+            return lines.receive(limit_s=max(_LEAST_S, end - time.monotonic()))
         except Gone:
             return {"lost": self._end()}
         except TimeoutError:
             self.close()
             return {"lost": f"it did not answer within {limit_s:g} s and was killed"}
+        except UsageError as error:
+            self.close()
+            return {"lost": f"it was killed, as it does not answer as it must: {error.message}"}
+        except OSError as error:
+            return {"lost": f"it cannot be started: {error}"}
 
     def close(self) -> None:
         """End the child, if there is one."""
@@ -61,15 +69,20 @@ class Supervised:
             self._child.kill()
         self._end()
 
-    def _begin(self) -> Lines:
+    def _begin(self, limit_s: float) -> Lines:
         ours, theirs = socket.socketpair()
-        with theirs:
-            command = [sys.executable, "-m", "gdrkit.qualify.ranks.measure", str(theirs.fileno())]
-            self._child = subprocess.Popen(
-                command, env=self._environment, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
-            )
         self._lines = Lines(ours)
-        self._lines.receive(limit_s=_START_S)
+        try:
+            with theirs:
+                number = theirs.fileno()
+                command = [sys.executable, "-m", "gdrkit.qualify.ranks.measure", str(number), str(os.getpid())]
+                self._child = subprocess.Popen(
+                    command, env=self._environment, stdin=subprocess.DEVNULL, pass_fds=[number]
+                )
+        except OSError:
+            self._end()
+            raise
+        self._lines.receive(limit_s=limit_s)
         return self._lines
 
     def _end(self) -> str:
