@@ -19,7 +19,7 @@ import click
 
 import gdrkit
 from gdrkit import cli_files, cli_inventory, cli_report, cli_tiers
-from gdrkit.errors import ApiError, GdrkitError, SetupMissing, UsageError
+from gdrkit.errors import ApiError, GdrkitError, UsageError
 from gdrkit.exit_code import ExitCode
 from gdrkit.text import harmless
 
@@ -120,10 +120,10 @@ def qualify(
     if mpi is not None:
         from gdrkit.qualify.ranks import qualify_ranks
 
-        code, written = qualify_ranks(options, progress, within_hosts=mpi == "within")
-        if written is not None:
-            click.echo(f"Report: {written / 'index.html'}")
-        return code
+        if select or suites or as_json:
+            message = "--mpi measures pairs and runs no cases: it takes neither -k nor --suites, and prints no --json"
+            raise UsageError(message)
+        return qualify_ranks(options, progress, within_hosts=mpi == "within")
     run, folder = run_qualification(options, progress)
     if as_json:
         from gdrkit.plain import to_plain
@@ -339,11 +339,7 @@ def _guarded(command: Callable[[], object]) -> int:
 
 
 def _code_of(error: GdrkitError) -> int:
-    if isinstance(error, SetupMissing):
-        return int(ExitCode.SETUP_MISSING)
-    if isinstance(error, ApiError) and error.operation == "execvp":
-        # As a shell has it.
+    if isinstance(error, ApiError) and error.operation == "execvp":  # As a shell has it.
         return _NOT_FOUND if error.errno == errno.ENOENT else _NOT_EXECUTABLE
-    if isinstance(error, UsageError) or (isinstance(error, ApiError) and error.operation == "read fault plan"):
-        return int(ExitCode.WRONG_USAGE)
-    return int(ExitCode.FAILED)
+    is_plan = isinstance(error, ApiError) and error.operation == "read fault plan"
+    return int(ExitCode.WRONG_USAGE if is_plan else ExitCode.of(error))

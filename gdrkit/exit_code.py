@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import enum
 
+from gdrkit.errors import SetupMissing, UsageError
+
 __all__ = ["ExitCode"]
 
 
@@ -18,6 +20,13 @@ class ExitCode(enum.IntEnum):
     WRONG_USAGE = 2
     SETUP_MISSING = 3
     NOTHING_PROVEN = 4
+
+    @classmethod
+    def of(cls, error: BaseException) -> ExitCode:
+        """What ends with this error."""
+        if isinstance(error, SetupMissing):
+            return cls.SETUP_MISSING
+        return cls.WRONG_USAGE if isinstance(error, UsageError) else cls.FAILED
 
     @property
     def meaning(self) -> str:

@@ -8,21 +8,37 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import signal
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import mmap
 
-__all__ = ["address_of", "rename_new"]
+__all__ = ["address_of", "die_with_parent", "rename_new"]
 
 # linux/fs.h.
 _RENAME_NOREPLACE = 1
+# linux/prctl.h.
+_PR_SET_PDEATHSIG = 1
 
 
 def address_of(mapping: mmap.mmap) -> int:
     """The address of the first byte; it holds until the mapping is closed or resized."""
     return ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when the thread that has started it ends: prctl(2), PR_SET_PDEATHSIG.
+
+    Parameters
+    ----------
+    parent : int
+        The process of that thread. Where it has ended before, this one ends now.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def rename_new(name: str, new_name: str, *, folder: int, new_folder: int) -> None:

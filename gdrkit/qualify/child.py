@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
+import os
 import signal
 import subprocess
 import sys
@@ -31,6 +32,8 @@ __all__ = ["Common", "Suites"]
 
 _LOOK_S = 0.1
 _STALLED_S = 180.0
+# For what a case that is interrupted has to close.
+_CLOSE_S = 10.0
 _SHOWN_CHARACTERS = 3000
 _PYTEST_USAGE = 4
 
@@ -135,21 +138,26 @@ class Suites:
         return plan
 
     def _run_child(self, options: list[str], reader: _Reader) -> _End:
-        with (
-            self._log.open("ab") as log,
-            subprocess.Popen(
+        # A process group of its own: it is interrupted once, by us, also where a terminal interrupts us; a second time
+        # would end what it does to close what its case has opened.
+        with self._log.open("ab") as log:
+            child = subprocess.Popen(
                 [*self._command, f"--records={self._folder.records}", *options],
                 env=self._environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-            ) as child,
-        ):
-            try:
-                return _watch(child, reader)
-            except BaseException:
-                child.kill()
-                raise
+                process_group=0,
+            )
+        try:
+            return _watch(child, reader)
+        except BaseException:
+            child.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(_CLOSE_S)
+            raise
+        finally:
+            _kill(child)
 
     def _no_plan(self, code: int) -> GdrkitError:
         text = self._log_tail()
@@ -220,9 +228,16 @@ def _watch(child: subprocess.Popen[bytes], reader: _Reader) -> _End:
         if reader.read():
             moved = time.monotonic()
         if code is None and time.monotonic() - moved > _STALLED_S:
-            child.kill()
+            _kill(child)
             return _End(child.wait(), is_stalled=True)
     return _End(code)
+
+
+def _kill(child: subprocess.Popen[bytes]) -> None:
+    """Kill it and what its cases have left."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
 
 
 def _lost(case: str, how: str, log: str, profile: str, common: Common) -> Record:

@@ -22,6 +22,7 @@ from gdrkit.host import HostTree, host_identity
 from gdrkit.house import house
 from gdrkit.inventory import Facts, load_profile, probe
 from gdrkit.qualify.child import Common, Suites
+from gdrkit.qualify.interrupt import ended_by_signals
 from gdrkit.qualify.outcome import decide
 from gdrkit.qualify.plan import Plan, fitting_sessions
 from gdrkit.report import Run, RunFolder, read_records
@@ -103,6 +104,28 @@ def qualify(options: Options, progress: Progress) -> tuple[Run, RunFolder]:
     UsageError
         The profile does not exist or does not fit; the selection is not understood.
     """
+    with ended_by_signals():
+        return _qualify(options, progress)
+
+
+def plan_only(options: Options, progress: Progress) -> dict[str, object]:
+    """What would run, and which sessions fit, as plain data; nothing is kept unless an output folder is named."""
+    with ended_by_signals(), tempfile.TemporaryDirectory(prefix="gdrkit-plan-") as folder:
+        chosen = replace(options, output=options.output or Path(folder))
+        prepared = _prepare(chosen, progress, dt.datetime.now(dt.UTC))
+        plan = prepared.suites.plan()
+        planned = json.loads(prepared.folder.plan.read_bytes())
+    hardware = launch.present_hardware(HostTree())
+    return {
+        "profile": plan.profile,
+        "substrate": prepared.substrate,
+        "hardware": {api.value: what for api, what in hardware.items()},
+        "sessions": fitting_sessions(hardware, launch.twins_available()),
+        "cases": planned["cases"],
+    }
+
+
+def _qualify(options: Options, progress: Progress) -> tuple[Run, RunFolder]:
     began, clock = dt.datetime.now(dt.UTC), time.monotonic()
     prepared = _prepare(options, progress, began)
     commit, identity = house().commit(), host_identity(HostTree())
@@ -149,23 +172,6 @@ def qualify(options: Options, progress: Progress) -> tuple[Run, RunFolder]:
     prepared.folder.write_run(run)
     render(prepared.folder.path)
     return run, prepared.folder
-
-
-def plan_only(options: Options, progress: Progress) -> dict[str, object]:
-    """What would run, and which sessions fit, as plain data; nothing is kept unless an output folder is named."""
-    with tempfile.TemporaryDirectory(prefix="gdrkit-plan-") as folder:
-        chosen = replace(options, output=options.output or Path(folder))
-        prepared = _prepare(chosen, progress, dt.datetime.now(dt.UTC))
-        plan = prepared.suites.plan()
-        planned = json.loads(prepared.folder.plan.read_bytes())
-    hardware = launch.present_hardware(HostTree())
-    return {
-        "profile": plan.profile,
-        "substrate": prepared.substrate,
-        "hardware": {api.value: what for api, what in hardware.items()},
-        "sessions": fitting_sessions(hardware, launch.twins_available()),
-        "cases": planned["cases"],
-    }
 
 
 def _prepare(options: Options, progress: Progress, began: dt.datetime) -> _Prepared:

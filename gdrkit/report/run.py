@@ -121,6 +121,8 @@ class RunFolder:
         self.summary = self.path / "summary.md"
         self.metrics = self.path / "metrics.prom"
         self.index = self.path / "index.html"
+        # The facts of each rank of a job of several: rank-N.json.
+        self.hosts = self.path / "hosts"
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -137,7 +139,7 @@ class RunFolder:
             The kernel refuses it: no permission, no space, a file where the folder should be.
         """
         make_folder(self.path)
-        for file in self.files:
+        for file in (*self.files, *self.hosts.glob("rank-*.json")):
             try:
                 file.unlink(missing_ok=True)
             except OSError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import select
 import sys
 from typing import TYPE_CHECKING
 
@@ -102,6 +103,28 @@ def test_one_rank_that_fails_ends_the_others_and_each_says_where_it_was(tmp_path
     assert number is not None
     with pytest.raises(ProcessLookupError):
         os.kill(int(number[1]), 0)
+
+
+def test_what_a_rank_started_does_not_outlive_it(tmp_path: Path) -> None:
+    """It ignores the signal that ends the rank; the other end of the FIFO shows whether it lives."""
+    os.mkfifo(tmp_path / "alive")
+    heard = os.open(tmp_path / "alive", os.O_RDONLY | os.O_NONBLOCK)
+    stays = "import os, signal, sys; signal.signal(signal.SIGABRT, signal.SIG_IGN)"
+    stays += (
+        f"; held = os.open({str(tmp_path / 'alive')!r}, os.O_WRONLY); print('it lives', flush=True); signal.pause()"
+    )
+    starts = python(
+        "import subprocess, sys; started = subprocess.Popen([sys.executable, '-c', "
+        f"{stays!r}], stdout=subprocess.PIPE); print(started.stdout.readline(), flush=True); sys.stdin.read()"
+    )
+    fails = python("import sys; sys.exit(sys.stdin.readline())")
+    try:
+        with pytest.raises(RankError, match=r"--- rank 1: exit 1\nb.it lives"):
+            run_ranks([starts, fails], folder=tmp_path, environ=os.environ, deadline_s=LONG_S)
+        assert select.select([heard], [], [], 10.0)[0], "what rank 0 started still lives"
+        assert os.read(heard, 1) == b""
+    finally:
+        os.close(heard)
 
 
 def test_what_nccl_itself_wrote_is_shown_with_the_failure(tmp_path: Path) -> None:

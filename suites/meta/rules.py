@@ -39,6 +39,7 @@ SAME_LEVEL: frozenset[tuple[str, str]] = frozenset(
         ("cli", "cli_inventory"),
         ("cli", "cli_report"),
         ("cli", "cli_tiers"),
+        ("exit_code", "errors"),
     }
 )
 

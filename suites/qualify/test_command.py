@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import select
+import signal
 import subprocess
 import sys
 from typing import TYPE_CHECKING
@@ -36,17 +38,34 @@ def test_after(): ...
 def test_fails():
     assert [1] == [2]
 """
+SLOW = """
+import pathlib, subprocess, sys, time, pytest
+HERE = pathlib.Path(__file__).parent
+@pytest.fixture
+def opened():
+    yield
+    time.sleep(0.5)
+    (HERE / "closed").touch()
+@pytest.mark.qualify
+def test_slow(opened):
+    stays = "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); held = open(sys.argv[1], 'w')"
+    stays += "; held.write('.'); held.flush(); signal.alarm(60); signal.pause()"
+    started = subprocess.Popen([sys.executable, "-c", stays, HERE / "alive"])
+    started.wait()
+"""
 FILES = {"facts.json", "index.html", "junit.xml", "plan.json", "records.jsonl", "run.json", "summary.md"}
 
 
-def qualify(folder: Path, source: str, *options: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def command_of(folder: Path, source: str) -> list[str]:
     suites = folder / "suites"
     suites.mkdir()
     (suites / "test_cases.py").write_text(source)
-    command = [sys.executable, "-m", "gdrkit", "qualify", "--suites", str(suites), "--output", str(folder / "report")]
-    return subprocess.run(
-        [*command, *options], env={**os.environ, **variables}, capture_output=True, text=True, check=False
-    )
+    return [sys.executable, "-m", "gdrkit", "qualify", "--suites", str(suites), "--output", str(folder / "report")]
+
+
+def qualify(folder: Path, source: str, *options: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    command = [*command_of(folder, source), *options]
+    return subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True, check=False)
 
 
 @TWINS
@@ -89,7 +108,14 @@ def test_without_a_route_nothing_is_proven_whatever_passes(tmp_path: Path) -> No
     assert "To do: run it where a GPU and an RDMA NIC are" in ended.stdout
 
 
-@pytest.mark.parametrize("options", [["--profile", "never"], ["--seed", "-1"], ["--suites", "/never"], ["more"]])
+@pytest.mark.parametrize(
+    "options",
+    [
+        *(["--profile", "never"], ["--seed", "-1"], ["--suites", "/never"], ["more"]),
+        # The cases of a job are its pairs.
+        *(["--mpi", "-k", "good"], ["--mpi", "--json"], ["--mpi"]),
+    ],
+)
 def test_wrong_usage_ends_with_2(tmp_path: Path, options: list[str]) -> None:
     ended = qualify(tmp_path, GOOD, *options)
     assert ended.returncode == 2
@@ -119,3 +145,22 @@ def test_damaged_twins_end_with_3_and_still_leave_a_report(tmp_path: Path) -> No
     assert ended.returncode == 3, ended.stdout + ended.stderr
     assert "The set-up of this machine is not complete" in ended.stdout
     assert (tmp_path / "report" / "index.html").exists()
+
+
+@TWINS
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_the_case_and_all_that_it_started(tmp_path: Path, number: signal.Signals) -> None:
+    """The case closes what it has open. Its child ignores the interrupt, and has the FIFO open while it lives."""
+    command = [*command_of(tmp_path, SLOW), "--software"]
+    os.mkfifo(tmp_path / "suites" / "alive")
+    with (
+        subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as running,
+        # It is not opened before the other end is.
+        (tmp_path / "suites" / "alive").open("rb", buffering=0) as alive,
+    ):
+        assert alive.read(1) == b"."
+        running.send_signal(number)
+        assert running.wait(60) == 128 + number
+        assert (tmp_path / "suites" / "closed").exists()
+        assert select.select([alive], [], [], 10)[0], "what the case has started still lives"
+        assert alive.read(1) == b""

@@ -11,25 +11,21 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
-from support.job import job
+from support.job import job, job_of_this_machine
 
 from gdrkit.errors import Api
 from gdrkit.harness.needs import host, needs, software
+from gdrkit.host import HostTree, host_identity
 from gdrkit.qualify.ranks.pairs import RankFacts, plan_pairs
-from gdrkit.report import Verdict, read_records
+from gdrkit.report import RunFolder, Verdict, read_records
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-JOB = needs(
-    software(Api.VERBS),
-    software(Api.CUDA),
-    host.module("mpi4py"),
-    host.program("mpirun"),
-    host.program("ip"),
-    host.capability("CAP_NET_ADMIN"),
-    host.capability("CAP_SYS_ADMIN"),
-)
+MPI = (software(Api.VERBS), software(Api.CUDA), host.module("mpi4py"), host.program("mpirun"))
+JOB = needs(*MPI, host.program("ip"), host.capability("CAP_NET_ADMIN"), host.capability("CAP_SYS_ADMIN"))
+# Two ranks of one machine need nothing else.
+PAIR = needs(*MPI)
 
 
 def rank(number: int, machine: str, *, nics: int = 2, gpus: int = 2) -> RankFacts:
@@ -99,3 +95,79 @@ def test_a_job_that_was_killed_still_gives_a_report(tmp_path: Path) -> None:
     page = (tmp_path / "out" / "index.html").read_text()
     assert "The job did not come to its end" in page
     assert records[0].case in page
+
+
+@PAIR
+def test_a_folder_has_nothing_of_an_earlier_job_and_says_whose_it_is(tmp_path: Path) -> None:
+    """As a job leaves it that is killed in the middle; the earlier one had more ranks."""
+    folder = RunFolder(tmp_path / "out")
+    earlier = (*folder.files, folder.path / "hosts" / "rank-0.json", folder.path / "hosts" / "rank-9.json")
+    (folder.path / "hosts").mkdir(parents=True)
+    for file in earlier:
+        file.write_text("of an earlier job")
+    with job_of_this_machine(folder.path) as running:
+        running.line_with("2 of 2 ranks")
+        running.kill()
+    assert not [file for file in earlier if file.exists() and file.read_text() == "of an earlier job"]
+    assert sorted(file.name for file in (folder.path / "hosts").iterdir()) == ["rank-0.json", "rank-1.json"]
+    identity, run = host_identity(HostTree()), folder.read_run()
+    assert (run.host, run.host_id) == (identity.name, identity.digest)
+
+
+@PAIR
+@pytest.mark.timeout(300)
+def test_a_rank_that_hangs_costs_a_row_and_its_late_answer_none(tmp_path: Path) -> None:
+    with job_of_this_machine(tmp_path / "out") as running:
+        running.line_with("2 of 2 ranks")
+        stopped = time.monotonic()
+        os.kill(running.ranked(rank=1), signal.SIGSTOP)
+        running.line_with("FAIL  ")
+        assert time.monotonic() - stopped < 60
+        os.kill(running.ranked(rank=1), signal.SIGCONT)
+        code = running.wait()
+    records = read_records(tmp_path / "out" / "records.jsonl")
+    assert (code, [record.verdict for record in records]) == (1, [Verdict.FAIL] + [Verdict.PASS] * 3)
+    assert "on rank 1" in records[0].reasons[0].text
+    assert "does not answer" in records[0].reasons[0].text
+
+
+@PAIR
+@pytest.mark.timeout(300)
+def test_a_killed_rank_costs_its_rows_and_not_the_report(tmp_path: Path) -> None:
+    with job_of_this_machine(tmp_path / "out") as running:
+        running.line_with("2 of 2 ranks")
+        os.kill(running.ranked(rank=1), signal.SIGKILL)
+        running.line_with("4 of 4 cases failed")
+        assert str(tmp_path / "out" / "index.html") in running.line_with("Report: ")
+        # It is that of mpirun, which names the signal.
+        assert running.wait() == 128 + signal.SIGKILL
+    folder = RunFolder(tmp_path / "out")
+    records, run = read_records(folder.records), folder.read_run()
+    assert [record.verdict for record in records] == [Verdict.FAIL] * 4
+    assert all("on rank 1" in record.reasons[0].text and "is gone" in record.reasons[0].text for record in records)
+    assert (run.exit_code, run.verdict) == (1, "4 of 4 cases failed")
+    assert folder.index.is_file()
+
+
+@PAIR
+def test_a_rank_of_another_version_costs_its_row(tmp_path: Path) -> None:
+    other = "import gdrkit, gdrkit.cli; gdrkit.__version__ = '0.0.9'; gdrkit.cli.main()"
+    with job_of_this_machine(tmp_path / "out", second=(sys.executable, "-c", other)) as running:
+        running.line_with("1 of 2 ranks")
+        assert running.wait() == 1
+    (record,) = read_records(tmp_path / "out" / "records.jsonl")
+    assert (record.case, record.verdict) == ("ranks/1", Verdict.FAIL)
+    assert "gdrkit 0.0.9, and rank 0 has" in record.reasons[0].text
+
+
+@PAIR
+def test_all_ranks_end_with_the_code_of_what_is_missing(tmp_path: Path) -> None:
+    """MPI ends with the code of the rank that it sees first."""
+    (tmp_path / "file").touch()
+    keeps = "import pathlib, sys\nfrom gdrkit.cli import main\ntry:\n    main()\nexcept SystemExit as ended:\n"
+    keeps += f"    pathlib.Path({str(tmp_path / 'code')!r}).write_text(str(ended.code))\n    raise"
+    with job_of_this_machine(tmp_path / "file" / "out", second=(sys.executable, "-c", keeps)) as running:
+        assert "Not a directory. To do: name a folder" in running.line_with("mkdir")
+        assert running.wait() == 3
+    # It may have been ended with the job before it could.
+    assert not (tmp_path / "code").exists() or (tmp_path / "code").read_text() != "1"

@@ -1,4 +1,6 @@
-"""A job of four ranks on two machines: network namespaces with names of their own, and a cable between them."""
+"""A job of four ranks on two machines (network namespaces with names of their own, and a cable between them), or of
+two ranks on this one.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,6 @@ import contextlib
 import os
 import secrets
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -16,11 +17,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
-__all__ = ["Job", "job"]
+__all__ = ["GDRKIT", "Job", "job", "job_of_this_machine"]
 
 _MARKER = "GDRKIT_SUITES_JOB"
+GDRKIT = (sys.executable, "-m", "gdrkit")
 # Open MPI starts its daemon on another machine by this program, with the machine's name first.
 _AGENT = """#!/bin/sh
 host=$1; shift
@@ -65,13 +67,20 @@ class Job:
 
     def measuring(self, rank: int) -> int:
         """The process that measures for a rank."""
+        return self._process_of(rank, b"ranks.measure")
+
+    def ranked(self, rank: int) -> int:
+        """The process that is a rank."""
+        return self._process_of(rank, b"qualify\0")
+
+    def _process_of(self, rank: int, part: bytes) -> int:
         for process, environment in self.members().items():
             # It may have ended since.
             with contextlib.suppress(OSError):
                 command = Path(f"/proc/{process}/cmdline").read_bytes()
-                if environment.get("OMPI_COMM_WORLD_RANK") == str(rank) and b"ranks.measure" in command:
+                if environment.get("OMPI_COMM_WORLD_RANK") == str(rank) and part in command:
                     return process
-        message = f"rank {rank} has no measuring process"
+        message = f"rank {rank} has no process with {part!r}"
         raise AssertionError(message)
 
     def kill(self) -> None:
@@ -89,21 +98,31 @@ class Job:
 @contextlib.contextmanager
 def job(output: Path) -> Iterator[Job]:
     """Run ``gdrkit qualify --mpi`` in two namespaces, two ranks in each; nothing of it is left afterwards."""
-    token = secrets.token_hex(4)
-    hosts = [f"gk{token}{number}" for number in (1, 2)]
-    folder = tempfile.mkdtemp(prefix="gdrkit-")
+    hosts = [f"gk{secrets.token_hex(4)}{number}" for number in (1, 2)]
     try:
         _cable(hosts)
-        with _started(hosts, Path(folder), output, token) as process:
-            running = Job(process, token)
-            try:
+        with tempfile.TemporaryDirectory(prefix="gdrkit-", ignore_cleanup_errors=True) as folder:
+            agent = Path(folder, "agent")
+            agent.write_text(_AGENT)
+            agent.chmod(0o700)
+            options = ["--mca", "plm_rsh_agent", str(agent), "--mca", "plm_rsh_no_tree_spawn", "1"]
+            ranks = ["--host", ",".join(f"{host}:2" for host in hosts), "-np", "4"]
+            line = shlex.join(_mpirun(Path(folder), [*options, *ranks, *_qualify(GDRKIT, output)]))
+            named = ["unshare", "--uts", "sh", "-c", f"hostname {hosts[0]}; exec {line}"]
+            with _running(Path(folder), ["ip", "netns", "exec", hosts[0], *named]) as running:
                 yield running
-            finally:
-                running.kill()
     finally:
         for host in hosts:
             subprocess.run(["ip", "netns", "del", host], check=False, capture_output=True)
-        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def job_of_this_machine(output: Path, *, second: Sequence[str] = GDRKIT) -> Iterator[Job]:
+    """Run ``gdrkit qualify --mpi`` as two ranks, and `second` in place of gdrkit as rank 1; nothing of it is left."""
+    with tempfile.TemporaryDirectory(prefix="gdrkit-", ignore_cleanup_errors=True) as folder:
+        ranks = ["-np", "1", *_qualify(GDRKIT, output), ":", "-np", "1", *_qualify(second, output)]
+        with _running(Path(folder), _mpirun(Path(folder), ranks)) as running:
+            yield running
 
 
 def _cable(hosts: list[str]) -> None:
@@ -122,28 +141,34 @@ def _ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True)
 
 
-def _started(hosts: list[str], folder: Path, output: Path, token: str) -> subprocess.Popen[str]:
-    agent = folder / "agent"
-    agent.write_text(_AGENT)
-    agent.chmod(0o700)
+def _mpirun(folder: Path, options: Sequence[str]) -> list[str]:
+    return ["mpirun", "--mca", "orte_tmpdir_base", str(folder), "--oversubscribe", *options]
+
+
+def _qualify(gdrkit: Sequence[str], output: Path) -> list[str]:
+    return [*gdrkit, "qualify", "--software", "--mpi", "--output", str(output)]
+
+
+@contextlib.contextmanager
+def _running(folder: Path, command: Sequence[str]) -> Iterator[Job]:
+    marker = secrets.token_hex(4)
     (folder / "fabric").mkdir()
-    options = ["--mca", "plm_rsh_agent", str(agent), "--mca", "plm_rsh_no_tree_spawn", "1"]
-    options += ["--mca", "orte_tmpdir_base", str(folder), "--oversubscribe"]
-    ranks = ["--host", ",".join(f"{host}:2" for host in hosts), "-np", "4"]
-    command = [sys.executable, "-m", "gdrkit", "qualify", "--software", "--mpi", "--output", str(output)]
-    line = shlex.join(["mpirun", *options, *ranks, *command])
     # MPI itself must find the libraries of the system.
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("LD_", "GDRKIT_TWINS_"))}
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     # Nobody asks git for the commit, row by row: one that is killed leaves its lock in the repository.
-    own = {_MARKER: token, "GDRKIT_TWINS_FABRIC": str(folder / "fabric"), "GDRKIT_COMMIT": "0" * 40}
-    first = ["ip", "netns", "exec", hosts[0], "unshare", "--uts", "sh", "-c", f"hostname {hosts[0]}; exec {line}"]
-    return subprocess.Popen(
-        first,
+    own = {_MARKER: marker, "GDRKIT_TWINS_FABRIC": str(folder / "fabric"), "GDRKIT_COMMIT": "0" * 40}
+    with subprocess.Popen(
+        command,
         env={**kept, **root, **own},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
-    )
+    ) as process:
+        running = Job(process, marker)
+        try:
+            yield running
+        finally:
+            running.kill()

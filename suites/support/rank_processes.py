@@ -59,15 +59,14 @@ class _Rank:
         """End it with all that it started; how it ended."""
         if self.process.poll() is None:
             self._signal(signal.SIGABRT)
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(_LAST_WORDS_S)
-            except subprocess.TimeoutExpired:
-                self._signal(signal.SIGKILL)
-                self.process.wait()
             how = "was ended"
         else:
             how = f"exit {self.process.returncode}"
-            self._signal(signal.SIGKILL)  # What it may have left behind.
+        # Also when it has ended: what it started may live on, and may ignore what ended it.
+        self._signal(signal.SIGKILL)
+        self.process.wait()
         for pipe in (self.input, self.output):
             with contextlib.suppress(BrokenPipeError):
                 pipe.close()

@@ -6,41 +6,41 @@ Level 6. The folder is a run from its first second on: who kills the job has a r
 from __future__ import annotations
 
 import datetime as dt
-import hmac
 import itertools
 import json
 import secrets
 import socket
 import threading
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import gdrkit
 from gdrkit import launch
-from gdrkit.errors import UsageError
+from gdrkit.errors import GdrkitError
 from gdrkit.exit_code import ExitCode
-from gdrkit.host import HostTree
+from gdrkit.host import HostTree, host_identity
 from gdrkit.house import house
-from gdrkit.inventory import Facts, choose_profile, load_profile, load_profiles, probe
+from gdrkit.inventory import choose_profile, load_profile, load_profiles, probe
 from gdrkit.qualify.outcome import decide
 from gdrkit.qualify.plan import Plan, PlannedCase
 from gdrkit.qualify.ranks._mpi import gather
-from gdrkit.qualify.ranks.lines import Gone, Lines
-from gdrkit.qualify.ranks.pairs import RankFacts, name_of, plan_pairs
-from gdrkit.qualify.ranks.rank import connect, serve
+from gdrkit.qualify.ranks.arrivals import Hello, receive_ranks
+from gdrkit.qualify.ranks.pairs import name_of, plan_pairs
+from gdrkit.qualify.ranks.rank import join, serve
 from gdrkit.qualify.ranks.rows import Rows
 from gdrkit.report import Run, RunFolder, read_records
 from gdrkit.report.render import render
-from gdrkit.report.run import SCHEMA_VERSION, banner
+from gdrkit.report.run import SCHEMA_VERSION, banner, make_folder, write_whole
 from gdrkit.report.substrate import of_facts
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping
 
     from gdrkit.inventory import Profile
-    from gdrkit.qualify.ranks.pairs import Pair
+    from gdrkit.qualify.ranks.arrivals import Arrived
+    from gdrkit.qualify.ranks.member import Member
     from gdrkit.qualify.run import Options, Progress
 
 __all__ = ["qualify_ranks"]
@@ -48,18 +48,11 @@ __all__ = ["qualify_ranks"]
 _SEED_BITS = 63
 # All ranks have looked at their machines by then, or go without.
 _REPORT_S = 120.0
-_HELLO_S = 30.0
-_SEND_S = 10.0
+_END_S = 30.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Rank:
-    lines: Lines
-    about: RankFacts
-
-
-def qualify_ranks(options: Options, progress: Progress, *, within_hosts: bool = False) -> tuple[int, Path | None]:
-    """Run this rank of the job; its exit code, which is the same for all, and on rank 0 the folder of the report.
+def qualify_ranks(options: Options, progress: Progress, *, within_hosts: bool = False) -> int:
+    """Run this rank of the job; its exit code, which is the same for all.
 
     Raises
     ------
@@ -82,20 +75,39 @@ def qualify_ranks(options: Options, progress: Progress, *, within_hosts: bool = 
     # One domain for the job: ranks of one machine see each other's devices as processes of one machine do.
     started = launch.Launch(software=software, seed=first["seed"], domain=f"job-{first['token'][:12]}")
     environment = launch.environment(started)
-    hello = {"token": first["token"], "rank": rank, "host": _host()}
+    hello = Hello(first["token"], rank, _host(), gdrkit.__version__)
+
+    def take_part() -> int:
+        facts = probe(environment=environment)  # It takes its time, and who has joined has only seconds to speak.
+        return serve(join(first, hello), facts, environment)
+
     if rank != 0:
         listener.close()
-        return serve(connect(first), hello, probe(environment=environment), environment), None
+        return take_part()
     with listener:
         # The rank that plans measures like any other.
-        own = threading.Thread(
-            target=lambda: serve(connect(first), hello, probe(environment=environment), environment), daemon=True
-        )
+        own = _Own(take_part)
         own.start()
         job = _Job(replace(options, seed=first["seed"]), progress, within_hosts=within_hosts)
-        code = job.run(listener, len(gathered), first["token"])
-        own.join(_HELLO_S)
-    return code, job.folder.path
+        code = job.run(listener, len(gathered), first["token"], own)
+        own.join(_END_S)
+    return code
+
+
+class _Own(threading.Thread):
+    """What rank 0 does as a rank."""
+
+    def __init__(self, take_part: Callable[[], int]) -> None:
+        super().__init__(daemon=True)
+        self._take_part = take_part
+        self.error: GdrkitError | None = None
+
+    def run(self) -> None:
+        """Do it."""
+        try:
+            self._take_part()
+        except GdrkitError as error:
+            self.error = error
 
 
 class _Job:
@@ -103,24 +115,30 @@ class _Job:
         self._options = options
         self._progress = progress
         self._within_hosts = within_hosts
+        self._identity = host_identity(HostTree())
         self._began, self._clock = dt.datetime.now(dt.UTC), time.monotonic()
         self.folder = RunFolder(options.output or house().runs / self._began.strftime("%Y%m%dT%H%M%SZ"))
 
-    def run(self, listener: socket.socket, count: int, token: str) -> int:
+    def run(self, listener: socket.socket, count: int, token: str, own: _Own) -> int:
         """Gather the ranks, measure, write the report; the exit code, which all ranks were told."""
-        ranks = _accept(listener, count, token)
+        arrived = receive_ranks(
+            listener, count=count, token=token, limit_s=_REPORT_S, is_hopeless=lambda: not own.is_alive()
+        )
         code = int(ExitCode.FAILED)
         try:
-            if 0 not in ranks:
+            if 0 not in arrived.members:
                 message = f"rank 0 did not look at its machine within {_REPORT_S:g} s"
-                raise UsageError(message)
-            code = self._measure(ranks, count)
+                raise own.error or GdrkitError(message)
+            code = self._measure(arrived, count)
+        except GdrkitError as error:
+            code = int(ExitCode.of(error))  # MPI ends with the code of whichever rank ends first.
+            raise
         finally:
-            for each in ranks.values():
-                _tell(each.lines, code)
+            arrived.end(code)
         return code
 
-    def _measure(self, ranks: Mapping[int, _Rank], count: int) -> int:
+    def _measure(self, arrived: Arrived, count: int) -> int:
+        ranks = arrived.members
         facts = ranks[0].about.facts
         judged = {api: found.value for api, found in of_facts(facts).items()}
         name = self._options.profile
@@ -134,7 +152,10 @@ class _Job:
         planned = [PlannedCase(name_of(pair), "", (), ()) for pair in pairs]
         self._progress.begin(Plan(profile=profile.name, cases=tuple(planned)))
         try:
-            self._all(rows, pairs, ranks, count)
+            for number, why in self._missing(arrived, count):
+                rows.missing(number, why)
+            for pair in pairs:
+                rows.measure(pair, ranks)
         finally:
             self._progress.end()
         records = read_records(self.folder.records) if self.folder.records.exists() else ()
@@ -149,25 +170,24 @@ class _Job:
             required=outcome.required,
         )
         render(self.folder.path)
+        # Before the ranks are told: MPI may end the job with the first that fails.
+        causes = [f"  {line}" for line in (*outcome.causes, *(f"To do: {line}" for line in outcome.to_do))]
+        for line in (outcome.verdict, *causes, f"Report: {self.folder.index}"):
+            self._progress.say(line)
         return int(outcome.code)
 
     @staticmethod
-    def _all(rows: Rows, pairs: Sequence[Pair], ranks: Mapping[int, _Rank], count: int) -> None:
-        for missing in sorted(set(range(count)) - ranks.keys()):
-            rows.missing(missing, f"rank {missing} did not report within {_REPORT_S:g} s")
-        for pair in pairs:
-            rows.measure(pair, {number: (each.about, each.lines) for number, each in ranks.items()})
+    def _missing(arrived: Arrived, count: int) -> Iterator[tuple[int, str]]:
+        for number in sorted(set(range(count)) - arrived.members.keys()):
+            yield number, arrived.refused.get(number, f"rank {number} did not report within {_REPORT_S:g} s")
 
-    def _prepare(self, ranks: Mapping[int, _Rank], profile: Profile, judged: dict[str, str]) -> None:
+    def _prepare(self, ranks: Mapping[int, Member], profile: Profile, judged: dict[str, str]) -> None:
         """Make the folder such that a report can be made of it from now on."""
-        self.folder.path.mkdir(parents=True, exist_ok=True)
-        for file in (self.folder.records, self.folder.run, self.folder.plan, self.folder.index):
-            file.unlink(missing_ok=True)
-        self.folder.facts.write_text(ranks[0].about.facts.to_json(), encoding="utf-8")
-        hosts = self.folder.path / "hosts"
-        hosts.mkdir(exist_ok=True)
+        self.folder.make_empty()
+        make_folder(self.folder.hosts)
+        write_whole(self.folder.facts, ranks[0].about.facts.to_json())
         for number, each in ranks.items():
-            (hosts / f"rank-{number}.json").write_text(each.about.facts.to_json(), encoding="utf-8")
+            write_whole(self.folder.hosts / f"rank-{number}.json", each.about.facts.to_json())
         first = banner(judged)
         if first:
             self._progress.say(first)
@@ -194,36 +214,11 @@ class _Job:
             seed=self._options.seed or 0,
             commit=house().commit(),
             version=gdrkit.__version__,
+            host=self._identity.name,
+            host_id=self._identity.digest,
             **ended,
         )
         self.folder.write_run(run)
-
-
-def _accept(listener: socket.socket, count: int, token: str) -> dict[int, _Rank]:
-    """The ranks that report in time; whoever does not know the token is no rank."""
-    found: dict[int, _Rank] = {}
-    end = time.monotonic() + _REPORT_S
-    while len(found) < count and (remaining := end - time.monotonic()) > 0:
-        listener.settimeout(remaining)
-        try:
-            lines = Lines(listener.accept()[0])
-            hello = lines.receive(limit_s=max(0.1, min(_REPORT_S, end - time.monotonic())))
-            known = hmac.compare_digest(str(hello["token"]).encode(), token.encode())
-            about = RankFacts(int(hello["rank"]), str(hello["host"]), Facts.from_json(hello["facts"]))
-        except (TimeoutError, Gone, UsageError, KeyError, ValueError):
-            continue
-        if known and about.rank not in found:
-            found[about.rank] = _Rank(lines, about)
-        else:
-            lines.close()
-    return dict(sorted(found.items()))
-
-
-def _tell(lines: Lines, code: int) -> None:
-    try:
-        lines.send({"exit_code": code}, limit_s=_SEND_S)
-    except (Gone, TimeoutError):
-        return  # It is gone, and needs no code.
 
 
 def _host() -> str:

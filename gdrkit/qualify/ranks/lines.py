@@ -1,6 +1,6 @@
 """Messages between rank 0, the ranks and their children: one JSON object a line, each with a deadline.
 
-Level 6.
+Level 6. What comes over TCP may come from anybody: it is read up to a limit, and is an object of JSON or an error.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import json
 import time
 from typing import TYPE_CHECKING, Any
 
+from gdrkit import plain
 from gdrkit.errors import Reason, UsageError
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ _LINE_BYTES_MAX = 1 << 26
 
 
 class Gone(Exception):
-    """The other side has closed, or has died."""
+    """The other side has closed, or has died, or cannot be reached any more."""
 
 
 class Lines:
@@ -30,7 +31,12 @@ class Lines:
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
-        self._received = b""
+        self._received = bytearray()
+        self._searched_bytes = 0
+
+    def fileno(self) -> int:
+        """The descriptor, for a selector."""
+        return self._socket.fileno()
 
     def send(self, message: dict[str, Any], *, limit_s: float) -> None:
         """Send one message.
@@ -40,53 +46,69 @@ class Lines:
         Gone
             Nobody is there any more.
         TimeoutError
-            The other side takes nothing.
+            The other side takes nothing. A part of a message may have left, so it is closed: the next would be read
+            as the rest.
         """
-        self._socket.settimeout(limit_s)
         try:
+            self._socket.settimeout(limit_s)
             self._socket.sendall(json.dumps(message).encode() + b"\n")
-        except (BrokenPipeError, ConnectionError) as error:
+        except TimeoutError:
+            self.close()
+            raise
+        except OSError as error:
             raise Gone from error
 
-    def receive(self, *, limit_s: float | None) -> dict[str, Any]:
+    def receive(self, *, limit_s: float | None, length_bytes_max: int = _LINE_BYTES_MAX) -> dict[str, Any]:
         """The next message.
+
+        Parameters
+        ----------
+        limit_s : float or None
+            How long to wait; 0 takes what is there.
+        length_bytes_max : int
+            How long a message may be.
 
         Raises
         ------
         Gone
             There will be none.
         TimeoutError
-            There was none in time, or a part of one.
+            There was none in time, or a part of one, which is kept.
         UsageError
             ``MALFORMED``: it is no message.
         """
         end = None if limit_s is None else time.monotonic() + limit_s
-        while b"\n" not in self._received:
-            remaining = None if end is None else end - time.monotonic()
-            if remaining is not None and remaining <= 0:
-                raise TimeoutError
-            self._socket.settimeout(remaining)
-            try:
-                part = self._socket.recv(_PART_BYTES)
-            except ConnectionError as error:
-                raise Gone from error
-            if not part:
-                raise Gone
-            self._received += part
-            if len(self._received) > _LINE_BYTES_MAX:
-                message = f"a message is longer than {_LINE_BYTES_MAX} bytes"
-                raise UsageError(message, reason=Reason.MALFORMED)
-        line, _, self._received = self._received.partition(b"\n")
-        try:
-            found = json.loads(line)
-        except ValueError as error:
-            message = f"no message: {error}"
-            raise UsageError(message, reason=Reason.MALFORMED) from error
+        while (length_bytes := self._received.find(b"\n", self._searched_bytes)) < 0:
+            self._searched_bytes = len(self._received)
+            if self._searched_bytes > length_bytes_max:
+                break
+            self._received += self._part(None if end is None else max(0.0, end - time.monotonic()))
+        if not 0 <= length_bytes <= length_bytes_max:
+            message = f"a message is longer than {length_bytes_max} bytes"
+            raise UsageError(message, reason=Reason.MALFORMED)
+        line = bytes(self._received[:length_bytes])
+        del self._received[: length_bytes + 1]
+        self._searched_bytes = 0
+        found = plain.parse_json(line, where="a message")
         if not isinstance(found, dict):
-            message = f"no message: {found!r}"
+            message = f"a message: expected an object, found {type(found).__name__}"
             raise UsageError(message, reason=Reason.MALFORMED)
         return found
 
     def close(self) -> None:
-        """Close it."""
+        """Close it; who sends or receives from now on is told that nobody is there."""
         self._socket.close()
+
+    def _part(self, limit_s: float | None) -> bytes:
+        try:
+            self._socket.settimeout(limit_s)
+            part = self._socket.recv(_PART_BYTES)
+        except BlockingIOError as error:
+            raise TimeoutError from error
+        except TimeoutError:
+            raise
+        except OSError as error:
+            raise Gone from error
+        if not part:
+            raise Gone
+        return part

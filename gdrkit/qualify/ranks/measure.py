@@ -1,4 +1,4 @@
-"""The child of a rank that measures: ``python -m gdrkit.qualify.ranks.measure DESCRIPTOR``.
+"""The child of a rank that measures: ``python -m gdrkit.qualify.ranks.measure DESCRIPTOR PARENT``.
 
 Level 6. It opens NICs and devices, so it is what may die or hang. One side holds device memory, the other starts
 transfers; both are dropped before the next pair.
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from gdrkit import pattern, witness
 from gdrkit.cuda import Device
 from gdrkit.errors import GdrkitError, UsageError
+from gdrkit.host import die_with_parent
 from gdrkit.inventory.facts import notable
 from gdrkit.plain import to_plain
 from gdrkit.qualify.ranks.lines import Gone, Lines
@@ -111,7 +112,8 @@ class _Side:
 
 
 def main() -> None:
-    """Serve the socket whose descriptor is the only argument."""
+    """Serve the socket whose descriptor is the first argument, as long as the process of the second lives."""
+    die_with_parent(int(sys.argv[2]))  # One that hangs in a driver would not hear of its end.
     lines = Lines(socket.socket(fileno=int(sys.argv[1])))
     side = _Side()
     operations = {

@@ -5,25 +5,28 @@ Level 6. The child may die and may hang; the rank says so, and begins another at
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
 import os
 import signal
 import socket
 import subprocess
 import sys
+import time
 from typing import TYPE_CHECKING, Any
 
-from gdrkit.errors import GdrkitError
+from gdrkit.errors import GdrkitError, UsageError
+from gdrkit.qualify.ranks.arrivals import HELLO_BYTES_MAX
 from gdrkit.qualify.ranks.lines import Gone, Lines
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from gdrkit.inventory import Facts
+    from gdrkit.qualify.ranks.arrivals import Hello
 
-__all__ = ["Supervised", "connect", "serve"]
+__all__ = ["Supervised", "join", "serve"]
 
-_CONNECT_S, _SEND_S, _START_S, _END_S = 5.0, 30.0, 60.0, 5.0
+_CONNECT_S, _WELCOME_S, _SEND_S, _END_S, _LEAST_S = 5.0, 20.0, 30.0, 5.0, 0.1
 
 
 class Supervised:
@@ -44,15 +47,21 @@ class Supervised:
         """
         if self._lines is None and request["do"] == "drop":
             return {"result": None}  # Who is not there holds nothing.
+        end = time.monotonic() + limit_s  # Also of its start: rank 0 waits for no longer than for any other step.
         try:
-            lines = self._lines or self._begin()
-            lines.send({"do": request["do"], "with": request["with"]}, limit_s=limit_s)
-            return lines.receive(limit_s=limit_s)
+            lines = self._lines or self._begin(limit_s)
+            lines.send({"do": request["do"], "with": request["with"]}, limit_s=max(_LEAST_S, end - time.monotonic()))
+            return lines.receive(limit_s=max(_LEAST_S, end - time.monotonic()))
         except Gone:
             return {"lost": self._end()}
         except TimeoutError:
             self.close()
             return {"lost": f"it did not answer within {limit_s:g} s and was killed"}
+        except UsageError as error:
+            self.close()
+            return {"lost": f"it was killed, as it does not answer as it must: {error.message}"}
+        except OSError as error:
+            return {"lost": f"it cannot be started: {error}"}
 
     def close(self) -> None:
         """End the child, if there is one."""
@@ -60,15 +69,20 @@ class Supervised:
             self._child.kill()
         self._end()
 
-    def _begin(self) -> Lines:
+    def _begin(self, limit_s: float) -> Lines:
         ours, theirs = socket.socketpair()
-        with theirs:
-            command = [sys.executable, "-m", "gdrkit.qualify.ranks.measure", str(theirs.fileno())]
-            self._child = subprocess.Popen(
-                command, env=self._environment, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
-            )
         self._lines = Lines(ours)
-        self._lines.receive(limit_s=_START_S)
+        try:
+            with theirs:
+                number = theirs.fileno()
+                command = [sys.executable, "-m", "gdrkit.qualify.ranks.measure", str(number), str(os.getpid())]
+                self._child = subprocess.Popen(
+                    command, env=self._environment, stdin=subprocess.DEVNULL, pass_fds=[number]
+                )
+        except OSError:
+            self._end()
+            raise
+        self._lines.receive(limit_s=limit_s)
         return self._lines
 
     def _end(self) -> str:
@@ -85,33 +99,55 @@ class Supervised:
         return f"it was ended by {signal.Signals(-code).name}" if code < 0 else f"it ended with {code}"
 
 
-def connect(place: Mapping[str, Any]) -> Lines:
-    """Reach rank 0 at the first of its addresses that answers.
+def join(place: Mapping[str, Any], hello: Hello) -> Lines:
+    """Report to rank 0, at the first of its addresses where it is: another host may have an address of that name.
 
     Raises
     ------
     GdrkitError
-        None does.
+        It is at none.
     """
+    tried = []
     for address in place["addresses"]:
-        with contextlib.suppress(OSError):
-            end = socket.create_connection((address, place["port"]), timeout=_CONNECT_S)
-            end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            return Lines(end)
-    message = f"rank 0 does not answer at port {place['port']} of {', '.join(place['addresses'])}"
+        try:
+            return _welcomed(address, place["port"], hello)
+        except (OSError, Gone, UsageError) as error:
+            tried.append(f"{address} ({str(error) or type(error).__name__})")
+    message = f"rank 0 does not answer at port {place['port']} of {', '.join(tried)}"
     raise GdrkitError(message, what_to_do="let TCP through between the hosts of the job")
 
 
-def serve(lines: Lines, hello: dict[str, Any], facts: Facts, environment: Mapping[str, str]) -> int:
+def serve(lines: Lines, facts: Facts, environment: Mapping[str, str]) -> int:
     """Do what rank 0 asks, until it names the exit code of the job; 1 when it is gone before."""
     child = Supervised(environment)
     try:
-        lines.send({**hello, "process": os.getpid(), "facts": facts.to_json()}, limit_s=_SEND_S)
+        lines.send({"facts": facts.to_json()}, limit_s=_SEND_S)
         while "exit_code" not in (request := lines.receive(limit_s=None)):
-            lines.send(child.ask(request, limit_s=float(request["limit_s"])), limit_s=_SEND_S)
+            answer = child.ask(request, limit_s=float(request["limit_s"]))
+            lines.send({"answer": request["request"], **answer}, limit_s=_SEND_S)
         return int(request["exit_code"])
     except (Gone, TimeoutError):
         return 1
     finally:
         child.close()
         lines.close()
+
+
+def _welcomed(address: str, port: int, hello: Hello) -> Lines:
+    end = socket.create_connection((address, port), timeout=_CONNECT_S)
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    lines = Lines(end)
+    try:
+        _greet(lines, hello)
+    except BaseException:
+        lines.close()
+        raise
+    return lines
+
+
+def _greet(lines: Lines, hello: Hello) -> None:
+    lines.send(dataclasses.asdict(hello), limit_s=_SEND_S)
+    answer = lines.receive(limit_s=_WELCOME_S, length_bytes_max=HELLO_BYTES_MAX)
+    if answer.get("welcome") != hello.rank:
+        message = "somebody else is there"
+        raise UsageError(message)

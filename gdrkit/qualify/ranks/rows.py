@@ -8,44 +8,55 @@ from __future__ import annotations
 import datetime as dt
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import gdrkit
 from gdrkit import plain
-from gdrkit.errors import GdrkitError
+from gdrkit.errors import UsageError
 from gdrkit.house import house
-from gdrkit.qualify.ranks.lines import Gone
+from gdrkit.qualify.ranks.member import StepFailed
 from gdrkit.qualify.ranks.pairs import name_of
 from gdrkit.qualify.throughput import is_of_hardware, judge
 from gdrkit.report import CaseReason, ClaimedRoute, Record, SeenLibrary, Verdict, append_record, substrate_of
 from gdrkit.report.record import SCHEMA_VERSION
 from gdrkit.report.substrate import Substrate, combined
 from gdrkit.units import KIB, MIB
-from gdrkit.witness import LoadedLibrary
+from gdrkit.witness import LoadedLibrary  # noqa: TC001 - types of fields are read at run time.
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
     from gdrkit.inventory import Profile
-    from gdrkit.qualify.ranks.lines import Lines
+    from gdrkit.qualify.ranks.member import Member
     from gdrkit.qualify.ranks.pairs import Pair, RankFacts
     from gdrkit.qualify.run import Options, Progress
 
 __all__ = ["Rows"]
 
-# A child that is asked for more than this is stuck; with the time for the answer, a row is there within a minute.
-_STEP_S, _ANSWER_S = 30.0, 10.0
 _AREA_BYTES, _LENGTH_BYTES, _OPERATIONS, _ROUNDS = 64 * MIB, MIB, 1024, 10
 # Of anything but hardware, whose numbers nobody is shown.
 _SMALL_AREA_BYTES, _SMALL_LENGTH_BYTES, _SMALL_OPERATIONS = 256 * KIB, 16 * KIB, 32
 _APIS = ("cuda", "verbs")
 
-_Side: TypeAlias = "tuple[RankFacts, Lines]"
+
+# What ranks answer; anything else fails the row.
+@dataclass(frozen=True, slots=True)
+class _Held:
+    endpoint: dict[str, Any]
+    remote: dict[str, Any]
+    way: str
 
 
-class _Failed(GdrkitError):
-    """A step of a pair; the text is the reason of its record."""
+@dataclass(frozen=True, slots=True)
+class _Ran:
+    median: float
+    spread_percent: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    libraries: tuple[LoadedLibrary, ...]
 
 
 @dataclass
@@ -82,31 +93,30 @@ class Rows:
         """A rank of which nothing is known."""
         self._append(_Row(f"ranks/{rank}", why))
 
-    def measure(self, pair: Pair, ranks: Mapping[int, _Side]) -> None:
+    def measure(self, pair: Pair, ranks: Mapping[int, Member]) -> None:
         """Measure one pair: WRITE into the GPU and READ from it, each with its data checked."""
         target, initiator = ranks[pair.target], ranks[pair.initiator]
         row = _Row(name_of(pair))
         row.evidence |= {"pair": plain.to_plain(pair), "measured_apis": list(_APIS)}
-        row.evidence["hosts"] = {"initiator": initiator[0].host, "target": target[0].host}
+        row.evidence["hosts"] = {"initiator": initiator.about.host, "target": target.about.host}
         try:
             self._run(pair, target, initiator, row)
             for name, side in (("target", target), ("initiator", initiator)):
-                told = _ask(side, "libraries", {})
-                found = tuple(plain.from_plain(LoadedLibrary, each, where=name) for each in told)
-                row.seen.append((name, side[0], found))
+                told = {"libraries": side.ask("libraries", {})}
+                row.seen.append((name, side.about, plain.from_plain(_Loaded, told, where=name).libraries))
             row.why = self._judge(row)
-        except _Failed as error:
+        except (StepFailed, UsageError) as error:
             row.why = error.message
         # A peer that died shows at the other side as an error of its own; its end is the cause.
         row.why = "; ".join(filter(None, [row.why, *dict.fromkeys(map(_dropped, (initiator, target)))]))
-        if target[0].host == self._first.host and not row.why:
+        if target.about.host == self._first.host and not row.why:
             # The table of routes is about the machine of rank 0.
             row.routes = (ClaimedRoute(pair.device, pair.target_nic, str(row.evidence["way"])),)
         self._append(row)
 
-    def _run(self, pair: Pair, target: _Side, initiator: _Side, row: _Row) -> None:
+    def _run(self, pair: Pair, target: Member, initiator: Member, row: _Row) -> None:
         is_large = all(
-            is_of_hardware([api], substrate_of(side[0].facts.api_libraries(api), side[0].facts))
+            is_of_hardware([api], substrate_of(side.about.facts.api_libraries(api), side.about.facts))
             for side in (target, initiator)
             for api in _APIS
         )
@@ -117,19 +127,21 @@ class Rows:
             "rounds": _ROUNDS,
         }
         seed = self._options.seed or 0
-        held = _ask(target, "hold", {"nic": pair.target_nic, "device": pair.device, "length_bytes": area_bytes})
-        row.evidence["way"] = held["way"]
-        begin = {"nic": pair.initiator_nic, "endpoint": held["endpoint"], "length_bytes": area_bytes}
-        _ask(target, "connect", _ask(initiator, "initiate", begin))
+        hold = {"nic": pair.target_nic, "device": pair.device, "length_bytes": area_bytes}
+        held = plain.from_plain(_Held, target.ask("hold", hold), where="hold")
+        row.evidence["way"] = held.way
+        begin = {"nic": pair.initiator_nic, "endpoint": held.endpoint, "length_bytes": area_bytes}
+        target.ask("connect", initiator.ask("initiate", begin))
         for direction in ("write", "read"):
             if direction == "read":
-                _ask(target, "fill", {"seed": seed + 1})
-            asked = {"direction": direction, "remote": held["remote"], **sizes}
-            told = _ask(initiator, "run", {**asked, "seed": seed + (direction == "read")})
+                target.ask("fill", {"seed": seed + 1})
+            asked = {"direction": direction, "remote": held.remote, **sizes}
+            told = initiator.ask("run", {**asked, "seed": seed + (direction == "read")})
+            ran = plain.from_plain(_Ran, told, where="run")
             if direction == "write":
-                _ask(target, "check", {"seed": seed})
-            row.numbers[f"{direction}_gb_per_s_median"] = float(told["median"])
-            row.numbers[f"{direction}_spread_percent"] = float(told["spread_percent"])
+                target.ask("check", {"seed": seed})
+            row.numbers[f"{direction}_gb_per_s_median"] = ran.median
+            row.numbers[f"{direction}_spread_percent"] = ran.spread_percent
 
     def _judge(self, row: _Row) -> str:
         if not is_of_hardware(_APIS, row.substrate):
@@ -165,28 +177,10 @@ class Rows:
         self._progress.done(record)
 
 
-def _ask(side: _Side, do: str, arguments: dict[str, Any]) -> Any:  # noqa: ANN401 - as the step says.
-    about, lines = side
-    name = f"{do} on rank {about.rank} ({about.host.partition(' ')[0]})"
-    try:
-        lines.send({"do": do, "with": arguments, "limit_s": _STEP_S}, limit_s=_ANSWER_S)
-        answer = lines.receive(limit_s=_STEP_S + _ANSWER_S)
-    except Gone as error:
-        message = f"{name}: the rank is gone"
-        raise _Failed(message) from error
-    except TimeoutError as error:
-        message = f"{name}: the rank does not answer"
-        raise _Failed(message) from error
-    if "result" in answer:
-        return answer["result"]
-    message = f"{name}: {answer['error']}" if "error" in answer else f"{name}: the measuring process: {answer['lost']}"
-    raise _Failed(message)
-
-
-def _dropped(side: _Side) -> str:
+def _dropped(side: Member) -> str:
     """Have a side close what it has open; why it could not."""
     try:
-        _ask(side, "drop", {})
-    except _Failed as error:
+        side.ask("drop", {})
+    except StepFailed as error:
         return error.message
     return ""

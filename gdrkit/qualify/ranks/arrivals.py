@@ -1,0 +1,214 @@
+"""The ranks that report to rank 0, told from whatever else connects.
+
+Level 6. An open port is also found by those who look for one. Who does not say the word of the job within seconds is
+let go, and holds up nobody until then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import selectors
+import time
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import gdrkit
+from gdrkit import plain
+from gdrkit.errors import Reason, UsageError
+from gdrkit.inventory import Facts
+from gdrkit.qualify.ranks.lines import Gone, Lines
+from gdrkit.qualify.ranks.member import Member
+from gdrkit.qualify.ranks.pairs import RankFacts
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Callable
+
+__all__ = ["HELLO_BYTES_MAX", "Arrived", "Hello", "receive_ranks"]
+
+HELLO_BYTES_MAX = 4096
+_HELLO_S, _SEND_S = 10.0, 10.0
+_STRANGERS_MAX = 64
+_LOOK_S, _PAUSE_S = 1.0, 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """What a rank says first, and any version understands: what it says then may have changed."""
+
+    token: str
+    rank: int
+    host: str
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Report:
+    """What a rank says when it was welcomed."""
+
+    facts: str
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """Who has come.
+
+    Attributes
+    ----------
+    members : mapping
+        The ranks that take part.
+    refused : mapping
+        Why the others do not.
+    lines : list of Lines
+        The ways to all of them.
+    """
+
+    members: dict[int, Member] = field(default_factory=dict)
+    refused: dict[int, str] = field(default_factory=dict)
+    lines: list[Lines] = field(default_factory=list)
+
+    def end(self, code: int) -> None:
+        """Let all of them end with an exit code."""
+        for lines in self.lines:
+            with contextlib.suppress(Gone, TimeoutError):  # It is gone, and needs no code.
+                lines.send({"exit_code": code}, limit_s=_SEND_S)
+
+
+@dataclass(eq=False, slots=True)
+class _Guest:
+    lines: Lines
+    until: float
+    hello: Hello | None = None
+
+
+def receive_ranks(
+    listener: socket.socket, *, count: int, token: str, limit_s: float, is_hopeless: Callable[[], bool]
+) -> Arrived:
+    """Wait for the ranks of a job.
+
+    Parameters
+    ----------
+    listener : socket
+        Where they connect.
+    count : int
+        How many there are.
+    token : str
+        What only they know.
+    limit_s : float
+        How long to wait for them.
+    is_hopeless : callable
+        Whether to wait no longer.
+    """
+    listener.setblocking(False)  # noqa: FBT003 - as Python has it.
+    with selectors.DefaultSelector() as selector:
+        selector.register(listener, selectors.EVENT_READ, None)
+        reception = _Reception(selector, count, token, time.monotonic() + limit_s)
+        try:
+            while reception.is_open and not is_hopeless():
+                for key, _ in selector.select(_LOOK_S):
+                    if key.data is None:
+                        reception.let_in(listener)
+                    elif key.data in reception.guests:
+                        reception.hear(key.data)
+                reception.let_go_late()
+        except BaseException:
+            for lines in reception.arrived.lines:
+                lines.close()
+            raise
+        finally:
+            for guest in list(reception.guests):
+                reception.let_go(guest)
+    arrived = reception.arrived
+    return replace(arrived, members=dict(sorted(arrived.members.items())))
+
+
+class _Reception:
+    def __init__(self, selector: selectors.BaseSelector, count: int, token: str, end: float) -> None:
+        self._selector = selector
+        self._count = count
+        self._token = token.encode()
+        self._end = end
+        self.arrived = Arrived()
+        self.guests: set[_Guest] = set()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether somebody may still come."""
+        known = len(self.arrived.members) + len(self.arrived.refused)
+        return known < self._count and time.monotonic() < self._end
+
+    def let_in(self, listener: socket.socket) -> None:
+        """Take one that connects."""
+        try:
+            end, _ = listener.accept()
+        except BlockingIOError:
+            return
+        except OSError:
+            time.sleep(_PAUSE_S)  # It has gone again, or there is no descriptor for it until somebody else goes.
+            return
+        guest = _Guest(Lines(end), min(self._end, time.monotonic() + _HELLO_S))
+        self.guests.add(guest)
+        self._selector.register(guest.lines, selectors.EVENT_READ, guest)
+        strangers = [each for each in self.guests if each.hello is None]
+        if len(strangers) > _STRANGERS_MAX:
+            self.let_go(min(strangers, key=lambda each: each.until))  # A rank says at once who it is.
+
+    def hear(self, guest: _Guest) -> None:
+        """Take what it says."""
+        try:
+            while guest in self.guests:
+                if guest.hello is None:
+                    message = guest.lines.receive(limit_s=0, length_bytes_max=HELLO_BYTES_MAX)
+                    self._welcome(guest, message)
+                else:
+                    self._take(guest, guest.hello, guest.lines.receive(limit_s=0))
+        except TimeoutError:
+            return  # There is more to come.
+        except Gone:
+            self.let_go(guest)
+        except UsageError as error:
+            if guest.hello is None:
+                self.let_go(guest)
+            else:
+                self._refuse(guest, guest.hello, f"what it says is not understood: {error.message}")
+
+    def let_go_late(self) -> None:
+        """Let those go who have had their time."""
+        for guest in [each for each in self.guests if each.until < time.monotonic()]:
+            self.let_go(guest)
+
+    def let_go(self, guest: _Guest) -> None:
+        """Hang up."""
+        self._leave(guest)
+        guest.lines.close()
+
+    def _welcome(self, guest: _Guest, message: dict[str, Any]) -> None:
+        hello = plain.from_plain(Hello, message, where="a hello")
+        is_known = hmac.compare_digest(hello.token.encode("utf-8", "surrogatepass"), self._token)
+        taken = self.arrived.members.keys() | self.arrived.refused.keys()
+        if not is_known or hello.rank not in range(self._count) or hello.rank in taken:
+            text = "it is no rank of this job"
+            raise UsageError(text, reason=Reason.MALFORMED)
+        guest.hello, guest.until = hello, self._end
+        guest.lines.send({"welcome": hello.rank}, limit_s=_SEND_S)
+        if hello.version != gdrkit.__version__:
+            why = (
+                f"it has gdrkit {hello.version}, and rank 0 has {gdrkit.__version__}: install one version on all hosts"
+            )
+            self._refuse(guest, hello, why)
+
+    def _take(self, guest: _Guest, hello: Hello, message: dict[str, Any]) -> None:
+        facts = Facts.from_json(plain.from_plain(_Report, message, where="a report").facts)
+        self._leave(guest)
+        self.arrived.lines.append(guest.lines)
+        self.arrived.members[hello.rank] = Member(RankFacts(hello.rank, hello.host, facts), guest.lines)
+
+    def _refuse(self, guest: _Guest, hello: Hello, why: str) -> None:
+        self._leave(guest)
+        self.arrived.lines.append(guest.lines)
+        self.arrived.refused[hello.rank] = f"rank {hello.rank} ({hello.host.partition(' ')[0]}): {why}"
+
+    def _leave(self, guest: _Guest) -> None:
+        self._selector.unregister(guest.lines)
+        self.guests.discard(guest)
