@@ -123,7 +123,8 @@ class Suites:
         list_file = self._folder.path / "cases.txt"
         how = self._run_child([f"--plan={self._folder.plan}"], reader)
         plan = reader.plan
-        if plan is None:
+        # The plan is written before pytest looks at the expression of -k.
+        if plan is None or (how.code == _PYTEST_USAGE and not reader.seen):
             raise self._no_plan(how.code)
         remaining = [case.case for case in plan.cases]
         while remaining := [case for case in remaining if case not in reader.seen]:
