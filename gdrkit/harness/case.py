@@ -15,6 +15,7 @@ import pytest
 from gdrkit import witness
 from gdrkit.harness.evidence import Evidence
 from gdrkit.harness.needs import apis
+from gdrkit.house import house
 from gdrkit.inventory.facts import notable
 from gdrkit.report import CaseReason, Record, SeenLibrary, Verdict, substrate_of
 from gdrkit.report.record import REFUSED, SCHEMA_VERSION
@@ -145,7 +146,7 @@ class Case:
             substrate=on,
             libraries=tuple(SeenLibrary.of(name, library) for name, members in processes for library in members),
             seed=session.seed,
-            evidence=self.evidence.kept,
+            evidence={key: _portable(value) for key, value in self.evidence.kept.items()},
             # Numbers of a case that failed are no numbers; one that was refused shows nothing but that.
             numbers={} if self.failures or is_unrun else self.evidence.numbers,
             routes=() if is_unrun else tuple(self.evidence.routes),
@@ -164,6 +165,15 @@ class Case:
 
 
 CASE: pytest.StashKey[Case] = pytest.StashKey()
+
+
+def _portable(value: object) -> object:
+    """What has a JSON form, without the places that mean nothing on another machine."""
+    if isinstance(value, dict):
+        return {key: _portable(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_portable(each) for each in value]
+    return house().portable(value) if isinstance(value, str) and "/" in value else value
 
 
 def title_of(item: pytest.Item) -> str:

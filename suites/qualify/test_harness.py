@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 CASES = '''
 """Cases for the harness."""
-import errno, os
+import errno, os, sys
 import pytest
 from gdrkit.errors import Api, BrokenResource, Unsupported
 from gdrkit.harness.needs import cuda, gaudi, host, needs, verbs
@@ -38,6 +38,7 @@ def test_pass(evidence, seed):
     The rest is not.
     """
     evidence["key"] = {"a": [1, None]}
+    evidence["places"] = [{"python": f"{sys.prefix}/bin/python", "system": "/usr/lib/x"}]
     evidence.number("write_us_p50", 3.5)
     evidence.number("moved_bytes", 7)
     assert 0 <= seed < 2**64
@@ -158,7 +159,7 @@ def test_what_passes_keeps_its_evidence(run: ChildRun) -> None:
     record = run.records["test_pass"]
     assert record.verdict is Verdict.PASS
     assert record.title == "The first line is the title."
-    assert record.evidence == {"key": {"a": [1, None]}}
+    assert record.evidence["key"] == {"a": [1, None]}
     assert record.numbers == {"write_us_p50": 3.5, "moved_bytes": 7.0}
 
 
@@ -247,6 +248,10 @@ def test_the_libraries_of_every_process_are_on_the_record(run: ChildRun) -> None
     assert record.substrate["verbs"] == "twin"
     # A record is kept and compared elsewhere: it names no place that only this machine has.
     assert not any(library.path.startswith((sys.prefix, str(house().root))) for library in record.libraries)
+    kept = str(run.records["test_pass"].evidence["places"])
+    assert "/bin/python" in kept
+    assert sys.prefix not in kept
+    assert "'/usr/lib/x'" in kept
 
 
 def test_a_place_of_one_machine_is_named_by_what_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
