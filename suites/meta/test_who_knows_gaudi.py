@@ -30,7 +30,7 @@ KNOWN = {
     "inventory/profile.py": (6, "profiles that describe such machines"),
     "report/describe.py": (6, "facts for people"),
     "report/substrate.py": (7, "hardware or twin"),
-    "report/view.py": (3, "the API in a report"),
+    "report/view.py": (5, "the API in a report"),
     "report/unlock.py": (2, "what hardware meets its needs"),
     "harness/needs/gaudi.py": (99, "the need"),
     "harness/needs/__init__.py": (3, "the need, and the API that it asks"),

@@ -17,6 +17,7 @@ from gdrkit.harness.needs import cuda, needs, software, verbs
 from gdrkit.report import Verdict, read_records
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 TWINS = needs(software(Api.VERBS), software(Api.CUDA), verbs.nic(), cuda.device())
@@ -147,9 +148,19 @@ def test_damaged_twins_end_with_3_and_still_leave_a_report(tmp_path: Path) -> No
     assert (tmp_path / "report" / "index.html").exists()
 
 
+@pytest.fixture
+def heeded(request: pytest.FixtureRequest) -> Iterator[signal.Signals]:
+    """A signal that is not ignored, as nohup and a shell's background would have it; children inherit that."""
+    before = signal.getsignal(request.param)
+    if before is signal.SIG_IGN:
+        signal.signal(request.param, signal.SIG_DFL)
+    yield request.param
+    signal.signal(request.param, before)
+
+
 @TWINS
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_ends_the_case_and_all_that_it_started(tmp_path: Path, number: signal.Signals) -> None:
+@pytest.mark.parametrize("heeded", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], indirect=True)
+def test_a_signal_ends_the_case_and_all_that_it_started(tmp_path: Path, heeded: signal.Signals) -> None:
     """The case closes what it has open. Its child ignores the interrupt, and has the FIFO open while it lives."""
     command = [*command_of(tmp_path, SLOW), "--software"]
     os.mkfifo(tmp_path / "suites" / "alive")
@@ -159,8 +170,8 @@ def test_a_signal_ends_the_case_and_all_that_it_started(tmp_path: Path, number: 
         (tmp_path / "suites" / "alive").open("rb", buffering=0) as alive,
     ):
         assert alive.read(1) == b"."
-        running.send_signal(number)
-        assert running.wait(60) == 128 + number
+        running.send_signal(heeded)
+        assert running.wait(60) == 128 + heeded
         assert (tmp_path / "suites" / "closed").exists()
         assert select.select([alive], [], [], 10)[0], "what the case has started still lives"
         assert alive.read(1) == b""
