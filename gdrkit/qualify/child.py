@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from gdrkit.errors import GdrkitError, UsageError
 from gdrkit.house import house
+from gdrkit.qualify.interrupt import interruptible_children
 from gdrkit.qualify.plan import Plan, read_plan
 from gdrkit.report import CaseReason, Record, Verdict, append_record, parse_records
 from gdrkit.report.record import SCHEMA_VERSION
@@ -141,7 +142,7 @@ class Suites:
     def _run_child(self, options: list[str], reader: _Reader) -> _End:
         # A process group of its own: it is interrupted once, by us, also where a terminal interrupts us; a second time
         # would end what it does to close what its case has opened.
-        with self._log.open("ab") as log:
+        with self._log.open("ab") as log, interruptible_children():
             child = subprocess.Popen(
                 [*self._command, f"--records={self._folder.records}", *options],
                 env=self._environment,

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import FrameType
 
-__all__ = ["ended_by_signals"]
+__all__ = ["ended_by_signals", "interruptible_children"]
 
 
 @contextlib.contextmanager
@@ -34,6 +34,28 @@ def ended_by_signals() -> Iterator[None]:
     finally:
         for each in taken:
             signal.signal(each, signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def interruptible_children() -> Iterator[None]:
+    """Have what is started meanwhile hear SIGINT, also where it is ignored here.
+
+    A shell ignores it for what it runs in the background, and children inherit that; one that is handled here ends
+    them. In another thread than the main one nothing changes.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        yield
+        return
+    signal.signal(signal.SIGINT, _pass_by)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _pass_by(number: int, frame: FrameType | None) -> None:
+    pass
 
 
 def _end(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - as Python calls it.

@@ -158,9 +158,15 @@ def heeded(request: pytest.FixtureRequest) -> Iterator[signal.Signals]:
     signal.signal(request.param, before)
 
 
-@TWINS
-@pytest.mark.parametrize("heeded", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], indirect=True)
-def test_a_signal_ends_the_case_and_all_that_it_started(tmp_path: Path, heeded: signal.Signals) -> None:
+@pytest.fixture
+def background() -> Iterator[None]:
+    """What is started meanwhile ignores the interrupt, as a shell has it for what runs in the background."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def check_that_all_ends(tmp_path: Path, number: signal.Signals) -> None:
     """The case closes what it has open. Its child ignores the interrupt, and has the FIFO open while it lives."""
     command = [*command_of(tmp_path, SLOW), "--software"]
     os.mkfifo(tmp_path / "suites" / "alive")
@@ -170,8 +176,21 @@ def test_a_signal_ends_the_case_and_all_that_it_started(tmp_path: Path, heeded: 
         (tmp_path / "suites" / "alive").open("rb", buffering=0) as alive,
     ):
         assert alive.read(1) == b"."
-        running.send_signal(heeded)
-        assert running.wait(60) == 128 + heeded
+        running.send_signal(number)
+        assert running.wait(60) == 128 + number
         assert (tmp_path / "suites" / "closed").exists()
         assert select.select([alive], [], [], 10)[0], "what the case has started still lives"
         assert alive.read(1) == b""
+
+
+@TWINS
+@pytest.mark.parametrize("heeded", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], indirect=True)
+def test_a_signal_ends_the_case_and_all_that_it_started(tmp_path: Path, heeded: signal.Signals) -> None:
+    check_that_all_ends(tmp_path, heeded)
+
+
+@TWINS
+@pytest.mark.parametrize("heeded", [signal.SIGTERM], indirect=True)
+@pytest.mark.usefixtures("background")
+def test_a_signal_ends_all_in_the_background_too(tmp_path: Path, heeded: signal.Signals) -> None:
+    check_that_all_ends(tmp_path, heeded)
