@@ -104,13 +104,8 @@ void Hauls::send(const std::shared_ptr<Haul>& haul) {
     } catch (const Error& error) {
         job.fail(part.extent, error.failure());
         part.done = 0;
-        // What the device has begun must be over before the memory is used again.
         if (lane != nullptr) {
-            try {
-                lane->synchronize();
-            } catch (const Error& worse) {
-                job.fail(part.extent, worse.failure());
-            }
+            lane->drain();
         }
         free(*haul);
         return;
@@ -170,13 +165,8 @@ void Hauls::settle(Haul& haul, const std::optional<Failure>& refused) {
     } catch (const Error& error) {
         job.fail(part.extent, error.failure());
         part.done = 0;
-        // Not asked for is not over: a copy that still runs would read from memory that others fill.
         if (lane != nullptr) {
-            try {
-                lane->synchronize();
-            } catch (const Error& worse) {
-                job.fail(part.extent, worse.failure());
-            }
+            lane->drain(); // Not asked for is not over: a copy that still runs would read what others load.
         }
     }
     free(haul);

@@ -107,6 +107,10 @@ void Lane::wait(std::size_t slot) const {
     cuda::check("cuEventSynchronize", cuda::driver().event_synchronize(events_[slot]));
 }
 
+void Lane::drain() const noexcept {
+    cuda::driver().stream_synchronize(stream_);
+}
+
 void Lane::synchronize() const {
     cuda::check("cuStreamSynchronize", cuda::driver().stream_synchronize(stream_));
 }

@@ -49,8 +49,10 @@ public:
     // interrupts. An interrupt after each copy keeps the device from the next one for a moment. Throws Error: the
     // device refused one of the copies.
     void wait(std::size_t slot) const;
-    // Waits for everything that was queued.
+    // Waits for everything that was queued. Throws Error.
     void synchronize() const;
+    // The same after a failure, before the memory is used again. What it gives is no news: the failure is told.
+    void drain() const noexcept;
 
 private:
     cuda::Context context_;

@@ -227,11 +227,7 @@ void Pump::begin(std::size_t index, Piece& piece) {
         slot.piece.job->fail(extent, error.failure());
         // What the device has begun must be over before the memory is used again.
         if (slot.lane != nullptr) {
-            try {
-                slot.lane->synchronize();
-            } catch (const Error& worse) {
-                slot.piece.job->fail(extent, worse.failure());
-            }
+            slot.lane->drain();
         }
         give_up(slot.piece, error.failure());
         return;
@@ -302,11 +298,7 @@ void Pump::retire(std::size_t index) {
         slot.lane->wait(index);
     } catch (const Error& error) {
         // Not asked for is not over: a copy that still runs would write to memory that its owner takes back.
-        try {
-            slot.lane->synchronize();
-        } catch (const Error& worse) {
-            piece.job->fail(piece.parts.front().extent, worse.failure());
-        }
+        slot.lane->drain();
         give_up(piece, error.failure());
         return;
     }
