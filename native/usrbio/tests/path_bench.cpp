@@ -1,13 +1,15 @@
 // How fast reads go through ring, agent, server and NIC, beside what the kernel does with the same cached file in the
-// same run: 4 KiB at random places at depth 64 beside io_uring, 1 MiB in a row at depth 8 beside one thread's pread.
-// They take turns, round by round, so that what else the machine does meets both.
+// same run: 4 KiB at random places at depth 64 beside io_uring, 1 MiB in a row at depth 8 beside one thread's pread,
+// and both beside the copies that no such path can do without. All of them read into as much memory as the path does.
+// They take turns, round by round, so that what else the machine does meets all.
 //
 //     path_bench MOUNT FILE [--kind host|device] [--rounds 5] [--ms 200] [--only TURN]
-//                [--pid NAME=PID]...
+//                [--cores N,N] [--pid NAME=PID]...
 //
 // Each turn is a line of JSON on standard output. `cpu_s` is the processor time of this process and of those that were
 // named: it says what an operation costs also where others use the processors. What the last reads of each turn brought
-// is compared with the file, every byte.
+// is compared with the file, every byte. The copies alone have two threads, which run on the cores that are named;
+// without these there is no such turn.
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <sys/resource.h>
@@ -15,6 +17,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
@@ -23,6 +26,7 @@
 #include <string>
 #include <utility>
 
+#include "bare_copies.hpp"
 #include "hf3fs_usrbio.h"
 #include "path_peers.hpp"
 
@@ -31,7 +35,7 @@ namespace {
 using namespace gdrkit::usrbio::bench;
 using Clock = std::chrono::steady_clock;
 
-constexpr std::size_t small_bytes = 4096, large_bytes = 1UL << 20;
+constexpr std::size_t page_bytes = 4096, small_bytes = 4096, large_bytes = 1UL << 20;
 constexpr unsigned small_depth = 64, large_depth = 8;
 // Twice what is in flight: completions may overtake each other, and then a place is free later than its operation ends.
 constexpr int ring_entries = 128;
@@ -40,6 +44,7 @@ struct Asked {
     std::string mount, file, kind = "host", only;
     int rounds = 5;
     double turn_ms = 200;
+    std::vector<int> cores;
     std::vector<std::pair<std::string, int>> processes;
 };
 
@@ -222,7 +227,12 @@ void measure(const Asked& asked, int file, std::uint64_t size) {
     PathReads small(asked, cuda.get(), file, small_depth, small_bytes);
     PathReads large(asked, cuda.get(), file, large_depth, large_bytes);
     UringReads uring(file, small_depth, small_bytes);
-    std::vector<std::uint8_t> memory(large_bytes);
+    BareCopies bare_small(file, small_depth, small_bytes, asked.cores);
+    BareCopies bare_large(file, large_depth, large_bytes, asked.cores);
+    // On a page: some processors' `rep movsb` is several times slower where only one side lies on one.
+    const std::unique_ptr<void, decltype(&std::free)> memory(std::aligned_alloc(page_bytes, large_depth * large_bytes),
+                                                             &std::free);
+    unsigned place = 0;
     std::minstd_rand chance(1);
     std::uniform_int_distribution<std::uint64_t> places(0, size / small_bytes - 1);
     std::uint64_t at = 0;
@@ -231,7 +241,8 @@ void measure(const Asked& asked, int file, std::uint64_t size) {
     const auto nothing = [] { return 0U; };
     for (int round = 0; round < asked.rounds; ++round) {
         const auto preads = [&] {
-            if (pread(file, memory.data(), large_bytes, static_cast<off_t>(in_a_row())) != ssize_t{large_bytes}) {
+            auto* const into = static_cast<std::uint8_t*>(memory.get()) + place++ % large_depth * large_bytes;
+            if (pread(file, into, large_bytes, static_cast<off_t>(in_a_row())) != ssize_t{large_bytes}) {
                 give_up("pread");
             }
             return 1U;
@@ -241,6 +252,12 @@ void measure(const Asked& asked, int file, std::uint64_t size) {
             asked, "path_large", round, large_bytes, [&] { return large.step(large_depth / 2, in_a_row); },
             [&] { return large.drain(); });
         large.compare();
+        if (bare_large.is_there()) {
+            turn(
+                asked, "bare_large", round, large_bytes, [&] { return bare_large.step(in_a_row); },
+                [&] { return bare_large.end(); });
+            bare_large.compare();
+        }
         if (uring.is_there()) {
             turn(
                 asked, "io_uring", round, small_bytes, [&] { return uring.step(small_depth / 2, anywhere); },
@@ -250,6 +267,12 @@ void measure(const Asked& asked, int file, std::uint64_t size) {
             asked, "path_small", round, small_bytes, [&] { return small.step(small_depth / 2, anywhere); },
             [&] { return small.drain(); });
         small.compare();
+        if (bare_small.is_there()) {
+            turn(
+                asked, "bare_small", round, small_bytes, [&] { return bare_small.step(anywhere); },
+                [&] { return bare_small.end(); });
+            bare_small.compare();
+        }
     }
 }
 
@@ -258,7 +281,7 @@ void measure(const Asked& asked, int file, std::uint64_t size) {
 int main(int count, char** arguments) {
     if (count < 3 || count % 2 == 0) {
         std::fprintf(stderr, "usage: path_bench MOUNT FILE [--kind host|device] [--rounds N] [--ms N] "
-                             "[--only TURN] [--pid NAME=PID]...\n");
+                             "[--only TURN] [--cores N,N] [--pid NAME=PID]...\n");
         return 2;
     }
     Asked asked;
@@ -274,6 +297,9 @@ int main(int count, char** arguments) {
             asked.turn_ms = std::atof(value.c_str());
         } else if (option == "--only") {
             asked.only = value;
+        } else if (option == "--cores") {
+            const std::size_t middle = value.find(',');
+            asked.cores = {std::atoi(value.c_str()), std::atoi(value.c_str() + middle + 1)};
         } else if (option == "--pid") {
             const std::size_t middle = value.find('=');
             asked.processes.emplace_back(value.substr(0, middle), std::atoi(value.c_str() + middle + 1));
