@@ -19,16 +19,16 @@ constexpr std::size_t small_segment_bytes = 32768;
 bool Session::advance() {
     bool any = false;
     while (!waiting_.empty() && !broken_) {
-        const std::shared_ptr<Pending> pending = waiting_.front();
+        Pending& pending = *waiting_.front();
         // One that failed in an earlier part begins no further one.
-        if (!pending->is_begun() && !begin_segment(pending)) {
+        if (!pending.is_begun() && !begin_segment(pending)) {
             break;
         }
         any = true;
-        if (pending->is_begun()) {
+        if (pending.is_begun()) {
             waiting_.pop_front();
-            if (pending->segments == 0) {
-                finish(*pending);
+            if (pending.segments == 0) {
+                finish(pending);
             }
         }
     }
@@ -50,14 +50,14 @@ std::uint32_t Session::take_segment() {
 void Session::drop_segment(Segment& segment) {
     staging_->give_back(segment.slot);
     --segment.pending->segments;
-    segment.pending.reset();
+    segment.pending = nullptr;
     free_segments_.push_back(segment.number);
 }
 
-bool Session::begin_segment(const std::shared_ptr<Pending>& pending) {
-    const Operation& operation = pending->operation;
+bool Session::begin_segment(Pending& pending) {
+    const Operation& operation = pending.operation;
     const auto length =
-        static_cast<std::size_t>(std::min<std::uint64_t>(limits_.segment_bytes, operation.length - pending->begun));
+        static_cast<std::size_t>(std::min<std::uint64_t>(limits_.segment_bytes, operation.length - pending.begun));
     const bool is_read = static_cast<Opcode>(operation.opcode) == Opcode::read;
     if (!lanes_->has_room(operation.lane, transfers_a_segment_max)) {
         return false;
@@ -67,18 +67,18 @@ bool Session::begin_segment(const std::shared_ptr<Pending>& pending) {
         return false;
     }
     Segment& segment = *segments_[take_segment()];
-    segment.pending = pending;
+    segment.pending = &pending;
     segment.slot = slot;
-    segment.begin = pending->begun;
+    segment.begin = pending.begun;
     segment.length = length;
     segment.skip = 0;
     segment.transfers = 0;
     segment.has_failed = false;
-    ++pending->segments;
+    ++pending.segments;
     if (is_read) {
         begin_read(segment);
     } else {
-        pending->begun += length;
+        pending.begun += length;
         add_transfer(segment, 0, length);
     }
     if (segment.transfers == 0) {
@@ -184,18 +184,18 @@ void Session::end_segment(std::uint32_t number, bool succeeded) {
     if (--segment.transfers != 0) {
         return;
     }
-    const std::shared_ptr<Pending> pending = segment.pending;
+    Pending& pending = *segment.pending;
     if (segment.has_failed) {
-        pending->error = -EREMOTEIO;
-        pending->is_last = true;
+        pending.error = -EREMOTEIO;
+        pending.is_last = true;
         broken_ = true;
-    } else if (static_cast<Opcode>(pending->operation.opcode) == Opcode::write) {
+    } else if (static_cast<Opcode>(pending.operation.opcode) == Opcode::write) {
         finish_write(segment);
     }
     drop_segment(segment);
-    if (pending->segments == 0 && pending->is_begun() && !pending->is_finished &&
-        (waiting_.empty() || waiting_.front() != pending)) {
-        finish(*pending);
+    if (pending.segments == 0 && pending.is_begun() && !pending.is_finished &&
+        (waiting_.empty() || waiting_.front() != &pending)) {
+        finish(pending);
     }
 }
 

@@ -59,7 +59,8 @@ private:
     void finish(Pending& pending);
     std::int64_t refusal_of(const Operation& operation, const std::shared_ptr<OpenFile>& file) const;
     bool advance();
-    bool begin_segment(const std::shared_ptr<Pending>& pending);
+    Pending& take_pending();
+    bool begin_segment(Pending& pending);
     void begin_read(Segment& segment);
     bool look_for_holes(Segment& segment);
     void add_transfer(Segment& segment, std::size_t begin, std::size_t length);
@@ -90,7 +91,9 @@ private:
     // Of the thread alone.
     std::vector<std::byte> in_, out_;
     std::size_t in_begin_ = 0, in_end_ = 0, out_begin_ = 0;
-    std::deque<std::shared_ptr<Pending>> waiting_; // In the order in which they came; the first may be half begun.
+    std::deque<Pending*> waiting_;                   // In the order in which they came; the first may be half begun.
+    std::vector<std::unique_ptr<Pending>> pendings_; // All, so that an operation takes no memory of its own.
+    std::vector<Pending*> free_pendings_;
     std::size_t outstanding_ = 0;
     std::vector<std::unique_ptr<Segment>> segments_;
     std::vector<std::uint32_t> free_segments_;

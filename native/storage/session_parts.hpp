@@ -21,12 +21,22 @@ struct Session::Pending {
     bool is_finished = false;
     std::vector<HoleExtent> holes;
 
+    // For another operation; what has room keeps it.
+    void begin_anew(const Operation& next) noexcept {
+        operation = next;
+        file.reset();
+        begun = moved = 0;
+        error = 0;
+        segments = checksum = 0;
+        is_last = is_finished = false;
+        holes.clear();
+    }
     bool is_begun() const noexcept { return is_last || begun == operation.length; }
 };
 
 // A part of an operation that fits into a slot of the staging memory.
 struct Session::Segment {
-    std::shared_ptr<Pending> pending; // Empty: the segment is free.
+    Pending* pending = nullptr; // Null: the segment is free.
     verbs::Staging::Slot slot;
     std::uint32_t number = 0;
     std::uint64_t begin = 0;     // In the operation.
@@ -36,17 +46,17 @@ struct Session::Segment {
     bool has_failed = false;
 };
 
-// Looking again and again, for so long after the last piece of work.
+// Looking again and again, for so long after the last piece of work, or for a few times as long.
 class Spin {
 public:
     explicit Spin(std::uint32_t microseconds) : limit_(microseconds), since_(Clock::now()) {}
     void begin() { since_ = Clock::now(); }
-    bool goes_on(bool progress) {
+    bool goes_on(bool progress, unsigned times) {
         const auto now = Clock::now();
         if (progress) {
             since_ = now;
         }
-        return now - since_ < limit_;
+        return now - since_ < times * limit_;
     }
 
 private:

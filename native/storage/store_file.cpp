@@ -171,11 +171,9 @@ Inode::Found Inode::read(int file, std::uint64_t offset, std::size_t length, std
                 const std::size_t whole =
                     std::min(part, present / chunk_bytes - std::min(begin, present / chunk_bytes));
                 std::array<std::uint32_t, chunks_at_once> values;
-                std::array<Sum, chunks_at_once> sums;
                 bool any = false;
-                for (std::size_t index = 0; index < part; ++index) {
-                    sums[index] = sums_.get(first + begin + index);
-                    any |= sums[index].state == SumState::valid;
+                for (std::size_t index = 0; index < part && !any; ++index) {
+                    any = sums_.get(first + begin + index).state == SumState::valid;
                 }
                 if (!any) {
                     continue;
@@ -183,9 +181,10 @@ Inode::Found Inode::read(int file, std::uint64_t offset, std::size_t length, std
                 crc32c_chunks(slot.data() + begin * chunk_bytes, chunk_bytes, whole, values.data());
                 for (std::size_t index = 0; index < part && bad == count; ++index) {
                     const std::size_t at = (begin + index) * chunk_bytes;
-                    const bool is_plain = index < whole && sums[index].length == chunk_bytes;
-                    if (sums[index].state == SumState::valid &&
-                        (is_plain ? sums[index].crc != values[index]
+                    const Sum sum = sums_.get(first + begin + index);
+                    const bool is_plain = index < whole && sum.length == chunk_bytes;
+                    if (sum.state == SumState::valid &&
+                        (is_plain ? sum.crc != values[index]
                                   : !is_right(first + begin + index,
                                               slot.subspan(at, std::min(chunk_bytes, present - at))))) {
                         bad = begin + index;

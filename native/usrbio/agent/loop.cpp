@@ -1,6 +1,7 @@
 #include "usrbio/agent/loop.hpp"
 
 #include <poll.h>
+#include <pthread.h>
 #include <sched.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
@@ -13,6 +14,8 @@ namespace gdrkit::usrbio::agent {
 namespace {
 
 constexpr unsigned looks_a_receive = 4;
+// So much longer it looks with operations in flight, of which one will end soon.
+constexpr int spins_in_flight = 4;
 
 std::int64_t nanoseconds_of(std::chrono::steady_clock::time_point when) noexcept {
     return std::chrono::duration_cast<std::chrono::nanoseconds>(when.time_since_epoch()).count();
@@ -259,6 +262,7 @@ std::vector<Event> Loop::events(std::chrono::milliseconds timeout) {
 }
 
 void Loop::run() {
+    pthread_setname_np(pthread_self(), "gdrkit-loop");
     Clock::time_point last_work = Clock::now();
     for (unsigned vain = 0; !is_stopping_;) {
         bool worked = run_commands();
@@ -272,7 +276,7 @@ void Loop::run() {
         worked |= is_silent(now);
         if (worked) {
             last_work = now;
-        } else if (now - last_work >= options_.spin) {
+        } else if (now - last_work >= options_.spin * (has_flights() ? spins_in_flight : 1)) {
             sleep();
             last_work = Clock::now();
             vain = 0;
