@@ -19,9 +19,10 @@
 namespace gdrkit::twin::verbs {
 
 // Looks for a short time, before anybody sleeps: for what another thread or process is about to do this is less work
-// for both than sleeping and waking. Others that could run on this processor come first. False when it was not seen.
+// for both than sleeping and waking, which costs tens of microseconds where the other one is on another processor of a
+// virtual machine. Others that could run on this processor come first. False when it was not seen.
 template <typename Seen> bool spin_until(Seen seen) {
-    constexpr std::chrono::microseconds spin_time{20};
+    constexpr std::chrono::microseconds spin_time{100};
     const auto end = std::chrono::steady_clock::now() + spin_time;
     while (!seen()) {
         sched_yield();

@@ -7,6 +7,9 @@
 namespace gdrkit::twin::verbs {
 namespace {
 
+// Room for so many requests of a list is made at once.
+constexpr std::size_t list_usual = 16;
+
 bool is_atomic(ibv_wr_opcode opcode) {
     return opcode == IBV_WR_ATOMIC_CMP_AND_SWP || opcode == IBV_WR_ATOMIC_FETCH_AND_ADD;
 }
@@ -76,7 +79,7 @@ SendWork take_over(const ibv_send_wr& wr, bool all_signaled, std::uint64_t total
     if (work.is_inline) {
         work.data = gather_now(wr, total);
     } else {
-        work.pieces.assign(wr.sg_list, wr.sg_list + wr.num_sge);
+        work.pieces.assign(wr.sg_list, static_cast<std::size_t>(wr.num_sge));
     }
     return work;
 }
@@ -85,7 +88,8 @@ SendWork take_over(const ibv_send_wr& wr, bool all_signaled, std::uint64_t total
 
 int QueuePair::post_send(ibv_send_wr* list, ibv_send_wr** bad) {
     // What can be done without the lock: the requester takes it for every answer.
-    std::deque<SendWork> works;
+    std::vector<SendWork> works;
+    works.reserve(list_usual);
     int error = 0;
     ibv_send_wr* wr = list;
     for (; wr != nullptr; wr = wr->next) {

@@ -27,8 +27,31 @@
 #include "ibverbs/region.hpp"
 #include "ibverbs/session.hpp"
 #include "ibverbs/wire.hpp"
+#include "model/fifo.hpp"
 
 namespace gdrkit::twin::verbs {
+
+// The memory that a send request names. Nearly all name one piece, which takes no memory of its own.
+class Pieces {
+public:
+    void assign(const ibv_sge* list, std::size_t count) {
+        count_ = count;
+        if (count == 1) {
+            one_ = *list;
+        } else {
+            many_.assign(list, list + count);
+        }
+    }
+    [[nodiscard]] std::size_t size() const { return count_; }
+    [[nodiscard]] const ibv_sge* begin() const { return count_ == 1 ? &one_ : many_.data(); }
+    [[nodiscard]] const ibv_sge* end() const { return begin() + count_; }
+    [[nodiscard]] const ibv_sge& front() const { return *begin(); }
+
+private:
+    ibv_sge one_{};
+    std::vector<ibv_sge> many_;
+    std::size_t count_ = 0;
+};
 
 struct SendWork {
     std::uint64_t wr_id = 0;
@@ -43,7 +66,7 @@ struct SendWork {
     std::uint64_t compare_or_add = 0;
     std::uint64_t swap = 0;
     std::uint64_t length_bytes = 0;
-    std::vector<ibv_sge> pieces;
+    Pieces pieces;
     // With is_inline: the bytes themselves, taken when the request was posted.
     std::vector<std::byte> data;
 };
@@ -119,8 +142,8 @@ private:
     struct Sending {
         // In the order in which they were posted: not begun; begun, of which all but the last are submitted whole;
         // answered.
-        std::deque<SendWork> taken, begun, finished;
-        std::deque<Chunk> chunks;
+        Fifo<SendWork> taken, begun, finished;
+        Fifo<Chunk> chunks;
         // Requests and answers over this connection.
         std::uint32_t submitted = 0, published = 0, answered = 0;
         std::uint64_t unpublished_bytes = 0;
@@ -173,7 +196,7 @@ private:
     void run_requester();
     bool take_turn(Lock* lock);
     void take_work(const Lock& lock);
-    void give_back_work(const Lock& lock, std::deque<SendWork>* works);
+    void give_back_work(const Lock& lock, Fifo<SendWork>* works);
     void settle(const Lock& lock);
     void abandon(const Lock& lock);
     void complete_late(const Lock& lock, SendWork work, ibv_wc_status status);
@@ -261,7 +284,7 @@ private:
     bool flushing_ = false;
     bool drain_event_wanted_ = false;
     int arriving_count_ = 0;
-    std::deque<SendWork> sends_;
+    Fifo<SendWork> sends_;
     std::deque<ReceiveWork> receives_;
     std::shared_ptr<Slots> send_slots_ = std::make_shared<Slots>();
     std::shared_ptr<Slots> receive_slots_ = std::make_shared<Slots>();

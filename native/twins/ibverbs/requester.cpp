@@ -5,7 +5,6 @@
 #include <sys/socket.h>
 
 #include <algorithm>
-#include <iterator>
 
 #include "ibverbs/queue_pair.hpp"
 #include "model/config.hpp"
@@ -65,25 +64,26 @@ bool QueuePair::take_turn(Lock* lock) {
 }
 
 void QueuePair::take_work(const Lock&) {
-    std::deque<SendWork>& taken = sending_work_.taken;
+    Fifo<SendWork>& taken = sending_work_.taken;
     while (taken.size() < taken_most && !sends_.empty()) {
         taken.push_back(std::move(sends_.front()));
         sends_.pop_front();
     }
 }
 
-void QueuePair::give_back_work(const Lock&, std::deque<SendWork>* works) {
-    sends_.insert(sends_.begin(), std::make_move_iterator(works->begin()), std::make_move_iterator(works->end()));
-    works->clear();
+void QueuePair::give_back_work(const Lock&, Fifo<SendWork>* works) {
+    for (; !works->empty(); works->pop_back()) {
+        sends_.push_front(std::move(works->back()));
+    }
 }
 
 // Completes what was answered and what failed, after a turn.
 void QueuePair::settle(const Lock& lock) {
     Sending& own = sending_work_;
     if (state_ != IBV_QPS_RESET) {
-        for (SendWork& work : own.finished) {
-            count_sent(work);
-            complete_late(lock, std::move(work), IBV_WC_SUCCESS);
+        for (; !own.finished.empty(); own.finished.pop_front()) {
+            count_sent(own.finished.front());
+            complete_late(lock, std::move(own.finished.front()), IBV_WC_SUCCESS);
         }
         // A request that the pair itself interrupted is flushed.
         if (own.failed && *own.failed != IBV_WC_WR_FLUSH_ERR) {
@@ -93,8 +93,9 @@ void QueuePair::settle(const Lock& lock) {
             enter_error(lock, nullptr);
         }
         push_completed(lock);
+    } else {
+        own.finished.clear();
     }
-    own.finished.clear();
     if (own.taken.empty() && own.begun.empty()) {
         stop_sending(lock);
     }
@@ -166,10 +167,9 @@ bool QueuePair::flush(Lock* lock) {
     if (generation != generation_ || !to_flush()) {
         return true;
     }
-    for (const SendWork& work : sends_) {
-        complete_send(*lock, work, IBV_WC_WR_FLUSH_ERR);
+    for (; !sends_.empty(); sends_.pop_front()) {
+        complete_send(*lock, sends_.front(), IBV_WC_WR_FLUSH_ERR);
     }
-    sends_.clear();
     push_completed(*lock);
     ibv_wc flushed{};
     flushed.status = IBV_WC_WR_FLUSH_ERR;
@@ -189,11 +189,14 @@ void QueuePair::rest(Lock* lock) {
     }
     const auto until = time_to_look();
     const bool for_answers = !own.chunks.empty();
-    if (for_answers) {
+    // Who has a peer has just worked, and the next request is as near as an answer.
+    if (link_ != nullptr) {
+        const auto answers = [&] { return for_answers ? link_->answered() - own.answered : 0; };
+        const std::uint32_t enough = for_answers ? worth_waking() : 1;
         lock->unlock();
-        const bool seen = spin_until([&] { return news_ || link_->answered() - own.answered >= worth_waking(); });
+        const bool seen = spin_until([&] { return news_ || answers() >= enough; });
         lock->lock();
-        if (seen || news_ || link_->answered() != own.answered) {
+        if (seen || news_ || answers() > 0) {
             return;
         }
     }

@@ -138,7 +138,7 @@ bool QueuePair::begin_next(const ibv_qp_attr& attr) {
     if (must_wait(own.taken.front(), site)) {
         return false;
     }
-    const SendWork& work = own.begun.emplace_back(std::move(own.taken.front()));
+    const SendWork& work = own.begun.push_back(std::move(own.taken.front()));
     own.taken.pop_front();
     if (const ibv_wc_status status = prepare(work, site, attr); status != IBV_WC_SUCCESS) {
         own.stopped = status;

@@ -10,13 +10,16 @@
 #include <csignal>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <functional>
+#include <random>
 #include <string>
 #include <thread>
 
 #include "model/config.hpp"
 #include "model/dmabuf.hpp"
 #include "model/fault.hpp"
+#include "model/fifo.hpp"
 #include "model/ledger.hpp"
 #include "model/rendezvous.hpp"
 #include "tests/check.hpp"
@@ -328,6 +331,34 @@ void a_malformed_variable_is_an_error_not_a_guess() {
     CHECK(text.find("GDRKIT_TWINS_NICS=many") != std::string::npos);
 }
 
+void a_fifo_is_a_deque_that_keeps_its_memory() {
+    Fifo<int> fifo;
+    std::deque<int> same;
+    std::mt19937 chance(5);
+    for (int number = 0; number < 20000; ++number) {
+        // Long phases in which it grows, and in which it empties.
+        const bool grows = chance() % 100 < (number / 1000 % 2 == 0 ? 70U : 30U);
+        if (grows || same.empty()) {
+            const bool at_end = chance() % 4 != 0;
+            at_end ? fifo.push_back(number) : fifo.push_front(number);
+            at_end ? same.push_back(number) : same.push_front(number);
+        } else if (chance() % 4 != 0) {
+            fifo.pop_front();
+            same.pop_front();
+        } else {
+            fifo.pop_back();
+            same.pop_back();
+        }
+        CHECK(fifo.size() == same.size() && fifo.empty() == same.empty());
+        for (std::size_t index = 0; index < same.size(); ++index) {
+            CHECK(fifo[index] == same[index]);
+        }
+        CHECK(same.empty() || (fifo.front() == same.front() && fifo.back() == same.back()));
+    }
+    fifo.clear();
+    CHECK(fifo.empty() && fifo.push_back(7) == 7 && fifo.size() == 1);
+}
+
 } // namespace
 
 int main() {
@@ -349,5 +380,6 @@ int main() {
     the_control_service_answers_and_survives_strangers();
     the_control_service_takes_no_signal();
     extents_that_do_not_fit_are_refused();
+    a_fifo_is_a_deque_that_keeps_its_memory();
     return 0;
 }
