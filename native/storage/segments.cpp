@@ -13,12 +13,14 @@ namespace {
 // Of one segment: holes of which more follow arrive as zeros.
 constexpr std::uint32_t transfers_a_segment_max = 64;
 constexpr std::size_t small_segment_bytes = 32768;
+// So many segments begin before the session looks again at what has ended: whoever waits for that has the next work.
+constexpr unsigned begun_a_round = 16;
 
 } // namespace
 
 bool Session::advance() {
     bool any = false;
-    while (!waiting_.empty() && !broken_) {
+    for (unsigned begun = 0; begun < begun_a_round && !waiting_.empty() && !broken_; ++begun) {
         Pending& pending = *waiting_.front();
         // One that failed in an earlier part begins no further one.
         if (!pending.is_begun() && !begin_segment(pending)) {
