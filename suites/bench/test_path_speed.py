@@ -81,8 +81,10 @@ def set_apart(agent: AgentProcess, cores: list[int]) -> None:
     """The server's session gets the last core, everything else the first."""
     for process in (os.getpid(), agent.process.pid, agent.server_process_id()):
         for task in Path(f"/proc/{process}/task").iterdir():
-            name = (task / "comm").read_text().strip()
-            os.sched_setaffinity(int(task.name), {cores[-1] if name == "gdrkit-session" else cores[0]})
+            # One that ends meanwhile needs no core.
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                name = (task / "comm").read_text().strip()
+                os.sched_setaffinity(int(task.name), {cores[-1] if name == "gdrkit-session" else cores[0]})
 
 
 def measure(agent: AgentProcess, path: Path, kind: str, cores: list[int]) -> dict[str, list[dict[str, Any]]]:
