@@ -1,6 +1,7 @@
-// What a path through a server and a NIC does to the bytes at least, and nothing else: one thread reads pieces of the
+// What the path does to the bytes, in the same order and by as many threads, and nothing else: one reads pieces of the
 // file into staging memory and sums them chunk by chunk, another, on a processor of its own, copies them to where they
-// are wanted. No ring, no frames, no keys, no wakes: no path of two processes is faster on this machine.
+// are wanted. No ring, no frames, no keys, no wakes. It is no limit of the machine: other pieces, or two threads that
+// each do all of it, may be faster.
 #pragma once
 
 #include <fcntl.h>

@@ -1,6 +1,6 @@
 // How fast reads go through ring, agent, server and NIC, beside what the kernel does with the same cached file in the
 // same run: 4 KiB at random places at depth 64 beside io_uring, 1 MiB in a row at depth 8 beside one thread's pread,
-// and both beside the copies that no such path can do without. All of them read into as much memory as the path does.
+// and both beside the copies of the path alone. All of them read into as much memory as the path does.
 // They take turns, round by round, so that what else the machine does meets all.
 //
 //     path_bench MOUNT FILE [--kind host|device] [--rounds 5] [--ms 200] [--only TURN]
@@ -299,6 +299,10 @@ int main(int count, char** arguments) {
             asked.only = value;
         } else if (option == "--cores") {
             const std::size_t middle = value.find(',');
+            if (middle == std::string::npos) {
+                std::fprintf(stderr, "path_bench: --cores wants two numbers, as 0,1\n");
+                return 2;
+            }
             asked.cores = {std::atoi(value.c_str()), std::atoi(value.c_str() + middle + 1)};
         } else if (option == "--pid") {
             const std::size_t middle = value.find('=');
