@@ -2,8 +2,8 @@
 
 On two idle cores 4 KiB reads at depth 64 should reach a quarter of io_uring's, and 1 MiB reads half of one thread's
 `pread`. That is no assertion: the machine may be busy. Beside it stand what an operation costs in processor time, which
-others disturb less, and how far the copies alone come that no path of two processes can do without: what they do not
-reach on a machine, no path does. `nox -s bench` builds the program that measures.
+others disturb less, and how far the copies of this path come alone: what they lack, less work around them cannot give.
+`nox -s bench` builds the program that measures.
 
 All of it has two cores, also where there are more. Where its threads run is first left to the system; then the thread
 that reads and sums for the server, which has as much to do as all others together, gets a core of its own.
@@ -79,7 +79,9 @@ def two_cores() -> Iterator[list[int]]:
 
 def set_apart(agent: AgentProcess, cores: list[int]) -> None:
     """The server's session gets the last core, everything else the first."""
-    for process in (os.getpid(), agent.process.pid, agent.server_process_id()):
+    # Of this process the thread that starts the client, which is what two_cores() puts back.
+    os.sched_setaffinity(0, {cores[0]})
+    for process in (agent.process.pid, agent.server_process_id()):
         for task in Path(f"/proc/{process}/task").iterdir():
             # One that ends meanwhile needs no core.
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):

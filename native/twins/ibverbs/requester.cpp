@@ -189,7 +189,7 @@ void QueuePair::rest(Lock* lock) {
     }
     const auto until = time_to_look();
     const bool for_answers = !own.chunks.empty();
-    // Who has a peer has just worked, and the next request is as near as an answer.
+    // A pair with a peer that comes here has worked or was woken, and the next request is as near as an answer.
     if (link_ != nullptr) {
         const auto answers = [&] { return for_answers ? link_->answered() - own.answered : 0; };
         const std::uint32_t enough = for_answers ? worth_waking() : 1;
