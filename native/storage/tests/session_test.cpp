@@ -226,6 +226,28 @@ void refusals_are_results(const World& world) {
     CHECK(results[3].result == -EBADMSG);
 }
 
+// A session's operations use what earlier ones left; nothing of those shows.
+void an_operation_has_nothing_of_the_one_before(const World& world) {
+    Client client(world.folder, world.store, world.fabric);
+    constexpr std::size_t hole = 65536, data = 8192;
+    CHECK(client.run({client.operation(Opcode::write, hole, 0, data)})[0].result == data);
+    Operation with_holes = client.operation(Opcode::read, 0, 0, hole + data);
+    with_holes.flags = report_holes;
+    CHECK(client.run({with_holes})[0].holes == 1);
+    Operation refused = client.operation(Opcode::write, hole, 0, data);
+    refused.flags = checksum_given;
+    refused.checksum = ~crc32c(client.target.memory.data(), data);
+    CHECK(client.run({refused})[0].result == -EBADMSG);
+    const Result whole = client.run({client.operation(Opcode::read, hole, 0, data)})[0];
+    CHECK(whole.result == data && whole.holes == 0 && whole.checksum == 0);
+    // The second part of a long one after a short one, which had begun and moved other bytes.
+    CHECK(client.run({client.operation(Opcode::read, 0, 0, 3 * hole)})[0].result == hole + data);
+    Operation nothing = client.operation(Opcode::read, 0, 0, 0);
+    nothing.flags = checksum_wanted;
+    const Result empty = client.run({nothing})[0];
+    CHECK(empty.result == 0 && empty.flags == checksum_valid && empty.checksum == 0);
+}
+
 void ended(Session& session) {
     pollfd watched{session.ended_fd(), POLLIN, 0};
     CHECK(poll(&watched, 1, 30000) == 1);
@@ -279,12 +301,12 @@ void closing_in_the_middle(const World& world) {
 } // namespace
 
 int main() {
-    for (const auto test :
-         {what_was_written_is_read, many_operations_each_get_their_result, refusals_are_results,
-          a_key_that_was_taken_back_ends_the_session, garbage_ends_the_session, closing_in_the_middle}) {
+    for (const auto test : {what_was_written_is_read, many_operations_each_get_their_result, refusals_are_results,
+                            an_operation_has_nothing_of_the_one_before, a_key_that_was_taken_back_ends_the_session,
+                            garbage_ends_the_session, closing_in_the_middle}) {
         const World world;
         test(world);
     }
-    std::puts("6 tests passed");
+    std::puts("7 tests passed");
     return 0;
 }
