@@ -62,6 +62,16 @@ class Scene:
         self.traps.catch(trap, process_id)
         self.stopped.add(process_id)
 
+    def catch_unless(self, passed: Callable[[], object], trap: str, process_id: int) -> bool:
+        """Wait for a process in a trap, or for what says that it will not come there any more; whether it is caught."""
+        until(
+            lambda: self.traps.caught(trap, process_id) or passed(), f"process {process_id} in trap {trap}, or past it"
+        )
+        if not self.traps.caught(trap, process_id) and self.traps.unset(trap):
+            return False
+        self.catch(trap, process_id)
+        return True
+
     def pause(self, process_id: int) -> None:
         """Stop a process from outside."""
         pause(process_id)
@@ -218,7 +228,9 @@ def _step_until_written(scene: Scene, root: Path, first: Write) -> bool:
         for _ in range(_TRIES):
             scene.traps.set("poll")
             scene.go_on(scene.server)
-            scene.catch("poll", scene.server)
+            # One look may find all that is left; then there is none after it, and the ring has what was replied.
+            if not scene.catch_unless(lambda: ring.unreaped, "poll", scene.server):
+                return False
             if _holds(root, first):
                 until(lambda: is_idle(scene.agent), "the agent has done what it was told")
                 return not ring.unreaped

@@ -119,9 +119,13 @@ class Traps:
         """The next call stops its process."""
         (self._folder / trap).touch()
 
-    def unset(self, trap: str) -> None:
-        """Nobody ran into it."""
-        (self._folder / trap).unlink()
+    def unset(self, trap: str) -> bool:
+        """Take it away; whether nobody ran into it, and nobody will: the one who does renames it."""
+        try:
+            (self._folder / trap).unlink()
+        except FileNotFoundError:
+            return False
+        return True
 
     def caught(self, trap: str, process_id: int) -> bool:
         """Whether this process is stopped in the call; that the mark is there and the process stopped are one fact."""
