@@ -5,6 +5,7 @@
 
 #include <fcntl.h>
 #include <poll.h>
+#include <signal.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
 #include <sys/un.h>
@@ -90,6 +91,10 @@ AgentConnection::AgentConnection(int fd) noexcept : fd_(fd) {
 }
 
 AgentConnection::~AgentConnection() {
+    if (is_watched_) { // Nobody else has the connection any more.
+        shutdown(fd_.load(), SHUT_RDWR);
+        pthread_join(watcher_, nullptr);
+    }
     {
         const std::lock_guard lock(library_mutex());
         connections().all.erase(this);
@@ -100,6 +105,7 @@ AgentConnection::~AgentConnection() {
 void AgentConnection::abandon() noexcept {
     ended_.store(true, std::memory_order_release);
     gone_.store(true, std::memory_order_release);
+    is_watched_ = false; // A child has no threads of its parent.
     for (std::atomic<int>* held : {&fd_, &process_}) {
         if (const int fd = held->exchange(-1); fd >= 0) {
             close(fd);
@@ -140,6 +146,57 @@ bool AgentConnection::gone_within(int milliseconds) noexcept {
         ended_.store(true, std::memory_order_release);
     }
     return gone();
+}
+
+bool AgentConnection::watch(sem_t* sleeper) noexcept {
+    const std::lock_guard lock(library_mutex());
+    if (!is_watched_ && !gone() && !start_watching()) {
+        return false;
+    }
+    try {
+        sleepers_.push_back(sleeper);
+    } catch (const std::bad_alloc&) {
+        return false;
+    }
+    if (gone()) { // And the thread may have posted all that it knew.
+        sem_post(sleeper);
+    }
+    return true;
+}
+
+void AgentConnection::forget(sem_t* sleeper) noexcept {
+    const std::lock_guard lock(library_mutex());
+    std::erase(sleepers_, sleeper);
+}
+
+bool AgentConnection::start_watching() noexcept {
+    sigset_t all, before;
+    sigfillset(&all);
+    // The application's signals are for its own threads.
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    const int status = pthread_create(
+        &watcher_, nullptr,
+        [](void* connection) -> void* {
+            pthread_setname_np(pthread_self(), "hf3fs-watch");
+            static_cast<AgentConnection*>(connection)->watch_socket();
+            return nullptr;
+        },
+        this);
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    if (status != 0) {
+        log_line(LogLevel::warning, "no thread that watches the agent: %s", std::strerror(status));
+    }
+    is_watched_ = status == 0;
+    return is_watched_;
+}
+
+void AgentConnection::watch_socket() noexcept {
+    while (!gone_within(-1)) {
+    }
+    const std::lock_guard lock(library_mutex());
+    for (sem_t* sleeper : sleepers_) {
+        sem_post(sleeper);
+    }
 }
 
 int AgentConnection::send(const AgentHeader& header, std::span<const iovec> payload,

@@ -4,6 +4,8 @@
 
 #include "usrbio/client/agent_protocol.hpp"
 
+#include <pthread.h>
+#include <semaphore.h>
 #include <sys/types.h>
 #include <sys/uio.h>
 
@@ -13,6 +15,7 @@
 #include <mutex>
 #include <span>
 #include <string>
+#include <vector>
 
 namespace gdrkit::usrbio {
 
@@ -37,8 +40,16 @@ public:
     // As last seen. No system call.
     bool gone() const noexcept { return gone_.load(std::memory_order_acquire); }
 
+    // From now on `sleeper` is posted once the agent is gone, at once if it is so already: who waits on it needs no
+    // timer to notice that. A thread watches the socket, from the first call on until the connection goes. false: there
+    // is no thread to be had; look for yourself. The semaphore's memory stays until forget().
+    bool watch(sem_t* sleeper) noexcept;
+    void forget(sem_t* sleeper) noexcept;
+
     // In a child after fork(): a copy of the socket would keep the parent's publications alive after its death.
     void abandon() noexcept;
+    // This process is such a child.
+    bool abandoned() const noexcept { return fd_.load(std::memory_order_relaxed) < 0; }
 
 private:
     int exchange(AgentRequest type, std::span<const iovec> payload, std::span<const int> descriptors,
@@ -48,6 +59,8 @@ private:
     int end(const char* why, int patience_ms) noexcept;
     bool gone_within(int milliseconds) noexcept;
     void await_death() noexcept;
+    bool start_watching() noexcept;
+    void watch_socket() noexcept;
 
     std::mutex mutex_;
     std::atomic<int> fd_;
@@ -56,6 +69,11 @@ private:
     std::atomic<bool> ended_{false};
     std::atomic<bool> gone_{false};
     std::uint64_t sequence_ = 0;
+
+    // Under library_mutex(), but for the join.
+    std::vector<sem_t*> sleepers_;
+    pthread_t watcher_{};
+    bool is_watched_ = false;
 };
 
 // The connection for a mount. 0 and a connection that was alive just now; -ENOENT: the mount has no agent's socket (it

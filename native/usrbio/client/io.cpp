@@ -44,15 +44,19 @@ timespec later(timespec when, long nanoseconds) noexcept {
     return when;
 }
 
-// An agent that knows the extension wakes who says that it sleeps, so that only its death has to be noticed; of another
-// one, 3FS waits so long for its semaphore. A timer that is due soon is dear: it is programmed into the processor.
-long longest_sleep_ns(bool agent_aware) noexcept {
+long asked_sleep_ns() noexcept {
     static const long asked_ns = [] {
         const char* text = std::getenv("HF3FS_USRBIO_WAIT_JITTER_MS");
         const int milliseconds = text == nullptr ? 0 : std::atoi(text);
         return (milliseconds > 0 ? milliseconds : 0L) * 1000000L;
     }();
-    return asked_ns != 0 ? asked_ns : agent_aware ? 20000000L : 1000000L;
+    return asked_ns;
+}
+
+// An agent that knows the extension wakes who says that it sleeps, so that only its death has to be noticed; of another
+// one, 3FS waits so long for its semaphore. A timer that is due soon is dear: it is programmed into the processor.
+long longest_sleep_ns(bool agent_aware) noexcept {
+    return asked_sleep_ns() != 0 ? asked_sleep_ns() : agent_aware ? 20000000L : 1000000L;
 }
 
 class Wait {
@@ -67,6 +71,9 @@ public:
             spin();
         }
         while (filled_ < least_) {
+            if (ring_.broken()) { // Nothing that comes from this agent can be told apart.
+                handle_.gone.store(true, std::memory_order_relaxed);
+            }
             if (handle_.agent_gone()) {
                 return failed();
             }
@@ -75,6 +82,7 @@ public:
             }
             take();
         }
+        ring_.slept(sleeps_);
         return static_cast<int>(filled_);
     }
 
@@ -111,12 +119,31 @@ private:
         handle_.spins = limit / 2;
     }
 
-    // false: the deadline has passed. The clock is read only when nothing came in time: what was computed for an
-    // earlier wait serves the next ones, until it is over.
+    // false: the deadline has passed.
     bool sleep() noexcept {
+        // Before the announcement: to have the agent watched takes its time, once.
+        const bool is_timed =
+            deadline_ != nullptr || !ring_.agent_aware() || asked_sleep_ns() != 0 || !handle_.is_watched();
         if (!ring_.prepare_to_sleep()) {
             return true;
         }
+        ++sleeps_;
+        if (is_timed) {
+            return sleep_with_timer();
+        }
+        // Any timer costs each sleep some 200 ns, though it hardly ever expires.
+        if (sem_wait(ring_.completed()) != 0) {
+            ring_.woke();
+        }
+        if (ring_.agent_ended()) {
+            handle_.look_for_agent();
+        }
+        return true;
+    }
+
+    // The clock is read only when nothing came in time: what was computed for an earlier wait serves the next ones,
+    // until it is over.
+    bool sleep_with_timer() noexcept {
         const bool deadline_first = deadline_ != nullptr && before(*deadline_, handle_.next_look);
         if (sem_timedwait(ring_.completed(), deadline_first ? deadline_ : &handle_.next_look) == 0) {
             // Who posted has taken the announcement back.
@@ -153,6 +180,7 @@ private:
     std::uint32_t least_;
     const timespec* deadline_;
     std::uint32_t filled_ = 0;
+    std::uint32_t sleeps_ = 0;
 };
 
 } // namespace
@@ -212,7 +240,14 @@ int hf3fs_wait_for_ios(const hf3fs_ior* ior, hf3fs_cqe* cqes, int cqec, int min_
     const auto most = static_cast<std::uint32_t>(cqec);
     const std::uint32_t least =
         min_results < 0 ? 0 : static_cast<std::uint32_t>(min_results < cqec ? min_results : cqec);
-    const std::lock_guard lock(handle->reaping);
+    std::unique_lock lock(handle->reaping, std::try_to_lock);
+    if (!lock.owns_lock()) {
+        // In a forked child nobody gives back what a thread of the parent held.
+        if (handle->agent != nullptr && handle->agent->abandoned()) {
+            return -EREMOTEIO;
+        }
+        lock.lock();
+    }
     Wait wait(*handle, cqes, most, least, abs_timeout);
     return wait.run();
 }

@@ -178,6 +178,7 @@ void hf3fs_iordestroy(hf3fs_ior* ior) {
     }
     const std::unique_ptr<RingHandle> handle(static_cast<RingHandle*>(ior->iorh));
     ior->iorh = nullptr;
+    handle->stop_watching();
     // Wrapped memory is the caller's.
     if (ior->iov.iovh != nullptr) {
         hf3fs_iovdestroy(&ior->iov);

@@ -21,7 +21,8 @@
  *
  * Environment, read once: HF3FS_USRBIO_LIB_LOG (DBG, INFO, WARN, ERR, OFF; default WARN; to stderr),
  * HF3FS_USRBIO_WAIT_JITTER_MS (longest sleep of a wait before it looks again whether the agent lives; default 1, and 20
- * with an agent that is known to wake who sleeps).
+ * with an agent that is known to wake who sleeps; there a wait without a deadline does not look at all by default: a
+ * thread of the library, which it starts when it first sleeps, tells it).
  */
 #ifndef HF3FS_USRBIO_H
 #define HF3FS_USRBIO_H

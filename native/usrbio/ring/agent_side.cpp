@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <new>
+#include <utility>
 
 namespace gdrkit::usrbio {
 
@@ -17,7 +18,8 @@ template <typename T> T copied(const T& shared) noexcept {
 } // namespace
 
 AgentRing::AgentRing(const RingView& view, std::int32_t io_depth, std::int64_t timeout_ns)
-    : view_(view), io_depth_(io_depth), timeout_ns_(timeout_ns), positions_(view.slots) {}
+    : view_(view), announcement_(view.extension->agent), io_depth_(io_depth), timeout_ns_(timeout_ns),
+      positions_(view.slots) {}
 
 int AgentRing::attach(void* memory, std::size_t bytes, std::int32_t io_depth, std::int64_t timeout_ns,
                       std::unique_ptr<AgentRing>& ring) noexcept {
@@ -46,7 +48,7 @@ int AgentRing::attach(void* memory, std::size_t bytes, std::int32_t io_depth, st
     // The agent makes the semaphore, as the daemon of 3FS does: whatever the memory held, it begins at 0.
     sem_init(view.completed, 1, 0);
     SideState& agent = view.extension->agent;
-    agent.sleeping.store(0, std::memory_order_relaxed);
+    agent.sleeping.store(sleeps_not, std::memory_order_relaxed);
     agent.ended.store(0, std::memory_order_relaxed);
     agent.magic.store(extension_magic, std::memory_order_release);
     return 0;
@@ -120,7 +122,12 @@ std::size_t AgentRing::claim(std::span<ClaimedOperation> out, std::int64_t now_n
         fail();
         return 0;
     }
-    seen_head_ = static_cast<std::uint32_t>(head);
+    if (seen_head_ != static_cast<std::uint32_t>(head)) {
+        seen_head_ = static_cast<std::uint32_t>(head);
+        if (++news_ > 1 && announcement_.stays()) {
+            announcement_.settle(news_);
+        }
+    }
     std::size_t count = std::min(ripen(available, now_ns), out.size());
     nothing_due_ = ripe_ == 0;
     room_short_ = false;
@@ -170,14 +177,11 @@ void AgentRing::flush() noexcept {
     // First the tail: who has seen the completion finds room for its next submission.
     view_.indices->submission_tail.store(static_cast<std::int32_t>(submission_tail_), std::memory_order_release);
     view_.indices->completion_head.store(static_cast<std::int32_t>(completion_head_), std::memory_order_seq_cst);
-    SideState& application = view_.extension->application;
-    if (application.magic.load(std::memory_order_relaxed) != extension_magic) {
+    if (view_.extension->application.magic.load(std::memory_order_relaxed) != extension_magic) {
         for (; unpublished_ != 0; --unpublished_) {
             sem_post(view_.completed);
         }
-    } else if (application.sleeping.load(std::memory_order_seq_cst) != 0) {
-        // No exchange: should it overwrite a later announcement, then the post wakes that sleep.
-        application.sleeping.store(0, std::memory_order_relaxed);
+    } else if (must_wake(view_.extension->application)) {
         sem_post(view_.completed);
     }
     unpublished_ = 0;
@@ -187,7 +191,11 @@ bool AgentRing::prepare_to_sleep() noexcept {
     if (broken_) {
         return false;
     }
-    view_.extension->agent.sleeping.store(1, std::memory_order_seq_cst);
+    // A sleep that another ring's application ended says nothing of this one's.
+    if (news_ != 0) {
+        announcement_.settle(std::exchange(news_, 0));
+    }
+    announcement_.announce();
     const std::int32_t head = view_.indices->submission_head.load(std::memory_order_seq_cst);
     // What waits for room in the completion queue waits for the application, which posts after it reaped.
     const bool idle = static_cast<std::uint32_t>(head) == seen_head_ && (nothing_due_ || room_short_);

@@ -3,6 +3,7 @@
 // broken and stays so. One thread at a time; nothing here allocates or throws after attach().
 #pragma once
 
+#include "usrbio/ring/announcement.hpp"
 #include "usrbio/ring/view.hpp"
 
 #include <cstdint>
@@ -49,7 +50,7 @@ public:
     // do not sleep; the announcement is taken back.
     bool prepare_to_sleep() noexcept;
     // After it, for every ring for which prepare_to_sleep() said true.
-    void woke() noexcept { view_.extension->agent.sleeping.store(0, std::memory_order_seq_cst); }
+    void woke() noexcept { announcement_.take_back(); }
 
     // The application wrote what cannot be, and the ring has told it: drop it when outstanding() is 0.
     bool broken() const noexcept { return broken_; }
@@ -71,12 +72,14 @@ private:
     void fail() noexcept;
 
     RingView view_;
+    Announcement announcement_;
     std::int32_t io_depth_;
     std::int64_t timeout_ns_;
     std::int64_t held_until_ns_ = -1;
     std::vector<Position> positions_;
     std::uint32_t claimed_ = 0;         // The next submission to claim.
     std::uint32_t seen_head_ = 0;       // The last submission_head that was looked at.
+    std::uint32_t news_ = 0;            // How often it was another one since the last sleep.
     std::uint32_t submission_tail_ = 0; // Everything before it is done; what the memory says is never read back.
     std::uint32_t completion_head_ = 0;
     std::uint32_t completion_tail_ = 0; // As last seen.

@@ -5,7 +5,8 @@
 namespace gdrkit::usrbio {
 
 ApplicationRing::ApplicationRing(const RingView& view)
-    : view_(view), in_use_(std::make_unique<std::atomic<std::uint8_t>[]>(view.slots)) {}
+    : view_(view), in_use_(std::make_unique<std::atomic<std::uint8_t>[]>(view.slots)),
+      announcement_(view.extension->application) {}
 
 int ApplicationRing::attach(void* memory, std::size_t bytes, std::unique_ptr<ApplicationRing>& ring) noexcept {
     RingView view;
@@ -28,7 +29,7 @@ int ApplicationRing::attach(void* memory, std::size_t bytes, std::unique_ptr<App
     ring->tail_ = static_cast<std::uint32_t>(tail);
     ring->completion_tail_ = static_cast<std::uint32_t>(completion_tail);
     SideState& application = view.extension->application;
-    application.sleeping.store(0, std::memory_order_relaxed);
+    application.sleeping.store(sleeps_not, std::memory_order_relaxed);
     application.ended.store(0, std::memory_order_relaxed);
     application.magic.store(extension_magic, std::memory_order_release);
     return 0;

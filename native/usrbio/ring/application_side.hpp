@@ -2,6 +2,7 @@
 // the free slots on their way back. Nothing here makes a system call, except that submit() may post a semaphore.
 #pragma once
 
+#include "usrbio/ring/announcement.hpp"
 #include "usrbio/ring/view.hpp"
 
 #include <cstdint>
@@ -54,16 +55,7 @@ public:
             view_.indices->submission_head.store(static_cast<std::int32_t>(head_), std::memory_order_seq_cst);
             published_ = head_;
         }
-        if (!agent_aware()) {
-            return true;
-        }
-        SideState& agent = view_.extension->agent;
-        if (agent.sleeping.load(std::memory_order_seq_cst) == 0) {
-            return false;
-        }
-        // No exchange: should it overwrite a later announcement, then the post that follows wakes that sleep.
-        agent.sleeping.store(0, std::memory_order_relaxed);
-        return true;
+        return !agent_aware() || must_wake(view_.extension->agent);
     }
 
     // -- the thread that reaps ----------------------------------------------------------------------------------
@@ -117,7 +109,7 @@ public:
     // Before this side sleeps on completed(): announces it. false: there is a completion; the announcement is taken
     // back.
     bool prepare_to_sleep() noexcept {
-        view_.extension->application.sleeping.store(1, std::memory_order_seq_cst);
+        announcement_.announce();
         if (view_.indices->completion_head.load(std::memory_order_seq_cst) !=
             static_cast<std::int32_t>(completion_tail_)) {
             woke();
@@ -125,17 +117,20 @@ public:
         }
         return true;
     }
-    void woke() noexcept { view_.extension->application.sleeping.store(0, std::memory_order_seq_cst); }
+    void woke() noexcept { announcement_.take_back(); }
+    // A wait is over, in which this side slept so often.
+    void slept(std::uint32_t times) noexcept { announcement_.settle(times); }
 
     // -- either -------------------------------------------------------------------------------------------------
 
     bool agent_aware() const noexcept {
         return view_.extension->agent.magic.load(std::memory_order_relaxed) == extension_magic;
     }
-    // The agent is through with this ring, or wrote what cannot be.
+    // The agent wrote what cannot be.
+    bool broken() const noexcept { return broken_.load(std::memory_order_relaxed); }
+    // The agent is through with this ring, or it is broken.
     bool agent_ended() const noexcept {
-        return broken_.load(std::memory_order_relaxed) ||
-               (agent_aware() && view_.extension->agent.ended.load(std::memory_order_acquire) != 0);
+        return broken() || (agent_aware() && view_.extension->agent.ended.load(std::memory_order_acquire) != 0);
     }
     sem_t* completed() const noexcept { return view_.completed; }
     std::uint32_t entries() const noexcept { return view_.slots - 1; }
@@ -164,7 +159,8 @@ private:
     std::uint32_t freed_seen_ = 0;
     std::uint32_t published_ = 0; // Of head_.
 
-    alignas(64) std::uint32_t completion_tail_ = 0;
+    alignas(64) Announcement announcement_;
+    std::uint32_t completion_tail_ = 0;
     std::atomic<std::uint32_t> freed_{0};
     std::atomic<bool> broken_{false};
 };

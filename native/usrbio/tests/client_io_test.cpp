@@ -4,9 +4,13 @@
 #include <signal.h>
 #include <sys/wait.h>
 
+#include <atomic>
 #include <climits>
 #include <cstring>
+#include <filesystem>
+#include <fstream>
 #include <numeric>
+#include <string>
 #include <thread>
 
 using namespace gdrkit::usrbio;
@@ -161,16 +165,91 @@ void the_agent_dies() {
     CHECK_EQUAL(shared_memories(), before);
 }
 
+void an_agent_that_writes_nonsense_ends_the_wait() {
+    Mount mount;
+    Agent agent(mount);
+    Session session(mount);
+    agent.hold = true;
+    CHECK(session.read(0, 1) >= 0);
+    CHECK_EQUAL(hf3fs_submit_ios(&session.reads), 0);
+    hf3fs_cqe cqe;
+    const timespec soon = in_ms(50);
+    CHECK_EQUAL(hf3fs_wait_for_ios(&session.reads, &cqe, 1, 1, &soon), 0);
+    RingView view;
+    CHECK_EQUAL(RingView::over(session.reads.iov.base, session.reads.iov.size, view), 0);
+    std::thread nonsense([&] {
+        usleep(20000);
+        view.indices->completion_head = 9999;
+        sem_post(view.completed);
+    });
+    CHECK_EQUAL(hf3fs_wait_for_ios(&session.reads, &cqe, 1, 1, nullptr), 1);
+    CHECK_EQUAL(cqe.result, -EREMOTEIO);
+    CHECK_EQUAL(session.read(0, 1), -EREMOTEIO);
+    nonsense.join();
+}
+
+bool has_watcher() {
+    for (const auto& task : std::filesystem::directory_iterator("/proc/self/task")) {
+        std::ifstream name(task.path() / "comm");
+        std::string text;
+        if (std::getline(name, text) && text == "hf3fs-watch") {
+            return true;
+        }
+    }
+    return false;
+}
+
+// One operation that the agent holds back for so long that its wait sleeps.
+void read_asleep(Session& session, Agent& agent, const timespec* deadline) {
+    agent.hold = true;
+    CHECK(session.read(0, 1) >= 0);
+    CHECK_EQUAL(hf3fs_submit_ios(&session.reads), 0);
+    std::thread release([&] {
+        usleep(10000);
+        agent.hold = false;
+    });
+    hf3fs_cqe cqe;
+    CHECK_EQUAL(hf3fs_wait_for_ios(&session.reads, &cqe, 1, 1, deadline), 1);
+    CHECK_EQUAL(cqe.result, 0);
+    release.join();
+}
+
+void who_waits_without_a_deadline_has_the_agent_watched() {
+    Mount mount;
+    Agent agent(mount);
+    {
+        Session session(mount);
+        const timespec deadline = in_ms(10000);
+        read_asleep(session, agent, &deadline);
+        CHECK(!has_watcher()); // Its timer looks after the agent.
+        read_asleep(session, agent, nullptr);
+        CHECK(has_watcher());
+        read_asleep(session, agent, nullptr);
+    }
+    CHECK(!has_watcher());
+}
+
 // Not under tsan, which does not follow threads over a fork.
 [[maybe_unused]] void a_forked_child_stands_alone() {
     Mount mount;
     Agent agent(mount);
     Session session(mount);
     becomes([&] { return agent.connections == 1; });
+    read_asleep(session, agent, nullptr); // A child has no thread that watches.
+    std::atomic<bool> waits{false};
+    std::thread waiting([&] { // With a lock that the child inherits.
+        hf3fs_cqe cqe;
+        const timespec deadline = in_ms(1000);
+        waits = true;
+        CHECK_EQUAL(hf3fs_wait_for_ios(&session.writes, &cqe, 1, 1, &deadline), 0);
+    });
+    becomes([&] { return waits.load(); });
+    usleep(20000);
     const pid_t child = fork();
     CHECK(child >= 0);
     if (child == 0) {
         hf3fs_cqe cqe;
+        CHECK_EQUAL(hf3fs_wait_for_ios(&session.writes, &cqe, 1, 1, nullptr), -EREMOTEIO);
         CHECK_EQUAL(session.read(0, 1), -EREMOTEIO);
         CHECK_EQUAL(hf3fs_wait_for_ios(&session.reads, &cqe, 1, 1, nullptr), -EREMOTEIO);
         hf3fs_iordestroy(&session.writes);
@@ -186,6 +265,8 @@ void the_agent_dies() {
     int status = -1;
     CHECK_EQUAL(waitpid(child, &status, 0), child);
     CHECK_EQUAL(status, 0);
+    waiting.join();
+    CHECK(has_watcher());
     becomes([&] { return agent.connections == 1; });
     CHECK_EQUAL(agent.publications.load(), 3); // The child took nothing of them.
     hf3fs_cqe cqe;
@@ -261,7 +342,13 @@ void sixty_four_rings_of_eight_threads() {
             CHECK_EQUAL(hf3fs_submit_ios(&session.reads), 0);
             CHECK_EQUAL(hf3fs_wait_for_ios(&session.reads, cqes, 64, 64, nullptr), 64);
         }
-        CHECK_EQUAL(kill(child, SIGKILL), 0);
+        // Who waits without a deadline has no timer, and is told.
+        std::thread killer([&] {
+            usleep(50000);
+            CHECK_EQUAL(kill(child, SIGKILL), 0);
+        });
+        CHECK_EQUAL(hf3fs_wait_for_ios(&session.writes, cqes, 64, 1, nullptr), -EREMOTEIO);
+        killer.join();
         CHECK_EQUAL(waitpid(child, &status, 0), child);
         const int index = session.read(0, 1);
         CHECK(index >= 0 || index == -EREMOTEIO);
@@ -284,6 +371,8 @@ int main() {
     prep_io_refuses();
     waiting_ends();
     the_agent_dies();
+    an_agent_that_writes_nonsense_ends_the_wait();
+    who_waits_without_a_deadline_has_the_agent_watched();
     sixty_four_rings_of_eight_threads();
     return 0;
 }

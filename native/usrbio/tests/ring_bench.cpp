@@ -346,6 +346,8 @@ int main(int argc, char** argv) {
     const int batches = argc > 2 ? std::atoi(argv[2]) : 20000;
     CHECK(rounds > 0 && batches > 0);
     test::Mount mount;
+    // Whose socket the library watches, as it does with any agent; the rings' other sides are of this program.
+    const test::Agent agent(mount, test::Agent::Rings::left_alone);
     Measured spinning{"usrbio, agent spins up to 50 us, 3 batches in flight",
                       [&] { return std::make_unique<Library>(mount, 50000, 3); }};
     Measured alternating{"usrbio, agent spins up to 50 us, 1 batch in flight",

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <sys/mman.h>
 #include <thread>
+#include <time.h>
 
 using namespace gdrkit::usrbio;
 
@@ -197,6 +198,112 @@ void sleepers_are_woken_once() {
     CHECK_EQUAL(pair.reap(), 1u);
 }
 
+void one_round(Pair& pair, std::uint32_t told) {
+    CHECK_EQUAL(pair.claim(), 0u);
+    CHECK(pair.agent->prepare_to_sleep());
+    CHECK_EQUAL(pair.memory.view.extension->agent.sleeping.load(), told);
+    CHECK(pair.prepare(0) >= 0);
+    CHECK(pair.application->submit());
+    pair.agent->woke();
+    CHECK_EQUAL(pair.claim(), 1u);
+    CHECK(pair.application->prepare_to_sleep());
+    CHECK_EQUAL(pair.memory.view.extension->application.sleeping.load(), told);
+    CHECK(pair.agent->complete(pair.claimed[0].position, 0));
+    pair.agent->flush();
+    CHECK_EQUAL(sem_trywait(pair.memory.view.completed), 0);
+    CHECK_EQUAL(pair.reap(), 1u);
+    pair.application->slept(1);
+}
+
+void sides_that_always_sleep_say_it_once_and_for_all() {
+    Pair pair(8);
+    SideState& agent = pair.memory.view.extension->agent;
+    SideState& application = pair.memory.view.extension->application;
+    for (int round = 0; round < 16; ++round) {
+        one_round(pair, sleeps_once);
+        CHECK_EQUAL(agent.sleeping.load(), sleeps_not);
+        CHECK_EQUAL(application.sleeping.load(), sleeps_not);
+    }
+    for (int round = 0; round < 3; ++round) {
+        one_round(pair, sleeps_always);
+        CHECK_EQUAL(agent.sleeping.load(), sleeps_always);
+        CHECK_EQUAL(application.sleeping.load(), sleeps_always);
+    }
+    // A version that takes back whatever it sees gets what it knows: a word for each sleep.
+    agent.sleeping = application.sleeping = sleeps_not;
+    one_round(pair, sleeps_always);
+    // Awake, the agent finds one more; the application finds its completion there.
+    pair.prepare(0);
+    CHECK(pair.application->submit());
+    CHECK_EQUAL(pair.claim(), 1u);
+    CHECK_EQUAL(agent.sleeping.load(), sleeps_not);
+    CHECK(!pair.application->submit());
+    CHECK(pair.agent->complete(pair.claimed[0].position, 0));
+    pair.agent->flush();
+    CHECK_EQUAL(pair.semaphore(), 1);
+    CHECK_EQUAL(sem_trywait(pair.memory.view.completed), 0);
+    CHECK_EQUAL(pair.reap(), 1u);
+    pair.application->slept(0);
+    CHECK_EQUAL(application.sleeping.load(), sleeps_not);
+    one_round(pair, sleeps_once);
+}
+
+// Sleeps of all kinds, of which each must end: a wake-up that got lost is a wait that never ends.
+void nobody_sleeps_for_ever() {
+    constexpr std::uint64_t rounds = 30000;
+    Pair pair(8);
+    sem_t submitted;
+    CHECK_EQUAL(sem_init(&submitted, 0, 0), 0);
+    const auto sleep = [](sem_t* semaphore) {
+        timespec limit{};
+        clock_gettime(CLOCK_REALTIME, &limit);
+        limit.tv_sec += 20;
+        CHECK_EQUAL(sem_timedwait(semaphore, &limit), 0);
+    };
+    std::thread agent([&] {
+        for (std::uint64_t done = 0; done < rounds * 2;) {
+            const std::size_t count = pair.claim();
+            for (std::size_t i = 0; i < count; ++i) {
+                CHECK(pair.agent->complete(pair.claimed[i].position, 0));
+                // Now both in one flush, now each in its own.
+                if (pair.claimed[i].arguments.userdata % 64 < 16) {
+                    pair.agent->flush();
+                }
+            }
+            pair.agent->flush();
+            done += count;
+            if (count == 0 && pair.agent->prepare_to_sleep()) {
+                sleep(&submitted);
+                pair.agent->woke();
+            }
+        }
+    });
+    std::uint32_t always = 0;
+    for (std::uint64_t round = 0; round < rounds; ++round) {
+        for (int i = 0; i < 2; ++i) {
+            CHECK(pair.prepare(round) >= 0);
+            if (i == 1 || round % 128 < 32) {
+                if (pair.application->submit()) {
+                    sem_post(&submitted);
+                }
+            }
+        }
+        std::uint32_t got = pair.reap();
+        std::uint32_t sleeps = 0;
+        for (; got < 2; got += pair.reap()) {
+            if (pair.application->prepare_to_sleep()) {
+                ++sleeps;
+                sleep(pair.memory.view.completed);
+            }
+        }
+        pair.application->slept(sleeps);
+        always += pair.memory.view.extension->application.sleeping.load() == sleeps_always;
+    }
+    agent.join();
+    CHECK(always > 0);
+    CHECK_EQUAL(sem_destroy(&submitted), 0);
+}
+
 void strangers_get_the_plain_protocol() {
     Pair pair(8);
     pair.memory.view.extension->application.magic = 0;
@@ -358,6 +465,8 @@ int main() {
     negative_depth_holds_a_short_batch();
     negative_depth_without_timeout_takes_what_is_there();
     sleepers_are_woken_once();
+    sides_that_always_sleep_say_it_once_and_for_all();
+    nobody_sleeps_for_ever();
     strangers_get_the_plain_protocol();
     hostile_contents_break_the_ring_alone();
     a_reaper_that_sleeps_holds_the_submissions_back();

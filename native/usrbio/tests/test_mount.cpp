@@ -52,7 +52,7 @@ std::vector<std::string> Mount::links() const {
     return names;
 }
 
-Agent::Agent(Mount& mount) : mount_(mount), listener_(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0)) {
+Agent::Agent(Mount& mount, Rings rings) : mount_(mount), listener_(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0)) {
     sockaddr_un address{};
     address.sun_family = AF_UNIX;
     const std::string path = mount.file("3fs-virt/agent.sock");
@@ -62,13 +62,17 @@ Agent::Agent(Mount& mount) : mount_(mount), listener_(socket(AF_UNIX, SOCK_SEQPA
     CHECK_EQUAL(bind(listener_, reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0);
     CHECK_EQUAL(listen(listener_, 16), 0);
     acceptor_ = std::thread([this] { accept_clients(); });
-    drainer_ = std::thread([this] { drain(); });
+    if (rings == Rings::served) {
+        drainer_ = std::thread([this] { drain(); });
+    }
 }
 
 Agent::~Agent() {
     stop_ = true;
     acceptor_.join();
-    drainer_.join();
+    if (drainer_.joinable()) {
+        drainer_.join();
+    }
     for (Client& client : clients_) {
         shutdown(client.socket, SHUT_RDWR);
         client.thread.join();

@@ -42,7 +42,8 @@ private:
 
 class Agent {
 public:
-    explicit Agent(Mount& mount);
+    enum class Rings : std::uint8_t { served, left_alone }; // Left to whoever made this agent.
+    explicit Agent(Mount& mount, Rings rings = Rings::served);
     ~Agent(); // Ends every connection.
 
     std::atomic<int> refuse{0};    // What the next publication or registration answers; 0: it is served.

@@ -1,0 +1,72 @@
+// How a side of a ring says that it sleeps, and how the other one knows that it must wake it.
+//
+// Who wants to sleep says so and then looks for work; who has work publishes it and then looks at what the other said:
+// all four are sequentially consistent, so one of the two sees the other.
+#pragma once
+
+#include "usrbio/ring/layout.hpp"
+
+#include <cstdint>
+
+namespace gdrkit::usrbio {
+
+// What a side says of its own sleep. The word for one sleep goes from processor to processor four times: it is said,
+// seen, taken back, and seen to be gone. A side that always sleeps until the one post that it waits for says it once
+// and for all, and both processors keep the line. It must not stay said by a side that finds work awake: each post that
+// nobody waits for is a vain wake-up later.
+class Announcement {
+public:
+    explicit Announcement(SideState& own) noexcept : own_(&own) {}
+
+    // A round ended, which had so many posts to wait for. Where it was one, again and again, "always" is right.
+    void settle(std::uint32_t posts) noexcept {
+        if (posts == 1) {
+            single_ += single_ < single_enough;
+        } else {
+            single_ = 0;
+            if (stays_) {
+                stays_ = false;
+                own_->sleeping.store(sleeps_not, std::memory_order_seq_cst);
+            }
+        }
+    }
+
+    // Before the last look for work.
+    void announce() noexcept {
+        stays_ = single_ == single_enough;
+        if (!stays_) {
+            own_->sleeping.store(sleeps_once, std::memory_order_seq_cst);
+        } else if (own_->sleeping.load(std::memory_order_relaxed) != sleeps_always) {
+            // For the first time, or the other side is of a version that takes back whatever it sees.
+            own_->sleeping.store(sleeps_always, std::memory_order_seq_cst);
+        }
+    }
+
+    // After the sleep, or instead of it.
+    void take_back() noexcept {
+        if (!stays_) {
+            own_->sleeping.store(sleeps_not, std::memory_order_seq_cst);
+        }
+    }
+
+    bool stays() const noexcept { return stays_; }
+
+private:
+    static constexpr std::uint32_t single_enough = 16;
+
+    SideState* own_;
+    std::uint32_t single_ = 0; // Rounds in a row with one post.
+    bool stays_ = false;
+};
+
+// After the work was published: whether the other side must be woken by its semaphore.
+inline bool must_wake(SideState& other) noexcept {
+    const std::uint32_t sleeping = other.sleeping.load(std::memory_order_seq_cst);
+    if (sleeping == sleeps_once) {
+        // No exchange: should it overwrite a later announcement, then the post that follows wakes that sleep.
+        other.sleeping.store(sleeps_not, std::memory_order_relaxed);
+    }
+    return sleeping != sleeps_not;
+}
+
+} // namespace gdrkit::usrbio
