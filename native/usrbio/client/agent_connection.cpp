@@ -5,6 +5,7 @@
 
 #include <fcntl.h>
 #include <poll.h>
+#include <pthread.h>
 #include <signal.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
@@ -93,7 +94,7 @@ AgentConnection::AgentConnection(int fd) noexcept : fd_(fd) {
 AgentConnection::~AgentConnection() {
     if (is_watched_) { // Nobody else has the connection any more.
         shutdown(fd_.load(), SHUT_RDWR);
-        pthread_join(watcher_, nullptr);
+        watch_ended_->acquire();
     }
     {
         const std::lock_guard lock(library_mutex());
@@ -169,24 +170,43 @@ void AgentConnection::forget(sem_t* sleeper) noexcept {
     std::erase(sleepers_, sleeper);
 }
 
+struct AgentConnection::Watch {
+    AgentConnection* connection;
+    std::shared_ptr<std::binary_semaphore> ended; // Outlives the connection for as long as it is being released.
+};
+
 bool AgentConnection::start_watching() noexcept {
+    std::unique_ptr<Watch> watch;
+    try {
+        watch_ended_ = std::make_shared<std::binary_semaphore>(0);
+        watch.reset(new Watch{this, watch_ended_});
+    } catch (const std::bad_alloc&) {
+        return false;
+    }
     sigset_t all, before;
     sigfillset(&all);
     // The application's signals are for its own threads.
     pthread_sigmask(SIG_SETMASK, &all, &before);
+    pthread_t watcher{};
     const int status = pthread_create(
-        &watcher_, nullptr,
-        [](void* connection) -> void* {
+        &watcher, nullptr,
+        [](void* given) -> void* {
             pthread_setname_np(pthread_self(), "hf3fs-watch");
-            static_cast<AgentConnection*>(connection)->watch_socket();
+            const std::unique_ptr<Watch> own(static_cast<Watch*>(given));
+            own->connection->watch_socket();
+            own->ended->release();
             return nullptr;
         },
-        this);
+        watch.get());
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
     if (status != 0) {
         log_line(LogLevel::warning, "no thread that watches the agent: %s", std::strerror(status));
     }
     is_watched_ = status == 0;
+    if (is_watched_) { // Publications that could not be taken back keep a connection for ever, and nobody joins then.
+        watch.release();
+        pthread_detach(watcher);
+    }
     return is_watched_;
 }
 
@@ -379,15 +399,13 @@ int agent_connection(const char* mount, std::shared_ptr<AgentConnection>& connec
             }
             // Two threads may have made one each: the first stays, unless it ended in the meantime. A connection that
             // closes does so after the lock.
-            std::shared_ptr<AgentConnection> kept;
+            std::shared_ptr<AgentConnection> kept, other;
             {
                 const std::lock_guard lock(library_mutex());
                 std::weak_ptr<AgentConnection>& place = connections().by_mount[path];
-                kept = place.lock();
-                if (kept == nullptr || kept == known || kept->ended()) {
-                    place = made;
-                    kept = made;
-                }
+                other = place.lock();
+                kept = other == nullptr || other == known || other->ended() ? made : other;
+                place = kept;
             }
             connection = std::move(kept);
             return 0;

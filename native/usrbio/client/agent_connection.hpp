@@ -4,7 +4,6 @@
 
 #include "usrbio/client/agent_protocol.hpp"
 
-#include <pthread.h>
 #include <semaphore.h>
 #include <sys/types.h>
 #include <sys/uio.h>
@@ -13,6 +12,7 @@
 #include <cstddef>
 #include <memory>
 #include <mutex>
+#include <semaphore>
 #include <span>
 #include <string>
 #include <vector>
@@ -48,8 +48,6 @@ public:
 
     // In a child after fork(): a copy of the socket would keep the parent's publications alive after its death.
     void abandon() noexcept;
-    // This process is such a child.
-    bool abandoned() const noexcept { return fd_.load(std::memory_order_relaxed) < 0; }
 
 private:
     int exchange(AgentRequest type, std::span<const iovec> payload, std::span<const int> descriptors,
@@ -59,6 +57,7 @@ private:
     int end(const char* why, int patience_ms) noexcept;
     bool gone_within(int milliseconds) noexcept;
     void await_death() noexcept;
+    struct Watch;
     bool start_watching() noexcept;
     void watch_socket() noexcept;
 
@@ -70,10 +69,10 @@ private:
     std::atomic<bool> gone_{false};
     std::uint64_t sequence_ = 0;
 
-    // Under library_mutex(), but for the join.
+    // Under library_mutex(), but in the destructor.
     std::vector<sem_t*> sleepers_;
-    pthread_t watcher_{};
     bool is_watched_ = false;
+    std::shared_ptr<std::binary_semaphore> watch_ended_; // Also the thread's: it has done with all that is here.
 };
 
 // The connection for a mount. 0 and a connection that was alive just now; -ENOENT: the mount has no agent's socket (it

@@ -4,6 +4,7 @@
 #include "usrbio/client/ring_handle.hpp"
 
 #include <cerrno>
+#include <chrono>
 #include <climits>
 #include <cstddef>
 #include <cstdlib>
@@ -59,6 +60,22 @@ long longest_sleep_ns(bool agent_aware) noexcept {
     return asked_sleep_ns() != 0 ? asked_sleep_ns() : agent_aware ? 20000000L : 1000000L;
 }
 
+// While another thread waits on the ring, this one waits for that: no longer than it was asked to wait at all.
+bool lock_in_time(std::unique_lock<std::timed_mutex>& lock, std::uint32_t least, const timespec* deadline) {
+    if (lock.try_lock()) {
+        return true;
+    }
+    if (least == 0) {
+        return false;
+    }
+    if (deadline == nullptr) {
+        lock.lock();
+        return true;
+    }
+    const auto since_epoch = std::chrono::seconds(deadline->tv_sec) + std::chrono::nanoseconds(deadline->tv_nsec);
+    return lock.try_lock_until(std::chrono::system_clock::time_point(since_epoch));
+}
+
 class Wait {
 public:
     Wait(RingHandle& handle, hf3fs_cqe* cqes, std::uint32_t most, std::uint32_t least,
@@ -71,7 +88,8 @@ public:
             spin();
         }
         while (filled_ < least_) {
-            if (ring_.broken()) { // Nothing that comes from this agent can be told apart.
+            // The ring says the end of its agent too, should the post for it be used up; or it is broken.
+            if (ring_.agent_ended()) {
                 handle_.gone.store(true, std::memory_order_relaxed);
             }
             if (handle_.agent_gone()) {
@@ -82,7 +100,7 @@ public:
             }
             take();
         }
-        ring_.slept(sleeps_);
+        ring_.slept(posts_);
         return static_cast<int>(filled_);
     }
 
@@ -127,16 +145,14 @@ private:
         if (!ring_.prepare_to_sleep()) {
             return true;
         }
-        ++sleeps_;
         if (is_timed) {
             return sleep_with_timer();
         }
         // Any timer costs each sleep some 200 ns, though it hardly ever expires.
-        if (sem_wait(ring_.completed()) != 0) {
+        if (sem_wait(ring_.completed()) == 0) {
+            ++posts_;
+        } else {
             ring_.woke();
-        }
-        if (ring_.agent_ended()) {
-            handle_.look_for_agent();
         }
         return true;
     }
@@ -146,10 +162,7 @@ private:
     bool sleep_with_timer() noexcept {
         const bool deadline_first = deadline_ != nullptr && before(*deadline_, handle_.next_look);
         if (sem_timedwait(ring_.completed(), deadline_first ? deadline_ : &handle_.next_look) == 0) {
-            // Who posted has taken the announcement back.
-            if (ring_.agent_ended()) {
-                handle_.look_for_agent();
-            }
+            ++posts_; // Who posted has taken the announcement back, if it was for one sleep.
             return true;
         }
         ring_.woke();
@@ -180,7 +193,7 @@ private:
     std::uint32_t least_;
     const timespec* deadline_;
     std::uint32_t filled_ = 0;
-    std::uint32_t sleeps_ = 0;
+    std::uint32_t posts_ = 0; // That ended a sleep.
 };
 
 } // namespace
@@ -240,13 +253,12 @@ int hf3fs_wait_for_ios(const hf3fs_ior* ior, hf3fs_cqe* cqes, int cqec, int min_
     const auto most = static_cast<std::uint32_t>(cqec);
     const std::uint32_t least =
         min_results < 0 ? 0 : static_cast<std::uint32_t>(min_results < cqec ? min_results : cqec);
-    std::unique_lock lock(handle->reaping, std::try_to_lock);
-    if (!lock.owns_lock()) {
-        // In a forked child nobody gives back what a thread of the parent held.
-        if (handle->agent != nullptr && handle->agent->abandoned()) {
-            return -EREMOTEIO;
-        }
-        lock.lock();
+    if (handle->inherited.load(std::memory_order_relaxed)) [[unlikely]] {
+        return -EREMOTEIO;
+    }
+    std::unique_lock lock(handle->reaping, std::defer_lock);
+    if (!lock_in_time(lock, least, abs_timeout)) {
+        return 0;
     }
     Wait wait(*handle, cqes, most, least, abs_timeout);
     return wait.run();

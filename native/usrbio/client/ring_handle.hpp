@@ -9,6 +9,7 @@
 #include <time.h>
 
 #include <atomic>
+#include <cstdint>
 #include <memory>
 #include <mutex>
 
@@ -16,56 +17,37 @@ namespace gdrkit::usrbio {
 
 class RingHandle {
 public:
-    RingHandle() = default;
+    RingHandle();
     RingHandle(const RingHandle&) = delete;
     RingHandle& operator=(const RingHandle&) = delete;
-    ~RingHandle() {
-        stop_watching();
-        if (submit_semaphore != nullptr) {
-            sem_close(submit_semaphore);
-        }
-    }
+    ~RingHandle();
 
     // As last seen; no system call.
     bool agent_gone() const noexcept {
         return gone.load(std::memory_order_relaxed) || (agent != nullptr && agent->gone());
     }
     // Looks: at the ring, and at the socket by one system call.
-    bool look_for_agent() noexcept {
-        if (agent_gone() || ring->agent_ended() || (agent != nullptr && agent->look_gone())) {
-            gone.store(true, std::memory_order_relaxed);
-        }
-        return !gone.load(std::memory_order_relaxed);
-    }
+    bool look_for_agent() noexcept;
 
     // The thread that reaps, before it sleeps without a deadline: whether a post comes when the agent is gone.
-    bool is_watched() noexcept {
-        if (watching == Watching::not_asked) {
-            watching = agent != nullptr && agent->watch(ring->completed()) ? Watching::yes : Watching::no;
-        }
-        return watching == Watching::yes;
-    }
+    bool is_watched() noexcept;
     // Before the memory of the ring goes.
-    void stop_watching() noexcept {
-        if (watching == Watching::yes) {
-            agent->forget(ring->completed());
-            watching = Watching::no;
-        }
-    }
+    void stop_watching() noexcept;
 
     std::unique_ptr<ApplicationRing> ring;
     sem_t* submit_semaphore = nullptr;
     std::shared_ptr<AgentConnection> agent; // Null: a FUSE mount without an agent's socket.
     std::atomic<bool> gone{false};
+    // In a child after fork(): the ring's memory and its semaphore are the parent's, and not to be touched.
+    std::atomic<bool> inherited{false};
     // submit() had to wake the agent: it takes long, so that waiting for it by spinning is a waste.
     std::atomic<bool> agent_was_asleep{false};
 
-    enum class Watching : std::uint8_t { not_asked, no, yes } watching = Watching::not_asked;
-
-    std::mutex reaping;  // One thread at a time; the others have nothing to reap then either.
-    unsigned spins = 64; // How long a wait spins; what did not help is halved, what did is doubled.
+    std::timed_mutex reaping; // One thread at a time; the others have nothing to reap then either.
+    unsigned spins = 64;      // How long a wait spins; what did not help is halved, what did is doubled.
     unsigned waits = 0;
     timespec next_look{}; // When a wait asks for the agent again, if nothing came until then; CLOCK_REALTIME.
+    enum class Watching : std::uint8_t { not_asked, no, yes } watching = Watching::not_asked;
 };
 
 } // namespace gdrkit::usrbio

@@ -124,9 +124,7 @@ std::size_t AgentRing::claim(std::span<ClaimedOperation> out, std::int64_t now_n
     }
     if (seen_head_ != static_cast<std::uint32_t>(head)) {
         seen_head_ = static_cast<std::uint32_t>(head);
-        if (++news_ > 1 && announcement_.stays()) {
-            announcement_.settle(news_);
-        }
+        announcement_.settle(std::exchange(slept_for_work_, false));
     }
     std::size_t count = std::min(ripen(available, now_ns), out.size());
     nothing_due_ = ripe_ == 0;
@@ -191,16 +189,12 @@ bool AgentRing::prepare_to_sleep() noexcept {
     if (broken_) {
         return false;
     }
-    // A sleep that another ring's application ended says nothing of this one's.
-    if (news_ != 0) {
-        announcement_.settle(std::exchange(news_, 0));
-    }
     announcement_.announce();
     const std::int32_t head = view_.indices->submission_head.load(std::memory_order_seq_cst);
     // What waits for room in the completion queue waits for the application, which posts after it reaped.
     const bool idle = static_cast<std::uint32_t>(head) == seen_head_ && (nothing_due_ || room_short_);
     if (!idle) {
-        woke();
+        announcement_.take_back();
     }
     return idle;
 }

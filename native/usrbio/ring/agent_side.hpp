@@ -50,7 +50,11 @@ public:
     // do not sleep; the announcement is taken back.
     bool prepare_to_sleep() noexcept;
     // After it, for every ring for which prepare_to_sleep() said true.
-    void woke() noexcept { announcement_.take_back(); }
+    void woke() noexcept {
+        announcement_.take_back();
+        slept_for_work_ =
+            view_.indices->submission_head.load(std::memory_order_relaxed) != static_cast<std::int32_t>(seen_head_);
+    }
 
     // The application wrote what cannot be, and the ring has told it: drop it when outstanding() is 0.
     bool broken() const noexcept { return broken_; }
@@ -79,15 +83,15 @@ private:
     std::vector<Position> positions_;
     std::uint32_t claimed_ = 0;         // The next submission to claim.
     std::uint32_t seen_head_ = 0;       // The last submission_head that was looked at.
-    std::uint32_t news_ = 0;            // How often it was another one since the last sleep.
     std::uint32_t submission_tail_ = 0; // Everything before it is done; what the memory says is never read back.
     std::uint32_t completion_head_ = 0;
     std::uint32_t completion_tail_ = 0; // As last seen.
     std::uint32_t ripe_ = 0; // Submissions that the rules of io_depth let through and claim() did not hand out.
     std::uint32_t outstanding_ = 0;
     std::uint32_t unpublished_ = 0;
-    bool nothing_due_ = true; // As the last claim() saw it.
-    bool room_short_ = false; // Submissions wait for room in the completion queue.
+    bool slept_for_work_ = false; // The sleep that ended last ended with submissions.
+    bool nothing_due_ = true;     // As the last claim() saw it.
+    bool room_short_ = false;     // Submissions wait for room in the completion queue.
     bool broken_ = false;
 };
 

@@ -6,34 +6,31 @@
 
 #include "usrbio/ring/layout.hpp"
 
+#include <algorithm>
 #include <cstdint>
 
 namespace gdrkit::usrbio {
 
 // What a side says of its own sleep. The word for one sleep goes from processor to processor four times: it is said,
-// seen, taken back, and seen to be gone. A side that always sleeps until the one post that it waits for says it once
-// and for all, and both processors keep the line. It must not stay said by a side that finds work awake: each post that
-// nobody waits for is a vain wake-up later.
+// seen, taken back, and seen to be gone. A side that nearly always sleeps until the one post that it waits for says it
+// once and for all, and both processors keep the line. It takes that back when posts come that it does not wait for:
+// each of them is a vain wake-up later.
 class Announcement {
 public:
     explicit Announcement(SideState& own) noexcept : own_(&own) {}
 
-    // A round ended, which had so many posts to wait for. Where it was one, again and again, "always" is right.
-    void settle(std::uint32_t posts) noexcept {
-        if (posts == 1) {
-            single_ += single_ < single_enough;
-        } else {
-            single_ = 0;
-            if (stays_) {
-                stays_ = false;
-                own_->sleeping.store(sleeps_not, std::memory_order_seq_cst);
-            }
+    // A round ended: work came, and the post that says so was, or would have been, the one that this side slept for.
+    void settle(bool one_post_awaited) noexcept {
+        trust_ = one_post_awaited ? std::min(trust_ + 1, trust_most) : trust_ - std::min(trust_, distrust);
+        if (stays_ && trust_ < trust_least) {
+            stays_ = false;
+            own_->sleeping.store(sleeps_not, std::memory_order_seq_cst);
         }
     }
 
     // Before the last look for work.
     void announce() noexcept {
-        stays_ = single_ == single_enough;
+        stays_ = stays_ || trust_ == trust_most;
         if (!stays_) {
             own_->sleeping.store(sleeps_once, std::memory_order_seq_cst);
         } else if (own_->sleeping.load(std::memory_order_relaxed) != sleeps_always) {
@@ -49,13 +46,14 @@ public:
         }
     }
 
-    bool stays() const noexcept { return stays_; }
-
 private:
-    static constexpr std::uint32_t single_enough = 16;
+    // Sixteen rounds in a row for it, and three against it; one in five of them for good.
+    static constexpr std::uint32_t trust_most = 16;
+    static constexpr std::uint32_t trust_least = 8;
+    static constexpr std::uint32_t distrust = 4;
 
     SideState* own_;
-    std::uint32_t single_ = 0; // Rounds in a row with one post.
+    std::uint32_t trust_ = 0;
     bool stays_ = false;
 };
 

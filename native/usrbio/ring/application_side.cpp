@@ -39,7 +39,8 @@ bool ApplicationRing::sees_room(std::uint32_t next) noexcept {
     // Completions may overtake each other, so a slot can be free while its place in the queue is not.
     const std::int32_t tail = view_.indices->submission_tail.load(std::memory_order_acquire);
     if (!view_.holds(tail)) {
-        broken_.store(true, std::memory_order_relaxed);
+        broken_.store(true, std::memory_order_release);
+        sem_post(view_.completed); // Who reaps may sleep, and nobody else tells it.
         return false;
     }
     tail_ = static_cast<std::uint32_t>(tail);

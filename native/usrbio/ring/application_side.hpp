@@ -118,8 +118,8 @@ public:
         return true;
     }
     void woke() noexcept { announcement_.take_back(); }
-    // A wait is over, in which this side slept so often.
-    void slept(std::uint32_t times) noexcept { announcement_.settle(times); }
+    // A wait is over, in which so many posts were waited for.
+    void slept(std::uint32_t posts) noexcept { announcement_.settle(posts == 1); }
 
     // -- either -------------------------------------------------------------------------------------------------
 

@@ -165,27 +165,100 @@ void the_agent_dies() {
     CHECK_EQUAL(shared_memories(), before);
 }
 
+RingView view_of(const hf3fs_ior& ring) {
+    RingView view;
+    CHECK_EQUAL(RingView::over(ring.iov.base, ring.iov.size, view), 0);
+    return view;
+}
+
+// A thread that waits for one result without a deadline, and sleeps by now.
+class Sleeper {
+public:
+    explicit Sleeper(hf3fs_ior& ring)
+        : thread_([this, &ring] { got_ = hf3fs_wait_for_ios(&ring, &cqe, 1, 1, nullptr); }) {
+        SideState& application = view_of(ring).extension->application;
+        becomes([&] { return application.sleeping != sleeps_not; });
+        usleep(5000);
+    }
+    int got() {
+        becomes([&] { return got_ != INT_MIN; });
+        thread_.join();
+        return got_;
+    }
+    hf3fs_cqe cqe{};
+
+private:
+    std::atomic<int> got_{INT_MIN};
+    std::thread thread_;
+};
+
+void submit_one(Session& session) {
+    CHECK(session.read(0, 1) >= 0);
+    CHECK_EQUAL(hf3fs_submit_ios(&session.reads), 0);
+}
+
 void an_agent_that_writes_nonsense_ends_the_wait() {
+    Mount mount;
+    Agent agent(mount);
+    agent.hold = true;
+    {
+        Session session(mount);
+        submit_one(session);
+        Sleeper sleeper(session.reads);
+        view_of(session.reads).indices->completion_head = 9999;
+        sem_post(view_of(session.reads).completed);
+        CHECK_EQUAL(sleeper.got(), 1);
+        CHECK_EQUAL(sleeper.cqe.result, -EREMOTEIO);
+        CHECK_EQUAL(session.read(0, 1), -EREMOTEIO);
+    }
+    // Found by who prepares: who waits is told.
+    Session session(mount, 2);
+    agent.hold = false;
+    submit_one(session);
+    hf3fs_cqe cqe;
+    CHECK_EQUAL(hf3fs_wait_for_ios(&session.reads, &cqe, 1, 1, nullptr), 1);
+    agent.hold = true;
+    submit_one(session);
+    Sleeper sleeper(session.reads);
+    view_of(session.reads).indices->submission_tail = 9999;
+    CHECK_EQUAL(session.read(0, 1), -EAGAIN); // It has to look there.
+    CHECK_EQUAL(sleeper.got(), 1);
+    CHECK_EQUAL(sleeper.cqe.result, -EREMOTEIO);
+    CHECK_EQUAL(session.read(0, 1), -EREMOTEIO);
+}
+
+void a_ring_that_ended_before_is_not_waited_for() {
+    Mount mount;
+    Agent agent(mount);
+    alignas(64) static std::byte memory[ring_bytes(8)];
+    {
+        std::unique_ptr<AgentRing> earlier;
+        CHECK_EQUAL(AgentRing::attach(memory, sizeof(memory), 0, 0, earlier), 0);
+    }
+    hf3fs_ior ior{};
+    CHECK_EQUAL(hf3fs_iorwrap(&ior, memory, mount.path(), sizeof(memory), true, 0, 0, 0, 0), 0);
+    RingView view;
+    CHECK_EQUAL(RingView::over(memory, sizeof(memory), view), 0);
+    while (sem_trywait(view.completed) == 0) {
+    }
+    hf3fs_cqe cqe;
+    CHECK_EQUAL(hf3fs_wait_for_ios(&ior, &cqe, 1, 1, nullptr), -EREMOTEIO);
+    hf3fs_iordestroy(&ior);
+}
+
+void who_does_not_want_to_wait_does_not_wait_for_who_waits() {
     Mount mount;
     Agent agent(mount);
     Session session(mount);
     agent.hold = true;
-    CHECK(session.read(0, 1) >= 0);
-    CHECK_EQUAL(hf3fs_submit_ios(&session.reads), 0);
+    submit_one(session);
+    Sleeper sleeper(session.reads);
     hf3fs_cqe cqe;
-    const timespec soon = in_ms(50);
+    CHECK_EQUAL(hf3fs_wait_for_ios(&session.reads, &cqe, 1, 0, nullptr), 0);
+    const timespec soon = in_ms(20);
     CHECK_EQUAL(hf3fs_wait_for_ios(&session.reads, &cqe, 1, 1, &soon), 0);
-    RingView view;
-    CHECK_EQUAL(RingView::over(session.reads.iov.base, session.reads.iov.size, view), 0);
-    std::thread nonsense([&] {
-        usleep(20000);
-        view.indices->completion_head = 9999;
-        sem_post(view.completed);
-    });
-    CHECK_EQUAL(hf3fs_wait_for_ios(&session.reads, &cqe, 1, 1, nullptr), 1);
-    CHECK_EQUAL(cqe.result, -EREMOTEIO);
-    CHECK_EQUAL(session.read(0, 1), -EREMOTEIO);
-    nonsense.join();
+    agent.hold = false;
+    CHECK_EQUAL(sleeper.got(), 1);
 }
 
 bool has_watcher() {
@@ -199,13 +272,13 @@ bool has_watcher() {
     return false;
 }
 
-// One operation that the agent holds back for so long that its wait sleeps.
+// One operation that the agent holds back until its wait sleeps.
 void read_asleep(Session& session, Agent& agent, const timespec* deadline) {
     agent.hold = true;
-    CHECK(session.read(0, 1) >= 0);
-    CHECK_EQUAL(hf3fs_submit_ios(&session.reads), 0);
+    submit_one(session);
+    SideState& application = view_of(session.reads).extension->application;
     std::thread release([&] {
-        usleep(10000);
+        becomes([&] { return application.sleeping != sleeps_not; });
         agent.hold = false;
     });
     hf3fs_cqe cqe;
@@ -219,6 +292,7 @@ void who_waits_without_a_deadline_has_the_agent_watched() {
     Agent agent(mount);
     {
         Session session(mount);
+        becomes([] { return !has_watcher(); }); // Of an earlier case.
         const timespec deadline = in_ms(10000);
         read_asleep(session, agent, &deadline);
         CHECK(!has_watcher()); // Its timer looks after the agent.
@@ -226,7 +300,7 @@ void who_waits_without_a_deadline_has_the_agent_watched() {
         CHECK(has_watcher());
         read_asleep(session, agent, nullptr);
     }
-    CHECK(!has_watcher());
+    becomes([] { return !has_watcher(); });
 }
 
 // Not under tsan, which does not follow threads over a fork.
@@ -235,7 +309,9 @@ void who_waits_without_a_deadline_has_the_agent_watched() {
     Agent agent(mount);
     Session session(mount);
     becomes([&] { return agent.connections == 1; });
-    read_asleep(session, agent, nullptr); // A child has no thread that watches.
+    for (int i = 0; i < 20; ++i) { // The ring says that its waits always sleep; a child has no thread that watches.
+        read_asleep(session, agent, nullptr);
+    }
     std::atomic<bool> waits{false};
     std::thread waiting([&] { // With a lock that the child inherits.
         hf3fs_cqe cqe;
@@ -245,10 +321,18 @@ void who_waits_without_a_deadline_has_the_agent_watched() {
     });
     becomes([&] { return waits.load(); });
     usleep(20000);
+    agent.hold = true;
+    submit_one(session);
+    int go[2], gone[2];
+    CHECK(pipe(go) == 0 && pipe(gone) == 0);
+    char byte = 0;
     const pid_t child = fork();
     CHECK(child >= 0);
     if (child == 0) {
         hf3fs_cqe cqe;
+        CHECK_EQUAL(read(go[0], &byte, 1), ssize_t{1});
+        CHECK_EQUAL(hf3fs_wait_for_ios(&session.reads, &cqe, 1, 0, nullptr), -EREMOTEIO);
+        CHECK_EQUAL(write(gone[1], &byte, 1), ssize_t{1});
         CHECK_EQUAL(hf3fs_wait_for_ios(&session.writes, &cqe, 1, 1, nullptr), -EREMOTEIO);
         CHECK_EQUAL(session.read(0, 1), -EREMOTEIO);
         CHECK_EQUAL(hf3fs_wait_for_ios(&session.reads, &cqe, 1, 1, nullptr), -EREMOTEIO);
@@ -261,6 +345,14 @@ void who_waits_without_a_deadline_has_the_agent_watched() {
             CHECK_EQUAL(hf3fs_wait_for_ios(&own.reads, &cqe, 1, 1, nullptr), 1);
         }
         _exit(0);
+    }
+    Sleeper sleeper(session.reads); // The child leaves the ring alone: what it says of sleeps there, too.
+    CHECK_EQUAL(write(go[1], &byte, 1), ssize_t{1});
+    CHECK_EQUAL(read(gone[0], &byte, 1), ssize_t{1});
+    agent.hold = false;
+    CHECK_EQUAL(sleeper.got(), 1);
+    for (const int end : {go[0], go[1], gone[0], gone[1]}) {
+        close(end);
     }
     int status = -1;
     CHECK_EQUAL(waitpid(child, &status, 0), child);
@@ -372,6 +464,8 @@ int main() {
     waiting_ends();
     the_agent_dies();
     an_agent_that_writes_nonsense_ends_the_wait();
+    a_ring_that_ended_before_is_not_waited_for();
+    who_does_not_want_to_wait_does_not_wait_for_who_waits();
     who_waits_without_a_deadline_has_the_agent_watched();
     sixty_four_rings_of_eight_threads();
     return 0;

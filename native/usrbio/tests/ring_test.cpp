@@ -198,6 +198,7 @@ void sleepers_are_woken_once() {
     CHECK_EQUAL(pair.reap(), 1u);
 }
 
+// Both sides sleep, and wait for one post each.
 void one_round(Pair& pair, std::uint32_t told) {
     CHECK_EQUAL(pair.claim(), 0u);
     CHECK(pair.agent->prepare_to_sleep());
@@ -215,37 +216,67 @@ void one_round(Pair& pair, std::uint32_t told) {
     pair.application->slept(1);
 }
 
+// Nobody sleeps when work comes; `posted`: whether the other side is told that somebody did.
+void one_round_awake(Pair& pair, bool posted) {
+    pair.prepare(0);
+    CHECK_EQUAL(pair.application->submit(), posted);
+    CHECK_EQUAL(pair.claim(), 1u);
+    CHECK(pair.agent->complete(pair.claimed[0].position, 0));
+    pair.agent->flush();
+    CHECK_EQUAL(pair.semaphore(), posted ? 1 : 0);
+    sem_trywait(pair.memory.view.completed);
+    CHECK_EQUAL(pair.reap(), 1u);
+    pair.application->slept(0);
+}
+
 void sides_that_always_sleep_say_it_once_and_for_all() {
     Pair pair(8);
     SideState& agent = pair.memory.view.extension->agent;
     SideState& application = pair.memory.view.extension->application;
     for (int round = 0; round < 16; ++round) {
         one_round(pair, sleeps_once);
-        CHECK_EQUAL(agent.sleeping.load(), sleeps_not);
-        CHECK_EQUAL(application.sleeping.load(), sleeps_not);
+        CHECK(agent.sleeping == sleeps_not && application.sleeping == sleeps_not);
     }
     for (int round = 0; round < 3; ++round) {
         one_round(pair, sleeps_always);
-        CHECK_EQUAL(agent.sleeping.load(), sleeps_always);
-        CHECK_EQUAL(application.sleeping.load(), sleeps_always);
+        CHECK(agent.sleeping == sleeps_always && application.sleeping == sleeps_always);
     }
-    // A version that takes back whatever it sees gets what it knows: a word for each sleep.
+    // A version that takes back whatever it sees.
     agent.sleeping = application.sleeping = sleeps_not;
     one_round(pair, sleeps_always);
-    // Awake, the agent finds one more; the application finds its completion there.
-    pair.prepare(0);
-    CHECK(pair.application->submit());
-    CHECK_EQUAL(pair.claim(), 1u);
-    CHECK_EQUAL(agent.sleeping.load(), sleeps_not);
-    CHECK(!pair.application->submit());
-    CHECK(pair.agent->complete(pair.claimed[0].position, 0));
-    pair.agent->flush();
-    CHECK_EQUAL(pair.semaphore(), 1);
-    CHECK_EQUAL(sem_trywait(pair.memory.view.completed), 0);
-    CHECK_EQUAL(pair.reap(), 1u);
-    pair.application->slept(0);
-    CHECK_EQUAL(application.sleeping.load(), sleeps_not);
+    // Work that comes to the waking now and then changes nothing, and again and again it does.
+    one_round_awake(pair, true);
+    one_round(pair, sleeps_always);
+    for (int round = 0; round < 2; ++round) {
+        CHECK(agent.sleeping == sleeps_always && application.sleeping == sleeps_always);
+        one_round_awake(pair, true);
+    }
+    CHECK(agent.sleeping == sleeps_not && application.sleeping == sleeps_not);
+    one_round_awake(pair, false);
     one_round(pair, sleeps_once);
+}
+
+// Another ring, or the server, wakes the agent: what it then finds here it would have found without a post.
+void an_agent_that_others_wake_says_each_sleep() {
+    Pair pair(8);
+    for (int round = 0; round < 40; ++round) {
+        CHECK_EQUAL(pair.claim(), 0u);
+        CHECK(pair.agent->prepare_to_sleep());
+        CHECK_EQUAL(pair.memory.view.extension->agent.sleeping.load(), sleeps_once);
+        pair.agent->woke();
+        one_round_awake(pair, false);
+    }
+    for (int round = 0; round < 40; ++round) { // Nor does it sleep where the last look finds work.
+        pair.prepare(0);
+        pair.application->submit();
+        CHECK(!pair.agent->prepare_to_sleep());
+        CHECK_EQUAL(pair.memory.view.extension->agent.sleeping.load(), sleeps_not);
+        CHECK_EQUAL(pair.claim(), 1u);
+        CHECK(pair.agent->complete(pair.claimed[0].position, 0));
+        pair.agent->flush();
+        CHECK_EQUAL(pair.reap(), 1u);
+        CHECK_EQUAL(pair.claim(), 0u);
+    }
 }
 
 // Sleeps of all kinds, of which each must end: a wake-up that got lost is a wait that never ends.
@@ -289,14 +320,14 @@ void nobody_sleeps_for_ever() {
             }
         }
         std::uint32_t got = pair.reap();
-        std::uint32_t sleeps = 0;
+        std::uint32_t posts = 0;
         for (; got < 2; got += pair.reap()) {
             if (pair.application->prepare_to_sleep()) {
-                ++sleeps;
+                ++posts;
                 sleep(pair.memory.view.completed);
             }
         }
-        pair.application->slept(sleeps);
+        pair.application->slept(posts);
         always += pair.memory.view.extension->application.sleeping.load() == sleeps_always;
     }
     agent.join();
@@ -466,6 +497,7 @@ int main() {
     negative_depth_without_timeout_takes_what_is_there();
     sleepers_are_woken_once();
     sides_that_always_sleep_say_it_once_and_for_all();
+    an_agent_that_others_wake_says_each_sleep();
     nobody_sleeps_for_ever();
     strangers_get_the_plain_protocol();
     hostile_contents_break_the_ring_alone();
