@@ -62,7 +62,7 @@ class Scene:
         self.traps.catch(trap, process_id)
         self.stopped.add(process_id)
 
-    def catch_unless(self, passed: Callable[[], object], trap: str, process_id: int) -> bool:
+    def catch_unless(self, passed: Callable[[], bool], trap: str, process_id: int) -> bool:
         """Wait for a process in a trap, or for what says that it will not come there any more; whether it is caught."""
         until(
             lambda: self.traps.caught(trap, process_id) or passed(), f"process {process_id} in trap {trap}, or past it"
