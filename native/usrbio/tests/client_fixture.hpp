@@ -11,8 +11,11 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstdio>
+#include <cstdlib>
 #include <filesystem>
 #include <mutex>
+#include <source_location>
 #include <string>
 #include <vector>
 
@@ -39,11 +42,15 @@ inline timespec in_ms(long milliseconds) {
     return when;
 }
 
-template <typename Condition> void becomes(Condition condition) {
+template <typename Condition>
+void becomes(Condition condition, std::source_location asked = std::source_location::current()) {
     for (int i = 0; i < 5000 && !condition(); ++i) {
         usleep(1000);
     }
-    CHECK(condition());
+    if (!condition()) {
+        std::fprintf(stderr, "%s:%u: does not become so\n", asked.file_name(), static_cast<unsigned>(asked.line()));
+        std::abort();
+    }
 }
 
 struct File {

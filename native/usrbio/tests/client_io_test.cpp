@@ -119,7 +119,7 @@ void the_agent_dies() {
         auto agent = std::make_unique<Agent>(mount);
         Session session(mount);
         hf3fs_cqe cqes[16];
-        agent->hold = true;
+        agent->hold(true);
         for (std::uintptr_t i = 1; i <= 3; ++i) {
             CHECK(session.read(0, 1, 0, i) >= 0);
         }
@@ -200,7 +200,7 @@ void submit_one(Session& session) {
 void an_agent_that_writes_nonsense_ends_the_wait() {
     Mount mount;
     Agent agent(mount);
-    agent.hold = true;
+    agent.hold(true);
     {
         Session session(mount);
         submit_one(session);
@@ -213,11 +213,11 @@ void an_agent_that_writes_nonsense_ends_the_wait() {
     }
     // Found by who prepares: who waits is told.
     Session session(mount, 2);
-    agent.hold = false;
+    agent.hold(false);
     submit_one(session);
     hf3fs_cqe cqe;
     CHECK_EQUAL(hf3fs_wait_for_ios(&session.reads, &cqe, 1, 1, nullptr), 1);
-    agent.hold = true;
+    agent.hold(true);
     submit_one(session);
     Sleeper sleeper(session.reads);
     view_of(session.reads).indices->submission_tail = 9999;
@@ -250,17 +250,18 @@ void who_does_not_want_to_wait_does_not_wait_for_who_waits() {
     Mount mount;
     Agent agent(mount);
     Session session(mount);
-    agent.hold = true;
+    agent.hold(true);
     submit_one(session);
     Sleeper sleeper(session.reads);
     hf3fs_cqe cqe;
     CHECK_EQUAL(hf3fs_wait_for_ios(&session.reads, &cqe, 1, 0, nullptr), 0);
     const timespec soon = in_ms(20);
     CHECK_EQUAL(hf3fs_wait_for_ios(&session.reads, &cqe, 1, 1, &soon), 0);
-    agent.hold = false;
+    agent.hold(false);
     CHECK_EQUAL(sleeper.got(), 1);
 }
 
+// It names itself when it first runs.
 bool has_watcher() {
     for (const auto& task : std::filesystem::directory_iterator("/proc/self/task")) {
         std::ifstream name(task.path() / "comm");
@@ -274,12 +275,12 @@ bool has_watcher() {
 
 // One operation that the agent holds back until its wait sleeps.
 void read_asleep(Session& session, Agent& agent, const timespec* deadline) {
-    agent.hold = true;
+    agent.hold(true);
     submit_one(session);
     SideState& application = view_of(session.reads).extension->application;
     std::thread release([&] {
         becomes([&] { return application.sleeping != sleeps_not; });
-        agent.hold = false;
+        agent.hold(false);
     });
     hf3fs_cqe cqe;
     CHECK_EQUAL(hf3fs_wait_for_ios(&session.reads, &cqe, 1, 1, deadline), 1);
@@ -297,7 +298,7 @@ void who_waits_without_a_deadline_has_the_agent_watched() {
         read_asleep(session, agent, &deadline);
         CHECK(!has_watcher()); // Its timer looks after the agent.
         read_asleep(session, agent, nullptr);
-        CHECK(has_watcher());
+        becomes(has_watcher);
         read_asleep(session, agent, nullptr);
     }
     becomes([] { return !has_watcher(); });
@@ -321,7 +322,7 @@ void who_waits_without_a_deadline_has_the_agent_watched() {
     });
     becomes([&] { return waits.load(); });
     usleep(20000);
-    agent.hold = true;
+    agent.hold(true);
     submit_one(session);
     int go[2], gone[2];
     CHECK(pipe(go) == 0 && pipe(gone) == 0);
@@ -349,7 +350,7 @@ void who_waits_without_a_deadline_has_the_agent_watched() {
     Sleeper sleeper(session.reads); // The child leaves the ring alone: what it says of sleeps there, too.
     CHECK_EQUAL(write(go[1], &byte, 1), ssize_t{1});
     CHECK_EQUAL(read(gone[0], &byte, 1), ssize_t{1});
-    agent.hold = false;
+    agent.hold(false);
     CHECK_EQUAL(sleeper.got(), 1);
     for (const int end : {go[0], go[1], gone[0], gone[1]}) {
         close(end);
@@ -358,7 +359,7 @@ void who_waits_without_a_deadline_has_the_agent_watched() {
     CHECK_EQUAL(waitpid(child, &status, 0), child);
     CHECK_EQUAL(status, 0);
     waiting.join();
-    CHECK(has_watcher());
+    becomes(has_watcher);
     becomes([&] { return agent.connections == 1; });
     CHECK_EQUAL(agent.publications.load(), 3); // The child took nothing of them.
     hf3fs_cqe cqe;

@@ -364,7 +364,7 @@ std::int64_t Agent::move(Client& client, const Arguments& arguments, bool read) 
 }
 
 std::size_t Agent::drain_ring(Client& client, AgentRing& ring, bool read) {
-    if (hold) {
+    if (hold_) {
         return 0;
     }
     std::array<ClaimedOperation, 32> claimed;
@@ -375,6 +375,11 @@ std::size_t Agent::drain_ring(Client& client, AgentRing& ring, bool read) {
     }
     ring.flush();
     return count;
+}
+
+void Agent::hold(bool held) {
+    const std::lock_guard lock(mutex_);
+    hold_ = held;
 }
 
 void Agent::drain() {

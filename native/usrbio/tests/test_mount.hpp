@@ -46,8 +46,9 @@ public:
     explicit Agent(Mount& mount, Rings rings = Rings::served);
     ~Agent(); // Ends every connection.
 
-    std::atomic<int> refuse{0};    // What the next publication or registration answers; 0: it is served.
-    std::atomic<bool> hold{false}; // Claimed operations are not completed.
+    std::atomic<int> refuse{0}; // What the next publication or registration answers; 0: it is served.
+    // Takes nothing out of the rings until it is let; what it has taken out is done when this returns.
+    void hold(bool held);
     std::atomic<bool> answer_rubbish{false};
     std::atomic<bool> hang_up{false}; // The next thing that is taken back is answered by the end of the connection.
     std::atomic<int> files{0};        // Registered.
@@ -86,6 +87,7 @@ private:
     Mount& mount_;
     int listener_;
     std::mutex mutex_;
+    bool hold_ = false;
     std::list<Client> clients_;
     std::atomic<bool> stop_{false};
     std::thread acceptor_;
