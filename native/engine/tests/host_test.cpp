@@ -6,12 +6,12 @@
 #include <cerrno>
 #include <csignal>
 #include <filesystem>
-#include <fstream>
 #include <random>
 #include <string>
 #include <thread>
 
 #include "engine/tests/fixture.hpp"
+#include "tests/threads.hpp"
 
 using namespace gdrkit::engine;
 using namespace gdrkit::engine::test;
@@ -23,18 +23,6 @@ constexpr Access ways[] = {Access::automatic, Access::buffered, Access::direct};
 // How many there are; a thread that was joined is listed until the kernel has buried it.
 std::size_t threads_now() {
     return static_cast<std::size_t>(std::distance(std::filesystem::directory_iterator("/proc/self/task"), {}));
-}
-
-// Whether threads of an engine are still listed.
-bool has_engine_threads() {
-    for (const auto& each : std::filesystem::directory_iterator("/proc/self/task")) {
-        std::ifstream file(each.path() / "comm");
-        std::string name;
-        if (std::getline(file, name) && name == "gdrkit-engine") {
-            return true;
-        }
-    }
-    return false;
 }
 
 std::shared_ptr<File> borrowed(const Descriptor& fd) {
@@ -211,7 +199,7 @@ void check_cancellation(const Folder& folder) {
 void check_the_end(const Folder& folder) {
     const Bytes data = pattern(2 * mib, 31);
     const Descriptor fd = file_of(folder.at("last"), data);
-    while (has_engine_threads()) {
+    while (gdrkit::test::has_thread("gdrkit-engine")) {
         std::this_thread::yield(); // Of the engine before: buried first, so that the count below stays.
     }
     const std::size_t files = open_files(), threads = threads_now();

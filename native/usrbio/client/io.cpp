@@ -169,7 +169,9 @@ private:
         timespec now{};
         clock_gettime(CLOCK_REALTIME, &now);
         if (!before(now, handle_.next_look)) {
-            handle_.look_for_agent();
+            if (handle_.agent != nullptr) {
+                handle_.agent->look_gone();
+            }
             handle_.next_look = later(now, longest_sleep_ns(ring_.agent_aware()));
         }
         if (deadline_ != nullptr && !before(now, *deadline_)) {

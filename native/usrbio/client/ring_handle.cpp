@@ -42,13 +42,6 @@ RingHandle::~RingHandle() {
     }
 }
 
-bool RingHandle::look_for_agent() noexcept {
-    if (agent_gone() || ring->agent_ended() || (agent != nullptr && agent->look_gone())) {
-        gone.store(true, std::memory_order_relaxed);
-    }
-    return !gone.load(std::memory_order_relaxed);
-}
-
 bool RingHandle::is_watched() noexcept {
     if (watching == Watching::not_asked) {
         watching = agent != nullptr && agent->watch(ring->completed()) ? Watching::yes : Watching::no;

@@ -26,8 +26,6 @@ public:
     bool agent_gone() const noexcept {
         return gone.load(std::memory_order_relaxed) || (agent != nullptr && agent->gone());
     }
-    // Looks: at the ring, and at the socket by one system call.
-    bool look_for_agent() noexcept;
 
     // The thread that reaps, before it sleeps without a deadline: whether a post comes when the agent is gone.
     bool is_watched() noexcept;

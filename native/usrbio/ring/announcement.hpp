@@ -47,7 +47,8 @@ public:
     }
 
 private:
-    // Sixteen rounds in a row for it, and three against it; one in five of them for good.
+    // Each round for it counts one, each against it four: it is said after sixteen in a row, and taken back after three
+    // against it, or where more than one in five is.
     static constexpr std::uint32_t trust_most = 16;
     static constexpr std::uint32_t trust_least = 8;
     static constexpr std::uint32_t distrust = 4;

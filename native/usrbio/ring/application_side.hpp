@@ -1,5 +1,6 @@
 // The application's side of a ring. Two threads at a time: one prepares and submits, one reaps; they share nothing but
-// the free slots on their way back. Nothing here makes a system call, except that submit() may post a semaphore.
+// the free slots on their way back. Nothing here makes a system call, but for the post
+// to who reaps when who prepares finds the ring broken.
 #pragma once
 
 #include "usrbio/ring/announcement.hpp"

@@ -52,14 +52,16 @@ constexpr std::size_t ring_bytes(std::size_t entries) noexcept {
            (sizeof(Arguments) + sizeof(Completion) + sizeof(Submission)) * (entries + 1) + spare_bytes;
 }
 
-// Each side writes its own cache line, but who wakes a side that sleeps once takes that back, so that one sleep is one
-// post. Zero everywhere is a side that does not know the extension.
+// What a side says of its sleep.
 inline constexpr std::uint32_t sleeps_not = 0;    // It looks by itself.
 inline constexpr std::uint32_t sleeps_once = 1;   // Wake it by its semaphore, and store sleeps_not.
 inline constexpr std::uint32_t sleeps_always = 2; // Post its semaphore for all that is published, and leave this.
+
+// Each side writes its own cache line, but who wakes a side that sleeps once takes that back, so that one sleep is one
+// post. Zero everywhere is a side that does not know the extension.
 struct alignas(64) SideState {
     std::atomic<std::uint32_t> magic;    // extension_magic as soon as this side speaks the extension.
-    std::atomic<std::uint32_t> sleeping; // One of the three.
+    std::atomic<std::uint32_t> sleeping; // One of the three above.
     std::atomic<std::uint32_t> ended;    // 1: this side is through with the ring; nothing more comes from it.
 };
 struct Extension {

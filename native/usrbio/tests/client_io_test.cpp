@@ -1,5 +1,6 @@
 // Operations against an agent, and what becomes of them when somebody dies.
 #include "client_fixture.hpp"
+#include "tests/threads.hpp"
 
 #include <signal.h>
 #include <sys/wait.h>
@@ -8,7 +9,6 @@
 #include <climits>
 #include <cstring>
 #include <filesystem>
-#include <fstream>
 #include <numeric>
 #include <string>
 #include <thread>
@@ -261,16 +261,8 @@ void who_does_not_want_to_wait_does_not_wait_for_who_waits() {
     CHECK_EQUAL(sleeper.got(), 1);
 }
 
-// It names itself when it first runs.
 bool has_watcher() {
-    for (const auto& task : std::filesystem::directory_iterator("/proc/self/task")) {
-        std::ifstream name(task.path() / "comm");
-        std::string text;
-        if (std::getline(name, text) && text == "hf3fs-watch") {
-            return true;
-        }
-    }
-    return false;
+    return gdrkit::test::has_thread("hf3fs-watch");
 }
 
 // One operation that the agent holds back until its wait sleeps.

@@ -31,3 +31,6 @@ execute_process(COMMAND ${READELF} -d ${LIBRARY} OUTPUT_VARIABLE dynamic COMMAND
 if(NOT dynamic MATCHES "SONAME[^\n]*\\[libhf3fs_api_shared.so\\]")
   message(SEND_ERROR "the SONAME is not libhf3fs_api_shared.so")
 endif()
+if(NOT dynamic MATCHES "FLAGS_1[^\n]*NODELETE")
+  message(SEND_ERROR "dlclose() may unload it, and a thread of it may run")
+endif()
