@@ -21,8 +21,8 @@
  *
  * Environment, read once: HF3FS_USRBIO_LIB_LOG (DBG, INFO, WARN, ERR, OFF; default WARN; to stderr),
  * HF3FS_USRBIO_WAIT_JITTER_MS (longest sleep of a wait before it looks again whether the agent lives; default 1, and 20
- * with an agent that is known to wake who sleeps). With such an agent, and unless that variable is set, a wait without a
- * deadline does not look: the first one that sleeps starts a thread of the library, which blocks all signals, watches
+ * with an agent that is known to wake who sleeps). With such an agent, and unless that variable is set, a wait without
+ * a deadline does not look: the first one that sleeps starts a thread of the library, which blocks all signals, watches
  * the agent's socket and ends with the last iov, ring and descriptor of the mount.
  */
 #ifndef HF3FS_USRBIO_H
