@@ -233,7 +233,7 @@ def _leaves(node: ast.AST) -> bool:
 
 def _swallowed(root: Path) -> Iterator[str]:
     everything = {"Exception", "BaseException"}
-    for path, tree in _modules(root, "gdrkit", "suites", "native", "noxfile.py"):
+    for path, tree in _modules(root, "gdrkit", "suites", "native", "automation", "noxfile.py"):
         for node in ast.walk(tree) if path not in CARRY_ON else ():
             if isinstance(node, ast.ExceptHandler):
                 kinds = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
@@ -252,7 +252,7 @@ def _sleeps(root: Path) -> Iterator[str]:
 
 
 def _introduced(root: Path) -> Iterator[str]:
-    for path, tree in _modules(root, "gdrkit", "suites", "native", "noxfile.py"):
+    for path, tree in _modules(root, "gdrkit", "suites", "native", "automation", "noxfile.py"):
         if not ast.get_docstring(tree):
             yield f"{path} has no docstring"
         product = path.startswith(("gdrkit/", "native/")) and "/tests/" not in path

@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-import noxfile
+from automation.commands import ROOT
+from automation.gdrkit_commands import cases
 
 SESSIONS = pytest.mark.parametrize("session", ["bench", "direct", "suites"])
 USUAL = ["suites", "--ignore=suites/meta"]
@@ -17,25 +18,25 @@ OPTIONS = ["-k", "readmes", "--ignore", "docs"]
 
 @pytest.mark.parametrize("options", [[], OPTIONS, ["--ignore=suites/rdma", "--records", "."]])
 def test_where_no_cases_are_named_the_usual_ones_are_meant(options: list[str]) -> None:
-    assert noxfile.cases(options, *USUAL) == [*USUAL, *options]
+    assert cases(options, *USUAL) == [*USUAL, *options]
 
 
 NAMED = [
     "suites",
     "suites/rdma/test_first_light.py::test_x[a/b]",
     "./hardware/throughput",
-    str(noxfile.HOUSE / "suites" / "gds"),
+    str(ROOT / "suites" / "gds"),
 ]
 
 
 @pytest.mark.parametrize("named", NAMED)
 def test_cases_that_are_named_are_the_only_ones(named: str) -> None:
     for given in ([named], [*OPTIONS, named], [named, *OPTIONS]):
-        assert noxfile.cases(given, *USUAL) == given
+        assert cases(given, *USUAL) == given
 
 
 def collected(session: str, *arguments: str) -> int:
-    command = [sys.executable, "-m", "nox", "-f", str(noxfile.HOUSE / "noxfile.py"), "-s", session, "--"]
+    command = [sys.executable, "-m", "nox", "-f", str(ROOT / "noxfile.py"), "-s", session, "--"]
     return subprocess.run([*command, "--collect-only", "-q", *arguments], capture_output=True, check=False).returncode
 
 

@@ -1,0 +1,1 @@
+"""Preparation of machines, environments and builds for the sessions of noxfile.py."""

@@ -1,0 +1,99 @@
+"""Running commands for nox sessions, and mapping their exit codes to those that the README lists."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import nox
+
+__all__ = [
+    "NOTHING_PROVEN",
+    "ROOT",
+    "SETUP_MISSING",
+    "WRONG_USAGE",
+    "call",
+    "exit_unless_zero",
+    "exit_with_pytest_code",
+    "fail_unless_zero",
+    "output_of",
+    "prepend_to_path",
+    "require",
+    "say",
+    "stop",
+]
+
+ROOT = Path(__file__).resolve().parents[1]
+
+WRONG_USAGE, SETUP_MISSING, NOTHING_PROVEN = 2, 3, 4
+PYTEST_BAD_OPTION, PYTEST_NO_CASE = 4, 5
+
+
+def say(line: str) -> None:
+    """Print a line and flush it, so that it precedes the output of the next child process."""
+    print(line, flush=True)
+
+
+def stop(line: str) -> NoReturn:
+    """Print what is missing and exit from nox with code 3."""
+    say(line)
+    sys.exit(SETUP_MISSING)
+
+
+def call(
+    command: Sequence[str], *, environ: dict[str, str] | None = None, folder: Path = ROOT, shown_words: int = 1000
+) -> int:
+    """Print the first `shown_words` words of a command, run it and return its exit code."""
+    words = [os.path.relpath(word, ROOT) if word.startswith(f"{ROOT}/") else word for word in command]
+    say("> " + " ".join(words[:shown_words]) + (" ..." if len(words) > shown_words else ""))
+    return subprocess.call(command, cwd=folder, env={**os.environ, **(environ or {})})
+
+
+def require(command: Sequence[str], *, environ: dict[str, str] | None = None, folder: Path = ROOT) -> None:
+    """Run a command of the set-up, and exit from nox with code 3 if it fails."""
+    if call(command, environ=environ, folder=folder) != 0:
+        stop("The set-up failed; the output above says why.")
+
+
+def output_of(command: Sequence[str]) -> str:
+    """Return what a command prints on standard output, or an empty string if the command cannot be started."""
+    with contextlib.suppress(OSError):
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    return ""
+
+
+def prepend_to_path(tools: Path) -> dict[str, str]:
+    """Return the environment variables under which the programs in the folder `tools` are found first."""
+    return {"PATH": f"{tools}{os.pathsep}{os.environ['PATH']}"}
+
+
+def exit_unless_zero(code: int) -> None:
+    """Exit from nox with `code` unless it is 0. A nox session that merely fails would turn every code into 1."""
+    if code:
+        sys.exit(code)
+
+
+def exit_with_pytest_code(session: nox.Session, code: int) -> None:
+    """End a session that ran pytest.
+
+    Codes 4 (bad option) and 5 (no case was selected) of pytest become 2, code 3 stays 3. After failed cases the
+    session fails and nox goes on with the next one.
+    """
+    if code == SETUP_MISSING:
+        sys.exit(SETUP_MISSING)
+    if code in (PYTEST_BAD_OPTION, PYTEST_NO_CASE):
+        sys.exit(WRONG_USAGE)
+    fail_unless_zero(session, [code])
+
+
+def fail_unless_zero(session: nox.Session, codes: Sequence[int]) -> None:
+    """Fail the session if any of the exit codes is not 0. nox then goes on with the next session."""
+    if any(codes):
+        session.error(f"{sum(map(bool, codes))} of {len(codes)} checks failed")

@@ -1,0 +1,85 @@
+"""Detection of the machine's hardware from sysfs and procfs, and the choice of the Python interpreter."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from automation.commands import stop
+
+__all__ = [
+    "SYSTEM_PYTHON",
+    "find_hardware",
+    "find_interpreter",
+    "has_pyverbs",
+    "may_load_rxe",
+    "path_with_sbin",
+    "python_version",
+]
+
+SYSTEM_PYTHON = "/usr/bin/python3"
+OLDEST_PYTHON = (3, 11)
+
+
+def find_hardware() -> dict[str, list[str]]:
+    """Return a phrase for each device that sysfs and procfs show, by API. Every list is empty on a bare machine."""
+    nics = [f"RDMA device {path.name}" for path in sorted(Path("/sys/class/infiniband").glob("*"))]
+    gpus = ["the NVIDIA driver"] if Path("/proc/driver/nvidia/version").exists() else []
+    accelerators: list[str] = []
+    for device in sorted(Path("/sys/bus/pci/devices").glob("*")):
+        # A device that is unplugged between the listing and the read is not there.
+        with contextlib.suppress(OSError):
+            vendor, kind = (device / "vendor").read_text().strip(), (device / "class").read_text().strip()
+            if vendor == "0x10de" and kind.startswith("0x03"):
+                gpus.append(f"NVIDIA GPU {device.name}")
+            elif vendor == "0x1da3":
+                accelerators.append(f"Habana accelerator {device.name}")
+    return {"verbs": nics, "cuda": gpus, "hlthunk": accelerators}
+
+
+def may_load_rxe() -> bool:
+    """Return whether this kernel has the rxe module and this user may load it. The module is not loaded here."""
+    tools = all(map(shutil.which, ("modprobe", "ip", "rdma")))
+    return os.geteuid() == 0 and tools and subprocess.call(["modprobe", "-nq", "rdma_rxe"]) == 0
+
+
+def path_with_sbin() -> str:
+    """Return PATH with /usr/sbin and /sbin appended: Debian leaves them out of the PATH of ordinary users."""
+    return os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
+
+
+@functools.cache
+def find_interpreter() -> tuple[str, bool]:
+    """Return the path of the Python that runs the suites, and whether pip must build pyverbs for it.
+
+    Debian and Ubuntu ship pyverbs for their own Python, so that one is taken if it is new enough. Otherwise the first
+    Python that is new enough is taken, and pip builds PyPI's pyverbs for it.
+    """
+    if python_version(SYSTEM_PYTHON) >= OLDEST_PYTHON and (has_pyverbs() or shutil.which("apt-get")):
+        return SYSTEM_PYTHON, False
+    others = filter(None, map(shutil.which, ("python3.13", "python3.12", "python3.11")))
+    # realpath leaves nox's virtual environment, so that the choice does not depend on which nox was started.
+    own = os.path.realpath(sys.executable)
+    candidate = next((python for python in (own, *others) if python_version(python) >= OLDEST_PYTHON), None)
+    if candidate is None:
+        stop("gdrkit needs Python 3.11 or newer, and this machine has none. Debian 12: apt-get install python3")
+    return candidate, True
+
+
+def python_version(python: str) -> tuple[int, ...]:
+    """Return (3, 11) for Python 3.11.2, and (0,) for a program that is not a Python."""
+    question = "import sys; print(*sys.version_info[:2])"
+    with contextlib.suppress(OSError, subprocess.CalledProcessError, ValueError):
+        return tuple(map(int, subprocess.check_output([python, "-c", question], text=True).split())) or (0,)
+    return (0,)
+
+
+def has_pyverbs() -> bool:
+    """Return whether the system's Python has pyverbs. It is not imported, because that would load libibverbs."""
+    question = "import importlib.util, sys; sys.exit(importlib.util.find_spec('pyverbs') is None)"
+    return subprocess.call([SYSTEM_PYTHON, "-I", "-c", question], stderr=subprocess.DEVNULL) == 0

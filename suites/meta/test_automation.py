@@ -1,0 +1,85 @@
+"""The package `automation`, which prepares machines for the nox sessions: apt, interpreters, environment stamps."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from automation import environments, machine, system_packages
+
+ROOT = Path(__file__).resolve().parents[2]
+ADDED = "Inst xfsprogs (6.1.0-1 Debian:12.4/stable [amd64])"
+UPDATED = "Inst libc6 [2.36-9] (2.36-10 Debian:12.4/stable [amd64])"
+FOREIGN = "Inst libibverbs1 [2307mlnx47-1] (44.0-2 Debian:12.4/stable [amd64])"
+THIRD_PARTY = "Inst libc6 [2.36-9] (2.40-1 example.com:stable [amd64])"
+
+
+def program(folder: Path, name: str, text: str) -> None:
+    path = folder / name
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+
+
+def install_with(folder: Path) -> subprocess.CompletedProcess[str]:
+    """Call system_packages.install in a process that finds programs in `folder` alone."""
+    call = "from automation import system_packages; system_packages.install(['xfsprogs'])"
+    environ = {**os.environ, "PATH": str(folder), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", call]
+    return subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=60)
+
+
+def test_added_package_is_no_replacement() -> None:
+    assert not system_packages.is_replacement(ADDED)
+    assert system_packages.is_replacement(UPDATED)
+
+
+@pytest.mark.parametrize(("change", "allowed"), [(UPDATED, True), (FOREIGN, False), (THIRD_PARTY, False)])
+def test_replacement_is_allowed_within_the_release_only(change: str, allowed: bool) -> None:  # noqa: FBT001 - a parameter of the case
+    assert system_packages.is_release_update(change) is allowed
+
+
+def test_apt_is_not_called_beside_a_vendor_stack(tmp_path: Path) -> None:
+    called = tmp_path / "called"
+    program(tmp_path, "ofed_info", "")
+    program(tmp_path, "apt-get", f"echo >{called}")
+    result = install_with(tmp_path)
+    assert (result.returncode, called.exists()) == (3, False)
+    assert "ofed_info is installed" in result.stdout
+
+
+def test_apt_that_would_replace_foreign_packages_is_stopped(tmp_path: Path) -> None:
+    called = tmp_path / "called"
+    # The RDMA libraries, if this machine has any, are the distribution's own.
+    program(tmp_path, "dpkg-query", 'case "$*" in -S*) echo "libibverbs1: x";; *) echo "44.0-2 Debian";; esac')
+    program(tmp_path, "apt-get", f'case "$*" in *" -s") echo "{FOREIGN}";; *) echo >{called};; esac')
+    result = install_with(tmp_path)
+    assert (result.returncode, called.exists()) == (3, False)
+    if os.geteuid() == 0:
+        assert FOREIGN in result.stdout
+
+
+def test_machine_without_apt_is_told_what_to_install(tmp_path: Path) -> None:
+    result = install_with(tmp_path)
+    assert result.returncode == 3
+    assert "xfsprogs" in result.stdout
+
+
+def test_program_that_is_no_python_has_version_zero(tmp_path: Path) -> None:
+    program(tmp_path, "python3", "echo three")
+    assert machine.python_version(str(tmp_path / "python3")) == (0,)
+    assert machine.python_version(str(tmp_path / "missing")) == (0,)
+    assert machine.python_version(sys.executable) == sys.version_info[:2]
+
+
+def test_digest_changes_with_words_and_with_contents(tmp_path: Path) -> None:
+    source = tmp_path / "pyproject.toml"
+    source.write_text("a")
+    before = environments.digest(["pip"], [source])
+    assert environments.digest(["pip"], [source]) == before
+    assert environments.digest(["pip", ""], [source]) != before
+    source.write_text("b")
+    assert environments.digest(["pip"], [source]) != before
