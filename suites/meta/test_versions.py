@@ -31,3 +31,14 @@ def test_wheels_are_built_here_by_what_pip_takes_elsewhere() -> None:
     (said,) = re.findall(r"^BUILD = (\(.*\))$", (HOUSE / "automation" / "builds.py").read_text(), re.MULTILINE)
     needed = {each for description in DESCRIPTIONS for each in description["build-system"]["requires"]}
     assert needed <= set(ast.literal_eval(said))
+
+
+def test_ci_runs_every_python_that_the_metadata_names() -> None:
+    workflow = (HOUSE / ".github" / "workflows" / "ci.yml").read_text()
+    named = {entry.rpartition(" ")[2] for entry in PRODUCT["classifiers"] if re.search(r":: 3\.\d+$", entry)}
+    assert set(re.findall(r'python: "([\d.]+)"', workflow)) == named
+
+
+def test_changelog_dates_every_release() -> None:
+    headings = re.findall(r"^## (.+)$", (HOUSE / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert all(re.fullmatch(r"Unreleased|[\d.]+ \(\d{4}-\d\d-\d\d\)", heading) for heading in headings)
