@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
-__all__ = ["CARRY_ON", "LEVELS", "RULES", "SAME_LEVEL", "SEAMS", "SIBLINGS_LEVEL", "Rule"]
+__all__ = ["CARRY_ON", "LEVELS", "RULES", "SAME_LEVEL", "SEAMS", "SIBLINGS_LEVEL", "Rule", "crossings"]
 
 # The rooms of gdrkit/ by level: imports only go down.
 LEVELS: tuple[frozenset[str], ...] = (
@@ -156,7 +156,7 @@ def _level(room: str) -> int | None:
     return next((level for level, rooms in enumerate(LEVELS) if room in rooms), None)
 
 
-def _crossings(root: Path) -> Iterator[tuple[str, str, str]]:
+def crossings(root: Path) -> Iterator[tuple[str, str, str]]:
     """Place, importing room and imported room of every import between two rooms."""
     for path, tree in _modules(root, "gdrkit"):
         for line, name in _imports(tree):
@@ -173,14 +173,14 @@ def _rooms(root: Path) -> Iterator[str]:
 
 
 def _levels(root: Path) -> Iterator[str]:
-    for place, room, other in _crossings(root):
+    for place, room, other in crossings(root):
         above, below = _level(room), _level(other)
         if above is None or below is None or below > above:
             yield f"{place} (level {above}) imports gdrkit.{other} (level {below})"
 
 
 def _neighbours(root: Path) -> Iterator[str]:
-    for place, room, other in _crossings(root):
+    for place, room, other in crossings(root):
         if _level(room) == _level(other) and (room, other) not in SAME_LEVEL:
             yield f"{place} imports gdrkit.{other}, a room of its own level {_level(room)}"
 

@@ -1,0 +1,26 @@
+"""docs/architecture.md shows the imports that the code has."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from meta import architecture
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_architecture_picture_is_up_to_date() -> None:
+    assert architecture.DOCUMENT.read_text() == architecture.render(), (
+        "write it anew: PYTHONPATH=suites python -m meta.architecture > docs/architecture.md"
+    )
+
+
+def test_architecture_picture_follows_the_imports(tmp_path: Path) -> None:
+    source = tmp_path / "gdrkit" / "gds" / "engine.py"
+    source.parent.mkdir(parents=True)
+    source.write_text("from gdrkit import cuda, registration\n")
+    (tmp_path / "gdrkit" / "registration").mkdir()
+    (tmp_path / "gdrkit" / "registration" / "policy.py").write_text("from gdrkit.cuda import device\n")
+    edges = [line.strip() for line in architecture.render(tmp_path).splitlines() if "-->" in line]
+    assert edges == ["gds --> registration", "registration --> cuda"]
