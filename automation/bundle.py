@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["fill_bundle"]
 
-# What the transport to such a machine may carry.
+# The size limit of the transport to such a machine.
 BUNDLE_BYTES_MAX = 64 << 20
 
 

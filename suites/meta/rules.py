@@ -11,6 +11,8 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from meta import language
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
@@ -385,5 +387,26 @@ RULES = (
         breaches=_readmes,
         must_fail={"attic/old.py": ""},
         must_pass={"docs/README.md": "# docs\n", ".git/config": "", "build/a": ""},
+    ),
+    Rule(
+        name="words that were replaced stay away",
+        why="Readers search for the terms of rdma-core, CUDA and the manuals; half of them are not native speakers.",
+        breaches=language.gone_words,
+        must_fail={"automation/a.py": "# The house is cleaned by nobody.\n"},
+        must_pass={"automation/a.py": "# The project is checked by the CI; there is room for two more.\n"},
+    ),
+    Rule(
+        name="comments and docstrings have a subject and a verb",
+        why="A clause that begins with who, what or of has to be read twice.",
+        breaches=language.headless_openings,
+        must_fail={"automation/a.py": "# What is leased when the cache ends.\n"},
+        must_pass={"automation/a.py": "# A lease that is held, and\n# what it covers, stays.\n# Why? See cache.py.\n"},
+    ),
+    Rule(
+        name="a name of a case has at most 60 characters",
+        why="Names are columns of reports and lines of terminals.",
+        breaches=language.long_test_names,
+        must_fail={"automation/test_a.py": f"def test_{'x' * 60}():\n"},
+        must_pass={"automation/test_a.py": f"def test_{'x' * 55}():\n"},
     ),
 )

@@ -1,0 +1,102 @@
+"""Checks of the language: words that the project no longer uses, openings without a subject, long names of cases.
+
+Readers search for the terms of RDMA, CUDA and storage. The words below were a dialect of this project; each has the
+term that replaces it. The checks look at the parts of the tree in REWRITTEN.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+__all__ = ["GONE_WORDS", "REWRITTEN", "TEST_NAME_MAX", "gone_words", "headless_openings", "long_test_names"]
+
+# The parts of the tree whose language was rewritten. A part is added when it was, and none is taken away.
+REWRITTEN: tuple[str, ...] = (".github", "automation", "docs/decisions", "noxfile.py")
+
+# Each word, and the terms that replace it.
+GONE_WORDS: dict[str, str] = {
+    "doorway": "listener",
+    "doorways": "listeners",
+    "departures": "pending deregistrations",
+    "fellback": "FallbackWarning, DirectPathError",
+    "haul": "coalesced copy",
+    "hauls": "coalesced copies",
+    "house": "project",
+    "nobody": "the actor's name",
+    "parcel": "handle message",
+    "parcels": "handle messages",
+    "prover": "direct-path probe",
+    "provers": "direct-path probes",
+    "pump": "worker",
+    "pumps": "workers",
+    "room": "package",
+    "rooms": "packages",
+    "seat": "project, package",
+    "somebody": "the actor's name",
+    "stranger": "untrusted peer",
+    "strangers": "untrusted peers",
+    "whoever": "the actor's name",
+    "witness": "evidence",
+}
+# Phrases that are right although a gone word is in them.
+_LEGITIMATE = re.compile(r"\broom (for|left|in the)\b|\bno room\b|\broom_bytes\b", re.IGNORECASE)
+_GONE_PHRASES = {
+    re.compile(r"\bgave E[A-Z]{3,}\b"): "x failed: strerror (ERR)",
+    re.compile(r"\bmemory nodes?\b", re.IGNORECASE): "NUMA node",
+    re.compile(r"\blets? go of\b", re.IGNORECASE): "release",
+}
+_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+_SUFFIXES = (".c", ".cpp", ".h", ".hpp", ".md", ".py", ".sh", ".toml", ".yml")
+_COMMENT = re.compile(r"^\s*(#|//|\"\"\")")
+_HEADLESS = re.compile(r"^\s*(?:#|//|\"\"\")\s*(?:Who|What|Whoever|Of|Where|By which|For who)\b(?P<rest>.*)$")
+_TEST_NAME = re.compile(r"^\s*(?:async )?def (test_\w+)\(")
+TEST_NAME_MAX = 60
+
+
+def gone_words(root: Path) -> Iterator[str]:
+    """Yield one line for each use of a word or phrase that the project no longer uses."""
+    for place, line in _lines(root):
+        text = _LEGITIMATE.sub("", line)
+        for found in _WORD.findall(text):
+            instead = GONE_WORDS.get(found.lower())
+            if instead:
+                yield f"{place} says {found}; the term is: {instead}"
+        for phrase, instead in _GONE_PHRASES.items():
+            for match in phrase.finditer(text):
+                yield f"{place} says {match[0]}; the form is: {instead}"
+
+
+def headless_openings(root: Path) -> Iterator[str]:
+    """Yield one line for each comment or docstring that begins with a clause without a subject."""
+    before, file = "", ""
+    for place, line in _lines(root):
+        name = place.rpartition(":")[0]
+        continues = name == file and bool(_COMMENT.match(before)) and '"""' not in line
+        found = _HEADLESS.match(line)
+        if found and not continues and "?" not in found["rest"] and not name.endswith(".md"):
+            yield f"{place} begins without a subject: {line.strip()}"
+        before, file = line, name
+
+
+def long_test_names(root: Path) -> Iterator[str]:
+    """Yield one line for each case whose name is longer than TEST_NAME_MAX characters."""
+    for place, line in _lines(root):
+        found = _TEST_NAME.match(line)
+        if found and len(found[1]) > TEST_NAME_MAX:
+            yield f"{place} has a name of {len(found[1])} characters, at most {TEST_NAME_MAX}: {found[1]}"
+
+
+def _lines(root: Path) -> Iterator[tuple[str, str]]:
+    """Yield place and text of every line in the rewritten parts of the tree, but for this file, which has the words."""
+    for part in REWRITTEN:
+        start = root / part
+        for path in sorted(start.rglob("*")) if start.is_dir() else [start]:
+            where = path.relative_to(root).as_posix()
+            if path.suffix in _SUFFIXES and path.is_file() and where != "suites/meta/language.py":
+                for number, line in enumerate(path.read_text().splitlines(), start=1):
+                    yield f"{where}:{number}", line
