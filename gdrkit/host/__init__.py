@@ -1,8 +1,8 @@
-"""What Linux says about a host, read from sysfs, procfs and the loader's cache, and its memory.
+"""Facts about a Linux host from sysfs, procfs and the loader's cache, and host memory for RDMA.
 
-Level 2. Every reader takes a :class:`HostTree`, whose root is an argument, so that the same code reads this machine, a
-captured one and a tree that a case wrote. Only ``nvml_facts`` needs a library; what could not be read is kept on the
-tree and belongs to the answer.
+Every reader takes a :class:`HostTree`, whose root is an argument, so that the same code reads this machine, a capture
+of another one and a tree that a case wrote. Only ``nvml_facts`` needs a library. A file that exists and cannot be read
+is listed in :attr:`HostTree.unreadable`.
 """
 
 from __future__ import annotations

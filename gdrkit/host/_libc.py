@@ -1,7 +1,4 @@
-"""Where the bytes of a Python buffer lie, and what of the C library Python has no name for.
-
-Level 2. The one file of this room that has ctypes.
-"""
+"""Calls of the C library that Python does not offer, by ctypes: prctl, renameat2, the address of a mapping."""
 
 from __future__ import annotations
 
@@ -24,17 +21,17 @@ _PR_SET_PDEATHSIG = 1
 
 
 def address_of(mapping: mmap.mmap) -> int:
-    """The address of the first byte; it holds until the mapping is closed or resized."""
+    """Return the address of the first byte. It is valid until the mapping is closed or resized."""
     return ctypes.addressof(ctypes.c_char.from_buffer(mapping))
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when the thread that has started it ends: prctl(2), PR_SET_PDEATHSIG.
+    """Ask the kernel to kill this process when the thread that started it ends (prctl(2), PR_SET_PDEATHSIG).
 
     Parameters
     ----------
     parent : int
-        The process of that thread. Where it has ended before, this one ends now.
+        Process ID of that thread. If that process has ended already, the calling process kills itself.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
     if os.getppid() != parent:
@@ -42,14 +39,21 @@ def die_with_parent(parent: int) -> None:
 
 
 def rename_new(name: str, new_name: str, *, folder: int, new_folder: int) -> None:
-    """renameat2(2) with RENAME_NOREPLACE: the new name must not be there.
+    """Rename a file, and refuse to replace an existing one: renameat2(2) with RENAME_NOREPLACE.
 
-    A file system that does not know the flag (EINVAL) gets a link and an unlink, which refuse the same.
+    On a file system that does not support the flag (EINVAL) the file is linked and unlinked, with the same refusal.
+
+    Parameters
+    ----------
+    name, new_name : str
+        Names in the folders.
+    folder, new_folder : int
+        Descriptors of the two folders.
 
     Raises
     ------
     OSError
-        EEXIST: the new name is there; others as of renameat2(2).
+        EEXIST if `new_name` exists; other numbers as renameat2(2) lists them.
     """
     done = _renameat2()(folder, os.fsencode(name), new_folder, os.fsencode(new_name), _RENAME_NOREPLACE)
     number = ctypes.get_errno()

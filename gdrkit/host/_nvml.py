@@ -1,7 +1,7 @@
-"""NVIDIA's management library: the one file that names libnvidia-ml.
+"""The functions of libnvidia-ml (NVML) that gdrkit uses, by ctypes. No other file names the library.
 
-Level 2. By ctypes and the functions of the C header nvml.h alone: ``cuda.bindings.nvml`` of the pinned version imports
-numpy, which nothing else here needs, and its older versions have no such module. Everything is read; nothing is set.
+The source is the C header nvml.h. ``cuda.bindings.nvml`` of the pinned version imports numpy, which nothing else here
+needs, and its older versions do not have the module. Only queries are called; no setting is changed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["bar1_bytes", "device_handles", "driver_version", "number", "opened",
 _SONAME = "libnvidia-ml.so.1"
 _DLOPEN = f"dlopen {_SONAME}"
 _TEXT_BYTES = 96
-# nvml.h, nvmlReturn_t; those that are an answer of the machine and not a fault of the call.
+# Values of nvmlReturn_t (nvml.h) that describe the state of the machine.
 _NAMES = {
     1: "NVML_ERROR_UNINITIALIZED",
     2: "NVML_ERROR_INVALID_ARGUMENT",
@@ -46,7 +46,7 @@ _REASONS = {
 _ADVICE = {
     4: "let this user read and write /dev/nvidiactl and /dev/nvidia*",
     9: "load the kernel module nvidia",
-    18: "restart after an update of the driver: the library and the kernel module are of two versions",
+    18: "reboot, or reload the kernel module: its version and that of libnvidia-ml differ",
 }
 
 
@@ -72,12 +72,12 @@ class _Bar1(ctypes.Structure):
 
 @contextlib.contextmanager
 def opened() -> Iterator[Any]:
-    """The library, initialised; shut down afterwards.
+    """Load and initialise NVML, and shut it down at the end.
 
     Raises
     ------
     SetupMissing
-        There is none, it is damaged, or there is no driver below it.
+        The library is missing or damaged, or no driver is loaded.
     """
     loader.check_library(_SONAME, operation=_DLOPEN)
     try:
@@ -96,14 +96,14 @@ def opened() -> Iterator[Any]:
 
 
 def driver_version(library: Any) -> str:
-    """Of the driver, e.g. ``580.159.04``."""
+    """Return the version of the NVIDIA driver, e.g. ``580.159.04``."""
     text = ctypes.create_string_buffer(_TEXT_BYTES)
     _call(library, "nvmlSystemGetDriverVersion", text, ctypes.c_uint(_TEXT_BYTES))
     return text.value.decode("utf-8", "backslashreplace")
 
 
 def device_handles(library: Any) -> tuple[Any, ...]:
-    """One for each device, in NVML's own order, which is that of the bus."""
+    """Return the handle of each device, in NVML's order, which is the order of the PCI bus."""
     count = ctypes.c_uint()
     _call(library, "nvmlDeviceGetCount_v2", ctypes.byref(count))
     handles = []
@@ -115,29 +115,29 @@ def device_handles(library: Any) -> tuple[Any, ...]:
 
 
 def pci_bus_id(library: Any, handle: Any) -> str:
-    """As sysfs writes it: ``0000:1b:00.0``; NVML itself has eight digits of domain."""
+    """Return the PCI address as sysfs writes it, ``0000:1b:00.0``. NVML writes the domain with eight digits."""
     found = _PciInfo()
     _call(library, "nvmlDeviceGetPciInfo_v3", handle, ctypes.byref(found))
     return f"{found.domain:04x}:{found.bus:02x}:{found.device:02x}.0"
 
 
 def bar1_bytes(library: Any, handle: Any) -> tuple[int, int] | None:
-    """Size and what is free of BAR1; None where the device has none."""
+    """Return the size of BAR1 and its free part, in bytes, or None if the device has no BAR1."""
     found = _Bar1()
-    if not _answered(library, "nvmlDeviceGetBAR1MemoryInfo", handle, ctypes.byref(found)):
+    if not _is_supported(library, "nvmlDeviceGetBAR1MemoryInfo", handle, ctypes.byref(found)):
         return None
     return int(found.total), int(found.free)
 
 
 def number(library: Any, name: str, *handles: Any) -> int | None:
-    """What a function of the form ``nvmlDeviceGet...(device ..., unsigned *)`` answers; None where it is not
-    supported.
+    """Call a function of the form ``nvmlDeviceGet...(device ..., unsigned *)`` and return the number that it stores, or
+    None if the device does not support it.
     """
     found = ctypes.c_uint()
-    return int(found.value) if _answered(library, name, *handles, ctypes.byref(found)) else None
+    return int(found.value) if _is_supported(library, name, *handles, ctypes.byref(found)) else None
 
 
-def _answered(library: Any, name: str, *arguments: Any) -> bool:
+def _is_supported(library: Any, name: str, *arguments: Any) -> bool:
     try:
         _call(library, name, *arguments)
     except ApiError as error:
@@ -167,8 +167,8 @@ def _error(kind: type[ApiError], operation: str, status: int, arguments: Mapping
         api=Api.NVML,
         operation=operation,
         status=status,
-        status_name=_NAMES.get(status, "an error"),
+        status_name=_NAMES.get(status, "nvmlReturn_t"),
         arguments=arguments,
         reason=_REASONS.get(status, Reason.OTHER),
-        what_to_do=_ADVICE.get(status, "run nvidia-smi: it names what the driver misses"),
+        what_to_do=_ADVICE.get(status, "run nvidia-smi, which names what the driver lacks"),
     )

@@ -1,7 +1,7 @@
-"""PCI config space, from the file ``config`` of a function in sysfs.
+"""Parser of PCI config space, from the file ``config`` of a function in sysfs.
 
-Level 2. Everybody may read the first 64 bytes; the rest, where the capabilities are, takes CAP_SYS_ADMIN. Offsets and
-bits are those of linux/pci_regs.h.
+Every user may read the first 64 bytes. The capabilities lie behind them and need CAP_SYS_ADMIN. Offsets and bits are
+those of linux/pci_regs.h.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _FIRST_CAPABILITY = 0x34
 _STANDARD_BYTES, _EXTENDED_BEGIN = 0x100, 0x100
 _EXPRESS = 0x10
 _ACS, _ATS = 0x000D, 0x000F
-_CONTROL = 6  # Of both: behind the header and the capability register.
+_CONTROL = 6  # Offset of the control word in both capabilities.
 _ATS_ENABLE = 0x8000
 _DEVICE_CONTROL = 8
 _RELAXED_ORDERING = 0x10
@@ -35,14 +35,14 @@ _NO_CAPABILITY = (0, 0xFFFF_FFFF)
 
 @dataclass(frozen=True, slots=True)
 class AcsControl:
-    """The control word of Access Control Services; source validation alone redirects nothing."""
+    """The control word of Access Control Services (ACS). Source validation alone does not redirect traffic."""
 
     value: int
 
     @property
     def redirects(self) -> bool:
-        """Whether traffic between devices below is sent up to the root: request, completion redirect or upstream
-        forwarding.
+        """Whether traffic between the devices below is sent to the root complex, by request redirect, completion
+        redirect or upstream forwarding.
         """
         return bool(self.value & 0x1C)
 
@@ -53,20 +53,20 @@ class AcsControl:
 
 @dataclass(frozen=True, slots=True)
 class ConfigSpace:
-    """What matters here of one function's config space.
+    """The parts of one function's config space that matter to peer-to-peer transfers.
 
     Attributes
     ----------
     length_bytes : int
-        How much could be read: 64 without the privilege, then 256 or 4096.
+        Number of bytes that could be read: 64 without CAP_SYS_ADMIN, otherwise 256 or 4096.
     acs : AcsControl or None
-        None where the function has no such capability, or where it could not be looked at (see :attr:`is_whole`).
+        None if the function does not have the capability, or if it could not be read (see :attr:`is_whole`).
     ats_enabled : bool or None
-        Address translation services; None as before.
+        Whether Address Translation Services are enabled; None as for `acs`.
     max_read_request_bytes : int or None
-        Of the PCIe device control word.
+        Maximum read request size in the PCIe device control register, in bytes.
     relaxed_ordering : bool or None
-        Of the same.
+        Whether the same register enables relaxed ordering.
     """
 
     length_bytes: int
@@ -77,32 +77,32 @@ class ConfigSpace:
 
     @property
     def is_whole(self) -> bool:
-        """Whether capabilities could be looked at."""
+        """Whether the capabilities could be read."""
         return self.length_bytes > HEADER_BYTES
 
 
 def config_space(tree: HostTree, address: str) -> ConfigSpace | None:
-    """Read that of a function; None when there is no such file, or it cannot be read.
+    """Read the config space of the function at a PCI address, or return None if the file cannot be read.
 
     Raises
     ------
     ApiError
-        MALFORMED, as :func:`parse_config_space`.
+        MALFORMED; see :func:`parse_config_space`.
     """
     data = tree.data(f"/sys/bus/pci/devices/{address}/config")
     return None if data is None else parse_config_space(data, name=address)
 
 
 def parse_config_space(data: bytes, *, name: str = "config space") -> ConfigSpace:
-    """Find the capabilities.
+    """Parse the header and the capabilities.
 
     Raises
     ------
     ApiError
-        MALFORMED: shorter than a header, or a list of capabilities that loops or leads outside.
+        MALFORMED: `data` is shorter than a header, or a list of capabilities loops or leaves `data`.
     """
     if len(data) < HEADER_BYTES:
-        raise _malformed(name, f"{len(data)} bytes, and a header has {HEADER_BYTES}")
+        raise _malformed(name, f"{len(data)} bytes; a header has {HEADER_BYTES}")
     standard = dict(_standard(data, name))
     extended = dict(_extended(data, name))
     express = standard.get(_EXPRESS)
@@ -126,7 +126,7 @@ def _standard(data: bytes, name: str) -> Iterator[tuple[int, int]]:
         if at in seen:
             raise _malformed(name, f"the list of capabilities loops at {at:#x}")
         if not HEADER_BYTES <= at < min(len(data), _STANDARD_BYTES) - 1:
-            raise _malformed(name, f"the list of capabilities leads to {at:#x}, outside of {len(data)} bytes")
+            raise _malformed(name, f"the list of capabilities leads to {at:#x}, outside the {len(data)} bytes")
         seen.add(at)
         yield data[at], at
         at = data[at + 1] & ~3
@@ -141,7 +141,7 @@ def _extended(data: bytes, name: str) -> Iterator[tuple[int, int]]:
         if at in seen:
             raise _malformed(name, f"the list of extended capabilities loops at {at:#x}")
         if not _EXTENDED_BEGIN <= at <= len(data) - 4:
-            raise _malformed(name, f"the list of extended capabilities leads to {at:#x}, outside of {len(data)} bytes")
+            raise _malformed(name, f"the list of extended capabilities leads to {at:#x}, outside the {len(data)} bytes")
         seen.add(at)
         (header,) = struct.unpack_from("<I", data, at)
         if header in _NO_CAPABILITY:
@@ -159,9 +159,9 @@ def _malformed(name: str, detail: str) -> ApiError:
         api=Api.KERNEL,
         operation="read PCI config space",
         status=None,
-        status_name="a malformed list" if "list" in detail else "too little",
+        status_name="malformed list" if "list" in detail else "too short",
         arguments={"function": name},
         reason=Reason.MALFORMED,
-        what_to_do="look at it with lspci -xxxx; a function that fell off the bus reads as all ones",
+        what_to_do="check with lspci -xxxx; a function that fell off the bus reads as all ones",
         detail=detail,
     )

@@ -1,7 +1,4 @@
-"""How far two PCI functions are from each other, as sysfs under a root shows it.
-
-Level 2. The words are those that ``nvidia-smi topo -m`` prints.
-"""
+"""Distance between two PCI functions, from sysfs, in the words of ``nvidia-smi topo -m``."""
 
 from __future__ import annotations
 
@@ -19,19 +16,20 @@ _PCI = "/sys/bus/pci/devices"
 
 
 class Distance(enum.IntEnum):
-    """How far two devices are from each other; less is nearer."""
+    """Distance between two devices. A smaller value is nearer."""
 
-    PIX = 1  # At most one PCIe switch between them.
-    PXB = 2  # Several PCIe switches, below one host bridge.
-    PHB = 3  # Over a PCIe host bridge.
-    NODE = 4  # Over host bridges of one memory node.
-    SYS = 5  # Over the link between memory nodes.
-    UNKNOWN = 6  # One of them is not on the PCI bus, or sysfs does not say where.
+    PIX = 1  # The path crosses at most one PCIe switch.
+    PXB = 2  # The path crosses several PCIe switches and no host bridge.
+    PHB = 3  # The path crosses one PCIe host bridge.
+    NODE = 4  # The path connects two host bridges of one NUMA node.
+    SYS = 5  # The path crosses the link between NUMA nodes.
+    UNKNOWN = 6  # sysfs does not show the position of one device.
 
 
 def pci_path(tree: HostTree, address: str) -> tuple[str, ...]:
-    """Host bridge, bridges and the device itself, as the kernel nests them below /sys/devices; nothing for a device
-    that is not there.
+    """Return the host bridge, the bridges and the device itself, as the kernel nests them below /sys/devices.
+
+    The result is empty if there is no such device.
     """
     target = tree.link_parts(f"{_PCI}/{address}") if address else ()
     start = next((at for at, part in enumerate(target) if part.startswith("pci") and ":" in part), None)
@@ -39,20 +37,20 @@ def pci_path(tree: HostTree, address: str) -> tuple[str, ...]:
 
 
 def pci_distance(tree: HostTree, one: str, other: str) -> Distance:
-    """Between two PCI functions, by their addresses (``0000:1b:00.0``)."""
+    """Return the distance between two PCI functions, given by their addresses (``0000:1b:00.0``)."""
     first, second = pci_path(tree, one), pci_path(tree, other)
     if not first or not second:
         return Distance.UNKNOWN
     shared = _shared(first, second)
     if shared == 0:
         nodes = {_node(tree, one), _node(tree, other)}
-        # A host with one memory node says -1 for all, and so has nothing between them but host bridges.
+        # On a host with one NUMA node the kernel says -1 for all devices.
         return Distance.NODE if len(nodes) == 1 else Distance.SYS
     if shared == 1:
         return Distance.PHB
-    # Both paths end with the device itself; what is left of them are bridges that are not shared.
+    # Each path ends with the device itself. The rest are the bridges that the two paths do not share.
     bridges = max(len(first), len(second)) - 1 - shared
-    # A switch is one bridge above, which they share, and one for each device below it.
+    # A switch is an upstream bridge, which the paths share, and a downstream bridge for each device.
     return Distance.PIX if bridges <= 1 else Distance.PXB
 
 

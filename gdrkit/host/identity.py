@@ -1,6 +1,6 @@
-"""Which host this is, so that the reports of many can be told apart.
+"""Identity of a host, by which reports of many hosts are distinguished.
 
-Level 2. Two machines made from one image may have one name and one machine id; see :mod:`gdrkit.report.fleet`.
+Two machines made from one image may have the same name and machine ID; see :mod:`gdrkit.report.fleet`.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _DIGITS = 16
 
 @dataclass(frozen=True, slots=True)
 class HostIdentity:
-    """What a host calls itself, and what tells it from another of that name.
+    """A host's name, and a digest that differs between hosts of the same name.
 
     Attributes
     ----------
     name : str
-        As the kernel has it; empty when it cannot be read.
+        Host name of the kernel; empty if it cannot be read.
     digest : str or None
-        Over the machine id, which must not leave the machine itself (machine-id(5)); None where there is none.
+        Salted digest of the machine ID, which itself must not leave the machine (machine-id(5)); None if it is missing.
     """
 
     name: str
@@ -35,7 +35,7 @@ class HostIdentity:
 
 
 def host_identity(tree: HostTree) -> HostIdentity:
-    """That of the host behind `tree`."""
+    """Return the identity of the host behind `tree`."""
     machine_id = tree.text("/etc/machine-id")
     digest = hashlib.sha256(f"{_SALT}:{machine_id}".encode()).hexdigest()[:_DIGITS] if machine_id else None
     return HostIdentity(name=tree.text("/proc/sys/kernel/hostname") or "", digest=digest)

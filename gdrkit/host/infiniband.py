@@ -1,7 +1,7 @@
-"""RDMA devices as sysfs shows them.
+"""RDMA devices of the kernel, as sysfs shows them.
 
-Level 2. These are the devices of the kernel. A library in front of libibverbs may show others, so what a program can
-open is asked of verbs itself.
+A program may see other devices than the kernel has, because libibverbs may be replaced. :mod:`gdrkit.verbs` lists the
+devices that a program can open.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class PortFacts:
     Attributes
     ----------
     number : int
-        As verbs counts it, from 1.
+        Port number of verbs, from 1.
     state, physical_state : str or None
         The kernel's words without the number, e.g. ``ACTIVE`` and ``LinkUp``.
     rate : str or None
-        E.g. ``400 Gb/sec (4X NDR)``.
+        Signalling rate, e.g. ``400 Gb/sec (4X NDR)``.
     link_layer : str or None
         ``InfiniBand`` or ``Ethernet``.
     """
@@ -47,23 +47,23 @@ class RdmaDevice:
     Attributes
     ----------
     name : str
-        E.g. ``mlx5_0``.
+        Device name, e.g. ``mlx5_0``.
     driver : str or None
-        ``rxe`` or ``siw`` for those that are software of the kernel, else the driver of the device below; None when it
-        cannot be told.
+        ``rxe`` or ``siw`` for a software device of the kernel, else the driver of the bus device below; None if it is
+        unknown.
     has_device : bool
-        Whether there is a device of a bus below; if not, the RDMA device is software of the kernel. Software may have
-        one, too: that of the network interface that it stands on.
+        Whether the RDMA device has a bus device below. One without is a software device of the kernel. A software
+        device may have one, too, which is that of its network interface.
     node_guid : str or None
-        E.g. ``b83f:d203:00a1:7c52``.
+        Node GUID, e.g. ``b83f:d203:00a1:7c52``.
     firmware : str or None
-        Version of its firmware.
+        Firmware version.
     pci_address : str or None
-        Its PCI function; None for a software device.
+        Address of the PCI function; None for a software device.
     numa_node : int or None
-        The memory node next to it.
+        The nearest NUMA node.
     ports : tuple of PortFacts
-        By number.
+        The ports, by number.
     """
 
     name: str
@@ -77,7 +77,7 @@ class RdmaDevice:
 
 
 def rdma_devices(tree: HostTree) -> tuple[RdmaDevice, ...]:
-    """Every RDMA device of the kernel, by name."""
+    """Return every RDMA device of the kernel, by name."""
     return tuple(_device(tree, name) for name in tree.names(_DEVICES))
 
 
@@ -99,9 +99,9 @@ def _device(tree: HostTree, name: str) -> RdmaDevice:
 
 
 def _software_driver(tree: HostTree, folder: str) -> str | None:
-    # rxe and siw stand on a network interface, and show the device of that one as theirs when it has one: so they are
-    # asked first what they are. Of rxe alone sysfs has the interface; both say in their node description what they are
-    # (it may be changed, but no driver of hardware says so by itself).
+    # rxe and siw use a network interface and show the bus device of that interface as their own, so the driver link
+    # does not tell them from hardware. rxe has a file `parent` in sysfs. Both name themselves in the node description,
+    # which can be changed, but which no hardware driver sets to these words.
     description = tree.text(f"{folder}/node_desc") or ""
     if description.startswith("rxe") or tree.exists(f"{folder}/parent"):
         return "rxe"
@@ -119,5 +119,5 @@ def _port(tree: HostTree, folder: str, number: int) -> PortFacts:
 
 
 def _word(text: str | None) -> str | None:
-    # "4: ACTIVE": the number is the enum of the header, the word is what people say.
+    # "4: ACTIVE" is the value and the name of the enum.
     return None if text is None else text.partition(":")[2].strip() or text

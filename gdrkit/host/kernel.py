@@ -1,7 +1,4 @@
-"""The kernel: release, command line, modules, drivers.
-
-Level 2.
-"""
+"""Facts about the kernel: release, command line, modules, NVIDIA driver version."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ if TYPE_CHECKING:
 
 __all__ = ["KernelFacts", "kernel_facts", "nvidia_driver_version"]
 
-# Modules that decide whether device memory and NICs or storage meet directly.
+# The modules on which direct transfers between devices depend.
 _MODULES = (
     "efa",
     "gdrdrv",
@@ -36,20 +33,20 @@ _IOMMU_WORDS = ("iommu", "intel_iommu", "amd_iommu", "pci=")
 
 @dataclass(frozen=True, slots=True)
 class KernelFacts:
-    """What the kernel says about itself.
+    """Facts that the kernel states about itself.
 
     Attributes
     ----------
     release : str or None
-        E.g. ``6.1.0-31-amd64``.
+        Kernel release, e.g. ``6.1.0-31-amd64``.
     distribution : str or None
-        The name in /etc/os-release.
+        PRETTY_NAME of /etc/os-release.
     iommu_arguments : tuple of str
-        The words of its command line that decide about the IOMMU and PCI.
+        The words of the kernel command line that configure the IOMMU and PCI.
     iommu_group_count : int
-        Groups that exist; 0 when no IOMMU translates.
+        Number of IOMMU groups; 0 if no IOMMU translates.
     modules : tuple of str
-        Those loaded (or built in, with parameters) that matter to direct transfers.
+        The loaded modules (or built-in ones with parameters) on which direct transfers depend.
     """
 
     release: str | None
@@ -60,7 +57,7 @@ class KernelFacts:
 
 
 def kernel_facts(tree: HostTree) -> KernelFacts:
-    """Read them."""
+    """Read the facts about the kernel of `tree`."""
     words = (tree.text("/proc/cmdline") or "").split()
     loaded = set(tree.names("/sys/module"))
     return KernelFacts(
@@ -73,7 +70,7 @@ def kernel_facts(tree: HostTree) -> KernelFacts:
 
 
 def nvidia_driver_version(tree: HostTree) -> str | None:
-    """The version of the loaded NVIDIA kernel driver, e.g. ``580.159.04``; None when none is loaded."""
+    """Return the version of the loaded NVIDIA kernel driver, e.g. ``580.159.04``, or None if it is not loaded."""
     text = tree.text("/proc/driver/nvidia/version") or ""
     line = next((line for line in text.splitlines() if line.startswith("NVRM version:")), "")
     found = re.search(r"\b\d+\.\d+(?:\.\d+)?\b", line)

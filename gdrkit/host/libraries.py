@@ -1,7 +1,7 @@
-"""Which file the dynamic loader would open for a library name.
+"""Prediction of the file that the dynamic loader opens for a library name.
 
-Level 2. Where it looks says :func:`gdrkit.loader.places`. Its cache is read by its layout (glibc,
-sysdeps/generic/dl-cache.h), since ``ldconfig -p`` knows no other root than this host's.
+:func:`gdrkit.loader.places` has the order of the search. The loader's cache is parsed by its layout (glibc,
+sysdeps/generic/dl-cache.h), because ``ldconfig -p`` reads the cache of this host only, and not that of a capture.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ __all__ = ["cached_libraries", "find_libraries", "find_library"]
 
 _CACHE = "/etc/ld.so.cache"
 _MAGIC = b"glibc-ld.so.cache1.1"
-# magic, count, length of the strings, flags, extension offset, three unused words.
+# The fields are magic, count, length of the strings, flags, extension offset and three unused words.
 _HEADER = struct.Struct("<20sIIB3xI3I")
-# flags, name, path, OS version, hardware capabilities; the offsets count from the header.
+# The fields are flags, name, path, OS version, hardware capabilities. Offsets count from the header.
 _ENTRY = struct.Struct("<iIIIQ")
 
 
 def find_library(tree: HostTree, soname: str, *, search_path: Iterable[str] = ()) -> str | None:
-    """The path, as the host names it, of the file for `soname`; None when the loader would find none.
+    """Return the path of the file that the loader would open for `soname`, or None if it would not find one.
 
     Parameters
     ----------
     tree : HostTree
-        Where to look.
+        The host to search.
     soname : str
-        E.g. ``libibverbs.so.1``.
+        Name of the library, e.g. ``libibverbs.so.1``.
     search_path : iterable of str
         The folders of LD_LIBRARY_PATH, in order.
     """
@@ -42,7 +42,7 @@ def find_library(tree: HostTree, soname: str, *, search_path: Iterable[str] = ()
 
 
 def find_libraries(tree: HostTree, sonames: Iterable[str], *, search_path: Iterable[str] = ()) -> dict[str, str | None]:
-    """As :func:`find_library` for several, by one look into the loader's cache."""
+    """Return the result of :func:`find_library` for several names, with one read of the loader's cache."""
     cached, folders = cached_libraries(tree), tuple(search_path)
     return {
         soname: next(
@@ -53,12 +53,12 @@ def find_libraries(tree: HostTree, sonames: Iterable[str], *, search_path: Itera
 
 
 def cached_libraries(tree: HostTree) -> dict[str, tuple[str, ...]]:
-    """Every name in the loader's cache with its paths, first choice first; nothing when there is no readable cache."""
+    """Return every name in the loader's cache with its paths, preferred path first. It is empty without a cache."""
     data = tree.data(_CACHE) or b""
     begin = data.find(_MAGIC)
     if begin < 0 or len(data) - begin < _HEADER.size:
         return {}
-    # An old-format cache may stand in front of the new one; offsets count from the new one's header.
+    # A cache in the old format may precede the one in the new format, from whose header the offsets count.
     data = data[begin:]
     count = _HEADER.unpack_from(data)[1]
     found: dict[str, tuple[str, ...]] = {}

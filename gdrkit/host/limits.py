@@ -1,7 +1,4 @@
-"""What this process may do: locked memory, open files, capabilities.
-
-Level 2.
-"""
+"""Limits of a process: locked memory, open files, capabilities."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Limits", "process_limits"]
 
-# linux/capability.h; those that decide about users, pinning, raw devices and namespaces.
+# The capabilities (linux/capability.h) on which pinning, raw devices, users and namespaces depend.
 _CAPABILITIES = {
     7: "CAP_SETUID",
     12: "CAP_NET_ADMIN",
@@ -34,13 +31,13 @@ class Limits:
     Attributes
     ----------
     memlock_bytes : int or None
-        Soft RLIMIT_MEMLOCK; None when there is no limit. CAP_IPC_LOCK lifts it for verbs.
+        Soft RLIMIT_MEMLOCK in bytes; None if it is unlimited. It does not bind a process with CAP_IPC_LOCK.
     memlock_known : bool
-        Whether it could be read at all.
+        Whether the limit could be read.
     open_files : int or None
         Soft RLIMIT_NOFILE.
     capabilities : tuple of str
-        Effective ones, of those that matter here.
+        The effective capabilities, of those that matter here.
     """
 
     memlock_bytes: int | None
@@ -50,7 +47,7 @@ class Limits:
 
 
 def process_limits(tree: HostTree, *, process: str = "self") -> Limits:
-    """Read them of a process (its number, or ``self``)."""
+    """Read the limits of a process, which is a process ID or ``self``."""
     text = tree.text(f"/proc/{process}/limits") or ""
     memlock = _soft(text, "Max locked memory")
     files = _soft(text, "Max open files")

@@ -1,8 +1,8 @@
-"""Host memory that may be registered, cached and pooled as device memory is.
+"""Host memory that is registered, cached and pooled like device memory.
 
-Level 2. The kernel gives pages of a process no number that would tell an old mapping from a new one at the same
-address, as a GPU's driver does. So each mapping gets one here, and only memory that gdrkit itself has mapped can be
-known again: it is what :class:`HostMemory` maps.
+The region cache must distinguish an old mapping from a new one at the same address. A GPU's driver numbers its
+allocations (buffer IDs); the kernel does not number mappings. :class:`HostMemory` therefore numbers its own mappings,
+and memory that gdrkit did not map cannot be cached.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ __all__ = ["BorrowedHostMemory", "HostAllocator", "HostBuffer", "HostMemory"]
 
 _lock = threading.Lock()
 _numbers = itertools.count(1)
-# Base and length of every live mapping by its number. No number is ever used twice in the life of the process.
+# Base and length of every live mapping, by its number. A process never uses a number twice.
 _live: dict[int, tuple[int, int]] = {}
 
 
 def _presence(key: tuple[tuple[int, int, int], ...]) -> Callable[[], bool]:
-    """What says whether every mapping of `key` is still there."""
+    """Return a function that returns whether every mapping of `key` still exists."""
     return lambda: all(_live.get(number) == (base, length_bytes) for base, length_bytes, number in key)
 
 
 class HostBuffer(ABC):
-    """A piece of host memory; see :class:`gdrkit.buffers.DeviceBuffer`.
+    """A range of host memory with the interface of :class:`gdrkit.buffers.DeviceBuffer`.
 
-    Not for direct use: :class:`HostMemory` is one, and :meth:`allocation` gives one.
+    This is the base of :class:`HostMemory` and :class:`BorrowedHostMemory`.
     """
 
     kind = MemoryKind.HOST
@@ -56,33 +56,33 @@ class HostBuffer(ABC):
 
     @property
     def closed(self) -> bool:
-        """Whether it was released."""
+        """Whether the memory was released."""
         return self._closed
 
     @property
     def owned(self) -> bool:
-        """Whether :meth:`close` gives the memory back to the kernel."""
+        """Whether :meth:`close` unmaps the memory."""
         return False
 
     def current(self) -> AbstractContextManager[None]:
-        """Nothing: it belongs to no device's context."""
+        """Return a context manager that does nothing: host memory does not belong to a device context."""
         return contextlib.nullcontext()
 
     def allocation_key(self) -> tuple[tuple[int, int, int], ...]:
-        """(base, length_bytes, number) of the one mapping under it; a mapping made anew has another number."""
+        """Return ((base, length_bytes, number),) of the mapping. A new mapping at the same address has a new number."""
         self._check_open()
         return self._mapping.key
 
-    # What says whether the mapping of an earlier answer of :meth:`allocation_key` is still there.
+    # Returns a function that returns whether the mapping of an earlier :meth:`allocation_key` still exists.
     presence = staticmethod(_presence)
 
     def allocation(self) -> BorrowedHostMemory:
-        """The whole mapping under this memory, borrowed: the mapping stays until the result is closed."""
+        """Borrow the whole mapping that holds this memory. It stays mapped until the result is closed."""
         self._check_open()
         return BorrowedHostMemory(self._mapping)
 
     def export_dmabuf(self) -> DmabufRange:
-        """Nothing exports host memory.
+        """Raise Unsupported: the kernel has no dma-buf exporter for the pages of a process.
 
         Raises
         ------
@@ -94,55 +94,55 @@ class HostBuffer(ABC):
             api=Api.KERNEL,
             operation="dma-buf export",
             status=None,
-            status_name="no call",
+            status_name="no exporter",
             arguments={"address": self.address, "length_bytes": self.length_bytes},
             reason=Reason.DMABUF_EXPORT_UNSUPPORTED,
-            what_to_do="register it by its address, as the policy does",
-            detail="the pages of a process have no exporter",
+            what_to_do="register it by its address (ibv_reg_mr)",
+            detail="the kernel has no dma-buf exporter for the pages of a process",
         )
 
     def read(self, *, offset_bytes: int = 0, length_bytes: int | None = None) -> bytes:
-        """A copy of its bytes; None: up to the end."""
+        """Return a copy of the bytes; without `length_bytes`, up to the end of the memory."""
         self._check_open()
         length_bytes = self.length_bytes - offset_bytes if length_bytes is None else length_bytes
         check_range(offset_bytes=offset_bytes, length_bytes=length_bytes, size_bytes=self.length_bytes)
         return self._mapping.pages[offset_bytes : offset_bytes + length_bytes]
 
     def write(self, data: bytes | bytearray | memoryview, *, offset_bytes: int = 0) -> None:
-        """Copy bytes into it."""
+        """Copy `data` into the memory at `offset_bytes`."""
         self._check_open()
         view = memoryview(data)
         if not view.c_contiguous:
-            message = "the data is not contiguous"
+            message = "write needs C-contiguous data, and this buffer is not contiguous"
             raise UsageError(message)
         check_range(offset_bytes=offset_bytes, length_bytes=view.nbytes, size_bytes=self.length_bytes)
         if view.nbytes:
             self._mapping.pages[offset_bytes : offset_bytes + view.nbytes] = view.cast("B")
 
     def fill(self, byte: int, *, offset_bytes: int = 0, length_bytes: int | None = None) -> None:
-        """Set every byte of the range to `byte` (0 to 255); None: up to the end."""
+        """Set every byte of the range to `byte` (0 to 255); without `length_bytes`, up to the end of the memory."""
         length_bytes = self.length_bytes - offset_bytes if length_bytes is None else length_bytes
         check_range(offset_bytes=offset_bytes, length_bytes=length_bytes, size_bytes=self.length_bytes)
         if not 0 <= byte <= 0xFF:  # noqa: PLR2004 - the largest byte.
-            message = f"{byte} is not a byte"
+            message = f"byte must be 0 to 255, not {byte}"
             raise UsageError(message)
         self.write(bytes([byte]) * length_bytes, offset_bytes=offset_bytes)
 
     def before_release(self, action: Callable[[], None]) -> Callable[[], None]:
-        """Have `action` run before the memory is freed, last added first; returns what takes the action back."""
+        """Run `action` before the memory is freed, last added first. Return a function that removes the action."""
         self._check_open()
         return self._before.push(action)
 
     def close(self) -> None:
-        """Run the actions of :meth:`before_release`, then give back what is owned; a second close does nothing.
+        """Run the actions of :meth:`before_release`, then release the memory. A second close does nothing.
 
         Raises
         ------
         Exception
-            Of the first action that failed, with the others as notes. The memory is *not* freed then, since somebody
-            may still reach it; another close tries again.
+            The error of the first action that failed, with the others as notes. The memory is then *not* freed, because
+            a NIC may still have access to it. Another close tries again.
         UsageError
-            BUSY: it is still borrowed.
+            BUSY: the memory is still borrowed.
         """
         if self._closed:
             return
@@ -153,7 +153,7 @@ class HostBuffer(ABC):
 
     @abstractmethod
     def _release(self) -> None:
-        """Give back what is owned."""
+        """Release the mapping."""
 
     def _check_open(self) -> None:
         if self._closed:
@@ -174,31 +174,32 @@ class HostBuffer(ABC):
 
 
 class HostMemory(HostBuffer):
-    """New anonymous pages of this process, all zero; :meth:`close` unmaps them.
+    """New zeroed anonymous pages of this process. :meth:`close` unmaps them.
 
-    They begin at a page and end with one, so that the pages that a NIC pins hold nothing of anybody else. A child that
-    is forked does not have them: else its first write would leave the NIC with pages that are nobody's.
+    The mapping consists of whole pages, so that the pages that a NIC pins hold no other data. A forked child does not
+    inherit them (MADV_DONTFORK): with copy-on-write, a write by the parent would move the parent to new pages, while
+    the NIC kept the old ones.
 
     Parameters
     ----------
     length_bytes : int
-        How much may be used, above 0.
+        Usable length in bytes, above 0.
 
     Raises
     ------
     UsageError
-        BAD_ARGUMENT: the length. OUT_OF_MEMORY: the kernel does not map that much.
+        BAD_ARGUMENT: `length_bytes` is not positive. OUT_OF_MEMORY: mmap(2) failed.
     """
 
     def __init__(self, length_bytes: int) -> None:
         if length_bytes <= 0:
-            message = f"cannot allocate {length_bytes} bytes"
+            message = f"length_bytes must be positive, not {length_bytes}"
             raise UsageError(message)
         super().__init__(_Mapping(length_bytes), length_bytes=length_bytes)
 
     @property
     def owned(self) -> bool:
-        """True: :meth:`close` unmaps it."""
+        """True, because :meth:`close` unmaps the memory."""
         return True
 
     def _release(self) -> None:
@@ -206,33 +207,33 @@ class HostMemory(HostBuffer):
 
 
 class BorrowedHostMemory(HostBuffer):
-    """A whole mapping of some :class:`HostMemory`, which cannot be unmapped until this is closed."""
+    """The whole mapping of a :class:`HostMemory`, which cannot be unmapped until this object is closed."""
 
     def __init__(self, mapping: _Mapping) -> None:
         mapping.borrow()
         super().__init__(mapping, length_bytes=mapping.length_bytes)
 
     def _release(self) -> None:
-        self._mapping.give_back()
+        self._mapping.release()
 
 
 class HostAllocator:
-    """Gives host memory, where something else could be a device that gives its own."""
+    """Allocator of host memory with the interface of a device that allocates its own memory."""
 
     def allocate(self, length_bytes: int) -> HostMemory:
-        """New memory; see :class:`HostMemory`."""
+        """Allocate and return :class:`HostMemory`."""
         return HostMemory(length_bytes)
 
 
 class _Mapping:
-    """Whole pages, their number, and how many have borrowed them."""
+    """A mapping of whole pages, its number, and the count of its borrowers."""
 
     def __init__(self, length_bytes: int) -> None:
         self.length_bytes = align_up(length_bytes, alignment_bytes=HOST_PAGE_BYTES)
         try:
             self.pages = mmap.mmap(-1, self.length_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, OverflowError) as error:
-            message = f"the kernel does not map {self.length_bytes} bytes: {error}"
+            message = f"mmap of {self.length_bytes} bytes failed: {error}"
             raise UsageError(message, reason=Reason.OUT_OF_MEMORY) from error
         self.pages.madvise(mmap.MADV_DONTFORK)
         self.address = address_of(self.pages)
@@ -249,14 +250,14 @@ class _Mapping:
                 raise ClosedResource(what)
             self._borrowers += 1
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         with _lock:
             self._borrowers -= 1
 
     def close(self) -> None:
         with _lock:
             if self._borrowers:
-                message = f"host memory at {self.address:#x} is borrowed {self._borrowers} times"
-                raise UsageError(message, reason=Reason.BUSY, what_to_do="close what was borrowed from it first")
+                message = f"host memory at {self.address:#x} has {self._borrowers} open borrowers"
+                raise UsageError(message, reason=Reason.BUSY, what_to_do="close the borrowed memory first")
             self.pages.close()
             del _live[self.key[0][2]]

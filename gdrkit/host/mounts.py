@@ -1,7 +1,4 @@
-"""What is mounted where, from /proc/self/mountinfo, and what lies below a block device.
-
-Level 2. Source: proc(5), section mountinfo.
-"""
+"""Mounts of this process from /proc/self/mountinfo (proc(5)), and the properties of a block device from sysfs."""
 
 from __future__ import annotations
 
@@ -19,20 +16,20 @@ _FIELDS_MIN = 10
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """One mount.
+    """One line of mountinfo.
 
     Attributes
     ----------
     device : str
-        ``major:minor`` of the file system; 0:N for one without a block device.
+        ``major:minor`` of the file system; 0:N if it has no block device.
     mount_point : str
-        Where.
+        Absolute path of the mount point.
     kind : str
-        ``ext4``, ``overlay``, ...
+        File system type: ``ext4``, ``overlay``, ...
     source : str
-        What was mounted, as it was named then.
+        Mount source, as it was given to mount(2).
     options : tuple of str
-        Of the mount and of the file system.
+        Options of the mount and of the file system.
     """
 
     device: str
@@ -44,20 +41,20 @@ class Mount:
 
 @dataclass(frozen=True, slots=True)
 class BlockDevice:
-    """What is below a block device.
+    """Properties of a block device.
 
     Attributes
     ----------
     number : str
         ``major:minor``.
     name : str
-        Of the whole disk, e.g. ``nvme0n1`` for a partition of it.
+        Name of the whole disk, e.g. ``nvme0n1`` also for a partition of it.
     mapper : str or None
-        The uuid of a device-mapper device, e.g. ``LVM-...``.
+        UUID of a device-mapper device, e.g. ``LVM-...``.
     raid_level : str or None
-        ``raid0`` ... of an md device.
+        RAID level of an md device, e.g. ``raid0``.
     has_integrity : bool
-        Whether it keeps integrity metadata with each block.
+        Whether the device keeps integrity metadata with each block.
     """
 
     number: str
@@ -68,25 +65,25 @@ class BlockDevice:
 
 
 def mounts(tree: HostTree) -> tuple[Mount, ...]:
-    """Every mount of this process, in their order; a line that is none is left out."""
+    """Return every mount of this process, in the order of mountinfo. A malformed line is left out."""
     lines = (tree.text("/proc/self/mountinfo") or "").splitlines()
     return tuple(found for line in lines if (found := _mount(line)) is not None)
 
 
 def mount_of(found: tuple[Mount, ...], path: str) -> Mount | None:
-    """The mount that `path`, absolute and without links, lies on."""
+    """Return the mount that has `path`, which must be absolute and free of symbolic links."""
 
     def holds(mount: Mount) -> bool:
         return path == mount.mount_point or path.startswith(mount.mount_point.rstrip("/") + "/")
 
-    # Of two on the same place the later one hides the other.
+    # If two mounts have the same mount point, the later one hides the other.
     return max(
         (mount for mount in reversed(found) if holds(mount)), key=lambda mount: len(mount.mount_point), default=None
     )
 
 
 def block_device(tree: HostTree, number: str) -> BlockDevice | None:
-    """What is below the block device of this ``major:minor``; None when sysfs has none."""
+    """Return the properties of the block device ``major:minor``, or None if sysfs does not have it."""
     folder = f"/sys/dev/block/{number}"
     parts = tree.link_parts(folder)
     if not parts:
@@ -107,20 +104,20 @@ def _mount(line: str) -> Mount | None:
     fields = line.split(" ")
     if len(fields) < _FIELDS_MIN or "-" not in fields[6:]:
         return None
-    # Optional fields stand before the dash, as many as there are.
+    # A variable number of optional fields precedes the dash.
     dash = fields.index("-", 6)
     behind = fields[dash + 1 :]
     if len(behind) < 3:  # noqa: PLR2004 - kind, source, options.
         return None
     return Mount(
         device=fields[2],
-        mount_point=_plain(fields[4]),
+        mount_point=_unescape(fields[4]),
         kind=behind[0],
-        source=_plain(behind[1]),
+        source=_unescape(behind[1]),
         options=(*fields[5].split(","), *behind[2].split(",")),
     )
 
 
-def _plain(text: str) -> str:
-    r"""Without the escapes of the kernel: a blank is ``\040``."""
+def _unescape(text: str) -> str:
+    r"""Undo the octal escapes of the kernel: a blank is written as ``\040``."""
     return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8) & 0xFF), text)

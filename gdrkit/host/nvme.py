@@ -1,7 +1,4 @@
-"""NVMe controllers, from /sys/class/nvme.
-
-Level 2.
-"""
+"""NVMe controllers, from /sys/class/nvme."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ _CONTROLLERS = "/sys/class/nvme"
 
 @dataclass(frozen=True, slots=True)
 class NvmeController:
-    """One controller: its name, how it is attached (``pcie``, ``rdma``, ``tcp`` ...), and its PCI function, if any."""
+    """An NVMe controller: name, model, transport (``pcie``, ``rdma``, ``tcp``, ...) and PCI address, if it has one."""
 
     name: str
     model: str | None
@@ -27,7 +24,7 @@ class NvmeController:
 
 
 def nvme_controllers(tree: HostTree) -> tuple[NvmeController, ...]:
-    """Every controller, by name."""
+    """Return every NVMe controller, by name."""
     return tuple(
         NvmeController(
             name=name,

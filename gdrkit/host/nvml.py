@@ -1,7 +1,7 @@
-"""What NVIDIA's management library says about links and BAR1 of each GPU.
+"""PCIe links and BAR1 of each GPU, from NVML.
 
-Level 2. Importing this opens no library; the call does. The link of an idle GPU is slow on purpose, so its speed says
-something only under load.
+The library is loaded by the call, not by the import. The PCIe link of an idle GPU is slowed down to save power, so its
+generation is meaningful only under load.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ __all__ = ["GpuLink", "NvmlFacts", "nvml_facts"]
 
 @dataclass(frozen=True, slots=True)
 class GpuLink:
-    """One GPU as NVML shows it; None for what it does not support.
+    """One GPU as NVML shows it. A quantity that the GPU does not support is None.
 
     Attributes
     ----------
     pci_bus_id : str
-        As sysfs names it.
+        PCI address as sysfs writes it.
     link_generation, link_generation_max, link_width, link_width_max : int or None
-        Of the PCIe link now, and what GPU and slot can both do.
+        Present state of the PCIe link, and the most that both GPU and slot support.
     replay_count : int or None
-        Transfers that the link had to repeat.
+        Number of transfers that the link repeated.
     bar1_bytes, bar1_free_bytes : int or None
-        The window through which a NIC or an NVMe reaches its memory.
+        Size and free part of BAR1, through which a NIC or an NVMe controller accesses GPU memory.
     common_ancestor : mapping
-        To each other GPU by its PCI address: nvmlGpuTopologyLevel_t (0 the same board, 10 PIX, 20 PXB, 30 PHB, 40 NODE,
-        50 SYS).
+        nvmlGpuTopologyLevel_t to each other GPU, by the PCI address of that GPU (0 same board, 10 PIX, 20 PXB, 30 PHB,
+        40 NODE, 50 SYS).
     """
 
     pci_bus_id: str
@@ -45,21 +45,21 @@ class GpuLink:
 
 @dataclass(frozen=True, slots=True)
 class NvmlFacts:
-    """What NVML answered."""
+    """Driver version and GPUs, as NVML reports them."""
 
     driver_version: str
     gpus: tuple[GpuLink, ...]
 
 
 def nvml_facts() -> NvmlFacts:
-    """Ask it.
+    """Query NVML about the driver and every GPU.
 
     Raises
     ------
     SetupMissing
-        There is no library that answers.
+        The library or the driver is missing.
     ApiError
-        It refused a question that it must answer.
+        NVML failed a query that every GPU supports.
     """
     with _nvml.opened() as library:
         handles = {_nvml.pci_bus_id(library, handle): handle for handle in _nvml.device_handles(library)}

@@ -1,7 +1,4 @@
-"""PCI devices as sysfs shows them.
-
-Level 2. A GPU is seen here without any driver: by its vendor and its class.
-"""
+"""PCI devices as sysfs shows them. A GPU is recognised by vendor and class, also without a driver."""
 
 from __future__ import annotations
 
@@ -39,19 +36,19 @@ class PciDevice:
     address : str
         Domain, bus, device and function, e.g. ``0000:1b:00.0``.
     vendor_id, device_id : int
-        As the device states them.
+        PCI IDs.
     class_code : int
         24 bits: base class, subclass, interface.
     driver : str or None
-        The kernel driver that holds it.
+        The bound kernel driver.
     numa_node : int or None
-        The memory node next to it; None when the firmware does not say (sysfs has -1).
+        The nearest NUMA node; None if the firmware does not state it (sysfs has -1).
     iommu_group : str or None
-        Its group when an IOMMU translates for it.
+        IOMMU group, if an IOMMU translates for the device.
     link_speed, link_width : str or None
         The PCIe link as trained, e.g. ``32.0 GT/s PCIe`` and ``16``.
     link_speed_max, link_width_max : str or None
-        What both ends can do.
+        The most that both ends of the link support.
     """
 
     address: str
@@ -68,7 +65,7 @@ class PciDevice:
 
 
 def pci_devices(tree: HostTree) -> tuple[PciDevice, ...]:
-    """Every PCI function, by address; one whose vendor, device or class cannot be read is left out."""
+    """Return every PCI function, by address. A function with unreadable vendor, device or class is left out."""
     found = []
     for address in tree.names(_DEVICES):
         folder = f"{_DEVICES}/{address}"
@@ -96,7 +93,7 @@ def pci_devices(tree: HostTree) -> tuple[PciDevice, ...]:
 
 
 def nvidia_gpus(tree: HostTree) -> tuple[PciDevice, ...]:
-    """NVIDIA's display controllers: class 0x03, whatever the subclass, since compute GPUs are 3D controllers."""
+    """Return NVIDIA's display controllers: class 0x03 with any subclass, because compute GPUs are 3D controllers."""
     return tuple(
         device
         for device in pci_devices(tree)
@@ -105,28 +102,28 @@ def nvidia_gpus(tree: HostTree) -> tuple[PciDevice, ...]:
 
 
 def is_gpu(device: PciDevice) -> bool:
-    """Whether it is a GPU that computes: a display controller of NVIDIA, or anybody's 3D controller."""
+    """Return whether the device is a compute GPU: an NVIDIA display controller, or any 3D controller."""
     return (
         device.vendor_id == _VENDOR_NVIDIA and device.class_code >> 16 == _CLASS_DISPLAY
     ) or device.class_code >> 8 == _CLASS_3D
 
 
 def is_nic(device: PciDevice) -> bool:
-    """Whether it is a NIC that may do RDMA by class or maker; what the kernel made of it /sys/class/infiniband has."""
+    """Return whether class and vendor are those of a NIC that may support RDMA; see also `rdma_devices`."""
     kind = device.class_code >> 8
     return kind == _CLASS_INFINIBAND or (kind == _CLASS_ETHERNET and device.vendor_id == _VENDOR_MELLANOX)
 
 
 def is_nvme(device: PciDevice) -> bool:
-    """Whether it is an NVMe controller."""
+    """Return whether the device is an NVMe controller."""
     return device.class_code >> 8 == _CLASS_NVME
 
 
 def is_bridge(device: PciDevice) -> bool:
-    """Whether it is a PCI-to-PCI bridge: a root port, or a port of a switch."""
+    """Return whether the device is a PCI-to-PCI bridge: a root port, or a port of a switch."""
     return device.class_code >> 8 == _CLASS_BRIDGE
 
 
 def habana_accelerators(tree: HostTree) -> tuple[PciDevice, ...]:
-    """Accelerators of Habana Labs: Gaudi, Gaudi 2, Gaudi 3. No other kind of device has this vendor."""
+    """Return the devices of Habana Labs: Gaudi, Gaudi 2, Gaudi 3. The vendor ID is used for no other kind of device."""
     return tuple(device for device in pci_devices(tree) if device.vendor_id == _VENDOR_HABANA)

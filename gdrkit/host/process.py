@@ -1,7 +1,7 @@
-"""Which process this is, in a way that another one can check.
+"""Identity of a process that another process can check.
 
-Level 2. A process number alone is given to somebody else sooner or later; together with the moment of its start and
-the boot of the machine it names one process for ever.
+The kernel reuses process IDs. Together with its start time and the boot ID of the machine, a process ID names one
+process for ever.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ __all__ = ["BOOT_ID_BYTES", "ProcessIdentity", "is_running", "process_identity",
 
 BOOT_ID_BYTES = 16
 
-_START_FIELD = 22  # of /proc/<pid>/stat, counted from 1 as in proc(5)
-_AFTER_NAME = 3  # The state, the first field behind the name.
-_GONE = frozenset("ZXx")  # What such a process had open is closed already.
+_START_FIELD = 22  # The field of /proc/<pid>/stat, counted from 1 as in proc(5).
+_AFTER_NAME = 3  # The state is the first field after the name.
+_GONE = frozenset("ZXx")  # A process in such a state has closed its descriptors.
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessIdentity:
-    """One process.
+    """One process of one boot of one machine.
 
     Attributes
     ----------
     boot_id : bytes
-        16 bytes that the kernel drew when the machine was started; zeros where it does not say.
+        16 random bytes that the kernel draws at boot; zeros if they are not readable.
     process_id : int
-        In its own PID namespace.
+        Process ID in its own PID namespace.
     namespace : int
-        Inode number of that namespace; 0 where the kernel does not say.
+        Inode number of that namespace; 0 if it is not readable.
     started_ticks : int
-        When it began, in clock ticks since the boot.
+        Start time in clock ticks since the boot.
     """
 
     boot_id: bytes
@@ -45,7 +45,7 @@ class ProcessIdentity:
 
 
 def this_process(tree: HostTree | None = None) -> ProcessIdentity:
-    """The identity of this process."""
+    """Return the identity of this process."""
     tree = HostTree() if tree is None else tree
     return ProcessIdentity(
         boot_id=_boot_id(tree),
@@ -56,7 +56,7 @@ def this_process(tree: HostTree | None = None) -> ProcessIdentity:
 
 
 def process_identity(process_id: int, tree: HostTree | None = None) -> ProcessIdentity | None:
-    """The identity of a process of this PID namespace; None when there is none of that number."""
+    """Return the identity of a process of this PID namespace, or None if the process does not exist."""
     tree = HostTree() if tree is None else tree
     started, _state = _started(tree, str(process_id))
     if started is None:
@@ -67,8 +67,9 @@ def process_identity(process_id: int, tree: HostTree | None = None) -> ProcessId
 
 
 def is_running(identity: ProcessIdentity, tree: HostTree | None = None) -> bool | None:
-    """Whether the process still runs; None when that cannot be seen from here (another PID namespace, a /proc that
-    hides other users' processes).
+    """Return whether the process still runs, or None if that is not visible from here.
+
+    It is not visible from another PID namespace, or if /proc hides the processes of other users.
     """
     tree = HostTree() if tree is None else tree
     boot_id = _boot_id(tree)
@@ -84,14 +85,14 @@ def is_running(identity: ProcessIdentity, tree: HostTree | None = None) -> bool 
 
 
 def starved_s(process_id: int, tree: HostTree | None = None) -> float:
-    """How long a thread of that process wanted a processor and had none: the thread that waited longest.
+    """Return the longest time, in seconds, that one thread of the process waited for a processor.
 
-    0 where there is no such process, or the kernel does not account for it. A wait counts once it is over.
+    It is 0 if the process does not exist or the kernel does not account for waits. A wait counts when it is over.
     """
     tree = HostTree() if tree is None else tree
     folder = f"/proc/{process_id}/task"
     texts = (tree.text(f"{folder}/{thread}/schedstat") for thread in tree.names(folder))
-    # Time on a processor and time in the queue for one, both in ns, and a count.
+    # schedstat has the time on a processor and the time in its queue, both in ns, and a count.
     found = [text.split() for text in texts if text]
     return max((int(fields[1]) * 1e-9 for fields in found if len(fields) > 1 and fields[1].isdecimal()), default=0.0)
 
@@ -123,7 +124,7 @@ def _started(tree: HostTree, process: str) -> tuple[int | None, str]:
     text = tree.text(f"/proc/{process}/stat")
     if text is None:
         return None, ""
-    # The name may hold anything, also blanks and brackets; the last bracket ends it.
+    # The name may contain blanks and brackets; the last bracket ends it.
     fields = text.rpartition(")")[2].split()
     if len(fields) <= _START_FIELD - _AFTER_NAME:
         return None, ""

@@ -1,10 +1,10 @@
-"""A host's file tree under a root that is an argument.
+"""Reader of the small files of a host, below a root that is an argument.
 
-Level 2. A file that is not there is an answer (None, or nothing). One that is there and refuses to be read is another:
-it is kept in :attr:`HostTree.unreadable` with the kernel's errno, so that "none" is never said where "not allowed to
-look" is meant. One that holds something else than it must (no number) is kept there as EBADMSG.
+A missing file is reported as None or as an empty result. A file that exists and cannot be read is also added to
+:attr:`HostTree.unreadable` with the errno, so that "not allowed to read" is never taken for "not there". A file with
+malformed contents is added there as EBADMSG.
 
-Where the bytes come from is :class:`Files`: those of a disk, or a capture that answers as the disk did.
+The bytes come from an object with the interface :class:`Files`: the disk, or a capture.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["DiskFiles", "Files", "HostTree", "Unreadable"]
 
 _LARGEST_FILE_BYTES = 16 << 20
-# For /proc/sys the kernel allocates as much as is asked for, and refuses (ENOMEM) more than it can have in one piece.
+# For /proc/sys the kernel allocates a buffer of the size of the read, and fails with ENOMEM if it is too large.
 _PART_BYTES = 64 << 10
 _LINES_MAX = 10_000
 
@@ -39,22 +39,22 @@ class Unreadable:
 
 
 class Files(Protocol):
-    """What answers questions about absolute paths; each raises OSError as the system call would."""
+    """Access to the files of a host by absolute paths. Each method raises OSError as the system call would."""
 
     def read(self, name: str) -> bytes:
-        """The bytes of a file, at most 16 MiB."""
+        """Return the bytes of a file, at most 16 MiB."""
 
     def lines(self, name: str, words: Sequence[str]) -> list[str]:
-        """The lines of a file that hold one of `words`, for files of which a few lines matter."""
+        """Return the lines of a file that contain one of `words`."""
 
     def list(self, name: str) -> list[str]:
-        """The names in a folder, sorted."""
+        """Return the names in a folder, sorted."""
 
     def link(self, name: str) -> str:
-        """What a symbolic link says; EINVAL for what is no link."""
+        """Return the target of a symbolic link. Another kind of file fails with EINVAL."""
 
     def look(self, name: str) -> None:
-        """Whether it is there: a symbolic link is, wherever it points to."""
+        """Fail with ENOENT if the path does not exist. A symbolic link exists wherever it points to."""
 
 
 class DiskFiles:
@@ -64,41 +64,41 @@ class DiskFiles:
         self.root = Path(root)
 
     def path(self, name: str) -> Path:
-        """Where `name` lies."""
+        """Return the path of `name` below the root."""
         return self.root / name.lstrip("/")
 
     def read(self, name: str) -> bytes:
-        """As :class:`Files` says."""
+        """See :class:`Files`."""
         with self.path(name).open("rb", buffering=0) as file:
             return _read_parts(file)
 
     def lines(self, name: str, words: Sequence[str]) -> list[str]:
-        """As :class:`Files` says."""
+        """See :class:`Files`."""
         wanted = [word.encode() for word in words]
         with self.path(name).open("rb") as file:
             found = [line for line in file if any(word in line for word in wanted)]
         return [line.decode("utf-8", "backslashreplace").rstrip("\n") for line in found[:_LINES_MAX]]
 
     def list(self, name: str) -> list[str]:
-        """As :class:`Files` says."""
+        """See :class:`Files`."""
         return sorted(entry.name for entry in self.path(name).iterdir())
 
     def link(self, name: str) -> str:
-        """As :class:`Files` says."""
+        """See :class:`Files`."""
         return str(self.path(name).readlink())
 
     def look(self, name: str) -> None:
-        """As :class:`Files` says."""
+        """See :class:`Files`."""
         self.path(name).lstat()
 
 
 class HostTree:
-    """Reads small files below a root.
+    """Reader of small files below a root.
 
     Parameters
     ----------
     root : path
-        ``/`` for this host; any other folder for a tree that has the same names below it.
+        ``/`` for this host, or a folder that has the same names below it.
     """
 
     def __init__(self, root: str | os.PathLike[str] = "/") -> None:
@@ -107,36 +107,36 @@ class HostTree:
 
     @classmethod
     def of(cls, files: Files) -> Self:
-        """A tree whose bytes come from elsewhere."""
+        """Return a tree that reads through `files`."""
         tree = cls()
         tree.files = files
         return tree
 
     @property
     def is_this_host(self) -> bool:
-        """Whether its files are those of this very machine."""
+        """Whether the files are those of this machine."""
         return isinstance(self.files, DiskFiles) and self.files.root == Path("/")
 
     @property
     def unreadable(self) -> tuple[Unreadable, ...]:
-        """What refused to be read until now, in the order in which it was met."""
+        """The files that could not be read until now, in the order of the attempts."""
         return tuple(self._unreadable.values())
 
     def path(self, name: str) -> Path:
-        """Where `name`, an absolute path on the host, lies on this machine's disk.
+        """Return the path on this machine's disk of `name`, an absolute path on the host.
 
         Raises
         ------
         UsageError
-            NOT_SUPPORTED: it lies in a capture.
+            NOT_SUPPORTED: the tree is a capture.
         """
         if not isinstance(self.files, DiskFiles):
-            message = f"{name} lies in a capture and not on this machine"
+            message = f"{name} is in a capture and has no path on this machine"
             raise UsageError(message, reason=Reason.NOT_SUPPORTED)
         return self.files.path(name)
 
     def data(self, name: str) -> bytes | None:
-        """The bytes of a file, at most 16 MiB; None when it is not there or cannot be read (see :attr:`unreadable`)."""
+        """Return the bytes of a file, at most 16 MiB, or None if it does not exist or is :attr:`unreadable`."""
         try:
             return self.files.read(name)
         except OSError as error:
@@ -144,12 +144,12 @@ class HostTree:
             return None
 
     def text(self, name: str) -> str | None:
-        """The text of a file without blanks around it; bytes that are no UTF-8 are shown as escapes."""
+        """Return the text of a file, stripped. Bytes that are not UTF-8 become escapes."""
         data = self.data(name)
         return None if data is None else data.decode("utf-8", "backslashreplace").strip()
 
     def number(self, name: str, *, base: int = 10) -> int | None:
-        """The number that a file holds; None when there is no file or no number in it."""
+        """Return the number in a file, or None if there is no file or its text is not a number."""
         text = self.text(name)
         try:
             return None if text is None else int(text, base)
@@ -158,7 +158,7 @@ class HostTree:
             return None
 
     def lines(self, name: str, words: Sequence[str]) -> tuple[str, ...]:
-        """The lines of a file that hold one of `words`; nothing when it is not there or cannot be read."""
+        """Return the lines of a file that contain one of `words`; none if the file cannot be read."""
         try:
             return tuple(self.files.lines(name, words))
         except OSError as error:
@@ -166,7 +166,7 @@ class HostTree:
             return ()
 
     def names(self, name: str) -> tuple[str, ...]:
-        """What a folder holds, sorted; nothing when it is not there or cannot be read."""
+        """Return the names in a folder, sorted; none if the folder cannot be read."""
         try:
             return tuple(self.files.list(name))
         except OSError as error:
@@ -174,24 +174,25 @@ class HostTree:
             return ()
 
     def link_name(self, name: str) -> str | None:
-        """The last part of what a symbolic link points to; sysfs names drivers and groups so."""
+        """Return the last part of the target of a symbolic link, by which sysfs names drivers and groups."""
         parts = self.link_parts(name)
         return parts[-1] if parts else None
 
     def link_parts(self, name: str) -> tuple[str, ...]:
-        """What a symbolic link says, in parts; sysfs shows so below which bridges a device is. Nothing for what is no
-        link.
+        """Return the parts of the target of a symbolic link, by which sysfs shows the bridges above a device.
+
+        The result is empty if `name` is not a symbolic link.
         """
         try:
             return Path(self.files.link(name)).parts
         except OSError as error:
-            # EINVAL: it is there and no link, which says as much as its absence.
+            # EINVAL means that the file exists and is not a link.
             if error.errno != errno.EINVAL:
                 self._note(name, error)
             return ()
 
     def exists(self, name: str) -> bool:
-        """Whether something of that name is there."""
+        """Return whether the path exists."""
         try:
             self.files.look(name)
         except OSError as error:
