@@ -199,6 +199,7 @@ class _Job:
             causes=("the job was ended before every pair was measured",),
             to_do=("run it again; what was measured until then is below",),
             required=(),
+            is_interrupted=True,
         )
 
     def _write(self, profile: Profile, judged: dict[str, str], **ended: Any) -> None:  # noqa: ANN401 - fields of Run.
