@@ -137,9 +137,7 @@ def render_fleet(path: Path, output: Path | None = None) -> Fleet:
     hosts += [Host(name=folder, folder=folder, error=error) for folder, error in unreadable]
     # Hosts that need attention come first.
     qualified = RunState.QUALIFIED.value
-    hosts.sort(
-        key=lambda it: (not it.error, it.state == qualified, not (it.slow or it.differs), _natural(it.name))
-    )
+    hosts.sort(key=lambda it: (not it.error, it.state == qualified, not (it.slow or it.differs), _natural(it.name)))
     problems = [f"{folder}: {error}" for folder, error in unreadable] + doubles
     counted = Counter(host.state for host in hosts)
     tally = tuple(

@@ -53,7 +53,7 @@ class RunState(enum.Enum):
     NOTHING_PROVEN = "nothing proven"
 
 
-_BY_CODE = {
+_BY_CODE: Mapping[int, RunState] = {
     ExitCode.PROVEN: RunState.QUALIFIED,
     ExitCode.FAILED: RunState.FAILED,
     ExitCode.WRONG_USAGE: RunState.WRONG_USAGE,
