@@ -170,6 +170,8 @@ def _qualify(options: Options, progress: Progress) -> tuple[Run, RunFolder]:
         raise
     finally:
         progress.end()
+        for line in prepared.suites.abandoned:
+            progress.say(line)
     profile = load_profile(plan.profile)
     records = read_records(prepared.folder.records) if prepared.folder.records.exists() else ()
     outcome = decide(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import json
 import os
+import re
 import select
 import shlex
 import signal
@@ -55,6 +56,20 @@ def test_slow(opened):
     stays += "; held.write('.'); held.flush(); signal.alarm(60); signal.pause()"
     started = subprocess.Popen([sys.executable, "-c", stays, HERE / "alive"])
     started.wait()
+"""
+HELD = """
+import ctypes, pathlib, subprocess, sys, pytest
+HERE = pathlib.Path(__file__).parent
+@pytest.mark.qualify
+def test_held():
+    # A debugger of this process, in a session of its own: what is traced is collected by its tracer first.
+    holds = "import ctypes, os, signal, sys; library = ctypes.CDLL(None, use_errno=True); traced = os.getppid()"
+    holds += "; failed = library.ptrace(0x4206, traced, None, None); signal.alarm(120)"
+    holds += "; open(sys.argv[1], 'w').write('!' if failed else '.'); open(sys.argv[1]).read()"
+    holds += "; open(sys.argv[2]).read()"
+    ctypes.CDLL(None).prctl(0x59616D61, ctypes.c_ulong(-1))
+    started = [sys.executable, "-c", holds, HERE / "alive", HERE / "end"]
+    subprocess.Popen(started, start_new_session=True).wait()
 """
 FILES = {"facts.json", "index.html", "junit.xml", "plan.json", "records.jsonl", "run.json", "summary.md"}
 
@@ -216,6 +231,25 @@ def test_interrupted_run_is_reported_as_interrupted(tmp_path: Path, heeded: sign
     assert any("of 2 cases left no record" in cause for cause in made["causes"]) or made["counts"]["fail"] == 1
     subprocess.run([*report, "--fleet", str(tmp_path)], check=True, capture_output=True)
     assert json.loads((tmp_path / "fleet.json").read_text())["tally"] == {"interrupted": 1}
+
+
+@TWINS
+@pytest.mark.parametrize("heeded", [signal.SIGTERM], indirect=True)
+def test_process_that_outlives_sigkill_is_left(tmp_path: Path, heeded: signal.Signals) -> None:
+    """As one that hangs in a driver (state D): nobody can collect it while its tracer does not."""
+    command = [*command_of(tmp_path, HELD), "--software"]
+    for name in ("alive", "end"):
+        os.mkfifo(tmp_path / "suites" / name)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as running:
+        assert (tmp_path / "suites" / "alive").read_text() == "."
+        (tmp_path / "suites" / "alive").write_text("")
+        running.send_signal(heeded)
+        try:
+            told, _ = running.communicate(timeout=60)
+        finally:
+            (tmp_path / "suites" / "end").write_text("")
+    assert running.returncode == 128 + heeded
+    assert re.search(r"process \d+ did not end within 10 s of SIGKILL \(state Z\) and was left behind", told)
 
 
 @TWINS
