@@ -136,8 +136,7 @@ def render_fleet(path: Path, output: Path | None = None) -> Fleet:
     hosts = [_host(it, names[it.folder], traits=traits, medians=medians, path=path, target=target) for it in latest]
     hosts += [Host(name=folder, folder=folder, error=error) for folder, error in unreadable]
     # Hosts that need attention come first.
-    qualified = RunState.QUALIFIED.value
-    hosts.sort(key=lambda it: (not it.error, it.state == qualified, not (it.slow or it.differs), _natural(it.name)))
+    hosts.sort(key=lambda it: (_urgency(it), not (it.slow or it.differs), _natural(it.name)))
     problems = [f"{folder}: {error}" for folder, error in unreadable] + doubles
     counted = Counter(host.state for host in hosts)
     tally = tuple(
@@ -154,6 +153,14 @@ def render_fleet(path: Path, output: Path | None = None) -> Fleet:
     )
     write_whole(target / "index.html", page)
     return fleet
+
+
+def _urgency(host: Host) -> int:
+    """Return 0 for a host that cannot be read, then 1 for a failure, 2 for a run that proves less than it could."""
+    lesser = {RunState.NOTHING_PROVEN.value, RunState.PARTIAL.value, RunState.SOFTWARE_ONLY.value}
+    if host.error:
+        return 0
+    return 3 if host.state == RunState.QUALIFIED.value else 2 if host.state in lesser else 1
 
 
 def _natural(name: str) -> list[tuple[int, str]]:

@@ -120,6 +120,23 @@ def test_state_of_a_run_is_one_in_every_document(tmp_path: Path, fields: dict[st
         assert len(samples) == len(RunState)
 
 
+def test_hosts_are_in_the_order_of_their_need(tmp_path: Path) -> None:
+    states: dict[str, dict[str, Any]] = {
+        "a": {},
+        "b": {"software_asked": True, "substrate": TWINS},
+        "c": {"selection": "-k write"},
+        "d": {"exit_code": 4},
+        "e": {"is_interrupted": True},
+        "f": {"exit_code": 1},
+        "g": {},
+    }
+    for name, fields in states.items():
+        folder = RunFolder(host(tmp_path / name, name))
+        folder.write_run(dataclasses.replace(folder.read_run(), **{"exit_code": 0, **fields}))
+    (tmp_path / "g" / "records.jsonl").write_text('{"half')
+    assert [it.name for it in render_fleet(tmp_path).hosts] == ["g", "e", "f", "b", "c", "d", "a"]
+
+
 def test_who_is_slower_or_unlike_the_others_is_named(tmp_path: Path) -> None:
     for number in range(4):
         host(tmp_path / f"run{number}", f"node{number}", factor=0.8 if number == 2 else 0.99)
