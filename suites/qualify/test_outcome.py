@@ -23,6 +23,7 @@ from gdrkit.report import (
     substrate_of,
     weakest,
 )
+from gdrkit.report.substrate import of_facts
 from gdrkit.witness import DeviceNode, KernelEvidence
 
 if TYPE_CHECKING:
@@ -102,6 +103,13 @@ def test_a_nic_that_the_kernel_does_not_show_proves_nothing() -> None:
     assert substrate_of(REAL[:1], WHOLE, nics=["mlx5_0"]) == {"verbs": Substrate.HARDWARE}
     assert substrate_of(REAL[:1], WHOLE, nics=["mlx5_9"]) == {"verbs": Substrate.UNKNOWN}
     assert substrate_of(REAL[:1], WHOLE, nics=["mlx5_0", "mlx5_9"]) == {"verbs": Substrate.UNKNOWN}
+
+
+def test_substrate_of_facts_has_the_apis_that_answered() -> None:
+    assert WHOLE.cuda is not None
+    answered = dataclasses.replace(WHOLE, cuda=dataclasses.replace(WHOLE.cuda, libraries=(REAL[1],)))
+    assert of_facts(answered) == {"cuda": Substrate.HARDWARE}
+    assert of_facts(WHOLE) == {}
 
 
 def test_open_devices_of_a_process_outweigh_those_of_facts() -> None:

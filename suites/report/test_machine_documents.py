@@ -136,6 +136,8 @@ def test_a_case_that_ran_twice_is_one_series(tmp_path: Path) -> None:
     twice = [record_of(numbers={"rate_gb_per_s": rate}, substrate={"cuda": "hardware"}) for rate in (1.0, 2.0)]
     text = render(write_run(tmp_path, facts_of(), twice)).metrics.read_text()
     assert text.count("gdrkit_measurement{") == 1
+    # A family without a sample is not introduced.
+    assert "gdrkit_file_route" not in text
 
 
 def test_numbers_of_software_are_in_no_document(tmp_path: Path) -> None:
