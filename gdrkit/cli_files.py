@@ -178,7 +178,8 @@ def _substrate() -> dict[str, str]:
     from gdrkit import inventory, witness
     from gdrkit.report.substrate import substrate_of
 
-    judged = substrate_of(witness.libraries(), inventory.probe(ask_apis=False))
+    facts = inventory.probe(ask_apis=False)
+    judged = substrate_of(witness.libraries(), facts, nodes=witness.device_nodes())
     return {api: found.value for api, found in sorted(judged.items()) if api in {"cuda", "cufile"}}
 
 

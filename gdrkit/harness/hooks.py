@@ -31,6 +31,7 @@ SESSION: pytest.StashKey[Session] = pytest.StashKey()
 _REPORTS: pytest.StashKey[list[Case]] = pytest.StashKey()
 # The case that runs now.
 _NOW: pytest.StashKey[Case | None] = pytest.StashKey()
+_COLLECTED: pytest.StashKey[bool] = pytest.StashKey()
 
 _REFUSED = ("gdrkit_refused", True)
 
@@ -63,18 +64,24 @@ def pytest_report_header(config: pytest.Config) -> str:
     return f"gdrkit: --seed {config.stash[SESSION].seed}"
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the cases of ``--cases``."""
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None, None, None]:
+    """Keep the cases of ``--cases``, and note that the collection is complete."""
+    yield
     path = config.stash[SESSION].cases
     if path is not None:
         wanted = set(path.read_text(encoding="utf-8").splitlines())
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in wanted])
         items[:] = [item for item in items if item.nodeid in wanted]
+    config.stash[_COLLECTED] = True
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """See that the substrate is the wanted one, write the plan, and start peers before anything else is opened."""
     state = session.config.stash[SESSION]
+    # pytest calls this also after an interrupt; then `items` has a part of the cases, and none is deselected.
+    if not session.config.stash.get(_COLLECTED, False):
+        return
     cases = [Case(item, needs.declared(item)) for item in session.items if _is_ours(item)]
     for case in cases:
         case.item.stash[CASE] = case

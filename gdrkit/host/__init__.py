@@ -7,7 +7,7 @@ is listed in :attr:`HostTree.unreadable`.
 
 from __future__ import annotations
 
-from gdrkit.host._libc import die_with_parent, rename_new
+from gdrkit.host._libc import die_with_parent, file_system_type, rename_new
 from gdrkit.host.config_space import AcsControl, ConfigSpace, config_space, parse_config_space
 from gdrkit.host.container import container_hints, virtual_machine
 from gdrkit.host.distance import Distance, pci_distance, pci_path
@@ -62,6 +62,7 @@ __all__ = [
     "config_space",
     "container_hints",
     "die_with_parent",
+    "file_system_type",
     "find_libraries",
     "find_library",
     "habana_accelerators",

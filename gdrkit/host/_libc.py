@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import mmap
 
-__all__ = ["address_of", "die_with_parent", "rename_new"]
+__all__ = ["address_of", "die_with_parent", "file_system_type", "rename_new"]
 
 # linux/fs.h.
 _RENAME_NOREPLACE = 1
@@ -36,6 +36,23 @@ def die_with_parent(parent: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def file_system_type(descriptor: int) -> int:
+    """Return the magic number of the file system that an open file lies on: fstatfs(2), ``f_type``.
+
+    Raises
+    ------
+    OSError
+        As of fstatfs(2).
+    """
+    # struct statfs begins with f_type, a long, and is never longer than this.
+    status = (ctypes.c_ulong * 64)()
+    library = ctypes.CDLL(None, use_errno=True)
+    if library.fstatfs(descriptor, ctypes.byref(status)) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return status[0]
 
 
 def rename_new(name: str, new_name: str, *, folder: int, new_folder: int) -> None:

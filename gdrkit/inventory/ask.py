@@ -56,7 +56,12 @@ def ask_cuda() -> CudaFacts:
 
     major, minor = cuda.driver_version()
     devices = tuple(_device(cuda.Device(index)) for index in range(cuda.device_count()))
-    return CudaFacts(driver_version=f"{major}.{minor}", devices=devices, libraries=notable(witness.libraries()))
+    return CudaFacts(
+        driver_version=f"{major}.{minor}",
+        devices=devices,
+        libraries=notable(witness.libraries()),
+        nodes=witness.device_nodes(),
+    )
 
 
 def ask_verbs() -> VerbsFacts:
@@ -69,8 +74,9 @@ def ask_verbs() -> VerbsFacts:
     """
     from gdrkit import verbs
 
-    nics = tuple(_nic(info) for info in verbs.list_nics())
-    return VerbsFacts(nics=nics, libraries=notable(witness.libraries()))
+    nodes: dict[witness.DeviceNode, None] = {}
+    nics = tuple(_nic(info, nodes) for info in verbs.list_nics())
+    return VerbsFacts(nics=nics, libraries=notable(witness.libraries()), nodes=tuple(nodes))
 
 
 def ask_registration() -> tuple[RouteFacts, ...]:
@@ -140,7 +146,8 @@ def _attributes(device: Device, known: type) -> Iterator[tuple[str, int]]:
                 raise
 
 
-def _nic(info: NicInfo) -> NicFacts:
+def _nic(info: NicInfo, nodes: dict[witness.DeviceNode, None]) -> NicFacts:
+    """Open one device and ask it; the character devices that are open meanwhile are added to `nodes`."""
     from gdrkit import verbs
 
     dmabuf: bool | None = None
@@ -151,6 +158,7 @@ def _nic(info: NicInfo) -> NicFacts:
             raise info.error
         with verbs.Nic.open(info.name, port=active[0] if active else 1) as nic:
             dmabuf = nic.supports_dmabuf()
+            nodes |= dict.fromkeys(witness.device_nodes())
     except GdrkitError as error:
         failure = ApiFailure.of(error, api="verbs", operation="open")
     return NicFacts(

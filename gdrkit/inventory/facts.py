@@ -22,7 +22,7 @@ from gdrkit.host import (  # noqa: TC001 - types of fields are read at run time.
     Unreadable,
 )
 from gdrkit.inventory.gaudi import GaudiFacts  # noqa: TC001 - types of fields are read at run time.
-from gdrkit.witness import LoadedLibrary  # noqa: TC001 - types of fields are read at run time.
+from gdrkit.witness import DeviceNode, KernelEvidence, LoadedLibrary  # noqa: TC001 - types of fields are read at run time.
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -101,11 +101,12 @@ class CudaDeviceFacts:
 
 @dataclass(frozen=True, slots=True)
 class CudaFacts:
-    """What the CUDA driver answered, and the libraries that were loaded to ask it."""
+    """What the CUDA driver answered, the libraries that were loaded to ask it, and the devices that these had open."""
 
     driver_version: str
     devices: tuple[CudaDeviceFacts, ...]
     libraries: tuple[LoadedLibrary, ...]
+    nodes: tuple[DeviceNode, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,10 +131,11 @@ class NicFacts:
 
 @dataclass(frozen=True, slots=True)
 class VerbsFacts:
-    """What verbs answered, and the libraries that were loaded to ask it."""
+    """What verbs answered, the libraries that were loaded to ask it, and the devices that these had open."""
 
     nics: tuple[NicFacts, ...]
     libraries: tuple[LoadedLibrary, ...]
+    nodes: tuple[DeviceNode, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,6 +239,8 @@ class Facts:
         None where files were not looked at.
     nvml : NvmlFacts or None
         None where there is no such library, or where ``nvml_failure`` says why it did not answer.
+    evidence : KernelEvidence or None
+        What the kernel reported about devices by ioctl and netlink; None where it was not asked, as for a capture.
     """
 
     schema_version: int
@@ -267,6 +271,7 @@ class Facts:
     accelerators: tuple[PciDevice, ...] = ()
     gaudi: GaudiFacts | None = None
     gaudi_failure: ApiFailure | None = None
+    evidence: KernelEvidence | None = None
 
     def to_json(self) -> str:
         """As indented JSON."""

@@ -116,7 +116,13 @@ def _read(tree: host.HostTree, environment: Mapping[str, str]) -> Facts:
         gaudi=None,
         gaudi_failure=None,
         unreadable=tree.unreadable,
+        evidence=witness.kernel_evidence() if _is_this_host(tree) else None,
     )
+
+
+def _is_this_host(tree: host.HostTree) -> bool:
+    """Whether the kernel of this process is the one whose files are read, also where they are recorded meanwhile."""
+    return tree.is_this_host or isinstance(tree.files, Recorder)
 
 
 @dataclass

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gdrkit.errors import GdrkitError, UsageError
@@ -25,7 +26,6 @@ from gdrkit.report.record import SCHEMA_VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from pathlib import Path
 
     from gdrkit.report import RunFolder
 
@@ -35,6 +35,8 @@ _LOOK_S = 0.1
 _STALLED_S = 180.0
 # For what a case that is interrupted has to close.
 _CLOSE_S = 10.0
+# A process that was killed ends within this time, or hangs in the kernel (state D), or is held by a debugger.
+_KILLED_S = 10.0
 _SHOWN_CHARACTERS = 3000
 _PYTEST_USAGE = 4
 
@@ -63,6 +65,11 @@ class Suites:
         For pytest: profile, seed, selection.
     suites : Path or None
         The folder of the cases; gdrkit's own when None.
+
+    Attributes
+    ----------
+    abandoned : list of str
+        A sentence for each process that was killed and did not end.
     """
 
     def __init__(
@@ -78,6 +85,7 @@ class Suites:
             *("-m", "qualify", "--color=no", f"--facts={folder.facts}", *options),
         ]
         self._log = folder.path / "pytest.log"
+        self.abandoned: list[str] = []
 
     def plan(self) -> Plan:
         """Collect the cases without running them.
@@ -89,19 +97,11 @@ class Suites:
         GdrkitError
             A file of the suites cannot be collected; the log says why.
         """
-        command = [*self._command, "--collect-only", "-q", f"--plan={self._folder.plan}"]
-        with self._log.open("wb") as log:
-            ended = subprocess.run(
-                command,
-                env=self._environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                check=False,
-            )
-        if not self._folder.plan.exists():
-            raise self._no_plan(ended.returncode)
-        return read_plan(self._folder.plan)
+        reader = _Reader(self._folder, lambda _plan: None, lambda _record: None)
+        how = self._run_child(["--collect-only", "-q", f"--plan={self._folder.plan}"], reader)
+        if reader.plan is None:
+            raise self._no_plan(how)
+        return reader.plan
 
     def run(self, common: Common, begin: Callable[[Plan], None], done: Callable[[Record], None]) -> Plan:
         """Collect the cases and run them, all in one child as long as it lives.
@@ -122,11 +122,12 @@ class Suites:
         """
         reader = _Reader(self._folder, begin, done)
         list_file = self._folder.path / "cases.txt"
-        how = self._run_child([f"--plan={self._folder.plan}"], reader)
+        records = f"--records={self._folder.records}"
+        how = self._run_child([records, f"--plan={self._folder.plan}"], reader)
         plan = reader.plan
         # The plan is written before pytest looks at the expression of -k.
         if plan is None or (how.code == _PYTEST_USAGE and not reader.seen):
-            raise self._no_plan(how.code)
+            raise self._no_plan(how)
         remaining = [case.case for case in plan.cases]
         while remaining := [case for case in remaining if case not in reader.seen]:
             # Records come in the order of the plan, so the first that is missing is the one that was running.
@@ -135,7 +136,7 @@ class Suites:
             reader.read()
             if remaining:
                 list_file.write_text("\n".join(remaining) + "\n", encoding="utf-8")
-                how = self._run_child([f"--cases={list_file}"], reader)
+                how = self._run_child([records, f"--cases={list_file}"], reader)
         list_file.unlink(missing_ok=True)
         return plan
 
@@ -144,7 +145,7 @@ class Suites:
         # would end what it does to close what its case has opened.
         with self._log.open("ab") as log, interruptible_children():
             child = subprocess.Popen(
-                [*self._command, f"--records={self._folder.records}", *options],
+                [*self._command, *options],
                 env=self._environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -159,14 +160,15 @@ class Suites:
                 child.wait(_CLOSE_S)
             raise
         finally:
-            _kill(child)
+            if left := _kill(child):
+                self.abandoned.append(left)
 
-    def _no_plan(self, code: int) -> GdrkitError:
+    def _no_plan(self, how: _End) -> GdrkitError:
         text = self._log_tail()
-        if code == _PYTEST_USAGE:
+        if how.code == _PYTEST_USAGE:
             said = [line.removeprefix("ERROR: ") for line in text.splitlines() if line.startswith("ERROR: ")]
             return UsageError(" ".join(said) or text)
-        message = f"the suites cannot be collected ({_End(code)}):\n{text}"
+        message = f"the suites cannot be collected ({how}):\n{text}"
         return GdrkitError(message, what_to_do=f"read {self._log}")
 
     def _log_tail(self) -> str:
@@ -208,14 +210,24 @@ class _Reader:
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    """How a child ended."""
+    """How a child ended.
 
-    code: int
+    Attributes
+    ----------
+    code : int or None
+        Its return code; None for one that did not end.
+    left : str
+        That it was left behind, and why; empty for one that ended.
+    """
+
+    code: int | None
     is_stalled: bool = False
+    left: str = ""
 
     def __str__(self) -> str:
-        if self.is_stalled:
-            return f"nothing happened for {_STALLED_S:g} s, and its process was killed"
+        if self.is_stalled or self.code is None:
+            killed = f"nothing happened for {_STALLED_S:g} s, and its process was killed"
+            return f"{killed}; {self.left}" if self.left else killed
         if self.code < 0:
             return f"its process was ended by {signal.Signals(-self.code).name}"
         return f"its process ended with {self.code}"
@@ -230,16 +242,36 @@ def _watch(child: subprocess.Popen[bytes], reader: _Reader) -> _End:
         if reader.read():
             moved = time.monotonic()
         if code is None and time.monotonic() - moved > _STALLED_S:
-            _kill(child)
-            return _End(child.wait(), is_stalled=True)
+            left = _kill(child)
+            return _End(child.returncode, is_stalled=True, left=left)
     return _End(code)
 
 
-def _kill(child: subprocess.Popen[bytes]) -> None:
-    """Kill it and what its cases have left."""
+def _kill(child: subprocess.Popen[bytes]) -> str:
+    """Kill the process group of a child, which has what its cases have left.
+
+    Returns
+    -------
+    str
+        That the child did not end and was left behind; empty when it ended.
+    """
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
-    child.wait()
+    try:
+        child.wait(_KILLED_S)
+    except subprocess.TimeoutExpired:
+        state = _state(child.pid)
+        return f"process {child.pid} did not end within {_KILLED_S:g} s of SIGKILL (state {state}) and was left behind"
+    return ""
+
+
+def _state(process: int) -> str:
+    """Return the letter of /proc/PID/stat for a process: D hangs in the kernel, Z was not collected."""
+    try:
+        # The name before it is in brackets, and may have some itself.
+        return Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return "unknown"
 
 
 def _lost(case: str, how: str, log: str, profile: str, common: Common) -> Record:

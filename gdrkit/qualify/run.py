@@ -9,6 +9,7 @@ import datetime as dt
 import importlib.util
 import json
 import secrets
+import shlex
 import tempfile
 import time
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 import gdrkit
 from gdrkit import launch
 from gdrkit.errors import Api, Reason, SetupMissing
+from gdrkit.exit_code import ExitCode
 from gdrkit.host import HostTree, host_identity
 from gdrkit.house import house
 from gdrkit.inventory import Facts, load_profile, probe
@@ -136,10 +138,40 @@ def _qualify(options: Options, progress: Progress) -> tuple[Run, RunFolder]:
         version=gdrkit.__version__,
         command=options.command,
     )
+    begun = Run(
+        schema_version=SCHEMA_VERSION,
+        started=began.strftime("%Y-%m-%dT%H:%M:%SZ"),
+        duration_s=0.0,
+        command=options.command,
+        profile=options.profile or "any",
+        profile_about="",
+        substrate=prepared.substrate,
+        software_asked=options.software,
+        seed=prepared.seed,
+        commit=commit,
+        version=gdrkit.__version__,
+        exit_code=int(ExitCode.FAILED),
+        verdict="The run did not end",
+        causes=("its process ended before all cases had ended",),
+        to_do=("run it again",),
+        required=(),
+        host=identity.name,
+        host_id=identity.digest,
+        is_interrupted=True,
+        selection=_selection(options),
+    )
+    # From here on the folder is a run that was interrupted, until its end is written.
+    prepared.folder.write_run(begun)
     try:
         plan = prepared.suites.run(common, progress.begin, progress.done)
+    except (KeyboardInterrupt, SystemExit):
+        place = shlex.quote(str(prepared.folder.path))
+        progress.say(f"The run was interrupted; make the report of the cases that have ended: gdrkit report {place}")
+        raise
     finally:
         progress.end()
+        for line in prepared.suites.abandoned:
+            progress.say(line)
     profile = load_profile(plan.profile)
     records = read_records(prepared.folder.records) if prepared.folder.records.exists() else ()
     outcome = decide(
@@ -147,31 +179,29 @@ def _qualify(options: Options, progress: Progress) -> tuple[Run, RunFolder]:
         profile,
         records,
         software_asked=options.software,
-        is_part=(options.select or options.suites) is not None,
+        is_part=bool(begun.selection),
     )
-    run = Run(
-        schema_version=SCHEMA_VERSION,
-        started=began.strftime("%Y-%m-%dT%H:%M:%SZ"),
+    run = replace(
+        begun,
         duration_s=round(time.monotonic() - clock, 3),
-        command=options.command,
         profile=profile.name,
         profile_about=profile.about,
-        substrate=prepared.substrate,
-        software_asked=options.software,
-        seed=prepared.seed,
-        commit=commit,
-        version=gdrkit.__version__,
         exit_code=int(outcome.code),
         verdict=outcome.verdict,
         causes=outcome.causes,
         to_do=outcome.to_do,
         required=outcome.required,
-        host=identity.name,
-        host_id=identity.digest,
+        is_interrupted=False,
     )
     prepared.folder.write_run(run)
     render(prepared.folder.path)
     return run, prepared.folder
+
+
+def _selection(options: Options) -> str:
+    """Return the options that choose a part of the cases, as a shell takes them."""
+    chosen = {"-k": options.select, "--suites": options.suites}
+    return shlex.join(word for name, value in chosen.items() if value is not None for word in (name, str(value)))
 
 
 def _prepare(options: Options, progress: Progress, began: dt.datetime) -> _Prepared:

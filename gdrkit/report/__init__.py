@@ -18,7 +18,7 @@ from gdrkit.report.record import (
     read_records,
 )
 from gdrkit.report.routes import RouteState, RouteStatus, route_name, route_statuses
-from gdrkit.report.run import Run, RunFolder
+from gdrkit.report.run import Run, RunFolder, RunState
 from gdrkit.report.substrate import Substrate, substrate_of, weakest
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "RouteStatus",
     "Run",
     "RunFolder",
+    "RunState",
     "SeenLibrary",
     "Substrate",
     "Verdict",

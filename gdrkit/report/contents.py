@@ -7,12 +7,13 @@ alone. Either can be shown, and says what it is.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import gdrkit
 from gdrkit import plain
 from gdrkit.errors import Reason, UsageError
+from gdrkit.exit_code import ExitCode
 from gdrkit.host import KernelFacts, Limits
 from gdrkit.inventory import Facts
 from gdrkit.report.form import malformed
@@ -71,8 +72,11 @@ def read_contents(path: Path) -> Contents:
 def _read(path: Path) -> Contents:
     folder = RunFolder(path)
     if is_file(folder.run):
+        run = folder.read_run()
+        if run.is_interrupted:
+            return _unfinished(folder, run)
         records, origins, _ = _records([folder.records] if is_file(folder.records) else [])
-        return Contents(folder.read_run(), _facts(folder), records, origins)
+        return Contents(run, _facts(folder), records, origins)
     if is_file(folder.facts) and (is_file(folder.records) or is_file(folder.plan)):
         return _unfinished(folder)
     files = [path] if is_file(path) else sorted(path.glob("*.jsonl"))
@@ -113,17 +117,28 @@ def unknown_facts() -> Facts:
     )
 
 
-def _unfinished(folder: RunFolder) -> Contents:
+def _unfinished(folder: RunFolder, begun: Run | None = None) -> Contents:
+    """Read the folder of a run that did not end; `begun` is what run.json says of its beginning."""
     facts = _facts(folder)
     records, origins, is_cut_off = _records([folder.records] if is_file(folder.records) else [], may_be_cut_off=True)
-    causes = ["its process ended before it could write run.json"]
-    planned, found = _planned(folder), {record.case for record in records}
+    causes = list(begun.causes) if begun else ["its process ended before it could write run.json"]
+    profile, planned = _planned(folder)
+    found = {record.case for record in records}
     missing = [case for case in planned if case not in found]
     if missing:
         causes.append(f"{len(missing)} of {len(planned)} cases left no record, the first is {missing[0]}")
     if is_cut_off:
         causes.append(f"the last line of {folder.records.name} is cut off and was left out")
-    run = _run_of(records, verdict="The run did not end", causes=tuple(causes), facts=facts)
+    run = begun or _run_of(records, verdict="The run did not end", causes=(), facts=facts)
+    run = replace(
+        run,
+        duration_s=_duration_s(records),
+        profile=profile or run.profile,
+        exit_code=int(ExitCode.FAILED),
+        causes=tuple(causes),
+        to_do=run.to_do or ("run it again",),
+        is_interrupted=True,
+    )
     return Contents(run, facts, records, origins)
 
 
@@ -155,9 +170,10 @@ def _facts(folder: RunFolder) -> Facts:
     return Facts.from_json(read_bytes(folder.facts), where=str(folder.facts))
 
 
-def _planned(folder: RunFolder) -> list[str]:
+def _planned(folder: RunFolder) -> tuple[str, list[str]]:
+    """Return the profile that the plan names and the names of its cases; empty ones where there is no plan."""
     if not is_file(folder.plan):
-        return []
+        return "", []
     data = plain.parse_json(read_bytes(folder.plan), where=str(folder.plan))
     cases = data.get("cases") if isinstance(data, dict) else None
     if not isinstance(cases, list):
@@ -167,7 +183,8 @@ def _planned(folder: RunFolder) -> list[str]:
     if len(found) < len(names):
         where = f"{folder.plan}.cases"
         raise malformed(where, "the name of each case", cases)
-    return found
+    profile = data.get("profile") if isinstance(data, dict) else None
+    return profile if isinstance(profile, str) else "", found
 
 
 def _run_of(records: Sequence[Record], *, verdict: str, causes: tuple[str, ...], facts: Facts | None = None) -> Run:
@@ -179,7 +196,7 @@ def _run_of(records: Sequence[Record], *, verdict: str, causes: tuple[str, ...],
     return Run(
         schema_version=SCHEMA_VERSION,
         started=min((record.started for record in records), default="1970-01-01T00:00:00Z"),
-        duration_s=round(sum(record.duration_ms for record in records) / 1000, 3),
+        duration_s=_duration_s(records),
         command=first.command if first else "",
         profile=first.profile if first else "any",
         profile_about="",
@@ -194,6 +211,10 @@ def _run_of(records: Sequence[Record], *, verdict: str, causes: tuple[str, ...],
         to_do=("run it again",) if causes else (),
         required=(),
     )
+
+
+def _duration_s(records: Sequence[Record]) -> float:
+    return round(sum(record.duration_ms for record in records) / 1000, 3)
 
 
 def _counted(records: Sequence[Record]) -> str:

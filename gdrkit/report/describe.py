@@ -12,9 +12,10 @@ from gdrkit.report.substrate import Substrate, describe, of_facts
 from gdrkit.report.view import host_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from gdrkit.inventory import ApiFailure, Facts
+    from gdrkit.witness import DeviceNode
 
 __all__ = ["describe_facts", "describe_plan"]
 
@@ -22,6 +23,7 @@ __all__ = ["describe_facts", "describe_plan"]
 def describe_facts(facts: Facts) -> str:
     """The host, then each API: what it runs on and what it answers, or why it does not and what to do."""
     rows = [*host_rows(facts), *_verbs_rows(facts), *_cuda_rows(facts), *_gaudi_rows(facts), *_route_rows(facts)]
+    rows += _evidence_rows(facts)
     return _aligned(rows)
 
 
@@ -77,6 +79,32 @@ def _route_rows(facts: Facts) -> Iterator[tuple[str, str]]:
         yield name, ("registration works" if route.possible else "not possible") + why
     if facts.routes_failure is not None:
         yield "routes", facts.routes_failure.message
+
+
+def _evidence_rows(facts: Facts) -> Iterator[tuple[str, str]]:
+    """The evidence by which hardware is told from software; see docs/report.md."""
+    if facts.evidence is None:
+        yield "Evidence", "the kernel was not asked for it"
+        return
+    found = facts.evidence
+    if found.nvidia_version is not None:
+        yield "Evidence of GPUs", f"the NVIDIA driver answers by ioctl as {found.nvidia_version}"
+    for gpu in found.gpus:
+        yield f"  {gpu.pci_address}", _shown(gpu.pci_driver, gpu.node, gpu.missing)
+    yield from (("Evidence of GPUs" if not found.gpus else "", line) for line in found.nvidia_missing)
+    yield from (("Evidence of RDMA devices", line) for line in found.rdma_missing)
+    for nic in found.rdma:
+        yield f"  {nic.name}", f"driver {nic.driver or 'unknown'}; {_shown(nic.pci_driver, nic.node, nic.missing)}"
+    for api, opened in (("cuda", facts.cuda), ("verbs", facts.verbs)):
+        if opened is not None:
+            nodes = ", ".join(f"{it.path} ({it.major}:{it.minor})" for it in opened.nodes)
+            yield f"  open for {api}", nodes or "no character device"
+
+
+def _shown(pci_driver: str | None, node: DeviceNode | None, missing: Iterable[str]) -> str:
+    place = "no device node" if node is None else f"{node.path} ({node.major}:{node.minor})"
+    bound = f"bound to {pci_driver}" if pci_driver else "no PCI driver"
+    return "; ".join((place, bound, *missing))
 
 
 def _aligned(rows: list[tuple[str, str]]) -> str:

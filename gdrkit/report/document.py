@@ -32,6 +32,7 @@ def render_document(contents: Contents, view: View) -> str:
         "schema_version": SCHEMA_VERSION,
         "verdict": run.verdict,
         "exit_code": run.exit_code,
+        "state": run.state.value,
         "banner": run.banner,
         "host": run.host,
         "host_id": run.host_id,

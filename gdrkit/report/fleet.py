@@ -22,7 +22,7 @@ from gdrkit.report.noise import Sample, judge, sample, usual
 from gdrkit.report.record import Verdict
 from gdrkit.report.render import environment
 from gdrkit.report.routes import RouteState
-from gdrkit.report.run import RunFolder, is_file, make_folder, refused, write_whole
+from gdrkit.report.run import RunFolder, RunState, is_file, make_folder, refused, write_whole
 from gdrkit.report.sweep import is_shown, split_number
 from gdrkit.report.view import make_view
 from gdrkit.verdict import NOISE_PERCENT
@@ -38,7 +38,7 @@ __all__ = ["Fleet", "Host", "render_fleet"]
 
 SCHEMA_VERSION = 1
 _HOSTS_MIN = 3
-_WORDS = {0: "qualified", 1: "failed", 2: "wrong usage", 3: "set-up is missing", 4: "nothing proven"}
+_NOT_READABLE = "not readable"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +65,8 @@ class Host:
         Why its run could not be read; then all else is empty.
     exit_code : int or None
         Of its run.
+    state : str
+        A value of RunState, or ``not readable``.
     page : str
         Where its own page is, as a link from that of the fleet; empty where it has none.
     counts, routes : mapping
@@ -79,7 +81,7 @@ class Host:
     folder: str
     error: str = ""
     exit_code: int | None = None
-    state: str = "not readable"
+    state: str = _NOT_READABLE
     verdict: str = ""
     profile: str = ""
     started: str = ""
@@ -133,11 +135,13 @@ def render_fleet(path: Path, output: Path | None = None) -> Fleet:
     medians = _medians(latest)
     hosts = [_host(it, names[it.folder], traits=traits, medians=medians, path=path, target=target) for it in latest]
     hosts += [Host(name=folder, folder=folder, error=error) for folder, error in unreadable]
-    # Who needs somebody's attention comes first.
-    hosts.sort(key=lambda it: (not it.error, it.exit_code == 0, not (it.slow or it.differs), _natural(it.name)))
+    # Hosts that need attention come first.
+    hosts.sort(key=lambda it: (_urgency(it), not (it.slow or it.differs), _natural(it.name)))
     problems = [f"{folder}: {error}" for folder, error in unreadable] + doubles
     counted = Counter(host.state for host in hosts)
-    tally = tuple((word, counted[word]) for word in (*_WORDS.values(), "not readable") if counted[word])
+    tally = tuple(
+        (word, counted[word]) for word in (*(state.value for state in RunState), _NOT_READABLE) if counted[word]
+    )
     fleet = Fleet(tuple(hosts), tally, tuple(problems), str(target / "index.html"))
     make_folder(target)
     write_whole(target / "fleet.json", json.dumps(_document(fleet, older), indent=2, ensure_ascii=False) + "\n")
@@ -149,6 +153,14 @@ def render_fleet(path: Path, output: Path | None = None) -> Fleet:
     )
     write_whole(target / "index.html", page)
     return fleet
+
+
+def _urgency(host: Host) -> int:
+    """Return 0 for a host that cannot be read, then 1 for a failure, 2 for a run that proves less than it could."""
+    lesser = {RunState.NOTHING_PROVEN.value, RunState.PARTIAL.value, RunState.SOFTWARE_ONLY.value}
+    if host.error:
+        return 0
+    return 3 if host.state == RunState.QUALIFIED.value else 2 if host.state in lesser else 1
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
@@ -291,7 +303,7 @@ def _host(
         name=name,
         folder=folder,
         exit_code=contents.run.exit_code,
-        state=_WORDS.get(contents.run.exit_code, "failed"),
+        state=contents.run.state.value,
         verdict=contents.run.verdict,
         profile=contents.run.profile,
         started=contents.run.started,

@@ -33,10 +33,18 @@ def render_junit(run: Run, records: Sequence[Record]) -> bytes:
     seconds = f"{sum(record.duration_ms for record in records) / 1000:.3f}"
     root = ET.Element("testsuites", {"name": "gdrkit qualify", **counts, "time": seconds})
     suite = ET.SubElement(
-        root, "testsuite", {"name": run.profile, "timestamp": run.started.rstrip("Z"), **counts, "time": seconds}
+        root,
+        "testsuite",
+        {"name": _clean(run.profile), "timestamp": run.started.rstrip("Z"), **counts, "time": seconds},
     )
     properties = ET.SubElement(suite, "properties")
-    shown = {"verdict": run.verdict, "banner": run.banner, "seed": str(run.seed), "commit": run.commit or "unknown"}
+    shown = {
+        "verdict": run.verdict,
+        "state": run.state.value,
+        "banner": run.banner,
+        "seed": str(run.seed),
+        "commit": run.commit or "unknown",
+    }
     if run.host:
         shown["host"] = run.host
     for name, value in {**shown, **{f"substrate.{api}": name for api, name in run.substrate.items()}}.items():

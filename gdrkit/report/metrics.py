@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from gdrkit.report.record import Verdict
 from gdrkit.report.routes import RouteState
+from gdrkit.report.run import RunState
 from gdrkit.report.sweep import is_shown
 from gdrkit.text import first_line
 
@@ -36,7 +37,13 @@ def _families(contents: Contents, view: View, host: str) -> Iterator[str]:
     who = {"host": host, "profile": run.profile}
     began = dt.datetime.fromisoformat(run.started).timestamp()
     verdicts = [record.verdict for record in contents.records]
-    yield _family("exit_code", "Exit code of gdrkit qualify: 0 every required route is proven.", [(who, run.exit_code)])
+    yield _family(
+        "exit_code",
+        "Exit code of gdrkit qualify; whether the host is qualified says gdrkit_state.",
+        [(who, run.exit_code)],
+    )
+    states = [({**who, "state": state.value}, float(state is run.state)) for state in RunState]
+    yield _family("state", "What the run says about the host: only qualified is proven, whole and on hardware.", states)
     yield _family("started_seconds", "When the qualification began, since 1970.", [(who, began)])
     yield _family("duration_seconds", "How long it took.", [(who, run.duration_s)])
     yield _family(

@@ -7,8 +7,10 @@ and what was made of it (report.json, junit.xml, summary.md, metrics.prom, index
 from __future__ import annotations
 
 import contextlib
+import enum
 import json
 import os
+import re
 import stat
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from gdrkit import plain
 from gdrkit.errors import Api, Reason, SetupMissing, UsageError, errno_name
+from gdrkit.exit_code import ExitCode
 from gdrkit.report.form import check_exit_code, check_started, check_substrate
 
 if TYPE_CHECKING:
@@ -25,6 +28,7 @@ __all__ = [
     "SCHEMA_VERSION",
     "Run",
     "RunFolder",
+    "RunState",
     "banner",
     "is_file",
     "make_folder",
@@ -34,6 +38,30 @@ __all__ = [
 ]
 
 SCHEMA_VERSION = 1
+
+
+class RunState(enum.Enum):
+    """What a run says about its machine, in the words of the fleet page, fleet.json, report.json and metrics.prom."""
+
+    QUALIFIED = "qualified"
+    SOFTWARE_ONLY = "software only"
+    PARTIAL = "partial"
+    INTERRUPTED = "interrupted"
+    FAILED = "failed"
+    WRONG_USAGE = "wrong usage"
+    SETUP_MISSING = "set-up is missing"
+    NOTHING_PROVEN = "nothing proven"
+
+
+_BY_CODE: Mapping[int, RunState] = {
+    ExitCode.PROVEN: RunState.QUALIFIED,
+    ExitCode.FAILED: RunState.FAILED,
+    ExitCode.WRONG_USAGE: RunState.WRONG_USAGE,
+    ExitCode.SETUP_MISSING: RunState.SETUP_MISSING,
+    ExitCode.NOTHING_PROVEN: RunState.NOTHING_PROVEN,
+}
+# Options of gdrkit qualify by which not all of its own cases run, as a command line has them.
+_SELECTING = re.compile(r"""(?:^|\s)['"]?(?:-k|--suites)""")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +88,10 @@ class Run:
         The name by which the machine calls itself; empty where that was not kept.
     host_id : str or None
         Tells machines of one name apart, and says nothing else about them.
+    is_interrupted : bool
+        Whether the run has not come to its end; run.json is written with it when the run begins.
+    selection : str
+        The options that chose a part of the cases, e.g. ``-k write``; empty when all of them were to run.
     """
 
     schema_version: int
@@ -80,6 +112,25 @@ class Run:
     required: tuple[str, ...]
     host: str = ""
     host_id: str | None = None
+    is_interrupted: bool = False
+    selection: str = ""
+
+    @property
+    def state(self) -> RunState:
+        """What the run says about its machine.
+
+        Only a whole run on hardware that ended with 0 is ``QUALIFIED``.
+        """
+        if self.is_interrupted:
+            return RunState.INTERRUPTED
+        by_code = _BY_CODE.get(self.exit_code, RunState.FAILED)
+        if by_code not in {RunState.QUALIFIED, RunState.NOTHING_PROVEN}:
+            return by_code
+        # gdrkit 0.1.0 kept no selection, but always its command line.
+        if self.selection or _SELECTING.search(self.command):
+            return RunState.PARTIAL
+        is_software = self.software_asked or "hardware" not in self.substrate.values()
+        return RunState.SOFTWARE_ONLY if by_code is RunState.QUALIFIED and is_software else by_code
 
     @property
     def banner(self) -> str:

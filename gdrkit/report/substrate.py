@@ -1,8 +1,10 @@
-"""What an API ran on, judged by the libraries that were found.
+"""What an API ran on, judged by the libraries that were found and by what the kernel reports about devices.
 
-Level 5. The only place that interprets. A library with a note of owner ``GDRKIT`` is a software twin. Without one it is
-hardware only when the kernel shows the device and the driver that belong to it; what cannot be told is ``unknown``, and
-proves nothing.
+The only place that interprets. A library with a note of owner ``GDRKIT`` is a software twin. A library without one is
+hardware only when everything agrees that neither a library nor a mounted file can replace: the PCI device and its
+driver in sysfs, the character device, the kernel's answers over netlink and by ioctl, and that the process which had
+the library loaded had that character device open (:mod:`gdrkit.witness.kernel_devices`). Everything else is
+``unknown``, and proves nothing.
 """
 
 from __future__ import annotations
@@ -10,12 +12,13 @@ from __future__ import annotations
 import enum
 from typing import TYPE_CHECKING, Protocol
 
+from gdrkit.witness import SOFTWARE_DRIVERS
+
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
-    from gdrkit.host import RdmaDevice
     from gdrkit.inventory import Facts
-    from gdrkit.witness import ElfNote
+    from gdrkit.witness import DeviceNode, ElfNote, KernelEvidence, RdmaEvidence
 
 __all__ = ["Substrate", "combined", "describe", "is_twin", "of_facts", "substrate_of", "weakest"]
 
@@ -33,7 +36,6 @@ _STEMS = {
     "libhl-thunk.so": "hlthunk",
     "libhlthunk.so": "hlthunk",
 }
-_SOFTWARE_DRIVERS = ("rxe", "siw")
 
 
 class Substrate(enum.Enum):
@@ -82,7 +84,13 @@ def is_twin(library: _Library) -> bool:
     return any(note.owner == "GDRKIT" for note in library.notes)
 
 
-def substrate_of(libraries: Iterable[_Library], facts: Facts, *, nics: Collection[str] = ()) -> dict[str, Substrate]:
+def substrate_of(
+    libraries: Iterable[_Library],
+    facts: Facts,
+    *,
+    nics: Collection[str] = (),
+    nodes: Collection[DeviceNode] | None = None,
+) -> dict[str, Substrate]:
     """What each API among `libraries` ran on; an API of which no library was loaded is left out.
 
     Parameters
@@ -93,6 +101,9 @@ def substrate_of(libraries: Iterable[_Library], facts: Facts, *, nics: Collectio
         What the kernel shows.
     nics : collection of str
         The NICs that were used; all when empty.
+    nodes : collection of DeviceNode or None
+        The character devices that the process had open; when None, those that were open when the API was asked for
+        `facts`.
     """
     found: dict[str, list[_Library]] = {}
     for library in libraries:
@@ -101,7 +112,7 @@ def substrate_of(libraries: Iterable[_Library], facts: Facts, *, nics: Collectio
             found.setdefault(api, []).append(library)
     judged = {}
     for api, members in found.items():
-        behind = _behind_verbs(facts, nics) if api == "verbs" else _BEHIND[api](facts)
+        behind = _behind(api, facts, nics, nodes)
         judged[api] = weakest(_judge(library, behind) for library in members)
         # The real library and a twin of it in one process: nobody can say which of them did the work.
         if len({is_twin(library) for library in members}) > 1:
@@ -142,26 +153,45 @@ def _judge(library: _Library, behind: Substrate) -> Substrate:
     return Substrate.TWIN if is_twin(library) else behind
 
 
-def _behind_verbs(facts: Facts, nics: Collection[str]) -> Substrate:
-    devices = [device for device in facts.rdma_devices if not nics or device.name in nics]
-    if len(devices) < len(nics):
+def _behind(api: str, facts: Facts, nics: Collection[str], nodes: Collection[DeviceNode] | None) -> Substrate:
+    """Judge what the kernel reports behind a library of `api` that is not a twin."""
+    if facts.evidence is None:
         return Substrate.UNKNOWN
-    return weakest(_behind_device(device) for device in devices)
+    if api == "verbs":
+        opened = nodes if nodes is not None else facts.verbs.nodes if facts.verbs else ()
+        return _behind_verbs(facts.evidence, facts, nics, _numbers(opened))
+    if api in {"cuda", "cufile"}:
+        opened = nodes if nodes is not None else facts.cuda.nodes if facts.cuda else ()
+        return _behind_cuda(facts.evidence, facts, _numbers(opened))
+    # No kernel driver of Gaudi has answered yet that its answer could be compared with.
+    return Substrate.UNKNOWN
 
 
-def _behind_device(device: RdmaDevice) -> Substrate:
-    if device.driver in _SOFTWARE_DRIVERS or not device.has_device:
+def _behind_verbs(
+    evidence: KernelEvidence, facts: Facts, nics: Collection[str], opened: Collection[tuple[int, int]]
+) -> Substrate:
+    shown = {device.name: device for device in evidence.rdma}
+    names = nics or [nic.name for nic in facts.verbs.nics] if facts.verbs else nics or list(shown)
+    return weakest(_behind_nic(shown[name], opened) if name in shown else Substrate.UNKNOWN for name in names)
+
+
+def _behind_nic(device: RdmaEvidence, opened: Collection[tuple[int, int]]) -> Substrate:
+    if device.driver in SOFTWARE_DRIVERS:
         return Substrate.KERNEL_SOFTWARE
-    return Substrate.HARDWARE if device.driver else Substrate.UNKNOWN
+    is_shown = device.driver is not None and device.pci_driver is not None and not device.missing
+    is_open = device.node is not None and (device.node.major, device.node.minor) in opened
+    return Substrate.HARDWARE if is_shown and is_open else Substrate.UNKNOWN
 
 
-def _behind_cuda(facts: Facts) -> Substrate:
-    return Substrate.HARDWARE if facts.nvidia_driver_version else Substrate.UNKNOWN
+def _behind_cuda(evidence: KernelEvidence, facts: Facts, opened: Collection[tuple[int, int]]) -> Substrate:
+    shown = {gpu.pci_address for gpu in evidence.gpus if not gpu.missing}
+    # Of a container the driver lists also GPUs that it does not have; those that CUDA has must be among the shown ones.
+    used = {device.pci_bus_id.lower() for device in facts.cuda.devices} if facts.cuda else shown
+    nodes = [evidence.nvidia_control, *(gpu.node for gpu in evidence.gpus)]
+    is_open = any((node.major, node.minor) in opened for node in nodes if node is not None)
+    is_shown = bool(shown) and used <= shown and not evidence.nvidia_missing
+    return Substrate.HARDWARE if is_shown and is_open else Substrate.UNKNOWN
 
 
-def _behind_hlthunk(facts: Facts) -> Substrate:
-    drivers = {device.driver for device in facts.accelerators}
-    return Substrate.HARDWARE if "habanalabs" in drivers else Substrate.UNKNOWN
-
-
-_BEHIND = {"cuda": _behind_cuda, "cufile": _behind_cuda, "hlthunk": _behind_hlthunk}
+def _numbers(nodes: Iterable[DeviceNode]) -> set[tuple[int, int]]:
+    return {(node.major, node.minor) for node in nodes}

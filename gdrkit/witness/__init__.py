@@ -1,4 +1,5 @@
-"""Evidence as found: libraries in the process, open descriptors, port counters, the kernel's log.
+"""Evidence as found: libraries in the process, open descriptors, the kernel's answers about devices, port counters, the
+kernel's log.
 
 Level 3. A witness says what is there and never what it means; what a library stands for is decided in
 ``report.substrate``.
@@ -7,20 +8,35 @@ Level 3. A witness says what is there and never what it means; what a library st
 from __future__ import annotations
 
 from gdrkit.witness.counters import PortCounters, counters
-from gdrkit.witness.descriptors import descriptors
+from gdrkit.witness.descriptors import descriptors, device_nodes
 from gdrkit.witness.elf import ElfFile, ElfNote, parse_elf, read_elf
+from gdrkit.witness.kernel_devices import (
+    SOFTWARE_DRIVERS,
+    DeviceNode,
+    GpuEvidence,
+    KernelEvidence,
+    RdmaEvidence,
+    kernel_evidence,
+)
 from gdrkit.witness.kernel_log import KernelLog, kernel_log
 from gdrkit.witness.libraries import LoadedLibrary, describe_library, libraries
 
 __all__ = [
+    "SOFTWARE_DRIVERS",
+    "DeviceNode",
     "ElfFile",
     "ElfNote",
+    "GpuEvidence",
+    "KernelEvidence",
     "KernelLog",
     "LoadedLibrary",
     "PortCounters",
+    "RdmaEvidence",
     "counters",
     "describe_library",
     "descriptors",
+    "device_nodes",
+    "kernel_evidence",
     "kernel_log",
     "libraries",
     "parse_elf",

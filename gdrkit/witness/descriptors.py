@@ -6,8 +6,13 @@ Level 3.
 from __future__ import annotations
 
 import os
+import stat
 
-__all__ = ["descriptors"]
+from gdrkit.witness.kernel_devices import DeviceNode
+
+__all__ = ["descriptors", "device_nodes"]
+
+_DEVICES = ("/dev/nvidia", "/dev/infiniband/", "/dev/accel/", "/dev/hl")
 
 
 def descriptors() -> dict[int, str]:
@@ -22,3 +27,19 @@ def descriptors() -> dict[int, str]:
             # The descriptor of the listing itself, closed by now; or one that another thread has just closed.
             continue
     return dict(sorted(found.items()))
+
+
+def device_nodes() -> tuple[DeviceNode, ...]:
+    """Return the GPUs, NICs and accelerators that this process has open; a library cannot reach one without that."""
+    found = {}
+    for number, path in descriptors().items():
+        if not path.startswith(_DEVICES):
+            continue
+        try:
+            status = os.fstat(number)
+        except OSError:
+            # Another thread has closed it meanwhile.
+            continue
+        if stat.S_ISCHR(status.st_mode):
+            found[status.st_rdev] = DeviceNode(path, os.major(status.st_rdev), os.minor(status.st_rdev))
+    return tuple(found[number] for number in sorted(found))

@@ -75,16 +75,15 @@ def test_a_gaudi_without_its_library_is_a_failure_with_something_to_do(tmp_path:
     assert "dlopen libhl-thunk.so" in str(gaudi.device().check(found))
 
 
-@pytest.mark.parametrize(("driver", "substrate"), [("habanalabs", Substrate.HARDWARE), (None, Substrate.UNKNOWN)])
+@pytest.mark.parametrize("driver", ["habanalabs", None])
 @needs(gaudi.device())
-def test_hardware_is_what_the_kernel_drives(
-    facts: Facts, tmp_path: Path, driver: str | None, substrate: Substrate
-) -> None:
+def test_gaudi_of_files_alone_is_unknown(facts: Facts, tmp_path: Path, driver: str | None) -> None:
+    """Files may be mounted, and no driver of Gaudi has been seen whose own answer they could be compared with."""
     found = probe(machine(tmp_path, driver), ask_apis=False)
     assert facts.gaudi is not None
     real = dataclasses.replace(facts.gaudi.libraries[0], soname="libhl-thunk.so", notes=(), error=None)
     asked = dataclasses.replace(found, gaudi=dataclasses.replace(facts.gaudi, libraries=(real,)))
-    assert of_facts(asked)["hlthunk"] is substrate
+    assert of_facts(asked)["hlthunk"] is Substrate.UNKNOWN
 
 
 @pytest.mark.parametrize("generation", ["gaudi2", "gaudi3"])

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import json
 import os
+import re
 import select
+import shlex
 import signal
 import subprocess
 import sys
@@ -53,6 +56,20 @@ def test_slow(opened):
     stays += "; held.write('.'); held.flush(); signal.alarm(60); signal.pause()"
     started = subprocess.Popen([sys.executable, "-c", stays, HERE / "alive"])
     started.wait()
+"""
+HELD = """
+import ctypes, pathlib, subprocess, sys, pytest
+HERE = pathlib.Path(__file__).parent
+@pytest.mark.qualify
+def test_held():
+    # A debugger of this process, in a session of its own: what is traced is collected by its tracer first.
+    holds = "import ctypes, os, signal, sys; library = ctypes.CDLL(None, use_errno=True); traced = os.getppid()"
+    holds += "; failed = library.ptrace(0x4206, traced, None, None); signal.alarm(120)"
+    holds += "; open(sys.argv[1], 'w').write('!' if failed else '.'); open(sys.argv[1]).read()"
+    holds += "; open(sys.argv[2]).read()"
+    ctypes.CDLL(None).prctl(0x59616D61, ctypes.c_ulong(-1))
+    started = [sys.executable, "-c", holds, HERE / "alive", HERE / "end"]
+    subprocess.Popen(started, start_new_session=True).wait()
 """
 FILES = {"facts.json", "index.html", "junit.xml", "plan.json", "records.jsonl", "run.json", "summary.md"}
 
@@ -187,6 +204,74 @@ def check_that_all_ends(tmp_path: Path, number: signal.Signals) -> None:
 @pytest.mark.parametrize("heeded", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], indirect=True)
 def test_a_signal_ends_the_case_and_all_that_it_started(tmp_path: Path, heeded: signal.Signals) -> None:
     check_that_all_ends(tmp_path, heeded)
+
+
+@TWINS
+@pytest.mark.parametrize("heeded", [signal.SIGINT, signal.SIGTERM], indirect=True)
+def test_interrupted_run_is_reported_as_interrupted(tmp_path: Path, heeded: signal.Signals) -> None:
+    command = [*command_of(tmp_path, GOOD + SLOW), "--software", "--seed", "3"]
+    os.mkfifo(tmp_path / "suites" / "alive")
+    began = dt.datetime.now(dt.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    with (
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as running,
+        (tmp_path / "suites" / "alive").open("rb", buffering=0) as alive,
+    ):
+        assert alive.read(1) == b"."
+        running.send_signal(heeded)
+        told, _ = running.communicate(timeout=60)
+    report = [sys.executable, "-m", "gdrkit", "report"]
+    # Its last line is a command that makes the report.
+    *_, words, place = told.splitlines()[-1].rpartition("gdrkit report ")
+    assert (words, place) == ("gdrkit report ", str(tmp_path / "report"))
+    subprocess.run([*report, *shlex.split(place)], check=True, capture_output=True)
+    made = json.loads((tmp_path / "report" / "report.json").read_text())
+    assert (made["state"], made["exit_code"], made["verdict"]) == ("interrupted", 1, "The run did not end")
+    assert (made["seed"], made["profile"] != "", made["host"]) == (3, True, os.uname().nodename)
+    assert began <= made["started"] <= dt.datetime.now(dt.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    assert any("of 2 cases left no record" in cause for cause in made["causes"]) or made["counts"]["fail"] == 1
+    subprocess.run([*report, "--fleet", str(tmp_path)], check=True, capture_output=True)
+    assert json.loads((tmp_path / "fleet.json").read_text())["tally"] == {"interrupted": 1}
+
+
+@TWINS
+@pytest.mark.parametrize("heeded", [signal.SIGTERM], indirect=True)
+def test_process_that_outlives_sigkill_is_left(tmp_path: Path, heeded: signal.Signals) -> None:
+    """As one that hangs in a driver (state D): nobody can collect it while its tracer does not."""
+    command = [*command_of(tmp_path, HELD), "--software"]
+    for name in ("alive", "end"):
+        os.mkfifo(tmp_path / "suites" / name)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as running:
+        assert (tmp_path / "suites" / "alive").read_text() == "."
+        (tmp_path / "suites" / "alive").write_text("")
+        running.send_signal(heeded)
+        try:
+            told, _ = running.communicate(timeout=60)
+        finally:
+            (tmp_path / "suites" / "end").write_text("")
+    assert running.returncode == 128 + heeded
+    assert re.search(r"process \d+ did not end within 10 s of SIGKILL \(state Z\) and was left behind", told)
+
+
+@TWINS
+@pytest.mark.parametrize("heeded", [signal.SIGINT], indirect=True)
+def test_run_interrupted_while_collecting_has_no_plan(tmp_path: Path, heeded: signal.Signals) -> None:
+    """pytest ends a collection that is interrupted with the cases that it has until then, chosen or not."""
+    command = [*command_of(tmp_path, GOOD), "--software"]
+    alive = tmp_path / "suites" / "alive"
+    os.mkfifo(alive)
+    blocked = f"open({str(alive)!r}, 'w').write('.')\nopen({str(alive)!r}).read()"
+    (tmp_path / "suites" / "test_later.py").write_text(blocked)
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as running:
+        with alive.open("rb", buffering=0) as opened:
+            assert opened.read(1) == b"."
+        running.send_signal(heeded)
+        assert running.wait(60) == 128 + heeded
+    assert not (tmp_path / "report" / "plan.json").exists()
+    command = [sys.executable, "-m", "gdrkit", "report", str(tmp_path / "report")]
+    subprocess.run(command, check=True, capture_output=True)
+    made = json.loads((tmp_path / "report" / "report.json").read_text())
+    assert made["causes"] == ["its process ended before all cases had ended"]
+    assert made["started"] > "2026"
 
 
 @TWINS

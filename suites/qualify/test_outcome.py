@@ -6,7 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 import pytest
-from support.records import DRIVER, NIC, TWIN, facts_of, library, record_of, route
+from support.records import DRIVER, EVIDENCE, NIC, TWIN, facts_of, facts_of_hardware, library, record_of, route
 
 from gdrkit.errors import Reason
 from gdrkit.inventory import ApiFailure, Foreseen, Profile
@@ -23,6 +23,8 @@ from gdrkit.report import (
     substrate_of,
     weakest,
 )
+from gdrkit.report.substrate import of_facts
+from gdrkit.witness import DeviceNode, KernelEvidence
 
 if TYPE_CHECKING:
     from gdrkit.inventory import Facts
@@ -35,22 +37,60 @@ REAL = [library("libibverbs.so.1"), library("libcuda.so.1")]
 CARRIED = ClaimedRoute(0, "mlx5_0", "dmabuf")
 
 
+WHOLE = facts_of_hardware()
+CUFILE = library("libcufile.so.0")
+
+
+def with_nic(**fields: object) -> Facts:
+    """Hardware, but for what netlink and ioctl say of its NIC."""
+    (nic,) = EVIDENCE.rdma
+    changed = dataclasses.replace(nic, **fields)  # type: ignore[arg-type]
+    return facts_of_hardware(evidence=dataclasses.replace(EVIDENCE, rdma=(changed,)))
+
+
+def with_gpu(**fields: object) -> Facts:
+    """Hardware, but for what the NVIDIA driver says of its GPU."""
+    (gpu,) = EVIDENCE.gpus
+    changed = dataclasses.replace(gpu, **fields)  # type: ignore[arg-type]
+    return facts_of_hardware(evidence=dataclasses.replace(EVIDENCE, gpus=(changed,)))
+
+
 @pytest.mark.parametrize(
     ("libraries", "facts", "expected"),
     [
-        (REAL, facts_of(rdma=[NIC], driver=DRIVER), {"verbs": "hardware", "cuda": "hardware"}),
-        (REAL, facts_of(), {"verbs": "unknown", "cuda": "unknown"}),
-        ([TWIN, REAL[1]], facts_of(driver=DRIVER), {"verbs": "twin", "cuda": "hardware"}),
-        ([TWIN, REAL[0]], facts_of(rdma=[NIC]), {"verbs": "unknown"}),
+        ([*REAL, CUFILE], WHOLE, {"verbs": "hardware", "cuda": "hardware", "cufile": "hardware"}),
+        ([TWIN, REAL[1]], WHOLE, {"verbs": "twin", "cuda": "hardware"}),
+        ([library("libc.so.6")], WHOLE, {}),
+        ([library("libibverbs.so.1", error="cut off")], WHOLE, {"verbs": "unknown"}),
+        # A twin and a library that is none, in either order.
+        ([TWIN, REAL[0]], WHOLE, {"verbs": "unknown"}),
+        ([REAL[0], TWIN], WHOLE, {"verbs": "unknown"}),
+        # Files say that the devices are there, and the kernel was not asked.
+        (REAL, facts_of(rdma=[NIC], driver=DRIVER), {"verbs": "unknown", "cuda": "unknown"}),
+        (REAL, facts_of_hardware(evidence=None), {"verbs": "unknown", "cuda": "unknown"}),
+        # The kernel was asked, and has nothing.
+        (REAL, facts_of_hardware(evidence=KernelEvidence()), {"verbs": "unknown", "cuda": "unknown"}),
+        # The devices are real, and the library had none of them open.
+        (REAL, facts_of_hardware(cuda_open=False), {"verbs": "hardware", "cuda": "unknown"}),
+        (REAL, facts_of_hardware(verbs_open=False), {"verbs": "unknown", "cuda": "hardware"}),
+        (REAL[:1], with_nic(name="mlx5_1"), {"verbs": "unknown"}),
+        (REAL[:1], with_nic(missing=("its node is another",)), {"verbs": "unknown"}),
+        (REAL[:1], with_nic(driver=None), {"verbs": "unknown"}),
+        (REAL[:1], with_nic(pci_driver=None), {"verbs": "unknown"}),
+        (REAL[:1], with_nic(node=None), {"verbs": "unknown"}),
+        # rxe and siw have no PCI function, whatever sysfs shows.
+        (REAL[:1], with_nic(driver="rxe", pci_driver=None, pci_address=None), {"verbs": "kernel_software"}),
+        (REAL[:1], with_nic(driver="siw"), {"verbs": "kernel_software"}),
+        (REAL[1:], with_gpu(missing=("its driver is another",)), {"cuda": "unknown"}),
+        (REAL[1:], with_gpu(pci_address="0000:99:00.0"), {"cuda": "unknown"}),
         (
-            REAL[:1],
-            facts_of(rdma=[dataclasses.replace(NIC, driver="rxe", has_device=False)]),
-            {"verbs": "kernel_software"},
+            REAL[1:],
+            facts_of_hardware(evidence=dataclasses.replace(EVIDENCE, nvidia_missing=("versions differ",))),
+            {"cuda": "unknown"},
         ),
-        (REAL[:1], facts_of(rdma=[dataclasses.replace(NIC, driver=None)]), {"verbs": "unknown"}),
-        ([library("libibverbs.so.1", error="cut off")], facts_of(rdma=[NIC]), {"verbs": "unknown"}),
-        ([library("libc.so.6")], facts_of(rdma=[NIC], driver=DRIVER), {}),
+        ([library("libhl-thunk.so")], WHOLE, {"hlthunk": "unknown"}),
     ],
+    ids=range(22),
 )
 def test_the_substrate_is_judged_by_what_was_loaded_and_what_the_kernel_shows(
     libraries: list[object], facts: Facts, expected: dict[str, str]
@@ -60,8 +100,24 @@ def test_the_substrate_is_judged_by_what_was_loaded_and_what_the_kernel_shows(
 
 
 def test_a_nic_that_the_kernel_does_not_show_proves_nothing() -> None:
-    judged = substrate_of(REAL[:1], facts_of(rdma=[NIC]), nics=["mlx5_9"])
-    assert judged == {"verbs": Substrate.UNKNOWN}
+    assert substrate_of(REAL[:1], WHOLE, nics=["mlx5_0"]) == {"verbs": Substrate.HARDWARE}
+    assert substrate_of(REAL[:1], WHOLE, nics=["mlx5_9"]) == {"verbs": Substrate.UNKNOWN}
+    assert substrate_of(REAL[:1], WHOLE, nics=["mlx5_0", "mlx5_9"]) == {"verbs": Substrate.UNKNOWN}
+
+
+def test_substrate_of_facts_has_the_apis_that_answered() -> None:
+    assert WHOLE.cuda is not None
+    answered = dataclasses.replace(WHOLE, cuda=dataclasses.replace(WHOLE.cuda, libraries=(REAL[1],)))
+    assert of_facts(answered) == {"cuda": Substrate.HARDWARE}
+    assert of_facts(WHOLE) == {}
+
+
+def test_open_devices_of_a_process_outweigh_those_of_facts() -> None:
+    assert substrate_of(REAL, WHOLE, nodes=()) == dict.fromkeys(("verbs", "cuda"), Substrate.UNKNOWN)
+    alone = dataclasses.replace(WHOLE, cuda=None)
+    assert substrate_of(REAL[1:], alone) == {"cuda": Substrate.UNKNOWN}
+    assert substrate_of(REAL[1:], alone, nodes=[DeviceNode("/dev/nvidia0", 195, 0)]) == {"cuda": Substrate.HARDWARE}
+    assert substrate_of(REAL[1:], alone, nodes=[DeviceNode("/dev/null", 1, 3)]) == {"cuda": Substrate.UNKNOWN}
 
 
 def test_a_chain_is_as_weak_as_its_weakest_part() -> None:

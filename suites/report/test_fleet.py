@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from support.hosts import HARDWARE, host_facts, host_records, write_run
@@ -17,7 +17,7 @@ from support.strangers import open_folder, run_stranger
 from gdrkit.errors import UsageError
 from gdrkit.harness.needs import host as of_host
 from gdrkit.harness.needs import needs
-from gdrkit.report import RunFolder
+from gdrkit.report import RunFolder, RunState, Verdict, append_record
 from gdrkit.report.fleet import Fleet, render_fleet
 from gdrkit.report.render import render
 from gdrkit.verdict import NOISE_PERCENT
@@ -66,6 +66,75 @@ def test_hosts_are_rows_that_lead_to_their_pages(tmp_path: Path) -> None:
     page = (tmp_path / "index.html").read_text()
     assert "<h1>3 of 3 qualified</h1>" in page
     assert '<a href="run1/index.html">node1</a>' in page
+
+
+TWINS = {"verbs": "twin", "cuda": "twin"}
+STATES: list[tuple[dict[str, Any], str]] = [
+    ({}, "qualified"),
+    ({"software_asked": True, "substrate": TWINS}, "software only"),
+    # A verdict of the machine needs hardware, whatever was asked for.
+    ({"substrate": TWINS}, "software only"),
+    ({"selection": "-k write"}, "partial"),
+    ({"selection": "-k write", "software_asked": True, "substrate": TWINS}, "partial"),
+    ({"selection": "--suites /elsewhere", "exit_code": 4}, "partial"),
+    # As gdrkit 0.1.0 wrote it.
+    ({"command": "gdrkit qualify -k 'write and not read'"}, "partial"),
+    ({"command": "gdrkit qualify '-k"}, "partial"),
+    ({"command": "gdrkit qualify --suites=/elsewhere"}, "partial"),
+    ({"is_interrupted": True, "exit_code": 1}, "interrupted"),
+    ({"is_interrupted": True, "software_asked": True, "selection": "-k write"}, "interrupted"),
+    ({"selection": "-k write", "exit_code": 1}, "failed"),
+    ({"software_asked": True, "substrate": TWINS, "exit_code": 1}, "failed"),
+    ({"exit_code": 3}, "set-up is missing"),
+    ({"exit_code": 4}, "nothing proven"),
+    ({"exit_code": 77}, "failed"),
+]
+
+
+@pytest.mark.parametrize(("fields", "state"), STATES, ids=range(len(STATES)))
+def test_state_of_a_run_is_one_in_every_document(tmp_path: Path, fields: dict[str, Any], state: str) -> None:
+    folder = RunFolder(host(tmp_path / "run", "node"))
+    records = [it for it in host_records(FACTS) if it.verdict is Verdict.PASS]
+    folder.records.unlink()
+    for record in records:
+        append_record(folder.records, record)
+    run = dataclasses.replace(folder.read_run(), exit_code=0, verdict="It ended", causes=())
+    folder.write_run(dataclasses.replace(run, **fields))
+    render(folder.path)
+    (row,) = render_fleet(tmp_path).hosts
+    assert row.state == state
+    assert json.loads((tmp_path / "fleet.json").read_text())["tally"] == {state: 1}
+    page = (tmp_path / "index.html").read_text()
+    assert f"<h1>1 of 1 {state}</h1>" in page
+    # The green dot, of the fleet and of the run's own page.
+    assert ('class="state pass"' in page) == (state == "qualified")
+    assert ('class="mark good"' in folder.index.read_text()) == (state == "qualified")
+    assert json.loads(folder.report.read_text())["state"] == state
+    assert f" · {state} · exit code " in folder.summary.read_text()
+    assert f'<property name="state" value="{state}" />' in folder.junit.read_text()
+    for metrics in (folder.metrics, tmp_path / "metrics.prom"):
+        samples = [line for line in metrics.read_text().splitlines() if line.startswith("gdrkit_state{")]
+        assert [line for line in samples if line.endswith(" 1")] == [
+            f'gdrkit_state{{host="node",profile="any",state="{state}"}} 1'
+        ]
+        assert len(samples) == len(RunState)
+
+
+def test_hosts_are_in_the_order_of_their_need(tmp_path: Path) -> None:
+    states: dict[str, dict[str, Any]] = {
+        "a": {},
+        "b": {"software_asked": True, "substrate": TWINS},
+        "c": {"selection": "-k write"},
+        "d": {"exit_code": 4},
+        "e": {"is_interrupted": True},
+        "f": {"exit_code": 1},
+        "g": {},
+    }
+    for name, fields in states.items():
+        folder = RunFolder(host(tmp_path / name, name))
+        folder.write_run(dataclasses.replace(folder.read_run(), **{"exit_code": 0, **fields}))
+    (tmp_path / "g" / "records.jsonl").write_text('{"half')
+    assert [it.name for it in render_fleet(tmp_path).hosts] == ["g", "e", "f", "b", "c", "d", "a"]
 
 
 def test_who_is_slower_or_unlike_the_others_is_named(tmp_path: Path) -> None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from defusedxml import ElementTree
 from support.hosts import host_facts, host_records, write_run
 from support.json_schema import problems
-from support.records import facts_of, record_of
+from support.records import NIC, facts_of, record_of
 
 from gdrkit.house import house
-from gdrkit.report import RunFolder, Verdict, read_records
+from gdrkit.report import CaseReason, ClaimedRoute, RunFolder, Verdict, read_records
+from gdrkit.report.junit import render_junit
 from gdrkit.report.render import render
 
 if TYPE_CHECKING:
@@ -82,6 +85,42 @@ def test_the_text_file_is_one_that_a_collector_takes(folder: RunFolder) -> None:
     assert 'gdrkit_cases{host="node1",profile="any",verdict="fail"} 2' in lines
 
 
+ODD = 'a "quoted" \\ name\x01\n{x="1"} 7'
+
+
+def test_metrics_escape_every_label_value(tmp_path: Path) -> None:
+    nic = dataclasses.replace(NIC, name='mlx5"0\\')
+    claimed = ClaimedRoute(0, nic.name, 'way"')
+    record = record_of(
+        case='a.py::test["x"]', numbers={"rate_gb_per_s": 1.0}, substrate={"cuda": "hardware"}, routes=(claimed,)
+    )
+    folder = RunFolder(write_run(tmp_path, facts_of(rdma=[nic]), [record], host=ODD))
+    run = dataclasses.replace(folder.read_run(), profile=ODD, commit='"', version="\\")
+    folder.write_run(run)
+    lines = render(folder.path).metrics.read_text().splitlines()
+    samples = [line for line in lines if not line.startswith("#")]
+    assert [line for line in samples if not SAMPLE.match(line)] == []
+    shown = r"a \"quoted\" \\ name\\x01 {x=\"1\"} 7"
+    assert f'gdrkit_exit_code{{host="{shown}",profile="{shown}"}} 0' in lines
+    assert any(r'nic="mlx5\"0\\",way="way\"",state="unproven"} 1' in line for line in lines)
+    assert any(r'case="a.py::test[\"x\"]"' in line for line in lines)
+
+
+def test_junit_holds_what_xml_cannot(tmp_path: Path) -> None:
+    odd = "pro\x01file\ud800\uffff"
+    record = record_of(
+        Verdict.FAIL, case="a\x02.py::t\x03", reasons=(CaseReason("r\x04"),), evidence={"traceback": "t\x05"}
+    )
+    folder = RunFolder(write_run(tmp_path, facts_of(), [record], host="h\x06"))
+    run = dataclasses.replace(folder.read_run(), profile=odd, verdict="v\x07", commit="c\x08")
+    document = render_junit(run, [record])
+    # The document names no entity and no type of its own.
+    root = ElementTree.fromstring(document)
+    (suite,) = root
+    assert suite.get("name") == "pro\\x01file\\ud800\N{REPLACEMENT CHARACTER}"
+    assert {it.get("name"): it.get("value") for it in suite.find("properties") or ()}["host"] == "h\\x06"
+
+
 def test_a_route_has_exactly_one_state(folder: RunFolder) -> None:
     ones: dict[str, int] = {}
     for line in folder.metrics.read_text().splitlines():
@@ -97,6 +136,8 @@ def test_a_case_that_ran_twice_is_one_series(tmp_path: Path) -> None:
     twice = [record_of(numbers={"rate_gb_per_s": rate}, substrate={"cuda": "hardware"}) for rate in (1.0, 2.0)]
     text = render(write_run(tmp_path, facts_of(), twice)).metrics.read_text()
     assert text.count("gdrkit_measurement{") == 1
+    # A family without a sample is not introduced.
+    assert "gdrkit_file_route" not in text
 
 
 def test_numbers_of_software_are_in_no_document(tmp_path: Path) -> None:

@@ -7,11 +7,13 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import select
 import shlex
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -53,6 +55,14 @@ class Job:
         assert self.process.stdout is not None
         self.process.stdout.read()
         return self.process.wait()
+
+    def wait_for_all(self, *, limit_s: float) -> None:
+        """Wait until every process of it has ended, also those that mpirun does not wait for."""
+        end = time.monotonic() + limit_s
+        while left := self.members():
+            assert time.monotonic() < end, f"still there: {sorted(left)}"
+            # Nothing reports the end of a process that is not ours.
+            select.select([], [], [], 0.1)
 
     def members(self) -> dict[int, dict[str, str]]:
         """Its living processes, each with its environment."""

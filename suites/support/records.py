@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 from gdrkit.errors import Reason
 from gdrkit.host import KernelFacts, Limits, RdmaDevice
-from gdrkit.inventory import ApiFailure, Facts, RouteFacts
+from gdrkit.inventory import ApiFailure, CudaDeviceFacts, CudaFacts, Facts, NicFacts, RouteFacts, VerbsFacts
 from gdrkit.report import CaseReason, ClaimedFile, ClaimedRoute, Record, Run, SeenLibrary, Verdict
-from gdrkit.witness import ElfNote, LoadedLibrary
+from gdrkit.witness import DeviceNode, ElfNote, GpuEvidence, KernelEvidence, LoadedLibrary, RdmaEvidence
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["DRIVER", "NIC", "TWIN", "facts_of", "library", "record_of", "route", "run_of"]
+__all__ = [
+    "DRIVER",
+    "EVIDENCE",
+    "NIC",
+    "TWIN",
+    "facts_of",
+    "facts_of_hardware",
+    "library",
+    "record_of",
+    "route",
+    "run_of",
+]
 
 DRIVER = "580.159.04"
 NIC = RdmaDevice(
@@ -25,6 +37,27 @@ NIC = RdmaDevice(
     pci_address="0000:1c:00.0",
     numa_node=None,
     ports=(),
+)
+
+
+_CONTROL, _GPU = DeviceNode("/dev/nvidiactl", 195, 255), DeviceNode("/dev/nvidia0", 195, 0)
+_UVERBS = DeviceNode("/dev/infiniband/uverbs0", 231, 192)
+# What the kernel reports of a machine with one GPU and one NIC.
+EVIDENCE = KernelEvidence(
+    nvidia_version=DRIVER,
+    nvidia_control=_CONTROL,
+    gpus=(GpuEvidence(pci_address="0000:1b:00.0", pci_driver="nvidia", node=_GPU, missing=()),),
+    rdma=(
+        RdmaEvidence(
+            name=NIC.name,
+            node_guid="b83f:d203:00a1:7c52",
+            driver="mlx5",
+            node=_UVERBS,
+            pci_address=NIC.pci_address,
+            pci_driver="mlx5_core",
+            missing=(),
+        ),
+    ),
 )
 
 
@@ -79,6 +112,20 @@ def facts_of(
         routes=tuple(routes),
         routes_failure=None,
         unreadable=(),
+    )
+
+
+def facts_of_hardware(
+    *, evidence: KernelEvidence | None = EVIDENCE, cuda_open: bool = True, verbs_open: bool = True
+) -> Facts:
+    """Facts of a machine with one GPU and one NIC, and which of them were open when the APIs answered."""
+    gpu = CudaDeviceFacts(index=0, name="NVIDIA H200", uuid="GPU-0", pci_bus_id="0000:1B:00.0", attributes={})
+    nic = NicFacts(name=NIC.name, driver="mlx5", node_guid="", active_ports=(1,), dmabuf=True, failure=None)
+    return dataclasses.replace(
+        facts_of(rdma=[NIC], driver=DRIVER),
+        cuda=CudaFacts("13.0", (gpu,), (), nodes=(_CONTROL, _GPU) if cuda_open else ()),
+        verbs=VerbsFacts((nic,), (), nodes=(_UVERBS,) if verbs_open else ()),
+        evidence=evidence,
     )
 
 

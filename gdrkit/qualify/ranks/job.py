@@ -8,8 +8,10 @@ from __future__ import annotations
 import datetime as dt
 import itertools
 import json
+import os
 import secrets
 import socket
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     from gdrkit.qualify.ranks.arrivals import Arrived
     from gdrkit.qualify.ranks.member import Member
     from gdrkit.qualify.run import Options, Progress
+    from gdrkit.report import Record
 
 __all__ = ["qualify_ranks"]
 
@@ -84,14 +87,62 @@ def qualify_ranks(options: Options, progress: Progress, *, within_hosts: bool = 
     if rank != 0:
         listener.close()
         return take_part()
+    _leave_group()
     with listener:
         # The rank that plans measures like any other.
         own = _Own(take_part)
         own.start()
-        job = _Job(replace(options, seed=first["seed"]), progress, within_hosts=within_hosts)
+        heard = _WhileHeard(progress)
+        job = _Job(replace(options, seed=first["seed"]), heard, within_hosts=within_hosts)
         code = job.run(listener, len(gathered), first["token"], own)
         own.join(_END_S)
     return code
+
+
+def _leave_group() -> None:
+    """Go on in a child in a session of its own, which MPI does not kill.
+
+    MPI ends a whole job one second after the first of its processes has died, also when it is busy; the report is due
+    then. The process that MPI knows stays and ends with the code of the child.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    child = os.fork()
+    if child != 0:
+        _, status = os.waitpid(child, 0)
+        code = os.waitstatus_to_exitcode(status)
+        os._exit(code if code >= 0 else 128 - code)
+    os.setsid()
+
+
+class _WhileHeard:
+    """Progress until its terminal or pipe is gone, as it is after MPI has ended the job."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress: Progress | None = progress
+
+    def say(self, line: str) -> None:
+        """Print a line."""
+        self._tell(lambda progress: progress.say(line))
+
+    def begin(self, plan: Plan) -> None:
+        """Begin the cases of `plan`."""
+        self._tell(lambda progress: progress.begin(plan))
+
+    def done(self, record: Record) -> None:
+        """Print a case that has ended."""
+        self._tell(lambda progress: progress.done(record))
+
+    def end(self) -> None:
+        """End the cases."""
+        self._tell(lambda progress: progress.end())
+
+    def _tell(self, tell: Callable[[Progress], None]) -> None:
+        if self._progress is not None:
+            try:
+                tell(self._progress)
+            except OSError:
+                self._progress = None
 
 
 class _Own(threading.Thread):
@@ -148,7 +199,7 @@ class _Job:
             self.folder.records, ranks[0].about, profile=profile, options=self._options, progress=self._progress
         )
         pairs = plan_pairs([each.about for each in ranks.values()], within_hosts=self._within_hosts)
-        self._progress.say(f"{len(ranks)} of {count} ranks")
+        self._progress.say(f"{len(ranks)} of {count} ranks; the report will be {self.folder.index}")
         planned = [PlannedCase(name_of(pair), "", (), ()) for pair in pairs]
         self._progress.begin(Plan(profile=profile.name, cases=tuple(planned)))
         try:
@@ -199,6 +250,7 @@ class _Job:
             causes=("the job was ended before every pair was measured",),
             to_do=("run it again; what was measured until then is below",),
             required=(),
+            is_interrupted=True,
         )
 
     def _write(self, profile: Profile, judged: dict[str, str], **ended: Any) -> None:  # noqa: ANN401 - fields of Run.

@@ -1,0 +1,428 @@
+"""What the kernel reports about GPUs and RDMA devices, by interfaces that no library and no mounted file can replace.
+
+A device counts as shown when these agree, and `missing` has a sentence for each that does not:
+
+- its PCI function below /sys/bus/pci, on a mounted sysfs, with the driver that is bound to it;
+- its character device below /dev, whose major number the kernel lists in /proc/devices, on a mounted procfs;
+- the driver's own answer to an ioctl on that device;
+- for an RDMA device also the kernel's list over netlink.
+
+Source: include/uapi/linux/magic.h, include/uapi/rdma and drivers/infiniband/core/uverbs_ioctl.c of Linux; nv-ioctl.h of
+NVIDIA's open kernel modules (nv_ioctl_card_info_t, nv_ioctl_rm_api_version_t).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import stat
+import struct
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from gdrkit.errors import errno_name
+from gdrkit.host import HostTree, file_system_type, nvidia_driver_version
+from gdrkit.witness.netlink import rdma_netlink_devices
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from gdrkit.witness.netlink import NetlinkDevice
+
+__all__ = ["SOFTWARE_DRIVERS", "DeviceNode", "GpuEvidence", "KernelEvidence", "RdmaEvidence", "kernel_evidence"]
+
+_SYSFS_MAGIC, _PROC_MAGIC = 0x62656572, 0x9FA0
+_FILE_BYTES_MAX = 1 << 16
+_PCI_FUNCTION = re.compile(r"[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
+
+_NVIDIA_VENDOR_ID = 0x10DE
+_NVIDIA_MAJORS = frozenset({"nvidia", "nvidia-frontend", "nvidiactl"})
+_NVIDIA_CARDS_MAX = 32
+_CARD_INFO = struct.Struct("=B3xIBBBxHHIH2xQQQQI10s2x")
+_RM_VERSION = struct.Struct("=II64s")
+_RM_VERSION_QUERY, _RM_VERSION_RECOGNIZED = ord("2"), 1
+_NVIDIA_CARD_INFO, _NVIDIA_VERSION = 200, 210
+
+_UVERBS_MAJOR = "infiniband_verbs"
+# struct ib_uverbs_ioctl_hdr: length, object_id, method_id, num_attrs, reserved1, driver_id, reserved2.
+_UVERBS_HEADER = struct.Struct("=HHHHQII")
+_RDMA_VERBS_IOCTL = 0xC0181B01
+# No object of uverbs has this number, so that a driver that accepts the header does nothing.
+_NO_OBJECT = 0x0FFF
+# enum rdma_driver_id.
+_DRIVERS = {
+    1: "mlx5",
+    2: "mlx4",
+    3: "cxgb3",
+    4: "cxgb4",
+    5: "mthca",
+    6: "bnxt_re",
+    7: "ocrdma",
+    8: "nes",
+    9: "irdma",
+    10: "vmw_pvrdma",
+    11: "qedr",
+    12: "hns",
+    13: "usnic",
+    14: "rxe",
+    15: "hfi1",
+    16: "qib",
+    17: "efa",
+    18: "siw",
+    19: "erdma",
+    20: "mana",
+}
+SOFTWARE_DRIVERS = frozenset({"rxe", "siw"})
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceNode:
+    """A character device: its path, and the numbers by which the kernel knows it."""
+
+    path: str
+    major: int
+    minor: int
+
+
+@dataclass(frozen=True, slots=True)
+class GpuEvidence:
+    """One GPU of the NVIDIA driver, as the driver lists it by ioctl.
+
+    Attributes
+    ----------
+    pci_address : str
+        E.g. ``0000:1b:00.0``.
+    pci_driver : str or None
+        The driver that sysfs shows bound to it.
+    node : DeviceNode or None
+        Its character device.
+    missing : tuple of str
+        What does not agree, one sentence each; empty when all does.
+    """
+
+    pci_address: str
+    pci_driver: str | None
+    node: DeviceNode | None
+    missing: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RdmaEvidence:
+    """One RDMA device, as the kernel lists it over netlink.
+
+    Attributes
+    ----------
+    name, node_guid : str
+        As netlink has them.
+    driver : str or None
+        The kernel driver, by the number that the kernel gives for it (``enum rdma_driver_id``), e.g. ``mlx5``.
+    node : DeviceNode or None
+        Its character device.
+    pci_address, pci_driver : str or None
+        Its PCI function, and the driver that sysfs shows bound to it; None for software of the kernel.
+    missing : tuple of str
+        What does not agree, one sentence each; empty when all does.
+    """
+
+    name: str
+    node_guid: str
+    driver: str | None
+    node: DeviceNode | None
+    pci_address: str | None
+    pci_driver: str | None
+    missing: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KernelEvidence:
+    """What the kernel reported.
+
+    Attributes
+    ----------
+    nvidia_version : str or None
+        Version of the NVIDIA kernel driver, as it answers by ioctl.
+    nvidia_control : DeviceNode or None
+        ``/dev/nvidiactl``.
+    nvidia_missing : tuple of str
+        Why the NVIDIA driver as a whole is not shown; empty when it is.
+    gpus : tuple of GpuEvidence
+        In the order of the driver.
+    rdma_missing : tuple of str
+        Why RDMA devices could not be asked for; empty when they could.
+    rdma : tuple of RdmaEvidence
+        In the order of the kernel.
+    """
+
+    nvidia_version: str | None = None
+    nvidia_control: DeviceNode | None = None
+    nvidia_missing: tuple[str, ...] = ()
+    gpus: tuple[GpuEvidence, ...] = ()
+    rdma_missing: tuple[str, ...] = ()
+    rdma: tuple[RdmaEvidence, ...] = ()
+
+
+class _Missing(Exception):
+    """A piece of evidence that is not there; its text is the sentence for people."""
+
+
+def kernel_evidence() -> KernelEvidence:
+    """Ask the kernel of this machine; what it does not answer is a sentence, never an error."""
+    try:
+        majors = _majors()
+    except _Missing as error:
+        return KernelEvidence(nvidia_missing=(str(error),), rdma_missing=(str(error),))
+    version, control, gpus, nvidia_missing = _nvidia(majors)
+    try:
+        rdma = tuple(_rdma(device, majors) for device in rdma_netlink_devices())
+        rdma_missing: tuple[str, ...] = ()
+    except OSError as error:
+        rdma, rdma_missing = (), (_failed("the list of RDMA devices over netlink", error),)
+    return KernelEvidence(
+        nvidia_version=version,
+        nvidia_control=control,
+        nvidia_missing=nvidia_missing,
+        gpus=gpus,
+        rdma_missing=rdma_missing,
+        rdma=rdma,
+    )
+
+
+def _nvidia(
+    majors: dict[int, set[str]],
+) -> tuple[str | None, DeviceNode | None, tuple[GpuEvidence, ...], tuple[str, ...]]:
+    """Return the driver's version, its control device, its GPUs, and what does not agree."""
+    try:
+        with _node("/dev/nvidiactl", majors, _NVIDIA_MAJORS) as (descriptor, control):
+            cards = _ioctl(
+                descriptor, "NV_ESC_CARD_INFO", _NVIDIA_CARD_INFO, bytes(_CARD_INFO.size * _NVIDIA_CARDS_MAX)
+            )
+            asked = _RM_VERSION.pack(_RM_VERSION_QUERY, 0, b"")
+            answer = _ioctl(descriptor, "NV_ESC_CHECK_VERSION_STR", _NVIDIA_VERSION, asked)
+    except _Missing as error:
+        return None, None, (), (str(error),)
+    missing = []
+    _command, reply, text = _RM_VERSION.unpack(answer)
+    version = text.partition(b"\0")[0].decode("ascii", "backslashreplace")
+    if reply != _RM_VERSION_RECOGNIZED or not version:
+        missing.append("the NVIDIA driver does not report its version by ioctl (NV_ESC_CHECK_VERSION_STR)")
+    # A container runtime mounts a copy of this file, so its file system says nothing; it must agree with the ioctl.
+    written = nvidia_driver_version(HostTree())
+    if version and written != version:
+        missing.append(f"/proc/driver/nvidia/version says {written or 'nothing'}, the NVIDIA driver itself {version}")
+    gpus = tuple(_gpu(card, majors) for card in _CARD_INFO.iter_unpack(cards) if card[0])
+    if not gpus:
+        missing.append("the NVIDIA driver lists no GPU by ioctl (NV_ESC_CARD_INFO)")
+    return version or None, control, gpus, tuple(missing)
+
+
+def _gpu(card: tuple[int, ...], majors: dict[int, set[str]]) -> GpuEvidence:
+    _valid, domain, bus, slot, function, vendor_id, device_id = card[:7]
+    minor = card[13]
+    address = f"{domain:04x}:{bus:02x}:{slot:02x}.{function:x}"
+    missing = []
+    node: DeviceNode | None = None
+    try:
+        # Looked at and not opened: opening it would wake the GPU.
+        node = _looked_at(f"/dev/nvidia{minor}", majors, _NVIDIA_MAJORS)
+        if node.minor != minor:
+            missing.append(f"{node.path} is device {node.major}:{node.minor}, the NVIDIA driver names minor {minor}")
+    except _Missing as error:
+        missing.append(str(error))
+    driver, more = _pci_driver(address, vendor_id=vendor_id, device_id=device_id)
+    missing += more
+    if vendor_id != _NVIDIA_VENDOR_ID:
+        missing.append(f"PCI function {address} is of vendor {vendor_id:#06x}, not NVIDIA")
+    if driver is not None and driver != "nvidia":
+        missing.append(f"PCI function {address} has driver {driver}, not nvidia")
+    return GpuEvidence(pci_address=address, pci_driver=driver, node=node, missing=tuple(missing))
+
+
+def _rdma(device: NetlinkDevice, majors: dict[int, set[str]]) -> RdmaEvidence:
+    missing = []
+    node: DeviceNode | None = None
+    driver_id = device.driver_id
+    try:
+        node, driver_id = _uverbs(device, majors)
+    except _Missing as error:
+        missing.append(str(error))
+    driver = None if driver_id is None else _DRIVERS.get(driver_id, f"driver {driver_id}")
+    address, pci_driver = None, None
+    if driver not in SOFTWARE_DRIVERS:
+        try:
+            address = _pci_address_of(device)
+            pci_driver, more = _pci_driver(address)
+            missing += more
+        except _Missing as error:
+            missing.append(str(error))
+    return RdmaEvidence(
+        name=device.name,
+        node_guid=device.node_guid,
+        driver=driver,
+        node=node,
+        pci_address=address,
+        pci_driver=pci_driver,
+        missing=tuple(missing),
+    )
+
+
+def _uverbs(device: NetlinkDevice, majors: dict[int, set[str]]) -> tuple[DeviceNode, int]:
+    """Return the character device of an RDMA device, and the number of the driver that answers there."""
+    if device.uverbs_name is None or device.uverbs_number is None:
+        message = "the kernel reports no uverbs device over netlink (Linux 5.3 and newer do)"
+        raise _Missing(message)
+    path = f"/dev/infiniband/{device.uverbs_name}"
+    with _node(path, majors, frozenset({_UVERBS_MAJOR})) as (descriptor, node):
+        if (node.major, node.minor) != device.uverbs_number:
+            number = "{}:{}".format(*device.uverbs_number)
+            message = f"{path} is device {node.major}:{node.minor}, the kernel says {number} over netlink"
+            raise _Missing(message)
+        answered = _uverbs_driver(descriptor)
+    if device.driver_id not in {None, answered}:
+        message = f"netlink says driver {device.driver_id}, {path} answers as driver {answered}"
+        raise _Missing(message)
+    return node, answered
+
+
+def _uverbs_driver(descriptor: int) -> int:
+    """Return the number of the driver behind an open uverbs device.
+
+    The kernel refuses a header with the number of another driver (EINVAL) before it looks at anything else, and refuses
+    the object, which does not exist, afterwards (EPROTONOSUPPORT).
+    """
+    for number in _DRIVERS:
+        header = _UVERBS_HEADER.pack(_UVERBS_HEADER.size, _NO_OBJECT, 0, 0, 0, number, 0)
+        try:
+            fcntl.ioctl(descriptor, _RDMA_VERBS_IOCTL, header)
+        except OSError as error:
+            if error.errno == errno.EPROTONOSUPPORT:
+                return number
+            if error.errno != errno.EINVAL:
+                raise _Missing(_failed("ioctl RDMA_VERBS_IOCTL", error)) from error
+    message = "the uverbs device answers as no driver that is known (ioctl RDMA_VERBS_IOCTL)"
+    raise _Missing(message)
+
+
+def _pci_address_of(device: NetlinkDevice) -> str:
+    """Return the PCI function that sysfs shows below an RDMA device, the nearest where there are several."""
+    folder = f"/sys/class/infiniband/{device.name}"
+    with _opened(folder, os.O_PATH | os.O_DIRECTORY, magic=_SYSFS_MAGIC) as descriptor:
+        guid = _read_at(descriptor, "node_guid", folder, magic=_SYSFS_MAGIC)
+        if guid != device.node_guid:
+            message = f"{folder}/node_guid says {guid}, the kernel says {device.node_guid} over netlink"
+            raise _Missing(message)
+    found = _PCI_FUNCTION.findall(os.path.realpath(f"{folder}/device"))
+    if not found:
+        message = f"{folder}/device is not a PCI function"
+        raise _Missing(message)
+    return str(found[-1])
+
+
+def _pci_driver(
+    address: str, *, vendor_id: int | None = None, device_id: int | None = None
+) -> tuple[str | None, list[str]]:
+    """Return the driver that is bound to a PCI function, and what does not agree with the ids that it shall have."""
+    folder = f"/sys/bus/pci/devices/{address}"
+    missing = []
+    try:
+        with _opened(folder, os.O_PATH | os.O_DIRECTORY, magic=_SYSFS_MAGIC) as descriptor:
+            for name, wanted in (("vendor", vendor_id), ("device", device_id)):
+                text = _read_at(descriptor, name, folder, magic=_SYSFS_MAGIC)
+                if wanted is not None and text != f"{wanted:#06x}":
+                    missing.append(f"{folder}/{name} says {text}, the driver says {wanted:#06x}")
+            try:
+                return os.path.basename(os.readlink("driver", dir_fd=descriptor)), missing  # noqa: PTH119
+            except OSError as error:
+                missing.append(_failed(f"readlink {folder}/driver", error))
+    except _Missing as error:
+        missing.append(str(error))
+    return None, missing
+
+
+def _majors() -> dict[int, set[str]]:
+    """Return the names of character devices by major number, from /proc/devices."""
+    with _opened("/proc/devices", os.O_RDONLY, magic=_PROC_MAGIC) as descriptor:
+        text = os.read(descriptor, _FILE_BYTES_MAX).decode("utf-8", "backslashreplace")
+    found: dict[int, set[str]] = {}
+    for line in text.partition("Block devices:")[0].splitlines():
+        number, _, name = line.strip().partition(" ")
+        if number.isdecimal() and name:
+            found.setdefault(int(number), set()).add(name)
+    return found
+
+
+@contextlib.contextmanager
+def _node(path: str, majors: dict[int, set[str]], names: frozenset[str]) -> Iterator[tuple[int, DeviceNode]]:
+    """Open a character device of a driver that has one of `names` in /proc/devices."""
+    with _opened(path, os.O_RDWR | os.O_NONBLOCK | os.O_NOCTTY) as descriptor:
+        yield descriptor, _checked(path, os.fstat(descriptor), majors, names)
+
+
+def _looked_at(path: str, majors: dict[int, set[str]], names: frozenset[str]) -> DeviceNode:
+    with _opened(path, os.O_PATH) as descriptor:
+        return _checked(path, os.fstat(descriptor), majors, names)
+
+
+def _checked(path: str, status: os.stat_result, majors: dict[int, set[str]], names: frozenset[str]) -> DeviceNode:
+    if not stat.S_ISCHR(status.st_mode):
+        message = f"{path} is not a character device"
+        raise _Missing(message)
+    node = DeviceNode(path=path, major=os.major(status.st_rdev), minor=os.minor(status.st_rdev))
+    if not majors.get(node.major, set()) & names:
+        message = f"{path} has major number {node.major}, which /proc/devices lists for no {min(names)}"
+        raise _Missing(message)
+    return node
+
+
+@contextlib.contextmanager
+def _opened(path: str, flags: int, *, magic: int | None = None) -> Iterator[int]:
+    """Open a file, which must lie on a file system of this type."""
+    try:
+        descriptor = os.open(path, flags | os.O_CLOEXEC)
+    except OSError as error:
+        raise _Missing(_failed(f"open {path}", error)) from error
+    try:
+        _check_file_system(descriptor, path, magic)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _read_at(folder: int, name: str, path: str, *, magic: int) -> str:
+    """Read a small file of an open folder; it may be covered by a mount where the folder is not."""
+    try:
+        descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+    except OSError as error:
+        raise _Missing(_failed(f"open {path}/{name}", error)) from error
+    try:
+        _check_file_system(descriptor, f"{path}/{name}", magic)
+        return os.read(descriptor, _FILE_BYTES_MAX).decode("utf-8", "backslashreplace").strip()
+    except OSError as error:
+        raise _Missing(_failed(f"read {path}/{name}", error)) from error
+    finally:
+        os.close(descriptor)
+
+
+def _check_file_system(descriptor: int, path: str, magic: int | None) -> None:
+    if magic is not None and (found := file_system_type(descriptor)) != magic:
+        names = {_SYSFS_MAGIC: "sysfs", _PROC_MAGIC: "procfs"}
+        message = f"{path} does not lie on {names[magic]}: something is mounted there (file system type {found:#x})"
+        raise _Missing(message)
+
+
+def _ioctl(descriptor: int, name: str, number: int, argument: bytes) -> bytes:
+    """Send an ioctl of the NVIDIA driver, and return the argument as the driver leaves it."""
+    # _IOWR('F', number, size).
+    request = 3 << 30 | len(argument) << 16 | ord("F") << 8 | number
+    answer = bytearray(argument)
+    try:
+        fcntl.ioctl(descriptor, request, answer)
+    except OSError as error:
+        raise _Missing(_failed(f"ioctl {name} on /dev/nvidiactl", error)) from error
+    return bytes(answer)
+
+
+def _failed(operation: str, error: OSError) -> str:
+    return f"{operation} failed: {error.strerror} ({errno_name(error.errno)})"

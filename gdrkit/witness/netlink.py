@@ -1,0 +1,155 @@
+"""RDMA devices as the kernel reports them over netlink (NETLINK_RDMA, client NLDEV).
+
+No file and no library takes part: a mount over /sys or a library of the same name changes nothing of these answers.
+Source: include/uapi/rdma/rdma_netlink.h and drivers/infiniband/core/nldev.c of Linux.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import struct
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["NetlinkDevice", "rdma_netlink_devices"]
+
+_NETLINK_RDMA = 20
+_NLMSG_ERROR, _NLMSG_DONE = 2, 3
+_NLM_F_REQUEST, _NLM_F_ACK, _NLM_F_DUMP = 0x1, 0x4, 0x300
+# (RDMA_NL_NLDEV << 10) + command.
+_DEVICE_GET, _CHARDEV_GET = (5 << 10) + 1, (5 << 10) + 15
+_DEV_INDEX, _DEV_NAME, _NODE_GUID = 1, 2, 6
+_CHARDEV_TYPE, _CHARDEV_NAME, _CHARDEV, _UVERBS_DRIVER_ID = 69, 70, 72, 73
+_TYPE_MASK = 0x3FFF
+_HEADER = struct.Struct("=IHHII")
+_ATTRIBUTE = struct.Struct("=HH")
+_TIMEOUT_S = 5.0
+_DATAGRAM_BYTES = 1 << 16
+_MESSAGES_MAX = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class NetlinkDevice:
+    """One RDMA device.
+
+    Attributes
+    ----------
+    name : str
+        E.g. ``mlx5_0``.
+    node_guid : str
+        In the form of sysfs, e.g. ``b83f:d203:00a1:7c52``.
+    uverbs_name : str or None
+        Name of its character device, e.g. ``uverbs0``; None where the kernel reports none.
+    uverbs_number : tuple of int or None
+        Major and minor number of that device.
+    driver_id : int or None
+        Its ``enum rdma_driver_id``; None where the driver does not report it here.
+    """
+
+    name: str
+    node_guid: str
+    uverbs_name: str | None = None
+    uverbs_number: tuple[int, int] | None = None
+    driver_id: int | None = None
+
+
+def rdma_netlink_devices() -> tuple[NetlinkDevice, ...]:
+    """Ask the kernel for its RDMA devices.
+
+    Raises
+    ------
+    OSError
+        EPROTONOSUPPORT: the kernel has no RDMA subsystem loaded. EBADMSG: an answer is malformed. Others as of
+        socket(7).
+    """
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, _NETLINK_RDMA) as netlink:
+        netlink.settimeout(_TIMEOUT_S)
+        netlink.bind((0, 0))
+        found = [_attributes(each) for each in _ask(netlink, _DEVICE_GET, b"", dump=True)]
+        return tuple(_device(netlink, each) for each in found)
+
+
+def _device(netlink: socket.socket, device: dict[int, bytes]) -> NetlinkDevice:
+    index = device.get(_DEV_INDEX, b"")
+    guid = f"{_number(device, _NODE_GUID) or 0:016x}"
+    named = NetlinkDevice(
+        name=_text(device.get(_DEV_NAME, b"")), node_guid=":".join(guid[at : at + 4] for at in range(0, 16, 4))
+    )
+    request = _attribute(_DEV_INDEX, index) + _attribute(_CHARDEV_TYPE, b"uverbs\0")
+    try:
+        answers = list(_ask(netlink, _CHARDEV_GET, request, dump=False))
+    except OSError:
+        # Linux before 5.3 cannot say, and a device may have none; then its node is missing from the evidence.
+        return named
+    uverbs = _attributes(answers[0]) if answers else {}
+    number = _number(uverbs, _CHARDEV)
+    return NetlinkDevice(
+        name=named.name,
+        node_guid=named.node_guid,
+        uverbs_name=_text(uverbs[_CHARDEV_NAME]) if _CHARDEV_NAME in uverbs else None,
+        uverbs_number=None if number is None else (os.major(number), os.minor(number)),
+        driver_id=_number(uverbs, _UVERBS_DRIVER_ID),
+    )
+
+
+def _ask(netlink: socket.socket, command: int, request: bytes, *, dump: bool) -> Iterator[bytes]:
+    """Send one request and return the payload of each answer, up to the last."""
+    flags = _NLM_F_REQUEST | (_NLM_F_DUMP if dump else _NLM_F_ACK)
+    netlink.sendto(_HEADER.pack(_HEADER.size + len(request), command, flags, command, 0) + request, (0, 0))
+    for _ in range(_MESSAGES_MAX):
+        data, (sender, _groups) = netlink.recvfrom(_DATAGRAM_BYTES)
+        if sender != 0:
+            continue  # Another process may send here, too; the kernel is port 0.
+        for kind, payload in _messages(data):
+            if kind == _NLMSG_DONE:
+                return
+            if kind == _NLMSG_ERROR:
+                number = -struct.unpack_from("=i", payload)[0]
+                if number:
+                    raise OSError(number, os.strerror(number), "NETLINK_RDMA")
+                return
+            if kind == command:
+                yield payload
+
+
+def _messages(data: bytes) -> Iterator[tuple[int, bytes]]:
+    at = 0
+    while at + _HEADER.size <= len(data):
+        length, kind, _flags, _sequence, _port = _HEADER.unpack_from(data, at)
+        yield kind, _part(data, at, length, _HEADER.size)
+        at += (length + 3) & ~3
+
+
+def _attributes(data: bytes) -> dict[int, bytes]:
+    found: dict[int, bytes] = {}
+    at = 0
+    while at + _ATTRIBUTE.size <= len(data):
+        length, kind = _ATTRIBUTE.unpack_from(data, at)
+        found[kind & _TYPE_MASK] = _part(data, at, length, _ATTRIBUTE.size)
+        at += (length + 3) & ~3
+    return found
+
+
+def _part(data: bytes, at: int, length: int, header_bytes: int) -> bytes:
+    if not header_bytes <= length <= len(data) - at:
+        raise OSError(errno.EBADMSG, os.strerror(errno.EBADMSG), "NETLINK_RDMA")
+    return data[at + header_bytes : at + length]
+
+
+def _attribute(kind: int, value: bytes) -> bytes:
+    length = _ATTRIBUTE.size + len(value)
+    return _ATTRIBUTE.pack(length, kind) + value + bytes(-length % 4)
+
+
+def _number(attributes: dict[int, bytes], kind: int) -> int | None:
+    return int.from_bytes(attributes[kind], sys.byteorder) if kind in attributes else None
+
+
+def _text(value: bytes) -> str:
+    return value.rstrip(b"\0").decode("utf-8", "backslashreplace")

@@ -1,0 +1,140 @@
+"""What counts as hardware: libraries without a note of their own, behind files that say that devices are there.
+
+Each attack runs in user and mount namespaces, in which any user may mount what it likes over /proc, /sys and /dev.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+from gdrkit import launch
+from gdrkit.errors import Api
+from gdrkit.harness.needs import cuda, host, needs, software, verbs
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+ATTACK = needs(
+    *(software(Api.VERBS), software(Api.CUDA), verbs.nic(), cuda.device()),
+    host.program("unshare", "--user", "--map-root-user", "--mount", "echo", "allowed"),
+    host.program("mount", "--version"),
+)
+NAMES = {Api.VERBS: "libibverbs.so.1", Api.CUDA: "libcuda.so.1"}
+VERSION = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.159.04  Wed Nov 12 07:33:02 UTC 2026"
+ROUTES = """
+import pytest
+from gdrkit import cuda, registration, verbs
+@pytest.mark.qualify
+def test_every_route(evidence):
+    for index in range(cuda.device_count()):
+        with cuda.Device(index) as device, device.allocate(65536) as memory:
+            for info in verbs.list_nics():
+                with verbs.Nic.open(info.name) as nic:
+                    registration.register(memory, [nic]).close()
+                evidence.route(device=index, nic=info.name, way="dmabuf")
+"""
+EVIDENCE = """
+import json
+from gdrkit import plain, witness
+print(json.dumps(plain.to_plain(witness.kernel_evidence())))
+"""
+
+
+def in_namespaces(script: str, command: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a shell script that mounts, and then a command, as root of namespaces of their own."""
+    whole = f"set -e\n{script}\nexec {shlex.join(command)}\n"
+    return subprocess.run(
+        ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", whole],
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def without_notes(folder: Path) -> str:
+    """Copy the twins without the notes that say what they are; the library path that finds the copies."""
+    twins = launch.environment(launch.Launch(software=frozenset(NAMES)), base={})["LD_LIBRARY_PATH"].split(os.pathsep)
+    made: list[str] = []
+    for place in twins:
+        copied = folder / f"lib{len(made)}"
+        shutil.copytree(place, copied)
+        for file in (path for path in copied.rglob("*.so*") if path.is_file() and not path.is_symlink()):
+            file.write_bytes(file.read_bytes().replace(b"GDRKIT\0", b"NVIDIA\0"))
+        made.append(str(copied))
+    return os.pathsep.join(made)
+
+
+def devices_of(root: Path) -> str:
+    """Shell commands that mount files of an NVIDIA driver and of two NICs over those of the kernel."""
+    lines = ["mount -t tmpfs none /proc/driver", "mkdir -p /proc/driver/nvidia"]
+    lines += [f"echo {shlex.quote(VERSION)} > /proc/driver/nvidia/version"]
+    pci = root / "pci"
+    (pci / "driver" / "mlx5_core").mkdir(parents=True)
+    lines += ["mount -t tmpfs none /sys/class"]
+    for number in range(2):
+        function = pci / f"0000:1{number}:00.0"
+        function.mkdir()
+        (function / "driver").symlink_to(pci / "driver" / "mlx5_core")
+        (function / "vendor").write_text("0x15b3\n")
+        folder = f"/sys/class/infiniband/twin{number}"
+        lines += [f"mkdir -p {folder}/ports/1", f"ln -s {function} {folder}/device"]
+        lines += [f"echo b83f:d203:00a1:7c5{number} > {folder}/node_guid"]
+    return "\n".join(lines)
+
+
+@ATTACK
+def test_twins_without_notes_prove_nothing(tmp_path: Path) -> None:
+    """Up to 0.1.0 this ended with 0 and "Every required route is proven on hardware"."""
+    (tmp_path / "suites").mkdir()
+    (tmp_path / "suites" / "test_routes.py").write_text(ROUTES)
+    output = tmp_path / "report"
+    command = [sys.executable, "-m", "gdrkit", "qualify", "--suites", str(tmp_path / "suites")]
+    command += ["--profile", "any", "--output", str(output)]
+    ended = in_namespaces(devices_of(tmp_path), command, LD_LIBRARY_PATH=without_notes(tmp_path))
+    run = json.loads((output / "run.json").read_text())
+    # The attack came as far as it could: its libraries were loaded, and its case passed.
+    (record,) = (json.loads(line) for line in (output / "records.jsonl").read_text().splitlines())
+    assert (record["verdict"], len(record["routes"]) > 0) == ("pass", True), ended.stdout + ended.stderr
+    assert not [note for library in record["libraries"] for note in library["notes"] if note["owner"] == "GDRKIT"]
+    assert record["substrate"] == {"cuda": "unknown", "verbs": "unknown"}
+    assert (ended.returncode, run["verdict"]) == (4, "Nothing was proven on hardware")
+    assert run["substrate"]["cuda"] == run["substrate"]["verbs"] == "unknown"
+
+
+def evidence_behind(script: str) -> dict[str, Any]:
+    ended = in_namespaces(script, [sys.executable, "-c", EVIDENCE])
+    assert ended.returncode == 0, ended.stderr
+    found: dict[str, Any] = json.loads(ended.stdout)
+    return found
+
+
+@ATTACK
+def test_device_files_of_another_kind_are_no_gpu() -> None:
+    for made, said in (
+        ("touch /dev/nvidiactl", "/dev/nvidiactl is not a character device"),
+        (
+            "touch /dev/nvidiactl; mount --bind /old/null /dev/nvidiactl",
+            "/dev/nvidiactl has major number 1, which /proc/devices lists for no nvidia",
+        ),
+    ):
+        script = "mount -t tmpfs none /mnt; mkdir /mnt/old; touch /mnt/old/null\n"
+        script += "mount --bind /dev/null /mnt/old/null; mount -t tmpfs none /dev\n"
+        found = evidence_behind(script + made.replace("/old", "/mnt/old"))
+        assert (found["gpus"], found["nvidia_version"]) == ([], None)
+        assert said in found["nvidia_missing"][0]
+
+
+@ATTACK
+def test_list_of_devices_counts_on_procfs_alone(tmp_path: Path) -> None:
+    (tmp_path / "devices").write_text("Character devices:\n  1 nvidia\n  1 infiniband_verbs\n\nBlock devices:\n")
+    found = evidence_behind(f"mount --bind {tmp_path / 'devices'} /proc/devices")
+    for missing in (found["nvidia_missing"], found["rdma_missing"]):
+        assert "/proc/devices does not lie on procfs: something is mounted there" in missing[0]
+    assert (found["gpus"], found["rdma"]) == ([], [])
