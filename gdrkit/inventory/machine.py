@@ -79,6 +79,18 @@ class Machine:
         """Every mount."""
         return host.mounts(host.HostTree.of(self.files))
 
+    @property
+    def has_gpu_or_nic(self) -> bool:
+        """Whether it has a GPU, an accelerator or an RDMA NIC, by PCI, by sysfs or by what its APIs answer."""
+        facts = self.facts
+        return bool(
+            any(host.is_gpu(one) or host.is_nic(one) for one in self.functions)
+            or facts.rdma_devices
+            or facts.accelerators
+            or (facts.cuda and facts.cuda.devices)
+            or (facts.verbs and facts.verbs.nics)
+        )
+
     def observe(self, name: str) -> Observation | None:
         """Act, once, in a child process with a time limit; None where nobody can, or did."""
         from gdrkit.inventory.act import ACTS
