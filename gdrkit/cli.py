@@ -164,9 +164,15 @@ def qualify(
     metavar="N",
     help="Of keys, queue-pair numbers and delays. Default: drawn.",
 )
+@click.option(
+    "--isolated",
+    is_flag=True,
+    help="Let COMMAND and its children see no other process on twins. Default: all of one user see each other, as "
+    "programs of one machine do.",
+)
 @click.argument("command", nargs=-1, required=True)
 def run_command(
-    software: bool, apis: str | None, faults: Path | None, seed: int | None, command: tuple[str, ...]
+    software: bool, apis: str | None, faults: Path | None, seed: int | None, isolated: bool, command: tuple[str, ...]
 ) -> NoReturn:
     r"""Run any program on the software twins: gdrkit run --software -- COMMAND.
 
@@ -185,7 +191,7 @@ def run_command(
         message = "gdrkit run without --software would run the command as it is"
         raise UsageError(message, what_to_do="add --software, or run the command itself")
     chosen = launch.TWINNED if apis is None else launch.parse_apis(apis)
-    started = launch.Launch(software=chosen, seed=seed, faults=faults)
+    started = launch.Launch(software=chosen, seed=seed, faults=faults, isolated=isolated)
     overridden = launch.overridden_hardware(started, host.HostTree())
     if overridden:
         click.echo(f"gdrkit: {overridden}", err=True)
