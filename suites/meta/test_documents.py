@@ -69,6 +69,12 @@ def test_the_python_program_of_storage_shows_what_its_document_shows(tmp_path: P
     assert "".join(f"    {line}\n" for line in shown.splitlines()) in document
 
 
+@pytest.mark.parametrize("name", ["gaudi.md", "registration.md"])
+def test_first_program_of_the_document_runs(tmp_path: Path, name: str) -> None:
+    (tmp_path / "program.py").write_text(blocks(name, "python")[0])
+    assert on_twins("python program.py\n", tmp_path) == ""
+
+
 def two_shells(document: str, service: str, client: str, folder: Path) -> str:
     """Run a command of a document as a service in one shell and another one in a second shell, each as it is written
     there and behind the words that the document puts before each command; DIR is the folder `store`.
