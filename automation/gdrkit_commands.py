@@ -43,5 +43,5 @@ def cases(arguments: Sequence[str], *default: str) -> list[str]:
 
 
 def on_twins(run: Path, *options: str) -> list[str]:
-    """Return the first words of a command that runs on the software twins."""
-    return [str(run / "gdrkit"), "run", "--software", *options, "--"]
+    """Return the first words of a command that runs on the software twins, apart from all other processes on twins."""
+    return [str(run / "gdrkit"), "run", "--software", "--isolated", *options, "--"]

@@ -39,7 +39,7 @@ def cli() -> None:
 
     \b
     gdrkit qualify                        what can this machine really do directly? writes a report
-    gdrkit run --software -- COMMAND      run any program on software twins of its libraries
+    gdrkit run --software -- COMMAND      run a program on software twins of its libraries
     gdrkit doctor                         why are transfers not direct here, and what to do?
     gdrkit topology                       which GPU is near to which NIC and NVMe?
     gdrkit facts                          what is in this machine, and what do its APIs answer?
@@ -164,14 +164,20 @@ def qualify(
     metavar="N",
     help="Of keys, queue-pair numbers and delays. Default: drawn.",
 )
+@click.option(
+    "--isolated",
+    is_flag=True,
+    help="Let COMMAND and its children see no other process on twins. Default: all of one user see each other, as "
+    "programs of one machine do.",
+)
 @click.argument("command", nargs=-1, required=True)
 def run_command(
-    software: bool, apis: str | None, faults: Path | None, seed: int | None, command: tuple[str, ...]
+    software: bool, apis: str | None, faults: Path | None, seed: int | None, isolated: bool, command: tuple[str, ...]
 ) -> NoReturn:
-    r"""Run any program on the software twins: gdrkit run --software -- COMMAND.
+    r"""Run a program on the software twins: gdrkit run --software -- COMMAND.
 
-    The program is not changed and does not know: the dynamic loader finds the twins by LD_LIBRARY_PATH. gdrkit becomes
-    the program, so signals and the exit code are its own.
+    The program is not changed: the dynamic loader finds the twins by LD_LIBRARY_PATH. gdrkit becomes the program, so
+    signals and the exit code are its own. docs/twins.md says which programs were seen to run.
 
     \b
     A fault plan begins with the line "gdrkit-faults 1" and has one rule a line:
@@ -185,7 +191,7 @@ def run_command(
         message = "gdrkit run without --software would run the command as it is"
         raise UsageError(message, what_to_do="add --software, or run the command itself")
     chosen = launch.TWINNED if apis is None else launch.parse_apis(apis)
-    started = launch.Launch(software=chosen, seed=seed, faults=faults)
+    started = launch.Launch(software=chosen, seed=seed, faults=faults, isolated=isolated)
     overridden = launch.overridden_hardware(started, host.HostTree())
     if overridden:
         click.echo(f"gdrkit: {overridden}", err=True)

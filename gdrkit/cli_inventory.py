@@ -75,13 +75,17 @@ def topology(as_json: bool, replay: Path | None) -> int:
 
 
 @click.command(
-    epilog="\b\nExit codes: 0 no known cause was found; 1 at least one is here; 2 wrong usage.",
+    epilog=(
+        "\b\nExit codes: 0 no known cause was found; 1 at least one is here; 2 wrong usage;\n"
+        "4 there is no GPU and no NIC to ask about. With --any 0 instead of 1 and 4."
+    ),
 )
 @click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
 @click.option("--read-only", is_flag=True, help="Allocate, register and move nothing.")
 @click.option("-v", "--verbose", is_flag=True, help="Say of every rule what it read.")
+@click.option("--any", "any_result", is_flag=True, help="End with 0 whatever was found.")
 @_replay
-def doctor(as_json: bool, read_only: bool, verbose: bool, replay: Path | None) -> int:
+def doctor(as_json: bool, read_only: bool, verbose: bool, any_result: bool, replay: Path | None) -> int:
     """Say why transfers are not direct here: every known cause, what was read, and what to do.
 
     A few rules act: they register a little memory and move bytes by a loop, in a child process with a time limit.
@@ -89,24 +93,34 @@ def doctor(as_json: bool, read_only: bool, verbose: bool, replay: Path | None) -
     from gdrkit import inventory
     from gdrkit.verdict import Verdict
 
-    found = inventory.diagnose(_machine(replay, act=not read_only))
+    machine = _machine(replay, act=not read_only)
+    found = inventory.diagnose(machine)
     if as_json:
         click.echo(found.to_json(), nl=False)
     else:
         from gdrkit.report.doctor import describe_diagnosis
 
         click.echo(describe_diagnosis(found, verbose=verbose))
+    if any_result:
+        return 0
+    if not machine.has_gpu_or_nic:
+        return int(ExitCode.NOTHING_PROVEN)
     return int(ExitCode.FAILED if found.of(Verdict.FAIL) else ExitCode.PROVEN)
 
 
 @click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print it as JSON: an object, or a list of all without CODE.")
 @click.argument("code", required=False)
-def explain(code: str | None) -> int:
+def explain(code: str | None, as_json: bool) -> int:
     """Explain a cause that the doctor knows, or list them all."""
     from gdrkit import inventory
-    from gdrkit.report.doctor import describe_rule, list_rules
+    from gdrkit.report.doctor import describe_rule, list_rules, rules_as_json
 
-    click.echo(list_rules(inventory.RULES) if code is None else describe_rule(inventory.rule_of(code)))
+    chosen = None if code is None else inventory.rule_of(code)
+    if as_json:
+        click.echo(rules_as_json(inventory.RULES if chosen is None else chosen), nl=False)
+    else:
+        click.echo(list_rules(inventory.RULES) if chosen is None else describe_rule(chosen))
     return 0
 
 

@@ -76,13 +76,17 @@ class Launch:
     faults : Path or None
         A fault plan for the twins.
     domain : str or None
-        Processes of one domain see each other as those of one machine do; drawn when None.
+        Processes of one user and one domain see each other as processes of one machine do. When None, that of the
+        environment, else the default domain, which all processes of this user share.
+    isolated : bool
+        Draw a domain that no other process has, whatever the environment says. Not together with `domain`.
     """
 
     software: frozenset[Api] = frozenset()
     seed: int | None = None
     faults: Path | None = None
     domain: str | None = None
+    isolated: bool = False
 
 
 def parse_apis(text: str) -> frozenset[Api]:
@@ -116,24 +120,20 @@ def environment(launch: Launch, *, base: Mapping[str, str] | None = None) -> dic
         What it shall run on.
     base : mapping or None
         What to start from; the environment of this process when None. Folders of twins in its LD_LIBRARY_PATH are taken
-        out first, so that exactly the chosen twins are found. A GDRKIT_TWINS_DOMAIN in it stays: processes of one
-        domain see each other.
+        out first, so that exactly the chosen twins are found. A GDRKIT_TWINS_DOMAIN in it stays unless `launch` is
+        isolated.
 
     Raises
     ------
     SetupMissing
         A chosen twin is not installed.
     UsageError
-        The seed is out of range.
+        The seed is out of range, or the launch is isolated and names a domain.
     ApiError
         The fault plan is malformed or cannot be read.
     """
-    # What was asked for is judged before what is installed: a mistake stays one on every machine.
-    if launch.seed is not None and not 0 <= launch.seed <= _SEED_MAX:
-        message = f"seed {launch.seed} is not in 0 to 2**64 - 1"
-        raise UsageError(message)
-    if launch.faults is not None:
-        read_plan(launch.faults)
+    # A mistake in what was asked for is one on every machine, whatever is installed there.
+    _check(launch)
     child = dict(os.environ if base is None else base)
     chosen = [_require(api) for api in sorted(launch.software, key=lambda api: api.value)]
     path = [*map(str, chosen), *_without_twins(child.get("LD_LIBRARY_PATH", ""))]
@@ -142,7 +142,10 @@ def environment(launch: Launch, *, base: Mapping[str, str] | None = None) -> dic
         child["LD_LIBRARY_PATH"] = os.pathsep.join(path)
     if not launch.software:
         return child
-    child.setdefault("GDRKIT_TWINS_DOMAIN", launch.domain or f"run-{os.getpid()}-{secrets.token_hex(6)}")
+    if launch.isolated:
+        child["GDRKIT_TWINS_DOMAIN"] = f"run-{os.getpid()}-{secrets.token_hex(6)}"
+    elif launch.domain is not None:
+        child.setdefault("GDRKIT_TWINS_DOMAIN", launch.domain)
     if launch.seed is not None:
         child["GDRKIT_TWINS_SEED"] = str(launch.seed)
     child.setdefault("GDRKIT_TWINS_SEED", str(secrets.randbits(64)))
@@ -154,6 +157,17 @@ def environment(launch: Launch, *, base: Mapping[str, str] | None = None) -> dic
         others = [name for name in child.get("LD_PRELOAD", "").split(":") if name and name != preload]
         child["LD_PRELOAD"] = ":".join([preload, *others])
     return child
+
+
+def _check(launch: Launch) -> None:
+    if launch.seed is not None and not 0 <= launch.seed <= _SEED_MAX:
+        message = f"seed {launch.seed} is not in 0 to 2**64 - 1"
+        raise UsageError(message)
+    if launch.isolated and launch.domain is not None:
+        message = f"an isolated launch draws its domain and cannot have {launch.domain!r}"
+        raise UsageError(message)
+    if launch.faults is not None:
+        read_plan(launch.faults)
 
 
 def execute(launch: Launch, command: Sequence[str], *, base: Mapping[str, str] | None = None) -> NoReturn:

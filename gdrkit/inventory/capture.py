@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import binascii
 import errno
+import functools
 import os
 import posixpath
 from dataclasses import dataclass, field, fields
@@ -25,10 +26,13 @@ if TYPE_CHECKING:
 
     from gdrkit.host import Files
 
-__all__ = ["SCHEMA_VERSION", "Answers", "Capture", "CapturedFiles", "Recorder"]
+__all__ = ["FUNCTIONS_MAX", "SCHEMA_VERSION", "Answers", "Capture", "CapturedFiles", "Recorder"]
 
 SCHEMA_VERSION = 1
-_LINKS_MAX = 40  # As the kernel has it.
+# A host with 517 PCI functions is a large one; SR-IOV adds some thousands.
+FUNCTIONS_MAX = 4096
+_LINKS_MAX, _PATH_BYTES_MAX = 40, 4096  # As the kernel has them.
+_DEVICES = "/sys/bus/pci/devices"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,20 +105,34 @@ class Capture:
         unknown = self.answers.refused.keys() - {"read", "lines", "list", "link", "look"}
         if unknown:
             _refuse(f"{', '.join(sorted(unknown))} is no question to a file")
+        if len(self.answers.folders.get(_DEVICES, ())) > FUNCTIONS_MAX:
+            _refuse(f"{_DEVICES} has more than {FUNCTIONS_MAX} PCI functions")
         tables = [getattr(self.answers, one.name) for one in fields(self.answers) if one.name != "refused"]
         for path in {path for table in (*tables, *self.answers.refused.values()) for path in table}:
             plain = path.partition("|")[0] if path in self.answers.lines else path
             if not plain.startswith("/") or plain != posixpath.normpath(plain) or "\0" in plain:
                 _refuse(f"{path[:80]!r} is no absolute path without dots")
+            _check_length(plain)
+        for target in self.answers.links.values():
+            _check_length(target)
         for names in self.answers.folders.values():
             if any(not name or "/" in name or name in (".", "..") for name in names):
                 _refuse("a folder holds a name that is none")
         for path, text in self.answers.binaries.items():
-            try:
-                base64.b64decode(text, validate=True)
-            except (binascii.Error, ValueError) as error:
-                message = f"capture: {path[:80]} is no base64: {error}"
-                raise UsageError(message, reason=Reason.MALFORMED) from error
+            _check_base64(path, text)
+
+
+def _check_length(path: str) -> None:
+    if len(path) > _PATH_BYTES_MAX:
+        _refuse(f"the path that begins with {path[:80]!r} has more than {_PATH_BYTES_MAX} characters")
+
+
+def _check_base64(path: str, text: str) -> None:
+    try:
+        base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        message = f"capture: {path[:80]} is no base64: {error}"
+        raise UsageError(message, reason=Reason.MALFORMED) from error
 
 
 def _refuse(what: str) -> None:
@@ -128,6 +146,9 @@ class CapturedFiles:
     def __init__(self, answers: Answers) -> None:
         self.answers = self._answers = answers
         self._present = frozenset(answers.present)
+        # Whether a name is in a folder is asked for every file below it.
+        self._names = {path: frozenset(names) for path, names in answers.folders.items()}
+        self._resolved = functools.lru_cache(maxsize=1024)(self._follow)
 
     def read(self, name: str) -> bytes:
         """The bytes of a file."""
@@ -168,7 +189,7 @@ class CapturedFiles:
         if any(path in table for path in dict.fromkeys((name, self._resolved(name))) for table in known):
             return True
         folder, _, last = self._resolved(name).rpartition("/")
-        return last in self._answers.folders.get(folder or "/", ())
+        return last in self._names.get(folder or "/", ())
 
     def _find(self, question: str, name: str, *tables: dict[str, str] | dict[str, tuple[str, ...]]) -> str:
         # What was asked under this very name comes first: there the machine itself has followed the links.
@@ -189,12 +210,12 @@ class CapturedFiles:
         parts = self._resolved(name).strip("/").split("/")
         for depth, part in enumerate(parts):
             folder = "/" + "/".join(parts[:depth])
-            if part not in self._answers.folders.get(folder, (part,)):
+            if folder in self._names and part not in self._names[folder]:
                 return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
         return OSError(errno.ENODATA, os.strerror(errno.ENODATA), name)
 
-    def _resolved(self, name: str) -> str:
-        """`name` with the links of this capture followed."""
+    def _follow(self, name: str) -> str:
+        """Return `name` with the links of this capture followed."""
         path, rest, left = "/", [part for part in name.split("/") if part], _LINKS_MAX
         while rest:
             part = rest.pop(0)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import gdrkit
 from gdrkit import host, witness
+from gdrkit.errors import Reason, UsageError
 from gdrkit.inventory.capture import SCHEMA_VERSION, Answers, Capture, CapturedFiles, Recorder
 from gdrkit.inventory.observation import Observation
 from gdrkit.inventory.probe import probe
@@ -29,6 +30,8 @@ __all__ = ["Machine", "replayed", "this_machine"]
 _VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "LD_LIBRARY_PATH")
 _PREFIXES = ("CUFILE_", "UCX_", "NCCL_NET_GDR", "NCCL_DMABUF")
 _ACT_S = 10.0
+# Of a capture. Rules and the topology compare each with each.
+_ENDS_MAX = 512
 # Of temporary files that must be on a disk: what is in /tmp often is in memory, which no storage driver reads.
 _DISK = "/var/tmp"  # noqa: S108 - each act has a folder of its own there.
 
@@ -75,6 +78,18 @@ class Machine:
     def all_mounts(self) -> tuple[host.Mount, ...]:
         """Every mount."""
         return host.mounts(host.HostTree.of(self.files))
+
+    @property
+    def has_gpu_or_nic(self) -> bool:
+        """Whether it has a GPU, an accelerator or an RDMA NIC, by PCI, by sysfs or by what its APIs answer."""
+        facts = self.facts
+        return bool(
+            any(host.is_gpu(one) or host.is_nic(one) for one in self.functions)
+            or facts.rdma_devices
+            or facts.accelerators
+            or (facts.cuda and facts.cuda.devices)
+            or (facts.verbs and facts.verbs.nics)
+        )
 
     def observe(self, name: str) -> Observation | None:
         """Act, once, in a child process with a time limit; None where nobody can, or did."""
@@ -134,13 +149,19 @@ def this_machine(*, ask_apis: bool = True, record: bool = False, act: bool = Tru
 
 
 def replayed(capture: Capture) -> Machine:
-    """One that was captured; facts that were not captured are read from its files, as far as they have them."""
+    """Make a machine of a capture; facts that were not captured are read from its files, as far as they have them.
+
+    Raises
+    ------
+    UsageError
+        ``MALFORMED``: the capture has more than 512 GPUs, NICs and NVMe controllers.
+    """
     files = CapturedFiles(capture.answers)
     facts = capture.facts
     if facts is None:
         facts = probe(host.HostTree.of(files), environment=capture.environment, ask_apis=False)
     log = capture.kernel_log or witness.KernelLog(lines=(), unreadable="the kernel log is not in the capture")
-    return Machine(
+    machine = Machine(
         files=files,
         facts=facts,
         kernel_log=log,
@@ -148,3 +169,9 @@ def replayed(capture: Capture) -> Machine:
         has_environment=capture.facts is not None,
         observations={observation.name: observation for observation in capture.observations},
     )
+    ends = sum(host.is_gpu(one) or host.is_nic(one) or host.is_nvme(one) for one in machine.functions)
+    ends = max(ends, len(facts.rdma_devices), len(facts.nvme), len(facts.gpus))
+    if ends > _ENDS_MAX:
+        message = f"capture: {ends} GPUs, NICs and NVMe controllers, more than {_ENDS_MAX}"
+        raise UsageError(message, reason=Reason.MALFORMED)
+    return machine

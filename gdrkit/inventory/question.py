@@ -5,13 +5,15 @@ Level 4.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from gdrkit import host, plain
 from gdrkit.errors import Reason
@@ -24,31 +26,41 @@ __all__ = ["Question"]
 
 _SHOWN_CHARACTERS = 400
 _STARVED_MAX_S = 100.0
+# How long a killed child may take to end. One that waits inside a driver (state D) ends only when the driver returns.
+_KILLED_S = 5.0
+# Killed children that had not ended; the next question looks whether they have.
+_abandoned: list[subprocess.Popen[bytes]] = []
 
 
 class Question:
     """A child that answers on a descriptor: ``python -m MODULE NAME ... DESCRIPTOR``."""
 
     def __init__(self, command: list[str], environment: Mapping[str, str]) -> None:
+        _abandoned[:] = [child for child in _abandoned if child.poll() is None]
         self._command = command
         self._api = command[-1]
-        # A file and no pipe: it holds an answer of any length while nobody reads. What libraries print goes elsewhere.
-        self._answer = tempfile.TemporaryFile()  # noqa: SIM115 - closed by answer().
+        # Files and no pipes: a file holds any length while nobody reads, and its end does not depend on the processes
+        # that the child starts, which inherit it. What libraries print goes elsewhere than the answer.
+        self._answer = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close().
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close().
         try:
             self._child = subprocess.Popen(
                 [sys.executable, "-m", *command, str(self._answer.fileno())],
                 env=dict(environment),
                 pass_fds=[self._answer.fileno()],
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
+                stdout=self._output,
                 stderr=subprocess.STDOUT,
+                # So that what the child has started is killed with it.
+                process_group=0,
             )
         except BaseException:
             self._answer.close()
+            self._output.close()
             raise
 
     def answer(self, timeout_s: float) -> tuple[Any, ApiFailure | None]:
-        """The facts as plain data, or the failure.
+        """Wait for the child, end its process group, and return the facts as plain data, or the failure.
 
         Parameters
         ----------
@@ -56,14 +68,17 @@ class Question:
             How long the child may take. Time for which it wanted a processor and had none does not count, up to 100 s:
             on a busy machine the start of an interpreter alone was seen to take half a minute, and no API hung.
         """
-        with self._answer as file:
-            printed = self._printed(timeout_s)
-            if printed is None:
-                self._child.kill()
-                printed, _ = self._child.communicate()
-                return None, self._failure(Reason.TIMEOUT, f"no answer within {timeout_s:g} s", printed)
-            file.seek(0)
-            text = file.read()
+        try:
+            is_over = self._wait(timeout_s)
+            self._end()
+            printed = _contents(self._output)
+            text = _contents(self._answer)
+        finally:
+            self.close()
+        if not is_over:
+            is_gone = self._child.returncode is not None
+            still = "" if is_gone else f"; process {self._child.pid} could not be killed and was abandoned"
+            return None, self._failure(Reason.TIMEOUT, f"no answer within {timeout_s:g} s{still}", printed)
         if not text:
             return None, self._failure(Reason.OTHER, _how_it_ended(self._child.returncode), printed)
         data = json.loads(text)
@@ -71,25 +86,36 @@ class Question:
             return None, plain.from_plain(ApiFailure, data["failure"])
         return data["facts"], None
 
-    def _printed(self, timeout_s: float) -> bytes | None:
-        """What it printed until it ended; None when its time is over."""
+    def _wait(self, timeout_s: float) -> bool:
+        """Wait until the child has ended; False when its time is over."""
         began, left_s = time.monotonic(), timeout_s
         while left_s > 0:
             try:
-                return self._child.communicate(timeout=left_s)[0]
+                self._child.wait(left_s)
             except subprocess.TimeoutExpired:
                 allowed_s = timeout_s + min(host.starved_s(self._child.pid), _STARVED_MAX_S)
                 left_s = allowed_s - (time.monotonic() - began)
-        return None
+            else:
+                return True
+        return False
+
+    def _end(self) -> None:
+        """Kill the process group of the child, and give the child up when it does not end."""
+        if self._child in _abandoned:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._child.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._child.wait(_KILLED_S)
+        if self._child.returncode is None:
+            _abandoned.append(self._child)
 
     def close(self) -> None:
-        """End the child, where nobody has waited for its answer."""
-        if self._child.poll() is None:
-            self._child.kill()
-            self._child.communicate()
-        if self._child.stdout is not None:
-            self._child.stdout.close()
-        self._answer.close()
+        """End the child, where the caller has not waited for its answer."""
+        if not self._answer.closed:
+            self._end()
+            self._answer.close()
+            self._output.close()
 
     def _failure(self, reason: Reason, message: str, printed: bytes) -> ApiFailure:
         last = printed.decode("utf-8", "backslashreplace").strip()[-_SHOWN_CHARACTERS:]
@@ -103,6 +129,11 @@ class Question:
             message=f"{self._api}: {message}" + (f"; it printed: {last}" if last else ""),
             what_to_do=f"run it alone to see why: {sys.executable} -m {' '.join(self._command)} 1",
         )
+
+
+def _contents(file: IO[bytes]) -> bytes:
+    file.seek(0)
+    return file.read()
 
 
 def _how_it_ended(code: int) -> str:

@@ -210,7 +210,7 @@ def _prepare(options: Options, progress: Progress, began: dt.datetime) -> _Prepa
     present = launch.present_hardware(tree)
     software = launch.TWINNED if options.software else launch.TWINNED - present.keys()
     seed = secrets.randbits(_SEED_BITS) if options.seed is None else options.seed
-    started = launch.Launch(software=software, seed=seed)
+    started = launch.Launch(software=software, seed=seed, isolated=True)
     environment = launch.environment(started)
     if options.profile is not None:
         load_profile(options.profile)  # A name that does not exist is said before anything is asked.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-from gdrkit.errors import UsageError
+from gdrkit.errors import SetupMissing, UsageError
 from gdrkit.host import Distance, HostTree, pci_distance
 
 if TYPE_CHECKING:
@@ -36,7 +36,24 @@ class Placement:
         self._lock = threading.Lock()
 
     def distance(self, gpu_pci_bus_id: str, nic_name: str) -> Distance:
-        """From a GPU, by its PCI address (``0000:1b:00.0``), to an RDMA device, by its name (``mlx5_0``)."""
+        """Return how far a GPU (its PCI address: ``0000:1b:00.0``) is from an RDMA device (its name: ``mlx5_0``).
+
+        ``Distance.UNKNOWN`` says that sysfs does not show where one of them is.
+
+        Raises
+        ------
+        UsageError
+            There is no RDMA device of that name, neither in sysfs nor, on this host, in verbs.
+        """
+        known = set(self._tree.names(_RDMA))
+        if nic_name not in known and self._tree.is_this_host:
+            known |= _nics_of_verbs()
+        if nic_name not in known:
+            message = f"there is no RDMA device {nic_name!r}"
+            raise UsageError(message, what_to_do=f"choose from {', '.join(sorted(known))}" if known else "")
+        return self._distance(gpu_pci_bus_id, nic_name)
+
+    def _distance(self, gpu_pci_bus_id: str, nic_name: str) -> Distance:
         nic_address = self._tree.link_name(f"{_RDMA}/{nic_name}/device")
         return Distance.UNKNOWN if nic_address is None else pci_distance(self._tree, gpu_pci_bus_id, nic_address)
 
@@ -45,7 +62,7 @@ class Placement:
         if not nics:
             message = "there is no NIC to choose from"
             raise UsageError(message)
-        far = {nic: self.distance(gpu_pci_bus_id, nic.name) for nic in nics}
+        far = {nic: self._distance(gpu_pci_bus_id, nic.name) for nic in nics}
         least = min(far.values())
         return tuple(nic for nic in nics if far[nic] is least)
 
@@ -57,3 +74,13 @@ class Placement:
             turn = self._turns.get(names, 0)
             self._turns[names] = turn + 1
         return equals[turn % len(equals)]
+
+
+def _nics_of_verbs() -> set[str]:
+    """Return the names of the devices that libibverbs has, which sysfs need not show; none without libibverbs."""
+    from gdrkit.verbs import list_nics
+
+    try:
+        return {info.name for info in list_nics()}
+    except SetupMissing:
+        return set()

@@ -6,17 +6,19 @@ Level 5.
 from __future__ import annotations
 
 import errno
+import json
 import textwrap
 from typing import TYPE_CHECKING
 
+from gdrkit.inventory import Rule
 from gdrkit.verdict import Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from gdrkit.inventory import Diagnosis, Finding, Rule
+    from gdrkit.inventory import Diagnosis, Finding
 
-__all__ = ["describe_diagnosis", "describe_rule", "list_rules", "rules_document"]
+__all__ = ["describe_diagnosis", "describe_rule", "list_rules", "rules_as_json", "rules_document"]
 
 _WIDTH = 112
 _SHOWN_MAX = 20
@@ -87,6 +89,18 @@ def list_rules(rules: Sequence[Rule]) -> str:
     """One a line."""
     width = max(len(rule.code) for rule in rules)
     return "\n".join(f"{rule.code:{width}}  {rule.title}{' (acts)' if rule.act else ''}" for rule in rules)
+
+
+def rules_as_json(rules: Rule | Sequence[Rule]) -> str:
+    """Return one rule as a JSON object, or several as a list of such objects, indented."""
+    found = [_rule_values(rule) for rule in rules] if not isinstance(rules, Rule) else _rule_values(rules)
+    return json.dumps(found, indent=2, ensure_ascii=False) + "\n"
+
+
+def _rule_values(rule: Rule) -> dict[str, str | bool]:
+    """Return the texts of a rule by the names of its fields; `acts` says whether it does more than read."""
+    texts = {name: getattr(rule, name) for name in ("code", "title", "why", "remedy", "reads", "privilege")}
+    return {**texts, "acts": bool(rule.act)}
 
 
 def rules_document(rules: Sequence[Rule]) -> str:

@@ -213,7 +213,7 @@ def _run(options: argparse.Namespace, site: Path, folder: Path) -> int:
 
 def _launch(*, is_software: bool) -> tuple[list[str], str]:
     """How commands begin, and the substrate that they must find."""
-    run = [sys.executable, "-m", "gdrkit", "run", "--software"]
+    run = [sys.executable, "-m", "gdrkit", "run", "--software", "--isolated"]
     if is_software:
         _say("gpu: every API on its software twin")
         return [*run, "--"], "software"

@@ -43,7 +43,7 @@ def main() -> int:
     try:
         # What is missing is said before anything takes long.
         machine = None if options.here else _machine(options)
-        codes = [subprocess.call(_pytest(records["twin"], cases, ["--software"], []), cwd=HOUSE)]
+        codes = [subprocess.call(_pytest(records["twin"], cases, ["--software", "--isolated"], []), cwd=HOUSE)]
         if machine is None:
             codes.append(_here(records["kernel"], cases, options))
         else:
@@ -89,7 +89,7 @@ def _pytest(records: Path, cases: list[str], launch: list[str], options: list[st
 
 def _guest(machine: Machine, records: Path, cases: list[str], options: argparse.Namespace) -> int:
     wanted = ["--profile=lab", "--substrate=verbs=kernel_software,cuda=twin"]
-    command = _pytest(records, cases, ["--software", "--apis", "cuda"], wanted)
+    command = _pytest(records, cases, ["--software", "--isolated", "--apis", "cuda"], wanted)
     kept = {
         name: os.environ[name] for name in ("PYTHONPATH", "GDRKIT_TWINS_LIB", "GDRKIT_EXAMPLES") if name in os.environ
     }
@@ -106,7 +106,7 @@ def _guest(machine: Machine, records: Path, cases: list[str], options: argparse.
 def _here(records: Path, cases: list[str], options: argparse.Namespace) -> int:
     present = any(Path("/sys/class/infiniband").glob("*"))
     has_cuda = Path("/proc/driver/nvidia/version").exists()
-    launch = [] if has_cuda else ["--software", "--apis", "cuda"]
+    launch = [] if has_cuda else ["--software", "--isolated", "--apis", "cuda"]
     profile = [] if present or has_cuda else ["--profile=lab"]
     command = _pytest(records, cases, launch, profile)
     prefix = [] if present else ["bash", str(Path(__file__).with_name("rxe.sh"))]

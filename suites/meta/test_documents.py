@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import socket
 import subprocess
 import sys
 import tempfile
@@ -32,7 +34,8 @@ def blocks(name: str, language: str) -> list[str]:
 
 
 def on_twins(script: str, folder: Path) -> str:
-    command = [sys.executable, "-m", "gdrkit", "run", "--software", "--", "env", f"PYTHON={sys.executable}", "bash"]
+    launcher = [sys.executable, "-m", "gdrkit", "run", "--software", "--isolated", "--"]
+    command = [*launcher, "env", f"PYTHON={sys.executable}", "bash"]
     (folder / "script").write_text(SHELL + script)
     done = subprocess.run([*command, "script"], cwd=folder, capture_output=True, text=True, check=False, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -64,6 +67,59 @@ def test_the_python_program_of_storage_shows_what_its_document_shows(tmp_path: P
     run = 'line=${line##* at }\npython store.py "${line%% by *}" store/.gdrkit/token\n'
     shown = on_twins(f"{SERVE}{run}{END}", tmp_path)
     assert "".join(f"    {line}\n" for line in shown.splitlines()) in document
+
+
+@pytest.mark.parametrize("name", ["gaudi.md", "registration.md"])
+def test_first_program_of_the_document_runs(tmp_path: Path, name: str) -> None:
+    (tmp_path / "program.py").write_text(blocks(name, "python")[0])
+    assert on_twins("python program.py\n", tmp_path) == ""
+
+
+def two_shells(document: str, service: str, client: str, folder: Path) -> str:
+    """Run a command of a document as a service in one shell and another one in a second shell, each as it is written
+    there and behind the words that the document puts before each command; DIR is the folder `store`.
+
+    Returns what the second one printed.
+    """
+    text = (HOUSE / "docs" / document).read_text()
+    (before,) = re.findall(r"put\s+`([^`]+ --)`\s+before\s+each\s+command", text)
+    for command in (service, client):
+        assert re.search(rf"(^    |`){re.escape(command)}( {{2}}|`|$)", text, re.MULTILINE), command
+    # A port of its own, where the document names one for everybody.
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port = str(found.getsockname()[1])
+    first, second = (f"{before} {each}".replace("DIR", "store").replace("7070", port) for each in (service, client))
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("GDRKIT_TWINS_DOMAIN")}
+    environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environ['PATH']}"
+    with subprocess.Popen(["bash", "-c", f"exec {first}"], cwd=folder, env=environ, stdout=subprocess.PIPE) as server:
+        try:
+            assert server.stdout is not None
+            assert server.stdout.readline()
+            done = subprocess.run(
+                ["bash", "-c", second], cwd=folder, env=environ, capture_output=True, text=True, check=False, timeout=60
+            )
+        finally:
+            server.terminate()
+        assert server.wait(30) == 0
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_commands_of_storage_meet_in_two_shells(tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store.py").write_text(blocks("storage.md", "python")[0])
+    server = "gdrkit serve --store DIR --listen 0.0.0.0:7070"
+    client = "python store.py 127.0.0.1:7070 DIR/.gdrkit/token"
+    shown = two_shells("storage.md", server, client, tmp_path)
+    assert "".join(f"    {line}\n" for line in shown.splitlines()) in (HOUSE / "docs" / "storage.md").read_text()
+
+
+def test_commands_of_usrbio_meet_in_two_shells(tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store" / "input").write_bytes(b"0123456789abcdef" * 65536)
+    (tmp_path / "read.py").write_text(blocks("usrbio.md", "python")[0])
+    shown = two_shells("usrbio.md", "gdrkit agent DIR --store DIR", "python read.py DIR DIR/input", tmp_path)
+    assert shown.splitlines()[-1] == "b'0123456789abcdef'"
 
 
 def test_the_python_program_of_gds_shows_what_its_document_shows(tmp_path: Path) -> None:

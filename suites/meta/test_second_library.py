@@ -63,7 +63,8 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_binding_serves_a_library_without_the_gpu_extension(library: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "gdrkit", "run", "--software", "--", sys.executable, "-c", PROGRAM, str(tmp_path)]
+    launcher = [sys.executable, "-m", "gdrkit", "run", "--software", "--isolated", "--"]
+    command = [*launcher, sys.executable, "-c", PROGRAM, str(tmp_path)]
     path = os.pathsep.join([str(HOUSE / "suites"), *filter(None, sys.path)])
     done = subprocess.run(
         command,

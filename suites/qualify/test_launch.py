@@ -39,13 +39,21 @@ def test_only_the_chosen_twins_are_in_front_of_the_path() -> None:
 
 
 @BOTH
-def test_each_run_is_a_machine_of_its_own_unless_it_joins_one() -> None:
+def test_domain_is_shared_unless_the_launch_is_isolated() -> None:
     chosen = launch.Launch(software=launch.TWINNED)
-    domains = {launch.environment(chosen, base={})["GDRKIT_TWINS_DOMAIN"] for _ in range(3)}
-    assert len(domains) == 3
-    assert all(len(domain) <= 32 for domain in domains)
+    assert "GDRKIT_TWINS_DOMAIN" not in launch.environment(chosen, base={})
     joined = launch.environment(chosen, base={"GDRKIT_TWINS_DOMAIN": "lab"})
     assert joined["GDRKIT_TWINS_DOMAIN"] == "lab"
+    named = launch.Launch(software=launch.TWINNED, domain="job")
+    assert launch.environment(named, base={})["GDRKIT_TWINS_DOMAIN"] == "job"
+    isolated = launch.Launch(software=launch.TWINNED, isolated=True)
+    domains = {
+        launch.environment(isolated, base={"GDRKIT_TWINS_DOMAIN": "lab"})["GDRKIT_TWINS_DOMAIN"] for _ in range(3)
+    }
+    assert len(domains - {"lab"}) == 3
+    assert all(len(domain) <= 32 for domain in domains)
+    with pytest.raises(UsageError, match="'lab'"):
+        launch.environment(launch.Launch(software=launch.TWINNED, domain="lab", isolated=True), base={})
 
 
 @BOTH

@@ -13,7 +13,7 @@ import pytest
 from support.reach import DMABUF
 
 from gdrkit.errors import Api, UsageError
-from gdrkit.harness.needs import needs, software
+from gdrkit.harness.needs import needs, software, verbs
 from gdrkit.host import HostTree
 from gdrkit.registration import Distance, Placement
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from gdrkit.cuda import Device
+    from gdrkit.verbs import Nic
 
 GPU = "0000:03:00.0"
 # One host bridge with a switch, a second one of the same memory node, a third one of the other node.
@@ -71,9 +72,22 @@ def test_the_distance_is_that_of_the_pci_tree(tmp_path: Path, nic: str, distance
 
 def test_what_sysfs_does_not_know_is_unknown_and_not_near(tmp_path: Path) -> None:
     found = Placement(tree_at(tmp_path, {"nic": "0000:04:00.0"}))
-    assert found.distance(GPU, "other") is Distance.UNKNOWN
     assert found.distance("0000:99:00.0", "nic") is Distance.UNKNOWN
     assert found.distance("", "nic") is Distance.UNKNOWN
+
+
+def test_distance_of_a_nic_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="there is no RDMA device 'mlx5_9'") as caught:
+        Placement(tree_at(tmp_path, {"nic": "0000:04:00.0"})).distance(GPU, "mlx5_9")
+    assert caught.value.what_to_do == "choose from nic"
+    with pytest.raises(UsageError, match="there is no RDMA device 'mlx5_99'"):
+        Placement().distance(GPU, "mlx5_99")
+
+
+@needs(verbs.nic())
+def test_distance_of_a_nic_that_verbs_alone_knows_is_unknown(nics: tuple[Nic, ...]) -> None:
+    for nic in nics:
+        assert Placement().distance("", nic.name) is Distance.UNKNOWN
 
 
 def test_without_memory_nodes_other_host_bridges_are_of_one_node(tmp_path: Path) -> None:

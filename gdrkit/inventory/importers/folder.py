@@ -7,6 +7,7 @@ outside of the folder is read.
 from __future__ import annotations
 
 import base64
+import itertools
 import os
 import stat
 from typing import TYPE_CHECKING
@@ -21,9 +22,10 @@ __all__ = ["import_folder"]
 
 _INFINIBAND = "/sys/class/infiniband"
 _ROOTS = ("sys", "proc", "etc", "run", "dev")
-_FILES_MAX = 500_000
+_FILES_MAX = 100_000
 _FILE_BYTES_MAX = 1 << 20
-_TOTAL_BYTES_MAX = 256 << 20
+# Names and contents together: Python holds a text in up to four times as many bytes.
+_TOTAL_BYTES_MAX = 32 << 20
 _DEPTH_MAX = 64
 
 
@@ -64,7 +66,7 @@ class _Walker:
             raise malformed(self._source, f"more than {_DEPTH_MAX} folders in each other")
         try:
             with os.scandir(folder) as entries:
-                found = sorted(entries, key=lambda entry: entry.name)
+                found = sorted(itertools.islice(entries, self._left_files + 1), key=lambda entry: entry.name)
             self.answers.folders[name or "/"] = tuple(entry.name for entry in found)
             for entry in found:
                 self._take(f"{name}/{entry.name}", entry, folder, depth)
@@ -74,10 +76,10 @@ class _Walker:
             raise malformed(self._source, f"{name or '/'} cannot be read: {error.strerror}") from error
 
     def _take(self, path: str, entry: os.DirEntry[str], folder: Path, depth: int) -> None:
-        path.encode()  # What the file system has may be no text.
         self._left_files -= 1
         if self._left_files < 0:
             raise malformed(self._source, f"more than {_FILES_MAX} files")
+        self._count(path, len(path.encode()))  # Raises for a name that is not text.
         mode = entry.stat(follow_symlinks=False).st_mode
         if stat.S_ISLNK(mode):
             self.answers.links[path] = target = str((folder / entry.name).readlink())
@@ -92,10 +94,15 @@ class _Walker:
     def _keep(self, path: str, place: str) -> None:
         with os.fdopen(os.open(place, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             data = file.read(_FILE_BYTES_MAX + 1)
-        self._left_bytes -= len(data)
-        if len(data) > _FILE_BYTES_MAX or self._left_bytes < 0:
-            raise malformed(self._source, f"{path}: more than a file of such a tree ever has")
+        if len(data) > _FILE_BYTES_MAX:
+            raise malformed(self._source, f"{path}: more than {_FILE_BYTES_MAX} bytes in one file")
+        self._count(path, len(data))
         try:
             self.answers.texts[path] = data.decode("utf-8")
         except UnicodeDecodeError:
             self.answers.binaries[path] = base64.b64encode(data).decode()
+
+    def _count(self, path: str, length_bytes: int) -> None:
+        self._left_bytes -= length_bytes
+        if self._left_bytes < 0:
+            raise malformed(self._source, f"{path}: more than {_TOTAL_BYTES_MAX} bytes of names and contents")

@@ -9,13 +9,12 @@ import re
 from dataclasses import dataclass, field
 
 from gdrkit.errors import Reason, UsageError
-from gdrkit.inventory.capture import Answers
+from gdrkit.inventory.capture import FUNCTIONS_MAX, Answers
 
-__all__ = ["Function", "address_of", "answers_of", "malformed"]
+__all__ = ["DEPTH_MAX", "FUNCTIONS_MAX", "Function", "address_of", "answers_of", "malformed"]
 
 _ADDRESS = re.compile(r"(?:([0-9a-f]{4,8}):)?([0-9a-f]{2}):([0-9a-f]{2})\.([0-7])", re.IGNORECASE)
-FUNCTIONS_MAX = 65_536
-DEPTH_MAX = 64
+DEPTH_MAX = 32
 
 
 @dataclass(frozen=True, slots=True)

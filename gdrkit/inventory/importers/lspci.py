@@ -7,6 +7,7 @@ capability. An ordinary user's lspci prints ``<access denied>`` there: then only
 
 from __future__ import annotations
 
+import io
 import re
 import struct
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from gdrkit.inventory.importers.functions import (
 __all__ = ["import_lspci"]
 
 _SOURCE = "lspci"
-_BYTES_MAX = 64 << 20
+_LINES_MAX = 500_000
 _HEAD = re.compile(r"((?:[0-9a-f]{4,8}:)?[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]) (.+)", re.IGNORECASE)
 _BUS = re.compile(r"\s+Bus: primary=([0-9a-f]{2}), secondary=([0-9a-f]{2}),", re.IGNORECASE)
 _NUMBERS = re.compile(r"\[([0-9a-f]{4}):([0-9a-f]{4})\]", re.IGNORECASE)
@@ -83,9 +84,7 @@ def import_lspci(data: bytes) -> Capture:
     UsageError
         ``MALFORMED``: no function in it, one twice, or buses that lead back to themselves.
     """
-    if len(data) > _BYTES_MAX:
-        raise malformed(_SOURCE, f"{len(data)} bytes, more than {_BYTES_MAX}")
-    blocks = _blocks(data.decode("utf-8", "replace"))
+    blocks = _blocks(data)
     if not blocks:
         raise malformed(_SOURCE, "no line that begins with a PCI address")
     below: dict[str, str] = {}
@@ -98,10 +97,12 @@ def import_lspci(data: bytes) -> Capture:
     return Capture(schema_version=SCHEMA_VERSION, origin="text of lspci", answers=answers_of(functions))
 
 
-def _blocks(text: str) -> dict[str, _Block]:
+def _blocks(data: bytes) -> dict[str, _Block]:
     blocks: dict[str, _Block] = {}
     block: _Block | None = None
-    for line in text.splitlines():
+    kept = 0
+    for raw in io.BytesIO(data):
+        line = raw.decode("utf-8", "replace").rstrip("\r\n")
         head = _HEAD.match(line)
         if head:
             block = _Block(address_of(head[1], _SOURCE), head[2])
@@ -111,6 +112,9 @@ def _blocks(text: str) -> dict[str, _Block]:
                 raise malformed(_SOURCE, f"more than {FUNCTIONS_MAX} functions")
             blocks[block.address] = block
         elif block is not None and line[:1].isspace():
+            kept += 1
+            if kept > _LINES_MAX:
+                raise malformed(_SOURCE, f"more than {_LINES_MAX} lines")
             block.lines.append(line)
     return blocks
 

@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 __all__ = ["import_nccl_topology"]
 
 _SOURCE = "NCCL topology"
-_BYTES_MAX = 16 << 20
+_BYTES_MAX = 8 << 20
+# An element takes up to 400 bytes of memory, an attribute up to 200.
+_ELEMENTS_MAX = 200_000
+_ATTRIBUTES_MAX = 400_000
 # Attributes of <pci>, and the files of sysfs that NCCL took them from.
 _FILES = {
     "class": "class",
@@ -49,6 +52,8 @@ def import_nccl_topology(data: bytes) -> Capture:
     """
     if len(data) > _BYTES_MAX:
         raise malformed(_SOURCE, f"{len(data)} bytes, more than {_BYTES_MAX}")
+    if data.count(b"<") > _ELEMENTS_MAX or data.count(b"=") > _ATTRIBUTES_MAX:
+        raise malformed(_SOURCE, f"more than {_ELEMENTS_MAX} elements or {_ATTRIBUTES_MAX} attributes")
     system = _parsed(data)
     if system.tag != "system":
         raise malformed(_SOURCE, f"begins with <{system.tag[:40]}>, not with <system>")
@@ -70,8 +75,9 @@ def _parsed(data: bytes) -> Element:
     from defusedxml.ElementTree import fromstring
 
     try:
-        # NCCL writes an empty line first, before which no declaration may stand; and there is none.
-        found: Element = fromstring(data.strip(), forbid_dtd=True)
+        # NCCL writes an empty line first, before which no declaration may stand; and there is none. As text, so that a
+        # declaration cannot choose another encoding, in which the elements were not counted.
+        found: Element = fromstring(data.decode("utf-8").strip(), forbid_dtd=True)
     except DefusedXmlException as error:
         raise malformed(_SOURCE, f"it has what such a file never needs: {error}") from error
     except (ParseError, ValueError, LookupError, RecursionError) as error:

@@ -1,0 +1,149 @@
+"""A hostile capture costs little: importing it and answering from it takes at most 256 MiB and a bounded time.
+
+Each case runs a command (`gdrkit doctor`, `gdrkit topology`, `gdrkit facts`) on the capture in a process of its own,
+whose peak memory is compared with that of the same command on an empty capture.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import subprocess
+import sys
+from functools import cache
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+GROWTH_MAX_BYTES = 256 << 20
+TIME_MAX_S = 60
+LEAST = {"schema_version": 1, "origin": "a case", "answers": {}}
+# Ends with the exit code of the command; 1 is a doctor that found a cause.
+PROGRAM = """
+import re, sys
+from gdrkit.cli import main
+try:
+    main(sys.argv[1:])
+except SystemExit as ended:
+    # Of getrusage, the peak of the parent process would be a part.
+    with open("/proc/self/status") as status:
+        print("peak", re.search(r"VmHWM:\\s*(\\d+) kB", status.read())[1], ended.code, file=sys.stderr)
+"""
+
+
+def peak_bytes(*arguments: str) -> tuple[int, int, str]:
+    """Peak memory, exit code and last line of one command."""
+    command = [sys.executable, "-c", PROGRAM, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIME_MAX_S)
+    *said, last = done.stderr.splitlines()
+    word, peak_kib, code = last.split()
+    assert word == "peak", done.stderr
+    return int(peak_kib) << 10, int(code), "\n".join(said)
+
+
+@cache
+def least_bytes(command: str, path: Path) -> int:
+    """Peak memory of that command on the smallest capture."""
+    path.write_text(json.dumps(LEAST))
+    return peak_bytes(command, "--replay", str(path))[0]
+
+
+def with_answers(**answers: object) -> bytes:
+    return json.dumps({**LEAST, "answers": answers}, ensure_ascii=False).encode()
+
+
+def raw(part: bytes, count: int) -> bytes:
+    """A capture with this part of a JSON list as often."""
+    return b'{"schema_version": 1, "origin": [' + (part + b",") * count + part + b'], "answers": {}}'
+
+
+def names(count: int) -> list[str]:
+    return [f"{number >> 8:06x}:{number & 255:02x}:00.0" for number in range(count)]
+
+
+def functions(count: int, kind: str = "0x030200") -> bytes:
+    """A capture with so many PCI functions of this class."""
+    found = [f"0000:{number >> 8:02x}:{number >> 3 & 31:02x}.{number & 7}" for number in range(count)]
+    texts = {
+        f"/sys/bus/pci/devices/{address}/{name}": text
+        for address in found
+        for name, text in (("vendor", "0x10de"), ("device", "0x1"), ("class", kind))
+    }
+    return with_answers(texts=texts, folders={"/sys/bus/pci/devices": found})
+
+
+def xml(inside: bytes) -> bytes:
+    return b'<system><cpu numaid="0">' + inside + b"</cpu></system>"
+
+
+def lspci(count: int, line: str) -> bytes:
+    """The text of lspci with one function and so many lines below it."""
+    return ("01:00.0 3D controller: NVIDIA Corporation Device 2330\n" + f"{line}\n" * count).encode()
+
+
+def bridges(depth: int, leaves: int) -> bytes:
+    """Topology with many functions below a chain of bridges."""
+    opened = b"".join(b'<pci busid="0000:%02x:00.0" class="0x060400">' % bus for bus in range(depth))
+    inside = b"".join(b'<pci busid="%04x:ff:%02x.0"/>' % divmod(number, 256) for number in range(leaves))
+    return xml(opened + inside + b"</pci>" * depth)
+
+
+FILES: dict[str, Callable[[], bytes]] = {
+    "a million lists": lambda: gzip.compress(raw(b"[]", 80_000_000 // 3), 1),
+    "as many lists as pass": lambda: raw(b"[]", 149_000),
+    "objects": lambda: raw(b'{"a":1}', 2_000_000),
+    "strings": lambda: raw(b'"ab"', 3_000_000),
+    "numbers": lambda: raw(b"1e9", 4_000_000),
+    "deep": lambda: b"[" * 5_000_000,
+    "wide text": lambda: with_answers(texts={"/a": "\N{GRINNING FACE}" + "a" * 15_000_000}),
+    "text that is not ended": lambda: b'{"a": "' + b'\\"' * 7_000_000,
+    "UTF-16": lambda: json.dumps(LEAST).encode("utf-16-le"),
+    "half characters": lambda: with_answers(texts={"/a": "x"}).replace(b"x", b"\\ud800" * 1_000_000),
+    "a folder of many names": lambda: with_answers(folders={"/sys/bus/pci/devices": names(150_000)}),
+    "links of long paths": lambda: with_answers(links={"/a": "/b" * 5_000_000, "/b": "/a" * 1000}),
+    "functions": lambda: functions(20_000),
+    "GPUs": lambda: functions(4000),
+    "as many GPUs as pass": lambda: functions(512),
+    "functions that are not GPUs": lambda: functions(4000, kind="0x010000"),
+    "mounts": lambda: with_answers(
+        texts={"/proc/self/mountinfo": "".join(f"{n} 1 8:{n} / /m{n} rw - ext4 /dev/sda rw\n" for n in range(200_000))}
+    ),
+    "RDMA devices": lambda: with_answers(folders={"/sys/class/infiniband": [f"mlx5_{n}" for n in range(150_000)]}),
+    "elements": lambda: xml(b"<a/>" * 1_900_000),
+    "nested elements": lambda: xml(b"<a>" * 190_000 + b"</a>" * 9000),
+    "attributes": lambda: xml(b"<pci " + b" ".join(b'a%06x=""' % n for n in range(700_000)) + b"/>"),
+    "XML in EBCDIC": lambda: (
+        b'<?xml version="1.0" encoding="cp037"?>' + xml(b"<a/>" * 1_900_000).decode().encode("cp037")
+    ),
+    "bridges above functions": lambda: bridges(30, 4000),
+    "lines of lspci": lambda: lspci(7_000_000, " "),
+    "long lines of lspci": lambda: lspci(1, " Speed " + "1" * 15_000_000),
+    "functions of lspci": lambda: b"".join(
+        b"%04x:01:00.0 3D controller: NVIDIA\n\tMaxReadReq 512 bytes\n" % number for number in range(4000)
+    ),
+    "bytes": lambda: gzip.compress(b" " * (300 << 20), 1),
+}
+
+
+# What is refused, every command refuses in the same way.
+TAKEN = ("as many GPUs as pass", "functions that are not GPUs", "mounts", "bridges above functions", "wide text")
+CASES = [
+    *((name, "doctor") for name in FILES),
+    *((name, command) for name in TAKEN for command in ("topology", "facts")),
+]
+
+
+@pytest.mark.parametrize(("name", "command"), CASES)
+def test_hostile_capture_takes_little(tmp_path: Path, name: str, command: str) -> None:
+    least = least_bytes(command, tmp_path / "least.json")
+    place = tmp_path / "capture"
+    place.write_bytes(FILES[name]())
+    peak, code, said = peak_bytes(command, "--replay", str(place))
+    assert peak - least <= GROWTH_MAX_BYTES, f"{(peak - least) >> 20} MiB"
+    # One clear line, or an answer.
+    assert len(said.splitlines()) == (1 if code == 2 else 0), said[:1000]
+    assert code in (0, 1, 2, 4)

@@ -1,0 +1,26 @@
+"""Programs of rdma-core run on the twins as docs/twins.md says: ibv_devices, ibv_devinfo (Debian: ibverbs-utils)."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from gdrkit.errors import Api
+from gdrkit.harness.needs import host, needs, software, verbs
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(["ibv_devices"], marks=needs(software(Api.VERBS), verbs.nic(), host.program("ibv_devices"))),
+        pytest.param(["ibv_devinfo", "-v"], marks=needs(software(Api.VERBS), verbs.nic(), host.program("ibv_devinfo"))),
+    ],
+    ids=" ".join,
+)
+def test_rdma_core_program_lists_the_twins(command: list[str]) -> None:
+    launcher = [sys.executable, "-m", "gdrkit", "run", "--software", "--"]
+    done = subprocess.run([*launcher, *command], capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert all(name in done.stdout for name in ("twin0", "twin1"))
