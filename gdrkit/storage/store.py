@@ -17,24 +17,30 @@ import stat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from gdrkit.errors import Reason, UsageError
+from gdrkit.errors import Reason, UsageError, errno_name
 from gdrkit.handles import Handle, ReleaseStack
+from gdrkit.host import PrivateFolder
 from gdrkit.storage._native import engine
-from gdrkit.storage.messages import Entry, FileStat, ListReply, StatfsReply
+from gdrkit.storage.messages import TOKEN_CHARACTERS_MAX, Entry, FileStat, ListReply, StatfsReply
+from gdrkit.storage.wire import CONTROL_BYTES_MAX
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from types import TracebackType
 
-__all__ = ["OWN_FOLDER", "FileStore", "file_stat", "read_token"]
+__all__ = ["OWN_FOLDER", "FileStore", "file_stat", "read_token", "read_token_file"]
 
 OWN_FOLDER = ".gdrkit"
 # Names in the root of the store that clients never see: its own folder, and the agent's.
 _HIDDEN = frozenset({b".gdrkit", b"3fs-virt"})
 _FORMAT = 1
 _CHUNK_BYTES = 4096
-_ENTRY_BYTES_MAX = 40_000
-_PRIVATE = 0o600
+# Bytes of JSON for the entries of one list reply: a frame less the rest of that reply.
+_ENTRIES_BYTES_MAX = CONTROL_BYTES_MAX - 1024
+# Bytes of JSON for one entry without its name: the names of the fields, and two numbers.
+_ENTRY_BYTES = 80
+# Permission bits that a client may set: no set-user-ID, set-group-ID or sticky bit.
+_MODE_MASK = 0o777
 
 
 class FileStore:
@@ -51,6 +57,8 @@ class FileStore:
     ------
     OSError
         The folder cannot be used; EWOULDBLOCK: another server has it.
+    SetupMissing
+        Another user can change what gdrkit keeps in `.gdrkit`, or has planted it.
     UsageError
         It was made with other chunks, or by another version.
     """
@@ -59,18 +67,17 @@ class FileStore:
         self._parts = ReleaseStack()
         self._closed = False
         try:
-            self._root = self._keep(os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(OWN_FOLDER, 0o700, dir_fd=self._root)
-            self._own = self._keep(self._beneath(OWN_FOLDER, os.O_RDONLY | os.O_DIRECTORY))
-            lock = self._keep(os.open("lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _PRIVATE, dir_fd=self._own))
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._root = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            self._parts.push(lambda: os.close(self._root))
+            self._own = PrivateFolder.below(root / OWN_FOLDER, parent=self._root)
+            self._parts.push(self._own.close)
+            lock = self._own.lock("lock")
+            self._parts.push(lambda: os.close(lock))
             self.chunk_bytes = self._format(chunk_bytes)
             self.token = self._token()
-            with contextlib.suppress(FileExistsError):
-                os.mkdir("sums", 0o700, dir_fd=self._own)
-            sums = self._keep(os.open("sums", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._own))
-            self.native = engine().Store(sums, self.chunk_bytes)
+            sums = self._own.folder("sums")
+            self._parts.push(sums.close)
+            self.native = engine().Store(sums.fd, self.chunk_bytes)
         except BaseException as error:
             self._parts.run_after(error)
             raise
@@ -83,7 +90,7 @@ class FileStore:
         # A change of a part of a chunk reads the rest, so a file that is written is read too. O_NONBLOCK: a FIFO is
         # refused instead of waited for.
         access = os.O_RDWR if write else os.O_RDONLY
-        found = self._beneath(path, access | (flags & (os.O_CREAT | os.O_EXCL)) | os.O_NONBLOCK, mode)
+        found = self._beneath(path, access | (flags & (os.O_CREAT | os.O_EXCL)) | os.O_NONBLOCK, mode & _MODE_MASK)
         file = self.native.adopt(found, read=flags & os.O_ACCMODE != os.O_WRONLY, write=write)
         if flags & os.O_TRUNC:
             file.truncate(0)
@@ -118,11 +125,13 @@ class FileStore:
             with os.scandir(folder) as entries:
                 found = {os.fsencode(each.name): each for each in entries}
             least = b"" if after is None else os.fsencode(after)
-            names = sorted(name for name in found if name > least and (path.strip("/") or name not in _HIDDEN))
-            listed, room = [], _ENTRY_BYTES_MAX
+            hidden = _HIDDEN if os.path.samestat(os.fstat(folder), os.fstat(self._root)) else frozenset()
+            names = sorted(name for name in found if name > least and name not in hidden)
+            listed, room = [], _ENTRIES_BYTES_MAX
             for name in names:
                 entry = found[name]
-                room -= 64 + 6 * len(entry.name)
+                # As the reply has it: a character takes up to 12 bytes, by two escapes.
+                room -= _ENTRY_BYTES + len(json.dumps(entry.name))
                 if room < 0:
                     break
                 with contextlib.suppress(FileNotFoundError):  # Removed meanwhile.
@@ -133,7 +142,7 @@ class FileStore:
     def mkdir(self, path: str, mode: int) -> FileStat:
         """Make a folder."""
         with self._parent(path) as (folder, name):
-            os.mkdir(name, mode, dir_fd=folder)
+            os.mkdir(name, mode & _MODE_MASK, dir_fd=folder)
             return file_stat(os.stat(name, dir_fd=folder, follow_symlinks=False))
 
     def rmdir(self, path: str) -> None:
@@ -179,11 +188,11 @@ class FileStore:
             return os.fsdecode(os.readlink(name, dir_fd=folder))
 
     def chmod(self, path: str, mode: int) -> FileStat:
-        """Change permission bits; of a symbolic link: ELOOP."""
+        """Change the permission bits, of which a client has 0777; of a symbolic link: ELOOP."""
         _check_visible(path)
         with self._opened(path, os.O_PATH) as file:
             # fchmod takes no O_PATH descriptor, and a file without read permission can be opened no other way.
-            Path(f"/proc/self/fd/{file}").chmod(mode)
+            Path(f"/proc/self/fd/{file}").chmod(mode & _MODE_MASK)
             return file_stat(os.fstat(file))
 
     def utimens(self, path: str, *, access_time_ns: int | None, modification_time_ns: int | None) -> FileStat:
@@ -218,7 +227,7 @@ class FileStore:
 
     def own_socket(self) -> Path:
         """Where a server listens that was not told where."""
-        return Path(f"/proc/self/fd/{self._own}").readlink() / "server.sock"
+        return self._own.path.resolve() / "server.sock"
 
     def close(self) -> None:
         """Close the folder and let others have it; files that are open stay so."""
@@ -226,10 +235,6 @@ class FileStore:
             self._parts.run()
             self._closed = True
             self._handle.release()
-
-    def _keep(self, descriptor: int) -> int:
-        self._parts.push(lambda: os.close(descriptor))
-        return descriptor
 
     def _beneath(self, path: str, flags: int, mode: int = 0) -> int:
         return int(engine().open_beneath(self._root, os.fsencode(path), flags, mode))
@@ -258,9 +263,10 @@ class FileStore:
 
     def _format(self, chunk_bytes: int | None) -> int:
         wanted = {"format": _FORMAT, "chunk_bytes": _CHUNK_BYTES if chunk_bytes is None else chunk_bytes}
-        self._create("store.json", json.dumps(wanted) + "\n")
+        if not self._own.has("store.json"):
+            self._own.write_text("store.json", json.dumps(wanted) + "\n")
         try:
-            found = json.loads(_read(self._own, "store.json"))
+            found = json.loads(self._own.read_text("store.json"))
         except ValueError as error:
             message = f"{OWN_FOLDER}/store.json is no JSON"
             raise UsageError(message, reason=Reason.MALFORMED) from error
@@ -273,19 +279,9 @@ class FileStore:
         return int(found["chunk_bytes"])
 
     def _token(self) -> str:
-        self._create("token", secrets.token_hex(32) + "\n")
-        return _read(self._own, "token").strip()
-
-    def _create(self, name: str, text: str) -> None:
-        """Make a file with this content unless it is there: whole or not at all."""
-        with contextlib.suppress(FileNotFoundError):
-            if os.stat(name, dir_fd=self._own, follow_symlinks=False):
-                return
-        draft = f"{name}.new"
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-        with os.fdopen(os.open(draft, flags, _PRIVATE, dir_fd=self._own), "w", encoding="ascii") as file:
-            file.write(text)
-        os.rename(draft, name, src_dir_fd=self._own, dst_dir_fd=self._own)
+        if not self._own.has("token"):
+            self._own.write_text("token", secrets.token_hex(32) + "\n")
+        return _checked_token(self._own.read_text, "token", self._own.path / "token")
 
     def __enter__(self) -> Self:
         return self
@@ -313,14 +309,47 @@ def file_stat(info: os.stat_result) -> FileStat:
 
 
 def read_token(root: Path) -> str:
-    """The token of a store that this user may read."""
-    return (root / OWN_FOLDER / "token").read_text().strip()
+    """Return the token of a store of this user.
+
+    Raises
+    ------
+    SetupMissing
+        The token, or the folder that it is in, does not belong to this user alone.
+    OSError
+        There is no store, or no token.
+    UsageError
+        ``MALFORMED``: the token is not a line of ASCII text.
+    """
+    with PrivateFolder.below(root / OWN_FOLDER, create=False) as own:
+        return _checked_token(own.read_text, "token", own.path / "token")
 
 
-def _read(folder: int, name: str) -> str:
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
-    with os.fdopen(os.open(name, flags, dir_fd=folder), encoding="ascii") as file:
-        return file.read(4096)
+def read_token_file(path: Path) -> str:
+    """Return the token in a file that its user copied from the machine of a server.
+
+    Raises
+    ------
+    UsageError
+        The file cannot be read, or does not hold a token.
+    """
+    try:
+        return _checked_token(lambda name: Path(name).read_text(encoding="ascii"), str(path), path)
+    except OSError as error:
+        message = f"open {path}: {error.strerror} ({errno_name(error.errno)})"
+        what_to_do = f"copy {OWN_FOLDER}/token of the server's store, readable by this user alone"
+        raise UsageError(message, what_to_do=what_to_do) from error
+
+
+def _checked_token(read_text: Callable[[str], str], name: str, path: Path) -> str:
+    try:
+        token = read_text(name).strip()
+    except UnicodeDecodeError as error:
+        message = f"{path} has bytes that are not ASCII, so it is not a token"
+        raise UsageError(message, reason=Reason.MALFORMED) from error
+    if not token or len(token) > TOKEN_CHARACTERS_MAX or not token.isprintable():
+        message = f"{path} does not hold one line of 1 to {TOKEN_CHARACTERS_MAX} characters, so it is not a token"
+        raise UsageError(message, reason=Reason.MALFORMED)
+    return token
 
 
 def _check_visible(path: str) -> None:
