@@ -49,7 +49,7 @@ CASES: Mapping[str, tuple[str, ...]] = {
         "suites/qualify/test_harness.py",
         "suites/report/test_page.py",
     ),
-    "gdrkit/qualify/outcome.py": ("suites/qualify/test_outcome.py",),
+    "gdrkit/qualify/outcome.py": ("suites/qualify/test_outcome.py", "suites/qualify/test_outcome_causes.py"),
 }
 
 MODULES: Mapping[str, tuple[str, ...]] = {

@@ -26,7 +26,7 @@ __all__ = ["BaselineFailed", "Worker"]
 
 # A case that takes longer than this is taken for hung; every case of the baseline must be faster.
 _CASE_TIMEOUT_S = 40
-_LIMIT_FACTOR, _LIMIT_MIN_S, _BASELINE_LIMIT_S = 4, 90.0, 400.0
+_LIMIT_FACTOR, _LIMIT_MIN_S, _BASELINE_LIMIT_S = 3, 90.0, 400.0
 _INTERRUPT_S = 15
 _BUILD_TIMEOUT_S = 900
 _MARKER = "GDRKIT_MUTANT_RUN"
