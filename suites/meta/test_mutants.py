@@ -39,7 +39,7 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
     made.remove()
 
 
-def test_a_known_mutant_is_killed_by_a_named_case(worker: Worker) -> None:
+def test_known_mutant_is_killed_by_a_named_case(worker: Worker) -> None:
     mutant = changed("    if failed is not None:\n        return failed\n", "")
     (result,) = try_all([mutant], [worker], {})
     assert result.outcome is MutantOutcome.KILLED
@@ -47,19 +47,19 @@ def test_a_known_mutant_is_killed_by_a_named_case(worker: Worker) -> None:
     assert (worker.tree / OUTCOME).read_text() == (TREE / OUTCOME).read_text()
 
 
-def test_a_mutant_that_no_case_asserts_survives(worker: Worker) -> None:
+def test_mutant_that_no_case_asserts_survives(worker: Worker) -> None:
     mutant = changed('"""What a run showed."""', '"""."""')
     (result,) = try_all([mutant], [worker], {})
     assert (result.outcome, result.killed_by) == (MutantOutcome.SURVIVED, "")
 
 
-def test_the_tree_in_use_is_not_changed(worker: Worker) -> None:
+def test_tree_in_use_is_not_changed(worker: Worker) -> None:
     before = (TREE / OUTCOME).read_bytes(), (TREE / OUTCOME).stat().st_mtime_ns
     try_all([changed('"""What a run showed."""', '"""."""')], [worker], {})
     assert before == ((TREE / OUTCOME).read_bytes(), (TREE / OUTCOME).stat().st_mtime_ns)
 
 
-def test_a_baseline_that_fails_is_refused(worker: Worker) -> None:
+def test_baseline_that_fails_is_refused(worker: Worker) -> None:
     broken = worker.tree / "suites" / "qualify" / "test_broken.py"
     broken.write_text("def test_that_fails() -> None:\n    assert False\n")
     mutant = changed(
@@ -72,13 +72,13 @@ def test_a_baseline_that_fails_is_refused(worker: Worker) -> None:
         broken.unlink()
 
 
-def test_a_baseline_without_cases_is_refused(worker: Worker) -> None:
+def test_baseline_without_cases_is_refused(worker: Worker) -> None:
     mutant = changed('"""What a run showed."""', '"""."""', cases=(*CASE[:2], "no_such_case"))
     with pytest.raises(BaselineFailed):
         try_all([mutant], [worker], {})
 
 
-def test_a_case_that_fails_once_is_no_kill(worker: Worker) -> None:
+def test_case_that_fails_once_is_no_kill(worker: Worker) -> None:
     flaky = worker.tree / "suites" / "qualify" / "test_flaky.py"
     count = worker.tree / "count"
     # Passes as the baseline, fails in the first run with the mutant, and passes from then on.
@@ -100,13 +100,13 @@ def test_a_case_that_fails_once_is_no_kill(worker: Worker) -> None:
     assert "test_flaky failed once" in result.note
 
 
-def test_an_equivalent_mutant_is_not_run() -> None:
+def test_equivalent_mutant_is_not_run() -> None:
     mutant = changed('"""What a run showed."""', '"""."""')
     (result,) = try_all([mutant], [], {mutant.content: "a docstring"})
     assert (result.outcome, result.note) == (MutantOutcome.EQUIVALENT, "a docstring")
 
 
-def test_a_seed_gives_the_same_sample_twice() -> None:
+def test_seed_gives_the_same_sample_twice() -> None:
     modules = {"outcome": MODULES["outcome"], "requests": MODULES["requests"]}
     first, again, other = (draw(OPERATORS, TREE, modules, seed=seed, count=10) for seed in ("1", "1", "2"))
     assert first == again
@@ -125,12 +125,12 @@ def test_every_module_of_the_table_exists() -> None:
 
 
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.name)
-def test_a_committed_patch_fits_the_code(patch: Patch) -> None:
+def test_committed_patch_fits_the_code(patch: Patch) -> None:
     mutant = mutant_of(patch, TREE)
     assert mutant.before != mutant.after
 
 
-def test_a_patch_that_fits_no_more_is_an_error(tmp_path: Path) -> None:
+def test_patch_that_fits_no_more_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text("one\none\n")
     for text in ("two", "one"):
         with pytest.raises(PatchMismatch, match="adapt the patch"):
@@ -158,7 +158,7 @@ def test_equivalent_mutants_do_not_count() -> None:
     assert score([Result(mutant, outcome) for outcome in outcomes]) == 0.9
 
 
-def test_the_record_has_a_row_for_each_mutant_and_a_summary(tmp_path: Path) -> None:
+def test_record_has_a_row_for_each_mutant_and_a_summary(tmp_path: Path) -> None:
     mutant, path = mutant_of(PATCHES[0], TREE), tmp_path / "mutants.jsonl"
     killed = Result(mutant, MutantOutcome.KILLED, "suites/a.py::test_b", duration_s=1.0)
     write_records(path, [killed] * 8 + [Result(mutant, MutantOutcome.SURVIVED)], seed="1", command="x", duration_s=9.0)

@@ -37,7 +37,7 @@ def failed(index: int) -> Record:
     return record_of(Verdict.FAIL, case=f"a.py::test_{index}", reasons=(CaseReason(f"differs {index}"),))
 
 
-def test_a_route_without_proof_is_listed_with_its_cause() -> None:
+def test_route_without_proof_is_listed_with_its_cause() -> None:
     outcome = decide(facts_of(routes=[route("dmabuf")]), BARE, [PASSED], software_asked=False)
     assert outcome.causes == ("GPU 0 <- NIC mlx5_0 by dma-buf: no case went this way",)
 
@@ -49,7 +49,7 @@ def test_routes_with_one_cause_are_listed_once(count: int) -> None:
     assert outcome.causes == (f"GPU 0 <- NIC mlx5_0 by dma-buf and {count - 1} more: no case went this way",)
 
 
-def test_a_machine_without_routes_has_a_cause_and_advice() -> None:
+def test_machine_without_routes_has_a_cause_and_advice() -> None:
     outcome = decide(facts_of(), BARE, [PASSED], software_asked=False)
     assert (outcome.code, outcome.causes) == (ExitCode.NOTHING_PROVEN, ("there is no pair of a device and a NIC",))
     assert len(outcome.to_do) == 1
@@ -62,7 +62,7 @@ def test_failed_cases_are_listed_with_their_reason() -> None:
     assert outcome.causes == ("a.py::test_0: differs 0",)
 
 
-def test_a_failed_case_without_a_reason_is_listed_by_name() -> None:
+def test_failed_case_without_a_reason_is_listed_by_name() -> None:
     outcome = decide(facts_of(), BARE, [record_of(Verdict.FAIL, case="a.py::test_a")], software_asked=True)
     assert outcome.causes == ("a.py::test_a",)
 
@@ -72,12 +72,12 @@ def test_cases_that_did_not_run_are_not_counted_as_run() -> None:
     assert decide(facts_of(), BARE, [failed(0), PASSED, foreseen], software_asked=True).verdict == "1 of 2 cases failed"
 
 
-def test_the_first_five_failures_are_listed() -> None:
+def test_first_five_failures_are_listed() -> None:
     outcome = decide(facts_of(), BARE, [failed(index) for index in range(7)], software_asked=True)
     assert outcome.causes == tuple(f"a.py::test_{index}: differs {index}" for index in range(LISTED))
 
 
-def test_the_first_five_fallbacks_are_listed() -> None:
+def test_first_five_fallbacks_are_listed() -> None:
     outcome = decide(facts_of(), STRICT, [fallen(index) for index in range(7)], software_asked=False)
     assert outcome.code is ExitCode.FAILED
     assert outcome.causes == tuple(
@@ -85,12 +85,12 @@ def test_the_first_five_fallbacks_are_listed() -> None:
     )
 
 
-def test_a_fallback_fails_a_software_run() -> None:
+def test_fallback_fails_a_software_run() -> None:
     outcome = decide(facts_of(), BARE, [fallen(0)], software_asked=True)
     assert outcome.verdict == "A route fell back where direct was required"
 
 
-def test_a_fallback_on_a_route_not_required_is_no_failure() -> None:
+def test_fallback_on_a_route_not_required_is_no_failure() -> None:
     outcome = decide(facts_of(), BARE, [fallen(0), PASSED], software_asked=False)
     assert outcome.code is ExitCode.NOTHING_PROVEN
 
@@ -117,7 +117,7 @@ def test_routes_that_are_required_are_listed_and_kept() -> None:
     assert outcome.causes == outcome.required[:LISTED]
 
 
-def test_a_run_on_software_requires_no_route() -> None:
+def test_run_on_software_requires_no_route() -> None:
     outcome = decide(facts_of(routes=[route("dmabuf")]), STRICT, [PASSED], software_asked=True)
     assert (outcome.code, outcome.required) == (ExitCode.PROVEN, ())
 

@@ -14,7 +14,7 @@ from support.reach import registering
 from gdrkit.errors import Api, UsageError
 from gdrkit.harness.needs import needs, software
 from gdrkit.host import HostAllocator
-from gdrkit.registration import RegionCache, RegistrationRoute
+from gdrkit.registration import RegionCache, RegistrationRoute, register
 from gdrkit.units import KIB
 
 if TYPE_CHECKING:
@@ -54,6 +54,21 @@ def test_cache_without_room_is_refused(space: Space, nic: Nic, limits: dict[str,
 def test_cache_of_one_region_is_accepted(space: Space, nic: Nic) -> None:
     with space.allocate(64 * KIB) as memory, RegionCache([nic], regions_max=1, bytes_max=1) as cache:
         cache.lease(memory).close()
+
+
+def test_route_values_are_those_of_records() -> None:
+    assert [route.value for route in RegistrationRoute] == ["dmabuf", "peer_memory", "host"]
+
+
+def test_representation_names_the_nics_and_the_state(space: Space, nic: Nic) -> None:
+    with space.allocate(64 * KIB) as memory:
+        with register(memory, [nic]) as registration:
+            assert repr(registration) == f"Registration({registration.route.value}, {nic.name})"
+        assert repr(registration) == f"Registration({registration.route.value}, {nic.name}, closed)"
+        with RegionCache([nic]) as cache:
+            cache.lease(memory).close()
+            assert repr(cache) == f"RegionCache({nic.name}, 1 regions)"
+        assert repr(cache) == f"RegionCache({nic.name}, closed)"
 
 
 @needs(software(Api.VERBS))

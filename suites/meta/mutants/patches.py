@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PATCHES", "Patch", "mutant_of"]
 
-_STORAGE = ("suites/storage/test_files.py", "suites/storage/test_sums.py", "suites/storage/test_transfers.py")
+_STORAGE = ("suites/storage", "-k", "not fuzzer")
 _AGENT = (
     "suites/usrbio/test_agent.py",
     "suites/usrbio/test_bad_input.py",
@@ -98,7 +98,7 @@ PATCHES: tuple[Patch, ...] = (
         "native/storage/store_file.cpp",
         "status == 0 || begin + chunk_bytes <= offset + written",
         "status == 0 || begin < offset + written",
-        cases=("suites/storage", "-k", "not fuzzer"),
+        cases=_STORAGE,
     ),
     Patch(
         "published-memory-of-another-user",
