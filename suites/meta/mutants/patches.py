@@ -215,7 +215,7 @@ PATCHES: tuple[Patch, ...] = (
         "durable-without-fdatasync",
         "native/engine/job.cpp",
         "fdatasync(each->buffered()) != 0",
-        "false",
+        "each->buffered() < -1",
         cases=_FILES,
     ),
     # ------------------------------------------------------------------------------------------------------ the agent

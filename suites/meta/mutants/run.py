@@ -310,6 +310,9 @@ def _judged(results: Sequence[Result], duration_s: float) -> int:
     if counts[MutantOutcome.EQUIVALENT] > EQUIVALENT_MAX * len(results):
         print(f"more than {EQUIVALENT_MAX:.0%} are in {EQUIVALENT.name}; write cases instead")  # noqa: T201
         return 1
+    if counts[MutantOutcome.NOT_COMPILED]:
+        print("a patch that does not compile shows nothing; adapt it")  # noqa: T201
+        return 1
     return 0 if found >= SCORE_MIN else 1
 
 
