@@ -23,7 +23,7 @@ _AGENT = (
     "suites/usrbio/test_bad_input.py",
     "suites/usrbio/test_end_to_end.py",
     "-k",
-    "not fuzzer and not 1GiB and not side_by_side",
+    "not fuzzer and not 1GiB and not 64MiB and not 64_rings and not side_by_side",
 )
 _FILES = ("suites/gds/test_unruly_files.py", "suites/gds/test_reads_and_writes.py", "suites/gds/test_copy.py")
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import datetime as dt
+import functools
 import json
 import os
 import queue
@@ -30,6 +31,7 @@ from meta.mutants.worker import BaselineFailed, Worker
 
 import gdrkit
 from gdrkit.house import house
+from gdrkit.inventory import probe
 from gdrkit.report.record import SCHEMA_VERSION, CaseReason, Record, Verdict, append_record
 
 if TYPE_CHECKING:
@@ -170,7 +172,14 @@ def _record(result: Result, seed: str, command: str) -> Record:
     numbers = {"baseline_s": result.baseline_s, "limit_s": result.limit_s}
     if verdict is not Verdict.PASS:
         numbers = {}
-    return _plain_record(f"mutants::{mutant.name}", verdict, reasons, evidence, numbers, result.duration_s, command)
+    return _plain_record(
+        f"meta/mutants::{mutant.name}", verdict, reasons, evidence, numbers, result.duration_s, command
+    )
+
+
+@functools.cache
+def _facts_digest() -> str:
+    return probe(ask_apis=False).digest
 
 
 def _plain_record(
@@ -182,6 +191,9 @@ def _plain_record(
     duration_s: float,
     command: str,
 ) -> Record:
+    if verdict is not Verdict.PASS:
+        # Only a case that passed has numbers, by the form of records.
+        evidence, numbers = {**evidence, "numbers": numbers}, {}
     return Record(
         schema_version=SCHEMA_VERSION,
         case=case,
@@ -189,7 +201,7 @@ def _plain_record(
         verdict=verdict,
         reasons=reasons,
         profile="bare",
-        facts_digest="",
+        facts_digest=_facts_digest(),
         substrate={},
         libraries=(),
         seed=1,
@@ -220,7 +232,9 @@ def write_records(path: Path, results: Sequence[Result], *, seed: str, command: 
     reasons = () if enough else (CaseReason(text=f"the score is {found:.3f}, and {SCORE_MIN} is wanted"),)
     numbers |= {"mutants_count": float(len(results)), "score_share": round(found, 4)}
     verdict = Verdict.PASS if enough else Verdict.FAIL
-    append_record(path, _plain_record("mutants::summary", verdict, reasons, evidence, numbers, duration_s, command))
+    append_record(
+        path, _plain_record("meta/mutants::summary", verdict, reasons, evidence, numbers, duration_s, command)
+    )
 
 
 def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
