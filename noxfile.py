@@ -27,6 +27,7 @@ from automation.commands import (
     exit_unless_zero,
     exit_with_pytest_code,
     fail_unless_zero,
+    prepend_to_pythonpath,
     say,
 )
 from automation.environments import ensure_environment
@@ -43,6 +44,8 @@ ALL_CASES = ("suites", "--ignore=suites/meta")
 LINT = ("ruff==0.17.5", "clang-format==14.0.6")
 TYPES = ("mypy==2.4.1",)
 LAB = ("virtme-ng==1.42",)
+# A seed gives other mutants with another version of the operators.
+MUTANTS = ("mutmut==3.8.1",)
 # The records of the sample report. A facts.json, as `gdrkit facts --json` prints it, may lie beside them.
 SAMPLE_RECORDS = Path("reports", "baselines", "h200-1")
 LONG_SEEDS = range(1, 11)
@@ -95,6 +98,7 @@ def meta(session: nox.Session) -> None:
     """Check the project itself: levels, seams, banned words, what `import gdrkit` opens, exit codes, the wheel."""
     run = builds.prepare_run(twins=True)
     builds.build_wheel()
+    ensure_environment("mutants", python=find_interpreter()[0], requirements=MUTANTS)
     exit_with_pytest_code(session, call([*pytest(run), "suites/meta", *session.posargs]))
 
 
@@ -162,11 +166,23 @@ def review(session: nox.Session) -> None:
     """Show that the cases of the GDR review can fail: put each defect back, see it caught, write docs/findings.md."""
     run = builds.prepare_run(twins=True)
     libraries = builds.build_defects()
-    # No package carries the defects: the review finds them by this path, and so do its child processes.
-    path = os.pathsep.join(filter(None, (str(ROOT / "suites"), os.environ.get("PYTHONPATH", ""))))
     program = [str(run / "python"), "-m", "meta.defects.run", "--libraries", str(libraries)]
     command = [*on_twins(run), *program, *session.posargs]
-    fail_unless_zero(session, [call(command, environ={"PYTHONPATH": path})])
+    # No package carries the defects: the review finds them by this path, and so do its child processes.
+    fail_unless_zero(session, [call(command, environ=prepend_to_pythonpath(ROOT / "suites"))])
+
+
+@nox.session(default=False)
+def mutants(session: nox.Session) -> None:
+    """Change the product in one place at a time, in a copy, and run the cases against each change; ends with 0 if they
+    notice nine of ten: -- [--module wire] [--count 20] [--jobs 2] [--records FILE].
+    """
+    run = builds.prepare_run(twins=True)
+    system_packages.install_filesystem_tools()
+    operators = ensure_environment("mutants", python=find_interpreter()[0], requirements=MUTANTS) / "python"
+    tools = builds.ensure_build_tools()
+    program = [str(run / "python"), "-m", "meta.mutants.run", "--operators", str(operators), "--tools", str(tools)]
+    exit_unless_zero(call([*program, *session.posargs], environ=prepend_to_pythonpath(ROOT / "suites")))
 
 
 @nox.session(default=False)

@@ -25,6 +25,7 @@ __all__ = [
     "fail_unless_zero",
     "output_of",
     "prepend_to_path",
+    "prepend_to_pythonpath",
     "require",
     "say",
     "stop",
@@ -72,6 +73,11 @@ def output_of(command: Sequence[str]) -> str:
 def prepend_to_path(tools: Path) -> dict[str, str]:
     """Return the environment variables under which the programs in the folder `tools` are found first."""
     return {"PATH": f"{tools}{os.pathsep}{os.environ['PATH']}"}
+
+
+def prepend_to_pythonpath(folder: Path) -> dict[str, str]:
+    """Return the environment variables under which Python imports modules of `folder`, in child processes too."""
+    return {"PYTHONPATH": os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH", ""))))}
 
 
 def exit_unless_zero(code: int) -> None:

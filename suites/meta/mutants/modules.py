@@ -1,0 +1,71 @@
+"""The modules that are mutated, and the cases that are run against each of their files."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["CASES", "MODULES"]
+
+# The fuzzers are left out: they look for any input that breaks a parser, for many seconds.
+_STORAGE = ("suites/storage", "-k", "not fuzzer")
+_MOVES = (
+    "suites/tiers/test_migration.py",
+    "suites/tiers/test_in_flight.py",
+    "suites/tiers/test_refusals.py",
+    "suites/tiers/test_kills.py",
+)
+_AGENT = ("suites/usrbio/test_agent.py", "suites/usrbio/test_agent_deaths.py")
+_REGISTRATION = ("suites/registration", "suites/property/test_cache_machine.py")
+
+# The nearest cases of each file. A run stops at the first failure, so the whole is only run against a survivor.
+CASES: Mapping[str, tuple[str, ...]] = {
+    "gdrkit/storage/wire.py": ("suites/storage/test_wire.py", "suites/storage/test_files.py", "-k", "not fuzzer"),
+    "gdrkit/verbs/wire.py": ("suites/contract/test_wire.py", "suites/rdma/test_first_light.py"),
+    "gdrkit/harness/wire.py": ("suites/contract/test_wire.py", "suites/qualify/test_peer.py"),
+    "gdrkit/storage/control.py": _STORAGE,
+    "gdrkit/storage/store.py": _STORAGE,
+    "gdrkit/storage/requests.py": _STORAGE,
+    "gdrkit/storage/server.py": _STORAGE,
+    "gdrkit/usrbio/server.py": _AGENT,
+    "gdrkit/usrbio/mount.py": (
+        *_AGENT,
+        "suites/usrbio/test_bad_input.py",
+        "suites/usrbio/test_bare_links.py",
+        "-k",
+        "not fuzzer",
+    ),
+    "gdrkit/registration/cache.py": _REGISTRATION,
+    "gdrkit/registration/policy.py": (*_REGISTRATION, "suites/fault/test_registration_errnos.py"),
+    "gdrkit/gds/tiers/policy.py": ("suites/tiers/test_policy.py",),
+    "gdrkit/gds/tiers/migration.py": _MOVES,
+    "gdrkit/gds/tiers/copying.py": _MOVES,
+    "gdrkit/gds/copying.py": ("suites/gds/test_copy.py", "suites/gds/test_unruly_files.py"),
+    "gdrkit/report/substrate.py": (
+        "suites/inventory/test_witness.py",
+        "suites/qualify/test_outcome.py",
+        "suites/qualify/test_harness.py",
+        "suites/report/test_page.py",
+    ),
+    "gdrkit/qualify/outcome.py": ("suites/qualify/test_outcome.py", "suites/qualify/test_outcome_causes.py"),
+}
+
+MODULES: Mapping[str, tuple[str, ...]] = {
+    name: tuple(file for file in CASES if file.endswith(f"/{name}.py"))
+    for name in (
+        "wire",
+        "control",
+        "store",
+        "requests",
+        "server",
+        "mount",
+        "cache",
+        "policy",
+        "migration",
+        "copying",
+        "substrate",
+        "outcome",
+    )
+}

@@ -1,0 +1,297 @@
+"""Mutants by hand: the ones that survived a review from outside, and changes of the native parts.
+
+A patch replaces a text that must be in its file exactly once. One that does not fit any more ends the run, so that it
+is adapted together with the code. ``at`` is a text that stands before the replaced one, for a text that is there twice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from meta.mutants.modules import CASES
+from meta.mutants.mutant import Mutant, PatchMismatch, changed_lines
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = ["PATCHES", "Patch", "mutant_of"]
+
+_STORAGE = ("suites/storage", "-k", "not fuzzer")
+_AGENT = (
+    "suites/usrbio/test_agent.py",
+    "suites/usrbio/test_bad_input.py",
+    "suites/usrbio/test_end_to_end.py",
+    "-k",
+    "not fuzzer and not 1GiB and not 64MiB and not 64_rings and not side_by_side",
+)
+_FILES = ("suites/gds/test_unruly_files.py", "suites/gds/test_reads_and_writes.py", "suites/gds/test_copy.py")
+
+
+@dataclass(frozen=True, slots=True)
+class Patch:
+    """One change by hand.
+
+    Attributes
+    ----------
+    name : str
+        What is wrong with the product then.
+    file : str
+        Path below the root of the tree.
+    before, after : str
+        The text and what replaces it.
+    at : str
+        A text before it, from which on it is looked for.
+    cases : tuple of str
+        The arguments of pytest; empty: those of the file.
+    """
+
+    name: str
+    file: str
+    before: str
+    after: str
+    at: str = ""
+    cases: tuple[str, ...] = ()
+
+
+PATCHES: tuple[Patch, ...] = (
+    # ------------------------------------------------------------ what survived a review from outside (issue 15, D)
+    Patch(
+        "serve-takes-every-user",
+        "gdrkit/storage/server.py",
+        "if user not in {0, os.geteuid()}:",
+        "if False:",
+    ),
+    Patch(
+        "agent-folder-visible-to-clients",
+        "gdrkit/storage/store.py",
+        'frozenset({b".gdrkit", b"3fs-virt"})',
+        'frozenset({b".gdrkit"})',
+    ),
+    Patch(
+        "write-only-descriptor-adopted-for-reading",
+        "gdrkit/storage/store.py",
+        "(read and access == os.O_WRONLY) or ",
+        "",
+    ),
+    Patch(
+        "control-write-by-read-only-handle",
+        "gdrkit/storage/requests.py",
+        "if not file.may_write:",
+        "if False:",
+    ),
+    Patch(
+        "data-write-by-read-only-handle",
+        "native/storage/session.cpp",
+        "!(is_write ? file->may_write : file->may_read)",
+        "(!is_write && !file->may_read)",
+        cases=_STORAGE,
+    ),
+    Patch(
+        "ten-times-the-sessions",
+        "gdrkit/storage/server.py",
+        "SESSIONS_MAX = 64",
+        "SESSIONS_MAX = 640",
+    ),
+    Patch(
+        "sum-of-partly-written-chunk-kept",
+        "native/storage/store_file.cpp",
+        "status == 0 || begin + chunk_bytes <= offset + written",
+        "status == 0 || begin < offset + written",
+        cases=_STORAGE,
+    ),
+    Patch(
+        "published-memory-of-another-user",
+        "gdrkit/usrbio/mount.py",
+        "found.st_uid != uid",
+        "False",
+        at="def open_shared",
+    ),
+    Patch(
+        "unnamed-memory-of-another-user",
+        "gdrkit/usrbio/mount.py",
+        "found.st_uid != uid",
+        "False",
+        at="def take_unnamed",
+    ),
+    Patch(
+        "no-last-look-before-the-old-file-goes",
+        "gdrkit/gds/tiers/migration.py",
+        "        self._check_copy()\n        self._guard.check()\n        os.unlink(self.id",
+        "        os.unlink(self.id",
+    ),
+    Patch(
+        "source-folder-not-synced",
+        "gdrkit/gds/tiers/migration.py",
+        "self._step(Phase.RETIRED, self._sync_source)",
+        "self._step(Phase.RETIRED, lambda: None)",
+        cases=(*CASES["gdrkit/gds/tiers/migration.py"], "suites/tiers/test_power_cuts.py"),
+    ),
+    Patch(
+        "copy-sync-ignored-by-the-command",
+        "gdrkit/cli_files.py",
+        "durable=sync,",
+        "durable=False,",
+        cases=("suites/gds/test_copy.py",),
+    ),
+    Patch(
+        "copy-sync-does-nothing",
+        "gdrkit/gds/copying.py",
+        "if durable:",
+        "if False:",
+    ),
+    Patch(
+        "quote-in-a-metric-label",
+        "gdrkit/report/metrics.py",
+        """.replace('"', '\\\\"')""",
+        "",
+        cases=("suites/report",),
+    ),
+    Patch(
+        "number-of-64-bits-in-a-request",
+        "gdrkit/storage/control.py",
+        "_INT63 = (1 << 63) - 1",
+        "_INT63 = 1 << 63",
+    ),
+    # ------------------------------------------------------------------------------------------- the storage service
+    Patch(
+        "wrong-checksum-of-a-write-accepted",
+        "native/storage/segments.cpp",
+        "checksum != operation.checksum",
+        "false",
+        cases=_STORAGE,
+    ),
+    Patch(
+        "checksum-of-the-last-segment-alone",
+        "native/storage/segments.cpp",
+        "segment.begin == 0 ? checksum : crc32c_combine(pending.checksum, checksum, count)",
+        "checksum",
+        cases=_STORAGE,
+    ),
+    Patch(
+        "change-from-outside-unnoticed",
+        "native/storage/store_file.cpp",
+        "if (!(sums_.version() == now)) {",
+        "if (false) {",
+        cases=_STORAGE,
+    ),
+    Patch(
+        "sum-kept-behind-a-new-end",
+        "native/storage/store_file.cpp",
+        "sums_.forget(tail + (rest != 0 ? 1 : 0));",
+        "sums_.forget(tail + 1);",
+        cases=_STORAGE,
+    ),
+    Patch(
+        "sums-of-another-file-with-the-same-inode",
+        "native/storage/sums.cpp",
+        "!(header_->identity == identity)",
+        "false",
+        cases=_STORAGE,
+    ),
+    Patch(
+        "remote-address-may-overflow",
+        "native/storage/session.cpp",
+        " || operation.remote_address > UINT64_MAX - operation.length",
+        "",
+        cases=_STORAGE,
+    ),
+    Patch(
+        "frame-may-have-another-version",
+        "native/storage/parser.cpp",
+        " || header.version != frame_version",
+        "",
+        cases=("suites/storage/test_wire.py", "-k", "not fuzzer"),
+    ),
+    # ----------------------------------------------------------------------------------------------- the copy engine
+    Patch(
+        "short-read-counted-as-whole",
+        "native/engine/job.cpp",
+        "each.at + each.done);",
+        "each.at + each.length);",
+        cases=_FILES,
+    ),
+    Patch(
+        "durable-without-fdatasync",
+        "native/engine/job.cpp",
+        "fdatasync(each->buffered()) != 0",
+        "each->buffered() < -1",
+        cases=_FILES,
+    ),
+    # ------------------------------------------------------------------------------------------------------ the agent
+    Patch(
+        "operation-beyond-its-buffer",
+        "native/usrbio/agent/loop_io.cpp",
+        " || wanted.length > spec.length - wanted.buffer_offset",
+        "",
+        cases=_AGENT,
+    ),
+    Patch(
+        "ring-writes-a-read-only-file",
+        "native/usrbio/agent/loop_io.cpp",
+        "!(ring.spec.for_read ? file->spec.readable : file->spec.writable)",
+        "ring.spec.for_read && !file->spec.readable",
+        cases=_AGENT,
+    ),
+    Patch(
+        "operation-crosses-a-block",
+        "native/usrbio/agent/loop_io.cpp",
+        "spec.block_bytes != 0 &&",
+        "false &&",
+        cases=_AGENT,
+    ),
+    Patch(
+        "result-larger-than-asked",
+        "native/usrbio/agent/loop_io.cpp",
+        "(result > 0 && static_cast<std::uint64_t>(result) > flight.length)",
+        "false",
+        cases=("suites/usrbio/test_agent_deaths.py", *_AGENT),
+    ),
+    Patch(
+        "silent-server-awaited-for-ever",
+        "native/usrbio/agent/loop_io.cpp",
+        "now - heard_ < options_.silence",
+        "true",
+        cases=("suites/usrbio/test_agent_deaths.py",),
+    ),
+    Patch(
+        "submission-head-may-go-backwards",
+        "native/usrbio/ring/agent_side.cpp",
+        "available + view_.distance(submission_tail_, claimed_) >= view_.slots || available < ripe_",
+        "false",
+        cases=_AGENT,
+    ),
+    Patch(
+        "completion-tail-may-go-backwards",
+        "native/usrbio/ring/agent_side.cpp",
+        "if (used > before) {",
+        "if (false) {",
+        cases=_AGENT,
+    ),
+)
+
+
+def mutant_of(patch: Patch, root: Path) -> Mutant:
+    """Return the mutant that a patch makes of a tree.
+
+    Raises
+    ------
+    PatchMismatch
+        The text is not there, or not exactly once.
+    """
+    path = root / patch.file
+    source = path.read_text() if path.is_file() else ""
+    start = source.find(patch.at)
+    head, rest = source[: max(start, 0)], source[max(start, 0) :]
+    count = rest.count(patch.before)
+    if start < 0 or (count != 1 and not (patch.at and count)):
+        message = (
+            f"patch {patch.name}: {patch.file} has its text {count} times, not once; "
+            "adapt the patch in suites/meta/mutants/patches.py to the new code"
+        )
+        raise PatchMismatch(message)
+    changed = head + rest.replace(patch.before, patch.after, 1)
+    line, before, after = changed_lines(source, changed)
+    module = "native" if patch.file.startswith("native/") else path.stem
+    operator = f"patch {patch.name}"
+    return Mutant(module, patch.file, line, operator, before, after, changed, patch.cases or CASES[patch.file])

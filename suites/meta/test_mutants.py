@@ -1,0 +1,173 @@
+"""The mutation runner: the sample, the patches, and what counts as a kill."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from meta.mutants.modules import CASES, MODULES
+from meta.mutants.mutant import Mutant, MutantOutcome, PatchMismatch, Result, changed_lines, equivalents
+from meta.mutants.patches import PATCHES, Patch, mutant_of
+from meta.mutants.run import draw, score, try_all, write_records
+from meta.mutants.worker import BaselineFailed, Worker
+from support.json_schema import problems
+
+from gdrkit.report import Verdict, read_records
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+TREE = Path(__file__).resolve().parents[2]
+OPERATORS = TREE / ".nox" / "mutants" / "bin" / "python"
+OUTCOME = "gdrkit/qualify/outcome.py"
+CASE = ("suites/qualify/test_outcome.py", "-k", "test_the_exit_code_follows_from_the_records")
+
+
+def changed(before: str, after: str, *, file: str = OUTCOME, cases: tuple[str, ...] = CASE) -> Mutant:
+    return dataclasses.replace(mutant_of(Patch("by-hand", file, before, after), TREE), cases=cases)
+
+
+@pytest.fixture(scope="module")
+def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
+    """A copy of this tree, made once."""
+    # Beside the environment, so that its files can be linked.
+    folder = TREE / "build" / "mutants" / f"meta-{tmp_path_factory.getbasetemp().name}"
+    made = Worker(folder, source=TREE, environment=Path(sys.prefix))
+    yield made
+    made.remove()
+
+
+def test_known_mutant_is_killed_by_a_named_case(worker: Worker) -> None:
+    mutant = changed("    if failed is not None:\n        return failed\n", "")
+    (result,) = try_all([mutant], [worker], {})
+    assert result.outcome is MutantOutcome.KILLED
+    assert "test_outcome.py::test_the_exit_code_follows_from_the_records" in result.killed_by
+    assert (worker.tree / OUTCOME).read_text() == (TREE / OUTCOME).read_text()
+
+
+def test_mutant_that_no_case_asserts_survives(worker: Worker) -> None:
+    mutant = changed('"""What a run showed."""', '"""."""')
+    (result,) = try_all([mutant], [worker], {})
+    assert (result.outcome, result.killed_by) == (MutantOutcome.SURVIVED, "")
+
+
+def test_tree_in_use_is_not_changed(worker: Worker) -> None:
+    before = (TREE / OUTCOME).read_bytes(), (TREE / OUTCOME).stat().st_mtime_ns
+    try_all([changed('"""What a run showed."""', '"""."""')], [worker], {})
+    assert before == ((TREE / OUTCOME).read_bytes(), (TREE / OUTCOME).stat().st_mtime_ns)
+
+
+def test_baseline_that_fails_is_refused(worker: Worker) -> None:
+    broken = worker.tree / "suites" / "qualify" / "test_broken.py"
+    broken.write_text("def test_that_fails() -> None:\n    assert False\n")
+    mutant = changed(
+        "    if failed is not None:\n        return failed\n", "", cases=("suites/qualify/test_broken.py",)
+    )
+    try:
+        with pytest.raises(BaselineFailed, match="test_that_fails"):
+            try_all([mutant], [worker], {})
+    finally:
+        broken.unlink()
+
+
+def test_baseline_without_cases_is_refused(worker: Worker) -> None:
+    mutant = changed('"""What a run showed."""', '"""."""', cases=(*CASE[:2], "no_such_case"))
+    with pytest.raises(BaselineFailed):
+        try_all([mutant], [worker], {})
+
+
+def test_case_that_fails_once_is_no_kill(worker: Worker) -> None:
+    flaky = worker.tree / "suites" / "qualify" / "test_flaky.py"
+    count = worker.tree / "count"
+    # Passes as the baseline, fails in the first run with the mutant, and passes from then on.
+    flaky.write_text(
+        "from pathlib import Path\n\n"
+        "def test_flaky() -> None:\n"
+        f"    count = Path({str(count)!r})\n"
+        "    runs = int(count.read_text()) + 1 if count.exists() else 1\n"
+        "    count.write_text(str(runs))\n"
+        "    assert runs != 2\n"
+    )
+    mutant = changed('"""What a run showed."""', '"""."""', cases=("suites/qualify/test_flaky.py",))
+    try:
+        (result,) = try_all([mutant], [worker], {})
+    finally:
+        flaky.unlink()
+        count.unlink()
+    assert result.outcome is MutantOutcome.SURVIVED
+    assert "test_flaky failed once" in result.note
+
+
+def test_equivalent_mutant_is_not_run() -> None:
+    mutant = changed('"""What a run showed."""', '"""."""')
+    (result,) = try_all([mutant], [], {mutant.content: "a docstring"})
+    assert (result.outcome, result.note) == (MutantOutcome.EQUIVALENT, "a docstring")
+
+
+def test_seed_gives_the_same_sample_twice() -> None:
+    modules = {"outcome": MODULES["outcome"], "requests": MODULES["requests"]}
+    first, again, other = (draw(OPERATORS, TREE, modules, seed=seed, count=10) for seed in ("1", "1", "2"))
+    assert first == again
+    assert len(first) == 10
+    assert {mutant.name for mutant in first} != {mutant.name for mutant in other}
+    for mutant in first:
+        assert (TREE / mutant.file).read_text() != mutant.source
+        assert mutant.before != mutant.after
+
+
+def test_every_module_of_the_table_exists() -> None:
+    assert all(MODULES.values())
+    assert not [file for file in CASES if not (TREE / file).is_file()]
+    words = {word for cases in CASES.values() for word in cases if word.startswith("suites/")}
+    assert not [word for word in words if not (TREE / word).exists()]
+
+
+@pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.name)
+def test_committed_patch_fits_the_code(patch: Patch) -> None:
+    mutant = mutant_of(patch, TREE)
+    assert mutant.before != mutant.after
+
+
+def test_patch_that_fits_no_more_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("one\none\n")
+    for text in ("two", "one"):
+        with pytest.raises(PatchMismatch, match="adapt the patch"):
+            mutant_of(Patch("lost", "a.py", text, "three", cases=("x",)), tmp_path)
+
+
+def test_names_of_patches_are_unique() -> None:
+    assert len({patch.name for patch in PATCHES}) == len(PATCHES)
+
+
+def test_every_equivalent_mutant_fits_the_code() -> None:
+    for (file, _, before, _), reason in equivalents().items():
+        assert len(reason) > 20
+        lines = [line.strip() for line in (TREE / file).read_text().splitlines()]
+        assert all(line.strip() in lines for line in before.splitlines()), f"{file} has no such line: {before}"
+
+
+def test_changed_lines_are_those_that_differ() -> None:
+    assert changed_lines("a\n  b\nc\n", "a\n  x\n  y\nc\n") == (2, "b", "x\n  y")
+
+
+def test_equivalent_mutants_do_not_count() -> None:
+    mutant = mutant_of(PATCHES[0], TREE)
+    outcomes = [MutantOutcome.KILLED] * 8 + [MutantOutcome.TIMEOUT, MutantOutcome.SURVIVED, MutantOutcome.EQUIVALENT]
+    assert score([Result(mutant, outcome) for outcome in outcomes]) == 0.9
+
+
+def test_record_has_a_row_for_each_mutant_and_a_summary(tmp_path: Path) -> None:
+    mutant, path = mutant_of(PATCHES[0], TREE), tmp_path / "mutants.jsonl"
+    killed = Result(mutant, MutantOutcome.KILLED, "suites/a.py::test_b", duration_s=1.0)
+    write_records(path, [killed] * 8 + [Result(mutant, MutantOutcome.SURVIVED)], seed="1", command="x", duration_s=9.0)
+    schema = json.loads((TREE / "reports" / "schema" / "record-1.json").read_text())
+    assert not [wrong for line in path.read_text().splitlines() for wrong in problems(schema, json.loads(line))]
+    *rows, summary = read_records(path)
+    assert [row.verdict for row in rows] == [Verdict.PASS] * 8 + [Verdict.FAIL]
+    assert {"module", "line", "operator", "before", "after", "outcome", "killing_test"} <= rows[0].evidence.keys()
+    assert (summary.case, summary.verdict) == ("meta/mutants::summary", Verdict.FAIL)
+    assert '"score_share": 0.8889' in path.read_text().splitlines()[-1]

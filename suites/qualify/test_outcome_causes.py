@@ -1,0 +1,148 @@
+"""The causes that an outcome lists: which, how many, and in which words. Pure, on records that the case writes."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import pytest
+from support.records import facts_of, record_of, route
+
+from gdrkit.errors import Reason
+from gdrkit.inventory import ApiFailure, Profile
+from gdrkit.inventory.profile import RequiredRoute
+from gdrkit.qualify import ExitCode, decide
+from gdrkit.report import CaseReason, ClaimedRoute, Verdict
+
+if TYPE_CHECKING:
+    from gdrkit.report import Record
+
+HARDWARE = {"verbs": "hardware", "cuda": "hardware"}
+BARE = Profile(schema_version=1, name="bare", about="")
+STRICT = dataclasses.replace(BARE, name="strict", routes=(RequiredRoute(),))
+PASSED = record_of(substrate=HARDWARE)
+LISTED = 5
+
+
+def fallen(index: int) -> Record:
+    claimed = ClaimedRoute(index, "mlx5_0", "dmabuf", fell_back="through the host")
+    return record_of(routes=(claimed,), substrate=HARDWARE, case=f"a.py::test_{index}")
+
+
+def missed(need: str) -> Record:
+    return record_of(Verdict.NOT_RUN, reasons=(CaseReason("none", need=need, foreseen=False),))
+
+
+def failed(index: int) -> Record:
+    return record_of(Verdict.FAIL, case=f"a.py::test_{index}", reasons=(CaseReason(f"differs {index}"),))
+
+
+def test_route_without_proof_is_listed_with_its_cause() -> None:
+    outcome = decide(facts_of(routes=[route("dmabuf")]), BARE, [PASSED], software_asked=False)
+    assert outcome.causes == ("GPU 0 <- NIC mlx5_0 by dma-buf: no case went this way",)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_routes_with_one_cause_are_listed_once(count: int) -> None:
+    routes = [dataclasses.replace(route("dmabuf"), device_index=index) for index in range(count)]
+    outcome = decide(facts_of(routes=routes), BARE, [PASSED], software_asked=False)
+    assert outcome.causes == (f"GPU 0 <- NIC mlx5_0 by dma-buf and {count - 1} more: no case went this way",)
+
+
+def test_machine_without_routes_has_a_cause_and_advice() -> None:
+    outcome = decide(facts_of(), BARE, [PASSED], software_asked=False)
+    assert (outcome.code, outcome.causes) == (ExitCode.NOTHING_PROVEN, ("there is no pair of a device and a NIC",))
+    assert len(outcome.to_do) == 1
+    assert "--software" in outcome.to_do[0]
+
+
+def test_failed_cases_are_listed_with_their_reason() -> None:
+    outcome = decide(facts_of(), BARE, [PASSED, failed(0)], software_asked=True)
+    assert outcome.verdict == "1 of 2 cases failed"
+    assert outcome.causes == ("a.py::test_0: differs 0",)
+
+
+def test_failed_case_without_a_reason_is_listed_by_name() -> None:
+    outcome = decide(facts_of(), BARE, [record_of(Verdict.FAIL, case="a.py::test_a")], software_asked=True)
+    assert outcome.causes == ("a.py::test_a",)
+
+
+def test_cases_that_did_not_run_are_not_counted_as_run() -> None:
+    foreseen = record_of(Verdict.NOT_RUN, reasons=(CaseReason("none", need="x", foreseen=True),))
+    assert decide(facts_of(), BARE, [failed(0), PASSED, foreseen], software_asked=True).verdict == "1 of 2 cases failed"
+
+
+def test_first_five_failures_are_listed() -> None:
+    outcome = decide(facts_of(), BARE, [failed(index) for index in range(7)], software_asked=True)
+    assert outcome.causes == tuple(f"a.py::test_{index}: differs {index}" for index in range(LISTED))
+
+
+def test_first_five_fallbacks_are_listed() -> None:
+    outcome = decide(facts_of(), STRICT, [fallen(index) for index in range(7)], software_asked=False)
+    assert outcome.code is ExitCode.FAILED
+    assert outcome.causes == tuple(
+        f"GPU {index} <- NIC mlx5_0 by dma-buf: through the host (a.py::test_{index})" for index in range(LISTED)
+    )
+
+
+def test_fallback_fails_a_software_run() -> None:
+    outcome = decide(facts_of(), BARE, [fallen(0)], software_asked=True)
+    assert outcome.verdict == "A route fell back where direct was required"
+
+
+def test_fallback_on_a_route_not_required_is_no_failure() -> None:
+    outcome = decide(facts_of(), BARE, [fallen(0), PASSED], software_asked=False)
+    assert outcome.code is ExitCode.NOTHING_PROVEN
+
+
+def test_unforeseen_needs_are_listed_once_each() -> None:
+    records = [PASSED, *(missed(need) for need in ("a", "a", "b", "c", "d", "e", "f"))]
+    outcome = decide(facts_of(), BARE, records, software_asked=True)
+    assert outcome.verdict == "7 cases did not run, and profile bare does not foresee that"
+    assert outcome.causes == ("a: none", "b: none", "c: none", "d: none", "e: none")
+
+
+def test_foreseen_needs_of_a_missed_case_are_not_causes() -> None:
+    reasons = (CaseReason("none", need="a", foreseen=True), CaseReason("none", need="b", foreseen=False))
+    outcome = decide(facts_of(), BARE, [PASSED, record_of(Verdict.NOT_RUN, reasons=reasons)], software_asked=True)
+    assert outcome.causes == ("b: none",)
+
+
+def test_routes_that_are_required_are_listed_and_kept() -> None:
+    proven = record_of(routes=(ClaimedRoute(0, "mlx5_0", "dmabuf"),), substrate=HARDWARE)
+    routes = [dataclasses.replace(route("dmabuf"), device_index=index) for index in range(7)]
+    outcome = decide(facts_of(routes=routes), STRICT, [proven], software_asked=False)
+    assert outcome.verdict == "6 required routes not proven"
+    assert len(outcome.required) == 6
+    assert outcome.causes == outcome.required[:LISTED]
+
+
+def test_run_on_software_requires_no_route() -> None:
+    outcome = decide(facts_of(routes=[route("dmabuf")]), STRICT, [PASSED], software_asked=True)
+    assert (outcome.code, outcome.required) == (ExitCode.PROVEN, ())
+
+
+@pytest.mark.parametrize(
+    "reason",
+    [
+        Reason.LIBRARY_MISSING,
+        Reason.LIBRARY_DAMAGED,
+        Reason.LIBRARY_WRONG_ABI,
+        Reason.NO_PERMISSION,
+        Reason.MEMLOCK_TOO_LOW,
+    ],
+)
+def test_set_up_that_can_be_completed_ends_with_3(reason: Reason) -> None:
+    failure = ApiFailure(
+        api="loader",
+        operation="dlopen",
+        status=2,
+        status_name="ENOENT",
+        errno=2,
+        reason=reason,
+        message="dlopen failed",
+        what_to_do="",
+    )
+    outcome = decide(facts_of(failure=failure), STRICT, [PASSED], software_asked=False)
+    assert (outcome.code, outcome.causes, outcome.to_do) == (ExitCode.SETUP_MISSING, ("dlopen failed",), ())
+    assert len(outcome.required) == 1
