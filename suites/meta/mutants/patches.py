@@ -115,10 +115,18 @@ PATCHES: tuple[Patch, ...] = (
         at="def take_unnamed",
     ),
     Patch(
-        "no-last-look-before-the-old-file-goes",
+        "no-last-look-at-the-copy-before-the-old-file-goes",
         "gdrkit/gds/tiers/migration.py",
-        "        self._check_copy()\n        self._guard.check()\n        os.unlink(self.id",
-        "        os.unlink(self.id",
+        "        self._check_copy()\n",
+        "",
+        at="def _remove",
+    ),
+    Patch(
+        "no-last-look-for-writers-before-the-old-file-goes",
+        "gdrkit/gds/tiers/migration.py",
+        "        self._guard.check()\n",
+        "",
+        at="def _remove",
     ),
     Patch(
         "source-folder-not-synced",
