@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 from gdrkit.errors import ApiError, ClosedResource, UsageError
 from gdrkit.gds import direct as direct_paths
@@ -72,18 +72,49 @@ class File:
         access: Access = "automatic",
         direct: Direct = "preferred",
     ) -> None:
-        if mode not in _MODES or access not in {"automatic", "buffered", "direct"}:
-            message = f"mode {mode!r} or access {access!r} is none that there is"
+        if mode not in _MODES:
+            message = f"mode must be one of {', '.join(map(repr, _MODES))}, not {mode!r}"
             raise UsageError(message)
-        if direct not in {"preferred", "required", "never"}:
-            message = f"direct {direct!r} is none of preferred, required, never"
-            raise UsageError(message)
-        self.path = os.fspath(path)
+        _check_choices(access, direct)
+        self._own(open_regular(os.fspath(path), _MODES[mode]), os.fspath(path), mode != "r", access, direct)
+
+    @classmethod
+    def from_descriptor(
+        cls, fd: int, *, path: str, writable: bool, access: Access = "automatic", direct: Direct = "preferred"
+    ) -> Self:
+        """Make a File of a regular file that is open; the descriptor is closed with it, and if this fails.
+
+        Parameters
+        ----------
+        fd : int
+            The descriptor.
+        path : str
+            Name of the file in errors.
+        writable : bool
+            Whether it is open for writing too.
+        access, direct : str
+            As of the class.
+        """
+        try:
+            _check_choices(access, direct)
+            made = cls.__new__(cls)
+        except BaseException:
+            os.close(fd)
+            raise
+        made._own(fd, path, writable, access, direct)  # noqa: SLF001 - of this class.
+        return made
+
+    def _own(self, fd: int, path: str, writable: bool, access: Access, direct: Direct) -> None:  # noqa: FBT001
+        self.path = path
         self.access: Access = access
         self.direct: Direct = direct
-        self.writable = mode != "r"
-        self._fd = open_regular(self.path, _MODES[mode])
-        self._native: Any = native().OpenFile(self._fd)
+        self.writable = writable
+        try:
+            self._native: Any = native().OpenFile(fd)
+        except BaseException:
+            os.close(fd)
+            raise
+        self._fd = fd
         self._paths: dict[int, direct_paths.Verdict] = {}
         self._proving = threading.Lock()
         self._transfers: list[Transfer] = []
@@ -369,6 +400,13 @@ class File:
 
     def __repr__(self) -> str:
         return f"File({self.path!r}{', closed' if self.closed else ''})"
+
+
+def _check_choices(access: str, direct: str) -> None:
+    for what, value, choices in (("access", access, get_args(Access)), ("direct", direct, get_args(Direct))):
+        if value not in choices:
+            message = f"{what} must be one of {', '.join(map(repr, choices))}, not {value!r}"
+            raise UsageError(message)
 
 
 def _failed(failure: Any, arguments: dict[str, object], result: Transferred) -> ApiError:  # noqa: ANN401 - native.
