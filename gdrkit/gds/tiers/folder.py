@@ -50,8 +50,9 @@ class TierFolder:
     Attributes
     ----------
     identity : str or None
-        Identity of the tier as the folder states it; None: it states none, or this user cannot read it. Opening a folder
-        writes nothing into it: it may be the mount point of a file system that is not mounted. See :meth:`claim`.
+        Identity of the tier as the folder states it; None: it states none, or this user cannot read it. Opening it
+        writes nothing into the folder, which may be the mount point of a file system that is not mounted; see
+        :meth:`claim`.
 
     Raises
     ------
