@@ -1,7 +1,7 @@
 # ruff: noqa: FBT001, PLR0917 - click calls commands by the names of their options.
 """The commands that move files: copy, bench storage.
 
-Level 7. They belong to the command line of :mod:`gdrkit.cli`, which also says what an error becomes.
+They belong to the command line of :mod:`gdrkit.cli`, which also says what an error becomes.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,7 +55,7 @@ _json = click.option("--json", "as_json", is_flag=True, help="Print the result a
     show_default=True,
     help="How the copy engine reaches the disk: by what is cached, by the page cache, by O_DIRECT.",
 )
-@click.option("--sync", is_flag=True, help="It is over when the disk has it.")
+@click.option("--sync", is_flag=True, help="Wait until the disk has the new file and its name.")
 @click.option("--check", is_flag=True, help="Compare both files byte by byte before the new one gets its name.")
 @_json
 def copy(
@@ -69,11 +71,12 @@ def copy(
 ) -> int:
     """Copy a file by way of device memory, and say which way its bytes took.
 
-    DESTINATION is the new file, or the folder where it goes. It gets its name when all of it is there.
+    DESTINATION is the new file, or the folder where it goes. It gets its name when all of it is there; a copy that is
+    ended earlier leaves nothing. A regular file is replaced, a symbolic link followed, anything else refused.
     """
     from gdrkit import gds
 
-    with _bar("copy", unit_is_bytes=True, shown=not as_json) as tell, _quiet():
+    with _ended_by_signals(), _bar("copy", unit_is_bytes=True, shown=not as_json) as tell, _quiet():
         copied = gds.copy_file(
             source,
             destination,
@@ -243,6 +246,31 @@ def _plot(points: list[Point], plan: Any, substrate: dict[str, str]) -> Any:  # 
             for kind in kinds
         ],
     )
+
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Have SIGTERM and SIGHUP undo what is under way, as Ctrl-C does, and then end the process by that signal."""
+    received: list[int] = []
+
+    def stop(number: int, _frame: object) -> None:
+        received.append(number)
+        # A second one would interrupt the undoing.
+        signal.signal(number, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    # One that is ignored (nohup) stays ignored.
+    caught = [number for number, handler in before.items() if handler == signal.SIG_DFL]
+    for number in caught:
+        signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number in caught:
+            signal.signal(number, signal.SIG_DFL)
+        if received:
+            os.kill(os.getpid(), received[0])
 
 
 @contextlib.contextmanager

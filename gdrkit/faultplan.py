@@ -136,10 +136,13 @@ def _rule(words: list[str], name: str, number: int) -> FaultRule:
         kind, equals, text = word.partition("=")
         if not equals or kind in said or kind not in {"call", key, "delay_us", "stop"}:
             raise _malformed(name, number, f"'{word}' is not expected here")
-        read, expected = _WORDS[kind]
-        said[kind] = read(text)
-        if kind == "status" and said[kind] is None and point.startswith(("cuFile", "cufile.")):
-            said[kind] = _numbered(text, least=_LEAST.get(point, 1), most=_CUFILE_CODE_MAX)
+        if kind == "status":
+            least, most = _status_limits(point)
+            said[kind] = _numbered(text, least=least, most=most)
+            expected = f"a number from {least} to {most} after status="
+        else:
+            read, expected = _WORDS[kind]
+            said[kind] = read(text)
         if said[kind] is None:
             raise _malformed(name, number, f"'{word}': expected {expected}")
     if "call" not in said or len(said) == 1:
@@ -159,6 +162,11 @@ def _code_key(point: str) -> str | None:
     return "status" if point.startswith("cu") else None
 
 
+def _status_limits(point: str) -> tuple[int, int]:
+    """Return the least and the greatest status that the function or point can be told to return."""
+    return _LEAST.get(point, 1), _CUFILE_CODE_MAX if point.startswith(("cuFile", "cufile.")) else _CODE_MAX
+
+
 def _calls(text: str) -> tuple[int, int | None] | None:
     if text == "*":
         return 1, None
@@ -174,10 +182,6 @@ def _errno(text: str) -> int | None:
     if text in _ERRNO_NAMES:
         # The kernel's own ENOTSUPP is in no errno.h.
         return _ERRNO_ENOTSUPP if text == "ENOTSUPP" else int(getattr(errno, text))
-    return _status(text)
-
-
-def _status(text: str) -> int | None:
     return _numbered(text, most=_CODE_MAX)
 
 
@@ -207,7 +211,6 @@ def _number(text: str) -> int | None:
 _WORDS: dict[str, tuple[Callable[[str], object], str]] = {
     "call": (_calls, "call=N, call=N-M or call=*"),
     "errno": (_errno, f"a name or number from 1 to {_CODE_MAX} after errno="),
-    "status": (_status, f"a number from 1 to {_CODE_MAX} after status="),
     "route": (_route, "p2p, nvfs or posix after route="),
     "delay_us": (_delay_us, f"a number from 1 to {_DELAY_US_MAX} after delay_us="),
     "stop": (_stop, "the absolute path of a file after stop="),

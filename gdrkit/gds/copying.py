@@ -1,14 +1,13 @@
-"""A file copied by way of memory of a device or of the host.
+"""Copy a file by way of memory of a device or of the host.
 
-Level 4. Reading a piece and writing the one before it overlap. The new file gets its name when all of it is there: who
-looks meanwhile finds the old one or none, and a copy that failed leaves nothing.
+Reading one chunk and writing the chunk before it overlap. Holes stay holes. The new file gets its name when all of it
+is there: a program that looks meanwhile finds the old file or none, and a copy that fails leaves nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,20 +16,28 @@ from typing import TYPE_CHECKING, Any
 from gdrkit import cuda, pattern
 from gdrkit.errors import DataMismatch, UsageError
 from gdrkit.gds.file import File
+from gdrkit.gds.new_file import new_file, open_destination
 from gdrkit.gds.opening import os_error
+from gdrkit.gds.ranges import data_ranges
 from gdrkit.gds.target import HOST
+from gdrkit.gds.transfer import Route
 from gdrkit.units import MIB
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from gdrkit.gds.file import Access, Direct
+    from gdrkit.gds.ranges import Range
     from gdrkit.gds.transfer import Transfer, Transferred
 
 __all__ = ["PIECE_BYTES", "Copied", "Half", "copy_file", "pieces_of"]
 
 PIECE_BYTES = 256 * MIB
 _PIECES_COUNT = 2
+# Ranges of a sparse file that are moved by one transfer.
+_RANGES_MAX = 1024
+_STREAM_BYTES = MIB
+_NO_SIZE = "the kernel does not state the size of the file, so that it was read by read(2) to its end"
 _CHECK_BYTES = 16 * MIB
 _SHOWN_BYTES = 16
 
@@ -63,11 +70,28 @@ class Half:
 
 @dataclass(slots=True)
 class Copied:
-    """What a copy came to."""
+    """The result of a copy.
+
+    Attributes
+    ----------
+    source, destination : str
+        Paths of the two files.
+    bytes : int
+        Size of the copy.
+    hole_bytes : int
+        How many of them are holes, which were neither read nor written.
+    duration_s : float
+        Time from the call to the name of the new file, without the comparison.
+    read, write : Half
+        Which way the bytes were read and written.
+    is_checked : bool
+        Whether both files were compared byte by byte.
+    """
 
     source: str
     destination: str
     bytes: int = 0
+    hole_bytes: int = 0
     duration_s: float = 0.0
     read: Half = field(default_factory=Half)
     write: Half = field(default_factory=Half)
@@ -91,9 +115,11 @@ def copy_file(
     Parameters
     ----------
     source : path
-        A regular file; its size when this begins is what is copied.
+        A regular file; its size when the copy begins is what is copied. A file whose size the kernel does not state
+        (procfs, sysfs) is read to its end.
     destination : path
-        The new file, or the folder where it goes. A file of that name is replaced.
+        The new file, or the folder where it goes. A regular file of that name is replaced, a symbolic link followed.
+        Permission bits are those that cp gives: see :func:`~gdrkit.gds.new_file.new_file`.
     device_index : int
         Through whose memory; :data:`~gdrkit.gds.HOST` for the host's.
     piece_bytes : int
@@ -101,7 +127,7 @@ def copy_file(
     access, direct : str
         As for :class:`~gdrkit.gds.File`.
     durable : bool
-        It is over when the disk has it.
+        Return when the device has the bytes and the name of the new file.
     check : bool
         Compare both files byte by byte before the new one gets its name.
     on_progress : callable or None
@@ -112,36 +138,79 @@ def copy_file(
     TransferFailed
         A read or a write failed; see :class:`~gdrkit.gds.Transfer`.
     ApiError
-        A file cannot be opened, or memory cannot be had.
+        A file cannot be opened, made, synced or named, or memory cannot be had.
     UsageError
-        Source and destination are one file, or a size cannot be.
+        Source and destination are one file, the destination is a device, a FIFO or a socket, or a size cannot be.
     DataMismatch
-        The check found a byte that differs; the new file is removed.
+        The check found a byte that differs; no new file is left.
     """
     if piece_bytes < 1:
-        message = f"no piece of {piece_bytes} bytes"
+        message = f"piece_bytes must be at least 1, not {piece_bytes}"
         raise UsageError(message)
     place = Path(destination)
     place = place / Path(source).name if place.is_dir() else place
     began = time.monotonic()
     copied = Copied(os.fspath(source), str(place))
-    with File(source, access=access, direct=direct) as old:
-        if place.exists() and place.samefile(source):
+    with contextlib.ExitStack() as stack:
+        old = stack.enter_context(File(source, access=access, direct=direct))
+        info = os.fstat(old.fileno())
+        where = stack.enter_context(open_destination(place))
+        if where.is_same_file(info):
             message = f"{source} and {place} are one file"
             raise UsageError(message)
-        with _new_file(place, access=access, direct=direct) as new:
-            copied.bytes = old.size_bytes
-            length = min(piece_bytes, max(copied.bytes, 1))
-            with pieces_of(device_index, length, _PIECES_COUNT) as pieces:
-                _move(old, new, pieces, copied, on_progress)
-            if durable:
-                new.sync()
-            shutil.copymode(source, new.path)
-            copied.duration_s = time.monotonic() - began
-            if check:
-                _compare(old.fileno(), new.fileno(), copied.bytes)
-                copied.is_checked = True
+        with new_file(where, source_mode=info.st_mode, access=access, direct=direct, durable=durable) as new:
+            compared_s = 0.0
+            if _has_no_size(old, info):
+                _copy_stream(old, new, copied, on_progress, check=check)
+            else:
+                copied.bytes = info.st_size
+                length = min(piece_bytes, max(copied.bytes, 1))
+                with pieces_of(device_index, length, _PIECES_COUNT) as pieces:
+                    _move(old, new, pieces, copied, on_progress)
+                if check:
+                    compared_s = -time.monotonic()
+                    _compare(old.fileno(), new.fileno(), length_bytes=copied.bytes)
+                    compared_s += time.monotonic()
+            copied.is_checked = check
+    copied.duration_s = time.monotonic() - began - compared_s
     return copied
+
+
+def _has_no_size(file: File, info: os.stat_result) -> bool:
+    """Whether st_size is not the number of bytes that can be read, as in procfs (0) and sysfs (a page)."""
+    if info.st_blocks:
+        return False
+    try:
+        is_there = bool(os.pread(file.fileno(), 1, max(info.st_size - 1, 0)))
+    except OSError as error:
+        if info.st_size:
+            return False  # The copy finds the bad byte, and says what it had read before.
+        raise os_error("read", file.path, error) from error
+    return is_there == (info.st_size == 0)
+
+
+def _copy_stream(
+    old: File, new: File, copied: Copied, on_progress: Callable[[int, int], None] | None, *, check: bool
+) -> None:
+    """Copy a file that has no size; it may have other bytes at every read, so that each chunk is compared at once."""
+    memory = bytearray(_STREAM_BYTES)
+    copied.read.why_not_direct = _NO_SIZE
+    while True:
+        try:
+            count = os.readv(old.fileno(), [memory])
+        except OSError as error:
+            raise os_error("read", old.path, error) from error
+        if count == 0:
+            break
+        at = copied.bytes
+        copied.write.add(new.write_from(memory, file_offset_bytes=at, length_bytes=count))
+        if check:
+            _check_same(memory[:count], os.pread(new.fileno(), count, at), at)
+        copied.bytes += count
+        if on_progress is not None:
+            on_progress(copied.bytes, copied.bytes)
+    if copied.bytes:
+        copied.read.routes[Route.POSIX.value] = copied.bytes
 
 
 def _move(
@@ -153,17 +222,44 @@ def _move(
     def told(at: int) -> Callable[[int, int], None] | None:
         return None if on_progress is None else lambda done, _whole: on_progress(at + done, copied.bytes)
 
-    for number, at in enumerate(range(0, copied.bytes, length)):
+    data_bytes = end = 0
+    for number, ranges in enumerate(_batches(data_ranges(old.fileno(), copied.bytes), length)):
         slot = number % len(pieces)
         if (before := writing[slot]) is not None:
             copied.write.add(before.result())
-        count = min(length, copied.bytes - at)
-        copied.read.add(old.read_into(pieces[slot], file_offset_bytes=at, length_bytes=count, on_progress=told(at)))
-        writing[slot] = new.start_write_from(pieces[slot], file_offset_bytes=at, length_bytes=count)
+        copied.read.add(old.start_readv(pieces[slot], ranges).result(on_progress=told(ranges[0][0])))
+        writing[slot] = new.start_writev(pieces[slot], ranges)
+        data_bytes += sum(each[1] for each in ranges)
+        end = sum(ranges[-1][:2])
     for each in writing:
         if each is not None:
-            # With a word now and then, so that Ctrl-C is heard.
+            # With a callback now and then, so that Ctrl-C is heard.
             copied.write.add(each.result(on_progress=lambda _done, _whole: None))
+    copied.hole_bytes = copied.bytes - data_bytes
+    if end < copied.bytes:
+        try:
+            os.ftruncate(new.fileno(), copied.bytes)
+        except OSError as error:
+            raise os_error("ftruncate", new.path, error) from error
+        if on_progress is not None:
+            on_progress(copied.bytes, copied.bytes)
+
+
+def _batches(ranges: Iterator[tuple[int, int]], length_bytes: int) -> Iterator[list[Range]]:
+    """Cut ranges of a file (begin, end) into lists of (offset, length) that fit one chunk of memory each."""
+    batch: list[Range] = []
+    free = length_bytes
+    for begin, end in ranges:
+        at = begin
+        while at < end:
+            count = min(free, end - at)
+            batch.append((at, count))
+            at, free = at + count, free - count
+            if free == 0 or len(batch) == _RANGES_MAX:
+                yield batch
+                batch, free = [], length_bytes
+    if batch:
+        yield batch
 
 
 @contextlib.contextmanager
@@ -177,27 +273,19 @@ def pieces_of(device_index: int, length_bytes: int, count: int) -> Iterator[list
         yield [stack.enter_context(device.allocate(length_bytes)) for _ in range(count)]
 
 
-@contextlib.contextmanager
-def _new_file(place: Path, *, access: Access, direct: Direct) -> Iterator[File]:
-    """A file that gets its name at the end, and is removed when it does not come to that."""
-    part = place.with_name(f".{place.name}.{os.getpid()}.part")
-    with contextlib.ExitStack() as undo:
-        with File(part, "x", access=access, direct=direct) as file:
-            undo.callback(part.unlink, missing_ok=True)
-            yield file
-        try:
-            part.replace(place)
-        except OSError as error:
-            raise os_error("rename", str(place), error) from error
-
-
-def _compare(old: int, new: int, length_bytes: int) -> None:
+def _compare(old: int, new: int, *, length_bytes: int) -> None:
     for at in range(0, length_bytes, _CHECK_BYTES):
         count = min(_CHECK_BYTES, length_bytes - at)
-        one, other = (os.pread(fd, count, at) for fd in (old, new))
-        where = pattern.find_mismatch(one, other)
-        if where is not None:
-            shown = slice(where, where + _SHOWN_BYTES)
-            raise DataMismatch(
-                first_offset_bytes=at + where, expected=one[shown], actual=other[shown], length_bytes=length_bytes
-            )
+        _check_same(os.pread(old, count, at), os.pread(new, count, at), at)
+
+
+def _check_same(expected: bytes | bytearray, actual: bytes, offset_bytes: int) -> None:
+    where = pattern.find_mismatch(expected, actual)
+    if where is not None:
+        shown = slice(where, where + _SHOWN_BYTES)
+        raise DataMismatch(
+            first_offset_bytes=offset_bytes + where,
+            expected=bytes(expected[shown]),
+            actual=actual[shown],
+            length_bytes=len(expected),
+        )

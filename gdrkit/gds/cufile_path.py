@@ -296,6 +296,11 @@ def close_driver() -> None:
             _opened.pop().close()
 
 
+def _forget_after_fork() -> None:
+    global _lock  # noqa: PLW0603 - a thread that is not here may have it.
+    _lock = threading.Lock()
+    _opened.clear()  # The driver and its thread belong to the parent.
+
+
 atexit.register(close_driver)
-# The driver and its thread belong to the parent.
-os.register_at_fork(after_in_child=_opened.clear)
+os.register_at_fork(after_in_child=_forget_after_fork)

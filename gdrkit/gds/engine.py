@@ -248,6 +248,8 @@ def close_engines() -> None:
 
 
 def _forget_after_fork() -> None:
+    global _lock  # noqa: PLW0603 - a thread that is not here may have it.
+    _lock = threading.Lock()
     # Threads do not survive a fork, and their memory and streams belong to the parent: nothing may end them here.
     for each in _alive:
         native().keep_forever(each._engine)  # noqa: SLF001 - of this file.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 from gdrkit.errors import ApiError, ClosedResource, UsageError
 from gdrkit.gds import direct as direct_paths
@@ -18,7 +18,7 @@ from gdrkit.gds.engine import engine_for
 from gdrkit.gds.opening import open_regular, os_error
 from gdrkit.gds.ranges import check_range, extents_of, length_in, let_go_unless_begun
 from gdrkit.gds.target import HOST, Target, target_of
-from gdrkit.gds.transfer import Route, Transfer, TransferFailed, Transferred, Work, ended
+from gdrkit.gds.transfer import Route, Transfer, TransferFailed, Transferred, TransferSet, Work, ended
 from gdrkit.handles import Handle
 
 if TYPE_CHECKING:
@@ -72,21 +72,55 @@ class File:
         access: Access = "automatic",
         direct: Direct = "preferred",
     ) -> None:
-        if mode not in _MODES or access not in {"automatic", "buffered", "direct"}:
-            message = f"mode {mode!r} or access {access!r} is none that there is"
+        if mode not in _MODES:
+            message = f"mode must be one of {', '.join(map(repr, _MODES))}, not {mode!r}"
             raise UsageError(message)
-        if direct not in {"preferred", "required", "never"}:
-            message = f"direct {direct!r} is none of preferred, required, never"
-            raise UsageError(message)
-        self.path = os.fspath(path)
+        _check_choices(access, direct)
+        self._own(open_regular(os.fspath(path), _MODES[mode]), os.fspath(path), mode != "r", access, direct)
+
+    @classmethod
+    def from_descriptor(
+        cls, fd: int, *, path: str, writable: bool, access: Access = "automatic", direct: Direct = "preferred"
+    ) -> Self:
+        """Make a File of a regular file that is open; the descriptor is closed with it, and if this fails.
+
+        Parameters
+        ----------
+        fd : int
+            The descriptor.
+        path : str
+            Name of the file in errors.
+        writable : bool
+            Whether it is open for writing too.
+        access, direct : str
+            As of the class.
+        """
+        try:
+            _check_choices(access, direct)
+            made = cls.__new__(cls)
+        except BaseException:
+            os.close(fd)
+            raise
+        made._own(fd, path, writable, access, direct)  # noqa: SLF001 - of this class.
+        return made
+
+    def _own(self, fd: int, path: str, writable: bool, access: Access, direct: Direct) -> None:  # noqa: FBT001
+        self.path = path
         self.access: Access = access
         self.direct: Direct = direct
-        self.writable = mode != "r"
-        self._fd = open_regular(self.path, _MODES[mode])
-        self._native: Any = native().OpenFile(self._fd)
+        self.writable = writable
+        try:
+            self._native: Any = native().OpenFile(fd)
+        except BaseException:
+            os.close(fd)
+            raise
+        self._fd = fd
         self._paths: dict[int, direct_paths.Verdict] = {}
         self._proving = threading.Lock()
-        self._transfers: list[Transfer] = []
+        self._changed = threading.Condition(threading.Lock())
+        self._users_count = 0  # Calls that use the descriptor now; close() waits for them.
+        self._is_closing = False
+        self._transfers = TransferSet()
         self._handle = Handle("gds.file")
 
     @property
@@ -259,50 +293,77 @@ class File:
 
     def sync(self) -> None:
         """Wait until what was written is on the disk (fdatasync)."""
-        fd = self.fileno()
+        self._begin_use()
         try:
-            os.fdatasync(fd)
+            os.fdatasync(self._fd)
         except OSError as error:
             raise os_error("fdatasync", self.path, error) from error
+        finally:
+            self._end_use()
 
     def close(self) -> None:
-        """Wait for its transfers, then close it; a second close does nothing."""
-        if self._fd < 0:
-            return
-        for each in self._transfers:
-            each.exception()
-        self._transfers.clear()
-        for verdict in self._paths.values():
-            verdict.close()
-        self._paths.clear()
-        self._native = None
-        os.close(self._fd)
-        self._fd = -1
-        self._handle.release()
+        """Wait for its transfers, also those that other threads are starting, then close it.
+
+        A second close does nothing; one that comes meanwhile waits for the first.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_closing)
+            if self._fd < 0:
+                return
+            self._is_closing = True
+        try:
+            with self._changed:
+                self._changed.wait_for(lambda: self._users_count == 0)
+            for each in self._transfers.all():
+                each.exception()
+            for verdict in self._paths.values():
+                verdict.close()
+            self._paths.clear()
+            self._native = None
+            fd, self._fd = self._fd, -1
+            os.close(fd)
+            self._handle.release()
+        finally:
+            with self._changed:
+                self._is_closing = False
+                self._changed.notify_all()
+
+    def _begin_use(self) -> None:
+        with self._changed:
+            if self._fd < 0 or self._is_closing:
+                raise ClosedResource(self.path)
+            self._users_count += 1
+
+    def _end_use(self) -> None:
+        with self._changed:
+            self._users_count -= 1
+            if self._is_closing:
+                self._changed.notify_all()
 
     def _start(self, target: Target, extents: Sequence[int], *, write: bool, durable: bool = False) -> Transfer:
-        self.fileno()
-        if write and not self.writable:
-            message = f"{self.path} was opened to read only"
-            raise UsageError(message, what_to_do="open it with mode 'r+' or 'w'")
-        work, why = self._work(target, extents, write=write, durable=durable)
-        lengths = extents[3::4]
-        arguments = {"path": self.path, "device_index": target.device_index, "length_bytes": sum(lengths)}
-        if len(lengths) == 1:
-            arguments["file_offset_bytes"] = extents[1]
-        transfer = Transfer(
-            work,
-            lengths,
-            (target,),
-            arguments,
-            must_fill=True,
-            why_not_direct=why,
-            direct_required=self.direct == "required",
-            keep=(self._native, self),
-        )
-        self._transfers = [each for each in self._transfers if not each.done()]
-        self._transfers.append(transfer)
-        return transfer
+        self._begin_use()
+        try:
+            if write and not self.writable:
+                message = f"{self.path} was opened to read only"
+                raise UsageError(message, what_to_do="open it with mode 'r+' or 'w'")
+            work, why = self._work(target, extents, write=write, durable=durable)
+            lengths = extents[3::4]
+            arguments = {"path": self.path, "device_index": target.device_index, "length_bytes": sum(lengths)}
+            if len(lengths) == 1:
+                arguments["file_offset_bytes"] = extents[1]
+            return Transfer(
+                work,
+                lengths,
+                (target,),
+                arguments,
+                must_fill=True,
+                why_not_direct=why,
+                direct_required=self.direct == "required",
+                keep=(self._native, self),
+                group=self._transfers,
+            )
+        finally:
+            self._end_use()
 
     def _work(self, target: Target, extents: Sequence[int], *, write: bool, durable: bool) -> tuple[Work, str]:
         known = self._paths.get(target.device_index)
@@ -346,11 +407,14 @@ class File:
     def _small(self, target: Target, offset: int, length: int, at: int, *, write: bool, exact: bool) -> Transferred:
         """A short range on this thread; the shortest way."""
         began = time.monotonic()
-        self.fileno()
         check_range("file range", offset, length)
-        moved, failure = engine_for(target.device_index).transfer_small(
-            write, self._native, offset, target.address + at, length, target.device_index
-        )
+        self._begin_use()
+        try:
+            moved, failure = engine_for(target.device_index).transfer_small(
+                write, self._native, offset, target.address + at, length, target.device_index
+            )
+        finally:
+            self._end_use()
         verdict = self._paths.get(target.device_index)
         why = "" if verdict is None else verdict.why
         result = Transferred(moved, Route.ENGINE, 0, (moved,), time.monotonic() - began, why)
@@ -369,6 +433,13 @@ class File:
 
     def __repr__(self) -> str:
         return f"File({self.path!r}{', closed' if self.closed else ''})"
+
+
+def _check_choices(access: str, direct: str) -> None:
+    for what, value, choices in (("access", access, get_args(Access)), ("direct", direct, get_args(Direct))):
+        if value not in choices:
+            message = f"{what} must be one of {', '.join(map(repr, choices))}, not {value!r}"
+            raise UsageError(message)
 
 
 def _failed(failure: Any, arguments: dict[str, object], result: Transferred) -> ApiError:  # noqa: ANN401 - native.

@@ -1,11 +1,10 @@
-"""Ranges of files and of memory, checked before anything moves.
-
-Level 4.
-"""
+"""Ranges of files and of memory, checked before anything moves."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 from typing import TYPE_CHECKING
 
 from gdrkit.errors import UsageError
@@ -15,7 +14,7 @@ if TYPE_CHECKING:
 
     from gdrkit.gds.target import Target
 
-__all__ = ["Range", "check_range", "extents_of", "length_in", "let_go_unless_begun"]
+__all__ = ["Range", "check_range", "data_ranges", "extents_of", "length_in", "let_go_unless_begun"]
 
 # (file offset, length) or (file offset, length, buffer offset), in bytes.
 Range = tuple[int, int] | tuple[int, int, int]
@@ -52,6 +51,26 @@ def extents_of(target: Target, ranges: Iterable[Range]) -> list[int]:
         extents += (0, offset, target.address + at, length)
         following = at + length
     return extents
+
+
+def data_ranges(fd: int, size_bytes: int) -> Iterator[tuple[int, int]]:
+    """Begin and end of each range of a file that is no hole; the whole file where the file system does not tell."""
+    at = 0
+    while at < size_bytes:
+        try:
+            begin = os.lseek(fd, at, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno == errno.ENXIO:
+                return
+            if error.errno != errno.EINVAL:
+                raise
+            yield at, size_bytes
+            return
+        if begin >= size_bytes:
+            return
+        end = min(os.lseek(fd, begin, os.SEEK_HOLE), size_bytes)
+        yield begin, end
+        at = end
 
 
 @contextlib.contextmanager

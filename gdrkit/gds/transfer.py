@@ -1,13 +1,16 @@
 """Transfers: what was asked for, how far it is, and what became of it.
 
-Level 4. A :class:`Transfer` is a future. It holds the memory and the file until the last byte has moved, whatever the
+A :class:`Transfer` is a future. It holds the memory and the file until the last byte has moved, whatever the
 caller forgets meanwhile. Its result says how many bytes arrived and which route they took.
 """
 
 from __future__ import annotations
 
+import itertools
+import os
 import threading
 import time
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -20,7 +23,7 @@ if TYPE_CHECKING:
 
     from gdrkit.gds.target import Target
 
-__all__ = ["Route", "Transfer", "TransferFailed", "Transferred", "Work", "ended"]
+__all__ = ["Route", "Transfer", "TransferFailed", "TransferSet", "Transferred", "Work", "ended"]
 
 _PROGRESS_S = 0.05
 
@@ -92,9 +95,50 @@ class Work(Protocol):
         """For each range, how many bytes arrived; once it is over."""
 
 
+class TransferSet:
+    """Transfers that were started and not settled yet, oldest first. Any thread may call it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._transfers: OrderedDict[Transfer, None] = OrderedDict()
+
+    def add(self, transfer: Transfer) -> None:
+        """Add one."""
+        with self._lock:
+            self._transfers[transfer] = None
+
+    def discard(self, transfer: Transfer) -> None:
+        """Remove one, if it is there."""
+        with self._lock:
+            self._transfers.pop(transfer, None)
+
+    def all(self) -> list[Transfer]:
+        """Return those that are there now."""
+        with self._lock:
+            return list(self._transfers)
+
+    def rotate(self, count: int) -> list[Transfer]:
+        """Return the first ones, which become the last ones."""
+        with self._lock:
+            found = list(itertools.islice(self._transfers, count))
+            for each in found:
+                self._transfers.move_to_end(each)
+            return found
+
+    def take_after_fork(self) -> list[Transfer]:
+        """Remove and return all, in the child of a fork: a thread that is not there may have the lock."""
+        self._lock = threading.Lock()
+        found = list(self._transfers)
+        self._transfers.clear()
+        return found
+
+
 # Transfers that are under way are held here, since their memory must outlive them.
-_running: set[Transfer] = set()
-_running_lock = threading.Lock()
+_running = TransferSet()
+# Those of the process that forked this one: their threads are not here, so that nobody knows when they end.
+_of_parent: list[Transfer] = []
+# How many running transfers each start asks whether they are over. Two: all are asked in time, since one comes.
+_ASKED_COUNT = 2
 
 
 @dataclass(eq=False)
@@ -112,19 +156,21 @@ class Transfer:
     why_not_direct: str = ""
     direct_required: bool = False
     keep: object = None
+    group: TransferSet | None = None
     _began: float = field(default_factory=time.monotonic)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _result: Transferred | None = None
     _error: GdrkitError | None = None
 
     def __post_init__(self) -> None:
-        with _running_lock:
-            # Who forgot a future never settles it; that is done here, when the next one comes.
-            over = [each for each in _running if each.work.wait(0)]
-            _running.difference_update(over)
-            _running.add(self)
-        for each in over:
-            each._settle()  # noqa: SLF001 - of this class.
+        for group in self._groups():
+            group.add(self)
+        # A caller that drops a future never settles it; the next transfers do.
+        for each in _running.rotate(_ASKED_COUNT):
+            if each is not self and each.work.wait(0):
+                for group in each._groups():  # noqa: SLF001 - of this class.
+                    group.discard(each)
+                each._settle()  # noqa: SLF001
 
     @property
     def bytes_moved(self) -> int:
@@ -223,8 +269,11 @@ class Transfer:
             for each in self.targets:
                 each.release()
             self.targets, self.keep = (), None
-        with _running_lock:
-            _running.discard(self)
+        for group in self._groups():
+            group.discard(self)
+
+    def _groups(self) -> tuple[TransferSet, ...]:
+        return (_running,) if self.group is None else (_running, self.group)
 
     def _judge(self, progress: dict[str, Any], result: Transferred) -> GdrkitError | None:
         failure: Failure | None = progress["failure"]
@@ -244,6 +293,16 @@ class Transfer:
         if isinstance(error, TransferFailed):
             error.transferred = result
         return error
+
+
+def _forget_after_fork() -> None:
+    for each in _running.take_after_fork():
+        _of_parent.append(each)
+        if each.group is not None:
+            each.group.take_after_fork()
+
+
+os.register_at_fork(after_in_child=_forget_after_fork)
 
 
 def ended(arguments: Mapping[str, object], detail: str, *, reason: Reason = Reason.END_OF_FILE) -> TransferFailed:

@@ -25,6 +25,7 @@ struct SmallLane {
     }
     ~SmallLane() {
         cuda::driver().context_push(lane.context());
+        lane.drain(); // No copy may use the staging memory when it is unpinned.
         staging.unpin();
         cuda::Context popped = nullptr;
         cuda::driver().context_pop(&popped);
@@ -180,31 +181,35 @@ Moved Engine::transfer_small(Direction direction, File& file, std::uint64_t offs
     }
     std::unique_ptr<SmallLane> small = take_small_lane(device);
     const cuda::Context context = small ? small->lane.context() : contexts_.of(device);
-    const cuda::Driver& driver = cuda::driver();
-    cuda::check("cuCtxPushCurrent", driver.context_push(context));
     Moved moved;
-    try {
-        if (!small) {
-            small = std::make_unique<SmallLane>(context, node_);
-        }
-        std::byte* const staging = small->staging.at();
-        if (direction == Direction::read) {
-            moved = read_buffered(file, offset, length, staging);
-            if (moved.bytes != 0) {
-                small->lane.to_device(address, staging, moved.bytes);
-                small->lane.synchronize();
+    {
+        const CurrentContext current(context);
+        try {
+            if (!small) {
+                small = std::make_unique<SmallLane>(context, node_);
             }
-        } else {
-            small->lane.to_host(staging, address, length);
-            small->lane.synchronize();
-            moved = write_buffered(file, offset, length, staging);
+            std::byte* const staging = small->staging.at();
+            if (direction == Direction::read) {
+                moved = read_buffered(file, offset, length, staging);
+                if (moved.bytes != 0) {
+                    small->lane.to_device(address, staging, moved.bytes);
+                    small->lane.synchronize();
+                }
+            } else {
+                small->lane.to_host(staging, address, length);
+                small->lane.synchronize();
+                moved = write_buffered(file, offset, length, staging);
+            }
+        } catch (const Error& error) {
+            moved.bytes = 0;
+            moved.failure = error.failure();
+            // A copy may still run. It is over when this returns, because the caller takes the memory back, and because
+            // the next transfer uses the staging memory.
+            if (small) {
+                small->lane.drain();
+            }
         }
-    } catch (const Error& error) {
-        moved.bytes = 0;
-        moved.failure = error.failure();
     }
-    cuda::Context popped = nullptr;
-    driver.context_pop(&popped);
     if (small) {
         const std::lock_guard lock(small_mutex_);
         small_[device].push_back(std::move(small));

@@ -43,6 +43,7 @@ Lane::Lane(cuda::Context context, std::size_t slots_count, bool sleeps_until_ask
     : context_(context), sleeps_until_asked_(sleeps_until_asked) {
     const cuda::Driver& driver = cuda::driver();
     const unsigned flags = cuda::event_disable_timing | (sleeps_until_asked ? 0 : cuda::event_blocking_sync);
+    events_.reserve(slots_count); // What may throw comes before what must be given back.
     make_current();
     cuda::check("cuStreamCreate", driver.stream_create(&stream_, cuda::stream_non_blocking));
     for (std::size_t index = 0; index < slots_count; ++index) {

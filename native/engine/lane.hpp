@@ -28,6 +28,20 @@ private:
     std::map<int, cuda::Context> held_;
 };
 
+// Makes a context current on this thread for as long as it lives, whatever ends the block. Throws Error.
+class CurrentContext {
+public:
+    explicit CurrentContext(cuda::Context context) {
+        cuda::check("cuCtxPushCurrent", cuda::driver().context_push(context));
+    }
+    CurrentContext(const CurrentContext&) = delete;
+    CurrentContext& operator=(const CurrentContext&) = delete;
+    ~CurrentContext() {
+        cuda::Context popped = nullptr;
+        cuda::driver().context_pop(&popped);
+    }
+};
+
 class Lane {
 public:
     // The context becomes current on this thread, and stays so. `sleeps_until_asked` says how `wait` waits. Throws

@@ -274,7 +274,8 @@ def many_files(bench: Bench, file: gds.File, best: str) -> None:
 
 def cold_reads(bench: Bench, file: gds.File) -> None:
     """From the disk: gdrkit, kvikio at its best, and the best reader by O_DIRECT into host memory."""
-    say("cold reads: which raw reader is best?")
+    # A peer and no bound: on a shared disk gdrkit was faster than the best of them.
+    say("cold reads: which reader by O_DIRECT is best?")
 
     def drop() -> None:
         drop_cache(bench.file)

@@ -28,7 +28,8 @@ def test_bad_input_gives_one_typed_error_and_loses_nothing(scene: Scene, evidenc
     usage = ["negative_offset", "overflowing_offset", "negative_length", "beyond_memory", "no_batch"]
     assert {kinds[name] for name in usage} == {"UsageError"}
     assert {kinds[name] for name in ("closed_handle", "closed_driver")} == {"ClosedResource"}
-    refused = ["directory", "closed_descriptor", "twice", "large_batch", "parameter_while_open", "registered_twice"]
+    calls = ["directory", "closed_descriptor", "twice", "large_batch", "registered_twice"]
+    refused = [*calls, "parameter_while_open", "level"]
     for name in refused:
         failure = answer[name]["failure"]
         assert (failure["api"], 5000 < failure["status"] < 5100, failure["errno"]) == ("cufile", True, None), name
@@ -40,6 +41,14 @@ def test_the_end_of_a_file_is_a_count(scene: Scene, evidence: Evidence) -> None:
     evidence["answers"] = {name: answer[name] for name in ("beyond_end", "over_the_end", "nothing")}
     assert answer["beyond_end"] == {"value": 0}
     assert answer["over_the_end"] == {"value": 64 << 10}
+    assert answer["nothing"] == {"value": 0}
+
+
+@ON_TWIN
+def test_stream_that_does_not_exist_is_refused(scene: Scene, evidence: Evidence) -> None:
+    """On the twin alone: the interface has no way to ask whether a handle is a stream, and libcufile uses it."""
+    evidence["answer"] = answer = scene.play("bad_input", twin=True)["no_stream"]
+    assert answer["failure"]["operation"] == "cuFileStreamRegister"
 
 
 def test_a_write_to_a_file_that_was_opened_for_reading_fails(scene: Scene, evidence: Evidence) -> None:

@@ -83,6 +83,19 @@ def test_a_function_of_no_library_is_refused_here_since_no_library_would() -> No
         parse_plan(HEADER + "malloc call=1 errno=12\n")
 
 
+@pytest.mark.parametrize(
+    ("point", "least", "most"),
+    [("cuMemAlloc_v2", 1, 4095), ("wc.send", 1, 4095), ("cuFileRead", 1, 5050), ("cufile.async_io", 0, 5050)],
+)
+def test_status_limits_are_those_of_the_error(point: str, least: int, most: int) -> None:
+    """Issue 15, B: the error named 4095 as the maximum of cuFile, whose CUfileOpError ends at 5050."""
+    for status in (least, most):
+        assert parse_plan(f"{HEADER}{point} call=1 status={status}\n")[0].code == status
+    for status in (least - 1, most + 1):
+        with pytest.raises(ApiError, match=f"expected a number from {least} to {most} after status="):
+            parse_plan(f"{HEADER}{point} call=1 status={status}\n")
+
+
 def test_rules_have_their_numbers() -> None:
     assert parse_plan(HEADER + "ibv_reg_mr call=2-4 errno=EFAULT\ncuInit call=* status=3\n") == (
         FaultRule("ibv_reg_mr", 2, 4, "errno", errno.EFAULT),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -137,8 +138,11 @@ def test_a_program_that_opens_the_file_to_write_ends_the_migration(
     manager: TierManager, configuration: Configuration, phase: Phase
 ) -> None:
     place_file(manager, "file", 100_000, seed=1)
+    before = at(configuration, "hdd", "file").stat().st_ctime_ns
+    seen: list[Phase] = []
 
     def write(reached: Phase, name: str, offset_bytes: int) -> None:
+        seen.append(reached)
         if reached is phase and offset_bytes in {0, 100_000}:
             # As any program would; it waits for the end of the migration, unless it says that it does not.
             places = [at(configuration, "hdd", "file"), *at(configuration, "hdd", ".gdrkit-tiers/retired").iterdir()]
@@ -147,7 +151,34 @@ def test_a_program_that_opens_the_file_to_write_ends_the_migration(
                 os.open(path, os.O_WRONLY | os.O_NONBLOCK)
 
     assert refused(manager, "file", "nvme", observe=write).reason is Reason.BUSY
+    # Each step looks for itself before it does anything: it does not leave that to the next one.
+    assert seen[-1] is phase
+    if phase is Phase.RETIRE:
+        assert at(configuration, "hdd", "file").stat().st_ctime_ns == before
     manager.move("file", "nvme")
+
+
+@pytest.mark.parametrize("phase", [Phase.RETIRE, Phase.REMOVE])
+def test_last_look_finds_that_the_copy_is_gone(
+    manager: TierManager, configuration: Configuration, phase: Phase
+) -> None:
+    """The old file is given up only beside a copy that has its name at that moment (issue 15, D)."""
+    place_file(manager, "file", 1000, seed=1)
+    seen: list[Phase] = []
+
+    def remove(reached: Phase, name: str, offset_bytes: int) -> None:
+        seen.append(reached)
+        if reached is phase:
+            at(configuration, "nvme", "file").rename(at(configuration, "nvme", "elsewhere"))
+
+    data = contents(manager, "file")
+    with pytest.raises(ApiError) as raised:
+        manager.move("file", "nvme", observe=remove)
+    assert raised.value.errno == errno.ENOENT
+    assert seen[-1] is phase
+    at(configuration, "nvme", "elsewhere").unlink()
+    manager.check(repair=True)
+    assert at(configuration, "hdd", "file").read_bytes() == contents(manager, "file") == data
 
 
 def test_a_file_that_is_open_for_writing_stays(manager: TierManager, configuration: Configuration) -> None:

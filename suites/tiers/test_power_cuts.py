@@ -43,8 +43,9 @@ def on_copies(configuration: Configuration, root: Path) -> Configuration:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("complete", ["source", "destination"])
 @pytest.mark.timeout(300)
-def test_when_the_power_goes_no_byte_is_lost(tmp_path: Path, seed: int, kind: str) -> None:
+def test_when_the_power_goes_no_byte_is_lost(tmp_path: Path, seed: int, kind: str, complete: str) -> None:
     with contextlib.ExitStack() as stack:
         for name in ON_DEVICES:
             stack.enter_context(mounted(kind, tmp_path / name))
@@ -61,8 +62,9 @@ def test_when_the_power_goes_no_byte_is_lost(tmp_path: Path, seed: int, kind: st
                 f"it is stopped in {phase}",
                 timeout_s=60,
             )
-            # The worst order: the old device has everything by then, the new one only what it was asked for.
-            subprocess.run(["sync", "-f", str(tmp_path / source)], check=True)
+            # The worst orders: one device has everything by then, the other only what it was asked for.
+            whole = {"source": source, "destination": to}[complete]
+            subprocess.run(["sync", "-f", str(tmp_path / whole)], check=True)
             copies = tmp_path / f"after-{phase.value}"
             copies.mkdir()
             with contextlib.ExitStack() as cuts:

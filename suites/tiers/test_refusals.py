@@ -209,6 +209,28 @@ def test_a_device_that_fails_while_a_migration_is_taken_back(on_fuse: Configurat
 
 
 @ON_EXT4
+@pytest.mark.parametrize("has_files", [False, True])
+def test_unmounted_tier_is_not_written_to(tmp_path: Path, *, has_files: bool) -> None:
+    """Issue 15, A7: `tiers check` put its folder into the mount point of a file system that was not mounted."""
+    made = configuration_of(tmp_path)
+    nvme = made.tiers[0].directory
+    nvme.rmdir()
+    with mounted("ext4", nvme), TierManager(made) as manager:
+        if has_files:
+            place_file(manager, "file", 1000, seed=1, tier="nvme")
+    for repair in (False, True):
+        with TierManager(made) as manager:
+            assert "is its file system mounted" in manager.status()[0].absent
+            assert "absent" in {each.kind.value for each in manager.check(repair=repair)}
+        assert list(nvme.iterdir()) == []
+    # Made anew on purpose, as the message says.
+    (nvme / ".gdrkit-tiers").mkdir()
+    with TierManager(made) as manager:
+        assert not manager.status()[0].absent
+        assert place_file(manager, "other", 1000, seed=2, tier="nvme") == contents(manager, "other")
+
+
+@ON_EXT4
 def test_a_tier_that_is_not_mounted_misses_no_file(tmp_path: Path) -> None:
     made = configuration_of(tmp_path)
     with mounted("ext4", tmp_path / "disk"):

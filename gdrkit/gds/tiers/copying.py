@@ -14,13 +14,14 @@ import os
 import stat
 from typing import TYPE_CHECKING
 
+from gdrkit.gds.ranges import data_ranges
 from gdrkit.gds.tiers.refusal import busy, kernel_error
 from gdrkit.units import MIB
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["CHUNK_BYTES", "copy_attributes", "copy_data", "extents", "keep_access_time", "read_back"]
+__all__ = ["CHUNK_BYTES", "copy_attributes", "copy_data", "keep_access_time", "read_back"]
 
 CHUNK_BYTES = 4 * MIB
 # What belongs to the place where a file lies, and not to the file.
@@ -103,29 +104,9 @@ def keep_access_time(descriptor: int) -> None:
         return
 
 
-def extents(descriptor: int, size_bytes: int) -> Iterator[tuple[int, int]]:
-    """Begin and end of what is no hole; the whole file where the file system does not tell."""
-    at = 0
-    while at < size_bytes:
-        try:
-            begin = os.lseek(descriptor, at, os.SEEK_DATA)
-        except OSError as error:
-            if error.errno == errno.ENXIO:
-                return
-            if error.errno != errno.EINVAL:
-                raise
-            yield at, size_bytes
-            return
-        if begin >= size_bytes:
-            return
-        end = min(os.lseek(descriptor, begin, os.SEEK_HOLE), size_bytes)
-        yield begin, end
-        at = end
-
-
 def _parts(source: int, size_bytes: int) -> Iterator[tuple[int, int]]:
     """Offset and length of each piece that is moved at once."""
-    for begin, end in extents(source, size_bytes):
+    for begin, end in data_ranges(source, size_bytes):
         for at in range(begin, end, CHUNK_BYTES):
             yield at, min(CHUNK_BYTES, end - at)
 

@@ -47,10 +47,17 @@ class TierFolder:
     directory : Path
         Where it is.
 
+    Attributes
+    ----------
+    identity : str or None
+        Identity of the tier as the folder states it; None: it states none, or this user cannot read it. Opening it
+        writes nothing into the folder, which may be the mount point of a file system that is not mounted; see
+        :meth:`claim`.
+
     Raises
     ------
     ApiError
-        The kernel does not let us in.
+        The kernel does not open the folder.
     UsageError
         It is the folder of another tier.
     """
@@ -64,7 +71,8 @@ class TierFolder:
         with told("open tier", tier=name, directory=str(directory)):
             self.root = self._keep(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
         try:
-            self.identity = self._identify()
+            with told("open tier", tier=name, directory=str(directory)):
+                self.identity = self._identify()
         except BaseException as error:
             self._parts.run_after(error)
             raise
@@ -80,21 +88,58 @@ class TierFolder:
         """
         if folder not in self._own:
             above = self.own() if folder else self.root
-            name = folder or OWN_FOLDER
             with contextlib.suppress(FileExistsError):
-                os.mkdir(name, _PRIVATE, dir_fd=above)
-            self._own[folder] = self._keep(os.open(name, _OPEN_FOLDER, dir_fd=above))
-        return self._own[folder]
+                os.mkdir(folder or OWN_FOLDER, _PRIVATE, dir_fd=above)
+        return self._find_own(folder)
+
+    def find_own(self, folder: str = "") -> int | None:
+        """Return the descriptor of :meth:`own`, or None when there is no such folder or this user may not open it."""
+        try:
+            return self._find_own(folder)
+        except OSError as error:
+            if error.errno in {errno.EROFS, errno.EACCES, errno.ENOENT}:
+                return None
+            raise
+
+    @property
+    def is_claimed(self) -> bool:
+        """Whether our own folder is there, also where this user cannot open it."""
+        try:
+            os.stat(OWN_FOLDER, dir_fd=self.root, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def claim(self) -> None:
+        """Make a folder that states no identity the folder of this tier; nothing happens where it cannot be written.
+
+        Raises
+        ------
+        ApiError
+            The kernel does not make our own folder or the file in it.
+        UsageError
+            Another process has just made it the folder of another tier.
+        """
+        with told("open tier", tier=self.name, directory=str(self.directory)):
+            try:
+                own = self.own()
+                # All of them now: a full file system still has room in folders that are there.
+                for each in FOLDERS:
+                    self.own(each)
+                if self.identity is None:
+                    found = {"tier": self.name, "identity": uuid.uuid4().hex}
+                    _write_once(own, "tier.json", json.dumps(found) + "\n")
+                    os.fsync(self.root)
+            except OSError as error:
+                if error.errno not in {errno.EROFS, errno.EACCES}:
+                    raise
+                return
+            self.identity = self._identify()
 
     def names_of(self, folder: str) -> list[str]:
         """What lies in one of our own folders; nothing when there is none."""
-        try:
-            return sorted(os.listdir(self.own(folder)))  # noqa: PTH208 - by its descriptor.
-        except OSError as error:
-            # A tier that was always read-only has none.
-            if error.errno in {errno.EROFS, errno.EACCES, errno.ENOENT}:
-                return []
-            raise
+        found = self.find_own(folder)
+        return [] if found is None else sorted(os.listdir(found))  # noqa: PTH208 - by its descriptor.
 
     @contextlib.contextmanager
     def parent(self, name: str, *, like: TierFolder | None = None) -> Iterator[tuple[int, str]]:
@@ -223,24 +268,21 @@ class TierFolder:
         with self.parent(name) as (above, last):
             return os.open(last, _OPEN_FOLDER, dir_fd=above)
 
+    def _find_own(self, folder: str) -> int:
+        if folder not in self._own:
+            above = self._find_own("") if folder else self.root
+            self._own[folder] = self._keep(os.open(folder or OWN_FOLDER, _OPEN_FOLDER, dir_fd=above))
+        return self._own[folder]
+
     def _identify(self) -> str | None:
-        """Which tier this is; a folder that was none becomes this one. None: it cannot be written."""
-        with told("open tier", tier=self.name, directory=str(self.directory)):
-            try:
-                own = self.own()
-                # All of them now: a full file system still has room in folders that are there.
-                for each in FOLDERS:
-                    self.own(each)
-                found = _read_identity(own)
-                if found is None:
-                    found = {"tier": self.name, "identity": uuid.uuid4().hex}
-                    _write_once(own, "tier.json", json.dumps(found) + "\n")
-                    found = _read_identity(own) or found
-                    os.fsync(self.root)
-            except OSError as error:
-                if error.errno not in {errno.EROFS, errno.EACCES}:
-                    raise
-                return None
+        """Read which tier this is; None: the folder does not state it, or not to this user."""
+        own = self.find_own()
+        try:
+            found = None if own is None else _read_identity(own)
+        except PermissionError:
+            return None
+        if found is None:
+            return None
         if found.get("tier") != self.name:
             message = f"{self.directory} is the tier {found.get('tier')!r}, not {self.name!r}"
             raise UsageError(message, reason=Reason.CONFLICT, what_to_do="correct the directory in the configuration")

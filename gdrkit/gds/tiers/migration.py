@@ -221,7 +221,10 @@ class _Migration:
         # The last look at both, before there is but one.
         self._check_copy()
         self._guard.check()
-        os.unlink(self.id, dir_fd=self._source.own("retired"))
+        retired = self._source.own("retired")
+        os.unlink(self.id, dir_fd=retired)
+        # Before the record goes: a retired file without a record would be taken for the last of its kind.
+        os.fsync(retired)
 
     def _forget(self) -> None:
         if self._record is not None:

@@ -23,8 +23,11 @@ _NAME = "pins.json"
 
 def read_pins(folder: TierFolder) -> dict[str, str]:
     """The tier of each pinned file; nothing where there are no pins, or none that can be read."""
+    own = folder.find_own()
+    if own is None:
+        return {}
     try:
-        descriptor = os.open(_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder.own())
+        descriptor = os.open(_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=own)
     except OSError:
         return {}
     with os.fdopen(descriptor, encoding="ascii") as file:

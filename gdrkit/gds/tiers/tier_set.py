@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from gdrkit.errors import Api, ApiError, Reason, SetupMissing
 from gdrkit.gds.tiers.catalogue import Totals
 from gdrkit.gds.tiers.folder import TierFolder
+from gdrkit.gds.tiers.names import OWN_FOLDER
 from gdrkit.gds.tiers.policy import Place
 from gdrkit.handles import ReleaseStack
 
@@ -84,15 +85,23 @@ class TierSet:
         return self.folders[name]
 
     def leave_out_strangers(self, catalogue: Catalogue) -> None:
-        """A folder that is not the one it was is an empty mount point, or another disk: its files are not missed."""
+        """Leave out each folder that is not the one that the catalogue knows, and claim those that are new.
+
+        Such a folder is the mount point of a file system that is not mounted, or another disk. Nothing is written into
+        it, and the files of its tier are not reported missing.
+        """
         known, totals = catalogue.identities(), catalogue.totals()
         for name, folder in tuple(self.folders.items()):
-            if folder.identity is None or known.get(name) == folder.identity:
-                continue
-            if name in known and totals.get(name, Totals()).files:
-                self.absent[name] = f"{folder.directory} is not the folder that it was: is its file system mounted?"
-                del self.folders[name]
-            else:
+            if name in known and folder.identity != known[name]:
+                is_empty = not folder.is_claimed
+                if is_empty or (folder.identity is not None and totals.get(name, Totals()).files):
+                    why = f"{folder.directory} is not the folder that it was: is its file system mounted?"
+                    accept = f" If it was made anew: mkdir {folder.directory / OWN_FOLDER}" if is_empty else ""
+                    self.absent[name] = why + accept
+                    del self.folders[name]
+                    continue
+            folder.claim()
+            if folder.identity is not None and known.get(name) != folder.identity:
                 catalogue.identify(name, folder.identity)
 
     def places(self, totals: Mapping[str, Totals]) -> list[Place]:

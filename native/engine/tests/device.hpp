@@ -39,6 +39,10 @@ public:
             CHECK(cu("cuMemcpyHtoD_v2", address_, static_cast<const void*>(bytes.data()), u64{bytes.size()}) == 0);
         });
     }
+    // Waits for everything that anybody has queued on the device.
+    void synchronize() {
+        in_context([&] { CHECK(cu("cuCtxSynchronize") == 0); });
+    }
     Bytes read(u64 at, u64 length) {
         Bytes found(length);
         in_context([&] { CHECK(cu("cuMemcpyDtoH_v2", static_cast<void*>(found.data()), address_ + at, length) == 0); });

@@ -1,14 +1,49 @@
-// What a job answers when a call of the driver fails, and that nothing is left then: the next job works. On the twin of
-// libcuda alone, whose fault plans say which call fails; a process for each.
+// What a job returns when a call of the driver or an allocation fails, and that nothing is left then: the next job
+// works. On the twin of libcuda alone, whose fault plans say which call fails; a process for each.
+#include <dlfcn.h>
 #include <sys/wait.h>
 
 #include <algorithm>
 #include <fstream>
+#include <new>
 
 #include "engine/tests/device.hpp"
 
 using namespace gdrkit::engine;
 using namespace gdrkit::engine::test;
+
+namespace {
+
+// Counts down at each allocation of the engine on this thread, and makes the one at 0 fail; below 0: none fails.
+thread_local int allocations_left = -1;
+
+// Whether the caller is in this program, which has the engine, and not in a library.
+bool is_engine(void* caller) {
+    Dl_info there{};
+    Dl_info here{};
+    return dladdr(caller, &there) != 0 && dladdr(reinterpret_cast<void*>(&is_engine), &here) != 0 &&
+           there.dli_fbase == here.dli_fbase;
+}
+
+} // namespace
+
+void* operator new(std::size_t size) {
+    if (allocations_left >= 0 && is_engine(__builtin_return_address(0)) && allocations_left-- == 0) {
+        throw std::bad_alloc();
+    }
+    if (void* const found = std::malloc(size)) {
+        return found;
+    }
+    throw std::bad_alloc();
+}
+
+void operator delete(void* memory) noexcept {
+    std::free(memory);
+}
+
+void operator delete(void* memory, std::size_t) noexcept {
+    std::free(memory);
+}
 
 namespace {
 
@@ -55,6 +90,59 @@ int peer(bool writes, int status) {
     return 0;
 }
 
+constexpr u64 small = 64 * kib;
+
+// The copy of a small transfer that failed is over when that returns: its caller takes the memory back, and the next
+// transfer uses the staging memory.
+int small_peer(bool writes, int status) {
+    const Folder folder;
+    const Bytes data = pattern(small, 1);
+    const Descriptor fd = file_of(folder.at("file"), data);
+    Memory memory(0, small);
+    Engine engine(small_tuning(), -1);
+    File file(fd.get());
+    const Moved failed =
+        engine.transfer_small(writes ? Direction::write : Direction::read, file, 0, memory.address(), small, 0);
+    CHECK(failed.failure && failed.failure->number == status && failed.bytes == 0);
+    CHECK(contents(fd) == data);
+    if (!writes) {
+        memory.fill();
+        memory.synchronize();
+        CHECK(memory.read(0, small) == Bytes(small, std::byte{0xa5}));
+    }
+    const Moved done = engine.transfer_small(Direction::read, file, 0, memory.address(), small, 0);
+    CHECK(!done.failure && done.bytes == small);
+    CHECK(memory.read(0, small) == data);
+    CHECK(current_context() == nullptr);
+    return 0;
+}
+
+// Each allocation of a small transfer fails in turn: no context stays current, and the next transfer works.
+void check_allocations() {
+    const Folder folder;
+    const Bytes data = pattern(small, 2);
+    const Descriptor fd = file_of(folder.at("file"), data);
+    Memory memory(0, small);
+    File file(fd.get());
+    int failures = 0;
+    for (bool is_last = false; !is_last; ++failures) {
+        CHECK(failures < 100);
+        Engine engine(small_tuning(), -1);
+        memory.fill();
+        allocations_left = failures;
+        try {
+            CHECK(engine.transfer_small(Direction::read, file, 0, memory.address(), small, 0).bytes == small);
+            is_last = allocations_left >= 0;
+        } catch (const std::bad_alloc&) {
+        }
+        allocations_left = -1;
+        CHECK(current_context() == nullptr);
+        CHECK(engine.transfer_small(Direction::read, file, 0, memory.address(), small, 0).bytes == small);
+        CHECK(memory.read(0, small) == data);
+    }
+    CHECK(failures >= 3);
+}
+
 // Runs this program anew: the plan is read when the library is loaded.
 int run_peer(std::vector<std::string> arguments) {
     std::fflush(nullptr);
@@ -79,6 +167,7 @@ struct Fault {
     const char* which; // A count from 1; the first ones are the test's own.
     int status;
     bool writes;
+    bool is_small = false;
 };
 
 constexpr Fault faults[] = {
@@ -95,21 +184,29 @@ constexpr Fault faults[] = {
     {"cuEventRecord", "9", unknown, false},
     {"cuEventQuery", "9", unknown, false},
     {"cuEventQuery", "1", unknown, true},
+    // Of small transfers: the driver fails while the copy is still to come.
+    {"cuStreamSynchronize", "1", unknown, false, true},
+    {"cuStreamSynchronize", "1", unknown, true, true},
 };
 
 } // namespace
 
 int main(int count, char** arguments) {
-    if (count == 3) {
-        return peer(std::string(arguments[1]) == "write", std::stoi(arguments[2]));
+    if (count == 4) {
+        const bool writes = std::string(arguments[2]) == "write";
+        return (std::string(arguments[1]) == "small" ? small_peer : peer)(writes, std::stoi(arguments[3]));
     }
+    check_allocations();
     const Folder folder;
     const std::string plan = folder.at("plan");
     for (const Fault& fault : faults) {
         std::ofstream(plan) << "gdrkit-faults 1\n"
                             << fault.call << " call=" << fault.which << " status=" << fault.status << "\n";
         CHECK(setenv("GDRKIT_TWINS_FAULTS", plan.c_str(), 1) == 0);
-        const int ended = run_peer({fault.writes ? "write" : "read", std::to_string(fault.status)});
+        // Late, so that a copy that nobody waits for comes after everything else.
+        CHECK(setenv("GDRKIT_TWINS_LATE_US", fault.is_small ? "500000" : "100", 1) == 0);
+        const int ended = run_peer(
+            {fault.is_small ? "small" : "large", fault.writes ? "write" : "read", std::to_string(fault.status)});
         if (ended != 0) {
             std::fprintf(stderr, "%s of %s with %d: the other process ended with %d\n", fault.writes ? "write" : "read",
                          fault.call, fault.status, ended);

@@ -1,0 +1,238 @@
+"""A new file that gets its name when it is complete, and leaves nothing behind when it never is.
+
+The file is made without a name (open(2), O_TMPFILE) and linked into its folder at the end, so that even SIGKILL leaves
+no part of it. A file system without O_TMPFILE gets a hidden temporary name instead, which is renamed or removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gdrkit.errors import UsageError
+from gdrkit.gds.file import File
+from gdrkit.gds.opening import os_error
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from gdrkit.gds.file import Access, Direct
+
+__all__ = ["Destination", "new_file", "open_destination"]
+
+# What open(2) returns for O_TMPFILE where the file system, or an old kernel, does not have it.
+_NO_TMPFILE = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOSYS})
+_PERMISSIONS = 0o777
+_OWNER_READ_WRITE = 0o600
+_GROUP = 0o070
+_KINDS = {
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFBLK: "a block device",
+    stat.S_IFCHR: "a character device",
+    stat.S_IFDIR: "a folder",
+    stat.S_IFLNK: "a symbolic link",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """The name that a new file is to get.
+
+    Attributes
+    ----------
+    path : str
+        The whole path, for errors.
+    folder : int
+        Descriptor of the folder (O_PATH), open while :func:`open_destination` is.
+    name : str
+        The last part of the path.
+    old : os.stat_result or None
+        The regular file that has the name now.
+    """
+
+    path: str
+    folder: int
+    name: str
+    old: os.stat_result | None
+
+    def is_same_file(self, info: os.stat_result) -> bool:
+        """Whether the file that has the name now is this one."""
+        return self.old is not None and os.path.samestat(self.old, info)
+
+
+@contextlib.contextmanager
+def open_destination(path: Path) -> Iterator[Destination]:
+    """Open the folder of a path and look at what has the name now; a symbolic link is followed, as cp does.
+
+    Raises
+    ------
+    ApiError
+        The kernel does not open the folder (ENOENT, ENOTDIR, EACCES), or does not follow the link.
+    UsageError
+        The name belongs to a device, FIFO or socket, or to a symbolic link that leads nowhere.
+    """
+    path = _followed(path)
+    try:
+        folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise os_error("open", str(path.parent), error) from error
+    try:
+        yield Destination(str(path), folder, path.name, _stat_regular(folder, path.name, str(path)))
+    finally:
+        os.close(folder)
+
+
+@contextlib.contextmanager
+def new_file(
+    destination: Destination, *, source_mode: int, access: Access, direct: Direct, durable: bool
+) -> Iterator[File]:
+    """Make a file, give it its name when the block ends without an error, and remove it otherwise.
+
+    A new name gets the permission bits of the source less the umask. A file that is replaced hands down its own
+    permission bits and, where this process may give files away, its owner. Neither hands down set-user-id, set-group-id
+    or sticky bits. Nobody but the owner can open a file that replaces another before it has the name.
+
+    Parameters
+    ----------
+    destination : Destination
+        The name.
+    source_mode : int
+        ``st_mode`` of the file whose bytes this one gets.
+    access, direct : str
+        See :class:`~gdrkit.gds.File`.
+    durable : bool
+        Wait until the device has the bytes, the permission bits and the name (fsync of the file and of the folder).
+
+    Raises
+    ------
+    ApiError
+        The kernel does not make, sync or name the file.
+    """
+    source_bits = source_mode & _PERMISSIONS
+    bits = source_bits | _OWNER_READ_WRITE if destination.old is None else _OWNER_READ_WRITE
+    # Chosen before it exists, so that an interrupt at any moment finds it.
+    temporary = f".gdrkit-{uuid.uuid4().hex}.part"
+    with contextlib.ExitStack() as stack:
+        stack.callback(_remove, destination.folder, temporary)
+        folder = _open_to_sync(destination, stack) if durable else None
+        fd, is_named = _create(destination, temporary, bits)
+        file = stack.enter_context(
+            File.from_descriptor(fd, path=destination.path, writable=True, access=access, direct=direct)
+        )
+        yield file
+        try:
+            _set_permissions(fd, destination.old, source_bits)
+            if durable:
+                os.fsync(fd)
+            _publish(fd, destination, temporary, is_named=is_named)
+            if folder is not None:
+                os.fsync(folder)
+        except OSError as error:
+            raise os_error("create", destination.path, error) from error
+
+
+def _followed(path: Path) -> Path:
+    if not path.is_symlink():
+        return path
+    try:
+        # The kernel follows the link, because it refuses those that others plant in /tmp (fs.protected_symlinks).
+        fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    except FileNotFoundError as error:
+        message = f"{path} is a symbolic link to {path.readlink()}, which does not exist"
+        raise UsageError(message, what_to_do="remove the link, or name the file to write") from error
+    except OSError as error:
+        raise os_error("open", str(path), error) from error
+    try:
+        return Path(f"/proc/self/fd/{fd}").readlink()
+    finally:
+        os.close(fd)
+
+
+def _stat_regular(folder: int, name: str, path: str) -> os.stat_result | None:
+    """Return what has the name, None if nothing has; raise UsageError unless it is a regular file."""
+    try:
+        info = os.stat(name, dir_fd=folder, follow_symlinks=False)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise os_error("stat", path, error) from error
+    if not stat.S_ISREG(info.st_mode):
+        message = f"{path} is {_KINDS.get(stat.S_IFMT(info.st_mode), 'no regular file')}; a regular file is required"
+        raise UsageError(message, what_to_do="name a regular file or a new one; use cp to write to a device or a FIFO")
+    return info
+
+
+def _open_to_sync(destination: Destination, stack: contextlib.ExitStack) -> int:
+    """Open the folder for fsync(2), which needs read permission: asked for before anything is copied."""
+    try:
+        fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=destination.folder)
+    except OSError as error:
+        raise os_error("open", str(Path(destination.path).parent), error) from error
+    stack.callback(os.close, fd)
+    return fd
+
+
+def _create(destination: Destination, temporary: str, bits: int) -> tuple[int, bool]:
+    """Make an empty file; its descriptor, and whether it has the temporary name."""
+    flags = os.O_RDWR | os.O_CLOEXEC
+    try:
+        try:
+            return os.open(".", flags | os.O_TMPFILE, bits, dir_fd=destination.folder), False
+        except OSError as error:
+            if error.errno not in _NO_TMPFILE:
+                raise
+        flags |= os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+        return os.open(temporary, flags, bits, dir_fd=destination.folder), True
+    except OSError as error:
+        raise os_error("create", destination.path, error) from error
+
+
+def _set_permissions(fd: int, old: os.stat_result | None, source_bits: int) -> None:
+    made = os.fstat(fd)
+    now = stat.S_IMODE(made.st_mode)
+    if old is None:
+        # The kernel has applied the umask; what the copy needed for itself goes again.
+        bits = now & ~(_OWNER_READ_WRITE & ~source_bits)
+    else:
+        bits = old.st_mode & _PERMISSIONS
+        if (made.st_uid, made.st_gid) != (old.st_uid, old.st_gid) and not _give(fd, old):
+            bits &= ~_GROUP  # They were meant for another group.
+    if bits != now:
+        os.fchmod(fd, bits)
+
+
+def _give(fd: int, old: os.stat_result) -> bool:
+    """Give the file to the owner and group of the old one, or at least to the group; whether it has the group."""
+    for owner in (old.st_uid, -1):
+        try:
+            os.fchown(fd, owner, old.st_gid)
+        except PermissionError:
+            continue
+        return True
+    return False
+
+
+def _publish(fd: int, destination: Destination, temporary: str, *, is_named: bool) -> None:
+    name, folder = destination.name, destination.folder
+    if not is_named:
+        unnamed = f"/proc/self/fd/{fd}"
+        if destination.old is None:
+            with contextlib.suppress(FileExistsError):
+                os.link(unnamed, name, dst_dir_fd=folder)
+                return
+        # linkat(2) replaces nothing, rename(2) does.
+        os.link(unnamed, temporary, dst_dir_fd=folder)
+    _stat_regular(folder, name, destination.path)
+    os.rename(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+
+
+def _remove(folder: int, temporary: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(temporary, dir_fd=folder)

@@ -1,0 +1,307 @@
+"""gdrkit copy and the file system: modes and special files as cp has them, holes, names, durability, signals.
+
+Each case is about a defect of 0.1.0 (issue 15, A3): a setuid copy owned by root, a private source that others could
+read while it was copied, a device that was replaced by a file, a --sync that did not sync the folder, an empty copy of
+a procfs file, filled holes, partial files that stayed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from support.faulty_fuse import FaultyMount
+from support.mounts import mounted, power_cut
+from support.strangers import open_folder, run_stranger
+from support.unruly_files import UnrulyFiles
+
+from gdrkit import gds, pattern
+from gdrkit.errors import ApiError, UsageError
+from gdrkit.harness.needs import host, needs
+from gdrkit.units import KIB, MIB
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_ENDS_S = 60
+DEVICES = [pytest.param(kind, id=kind, marks=needs(host.file_system(kind))) for kind in ("ext4", "xfs")]
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(each.name for each in folder.iterdir())
+
+
+def copy(source: Path, destination: Path, **how: object) -> gds.Copied:
+    return gds.copy_file(source, destination, device_index=gds.HOST, **how)  # type: ignore[arg-type] # as copy_file.
+
+
+def command(*arguments: str | Path) -> list[str]:
+    return [sys.executable, "-m", "gdrkit", "copy", *map(str, arguments), "--host"]
+
+
+@pytest.fixture
+def without_tmpfile(tmp_path: Path) -> Iterator[FaultyMount]:
+    """A file system that has no O_TMPFILE, as NFS and FUSE."""
+    with FaultyMount(tmp_path / "fuse") as mount:
+        with pytest.raises(OSError, match="not supported"):
+            os.open(mount.mount, os.O_TMPFILE | os.O_RDWR)
+        yield mount
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+@pytest.mark.parametrize("mode", [0o4755, 0o2750, 0o1644, 0o600, 0o400, 0o666])
+def test_mode_of_a_copy_is_that_of_cp(tmp_path: Path, mode: int, umask: int) -> None:
+    source = tmp_path / "source"
+    source.write_bytes(b"#!/bin/sh\n")
+    source.chmod(mode)
+    for tool in (["cp"], command()[:-1]):
+        folder = tmp_path / Path(tool[0]).name
+        folder.mkdir()
+        (folder / "old").write_bytes(b"")
+        (folder / "old").chmod(0o640)
+        for name in ("new", "old"):
+            host_memory = ["--host"] if len(tool) > 1 else []
+            subprocess.run([*tool, str(source), str(folder / name), *host_memory], check=True, umask=umask)
+    modes = [
+        [stat.S_IMODE((folder / name).stat().st_mode) for name in ("new", "old")]
+        for folder in (tmp_path / "cp", tmp_path / Path(sys.executable).name)
+    ]
+    assert modes[0] == modes[1]
+
+
+@needs(host.capability("CAP_SETUID"))
+def test_setuid_program_of_another_user_is_copied_without(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.write_bytes(b"#!/bin/sh\n")
+    os.chown(source, 65534, 65534)
+    source.chmod(0o6755)
+    copy(source, tmp_path / "copy")
+    found = (tmp_path / "copy").stat()
+    assert (stat.S_IMODE(found.st_mode), found.st_uid) == (0o755, os.geteuid())
+
+
+@needs(host.capability("CAP_SETUID"))
+def test_replaced_file_hands_down_its_owner(tmp_path: Path) -> None:
+    (tmp_path / "source").write_bytes(b"1234")
+    old = tmp_path / "old"
+    old.touch(mode=0o640)
+    os.chown(old, 1234, 5678)
+    copy(tmp_path / "source", old)
+    found = old.stat()
+    assert (found.st_uid, found.st_gid, stat.S_IMODE(found.st_mode)) == (1234, 5678, 0o640)
+
+
+@needs(host.capability("CAP_SETUID"))
+def test_group_bits_go_where_the_group_cannot_be_kept() -> None:
+    program = """
+import sys
+from pathlib import Path
+from support.strangers import become_nobody
+from gdrkit import gds
+gds.engine_for(gds.HOST)
+become_nobody()
+folder = Path(sys.argv[1])
+gds.copy_file(folder / "source", folder / "old", device_index=gds.HOST)
+"""
+    with open_folder() as folder:
+        folder.chmod(0o777)
+        (folder / "source").write_bytes(b"1234")
+        (folder / "old").touch()
+        (folder / "old").chmod(0o664)
+        os.chown(folder / "old", 1234, 5678)
+        done = run_stranger(program, str(folder))
+        found = (folder / "old").stat()
+        assert (found.st_uid, stat.S_IMODE(found.st_mode)) == (65534, 0o604), done.stderr
+
+
+def test_partial_copy_has_no_name(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.write_bytes(bytes(MIB))
+    source.chmod(0o600)
+    seen: list[list[str]] = []
+    copy(source, tmp_path / "copy", on_progress=lambda _done, _whole: seen.append(names(tmp_path)))
+    assert seen
+    assert all(each == ["source"] for each in seen)
+
+
+@needs(host.fuse)
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_partial_copy_is_private_without_tmpfile(
+    tmp_path: Path, without_tmpfile: FaultyMount, *, is_replaced: bool
+) -> None:
+    source, folder = tmp_path / "source", without_tmpfile.mount
+    source.write_bytes(bytes(MIB))
+    source.chmod(0o644 if is_replaced else 0o600)
+    if is_replaced:
+        (folder / "copy").touch(mode=0o600)
+    modes: list[int] = []
+
+    def look(_done: int, _whole: int) -> None:
+        modes.extend(stat.S_IMODE(each.stat().st_mode) for each in folder.iterdir())
+
+    copy(source, folder / "copy", on_progress=look)
+    assert set(modes) == {0o600}
+    assert names(folder) == ["copy"]
+    assert (folder / "copy").read_bytes() == bytes(MIB)
+
+
+def test_destination_that_is_no_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "source").write_bytes(b"1234")
+    os.mkfifo(tmp_path / "fifo")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "socket"))
+        for name, kind in (("fifo", "a FIFO"), ("socket", "a socket")):
+            before = (tmp_path / name).lstat()
+            with pytest.raises(UsageError, match=f"is {kind}; a regular file is required"):
+                copy(tmp_path / "source", tmp_path / name)
+            assert os.path.samestat((tmp_path / name).lstat(), before)
+
+
+@needs(host.capability("CAP_SYS_ADMIN"))
+def test_device_node_is_not_replaced_by_a_copy(tmp_path: Path) -> None:
+    (tmp_path / "source").write_bytes(b"1234")
+    os.mknod(tmp_path / "null", stat.S_IFCHR | 0o666, os.makedev(1, 3))
+    done = subprocess.run(command(tmp_path / "source", tmp_path / "null"), capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "is a character device" in done.stderr
+    assert stat.S_ISCHR((tmp_path / "null").lstat().st_mode)
+
+
+def test_symbolic_link_to_a_file_is_followed(tmp_path: Path) -> None:
+    (tmp_path / "source").write_bytes(b"1234")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "target").write_bytes(b"old")
+    (tmp_path / "link").symlink_to("folder/target")
+    copy(tmp_path / "source", tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "folder" / "target").read_bytes() == b"1234"
+
+
+def test_symbolic_link_to_nowhere_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "source").write_bytes(b"1234")
+    (tmp_path / "link").symlink_to("nowhere")
+    with pytest.raises(UsageError, match="is a symbolic link to nowhere, which does not exist"):
+        copy(tmp_path / "source", tmp_path / "link")
+    assert names(tmp_path) == ["link", "source"]
+
+
+@pytest.mark.parametrize("is_checked", [False, True])
+@pytest.mark.parametrize("path", ["/proc/self/status", "/proc/sys/kernel/ostype", "/sys/devices/system/cpu/online"])
+def test_file_without_a_size_is_read_to_its_end(tmp_path: Path, path: str, *, is_checked: bool) -> None:
+    copied = copy(Path(path), tmp_path / "copy", check=is_checked)
+    found = (tmp_path / "copy").read_bytes()
+    assert found.splitlines()[0] == Path(path).read_bytes().splitlines()[0]
+    assert copied.bytes == len(found) == sum(copied.read.routes.values())
+    assert "does not state the size" in copied.read.why_not_direct
+
+
+def test_holes_of_a_sparse_file_stay_holes(tmp_path: Path, seed: int) -> None:
+    source, island = tmp_path / "source", pattern.payload(64 * KIB, seed=seed)
+    with source.open("wb") as file:
+        for at in (4 * MIB, 5 * MIB, 40 * MIB):
+            os.pwrite(file.fileno(), island, at)
+        os.ftruncate(file.fileno(), 100 * MIB + 1)
+    told: list[tuple[int, int]] = []
+    copied = copy(source, tmp_path / "copy", check=True, on_progress=lambda done, whole: told.append((done, whole)))
+    found = (tmp_path / "copy").stat()
+    assert found.st_blocks * 512 <= 2 * 3 * len(island)
+    assert (tmp_path / "copy").read_bytes() == source.read_bytes()
+    assert (copied.bytes, copied.hole_bytes) == (100 * MIB + 1, 100 * MIB + 1 - sum(copied.read.routes.values()))
+    assert told == sorted(told)
+    assert told[-1] == (100 * MIB + 1, 100 * MIB + 1)
+
+
+def test_ranges_of_a_sparse_file_span_chunks(tmp_path: Path, seed: int) -> None:
+    source = tmp_path / "source"
+    with source.open("wb") as file:
+        for number in range(40):
+            os.pwrite(file.fileno(), pattern.payload(20 * KIB, seed=seed + number), number * 64 * KIB)
+    copy(source, tmp_path / "copy", piece_bytes=50_001)
+    assert (tmp_path / "copy").read_bytes() == source.read_bytes()
+
+
+def test_longest_name_can_be_copied_to(tmp_path: Path) -> None:
+    (tmp_path / "source").write_bytes(b"1234")
+    for _ in ("new", "replaced"):
+        copy(tmp_path / "source", tmp_path / ("n" * 255))
+    assert (tmp_path / ("n" * 255)).read_bytes() == b"1234"
+
+
+@pytest.mark.parametrize("kind", DEVICES)
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_synced_copy_survives_a_loss_of_power(tmp_path: Path, seed: int, kind: str, *, is_replaced: bool) -> None:
+    data = pattern.payload(300 * KIB + 5, seed=seed)
+    source = tmp_path / "source"
+    source.write_bytes(data)
+    with mounted(kind, tmp_path / "disk") as disk:
+        if is_replaced:
+            (disk / "copy").write_bytes(b"old")
+        subprocess.run(["sync"], check=True)
+        subprocess.run([*command(source, disk / "copy"), "--sync"], check=True)
+        with power_cut(kind, disk, tmp_path / "later") as later:
+            assert (later / "copy").read_bytes() == data
+            assert stat.S_IMODE((later / "copy").stat().st_mode) == 0o644
+
+
+@needs(host.fuse)
+def test_sync_that_fails_leaves_no_copy(tmp_path: Path, without_tmpfile: FaultyMount) -> None:
+    source, folder = tmp_path / "source", without_tmpfile.mount
+    source.write_bytes(b"1234")
+    without_tmpfile.fail(fsync=errno.EIO)
+    with pytest.raises(ApiError) as raised:
+        copy(source, folder / "copy", durable=True)
+    assert raised.value.errno == errno.EIO
+    done = subprocess.run([*command(source, folder / "copy"), "--sync"], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "EIO" in done.stderr
+    assert names(folder) == []
+    copy(source, folder / "copy")
+    assert (folder / "copy").read_bytes() == b"1234"
+
+
+@needs(host.fuse)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("has_tmpfile", [False, True])
+def test_signal_leaves_no_partial_copy(tmp_path: Path, seed: int, number: signal.Signals, *, has_tmpfile: bool) -> None:
+    (tmp_path / "mount").mkdir()
+    with contextlib.ExitStack() as stack:
+        folder = tmp_path / "folder"
+        if has_tmpfile:
+            folder.mkdir()
+        else:
+            folder = stack.enter_context(FaultyMount(tmp_path / "fuse")).mount
+        unruly = stack.enter_context(UnrulyFiles(tmp_path / "mount", length_bytes=4 * MIB, seed=seed))
+        unruly.say(f"gate {2 * MIB} {4 * MIB}")
+        process = stack.enter_context(
+            subprocess.Popen(command(unruly.path, folder / "copy"), stderr=subprocess.PIPE, text=True)
+        )
+        unruly.await_line("waiting")
+        process.send_signal(number)
+        unruly.say("open")
+        said = process.communicate(timeout=_ENDS_S)[1]
+        assert process.returncode == (130 if number is signal.SIGINT else -number), said
+        assert "Traceback" not in said
+        assert names(folder) == []
+
+
+@needs(host.fuse)
+def test_killed_copy_leaves_nothing(tmp_path: Path, seed: int) -> None:
+    for name in ("mount", "folder"):
+        (tmp_path / name).mkdir()
+    with UnrulyFiles(tmp_path / "mount", length_bytes=4 * MIB, seed=seed) as unruly:
+        unruly.say(f"gate {2 * MIB} {4 * MIB}")
+        with subprocess.Popen(command(unruly.path, tmp_path / "folder" / "copy")) as process:
+            unruly.await_line("waiting")
+            process.kill()
+            unruly.say("open")
+            assert process.wait(_ENDS_S) == -signal.SIGKILL
+    assert names(tmp_path / "folder") == []
