@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Self
 
-from gdrkit.errors import ClosedResource, Reason, UsageError
+from gdrkit.errors import ClosedResource, GdrkitError, Reason, UsageError
 from gdrkit.handles import Handle
 from gdrkit.registration._departures import Departures
 from gdrkit.registration._entries import Index, end_of
@@ -122,8 +122,8 @@ class RegionCache:
         Raises
         ------
         RegistrationFailed, ApiError
-            As :func:`~gdrkit.registration.register`, the same error for every thread that waited. Nothing is kept of a
-            registration that failed, and the next lookup tries again.
+            As :func:`~gdrkit.registration.register`; every thread that waited gets an error with the same fields.
+            Nothing is kept of a registration that failed, and the next lookup tries again.
         UsageError
             BUSY: the memory was freed or remapped while it was registered.
         ClosedResource
@@ -275,9 +275,11 @@ class RegionCache:
                 flight.key, memory, self.nics, access=self.access, route=self.route, give_back=self._give_back
             )
         except BaseException as error:
-            # Waiters share a failure; they do not share that somebody stopped this thread, and try for themselves.
+            # Waiters get the same failure, each as an error of its own: an error that several threads raise has the
+            # frames of all. What is not of gdrkit (a signal that stopped this thread) is not theirs: they try again.
+            shared = error.fresh() if isinstance(error, GdrkitError) else None
             with self._lock:
-                flight.error = error if isinstance(error, Exception) else None
+                flight.error = shared
                 self._flights.land(flight)
             raise
         with self._lock:
@@ -304,7 +306,7 @@ class RegionCache:
                 self._give_back(entry)
             raise
         if flight.error is not None:
-            raise flight.error
+            raise flight.error.fresh()
         return flight.entry
 
     def _link(self, entry: Entry) -> list[Entry]:

@@ -180,7 +180,8 @@ def register(
             _WAYS[way](registration, nics, access)
         except Unsupported as error:
             registration.close()
-            refusals.append(error)
+            # They stay as long as the registration does, so without the frames of this call and of its callers.
+            refusals.append(error.fresh())
         except BaseException as error:
             _close_after(registration, error)
             raise
