@@ -22,7 +22,7 @@ __all__ = ["CARRY_ON", "LEVELS", "RULES", "SAME_LEVEL", "SEAMS", "SIBLINGS_LEVEL
 # The rooms of gdrkit/ by level: imports only go down.
 LEVELS: tuple[frozenset[str], ...] = (
     frozenset({"__init__", "errors", "exit_code", "house", "text", "units", "verdict"}),
-    frozenset({"buffers", "faultplan", "handles", "loader", "pattern", "plain"}),
+    frozenset({"buffers", "faultplan", "handles", "loader", "pattern", "plain", "scm_rights"}),
     frozenset({"cuda", "cufile", "gaudi", "host", "verbs"}),
     frozenset({"launch", "registration", "witness"}),
     frozenset({"gds", "inventory", "storage"}),
@@ -86,6 +86,7 @@ _IMPORTERS = {"__import__", "find_spec", "import_module", "import_native"}
 # The words by which a reader would look for stand-ins. report/substrate.py alone may say what was one.
 _STAND_IN_WORDS = re.compile(r"(?<![a-z])(mock|fake|stub|simulat)\w*", re.IGNORECASE)
 _SUBSTRATE = "gdrkit/report/substrate.py"
+_RECEIVER = "gdrkit/scm_rights.py"
 
 _SOURCES = (".py", ".cpp", ".hpp", ".h", ".md", ".toml", ".ini", ".sh", ".txt", ".yaml", ".yml", ".cmake", ".html")
 # In two parts, so that this file keeps the rule.
@@ -305,6 +306,13 @@ def _locked_finalizers(root: Path) -> Iterator[str]:
             yield from (f"{path}: a finalizer reaches {name}(), which waits for a lock" for _ in filter(_locks, nodes))
 
 
+def _receiving(root: Path) -> Iterator[str]:
+    for path, tree in _modules(root, "gdrkit"):
+        for node in ast.walk(tree) if path != _RECEIVER else ():
+            if isinstance(node, ast.Call) and _called(node) in {"recv_fds", "recvmsg", "recvmsg_into"}:
+                yield f"{path}:{node.lineno} calls {_called(node)}"
+
+
 def _sleeps(root: Path) -> Iterator[str]:
     for path, tree in _modules(root, "suites"):
         for node in ast.walk(tree):
@@ -425,6 +433,13 @@ RULES = (
             "    def __del__(self):\n        self.release()\n    def other(self):\n        with _lock:\n"
             "            pass\n",
         },
+    ),
+    Rule(
+        name="descriptors are received in one place",
+        why="Who forgets MSG_CMSG_CLOEXEC or MSG_CTRUNC leaks descriptors to programs, or believes half a message.",
+        breaches=_receiving,
+        must_fail={"gdrkit/storage/connection.py": "import socket\nsocket.recv_fds(end, 4096, 4)\n"},
+        must_pass={_RECEIVER: "connection.recvmsg(1, 1, 1)\n"},
     ),
     Rule(
         name="no case sleeps",
