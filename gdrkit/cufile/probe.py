@@ -13,12 +13,12 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gdrkit.errors import Api, ApiError, Reason, SetupMissing
+from gdrkit.forks import ForkSafeLock
 
 __all__ = ["TIMEOUT_S", "ProbeAnswer", "main", "probe", "require"]
 
@@ -29,7 +29,7 @@ _SHOWN_CHARACTERS = 400
 _MODULES = Path("/proc/modules")
 _NO_MODULES = "there is no /proc/modules, which libcufile reads for ever: use a kernel with loadable modules"
 
-_lock = threading.Lock()
+_lock = ForkSafeLock()
 _opened: list[ProbeAnswer] = []
 
 

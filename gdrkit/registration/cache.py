@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Self
 
+from gdrkit import forks
 from gdrkit.errors import ClosedResource, GdrkitError, Reason, UsageError
 from gdrkit.handles import Handle
 from gdrkit.registration._departures import Departures
@@ -39,6 +40,8 @@ _CACHE, _MEMORY = "region cache", "the memory to lease"  # What may be closed.
 
 class RegionCache:
     """Registrations of device memory with the same NICs; for use by any number of threads.
+
+    A forked child gets a closed copy, which takes nothing back: the registrations are the parent's.
 
     Parameters
     ----------
@@ -85,6 +88,7 @@ class RegionCache:
         self._is_full = False  # Over a limit, because what is leased stays.
         self._closing = self._closed = False
         self._handle = Handle("registration.cache")
+        forks.register(self)
 
     @property
     def closed(self) -> bool:
@@ -203,6 +207,21 @@ class RegionCache:
         self._watched.clear()
         self._closed = True
         self._handle.release()
+
+    def after_fork_in_child(self) -> None:
+        """Be closed in a forked child: registrations, NICs and device memory are those of the parent.
+
+        The child neither leases nor deregisters. The parent and its leases go on as before.
+        """
+        self._inherited = (self._index, self._flights, self._departures, self._watched)  # Never released here.
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._index = Index(regions_max=self.regions_max, bytes_max=self.bytes_max)
+        self._known, self._used = self._index.known, self._index.used
+        self._flights = Flights(self._changed)
+        self._departures = Departures(self._changed)
+        self._watched = {}
+        self._closing = self._closed = True
 
     def _holds(self, entry: Entry) -> bool:
         """Whether what a leased entry names is still there. If not, it is unlinked and given back."""
@@ -348,6 +367,8 @@ class RegionCache:
 
     def _ended(self, entry: Entry) -> None:
         """Do what had to wait for the end of a lease."""
+        if self._closed:
+            return  # A closed cache has leases only in a forked child, where they are copies of the parent's.
         with self._lock:
             victims = self._evicted() if entry.linked else self._departures.take(entry)
             if self._closing:

@@ -11,6 +11,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
+from gdrkit import forks
 from gdrkit.buffers import check_range
 from gdrkit.errors import ClosedResource, Reason, UsageError
 from gdrkit.handles import Handle
@@ -164,6 +165,8 @@ class PoolStatistics:
 class BufferPool:
     """Buffers of one size, registered with NICs.
 
+    A forked child gets a closed copy, which takes nothing back: the buffers are the parent's.
+
     Parameters
     ----------
     device : Allocator
@@ -208,6 +211,8 @@ class BufferPool:
         # The memory is not freed under somebody who has a part of it.
         self._memory.before_release(self._refuse_while_used)
         self._handle = Handle("registration.pool")
+        self._is_inherited = False
+        forks.register(self)
 
     @property
     def closed(self) -> bool:
@@ -270,12 +275,21 @@ class BufferPool:
         UsageError
             BUSY: a buffer was not given back; the pool works on as before.
         """
+        if self._is_inherited:
+            return
         with self._lock:
             self._refuse_while_used()
             self._closed = True
         if not self._memory.closed:
             self._memory.close()
             self._handle.release()
+
+    def after_fork_in_child(self) -> None:
+        """Be closed in a forked child: the memory and its registration are those of the parent."""
+        self._is_inherited = self._closed = True
+        self._lock = threading.Lock()
+        self._queue = deque()
+        self._used = set()
 
     def _refuse_while_used(self) -> None:
         used = self.count - len(self._free)
