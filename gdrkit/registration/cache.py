@@ -19,7 +19,7 @@ from gdrkit.registration._entries import Index, end_of
 from gdrkit.registration._flights import Flights
 from gdrkit.registration._whole import register_whole
 from gdrkit.registration.lease import Lease, refuse_range
-from gdrkit.registration.policy import ALL_ACCESS
+from gdrkit.registration.policy import ALL_ACCESS, check_memory, checked_nics
 from gdrkit.registration.statistics import CacheStatistics
 from gdrkit.units import GIB
 
@@ -66,13 +66,11 @@ class RegionCache:
         regions_max: int = 1024,
         bytes_max: int = 1024 * GIB,
     ) -> None:
-        if not nics or len(set(nics)) != len(nics):
-            message = "a cache wants at least one NIC, each once"
-            raise UsageError(message)
+        nics = checked_nics(nics)
         if regions_max <= 0 or bytes_max <= 0:
             message = f"a cache of {regions_max} regions and {bytes_max} bytes holds nothing"
             raise UsageError(message)
-        self.nics = tuple(nics)
+        self.nics = nics
         self.access = access
         self.route = route
         self.regions_max = regions_max
@@ -134,7 +132,11 @@ class RegionCache:
             The memory or the cache.
         """
         # A hit is what a transfer pays each time, so it makes few calls and takes the lock once.
-        size_bytes = memory.length_bytes
+        try:
+            size_bytes = memory.length_bytes
+        except AttributeError:
+            check_memory(memory)
+            raise
         if length_bytes is None:
             length_bytes = size_bytes - offset_bytes
         if offset_bytes < 0 or length_bytes <= 0 or offset_bytes + length_bytes > size_bytes:

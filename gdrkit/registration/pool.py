@@ -15,7 +15,7 @@ from gdrkit import forks
 from gdrkit.buffers import check_range
 from gdrkit.errors import ClosedResource, Reason, UsageError
 from gdrkit.handles import Handle
-from gdrkit.registration.policy import ALL_ACCESS, register
+from gdrkit.registration.policy import ALL_ACCESS, checked_nics, register
 from gdrkit.units import GPU_RDMA_PAGE_BYTES, align_up
 
 if TYPE_CHECKING:
@@ -192,6 +192,7 @@ class BufferPool:
         if buffer_bytes <= 0 or count <= 0:
             message = f"a pool of {count} buffers of {buffer_bytes} bytes"
             raise UsageError(message)
+        nics = checked_nics(nics)
         self.buffer_bytes = buffer_bytes
         self.count = count
         # Apart by whole pages, so that two buffers never share what a NIC pins.

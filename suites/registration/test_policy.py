@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import gc
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from support.faults import faults
@@ -18,7 +18,7 @@ from gdrkit import handles
 from gdrkit.cuda import VmmMemory
 from gdrkit.errors import Api, ApiError, Reason, RegistrationFailed, UsageError
 from gdrkit.harness.needs import cuda, needs, software, verbs
-from gdrkit.registration import RegistrationRoute, register
+from gdrkit.registration import BufferPool, RegionCache, RegistrationRoute, register
 from gdrkit.units import KIB, MIB
 from gdrkit.verbs import Nic, Status
 
@@ -142,6 +142,31 @@ def test_a_way_that_is_asked_for_is_not_replaced(device: Device, nic: Nic) -> No
         register(memory, [nic, nic])
     with device.allocate(64 * KIB) as memory, pytest.raises(UsageError):
         register(memory, [])
+
+
+@needs(verbs.nic())
+@pytest.mark.parametrize("memory", [bytearray(4096), 4096, None, "memory"], ids=lambda memory: type(memory).__name__)
+def test_memory_of_a_wrong_type_is_named(nic: Nic, memory: Any) -> None:  # noqa: ANN401 - that is the point.
+    # Issue 15 B: it was an AttributeError.
+    with pytest.raises(UsageError, match=f"DeviceBuffer.*not {type(memory).__name__}"):
+        register(memory, [nic])
+    with RegionCache([nic]) as cache, pytest.raises(UsageError, match=f"not {type(memory).__name__}"):
+        cache.lease(memory)
+
+
+def test_nics_of_a_wrong_type_are_named(space: Space, nic: Nic) -> None:
+    # Issue 15 B: a single NIC was a TypeError.
+    wrong: list[tuple[Any, str]] = [(nic, "Nic"), (None, "NoneType"), (7, "int"), ([nic.name], "str"), ("", "at least")]
+    with space.allocate(64 * KIB) as memory:
+        before = handles.live()
+        for nics, named in wrong:
+            with pytest.raises(UsageError, match=f"nics must .*{named}"):
+                register(memory, nics)
+            with pytest.raises(UsageError, match=f"nics must .*{named}"):
+                RegionCache(nics)
+            with pytest.raises(UsageError, match=f"nics must .*{named}"):
+                BufferPool(space, nics, buffer_bytes=4096, count=1)
+        assert handles.live() == before
 
 
 @DMABUF
