@@ -12,7 +12,7 @@ from __future__ import annotations
 import enum
 import errno as _errno
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -115,6 +115,21 @@ class GdrkitError(Exception):
         self.reason = reason
         self.what_to_do = what_to_do
 
+    def fresh(self) -> Self:
+        """Return a new error with the same fields and notes, and without a traceback and a cause.
+
+        An error object collects the frames of every place that raises it, and its frames keep their callers and all
+        their variables alive. What stores an error therefore stores a fresh one, and raises a fresh one each time.
+        """
+        made = type(self).__new__(type(self))
+        made.args = self.args
+        vars(made).update(vars(self))
+        if isinstance(self, OSError) and isinstance(made, OSError):
+            made.errno, made.strerror, made.filename = self.errno, self.strerror, self.filename
+        if hasattr(self, "__notes__"):
+            made.__notes__ = list(self.__notes__)
+        return made
+
     def __str__(self) -> str:
         return f"{self.message}. To do: {self.what_to_do}" if self.what_to_do else self.message
 
@@ -181,6 +196,12 @@ class RegistrationFailed(GdrkitError):
         listed = "; ".join(f"[{index}] {cause}" for index, cause in enumerate(causes, start=1))
         super().__init__(f"{message}: {listed}" if listed else message, reason=reason, what_to_do=what_to_do)
         self.causes = causes
+
+    def fresh(self) -> Self:
+        """Return a new error whose causes are new ones, too."""
+        made = super().fresh()
+        made.causes = tuple(cause.fresh() for cause in self.causes)
+        return made
 
 
 class UsageError(GdrkitError):

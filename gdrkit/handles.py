@@ -7,7 +7,7 @@ key that still reaches memory which someone else owns by now.
 
 from __future__ import annotations
 
-import threading
+import itertools
 import warnings
 from collections import Counter
 from typing import TYPE_CHECKING
@@ -19,8 +19,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Handle", "ReleaseStack", "live"]
 
-_lock = threading.Lock()
-_live: Counter[str] = Counter()
+# The kind of every open object by its number. There is no lock: the garbage collector may run the finalizer of another
+# object inside any allocation of this file, and a fork copies a lock that another thread holds. One operation on a dict
+# with integer keys is atomic.
+_live: dict[int, str] = {}
+_numbers = itertools.count()
 
 
 def live() -> dict[str, int]:
@@ -28,8 +31,13 @@ def live() -> dict[str, int]:
 
     An object that was forgotten without being closed stays counted, since what it held is still held.
     """
-    with _lock:
-        return {kind: count for kind, count in sorted(_live.items()) if count}
+    while True:
+        try:
+            kinds = tuple(_live.values())
+        except RuntimeError:
+            # A finalizer that ran inside this call released a handle, so the dict changed; each handle does so once.
+            continue
+        return dict(sorted(Counter(kinds).items()))
 
 
 class Handle:
@@ -41,23 +49,19 @@ class Handle:
         What it is, e.g. ``verbs.region``.
     """
 
-    __slots__ = ("_open", "kind")
+    __slots__ = ("_number", "kind")
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
-        self._open = True
-        with _lock:
-            _live[kind] += 1
+        self._number = next(_numbers)
+        _live[self._number] = kind
 
     def release(self) -> None:
-        """The object was closed; a second call does nothing."""
-        with _lock:
-            if self._open:
-                self._open = False
-                _live[self.kind] -= 1
+        """Record that the object was closed; a second call does nothing. Finalizers may call it."""
+        _live.pop(self._number, None)
 
     def __del__(self) -> None:
-        if getattr(self, "_open", False):
+        if getattr(self, "_number", None) in _live:
             warnings.warn(f"a {self.kind} was never closed", GdrkitWarning, stacklevel=2)
 
 

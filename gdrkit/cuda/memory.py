@@ -127,7 +127,10 @@ class CudaMemory(ABC):
                     "cuMemGetHandleForAddressRange", dptr=base, size=end - base, handleType=kind, flags=0
                 )
             except ApiError as error:
-                raise self._explained(error) from error
+                better = self._explained(error)
+                if better is error:
+                    raise  # From itself, it would be its own cause.
+                raise better from error
         return DmabufRange(fd, offset_bytes=address - base, length_bytes=length_bytes, address=address)
 
     def read(self, *, offset_bytes: int = 0, length_bytes: int | None = None) -> bytes:

@@ -7,18 +7,19 @@ first, and this process only when the child came back. Runs as ``python -m gdrki
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gdrkit.errors import Api, ApiError, Reason, SetupMissing
+from gdrkit.forks import ForkSafeLock
 
 __all__ = ["TIMEOUT_S", "ProbeAnswer", "main", "probe", "require"]
 
@@ -29,7 +30,9 @@ _SHOWN_CHARACTERS = 400
 _MODULES = Path("/proc/modules")
 _NO_MODULES = "there is no /proc/modules, which libcufile reads for ever: use a kernel with loadable modules"
 
-_lock = threading.Lock()
+# How long the end of a killed child is waited for; one that a driver holds in the kernel does not end.
+_KILL_S = 5.0
+_lock = ForkSafeLock()
 _opened: list[ProbeAnswer] = []
 
 
@@ -62,6 +65,7 @@ def probe(*, timeout_s: float = TIMEOUT_S) -> ProbeAnswer:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
+            start_new_session=True,
         )
         answer, printed = _ended(child, timeout_s)
     lines = answer.decode("utf-8", "backslashreplace").splitlines()
@@ -123,10 +127,31 @@ def _ended(child: subprocess.Popen[bytes], timeout_s: float) -> tuple[bytes, byt
     try:
         return child.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired as error:
-        child.kill()
-        child.communicate()
         how = f"it did not come back within {timeout_s:g} s and was killed"
+        if not _killed(child):
+            how = (
+                f"it did not come back within {timeout_s:g} s, and not within {_KILL_S:g} s of SIGKILL: it is abandoned"
+            )
         raise _failed(how, Reason.TIMEOUT, what_to_do="" if _MODULES.exists() else _NO_MODULES) from error
+    except BaseException:
+        # It is in a session of its own, so that an interrupt of the terminal does not reach it.
+        _killed(child)
+        raise
+
+
+def _killed(child: subprocess.Popen[bytes]) -> bool:
+    """Kill it with all that it started, and wait; False when a driver still holds it."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    for pipe in (child.stdout, child.stderr):
+        # What left its group may hold the other ends for as long as it likes.
+        if pipe is not None:
+            pipe.close()
+    try:
+        child.wait(_KILL_S)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
 
 
 def _refused(failure: dict[str, Any]) -> SetupMissing:

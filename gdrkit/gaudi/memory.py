@@ -10,12 +10,12 @@ from __future__ import annotations
 import errno
 import itertools
 import os
-import threading
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Self
 
 from gdrkit.buffers import DmabufRange, MemoryKind, check_range
 from gdrkit.errors import ClosedResource, UsageError
+from gdrkit.forks import ForkSafeLock
 from gdrkit.gaudi import _hlthunk
 from gdrkit.gaudi._answers import error_of
 from gdrkit.gaudi.device import Piece
@@ -32,7 +32,7 @@ __all__ = ["Allocation", "BorrowedMemory", "DeviceMemory", "GaudiMemory"]
 
 _FLAGS = os.O_RDWR | os.O_CLOEXEC  # The library takes no others.
 
-_lock = threading.Lock()
+_lock = ForkSafeLock()
 _numbers = itertools.count(1)
 _live: dict[int, Allocation] = {}
 

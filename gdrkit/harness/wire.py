@@ -7,10 +7,10 @@ Level 7. A request is ``{"id", "op", "arguments", "descriptors"}``, an answer ``
 from __future__ import annotations
 
 import json
-import os
 import socket
 from typing import Any
 
+from gdrkit import scm_rights
 from gdrkit.errors import (
     Api,
     ApiError,
@@ -61,6 +61,8 @@ class Channel:
         ------
         TimeoutError
             Nothing, or only a part of a message, came in time.
+        UsageError
+            MALFORMED: it is no message, or too many descriptors came at once.
         """
         self._socket.settimeout(timeout_s)
         while True:
@@ -73,7 +75,9 @@ class Channel:
                     raise UsageError(text, reason=Reason.MALFORMED)
                 return message
             try:
-                data, descriptors, _flags, _address = socket.recv_fds(self._socket, _PART_BYTES, _DESCRIPTORS_MAX)
+                data, descriptors = scm_rights.receive(
+                    self._socket, length_bytes=_PART_BYTES, descriptors_max=_DESCRIPTORS_MAX
+                )
             except ConnectionResetError:
                 return None
             self._descriptors += descriptors
@@ -91,9 +95,8 @@ class Channel:
 
     def close(self) -> None:
         """Close the socket and what was not taken."""
-        for descriptor in self._descriptors:
-            os.close(descriptor)
-        self._descriptors = []
+        descriptors, self._descriptors = self._descriptors, []
+        scm_rights.close_all(descriptors)
         self._socket.close()
 
 

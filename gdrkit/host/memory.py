@@ -10,12 +10,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 import mmap
-import threading
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Self
 
 from gdrkit.buffers import DmabufRange, MemoryKind, check_range
 from gdrkit.errors import Api, ClosedResource, Reason, Unsupported, UsageError
+from gdrkit.forks import ForkSafeLock
 from gdrkit.handles import Handle, ReleaseStack
 from gdrkit.host._libc import address_of
 from gdrkit.units import HOST_PAGE_BYTES, align_up
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BorrowedHostMemory", "HostAllocator", "HostBuffer", "HostMemory"]
 
-_lock = threading.Lock()
+_lock = ForkSafeLock()
 _numbers = itertools.count(1)
 # Base and length of every live mapping, by its number. A process never uses a number twice.
 _live: dict[int, tuple[int, int]] = {}

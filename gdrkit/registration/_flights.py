@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from gdrkit.registration._entries import overlaps
 
 if TYPE_CHECKING:
+    from gdrkit.errors import GdrkitError
     from gdrkit.registration._entries import Entry, Key
 
 __all__ = ["Flight", "Flights"]
@@ -25,7 +26,7 @@ class Flight:
         self.key = key
         self.done = threading.Event()
         self.entry: Entry | None = None
-        self.error: Exception | None = None
+        self.error: GdrkitError | None = None
         self.unlinked = False
         self.waiters = 0
 

@@ -11,14 +11,15 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Self
 
-from gdrkit.errors import ClosedResource, Reason, UsageError
+from gdrkit import forks
+from gdrkit.errors import ClosedResource, GdrkitError, Reason, UsageError
 from gdrkit.handles import Handle
 from gdrkit.registration._departures import Departures
 from gdrkit.registration._entries import Index, end_of
 from gdrkit.registration._flights import Flights
 from gdrkit.registration._whole import register_whole
 from gdrkit.registration.lease import Lease, refuse_range
-from gdrkit.registration.policy import ALL_ACCESS
+from gdrkit.registration.policy import ALL_ACCESS, check_memory, checked_nics
 from gdrkit.registration.statistics import CacheStatistics
 from gdrkit.units import GIB
 
@@ -39,6 +40,8 @@ _CACHE, _MEMORY = "region cache", "the memory to lease"  # What may be closed.
 
 class RegionCache:
     """Registrations of device memory with the same NICs; for use by any number of threads.
+
+    A forked child gets a closed copy, which takes nothing back: the registrations are the parent's.
 
     Parameters
     ----------
@@ -63,13 +66,11 @@ class RegionCache:
         regions_max: int = 1024,
         bytes_max: int = 1024 * GIB,
     ) -> None:
-        if not nics or len(set(nics)) != len(nics):
-            message = "a cache wants at least one NIC, each once"
-            raise UsageError(message)
+        nics = checked_nics(nics)
         if regions_max <= 0 or bytes_max <= 0:
             message = f"a cache of {regions_max} regions and {bytes_max} bytes holds nothing"
             raise UsageError(message)
-        self.nics = tuple(nics)
+        self.nics = nics
         self.access = access
         self.route = route
         self.regions_max = regions_max
@@ -85,6 +86,7 @@ class RegionCache:
         self._is_full = False  # Over a limit, because what is leased stays.
         self._closing = self._closed = False
         self._handle = Handle("registration.cache")
+        forks.register(self)
 
     @property
     def closed(self) -> bool:
@@ -122,15 +124,19 @@ class RegionCache:
         Raises
         ------
         RegistrationFailed, ApiError
-            As :func:`~gdrkit.registration.register`, the same error for every thread that waited. Nothing is kept of a
-            registration that failed, and the next lookup tries again.
+            As :func:`~gdrkit.registration.register`; every thread that waited gets an error with the same fields.
+            Nothing is kept of a registration that failed, and the next lookup tries again.
         UsageError
             BUSY: the memory was freed or remapped while it was registered.
         ClosedResource
             The memory or the cache.
         """
         # A hit is what a transfer pays each time, so it makes few calls and takes the lock once.
-        size_bytes = memory.length_bytes
+        try:
+            size_bytes = memory.length_bytes
+        except AttributeError:
+            check_memory(memory)
+            raise
         if length_bytes is None:
             length_bytes = size_bytes - offset_bytes
         if offset_bytes < 0 or length_bytes <= 0 or offset_bytes + length_bytes > size_bytes:
@@ -204,6 +210,21 @@ class RegionCache:
         self._closed = True
         self._handle.release()
 
+    def after_fork_in_child(self) -> None:
+        """Be closed in a forked child: registrations, NICs and device memory are those of the parent.
+
+        The child neither leases nor deregisters. The parent and its leases go on as before.
+        """
+        self._inherited = (self._index, self._flights, self._departures, self._watched)  # Never released here.
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._index = Index(regions_max=self.regions_max, bytes_max=self.bytes_max)
+        self._known, self._used = self._index.known, self._index.used
+        self._flights = Flights(self._changed)
+        self._departures = Departures(self._changed)
+        self._watched = {}
+        self._closing = self._closed = True
+
     def _holds(self, entry: Entry) -> bool:
         """Whether what a leased entry names is still there. If not, it is unlinked and given back."""
         is_present = entry.is_present  # A field that is called where it stands costs more.
@@ -275,9 +296,11 @@ class RegionCache:
                 flight.key, memory, self.nics, access=self.access, route=self.route, give_back=self._give_back
             )
         except BaseException as error:
-            # Waiters share a failure; they do not share that somebody stopped this thread, and try for themselves.
+            # Waiters get the same failure, each as an error of its own: an error that several threads raise has the
+            # frames of all. What is not of gdrkit (a signal that stopped this thread) is not theirs: they try again.
+            shared = error.fresh() if isinstance(error, GdrkitError) else None
             with self._lock:
-                flight.error = error if isinstance(error, Exception) else None
+                flight.error = shared
                 self._flights.land(flight)
             raise
         with self._lock:
@@ -304,7 +327,7 @@ class RegionCache:
                 self._give_back(entry)
             raise
         if flight.error is not None:
-            raise flight.error
+            raise flight.error.fresh()
         return flight.entry
 
     def _link(self, entry: Entry) -> list[Entry]:
@@ -346,6 +369,8 @@ class RegionCache:
 
     def _ended(self, entry: Entry) -> None:
         """Do what had to wait for the end of a lease."""
+        if self._closed:
+            return  # A closed cache has leases only in a forked child, where they are copies of the parent's.
         with self._lock:
             victims = self._evicted() if entry.linked else self._departures.take(entry)
             if self._closing:

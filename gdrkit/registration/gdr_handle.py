@@ -74,7 +74,10 @@ def export_gdr(memory: CudaMemory) -> bytes:
     try:
         ipc = cuda.export_handle(memory)
     except ApiError as error:
-        raise explained(error, memory.kind) from error
+        better = explained(error, memory.kind)
+        if better is error:
+            raise  # From itself, it would be its own cause.
+        raise better from error
     _require_base(memory)
     return GdrHandle(ipc=ipc, length_bytes=memory.length_bytes, device_index=memory.device.index).pack()
 

@@ -7,12 +7,12 @@ is closed.
 
 from __future__ import annotations
 
-import array
 import os
 import socket
 import warnings
 from typing import TYPE_CHECKING, Self
 
+from gdrkit import scm_rights
 from gdrkit.errors import (
     Api,
     ApiError,
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 __all__ = ["Parcel", "receive"]
-
-_DESCRIPTOR_BYTES = array.array("i").itemsize
 
 
 class Parcel:
@@ -145,28 +143,21 @@ def receive(connection: socket.socket, *, timeout_ms: float | None = None) -> Pa
         while len(data) < SHARE_HANDLE_BYTES:
             _receive_part(connection, data, descriptors)
     except BaseException:
-        for descriptor in descriptors:
-            os.close(descriptor)
+        scm_rights.close_all(descriptors)
         raise
     return Parcel(bytes(data), descriptors)
 
 
 def _receive_part(connection: socket.socket, data: bytearray, descriptors: list[int]) -> None:
-    space = socket.CMSG_SPACE(DESCRIPTORS_MAX * _DESCRIPTOR_BYTES)
     try:
-        part, ancillary, flags, _address = connection.recvmsg(
-            SHARE_HANDLE_BYTES - len(data), space, socket.MSG_CMSG_CLOEXEC
+        part, arrived = scm_rights.receive(
+            connection,
+            length_bytes=SHARE_HANDLE_BYTES - len(data),
+            descriptors_max=DESCRIPTORS_MAX - len(descriptors),
         )
     except OSError as error:
         raise _socket_error("recvmsg", error) from error
-    for level, kind, content in ancillary:
-        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-            found = array.array("i")
-            found.frombytes(content[: len(content) - len(content) % _DESCRIPTOR_BYTES])
-            descriptors.extend(found)
-    if flags & socket.MSG_CTRUNC or len(descriptors) > DESCRIPTORS_MAX:
-        message = "more descriptors came than a parcel may have, or than this process may open"
-        raise UsageError(message, reason=Reason.MALFORMED, what_to_do="raise RLIMIT_NOFILE if it is low")
+    descriptors += arrived
     if not part:
         message = f"the other side closed the socket after {len(data)} of {SHARE_HANDLE_BYTES} bytes of a handle"
         raise BrokenResource(message, reason=Reason.PEER_GONE)

@@ -5,10 +5,10 @@ Level 3. The distances are those of :mod:`gdrkit.host.distance`. Among NICs that
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING
 
 from gdrkit.errors import SetupMissing, UsageError
+from gdrkit.forks import ForkSafeLock
 from gdrkit.host import Distance, HostTree, pci_distance
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class Placement:
     def __init__(self, tree: HostTree | None = None) -> None:
         self._tree = HostTree() if tree is None else tree
         self._turns: dict[tuple[str, ...], int] = {}
-        self._lock = threading.Lock()
+        self._lock = ForkSafeLock()
 
     def distance(self, gpu_pci_bus_id: str, nic_name: str) -> Distance:
         """Return how far a GPU (its PCI address: ``0000:1b:00.0``) is from an RDMA device (its name: ``mlx5_0``).

@@ -10,21 +10,22 @@ another way would hide it.
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Self
 
 from gdrkit.buffers import MemoryKind
 from gdrkit.errors import Api, ClosedResource, GdrkitError, Reason, RegistrationFailed, Unsupported, UsageError
 from gdrkit.handles import Handle, ReleaseStack
-from gdrkit.verbs import Access
+from gdrkit.verbs import Access, Nic
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from types import TracebackType
 
     from gdrkit.buffers import DeviceBuffer, DmabufRange
-    from gdrkit.verbs import Nic, Region, RemoteRange
+    from gdrkit.verbs import Region, RemoteRange
 
-__all__ = ["ALL_ACCESS", "Registration", "RegistrationRoute", "register"]
+__all__ = ["ALL_ACCESS", "Registration", "RegistrationRoute", "check_memory", "checked_nics", "register"]
 
 ALL_ACCESS = Access.LOCAL_WRITE | Access.REMOTE_READ | Access.REMOTE_WRITE
 
@@ -163,15 +164,15 @@ def register(
     ApiError
         A way is possible and failed (bad argument, out of memory ...); nothing stays registered.
     UsageError
-        No NIC, or one twice. A way by address that is not for this kind of memory: that of peer memory would register
-        host memory, too, and be called what it is not.
+        `memory` is not a DeviceBuffer, or `nics` is not a sequence of at least one Nic, each once. A way by address
+        that is not for this kind of memory: that of peer memory would register host memory, too, and be called what it
+        is not.
     """
+    check_memory(memory)
     if memory.closed:
         what = "the memory to register"
         raise ClosedResource(what)
-    if not nics or len(set(nics)) != len(nics):
-        message = "register wants at least one NIC, each once"
-        raise UsageError(message)
+    nics = checked_nics(nics)
     ways = RegistrationRoute.ways_of(memory.kind) if route is None else (route,)
     refusals: list[GdrkitError] = []
     for way in ways:
@@ -180,7 +181,8 @@ def register(
             _WAYS[way](registration, nics, access)
         except Unsupported as error:
             registration.close()
-            refusals.append(error)
+            # They stay as long as the registration does, so without the frames of this call and of its callers.
+            refusals.append(error.fresh())
         except BaseException as error:
             _close_after(registration, error)
             raise
@@ -193,6 +195,42 @@ def register(
         reason=Reason.NO_ROUTE,
         what_to_do="one of the causes must go; each says how",
     ) from refusals[-1]
+
+
+def check_memory(memory: object) -> None:
+    """Raise :class:`UsageError` unless it is memory that can be registered."""
+    # By its class: a property of closed memory raises.
+    if not hasattr(type(memory), "before_release"):
+        message = f"memory must be a DeviceBuffer (of gdrkit.cuda, gdrkit.gaudi or gdrkit.host), not {_named(memory)}"
+        advice = "use gdrkit.cuda.wrap() for an array on a GPU, Nic.register_host() for a buffer of this process"
+        raise UsageError(message, what_to_do=advice)
+
+
+def checked_nics(nics: object) -> tuple[Nic, ...]:
+    """Return the NICs to register with.
+
+    Raises
+    ------
+    UsageError
+        It is not a sequence of at least one Nic, each once.
+    """
+    if isinstance(nics, Nic) or not isinstance(nics, Iterable):
+        message = f"nics must be a sequence of Nic such as [nic], not {_named(nics)}"
+        raise UsageError(message)
+    found = tuple(nics)
+    wrong = next((each for each in found if not isinstance(each, Nic)), None)
+    if wrong is not None:
+        message = f"nics must be a sequence of Nic, and it contains {_named(wrong)}"
+        raise UsageError(message, what_to_do="open a NIC by Nic.open(name)")
+    if not found or len(set(found)) != len(found):
+        message = f"nics must contain at least one NIC, each once, not {[nic.name for nic in found]}"
+        raise UsageError(message)
+    return found
+
+
+def _named(thing: object) -> str:
+    kind = type(thing)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _by_dmabuf(registration: Registration, nics: Sequence[Nic], access: Access) -> None:

@@ -11,10 +11,11 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
+from gdrkit import forks
 from gdrkit.buffers import check_range
 from gdrkit.errors import ClosedResource, Reason, UsageError
 from gdrkit.handles import Handle
-from gdrkit.registration.policy import ALL_ACCESS, register
+from gdrkit.registration.policy import ALL_ACCESS, checked_nics, register
 from gdrkit.units import GPU_RDMA_PAGE_BYTES, align_up
 
 if TYPE_CHECKING:
@@ -164,6 +165,8 @@ class PoolStatistics:
 class BufferPool:
     """Buffers of one size, registered with NICs.
 
+    A forked child gets a closed copy, which takes nothing back: the buffers are the parent's.
+
     Parameters
     ----------
     device : Allocator
@@ -189,6 +192,7 @@ class BufferPool:
         if buffer_bytes <= 0 or count <= 0:
             message = f"a pool of {count} buffers of {buffer_bytes} bytes"
             raise UsageError(message)
+        nics = checked_nics(nics)
         self.buffer_bytes = buffer_bytes
         self.count = count
         # Apart by whole pages, so that two buffers never share what a NIC pins.
@@ -208,6 +212,8 @@ class BufferPool:
         # The memory is not freed under somebody who has a part of it.
         self._memory.before_release(self._refuse_while_used)
         self._handle = Handle("registration.pool")
+        self._is_inherited = False
+        forks.register(self)
 
     @property
     def closed(self) -> bool:
@@ -270,12 +276,21 @@ class BufferPool:
         UsageError
             BUSY: a buffer was not given back; the pool works on as before.
         """
+        if self._is_inherited:
+            return
         with self._lock:
             self._refuse_while_used()
             self._closed = True
         if not self._memory.closed:
             self._memory.close()
             self._handle.release()
+
+    def after_fork_in_child(self) -> None:
+        """Be closed in a forked child: the memory and its registration are those of the parent."""
+        self._is_inherited = self._closed = True
+        self._lock = threading.Lock()
+        self._queue = deque()
+        self._used = set()
 
     def _refuse_while_used(self) -> None:
         used = self.count - len(self._free)

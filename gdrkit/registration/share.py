@@ -234,7 +234,10 @@ def _export_ipc(memory: CudaMemory, offset_bytes: int, length_bytes: int) -> Par
     try:
         ipc = cuda.export_handle(memory)
     except ApiError as error:
-        raise explained(error, memory.kind) from error
+        better = explained(error, memory.kind)
+        if better is error:
+            raise  # From itself, it would be its own cause.
+        raise better from error
     handle = ShareHandle(
         kind=ShareKind.IPC,
         allocation_bytes=allocation_bytes,

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
+from gdrkit import scm_rights
 from gdrkit.errors import BrokenResource, Reason, UsageError
 from gdrkit.storage.wire import HEADER_BYTES, FrameType, Header, check_payload, pack_control, parse_header
 
@@ -146,14 +147,18 @@ class ControlConnection:
         Raises
         ------
         UsageError
-            MALFORMED: it is no such frame.
+            MALFORMED: it is no such frame, or more descriptors came with it than a frame may have.
         BrokenResource
             The other side ended within one.
         TimeoutError
             Nothing came in time.
         """
         self.close_descriptors()
-        return self._frame(kind)
+        try:
+            return self._frame(kind)
+        except BaseException:
+            self.close_descriptors()
+            raise
 
     def receive_ready(self, kind: FrameType) -> tuple[bytes, int] | None:
         """Read what has arrived of the next frame from a socket that does not block; None while it is not whole.
@@ -167,6 +172,9 @@ class ControlConnection:
             frame = self._frame(kind)
         except BlockingIOError:
             return None
+        except BaseException:
+            self.close_descriptors()
+            raise
         if frame is None:
             message = "the other side ended before a frame"
             raise BrokenResource(message, reason=Reason.PEER_GONE)
@@ -196,9 +204,8 @@ class ControlConnection:
 
     def close_descriptors(self) -> None:
         """Close what came and was not taken."""
-        for descriptor in self.descriptors:
-            os.close(descriptor)
-        self.descriptors = []
+        descriptors, self.descriptors = self.descriptors, []
+        scm_rights.close_all(descriptors)
 
     def _frame(self, kind: FrameType) -> tuple[bytes, int] | None:
         """Go on with the next frame where the last call was interrupted; None at the end between two frames."""
@@ -236,11 +243,9 @@ class ControlConnection:
     def _some(self, length_bytes: int) -> bytes:
         if not self._is_unix:
             return self._socket.recv(length_bytes)
-        data, descriptors, _flags, _address = socket.recv_fds(self._socket, length_bytes, _DESCRIPTORS_MAX)
+        left = _DESCRIPTORS_MAX - len(self.descriptors)
+        data, descriptors = scm_rights.receive(self._socket, length_bytes=length_bytes, descriptors_max=left)
         self.descriptors += descriptors
-        if len(self.descriptors) > _DESCRIPTORS_MAX:
-            message = "frame: too many descriptors"
-            raise UsageError(message, reason=Reason.MALFORMED)
         return data
 
 

@@ -15,6 +15,7 @@ import threading
 import warnings
 from typing import TYPE_CHECKING
 
+from gdrkit import scm_rights
 from gdrkit.errors import GdrkitError, GdrkitWarning, UsageError
 from gdrkit.host import process_identity
 from gdrkit.usrbio import protocol
@@ -36,8 +37,6 @@ _BACKLOG = 128
 _ACCEPT_PAUSE_S = 0.05
 _SENTENCE_BYTES_MAX = 2048
 _CREDENTIALS = struct.Struct("iII")
-# One more than a request may have, so that too many are seen as such.
-_DESCRIPTORS_TAKEN = protocol.DESCRIPTORS_MAX + 1
 
 
 class Doorway:
@@ -139,13 +138,15 @@ class Doorway:
 def serve_one(connection: socket.socket, client: Client) -> bool:
     """Answer the next request; False: the connection is over, by its end or by what is no message."""
     try:
-        data, descriptors, flags = _receive(connection)
+        data, descriptors = _receive(connection)
     except OSError as error:
         if error.errno in {errno.ECONNRESET, errno.ENOTCONN, errno.EPIPE}:
             return False
         raise
-    is_cut = bool(flags & (socket.MSG_CTRUNC | socket.MSG_TRUNC))
-    if not data or is_cut:
+    except UsageError:
+        # More descriptors or bytes than a message may have.
+        return False
+    if not data:
         _close_all(descriptors)
         return False
     try:
@@ -269,7 +270,7 @@ def _peer_of(connection: socket.socket) -> Peer:
 
 def _refuse_stranger(connection: socket.socket, peer: Peer) -> None:
     """Answer the first message of another user with EACCES, and no other."""
-    data, descriptors, _flags = _receive(connection)
+    data, descriptors = _receive(connection)
     count = len(descriptors)
     _close_all(descriptors)
     if data:
@@ -279,11 +280,10 @@ def _refuse_stranger(connection: socket.socket, peer: Peer) -> None:
         connection.send(protocol.pack(reply), socket.MSG_NOSIGNAL)
 
 
-def _receive(connection: socket.socket) -> tuple[bytes, list[int], int]:
-    data, descriptors, flags, _address = socket.recv_fds(
-        connection, protocol.MESSAGE_BYTES_MAX + 1, _DESCRIPTORS_TAKEN, socket.MSG_CMSG_CLOEXEC
+def _receive(connection: socket.socket) -> tuple[bytes, list[int]]:
+    return scm_rights.receive(
+        connection, length_bytes=protocol.MESSAGE_BYTES_MAX, descriptors_max=protocol.DESCRIPTORS_MAX
     )
-    return data, descriptors, flags
 
 
 def _close_all(descriptors: list[int]) -> None:

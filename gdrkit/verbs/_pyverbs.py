@@ -73,27 +73,22 @@ def _modules() -> Any:
     """The modules of pyverbs, once they and the libraries under them were found to fit."""
     outcome = _loaded()
     if isinstance(outcome, SetupMissing):
-        raise outcome
+        raise outcome.fresh()
     return outcome
 
 
 @functools.cache
 def _loaded() -> Any:
-    # A failure is kept too: a second import of a half-imported pyverbs fails with an error that hides the first one.
+    for soname in (_LIBRARY, "librdmacm.so.1"):
+        loader.check_library(soname, operation=f"dlopen {soname}")
     try:
-        for soname in (_LIBRARY, "librdmacm.so.1"):
-            loader.check_library(soname, operation=f"dlopen {soname}")
         loader.import_package("pyverbs", extension="device", folder=_SYSTEM_PACKAGES, what_to_do=_INSTALL)
         with loader.root_logger_kept():
             return SimpleNamespace(**{name: importlib.import_module(f"pyverbs.{name}") for name in _MODULES})
-    except SetupMissing as missing:
-        return missing
     except ImportError as error:
-        failed = loader.setup_missing(
-            operation=_IMPORT, text=str(error), what_to_do=_INSTALL, default_errno=errno.ENOENT
-        )
-        failed.__cause__ = error
-        return failed
+        # This failure alone is kept: a second import of a half-imported pyverbs fails with an error that hides the
+        # first one. The ImportError is not, since its traceback would keep the variables of every caller alive.
+        return loader.setup_missing(operation=_IMPORT, text=str(error), what_to_do=_INSTALL, default_errno=errno.ENOENT)
 
 
 @functools.cache

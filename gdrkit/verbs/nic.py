@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from gdrkit.errors import ApiError, ClosedResource, Reason, UsageError
+from gdrkit.errors import ApiError, ClosedResource, Reason, Unsupported, UsageError
 from gdrkit.handles import Handle, ReleaseStack
 from gdrkit.units import HOST_PAGE_BYTES
 from gdrkit.verbs import _pyverbs
@@ -117,7 +117,7 @@ class Nic:
         self.name = name
         self._children = ReleaseStack()
         self._closed = False
-        self._dmabuf_refusal: ApiError | None = None
+        self._dmabuf_refusal: Unsupported | None = None
         self._dmabuf_asked = False
         try:
             self._context = _pyverbs.open_device(name)
@@ -184,17 +184,19 @@ class Nic:
         return self.dmabuf_refusal() is None
 
     def dmabuf_refusal(self) -> ApiError | None:
-        """Why it does not import dma-bufs, None when it does.
+        """Return why it does not import dma-bufs, as a new error at each call; None when it does.
 
         A region is asked for with a descriptor that is not open: the answer EBADF means that only the descriptor was
-        wrong. Asked once.
+        wrong. That answer and one that the NIC cannot do this at all are kept; any other failure (ENOMEM ...) may
+        pass, so the next call asks again.
         """
         if not self._dmabuf_asked:
-            self._dmabuf_refusal = _pyverbs.probe_dmabuf(
-                self.domain, length_bytes=HOST_PAGE_BYTES, access=int(_ALL_ACCESS)
-            )
+            refusal = _pyverbs.probe_dmabuf(self.domain, length_bytes=HOST_PAGE_BYTES, access=int(_ALL_ACCESS))
+            if refusal is not None and not isinstance(refusal, Unsupported):
+                return refusal
+            self._dmabuf_refusal = None if refusal is None else refusal.fresh()
             self._dmabuf_asked = True
-        return self._dmabuf_refusal
+        return None if self._dmabuf_refusal is None else self._dmabuf_refusal.fresh()
 
     def register_host(self, buffer: bytearray | mmap.mmap | memoryview, *, access: Access = _ALL_ACCESS) -> Region:
         """Register a writable host buffer, which cannot be resized or closed until the region is.
@@ -347,7 +349,7 @@ def _info(row: DeviceRow) -> NicInfo:
     try:
         context = _pyverbs.open_device(row.name)
     except ApiError as error:
-        failure = error
+        failure = error.fresh()
     else:
         try:
             ports = _ports(context)

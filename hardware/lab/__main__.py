@@ -10,6 +10,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
+from gdrkit.house import house
 from gdrkit.inventory import load_profile
 from gdrkit.report import read_records
 from hardware.lab.errors import LabError
@@ -95,6 +96,9 @@ def _guest(machine: Machine, records: Path, cases: list[str], options: argparse.
     }
     # The root of the machine cannot be written; hypothesis wants a place for what it finds.
     kept |= {"PYTHONDONTWRITEBYTECODE": "1", "HYPOTHESIS_STORAGE_DIRECTORY": str(options.output / "hypothesis")}
+    # Found here: in the guest git is slow enough to be given up, and the records would name no commit.
+    commit = house().commit()
+    kept |= {} if commit is None else {"GDRKIT_COMMIT": commit}
     exports = [f"export {name}={shlex.quote(value)}" for name, value in kept.items()]
     script = options.output / "cases.sh"
     script.write_text("\n".join([*exports, f"cd {shlex.quote(str(HOUSE))}", f"exec {shlex.join(command)}", ""]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import pickle
+from typing import Any
 
 import pytest
 
@@ -99,3 +100,57 @@ def test_reasons_are_stable_words() -> None:
     assert len(values) == len(set(values))
     assert all(value == reason.name.lower() for value, reason in zip(values, Reason, strict=True))
     assert pickle.loads(pickle.dumps(Reason.PEER_GONE)) is Reason.PEER_GONE  # noqa: S301 - our own bytes.
+
+
+FIELDS = {
+    "api": Api.VERBS,
+    "operation": "ibv_reg_mr",
+    "status": 14,
+    "status_name": "EFAULT",
+    "errno": 14,
+    "arguments": {"length_bytes": 5},
+    "reason": Reason.PEER_MEMORY_UNSUPPORTED,
+    "what_to_do": "load a module",
+    "detail": "detail",
+}
+
+
+class _SystemError(ApiError, OSError):
+    """As the errors of usrbio: also an OSError, whose fields are not in its ``__dict__``."""
+
+    def __init__(self, **fields: Any) -> None:  # noqa: ANN401 - those of ApiError, of many types.
+        super().__init__(**fields)
+        self.errno: int | None = fields["errno"]
+        self.strerror = fields["detail"]
+
+
+def _kinds() -> list[errors.GdrkitError]:
+    return [
+        ApiError(**FIELDS),  # type: ignore[arg-type]
+        _SystemError(**FIELDS),
+        errors.UsageError("wrong", reason=Reason.NO_DEVICE, what_to_do="right"),
+        errors.ClosedResource("queue pair"),
+        errors.DataMismatch(first_offset_bytes=3, expected=b"1", actual=b"2", length_bytes=9),
+        errors.RegistrationFailed("no way", causes=(errors.UsageError("wrong"),), reason=Reason.NO_ROUTE),
+        errors.LeakDetected({"verbs.region": 2}),
+    ]
+
+
+@pytest.mark.parametrize("error", _kinds(), ids=lambda error: type(error).__name__)
+def test_fresh_error_has_all_fields_and_no_traceback(error: errors.GdrkitError) -> None:
+    error.add_note("a note")
+    try:
+        raise error from _refused()
+    except errors.GdrkitError as caught:
+        again = caught.fresh()
+    assert type(again) is type(error)
+    assert again is not error
+    assert (str(again), again.args, again.__notes__) == (str(error), error.args, ["a note"])
+    assert again.__notes__ is not error.__notes__
+    mine, theirs = vars(again) | {"causes": (), "__notes__": []}, vars(error) | {"causes": (), "__notes__": []}
+    assert mine == theirs
+    assert (again.__traceback__, again.__cause__, again.__context__) == (None, None, None)
+    if isinstance(error, OSError) and isinstance(again, OSError):
+        assert (again.errno, again.strerror) == (error.errno, error.strerror)
+    if isinstance(error, errors.RegistrationFailed) and isinstance(again, errors.RegistrationFailed):
+        assert again.causes[0] is not error.causes[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -33,6 +34,104 @@ print(handles.live())
     done = subprocess.run([sys.executable, "-W", "always", "-c", code], capture_output=True, text=True, check=True)
     assert "case.forgotten was never closed" in done.stderr
     assert done.stdout.strip() == "{'case.forgotten': 1}"
+
+
+def test_finalizer_inside_live_does_not_wait() -> None:
+    # Issue 15 B: live() held a lock, and the garbage collector ran finalizers inside it that took the same lock.
+    code = """
+import gc, os, warnings
+from gdrkit import handles
+from gdrkit.buffers import DmabufRange
+from gdrkit.host import this_process
+from gdrkit.registration.handle import ShareHandle, ShareKind
+from gdrkit.registration.parcel import Parcel
+
+warnings.simplefilter("ignore")
+held = [handles.Handle(f"case.{number}") for number in range(5000)]
+data = ShareHandle(
+    kind=ShareKind.DMABUF,
+    allocation_bytes=4096,
+    offset_bytes=0,
+    length_bytes=4096,
+    address=4096,
+    descriptor_count=1,
+    device_uuid=bytes(range(16)),
+    owner=this_process(),
+).pack()
+gc.disable()
+for allocations in range(40):
+    # The collector runs at each of the first allocations of live() in turn.
+    for thing in (
+        DmabufRange(os.dup(0), offset_bytes=0, length_bytes=1, address=0),
+        Parcel(data, [os.dup(0)]),
+    ):
+        cycle = [thing]
+        cycle.append(cycle)
+    del thing, cycle
+    gc.set_threshold(gc.get_count()[0] + allocations)
+    gc.enable()
+    handles.live()
+    gc.disable()
+gc.collect()
+print(len(handles.live()))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=30)
+    assert done.stdout.strip() == "5000", done.stderr
+
+
+def test_handles_of_many_threads_are_counted_right() -> None:
+    kinds = [f"case.thread{number}" for number in range(8)]
+    last: list[Handle] = []
+
+    def work(kind: str) -> None:
+        for _ in range(2000):
+            handle = Handle(kind)
+            assert handles.live()["case.shared"] == 1
+            handle.release()
+        last.append(Handle(kind))
+
+    with_all = Handle("case.shared")
+    threads = [threading.Thread(target=work, args=(kind,)) for kind in kinds]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    found = handles.live()
+    assert {kind: found.get(kind) for kind in kinds} == dict.fromkeys(kinds, 1)
+    for handle in (*last, with_all):
+        handle.release()
+    assert not set(handles.live()) & {*kinds, "case.shared"}
+
+
+def test_handles_work_in_a_child_forked_meanwhile() -> None:
+    # Issue 15 B: a child that was forked while another thread was inside live() waited for that thread for ever.
+    code = """
+import os, signal, threading
+from gdrkit import handles
+
+held = [handles.Handle(f"case.{number}") for number in range(20000)]
+ending = threading.Event()
+
+def look():
+    while not ending.is_set():
+        handles.live()
+
+thread = threading.Thread(target=look, daemon=True)
+thread.start()
+for _ in range(20):
+    child = os.fork()
+    if not child:
+        signal.alarm(10)
+        handles.Handle("case.child").release()
+        os._exit(0 if len(handles.live()) == 20000 else 1)
+    assert os.waitpid(child, 0)[1] == 0
+ending.set()
+thread.join()
+for handle in held:
+    handle.release()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 def test_actions_run_last_added_first_and_once() -> None:

@@ -12,6 +12,7 @@ import os
 import shutil
 import subprocess
 import sys
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import pytest
@@ -123,3 +124,47 @@ print([name for name in ("libcuda", "libibverbs", "librdmacm", "libcufile", "lib
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split("\n")[:2] == ["[]", "[]"]
+
+
+def test_failed_import_of_pyverbs_is_a_new_error_each_time(tmp_path: Path) -> None:
+    # Issue 15 B: the stored error was raised again, and its traceback grew with every call.
+    package = tmp_path / "pyverbs"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise ImportError('cannot be imported')")
+    (package / f"device{EXTENSION_SUFFIXES[0]}").touch()
+    code = """
+import traceback
+from gdrkit import verbs
+from gdrkit.errors import SetupMissing
+lengths, texts = [], []
+for _ in range(5):
+    try:
+        verbs.list_nics()
+    except SetupMissing as error:
+        lengths.append(len(traceback.extract_tb(error.__traceback__)))
+        texts.append(str(error))
+print(len(set(lengths)), len(set(texts)), "cannot be imported" in texts[-1])
+"""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["1", "1", "True"], done.stderr
+
+
+def test_missing_library_of_verbs_is_looked_for_again(tmp_path: Path) -> None:
+    code = """
+import os, shutil, sys
+from gdrkit import verbs
+from gdrkit.errors import SetupMissing
+try:
+    verbs.list_nics()
+except SetupMissing as error:
+    print(error.reason.value)
+os.unlink(sys.argv[1])
+print(len(verbs.list_nics()) >= 0)
+"""
+    damaged = tmp_path / "libibverbs.so.1"
+    damaged.touch()
+    environment = os.environ | {"LD_LIBRARY_PATH": f"{tmp_path}:{os.environ.get('LD_LIBRARY_PATH', '')}"}
+    command = [sys.executable, "-c", code, str(damaged)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["library_damaged", "True"], done.stderr

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -90,3 +91,26 @@ def test_a_library_that_dies_takes_only_the_child_along(tmp_path: Path, monkeypa
     with pytest.raises(SetupMissing) as caught:
         cufile.probe()
     assert caught.value.status == 5022
+
+
+@pytest.mark.parametrize("leaves_the_group", [False, True])
+def test_probe_does_not_wait_for_a_grandchild(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, leaves_the_group: bool
+) -> None:
+    # Issue 15 B: who holds the output of a killed child held the caller, too.
+    (tmp_path / "sitecustomize.py").write_text(
+        f"""
+import os, signal, sys
+if "gdrkit.cufile.probe" in sys.orig_argv:
+    if os.fork() == 0:
+        {"os.setsid()" if leaves_the_group else "pass"}
+        signal.alarm(40)
+    signal.pause()
+"""
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    began = time.monotonic()
+    with pytest.raises(SetupMissing) as raised:
+        cufile.probe(timeout_s=2)
+    assert raised.value.reason is Reason.TIMEOUT
+    assert time.monotonic() - began < 20

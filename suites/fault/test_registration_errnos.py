@@ -179,4 +179,5 @@ def test_an_export_that_fails_is_told_from_one_that_does_not_exist(
                     cache.lease(memory)
                 assert (raised.value.operation, raised.value.status) == ("cuMemGetHandleForAddressRange", status)
                 assert raised.value.errno is None
+                assert raised.value.__cause__ is not raised.value
         cache.lease(memory).close()

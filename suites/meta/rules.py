@@ -22,7 +22,7 @@ __all__ = ["CARRY_ON", "LEVELS", "RULES", "SAME_LEVEL", "SEAMS", "SIBLINGS_LEVEL
 # The rooms of gdrkit/ by level: imports only go down.
 LEVELS: tuple[frozenset[str], ...] = (
     frozenset({"__init__", "errors", "exit_code", "house", "text", "units", "verdict"}),
-    frozenset({"buffers", "faultplan", "handles", "loader", "pattern", "plain"}),
+    frozenset({"buffers", "faultplan", "forks", "handles", "loader", "pattern", "plain", "scm_rights"}),
     frozenset({"cuda", "cufile", "gaudi", "host", "verbs"}),
     frozenset({"launch", "registration", "witness"}),
     frozenset({"gds", "inventory", "storage"}),
@@ -86,6 +86,7 @@ _IMPORTERS = {"__import__", "find_spec", "import_module", "import_native"}
 # The words by which a reader would look for stand-ins. report/substrate.py alone may say what was one.
 _STAND_IN_WORDS = re.compile(r"(?<![a-z])(mock|fake|stub|simulat)\w*", re.IGNORECASE)
 _SUBSTRATE = "gdrkit/report/substrate.py"
+_RECEIVER = "gdrkit/scm_rights.py"
 
 _SOURCES = (".py", ".cpp", ".hpp", ".h", ".md", ".toml", ".ini", ".sh", ".txt", ".yaml", ".yml", ".cmake", ".html")
 # In two parts, so that this file keeps the rule.
@@ -246,6 +247,72 @@ def _swallowed(root: Path) -> Iterator[str]:
                 yield from (f"{path}:{node.lineno} suppresses {it}" for it in everything & set(map(_dotted, node.args)))
 
 
+_LOCKING = {"acquire", "join", "wait", "wait_for"}
+
+
+def _functions(tree: ast.Module) -> dict[str, list[ast.AST]]:
+    """Every function and method of a module by its name; a class is its constructor."""
+    found: dict[str, list[ast.AST]] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            found.setdefault(node.name, []).append(node)
+        elif isinstance(node, ast.ClassDef):
+            made = [each for each in node.body if isinstance(each, ast.FunctionDef) and each.name == "__init__"]
+            found.setdefault(node.name, []).extend(made)
+    return found
+
+
+def _finalizers(tree: ast.Module) -> Iterator[str]:
+    """The names of what the garbage collector calls: ``__del__``, and callbacks of weak references."""
+    callbacks = {"finalize": 1, "proxy": 1, "ref": 1}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and node.name == "__del__":
+            yield node.name
+        elif isinstance(node, ast.Call) and _dotted(node.func).rpartition(".")[0] in {"", "weakref"}:
+            place = callbacks.get(_called(node))
+            if place is not None and len(node.args) > place:
+                yield _dotted(node.args[place]).rpartition(".")[2]
+
+
+def _locks(node: ast.AST) -> bool:
+    if isinstance(node, ast.With):
+        names = [_dotted(item.context_expr).rpartition(".")[2] for item in node.items]
+        return any(re.search(r"lock|condition|_changed", name, re.IGNORECASE) for name in names)
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _LOCKING
+
+
+def _callable_from(tree: ast.Module, trees: Mapping[str, ast.Module]) -> dict[str, list[ast.AST]]:
+    """The functions of a module, and of the modules of gdrkit that it imports."""
+    known = _functions(tree)
+    for _line, name in _imports(tree):
+        parts = name.split(".")
+        paths = ("/".join(parts[:end]) + ".py" for end in range(2, len(parts) + 1))
+        for other in (trees[path] for path in paths if path in trees):
+            for function, nodes in _functions(other).items():
+                known.setdefault(function, []).extend(nodes)
+    return known
+
+
+def _locked_finalizers(root: Path) -> Iterator[str]:
+    """Follow calls by name alone, so that a wrong alarm is possible; the finalizers are few."""
+    trees = dict(_modules(root, "gdrkit"))
+    for path, tree in trees.items():
+        known, waiting, seen = _callable_from(tree, trees), list(_finalizers(tree)), set[str]()
+        while waiting:
+            name = waiting.pop()
+            nodes = () if name in seen else [node for each in known.get(name, ()) for node in ast.walk(each)]
+            seen.add(name)
+            waiting += (_called(node) for node in nodes if isinstance(node, ast.Call))
+            yield from (f"{path}: a finalizer reaches {name}(), which waits for a lock" for _ in filter(_locks, nodes))
+
+
+def _receiving(root: Path) -> Iterator[str]:
+    for path, tree in _modules(root, "gdrkit"):
+        for node in ast.walk(tree) if path != _RECEIVER else ():
+            if isinstance(node, ast.Call) and _called(node) in {"recv_fds", "recvmsg", "recvmsg_into"}:
+                yield f"{path}:{node.lineno} calls {_called(node)}"
+
+
 def _sleeps(root: Path) -> Iterator[str]:
     for path, tree in _modules(root, "suites"):
         for node in ast.walk(tree):
@@ -351,6 +418,28 @@ RULES = (
         breaches=_swallowed,
         must_fail={"gdrkit/units.py": "try:\n    f()\nexcept Exception:\n    pass\n"},
         must_pass={"gdrkit/units.py": "try:\n    f()\nexcept Exception as error:\n    raise ValueError from error\n"},
+    ),
+    Rule(
+        name="no finalizer takes a lock",
+        why="The garbage collector runs finalizers inside any allocation, also of the thread that holds the lock.",
+        breaches=_locked_finalizers,
+        must_fail={
+            "gdrkit/handles.py": "class Handle:\n    def release(self):\n        with _lock:\n            pass\n",
+            "gdrkit/buffers.py": "from gdrkit.handles import Handle\nclass Range:\n    def close(self):\n"
+            "        self.handle.release()\n    def __del__(self):\n        self.close()\n",
+        },
+        must_pass={
+            "gdrkit/handles.py": "class Handle:\n    def release(self):\n        _live.pop(self.number, None)\n"
+            "    def __del__(self):\n        self.release()\n    def other(self):\n        with _lock:\n"
+            "            pass\n",
+        },
+    ),
+    Rule(
+        name="descriptors are received in one place",
+        why="Who forgets MSG_CMSG_CLOEXEC or MSG_CTRUNC leaks descriptors to programs, or believes half a message.",
+        breaches=_receiving,
+        must_fail={"gdrkit/storage/connection.py": "import socket\nsocket.recv_fds(end, 4096, 4)\n"},
+        must_pass={_RECEIVER: "connection.recvmsg(1, 1, 1)\n"},
     ),
     Rule(
         name="no case sleeps",

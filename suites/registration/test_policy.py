@@ -6,7 +6,9 @@ All NICs or none, and nothing is left when it fails.
 from __future__ import annotations
 
 import errno
-from typing import TYPE_CHECKING
+import gc
+import weakref
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from support.faults import faults
@@ -16,16 +18,15 @@ from gdrkit import handles
 from gdrkit.cuda import VmmMemory
 from gdrkit.errors import Api, ApiError, Reason, RegistrationFailed, UsageError
 from gdrkit.harness.needs import cuda, needs, software, verbs
-from gdrkit.registration import RegistrationRoute, register
+from gdrkit.registration import BufferPool, RegionCache, RegistrationRoute, register
 from gdrkit.units import KIB, MIB
-from gdrkit.verbs import Status
+from gdrkit.verbs import Nic, Status
 
 if TYPE_CHECKING:
     from support.reach import Space
 
     from gdrkit.cuda import Device
     from gdrkit.harness.peer import Peer
-    from gdrkit.verbs import Nic
 
 NO_DMABUF = "ibv_reg_dmabuf_mr call=* errno=EOPNOTSUPP"
 NO_PEER_MEMORY = "ibv_reg_mr call=* errno=EFAULT"
@@ -72,6 +73,53 @@ def test_without_any_way_one_error_has_both_causes_and_nothing_is_left(device: D
     assert all(cause.what_to_do for cause in causes)
 
 
+@DMABUF
+@needs(software(Api.VERBS))
+def test_failed_registrations_keep_no_memory_alive(device: Device, nics: tuple[Nic, ...]) -> None:
+    # Issue 15 B: the stored refusal of a NIC was raised again each time, and its traceback kept every caller's memory.
+    kept: list[weakref.ref[object]] = []
+    lengths = set()
+
+    def fail() -> None:
+        with device.allocate(64 * KIB) as memory:
+            kept.append(weakref.ref(memory))
+            with pytest.raises(RegistrationFailed) as raised:
+                register(memory, nics)
+            lengths.add(len(raised.traceback))
+
+    with faults(Api.VERBS, NO_DMABUF, NO_PEER_MEMORY):
+        for _ in range(50):
+            fail()
+    gc.collect()
+    assert [reference() for reference in kept] == [None] * 50
+    assert len(lengths) == 1
+
+
+@DMABUF
+@needs(software(Api.VERBS))
+def test_transient_probe_error_is_asked_again(nic: Nic) -> None:
+    with Nic.open(nic.name) as other:
+        with faults(Api.VERBS, "ibv_reg_dmabuf_mr call=* errno=ENOMEM"):
+            refusal = other.dmabuf_refusal()
+            assert refusal is not None
+            assert refusal.errno == errno.ENOMEM
+        assert other.dmabuf_refusal() is None
+
+
+@DMABUF
+@needs(software(Api.VERBS))
+def test_refusal_of_a_nic_is_a_new_error_each_time(nic: Nic) -> None:
+    with Nic.open(nic.name) as other:
+        with faults(Api.VERBS, NO_DMABUF):
+            first = other.dmabuf_refusal()
+        second = other.dmabuf_refusal()
+        assert first is not None
+        assert second is not None
+        assert first is not second
+        assert str(first) == str(second)
+        assert second.__traceback__ is None
+
+
 @needs(software(Api.VERBS), verbs.nic(count_min=2))
 def test_when_the_second_nic_fails_the_first_one_is_undone(space: Space, nics: tuple[Nic, ...]) -> None:
     for nic in nics:
@@ -94,6 +142,31 @@ def test_a_way_that_is_asked_for_is_not_replaced(device: Device, nic: Nic) -> No
         register(memory, [nic, nic])
     with device.allocate(64 * KIB) as memory, pytest.raises(UsageError):
         register(memory, [])
+
+
+@needs(verbs.nic())
+@pytest.mark.parametrize("memory", [bytearray(4096), 4096, None, "memory"], ids=lambda memory: type(memory).__name__)
+def test_memory_of_a_wrong_type_is_named(nic: Nic, memory: Any) -> None:  # noqa: ANN401 - that is the point.
+    # Issue 15 B: it was an AttributeError.
+    with pytest.raises(UsageError, match=f"DeviceBuffer.*not {type(memory).__name__}"):
+        register(memory, [nic])
+    with RegionCache([nic]) as cache, pytest.raises(UsageError, match=f"not {type(memory).__name__}"):
+        cache.lease(memory)
+
+
+def test_nics_of_a_wrong_type_are_named(space: Space, nic: Nic) -> None:
+    # Issue 15 B: a single NIC was a TypeError.
+    wrong: list[tuple[Any, str]] = [(nic, "Nic"), (None, "NoneType"), (7, "int"), ([nic.name], "str"), ("", "at least")]
+    with space.allocate(64 * KIB) as memory:
+        before = handles.live()
+        for nics, named in wrong:
+            with pytest.raises(UsageError, match=f"nics must .*{named}"):
+                register(memory, nics)
+            with pytest.raises(UsageError, match=f"nics must .*{named}"):
+                RegionCache(nics)
+            with pytest.raises(UsageError, match=f"nics must .*{named}"):
+                BufferPool(space, nics, buffer_bytes=4096, count=1)
+        assert handles.live() == before
 
 
 @DMABUF

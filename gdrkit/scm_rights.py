@@ -1,0 +1,80 @@
+"""Receiving file descriptors from another process through a UNIX socket (SCM_RIGHTS).
+
+The only place of gdrkit that calls recvmsg. Every descriptor that arrives is close-on-exec from the start
+(MSG_CMSG_CLOEXEC), and a message of which the kernel had to drop a part is refused.
+"""
+
+from __future__ import annotations
+
+import array
+import os
+import socket
+from typing import TYPE_CHECKING
+
+from gdrkit.errors import Reason, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+__all__ = ["close_all", "receive"]
+
+_DESCRIPTOR_BYTES = array.array("i").itemsize
+
+
+def receive(connection: socket.socket, *, length_bytes: int, descriptors_max: int) -> tuple[bytes, list[int]]:
+    """Receive bytes, and the descriptors that came with them; one call of recvmsg.
+
+    Parameters
+    ----------
+    connection : socket
+        A UNIX socket. Its timeout holds.
+    length_bytes : int
+        How many bytes to take at most. A message of a SOCK_SEQPACKET or SOCK_DGRAM socket has to fit.
+    descriptors_max : int
+        How many descriptors may come with them, 0 or more.
+
+    Returns
+    -------
+    bytes
+        Empty when the other side closed the socket.
+    list of int
+        Owned by the caller, who closes them.
+
+    Raises
+    ------
+    UsageError
+        MALFORMED: more descriptors came, the message was too long, or this process may not open as many descriptors.
+        All that came are closed.
+    OSError
+        recvmsg failed, TimeoutError among others; nothing was received.
+    """
+    # Room for one more than allowed, so that too many of them are counted and not dropped.
+    space = socket.CMSG_SPACE((descriptors_max + 1) * _DESCRIPTOR_BYTES)
+    data, ancillary, flags, _address = connection.recvmsg(length_bytes, space, socket.MSG_CMSG_CLOEXEC)
+    descriptors = [each for level, kind, content in ancillary for each in _descriptors(level, kind, content)]
+    if len(descriptors) <= descriptors_max and not flags & (socket.MSG_CTRUNC | socket.MSG_TRUNC):
+        return data, descriptors
+    close_all(descriptors)
+    what_to_do = ""
+    if len(descriptors) > descriptors_max:
+        message = f"recvmsg: at most {descriptors_max} descriptors may come with a message, not {len(descriptors)}"
+    elif flags & socket.MSG_CTRUNC:
+        message = f"recvmsg: {len(descriptors)} descriptors came, and the kernel dropped others (MSG_CTRUNC)"
+        what_to_do = "raise the limit of open files (ulimit -n, RLIMIT_NOFILE) if it is low"
+    else:
+        message = f"recvmsg: a message may have at most {length_bytes} bytes, and this one has more (MSG_TRUNC)"
+    raise UsageError(message, reason=Reason.MALFORMED, what_to_do=what_to_do)
+
+
+def close_all(descriptors: Iterable[int]) -> None:
+    """Close all of them."""
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+def _descriptors(level: int, kind: int, content: bytes) -> list[int]:
+    if (level, kind) != (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+        return []
+    found = array.array("i")
+    found.frombytes(content[: len(content) - len(content) % _DESCRIPTOR_BYTES])
+    return found.tolist()

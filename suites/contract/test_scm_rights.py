@@ -1,0 +1,196 @@
+"""Descriptors from another process: never too many, never inherited by a program, never left open by an error."""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import json
+import os
+import resource
+import socket
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.sharing import open_descriptors, sample
+
+from gdrkit import scm_rights
+from gdrkit.errors import GdrkitError, Reason, UsageError
+from gdrkit.harness.wire import Channel
+from gdrkit.registration import parcel
+from gdrkit.registration.handle import ShareKind
+from gdrkit.storage.connection import ControlConnection
+from gdrkit.storage.wire import FrameType, pack_control
+
+EXAMPLES = int(os.environ.get("GDRKIT_EXAMPLES", "300"))
+
+
+@contextlib.contextmanager
+def by_module(connection: socket.socket) -> Iterator[Sequence[int]]:
+    _data, descriptors = scm_rights.receive(connection, length_bytes=4096, descriptors_max=4)
+    yield descriptors
+    scm_rights.close_all(descriptors)
+
+
+@contextlib.contextmanager
+def by_frame(connection: socket.socket) -> Iterator[Sequence[int]]:
+    control = ControlConnection(connection)
+    assert control.receive(FrameType.CONTROL_REQUEST) is not None
+    yield control.descriptors
+    control.close()
+
+
+@contextlib.contextmanager
+def by_peer(connection: socket.socket) -> Iterator[Sequence[int]]:
+    channel = Channel(connection)
+    message = channel.receive(timeout_s=5)
+    assert message is not None
+    descriptors = channel.take_descriptors(message["descriptors"])
+    yield descriptors
+    scm_rights.close_all(descriptors)
+
+
+@contextlib.contextmanager
+def by_parcel(connection: socket.socket) -> Iterator[Sequence[int]]:
+    with parcel.receive(connection, timeout_ms=5000) as received:
+        yield received.descriptors
+
+
+FRAME = pack_control(FrameType.CONTROL_REQUEST, b"{}", sequence=1)
+DMABUF = sample(kind=ShareKind.DMABUF, ipc=bytes(64), address=4096, descriptor_count=1).pack()
+# What receives, a right message with one descriptor, and how many descriptors are one too many.
+RECEIVERS: list[Any] = [
+    pytest.param(by_module, b"text", 5, id="module"),
+    pytest.param(by_frame, FRAME, 5, id="storage"),
+    pytest.param(by_peer, json.dumps({"descriptors": 1}).encode() + b"\n", 17, id="peer"),
+    pytest.param(by_parcel, DMABUF, 2, id="parcel"),
+]
+Receiver = Callable[[socket.socket], AbstractContextManager[Sequence[int]]]
+
+
+@contextlib.contextmanager
+def sent(data: bytes, count: int) -> Iterator[socket.socket]:
+    """A socket on which a message waits, and whose other end is closed."""
+    ours, theirs = socket.socketpair()
+    with ours:
+        with theirs, tempfile.TemporaryFile() as file:
+            ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [file.fileno()] * count))]
+            theirs.sendmsg([data], ancillary if count else [])
+        yield ours
+
+
+def refused(receive: Receiver, connection: socket.socket) -> UsageError:
+    before = open_descriptors()
+    with pytest.raises(UsageError) as raised, receive(connection):
+        pass
+    assert raised.value.reason is Reason.MALFORMED
+    assert open_descriptors() == before
+    return raised.value
+
+
+@pytest.mark.parametrize(("receive", "data", "too_many"), RECEIVERS)
+def test_received_descriptor_is_close_on_exec(receive: Receiver, data: bytes, too_many: int) -> None:
+    # Issue 15 B: those of the storage service and of peers were inherited by every program that was started.
+    assert too_many > 1
+    with sent(data, 1) as connection, receive(connection) as descriptors:
+        assert [os.get_inheritable(each) for each in descriptors] == [False]
+
+
+@pytest.mark.parametrize(("receive", "data", "too_many"), RECEIVERS)
+def test_too_many_descriptors_are_refused_and_closed(receive: Receiver, data: bytes, too_many: int) -> None:
+    for number in (too_many, too_many + 1, 253):
+        with sent(data, number) as connection:
+            refused(receive, connection)
+
+
+@pytest.mark.parametrize(("receive", "data", "too_many"), RECEIVERS)
+def test_dropped_descriptors_are_refused_and_the_rest_closed(receive: Receiver, data: bytes, too_many: int) -> None:
+    # Issue 15 B: MSG_CTRUNC was not looked at, so that a message came without what it was about.
+    assert too_many > 1
+    with sent(data, 2) as connection:
+        free = os.dup(0)
+        os.close(free)
+        limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        # There is room for one of the two.
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free + 1, hard))
+        try:
+            with pytest.raises(UsageError) as raised, receive(connection):
+                pass
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+        assert raised.value.reason is Reason.MALFORMED
+        assert "RLIMIT_NOFILE" in raised.value.what_to_do
+        again = os.dup(0)
+        os.close(again)
+        assert again == free
+
+
+def test_message_without_descriptors_has_none() -> None:
+    with sent(b"text", 0) as connection, by_module(connection) as descriptors:
+        assert not descriptors
+    with sent(FRAME, 0) as connection, by_frame(connection) as descriptors:
+        assert not descriptors
+    for receive in (by_peer, by_parcel):
+        with sent(DMABUF if receive is by_parcel else b'{"descriptors": 1}\n', 0) as connection:
+            refused(receive, connection)
+
+
+def test_frame_that_ends_early_closes_its_descriptors() -> None:
+    for data in (FRAME[:10], FRAME[:-1], b"x" * len(FRAME)):
+        with sent(data, 2) as connection:
+            control = ControlConnection(connection)
+            before = open_descriptors()
+            with pytest.raises(GdrkitError):
+                control.receive(FrameType.CONTROL_REQUEST)
+            assert open_descriptors() == before
+            assert not control.descriptors
+
+
+def test_message_that_is_too_long_is_refused() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs, tempfile.TemporaryFile() as file:
+        socket.send_fds(theirs, [b"x" * 11], [file.fileno()])
+        before = open_descriptors()
+        with pytest.raises(UsageError) as raised:
+            scm_rights.receive(ours, length_bytes=10, descriptors_max=1)
+        assert raised.value.reason is Reason.MALFORMED
+        assert open_descriptors() == before
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(
+    parts=st.lists(st.tuples(st.binary(min_size=1, max_size=40), st.integers(0, 8)), max_size=6),
+    length_bytes=st.integers(1, 50),
+    descriptors_max=st.integers(0, 6),
+)
+def test_any_messages_are_received_whole_or_refused(
+    parts: list[tuple[bytes, int]], length_bytes: int, descriptors_max: int
+) -> None:
+    before = open_descriptors()
+    ours, theirs = socket.socketpair()
+    with ours:
+        with theirs, tempfile.TemporaryFile() as file:
+            for data, count in parts:
+                socket.send_fds(theirs, [data], [file.fileno()] * count)
+        received, passed, reasons = b"", 0, set[Reason]()
+        ended = False
+        while not ended and not reasons:
+            try:
+                data, descriptors = scm_rights.receive(ours, length_bytes=length_bytes, descriptors_max=descriptors_max)
+            except UsageError as error:
+                reasons.add(error.reason)
+            else:
+                received += data
+                passed += len(descriptors)
+                scm_rights.close_all(descriptors)
+                ended = not data
+        if any(count > descriptors_max for _data, count in parts):
+            assert reasons == {Reason.MALFORMED}
+        else:
+            assert received == b"".join(data for data, _count in parts)
+            assert passed == sum(count for _data, count in parts)
+    assert open_descriptors() == before

@@ -1,0 +1,128 @@
+"""A child that is forked while another thread holds a lock does not wait for it, and takes nothing from its parent."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import traceback
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from gdrkit.errors import ClosedResource
+from gdrkit.gaudi import memory as gaudi_memory
+from gdrkit.host import HostMemory
+from gdrkit.host import memory as host_memory
+from gdrkit.registration import BufferPool, Placement, RegionCache
+from gdrkit.units import KIB
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
+
+    from support.reach import Space
+
+    from gdrkit.verbs import Nic
+
+
+def lock_of(thing: Any) -> AbstractContextManager[object]:  # noqa: ANN401 - a module, or an object of any class.
+    """Return the lock that another thread holds in the moment of the fork."""
+    lock: AbstractContextManager[object] = thing._lock  # noqa: SLF001 - no call holds it for long enough.
+    return lock
+
+
+@contextlib.contextmanager
+def held_by_a_thread(lock: AbstractContextManager[object]) -> Iterator[None]:
+    """Another thread holds the lock meanwhile."""
+    holds, ending = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with lock:
+            holds.set()
+            ending.wait(60)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    try:
+        assert holds.wait(30)
+        yield
+    finally:
+        ending.set()
+        thread.join(30)
+
+
+def in_child(work: Callable[[], None]) -> int:
+    """Fork and run it in the child; its wait status, that of SIGALRM when it did not end in time."""
+    child = os.fork()
+    if not child:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(10)
+        try:
+            work()
+        except BaseException:  # noqa: BLE001 - the child never returns into the run of the parent.
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    return os.waitpid(child, 0)[1]
+
+
+def test_cache_is_closed_in_a_forked_child(space: Space, nic: Nic) -> None:
+    with space.allocate(64 * KIB) as memory, RegionCache([nic]) as cache, cache.lease(memory) as lease:
+        key = lease.remote(nic).rkey
+
+        def child() -> None:
+            assert cache.closed
+            with pytest.raises(ClosedResource):
+                cache.lease(memory)
+            assert cache.statistics().leases == 0
+            lease.close()
+            cache.close()
+
+        with held_by_a_thread(lock_of(cache)):
+            assert in_child(child) == 0
+        # Nothing of the parent was deregistered.
+        with cache.lease(memory) as again:
+            assert again.remote(nic).rkey == key
+        assert cache.statistics().registrations == 1
+
+
+def test_invalidated_lease_stays_registered_when_a_child_ends_it(space: Space, nic: Nic) -> None:
+    with space.allocate(64 * KIB) as memory, RegionCache([nic]) as cache:
+        lease = cache.lease(memory)
+        cache.invalidate(memory.address, length_bytes=memory.length_bytes)
+        assert in_child(lease.close) == 0
+        assert cache.statistics().leases == 1
+        lease.close()
+        assert cache.statistics().leases == 0
+
+
+def test_pool_is_closed_in_a_forked_child(space: Space, nic: Nic) -> None:
+    with BufferPool(space, [nic], buffer_bytes=4096, count=2) as pool, pool.allocate() as buffer:
+
+        def child() -> None:
+            with pytest.raises(ClosedResource):
+                pool.allocate()
+            buffer.close()
+            pool.close()
+
+        with held_by_a_thread(lock_of(pool)):
+            assert in_child(child) == 0
+        buffer.write(b"still registered")
+        assert pool.statistics().free == 1
+
+
+def test_host_memory_works_in_a_forked_child() -> None:
+    with held_by_a_thread(lock_of(host_memory)):
+        assert in_child(lambda: HostMemory(4096).close()) == 0
+
+
+@pytest.mark.parametrize("lock", [lock_of(gaudi_memory), lock_of(Placement())], ids=["gaudi", "placement"])
+def test_locks_are_free_in_a_forked_child(lock: AbstractContextManager[object]) -> None:
+    def child() -> None:
+        with lock:
+            pass
+
+    with held_by_a_thread(lock):
+        assert in_child(child) == 0
