@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from gdrkit.errors import BrokenResource, GdrkitError, Reason
 from gdrkit.usrbio.mount import SERVER_SOCKET
@@ -36,6 +36,10 @@ _END_TIMEOUT_S = 20
 _LOCK_POLL_S = 0.02
 _SERVER_LOCK = "server.lock"
 _BACKOFF_FIRST_S, _BACKOFF_MAX_S = 0.05, 2.0
+_RENEWAL_TIMEOUT_S = 10.0
+_RENEWALS_A_REQUEST_MAX = 1000
+
+_R = TypeVar("_R")
 
 
 class Where(Protocol):
@@ -226,6 +230,9 @@ class Server:
         self._secret: str | None = None
         # Ended, and not closed yet: operations of it may be in flight.
         self._ending: Session | None = None
+        self._changed = threading.Condition()
+        # False: a session has ended, and whether the next one is to be waited for is not known yet, or it is.
+        self._is_settled = True
         self._is_given_up = False
         self._generation = 0
         self._renewals = -1
@@ -250,17 +257,38 @@ class Server:
         self._thread.start()
 
     def session(self) -> Session:
-        """The session of now.
+        """Return the current session; where the memory of one client ended the last one, wait for the next.
 
         Raises
         ------
         Refused
             EREMOTEIO: there is none.
         """
-        found = self._session
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_settled, _RENEWAL_TIMEOUT_S)
+            found = self._session
         if found is None:
             raise Refused(errno.EREMOTEIO, f"there is no storage server now{self._last_error}")
         return found
+
+    def ask(self, action: Callable[[Session], _R]) -> _R:
+        """Call `action` with the session, and again with the next one where the memory of some client ended it.
+
+        So a request may be carried out twice: `action` makes none whose second time differs from the first.
+
+        Raises
+        ------
+        Refused
+            As `action` does; EREMOTEIO: there is no session.
+        """
+        for _ in range(_RENEWALS_A_REQUEST_MAX):
+            session = self.session()
+            try:
+                return action(session)
+            except Refused as error:
+                if error.errno != errno.EREMOTEIO or not self._was_ended_by_memory(session):
+                    raise
+        raise Refused(errno.EREMOTEIO, "the memory of other clients ends each session with the storage server")
 
     def interrupt(self) -> None:
         """The server answers no more: end the session, and what is in flight with it."""
@@ -275,6 +303,7 @@ class Server:
         if self._thread is not None:
             self._thread.join()
         self._end_session()
+        self._abandon()
         self._where.close()
 
     def _renew(self) -> None:
@@ -294,21 +323,47 @@ class Server:
         except BaseException:
             session.close()
             raise
-        self._session = session
         self._renewals += 1
         self._last_error = ""
+        self._settle(session)
 
     def _end_session(self) -> None:
         """Fail the lanes, then tell who waits for what was in flight; after a failure the next call goes on."""
-        if self._session is not None:
-            self._ending, self._session = self._session, None
+        self._take_session()
         if self._ending is not None:
             if self._is_given_up:
                 self._where.give_up()
             self._ending.interrupt()
             self._ending.close()
-            self._loop.disconnect()
+            self._ending.was_ended_by_memory = self._loop.disconnect()
+            is_awaited = self._ending.was_ended_by_memory
             self._ending, self._is_given_up = None, False
+            if not is_awaited:
+                self._settle(None)
+
+    def _take_session(self) -> None:
+        """Let nobody ask the session any more; :meth:`_settle` follows."""
+        if self._session is not None:
+            with self._changed:
+                self._ending, self._session, self._is_settled = self._session, None, False
+
+    def _settle(self, session: Session | None) -> None:
+        """Wake who waits for a session: this one, or there is none."""
+        with self._changed:
+            self._session, self._is_settled = session, True
+            self._changed.notify_all()
+
+    def _abandon(self) -> None:
+        """No session follows soon: end what waits for one."""
+        self._loop.abandon()
+        if self._session is None and self._ending is None:
+            self._settle(None)
+
+    def _was_ended_by_memory(self, session: Session) -> bool:
+        """Whether it has ended, and by the memory of one client; waits until that is known."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_settled and self._session is not session, _RENEWAL_TIMEOUT_S)
+        return session.was_ended_by_memory
 
     def _watch(self) -> None:
         pause_s = _BACKOFF_FIRST_S
@@ -318,7 +373,7 @@ class Server:
                     self._ring_broken(client, identity)
                 elif generation == self._generation and self._session is not None:
                     self._is_given_up |= kind == "silent"
-                    self._ending, self._session = self._session, None
+                    self._take_session()
             if self._session is not None:
                 pause_s = _BACKOFF_FIRST_S
                 continue
@@ -329,7 +384,9 @@ class Server:
                 # It takes connections and does not answer.
                 self._where.give_up()
                 self._last_error = f": {error}"
+                self._abandon()
             except (GdrkitError, OSError, EOFError) as error:
                 self._last_error = f": {error}"
+                self._abandon()
                 self._stopping.wait(pause_s)
                 pause_s = min(pause_s * 2, _BACKOFF_MAX_S)
