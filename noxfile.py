@@ -62,12 +62,16 @@ LONG_EXAMPLES = 2000
 LONG_FUZZ_S = 300
 LONG_KILLS = 230
 LONG_TIER_KILLS = 300
+LONG_KILLED_CLIENTS = 10_000
+LONG_HONEST_OPERATIONS = 100_000
 # Whose cases have numbers that can be larger.
 LONG_CASES = (
     "suites/property",
     "suites/storage/test_wire.py",
     "suites/usrbio/test_bad_input.py",
     "suites/inventory/test_importers.py",
+    "suites/usrbio/test_killed_clients.py",
+    "suites/usrbio/test_hostile_clients.py",
     "suites/fault/test_kills.py",
     "suites/tiers/test_kills.py",
     "suites/tiers/test_power_cuts.py",
@@ -188,7 +192,8 @@ def native(session: nox.Session) -> None:
 @nox.session(default=False)
 def long(session: nox.Session) -> None:
     """Run what takes long: the native tests under the thread sanitizer, the suites with ten seeds, the state
-    machines with 2,000 examples, five minutes of each fuzzer, 230 kills of the storage path and 300 of migrations;
+    machines with 2,000 examples, five minutes of each fuzzer, 230 kills of the storage path and 300 of migrations,
+    10,000 killed clients of one agent, 100,000 operations beside each attack;
     build the wheel with nothing that was built before.
     """
     run = prepare_run(twins=True)
@@ -208,6 +213,8 @@ def long(session: nox.Session) -> None:
         "GDRKIT_FUZZ_S": str(LONG_FUZZ_S),
         "GDRKIT_KILLS": str(LONG_KILLS),
         "GDRKIT_TIER_KILLS": str(LONG_TIER_KILLS),
+        "GDRKIT_KILLED_CLIENTS": str(LONG_KILLED_CLIENTS),
+        "GDRKIT_HONEST_OPERATIONS": str(LONG_HONEST_OPERATIONS),
     }
     codes.append(call([*on_twins(run), *larger], environ=options))
     fail_unless_zero(session, codes)
