@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AGENT_SOCKET",
     "IOVS",
+    "SERVER_LOCK",
     "SERVER_SOCKET",
     "VIRTUAL",
     "LinkFolder",
@@ -44,6 +45,7 @@ VIRTUAL = "3fs-virt"
 IOVS = "iovs"
 AGENT_SOCKET = "agent.sock"
 SERVER_SOCKET = "server.sock"
+SERVER_LOCK = "server.lock"
 _LOCK = "agent.lock"
 _RECORDS = "publications"
 _SHARED = Path("/dev/shm")  # noqa: S108 - where POSIX shared memory is.
@@ -272,6 +274,7 @@ class Mount:
 
     def __init__(self, path: Path, *, place: Path | None = None) -> None:
         self.path = path
+        self._place = place
         self.virtual = (path if place is None else place) / VIRTUAL
         self._parts = ReleaseStack()
         try:
@@ -307,11 +310,22 @@ class Mount:
             raise _setup("mkdir", error, self.virtual, "give this user the right to write to the mount") from error
         self._parts.push(lambda: os.close(self.folder))
         self._lock()
+        if self._place is not None:
+            self._parts.push(self._remove_place)
         self.links = LinkFolder(iovs, records)
         self._clean()
         self._semaphores: list[str] = []
         for name in _SUBMIT:
             self._add_semaphore(iovs / name)
+
+    def _remove_place(self) -> None:
+        """Remove a folder that is the agent's alone, while its lock is held; one in which something is left stays."""
+        assert self._place is not None  # noqa: S101 - the caller looked.
+        for name in (_LOCK, SERVER_LOCK):
+            (self.virtual / name).unlink(missing_ok=True)
+        with suppress(OSError):
+            for folder in (self.virtual / IOVS, self.virtual / _RECORDS, self.virtual, self._place):
+                folder.rmdir()
 
     def _lock(self) -> None:
         fd = os.open(self.virtual / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

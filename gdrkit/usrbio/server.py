@@ -9,15 +9,19 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import select
+import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+import warnings
+from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from gdrkit.errors import BrokenResource, GdrkitError, Reason
-from gdrkit.usrbio.mount import SERVER_SOCKET
+from gdrkit.errors import BrokenResource, GdrkitError, GdrkitWarning, Reason
+from gdrkit.usrbio.mount import SERVER_LOCK, SERVER_SOCKET
 from gdrkit.usrbio.refusal import Refused
 from gdrkit.usrbio.session import Session
 
@@ -34,7 +38,6 @@ __all__ = ["Embedded", "Remote", "Server", "Where"]
 _START_TIMEOUT_S = 30
 _END_TIMEOUT_S = 20
 _LOCK_POLL_S = 0.02
-_SERVER_LOCK = "server.lock"
 _BACKOFF_FIRST_S, _BACKOFF_MAX_S = 0.05, 2.0
 _RENEWAL_TIMEOUT_S = 10.0
 _RENEWALS_A_REQUEST_MAX = 1000
@@ -122,10 +125,17 @@ class Embedded:
         try:
             self._path.unlink(missing_ok=True)
             command = [sys.executable, "-m", "gdrkit.usrbio.embedded", str(self._store), str(self._path)]
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=(lock,))
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=(lock,), process_group=0
+            )
         finally:
             os.close(lock)
         assert self._process.stdout is not None  # noqa: S101 - it was asked for.
+        if not select.select([self._process.stdout], [], [], _START_TIMEOUT_S)[0]:
+            self._kill()
+            self._reap()
+            message = f"the storage server was not ready within {_START_TIMEOUT_S} s"
+            raise BrokenResource(message, reason=Reason.TIMEOUT)
         if not self._process.stdout.readline():
             code = self._process.wait(_END_TIMEOUT_S)
             self._reap()
@@ -147,7 +157,7 @@ class Embedded:
     def give_up(self) -> None:
         """Kill it: a server that hangs, stopped or waiting for a disk, would go on where it was some day."""
         if self._process is not None:
-            self._process.kill()
+            self._kill()
             self._is_given_up = True
 
     def close(self) -> None:
@@ -158,13 +168,13 @@ class Embedded:
             try:
                 self._process.wait(_END_TIMEOUT_S)
             except subprocess.TimeoutExpired:
-                self._process.kill()
+                self._kill()
             self._reap()
         self._path.unlink(missing_ok=True)
 
     def _locked(self) -> int:
         """The lock that the server before holds until it has ended; the next one inherits it."""
-        fd = os.open(self._mount.virtual / _SERVER_LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = os.open(self._mount.virtual / SERVER_LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         deadline = time.monotonic() + _END_TIMEOUT_S
         while True:
             try:
@@ -178,14 +188,21 @@ class Embedded:
             else:
                 return fd
 
+    def _kill(self) -> None:
+        """Kill it with all that it started: its process group."""
+        if self._process is not None and self._process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
     def _reap(self) -> None:
+        """Wait for its end; a process that does not end though it was killed is abandoned, and that is said."""
         process = self._process
         if process is not None:
             try:
                 process.wait(_END_TIMEOUT_S)
-            except subprocess.TimeoutExpired as error:
-                message = "the storage server was killed and does not end: its disk may hang"
-                raise BrokenResource(message, reason=Reason.BUSY) from error
+            except subprocess.TimeoutExpired:
+                message = f"the storage server, process {process.pid}, does not end within {_END_TIMEOUT_S} s"
+                warnings.warn(f"{message}: its disk may hang", GdrkitWarning, stacklevel=1)
             self._process, self._is_given_up = None, False
             for end in (process.stdin, process.stdout):
                 if end is not None:
