@@ -11,9 +11,10 @@ Level 4, pure. The session, from its beginning:
 3. Everything else is a request on the control connection, one at a time or several: replies come in order and repeat
    the sequence.
 
-The session ends with either connection: handles are closed and queue pairs destroyed. An operation that RDMA could not
-do (a key that was taken back, a client that is gone) is -EREMOTEIO, and so are all after it: the server closes the data
-connection behind these results.
+The session ends with either connection: handles are closed and queue pairs destroyed. An operation
+whose memory the client's NIC refused (a key that was taken back, memory that is gone) is -EREMOTEIO, and the server
+closes the data connection behind that result. Operations without a result were not at fault: the client may send them
+again in its next session.
 
 A request is ``{"op": NAME, ...}`` with the fields of its class below; optional fields may be missing. A reply is
 ``{"ok": {...}}`` with the fields of the reply's class, or ``{"error": {"errno": N, "message": TEXT}}``. Paths are

@@ -71,8 +71,15 @@ class AgentLoop(Protocol):
     def connect(self, socket: int, *, lanes: Sequence[int], generation: int) -> None:
         """Send operations there; the descriptor is the loop's from now on. `lanes`: the number of the NIC of each."""
 
-    def disconnect(self) -> None:
-        """The server reaches no memory any more: what is in flight ends with -EREMOTEIO."""
+    def disconnect(self) -> bool:
+        """End what is in flight with -EREMOTEIO, since the server reaches no memory any more.
+
+        True: the memory of one operation ended the session. Only what is in flight in that memory ends; everything else
+        waits for the next :meth:`connect`, which sends it again, or for :meth:`abandon`.
+        """
+
+    def abandon(self) -> None:
+        """End what waits for the next session with -EREMOTEIO."""
 
     def statistics(self) -> dict[str, int]:
         """What it counted since it began."""

@@ -6,6 +6,7 @@ Level 5. Its rings can name its own buffers and files alone, and everything goes
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import stat
 import threading
@@ -174,25 +175,28 @@ class Client:
 
     def register(self, proof: Proof) -> int:
         """As :meth:`register_file`, by any proof; owns it."""
-        with self._lock, self._service.files_lock:
-            try:
+        try:
+            with self._lock:
                 self._check_open()
-                session = self._service.server.session()
-            except BaseException:
-                proof.close()
-                raise
+                self._service.server.ask(lambda session: self._add_file(proof, session))
+        except BaseException:
+            proof.close()
+            raise
+        return proof.inode
+
+    def _add_file(self, proof: Proof, session: Session) -> None:
+        """Open a file at a session; the proof is the file's if nothing is raised."""
+        with self._service.files_lock:
             file = self._files.get(proof.inode) or RegisteredFile(proof.inode)
             if file.is_closing:
-                proof.close()
                 raise Refused(errno.EBUSY, "the file is being deregistered")
             file.add(proof, session)
             try:
                 file.tell(self._service.loop, self.number)
             except OSError as error:
-                file.close(session)
+                file.close()
                 raise refusal_of(error) from error
             self._files[proof.inode] = file
-            return proof.inode
 
     def deregister_file(self, inode: int) -> None:
         """Take one registration of a file back; ENOENT when there is none."""
@@ -220,12 +224,15 @@ class Client:
                 raise Refused(errno.EINVAL, "no flags are defined, and a range ends behind its begin")
             if not proof.writable:
                 raise Refused(errno.EBADF, "the descriptor is not open for writing")
-            session = self._service.server.session()
-            handle = opened(proof, session)
-            try:
-                session.ask(ask.PunchHole(handle=handle, ranges=tuple(ranges)), ask.Done)
-            finally:
-                session.ask(ask.Close(handle=handle), ask.Done)
+
+            def punch(session: Session) -> None:
+                handle = opened(proof, session)
+                try:
+                    session.ask(ask.PunchHole(handle=handle, ranges=tuple(ranges)), ask.Done)
+                finally:
+                    session.ask(ask.Close(handle=handle), ask.Done)
+
+            self._service.server.ask(punch)
         finally:
             proof.close()
 
@@ -243,12 +250,26 @@ class Client:
             if not stat.S_ISREG(os.fstat(file).st_mode) or not stat.S_ISDIR(os.fstat(folder).st_mode):
                 raise Refused(errno.EINVAL, "a regular file and a folder are needed")
             old, new = self._path_of(file), self._path_of(folder)
-            session = self._service.server.session()
             new_path = f"{new}/{name}" if new else name
-            linked = session.ask(ask.Link(path=old, new_path=new_path), ask.FileStat)
-            if linked.inode != os.fstat(file).st_ino:
-                session.ask(ask.Unlink(path=new_path), ask.Done)
-                raise Refused(errno.ESTALE, "the file was renamed meanwhile")
+            inode = os.fstat(file).st_ino
+            tries = itertools.count(1)
+
+            def link(session: Session) -> None:
+                is_repeated = next(tries) > 1
+                try:
+                    linked = session.ask(ask.Link(path=old, new_path=new_path), ask.FileStat)
+                except Refused as error:
+                    if not is_repeated or error.errno != errno.EEXIST:
+                        raise
+                    # The request before this one may have made it, and its answer been lost with the session.
+                    linked = session.ask(ask.Stat(path=new_path), ask.FileStat)
+                    if linked.inode != inode:
+                        raise
+                if linked.inode != inode:
+                    session.ask(ask.Unlink(path=new_path), ask.Done)
+                    raise Refused(errno.ESTALE, "the file was renamed meanwhile")
+
+            self._service.server.ask(link)
         except OSError as error:
             raise refusal_of(error) from error
         finally:
@@ -308,12 +329,7 @@ class Client:
             lambda timeout_ms: self._service.loop.remove_file(self.number, inode, timeout_ms=timeout_ms)
         )
         with self._service.files_lock:
-            file = self._files.pop(inode)
-            try:
-                session = self._service.server.session()
-            except Refused:
-                session = None  # Its handles went with the session.
-            file.close(session)
+            self._files.pop(inode).close()
 
     def _path_of(self, descriptor: int) -> str:
         """The path of an open file below the store; the server takes no other."""

@@ -36,6 +36,8 @@ _CONNECTIONS_MAX = 1024
 _BACKLOG = 128
 _ACCEPT_PAUSE_S = 0.05
 _SENTENCE_BYTES_MAX = 2048
+# Errors of accept() that pass without a word.
+_PASSING = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.ECONNABORTED})
 _CREDENTIALS = struct.Struct("iII")
 
 
@@ -61,11 +63,9 @@ class Doorway:
         try:
             # By the folder's descriptor: a path of any length fits into an address.
             address = f"/proc/self/fd/{mount.folder}/{mount.socket.name}"
-            mask = os.umask(0o177)
-            try:
-                self._socket.bind(address)
-            finally:
-                os.umask(mask)
+            self._socket.bind(address)
+            # Nobody can connect before listen(). The umask is no way: it is that of all threads.
+            os.chmod(address, 0o600)  # noqa: PTH101 - an address, and no path that anybody sees.
             self._socket.listen(_BACKLOG)
         except BaseException:
             self._socket.close()
@@ -95,8 +95,9 @@ class Doorway:
             except OSError as error:
                 if self._closing:
                     return
-                if error.errno not in {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.ECONNABORTED}:
-                    raise
+                if error.errno not in _PASSING:
+                    message = f"the agent's socket does not accept: {error}; it tries again"
+                    warnings.warn(message, GdrkitWarning, stacklevel=1)
                 # Who waits is served when a descriptor is free again; until then accept() would fail at once.
                 self._stopping.wait(_ACCEPT_PAUSE_S)
                 continue

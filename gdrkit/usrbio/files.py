@@ -115,10 +115,11 @@ class RegisteredFile:
         self._count = 0
         # Guarded by the service's lock of files.
         self.is_closing = False
-        self._proofs: list[tuple[Proof, int]] = []
+        # With the handle, 0 where it does not hold any more, and the session that has given it.
+        self._proofs: list[tuple[Proof, int, Session]] = []
 
     def add(self, proof: Proof, session: Session) -> None:
-        """Register it once more; the proof is owned from now on, and kept if it brings a right.
+        """Register it once more; the proof is owned from now on, unless it raises, and kept if it brings a right.
 
         Raises
         ------
@@ -126,16 +127,12 @@ class RegisteredFile:
             The server's errno; ESTALE: the path names another file by now.
         """
         is_new = not all(
-            any(getattr(known, right) for known, handle in self._proofs if handle) or not getattr(proof, right)
+            any(getattr(known, right) for known, handle, _ in self._proofs if handle) or not getattr(proof, right)
             for right in ("readable", "writable")
         )
-        try:
-            if is_new:
-                self._proofs.append((proof, opened(proof, session)))
-        except BaseException:
-            proof.close()
-            raise
-        if not is_new:
+        if is_new:
+            self._proofs.append((proof, opened(proof, session), session))
+        else:
             proof.close()
         self._count += 1
 
@@ -148,19 +145,19 @@ class RegisteredFile:
 
     def reopen(self, session: Session) -> None:
         """Open it at another session; a proof that does not hold there any more goes."""
-        kept: list[tuple[Proof, int]] = []
-        for proof, _old in self._proofs:
+        kept: list[tuple[Proof, int, Session]] = []
+        for proof, _old, _session in self._proofs:
             try:
-                kept.append((proof, opened(proof, session)))
+                kept.append((proof, opened(proof, session), session))
             except Refused:
                 # Its operations are answered with the right that is left, or EBADF.
-                kept.append((proof, 0))
+                kept.append((proof, 0, session))
         self._proofs = kept
 
     def tell(self, loop: AgentLoop, client: int) -> None:
         """Have the loop serve it with the handles and rights of now."""
-        reading = next((handle for proof, handle in self._proofs if handle and proof.readable), 0)
-        writing = next((handle for proof, handle in self._proofs if handle and proof.writable), 0)
+        reading = next((handle for proof, handle, _ in self._proofs if handle and proof.readable), 0)
+        writing = next((handle for proof, handle, _ in self._proofs if handle and proof.writable), 0)
         loop.set_file(
             client,
             self.inode,
@@ -170,10 +167,10 @@ class RegisteredFile:
             writable=bool(writing),
         )
 
-    def close(self, session: Session | None) -> None:
+    def close(self) -> None:
         """Close it everywhere."""
         proofs, self._proofs = self._proofs, []
-        for proof, handle in proofs:
+        for proof, handle, session in proofs:
             _close(proof, handle, session)
 
 
@@ -199,7 +196,11 @@ def opened(proof: Proof, session: Session) -> int:
     return reply.handle
 
 
-def _close(proof: Proof, handle: int, session: Session | None) -> None:
+def _close(proof: Proof, handle: int, session: Session) -> None:
     proof.close()
-    if session is not None and handle:
-        session.ask(ask.Close(handle=handle), ask.Done)
+    if handle:
+        try:
+            session.ask(ask.Close(handle=handle), ask.Done)
+        except Refused as error:
+            if error.errno != errno.EREMOTEIO:
+                raise  # Else the session has ended, and closed the file with it.

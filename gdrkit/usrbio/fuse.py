@@ -33,15 +33,24 @@ _UNMOUNT_S = 10
 
 def fuse_obstacle() -> str | None:
     """Why this user cannot mount by FUSE here, one sentence with what to do; None when nothing is known against it."""
+    found = _obstacle()
+    return None if found is None else found[1]
+
+
+def _obstacle() -> tuple[int, str] | None:
+    """Return the errno that fits to what :func:`fuse_obstacle` says, and that sentence."""
     if (absent := missing()) is not None:
-        return absent
+        return errno.ENOENT, absent
     if not _DEVICE.exists():
-        return "there is no /dev/fuse: load the kernel module fuse, or give the container the device"
+        return errno.ENODEV, "there is no /dev/fuse: load the kernel module fuse, or give the container the device"
     if not os.access(_DEVICE, os.R_OK | os.W_OK):
-        return "/dev/fuse cannot be opened: give this user the device"
+        return errno.EACCES, "/dev/fuse cannot be opened: give this user the device"
     if os.geteuid() != 0 and shutil.which("fusermount3") is None:
-        return "only root mounts without fusermount3: install the package fuse3"
+        return errno.EPERM, "only root mounts without fusermount3: install the package fuse3"
     return None
+
+
+_REASONS = {errno.ENOENT: Reason.LIBRARY_MISSING, errno.ENODEV: Reason.NO_DEVICE}
 
 
 class FuseMount:
@@ -67,15 +76,15 @@ class FuseMount:
     """
 
     def __init__(self, mount: Path, *, store: StoreFiles, publisher: Publisher, place: Path) -> None:
-        obstacle = fuse_obstacle()
-        if obstacle:
+        if (found := _obstacle()) is not None:
+            number, obstacle = found
             raise SetupMissing(
                 api=Api.FUSE,
                 operation="open /dev/fuse",
-                status=errno.EPERM,
-                status_name=errno_name(errno.EPERM),
-                errno=errno.EPERM,
-                reason=Reason.NO_PERMISSION,
+                status=number,
+                status_name=errno_name(number),
+                errno=number,
+                reason=_REASONS.get(number, Reason.NO_PERMISSION),
                 what_to_do=obstacle.partition(": ")[2],
                 detail=obstacle.partition(": ")[0],
             )
@@ -109,16 +118,13 @@ class FuseMount:
         return self._operations.files_of(inode)
 
     def close(self) -> None:
-        """Unmount, also when files are open; a second close does nothing."""
-        loop, self._loop = self._loop, None
+        """Unmount, also when files are open; after a failure the next call tries again, else it does nothing."""
+        loop = self._loop
         if loop is None:
             return
         if loop.is_running:
             _unmount(self.path)
-        ended = loop.join(_UNMOUNT_S)
-        self._operations.close()
-        self._handle.release()
-        if not ended:
+        if not loop.join(_UNMOUNT_S):
             raise ApiError(
                 api=Api.FUSE,
                 operation="umount",
@@ -129,6 +135,9 @@ class FuseMount:
                 reason=Reason.BUSY,
                 what_to_do="end the processes that use the mount",
             )
+        self._loop = None
+        self._operations.close()
+        self._handle.release()
 
     def __enter__(self) -> Self:
         return self
@@ -144,7 +153,8 @@ def unmount_stale(mount: Path) -> bool:
 
     A mount that an agent serves is left alone: it answers.
     """
-    path = mount.absolute()
+    # Of a mount that nobody serves, realpath() asks nothing but whether it is a symbolic link.
+    path = Path(os.path.realpath(mount))
     if not any(at == str(path) and source == _SOURCE for at, source in _mounts()):
         return False
     try:
@@ -176,9 +186,9 @@ def _unmount(path: Path) -> None:
         attempts = [["umount", "-i", str(path)], ["umount", "-i", "-f", "-l", str(path)]]
     else:
         attempts = [["fusermount3", "-u", str(path)], ["fusermount3", "-u", "-z", str(path)]]
-    done = subprocess.run(attempts[0], capture_output=True, text=True, check=False)
+    done = _run(attempts[0])
     if done.returncode != 0:
-        done = subprocess.run(attempts[1], capture_output=True, text=True, check=False)
+        done = _run(attempts[1])
     if done.returncode != 0 and any(at == str(path) for at, _ in _mounts()):
         raise ApiError(
             api=Api.FUSE,
@@ -190,6 +200,14 @@ def _unmount(path: Path) -> None:
             what_to_do=f"unmount it by hand: {' '.join(attempts[-1])}",
             detail=done.stderr.strip(),
         )
+
+
+def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    """Run a command for so long at most; one that does not end counts as failed."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=_UNMOUNT_S)
+    except subprocess.TimeoutExpired:
+        return subprocess.CompletedProcess(command, errno.ETIMEDOUT, "", f"it did not end within {_UNMOUNT_S} s")
 
 
 def _empty_folder(mount: Path) -> Path:

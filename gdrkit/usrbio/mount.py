@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AGENT_SOCKET",
     "IOVS",
+    "SERVER_LOCK",
     "SERVER_SOCKET",
     "VIRTUAL",
     "LinkFolder",
@@ -45,6 +46,7 @@ VIRTUAL = "3fs-virt"
 IOVS = "iovs"
 AGENT_SOCKET = "agent.sock"
 SERVER_SOCKET = "server.sock"
+SERVER_LOCK = "server.lock"
 _LOCK = "agent.lock"
 _RECORDS = "publications"
 _SHARED = Path("/dev/shm")  # noqa: S108 - where POSIX shared memory is.
@@ -273,6 +275,7 @@ class Mount:
 
     def __init__(self, path: Path, *, place: Path | None = None) -> None:
         self.path = path
+        self._place = place
         self.virtual = (path if place is None else place) / VIRTUAL
         self._parts = ReleaseStack()
         try:
@@ -313,6 +316,8 @@ class Mount:
         except BlockingIOError as error:
             raise _setup("flock", error, self.virtual / _LOCK, "end the agent that serves this mount") from error
         self._parts.push(lambda: os.close(lock))
+        if self._place is not None:
+            self._parts.push(self._remove_place)
         self.links = LinkFolder(links, records)
         self.links.clean()
         for name in (AGENT_SOCKET, SERVER_SOCKET):
@@ -320,6 +325,17 @@ class Mount:
         self._semaphores: list[str] = []
         for name in _SUBMIT:
             self._add_semaphore(links, name)
+
+    def _remove_place(self) -> None:
+        """Remove the folder that only this agent uses, while its lock is held. A folder that is not empty stays."""
+        assert self._place is not None  # noqa: S101 - the caller checked it.
+        for name in (_LOCK, SERVER_LOCK):
+            self._virtual.unlink(name)
+        with suppress(OSError):
+            for name in (IOVS, _RECORDS):
+                os.rmdir(name, dir_fd=self._virtual.fd)
+            self.virtual.rmdir()
+            self._place.rmdir()
 
     def _keep(self, folder: PrivateFolder) -> PrivateFolder:
         self._parts.push(folder.close)

@@ -9,15 +9,19 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import select
+import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING, Protocol
+import warnings
+from contextlib import suppress
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from gdrkit.errors import BrokenResource, GdrkitError, Reason
-from gdrkit.usrbio.mount import SERVER_SOCKET
+from gdrkit.errors import BrokenResource, GdrkitError, GdrkitWarning, Reason
+from gdrkit.usrbio.mount import SERVER_LOCK, SERVER_SOCKET
 from gdrkit.usrbio.refusal import Refused
 from gdrkit.usrbio.session import Session
 
@@ -34,8 +38,11 @@ __all__ = ["Embedded", "Remote", "Server", "Where"]
 _START_TIMEOUT_S = 30
 _END_TIMEOUT_S = 20
 _LOCK_POLL_S = 0.02
-_SERVER_LOCK = "server.lock"
 _BACKOFF_FIRST_S, _BACKOFF_MAX_S = 0.05, 2.0
+_RENEWAL_TIMEOUT_S = 10.0
+_RENEWALS_A_REQUEST_MAX = 1000
+
+_R = TypeVar("_R")
 
 
 class Where(Protocol):
@@ -118,10 +125,17 @@ class Embedded:
         try:
             self._path.unlink(missing_ok=True)
             command = [sys.executable, "-m", "gdrkit.usrbio.embedded", str(self._store), str(self._path)]
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=(lock,))
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=(lock,), process_group=0
+            )
         finally:
             os.close(lock)
         assert self._process.stdout is not None  # noqa: S101 - it was asked for.
+        if not select.select([self._process.stdout], [], [], _START_TIMEOUT_S)[0]:
+            self._kill()
+            self._reap()
+            message = f"the storage server was not ready within {_START_TIMEOUT_S} s"
+            raise BrokenResource(message, reason=Reason.TIMEOUT)
         if not self._process.stdout.readline():
             code = self._process.wait(_END_TIMEOUT_S)
             self._reap()
@@ -143,7 +157,7 @@ class Embedded:
     def give_up(self) -> None:
         """Kill it: a server that hangs, stopped or waiting for a disk, would go on where it was some day."""
         if self._process is not None:
-            self._process.kill()
+            self._kill()
             self._is_given_up = True
 
     def close(self) -> None:
@@ -154,13 +168,13 @@ class Embedded:
             try:
                 self._process.wait(_END_TIMEOUT_S)
             except subprocess.TimeoutExpired:
-                self._process.kill()
+                self._kill()
             self._reap()
         self._path.unlink(missing_ok=True)
 
     def _locked(self) -> int:
         """The lock that the server before holds until it has ended; the next one inherits it."""
-        fd = self._mount.open(_SERVER_LOCK, os.O_RDWR | os.O_CREAT)
+        fd = self._mount.open(SERVER_LOCK, os.O_RDWR | os.O_CREAT)
         deadline = time.monotonic() + _END_TIMEOUT_S
         while True:
             try:
@@ -174,14 +188,21 @@ class Embedded:
             else:
                 return fd
 
+    def _kill(self) -> None:
+        """Kill it with all that it started: its process group."""
+        if self._process is not None and self._process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
     def _reap(self) -> None:
+        """Wait for its end; a process that does not end though it was killed is abandoned, and that is said."""
         process = self._process
         if process is not None:
             try:
                 process.wait(_END_TIMEOUT_S)
-            except subprocess.TimeoutExpired as error:
-                message = "the storage server was killed and does not end: its disk may hang"
-                raise BrokenResource(message, reason=Reason.BUSY) from error
+            except subprocess.TimeoutExpired:
+                message = f"the storage server, process {process.pid}, does not end within {_END_TIMEOUT_S} s"
+                warnings.warn(f"{message}: its disk may hang", GdrkitWarning, stacklevel=1)
             self._process, self._is_given_up = None, False
             for end in (process.stdin, process.stdout):
                 if end is not None:
@@ -226,6 +247,9 @@ class Server:
         self._secret: str | None = None
         # Ended, and not closed yet: operations of it may be in flight.
         self._ending: Session | None = None
+        self._changed = threading.Condition()
+        # False: a session has ended, and whether the next one is to be waited for is not known yet, or it is.
+        self._is_settled = True
         self._is_given_up = False
         self._generation = 0
         self._renewals = -1
@@ -250,17 +274,38 @@ class Server:
         self._thread.start()
 
     def session(self) -> Session:
-        """The session of now.
+        """Return the current session; where the memory of one client ended the last one, wait for the next.
 
         Raises
         ------
         Refused
             EREMOTEIO: there is none.
         """
-        found = self._session
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_settled, _RENEWAL_TIMEOUT_S)
+            found = self._session
         if found is None:
             raise Refused(errno.EREMOTEIO, f"there is no storage server now{self._last_error}")
         return found
+
+    def ask(self, action: Callable[[Session], _R]) -> _R:
+        """Call `action` with the session, and again with the next one where the memory of some client ended it.
+
+        So a request may be carried out twice: `action` makes none whose second time differs from the first.
+
+        Raises
+        ------
+        Refused
+            As `action` does; EREMOTEIO: there is no session.
+        """
+        for _ in range(_RENEWALS_A_REQUEST_MAX):
+            session = self.session()
+            try:
+                return action(session)
+            except Refused as error:
+                if error.errno != errno.EREMOTEIO or not self._was_ended_by_memory(session):
+                    raise
+        raise Refused(errno.EREMOTEIO, "the memory of other clients ends each session with the storage server")
 
     def interrupt(self) -> None:
         """The server answers no more: end the session, and what is in flight with it."""
@@ -275,6 +320,7 @@ class Server:
         if self._thread is not None:
             self._thread.join()
         self._end_session()
+        self._abandon()
         self._where.close()
 
     def _renew(self) -> None:
@@ -294,21 +340,47 @@ class Server:
         except BaseException:
             session.close()
             raise
-        self._session = session
         self._renewals += 1
         self._last_error = ""
+        self._settle(session)
 
     def _end_session(self) -> None:
         """Fail the lanes, then tell who waits for what was in flight; after a failure the next call goes on."""
-        if self._session is not None:
-            self._ending, self._session = self._session, None
+        self._take_session()
         if self._ending is not None:
             if self._is_given_up:
                 self._where.give_up()
             self._ending.interrupt()
             self._ending.close()
-            self._loop.disconnect()
+            self._ending.was_ended_by_memory = self._loop.disconnect()
+            is_awaited = self._ending.was_ended_by_memory
             self._ending, self._is_given_up = None, False
+            if not is_awaited:
+                self._settle(None)
+
+    def _take_session(self) -> None:
+        """Let nobody ask the session any more; :meth:`_settle` follows."""
+        if self._session is not None:
+            with self._changed:
+                self._ending, self._session, self._is_settled = self._session, None, False
+
+    def _settle(self, session: Session | None) -> None:
+        """Wake who waits for a session: this one, or there is none."""
+        with self._changed:
+            self._session, self._is_settled = session, True
+            self._changed.notify_all()
+
+    def _abandon(self) -> None:
+        """No session follows soon: end what waits for one."""
+        self._loop.abandon()
+        if self._session is None and self._ending is None:
+            self._settle(None)
+
+    def _was_ended_by_memory(self, session: Session) -> bool:
+        """Whether it has ended, and by the memory of one client; waits until that is known."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_settled and self._session is not session, _RENEWAL_TIMEOUT_S)
+        return session.was_ended_by_memory
 
     def _watch(self) -> None:
         pause_s = _BACKOFF_FIRST_S
@@ -318,7 +390,7 @@ class Server:
                     self._ring_broken(client, identity)
                 elif generation == self._generation and self._session is not None:
                     self._is_given_up |= kind == "silent"
-                    self._ending, self._session = self._session, None
+                    self._take_session()
             if self._session is not None:
                 pause_s = _BACKOFF_FIRST_S
                 continue
@@ -329,7 +401,9 @@ class Server:
                 # It takes connections and does not answer.
                 self._where.give_up()
                 self._last_error = f": {error}"
+                self._abandon()
             except (GdrkitError, OSError, EOFError) as error:
                 self._last_error = f": {error}"
+                self._abandon()
                 self._stopping.wait(pause_s)
                 pause_s = min(pause_s * 2, _BACKOFF_MAX_S)

@@ -56,6 +56,8 @@ class Session:
         The number of the NIC of each lane.
     limits : Limits
         What the server takes.
+    was_ended_by_memory : bool
+        Whether it has ended because a NIC refused the memory of one operation; set by its owner.
     data : socket
         The data connection; :meth:`close` ends it, also for a duplicate of its descriptor.
     """
@@ -69,6 +71,7 @@ class Session:
         timeout_ms: float,
         replaces: str | None = None,
     ) -> None:
+        self.was_ended_by_memory = False
         self._lock = threading.Lock()
         self._sequence = 0
         self._parts = ReleaseStack()

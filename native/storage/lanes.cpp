@@ -13,6 +13,11 @@ constexpr std::uint32_t transfers_max = 512;
 // A list of small transfers is posted when it has so many.
 constexpr std::size_t list_max = 16;
 
+// The answer of the other NIC to this very transfer.
+bool is_refusal(ibv_wc_status status) noexcept {
+    return status == IBV_WC_REM_ACCESS_ERR || status == IBV_WC_REM_INV_REQ_ERR || status == IBV_WC_REM_OP_ERR;
+}
+
 } // namespace
 
 Fabric::Fabric(const std::vector<std::string>& names) {
@@ -97,19 +102,19 @@ bool Lanes::flush() {
     return is_right;
 }
 
-bool Lanes::poll(const std::function<void(std::uint32_t, bool)>& done) {
+bool Lanes::poll(const std::function<void(std::uint32_t, Ended)>& done) {
     bool any = false;
     std::array<ibv_wc, 32> completions;
     for (const auto& lane : lanes_) {
         if (lane->under_way.empty()) {
             continue;
         }
-        const auto end_one = [&](bool succeeded) {
+        const auto end_one = [&](Ended how) {
             const std::uint32_t id = lane->under_way.front();
             lane->under_way.pop_front();
             ++lane->ended;
             any = true;
-            done(id, succeeded);
+            done(id, how);
         };
         int count = 0;
         do {
@@ -118,11 +123,13 @@ bool Lanes::poll(const std::function<void(std::uint32_t, bool)>& done) {
                 const ibv_wc& each = completions[static_cast<std::size_t>(index)];
                 // Transfers end in order: the ones before it went well, or had a completion of their own.
                 while (lane->ended < each.wr_id && !lane->under_way.empty()) {
-                    end_one(!lane->is_broken);
+                    end_one(lane->is_broken ? Ended::not_carried : Ended::succeeded);
                 }
+                // The first one that fails says why; what comes after it was flushed.
+                const bool is_refused = !lane->is_broken && is_refusal(each.status);
                 lane->is_broken |= each.status != IBV_WC_SUCCESS;
                 if (lane->ended == each.wr_id && !lane->under_way.empty()) {
-                    end_one(!lane->is_broken);
+                    end_one(is_refused ? Ended::refused : lane->is_broken ? Ended::not_carried : Ended::succeeded);
                 }
             }
         } while (count == static_cast<int>(completions.size()));

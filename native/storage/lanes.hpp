@@ -30,6 +30,13 @@ private:
     std::atomic<std::size_t> next_{0};
 };
 
+// How a transfer ended. A transfer that does not succeed breaks its lane.
+enum class Ended : std::uint8_t {
+    succeeded,
+    refused,     // By the client's NIC: no such key or range, or its memory is gone. This transfer broke the lane.
+    not_carried, // The lane broke by another transfer, or by itself.
+};
+
 // One queue pair for each of the client's, on the server's devices in turn. A list of transfers asks for one
 // completion, which speaks for all before it on that queue pair.
 class Lanes {
@@ -48,8 +55,8 @@ public:
     void add(std::size_t lane, const verbs::Transfer& transfer);
     // Posts what was added. False: a queue pair refused.
     bool flush();
-    // Calls done(id, succeeded) for each transfer that ended; true when there were any.
-    bool poll(const std::function<void(std::uint32_t, bool)>& done);
+    // Calls done(id, how) for each transfer that ended; true when there were any.
+    bool poll(const std::function<void(std::uint32_t, Ended)>& done);
     bool under_way() const;
     // Has descriptors() become readable with the next completion; what came before needs another poll().
     void arm();

@@ -177,21 +177,27 @@ void Session::add_transfer(Segment& segment, std::size_t begin, std::size_t leng
 }
 
 bool Session::complete() {
-    return lanes_->poll([this](std::uint32_t number, bool succeeded) { end_segment(number, succeeded); });
+    return lanes_->poll([this](std::uint32_t number, Ended how) { end_segment(number, how); });
 }
 
-void Session::end_segment(std::uint32_t number, bool succeeded) {
+void Session::end_segment(std::uint32_t number, Ended how) {
     Segment& segment = *segments_[number];
-    segment.has_failed |= !succeeded;
-    if (--segment.transfers != 0) {
+    Pending& pending = *segment.pending;
+    if (how != Ended::succeeded) {
+        // The session ends with this. Only the operation whose memory was refused has an answer, and at once: its lane
+        // is broken, so that nothing of it arrives later. The others learn from the end of the connection that they
+        // were not at fault.
+        broken_ = segment.has_failed = true;
+        if (how == Ended::refused && !pending.is_finished) {
+            has_refusal_ = true;
+            pending.error = -EREMOTEIO;
+            finish(pending);
+        }
+    }
+    if (--segment.transfers != 0 || segment.has_failed) {
         return;
     }
-    Pending& pending = *segment.pending;
-    if (segment.has_failed) {
-        pending.error = -EREMOTEIO;
-        pending.is_last = true;
-        broken_ = true;
-    } else if (static_cast<Opcode>(pending.operation.opcode) == Opcode::write) {
+    if (static_cast<Opcode>(pending.operation.opcode) == Opcode::write) {
         finish_write(segment);
     }
     drop_segment(segment);

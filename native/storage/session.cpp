@@ -21,6 +21,7 @@ namespace {
 constexpr std::size_t small_slot_bytes_min = 16384, small_slots = 256, large_slots = 16;
 constexpr std::size_t receive_bytes = 1 << 18, backlog_bytes_max = 1 << 20;
 constexpr int farewell_ms = 1000;
+constexpr std::chrono::milliseconds verdict_limit{50};
 constexpr unsigned looks_a_receive = 4;
 // So much longer it looks with operations under way, of which the next thing to do is near: to sleep and be woken costs
 // more than that, on both sides.
@@ -122,7 +123,7 @@ void Session::serve() noexcept {
     pthread_setname_np(pthread_self(), "gdrkit-session");
     try {
         Spin spin(limits_.spin_us);
-        for (unsigned vain = 0; !stopping_ && !connection_ended_;) {
+        for (unsigned vain = 0; !stopping_ && !connection_ended_ && !broken_;) {
             // A look at the socket is a system call, one at completions is not.
             bool progress = vain % looks_a_receive == 0 && receive();
             progress |= take_frames();
@@ -256,6 +257,9 @@ std::int64_t Session::refusal_of(const Operation& operation, const std::shared_p
 void Session::finish(Pending& pending) {
     pending.is_finished = true;
     --outstanding_;
+    if (pending.error == -EREMOTEIO && !broken_) {
+        pending.error = -EIO; // A file's own errno: EREMOTEIO is said of the client's memory alone.
+    }
     const bool is_right = pending.error == 0;
     Result result{};
     result.tag = pending.operation.tag;
@@ -336,23 +340,32 @@ void Session::block() {
 
 void Session::fail_everything() {
     ++store_->counters().rdma_errors;
-    // What has transfers under way, by the other lanes too, gets no answer: whoever had one would take its memory for
-    // its own while bytes still arrive there. The end of the connection says it, after which the client fails its
-    // lanes.
-    for (Pending* const pending : waiting_) {
-        if (!pending->is_finished && pending->segments == 0) {
-            pending->error = -EREMOTEIO;
-            finish(*pending);
-        }
+    // A list that could not be posted says that its lane is broken, and not yet by which transfer.
+    const auto until = std::chrono::steady_clock::now() + verdict_limit;
+    while (!has_refusal_ && lanes_->under_way() && std::chrono::steady_clock::now() < until) {
+        complete();
+        sched_yield();
     }
+    // Everything else gets no answer: a client that had one would take its memory for its own while bytes may still
+    // arrive there by another lane. It fails its lanes when the connection ends.
     reply();
-    // The client may live and have taken back one key: it shall learn what never began.
+    // The client may live and have taken back one key: it shall learn which operation that was.
     while (!send() || out_begin_ < out_.size()) {
         if (connection_ended_ || out_.empty()) {
             return;
         }
         pollfd watched[] = {{data_.get(), POLLOUT, 0}, {stop_.get(), POLLIN, 0}};
         if (poll(watched, 2, farewell_ms) <= 0 || watched[1].revents != 0) {
+            return;
+        }
+    }
+    // A TCP connection that is closed with requests unread takes back what its other end has not read yet.
+    shutdown(data_.get(), SHUT_WR);
+    const auto end = std::chrono::steady_clock::now() + std::chrono::milliseconds(farewell_ms);
+    while (std::chrono::steady_clock::now() < end) {
+        pollfd watched[] = {{data_.get(), POLLIN, 0}, {stop_.get(), POLLIN, 0}};
+        if (poll(watched, 2, farewell_ms) <= 0 || watched[1].revents != 0 ||
+            recv(data_.get(), in_.data(), in_.size(), MSG_DONTWAIT) <= 0) {
             return;
         }
     }

@@ -67,7 +67,7 @@ private:
     std::uint32_t take_segment();
     void drop_segment(Segment& segment);
     bool complete();
-    void end_segment(std::uint32_t number, bool is_done);
+    void end_segment(std::uint32_t number, Ended how);
     void finish_write(Segment& segment);
     void reply();
     bool send();
@@ -100,7 +100,7 @@ private:
     std::vector<Result> results_;
     std::vector<HoleExtent> holes_;
     std::vector<Operation> operations_;
-    bool connection_ended_ = false, broken_ = false;
+    bool connection_ended_ = false, broken_ = false, has_refusal_ = false;
 };
 
 } // namespace gdrkit::storage

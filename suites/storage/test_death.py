@@ -131,6 +131,20 @@ def test_a_session_that_was_given_up_has_ended_before_its_successor_begins(
 
 
 @needs(verbs.nic())
+@pytest.mark.parametrize("write", [False, True])
+def test_handle_moves_bytes_in_its_direction_alone(service: Service, nic: Nic, write: bool) -> None:  # noqa: FBT001
+    before = os.urandom(MIB)
+    (service.root / "file").write_bytes(before)
+    with service.connect(nic) as client, client.register(bytearray(MIB)) as buffer:
+        file = client.open("file", write=write)
+        mine = buffer.remote(nic)
+        operation = Operation(0, file.handle, 0, MIB, mine.address, mine.rkey, 0, Opcode.WRITE)
+        (result,) = client._transfers.run([operation], timeout_s=20)  # noqa: SLF001 - a client refuses it by itself.
+        assert result.result == (MIB if write else -errno.EBADF)
+    assert (service.root / "file").read_bytes() == (bytes(MIB) if write else before)
+
+
+@needs(verbs.nic())
 def test_a_key_that_was_taken_back_ends_the_session_and_no_other(service: Service, nic: Nic) -> None:
     (service.root / "file").write_bytes(os.urandom(MIB))
     with service.connect(nic) as other, service.connect(nic) as client:

@@ -237,6 +237,9 @@ def test_a_unix_socket_is_private_and_takes_descriptors(tmp_path: Path) -> None:
                 with pytest.raises(ApiError) as refused:
                     client.request(ask.Adopt(write=True), ask.OpenReply, descriptor=plain.fileno())
                 assert refused.value.errno == errno.EACCES
+            with (service.root / "second").open("wb") as plain, pytest.raises(ApiError) as refused:
+                client.request(ask.Adopt(read=True), ask.OpenReply, descriptor=plain.fileno())
+            assert refused.value.errno == errno.EACCES
             with (tmp_path / "log").open("rb") as other, pytest.raises(ApiError) as refused:
                 client.request(ask.Adopt(), ask.OpenReply, descriptor=other.fileno())
             assert refused.value.errno == errno.EXDEV

@@ -13,7 +13,7 @@ import pytest
 from support.raw_usrbio import AgentProcess, RawClient, RawIov, RawRing, Refusal, shared_memory
 
 from gdrkit import pattern
-from gdrkit.harness.needs import needs, verbs
+from gdrkit.harness.needs import host, needs, verbs
 from gdrkit.units import KIB, MIB
 from gdrkit.usrbio import protocol
 from gdrkit.usrbio.protocol import Message, Request
@@ -305,3 +305,27 @@ def test_memory_without_a_name_gets_it_from_the_agent_and_loses_it_with_its_clie
         with RawClient(agent.mount) as witness:
             while path.exists():
                 witness.hello()
+
+
+NOBODY = 65534
+
+
+@needs(host.capability("CAP_SETUID"))
+def test_memory_of_another_user_is_not_published(agent: AgentProcess) -> None:
+    iov = RawIov(64 * KIB)
+    try:
+        with RawClient(agent.mount) as client:
+            os.chown(iov.path, NOBODY, NOBODY)
+            with refused(errno.EACCES):
+                client.publish_iov(iov)
+            unnamed = os.open(iov.path.parent, os.O_TMPFILE | os.O_RDWR, 0o600)
+            os.ftruncate(unnamed, 64 * KIB)
+            os.fchown(unnamed, NOBODY, NOBODY)
+            name = str(uuid.uuid4())
+            with refused(errno.EACCES):
+                client.publish(name, f"{iov.path.parent}/hf3fs-iov-{name}", b"", [unnamed])
+            os.close(unnamed)
+            os.chown(iov.path, os.geteuid(), os.getegid())
+            client.publish_iov(iov)
+    finally:
+        iov.close()

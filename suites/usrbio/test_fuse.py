@@ -251,3 +251,25 @@ def test_a_mount_that_a_killed_agent_left_is_taken_over(folders: tuple[Path, Pat
         assert second.terminate() == 0
     assert not mounted(folders[0])
     assert not any(path.exists() for path in semaphores)
+
+
+def test_stale_mount_behind_a_symbolic_link_is_unmounted(folders: tuple[Path, Path]) -> None:
+    mount, store = folders
+    behind = mount.parent / "link"
+    behind.symlink_to(mount.parent, target_is_directory=True)
+    with start(folders) as killed:
+        killed.kill()
+    with start((behind / "mount", store)) as agent:
+        assert mounted(mount)
+        assert agent.terminate() == 0, agent.errors
+    assert not mounted(mount)
+
+
+def test_ended_agent_leaves_no_private_folder(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    private = folders[0].parent / "run"
+    private.mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(private))
+    with start(folders) as agent:
+        assert len(list(private.glob("gdrkit-*/*"))) == 1
+        assert agent.terminate() == 0, agent.errors
+    assert list(private.glob("gdrkit-*/*")) == []

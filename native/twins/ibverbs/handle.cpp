@@ -9,9 +9,6 @@
 namespace gdrkit::twin::verbs {
 namespace {
 
-// As many as the ledger remembers: older ones could no longer be told from objects that never were.
-constexpr std::size_t quarantined_most = 65536;
-
 struct Quarantine {
     std::mutex mutex;
     std::deque<std::shared_ptr<void>> memory;
@@ -52,7 +49,8 @@ void quarantine(std::shared_ptr<void> memory) {
     std::shared_ptr<void> oldest;
     std::lock_guard lock(all.mutex);
     all.memory.push_back(std::move(memory));
-    if (all.memory.size() > quarantined_most) {
+    // Older ones could no longer be told from objects that never were.
+    if (all.memory.size() > releases_remembered) {
         oldest = std::move(all.memory.front());
         all.memory.pop_front();
     }

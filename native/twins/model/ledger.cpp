@@ -41,9 +41,6 @@ struct Ledger {
     std::uint64_t releases = 0;
 };
 
-// A release is remembered this long, counted in releases: more than a test makes, little enough to stay small.
-constexpr std::size_t ended_most = 65536;
-
 Ledger& ledger() {
     static auto* const the_ledger = new Ledger;
     return *the_ledger;
@@ -74,7 +71,7 @@ bool ledger_remove(std::string_view kind, std::uint64_t handle) {
         all.ended.insert_or_assign(key, Ended{found->second, Stack::here(), number});
         all.live.erase(found);
         all.ended_order.emplace_back(key, number);
-        if (all.ended_order.size() > ended_most) {
+        if (all.ended_order.size() > releases_remembered) {
             const auto& [oldest_key, oldest_number] = all.ended_order.front();
             if (const auto oldest = all.ended.find(oldest_key);
                 oldest != all.ended.end() && oldest->second.number == oldest_number) {

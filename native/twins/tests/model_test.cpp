@@ -226,7 +226,7 @@ void a_release_is_remembered_as_long_as_any_other() {
                     _exit(3);
                 }
             }
-            for (std::uint64_t handle = 100; handle < 100 + 65535; ++handle) {
+            for (std::uint64_t handle = 100; handle < 100 + releases_remembered - 1; ++handle) {
                 ledger_add("thing", handle);
                 if (!ledger_remove("thing", handle)) {
                     _exit(3);

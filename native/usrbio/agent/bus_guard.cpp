@@ -9,10 +9,12 @@
 #include <new>
 #include <system_error>
 
+#include "usrbio/host_page.hpp"
+
 namespace gdrkit::usrbio::agent {
 namespace {
 
-constexpr std::uintptr_t page_bytes = 4096;
+std::uintptr_t page_bytes; // Set before the handler is installed, which may not ask for it.
 std::array<GuardSlot, 65536> slots;
 std::atomic<std::size_t> slots_used{0}; // No slot at or above it was ever taken: the handler looks no further.
 std::mutex taking;
@@ -49,6 +51,7 @@ void on_bus_error(int number, siginfo_t* info, void* context) {
 
 void install() {
     static const int status = [] {
+        page_bytes = host_page_bytes();
         struct sigaction action {};
         action.sa_sigaction = on_bus_error;
         action.sa_flags = SA_SIGINFO | SA_ONSTACK;

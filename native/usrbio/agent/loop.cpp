@@ -223,16 +223,37 @@ void Loop::connect(int socket, std::vector<std::uint16_t> lanes, std::uint64_t g
         lanes_ = lanes;
         generation_ = generation;
         is_connected_ = true;
+        has_refusal_ = false;
+        heard_ = Clock::now();
+        for (std::uint32_t slot = 0; slot < flights_.size(); ++slot)
+            if (flights_[slot].ring != nullptr)
+                send(slot);
+        if (!pending_.empty())
+            statistics_.batches += connection_->queue(pending_);
+        pending_.clear();
     });
 }
 
-void Loop::disconnect() {
-    call([&] {
+bool Loop::disconnect() {
+    return call([&] {
         if (is_connected_)
             ++statistics_.disconnects;
         is_connected_ = false;
         connection_.reset();
         pending_.clear();
+        for (std::uint32_t slot = 0; slot < flights_.size(); ++slot)
+            if (flights_[slot].ring != nullptr && (!has_refusal_ || flights_[slot].buffer->is_refused))
+                complete(slot, -EREMOTEIO);
+        announce();
+        return has_refusal_;
+    });
+}
+
+void Loop::abandon() {
+    call([&] {
+        if (!has_refusal_)
+            return;
+        has_refusal_ = false;
         for (std::uint32_t slot = 0; slot < flights_.size(); ++slot)
             if (flights_[slot].ring != nullptr)
                 complete(slot, -EREMOTEIO);

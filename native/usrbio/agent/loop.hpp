@@ -34,6 +34,7 @@ struct Buffer {
     std::uint16_t lane = 0;       // Whose turn it is,
     std::uint64_t turn_bytes = 0; // and what it got in this turn.
     bool is_closing = false;
+    bool is_refused = false; // By a NIC: it is gone, or was cut short. No operation goes there any more.
     std::vector<Drained> waiting;
 };
 
@@ -79,8 +80,12 @@ public:
 
     // From now on operations go there; `lanes` has the number of the NIC of each lane. EBUSY: still connected.
     void connect(int socket, std::vector<std::uint16_t> lanes, std::uint64_t generation);
-    // The server reaches no memory any more: what is in flight ends with -EREMOTEIO.
-    void disconnect();
+    // The server reaches no memory any more. What is in flight ends with -EREMOTEIO; but where the server said that the
+    // memory of one operation ended the session, only what is in flight in that memory does. Everything else waits for
+    // the next connect(), which sends it again, or for abandon(). True: something may wait.
+    bool disconnect();
+    // There will be no connection soon: what waits for one ends with -EREMOTEIO.
+    void abandon();
 
     Statistics statistics();
     // What happened, oldest first; empty when nothing does until `timeout`.
@@ -94,6 +99,8 @@ private:
         Buffer* buffer = nullptr;
         File* file = nullptr;
         std::uint64_t length = 0;
+        std::uint64_t buffer_offset = 0;
+        std::uint64_t file_offset = 0;
         std::uint32_t position = 0; // In the ring.
         std::uint32_t generation = 0;
     };
@@ -112,11 +119,14 @@ private:
     void take(Ring& ring, const ClaimedOperation& entry);
     int check(Ring& ring, const ClaimedOperation& entry, Buffer*& buffer, File*& file);
     void start(Ring& ring, const ClaimedOperation& entry, Buffer& buffer, File& file);
+    void send(std::uint32_t slot);
     std::uint16_t choose_lane(Buffer& buffer, std::uint64_t length) const;
     bool finish(std::uint64_t tag, std::int64_t result);
     void complete(std::uint32_t slot, std::int64_t result);
     void answer(Ring& ring, std::uint32_t position, std::int64_t result);
-    bool is_full() const noexcept { return free_.empty() || (connection_ && connection_->has_backlog()); }
+    bool is_full() const noexcept {
+        return free_.empty() || has_refusal_ || (connection_ && connection_->has_backlog());
+    }
     void announce();
     void broke(Ring& ring);
     bool has_flights() const noexcept { return free_.size() != flights_.size(); }
@@ -146,6 +156,8 @@ private:
     std::uint64_t passes_ = 0;
     std::unique_ptr<Connection> connection_;
     bool is_connected_ = false;
+    // The memory of one operation ended the last connection: rings and all other operations wait for the next one.
+    bool has_refusal_ = false;
     std::uint64_t generation_ = 0;
     std::vector<std::uint16_t> lanes_;
     Clock::time_point heard_{}; // The last result, or when the first operation went where nothing was in flight.

@@ -112,6 +112,8 @@ int Loop::check(Ring& ring, const ClaimedOperation& entry, Buffer*& buffer, File
     if (found == ring.client.buffers.end() || found->second->is_closing)
         return -EACCES;
     buffer = found->second.get();
+    if (buffer->is_refused)
+        return -EREMOTEIO;
     const BufferSpec& spec = buffer->spec;
     if (wanted.length == 0 || wanted.buffer_offset > spec.length || wanted.length > spec.length - wanted.buffer_offset)
         return -EINVAL;
@@ -156,46 +158,56 @@ void Loop::start(Ring& ring, const ClaimedOperation& entry, Buffer& buffer, File
     flight.buffer = &buffer;
     flight.file = &file;
     flight.length = entry.arguments.length;
+    flight.buffer_offset = entry.arguments.buffer_offset;
+    flight.file_offset = entry.arguments.file_offset;
     flight.position = entry.position;
     ++flight.generation;
     ++buffer.in_flight;
     ++file.in_flight;
-    const std::uint16_t lane = choose_lane(buffer, entry.arguments.length);
+    ++statistics_.operations;
+    send(slot);
+}
+
+// By the keys, handles and lanes of now.
+void Loop::send(std::uint32_t slot) {
+    const Flight& flight = flights_[slot];
+    const Ring& ring = *flight.ring;
+    const File& file = *flight.file;
+    Buffer& buffer = *flight.buffer;
+    const std::uint16_t lane = choose_lane(buffer, flight.length);
     const Key& key = buffer.spec.keys.at(lanes_[lane]);
     storage::Operation& operation = pending_.emplace_back();
     operation.tag = tag_of(slot, flight.generation);
     operation.handle = ring.spec.for_read ? file.spec.read_handle : file.spec.write_handle;
-    operation.file_offset = entry.arguments.file_offset;
-    operation.length = entry.arguments.length;
-    operation.remote_address = key.address + entry.arguments.buffer_offset;
+    operation.file_offset = flight.file_offset;
+    operation.length = flight.length;
+    operation.remote_address = key.address + flight.buffer_offset;
     operation.rkey = key.rkey;
     operation.lane = lane;
     operation.opcode = static_cast<std::uint8_t>(ring.spec.for_read ? storage::Opcode::read : storage::Opcode::write);
     if (ring.spec.for_read && (ring.spec.flags & forbid_read_holes) != 0)
         operation.flags = storage::forbid_holes;
-    ++statistics_.operations;
 }
 
 bool Loop::send_and_receive() {
     if (!is_connected_)
         return false;
     bool worked = false;
+    bool is_alive = true;
     if (connection_->has_backlog()) {
-        if (!connection_->flush()) {
-            lost(Event::Kind::disconnected);
-            return true;
-        }
+        is_alive = connection_->flush();
         worked = !connection_->has_backlog();
     }
     bool has_heard = false;
-    const bool is_alive = connection_->receive([&](const storage::Result& result) {
+    // A server that takes nothing more may have said why.
+    is_alive &= connection_->receive([&](const storage::Result& result) {
         has_heard = true;
         return finish(result.tag, result.result);
     });
     if (has_heard)
         heard_ = Clock::now();
     worked |= has_heard;
-    if (!is_alive) {
+    if (!is_alive || has_refusal_) {
         lost(Event::Kind::disconnected);
         return true;
     }
@@ -229,6 +241,11 @@ bool Loop::finish(std::uint64_t tag, std::int64_t result) {
     if (flight.ring == nullptr || tag_of(slot, flight.generation) != tag || result < -errno_max ||
         (result > 0 && static_cast<std::uint64_t>(result) > flight.length))
         return false;
+    if (result == -EREMOTEIO) {
+        // The client's own doing: it cut the memory short, or freed it. The session ends with this.
+        has_refusal_ = true;
+        flight.buffer->is_refused = true;
+    }
     complete(slot, result);
     return true;
 }

@@ -4,20 +4,26 @@
 
 #include <cerrno>
 #include <cstdint>
+#include <functional>
 #include <system_error>
 
 namespace gdrkit::usrbio::agent {
+namespace {
+
+// So long at most a wake-up stays lost that a client swallowed by writing to the semaphore.
+constexpr int longest_wait_ms = 1000;
+
+} // namespace
 
 Watcher::Watcher(const std::array<std::string, priority_classes>& names, int event_fd) : event_fd_(event_fd) {
     try {
         for (std::size_t index = 0; index < names.size(); ++index) {
-            sem_t* semaphore = sem_open(names[index].c_str(), 0);
-            if (semaphore == SEM_FAILED)
-                throw std::system_error(errno, std::generic_category(), "sem_open " + names[index]);
-            semaphores_[index] = semaphore;
+            const std::string path = "/dev/shm/sem." + names[index].substr(1);
+            if (const int status = semaphores_[index].open(path.c_str()); status != 0)
+                throw std::system_error(-status, std::generic_category(), "open " + path);
         }
         for (std::size_t index = 0; index < names.size(); ++index)
-            threads_[index] = std::thread(&Watcher::watch, this, semaphores_[index]);
+            threads_[index] = std::thread(&Watcher::watch, this, std::ref(semaphores_[index]));
     } catch (...) {
         close();
         throw;
@@ -31,23 +37,20 @@ Watcher::~Watcher() {
 void Watcher::close() noexcept {
     stopping_ = true;
     for (std::size_t index = 0; index < semaphores_.size(); ++index) {
-        if (semaphores_[index] == nullptr)
-            continue;
         if (threads_[index].joinable()) {
-            sem_post(semaphores_[index]);
+            semaphores_[index].post();
             threads_[index].join();
         }
-        sem_close(semaphores_[index]);
     }
 }
 
-void Watcher::watch(sem_t* semaphore) {
+void Watcher::watch(NamedSemaphore& semaphore) {
+    semaphore.restore();
     while (!stopping_) {
-        if (sem_wait(semaphore) != 0)
-            continue; // A signal.
-        // One event says it for all: the loop looks at every ring when it wakes up.
-        while (sem_trywait(semaphore) == 0) {
-        }
+        if (!semaphore.take_all(longest_wait_ms))
+            semaphore.restore();
+        // One event says it for all posts: the loop looks at every ring when it wakes up. It does so after a wait in
+        // vain too: a client that overwrites the semaphore can swallow another one's post.
         const std::uint64_t one = 1;
         // It fails only when the counter is full, and then the event is there already.
         [[maybe_unused]] const ssize_t written = ::write(event_fd_, &one, sizeof one);

@@ -149,25 +149,25 @@ bool AgentConnection::gone_within(int milliseconds) noexcept {
     return gone();
 }
 
-bool AgentConnection::watch(sem_t* sleeper) noexcept {
+bool AgentConnection::watch(Semaphore& sleeper) noexcept {
     const std::lock_guard lock(library_mutex());
     if (!is_watched_ && !gone() && !start_watching()) {
         return false;
     }
     try {
-        sleepers_.push_back(sleeper);
+        sleepers_.push_back(&sleeper);
     } catch (const std::bad_alloc&) {
         return false;
     }
     if (gone()) { // And the thread may have posted all that it knew.
-        sem_post(sleeper);
+        post(sleeper);
     }
     return true;
 }
 
-void AgentConnection::forget(sem_t* sleeper) noexcept {
+void AgentConnection::forget(Semaphore& sleeper) noexcept {
     const std::lock_guard lock(library_mutex());
-    std::erase(sleepers_, sleeper);
+    std::erase(sleepers_, &sleeper);
 }
 
 struct AgentConnection::Watch {
@@ -214,8 +214,8 @@ void AgentConnection::watch_socket() noexcept {
     while (!gone_within(-1)) {
     }
     const std::lock_guard lock(library_mutex());
-    for (sem_t* sleeper : sleepers_) {
-        sem_post(sleeper);
+    for (Semaphore* sleeper : sleepers_) {
+        post(*sleeper);
     }
 }
 

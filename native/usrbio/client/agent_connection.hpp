@@ -3,8 +3,8 @@
 #pragma once
 
 #include "usrbio/client/agent_protocol.hpp"
+#include "usrbio/ring/semaphore.hpp"
 
-#include <semaphore.h>
 #include <sys/types.h>
 #include <sys/uio.h>
 
@@ -43,8 +43,8 @@ public:
     // From now on `sleeper` is posted once the agent is gone, at once if it is so already: who waits on it needs no
     // timer to notice that. A thread watches the socket, from the first call on until the connection goes. false: there
     // is no thread to be had; look for yourself. The semaphore's memory stays until forget().
-    bool watch(sem_t* sleeper) noexcept;
-    void forget(sem_t* sleeper) noexcept;
+    bool watch(Semaphore& sleeper) noexcept;
+    void forget(Semaphore& sleeper) noexcept;
 
     // In a child after fork(): a copy of the socket would keep the parent's publications alive after its death.
     void abandon() noexcept;
@@ -70,7 +70,7 @@ private:
     std::uint64_t sequence_ = 0;
 
     // Under library_mutex(), but in the destructor.
-    std::vector<sem_t*> sleepers_;
+    std::vector<Semaphore*> sleepers_;
     bool is_watched_ = false;
     std::shared_ptr<std::binary_semaphore> watch_ended_; // Also the thread's: it has done with all that is here.
 };

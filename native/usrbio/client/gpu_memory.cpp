@@ -6,11 +6,10 @@
 #include <utility>
 
 #include "usrbio/client/log.hpp"
+#include "usrbio/host_page.hpp"
 
 namespace gdrkit::usrbio {
 namespace {
-
-constexpr std::uint64_t page_bytes = 4096;
 
 int failed(const cuda::Driver& driver, const char* call, cuda::DevicePointer pointer, cuda::Result result) {
     log_line(LogLevel::error, "%s of device memory at 0x%" PRIx64 " answered %d (%s)", call, pointer,
@@ -176,6 +175,7 @@ int export_dmabuf(const cuda::Driver& driver, cuda::DevicePointer pointer, std::
         return -ENOTSUP;
     }
     // Small allocations are packed by 512 bytes and whole pages are exported, so the pages around the bytes go out.
+    const std::uint64_t page_bytes = host_page_bytes();
     const cuda::DevicePointer base = pointer / page_bytes * page_bytes;
     const cuda::DevicePointer last = pointer + (size_bytes - 1);
     const std::uint64_t bytes = (last - base) / page_bytes * page_bytes + page_bytes;

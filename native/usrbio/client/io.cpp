@@ -110,7 +110,7 @@ private:
             ring_.reap(most_ - filled_, [this](auto index, auto result, auto user) { put(index, result, user); });
         // A daemon of 3FS may wait for room in the queue of completions.
         if (count != 0 && !ring_.agent_aware()) {
-            sem_post(handle_.submit_semaphore);
+            handle_.submit_semaphore.post();
         }
     }
 
@@ -149,7 +149,7 @@ private:
             return sleep_with_timer();
         }
         // Any timer costs each sleep some 200 ns, though it hardly ever expires.
-        if (sem_wait(ring_.completed()) == 0) {
+        if (wait_until(ring_.completed(), nullptr)) {
             ++posts_;
         } else {
             ring_.woke();
@@ -161,7 +161,7 @@ private:
     // until it is over.
     bool sleep_with_timer() noexcept {
         const bool deadline_first = deadline_ != nullptr && before(*deadline_, handle_.next_look);
-        if (sem_timedwait(ring_.completed(), deadline_first ? deadline_ : &handle_.next_look) == 0) {
+        if (wait_until(ring_.completed(), deadline_first ? deadline_ : &handle_.next_look)) {
             ++posts_; // Who posted has taken the announcement back, if it was for one sleep.
             return true;
         }
@@ -241,7 +241,7 @@ int hf3fs_submit_ios(const hf3fs_ior* ior) {
     const bool asleep = handle->ring->submit();
     handle->agent_was_asleep.store(asleep, std::memory_order_relaxed);
     if (asleep) {
-        sem_post(handle->submit_semaphore);
+        handle->submit_semaphore.post();
     }
     return 0;
 }

@@ -26,7 +26,7 @@ namespace gdrkit::usrbio {
 namespace {
 
 // Opens the semaphore that wakes the agent: <mount>/3fs-virt/iovs/submit-ios{,.ph,.pl} says which it is.
-int open_submit_semaphore(const char* mount, int priority, sem_t*& semaphore) {
+int open_submit_semaphore(const char* mount, int priority, NamedSemaphore& semaphore) {
     const std::string link = link_path(mount, priority == 0  ? "submit-ios"
                                               : priority < 0 ? "submit-ios.ph"
                                                              : "submit-ios.pl");
@@ -45,13 +45,7 @@ int open_submit_semaphore(const char* mount, int priority, sem_t*& semaphore) {
         log_line(LogLevel::error, "%s points to no semaphore", link.c_str());
         return -EIO;
     }
-    const std::string name = "/" + std::string(target.substr(begin.size()));
-    sem_t* opened = sem_open(name.c_str(), 0);
-    if (opened == SEM_FAILED) {
-        return -errno;
-    }
-    semaphore = opened;
-    return 0;
+    return semaphore.open(std::string(target).c_str());
 }
 
 bool usable(const RingAttributes& attributes, std::size_t entries) noexcept {

@@ -32,14 +32,9 @@ RingHandle::RingHandle() {
 
 RingHandle::~RingHandle() {
     stop_watching();
-    {
-        std::set<RingHandle*>& all = handles();
-        const std::lock_guard lock(library_mutex());
-        all.erase(this);
-    }
-    if (submit_semaphore != nullptr) {
-        sem_close(submit_semaphore);
-    }
+    std::set<RingHandle*>& all = handles();
+    const std::lock_guard lock(library_mutex());
+    all.erase(this);
 }
 
 bool RingHandle::is_watched() noexcept {

@@ -4,8 +4,8 @@
 #include "usrbio/client/agent_connection.hpp"
 #include "usrbio/include/hf3fs_usrbio.h"
 #include "usrbio/ring/application_side.hpp"
+#include "usrbio/ring/named_semaphore.hpp"
 
-#include <semaphore.h>
 #include <time.h>
 
 #include <atomic>
@@ -33,7 +33,7 @@ public:
     void stop_watching() noexcept;
 
     std::unique_ptr<ApplicationRing> ring;
-    sem_t* submit_semaphore = nullptr;
+    NamedSemaphore submit_semaphore;
     std::shared_ptr<AgentConnection> agent; // Null: a FUSE mount without an agent's socket.
     std::atomic<bool> gone{false};
     // In a child after fork(): the ring's memory and its semaphore are the parent's, and not to be touched.

@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "usrbio/client/sha256.hpp"
+#include "usrbio/host_page.hpp"
 
 namespace gdrkit::usrbio {
 namespace {
@@ -16,7 +17,6 @@ constexpr char share_magic[8] = {'G', 'D', 'R', 'S', 'H', 'A', 'R', 'E'};
 constexpr std::uint16_t share_version = 1;
 constexpr std::size_t digest_bytes = 16;
 constexpr std::uint64_t size_max = INT64_MAX;
-constexpr std::uint64_t page_bytes = 4096;
 constexpr std::uint32_t descriptors_max = 253; // SCM_MAX_FD: what one message of a socket carries.
 
 struct ShareBytes {
@@ -59,7 +59,7 @@ bool any(std::span<const std::uint8_t> bytes) {
 
 bool chunks_are_right(const ShareHandle& handle) {
     const std::uint64_t step = handle.chunk_bytes, count = handle.descriptor_count;
-    if (step == 0 || step % page_bytes != 0 || count < 1 || count > descriptors_max || step > size_max / count) {
+    if (step == 0 || step % host_page_bytes() != 0 || count < 1 || count > descriptors_max || step > size_max / count) {
         return false;
     }
     // Every chunk holds some of the bytes.
@@ -70,7 +70,7 @@ bool chunks_are_right(const ShareHandle& handle) {
 bool address_is_right(const ShareHandle& handle) {
     // The last byte may be the last of all addresses, so that one behind it wraps to zero.
     const bool fits = handle.address != 0 && handle.length_bytes - 1 <= UINT64_MAX - handle.address;
-    return fits && (handle.address - handle.offset_bytes) % page_bytes == 0;
+    return fits && (handle.address - handle.offset_bytes) % host_page_bytes() == 0;
 }
 
 bool kind_is_right(const ShareHandle& handle) {

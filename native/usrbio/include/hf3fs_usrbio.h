@@ -158,7 +158,7 @@ HF3FS_API int hf3fs_io_entries(const struct hf3fs_ior* ior);
  *   -ENOENT        the mount point is no 3FS
  *   -EIO           the submit semaphore's link is strange, or no shared memory
  *   -EREMOTEIO     the agent is gone
- *   -errno         of readlink or sem_open of the submit semaphore, or the verdict on the publication
+ *   -errno         of readlink of the link to the submit semaphore, or of opening it, or the verdict on the publication
  * On failure nothing is left behind.
  */
 HF3FS_API int hf3fs_iorcreate(struct hf3fs_ior* ior, const char* hf3fs_mount_point, int entries, bool for_read,

@@ -175,6 +175,7 @@ NB_MODULE(_loop, module) {
         .def("connect", &Loop::connect, nb::arg("socket"), nb::kw_only(), nb::arg("lanes"), nb::arg("generation"),
              nb::call_guard<Release>(), "Takes the descriptor, also when it raises.")
         .def("disconnect", &Loop::disconnect, nb::call_guard<Release>())
+        .def("abandon", &Loop::abandon, nb::call_guard<Release>())
         .def("statistics", &statistics_of)
         .def("events", &events_of, nb::arg("timeout_ms"))
         .def("stop", &Loop::stop, nb::call_guard<Release>());

@@ -46,7 +46,7 @@ int AgentRing::attach(void* memory, std::size_t bytes, std::int32_t io_depth, st
     ring->completion_head_ = static_cast<std::uint32_t>(completion);
     ring->completion_tail_ = static_cast<std::uint32_t>(reaped);
     // The agent makes the semaphore, as the daemon of 3FS does: whatever the memory held, it begins at 0.
-    sem_init(view.completed, 1, 0);
+    initialize(*view.completed);
     SideState& agent = view.extension->agent;
     agent.sleeping.store(sleeps_not, std::memory_order_relaxed);
     agent.ended.store(0, std::memory_order_relaxed);
@@ -60,7 +60,7 @@ AgentRing::~AgentRing() {
 
 void AgentRing::end() noexcept {
     view_.extension->agent.ended.store(1, std::memory_order_seq_cst);
-    sem_post(view_.completed);
+    post(*view_.completed);
 }
 
 void AgentRing::fail() noexcept {
@@ -177,10 +177,10 @@ void AgentRing::flush() noexcept {
     view_.indices->completion_head.store(static_cast<std::int32_t>(completion_head_), std::memory_order_seq_cst);
     if (view_.extension->application.magic.load(std::memory_order_relaxed) != extension_magic) {
         for (; unpublished_ != 0; --unpublished_) {
-            sem_post(view_.completed);
+            post(*view_.completed);
         }
     } else if (must_wake(view_.extension->application)) {
-        sem_post(view_.completed);
+        post(*view_.completed);
     }
     unpublished_ = 0;
 }

@@ -40,7 +40,7 @@ bool ApplicationRing::sees_room(std::uint32_t next) noexcept {
     const std::int32_t tail = view_.indices->submission_tail.load(std::memory_order_acquire);
     if (!view_.holds(tail)) {
         broken_.store(true, std::memory_order_release);
-        sem_post(view_.completed); // Who reaps may sleep, and nobody else tells it.
+        post(*view_.completed); // Who reaps may sleep, and nobody else tells it.
         return false;
     }
     tail_ = static_cast<std::uint32_t>(tail);

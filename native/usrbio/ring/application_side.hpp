@@ -133,7 +133,7 @@ public:
     bool agent_ended() const noexcept {
         return broken() || (agent_aware() && view_.extension->agent.ended.load(std::memory_order_acquire) != 0);
     }
-    sem_t* completed() const noexcept { return view_.completed; }
+    Semaphore& completed() const noexcept { return *view_.completed; }
     std::uint32_t entries() const noexcept { return view_.slots - 1; }
 
 private:

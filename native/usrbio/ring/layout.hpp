@@ -1,7 +1,7 @@
 // The memory of a ring, shared by an application and an agent: what 3FS has, and gdrkit's extension in its spare bytes.
 #pragma once
 
-#include <semaphore.h>
+#include "usrbio/ring/semaphore.hpp"
 
 #include <atomic>
 #include <cstddef>
@@ -9,7 +9,8 @@
 
 namespace gdrkit::usrbio {
 
-// The order in the memory: Indices, Arguments[n], Completion[n], Submission[n], sem_t, spare bytes; n = entries + 1.
+// The order in the memory: Indices, Arguments[n], Completion[n], Submission[n], Semaphore (sem_t), spare bytes; n =
+// entries + 1.
 struct Indices {
     std::atomic<std::int32_t> submission_head; // Written by the application.
     std::atomic<std::int32_t> submission_tail; // Written by the agent.
@@ -43,12 +44,11 @@ struct Submission {
     std::uint64_t userdata;
 };
 static_assert(sizeof(Submission) == 16 && offsetof(Submission, userdata) == 8);
-static_assert(sizeof(sem_t) == 32);
 
 inline constexpr std::size_t spare_bytes = 4096;
 
 constexpr std::size_t ring_bytes(std::size_t entries) noexcept {
-    return sizeof(Indices) + sizeof(sem_t) +
+    return sizeof(Indices) + sizeof(Semaphore) +
            (sizeof(Arguments) + sizeof(Completion) + sizeof(Submission)) * (entries + 1) + spare_bytes;
 }
 

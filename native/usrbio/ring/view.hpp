@@ -27,7 +27,7 @@ struct RingView {
     Arguments* arguments = nullptr;
     Completion* completions = nullptr;
     Submission* submissions = nullptr;
-    sem_t* completed = nullptr;
+    Semaphore* completed = nullptr;
     Extension* extension = nullptr;
     std::uint32_t slots = 0; // entries + 1: an empty queue and a full one differ.
 
@@ -43,7 +43,7 @@ struct RingView {
         view.arguments = reinterpret_cast<Arguments*>(base + sizeof(Indices));
         view.completions = reinterpret_cast<Completion*>(view.arguments + view.slots);
         view.submissions = reinterpret_cast<Submission*>(view.completions + view.slots);
-        view.completed = reinterpret_cast<sem_t*>(view.submissions + view.slots);
+        view.completed = reinterpret_cast<Semaphore*>(view.submissions + view.slots);
         view.extension = reinterpret_cast<Extension*>(base + extension_offset(entries));
         return 0;
     }

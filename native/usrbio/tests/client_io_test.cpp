@@ -206,7 +206,7 @@ void an_agent_that_writes_nonsense_ends_the_wait() {
         submit_one(session);
         Sleeper sleeper(session.reads);
         view_of(session.reads).indices->completion_head = 9999;
-        sem_post(view_of(session.reads).completed);
+        post(*view_of(session.reads).completed);
         CHECK_EQUAL(sleeper.got(), 1);
         CHECK_EQUAL(sleeper.cqe.result, -EREMOTEIO);
         CHECK_EQUAL(session.read(0, 1), -EREMOTEIO);
@@ -239,7 +239,7 @@ void a_ring_that_ended_before_is_not_waited_for() {
     CHECK_EQUAL(hf3fs_iorwrap(&ior, memory, mount.path(), sizeof(memory), true, 0, 0, 0, 0), 0);
     RingView view;
     CHECK_EQUAL(RingView::over(memory, sizeof(memory), view), 0);
-    while (sem_trywait(view.completed) == 0) {
+    while (try_wait(*view.completed)) {
     }
     hf3fs_cqe cqe;
     CHECK_EQUAL(hf3fs_wait_for_ios(&ior, &cqe, 1, 1, nullptr), -EREMOTEIO);

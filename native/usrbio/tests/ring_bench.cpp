@@ -28,6 +28,11 @@ using namespace gdrkit::usrbio;
 
 namespace {
 
+// The side of 3FS: glibc's functions on the same words.
+sem_t* glibc(Semaphore* semaphore) {
+    return reinterpret_cast<sem_t*>(semaphore);
+}
+
 constexpr unsigned batch = 32;
 constexpr std::size_t entries = 127;
 constexpr int file_number = 12345; // Of no open file: the agent of this program looks at none.
@@ -138,7 +143,7 @@ struct Memory {
 class BareLoop final : public Peer {
 public:
     explicit BareLoop(test::Mount& mount) : submit_(mount.submit(0)) {
-        sem_init(memory_.view.completed, 1, 0);
+        sem_init(glibc(memory_.view.completed), 1, 0);
         agent_ = std::thread([this] { serve(); });
     }
     ~BareLoop() override {
@@ -157,7 +162,7 @@ public:
             view.indices->submission_head.store(static_cast<std::int32_t>(head_), std::memory_order_release);
             sem_post(submit_);
             for (unsigned got = 0; got < batch;) {
-                while (sem_wait(view.completed) != 0) {
+                while (sem_wait(glibc(view.completed)) != 0) {
                 }
                 const auto end =
                     static_cast<std::uint32_t>(view.indices->completion_head.load(std::memory_order_acquire));
@@ -189,7 +194,7 @@ private:
             }
             view.indices->submission_tail.store(static_cast<std::int32_t>(at), std::memory_order_release);
             view.indices->completion_head.store(static_cast<std::int32_t>(out), std::memory_order_release);
-            sem_post(view.completed);
+            sem_post(glibc(view.completed));
         }
     }
 

@@ -156,7 +156,7 @@ public:
         clock_gettime(CLOCK_REALTIME, &until);
         until.tv_sec += timeout.count() / 1000 + 1;
         while (view.indices->completion_head.load(std::memory_order_acquire) == view.indices->completion_tail.load())
-            if (sem_timedwait(view.completed, &until) != 0 && errno == ETIMEDOUT)
+            if (sem_timedwait(reinterpret_cast<sem_t*>(view.completed), &until) != 0 && errno == ETIMEDOUT)
                 return false;
         return true;
     }
@@ -289,6 +289,86 @@ void a_server_that_is_silent_is_told() {
     REQUIRE(application.wait().result == -EREMOTEIO);
 }
 
+// One client's memory is gone: the session ends with that, and no operation of another client does.
+void refused_memory_ends_no_other_operation() {
+    constexpr std::uint32_t cut = 6;
+    Setting setting;
+    std::atomic<int> silent{0};
+    // As the storage server: the operation whose memory was refused has a result, and those with it have none.
+    FrameServer first([&](const storage::Operation& operation) {
+        storage::Result result{operation.tag, std::int64_t(operation.length), 0, 0, 0, 0};
+        if (operation.rkey == cut)
+            result.result = -EREMOTEIO;
+        return result;
+    });
+    FrameServer second;
+    first.is_silent = true;
+    Application good(8, setting.names.opened[1]);
+    Application bad(8, setting.names.opened[1]);
+    setting.loop.add_client(2);
+    setting.loop.add_buffer(2, {buffer_id, 1 << 20, 0, {{0x1000, cut}}, {}});
+    setting.loop.set_file(2, {inode, 11, 12, true, true});
+    setting.loop.connect(first.theirs, {0}, 1);
+    setting.serve(good);
+    setting.loop.add_ring(2, {ring_id, true, 0, 1, std::chrono::milliseconds(0), 0}, bad.fd);
+    good.prepare(entry(0, 4096, 1));
+    good.submit();
+    while (first.seen == 0)
+        std::this_thread::yield();
+    first.is_silent = false;
+    bad.prepare(entry(0, 512, 2));
+    bad.submit();
+    REQUIRE(bad.wait().result == -EREMOTEIO);
+    const std::vector<Event> events = setting.loop.events(patience);
+    REQUIRE(events.size() == 1 && events[0].kind == Event::Kind::disconnected);
+    // What comes now waits as well, but for the memory that is gone.
+    good.prepare(entry(4096, 512, 3));
+    good.submit();
+    REQUIRE(setting.loop.disconnect());
+    setting.loop.connect(second.theirs, {0}, 2);
+    std::uint64_t seen = 0;
+    for (int number = 0; number < 2; ++number) {
+        const Completion done = good.wait();
+        REQUIRE(done.result == (done.userdata == 1 ? 4096 : 512));
+        seen += done.userdata;
+    }
+    REQUIRE(seen == 4);
+    bad.prepare(entry(0, 512));
+    bad.submit();
+    REQUIRE(bad.wait().result == -EREMOTEIO);
+    REQUIRE(setting.loop.events(std::chrono::milliseconds(0)).empty());
+}
+
+// No server comes: what waits for one ends.
+void operations_between_connections_can_be_abandoned() {
+    Setting setting;
+    FrameServer server([](const storage::Operation& operation) {
+        return storage::Result{operation.tag, operation.length == 1 ? -EREMOTEIO : 0, 0, 0, 0, 0};
+    });
+    Application application(8, setting.names.opened[1]);
+    const Id other{3};
+    setting.loop.add_buffer(1, {other, 1 << 20, 0, {{0x1000, 5}}, {}});
+    setting.loop.connect(server.theirs, {0}, 1);
+    setting.serve(application);
+    server.is_silent = true;
+    application.prepare(entry(0, 4096));
+    application.submit();
+    while (server.seen == 0)
+        std::this_thread::yield();
+    server.is_silent = false;
+    Arguments gone = entry(0, 1);
+    std::memcpy(gone.buffer_id, other.data(), other.size());
+    application.prepare(gone);
+    application.submit();
+    REQUIRE(application.wait().result == -EREMOTEIO);
+    REQUIRE(setting.loop.events(patience).size() == 1);
+    REQUIRE(setting.loop.disconnect());
+    REQUIRE(setting.loop.statistics().outstanding == 1);
+    setting.loop.abandon();
+    REQUIRE(application.wait().result == -EREMOTEIO);
+    REQUIRE(!setting.loop.disconnect());
+}
+
 void answers_that_cannot_be_end_the_connection() {
     for (int kind = 0; kind < 4; ++kind) {
         Setting setting;
@@ -384,6 +464,8 @@ int main() {
     a_removal_waits_for_what_is_in_flight();
     a_connection_that_ends_is_told_and_renewed();
     a_server_that_is_silent_is_told();
+    refused_memory_ends_no_other_operation();
+    operations_between_connections_can_be_abandoned();
     answers_that_cannot_be_end_the_connection();
     more_than_the_server_takes_waits_in_the_ring();
     hostile_rings_end_alone();

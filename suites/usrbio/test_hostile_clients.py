@@ -1,0 +1,65 @@
+"""A client that spoils the memory that it shares with the agent hurts itself: an honest one beside it notices nothing.
+
+GDRKIT_HONEST_OPERATIONS says how many operations the honest client does beside each attack.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.hostile_client import ATTACKS
+from support.raw_usrbio import AgentProcess
+
+from gdrkit import pattern
+from gdrkit.harness.needs import needs, verbs
+from gdrkit.units import MIB
+
+pytestmark = needs(verbs.nic())
+
+SUITES = Path(__file__).resolve().parents[1]
+OPERATIONS = int(os.environ.get("GDRKIT_HONEST_OPERATIONS", "4000"))
+# Of a busy machine: an attack in each round ends the session with the server, and a new one takes some 30 ms.
+TIMEOUT_S = 120 + OPERATIONS / 100
+WITH_SUITES = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SUITES), os.environ.get("PYTHONPATH", "")])}
+
+
+@pytest.mark.timeout(TIMEOUT_S + 60)
+@pytest.mark.parametrize("attack", sorted(ATTACKS))
+def test_attack_by_shared_memory_hurts_no_other_client(attack: str, tmp_path: Path, seed: int) -> None:
+    (tmp_path / "input").write_bytes(pattern.payload(MIB, seed=seed))
+    command = [sys.executable, "-m", "support.hostile_client", str(tmp_path), attack]
+    with (
+        AgentProcess(tmp_path) as agent,
+        subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=WITH_SUITES
+        ) as attacker,
+    ):
+        assert attacker.stdin is not None
+        assert attacker.stdout is not None
+        try:
+            assert attacker.stdout.readline() == "attacks\n"
+            honest = subprocess.run(
+                [sys.executable, "-m", "support.honest_client", str(tmp_path), str(OPERATIONS)],
+                capture_output=True,
+                text=True,
+                check=False,
+                env=WITH_SUITES,
+                timeout=TIMEOUT_S,
+            )
+            output, _ = attacker.communicate(input="\n", timeout=60)
+        finally:
+            attacker.kill()
+        assert honest.returncode == 0, honest.stderr
+        counted = json.loads(honest.stdout)
+        assert counted["failed"] == {}
+        assert counted["wrong_bytes"] == 0
+        assert counted["operations"] >= OPERATIONS
+        assert attacker.returncode == 0
+        assert int(output.split()[-1]) > 0
+        assert agent.terminate() == 0, agent.errors
+        print(f"{attack}: {output.split()[-1]} attacks, {counted}, {agent.statistics}")  # noqa: T201 - figures.
