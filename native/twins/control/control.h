@@ -1,5 +1,6 @@
-/* How suites look inside a twin. All twins export these two functions under the version GDRKIT_TWIN_1; get them by
- * dlsym from the library whose state you want, for example libibverbs.so.1. They are no part of what a twin stands for.
+/* The control interface of the twins, with which tests query a twin's state and replace its fault plan. Every twin
+ * exports these two functions under the version GDRKIT_TWIN_1. Look them up by dlsym in the library whose state you
+ * want, for example libibverbs.so.1. They are not part of the interface that the twin emulates.
  */
 #pragma once
 
@@ -9,21 +10,22 @@
 extern "C" {
 #endif
 
-/* Writes the state of the library as one JSON object, cut off at `size` and ended by NUL like snprintf, and returns the
- * length that the whole needs without the NUL (buffer may be NULL when size is 0):
+/* Write the state of the library as a JSON object. Like snprintf, truncate it to `size` bytes including the final NUL
+ * and return the full length without the NUL. `buffer` may be NULL if `size` is 0.
  *
- *   library  "ibverbs", "cuda" or "hlthunk"
- *   handles  live handles by kind: {"ibv_mr": 2, ...}
- *   calls    how often each function was called, also when a fault made it fail
- *   seed     the seed in use
+ *   library  "ibverbs", "cuda", "cufile" or "hlthunk"
+ *   handles  number of live handles by kind: {"ibv_mr": 2, ...}
+ *   calls    number of calls of each function, including calls that a fault made fail
+ *   seed     seed of the random numbers
+ *   delayed  (ibverbs, cufile) for each delayed function, the largest number of calls delayed at the same time
  *   trace    (ibverbs, hlthunk) the last calls: "<monotonic ns> <function> <arguments> -> <result>"
- *   exports, open_devices (hlthunk) how many dma-bufs and devices are alive
- *   traffic  (ibverbs) by device: bytes and requests that its queue pairs sent, and those that they served for others
+ *   exports, open_devices (hlthunk) numbers of live dma-bufs and of open devices
+ *   traffic  (ibverbs) for each device: bytes and requests that its queue pairs sent, and that they served for peers
  */
 int gdrkit_twin_ledger(char* buffer, size_t size);
 
-/* Replaces the fault plan by this text (the format is in DESIGN.md) and begins to count calls from 1 again.
- * Returns 0, or EINVAL and prints one line on stderr that says what was expected; the old plan then stays. */
+/* Replace the fault plan by this text, in the format of DESIGN.md, and restart the call counts at 1. Return 0; or
+ * return EINVAL, print one line on stderr that names the expected input, and keep the old plan. */
 int gdrkit_twin_faults(const char* plan);
 
 #ifdef __cplusplus

@@ -1,4 +1,5 @@
-// Device addresses: reserved in this process without any access for the CPU, so that a CPU memcpy on them faults.
+// Device addresses. They are reserved in this process without CPU access, so that a CPU access through a device pointer
+// faults, as it does without unified memory.
 #pragma once
 
 #include <cstdint>
@@ -6,15 +7,15 @@
 namespace gdrkit::twin::cuda {
 
 inline constexpr std::uint64_t page_bytes = 4096;
-inline constexpr std::uint64_t address_granularity_bytes = 512; // of cuMemAlloc, as on an H200
+inline constexpr std::uint64_t address_granularity_bytes = 512; // alignment of cuMemAlloc, as on an H200
 inline constexpr std::uint64_t vmm_granularity_bytes = std::uint64_t{2} << 20;
 
 constexpr std::uint64_t round_up(std::uint64_t value, std::uint64_t multiple) {
     return (value + multiple - 1) / multiple * multiple;
 }
 
-// A place for an allocation: its address, and how far into its first page it begins. As on an H200, small allocations
-// are packed at multiples of 512 bytes, so that only the first of them is sure to begin a page.
+// The address of an allocation and its size class. As on an H200, small allocations are packed at multiples of 512
+// bytes, so only the first allocation of a page is page-aligned.
 struct Slot {
     std::uint64_t base = 0;
     std::uint64_t size_class_bytes = 0;
@@ -22,15 +23,16 @@ struct Slot {
     [[nodiscard]] std::uint64_t page_offset_bytes() const { return base % page_bytes; }
 };
 
-// The slot that was given back last for this size, else a new one; base 0: no address space is left.
-Slot take_slot(std::uint64_t length_bytes);
-void give_slot(const Slot& slot);
+// Return the most recently freed slot of this size class, else a new one. base is 0 if no address space is left.
+Slot allocate_slot(std::uint64_t length_bytes);
+void free_slot(const Slot& slot);
 
-// An address range for cuMemAddressReserve; 0 when there is none. Unlike slots it is unmapped when given back.
+// Reserve an address range for cuMemAddressReserve and return its base; 0 on failure. free_range unmaps it, whereas
+// freed slots stay reserved.
 std::uint64_t reserve_range(std::uint64_t length_bytes, std::uint64_t alignment_bytes);
 void free_range(std::uint64_t base, std::uint64_t length_bytes);
 
-// Whether the address is a device address of this process, allocated or not.
+// Return whether the address lies in a reserved range of this process, allocated or not.
 bool is_device_address(std::uint64_t address);
 
 } // namespace gdrkit::twin::cuda

@@ -1,3 +1,5 @@
+// Contexts: primary contexts, cuCtxCreate, the stack of current contexts of each thread, and peer access.
+
 #include "cuda/context.hpp"
 
 #include <map>
@@ -38,8 +40,8 @@ Contexts& contexts() {
     return *all;
 }
 
-// Emptied when its thread ends, but never destroyed: after that of the main thread, static objects of the program may
-// still call the driver.
+// The context stack of one thread. It is emptied when the thread ends but not destroyed, because static objects of the
+// program may still call the driver after that of the main thread.
 struct ThreadStack {
     union {
         std::vector<ContextRef> contexts;
@@ -53,7 +55,7 @@ std::vector<ContextRef>& thread_stack() {
     return stack.contexts;
 }
 
-// What an H200 was seen to begin with, in the order of CUlimit.
+// Initial limits as observed on an H200, in the order of CUlimit.
 constexpr std::uint64_t default_limits[limit_count] = {1024, 1 << 20, 8 << 20, 2, 2048, 64, 0, 0, 0, 0};
 
 ContextRef make_context_locked(Contexts* all, Device device, std::uint32_t flags) {
@@ -68,17 +70,17 @@ ContextRef make_context_locked(Contexts* all, Device device, std::uint32_t flags
     return context;
 }
 
-bool good_flags(std::uint32_t flags) {
+bool is_valid_flags(std::uint32_t flags) {
     const std::uint32_t scheduling = flags & context_sched_mask;
     return (flags & ~context_flags_mask) == 0 && (scheduling & (scheduling - 1)) == 0;
 }
 
-// Ends everything that lives in the context.
-void tear_down(const ContextRef& context) {
+// Destroy all streams, events and memory of the context.
+void destroy_contents(const ContextRef& context) {
     close_streams(context);
-    release_streams_of(context->handle);
-    release_events_of(context->handle);
-    release_memory_of(context->handle);
+    destroy_streams_of(context->handle);
+    destroy_events_of(context->handle);
+    destroy_memory_of(context->handle);
     Contexts& all = contexts();
     std::lock_guard lock(all.mutex);
     std::erase_if(all.peers,
@@ -86,7 +88,7 @@ void tear_down(const ContextRef& context) {
 }
 
 Result create_context(Handle* handle, std::uint32_t flags, Device device) {
-    if (handle == nullptr || !good_flags(flags)) {
+    if (handle == nullptr || !is_valid_flags(flags)) {
         return invalid_value;
     }
     if (!device_exists(device)) {
@@ -106,29 +108,29 @@ Result create_context(Handle* handle, std::uint32_t flags, Device device) {
     return success;
 }
 
-// The primary context with this many references less (all: as a reset does); *ended: it was the last one.
-Result give_up_primary(Device device, bool everybody) {
+// Drop one reference of the primary context, or all of them (reset). The last one destroys its contents.
+Result release_primary(Device device, bool all_references) {
     if (!device_exists(device)) {
         return invalid_device;
     }
     Contexts& all = contexts();
-    ContextRef ended;
+    ContextRef last_released;
     {
         std::lock_guard lock(all.mutex);
         Primary& primary = all.primaries[device];
         if (primary.retained == 0) {
-            return everybody ? success : invalid_context;
+            return all_references ? success : invalid_context;
         }
-        primary.retained = everybody ? 0 : primary.retained - 1;
+        primary.retained = all_references ? 0 : primary.retained - 1;
         if (primary.retained == 0) {
-            ended = primary.context;
-            ended->alive = false;
-            all.live.erase(ended->handle);
+            last_released = primary.context;
+            last_released->alive = false;
+            all.live.erase(last_released->handle);
         }
     }
-    if (ended) {
-        tear_down(ended);
-        if (!ledger_remove(primary_ledger_kind, ended->handle)) {
+    if (last_released) {
+        destroy_contents(last_released);
+        if (!ledger_remove(primary_ledger_kind, last_released->handle)) {
             return invalid_context;
         }
     }
@@ -139,7 +141,7 @@ Result set_primary_flags(Device device, std::uint32_t flags) {
     if (!device_exists(device)) {
         return invalid_device;
     }
-    if (!good_flags(flags)) {
+    if (!is_valid_flags(flags)) {
         return invalid_value;
     }
     Contexts& all = contexts();
@@ -155,7 +157,7 @@ Result set_primary_flags(Device device, std::uint32_t flags) {
 } // namespace
 
 Handle new_handle() {
-    // Steps of 16 from a start that is no address of this process: no handle is ever issued twice.
+    // Steps of 16 from a start value that is not an address of this process: no handle is issued twice.
     static std::atomic<Handle> last{0x7e57'0000'0000};
     return last += 16;
 }
@@ -180,7 +182,7 @@ Result find_context(Handle handle, ContextRef* context) {
     return success;
 }
 
-bool synchronises_memops(const Context& context) {
+bool syncs_memops(const Context& context) {
     return (context.flags & context_sync_memops) != 0;
 }
 
@@ -213,19 +215,19 @@ GDRKIT_CUDA_ENTRY Result cuDevicePrimaryCtxRetain(Handle* handle, Device device)
 }
 
 GDRKIT_CUDA_ENTRY Result cuDevicePrimaryCtxRelease(Device device) {
-    return entry("cuDevicePrimaryCtxRelease", [&] { return give_up_primary(device, false); });
+    return entry("cuDevicePrimaryCtxRelease", [&] { return release_primary(device, false); });
 }
 
 GDRKIT_CUDA_ENTRY Result cuDevicePrimaryCtxRelease_v2(Device device) {
-    return entry("cuDevicePrimaryCtxRelease_v2", [&] { return give_up_primary(device, false); });
+    return entry("cuDevicePrimaryCtxRelease_v2", [&] { return release_primary(device, false); });
 }
 
 GDRKIT_CUDA_ENTRY Result cuDevicePrimaryCtxReset(Device device) {
-    return entry("cuDevicePrimaryCtxReset", [&] { return give_up_primary(device, true); });
+    return entry("cuDevicePrimaryCtxReset", [&] { return release_primary(device, true); });
 }
 
 GDRKIT_CUDA_ENTRY Result cuDevicePrimaryCtxReset_v2(Device device) {
-    return entry("cuDevicePrimaryCtxReset_v2", [&] { return give_up_primary(device, true); });
+    return entry("cuDevicePrimaryCtxReset_v2", [&] { return release_primary(device, true); });
 }
 
 GDRKIT_CUDA_ENTRY Result cuDevicePrimaryCtxSetFlags(Device device, unsigned flags) {
@@ -253,7 +255,7 @@ GDRKIT_CUDA_ENTRY Result cuDevicePrimaryCtxGetState(Device device, unsigned* fla
     });
 }
 
-// ---- contexts of their own
+// ---- contexts of cuCtxCreate
 
 GDRKIT_CUDA_ENTRY Result cuCtxCreate_v2(Handle* handle, unsigned flags, Device device) {
     return entry("cuCtxCreate_v2", [&] { return create_context(handle, flags, device); });
@@ -261,17 +263,17 @@ GDRKIT_CUDA_ENTRY Result cuCtxCreate_v2(Handle* handle, unsigned flags, Device d
 
 GDRKIT_CUDA_ENTRY Result cuCtxCreate_v3(Handle* handle, void* affinity, int count, unsigned flags, Device device) {
     return entry("cuCtxCreate_v3", [&] {
-        const bool plain = affinity == nullptr && count == 0;
-        return plain ? create_context(handle, flags, device) : not_supported;
+        const bool no_parameters = affinity == nullptr && count == 0;
+        return no_parameters ? create_context(handle, flags, device) : not_supported;
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuCtxCreate_v4(Handle* handle, const ContextParameters* parameters, unsigned flags,
                                         Device device) {
     return entry("cuCtxCreate_v4", [&] {
-        const bool plain =
+        const bool no_parameters =
             parameters == nullptr || (parameters->exec_affinity == nullptr && parameters->cig == nullptr);
-        return plain ? create_context(handle, flags, device) : not_supported;
+        return no_parameters ? create_context(handle, flags, device) : not_supported;
     });
 }
 
@@ -298,7 +300,7 @@ GDRKIT_CUDA_ENTRY Result cuCtxDestroy_v2(Handle handle) {
             all.live.erase(handle);
         }
         context->alive = false;
-        tear_down(context);
+        destroy_contents(context);
         auto& stack = thread_stack();
         if (!stack.empty() && stack.back() == context) {
             stack.pop_back();

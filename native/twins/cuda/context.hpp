@@ -1,4 +1,4 @@
-// Contexts: the primary one of each device, those that cuCtxCreate makes, and the stack of each thread.
+// CUDA contexts: the primary context of each device, contexts of cuCtxCreate, and the context stack of each thread.
 #pragma once
 
 #include <array>
@@ -21,27 +21,29 @@ struct Context {
     Device device = 0;
     bool primary = false;
     std::atomic<std::uint32_t> flags{0};
-    // A primary context that nobody retains is not alive, and lives again (with the same handle) at the next retain.
+    // A primary context without references is not alive. The next retain makes it alive again with the same handle.
     std::atomic<bool> alive{false};
     std::array<std::atomic<std::uint64_t>, limit_count> limits{};
 
     // Guarded by the mutex of stream.cpp.
     std::shared_ptr<Stream> legacy;
-    std::vector<std::shared_ptr<Stream>> streams; // all but the legacy one, until their last work is done
+    std::vector<std::shared_ptr<Stream>> streams; // all streams but the legacy one, until their last work is done
     std::map<std::thread::id, std::shared_ptr<Stream>> thread_streams;
 };
 using ContextRef = std::shared_ptr<Context>;
 
-// The context on top of the calling thread's stack. invalid_context: none; context_is_destroyed: it died.
+// Return the context on top of the calling thread's stack. Fails with invalid_context if the stack is empty, or
+// context_is_destroyed.
 Result current_context(ContextRef* context);
 
-// The live context of this handle; invalid_context when there is none.
+// Return the live context with this handle, or fail with invalid_context.
 Result find_context(Handle handle, ContextRef* context);
 
-// Whether synchronous calls in this context wait for what CUDA may leave unfinished (CU_CTX_SYNC_MEMOPS).
-bool synchronises_memops(const Context& context);
+// Return whether synchronous calls in this context wait for transfers that CUDA may otherwise leave unfinished
+// (CU_CTX_SYNC_MEMOPS).
+bool syncs_memops(const Context& context);
 
-// A handle that no other object of this process has or had.
+// Return a handle that is unique in this process and never reused.
 Handle new_handle();
 
 } // namespace gdrkit::twin::cuda

@@ -1,4 +1,4 @@
-// What a program asks of its current context, or sets in it.
+// Queries and settings of the current context: cuCtxGetDevice, cuCtxSynchronize, flags, limits and others.
 #include "cuda/context.hpp"
 #include "cuda/entry.hpp"
 #include "cuda/stream.hpp"
@@ -6,10 +6,10 @@
 namespace gdrkit::twin::cuda {
 namespace {
 
-// The API version that a context reports has been this one since CUDA 3.2.
+// Every context reports this API version since CUDA 3.2.
 constexpr unsigned context_api_version = 3020;
 
-// Of a handle, or of the current context when it is 0.
+// Return the context of a handle, or the current context if the handle is 0.
 Result context_of(Handle handle, const ContextRef& current, ContextRef* context) {
     if (handle == 0) {
         *context = current;
@@ -119,7 +119,7 @@ GDRKIT_CUDA_ENTRY Result cuCtxGetApiVersion(Handle handle, unsigned* version) {
 GDRKIT_CUDA_ENTRY Result cuCtxGetStreamPriorityRange(int* least, int* greatest) {
     return entry_in_context("cuCtxGetStreamPriorityRange", [&](const ContextRef&) {
         if (least != nullptr) {
-            *least = stream_priority_least;
+            *least = min_stream_priority;
         }
         if (greatest != nullptr) {
             *greatest = stream_priority_greatest;

@@ -1,4 +1,4 @@
-// How suites look inside (control/control.h).
+// The twin's control interface (control/control.h): live handles and call counts as JSON, and replacing the fault plan.
 #include "control/control.h"
 
 #include <cerrno>
@@ -14,17 +14,16 @@
 using namespace gdrkit::twin;
 
 extern "C" [[gnu::visibility("default")]] int gdrkit_twin_ledger(char* buffer, std::size_t size) {
-    // Whoever asks wants to know what is held now, so what was freed while a dma-buf of it lived is let go first where
-    // that has been closed.
-    cuda::sweep();
+    // Memory that was freed while a dma-buf of it existed is reclaimed first, so that the counts are current.
+    cuda::reclaim_unreferenced_memory();
     const std::string json = "{\"library\":\"cuda\",\"handles\":" + ledger_json() + ",\"calls\":" + calls_json() +
                              ",\"seed\":" + std::to_string(config().seed) + "}";
     return std::snprintf(buffer, size, "%s", json.c_str());
 }
 
 extern "C" [[gnu::visibility("default")]] int gdrkit_twin_faults(const char* plan) {
-    cuda::load_plan();
-    const std::string error = plan == nullptr ? "expected a text, found NULL" : replace_faults(plan);
+    cuda::load_fault_plan();
+    const std::string error = plan == nullptr ? "expected the text of a fault plan, got NULL" : replace_faults(plan);
     if (!error.empty()) {
         std::fprintf(stderr, "gdrkit twin: fault plan: %s\n", error.c_str());
         return EINVAL;

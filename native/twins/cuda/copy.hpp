@@ -1,4 +1,4 @@
-// What copies of one call and copies of many have in common.
+// The asynchronous copy that single copies (copy.cpp) and batches (copy_batch.cpp) share.
 #pragma once
 
 #include <cstdint>
@@ -8,15 +8,16 @@
 
 namespace gdrkit::twin::cuda {
 
-enum class Side { any, device_only };
+enum class OperandSide { any, device_only };
 
 struct CopyRequest {
     std::uint64_t to = 0, from = 0;
     std::uint64_t length_bytes = 0;
-    Side to_side = Side::any, from_side = Side::any;
+    OperandSide to_side = OperandSide::any, from_side = OperandSide::any;
 };
 
-// A copy in its turn of a stream. Of pageable memory it has taken the bytes when this returns, or put them there.
-Result copy_later(const ContextRef& context, const CopyRequest& request, Handle stream_handle);
+// Queue a copy in a stream. If the source is pageable its bytes have been read when this returns; if the destination is
+// pageable they have been written.
+Result enqueue_copy(const ContextRef& context, const CopyRequest& request, Handle stream_handle);
 
 } // namespace gdrkit::twin::cuda

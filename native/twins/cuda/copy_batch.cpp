@@ -1,4 +1,4 @@
-// Many copies by one call.
+// cuMemcpyBatchAsync: many copies by one call.
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
@@ -10,7 +10,7 @@
 namespace gdrkit::twin::cuda {
 namespace {
 
-// Many copies by one call, each with the attributes of the last index that is not above its own.
+// The arguments of one call. A copy uses the attributes with the largest start index that is not above its own index.
 struct CopyBatch {
     const DevicePointer* to = nullptr;
     const DevicePointer* from = nullptr;
@@ -21,7 +21,7 @@ struct CopyBatch {
     std::size_t attribute_count = 0;
 };
 
-bool well_formed(const CopyBatch& batch) {
+bool is_well_formed(const CopyBatch& batch) {
     if (batch.to == nullptr || batch.from == nullptr || batch.lengths_bytes == nullptr || batch.count == 0 ||
         batch.attributes == nullptr || batch.attribute_starts == nullptr || batch.attribute_count == 0 ||
         batch.attribute_count > batch.count || batch.attribute_starts[0] != 0) {
@@ -29,8 +29,8 @@ bool well_formed(const CopyBatch& batch) {
     }
     for (std::size_t index = 0; index < batch.attribute_count; ++index) {
         const int order = batch.attributes[index].source_order;
-        const bool rising = index == 0 || batch.attribute_starts[index] > batch.attribute_starts[index - 1];
-        if (!rising || batch.attribute_starts[index] >= batch.count || order < copy_order_stream ||
+        const bool increasing = index == 0 || batch.attribute_starts[index] > batch.attribute_starts[index - 1];
+        if (!increasing || batch.attribute_starts[index] >= batch.count || order < copy_order_stream ||
             order > copy_order_any) {
             return false;
         }
@@ -38,14 +38,16 @@ bool well_formed(const CopyBatch& batch) {
     return std::all_of(batch.lengths_bytes, batch.lengths_bytes + batch.count, [](std::size_t size) { return size; });
 }
 
-// The default streams are refused, as by the driver. What comes before a copy that is refused has been queued.
+// Queue the copies of a batch. Like the real driver it refuses the default streams. The copies before a refused one
+// stay queued.
 Result copy_batch(const ContextRef& context, const CopyBatch& batch, Handle stream) {
-    if (stream == stream_default || stream == stream_legacy || stream == stream_per_thread || !well_formed(batch)) {
+    if (stream == stream_default || stream == stream_legacy || stream == stream_per_thread || !is_well_formed(batch)) {
         return invalid_value;
     }
     for (std::size_t index = 0; index < batch.count; ++index) {
-        const CopyRequest request{batch.to[index], batch.from[index], batch.lengths_bytes[index], Side::any, Side::any};
-        if (const Result result = copy_later(context, request, stream); result != success) {
+        const CopyRequest request{batch.to[index], batch.from[index], batch.lengths_bytes[index], OperandSide::any,
+                                  OperandSide::any};
+        if (const Result result = enqueue_copy(context, request, stream); result != success) {
             return result;
         }
     }
@@ -62,7 +64,7 @@ GDRKIT_CUDA_ENTRY Result cuMemcpyBatchAsync(const DevicePointer* to, const Devic
         const CopyBatch batch{to, from, lengths_bytes, count, attributes, attribute_starts, attribute_count};
         const Result result = copy_batch(context, batch, stream);
         if (result != success && failed_index != nullptr) {
-            // SIZE_MAX: of the call, not of one of its copies.
+            // SIZE_MAX means that the whole call failed, not one of its copies.
             *failed_index = SIZE_MAX;
         }
         return result;

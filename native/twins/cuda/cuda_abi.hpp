@@ -1,5 +1,5 @@
-// The part of the CUDA driver's binary interface that this twin speaks, declared anew from the public documentation
-// (CUDA 13.0). Handles are plain 64-bit values: the twin gives out numbers, never addresses of its own objects.
+// The part of the CUDA driver's binary interface that the twin implements, written from the public documentation of
+// CUDA 13.0. Handles are 64-bit numbers, never addresses of the twin's objects.
 #pragma once
 
 #include <cstddef>
@@ -9,7 +9,7 @@ namespace gdrkit::twin::cuda {
 
 inline constexpr int driver_version = 13000;
 
-// CUresult, as far as the twin answers it itself; errors.cpp names all codes.
+// CUresult codes that the twin returns; errors.cpp names all codes.
 enum Result : int {
     success = 0,
     invalid_value = 1,
@@ -110,7 +110,7 @@ enum PointerAttribute : int {
     pointer_is_hw_decompress_capable = 21,
 };
 
-// CUdevice_attribute: those that device.cpp names; the others have numbers only.
+// CUdevice_attribute: those with a name in device.cpp; it uses numbers for the others.
 enum DeviceAttribute : int {
     device_max_threads_per_block = 1,
     device_warp_size = 10,
@@ -272,5 +272,5 @@ static_assert(sizeof(ContextParameters) == 24 && offsetof(ContextParameters, cig
 
 } // namespace gdrkit::twin::cuda
 
-// Every entry of the library: C linkage, visible, and nothing thrown across it.
+// Marks an exported function: C linkage and default visibility. Exceptions must not leave it.
 #define GDRKIT_CUDA_ENTRY extern "C" [[gnu::visibility("default")]]

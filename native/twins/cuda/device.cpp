@@ -1,3 +1,5 @@
+// The emulated GPUs: properties, attributes, UUIDs and PCI addresses.
+
 #include "cuda/device.hpp"
 
 #include <algorithm>
@@ -26,31 +28,31 @@ struct AttributeValue {
     int value;
 };
 
-// What is not listed is 0: a limit of something that the twin does not have (kernels, textures), or a property that it
-// does not support.
+// Attributes that are not listed are 0: limits of features that the twin lacks (kernels, textures), and unsupported
+// properties.
 constexpr AttributeValue attribute_values[] = {
     {device_max_threads_per_block, 1024},
-    {2, 1024}, // largest block and grid, as for every device of compute capability 9.0
+    {2, 1024}, // largest block and grid dimensions, as of every device of compute capability 9.0
     {3, 1024},
     {4, 64},
     {5, INT_MAX},
     {6, 65535},
     {7, 65535},
-    {8, 49152}, // shared memory of a block, constant memory
+    {8, 49152}, // shared memory per block, total constant memory
     {9, 65536},
     {device_warp_size, 32},
     {device_max_pitch, INT_MAX},
-    {12, 65536},   // registers of a block
+    {12, 65536},   // registers per block
     {13, 1000000}, // clock in kHz
-    {14, 512},     // alignment of textures
-    {15, 1},       // copies run beside other work
+    {14, 512},     // texture alignment
+    {15, 1},       // copies overlap with other work
     {device_multiprocessor_count, 1},
     {device_can_map_host_memory, 1},
     {device_async_engine_count, 2},
     {device_unified_addressing, 1},
     {36, 1000000}, // memory clock in kHz
     {37, 1024},    // memory bus width in bits
-    {39, 2048},    // threads of a multiprocessor
+    {39, 2048},    // threads per multiprocessor
     {device_compute_capability_major, compute_major},
     {device_compute_capability_minor, compute_minor},
     {device_stream_priorities_supported, 1},
@@ -77,7 +79,7 @@ int attribute_of(Device device, int attribute) {
     return found == std::end(attribute_values) ? 0 : found->value;
 }
 
-// The same for the same machine (domain) and number in every process.
+// Return the UUID of a device, which is the same in every process of a domain.
 Uuid uuid_of(Device device) {
     const std::string text = config().domain + "/" + std::to_string(device);
     Uuid uuid{};
@@ -91,45 +93,45 @@ Uuid uuid_of(Device device) {
     return uuid;
 }
 
-// One hexadecimal field of a PCI address, up to this separator (0: up to the end), taken off the text.
-bool take_field(std::string_view* text, char separator, int* value) {
+// Parse one hexadecimal field of a PCI address up to the separator (0: up to the end) and remove it from the text.
+bool parse_hex_field(std::string_view* text, char separator, int* value) {
     const auto end = separator == 0 ? text->size() : text->find(separator);
     if (end == std::string_view::npos) {
         return false;
     }
-    const auto [stop, error] = std::from_chars(text->data(), text->data() + end, *value, 16);
-    const bool good = error == std::errc{} && stop == text->data() + end && *value >= 0;
+    const auto [parsed_end, error] = std::from_chars(text->data(), text->data() + end, *value, 16);
+    const bool ok = error == std::errc{} && parsed_end == text->data() + end && *value >= 0;
     text->remove_prefix(std::min(end + 1, text->size()));
-    return good;
+    return ok;
 }
 
-// domain:bus:device.function, domain:bus:device or bus:device.function.
+// Parse domain:bus:device.function, domain:bus:device or bus:device.function.
 bool parse_pci(std::string_view text, int* bus) {
     int domain = 0, slot = 0, function = 0;
-    if (std::ranges::count(text, ':') == 2 && !take_field(&text, ':', &domain)) {
+    if (std::ranges::count(text, ':') == 2 && !parse_hex_field(&text, ':', &domain)) {
         return false;
     }
-    if (!take_field(&text, ':', bus)) {
+    if (!parse_hex_field(&text, ':', bus)) {
         return false;
     }
     const bool has_function = text.find('.') != std::string_view::npos;
-    const bool good =
-        has_function ? take_field(&text, '.', &slot) && take_field(&text, 0, &function) : take_field(&text, 0, &slot);
-    return good && domain == 0 && slot == 0 && function == 0;
+    const bool ok = has_function ? parse_hex_field(&text, '.', &slot) && parse_hex_field(&text, 0, &function)
+                                 : parse_hex_field(&text, 0, &slot);
+    return ok && domain == 0 && slot == 0 && function == 0;
 }
 
-// An entry that asks one device for something, and where to put it.
+// Run the body of an exported function that queries one device and stores a result.
 template <typename Value, typename Body>
-Result device_entry(std::string_view symbol, Device device, Value* where, Body&& body) {
+Result device_entry(std::string_view symbol, Device device, Value* result, Body&& body) {
     return entry(symbol, [&] {
         if (!device_exists(device)) {
             return invalid_device;
         }
-        return where == nullptr ? invalid_value : body();
+        return result == nullptr ? invalid_value : body();
     });
 }
 
-Result put_uuid(Uuid* uuid, Device device) {
+Result fill_uuid(Uuid* uuid, Device device) {
     *uuid = uuid_of(device);
     return success;
 }
@@ -168,11 +170,11 @@ GDRKIT_CUDA_ENTRY Result cuDeviceGetName(char* name, int size, Device device) {
 }
 
 GDRKIT_CUDA_ENTRY Result cuDeviceGetUuid(Uuid* uuid, Device device) {
-    return device_entry("cuDeviceGetUuid", device, uuid, [&] { return put_uuid(uuid, device); });
+    return device_entry("cuDeviceGetUuid", device, uuid, [&] { return fill_uuid(uuid, device); });
 }
 
 GDRKIT_CUDA_ENTRY Result cuDeviceGetUuid_v2(Uuid* uuid, Device device) {
-    return device_entry("cuDeviceGetUuid_v2", device, uuid, [&] { return put_uuid(uuid, device); });
+    return device_entry("cuDeviceGetUuid_v2", device, uuid, [&] { return fill_uuid(uuid, device); });
 }
 
 GDRKIT_CUDA_ENTRY Result cuDeviceTotalMem_v2(std::size_t* length_bytes, Device device) {

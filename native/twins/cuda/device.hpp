@@ -1,4 +1,4 @@
-// The devices that the twin makes up.
+// The emulated GPUs.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@ namespace gdrkit::twin::cuda {
 
 inline constexpr std::uint64_t device_memory_bytes = std::uint64_t{8} << 30;
 
-// Whether there is a device of this number.
+// Return whether the device ordinal is valid.
 bool device_exists(Device device);
 
 } // namespace gdrkit::twin::cuda

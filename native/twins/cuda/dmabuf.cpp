@@ -1,4 +1,4 @@
-// cuMemGetHandleForAddressRange: device memory as a dma-buf.
+// cuMemGetHandleForAddressRange: exports device memory as a dma-buf.
 #include <algorithm>
 #include <vector>
 
@@ -9,32 +9,33 @@
 namespace gdrkit::twin::cuda {
 namespace {
 
-bool exportable(const Range& range) {
-    return range.kind == Kind::device || range.kind == Kind::pool || range.kind == Kind::vmm;
+bool is_exportable(const Range& range) {
+    return range.kind == MemoryKind::device || range.kind == MemoryKind::pool || range.kind == MemoryKind::vmm;
 }
 
-// The range whose pages hold this page. A small allocation may begin within its page; its whole pages go out.
+// Return the range that contains this page. A small allocation may begin within its first page; the whole pages are
+// exported.
 RangeRef range_of_page(std::uint64_t page) {
     const std::vector<RangeRef> found = ranges_in(page, page_bytes);
     return found.empty() ? nullptr : found.front();
 }
 
-Result collect(std::uint64_t address, std::uint64_t length_bytes, std::vector<RangeRef>* keep,
-               std::vector<Extent>* extents) {
+Result collect_extents(std::uint64_t address, std::uint64_t length_bytes, std::vector<RangeRef>* owners,
+                       std::vector<Extent>* extents) {
     const std::uint64_t end = address + length_bytes;
     for (std::uint64_t at = address; at < end;) {
         RangeRef range = range_of_page(at);
-        if (!range || !exportable(*range)) {
+        if (!range || !is_exportable(*range)) {
             return invalid_value;
         }
         const std::uint64_t first = range->base - range->memory_offset;
-        const std::uint64_t stop = std::min(end, first + range->memory->length_bytes());
-        if (stop <= at) {
+        const std::uint64_t extent_end = std::min(end, first + range->memory->length_bytes());
+        if (extent_end <= at) {
             return invalid_value;
         }
-        extents->push_back({range->memory->fd(), at - first, stop - at});
-        keep->push_back(std::move(range));
-        at = stop;
+        extents->push_back({range->memory->fd(), at - first, extent_end - at});
+        owners->push_back(std::move(range));
+        at = extent_end;
     }
     return success;
 }
@@ -54,9 +55,9 @@ GDRKIT_CUDA_ENTRY Result cuMemGetHandleForAddressRange(void* handle, DevicePoint
             address + length_bytes < address) {
             return invalid_value;
         }
-        std::vector<RangeRef> keep;
+        std::vector<RangeRef> owners;
         std::vector<Extent> extents;
-        if (const Result result = collect(address, length_bytes, &keep, &extents); result != success) {
+        if (const Result result = collect_extents(address, length_bytes, &owners, &extents); result != success) {
             return result;
         }
         const int fd = export_dmabuf(extents);

@@ -1,4 +1,5 @@
-// What every entry does first: count the call and ask the fault plan, see that cuInit was called, find the context.
+// Common first steps of every exported function: count the call and apply the fault plan, check that cuInit was called,
+// and find the current context.
 #pragma once
 
 #include <new>
@@ -11,18 +12,18 @@
 
 namespace gdrkit::twin::cuda {
 
-// Reads the environment and the fault plan, once.
-void load_plan();
+// Read the environment and the fault plan at the first call.
+void load_fault_plan();
 
-// False, and *error, when the plan asks that this call fails.
-bool begin_call(std::string_view symbol, Result* error);
+// Count the call. Return false and set *error if the fault plan makes it fail.
+bool check_call(std::string_view symbol, Result* error);
 
-// success, or why the calling thread may not use the driver: cuInit was not called in this process (a forked child
-// has to be another process first), or the thread is running a host function of a stream.
-Result ready();
+// Return success, or the reason why the calling thread must not use the driver: cuInit was not called in this process
+// (a forked child counts as another process), or the thread runs a host function of a stream.
+Result check_ready();
 
-// Nothing may be thrown into a C caller.
-template <typename Body> Result guarded(Body&& body) {
+// Convert exceptions to error codes: none may reach a C caller.
+template <typename Body> Result catch_exceptions(Body&& body) {
     try {
         return std::forward<Body>(body)();
     } catch (const std::bad_alloc&) {
@@ -32,23 +33,23 @@ template <typename Body> Result guarded(Body&& body) {
     }
 }
 
-// An entry that works before cuInit.
+// Run the body of an exported function that may be called before cuInit.
 template <typename Body> Result entry_before_init(std::string_view symbol, Body&& body) {
-    return guarded([&] {
+    return catch_exceptions([&] {
         Result error = success;
-        return begin_call(symbol, &error) ? std::forward<Body>(body)() : error;
+        return check_call(symbol, &error) ? std::forward<Body>(body)() : error;
     });
 }
 
-// An entry that needs cuInit.
+// Run the body of an exported function that requires cuInit.
 template <typename Body> Result entry(std::string_view symbol, Body&& body) {
     return entry_before_init(symbol, [&] {
-        const Result state = ready();
+        const Result state = check_ready();
         return state == success ? std::forward<Body>(body)() : state;
     });
 }
 
-// An entry that needs a current context, which the body gets.
+// Run the body of an exported function that requires a current context, which is passed to the body.
 template <typename Body> Result entry_in_context(std::string_view symbol, Body&& body) {
     return entry(symbol, [&] {
         ContextRef context;

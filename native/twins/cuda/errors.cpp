@@ -1,4 +1,4 @@
-// Names and descriptions of the error codes of CUDA 13.
+// Names and descriptions of the CUDA 13 error codes: cuGetErrorName and cuGetErrorString.
 #include <algorithm>
 
 #include "cuda/entry.hpp"
@@ -116,7 +116,7 @@ constexpr ErrorText error_texts[] = {
     {999, "CUDA_ERROR_UNKNOWN", "unknown error"},
 };
 
-Result look_up(int code, const char** text, const char* ErrorText::*member) {
+Result find_error_text(int code, const char** text, const char* ErrorText::*member) {
     if (text == nullptr) {
         return invalid_value;
     }
@@ -128,11 +128,11 @@ Result look_up(int code, const char** text, const char* ErrorText::*member) {
 } // namespace
 
 GDRKIT_CUDA_ENTRY Result cuGetErrorName(int code, const char** text) {
-    return entry_before_init("cuGetErrorName", [&] { return look_up(code, text, &ErrorText::name); });
+    return entry_before_init("cuGetErrorName", [&] { return find_error_text(code, text, &ErrorText::name); });
 }
 
 GDRKIT_CUDA_ENTRY Result cuGetErrorString(int code, const char** text) {
-    return entry_before_init("cuGetErrorString", [&] { return look_up(code, text, &ErrorText::description); });
+    return entry_before_init("cuGetErrorString", [&] { return find_error_text(code, text, &ErrorText::description); });
 }
 
 } // namespace gdrkit::twin::cuda

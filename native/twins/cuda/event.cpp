@@ -1,3 +1,5 @@
+// cuEvent*: creating, recording, querying and timing events.
+
 #include "cuda/event.hpp"
 
 #include <chrono>
@@ -37,10 +39,10 @@ Result record(const ContextRef& context, Handle handle, Handle stream_handle, un
         return invalid_handle;
     }
     if (flags != 0) {
-        // An external record has a meaning in graphs alone, and the twin has none.
+        // External records are only used in graphs, which the twin does not implement.
         return flags == event_record_external ? not_supported : invalid_value;
     }
-    MarkerRef marker = enqueue(stream, {}, Lateness::at_once);
+    MarkerRef marker = enqueue(stream, {}, Timing::immediate);
     std::lock_guard lock(event->mutex);
     event->recorded = std::move(marker);
     return success;
@@ -59,16 +61,16 @@ Result elapsed(float* milliseconds, Handle start_handle, Handle end_handle) {
     if (!from || !to) {
         return invalid_handle;
     }
-    if (!all_done({from, to})) {
+    if (!all_complete({from, to})) {
         return not_ready;
     }
-    *milliseconds = std::chrono::duration<float, std::milli>(time_of(to) - time_of(from)).count();
+    *milliseconds = std::chrono::duration<float, std::milli>(completion_time_of(to) - completion_time_of(from)).count();
     return success;
 }
 
 } // namespace
 
-Result find_recorded(Handle handle, MarkerRef* marker) {
+Result find_recorded_marker(Handle handle, MarkerRef* marker) {
     const auto event = events().find(handle);
     if (!event) {
         return invalid_handle;
@@ -77,7 +79,7 @@ Result find_recorded(Handle handle, MarkerRef* marker) {
     return success;
 }
 
-void release_events_of(Handle context) {
+void destroy_events_of(Handle context) {
     events().take_all([=](const Event& event) { return event.context == context; });
 }
 
@@ -114,21 +116,21 @@ GDRKIT_CUDA_ENTRY Result cuEventRecordWithFlags(Handle event, Handle stream, uns
 GDRKIT_CUDA_ENTRY Result cuEventQuery(Handle handle) {
     return entry("cuEventQuery", [&] {
         MarkerRef marker;
-        if (const Result found = find_recorded(handle, &marker); found != success) {
+        if (const Result found = find_recorded_marker(handle, &marker); found != success) {
             return found;
         }
-        return !marker || all_done({marker}) ? success : not_ready;
+        return !marker || all_complete({marker}) ? success : not_ready;
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuEventSynchronize(Handle handle) {
     return entry("cuEventSynchronize", [&] {
         MarkerRef marker;
-        if (const Result found = find_recorded(handle, &marker); found != success) {
+        if (const Result found = find_recorded_marker(handle, &marker); found != success) {
             return found;
         }
         if (marker) {
-            wait_for(marker);
+            wait_until_done(marker);
         }
         return success;
     });

@@ -1,4 +1,4 @@
-// Events: each holds the marker of the point in a stream where it was recorded last.
+// Events: each holds the marker of the point in a stream at which it was last recorded.
 #pragma once
 
 #include "cuda/cuda_abi.hpp"
@@ -6,10 +6,10 @@
 
 namespace gdrkit::twin::cuda {
 
-// The point that the event of this handle was recorded at last; *marker stays empty when it was never recorded.
-Result find_recorded(Handle event, MarkerRef* marker);
+// Find the event with this handle and return its marker; *marker is null if the event was never recorded.
+Result find_recorded_marker(Handle event, MarkerRef* marker);
 
-// The context ends, and its events with it.
-void release_events_of(Handle context);
+// Destroy all events of a context that ends.
+void destroy_events_of(Handle context);
 
 } // namespace gdrkit::twin::cuda

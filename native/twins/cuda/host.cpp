@@ -1,4 +1,5 @@
-// Host memory that the device can reach: pinned, registered, managed. Its device address is its host address.
+// Host memory that the device can access: pinned, registered and managed memory. Its device address equals its host
+// address.
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -21,20 +22,20 @@ Result allocate_host(const ContextRef& context, void** pointer, std::size_t leng
     if (length_bytes == 0) {
         return success;
     }
-    const RangeRef range = host_range(Kind::host_alloc, length_bytes);
+    const RangeRef range = make_host_range(MemoryKind::host_alloc, length_bytes);
     if (!range) {
         return out_of_memory;
     }
     range->context = context->handle;
     range->device = context->device;
-    // Every allocation is mapped for the device under unified addressing, as the driver reports it.
+    // With unified addressing every allocation is mapped for the device, and the real driver reports it so.
     range->host_flags = flags | host_alloc_devicemap;
     add_range(range);
     *pointer = range->host;
     return success;
 }
 
-// Whether every page of the range is mapped in this process.
+// Return whether every page of the range is mapped in this process.
 bool is_mapped(std::uint64_t base, std::uint64_t length_bytes) {
     const std::uint64_t begin = base / page_bytes * page_bytes;
     const std::uint64_t pages = (round_up(base + length_bytes, page_bytes) - begin) / page_bytes;
@@ -56,7 +57,7 @@ Result register_host(const ContextRef& context, void* pointer, std::size_t lengt
         return invalid_value;
     }
     auto range = std::make_shared<Range>();
-    range->kind = Kind::host_registered;
+    range->kind = MemoryKind::host_registered;
     range->base = base;
     range->length_bytes = length_bytes;
     range->host = static_cast<std::byte*>(pointer);
@@ -69,12 +70,12 @@ Result register_host(const ContextRef& context, void* pointer, std::size_t lengt
 
 } // namespace
 
-RangeRef host_range(Kind kind, std::uint64_t length_bytes) {
+RangeRef make_host_range(MemoryKind kind, std::uint64_t length_bytes) {
     if (length_bytes > UINT64_MAX - page_bytes) {
         return nullptr;
     }
-    const std::uint64_t whole_bytes = round_up(length_bytes, page_bytes);
-    void* const pages = mmap(nullptr, whole_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    const std::uint64_t page_multiple_bytes = round_up(length_bytes, page_bytes);
+    void* const pages = mmap(nullptr, page_multiple_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (pages == MAP_FAILED) {
         return nullptr;
     }
@@ -84,7 +85,7 @@ RangeRef host_range(Kind kind, std::uint64_t length_bytes) {
     range->length_bytes = length_bytes;
     range->buffer_id = new_buffer_id();
     range->host = static_cast<std::byte*>(pages);
-    range->kept = std::shared_ptr<void>(pages, [whole_bytes](void* at) { munmap(at, whole_bytes); });
+    range->owner = std::shared_ptr<void>(pages, [page_multiple_bytes](void* at) { munmap(at, page_multiple_bytes); });
     return range;
 }
 
@@ -107,7 +108,7 @@ GDRKIT_CUDA_ENTRY Result cuMemFreeHost(void* pointer) {
         }
         synchronise(context);
         RangeRef range;
-        return take_allocation(reinterpret_cast<std::uint64_t>(pointer), {Kind::host_alloc}, &range);
+        return remove_allocation(reinterpret_cast<std::uint64_t>(pointer), {MemoryKind::host_alloc}, &range);
     });
 }
 
@@ -127,16 +128,16 @@ GDRKIT_CUDA_ENTRY Result cuMemHostUnregister(void* pointer) {
     return entry_in_context("cuMemHostUnregister", [&](const ContextRef& context) {
         const auto address = reinterpret_cast<std::uint64_t>(pointer);
         const RangeRef range = find_range(address);
-        if (!range || range->kind != Kind::host_registered) {
-            // A second unregister of host memory is answered, as the driver does: the memory is not ours.
+        if (!range || range->kind != MemoryKind::host_registered) {
+            // A second unregister is an error, not a double release: the memory belongs to the program.
             return host_memory_not_registered;
         }
         if (range->base != address) {
             return invalid_value;
         }
         synchronise(context);
-        RangeRef taken;
-        return take_allocation(address, {Kind::host_registered}, &taken);
+        RangeRef removed;
+        return remove_allocation(address, {MemoryKind::host_registered}, &removed);
     });
 }
 
@@ -155,7 +156,7 @@ GDRKIT_CUDA_ENTRY Result cuMemHostGetDevicePointer_v2(DevicePointer* pointer, vo
 GDRKIT_CUDA_ENTRY Result cuMemHostGetFlags(unsigned* flags, void* host) {
     return entry_in_context("cuMemHostGetFlags", [&](const ContextRef&) {
         const RangeRef range = find_range(reinterpret_cast<std::uint64_t>(host));
-        if (flags == nullptr || !range || range->kind != Kind::host_alloc) {
+        if (flags == nullptr || !range || range->kind != MemoryKind::host_alloc) {
             return invalid_value;
         }
         *flags = range->host_flags;

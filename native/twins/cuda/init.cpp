@@ -1,4 +1,4 @@
-// cuInit, the driver version, and the state that decides whether calls are let in.
+// cuInit, the driver version, and the check that a process may use the driver.
 #include <unistd.h>
 
 #include <atomic>
@@ -29,7 +29,7 @@ constexpr FaultPoint fault_points[] = {
 
 constexpr std::string_view fault_prefixes[] = {"cu"};
 
-// Empty, or what was malformed in the environment or the fault plan.
+// Return the error of the environment or the fault plan; empty if both are valid.
 const std::string& load_error() {
     static const auto* const error = [] {
         const std::string& variables = config().error;
@@ -39,29 +39,29 @@ const std::string& load_error() {
     return *error;
 }
 
-// The process that called cuInit; a forked child has inherited the memory of the driver, and nothing that works.
-std::atomic<pid_t> initialised_in{0};
+// The process that called cuInit. A forked child inherits the memory of the driver, but none of its threads.
+std::atomic<pid_t> initialised_pid{0};
 
 } // namespace
 
-void load_plan() {
+void load_fault_plan() {
     load_error();
 }
 
-bool begin_call(std::string_view symbol, Result* error) {
+bool check_call(std::string_view symbol, Result* error) {
     load_error();
-    const auto fault = hit(symbol);
+    const auto fault = injected_fault(symbol);
     if (fault) {
         *error = static_cast<Result>(*fault);
     }
     return !fault;
 }
 
-Result ready() {
-    if (in_host_function()) {
+Result check_ready() {
+    if (is_in_host_function()) {
         return not_permitted;
     }
-    return initialised_in.load(std::memory_order_acquire) == getpid() ? success : not_initialized;
+    return initialised_pid.load(std::memory_order_acquire) == getpid() ? success : not_initialized;
 }
 
 GDRKIT_CUDA_ENTRY Result cuInit(unsigned flags) {
@@ -73,7 +73,7 @@ GDRKIT_CUDA_ENTRY Result cuInit(unsigned flags) {
             return no_device;
         }
         pid_t expected = 0;
-        const bool first = initialised_in.compare_exchange_strong(expected, getpid());
+        const bool first = initialised_pid.compare_exchange_strong(expected, getpid());
         return first || expected == getpid() ? success : not_initialized;
     });
 }
@@ -90,7 +90,7 @@ GDRKIT_CUDA_ENTRY Result cuDriverGetVersion(int* version) {
 
 GDRKIT_CUDA_ENTRY Result cuFlushGPUDirectRDMAWrites(int target, int scope) {
     return entry_in_context("cuFlushGPUDirectRDMAWrites", [&](const ContextRef&) {
-        // What the verbs twin wrote is in the memory before its completion, so there is nothing left to flush.
+        // The verbs twin writes to memory before the completion, so nothing is left to flush.
         const bool known =
             target == flush_current_context && (scope == flush_to_owner || scope == flush_to_all_devices);
         return known ? success : invalid_value;

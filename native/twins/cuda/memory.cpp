@@ -1,4 +1,4 @@
-// cuMemAlloc and its kin.
+// cuMemAlloc, cuMemAllocManaged, cuMemFree and queries of device memory.
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -14,14 +14,14 @@ namespace {
 
 constexpr std::size_t pitch_alignment_bytes = 512;
 
-Result allocate_in(const ContextRef& context, DevicePointer* pointer, std::uint64_t length_bytes) {
+Result allocate_in_context(const ContextRef& context, DevicePointer* pointer, std::uint64_t length_bytes) {
     if (pointer == nullptr || length_bytes == 0) {
         return invalid_value;
     }
     RangeRef range;
-    const Result made = allocate(Kind::device, context->device, length_bytes, &range);
-    if (made != success) {
-        return made;
+    const Result created = allocate(MemoryKind::device, context->device, length_bytes, &range);
+    if (created != success) {
+        return created;
     }
     range->context = context->handle;
     range->gpu_direct_rdma_capable = true;
@@ -30,9 +30,9 @@ Result allocate_in(const ContextRef& context, DevicePointer* pointer, std::uint6
     return success;
 }
 
-// The device could still be at work on memory that cuMemAlloc gave; only pool memory is freed without waiting.
-void finish_work_on(const Range& range, const ContextRef& current) {
-    if (range.kind == Kind::pool) {
+// Wait for work that may still use the memory. Pool memory is freed in stream order and needs no wait.
+void synchronise_users_of(const Range& range, const ContextRef& current) {
+    if (range.kind == MemoryKind::pool) {
         return;
     }
     ContextRef owner;
@@ -44,18 +44,18 @@ void finish_work_on(const Range& range, const ContextRef& current) {
 
 } // namespace
 
-Result allocate(Kind kind, Device device, std::uint64_t length_bytes, RangeRef* made) {
+Result allocate(MemoryKind kind, Device device, std::uint64_t length_bytes, RangeRef* created) {
     if (length_bytes > device_memory_bytes) {
         return out_of_memory;
     }
-    const Slot slot = take_slot(length_bytes);
+    const Slot slot = allocate_slot(length_bytes);
     if (slot.base == 0) {
         return out_of_memory;
     }
     auto range = std::make_shared<Range>();
     const Result result = Memory::make(device, slot.page_offset_bytes() + length_bytes, &range->memory);
     if (result != success) {
-        give_slot(slot);
+        free_slot(slot);
         return result;
     }
     range->kind = kind;
@@ -65,13 +65,14 @@ Result allocate(Kind kind, Device device, std::uint64_t length_bytes, RangeRef* 
     range->length_bytes = length_bytes;
     range->buffer_id = new_buffer_id();
     range->device = device;
-    *made = std::move(range);
+    *created = std::move(range);
     return success;
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemAlloc_v2(DevicePointer* pointer, std::size_t length_bytes) {
-    return entry_in_context("cuMemAlloc_v2",
-                            [&](const ContextRef& context) { return allocate_in(context, pointer, length_bytes); });
+    return entry_in_context("cuMemAlloc_v2", [&](const ContextRef& context) {
+        return allocate_in_context(context, pointer, length_bytes);
+    });
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemAllocPitch_v2(DevicePointer* pointer, std::size_t* pitch, std::size_t width,
@@ -86,7 +87,7 @@ GDRKIT_CUDA_ENTRY Result cuMemAllocPitch_v2(DevicePointer* pointer, std::size_t*
         if (row_bytes < width || __builtin_mul_overflow(row_bytes, height, &length_bytes)) {
             return out_of_memory;
         }
-        const Result result = allocate_in(context, pointer, length_bytes);
+        const Result result = allocate_in_context(context, pointer, length_bytes);
         if (result == success) {
             *pitch = row_bytes;
         }
@@ -99,7 +100,7 @@ GDRKIT_CUDA_ENTRY Result cuMemAllocManaged(DevicePointer* pointer, std::size_t l
         if (pointer == nullptr || length_bytes == 0 || (flags != attach_global && flags != attach_host)) {
             return invalid_value;
         }
-        const RangeRef range = host_range(Kind::managed, length_bytes);
+        const RangeRef range = make_host_range(MemoryKind::managed, length_bytes);
         if (!range) {
             return out_of_memory;
         }
@@ -117,19 +118,20 @@ GDRKIT_CUDA_ENTRY Result cuMemFree_v2(DevicePointer pointer) {
         if (pointer == 0) {
             return success;
         }
-        if (const RangeRef range = range_at(pointer)) {
-            finish_work_on(*range, context);
+        if (const RangeRef range = find_range_by_base(pointer)) {
+            synchronise_users_of(*range, context);
         }
         RangeRef range;
-        const Result taken = take_allocation(pointer, {Kind::device, Kind::pool, Kind::managed}, &range);
-        if (taken != success) {
-            return taken;
+        const Result removed =
+            remove_allocation(pointer, {MemoryKind::device, MemoryKind::pool, MemoryKind::managed}, &range);
+        if (removed != success) {
+            return removed;
         }
         if (range->pool != 0) {
-            note_pool_free(range->pool, range->length_bytes);
+            record_pool_free(range->pool, range->length_bytes);
         }
         if (range->slot.base != 0) {
-            give_slot(range->slot);
+            free_slot(range->slot);
         }
         return success;
     });

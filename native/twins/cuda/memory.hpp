@@ -1,4 +1,4 @@
-// Memory and the ranges of addresses over it.
+// Device and host memory of the twin: physical allocations (Memory) and the address ranges that map them (Range).
 #pragma once
 
 #include <atomic>
@@ -12,18 +12,18 @@
 #include "cuda/arena.hpp"
 #include "cuda/context.hpp"
 #include "cuda/cuda_abi.hpp"
-#include "model/rendezvous.hpp"
+#include "model/sockets.hpp"
 
 namespace gdrkit::twin::cuda {
 
-// A piece of physical device memory: a memfd, and the mapping through which the twin copies. It lives until the last
-// range, work of a stream or handle lets it go; if somebody outside still holds its descriptor then (a dma-buf, another
-// process), the device does not get the bytes back before they close it.
+// Physical device memory: a memfd and the mapping through which the twin copies. It lives until the last range, stream
+// work or handle releases it. If another holder has its descriptor then (a dma-buf, another process), the bytes count
+// as used until that descriptor is closed.
 class Memory {
 public:
-    // New memory of a device. out_of_memory: the device (or the machine) has no more.
+    // Allocate memory of a device. Fails with out_of_memory if the device or the machine has no more.
     static Result make(Device device, std::uint64_t length_bytes, std::shared_ptr<Memory>* memory);
-    // Memory that another process owns, by its descriptor; not counted here.
+    // Map memory that another process owns. It is not counted as used in this process.
     static Result adopt(Fd fd, std::uint64_t length_bytes, Device device, std::shared_ptr<Memory>* memory);
 
     Memory(const Memory&) = delete;
@@ -40,37 +40,37 @@ private:
 
     Fd fd_;
     std::byte* data_;
-    std::uint64_t length_bytes_; // whole pages
+    std::uint64_t length_bytes_; // a multiple of the page size
     Device device_;
     bool owned_;
 };
 using MemoryRef = std::shared_ptr<Memory>;
 
-// How much of the device is free now. Looks first whether somebody closed what kept freed memory.
+// Return the free memory of the device, after reclaiming freed memory that is no longer referenced.
 std::uint64_t free_bytes(Device device);
 
-// Lets go, on every device, of freed memory that nobody holds any more.
-void sweep();
+// Reclaim, on every device, freed memory that is no longer referenced.
+void reclaim_unreferenced_memory();
 
-enum class Kind { device, pool, vmm, ipc, managed, host_alloc, host_registered };
+enum class MemoryKind { device, pool, vmm, ipc, managed, host_alloc, host_registered };
 
-// A range of addresses with memory behind it. What is not atomic is written before anybody else sees the range, except
-// `access`, which the mutex of memory.cpp guards.
+// An address range with memory behind it. Fields that are not atomic are set before the range becomes visible to other
+// threads, except `access`, which the mutex of ranges.cpp guards.
 struct Range {
-    Kind kind = Kind::device;
+    MemoryKind kind = MemoryKind::device;
     std::uint64_t base = 0;
-    std::uint64_t length_bytes = 0; // what was asked for: bounds are checked by the byte
+    std::uint64_t length_bytes = 0; // the requested size: bounds are checked to the byte
     std::uint64_t buffer_id = 0;
     Device device = 0;
-    Handle context = 0; // 0: belongs to none (pools, VMM)
+    Handle context = 0; // 0: no context (pools, VMM)
     std::atomic<bool> sync_memops{false};
 
-    MemoryRef memory;                // not for managed and host memory
-    std::uint64_t memory_offset = 0; // where in `memory` the range begins
-    Slot slot;                       // kinds that live in the arena
-    std::shared_ptr<void> kept;      // what else must live as long: pages of the host, the VMM allocation
+    MemoryRef memory;                // null for managed and host memory
+    std::uint64_t memory_offset = 0; // offset of the range in `memory`
+    Slot slot;                       // for kinds with an arena address
+    std::shared_ptr<void> owner;     // keeps the host pages or the VMM allocation alive
 
-    std::byte* host = nullptr; // managed and host memory: the same address
+    std::byte* host = nullptr; // of managed and host memory; equal to base
     std::uint32_t host_flags = 0;
 
     Handle pool = 0;
@@ -86,35 +86,34 @@ struct Range {
 };
 using RangeRef = std::shared_ptr<Range>;
 
-// Each range gets a buffer id of its own, larger than all before it in this process.
+// Return a new buffer id, larger than all earlier ones of this process.
 std::uint64_t new_buffer_id();
 
-// The range that holds this address; null when there is none.
+// Return the range that contains this address, or null.
 RangeRef find_range(std::uint64_t address);
-// The range with this base.
-RangeRef range_at(std::uint64_t base);
-// The ranges that overlap [base, base + length), in order.
+// Return the range that begins at this address, or null.
+RangeRef find_range_by_base(std::uint64_t base);
+// Return the ranges that overlap [base, base + length_bytes), in order.
 std::vector<RangeRef> ranges_in(std::uint64_t base, std::uint64_t length_bytes);
 
 void add_range(const RangeRef& range);
-// False, and nothing done, when a range overlaps it.
+// Add the range and return true, or return false if another range overlaps it.
 bool add_range_unless_overlapping(const RangeRef& range);
 
 int access_of(const Range& range, Device device);
 void set_access(const RangeRef& range, Device device, int flags);
 
-// A cuMemAlloc-like allocation (kinds device and pool) at a new address, not yet added.
-Result allocate(Kind kind, Device device, std::uint64_t length_bytes, RangeRef* range);
-// Memory of the host that the driver allocates (kinds managed and host_alloc), not yet added. Null: the machine has
-// none.
-RangeRef host_range(Kind kind, std::uint64_t length_bytes);
-// Takes the range out of the address space and the ledger. invalid_value: no range of one of these kinds begins at
-// `address`. A pointer that was freed before ends the process.
-Result take_allocation(std::uint64_t address, std::initializer_list<Kind> kinds, RangeRef* range);
-// The ledger's name of the ranges of a kind; empty for those that are entered elsewhere.
-std::string_view ledger_kind_of(Kind kind);
+// Allocate memory (kinds device and pool) at a new address. The caller adds the range.
+Result allocate(MemoryKind kind, Device device, std::uint64_t length_bytes, RangeRef* range);
+// Allocate host memory (kinds managed and host_alloc). The caller adds the range. Return null if there is no memory.
+RangeRef make_host_range(MemoryKind kind, std::uint64_t length_bytes);
+// Remove a range from the address space and the ledger. Fails with invalid_value if no range of one of these kinds
+// begins at `address`. A double free ends the process.
+Result remove_allocation(std::uint64_t address, std::initializer_list<MemoryKind> kinds, RangeRef* range);
+// Return the ledger's kind of the ranges of this memory kind.
+std::string_view ledger_kind_of(MemoryKind kind);
 
-// The context ends, and what was allocated in it.
-void release_memory_of(Handle context);
+// Destroy all memory of a context that ends.
+void destroy_memory_of(Handle context);
 
 } // namespace gdrkit::twin::cuda

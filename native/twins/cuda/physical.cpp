@@ -1,4 +1,5 @@
-// Physical device memory and its account.
+// Physical device memory: allocation from a device's capacity, and memory that stays used after it was freed because a
+// dma-buf or another process references it.
 #include <sys/mman.h>
 
 #include <mutex>
@@ -12,37 +13,37 @@
 namespace gdrkit::twin::cuda {
 namespace {
 
-// Freed by its owner, but somebody else holds it.
-struct Kept {
+// Memory that its owner has freed but that is still referenced elsewhere.
+struct FreedMemory {
     Fd fd;
     std::uint64_t length_bytes = 0;
 };
 
-struct Account {
+struct MemoryUsage {
     std::mutex mutex;
     std::map<Device, std::uint64_t> used_bytes;
-    std::map<Device, std::vector<Kept>> kept;
+    std::map<Device, std::vector<FreedMemory>> freed;
 };
 
-Account& account() {
-    static auto* const the_account = new Account;
+MemoryUsage& memory_usage() {
+    static auto* const the_account = new MemoryUsage;
     return *the_account;
 }
 
-void sweep_locked(Account* all, Device device) {
-    std::erase_if(all->kept[device], [&](const Kept& kept) {
-        const bool gone = !held_elsewhere(kept.fd.get());
-        if (gone) {
-            all->used_bytes[device] -= kept.length_bytes;
+void reclaim_locked(MemoryUsage* all, Device device) {
+    std::erase_if(all->freed[device], [&](const FreedMemory& freed) {
+        const bool unreferenced = !has_other_references(freed.fd.get());
+        if (unreferenced) {
+            all->used_bytes[device] -= freed.length_bytes;
         }
-        return gone;
+        return unreferenced;
     });
 }
 
 bool charge(Device device, std::uint64_t length_bytes) {
-    Account& all = account();
+    MemoryUsage& all = memory_usage();
     std::lock_guard lock(all.mutex);
-    sweep_locked(&all, device);
+    reclaim_locked(&all, device);
     std::uint64_t& used_bytes = all.used_bytes[device];
     if (length_bytes > device_memory_bytes - used_bytes) {
         return false;
@@ -51,11 +52,11 @@ bool charge(Device device, std::uint64_t length_bytes) {
     return true;
 }
 
-void give_back(Device device, std::uint64_t length_bytes, Fd fd) {
-    Account& all = account();
+void uncharge(Device device, std::uint64_t length_bytes, Fd fd) {
+    MemoryUsage& all = memory_usage();
     std::lock_guard lock(all.mutex);
-    if (fd && held_elsewhere(fd.get())) {
-        all.kept[device].push_back({std::move(fd), length_bytes});
+    if (fd && has_other_references(fd.get())) {
+        all.freed[device].push_back({std::move(fd), length_bytes});
     } else {
         all.used_bytes[device] -= length_bytes;
     }
@@ -74,7 +75,7 @@ Memory::Memory(Fd fd, std::byte* data, std::uint64_t length_bytes, Device device
 Memory::~Memory() {
     munmap(data_, length_bytes_);
     if (owned_) {
-        give_back(device_, length_bytes_, std::move(fd_));
+        uncharge(device_, length_bytes_, std::move(fd_));
     }
 }
 
@@ -82,17 +83,17 @@ Result Memory::make(Device device, std::uint64_t length_bytes, std::shared_ptr<M
     if (length_bytes > device_memory_bytes) {
         return out_of_memory;
     }
-    const std::uint64_t whole_bytes = round_up(length_bytes, page_bytes);
-    if (!charge(device, whole_bytes)) {
+    const std::uint64_t page_multiple_bytes = round_up(length_bytes, page_bytes);
+    if (!charge(device, page_multiple_bytes)) {
         return out_of_memory;
     }
-    Fd fd(make_device_memory(whole_bytes));
-    std::byte* const data = fd ? map_shared(fd.get(), whole_bytes) : nullptr;
+    Fd fd(make_device_memory(page_multiple_bytes));
+    std::byte* const data = fd ? map_shared(fd.get(), page_multiple_bytes) : nullptr;
     if (data == nullptr) {
-        give_back(device, whole_bytes, Fd());
+        uncharge(device, page_multiple_bytes, Fd());
         return out_of_memory;
     }
-    memory->reset(new Memory(std::move(fd), data, whole_bytes, device, true));
+    memory->reset(new Memory(std::move(fd), data, page_multiple_bytes, device, true));
     return success;
 }
 
@@ -106,17 +107,17 @@ Result Memory::adopt(Fd fd, std::uint64_t length_bytes, Device device, std::shar
 }
 
 std::uint64_t free_bytes(Device device) {
-    Account& all = account();
+    MemoryUsage& all = memory_usage();
     std::lock_guard lock(all.mutex);
-    sweep_locked(&all, device);
+    reclaim_locked(&all, device);
     return device_memory_bytes - all.used_bytes[device];
 }
 
-void sweep() {
-    Account& all = account();
+void reclaim_unreferenced_memory() {
+    MemoryUsage& all = memory_usage();
     std::lock_guard lock(all.mutex);
-    for (const auto& [device, kept] : all.kept) {
-        sweep_locked(&all, device);
+    for (const auto& [device, freed] : all.freed) {
+        reclaim_locked(&all, device);
     }
 }
 

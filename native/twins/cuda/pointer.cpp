@@ -1,4 +1,5 @@
-// What the driver says about a pointer. The answers for host, freed and merely reserved pointers are those of an H200.
+// cuPointerGetAttribute and related functions. Results for host, freed and merely reserved pointers are those of an
+// H200.
 #include <cstring>
 
 #include "cuda/entry.hpp"
@@ -9,18 +10,18 @@
 namespace gdrkit::twin::cuda {
 namespace {
 
-template <typename Value> Result put(void* where, Value value) {
-    std::memcpy(where, &value, sizeof value);
+template <typename Value> Result write_value(void* result, Value value) {
+    std::memcpy(result, &value, sizeof value);
     return success;
 }
 
-// With what access the current context (without one: the device of the memory) sees the range.
+// Return the access of the current context to the range; without a current context, that of the memory's device.
 int access_here(const Range& range) {
     ContextRef context;
     return access_of(range, current_context(&context) == success ? context->device : range.device);
 }
 
-// The whole pages that were mapped together for the range.
+// The page-aligned mapping that contains the range.
 std::uint64_t mapping_base(const Range& range) {
     return range.memory ? range.base - range.memory_offset : range.base;
 }
@@ -28,51 +29,51 @@ std::uint64_t mapping_bytes(const Range& range) {
     return range.memory ? range.memory->length_bytes() : round_up(range.length_bytes, page_bytes);
 }
 
-Result answer(const Range& range, std::uint64_t pointer, int attribute, void* where) {
-    const bool vmm = range.kind == Kind::vmm;
+Result query_range(const Range& range, std::uint64_t pointer, int attribute, void* result) {
+    const bool vmm = range.kind == MemoryKind::vmm;
     switch (attribute) {
     case pointer_context:
-        return put<Handle>(where, range.context);
+        return write_value<Handle>(result, range.context);
     case pointer_memory_type: {
-        const bool host = range.kind == Kind::host_alloc || range.kind == Kind::host_registered;
-        return put<std::uint32_t>(where, host ? memory_host : memory_device);
+        const bool host = range.kind == MemoryKind::host_alloc || range.kind == MemoryKind::host_registered;
+        return write_value<std::uint32_t>(result, host ? memory_host : memory_device);
     }
     case pointer_device_pointer:
-        return put<std::uint64_t>(where, access_here(range) == access_none ? 0 : pointer);
+        return write_value<std::uint64_t>(result, access_here(range) == access_none ? 0 : pointer);
     case pointer_host_pointer:
-        put<std::uint64_t>(where, range.is_host() ? pointer : 0);
+        write_value<std::uint64_t>(result, range.is_host() ? pointer : 0);
         return range.is_host() ? success : invalid_value;
     case pointer_sync_memops:
-        return put<std::uint32_t>(where, range.sync_memops ? 1 : 0);
+        return write_value<std::uint32_t>(result, range.sync_memops ? 1 : 0);
     case pointer_buffer_id:
     case pointer_memory_block_id:
-        return put<std::uint64_t>(where, range.buffer_id);
+        return write_value<std::uint64_t>(result, range.buffer_id);
     case pointer_is_managed:
-        return put<std::uint32_t>(where, range.kind == Kind::managed ? 1 : 0);
+        return write_value<std::uint32_t>(result, range.kind == MemoryKind::managed ? 1 : 0);
     case pointer_device_ordinal:
-        return put<std::int32_t>(where, range.device);
+        return write_value<std::int32_t>(result, range.device);
     case pointer_is_legacy_ipc_capable:
-        return put<std::uint32_t>(where, range.kind == Kind::device ? 1 : 0);
+        return write_value<std::uint32_t>(result, range.kind == MemoryKind::device ? 1 : 0);
     case pointer_range_start:
-        return put<std::uint64_t>(where, vmm ? range.reservation_base : range.base);
+        return write_value<std::uint64_t>(result, vmm ? range.reservation_base : range.base);
     case pointer_range_size:
-        return put<std::uint64_t>(where, vmm ? range.reservation_bytes : range.length_bytes);
+        return write_value<std::uint64_t>(result, vmm ? range.reservation_bytes : range.length_bytes);
     case pointer_mapped:
-        return put<std::uint32_t>(where, 1);
+        return write_value<std::uint32_t>(result, 1);
     case pointer_allowed_handle_types:
-        return put<std::uint64_t>(where, range.handle_types);
+        return write_value<std::uint64_t>(result, range.handle_types);
     case pointer_is_gpu_direct_rdma_capable:
-        return put<std::uint32_t>(where, range.gpu_direct_rdma_capable ? 1 : 0);
+        return write_value<std::uint32_t>(result, range.gpu_direct_rdma_capable ? 1 : 0);
     case pointer_access_flags:
-        return put<std::uint32_t>(where, static_cast<std::uint32_t>(access_here(range)));
+        return write_value<std::uint32_t>(result, static_cast<std::uint32_t>(access_here(range)));
     case pointer_mempool_handle:
-        return put<Handle>(where, range.pool);
+        return write_value<Handle>(result, range.pool);
     case pointer_mapping_size:
-        return put<std::uint64_t>(where, mapping_bytes(range));
+        return write_value<std::uint64_t>(result, mapping_bytes(range));
     case pointer_mapping_base:
-        return put<std::uint64_t>(where, mapping_base(range));
+        return write_value<std::uint64_t>(result, mapping_base(range));
     case pointer_is_hw_decompress_capable:
-        return put<std::uint32_t>(where, 0);
+        return write_value<std::uint32_t>(result, 0);
     case pointer_p2p_tokens:
         return not_supported;
     default:
@@ -80,8 +81,8 @@ Result answer(const Range& range, std::uint64_t pointer, int attribute, void* wh
     }
 }
 
-// cuPointerGetAttributes of a pointer that no range holds.
-Result answer_unknown(std::uint64_t pointer, int attribute, void* where) {
+// cuPointerGetAttributes of a pointer outside all ranges.
+Result query_unknown_pointer(std::uint64_t pointer, int attribute, void* result) {
     std::uint64_t base = 0, length_bytes = 0;
     const bool reserved = find_reservation(pointer, &base, &length_bytes);
     switch (attribute) {
@@ -93,7 +94,7 @@ Result answer_unknown(std::uint64_t pointer, int attribute, void* where) {
     case pointer_mapping_size:
     case pointer_mapping_base:
     case pointer_memory_block_id:
-        return put<std::uint64_t>(where, 0);
+        return write_value<std::uint64_t>(result, 0);
     case pointer_memory_type:
     case pointer_sync_memops:
     case pointer_is_managed:
@@ -102,15 +103,15 @@ Result answer_unknown(std::uint64_t pointer, int attribute, void* where) {
     case pointer_is_gpu_direct_rdma_capable:
     case pointer_access_flags:
     case pointer_is_hw_decompress_capable:
-        return put<std::uint32_t>(where, 0);
+        return write_value<std::uint32_t>(result, 0);
     case pointer_host_pointer:
-        return put<std::uint64_t>(where, is_device_address(pointer) && !reserved ? 0 : pointer);
+        return write_value<std::uint64_t>(result, is_device_address(pointer) && !reserved ? 0 : pointer);
     case pointer_device_ordinal:
-        return put<std::int32_t>(where, invalid_device_ordinal);
+        return write_value<std::int32_t>(result, invalid_device_ordinal);
     case pointer_range_start:
-        return reserved ? put<std::uint64_t>(where, base) : success;
+        return reserved ? write_value<std::uint64_t>(result, base) : success;
     case pointer_range_size:
-        return reserved ? put<std::uint64_t>(where, length_bytes) : success;
+        return reserved ? write_value<std::uint64_t>(result, length_bytes) : success;
     case pointer_p2p_tokens:
         return not_supported;
     default:
@@ -126,7 +127,7 @@ GDRKIT_CUDA_ENTRY Result cuPointerGetAttribute(void* value, int attribute, Devic
         if (value == nullptr || !range) {
             return invalid_value;
         }
-        return answer(*range, pointer, attribute, value);
+        return query_range(*range, pointer, attribute, value);
     });
 }
 
@@ -138,16 +139,16 @@ GDRKIT_CUDA_ENTRY Result cuPointerGetAttributes(unsigned count, const int* attri
         }
         const RangeRef range = find_range(pointer);
         for (unsigned index = 0; index < count; ++index) {
-            void* const where = values[index];
+            void* const result = values[index];
             const int attribute = attributes[index];
-            if (where == nullptr) {
+            if (result == nullptr) {
                 return invalid_value;
             }
-            const Result result =
-                range ? answer(*range, pointer, attribute, where) : answer_unknown(pointer, attribute, where);
-            // Memory that has no host address says 0 here, where the single question is refused.
-            if (result != success && attribute != pointer_host_pointer) {
-                return result;
+            const Result status = range ? query_range(*range, pointer, attribute, result)
+                                        : query_unknown_pointer(pointer, attribute, result);
+            // For memory without a host address this function reports 0, where cuPointerGetAttribute fails.
+            if (status != success && attribute != pointer_host_pointer) {
+                return status;
             }
         }
         return success;
@@ -160,7 +161,7 @@ GDRKIT_CUDA_ENTRY Result cuPointerSetAttribute(const void* value, int attribute,
         if (value == nullptr || attribute != pointer_sync_memops || !range) {
             return invalid_value;
         }
-        if (range->kind == Kind::vmm) {
+        if (range->kind == MemoryKind::vmm) {
             return not_supported;
         }
         std::uint32_t on = 0;

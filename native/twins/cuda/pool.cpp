@@ -1,3 +1,5 @@
+// Stream-ordered memory pools: cuMemPool*, cuMemAllocAsync and cuMemFreeAsync.
+
 #include "cuda/pool.hpp"
 
 #include <algorithm>
@@ -18,9 +20,9 @@ namespace {
 struct Pool {
     Handle handle = 0;
     Device device = 0;
-    std::uint64_t size_max_bytes = 0; // 0: as much as the device has
+    std::uint64_t size_max_bytes = 0; // 0: limited by the device only
     std::mutex mutex;
-    std::array<int, 4> reuse{0, 1, 1, 1}; // by attribute number
+    std::array<int, 4> reuse{0, 1, 1, 1}; // index: attribute number
     std::uint64_t release_threshold_bytes = 0;
     std::uint64_t used_bytes = 0, used_high_bytes = 0;
     std::map<Device, int> access;
@@ -34,19 +36,19 @@ struct Pool {
         used_high_bytes = std::max(used_high_bytes, used_bytes);
         return true;
     }
-    void discharge(std::uint64_t length_bytes) {
+    void uncharge(std::uint64_t length_bytes) {
         std::lock_guard lock(mutex);
         used_bytes -= length_bytes;
     }
 };
 using PoolRef = std::shared_ptr<Pool>;
 
-Registry<Pool>& created() {
+Registry<Pool>& created_pools() {
     static auto* const all = new Registry<Pool>("cuda_memory_pool");
     return *all;
 }
 
-// The pools that every device has, and which one cuMemAllocAsync uses.
+// The default pool of each device, and the pool that cuMemAllocAsync uses.
 struct DevicePools {
     std::mutex mutex;
     std::map<Device, PoolRef> defaults;
@@ -88,7 +90,7 @@ bool is_default(Handle handle) {
 }
 
 PoolRef find_pool(Handle handle) {
-    if (PoolRef pool = created().find(handle)) {
+    if (PoolRef pool = created_pools().find(handle)) {
         return pool;
     }
     DevicePools& all = device_pools();
@@ -118,10 +120,10 @@ Result allocate_from(const ContextRef& context, const PoolRef& pool, DevicePoint
         return out_of_memory;
     }
     RangeRef range;
-    const Result made = allocate(Kind::pool, pool->device, length_bytes, &range);
-    if (made != success) {
-        pool->discharge(length_bytes);
-        return made;
+    const Result allocated = allocate(MemoryKind::pool, pool->device, length_bytes, &range);
+    if (allocated != success) {
+        pool->uncharge(length_bytes);
+        return allocated;
     }
     range->pool = pool->handle;
     add_range(range);
@@ -129,14 +131,14 @@ Result allocate_from(const ContextRef& context, const PoolRef& pool, DevicePoint
     return success;
 }
 
-Result query_pool(DevicePointer* handle, Device device, PoolRef (*which)(Device)) {
+Result query_pool(DevicePointer* handle, Device device, PoolRef (*select)(Device)) {
     if (!device_exists(device)) {
         return invalid_device;
     }
     if (handle == nullptr) {
         return invalid_value;
     }
-    *handle = which(device)->handle;
+    *handle = select(device)->handle;
     return success;
 }
 
@@ -152,7 +154,7 @@ Result set_attribute(Pool* pool, int attribute, const void* value) {
         pool->release_threshold_bytes = number;
         return success;
     }
-    // The high-water marks can only be set back to where they would begin.
+    // The high-water marks can only be reset, by 0.
     if ((attribute == pool_reserved_high || attribute == pool_used_high) && number == 0) {
         pool->used_high_bytes = pool->used_bytes;
         return success;
@@ -176,7 +178,7 @@ Result get_attribute(Pool* pool, int attribute, void* value) {
         return put(pool->release_threshold_bytes);
     case pool_reserved_current:
     case pool_used_current:
-        // The pool of the twin keeps nothing back.
+        // The twin's pools keep no freed memory, so reserved equals used.
         return put(pool->used_bytes);
     case pool_reserved_high:
     case pool_used_high:
@@ -188,9 +190,9 @@ Result get_attribute(Pool* pool, int attribute, void* value) {
 
 } // namespace
 
-void note_pool_free(Handle handle, std::uint64_t length_bytes) {
+void record_pool_free(Handle handle, std::uint64_t length_bytes) {
     if (const PoolRef pool = find_pool(handle)) {
-        pool->discharge(length_bytes);
+        pool->uncharge(length_bytes);
     }
 }
 
@@ -234,7 +236,7 @@ GDRKIT_CUDA_ENTRY Result cuMemPoolCreate(Handle* handle, const PoolProperties* p
         pool->handle = new_handle();
         pool->device = properties->location.id;
         pool->size_max_bytes = properties->size_max_bytes;
-        created().add(pool->handle, pool);
+        created_pools().add(pool->handle, pool);
         *handle = pool->handle;
         return success;
     });
@@ -245,7 +247,7 @@ GDRKIT_CUDA_ENTRY Result cuMemPoolDestroy(Handle handle) {
         if (is_default(handle)) {
             return invalid_value;
         }
-        const PoolRef pool = created().take(handle);
+        const PoolRef pool = created_pools().take(handle);
         if (!pool) {
             return invalid_value;
         }
@@ -333,21 +335,22 @@ GDRKIT_CUDA_ENTRY Result cuMemFreeAsync(DevicePointer pointer, Handle stream_han
             return success;
         }
         RangeRef range;
-        if (const Result taken = take_allocation(pointer, {Kind::pool, Kind::device}, &range); taken != success) {
-            return taken;
+        if (const Result removed = remove_allocation(pointer, {MemoryKind::pool, MemoryKind::device}, &range);
+            removed != success) {
+            return removed;
         }
         if (range->pool != 0) {
-            note_pool_free(range->pool, range->length_bytes);
+            record_pool_free(range->pool, range->length_bytes);
         }
-        // Nobody finds the pointer any more; memory and address come free when the stream gets here.
+        // The pointer is invalid from now on. Memory and address are freed in stream order.
         const Slot slot = range->slot;
         enqueue(
             stream,
             [range = std::move(range), slot]() mutable {
                 range.reset();
-                give_slot(slot);
+                free_slot(slot);
             },
-            Lateness::late);
+            Timing::delayed);
         return success;
     });
 }

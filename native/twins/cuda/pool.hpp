@@ -1,4 +1,4 @@
-// Memory pools. Each allocation of a pool is memory of its own; the pool keeps the account.
+// Memory pools. Each allocation of a pool has separate memory; the pool only counts its bytes.
 #pragma once
 
 #include <cstdint>
@@ -7,6 +7,7 @@
 
 namespace gdrkit::twin::cuda {
 
-void note_pool_free(Handle pool, std::uint64_t length_bytes);
+// Count an allocation of a pool as freed.
+void record_pool_free(Handle pool, std::uint64_t length_bytes);
 
 } // namespace gdrkit::twin::cuda

@@ -1,4 +1,4 @@
-// cuGetProcAddress: the public name and a CUDA version give the entry of that form.
+// The function table of cuGetProcAddress: maps a public name and a CUDA version to an exported function.
 #include <cstring>
 #include <string_view>
 
@@ -6,7 +6,7 @@
 
 namespace gdrkit::twin::cuda {
 
-// Declared without their arguments: only the addresses are wanted here, so this file includes no other declaration.
+// Declared without arguments: only the addresses are needed, so this file includes no other declarations of them.
 #define X(name, since, symbol, kind) extern "C" int symbol();
 #include "cuda/functions.def"
 #undef X
@@ -29,7 +29,7 @@ constexpr Function functions[] = {
 
 } // namespace
 
-// Whether the name is known; *entry is null when no form of it is as old as this version.
+// Return whether the name is known and store the newest form that `version` supports; null if all forms are newer.
 bool find_entry(std::string_view name, int version, void** entry) {
     bool known = false;
     int newest = 0;

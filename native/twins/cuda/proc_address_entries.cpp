@@ -1,4 +1,5 @@
-// The two forms of cuGetProcAddress. The table is in proc_address.cpp.
+// cuGetProcAddress and cuGetProcAddress_v2. Their table is in proc_address.cpp, which cannot include the declarations
+// used here.
 #include "cuda/entry.hpp"
 
 namespace gdrkit::twin::cuda {
@@ -7,8 +8,8 @@ bool find_entry(std::string_view name, int version, void** entry);
 
 namespace {
 
-Result look_up(const char* name, void** entry, int version, std::uint64_t flags, int* status) {
-    // Per-thread forms are asked for by a flag; the twin has one form for both.
+Result get_proc_address(const char* name, void** entry, int version, std::uint64_t flags, int* status) {
+    // A flag selects per-thread forms. The twin has the same form for both.
     const bool known_flags = (flags & ~std::uint64_t{proc_legacy_stream | proc_per_thread_stream}) == 0;
     if (name == nullptr || entry == nullptr || !known_flags || version > driver_version) {
         return invalid_value;
@@ -24,14 +25,15 @@ Result look_up(const char* name, void** entry, int version, std::uint64_t flags,
 
 GDRKIT_CUDA_ENTRY Result cuGetProcAddress(const char* name, void** entry, int version, std::uint64_t flags) {
     return entry_before_init("cuGetProcAddress", [&] {
-        const Result result = look_up(name, entry, version, flags, nullptr);
+        const Result result = get_proc_address(name, entry, version, flags, nullptr);
         return result == success && *entry == nullptr ? not_found : result;
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuGetProcAddress_v2(const char* name, void** entry, int version, std::uint64_t flags,
                                              int* status) {
-    return entry_before_init("cuGetProcAddress_v2", [&] { return look_up(name, entry, version, flags, status); });
+    return entry_before_init("cuGetProcAddress_v2",
+                             [&] { return get_proc_address(name, entry, version, flags, status); });
 }
 
 } // namespace gdrkit::twin::cuda

@@ -1,4 +1,4 @@
-// The address space of the process: which range holds an address.
+// The address space of the process: finds the range that contains an address, and adds and removes ranges.
 #include <algorithm>
 #include <mutex>
 #include <set>
@@ -9,18 +9,18 @@
 namespace gdrkit::twin::cuda {
 namespace {
 
-struct Space {
+struct AddressSpace {
     std::mutex mutex;
-    std::map<std::uint64_t, RangeRef> ranges; // by base; they never overlap
-    std::set<std::uint64_t> ended;            // bases that went away with their context
+    std::map<std::uint64_t, RangeRef> ranges;     // key: base; ranges never overlap
+    std::set<std::uint64_t> removed_with_context; // bases of ranges that were destroyed with their context
 };
 
-Space& space() {
-    static auto* const the_space = new Space;
+AddressSpace& address_space() {
+    static auto* const the_space = new AddressSpace;
     return *the_space;
 }
 
-RangeRef find_locked(const Space& all, std::uint64_t address) {
+RangeRef find_locked(const AddressSpace& all, std::uint64_t address) {
     const auto after = all.ranges.upper_bound(address);
     if (after == all.ranges.begin()) {
         return nullptr;
@@ -29,7 +29,7 @@ RangeRef find_locked(const Space& all, std::uint64_t address) {
     return address - range->base < range->length_bytes ? range : nullptr;
 }
 
-std::vector<RangeRef> in_locked(const Space& all, std::uint64_t base, std::uint64_t length_bytes) {
+std::vector<RangeRef> overlapping_locked(const AddressSpace& all, std::uint64_t base, std::uint64_t length_bytes) {
     std::vector<RangeRef> found;
     if (RangeRef first = find_locked(all, base); first && first->base < base) {
         found.push_back(std::move(first));
@@ -40,8 +40,8 @@ std::vector<RangeRef> in_locked(const Space& all, std::uint64_t base, std::uint6
     return found;
 }
 
-void add_locked(Space* all, const RangeRef& range) {
-    all->ended.erase(range->base);
+void add_locked(AddressSpace* all, const RangeRef& range) {
+    all->removed_with_context.erase(range->base);
     ledger_add(ledger_kind_of(range->kind), range->base);
     all->ranges.emplace(range->base, range);
 }
@@ -54,26 +54,26 @@ std::uint64_t new_buffer_id() {
 }
 
 RangeRef find_range(std::uint64_t address) {
-    Space& all = space();
+    AddressSpace& all = address_space();
     std::lock_guard lock(all.mutex);
     return find_locked(all, address);
 }
 
-RangeRef range_at(std::uint64_t base) {
+RangeRef find_range_by_base(std::uint64_t base) {
     const RangeRef range = find_range(base);
     return range && range->base == base ? range : nullptr;
 }
 
 std::vector<RangeRef> ranges_in(std::uint64_t base, std::uint64_t length_bytes) {
-    Space& all = space();
+    AddressSpace& all = address_space();
     std::lock_guard lock(all.mutex);
-    return in_locked(all, base, length_bytes);
+    return overlapping_locked(all, base, length_bytes);
 }
 
 bool add_range_unless_overlapping(const RangeRef& range) {
-    Space& all = space();
+    AddressSpace& all = address_space();
     std::lock_guard lock(all.mutex);
-    if (!in_locked(all, range->base, range->length_bytes).empty()) {
+    if (!overlapping_locked(all, range->base, range->length_bytes).empty()) {
         return false;
     }
     add_locked(&all, range);
@@ -81,45 +81,45 @@ bool add_range_unless_overlapping(const RangeRef& range) {
 }
 
 void add_range(const RangeRef& range) {
-    Space& all = space();
+    AddressSpace& all = address_space();
     std::lock_guard lock(all.mutex);
     add_locked(&all, range);
 }
 
 int access_of(const Range& range, Device device) {
-    if (range.kind != Kind::vmm) {
+    if (range.kind != MemoryKind::vmm) {
         return access_read_write;
     }
-    std::lock_guard lock(space().mutex);
+    std::lock_guard lock(address_space().mutex);
     const auto found = range.access.find(device);
     return found == range.access.end() ? access_none : found->second;
 }
 
 void set_access(const RangeRef& range, Device device, int flags) {
-    std::lock_guard lock(space().mutex);
+    std::lock_guard lock(address_space().mutex);
     range->access[device] = flags;
 }
 
-std::string_view ledger_kind_of(Kind kind) {
+std::string_view ledger_kind_of(MemoryKind kind) {
     switch (kind) {
-    case Kind::device:
-    case Kind::pool:
-    case Kind::managed:
+    case MemoryKind::device:
+    case MemoryKind::pool:
+    case MemoryKind::managed:
         return "cuda_memory";
-    case Kind::host_alloc:
+    case MemoryKind::host_alloc:
         return "cuda_host_memory";
-    case Kind::host_registered:
+    case MemoryKind::host_registered:
         return "cuda_host_registration";
-    case Kind::ipc:
+    case MemoryKind::ipc:
         return "cuda_ipc_mapping";
-    case Kind::vmm:
+    case MemoryKind::vmm:
         return "cuda_vmm_mapping";
     }
     return "";
 }
 
-Result take_allocation(std::uint64_t address, std::initializer_list<Kind> kinds, RangeRef* taken) {
-    Space& all = space();
+Result remove_allocation(std::uint64_t address, std::initializer_list<MemoryKind> kinds, RangeRef* taken) {
+    AddressSpace& all = address_space();
     std::unique_lock lock(all.mutex);
     if (const auto found = all.ranges.find(address); found != all.ranges.end()) {
         if (std::ranges::find(kinds, found->second->kind) == kinds.end()) {
@@ -133,9 +133,9 @@ Result take_allocation(std::uint64_t address, std::initializer_list<Kind> kinds,
         *taken = std::move(range);
         return success;
     }
-    if (!all.ended.contains(address)) {
-        for (const Kind kind : kinds) {
-            // No range begins here. If one did, and was freed, this is a second free: the ledger ends the process.
+    if (!all.removed_with_context.contains(address)) {
+        for (const MemoryKind kind : kinds) {
+            // No range begins here. If one did and was freed, this is a double free, and the ledger ends the process.
             if (ledger_remove(ledger_kind_of(kind), address)) {
                 break;
             }
@@ -144,25 +144,25 @@ Result take_allocation(std::uint64_t address, std::initializer_list<Kind> kinds,
     return invalid_value;
 }
 
-void release_memory_of(Handle context) {
-    std::vector<RangeRef> gone;
+void destroy_memory_of(Handle context) {
+    std::vector<RangeRef> removed;
     {
-        Space& all = space();
+        AddressSpace& all = address_space();
         std::lock_guard lock(all.mutex);
         for (auto at = all.ranges.begin(); at != all.ranges.end();) {
             const RangeRef& range = at->second;
             if (range->context == context && ledger_remove(ledger_kind_of(range->kind), range->base)) {
-                all.ended.insert(range->base);
-                gone.push_back(range);
+                all.removed_with_context.insert(range->base);
+                removed.push_back(range);
                 at = all.ranges.erase(at);
             } else {
                 ++at;
             }
         }
     }
-    for (const RangeRef& range : gone) {
+    for (const RangeRef& range : removed) {
         if (range->slot.base != 0) {
-            give_slot(range->slot);
+            free_slot(range->slot);
         }
     }
 }

@@ -1,4 +1,4 @@
-// Objects by handle, entered in the ledger.
+// A table of objects (streams, events, pools ...) by handle, which also enters them in the ledger of live handles.
 #pragma once
 
 #include <map>
@@ -16,14 +16,14 @@ namespace gdrkit::twin::cuda {
 
 template <typename Object> class Registry {
 public:
-    // `kind` must be a string literal: it is the ledger's name for these objects.
+    // `kind` must be a string literal: it is the ledger's name of these objects.
     explicit Registry(std::string_view kind) : kind_(kind) {}
 
     void add(Handle handle, std::shared_ptr<Object> object) {
         std::lock_guard lock(mutex_);
         ledger_add(kind_, handle);
         objects_.emplace(handle, std::move(object));
-        ended_.erase(handle);
+        removed_with_owner_.erase(handle);
     }
 
     [[nodiscard]] std::shared_ptr<Object> find(Handle handle) {
@@ -32,11 +32,11 @@ public:
         return found == objects_.end() ? nullptr : found->second;
     }
 
-    // Takes the object out. Null when there is none of this handle, or when its context took it along; a handle that
-    // the program itself gave back before ends the process (model/ledger.hpp).
+    // Remove the object and return it. Return null if the handle is unknown or its context was destroyed. A handle that
+    // the program has released before ends the process (model/ledger.hpp).
     [[nodiscard]] std::shared_ptr<Object> take(Handle handle) {
         std::lock_guard lock(mutex_);
-        if (ended_.contains(handle) || !ledger_remove(kind_, handle)) {
+        if (removed_with_owner_.contains(handle) || !ledger_remove(kind_, handle)) {
             return nullptr;
         }
         const auto found = objects_.find(handle);
@@ -45,13 +45,13 @@ public:
         return object;
     }
 
-    // Takes out all objects that end together with something else, such as their context.
+    // Remove and return all objects that match, for example those of a context that ends.
     template <typename Predicate> std::vector<std::shared_ptr<Object>> take_all(Predicate&& predicate) {
         std::vector<std::shared_ptr<Object>> taken;
         std::lock_guard lock(mutex_);
         for (auto at = objects_.begin(); at != objects_.end();) {
             if (predicate(*at->second) && ledger_remove(kind_, at->first)) {
-                ended_.insert(at->first);
+                removed_with_owner_.insert(at->first);
                 taken.push_back(std::move(at->second));
                 at = objects_.erase(at);
             } else {
@@ -65,7 +65,7 @@ private:
     const std::string_view kind_;
     std::mutex mutex_;
     std::map<Handle, std::shared_ptr<Object>> objects_;
-    std::set<Handle> ended_;
+    std::set<Handle> removed_with_owner_;
 };
 
 } // namespace gdrkit::twin::cuda

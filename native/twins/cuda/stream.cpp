@@ -1,3 +1,5 @@
+// Implements streams: one thread per stream carries out its queued work in order, after random delays.
+
 #include "cuda/stream.hpp"
 
 #include <algorithm>
@@ -12,16 +14,16 @@
 namespace gdrkit::twin::cuda {
 namespace {
 
-// One mutex and one condition for all streams: simple, and fast enough for software.
-struct Engine {
+// One mutex and one condition variable serve all streams: simple, and fast enough for software.
+struct StreamEngine {
     std::mutex mutex;
     std::condition_variable changed;
     std::uint64_t last_id = 0;
 };
 
-Engine& engine() {
-    // Never destroyed: threads of streams may still run while the process exits.
-    static auto* const the_engine = new Engine;
+StreamEngine& engine() {
+    // Never destroyed, because threads of streams may still run while the process exits.
+    static auto* const the_engine = new StreamEngine;
     return *the_engine;
 }
 
@@ -35,15 +37,15 @@ void add_unfinished(const StreamRef& stream, std::vector<MarkerRef>* markers) {
     }
 }
 
-void forget_locked(const StreamRef& stream) {
+void remove_from_context_locked(const StreamRef& stream) {
     if (const ContextRef context = stream->context.lock()) {
         std::erase(context->streams, stream);
     }
 }
 
-// The thread of one stream. It owns the stream, so that the stream outlives its last work.
-void carry_out(StreamRef stream) {
-    Engine& all = engine();
+// Body of a stream's thread. It holds a reference to the stream, which therefore outlives its last work.
+void run_stream_thread(StreamRef stream) {
+    StreamEngine& all = engine();
     std::unique_lock lock(all.mutex);
     while (true) {
         all.changed.wait(lock, [&] { return !stream->queue.empty() || stream->closed; });
@@ -54,13 +56,13 @@ void carry_out(StreamRef stream) {
         stream->queue.pop_front();
         all.changed.wait(lock, [&] { return done_locked(work.after); });
         lock.unlock();
-        if (work.late) {
-            be_late();
+        if (work.delayed) {
+            sleep_random_delay();
         }
         if (work.run) {
             work.run();
         }
-        // What the work held on to (memory that was freed meanwhile) goes before anybody is told.
+        // Release what the work references (memory that was freed meanwhile) before its completion is visible.
         work.run = nullptr;
         lock.lock();
         work.marker->done = true;
@@ -68,10 +70,10 @@ void carry_out(StreamRef stream) {
         all.changed.notify_all();
     }
     stream->has_thread = false;
-    forget_locked(stream);
+    remove_from_context_locked(stream);
 }
 
-StreamRef build_stream_locked(Engine* all, const ContextRef& context, std::uint32_t flags, int priority) {
+StreamRef new_stream_locked(StreamEngine* all, const ContextRef& context, std::uint32_t flags, int priority) {
     auto stream = std::make_shared<Stream>();
     stream->handle = new_handle();
     stream->id = ++all->last_id;
@@ -85,47 +87,47 @@ StreamRef build_stream_locked(Engine* all, const ContextRef& context, std::uint3
 } // namespace
 
 StreamRef make_stream(const ContextRef& context, std::uint32_t flags, int priority) {
-    Engine& all = engine();
+    StreamEngine& all = engine();
     std::lock_guard lock(all.mutex);
-    StreamRef stream = build_stream_locked(&all, context, flags, priority);
+    StreamRef stream = new_stream_locked(&all, context, flags, priority);
     context->streams.push_back(stream);
     return stream;
 }
 
 void close_stream(const StreamRef& stream) {
-    Engine& all = engine();
+    StreamEngine& all = engine();
     std::lock_guard lock(all.mutex);
     stream->closed = true;
     if (!stream->has_thread) {
-        forget_locked(stream);
+        remove_from_context_locked(stream);
     }
     all.changed.notify_all();
 }
 
 StreamRef legacy_stream(const ContextRef& context) {
-    Engine& all = engine();
+    StreamEngine& all = engine();
     std::lock_guard lock(all.mutex);
     if (!context->legacy) {
-        context->legacy = build_stream_locked(&all, context, 0, 0);
+        context->legacy = new_stream_locked(&all, context, 0, 0);
     }
     return context->legacy;
 }
 
 StreamRef thread_stream(const ContextRef& context) {
-    Engine& all = engine();
+    StreamEngine& all = engine();
     std::lock_guard lock(all.mutex);
     StreamRef& stream = context->thread_streams[std::this_thread::get_id()];
     if (!stream) {
-        stream = build_stream_locked(&all, context, 0, 0);
+        stream = new_stream_locked(&all, context, 0, 0);
         context->streams.push_back(stream);
     }
     return stream;
 }
 
-MarkerRef enqueue(const StreamRef& stream, std::function<void()> run, Lateness lateness, std::vector<MarkerRef> after) {
-    Engine& all = engine();
+MarkerRef enqueue(const StreamRef& stream, std::function<void()> run, Timing timing, std::vector<MarkerRef> after) {
+    StreamEngine& all = engine();
     std::lock_guard lock(all.mutex);
-    Work work{std::move(run), std::move(after), std::make_shared<Marker>(), lateness == Lateness::late};
+    Work work{std::move(run), std::move(after), std::make_shared<Marker>(), timing == Timing::delayed};
     if (const ContextRef context = stream->context.lock()) {
         if (stream == context->legacy) {
             for (const StreamRef& other : context->streams) {
@@ -138,7 +140,7 @@ MarkerRef enqueue(const StreamRef& stream, std::function<void()> run, Lateness l
         }
     }
     if (!stream->has_thread) {
-        start_quiet_thread([stream] { carry_out(stream); }).detach();
+        start_signal_blocking_thread([stream] { run_stream_thread(stream); }).detach();
         stream->has_thread = true;
     }
     MarkerRef marker = work.marker;
@@ -148,14 +150,14 @@ MarkerRef enqueue(const StreamRef& stream, std::function<void()> run, Lateness l
     return marker;
 }
 
-void wait_for(const MarkerRef& marker) {
-    Engine& all = engine();
+void wait_until_done(const MarkerRef& marker) {
+    StreamEngine& all = engine();
     std::unique_lock lock(all.mutex);
     all.changed.wait(lock, [&] { return marker->done; });
 }
 
-std::vector<MarkerRef> pending(const StreamRef& stream) {
-    Engine& all = engine();
+std::vector<MarkerRef> unfinished_work(const StreamRef& stream) {
+    StreamEngine& all = engine();
     std::lock_guard lock(all.mutex);
     std::vector<MarkerRef> markers;
     add_unfinished(stream, &markers);
@@ -170,18 +172,18 @@ std::vector<MarkerRef> pending(const StreamRef& stream) {
     return markers;
 }
 
-bool all_done(const std::vector<MarkerRef>& markers) {
+bool all_complete(const std::vector<MarkerRef>& markers) {
     std::lock_guard lock(engine().mutex);
     return done_locked(markers);
 }
 
-void wait_for(const std::vector<MarkerRef>& markers) {
-    Engine& all = engine();
+void wait_until_done(const std::vector<MarkerRef>& markers) {
+    StreamEngine& all = engine();
     std::unique_lock lock(all.mutex);
     all.changed.wait(lock, [&] { return done_locked(markers); });
 }
 
-std::chrono::steady_clock::time_point time_of(const MarkerRef& marker) {
+std::chrono::steady_clock::time_point completion_time_of(const MarkerRef& marker) {
     std::lock_guard lock(engine().mutex);
     return marker->when;
 }
@@ -195,12 +197,12 @@ void synchronise(const ContextRef& context) {
             add_unfinished(stream, &markers);
         }
     }
-    wait_for(markers);
+    wait_until_done(markers);
 }
 
 void close_streams(const ContextRef& context) {
     synchronise(context);
-    Engine& all = engine();
+    StreamEngine& all = engine();
     std::lock_guard lock(all.mutex);
     if (context->legacy) {
         context->legacy->closed = true;

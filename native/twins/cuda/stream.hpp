@@ -1,4 +1,5 @@
-// Streams: a thread each, work in order, late by seed. A marker stands for one piece of work and says when it is done.
+// Streams. Each has a thread that carries out its work in order, after random delays. A marker stands for one piece of
+// queued work and tells whether it is done.
 #pragma once
 
 #include <chrono>
@@ -20,10 +21,10 @@ struct Marker {
 using MarkerRef = std::shared_ptr<Marker>;
 
 struct Work {
-    std::function<void()> run; // may be empty: a point in the stream
+    std::function<void()> run; // empty: only a point in the stream
     std::vector<MarkerRef> after;
     MarkerRef marker;
-    bool late = true;
+    bool delayed = true;
 };
 
 struct Stream {
@@ -36,7 +37,7 @@ struct Stream {
 
     // Guarded by the mutex of stream.cpp.
     std::deque<Work> queue;
-    MarkerRef last; // of the work queued last; null: none yet
+    MarkerRef last; // marker of the work queued last; null if there was none
     bool has_thread = false;
     bool closed = false;
 
@@ -44,46 +45,45 @@ struct Stream {
 };
 using StreamRef = std::shared_ptr<Stream>;
 
-// What an H200 answers; a smaller number is served first there. Here all are served alike.
-inline constexpr int stream_priority_least = 0;
+// Priorities as of an H200; a smaller number is more urgent. The twin treats all alike.
+inline constexpr int min_stream_priority = 0;
 inline constexpr int stream_priority_greatest = -5;
 
-// The stream of this handle as seen from this context: a created one, the legacy default stream or the calling
-// thread's own default stream.
+// Find the stream of a handle: a created stream, the legacy default stream of the context, or the calling thread's
+// default stream.
 Result find_stream(Handle handle, const ContextRef& context, StreamRef* stream);
 
 StreamRef legacy_stream(const ContextRef& context);
 StreamRef thread_stream(const ContextRef& context);
 
-// A new stream of the context, and its end: what is queued is still carried out.
+// Create a stream in the context, and close it: queued work is still carried out.
 StreamRef make_stream(const ContextRef& context, std::uint32_t flags, int priority);
 void close_stream(const StreamRef& stream);
 
-enum class Lateness { late, at_once };
+enum class Timing { delayed, immediate };
 
-// Queues work and returns its marker. Work of the legacy stream comes after everything queued before in the blocking
-// streams of its context, and their work after what was queued in the legacy stream. `after`: what it also waits for.
-MarkerRef enqueue(const StreamRef& stream, std::function<void()> run, Lateness lateness,
-                  std::vector<MarkerRef> after = {});
+// Queue work and return its marker. Work in the legacy stream waits for all earlier work of the blocking streams of its
+// context, and their work waits for earlier work of the legacy stream. `after` lists other markers to wait for.
+MarkerRef enqueue(const StreamRef& stream, std::function<void()> run, Timing timing, std::vector<MarkerRef> after = {});
 
-void wait_for(const MarkerRef& marker);
-void wait_for(const std::vector<MarkerRef>& markers);
-std::chrono::steady_clock::time_point time_of(const MarkerRef& marker);
+void wait_until_done(const MarkerRef& marker);
+void wait_until_done(const std::vector<MarkerRef>& markers);
+std::chrono::steady_clock::time_point completion_time_of(const MarkerRef& marker);
 
-// What must be done for the stream to count as finished now.
-std::vector<MarkerRef> pending(const StreamRef& stream);
-bool all_done(const std::vector<MarkerRef>& markers);
+// Return the markers that must be done for the stream to be idle.
+std::vector<MarkerRef> unfinished_work(const StreamRef& stream);
+bool all_complete(const std::vector<MarkerRef>& markers);
 
-// Waits for everything that was queued in the context.
+// Wait for all work that is queued in the context.
 void synchronise(const ContextRef& context);
 
-// Waits for all work of the context and takes its streams away.
+// Wait for all work of the context and close its streams.
 void close_streams(const ContextRef& context);
 
-// The context ends, and the handles of its streams with it.
-void release_streams_of(Handle context);
+// Destroy the stream handles of a context that ends.
+void destroy_streams_of(Handle context);
 
-// Whether the calling thread is running a host function of a stream, where no entry may be called.
-bool in_host_function();
+// Return whether the calling thread runs a host function of a stream, which must not call the driver.
+bool is_in_host_function();
 
 } // namespace gdrkit::twin::cuda

@@ -1,4 +1,4 @@
-// The cuStream* entries.
+// The exported cuStream* functions.
 #include <algorithm>
 
 #include "cuda/entry.hpp"
@@ -20,21 +20,21 @@ Result create_stream(const ContextRef& context, Handle* handle, unsigned flags, 
     if (handle == nullptr || (flags & ~static_cast<unsigned>(stream_non_blocking)) != 0) {
         return invalid_value;
     }
-    const int allowed = std::clamp(priority, stream_priority_greatest, stream_priority_least);
+    const int allowed = std::clamp(priority, stream_priority_greatest, min_stream_priority);
     StreamRef stream = make_stream(context, flags, allowed);
     *handle = stream->handle;
     streams().add(stream->handle, stream);
     return success;
 }
 
-// Runs `call` where no entry may be called; the work of the stream goes on after it.
-template <typename Call> void as_host_function(Call&& call) {
+// Run `call` as a host function, during which the driver must not be called.
+template <typename Call> void run_host_function(Call&& call) {
     running_host_function = true;
     call();
     running_host_function = false;
 }
 
-// An entry that does something with one stream.
+// Run the body of an exported function that takes a stream.
 template <typename Body> Result stream_entry(std::string_view symbol, Handle handle, Body&& body) {
     return entry_in_context(symbol, [&](const ContextRef& context) {
         StreamRef stream;
@@ -43,17 +43,17 @@ template <typename Body> Result stream_entry(std::string_view symbol, Handle han
     });
 }
 
-template <typename Value> Result answer(Value* where, Value value) {
-    if (where == nullptr) {
+template <typename Value> Result write_result(Value* result, Value value) {
+    if (result == nullptr) {
         return invalid_value;
     }
-    *where = value;
+    *result = value;
     return success;
 }
 
 } // namespace
 
-bool in_host_function() {
+bool is_in_host_function() {
     return running_host_function;
 }
 
@@ -70,7 +70,7 @@ Result find_stream(Handle handle, const ContextRef& context, StreamRef* stream) 
     return *stream ? success : invalid_handle;
 }
 
-void release_streams_of(Handle context) {
+void destroy_streams_of(Handle context) {
     streams().take_all([=](const Stream& stream) {
         const ContextRef owner = stream.context.lock();
         return !owner || owner->handle == context;
@@ -100,12 +100,12 @@ GDRKIT_CUDA_ENTRY Result cuStreamDestroy_v2(Handle handle) {
 
 GDRKIT_CUDA_ENTRY Result cuStreamQuery(Handle handle) {
     return stream_entry("cuStreamQuery", handle,
-                        [](const StreamRef& stream) { return pending(stream).empty() ? success : not_ready; });
+                        [](const StreamRef& stream) { return unfinished_work(stream).empty() ? success : not_ready; });
 }
 
 GDRKIT_CUDA_ENTRY Result cuStreamSynchronize(Handle handle) {
     return stream_entry("cuStreamSynchronize", handle, [](const StreamRef& stream) {
-        wait_for(pending(stream));
+        wait_until_done(unfinished_work(stream));
         return success;
     });
 }
@@ -113,14 +113,14 @@ GDRKIT_CUDA_ENTRY Result cuStreamSynchronize(Handle handle) {
 GDRKIT_CUDA_ENTRY Result cuStreamWaitEvent(Handle handle, Handle event, unsigned flags) {
     return stream_entry("cuStreamWaitEvent", handle, [&](const StreamRef& stream) {
         MarkerRef marker;
-        if (const Result found = find_recorded(event, &marker); found != success) {
+        if (const Result found = find_recorded_marker(event, &marker); found != success) {
             return found;
         }
         if (flags != 0) {
             return flags == 1 ? not_supported : invalid_value;
         }
         if (marker) {
-            enqueue(stream, {}, Lateness::at_once, {marker});
+            enqueue(stream, {}, Timing::immediate, {marker});
         }
         return success;
     });
@@ -132,8 +132,8 @@ GDRKIT_CUDA_ENTRY Result cuStreamAddCallback(Handle handle, void (*callback)(Han
         if (callback == nullptr || flags != 0) {
             return invalid_value;
         }
-        auto call = [=] { as_host_function([&] { callback(handle, success, user); }); };
-        enqueue(stream, call, Lateness::late);
+        auto call = [=] { run_host_function([&] { callback(handle, success, user); }); };
+        enqueue(stream, call, Timing::delayed);
         return success;
     });
 }
@@ -143,43 +143,43 @@ GDRKIT_CUDA_ENTRY Result cuLaunchHostFunc(Handle handle, void (*function)(void*)
         if (function == nullptr) {
             return invalid_value;
         }
-        auto call = [=] { as_host_function([&] { function(user); }); };
-        enqueue(stream, call, Lateness::late);
+        auto call = [=] { run_host_function([&] { function(user); }); };
+        enqueue(stream, call, Timing::delayed);
         return success;
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuStreamGetFlags(Handle handle, unsigned* flags) {
     return stream_entry("cuStreamGetFlags", handle,
-                        [&](const StreamRef& stream) { return answer<unsigned>(flags, stream->flags); });
+                        [&](const StreamRef& stream) { return write_result<unsigned>(flags, stream->flags); });
 }
 
 GDRKIT_CUDA_ENTRY Result cuStreamGetPriority(Handle handle, int* priority) {
     return stream_entry("cuStreamGetPriority", handle,
-                        [&](const StreamRef& stream) { return answer<int>(priority, stream->priority); });
+                        [&](const StreamRef& stream) { return write_result<int>(priority, stream->priority); });
 }
 
 GDRKIT_CUDA_ENTRY Result cuStreamGetId(Handle handle, std::uint64_t* id) {
     return stream_entry("cuStreamGetId", handle,
-                        [&](const StreamRef& stream) { return answer<std::uint64_t>(id, stream->id); });
+                        [&](const StreamRef& stream) { return write_result<std::uint64_t>(id, stream->id); });
 }
 
 GDRKIT_CUDA_ENTRY Result cuStreamGetDevice(Handle handle, Device* device) {
     return stream_entry("cuStreamGetDevice", handle,
-                        [&](const StreamRef& stream) { return answer<Device>(device, stream->device); });
+                        [&](const StreamRef& stream) { return write_result<Device>(device, stream->device); });
 }
 
 GDRKIT_CUDA_ENTRY Result cuStreamGetCtx(Handle handle, Handle* context) {
     return stream_entry("cuStreamGetCtx", handle, [&](const StreamRef& stream) {
         const ContextRef owner = stream->context.lock();
-        return owner && owner->alive ? answer<Handle>(context, owner->handle) : context_is_destroyed;
+        return owner && owner->alive ? write_result<Handle>(context, owner->handle) : context_is_destroyed;
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuStreamIsCapturing(Handle handle, int* status) {
     return stream_entry("cuStreamIsCapturing", handle, [&](const StreamRef&) {
-        // There are no graphs, so no stream is ever captured.
-        return answer<int>(status, 0);
+        // Without graphs, no stream is ever captured.
+        return write_result<int>(status, 0);
     });
 }
 

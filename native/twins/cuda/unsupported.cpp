@@ -1,4 +1,4 @@
-// The entries that the twin does not implement: each says so, and touches nothing.
+// Functions that the twin does not implement: each returns CUDA_ERROR_NOT_SUPPORTED and has no effect.
 #include "cuda/cuda_abi.hpp"
 
 namespace gdrkit::twin::cuda {

@@ -1,3 +1,6 @@
+// Virtual memory management: cuMemAddressReserve, cuMemCreate, cuMemMap, cuMemSetAccess, and sharing by file
+// descriptors.
+
 #include "cuda/vmm.hpp"
 
 #include <sys/stat.h>
@@ -17,8 +20,8 @@
 namespace gdrkit::twin::cuda {
 namespace {
 
-// A physical allocation. Its handle counts: cuMemCreate or an import gives one reference, cuMemRetainAllocationHandle
-// one more. Mappings keep the memory beyond its handle.
+// A physical allocation. cuMemCreate, an import and cuMemRetainAllocationHandle each add one reference to its handle.
+// Mappings keep the memory alive after the handle is released.
 struct Allocation {
     Handle handle = 0;
     MemoryRef memory;
@@ -32,7 +35,7 @@ struct Reservation {
 };
 
 struct Vmm {
-    std::mutex mutex; // orders everything that maps, unmaps, reserves or releases
+    std::mutex mutex; // serializes mapping, unmapping, reserving and releasing
     std::map<std::uint64_t, Reservation> reservations;
     Registry<Allocation> allocations{"cuda_vmm_allocation"};
     Registry<Reservation> ledger{"cuda_vmm_reservation"};
@@ -43,7 +46,7 @@ Vmm& vmm() {
     return *all;
 }
 
-bool whole_granules(std::uint64_t value) {
+bool is_granularity_multiple(std::uint64_t value) {
     return value % vmm_granularity_bytes == 0;
 }
 
@@ -57,9 +60,10 @@ const Reservation* reservation_of(const Vmm& all, std::uint64_t address, std::ui
     return offset < found.length_bytes && length_bytes <= found.length_bytes - offset ? &found : nullptr;
 }
 
-// The mappings in [address, address + length). False when one of them reaches out of it, or, with `gapless`, when they
-// leave holes.
-bool whole_mappings(std::uint64_t address, std::uint64_t length_bytes, bool gapless, std::vector<RangeRef>* found) {
+// Find the mappings in [address, address + length_bytes). Return false if a mapping extends beyond it or, with
+// `require_contiguous`, if there are gaps between them.
+bool find_whole_mappings(std::uint64_t address, std::uint64_t length_bytes, bool require_contiguous,
+                         std::vector<RangeRef>* found) {
     *found = ranges_in(address, length_bytes);
     std::uint64_t covered_bytes = 0;
     for (const RangeRef& range : *found) {
@@ -68,7 +72,7 @@ bool whole_mappings(std::uint64_t address, std::uint64_t length_bytes, bool gapl
         }
         covered_bytes += range->length_bytes;
     }
-    return !gapless || covered_bytes == length_bytes;
+    return !require_contiguous || covered_bytes == length_bytes;
 }
 
 Result check_properties(const AllocationProperties* properties) {
@@ -94,14 +98,14 @@ Handle add_allocation_locked(Vmm* all, MemoryRef memory, const AllocationPropert
 
 Result map_locked(Vmm* all, std::uint64_t address, std::uint64_t length_bytes, const AllocationRef& allocation) {
     const Reservation* const reservation = reservation_of(*all, address, length_bytes);
-    if (reservation == nullptr || !whole_granules(address) || !whole_granules(length_bytes)) {
+    if (reservation == nullptr || !is_granularity_multiple(address) || !is_granularity_multiple(length_bytes)) {
         return invalid_value;
     }
     if (length_bytes != allocation->memory->length_bytes()) {
         return not_supported;
     }
     auto range = std::make_shared<Range>();
-    range->kind = Kind::vmm;
+    range->kind = MemoryKind::vmm;
     range->base = address;
     range->length_bytes = length_bytes;
     range->buffer_id = new_buffer_id();
@@ -111,8 +115,8 @@ Result map_locked(Vmm* all, std::uint64_t address, std::uint64_t length_bytes, c
     range->gpu_direct_rdma_capable = allocation->properties.gpu_direct_rdma_capable != 0;
     range->reservation_base = reservation->base;
     range->reservation_bytes = reservation->length_bytes;
-    // The range keeps the allocation too, so that its handle can be asked for again after it was released.
-    range->kept = allocation;
+    // The range keeps the allocation alive, so that cuMemRetainAllocationHandle works after the handle was released.
+    range->owner = allocation;
     return add_range_unless_overlapping(range) ? success : invalid_value;
 }
 
@@ -134,7 +138,7 @@ bool find_reservation(std::uint64_t address, std::uint64_t* base, std::uint64_t*
 GDRKIT_CUDA_ENTRY Result cuMemAddressReserve(DevicePointer* pointer, std::size_t length_bytes, std::size_t alignment,
                                              DevicePointer, unsigned long long flags) {
     return entry_in_context("cuMemAddressReserve", [&](const ContextRef&) {
-        if (pointer == nullptr || length_bytes == 0 || !whole_granules(length_bytes) || flags != 0 ||
+        if (pointer == nullptr || length_bytes == 0 || !is_granularity_multiple(length_bytes) || flags != 0 ||
             (alignment != 0 && !std::has_single_bit(alignment))) {
             return invalid_value;
         }
@@ -188,15 +192,15 @@ GDRKIT_CUDA_ENTRY Result cuMemGetAllocationGranularity(std::size_t* granularity,
 GDRKIT_CUDA_ENTRY Result cuMemCreate(Handle* handle, std::size_t length_bytes, const AllocationProperties* properties,
                                      unsigned long long flags) {
     return entry_in_context("cuMemCreate", [&](const ContextRef&) {
-        if (handle == nullptr || length_bytes == 0 || !whole_granules(length_bytes) || flags != 0) {
+        if (handle == nullptr || length_bytes == 0 || !is_granularity_multiple(length_bytes) || flags != 0) {
             return invalid_value;
         }
         if (const Result checked = check_properties(properties); checked != success) {
             return checked;
         }
         MemoryRef memory;
-        if (const Result made = Memory::make(properties->location.id, length_bytes, &memory); made != success) {
-            return made;
+        if (const Result created = Memory::make(properties->location.id, length_bytes, &memory); created != success) {
+            return created;
         }
         Vmm& all = vmm();
         std::lock_guard lock(all.mutex);
@@ -208,7 +212,7 @@ GDRKIT_CUDA_ENTRY Result cuMemCreate(Handle* handle, std::size_t length_bytes, c
 GDRKIT_CUDA_ENTRY Result cuMemRelease(Handle handle) {
     return entry("cuMemRelease", [&] {
         Vmm& all = vmm();
-        AllocationRef ended; // its memory is given back without the lock
+        AllocationRef ended; // declared before the lock, so that its memory is freed after the lock is released
         std::lock_guard lock(all.mutex);
         if (const AllocationRef allocation = all.allocations.find(handle); allocation && allocation->references > 1) {
             --allocation->references;
@@ -222,10 +226,10 @@ GDRKIT_CUDA_ENTRY Result cuMemRelease(Handle handle) {
 GDRKIT_CUDA_ENTRY Result cuMemRetainAllocationHandle(Handle* handle, void* pointer) {
     return entry("cuMemRetainAllocationHandle", [&] {
         const RangeRef range = find_range(reinterpret_cast<std::uint64_t>(pointer));
-        if (handle == nullptr || !range || range->kind != Kind::vmm) {
+        if (handle == nullptr || !range || range->kind != MemoryKind::vmm) {
             return invalid_value;
         }
-        const auto allocation = std::static_pointer_cast<Allocation>(range->kept);
+        const auto allocation = std::static_pointer_cast<Allocation>(range->owner);
         Vmm& all = vmm();
         std::lock_guard lock(all.mutex);
         if (all.allocations.find(allocation->handle)) {
@@ -267,17 +271,17 @@ GDRKIT_CUDA_ENTRY Result cuMemMap(DevicePointer pointer, std::size_t length_byte
 
 GDRKIT_CUDA_ENTRY Result cuMemUnmap(DevicePointer pointer, std::size_t length_bytes) {
     return entry_in_context("cuMemUnmap", [&](const ContextRef&) {
-        std::vector<RangeRef> mappings; // their memory is given back without the lock
+        std::vector<RangeRef> mappings; // declared before the lock, so that their memory is freed after it is released
         Vmm& all = vmm();
         std::lock_guard lock(all.mutex);
-        // Reserved addresses without a mapping may be among them.
+        // The range may include reserved addresses without a mapping.
         if (reservation_of(all, pointer, length_bytes) == nullptr ||
-            !whole_mappings(pointer, length_bytes, false, &mappings)) {
+            !find_whole_mappings(pointer, length_bytes, false, &mappings)) {
             return invalid_value;
         }
         for (const RangeRef& range : mappings) {
             RangeRef taken;
-            if (const Result result = take_allocation(range->base, {Kind::vmm}, &taken); result != success) {
+            if (const Result result = remove_allocation(range->base, {MemoryKind::vmm}, &taken); result != success) {
                 return result;
             }
         }
@@ -292,7 +296,7 @@ GDRKIT_CUDA_ENTRY Result cuMemSetAccess(DevicePointer pointer, std::size_t lengt
         std::lock_guard lock(all.mutex);
         std::vector<RangeRef> mappings;
         if (descriptions == nullptr || count == 0 || reservation_of(all, pointer, length_bytes) == nullptr ||
-            !whole_mappings(pointer, length_bytes, true, &mappings)) {
+            !find_whole_mappings(pointer, length_bytes, true, &mappings)) {
             return invalid_value;
         }
         const std::span all_descriptions(descriptions, count);
@@ -319,7 +323,7 @@ GDRKIT_CUDA_ENTRY Result cuMemGetAccess(unsigned long long* flags, const Locatio
     return entry_in_context("cuMemGetAccess", [&](const ContextRef&) {
         const RangeRef range = find_range(pointer);
         if (flags == nullptr || location == nullptr || location->type != location_device ||
-            !device_exists(location->id) || !range || range->kind != Kind::vmm) {
+            !device_exists(location->id) || !range || range->kind != MemoryKind::vmm) {
             return invalid_value;
         }
         *flags = static_cast<unsigned long long>(access_of(*range, location->id));
@@ -357,10 +361,10 @@ GDRKIT_CUDA_ENTRY Result cuMemImportFromShareableHandle(Handle* handle, void* sh
         }
         Fd fd(opened);
         struct stat status {};
-        if (fstat(fd.get(), &status) != 0 || !whole_granules(static_cast<std::uint64_t>(status.st_size))) {
+        if (fstat(fd.get(), &status) != 0 || !is_granularity_multiple(static_cast<std::uint64_t>(status.st_size))) {
             return invalid_value;
         }
-        // A shareable handle does not say which device the memory is on; the importer's own is taken.
+        // A shareable handle does not tell the memory's device; the importer's current device is used.
         MemoryRef memory;
         const auto length_bytes = static_cast<std::uint64_t>(status.st_size);
         const Result adopted = Memory::adopt(std::move(fd), length_bytes, context->device, &memory);

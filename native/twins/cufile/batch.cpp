@@ -1,4 +1,5 @@
-// Batches: many transfers by one call, whose ends are asked for later.
+// Batches (cuFileBatchIO*): many transfers submitted by one call and carried out by a thread; the caller polls for
+// their completion.
 #include <algorithm>
 #include <chrono>
 #include <condition_variable>
@@ -31,16 +32,18 @@ struct Batch {
     std::mutex mutex;
     std::condition_variable changed;
     unsigned capacity = 0;
-    std::deque<IoParameters> waiting;
-    std::optional<IoParameters> held; // taken by the worker, not begun: a plan may hold it up for long
-    bool running = false;             // the worker moves bytes
+    std::deque<IoParameters> pending;
+    std::optional<IoParameters> current; // dequeued by the worker but not started: the fault plan may delay it
+    bool running = false;                // the worker is transferring bytes
     bool has_worker = false;
-    std::deque<IoEvent> done; // not asked for yet
+    std::deque<IoEvent> completed; // completed, not yet returned to the caller
 
-    // With the lock held.
-    [[nodiscard]] std::size_t not_done() const { return waiting.size() + (held ? 1 : 0) + (running ? 1 : 0); }
-    void end(const IoParameters& io, IoStatus status, ssize_t result) {
-        done.push_back({io.cookie, status, static_cast<std::size_t>(result)});
+    // The caller of these functions holds the lock.
+    [[nodiscard]] std::size_t unfinished_count() const {
+        return pending.size() + (current ? 1 : 0) + (running ? 1 : 0);
+    }
+    void finish(const IoParameters& io, IoStatus status, ssize_t result) {
+        completed.push_back({io.cookie, status, static_cast<std::size_t>(result)});
         changed.notify_all();
     }
 };
@@ -61,41 +64,41 @@ BatchRef find_batch(BatchHandle handle) {
     std::lock_guard lock(all.mutex);
     const auto found = all.open.find(reinterpret_cast<std::uint64_t>(handle));
     if (found == all.open.end()) {
-        throw Refused{invalid_value};
+        throw CufileError{invalid_value};
     }
     return found->second;
 }
 
-Transfer transfer_of(const IoParameters& io) {
+Transfer to_transfer(const IoParameters& io) {
     return {Call::batch,          io.opcode == opcode_write, io.file, io.batch.buffer, io.batch.length_bytes,
             io.batch.file_offset, io.batch.buffer_offset};
 }
 
-// The entry that was taken, once it is its turn, unless it was canceled while a plan held it up. With the lock held.
-void run_held(const BatchRef& batch, std::unique_lock<std::mutex>* lock) {
+// Run the current entry, unless it is canceled while the fault plan delays it. The caller holds the lock.
+void run_current(const BatchRef& batch, std::unique_lock<std::mutex>* lock) {
     lock->unlock();
-    be_late();
-    const std::optional<int> planned = hit("cufile.batch_io");
+    sleep_random_delay();
+    const std::optional<int> has_rule = injected_fault("cufile.batch_io");
     lock->lock();
-    if (!batch->held) {
+    if (!batch->current) {
         return;
     }
-    const IoParameters io = *batch->held;
-    batch->held.reset();
+    const IoParameters io = *batch->current;
+    batch->current.reset();
     batch->running = true;
     lock->unlock();
-    const ssize_t result = planned ? -*planned : answer_of(transfer_of(io));
+    const ssize_t result = has_rule ? -*has_rule : transfer_result(to_transfer(io));
     lock->lock();
     batch->running = false;
-    batch->end(io, result < 0 ? io_failed : io_complete, result);
+    batch->finish(io, result < 0 ? io_failed : io_complete, result);
 }
 
-void work(const BatchRef& batch) {
+void run_worker(const BatchRef& batch) {
     std::unique_lock lock(batch->mutex);
-    while (!batch->waiting.empty()) {
-        batch->held = batch->waiting.front();
-        batch->waiting.pop_front();
-        run_held(batch, &lock);
+    while (!batch->pending.empty()) {
+        batch->current = batch->pending.front();
+        batch->pending.pop_front();
+        run_current(batch, &lock);
     }
     batch->has_worker = false;
     count_operation(&StatsLevel1::batch_complete_ops, true);
@@ -103,30 +106,30 @@ void work(const BatchRef& batch) {
 
 void cancel(Batch* batch) {
     std::lock_guard lock(batch->mutex);
-    if (batch->held) {
-        batch->end(*batch->held, io_canceled, 0);
-        batch->held.reset();
+    if (batch->current) {
+        batch->finish(*batch->current, io_canceled, 0);
+        batch->current.reset();
     }
-    for (const IoParameters& io : batch->waiting) {
-        batch->end(io, io_canceled, 0);
+    for (const IoParameters& io : batch->pending) {
+        batch->finish(io, io_canceled, 0);
     }
-    batch->waiting.clear();
+    batch->pending.clear();
 }
 
-void check(const IoParameters& io) {
+void check_parameters(const IoParameters& io) {
     if (io.mode != mode_batch || io.batch.buffer == nullptr || io.batch.file_offset < 0 || io.batch.buffer_offset < 0 ||
         (io.opcode != opcode_read && io.opcode != opcode_write)) {
-        throw Refused{invalid_value};
+        throw CufileError{invalid_value};
     }
     find_file(io.file);
 }
 
-std::optional<std::chrono::nanoseconds> patience_of(const timespec* timeout) {
+std::optional<std::chrono::nanoseconds> parse_timeout(const timespec* timeout) {
     if (timeout == nullptr) {
         return std::nullopt;
     }
     if (timeout->tv_sec < 0 || timeout->tv_nsec < 0 || timeout->tv_nsec > 999'999'999) {
-        throw Refused{invalid_value};
+        throw CufileError{invalid_value};
     }
     return std::chrono::seconds(timeout->tv_sec) + std::chrono::nanoseconds(timeout->tv_nsec);
 }
@@ -137,7 +140,7 @@ GDRKIT_CUFILE_ENTRY Error cuFileBatchIOSetUp(BatchHandle* handle, unsigned capac
     const Error result = entry("cuFileBatchIOSetUp", [&] {
         require_open();
         if (handle == nullptr || capacity == 0 || capacity > size_parameter(size_batch_entries)) {
-            throw Refused{invalid_value};
+            throw CufileError{invalid_value};
         }
         auto batch = std::make_shared<Batch>();
         batch->capacity = capacity;
@@ -158,18 +161,19 @@ GDRKIT_CUFILE_ENTRY Error cuFileBatchIOSubmit(BatchHandle handle, unsigned count
         require_open();
         const BatchRef batch = find_batch(handle);
         if (count == 0 || entries == nullptr || flags != 0) {
-            throw Refused{invalid_value};
+            throw CufileError{invalid_value};
         }
-        std::for_each(entries, entries + count, check);
+        std::for_each(entries, entries + count, check_parameters);
         std::lock_guard lock(batch->mutex);
-        if (count > batch->capacity - std::min<std::size_t>(batch->capacity, batch->not_done() + batch->done.size())) {
-            throw Refused{batch_full};
+        if (count > batch->capacity -
+                        std::min<std::size_t>(batch->capacity, batch->unfinished_count() + batch->completed.size())) {
+            throw CufileError{batch_full};
         }
-        batch->waiting.insert(batch->waiting.end(), entries, entries + count);
+        batch->pending.insert(batch->pending.end(), entries, entries + count);
         if (!batch->has_worker) {
             batch->has_worker = true;
-            // Not waited for: a plan may hold it up long after the batch is gone.
-            start_quiet_thread([batch] { work(batch); }).detach();
+            // Detached: the fault plan may delay the worker long after the batch is destroyed.
+            start_signal_blocking_thread([batch] { run_worker(batch); }).detach();
         }
     });
     count_operation(&StatsLevel1::batch_submit_ops, result.error == success);
@@ -182,21 +186,21 @@ GDRKIT_CUFILE_ENTRY Error cuFileBatchIOGetStatus(BatchHandle handle, unsigned co
         require_open();
         const BatchRef batch = find_batch(handle);
         if (count == nullptr || events == nullptr || count_min > *count) {
-            throw Refused{invalid_value};
+            throw CufileError{invalid_value};
         }
-        const auto patience = patience_of(timeout);
+        const auto time_limit = parse_timeout(timeout);
         std::unique_lock lock(batch->mutex);
-        // Who waits for more than there is would wait for ever.
-        const auto enough = [&] { return batch->done.size() >= count_min || batch->not_done() == 0; };
-        if (!patience) {
-            batch->changed.wait(lock, enough);
+        // Return also if no entry is left, or the caller would wait forever.
+        const auto can_return = [&] { return batch->completed.size() >= count_min || batch->unfinished_count() == 0; };
+        if (!time_limit) {
+            batch->changed.wait(lock, can_return);
         } else {
-            batch->changed.wait_for(lock, *patience, enough);
+            batch->changed.wait_for(lock, *time_limit, can_return);
         }
-        const auto given = static_cast<unsigned>(std::min<std::size_t>(*count, batch->done.size()));
-        std::copy_n(batch->done.begin(), given, events);
-        batch->done.erase(batch->done.begin(), batch->done.begin() + given);
-        *count = given;
+        const auto returned_count = static_cast<unsigned>(std::min<std::size_t>(*count, batch->completed.size()));
+        std::copy_n(batch->completed.begin(), returned_count, events);
+        batch->completed.erase(batch->completed.begin(), batch->completed.begin() + returned_count);
+        *count = returned_count;
     });
 }
 
@@ -216,13 +220,14 @@ GDRKIT_CUFILE_ENTRY void cuFileBatchIODestroy(BatchHandle handle) {
         std::lock_guard lock(all.mutex);
         const auto number = reinterpret_cast<std::uint64_t>(handle);
         if (!ledger_remove(kind, number)) {
-            std::fprintf(stderr, "gdrkit twin: cuFileBatchIODestroy(%p): no such batch\n", handle);
+            std::fprintf(stderr, "gdrkit twin: cuFileBatchIODestroy(%p): not a batch handle, or already destroyed\n",
+                         handle);
             std::abort();
         }
         batch = all.open.extract(number).mapped();
     }
     cancel(batch.get());
-    // What moves bytes is waited for: afterwards the memory may be freed.
+    // Wait for the running transfer: the caller may free the memory after this call.
     std::unique_lock lock(batch->mutex);
     batch->changed.wait(lock, [&] { return !batch->running; });
     count_operation(&StatsLevel1::batch_destroy_ops, true);

@@ -1,3 +1,5 @@
+// Registered buffers: cuFileBufRegister and cuFileBufDeregister.
+
 #include "cufile/buffers.hpp"
 
 #include <map>
@@ -16,7 +18,7 @@ constexpr int flags_mask = 3; // CU_FILE_RDMA_REGISTER, CU_FILE_RDMA_RELAXED_ORD
 
 struct Buffer {
     std::size_t length_bytes = 0;
-    Place place;
+    MemoryLocation location;
 };
 
 struct Buffers {
@@ -29,48 +31,49 @@ Buffers& buffers() {
     return *all;
 }
 
-void enter(std::uint64_t base, std::size_t length_bytes, const Place& place) {
+void register_new(std::uint64_t base, std::size_t length_bytes, const MemoryLocation& location) {
     Buffers& all = buffers();
     std::lock_guard lock(all.mutex);
     if (all.registered.contains(base)) {
-        throw Refused{memory_already_registered};
+        throw CufileError{memory_already_registered};
     }
     ledger_add(kind, base);
-    all.registered.emplace(base, Buffer{length_bytes, place});
+    all.registered.emplace(base, Buffer{length_bytes, location});
 }
 
-Buffer take(std::uint64_t base) {
+Buffer remove_registration(std::uint64_t base) {
     Buffers& all = buffers();
     std::lock_guard lock(all.mutex);
     if (const auto found = all.registered.find(base); found != all.registered.end()) {
-        // The real one answers success here and leaves the memory pinned (seen with 1.15 and 1.20): a leak that shows
-        // nowhere.
-        require_current_context(found->second.place);
+        // The real library returns success here and leaves the memory pinned (observed with 1.15 and 1.20), which is a
+        // silent leak. The twin refuses.
+        require_current_context(found->second.location);
     }
     if (!ledger_remove(kind, base)) {
-        throw Refused{memory_not_registered};
+        throw CufileError{memory_not_registered};
     }
     return all.registered.extract(base).mapped();
 }
 
 } // namespace
 
-void check_registered(std::uint64_t base, std::uint64_t offset_bytes, std::size_t length_bytes, const Place& place) {
+void check_registered(std::uint64_t base, std::uint64_t offset_bytes, std::size_t length_bytes,
+                      const MemoryLocation& location) {
     Buffers& all = buffers();
     std::lock_guard lock(all.mutex);
     const auto found = all.registered.find(base);
     if (found == all.registered.end()) {
         return;
     }
-    if (found->second.place.buffer_id != place.buffer_id) {
-        throw Refused{cuda_pointer_invalid};
+    if (found->second.location.buffer_id != location.buffer_id) {
+        throw CufileError{cuda_pointer_invalid};
     }
     if (offset_bytes > found->second.length_bytes || length_bytes > found->second.length_bytes - offset_bytes) {
-        throw Refused{invalid_mapping_range};
+        throw CufileError{invalid_mapping_range};
     }
 }
 
-void forget_buffers() {
+void drop_buffers() {
     Buffers& all = buffers();
     std::lock_guard lock(all.mutex);
     for (const auto& [base, buffer] : all.registered) {
@@ -84,16 +87,16 @@ GDRKIT_CUFILE_ENTRY Error cuFileBufRegister(const void* address, std::size_t len
     int device = -1;
     const Error result = entry("cuFileBufRegister", [&] {
         if (base == 0 || length_bytes == 0 || (flags & ~flags_mask) != 0 || base + length_bytes < base) {
-            throw Refused{invalid_value};
+            throw CufileError{invalid_value};
         }
-        open_if_closed();
-        const Place place = place_of(base);
-        device = place.ordinal;
-        require_current_context(place);
-        if (place.device) {
+        ensure_open();
+        const MemoryLocation location = location_of(base);
+        device = location.ordinal;
+        require_current_context(location);
+        if (location.device) {
             check_allocated(base, length_bytes);
         }
-        enter(base, length_bytes, place);
+        register_new(base, length_bytes, location);
     });
     count_registration(device, length_bytes, true, result.error == success);
     return result;
@@ -102,13 +105,13 @@ GDRKIT_CUFILE_ENTRY Error cuFileBufRegister(const void* address, std::size_t len
 GDRKIT_CUFILE_ENTRY Error cuFileBufDeregister(const void* address) {
     Buffer buffer;
     const Error result = entry("cuFileBufDeregister", [&] {
-        // As the real one answers it before the driver is open.
+        // The real library returns this code while the driver is not open.
         if (!is_open()) {
-            throw Refused{driver_closing};
+            throw CufileError{driver_closing};
         }
-        buffer = take(reinterpret_cast<std::uint64_t>(address));
+        buffer = remove_registration(reinterpret_cast<std::uint64_t>(address));
     });
-    count_registration(buffer.place.ordinal, buffer.length_bytes, false, result.error == success);
+    count_registration(buffer.location.ordinal, buffer.length_bytes, false, result.error == success);
     return result;
 }
 

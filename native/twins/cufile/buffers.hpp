@@ -1,4 +1,4 @@
-// The buffers that are registered.
+// The table of registered buffers.
 #pragma once
 
 #include <cstddef>
@@ -8,10 +8,11 @@
 
 namespace gdrkit::twin::cufile {
 
-// Throws Refused (invalid_mapping_range) when the memory is that of a registered buffer and the range leaves it, and
-// (cuda_pointer_invalid) when the buffer's memory was freed meanwhile.
-void check_registered(std::uint64_t base, std::uint64_t offset_bytes, std::size_t length_bytes, const Place& place);
-// The driver was closed.
-void forget_buffers();
+// Check a transfer range against the buffer registered at `base`, if there is one. Throws CufileError:
+// invalid_mapping_range if the range exceeds the buffer, cuda_pointer_invalid if the buffer's memory was freed.
+void check_registered(std::uint64_t base, std::uint64_t offset_bytes, std::size_t length_bytes,
+                      const MemoryLocation& location);
+// Drop all registrations; called when the driver is closed.
+void drop_buffers();
 
 } // namespace gdrkit::twin::cufile

@@ -1,3 +1,5 @@
+// Implements access to the CUDA driver by dlopen and dlsym.
+
 #include "cufile/cuda.hpp"
 
 #include <dlfcn.h>
@@ -9,7 +11,7 @@
 namespace gdrkit::twin::cufile {
 namespace {
 
-// CUpointer_attribute and CUmemorytype.
+// Values of CUpointer_attribute and CUmemorytype.
 constexpr int attribute_context = 1;
 constexpr int attribute_memory_type = 2;
 constexpr int attribute_buffer_id = 7;
@@ -41,31 +43,32 @@ struct Driver {
     int (*cuMemcpyDtoHAsync_v2)(void*, u64, std::size_t, u64) = nullptr;
 };
 
-template <typename Function> bool find(void* library, const char* name, Function* function) {
+template <typename Function> bool find_symbol(void* library, const char* name, Function* function) {
     *function = reinterpret_cast<Function>(dlsym(library, name));
     return *function != nullptr;
 }
 
 bool resolve(void* library, Driver* driver) {
-    return find(library, "cuInit", &driver->cuInit) && find(library, "cuDeviceGetCount", &driver->cuDeviceGetCount) &&
-           find(library, "cuDeviceGetUuid_v2", &driver->cuDeviceGetUuid_v2) &&
-           find(library, "cuPointerGetAttribute", &driver->cuPointerGetAttribute) &&
-           find(library, "cuMemGetAddressRange_v2", &driver->cuMemGetAddressRange_v2) &&
-           find(library, "cuDevicePrimaryCtxRetain", &driver->cuDevicePrimaryCtxRetain) &&
-           find(library, "cuDevicePrimaryCtxRelease_v2", &driver->cuDevicePrimaryCtxRelease_v2) &&
-           find(library, "cuCtxGetCurrent", &driver->cuCtxGetCurrent) &&
-           find(library, "cuCtxPushCurrent_v2", &driver->cuCtxPushCurrent_v2) &&
-           find(library, "cuCtxPopCurrent_v2", &driver->cuCtxPopCurrent_v2) &&
-           find(library, "cuStreamCreate", &driver->cuStreamCreate) &&
-           find(library, "cuStreamDestroy_v2", &driver->cuStreamDestroy_v2) &&
-           find(library, "cuStreamSynchronize", &driver->cuStreamSynchronize) &&
-           find(library, "cuStreamGetFlags", &driver->cuStreamGetFlags) &&
-           find(library, "cuLaunchHostFunc", &driver->cuLaunchHostFunc) &&
-           find(library, "cuMemcpyHtoDAsync_v2", &driver->cuMemcpyHtoDAsync_v2) &&
-           find(library, "cuMemcpyDtoHAsync_v2", &driver->cuMemcpyDtoHAsync_v2);
+    return find_symbol(library, "cuInit", &driver->cuInit) &&
+           find_symbol(library, "cuDeviceGetCount", &driver->cuDeviceGetCount) &&
+           find_symbol(library, "cuDeviceGetUuid_v2", &driver->cuDeviceGetUuid_v2) &&
+           find_symbol(library, "cuPointerGetAttribute", &driver->cuPointerGetAttribute) &&
+           find_symbol(library, "cuMemGetAddressRange_v2", &driver->cuMemGetAddressRange_v2) &&
+           find_symbol(library, "cuDevicePrimaryCtxRetain", &driver->cuDevicePrimaryCtxRetain) &&
+           find_symbol(library, "cuDevicePrimaryCtxRelease_v2", &driver->cuDevicePrimaryCtxRelease_v2) &&
+           find_symbol(library, "cuCtxGetCurrent", &driver->cuCtxGetCurrent) &&
+           find_symbol(library, "cuCtxPushCurrent_v2", &driver->cuCtxPushCurrent_v2) &&
+           find_symbol(library, "cuCtxPopCurrent_v2", &driver->cuCtxPopCurrent_v2) &&
+           find_symbol(library, "cuStreamCreate", &driver->cuStreamCreate) &&
+           find_symbol(library, "cuStreamDestroy_v2", &driver->cuStreamDestroy_v2) &&
+           find_symbol(library, "cuStreamSynchronize", &driver->cuStreamSynchronize) &&
+           find_symbol(library, "cuStreamGetFlags", &driver->cuStreamGetFlags) &&
+           find_symbol(library, "cuLaunchHostFunc", &driver->cuLaunchHostFunc) &&
+           find_symbol(library, "cuMemcpyHtoDAsync_v2", &driver->cuMemcpyHtoDAsync_v2) &&
+           find_symbol(library, "cuMemcpyDtoHAsync_v2", &driver->cuMemcpyDtoHAsync_v2);
 }
 
-// The driver of this process; opened once, and tried again while there is none.
+// Return the CUDA driver of this process. It is opened once; a failed attempt is repeated at the next call.
 const Driver& cuda() {
     static std::mutex mutex;
     static const Driver* driver = nullptr;
@@ -75,51 +78,51 @@ const Driver& cuda() {
         auto* const found = new Driver;
         if (library == nullptr || !resolve(library, found)) {
             delete found;
-            throw Refused{cuda_driver_error, cuda_not_initialized};
+            throw CufileError{cuda_driver_error, cuda_not_initialized};
         }
         driver = found;
     }
     return *driver;
 }
 
-void check(int result) {
+void check_result(int result) {
     if (result != 0) {
-        throw Refused{cuda_driver_error, result};
+        throw CufileError{cuda_driver_error, result};
     }
 }
 
-template <typename Value> bool attribute(u64 address, int which, Value* value) {
-    return cuda().cuPointerGetAttribute(value, which, address) == 0;
+template <typename Value> bool get_attribute(u64 address, int index, Value* value) {
+    return cuda().cuPointerGetAttribute(value, index, address) == 0;
 }
 
 } // namespace
 
 std::vector<std::array<std::uint8_t, 16>> open_cuda() {
     int count = 0;
-    check(cuda().cuInit(0));
-    check(cuda().cuDeviceGetCount(&count));
+    check_result(cuda().cuInit(0));
+    check_result(cuda().cuDeviceGetCount(&count));
     std::vector<std::array<std::uint8_t, 16>> uuids(static_cast<std::size_t>(count));
     for (int device = 0; device < count; ++device) {
-        check(cuda().cuDeviceGetUuid_v2(uuids[static_cast<std::size_t>(device)].data(), device));
+        check_result(cuda().cuDeviceGetUuid_v2(uuids[static_cast<std::size_t>(device)].data(), device));
     }
     return uuids;
 }
 
-Place place_of(u64 address) {
-    Place place;
+MemoryLocation location_of(u64 address) {
+    MemoryLocation location;
     unsigned type = 0;
-    if (!attribute(address, attribute_memory_type, &type) || type != memory_type_device) {
-        return place;
+    if (!get_attribute(address, attribute_memory_type, &type) || type != memory_type_device) {
+        return location;
     }
-    place.device = true;
-    if (!attribute(address, attribute_device_ordinal, &place.ordinal)) {
-        throw Refused{cuda_pointer_invalid};
+    location.device = true;
+    if (!get_attribute(address, attribute_device_ordinal, &location.ordinal)) {
+        throw CufileError{cuda_pointer_invalid};
     }
-    attribute(address, attribute_buffer_id, &place.buffer_id);
-    if (!attribute(address, attribute_context, &place.context)) {
-        place.context = 0;
+    get_attribute(address, attribute_buffer_id, &location.buffer_id);
+    if (!get_attribute(address, attribute_context, &location.context)) {
+        location.context = 0;
     }
-    return place;
+    return location;
 }
 
 bool has_current_context() {
@@ -127,9 +130,9 @@ bool has_current_context() {
     return cuda().cuCtxGetCurrent(&context) == 0 && context != 0;
 }
 
-void require_current_context(const Place& place) {
-    if (place.device && !has_current_context()) {
-        throw Refused{cuda_driver_error, cuda_invalid_context};
+void require_current_context(const MemoryLocation& location) {
+    if (location.device && !has_current_context()) {
+        throw CufileError{cuda_driver_error, cuda_invalid_context};
     }
 }
 
@@ -137,59 +140,59 @@ void check_allocated(u64 address, std::size_t length_bytes) {
     if (length_bytes == 0) {
         return;
     }
-    const Place place = place_of(address);
-    if (!place.device) {
-        throw Refused{cuda_pointer_range_error};
+    const MemoryLocation location = location_of(address);
+    if (!location.device) {
+        throw CufileError{cuda_pointer_range_error};
     }
-    // The driver tells ranges only where a context is current, which it is not on a thread of this library.
-    const InContext in_context(place);
-    // Chunk by chunk: memory of the virtual memory calls is one range for the program and several for the driver.
+    // The driver reports ranges only to a thread with a current context, which a thread of this library does not have.
+    const ScopedContext scoped_context(location);
+    // One mapping at a time: VMM memory may be one range for the program but several for the driver.
     const u64 end = address + length_bytes;
     while (address < end) {
         u64 base = 0;
         std::size_t size = 0;
         if (cuda().cuMemGetAddressRange_v2(&base, &size, address) != 0 || address < base || address - base >= size) {
-            throw Refused{cuda_pointer_range_error};
+            throw CufileError{cuda_pointer_range_error};
         }
         address = base + size;
     }
 }
 
-Place place_of_stream(Stream stream) {
+MemoryLocation location_of_stream(Stream stream) {
     int count = 0;
-    check(cuda().cuDeviceGetCount(&count));
+    check_result(cuda().cuDeviceGetCount(&count));
     for (int device = 0; device < count; ++device) {
-        const Place place{true, device, 0, 0};
-        const InContext in_context(place);
+        const MemoryLocation location{true, device, 0, 0};
+        const ScopedContext scoped_context(location);
         unsigned flags = 0;
         if (cuda().cuStreamGetFlags(stream, &flags) == 0) {
-            return place;
+            return location;
         }
     }
-    throw Refused{invalid_value};
+    throw CufileError{invalid_value};
 }
 
-void launch_on(const Place& place, Stream stream, void (*function)(void*), void* data) {
-    const InContext in_context(place);
-    check(cuda().cuLaunchHostFunc(stream, function, data));
+void launch_host_function(const MemoryLocation& location, Stream stream, void (*function)(void*), void* data) {
+    const ScopedContext scoped_context(location);
+    check_result(cuda().cuLaunchHostFunc(stream, function, data));
 }
 
-InContext::InContext(const Place& place) {
+ScopedContext::ScopedContext(const MemoryLocation& location) {
     const Driver& driver = cuda();
-    u64 context = place.context;
+    u64 context = location.context;
     if (context == 0) {
-        check(driver.cuDevicePrimaryCtxRetain(&context, place.ordinal));
-        primary_of_ = place.ordinal;
+        check_result(driver.cuDevicePrimaryCtxRetain(&context, location.ordinal));
+        primary_of_ = location.ordinal;
     }
     if (const int result = driver.cuCtxPushCurrent_v2(context); result != 0) {
         if (primary_of_ >= 0) {
             driver.cuDevicePrimaryCtxRelease_v2(primary_of_);
         }
-        throw Refused{cuda_driver_error, result};
+        throw CufileError{cuda_driver_error, result};
     }
 }
 
-InContext::~InContext() {
+ScopedContext::~ScopedContext() {
     u64 context = 0;
     cuda().cuCtxPopCurrent_v2(&context);
     if (primary_of_ >= 0) {
@@ -197,23 +200,23 @@ InContext::~InContext() {
     }
 }
 
-Copier::Copier(const Place& place) : in_context_(place) {
-    check(cuda().cuStreamCreate(&stream_, stream_non_blocking));
+DeviceCopier::DeviceCopier(const MemoryLocation& location) : scoped_context_(location) {
+    check_result(cuda().cuStreamCreate(&stream_, stream_non_blocking));
 }
 
-Copier::~Copier() {
+DeviceCopier::~DeviceCopier() {
     cuda().cuStreamSynchronize(stream_);
     cuda().cuStreamDestroy_v2(stream_);
 }
 
-void Copier::to_device(u64 to, const void* from, std::size_t length_bytes) const {
-    check(cuda().cuMemcpyHtoDAsync_v2(to, from, length_bytes, stream_));
-    check(cuda().cuStreamSynchronize(stream_));
+void DeviceCopier::to_device(u64 to, const void* from, std::size_t length_bytes) const {
+    check_result(cuda().cuMemcpyHtoDAsync_v2(to, from, length_bytes, stream_));
+    check_result(cuda().cuStreamSynchronize(stream_));
 }
 
-void Copier::from_device(void* to, u64 from, std::size_t length_bytes) const {
-    check(cuda().cuMemcpyDtoHAsync_v2(to, from, length_bytes, stream_));
-    check(cuda().cuStreamSynchronize(stream_));
+void DeviceCopier::from_device(void* to, u64 from, std::size_t length_bytes) const {
+    check_result(cuda().cuMemcpyDtoHAsync_v2(to, from, length_bytes, stream_));
+    check_result(cuda().cuStreamSynchronize(stream_));
 }
 
 } // namespace gdrkit::twin::cufile

@@ -1,5 +1,4 @@
-// libcuda as this library uses it: the driver's own entries, whichever libcuda the process has. Nothing of the CUDA
-// twin is known here.
+// The functions of the CUDA driver that the cuFile twin uses. They work with any libcuda, the twin or a real driver.
 #pragma once
 
 #include <array>
@@ -11,60 +10,60 @@
 
 namespace gdrkit::twin::cufile {
 
-// Where an address lies.
-struct Place {
+// The memory that an address belongs to.
+struct MemoryLocation {
     bool device = false;
     int ordinal = -1;
-    std::uint64_t context = 0; // 0: of no context in particular, the primary one serves
+    std::uint64_t context = 0; // 0: not tied to a context; use the primary one
     std::uint64_t buffer_id = 0;
 };
 
-// cuInit, and the UUIDs of the devices. Throws Refused (cuda_driver_error) when there is no driver that answers.
+// Call cuInit and return the UUIDs of the devices. Throws CufileError (cuda_driver_error) if the driver cannot be used.
 std::vector<std::array<std::uint8_t, 16>> open_cuda();
 
-// What the driver says about an address; memory that it does not know is the host's.
-Place place_of(std::uint64_t address);
+// Query the driver for an address. Memory unknown to the driver is host memory.
+MemoryLocation location_of(std::uint64_t address);
 
-// Whether a context is current in the calling thread, whichever.
+// Return whether any context is current in the calling thread.
 bool has_current_context();
 
-// Throws Refused (cuda_driver_error with CUDA_ERROR_INVALID_CONTEXT) for device memory where none is.
-void require_current_context(const Place& place);
+// Throws CufileError (cuda_driver_error with CUDA_ERROR_INVALID_CONTEXT) for device memory if no context is current.
+void require_current_context(const MemoryLocation& location);
 
-// Throws Refused (cuda_pointer_range_error) unless all of the range is allocated device memory.
+// Throws CufileError (cuda_pointer_range_error) unless the whole range is allocated device memory.
 void check_allocated(std::uint64_t address, std::size_t length_bytes);
 
-// The place whose context knows the stream; throws Refused (invalid_value) when none does.
-Place place_of_stream(Stream stream);
+// Return the device whose context knows the stream. Throws CufileError (invalid_value) if there is none.
+MemoryLocation location_of_stream(Stream stream);
 
-// Has the stream run `function(data)` in its turn; throws Refused.
-void launch_on(const Place& place, Stream stream, void (*function)(void*), void* data);
+// Queue function(data) in the stream. Throws CufileError.
+void launch_host_function(const MemoryLocation& location, Stream stream, void (*function)(void*), void* data);
 
-// While one lives, the context of a place is current in this thread.
-class InContext {
+// Makes a context of the location's device current in this thread for the lifetime of the object.
+class ScopedContext {
 public:
-    explicit InContext(const Place& place);
-    InContext(const InContext&) = delete;
-    InContext& operator=(const InContext&) = delete;
-    ~InContext();
+    explicit ScopedContext(const MemoryLocation& location);
+    ScopedContext(const ScopedContext&) = delete;
+    ScopedContext& operator=(const ScopedContext&) = delete;
+    ~ScopedContext();
 
 private:
     int primary_of_ = -1;
 };
 
-// Copies between the host and the memory of one place, by a stream of its own that nobody else's work waits for.
-class Copier {
+// Copies between host memory and the memory of one device in a non-blocking stream.
+class DeviceCopier {
 public:
-    explicit Copier(const Place& place);
-    Copier(const Copier&) = delete;
-    Copier& operator=(const Copier&) = delete;
-    ~Copier();
-    // Both wait until the bytes are there; throw Refused.
+    explicit DeviceCopier(const MemoryLocation& location);
+    DeviceCopier(const DeviceCopier&) = delete;
+    DeviceCopier& operator=(const DeviceCopier&) = delete;
+    ~DeviceCopier();
+    // Both return when the bytes are copied. They throw CufileError.
     void to_device(std::uint64_t to, const void* from, std::size_t length_bytes) const;
     void from_device(void* to, std::uint64_t from, std::size_t length_bytes) const;
 
 private:
-    const InContext in_context_;
+    const ScopedContext scoped_context_;
     std::uint64_t stream_ = 0;
 };
 

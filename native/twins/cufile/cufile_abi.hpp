@@ -1,6 +1,5 @@
-// The binary interface of libcufile, declared anew from the header of cuFile 1.20 (PyPI nvidia-cufile 1.20.0.107).
-// Older libraries differ only at the ends of things: 1.19 added readv, and with it the end of the first level of
-// statistics.
+// The binary interface of libcufile, written from the header of cuFile 1.20 (PyPI nvidia-cufile 1.20.0.107). Older
+// versions lack the last parts: 1.19 added readv and, with it, the end of the level 1 statistics.
 #pragma once
 
 #include <sys/types.h>
@@ -12,7 +11,7 @@ namespace gdrkit::twin::cufile {
 
 inline constexpr int library_version = 1200; // 1.20, as cuFileGetVersion writes it
 
-// CUfileOpError, as far as the twin answers it.
+// CUfileOpError codes that the twin returns.
 enum Status : int {
     success = 0,
     driver_not_initialized = 5001,
@@ -36,10 +35,10 @@ enum Status : int {
     batch_full = 5037,
     no_memory = 5043,
     io_error = 5044,
-    status_most = 5050,
+    max_status = 5050,
 };
 
-// CUfileError_t: what control functions answer, by value.
+// CUfileError_t: returned by value by control functions.
 struct Error {
     std::int32_t error;
     std::int32_t cuda_error;
@@ -81,7 +80,7 @@ struct DriverProperties { // CUfileDrvProps_t
 static_assert(sizeof(DriverProperties) == 56 && offsetof(DriverProperties, feature_flags) == 32 &&
               offsetof(DriverProperties, max_batch_timeout_ms) == 52);
 
-// CUfileDriverControlFlags_t and CUfileFeatureFlags_t are numbers of bits.
+// CUfileDriverControlFlags_t and CUfileFeatureFlags_t are bit numbers.
 enum ControlBit { use_poll_mode_bit = 0, allow_compat_bit = 1 };
 enum FeatureBit { batch_bit = 1, streams_bit = 2, parallel_bit = 3 };
 
@@ -161,7 +160,7 @@ static_assert(sizeof(StatsLevel1) == 624 && offsetof(StatsLevel1, read_bytes) ==
               offsetof(StatsLevel1, readv_ops) == 512 && offsetof(StatsLevel1, readv_bytes) == 544);
 
 inline constexpr int histogram_bins = 32;
-inline constexpr int gpus_most = 16;
+inline constexpr int max_gpus = 16;
 
 struct StatsLevel2 {
     StatsLevel1 basic;
@@ -185,11 +184,11 @@ static_assert(sizeof(GpuStats) == 248 && offsetof(GpuStats, posix_reads) == 72 &
 struct StatsLevel3 {
     StatsLevel2 detailed;
     std::uint32_t gpu_count;
-    GpuStats gpus[gpus_most];
+    GpuStats gpus[max_gpus];
 };
 static_assert(sizeof(StatsLevel3) == 5112 && offsetof(StatsLevel3, gpus) == 1144);
 
 } // namespace gdrkit::twin::cufile
 
-// Every entry of the library: C linkage, visible, and nothing thrown across it.
+// Marks an exported function: C linkage and default visibility. Exceptions must not leave it.
 #define GDRKIT_CUFILE_ENTRY extern "C" [[gnu::visibility("default")]]

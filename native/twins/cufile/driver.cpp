@@ -1,3 +1,5 @@
+// Opening, closing and properties of the cuFile driver.
+
 #include "cufile/driver.hpp"
 
 #include <atomic>
@@ -17,7 +19,7 @@ struct Driver {
     std::mutex mutex;
     bool open = false;
     long uses = 0;
-    int at_work = 0;
+    int operations_in_progress = 0;
     Modes modes;
     std::vector<std::array<std::uint8_t, 16>> uuids;
 };
@@ -27,17 +29,18 @@ Driver& driver() {
     return *all;
 }
 
-// With the lock held. What was malformed in the environment or the plan shows at the first opening.
+// Open the driver. The caller holds the lock. Errors of the environment or the fault plan are reported here.
 void open_driver(Driver* all) {
     if (!load_error().empty()) {
-        throw Refused{invalid_value};
+        throw CufileError{invalid_value};
     }
     if (!all->open) {
         all->uuids = open_cuda();
         all->modes = apply_parameters();
-        // Nothing could ever be transferred: no direct route that a plan would open, and none through the host.
-        if (!all->modes.allow_compat && !FaultSite("cufile.route").planned()) {
-            throw Refused{driver_not_initialized};
+        // No transfer would be possible: no fault rule enables a direct path, and the path through the host is
+        // disabled.
+        if (!all->modes.allow_compat && !FaultSite("cufile.route").has_rule()) {
+            throw CufileError{driver_not_initialized};
         }
         all->open = true;
     }
@@ -48,35 +51,35 @@ Error close_driver(std::string_view symbol) {
         Driver& all = driver();
         std::lock_guard lock(all.mutex);
         if (!all.open) {
-            throw Refused{driver_not_initialized};
+            throw CufileError{driver_not_initialized};
         }
         if (all.uses > 1) {
             --all.uses;
             return;
         }
-        if (all.at_work > 0) {
-            throw Refused{driver_closing};
+        if (all.operations_in_progress > 0) {
+            throw CufileError{driver_closing};
         }
-        // Files and buffers go with the driver; whoever gives one back afterwards gives back something twice.
-        forget_files();
-        forget_buffers();
+        // Registrations end with the driver; deregistering one later is a double release.
+        drop_files();
+        drop_buffers();
         all.uses = 0;
         all.open = false;
     });
 }
 
-// One of the older setters, which stage a parameter and do nothing while the driver is open.
-Error stage(std::string_view symbol, SizeParameter which, std::size_t value) {
+// Set a parameter by one of the older functions, which have no effect while the driver is open.
+Error set_while_closed(std::string_view symbol, SizeParameter index, std::size_t value) {
     return entry(symbol, [&] {
         if (!is_open()) {
-            set_size_parameter(which, value);
+            set_size_parameter(index, value);
         }
     });
 }
 
 } // namespace
 
-void open_if_closed() {
+void ensure_open() {
     Driver& all = driver();
     std::lock_guard lock(all.mutex);
     open_driver(&all);
@@ -90,7 +93,7 @@ bool is_open() {
 
 void require_open() {
     if (!is_open()) {
-        throw Refused{driver_not_initialized};
+        throw CufileError{driver_not_initialized};
     }
 }
 
@@ -106,19 +109,19 @@ std::vector<std::array<std::uint8_t, 16>> device_uuids() {
     return all.uuids;
 }
 
-AtWork::AtWork() {
+OperationInProgress::OperationInProgress() {
     Driver& all = driver();
     std::lock_guard lock(all.mutex);
     if (!all.open) {
-        throw Refused{driver_not_initialized};
+        throw CufileError{driver_not_initialized};
     }
-    ++all.at_work;
+    ++all.operations_in_progress;
 }
 
-AtWork::~AtWork() {
+OperationInProgress::~OperationInProgress() {
     Driver& all = driver();
     std::lock_guard lock(all.mutex);
-    --all.at_work;
+    --all.operations_in_progress;
 }
 
 GDRKIT_CUFILE_ENTRY Error cuFileDriverOpen() {
@@ -147,7 +150,7 @@ GDRKIT_CUFILE_ENTRY long cuFileUseCount() {
 GDRKIT_CUFILE_ENTRY Error cuFileGetVersion(int* version) {
     return entry("cuFileGetVersion", [&] {
         if (version == nullptr) {
-            throw Refused{invalid_value};
+            throw CufileError{invalid_value};
         }
         *version = library_version;
     });
@@ -156,9 +159,9 @@ GDRKIT_CUFILE_ENTRY Error cuFileGetVersion(int* version) {
 GDRKIT_CUFILE_ENTRY Error cuFileDriverGetProperties(DriverProperties* properties) {
     return entry("cuFileDriverGetProperties", [&] {
         if (properties == nullptr) {
-            throw Refused{invalid_value};
+            throw CufileError{invalid_value};
         }
-        // No nvidia-fs: version 0.0, and no file system that it would serve.
+        // nvidia-fs is not loaded: version 0.0, and no supported file systems.
         *properties = {};
         const bool compat = is_open() ? modes().allow_compat : bool_parameter(bool_allow_compat);
         properties->nvfs.poll_threshold_kb = size_parameter(size_poll_threshold_kb);
@@ -184,24 +187,24 @@ GDRKIT_CUFILE_ENTRY Error cuFileDriverSetPollMode(bool poll, std::size_t thresho
 }
 
 GDRKIT_CUFILE_ENTRY Error cuFileDriverSetMaxDirectIOSize(std::size_t size_kb) {
-    return stage("cuFileDriverSetMaxDirectIOSize", size_max_direct_io_kb, size_kb);
+    return set_while_closed("cuFileDriverSetMaxDirectIOSize", size_max_direct_io_kb, size_kb);
 }
 
 GDRKIT_CUFILE_ENTRY Error cuFileDriverSetMaxCacheSize(std::size_t size_kb) {
-    return stage("cuFileDriverSetMaxCacheSize", size_max_device_cache_kb, size_kb);
+    return set_while_closed("cuFileDriverSetMaxCacheSize", size_max_device_cache_kb, size_kb);
 }
 
 GDRKIT_CUFILE_ENTRY Error cuFileDriverSetMaxPinnedMemSize(std::size_t size_kb) {
-    return stage("cuFileDriverSetMaxPinnedMemSize", size_max_pinned_kb, size_kb);
+    return set_while_closed("cuFileDriverSetMaxPinnedMemSize", size_max_pinned_kb, size_kb);
 }
 
 GDRKIT_CUFILE_ENTRY Error cuFileGetBARSizeInKB(int device, std::size_t* size_kb) {
     return entry("cuFileGetBARSizeInKB", [&] {
         require_open();
         if (size_kb == nullptr || device < 0 || static_cast<std::size_t>(device) >= device_uuids().size()) {
-            throw Refused{invalid_value};
+            throw CufileError{invalid_value};
         }
-        // Of an H200: 256 GiB.
+        // The BAR size of an H200: 256 GiB.
         *size_kb = std::size_t{256} << 20;
     });
 }

@@ -1,4 +1,5 @@
-// The driver of cuFile: open or not, who is at work, and the settings that count while it is open.
+// State of the cuFile driver: whether it is open, how many operations are in progress, and the settings of this
+// opening.
 #pragma once
 
 #include <array>
@@ -13,23 +14,23 @@ struct Modes {
     bool force_compat = false;
 };
 
-// Opens the driver as the first registration does, without adding a use that somebody must give back.
-void open_if_closed();
-// Throws Refused (driver_not_initialized) unless the driver is open.
+// Open the driver if it is closed, as the first registration does, without adding to the use count.
+void ensure_open();
+// Throws CufileError (driver_not_initialized) unless the driver is open.
 void require_open();
 [[nodiscard]] bool is_open();
 
-// What the driver was opened with.
+// Settings and devices that were determined when the driver was opened.
 [[nodiscard]] Modes modes();
 [[nodiscard]] std::vector<std::array<std::uint8_t, 16>> device_uuids();
 
-// While one lives, the driver cannot be closed: a transfer, a stream's work, a batch that is not done.
-class AtWork {
+// Keeps the driver from being closed during a transfer, queued work of a stream or an unfinished batch.
+class OperationInProgress {
 public:
-    AtWork();
-    AtWork(const AtWork&) = delete;
-    AtWork& operator=(const AtWork&) = delete;
-    ~AtWork();
+    OperationInProgress();
+    OperationInProgress(const OperationInProgress&) = delete;
+    OperationInProgress& operator=(const OperationInProgress&) = delete;
+    ~OperationInProgress();
 };
 
 } // namespace gdrkit::twin::cufile

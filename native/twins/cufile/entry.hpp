@@ -1,4 +1,5 @@
-// What every entry does first: count the call and ask the fault plan; and how a refusal gets to the caller.
+// Common first steps of every exported function (count the call, apply the fault plan), and the conversion of
+// exceptions to error codes.
 #pragma once
 
 #include <cerrno>
@@ -11,43 +12,43 @@
 
 namespace gdrkit::twin::cufile {
 
-// Thrown inside, never across an entry: why something is refused.
-struct Refused {
+// The error code of a failed call. It is thrown inside the library and never leaves an exported function.
+struct CufileError {
     Status status;
     int cuda_error = 0;
 };
 
-// Empty, or what was malformed in the environment or the fault plan; read once.
+// Return the error of the environment or the fault plan, which are read once; empty if both are valid.
 const std::string_view& load_error();
 
-// 0, or what the plan wants this call to answer.
-int planned_failure(std::string_view symbol);
+// Count the call and return the code that the fault plan injects, or 0.
+int injected_failure(std::string_view symbol);
 
-inline Error answer(int status, int cuda_error = 0) {
+inline Error make_error(int status, int cuda_error = 0) {
     return {status, cuda_error};
 }
 
-// An entry that answers a CUfileError_t. The body throws Refused, or returns.
+// Run the body of an exported function that returns CUfileError_t. The body returns or throws CufileError.
 template <typename Body> Error entry(std::string_view symbol, Body&& body) {
     try {
-        if (const int code = planned_failure(symbol); code != 0) {
-            return answer(code);
+        if (const int code = injected_failure(symbol); code != 0) {
+            return make_error(code);
         }
         std::forward<Body>(body)();
-        return answer(success);
-    } catch (const Refused& refused) {
-        return answer(refused.status, refused.cuda_error);
+        return make_error(success);
+    } catch (const CufileError& error) {
+        return make_error(error.status, error.cuda_error);
     } catch (const std::bad_alloc&) {
-        return answer(no_memory);
+        return make_error(no_memory);
     } catch (const std::system_error&) {
-        return answer(internal_error);
+        return make_error(internal_error);
     }
 }
 
-// Codes of a plan below this are errnos where a call can answer both.
+// Injected codes below this are errnos, where a function can report both.
 inline constexpr int first_status = 5000;
 
-// -1 and errno, or a negative CUfileOpError.
+// Report a failed transfer: return -1 with errno set, or a negative CUfileOpError.
 inline ssize_t data_failure(int code) {
     if (code < first_status) {
         errno = code;
@@ -56,13 +57,13 @@ inline ssize_t data_failure(int code) {
     return -code;
 }
 
-// An entry of the data path, which answers a count, -1 and errno, or a negative CUfileOpError.
+// Run the body of an exported function that returns a number of bytes, -1 with errno set, or a negative CUfileOpError.
 template <typename Body> ssize_t data_entry(std::string_view symbol, Body&& body) {
     try {
-        const int code = planned_failure(symbol);
+        const int code = injected_failure(symbol);
         return code != 0 ? data_failure(code) : std::forward<Body>(body)();
-    } catch (const Refused& refused) {
-        return -refused.status;
+    } catch (const CufileError& error) {
+        return -error.status;
     } catch (const std::bad_alloc&) {
         return -no_memory;
     } catch (const std::system_error&) {

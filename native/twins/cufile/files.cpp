@@ -1,3 +1,5 @@
+// Registered files: cuFileHandleRegister and cuFileHandleDeregister.
+
 #include "cufile/files.hpp"
 
 #include <fcntl.h>
@@ -36,9 +38,9 @@ Files& files() {
     return *all;
 }
 
-// Whether udev's database knows the block device as one with a file system: by that the real library finds out what a
-// file lies on, and without it registers none (seen with cuFile 1.15 on an H200).
-bool known_to_udev(dev_t device) {
+// Return whether udev's database has the block device with a file system. The real library uses it to find the file's
+// device, and registers no file without it (observed with cuFile 1.15 on an H200).
+bool is_known_to_udev(dev_t device) {
     const std::string path = "/run/udev/data/b" + std::to_string(major(device)) + ":" + std::to_string(minor(device));
     std::ifstream file(path);
     for (std::string line; std::getline(file, line);) {
@@ -52,53 +54,53 @@ bool known_to_udev(dev_t device) {
 void check_file_system(int fd, dev_t device) {
     struct statfs found {};
     if (fstatfs(fd, &found) != 0) {
-        throw Refused{invalid_value};
+        throw CufileError{invalid_value};
     }
     const auto magic = static_cast<std::uint32_t>(found.f_type);
-    if (magic == tmpfs_magic || magic == ramfs_magic || !(config().udev || known_to_udev(device))) {
-        throw Refused{handle_not_registered};
+    if (magic == tmpfs_magic || magic == ramfs_magic || !(config().udev_knows_all_disks || is_known_to_udev(device))) {
+        throw CufileError{handle_not_registered};
     }
 }
 
-Fd opened_again(int fd, int flags) {
+Fd reopen(int fd, int flags) {
     const std::string name = "/proc/self/fd/" + std::to_string(fd);
     return Fd(open(name.c_str(), (flags & O_ACCMODE) | O_CLOEXEC));
 }
 
-FileRef look_at(const Description* description) {
+FileRef inspect_file(const Description* description) {
     if (description->type != opaque_fd) {
-        throw Refused{description->type == userspace_fs ? io_not_supported : invalid_value};
+        throw CufileError{description->type == userspace_fs ? io_not_supported : invalid_value};
     }
     auto file = std::make_shared<File>();
     struct stat found {};
     file->fd = description->handle.fd;
     const int flags = fcntl(file->fd, F_GETFL);
     if (flags < 0 || fstat(file->fd, &found) != 0) {
-        throw Refused{invalid_value};
+        throw CufileError{invalid_value};
     }
     if (!S_ISREG(found.st_mode)) {
-        throw Refused{invalid_file_type};
+        throw CufileError{invalid_file_type};
     }
     file->device = found.st_dev;
     file->inode = found.st_ino;
     file->direct = (flags & O_DIRECT) != 0;
     check_file_system(file->fd, file->device);
-    file->own = opened_again(file->fd, flags);
-    if (!file->own) {
-        throw Refused{internal_error};
+    file->reopened = reopen(file->fd, flags);
+    if (!file->reopened) {
+        throw CufileError{internal_error};
     }
     return file;
 }
 
-void enter(FileHandle* handle, FileRef file) {
+void register_new(FileHandle* handle, FileRef file) {
     Files& all = files();
     std::lock_guard lock(all.mutex);
     for (const auto& [other, registered] : all.registered) {
         if (registered->fd == file->fd) {
-            throw Refused{handle_already_registered};
+            throw CufileError{handle_already_registered};
         }
     }
-    // A number that is nobody's address: who follows it gets a fault, not a file.
+    // A non-canonical address: dereferencing the handle faults.
     const std::uint64_t number = random_u64() >> 2 | std::uint64_t{1} << 62;
     ledger_add(kind, number);
     all.registered.emplace(number, std::move(file));
@@ -114,17 +116,17 @@ FileRef find_file(FileHandle handle) {
         std::lock_guard lock(all.mutex);
         const auto found = all.registered.find(reinterpret_cast<std::uint64_t>(handle));
         if (found == all.registered.end()) {
-            throw Refused{handle_not_registered};
+            throw CufileError{handle_not_registered};
         }
         file = found->second;
     }
-    // The number of a closed descriptor may be another file's by now.
+    // The descriptor may have been closed and its number reused for another file.
     struct stat now {};
-    const bool same = fstat(file->fd, &now) == 0 && now.st_dev == file->device && now.st_ino == file->inode;
-    return same ? file : nullptr;
+    const bool is_same_file = fstat(file->fd, &now) == 0 && now.st_dev == file->device && now.st_ino == file->inode;
+    return is_same_file ? file : nullptr;
 }
 
-void forget_files() {
+void drop_files() {
     Files& all = files();
     std::lock_guard lock(all.mutex);
     for (const auto& [number, file] : all.registered) {
@@ -136,10 +138,10 @@ void forget_files() {
 GDRKIT_CUFILE_ENTRY Error cuFileHandleRegister(FileHandle* handle, Description* description) {
     const Error result = entry("cuFileHandleRegister", [&] {
         if (handle == nullptr || description == nullptr) {
-            throw Refused{invalid_value};
+            throw CufileError{invalid_value};
         }
-        open_if_closed();
-        enter(handle, look_at(description));
+        ensure_open();
+        register_new(handle, inspect_file(description));
     });
     count_operation(&StatsLevel1::handle_register_ops, result.error == success);
     return result;
@@ -150,9 +152,10 @@ GDRKIT_CUFILE_ENTRY void cuFileHandleDeregister(FileHandle handle) {
     FileRef file;
     Files& all = files();
     std::lock_guard lock(all.mutex);
-    // Nothing can be answered, so what never was a handle ends the process as what was given back twice.
+    // This function cannot report an error, so an invalid handle ends the process, like a double release.
     if (!ledger_remove(kind, number)) {
-        std::fprintf(stderr, "gdrkit twin: cuFileHandleDeregister(%p): no such handle\n", handle);
+        std::fprintf(stderr, "gdrkit twin: cuFileHandleDeregister(%p): not a file handle, or already deregistered\n",
+                     handle);
         std::abort();
     }
     all.registered.erase(number);

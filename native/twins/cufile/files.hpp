@@ -1,4 +1,4 @@
-// The files that are registered.
+// The table of registered files.
 #pragma once
 
 #include <sys/types.h>
@@ -6,22 +6,23 @@
 #include <memory>
 
 #include "cufile/cufile_abi.hpp"
-#include "model/rendezvous.hpp"
+#include "model/sockets.hpp"
 
 namespace gdrkit::twin::cufile {
 
 struct File {
-    int fd = -1; // the caller's
+    int fd = -1; // descriptor of the caller
     dev_t device = 0;
     ino_t inode = 0;
     bool direct = false; // opened with O_DIRECT
-    Fd own;              // the same file, opened again without O_DIRECT, since bytes move by the host here
+    Fd reopened;         // the same file, reopened without O_DIRECT, because the twin's transfers go through the host
 };
 using FileRef = std::shared_ptr<const File>;
 
-// Throws Refused (handle_not_registered) for what is none; nullptr when the caller's descriptor is no longer that file.
+// Find a registered file. Throws CufileError (handle_not_registered) for an invalid handle. Return nullptr if the
+// caller's descriptor no longer refers to that file.
 FileRef find_file(FileHandle handle);
-// The driver was closed.
-void forget_files();
+// Drop all registrations; called when the driver is closed.
+void drop_files();
 
 } // namespace gdrkit::twin::cufile

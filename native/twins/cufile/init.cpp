@@ -1,4 +1,4 @@
-// The note by which a record names this library, the fault plan, the look inside, and what is not implemented.
+// Fault points, control interface, ELF note and unsupported functions of the cuFile twin.
 #include <cerrno>
 #include <cstdio>
 #include <string>
@@ -17,17 +17,17 @@ using namespace gdrkit::twin;
 namespace gdrkit::twin::cufile {
 namespace {
 
-#define implemented(symbol) {#symbol, FaultKind::status, status_most},
+#define implemented(symbol) {#symbol, FaultKind::status, max_status},
 #define nothing(symbol)
 #define unsupported(symbol)
 #define X(symbol, kind) kind(symbol)
 constexpr FaultPoint fault_points[] = {
 #include "cufile/functions.def"
-    // What happens behind the calls: the route of a transfer, one entry of a batch, one transfer of a stream.
+    // Fault points inside the library: the path of a transfer, an entry of a batch, a transfer of a stream.
     {"cufile.route", FaultKind::route},
-    {"cufile.batch_io", FaultKind::status, status_most},
-    // One that answers 0 has moved nothing, and says so (seen with 1.15).
-    {"cufile.async_io", FaultKind::status, status_most, 0},
+    {"cufile.batch_io", FaultKind::status, max_status},
+    // Code 0 means that the transfer moved nothing and reports 0 bytes (observed with 1.15).
+    {"cufile.async_io", FaultKind::status, max_status, 0},
 };
 #undef X
 #undef implemented
@@ -47,14 +47,14 @@ const std::string_view& load_error() {
     return *error;
 }
 
-int planned_failure(std::string_view symbol) {
+int injected_failure(std::string_view symbol) {
     load_error();
-    return hit(symbol).value_or(success);
+    return injected_fault(symbol).value_or(success);
 }
 
 #define GDRKIT_UNSUPPORTED(symbol)                                                                                     \
     GDRKIT_CUFILE_ENTRY Error symbol() {                                                                               \
-        return answer(platform_not_supported);                                                                         \
+        return make_error(platform_not_supported);                                                                     \
     }
 GDRKIT_UNSUPPORTED(cuFileDriverGetP2PFlags)
 GDRKIT_UNSUPPORTED(cuFileDriverSetP2PFlags)
@@ -67,13 +67,14 @@ GDRKIT_UNSUPPORTED(cuFileSetParameterGpuBounceBufferSlabArray)
 
 extern "C" [[gnu::visibility("default")]] int gdrkit_twin_ledger(char* buffer, std::size_t size) {
     const std::string json = "{\"library\":\"cufile\",\"handles\":" + ledger_json() + ",\"calls\":" + calls_json() +
-                             ",\"delayed\":" + held_json() + ",\"seed\":" + std::to_string(config().seed) + "}";
+                             ",\"delayed\":" + delayed_calls_json() + ",\"seed\":" + std::to_string(config().seed) +
+                             "}";
     return std::snprintf(buffer, size, "%s", json.c_str());
 }
 
 extern "C" [[gnu::visibility("default")]] int gdrkit_twin_faults(const char* plan) {
     cufile::load_error();
-    const std::string error = plan == nullptr ? "expected a text, found NULL" : replace_faults(plan);
+    const std::string error = plan == nullptr ? "expected the text of a fault plan, got NULL" : replace_faults(plan);
     if (!error.empty()) {
         std::fprintf(stderr, "gdrkit twin: fault plan: %s\n", error.c_str());
         return EINVAL;

@@ -1,3 +1,5 @@
+// Configuration parameters: set by calls, the environment and cufile.json.
+
 #include "cufile/parameters.hpp"
 
 #include <algorithm>
@@ -19,10 +21,10 @@ namespace gdrkit::twin::cufile {
 namespace {
 
 struct Limits {
-    std::size_t normally, least, most;
+    std::size_t default_value, min, max;
 };
 
-// As cuFile 1.20 answers them; a largest value of 0 is one that it derives from the GPU.
+// Defaults and limits of cuFile 1.20. A maximum of 0 is one that the real library derives from the GPU.
 constexpr Limits sizes[size_parameters] = {
     {0, 0, 3},
     {128, 1, 256},
@@ -38,7 +40,7 @@ constexpr Limits sizes[size_parameters] = {
     {5, 1, 1000},
 };
 constexpr bool bools[bool_parameters] = {false, true, false, false, true};
-constexpr int retired_bool = 5; // CUFILE_PARAM_PROFILE_NVTX
+constexpr int removed_bool_parameter = 5; // CUFILE_PARAM_PROFILE_NVTX
 
 enum StringParameter { string_logging_level = 0, string_log_path = 1, string_log_folder = 2, string_transport = 3 };
 constexpr int string_parameters = 4;
@@ -56,7 +58,7 @@ Parameters& parameters() {
     return *all;
 }
 
-std::optional<bool> variable(const char* name) {
+std::optional<bool> bool_from_environment(const char* name) {
     const char* const text = std::getenv(name);
     if (text == nullptr) {
         return std::nullopt;
@@ -64,8 +66,8 @@ std::optional<bool> variable(const char* name) {
     return std::strcmp(text, "1") == 0 || std::strcmp(text, "true") == 0;
 }
 
-// cufile.json without its comments.
-std::string configuration() {
+// Return the text of cufile.json without comments.
+std::string read_configuration() {
     const char* const path = std::getenv("CUFILE_ENV_PATH_JSON");
     std::ifstream file(path == nullptr ? "/etc/cufile.json" : path);
     std::string text, line;
@@ -76,8 +78,8 @@ std::string configuration() {
     return text;
 }
 
-// The value after "key": in the text; only numbers and flags are asked for, and their names occur once in that file.
-std::string value_of(std::string_view text, std::string_view key) {
+// Return the value after "key":. Only numbers and flags are read, and their keys occur once in the file.
+std::string json_value_of(std::string_view text, std::string_view key) {
     const std::string quoted = "\"" + std::string(key) + "\"";
     const auto found = text.find(quoted);
     if (found == std::string_view::npos) {
@@ -90,143 +92,146 @@ std::string value_of(std::string_view text, std::string_view key) {
     return std::string(text.substr(begin, text.find_first_of(" \t,}", begin) - begin));
 }
 
-// By call, else by the variable, else by the file, else as it normally is.
-bool decided(const std::optional<bool>& by_call, const char* name, const std::string& in_file, bool normally) {
-    if (by_call) {
-        return *by_call;
+// Return the value set by call, else by the environment, else by the file, else the default.
+bool resolve_bool(const std::optional<bool>& set_by_call, const char* name, const std::string& from_file,
+                  bool default_value) {
+    if (set_by_call) {
+        return *set_by_call;
     }
-    if (const auto by_variable = variable(name)) {
+    if (const auto by_variable = bool_from_environment(name)) {
         return *by_variable;
     }
-    return in_file.empty() ? normally : in_file == "true";
+    return from_file.empty() ? default_value : from_file == "true";
 }
 
-template <typename Value> Error give(std::string_view symbol, Value* where, int which, int count, Value (*read)(int)) {
+template <typename Value>
+Error get_parameter(std::string_view symbol, Value* where, int index, int count, Value (*read)(int)) {
     return entry(symbol, [&] {
-        if (where == nullptr || which < 0 || which >= count || (count == bool_parameters && which == retired_bool)) {
-            throw Refused{invalid_value};
+        if (where == nullptr || index < 0 || index >= count ||
+            (count == bool_parameters && index == removed_bool_parameter)) {
+            throw CufileError{invalid_value};
         }
-        *where = read(which);
+        *where = read(index);
     });
 }
 
 void require_closed() {
     if (is_open()) {
-        throw Refused{driver_already_open};
+        throw CufileError{driver_already_open};
     }
 }
 
 } // namespace
 
-std::size_t size_parameter(int which) {
+std::size_t size_parameter(int index) {
     Parameters& all = parameters();
     std::lock_guard lock(all.mutex);
-    return all.size[which].value_or(sizes[which].normally);
+    return all.size[index].value_or(sizes[index].default_value);
 }
 
-bool bool_parameter(int which) {
+bool bool_parameter(int index) {
     Parameters& all = parameters();
     std::lock_guard lock(all.mutex);
-    return all.flag[which].value_or(bools[which]);
+    return all.flag[index].value_or(bools[index]);
 }
 
-void set_size_parameter(int which, std::size_t value) {
-    const Limits& limits = sizes[which];
-    if (value < limits.least || (limits.most != 0 && value > limits.most)) {
-        throw Refused{invalid_value};
+void set_size_parameter(int index, std::size_t value) {
+    const Limits& limits = sizes[index];
+    if (value < limits.min || (limits.max != 0 && value > limits.max)) {
+        throw CufileError{invalid_value};
     }
     Parameters& all = parameters();
     std::lock_guard lock(all.mutex);
-    all.size[which] = value;
+    all.size[index] = value;
 }
 
-void set_bool_parameter(int which, bool value) {
+void set_bool_parameter(int index, bool value) {
     Parameters& all = parameters();
     std::lock_guard lock(all.mutex);
-    all.flag[which] = value;
+    all.flag[index] = value;
 }
 
 Modes apply_parameters() {
-    const std::string file = configuration();
+    const std::string file = read_configuration();
     Parameters& all = parameters();
     std::lock_guard lock(all.mutex);
     Modes modes;
-    modes.allow_compat = decided(all.flag[bool_allow_compat], "CUFILE_ALLOW_COMPAT_MODE",
-                                 value_of(file, "allow_compat_mode"), bools[bool_allow_compat]);
-    modes.force_compat = decided(all.flag[bool_force_compat], "CUFILE_FORCE_COMPAT_MODE",
-                                 value_of(file, "force_compat_mode"), bools[bool_force_compat]);
-    // What is in force is what the caller reads from now on.
+    modes.allow_compat = resolve_bool(all.flag[bool_allow_compat], "CUFILE_ALLOW_COMPAT_MODE",
+                                      json_value_of(file, "allow_compat_mode"), bools[bool_allow_compat]);
+    modes.force_compat = resolve_bool(all.flag[bool_force_compat], "CUFILE_FORCE_COMPAT_MODE",
+                                      json_value_of(file, "force_compat_mode"), bools[bool_force_compat]);
+    // From now on the caller reads the effective values.
     all.flag[bool_allow_compat] = modes.allow_compat;
     all.flag[bool_force_compat] = modes.force_compat;
     const char* const level = std::getenv("CUFILE_STATS_LEVEL");
-    const std::string wanted = level != nullptr ? level : value_of(file, "cufile_stats");
+    const std::string requested = level != nullptr ? level : json_value_of(file, "cufile_stats");
     if (all.size[size_profile_stats]) {
-        use_level(static_cast<int>(*all.size[size_profile_stats]));
-    } else if (!wanted.empty()) {
-        use_level(std::atoi(wanted.c_str()));
+        set_default_level(static_cast<int>(*all.size[size_profile_stats]));
+    } else if (!requested.empty()) {
+        set_default_level(std::atoi(requested.c_str()));
     }
     return modes;
 }
 
-GDRKIT_CUFILE_ENTRY Error cuFileGetParameterSizeT(int which, std::size_t* value) {
-    return give("cuFileGetParameterSizeT", value, which, size_parameters, size_parameter);
+GDRKIT_CUFILE_ENTRY Error cuFileGetParameterSizeT(int index, std::size_t* value) {
+    return get_parameter("cuFileGetParameterSizeT", value, index, size_parameters, size_parameter);
 }
 
-GDRKIT_CUFILE_ENTRY Error cuFileGetParameterBool(int which, bool* value) {
-    return give("cuFileGetParameterBool", value, which, bool_parameters, bool_parameter);
+GDRKIT_CUFILE_ENTRY Error cuFileGetParameterBool(int index, bool* value) {
+    return get_parameter("cuFileGetParameterBool", value, index, bool_parameters, bool_parameter);
 }
 
-GDRKIT_CUFILE_ENTRY Error cuFileGetParameterMinMaxValue(int which, std::size_t* least, std::size_t* most) {
+GDRKIT_CUFILE_ENTRY Error cuFileGetParameterMinMaxValue(int index, std::size_t* min, std::size_t* max) {
     return entry("cuFileGetParameterMinMaxValue", [&] {
-        if (least == nullptr || most == nullptr || which <= size_profile_stats || which >= size_parameters) {
-            throw Refused{invalid_value};
+        if (min == nullptr || max == nullptr || index <= size_profile_stats || index >= size_parameters) {
+            throw CufileError{invalid_value};
         }
-        *least = sizes[which].least;
-        *most = sizes[which].most;
+        *min = sizes[index].min;
+        *max = sizes[index].max;
     });
 }
 
-GDRKIT_CUFILE_ENTRY Error cuFileGetParameterString(int which, char* value, int length_bytes) {
+GDRKIT_CUFILE_ENTRY Error cuFileGetParameterString(int index, char* value, int length_bytes) {
     return entry("cuFileGetParameterString", [&] {
         Parameters& all = parameters();
         std::lock_guard lock(all.mutex);
-        if (value == nullptr || which < 0 || which >= string_parameters || length_bytes <= 0 ||
-            all.text[which].size() >= static_cast<std::size_t>(length_bytes)) {
-            throw Refused{invalid_value};
+        if (value == nullptr || index < 0 || index >= string_parameters || length_bytes <= 0 ||
+            all.text[index].size() >= static_cast<std::size_t>(length_bytes)) {
+            throw CufileError{invalid_value};
         }
-        std::memcpy(value, all.text[which].c_str(), all.text[which].size() + 1);
+        std::memcpy(value, all.text[index].c_str(), all.text[index].size() + 1);
     });
 }
 
-GDRKIT_CUFILE_ENTRY Error cuFileSetParameterSizeT(int which, std::size_t value) {
+GDRKIT_CUFILE_ENTRY Error cuFileSetParameterSizeT(int index, std::size_t value) {
     return entry("cuFileSetParameterSizeT", [&] {
         require_closed();
-        if (which < 0 || which >= size_parameters) {
-            throw Refused{invalid_value};
+        if (index < 0 || index >= size_parameters) {
+            throw CufileError{invalid_value};
         }
-        set_size_parameter(which, value);
+        set_size_parameter(index, value);
     });
 }
 
-GDRKIT_CUFILE_ENTRY Error cuFileSetParameterBool(int which, bool value) {
+GDRKIT_CUFILE_ENTRY Error cuFileSetParameterBool(int index, bool value) {
     return entry("cuFileSetParameterBool", [&] {
         require_closed();
-        if (which < 0 || which >= bool_parameters || which == retired_bool) {
-            throw Refused{invalid_value};
+        if (index < 0 || index >= bool_parameters || index == removed_bool_parameter) {
+            throw CufileError{invalid_value};
         }
-        set_bool_parameter(which, value);
+        set_bool_parameter(index, value);
     });
 }
 
-GDRKIT_CUFILE_ENTRY Error cuFileSetParameterString(int which, const char* value) {
+GDRKIT_CUFILE_ENTRY Error cuFileSetParameterString(int index, const char* value) {
     return entry("cuFileSetParameterString", [&] {
         require_closed();
-        if (value == nullptr || which < 0 || which >= string_parameters) {
-            throw Refused{invalid_value};
+        if (value == nullptr || index < 0 || index >= string_parameters) {
+            throw CufileError{invalid_value};
         }
         Parameters& all = parameters();
         std::lock_guard lock(all.mutex);
-        all.text[which] = value;
+        all.text[index] = value;
     });
 }
 
@@ -235,7 +240,7 @@ GDRKIT_CUFILE_ENTRY Error cuFileSetParameterPosixPoolSlabArray(const std::size_t
     return entry("cuFileSetParameterPosixPoolSlabArray", [&] {
         require_closed();
         if (sizes_kb == nullptr || counts == nullptr || length <= 0) {
-            throw Refused{invalid_value};
+            throw CufileError{invalid_value};
         }
         Parameters& all = parameters();
         std::lock_guard lock(all.mutex);
@@ -250,7 +255,7 @@ GDRKIT_CUFILE_ENTRY Error cuFileGetParameterPosixPoolSlabArray(std::size_t* size
         std::lock_guard lock(all.mutex);
         if (sizes_kb == nullptr || counts == nullptr || length < 0 ||
             static_cast<std::size_t>(length) != all.slab_kb.size()) {
-            throw Refused{invalid_value};
+            throw CufileError{invalid_value};
         }
         std::copy(all.slab_kb.begin(), all.slab_kb.end(), sizes_kb);
         std::copy(all.slab_count.begin(), all.slab_count.end(), counts);

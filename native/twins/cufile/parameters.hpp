@@ -1,4 +1,4 @@
-// The parameters: staged while the driver is closed, applied when it opens.
+// Configuration parameters. They can be set while the driver is closed and take effect when it opens.
 #pragma once
 
 #include <cstddef>
@@ -7,7 +7,7 @@
 
 namespace gdrkit::twin::cufile {
 
-// CUFileSizeTConfigParameter_t and CUFileBoolConfigParameter_t, as far as somebody here reads them.
+// The values of CUFileSizeTConfigParameter_t and CUFileBoolConfigParameter_t that the twin reads.
 enum SizeParameter {
     size_profile_stats = 0,
     size_max_direct_io_kb = 5,
@@ -21,12 +21,13 @@ enum SizeParameter {
 };
 enum BoolParameter { bool_poll_mode = 0, bool_allow_compat = 1, bool_force_compat = 2, bool_parameters = 14 };
 
-// Environment and cufile.json (CUFILE_ENV_PATH_JSON) under what was set by call; called when the driver opens.
+// Determine the effective settings when the driver opens: values set by call override the environment, which overrides
+// cufile.json (CUFILE_ENV_PATH_JSON).
 Modes apply_parameters();
-// What is in force now, or would be.
-std::size_t size_parameter(int which);
-bool bool_parameter(int which);
-void set_size_parameter(int which, std::size_t value);
-void set_bool_parameter(int which, bool value);
+// Return a parameter's effective value, or the one that would take effect at the next opening.
+std::size_t size_parameter(int index);
+bool bool_parameter(int index);
+void set_size_parameter(int index, std::size_t value);
+void set_bool_parameter(int index, bool value);
 
 } // namespace gdrkit::twin::cufile

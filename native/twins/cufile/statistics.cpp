@@ -1,3 +1,5 @@
+// Statistics of levels 1 to 3: counting, and cuFileGetStats*.
+
 #include "cufile/statistics.hpp"
 
 #include <algorithm>
@@ -14,9 +16,9 @@ namespace {
 struct Statistics {
     std::mutex mutex;
     int level = 0;
-    bool level_was_set = false;
+    bool level_set_by_call = false;
     bool started = false;
-    StatsLevel3 counted{};
+    StatsLevel3 counters{};
 };
 
 Statistics& statistics() {
@@ -24,7 +26,7 @@ Statistics& statistics() {
     return *all;
 }
 
-constexpr int level_most = 3;
+constexpr int max_level = 3;
 constexpr std::uint64_t us_per_s = 1'000'000;
 
 std::uint64_t per_second(std::uint64_t amount, std::uint64_t took_us) {
@@ -38,123 +40,124 @@ std::size_t bin_of(std::size_t length_bytes) {
     return std::min<std::size_t>(bin, histogram_bins - 1);
 }
 
-// One kind of call of the first level: operations, bytes, time, and what follows from them.
-void add(OpCounter* ops, std::uint64_t* bytes, std::uint64_t* bandwidth, std::uint64_t* average_us,
-         std::uint64_t* ops_per_s, std::uint64_t* sum_us, const Done& done) {
-    if (done.result < 0) {
+// Add a transfer to the counters of one type of call: operations, bytes, time, and the derived rates.
+void add_transfer(OpCounter* ops, std::uint64_t* bytes, std::uint64_t* bandwidth, std::uint64_t* average_us,
+                  std::uint64_t* ops_per_s, std::uint64_t* sum_us, const TransferRecord& record) {
+    if (record.result < 0) {
         ++ops->err;
         return;
     }
     ++ops->ok;
-    *bytes += static_cast<std::uint64_t>(done.result);
-    *sum_us += static_cast<std::uint64_t>(done.took.count());
+    *bytes += static_cast<std::uint64_t>(record.result);
+    *sum_us += static_cast<std::uint64_t>(record.duration.count());
     *average_us = *sum_us / ops->ok;
     *bandwidth = per_second(*bytes, *sum_us);
     *ops_per_s = per_second(ops->ok, *sum_us);
 }
 
-bool in_batch(const Done& done) {
-    return done.call == Call::batch || done.call == Call::vector;
+bool is_batch_transfer(const TransferRecord& record) {
+    return record.call == Call::batch || record.call == Call::vector;
 }
 
-void count_basic(StatsLevel1* basic, const Done& done) {
-    if (in_batch(done)) {
-        (done.writing ? basic->batch_write_bytes : basic->batch_read_bytes) +=
-            static_cast<std::uint64_t>(std::max<ssize_t>(done.result, 0));
-    } else if (done.writing) {
-        add(&basic->write_ops, &basic->write_bytes, &basic->write_bw, &basic->write_latency_average_us,
-            &basic->write_ops_per_s, &basic->write_latency_sum_us, done);
+void count_basic(StatsLevel1* basic, const TransferRecord& record) {
+    if (is_batch_transfer(record)) {
+        (record.writing ? basic->batch_write_bytes : basic->batch_read_bytes) +=
+            static_cast<std::uint64_t>(std::max<ssize_t>(record.result, 0));
+    } else if (record.writing) {
+        add_transfer(&basic->write_ops, &basic->write_bytes, &basic->write_bw, &basic->write_latency_average_us,
+                     &basic->write_ops_per_s, &basic->write_latency_sum_us, record);
     } else {
-        add(&basic->read_ops, &basic->read_bytes, &basic->read_bw, &basic->read_latency_average_us,
-            &basic->read_ops_per_s, &basic->read_latency_sum_us, done);
+        add_transfer(&basic->read_ops, &basic->read_bytes, &basic->read_bw, &basic->read_latency_average_us,
+                     &basic->read_ops_per_s, &basic->read_latency_sum_us, record);
     }
 }
 
-std::uint64_t* route_counter(GpuStats* gpu, const Done& done) {
-    switch (done.route) {
+std::uint64_t* route_counter(GpuStats* gpu, const TransferRecord& record) {
+    switch (record.route) {
     case Route::p2p:
-        return done.writing ? &gpu->p2p_writes : &gpu->p2p_reads;
+        return record.writing ? &gpu->p2p_writes : &gpu->p2p_reads;
     case Route::nvfs:
-        return done.writing ? &gpu->nvfs_writes : &gpu->nvfs_reads;
+        return record.writing ? &gpu->nvfs_writes : &gpu->nvfs_reads;
     case Route::posix:
         break;
     }
-    return done.writing ? &gpu->posix_writes : &gpu->posix_reads;
+    return record.writing ? &gpu->posix_writes : &gpu->posix_reads;
 }
 
-void count_on_gpu(GpuStats* gpu, const Done& done) {
-    ++(done.writing ? gpu->total_writes : gpu->total_reads);
-    if (done.result < 0) {
-        ++(done.writing ? gpu->write_errors : gpu->read_errors);
+void count_on_gpu(GpuStats* gpu, const TransferRecord& record) {
+    ++(record.writing ? gpu->total_writes : gpu->total_reads);
+    if (record.result < 0) {
+        ++(record.writing ? gpu->write_errors : gpu->read_errors);
         return;
     }
-    const auto took_us = static_cast<std::uint64_t>(done.took.count());
-    (done.writing ? gpu->write_bytes : gpu->read_bytes) += static_cast<std::uint64_t>(done.result);
-    (done.writing ? gpu->write_duration_us : gpu->read_duration_us) += took_us;
+    const auto took_us = static_cast<std::uint64_t>(record.duration.count());
+    (record.writing ? gpu->write_bytes : gpu->read_bytes) += static_cast<std::uint64_t>(record.result);
+    (record.writing ? gpu->write_duration_us : gpu->read_duration_us) += took_us;
     gpu->read_bw = per_second(gpu->read_bytes, gpu->read_duration_us);
     gpu->write_bw = per_second(gpu->write_bytes, gpu->write_duration_us);
-    ++*route_counter(gpu, done);
-    if (done.unaligned) {
-        ++(done.writing ? gpu->unaligned_writes : gpu->unaligned_reads);
+    ++*route_counter(gpu, record);
+    if (record.unaligned) {
+        ++(record.writing ? gpu->unaligned_writes : gpu->unaligned_reads);
     }
 }
 
-// The per-GPU counters of a device, with the lock held; none for the host, or for a device beyond the table.
-GpuStats* gpu_of(Statistics* all, int device) {
-    return device < 0 || device >= gpus_most ? nullptr : &all->counted.gpus[device];
+// Return the counters of a device; null for host memory or a device beyond the table. The caller holds the lock.
+GpuStats* gpu_stats_of(Statistics* all, int device) {
+    return device < 0 || device >= max_gpus ? nullptr : &all->counters.gpus[device];
 }
 
-// Copies the first `size` bytes of the third level, which begins with the second and the first.
-Error give(std::string_view symbol, int level, void* where, std::size_t size) {
+// Copy the first `size` bytes of the level 3 structure, which begins with level 2, which begins with level 1.
+Error copy_statistics(std::string_view symbol, int level, void* where, std::size_t size) {
     return entry(symbol, [&] {
         require_open();
         Statistics& all = statistics();
         const auto uuids = device_uuids();
         std::lock_guard lock(all.mutex);
         if (where == nullptr || all.level < level) {
-            throw Refused{invalid_value};
+            throw CufileError{invalid_value};
         }
-        all.counted.gpu_count = static_cast<std::uint32_t>(std::min<std::size_t>(uuids.size(), gpus_most));
-        for (std::uint32_t gpu = 0; gpu < all.counted.gpu_count; ++gpu) {
-            std::memcpy(all.counted.gpus[gpu].uuid, uuids[gpu].data(), uuids[gpu].size());
+        all.counters.gpu_count = static_cast<std::uint32_t>(std::min<std::size_t>(uuids.size(), max_gpus));
+        for (std::uint32_t gpu = 0; gpu < all.counters.gpu_count; ++gpu) {
+            std::memcpy(all.counters.gpus[gpu].uuid, uuids[gpu].data(), uuids[gpu].size());
         }
-        std::memcpy(where, &all.counted, size);
+        std::memcpy(where, &all.counters, size);
     });
 }
 
 } // namespace
 
-void count(const Done& done) {
+void count(const TransferRecord& record) {
     Statistics& all = statistics();
     std::lock_guard lock(all.mutex);
     if (!all.started) {
         return;
     }
-    count_basic(&all.counted.detailed.basic, done);
-    if (done.result >= 0) {
-        auto& histogram = done.writing ? all.counted.detailed.write_size_kb : all.counted.detailed.read_size_kb;
-        ++histogram[bin_of(static_cast<std::size_t>(done.result))];
+    count_basic(&all.counters.detailed.basic, record);
+    if (record.result >= 0) {
+        auto& histogram = record.writing ? all.counters.detailed.write_size_kb : all.counters.detailed.read_size_kb;
+        ++histogram[bin_of(static_cast<std::size_t>(record.result))];
     }
-    // Of transfers of batches, and of vectors, which are batches within, no GPU is told (seen with 1.15 and 1.20).
-    if (GpuStats* const gpu = in_batch(done) ? nullptr : gpu_of(&all, done.device)) {
-        count_on_gpu(gpu, done);
+    // Per-GPU counters do not include batches, nor vectored calls, which are batches internally (observed with 1.15 and
+    // 1.20).
+    if (GpuStats* const gpu = is_batch_transfer(record) ? nullptr : gpu_stats_of(&all, record.device)) {
+        count_on_gpu(gpu, record);
     }
 }
 
-void count_vectors(const Done& done) {
-    count_operation(&StatsLevel1::batch_complete_ops, done.result >= 0);
+void count_vectored_call(const TransferRecord& record) {
+    count_operation(&StatsLevel1::batch_complete_ops, record.result >= 0);
     Statistics& all = statistics();
     std::lock_guard lock(all.mutex);
     if (!all.started) {
         return;
     }
-    StatsLevel1& basic = all.counted.detailed.basic;
-    if (done.writing) {
-        add(&basic.writev_ops, &basic.writev_bytes, &basic.writev_bw, &basic.writev_latency_average_us,
-            &basic.writev_ops_per_s, &basic.writev_latency_sum_us, done);
+    StatsLevel1& basic = all.counters.detailed.basic;
+    if (record.writing) {
+        add_transfer(&basic.writev_ops, &basic.writev_bytes, &basic.writev_bw, &basic.writev_latency_average_us,
+                     &basic.writev_ops_per_s, &basic.writev_latency_sum_us, record);
     } else {
-        add(&basic.readv_ops, &basic.readv_bytes, &basic.readv_bw, &basic.readv_latency_average_us,
-            &basic.readv_ops_per_s, &basic.readv_latency_sum_us, done);
+        add_transfer(&basic.readv_ops, &basic.readv_bytes, &basic.readv_bw, &basic.readv_latency_average_us,
+                     &basic.readv_ops_per_s, &basic.readv_latency_sum_us, record);
     }
 }
 
@@ -162,7 +165,7 @@ void count_registration(int device, std::size_t length_bytes, bool registered, b
     count_operation(registered ? &StatsLevel1::buffer_register_ops : &StatsLevel1::buffer_deregister_ops, ok);
     Statistics& all = statistics();
     std::lock_guard lock(all.mutex);
-    GpuStats* const gpu = all.started ? gpu_of(&all, device) : nullptr;
+    GpuStats* const gpu = all.started ? gpu_stats_of(&all, device) : nullptr;
     if (gpu == nullptr) {
         return;
     }
@@ -176,11 +179,11 @@ void count_registration(int device, std::size_t length_bytes, bool registered, b
     }
 }
 
-void count_operation(OpCounter StatsLevel1::*which, bool ok) {
+void count_operation(OpCounter StatsLevel1::*index, bool ok) {
     Statistics& all = statistics();
     std::lock_guard lock(all.mutex);
     if (all.started) {
-        OpCounter& counter = all.counted.detailed.basic.*which;
+        OpCounter& counter = all.counters.detailed.basic.*index;
         ++(ok ? counter.ok : counter.err);
     }
 }
@@ -192,37 +195,37 @@ void count_submitted(Route route) {
     } else if (route == Route::nvfs) {
         count_operation(&StatsLevel1::batch_nvfs_submit_ops, true);
     } else {
-        // Through the host, by the kernel's asynchronous I/O; that is all that the real one says of it.
+        // Through the host by the kernel's asynchronous I/O: the only counter that the real library increments for it.
         count_operation(&StatsLevel1::batch_aio_submit_ops, true);
     }
 }
 
-void use_level(int level) {
+void set_default_level(int level) {
     Statistics& all = statistics();
     std::lock_guard lock(all.mutex);
-    if (!all.level_was_set && level >= 0 && level <= level_most) {
+    if (!all.level_set_by_call && level >= 0 && level <= max_level) {
         all.level = level;
-        // A level from outside counts from the beginning; nobody has to start it.
+        // A level from the environment or the file starts counting at once, without cuFileStatsStart.
         all.started = level > 0;
     }
 }
 
 GDRKIT_CUFILE_ENTRY Error cuFileSetStatsLevel(int level) {
     return entry("cuFileSetStatsLevel", [&] {
-        if (level < 0 || level > level_most) {
-            throw Refused{invalid_value};
+        if (level < 0 || level > max_level) {
+            throw CufileError{invalid_value};
         }
         Statistics& all = statistics();
         std::lock_guard lock(all.mutex);
         all.level = level;
-        all.level_was_set = true;
+        all.level_set_by_call = true;
     });
 }
 
 GDRKIT_CUFILE_ENTRY Error cuFileGetStatsLevel(int* level) {
     return entry("cuFileGetStatsLevel", [&] {
         if (level == nullptr) {
-            throw Refused{invalid_value};
+            throw CufileError{invalid_value};
         }
         Statistics& all = statistics();
         std::lock_guard lock(all.mutex);
@@ -236,7 +239,7 @@ GDRKIT_CUFILE_ENTRY Error cuFileStatsStart() {
         Statistics& all = statistics();
         std::lock_guard lock(all.mutex);
         if (all.level == 0) {
-            throw Refused{invalid_value};
+            throw CufileError{invalid_value};
         }
         all.started = true;
     });
@@ -256,20 +259,20 @@ GDRKIT_CUFILE_ENTRY Error cuFileStatsReset() {
         require_open();
         Statistics& all = statistics();
         std::lock_guard lock(all.mutex);
-        all.counted = {};
+        all.counters = {};
     });
 }
 
 GDRKIT_CUFILE_ENTRY Error cuFileGetStatsL1(StatsLevel1* where) {
-    return give("cuFileGetStatsL1", 1, where, sizeof *where);
+    return copy_statistics("cuFileGetStatsL1", 1, where, sizeof *where);
 }
 
 GDRKIT_CUFILE_ENTRY Error cuFileGetStatsL2(StatsLevel2* where) {
-    return give("cuFileGetStatsL2", 2, where, sizeof *where);
+    return copy_statistics("cuFileGetStatsL2", 2, where, sizeof *where);
 }
 
 GDRKIT_CUFILE_ENTRY Error cuFileGetStatsL3(StatsLevel3* where) {
-    return give("cuFileGetStatsL3", 3, where, sizeof *where);
+    return copy_statistics("cuFileGetStatsL3", 3, where, sizeof *where);
 }
 
 } // namespace gdrkit::twin::cufile

@@ -1,4 +1,4 @@
-// The counters of levels 1 to 3.
+// Statistics counters of levels 1 to 3.
 #pragma once
 
 #include <chrono>
@@ -13,27 +13,27 @@ namespace gdrkit::twin::cufile {
 enum class Route { p2p = 1, nvfs = 2, posix = 3 };
 enum class Call { plain, vector, batch, stream };
 
-// What one transfer did.
-struct Done {
+// Record of one transfer, for the statistics.
+struct TransferRecord {
     Call call = Call::plain;
     bool writing = false;
-    int device = -1; // -1: the host's memory
+    int device = -1; // -1: host memory
     Route route = Route::posix;
     bool unaligned = false;
-    ssize_t result = 0; // bytes, or negative
-    std::chrono::microseconds took{0};
+    ssize_t result = 0; // number of bytes, or a negative error
+    std::chrono::microseconds duration{0};
 };
 
-// Counts while statistics are started, and else does nothing.
-void count(const Done& done);
+// Count an event while statistics are started; otherwise do nothing.
+void count(const TransferRecord& record);
 void count_registration(int device, std::size_t length_bytes, bool registered, bool ok);
-void count_operation(OpCounter StatsLevel1::*which, bool ok);
-// One call of cuFileReadv or cuFileWritev, whose pieces were counted already.
-void count_vectors(const Done& done);
-// One transfer of a batch that is to take `route`.
+void count_operation(OpCounter StatsLevel1::*index, bool ok);
+// Count one call of cuFileReadv or cuFileWritev. Its elements were counted before.
+void count_vectored_call(const TransferRecord& record);
+// Count one transfer of a batch by its path.
 void count_submitted(Route route);
 
-// The level that cufile.json or the environment asks for, where no call did.
-void use_level(int level);
+// Set the level given by the environment or cufile.json, unless a call has set it.
+void set_default_level(int level);
 
 } // namespace gdrkit::twin::cufile

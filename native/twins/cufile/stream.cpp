@@ -1,4 +1,4 @@
-// Reads and writes in the order of a CUDA stream.
+// cuFileReadAsync and cuFileWriteAsync: transfers in the order of a CUDA stream.
 #include <cerrno>
 #include <map>
 #include <memory>
@@ -37,9 +37,9 @@ unsigned flags_of(Stream stream) {
     return found == all.registered.end() ? 0 : found->second;
 }
 
-// One transfer that waits for its turn. What is not fixed by the flags of the stream is read when the turn comes.
-struct Queued {
-    AtWork at_work;
+// A queued transfer. Arguments that the stream's flags do not declare as fixed are read when the transfer starts.
+struct QueuedTransfer {
+    OperationInProgress operations_in_progress;
     bool writing = false;
     FileHandle file = nullptr;
     void* buffer = nullptr;
@@ -49,46 +49,46 @@ struct Queued {
     ssize_t* result = nullptr;
     std::size_t fixed_length_bytes = 0;
     off_t fixed_file_offset = 0, fixed_buffer_offset = 0;
-    std::size_t length_bytes_most = 0;
+    std::size_t max_length_bytes = 0;
 };
 
-ssize_t done_now(const Queued& queued) {
-    if (const auto code = hit("cufile.async_io")) {
+ssize_t run_queued(const QueuedTransfer& queued) {
+    if (const auto code = injected_fault("cufile.async_io")) {
         return -*code;
     }
     const Transfer transfer{Call::stream,         queued.writing,      queued.file,          queued.buffer,
                             *queued.length_bytes, *queued.file_offset, *queued.buffer_offset};
-    return transfer.length_bytes > queued.length_bytes_most ? -invalid_value : answer_of(transfer);
+    return transfer.length_bytes > queued.max_length_bytes ? -invalid_value : transfer_result(transfer);
 }
 
-// Called by the stream, where no call of the driver is allowed: another thread does the work, and the stream waits.
-void in_turn(void* data) {
-    const std::unique_ptr<Queued> queued(static_cast<Queued*>(data));
-    std::thread worker = start_quiet_thread([&queued] {
-        be_late();
-        *queued->result = done_now(*queued);
+// Host function of the stream. It must not call the driver, so another thread does the transfer while the stream waits.
+void run_in_stream(void* data) {
+    const std::unique_ptr<QueuedTransfer> queued(static_cast<QueuedTransfer*>(data));
+    std::thread worker = start_signal_blocking_thread([&queued] {
+        sleep_random_delay();
+        *queued->result = run_queued(*queued);
     });
     worker.join();
 }
 
-Error queue(std::string_view symbol, bool writing, FileHandle file, void* buffer, std::size_t* length_bytes,
-            off_t* file_offset, off_t* buffer_offset, ssize_t* result, Stream stream) {
+Error enqueue(std::string_view symbol, bool writing, FileHandle file, void* buffer, std::size_t* length_bytes,
+              off_t* file_offset, off_t* buffer_offset, ssize_t* result, Stream stream) {
     return entry(symbol, [&] {
         require_open();
         if (buffer == nullptr || length_bytes == nullptr || file_offset == nullptr || buffer_offset == nullptr ||
             result == nullptr) {
-            throw Refused{invalid_value};
+            throw CufileError{invalid_value};
         }
         find_file(file);
-        const Place place = place_of_stream(stream);
-        // Written at once, so that it does not tell what is done from what is not; and where no context is current, the
-        // driver refuses what the real one asks of it here, and the call succeeds (both seen with 1.15 and 1.20).
+        const MemoryLocation location = location_of_stream(stream);
+        // The result is 0 until the transfer is done. Without a current context the real library's queuing fails
+        // internally: the call succeeds and the result is -ENOMEM (observed with 1.15 and 1.20).
         *result = has_current_context() ? 0 : -ENOMEM;
         if (*result != 0) {
             return;
         }
         const unsigned flags = flags_of(stream);
-        auto queued = std::make_unique<Queued>();
+        auto queued = std::make_unique<QueuedTransfer>();
         queued->writing = writing;
         queued->file = file;
         queued->buffer = buffer;
@@ -96,11 +96,11 @@ Error queue(std::string_view symbol, bool writing, FileHandle file, void* buffer
         queued->fixed_length_bytes = *length_bytes;
         queued->fixed_file_offset = *file_offset;
         queued->fixed_buffer_offset = *buffer_offset;
-        queued->length_bytes_most = *length_bytes;
+        queued->max_length_bytes = *length_bytes;
         queued->length_bytes = (flags & fixed_file_size) != 0 ? &queued->fixed_length_bytes : length_bytes;
         queued->file_offset = (flags & fixed_file_offset) != 0 ? &queued->fixed_file_offset : file_offset;
         queued->buffer_offset = (flags & fixed_buffer_offset) != 0 ? &queued->fixed_buffer_offset : buffer_offset;
-        launch_on(place, stream, in_turn, queued.get());
+        launch_host_function(location, stream, run_in_stream, queued.get());
         static_cast<void>(queued.release());
     });
 }
@@ -109,25 +109,25 @@ Error queue(std::string_view symbol, bool writing, FileHandle file, void* buffer
 
 GDRKIT_CUFILE_ENTRY Error cuFileReadAsync(FileHandle file, void* buffer, std::size_t* length_bytes, off_t* file_offset,
                                           off_t* buffer_offset, ssize_t* result, Stream stream) {
-    return queue("cuFileReadAsync", false, file, buffer, length_bytes, file_offset, buffer_offset, result, stream);
+    return enqueue("cuFileReadAsync", false, file, buffer, length_bytes, file_offset, buffer_offset, result, stream);
 }
 
 GDRKIT_CUFILE_ENTRY Error cuFileWriteAsync(FileHandle file, void* buffer, std::size_t* length_bytes, off_t* file_offset,
                                            off_t* buffer_offset, ssize_t* result, Stream stream) {
-    return queue("cuFileWriteAsync", true, file, buffer, length_bytes, file_offset, buffer_offset, result, stream);
+    return enqueue("cuFileWriteAsync", true, file, buffer, length_bytes, file_offset, buffer_offset, result, stream);
 }
 
 GDRKIT_CUFILE_ENTRY Error cuFileStreamRegister(Stream stream, unsigned flags) {
     return entry("cuFileStreamRegister", [&] {
         require_open();
         if ((flags & ~static_cast<unsigned>(stream_flags_mask)) != 0) {
-            throw Refused{invalid_value};
+            throw CufileError{invalid_value};
         }
-        place_of_stream(stream);
+        location_of_stream(stream);
         Streams& all = streams();
         std::lock_guard lock(all.mutex);
         if (!all.registered.emplace(stream, flags).second) {
-            throw Refused{invalid_value};
+            throw CufileError{invalid_value};
         }
         ledger_add(kind, stream);
     });
@@ -139,7 +139,7 @@ GDRKIT_CUFILE_ENTRY Error cuFileStreamDeregister(Stream stream) {
         Streams& all = streams();
         std::lock_guard lock(all.mutex);
         if (!ledger_remove(kind, stream)) {
-            throw Refused{invalid_value};
+            throw CufileError{invalid_value};
         }
         all.registered.erase(stream);
     });

@@ -1,3 +1,5 @@
+// Transfers between files and memory: cuFileRead, cuFileWrite, cuFileReadv and cuFileWritev.
+
 #include "cufile/transfer.hpp"
 
 #include <unistd.h>
@@ -19,42 +21,43 @@
 namespace gdrkit::twin::cufile {
 namespace {
 
-// What direct transfers need of offsets and sizes.
-constexpr std::uint64_t aligned_bytes = 4096;
-constexpr std::size_t piece_bytes = 1 << 20;
+// Alignment that direct transfers require of offsets and sizes.
+constexpr std::uint64_t direct_alignment_bytes = 4096;
+constexpr std::size_t chunk_bytes = 1 << 20;
 
-struct Chosen {
+struct RouteChoice {
     Route route = Route::posix;
     bool unaligned = false;
 };
 
-// The plan says what the machine could do; what of that this transfer gets, depends on it and on the driver.
-Chosen choose(const Transfer& transfer, const File& file, const Place& place) {
-    const Route possible = static_cast<Route>(hit("cufile.route").value_or(static_cast<int>(Route::posix)));
-    const Modes in_force = modes();
+// Choose the path of a transfer. The fault plan tells which path the machine supports; the transfer takes it only if
+// its alignment, file and the driver's settings allow.
+RouteChoice choose_route(const Transfer& transfer, const File& file, const MemoryLocation& location) {
+    const Route possible = static_cast<Route>(injected_fault("cufile.route").value_or(static_cast<int>(Route::posix)));
+    const Modes current_modes = modes();
     const auto sum = static_cast<std::uint64_t>(transfer.file_offset) |
                      static_cast<std::uint64_t>(transfer.buffer_offset) | transfer.length_bytes;
-    Chosen chosen;
-    chosen.unaligned = sum % aligned_bytes != 0;
-    if (place.device && file.direct && !chosen.unaligned && !in_force.force_compat) {
-        chosen.route = possible;
+    RouteChoice choice;
+    choice.unaligned = sum % direct_alignment_bytes != 0;
+    if (location.device && file.direct && !choice.unaligned && !current_modes.force_compat) {
+        choice.route = possible;
     }
-    if (chosen.route == Route::posix && place.device && !in_force.allow_compat) {
-        throw Refused{io_not_supported};
+    if (choice.route == Route::posix && location.device && !current_modes.allow_compat) {
+        throw CufileError{io_not_supported};
     }
-    return chosen;
+    return choice;
 }
 
-void check(const Transfer& transfer) {
+void check_arguments(const Transfer& transfer) {
     if (transfer.buffer == nullptr || transfer.file_offset < 0 || transfer.buffer_offset < 0 ||
         transfer.length_bytes > SSIZE_MAX ||
         transfer.length_bytes > static_cast<std::size_t>(LONG_MAX - transfer.file_offset) ||
         transfer.length_bytes > static_cast<std::size_t>(LONG_MAX - transfer.buffer_offset)) {
-        throw Refused{invalid_value};
+        throw CufileError{invalid_value};
     }
 }
 
-ssize_t at_once(const Transfer& transfer, int fd, void* where, std::size_t length_bytes, off_t offset) {
+ssize_t pread_or_pwrite(const Transfer& transfer, int fd, void* where, std::size_t length_bytes, off_t offset) {
     ssize_t moved = 0;
     do {
         moved = transfer.writing ? pwrite(fd, where, length_bytes, offset) : pread(fd, where, length_bytes, offset);
@@ -62,54 +65,55 @@ ssize_t at_once(const Transfer& transfer, int fd, void* where, std::size_t lengt
     return moved;
 }
 
-// Piece by piece; what moved before an error counts, and the error then shows at the next call, as with pread.
-template <typename Piece> ssize_t in_pieces(const Transfer& transfer, Piece&& piece) {
-    std::size_t done = 0;
-    while (done < transfer.length_bytes) {
-        const std::size_t wanted = std::min(piece_bytes, transfer.length_bytes - done);
-        const ssize_t moved = piece(done, wanted);
-        if (moved < 0 && done == 0) {
+// Transfer in chunks. Bytes moved before an error count; the error is then reported by the next call, as with pread.
+template <typename CopyChunk> ssize_t for_each_chunk(const Transfer& transfer, CopyChunk&& copy_chunk) {
+    std::size_t transferred = 0;
+    while (transferred < transfer.length_bytes) {
+        const std::size_t chunk_size = std::min(chunk_bytes, transfer.length_bytes - transferred);
+        const ssize_t moved = copy_chunk(transferred, chunk_size);
+        if (moved < 0 && transferred == 0) {
             return -1;
         }
         if (moved <= 0) {
             break;
         }
-        done += static_cast<std::size_t>(moved);
-        if (static_cast<std::size_t>(moved) < wanted) {
+        transferred += static_cast<std::size_t>(moved);
+        if (static_cast<std::size_t>(moved) < chunk_size) {
             break;
         }
     }
-    return static_cast<ssize_t>(done);
+    return static_cast<ssize_t>(transferred);
 }
 
-ssize_t with_device(const Transfer& transfer, const File& file, const Place& place) {
+ssize_t transfer_device_memory(const Transfer& transfer, const File& file, const MemoryLocation& location) {
     const std::uint64_t base =
         reinterpret_cast<std::uint64_t>(transfer.buffer) + static_cast<std::uint64_t>(transfer.buffer_offset);
-    const std::unique_ptr<char[]> staging(new char[std::min(piece_bytes, transfer.length_bytes)]);
-    const Copier copier(place);
-    return in_pieces(transfer, [&](std::size_t done, std::size_t wanted) {
-        const off_t offset = transfer.file_offset + static_cast<off_t>(done);
+    const std::unique_ptr<char[]> staging(new char[std::min(chunk_bytes, transfer.length_bytes)]);
+    const DeviceCopier copier(location);
+    return for_each_chunk(transfer, [&](std::size_t transferred, std::size_t chunk_size) {
+        const off_t offset = transfer.file_offset + static_cast<off_t>(transferred);
         if (transfer.writing) {
-            copier.from_device(staging.get(), base + done, wanted);
-            return at_once(transfer, file.own.get(), staging.get(), wanted, offset);
+            copier.from_device(staging.get(), base + transferred, chunk_size);
+            return pread_or_pwrite(transfer, file.reopened.get(), staging.get(), chunk_size, offset);
         }
-        const ssize_t moved = at_once(transfer, file.own.get(), staging.get(), wanted, offset);
+        const ssize_t moved = pread_or_pwrite(transfer, file.reopened.get(), staging.get(), chunk_size, offset);
         if (moved > 0) {
-            copier.to_device(base + done, staging.get(), static_cast<std::size_t>(moved));
+            copier.to_device(base + transferred, staging.get(), static_cast<std::size_t>(moved));
         }
         return moved;
     });
 }
 
-ssize_t with_host(const Transfer& transfer, const File& file) {
+ssize_t transfer_host_memory(const Transfer& transfer, const File& file) {
     char* const base = static_cast<char*>(transfer.buffer) + transfer.buffer_offset;
-    return in_pieces(transfer, [&](std::size_t done, std::size_t wanted) {
-        return at_once(transfer, file.own.get(), base + done, wanted, transfer.file_offset + static_cast<off_t>(done));
+    return for_each_chunk(transfer, [&](std::size_t transferred, std::size_t chunk_size) {
+        return pread_or_pwrite(transfer, file.reopened.get(), base + transferred, chunk_size,
+                               transfer.file_offset + static_cast<off_t>(transferred));
     });
 }
 
-ssize_t move(const Transfer& transfer, Done* done) {
-    check(transfer);
+ssize_t transfer_bytes(const Transfer& transfer, TransferRecord* record) {
+    check_arguments(transfer);
     const FileRef file = find_file(transfer.file);
     if (!file) {
         errno = EBADF;
@@ -117,26 +121,26 @@ ssize_t move(const Transfer& transfer, Done* done) {
     }
     const auto base = reinterpret_cast<std::uint64_t>(transfer.buffer);
     const auto offset = static_cast<std::uint64_t>(transfer.buffer_offset);
-    const Place place = place_of(base);
-    done->device = place.ordinal;
-    check_registered(base, offset, transfer.length_bytes, place);
-    if (place.device) {
+    const MemoryLocation location = location_of(base);
+    record->device = location.ordinal;
+    check_registered(base, offset, transfer.length_bytes, location);
+    if (location.device) {
         check_allocated(base + offset, transfer.length_bytes);
     }
-    const Chosen chosen = choose(transfer, *file, place);
-    done->route = chosen.route;
-    done->unaligned = chosen.unaligned;
+    const RouteChoice choice = choose_route(transfer, *file, location);
+    record->route = choice.route;
+    record->unaligned = choice.unaligned;
     if (transfer.length_bytes == 0) {
         return 0;
     }
-    return place.device ? with_device(transfer, *file, place) : with_host(transfer, *file);
+    return location.device ? transfer_device_memory(transfer, *file, location) : transfer_host_memory(transfer, *file);
 }
 
-ssize_t vectored(std::string_view symbol, bool writing, FileHandle file, const IoVector* vectors, std::size_t count,
-                 off_t file_offset, unsigned flags) {
+ssize_t transfer_vectors(std::string_view symbol, bool writing, FileHandle file, const IoVector* vectors,
+                         std::size_t count, off_t file_offset, unsigned flags) {
     return data_entry(symbol, [&]() -> ssize_t {
         if (vectors == nullptr || count == 0 || flags != 0) {
-            throw Refused{invalid_value};
+            throw CufileError{invalid_value};
         }
         const auto begin = std::chrono::steady_clock::now();
         std::size_t sum = 0;
@@ -148,7 +152,7 @@ ssize_t vectored(std::string_view symbol, bool writing, FileHandle file, const I
                                     vectors[index].length_bytes,
                                     file_offset + static_cast<off_t>(sum),
                                     0};
-            const ssize_t moved = answer_of(transfer);
+            const ssize_t moved = transfer_result(transfer);
             if (moved < 0 && sum == 0) {
                 return data_failure(static_cast<int>(-moved));
             }
@@ -157,47 +161,48 @@ ssize_t vectored(std::string_view symbol, bool writing, FileHandle file, const I
                 break;
             }
         }
-        Done done;
-        done.call = Call::vector;
-        done.writing = writing;
-        done.result = static_cast<ssize_t>(sum);
-        done.took = std::chrono::duration_cast<std::chrono::microseconds>(std::chrono::steady_clock::now() - begin);
-        count_vectors(done);
-        return done.result;
+        TransferRecord record;
+        record.call = Call::vector;
+        record.writing = writing;
+        record.result = static_cast<ssize_t>(sum);
+        record.duration =
+            std::chrono::duration_cast<std::chrono::microseconds>(std::chrono::steady_clock::now() - begin);
+        count_vectored_call(record);
+        return record.result;
     });
 }
 
 } // namespace
 
-ssize_t carry_out(const Transfer& transfer) {
-    const AtWork at_work;
+ssize_t run_transfer(const Transfer& transfer) {
+    const OperationInProgress operations_in_progress;
     const auto begin = std::chrono::steady_clock::now();
-    Done done;
-    done.call = transfer.call;
-    done.writing = transfer.writing;
+    TransferRecord record;
+    record.call = transfer.call;
+    record.writing = transfer.writing;
     try {
-        done.result = move(transfer, &done);
-    } catch (const Refused& refused) {
-        done.result = -refused.status;
-        count(done);
+        record.result = transfer_bytes(transfer, &record);
+    } catch (const CufileError& error) {
+        record.result = -error.status;
+        count(record);
         throw;
     }
-    const int kept = errno;
-    done.took = std::chrono::duration_cast<std::chrono::microseconds>(std::chrono::steady_clock::now() - begin);
-    count(done);
-    if ((transfer.call == Call::batch || transfer.call == Call::vector) && done.result >= 0) {
-        count_submitted(done.route);
+    const int saved_errno = errno;
+    record.duration = std::chrono::duration_cast<std::chrono::microseconds>(std::chrono::steady_clock::now() - begin);
+    count(record);
+    if ((transfer.call == Call::batch || transfer.call == Call::vector) && record.result >= 0) {
+        count_submitted(record.route);
     }
-    errno = kept;
-    return done.result;
+    errno = saved_errno;
+    return record.result;
 }
 
-ssize_t answer_of(const Transfer& transfer) {
+ssize_t transfer_result(const Transfer& transfer) {
     try {
-        const ssize_t moved = carry_out(transfer);
+        const ssize_t moved = run_transfer(transfer);
         return moved == -1 ? -errno : moved;
-    } catch (const Refused& refused) {
-        return -refused.status;
+    } catch (const CufileError& error) {
+        return -error.status;
     } catch (const std::bad_alloc&) {
         return -no_memory;
     }
@@ -206,26 +211,26 @@ ssize_t answer_of(const Transfer& transfer) {
 GDRKIT_CUFILE_ENTRY ssize_t cuFileRead(FileHandle file, void* buffer, std::size_t length_bytes, off_t file_offset,
                                        off_t buffer_offset) {
     return data_entry("cuFileRead", [&] {
-        return carry_out({Call::plain, false, file, buffer, length_bytes, file_offset, buffer_offset});
+        return run_transfer({Call::plain, false, file, buffer, length_bytes, file_offset, buffer_offset});
     });
 }
 
 GDRKIT_CUFILE_ENTRY ssize_t cuFileWrite(FileHandle file, const void* buffer, std::size_t length_bytes,
                                         off_t file_offset, off_t buffer_offset) {
     return data_entry("cuFileWrite", [&] {
-        return carry_out(
+        return run_transfer(
             {Call::plain, true, file, const_cast<void*>(buffer), length_bytes, file_offset, buffer_offset});
     });
 }
 
 GDRKIT_CUFILE_ENTRY ssize_t cuFileReadv(FileHandle file, const IoVector* vectors, std::size_t count, off_t file_offset,
                                         unsigned flags) {
-    return vectored("cuFileReadv", false, file, vectors, count, file_offset, flags);
+    return transfer_vectors("cuFileReadv", false, file, vectors, count, file_offset, flags);
 }
 
 GDRKIT_CUFILE_ENTRY ssize_t cuFileWritev(FileHandle file, const IoVector* vectors, std::size_t count, off_t file_offset,
                                          unsigned flags) {
-    return vectored("cuFileWritev", true, file, vectors, count, file_offset, flags);
+    return transfer_vectors("cuFileWritev", true, file, vectors, count, file_offset, flags);
 }
 
 } // namespace gdrkit::twin::cufile

@@ -1,4 +1,4 @@
-// One transfer between a file and memory, whichever call asked for it.
+// One transfer between a file and memory, used by single, vectored, batch and stream calls.
 #pragma once
 
 #include <sys/types.h>
@@ -21,10 +21,11 @@ struct Transfer {
     off_t buffer_offset = 0;
 };
 
-// Moves the bytes and counts them. Bytes moved; -1 and errno when the file said no; throws Refused for everything else.
-ssize_t carry_out(const Transfer& transfer);
+// Carry out a transfer and count it. Return the number of bytes, or -1 with errno set if the file operation failed.
+// Throws CufileError for all other errors.
+ssize_t run_transfer(const Transfer& transfer);
 
-// The same for who has to keep the answer: bytes, -errno, or a negative CUfileOpError.
-ssize_t answer_of(const Transfer& transfer);
+// The same for results that are stored: return the number of bytes, -errno, or a negative CUfileOpError.
+ssize_t transfer_result(const Transfer& transfer);
 
 } // namespace gdrkit::twin::cufile

@@ -1,7 +1,7 @@
-"""The software twins: libraries with the names and interfaces of RDMA verbs, the CUDA driver, cuFile and hl-thunk.
+"""Software twins: drop-in libraries that emulate the hardware behind libibverbs, libcuda, libcufile and libhl-thunk.
 
-Each library has a folder of its own below ``lib/`` beside this file, so that a program may get one and not the others.
-They are chosen by ``LD_LIBRARY_PATH``; ``gdrkit run --software`` sets it. Importing this package opens none.
+Each library is in a separate folder below ``lib/`` in this package, so that a program can use one without the others.
+``LD_LIBRARY_PATH`` selects them; ``gdrkit run --software`` sets it. Importing this package loads no library.
 """
 
 from __future__ import annotations

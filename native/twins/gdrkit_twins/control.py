@@ -1,7 +1,7 @@
-"""How suites look inside the twins that are loaded in this process.
+"""Query the state of the twins that are loaded in this process, and replace their fault plans.
 
-Nothing is loaded by looking: the library is found in the memory map of the process, and only one that has the two
-control functions is asked.
+These functions load no library: they search the memory map of the process, and use a library only if it exports the two
+functions of the control interface.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ _FIRST_BYTES = 4096
 
 
 def loaded(api: str) -> ctypes.CDLL | None:
-    """The twin of `api` (``verbs``, ``cuda``, ``cufile`` or ``hlthunk``) in this process; None when none is loaded, or
-    when it is the real library.
+    """Return the loaded twin of `api` (``verbs``, ``cuda``, ``cufile`` or ``hlthunk``).
+
+    Return None if this process has not loaded that library, or has loaded the real one.
     """
     for path in dict.fromkeys(
         _MAPPING.findall(Path("/proc/self/maps").read_text(encoding="utf-8", errors="surrogateescape"))
     ):
-        if os.path.basename(path).startswith(_FILES[api]):  # noqa: PTH119 - a path as the kernel wrote it.
-            # Opened already, so this gives the same library; RTLD_NOLOAD makes sure that it can be no other.
+        if os.path.basename(path).startswith(_FILES[api]):  # noqa: PTH119 - a path as printed by the kernel.
+            # RTLD_NOLOAD returns the library that is already loaded, and never loads another one.
             library = ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
             if hasattr(library, "gdrkit_twin_ledger"):
                 return library
@@ -41,7 +42,10 @@ def loaded(api: str) -> ctypes.CDLL | None:
 
 
 def ledger(api: str) -> dict[str, object] | None:
-    """The state of the twin of `api`: live handles by kind, calls by function, the seed; None when none is loaded."""
+    """Return the state of the twin of `api` (see control.h): live handles, calls by function, the seed and others.
+
+    Return None if no twin of `api` is loaded.
+    """
     library = loaded(api)
     if library is None:
         return None
@@ -52,24 +56,24 @@ def ledger(api: str) -> dict[str, object] | None:
         if needed < size:
             state = json.loads(buffer.value)
             if not isinstance(state, dict):
-                message = f"the twin of {api} answered {state!r}"
+                message = f"gdrkit_twin_ledger of the {api} twin returned {state!r}, expected a JSON object"
                 raise TypeError(message)
             return state
-        # Another thread may add handles between two calls, so the size is asked again each time.
+        # Another thread may add handles between two calls, so the size is checked again each time.
         size = needed + _FIRST_BYTES
 
 
 def set_faults(api: str, plan: str) -> None:
-    """Replace the fault plan of the twin of `api` in this process; calls are counted from 1 again.
+    """Replace the fault plan of the loaded twin of `api` and restart its call counts at 1.
 
     Raises
     ------
     OSError
-        ENOENT: no twin of `api` is loaded here. EINVAL: the plan is malformed; the twin says on stderr where.
+        ENOENT: no twin of `api` is loaded in this process. EINVAL: the plan is malformed; the twin prints the line on stderr.
     """
     library = loaded(api)
     if library is None:
-        raise OSError(errno.ENOENT, "no twin is loaded", api)
+        raise OSError(errno.ENOENT, "no twin is loaded in this process", api)
     code = int(library.gdrkit_twin_faults(plan.encode()))
     if code != 0:
-        raise OSError(code, "the fault plan is malformed", plan)
+        raise OSError(code, "malformed fault plan", plan)

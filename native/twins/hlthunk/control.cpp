@@ -1,4 +1,4 @@
-// How suites look inside (control/control.h).
+// The twin's control interface (control/control.h): live handles and call counts as JSON, and replacing the fault plan.
 #include "control/control.h"
 
 #include <cerrno>
@@ -16,18 +16,19 @@ using namespace gdrkit::twin;
 
 extern "C" [[gnu::visibility("default")]] int gdrkit_twin_ledger(char* buffer, std::size_t size) {
     gaudi::load_error();
-    // Whoever asks wants to know what is held now: a file that was closed, also by close(2), is let go first.
-    gaudi::release_unused();
-    const std::string json =
-        "{\"library\":\"hlthunk\",\"handles\":" + ledger_json() + ",\"calls\":" + calls_json() +
-        ",\"seed\":" + std::to_string(config().seed) + ",\"open_devices\":" + std::to_string(gaudi::open_devices()) +
-        ",\"exports\":" + std::to_string(gaudi::live_exports()) + ",\"trace\":" + trace_json() + "}";
+    // Devices whose files were closed, also by close(2), are closed first, so that the counts are current.
+    gaudi::close_unreferenced_devices();
+    const std::string json = "{\"library\":\"hlthunk\",\"handles\":" + ledger_json() + ",\"calls\":" + calls_json() +
+                             ",\"seed\":" + std::to_string(config().seed) +
+                             ",\"open_devices\":" + std::to_string(gaudi::open_device_count()) +
+                             ",\"exports\":" + std::to_string(gaudi::live_export_count()) +
+                             ",\"trace\":" + trace_json() + "}";
     return std::snprintf(buffer, size, "%s", json.c_str());
 }
 
 extern "C" [[gnu::visibility("default")]] int gdrkit_twin_faults(const char* plan) {
     gaudi::load_error();
-    const std::string error = plan == nullptr ? "expected a text, found NULL" : replace_faults(plan);
+    const std::string error = plan == nullptr ? "expected the text of a fault plan, got NULL" : replace_faults(plan);
     if (!error.empty()) {
         std::fprintf(stderr, "gdrkit twin: fault plan: %s\n", error.c_str());
         return EINVAL;

@@ -1,4 +1,4 @@
-// Open devices: who has one, and when it is let go.
+// Open devices: their properties, who has them open, and when their contexts are destroyed.
 #include "hlthunk/device.hpp"
 
 #include <fcntl.h>
@@ -14,7 +14,7 @@
 
 #include "model/config.hpp"
 #include "model/ledger.hpp"
-#include "model/rendezvous.hpp"
+#include "model/sockets.hpp"
 
 namespace gdrkit::twin::gaudi {
 namespace {
@@ -22,7 +22,7 @@ namespace {
 constexpr std::uint64_t gib = std::uint64_t{1} << 30;
 constexpr std::uint64_t mib = std::uint64_t{1} << 20;
 
-// Addresses and sizes are those of the driver, except the page of Gaudi3, which is the twin's choice.
+// Addresses and sizes are those of the driver, except the page size of Gaudi 3, which the twin chose.
 constexpr Properties generations[] = {
     {gaudi1, pci_id_gaudi1, "HL205", false, 0x20000000, 0x20000000 + 512 * mib, 32 * gib, 2 * mib, 0, 0x1000000000000},
     {DeviceName::gaudi2, pci_id_gaudi2, "HL225", true, 0x1001000000000000, 0x1001000000000000 + 48 * mib, 96 * gib,
@@ -33,27 +33,27 @@ constexpr Properties generations[] = {
 
 constexpr std::string_view file_name = "/memfd:gdrkit-accel:";
 constexpr std::string_view control_file_name = "/memfd:gdrkit-accel-control:";
-// A command buffer's handle is the place where its file is mapped, so the file must reach that far.
+// Size of the device file. A command buffer's handle is its mmap offset in that file, so the file must be large.
 constexpr off_t file_bytes = off_t{1} << 44;
 
-struct Open {
+struct OpenDevice {
     DeviceRef device;
     pid_t owner = 0;
     dev_t disk = 0;
     ino_t inode = 0;
 };
 
-struct Table {
+struct DeviceTable {
     std::mutex mutex;
-    std::vector<Open> open;
+    std::vector<OpenDevice> open;
 };
 
-Table& table() {
-    static auto* const all = new Table;
+DeviceTable& table() {
+    static auto* const all = new DeviceTable;
     return *all;
 }
 
-std::string_view link_of(int fd, char (&target)[128]) {
+std::string_view read_fd_link(int fd, char (&target)[128]) {
     char link[64];
     std::snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
     const ssize_t size = readlink(link, target, sizeof target);
@@ -67,8 +67,9 @@ int make_file(std::string_view prefix, unsigned index) {
     return !file || ftruncate(file.get(), file_bytes) != 0 ? -errno : file.release();
 }
 
-// What the client gets is a file of its own: one that is opened by its name counts as open, the first does not.
-int open_again(int fd) {
+// Open the memfd again for the client: has_other_references counts descriptors that were opened by name, not the
+// original.
+int reopen(int fd) {
     char link[64];
     std::snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
     const int opened = open(link, O_RDWR | O_CLOEXEC);
@@ -82,23 +83,24 @@ std::uint64_t Properties::bar_bytes() const {
 }
 
 const Properties& properties() {
-    return generations[static_cast<unsigned>(config().gaudi)];
+    return generations[static_cast<unsigned>(config().gaudi_generation)];
 }
 
-Device::Device(unsigned index, Fd file, Fd claim) : index(index), file(std::move(file)), claim_(std::move(claim)) {
+Device::Device(unsigned index, Fd file, Fd reservation)
+    : index(index), file(std::move(file)), reservation_(std::move(reservation)) {
     ledger_add("gaudi_device", reinterpret_cast<std::uint64_t>(this));
 }
 
 Device::~Device() {
     {
         std::lock_guard lock(mutex);
-        ending_ = true;
+        stopping_ = true;
     }
     changed.notify_all();
     if (worker_.joinable()) {
         worker_.join();
     }
-    // What a program left behind goes with its context, as in the kernel.
+    // Objects that the program did not free are destroyed with the context, as in the kernel.
     const auto self = reinterpret_cast<std::uint64_t>(this);
     for (const auto& [address, mapping] : mappings) {
         static_cast<void>(ledger_remove(mapping.allocation ? "gaudi_mapping" : "gaudi_host_mapping", self ^ address));
@@ -112,19 +114,19 @@ Device::~Device() {
     static_cast<void>(ledger_remove("gaudi_device", self));
 }
 
-std::size_t Device::live_exports() {
+std::size_t Device::live_export_count() {
     std::lock_guard lock(mutex);
-    std::erase_if(physical_exports, [](std::uint64_t id) { return !dmabuf_alive(id); });
+    std::erase_if(physical_exports, [](std::uint64_t id) { return !is_dmabuf_alive(id); });
     std::size_t count = physical_exports.size();
     for (auto& [address, mapping] : mappings) {
-        std::erase_if(mapping.exports, [](std::uint64_t id) { return !dmabuf_alive(id); });
+        std::erase_if(mapping.exports, [](std::uint64_t id) { return !is_dmabuf_alive(id); });
         count += mapping.exports.size();
     }
     return count;
 }
 
-bool Device::in_use() {
-    return live_exports() > 0 || held_elsewhere(file.get());
+bool Device::is_in_use() {
+    return live_export_count() > 0 || has_other_references(file.get());
 }
 
 DeviceRef find_device(int fd, int* error) {
@@ -133,22 +135,22 @@ DeviceRef find_device(int fd, int* error) {
         *error = EBADF;
         return nullptr;
     }
-    Table& all = table();
+    DeviceTable& all = table();
     std::lock_guard lock(all.mutex);
-    for (const Open& open : all.open) {
+    for (const OpenDevice& open : all.open) {
         if (open.disk == status.st_dev && open.inode == status.st_ino) {
             *error = open.owner == getpid() ? 0 : ENODEV;
             return open.owner == getpid() ? open.device : nullptr;
         }
     }
     char target[128];
-    *error = link_of(fd, target).starts_with(file_name) ? ENODEV : ENOTTY;
+    *error = read_fd_link(fd, target).starts_with(file_name) ? ENODEV : ENOTTY;
     return nullptr;
 }
 
 bool find_index(int fd, unsigned* index, int* error) {
     char target[128];
-    const std::string_view link = link_of(fd, target);
+    const std::string_view link = read_fd_link(fd, target);
     if (link.starts_with(control_file_name)) {
         *index = static_cast<unsigned>(
             std::strtoul(std::string(link.substr(control_file_name.size())).c_str(), nullptr, 10));
@@ -165,60 +167,61 @@ int open_device(unsigned index) {
     if (index >= config().gaudi_count) {
         return -ENOENT;
     }
-    release_unused();
-    // One program has a device, as with the kernel. The name is taken in the whole domain, and ends with its process.
-    Fd claim(listen_on("gaudi." + std::to_string(index)));
-    if (!claim) {
-        return claim.get() == -EADDRINUSE ? -EBUSY : claim.get();
+    close_unreferenced_devices();
+    // Only one process can open a device, as with the kernel. The listening socket's name reserves it in the whole
+    // domain and vanishes with the process.
+    Fd reservation(listen_on("gaudi." + std::to_string(index)));
+    if (!reservation) {
+        return reservation.get() == -EADDRINUSE ? -EBUSY : reservation.get();
     }
     Fd file(make_file(file_name, index));
     if (!file) {
         return file.get();
     }
-    const int given = open_again(file.get());
+    const int client_fd = reopen(file.get());
     struct stat status {};
-    if (given < 0 || fstat(given, &status) != 0) {
-        return given < 0 ? given : -errno;
+    if (client_fd < 0 || fstat(client_fd, &status) != 0) {
+        return client_fd < 0 ? client_fd : -errno;
     }
-    Open open{nullptr, getpid(), status.st_dev, status.st_ino};
-    open.device = std::make_shared<Device>(index, std::move(file), std::move(claim));
-    Table& all = table();
+    OpenDevice open{nullptr, getpid(), status.st_dev, status.st_ino};
+    open.device = std::make_shared<Device>(index, std::move(file), std::move(reservation));
+    DeviceTable& all = table();
     std::lock_guard lock(all.mutex);
     all.open.push_back(std::move(open));
-    return given;
+    return client_fd;
 }
 
 int open_control(unsigned index) {
     return index >= config().gaudi_count ? -ENOENT : make_file(control_file_name, index);
 }
 
-void release_unused() {
-    std::vector<Open> gone; // let go after the lock
-    Table& all = table();
+void close_unreferenced_devices() {
+    std::vector<OpenDevice> unreferenced; // destroyed after the lock is released
+    DeviceTable& all = table();
     {
         std::lock_guard lock(all.mutex);
-        std::erase_if(all.open, [&](Open& open) {
-            if (open.owner != getpid() || open.device->in_use()) {
+        std::erase_if(all.open, [&](OpenDevice& open) {
+            if (open.owner != getpid() || open.device->is_in_use()) {
                 return false;
             }
-            gone.push_back(std::move(open));
+            unreferenced.push_back(std::move(open));
             return true;
         });
     }
 }
 
-std::size_t open_devices() {
-    Table& all = table();
+std::size_t open_device_count() {
+    DeviceTable& all = table();
     std::lock_guard lock(all.mutex);
     return all.open.size();
 }
 
-std::size_t live_exports() {
-    Table& all = table();
+std::size_t live_export_count() {
+    DeviceTable& all = table();
     std::lock_guard lock(all.mutex);
     std::size_t count = 0;
-    for (const Open& open : all.open) {
-        count += open.device->live_exports();
+    for (const OpenDevice& open : all.open) {
+        count += open.device->live_export_count();
     }
     return count;
 }

@@ -1,4 +1,5 @@
-// One open device: what the kernel keeps for a file of /dev/accel, and the properties of its generation.
+// An open device: the state that the kernel driver keeps for a file of /dev/accel, and the properties of the device's
+// generation.
 #pragma once
 
 #include <condition_variable>
@@ -21,15 +22,15 @@ constexpr std::uint64_t round_up(std::uint64_t value, std::uint64_t multiple) {
     return (value + multiple - 1) / multiple * multiple;
 }
 
-// What distinguishes the generations.
+// Properties in which the generations differ.
 struct Properties {
     DeviceName name;
     std::uint32_t pci_id;
     const char* card_name;
-    // False of Gaudi1: its memory is named by physical addresses, and the driver neither allocates nor maps it.
+    // False for the first Gaudi: programs use physical addresses, and the driver neither allocates nor maps its memory.
     bool has_virtual_memory;
-    std::uint64_t dram_base;      // physical, where the BAR begins
-    std::uint64_t dram_user_base; // the first byte that a program may have
+    std::uint64_t dram_base;      // physical address at which the BAR begins
+    std::uint64_t dram_user_base; // first address available to programs
     std::uint64_t dram_bytes;
     std::uint64_t default_page_bytes;
     std::uint64_t dram_virtual_base;
@@ -52,12 +53,12 @@ struct Allocation {
     Fd memory;
 };
 
-// A node of the context's hash of mapped addresses (hl_vm_hash_node).
+// A mapped address range (hl_vm_hash_node in the kernel driver).
 struct Mapping {
-    std::shared_ptr<Allocation> allocation; // of device memory; null of host memory
+    std::shared_ptr<Allocation> allocation; // null for host memory
     std::uint64_t host_address = 0;
     std::uint64_t length_bytes = 0;
-    std::vector<std::uint64_t> exports; // dma-bufs made from it; those that are gone are dropped when somebody asks
+    std::vector<std::uint64_t> exports; // ids of dma-bufs exported from it; closed ones are removed at the next query
 };
 
 struct CommandBuffer {
@@ -69,68 +70,69 @@ struct Job {
     std::vector<LinearDma> copies;
 };
 
-// A context and its file. Everything but `file` and `index` is guarded by `mutex`.
+// A context and its device file. `mutex` guards every member except `file` and `index`.
 class Device {
 public:
-    Device(unsigned index, Fd file, Fd claim);
+    Device(unsigned index, Fd file, Fd reservation);
     ~Device();
     Device(const Device&) = delete;
     Device& operator=(const Device&) = delete;
 
-    // Whether the file is open somewhere, or a dma-buf holds it as the kernel's holds its device file.
-    bool in_use();
-    [[nodiscard]] std::size_t live_exports();
+    // Return whether the device file is open in any process, or a live dma-buf references the device, as the kernel's
+    // dma-bufs do.
+    bool is_in_use();
+    [[nodiscard]] std::size_t live_export_count();
 
-    // The device's own copies, in order, on a thread of their own and late. Gives the number of the submission.
+    // Queue copies that a thread carries out in order after a random delay. Return the sequence number.
     std::uint64_t submit(std::vector<LinearDma> copies);
 
     const unsigned index;
-    const Fd file; // the memfd; what the client has is a reopening of it
+    const Fd file; // the memfd; the client has a reopened descriptor of it
     std::mutex mutex;
     std::condition_variable changed;
     bool operational = true;
     std::map<std::uint64_t, std::shared_ptr<Allocation>> allocations; // by handle
     std::map<std::uint64_t, Mapping> mappings;                        // by device address
-    std::map<std::uint64_t, CommandBuffer> buffers;                   // by handle
-    std::vector<std::uint64_t> physical_exports;                      // Gaudi1: dma-bufs of memory without a mapping
-    std::map<std::uint64_t, std::uint64_t> physical_used;             // physical address -> bytes
+    std::map<std::uint64_t, CommandBuffer> buffers;
+    std::vector<std::uint64_t> physical_exports;          // first Gaudi: ids of dma-bufs of physical memory
+    std::map<std::uint64_t, std::uint64_t> physical_used; // physical address -> bytes
     std::uint64_t last_handle = 0, last_buffer = 0, last_sequence = 0;
     std::uint64_t completed_sequence = 0;
-    std::uint64_t aborted_sequence = 0; // the first that failed; 0: none
-    Fd dram;                            // Gaudi1: all of it, sparse
+    std::uint64_t aborted_sequence = 0; // first submission that failed; 0: none
+    Fd dram;                            // first Gaudi: the whole memory, sparse
 
 private:
     void run();
-    bool carry_out(const LinearDma& copy);
-    struct Place {
-        int fd = -1; // of device memory; -1 of the host's
-        std::uint64_t at = 0;
+    bool run_copy(const LinearDma& copy);
+    struct CopyOperand {
+        int fd = -1; // memfd of device memory; -1 for host memory
+        std::uint64_t offset = 0;
     };
-    bool resolve(std::uint64_t address, std::uint64_t length_bytes, Place* place);
+    bool resolve(std::uint64_t address, std::uint64_t length_bytes, CopyOperand* operand);
 
-    Fd claim_; // while it listens, no other process opens this device
+    Fd reservation_; // listening socket: while it exists, no other process can open this device
     std::deque<Job> jobs_;
-    bool ending_ = false;
+    bool stopping_ = false;
     std::thread worker_;
 };
 
 using DeviceRef = std::shared_ptr<Device>;
 
-// The open device behind a descriptor; null and an errno (EBADF: not open; ENOTTY: a file of something else; ENODEV:
-// of another process).
+// Find the open device of a descriptor. Return null and set *error: EBADF if it is not open, ENOTTY if it is another
+// type of file, ENODEV if the device belongs to another process.
 DeviceRef find_device(int fd, int* error);
-// The same for what a control device may ask too; `index` is set then also.
+// Find the index of a device descriptor or a control device descriptor. Return false and set *error as above.
 bool find_index(int fd, unsigned* index, int* error);
 
-// A new context on the device, and the descriptor for the client; -EBUSY when somebody has it, -ENOENT when there is
-// no such device.
+// Open a device with a new context. Return the client's descriptor; -EBUSY if another process has it open, -ENOENT if
+// it does not exist. open_control opens the control device, which any number of processes can do.
 int open_device(unsigned index);
 int open_control(unsigned index);
 
-// Lets go of contexts whose file nobody has open any more, and which no dma-buf holds.
-void release_unused();
-// How many devices are open, and how many dma-bufs are alive.
-std::size_t open_devices();
-std::size_t live_exports();
+// Destroy contexts whose device file is not open in any process and which no dma-buf references.
+void close_unreferenced_devices();
+// Return the numbers of open devices and of live dma-bufs.
+std::size_t open_device_count();
+std::size_t live_export_count();
 
 } // namespace gdrkit::twin::gaudi

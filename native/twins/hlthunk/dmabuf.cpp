@@ -1,4 +1,4 @@
-// Device memory as a dma-buf, by the rules of the kernel driver (export_dmabuf_from_addr of memory.c).
+// Exports device memory as dma-bufs by the rules of the kernel driver (export_dmabuf_from_addr in memory.c).
 #include <fcntl.h>
 
 #include "hlthunk/device.hpp"
@@ -8,35 +8,35 @@
 namespace gdrkit::twin::gaudi {
 namespace {
 
-struct Wanted {
+struct ExportRequest {
     std::uint64_t address, size, offset;
 };
 
-bool is_aligned(const Wanted& wanted) {
-    return wanted.address % host_page_bytes == 0 && wanted.size != 0 && wanted.size % host_page_bytes == 0 &&
-           wanted.offset % host_page_bytes == 0;
+bool is_aligned(const ExportRequest& request) {
+    return request.address % host_page_bytes == 0 && request.size != 0 && request.size % host_page_bytes == 0 &&
+           request.offset % host_page_bytes == 0;
 }
 
 bool is_inside(std::uint64_t begin, std::uint64_t length_bytes, std::uint64_t first, std::uint64_t end) {
     return begin >= first && begin <= end && length_bytes <= end - begin;
 }
 
-bool in_bar(std::uint64_t physical, std::uint64_t length_bytes) {
+bool is_in_bar(std::uint64_t physical, std::uint64_t length_bytes) {
     return is_inside(physical, length_bytes, properties().dram_base, properties().dram_base + properties().bar_bytes());
 }
 
-// Gaudi1: by physical address. The driver knows no allocations, so that nothing but the bounds is checked.
-int export_physical(Device* device, const Wanted& wanted) {
-    const Properties& ours = properties();
-    if (wanted.offset != 0 || !is_aligned(wanted) ||
-        !is_inside(wanted.address, wanted.size, ours.dram_user_base, ours.dram_end()) ||
-        !in_bar(wanted.address, wanted.size)) {
+// First Gaudi: export by physical address. The driver knows no allocations, so only the bounds are checked.
+int export_physical(Device* device, const ExportRequest& request) {
+    const Properties& device_properties = properties();
+    if (request.offset != 0 || !is_aligned(request) ||
+        !is_inside(request.address, request.size, device_properties.dram_user_base, device_properties.dram_end()) ||
+        !is_in_bar(request.address, request.size)) {
         return -EINVAL;
     }
     if (!device->dram) {
-        device->dram = Fd(make_device_memory(ours.dram_bytes));
+        device->dram = Fd(make_device_memory(device_properties.dram_bytes));
     }
-    const Extent extent{device->dram.get(), wanted.address - ours.dram_base, wanted.size};
+    const Extent extent{device->dram.get(), request.address - device_properties.dram_base, request.size};
     std::uint64_t id = 0;
     const int fd = device->dram ? export_tracked_dmabuf({&extent, 1}, &id) : -ENOMEM;
     if (fd >= 0) {
@@ -45,17 +45,19 @@ int export_physical(Device* device, const Wanted& wanted) {
     return fd;
 }
 
-// Later ones: the address must be exactly one that was mapped, of device memory, and every page of it in the BAR.
-int export_mapped(Device* device, const Wanted& wanted) {
-    const auto found = device->mappings.find(wanted.address);
-    if (found == device->mappings.end() || !found->second.allocation || !is_aligned(wanted)) {
+// Later generations: the address must be exactly the begin of a mapping of device memory, whose pages are all in the
+// BAR.
+int export_mapped(Device* device, const ExportRequest& request) {
+    const auto found = device->mappings.find(request.address);
+    if (found == device->mappings.end() || !found->second.allocation || !is_aligned(request)) {
         return -EINVAL;
     }
     const Allocation& memory = *found->second.allocation;
-    if (!is_inside(wanted.offset, wanted.size, 0, memory.total_bytes) || !in_bar(memory.physical, memory.total_bytes)) {
+    if (!is_inside(request.offset, request.size, 0, memory.total_bytes) ||
+        !is_in_bar(memory.physical, memory.total_bytes)) {
         return -EINVAL;
     }
-    const Extent extent{memory.memory.get(), wanted.offset, wanted.size};
+    const Extent extent{memory.memory.get(), request.offset, request.size};
     std::uint64_t id = 0;
     const int fd = export_tracked_dmabuf({&extent, 1}, &id);
     if (fd >= 0) {
@@ -64,7 +66,7 @@ int export_mapped(Device* device, const Wanted& wanted) {
     return fd;
 }
 
-int export_dmabuf_fd(int device_fd, const Wanted& wanted) {
+int export_dmabuf_fd(int device_fd, const ExportRequest& request) {
     int error = 0;
     const DeviceRef device = find_device(device_fd, &error);
     if (!device) {
@@ -74,33 +76,33 @@ int export_dmabuf_fd(int device_fd, const Wanted& wanted) {
     if (!device->operational) {
         return -EBUSY;
     }
-    return properties().has_virtual_memory ? export_mapped(device.get(), wanted)
-                                           : export_physical(device.get(), wanted);
+    return properties().has_virtual_memory ? export_mapped(device.get(), request)
+                                           : export_physical(device.get(), request);
 }
 
 } // namespace
 
 GDRKIT_HLTHUNK_ENTRY int hlthunk_device_memory_export_dmabuf_fd(int fd, std::uint64_t address, std::uint64_t size,
                                                                 std::uint32_t flags) {
-    // The library itself chooses the flags.
-    const int made = descriptor_entry("hlthunk_device_memory_export_dmabuf_fd", [&] {
+    // The real library ignores the flags of this function and passes fixed ones.
+    const int created = descriptor_entry("hlthunk_device_memory_export_dmabuf_fd", [&] {
         return export_dmabuf_fd(fd, {address, size, 0});
     });
     trace("hlthunk_device_memory_export_dmabuf_fd fd=%d addr=%#llx size=%llu flags=%#x -> %d", fd,
-          static_cast<unsigned long long>(address), static_cast<unsigned long long>(size), flags, made);
-    return made;
+          static_cast<unsigned long long>(address), static_cast<unsigned long long>(size), flags, created);
+    return created;
 }
 
 GDRKIT_HLTHUNK_ENTRY int hlthunk_device_mapped_memory_export_dmabuf_fd(int fd, std::uint64_t address,
                                                                        std::uint64_t size, std::uint64_t offset,
                                                                        std::uint32_t flags) {
-    const int made = descriptor_entry("hlthunk_device_mapped_memory_export_dmabuf_fd", [&] {
+    const int created = descriptor_entry("hlthunk_device_mapped_memory_export_dmabuf_fd", [&] {
         return flags != (O_RDWR | O_CLOEXEC) ? -EINVAL : export_dmabuf_fd(fd, {address, size, offset});
     });
     trace("hlthunk_device_mapped_memory_export_dmabuf_fd fd=%d addr=%#llx size=%llu offset=%llu flags=%#x -> %d", fd,
           static_cast<unsigned long long>(address), static_cast<unsigned long long>(size),
-          static_cast<unsigned long long>(offset), flags, made);
-    return made;
+          static_cast<unsigned long long>(offset), flags, created);
+    return created;
 }
 
 } // namespace gdrkit::twin::gaudi

@@ -1,5 +1,5 @@
-// What every entry does first: read the environment and the fault plan, count the call. Results are those of the
-// library: 0 or -errno; an address or handle, 0 with errno set.
+// Common first steps of every exported function: read the environment and the fault plan, and count the call. Functions
+// return 0 or -errno; those that return an address or a handle return 0 and set errno.
 #pragma once
 
 #include <cerrno>
@@ -12,14 +12,14 @@
 
 namespace gdrkit::twin::gaudi {
 
-// Empty, or what was malformed in the environment or the fault plan.
+// Return the error of the environment or the fault plan; empty if both are valid.
 const std::string& load_error();
 
-// 0, or the errno with which the plan, or a malformed environment, wants this call to fail.
-int begin_call(std::string_view symbol);
+// Count the call. Return 0, or the errno with which the fault plan or a malformed environment makes it fail.
+int check_call(std::string_view symbol);
 
-// Nothing may be thrown into a C caller.
-template <typename Body> int guarded(Body&& body) {
+// Convert exceptions to errnos: none may reach a C caller.
+template <typename Body> int catch_exceptions(Body&& body) {
     try {
         return std::forward<Body>(body)();
     } catch (const std::bad_alloc&) {
@@ -29,29 +29,29 @@ template <typename Body> int guarded(Body&& body) {
     }
 }
 
-// A call that gives 0 or -errno; its body gives an errno.
+// Run the body of a function that returns 0 or -errno. The body returns an errno.
 template <typename Body> int entry(std::string_view symbol, Body&& body) {
-    const int error = guarded([&] {
-        const int refused = begin_call(symbol);
-        return refused != 0 ? refused : std::forward<Body>(body)();
+    const int error = catch_exceptions([&] {
+        const int error_code = check_call(symbol);
+        return error_code != 0 ? error_code : std::forward<Body>(body)();
     });
     if (error != 0) {
-        errno = error; // as the ioctl of the library leaves it
+        errno = error; // the real library's ioctl sets errno too
     }
     return -error;
 }
 
-// A call that gives a descriptor or -errno; its body gives one of these.
+// Run the body of a function that returns a descriptor or -errno. So does the body.
 template <typename Body> int descriptor_entry(std::string_view symbol, Body&& body) {
-    int made = -1;
+    int created = -1;
     const int error = entry(symbol, [&] {
-        made = std::forward<Body>(body)();
-        return made < 0 ? -made : 0;
+        created = std::forward<Body>(body)();
+        return created < 0 ? -created : 0;
     });
-    return error != 0 ? error : made;
+    return error != 0 ? error : created;
 }
 
-// A call that gives a number, or 0 and errno; its body gives an errno and sets the number.
+// Run the body of a function that returns a number, or 0 with errno set. The body returns an errno and sets the number.
 template <typename Body> std::uint64_t number_entry(std::string_view symbol, Body&& body) {
     std::uint64_t number = 0;
     const int error = entry(symbol, [&] { return std::forward<Body>(body)(&number); });

@@ -1,6 +1,5 @@
-// The part of hl-thunk's binary interface that is spoken here, declared anew (hlthunk.h of 2023-05, and
-// habanalabs_accel.h of the kernel for what a command submission points to). A test compares it with the kernel's
-// header where there is one.
+// The part of hl-thunk's binary interface that the twin implements, written from hlthunk.h of 2023-05 and, for command
+// submissions, the kernel's habanalabs_accel.h. A test compares it with the kernel's header if that is installed.
 #pragma once
 
 #include <cstddef>
@@ -10,7 +9,7 @@
 
 namespace gdrkit::twin::gaudi {
 
-// enum hlthunk_device_name; newer headers name 7.
+// enum hlthunk_device_name; the value 7 is from newer headers.
 enum DeviceName : int {
     goya = 0,
     gaudi1 = 2,
@@ -109,21 +108,21 @@ struct Chunk {
 static_assert(sizeof(Chunk) == 64 && offsetof(Chunk, queue_index) == 8 && offsetof(Chunk, cb_size) == 12 &&
               offsetof(Chunk, cs_chunk_flags) == 16);
 inline constexpr std::uint32_t chunk_user_buffer = 1; // HL_CS_CHUNK_FLAGS_USER_ALLOC_CB
-inline constexpr std::uint32_t chunks_most = 512;     // HL_MAX_JOBS_PER_CS
+inline constexpr std::uint32_t max_chunks = 512;      // HL_MAX_JOBS_PER_CS
 inline constexpr std::uint32_t dma_queues = 8;        // ..._QUEUE_ID_DMA_0_0 to 1_3, PDMA_0_0 to 1_3
 
-// enum hl_wait_cs_status as hlthunk_wait_for_cs gives it
+// enum hl_wait_cs_status as hlthunk_wait_for_cs returns it
 enum WaitStatus : std::uint32_t { wait_completed = 0, wait_busy = 1, wait_timed_out = 2, wait_aborted = 3 };
 
 // enum hl_device_status
 enum DeviceStatus : int { device_operational = 0, device_malfunction = 2 };
 
-// struct packet_lin_dma, whose control word differs between the generations; the rest is the same.
+// struct packet_lin_dma. Only its control word differs between the generations.
 struct LinearDma {
     std::uint32_t tsize;
     std::uint32_t ctl;
     std::uint64_t src_addr;
-    std::uint64_t dst_addr; // Gaudi1: 56 bits, and a part of the context id
+    std::uint64_t dst_addr; // first Gaudi: 56 address bits and a part of the context id
 };
 static_assert(sizeof(LinearDma) == 24);
 inline constexpr unsigned packet_lin_dma = 9;

@@ -1,4 +1,4 @@
-// The environment, the fault plan and the note.
+// Reads the environment and the fault plan, and defines the fault points and the ELF note.
 #include <array>
 
 #include "hlthunk/entry.hpp"
@@ -29,7 +29,7 @@ constexpr FaultPoint fault_points[] = {
 
 constexpr std::array<std::string_view, 1> fault_prefixes = {"hlthunk_"};
 
-std::string begin() {
+std::string load() {
     const std::string& variables = config().error;
     std::string plan = load_faults(fault_points, fault_prefixes);
     return variables.empty() ? std::move(plan) : variables;
@@ -38,16 +38,16 @@ std::string begin() {
 } // namespace
 
 const std::string& load_error() {
-    // Never destroyed: a thread may still ask while the process exits.
-    static const auto* const error = new std::string(begin());
+    // Never destroyed, because a thread may read it while the process exits.
+    static const auto* const error = new std::string(load());
     return *error;
 }
 
-int begin_call(std::string_view symbol) {
+int check_call(std::string_view symbol) {
     if (!load_error().empty()) {
         return EINVAL;
     }
-    const auto fault = hit(symbol);
+    const auto fault = injected_fault(symbol);
     return fault ? *fault : 0;
 }
 

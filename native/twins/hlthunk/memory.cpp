@@ -1,4 +1,4 @@
-// Device memory: allocated, mapped, unmapped and freed by the rules of the kernel driver (memory.c).
+// Device memory: allocating, mapping, unmapping and freeing by the rules of the kernel driver (memory.c).
 #include <bit>
 
 #include "hlthunk/device.hpp"
@@ -12,16 +12,16 @@ namespace {
 
 constexpr unsigned smallest_page_order = 21, largest_page_order = 30;
 
-unsigned long long wide(std::uint64_t number) {
+unsigned long long to_ull(std::uint64_t number) {
     return number;
 }
 
-std::uint64_t id_of(const Device& device, std::uint64_t number) {
+std::uint64_t ledger_id_of(const Device& device, std::uint64_t number) {
     return reinterpret_cast<std::uint64_t>(&device) ^ number;
 }
 
-// The device for a memory call: EBUSY when a reset has taken it.
-int operational(int fd, DeviceRef* device) {
+// Find the device for a memory call. Fails with EBUSY after a device reset.
+int get_operational_device(int fd, DeviceRef* device) {
     int error = 0;
     *device = find_device(fd, &error);
     if (*device == nullptr) {
@@ -35,28 +35,29 @@ std::uint64_t align_from(std::uint64_t base, std::uint64_t address, std::uint64_
     return base + round_up(address - base, alignment);
 }
 
-// The lowest free place, so that an address comes back as soon as it is free; 0: there is none.
+// Return the lowest free address, so that a freed address is reused at once; 0 if there is none.
 template <typename Taken>
-std::uint64_t lowest_gap(const Taken& taken, std::uint64_t base, std::uint64_t end, std::uint64_t length_bytes,
-                         std::uint64_t alignment, auto&& length_of) {
-    std::uint64_t at = base;
+std::uint64_t find_lowest_gap(const Taken& taken, std::uint64_t base, std::uint64_t end, std::uint64_t length_bytes,
+                              std::uint64_t alignment, auto&& length_of) {
+    std::uint64_t candidate = base;
     for (auto next = taken.lower_bound(base); next != taken.end() && next->first < end; ++next) {
-        if (next->first >= at && next->first - at >= length_bytes) {
+        if (next->first >= candidate && next->first - candidate >= length_bytes) {
             break;
         }
-        at = align_from(base, next->first + length_of(*next), alignment);
+        candidate = align_from(base, next->first + length_of(*next), alignment);
     }
-    return at < end && end - at >= length_bytes ? at : 0;
+    return candidate < end && end - candidate >= length_bytes ? candidate : 0;
 }
 
-int choose_page(std::uint64_t wanted, std::uint64_t* page_bytes) {
-    if (wanted == 0) {
+int choose_page_size(std::uint64_t requested_page_bytes, std::uint64_t* page_bytes) {
+    if (requested_page_bytes == 0) {
         *page_bytes = properties().default_page_bytes;
         return 0;
     }
-    const bool known = std::has_single_bit(wanted) && wanted >= std::uint64_t{1} << smallest_page_order &&
-                       wanted <= std::uint64_t{1} << largest_page_order;
-    *page_bytes = wanted;
+    const bool known = std::has_single_bit(requested_page_bytes) &&
+                       requested_page_bytes >= std::uint64_t{1} << smallest_page_order &&
+                       requested_page_bytes <= std::uint64_t{1} << largest_page_order;
+    *page_bytes = requested_page_bytes;
     return known ? 0 : EINVAL;
 }
 
@@ -65,30 +66,31 @@ int allocate(Device* device, std::uint64_t size, std::uint64_t wanted_page, bool
         return EINVAL;
     }
     if (!properties().has_virtual_memory) {
-        *handle = 0; // Counted, and nothing else: the program itself shares the memory out.
+        *handle = 0; // Nothing is allocated: on the first Gaudi the program manages the memory itself.
         return 0;
     }
-    auto made = std::make_shared<Allocation>();
-    if (const int error = choose_page(wanted_page, &made->page_bytes); error != 0) {
+    auto created = std::make_shared<Allocation>();
+    if (const int error = choose_page_size(wanted_page, &created->page_bytes); error != 0) {
         return error;
     }
-    const Properties& ours = properties();
-    if (size > ours.dram_bytes) {
+    const Properties& device_properties = properties();
+    if (size > device_properties.dram_bytes) {
         return ENOMEM;
     }
-    made->total_bytes = round_up(size, made->page_bytes);
+    created->total_bytes = round_up(size, created->page_bytes);
     std::lock_guard lock(device->mutex);
-    made->physical = lowest_gap(device->physical_used, ours.dram_user_base, ours.dram_end(), made->total_bytes,
-                                made->page_bytes, [](const auto& used) { return used.second; });
-    made->memory = Fd(made->physical == 0 ? -1 : make_device_memory(made->total_bytes));
-    if (!made->memory) {
+    created->physical =
+        find_lowest_gap(device->physical_used, device_properties.dram_user_base, device_properties.dram_end(),
+                        created->total_bytes, created->page_bytes, [](const auto& used) { return used.second; });
+    created->memory = Fd(created->physical == 0 ? -1 : make_device_memory(created->total_bytes));
+    if (!created->memory) {
         return ENOMEM;
     }
-    made->shared = shared;
-    made->handle = *handle = ++device->last_handle;
-    device->physical_used.emplace(made->physical, made->total_bytes);
-    ledger_add("gaudi_memory", id_of(*device, made->handle));
-    device->allocations.emplace(made->handle, std::move(made));
+    created->shared = shared;
+    created->handle = *handle = ++device->last_handle;
+    device->physical_used.emplace(created->physical, created->total_bytes);
+    ledger_add("gaudi_memory", ledger_id_of(*device, created->handle));
+    device->allocations.emplace(created->handle, std::move(created));
     return 0;
 }
 
@@ -102,7 +104,7 @@ int release(Device* device, std::uint64_t handle) {
         return EINVAL;
     }
     device->physical_used.erase(found->second->physical);
-    static_cast<void>(ledger_remove("gaudi_memory", id_of(*device, found->first)));
+    static_cast<void>(ledger_remove("gaudi_memory", ledger_id_of(*device, found->first)));
     device->allocations.erase(found);
     return 0;
 }
@@ -126,23 +128,23 @@ int map_allocation(Device* device, std::uint64_t handle, std::uint64_t hint, std
         return EINVAL;
     }
     const std::shared_ptr<Allocation>& memory = found->second;
-    const Properties& ours = properties();
-    const std::uint64_t base = ours.dram_virtual_base, end = base + 16 * ours.dram_bytes;
+    const Properties& device_properties = properties();
+    const std::uint64_t base = device_properties.dram_virtual_base, end = base + 16 * device_properties.dram_bytes;
     const bool hint_fits = hint >= base && hint < end && (hint - base) % memory->page_bytes == 0 &&
                            memory->total_bytes <= end - hint && is_free(*device, hint, memory->total_bytes);
     *address = hint_fits ? hint
-                         : lowest_gap(device->mappings, base, end, memory->total_bytes, memory->page_bytes,
-                                      [](const auto& node) { return mapped_bytes(node); });
+                         : find_lowest_gap(device->mappings, base, end, memory->total_bytes, memory->page_bytes,
+                                           [](const auto& node) { return mapped_bytes(node); });
     if (*address == 0) {
         return ENOMEM;
     }
     ++memory->mapping_count;
     device->mappings.emplace(*address, Mapping{memory, 0, memory->total_bytes, {}});
-    ledger_add("gaudi_mapping", id_of(*device, *address));
+    ledger_add("gaudi_mapping", ledger_id_of(*device, *address));
     return 0;
 }
 
-// The kernel pins host memory for writing; what is not mapped, or not writable, is refused here as there.
+// Check host memory as pinning for writing would: EFAULT if a page is not mapped or not writable.
 int pin(std::uint64_t begin, std::uint64_t length_bytes) {
     const std::uint64_t first = begin / host_page_bytes * host_page_bytes;
     const std::uint64_t end = round_up(begin + length_bytes, host_page_bytes);
@@ -158,15 +160,15 @@ int map_host(Device* device, std::uint64_t host_address, std::uint64_t size, std
     }
     const std::uint64_t base = properties().host_virtual_base, within = host_address % host_page_bytes;
     std::lock_guard lock(device->mutex);
-    const std::uint64_t page =
-        lowest_gap(device->mappings, base, base + (std::uint64_t{1} << 47), round_up(size + within, host_page_bytes),
-                   host_page_bytes, [](const auto& node) { return mapped_bytes(node); });
+    const std::uint64_t page = find_lowest_gap(device->mappings, base, base + (std::uint64_t{1} << 47),
+                                               round_up(size + within, host_page_bytes), host_page_bytes,
+                                               [](const auto& node) { return mapped_bytes(node); });
     if (page == 0) {
         return ENOMEM;
     }
     *address = page + within;
     device->mappings.emplace(*address, Mapping{nullptr, host_address, size, {}});
-    ledger_add("gaudi_host_mapping", id_of(*device, *address));
+    ledger_add("gaudi_host_mapping", ledger_id_of(*device, *address));
     return 0;
 }
 
@@ -177,15 +179,15 @@ int unmap(Device* device, std::uint64_t address) {
         return EINVAL;
     }
     Mapping& mapping = found->second;
-    std::erase_if(mapping.exports, [](std::uint64_t id) { return !dmabuf_alive(id); });
+    std::erase_if(mapping.exports, [](std::uint64_t id) { return !is_dmabuf_alive(id); });
     if (!mapping.exports.empty()) {
-        return EINVAL; // memory is exported
+        return EINVAL; // a dma-buf of this memory is alive
     }
     if (mapping.allocation) {
         --mapping.allocation->mapping_count;
     }
     static_cast<void>(
-        ledger_remove(mapping.allocation ? "gaudi_mapping" : "gaudi_host_mapping", id_of(*device, address)));
+        ledger_remove(mapping.allocation ? "gaudi_mapping" : "gaudi_host_mapping", ledger_id_of(*device, address)));
     device->mappings.erase(found);
     return 0;
 }
@@ -194,62 +196,62 @@ int unmap(Device* device, std::uint64_t address) {
 
 GDRKIT_HLTHUNK_ENTRY std::uint64_t hlthunk_device_memory_alloc(int fd, std::uint64_t size, std::uint64_t page_size,
                                                                bool contiguous, bool shared) {
-    const std::uint64_t handle = number_entry("hlthunk_device_memory_alloc", [&](std::uint64_t* made) {
+    const std::uint64_t handle = number_entry("hlthunk_device_memory_alloc", [&](std::uint64_t* created) {
         DeviceRef device;
-        const int error = operational(fd, &device);
-        return error != 0 ? error : allocate(device.get(), size, page_size, shared, made);
+        const int error = get_operational_device(fd, &device);
+        return error != 0 ? error : allocate(device.get(), size, page_size, shared, created);
     });
-    trace("hlthunk_device_memory_alloc fd=%d size=%llu page_size=%llu contiguous=%d shared=%d -> %#llx", fd, wide(size),
-          wide(page_size), contiguous, shared, wide(handle));
+    trace("hlthunk_device_memory_alloc fd=%d size=%llu page_size=%llu contiguous=%d shared=%d -> %#llx", fd,
+          to_ull(size), to_ull(page_size), contiguous, shared, to_ull(handle));
     return handle;
 }
 
 GDRKIT_HLTHUNK_ENTRY int hlthunk_device_memory_free(int fd, std::uint64_t handle) {
     const int result = entry("hlthunk_device_memory_free", [&] {
         DeviceRef device;
-        const int error = operational(fd, &device);
+        const int error = get_operational_device(fd, &device);
         return error != 0 ? error : release(device.get(), handle);
     });
-    trace("hlthunk_device_memory_free fd=%d handle=%#llx -> %d", fd, wide(handle), result);
+    trace("hlthunk_device_memory_free fd=%d handle=%#llx -> %d", fd, to_ull(handle), result);
     return result;
 }
 
 GDRKIT_HLTHUNK_ENTRY std::uint64_t hlthunk_device_memory_map(int fd, std::uint64_t handle, std::uint64_t hint) {
-    const std::uint64_t address = number_entry("hlthunk_device_memory_map", [&](std::uint64_t* made) {
+    const std::uint64_t address = number_entry("hlthunk_device_memory_map", [&](std::uint64_t* created) {
         DeviceRef device;
-        const int error = operational(fd, &device);
-        return error != 0 ? error : map_allocation(device.get(), handle, hint, made);
+        const int error = get_operational_device(fd, &device);
+        return error != 0 ? error : map_allocation(device.get(), handle, hint, created);
     });
-    trace("hlthunk_device_memory_map fd=%d handle=%#llx hint_addr=%#llx -> %#llx", fd, wide(handle), wide(hint),
-          wide(address));
+    trace("hlthunk_device_memory_map fd=%d handle=%#llx hint_addr=%#llx -> %#llx", fd, to_ull(handle), to_ull(hint),
+          to_ull(address));
     return address;
 }
 
 GDRKIT_HLTHUNK_ENTRY std::uint64_t hlthunk_host_memory_map_flags(int fd, void* host, std::uint64_t /*hint*/,
                                                                  std::uint64_t size, std::uint32_t /*flags*/) {
-    return number_entry("hlthunk_host_memory_map_flags", [&](std::uint64_t* made) {
+    return number_entry("hlthunk_host_memory_map_flags", [&](std::uint64_t* created) {
         DeviceRef device;
-        const int error = operational(fd, &device);
-        return error != 0 ? error : map_host(device.get(), reinterpret_cast<std::uint64_t>(host), size, made);
+        const int error = get_operational_device(fd, &device);
+        return error != 0 ? error : map_host(device.get(), reinterpret_cast<std::uint64_t>(host), size, created);
     });
 }
 
 GDRKIT_HLTHUNK_ENTRY std::uint64_t hlthunk_host_memory_map(int fd, void* host, std::uint64_t /*hint*/,
                                                            std::uint64_t size) {
-    return number_entry("hlthunk_host_memory_map", [&](std::uint64_t* made) {
+    return number_entry("hlthunk_host_memory_map", [&](std::uint64_t* created) {
         DeviceRef device;
-        const int error = operational(fd, &device);
-        return error != 0 ? error : map_host(device.get(), reinterpret_cast<std::uint64_t>(host), size, made);
+        const int error = get_operational_device(fd, &device);
+        return error != 0 ? error : map_host(device.get(), reinterpret_cast<std::uint64_t>(host), size, created);
     });
 }
 
 GDRKIT_HLTHUNK_ENTRY int hlthunk_memory_unmap(int fd, std::uint64_t address) {
     const int result = entry("hlthunk_memory_unmap", [&] {
         DeviceRef device;
-        const int error = operational(fd, &device);
+        const int error = get_operational_device(fd, &device);
         return error != 0 ? error : unmap(device.get(), address);
     });
-    trace("hlthunk_memory_unmap fd=%d device_virt_addr=%#llx -> %d", fd, wide(address), result);
+    trace("hlthunk_memory_unmap fd=%d device_virt_addr=%#llx -> %d", fd, to_ull(address), result);
     return result;
 }
 

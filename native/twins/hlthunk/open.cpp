@@ -1,4 +1,4 @@
-// Opening devices, and what they say about themselves.
+// Opening and closing devices, and querying their properties.
 #include <fcntl.h>
 #include <unistd.h>
 
@@ -24,12 +24,12 @@ std::string bus_id_of(unsigned index) {
     return text;
 }
 
-// The module of a device is not its number, as on a real board.
+// Module ids differ from device indexes, as on a real board.
 std::uint32_t module_id_of(unsigned index) {
     return index < 8 ? 7 - index : index;
 }
 
-// -1 when no device has this id, which may lack the domain.
+// Return the index of the device with this bus id, which may lack the PCI domain; -1 if there is none.
 int index_of(const char* bus_id) {
     std::string whole = std::strlen(bus_id) == 7 ? "0000:" + std::string(bus_id) : std::string(bus_id);
     whole.resize(std::min(whole.size(), bus_id_length));
@@ -55,7 +55,7 @@ int open_by_bus_id(const char* bus_id, int (*open)(unsigned)) {
     return index < 0 ? -EINVAL : open(static_cast<unsigned>(index));
 }
 
-// The first that is of this kind and free; else -1 and errno, as the library has it for a search by name.
+// Open the first free device of this generation. Return -1 and set errno if there is none, as the real library does.
 int open_by_name(int name, int (*open)(unsigned)) {
     int error = ENOENT;
     for (unsigned index = 0; index < config().gaudi_count; ++index) {
@@ -72,13 +72,13 @@ int open_by_name(int name, int (*open)(unsigned)) {
 }
 
 int open_any(std::string_view symbol, int name, const char* bus_id, int (*open)(unsigned)) {
-    const int refused = guarded([&] { return begin_call(symbol); });
-    if (refused != 0) {
-        errno = refused;
-        return -refused;
+    const int error_code = catch_exceptions([&] { return check_call(symbol); });
+    if (error_code != 0) {
+        errno = error_code;
+        return -error_code;
     }
     int fd = -1;
-    const int error = guarded([&] {
+    const int error = catch_exceptions([&] {
         fd = bus_id != nullptr ? open_by_bus_id(bus_id, open) : open_by_name(name, open);
         return 0;
     });
@@ -99,7 +99,8 @@ GDRKIT_HLTHUNK_ENTRY int hlthunk_open(int device_name, const char* bus_id) {
 GDRKIT_HLTHUNK_ENTRY int hlthunk_open_by_module_id(std::uint32_t module_id) {
     const int fd = descriptor_entry("hlthunk_open_by_module_id", [&] {
         const int index = index_of_module(module_id);
-        return index < 0 ? -EPERM : open_device(static_cast<unsigned>(index)); // -1, which is all that the library says
+        // -EPERM is -1, the only error that the real library reports here
+        return index < 0 ? -EPERM : open_device(static_cast<unsigned>(index));
     });
     trace("hlthunk_open_by_module_id module_id=%u -> %d", module_id, fd);
     return fd;
@@ -130,19 +131,19 @@ GDRKIT_HLTHUNK_ENTRY int hlthunk_open_control_by_bus_id(const char* bus_id) {
 }
 
 GDRKIT_HLTHUNK_ENTRY int hlthunk_close(int fd) {
-    const int refused = guarded([] { return begin_call("hlthunk_close"); });
-    if (refused != 0) {
-        errno = refused;
+    const int error_code = catch_exceptions([] { return check_call("hlthunk_close"); });
+    if (error_code != 0) {
+        errno = error_code;
         return -1;
     }
     const int closed = close(fd);
-    const int kept = errno;
+    const int saved_errno = errno;
     trace("hlthunk_close fd=%d -> %d", fd, closed);
-    static_cast<void>(guarded([] {
-        release_unused();
+    static_cast<void>(catch_exceptions([] {
+        close_unreferenced_devices();
         return 0;
     }));
-    errno = kept;
+    errno = saved_errno;
     return closed;
 }
 
@@ -178,18 +179,19 @@ GDRKIT_HLTHUNK_ENTRY int hlthunk_get_hw_ip_info(int fd, HardwareInfo* info) {
         if (!find_index(fd, &index, &error)) {
             return error;
         }
-        const Properties& ours = properties();
+        const Properties& device_properties = properties();
         *info = HardwareInfo{};
-        info->dram_base_address = ours.has_virtual_memory ? ours.dram_virtual_base : ours.dram_user_base;
-        info->dram_size = ours.dram_end() - ours.dram_user_base;
-        info->device_id = ours.pci_id;
+        info->dram_base_address = device_properties.has_virtual_memory ? device_properties.dram_virtual_base
+                                                                       : device_properties.dram_user_base;
+        info->dram_size = device_properties.dram_end() - device_properties.dram_user_base;
+        info->device_id = device_properties.pci_id;
         info->dram_enabled = 1;
         std::strncpy(reinterpret_cast<char*>(info->cpucp_version), "gdrkit twin", sizeof info->cpucp_version - 1);
         info->module_id = module_id_of(index);
-        std::strncpy(reinterpret_cast<char*>(info->card_name), ours.card_name, sizeof info->card_name - 1);
-        info->dram_page_size = ours.default_page_bytes;
-        info->device_mem_alloc_default_page_size = ours.default_page_bytes;
-        info->reserved_dram_size = ours.dram_user_base - ours.dram_base;
+        std::strncpy(reinterpret_cast<char*>(info->card_name), device_properties.card_name, sizeof info->card_name - 1);
+        info->dram_page_size = device_properties.default_page_bytes;
+        info->device_mem_alloc_default_page_size = device_properties.default_page_bytes;
+        info->reserved_dram_size = device_properties.dram_user_base - device_properties.dram_base;
         return 0;
     });
 }

@@ -1,5 +1,5 @@
-// Command buffers and submissions: the device's own copies, by linear DMA packets on its PCI DMA queues. They are
-// carried out in order by a thread, and late, so that whoever does not wait for them reads what was there before.
+// Command buffers and command submissions: copies by linear DMA packets on the PCI DMA queues. A thread carries them
+// out in order after random delays, so a program that does not wait reads old data.
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -18,12 +18,12 @@
 namespace gdrkit::twin::gaudi {
 namespace {
 
-constexpr std::uint64_t buffer_bytes_most = 2 << 20; // HL_MAX_CB_SIZE
-constexpr std::uint64_t buffer_room_bytes = 4 << 20; // apart from each other in the device's file
+constexpr std::uint64_t max_buffer_bytes = 2 << 20;  // HL_MAX_CB_SIZE
+constexpr std::uint64_t buffer_room_bytes = 4 << 20; // distance between command buffers in the device file
 constexpr std::uint64_t destination_mask_gaudi1 = (std::uint64_t{1} << 56) - 1;
-constexpr std::uint64_t wait_us_most = 3'600'000'000;
+constexpr std::uint64_t max_wait_us = 3'600'000'000;
 
-bool same_fd_copy(int to, std::uint64_t to_at, int from, std::uint64_t from_at, std::uint64_t length_bytes) {
+bool copy_between_files(int to, std::uint64_t to_at, int from, std::uint64_t from_at, std::uint64_t length_bytes) {
     std::array<std::byte, 65536> part;
     while (length_bytes > 0) {
         const std::size_t count = std::min<std::uint64_t>(length_bytes, part.size());
@@ -38,9 +38,9 @@ bool same_fd_copy(int to, std::uint64_t to_at, int from, std::uint64_t from_at, 
     return true;
 }
 
-// Host memory is reached by system calls alone, so that what the program has unmapped meanwhile is a failed copy and no
-// crash.
-bool host_copy(int fd, std::uint64_t at, std::uint64_t host, std::uint64_t length_bytes, bool to_host) {
+// Copy between a file and host memory. System calls access the host memory, so that unmapped memory makes the copy fail
+// instead of the process.
+bool copy_host(int fd, std::uint64_t at, std::uint64_t host, std::uint64_t length_bytes, bool to_host) {
     while (length_bytes > 0) {
         auto* const memory = reinterpret_cast<void*>(host);
         const ssize_t moved = to_host ? pread(fd, memory, length_bytes, static_cast<off_t>(at))
@@ -55,7 +55,8 @@ bool host_copy(int fd, std::uint64_t at, std::uint64_t host, std::uint64_t lengt
     return true;
 }
 
-// One packet of a command buffer. Gaudi1's driver checks packets before it takes them; later devices fail on them.
+// Parse the packets of a command buffer. The first Gaudi's driver checks packets at submission; later devices fail when
+// they execute them.
 int parse(std::span<const std::byte> text, std::vector<LinearDma>* copies) {
     const bool is_gaudi1 = !properties().has_virtual_memory;
     while (!text.empty()) {
@@ -87,17 +88,17 @@ int parse(std::span<const std::byte> text, std::vector<LinearDma>* copies) {
     return 0;
 }
 
-// The packets of a chunk: Gaudi1 takes buffers of the driver, later ones those that the program has mapped. Both are in
-// memory that the program can write, so they are copied first.
+// Parse the packets of a chunk. The first Gaudi takes command buffers of the driver, later generations buffers that the
+// program has mapped. The program can write to both, so they are copied first.
 int read_chunk(Device* device, const Chunk& chunk, std::vector<LinearDma>* copies) {
     if (chunk.queue_index >= dma_queues) {
         return chunk.queue_index > 1024 ? EINVAL : EOPNOTSUPP;
     }
-    // Gaudi1's queues take no other buffers than the driver's, and so do not look at the flag.
+    // The first Gaudi's queues only take buffers of the driver, so the driver ignores the flag.
     if (properties().has_virtual_memory && (chunk.cs_chunk_flags & chunk_user_buffer) == 0) {
         return EINVAL;
     }
-    if (chunk.cb_size < 8 || chunk.cb_size > buffer_bytes_most) {
+    if (chunk.cb_size < 8 || chunk.cb_size > max_buffer_bytes) {
         return EINVAL;
     }
     std::vector<std::byte> text(chunk.cb_size);
@@ -129,7 +130,7 @@ int submit_all(int fd, const SubmissionIn* in, SubmissionOut* out) {
     if (!device) {
         return in == nullptr || out == nullptr ? EINVAL : error;
     }
-    if (in->num_chunks_execute == 0 || in->num_chunks_execute > chunks_most || in->chunks_execute == nullptr) {
+    if (in->num_chunks_execute == 0 || in->num_chunks_execute > max_chunks || in->chunks_execute == nullptr) {
         return EINVAL;
     }
     if (in->num_chunks_restore != 0 || in->flags != 0) {
@@ -143,8 +144,8 @@ int submit_all(int fd, const SubmissionIn* in, SubmissionOut* out) {
             return EBUSY;
         }
         for (const Chunk& chunk : chunks) {
-            if (const int refused = read_chunk(device.get(), chunk, &copies); refused != 0) {
-                return refused;
+            if (const int error_code = read_chunk(device.get(), chunk, &copies); error_code != 0) {
+                return error_code;
             }
         }
     }
@@ -154,47 +155,47 @@ int submit_all(int fd, const SubmissionIn* in, SubmissionOut* out) {
 
 } // namespace
 
-bool Device::resolve(std::uint64_t address, std::uint64_t length_bytes, Place* place) {
-    const Properties& ours = properties();
+bool Device::resolve(std::uint64_t address, std::uint64_t length_bytes, CopyOperand* operand) {
+    const Properties& device_properties = properties();
     const auto after = mappings.upper_bound(address);
     if (after != mappings.begin()) {
         const auto& [begin, mapping] = *std::prev(after);
         if (address - begin <= mapping.length_bytes && length_bytes <= mapping.length_bytes - (address - begin)) {
-            *place = mapping.allocation ? Place{mapping.allocation->memory.get(), address - begin}
-                                        : Place{-1, mapping.host_address + (address - begin)};
+            *operand = mapping.allocation ? CopyOperand{mapping.allocation->memory.get(), address - begin}
+                                          : CopyOperand{-1, mapping.host_address + (address - begin)};
             return true;
         }
     }
-    if (ours.has_virtual_memory || address < ours.dram_user_base || address > ours.dram_end() ||
-        length_bytes > ours.dram_end() - address) {
+    if (device_properties.has_virtual_memory || address < device_properties.dram_user_base ||
+        address > device_properties.dram_end() || length_bytes > device_properties.dram_end() - address) {
         return false;
     }
     if (!dram) {
-        dram = Fd(make_device_memory(ours.dram_bytes));
+        dram = Fd(make_device_memory(device_properties.dram_bytes));
     }
-    *place = {dram.get(), address - ours.dram_base};
+    *operand = {dram.get(), address - device_properties.dram_base};
     return static_cast<bool>(dram);
 }
 
-bool Device::carry_out(const LinearDma& copy) {
-    Place to, from;
+bool Device::run_copy(const LinearDma& copy) {
+    CopyOperand to, from;
     if (!resolve(copy.src_addr, copy.tsize, &from) || !resolve(copy.dst_addr, copy.tsize, &to)) {
         return false;
     }
     if (from.fd >= 0 && to.fd >= 0) {
-        return same_fd_copy(to.fd, to.at, from.fd, from.at, copy.tsize);
+        return copy_between_files(to.fd, to.offset, from.fd, from.offset, copy.tsize);
     }
     if (from.fd < 0 && to.fd < 0) {
-        return false; // from host to host: nothing for this device
+        return false; // the device does not copy from host to host
     }
-    return to.fd < 0 ? host_copy(from.fd, from.at, to.at, copy.tsize, true)
-                     : host_copy(to.fd, to.at, from.at, copy.tsize, false);
+    return to.fd < 0 ? copy_host(from.fd, from.offset, to.offset, copy.tsize, true)
+                     : copy_host(to.fd, to.offset, from.offset, copy.tsize, false);
 }
 
 std::uint64_t Device::submit(std::vector<LinearDma> copies) {
     std::lock_guard lock(mutex);
     if (!worker_.joinable()) {
-        worker_ = start_quiet_thread([this] { run(); });
+        worker_ = start_signal_blocking_thread([this] { run(); });
     }
     jobs_.push_back({++last_sequence, std::move(copies)});
     changed.notify_all();
@@ -204,20 +205,20 @@ std::uint64_t Device::submit(std::vector<LinearDma> copies) {
 void Device::run() {
     std::unique_lock lock(mutex);
     while (true) {
-        changed.wait(lock, [this] { return ending_ || !jobs_.empty(); });
-        if (ending_) {
+        changed.wait(lock, [this] { return stopping_ || !jobs_.empty(); });
+        if (stopping_) {
             return;
         }
         const Job job = std::move(jobs_.front());
         jobs_.pop_front();
         lock.unlock();
-        be_late();
+        sleep_random_delay();
         lock.lock();
         const bool done =
-            aborted_sequence == 0 && std::all_of(job.copies.begin(), job.copies.end(),
-                                                 [this](const LinearDma& copy) { return carry_out(copy); });
+            aborted_sequence == 0 &&
+            std::all_of(job.copies.begin(), job.copies.end(), [this](const LinearDma& copy) { return run_copy(copy); });
         if (!done && aborted_sequence == 0) {
-            // A page fault of the device: the driver resets it, and this context is of no more use.
+            // The device has a page fault: the driver resets it, and this context becomes unusable.
             aborted_sequence = job.sequence;
             operational = false;
         }
@@ -233,7 +234,7 @@ GDRKIT_HLTHUNK_ENTRY int hlthunk_request_command_buffer(int fd, std::uint32_t si
         if (!device) {
             return handle == nullptr ? EINVAL : error;
         }
-        if (size == 0 || size > buffer_bytes_most) {
+        if (size == 0 || size > max_buffer_bytes) {
             return EINVAL;
         }
         std::lock_guard lock(device->mutex);
@@ -282,8 +283,8 @@ GDRKIT_HLTHUNK_ENTRY int hlthunk_wait_for_cs(int fd, std::uint64_t sequence, std
         if (sequence == 0 || sequence > device->last_sequence) {
             return EINVAL;
         }
-        const auto limit = std::chrono::microseconds(std::min(timeout_us, wait_us_most));
-        // Not wait_for, whose clock TSan of old compilers does not know.
+        const auto limit = std::chrono::microseconds(std::min(timeout_us, max_wait_us));
+        // wait_for would use a clock that ThreadSanitizer of older compilers does not support.
         const auto until = std::chrono::system_clock::now() + limit;
         if (!device->changed.wait_until(lock, until, [&] { return device->completed_sequence >= sequence; })) {
             *status = wait_busy;

@@ -1,4 +1,4 @@
-// The entries that the twin does not implement: each fails as its function does, and touches nothing.
+// Functions that the twin does not implement: each fails by the convention of that function and has no effect.
 #include <cerrno>
 
 #include "hlthunk/hlthunk_abi.hpp"

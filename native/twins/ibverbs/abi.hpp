@@ -1,5 +1,5 @@
-// The binary interface that the twin stands for: the real header, with everything in it visible, and the facts about
-// its layout that the twin relies on.
+// The binary interface that the twin implements: the real verbs header, made visible to the linker, and static
+// assertions of the layouts that the twin relies on.
 #pragma once
 
 #pragma GCC visibility push(default)
@@ -8,15 +8,15 @@
 
 #include <cstddef>
 
-// The header turns these three into macros for its clients; here the functions themselves are defined.
+// The header defines these three as macros for clients. The twin defines the functions themselves.
 #undef ibv_query_port
 #undef ibv_reg_mr
 #undef ibv_reg_mr_iova
 
 namespace gdrkit::twin::verbs {
 
-// What a client without the verbs_context extension passes to ibv_query_port: the port attributes as they were before
-// port_cap_flags2.
+// Size of the port attributes that a client without the verbs_context extension passes to ibv_query_port: the structure
+// as it was before port_cap_flags2.
 inline constexpr std::size_t compat_port_attr_bytes = offsetof(ibv_port_attr, port_cap_flags2);
 
 static_assert(compat_port_attr_bytes == 48);
@@ -29,10 +29,10 @@ static_assert(offsetof(ibv_context, ops) == 8);
 static_assert(sizeof(ibv_context_ops) == 32 * sizeof(void*));
 static_assert(offsetof(ibv_context, async_fd) == offsetof(ibv_context, cmd_fd) + 4);
 static_assert(offsetof(ibv_context, abi_compat) == sizeof(ibv_context) - sizeof(void*));
-// verbs_get_ctx finds the extension at a negative offset, and reads its size just before the context.
+// verbs_get_ctx finds the extension at a negative offset and reads its size from just before the context.
 static_assert(offsetof(verbs_context, sz) + sizeof(std::size_t) == offsetof(verbs_context, context));
 static_assert(offsetof(verbs_context, context) + sizeof(ibv_context) == sizeof(verbs_context));
-// A CQ that is polled in the extended way begins like an ordinary one.
+// An extended CQ begins with an ordinary one.
 static_assert(offsetof(ibv_cq_ex, comp_mask) == sizeof(ibv_cq));
 
 } // namespace gdrkit::twin::verbs

@@ -1,3 +1,5 @@
+// Asynchronous events of a device context: how the model raises them, ibv_get_async_event and ibv_ack_async_event.
+
 #include "ibverbs/completion.hpp"
 #include "ibverbs/context.hpp"
 #include "ibverbs/handle.hpp"
@@ -6,24 +8,24 @@
 
 namespace gdrkit::twin::verbs {
 
-void Context::raise(ibv_qp* qp, ibv_event_type type, const std::shared_ptr<EventAccount>& account) {
+void Context::raise(ibv_qp* qp, ibv_event_type type, const std::shared_ptr<EventCounter>& counter) {
     AsyncEvent event;
     event.abi.element.qp = qp;
     event.abi.event_type = type;
-    event.account = account;
+    event.counter = counter;
     events.push(event);
 }
 
-void Context::raise(ibv_cq* cq, ibv_event_type type, const std::shared_ptr<EventAccount>& account) {
+void Context::raise(ibv_cq* cq, ibv_event_type type, const std::shared_ptr<EventCounter>& counter) {
     AsyncEvent event;
     event.abi.element.cq = cq;
     event.abi.event_type = type;
-    event.account = account;
+    event.counter = counter;
     events.push(event);
 }
 
-void Context::forget(const std::shared_ptr<EventAccount>& account) {
-    events.drop_if([&](const AsyncEvent& event) { return event.account == account; });
+void Context::drop_events(const std::shared_ptr<EventCounter>& counter) {
+    events.drop_if([&](const AsyncEvent& event) { return event.counter == counter; });
 }
 
 } // namespace gdrkit::twin::verbs
@@ -33,15 +35,15 @@ using namespace gdrkit::twin::verbs;
 extern "C" {
 
 int ibv_get_async_event(ibv_context* abi, ibv_async_event* event) {
-    if (const auto fault = call("ibv_get_async_event")) {
+    if (const auto fault = injected_fault("ibv_get_async_event")) {
         return fail_minus1(*fault);
     }
-    Context* const context = find_context(abi);
-    if (!alive("ibv_context", context)) {
+    Context* const context = context_of(abi);
+    if (!is_alive("ibv_context", context)) {
         return fail_minus1(EINVAL);
     }
     AsyncEvent taken;
-    const int error = context->events.take(&taken, [](const AsyncEvent& one) { one.account->took_one(); });
+    const int error = context->events.take(&taken, [](const AsyncEvent& one) { one.counter->count_taken(); });
     if (error != 0) {
         return fail_minus1(error);
     }
@@ -52,7 +54,7 @@ int ibv_get_async_event(ibv_context* abi, ibv_async_event* event) {
 void ibv_ack_async_event(ibv_async_event* event) {
     switch (event->event_type) {
     case IBV_EVENT_CQ_ERR:
-        if (alive("ibv_cq", event->element.cq)) {
+        if (is_alive("ibv_cq", event->element.cq)) {
             acknowledge_async(event->element.cq);
         }
         break;
@@ -60,12 +62,12 @@ void ibv_ack_async_event(ibv_async_event* event) {
     case IBV_EVENT_QP_REQ_ERR:
     case IBV_EVENT_QP_ACCESS_ERR:
     case IBV_EVENT_SQ_DRAINED:
-        if (alive("ibv_qp", event->element.qp)) {
+        if (is_alive("ibv_qp", event->element.qp)) {
             acknowledge_async(event->element.qp);
         }
         break;
     default:
-        // The twin raises no other events, and those without an object need no acknowledgement.
+        // The twin raises no other events. Events without an object need no acknowledgement.
         break;
     }
 }

@@ -1,3 +1,5 @@
+// Completion queues: the queue that the model pushes to and the client polls, and ibv_create_cq and ibv_destroy_cq.
+
 #include "ibverbs/completion.hpp"
 
 #include "ibverbs/handle.hpp"
@@ -7,23 +9,23 @@ namespace gdrkit::twin::verbs {
 
 bool CompletionQueue::push(std::span<const Completion> completions) {
     std::lock_guard lock(mutex_);
-    bool tell = false;
-    bool good = true;
+    bool notify = false;
+    bool ok = true;
     for (const Completion& completion : completions) {
         if (!push_one(completion)) {
-            good = false;
+            ok = false;
             break;
         }
         // A failed completion always counts as solicited.
         const bool solicited = completion.solicited || completion.wc.status != IBV_WC_SUCCESS;
-        tell |= armed_ == Armed::any || (armed_ == Armed::solicited && solicited);
+        notify |= armed_ == Armed::any || (armed_ == Armed::solicited && solicited);
     }
-    worth_a_look_ = !completions_.empty() || overrun_;
-    if (tell) {
+    has_completions_or_overrun_ = !completions_.empty() || overrun_;
+    if (notify) {
         armed_ = Armed::no;
         channel_->events.push({abi_, channel_events});
     }
-    return good;
+    return ok;
 }
 
 bool CompletionQueue::push_one(const Completion& completion) {
@@ -40,7 +42,7 @@ bool CompletionQueue::push_one(const Completion& completion) {
 }
 
 int CompletionQueue::poll(int count, ibv_wc* wc) {
-    if (!worth_a_look_) {
+    if (!has_completions_or_overrun_) {
         return 0;
     }
     std::lock_guard lock(mutex_);
@@ -51,16 +53,16 @@ int CompletionQueue::poll(int count, ibv_wc* wc) {
     while (taken < count && !completions_.empty()) {
         const Completion& first = completions_.front();
         wc[taken++] = first.wc;
-        first.slots->taken -= first.freed;
+        first.work_queue_slots->used -= first.freed_slots;
         completions_.pop_front();
     }
-    worth_a_look_ = !completions_.empty();
+    has_completions_or_overrun_ = !completions_.empty();
     return taken;
 }
 
 void CompletionQueue::arm(bool solicited_only) {
     std::lock_guard lock(mutex_);
-    // A channel that is armed for any completion stays so.
+    // A request for solicited completions does not weaken an earlier request for all completions.
     if (channel_ != nullptr && armed_ != Armed::any) {
         armed_ = solicited_only ? Armed::solicited : Armed::any;
     }
@@ -73,28 +75,28 @@ void CompletionQueue::drop(std::uint32_t qp_num) {
 
 void acknowledge_async(ibv_cq* cq) {
     ++cq->async_events_completed;
-    find_queue(cq)->model->async_events->acknowledge(1);
+    cq_handle_of(cq)->model->async_events->acknowledge(1);
 }
 
 int poll_completions(ibv_cq* cq, int num_entries, ibv_wc* wc) {
     static FaultSite site("ibv_poll_cq");
-    if (const auto fault = call(&site)) {
+    if (const auto fault = injected_fault(&site)) {
         return -*fault;
     }
-    if (!alive("ibv_cq", cq) || num_entries < 0) {
+    if (!is_alive("ibv_cq", cq) || num_entries < 0) {
         return -EINVAL;
     }
-    return find_queue(cq)->model->poll(num_entries, wc);
+    return cq_handle_of(cq)->model->poll(num_entries, wc);
 }
 
 int request_notification(ibv_cq* cq, int solicited_only) {
-    if (const auto fault = call("ibv_req_notify_cq")) {
+    if (const auto fault = injected_fault("ibv_req_notify_cq")) {
         return *fault;
     }
-    if (!alive("ibv_cq", cq)) {
+    if (!is_alive("ibv_cq", cq)) {
         return EINVAL;
     }
-    find_queue(cq)->model->arm(solicited_only != 0);
+    cq_handle_of(cq)->model->arm(solicited_only != 0);
     return 0;
 }
 
@@ -105,13 +107,13 @@ using namespace gdrkit::twin::verbs;
 extern "C" {
 
 ibv_cq* ibv_create_cq(ibv_context* abi, int cqe, void* cq_context, ibv_comp_channel* channel, int comp_vector) {
-    if (const auto fault = call("ibv_create_cq")) {
+    if (const auto fault = injected_fault("ibv_create_cq")) {
         return fail_null(*fault);
     }
-    Context* const context = find_context(abi);
-    if (!alive("ibv_context", context) || cqe < 1 || cqe > device_attributes(*context->device).max_cqe ||
+    Context* const context = context_of(abi);
+    if (!is_alive("ibv_context", context) || cqe < 1 || cqe > device_attributes(*context->device).max_cqe ||
         comp_vector < 0 || comp_vector >= completion_vector_count ||
-        (channel != nullptr && (!alive("ibv_comp_channel", channel) || channel->context != abi))) {
+        (channel != nullptr && (!is_alive("ibv_comp_channel", channel) || channel->context != abi))) {
         return fail_null(EINVAL);
     }
     auto handle = std::make_unique<CompletionQueueHandle>();
@@ -123,23 +125,22 @@ ibv_cq* ibv_create_cq(ibv_context* abi, int cqe, void* cq_context, ibv_comp_chan
     cq->cqe = cqe;
     pthread_mutex_init(&cq->mutex, nullptr);
     pthread_cond_init(&cq->cond, nullptr);
-    handle->model =
-        std::make_shared<CompletionQueue>(context, find_channel(channel), cq, static_cast<std::size_t>(cqe));
+    handle->model = std::make_shared<CompletionQueue>(context, channel_of(channel), cq, static_cast<std::size_t>(cqe));
     ++context->children;
     if (channel != nullptr) {
-        ++find_channel(channel)->users;
+        ++channel_of(channel)->users;
         ++channel->refcnt;
     }
-    enter("ibv_cq", handle.release());
+    track("ibv_cq", handle.release());
     return cq;
 }
 
 int ibv_destroy_cq(ibv_cq* cq) {
-    if (const auto fault = call("ibv_destroy_cq")) {
+    if (const auto fault = injected_fault("ibv_destroy_cq")) {
         return *fault;
     }
-    CompletionQueueHandle* const handle = find_queue(cq);
-    if (!alive("ibv_cq", handle)) {
+    CompletionQueueHandle* const handle = cq_handle_of(cq);
+    if (!is_alive("ibv_cq", handle)) {
         return EINVAL;
     }
     if (handle->model->users != 0) {
@@ -147,11 +148,11 @@ int ibv_destroy_cq(ibv_cq* cq) {
     }
     const std::shared_ptr<CompletionQueue> model = handle->model;
     Context* const context = model->context();
-    context->forget(model->async_events);
+    context->drop_events(model->async_events);
     if (CompletionChannel* const channel = model->channel()) {
         channel->events.drop_if([=](const CompletionEvent& event) { return event.cq == cq; });
     }
-    // Until the client has acknowledged what it took, it may hold the pointer.
+    // The client may hold the pointer until it has acknowledged the events that it took.
     model->channel_events->wait_until_acknowledged();
     model->async_events->wait_until_acknowledged();
     if (!retire("ibv_cq", handle)) {

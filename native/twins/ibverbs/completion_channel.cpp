@@ -1,3 +1,5 @@
+// Implements completion channels: create, destroy, get and acknowledge events.
+
 #include "ibverbs/completion_channel.hpp"
 
 #include "ibverbs/completion.hpp"
@@ -9,11 +11,11 @@ using namespace gdrkit::twin::verbs;
 extern "C" {
 
 ibv_comp_channel* ibv_create_comp_channel(ibv_context* abi) {
-    if (const auto fault = call("ibv_create_comp_channel")) {
+    if (const auto fault = injected_fault("ibv_create_comp_channel")) {
         return fail_null(*fault);
     }
-    Context* const context = find_context(abi);
-    if (!alive("ibv_context", context)) {
+    Context* const context = context_of(abi);
+    if (!is_alive("ibv_context", context)) {
         return fail_null(EINVAL);
     }
     auto channel = std::make_unique<CompletionChannel>();
@@ -24,16 +26,16 @@ ibv_comp_channel* ibv_create_comp_channel(ibv_context* abi) {
     channel->abi.fd = channel->events.fd();
     channel->context = context;
     ++context->children;
-    enter("ibv_comp_channel", channel.get());
+    track("ibv_comp_channel", channel.get());
     return &channel.release()->abi;
 }
 
 int ibv_destroy_comp_channel(ibv_comp_channel* abi) {
-    if (const auto fault = call("ibv_destroy_comp_channel")) {
+    if (const auto fault = injected_fault("ibv_destroy_comp_channel")) {
         return *fault;
     }
-    CompletionChannel* const channel = find_channel(abi);
-    if (!alive("ibv_comp_channel", channel)) {
+    CompletionChannel* const channel = channel_of(abi);
+    if (!is_alive("ibv_comp_channel", channel)) {
         return EINVAL;
     }
     if (channel->users != 0) {
@@ -50,16 +52,16 @@ int ibv_destroy_comp_channel(ibv_comp_channel* abi) {
 }
 
 int ibv_get_cq_event(ibv_comp_channel* abi, ibv_cq** cq, void** cq_context) {
-    if (const auto fault = call("ibv_get_cq_event")) {
+    if (const auto fault = injected_fault("ibv_get_cq_event")) {
         return fail_minus1(*fault);
     }
-    CompletionChannel* const channel = find_channel(abi);
-    if (!alive("ibv_comp_channel", channel)) {
+    CompletionChannel* const channel = channel_of(abi);
+    if (!is_alive("ibv_comp_channel", channel)) {
         return fail_minus1(EINVAL);
     }
     CompletionEvent event;
     const int error = channel->events.take(&event, [&](const CompletionEvent& one) {
-        one.account->took_one();
+        one.counter->count_taken();
         *cq = one.cq;
         *cq_context = one.cq->cq_context;
     });
@@ -67,9 +69,9 @@ int ibv_get_cq_event(ibv_comp_channel* abi, ibv_cq** cq, void** cq_context) {
 }
 
 void ibv_ack_cq_events(ibv_cq* cq, unsigned int nevents) {
-    if (alive("ibv_cq", cq)) {
+    if (is_alive("ibv_cq", cq)) {
         cq->comp_events_completed += nevents;
-        find_queue(cq)->model->channel_events->acknowledge(nevents);
+        cq_handle_of(cq)->model->channel_events->acknowledge(nevents);
     }
 }
 

@@ -1,4 +1,4 @@
-// Completion channels: where a completion queue that was asked to tells that something is in it.
+// Completion channels: the file descriptor on which a client waits for a completion queue that it has armed.
 #pragma once
 
 #include <atomic>
@@ -10,7 +10,7 @@ namespace gdrkit::twin::verbs {
 
 struct CompletionEvent {
     ibv_cq* cq = nullptr;
-    std::shared_ptr<EventAccount> account;
+    std::shared_ptr<EventCounter> counter;
 };
 
 struct CompletionChannel {
@@ -20,7 +20,7 @@ struct CompletionChannel {
     std::atomic<int> users{0};
 };
 
-inline CompletionChannel* find_channel(ibv_comp_channel* channel) {
+inline CompletionChannel* channel_of(ibv_comp_channel* channel) {
     return reinterpret_cast<CompletionChannel*>(channel);
 }
 

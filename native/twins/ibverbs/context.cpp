@@ -1,3 +1,5 @@
+// ibv_open_device and ibv_close_device, and the tables of operations of a context.
+
 #include "ibverbs/context.hpp"
 
 #include <cstring>
@@ -31,7 +33,7 @@ using namespace gdrkit::twin::verbs;
 extern "C" {
 
 ibv_context* ibv_open_device(ibv_device* device) {
-    if (const auto fault = call("ibv_open_device")) {
+    if (const auto fault = injected_fault("ibv_open_device")) {
         return fail_null(*fault);
     }
     Device* const found = find_device(device);
@@ -47,21 +49,21 @@ ibv_context* ibv_open_device(ibv_device* device) {
     ibv_context& abi = context->extended.context;
     abi.device = device;
     abi.abi_compat = __VERBS_ABI_IS_EXTENDED;
-    // There is no kernel behind the context to send commands to.
+    // The context has no kernel driver that could receive commands.
     abi.cmd_fd = -1;
     abi.async_fd = context->events.fd();
     abi.num_comp_vectors = completion_vector_count;
     pthread_mutex_init(&abi.mutex, nullptr);
-    enter("ibv_context", context.get());
+    track("ibv_context", context.get());
     return context.release()->abi();
 }
 
 int ibv_close_device(ibv_context* abi) {
-    if (const auto fault = call("ibv_close_device")) {
+    if (const auto fault = injected_fault("ibv_close_device")) {
         return *fault;
     }
-    Context* const context = find_context(abi);
-    if (!alive("ibv_context", context)) {
+    Context* const context = context_of(abi);
+    if (!is_alive("ibv_context", context)) {
         return EINVAL;
     }
     if (context->children != 0) {
@@ -70,7 +72,7 @@ int ibv_close_device(ibv_context* abi) {
     if (!retire("ibv_context", context)) {
         return EINVAL;
     }
-    // The structure stays in quarantine, its descriptor must not.
+    // The structure stays in quarantine, but its descriptor is closed now.
     context->events.close();
     abi->async_fd = -1;
     return 0;

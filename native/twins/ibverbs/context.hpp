@@ -1,4 +1,4 @@
-// An opened device: the public context with its tables of operations, and the asynchronous events that it delivers.
+// An open device: the public ibv_context with its tables of operations, and its asynchronous events.
 #pragma once
 
 #include <atomic>
@@ -12,31 +12,31 @@ namespace gdrkit::twin::verbs {
 
 struct AsyncEvent {
     ibv_async_event abi{};
-    // Of the queue pair or completion queue that the event is about.
-    std::shared_ptr<EventAccount> account;
+    // Event counter of the queue pair or completion queue that the event is about.
+    std::shared_ptr<EventCounter> counter;
 };
 
 struct Context {
-    // Ends with the ibv_context that clients hold; the extension lies before it.
+    // Its last member is the ibv_context that clients hold; the extension lies before it.
     verbs_context extended{};
     Device* device = nullptr;
     EventQueue<AsyncEvent> events;
-    // Protection domains, completion queues and channels: a context cannot be closed under them.
+    // Number of protection domains, completion queues and channels. A context with children cannot be closed.
     std::atomic<int> children{0};
 
     ibv_context* abi() { return &extended.context; }
-    void raise(ibv_qp* qp, ibv_event_type type, const std::shared_ptr<EventAccount>& account);
-    void raise(ibv_cq* cq, ibv_event_type type, const std::shared_ptr<EventAccount>& account);
-    void forget(const std::shared_ptr<EventAccount>& account);
+    void raise(ibv_qp* qp, ibv_event_type type, const std::shared_ptr<EventCounter>& counter);
+    void raise(ibv_cq* cq, ibv_event_type type, const std::shared_ptr<EventCounter>& counter);
+    void drop_events(const std::shared_ptr<EventCounter>& counter);
 };
 
-inline Context* find_context(const ibv_context* context) {
+inline Context* context_of(const ibv_context* context) {
     constexpr std::size_t before = offsetof(verbs_context, context);
     auto* const bytes = reinterpret_cast<char*>(const_cast<ibv_context*>(context));
     return context == nullptr ? nullptr : reinterpret_cast<Context*>(bytes - before);
 }
 
-// Operations that clients reach through the tables of a context.
+// Operations that clients call through the tables of a context.
 int query_port_extended(ibv_context* context, std::uint8_t port_num, ibv_port_attr* port_attr, std::size_t length);
 int query_device_extended(ibv_context* context, const ibv_query_device_ex_input* input, ibv_device_attr_ex* attr,
                           std::size_t length);
@@ -45,7 +45,7 @@ int request_notification(ibv_cq* cq, int solicited_only);
 int post_send(ibv_qp* qp, ibv_send_wr* wr, ibv_send_wr** bad_wr);
 int post_receive(ibv_qp* qp, ibv_recv_wr* wr, ibv_recv_wr** bad_wr);
 
-// Fills every other entry of both tables with a function that fails in its convention.
+// Fill both tables with functions that fail with EOPNOTSUPP; called before the implemented entries are set.
 void fill_unsupported(verbs_context* extended);
 
 } // namespace gdrkit::twin::verbs

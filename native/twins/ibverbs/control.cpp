@@ -1,3 +1,5 @@
+// The twin's control interface (control/control.h): statistics as JSON, and replacing the fault plan.
+
 #pragma GCC visibility push(default)
 #include "control/control.h"
 #pragma GCC visibility pop
@@ -26,7 +28,7 @@ int gdrkit_twin_ledger(char* buffer, size_t size) {
     verbs::session_error();
     const std::string json = "{\"library\":\"ibverbs\",\"handles\":" + ledger_json() + ",\"calls\":" + calls_json() +
                              ",\"seed\":" + std::to_string(config().seed) + ",\"traffic\":" + verbs::traffic_json() +
-                             ",\"delayed\":" + held_json() + ",\"trace\":" + trace_json() + "}";
+                             ",\"delayed\":" + delayed_calls_json() + ",\"trace\":" + trace_json() + "}";
     if (size > 0) {
         const std::size_t copied = std::min(size - 1, json.size());
         std::memcpy(buffer, json.data(), copied);

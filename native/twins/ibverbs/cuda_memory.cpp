@@ -1,3 +1,5 @@
+// Memory of a region that only the CUDA driver can access: copies go through the driver that the process has loaded.
+
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -6,32 +8,32 @@
 #include <mutex>
 #include <vector>
 
-#include "ibverbs/cuda_bridge.hpp"
+#include "ibverbs/cuda_driver.hpp"
 #include "ibverbs/memory.hpp"
 
 namespace gdrkit::twin::verbs {
 namespace {
 
-// A part of the range that is one allocation, and who it was when it was registered.
-struct Part {
+// A part of the region that is one allocation, with the allocation's identity at registration.
+struct AllocationRange {
     std::uint64_t begin, end;
     std::uint64_t buffer_id;
 };
 
-// A primary context that is current on this thread as long as the object lives.
-class Current {
+// Makes a primary context current on this thread for the lifetime of the object.
+class CurrentContext {
 public:
-    Current(const CudaDriver& driver, CudaDriver::Handle context) : driver_(driver) {
+    CurrentContext(const CudaDriver& driver, CudaDriver::Handle context) : driver_(driver) {
         pushed_ = driver_.cuCtxPushCurrent_v2(context) == 0;
     }
-    ~Current() {
+    ~CurrentContext() {
         CudaDriver::Handle popped = nullptr;
         if (pushed_) {
             driver_.cuCtxPopCurrent_v2(&popped);
         }
     }
-    Current(const Current&) = delete;
-    Current& operator=(const Current&) = delete;
+    CurrentContext(const CurrentContext&) = delete;
+    CurrentContext& operator=(const CurrentContext&) = delete;
     explicit operator bool() const { return pushed_; }
 
 private:
@@ -39,9 +41,9 @@ private:
     bool pushed_ = false;
 };
 
-// A NIC that holds a GPU's pages reaches them also after the memory was freed, and never what got the address next (as
-// was seen on an H200). Here the driver can only reach what the address means now: so once the identity changes, what a
-// peer writes goes to memory of the region's own, and what it reads comes from there.
+// A NIC that has pinned GPU pages accesses them even after the memory was freed, and never accesses the allocation that
+// gets the address next (observed on an H200). The driver can only access the present allocation at an address. So once
+// the identity has changed, writes of peers go to separate memory of this region, and reads come from there.
 class CudaMemory : public Memory {
 public:
     CudaMemory(const CudaDriver& driver, std::uint64_t address, std::uint64_t length_bytes)
@@ -49,32 +51,32 @@ public:
     ~CudaMemory() override;
 
     int open();
-    int read(std::uint64_t offset, Bounce* bounce, std::size_t at, std::size_t size) override;
-    int write(std::uint64_t offset, const Bounce& bounce, std::size_t at, std::size_t size) override;
+    int read(std::uint64_t offset, BounceBuffer* bounce, std::size_t at, std::size_t size) override;
+    int write(std::uint64_t offset, const BounceBuffer& bounce, std::size_t at, std::size_t size) override;
 
 private:
-    int find_parts();
+    int find_allocations();
     int copy(std::uint64_t offset, std::byte* host, std::size_t size, bool to_device);
-    [[nodiscard]] bool intact(std::uint64_t begin, std::uint64_t end) const;
-    int orphan_or_intact(std::uint64_t offset, std::size_t size);
+    [[nodiscard]] bool allocations_unchanged(std::uint64_t begin, std::uint64_t end) const;
+    int detach_if_freed(std::uint64_t offset, std::size_t size);
 
     const CudaDriver& driver_;
     const std::uint64_t address_;
     const std::uint64_t length_bytes_;
     std::mutex mutex_;
-    std::vector<Part> parts_;
+    std::vector<AllocationRange> allocations_;
     int device_ = -1;
     CudaDriver::Handle context_ = nullptr;
     CudaDriver::Handle stream_ = nullptr;
-    std::byte* orphan_ = nullptr;
+    std::byte* detached_memory_ = nullptr;
 };
 
 CudaMemory::~CudaMemory() {
-    if (orphan_ != nullptr) {
-        munmap(orphan_, length_bytes_);
+    if (detached_memory_ != nullptr) {
+        munmap(detached_memory_, length_bytes_);
     }
     if (stream_ != nullptr) {
-        const Current current(driver_, context_);
+        const CurrentContext current(driver_, context_);
         driver_.cuStreamDestroy_v2(stream_);
     }
     if (context_ != nullptr) {
@@ -82,19 +84,19 @@ CudaMemory::~CudaMemory() {
     }
 }
 
-int CudaMemory::find_parts() {
+int CudaMemory::find_allocations() {
     const std::uint64_t end = address_ + length_bytes_;
     for (std::uint64_t at = address_; at < end;) {
         const auto id = driver_.buffer_id(at);
         if (!driver_.is_device_memory(at) || !id) {
             return EINVAL;
         }
-        // Of VMM memory a driver may not say where a mapping ends; the last byte must then be of the same one.
+        // A driver may not report where a VMM mapping ends. Then the last byte must belong to the same allocation.
         const std::uint64_t part_end = std::min(driver_.end_of_allocation(at).value_or(end), end);
         if (driver_.buffer_id(part_end - 1) != id) {
             return EINVAL;
         }
-        parts_.push_back({at, part_end, *id});
+        allocations_.push_back({at, part_end, *id});
         at = part_end;
     }
     return 0;
@@ -113,15 +115,15 @@ int CudaMemory::open() {
         context_ = nullptr;
         return ENODEV;
     }
-    // Also before the look at the chunks: the driver tells the ends of mappings only to a thread with a context.
-    const Current current(driver_, context_);
+    // The driver reports the ends of mappings only to a thread with a current context.
+    const CurrentContext current(driver_, context_);
     if (!current) {
         return ENODEV;
     }
-    if (const int error = find_parts(); error != 0) {
+    if (const int error = find_allocations(); error != 0) {
         return error;
     }
-    // A stream of our own that does not wait for the application's: a NIC does not either.
+    // A non-blocking stream does not wait for the application's work, as a NIC does not.
     constexpr unsigned non_blocking = 1;
     if (driver_.cuStreamCreate(&stream_, non_blocking) != 0) {
         stream_ = nullptr;
@@ -130,8 +132,8 @@ int CudaMemory::open() {
     return 0;
 }
 
-bool CudaMemory::intact(std::uint64_t begin, std::uint64_t end) const {
-    for (const Part& part : parts_) {
+bool CudaMemory::allocations_unchanged(std::uint64_t begin, std::uint64_t end) const {
+    for (const AllocationRange& part : allocations_) {
         if (part.begin < end && begin < part.end && driver_.buffer_id(part.begin) != part.buffer_id) {
             return false;
         }
@@ -139,8 +141,8 @@ bool CudaMemory::intact(std::uint64_t begin, std::uint64_t end) const {
     return true;
 }
 
-int CudaMemory::orphan_or_intact(std::uint64_t offset, std::size_t size) {
-    if (orphan_ != nullptr || intact(address_ + offset, address_ + offset + size)) {
+int CudaMemory::detach_if_freed(std::uint64_t offset, std::size_t size) {
+    if (detached_memory_ != nullptr || allocations_unchanged(address_ + offset, address_ + offset + size)) {
         return 0;
     }
     void* const memory =
@@ -148,12 +150,12 @@ int CudaMemory::orphan_or_intact(std::uint64_t offset, std::size_t size) {
     if (memory == MAP_FAILED) {
         return errno;
     }
-    orphan_ = static_cast<std::byte*>(memory);
+    detached_memory_ = static_cast<std::byte*>(memory);
     return 0;
 }
 
 int CudaMemory::copy(std::uint64_t offset, std::byte* host, std::size_t size, bool to_device) {
-    const Current current(driver_, context_);
+    const CurrentContext current(driver_, context_);
     if (!current) {
         return EIO;
     }
@@ -162,25 +164,25 @@ int CudaMemory::copy(std::uint64_t offset, std::byte* host, std::size_t size, bo
     return copied == 0 && driver_.cuStreamSynchronize(stream_) == 0 ? 0 : EIO;
 }
 
-int CudaMemory::read(std::uint64_t offset, Bounce* bounce, std::size_t at, std::size_t size) {
+int CudaMemory::read(std::uint64_t offset, BounceBuffer* bounce, std::size_t at, std::size_t size) {
     std::lock_guard lock(mutex_);
-    if (const int error = orphan_or_intact(offset, size); error != 0) {
+    if (const int error = detach_if_freed(offset, size); error != 0) {
         return error;
     }
-    if (orphan_ != nullptr) {
-        std::memcpy(bounce->at(at), orphan_ + offset, size);
+    if (detached_memory_ != nullptr) {
+        std::memcpy(bounce->at(at), detached_memory_ + offset, size);
         return 0;
     }
     return copy(offset, bounce->at(at), size, false);
 }
 
-int CudaMemory::write(std::uint64_t offset, const Bounce& bounce, std::size_t at, std::size_t size) {
+int CudaMemory::write(std::uint64_t offset, const BounceBuffer& bounce, std::size_t at, std::size_t size) {
     std::lock_guard lock(mutex_);
-    if (const int error = orphan_or_intact(offset, size); error != 0) {
+    if (const int error = detach_if_freed(offset, size); error != 0) {
         return error;
     }
-    if (orphan_ != nullptr) {
-        std::memcpy(orphan_ + offset, bounce.at(at), size);
+    if (detached_memory_ != nullptr) {
+        std::memcpy(detached_memory_ + offset, bounce.at(at), size);
         return 0;
     }
     return copy(offset, bounce.at(at), size, true);
@@ -193,11 +195,11 @@ int make_cuda_memory(std::uint64_t address, std::uint64_t length_bytes, std::uni
     if (driver == nullptr || address + length_bytes < address) {
         return EINVAL;
     }
-    auto made = std::make_unique<CudaMemory>(*driver, address, length_bytes);
-    if (const int error = made->open(); error != 0) {
+    auto created = std::make_unique<CudaMemory>(*driver, address, length_bytes);
+    if (const int error = created->open(); error != 0) {
         return error;
     }
-    *memory = std::move(made);
+    *memory = std::move(created);
     return 0;
 }
 

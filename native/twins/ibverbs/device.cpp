@@ -1,3 +1,5 @@
+// The emulated RDMA devices, their traffic statistics, and the functions that list and name devices.
+
 #include "ibverbs/device.hpp"
 
 #include <cstdio>
@@ -13,8 +15,8 @@
 namespace gdrkit::twin::verbs {
 namespace {
 
-// FNV-1a: the same name gives the same GUIDs in every process of a domain.
-std::uint32_t hash_of(std::string_view text) {
+// FNV-1a hash: the same domain name gives the same GUIDs in every process.
+std::uint32_t fnv1a_hash(std::string_view text) {
     std::uint64_t hash = 0xcbf29ce484222325U;
     for (const char letter : text) {
         hash = (hash ^ static_cast<unsigned char>(letter)) * 0x100000001b3U;
@@ -25,8 +27,8 @@ std::uint32_t hash_of(std::string_view text) {
 std::unique_ptr<Device> make_device(unsigned index) {
     auto device = std::make_unique<Device>();
     device->index = index;
-    // The EUI-64 of the locally administered MAC address 02:hh:hh:hh:hh:index.
-    const std::uint32_t hash = hash_of(config().domain);
+    // EUI-64 of the locally administered MAC address 02:hh:hh:hh:hh:index.
+    const std::uint32_t hash = fnv1a_hash(config().domain);
     device->guid = {0x00,
                     static_cast<std::uint8_t>(hash >> 24),
                     static_cast<std::uint8_t>(hash >> 16),
@@ -50,16 +52,16 @@ std::unique_ptr<Device> make_device(unsigned index) {
 
 const std::vector<std::unique_ptr<Device>>& devices() {
     static const auto* const all = [] {
-        auto* const made = new std::vector<std::unique_ptr<Device>>;
+        auto* const created = new std::vector<std::unique_ptr<Device>>;
         for (unsigned index = 0; index < config().nic_count; ++index) {
-            made->push_back(make_device(index));
+            created->push_back(make_device(index));
         }
-        return made;
+        return created;
     }();
     return *all;
 }
 
-void append(std::string* json, const std::string& prefix, const Traffic::Direction& direction) {
+void append_traffic(std::string* json, const std::string& prefix, const Traffic::Direction& direction) {
     const auto field = [&](const char* name, std::uint64_t value) {
         *json += (json->ends_with('{') ? "\"" : ",\"") + prefix + name + "\":" + std::to_string(value);
     };
@@ -96,8 +98,8 @@ std::string traffic_json() {
     std::string json = "{";
     for (const auto& device : devices()) {
         json += (json.size() > 1 ? ",\"" : "\"") + std::string(device->abi.name) + "\":{";
-        append(&json, "", device->traffic.sent);
-        append(&json, "served_", device->traffic.served);
+        append_traffic(&json, "", device->traffic.sent);
+        append_traffic(&json, "served_", device->traffic.served);
         json += "}";
     }
     return json + "}";
@@ -116,7 +118,7 @@ ibv_device** ibv_get_device_list(int* num_devices) {
     if (!session_error().empty()) {
         return fail_null(EINVAL);
     }
-    if (const auto fault = call("ibv_get_device_list")) {
+    if (const auto fault = injected_fault("ibv_get_device_list")) {
         return fail_null(*fault);
     }
     const unsigned count = device_count();

@@ -1,4 +1,4 @@
-// The RDMA devices of this machine: twin0, twin1, ... with one active Ethernet port each, as RoCE NICs have.
+// The RDMA devices of the emulated machine: twin0, twin1, ..., each with one active Ethernet port, like RoCE NICs.
 #pragma once
 
 #include <array>
@@ -10,7 +10,8 @@
 
 namespace gdrkit::twin::verbs {
 
-// What the queue pairs of a device did. `sent`: as requester, counted at success; `served`: as responder, for others.
+// Traffic of a device's queue pairs. `sent` counts requests as requester, at success; `served` counts them as
+// responder.
 struct Traffic {
     struct Direction {
         std::atomic<std::uint64_t> write_bytes{0}, read_bytes{0}, send_bytes{0}, requests{0};
@@ -18,34 +19,34 @@ struct Traffic {
     Direction sent, served;
 };
 
-// Public structure first: clients hold pointers to it.
+// The public structure comes first, because clients hold pointers to it.
 struct Device {
     ibv_device abi{};
     unsigned index = 0;
     std::array<std::uint8_t, 8> guid{};
-    // Index 0 is RoCE v1, index 1 RoCE v2; both are the link-local address that the GUID makes.
+    // The GID at index 0 (RoCE v1) and index 1 (RoCE v2): both are the link-local address made from the GUID.
     ibv_gid gid{};
     Traffic traffic;
 };
 
 inline constexpr int gid_count = 2;
 inline constexpr std::uint16_t default_pkey = 0xffff;
-inline constexpr std::uint32_t message_bytes_most = 1U << 30;
+inline constexpr std::uint32_t max_message_bytes = 1U << 30;
 inline constexpr int completion_vector_count = 1;
 
 unsigned device_count();
 Device& device_at(unsigned index);
 
-// nullptr when this is not a pointer to one of the devices.
+// Return the device of this pointer, or nullptr if the pointer is not one of the devices.
 Device* find_device(const ibv_device* device);
 
 ibv_gid_type gid_type_at(unsigned index);
 
-// The attributes of every device, and of its port.
+// Attributes of a device and of its port.
 ibv_device_attr device_attributes(const Device& device);
 ibv_port_attr port_attributes();
 
-// {"twin0": {"write_bytes": 0, ...}, ...}
+// Return the traffic as JSON, for example {"twin0": {"write_bytes": 0, ...}}.
 std::string traffic_json();
 
 } // namespace gdrkit::twin::verbs

@@ -1,3 +1,5 @@
+// The ibv_query_* functions of devices, ports, GIDs and partition keys.
+
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
@@ -10,13 +12,13 @@
 namespace gdrkit::twin::verbs {
 namespace {
 
-// Of the values of a port's numeric fields: 4 lanes, 25 Gbit/s each, and 5, the physical state "LinkUp".
+// Encoded port attributes: 4 lanes, 25 Gbit/s per lane, and the physical state LinkUp.
 constexpr std::uint8_t width_4x = 2;
 constexpr std::uint8_t speed_edr = 32;
 constexpr std::uint8_t link_up = 5;
 
-bool good_port(const ibv_context* context, std::uint32_t port_num) {
-    return alive("ibv_context", find_context(context)) && port_num == 1;
+bool is_valid_port(const ibv_context* context, std::uint32_t port_num) {
+    return is_alive("ibv_context", context_of(context)) && port_num == 1;
 }
 
 void fill_gid_entry(const Device& device, std::uint32_t index, ibv_gid_entry* entry) {
@@ -27,7 +29,7 @@ void fill_gid_entry(const Device& device, std::uint32_t index, ibv_gid_entry* en
     entry->gid_type = gid_type_at(index);
 }
 
-// A client that was built with a later header knows a longer entry; what we do not know of it is zero.
+// A client that was built with a later header passes a longer entry; the fields unknown to the twin are zero.
 void copy_gid_entry(const ibv_gid_entry& entry, void* out, std::size_t entry_size) {
     std::memset(out, 0, entry_size);
     std::memcpy(out, &entry, std::min(entry_size, sizeof entry));
@@ -42,7 +44,7 @@ ibv_device_attr device_attributes(const Device& device) {
     std::memcpy(&attr.sys_image_guid, device.guid.data(), device.guid.size());
     attr.max_mr_size = 1ULL << 47;
     attr.page_size_cap = 0xfffff000U;
-    // No vendor's identifier: this is nobody's hardware.
+    // Not an assigned vendor id, because this is not a vendor's device.
     attr.vendor_id = 0xffffff;
     attr.hw_ver = 1;
     attr.max_qp = 4096;
@@ -72,7 +74,7 @@ ibv_port_attr port_attributes() {
     attr.active_mtu = IBV_MTU_4096;
     attr.gid_tbl_len = gid_count;
     attr.port_cap_flags = IBV_PORT_CM_SUP | IBV_PORT_IP_BASED_GIDS;
-    attr.max_msg_sz = message_bytes_most;
+    attr.max_msg_sz = max_message_bytes;
     attr.pkey_tbl_len = 1;
     attr.max_vl_num = 1;
     attr.active_width = width_4x;
@@ -84,10 +86,10 @@ ibv_port_attr port_attributes() {
 }
 
 int query_port_extended(ibv_context* context, std::uint8_t port_num, ibv_port_attr* port_attr, std::size_t length) {
-    if (const auto fault = call("ibv_query_port")) {
+    if (const auto fault = injected_fault("ibv_query_port")) {
         return *fault;
     }
-    if (!good_port(context, port_num)) {
+    if (!is_valid_port(context, port_num)) {
         return EINVAL;
     }
     const ibv_port_attr attr = port_attributes();
@@ -98,15 +100,15 @@ int query_port_extended(ibv_context* context, std::uint8_t port_num, ibv_port_at
 
 int query_device_extended(ibv_context* context, const ibv_query_device_ex_input* input, ibv_device_attr_ex* attr,
                           std::size_t length) {
-    if (const auto fault = call("ibv_query_device_ex")) {
+    if (const auto fault = injected_fault("ibv_query_device_ex")) {
         return *fault;
     }
-    if (!alive("ibv_context", find_context(context)) || (input != nullptr && input->comp_mask != 0) ||
+    if (!is_alive("ibv_context", context_of(context)) || (input != nullptr && input->comp_mask != 0) ||
         length < offsetof(ibv_device_attr_ex, comp_mask) + sizeof attr->comp_mask) {
         return EINVAL;
     }
     ibv_device_attr_ex all{};
-    all.orig_attr = device_attributes(*find_context(context)->device);
+    all.orig_attr = device_attributes(*context_of(context)->device);
     all.device_cap_flags_ex = all.orig_attr.device_cap_flags;
     all.phys_port_cnt_ex = 1;
     std::memset(static_cast<void*>(attr), 0, length);
@@ -121,13 +123,13 @@ using namespace gdrkit::twin::verbs;
 extern "C" {
 
 int ibv_query_device(ibv_context* context, ibv_device_attr* device_attr) {
-    if (const auto fault = call("ibv_query_device")) {
+    if (const auto fault = injected_fault("ibv_query_device")) {
         return *fault;
     }
-    if (!alive("ibv_context", find_context(context))) {
+    if (!is_alive("ibv_context", context_of(context))) {
         return EINVAL;
     }
-    *device_attr = device_attributes(*find_context(context)->device);
+    *device_attr = device_attributes(*context_of(context)->device);
     return 0;
 }
 
@@ -136,51 +138,51 @@ int ibv_query_port(ibv_context* context, std::uint8_t port_num, _compat_ibv_port
 }
 
 int ibv_query_gid(ibv_context* context, std::uint8_t port_num, int index, ibv_gid* gid) {
-    if (const auto fault = call("ibv_query_gid")) {
+    if (const auto fault = injected_fault("ibv_query_gid")) {
         return fail_minus1(*fault);
     }
-    if (!good_port(context, port_num) || index < 0 || index >= gid_count) {
+    if (!is_valid_port(context, port_num) || index < 0 || index >= gid_count) {
         return fail_minus1(EINVAL);
     }
-    *gid = find_context(context)->device->gid;
+    *gid = context_of(context)->device->gid;
     return 0;
 }
 
 int _ibv_query_gid_ex(ibv_context* context, std::uint32_t port_num, std::uint32_t gid_index, ibv_gid_entry* entry,
                       std::uint32_t flags, std::size_t entry_size) {
-    if (const auto fault = call("_ibv_query_gid_ex")) {
+    if (const auto fault = injected_fault("_ibv_query_gid_ex")) {
         return *fault;
     }
-    if (!good_port(context, port_num) || gid_index >= gid_count || flags != 0 || entry_size == 0) {
+    if (!is_valid_port(context, port_num) || gid_index >= gid_count || flags != 0 || entry_size == 0) {
         return EINVAL;
     }
-    ibv_gid_entry own;
-    fill_gid_entry(*find_context(context)->device, gid_index, &own);
-    copy_gid_entry(own, entry, entry_size);
+    ibv_gid_entry known_entry;
+    fill_gid_entry(*context_of(context)->device, gid_index, &known_entry);
+    copy_gid_entry(known_entry, entry, entry_size);
     return 0;
 }
 
 ssize_t _ibv_query_gid_table(ibv_context* context, ibv_gid_entry* entries, std::size_t max_entries, std::uint32_t flags,
                              std::size_t entry_size) {
-    if (const auto fault = call("_ibv_query_gid_table")) {
+    if (const auto fault = injected_fault("_ibv_query_gid_table")) {
         return -*fault;
     }
-    if (!good_port(context, 1) || flags != 0 || entry_size == 0 || max_entries < gid_count) {
+    if (!is_valid_port(context, 1) || flags != 0 || entry_size == 0 || max_entries < gid_count) {
         return -EINVAL;
     }
     for (std::uint32_t index = 0; index < gid_count; ++index) {
-        ibv_gid_entry own;
-        fill_gid_entry(*find_context(context)->device, index, &own);
-        copy_gid_entry(own, reinterpret_cast<char*>(entries) + index * entry_size, entry_size);
+        ibv_gid_entry known_entry;
+        fill_gid_entry(*context_of(context)->device, index, &known_entry);
+        copy_gid_entry(known_entry, reinterpret_cast<char*>(entries) + index * entry_size, entry_size);
     }
     return gid_count;
 }
 
 int ibv_query_pkey(ibv_context* context, std::uint8_t port_num, int index, __be16* pkey) {
-    if (const auto fault = call("ibv_query_pkey")) {
+    if (const auto fault = injected_fault("ibv_query_pkey")) {
         return fail_minus1(*fault);
     }
-    if (!good_port(context, port_num) || index != 0) {
+    if (!is_valid_port(context, port_num) || index != 0) {
         return fail_minus1(EINVAL);
     }
     *pkey = default_pkey;
@@ -188,20 +190,20 @@ int ibv_query_pkey(ibv_context* context, std::uint8_t port_num, int index, __be1
 }
 
 int ibv_get_pkey_index(ibv_context* context, std::uint8_t port_num, __be16 pkey) {
-    if (const auto fault = call("ibv_get_pkey_index")) {
+    if (const auto fault = injected_fault("ibv_get_pkey_index")) {
         return fail_minus1(*fault);
     }
-    return good_port(context, port_num) && pkey == default_pkey ? 0 : fail_minus1(EINVAL);
+    return is_valid_port(context, port_num) && pkey == default_pkey ? 0 : fail_minus1(EINVAL);
 }
 
-// Not in the public header: pyverbs and the tools of rdma-core import it under the private version of their rdma-core.
-// The type is 0 for RoCE v1 (and InfiniBand) and 1 for RoCE v2, as sysfs has it.
+// Not in the public header, but pyverbs and the rdma-core tools import it under the private version of their rdma-core
+// release. The type is 0 for RoCE v1 (and InfiniBand) and 1 for RoCE v2, as in sysfs.
 [[gnu::visibility("default")]] int gdrkit_query_gid_type(ibv_context* context, std::uint8_t port_num,
                                                          unsigned int index, int* type) {
-    if (const auto fault = call("ibv_query_gid_type")) {
+    if (const auto fault = injected_fault("ibv_query_gid_type")) {
         return fail_minus1(*fault);
     }
-    if (!good_port(context, port_num) || index >= gid_count) {
+    if (!is_valid_port(context, port_num) || index >= gid_count) {
         return fail_minus1(EINVAL);
     }
     *type = gid_type_at(index) == IBV_GID_TYPE_ROCE_V2 ? 1 : 0;

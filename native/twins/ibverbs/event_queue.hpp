@@ -1,5 +1,5 @@
-// Events that a client reads from a file descriptor, as it reads them from the kernel's event files: the descriptor is
-// readable while an event is there, and taking one blocks unless the client set O_NONBLOCK on it.
+// A queue of events behind a file descriptor, like the kernel's event files: the descriptor is readable while an event
+// is queued, and taking an event blocks unless the client has set O_NONBLOCK.
 #pragma once
 
 #include <fcntl.h>
@@ -13,15 +13,15 @@
 #include <deque>
 #include <mutex>
 
-#include "model/rendezvous.hpp"
+#include "model/sockets.hpp"
 
 namespace gdrkit::twin::verbs {
 
-// How many events of an object a client took, and how many of these it acknowledged. Destroying the object waits for
-// the rest.
-class EventAccount {
+// Counts the events of an object that the client took and acknowledged. Destroying the object waits until the counts
+// are equal.
+class EventCounter {
 public:
-    void took_one() {
+    void count_taken() {
         std::lock_guard lock(mutex_);
         ++taken_;
     }
@@ -44,7 +44,7 @@ private:
 
 template <typename Event> class EventQueue {
 public:
-    // 0 or an errno.
+    // Create the descriptor. Return 0 or an errno.
     int open() {
         fd_ = Fd(eventfd(0, EFD_CLOEXEC | EFD_SEMAPHORE));
         return fd_ ? 0 : errno;
@@ -60,8 +60,8 @@ public:
         eventfd_write(fd_.get(), 1);
     }
 
-    // 0, or an errno: EAGAIN (only on a non-blocking descriptor), EINTR. `taken` runs before anybody can drop the
-    // event's object.
+    // Take the first event. Return 0 or an errno: EAGAIN (non-blocking descriptor only) or EINTR. `taken` is called
+    // while the lock is held, before drop_if can remove events of the object.
     template <typename Taken> int take(Event* event, Taken taken) {
         for (;;) {
             {
@@ -88,7 +88,7 @@ public:
         }
     }
 
-    // Forgets events that nobody took yet, as the kernel does with those of an object that is destroyed.
+    // Remove the events that match and that no client has taken, as the kernel does when an object is destroyed.
     template <typename Match> void drop_if(Match match) {
         std::lock_guard lock(mutex_);
         for (auto event = events_.begin(); event != events_.end();) {
@@ -102,7 +102,7 @@ public:
     }
 
 private:
-    // The count of the descriptor is the number of events, so this read never blocks.
+    // The eventfd's count equals the number of events, so this read never blocks.
     void remove_front_token() {
         eventfd_t one = 0;
         eventfd_read(fd_.get(), &one);

@@ -1,6 +1,6 @@
-# Writes what the contract says into the two forms that the build needs: a version script and a source file.
+# Generates the linker version script and the unimplemented functions of the verbs twin from the files in contracts/.
 
-# Reads `symbol@VERSION` and `symbol@@VERSION` lines; comments begin with #.
+# Reads the lines of a contract file and skips comments, which begin with #.
 function(gdrkit_read_contract file result)
   file(STRINGS ${file} lines REGEX "^[^#]")
   set(${result} ${lines} PARENT_SCOPE)
@@ -16,9 +16,9 @@ function(gdrkit_write_when_changed file text)
   endif()
 endfunction()
 
-# One node a version, in the order of the contract. Only default versions are named: the others are made by .symver, for
-# which the node need only exist. The public versions inherit from one another, the private ones stand alone, as in the
-# real library.
+# Writes one node per version, in the order of the contract. It names default versions only: .symver creates the others,
+# for which the node need only exist. Public versions inherit from one another, private ones do not, as in the real
+# library.
 function(gdrkit_generate_version_script symbols output)
   gdrkit_read_contract(${symbols} lines)
   set(versions "")
@@ -35,7 +35,7 @@ function(gdrkit_generate_version_script symbols output)
       set(node_${version} ${CMAKE_MATCH_3})
       set(names_${version} "")
     endif()
-    # ibv_query_gid_type comes under several private versions of one function, each of which .symver makes.
+    # ibv_query_gid_type has several private versions, all created by .symver.
     if(default STREQUAL "@@" AND NOT version MATCHES "PRIVATE")
       string(APPEND names_${version} "        ${name};\n")
     endif()
@@ -48,7 +48,7 @@ function(gdrkit_generate_version_script symbols output)
     if(names_${version})
       string(APPEND text "    global:\n${names_${version}}")
     endif()
-    # In the last node, which has no older versions: `local` would also take away what .symver put into its own node.
+    # `local: *` belongs in the last node: in an earlier one it would also hide what .symver put into its own node.
     if(version STREQUAL last_version)
       string(APPEND text "    local: *;\n")
     endif()
@@ -62,8 +62,8 @@ function(gdrkit_generate_version_script symbols output)
   gdrkit_write_when_changed(${output} "${text}")
 endfunction()
 
-# A function for every entry that the conventions do not call implemented. A default version is an ordinary function under
-# its own name (the version script gives it its version); an older one gets a name of its own and its version by .symver.
+# Writes a function for every entry that is not marked as implemented. A default version is an ordinary function, whose
+# version comes from the version script; an older version gets a unique function name and its version by .symver.
 function(gdrkit_generate_unsupported symbols conventions output)
   set(body_errno "int" "return EOPNOTSUPP;")
   set(body_null "void*" "errno = EOPNOTSUPP; return nullptr;")
@@ -91,7 +91,7 @@ function(gdrkit_generate_unsupported symbols conventions output)
       set(mark "")
     else()
       string(REPLACE "." "_" function "gdrkit_${name}_${version}")
-      # Visible, or its alias would not be; the version script keeps the name itself local.
+      # The function must be visible, or its alias would not be; the version script keeps its own name local.
       set(mark "gnu::used, ")
       string(APPEND text "__asm__(\".symver ${function}, ${name}@${version}\");\n")
     endif()

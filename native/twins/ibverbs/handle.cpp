@@ -1,3 +1,5 @@
+// Implements the tracking of live verbs objects and the quarantine of released ones.
+
 #include "ibverbs/handle.hpp"
 
 #include <atomic>
@@ -30,26 +32,26 @@ std::uint32_t next_handle() {
     return ++last;
 }
 
-void enter(std::string_view kind, const void* object) {
+void track(std::string_view kind, const void* object) {
     ledger_add(kind, key(object));
 }
 
-bool alive(std::string_view kind, const void* object) {
-    // ledger_remove of what is not live either aborts (released before) or says that it never was.
+bool is_alive(std::string_view kind, const void* object) {
+    // ledger_remove of a handle that is not live either aborts (double release) or returns false (unknown handle).
     return object != nullptr && (ledger_holds(kind, key(object)) || ledger_remove(kind, key(object)));
 }
 
-bool leave(std::string_view kind, const void* object) {
+bool untrack(std::string_view kind, const void* object) {
     return ledger_remove(kind, key(object));
 }
 
 void quarantine(std::shared_ptr<void> memory) {
     Quarantine& all = quarantined();
-    // Declared before the lock: what leaves quarantine is deleted after it is released.
+    // Declared before the lock, so that the memory that leaves quarantine is freed after the lock is released.
     std::shared_ptr<void> oldest;
     std::lock_guard lock(all.mutex);
     all.memory.push_back(std::move(memory));
-    // Older ones could no longer be told from objects that never were.
+    // An older object can no longer be told from one that never existed.
     if (all.memory.size() > releases_remembered) {
         oldest = std::move(all.memory.front());
         all.memory.pop_front();

@@ -1,3 +1,6 @@
+// Memory of a region that the twin can access directly: host memory, counted against RLIMIT_MEMLOCK, and dma-bufs of
+// the twins, which it maps.
+
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <unistd.h>
@@ -15,13 +18,13 @@
 namespace gdrkit::twin::verbs {
 namespace {
 
-struct Pinned {
+struct LockedMemory {
     std::mutex mutex;
     std::uint64_t bytes = 0;
 };
 
-Pinned& pinned() {
-    static auto* const all = new Pinned;
+LockedMemory& locked_memory() {
+    static auto* const all = new LockedMemory;
     return *all;
 }
 
@@ -40,7 +43,7 @@ Pages pages_of(const void* address, std::uint64_t length_bytes) {
     return {first & ~mask, (first + length_bytes + mask) & ~mask};
 }
 
-bool may_lock_without_limit() {
+bool has_cap_ipc_lock() {
     constexpr unsigned cap_ipc_lock = 14;
     std::ifstream status("/proc/self/status");
     for (std::string line; std::getline(status, line);) {
@@ -51,45 +54,47 @@ bool may_lock_without_limit() {
     return false;
 }
 
-// Counts as the kernel does: by pages, for each region again. The limit may change while the process runs.
-int account(std::uint64_t bytes) {
-    Pinned& all = pinned();
+// Count the pages of every region again, as the kernel does. The limit is read each time because it may change while
+// the process runs.
+int charge_locked_bytes(std::uint64_t bytes) {
+    LockedMemory& all = locked_memory();
     std::lock_guard lock(all.mutex);
     rlimit limit{};
     if (getrlimit(RLIMIT_MEMLOCK, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY &&
-        all.bytes + bytes > limit.rlim_cur && !may_lock_without_limit()) {
+        all.bytes + bytes > limit.rlim_cur && !has_cap_ipc_lock()) {
         return limit.rlim_cur == 0 ? EPERM : ENOMEM;
     }
     all.bytes += bytes;
     return 0;
 }
 
-void unaccount(std::uint64_t bytes) {
-    Pinned& all = pinned();
+void uncharge_locked_bytes(std::uint64_t bytes) {
+    LockedMemory& all = locked_memory();
     std::lock_guard lock(all.mutex);
     all.bytes -= bytes;
 }
 
 class HostMemory : public Memory {
 public:
-    HostMemory(void* address, std::uint64_t accounted_bytes)
-        : address_(static_cast<std::byte*>(address)), accounted_bytes_(accounted_bytes) {}
-    ~HostMemory() override { unaccount(accounted_bytes_); }
+    HostMemory(void* address, std::uint64_t locked_bytes)
+        : address_(static_cast<std::byte*>(address)), locked_bytes_(locked_bytes) {}
+    ~HostMemory() override { uncharge_locked_bytes(locked_bytes_); }
 
-    int read(std::uint64_t offset, Bounce* bounce, std::size_t at, std::size_t size) override {
-        return bounce->load(at, address_ + offset, size);
+    int read(std::uint64_t offset, BounceBuffer* bounce, std::size_t at, std::size_t size) override {
+        return bounce->copy_in(at, address_ + offset, size);
     }
-    int write(std::uint64_t offset, const Bounce& bounce, std::size_t at, std::size_t size) override {
-        return bounce.store(at, address_ + offset, size);
+    int write(std::uint64_t offset, const BounceBuffer& bounce, std::size_t at, std::size_t size) override {
+        return bounce.copy_out(at, address_ + offset, size);
     }
     std::byte* mapped(std::uint64_t offset) override { return address_ + offset; }
 
 private:
     std::byte* const address_;
-    const std::uint64_t accounted_bytes_;
+    const std::uint64_t locked_bytes_;
 };
 
-// The mapping keeps the pages alive after the exporter freed the memory and closed the dma-buf, as an attachment does.
+// A mapped dma-buf. The mapping keeps the pages alive after the exporter has freed the memory and closed the dma-buf,
+// as an attachment does.
 class MappedDmabuf : public Memory {
 public:
     MappedDmabuf(void* base, std::uint64_t mapped_bytes, std::uint64_t offset_bytes, Fd attachment)
@@ -97,12 +102,12 @@ public:
           attachment_(std::move(attachment)) {}
     ~MappedDmabuf() override { munmap(base_, mapped_bytes_); }
 
-    int read(std::uint64_t offset, Bounce* bounce, std::size_t at, std::size_t size) override {
-        bounce->load_mapped(at, base_ + offset_bytes_ + offset, size);
+    int read(std::uint64_t offset, BounceBuffer* bounce, std::size_t at, std::size_t size) override {
+        bounce->copy_in_mapped(at, base_ + offset_bytes_ + offset, size);
         return 0;
     }
-    int write(std::uint64_t offset, const Bounce& bounce, std::size_t at, std::size_t size) override {
-        bounce.store_mapped(at, base_ + offset_bytes_ + offset, size);
+    int write(std::uint64_t offset, const BounceBuffer& bounce, std::size_t at, std::size_t size) override {
+        bounce.copy_out_mapped(at, base_ + offset_bytes_ + offset, size);
         return 0;
     }
     std::byte* mapped(std::uint64_t offset) override { return base_ + offset_bytes_ + offset; }
@@ -114,19 +119,19 @@ private:
     const Fd attachment_;
 };
 
-// Leaves only the pieces that hold a part of [*offset, *offset + length), and makes *offset count from the first of
-// them.
-void keep_overlapping(Imported* imported, std::uint64_t* offset_bytes, std::uint64_t length_bytes) {
-    Imported kept;
+// Keep only the extents that overlap [*offset_bytes, *offset_bytes + length_bytes), and make *offset_bytes relative to
+// the first of them.
+void trim_to_range(ImportedDmabuf* imported, std::uint64_t* offset_bytes, std::uint64_t length_bytes) {
+    ImportedDmabuf kept;
     std::uint64_t begin = 0;
     std::uint64_t skipped = 0;
-    for (Imported::Piece& piece : imported->pieces) {
-        const std::uint64_t end = begin + piece.length_bytes;
+    for (ImportedDmabuf::OwnedExtent& sge : imported->extents) {
+        const std::uint64_t end = begin + sge.length_bytes;
         if (end <= *offset_bytes) {
             skipped = end;
         } else if (begin < *offset_bytes + length_bytes) {
-            kept.length_bytes += piece.length_bytes;
-            kept.pieces.push_back(std::move(piece));
+            kept.length_bytes += sge.length_bytes;
+            kept.extents.push_back(std::move(sge));
         }
         begin = end;
     }
@@ -139,20 +144,20 @@ void keep_overlapping(Imported* imported, std::uint64_t* offset_bytes, std::uint
 int make_host_memory(void* address, std::uint64_t length_bytes, bool writable, std::unique_ptr<Memory>* memory) {
     const Pages pages = pages_of(address, length_bytes);
     const std::uint64_t bytes = pages.end - pages.begin;
-    if (const int error = account(bytes); error != 0) {
+    if (const int error = charge_locked_bytes(bytes); error != 0) {
         return error;
     }
-    auto made = std::make_unique<HostMemory>(address, bytes);
+    auto created = std::make_unique<HostMemory>(address, bytes);
     if (const int error = check_mapped(pages.begin, pages.end, writable); error != 0) {
         return error;
     }
-    *memory = std::move(made);
+    *memory = std::move(created);
     return 0;
 }
 
 int make_mapped_dmabuf(int fd, std::uint64_t offset_bytes, std::uint64_t length_bytes,
                        std::unique_ptr<Memory>* memory) {
-    Imported imported;
+    ImportedDmabuf imported;
     if (const int error = import_dmabuf(fd, &imported); error != 0) {
         return -error;
     }
@@ -160,7 +165,7 @@ int make_mapped_dmabuf(int fd, std::uint64_t offset_bytes, std::uint64_t length_
         return EINVAL;
     }
     Fd attachment = std::move(imported.attachment);
-    keep_overlapping(&imported, &offset_bytes, length_bytes);
+    trim_to_range(&imported, &offset_bytes, length_bytes);
     void* const base = map_imported(imported);
     if (base == nullptr) {
         return errno;

@@ -1,3 +1,5 @@
+// The table of the process's memory keys: assigns random lkeys and rkeys to regions and finds a region by its key.
+
 #include <mutex>
 #include <unordered_map>
 #include <unordered_set>
@@ -16,12 +18,12 @@ struct KeyTable {
     Keys local, remote;
 };
 
-KeyTable& table() {
+KeyTable& key_table() {
     static auto* const all = new KeyTable;
     return *all;
 }
 
-std::uint32_t draw(KeyTable* all) {
+std::uint32_t draw_unused_key(KeyTable* all) {
     for (;;) {
         const auto key = static_cast<std::uint32_t>(random_u64());
         if (key != 0 && all->ever_used.insert(key).second) {
@@ -30,12 +32,13 @@ std::uint32_t draw(KeyTable* all) {
     }
 }
 
-std::shared_ptr<Region> find(const Keys KeyTable::*keys, std::uint32_t key, const ProtectionDomain* domain,
-                             unsigned wanted, std::uint64_t address, std::uint64_t size) {
-    KeyTable& all = table();
+std::shared_ptr<Region> find_usable_region(const Keys KeyTable::*keys, std::uint32_t key,
+                                           const ProtectionDomain* domain, unsigned required_access,
+                                           std::uint64_t address, std::uint64_t size) {
+    KeyTable& all = key_table();
     std::lock_guard lock(all.mutex);
     const auto found = (all.*keys).find(key);
-    if (found == (all.*keys).end() || found->second->domain != domain || !found->second->permits(wanted) ||
+    if (found == (all.*keys).end() || found->second->domain != domain || !found->second->permits(required_access) ||
         !found->second->covers(address, size)) {
         return nullptr;
     }
@@ -44,30 +47,30 @@ std::shared_ptr<Region> find(const Keys KeyTable::*keys, std::uint32_t key, cons
 
 } // namespace
 
-void enter_keys(const std::shared_ptr<Region>& region) {
-    KeyTable& all = table();
+void assign_keys(const std::shared_ptr<Region>& region) {
+    KeyTable& all = key_table();
     std::lock_guard lock(all.mutex);
-    region->lkey = draw(&all);
-    region->rkey = draw(&all);
+    region->lkey = draw_unused_key(&all);
+    region->rkey = draw_unused_key(&all);
     all.local[region->lkey] = region;
     all.remote[region->rkey] = region;
 }
 
 void remove_keys(const Region& region) {
-    KeyTable& all = table();
+    KeyTable& all = key_table();
     std::lock_guard lock(all.mutex);
     all.local.erase(region.lkey);
     all.remote.erase(region.rkey);
 }
 
-std::shared_ptr<Region> find_local(std::uint32_t lkey, const ProtectionDomain* domain, unsigned wanted,
-                                   std::uint64_t address, std::uint64_t size) {
-    return find(&KeyTable::local, lkey, domain, wanted, address, size);
+std::shared_ptr<Region> find_by_lkey(std::uint32_t lkey, const ProtectionDomain* domain, unsigned required_access,
+                                     std::uint64_t address, std::uint64_t size) {
+    return find_usable_region(&KeyTable::local, lkey, domain, required_access, address, size);
 }
 
-std::shared_ptr<Region> find_remote(std::uint32_t rkey, const ProtectionDomain* domain, unsigned wanted,
-                                    std::uint64_t address, std::uint64_t size) {
-    return find(&KeyTable::remote, rkey, domain, wanted, address, size);
+std::shared_ptr<Region> find_by_rkey(std::uint32_t rkey, const ProtectionDomain* domain, unsigned required_access,
+                                     std::uint64_t address, std::uint64_t size) {
+    return find_usable_region(&KeyTable::remote, rkey, domain, required_access, address, size);
 }
 
 } // namespace gdrkit::twin::verbs

@@ -1,3 +1,5 @@
+// Implements the pipe for write payloads by vmsplice and read.
+
 #include "ibverbs/pipe.hpp"
 
 #include <fcntl.h>
@@ -12,7 +14,8 @@ namespace gdrkit::twin::verbs {
 namespace {
 
 constexpr std::uint64_t page_bytes = 4096;
-// What every user may have; where the user has too many of them the pipe stays as small as it is.
+// The kernel's default limit per user (pipe-max-size). If the user has too many large pipes, the pipe keeps its default
+// size.
 constexpr int wanted_bytes = 1 << 20;
 
 } // namespace
@@ -25,21 +28,21 @@ std::unique_ptr<Pipe> Pipe::make() {
     Fd reader(ends[0]), writer(ends[1]);
     fcntl(writer.get(), F_SETPIPE_SZ, wanted_bytes);
     const int bytes = fcntl(writer.get(), F_GETPIPE_SZ);
-    auto made = std::unique_ptr<Pipe>(new Pipe(std::move(reader), std::move(writer), 0));
-    if (sysconf(_SC_PAGESIZE) == static_cast<long>(page_bytes) && bytes > 0 && made->lends()) {
-        made->pages_most_ = static_cast<std::uint32_t>(static_cast<std::uint64_t>(bytes) / page_bytes);
+    auto created = std::unique_ptr<Pipe>(new Pipe(std::move(reader), std::move(writer), 0));
+    if (sysconf(_SC_PAGESIZE) == static_cast<long>(page_bytes) && bytes > 0 && created->can_splice()) {
+        created->max_pages_ = static_cast<std::uint32_t>(static_cast<std::uint64_t>(bytes) / page_bytes);
     }
-    return made;
+    return created;
 }
 
-bool Pipe::lends() {
+bool Pipe::can_splice() {
     const char one = 1;
     char back = 0;
-    return lend(&one, 1) == 0 && take(&back, 1) == 0 && back == one;
+    return splice_in(&one, 1) == 0 && read(&back, 1) == 0 && back == one;
 }
 
 std::unique_ptr<Pipe> Pipe::adopt(Fd fd) {
-    // Opened again, so that whether a read of it waits is for nobody else to say.
+    // Opened again, so that O_NONBLOCK on this file description is set by this process alone.
     char link[64];
     std::snprintf(link, sizeof link, "/proc/self/fd/%d", fd.get());
     if (fcntl(fd.get(), F_GETPIPE_SZ) < 0) {
@@ -53,7 +56,7 @@ std::uint32_t Pipe::pages_of(std::uint64_t address, std::uint64_t size) {
     return size == 0 ? 0 : static_cast<std::uint32_t>((address + size - 1) / page_bytes - address / page_bytes + 1);
 }
 
-int Pipe::lend(const void* memory, std::size_t size) {
+int Pipe::splice_in(const void* memory, std::size_t size) {
     iovec part{const_cast<void*>(memory), size};
     while (part.iov_len > 0) {
         const long moved = syscall(SYS_vmsplice, writer_.get(), &part, 1, SPLICE_F_NONBLOCK);
@@ -69,14 +72,14 @@ int Pipe::lend(const void* memory, std::size_t size) {
     return 0;
 }
 
-// One call takes all that is there without anybody between: either the whole of a chunk or, after take_back, nothing.
-int Pipe::take(void* memory, std::size_t size) {
+// One read call takes all the data atomically: either the whole chunk or, after drain(), nothing.
+int Pipe::read(void* memory, std::size_t size) {
     long moved = 0;
     do {
         moved = syscall(SYS_read, reader_.get(), memory, size);
     } while (moved < 0 && errno == EINTR);
     if (moved >= 0 && static_cast<std::size_t>(moved) < size) {
-        // Less was in it, or the rest of the memory is not there.
+        // A short read means that the pipe held less data, or that the rest of the memory is not mapped.
         char probe = 0;
         return syscall(SYS_read, reader_.get(), &probe, 1) == 1 ? EFAULT : EPIPE;
     }
@@ -85,59 +88,60 @@ int Pipe::take(void* memory, std::size_t size) {
 
 namespace {
 
-// How many of the parts these bytes are, and in `rest` what is left of them.
-std::size_t count_whole(std::span<const iovec> parts, std::size_t bytes, std::size_t* rest) {
+// Return how many parts `bytes` fills completely, and store the bytes in the next part in *rest_bytes.
+std::size_t count_full_parts(std::span<const iovec> parts, std::size_t bytes, std::size_t* rest_bytes) {
     std::size_t count = 0;
     for (; count < parts.size() && bytes >= parts[count].iov_len; ++count) {
         bytes -= parts[count].iov_len;
     }
-    *rest = bytes;
+    *rest_bytes = bytes;
     return count;
 }
 
 } // namespace
 
-int Pipe::lend(std::span<const iovec> parts, std::size_t* whole) {
+int Pipe::splice_in(std::span<const iovec> parts, std::size_t* succeeded) {
     long moved = 0;
     do {
         moved = syscall(SYS_vmsplice, writer_.get(), parts.data(), parts.size(), SPLICE_F_NONBLOCK);
     } while (moved < 0 && errno == EINTR);
     const int error = moved < 0 ? errno : 0;
     std::size_t done = 0;
-    *whole = count_whole(parts, moved > 0 ? static_cast<std::size_t>(moved) : 0, &done);
-    // The call may end early. Then the next one says why, or goes on.
-    while (error == 0 && *whole < parts.size()) {
-        const iovec& next = parts[*whole];
-        if (const int number = lend(static_cast<const char*>(next.iov_base) + done, next.iov_len - done); number != 0) {
+    *succeeded = count_full_parts(parts, moved > 0 ? static_cast<std::size_t>(moved) : 0, &done);
+    // The call may stop early. Then the next call returns the error or continues.
+    while (error == 0 && *succeeded < parts.size()) {
+        const iovec& next = parts[*succeeded];
+        if (const int number = splice_in(static_cast<const char*>(next.iov_base) + done, next.iov_len - done);
+            number != 0) {
             return number;
         }
         done = 0;
-        ++*whole;
+        ++*succeeded;
     }
     return error;
 }
 
-// One call too, for the same reason.
-int Pipe::take(std::span<const iovec> parts, std::size_t* whole) {
+// One readv call, for the same reason as above.
+int Pipe::read(std::span<const iovec> parts, std::size_t* succeeded) {
     long moved = 0;
     do {
         moved = syscall(SYS_readv, reader_.get(), parts.data(), parts.size());
     } while (moved < 0 && errno == EINTR);
     if (moved < 0) {
         const int error = errno;
-        *whole = 0;
+        *succeeded = 0;
         return error == EAGAIN ? EPIPE : error;
     }
-    std::size_t rest = 0;
-    *whole = count_whole(parts, static_cast<std::size_t>(moved), &rest);
-    if (*whole == parts.size()) {
+    std::size_t rest_bytes = 0;
+    *succeeded = count_full_parts(parts, static_cast<std::size_t>(moved), &rest_bytes);
+    if (*succeeded == parts.size()) {
         return 0;
     }
     char probe = 0;
     return syscall(SYS_read, reader_.get(), &probe, 1) == 1 ? EFAULT : EPIPE;
 }
 
-void Pipe::take_back() {
+void Pipe::drain() {
     char bytes[4096];
     while (syscall(SYS_read, reader_.get(), bytes, sizeof bytes) > 0) {
     }

@@ -1,7 +1,7 @@
-// The way of large payloads from a requester to a responder with one copy instead of two: the requester lends the pages
-// of its memory to a pipe, the responder reads them into the memory of its region. Both calls look at addresses as a
-// system call does: EFAULT, never a signal. What was lent stays as it is until it was read, also when the requester
-// dies meanwhile; a requester that lives on takes it back before it says that it stopped.
+// A pipe that moves large write payloads with one copy instead of two: the requester splices the pages of its memory
+// into the pipe (vmsplice), and the responder reads them into the memory of its region. Both calls check addresses as
+// every system call does: they fail with EFAULT and raise no signal. Spliced pages stay valid until they are read, even
+// if the requester dies. A requester that lives drains the pipe before it reports that it has stopped.
 #pragma once
 
 #include <sys/uio.h>
@@ -11,43 +11,44 @@
 #include <memory>
 #include <span>
 
-#include "model/rendezvous.hpp"
+#include "model/sockets.hpp"
 
 namespace gdrkit::twin::verbs {
 
 class Pipe {
 public:
-    // By the requester. One that takes nothing where the system does not lend pages; nullptr and errno without a pipe.
+    // Create a pipe (requester). If the system does not support vmsplice, max_pages() is 0. Return nullptr and set
+    // errno if there is no pipe.
     static std::unique_ptr<Pipe> make();
-    // By the responder, of what came over the socket; nullptr when it is no pipe.
+    // Open the pipe that came over the socket (responder). Return nullptr if the descriptor is not a pipe.
     static std::unique_ptr<Pipe> adopt(Fd fd);
     Pipe(const Pipe&) = delete;
     Pipe& operator=(const Pipe&) = delete;
 
-    // The end that is passed on.
+    // The read end, which the requester passes to the responder.
     [[nodiscard]] int reader() const { return reader_.get(); }
-    // How many pages it takes at a time; each part of a page counts as one.
-    [[nodiscard]] std::uint32_t pages_most() const { return pages_most_; }
+    // The capacity in pages; a part of a page counts as one.
+    [[nodiscard]] std::uint32_t max_pages() const { return max_pages_; }
     static std::uint32_t pages_of(std::uint64_t address, std::uint64_t size);
 
-    // 0 or an errno: EFAULT, or EAGAIN when more was put in than it takes.
-    int lend(const void* memory, std::size_t size);
-    // 0 or an errno: EFAULT, or EPIPE when there is less in it.
-    int take(void* memory, std::size_t size);
-    // The same of several pieces of memory by one call. `whole` is how many of them went as they should; the errno is
-    // that of the one after these.
-    int lend(std::span<const iovec> parts, std::size_t* whole);
-    int take(std::span<const iovec> parts, std::size_t* whole);
-    // Nobody reads what was lent after this.
-    void take_back();
+    // Splice the pages of `memory` into the pipe. Return 0 or an errno: EFAULT, or EAGAIN if they exceed the capacity.
+    int splice_in(const void* memory, std::size_t size);
+    // Read `size` bytes into `memory`. Return 0 or an errno: EFAULT, or EPIPE if the pipe holds fewer bytes.
+    int read(void* memory, std::size_t size);
+    // The same for several parts with one call. *whole is the number of parts that succeeded; the errno belongs to the
+    // part after these.
+    int splice_in(std::span<const iovec> parts, std::size_t* succeeded);
+    int read(std::span<const iovec> parts, std::size_t* succeeded);
+    // Remove everything that was spliced, so that no process reads it after this call.
+    void drain();
 
 private:
-    Pipe(Fd reader, Fd writer, std::uint32_t pages_most)
-        : reader_(std::move(reader)), writer_(std::move(writer)), pages_most_(pages_most) {}
-    bool lends();
+    Pipe(Fd reader, Fd writer, std::uint32_t max_pages)
+        : reader_(std::move(reader)), writer_(std::move(writer)), max_pages_(max_pages) {}
+    bool can_splice();
 
     Fd reader_, writer_;
-    std::uint32_t pages_most_;
+    std::uint32_t max_pages_;
 };
 
 } // namespace gdrkit::twin::verbs

@@ -1,3 +1,5 @@
+// Posting of send and receive requests: checks a list of work requests and appends them to the queues of a queue pair.
+
 #include <cstring>
 
 #include "ibverbs/handle.hpp"
@@ -7,8 +9,8 @@
 namespace gdrkit::twin::verbs {
 namespace {
 
-// Room for so many requests of a list is made at once.
-constexpr std::size_t list_usual = 16;
+// Usual number of requests in a posted list, for which memory is reserved in advance.
+constexpr std::size_t reserved_list_length = 16;
 
 bool is_atomic(ibv_wr_opcode opcode) {
     return opcode == IBV_WR_ATOMIC_CMP_AND_SWP || opcode == IBV_WR_ATOMIC_FETCH_AND_ADD;
@@ -19,45 +21,45 @@ bool carries_data(ibv_wr_opcode opcode) {
            opcode == IBV_WR_RDMA_WRITE_WITH_IMM;
 }
 
-std::uint64_t total_of(const ibv_sge* pieces, int count) {
+std::uint64_t total_length(const ibv_sge* sges, int count) {
     std::uint64_t total = 0;
     for (int index = 0; index < count; ++index) {
-        total += pieces[index].length;
+        total += sges[index].length;
     }
     return total;
 }
 
-bool good_pieces(const ibv_sge* pieces, int count, std::uint32_t most) {
-    return count >= 0 && static_cast<std::uint32_t>(count) <= most && (count == 0 || pieces != nullptr);
+bool is_valid_sge_list(const ibv_sge* sges, int count, std::uint32_t most) {
+    return count >= 0 && static_cast<std::uint32_t>(count) <= most && (count == 0 || sges != nullptr);
 }
 
-// The list of pieces is good.
-int check(const ibv_send_wr& wr, const ibv_qp_cap& cap, std::uint64_t total) {
+// Check one send request, whose scatter-gather list is valid. Return 0, EINVAL or EOPNOTSUPP.
+int check_send(const ibv_send_wr& wr, const ibv_qp_cap& cap, std::uint64_t total) {
     if (!carries_data(wr.opcode) && !is_atomic(wr.opcode) && wr.opcode != IBV_WR_RDMA_READ) {
         return EOPNOTSUPP;
     }
     const bool is_inline = (wr.send_flags & IBV_SEND_INLINE) != 0;
-    const bool good =
+    const bool ok =
         (wr.send_flags & ~(IBV_SEND_FENCE | IBV_SEND_SIGNALED | IBV_SEND_SOLICITED | IBV_SEND_INLINE)) == 0 &&
         (!is_inline || (carries_data(wr.opcode) && total <= cap.max_inline_data)) &&
         (!is_atomic(wr.opcode) || total == 8);
-    return good ? 0 : EINVAL;
+    return ok ? 0 : EINVAL;
 }
 
-std::vector<std::byte> gather_now(const ibv_send_wr& wr, std::uint64_t total) {
+std::vector<std::byte> gather_inline(const ibv_send_wr& wr, std::uint64_t total) {
     std::vector<std::byte> data(total);
     std::size_t at = 0;
     for (int index = 0; index < wr.num_sge; ++index) {
-        const ibv_sge& piece = wr.sg_list[index];
-        if (piece.length > 0) {
-            std::memcpy(data.data() + at, reinterpret_cast<const void*>(piece.addr), piece.length);
-            at += piece.length;
+        const ibv_sge& sge = wr.sg_list[index];
+        if (sge.length > 0) {
+            std::memcpy(data.data() + at, reinterpret_cast<const void*>(sge.addr), sge.length);
+            at += sge.length;
         }
     }
     return data;
 }
 
-SendWork take_over(const ibv_send_wr& wr, bool all_signaled, std::uint64_t total) {
+SendWork to_send_work(const ibv_send_wr& wr, bool all_signaled, std::uint64_t total) {
     SendWork work;
     work.wr_id = wr.wr_id;
     work.opcode = wr.opcode;
@@ -77,9 +79,9 @@ SendWork take_over(const ibv_send_wr& wr, bool all_signaled, std::uint64_t total
         work.rkey = wr.wr.rdma.rkey;
     }
     if (work.is_inline) {
-        work.data = gather_now(wr, total);
+        work.data = gather_inline(wr, total);
     } else {
-        work.pieces.assign(wr.sg_list, static_cast<std::size_t>(wr.num_sge));
+        work.sges.assign(wr.sg_list, static_cast<std::size_t>(wr.num_sge));
     }
     return work;
 }
@@ -87,19 +89,19 @@ SendWork take_over(const ibv_send_wr& wr, bool all_signaled, std::uint64_t total
 } // namespace
 
 int QueuePair::post_send(ibv_send_wr* list, ibv_send_wr** bad) {
-    // What can be done without the lock: the requester takes it for every answer.
+    // Prepare the requests before taking the lock, which the requester thread takes for every response.
     std::vector<SendWork> works;
-    works.reserve(list_usual);
+    works.reserve(reserved_list_length);
     int error = 0;
     ibv_send_wr* wr = list;
     for (; wr != nullptr; wr = wr->next) {
-        error = good_pieces(wr->sg_list, wr->num_sge, init_.cap.max_send_sge) ? 0 : EINVAL;
-        const std::uint64_t total = error == 0 ? total_of(wr->sg_list, wr->num_sge) : 0;
-        error = error == 0 ? check(*wr, init_.cap, total) : error;
+        error = is_valid_sge_list(wr->sg_list, wr->num_sge, init_.cap.max_send_sge) ? 0 : EINVAL;
+        const std::uint64_t total = error == 0 ? total_length(wr->sg_list, wr->num_sge) : 0;
+        error = error == 0 ? check_send(*wr, init_.cap, total) : error;
         if (error != 0) {
             break;
         }
-        works.push_back(take_over(*wr, init_.sq_sig_all != 0, total));
+        works.push_back(to_send_work(*wr, init_.sq_sig_all != 0, total));
     }
     if (error != 0) {
         *bad = wr;
@@ -111,58 +113,58 @@ int QueuePair::post_send(ibv_send_wr* list, ibv_send_wr** bad) {
     }
     wr = list;
     for (SendWork& work : works) {
-        if (send_slots_->taken >= init_.cap.max_send_wr) {
+        if (send_queue_slots_->used >= init_.cap.max_send_wr) {
             *bad = wr;
             error = ENOMEM;
             break;
         }
-        ++send_slots_->taken;
+        ++send_queue_slots_->used;
         sends_.push_back(std::move(work));
         wr = wr->next;
     }
-    ring(lock);
+    notify_change(lock);
     return error;
 }
 
 int QueuePair::post_receive(const ibv_recv_wr& wr) {
-    if (!good_pieces(wr.sg_list, wr.num_sge, init_.cap.max_recv_sge)) {
+    if (!is_valid_sge_list(wr.sg_list, wr.num_sge, init_.cap.max_recv_sge)) {
         return EINVAL;
     }
     Lock lock(mutex_);
     if (state_ == IBV_QPS_RESET) {
         return EINVAL;
     }
-    if (receive_slots_->taken >= init_.cap.max_recv_wr) {
+    if (receive_queue_slots_->used >= init_.cap.max_recv_wr) {
         return ENOMEM;
     }
-    ++receive_slots_->taken;
+    ++receive_queue_slots_->used;
     ReceiveWork work;
     work.wr_id = wr.wr_id;
-    work.length_bytes = total_of(wr.sg_list, wr.num_sge);
-    work.pieces.assign(wr.sg_list, wr.sg_list + wr.num_sge);
+    work.length_bytes = total_length(wr.sg_list, wr.num_sge);
+    work.sges.assign(wr.sg_list, wr.sg_list + wr.num_sge);
     receives_.push_back(std::move(work));
-    ring(lock);
+    notify_change(lock);
     return 0;
 }
 
 int post_send(ibv_qp* qp, ibv_send_wr* wr, ibv_send_wr** bad_wr) {
-    const auto fault = call("ibv_post_send");
-    const int error = fault ? *fault : alive("ibv_qp", qp) ? 0 : EINVAL;
+    const auto fault = injected_fault("ibv_post_send");
+    const int error = fault ? *fault : is_alive("ibv_qp", qp) ? 0 : EINVAL;
     if (error != 0) {
         *bad_wr = wr;
         return error;
     }
-    return find_pair(qp)->model->post_send(wr, bad_wr);
+    return qp_handle_of(qp)->model->post_send(wr, bad_wr);
 }
 
 int post_receive(ibv_qp* qp, ibv_recv_wr* wr, ibv_recv_wr** bad_wr) {
-    const auto fault = call("ibv_post_recv");
-    const int error = fault ? *fault : alive("ibv_qp", qp) ? 0 : EINVAL;
+    const auto fault = injected_fault("ibv_post_recv");
+    const int error = fault ? *fault : is_alive("ibv_qp", qp) ? 0 : EINVAL;
     if (error != 0) {
         *bad_wr = wr;
         return error;
     }
-    for (QueuePair& pair = *find_pair(qp)->model; wr != nullptr; wr = wr->next) {
+    for (QueuePair& pair = *qp_handle_of(qp)->model; wr != nullptr; wr = wr->next) {
         if (const int refused = pair.post_receive(*wr); refused != 0) {
             *bad_wr = wr;
             return refused;

@@ -1,3 +1,5 @@
+// ibv_alloc_pd and ibv_dealloc_pd.
+
 #include "ibverbs/protection_domain.hpp"
 
 #include "ibverbs/handle.hpp"
@@ -8,11 +10,11 @@ using namespace gdrkit::twin::verbs;
 extern "C" {
 
 ibv_pd* ibv_alloc_pd(ibv_context* abi) {
-    if (const auto fault = call("ibv_alloc_pd")) {
+    if (const auto fault = injected_fault("ibv_alloc_pd")) {
         return fail_null(*fault);
     }
-    Context* const context = find_context(abi);
-    if (!alive("ibv_context", context)) {
+    Context* const context = context_of(abi);
+    if (!is_alive("ibv_context", context)) {
         return fail_null(EINVAL);
     }
     auto* const domain = new ProtectionDomain;
@@ -20,16 +22,16 @@ ibv_pd* ibv_alloc_pd(ibv_context* abi) {
     domain->abi.handle = next_handle();
     domain->context = context;
     ++context->children;
-    enter("ibv_pd", domain);
+    track("ibv_pd", domain);
     return &domain->abi;
 }
 
 int ibv_dealloc_pd(ibv_pd* pd) {
-    if (const auto fault = call("ibv_dealloc_pd")) {
+    if (const auto fault = injected_fault("ibv_dealloc_pd")) {
         return *fault;
     }
-    ProtectionDomain* const domain = find_domain(pd);
-    if (!alive("ibv_pd", domain)) {
+    ProtectionDomain* const domain = domain_of(pd);
+    if (!is_alive("ibv_pd", domain)) {
         return EINVAL;
     }
     if (domain->children != 0) {

@@ -1,4 +1,4 @@
-// Protection domains: what a queue pair may touch are the regions of its own domain.
+// Protection domains: a queue pair may only use memory regions of its own domain.
 #pragma once
 
 #include <atomic>
@@ -10,11 +10,11 @@ namespace gdrkit::twin::verbs {
 struct ProtectionDomain {
     ibv_pd abi{};
     Context* context = nullptr;
-    // Regions and queue pairs: a domain cannot be deallocated under them.
+    // Number of regions and queue pairs. A domain with children cannot be deallocated.
     std::atomic<int> children{0};
 };
 
-inline ProtectionDomain* find_domain(ibv_pd* pd) {
+inline ProtectionDomain* domain_of(ibv_pd* pd) {
     return reinterpret_cast<ProtectionDomain*>(pd);
 }
 

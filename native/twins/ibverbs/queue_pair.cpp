@@ -1,3 +1,5 @@
+// Life and completions of a queue pair: opening and closing it, entering the error state, and pushing completions.
+
 #include "ibverbs/queue_pair.hpp"
 
 #include <sys/eventfd.h>
@@ -28,7 +30,7 @@ ibv_wc_opcode completion_opcode(ibv_wr_opcode opcode) {
     }
 }
 
-void shut(const Fd& socket) {
+void shut_down(const Fd& socket) {
     if (socket) {
         shutdown(socket.get(), SHUT_RDWR);
     }
@@ -49,23 +51,23 @@ QueuePair::~QueuePair() {
 }
 
 int QueuePair::open() {
-    doorbell_ = Fd(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
-    if (!doorbell_) {
+    wake_eventfd_ = Fd(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+    if (!wake_eventfd_) {
         return errno;
     }
     int listener = -EADDRINUSE;
     while (listener == -EADDRINUSE) {
-        // 0 and 1 are the special queue pairs of a port, the last number is the multicast one.
+        // Numbers 0 and 1 are the special queue pairs of a port, 0xffffff is multicast.
         number_ = 2 + static_cast<std::uint32_t>(random_u64() % (0xfffffe - 2));
-        listener = listen_on(wire::name_of(context_->device->gid, number_));
+        listener = listen_on(wire::socket_name_of(context_->device->gid, number_));
     }
     if (listener < 0) {
         return -listener;
     }
     listener_ = Fd(listener);
     try {
-        requester_ = start_quiet_thread([this] { run_requester(); });
-        acceptor_ = start_quiet_thread([this] { run_acceptor(); });
+        requester_thread_ = start_signal_blocking_thread([this] { run_requester(); });
+        acceptor_thread_ = start_signal_blocking_thread([this] { run_acceptor(); });
     } catch (const std::system_error& error) {
         close();
         return error.code().value();
@@ -77,79 +79,79 @@ void QueuePair::close() {
     {
         Lock lock(mutex_);
         closing_ = true;
-        shut(peer_);
-        shut(listener_);
-        cut_connections(lock, nullptr);
-        ring(lock);
+        shut_down(peer_);
+        shut_down(listener_);
+        shut_down_connections(lock, nullptr);
+        notify_change(lock);
     }
-    if (acceptor_.joinable()) {
-        acceptor_.join();
+    if (acceptor_thread_.joinable()) {
+        acceptor_thread_.join();
     }
-    if (requester_.joinable()) {
-        requester_.join();
+    if (requester_thread_.joinable()) {
+        requester_thread_.join();
     }
-    // Nobody adds connections any more.
+    // The acceptor thread has ended, so no connection is added any more.
     for (Connection& connection : connections_) {
         connection.thread.join();
     }
     connections_.clear();
     if (listener_) {
-        forget(wire::name_of(context_->device->gid, number_));
+        remove_fabric_name(wire::socket_name_of(context_->device->gid, number_));
     }
     listener_.reset();
     send_queue_->drop(number_);
     receive_queue_->drop(number_);
 }
 
-void QueuePair::cut_connections(const Lock&, const Connection* sparing) {
+void QueuePair::shut_down_connections(const Lock&, const Connection* except) {
     for (Connection& connection : connections_) {
-        if (&connection != sparing) {
-            shut(connection.socket);
+        if (&connection != except) {
+            shut_down(connection.socket);
         }
     }
 }
 
-bool QueuePair::nobody_serves() const {
+bool QueuePair::no_connection_serves() const {
     return std::none_of(connections_.begin(), connections_.end(),
                         [](const Connection& connection) { return connection.serving; });
 }
 
-void QueuePair::ring(const Lock&) {
+void QueuePair::notify_change(const Lock&) {
     changed_.notify_all();
-    news_ = true;
-    if (asleep_) {
-        asleep_ = false;
-        eventfd_write(doorbell_.get(), 1);
+    change_pending_ = true;
+    if (requester_asleep_) {
+        requester_asleep_ = false;
+        eventfd_write(wake_eventfd_.get(), 1);
     }
 }
 
-void QueuePair::enter_error(const Lock& lock, const Connection* sparing) {
+void QueuePair::enter_error(const Lock& lock, const Connection* except) {
     if (state_ == IBV_QPS_RESET) {
         return;
     }
     state_ = IBV_QPS_ERR;
-    shut(peer_);
-    cut_connections(lock, sparing);
-    ring(lock);
+    shut_down(peer_);
+    shut_down_connections(lock, except);
+    notify_change(lock);
 }
 
-void QueuePair::fail(const Lock& lock, ibv_event_type event, const Connection* sparing) {
+void QueuePair::fail(const Lock& lock, ibv_event_type event, const Connection* except) {
     if (state_ != IBV_QPS_ERR && state_ != IBV_QPS_RESET) {
-        enter_error(lock, sparing);
+        enter_error(lock, except);
         context_->raise(abi_, event, async_events);
     }
 }
 
-void QueuePair::push_completed(const Lock& lock) {
-    if (!completed_.empty() && !send_queue_->push(completed_)) {
+void QueuePair::push_completions(const Lock& lock) {
+    if (!unpushed_completions_.empty() && !send_queue_->push(unpushed_completions_)) {
         fail(lock, IBV_EVENT_QP_FATAL, nullptr);
     }
-    completed_.clear();
+    unpushed_completions_.clear();
 }
 
 void QueuePair::complete_send(const Lock&, const SendWork& work, ibv_wc_status status) {
     if (status == IBV_WC_SUCCESS && !work.signaled) {
-        ++silent_;
+        ++unsignaled_count_;
         return;
     }
     Completion completion;
@@ -158,10 +160,10 @@ void QueuePair::complete_send(const Lock&, const SendWork& work, ibv_wc_status s
     completion.wc.opcode = completion_opcode(work.opcode);
     completion.wc.byte_len = static_cast<std::uint32_t>(work.length_bytes);
     completion.wc.qp_num = number_;
-    completion.slots = send_slots_;
-    completion.freed = 1 + silent_;
-    silent_ = 0;
-    completed_.push_back(std::move(completion));
+    completion.work_queue_slots = send_queue_slots_;
+    completion.freed_slots = 1 + unsignaled_count_;
+    unsignaled_count_ = 0;
+    unpushed_completions_.push_back(std::move(completion));
 }
 
 void QueuePair::complete_receive(const Lock& lock, const ReceiveWork& work, ibv_wc wc, bool solicited) {
@@ -171,8 +173,8 @@ void QueuePair::complete_receive(const Lock& lock, const ReceiveWork& work, ibv_
     completion.wc.qp_num = number_;
     completion.wc.src_qp = attr_.dest_qp_num;
     completion.solicited = solicited;
-    completion.slots = receive_slots_;
-    completion.freed = 1;
+    completion.work_queue_slots = receive_queue_slots_;
+    completion.freed_slots = 1;
     if (!receive_queue_->push({&completion, 1})) {
         fail(lock, IBV_EVENT_QP_FATAL, nullptr);
     }

@@ -1,8 +1,8 @@
-// A reliable-connected queue pair: its work queues, its state, and the threads that carry its requests.
+// A reliable-connected queue pair: its work queues, its state, and the threads that carry out its requests.
 //
-// One thread of its own (the requester) takes send requests in order, and flushes both queues when the pair is in
-// error. A second accepts connections of peers, and each connection is served by a thread (the responder). All of them
-// are joined when the pair is destroyed. Children of fork have none of these threads: a process that uses verbs must be
+// The requester thread sends the posted send requests in order and flushes both queues when the pair is in the error
+// state. The acceptor thread accepts connections of peers, and a responder thread serves each connection. All threads
+// are joined when the pair is destroyed. A forked child has none of these threads, so a process that uses verbs must be
 // spawned.
 #pragma once
 
@@ -20,7 +20,7 @@
 #include <thread>
 #include <vector>
 
-#include "ibverbs/bounce.hpp"
+#include "ibverbs/bounce_buffer.hpp"
 #include "ibverbs/completion.hpp"
 #include "ibverbs/link.hpp"
 #include "ibverbs/protection_domain.hpp"
@@ -31,8 +31,8 @@
 
 namespace gdrkit::twin::verbs {
 
-// The memory that a send request names. Nearly all name one piece, which takes no memory of its own.
-class Pieces {
+// The scatter-gather list of a send request. A list of one entry, which is the usual case, needs no heap memory.
+class ScatterGatherList {
 public:
     void assign(const ibv_sge* list, std::size_t count) {
         count_ = count;
@@ -66,15 +66,15 @@ struct SendWork {
     std::uint64_t compare_or_add = 0;
     std::uint64_t swap = 0;
     std::uint64_t length_bytes = 0;
-    Pieces pieces;
-    // With is_inline: the bytes themselves, taken when the request was posted.
+    ScatterGatherList sges;
+    // The payload of an inline request, copied when the request was posted.
     std::vector<std::byte> data;
 };
 
 struct ReceiveWork {
     std::uint64_t wr_id = 0;
     std::uint64_t length_bytes = 0;
-    std::vector<ibv_sge> pieces;
+    std::vector<ibv_sge> sges;
 };
 
 class QueuePair {
@@ -85,184 +85,189 @@ public:
     QueuePair(const QueuePair&) = delete;
     QueuePair& operator=(const QueuePair&) = delete;
 
-    // Draws a number that nobody has at this device's GID, by listening at its name, and starts the threads. 0 or an
-    // errno.
+    // Draw a queue pair number that is free at this device's GID, listen on its socket name, and start the threads.
+    // Return 0 or an errno.
     int open();
-    // Ends the threads; nothing of the pair touches memory afterwards.
+    // End the threads. The pair accesses no memory after this call.
     void close();
 
     int modify(const ibv_qp_attr& attr, int attr_mask);
     void query(ibv_qp_attr* attr, ibv_qp_init_attr* init);
-    // 0, EINVAL or ENOMEM (no place left). Of a list, what comes before the one that is refused is taken.
+    // Return 0, EINVAL or ENOMEM (queue full). The requests before *bad are posted even if one is refused.
     int post_send(ibv_send_wr* list, ibv_send_wr** bad);
     int post_receive(const ibv_recv_wr& wr);
 
     [[nodiscard]] std::uint32_t number() const { return number_; }
 
-    const std::shared_ptr<EventAccount> async_events = std::make_shared<EventAccount>();
+    const std::shared_ptr<EventCounter> async_events = std::make_shared<EventCounter>();
 
 private:
     using Clock = std::chrono::steady_clock;
 
+    // One peer's connection to this queue pair, served by its own responder thread.
     struct Connection {
         std::thread thread;
         Fd socket;
-        // Between its welcome and its end a connection may touch memory.
+        // True from the accepted handshake to the end of the connection: only then may it touch memory.
         bool serving = false;
         bool ended = false;
-        // Of the queue pair when it was welcomed.
+        // Value of generation_ at the handshake. A connection of an earlier generation must not complete anything.
         std::uint64_t generation = 0;
     };
 
-    // A receive that a message is being written to, and how far.
-    struct Arriving {
+    // The receive request that an incoming message is being written to, and how much of the message has arrived.
+    struct IncomingMessage {
         ReceiveWork work;
         bool active = false;
         std::uint64_t message_bytes = 0;
         std::uint64_t arrived_bytes = 0;
     };
 
-    // A send request whose completion is late.
-    struct Due {
+    // A finished send request whose completion is held back by a random delay.
+    struct DelayedCompletion {
         SendWork work;
         ibv_wc_status status;
         Clock::time_point when;
     };
 
-    // A request to the peer that was submitted and not yet answered.
-    struct Chunk {
+    // A chunk that was submitted to the peer and has no response yet.
+    struct InFlightChunk {
         wire::Request request;
-        // Up to where its answer frees shared memory, if it took some.
-        std::uint64_t mark;
-        // Of the pipe, that its answer frees.
-        std::uint32_t pages;
+        // The response frees the payload ring up to this mark.
+        std::uint64_t release_mark;
+        // Number of pipe pages that the response frees; 0 if the payload went through the payload ring.
+        std::uint32_t pipe_pages;
     };
 
-    // What the requester is about. Only its thread looks at this.
-    struct Sending {
-        // In the order in which they were posted: not begun; begun, of which all but the last are submitted whole;
-        // answered.
-        Fifo<SendWork> taken, begun, finished;
-        Fifo<Chunk> chunks;
-        // Requests and answers over this connection.
-        std::uint32_t submitted = 0, published = 0, answered = 0;
+    // Progress of the send queue. Only the requester thread reads and writes it.
+    struct RequesterState {
+        // Send requests in posted order: not started; started (all but the last are completely submitted); finished.
+        Fifo<SendWork> queued, started, finished;
+        Fifo<InFlightChunk> in_flight;
+        // Numbers of requests submitted to and published on this connection, and of responses consumed.
+        std::uint32_t submitted = 0, published = 0, responded = 0;
         std::uint64_t unpublished_bytes = 0;
-        std::uint32_t pages_lent = 0;
-        // The last of the submitted ones, which are writes out of one region: what they lend goes into the pipe when
-        // they are published.
-        std::vector<iovec> to_lend;
-        std::shared_ptr<Region> lender;
-        // The region that a request last named.
-        std::shared_ptr<Region> known;
-        // Of the last one that was begun, as long as it is not submitted whole: the next part.
-        bool open = false;
-        wire::Request next{};
-        unsigned tries_left = 0;
-        // The last that was submitted may find the peer not ready: nothing may follow before that is known.
-        bool held = false;
-        // Reads and atomic requests that were begun and not yet answered, for who wants a fence.
-        unsigned with_data = 0;
-        std::optional<Clock::time_point> try_again;
-        // The last that was begun failed here; it is the first that failed, once those before it are answered.
-        std::optional<ibv_wc_status> stopped;
-        // The first that was begun failed.
-        std::optional<ibv_wc_status> failed;
-        // When the peer last answered, or was asked with nothing to answer before.
-        Clock::time_point heard;
-        bool hung_up = false;
+        std::uint32_t pipe_pages_used = 0;
+        // Payloads of the most recently submitted writes, all from splice_region. They are spliced into the pipe by one
+        // call when the writes are published.
+        std::vector<iovec> pending_splices;
+        std::shared_ptr<Region> splice_region;
+        // The region that the last scatter-gather entry named, to avoid a key lookup for the next one.
+        std::shared_ptr<Region> cached_region;
+        // True while the last started request has chunks that are not submitted; next_chunk is the next of them.
+        bool chunk_pending = false;
+        wire::Request next_chunk{};
+        unsigned rnr_retries_left = 0;
+        // True while the last submitted chunk may get a receiver-not-ready response; no chunk may follow it until then.
+        bool rnr_possible = false;
+        // Number of reads and atomic requests that are started and not finished; a fenced request waits for 0.
+        unsigned data_responses_pending = 0;
+        std::optional<Clock::time_point> retry_at;
+        // Local failure of the last started request. It is reported after all earlier requests have finished.
+        std::optional<ibv_wc_status> local_error;
+        // Status with which the first started request failed.
+        std::optional<ibv_wc_status> error;
+        // Time of the last response, or of the submission that made in_flight non-empty, whichever is later.
+        Clock::time_point last_response;
+        bool peer_gone = false;
     };
 
     using Lock = std::unique_lock<std::mutex>;
 
-    // State (queue_pair.cpp, queue_pair_modify.cpp). Where a Lock is passed it is held.
-    void enter_error(const Lock& lock, const Connection* sparing);
-    void fail(const Lock& lock, ibv_event_type event, const Connection* sparing);
+    // State (queue_pair.cpp, queue_pair_modify.cpp). A function with a Lock parameter requires that lock to be held.
+    void enter_error(const Lock& lock, const Connection* except);
+    void fail(const Lock& lock, ibv_event_type event, const Connection* except);
     void reset(Lock* lock);
     void apply(const ibv_qp_attr& attr, int attr_mask);
     void complete_send(const Lock& lock, const SendWork& work, ibv_wc_status status);
     void complete_receive(const Lock& lock, const ReceiveWork& work, ibv_wc wc, bool solicited);
-    void push_completed(const Lock& lock);
-    void cut_connections(const Lock& lock, const Connection* sparing);
-    [[nodiscard]] bool nobody_serves() const;
+    void push_completions(const Lock& lock);
+    void shut_down_connections(const Lock& lock, const Connection* except);
+    [[nodiscard]] bool no_connection_serves() const;
     [[nodiscard]] bool receives_requests() const {
         return state_ == IBV_QPS_RTR || state_ == IBV_QPS_RTS || state_ == IBV_QPS_SQD;
     }
     [[nodiscard]] bool interrupted() const { return closing_ || (state_ != IBV_QPS_RTS && state_ != IBV_QPS_SQD); }
 
-    // Whoever waits for a change, and the requester wherever it sleeps.
-    void ring(const Lock& lock);
+    // Wake every thread that waits for a state change, including the requester thread.
+    void notify_change(const Lock& lock);
 
     // Requester (requester.cpp).
     void run_requester();
-    bool take_turn(Lock* lock);
-    void take_work(const Lock& lock);
-    void give_back_work(const Lock& lock, Fifo<SendWork>* works);
-    void settle(const Lock& lock);
-    void abandon(const Lock& lock);
-    void complete_late(const Lock& lock, SendWork work, ibv_wc_status status);
-    bool deliver_due(const Lock& lock);
+    bool run_once(Lock* lock);
+    void dequeue_sends(const Lock& lock);
+    void requeue_sends(const Lock& lock, Fifo<SendWork>* works);
+    void complete_finished(const Lock& lock);
+    void abort_requests(const Lock& lock);
+    void complete_delayed(const Lock& lock, SendWork work, ibv_wc_status status);
+    bool deliver_due_completions(const Lock& lock);
     bool flush(Lock* lock);
-    void rest(Lock* lock);
-    [[nodiscard]] Clock::time_point time_to_look() const;
-    [[nodiscard]] std::uint32_t worth_waking() const;
-    void sleep_for_answers(Clock::time_point until);
+    void wait_for_work(Lock* lock);
+    [[nodiscard]] Clock::time_point next_deadline() const;
+    [[nodiscard]] std::uint32_t wake_threshold() const;
+    void sleep_for_responses(Clock::time_point until);
     void sleep(pollfd* peer, Clock::time_point until);
-    void stop_sending(const Lock& lock);
-    void hang_up(const Lock& lock);
+    void mark_idle(const Lock& lock);
+    void disconnect(const Lock& lock);
     void count_sent(const SendWork& work);
 
-    // What the requester does without the lock (requester_work.cpp).
-    bool advance(const ibv_qp_attr& attr);
-    bool submit(const ibv_qp_attr& attr);
-    bool begin_next(const ibv_qp_attr& attr);
-    bool must_wait(const SendWork& next, FaultSite* site);
+    // Parts of the requester that run without the lock (requester_submit.cpp, requester_splice.cpp,
+    // requester_connect.cpp).
+    bool make_progress(const ibv_qp_attr& attr);
+    bool submit_requests(const ibv_qp_attr& attr);
+    bool start_next(const ibv_qp_attr& attr);
+    bool must_wait_for_earlier(const SendWork& next, FaultSite* site);
     ibv_wc_status prepare(const SendWork& work, FaultSite* site, const ibv_qp_attr& attr);
     bool submit_chunk();
-    bool find_room(const SendWork& work, wire::Request* request, std::uint32_t* pages);
-    std::uint32_t pages_to_lend(const SendWork& work, const wire::Request& request);
+    bool reserve_payload(const SendWork& work, wire::Request* request, std::uint32_t* pages);
+    std::uint32_t pages_to_splice(const SendWork& work, const wire::Request& request);
     void publish();
-    [[nodiscard]] bool may_lend_later(const SendWork& work, const wire::Request& request) const;
-    void lend_later(const SendWork& work);
-    void lend_now();
-    Region* own_region(const ibv_sge& piece, unsigned wanted);
-    bool reap(const ibv_qp_attr& attr);
-    void take_answer(const wire::Response& response, const ibv_qp_attr& attr);
-    ibv_wc_status check_locally(const SendWork& work);
+    [[nodiscard]] bool can_queue_splice(const SendWork& work, const wire::Request& request) const;
+    void queue_splice(const SendWork& work);
+    void flush_splices();
+    Region* local_region(const ibv_sge& sge, unsigned required_access);
+    bool handle_responses(const ibv_qp_attr& attr);
+    void handle_response(const wire::Response& response, const ibv_qp_attr& attr);
+    ibv_wc_status check_local_access(const SendWork& work);
     ibv_wc_status connect_to_peer(const ibv_qp_attr& attr);
-    bool introduce(const ibv_qp_attr& attr);
-    ibv_wc_status move_local(const SendWork& work, const wire::Request& request, bool to_memory);
-    ibv_wc_status lend_local(const SendWork& work, const wire::Request& request);
-    ibv_wc_status lost();
-    bool wait_unless_interrupted(std::uint64_t time_us);
+    bool handshake(const ibv_qp_attr& attr);
+    ibv_wc_status copy_payload(const SendWork& work, const wire::Request& request, bool to_memory);
+    ibv_wc_status splice_payload(const SendWork& work, const wire::Request& request);
+    ibv_wc_status connection_lost_status();
+    bool sleep_unless_interrupted(std::uint64_t time_us);
 
-    // Responder (responder.cpp).
+    // Responder (responder.cpp, responder_receive.cpp, responder_write_batch.cpp).
     void run_acceptor();
-    void join_ended(const Lock& lock);
-    void make_room(const Lock& lock);
-    void run_responder(Connection* own);
-    std::unique_ptr<Link> welcome(Connection* own);
-    bool await_request(const Connection& own, Link* link, std::uint32_t served);
-    void serve(Connection* own, Link* link, Arriving* arriving);
-    std::optional<std::uint32_t> serve_writes(Connection* own, Link* link, std::uint32_t number, std::uint32_t end,
-                                              const Arriving& arriving);
-    bool serve_one(Connection* own, Link* link, std::uint32_t number, Arriving* arriving);
-    wire::Response answer(const wire::Request& request, Link* link, Arriving* arriving, const Connection& own);
-    static RegionError land(const wire::Request& request, Region* region, Link* link);
-    wire::Response answer_write(const wire::Request& request, Link* link, Arriving* arriving, const Connection& own);
-    wire::Response answer_read(const wire::Request& request, Bounce* bounce, const Connection& own);
-    wire::Response answer_atomic(const wire::Request& request, const Connection& own);
-    wire::Response answer_send(const wire::Request& request, const Bounce& bounce, Arriving* arriving,
-                               const Connection& own);
-    wire::Response refuse(wire::Answer answer, ibv_event_type event, const Connection& own);
-    wire::Response refuse(RegionError error, const Connection& own);
+    void join_ended_connections(const Lock& lock);
+    void evict_silent_connection(const Lock& lock);
+    void run_responder(Connection* connection);
+    std::unique_ptr<Link> accept_handshake(Connection* connection);
+    bool wait_for_request(const Connection& connection, Link* link, std::uint32_t served);
+    void serve_requests(Connection* connection, Link* link, IncomingMessage* incoming);
+    std::optional<std::uint32_t> serve_write_batch(Connection* connection, Link* link, std::uint32_t first_number,
+                                                   std::uint32_t end, const IncomingMessage& incoming);
+    bool serve_request(Connection* connection, Link* link, std::uint32_t number, IncomingMessage* incoming);
+    wire::Response execute(const wire::Request& request, Link* link, IncomingMessage* incoming,
+                           const Connection& connection);
+    static RegionError write_payload(const wire::Request& request, Region* region, Link* link);
+    wire::Response execute_write(const wire::Request& request, Link* link, IncomingMessage* incoming,
+                                 const Connection& connection);
+    wire::Response execute_read(const wire::Request& request, BounceBuffer* bounce, const Connection& connection);
+    wire::Response execute_atomic(const wire::Request& request, const Connection& connection);
+    wire::Response execute_send(const wire::Request& request, const BounceBuffer& bounce, IncomingMessage* incoming,
+                                const Connection& connection);
+    wire::Response fail_request(wire::Status status, ibv_event_type event, const Connection& connection);
+    wire::Response fail_request(RegionError error, const Connection& connection);
     [[nodiscard]] bool permits(unsigned access);
-    bool take_receive(Arriving* arriving);
-    void give_back(Arriving* arriving, const Connection& own);
-    RegionError scatter(const ReceiveWork& work, const wire::Request& request, const Bounce& bounce);
-    wire::Response finish_receive(const wire::Request& request, Arriving* arriving, const Connection& own);
-    wire::Response fail_receive(Arriving* arriving, ibv_wc_status status, wire::Answer answer, const Connection& own);
-    wire::Response not_ready();
-    bool still_serving(const Connection& own);
+    bool consume_receive(IncomingMessage* incoming);
+    void return_receive(IncomingMessage* incoming, const Connection& connection);
+    RegionError scatter(const ReceiveWork& work, const wire::Request& request, const BounceBuffer& bounce);
+    wire::Response finish_receive(const wire::Request& request, IncomingMessage* incoming,
+                                  const Connection& connection);
+    wire::Response fail_receive(IncomingMessage* incoming, ibv_wc_status wc_status, wire::Status response_status,
+                                const Connection& connection);
+    wire::Response receiver_not_ready_response();
+    bool may_serve(const Connection& connection);
     void count_served(const wire::Request& request);
 
     ibv_qp* const abi_;
@@ -277,48 +282,49 @@ private:
     std::condition_variable changed_;
     ibv_qp_state state_ = IBV_QPS_RESET;
     ibv_qp_attr attr_{};
-    // Counts resets: work that began before one must not complete after it.
+    // Number of resets. Work that started before a reset must not complete after it.
     std::uint64_t generation_ = 0;
     bool closing_ = false;
     bool sending_ = false;
     bool flushing_ = false;
     bool drain_event_wanted_ = false;
-    int arriving_count_ = 0;
+    int incoming_count_ = 0;
     Fifo<SendWork> sends_;
     std::deque<ReceiveWork> receives_;
-    std::shared_ptr<Slots> send_slots_ = std::make_shared<Slots>();
-    std::shared_ptr<Slots> receive_slots_ = std::make_shared<Slots>();
-    // Places of unsignaled requests, freed with the next completion.
-    std::uint32_t silent_ = 0;
-    // Sends that completed, until the lock is given up: they go to the queue together.
-    std::vector<Completion> completed_;
-    std::deque<Due> due_;
-    // Something changed since the requester last looked; it sleeps and wants to hear of that by the doorbell.
-    std::atomic<bool> news_{false};
-    bool asleep_ = false;
-    Fd doorbell_;
+    std::shared_ptr<WorkQueueSlots> send_queue_slots_ = std::make_shared<WorkQueueSlots>();
+    std::shared_ptr<WorkQueueSlots> receive_queue_slots_ = std::make_shared<WorkQueueSlots>();
+    // Send queue slots of completed unsignaled requests; the next completion frees them.
+    std::uint32_t unsignaled_count_ = 0;
+    // Completions of sends that are not pushed yet: all of one turn are pushed together.
+    std::vector<Completion> unpushed_completions_;
+    std::deque<DelayedCompletion> delayed_completions_;
+    // Set when something changed since the requester thread last checked. While it sleeps it is woken by wake_eventfd_.
+    std::atomic<bool> change_pending_{false};
+    bool requester_asleep_ = false;
+    Fd wake_eventfd_;
 
-    Sending sending_work_;
-    // The connection to the peer. Only the requester uses and closes it, others may shut it down under the lock.
+    RequesterState requester_state_;
+    // The connection to the peer. Only the requester thread uses and closes it; other threads may shut it down while
+    // they hold the lock.
     Fd peer_;
     std::unique_ptr<Link> link_;
     Fd listener_;
     std::list<Connection> connections_;
-    std::thread requester_;
-    std::thread acceptor_;
+    std::thread requester_thread_;
+    std::thread acceptor_thread_;
 };
 
 struct QueuePairHandle {
-    // The extended structure begins with the ordinary one.
+    // Begins with the ordinary structure.
     ibv_qp_ex abi{};
     std::shared_ptr<QueuePair> model;
 };
 
-inline QueuePairHandle* find_pair(ibv_qp* qp) {
+inline QueuePairHandle* qp_handle_of(ibv_qp* qp) {
     return reinterpret_cast<QueuePairHandle*>(qp);
 }
 
-// For ibv_ack_async_event.
+// Acknowledge one event; called by ibv_ack_async_event.
 void acknowledge_async(ibv_qp* qp);
 
 } // namespace gdrkit::twin::verbs

@@ -1,7 +1,9 @@
+// ibv_modify_qp and ibv_query_qp of a queue pair: state transitions and attributes.
+
 #include <sys/socket.h>
 
+#include "ibverbs/qp_transitions.hpp"
 #include "ibverbs/queue_pair.hpp"
-#include "ibverbs/transitions.hpp"
 
 namespace gdrkit::twin::verbs {
 
@@ -23,15 +25,15 @@ int QueuePair::modify(const ibv_qp_attr& attr, int attr_mask) {
     }
     if (to == IBV_QPS_ERR) {
         enter_error(lock, nullptr);
-        // When the call returns nothing of the pair moves data any more.
-        changed_.wait(lock, [this] { return nobody_serves() && !sending_; });
+        // When the call returns, the pair moves no data any more.
+        changed_.wait(lock, [this] { return no_connection_serves() && !sending_; });
         return 0;
     }
     apply(attr, attr_mask);
     drain_event_wanted_ = to == IBV_QPS_SQD && state_ == IBV_QPS_RTS && (attr_mask & IBV_QP_EN_SQD_ASYNC_NOTIFY) != 0 &&
                           attr.en_sqd_async_notify != 0;
     state_ = to;
-    ring(lock);
+    notify_change(lock);
     return 0;
 }
 
@@ -41,17 +43,17 @@ void QueuePair::reset(Lock* lock) {
     if (peer_) {
         shutdown(peer_.get(), SHUT_RDWR);
     }
-    cut_connections(*lock, nullptr);
-    ring(*lock);
-    changed_.wait(*lock, [this] { return nobody_serves() && !sending_ && !flushing_; });
-    hang_up(*lock);
-    sending_work_ = {};
+    shut_down_connections(*lock, nullptr);
+    notify_change(*lock);
+    changed_.wait(*lock, [this] { return no_connection_serves() && !sending_ && !flushing_; });
+    disconnect(*lock);
+    requester_state_ = {};
     sends_.clear();
-    due_.clear();
+    delayed_completions_.clear();
     receives_.clear();
-    send_slots_ = std::make_shared<Slots>();
-    receive_slots_ = std::make_shared<Slots>();
-    silent_ = 0;
+    send_queue_slots_ = std::make_shared<WorkQueueSlots>();
+    receive_queue_slots_ = std::make_shared<WorkQueueSlots>();
+    unsignaled_count_ = 0;
     drain_event_wanted_ = false;
     send_queue_->drop(number_);
     receive_queue_->drop(number_);
@@ -81,7 +83,7 @@ void QueuePair::apply(const ibv_qp_attr& attr, int attr_mask) {
     take(IBV_QP_MIN_RNR_TIMER, &ibv_qp_attr::min_rnr_timer);
     take(IBV_QP_DEST_QPN, &ibv_qp_attr::dest_qp_num);
     take(IBV_QP_PATH_MIG_STATE, &ibv_qp_attr::path_mig_state);
-    // Packet sequence numbers have 24 bits; what is above is not sent.
+    // Packet sequence numbers have 24 bits; the upper bits are not sent.
     attr_.rq_psn &= 0xffffff;
     attr_.sq_psn &= 0xffffff;
 }
@@ -91,7 +93,7 @@ void QueuePair::query(ibv_qp_attr* attr, ibv_qp_init_attr* init) {
     *attr = attr_;
     attr->qp_state = state_;
     attr->cur_qp_state = state_;
-    attr->sq_draining = state_ == IBV_QPS_SQD && (sending_ || !due_.empty()) ? 1 : 0;
+    attr->sq_draining = state_ == IBV_QPS_SQD && (sending_ || !delayed_completions_.empty()) ? 1 : 0;
     *init = init_;
 }
 

@@ -1,3 +1,5 @@
+// The exported functions of queue pairs: create, destroy, modify and query.
+
 #include "ibverbs/handle.hpp"
 #include "ibverbs/queue_pair.hpp"
 #include "ibverbs/session.hpp"
@@ -5,16 +7,16 @@
 namespace gdrkit::twin::verbs {
 namespace {
 
-constexpr std::uint32_t inline_bytes_most = 4096;
+constexpr std::uint32_t max_inline_bytes = 4096;
 
-bool fits(const ibv_qp_cap& cap, const ibv_device_attr& most) {
-    const auto wr_most = static_cast<std::uint32_t>(most.max_qp_wr);
-    const auto sge_most = static_cast<std::uint32_t>(most.max_sge);
-    return cap.max_send_wr <= wr_most && cap.max_recv_wr <= wr_most && cap.max_send_sge <= sge_most &&
-           cap.max_recv_sge <= sge_most && cap.max_inline_data <= inline_bytes_most;
+bool is_within_limits(const ibv_qp_cap& cap, const ibv_device_attr& most) {
+    const auto max_wr = static_cast<std::uint32_t>(most.max_qp_wr);
+    const auto max_sges = static_cast<std::uint32_t>(most.max_sge);
+    return cap.max_send_wr <= max_wr && cap.max_recv_wr <= max_wr && cap.max_send_sge <= max_sges &&
+           cap.max_recv_sge <= max_sges && cap.max_inline_data <= max_inline_bytes;
 }
 
-int check(const ibv_pd* pd, const ibv_qp_init_attr& init) {
+int check_init_attributes(const ibv_pd* pd, const ibv_qp_init_attr& init) {
     switch (init.qp_type) {
     case IBV_QPT_RC:
         break;
@@ -31,13 +33,13 @@ int check(const ibv_pd* pd, const ibv_qp_init_attr& init) {
     if (init.srq != nullptr) {
         return EOPNOTSUPP;
     }
-    const bool good = alive("ibv_cq", init.send_cq) && alive("ibv_cq", init.recv_cq) &&
-                      init.send_cq->context == pd->context && init.recv_cq->context == pd->context &&
-                      fits(init.cap, device_attributes(*find_context(pd->context)->device));
-    return good ? 0 : EINVAL;
+    const bool valid = is_alive("ibv_cq", init.send_cq) && is_alive("ibv_cq", init.recv_cq) &&
+                       init.send_cq->context == pd->context && init.recv_cq->context == pd->context &&
+                       is_within_limits(init.cap, device_attributes(*context_of(pd->context)->device));
+    return valid ? 0 : EINVAL;
 }
 
-void fill(ibv_qp* qp, ibv_pd* pd, const ibv_qp_init_attr& init) {
+void fill_public_structure(ibv_qp* qp, ibv_pd* pd, const ibv_qp_init_attr& init) {
     qp->context = pd->context;
     qp->qp_context = init.qp_context;
     qp->pd = pd;
@@ -54,7 +56,7 @@ void fill(ibv_qp* qp, ibv_pd* pd, const ibv_qp_init_attr& init) {
 
 void acknowledge_async(ibv_qp* qp) {
     ++qp->events_completed;
-    find_pair(qp)->model->async_events->acknowledge(1);
+    qp_handle_of(qp)->model->async_events->acknowledge(1);
 }
 
 } // namespace gdrkit::twin::verbs
@@ -64,21 +66,21 @@ using namespace gdrkit::twin::verbs;
 extern "C" {
 
 ibv_qp* ibv_create_qp(ibv_pd* pd, ibv_qp_init_attr* init) {
-    if (const auto fault = call("ibv_create_qp")) {
+    if (const auto fault = injected_fault("ibv_create_qp")) {
         return fail_null(*fault);
     }
-    if (!alive("ibv_pd", pd)) {
+    if (!is_alive("ibv_pd", pd)) {
         return fail_null(EINVAL);
     }
-    if (const int error = check(pd, *init); error != 0) {
+    if (const int error = check_init_attributes(pd, *init); error != 0) {
         return fail_null(error);
     }
     auto handle = std::make_unique<QueuePairHandle>();
     ibv_qp* const qp = &handle->abi.qp_base;
-    fill(qp, pd, *init);
-    ProtectionDomain* const domain = find_domain(pd);
-    const std::shared_ptr<CompletionQueue> send_queue = find_queue(init->send_cq)->model;
-    const std::shared_ptr<CompletionQueue> receive_queue = find_queue(init->recv_cq)->model;
+    fill_public_structure(qp, pd, *init);
+    ProtectionDomain* const domain = domain_of(pd);
+    const std::shared_ptr<CompletionQueue> send_queue = cq_handle_of(init->send_cq)->model;
+    const std::shared_ptr<CompletionQueue> receive_queue = cq_handle_of(init->recv_cq)->model;
     handle->model = std::make_shared<QueuePair>(qp, domain, send_queue, receive_queue, *init);
     if (const int error = handle->model->open(); error != 0) {
         return fail_null(error);
@@ -87,41 +89,41 @@ ibv_qp* ibv_create_qp(ibv_pd* pd, ibv_qp_init_attr* init) {
     ++domain->children;
     ++send_queue->users;
     ++receive_queue->users;
-    enter("ibv_qp", handle.release());
+    track("ibv_qp", handle.release());
     return qp;
 }
 
 int ibv_destroy_qp(ibv_qp* qp) {
-    if (const auto fault = call("ibv_destroy_qp")) {
+    if (const auto fault = injected_fault("ibv_destroy_qp")) {
         return *fault;
     }
-    QueuePairHandle* const handle = find_pair(qp);
-    if (!alive("ibv_qp", handle)) {
+    QueuePairHandle* const handle = qp_handle_of(qp);
+    if (!is_alive("ibv_qp", handle)) {
         return EINVAL;
     }
     const std::shared_ptr<QueuePair> model = handle->model;
     model->close();
-    ProtectionDomain* const domain = find_domain(qp->pd);
-    domain->context->forget(model->async_events);
+    ProtectionDomain* const domain = domain_of(qp->pd);
+    domain->context->drop_events(model->async_events);
     model->async_events->wait_until_acknowledged();
     if (!retire("ibv_qp", handle)) {
         return EINVAL;
     }
     handle->model.reset();
-    --find_queue(qp->send_cq)->model->users;
-    --find_queue(qp->recv_cq)->model->users;
+    --cq_handle_of(qp->send_cq)->model->users;
+    --cq_handle_of(qp->recv_cq)->model->users;
     --domain->children;
     return 0;
 }
 
 int ibv_modify_qp(ibv_qp* qp, ibv_qp_attr* attr, int attr_mask) {
-    if (const auto fault = call("ibv_modify_qp")) {
+    if (const auto fault = injected_fault("ibv_modify_qp")) {
         return *fault;
     }
-    if (!alive("ibv_qp", qp)) {
+    if (!is_alive("ibv_qp", qp)) {
         return EINVAL;
     }
-    const int error = find_pair(qp)->model->modify(*attr, attr_mask);
+    const int error = qp_handle_of(qp)->model->modify(*attr, attr_mask);
     if (error == 0 && (attr_mask & IBV_QP_STATE) != 0) {
         qp->state = attr->qp_state;
     }
@@ -129,20 +131,20 @@ int ibv_modify_qp(ibv_qp* qp, ibv_qp_attr* attr, int attr_mask) {
 }
 
 int ibv_query_qp(ibv_qp* qp, ibv_qp_attr* attr, int attr_mask, ibv_qp_init_attr* init_attr) {
-    if (const auto fault = call("ibv_query_qp")) {
+    if (const auto fault = injected_fault("ibv_query_qp")) {
         return *fault;
     }
-    if (!alive("ibv_qp", qp)) {
+    if (!is_alive("ibv_qp", qp)) {
         return EINVAL;
     }
-    find_pair(qp)->model->query(attr, init_attr);
+    qp_handle_of(qp)->model->query(attr, init_attr);
     if ((attr_mask & IBV_QP_STATE) != 0) {
         qp->state = attr->qp_state;
     }
     return 0;
 }
 
-// 0 says that nothing is known about the order in which data arrives, which is all that this device promises.
+// 0 means that data may arrive in any order, which is all that this device guarantees.
 int ibv_query_qp_data_in_order(ibv_qp*, ibv_wr_opcode, std::uint32_t) {
     return 0;
 }

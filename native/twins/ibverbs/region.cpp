@@ -1,3 +1,5 @@
+// Implements access to memory regions. A shared lock during each access makes deregistration wait for it.
+
 #include "ibverbs/region.hpp"
 
 #include <cerrno>
@@ -6,7 +8,7 @@
 
 namespace gdrkit::twin::verbs {
 
-RegionError Region::read(std::uint64_t address, Bounce* bounce, std::size_t at, std::size_t size) {
+RegionError Region::read(std::uint64_t address, BounceBuffer* bounce, std::size_t at, std::size_t size) {
     std::shared_lock lock(mutex_);
     if (memory_ == nullptr) {
         return RegionError::refused;
@@ -14,7 +16,7 @@ RegionError Region::read(std::uint64_t address, Bounce* bounce, std::size_t at, 
     return memory_->read(address - iova, bounce, at, size) == 0 ? RegionError::none : RegionError::fault;
 }
 
-RegionError Region::write(std::uint64_t address, const Bounce& bounce, std::size_t at, std::size_t size) {
+RegionError Region::write(std::uint64_t address, const BounceBuffer& bounce, std::size_t at, std::size_t size) {
     std::shared_lock lock(mutex_);
     if (memory_ == nullptr) {
         return RegionError::refused;
@@ -27,60 +29,60 @@ bool Region::mapped() {
     return memory_ != nullptr && memory_->mapped(0) != nullptr;
 }
 
-RegionError Region::lend(std::uint64_t address, Pipe* pipe, std::size_t size) {
+RegionError Region::splice_to(std::uint64_t address, Pipe* pipe, std::size_t size) {
     std::shared_lock lock(mutex_);
     if (memory_ == nullptr) {
         return RegionError::refused;
     }
-    return pipe->lend(memory_->mapped(address - iova), size) == 0 ? RegionError::none : RegionError::fault;
+    return pipe->splice_in(memory_->mapped(address - iova), size) == 0 ? RegionError::none : RegionError::fault;
 }
 
-RegionError Region::take(std::uint64_t address, Pipe* pipe, std::size_t size) {
+RegionError Region::read_from(std::uint64_t address, Pipe* pipe, std::size_t size) {
     std::shared_lock lock(mutex_);
     if (memory_ == nullptr) {
         return RegionError::refused;
     }
-    const int error = pipe->take(memory_->mapped(address - iova), size);
+    const int error = pipe->read(memory_->mapped(address - iova), size);
     return error == 0 ? RegionError::none : error == EPIPE ? RegionError::lost : RegionError::fault;
 }
 
-// The lock is held, and the memory is there.
+// Replace region addresses by mapped addresses. The caller holds the lock and has checked memory_.
 void Region::find_mapped(std::span<iovec> parts) {
     for (iovec& part : parts) {
         part.iov_base = memory_->mapped(reinterpret_cast<std::uint64_t>(part.iov_base) - iova);
     }
 }
 
-RegionError Region::lend(std::span<iovec> parts, Pipe* pipe, std::size_t* whole) {
+RegionError Region::splice_to(std::span<iovec> parts, Pipe* pipe, std::size_t* succeeded) {
     std::shared_lock lock(mutex_);
-    *whole = 0;
+    *succeeded = 0;
     if (memory_ == nullptr) {
         return RegionError::refused;
     }
     find_mapped(parts);
-    return pipe->lend(parts, whole) == 0 ? RegionError::none : RegionError::fault;
+    return pipe->splice_in(parts, succeeded) == 0 ? RegionError::none : RegionError::fault;
 }
 
-RegionError Region::take(std::span<iovec> parts, Pipe* pipe, std::size_t* whole) {
+RegionError Region::read_from(std::span<iovec> parts, Pipe* pipe, std::size_t* succeeded) {
     std::shared_lock lock(mutex_);
-    *whole = 0;
+    *succeeded = 0;
     if (memory_ == nullptr) {
         return RegionError::refused;
     }
     find_mapped(parts);
-    const int error = pipe->take(parts, whole);
+    const int error = pipe->read(parts, succeeded);
     return error == 0 ? RegionError::none : error == EPIPE ? RegionError::lost : RegionError::fault;
 }
 
-RegionError Region::change(std::uint64_t address, std::uint64_t* original,
-                           const std::function<std::uint64_t(std::uint64_t)>& changed) {
-    // One for all regions, because two of them may lie over the same memory.
+RegionError Region::atomic_update(std::uint64_t address, std::uint64_t* original,
+                                  const std::function<std::uint64_t(std::uint64_t)>& changed) {
+    // One mutex for all regions, because two regions may cover the same memory.
     static std::mutex* const atomics = new std::mutex;
     std::lock_guard one_at_a_time(*atomics);
-    // Memory that no peer sees: what is written is what was made of what was read, nothing else.
-    static Bounce* bounce = nullptr;
+    // A private buffer, so that no peer can change the value between the read and the write.
+    static BounceBuffer* bounce = nullptr;
     if (bounce == nullptr) {
-        bounce = Bounce::make(sizeof *original).release();
+        bounce = BounceBuffer::make(sizeof *original).release();
     }
     if (bounce == nullptr) {
         return RegionError::fault;

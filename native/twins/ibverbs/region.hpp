@@ -1,4 +1,4 @@
-// Memory regions and the keys by which requests name them.
+// Memory regions (MR) and the keys with which requests name them.
 #pragma once
 
 #include <atomic>
@@ -16,11 +16,11 @@ namespace gdrkit::twin::verbs {
 
 enum class RegionError {
     none,
-    // No such key, another protection domain, outside the range, or not permitted.
+    // The key is unknown or of another protection domain, the range is out of bounds, or the access is not permitted.
     refused,
-    // The memory is gone from under the region.
+    // The memory behind the region is no longer mapped.
     fault,
-    // The peer took back what was to be written.
+    // The peer drained the pipe before the payload was read.
     lost,
 };
 
@@ -30,29 +30,29 @@ public:
            std::unique_ptr<Memory> memory)
         : domain(domain), iova(iova), length_bytes(length_bytes), access(access), memory_(std::move(memory)) {}
 
-    // Moves bytes of the chunk [address, address + size), as long as the region is registered.
-    RegionError read(std::uint64_t address, Bounce* bounce, std::size_t at, std::size_t size);
-    RegionError write(std::uint64_t address, const Bounce& bounce, std::size_t at, std::size_t size);
-    // The same by way of a pipe, for memory that is mapped here: not for what only a driver reaches.
+    // Copy the chunk [address, address + size) to or from a bounce buffer, if the region is still registered.
+    RegionError read(std::uint64_t address, BounceBuffer* bounce, std::size_t at, std::size_t size);
+    RegionError write(std::uint64_t address, const BounceBuffer& bounce, std::size_t at, std::size_t size);
+    // The same through a pipe, only for memory that is mapped in this process.
     [[nodiscard]] bool mapped();
-    RegionError lend(std::uint64_t address, Pipe* pipe, std::size_t size);
-    RegionError take(std::uint64_t address, Pipe* pipe, std::size_t size);
-    // Of several chunks, which `parts` names by their addresses; `whole` is how many of them went as they should.
-    RegionError lend(std::span<iovec> parts, Pipe* pipe, std::size_t* whole);
-    RegionError take(std::span<iovec> parts, Pipe* pipe, std::size_t* whole);
-    // Replaces the 8 bytes at `address` by what `change` makes of them, atomically among all atomic requests of this
-    // process.
-    RegionError change(std::uint64_t address, std::uint64_t* original,
-                       const std::function<std::uint64_t(std::uint64_t)>& changed);
+    RegionError splice_to(std::uint64_t address, Pipe* pipe, std::size_t size);
+    RegionError read_from(std::uint64_t address, Pipe* pipe, std::size_t size);
+    // The same for several chunks, given by region addresses in `parts`. *whole is the number of chunks that succeeded.
+    RegionError splice_to(std::span<iovec> parts, Pipe* pipe, std::size_t* succeeded);
+    RegionError read_from(std::span<iovec> parts, Pipe* pipe, std::size_t* succeeded);
+    // Replace the 8 bytes at `address` by changed(old value), atomically with respect to all atomic requests of this
+    // process, and store the old value in *original.
+    RegionError atomic_update(std::uint64_t address, std::uint64_t* original,
+                              const std::function<std::uint64_t(std::uint64_t)>& changed);
 
-    // Waits for the access in flight; later ones are refused.
+    // Wait for accesses in progress and refuse later ones.
     void revoke();
     [[nodiscard]] bool revoked() const { return revoked_; }
 
     [[nodiscard]] bool covers(std::uint64_t address, std::uint64_t size) const {
         return address >= iova && size <= length_bytes && address - iova <= length_bytes - size;
     }
-    [[nodiscard]] bool permits(unsigned wanted) const { return (access & wanted) == wanted; }
+    [[nodiscard]] bool permits(unsigned required_access) const { return (access & required_access) == required_access; }
 
     ProtectionDomain* const domain;
     const std::uint64_t iova;
@@ -69,23 +69,23 @@ private:
     std::atomic<bool> revoked_{false};
 };
 
-// Draws both keys and enters the region. Keys are random, differ from one another, and no key comes back while the
-// process lives.
-void enter_keys(const std::shared_ptr<Region>& region);
+// Assign random keys to a region and add it to the table. All keys differ, and no key is reused while the process
+// lives.
+void assign_keys(const std::shared_ptr<Region>& region);
 void remove_keys(const Region& region);
 
-// The region that a key names, if the domain is its own, it permits `wanted` and covers the range; else nullptr.
-std::shared_ptr<Region> find_local(std::uint32_t lkey, const ProtectionDomain* domain, unsigned wanted,
-                                   std::uint64_t address, std::uint64_t size);
-std::shared_ptr<Region> find_remote(std::uint32_t rkey, const ProtectionDomain* domain, unsigned wanted,
-                                    std::uint64_t address, std::uint64_t size);
+// Return the region of a key if it is of this domain, permits `wanted` and covers the range; else nullptr.
+std::shared_ptr<Region> find_by_lkey(std::uint32_t lkey, const ProtectionDomain* domain, unsigned required_access,
+                                     std::uint64_t address, std::uint64_t size);
+std::shared_ptr<Region> find_by_rkey(std::uint32_t rkey, const ProtectionDomain* domain, unsigned required_access,
+                                     std::uint64_t address, std::uint64_t size);
 
 struct RegionHandle {
     ibv_mr abi{};
     std::shared_ptr<Region> model;
 };
 
-inline RegionHandle* find_region(ibv_mr* mr) {
+inline RegionHandle* mr_handle_of(ibv_mr* mr) {
     return reinterpret_cast<RegionHandle*>(mr);
 }
 

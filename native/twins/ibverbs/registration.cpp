@@ -1,6 +1,8 @@
+// Registration and deregistration of memory regions: ibv_reg_mr*, ibv_reg_dmabuf_mr and ibv_dereg_mr.
+
 #include <unistd.h>
 
-#include "ibverbs/cuda_bridge.hpp"
+#include "ibverbs/cuda_driver.hpp"
 #include "ibverbs/handle.hpp"
 #include "ibverbs/region.hpp"
 #include "ibverbs/session.hpp"
@@ -31,12 +33,12 @@ bool lacks_local_write(unsigned access) {
     return (access & access_remote_writing) != 0 && (access & IBV_ACCESS_LOCAL_WRITE) == 0;
 }
 
-ibv_mr* enter_region(ibv_pd* pd, void* address, std::uint64_t length, std::uint64_t iova, unsigned access,
-                     std::unique_ptr<Memory> memory) {
-    ProtectionDomain* const domain = find_domain(pd);
+ibv_mr* make_region_handle(ibv_pd* pd, void* address, std::uint64_t length, std::uint64_t iova, unsigned access,
+                           std::unique_ptr<Memory> memory) {
+    ProtectionDomain* const domain = domain_of(pd);
     auto* const handle = new RegionHandle;
     handle->model = std::make_shared<Region>(domain, iova, length, access, std::move(memory));
-    enter_keys(handle->model);
+    assign_keys(handle->model);
     ibv_mr& abi = handle->abi;
     abi.context = pd->context;
     abi.pd = pd;
@@ -46,7 +48,7 @@ ibv_mr* enter_region(ibv_pd* pd, void* address, std::uint64_t length, std::uint6
     abi.lkey = handle->model->lkey;
     abi.rkey = handle->model->rkey;
     ++domain->children;
-    enter("ibv_mr", handle);
+    track("ibv_mr", handle);
     return &abi;
 }
 
@@ -56,7 +58,7 @@ int make_memory(void* address, std::uint64_t length, bool writable, std::unique_
     if (driver == nullptr || !driver->is_device_memory(device_address)) {
         return make_host_memory(address, length, writable, memory);
     }
-    // Without a peer memory module the kernel finds no pages at a device address.
+    // Without a peer memory module the kernel cannot pin pages at a device address.
     if (!config().peermem || make_cuda_memory(device_address, length, memory) != 0) {
         return EFAULT;
     }
@@ -65,7 +67,7 @@ int make_memory(void* address, std::uint64_t length, bool writable, std::unique_
 
 ibv_mr* register_memory(ibv_pd* pd, void* address, std::size_t length, std::uint64_t iova, unsigned access) {
     const auto begin = reinterpret_cast<std::uint64_t>(address);
-    if (!alive("ibv_pd", pd) || !same_page_offset(begin, iova) || (access & ~access_known) != 0 ||
+    if (!is_alive("ibv_pd", pd) || !same_page_offset(begin, iova) || (access & ~access_known) != 0 ||
         lacks_local_write(access) || (access & IBV_ACCESS_ON_DEMAND) != 0 || length == 0 || overflows(begin, length) ||
         overflows(iova, length)) {
         return fail_null(EINVAL);
@@ -77,10 +79,10 @@ ibv_mr* register_memory(ibv_pd* pd, void* address, std::size_t length, std::uint
     if (const int error = make_memory(address, length, (access & access_writing) != 0, &memory); error != 0) {
         return fail_null(error);
     }
-    return enter_region(pd, address, length, iova, access, std::move(memory));
+    return make_region_handle(pd, address, length, iova, access, std::move(memory));
 }
 
-// The checks and their order are those of the kernel.
+// Checks the arguments as the kernel does, in the same order.
 int make_dmabuf_memory(std::uint64_t offset, std::uint64_t length, std::uint64_t iova, int fd, unsigned access,
                        std::unique_ptr<Memory>* memory) {
     if (!same_page_offset(offset, iova) || (access & ~access_dmabuf) != 0 || lacks_local_write(access) ||
@@ -95,7 +97,7 @@ int make_dmabuf_memory(std::uint64_t offset, std::uint64_t length, std::uint64_t
     if (size < offset + length || length == 0 || overflows(iova, length)) {
         return EINVAL;
     }
-    // The CPU cannot map a real GPU's dma-buf; its memory is reached by the address that the iova says.
+    // The CPU cannot map a real GPU's dma-buf. Its memory is accessed through the driver, at the address in iova.
     return origin == DmabufOrigin::twin ? make_mapped_dmabuf(fd, offset, length, memory)
                                         : make_cuda_memory(iova, length, memory);
 }
@@ -108,27 +110,27 @@ using namespace gdrkit::twin::verbs;
 extern "C" {
 
 ibv_mr* ibv_reg_mr(ibv_pd* pd, void* addr, std::size_t length, int access) {
-    if (const auto fault = call("ibv_reg_mr")) {
+    if (const auto fault = injected_fault("ibv_reg_mr")) {
         return fail_null(*fault);
     }
     return register_memory(pd, addr, length, reinterpret_cast<std::uint64_t>(addr), static_cast<unsigned>(access));
 }
 
 ibv_mr* ibv_reg_mr_iova(ibv_pd* pd, void* addr, std::size_t length, std::uint64_t iova, int access) {
-    if (const auto fault = call("ibv_reg_mr_iova")) {
+    if (const auto fault = injected_fault("ibv_reg_mr_iova")) {
         return fail_null(*fault);
     }
     return register_memory(pd, addr, length, iova, static_cast<unsigned>(access));
 }
 
 ibv_mr* ibv_reg_mr_iova2(ibv_pd* pd, void* addr, std::size_t length, std::uint64_t iova, unsigned int access) {
-    if (const auto fault = call("ibv_reg_mr_iova2")) {
+    if (const auto fault = injected_fault("ibv_reg_mr_iova2")) {
         return fail_null(*fault);
     }
-    // The header turns ibv_reg_mr into this function when the access is no constant, as in pyverbs. A plan names what
-    // the client wrote.
+    // The header expands ibv_reg_mr to this function if the access flags are not a constant, as in pyverbs. A fault
+    // plan uses the name that the client wrote.
     if (iova == reinterpret_cast<std::uint64_t>(addr)) {
-        if (const auto fault = call("ibv_reg_mr")) {
+        if (const auto fault = injected_fault("ibv_reg_mr")) {
             return fail_null(*fault);
         }
     }
@@ -137,10 +139,10 @@ ibv_mr* ibv_reg_mr_iova2(ibv_pd* pd, void* addr, std::size_t length, std::uint64
 
 ibv_mr* ibv_reg_dmabuf_mr(ibv_pd* pd, std::uint64_t offset, std::size_t length, std::uint64_t iova, int fd,
                           int access) {
-    if (const auto fault = call("ibv_reg_dmabuf_mr")) {
+    if (const auto fault = injected_fault("ibv_reg_dmabuf_mr")) {
         return fail_null(*fault);
     }
-    if (!alive("ibv_pd", pd)) {
+    if (!is_alive("ibv_pd", pd)) {
         return fail_null(EINVAL);
     }
     gdrkit::twin::trace("ibv_reg_dmabuf_mr offset=%llu length=%zu iova=%#llx fd=%d access=%d",
@@ -151,16 +153,16 @@ ibv_mr* ibv_reg_dmabuf_mr(ibv_pd* pd, std::uint64_t offset, std::size_t length, 
     if (const int error = make_dmabuf_memory(offset, length, iova, fd, flags, &memory); error != 0) {
         return fail_null(error);
     }
-    // The library reports the offset as the address, whatever the iova is.
-    return enter_region(pd, reinterpret_cast<void*>(offset), length, iova, flags, std::move(memory));
+    // The real library reports the offset as the address, whatever the iova is.
+    return make_region_handle(pd, reinterpret_cast<void*>(offset), length, iova, flags, std::move(memory));
 }
 
 int ibv_dereg_mr(ibv_mr* mr) {
-    if (const auto fault = call("ibv_dereg_mr")) {
+    if (const auto fault = injected_fault("ibv_dereg_mr")) {
         return *fault;
     }
-    RegionHandle* const handle = find_region(mr);
-    if (!alive("ibv_mr", handle)) {
+    RegionHandle* const handle = mr_handle_of(mr);
+    if (!is_alive("ibv_mr", handle)) {
         return EINVAL;
     }
     gdrkit::twin::trace("ibv_dereg_mr");

@@ -1,5 +1,5 @@
-// The thread of a queue pair that has its send requests carried out in order (requester_work.cpp), completes them, late
-// by seed, and flushes both queues when the pair is in error.
+// The requester thread of a queue pair: takes posted send requests, has them sent in order (requester_submit.cpp),
+// completes them after a random delay, and flushes both queues when the pair is in the error state.
 #include <poll.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
@@ -12,43 +12,43 @@
 namespace gdrkit::twin::verbs {
 namespace {
 
-// A peer that is stopped, not dead, is given up after this time; one that is dead is seen at once.
-constexpr std::chrono::seconds longest_silence{30};
-// So many requests are taken over at a time.
-constexpr std::size_t taken_most = 64;
+// A stopped peer is given up after this time. The end of a dead peer's process is noticed at once.
+constexpr std::chrono::seconds peer_timeout{30};
+// Number of posted requests that are dequeued at a time.
+constexpr std::size_t max_queued_sends = 64;
 
 } // namespace
 
 void QueuePair::run_requester() {
     Lock lock(mutex_);
     while (!closing_) {
-        news_ = false;
-        bool moved = deliver_due(lock);
+        change_pending_ = false;
+        bool moved = deliver_due_completions(lock);
         if (state_ == IBV_QPS_RTS || state_ == IBV_QPS_SQD) {
-            moved |= take_turn(&lock);
+            moved |= run_once(&lock);
         } else {
-            abandon(lock);
+            abort_requests(lock);
             moved |= flush(&lock);
         }
         if (!moved) {
-            rest(&lock);
+            wait_for_work(&lock);
         }
     }
-    abandon(lock);
+    abort_requests(lock);
 }
 
-// Whether anything moved.
-bool QueuePair::take_turn(Lock* lock) {
-    Sending& own = sending_work_;
+// Run one turn of sending. Return whether there was progress.
+bool QueuePair::run_once(Lock* lock) {
+    RequesterState& requester = requester_state_;
     if (state_ == IBV_QPS_SQD) {
-        // What was not begun does not begin now.
-        give_back_work(*lock, &own.taken);
+        // In SQD no further request is started.
+        requeue_sends(*lock, &requester.queued);
     } else {
-        take_work(*lock);
+        dequeue_sends(*lock);
     }
-    if (own.taken.empty() && own.begun.empty()) {
-        stop_sending(*lock);
-        if (state_ == IBV_QPS_SQD && drain_event_wanted_ && due_.empty()) {
+    if (requester.queued.empty() && requester.started.empty()) {
+        mark_idle(*lock);
+        if (state_ == IBV_QPS_SQD && drain_event_wanted_ && delayed_completions_.empty()) {
             drain_event_wanted_ = false;
             context_->raise(abi_, IBV_EVENT_SQ_DRAINED, async_events);
         }
@@ -57,102 +57,104 @@ bool QueuePair::take_turn(Lock* lock) {
     sending_ = true;
     const ibv_qp_attr attr = attr_;
     lock->unlock();
-    const bool moved = advance(attr);
+    const bool moved = make_progress(attr);
     lock->lock();
-    settle(*lock);
+    complete_finished(*lock);
     return moved;
 }
 
-void QueuePair::take_work(const Lock&) {
-    Fifo<SendWork>& taken = sending_work_.taken;
-    while (taken.size() < taken_most && !sends_.empty()) {
+void QueuePair::dequeue_sends(const Lock&) {
+    Fifo<SendWork>& taken = requester_state_.queued;
+    while (taken.size() < max_queued_sends && !sends_.empty()) {
         taken.push_back(std::move(sends_.front()));
         sends_.pop_front();
     }
 }
 
-void QueuePair::give_back_work(const Lock&, Fifo<SendWork>* works) {
+void QueuePair::requeue_sends(const Lock&, Fifo<SendWork>* works) {
     for (; !works->empty(); works->pop_back()) {
         sends_.push_front(std::move(works->back()));
     }
 }
 
-// Completes what was answered and what failed, after a turn.
-void QueuePair::settle(const Lock& lock) {
-    Sending& own = sending_work_;
+// After a turn, complete the requests that succeeded and the one that failed.
+void QueuePair::complete_finished(const Lock& lock) {
+    RequesterState& requester = requester_state_;
     if (state_ != IBV_QPS_RESET) {
-        for (; !own.finished.empty(); own.finished.pop_front()) {
-            count_sent(own.finished.front());
-            complete_late(lock, std::move(own.finished.front()), IBV_WC_SUCCESS);
+        for (; !requester.finished.empty(); requester.finished.pop_front()) {
+            count_sent(requester.finished.front());
+            complete_delayed(lock, std::move(requester.finished.front()), IBV_WC_SUCCESS);
         }
-        // A request that the pair itself interrupted is flushed.
-        if (own.failed && *own.failed != IBV_WC_WR_FLUSH_ERR) {
-            complete_late(lock, std::move(own.begun.front()), *own.failed);
-            own.begun.pop_front();
-            push_completed(lock);
+        // A request that this pair's own state change interrupted is flushed later.
+        if (requester.error && *requester.error != IBV_WC_WR_FLUSH_ERR) {
+            complete_delayed(lock, std::move(requester.started.front()), *requester.error);
+            requester.started.pop_front();
+            push_completions(lock);
             enter_error(lock, nullptr);
         }
-        push_completed(lock);
+        push_completions(lock);
     } else {
-        own.finished.clear();
+        requester.finished.clear();
     }
-    if (own.taken.empty() && own.begun.empty()) {
-        stop_sending(lock);
+    if (requester.queued.empty() && requester.started.empty()) {
+        mark_idle(lock);
     }
 }
 
-void QueuePair::stop_sending(const Lock&) {
+void QueuePair::mark_idle(const Lock&) {
     if (sending_) {
         sending_ = false;
         changed_.notify_all();
     }
 }
 
-void QueuePair::hang_up(const Lock&) {
+void QueuePair::disconnect(const Lock&) {
     if (link_ != nullptr) {
-        link_->end();
+        link_->mark_ended();
     }
     peer_.reset();
     link_.reset();
 }
 
-// The pair stopped sending: what was not answered will be flushed, or was reset.
-void QueuePair::abandon(const Lock& lock) {
-    Sending& own = sending_work_;
-    hang_up(lock);
+// The pair left the sending states: unanswered requests go back to the queue to be flushed, or were discarded by a
+// reset.
+void QueuePair::abort_requests(const Lock& lock) {
+    RequesterState& requester = requester_state_;
+    disconnect(lock);
     if (state_ == IBV_QPS_ERR) {
-        give_back_work(lock, &own.taken);
-        give_back_work(lock, &own.begun);
+        requeue_sends(lock, &requester.queued);
+        requeue_sends(lock, &requester.started);
     }
-    own = Sending{};
-    stop_sending(lock);
+    requester = RequesterState{};
+    mark_idle(lock);
 }
 
-void QueuePair::complete_late(const Lock& lock, SendWork work, ibv_wc_status status) {
-    const std::uint64_t late_us = lateness_us();
-    if (late_us == 0 && due_.empty()) {
+void QueuePair::complete_delayed(const Lock& lock, SendWork work, ibv_wc_status status) {
+    const std::uint64_t delay_us = random_delay_us();
+    if (delay_us == 0 && delayed_completions_.empty()) {
         complete_send(lock, work, status);
     } else {
-        due_.push_back({std::move(work), status, Clock::now() + std::chrono::microseconds(late_us)});
+        delayed_completions_.push_back({std::move(work), status, Clock::now() + std::chrono::microseconds(delay_us)});
     }
 }
 
-// In order: who is late holds up those behind it.
-bool QueuePair::deliver_due(const Lock& lock) {
+// Complete the requests whose delay has passed, in order: a delayed completion delays those behind it.
+bool QueuePair::deliver_due_completions(const Lock& lock) {
     bool any = false;
-    while (!due_.empty() && due_.front().when <= Clock::now()) {
-        complete_send(lock, due_.front().work, due_.front().status);
-        due_.pop_front();
+    while (!delayed_completions_.empty() && delayed_completions_.front().when <= Clock::now()) {
+        complete_send(lock, delayed_completions_.front().work, delayed_completions_.front().status);
+        delayed_completions_.pop_front();
         any = true;
     }
-    push_completed(lock);
+    push_completions(lock);
     return any;
 }
 
-// False when there is nothing to flush, or something else comes first.
+// Flush both queues after a random delay. Return false if there is nothing to flush or a completion is pending.
 bool QueuePair::flush(Lock* lock) {
     const auto to_flush = [this] {
-        return state_ == IBV_QPS_ERR && due_.empty() && arriving_count_ == 0 && !(sends_.empty() && receives_.empty());
+        return state_ == IBV_QPS_ERR && delayed_completions_.empty() && incoming_count_ == 0 &&
+               !(sends_.empty() && receives_.empty());
     };
     if (!to_flush()) {
         return false;
@@ -160,7 +162,7 @@ bool QueuePair::flush(Lock* lock) {
     const std::uint64_t generation = generation_;
     flushing_ = true;
     lock->unlock();
-    be_late();
+    sleep_random_delay();
     lock->lock();
     flushing_ = false;
     changed_.notify_all();
@@ -170,7 +172,7 @@ bool QueuePair::flush(Lock* lock) {
     for (; !sends_.empty(); sends_.pop_front()) {
         complete_send(*lock, sends_.front(), IBV_WC_WR_FLUSH_ERR);
     }
-    push_completed(*lock);
+    push_completions(*lock);
     ibv_wc flushed{};
     flushed.status = IBV_WC_WR_FLUSH_ERR;
     flushed.opcode = IBV_WC_RECV;
@@ -181,56 +183,58 @@ bool QueuePair::flush(Lock* lock) {
     return true;
 }
 
-// Until there is something to do: an answer, work, another state, or a time that has come.
-void QueuePair::rest(Lock* lock) {
-    Sending& own = sending_work_;
-    if (news_) {
+// Wait until there is something to do: a response, a posted request, another state, or a deadline.
+void QueuePair::wait_for_work(Lock* lock) {
+    RequesterState& requester = requester_state_;
+    if (change_pending_) {
         return;
     }
-    const auto until = time_to_look();
-    const bool for_answers = !own.chunks.empty();
-    // A pair with a peer that comes here has worked or was woken, and the next request is as near as an answer.
+    const auto until = next_deadline();
+    const bool for_responses = !requester.in_flight.empty();
+    // A connected pair has just worked or was just woken, so the next request or response is probably near: poll before
+    // sleeping.
     if (link_ != nullptr) {
-        const auto answers = [&] { return for_answers ? link_->answered() - own.answered : 0; };
-        const std::uint32_t enough = for_answers ? worth_waking() : 1;
+        const auto new_responses = [&] { return for_responses ? link_->responded() - requester.responded : 0; };
+        const std::uint32_t wanted_responses = for_responses ? wake_threshold() : 1;
         lock->unlock();
-        const bool seen = spin_until([&] { return news_ || answers() >= enough; });
+        const bool seen = spin_until([&] { return change_pending_ || new_responses() >= wanted_responses; });
         lock->lock();
-        if (seen || news_ || answers() > 0) {
+        if (seen || change_pending_ || new_responses() > 0) {
             return;
         }
     }
-    asleep_ = true;
+    requester_asleep_ = true;
     lock->unlock();
-    if (for_answers) {
-        sleep_for_answers(until);
+    if (for_responses) {
+        sleep_for_responses(until);
     } else {
         sleep(nullptr, until);
     }
     lock->lock();
-    asleep_ = false;
+    requester_asleep_ = false;
 }
 
-QueuePair::Clock::time_point QueuePair::time_to_look() const {
-    const Sending& own = sending_work_;
-    auto until = own.chunks.empty() ? Clock::time_point::max() : own.heard + longest_silence;
-    if (!due_.empty()) {
-        until = std::min(until, due_.front().when);
+QueuePair::Clock::time_point QueuePair::next_deadline() const {
+    const RequesterState& requester = requester_state_;
+    auto until = requester.in_flight.empty() ? Clock::time_point::max() : requester.last_response + peer_timeout;
+    if (!delayed_completions_.empty()) {
+        until = std::min(until, delayed_completions_.front().when);
     }
-    if (own.try_again) {
-        until = std::min(until, *own.try_again);
+    if (requester.retry_at) {
+        until = std::min(until, *requester.retry_at);
     }
     return until;
 }
 
-// Half of the answers at once: to go to work for each costs more than the work.
-std::uint32_t QueuePair::worth_waking() const {
-    return static_cast<std::uint32_t>((sending_work_.chunks.size() + 1) / 2);
+// Number of new responses that wakes this thread: half of those in flight, because waking for each of them costs more
+// than handling it.
+std::uint32_t QueuePair::wake_threshold() const {
+    return static_cast<std::uint32_t>((requester_state_.in_flight.size() + 1) / 2);
 }
 
-void QueuePair::sleep_for_answers(Clock::time_point until) {
-    Sending& own = sending_work_;
-    if (!link_->ask_wake_at(own.answered + worth_waking())) {
+void QueuePair::sleep_for_responses(Clock::time_point until) {
+    RequesterState& requester = requester_state_;
+    if (!link_->request_wake_at(requester.responded + wake_threshold())) {
         return;
     }
     pollfd peer{peer_.get(), POLLIN, 0};
@@ -238,14 +242,14 @@ void QueuePair::sleep_for_answers(Clock::time_point until) {
     if (peer.revents != 0) {
         char wakes[64];
         const ssize_t got = recv(peer_.get(), wakes, sizeof wakes, MSG_DONTWAIT);
-        own.hung_up |= got == 0 || (got < 0 && errno != EAGAIN && errno != EINTR);
-    } else if (link_->answered() == own.answered && Clock::now() - own.heard >= longest_silence) {
-        own.hung_up = true;
+        requester.peer_gone |= got == 0 || (got < 0 && errno != EAGAIN && errno != EINTR);
+    } else if (link_->responded() == requester.responded && Clock::now() - requester.last_response >= peer_timeout) {
+        requester.peer_gone = true;
     }
 }
 
 void QueuePair::sleep(pollfd* peer, Clock::time_point until) {
-    pollfd waiting[2] = {{doorbell_.get(), POLLIN, 0}, {}};
+    pollfd waiting[2] = {{wake_eventfd_.get(), POLLIN, 0}, {}};
     if (peer != nullptr) {
         waiting[1] = *peer;
     }
@@ -257,7 +261,7 @@ void QueuePair::sleep(pollfd* peer, Clock::time_point until) {
     ppoll(waiting, peer != nullptr ? 2 : 1, until == Clock::time_point::max() ? nullptr : &time, nullptr);
     if ((waiting[0].revents & POLLIN) != 0) {
         eventfd_t count = 0;
-        eventfd_read(doorbell_.get(), &count);
+        eventfd_read(wake_eventfd_.get(), &count);
     }
     if (peer != nullptr) {
         *peer = waiting[1];
@@ -280,7 +284,7 @@ void QueuePair::count_sent(const SendWork& work) {
         sent.read_bytes += work.length_bytes;
         break;
     default:
-        // An atomic request counts as a request only.
+        // Atomic requests are counted as requests only.
         break;
     }
 }

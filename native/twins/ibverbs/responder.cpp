@@ -1,5 +1,5 @@
-// The threads of a queue pair that serve its peers. Here the target checks, for every chunk, key, bounds, permission
-// and state.
+// The threads of a queue pair that accept connections of peers and serve their requests. The responder checks key,
+// bounds, permission and queue pair state for every chunk.
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -14,11 +14,12 @@
 namespace gdrkit::twin::verbs {
 namespace {
 
-// One peer needs one connection; the others are those of peers that tried before this side was ready, and strangers.
-constexpr std::size_t connections_most = 16;
+// A peer needs one connection. The other places are for peers that tried before this side was ready, and for foreign
+// clients.
+constexpr std::size_t max_connections = 16;
 
-bool ends_connection(wire::Answer answer) {
-    return answer != wire::Answer::done && answer != wire::Answer::receiver_not_ready;
+bool ends_connection(wire::Status status) {
+    return status != wire::Status::done && status != wire::Status::receiver_not_ready;
 }
 
 } // namespace
@@ -30,31 +31,31 @@ void QueuePair::run_acceptor() {
         if (closing_) {
             return;
         }
-        join_ended(lock);
+        join_ended_connections(lock);
         if (!socket) {
-            // Out of descriptors or memory: a connection may end and free some.
+            // Out of descriptors or memory. A connection that ends may free some.
             changed_.wait_for(lock, std::chrono::milliseconds(10), [this] { return closing_; });
             continue;
         }
-        if (!same_user(socket.get())) {
+        if (!is_same_user(socket.get())) {
             continue;
         }
-        if (connections_.size() >= connections_most) {
-            make_room(lock);
+        if (connections_.size() >= max_connections) {
+            evict_silent_connection(lock);
             continue;
         }
         Connection& connection = connections_.emplace_back();
         connection.socket = std::move(socket);
         try {
-            connection.thread = start_quiet_thread([this, &connection] { run_responder(&connection); });
+            connection.thread = start_signal_blocking_thread([this, &connection] { run_responder(&connection); });
         } catch (const std::system_error&) {
-            // No thread for it: the peer sees the end of file and tries again.
+            // The thread cannot be created. The peer sees the end of file and tries again.
             connections_.pop_back();
         }
     }
 }
 
-void QueuePair::join_ended(const Lock&) {
+void QueuePair::join_ended_connections(const Lock&) {
     for (auto connection = connections_.begin(); connection != connections_.end();) {
         if (connection->ended) {
             connection->thread.join();
@@ -65,34 +66,34 @@ void QueuePair::join_ended(const Lock&) {
     }
 }
 
-// Ends the oldest connection that has not said who it is. The peer that found no room tries again.
-void QueuePair::make_room(const Lock&) {
-    const auto silent = std::find_if(connections_.begin(), connections_.end(), [](const Connection& connection) {
-        return !connection.serving && connection.socket;
-    });
-    if (silent != connections_.end()) {
-        shutdown(silent->socket.get(), SHUT_RDWR);
+// End the oldest connection that has not completed its handshake. The peer for which there was no place tries again.
+void QueuePair::evict_silent_connection(const Lock&) {
+    const auto silent_connection =
+        std::find_if(connections_.begin(), connections_.end(),
+                     [](const Connection& connection) { return !connection.serving && connection.socket; });
+    if (silent_connection != connections_.end()) {
+        shutdown(silent_connection->socket.get(), SHUT_RDWR);
     }
 }
 
-void QueuePair::run_responder(Connection* own) {
-    if (const auto link = welcome(own)) {
-        Arriving arriving;
-        serve(own, link.get(), &arriving);
-        give_back(&arriving, *own);
+void QueuePair::run_responder(Connection* connection) {
+    if (const auto link = accept_handshake(connection)) {
+        IncomingMessage incoming;
+        serve_requests(connection, link.get(), &incoming);
+        return_receive(&incoming, *connection);
     }
     Lock lock(mutex_);
-    own->socket.reset();
-    own->serving = false;
-    own->ended = true;
-    ring(lock);
+    connection->socket.reset();
+    connection->serving = false;
+    connection->ended = true;
+    notify_change(lock);
 }
 
-std::unique_ptr<Link> QueuePair::welcome(Connection* own) {
-    const int socket = own->socket.get();
-    wire::Hello hello{};
+std::unique_ptr<Link> QueuePair::accept_handshake(Connection* connection) {
+    const int socket = connection->socket.get();
+    wire::ConnectRequest connect_request{};
     std::vector<Fd> shared;
-    if (!recv_all(socket, &hello, sizeof hello) || !wire::well_formed(hello) ||
+    if (!recv_all(socket, &connect_request, sizeof connect_request) || !wire::well_formed(connect_request) ||
         !recv_fds(socket, Link::fd_count, &shared)) {
         return nullptr;
     }
@@ -100,34 +101,35 @@ std::unique_ptr<Link> QueuePair::welcome(Connection* own) {
     if (link == nullptr) {
         return nullptr;
     }
-    wire::Welcome welcome{wire::magic, 0};
+    wire::ConnectReply reply{wire::magic, 0};
     {
         Lock lock(mutex_);
         const ibv_global_route& route = attr_.ah_attr.grh;
-        const bool expected = hello.destination_qpn == number_ && hello.source_qpn == attr_.dest_qp_num &&
-                              std::memcmp(&hello.source_gid, &route.dgid, sizeof route.dgid) == 0 &&
-                              std::memcmp(&hello.destination_gid, &context_->device->gid, sizeof(ibv_gid)) == 0 &&
-                              hello.psn == attr_.rq_psn &&
-                              hello.gid_type == static_cast<std::uint32_t>(gid_type_at(route.sgid_index));
+        const bool expected =
+            connect_request.destination_qpn == number_ && connect_request.source_qpn == attr_.dest_qp_num &&
+            std::memcmp(&connect_request.source_gid, &route.dgid, sizeof route.dgid) == 0 &&
+            std::memcmp(&connect_request.destination_gid, &context_->device->gid, sizeof(ibv_gid)) == 0 &&
+            connect_request.psn == attr_.rq_psn &&
+            connect_request.gid_type == static_cast<std::uint32_t>(gid_type_at(route.sgid_index));
         if (receives_requests() && expected && !closing_) {
-            welcome.ready = 1;
-            own->serving = true;
-            own->generation = generation_;
+            reply.ready = 1;
+            connection->serving = true;
+            connection->generation = generation_;
         }
     }
-    const bool ready = send_all(socket, &welcome, sizeof welcome) && welcome.ready == 1;
+    const bool ready = send_all(socket, &reply, sizeof reply) && reply.ready == 1;
     return ready ? std::move(link) : nullptr;
 }
 
-// Until there are requests after the first `served` ones. False at the end of the connection: what the peer had asked
-// for and nobody began is dropped, as it is on the way to a device.
-bool QueuePair::await_request(const Connection& own, Link* link, std::uint32_t served) {
+// Wait until there are requests after the first `served`. Return false at the end of the connection; requests that were
+// not started are then dropped, as packets that never reach a device.
+bool QueuePair::wait_for_request(const Connection& connection, Link* link, std::uint32_t served) {
     if (spin_until([&] { return link->submitted() != served; })) {
         return true;
     }
-    while (link->ask_wake_after(served)) {
+    while (link->request_wake_after(served)) {
         char wakes[64];
-        const ssize_t got = recv(own.socket.get(), wakes, sizeof wakes, 0);
+        const ssize_t got = recv(connection.socket.get(), wakes, sizeof wakes, 0);
         if (got == 0 || (got < 0 && errno != EINTR)) {
             return false;
         }
@@ -138,8 +140,8 @@ bool QueuePair::await_request(const Connection& own, Link* link, std::uint32_t s
     return true;
 }
 
-void QueuePair::serve(Connection* own, Link* link, Arriving* arriving) {
-    for (std::uint32_t served = 0; await_request(*own, link, served);) {
+void QueuePair::serve_requests(Connection* connection, Link* link, IncomingMessage* incoming) {
+    for (std::uint32_t served = 0; wait_for_request(*connection, link, served);) {
         const std::uint32_t submitted = link->submitted();
         if (submitted - served > Link::slot_count) {
             return;
@@ -148,57 +150,58 @@ void QueuePair::serve(Connection* own, Link* link, Arriving* arriving) {
             if (link->ended()) {
                 return;
             }
-            const auto together = serve_writes(own, link, served, submitted, *arriving);
-            if (!together || (*together == 0 && !serve_one(own, link, served, arriving))) {
+            const auto batch_count = serve_write_batch(connection, link, served, submitted, *incoming);
+            if (!batch_count || (*batch_count == 0 && !serve_request(connection, link, served, incoming))) {
                 return;
             }
-            served += std::max(*together, 1U);
+            served += std::max(*batch_count, 1U);
         }
     }
 }
 
-bool QueuePair::serve_one(Connection* own, Link* link, std::uint32_t number, Arriving* arriving) {
+bool QueuePair::serve_request(Connection* connection, Link* link, std::uint32_t number, IncomingMessage* incoming) {
     const wire::Request request = link->request(number);
-    if (!wire::well_formed(request) || !Link::holds(request)) {
+    if (!wire::well_formed(request) || !Link::payload_in_bounds(request)) {
         return false;
     }
-    // A message goes on where it stopped, and no other begins before it ended.
-    if (arriving->active
-            ? (request.opcode != wire::Opcode::send || request.chunk_offset_bytes != arriving->arrived_bytes ||
-               request.message_bytes != arriving->message_bytes)
+    // A message continues where it stopped, and no other message starts before it has ended.
+    if (incoming->active
+            ? (request.opcode != wire::Opcode::send || request.chunk_offset_bytes != incoming->arrived_bytes ||
+               request.message_bytes != incoming->message_bytes)
             : (request.opcode == wire::Opcode::send && request.chunk_offset_bytes != 0)) {
         return false;
     }
-    if (!still_serving(*own)) {
+    if (!may_serve(*connection)) {
         return false;
     }
-    const wire::Response response = answer(request, link, arriving, *own);
+    const wire::Response response = execute(request, link, incoming, *connection);
     if (response.magic != wire::magic) {
         return false;
     }
-    if (response.answer == wire::Answer::done) {
+    if (response.status == wire::Status::done) {
         count_served(request);
     }
-    link->answer(number, response);
-    link->publish_answers(number + 1, own->socket.get());
-    return !ends_connection(response.answer);
+    link->put_response(number, response);
+    link->publish_responses(number + 1, connection->socket.get());
+    return !ends_connection(response.status);
 }
 
-bool QueuePair::still_serving(const Connection& own) {
+bool QueuePair::may_serve(const Connection& connection) {
     Lock lock(mutex_);
-    return !closing_ && receives_requests() && own.generation == generation_;
+    return !closing_ && receives_requests() && connection.generation == generation_;
 }
 
-wire::Response QueuePair::answer(const wire::Request& request, Link* link, Arriving* arriving, const Connection& own) {
+wire::Response QueuePair::execute(const wire::Request& request, Link* link, IncomingMessage* incoming,
+                                  const Connection& connection) {
     switch (request.opcode) {
     case wire::Opcode::send:
-        return answer_send(request, link->memory(), arriving, own);
+        return execute_send(request, link->memory(), incoming, connection);
     case wire::Opcode::write:
-        return answer_write(request, link, arriving, own);
+        return execute_write(request, link, incoming, connection);
     case wire::Opcode::read:
-        return answer_read(request, &link->memory(), own);
+        return execute_read(request, &link->memory(), connection);
     default:
-        return answer_atomic(request, own);
+        return execute_atomic(request, connection);
     }
 }
 
@@ -208,103 +211,106 @@ bool QueuePair::permits(unsigned access) {
     return (attr_.qp_access_flags & access) == access && (!reads || attr_.max_dest_rd_atomic > 0);
 }
 
-// The bytes of a write, from where they lie into the region.
-RegionError QueuePair::land(const wire::Request& request, Region* region, Link* link) {
+// Copy the payload of a write into the region.
+RegionError QueuePair::write_payload(const wire::Request& request, Region* region, Link* link) {
     const std::uint64_t address = request.remote_address + request.chunk_offset_bytes;
     if ((request.flags & wire::flag_piped) == 0) {
         return region->write(address, link->memory(), request.payload_at, request.chunk_bytes);
     }
     if (region->mapped()) {
-        return region->take(address, &link->pipe(), request.chunk_bytes);
+        return region->read_from(address, &link->pipe(), request.chunk_bytes);
     }
-    Bounce* const own = link->own_memory();
-    if (own == nullptr) {
+    BounceBuffer* const buffer = link->private_buffer();
+    if (buffer == nullptr) {
         return RegionError::fault;
     }
-    return link->pipe().take(own->at(0), request.chunk_bytes) == 0
-               ? region->write(address, *own, 0, request.chunk_bytes)
+    return link->pipe().read(buffer->at(0), request.chunk_bytes) == 0
+               ? region->write(address, *buffer, 0, request.chunk_bytes)
                : RegionError::lost;
 }
 
-wire::Response QueuePair::answer_write(const wire::Request& request, Link* link, Arriving* arriving,
-                                       const Connection& own) {
+wire::Response QueuePair::execute_write(const wire::Request& request, Link* link, IncomingMessage* incoming,
+                                        const Connection& connection) {
     if (!permits(IBV_ACCESS_REMOTE_WRITE)) {
-        return refuse(wire::Answer::invalid_request, IBV_EVENT_QP_REQ_ERR, own);
+        return fail_request(wire::Status::invalid_request, IBV_EVENT_QP_REQ_ERR, connection);
     }
-    // The key of a message without bytes is not looked at.
+    // The key of an empty message is not checked.
     std::shared_ptr<Region> region;
     if (request.message_bytes > 0) {
         region =
-            find_remote(request.rkey, domain_, IBV_ACCESS_REMOTE_WRITE, request.remote_address, request.message_bytes);
+            find_by_rkey(request.rkey, domain_, IBV_ACCESS_REMOTE_WRITE, request.remote_address, request.message_bytes);
         if (region == nullptr) {
-            return refuse(RegionError::refused, own);
+            return fail_request(RegionError::refused, connection);
         }
     }
-    const bool tells = (request.flags & wire::flag_immediate) != 0 && wire::last_chunk(request);
-    if (tells && !take_receive(arriving)) {
-        return not_ready();
+    const bool consumes_receive = (request.flags & wire::flag_immediate) != 0 && wire::last_chunk(request);
+    if (consumes_receive && !consume_receive(incoming)) {
+        return receiver_not_ready_response();
     }
     if (region != nullptr) {
-        const RegionError error = land(request, region.get(), link);
+        const RegionError error = write_payload(request, region.get(), link);
         if (error == RegionError::lost) {
-            // No answer: nobody waits for one.
+            // The requester does not wait for a response.
             return {};
         }
         if (error != RegionError::none) {
-            return refuse(error, own);
+            return fail_request(error, connection);
         }
     }
-    return tells ? finish_receive(request, arriving, own) : wire::response_of(wire::Answer::done);
+    return consumes_receive ? finish_receive(request, incoming, connection) : wire::make_response(wire::Status::done);
 }
 
-wire::Response QueuePair::answer_read(const wire::Request& request, Bounce* bounce, const Connection& own) {
+wire::Response QueuePair::execute_read(const wire::Request& request, BounceBuffer* bounce,
+                                       const Connection& connection) {
     if (!permits(IBV_ACCESS_REMOTE_READ)) {
-        return refuse(wire::Answer::invalid_request, IBV_EVENT_QP_REQ_ERR, own);
+        return fail_request(wire::Status::invalid_request, IBV_EVENT_QP_REQ_ERR, connection);
     }
     if (request.message_bytes > 0) {
         const auto region =
-            find_remote(request.rkey, domain_, IBV_ACCESS_REMOTE_READ, request.remote_address, request.message_bytes);
+            find_by_rkey(request.rkey, domain_, IBV_ACCESS_REMOTE_READ, request.remote_address, request.message_bytes);
         const std::uint64_t address = request.remote_address + request.chunk_offset_bytes;
         const RegionError error = region == nullptr
                                       ? RegionError::refused
                                       : region->read(address, bounce, request.payload_at, request.chunk_bytes);
         if (error != RegionError::none) {
-            return refuse(error, own);
+            return fail_request(error, connection);
         }
     }
-    wire::Response response = wire::response_of(wire::Answer::done);
+    wire::Response response = wire::make_response(wire::Status::done);
     response.payload_bytes = request.chunk_bytes;
     return response;
 }
 
-wire::Response QueuePair::answer_atomic(const wire::Request& request, const Connection& own) {
+wire::Response QueuePair::execute_atomic(const wire::Request& request, const Connection& connection) {
     if (!permits(IBV_ACCESS_REMOTE_ATOMIC) || request.remote_address % 8 != 0) {
-        return refuse(wire::Answer::invalid_request, IBV_EVENT_QP_REQ_ERR, own);
+        return fail_request(wire::Status::invalid_request, IBV_EVENT_QP_REQ_ERR, connection);
     }
-    const auto region = find_remote(request.rkey, domain_, IBV_ACCESS_REMOTE_ATOMIC, request.remote_address, 8);
-    wire::Response response = wire::response_of(wire::Answer::done);
+    const auto region = find_by_rkey(request.rkey, domain_, IBV_ACCESS_REMOTE_ATOMIC, request.remote_address, 8);
+    wire::Response response = wire::make_response(wire::Status::done);
     const auto changed = [&](std::uint64_t original) {
         if (request.opcode == wire::Opcode::fetch_and_add) {
             return original + request.compare_or_add;
         }
         return original == request.compare_or_add ? request.swap : original;
     };
-    const RegionError error =
-        region == nullptr ? RegionError::refused : region->change(request.remote_address, &response.original, changed);
-    return error == RegionError::none ? response : refuse(error, own);
+    const RegionError error = region == nullptr
+                                  ? RegionError::refused
+                                  : region->atomic_update(request.remote_address, &response.original, changed);
+    return error == RegionError::none ? response : fail_request(error, connection);
 }
 
-wire::Response QueuePair::refuse(wire::Answer answer, ibv_event_type event, const Connection& own) {
+wire::Response QueuePair::fail_request(wire::Status status, ibv_event_type event, const Connection& connection) {
     Lock lock(mutex_);
-    if (own.generation == generation_) {
-        fail(lock, event, &own);
+    if (connection.generation == generation_) {
+        fail(lock, event, &connection);
     }
-    return wire::response_of(answer);
+    return wire::make_response(status);
 }
 
-wire::Response QueuePair::refuse(RegionError error, const Connection& own) {
-    return error == RegionError::refused ? refuse(wire::Answer::access_refused, IBV_EVENT_QP_ACCESS_ERR, own)
-                                         : refuse(wire::Answer::operation_failed, IBV_EVENT_QP_FATAL, own);
+wire::Response QueuePair::fail_request(RegionError error, const Connection& connection) {
+    return error == RegionError::refused
+               ? fail_request(wire::Status::access_refused, IBV_EVENT_QP_ACCESS_ERR, connection)
+               : fail_request(wire::Status::operation_failed, IBV_EVENT_QP_FATAL, connection);
 }
 
 void QueuePair::count_served(const wire::Request& request) {
@@ -323,7 +329,7 @@ void QueuePair::count_served(const wire::Request& request) {
         served.read_bytes += request.chunk_bytes;
         break;
     default:
-        // An atomic request counts as a request only.
+        // Atomic requests are counted as requests only.
         break;
     }
 }

@@ -1,4 +1,4 @@
-// Messages that use up a receive: sends, and writes that tell of themselves.
+// The responder's part of messages that consume a receive request: sends, and writes with immediate data.
 #include <algorithm>
 
 #include "ibverbs/queue_pair.hpp"
@@ -6,72 +6,73 @@
 
 namespace gdrkit::twin::verbs {
 
-wire::Response QueuePair::answer_send(const wire::Request& request, const Bounce& bounce, Arriving* arriving,
-                                      const Connection& own) {
-    if (!arriving->active) {
-        if (!take_receive(arriving)) {
-            return not_ready();
+wire::Response QueuePair::execute_send(const wire::Request& request, const BounceBuffer& bounce,
+                                       IncomingMessage* incoming, const Connection& connection) {
+    if (!incoming->active) {
+        if (!consume_receive(incoming)) {
+            return receiver_not_ready_response();
         }
-        arriving->message_bytes = request.message_bytes;
-        if (request.message_bytes > arriving->work.length_bytes) {
-            return fail_receive(arriving, IBV_WC_LOC_LEN_ERR, wire::Answer::invalid_request, own);
+        incoming->message_bytes = request.message_bytes;
+        if (request.message_bytes > incoming->work.length_bytes) {
+            return fail_receive(incoming, IBV_WC_LOC_LEN_ERR, wire::Status::invalid_request, connection);
         }
     }
-    if (scatter(arriving->work, request, bounce) != RegionError::none) {
-        return fail_receive(arriving, IBV_WC_LOC_PROT_ERR, wire::Answer::operation_failed, own);
+    if (scatter(incoming->work, request, bounce) != RegionError::none) {
+        return fail_receive(incoming, IBV_WC_LOC_PROT_ERR, wire::Status::operation_failed, connection);
     }
-    arriving->arrived_bytes += request.chunk_bytes;
-    return wire::last_chunk(request) ? finish_receive(request, arriving, own) : wire::response_of(wire::Answer::done);
+    incoming->arrived_bytes += request.chunk_bytes;
+    return wire::last_chunk(request) ? finish_receive(request, incoming, connection)
+                                     : wire::make_response(wire::Status::done);
 }
 
-wire::Response QueuePair::not_ready() {
+wire::Response QueuePair::receiver_not_ready_response() {
     Lock lock(mutex_);
-    wire::Response response = wire::response_of(wire::Answer::receiver_not_ready);
+    wire::Response response = wire::make_response(wire::Status::receiver_not_ready);
     response.rnr_timer = attr_.min_rnr_timer;
     return response;
 }
 
-bool QueuePair::take_receive(Arriving* arriving) {
+bool QueuePair::consume_receive(IncomingMessage* incoming) {
     Lock lock(mutex_);
     if (receives_.empty() || !receives_requests()) {
         return false;
     }
-    *arriving = Arriving{};
-    arriving->work = std::move(receives_.front());
+    *incoming = IncomingMessage{};
+    incoming->work = std::move(receives_.front());
     receives_.pop_front();
-    arriving->active = true;
-    ++arriving_count_;
+    incoming->active = true;
+    ++incoming_count_;
     return true;
 }
 
-void QueuePair::give_back(Arriving* arriving, const Connection& own) {
+void QueuePair::return_receive(IncomingMessage* incoming, const Connection& connection) {
     Lock lock(mutex_);
-    if (!arriving->active) {
+    if (!incoming->active) {
         return;
     }
-    // The message never ended, so the receive is the first again, for the next message or to be flushed.
-    if (own.generation == generation_) {
-        receives_.push_front(std::move(arriving->work));
+    // The message never completed, so its receive request is the first again, for the next message or to be flushed.
+    if (connection.generation == generation_) {
+        receives_.push_front(std::move(incoming->work));
     }
-    arriving->active = false;
-    --arriving_count_;
-    ring(lock);
+    incoming->active = false;
+    --incoming_count_;
+    notify_change(lock);
 }
 
-RegionError QueuePair::scatter(const ReceiveWork& work, const wire::Request& request, const Bounce& bounce) {
+RegionError QueuePair::scatter(const ReceiveWork& work, const wire::Request& request, const BounceBuffer& bounce) {
     std::uint64_t skip = request.chunk_offset_bytes;
     std::size_t moved = 0;
-    for (const ibv_sge& piece : work.pieces) {
-        if (skip >= piece.length) {
-            skip -= piece.length;
+    for (const ibv_sge& sge : work.sges) {
+        if (skip >= sge.length) {
+            skip -= sge.length;
             continue;
         }
-        const std::size_t part = std::min<std::size_t>(piece.length - skip, request.chunk_bytes - moved);
+        const std::size_t part = std::min<std::size_t>(sge.length - skip, request.chunk_bytes - moved);
         if (part == 0) {
             break;
         }
-        const std::uint64_t address = piece.addr + skip;
-        const auto region = find_local(piece.lkey, domain_, IBV_ACCESS_LOCAL_WRITE, address, part);
+        const std::uint64_t address = sge.addr + skip;
+        const auto region = find_by_lkey(sge.lkey, domain_, IBV_ACCESS_LOCAL_WRITE, address, part);
         const RegionError error =
             region == nullptr ? RegionError::refused : region->write(address, bounce, request.payload_at + moved, part);
         if (error != RegionError::none) {
@@ -83,7 +84,8 @@ RegionError QueuePair::scatter(const ReceiveWork& work, const wire::Request& req
     return RegionError::none;
 }
 
-wire::Response QueuePair::finish_receive(const wire::Request& request, Arriving* arriving, const Connection& own) {
+wire::Response QueuePair::finish_receive(const wire::Request& request, IncomingMessage* incoming,
+                                         const Connection& connection) {
     ibv_wc wc{};
     wc.status = IBV_WC_SUCCESS;
     wc.opcode = request.opcode == wire::Opcode::write ? IBV_WC_RECV_RDMA_WITH_IMM : IBV_WC_RECV;
@@ -92,32 +94,32 @@ wire::Response QueuePair::finish_receive(const wire::Request& request, Arriving*
         wc.wc_flags = IBV_WC_WITH_IMM;
         wc.imm_data = request.immediate;
     }
-    be_late();
+    sleep_random_delay();
     Lock lock(mutex_);
-    arriving->active = false;
-    --arriving_count_;
-    if (own.generation == generation_) {
-        complete_receive(lock, arriving->work, wc, (request.flags & wire::flag_solicited) != 0);
+    incoming->active = false;
+    --incoming_count_;
+    if (connection.generation == generation_) {
+        complete_receive(lock, incoming->work, wc, (request.flags & wire::flag_solicited) != 0);
     }
-    ring(lock);
-    return wire::response_of(wire::Answer::done);
+    notify_change(lock);
+    return wire::make_response(wire::Status::done);
 }
 
-wire::Response QueuePair::fail_receive(Arriving* arriving, ibv_wc_status status, wire::Answer answer,
-                                       const Connection& own) {
+wire::Response QueuePair::fail_receive(IncomingMessage* incoming, ibv_wc_status wc_status, wire::Status response_status,
+                                       const Connection& connection) {
     ibv_wc wc{};
-    wc.status = status;
+    wc.status = wc_status;
     wc.opcode = IBV_WC_RECV;
-    be_late();
+    sleep_random_delay();
     Lock lock(mutex_);
-    arriving->active = false;
-    --arriving_count_;
-    if (own.generation == generation_) {
-        complete_receive(lock, arriving->work, wc, false);
-        enter_error(lock, &own);
+    incoming->active = false;
+    --incoming_count_;
+    if (connection.generation == generation_) {
+        complete_receive(lock, incoming->work, wc, false);
+        enter_error(lock, &connection);
     }
-    ring(lock);
-    return wire::response_of(answer);
+    notify_change(lock);
+    return wire::make_response(response_status);
 }
 
 } // namespace gdrkit::twin::verbs

@@ -1,3 +1,5 @@
+// The fault points of the verbs twin, and the state that its first call initializes.
+
 #include "ibverbs/session.hpp"
 
 #include <array>
@@ -9,62 +11,62 @@
 namespace gdrkit::twin::verbs {
 namespace {
 
-constexpr FaultPoint by_errno(std::string_view name) {
+constexpr FaultPoint errno_point(std::string_view name) {
     return {name, FaultKind::errno_value};
 }
 
-constexpr FaultPoint by_status(std::string_view name) {
+constexpr FaultPoint status_point(std::string_view name) {
     return {name, FaultKind::status, IBV_WC_TM_RNDV_INCOMPLETE};
 }
 
-// Every function that can fail and is implemented. Five of them are no symbols (ibv_query_device_ex, ibv_poll_cq,
-// ibv_post_*, ibv_req_notify_cq): clients reach them through the operations of a context.
+// Every implemented function that can fail. Five of them are not exported symbols (ibv_query_device_ex, ibv_poll_cq,
+// ibv_post_*, ibv_req_notify_cq): clients call them through the operations of a context.
 constexpr std::array points = {
-    by_errno("_ibv_query_gid_ex"),
-    by_errno("_ibv_query_gid_table"),
-    by_errno("ibv_alloc_pd"),
-    by_errno("ibv_close_device"),
-    by_errno("ibv_create_comp_channel"),
-    by_errno("ibv_create_cq"),
-    by_errno("ibv_create_qp"),
-    by_errno("ibv_dealloc_pd"),
-    by_errno("ibv_dereg_mr"),
-    by_errno("ibv_destroy_comp_channel"),
-    by_errno("ibv_destroy_cq"),
-    by_errno("ibv_destroy_qp"),
-    by_errno("ibv_fork_init"),
-    by_errno("ibv_get_async_event"),
-    by_errno("ibv_get_cq_event"),
-    by_errno("ibv_get_device_list"),
-    by_errno("ibv_get_pkey_index"),
-    by_errno("ibv_modify_qp"),
-    by_errno("ibv_open_device"),
-    by_errno("ibv_query_device"),
-    by_errno("ibv_query_gid"),
-    by_errno("ibv_query_gid_type"),
-    by_errno("ibv_query_pkey"),
-    by_errno("ibv_query_port"),
-    by_errno("ibv_query_qp"),
-    by_errno("ibv_reg_dmabuf_mr"),
-    by_errno("ibv_reg_mr"),
-    by_errno("ibv_reg_mr_iova"),
-    by_errno("ibv_reg_mr_iova2"),
-    by_errno("ibv_query_device_ex"),
-    by_errno("ibv_poll_cq"),
-    by_errno("ibv_post_recv"),
-    by_errno("ibv_post_send"),
-    by_errno("ibv_req_notify_cq"),
-    by_status("wc.rdma_read"),
-    by_status("wc.rdma_read.landed"),
-    by_status("wc.rdma_write"),
-    by_status("wc.rdma_write.landed"),
-    by_status("wc.send"),
-    by_status("wc.send.landed"),
+    errno_point("_ibv_query_gid_ex"),
+    errno_point("_ibv_query_gid_table"),
+    errno_point("ibv_alloc_pd"),
+    errno_point("ibv_close_device"),
+    errno_point("ibv_create_comp_channel"),
+    errno_point("ibv_create_cq"),
+    errno_point("ibv_create_qp"),
+    errno_point("ibv_dealloc_pd"),
+    errno_point("ibv_dereg_mr"),
+    errno_point("ibv_destroy_comp_channel"),
+    errno_point("ibv_destroy_cq"),
+    errno_point("ibv_destroy_qp"),
+    errno_point("ibv_fork_init"),
+    errno_point("ibv_get_async_event"),
+    errno_point("ibv_get_cq_event"),
+    errno_point("ibv_get_device_list"),
+    errno_point("ibv_get_pkey_index"),
+    errno_point("ibv_modify_qp"),
+    errno_point("ibv_open_device"),
+    errno_point("ibv_query_device"),
+    errno_point("ibv_query_gid"),
+    errno_point("ibv_query_gid_type"),
+    errno_point("ibv_query_pkey"),
+    errno_point("ibv_query_port"),
+    errno_point("ibv_query_qp"),
+    errno_point("ibv_reg_dmabuf_mr"),
+    errno_point("ibv_reg_mr"),
+    errno_point("ibv_reg_mr_iova"),
+    errno_point("ibv_reg_mr_iova2"),
+    errno_point("ibv_query_device_ex"),
+    errno_point("ibv_poll_cq"),
+    errno_point("ibv_post_recv"),
+    errno_point("ibv_post_send"),
+    errno_point("ibv_req_notify_cq"),
+    status_point("wc.rdma_read"),
+    status_point("wc.rdma_read.landed"),
+    status_point("wc.rdma_write"),
+    status_point("wc.rdma_write.landed"),
+    status_point("wc.send"),
+    status_point("wc.send.landed"),
 };
 
 constexpr std::array<std::string_view, 3> prefixes = {"ibv_", "_ibv_", "wc."};
 
-std::string begin() {
+std::string load_session() {
     const std::string fault_error = load_faults(points, prefixes);
     return config().error.empty() ? fault_error : config().error;
 }
@@ -72,19 +74,19 @@ std::string begin() {
 } // namespace
 
 const std::string& session_error() {
-    // Never destroyed: a thread of a queue pair may still ask while the process exits.
-    static const std::string* const error = new std::string(begin());
+    // Never destroyed, because a thread of a queue pair may read it while the process exits.
+    static const std::string* const error = new std::string(load_session());
     return *error;
 }
 
-std::optional<int> call(std::string_view point) {
+std::optional<int> injected_fault(std::string_view point) {
     session_error();
-    return hit(point);
+    return twin::injected_fault(point);
 }
 
-std::optional<int> call(FaultSite* site) {
+std::optional<int> injected_fault(FaultSite* site) {
     session_error();
-    return site->hit();
+    return site->injected_fault();
 }
 
 } // namespace gdrkit::twin::verbs

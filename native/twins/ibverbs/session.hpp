@@ -1,4 +1,5 @@
-// The session of this process with the library: its configuration and its fault plan, and the ways in which verbs fail.
+// Start-up of the twin at the first call (configuration and fault plan), fault injection, and helpers for the ways in
+// which verbs functions fail.
 #pragma once
 
 #include <cerrno>
@@ -10,14 +11,15 @@
 
 namespace gdrkit::twin::verbs {
 
-// Reads configuration and fault plan at the first call. Empty when both are good.
+// Read the configuration and the fault plan at the first call. Return an error text, or an empty string if both are
+// valid.
 const std::string& session_error();
 
-// Counts a call of this function; the errno (of wc.*: the status) that the fault plan wants it to answer, if any.
-std::optional<int> call(std::string_view point);
+// Count a call of this function and return the errno (for wc.* the status) that the fault plan injects, if any.
+std::optional<int> injected_fault(std::string_view point);
 
-// The same for a point that is reached often.
-std::optional<int> call(FaultSite* site);
+// The same for a function that is called often.
+std::optional<int> injected_fault(FaultSite* site);
 
 inline std::nullptr_t fail_null(int error) {
     errno = error;

@@ -1,4 +1,4 @@
-// The functions of the library that only translate: numbers to words, rates to numbers, files to text.
+// Small functions of the library that need no device: names of enumerators, conversions of rates, and files of sysfs.
 #include <fcntl.h>
 #include <unistd.h>
 
@@ -14,7 +14,7 @@ namespace {
 struct Rate {
     ibv_rate rate;
     int mbps;
-    // Of 2.5 Gbit/s; 0 where the rate is no multiple that the library knows.
+    // Multiple of 2.5 Gbit/s; 0 if the library defines none for this rate.
     int multiple;
 };
 
@@ -29,7 +29,7 @@ constexpr std::array rates = {
     Rate{IBV_RATE_800_GBPS, 850000, 320}, Rate{IBV_RATE_1200_GBPS, 1275000, 480},
 };
 
-constexpr std::array status_words = {"success",
+constexpr std::array status_names = {"success",
                                      "local length error",
                                      "local QP operation error",
                                      "local EE context operation error",
@@ -53,18 +53,18 @@ constexpr std::array status_words = {"success",
                                      "general error",
                                      "TM error",
                                      "TM software rendezvous"};
-static_assert(status_words.size() == IBV_WC_TM_RNDV_INCOMPLETE + 1);
+static_assert(status_names.size() == IBV_WC_TM_RNDV_INCOMPLETE + 1);
 
-constexpr std::array node_words = {"unknown",           "InfiniBand channel adapter",
+constexpr std::array node_names = {"unknown",           "InfiniBand channel adapter",
                                    "InfiniBand switch", "InfiniBand router",
                                    "iWARP NIC",         "usNIC",
                                    "usNIC UDP",         "unspecified"};
-static_assert(node_words.size() == IBV_NODE_UNSPECIFIED + 1);
+static_assert(node_names.size() == IBV_NODE_UNSPECIFIED + 1);
 
-constexpr std::array port_words = {"no state change (NOP)", "down", "init", "armed", "active", "active defer"};
-static_assert(port_words.size() == IBV_PORT_ACTIVE_DEFER + 1);
+constexpr std::array port_state_names = {"no state change (NOP)", "down", "init", "armed", "active", "active defer"};
+static_assert(port_state_names.size() == IBV_PORT_ACTIVE_DEFER + 1);
 
-constexpr std::array event_words = {"CQ error",
+constexpr std::array event_names = {"CQ error",
                                     "local work queue catastrophic error",
                                     "invalid request local work queue error",
                                     "local access violation work queue error",
@@ -84,10 +84,10 @@ constexpr std::array event_words = {"CQ error",
                                     "client reregistration",
                                     "GID table change",
                                     "WQ fatal"};
-static_assert(event_words.size() == IBV_EVENT_WQ_FATAL + 1);
+static_assert(event_names.size() == IBV_EVENT_WQ_FATAL + 1);
 
-template <std::size_t Count> const char* word(const std::array<const char*, Count>& words, int index) {
-    return index >= 0 && static_cast<std::size_t>(index) < Count ? words[static_cast<std::size_t>(index)] : "unknown";
+template <std::size_t Count> const char* name_at(const std::array<const char*, Count>& names, int index) {
+    return index >= 0 && static_cast<std::size_t>(index) < Count ? names[static_cast<std::size_t>(index)] : "unknown";
 }
 
 } // namespace
@@ -95,16 +95,16 @@ template <std::size_t Count> const char* word(const std::array<const char*, Coun
 extern "C" {
 
 const char* ibv_wc_status_str(ibv_wc_status status) {
-    return word(status_words, status);
+    return name_at(status_names, status);
 }
 const char* ibv_node_type_str(ibv_node_type node_type) {
-    return word(node_words, node_type);
+    return name_at(node_names, node_type);
 }
 const char* ibv_port_state_str(ibv_port_state port_state) {
-    return word(port_words, port_state);
+    return name_at(port_state_names, port_state);
 }
 const char* ibv_event_type_str(ibv_event_type event) {
-    return word(event_words, event);
+    return name_at(event_names, event);
 }
 
 int ibv_rate_to_mult(ibv_rate rate) {
@@ -143,9 +143,9 @@ ibv_rate mbps_to_ibv_rate(int mbps) {
     return IBV_RATE_MAX;
 }
 
-// Regions are read and written through the process's own page tables, so a fork needs no preparation.
+// The twin accesses regions through the process's own page tables, so a fork needs no preparation.
 int ibv_fork_init(void) {
-    const auto fault = gdrkit::twin::verbs::call("ibv_fork_init");
+    const auto fault = gdrkit::twin::verbs::injected_fault("ibv_fork_init");
     return fault ? *fault : 0;
 }
 
@@ -153,7 +153,7 @@ ibv_fork_status ibv_is_fork_initialized(void) {
     return IBV_FORK_UNNEEDED;
 }
 
-// librdmacm and old programs import these; no public header declares them.
+// librdmacm and old programs import these functions, which no public header declares.
 [[gnu::visibility("default")]] int ibv_dontfork_range(void*, std::size_t) {
     return 0;
 }
@@ -162,7 +162,7 @@ ibv_fork_status ibv_is_fork_initialized(void) {
 }
 
 [[gnu::visibility("default")]] const char* ibv_get_sysfs_path(void) {
-    // Like the real library, it does not let the environment of a set-uid program choose.
+    // Like the real library, ignore the environment of a set-uid program.
     static const std::string* const path = [] {
         const char* const chosen = getuid() == geteuid() ? std::getenv("SYSFS_PATH") : nullptr;
         auto* const text = new std::string(chosen != nullptr ? chosen : "/sys");
@@ -174,7 +174,7 @@ ibv_fork_status ibv_is_fork_initialized(void) {
     return path->c_str();
 }
 
-// The content without the line's end, and its length; -1 and errno when the file cannot be read.
+// Read a file of sysfs without its final newline. Return the length, or -1 with errno set.
 [[gnu::visibility("default")]] int ibv_read_sysfs_file(const char* dir, const char* file, char* buf, std::size_t size) {
     const int fd = open((std::string(dir) + "/" + file).c_str(), O_RDONLY | O_CLOEXEC);
     if (fd < 0) {

@@ -1,5 +1,5 @@
-// The operations of a context that the twin does not have. Clients call them through tables, so that each needs a
-// function of its own type; templates make it from the type of the table's entry.
+// Context operations that the twin does not implement. Clients call them through tables of function pointers, so each
+// needs a function of its own type; templates generate it from the type of the table's entry.
 #include <cerrno>
 
 #include "ibverbs/context.hpp"

@@ -1,3 +1,5 @@
+// Implements the checks of the messages between queue pairs and their socket names.
+
 #include "ibverbs/wire.hpp"
 
 #include <cstdio>
@@ -6,7 +8,7 @@
 
 namespace gdrkit::twin::verbs::wire {
 
-std::string name_of(const ibv_gid& gid, std::uint32_t qp_num) {
+std::string socket_name_of(const ibv_gid& gid, std::uint32_t qp_num) {
     char digits[3];
     std::string name = "qp.";
     for (const std::uint8_t byte : gid.raw) {
@@ -18,16 +20,17 @@ std::string name_of(const ibv_gid& gid, std::uint32_t qp_num) {
     return name + number;
 }
 
-Response response_of(Answer answer) {
+Response make_response(Status status) {
     Response response{};
     response.magic = magic;
-    response.answer = answer;
+    response.status = status;
     return response;
 }
 
-bool well_formed(const Hello& hello) {
-    return hello.magic == magic && hello.version == version && hello.source_qpn <= 0xffffff &&
-           hello.destination_qpn <= 0xffffff && hello.psn <= 0xffffff;
+bool well_formed(const ConnectRequest& connect_request) {
+    return connect_request.magic == magic && connect_request.version == version &&
+           connect_request.source_qpn <= 0xffffff && connect_request.destination_qpn <= 0xffffff &&
+           connect_request.psn <= 0xffffff;
 }
 
 bool well_formed(const Request& request) {
@@ -40,17 +43,17 @@ bool well_formed(const Request& request) {
         return request.message_bytes == 8 && request.chunk_bytes == 8 && request.chunk_offset_bytes == 0 &&
                (request.flags & flag_immediate) == 0;
     }
-    const bool fits = request.chunk_bytes <= chunk_bytes_most && request.message_bytes <= message_bytes_most &&
+    const bool fits = request.chunk_bytes <= max_chunk_bytes && request.message_bytes <= max_message_bytes &&
                       request.chunk_offset_bytes <= request.message_bytes &&
                       request.chunk_bytes <= request.message_bytes - request.chunk_offset_bytes;
-    // Only a message without bytes has a chunk without bytes; it is then the only one.
+    // Only an empty message has an empty chunk, and then only one.
     return fits && (request.chunk_bytes > 0 || request.message_bytes == 0) &&
            (request.opcode != Opcode::read || (request.flags & flag_immediate) == 0);
 }
 
 bool well_formed(const Response& response, const Request& request) {
-    const bool wants_payload = request.opcode == Opcode::read && response.answer == Answer::done;
-    return response.magic == magic && response.answer <= Answer::operation_failed && response.rnr_timer < 32 &&
+    const bool wants_payload = request.opcode == Opcode::read && response.status == Status::done;
+    return response.magic == magic && response.status <= Status::operation_failed && response.rnr_timer < 32 &&
            response.payload_bytes == (wants_payload ? request.chunk_bytes : 0);
 }
 

@@ -1,3 +1,5 @@
+// Reads and checks the GDRKIT_TWINS_* environment variables, and draws random numbers and delays.
+
 #include "model/config.hpp"
 
 #include <sys/random.h>
@@ -14,8 +16,8 @@
 namespace gdrkit::twin {
 namespace {
 
-// Appends to `error` only the first complaint: the first is the cause.
-void complain(Config* config, std::string_view variable, std::string_view value, std::string_view expected) {
+// Store and print the first error only: later ones are usually its consequences.
+void report_malformed(Config* config, std::string_view variable, std::string_view value, std::string_view expected) {
     if (!config->error.empty()) {
         return;
     }
@@ -40,13 +42,13 @@ std::uint64_t read_number(Config* config, const char* variable, std::uint64_t fa
     }
     std::uint64_t value = 0;
     if (!parse_number(text, &value) || value > largest) {
-        complain(config, variable, text, "a number from 0 to " + std::to_string(largest));
+        report_malformed(config, variable, text, "a number from 0 to " + std::to_string(largest));
         return fallback;
     }
     return value;
 }
 
-bool good_domain(std::string_view name) {
+bool is_valid_domain(std::string_view name) {
     constexpr std::string_view allowed = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_.-";
     return !name.empty() && name.size() <= 32 && name.find_first_not_of(allowed) == std::string_view::npos;
 }
@@ -55,7 +57,7 @@ GaudiGeneration read_generation(Config* config) {
     const char* text = std::getenv("GDRKIT_TWINS_GAUDI");
     const std::string_view name = text == nullptr ? "gaudi2" : text;
     if (name != "gaudi" && name != "gaudi2" && name != "gaudi3") {
-        complain(config, "GDRKIT_TWINS_GAUDI", name, "gaudi, gaudi2 or gaudi3");
+        report_malformed(config, "GDRKIT_TWINS_GAUDI", name, "gaudi, gaudi2 or gaudi3");
     }
     return name == "gaudi" ? GaudiGeneration::gaudi
                            : (name == "gaudi3" ? GaudiGeneration::gaudi3 : GaudiGeneration::gaudi2);
@@ -64,34 +66,35 @@ GaudiGeneration read_generation(Config* config) {
 Config read_config() {
     Config config;
     if (const char* domain = std::getenv("GDRKIT_TWINS_DOMAIN"); domain != nullptr) {
-        if (good_domain(domain)) {
+        if (is_valid_domain(domain)) {
             config.domain = domain;
         } else {
-            complain(&config, "GDRKIT_TWINS_DOMAIN", domain, "1 to 32 letters, digits, '_', '.' or '-'");
+            report_malformed(&config, "GDRKIT_TWINS_DOMAIN", domain, "1 to 32 letters, digits, '_', '.' or '-'");
         }
     }
     if (const char* folder = std::getenv("GDRKIT_TWINS_FABRIC"); folder != nullptr) {
         config.fabric = folder;
-        // The address of a socket has 107 bytes, and a name in the folder up to 56.
+        // A unix socket path has at most 107 bytes, and the file name of a queue pair up to 56.
         if (config.fabric.empty() || config.fabric.front() != '/' || config.fabric.size() > 50) {
-            complain(&config, "GDRKIT_TWINS_FABRIC", folder, "the path of a folder from the root, of at most 50 bytes");
+            report_malformed(&config, "GDRKIT_TWINS_FABRIC", folder,
+                             "an absolute path of a directory, of at most 50 bytes");
             config.fabric.clear();
         }
     }
-    std::uint64_t drawn = 0;
-    if (getrandom(&drawn, sizeof drawn, 0) != sizeof drawn) {
-        drawn = static_cast<std::uint64_t>(getpid());
+    std::uint64_t random_seed = 0;
+    if (getrandom(&random_seed, sizeof random_seed, 0) != sizeof random_seed) {
+        random_seed = static_cast<std::uint64_t>(getpid());
     }
-    config.seed = read_number(&config, "GDRKIT_TWINS_SEED", drawn, UINT64_MAX);
+    config.seed = read_number(&config, "GDRKIT_TWINS_SEED", random_seed, UINT64_MAX);
     config.nic_count = static_cast<unsigned>(read_number(&config, "GDRKIT_TWINS_NICS", config.nic_count, 16));
     config.gpu_count = static_cast<unsigned>(read_number(&config, "GDRKIT_TWINS_GPUS", config.gpu_count, 16));
     config.gaudi_count = static_cast<unsigned>(read_number(&config, "GDRKIT_TWINS_GAUDIS", config.gaudi_count, 16));
-    config.gaudi = read_generation(&config);
+    config.gaudi_generation = read_generation(&config);
     config.gaudi_bar_mib = read_number(&config, "GDRKIT_TWINS_GAUDI_BAR_MIB", 0, 1 << 20);
     config.peermem = read_number(&config, "GDRKIT_TWINS_PEERMEM", 1, 1) != 0;
-    config.udev = read_number(&config, "GDRKIT_TWINS_UDEV", 0, 1) != 0;
-    config.late_us_max =
-        static_cast<unsigned>(read_number(&config, "GDRKIT_TWINS_LATE_US", config.late_us_max, 10'000'000));
+    config.udev_knows_all_disks = read_number(&config, "GDRKIT_TWINS_UDEV", 0, 1) != 0;
+    config.max_delay_us =
+        static_cast<unsigned>(read_number(&config, "GDRKIT_TWINS_LATE_US", config.max_delay_us, 10'000'000));
     if (const char* path = std::getenv("GDRKIT_TWINS_FAULTS"); path != nullptr) {
         config.fault_plan_path = path;
     }
@@ -101,28 +104,28 @@ Config read_config() {
 } // namespace
 
 const Config& config() {
-    // Never destroyed: threads of the twins may still ask while the process exits.
+    // Never destroyed, because threads of the twins may read it while the process exits.
     static const Config* const the_config = new Config(read_config());
     return *the_config;
 }
 
 std::uint64_t random_u64() {
     static std::mutex mutex;
-    // The pid keeps two processes of one run from drawing the same keys; with one seed, one process draws the same
-    // again.
+    // The process id makes two processes of one run draw different keys. The same seed and process id draw the same
+    // numbers again.
     static std::mt19937_64* const generator =
         new std::mt19937_64(config().seed ^ (static_cast<std::uint64_t>(getpid()) << 32));
     std::lock_guard lock(mutex);
     return (*generator)();
 }
 
-std::uint64_t lateness_us() {
-    const unsigned most = config().late_us_max;
+std::uint64_t random_delay_us() {
+    const unsigned most = config().max_delay_us;
     return most == 0 ? 0 : random_u64() % (most + 1);
 }
 
-void be_late() {
-    const auto late_ns = static_cast<long>(lateness_us()) * 1000;
+void sleep_random_delay() {
+    const auto late_ns = static_cast<long>(random_delay_us()) * 1000;
     if (late_ns == 0) {
         return;
     }

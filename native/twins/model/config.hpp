@@ -1,4 +1,5 @@
-// What the environment says about the machine that the twins make up. Read once, at the first call of the library.
+// Configuration of the emulated machine, read from the GDRKIT_TWINS_* environment variables once, at the first call of
+// a twin. All twins read it, so that they agree on the devices and the random seed.
 #pragma once
 
 #include <cstdint>
@@ -10,33 +11,35 @@ enum class GaudiGeneration { gaudi, gaudi2, gaudi3 };
 
 struct Config {
     std::string domain = "default";
-    // A folder where queue pairs of several machines meet; empty: those of one network namespace alone.
+    // Directory in which the queue pairs of several network namespaces find each other; empty: only queue pairs in the
+    // same network namespace do.
     std::string fabric;
     std::uint64_t seed = 0;
     unsigned nic_count = 2;
     unsigned gpu_count = 2;
     unsigned gaudi_count = 2;
-    GaudiGeneration gaudi = GaudiGeneration::gaudi2;
-    // How much of the memory of a Gaudi lies in its PCI BAR, from the first byte on; 0: all of it.
+    GaudiGeneration gaudi_generation = GaudiGeneration::gaudi2;
+    // Size of the part of a Gaudi's memory that its PCI BAR maps, from the first byte on; 0: the BAR maps all of it.
     std::uint64_t gaudi_bar_mib = 0;
     bool peermem = true;
-    bool udev = false; // udev knows every disk, whatever its database says
+    bool udev_knows_all_disks = false; // true: behave as if udev's database described every disk
     std::string fault_plan_path;
-    unsigned late_us_max = 300;
-    // Not empty when a variable or the fault plan was malformed; the line has been printed on stderr. Every entry that
-    // can begin a session with the library (ibv_get_device_list, cuInit) must then fail.
+    unsigned max_delay_us = 300;
+    // Error text if a variable or the fault plan is malformed, else empty. The line has already been printed on stderr.
+    // Every function with which a client starts (ibv_get_device_list, cuInit) must then fail.
     std::string error;
 };
 
 const Config& config();
 
-// A random number generator of this process, seeded by the configuration and the pid; safe to call from every thread.
+// Return the next number of this process's random generator, which is seeded by the configuration and the process id.
+// Safe to call from every thread.
 std::uint64_t random_u64();
 
-// Between 0 and late_us_max microseconds, drawn by random_u64.
-std::uint64_t lateness_us();
+// Return a random delay from 0 to max_delay_us microseconds.
+std::uint64_t random_delay_us();
 
-// Sleeps that long.
-void be_late();
+// Sleep for random_delay_us() microseconds.
+void sleep_random_delay();
 
 } // namespace gdrkit::twin

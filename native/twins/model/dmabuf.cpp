@@ -1,3 +1,6 @@
+// Implements the twins' dma-bufs by memfds: an allocation is a memfd, and a dma-buf is a write-only descriptor of it,
+// or of a second memfd whose extents the exporting process serves over its control socket.
+
 #include "model/dmabuf.hpp"
 
 #include <fcntl.h>
@@ -21,37 +24,38 @@
 namespace gdrkit::twin {
 namespace {
 
-constexpr std::string_view memory_name = "gdrkit-gpu:";
-constexpr std::string_view descriptor_name = "gdrkit-dmabuf:";
-constexpr std::string_view shareable_name = "gdrkit-vmm:";
+constexpr std::string_view memory_name_prefix = "gdrkit-gpu:";
+constexpr std::string_view dmabuf_name_prefix = "gdrkit-dmabuf:";
+constexpr std::string_view shareable_name_prefix = "gdrkit-vmm:";
 
-// What /proc/self/fd says the descriptor is; `name` is that of a memfd, without what the kernel puts around it.
-struct Naming {
+// The result of reading /proc/self/fd/N. `name` is the memfd's name without the "/memfd:" and " (deleted)" that the
+// kernel adds.
+struct FdName {
     bool open = false;
     bool memfd = false;
     std::string name;
 };
 
-Naming naming_of(int fd) {
-    Naming naming;
+FdName read_fd_name(int fd) {
+    FdName fd_name;
     char link[64], target[256];
     std::snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
     const ssize_t size = readlink(link, target, sizeof target - 1);
     if (size < 0) {
-        return naming;
+        return fd_name;
     }
-    naming.open = true;
+    fd_name.open = true;
     std::string_view text(target, static_cast<std::size_t>(size));
     constexpr std::string_view before = "/memfd:", after = " (deleted)";
     if (text.starts_with(before) && text.ends_with(after)) {
-        naming.memfd = true;
-        naming.name = text.substr(before.size(), text.size() - before.size() - after.size());
+        fd_name.memfd = true;
+        fd_name.name = text.substr(before.size(), text.size() - before.size() - after.size());
     }
-    return naming;
+    return fd_name;
 }
 
-// The names alone could be given to any memfd by accident; the seals that the twins set make it a deliberate forgery.
-bool sealed_by_us(int fd) {
+// Another library could give a memfd such a name by accident; the seals make that unlikely.
+bool has_twin_seals(int fd) {
     constexpr int seals = F_SEAL_SEAL | F_SEAL_SHRINK | F_SEAL_GROW;
     return fcntl(fd, F_GET_SEALS) == seals;
 }
@@ -72,21 +76,21 @@ int reopen(int fd, int flags) {
     return opened < 0 ? -errno : opened;
 }
 
-std::uint64_t size_of(int fd) {
+std::uint64_t file_size_of(int fd) {
     struct stat status {};
     return fstat(fd, &status) == 0 ? static_cast<std::uint64_t>(status.st_size) : 0;
 }
 
-// One descriptor of several extents that this process exported. The extents are kept as long as anybody holds the
-// descriptor.
-struct Composed {
+// A descriptor memfd that this process exported, with its extents. It is kept as long as any process has the descriptor
+// open.
+struct DescriptorExport {
     Fd descriptor;
-    std::vector<Imported::Piece> pieces;
+    std::vector<ImportedDmabuf::OwnedExtent> extents;
 };
 
 struct Exports {
     std::mutex mutex;
-    std::map<std::uint64_t, Composed> composed;
+    std::map<std::uint64_t, DescriptorExport> descriptors;
 };
 
 Exports& exports() {
@@ -94,22 +98,23 @@ Exports& exports() {
     return *all;
 }
 
-struct ExtentWire {
+struct ExtentMessage {
     std::uint64_t offset_bytes, length_bytes;
 };
 
-// Whether a file that was opened by name (/proc/self/fd) of this memfd is alive anywhere. The kernel grants a write
-// lease only to the sole writer; the descriptor that memfd_create gave, and copies of it, do not count as writers,
-// those opened later do.
-bool opened_again(int fd) {
-    const Fd own(reopen(fd, O_RDWR));
-    // Somebody who opens the file in the moment of the lease makes the kernel signal its holder: SIGIO would end the
-    // process, SIGURG is ignored.
-    return !own || fcntl(own.get(), F_SETSIG, SIGURG) != 0 || fcntl(own.get(), F_SETLEASE, F_WRLCK) != 0;
+// Return whether any process has opened this memfd through /proc/self/fd. The kernel grants a write lease only if there
+// is no other writer. The descriptor that memfd_create returned, and its duplicates, do not count as writers;
+// descriptors opened later do.
+bool has_other_opens(int fd) {
+    const Fd own_writer(reopen(fd, O_RDWR));
+    // If a process opens the file while the lease is held, the kernel signals this process. SIGURG is ignored by
+    // default; SIGIO, the kernel's choice, would end the process.
+    return !own_writer || fcntl(own_writer.get(), F_SETSIG, SIGURG) != 0 ||
+           fcntl(own_writer.get(), F_SETLEASE, F_WRLCK) != 0;
 }
 
-void drop_unused(Exports* all) {
-    std::erase_if(all->composed, [](const auto& entry) { return !opened_again(entry.second.descriptor.get()); });
+void drop_unreferenced_exports(Exports* all) {
+    std::erase_if(all->descriptors, [](const auto& entry) { return !has_other_opens(entry.second.descriptor.get()); });
 }
 
 void serve_extents(std::span<const std::byte> request, std::vector<std::byte>* reply, std::vector<Fd>* fds) {
@@ -120,52 +125,52 @@ void serve_extents(std::span<const std::byte> request, std::vector<std::byte>* r
     std::memcpy(&id, request.data(), sizeof id);
     Exports& all = exports();
     std::lock_guard lock(all.mutex);
-    const auto found = all.composed.find(id);
-    if (found == all.composed.end()) {
+    const auto found = all.descriptors.find(id);
+    if (found == all.descriptors.end()) {
         return;
     }
-    for (const Imported::Piece& piece : found->second.pieces) {
-        const ExtentWire wire{piece.offset_bytes, piece.length_bytes};
-        const auto* bytes = reinterpret_cast<const std::byte*>(&wire);
-        reply->insert(reply->end(), bytes, bytes + sizeof wire);
-        fds->emplace_back(reopen(piece.fd.get(), O_RDWR));
+    for (const ImportedDmabuf::OwnedExtent& extent : found->second.extents) {
+        const ExtentMessage message{extent.offset_bytes, extent.length_bytes};
+        const auto* bytes = reinterpret_cast<const std::byte*>(&message);
+        reply->insert(reply->end(), bytes, bytes + sizeof message);
+        fds->emplace_back(reopen(extent.fd.get(), O_RDWR));
     }
 }
 
-int compose(std::string_view prefix, std::span<const Extent> extents, std::uint64_t* made_id = nullptr) {
+int export_descriptor(std::string_view prefix, std::span<const Extent> extents, std::uint64_t* exported_id = nullptr) {
     std::uint64_t length_bytes = 0;
-    Composed composed;
+    DescriptorExport exported;
     for (const Extent& extent : extents) {
-        // Opened again, not duplicated, so that the memory counts as held while the dma-buf lives.
+        // Opened through /proc, not duplicated, so that has_other_references counts it while the dma-buf lives.
         const int opened = reopen(extent.fd, O_RDWR);
         if (opened < 0) {
             return opened;
         }
-        Imported::Piece piece{Fd(opened), extent.offset_bytes, extent.length_bytes};
+        ImportedDmabuf::OwnedExtent owned{Fd(opened), extent.offset_bytes, extent.length_bytes};
         length_bytes += extent.length_bytes;
-        composed.pieces.push_back(std::move(piece));
+        exported.extents.push_back(std::move(owned));
     }
-    serve(ask_dmabuf_extents, serve_extents);
+    register_handler(request_dmabuf_extents, serve_extents);
     const std::uint64_t id = random_u64();
     char name[64];
     std::snprintf(name, sizeof name, "%s%016llx:%016llx", prefix.data(),
-                  static_cast<unsigned long long>(control_name()), static_cast<unsigned long long>(id));
+                  static_cast<unsigned long long>(control_service_id()), static_cast<unsigned long long>(id));
     const int descriptor = make_memfd(name, length_bytes);
     if (descriptor < 0) {
         return descriptor;
     }
-    composed.descriptor = Fd(descriptor);
-    const int given = reopen(descriptor, O_WRONLY);
+    exported.descriptor = Fd(descriptor);
+    const int exported_fd = reopen(descriptor, O_WRONLY);
     Exports& all = exports();
     std::lock_guard lock(all.mutex);
-    drop_unused(&all);
-    if (given >= 0) {
-        all.composed.emplace(id, std::move(composed));
-        if (made_id != nullptr) {
-            *made_id = id;
+    drop_unreferenced_exports(&all);
+    if (exported_fd >= 0) {
+        all.descriptors.emplace(id, std::move(exported));
+        if (exported_id != nullptr) {
+            *exported_id = id;
         }
     }
-    return given;
+    return exported_fd;
 }
 
 bool parse_hex(std::string_view text, std::uint64_t* value) {
@@ -176,7 +181,7 @@ bool parse_hex(std::string_view text, std::uint64_t* value) {
     return true;
 }
 
-int import_composed(std::string_view rest, std::uint64_t length_bytes, Imported* imported) {
+int import_descriptor(std::string_view rest, std::uint64_t length_bytes, ImportedDmabuf* imported) {
     std::uint64_t owner = 0, id = 0;
     if (rest.size() != 33 || !parse_hex(rest.substr(0, 16), &owner) || !parse_hex(rest.substr(17), &id)) {
         return -EINVAL;
@@ -184,30 +189,30 @@ int import_composed(std::string_view rest, std::uint64_t length_bytes, Imported*
     std::vector<std::byte> request(sizeof id), reply;
     std::memcpy(request.data(), &id, sizeof id);
     std::vector<Fd> fds;
-    if (!ask(owner, ask_dmabuf_extents, request, &reply, &fds)) {
+    if (!send_control_request(owner, request_dmabuf_extents, request, &reply, &fds)) {
         return -ENODEV;
     }
-    if (reply.size() != fds.size() * sizeof(ExtentWire)) {
+    if (reply.size() != fds.size() * sizeof(ExtentMessage)) {
         return -EINVAL;
     }
     std::uint64_t sum = 0;
     for (std::size_t index = 0; index < fds.size(); ++index) {
-        ExtentWire wire{};
-        std::memcpy(&wire, reply.data() + index * sizeof wire, sizeof wire);
-        if (!is_device_memory(fds[index].get()) || wire.offset_bytes > size_of(fds[index].get()) ||
-            wire.length_bytes > size_of(fds[index].get()) - wire.offset_bytes ||
-            wire.length_bytes > length_bytes - sum) {
+        ExtentMessage message{};
+        std::memcpy(&message, reply.data() + index * sizeof message, sizeof message);
+        if (!is_device_memory(fds[index].get()) || message.offset_bytes > file_size_of(fds[index].get()) ||
+            message.length_bytes > file_size_of(fds[index].get()) - message.offset_bytes ||
+            message.length_bytes > length_bytes - sum) {
             return -EINVAL;
         }
-        sum += wire.length_bytes;
-        imported->pieces.push_back({std::move(fds[index]), wire.offset_bytes, wire.length_bytes});
+        sum += message.length_bytes;
+        imported->extents.push_back({std::move(fds[index]), message.offset_bytes, message.length_bytes});
     }
     imported->length_bytes = sum;
     return sum == length_bytes ? 0 : -EINVAL;
 }
 
-// A dma-buf of the kernel says who exported it in its fdinfo, which no other kind of file does.
-bool kernel_dmabuf(int fd) {
+// The kernel shows the exporter of a dma-buf in its fdinfo, and shows exp_name for no other type of file.
+bool is_kernel_dmabuf(int fd) {
     std::ifstream info("/proc/self/fdinfo/" + std::to_string(fd));
     for (std::string line; std::getline(info, line);) {
         if (line.starts_with("exp_name:")) {
@@ -221,80 +226,82 @@ bool kernel_dmabuf(int fd) {
 
 int make_device_memory(std::uint64_t length_bytes) {
     char name[64];
-    std::snprintf(name, sizeof name, "%s%016llx", memory_name.data(), static_cast<unsigned long long>(random_u64()));
+    std::snprintf(name, sizeof name, "%s%016llx", memory_name_prefix.data(),
+                  static_cast<unsigned long long>(random_u64()));
     return make_memfd(name, length_bytes);
 }
 
 bool is_device_memory(int fd) {
-    return naming_of(fd).name.starts_with(memory_name) && sealed_by_us(fd);
+    return read_fd_name(fd).name.starts_with(memory_name_prefix) && has_twin_seals(fd);
 }
 
 int export_dmabuf(std::span<const Extent> extents) {
     if (extents.empty() || extents.size() > 64) {
         return extents.empty() ? -EINVAL : -E2BIG;
     }
-    if (extents.size() == 1 && extents[0].offset_bytes == 0 && extents[0].length_bytes == size_of(extents[0].fd)) {
+    if (extents.size() == 1 && extents[0].offset_bytes == 0 && extents[0].length_bytes == file_size_of(extents[0].fd)) {
         return reopen(extents[0].fd, O_WRONLY);
     }
-    return compose(descriptor_name, extents);
+    return export_descriptor(dmabuf_name_prefix, extents);
 }
 
 int export_tracked_dmabuf(std::span<const Extent> extents, std::uint64_t* id) {
     if (extents.empty() || extents.size() > 64) {
         return extents.empty() ? -EINVAL : -E2BIG;
     }
-    return compose(descriptor_name, extents, id);
+    return export_descriptor(dmabuf_name_prefix, extents, id);
 }
 
-bool dmabuf_alive(std::uint64_t id) {
+bool is_dmabuf_alive(std::uint64_t id) {
     Exports& all = exports();
     std::lock_guard lock(all.mutex);
-    const auto found = all.composed.find(id);
-    if (found == all.composed.end()) {
+    const auto found = all.descriptors.find(id);
+    if (found == all.descriptors.end()) {
         return false;
     }
-    if (opened_again(found->second.descriptor.get())) {
+    if (has_other_opens(found->second.descriptor.get())) {
         return true;
     }
-    all.composed.erase(found);
+    all.descriptors.erase(found);
     return false;
 }
 
 int export_shareable(int memory_fd) {
-    // A shareable handle is not a dma-buf, so it must not look like one: a descriptor of its own, over the whole
-    // memory.
-    const Extent whole{memory_fd, 0, size_of(memory_fd)};
-    return compose(shareable_name, {&whole, 1});
+    // A shareable handle must not be accepted as a dma-buf, so it gets a descriptor memfd of its own over the whole
+    // allocation.
+    const Extent whole{memory_fd, 0, file_size_of(memory_fd)};
+    return export_descriptor(shareable_name_prefix, {&whole, 1});
 }
 
 int import_shareable(int fd) {
-    const Naming naming = naming_of(fd);
-    if (!naming.open) {
+    const FdName fd_name = read_fd_name(fd);
+    if (!fd_name.open) {
         return -EBADF;
     }
-    if (!naming.name.starts_with(shareable_name) || !sealed_by_us(fd)) {
+    if (!fd_name.name.starts_with(shareable_name_prefix) || !has_twin_seals(fd)) {
         return -EINVAL;
     }
-    Imported imported;
-    const int result =
-        import_composed(std::string_view(naming.name).substr(shareable_name.size()), size_of(fd), &imported);
-    if (result != 0 || imported.pieces.size() != 1) {
+    ImportedDmabuf imported;
+    const int result = import_descriptor(std::string_view(fd_name.name).substr(shareable_name_prefix.size()),
+                                         file_size_of(fd), &imported);
+    if (result != 0 || imported.extents.size() != 1) {
         return result != 0 ? result : -EINVAL;
     }
-    return imported.pieces[0].fd.release();
+    return imported.extents[0].fd.release();
 }
 
 int identify_dmabuf(int fd, DmabufOrigin* origin, std::uint64_t* length_bytes) {
-    const Naming naming = naming_of(fd);
-    if (!naming.open) {
+    const FdName fd_name = read_fd_name(fd);
+    if (!fd_name.open) {
         return -EBADF;
     }
-    if (naming.memfd) {
-        if ((!naming.name.starts_with(memory_name) && !naming.name.starts_with(descriptor_name)) || !sealed_by_us(fd)) {
+    if (fd_name.memfd) {
+        if ((!fd_name.name.starts_with(memory_name_prefix) && !fd_name.name.starts_with(dmabuf_name_prefix)) ||
+            !has_twin_seals(fd)) {
             return -EINVAL;
         }
         *origin = DmabufOrigin::twin;
-    } else if (kernel_dmabuf(fd)) {
+    } else if (is_kernel_dmabuf(fd)) {
         *origin = DmabufOrigin::kernel;
         const off_t end = lseek(fd, 0, SEEK_END);
         *length_bytes = end > 0 ? static_cast<std::uint64_t>(end) : 0;
@@ -302,11 +309,11 @@ int identify_dmabuf(int fd, DmabufOrigin* origin, std::uint64_t* length_bytes) {
     } else {
         return -EINVAL;
     }
-    *length_bytes = size_of(fd);
+    *length_bytes = file_size_of(fd);
     return 0;
 }
 
-int import_dmabuf(int fd, Imported* imported) {
+int import_dmabuf(int fd, ImportedDmabuf* imported) {
     DmabufOrigin origin{};
     std::uint64_t length_bytes = 0;
     if (const int result = identify_dmabuf(fd, &origin, &length_bytes); result != 0) {
@@ -315,52 +322,53 @@ int import_dmabuf(int fd, Imported* imported) {
     if (origin != DmabufOrigin::twin) {
         return -EINVAL;
     }
-    imported->pieces.clear();
+    imported->extents.clear();
     const int attached = reopen(fd, O_WRONLY);
     if (attached < 0) {
         return attached;
     }
     imported->attachment = Fd(attached);
-    const Naming naming = naming_of(fd);
-    if (naming.name.starts_with(descriptor_name)) {
-        return import_composed(std::string_view(naming.name).substr(descriptor_name.size()), length_bytes, imported);
+    const FdName fd_name = read_fd_name(fd);
+    if (fd_name.name.starts_with(dmabuf_name_prefix)) {
+        return import_descriptor(std::string_view(fd_name.name).substr(dmabuf_name_prefix.size()), length_bytes,
+                                 imported);
     }
     const int opened = reopen(fd, O_RDWR);
     if (opened < 0) {
         return opened;
     }
-    imported->pieces.push_back({Fd(opened), 0, length_bytes});
+    imported->extents.push_back({Fd(opened), 0, length_bytes});
     imported->length_bytes = length_bytes;
     return 0;
 }
 
-void* map_imported(const Imported& imported) {
+void* map_imported(const ImportedDmabuf& imported) {
     void* const base =
         mmap(nullptr, imported.length_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (base == MAP_FAILED) {
         return nullptr;
     }
     char* at = static_cast<char*>(base);
-    for (const Imported::Piece& piece : imported.pieces) {
-        if (mmap(at, piece.length_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, piece.fd.get(),
-                 static_cast<off_t>(piece.offset_bytes)) == MAP_FAILED) {
-            const int kept = errno;
+    for (const ImportedDmabuf::OwnedExtent& extent : imported.extents) {
+        if (mmap(at, extent.length_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, extent.fd.get(),
+                 static_cast<off_t>(extent.offset_bytes)) == MAP_FAILED) {
+            const int saved_errno = errno;
             munmap(base, imported.length_bytes);
-            errno = kept;
+            errno = saved_errno;
             return nullptr;
         }
-        at += piece.length_bytes;
+        at += extent.length_bytes;
     }
     return base;
 }
 
-bool held_elsewhere(int fd) {
+bool has_other_references(int fd) {
     {
         Exports& all = exports();
         std::lock_guard lock(all.mutex);
-        drop_unused(&all);
+        drop_unreferenced_exports(&all);
     }
-    return opened_again(fd);
+    return has_other_opens(fd);
 }
 
 } // namespace gdrkit::twin

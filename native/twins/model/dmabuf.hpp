@@ -1,4 +1,5 @@
-// The dma-buf of the twins: what an exporter hands out, and how an importer finds the memory behind it.
+// The twins' dma-buf: functions that export device memory as a file descriptor, and functions that import such a
+// descriptor and map the memory behind it. The CUDA and hl-thunk twins export, the verbs twin imports.
 #pragma once
 
 #include <cstdint>
@@ -6,63 +7,69 @@
 #include <string>
 #include <vector>
 
-#include "model/rendezvous.hpp"
+#include "model/sockets.hpp"
 
 namespace gdrkit::twin {
 
-// A new piece of device memory: a memfd named gdrkit-gpu:<16 hex digits>, read-write, close-on-exec, its size sealed.
-// -errno.
+// Create device memory: a memfd named gdrkit-gpu:<16 hex digits>, read-write, close-on-exec, with a sealed size. Return
+// its descriptor or -errno.
 int make_device_memory(std::uint64_t length_bytes);
-// Whether the descriptor is of such memory; then nobody can shorten it under a mapping.
+// Return whether `fd` is such a memfd. Its size is sealed, so no process can truncate it under a mapping.
 bool is_device_memory(int fd);
 
-// A contiguous part of a memfd of device memory. `fd` is borrowed.
+// A contiguous part of a device memory memfd. `fd` is borrowed, not owned.
 struct Extent {
     int fd = -1;
     std::uint64_t offset_bytes = 0;
     std::uint64_t length_bytes = 0;
 };
 
-// The dma-buf over these extents, in order: a write-only descriptor that the caller owns, close-on-exec. -errno.
+// Export the extents, in this order, as one dma-buf. Return a write-only, close-on-exec descriptor that the caller
+// owns, or -errno.
 int export_dmabuf(std::span<const Extent> extents);
 
-// The same as a dma-buf of its own also where it is a whole memory, and `id`, by which its exporter can ask for it.
+// Export like export_dmabuf, but always as a separate descriptor memfd, and store the `id` under which is_dmabuf_alive
+// finds it.
 int export_tracked_dmabuf(std::span<const Extent> extents, std::uint64_t* id);
-// Whether that dma-buf is alive: somebody, in whatever process, has a descriptor of it open or has imported it.
-bool dmabuf_alive(std::uint64_t id);
+// Return whether any process still has a descriptor of that dma-buf open or has imported it.
+bool is_dmabuf_alive(std::uint64_t id);
 
-// The same for a shareable VMM handle (named gdrkit-vmm, so that one is not mistaken for the other).
+// Export the memory as a shareable CUDA VMM handle. Its memfd is named gdrkit-vmm, so that it cannot be imported as a
+// dma-buf.
 int export_shareable(int memory_fd);
-// Read-write descriptor of the memory behind a shareable handle; -EINVAL when the fd is not one, -EBADF when it is not
-// open.
+// Return a read-write descriptor of the memory behind a shareable handle; -EINVAL if `fd` is not a shareable handle,
+// -EBADF if it is not open.
 int import_shareable(int fd);
 
-struct Imported {
-    struct Piece {
+struct ImportedDmabuf {
+    struct OwnedExtent {
         Fd fd; // read-write
         std::uint64_t offset_bytes = 0;
         std::uint64_t length_bytes = 0;
     };
-    std::vector<Piece> pieces;
+    std::vector<OwnedExtent> extents;
     std::uint64_t length_bytes = 0;
-    // The dma-buf itself: as long as this is open its exporter counts the import, as the kernel counts an attachment.
+    // The dma-buf itself. While it is open the exporter sees that the dma-buf is imported, as the kernel counts an
+    // attachment.
     Fd attachment;
 };
 
 enum class DmabufOrigin { twin, kernel };
 
-// What kind of dma-buf the fd is: 0 and the origin and its size; -EBADF: not open; -EINVAL: not a dma-buf at all.
+// Find out who exported a dma-buf, and its size. Return 0, -EBADF if `fd` is not open, or -EINVAL if it is not a
+// dma-buf.
 int identify_dmabuf(int fd, DmabufOrigin* origin, std::uint64_t* length_bytes);
 
-// The memory behind a dma-buf of a twin. -EBADF, -EINVAL as above; -ENODEV when the owner of its extents is gone.
-int import_dmabuf(int fd, Imported* imported);
+// Import a dma-buf that a twin exported. Return 0, -EBADF or -EINVAL as above, or -ENODEV if the process that owns its
+// extents is gone.
+int import_dmabuf(int fd, ImportedDmabuf* imported);
 
-// Maps the pieces as one contiguous read-write range of this process; nullptr and errno. Unmap with munmap(base,
-// length).
-void* map_imported(const Imported& imported);
+// Map the extents as one contiguous read-write range of this process. Return nullptr and set errno on failure. The
+// caller unmaps it by munmap(base, imported.length_bytes).
+void* map_imported(const ImportedDmabuf& imported);
 
-// Whether anybody still holds this memory by way of a dma-buf, a shareable handle or an import of one, in this process
-// or another. `fd` is the descriptor of make_device_memory; that one, its duplicates and mappings of them do not count.
-bool held_elsewhere(int fd);
+// Return whether a dma-buf, a shareable handle or an import of this memory exists in any process. `fd` is the
+// descriptor of make_device_memory; that descriptor, its duplicates and their mappings do not count.
+bool has_other_references(int fd);
 
 } // namespace gdrkit::twin

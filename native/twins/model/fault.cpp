@@ -1,3 +1,5 @@
+// Implements fault injection: parses fault plans, counts calls, and applies the rule that matches a call.
+
 #include "model/fault.hpp"
 
 #include <unistd.h>
@@ -31,28 +33,29 @@ struct Rule {
     std::uint64_t last = UINT64_MAX;
     std::optional<int> code;
     std::chrono::microseconds delay{0};
-    std::string stop; // Of a file; empty: nobody is stopped.
+    std::string stop_file; // path of the trigger file; empty: the rule stops no process
 
-    bool does_something() const { return code || delay.count() != 0 || !stop.empty(); }
+    bool does_something() const { return code || delay.count() != 0 || !stop_file.empty(); }
 };
 
 struct Plan {
     std::map<std::string, std::vector<Rule>, std::less<>> rules;
 };
 
-// Calls of one point that the plan holds up: now, and at most at the same time.
-struct Held {
+// Calls of one point that are being delayed: the present number and the largest so far.
+struct DelayedCalls {
     int now = 0;
     int most = 0;
 };
 
 } // namespace
 
-// Of one point, since the library was loaded, and as many of these as came before the plan that is set.
+// Counts the calls of one point since the library was loaded. `calls_before_plan` of them were made under earlier
+// plans.
 struct FaultCount {
     std::atomic<std::uint64_t> calls{0};
-    std::uint64_t before_plan = 0;
-    std::atomic<bool> planned{false};
+    std::uint64_t calls_before_plan = 0;
+    std::atomic<bool> has_rule{false};
 };
 
 namespace {
@@ -63,7 +66,7 @@ struct Faults {
     std::vector<std::string> prefixes;
     Plan plan;
     std::map<std::string, FaultCount, std::less<>> counts;
-    std::map<std::string, Held, std::less<>> held; // since the plan was set
+    std::map<std::string, DelayedCalls, std::less<>> delayed_calls; // reset when a plan is set
 };
 
 Faults& faults() {
@@ -71,13 +74,13 @@ Faults& faults() {
     return *all;
 }
 
-struct Name {
+struct NamedCode {
     std::string_view name;
     int code;
 };
 
-// The errnos that the kernel and libibverbs give for what the twins do; 524 is the kernel's own ENOTSUPP.
-constexpr Name errno_names[] = {
+// Names of the errnos that the emulated calls return. 524 is the kernel's internal ENOTSUPP.
+constexpr NamedCode errno_names[] = {
     {"EPERM", EPERM},     {"ENOENT", ENOENT},         {"EIO", EIO},
     {"ENXIO", ENXIO},     {"EBADF", EBADF},           {"EAGAIN", EAGAIN},
     {"ENOMEM", ENOMEM},   {"EACCES", EACCES},         {"EFAULT", EFAULT},
@@ -88,13 +91,13 @@ constexpr Name errno_names[] = {
     {"ENOTSUPP", 524},    {"ETIMEDOUT", ETIMEDOUT},   {"ECONNREFUSED", ECONNREFUSED},
 };
 
-// The ways of a transfer between a file and a device, by what a cuFile plan calls them.
-constexpr Name route_names[] = {{"p2p", 1}, {"nvfs", 2}, {"posix", 3}};
+// Names of the paths that a transfer between a file and a device can take, as a cuFile plan writes them.
+constexpr NamedCode route_names[] = {{"p2p", 1}, {"nvfs", 2}, {"posix", 3}};
 
-// Nobody waits longer for a call that a plan holds up: ten seconds.
-constexpr std::uint32_t delay_us_most = 10'000'000;
+// Largest delay_us= of a rule: ten seconds.
+constexpr std::uint32_t max_delay_us_of_rule = 10'000'000;
 
-// The prefixes of all twins: a rule that belongs to none of them is nobody's, and a mistake.
+// Prefixes of all twins. A rule that matches none of them is an error in every library.
 constexpr std::array<std::string_view, 7> all_prefixes = {"ibv_",   "_ibv_",   "wc.",     "cu",
                                                           "cuFile", "cufile.", "hlthunk_"};
 
@@ -115,8 +118,8 @@ bool parse_calls(std::string_view text, Rule* rule) {
     return dash == std::string_view::npos || (parse(text.substr(dash + 1), &rule->last) && rule->last >= rule->first);
 }
 
-bool find_name(std::span<const Name> names, std::string_view text, int* code) {
-    const auto found = std::ranges::find(names, text, &Name::name);
+bool find_name(std::span<const NamedCode> names, std::string_view text, int* code) {
+    const auto found = std::ranges::find(names, text, &NamedCode::name);
     if (found != names.end()) {
         *code = found->code;
     }
@@ -130,10 +133,10 @@ bool parse_code(std::string_view text, const FaultPoint& point, int* code) {
     if (point.kind == FaultKind::errno_value && find_name(errno_names, text, code)) {
         return true;
     }
-    return parse(text, code) && *code >= point.code_least && *code <= point.code_most;
+    return parse(text, code) && *code >= point.code_min && *code <= point.code_max;
 }
 
-// The prefix by which a name belongs to a library: the longest, since cuFile begins as CUDA does. Empty: nobody's.
+// Return the longest prefix that `name` starts with, since "cuFile" starts with CUDA's "cu"; empty if there is none.
 std::string_view prefix_of(std::string_view name) {
     std::string_view longest;
     for (const std::string_view prefix : all_prefixes) {
@@ -160,18 +163,19 @@ std::string expected_code(const FaultPoint& point) {
     if (point.kind == FaultKind::route) {
         return "p2p, nvfs or posix after route=";
     }
-    return "a name or number from " + std::to_string(point.code_least) + " to " + std::to_string(point.code_most) +
+    return "a name or number from " + std::to_string(point.code_min) + " to " + std::to_string(point.code_max) +
            " after " + std::string(code_key_of(point.kind));
 }
 
-// One rule; empty when good. A rule of the other library is left to it.
+// Parse one rule and add it to the plan. Return an error text or an empty string. Rules of other libraries are skipped.
 std::string parse_rule(const Faults& all, const std::vector<std::string>& words, Plan* plan) {
     const std::string& name = words[0];
     const auto point = all.points.find(name);
     if (point == all.points.end()) {
         const std::string_view prefix = prefix_of(name);
-        const bool ours = std::ranges::find(all.prefixes, prefix) != all.prefixes.end();
-        return !prefix.empty() && !ours ? "" : "'" + name + "' is not a function that can be made to fail";
+        const bool is_own_prefix = std::ranges::find(all.prefixes, prefix) != all.prefixes.end();
+        return !prefix.empty() && !is_own_prefix ? ""
+                                                 : "'" + name + "' is not the name of a fault point of this library";
     }
     const std::string_view code_key = code_key_of(point->second.kind);
     Rule rule;
@@ -191,14 +195,14 @@ std::string parse_rule(const Faults& all, const std::vector<std::string>& words,
             rule.code = code;
         } else if (word.starts_with("delay_us=") && rule.delay.count() == 0) {
             std::uint32_t delay_us = 0;
-            if (!parse(word.substr(9), &delay_us) || delay_us == 0 || delay_us > delay_us_most) {
-                return "'" + words[index] + "': expected a number from 1 to " + std::to_string(delay_us_most) +
+            if (!parse(word.substr(9), &delay_us) || delay_us == 0 || delay_us > max_delay_us_of_rule) {
+                return "'" + words[index] + "': expected a number from 1 to " + std::to_string(max_delay_us_of_rule) +
                        " after delay_us=";
             }
             rule.delay = std::chrono::microseconds(delay_us);
-        } else if (word.starts_with("stop=") && rule.stop.empty()) {
-            rule.stop = word.substr(5);
-            if (!rule.stop.starts_with('/')) {
+        } else if (word.starts_with("stop=") && rule.stop_file.empty()) {
+            rule.stop_file = word.substr(5);
+            if (!rule.stop_file.starts_with('/')) {
                 return "'" + words[index] + "': expected the absolute path of a file after stop=";
             }
         } else {
@@ -215,7 +219,7 @@ std::string parse_rule(const Faults& all, const std::vector<std::string>& words,
 std::string parse_plan(const Faults& all, std::string_view text, Plan* plan) {
     std::istringstream lines{std::string(text)};
     std::string line;
-    bool headed = false;
+    bool header_seen = false;
     for (int number = 1; std::getline(lines, line); ++number) {
         std::istringstream stream(line.substr(0, line.find('#')));
         const std::vector<std::string> words{std::istream_iterator<std::string>(stream), {}};
@@ -223,16 +227,16 @@ std::string parse_plan(const Faults& all, std::string_view text, Plan* plan) {
             continue;
         }
         const std::string where = "line " + std::to_string(number) + ": ";
-        if (!headed) {
+        if (!header_seen) {
             if (words != std::vector<std::string>{"gdrkit-faults", "1"}) {
                 return where + "expected 'gdrkit-faults 1' first";
             }
-            headed = true;
+            header_seen = true;
         } else if (std::string error = parse_rule(all, words, plan); !error.empty()) {
             return where + error;
         }
     }
-    return headed ? "" : "line 1: expected 'gdrkit-faults 1' first";
+    return header_seen ? "" : "line 1: expected 'gdrkit-faults 1' first";
 }
 
 std::string set_plan(Faults* all, std::string_view text) {
@@ -240,10 +244,10 @@ std::string set_plan(Faults* all, std::string_view text) {
     std::string error = parse_plan(*all, text, &plan);
     if (error.empty()) {
         all->plan = std::move(plan);
-        all->held.clear();
+        all->delayed_calls.clear();
         for (auto& [name, count] : all->counts) {
-            count.before_plan = count.calls;
-            count.planned = all->plan.rules.contains(name);
+            count.calls_before_plan = count.calls;
+            count.has_rule = all->plan.rules.contains(name);
         }
     }
     return error;
@@ -253,42 +257,43 @@ FaultCount& count_of(Faults* all, std::string_view point) {
     auto found = all->counts.find(point);
     if (found == all->counts.end()) {
         found = all->counts.try_emplace(std::string(point)).first;
-        found->second.planned = all->plan.rules.contains(found->first);
+        found->second.has_rule = all->plan.rules.contains(found->first);
     }
     return found->second;
 }
 
-// Stops this process in this call if the file is there. Renaming it is the test: of all calls that look, one takes it,
-// and whoever put it there sees by the new name which process that was.
-void stop_if_wanted(const std::string& file) {
+// Stop this process if the trigger file exists. rename() is atomic, so exactly one of several calls takes the file, and
+// the file's new name contains the process id.
+void stop_process_if_file_exists(const std::string& file) {
     const std::string taken = file + "." + std::to_string(getpid());
     if (std::rename(file.c_str(), taken.c_str()) == 0) {
         raise(SIGSTOP);
     }
 }
 
-// Does what the rule says, without the lock, and gives what it answers.
-std::optional<int> held_up(Faults* all, std::unique_lock<std::mutex>* lock, std::string_view point, const Rule& rule) {
-    // By value: the plan, and the counts, may be replaced meanwhile.
-    const Rule wanted = rule;
+// Apply the rule without holding the lock, and return the injected result.
+std::optional<int> apply_rule(Faults* all, std::unique_lock<std::mutex>* lock, std::string_view point,
+                              const Rule& rule) {
+    // Copied, because the plan may be replaced while the lock is released.
+    const Rule rule_copy = rule;
     const std::string name(point);
-    if (!wanted.stop.empty()) {
+    if (!rule_copy.stop_file.empty()) {
         lock->unlock();
-        stop_if_wanted(wanted.stop);
+        stop_process_if_file_exists(rule_copy.stop_file);
         lock->lock();
     }
-    if (wanted.delay.count() == 0) {
-        return wanted.code;
+    if (rule_copy.delay.count() == 0) {
+        return rule_copy.code;
     }
-    Held& held = all->held[name];
-    held.most = std::max(held.most, ++held.now);
+    DelayedCalls& delayed_calls = all->delayed_calls[name];
+    delayed_calls.most = std::max(delayed_calls.most, ++delayed_calls.now);
     lock->unlock();
-    std::this_thread::sleep_for(wanted.delay);
+    std::this_thread::sleep_for(rule_copy.delay);
     lock->lock();
-    if (const auto found = all->held.find(name); found != all->held.end() && found->second.now > 0) {
+    if (const auto found = all->delayed_calls.find(name); found != all->delayed_calls.end() && found->second.now > 0) {
         --found->second.now;
     }
-    return wanted.code;
+    return rule_copy.code;
 }
 
 } // namespace
@@ -304,13 +309,14 @@ std::string load_faults(std::span<const FaultPoint> points, std::span<const std:
     if (path.empty()) {
         return "";
     }
-    // Read by the stream, not from its buffer: the buffer throws when the path is that of a directory.
+    // Read through the stream: reading from its buffer throws if the path is a directory.
     std::ifstream file(path, std::ios::binary);
     std::string text;
     for (char letter = 0; file.get(letter);) {
         text += letter;
     }
-    std::string error = file.is_open() && !file.bad() ? set_plan(&all, text) : "the file cannot be read";
+    std::string error = file.is_open() && !file.bad() ? set_plan(&all, text)
+                                                      : "the file cannot be read; check that it exists and is readable";
     if (!error.empty()) {
         error = "fault plan " + path + ": " + error;
         std::fprintf(stderr, "gdrkit twin: %s\n", error.c_str());
@@ -324,15 +330,15 @@ std::string replace_faults(std::string_view plan) {
     return set_plan(&all, plan);
 }
 
-std::optional<int> hit(std::string_view point) {
+std::optional<int> injected_fault(std::string_view point) {
     Faults& all = faults();
     std::unique_lock lock(all.mutex);
     FaultCount& count = count_of(&all, point);
-    const std::uint64_t call = ++count.calls - count.before_plan;
+    const std::uint64_t call = ++count.calls - count.calls_before_plan;
     if (const auto rules = all.plan.rules.find(point); rules != all.plan.rules.end()) {
         for (const Rule& rule : rules->second) {
             if (rule.first <= call && call <= rule.last) {
-                return held_up(&all, &lock, point, rule);
+                return apply_rule(&all, &lock, point, rule);
             }
         }
     }
@@ -345,24 +351,24 @@ FaultSite::FaultSite(std::string_view point) : point_(point) {
     count_ = &count_of(&all, point);
 }
 
-std::optional<int> FaultSite::hit() {
-    if (planned()) {
-        return twin::hit(point_);
+std::optional<int> FaultSite::injected_fault() {
+    if (has_rule()) {
+        return twin::injected_fault(point_);
     }
     ++count_->calls;
     return std::nullopt;
 }
 
-bool FaultSite::planned() const {
-    return count_->planned.load(std::memory_order_relaxed);
+bool FaultSite::has_rule() const {
+    return count_->has_rule.load(std::memory_order_relaxed);
 }
 
-std::string held_json() {
+std::string delayed_calls_json() {
     Faults& all = faults();
     std::lock_guard lock(all.mutex);
     std::string json = "{";
-    for (const auto& [name, held] : all.held) {
-        json += (json.size() > 1 ? ",\"" : "\"") + name + "\":" + std::to_string(held.most);
+    for (const auto& [name, delayed_calls] : all.delayed_calls) {
+        json += (json.size() > 1 ? ",\"" : "\"") + name + "\":" + std::to_string(delayed_calls.most);
     }
     return json + "}";
 }

@@ -1,4 +1,5 @@
-// The fault plan: an overlay that says which call of which function fails, and how. The model below stays pristine.
+// Fault injection. A fault plan is a text file whose rules say which call of which function fails, is delayed, or stops
+// the process. Every exported function of a twin calls this code first; the emulation itself contains no faults.
 #pragma once
 
 #include <optional>
@@ -8,48 +9,50 @@
 
 namespace gdrkit::twin {
 
-// What a rule carries: errno=, status=, or route= (a way that a transfer could go: p2p 1, nvfs 2, posix 3).
+// The type of result that a rule sets: errno=, status=, or route= (the path of a cuFile transfer: p2p 1, nvfs 2, posix
+// 3).
 enum class FaultKind { errno_value, status, route };
 
-// One name that a plan may use, and what its rules must carry: a code from `code_least` to `code_most`.
+// A function name that a plan may use, with the type and the range (code_min to code_max) of the result in its rules.
 struct FaultPoint {
     std::string_view name;
     FaultKind kind;
-    int code_most = 4095;
-    int code_least = 1; // 0: what is no failure, and yet did nothing.
+    int code_max = 4095;
+    int code_min = 1; // 0 is allowed where success without any effect can be injected
 };
 
-// Declares the fault points of this library and the prefixes that it answers for; called by the library before its
-// first `hit`. Reads the plan of the configuration. Returns the error text, empty when the plan is good.
+// Declare the fault points of this library and the name prefixes that it owns, and read the plan named by the
+// configuration. The library calls this before its first injected_fault. Return an error text, or an empty string if
+// the plan is valid.
 std::string load_faults(std::span<const FaultPoint> points, std::span<const std::string_view> prefixes);
 
-// Replaces the plan by this text (the file format of DESIGN.md); counts begin at 1 again. Returns the error text, empty
-// when good.
+// Replace the plan by this text (DESIGN.md describes the format) and restart the call counts at 1. Return an error
+// text, or an empty string if the plan is valid.
 std::string replace_faults(std::string_view plan);
 
-// Counts a call of `point`, holds it up as long as the plan wants, and returns what the plan wants it to answer,
-// nullopt when the call should go through.
-std::optional<int> hit(std::string_view point);
+// Count a call of `point`, delay it if the plan says so, and return the result that the plan injects; nullopt if the
+// call shall be carried out.
+std::optional<int> injected_fault(std::string_view point);
 
-// The same for a call that is made often: what no rule names is only counted, without a lock. Lives as long as the
-// process.
+// The same for a function that is called often: if no rule names the point, the call is counted without a lock. Its
+// counter is never destroyed.
 struct FaultCount;
 class FaultSite {
 public:
     explicit FaultSite(std::string_view point);
-    std::optional<int> hit();
-    // Whether the plan that is set now has a rule for this point.
-    [[nodiscard]] bool planned() const;
+    std::optional<int> injected_fault();
+    // Return whether the current plan has a rule for this point.
+    [[nodiscard]] bool has_rule() const;
 
 private:
     std::string_view point_;
     FaultCount* count_;
 };
 
-// {"ibv_reg_mr": 3, ...}: how often each point was called in this process, as JSON.
+// Return the number of calls of each point in this process as JSON, for example {"ibv_reg_mr": 3}.
 std::string calls_json();
 
-// {"ibv_reg_mr": 2, ...}: of each point that the plan has held up, how many calls at most at the same time, as JSON.
-std::string held_json();
+// Return, as JSON, for each delayed point the largest number of its calls that were delayed at the same time.
+std::string delayed_calls_json();
 
 } // namespace gdrkit::twin

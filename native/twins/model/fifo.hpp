@@ -1,5 +1,5 @@
-// A queue of things that come and go all the time: its memory grows to what was ever in it at once, and is then used
-// again and again, where a deque takes and frees a block for every few of them.
+// A queue in a ring of slots whose memory is kept and reused. It exists because std::deque allocates and frees a block
+// for every few elements, which the request path of the verbs twin cannot afford.
 #pragma once
 
 #include <cstddef>
@@ -12,25 +12,25 @@ template <typename T> class Fifo {
 public:
     [[nodiscard]] bool empty() const { return count_ == 0; }
     [[nodiscard]] std::size_t size() const { return count_; }
-    T& operator[](std::size_t index) { return places_[(first_ + index) & mask()]; }
-    const T& operator[](std::size_t index) const { return places_[(first_ + index) & mask()]; }
+    T& operator[](std::size_t index) { return slots_[(first_ + index) & mask()]; }
+    const T& operator[](std::size_t index) const { return slots_[(first_ + index) & mask()]; }
     T& front() { return (*this)[0]; }
     const T& front() const { return (*this)[0]; }
     T& back() { return (*this)[count_ - 1]; }
     const T& back() const { return (*this)[count_ - 1]; }
 
-    T& push_back(T thing) {
+    T& push_back(T item) {
         grow();
         ++count_;
-        return back() = std::move(thing);
+        return back() = std::move(item);
     }
-    T& push_front(T thing) {
+    T& push_front(T item) {
         grow();
         first_ = (first_ - 1) & mask();
         ++count_;
-        return front() = std::move(thing);
+        return front() = std::move(item);
     }
-    // What was there before stays in its place until another comes: take it out by a move.
+    // The removed element is not destroyed until its slot is reused: move it out first.
     void pop_front() {
         first_ = (first_ + 1) & mask();
         --count_;
@@ -39,20 +39,20 @@ public:
     void clear() { *this = {}; }
 
 private:
-    [[nodiscard]] std::size_t mask() const { return places_.size() - 1; } // Their number is a power of two.
+    [[nodiscard]] std::size_t mask() const { return slots_.size() - 1; } // the number of slots is a power of two
     void grow() {
-        if (count_ != places_.size()) {
+        if (count_ != slots_.size()) {
             return;
         }
-        std::vector<T> more(count_ == 0 ? 16 : 2 * count_);
+        std::vector<T> larger(count_ == 0 ? 16 : 2 * count_);
         for (std::size_t index = 0; index < count_; ++index) {
-            more[index] = std::move((*this)[index]);
+            larger[index] = std::move((*this)[index]);
         }
-        places_ = std::move(more);
+        slots_ = std::move(larger);
         first_ = 0;
     }
 
-    std::vector<T> places_;
+    std::vector<T> slots_;
     std::size_t first_ = 0, count_ = 0;
 };
 

@@ -1,3 +1,5 @@
+// Implements the check of host pages by madvise(MADV_POPULATE_*), or by /proc/self/maps on kernels before 5.14.
+
 #include "model/host_pages.hpp"
 
 #include <sys/mman.h>
@@ -16,7 +18,7 @@
 namespace gdrkit::twin {
 namespace {
 
-// Kernels before 5.14 do not know the advice, and answer as for memory that cannot be populated.
+// Kernels before 5.14 do not know the advice and fail as if the memory could not be populated.
 bool kernel_populates() {
     static const bool known = [] {
         const auto page_bytes = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
@@ -31,7 +33,7 @@ bool kernel_populates() {
     return known;
 }
 
-bool mapped_as(std::uint64_t begin_wanted, std::uint64_t end_wanted, bool writable) {
+bool is_mapped_in_proc_maps(std::uint64_t begin_wanted, std::uint64_t end_wanted, bool writable) {
     std::ifstream maps("/proc/self/maps");
     std::uint64_t covered = begin_wanted;
     for (std::string line; covered < end_wanted && std::getline(maps, line);) {
@@ -53,14 +55,14 @@ bool mapped_as(std::uint64_t begin_wanted, std::uint64_t end_wanted, bool writab
 
 int check_mapped(std::uint64_t begin, std::uint64_t end, bool writable) {
     if (!kernel_populates()) {
-        return mapped_as(begin, end, writable) ? 0 : EFAULT;
+        return is_mapped_in_proc_maps(begin, end, writable) ? 0 : EFAULT;
     }
     int result = 0;
     do {
         result =
             madvise(reinterpret_cast<void*>(begin), end - begin, writable ? MADV_POPULATE_WRITE : MADV_POPULATE_READ);
     } while (result != 0 && (errno == EINTR || errno == EAGAIN));
-    // Not mapped, not so permitted, or nothing behind it: pinning says EFAULT to all of these.
+    // Pinning fails with EFAULT for memory that is not mapped, lacks the permission, or has nothing behind its mapping.
     return result == 0 ? 0 : EFAULT;
 }
 

@@ -1,12 +1,13 @@
-// Memory of this process, as a kernel driver that pins its pages finds it.
+// A check whether host memory could be pinned. The twins apply it where a real driver would pin the pages of a
+// registration.
 #pragma once
 
 #include <cstdint>
 
 namespace gdrkit::twin {
 
-// 0, or EFAULT where not all of the pages [begin, end) are mapped and may be read, and written when `writable`. Pages
-// that were never touched are there afterwards, as pinning makes them.
+// Return 0, or EFAULT if a page of [begin, end) is not mapped, not readable or, with `writable`, not writable. Pages
+// that were never touched are populated, as pinning does.
 int check_mapped(std::uint64_t begin, std::uint64_t end, bool writable);
 
 } // namespace gdrkit::twin

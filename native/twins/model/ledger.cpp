@@ -1,3 +1,5 @@
+// Implements the ledger of live handles and the report of double releases.
+
 #include "model/ledger.hpp"
 
 #include <execinfo.h>
@@ -28,16 +30,16 @@ struct Stack {
 
 using Key = std::pair<std::string_view, std::uint64_t>;
 
-struct Ended {
+struct ReleasedHandle {
     Stack created, released;
-    std::uint64_t number = 0; // counts releases: a handle may be released, given out and released again
+    std::uint64_t number = 0; // sequence number of the release, since a handle value may be reused and released again
 };
 
 struct Ledger {
     std::mutex mutex;
     std::map<Key, Stack> live;
-    std::map<Key, Ended> ended;
-    std::deque<std::pair<Key, std::uint64_t>> ended_order; // the oldest first, by number
+    std::map<Key, ReleasedHandle> released;
+    std::deque<std::pair<Key, std::uint64_t>> release_order; // oldest release first
     std::uint64_t releases = 0;
 };
 
@@ -57,8 +59,8 @@ void print_stack(const char* title, const Stack& stack) {
 void ledger_add(std::string_view kind, std::uint64_t handle) {
     Ledger& all = ledger();
     std::lock_guard lock(all.mutex);
-    // An address that is given out again is a new handle: its earlier release is no longer what a release would repeat.
-    all.ended.erase(Key{kind, handle});
+    // A reused address is a new handle: releasing it is not a double release of the old one.
+    all.released.erase(Key{kind, handle});
     all.live.emplace(Key{kind, handle}, Stack::here());
 }
 
@@ -66,26 +68,26 @@ bool ledger_remove(std::string_view kind, std::uint64_t handle) {
     Ledger& all = ledger();
     std::lock_guard lock(all.mutex);
     const Key key{kind, handle};
-    if (auto found = all.live.find(key); found != all.live.end()) {
+    if (auto position = all.live.find(key); position != all.live.end()) {
         const std::uint64_t number = ++all.releases;
-        all.ended.insert_or_assign(key, Ended{found->second, Stack::here(), number});
-        all.live.erase(found);
-        all.ended_order.emplace_back(key, number);
-        if (all.ended_order.size() > releases_remembered) {
-            const auto& [oldest_key, oldest_number] = all.ended_order.front();
-            if (const auto oldest = all.ended.find(oldest_key);
-                oldest != all.ended.end() && oldest->second.number == oldest_number) {
-                all.ended.erase(oldest);
+        all.released.insert_or_assign(key, ReleasedHandle{position->second, Stack::here(), number});
+        all.live.erase(position);
+        all.release_order.emplace_back(key, number);
+        if (all.release_order.size() > releases_remembered) {
+            const auto& [oldest_key, oldest_number] = all.release_order.front();
+            if (const auto oldest = all.released.find(oldest_key);
+                oldest != all.released.end() && oldest->second.number == oldest_number) {
+                all.released.erase(oldest);
             }
-            all.ended_order.pop_front();
+            all.release_order.pop_front();
         }
         return true;
     }
-    if (auto found = all.ended.find(key); found != all.ended.end()) {
+    if (auto position = all.released.find(key); position != all.released.end()) {
         std::fprintf(stderr, "gdrkit twin: double release of %.*s 0x%llx\n", static_cast<int>(kind.size()), kind.data(),
                      static_cast<unsigned long long>(handle));
-        print_stack("it was created at", found->second.created);
-        print_stack("released first at", found->second.released);
+        print_stack("it was created at", position->second.created);
+        print_stack("released first at", position->second.released);
         print_stack("released again at", Stack::here());
         std::abort();
     }

@@ -1,4 +1,5 @@
-// Who holds what: every handle that a twin gives out is entered here with the stack of its creation.
+// The ledger of live handles. A twin enters every handle that it returns together with the stack of its creation, so
+// that leaks can be listed and a double release ends the process with the stacks that explain it.
 #pragma once
 
 #include <cstddef>
@@ -15,17 +16,17 @@ inline constexpr std::size_t releases_remembered = 1024;
 // `kind` must be a string literal ("ibv_mr", "cuda_memory").
 void ledger_add(std::string_view kind, std::uint64_t handle);
 
-// Removes a live handle. A handle that was released before aborts the process and prints the stacks of creation, first
-// and second release on stderr. A handle that was never known returns false: the caller answers in the convention of
-// its function.
+// Remove a live handle and return true. If the handle was released before, print the stacks of its creation, first and
+// second release on stderr and abort the process. Return false for a handle that never existed; the caller then fails
+// by the convention of its API.
 [[nodiscard]] bool ledger_remove(std::string_view kind, std::uint64_t handle);
 
 [[nodiscard]] bool ledger_holds(std::string_view kind, std::uint64_t handle);
 
-// {"ibv_mr": 2, "cuda_memory": 1}: live handles by kind, kinds without any left out, as JSON.
+// Return the number of live handles of each kind as JSON, for example {"ibv_mr": 2, "cuda_memory": 1}.
 std::string ledger_json();
 
-// The stacks of all live handles, for people.
+// Return the creation stacks of all live handles as text for people.
 std::string ledger_text();
 
 } // namespace gdrkit::twin

@@ -1,4 +1,5 @@
-// The ELF note by which a record can name a twin: owner "GDRKIT", type 1, the text below. Use once in each library.
+// The ELF note (owner "GDRKIT", type 1) by which a report can tell that a loaded library is a twin. Use the macro once
+// in each library.
 #pragma once
 
 #define GDRKIT_TWIN_NOTE(text)                                                                                         \

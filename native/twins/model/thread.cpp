@@ -1,3 +1,5 @@
+// Implements the start of threads with blocked signals.
+
 #include "model/thread.hpp"
 
 #include <pthread.h>
@@ -7,7 +9,7 @@
 
 namespace gdrkit::twin {
 
-std::thread start_quiet_thread(std::function<void()> function) {
+std::thread start_signal_blocking_thread(std::function<void()> function) {
     sigset_t others, before;
     sigfillset(&others);
     for (const int own : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT, SIGTRAP}) {

@@ -1,4 +1,4 @@
-// The threads of the twins.
+// Starts the threads of the twins so that they do not receive the signals of the program.
 #pragma once
 
 #include <functional>
@@ -6,8 +6,8 @@
 
 namespace gdrkit::twin {
 
-// A thread that leaves the program's signals to the program's own threads; those of its own faults it gets. Throws
-// std::system_error when there is none to be had.
-std::thread start_quiet_thread(std::function<void()> function);
+// Start a thread that blocks all signals but those of its own faults (SIGSEGV, SIGABRT ...), so that the program's own
+// threads handle the program's signals. Throws std::system_error if no thread can be created.
+std::thread start_signal_blocking_thread(std::function<void()> function);
 
 } // namespace gdrkit::twin

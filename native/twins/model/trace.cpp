@@ -1,3 +1,5 @@
+// Implements the log of calls.
+
 #include "model/trace.hpp"
 
 #include <time.h>
@@ -10,20 +12,20 @@
 namespace gdrkit::twin {
 namespace {
 
-constexpr std::size_t kept_most = 512;
+constexpr std::size_t max_calls = 512;
 
-struct Calls {
+struct CallLog {
     std::mutex mutex;
     std::deque<std::string> lines;
 };
 
-Calls& calls() {
-    static auto* const all = new Calls;
-    return *all;
+CallLog& call_log() {
+    static auto* const log = new CallLog;
+    return *log;
 }
 
-// Arguments are numbers, and strings that a client gave: what JSON would have to escape is shown as a dot.
-std::string plain(const char* text) {
+// Replace every character that JSON would have to escape by a dot: some arguments are strings from the client.
+std::string to_printable(const char* text) {
     std::string line = text;
     for (char& letter : line) {
         if (letter < ' ' || letter > '~' || letter == '"' || letter == '\\') {
@@ -44,19 +46,19 @@ void trace(const char* format, ...) {
     timespec now{};
     clock_gettime(CLOCK_MONOTONIC, &now);
     const long long now_ns = now.tv_sec * 1'000'000'000LL + now.tv_nsec;
-    Calls& all = calls();
-    std::lock_guard lock(all.mutex);
-    all.lines.push_back(std::to_string(now_ns) + " " + plain(text));
-    if (all.lines.size() > kept_most) {
-        all.lines.pop_front();
+    CallLog& log = call_log();
+    std::lock_guard lock(log.mutex);
+    log.lines.push_back(std::to_string(now_ns) + " " + to_printable(text));
+    if (log.lines.size() > max_calls) {
+        log.lines.pop_front();
     }
 }
 
 std::string trace_json() {
-    Calls& all = calls();
-    std::lock_guard lock(all.mutex);
+    CallLog& log = call_log();
+    std::lock_guard lock(log.mutex);
     std::string json = "[";
-    for (const std::string& line : all.lines) {
+    for (const std::string& line : log.lines) {
         json += (json.size() > 1 ? ",\"" : "\"") + line + "\"";
     }
     return json + "]";

@@ -1,14 +1,16 @@
-// What a client called, in order, with its arguments: for whoever compares that with a reference.
+// A log of the calls that a client made, with arguments and results, in order. Tests compare it with the calls expected
+// by the real library.
 #pragma once
 
 #include <string>
 
 namespace gdrkit::twin {
 
-// Enters one call, in the form of printf. Only the last 512 are kept.
+// Append one call, formatted as by printf. Only the last 512 calls are kept.
 [[gnu::format(printf, 1, 2)]] void trace(const char* format, ...);
 
-// ["<monotonic time in ns> <call>", ...] as JSON, the oldest first. Entries of two twins can be merged by the time.
+// Return the log as a JSON array of "<monotonic time in ns> <call>", oldest first. The times allow merging the logs of
+// two twins.
 std::string trace_json();
 
 } // namespace gdrkit::twin

@@ -1,4 +1,4 @@
-// The whole test framework: a check that prints where it failed and ends the process with 1.
+// The test framework: CHECK prints the failed condition and ends the process with exit code 1.
 #pragma once
 
 #include <cstdio>

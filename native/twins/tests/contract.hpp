@@ -1,4 +1,4 @@
-// Contract files, and what a library really exports.
+// Reads contract files (contracts/) and the exported symbols of a library, to compare them.
 #pragma once
 
 #include <elf.h>
@@ -15,7 +15,7 @@
 
 namespace gdrkit::twin {
 
-// The lines of a contract that are no comments, two words each.
+// Return the lines of a contract file without comments; each has two words.
 inline std::vector<std::pair<std::string, std::string>> read_table(const char* path) {
     std::ifstream file(path);
     CHECK(file.is_open());
@@ -32,12 +32,12 @@ inline std::vector<std::pair<std::string, std::string>> read_table(const char* p
     return table;
 }
 
-// The names in the dynamic symbol table of the library that this library defines.
-inline std::set<std::string> exported(const char* library) {
+// Return the names that the library defines in its dynamic symbol table.
+inline std::set<std::string> exported_symbols(const char* library) {
     std::ifstream file(library, std::ios::binary);
-    std::stringstream whole;
-    whole << file.rdbuf();
-    const std::string bytes = whole.str();
+    std::stringstream content;
+    content << file.rdbuf();
+    const std::string bytes = content.str();
     Elf64_Ehdr header;
     std::memcpy(&header, bytes.data(), sizeof header);
     std::vector<Elf64_Shdr> sections(header.e_shnum);

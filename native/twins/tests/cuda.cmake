@@ -1,5 +1,5 @@
-# The tests of the CUDA twin: they open the built library by its path, as a C program does. The model that they link is
-# their own; the twin has a hidden one.
+# Unit tests of the CUDA twin. They open the built library by its path, as a C program does. They link a copy of model/;
+# the twin contains another, hidden copy.
 function(gdrkit_cuda_test name)
   add_executable(cuda_${name}_test ${CMAKE_CURRENT_FUNCTION_LIST_DIR}/cuda_${name}_test.cpp)
   add_dependencies(cuda_${name}_test cuda_twin)
@@ -10,7 +10,8 @@ function(gdrkit_cuda_test name)
     GDRKIT_CONTRACTS="${CMAKE_CURRENT_FUNCTION_LIST_DIR}/../contracts")
   target_link_libraries(cuda_${name}_test PRIVATE gdrkit_twin_model)
   add_test(NAME cuda_${name} COMMAND cuda_${name}_test)
-  # A domain of its own, so that tests beside it are another machine. TSan forks without its threads on purpose here.
+  # A separate domain keeps tests that run at the same time apart. These tests fork while threads run, which
+  # ThreadSanitizer must accept.
   set_tests_properties(cuda_${name} PROPERTIES TIMEOUT 120
     ENVIRONMENT "GDRKIT_TWINS_DOMAIN=cuda-${name};TSAN_OPTIONS=die_after_fork=0")
 endfunction()
@@ -19,7 +20,7 @@ foreach(name IN ITEMS symbols device context memory host dmabuf stream ipc vmm p
   gdrkit_cuda_test(${name})
 endforeach()
 
-# Only where the real header is: users' machines need none.
+# Only if the real header is installed; users need none.
 find_path(GDRKIT_CUDA_HEADERS cuda.h PATHS /usr/local/cuda/include)
 if(GDRKIT_CUDA_HEADERS)
   gdrkit_cuda_test(abi)

@@ -1,4 +1,5 @@
-// Contexts: primary ones, created ones, the stack of each thread, and what ends with them.
+// Tests of contexts: primary contexts, created contexts, the context stack of a thread, and the objects that are
+// destroyed with a context.
 #include <thread>
 
 #include "cuda_driver.hpp"
@@ -7,118 +8,119 @@ using namespace gdrkit::twin::cuda;
 
 namespace {
 
-Handle current() {
+Handle current_context_handle() {
     Handle context = 1;
-    WORKS("cuCtxGetCurrent", &context);
+    EXPECT_SUCCESS("cuCtxGetCurrent", &context);
     return context;
 }
 
-void primary_context() {
+void test_primary_context() {
     Handle context = 0, again = 0;
     unsigned flags = 99;
     int active = -1;
-    WORKS("cuDevicePrimaryCtxGetState", 0, &flags, &active);
+    EXPECT_SUCCESS("cuDevicePrimaryCtxGetState", 0, &flags, &active);
     CHECK(active == 0 && flags == 0);
-    WORKS("cuDevicePrimaryCtxRetain", &context, 0);
-    CHECK(current() == 0);
-    WORKS("cuDevicePrimaryCtxRetain", &again, 0);
+    EXPECT_SUCCESS("cuDevicePrimaryCtxRetain", &context, 0);
+    CHECK(current_context_handle() == 0);
+    EXPECT_SUCCESS("cuDevicePrimaryCtxRetain", &again, 0);
     CHECK(context == again && context != 0);
-    WORKS("cuCtxSetCurrent", context);
-    WORKS("cuDevicePrimaryCtxRelease_v2", 0);
-    WORKS("cuCtxSynchronize");
+    EXPECT_SUCCESS("cuCtxSetCurrent", context);
+    EXPECT_SUCCESS("cuDevicePrimaryCtxRelease_v2", 0);
+    EXPECT_SUCCESS("cuCtxSynchronize");
     const u64 pointer = allocate(100);
-    WORKS("cuDevicePrimaryCtxRelease_v2", 0);
-    ANSWERS(context_is_destroyed, "cuCtxSynchronize");
-    ANSWERS(invalid_context, "cuDevicePrimaryCtxRelease_v2", 0);
-    // It comes back under the same handle, without the memory it had.
-    WORKS("cuDevicePrimaryCtxRetain", &again, 0);
+    EXPECT_SUCCESS("cuDevicePrimaryCtxRelease_v2", 0);
+    EXPECT_RESULT(context_is_destroyed, "cuCtxSynchronize");
+    EXPECT_RESULT(invalid_context, "cuDevicePrimaryCtxRelease_v2", 0);
+    // The context gets the same handle again, but its memory was destroyed.
+    EXPECT_SUCCESS("cuDevicePrimaryCtxRetain", &again, 0);
     CHECK(again == context);
-    WORKS("cuCtxSynchronize");
-    ANSWERS(not_found, "cuMemGetAddressRange_v2", static_cast<u64*>(nullptr), static_cast<u64*>(nullptr), pointer);
-    // Its memory went with the context, so this free is the first one that the program does: an error, no abort.
-    ANSWERS(invalid_value, "cuMemFree_v2", pointer);
-    WORKS("cuDevicePrimaryCtxReset_v2", 0);
-    ANSWERS(context_is_destroyed, "cuCtxSynchronize");
-    WORKS("cuDevicePrimaryCtxSetFlags_v2", 0, 0x80U);
-    ANSWERS(invalid_value, "cuDevicePrimaryCtxSetFlags_v2", 0, 0x1000U);
-    WORKS("cuDevicePrimaryCtxRetain", &again, 0);
-    WORKS("cuCtxGetFlags", &flags);
+    EXPECT_SUCCESS("cuCtxSynchronize");
+    EXPECT_RESULT(not_found, "cuMemGetAddressRange_v2", static_cast<u64*>(nullptr), static_cast<u64*>(nullptr),
+                  pointer);
+    // The memory was destroyed with the context. This free is the program's first, so it is an error, not an abort.
+    EXPECT_RESULT(invalid_value, "cuMemFree_v2", pointer);
+    EXPECT_SUCCESS("cuDevicePrimaryCtxReset_v2", 0);
+    EXPECT_RESULT(context_is_destroyed, "cuCtxSynchronize");
+    EXPECT_SUCCESS("cuDevicePrimaryCtxSetFlags_v2", 0, 0x80U);
+    EXPECT_RESULT(invalid_value, "cuDevicePrimaryCtxSetFlags_v2", 0, 0x1000U);
+    EXPECT_SUCCESS("cuDevicePrimaryCtxRetain", &again, 0);
+    EXPECT_SUCCESS("cuCtxGetFlags", &flags);
     CHECK(flags == 0x88);
-    WORKS("cuCtxSetCurrent", Handle{0});
-    WORKS("cuDevicePrimaryCtxRelease_v2", 0);
+    EXPECT_SUCCESS("cuCtxSetCurrent", Handle{0});
+    EXPECT_SUCCESS("cuDevicePrimaryCtxRelease_v2", 0);
 }
 
-void created_contexts() {
+void test_created_contexts() {
     Handle first = 0, second = 0, popped = 0;
-    ANSWERS(invalid_value, "cuCtxCreate_v2", &first, 0x1000U, 0);
-    ANSWERS(invalid_device, "cuCtxCreate_v2", &first, 0U, 7);
-    WORKS("cuCtxCreate_v2", &first, 0U, 0);
+    EXPECT_RESULT(invalid_value, "cuCtxCreate_v2", &first, 0x1000U, 0);
+    EXPECT_RESULT(invalid_device, "cuCtxCreate_v2", &first, 0U, 7);
+    EXPECT_SUCCESS("cuCtxCreate_v2", &first, 0U, 0);
     ContextParameters parameters{};
-    WORKS("cuCtxCreate_v4", &second, &parameters, 0U, 1);
-    CHECK(first != second && current() == second);
+    EXPECT_SUCCESS("cuCtxCreate_v4", &second, &parameters, 0U, 1);
+    CHECK(first != second && current_context_handle() == second);
     int device = -1;
-    WORKS("cuCtxGetDevice", &device);
+    EXPECT_SUCCESS("cuCtxGetDevice", &device);
     CHECK(device == 1);
-    WORKS("cuCtxGetDevice_v2", &device, first);
+    EXPECT_SUCCESS("cuCtxGetDevice_v2", &device, first);
     CHECK(device == 0);
     u64 first_id = 0, second_id = 0;
-    WORKS("cuCtxGetId", first, &first_id);
-    WORKS("cuCtxGetId", Handle{0}, &second_id);
+    EXPECT_SUCCESS("cuCtxGetId", first, &first_id);
+    EXPECT_SUCCESS("cuCtxGetId", Handle{0}, &second_id);
     CHECK(first_id != 0 && first_id != second_id);
     unsigned version = 0;
-    WORKS("cuCtxGetApiVersion", first, &version);
+    EXPECT_SUCCESS("cuCtxGetApiVersion", first, &version);
     CHECK(version == 3020);
-    WORKS("cuCtxEnablePeerAccess", first, 0U);
-    ANSWERS(peer_access_already_enabled, "cuCtxEnablePeerAccess", first, 0U);
-    WORKS("cuCtxDisablePeerAccess", first);
-    ANSWERS(peer_access_not_enabled, "cuCtxDisablePeerAccess", first);
-    ANSWERS(peer_access_unsupported, "cuCtxEnablePeerAccess", second, 0U);
-    WORKS("cuCtxPopCurrent_v2", &popped);
-    CHECK(popped == second && current() == first);
+    EXPECT_SUCCESS("cuCtxEnablePeerAccess", first, 0U);
+    EXPECT_RESULT(peer_access_already_enabled, "cuCtxEnablePeerAccess", first, 0U);
+    EXPECT_SUCCESS("cuCtxDisablePeerAccess", first);
+    EXPECT_RESULT(peer_access_not_enabled, "cuCtxDisablePeerAccess", first);
+    EXPECT_RESULT(peer_access_unsupported, "cuCtxEnablePeerAccess", second, 0U);
+    EXPECT_SUCCESS("cuCtxPopCurrent_v2", &popped);
+    CHECK(popped == second && current_context_handle() == first);
     // The stack belongs to the thread.
     std::thread([&] {
-        CHECK(current() == 0);
-        ANSWERS(invalid_context, "cuCtxGetDevice", &device);
-        WORKS("cuCtxPushCurrent_v2", second);
-        CHECK(current() == second);
+        CHECK(current_context_handle() == 0);
+        EXPECT_RESULT(invalid_context, "cuCtxGetDevice", &device);
+        EXPECT_SUCCESS("cuCtxPushCurrent_v2", second);
+        CHECK(current_context_handle() == second);
     }).join();
     Handle stream = 0, event = 0;
-    WORKS("cuStreamCreate", &stream, 0U);
-    WORKS("cuEventCreate", &event, 0U);
-    WORKS("cuCtxDestroy_v2", first);
-    CHECK(current() == 0);
-    WORKS("cuCtxSetCurrent", second);
-    ANSWERS(invalid_handle, "cuStreamSynchronize", stream);
-    ANSWERS(invalid_handle, "cuStreamDestroy_v2", stream);
-    ANSWERS(invalid_handle, "cuEventDestroy_v2", event);
-    ANSWERS(invalid_context, "cuCtxPushCurrent_v2", first);
-    ANSWERS(invalid_context, "cuCtxDestroy_v2", Handle{0x1234});
-    WORKS("cuCtxDestroy_v2", second);
+    EXPECT_SUCCESS("cuStreamCreate", &stream, 0U);
+    EXPECT_SUCCESS("cuEventCreate", &event, 0U);
+    EXPECT_SUCCESS("cuCtxDestroy_v2", first);
+    CHECK(current_context_handle() == 0);
+    EXPECT_SUCCESS("cuCtxSetCurrent", second);
+    EXPECT_RESULT(invalid_handle, "cuStreamSynchronize", stream);
+    EXPECT_RESULT(invalid_handle, "cuStreamDestroy_v2", stream);
+    EXPECT_RESULT(invalid_handle, "cuEventDestroy_v2", event);
+    EXPECT_RESULT(invalid_context, "cuCtxPushCurrent_v2", first);
+    EXPECT_RESULT(invalid_context, "cuCtxDestroy_v2", Handle{0x1234});
+    EXPECT_SUCCESS("cuCtxDestroy_v2", second);
 }
 
-void settings() {
-    Handle context = begin();
+void test_settings() {
+    Handle context = init_device();
     unsigned flags = 0;
-    WORKS("cuCtxSetFlags", 0x80U);
-    WORKS("cuCtxGetFlags", &flags);
+    EXPECT_SUCCESS("cuCtxSetFlags", 0x80U);
+    EXPECT_SUCCESS("cuCtxGetFlags", &flags);
     CHECK(flags == 0x88);
-    ANSWERS(invalid_value, "cuCtxSetFlags", 0x1000U);
-    WORKS("cuCtxSetFlags", 0U);
+    EXPECT_RESULT(invalid_value, "cuCtxSetFlags", 0x1000U);
+    EXPECT_SUCCESS("cuCtxSetFlags", 0U);
     int least = 9, greatest = 9;
-    WORKS("cuCtxGetStreamPriorityRange", &least, &greatest);
+    EXPECT_SUCCESS("cuCtxGetStreamPriorityRange", &least, &greatest);
     CHECK(least == 0 && greatest == -5);
     u64 limit = 0;
-    WORKS("cuCtxSetLimit", 2, u64{123456});
-    WORKS("cuCtxGetLimit", &limit, 2);
+    EXPECT_SUCCESS("cuCtxSetLimit", 2, u64{123456});
+    EXPECT_SUCCESS("cuCtxGetLimit", &limit, 2);
     CHECK(limit == 123456);
-    ANSWERS(unsupported_limit, "cuCtxGetLimit", &limit, 10);
-    WORKS("cuFlushGPUDirectRDMAWrites", 0, 100);
-    ANSWERS(invalid_value, "cuFlushGPUDirectRDMAWrites", 0, 5);
-    ANSWERS(invalid_context, "cuCtxDestroy_v2", context); // a primary context is released
-    WORKS("cuDevicePrimaryCtxRelease_v2", 0);
+    EXPECT_RESULT(unsupported_limit, "cuCtxGetLimit", &limit, 10);
+    EXPECT_SUCCESS("cuFlushGPUDirectRDMAWrites", 0, 100);
+    EXPECT_RESULT(invalid_value, "cuFlushGPUDirectRDMAWrites", 0, 5);
+    EXPECT_RESULT(invalid_context, "cuCtxDestroy_v2", context); // a primary context is released, not destroyed
+    EXPECT_SUCCESS("cuDevicePrimaryCtxRelease_v2", 0);
 }
 
-void second_destroy_aborts() {
+void test_second_destroy_aborts() {
     const int status = status_of_child([] {
         Handle context = 0;
         cu("cuInit", 0U);
@@ -132,9 +134,9 @@ void second_destroy_aborts() {
 } // namespace
 
 int main() {
-    second_destroy_aborts();
-    WORKS("cuInit", 0U);
-    primary_context();
-    created_contexts();
-    settings();
+    test_second_destroy_aborts();
+    EXPECT_SUCCESS("cuInit", 0U);
+    test_primary_context();
+    test_created_contexts();
+    test_settings();
 }

@@ -1,4 +1,4 @@
-// Faults and the look inside.
+// Tests of the CUDA twin's fault plan and control interface.
 #include <cerrno>
 #include <fstream>
 
@@ -15,12 +15,12 @@ std::string ledger() {
     return text.data();
 }
 
-bool holds(const std::string& part) {
+bool ledger_contains(const std::string& part) {
     return ledger().find(part) != std::string::npos;
 }
 
-// A plan in a file, read when the library is first called.
-void plan_of_the_environment(const char* text, int answer_of_init) {
+// Run cuInit in a child with this fault plan file and check its result.
+void check_plan_from_environment(const char* text, int answer_of_init) {
     char path[] = "/tmp/gdrkit-faults-XXXXXX";
     const int fd = mkstemp(path);
     CHECK(fd >= 0);
@@ -28,68 +28,70 @@ void plan_of_the_environment(const char* text, int answer_of_init) {
     std::ofstream(path) << text;
     const int status = status_of_child([&] {
         setenv("GDRKIT_TWINS_FAULTS", path, 1);
-        ANSWERS(answer_of_init, "cuInit", 0U);
+        EXPECT_RESULT(answer_of_init, "cuInit", 0U);
     });
     unlink(path);
     CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
 }
 
-void plans_are_read() {
-    plan_of_the_environment("gdrkit-faults 1\ncuInit call=1 status=999\n", unknown_error);
-    plan_of_the_environment("gdrkit-faults 1\n# rules of others are left to them\nibv_reg_mr call=* errno=14\n",
-                            success);
-    plan_of_the_environment("gdrkit-faults 1\ncuNothing call=1 status=1\n", invalid_value);
-    plan_of_the_environment("gdrkit-faults 1\ncuInit call=1 errno=5\n", invalid_value);
-    plan_of_the_environment("gdrkit-faults 1\ncuModuleLoad call=1 status=1\n", invalid_value); // always fails
-    plan_of_the_environment("something else\n", invalid_value);
+void test_plans_from_environment() {
+    check_plan_from_environment("gdrkit-faults 1\ncuInit call=1 status=999\n", unknown_error);
+    check_plan_from_environment("gdrkit-faults 1\n# rules of others are left to them\nibv_reg_mr call=* errno=14\n",
+                                success);
+    check_plan_from_environment("gdrkit-faults 1\ncuNothing call=1 status=1\n", invalid_value);
+    check_plan_from_environment("gdrkit-faults 1\ncuInit call=1 errno=5\n", invalid_value);
+    // not implemented, so it cannot be made to fail
+    check_plan_from_environment("gdrkit-faults 1\ncuModuleLoad call=1 status=1\n", invalid_value);
+    check_plan_from_environment("something else\n", invalid_value);
 }
 
-void faults_have_no_effect_below() {
+void test_injected_failure_has_no_effect() {
     const u64 before = free_memory();
     CHECK(cu("gdrkit_twin_faults",
              "gdrkit-faults 1\ncuMemAlloc_v2 call=2-3 status=2\ncuCtxSynchronize call=* status=719\n") == 0);
     u64 pointer = 0, other = 0;
-    WORKS("cuMemAlloc_v2", &pointer, u64{4096});
-    ANSWERS(out_of_memory, "cuMemAlloc_v2", &other, u64{4096});
-    ANSWERS(out_of_memory, "cuMemAlloc_v2", &other, u64{4096});
+    EXPECT_SUCCESS("cuMemAlloc_v2", &pointer, u64{4096});
+    EXPECT_RESULT(out_of_memory, "cuMemAlloc_v2", &other, u64{4096});
+    EXPECT_RESULT(out_of_memory, "cuMemAlloc_v2", &other, u64{4096});
     CHECK(other == 0);
-    WORKS("cuMemAlloc_v2", &other, u64{4096});
-    ANSWERS(719, "cuCtxSynchronize");
+    EXPECT_SUCCESS("cuMemAlloc_v2", &other, u64{4096});
+    EXPECT_RESULT(719, "cuCtxSynchronize");
     CHECK(cu("gdrkit_twin_faults", "gdrkit-faults 1\ncuNonsense\n") == EINVAL);
-    ANSWERS(719, "cuCtxSynchronize");
+    EXPECT_RESULT(719, "cuCtxSynchronize");
     CHECK(cu("gdrkit_twin_faults", "gdrkit-faults 1\n") == 0);
-    WORKS("cuCtxSynchronize");
-    CHECK(holds("\"cuMemAlloc_v2\":4"));
-    WORKS("cuMemFree_v2", pointer);
-    WORKS("cuMemFree_v2", other);
+    EXPECT_SUCCESS("cuCtxSynchronize");
+    CHECK(ledger_contains("\"cuMemAlloc_v2\":4"));
+    EXPECT_SUCCESS("cuMemFree_v2", pointer);
+    EXPECT_SUCCESS("cuMemFree_v2", other);
     CHECK(free_memory() == before);
 }
 
-void the_ledger_names_what_is_held() {
-    CHECK(holds("{\"library\":\"cuda\",\"handles\":{\"cuda_primary_context\":1},") && holds("\"seed\":42}"));
+void test_ledger_lists_live_handles() {
+    CHECK(ledger_contains("{\"library\":\"cuda\",\"handles\":{\"cuda_primary_context\":1},") &&
+          ledger_contains("\"seed\":42}"));
     const u64 pointer = allocate(1);
     Handle stream = 0, event = 0;
     void* host = nullptr;
-    WORKS("cuStreamCreate", &stream, 0U);
-    WORKS("cuEventCreate", &event, 0U);
-    WORKS("cuMemHostAlloc", &host, u64{1}, 0U);
-    CHECK(holds("\"cuda_event\":1") && holds("\"cuda_host_memory\":1") && holds("\"cuda_memory\":1") &&
-          holds("\"cuda_stream\":1"));
-    WORKS("cuMemFreeHost", host);
-    WORKS("cuEventDestroy_v2", event);
-    WORKS("cuStreamDestroy_v2", stream);
-    WORKS("cuMemFree_v2", pointer);
-    CHECK(holds("\"handles\":{\"cuda_primary_context\":1},"));
-    WORKS("cuDevicePrimaryCtxRelease_v2", 0);
-    CHECK(holds("\"handles\":{},"));
+    EXPECT_SUCCESS("cuStreamCreate", &stream, 0U);
+    EXPECT_SUCCESS("cuEventCreate", &event, 0U);
+    EXPECT_SUCCESS("cuMemHostAlloc", &host, u64{1}, 0U);
+    CHECK(ledger_contains("\"cuda_event\":1") && ledger_contains("\"cuda_host_memory\":1") &&
+          ledger_contains("\"cuda_memory\":1") && ledger_contains("\"cuda_stream\":1"));
+    EXPECT_SUCCESS("cuMemFreeHost", host);
+    EXPECT_SUCCESS("cuEventDestroy_v2", event);
+    EXPECT_SUCCESS("cuStreamDestroy_v2", stream);
+    EXPECT_SUCCESS("cuMemFree_v2", pointer);
+    CHECK(ledger_contains("\"handles\":{\"cuda_primary_context\":1},"));
+    EXPECT_SUCCESS("cuDevicePrimaryCtxRelease_v2", 0);
+    CHECK(ledger_contains("\"handles\":{},"));
 }
 
 } // namespace
 
 int main() {
     setenv("GDRKIT_TWINS_SEED", "42", 1);
-    plans_are_read();
-    begin();
-    faults_have_no_effect_below();
-    the_ledger_names_what_is_held();
+    test_plans_from_environment();
+    init_device();
+    test_injected_failure_has_no_effect();
+    test_ledger_lists_live_handles();
 }

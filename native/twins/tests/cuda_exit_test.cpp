@@ -1,5 +1,5 @@
-// A program may call the driver until its very end: the destructors of its static objects run after the main thread's
-// own data is gone.
+// Test that a program may call the driver until it exits: destructors of static objects run after the thread-local data
+// of the main thread is destroyed.
 #include "cuda_driver.hpp"
 
 using namespace gdrkit::twin::cuda;
@@ -13,7 +13,7 @@ struct Library {
         if (memory == 0) {
             return;
         }
-        // The thread has no context any more, but may take one.
+        // The thread has lost its context stack, but can make a context current again.
         CHECK(cu("cuCtxGetCurrent", &context) == success && context == 0);
         CHECK(cu("cuMemFree_v2", memory) == invalid_context);
         CHECK(cu("cuDevicePrimaryCtxRetain", &context, 0) == success && cu("cuCtxSetCurrent", context) == success);
@@ -26,7 +26,7 @@ Library library;
 } // namespace
 
 int main() {
-    begin();
+    init_device();
     driver();
     library.memory = allocate(100);
 }

@@ -1,4 +1,5 @@
-// CUDA IPC between two processes. The peer owns the memory, this process opens it, then the other way round.
+// Tests of CUDA IPC between two processes: the peer owns the memory and this process opens it, then the other way
+// round.
 #include <sys/mman.h>
 
 #include <cstring>
@@ -13,102 +14,102 @@ namespace {
 
 constexpr unsigned lazy = ipc_lazy_enable_peer_access;
 
-IpcMemHandle handle_of(u64 pointer) {
+IpcMemHandle get_handle(u64 pointer) {
     IpcMemHandle handle{};
-    WORKS("cuIpcGetMemHandle", &handle, pointer);
+    EXPECT_SUCCESS("cuIpcGetMemHandle", &handle, pointer);
     return handle;
 }
 
-// The owner: hands out handles, and frees when it is told.
+// Body of the owning process: sends handles, and frees memory when told to.
 int peer(int socket) {
-    begin();
+    init_device();
     const u64 first = allocate(5000), second = allocate(3 << 20);
     write_device(second, pattern(3 << 20, 1));
-    const IpcMemHandle handle = handle_of(second), of_inside = handle_of(second + 4096);
+    const IpcMemHandle handle = get_handle(second), of_inside = get_handle(second + 4096);
     CHECK(std::memcmp(&handle, &of_inside, sizeof handle) == 0);
     u64 opened = 0;
-    ANSWERS(invalid_context, "cuIpcOpenMemHandle_v2", &opened, handle, lazy);
-    tell(socket, handle);
-    tell(socket, handle_of(first));
-    // The other side wrote.
-    CHECK(hear<char>(socket) == 'w');
+    EXPECT_RESULT(invalid_context, "cuIpcOpenMemHandle_v2", &opened, handle, lazy);
+    send_value(socket, handle);
+    send_value(socket, get_handle(first));
+    // The importer has written.
+    CHECK(receive_value<char>(socket) == 'w');
     CHECK(read_device(second + 7, 100) == pattern(100, 2));
     const u64 before = free_memory();
-    WORKS("cuMemFree_v2", second);
-    CHECK(free_memory() == before); // the importer holds it
-    tell(socket, 'f');
-    CHECK(hear<char>(socket) == 'c');
-    CHECK(comes_to_have_free(before + (3 << 20)));
-    tell(socket, handle_of(first));
-    hear<char>(socket); // killed here
+    EXPECT_SUCCESS("cuMemFree_v2", second);
+    CHECK(free_memory() == before); // the importer still references it
+    send_value(socket, 'f');
+    CHECK(receive_value<char>(socket) == 'c');
+    CHECK(wait_for_free_memory(before + (3 << 20)));
+    send_value(socket, get_handle(first));
+    receive_value<char>(socket); // the test kills this process here
     return 1;
 }
 
-void importer() {
+void test_importer() {
     Peer owner;
     const int socket = owner.socket();
-    begin();
-    const auto handle = hear<IpcMemHandle>(socket), small = hear<IpcMemHandle>(socket);
+    init_device();
+    const auto handle = receive_value<IpcMemHandle>(socket), small = receive_value<IpcMemHandle>(socket);
     u64 pointer = 0, again = 0;
-    WORKS("cuIpcOpenMemHandle_v2", &pointer, handle, lazy);
-    WORKS("cuIpcOpenMemHandle", &again, handle, lazy);
+    EXPECT_SUCCESS("cuIpcOpenMemHandle_v2", &pointer, handle, lazy);
+    EXPECT_SUCCESS("cuIpcOpenMemHandle", &again, handle, lazy);
     CHECK(pointer == again);
     CHECK(read_device(pointer, 3 << 20) == pattern(3 << 20, 1));
     write_device(pointer + 7, pattern(100, 2));
-    ANSWERS(invalid_value, "cuMemsetD8_v2", pointer, static_cast<unsigned char>(1), u64{(3 << 20) + 1});
-    // What an H200 refuses for imported memory.
+    EXPECT_RESULT(invalid_value, "cuMemsetD8_v2", pointer, static_cast<unsigned char>(1), u64{(3 << 20) + 1});
+    // Functions that an H200 refuses for imported memory.
     int fd = -1;
     IpcMemHandle other{};
-    ANSWERS(invalid_value, "cuMemGetHandleForAddressRange", static_cast<void*>(&fd), pointer, u64{4096},
-            range_handle_dmabuf, u64{0});
-    ANSWERS(invalid_value, "cuIpcGetMemHandle", &other, pointer);
-    ANSWERS(invalid_value, "cuMemFree_v2", pointer);
+    EXPECT_RESULT(invalid_value, "cuMemGetHandleForAddressRange", static_cast<void*>(&fd), pointer, u64{4096},
+                  range_handle_dmabuf, u64{0});
+    EXPECT_RESULT(invalid_value, "cuIpcGetMemHandle", &other, pointer);
+    EXPECT_RESULT(invalid_value, "cuMemFree_v2", pointer);
     CHECK(buffer_id(pointer) != 0);
-    // A small allocation lies where it lay in its page.
+    // A small allocation has the same offset in its page as in the owner.
     u64 small_pointer = 0, base = 0, length = 0;
-    WORKS("cuIpcOpenMemHandle_v2", &small_pointer, small, lazy);
-    WORKS("cuMemGetAddressRange_v2", &base, &length, small_pointer);
+    EXPECT_SUCCESS("cuIpcOpenMemHandle_v2", &small_pointer, small, lazy);
+    EXPECT_SUCCESS("cuMemGetAddressRange_v2", &base, &length, small_pointer);
     CHECK(base == small_pointer && length == 5000);
-    WORKS("cuIpcCloseMemHandle", small_pointer);
-    tell(socket, 'w');
-    CHECK(hear<char>(socket) == 'f');
-    // Freed by its owner, alive here, and not to be opened again.
+    EXPECT_SUCCESS("cuIpcCloseMemHandle", small_pointer);
+    send_value(socket, 'w');
+    CHECK(receive_value<char>(socket) == 'f');
+    // The owner has freed it: the mapping stays valid here, and it cannot be opened again.
     CHECK(read_device(pointer + 7, 100) == pattern(100, 2));
-    WORKS("cuIpcCloseMemHandle", again);
+    EXPECT_SUCCESS("cuIpcCloseMemHandle", again);
     CHECK(read_device(pointer + 7, 1) == pattern(1, 2));
-    WORKS("cuIpcCloseMemHandle", pointer);
+    EXPECT_SUCCESS("cuIpcCloseMemHandle", pointer);
     u64 value = 0;
-    ANSWERS(invalid_value, "cuPointerGetAttribute", static_cast<void*>(&value), static_cast<int>(pointer_buffer_id),
-            pointer);
-    ANSWERS(invalid_value, "cuIpcOpenMemHandle_v2", &pointer, handle, lazy);
-    tell(socket, 'c');
-    const auto last = hear<IpcMemHandle>(socket);
-    owner.die();
-    ANSWERS(invalid_handle, "cuIpcOpenMemHandle_v2", &pointer, last, lazy);
+    EXPECT_RESULT(invalid_value, "cuPointerGetAttribute", static_cast<void*>(&value),
+                  static_cast<int>(pointer_buffer_id), pointer);
+    EXPECT_RESULT(invalid_value, "cuIpcOpenMemHandle_v2", &pointer, handle, lazy);
+    send_value(socket, 'c');
+    const auto last = receive_value<IpcMemHandle>(socket);
+    owner.kill_and_wait();
+    EXPECT_RESULT(invalid_handle, "cuIpcOpenMemHandle_v2", &pointer, last, lazy);
 }
 
-void strange_handles() {
+void test_invalid_handles_are_refused() {
     const u64 memory = allocate(100);
-    const IpcMemHandle good = handle_of(memory);
+    const IpcMemHandle valid_handle = get_handle(memory);
     u64 pointer = 0;
     IpcMemHandle zero{};
-    ANSWERS(invalid_value, "cuIpcOpenMemHandle_v2", &pointer, zero, lazy);
-    ANSWERS(invalid_value, "cuIpcOpenMemHandle_v2", &pointer, good, 0U);
-    for (std::size_t at = 0; at < sizeof good.reserved; ++at) {
-        IpcMemHandle bad = good;
-        bad.reserved[at] ^= 0x40;
-        ANSWERS(invalid_value, "cuIpcOpenMemHandle_v2", &pointer, bad, lazy);
+    EXPECT_RESULT(invalid_value, "cuIpcOpenMemHandle_v2", &pointer, zero, lazy);
+    EXPECT_RESULT(invalid_value, "cuIpcOpenMemHandle_v2", &pointer, valid_handle, 0U);
+    for (std::size_t at = 0; at < sizeof valid_handle.reserved; ++at) {
+        IpcMemHandle invalid_handle_bytes = valid_handle;
+        invalid_handle_bytes.reserved[at] ^= 0x40;
+        EXPECT_RESULT(invalid_value, "cuIpcOpenMemHandle_v2", &pointer, invalid_handle_bytes, lazy);
     }
-    ANSWERS(invalid_value, "cuIpcCloseMemHandle", memory);
+    EXPECT_RESULT(invalid_value, "cuIpcCloseMemHandle", memory);
     IpcMemHandle handle{};
-    ANSWERS(invalid_value, "cuIpcGetMemHandle", &handle, u64{0x1000});
-    WORKS("cuMemFree_v2", memory);
+    EXPECT_RESULT(invalid_value, "cuIpcGetMemHandle", &handle, u64{0x1000});
+    EXPECT_SUCCESS("cuMemFree_v2", memory);
 }
 
-// The handle, changed to come from the control service of this test instead of the driver's.
-IpcMemHandle from_this_test(IpcMemHandle handle) {
+// Return the handle, changed to name the control service of this test process instead of the owner's.
+IpcMemHandle redirect_to_this_process(IpcMemHandle handle) {
     constexpr std::size_t owner_at = 8, checksum_at = 56;
-    const std::uint64_t owner = control_name();
+    const std::uint64_t owner = control_service_id();
     std::memcpy(&handle.reserved[owner_at], &owner, sizeof owner);
     std::uint64_t hash = 0xcbf29ce484222325;
     for (std::size_t at = 0; at < checksum_at; ++at) {
@@ -118,10 +119,10 @@ IpcMemHandle from_this_test(IpcMemHandle handle) {
     return handle;
 }
 
-// An owner that hands out a file which it could shorten under the importer is not believed.
-void strange_owners() {
+// An owner whose file could be truncated under the importer is refused.
+void test_untrusted_owner_is_refused() {
     bool sealed = false;
-    serve(ask_cuda_ipc, [&](auto, auto* reply, auto* fds) {
+    register_handler(request_cuda_ipc, [&](auto, auto* reply, auto* fds) {
         struct {
             u64 length_bytes = 100, memory_offset = 0, memory_bytes = 4096;
             std::int32_t device = 0;
@@ -133,13 +134,13 @@ void strange_owners() {
         CHECK(sealed || ftruncate(fds->back().get(), 4096) == 0);
     });
     const u64 memory = allocate(100);
-    const IpcMemHandle handle = from_this_test(handle_of(memory));
+    const IpcMemHandle handle = redirect_to_this_process(get_handle(memory));
     u64 pointer = 0;
-    ANSWERS(invalid_value, "cuIpcOpenMemHandle_v2", &pointer, handle, lazy);
+    EXPECT_RESULT(invalid_value, "cuIpcOpenMemHandle_v2", &pointer, handle, lazy);
     sealed = true;
-    WORKS("cuIpcOpenMemHandle_v2", &pointer, handle, lazy);
-    WORKS("cuIpcCloseMemHandle", pointer);
-    WORKS("cuMemFree_v2", memory);
+    EXPECT_SUCCESS("cuIpcOpenMemHandle_v2", &pointer, handle, lazy);
+    EXPECT_SUCCESS("cuIpcCloseMemHandle", pointer);
+    EXPECT_SUCCESS("cuMemFree_v2", memory);
 }
 
 } // namespace
@@ -148,7 +149,7 @@ int main(int count, char** arguments) {
     if (count == 3) {
         return peer(std::atoi(arguments[2]));
     }
-    importer();
-    strange_handles();
-    strange_owners();
+    test_importer();
+    test_invalid_handles_are_refused();
+    test_untrusted_owner_is_refused();
 }

@@ -1,16 +1,16 @@
-// A second process of a test: the same program, started anew (never merely forked), with a socket to talk over.
+// A second process of a test: it runs the same executable again (not merely a fork), connected by a socket.
 #pragma once
 
 #include <sys/socket.h>
 
 #include "cuda_driver.hpp"
-#include "model/rendezvous.hpp"
+#include "model/sockets.hpp"
 
 namespace gdrkit::twin::cuda {
 
 class Peer {
 public:
-    // Runs this program again with the argument "peer" and its end of the socket.
+    // Run this executable with the argument "peer" and one end of a socket pair.
     Peer() {
         int ends[2];
         CHECK(socketpair(AF_UNIX, SOCK_STREAM, 0, ends) == 0);
@@ -35,10 +35,10 @@ public:
         CHECK(killed_ || (WIFEXITED(status) && WEXITSTATUS(status) == 0));
     }
     [[nodiscard]] int socket() const { return socket_; }
-    void die() {
+    void kill_and_wait() {
         killed_ = true;
         CHECK(kill(child_, SIGKILL) == 0);
-        // End of file says that the kernel has closed everything that the process had.
+        // End of file shows that the kernel has closed all descriptors of the process.
         char byte = 0;
         CHECK(recv(socket_, &byte, 1, 0) == 0);
     }
@@ -49,10 +49,10 @@ private:
     bool killed_ = false;
 };
 
-template <typename Value> void tell(int socket, const Value& value) {
+template <typename Value> void send_value(int socket, const Value& value) {
     CHECK(send_all(socket, &value, sizeof value));
 }
-template <typename Value> Value hear(int socket) {
+template <typename Value> Value receive_value(int socket) {
     Value value{};
     CHECK(recv_all(socket, &value, sizeof value));
     return value;

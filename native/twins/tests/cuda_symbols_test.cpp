@@ -1,5 +1,5 @@
-// What the library exports is what the contracts say, every entry that is not implemented says so, and the function
-// table that cuda-bindings asks for is served.
+// Tests of the exported functions: they match the contract, unimplemented ones fail as documented, and cuGetProcAddress
+// finds what cuda-bindings asks for.
 #include <algorithm>
 #include <map>
 #include <set>
@@ -25,14 +25,14 @@ constexpr Function functions[] = {
 #undef X
 };
 
-void contract_is_what_is_exported() {
+void test_exports_match_contract() {
     std::set<std::string> promised;
     std::map<std::string, std::string> conventions;
     for (const auto& [symbol, kind] : read_table(GDRKIT_CONTRACTS "/cuda.conventions")) {
         CHECK(promised.insert(symbol).second);
         conventions[symbol] = kind;
     }
-    CHECK(promised == exported(GDRKIT_CUDA_TWIN));
+    CHECK(promised == exported_symbols(GDRKIT_CUDA_TWIN));
     for (const Function& function : functions) {
         CHECK(conventions[function.symbol] == function.kind);
         conventions.erase(function.symbol);
@@ -41,18 +41,18 @@ void contract_is_what_is_exported() {
           conventions.contains("gdrkit_twin_faults"));
 }
 
-void unimplemented_entries_say_so() {
+void test_unimplemented_functions_fail() {
     int count = 0;
     for (const Function& function : functions) {
         if (std::string_view(function.kind) == "not_supported") {
-            ANSWERS(not_supported, function.symbol);
+            EXPECT_RESULT(not_supported, function.symbol);
             ++count;
         }
     }
     CHECK(count > 300);
 }
 
-void function_table_is_served() {
+void test_proc_address_table() {
     for (const auto& [name, version_text] : read_table(GDRKIT_CONTRACTS "/cuda.symbols")) {
         const int version = std::stoi(version_text);
         const Function* newest = nullptr;
@@ -68,57 +68,57 @@ void function_table_is_served() {
         void* entry = nullptr;
         int status = -1;
         for (const u64 flags : {u64{proc_default}, u64{proc_legacy_stream}, u64{proc_per_thread_stream}}) {
-            const int answer = cu("cuGetProcAddress_v2", name.c_str(), &entry, version, flags, &status);
+            const int result = cu("cuGetProcAddress_v2", name.c_str(), &entry, version, flags, &status);
             if (version > driver_version) {
-                CHECK(answer == invalid_value);
+                CHECK(result == invalid_value);
                 continue;
             }
-            CHECK(answer == success && status == proc_success);
+            CHECK(result == success && status == proc_success);
             CHECK(entry != nullptr && entry == dlsym(driver(), newest->symbol));
         }
     }
 }
 
-void lookups_fail_as_documented() {
+void test_proc_address_errors() {
     void* entry = nullptr;
     int status = -1;
-    WORKS("cuGetProcAddress_v2", "cuNothing", &entry, 12000, u64{0}, &status);
+    EXPECT_SUCCESS("cuGetProcAddress_v2", "cuNothing", &entry, 12000, u64{0}, &status);
     CHECK(entry == nullptr && status == proc_symbol_not_found);
-    WORKS("cuGetProcAddress_v2", "cuMemAlloc_v2", &entry, 12000, u64{0}, &status);
+    EXPECT_SUCCESS("cuGetProcAddress_v2", "cuMemAlloc_v2", &entry, 12000, u64{0}, &status);
     CHECK(entry == nullptr && status == proc_symbol_not_found);
-    WORKS("cuGetProcAddress_v2", "cuMemAlloc", &entry, 1000, u64{0}, &status);
+    EXPECT_SUCCESS("cuGetProcAddress_v2", "cuMemAlloc", &entry, 1000, u64{0}, &status);
     CHECK(entry == nullptr && status == proc_version_not_sufficient);
-    ANSWERS(invalid_value, "cuGetProcAddress_v2", "cuMemAlloc", &entry, 13010, u64{0}, &status);
-    ANSWERS(invalid_value, "cuGetProcAddress_v2", "cuInit", &entry, 12000, u64{8}, &status);
-    ANSWERS(not_found, "cuGetProcAddress", "cuNothing", &entry, 12000, u64{0});
-    WORKS("cuGetProcAddress", "cuMemAlloc", &entry, 13000, u64{0});
+    EXPECT_RESULT(invalid_value, "cuGetProcAddress_v2", "cuMemAlloc", &entry, 13010, u64{0}, &status);
+    EXPECT_RESULT(invalid_value, "cuGetProcAddress_v2", "cuInit", &entry, 12000, u64{8}, &status);
+    EXPECT_RESULT(not_found, "cuGetProcAddress", "cuNothing", &entry, 12000, u64{0});
+    EXPECT_SUCCESS("cuGetProcAddress", "cuMemAlloc", &entry, 13000, u64{0});
     CHECK(entry == dlsym(driver(), "cuMemAlloc_v2"));
 }
 
-void errors_have_names() {
+void test_error_names() {
     const char* text = nullptr;
-    WORKS("cuGetErrorName", 801, &text);
+    EXPECT_SUCCESS("cuGetErrorName", 801, &text);
     CHECK(std::string_view(text) == "CUDA_ERROR_NOT_SUPPORTED");
-    WORKS("cuGetErrorString", 1, &text);
+    EXPECT_SUCCESS("cuGetErrorString", 1, &text);
     CHECK(std::string_view(text) == "invalid argument");
-    ANSWERS(invalid_value, "cuGetErrorName", 5555, &text);
+    EXPECT_RESULT(invalid_value, "cuGetErrorName", 5555, &text);
     CHECK(text == nullptr);
 }
 
-// cuInit was not called yet: only what needs no driver works.
-void nothing_works_before_init() {
+// Before cuInit only functions that need no driver work.
+void test_calls_before_init_fail() {
     u64 pointer = 0;
     int count = 0, version = 0;
-    ANSWERS(not_initialized, "cuMemAlloc_v2", &pointer, u64{1});
-    ANSWERS(not_initialized, "cuDeviceGetCount", &count);
-    WORKS("cuDriverGetVersion", &version);
+    EXPECT_RESULT(not_initialized, "cuMemAlloc_v2", &pointer, u64{1});
+    EXPECT_RESULT(not_initialized, "cuDeviceGetCount", &count);
+    EXPECT_SUCCESS("cuDriverGetVersion", &version);
     CHECK(version == 13000);
-    ANSWERS(invalid_value, "cuInit", 1U);
-    WORKS("cuInit", 0U);
-    WORKS("cuDeviceGetCount", &count);
+    EXPECT_RESULT(invalid_value, "cuInit", 1U);
+    EXPECT_SUCCESS("cuInit", 0U);
+    EXPECT_SUCCESS("cuDeviceGetCount", &count);
     CHECK(count == 2);
-    ANSWERS(invalid_context, "cuMemAlloc_v2", &pointer, u64{1});
-    ANSWERS(invalid_context, "cuStreamSynchronize", u64{0});
+    EXPECT_RESULT(invalid_context, "cuMemAlloc_v2", &pointer, u64{1});
+    EXPECT_RESULT(invalid_context, "cuStreamSynchronize", u64{0});
     const int status = status_of_child([] { _exit(cu("cuInit", 0U) == not_initialized ? 0 : 1); });
     CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
 }
@@ -126,10 +126,10 @@ void nothing_works_before_init() {
 } // namespace
 
 int main() {
-    contract_is_what_is_exported();
-    unimplemented_entries_say_so();
-    function_table_is_served();
-    lookups_fail_as_documented();
-    errors_have_names();
-    nothing_works_before_init();
+    test_exports_match_contract();
+    test_unimplemented_functions_fail();
+    test_proc_address_table();
+    test_proc_address_errors();
+    test_error_names();
+    test_calls_before_init_fail();
 }

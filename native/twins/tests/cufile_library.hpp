@@ -1,4 +1,4 @@
-// The cuFile twin as a C program meets it: opened by dlopen beside the CUDA twin, called by name.
+// Helpers of the cuFile twin's tests: opens the twin by dlopen beside the CUDA twin and calls its functions by name.
 #pragma once
 
 #include <fcntl.h>
@@ -17,7 +17,7 @@ using cuda::u64;
 
 inline void* library() {
     static void* const opened = [] {
-        // First, so that the name libcuda.so.1 is taken when this library asks for it.
+        // Open the CUDA twin first, so that the cuFile twin finds it as libcuda.so.1.
         cuda::driver();
         void* found = dlopen(GDRKIT_CUFILE_TWIN, RTLD_NOW | RTLD_LOCAL);
         if (found == nullptr) {
@@ -38,23 +38,23 @@ template <typename Result, typename... Arguments> Result call(const char* symbol
     return reinterpret_cast<Result (*)(Arguments...)>(entry)(arguments...);
 }
 
-// A control entry: its CUfileOpError. Arguments must have the types of the interface.
-template <typename... Arguments> int cf(const char* symbol, Arguments... arguments) {
+// Call a control function and return its CUfileOpError. Arguments must have the types of the interface.
+template <typename... Arguments> int call_control(const char* symbol, Arguments... arguments) {
     return call<Error>(symbol, arguments...).error;
 }
 
-// Checks that a control entry answers this.
-#define SAYS(code, ...)                                                                                                \
+// Check that a control function returns this code.
+#define EXPECT_STATUS(code, ...)                                                                                       \
     do {                                                                                                               \
-        const int answer_ = cf(__VA_ARGS__);                                                                           \
-        if (answer_ != (code)) {                                                                                       \
-            std::fprintf(stderr, "%s:%d: %s answered %d, not %d\n", __FILE__, __LINE__, #__VA_ARGS__, answer_,         \
+        const int result_ = call_control(__VA_ARGS__);                                                                 \
+        if (result_ != (code)) {                                                                                       \
+            std::fprintf(stderr, "%s:%d: %s returned %d, not %d\n", __FILE__, __LINE__, #__VA_ARGS__, result_,         \
                          static_cast<int>(code));                                                                      \
             std::exit(1);                                                                                              \
         }                                                                                                              \
     } while (0)
 
-inline void plan(const std::string& rules) {
+inline void set_fault_plan(const std::string& rules) {
     CHECK(call<int>("gdrkit_twin_faults", ("gdrkit-faults 1\n" + rules + "\n").c_str()) == 0);
 }
 
@@ -68,7 +68,7 @@ inline int register_file(int fd, FileHandle* handle) {
     Description description{};
     description.type = opaque_fd;
     description.handle.fd = fd;
-    return cf("cuFileHandleRegister", handle, &description);
+    return call_control("cuFileHandleRegister", handle, &description);
 }
 
 inline void* pointer(u64 address) {
@@ -86,33 +86,33 @@ inline ssize_t write_file(FileHandle file, u64 buffer, std::size_t length_bytes,
                          buffer_offset);
 }
 
-// A file of known bytes that nobody else has, registered, and as much memory of a device.
-struct Scene {
+// A registered temporary file of known content, and device memory of the same size.
+struct TestFile {
     static constexpr std::size_t length_bytes = 1 << 18;
     std::vector<unsigned char> bytes = cuda::pattern(length_bytes, 7);
     int fd = -1;
     FileHandle file = nullptr;
     u64 memory = 0;
 
-    Scene() {
-        cuda::begin();
+    TestFile() {
+        cuda::init_device();
         std::string name = GDRKIT_DISK "/cufile-XXXXXX";
-        const int made = mkstemp(name.data());
-        CHECK(made >= 0 && pwrite(made, bytes.data(), length_bytes, 0) == static_cast<ssize_t>(length_bytes));
+        const int created = mkstemp(name.data());
+        CHECK(created >= 0 && pwrite(created, bytes.data(), length_bytes, 0) == static_cast<ssize_t>(length_bytes));
         fd = open(name.c_str(), O_RDWR | O_DIRECT | O_CLOEXEC);
         CHECK(fd >= 0);
-        close(made);
+        close(created);
         CHECK(unlink(name.c_str()) == 0);
         memory = cuda::allocate(length_bytes);
-        SAYS(success, "cuFileDriverOpen");
+        EXPECT_STATUS(success, "cuFileDriverOpen");
         CHECK(register_file(fd, &file) == success);
     }
-    Scene(const Scene&) = delete;
-    Scene& operator=(const Scene&) = delete;
-    ~Scene() {
-        plan("");
+    TestFile(const TestFile&) = delete;
+    TestFile& operator=(const TestFile&) = delete;
+    ~TestFile() {
+        set_fault_plan("");
         call<void>("cuFileHandleDeregister", file);
-        SAYS(success, "cuFileDriverClose");
+        EXPECT_STATUS(success, "cuFileDriverClose");
         close(fd);
         CHECK(cuda::cu("cuMemFree_v2", memory) == cuda::success);
         CHECK(ledger().find("\"handles\":{}") != std::string::npos);

@@ -1,4 +1,4 @@
-// Reads and writes in the order of a CUDA stream.
+// Tests of asynchronous reads and writes in a CUDA stream.
 #include <future>
 #include <thread>
 
@@ -11,16 +11,16 @@ namespace {
 
 constexpr std::size_t page = 4096;
 
-// What an asynchronous call reads and writes in its turn.
-struct Cells {
+// Arguments and result of an asynchronous call, which it accesses when it runs.
+struct AsyncArguments {
     std::size_t length_bytes = page;
     off_t file_offset = 0, buffer_offset = 0;
     ssize_t result = -1;
 };
 
-int begin(const char* symbol, const Scene& scene, u64 stream, Cells* cells) {
-    return cf(symbol, scene.file, pointer(scene.memory), &cells->length_bytes, &cells->file_offset,
-              &cells->buffer_offset, &cells->result, stream);
+int start_async(const char* symbol, const TestFile& test_file, u64 stream, AsyncArguments* arguments) {
+    return call_control(symbol, test_file.file, pointer(test_file.memory), &arguments->length_bytes,
+                        &arguments->file_offset, &arguments->buffer_offset, &arguments->result, stream);
 }
 
 u64 make_stream() {
@@ -29,130 +29,131 @@ u64 make_stream() {
     return stream;
 }
 
-// What a stream waits at until the test lets it go on.
+// Blocks a stream until open().
 class Gate {
 public:
     explicit Gate(u64 stream) {
         CHECK(cuda::cu("cuLaunchHostFunc", stream, &Gate::wait, static_cast<void*>(this)) == cuda::success);
     }
-    void open() { let_go_.set_value(); }
+    void open() { opened_.set_value(); }
 
 private:
-    static void wait(void* gate) { static_cast<Gate*>(gate)->let_go_.get_future().wait(); }
-    std::promise<void> let_go_;
+    static void wait(void* gate) { static_cast<Gate*>(gate)->opened_.get_future().wait(); }
+    std::promise<void> opened_;
 };
 
 void synchronize(u64 stream) {
     CHECK(cuda::cu("cuStreamSynchronize", stream) == cuda::success);
 }
 
-void transfers_keep_the_order_of_the_stream() {
-    const Scene scene;
+void test_transfers_in_stream_order() {
+    const TestFile test_file;
     const u64 stream = make_stream();
-    Cells read, write;
+    AsyncArguments read, write;
     write.file_offset = 8 * page;
-    CHECK(begin("cuFileReadAsync", scene, stream, &read) == success);
-    CHECK(begin("cuFileWriteAsync", scene, stream, &write) == success);
+    CHECK(start_async("cuFileReadAsync", test_file, stream, &read) == success);
+    CHECK(start_async("cuFileWriteAsync", test_file, stream, &write) == success);
     synchronize(stream);
     CHECK(read.result == page && write.result == page);
-    const auto disk = scene.on_disk();
-    // What was read first was then written.
+    const auto disk = test_file.on_disk();
+    // The data that was read first was then written.
     CHECK(std::vector(disk.begin() + 8 * page, disk.begin() + 9 * page) ==
-          std::vector(scene.bytes.begin(), scene.bytes.begin() + page));
+          std::vector(test_file.bytes.begin(), test_file.bytes.begin() + page));
     CHECK(cuda::cu("cuStreamDestroy_v2", stream) == cuda::success);
 }
 
-void what_is_not_fixed_is_read_in_its_turn() {
-    const Scene scene;
+void test_unfixed_arguments_are_read_late() {
+    const TestFile test_file;
     const u64 stream = make_stream();
-    Cells cells;
+    AsyncArguments arguments;
     Gate first(stream);
-    CHECK(begin("cuFileReadAsync", scene, stream, &cells) == success);
-    cells.file_offset = 4 * page;
+    CHECK(start_async("cuFileReadAsync", test_file, stream, &arguments) == success);
+    arguments.file_offset = 4 * page;
     first.open();
     synchronize(stream);
-    CHECK(cuda::read_device(scene.memory, page) ==
-          std::vector(scene.bytes.begin() + 4 * page, scene.bytes.begin() + 5 * page));
-    SAYS(success, "cuFileStreamRegister", stream, 15U);
-    Cells fixed;
+    CHECK(cuda::read_device(test_file.memory, page) ==
+          std::vector(test_file.bytes.begin() + 4 * page, test_file.bytes.begin() + 5 * page));
+    EXPECT_STATUS(success, "cuFileStreamRegister", stream, 15U);
+    AsyncArguments fixed;
     Gate second(stream);
-    CHECK(begin("cuFileReadAsync", scene, stream, &fixed) == success);
+    CHECK(start_async("cuFileReadAsync", test_file, stream, &fixed) == success);
     fixed.file_offset = 4 * page;
     second.open();
     synchronize(stream);
-    CHECK(cuda::read_device(scene.memory, page) == std::vector(scene.bytes.begin(), scene.bytes.begin() + page));
-    SAYS(success, "cuFileStreamDeregister", stream);
-    const int status = cuda::status_of_child([stream] { cf("cuFileStreamDeregister", stream); });
+    CHECK(cuda::read_device(test_file.memory, page) ==
+          std::vector(test_file.bytes.begin(), test_file.bytes.begin() + page));
+    EXPECT_STATUS(success, "cuFileStreamDeregister", stream);
+    const int status = cuda::status_of_child([stream] { call_control("cuFileStreamDeregister", stream); });
     CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGABRT);
     CHECK(cuda::cu("cuStreamDestroy_v2", stream) == cuda::success);
 }
 
-void the_driver_stays_while_a_stream_works() {
-    const Scene scene;
+void test_driver_close_waits_for_stream() {
+    const TestFile test_file;
     const u64 stream = make_stream();
-    Cells cells;
+    AsyncArguments arguments;
     Gate gate(stream);
-    CHECK(begin("cuFileReadAsync", scene, stream, &cells) == success);
-    SAYS(driver_closing, "cuFileDriverClose");
+    CHECK(start_async("cuFileReadAsync", test_file, stream, &arguments) == success);
+    EXPECT_STATUS(driver_closing, "cuFileDriverClose");
     gate.open();
     synchronize(stream);
-    CHECK(cells.result == page);
+    CHECK(arguments.result == page);
     CHECK(cuda::cu("cuStreamDestroy_v2", stream) == cuda::success);
 }
 
-void the_result_says_nothing_before_its_turn() {
-    const Scene scene;
+void test_result_is_zero_until_done() {
+    const TestFile test_file;
     const u64 stream = make_stream();
-    Cells cells;
+    AsyncArguments arguments;
     Gate gate(stream);
-    CHECK(begin("cuFileReadAsync", scene, stream, &cells) == success);
-    CHECK(cells.result == 0);
+    CHECK(start_async("cuFileReadAsync", test_file, stream, &arguments) == success);
+    CHECK(arguments.result == 0);
     gate.open();
     synchronize(stream);
-    CHECK(cells.result == page);
+    CHECK(arguments.result == page);
     CHECK(cuda::cu("cuStreamDestroy_v2", stream) == cuda::success);
 }
 
-void without_a_current_context_the_result_is_an_error() {
-    const Scene scene;
+void test_result_without_context() {
+    const TestFile test_file;
     const u64 stream = make_stream();
-    Cells cells;
+    AsyncArguments arguments;
     std::thread([&] {
-        SAYS(success, "cuFileStreamRegister", stream, 0U);
-        CHECK(begin("cuFileReadAsync", scene, stream, &cells) == success);
-        CHECK(cells.result == -ENOMEM);
-        SAYS(success, "cuFileStreamDeregister", stream);
+        EXPECT_STATUS(success, "cuFileStreamRegister", stream, 0U);
+        CHECK(start_async("cuFileReadAsync", test_file, stream, &arguments) == success);
+        CHECK(arguments.result == -ENOMEM);
+        EXPECT_STATUS(success, "cuFileStreamDeregister", stream);
     }).join();
     synchronize(stream);
-    CHECK(cells.result == -ENOMEM);
+    CHECK(arguments.result == -ENOMEM);
     CHECK(cuda::cu("cuStreamDestroy_v2", stream) == cuda::success);
 }
 
-void failures_are_the_result() {
-    const Scene scene;
+void test_failure_is_in_result() {
+    const TestFile test_file;
     const u64 stream = make_stream();
-    Cells cells;
-    plan("cufile.async_io call=1 status=5\ncufile.async_io call=2 status=5010");
-    CHECK(begin("cuFileReadAsync", scene, stream, &cells) == success);
+    AsyncArguments arguments;
+    set_fault_plan("cufile.async_io call=1 status=5\ncufile.async_io call=2 status=5010");
+    CHECK(start_async("cuFileReadAsync", test_file, stream, &arguments) == success);
     synchronize(stream);
-    CHECK(cells.result == -EIO);
-    CHECK(begin("cuFileReadAsync", scene, stream, &cells) == success);
+    CHECK(arguments.result == -EIO);
+    CHECK(start_async("cuFileReadAsync", test_file, stream, &arguments) == success);
     synchronize(stream);
-    CHECK(cells.result == -5010);
-    SAYS(invalid_value, "cuFileStreamRegister", stream, 16U);
-    SAYS(invalid_value, "cuFileStreamRegister", u64{0x1234567}, 0U);
-    SAYS(invalid_value, "cuFileStreamDeregister", u64{0x1234567});
-    CHECK(begin("cuFileReadAsync", scene, u64{0x1234567}, &cells) == invalid_value);
+    CHECK(arguments.result == -5010);
+    EXPECT_STATUS(invalid_value, "cuFileStreamRegister", stream, 16U);
+    EXPECT_STATUS(invalid_value, "cuFileStreamRegister", u64{0x1234567}, 0U);
+    EXPECT_STATUS(invalid_value, "cuFileStreamDeregister", u64{0x1234567});
+    CHECK(start_async("cuFileReadAsync", test_file, u64{0x1234567}, &arguments) == invalid_value);
     CHECK(cuda::cu("cuStreamDestroy_v2", stream) == cuda::success);
 }
 
 } // namespace
 
 int main() {
-    transfers_keep_the_order_of_the_stream();
-    what_is_not_fixed_is_read_in_its_turn();
-    the_driver_stays_while_a_stream_works();
-    the_result_says_nothing_before_its_turn();
-    without_a_current_context_the_result_is_an_error();
-    failures_are_the_result();
+    test_transfers_in_stream_order();
+    test_unfixed_arguments_are_read_late();
+    test_driver_close_waits_for_stream();
+    test_result_is_zero_until_done();
+    test_result_without_context();
+    test_failure_is_in_result();
 }

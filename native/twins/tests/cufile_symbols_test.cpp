@@ -1,5 +1,5 @@
-// What the library exports is what the contract says, what is not there says so, and nothing works before the driver is
-// open.
+// Tests of the exported functions: they match the contract, unsupported ones fail as documented, and calls before the
+// driver is open fail.
 #include <algorithm>
 #include <map>
 #include <set>
@@ -18,14 +18,14 @@ constexpr std::pair<const char*, const char*> functions[] = {
 #undef X
 };
 
-void contract_is_what_is_exported() {
+void test_exports_match_contract() {
     std::map<std::string, std::string> conventions;
     std::set<std::string> promised;
     for (const auto& [symbol, kind] : read_table(GDRKIT_CONTRACTS "/cufile.conventions")) {
         CHECK(promised.insert(symbol).second);
         conventions[symbol] = kind;
     }
-    CHECK(promised == exported(GDRKIT_CUFILE_TWIN));
+    CHECK(promised == exported_symbols(GDRKIT_CUFILE_TWIN));
     for (const auto& [symbol, kind] : functions) {
         CHECK(conventions[symbol] == kind);
         conventions.erase(symbol);
@@ -34,7 +34,7 @@ void contract_is_what_is_exported() {
           conventions.contains("gdrkit_twin_faults"));
 }
 
-void what_the_bindings_ask_for_is_there() {
+void test_symbols_of_bindings_exist() {
     std::ifstream file(GDRKIT_CONTRACTS "/cufile.symbols");
     int count = 0;
     for (std::string line; std::getline(file, line);) {
@@ -46,64 +46,64 @@ void what_the_bindings_ask_for_is_there() {
     CHECK(count == 45);
 }
 
-void what_is_not_supported_says_so() {
+void test_unsupported_functions_fail() {
     int count = 0;
     for (const auto& [symbol, kind] : functions) {
         if (std::string_view(kind) == "unsupported") {
-            SAYS(platform_not_supported, symbol);
+            EXPECT_STATUS(platform_not_supported, symbol);
             ++count;
         }
     }
     CHECK(count == 5);
 }
 
-void nothing_works_before_the_driver_is_open() {
+void test_calls_before_open_fail() {
     StatsLevel3 statistics{};
     BatchHandle batch = nullptr;
     std::size_t size_kb = 0;
-    SAYS(driver_not_initialized, "cuFileDriverClose");
-    SAYS(driver_not_initialized, "cuFileStatsStart");
-    SAYS(driver_not_initialized, "cuFileGetStatsL3", &statistics);
-    SAYS(driver_not_initialized, "cuFileBatchIOSetUp", &batch, 4U);
-    SAYS(driver_not_initialized, "cuFileStreamRegister", u64{0}, 0U);
-    SAYS(driver_not_initialized, "cuFileGetBARSizeInKB", 0, &size_kb);
-    // As the real one answers it.
-    SAYS(driver_closing, "cuFileBufDeregister", static_cast<const void*>(&size_kb));
+    EXPECT_STATUS(driver_not_initialized, "cuFileDriverClose");
+    EXPECT_STATUS(driver_not_initialized, "cuFileStatsStart");
+    EXPECT_STATUS(driver_not_initialized, "cuFileGetStatsL3", &statistics);
+    EXPECT_STATUS(driver_not_initialized, "cuFileBatchIOSetUp", &batch, 4U);
+    EXPECT_STATUS(driver_not_initialized, "cuFileStreamRegister", u64{0}, 0U);
+    EXPECT_STATUS(driver_not_initialized, "cuFileGetBARSizeInKB", 0, &size_kb);
+    // The real library returns this code.
+    EXPECT_STATUS(driver_closing, "cuFileBufDeregister", static_cast<const void*>(&size_kb));
     CHECK(read_file(nullptr, 4096, 4096) == -driver_not_initialized);
     CHECK(call<long>("cuFileUseCount") == 0);
     int version = 0;
-    SAYS(success, "cuFileGetVersion", &version);
+    EXPECT_STATUS(success, "cuFileGetVersion", &version);
     CHECK(version == library_version);
-    SAYS(invalid_value, "cuFileGetVersion", static_cast<int*>(nullptr));
+    EXPECT_STATUS(invalid_value, "cuFileGetVersion", static_cast<int*>(nullptr));
 }
 
-void the_driver_counts_its_uses() {
-    SAYS(success, "cuFileDriverOpen");
-    SAYS(success, "cuFileDriverOpen");
+void test_driver_use_count() {
+    EXPECT_STATUS(success, "cuFileDriverOpen");
+    EXPECT_STATUS(success, "cuFileDriverOpen");
     CHECK(call<long>("cuFileUseCount") == 2);
-    SAYS(success, "cuFileDriverClose_v2");
-    SAYS(success, "cuFileDriverClose");
+    EXPECT_STATUS(success, "cuFileDriverClose_v2");
+    EXPECT_STATUS(success, "cuFileDriverClose");
     CHECK(call<long>("cuFileUseCount") == 0);
-    SAYS(driver_not_initialized, "cuFileDriverClose");
+    EXPECT_STATUS(driver_not_initialized, "cuFileDriverClose");
 }
 
-void parameters_are_staged_and_then_kept() {
-    SAYS(success, "cuFileSetParameterSizeT", 9, std::size_t{16});
-    SAYS(success, "cuFileDriverOpen");
+void test_parameters_apply_at_open() {
+    EXPECT_STATUS(success, "cuFileSetParameterSizeT", 9, std::size_t{16});
+    EXPECT_STATUS(success, "cuFileDriverOpen");
     DriverProperties properties{};
-    SAYS(success, "cuFileDriverGetProperties", &properties);
+    EXPECT_STATUS(success, "cuFileDriverGetProperties", &properties);
     CHECK(properties.max_batch_io == 16 && properties.nvfs.major_version == 0);
-    SAYS(driver_already_open, "cuFileSetParameterSizeT", 9, std::size_t{32});
+    EXPECT_STATUS(driver_already_open, "cuFileSetParameterSizeT", 9, std::size_t{32});
     BatchHandle batch = nullptr;
-    SAYS(invalid_value, "cuFileBatchIOSetUp", &batch, 17U);
-    SAYS(success, "cuFileDriverClose");
+    EXPECT_STATUS(invalid_value, "cuFileBatchIOSetUp", &batch, 17U);
+    EXPECT_STATUS(success, "cuFileDriverClose");
 }
 
-void a_plan_fails_a_call_once() {
-    plan("cuFileDriverOpen call=1 status=5011");
-    SAYS(cuda_driver_error, "cuFileDriverOpen");
-    SAYS(success, "cuFileDriverOpen");
-    SAYS(success, "cuFileDriverClose");
+void test_injected_failure_happens_once() {
+    set_fault_plan("cuFileDriverOpen call=1 status=5011");
+    EXPECT_STATUS(cuda_driver_error, "cuFileDriverOpen");
+    EXPECT_STATUS(success, "cuFileDriverOpen");
+    EXPECT_STATUS(success, "cuFileDriverClose");
     CHECK(call<int>("gdrkit_twin_faults", "gdrkit-faults 1\ncuFileDriverOpen call=1 status=9999\n") == EINVAL);
     CHECK(call<int>("gdrkit_twin_faults", "gdrkit-faults 1\ncufile.nothing call=1 status=5011\n") == EINVAL);
 }
@@ -111,11 +111,11 @@ void a_plan_fails_a_call_once() {
 } // namespace
 
 int main() {
-    contract_is_what_is_exported();
-    what_the_bindings_ask_for_is_there();
-    what_is_not_supported_says_so();
-    nothing_works_before_the_driver_is_open();
-    the_driver_counts_its_uses();
-    parameters_are_staged_and_then_kept();
-    a_plan_fails_a_call_once();
+    test_exports_match_contract();
+    test_symbols_of_bindings_exist();
+    test_unsupported_functions_fail();
+    test_calls_before_open_fail();
+    test_driver_use_count();
+    test_parameters_apply_at_open();
+    test_injected_failure_happens_once();
 }

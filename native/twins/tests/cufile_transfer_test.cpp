@@ -1,4 +1,4 @@
-// Reads and writes between files and memory, and everything that is refused.
+// Tests of reads and writes between files and memory, and of all refused arguments.
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -14,108 +14,111 @@ namespace {
 
 constexpr std::size_t page = 4096;
 
-void bytes_arrive_and_go_back() {
-    const Scene scene;
-    CHECK(read_file(scene.file, scene.memory, Scene::length_bytes) == static_cast<ssize_t>(Scene::length_bytes));
-    CHECK(scene.on_device() == scene.bytes);
-    // Odd numbers, to a place inside the memory.
-    CHECK(read_file(scene.file, scene.memory, 1001, 77, 13) == 1001);
-    CHECK(cuda::read_device(scene.memory + 13, 1001) ==
-          std::vector(scene.bytes.begin() + 77, scene.bytes.begin() + 77 + 1001));
+void test_read_and_write() {
+    const TestFile test_file;
+    CHECK(read_file(test_file.file, test_file.memory, TestFile::length_bytes) ==
+          static_cast<ssize_t>(TestFile::length_bytes));
+    CHECK(test_file.on_device() == test_file.bytes);
+    // Odd sizes, and an offset into the memory.
+    CHECK(read_file(test_file.file, test_file.memory, 1001, 77, 13) == 1001);
+    CHECK(cuda::read_device(test_file.memory + 13, 1001) ==
+          std::vector(test_file.bytes.begin() + 77, test_file.bytes.begin() + 77 + 1001));
     const auto other = cuda::pattern(3 * page, 99);
-    cuda::write_device(scene.memory, other);
-    CHECK(write_file(scene.file, scene.memory, other.size(), page) == static_cast<ssize_t>(other.size()));
-    auto expected = scene.bytes;
+    cuda::write_device(test_file.memory, other);
+    CHECK(write_file(test_file.file, test_file.memory, other.size(), page) == static_cast<ssize_t>(other.size()));
+    auto expected = test_file.bytes;
     std::copy(other.begin(), other.end(), expected.begin() + page);
-    CHECK(scene.on_disk() == expected);
+    CHECK(test_file.on_disk() == expected);
 }
 
-void the_end_of_a_file_is_a_count() {
-    const Scene scene;
-    CHECK(read_file(scene.file, scene.memory, 2 * page, Scene::length_bytes - page) == page);
-    CHECK(read_file(scene.file, scene.memory, page, Scene::length_bytes) == 0);
-    CHECK(read_file(scene.file, scene.memory, 0) == 0);
+void test_short_read_at_end_of_file() {
+    const TestFile test_file;
+    CHECK(read_file(test_file.file, test_file.memory, 2 * page, TestFile::length_bytes - page) == page);
+    CHECK(read_file(test_file.file, test_file.memory, page, TestFile::length_bytes) == 0);
+    CHECK(read_file(test_file.file, test_file.memory, 0) == 0);
 }
 
-void vectors_follow_each_other() {
-    const Scene scene;
-    const IoVector vectors[] = {{pointer(scene.memory + 8 * page), page}, {pointer(scene.memory), 2 * page}};
+void test_vectored_transfers() {
+    const TestFile test_file;
+    const IoVector vectors[] = {{pointer(test_file.memory + 8 * page), page}, {pointer(test_file.memory), 2 * page}};
     const IoVector* const first = vectors;
-    CHECK(call<ssize_t>("cuFileReadv", scene.file, first, std::size_t{2}, off_t{page}, 0U) == 3 * page);
-    CHECK(cuda::read_device(scene.memory + 8 * page, page) ==
-          std::vector(scene.bytes.begin() + page, scene.bytes.begin() + 2 * page));
-    CHECK(cuda::read_device(scene.memory, 2 * page) ==
-          std::vector(scene.bytes.begin() + 2 * page, scene.bytes.begin() + 4 * page));
-    CHECK(call<ssize_t>("cuFileReadv", scene.file, first, std::size_t{0}, off_t{0}, 0U) == -invalid_value);
-    CHECK(call<ssize_t>("cuFileReadv", scene.file, first, std::size_t{2}, off_t{0}, 1U) == -invalid_value);
+    CHECK(call<ssize_t>("cuFileReadv", test_file.file, first, std::size_t{2}, off_t{page}, 0U) == 3 * page);
+    CHECK(cuda::read_device(test_file.memory + 8 * page, page) ==
+          std::vector(test_file.bytes.begin() + page, test_file.bytes.begin() + 2 * page));
+    CHECK(cuda::read_device(test_file.memory, 2 * page) ==
+          std::vector(test_file.bytes.begin() + 2 * page, test_file.bytes.begin() + 4 * page));
+    CHECK(call<ssize_t>("cuFileReadv", test_file.file, first, std::size_t{0}, off_t{0}, 0U) == -invalid_value);
+    CHECK(call<ssize_t>("cuFileReadv", test_file.file, first, std::size_t{2}, off_t{0}, 1U) == -invalid_value);
 }
 
-void host_memory_works_too() {
-    const Scene scene;
-    std::vector<unsigned char> host(Scene::length_bytes);
-    CHECK(read_file(scene.file, reinterpret_cast<u64>(host.data()), host.size()) == static_cast<ssize_t>(host.size()));
-    CHECK(host == scene.bytes);
+void test_host_memory() {
+    const TestFile test_file;
+    std::vector<unsigned char> host(TestFile::length_bytes);
+    CHECK(read_file(test_file.file, reinterpret_cast<u64>(host.data()), host.size()) ==
+          static_cast<ssize_t>(host.size()));
+    CHECK(host == test_file.bytes);
 }
 
-void what_cannot_be_right_is_refused() {
-    const Scene scene;
-    CHECK(read_file(scene.file, 0, page) == -invalid_value);
-    CHECK(read_file(scene.file, scene.memory, page, -1) == -invalid_value);
-    CHECK(read_file(scene.file, scene.memory, page, 0, -1) == -invalid_value);
-    CHECK(read_file(scene.file, scene.memory, SIZE_MAX) == -invalid_value);
-    CHECK(read_file(scene.file, scene.memory, page, INT64_MAX) == -invalid_value);
-    CHECK(read_file(pointer(scene.memory), scene.memory, page) == -handle_not_registered);
-    CHECK(read_file(scene.file, scene.memory, Scene::length_bytes + page) == -cuda_pointer_range_error);
-    const u64 gone = cuda::allocate(page);
-    CHECK(cuda::cu("cuMemFree_v2", gone) == cuda::success);
-    CHECK(read_file(scene.file, gone, page) < 0);
+void test_invalid_arguments_are_refused() {
+    const TestFile test_file;
+    CHECK(read_file(test_file.file, 0, page) == -invalid_value);
+    CHECK(read_file(test_file.file, test_file.memory, page, -1) == -invalid_value);
+    CHECK(read_file(test_file.file, test_file.memory, page, 0, -1) == -invalid_value);
+    CHECK(read_file(test_file.file, test_file.memory, SIZE_MAX) == -invalid_value);
+    CHECK(read_file(test_file.file, test_file.memory, page, INT64_MAX) == -invalid_value);
+    CHECK(read_file(pointer(test_file.memory), test_file.memory, page) == -handle_not_registered);
+    CHECK(read_file(test_file.file, test_file.memory, TestFile::length_bytes + page) == -cuda_pointer_range_error);
+    const u64 freed = cuda::allocate(page);
+    CHECK(cuda::cu("cuMemFree_v2", freed) == cuda::success);
+    CHECK(read_file(test_file.file, freed, page) < 0);
 }
 
-void a_registered_buffer_has_bounds() {
-    const Scene scene;
-    const auto* const base = static_cast<const void*>(pointer(scene.memory));
-    SAYS(invalid_value, "cuFileBufRegister", base, std::size_t{0}, 0);
-    SAYS(invalid_value, "cuFileBufRegister", base, std::size_t{page}, 8);
-    // The driver tells a thread nothing of memory where no context is current.
-    std::thread([base] { SAYS(cuda_driver_error, "cuFileBufRegister", base, std::size_t{page}, 0); }).join();
-    SAYS(success, "cuFileBufRegister", base, std::size_t{2 * page}, 0);
-    std::thread([base] { SAYS(cuda_driver_error, "cuFileBufDeregister", base); }).join();
-    SAYS(memory_not_registered, "cuFileBufDeregister", static_cast<const void*>(pointer(scene.memory + page)));
-    SAYS(memory_already_registered, "cuFileBufRegister", base, std::size_t{page}, 0);
-    CHECK(read_file(scene.file, scene.memory, 2 * page) == 2 * page);
-    CHECK(read_file(scene.file, scene.memory, page, 0, page + 1) == -invalid_mapping_range);
-    SAYS(success, "cuFileBufDeregister", base);
-    const int status = cuda::status_of_child([base] { cf("cuFileBufDeregister", base); });
+void test_registered_buffer_bounds() {
+    const TestFile test_file;
+    const auto* const base = static_cast<const void*>(pointer(test_file.memory));
+    EXPECT_STATUS(invalid_value, "cuFileBufRegister", base, std::size_t{0}, 0);
+    EXPECT_STATUS(invalid_value, "cuFileBufRegister", base, std::size_t{page}, 8);
+    // The driver reports no ranges to a thread without a current context.
+    std::thread([base] { EXPECT_STATUS(cuda_driver_error, "cuFileBufRegister", base, std::size_t{page}, 0); }).join();
+    EXPECT_STATUS(success, "cuFileBufRegister", base, std::size_t{2 * page}, 0);
+    std::thread([base] { EXPECT_STATUS(cuda_driver_error, "cuFileBufDeregister", base); }).join();
+    EXPECT_STATUS(memory_not_registered, "cuFileBufDeregister",
+                  static_cast<const void*>(pointer(test_file.memory + page)));
+    EXPECT_STATUS(memory_already_registered, "cuFileBufRegister", base, std::size_t{page}, 0);
+    CHECK(read_file(test_file.file, test_file.memory, 2 * page) == 2 * page);
+    CHECK(read_file(test_file.file, test_file.memory, page, 0, page + 1) == -invalid_mapping_range);
+    EXPECT_STATUS(success, "cuFileBufDeregister", base);
+    const int status = cuda::status_of_child([base] { call_control("cuFileBufDeregister", base); });
     CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGABRT);
 }
 
-void a_buffer_that_was_freed_is_noticed() {
-    const Scene scene;
+void test_freed_buffer_is_refused() {
+    const TestFile test_file;
     const u64 memory = cuda::allocate(page);
-    SAYS(success, "cuFileBufRegister", static_cast<const void*>(pointer(memory)), std::size_t{page}, 0);
+    EXPECT_STATUS(success, "cuFileBufRegister", static_cast<const void*>(pointer(memory)), std::size_t{page}, 0);
     CHECK(cuda::cu("cuMemFree_v2", memory) == cuda::success);
-    CHECK(read_file(scene.file, memory, page) < 0);
-    SAYS(success, "cuFileBufDeregister", static_cast<const void*>(pointer(memory)));
+    CHECK(read_file(test_file.file, memory, page) < 0);
+    EXPECT_STATUS(success, "cuFileBufDeregister", static_cast<const void*>(pointer(memory)));
 }
 
-void a_descriptor_that_became_another_file_is_none() {
-    Scene scene;
-    // On the same disk.
+void test_reused_descriptor_is_refused() {
+    TestFile test_file;
+    // On the same file system.
     std::string name = GDRKIT_DISK "/cufile-XXXXXX";
     const int other = mkstemp(name.data());
     CHECK(other >= 0 && unlink(name.c_str()) == 0);
-    const int kept = dup(scene.fd);
-    CHECK(dup3(other, scene.fd, O_CLOEXEC) == scene.fd);
+    const int saved_fd = dup(test_file.fd);
+    CHECK(dup3(other, test_file.fd, O_CLOEXEC) == test_file.fd);
     errno = 0;
-    CHECK(read_file(scene.file, scene.memory, page) == -1 && errno == EBADF);
-    CHECK(dup3(kept, scene.fd, O_CLOEXEC) == scene.fd);
-    CHECK(read_file(scene.file, scene.memory, page) == page);
+    CHECK(read_file(test_file.file, test_file.memory, page) == -1 && errno == EBADF);
+    CHECK(dup3(saved_fd, test_file.fd, O_CLOEXEC) == test_file.fd);
+    CHECK(read_file(test_file.file, test_file.memory, page) == page);
     close(other);
-    close(kept);
+    close(saved_fd);
 }
 
-void only_files_on_disks_are_registered() {
-    const Scene scene;
+void test_only_files_on_disks_are_registered() {
+    const TestFile test_file;
     FileHandle handle = nullptr;
     const int folder = open("/", O_RDONLY | O_CLOEXEC);
     CHECK(register_file(folder, &handle) == invalid_file_type);
@@ -124,12 +127,12 @@ void only_files_on_disks_are_registered() {
     CHECK(register_file(memory, &handle) == handle_not_registered);
     close(memory);
     CHECK(register_file(999'999, &handle) == invalid_value);
-    CHECK(register_file(scene.fd, &handle) == handle_already_registered);
+    CHECK(register_file(test_file.fd, &handle) == handle_already_registered);
     CHECK(handle == nullptr);
 }
 
-void a_handle_is_given_back_once() {
-    const Scene scene;
+void test_second_deregister_aborts() {
+    const TestFile test_file;
     const int status = cuda::status_of_child([] { call<void>("cuFileHandleDeregister", pointer(0x1234)); });
     CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGABRT);
 }
@@ -137,14 +140,14 @@ void a_handle_is_given_back_once() {
 } // namespace
 
 int main() {
-    bytes_arrive_and_go_back();
-    the_end_of_a_file_is_a_count();
-    vectors_follow_each_other();
-    host_memory_works_too();
-    what_cannot_be_right_is_refused();
-    a_registered_buffer_has_bounds();
-    a_buffer_that_was_freed_is_noticed();
-    a_descriptor_that_became_another_file_is_none();
-    only_files_on_disks_are_registered();
-    a_handle_is_given_back_once();
+    test_read_and_write();
+    test_short_read_at_end_of_file();
+    test_vectored_transfers();
+    test_host_memory();
+    test_invalid_arguments_are_refused();
+    test_registered_buffer_bounds();
+    test_freed_buffer_is_refused();
+    test_reused_descriptor_is_refused();
+    test_only_files_on_disks_are_registered();
+    test_second_deregister_aborts();
 }

@@ -1,5 +1,4 @@
-// The device's own copies: late, in order, by both kinds of command buffer; and what a copy to nowhere does to a
-// device.
+// Tests of command submissions: delays, order, both kinds of command buffers, and a copy to an unmapped address.
 #include <sys/mman.h>
 
 #include "hlthunk_library.hpp"
@@ -11,17 +10,17 @@ namespace {
 constexpr u64 page = 4096;
 constexpr std::uint32_t linear = packet_lin_dma << 24;
 
-struct Stage {
+struct DeviceBuffers {
     LinearDma packet;
     char bytes[3 * page];
 };
 
-void by_mapped_buffer(int fd) {
-    auto* const stage =
-        static_cast<Stage*>(mmap(nullptr, sizeof(Stage), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
-    const u64 host = map_host(fd, stage, sizeof(Stage));
+void test_user_command_buffer(int fd) {
+    auto* const stage = static_cast<DeviceBuffers*>(
+        mmap(nullptr, sizeof(DeviceBuffers), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+    const u64 host = map_host(fd, stage, sizeof(DeviceBuffers));
     const u64 handle = allocate(fd, page), device = map(fd, handle);
-    const u64 bytes = host + offsetof(Stage, bytes);
+    const u64 bytes = host + offsetof(DeviceBuffers, bytes);
     std::memset(stage->bytes, 7, 100);
     std::uint32_t status = 9;
     stage->packet = {100, linear, bytes, device + 50};
@@ -38,7 +37,7 @@ void by_mapped_buffer(int fd) {
     Chunk chunk{host, 0, sizeof(LinearDma), 0, 0, {}};
     SubmissionIn in{nullptr, &chunk, 0, 1, 0};
     SubmissionOut out{};
-    CHECK(hl("hlthunk_command_submission", fd, &in, &out) == -EINVAL); // not said to be the program's
+    CHECK(hl("hlthunk_command_submission", fd, &in, &out) == -EINVAL); // not flagged as a buffer of the program
     chunk.cs_chunk_flags = chunk_user_buffer;
     chunk.queue_index = 100;
     CHECK(hl("hlthunk_command_submission", fd, &in, &out) == -EOPNOTSUPP);
@@ -48,17 +47,17 @@ void by_mapped_buffer(int fd) {
     in.num_chunks_execute = 0;
     CHECK(hl("hlthunk_command_submission", fd, &in, &out) == -EINVAL);
 
-    // What the program unmaps before the copy's turn is no memory of the device any more.
+    // Memory that the program unmaps before the copy runs is not accessible to the device.
     stage->packet = {8, linear, bytes, device + (u64{1} << 40)};
     const u64 lost = submit_mapped(fd, &stage->packet, host);
     CHECK(wait(fd, lost, &status) == -EIO && status == wait_aborted);
     CHECK(allocate(fd, page) == 0 && errno == EBUSY && unmap(fd, device) == -EBUSY && release(fd, handle) == -EBUSY);
     CHECK(export_mapped(fd, device, page) == -EBUSY);
     CHECK(hl("hlthunk_get_device_status_info", fd) == device_malfunction);
-    munmap(stage, sizeof(Stage));
+    munmap(stage, sizeof(DeviceBuffers));
 }
 
-void by_the_drivers_buffer(int fd) {
+void test_driver_command_buffer(int fd) {
     u64 handle = 0;
     CHECK(hl("hlthunk_request_command_buffer", fd, 4096U, &handle) == 0);
     auto* const packet = static_cast<LinearDma*>(
@@ -74,7 +73,7 @@ void by_the_drivers_buffer(int fd) {
     SubmissionIn in{nullptr, &chunk, 0, 1, 0};
     SubmissionOut out{};
     *packet = {100, linear, host, info.dram_base_address};
-    CHECK(hl("hlthunk_command_submission", fd, &in, &out) == -EINVAL); // two bits must be set
+    CHECK(hl("hlthunk_command_submission", fd, &in, &out) == -EINVAL); // two bits of the control word must be set
     constexpr std::uint32_t control = linear | ctl_gaudi1_linear | ctl_gaudi1_reg_barrier;
     std::uint32_t status = 9;
     *packet = {100, control, host, info.dram_base_address};
@@ -96,12 +95,12 @@ void by_the_drivers_buffer(int fd) {
 int main() {
     const int fd = open_first();
     if (hl("hlthunk_get_device_name_from_fd", fd) == gaudi1) {
-        by_the_drivers_buffer(fd);
+        test_driver_command_buffer(fd);
     } else {
-        by_mapped_buffer(fd);
+        test_user_command_buffer(fd);
     }
     CHECK(hl("hlthunk_close", fd) == 0);
-    // A device that failed is free again once its program let go of it.
+    // A failed device can be opened again after its program has closed it.
     const int again = open_first();
     CHECK(hl("hlthunk_get_device_status_info", again) == device_operational && hl("hlthunk_close", again) == 0);
     CHECK(state().find("\"handles\":{}") != std::string::npos);

@@ -1,4 +1,4 @@
-// The hl-thunk twin as a C program meets it: opened by dlopen, called by name.
+// Helpers of the hl-thunk twin's tests: opens the twin by dlopen and calls its functions by name.
 #pragma once
 
 #include <dlfcn.h>
@@ -31,7 +31,7 @@ inline void* library() {
     return opened;
 }
 
-// Calls an entry. Arguments must have the types of the interface.
+// Call a function by name. Arguments must have the types of the interface.
 template <typename Result = int, typename... Arguments> Result hl(const char* symbol, Arguments... arguments) {
     void* const entry = dlsym(library(), symbol);
     CHECK(entry != nullptr);
@@ -65,7 +65,7 @@ inline u64 map_host(int fd, void* memory, u64 size) {
     return hl<u64>("hlthunk_host_memory_map", fd, memory, u64{0}, size);
 }
 
-// One packet on a queue, from mapped memory that also holds the packet: the way of devices that map memory.
+// Submit one packet from mapped host memory that also contains the packet, as on devices with virtual memory.
 inline u64 submit_mapped(int fd, LinearDma* packet, u64 packet_address, unsigned queue = 0) {
     Chunk chunk{packet_address, queue, sizeof *packet, chunk_user_buffer, 0, {}};
     SubmissionIn in{nullptr, &chunk, 0, 1, 0};

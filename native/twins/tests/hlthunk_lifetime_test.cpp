@@ -1,5 +1,5 @@
-// How long an export lives: until its last descriptor and its last importer are gone; imported by the verbs twin, by
-// many threads at once.
+// Tests of the lifetime of an exported dma-buf: until its last descriptor and importer are gone. The verbs twin imports
+// it, also from many threads.
 #include <thread>
 
 #include "hlthunk_library.hpp"
@@ -12,7 +12,7 @@ namespace {
 
 constexpr u64 page = 4096;
 
-std::string exports() {
+std::string ledger_exports() {
     const std::string all = state();
     const std::size_t at = all.find("\"exports\":");
     return all.substr(at + 10, all.find(',', at) - at - 10);
@@ -24,23 +24,23 @@ ibv_mr* import(ibv_pd* pd, u64 address, u64 length, int fd) {
     return region;
 }
 
-void until_the_last_importer(int device, ibv_pd* pd) {
+void test_export_until_last_importer(int device, ibv_pd* pd) {
     const u64 handle = allocate(device, page), address = map(device, handle);
     const int one = export_mapped(device, address, page), other = export_mapped(device, address, 2 * page, page);
-    CHECK(exports() == "2");
+    CHECK(ledger_exports() == "2");
     ibv_mr* const region = import(pd, address, page, one);
     ibv_mr* const second = import(pd, address, page, one);
-    CHECK(close(one) == 0 && exports() == "2" && close(other) == 0 && exports() == "1");
-    CHECK(ibv_dereg_mr(region) == 0 && exports() == "1" && unmap(device, address) == -EINVAL);
-    CHECK(ibv_dereg_mr(second) == 0 && exports() == "0");
+    CHECK(close(one) == 0 && ledger_exports() == "2" && close(other) == 0 && ledger_exports() == "1");
+    CHECK(ibv_dereg_mr(region) == 0 && ledger_exports() == "1" && unmap(device, address) == -EINVAL);
+    CHECK(ibv_dereg_mr(second) == 0 && ledger_exports() == "0");
     CHECK(unmap(device, address) == 0 && release(device, handle) == 0);
 }
 
-void a_dmabuf_outlives_its_device(int device, ibv_pd* pd) {
+void test_dmabuf_outlives_device(int device, ibv_pd* pd) {
     const u64 handle = allocate(device, page), address = map(device, handle);
     const int exported = export_mapped(device, address, page);
     ibv_mr* const region = import(pd, address, page, exported);
-    // Nothing is given back: the context goes with its last holder.
+    // Nothing is freed explicitly: the context is destroyed with its last reference.
     CHECK(close(exported) == 0 && hl("hlthunk_close", device) == 0);
     CHECK(state().find("\"open_devices\":1") != std::string::npos);
     char bus_id[13] = "0000:33:00.0";
@@ -51,7 +51,7 @@ void a_dmabuf_outlives_its_device(int device, ibv_pd* pd) {
     CHECK(state().find("\"handles\":{}") != std::string::npos);
 }
 
-void from_many_threads(int device, ibv_pd* pd) {
+void test_concurrent_imports(int device, ibv_pd* pd) {
     const u64 shared = allocate(device, page), place = map(device, shared);
     const auto body = [&] {
         for (int turn = 0; turn < 10; ++turn) {
@@ -73,11 +73,11 @@ void from_many_threads(int device, ibv_pd* pd) {
     for (std::thread& thread : threads) {
         thread.join();
     }
-    CHECK(exports() == "0" && unmap(device, place) == 0 && release(device, shared) == 0);
+    CHECK(ledger_exports() == "0" && unmap(device, place) == 0 && release(device, shared) == 0);
 }
 
-// As a program does it that does not know hl-thunk: the descriptor is closed by close(2).
-void a_closed_descriptor_is_noticed() {
+// A program without knowledge of hl-thunk closes the descriptor by close(2).
+void test_close_releases_device() {
     const int device = open_first();
     CHECK(allocate(device, page) != 0 && close(device) == 0);
     CHECK(allocate(device, page) == 0 && errno == EBADF);
@@ -90,9 +90,9 @@ int main() {
     ibv_context* const context = gdrkit::twin::tests::open_device(0);
     ibv_pd* const pd = ibv_alloc_pd(context);
     const int device = open_first();
-    until_the_last_importer(device, pd);
-    from_many_threads(device, pd);
-    a_dmabuf_outlives_its_device(device, pd);
-    a_closed_descriptor_is_noticed();
+    test_export_until_last_importer(device, pd);
+    test_concurrent_imports(device, pd);
+    test_dmabuf_outlives_device(device, pd);
+    test_close_releases_device();
     CHECK(ibv_dealloc_pd(pd) == 0 && ibv_close_device(context) == 0);
 }

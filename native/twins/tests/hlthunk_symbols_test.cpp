@@ -1,4 +1,4 @@
-// What the library exports is what the contract says, and every entry that is not implemented says so.
+// Tests of the exported functions: they match the contract, and unimplemented ones fail as documented.
 #include <elf.h>
 
 #include <fstream>
@@ -44,12 +44,12 @@ std::map<std::string, std::string> read_contract() {
     return table;
 }
 
-// The names in the dynamic symbol table of the library that this library defines.
-std::set<std::string> exported() {
+// Return the names that the library defines in its dynamic symbol table.
+std::set<std::string> exported_symbols() {
     std::ifstream file(GDRKIT_HLTHUNK_TWIN, std::ios::binary);
-    std::stringstream whole;
-    whole << file.rdbuf();
-    const std::string bytes = whole.str();
+    std::stringstream content;
+    content << file.rdbuf();
+    const std::string bytes = content.str();
     Elf64_Ehdr header;
     std::memcpy(&header, bytes.data(), sizeof header);
     std::vector<Elf64_Shdr> sections(header.e_shnum);
@@ -71,15 +71,15 @@ std::set<std::string> exported() {
     return names;
 }
 
-void contract_is_what_is_exported() {
+void test_exports_match_contract() {
     std::set<std::string> promised;
     for (const auto& [symbol, kind] : read_contract()) {
         promised.insert(symbol);
     }
-    CHECK(promised == exported());
+    CHECK(promised == exported_symbols());
 }
 
-void unimplemented_entries_say_so() {
+void test_unimplemented_functions_fail() {
     int count = 0;
     for (const auto& [symbol, kind] : read_contract()) {
         errno = 0;
@@ -93,7 +93,7 @@ void unimplemented_entries_say_so() {
     CHECK(count > 60);
 }
 
-void names_and_numbers_of_devices() {
+void test_device_names_and_ids() {
     CHECK(hl("hlthunk_get_device_count", static_cast<int>(dont_care)) == 2);
     CHECK(hl("hlthunk_get_device_count", static_cast<int>(invalid)) == -EINVAL);
     CHECK(hl("hlthunk_get_device_count", static_cast<int>(goya)) == 0);
@@ -105,7 +105,7 @@ void names_and_numbers_of_devices() {
     HardwareInfo info{};
     CHECK(hl("hlthunk_get_hw_ip_info", control, &info) == 0 && info.dram_enabled == 1 && info.module_id != 1);
     CHECK(hl("hlthunk_get_hw_ip_info", control, static_cast<HardwareInfo*>(nullptr)) == -EINVAL);
-    // A control device answers questions alone.
+    // A control device only supports queries.
     CHECK(allocate(control, 4096) == 0 && errno == ENOTTY);
     const int fd = hl("hlthunk_open_by_module_id", info.module_id);
     CHECK(fd >= 0 && hl("hlthunk_get_device_name_from_fd", fd) == hl("hlthunk_get_device_name_from_fd", control));
@@ -119,7 +119,7 @@ void names_and_numbers_of_devices() {
 } // namespace
 
 int main() {
-    contract_is_what_is_exported();
-    unimplemented_entries_say_so();
-    names_and_numbers_of_devices();
+    test_exports_match_contract();
+    test_unimplemented_functions_fail();
+    test_device_names_and_ids();
 }

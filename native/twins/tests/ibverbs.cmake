@@ -1,9 +1,9 @@
-# The unit tests of the verbs twin: plain programs against the real header, linked to the twin.
+# Unit tests of the verbs twin: plain programs that include the real header and link the twin.
 
 set(ibverbs_tests device errors events exports faults lists loading many regions release states traffic two_processes)
 foreach(name IN LISTS ibverbs_tests)
   add_executable(ibverbs_${name} ${CMAKE_CURRENT_LIST_DIR}/ibverbs_${name}.cpp)
-  # The model makes dma-bufs for the tests; the twin has its own, hidden copy of it.
+  # The tests create dma-bufs with their own copy of model/; the twin contains another, hidden copy.
   target_link_libraries(ibverbs_${name} PRIVATE ibverbs_twin gdrkit_twin_model)
   target_compile_definitions(ibverbs_${name} PRIVATE
     GDRKIT_CONTRACTS="${CMAKE_CURRENT_LIST_DIR}/../contracts" GDRKIT_LIBRARY="$<TARGET_FILE:ibverbs_twin>")
@@ -11,7 +11,7 @@ foreach(name IN LISTS ibverbs_tests)
   set_tests_properties(ibverbs.${name} PROPERTIES TIMEOUT 120)
 endforeach()
 
-# Device memory needs both twins.
+# Tests with device memory need both twins.
 add_executable(ibverbs_cuda ${CMAKE_CURRENT_LIST_DIR}/ibverbs_cuda.cpp)
 target_link_libraries(ibverbs_cuda PRIVATE ibverbs_twin ${CMAKE_DL_LIBS})
 target_include_directories(ibverbs_cuda PRIVATE ${CMAKE_CURRENT_LIST_DIR}/..)
@@ -20,9 +20,9 @@ if(TARGET cuda_twin)
   set_tests_properties(ibverbs.cuda PROPERTIES TIMEOUT 120)
 endif()
 
-# Speaks to the twin as a peer's twin does, by the same code.
+# Talks to the twin's queue pairs with the twin's own protocol code.
 add_executable(ibverbs_hostile ${CMAKE_CURRENT_LIST_DIR}/ibverbs_hostile.cpp)
-target_sources(ibverbs_hostile PRIVATE ${CMAKE_CURRENT_LIST_DIR}/../ibverbs/bounce.cpp
+target_sources(ibverbs_hostile PRIVATE ${CMAKE_CURRENT_LIST_DIR}/../ibverbs/bounce_buffer.cpp
   ${CMAKE_CURRENT_LIST_DIR}/../ibverbs/link.cpp ${CMAKE_CURRENT_LIST_DIR}/../ibverbs/pipe.cpp
   ${CMAKE_CURRENT_LIST_DIR}/../ibverbs/wire.cpp)
 target_link_libraries(ibverbs_hostile PRIVATE ibverbs_twin gdrkit_twin_model)
@@ -30,7 +30,7 @@ target_include_directories(ibverbs_hostile PRIVATE ${CMAKE_CURRENT_LIST_DIR}/..)
 add_test(NAME ibverbs.hostile COMMAND ibverbs_hostile)
 set_tests_properties(ibverbs.hostile PROPERTIES TIMEOUT 120)
 
-# No test of speed, which is for a person to run and read: here only that it runs.
+# Only tests that the benchmark runs; people run it for its figures.
 add_executable(ibverbs_throughput ${CMAKE_CURRENT_LIST_DIR}/ibverbs_throughput.cpp)
 target_link_libraries(ibverbs_throughput PRIVATE ibverbs_twin gdrkit_twin_model ${CMAKE_DL_LIBS})
 target_include_directories(ibverbs_throughput PRIVATE ${CMAKE_CURRENT_LIST_DIR}/..)

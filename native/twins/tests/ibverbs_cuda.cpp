@@ -1,6 +1,6 @@
-// Device memory behind a region: by peer memory, and by a dma-buf. With the driver that the first argument names, or
-// libcuda.so.1 as it is found: on a machine with a GPU the same test runs beside the real driver, whose dma-bufs the
-// CPU cannot map.
+// Tests of regions over device memory, by peer memory and by a dma-buf. They use the driver that the first argument
+// names, or libcuda.so.1: on a machine with a GPU the same test runs with the real driver, whose dma-bufs the CPU
+// cannot map.
 #include <dlfcn.h>
 #include <sys/wait.h>
 
@@ -16,7 +16,7 @@ using Handle = void*;
 constexpr std::size_t allocation_bytes = 4UL << 20;
 constexpr int handle_type_dmabuf = 1;
 
-// CUmemAllocationProp and CUmemAccessDesc.
+// Layouts of CUmemAllocationProp and CUmemAccessDesc.
 struct AllocationProperties {
     int type = 1, handle_types = 0, location_type = 1, location_id = 0;
     void* unused = nullptr;
@@ -82,7 +82,7 @@ struct Driver {
         clear(address, size);
         return address;
     }
-    // A set of device memory is asynchronous; a NIC does not wait for streams.
+    // cuMemset on device memory is asynchronous, and a NIC does not wait for streams.
     void clear(std::uint64_t address, std::size_t size) const {
         CHECK(cuMemsetD8_v2(address, 0, size) == 0 && cuCtxSynchronize() == 0);
     }
@@ -102,58 +102,59 @@ void* as_pointer(std::uint64_t address) {
     return reinterpret_cast<void*>(address);
 }
 
-// The same for both routes: data lands, odd offsets and sizes, nothing beside it; then a free under the live region.
-void use_region(const Driver& driver, Side* a, std::uint64_t memory, ibv_mr* mr) {
+// Checks for both kinds of registration: data arrives at odd offsets and sizes and changes nothing else; then the
+// memory is freed while the region is registered.
+void check_region(const Driver& driver, Endpoint* a, std::uint64_t memory, ibv_mr* mr) {
     Buffer from(a->pd, allocation_bytes), back(a->pd, allocation_bytes);
     fill_pattern(from.bytes, from.size);
     for (const std::size_t size : {1UL, 4095UL, 65536UL, (1UL << 20) + 3}) {
         driver.clear(memory, allocation_bytes);
         CHECK(a->post(request(1, IBV_WR_RDMA_WRITE, memory + 77, mr->rkey), {from.part(1, size)}) == 0);
-        a->expect(1, IBV_WC_SUCCESS);
-        const auto seen = driver.content(memory, size + 78);
-        CHECK(seen[76] == 0 && seen[77 + size] == 0 && has_pattern(seen.data() + 77, size, 1));
+        a->expect_completion(1, IBV_WC_SUCCESS);
+        const auto content = driver.content(memory, size + 78);
+        CHECK(content[76] == 0 && content[77 + size] == 0 && has_pattern(content.data() + 77, size, 1));
         CHECK(a->post(request(2, IBV_WR_RDMA_READ, memory + 77, mr->rkey), {back.part(3, size)}) == 0);
-        a->expect(2, IBV_WC_SUCCESS);
+        a->expect_completion(2, IBV_WC_SUCCESS);
         CHECK(has_pattern(back.bytes + 3, size, 1));
     }
-    // The owner frees under the region. Whoever gets the address next never sees what comes by the old key.
+    // The owner frees the memory. The next allocation at this address never receives data sent with the old key.
     CHECK(driver.cuMemFree_v2(memory) == 0);
-    const std::uint64_t next = driver.allocate();
-    std::fprintf(stderr, "the next allocation %s the address\n", next == memory ? "got" : "did not get");
+    const std::uint64_t poll_one = driver.allocate();
+    std::fprintf(stderr, "the next allocation %s the address\n", poll_one == memory ? "got" : "did not get");
     CHECK(a->post(request(3, IBV_WR_RDMA_WRITE, memory + 5, mr->rkey), {from.part(0, 1000)}) == 0);
-    a->expect(3, IBV_WC_SUCCESS);
+    a->expect_completion(3, IBV_WC_SUCCESS);
     CHECK(a->post(request(4, IBV_WR_RDMA_READ, memory + 5, mr->rkey), {back.part(0, 1000)}) == 0);
-    a->expect(4, IBV_WC_SUCCESS);
+    a->expect_completion(4, IBV_WC_SUCCESS);
     CHECK(has_pattern(back.bytes, 1000));
-    const auto untouched = driver.content(next, 4096);
+    const auto untouched = driver.content(poll_one, 4096);
     CHECK(untouched == std::vector<std::uint8_t>(4096, 0));
-    CHECK(driver.cuMemFree_v2(next) == 0);
+    CHECK(driver.cuMemFree_v2(poll_one) == 0);
 }
 
-void peer_memory(const Driver& driver) {
-    Side a(0), b(1);
+void test_peer_memory(const Driver& driver) {
+    Endpoint a(0), b(1);
     connect(&a, &b);
     const std::uint64_t memory = driver.allocate();
     ibv_mr* const mr = ibv_reg_mr(b.pd, as_pointer(memory), allocation_bytes, all_access);
     CHECK(mr != nullptr && number_of(mr->addr) == memory);
     errno = 0;
     CHECK(ibv_reg_mr(b.pd, as_pointer(memory), 1UL << 40, all_access) == nullptr && errno == EFAULT);
-    use_region(driver, &a, memory, mr);
+    check_region(driver, &a, memory, mr);
     CHECK(ibv_dereg_mr(mr) == 0);
 }
 
-void without_peer_memory(const Driver& driver) {
-    Side a;
+void test_without_peer_memory(const Driver& driver) {
+    Endpoint a;
     const std::uint64_t memory = driver.allocate();
     errno = 0;
     CHECK(ibv_reg_mr(a.pd, as_pointer(memory), allocation_bytes, all_access) == nullptr && errno == EFAULT);
     CHECK(driver.cuMemFree_v2(memory) == 0);
-    // Host memory is host memory, also where a driver is loaded.
+    // Host memory is registered as host memory even if a driver is loaded.
     const Buffer host(a.pd, 4096);
 }
 
-void dmabuf(const Driver& driver) {
-    Side a(0), b(1);
+void test_dmabuf(const Driver& driver) {
+    Endpoint a(0), b(1);
     connect(&a, &b);
     const std::uint64_t memory = driver.allocate();
     const int fd = driver.export_dmabuf(memory);
@@ -162,14 +163,14 @@ void dmabuf(const Driver& driver) {
     ibv_mr* const mr = ibv_reg_dmabuf_mr(b.pd, 0, allocation_bytes, memory, fd, all_access);
     CHECK(mr != nullptr);
     CHECK(close(fd) == 0);
-    use_region(driver, &a, memory, mr);
+    check_region(driver, &a, memory, mr);
     CHECK(ibv_dereg_mr(mr) == 0);
 }
 
-// A range of two chunks is one region; each chunk has an identity of its own.
-void two_chunks(const Driver& driver, bool by_dmabuf) {
+// A range of two VMM mappings is one region; each mapping has its own buffer id.
+void test_two_mappings(const Driver& driver, bool by_dmabuf) {
     constexpr std::size_t chunk = 2UL << 20;
-    Side a(0), b(1);
+    Endpoint a(0), b(1);
     connect(&a, &b);
     std::uint64_t base = 0;
     CHECK(driver.cuMemAddressReserve(&base, 2 * chunk, 0, 0, 0) == 0);
@@ -196,21 +197,22 @@ void two_chunks(const Driver& driver, bool by_dmabuf) {
     Buffer from(a.pd, chunk);
     fill_pattern(from.bytes, chunk);
     CHECK(a.post(request(1, IBV_WR_RDMA_WRITE, begin, mr->rkey), {from.part(0, chunk)}) == 0);
-    a.expect(1, IBV_WC_SUCCESS);
-    const auto seen = driver.content(base, 2 * chunk);
-    CHECK(seen[chunk / 2 - 1] == 0 && has_pattern(seen.data() + chunk / 2, chunk) && seen[chunk / 2 + chunk] == 0);
-    // Other memory at the same addresses: the region does not reach it.
+    a.expect_completion(1, IBV_WC_SUCCESS);
+    const auto content = driver.content(base, 2 * chunk);
+    CHECK(content[chunk / 2 - 1] == 0 && has_pattern(content.data() + chunk / 2, chunk) &&
+          content[chunk / 2 + chunk] == 0);
+    // Other memory is mapped at the same addresses: the region must not access it.
     CHECK(driver.cuMemUnmap(base + chunk, chunk) == 0);
     map(base + chunk);
     CHECK(a.post(request(2, IBV_WR_RDMA_WRITE, base + chunk, mr->rkey), {from.part(0, 1000)}) == 0);
-    a.expect(2, IBV_WC_SUCCESS);
+    a.expect_completion(2, IBV_WC_SUCCESS);
     CHECK(driver.content(base + chunk, 1000) == std::vector<std::uint8_t>(1000, 0));
     CHECK(ibv_dereg_mr(mr) == 0);
     CHECK(driver.cuMemUnmap(base, chunk) == 0 && driver.cuMemUnmap(base + chunk, chunk) == 0);
     CHECK(driver.cuMemAddressFree(base, 2 * chunk) == 0);
 }
 
-// Each case in a process of its own: what the environment says is read once.
+// Run each case in a separate process, because the environment is read once.
 void in_child(const char* name, const char* peermem, const std::function<void()>& act) {
     const pid_t child = fork();
     if (child == 0) {
@@ -229,10 +231,10 @@ void in_child(const char* name, const char* peermem, const std::function<void()>
 
 int main(int count, char** arguments) {
     const char* const path = count > 1 ? arguments[1] : "libcuda.so.1";
-    in_child("without peer memory", "0", [=] { without_peer_memory(Driver(path)); });
-    in_child("peer memory", "1", [=] { peer_memory(Driver(path)); });
-    in_child("dma-buf", "0", [=] { dmabuf(Driver(path)); });
-    in_child("two chunks by peer memory", "1", [=] { two_chunks(Driver(path), false); });
-    in_child("two chunks by dma-buf", "0", [=] { two_chunks(Driver(path), true); });
+    in_child("without peer memory", "0", [=] { test_without_peer_memory(Driver(path)); });
+    in_child("peer memory", "1", [=] { test_peer_memory(Driver(path)); });
+    in_child("dma-buf", "0", [=] { test_dmabuf(Driver(path)); });
+    in_child("two chunks by peer memory", "1", [=] { test_two_mappings(Driver(path), false); });
+    in_child("two chunks by dma-buf", "0", [=] { test_two_mappings(Driver(path), true); });
     return 0;
 }

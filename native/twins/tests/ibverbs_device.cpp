@@ -1,5 +1,5 @@
-// Devices, ports and GIDs as clients see them, the operations of a context that are not there, and the functions that
-// only translate.
+// Tests of devices, ports and GIDs as clients see them, of unimplemented context operations, and of the string
+// functions.
 #include <fstream>
 
 #include "tests/ibverbs_support.hpp"
@@ -15,7 +15,7 @@ using namespace gdrkit::twin::tests;
 
 namespace {
 
-void attributes(ibv_context* context) {
+void test_attributes(ibv_context* context) {
     ibv_device_attr attr{};
     CHECK(ibv_query_device(context, &attr) == 0);
     CHECK(attr.phys_port_cnt == 1 && attr.max_pkeys == 1 && attr.max_qp > 0 && attr.atomic_cap == IBV_ATOMIC_HCA);
@@ -29,7 +29,7 @@ void attributes(ibv_context* context) {
     CHECK(port.state == IBV_PORT_ACTIVE && port.link_layer == IBV_LINK_LAYER_ETHERNET && port.gid_tbl_len == 2);
     CHECK(port.active_mtu == IBV_MTU_4096 && port.flags == IBV_QPF_GRH_REQUIRED);
     CHECK(___ibv_query_port(context, 0, &port) == EINVAL && ___ibv_query_port(context, 2, &port) == EINVAL);
-    // The old entry writes the old structure, and not a byte behind it.
+    // The old function writes the old structure and no byte beyond it.
     std::uint8_t old[52];
     std::memset(old, 0xaa, sizeof old);
     CHECK(ibv_query_port(context, 1, reinterpret_cast<struct _compat_ibv_port_attr*>(old)) == 0);
@@ -37,7 +37,7 @@ void attributes(ibv_context* context) {
     CHECK(___ibv_query_port(context, 1, &port) == 0 && std::memcmp(old, &port, 48) == 0);
 }
 
-void gids(ibv_context* context, ibv_context* other) {
+void test_gids(ibv_context* context, ibv_context* other) {
     ibv_gid first{}, second{}, others{};
     CHECK(ibv_query_gid(context, 1, 0, &first) == 0 && ibv_query_gid(context, 1, 1, &second) == 0);
     CHECK(std::memcmp(&first, &second, sizeof first) == 0 && first.raw[0] == 0xfe && first.raw[1] == 0x80);
@@ -58,8 +58,8 @@ void gids(ibv_context* context, ibv_context* other) {
     CHECK(ibv_query_pkey(context, 1, 1, &pkey) == -1 && ibv_get_pkey_index(context, 1, 0x1234) == -1);
 }
 
-// Everything that clients reach through tables fails in its convention.
-void operations_that_are_not_there(Side* side) {
+// Every unimplemented function in the tables fails by its convention.
+void test_unimplemented_operations_fail(Endpoint* side) {
     const auto null = [](const void* result) {
         const bool right = result == nullptr && errno == EOPNOTSUPP;
         errno = 0;
@@ -96,7 +96,7 @@ void operations_that_are_not_there(Side* side) {
     ibv_qp_rate_limit_attr rate{};
     CHECK(ibv_modify_qp_rate_limit(side->qp, &rate) == EOPNOTSUPP);
     CHECK(context->ops.post_srq_recv(nullptr, nullptr, nullptr) == EOPNOTSUPP);
-    // No entry of either table is empty: a client that calls one meets an error, not a null pointer.
+    // No entry of the tables is null, so a client that calls it gets an error and does not crash.
     auto* const extended = verbs_get_ctx(context);
     CHECK(extended != nullptr && extended->sz == sizeof *extended);
     auto* const before = reinterpret_cast<void**>(extended);
@@ -109,7 +109,7 @@ void operations_that_are_not_there(Side* side) {
     }
 }
 
-void words_and_rates() {
+void test_names_and_rates() {
     CHECK(std::string(ibv_wc_status_str(IBV_WC_SUCCESS)) == "success");
     CHECK(std::string(ibv_wc_status_str(IBV_WC_REM_ACCESS_ERR)) == "remote access error");
     CHECK(std::string(ibv_wc_status_str(static_cast<ibv_wc_status>(99))) == "unknown");
@@ -133,12 +133,12 @@ int main() {
     use_own_domain();
     unsetenv("SYSFS_PATH");
     {
-        Side a(0), b(1);
-        attributes(a.context);
-        gids(a.context, b.context);
-        operations_that_are_not_there(&a);
+        Endpoint a(0), b(1);
+        test_attributes(a.context);
+        test_gids(a.context, b.context);
+        test_unimplemented_operations_fail(&a);
     }
-    words_and_rates();
+    test_names_and_rates();
     errno = 0;
     ibv_device stranger{};
     CHECK(ibv_open_device(&stranger) == nullptr && errno == ENODEV);

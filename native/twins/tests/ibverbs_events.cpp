@@ -1,4 +1,4 @@
-// Completion channels and asynchronous events.
+// Tests of completion channels and asynchronous events.
 #include <fcntl.h>
 
 #include <atomic>
@@ -16,7 +16,7 @@ Settings with_channel() {
     return settings;
 }
 
-void take_event(Side* side) {
+void take_event(Endpoint* side) {
     ibv_cq* cq = nullptr;
     void* cq_context = nullptr;
     CHECK(ibv_get_cq_event(side->channel, &cq, &cq_context) == 0);
@@ -24,22 +24,22 @@ void take_event(Side* side) {
     ibv_ack_cq_events(cq, 1);
 }
 
-void an_event_for_each_time_it_was_asked_for() {
-    Side a(0, with_channel()), b(0, with_channel());
+void test_one_event_per_arming() {
+    Endpoint a(0, with_channel()), b(0, with_channel());
     connect(&a, &b);
     CHECK(b.post_receive(1, {}) == 0 && b.post_receive(2, {}) == 0 && b.post_receive(3, {}) == 0);
     CHECK(ibv_req_notify_cq(b.cq, 0) == 0);
     CHECK(a.post(request(1, IBV_WR_SEND), {}) == 0);
     CHECK(readable(b.channel->fd, 10000));
     take_event(&b);
-    b.expect(1, IBV_WC_SUCCESS);
-    a.expect(1, IBV_WC_SUCCESS);
-    // Not asked again: a completion, no event.
+    b.expect_completion(1, IBV_WC_SUCCESS);
+    a.expect_completion(1, IBV_WC_SUCCESS);
+    // Without another ibv_req_notify_cq a completion raises no event.
     CHECK(a.post(request(2, IBV_WR_SEND), {}) == 0);
-    b.expect(2, IBV_WC_SUCCESS);
+    b.expect_completion(2, IBV_WC_SUCCESS);
     CHECK(!readable(b.channel->fd, 0));
     CHECK(!readable(a.channel->fd, 0));
-    // Without O_NONBLOCK, taking an event waits for one.
+    // Without O_NONBLOCK, ibv_get_cq_event waits for an event.
     CHECK(ibv_req_notify_cq(b.cq, 0) == 0);
     std::thread sender([&] {
         usleep(20000);
@@ -47,7 +47,7 @@ void an_event_for_each_time_it_was_asked_for() {
     });
     take_event(&b);
     sender.join();
-    b.expect(3, IBV_WC_SUCCESS);
+    b.expect_completion(3, IBV_WC_SUCCESS);
     CHECK(fcntl(b.channel->fd, F_SETFL, O_NONBLOCK) == 0);
     ibv_cq* cq = nullptr;
     void* cq_context = nullptr;
@@ -55,30 +55,29 @@ void an_event_for_each_time_it_was_asked_for() {
     CHECK(ibv_get_cq_event(b.channel, &cq, &cq_context) == -1 && errno == EAGAIN);
 }
 
-void only_solicited_ones() {
-    Side a, b(0, with_channel());
+void test_solicited_events_only() {
+    Endpoint a, b(0, with_channel());
     connect(&a, &b);
     for (std::uint64_t id = 1; id <= 3; ++id) {
         CHECK(b.post_receive(id, {}) == 0);
     }
     CHECK(ibv_req_notify_cq(b.cq, 1) == 0);
     CHECK(a.post(request(1, IBV_WR_SEND), {}) == 0);
-    b.expect(1, IBV_WC_SUCCESS);
+    b.expect_completion(1, IBV_WC_SUCCESS);
     CHECK(!readable(b.channel->fd, 0));
     CHECK(a.post(request(2, IBV_WR_SEND, 0, 0, IBV_SEND_SIGNALED | IBV_SEND_SOLICITED), {}) == 0);
-    b.expect(2, IBV_WC_SUCCESS);
+    b.expect_completion(2, IBV_WC_SUCCESS);
     CHECK(readable(b.channel->fd, 10000));
     take_event(&b);
-    // A failed completion counts as solicited.
     CHECK(ibv_req_notify_cq(b.cq, 1) == 0);
     CHECK(b.to(IBV_QPS_ERR) == 0);
     CHECK(readable(b.channel->fd, 10000));
     take_event(&b);
-    b.expect(3, IBV_WC_WR_FLUSH_ERR);
+    b.expect_completion(3, IBV_WC_WR_FLUSH_ERR);
 }
 
-void destroying_waits_for_acknowledgement() {
-    Side a, b(0, with_channel());
+void test_destroy_waits_for_acknowledgement() {
+    Endpoint a, b(0, with_channel());
     connect(&a, &b);
     CHECK(b.post_receive(1, {}) == 0);
     CHECK(ibv_req_notify_cq(b.cq, 0) == 0);
@@ -102,9 +101,9 @@ void destroying_waits_for_acknowledgement() {
     b.cq = second;
 }
 
-// An event that nobody took goes with its queue.
-void destroying_forgets_what_was_not_taken() {
-    Side a, b(0, with_channel());
+// Destroying a queue removes its untaken events.
+void test_destroy_drops_untaken_events() {
+    Endpoint a, b(0, with_channel());
     connect(&a, &b);
     CHECK(b.post_receive(1, {}) == 0);
     CHECK(ibv_req_notify_cq(b.cq, 0) == 0);
@@ -117,10 +116,10 @@ void destroying_forgets_what_was_not_taken() {
     b.cq = ibv_create_cq(b.context, 1, &b, b.channel, 0);
 }
 
-void a_queue_that_overruns() {
+void test_cq_overrun() {
     Settings small;
     small.completions = 2;
-    Side a, b(0, small);
+    Endpoint a, b(0, small);
     connect(&a, &b);
     for (std::uint64_t id = 1; id <= 3; ++id) {
         CHECK(b.post_receive(id, {}) == 0);
@@ -137,8 +136,8 @@ void a_queue_that_overruns() {
     CHECK(ibv_poll_cq(b.cq, 1, &wc) < 0);
 }
 
-void sending_queue_drained() {
-    Side a, b;
+void test_send_queue_drained() {
+    Endpoint a, b;
     connect(&a, &b);
     ibv_qp_attr attr{};
     attr.qp_state = IBV_QPS_SQD;
@@ -146,25 +145,25 @@ void sending_queue_drained() {
     CHECK(ibv_modify_qp(a.qp, &attr, IBV_QP_STATE | IBV_QP_EN_SQD_ASYNC_NOTIFY) == 0);
     const ibv_async_event event = next_event(a.context);
     CHECK(event.event_type == IBV_EVENT_SQ_DRAINED && event.element.qp == a.qp);
-    // Taken, but not begun until the queue may send again.
+    // The request is queued but does not start before the queue may send again.
     CHECK(b.post_receive(1, {}) == 0);
     CHECK(a.post(request(1, IBV_WR_SEND), {}) == 0);
     ibv_wc wc{};
     usleep(20000);
     CHECK(ibv_poll_cq(a.cq, 1, &wc) == 0);
     CHECK(a.to(IBV_QPS_RTS) == 0);
-    a.expect(1, IBV_WC_SUCCESS);
+    a.expect_completion(1, IBV_WC_SUCCESS);
 }
 
 } // namespace
 
 int main() {
     use_own_domain();
-    an_event_for_each_time_it_was_asked_for();
-    only_solicited_ones();
-    destroying_waits_for_acknowledgement();
-    destroying_forgets_what_was_not_taken();
-    a_queue_that_overruns();
-    sending_queue_drained();
+    test_one_event_per_arming();
+    test_solicited_events_only();
+    test_destroy_waits_for_acknowledgement();
+    test_destroy_drops_untaken_events();
+    test_cq_overrun();
+    test_send_queue_drained();
     return 0;
 }

@@ -1,5 +1,5 @@
-// The library exports what the contract says, no more and no less, and every entry that is not implemented fails as the
-// conventions say.
+// Tests that the library exports exactly what the contract lists, and that unimplemented functions fail by their
+// conventions.
 #include <dlfcn.h>
 #include <elf.h>
 
@@ -96,7 +96,7 @@ std::string without_default_mark(std::string name) {
     return mark == std::string::npos ? name : name.erase(mark, 1);
 }
 
-void same_names() {
+void test_exports_match_contract() {
     const Exports exports(GDRKIT_LIBRARY);
     std::set<std::string> contract;
     for (const std::string& line : contract_lines("ibverbs.symbols")) {
@@ -113,17 +113,17 @@ void same_names() {
         }
     }
     CHECK(exports.names() == contract);
-    std::set<std::string> plain, conventions;
+    std::set<std::string> exported_names, conventions;
     for (const std::string& name : contract) {
-        CHECK(plain.insert(without_default_mark(name)).second);
+        CHECK(exported_names.insert(without_default_mark(name)).second);
     }
     for (const std::string& line : contract_lines("ibverbs.conventions")) {
         CHECK(conventions.insert(line.substr(0, line.find(' '))).second);
     }
-    CHECK(plain == conventions);
+    CHECK(exported_names == conventions);
 }
 
-// Six arguments are as many as go by registers, which an entry that looks at none of them ignores.
+// Six arguments are passed in registers, which unimplemented functions ignore.
 using Entry = std::intptr_t (*)(void*, void*, void*, void*, void*, void*);
 
 void call_unsupported(void* library, const std::string& line) {
@@ -144,7 +144,7 @@ void call_unsupported(void* library, const std::string& line) {
                        : convention == "void"   ? errno == EOPNOTSUPP
                                                 : false;
     if (!right) {
-        std::fprintf(stderr, "%s answered %d, errno %d\n", line.c_str(), value, errno);
+        std::fprintf(stderr, "%s returned %d, errno %d\n", line.c_str(), value, errno);
     }
     CHECK(right);
 }
@@ -152,7 +152,7 @@ void call_unsupported(void* library, const std::string& line) {
 } // namespace
 
 int main() {
-    same_names();
+    test_exports_match_contract();
     void* const library = dlopen(GDRKIT_LIBRARY, RTLD_NOW);
     CHECK(library != nullptr);
     for (const std::string& line : contract_lines("ibverbs.conventions")) {

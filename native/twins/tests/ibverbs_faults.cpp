@@ -1,4 +1,4 @@
-// The fault plan and the control interface.
+// Tests of the verbs twin's fault plan and control interface.
 #include <dlfcn.h>
 
 #include "control/control.h"
@@ -14,18 +14,19 @@ std::string ledger() {
     return text;
 }
 
-bool says(const std::string& what) {
+bool ledger_contains(const std::string& what) {
     return ledger().find(what) != std::string::npos;
 }
 
-void plan(const std::string& rules) {
+void set_fault_plan(const std::string& rules) {
     CHECK(gdrkit_twin_faults(("gdrkit-faults 1\n" + rules).c_str()) == 0);
 }
 
-void functions_fail_as_planned() {
-    Side a;
-    plan("ibv_alloc_pd call=2 errno=ENOMEM\nibv_query_gid call=* errno=EIO\nibv_dealloc_pd call=1 errno=EBUSY\n"
-         "ibv_query_port call=1 errno=5\ncuMemAlloc_v2 call=1 status=2\n");
+void test_injected_function_failures() {
+    Endpoint a;
+    set_fault_plan(
+        "ibv_alloc_pd call=2 errno=ENOMEM\nibv_query_gid call=* errno=EIO\nibv_dealloc_pd call=1 errno=EBUSY\n"
+        "ibv_query_port call=1 errno=5\ncuMemAlloc_v2 call=1 status=2\n");
     ibv_pd* const first = ibv_alloc_pd(a.context);
     CHECK(first != nullptr);
     errno = 0;
@@ -36,38 +37,39 @@ void functions_fail_as_planned() {
     CHECK(ibv_query_gid(a.context, 1, 0, &gid) == -1 && errno == EIO);
     ibv_port_attr port{};
     CHECK(ibv_query_port(a.context, 1, &port) == 5 && ibv_query_port(a.context, 1, &port) == 0);
-    plan("ibv_reg_mr call=1 errno=EFAULT\n");
-    // Whichever function the header makes of it, the plan names what is written here.
+    set_fault_plan("ibv_reg_mr call=1 errno=EFAULT\n");
+    // The plan uses the name that is written here, whichever function the header expands it to.
     volatile int access = all_access;
     errno = 0;
     CHECK(ibv_reg_mr(a.pd, &gid, sizeof gid, access) == nullptr && errno == EFAULT);
-    plan("ibv_reg_mr call=1 errno=EFAULT\n");
+    set_fault_plan("ibv_reg_mr call=1 errno=EFAULT\n");
     errno = 0;
     CHECK(ibv_reg_mr(a.pd, &gid, sizeof gid, IBV_ACCESS_LOCAL_WRITE) == nullptr && errno == EFAULT);
-    plan("ibv_poll_cq call=1 errno=EIO\n");
+    set_fault_plan("ibv_poll_cq call=1 errno=EIO\n");
     ibv_wc wc{};
     CHECK(ibv_poll_cq(a.cq, 1, &wc) == -EIO && ibv_poll_cq(a.cq, 1, &wc) == 0);
-    plan("");
+    set_fault_plan("");
 }
 
-// The request of a planned completion is not carried out, and the pair is in error as after any failure.
-void completions_fail_as_planned() {
-    Side a, b;
+// A request with an injected completion error is not carried out, and the pair enters the error state as after any
+// failure.
+void test_injected_completion_failures() {
+    Endpoint a, b;
     connect(&a, &b);
     Buffer from(a.pd, 8), to(b.pd, 8);
     fill_pattern(from.bytes, 8);
-    plan("wc.rdma_write call=2 status=12\n");
+    set_fault_plan("wc.rdma_write call=2 status=12\n");
     CHECK(a.post(request(1, IBV_WR_RDMA_WRITE, to.at(), to.mr->rkey), {from.part(0, 4)}) == 0);
-    a.expect(1, IBV_WC_SUCCESS);
+    a.expect_completion(1, IBV_WC_SUCCESS);
     CHECK(a.post(request(2, IBV_WR_RDMA_WRITE, to.at(4), to.mr->rkey), {from.part(4, 4)}) == 0);
-    a.expect(2, IBV_WC_RETRY_EXC_ERR);
+    a.expect_completion(2, IBV_WC_RETRY_EXC_ERR);
     CHECK(to.bytes[4] == 0 && a.state() == IBV_QPS_ERR);
-    plan("");
+    set_fault_plan("");
 }
 
-void bad_plans_change_nothing() {
-    Side a;
-    plan("ibv_alloc_pd call=* errno=EIO\n");
+void test_malformed_plan_changes_nothing() {
+    Endpoint a;
+    set_fault_plan("ibv_alloc_pd call=* errno=EIO\n");
     for (const char* bad :
          {"", "gdrkit-faults 2\n", "gdrkit-faults 1\nibv_no_such call=1 errno=1\n",
           "gdrkit-faults 1\nibv_alloc_pd call=0 errno=1\n", "gdrkit-faults 1\nibv_alloc_pd call=1\n",
@@ -75,25 +77,26 @@ void bad_plans_change_nothing() {
         CHECK(gdrkit_twin_faults(bad) == EINVAL);
     }
     CHECK(ibv_alloc_pd(a.context) == nullptr);
-    plan("");
+    set_fault_plan("");
 }
 
-void the_ledger_tells() {
-    CHECK(says("\"library\":\"ibverbs\",\"handles\":{}") && says("\"seed\":77,"));
+void test_ledger() {
+    CHECK(ledger_contains("\"library\":\"ibverbs\",\"handles\":{}") && ledger_contains("\"seed\":77,"));
     {
-        Side a(0), b(1);
+        Endpoint a(0), b(1);
         connect(&a, &b);
         Buffer from(a.pd, 100), to(b.pd, 100);
-        CHECK(says("\"ibv_mr\":2") && says("\"ibv_qp\":2") && says("\"ibv_pd\":2") && says("\"ibv_context\":2"));
+        CHECK(ledger_contains("\"ibv_mr\":2") && ledger_contains("\"ibv_qp\":2") && ledger_contains("\"ibv_pd\":2") &&
+              ledger_contains("\"ibv_context\":2"));
         CHECK(a.post(request(1, IBV_WR_RDMA_WRITE, to.at(), to.mr->rkey), {from.part(0, 60)}) == 0);
         CHECK(a.post(request(2, IBV_WR_RDMA_READ, to.at(), to.mr->rkey), {from.part(0, 50)}) == 0);
-        a.expect(1, IBV_WC_SUCCESS);
-        a.expect(2, IBV_WC_SUCCESS);
-        CHECK(says("\"twin0\":{\"write_bytes\":60,\"read_bytes\":50,\"send_bytes\":0,\"requests\":2,"));
-        CHECK(says("\"twin1\":{\"write_bytes\":0,\"read_bytes\":0,\"send_bytes\":0,\"requests\":0,"
-                   "\"served_write_bytes\":60,\"served_read_bytes\":50,"));
+        a.expect_completion(1, IBV_WC_SUCCESS);
+        a.expect_completion(2, IBV_WC_SUCCESS);
+        CHECK(ledger_contains("\"twin0\":{\"write_bytes\":60,\"read_bytes\":50,\"send_bytes\":0,\"requests\":2,"));
+        CHECK(ledger_contains("\"twin1\":{\"write_bytes\":0,\"read_bytes\":0,\"send_bytes\":0,\"requests\":0,"
+                              "\"served_write_bytes\":60,\"served_read_bytes\":50,"));
     }
-    CHECK(says("\"handles\":{}") && says("\"ibv_reg_mr\":2"));
+    CHECK(ledger_contains("\"handles\":{}") && ledger_contains("\"ibv_reg_mr\":2"));
     char little[10];
     CHECK(gdrkit_twin_ledger(little, sizeof little) > 10 && std::string(little) == "{\"library");
 }
@@ -103,9 +106,9 @@ void the_ledger_tells() {
 int main() {
     use_own_domain();
     setenv("GDRKIT_TWINS_SEED", "77", 1);
-    the_ledger_tells();
-    functions_fail_as_planned();
-    completions_fail_as_planned();
-    bad_plans_change_nothing();
+    test_ledger();
+    test_injected_function_failures();
+    test_injected_completion_failures();
+    test_malformed_plan_changes_nothing();
     return 0;
 }

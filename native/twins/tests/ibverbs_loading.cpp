@@ -1,5 +1,5 @@
-// A malformed configuration makes the first call fail. Each case needs a process in which the library has not been
-// used.
+// Tests that a malformed configuration makes the first call fail. Each case runs in a process that has not used the
+// library.
 #include <dlfcn.h>
 #include <link.h>
 #include <spawn.h>
@@ -13,13 +13,14 @@ using namespace gdrkit::twin::tests;
 
 namespace {
 
-// The exit code of this program run with one variable: the number of devices, or 100 + errno when the list is refused.
-int devices_with(const std::string& variable) {
+// Run this program with one environment variable. Return the number of devices, or 100 + errno if ibv_get_device_list
+// fails.
+int run_with_variable(const std::string& variable) {
     std::string self = "/proc/self/exe", argument = "list", setting = variable;
     char* arguments[] = {self.data(), argument.data(), nullptr};
     std::vector<char*> environment;
-    for (char** one = environ; *one != nullptr; ++one) {
-        environment.push_back(*one);
+    for (char** variable = environ; *variable != nullptr; ++variable) {
+        environment.push_back(*variable);
     }
     environment.push_back(setting.data());
     environment.push_back(nullptr);
@@ -55,8 +56,8 @@ std::string write_plan(const char* text) {
     return path;
 }
 
-// Threads of queue pairs run in the library's code, so that it must stay whatever its client closes.
-void stays_loaded() {
+// Threads of queue pairs run the library's code, so dlclose must not unload it.
+void test_library_stays_loaded() {
     void* const library = dlopen(GDRKIT_LIBRARY, RTLD_NOW);
     link_map* map = nullptr;
     CHECK(library != nullptr && dlinfo(library, RTLD_DI_LINKMAP, &map) == 0);
@@ -74,20 +75,20 @@ int main(int count, char**) {
     if (count > 1) {
         return list_devices();
     }
-    stays_loaded();
-    CHECK(devices_with("GDRKIT_TWINS_LATE_US=0") == 2);
-    CHECK(devices_with("GDRKIT_TWINS_NICS=0") == 0);
-    CHECK(devices_with("GDRKIT_TWINS_NICS=16") == 16);
+    test_library_stays_loaded();
+    CHECK(run_with_variable("GDRKIT_TWINS_LATE_US=0") == 2);
+    CHECK(run_with_variable("GDRKIT_TWINS_NICS=0") == 0);
+    CHECK(run_with_variable("GDRKIT_TWINS_NICS=16") == 16);
     for (const char* bad : {"GDRKIT_TWINS_NICS=17", "GDRKIT_TWINS_NICS=two", "GDRKIT_TWINS_NICS=",
                             "GDRKIT_TWINS_SEED=-1", "GDRKIT_TWINS_DOMAIN=a/b", "GDRKIT_TWINS_PEERMEM=yes",
                             "GDRKIT_TWINS_FAULTS=/no/such/file", "GDRKIT_TWINS_FAULTS=/tmp"}) {
-        CHECK(devices_with(bad) == 100 + EINVAL);
+        CHECK(run_with_variable(bad) == 100 + EINVAL);
     }
-    const std::string good = write_plan("gdrkit-faults 1\nibv_get_device_list call=1 errno=ENOSYS\n");
-    CHECK(devices_with("GDRKIT_TWINS_FAULTS=" + good) == 100 + ENOSYS);
+    const std::string plan_path = write_plan("gdrkit-faults 1\nibv_get_device_list call=1 errno=ENOSYS\n");
+    CHECK(run_with_variable("GDRKIT_TWINS_FAULTS=" + plan_path) == 100 + ENOSYS);
     const std::string bad = write_plan("gdrkit-faults 1\nibv_get_device_list call=1 status=3\n");
-    CHECK(devices_with("GDRKIT_TWINS_FAULTS=" + bad) == 100 + EINVAL);
-    unlink(good.c_str());
+    CHECK(run_with_variable("GDRKIT_TWINS_FAULTS=" + bad) == 100 + EINVAL);
+    unlink(plan_path.c_str());
     unlink(bad.c_str());
     return 0;
 }

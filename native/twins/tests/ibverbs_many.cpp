@@ -1,4 +1,4 @@
-// Many requests in flight: all ways of payload mixed, in order, and what happens to those that an end overtakes.
+// Tests of many requests in flight: mixed payload paths, order, and requests that an error interrupts.
 #include <algorithm>
 #include <random>
 
@@ -10,7 +10,7 @@ namespace {
 
 constexpr std::size_t memory_bytes = 8UL << 20;
 
-Settings many() {
+Settings large_queue_settings() {
     Settings settings;
     settings.send_wr = 256;
     settings.completions = 1024;
@@ -19,9 +19,9 @@ Settings many() {
     return settings;
 }
 
-// Writes and reads of all sizes at odd places, from two pieces, inline and with nothing, against a model of the target.
-void mixed() {
-    Side left(0, many()), right(1, many());
+// Writes and reads of random sizes and offsets, with two entries, inline or empty, compared with a model of the target.
+void test_mixed_requests() {
+    Endpoint left(0, large_queue_settings()), right(1, large_queue_settings());
     Buffer local(left.pd, memory_bytes), back(left.pd, memory_bytes), remote(right.pd, memory_bytes);
     connect(&left, &right);
     fill_pattern(local.bytes, memory_bytes);
@@ -54,7 +54,7 @@ void mixed() {
                             {local.part(from, first), local.part(from + first, size - first)}) == 0);
         }
         for (std::uint64_t id = 0; id < 64; ++id) {
-            left.expect(id, IBV_WC_SUCCESS);
+            left.expect_completion(id, IBV_WC_SUCCESS);
         }
         for (const Read& read : reads) {
             CHECK(std::equal(read.expected.begin(), read.expected.end(), back.bytes + read.at));
@@ -63,9 +63,9 @@ void mixed() {
     CHECK(std::memcmp(remote.bytes, model.data(), memory_bytes) == 0);
 }
 
-// A fenced write waits for the read whose bytes it sends on.
-void fenced() {
-    Side left(0, many()), right(1, many());
+// A fenced write waits for the read that fetches its data.
+void test_fenced_write() {
+    Endpoint left(0, large_queue_settings()), right(1, large_queue_settings());
     Buffer local(left.pd, memory_bytes), remote(right.pd, memory_bytes);
     connect(&left, &right);
     constexpr std::size_t half = memory_bytes / 2;
@@ -75,16 +75,16 @@ void fenced() {
         CHECK(left.post(
                   request(2, IBV_WR_RDMA_WRITE, remote.at(half), remote.mr->rkey, IBV_SEND_SIGNALED | IBV_SEND_FENCE),
                   {local.part(0, half)}) == 0);
-        left.expect(1, IBV_WC_SUCCESS);
-        left.expect(2, IBV_WC_SUCCESS);
+        left.expect_completion(1, IBV_WC_SUCCESS);
+        left.expect_completion(2, IBV_WC_SUCCESS);
         CHECK(has_pattern(remote.bytes + half, half, static_cast<std::size_t>(round) + 1));
     }
 }
 
-// Once the pair is in error its buffers are the application's again: what it puts there never reaches the peer.
-void buffers_after_an_error() {
+// In the error state the application may reuse its buffers: new content never reaches the peer.
+void test_buffers_after_error() {
     for (int round = 0; round < 15; ++round) {
-        Side left(0, many()), right(1, many());
+        Endpoint left(0, large_queue_settings()), right(1, large_queue_settings());
         Buffer local(left.pd, memory_bytes), remote(right.pd, memory_bytes);
         connect(&left, &right);
         std::memset(local.bytes, 1, memory_bytes);
@@ -98,9 +98,9 @@ void buffers_after_an_error() {
         std::memset(local.bytes, 2, memory_bytes);
         std::size_t done = 0;
         for (std::uint64_t id = 0; id < 16; ++id) {
-            const ibv_wc wc = left.next();
+            const ibv_wc wc = left.poll_one();
             CHECK(wc.wr_id == id && (wc.status == IBV_WC_SUCCESS || wc.status == IBV_WC_WR_FLUSH_ERR));
-            // In order: nothing succeeds after what was flushed.
+            // Completions are in order: no success after the first flushed request.
             CHECK(wc.status != IBV_WC_SUCCESS || done == id);
             done += wc.status == IBV_WC_SUCCESS ? 1 : 0;
         }
@@ -110,9 +110,9 @@ void buffers_after_an_error() {
     }
 }
 
-// What is refused ends what follows, and nothing of that arrives.
-void refused_in_the_middle() {
-    Side left(0, many()), right(1, many());
+// A refused request stops the requests after it, and none of them has an effect.
+void test_refused_in_the_middle() {
+    Endpoint left(0, large_queue_settings()), right(1, large_queue_settings());
     Buffer local(left.pd, memory_bytes), remote(right.pd, memory_bytes);
     connect(&left, &right);
     std::memset(local.bytes, 1, memory_bytes);
@@ -121,7 +121,7 @@ void refused_in_the_middle() {
         CHECK(left.post(request(id, IBV_WR_RDMA_WRITE, remote.at(id * 8192), rkey), {local.part(0, 8192)}) == 0);
     }
     for (std::uint64_t id = 0; id < 64; ++id) {
-        left.expect(id, id < 20 ? IBV_WC_SUCCESS : id == 20 ? IBV_WC_REM_ACCESS_ERR : IBV_WC_WR_FLUSH_ERR);
+        left.expect_completion(id, id < 20 ? IBV_WC_SUCCESS : id == 20 ? IBV_WC_REM_ACCESS_ERR : IBV_WC_WR_FLUSH_ERR);
     }
     CHECK(std::memchr(remote.bytes, 0, 20UL * 8192) == nullptr);
     CHECK(std::memchr(remote.bytes + 20UL * 8192, 1, memory_bytes - 20UL * 8192) == nullptr);
@@ -132,9 +132,9 @@ void refused_in_the_middle() {
 
 int main() {
     use_own_domain();
-    mixed();
-    fenced();
-    buffers_after_an_error();
-    refused_in_the_middle();
+    test_mixed_requests();
+    test_fenced_write();
+    test_buffers_after_error();
+    test_refused_in_the_middle();
     return 0;
 }

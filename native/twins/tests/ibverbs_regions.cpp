@@ -1,4 +1,4 @@
-// Registration: what is accepted, what is refused with which errno, and dma-bufs.
+// Tests of registration: valid and refused arguments with their errnos, and dma-bufs.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
@@ -20,8 +20,8 @@ namespace {
 
 constexpr std::size_t page = 4096;
 
-void host_memory() {
-    Side a;
+void test_host_memory() {
+    Endpoint a;
     alignas(page) static std::uint8_t memory[4 * page];
     const auto fails = [&](void* address, std::size_t length, std::uint64_t iova, unsigned access, int error) {
         errno = 0;
@@ -64,44 +64,44 @@ int import_errno(ibv_pd* pd, std::uint64_t offset, std::size_t length, std::uint
     return mr == nullptr ? error : 0;
 }
 
-// The order of the kernel's checks: an earlier one hides the later.
-void dmabuf_errors() {
-    Side a;
+// The checks are in the kernel's order: an earlier one hides later ones.
+void test_dmabuf_errors() {
+    Endpoint a;
     const Fd memory(make_device_memory(16 * page));
-    const Extent whole{memory.get(), 0, 16 * page};
-    const Fd dmabuf(export_dmabuf({&whole, 1}));
+    const Extent whole_extent{memory.get(), 0, 16 * page};
+    const Fd dmabuf(export_dmabuf({&whole_extent, 1}));
     CHECK(memory && dmabuf);
-    const Fd plain(memfd_create("plain", MFD_CLOEXEC));
-    CHECK(ftruncate(plain.get(), 16 * page) == 0);
+    const Fd plain_memfd(memfd_create("plain", MFD_CLOEXEC));
+    CHECK(ftruncate(plain_memfd.get(), 16 * page) == 0);
     const Fd null(open("/dev/null", O_RDWR | O_CLOEXEC));
     const int fd = dmabuf.get();
-    constexpr int good = all_access;
+    constexpr int access = all_access;
 
-    CHECK(import_errno(a.pd, 0, page, 0, fd, good) == 0);
+    CHECK(import_errno(a.pd, 0, page, 0, fd, access) == 0);
     CHECK(import_errno(a.pd, 0, page, 0x7f0000000000, fd, all_access_atomic | IBV_ACCESS_RELAXED_ORDERING) == 0);
-    CHECK(import_errno(a.pd, 3, page, page + 3, fd, good) == 0);
-    CHECK(import_errno(a.pd, 0, page, 1, -1, good) == EINVAL);
-    CHECK(import_errno(a.pd, 0, page, 0, -1, good | IBV_ACCESS_ON_DEMAND) == EINVAL);
-    CHECK(import_errno(a.pd, 0, page, 0, -1, good | IBV_ACCESS_MW_BIND) == EINVAL);
+    CHECK(import_errno(a.pd, 3, page, page + 3, fd, access) == 0);
+    CHECK(import_errno(a.pd, 0, page, 1, -1, access) == EINVAL);
+    CHECK(import_errno(a.pd, 0, page, 0, -1, access | IBV_ACCESS_ON_DEMAND) == EINVAL);
+    CHECK(import_errno(a.pd, 0, page, 0, -1, access | IBV_ACCESS_MW_BIND) == EINVAL);
     CHECK(import_errno(a.pd, 0, page, 0, -1, IBV_ACCESS_REMOTE_WRITE) == EINVAL);
-    CHECK(import_errno(a.pd, ~0UL - page + 1, page, 0, -1, good) == EINVAL);
-    CHECK(import_errno(a.pd, 0, page, 0, -1, good) == EBADF);
-    CHECK(import_errno(a.pd, 0, 0, 0, -1, good) == EBADF);
-    CHECK(import_errno(a.pd, 0, 1UL << 40, 0, -1, good) == EBADF);
-    CHECK(import_errno(a.pd, 0, page, 0, plain.get(), good) == EINVAL);
-    CHECK(import_errno(a.pd, 0, page, 0, null.get(), good) == EINVAL);
-    CHECK(import_errno(a.pd, 0, 16 * page + 1, 0, fd, good) == EINVAL);
-    CHECK(import_errno(a.pd, 16 * page, 1, 0, fd, good) == EINVAL);
-    CHECK(import_errno(a.pd, 0, 0, 0, fd, good) == EINVAL);
-    ibv_mr* const mr = ibv_reg_dmabuf_mr(a.pd, page + 8, 100, 0x5000008, fd, good);
+    CHECK(import_errno(a.pd, ~0UL - page + 1, page, 0, -1, access) == EINVAL);
+    CHECK(import_errno(a.pd, 0, page, 0, -1, access) == EBADF);
+    CHECK(import_errno(a.pd, 0, 0, 0, -1, access) == EBADF);
+    CHECK(import_errno(a.pd, 0, 1UL << 40, 0, -1, access) == EBADF);
+    CHECK(import_errno(a.pd, 0, page, 0, plain_memfd.get(), access) == EINVAL);
+    CHECK(import_errno(a.pd, 0, page, 0, null.get(), access) == EINVAL);
+    CHECK(import_errno(a.pd, 0, 16 * page + 1, 0, fd, access) == EINVAL);
+    CHECK(import_errno(a.pd, 16 * page, 1, 0, fd, access) == EINVAL);
+    CHECK(import_errno(a.pd, 0, 0, 0, fd, access) == EINVAL);
+    ibv_mr* const mr = ibv_reg_dmabuf_mr(a.pd, page + 8, 100, 0x5000008, fd, access);
     CHECK(mr != nullptr && number_of(mr->addr) == page + 8 && mr->length == 100);
     CHECK(ibv_dereg_mr(mr) == 0);
     CHECK(mmap(nullptr, page, PROT_READ, MAP_SHARED, fd, 0) == MAP_FAILED);
 }
 
-// A dma-buf of two pieces of different memory, of which the region covers parts; the exporter goes first.
-void dmabuf_traffic() {
-    Side a, b;
+// A dma-buf of two extents of different memory, of which the region covers parts. The exporter frees its memory first.
+void test_dmabuf_traffic() {
+    Endpoint a, b;
     connect(&a, &b);
     Fd first(make_device_memory(4 * page)), second(make_device_memory(4 * page));
     const Extent extents[] = {{first.get(), 2 * page, 2 * page}, {second.get(), 0, 4 * page}};
@@ -118,19 +118,19 @@ void dmabuf_traffic() {
     Buffer from(a.pd, 3 * page), back(a.pd, 3 * page);
     fill_pattern(from.bytes, 3 * page);
     CHECK(a.post(request(1, IBV_WR_RDMA_WRITE, 0x10007, both->rkey), {from.part(0, 3 * page)}) == 0);
-    a.expect(1, IBV_WC_SUCCESS);
+    a.expect_completion(1, IBV_WC_SUCCESS);
     CHECK(has_pattern(view, 2 * page + 7, page - 7));
     CHECK(a.post(request(2, IBV_WR_RDMA_READ, 0x10007, both->rkey), {back.part(0, 3 * page)}) == 0);
-    a.expect(2, IBV_WC_SUCCESS);
+    a.expect_completion(2, IBV_WC_SUCCESS);
     CHECK(has_pattern(back.bytes, 3 * page));
     CHECK(a.post(request(3, IBV_WR_RDMA_WRITE, 5, later->rkey), {from.part(0, 10)}) == 0);
-    a.expect(3, IBV_WC_SUCCESS);
+    a.expect_completion(3, IBV_WC_SUCCESS);
     CHECK(std::memcmp(static_cast<char*>(view) + page + 5, from.bytes, 10) == 0);
     CHECK(ibv_dereg_mr(both) == 0 && ibv_dereg_mr(later) == 0);
     munmap(view, 4 * page);
 }
 
-void drop_ipc_lock() {
+void drop_cap_ipc_lock() {
     __user_cap_header_struct header{_LINUX_CAPABILITY_VERSION_3, 0};
     __user_cap_data_struct data[2]{};
     CHECK(syscall(SYS_capget, &header, data) == 0);
@@ -138,9 +138,9 @@ void drop_ipc_lock() {
     CHECK(syscall(SYS_capset, &header, data) == 0);
 }
 
-void locked_memory_limit() {
-    drop_ipc_lock();
-    Side a;
+void test_locked_memory_limit() {
+    drop_cap_ipc_lock();
+    Endpoint a;
     alignas(page) static std::uint8_t memory[16 * page];
     const auto limit = [](std::size_t bytes) {
         const rlimit value{bytes, 16 * page};
@@ -153,19 +153,19 @@ void locked_memory_limit() {
     };
     limit(4 * page);
     CHECK(errno_of(5 * page) == ENOMEM);
-    ibv_mr* const one = ibv_reg_mr(a.pd, memory, 3 * page, all_access);
-    CHECK(one != nullptr);
-    // The same pages again count again.
+    ibv_mr* const mr = ibv_reg_mr(a.pd, memory, 3 * page, all_access);
+    CHECK(mr != nullptr);
+    // Registering the same pages again counts them again.
     CHECK(errno_of(2 * page) == ENOMEM);
-    CHECK(ibv_dereg_mr(one) == 0);
+    CHECK(ibv_dereg_mr(mr) == 0);
     ibv_mr* const other = ibv_reg_mr(a.pd, memory + 1, 3 * page, all_access);
     CHECK(other != nullptr && ibv_dereg_mr(other) == 0);
     limit(0);
     CHECK(errno_of(1) == EPERM);
-    // Device memory is not the process's to pin.
+    // Device memory does not count as locked memory.
     const Fd device(make_device_memory(page));
-    const Extent whole{device.get(), 0, page};
-    const Fd dmabuf(export_dmabuf({&whole, 1}));
+    const Extent whole_extent{device.get(), 0, page};
+    const Fd dmabuf(export_dmabuf({&whole_extent, 1}));
     CHECK(import_errno(a.pd, 0, page, 0, dmabuf.get(), all_access) == 0);
 }
 
@@ -173,10 +173,10 @@ void locked_memory_limit() {
 
 int main() {
     use_own_domain();
-    host_memory();
-    dmabuf_errors();
-    dmabuf_traffic();
-    // Last: it takes a capability from the process.
-    locked_memory_limit();
+    test_host_memory();
+    test_dmabuf_errors();
+    test_dmabuf_traffic();
+    // Runs last, because it drops a capability of the process.
+    test_locked_memory_limit();
     return 0;
 }

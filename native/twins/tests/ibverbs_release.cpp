@@ -1,4 +1,4 @@
-// Releasing: under live children, twice, and of what never was.
+// Tests of releasing objects: with live children, twice, and objects that never existed.
 #include <sys/wait.h>
 
 #include <functional>
@@ -9,14 +9,14 @@ using namespace gdrkit::twin::tests;
 
 namespace {
 
-// Runs `act` in a child, which must die by SIGABRT; what it said on stderr.
-std::string abort_text(const std::function<void()>& act) {
+// Run `body` in a child, which must die by SIGABRT. Return its stderr.
+std::string abort_text(const std::function<void()>& body) {
     int ends[2];
     CHECK(pipe(ends) == 0);
     const pid_t child = fork();
     if (child == 0) {
         dup2(ends[1], STDERR_FILENO);
-        act();
+        body();
         _exit(0);
     }
     close(ends[1]);
@@ -32,8 +32,8 @@ std::string abort_text(const std::function<void()>& act) {
     return text;
 }
 
-void twice(const char* kind, const std::function<void()>& act) {
-    const std::string text = abort_text(act);
+void check_double_release(const char* kind, const std::function<void()>& body) {
+    const std::string text = abort_text(body);
     const bool named = text.find(kind) != std::string::npos;
     const bool first = text.find("released first at") != std::string::npos;
     const bool again = text.find("released again at") != std::string::npos;
@@ -43,56 +43,56 @@ void twice(const char* kind, const std::function<void()>& act) {
     CHECK(named && first && again);
 }
 
-// In these children nothing was opened before the fork.
-void released_twice() {
-    twice("ibv_mr", [] {
-        Side a;
+// The children open everything themselves after the fork.
+void test_double_release() {
+    check_double_release("ibv_mr", [] {
+        Endpoint a;
         Buffer buffer(a.pd, 10);
         ibv_dereg_mr(buffer.mr);
         ibv_dereg_mr(buffer.mr);
     });
-    twice("ibv_pd", [] {
+    check_double_release("ibv_pd", [] {
         ibv_pd* const pd = ibv_alloc_pd(open_device(0));
         ibv_dealloc_pd(pd);
         ibv_dealloc_pd(pd);
     });
-    twice("ibv_cq", [] {
+    check_double_release("ibv_cq", [] {
         ibv_cq* const cq = ibv_create_cq(open_device(0), 1, nullptr, nullptr, 0);
         ibv_destroy_cq(cq);
         ibv_destroy_cq(cq);
     });
-    twice("ibv_qp", [] {
-        Side a;
+    check_double_release("ibv_qp", [] {
+        Endpoint a;
         ibv_destroy_qp(a.qp);
         ibv_destroy_qp(a.qp);
     });
-    twice("ibv_comp_channel", [] {
+    check_double_release("ibv_comp_channel", [] {
         ibv_comp_channel* const channel = ibv_create_comp_channel(open_device(0));
         ibv_destroy_comp_channel(channel);
         ibv_destroy_comp_channel(channel);
     });
-    twice("ibv_context", [] {
+    check_double_release("ibv_context", [] {
         ibv_context* const context = open_device(0);
         ibv_close_device(context);
         ibv_close_device(context);
     });
-    // A use after the release is noticed too.
-    twice("ibv_qp", [] {
-        Side a;
+    // A use after the release is detected too.
+    check_double_release("ibv_qp", [] {
+        Endpoint a;
         ibv_destroy_qp(a.qp);
         a.post_receive(1, {});
     });
 }
 
-void parents_outlive_children() {
-    Side a;
+void test_parents_with_children_are_busy() {
+    Endpoint a;
     Buffer buffer(a.pd, 10);
     CHECK(ibv_dealloc_pd(a.pd) == EBUSY && ibv_destroy_cq(a.cq) == EBUSY && ibv_close_device(a.context) == EBUSY);
     CHECK(a.post_receive(1, {}) == EINVAL && a.to_init() == 0 && a.post_receive(1, {}) == 0);
 }
 
-void never_known() {
-    Side a;
+void test_unknown_objects() {
+    Endpoint a;
     ibv_mr mr{};
     ibv_pd pd{};
     pd.context = a.context;
@@ -105,8 +105,8 @@ void never_known() {
 
 int main() {
     use_own_domain();
-    released_twice();
-    parents_outlive_children();
-    never_known();
+    test_double_release();
+    test_parents_with_children_are_busy();
+    test_unknown_objects();
     return 0;
 }

@@ -1,12 +1,12 @@
-// The state machine of a reliable-connected queue pair.
+// Tests of the state machine of a reliable-connected queue pair.
 #include "tests/ibverbs_support.hpp"
 
 using namespace gdrkit::twin::tests;
 
 namespace {
 
-void masks_are_checked() {
-    Side a, b;
+void test_attribute_masks() {
+    Endpoint a, b;
     ibv_qp_attr attr{};
     attr.qp_state = IBV_QPS_INIT;
     attr.port_num = 1;
@@ -23,32 +23,32 @@ void masks_are_checked() {
     for (const int missing : {IBV_QP_AV, IBV_QP_PATH_MTU, IBV_QP_DEST_QPN, IBV_QP_RQ_PSN, IBV_QP_MAX_DEST_RD_ATOMIC,
                               IBV_QP_MIN_RNR_TIMER}) {
         attr = a.rtr_attr(b.address());
-        CHECK(ibv_modify_qp(a.qp, &attr, Side::rtr_mask & ~missing) == EINVAL);
+        CHECK(ibv_modify_qp(a.qp, &attr, Endpoint::rtr_mask & ~missing) == EINVAL);
     }
-    const auto wrong = [&](auto change) {
+    const auto check_refused = [&](auto change) {
         ibv_qp_attr changed = a.rtr_attr(b.address());
         change(&changed);
-        CHECK(ibv_modify_qp(a.qp, &changed, Side::rtr_mask) == EINVAL);
+        CHECK(ibv_modify_qp(a.qp, &changed, Endpoint::rtr_mask) == EINVAL);
     };
-    wrong([](ibv_qp_attr* it) { it->ah_attr.is_global = 0; });
-    wrong([](ibv_qp_attr* it) { it->ah_attr.grh.sgid_index = 2; });
-    wrong([](ibv_qp_attr* it) { it->ah_attr.port_num = 0; });
-    wrong([](ibv_qp_attr* it) { it->path_mtu = static_cast<ibv_mtu>(6); });
-    wrong([](ibv_qp_attr* it) { it->dest_qp_num = 1U << 24; });
-    wrong([](ibv_qp_attr* it) { it->max_dest_rd_atomic = 17; });
-    wrong([](ibv_qp_attr* it) { it->min_rnr_timer = 32; });
+    check_refused([](ibv_qp_attr* it) { it->ah_attr.is_global = 0; });
+    check_refused([](ibv_qp_attr* it) { it->ah_attr.grh.sgid_index = 2; });
+    check_refused([](ibv_qp_attr* it) { it->ah_attr.port_num = 0; });
+    check_refused([](ibv_qp_attr* it) { it->path_mtu = static_cast<ibv_mtu>(6); });
+    check_refused([](ibv_qp_attr* it) { it->dest_qp_num = 1U << 24; });
+    check_refused([](ibv_qp_attr* it) { it->max_dest_rd_atomic = 17; });
+    check_refused([](ibv_qp_attr* it) { it->min_rnr_timer = 32; });
     CHECK(a.to_rtr(b.address()) == 0 && a.state() == IBV_QPS_RTR);
 
     for (const int missing :
          {IBV_QP_TIMEOUT, IBV_QP_RETRY_CNT, IBV_QP_RNR_RETRY, IBV_QP_SQ_PSN, IBV_QP_MAX_QP_RD_ATOMIC}) {
         attr = {};
         attr.qp_state = IBV_QPS_RTS;
-        CHECK(ibv_modify_qp(a.qp, &attr, Side::rts_mask & ~missing) == EINVAL);
+        CHECK(ibv_modify_qp(a.qp, &attr, Endpoint::rts_mask & ~missing) == EINVAL);
     }
     attr = {};
     attr.qp_state = IBV_QPS_RTS;
     attr.timeout = 32;
-    CHECK(ibv_modify_qp(a.qp, &attr, Side::rts_mask) == EINVAL);
+    CHECK(ibv_modify_qp(a.qp, &attr, Endpoint::rts_mask) == EINVAL);
     CHECK(a.to_rts() == 0 && a.state() == IBV_QPS_RTS);
     attr = {};
     attr.cur_qp_state = IBV_QPS_RTR;
@@ -56,7 +56,7 @@ void masks_are_checked() {
     CHECK(ibv_modify_qp(a.qp, &attr, IBV_QP_CUR_STATE | IBV_QP_MIN_RNR_TIMER) == EINVAL);
     attr.cur_qp_state = IBV_QPS_RTS;
     CHECK(ibv_modify_qp(a.qp, &attr, IBV_QP_CUR_STATE | IBV_QP_MIN_RNR_TIMER) == 0);
-    // The ways to error and reset take no attribute at all, not even this one.
+    // Transitions to ERR and RESET allow no attributes, not even this one.
     for (const ibv_qp_state end : {IBV_QPS_ERR, IBV_QPS_RESET}) {
         attr.qp_state = end;
         CHECK(ibv_modify_qp(a.qp, &attr, IBV_QP_STATE | IBV_QP_CUR_STATE) == EINVAL);
@@ -65,8 +65,8 @@ void masks_are_checked() {
     CHECK(a.state() == IBV_QPS_RESET);
 }
 
-void attributes_are_given_back() {
-    Side a, b;
+void test_query_returns_attributes() {
+    Endpoint a, b;
     connect(&a, &b);
     ibv_qp_attr attr{};
     ibv_qp_init_attr init{};
@@ -78,9 +78,9 @@ void attributes_are_given_back() {
     CHECK(init.qp_type == IBV_QPT_RC);
 }
 
-// A reset forgets everything: requests, completions that were not polled, and the peer.
-void a_reset_forgets() {
-    Side a, b;
+// A reset discards requests, unpolled completions, and the peer.
+void test_reset_discards_everything() {
+    Endpoint a, b;
     connect(&a, &b);
     Buffer from(a.pd, 8), to(b.pd, 8);
     const auto write = [&](std::uint64_t id) {
@@ -97,30 +97,30 @@ void a_reset_forgets() {
         CHECK(write(id) == 0);
     }
     CHECK(write(99) == ENOMEM);
-    a.expect(10, IBV_WC_SUCCESS);
+    a.expect_completion(10, IBV_WC_SUCCESS);
 }
 
-void an_error_flushes_in_order() {
+void test_error_flushes_in_order() {
     Settings settings;
     settings.timeout = 0;
-    Side a(0, settings), b;
+    Endpoint a(0, settings), b;
     a.connect(b.address());
     for (std::uint64_t id = 1; id <= 5; ++id) {
         CHECK(a.post(request(id, IBV_WR_SEND, 0, 0, 0), {}) == 0);
         CHECK(a.post_receive(100 + id, {}) == 0);
     }
-    // The first is waiting for a peer that is not ready; telling the pair to stop ends that.
+    // The first request waits for a peer that is not ready; the error state ends the wait.
     CHECK(a.to(IBV_QPS_ERR) == 0);
     std::uint64_t next_send = 1, next_receive = 101;
     for (int count = 0; count < 10; ++count) {
-        const ibv_wc wc = a.next();
+        const ibv_wc wc = a.poll_one();
         CHECK(wc.status == IBV_WC_WR_FLUSH_ERR);
         CHECK(wc.wr_id == (wc.wr_id > 100 ? next_receive++ : next_send++));
     }
 }
 
-void what_cannot_be_created() {
-    Side a;
+void test_invalid_create_arguments() {
+    Endpoint a;
     ibv_qp_init_attr init{};
     init.send_cq = a.cq;
     init.recv_cq = a.cq;
@@ -141,7 +141,7 @@ void what_cannot_be_created() {
     init.cap.max_send_wr = 1;
     init.send_cq = nullptr;
     fails(EINVAL);
-    Side other(1);
+    Endpoint other(1);
     init.send_cq = other.cq;
     fails(EINVAL);
     errno = 0;
@@ -153,10 +153,10 @@ void what_cannot_be_created() {
 
 int main() {
     use_own_domain();
-    masks_are_checked();
-    attributes_are_given_back();
-    a_reset_forgets();
-    an_error_flushes_in_order();
-    what_cannot_be_created();
+    test_attribute_masks();
+    test_query_returns_attributes();
+    test_reset_discards_everything();
+    test_error_flushes_in_order();
+    test_invalid_create_arguments();
     return 0;
 }

@@ -1,4 +1,4 @@
-// What the tests of the verbs twin share: opened devices, connected queue pairs, requests in one line.
+// Helpers of the verbs twin's tests: open devices, connected queue pairs, and requests in one line.
 #pragma once
 
 #include <infiniband/verbs.h>
@@ -15,7 +15,7 @@
 
 namespace gdrkit::twin::tests {
 
-// Every test is a machine of its own, so that tests which run at the same time do not meet.
+// Use a separate domain for each test, so that tests that run at the same time do not meet.
 inline void use_own_domain() {
     if (std::getenv("GDRKIT_TWINS_DOMAIN") == nullptr) {
         setenv("GDRKIT_TWINS_DOMAIN", ("test." + std::to_string(getpid())).c_str(), 1);
@@ -56,7 +56,7 @@ inline ibv_context* open_device(int index) {
     return context;
 }
 
-// What one side must know of the other.
+// The connection data of a queue pair that its peer needs.
 struct Address {
     ibv_gid gid;
     std::uint32_t qp_num;
@@ -72,8 +72,8 @@ struct Settings {
     bool channel = false;
 };
 
-// One side of a connection, with everything that it stands on.
-struct Side {
+// A queue pair with its device, protection domain and completion queues.
+struct Endpoint {
     ibv_context* context;
     ibv_pd* pd;
     ibv_comp_channel* channel = nullptr;
@@ -82,7 +82,7 @@ struct Side {
     Settings settings;
     std::uint32_t psn = 0x123;
 
-    explicit Side(int device = 0, Settings chosen = {}) : context(open_device(device)), settings(chosen) {
+    explicit Endpoint(int device = 0, Settings chosen = {}) : context(open_device(device)), settings(chosen) {
         pd = ibv_alloc_pd(context);
         CHECK(pd != nullptr);
         if (settings.channel) {
@@ -93,15 +93,15 @@ struct Side {
         CHECK(cq != nullptr);
         create_pair();
     }
-    ~Side() {
+    ~Endpoint() {
         CHECK(qp == nullptr || ibv_destroy_qp(qp) == 0);
         CHECK(ibv_destroy_cq(cq) == 0);
         CHECK(channel == nullptr || ibv_destroy_comp_channel(channel) == 0);
         CHECK(ibv_dealloc_pd(pd) == 0);
         CHECK(ibv_close_device(context) == 0);
     }
-    Side(const Side&) = delete;
-    Side& operator=(const Side&) = delete;
+    Endpoint(const Endpoint&) = delete;
+    Endpoint& operator=(const Endpoint&) = delete;
 
     void create_pair() {
         ibv_qp_init_attr init{};
@@ -115,11 +115,11 @@ struct Side {
     }
 
     Address address() {
-        Address own{};
-        CHECK(ibv_query_gid(context, 1, 1, &own.gid) == 0);
-        own.qp_num = qp->qp_num;
-        own.psn = psn;
-        return own;
+        Address address{};
+        CHECK(ibv_query_gid(context, 1, 1, &address.gid) == 0);
+        address.qp_num = qp->qp_num;
+        address.psn = psn;
+        return address;
     }
 
     int to_init() {
@@ -179,8 +179,8 @@ struct Side {
         return attr.qp_state;
     }
 
-    // The next completion; fails the test after ten seconds without one.
-    ibv_wc next() {
+    // Poll the next completion; fail the test after ten seconds without one.
+    ibv_wc poll_one() {
         ibv_wc wc{};
         for (int tries = 0; tries < 100000; ++tries) {
             const int count = ibv_poll_cq(cq, 1, &wc);
@@ -193,8 +193,8 @@ struct Side {
         CHECK(!"a completion within ten seconds");
         return wc;
     }
-    ibv_wc expect(std::uint64_t wr_id, ibv_wc_status status) {
-        const ibv_wc wc = next();
+    ibv_wc expect_completion(std::uint64_t wr_id, ibv_wc_status status) {
+        const ibv_wc wc = poll_one();
         if (wc.wr_id != wr_id || wc.status != status) {
             std::fprintf(stderr, "completion of %llu: %s; expected %llu: %s\n",
                          static_cast<unsigned long long>(wc.wr_id), ibv_wc_status_str(wc.status),
@@ -205,8 +205,8 @@ struct Side {
         return wc;
     }
 
-    int post_receive(std::uint64_t wr_id, const std::vector<ibv_sge>& pieces) {
-        std::vector<ibv_sge> copy = pieces;
+    int post_receive(std::uint64_t wr_id, const std::vector<ibv_sge>& sges) {
+        std::vector<ibv_sge> copy = sges;
         ibv_recv_wr wr{};
         ibv_recv_wr* bad = nullptr;
         wr.wr_id = wr_id;
@@ -216,8 +216,8 @@ struct Side {
         CHECK((error == 0) == (bad == nullptr));
         return error;
     }
-    int post(ibv_send_wr wr, const std::vector<ibv_sge>& pieces) {
-        std::vector<ibv_sge> copy = pieces;
+    int post(ibv_send_wr wr, const std::vector<ibv_sge>& sges) {
+        std::vector<ibv_sge> copy = sges;
         ibv_send_wr* bad = nullptr;
         wr.sg_list = copy.data();
         wr.num_sge = static_cast<int>(copy.size());
@@ -242,11 +242,11 @@ inline std::uint64_t number_of(const void* address) {
     return reinterpret_cast<std::uint64_t>(address);
 }
 
-inline ibv_sge piece(const ibv_mr* mr, std::uint64_t address, std::size_t length) {
+inline ibv_sge make_sge(const ibv_mr* mr, std::uint64_t address, std::size_t length) {
     return {address, static_cast<std::uint32_t>(length), mr->lkey};
 }
 
-// Page-aligned memory with a region over it.
+// Page-aligned memory with a memory region.
 struct Buffer {
     explicit Buffer(ibv_pd* pd, std::size_t size, int access = all_access_atomic) : size(size) {
         bytes = static_cast<std::uint8_t*>(std::aligned_alloc(4096, (size + 4095) / 4096 * 4096));
@@ -262,14 +262,16 @@ struct Buffer {
     Buffer& operator=(const Buffer&) = delete;
 
     [[nodiscard]] std::uint64_t at(std::size_t offset = 0) const { return number_of(bytes + offset); }
-    [[nodiscard]] ibv_sge part(std::size_t offset, std::size_t length) const { return piece(mr, at(offset), length); }
+    [[nodiscard]] ibv_sge part(std::size_t offset, std::size_t length) const {
+        return make_sge(mr, at(offset), length);
+    }
 
     std::size_t size;
     std::uint8_t* bytes;
     ibv_mr* mr;
 };
 
-inline void connect(Side* left, Side* right) {
+inline void connect(Endpoint* left, Endpoint* right) {
     left->connect(right->address());
     right->connect(left->address());
 }
@@ -279,7 +281,7 @@ inline bool readable(int fd, int timeout_ms) {
     return poll(&waiting, 1, timeout_ms) == 1;
 }
 
-// The next asynchronous event, acknowledged; fails the test after ten seconds without one.
+// Take and acknowledge the next asynchronous event; fail the test after ten seconds without one.
 inline ibv_async_event next_event(ibv_context* context) {
     CHECK(readable(context->async_fd, 10000));
     ibv_async_event event{};

@@ -1,12 +1,12 @@
-// How fast the verbs twin moves bytes, beside what the kernel does in the same run: RDMA WRITE and READ of 4 KiB at
+// A benchmark of the verbs twin and, for comparison, of the kernel in the same run: RDMA WRITE and READ of 4 KiB at
 // depth 64 in post lists of 32 and of 1 MiB at depth 4, into host memory and (with the CUDA twin) into device memory by
 // a dma-buf and by its address, to another process and to a queue pair of this one; io_uring reads of 4 KiB at depth 64
 // and pread of 1 MiB of a cached file.
 //
 //     ibverbs_throughput [milliseconds of each measurement, 300] [path of libcuda.so.1 of the CUDA twin, or -]
-//                        [what, as the first column says: only these]
+//                        [a name from the first output column: run only these]
 //
-// GDRKIT_TWINS_LATE_US=0 leaves out the lateness of completions, which limits what a given depth can move.
+// GDRKIT_TWINS_LATE_US=0 turns off the random delay of completions, which otherwise limits the rate at a given depth.
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <linux/io_uring.h>
@@ -21,7 +21,7 @@
 #include <functional>
 #include <memory>
 
-#include "model/rendezvous.hpp"
+#include "model/sockets.hpp"
 #include "tests/ibverbs_support.hpp"
 
 using namespace gdrkit::twin;
@@ -44,8 +44,8 @@ constexpr Shape small{small_bytes, 64, list_most}, large{large_bytes, 4, 2};
 double measure_ms = 300;
 std::string only;
 
-// Operations per second of `step`, which says how many it did.
-double rate(const std::function<unsigned()>& step) {
+// Run `step` for the measuring time and return operations per second; `step` returns the number of its operations.
+double operations_per_second(const std::function<unsigned()>& step) {
     step();
     std::uint64_t done = 0;
     const auto begin = Clock::now();
@@ -59,14 +59,14 @@ double rate(const std::function<unsigned()>& step) {
 
 // ---- the target's memory
 
-struct Place {
+struct RemoteBuffer {
     std::uint64_t address;
     std::uint32_t rkey;
 };
 
 struct Target {
     Address address;
-    Place places[3];
+    RemoteBuffer buffers[3];
 };
 enum : unsigned { host, dmabuf, device, place_count };
 constexpr const char* place_names[place_count] = {"host memory", "dma-buf", "device address"};
@@ -80,11 +80,11 @@ void* symbol(void* library, const char* name) {
 struct Regions {
     Buffer memory;
     ibv_mr* device_mrs[2] = {nullptr, nullptr};
-    Target told{};
+    Target target{};
 
-    Regions(Side* side, const char* cuda) : memory(side->pd, memory_bytes) {
-        told.address = side->address();
-        told.places[host] = {memory.at(), memory.mr->rkey};
+    Regions(Endpoint* side, const char* cuda) : memory(side->pd, memory_bytes) {
+        target.address = side->address();
+        target.buffers[host] = {memory.at(), memory.mr->rkey};
         if (cuda == nullptr) {
             return;
         }
@@ -104,9 +104,9 @@ struct Regions {
         device_mrs[0] = ibv_reg_dmabuf_mr(side->pd, 0, memory_bytes, address, fd, all_access);
         device_mrs[1] = ibv_reg_mr(side->pd, reinterpret_cast<void*>(address), memory_bytes, all_access);
         close(fd);
-        for (const unsigned place : {dmabuf, device}) {
-            CHECK(device_mrs[place - 1] != nullptr);
-            told.places[place] = {address, device_mrs[place - 1]->rkey};
+        for (const unsigned buffer : {dmabuf, device}) {
+            CHECK(device_mrs[buffer - 1] != nullptr);
+            target.buffers[buffer] = {address, device_mrs[buffer - 1]->rkey};
         }
     }
     ~Regions() {
@@ -128,40 +128,40 @@ Settings settings() {
 
 class Initiator {
 public:
-    Initiator(Side* side, const Target& target) : side_(side), target_(target), memory_(side->pd, memory_bytes) {
+    Initiator(Endpoint* side, const Target& target) : side_(side), target_(target), memory_(side->pd, memory_bytes) {
         fill_pattern(memory_.bytes, memory_.size);
     }
 
-    double operations_per_s(ibv_wr_opcode opcode, unsigned place, const Shape& shape) {
+    double operations_per_s(ibv_wr_opcode opcode, unsigned buffer, const Shape& shape) {
         at_ = 0;
-        const double result = rate([&] {
+        const double result = operations_per_second([&] {
             while (in_flight_ + shape.list <= shape.depth) {
-                post(opcode, target_.places[place], shape);
+                post(opcode, target_.buffers[buffer], shape);
             }
             const unsigned before = in_flight_;
             while (in_flight_ + shape.list > shape.depth) {
-                reap();
+                poll_completions();
             }
             return before - in_flight_;
         });
         while (in_flight_ > 0) {
-            reap();
+            poll_completions();
         }
         return result;
     }
 
 private:
-    void post(ibv_wr_opcode opcode, const Place& place, const Shape& shape) {
-        ibv_sge pieces[list_most];
+    void post(ibv_wr_opcode opcode, const RemoteBuffer& buffer, const Shape& shape) {
+        ibv_sge sges[list_most];
         ibv_send_wr list[list_most] = {};
         for (unsigned index = 0; index < shape.list; ++index) {
-            pieces[index] = memory_.part(at_, shape.bytes);
+            sges[index] = memory_.part(at_, shape.bytes);
             list[index].opcode = opcode;
             list[index].send_flags = IBV_SEND_SIGNALED;
-            list[index].sg_list = &pieces[index];
+            list[index].sg_list = &sges[index];
             list[index].num_sge = 1;
-            list[index].wr.rdma.remote_addr = place.address + at_;
-            list[index].wr.rdma.rkey = place.rkey;
+            list[index].wr.rdma.remote_addr = buffer.address + at_;
+            list[index].wr.rdma.rkey = buffer.rkey;
             list[index].next = index + 1 < shape.list ? &list[index + 1] : nullptr;
             at_ = (at_ + shape.bytes) % (shape.bytes * shape.depth);
         }
@@ -170,8 +170,8 @@ private:
         in_flight_ += shape.list;
     }
 
-    // At least one completion; sleeps on the channel when there is none.
-    void reap() {
+    // Poll at least one completion; sleep on the completion channel while there is none.
+    void poll_completions() {
         ibv_wc wc[list_most];
         int count = ibv_poll_cq(side_->cq, list_most, wc);
         if (count == 0) {
@@ -197,7 +197,7 @@ private:
         ibv_ack_cq_events(cq, 1);
     }
 
-    Side* side_;
+    Endpoint* side_;
     const Target& target_;
     Buffer memory_;
     unsigned in_flight_ = 0;
@@ -221,9 +221,9 @@ struct CachedFile {
     }
 };
 
-double preads_per_s(const CachedFile& file) {
+double measure_pread(const CachedFile& file) {
     std::size_t at = 0;
-    return rate([&] {
+    return operations_per_second([&] {
         void* const to = file.memory.get() + at % (large.depth * large_bytes);
         CHECK(pread(file.fd.get(), to, large_bytes, static_cast<off_t>(at)) == static_cast<ssize_t>(large_bytes));
         at = (at + large_bytes) % memory_bytes;
@@ -231,7 +231,8 @@ double preads_per_s(const CachedFile& file) {
     });
 }
 
-// One ring, read as its interface says: the kernel moves the head of what is submitted and the tail of what is done.
+// An io_uring without liburing: the kernel advances the head of the submission queue and the tail of the completion
+// queue.
 class Ring {
 public:
     explicit Ring(unsigned depth) : depth_(depth) {
@@ -255,14 +256,14 @@ public:
 
     double reads_per_s(const CachedFile& file) {
         std::size_t at = 0;
-        return rate([&] {
+        return operations_per_second([&] {
             unsigned fresh = 0;
             for (; in_flight_ < depth_; ++in_flight_, ++fresh) {
                 add(file, at);
                 at = (at + small_bytes) % memory_bytes;
             }
             CHECK(syscall(SYS_io_uring_enter, fd_.get(), fresh, list_most, IORING_ENTER_GETEVENTS, nullptr, 0) >= 0);
-            return reap();
+            return poll_completions();
         });
     }
 
@@ -284,7 +285,7 @@ private:
         sq_array_[tail & sq_mask_] = tail & sq_mask_;
         sq_tail_->store(tail + 1, std::memory_order_release);
     }
-    unsigned reap() {
+    unsigned poll_completions() {
         unsigned done = 0;
         unsigned head = cq_head_->load(std::memory_order_relaxed);
         for (; head != cq_tail_->load(std::memory_order_acquire); ++head, ++done, --in_flight_) {
@@ -307,39 +308,39 @@ private:
 // ---- the runs
 
 struct Peers {
-    double reads_per_s, preads_per_s;
+    double reads_per_s, measure_pread;
 };
 
-void print(const char* what, const char* where, double small_per_s, double large_per_s, const Peers& peers) {
+void print(const char* name, const char* where, double small_per_s, double large_per_s, const Peers& peers) {
     const double gib = static_cast<double>(1UL << 30);
-    std::printf("%-16s %-15s %10.0f %6.2f %14.2f %6.2f\n", what, where, small_per_s,
+    std::printf("%-16s %-15s %10.0f %6.2f %14.2f %6.2f\n", name, where, small_per_s,
                 peers.reads_per_s > 0 ? small_per_s / peers.reads_per_s : 0, large_per_s * large_bytes / gib,
-                large_per_s / peers.preads_per_s);
+                large_per_s / peers.measure_pread);
     std::fflush(stdout);
 }
 
-void measure(const char* what, Side* side, const Target& target, const Peers& peers) {
+void measure(const char* name, Endpoint* side, const Target& target, const Peers& peers) {
     Initiator initiator(side, target);
-    for (unsigned place = 0; place < place_count; ++place) {
-        if (target.places[place].rkey == 0) {
+    for (unsigned buffer = 0; buffer < place_count; ++buffer) {
+        if (target.buffers[buffer].rkey == 0) {
             continue;
         }
         for (const ibv_wr_opcode opcode : {IBV_WR_RDMA_WRITE, IBV_WR_RDMA_READ}) {
-            const std::string name = std::string(what) + (opcode == IBV_WR_RDMA_WRITE ? " WRITE" : " READ");
+            const std::string name = std::string(name) + (opcode == IBV_WR_RDMA_WRITE ? " WRITE" : " READ");
             if (!only.empty() && only != name) {
                 continue;
             }
-            print(name.c_str(), place_names[place], initiator.operations_per_s(opcode, place, small),
-                  initiator.operations_per_s(opcode, place, large), peers);
+            print(name.c_str(), place_names[buffer], initiator.operations_per_s(opcode, buffer, small),
+                  initiator.operations_per_s(opcode, buffer, large), peers);
         }
     }
 }
 
 int run_target(int socket, const char* cuda) {
-    Side side(1, settings());
+    Endpoint side(1, settings());
     Regions regions(&side, cuda);
     Address peer{};
-    CHECK(send_all(socket, &regions.told, sizeof regions.told) && recv_all(socket, &peer, sizeof peer));
+    CHECK(send_all(socket, &regions.target, sizeof regions.target) && recv_all(socket, &peer, sizeof peer));
     side.connect(peer);
     char end = 'r';
     CHECK(send_all(socket, &end, 1));
@@ -359,7 +360,7 @@ void two_processes(const char* cuda, const Peers& peers) {
     CHECK(posix_spawn(&pid, "/proc/self/exe", nullptr, nullptr, arguments, environ) == 0);
     given.reset();
     {
-        Side side(0, settings());
+        Endpoint side(0, settings());
         Target target{};
         const Address address = side.address();
         char ready = 0;
@@ -374,10 +375,10 @@ void two_processes(const char* cuda, const Peers& peers) {
 }
 
 void one_process(const char* cuda, const Peers& peers) {
-    Side side(0, settings()), other(1, settings());
+    Endpoint side(0, settings()), other(1, settings());
     Regions regions(&other, cuda);
     connect(&side, &other);
-    measure("loopback", &side, regions.told, peers);
+    measure("loopback", &side, regions.target, peers);
 }
 
 } // namespace
@@ -392,9 +393,9 @@ int main(int count, char** arguments) {
     only = count > 3 ? arguments[3] : "";
     const CachedFile file;
     Ring ring(small.depth);
-    const Peers peers{ring ? ring.reads_per_s(file) : 0, preads_per_s(file)};
+    const Peers peers{ring ? ring.reads_per_s(file) : 0, measure_pread(file)};
     std::printf("%-16s %-15s %10s %6s %14s %6s\n", "", "", "4 KiB op/s", "x ring", "1 MiB: GiB/s", "x pread");
-    print("file", ring ? "io_uring, pread" : "pread", peers.reads_per_s, peers.preads_per_s, peers);
+    print("file", ring ? "io_uring, pread" : "pread", peers.reads_per_s, peers.measure_pread, peers);
     two_processes(cuda, peers);
     one_process(cuda, peers);
     return 0;

@@ -1,11 +1,11 @@
-// Traffic between two processes that were spawned, and what is seen when one of them is killed.
+// Tests of traffic between two spawned processes, and of the errors after one of them is killed.
 #include <signal.h>
 #include <spawn.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
 
 #include "model/dmabuf.hpp"
-#include "model/rendezvous.hpp"
+#include "model/sockets.hpp"
 #include "tests/ibverbs_support.hpp"
 
 using namespace gdrkit::twin;
@@ -15,7 +15,7 @@ namespace {
 
 constexpr std::size_t target_bytes = 8UL << 20;
 
-// What the target tells of itself.
+// The connection data of the target process.
 struct Target {
     Address address;
     std::uint64_t remote_address;
@@ -23,38 +23,38 @@ struct Target {
     std::uint32_t dmabuf_rkey;
 };
 
-template <typename Message> void tell(int socket, const Message& message) {
+template <typename Message> void send_value(int socket, const Message& message) {
     CHECK(send_all(socket, &message, sizeof message));
 }
 
-template <typename Message> Message hear(int socket) {
+template <typename Message> Message receive_value(int socket) {
     Message message{};
     CHECK(recv_all(socket, &message, sizeof message));
     return message;
 }
 
-// The target: serves until it is told to check what arrived, then to end.
+// Body of the target process: serves until told to check the data, then until told to exit.
 int run_target(int socket) {
-    Side side(1);
+    Endpoint side(1);
     Buffer host(side.pd, target_bytes);
     const Fd device(make_device_memory(target_bytes));
     const Extent whole{device.get(), 0, target_bytes};
     const Fd dmabuf(export_dmabuf({&whole, 1}));
     ibv_mr* const mr = ibv_reg_dmabuf_mr(side.pd, 0, target_bytes, 0, dmabuf.get(), all_access);
     CHECK(mr != nullptr);
-    tell(socket, Target{side.address(), host.at(), host.mr->rkey, mr->rkey});
-    side.connect(hear<Address>(socket));
+    send_value(socket, Target{side.address(), host.at(), host.mr->rkey, mr->rkey});
+    side.connect(receive_value<Address>(socket));
     CHECK(side.post_receive(1, {host.part(0, 4096)}) == 0);
-    tell(socket, 'r');
-    CHECK(hear<char>(socket) == 'c');
-    const ibv_wc wc = side.expect(1, IBV_WC_SUCCESS);
+    send_value(socket, 'r');
+    CHECK(receive_value<char>(socket) == 'c');
+    const ibv_wc wc = side.expect_completion(1, IBV_WC_SUCCESS);
     CHECK(wc.byte_len == 1000 && has_pattern(host.bytes, 1000));
     CHECK(has_pattern(host.bytes + 8191, target_bytes - 8191));
     std::vector<std::uint8_t> seen(target_bytes);
     CHECK(pread(device.get(), seen.data(), seen.size(), 0) == static_cast<ssize_t>(seen.size()));
     CHECK(has_pattern(seen.data() + 3, target_bytes - 3));
-    tell(socket, 'k');
-    hear<char>(socket);
+    send_value(socket, 'k');
+    receive_value<char>(socket);
     CHECK(ibv_dereg_mr(mr) == 0);
     return 0;
 }
@@ -82,7 +82,7 @@ struct Peer {
     }
 };
 
-void traffic(Side* side, const Target& target) {
+void test_traffic(Endpoint* side, const Target& target) {
     Buffer from(side->pd, target_bytes), back(side->pd, target_bytes);
     fill_pattern(from.bytes, from.size);
     CHECK(side->post(request(1, IBV_WR_SEND), {from.part(0, 1000)}) == 0);
@@ -91,46 +91,46 @@ void traffic(Side* side, const Target& target) {
     CHECK(side->post(request(3, IBV_WR_RDMA_WRITE, 3, target.dmabuf_rkey), {from.part(0, target_bytes - 3)}) == 0);
     CHECK(side->post(request(4, IBV_WR_RDMA_READ, 3, target.dmabuf_rkey), {back.part(0, target_bytes - 3)}) == 0);
     for (std::uint64_t id = 1; id <= 4; ++id) {
-        side->expect(id, IBV_WC_SUCCESS);
+        side->expect_completion(id, IBV_WC_SUCCESS);
     }
     CHECK(has_pattern(back.bytes, target_bytes - 3));
 }
 
-void both_live() {
+void test_two_processes() {
     const Peer peer;
-    Side side(0);
-    const auto target = hear<Target>(peer.socket.get());
-    tell(peer.socket.get(), side.address());
+    Endpoint side(0);
+    const auto target = receive_value<Target>(peer.socket.get());
+    send_value(peer.socket.get(), side.address());
     side.connect(target.address);
-    CHECK(hear<char>(peer.socket.get()) == 'r');
-    traffic(&side, target);
-    tell(peer.socket.get(), 'c');
-    CHECK(hear<char>(peer.socket.get()) == 'k');
-    tell(peer.socket.get(), 'e');
+    CHECK(receive_value<char>(peer.socket.get()) == 'r');
+    test_traffic(&side, target);
+    send_value(peer.socket.get(), 'c');
+    CHECK(receive_value<char>(peer.socket.get()) == 'k');
+    send_value(peer.socket.get(), 'e');
     CHECK(peer.wait() == 0);
 }
 
-void the_target_is_killed() {
+void test_target_killed() {
     const Peer peer;
-    Side side(0);
-    const auto target = hear<Target>(peer.socket.get());
-    tell(peer.socket.get(), side.address());
+    Endpoint side(0);
+    const auto target = receive_value<Target>(peer.socket.get());
+    send_value(peer.socket.get(), side.address());
     side.connect(target.address);
-    CHECK(hear<char>(peer.socket.get()) == 'r');
+    CHECK(receive_value<char>(peer.socket.get()) == 'r');
     Buffer from(side.pd, 64);
     CHECK(side.post(request(1, IBV_WR_RDMA_WRITE, target.remote_address, target.rkey), {from.part(0, 64)}) == 0);
-    side.expect(1, IBV_WC_SUCCESS);
+    side.expect_completion(1, IBV_WC_SUCCESS);
     CHECK(kill(peer.pid, SIGKILL) == 0);
     peer.wait();
     CHECK(side.post(request(2, IBV_WR_RDMA_WRITE, target.remote_address, target.rkey), {from.part(0, 64)}) == 0);
     CHECK(side.post(request(3, IBV_WR_SEND, 0, 0, 0), {}) == 0);
-    side.expect(2, IBV_WC_RETRY_EXC_ERR);
-    side.expect(3, IBV_WC_WR_FLUSH_ERR);
+    side.expect_completion(2, IBV_WC_RETRY_EXC_ERR);
+    side.expect_completion(3, IBV_WC_WR_FLUSH_ERR);
 }
 
-// Whoever connects and speaks another language is hung up on, and harms nobody.
-void strangers() {
-    Side side(0), other(0);
+// A client that does not speak the protocol is disconnected without effect on others.
+void test_foreign_clients() {
+    Endpoint side(0), other(0);
     connect(&side, &other);
     std::string name = "qp.";
     char digits[8];
@@ -147,7 +147,7 @@ void strangers() {
         send_all(stranger.get(), noise.data(), noise.size());
         CHECK(!recv_all(stranger.get(), &answer, 1));
     }
-    // Those who connect and say nothing do not keep the peer out, however many they are.
+    // Any number of silent clients cannot keep the legitimate peer out.
     std::vector<Fd> silent;
     for (int count = 0; count < 40; ++count) {
         silent.emplace_back(connect_to(name + digits));
@@ -155,7 +155,7 @@ void strangers() {
     }
     CHECK(side.post_receive(1, {}) == 0);
     CHECK(other.post(request(2, IBV_WR_SEND), {}) == 0);
-    side.expect(1, IBV_WC_SUCCESS);
+    side.expect_completion(1, IBV_WC_SUCCESS);
 }
 
 } // namespace
@@ -165,8 +165,8 @@ int main(int count, char** arguments) {
     if (count > 1) {
         return run_target(std::atoi(arguments[1]));
     }
-    both_live();
-    the_target_is_killed();
-    strangers();
+    test_two_processes();
+    test_target_killed();
+    test_foreign_clients();
     return 0;
 }

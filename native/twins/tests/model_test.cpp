@@ -1,4 +1,4 @@
-// The shared model: dma-bufs and who holds them, fault plans, the ledger, the control service.
+// Tests of model/: dma-bufs and their references, fault plans, the ledger, and the control service.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
@@ -21,7 +21,7 @@
 #include "model/fault.hpp"
 #include "model/fifo.hpp"
 #include "model/ledger.hpp"
-#include "model/rendezvous.hpp"
+#include "model/sockets.hpp"
 #include "tests/check.hpp"
 
 using namespace gdrkit::twin;
@@ -30,7 +30,7 @@ namespace {
 
 constexpr std::uint64_t mib = 1 << 20;
 
-// Runs `body` in a child; gives its wait status and what it wrote to stderr.
+// Run `body` in a child. Return its wait status and its stderr.
 int in_child(const std::function<void()>& body, std::string* text) {
     int ends[2];
     CHECK(pipe(ends) == 0);
@@ -53,38 +53,38 @@ int in_child(const std::function<void()>& body, std::string* text) {
     return status;
 }
 
-void a_whole_allocation_is_exported_and_can_not_be_mapped() {
+void test_whole_export_cannot_be_mapped() {
     const Fd memory(make_device_memory(mib));
-    CHECK(memory && !held_elsewhere(memory.get()));
+    CHECK(memory && !has_other_references(memory.get()));
     const Extent whole{memory.get(), 0, mib};
     Fd dmabuf(export_dmabuf({&whole, 1}));
-    CHECK(dmabuf && held_elsewhere(memory.get()));
+    CHECK(dmabuf && has_other_references(memory.get()));
     CHECK(mmap(nullptr, 4096, PROT_READ, MAP_SHARED, dmabuf.get(), 0) == MAP_FAILED && errno == EACCES);
     CHECK(mmap(nullptr, 4096, PROT_READ | PROT_WRITE, MAP_SHARED, dmabuf.get(), 0) == MAP_FAILED);
     CHECK(lseek(dmabuf.get(), 0, SEEK_END) == static_cast<off_t>(mib));
-    Imported imported;
+    ImportedDmabuf imported;
     CHECK(import_dmabuf(dmabuf.get(), &imported) == 0 && imported.length_bytes == mib);
     auto* mapped = static_cast<char*>(map_imported(imported));
     auto* own = static_cast<char*>(mmap(nullptr, mib, PROT_READ, MAP_SHARED, memory.get(), 0));
     mapped[5] = 7;
     CHECK(own[5] == 7);
     dmabuf.reset();
-    imported.pieces.clear();
+    imported.extents.clear();
     imported.attachment.reset();
-    CHECK(held_elsewhere(memory.get())); // the mapping alone keeps the pages
+    CHECK(has_other_references(memory.get())); // the mapping alone keeps the pages alive
     munmap(mapped, mib);
-    CHECK(!held_elsewhere(memory.get()));
+    CHECK(!has_other_references(memory.get()));
     munmap(own, mib);
 }
 
-void parts_and_several_chunks_are_one_dmabuf() {
+void test_parts_form_one_dmabuf() {
     const Fd first(make_device_memory(mib)), second(make_device_memory(8192));
     const Extent parts[] = {{first.get(), 4096, 8192}, {second.get(), 0, 8192}};
     Fd dmabuf(export_dmabuf(parts));
     CHECK(dmabuf && lseek(dmabuf.get(), 0, SEEK_END) == 16384);
-    CHECK(held_elsewhere(first.get()) && held_elsewhere(second.get()));
-    Imported imported;
-    CHECK(import_dmabuf(dmabuf.get(), &imported) == 0 && imported.pieces.size() == 2);
+    CHECK(has_other_references(first.get()) && has_other_references(second.get()));
+    ImportedDmabuf imported;
+    CHECK(import_dmabuf(dmabuf.get(), &imported) == 0 && imported.extents.size() == 2);
     auto* mapped = static_cast<char*>(map_imported(imported));
     CHECK(mapped != nullptr);
     mapped[1] = 9;
@@ -93,50 +93,51 @@ void parts_and_several_chunks_are_one_dmabuf() {
     CHECK(pread(first.get(), &seen, 1, 4097) == 1 && seen == 9);
     CHECK(pread(second.get(), &seen, 1, 1) == 1 && seen == 11);
     munmap(mapped, imported.length_bytes);
-    imported.pieces.clear();
+    imported.extents.clear();
     imported.attachment.reset();
     dmabuf.reset();
-    CHECK(!held_elsewhere(first.get()) && !held_elsewhere(second.get()));
+    CHECK(!has_other_references(first.get()) && !has_other_references(second.get()));
 }
 
-void an_export_lives_until_its_last_importer() {
+void test_export_lives_until_last_importer() {
     const Fd memory(make_device_memory(mib));
     const Extent whole{memory.get(), 0, mib};
     std::uint64_t first = 0, second = 0;
     Fd one(export_tracked_dmabuf({&whole, 1}, &first)), other(export_tracked_dmabuf({&whole, 1}, &second));
-    CHECK(one && other && first != second && dmabuf_alive(first) && dmabuf_alive(second));
-    Imported imported;
+    CHECK(one && other && first != second && is_dmabuf_alive(first) && is_dmabuf_alive(second));
+    ImportedDmabuf imported;
     CHECK(import_dmabuf(one.get(), &imported) == 0 && imported.length_bytes == mib);
     one.reset();
     other.reset();
-    CHECK(dmabuf_alive(first) && !dmabuf_alive(second));
-    imported.pieces.clear();
-    CHECK(dmabuf_alive(first)); // who imported it has it, whatever is left of the memory
+    CHECK(is_dmabuf_alive(first) && !is_dmabuf_alive(second));
+    imported.extents.clear();
+    CHECK(is_dmabuf_alive(first)); // the importer keeps it alive, even if the memory is freed
     imported.attachment.reset();
-    CHECK(!dmabuf_alive(first) && !dmabuf_alive(first) && !held_elsewhere(memory.get()));
+    CHECK(!is_dmabuf_alive(first) && !is_dmabuf_alive(first) && !has_other_references(memory.get()));
 }
 
-void what_no_exporter_issued_is_refused() {
-    Imported imported;
-    const Fd plain(memfd_create("gdrkit-gpu:0123456789abcdef", MFD_CLOEXEC)); // the name alone is not enough
+void test_foreign_descriptors_are_refused() {
+    ImportedDmabuf imported;
+    // the name without the seals is not enough
+    const Fd plain(memfd_create("gdrkit-gpu:0123456789abcdef", MFD_CLOEXEC));
     const Fd file(open("/proc/self/maps", O_RDONLY | O_CLOEXEC));
     CHECK(import_dmabuf(plain.get(), &imported) == -EINVAL);
     CHECK(import_dmabuf(file.get(), &imported) == -EINVAL);
     CHECK(import_dmabuf(-1, &imported) == -EBADF && import_dmabuf(9999, &imported) == -EBADF);
 }
 
-void a_shareable_handle_is_not_a_dmabuf() {
+void test_shareable_handle_is_not_a_dmabuf() {
     const Fd memory(make_device_memory(mib));
     const Extent part{memory.get(), 4096, 4096};
     const Fd handle(export_shareable(memory.get())), dmabuf(export_dmabuf({&part, 1}));
-    Imported imported;
+    ImportedDmabuf imported;
     CHECK(import_dmabuf(handle.get(), &imported) == -EINVAL);
     CHECK(import_shareable(dmabuf.get()) == -EINVAL && import_shareable(9999) == -EBADF);
     const Fd again(import_shareable(handle.get()));
     CHECK(again && lseek(again.get(), 0, SEEK_END) == static_cast<off_t>(mib));
 }
 
-void parts_can_be_imported_by_another_process_only_while_the_owner_lives() {
+void test_import_of_parts_needs_live_owner() {
     int ends[2];
     CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0);
     const pid_t owner = fork();
@@ -151,39 +152,40 @@ void parts_can_be_imported_by_another_process_only_while_the_owner_lives() {
     }
     std::vector<Fd> fds;
     CHECK(recv_fds(ends[0], 1, &fds));
-    Imported imported, late;
+    ImportedDmabuf imported, late;
     CHECK(import_dmabuf(fds[0].get(), &imported) == 0 && imported.length_bytes == 4096);
     CHECK(send_all(ends[0], "q", 1) && waitpid(owner, nullptr, 0) == owner);
     CHECK(import_dmabuf(fds[0].get(), &late) == -ENODEV);
     char seen = 0;
-    CHECK(pread(imported.pieces[0].fd.get(), &seen, 1, 8192) == 1 && seen == 'x');
+    CHECK(pread(imported.extents[0].fd.get(), &seen, 1, 8192) == 1 && seen == 'x');
     close(ends[0]);
     close(ends[1]);
 }
 
-void a_plan_fails_the_calls_that_it_names() {
+void test_plan_injects_failures() {
     const FaultPoint points[] = {{"ibv_reg_mr", FaultKind::errno_value}, {"wc.send", FaultKind::status}};
     const std::string_view prefixes[] = {"ibv_", "wc."};
     CHECK(load_faults(points, prefixes).empty());
     CHECK(replace_faults("gdrkit-faults 1\nibv_reg_mr call=2-3 errno=EFAULT # why\nwc.send call=* status=12\n"
                          "cuMemAlloc_v2 call=1 status=2\n")
               .empty());
-    CHECK(!hit("ibv_reg_mr") && hit("ibv_reg_mr") == EFAULT && hit("ibv_reg_mr") == EFAULT && !hit("ibv_reg_mr"));
-    CHECK(hit("wc.send") == 12);
+    CHECK(!injected_fault("ibv_reg_mr") && injected_fault("ibv_reg_mr") == EFAULT &&
+          injected_fault("ibv_reg_mr") == EFAULT && !injected_fault("ibv_reg_mr"));
+    CHECK(injected_fault("wc.send") == 12);
     CHECK(calls_json() == R"({"ibv_reg_mr":4,"wc.send":1})");
 }
 
-void a_plan_holds_up_the_calls_that_it_names() {
+void test_plan_delays_calls() {
     CHECK(replace_faults("gdrkit-faults 1\nibv_reg_mr call=1-2 delay_us=200000\nwc.send call=1 delay_us=1 status=12\n")
               .empty());
-    std::thread other([] { CHECK(!hit("ibv_reg_mr")); });
-    CHECK(!hit("ibv_reg_mr") && hit("wc.send") == 12);
+    std::thread other([] { CHECK(!injected_fault("ibv_reg_mr")); });
+    CHECK(!injected_fault("ibv_reg_mr") && injected_fault("wc.send") == 12);
     other.join();
-    CHECK(held_json() == R"({"ibv_reg_mr":2,"wc.send":1})");
-    CHECK(replace_faults("gdrkit-faults 1\nwc.send call=* status=12\n").empty() && held_json() == "{}");
+    CHECK(delayed_calls_json() == R"({"ibv_reg_mr":2,"wc.send":1})");
+    CHECK(replace_faults("gdrkit-faults 1\nwc.send call=* status=12\n").empty() && delayed_calls_json() == "{}");
 }
 
-void a_malformed_plan_is_named_by_line_and_changes_nothing() {
+void test_malformed_plan_is_rejected() {
     for (const char* bad :
          {"", "gdrkit-faults 2\n", "ibv_reg_mr call=1 errno=1\n", "gdrkit-faults 1\nibv_reg_mr call=0 errno=1\n",
           "gdrkit-faults 1\nibv_reg_mr call=3-2 errno=1\n", "gdrkit-faults 1\nibv_reg_mr call=1\n",
@@ -195,11 +197,11 @@ void a_malformed_plan_is_named_by_line_and_changes_nothing() {
         const std::string error = replace_faults(bad);
         CHECK(error.starts_with("line "));
     }
-    CHECK(hit("wc.send") == 12);
-    CHECK(replace_faults("gdrkit-faults 1\n").empty() && !hit("wc.send"));
+    CHECK(injected_fault("wc.send") == 12);
+    CHECK(replace_faults("gdrkit-faults 1\n").empty() && !injected_fault("wc.send"));
 }
 
-void a_second_release_aborts_with_the_stacks() {
+void test_double_release_aborts_with_stacks() {
     std::string text;
     const int status = in_child(
         [] {
@@ -215,11 +217,11 @@ void a_second_release_aborts_with_the_stacks() {
           text.find("released again at") != std::string::npos);
 }
 
-void a_release_is_remembered_as_long_as_any_other() {
+void test_release_history_is_bounded() {
     std::string text;
     const int status = in_child(
         [] {
-            // Given out twice, so that its name is noted twice; the older note must not end the memory of the newer.
+            // The handle is released twice, so it has two history entries; dropping the older must not drop the newer.
             for (std::uint64_t handle : {5, 5}) {
                 ledger_add("thing", handle);
                 if (!ledger_remove("thing", handle)) {
@@ -238,7 +240,7 @@ void a_release_is_remembered_as_long_as_any_other() {
     CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGABRT);
 }
 
-void the_ledger_counts_what_lives() {
+void test_ledger_counts_live_handles() {
     CHECK(ledger_json() == "{}");
     ledger_add("a", 1);
     ledger_add("a", 2);
@@ -246,27 +248,28 @@ void the_ledger_counts_what_lives() {
     CHECK(ledger_json() == R"({"a":2,"b":1})" && ledger_holds("b", 1) && !ledger_holds("b", 2));
     CHECK(!ledger_remove("b", 7));
     CHECK(ledger_remove("b", 1) && ledger_remove("a", 1) && ledger_remove("a", 2));
-    ledger_add("a", 1); // given out again: its earlier release is forgotten
+    ledger_add("a", 1); // the handle value is reused: its earlier release no longer counts
     CHECK(ledger_remove("a", 1) && ledger_json() == "{}");
 }
 
-void the_control_service_answers_and_survives_strangers() {
-    serve(77, [](auto request, auto* reply, auto*) { reply->assign(request.begin(), request.end()); });
+void test_control_service_with_foreign_clients() {
+    register_handler(77, [](auto request, auto* reply, auto*) { reply->assign(request.begin(), request.end()); });
     const std::byte word[] = {std::byte{1}, std::byte{2}};
     std::vector<std::byte> reply;
     std::vector<Fd> fds;
     char name[40];
-    std::snprintf(name, sizeof name, "control.%016llx", static_cast<unsigned long long>(control_name()));
+    std::snprintf(name, sizeof name, "control.%016llx", static_cast<unsigned long long>(control_service_id()));
     const Fd stranger(connect_to(name));
     CHECK(stranger && send_all(stranger.get(), "rubbish that is no header", 25));
-    CHECK(ask(control_name(), 77, word, &reply, &fds) && reply.size() == 2 && reply[1] == word[1]);
-    CHECK(!ask(control_name(), 78, word, &reply, &fds));
-    CHECK(!ask(control_name() + 1, 77, word, &reply, &fds));
+    CHECK(send_control_request(control_service_id(), 77, word, &reply, &fds) && reply.size() == 2 &&
+          reply[1] == word[1]);
+    CHECK(!send_control_request(control_service_id(), 78, word, &reply, &fds));
+    CHECK(!send_control_request(control_service_id() + 1, 77, word, &reply, &fds));
 }
 
-// An owner that lies about the lengths: their sum overflows to the size of the dma-buf, but the first alone is more.
-void extents_that_do_not_fit_are_refused() {
-    serve(ask_dmabuf_extents, [](auto, auto* reply, auto* fds) {
+// A hostile owner reports lengths whose sum overflows to the size of the dma-buf, while the first alone exceeds it.
+void test_overflowing_extents_are_refused() {
+    register_handler(request_dmabuf_extents, [](auto, auto* reply, auto* fds) {
         constexpr std::uint64_t quarter = std::uint64_t{1} << 62;
         for (const std::uint64_t length : {std::uint64_t{16384}, quarter, quarter, quarter, quarter - 8192}) {
             const std::uint64_t wire[] = {0, length};
@@ -276,18 +279,18 @@ void extents_that_do_not_fit_are_refused() {
         }
     });
     char name[64];
-    std::snprintf(name, sizeof name, "gdrkit-dmabuf:%016llx:%016llx", static_cast<unsigned long long>(control_name()),
-                  1ULL);
+    std::snprintf(name, sizeof name, "gdrkit-dmabuf:%016llx:%016llx",
+                  static_cast<unsigned long long>(control_service_id()), 1ULL);
     const Fd dmabuf(memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING));
     CHECK(ftruncate(dmabuf.get(), 8192) == 0);
     CHECK(fcntl(dmabuf.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) == 0);
-    Imported imported;
+    ImportedDmabuf imported;
     CHECK(import_dmabuf(dmabuf.get(), &imported) == -EINVAL);
 }
 
-// The program's signals are for the program's own threads: a blocked one stays pending while the service runs.
-void the_control_service_takes_no_signal() {
-    control_name();
+// The control service must not receive the program's signals: a signal that the program blocks stays pending.
+void test_control_service_blocks_signals() {
+    control_service_id();
     sigset_t one, before;
     sigemptyset(&one);
     sigaddset(&one, SIGUSR1);
@@ -295,13 +298,13 @@ void the_control_service_takes_no_signal() {
     CHECK(sigwaitinfo(&one, nullptr) == SIGUSR1 && pthread_sigmask(SIG_SETMASK, &before, nullptr) == 0);
 }
 
-void a_service_that_is_stopped_is_given_up() {
+void test_stopped_service_times_out() {
     int ends[2];
     CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0);
     const pid_t owner = fork();
     if (owner == 0) {
-        serve(77, [](auto request, auto* reply, auto*) { reply->assign(request.begin(), request.end()); });
-        const std::uint64_t own = control_name();
+        register_handler(77, [](auto request, auto* reply, auto*) { reply->assign(request.begin(), request.end()); });
+        const std::uint64_t own = control_service_id();
         char word = 0;
         CHECK(send_all(ends[1], &own, sizeof own));
         _exit(recv_all(ends[1], &word, 1) ? 0 : 1);
@@ -313,13 +316,13 @@ void a_service_that_is_stopped_is_given_up() {
     const std::byte word[] = {std::byte{1}};
     std::vector<std::byte> reply;
     std::vector<Fd> fds;
-    CHECK(!ask(name, 77, word, &reply, &fds));
+    CHECK(!send_control_request(name, 77, word, &reply, &fds));
     CHECK(kill(owner, SIGKILL) == 0 && waitpid(owner, nullptr, 0) == owner);
     close(ends[0]);
     close(ends[1]);
 }
 
-void a_malformed_variable_is_an_error_not_a_guess() {
+void test_malformed_variable_is_an_error() {
     std::string text;
     const int status = in_child(
         [] {
@@ -331,12 +334,12 @@ void a_malformed_variable_is_an_error_not_a_guess() {
     CHECK(text.find("GDRKIT_TWINS_NICS=many") != std::string::npos);
 }
 
-void a_fifo_is_a_deque_that_keeps_its_memory() {
+void test_fifo_reuses_memory() {
     Fifo<int> fifo;
     std::deque<int> same;
     std::mt19937 chance(5);
     for (int number = 0; number < 20000; ++number) {
-        // Long phases in which it grows, and in which it empties.
+        // Long phases of growing and of emptying.
         const bool grows = chance() % 100 < (number / 1000 % 2 == 0 ? 70U : 30U);
         if (grows || same.empty()) {
             const bool at_end = chance() % 4 != 0;
@@ -362,24 +365,24 @@ void a_fifo_is_a_deque_that_keeps_its_memory() {
 } // namespace
 
 int main() {
-    // Children first: they must begin without the threads and the configuration of this process.
-    a_malformed_variable_is_an_error_not_a_guess();
-    a_second_release_aborts_with_the_stacks();
-    a_release_is_remembered_as_long_as_any_other();
-    a_service_that_is_stopped_is_given_up();
-    parts_can_be_imported_by_another_process_only_while_the_owner_lives();
-    a_whole_allocation_is_exported_and_can_not_be_mapped();
-    parts_and_several_chunks_are_one_dmabuf();
-    an_export_lives_until_its_last_importer();
-    what_no_exporter_issued_is_refused();
-    a_shareable_handle_is_not_a_dmabuf();
-    a_plan_fails_the_calls_that_it_names();
-    a_plan_holds_up_the_calls_that_it_names();
-    a_malformed_plan_is_named_by_line_and_changes_nothing();
-    the_ledger_counts_what_lives();
-    the_control_service_answers_and_survives_strangers();
-    the_control_service_takes_no_signal();
-    extents_that_do_not_fit_are_refused();
-    a_fifo_is_a_deque_that_keeps_its_memory();
+    // Run the child processes first: they must start without the threads and the configuration of this process.
+    test_malformed_variable_is_an_error();
+    test_double_release_aborts_with_stacks();
+    test_release_history_is_bounded();
+    test_stopped_service_times_out();
+    test_import_of_parts_needs_live_owner();
+    test_whole_export_cannot_be_mapped();
+    test_parts_form_one_dmabuf();
+    test_export_lives_until_last_importer();
+    test_foreign_descriptors_are_refused();
+    test_shareable_handle_is_not_a_dmabuf();
+    test_plan_injects_failures();
+    test_plan_delays_calls();
+    test_malformed_plan_is_rejected();
+    test_ledger_counts_live_handles();
+    test_control_service_with_foreign_clients();
+    test_control_service_blocks_signals();
+    test_overflowing_extents_are_refused();
+    test_fifo_reuses_memory();
     return 0;
 }

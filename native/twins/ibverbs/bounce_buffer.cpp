@@ -1,4 +1,6 @@
-#include "ibverbs/bounce.hpp"
+// Implements the bounce buffer: copies between client memory and a sealed memfd.
+
+#include "ibverbs/bounce_buffer.hpp"
 
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -12,12 +14,12 @@ namespace gdrkit::twin::verbs {
 
 namespace {
 
-// Memory that cannot shrink under who has it mapped: no access to it ends in SIGBUS.
+// With these seals the memory cannot shrink, so access to a mapping of it never raises SIGBUS.
 constexpr int seals = F_SEAL_SEAL | F_SEAL_SHRINK | F_SEAL_GROW;
 
 } // namespace
 
-std::unique_ptr<Bounce> Bounce::make(std::size_t size) {
+std::unique_ptr<BounceBuffer> BounceBuffer::make(std::size_t size) {
     Fd fd(memfd_create("gdrkit-bounce", MFD_CLOEXEC | MFD_ALLOW_SEALING));
     if (!fd || ftruncate(fd.get(), static_cast<off_t>(size)) != 0 || fcntl(fd.get(), F_ADD_SEALS, seals) != 0) {
         return nullptr;
@@ -25,7 +27,7 @@ std::unique_ptr<Bounce> Bounce::make(std::size_t size) {
     return map(std::move(fd), size);
 }
 
-std::unique_ptr<Bounce> Bounce::adopt(Fd fd, std::size_t size) {
+std::unique_ptr<BounceBuffer> BounceBuffer::adopt(Fd fd, std::size_t size) {
     struct stat status {};
     if (fstat(fd.get(), &status) != 0) {
         return nullptr;
@@ -37,23 +39,23 @@ std::unique_ptr<Bounce> Bounce::adopt(Fd fd, std::size_t size) {
     return map(std::move(fd), size);
 }
 
-std::unique_ptr<Bounce> Bounce::map(Fd fd, std::size_t size) {
+std::unique_ptr<BounceBuffer> BounceBuffer::map(Fd fd, std::size_t size) {
     void* const data = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd.get(), 0);
     if (data == MAP_FAILED) {
         return nullptr;
     }
-    return std::unique_ptr<Bounce>(new Bounce(std::move(fd), static_cast<std::byte*>(data), size));
+    return std::unique_ptr<BounceBuffer>(new BounceBuffer(std::move(fd), static_cast<std::byte*>(data), size));
 }
 
-Bounce::~Bounce() {
+BounceBuffer::~BounceBuffer() {
     munmap(data_, size_);
 }
 
-// The system is called directly, past the functions of libc that a thread sanitizer watches: to the client this is a
-// device that moves data, and what orders it are completions and messages, also those of other processes, of which a
-// sanitizer knows nothing.
+// The raw system calls bypass the libc functions that ThreadSanitizer intercepts. For the client these copies are a
+// device's DMA, ordered by completions, sometimes of other processes; a sanitizer knows nothing of that order and would
+// report races.
 
-int Bounce::load(std::size_t at, const void* memory, std::size_t size) {
+int BounceBuffer::copy_in(std::size_t at, const void* memory, std::size_t size) {
     const char* from = static_cast<const char*>(memory);
     while (size > 0) {
         const long moved = syscall(SYS_pwrite64, fd_.get(), from, size, at);
@@ -70,7 +72,7 @@ int Bounce::load(std::size_t at, const void* memory, std::size_t size) {
     return 0;
 }
 
-int Bounce::store(std::size_t at, void* memory, std::size_t size) const {
+int BounceBuffer::copy_out(std::size_t at, void* memory, std::size_t size) const {
     char* to = static_cast<char*>(memory);
     while (size > 0) {
         const long moved = syscall(SYS_pread64, fd_.get(), to, size, at);
@@ -91,28 +93,28 @@ int Bounce::store(std::size_t at, void* memory, std::size_t size) const {
 
 namespace {
 
-// Not memcpy, for the same reason: a sanitizer watches it.
-void copy_bytes(std::byte* to, const std::byte* from, std::size_t size) {
+// memcpy would be intercepted too.
+void copy_unobserved(std::byte* to, const std::byte* from, std::size_t size) {
     asm volatile("rep movsb" : "+D"(to), "+S"(from), "+c"(size) : : "memory");
 }
 
 } // namespace
 
-void Bounce::load_mapped(std::size_t at, const std::byte* memory, std::size_t size) {
-    copy_bytes(data_ + at, memory, size);
+void BounceBuffer::copy_in_mapped(std::size_t at, const std::byte* memory, std::size_t size) {
+    copy_unobserved(data_ + at, memory, size);
 }
 
-void Bounce::store_mapped(std::size_t at, std::byte* memory, std::size_t size) const {
-    copy_bytes(memory, data_ + at, size);
+void BounceBuffer::copy_out_mapped(std::size_t at, std::byte* memory, std::size_t size) const {
+    copy_unobserved(memory, data_ + at, size);
 }
 
 #else
 
-void Bounce::load_mapped(std::size_t at, const std::byte* memory, std::size_t size) {
+void BounceBuffer::copy_in_mapped(std::size_t at, const std::byte* memory, std::size_t size) {
     load(at, memory, size);
 }
 
-void Bounce::store_mapped(std::size_t at, std::byte* memory, std::size_t size) const {
+void BounceBuffer::copy_out_mapped(std::size_t at, std::byte* memory, std::size_t size) const {
     store(at, memory, size);
 }
 

@@ -1,4 +1,6 @@
-#include "model/rendezvous.hpp"
+// Implements the sockets between processes and the control service.
+
+#include "model/sockets.hpp"
 
 #include <fcntl.h>
 #include <poll.h>
@@ -21,11 +23,12 @@
 namespace gdrkit::twin {
 namespace {
 
-constexpr std::size_t fds_most = 64;
-constexpr std::uint32_t message_magic = 0x47444b31; // "1KDG"
-// Who does not answer in this time is taken to be stopped. It is longer than a few silent strangers hold up a service.
-constexpr timeval longest_silence{10, 0};
-constexpr std::uint32_t message_bytes_most = 1U << 20;
+constexpr std::size_t max_fds = 64;
+constexpr std::uint32_t message_magic = 0x47444b31; // "1KDG" in memory
+// A process that does not respond in this time is taken to be stopped. The time is longer than a few silent clients can
+// delay the control service.
+constexpr timeval connect_timeout{10, 0};
+constexpr std::uint32_t max_message_bytes = 1U << 20;
 
 struct MessageHeader {
     std::uint32_t magic;
@@ -35,17 +38,18 @@ struct MessageHeader {
 };
 static_assert(sizeof(MessageHeader) == 16);
 
-// Where a queue pair is found from every network namespace; empty for what is of one machine.
-std::string path_on_fabric(std::string_view name) {
+// Return the path of a queue pair's socket that is reachable from every network namespace; empty for names that are
+// local to one machine.
+std::string fabric_path(std::string_view name) {
     if (config().fabric.empty() || !name.starts_with("qp.")) {
         return {};
     }
     return config().fabric + "/" + std::to_string(getuid()) + "." + std::string(name);
 }
 
-// The path, or the abstract name, and its length in *size; false when it does not fit.
+// Fill the address with the path or the abstract name and set *size to its length. Return false if it does not fit.
 bool make_address(std::string_view name, sockaddr_un* address, socklen_t* size) {
-    if (const std::string path = path_on_fabric(name); !path.empty()) {
+    if (const std::string path = fabric_path(name); !path.empty()) {
         if (path.size() + 1 > sizeof address->sun_path) {
             return false;
         }
@@ -100,14 +104,14 @@ bool send_and_close(int socket, std::vector<Fd> fds) {
     return lent.empty() || send_fds(socket, lent);
 }
 
-void answer(int socket) {
-    // A stranger who says nothing must not hold up the others.
-    const timeval patience{2, 0};
-    setsockopt(socket, SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof patience);
-    setsockopt(socket, SOL_SOCKET, SO_SNDTIMEO, &patience, sizeof patience);
+void handle_connection(int socket) {
+    // A client that connects and sends nothing must not delay the others.
+    const timeval request_timeout{2, 0};
+    setsockopt(socket, SOL_SOCKET, SO_RCVTIMEO, &request_timeout, sizeof request_timeout);
+    setsockopt(socket, SOL_SOCKET, SO_SNDTIMEO, &request_timeout, sizeof request_timeout);
     MessageHeader header{};
-    if (!same_user(socket) || !recv_all(socket, &header, sizeof header) || header.magic != message_magic ||
-        header.size_bytes > message_bytes_most || header.fd_count != 0) {
+    if (!is_same_user(socket) || !recv_all(socket, &header, sizeof header) || header.magic != message_magic ||
+        header.size_bytes > max_message_bytes || header.fd_count != 0) {
         return;
     }
     std::vector<std::byte> request(header.size_bytes), reply;
@@ -115,33 +119,34 @@ void answer(int socket) {
         return;
     }
     std::vector<Fd> fds;
-    // The handler is copied out: it may take locks of its own whose holders call `serve` or `control_name`.
+    // Call a copy, without the lock: the handler may take locks whose holders call register_handler or
+    // control_service_id.
     if (const Handler handler = find_handler(header.type)) {
         handler(request, &reply, &fds);
     }
-    const MessageHeader back{message_magic, header.type, static_cast<std::uint32_t>(reply.size()),
-                             static_cast<std::uint32_t>(fds.size())};
-    // The descriptors go, and are closed here, before the data: once the asker has all, nobody else holds what it was
-    // given.
-    if (!send_all(socket, &back, sizeof back) || !send_and_close(socket, std::move(fds))) {
+    const MessageHeader reply_header{message_magic, header.type, static_cast<std::uint32_t>(reply.size()),
+                                     static_cast<std::uint32_t>(fds.size())};
+    // The descriptors are sent, and closed here, before the data: when the client has the data, no copy is left in this
+    // process.
+    if (!send_all(socket, &reply_header, sizeof reply_header) || !send_and_close(socket, std::move(fds))) {
         return;
     }
     send_all(socket, reply.data(), reply.size());
 }
 
-void serve_for_ever(int listener) {
+void run_control_service(int listener) {
     for (;;) {
         const Fd socket(accept_from(listener));
         if (socket) {
-            answer(socket.get());
+            handle_connection(socket.get());
         } else if (errno == EMFILE || errno == ENFILE || errno == ENOMEM || errno == ENOBUFS) {
             poll(nullptr, 0, 10);
         }
     }
 }
 
-// Called with the lock held.
-void start(Service* all) {
+// The caller holds the lock.
+void start_control_service(Service* all) {
     if (all->started) {
         return;
     }
@@ -151,10 +156,10 @@ void start(Service* all) {
         listener = listen_on(service_name(all->name));
     }
     if (listener < 0) {
-        std::fprintf(stderr, "gdrkit twin: no control socket: %s\n", std::strerror(-listener));
+        std::fprintf(stderr, "gdrkit twin: cannot listen on the control socket: %s\n", std::strerror(-listener));
         return;
     }
-    start_quiet_thread([listener] { serve_for_ever(listener); }).detach();
+    start_signal_blocking_thread([listener] { run_control_service(listener); }).detach();
     all->started = true;
 }
 
@@ -170,9 +175,9 @@ Fd& Fd::operator=(Fd&& other) noexcept {
 
 void Fd::reset() {
     if (fd_ >= 0) {
-        const int kept = errno;
+        const int saved_errno = errno;
         ::close(fd_);
-        errno = kept;
+        errno = saved_errno;
         fd_ = -1;
     }
 }
@@ -191,8 +196,8 @@ int listen_on(std::string_view name) {
     return socket.release();
 }
 
-void forget(std::string_view name) {
-    if (const std::string path = path_on_fabric(name); !path.empty()) {
+void remove_fabric_name(std::string_view name) {
+    if (const std::string path = fabric_path(name); !path.empty()) {
         unlink(path.c_str());
     }
 }
@@ -207,9 +212,9 @@ int connect_to(std::string_view name) {
     if (!socket) {
         return -errno;
     }
-    // A connect waits for a place in the listener's queue, and whoever is stopped never makes one.
-    setsockopt(socket.get(), SOL_SOCKET, SO_RCVTIMEO, &longest_silence, sizeof longest_silence);
-    setsockopt(socket.get(), SOL_SOCKET, SO_SNDTIMEO, &longest_silence, sizeof longest_silence);
+    // A connect waits for room in the listener's backlog, and a stopped process never makes room.
+    setsockopt(socket.get(), SOL_SOCKET, SO_RCVTIMEO, &connect_timeout, sizeof connect_timeout);
+    setsockopt(socket.get(), SOL_SOCKET, SO_SNDTIMEO, &connect_timeout, sizeof connect_timeout);
     int result = 0;
     do {
         result = connect(socket.get(), reinterpret_cast<sockaddr*>(&address), size);
@@ -217,10 +222,10 @@ int connect_to(std::string_view name) {
     if (result != 0) {
         return -errno;
     }
-    return same_user(socket.get()) ? socket.release() : -ECONNREFUSED;
+    return is_same_user(socket.get()) ? socket.release() : -ECONNREFUSED;
 }
 
-bool same_user(int socket) {
+bool is_same_user(int socket) {
     ucred peer{};
     socklen_t size = sizeof peer;
     return getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &peer, &size) == 0 && peer.uid == getuid();
@@ -236,25 +241,25 @@ int accept_from(int listener) {
 }
 
 bool send_all(int socket, const void* data, std::size_t size) {
-    const char* at = static_cast<const char*>(data);
+    const char* position = static_cast<const char*>(data);
     while (size > 0) {
-        const ssize_t sent = send(socket, at, size, MSG_NOSIGNAL);
+        const ssize_t sent = send(socket, position, size, MSG_NOSIGNAL);
         if (sent < 0 && errno == EINTR) {
             continue;
         }
         if (sent <= 0) {
             return false;
         }
-        at += sent;
+        position += sent;
         size -= static_cast<std::size_t>(sent);
     }
     return true;
 }
 
 bool recv_all(int socket, void* data, std::size_t size) {
-    char* at = static_cast<char*>(data);
+    char* position = static_cast<char*>(data);
     while (size > 0) {
-        const ssize_t got = recv(socket, at, size, 0);
+        const ssize_t got = recv(socket, position, size, 0);
         if (got < 0 && errno == EINTR) {
             continue;
         }
@@ -262,24 +267,24 @@ bool recv_all(int socket, void* data, std::size_t size) {
             errno = got == 0 ? EPIPE : errno;
             return false;
         }
-        at += got;
+        position += got;
         size -= static_cast<std::size_t>(got);
     }
     return true;
 }
 
 bool send_fds(int socket, std::span<const int> fds) {
-    if (fds.empty() || fds.size() > fds_most) {
+    if (fds.empty() || fds.size() > max_fds) {
         errno = EINVAL;
         return false;
     }
     char one = 'F';
     iovec data{&one, 1};
-    alignas(cmsghdr) char room[CMSG_SPACE(fds_most * sizeof(int))] = {};
+    alignas(cmsghdr) char control_buffer[CMSG_SPACE(max_fds * sizeof(int))] = {};
     msghdr message{};
     message.msg_iov = &data;
     message.msg_iovlen = 1;
-    message.msg_control = room;
+    message.msg_control = control_buffer;
     message.msg_controllen = CMSG_SPACE(fds.size_bytes());
     cmsghdr* control = CMSG_FIRSTHDR(&message);
     control->cmsg_level = SOL_SOCKET;
@@ -296,12 +301,12 @@ bool send_fds(int socket, std::span<const int> fds) {
 bool recv_fds(int socket, std::size_t count, std::vector<Fd>* fds) {
     char one = 0;
     iovec data{&one, 1};
-    alignas(cmsghdr) char room[CMSG_SPACE(fds_most * sizeof(int))] = {};
+    alignas(cmsghdr) char control_buffer[CMSG_SPACE(max_fds * sizeof(int))] = {};
     msghdr message{};
     message.msg_iov = &data;
     message.msg_iovlen = 1;
-    message.msg_control = room;
-    message.msg_controllen = sizeof room;
+    message.msg_control = control_buffer;
+    message.msg_controllen = sizeof control_buffer;
     ssize_t got = 0;
     do {
         got = recvmsg(socket, &message, MSG_CMSG_CLOEXEC);
@@ -310,7 +315,7 @@ bool recv_fds(int socket, std::size_t count, std::vector<Fd>* fds) {
         errno = got == 0 ? EPIPE : errno;
         return false;
     }
-    // Whatever came is owned before it is judged: nothing of a wrong message stays open.
+    // Take ownership of every received descriptor before the checks, so that a wrong message leaves none open.
     std::vector<Fd> received;
     for (cmsghdr* control = CMSG_FIRSTHDR(&message); control != nullptr; control = CMSG_NXTHDR(&message, control)) {
         if (control->cmsg_level != SOL_SOCKET || control->cmsg_type != SCM_RIGHTS) {
@@ -331,41 +336,43 @@ bool recv_fds(int socket, std::size_t count, std::vector<Fd>* fds) {
     return true;
 }
 
-void serve(std::uint32_t type, Handler handler) {
+void register_handler(std::uint32_t type, Handler handler) {
     Service& all = service();
     std::lock_guard lock(all.mutex);
     all.handlers[type] = std::move(handler);
-    start(&all);
+    start_control_service(&all);
 }
 
-std::uint64_t control_name() {
+std::uint64_t control_service_id() {
     Service& all = service();
     std::lock_guard lock(all.mutex);
-    start(&all);
+    start_control_service(&all);
     return all.name;
 }
 
-bool ask(std::uint64_t name, std::uint32_t type, std::span<const std::byte> request, std::vector<std::byte>* reply,
-         std::vector<Fd>* fds) {
+bool send_control_request(std::uint64_t name, std::uint32_t type, std::span<const std::byte> request,
+                          std::vector<std::byte>* reply, std::vector<Fd>* fds) {
     const Fd socket(connect_to(service_name(name)));
     const MessageHeader header{message_magic, type, static_cast<std::uint32_t>(request.size()), 0};
-    MessageHeader back{};
+    MessageHeader reply_header{};
     if (!socket || !send_all(socket.get(), &header, sizeof header) ||
-        !send_all(socket.get(), request.data(), request.size()) || !recv_all(socket.get(), &back, sizeof back)) {
+        !send_all(socket.get(), request.data(), request.size()) ||
+        !recv_all(socket.get(), &reply_header, sizeof reply_header)) {
         return false;
     }
-    if (back.magic != message_magic || back.type != type || back.size_bytes > message_bytes_most ||
-        back.fd_count > fds_most || back.size_bytes == 0) {
+    if (reply_header.magic != message_magic || reply_header.type != type ||
+        reply_header.size_bytes > max_message_bytes || reply_header.fd_count > max_fds ||
+        reply_header.size_bytes == 0) {
         return false;
     }
-    reply->resize(back.size_bytes);
+    reply->resize(reply_header.size_bytes);
     fds->clear();
-    if ((back.fd_count != 0 && !recv_fds(socket.get(), back.fd_count, fds)) ||
+    if ((reply_header.fd_count != 0 && !recv_fds(socket.get(), reply_header.fd_count, fds)) ||
         !recv_all(socket.get(), reply->data(), reply->size())) {
         return false;
     }
-    // The service has closed its end when this ends: an answer leaves no descriptor behind, also where asker and
-    // service are one process.
+    // Wait until the service closes its end. Then no copy of the descriptors is left in it, even if client and service
+    // are the same process.
     char end = 0;
     return recv(socket.get(), &end, 1, 0) == 0;
 }

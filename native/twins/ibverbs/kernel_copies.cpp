@@ -1,5 +1,5 @@
-// Copies between the structures of the kernel's interface and those of libibverbs; librdmacm does its part of queue
-// pairs with them.
+// The ibv_copy_*_from_kern functions: copies between structures of the kernel's uverbs interface and those of
+// libibverbs. librdmacm calls them to set up queue pairs.
 #include <rdma/ib_user_sa.h>
 #include <rdma/ib_user_verbs.h>
 
@@ -50,8 +50,7 @@ extern "C" {
     to->port_num = from->port_num;
 }
 
-// qp_state is left alone: the kernel's answer holds the attributes for a transition, and the caller knows to which
-// state.
+// qp_state is not set: the kernel returns the attributes of a transition, and the caller knows the target state.
 [[gnu::visibility("default")]] void ibv_copy_qp_attr_from_kern(ibv_qp_attr* to, const ib_uverbs_qp_attr* from) {
     to->cur_qp_state = static_cast<ibv_qp_state>(from->cur_qp_state);
     to->path_mtu = static_cast<ibv_mtu>(from->path_mtu);

@@ -1,4 +1,6 @@
-#include "ibverbs/transitions.hpp"
+// Implements the checks of ibv_modify_qp's transitions and values.
+
+#include "ibverbs/qp_transitions.hpp"
 
 #include <cerrno>
 
@@ -16,8 +18,8 @@ struct Transition {
 constexpr int when_sending =
     IBV_QP_CUR_STATE | IBV_QP_ACCESS_FLAGS | IBV_QP_MIN_RNR_TIMER | IBV_QP_PATH_MIG_STATE | IBV_QP_ALT_PATH;
 
-// The InfiniBand specification's table for reliable connections. RESET and ERR are reached from everywhere but for
-// RESET to ERR, and take no attributes; check_transition knows that.
+// The InfiniBand specification's table for reliable connections. check_transition handles RESET and ERR itself: every
+// state may go there, except RESET to ERR, and no attributes are allowed.
 constexpr Transition transitions[] = {
     {IBV_QPS_RESET, IBV_QPS_INIT, IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS, 0},
     {IBV_QPS_INIT, IBV_QPS_INIT, 0, IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS},
@@ -37,25 +39,25 @@ constexpr Transition transitions[] = {
 
 constexpr unsigned access_known = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ |
                                   IBV_ACCESS_REMOTE_ATOMIC | IBV_ACCESS_MW_BIND;
-constexpr int rd_atomic_most = 16;
+constexpr int max_rd_atomics = 16;
 
-bool good_path(const ibv_ah_attr& path) {
-    // On Ethernet a path is found by GIDs alone.
+bool is_valid_path(const ibv_ah_attr& path) {
+    // On Ethernet, paths are addressed by GIDs only.
     return path.port_num == 1 && path.is_global == 1 && path.grh.sgid_index < gid_count && path.sl < 16;
 }
 
 } // namespace
 
 int check_transition(ibv_qp_state from, ibv_qp_state to, int attr_mask) {
-    const int given = attr_mask & ~IBV_QP_STATE;
+    const int attributes = attr_mask & ~IBV_QP_STATE;
     if (to == IBV_QPS_RESET || (to == IBV_QPS_ERR && from != IBV_QPS_RESET)) {
-        return given == 0 ? 0 : EINVAL;
+        return attributes == 0 ? 0 : EINVAL;
     }
     for (const Transition& known : transitions) {
         if (known.from == from && known.to == to) {
-            const bool complete = (given & known.required) == known.required;
-            const bool fitting = (given & ~(known.required | known.optional)) == 0;
-            return complete && fitting ? 0 : EINVAL;
+            const bool complete = (attributes & known.required) == known.required;
+            const bool allowed = (attributes & ~(known.required | known.optional)) == 0;
+            return complete && allowed ? 0 : EINVAL;
         }
     }
     return EINVAL;
@@ -63,19 +65,19 @@ int check_transition(ibv_qp_state from, ibv_qp_state to, int attr_mask) {
 
 int check_values(const ibv_qp_attr& attr, int attr_mask) {
     const auto has = [=](int bit) { return (attr_mask & bit) != 0; };
-    const bool good = (!has(IBV_QP_PKEY_INDEX) || attr.pkey_index == 0) && (!has(IBV_QP_PORT) || attr.port_num == 1) &&
-                      (!has(IBV_QP_ACCESS_FLAGS) || (attr.qp_access_flags & ~access_known) == 0) &&
-                      (!has(IBV_QP_AV) || good_path(attr.ah_attr)) &&
-                      (!has(IBV_QP_PATH_MTU) || (attr.path_mtu >= IBV_MTU_256 && attr.path_mtu <= IBV_MTU_4096)) &&
-                      (!has(IBV_QP_DEST_QPN) || attr.dest_qp_num <= 0xffffff) &&
-                      (!has(IBV_QP_MAX_DEST_RD_ATOMIC) || attr.max_dest_rd_atomic <= rd_atomic_most) &&
-                      (!has(IBV_QP_MAX_QP_RD_ATOMIC) || attr.max_rd_atomic <= rd_atomic_most) &&
-                      (!has(IBV_QP_MIN_RNR_TIMER) || attr.min_rnr_timer < 32) &&
-                      (!has(IBV_QP_TIMEOUT) || attr.timeout < 32) && (!has(IBV_QP_RETRY_CNT) || attr.retry_cnt < 8) &&
-                      (!has(IBV_QP_RNR_RETRY) || attr.rnr_retry < 8) &&
-                      // There is no second port to migrate to.
-                      !has(IBV_QP_ALT_PATH) && (!has(IBV_QP_PATH_MIG_STATE) || attr.path_mig_state == IBV_MIG_MIGRATED);
-    return good ? 0 : EINVAL;
+    const bool ok = (!has(IBV_QP_PKEY_INDEX) || attr.pkey_index == 0) && (!has(IBV_QP_PORT) || attr.port_num == 1) &&
+                    (!has(IBV_QP_ACCESS_FLAGS) || (attr.qp_access_flags & ~access_known) == 0) &&
+                    (!has(IBV_QP_AV) || is_valid_path(attr.ah_attr)) &&
+                    (!has(IBV_QP_PATH_MTU) || (attr.path_mtu >= IBV_MTU_256 && attr.path_mtu <= IBV_MTU_4096)) &&
+                    (!has(IBV_QP_DEST_QPN) || attr.dest_qp_num <= 0xffffff) &&
+                    (!has(IBV_QP_MAX_DEST_RD_ATOMIC) || attr.max_dest_rd_atomic <= max_rd_atomics) &&
+                    (!has(IBV_QP_MAX_QP_RD_ATOMIC) || attr.max_rd_atomic <= max_rd_atomics) &&
+                    (!has(IBV_QP_MIN_RNR_TIMER) || attr.min_rnr_timer < 32) &&
+                    (!has(IBV_QP_TIMEOUT) || attr.timeout < 32) && (!has(IBV_QP_RETRY_CNT) || attr.retry_cnt < 8) &&
+                    (!has(IBV_QP_RNR_RETRY) || attr.rnr_retry < 8) &&
+                    // The device has no second port to migrate to.
+                    !has(IBV_QP_ALT_PATH) && (!has(IBV_QP_PATH_MIG_STATE) || attr.path_mig_state == IBV_MIG_MIGRATED);
+    return ok ? 0 : EINVAL;
 }
 
 } // namespace gdrkit::twin::verbs

@@ -1,4 +1,6 @@
-#include "ibverbs/cuda_bridge.hpp"
+// Finds the CUDA driver that is loaded in this process and queries device pointers.
+
+#include "ibverbs/cuda_driver.hpp"
 
 #include <dlfcn.h>
 
@@ -7,14 +9,14 @@
 namespace gdrkit::twin::verbs {
 namespace {
 
-// CUpointer_attribute and CUmemorytype.
+// Values of CUpointer_attribute and CUmemorytype.
 constexpr int attribute_memory_type = 2;
 constexpr int attribute_buffer_id = 7;
 constexpr int attribute_is_managed = 8;
 constexpr int attribute_device_ordinal = 9;
 constexpr unsigned memory_type_device = 2;
 
-template <typename Function> bool find(void* library, const char* name, Function* function) {
+template <typename Function> bool find_symbol(void* library, const char* name, Function* function) {
     *function = reinterpret_cast<Function>(dlsym(library, name));
     return *function != nullptr;
 }
@@ -22,17 +24,17 @@ template <typename Function> bool find(void* library, const char* name, Function
 } // namespace
 
 bool CudaDriver::resolve(void* library) {
-    return find(library, "cuPointerGetAttribute", &cuPointerGetAttribute) &&
-           find(library, "cuMemGetAddressRange_v2", &cuMemGetAddressRange_v2) &&
-           find(library, "cuDevicePrimaryCtxRetain", &cuDevicePrimaryCtxRetain) &&
-           find(library, "cuDevicePrimaryCtxRelease_v2", &cuDevicePrimaryCtxRelease_v2) &&
-           find(library, "cuCtxPushCurrent_v2", &cuCtxPushCurrent_v2) &&
-           find(library, "cuCtxPopCurrent_v2", &cuCtxPopCurrent_v2) &&
-           find(library, "cuStreamCreate", &cuStreamCreate) &&
-           find(library, "cuStreamDestroy_v2", &cuStreamDestroy_v2) &&
-           find(library, "cuStreamSynchronize", &cuStreamSynchronize) &&
-           find(library, "cuMemcpyHtoDAsync_v2", &cuMemcpyHtoDAsync_v2) &&
-           find(library, "cuMemcpyDtoHAsync_v2", &cuMemcpyDtoHAsync_v2);
+    return find_symbol(library, "cuPointerGetAttribute", &cuPointerGetAttribute) &&
+           find_symbol(library, "cuMemGetAddressRange_v2", &cuMemGetAddressRange_v2) &&
+           find_symbol(library, "cuDevicePrimaryCtxRetain", &cuDevicePrimaryCtxRetain) &&
+           find_symbol(library, "cuDevicePrimaryCtxRelease_v2", &cuDevicePrimaryCtxRelease_v2) &&
+           find_symbol(library, "cuCtxPushCurrent_v2", &cuCtxPushCurrent_v2) &&
+           find_symbol(library, "cuCtxPopCurrent_v2", &cuCtxPopCurrent_v2) &&
+           find_symbol(library, "cuStreamCreate", &cuStreamCreate) &&
+           find_symbol(library, "cuStreamDestroy_v2", &cuStreamDestroy_v2) &&
+           find_symbol(library, "cuStreamSynchronize", &cuStreamSynchronize) &&
+           find_symbol(library, "cuMemcpyHtoDAsync_v2", &cuMemcpyHtoDAsync_v2) &&
+           find_symbol(library, "cuMemcpyDtoHAsync_v2", &cuMemcpyDtoHAsync_v2);
 }
 
 const CudaDriver* CudaDriver::loaded() {

@@ -1,5 +1,6 @@
-// The few entries of the CUDA driver that the twin needs to reach device memory. The driver is never loaded for it: a
-// process without one has no device memory. Names and numbers are those of cuda.h, which the build does not need.
+// The few functions of the CUDA driver with which the twin reaches device memory. The twin never loads the driver
+// itself: a process without one has no device memory. Names and values are those of cuda.h, which the build does not
+// need.
 #pragma once
 
 #include <cstddef>
@@ -13,16 +14,17 @@ public:
     using Result = int;
     using Handle = void*;
 
-    // The driver that this process has loaded, nullptr when it has none.
+    // Return the driver that is loaded in this process, or nullptr.
     static const CudaDriver* loaded();
 
-    // Whether the address is memory of a device, and not managed memory, which has no fixed place.
+    // Return whether the address is device memory. Managed memory is not, because it can migrate.
     [[nodiscard]] bool is_device_memory(std::uint64_t address) const;
     [[nodiscard]] std::optional<int> device_of(std::uint64_t address) const;
-    // The identity of the allocation under this address: another after a free, also when the address comes back.
+    // Return the identity of the allocation at this address. It changes when the memory is freed and the address is
+    // reused.
     [[nodiscard]] std::optional<std::uint64_t> buffer_id(std::uint64_t address) const;
-    // The end of the allocation (of VMM memory: the mapping) that holds the address; nullopt when the driver does not
-    // say.
+    // Return the end of the allocation (for VMM memory: of the mapping) that contains the address; nullopt if the
+    // driver does not report it.
     [[nodiscard]] std::optional<std::uint64_t> end_of_allocation(std::uint64_t address) const;
 
     Result (*cuPointerGetAttribute)(void*, int, std::uint64_t) = nullptr;

@@ -1,0 +1,49 @@
+// The buffer through which payload moves between client memory and a peer. It is a memfd, so that a copy from or to
+// client memory is a system call on a file: memory that was unmapped meanwhile gives EFAULT, never a signal. Another
+// process may share the buffer and change it at any time, so its content is only ever copied, never interpreted.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+
+#include "model/sockets.hpp"
+
+namespace gdrkit::twin::verbs {
+
+// Largest chunk: a message moves as a sequence of chunks of at most this size.
+inline constexpr std::size_t max_chunk_bytes = 256U << 10;
+
+class BounceBuffer {
+public:
+    // Create a buffer. Return nullptr and set errno on failure.
+    static std::unique_ptr<BounceBuffer> make(std::size_t size);
+    // Map a buffer that another process created. Return nullptr and set errno on failure; EINVAL if its size differs or
+    // is not sealed.
+    static std::unique_ptr<BounceBuffer> adopt(Fd fd, std::size_t size);
+    ~BounceBuffer();
+    BounceBuffer(const BounceBuffer&) = delete;
+    BounceBuffer& operator=(const BounceBuffer&) = delete;
+
+    // Copy from client memory into the buffer, or out of the buffer into client memory. Return 0 or an errno. The
+    // caller ensures that [at, at + size) lies within the buffer.
+    int copy_in(std::size_t at, const void* memory, std::size_t size);
+    int copy_out(std::size_t at, void* memory, std::size_t size) const;
+    // The same for memory that the twin itself has mapped, where no copy can fail.
+    void copy_in_mapped(std::size_t at, const std::byte* memory, std::size_t size);
+    void copy_out_mapped(std::size_t at, std::byte* memory, std::size_t size) const;
+
+    [[nodiscard]] std::byte* at(std::size_t offset) const { return data_ + offset; }
+    [[nodiscard]] int fd() const { return fd_.get(); }
+
+private:
+    BounceBuffer(Fd fd, std::byte* data, std::size_t size) : fd_(std::move(fd)), data_(data), size_(size) {}
+    static std::unique_ptr<BounceBuffer> map(Fd fd, std::size_t size);
+
+    Fd fd_;
+    std::byte* data_;
+    std::size_t size_;
+};
+
+} // namespace gdrkit::twin::verbs

@@ -1,0 +1,33 @@
+// Iteration over the scatter-gather entries of one chunk of a send request, shared by the files of the requester.
+#pragma once
+
+#include <algorithm>
+
+#include "ibverbs/queue_pair.hpp"
+
+namespace gdrkit::twin::verbs {
+
+// Call `visit` with each part of the application's memory that belongs to this chunk, and with the part's offset in the
+// chunk. Stop and return false when `visit` returns false.
+template <typename Visit> bool for_each_sge_in_chunk(const SendWork& work, const wire::Request& request, Visit visit) {
+    std::uint64_t skip = request.chunk_offset_bytes;
+    std::size_t before = 0;
+    for (const ibv_sge& sge : work.sges) {
+        if (skip >= sge.length) {
+            skip -= sge.length;
+            continue;
+        }
+        const std::size_t size = std::min<std::size_t>(sge.length - skip, request.chunk_bytes - before);
+        if (size == 0) {
+            break;
+        }
+        if (!visit(ibv_sge{sge.addr + skip, static_cast<std::uint32_t>(size), sge.lkey}, before)) {
+            return false;
+        }
+        before += size;
+        skip = 0;
+    }
+    return true;
+}
+
+} // namespace gdrkit::twin::verbs

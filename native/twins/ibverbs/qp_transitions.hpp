@@ -1,0 +1,15 @@
+// Checks which attributes each state transition of a reliable-connected queue pair requires and allows.
+#pragma once
+
+#include "ibverbs/abi.hpp"
+
+namespace gdrkit::twin::verbs {
+
+// Return 0, or EINVAL if the transition does not exist, a required attribute is missing, or an attribute is not
+// allowed.
+int check_transition(ibv_qp_state from, ibv_qp_state to, int attr_mask);
+
+// Return 0, or EINVAL if a value in `attr` that the mask selects is out of range.
+int check_values(const ibv_qp_attr& attr, int attr_mask);
+
+} // namespace gdrkit::twin::verbs

@@ -1,0 +1,86 @@
+// Unix sockets on which the processes of a domain meet, with file descriptors passed by SCM_RIGHTS, and the control
+// service by which one process requests descriptors from another.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace gdrkit::twin {
+
+// A file descriptor that is closed on destruction.
+class Fd {
+public:
+    Fd() = default;
+    explicit Fd(int fd) : fd_(fd) {}
+    Fd(Fd&& other) noexcept : fd_(other.release()) {}
+    Fd& operator=(Fd&& other) noexcept;
+    Fd(const Fd&) = delete;
+    Fd& operator=(const Fd&) = delete;
+    ~Fd() { reset(); }
+    [[nodiscard]] int get() const { return fd_; }
+    [[nodiscard]] int release() {
+        int fd = fd_;
+        fd_ = -1;
+        return fd;
+    }
+    void reset();
+    explicit operator bool() const { return fd_ >= 0; }
+
+private:
+    int fd_ = -1;
+};
+
+// Listen on the abstract name "gdrkit-twins/<uid>/<domain>/<name>", close-on-exec. Return the socket or -errno:
+// -EADDRINUSE if the name is taken. With GDRKIT_TWINS_FABRIC set, the name of a queue pair ("qp.") is a file in that
+// directory instead, because abstract names are local to a network namespace.
+int listen_on(std::string_view name);
+
+// Remove the file of a name from the GDRKIT_TWINS_FABRIC directory. Abstract names vanish with their sockets and need
+// no removal.
+void remove_fabric_name(std::string_view name);
+
+// Connect to that name. Return the socket or -errno: -ECONNREFUSED if no process listens or the listener belongs to
+// another user (SO_PEERCRED). The connect, and later reads and writes of the socket, time out after 10 s with EAGAIN.
+int connect_to(std::string_view name);
+
+// Accept one connection. Return the socket or -errno.
+int accept_from(int listener);
+
+// Return whether the peer process belongs to the same user. The twins serve no other users.
+bool is_same_user(int socket);
+
+// Send or receive exactly `size` bytes. Return false with errno set on error; EPIPE means end of file. SIGPIPE is never
+// raised.
+bool send_all(int socket, const void* data, std::size_t size);
+bool recv_all(int socket, void* data, std::size_t size);
+
+// Send or receive one message that carries up to 64 file descriptors. Received descriptors are close-on-exec.
+bool send_fds(int socket, std::span<const int> fds);
+// Fails with errno EPROTO if the message does not carry exactly `count` descriptors.
+bool recv_fds(int socket, std::size_t count, std::vector<Fd>* fds);
+
+// Register the handler for one type of request to this process's control service. The service is one thread, started at
+// the first registration; its socket name vanishes with the process. The thread calls handlers one after another and
+// holds no lock of this file. A handler fills `reply` and `fds`, which are closed after they are sent. A request of an
+// unregistered type gets an empty reply.
+using Handler =
+    std::function<void(std::span<const std::byte> request, std::vector<std::byte>* reply, std::vector<Fd>* fds)>;
+void register_handler(std::uint32_t type, Handler handler);
+// Return the identity of this process's control service, which is unique in the domain.
+std::uint64_t control_service_id();
+
+// Send a request to the control service `name` of a process, which may be this one, and wait for the reply. Return
+// false if that process is gone or stopped, or does not serve the type.
+bool send_control_request(std::uint64_t name, std::uint32_t type, std::span<const std::byte> request,
+                          std::vector<std::byte>* reply, std::vector<Fd>* fds);
+
+// Types of control requests.
+inline constexpr std::uint32_t request_dmabuf_extents = 1;
+inline constexpr std::uint32_t request_cuda_ipc = 2;
+
+} // namespace gdrkit::twin
