@@ -69,7 +69,8 @@ def set_faults(api: str, plan: str) -> None:
     Raises
     ------
     OSError
-        ENOENT: no twin of `api` is loaded in this process. EINVAL: the plan is malformed; the twin prints the line on stderr.
+        ENOENT: no twin of `api` is loaded in this process. EINVAL: the plan is malformed, and the twin prints the line
+        on stderr.
     """
     library = loaded(api)
     if library is None:
