@@ -2,8 +2,8 @@
 
 On two idle cores 4 KiB reads at depth 64 should reach a quarter of io_uring's, and 1 MiB reads half of one thread's
 `pread`. That is no assertion: the machine may be busy. Beside it stand what an operation costs in processor time, which
-others disturb less, and a second peer: the copies of this path without the rest, by two threads. It is no bound, and was
-slower than the path itself in some runs.
+others disturb less, and a second peer: the copies of this path without the rest, by two threads. It is no bound, and
+was slower than the path itself in some runs.
 `nox -s bench` builds the program that measures.
 
 All of it has two cores, also where there are more. Where its threads run is first left to the system; then the thread
@@ -38,8 +38,8 @@ ROUNDS, TURN_MS = 9, 300
 # A twin is late by seed, which limits what a depth can move, and each NIC has threads: two would have more of them than
 # two cores can run. Hardware knows nothing of either.
 ENVIRONMENT = {"GDRKIT_TWINS_LATE_US": "0", "GDRKIT_TWINS_NICS": "1"}
-# What is measured, its peer, a second peer that has only the copies of the path, and the share of the first peer's speed
-# that is wanted on idle cores.
+# What is measured, its peer, a second peer that has only the copies of the path, and the share of the first peer's
+# speed that is wanted on idle cores.
 PAIRS = {
     "4 KiB": ("path_small", "io_uring", "bare_small", 0.25),
     "1 MiB": ("path_large", "pread", "bare_large", 0.5),
