@@ -30,6 +30,7 @@ from gdrkit.host.pci import (
     nvidia_gpus,
     pci_devices,
 )
+from gdrkit.host.private import PrivateFolder
 from gdrkit.host.process import ProcessIdentity, is_running, process_identity, starved_s, this_process
 from gdrkit.host.tree import DiskFiles, Files, HostTree, Unreadable
 
@@ -54,6 +55,7 @@ __all__ = [
     "NvmlFacts",
     "PciDevice",
     "PortFacts",
+    "PrivateFolder",
     "ProcessIdentity",
     "RdmaDevice",
     "Unreadable",

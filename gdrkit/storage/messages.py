@@ -55,6 +55,7 @@ from dataclasses import dataclass
 __all__ = [
     "LANES_MAX",
     "PROTOCOL_VERSION",
+    "TOKEN_CHARACTERS_MAX",
     "Adopt",
     "Attach",
     "Chmod",
@@ -91,6 +92,7 @@ __all__ = [
 
 PROTOCOL_VERSION = 1
 LANES_MAX = 16
+TOKEN_CHARACTERS_MAX = 256
 
 
 @dataclass(frozen=True, slots=True)

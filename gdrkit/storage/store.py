@@ -17,16 +17,17 @@ import stat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from gdrkit.errors import Reason, UsageError
+from gdrkit.errors import Reason, UsageError, errno_name
 from gdrkit.handles import Handle, ReleaseStack
+from gdrkit.host import PrivateFolder
 from gdrkit.storage._native import engine
-from gdrkit.storage.messages import Entry, FileStat, ListReply, StatfsReply
+from gdrkit.storage.messages import TOKEN_CHARACTERS_MAX, Entry, FileStat, ListReply, StatfsReply
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from types import TracebackType
 
-__all__ = ["OWN_FOLDER", "FileStore", "file_stat", "read_token"]
+__all__ = ["OWN_FOLDER", "FileStore", "file_stat", "read_token", "read_token_file"]
 
 OWN_FOLDER = ".gdrkit"
 # Names in the root of the store that clients never see: its own folder, and the agent's.
@@ -34,7 +35,6 @@ _HIDDEN = frozenset({b".gdrkit", b"3fs-virt"})
 _FORMAT = 1
 _CHUNK_BYTES = 4096
 _ENTRY_BYTES_MAX = 40_000
-_PRIVATE = 0o600
 
 
 class FileStore:
@@ -51,6 +51,8 @@ class FileStore:
     ------
     OSError
         The folder cannot be used; EWOULDBLOCK: another server has it.
+    SetupMissing
+        Another user can change what gdrkit keeps in `.gdrkit`, or has planted it.
     UsageError
         It was made with other chunks, or by another version.
     """
@@ -59,18 +61,17 @@ class FileStore:
         self._parts = ReleaseStack()
         self._closed = False
         try:
-            self._root = self._keep(os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(OWN_FOLDER, 0o700, dir_fd=self._root)
-            self._own = self._keep(self._beneath(OWN_FOLDER, os.O_RDONLY | os.O_DIRECTORY))
-            lock = self._keep(os.open("lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _PRIVATE, dir_fd=self._own))
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._root = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            self._parts.push(lambda: os.close(self._root))
+            self._own = PrivateFolder.below(root / OWN_FOLDER, parent=self._root)
+            self._parts.push(self._own.close)
+            lock = self._own.lock("lock")
+            self._parts.push(lambda: os.close(lock))
             self.chunk_bytes = self._format(chunk_bytes)
             self.token = self._token()
-            with contextlib.suppress(FileExistsError):
-                os.mkdir("sums", 0o700, dir_fd=self._own)
-            sums = self._keep(os.open("sums", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._own))
-            self.native = engine().Store(sums, self.chunk_bytes)
+            sums = self._own.folder("sums")
+            self._parts.push(sums.close)
+            self.native = engine().Store(sums.fd, self.chunk_bytes)
         except BaseException as error:
             self._parts.run_after(error)
             raise
@@ -218,7 +219,7 @@ class FileStore:
 
     def own_socket(self) -> Path:
         """Where a server listens that was not told where."""
-        return Path(f"/proc/self/fd/{self._own}").readlink() / "server.sock"
+        return self._own.path.resolve() / "server.sock"
 
     def close(self) -> None:
         """Close the folder and let others have it; files that are open stay so."""
@@ -226,10 +227,6 @@ class FileStore:
             self._parts.run()
             self._closed = True
             self._handle.release()
-
-    def _keep(self, descriptor: int) -> int:
-        self._parts.push(lambda: os.close(descriptor))
-        return descriptor
 
     def _beneath(self, path: str, flags: int, mode: int = 0) -> int:
         return int(engine().open_beneath(self._root, os.fsencode(path), flags, mode))
@@ -258,9 +255,10 @@ class FileStore:
 
     def _format(self, chunk_bytes: int | None) -> int:
         wanted = {"format": _FORMAT, "chunk_bytes": _CHUNK_BYTES if chunk_bytes is None else chunk_bytes}
-        self._create("store.json", json.dumps(wanted) + "\n")
+        if not self._own.has("store.json"):
+            self._own.write_text("store.json", json.dumps(wanted) + "\n")
         try:
-            found = json.loads(_read(self._own, "store.json"))
+            found = json.loads(self._own.read_text("store.json"))
         except ValueError as error:
             message = f"{OWN_FOLDER}/store.json is no JSON"
             raise UsageError(message, reason=Reason.MALFORMED) from error
@@ -273,19 +271,9 @@ class FileStore:
         return int(found["chunk_bytes"])
 
     def _token(self) -> str:
-        self._create("token", secrets.token_hex(32) + "\n")
-        return _read(self._own, "token").strip()
-
-    def _create(self, name: str, text: str) -> None:
-        """Make a file with this content unless it is there: whole or not at all."""
-        with contextlib.suppress(FileNotFoundError):
-            if os.stat(name, dir_fd=self._own, follow_symlinks=False):
-                return
-        draft = f"{name}.new"
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-        with os.fdopen(os.open(draft, flags, _PRIVATE, dir_fd=self._own), "w", encoding="ascii") as file:
-            file.write(text)
-        os.rename(draft, name, src_dir_fd=self._own, dst_dir_fd=self._own)
+        if not self._own.has("token"):
+            self._own.write_text("token", secrets.token_hex(32) + "\n")
+        return _checked_token(self._own.read_text, "token", self._own.path / "token")
 
     def __enter__(self) -> Self:
         return self
@@ -313,14 +301,47 @@ def file_stat(info: os.stat_result) -> FileStat:
 
 
 def read_token(root: Path) -> str:
-    """The token of a store that this user may read."""
-    return (root / OWN_FOLDER / "token").read_text().strip()
+    """Return the token of a store of this user.
+
+    Raises
+    ------
+    SetupMissing
+        The token, or the folder that it is in, does not belong to this user alone.
+    OSError
+        There is no store, or no token.
+    UsageError
+        ``MALFORMED``: the token is not a line of ASCII text.
+    """
+    with PrivateFolder.below(root / OWN_FOLDER, create=False) as own:
+        return _checked_token(own.read_text, "token", own.path / "token")
 
 
-def _read(folder: int, name: str) -> str:
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
-    with os.fdopen(os.open(name, flags, dir_fd=folder), encoding="ascii") as file:
-        return file.read(4096)
+def read_token_file(path: Path) -> str:
+    """Return the token in a file that its user copied from the machine of a server.
+
+    Raises
+    ------
+    UsageError
+        The file cannot be read, or does not hold a token.
+    """
+    try:
+        return _checked_token(lambda name: Path(name).read_text(encoding="ascii"), str(path), path)
+    except OSError as error:
+        message = f"open {path}: {error.strerror} ({errno_name(error.errno)})"
+        what_to_do = f"copy {OWN_FOLDER}/token of the server's store, readable by this user alone"
+        raise UsageError(message, what_to_do=what_to_do) from error
+
+
+def _checked_token(read_text: Callable[[str], str], name: str, path: Path) -> str:
+    try:
+        token = read_text(name).strip()
+    except UnicodeDecodeError as error:
+        message = f"{path} has bytes that are not ASCII, so it is not a token"
+        raise UsageError(message, reason=Reason.MALFORMED) from error
+    if not token or len(token) > TOKEN_CHARACTERS_MAX or not token.isprintable():
+        message = f"{path} does not hold one line of 1 to {TOKEN_CHARACTERS_MAX} characters, so it is not a token"
+        raise UsageError(message, reason=Reason.MALFORMED)
+    return token
 
 
 def _check_visible(path: str) -> None:

@@ -10,14 +10,13 @@ import errno
 import hashlib
 import os
 import select
-import stat
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from gdrkit.errors import Reason, UsageError
+from gdrkit.errors import UsageError
 from gdrkit.handles import ReleaseStack
-from gdrkit.host import process_identity
+from gdrkit.host import PrivateFolder, process_identity
 from gdrkit.storage.client import StorageClient
 from gdrkit.usrbio.agent import SILENCE_MS, Agent
 from gdrkit.usrbio.client import Peer
@@ -210,14 +209,10 @@ def private_folder(mount: Path) -> Path:
     """The folder of this user that belongs to a mount; made if it is not there."""
     base = Path(os.environ.get("XDG_RUNTIME_DIR") or ("/run" if os.geteuid() == 0 else "/tmp"))  # noqa: S108 - checked below.
     folder = base / f"gdrkit-{os.geteuid()}"
-    for part in (folder, folder / hashlib.sha256(os.fsencode(mount)).hexdigest()[:16]):
-        part.mkdir(mode=0o700, exist_ok=True)
-        found = part.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
-            message = f"{part} is not this user's alone"
-            raise UsageError(message, reason=Reason.NO_PERMISSION, what_to_do="remove it, or set XDG_RUNTIME_DIR")
-        folder = part
-    return folder
+    inner = folder / hashlib.sha256(os.fsencode(mount)).hexdigest()[:16]
+    for part in (folder, inner):
+        PrivateFolder.below(part).close()
+    return inner
 
 
 def _process_of(thread_id: int) -> int:

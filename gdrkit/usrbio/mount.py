@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING, Self
 
 from gdrkit.errors import Api, ApiError, GdrkitError, Reason, SetupMissing, UsageError, errno_name
 from gdrkit.handles import ReleaseStack
-from gdrkit.host import ProcessIdentity, is_running
+from gdrkit.host import PrivateFolder, ProcessIdentity, is_running
 from gdrkit.usrbio._agent_loop import create_semaphore
 from gdrkit.usrbio.refusal import Refused
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import TracebackType
 
 __all__ = [
@@ -155,14 +156,16 @@ def take_unnamed(target: str, descriptor: int, *, uid: int) -> SharedFile:
 class LinkFolder:
     """The links of publications, and a record of whose each is, for an agent that comes after a kill.
 
-    Attributes
+    Parameters
     ----------
-    path : Path
-        ``<mount>/3fs-virt/iovs``.
+    links : PrivateFolder
+        ``<mount>/3fs-virt/iovs``; borrowed.
+    records : PrivateFolder
+        ``<mount>/3fs-virt/publications``; borrowed.
     """
 
-    def __init__(self, path: Path, records: Path) -> None:
-        self.path = path
+    def __init__(self, links: PrivateFolder, records: PrivateFolder) -> None:
+        self._links = links
         self._records = records
 
     def add(self, name: str, target: str, *, owner: ProcessIdentity | None, shared: SharedFile | None) -> None:
@@ -182,27 +185,29 @@ class LinkFolder:
         except Refused:
             if shared is not None and shared.is_unnamed:
                 shared.remove()
-            self._forget(name)
+            self._records.unlink(name)
             raise
 
     def remove(self, name: str, target: str) -> None:
         """Remove a link if it is still this one."""
         if self._target(name) == target:
-            (self.path / name).unlink(missing_ok=True)
-        self._forget(name)
+            self._links.unlink(name)
+        self._records.unlink(name)
 
     def clean(self) -> None:
         """Remove what a killed agent left: every link, and the memory of clients that have ended."""
-        for link in self.path.iterdir():
-            if link.is_symlink() and link.name not in _SUBMIT:
-                link.unlink(missing_ok=True)
-        for record in self._records.iterdir():
-            if self._is_over(record):
-                record.unlink(missing_ok=True)
+        for name in _names(self._links, is_wanted=os.DirEntry[str].is_symlink):
+            if name in _SUBMIT:
+                _remove_semaphore(self._links, name)
+            else:
+                self._links.unlink(name)
+        for name in _names(self._records):
+            if self._is_over(name):
+                self._records.unlink(name)
 
     def _link(self, name: str, target: str) -> None:
         try:
-            (self.path / name).symlink_to(target)
+            os.symlink(target, name, dir_fd=self._links.fd)
         except FileExistsError as error:
             if self._target(name) != target:
                 raise Refused(errno.EEXIST, f"{name} is published already") from error
@@ -212,7 +217,7 @@ class LinkFolder:
     def _target(self, name: str) -> str | None:
         with suppress(OSError):
             # As it stands there: a Path would make one slash of the two in gdr://.
-            return os.readlink(self.path / name)  # noqa: PTH115
+            return os.readlink(name, dir_fd=self._links.fd)
         return None
 
     def _record(self, name: str, owner: ProcessIdentity | None, shared: SharedFile | None) -> None:
@@ -227,17 +232,12 @@ class LinkFolder:
             "device": shared.identity[0],
             "inode": shared.identity[1],
         }
-        made = self._records / f".{name}"
-        made.write_text(json.dumps(said))
-        made.rename(self._records / name)
+        self._records.write_text(name, json.dumps(said))
 
-    def _forget(self, name: str) -> None:
-        (self._records / name).unlink(missing_ok=True)
-
-    def _is_over(self, record: Path) -> bool:
+    def _is_over(self, record: str) -> bool:
         """Whether nothing is left of what a record is about; the memory of an owner that has ended is removed."""
         try:
-            said = json.loads(record.read_text())
+            said = json.loads(self._records.read_text(record))
             owner = ProcessIdentity(
                 boot_id=bytes.fromhex(said["boot_id"]),
                 process_id=said["process_id"],
@@ -245,8 +245,8 @@ class LinkFolder:
                 started_ticks=said["started_ticks"],
             )
             name, identity = str(said["shared"]), (said["device"], said["inode"])
-        except (ValueError, KeyError, TypeError):
-            return True  # Cut off by a kill, before its link was made.
+        except (SetupMissing, ValueError, KeyError, TypeError):
+            return True  # Cut off by a kill before its link was made, or not written by an agent.
         if is_running(owner) is not False:
             return False
         if _IOV.fullmatch(name):
@@ -267,7 +267,8 @@ class Mount:
     Raises
     ------
     SetupMissing
-        EBUSY: another agent serves it. Else what the kernel says of the folder.
+        EBUSY: another agent serves it. EPERM or ELOOP: another user can change what lies in ``3fs-virt``, or has
+        planted it. Else what the kernel says of the folder.
     """
 
     def __init__(self, path: Path, *, place: Path | None = None) -> None:
@@ -291,50 +292,44 @@ class Mount:
         high, normal, low = self._semaphores
         return high, normal, low
 
+    def open(self, name: str, flags: int) -> int:
+        """Open a file of the agent in ``3fs-virt``; see :meth:`PrivateFolder.open`."""
+        return self._virtual.open(name, flags)
+
     def close(self) -> None:
         """Remove what is the agent's; a second close does nothing."""
         self._parts.run()
 
     def _open(self) -> None:
-        iovs, records = self.virtual / IOVS, self.virtual / _RECORDS
         try:
-            self.virtual.mkdir(mode=0o755, exist_ok=True)
-            # The links of device memory hold IPC handles, and only this user may open the agent's socket anyway.
-            iovs.mkdir(mode=0o700, exist_ok=True)
-            records.mkdir(mode=0o700, exist_ok=True)
-            self.folder = os.open(self.virtual, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            # Only this user may open the agent's socket, and the links of device memory hold IPC handles.
+            virtual = self._virtual = self._keep(PrivateFolder.below(self.virtual))
+            links, records = self._keep(virtual.folder(IOVS)), self._keep(virtual.folder(_RECORDS))
         except OSError as error:
             raise _setup("mkdir", error, self.virtual, "give this user the right to write to the mount") from error
-        self._parts.push(lambda: os.close(self.folder))
-        self._lock()
-        self.links = LinkFolder(iovs, records)
-        self._clean()
-        self._semaphores: list[str] = []
-        for name in _SUBMIT:
-            self._add_semaphore(iovs / name)
-
-    def _lock(self) -> None:
-        fd = os.open(self.virtual / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        self._parts.push(lambda: os.close(fd))
+        self.folder = virtual.fd
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock = virtual.lock(_LOCK)
         except BlockingIOError as error:
             raise _setup("flock", error, self.virtual / _LOCK, "end the agent that serves this mount") from error
-
-    def _clean(self) -> None:
+        self._parts.push(lambda: os.close(lock))
+        self.links = LinkFolder(links, records)
         self.links.clean()
-        for name in _SUBMIT:
-            link = self.links.path / name
-            with suppress(FileNotFoundError):
-                _remove_semaphore(link)
         for name in (AGENT_SOCKET, SERVER_SOCKET):
-            (self.virtual / name).unlink(missing_ok=True)
+            virtual.unlink(name)
+        self._semaphores: list[str] = []
+        for name in _SUBMIT:
+            self._add_semaphore(links, name)
 
-    def _add_semaphore(self, link: Path) -> None:
+    def _keep(self, folder: PrivateFolder) -> PrivateFolder:
+        self._parts.push(folder.close)
+        return folder
+
+    def _add_semaphore(self, links: PrivateFolder, link: str) -> None:
         # The link first: of a semaphore without one nobody would know that it is to be removed.
         name = f"hf3fs-submit-ios.{uuid.uuid4()}"
-        link.symlink_to(_SHARED / f"sem.{name}")
-        self._parts.push(lambda: _remove_semaphore(link))
+        os.symlink(_SHARED / f"sem.{name}", link, dir_fd=links.fd)
+        self._parts.push(lambda: _remove_semaphore(links, link))
         create_semaphore(f"/{name}", mode=0o600)
         self._semaphores.append(f"/{name}")
 
@@ -362,11 +357,17 @@ def check_mount(path: Path) -> Path:
     return resolved
 
 
-def _remove_semaphore(link: Path) -> None:
-    found = _SEMAPHORE.fullmatch(str(link.readlink()))
-    if found:
-        (_SHARED / f"sem.{found[1]}").unlink(missing_ok=True)
-    link.unlink(missing_ok=True)
+def _names(folder: PrivateFolder, *, is_wanted: Callable[[os.DirEntry[str]], bool] = lambda _entry: True) -> list[str]:
+    with os.scandir(folder.fd) as entries:
+        return [entry.name for entry in entries if is_wanted(entry)]
+
+
+def _remove_semaphore(links: PrivateFolder, link: str) -> None:
+    with suppress(FileNotFoundError):
+        found = _SEMAPHORE.fullmatch(os.readlink(link, dir_fd=links.fd))
+        if found:
+            (_SHARED / f"sem.{found[1]}").unlink(missing_ok=True)
+    links.unlink(link)
 
 
 def _remove_shared(name: str, identity: tuple[int, int]) -> None:

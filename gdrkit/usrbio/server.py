@@ -160,7 +160,7 @@ class Embedded:
 
     def _locked(self) -> int:
         """The lock that the server before holds until it has ended; the next one inherits it."""
-        fd = os.open(self._mount.virtual / _SERVER_LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = self._mount.open(_SERVER_LOCK, os.O_RDWR | os.O_CREAT)
         deadline = time.monotonic() + _END_TIMEOUT_S
         while True:
             try:

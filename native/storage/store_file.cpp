@@ -121,7 +121,13 @@ int Inode::open_sums(int file, bool create) {
 void Inode::forget_name() {
     const std::unique_lock guard(lock_);
     nameless_ = true;
-    unlinkat(store_.sums_folder_, sums_name().c_str(), 0);
+    const std::string name = sums_name();
+    const std::size_t slash = name.find('/');
+    // Without sums of this inode's group there is nothing to remove; a link in their place is not followed.
+    if (const Descriptor group(open_beneath(store_.sums_folder_, name.substr(0, slash), O_PATH | O_DIRECTORY, 0));
+        group) {
+        unlinkat(group.get(), name.c_str() + slash + 1, 0);
+    }
 }
 
 void Inode::notice_outside_change(const struct stat& file) {

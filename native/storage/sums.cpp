@@ -96,9 +96,9 @@ int SumsFile::map(std::uint64_t chunks) {
 }
 
 int SumsFile::open(int folder, const char* name, bool create, int file, std::uint32_t chunk_bytes) {
-    const int found = openat(folder, name, O_RDWR | O_CLOEXEC | O_NOFOLLOW | (create ? O_CREAT : 0), 0600);
+    const int found = open_beneath(folder, name, O_RDWR | (create ? O_CREAT : 0), 0600);
     if (found < 0) {
-        return -errno;
+        return found;
     }
     fd_ = Descriptor(found);
     // The first page must be there before it is written to, or a full disk is a SIGBUS.

@@ -1,11 +1,13 @@
 // Files with sums, without a network: the phases of a kill are what a process leaves that ends in the middle.
 #include <fcntl.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <cerrno>
 #include <csignal>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <random>
@@ -171,6 +173,54 @@ void killed_while_writing() {
     }
 }
 
+// A disk that is full in the middle of a chunk: the chunks before it have the new sums, the chunks behind it the old
+// ones, and that chunk has none.
+void a_partly_written_chunk_has_no_sum() {
+    constexpr std::size_t limit = 5 * chunk + 100;
+    const Folder folder;
+    Store store(folder.sums.get(), chunk);
+    const auto file = folder.open_file(store);
+    const auto before = pattern(16 * chunk, 1), after = pattern(16 * chunk, 2);
+    CHECK(file->inode->write(file->fd.get(), 0, before) == static_cast<std::int64_t>(before.size()));
+    rlimit allowed{};
+    CHECK(std::signal(SIGXFSZ, SIG_IGN) != SIG_ERR && getrlimit(RLIMIT_FSIZE, &allowed) == 0);
+    const rlimit smaller{limit, allowed.rlim_max};
+    CHECK(setrlimit(RLIMIT_FSIZE, &smaller) == 0);
+    CHECK(file->inode->write(file->fd.get(), 0, after) == -EFBIG);
+    CHECK(setrlimit(RLIMIT_FSIZE, &allowed) == 0);
+    auto expected = before;
+    std::copy(after.begin(), after.begin() + limit, expected.begin());
+    std::vector<std::byte> found(expected.size());
+    CHECK(read(*file, 0, found) == static_cast<std::int64_t>(found.size()) && found == expected);
+    CHECK(store.counters().corruptions == 0);
+    std::vector<std::byte> part(chunk);
+    for (const std::size_t index : {4U, 5U, 6U}) {
+        corrupt(folder, static_cast<off_t>(index * chunk + 17));
+        const std::int64_t count = read(*file, index * chunk, part);
+        CHECK(count == (index == 5 ? static_cast<std::int64_t>(chunk) : -EIO));
+    }
+}
+
+// Sums are not written through a symbolic link that lies in the place of their folder.
+void sums_follow_no_link() {
+    const Folder folder;
+    CHECK(mkdirat(folder.fd.get(), "elsewhere", 0700) == 0);
+    Store store(folder.sums.get(), chunk);
+    const auto file = folder.open_file(store);
+    struct stat info {};
+    CHECK(fstat(file->fd.get(), &info) == 0);
+    char group[3], name[17];
+    std::snprintf(group, sizeof group, "%02x", static_cast<unsigned>(info.st_ino & 255));
+    std::snprintf(name, sizeof name, "%016llx", static_cast<unsigned long long>(info.st_ino));
+    CHECK(symlinkat("../elsewhere", folder.sums.get(), group) == 0);
+    CHECK(file->inode->write(file->fd.get(), 0, pattern(chunk, 1)) == -ELOOP);
+    const std::string there = std::string("elsewhere/") + name;
+    CHECK(faccessat(folder.fd.get(), there.c_str(), F_OK, 0) != 0);
+    CHECK(close(openat(folder.fd.get(), there.c_str(), O_CREAT | O_WRONLY | O_CLOEXEC, 0600)) == 0);
+    store.forget(info.st_ino);
+    CHECK(faccessat(folder.fd.get(), there.c_str(), F_OK, 0) == 0);
+}
+
 void confined() {
     const Folder folder;
     CHECK(mkdirat(folder.fd.get(), "a", 0700) == 0 && symlinkat("a", folder.fd.get(), "link") == 0);
@@ -197,5 +247,7 @@ int main() {
     against_a_model();
     a_change_by_somebody_else_is_no_corruption();
     killed_while_writing();
+    a_partly_written_chunk_has_no_sum();
+    sums_follow_no_link();
     confined();
 }

@@ -1,0 +1,160 @@
+"""What another user can plant in the folder of a store or of a mount is refused, and nothing elsewhere is touched."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+from support.strangers import open_folder, run_stranger
+
+from gdrkit.errors import SetupMissing, UsageError
+from gdrkit.harness.needs import host, needs, verbs
+from gdrkit.storage.store import FileStore, read_token, read_token_file
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PLANTED_TOKEN = "0" * 64 + "\n"
+STORE_FILES = ["lock", "store.json", "sums", "token"]
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """The folder of a store that was served once."""
+    folder = tmp_path / "store"
+    folder.mkdir()
+    FileStore(folder).close()
+    return folder
+
+
+def refusal(root: Path) -> SetupMissing:
+    """The error of opening a store."""
+    with pytest.raises(SetupMissing) as refused:
+        FileStore(root).close()
+    assert refused.value.what_to_do
+    return refused.value
+
+
+@needs(verbs.nic())
+@pytest.mark.parametrize("name", STORE_FILES)
+def test_link_in_private_folder_of_store_is_refused(root: Path, tmp_path: Path, name: str) -> None:
+    own, elsewhere = root / ".gdrkit", tmp_path / "elsewhere"
+    (own / name).rename(elsewhere)
+    (own / name).symlink_to(elsewhere)
+    before = elsewhere.lstat()
+    found = refusal(root)
+    assert (found.errno, found.arguments["path"]) == (errno.ELOOP, str(own / name))
+    assert elsewhere.lstat() == before
+
+
+@needs(verbs.nic())
+@pytest.mark.parametrize("name", STORE_FILES)
+def test_dangling_link_in_store_creates_nothing(root: Path, tmp_path: Path, name: str) -> None:
+    own = root / ".gdrkit"
+    (own / name).rmdir() if name == "sums" else (own / name).unlink()
+    (own / name).symlink_to(tmp_path / "elsewhere")
+    assert refusal(root).errno == errno.ELOOP
+    assert not (tmp_path / "elsewhere").exists()
+
+
+@needs(verbs.nic())
+def test_link_in_place_of_private_folder_is_refused(root: Path, tmp_path: Path) -> None:
+    (root / ".gdrkit").rename(tmp_path / "elsewhere")
+    (root / ".gdrkit").symlink_to(tmp_path / "elsewhere")
+    assert refusal(root).errno == errno.ELOOP
+
+
+@needs(verbs.nic())
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o602, 0o666])
+def test_token_that_others_could_read_is_refused(root: Path, mode: int) -> None:
+    token = root / ".gdrkit" / "token"
+    token.write_text(PLANTED_TOKEN)
+    token.chmod(mode)
+    found = refusal(root)
+    assert (found.errno, f"{mode:04o}" in found.detail) == (errno.EPERM, True)
+    with pytest.raises(SetupMissing):
+        read_token(root)
+    token.unlink()
+    with FileStore(root) as store:
+        assert store.token == read_token(root) != PLANTED_TOKEN.strip()
+
+
+PLANT = """
+import os, sys
+from support.strangers import become_nobody
+become_nobody()
+os.mkdir(sys.argv[1], 0o755)
+with open(os.path.join(sys.argv[1], "token"), "w") as file:
+    file.write("0" * 64)
+"""
+
+
+@needs(verbs.nic(), host.capability("CAP_SETUID"))
+def test_store_folder_planted_by_another_user_is_refused() -> None:
+    with open_folder() as root:
+        root.chmod(0o1777)
+        planted = run_stranger(PLANT, str(root / ".gdrkit"))
+        assert planted.returncode == 0, planted.stderr
+        assert "user 65534" in refusal(root).detail
+
+
+@needs(verbs.nic(), host.capability("CAP_SETUID"))
+@pytest.mark.parametrize("name", STORE_FILES)
+def test_private_file_of_another_user_is_refused(root: Path, name: str) -> None:
+    os.chown(root / ".gdrkit" / name, 65534, -1)
+    found = refusal(root)
+    assert (found.errno, "user 65534" in found.detail) == (errno.EPERM, True)
+
+
+@needs(verbs.nic())
+def test_shared_parent_without_sticky_bit_is_refused(root: Path) -> None:
+    for mode in (0o777, 0o775, 0o2770):
+        root.chmod(mode)
+        assert "chmod +t" in refusal(root).what_to_do
+    root.chmod(0o1777)
+    FileStore(root).close()
+
+
+@needs(verbs.nic())
+def test_private_folder_is_made_private_or_refused(root: Path) -> None:
+    own = root / ".gdrkit"
+    own.chmod(0o755)
+    FileStore(root).close()
+    assert stat.S_IMODE(own.stat().st_mode) == 0o700
+    own.chmod(0o770)
+    assert "0770" in refusal(root).detail
+
+
+@needs(verbs.nic())
+def test_serve_says_what_was_planted_and_what_to_do(root: Path) -> None:
+    (root / ".gdrkit" / "token").chmod(0o644)
+    command = [sys.executable, "-m", "gdrkit", "serve", "--store", str(root)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 3
+    assert "0644" in done.stderr
+    assert "To do: remove" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("content", [None, b"", b"\xff\xfe\n", b"x" * 300, b"two\nlines"])
+def test_token_file_that_is_none_is_one_clear_error(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "token"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(UsageError, match=str(path)):
+        read_token_file(path)
+
+
+@needs(host.fuse)
+def test_agent_without_its_token_file_ends_with_2(tmp_path: Path) -> None:
+    options = ["--server", "127.0.0.1:9", "--token-file", str(tmp_path / "missing")]
+    command = [sys.executable, "-m", "gdrkit", "agent", str(tmp_path), *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 2
+    assert f"open {tmp_path / 'missing'}: No such file or directory (ENOENT)" in done.stderr
+    assert "Traceback" not in done.stderr

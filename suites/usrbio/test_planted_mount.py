@@ -1,0 +1,135 @@
+"""What another user can plant in the folder of a mount is refused, and nothing elsewhere is touched."""
+
+from __future__ import annotations
+
+import errno
+import stat
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+from support.raw_usrbio import shared_memory
+from support.strangers import open_folder, run_stranger
+
+from gdrkit.errors import SetupMissing
+from gdrkit.harness.needs import host, needs, verbs
+from gdrkit.usrbio.fuse_agent import private_folder
+from gdrkit.usrbio.mount import Mount
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture
+def virtual(tmp_path: Path) -> Path:
+    """``3fs-virt`` of a mount that was served once."""
+    Mount(tmp_path).close()
+    return tmp_path / "3fs-virt"
+
+
+def refusal(virtual: Path) -> SetupMissing:
+    """The error of taking the mount."""
+    with pytest.raises(SetupMissing) as refused:
+        Mount(virtual.parent).close()
+    assert refused.value.what_to_do
+    return refused.value
+
+
+@pytest.fixture
+def victim(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of somebody with links and files in it."""
+    folder = tmp_path_factory.mktemp("victim")
+    (folder / "link").symlink_to("/etc/hostname")
+    (folder / "file").write_text("content")
+    return folder
+
+
+@pytest.mark.parametrize("name", ["iovs", "publications"])
+def test_link_in_place_of_agents_folder_is_refused(virtual: Path, victim: Path, name: str) -> None:
+    (virtual / name).rmdir()
+    (virtual / name).symlink_to(victim)
+    found = refusal(virtual)
+    assert (found.errno, found.arguments["path"]) == (errno.ELOOP, str(virtual / name))
+    assert sorted(path.name for path in victim.iterdir()) == ["file", "link"]
+
+
+def test_link_in_place_of_the_virtual_folder_is_refused(virtual: Path, victim: Path) -> None:
+    for path in virtual.iterdir():
+        path.rmdir() if path.is_dir() else path.unlink()
+    virtual.rmdir()
+    virtual.symlink_to(victim)
+    assert refusal(virtual).errno == errno.ELOOP
+    assert sorted(path.name for path in victim.iterdir()) == ["file", "link"]
+
+
+def test_link_in_place_of_agents_lock_is_refused(virtual: Path, victim: Path) -> None:
+    (virtual / "agent.lock").unlink()
+    (virtual / "agent.lock").symlink_to(victim / "made")
+    assert refusal(virtual).errno == errno.ELOOP
+    assert not (victim / "made").exists()
+
+
+def test_mount_that_others_can_write_needs_a_sticky_bit(virtual: Path) -> None:
+    virtual.parent.chmod(0o777)
+    assert "chmod +t" in refusal(virtual).what_to_do
+    virtual.parent.chmod(0o1777)
+    with Mount(virtual.parent):
+        assert len(shared_memory(virtual.parent)) == 3
+        for path in (virtual, virtual / "iovs", virtual / "publications"):
+            assert stat.S_IMODE(path.stat().st_mode) == 0o700
+
+
+PLANT = """
+import os, sys
+from support.strangers import become_nobody
+become_nobody()
+os.mkdir(sys.argv[1], 0o755)
+os.symlink("/etc", os.path.join(sys.argv[1], "iovs"))
+"""
+
+
+@needs(host.capability("CAP_SETUID"))
+def test_virtual_folder_of_another_user_is_refused() -> None:
+    with open_folder() as mount:
+        mount.chmod(0o1777)
+        planted = run_stranger(PLANT, str(mount / "3fs-virt"))
+        assert planted.returncode == 0, planted.stderr
+        assert "user 65534" in refusal(mount / "3fs-virt").detail
+
+
+def test_virtual_folder_that_others_can_write_is_refused(virtual: Path) -> None:
+    virtual.chmod(0o777)
+    assert "0777" in refusal(virtual).detail
+    virtual.chmod(0o755)
+    Mount(virtual.parent).close()
+
+
+def test_record_that_is_a_link_removes_nothing(virtual: Path, victim: Path) -> None:
+    (virtual / "publications" / "record").symlink_to(victim / "file")
+    Mount(virtual.parent).close()
+    assert (victim / "file").read_text() == "content"
+    assert list((virtual / "publications").iterdir()) == []
+
+
+@needs(verbs.nic())
+@pytest.mark.parametrize("name", ["iovs", "server.lock"])
+def test_agent_command_says_what_was_planted(virtual: Path, victim: Path, name: str) -> None:
+    if name == "iovs":
+        (virtual / name).rmdir()
+    (virtual / name).symlink_to(victim / ("made" if name == "server.lock" else ""))
+    command = [sys.executable, "-m", "gdrkit", "agent", str(virtual.parent), "--store", str(virtual.parent)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 3
+    assert f"To do: remove {virtual / name}" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert sorted(path.name for path in victim.iterdir()) == ["file", "link"]
+
+
+def test_runtime_folder_that_others_can_write_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    made = private_folder(tmp_path / "mount")
+    assert stat.S_IMODE(made.stat().st_mode) == stat.S_IMODE(made.parent.stat().st_mode) == 0o700
+    made.parent.chmod(0o770)
+    with pytest.raises(SetupMissing):
+        private_folder(tmp_path / "mount")
