@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from gdrkit.errors import BrokenResource, Reason, UsageError
-from gdrkit.storage.wire import HEADER_BYTES, FrameType, check_payload, pack_control, parse_header
+from gdrkit.storage.wire import HEADER_BYTES, FrameType, Header, check_payload, pack_control, parse_header
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 __all__ = ["ControlConnection", "Place"]
 
 _DESCRIPTORS_MAX = 4
+_BACKLOG = 512
+_DEFER_ACCEPT_S = 10
 _HOST_AND_PORT = re.compile(r"(?:\[(?P<v6>[0-9a-fA-F:.%\w]+)\]|(?P<host>[^:\[\]]+)):(?P<port>\d{1,5})")
 
 
@@ -53,17 +55,19 @@ class Place:
         """A listening socket; of a path with mode 0600."""
         if self.path is None:
             family = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0][0]
-            return socket.create_server((self.host, self.port), family=family, backlog=64)
+            made = socket.create_server((self.host, self.port), family=family, backlog=_BACKLOG)
+            # accept() gives connections whose first bytes are there, and those that have sent none for so long.
+            made.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, _DEFER_ACCEPT_S)
+            return made
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             with _short(self.path) as name:
                 self._remove_left(name)
-                before = os.umask(0o177)
-                try:
-                    listener.bind(name)
-                finally:
-                    os.umask(before)
-            listener.listen(64)
+                # The file that bind makes has the mode of the socket, at no time a wider one. The umask would do the
+                # same, but it belongs to every thread of the process.
+                os.fchmod(listener.fileno(), 0o600)
+                listener.bind(name)
+            listener.listen(_BACKLOG)
         except BaseException:
             listener.close()
             raise
@@ -111,8 +115,16 @@ class ControlConnection:
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
         self._is_unix = end.family == socket.AF_UNIX
+        # What has arrived of the next frame: its header, and bytes of what comes next.
+        self._header: Header | None = None
+        self._arrived = bytearray()
         # Came with the last frame (SCM_RIGHTS) and not taken.
         self.descriptors: list[int] = []
+
+    @property
+    def is_unix(self) -> bool:
+        """Whether it is a unix socket, of which the kernel says who connected."""
+        return self._is_unix
 
     def fileno(self) -> int:
         """Of the socket."""
@@ -141,16 +153,24 @@ class ControlConnection:
             Nothing came in time.
         """
         self.close_descriptors()
-        head = self._exactly(HEADER_BYTES, may_end=True)
-        if not head:
+        return self._frame(kind)
+
+    def receive_ready(self, kind: FrameType) -> tuple[bytes, int] | None:
+        """Read what has arrived of the next frame from a socket that does not block; None while it is not whole.
+
+        Raises
+        ------
+        UsageError, BrokenResource
+            As :meth:`receive`; BrokenResource also when the other side ended before the frame.
+        """
+        try:
+            frame = self._frame(kind)
+        except BlockingIOError:
             return None
-        header = parse_header(head)
-        if header.type is not kind:
-            message = f"frame: {header.type.name} where {kind.name} was expected"
-            raise UsageError(message, reason=Reason.MALFORMED)
-        payload = self._exactly(header.length, may_end=False)
-        check_payload(header, payload)
-        return payload, header.sequence
+        if frame is None:
+            message = "the other side ended before a frame"
+            raise BrokenResource(message, reason=Reason.PEER_GONE)
+        return frame
 
     def take(self) -> socket.socket:
         """Give the socket to the caller; the connection is closed."""
@@ -180,17 +200,38 @@ class ControlConnection:
             os.close(descriptor)
         self.descriptors = []
 
-    def _exactly(self, length_bytes: int, *, may_end: bool) -> bytes:
-        data = bytearray()
-        while len(data) < length_bytes:
-            part = self._some(length_bytes - len(data))
+    def _frame(self, kind: FrameType) -> tuple[bytes, int] | None:
+        """Go on with the next frame where the last call was interrupted; None at the end between two frames."""
+        if self._header is None:
+            if not self._fill(HEADER_BYTES):
+                if not self._arrived:
+                    return None
+                raise _ended_within()
+            header = parse_header(self._taken())
+            if header.type is not kind:
+                message = f"frame: {header.type.name} where {kind.name} was expected"
+                raise UsageError(message, reason=Reason.MALFORMED)
+            self._header = header
+        header = self._header
+        if not self._fill(header.length):
+            raise _ended_within()
+        self._header = None
+        payload = self._taken()
+        check_payload(header, payload)
+        return payload, header.sequence
+
+    def _fill(self, length_bytes: int) -> bool:
+        """Receive until so many bytes have arrived; False when the other side ended before."""
+        while len(self._arrived) < length_bytes:
+            part = self._some(length_bytes - len(self._arrived))
             if not part:
-                if may_end and not data:
-                    break
-                message = "the other side ended within a frame"
-                raise BrokenResource(message, reason=Reason.PEER_GONE)
-            data += part
-        return bytes(data)
+                return False
+            self._arrived += part
+        return True
+
+    def _taken(self) -> bytes:
+        taken, self._arrived = bytes(self._arrived), bytearray()
+        return taken
 
     def _some(self, length_bytes: int) -> bytes:
         if not self._is_unix:
@@ -201,3 +242,7 @@ class ControlConnection:
             message = "frame: too many descriptors"
             raise UsageError(message, reason=Reason.MALFORMED)
         return data
+
+
+def _ended_within() -> BrokenResource:
+    return BrokenResource("the other side ended within a frame", reason=Reason.PEER_GONE)

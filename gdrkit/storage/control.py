@@ -1,7 +1,7 @@
 """Control messages as the payload of frames, and back.
 
 Level 4, pure. What comes in is held to the types and limits of :mod:`gdrkit.storage.messages`; anything else is
-:class:`UsageError` with ``MALFORMED``.
+:class:`UsageError`.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ _TEXT_MAX: Mapping[str, int] = {
     "server": 256,
     "session": 64,
     "replaces": 64,
-    "token": 256,
+    "token": ask.TOKEN_CHARACTERS_MAX,
     "message": 4096,
 }
 
@@ -94,7 +94,13 @@ def pack_request(request: Request) -> bytes:
 
 
 def parse_request(payload: bytes) -> Request:
-    """A request, whose numbers and texts are inside their limits."""
+    """Return a request, whose numbers and texts are inside their limits.
+
+    Raises
+    ------
+    UsageError
+        ``MALFORMED``: it is no request of this protocol. ``BAD_ARGUMENT``: a text in it can name no file.
+    """
     data = _unpack(payload)
     name = data.pop("op", None)
     kind = REQUESTS.get(name) if isinstance(name, str) else None
@@ -180,10 +186,23 @@ def _check_values(value: object, where: str, *, name: str = "") -> None:
         if len(value) > _TEXT_MAX.get(name, PATH_CHARACTERS_MAX) or "\0" in value:
             message = f"{where}: a text of {len(value)} characters, or one with a zero"
             raise UsageError(message, reason=Reason.MALFORMED)
+        # A token is only compared.
+        if name != "token" and not _is_name(value):
+            message = f"{where}: a surrogate must stand for a byte (U+DC80 to U+DCFF), as os.fsdecode makes them"
+            raise UsageError(message)
     elif isinstance(value, int) and not (-_INT63 if name in _TIME_FIELDS else 0) <= value <= _INT63:
         # Inodes have 64 bits in stat(2), and no file system of Linux that gives out the highest.
         message = f"{where}: {str(value)[:40]} is out of range"
         raise UsageError(message, reason=Reason.MALFORMED)
+
+
+def _is_name(text: str) -> bool:
+    """Return whether a text has the bytes of a name: lone surrogates of JSON may have none."""
+    try:
+        text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _check_request(request: Request, where: str) -> None:

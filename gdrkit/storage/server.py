@@ -9,13 +9,11 @@ from __future__ import annotations
 import errno
 import hmac
 import logging
-import os
 import secrets
 import select
-import socket
-import struct
 import threading
-from typing import TYPE_CHECKING, Self
+from functools import partial
+from typing import TYPE_CHECKING, NoReturn, Self
 
 import gdrkit
 from gdrkit.errors import GdrkitError, Reason, UsageError
@@ -24,12 +22,13 @@ from gdrkit.storage import messages as ask
 from gdrkit.storage._native import engine
 from gdrkit.storage.connection import ControlConnection, Place
 from gdrkit.storage.control import Request, pack_error, pack_reply, parse_request
+from gdrkit.storage.listener import Listener, RefusedConnection
 from gdrkit.storage.requests import Requests
 from gdrkit.storage.wire import FrameType
 from gdrkit.verbs import Endpoint
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from types import TracebackType
 
     from gdrkit.storage.store import FileStore
@@ -37,19 +36,12 @@ if TYPE_CHECKING:
 __all__ = ["StorageServer"]
 
 _LOG = logging.getLogger("gdrkit.storage")
-_CREDENTIALS = struct.Struct("3i")
-# A connection that says nothing sensible for so long is closed; one with a session may be silent for ever.
-_GREETING_TIMEOUT_S = 10.0
 _SEND_TIMEOUT_S = 30.0
 CONNECTIONS_MAX = 256
 SESSIONS_MAX = 64
 OUTSTANDING_MAX = 1024
 LENGTH_BYTES_MAX = 1 << 30
 HANDLES_MAX = 4096
-
-
-class _Refused(Exception):
-    """A greeting that was answered with an error; the connection ends."""
 
 
 class StorageServer:
@@ -73,20 +65,14 @@ class StorageServer:
         self._sessions: dict[str, Requests] = {}
         self._threads: dict[threading.Thread, ControlConnection] = {}
         self._closing = False
-        self._wake_reader, self._wake_writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        try:
-            self._listener = place.listen()
-        except BaseException:
-            os.close(self._wake_reader)
-            os.close(self._wake_writer)
-            raise
-        self._listener.settimeout(0)
+        listening = place.listen()
         self.place = place
         if place.path is None:
-            host, port = self._listener.getsockname()[:2]
+            host, port = listening.getsockname()[:2]
             self.place = Place(host=host, port=port)
+        self._listener = Listener(listening, self._admit)
         self._handle = Handle("storage.server")
-        self._acceptor = threading.Thread(target=self._accept, name="gdrkit-serve", daemon=True)
+        self._acceptor = threading.Thread(target=self._listener.run, name="gdrkit-serve", daemon=True)
         self._acceptor.start()
 
     @property
@@ -100,7 +86,7 @@ class StorageServer:
             if self._closing:
                 return
             self._closing = True
-        os.write(self._wake_writer, b"x")
+        self._listener.stop()
         self._acceptor.join()
         with self._lock:
             threads = dict(self._threads)
@@ -110,53 +96,44 @@ class StorageServer:
         self._listener.close()
         if self.place.path is not None:
             self.place.path.unlink(missing_ok=True)
-        os.close(self._wake_reader)
-        os.close(self._wake_writer)
         self._handle.release()
 
-    def _accept(self) -> None:
-        while True:
-            readable, _, _ = select.select([self._listener.fileno(), self._wake_reader], [], [])
-            if self._wake_reader in readable:
-                return
-            try:
-                end, _address = self._listener.accept()
-            except (BlockingIOError, ConnectionAbortedError):
-                continue
-            except OSError as error:
-                # Out of descriptors: whoever waits is served when one is free again.
-                _LOG.error("accept: %s", error)
-                select.select([self._wake_reader], (), (), 0.1)
-                continue
-            self._begin(end)
-
-    def _begin(self, end: socket.socket) -> None:
-        end.settimeout(None)
-        if end.family == socket.AF_UNIX:
-            credentials = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-            _process, user, _group = _CREDENTIALS.unpack(credentials)
-            if user not in {0, os.geteuid()}:
-                _LOG.warning("user %d may not connect", user)
-                end.close()
-                return
-        else:
-            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        connection = ControlConnection(end)
+    def _admit(self, connection: ControlConnection, payload: bytes, sequence: int) -> None:
+        """Check the first request of a connection, and have a thread go on if its client may come in."""
+        try:
+            request = parse_request(payload)
+        except UsageError as error:
+            if error.reason is Reason.BAD_ARGUMENT:
+                self._refuse(connection, sequence, errno.EINVAL, error.message, logged="a text in it can name no file")
+            raise
+        work: Callable[[], None]
+        match request:
+            case ask.Hello():
+                self._check_hello(connection, sequence, request)
+                work = partial(self._session, connection, request, sequence)
+            case ask.Attach():
+                session = self._session_to_attach(connection, sequence, request)
+                work = partial(self._attach, connection, session, sequence)
+            case _:
+                self._refuse(connection, sequence, errno.EPROTO, "the first request is not hello or attach")
+        thread = threading.Thread(target=self._run, args=(connection, work), name="gdrkit-session", daemon=True)
         with self._lock:
             if len(self._threads) >= CONNECTIONS_MAX:
-                connection.close()
-                return
-            is_unix = end.family == socket.AF_UNIX
-            thread = threading.Thread(target=self._run, args=(connection, is_unix), name="gdrkit-session", daemon=True)
+                message = f"there are {CONNECTIONS_MAX} connections already"
+                raise RefusedConnection(message)
             self._threads[thread] = connection
-        thread.start()
-
-    def _run(self, connection: ControlConnection, is_unix: bool) -> None:  # noqa: FBT001 - of a thread.
+        connection.set_timeout(_SEND_TIMEOUT_S)
         try:
-            self._serve(connection, is_unix=is_unix)
-        except _Refused as error:
-            _LOG.warning("a client is refused: %s", error)
+            thread.start()
+        except RuntimeError as error:
+            with self._lock:
+                del self._threads[thread]
+            message = "no thread can be started"
+            raise RefusedConnection(message) from error
+
+    def _run(self, connection: ControlConnection, work: Callable[[], None]) -> None:
+        try:
+            work()
         except (GdrkitError, OSError) as error:
             _LOG.warning("a connection ends: %s", error)
         finally:
@@ -164,45 +141,34 @@ class StorageServer:
             with self._lock:
                 self._threads.pop(threading.current_thread(), None)
 
-    def _serve(self, connection: ControlConnection, *, is_unix: bool) -> None:
-        connection.set_timeout(_GREETING_TIMEOUT_S)
-        received = connection.receive(FrameType.CONTROL_REQUEST)
-        if received is None:
-            return
-        payload, sequence = received
-        request = parse_request(payload)
-        if isinstance(request, ask.Attach):
-            self._attach(connection, request, sequence)
-            return
-        if not isinstance(request, ask.Hello):
-            self._refuse(connection, sequence, ask.ErrorReply(errno.EPROTO, "the first request is hello or attach"))
-            return
-        self._check_greeting(connection, sequence, request, is_unix=is_unix)
-        self._session(connection, request, sequence)
-
-    def _check_greeting(self, connection: ControlConnection, sequence: int, hello: ask.Hello, *, is_unix: bool) -> None:
+    def _check_hello(self, connection: ControlConnection, sequence: int, hello: ask.Hello) -> None:
         if hello.version != ask.PROTOCOL_VERSION:
-            text = f"this server speaks version {ask.PROTOCOL_VERSION}, not {hello.version}"
-            self._refuse(connection, sequence, ask.ErrorReply(errno.EPROTONOSUPPORT, text))
+            text = f"the server speaks version {ask.PROTOCOL_VERSION} and the client another one"
+            self._refuse(connection, sequence, errno.EPROTONOSUPPORT, text)
         # Compared in constant time: how long a wrong one takes says nothing about the right one.
-        given = (hello.token or "").encode("utf-8", "surrogateescape")
-        if not is_unix and not hmac.compare_digest(given, self._store.token.encode()):
-            self._refuse(connection, sequence, ask.ErrorReply(errno.EACCES, "the token is not that of this store"))
+        given = (hello.token or "").encode("utf-8", "surrogatepass")
+        if not connection.is_unix and not hmac.compare_digest(given, self._store.token.encode()):
+            self._refuse(connection, sequence, errno.EACCES, "the token is not that of this store")
 
-    def _refuse(self, connection: ControlConnection, sequence: int, reply: ask.ErrorReply) -> None:
-        connection.send(FrameType.CONTROL_REPLY, pack_error(reply), sequence=sequence)
-        raise _Refused(reply.message)
-
-    def _attach(self, connection: ControlConnection, request: ask.Attach, sequence: int) -> None:
+    def _session_to_attach(self, connection: ControlConnection, sequence: int, request: ask.Attach) -> Requests:
         with self._lock:
             # 256 random bits: nothing can be learnt from how long the search takes.
             session = self._sessions.get(request.session)
-            is_first = session is not None and not session.is_attached
-            if session is not None and is_first:
+            if session is not None and not session.is_attached:
                 session.is_attached = True
-        if session is None or not is_first:
-            self._refuse(connection, sequence, ask.ErrorReply(errno.ESTALE, "there is no such session to attach to"))
-            return
+                return session
+        return self._refuse(connection, sequence, errno.ESTALE, "there is no such session to attach to")
+
+    @staticmethod
+    def _refuse(
+        connection: ControlConnection, sequence: int, number: int, message: str, *, logged: str = ""
+    ) -> NoReturn:
+        """Answer with an error and raise; `logged`: the same for the log, where it must not be the client's words."""
+        connection.send(FrameType.CONTROL_REPLY, pack_error(ask.ErrorReply(number, message)), sequence=sequence)
+        raise RefusedConnection(logged or message)
+
+    @staticmethod
+    def _attach(connection: ControlConnection, session: Requests, sequence: int) -> None:
         connection.send(FrameType.CONTROL_REPLY, pack_reply(ask.Done()), sequence=sequence)
         connection.set_timeout(None)
         session.start(connection.detach())
@@ -221,13 +187,15 @@ class StorageServer:
                 length_bytes_max=LENGTH_BYTES_MAX,
             )
         except OSError as error:
-            self._refuse(connection, sequence, ask.ErrorReply(error.errno or errno.EIO, str(error.strerror or error)))
+            reply = ask.ErrorReply(error.errno or errno.EIO, str(error.strerror or error))
+            connection.send(FrameType.CONTROL_REPLY, pack_error(reply), sequence=sequence)
+            _LOG.warning("a client gets no session: %s", reply.message)
             return
         requests = Requests(self._store, native, handles_max=HANDLES_MAX)
         try:
             with self._lock:
                 self._sessions[secret] = requests
-            reply = ask.HelloReply(
+            greeting = ask.HelloReply(
                 version=ask.PROTOCOL_VERSION,
                 server=f"gdrkit {gdrkit.__version__}",
                 session=secret,
@@ -241,8 +209,7 @@ class StorageServer:
                 ),
                 chunk_bytes=self._store.chunk_bytes,
             )
-            connection.set_timeout(_SEND_TIMEOUT_S)
-            connection.send(FrameType.CONTROL_REPLY, pack_reply(reply), sequence=sequence)
+            connection.send(FrameType.CONTROL_REPLY, pack_reply(greeting), sequence=sequence)
             self._answer(connection, requests)
         finally:
             with self._lock:
@@ -272,8 +239,8 @@ class StorageServer:
             if received is None:
                 return
             payload, sequence = received
-            request: Request = parse_request(payload)
             try:
+                request: Request = parse_request(payload)
                 reply = pack_reply(requests.answer(request, connection.descriptors))
             except OSError as error:
                 reply = pack_error(ask.ErrorReply(error.errno or errno.EIO, str(error.strerror or error)[:1000]))

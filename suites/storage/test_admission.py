@@ -1,0 +1,184 @@
+"""Connections that have no session: what they may hold, for how long, and that they keep no honest client out."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import select
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from support.storage import serving
+from support.strangers import open_folder, run_stranger
+
+from gdrkit import pattern
+from gdrkit.errors import ApiError
+from gdrkit.harness.needs import host, needs, verbs
+from gdrkit.storage.client import IORequest
+from gdrkit.storage.connection import Place
+from gdrkit.units import KIB
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Iterator
+
+    from support.storage import Service
+
+    from gdrkit.verbs import Nic
+
+# Operations of the honest client beside an attack; 100,000 for a record.
+OPERATIONS = int(os.environ.get("GDRKIT_HONEST_OPERATIONS", "2000"))
+ATTACKERS = 300
+SUPPORT = Path(__file__).resolve().parents[1] / "support"
+BATCH, SIZE = 50, 4 * KIB
+
+
+@contextlib.contextmanager
+def slow_hellos(service: Service) -> Iterator[list[int]]:
+    """An attack by slow hellos; the list has the number of its connections once it is over."""
+    place, opened = Place.parse(service.place), list[int]()
+    path = os.pathsep.join(filter(None, (str(SUPPORT.parent), os.environ.get("PYTHONPATH", ""))))
+    with subprocess.Popen(
+        [sys.executable, str(SUPPORT / "slow_hellos.py"), place.host, str(place.port), str(ATTACKERS)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": path},
+    ) as attack:
+        assert attack.stdout is not None
+        try:
+            assert attack.stdout.readline() == b"ready\n"
+            yield opened
+            said, _ = attack.communicate(timeout=60)
+            opened.append(int(said))
+        finally:
+            attack.kill()
+
+
+def ended(end: socket.socket, timeout_s: float) -> bool:
+    """Whether the server ends a connection in time."""
+    end.settimeout(timeout_s)
+    try:
+        return end.recv(1) == b""
+    except ConnectionResetError:
+        return True
+    except TimeoutError:
+        return False
+
+
+@needs(verbs.nic())
+@pytest.mark.timeout(300 + OPERATIONS / 50)
+def test_honest_client_works_beside_slow_hellos(service: Service, nic: Nic, seed: int) -> None:
+    data = pattern.payload(BATCH * SIZE, seed=seed)
+    done = sessions = 0
+    with slow_hellos(service) as opened:
+        begin_s = time.monotonic()
+        while done < OPERATIONS:
+            # A new session for every 400: what the attack could keep out is the hello.
+            with service.connect(nic) as client, client.open("file", write=True, create=True) as file:
+                sessions += 1
+                source, target = bytearray(data), bytearray(len(data))
+                with client.register(source) as out, client.register(target) as back:
+                    parts = [
+                        (
+                            IORequest(file, at, out.subrange(offset_bytes=at, length_bytes=SIZE)),
+                            IORequest(file, at, back.subrange(offset_bytes=at, length_bytes=SIZE)),
+                        )
+                        for at in range(0, len(data), SIZE)
+                    ]
+                    for _ in range(4):
+                        target[:] = bytes(len(data))
+                        moved = client.batch_write([write for write, _ in parts])
+                        moved += client.batch_read([read for _, read in parts])
+                        assert [each.length_bytes for each in moved] == [SIZE] * (2 * BATCH)
+                        assert target == data
+                        done += len(moved)
+        took_s = time.monotonic() - begin_s
+    sys.stderr.write(f"{done} operations in {sessions} sessions, {took_s:.0f} s, beside {opened[0]} slow connections\n")
+
+
+@needs(verbs.nic())
+def test_slow_hello_has_one_deadline_for_all_of_it(service: Service) -> None:
+    with Place.parse(service.place).connect(10) as end:
+        begin_s, sent = time.monotonic(), 0
+        while not select.select([end], (), (), 1)[0] and sent < 20:
+            with contextlib.suppress(OSError):
+                sent += end.send(b"G")
+        assert ended(end, 0)
+        assert 8 < time.monotonic() - begin_s < 15
+
+
+@needs(verbs.nic())
+def test_oldest_silent_connection_of_a_host_ends_first(service: Service) -> None:
+    place = Place.parse(service.place)
+    with contextlib.ExitStack() as stack:
+        ends = [stack.enter_context(place.connect(10)) for _ in range(80)]
+        for end in ends:
+            end.sendall(b"G")
+        assert all(ended(end, 5) for end in ends[:16])
+        assert select.select(ends[16:], (), (), 0.2)[0] == []
+        with service.connect() as client:
+            assert client.list_folder() == ()
+
+
+@needs(verbs.nic())
+def test_refused_connections_share_a_log_line(service: Service) -> None:
+    place = Place.parse(service.place)
+    for _ in range(50):
+        with place.connect(10) as end:
+            end.sendall(bytes(64))
+            assert ended(end, 10)
+    for _ in range(3):
+        with pytest.raises(ApiError):
+            service.connect(token="wrong")  # noqa: S106 - not a password.
+    service.process.terminate()
+    assert service.process.wait(20) == 0
+    lines = [line for line in service.said().splitlines() if "refused" in line]
+    assert len(lines) <= 3, lines
+    assert sum(int(each) for each in re.findall(r"refused: (\d+)", "\n".join(lines))) == 53, lines
+
+
+@needs(verbs.nic())
+def test_session_limit_is_64(service: Service, nic: Nic) -> None:
+    with contextlib.ExitStack() as stack:
+        for _ in range(64):
+            stack.enter_context(service.connect(nic))
+        with pytest.raises(ApiError) as refused:
+            service.connect(nic)
+        assert refused.value.errno == errno.ENOBUFS
+
+
+STRANGER = """
+import socket, sys
+from gdrkit.storage import messages as ask
+from gdrkit.storage.connection import ControlConnection, Place
+from gdrkit.storage.control import pack_request
+from gdrkit.storage.wire import FrameType
+from support.strangers import become_nobody
+if sys.argv[2] == "nobody":
+    become_nobody()
+connection = ControlConnection(Place.parse("unix:" + sys.argv[1]).connect(10))
+try:
+    connection.send(FrameType.CONTROL_REQUEST, pack_request(ask.Statfs()), sequence=1)
+    print("ended" if connection.receive(FrameType.CONTROL_REPLY) is None else "answered")
+except (BrokenPipeError, ConnectionResetError):
+    print("ended")
+"""
+
+
+@needs(verbs.nic(), host.capability("CAP_SETUID"))
+def test_unix_socket_of_serve_refuses_another_user(tmp_path: Path) -> None:
+    with open_folder() as folder:
+        path = folder / "socket"
+        with serving(tmp_path / "store", tmp_path / "log", "--listen", f"unix:{path}"):
+            # Its mode keeps other users out; one that gets in all the same is refused by what the kernel says of it.
+            path.chmod(0o777)
+            for user, expected in (("self", "answered\n"), ("nobody", "ended\n")):
+                asked = run_stranger(STRANGER, str(path), user)
+                assert asked.stdout == expected, asked.stderr
+        assert "of a user that may not connect" in (tmp_path / "log").read_text()

