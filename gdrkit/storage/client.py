@@ -99,11 +99,11 @@ class StorageFile:
         self.client.request(ask.Sync(self.handle), ask.Done)
 
     def close(self) -> None:
-        """Close it; a second close does nothing, nor does one after the session has ended."""
+        """Close it. A close that failed can be repeated; a second close, or one after the client's, does nothing."""
         if not self._closed:
-            self._closed = True
             if not self.client.closed:
                 self.client.request(ask.Close(self.handle), ask.Done)
+            self._closed = True
 
     def __enter__(self) -> Self:
         return self

@@ -22,6 +22,7 @@ from gdrkit.handles import Handle, ReleaseStack
 from gdrkit.host import PrivateFolder
 from gdrkit.storage._native import engine
 from gdrkit.storage.messages import TOKEN_CHARACTERS_MAX, Entry, FileStat, ListReply, StatfsReply
+from gdrkit.storage.wire import CONTROL_BYTES_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -34,7 +35,12 @@ OWN_FOLDER = ".gdrkit"
 _HIDDEN = frozenset({b".gdrkit", b"3fs-virt"})
 _FORMAT = 1
 _CHUNK_BYTES = 4096
-_ENTRY_BYTES_MAX = 40_000
+# Bytes of JSON for the entries of one list reply: a frame less the rest of that reply.
+_ENTRIES_BYTES_MAX = CONTROL_BYTES_MAX - 1024
+# Bytes of JSON for one entry without its name: the names of the fields, and two numbers.
+_ENTRY_BYTES = 80
+# Permission bits that a client may set: no set-user-ID, set-group-ID or sticky bit.
+_MODE_MASK = 0o777
 
 
 class FileStore:
@@ -84,7 +90,7 @@ class FileStore:
         # A change of a part of a chunk reads the rest, so a file that is written is read too. O_NONBLOCK: a FIFO is
         # refused instead of waited for.
         access = os.O_RDWR if write else os.O_RDONLY
-        found = self._beneath(path, access | (flags & (os.O_CREAT | os.O_EXCL)) | os.O_NONBLOCK, mode)
+        found = self._beneath(path, access | (flags & (os.O_CREAT | os.O_EXCL)) | os.O_NONBLOCK, mode & _MODE_MASK)
         file = self.native.adopt(found, read=flags & os.O_ACCMODE != os.O_WRONLY, write=write)
         if flags & os.O_TRUNC:
             file.truncate(0)
@@ -119,11 +125,13 @@ class FileStore:
             with os.scandir(folder) as entries:
                 found = {os.fsencode(each.name): each for each in entries}
             least = b"" if after is None else os.fsencode(after)
-            names = sorted(name for name in found if name > least and (path.strip("/") or name not in _HIDDEN))
-            listed, room = [], _ENTRY_BYTES_MAX
+            hidden = _HIDDEN if os.path.samestat(os.fstat(folder), os.fstat(self._root)) else frozenset()
+            names = sorted(name for name in found if name > least and name not in hidden)
+            listed, room = [], _ENTRIES_BYTES_MAX
             for name in names:
                 entry = found[name]
-                room -= 64 + 6 * len(entry.name)
+                # As the reply has it: a character takes up to 12 bytes, by two escapes.
+                room -= _ENTRY_BYTES + len(json.dumps(entry.name))
                 if room < 0:
                     break
                 with contextlib.suppress(FileNotFoundError):  # Removed meanwhile.
@@ -134,7 +142,7 @@ class FileStore:
     def mkdir(self, path: str, mode: int) -> FileStat:
         """Make a folder."""
         with self._parent(path) as (folder, name):
-            os.mkdir(name, mode, dir_fd=folder)
+            os.mkdir(name, mode & _MODE_MASK, dir_fd=folder)
             return file_stat(os.stat(name, dir_fd=folder, follow_symlinks=False))
 
     def rmdir(self, path: str) -> None:
@@ -180,11 +188,11 @@ class FileStore:
             return os.fsdecode(os.readlink(name, dir_fd=folder))
 
     def chmod(self, path: str, mode: int) -> FileStat:
-        """Change permission bits; of a symbolic link: ELOOP."""
+        """Change the permission bits, of which a client has 0777; of a symbolic link: ELOOP."""
         _check_visible(path)
         with self._opened(path, os.O_PATH) as file:
             # fchmod takes no O_PATH descriptor, and a file without read permission can be opened no other way.
-            Path(f"/proc/self/fd/{file}").chmod(mode)
+            Path(f"/proc/self/fd/{file}").chmod(mode & _MODE_MASK)
             return file_stat(os.fstat(file))
 
     def utimens(self, path: str, *, access_time_ns: int | None, modification_time_ns: int | None) -> FileStat:

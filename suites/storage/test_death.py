@@ -165,6 +165,12 @@ def test_operations_that_cannot_be_are_answered_one_by_one(service: Service, ses
         Operation(8, handle, 0, MIB, 0, 0, 0, Opcode.WRITE, OperationFlag.CHECKSUM_GIVEN): errno.EMSGSIZE,
         Operation(9, handle, 0, 0, 0, 0, 0, Opcode.READ): 0,
         Operation(10, handle, MIB, 1, 0, 0, 0, Opcode.READ): 0,
+        # The last offset of a file is that of loff_t, 2^63 - 1.
+        Operation(11, handle, 1 << 63, 0, 0, 0, 0, Opcode.READ): errno.EINVAL,
+        Operation(12, handle, 1 << 63, 1, 0, 0, 0, Opcode.WRITE): errno.EINVAL,
+        Operation(13, handle, (1 << 63) - 1, 1, 0, 0, 0, Opcode.READ): errno.EINVAL,
+        Operation(14, handle, (1 << 63) - 1, 1, 0, 0, 0, Opcode.WRITE): errno.EFBIG,
+        Operation(15, handle, (1 << 63) - 1, 0, 0, 0, 0, Opcode.READ): 0,
     }
     transfers = Transfers(session.data, outstanding_max=100)
     results = transfers.run(list(expected), timeout_s=20)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import signal
 import stat
 import subprocess
+import threading
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -71,6 +73,105 @@ def test_a_large_folder_comes_in_pages_and_with_every_name(service: Service, cli
         (service.root / os.fsdecode(name)).touch()
     assert [os.fsencode(each.name) for each in client.list_folder()] == names
     assert client.stat(os.fsdecode(b"\xff\xfe not utf-8")).size_bytes == 0
+
+
+@needs(verbs.nic())
+def test_folder_of_names_with_long_escapes_is_listed(service: Service, client: StorageClient) -> None:
+    # An emoji has 4 bytes in a name, and 12 in JSON.
+    names = sorted(f"{index:02}{chr(0x1F600) * 62}" for index in range(90))
+    for name in names:
+        (service.root / name).touch()
+    assert [each.name for each in client.list_folder()] == names
+
+
+@needs(verbs.nic())
+def test_own_folders_of_a_store_are_hidden(tmp_path: Path) -> None:
+    with serving(tmp_path / "store", tmp_path / "log") as service, service.connect(token="") as client:
+        (service.root / "3fs-virt").mkdir()
+        (service.root / "3fs-virt" / "file").touch()
+        (service.root / "folder" / "3fs-virt").mkdir(parents=True)
+        for path in ("", ".", "./", "./."):
+            assert [each.name for each in client.list_folder(path)] == ["folder"]
+        # Only in the root have these names a meaning.
+        assert [each.name for each in client.list_folder("folder")] == ["3fs-virt"]
+        for path in ("3fs-virt", "./3fs-virt", "3fs-virt/file", ".gdrkit", ".gdrkit/token"):
+            assert refusal(client, ask.Stat(path)) == errno.ENOENT
+            assert refusal(client, ask.Open(path)) == errno.ENOENT
+            assert refusal(client, ask.List(path)) == errno.ENOENT
+        for path in ("3fs-virt/file", ".gdrkit/token"):
+            with (service.root / path).open("rb") as plain, pytest.raises(ApiError) as refused:
+                client.request(ask.Adopt(), ask.OpenReply, descriptor=plain.fileno())
+            assert refused.value.errno == errno.EXDEV
+
+
+@needs(verbs.nic())
+def test_modes_from_clients_are_masked_to_0777(service: Service, client: StorageClient) -> None:
+    client.open("file", write=True, create=True, mode=0o6755).close()
+    client.request(ask.Mkdir("folder", 0o7755), ask.FileStat)
+    for name in ("file", "folder"):
+        assert stat.S_IMODE((service.root / name).stat().st_mode) == 0o755
+        assert stat.S_IMODE(client.request(ask.Chmod(name, 0o7711), ask.FileStat).mode) == 0o711
+        assert stat.S_IMODE((service.root / name).stat().st_mode) == 0o711
+
+
+@needs(verbs.nic())
+def test_lone_surrogate_is_answered_with_an_error(service: Service, client: StorageClient) -> None:
+    with pytest.raises(ApiError) as refused:
+        service.connect(token="\ud800")  # noqa: S106 - not a password.
+    assert refused.value.errno == errno.EACCES
+    for request in (
+        ask.Stat("\ud800"),
+        ask.Open("a\udfff", write=True, create=True),
+        ask.Symlink("link", "\ud800"),
+        ask.Rename("\ud83d", "b"),
+        ask.List("", "\udc00"),
+    ):
+        assert refusal(client, request) == errno.EINVAL
+    # The session goes on, and a pair of surrogates is a character.
+    client.open("\U0001f600", write=True, create=True).close()
+    assert [each.name for each in client.list_folder()] == ["\U0001f600"]
+    assert "Traceback" not in service.said()
+
+
+@needs(verbs.nic())
+def test_close_of_a_file_that_failed_can_be_repeated(service: Service) -> None:
+    with service.connect(timeout_ms=500) as client:
+        file = client.open("file", write=True, create=True)
+        service.process.send_signal(signal.SIGSTOP)
+        try:
+            for _ in range(2):
+                with pytest.raises(ApiError) as refused:
+                    file.close()
+                assert refused.value.errno == errno.EREMOTEIO
+        finally:
+            service.process.send_signal(signal.SIGCONT)
+    file.close()
+
+
+def test_listening_leaves_the_umask_of_other_threads(tmp_path: Path) -> None:
+    before, stopping = os.umask(0), threading.Event()
+    modes: set[int] = set()
+
+    def make() -> None:
+        while not stopping.is_set():
+            (tmp_path / "file").touch()
+            modes.add(stat.S_IMODE((tmp_path / "file").stat().st_mode))
+            (tmp_path / "file").unlink()
+
+    thread = threading.Thread(target=make)
+    thread.start()
+    try:
+        for index in range(2000):
+            place = Place(path=tmp_path / f"socket{index}")
+            place.listen().close()
+            assert place.path is not None
+            assert stat.S_IMODE(place.path.stat().st_mode) == 0o600
+            place.path.unlink()
+    finally:
+        stopping.set()
+        thread.join()
+        os.umask(before)
+    assert modes == {0o666}
 
 
 @needs(verbs.nic())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,7 +12,7 @@ from support.storage import serving
 
 from gdrkit.errors import ApiError
 from gdrkit.harness.needs import needs, verbs
-from gdrkit.units import KIB
+from gdrkit.units import KIB, MIB
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -112,6 +113,30 @@ def test_sums_survive_the_server_and_belong_to_one_file(tmp_path: Path) -> None:
         (service.root / "file").write_bytes(bytes(SIZE))
         with client.open("file") as file:
             assert read(client, file, offset_bytes=0, length_bytes=SIZE) == bytes(SIZE)
+
+
+@needs(verbs.nic())
+def test_partly_written_chunk_has_no_sum(service: Service, client: StorageClient) -> None:
+    before, after = os.urandom(SIZE), os.urandom(SIZE)
+    # The limit holds for all files of the server, also those of a twin.
+    begin, moved = 2 * MIB, 20 * KIB + 100
+    with client.open("file", write=True, create=True) as file:
+        write(client, file, before, offset_bytes=begin)
+        resource.prlimit(service.process.pid, resource.RLIMIT_FSIZE, (begin + moved, resource.RLIM_INFINITY))
+        with pytest.raises(ApiError) as refused:
+            write(client, file, after, offset_bytes=begin)
+        assert refused.value.errno == errno.EFBIG
+        resource.prlimit(service.process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+        assert read(client, file, offset_bytes=begin, length_bytes=SIZE) == after[:moved] + before[moved:]
+        for chunk, has_sum in ((4, True), (5, False), (6, True)):
+            at = begin + chunk * 4 * KIB
+            corrupt(service.root / "file", at)
+            if has_sum:
+                with pytest.raises(ApiError) as refused:
+                    read(client, file, offset_bytes=at, length_bytes=1)
+                assert refused.value.errno == errno.EIO
+            else:
+                assert len(read(client, file, offset_bytes=at, length_bytes=1)) == 1
 
 
 @needs(verbs.nic())

@@ -146,6 +146,10 @@ def test_any_object_is_a_request_or_is_refused(name: str, fields: dict[str, obje
         b'{"op":"statfs","op":"statfs"}',
         b'{"op":"truncate","path":"a","size_bytes":NaN}',
         b'{"op":"truncate","path":"a","size_bytes":-1}',
+        b'{"op":"truncate","path":"a","size_bytes":9223372036854775808}',
+        b'{"op":"utimens","path":"a","access_time_ns":-9223372036854775808}',
+        b'{"op":"punch_hole","handle":1,"ranges":[[0,9223372036854775808]]}',
+        b'{"op":"sync","handle":9223372036854775808}',
         b'{"op":"truncate","path":"a","size_bytes":' + b"9" * 5000 + b"}",
         b'{"op":"truncate","path":"a","size_bytes":true}',
         b'{"op":"truncate","path":"a","handle":1,"size_bytes":1}',
@@ -163,6 +167,26 @@ def test_requests_that_are_none(payload: bytes) -> None:
     with pytest.raises(UsageError) as refused:
         parse_request(payload)
     assert refused.value.reason is Reason.MALFORMED
+
+
+def test_numbers_of_63_bits_are_accepted() -> None:
+    most = (1 << 63) - 1
+    for request in (
+        ask.Truncate(most, path="a"),
+        ask.PunchHole(1, ((0, most),)),
+        ask.Utimens("a", access_time_ns=-most, modification_time_ns=most),
+    ):
+        assert parse_request(pack_request(request)) == request
+
+
+@pytest.mark.parametrize("surrogate", [0xD800, 0xDC7F, 0xDD00, 0xDFFF])
+def test_lone_surrogate_is_a_bad_argument(surrogate: int) -> None:
+    text = f"a{chr(surrogate)}"
+    for request in (ask.Stat(text), ask.Symlink("a", text), ask.Hello(1, text, ({},))):
+        with pytest.raises(UsageError) as refused:
+            parse_request(pack_request(request))
+        assert refused.value.reason is Reason.BAD_ARGUMENT
+    assert parse_request(pack_request(ask.Stat("\udc80\udcff"))) == ask.Stat("\udc80\udcff")
 
 
 @pytest.mark.parametrize("payload", [b"{}", b'{"ok":{},"error":{}}', b'{"ok":{"x":1}}', b'{"error":{"errno":"x"}}'])
