@@ -58,7 +58,7 @@ PATCHES: tuple[Patch, ...] = (
     # ------------------------------------------------------------ what survived a review from outside (issue 15, D)
     Patch(
         "serve-takes-every-user",
-        "gdrkit/storage/server.py",
+        "gdrkit/storage/listener.py",
         "if user not in {0, os.geteuid()}:",
         "if False:",
     ),
