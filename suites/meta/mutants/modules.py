@@ -44,7 +44,12 @@ CASES: Mapping[str, tuple[str, ...]] = {
     "gdrkit/gds/tiers/policy.py": ("suites/tiers/test_policy.py",),
     "gdrkit/gds/tiers/migration.py": _MOVES,
     "gdrkit/gds/tiers/copying.py": _MOVES,
-    "gdrkit/gds/copying.py": ("suites/gds/test_copy.py", "suites/gds/test_unruly_files.py"),
+    "gdrkit/gds/copying.py": (
+        "suites/gds/test_copy.py",
+        "suites/gds/test_copy_files.py",
+        "suites/gds/test_unruly_files.py",
+    ),
+    "gdrkit/gds/new_file.py": ("suites/gds/test_copy.py", "suites/gds/test_copy_files.py"),
     "gdrkit/report/substrate.py": (
         "suites/inventory/test_witness.py",
         "suites/qualify/test_outcome.py",
@@ -55,7 +60,7 @@ CASES: Mapping[str, tuple[str, ...]] = {
 }
 
 # Files that were split off from a module.
-_PARTS: Mapping[str, tuple[str, ...]] = {"server": ("listener",)}
+_PARTS: Mapping[str, tuple[str, ...]] = {"server": ("listener",), "copying": ("new_file",)}
 
 MODULES: Mapping[str, tuple[str, ...]] = {
     name: tuple(file for file in CASES if Path(file).stem in {name, *_PARTS.get(name, ())})
