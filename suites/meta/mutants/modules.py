@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ CASES: Mapping[str, tuple[str, ...]] = {
     "gdrkit/storage/store.py": _STORAGE,
     "gdrkit/storage/requests.py": _STORAGE,
     "gdrkit/storage/server.py": _STORAGE,
+    "gdrkit/storage/listener.py": _STORAGE,
     "gdrkit/usrbio/server.py": _AGENT,
     "gdrkit/usrbio/mount.py": (
         *_AGENT,
@@ -42,7 +44,12 @@ CASES: Mapping[str, tuple[str, ...]] = {
     "gdrkit/gds/tiers/policy.py": ("suites/tiers/test_policy.py",),
     "gdrkit/gds/tiers/migration.py": _MOVES,
     "gdrkit/gds/tiers/copying.py": _MOVES,
-    "gdrkit/gds/copying.py": ("suites/gds/test_copy.py", "suites/gds/test_unruly_files.py"),
+    "gdrkit/gds/copying.py": (
+        "suites/gds/test_copy.py",
+        "suites/gds/test_copy_files.py",
+        "suites/gds/test_unruly_files.py",
+    ),
+    "gdrkit/gds/new_file.py": ("suites/gds/test_copy.py", "suites/gds/test_copy_files.py"),
     "gdrkit/report/substrate.py": (
         "suites/inventory/test_witness.py",
         "suites/qualify/test_outcome.py",
@@ -52,8 +59,11 @@ CASES: Mapping[str, tuple[str, ...]] = {
     "gdrkit/qualify/outcome.py": ("suites/qualify/test_outcome.py", "suites/qualify/test_outcome_causes.py"),
 }
 
+# Files that were split off from a module.
+_PARTS: Mapping[str, tuple[str, ...]] = {"server": ("listener",), "copying": ("new_file",)}
+
 MODULES: Mapping[str, tuple[str, ...]] = {
-    name: tuple(file for file in CASES if file.endswith(f"/{name}.py"))
+    name: tuple(file for file in CASES if Path(file).stem in {name, *_PARTS.get(name, ())})
     for name in (
         "wire",
         "control",

@@ -58,7 +58,7 @@ PATCHES: tuple[Patch, ...] = (
     # ------------------------------------------------------------ what survived a review from outside (issue 15, D)
     Patch(
         "serve-takes-every-user",
-        "gdrkit/storage/server.py",
+        "gdrkit/storage/listener.py",
         "if user not in {0, os.geteuid()}:",
         "if False:",
     ),
@@ -140,13 +140,19 @@ PATCHES: tuple[Patch, ...] = (
         "gdrkit/cli_files.py",
         "durable=sync,",
         "durable=False,",
-        cases=("suites/gds/test_copy.py",),
+        cases=("suites/gds/test_copy.py", "suites/gds/test_copy_files.py"),
     ),
     Patch(
         "copy-sync-does-nothing",
-        "gdrkit/gds/copying.py",
+        "gdrkit/gds/new_file.py",
         "if durable:",
         "if False:",
+    ),
+    Patch(
+        "copy-sync-leaves-the-folder-out",
+        "gdrkit/gds/new_file.py",
+        "_open_to_sync(destination, stack) if durable else None",
+        "None",
     ),
     Patch(
         "quote-in-a-metric-label",

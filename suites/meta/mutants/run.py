@@ -98,7 +98,6 @@ class _Campaign:
             if compiles and not self._native.empty():
                 worker.build_baseline()
                 self._take(worker, self._native)
-                worker.build_baseline()
             self._take(worker, self._python)
             is_done = True
         finally:

@@ -60,6 +60,8 @@ class Worker:
         self._environment = folder / "environment"
         self._tools = tools
         self._changes = 0
+        # Whether the native parts of the copy may be those of a mutant.
+        self._is_stale = False
         shutil.rmtree(folder, ignore_errors=True)
         self.tree.mkdir(parents=True)
         for entry in source.iterdir():
@@ -99,6 +101,7 @@ class Worker:
         BaselineFailed
             They fail, or there are none.
         """
+        self._refresh()
         verdict, text = self._run(cases, limit_s=_BASELINE_LIMIT_S)
         if not verdict.passed:
             what = verdict.case or ("they took too long" if verdict.timed_out else "no case was named")
@@ -109,6 +112,8 @@ class Worker:
     def attempt(self, mutant: Mutant, *, baseline_s: float) -> Result:
         """Try one mutant: put it into the copy, run its cases, and take it out again."""
         limit_s = max(_LIMIT_FACTOR * baseline_s, _LIMIT_MIN_S)
+        if not mutant.is_native:
+            self._refresh()
         path = self.tree / mutant.file
         original = path.read_text()
         began = time.monotonic()
@@ -120,6 +125,7 @@ class Worker:
                 found = self._judged(mutant, limit_s)
         finally:
             self._write(path, original)
+            self._is_stale |= mutant.is_native
         duration_s = round(time.monotonic() - began, 1)
         return Result(
             mutant, found.outcome, found.killed_by, found.note, duration_s, round(baseline_s, 1), round(limit_s, 1)
@@ -136,6 +142,11 @@ class Worker:
         if not self.build():
             message = "the native parts do not compile without any mutant"
             raise BaselineFailed(message)
+        self._is_stale = False
+
+    def _refresh(self) -> None:
+        if self._is_stale:
+            self.build_baseline()
 
     def build(self) -> bool:
         """Compile the native parts of the copy and install them into it; False when they do not compile."""
