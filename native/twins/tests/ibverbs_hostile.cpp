@@ -51,10 +51,10 @@ struct HostilePeer {
 
     HostilePeer(const Address& from, const Address& to) : socket(connect_to(wire::socket_name_of(to.gid, to.qp_num))) {
         const wire::ConnectRequest connect_request = make_connect_request(from, to);
-        wire::ConnectReply welcome{};
+        wire::ConnectReply reply{};
         CHECK(socket && send_all(socket.get(), &connect_request, sizeof connect_request) &&
               send_fds(socket.get(), link->fds()));
-        CHECK(recv_all(socket.get(), &welcome, sizeof welcome) && welcome.ready == 1);
+        CHECK(recv_all(socket.get(), &reply, sizeof reply) && reply.ready == 1);
     }
     // The connection ends even if no request was answered.
     void expect_end() {
@@ -75,13 +75,13 @@ struct HostilePeer {
 };
 
 void check_bad_request(Target* target, const Address& peer, const std::function<void(wire::Request*)>& corrupt) {
-    HostilePeer intruder(peer, target->side.address());
-    wire::Request request = intruder.request(*target);
+    HostilePeer hostile(peer, target->side.address());
+    wire::Request request = hostile.request(*target);
     corrupt(&request);
-    intruder.link->put_request(0, request);
-    intruder.link->publish_requests(1, intruder.socket.get());
-    intruder.expect_end();
-    CHECK(intruder.link->responded() == 0);
+    hostile.link->put_request(0, request);
+    hostile.link->publish_requests(1, hostile.socket.get());
+    hostile.expect_end();
+    CHECK(hostile.link->responded() == 0);
 }
 
 void test_bad_requests(Target* target, const Address& peer) {
@@ -95,24 +95,24 @@ void test_bad_requests(Target* target, const Address& peer) {
     // A payload that was never written to the pipe.
     check_bad_request(target, peer, [](wire::Request* request) { request->flags = wire::flag_piped; });
     // More requests than the ring has slots.
-    HostilePeer intruder(peer, target->side.address());
-    intruder.link->publish_requests(Link::slot_count + 1, intruder.socket.get());
-    intruder.expect_end();
+    HostilePeer hostile(peer, target->side.address());
+    hostile.link->publish_requests(Link::slot_count + 1, hostile.socket.get());
+    hostile.expect_end();
 }
 
 // Several requests flagged as piped, while the pipe holds one payload and a part of the next.
 void test_short_pipe(Target* target, const Address& peer) {
-    HostilePeer intruder(peer, target->side.address());
-    wire::Request request = intruder.request(*target);
+    HostilePeer hostile(peer, target->side.address());
+    wire::Request request = hostile.request(*target);
     request.flags = wire::flag_piped;
     const char bytes[100]{};
-    CHECK(intruder.link->pipe().splice_in(bytes, sizeof bytes) == 0);
+    CHECK(hostile.link->pipe().splice_in(bytes, sizeof bytes) == 0);
     for (std::uint32_t number = 0; number < 4; ++number) {
-        intruder.link->put_request(number, request);
+        hostile.link->put_request(number, request);
     }
-    intruder.link->publish_requests(4, intruder.socket.get());
-    intruder.expect_end();
-    CHECK(intruder.link->responded() == 1);
+    hostile.link->publish_requests(4, hostile.socket.get());
+    hostile.expect_end();
+    CHECK(hostile.link->responded() == 1);
 }
 
 // Shared memory with wrong seals or size is not mapped at all.
@@ -135,15 +135,15 @@ void test_bad_shared_memory(Target* target, const Address& peer) {
 void test_random_writes(unsigned seed) {
     Endpoint peer(1);
     Target target(peer.address());
-    HostilePeer intruder(peer.address(), target.side.address());
-    const wire::Request request = intruder.request(target);
+    HostilePeer hostile(peer.address(), target.side.address());
+    const wire::Request request = hostile.request(target);
     std::mt19937 random(seed);
     for (std::uint32_t count = 0; count < 400; ++count) {
         // The request is valid at first, so that the target gets far, and is corrupted after it is published.
-        intruder.link->put_request(count, request);
-        intruder.link->publish_requests(count + 1, intruder.socket.get());
+        hostile.link->put_request(count, request);
+        hostile.link->publish_requests(count + 1, hostile.socket.get());
         const std::size_t slot = 256 + count % Link::slot_count * sizeof request;
-        std::memset(intruder.link->memory().at(slot + random() % 64), static_cast<int>(random()), random() % 4);
+        std::memset(hostile.link->memory().at(slot + random() % 64), static_cast<int>(random()), random() % 4);
     }
 }
 

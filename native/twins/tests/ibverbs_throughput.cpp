@@ -308,25 +308,25 @@ private:
 // ---- the runs
 
 struct Peers {
-    double reads_per_s, measure_pread;
+    double reads_per_s, preads_per_s;
 };
 
 void print(const char* name, const char* where, double small_per_s, double large_per_s, const Peers& peers) {
     const double gib = static_cast<double>(1UL << 30);
     std::printf("%-16s %-15s %10.0f %6.2f %14.2f %6.2f\n", name, where, small_per_s,
                 peers.reads_per_s > 0 ? small_per_s / peers.reads_per_s : 0, large_per_s * large_bytes / gib,
-                large_per_s / peers.measure_pread);
+                large_per_s / peers.preads_per_s);
     std::fflush(stdout);
 }
 
-void measure(const char* name, Endpoint* side, const Target& target, const Peers& peers) {
+void measure(const char* prefix, Endpoint* side, const Target& target, const Peers& peers) {
     Initiator initiator(side, target);
     for (unsigned buffer = 0; buffer < place_count; ++buffer) {
         if (target.buffers[buffer].rkey == 0) {
             continue;
         }
         for (const ibv_wr_opcode opcode : {IBV_WR_RDMA_WRITE, IBV_WR_RDMA_READ}) {
-            const std::string name = std::string(name) + (opcode == IBV_WR_RDMA_WRITE ? " WRITE" : " READ");
+            const std::string name = std::string(prefix) + (opcode == IBV_WR_RDMA_WRITE ? " WRITE" : " READ");
             if (!only.empty() && only != name) {
                 continue;
             }
@@ -395,7 +395,7 @@ int main(int count, char** arguments) {
     Ring ring(small.depth);
     const Peers peers{ring ? ring.reads_per_s(file) : 0, measure_pread(file)};
     std::printf("%-16s %-15s %10s %6s %14s %6s\n", "", "", "4 KiB op/s", "x ring", "1 MiB: GiB/s", "x pread");
-    print("file", ring ? "io_uring, pread" : "pread", peers.reads_per_s, peers.measure_pread, peers);
+    print("file", ring ? "io_uring, pread" : "pread", peers.reads_per_s, peers.preads_per_s, peers);
     two_processes(cuda, peers);
     one_process(cuda, peers);
     return 0;
