@@ -28,8 +28,8 @@ std::int64_t nanoseconds_of(std::chrono::steady_clock::time_point when) noexcept
 
 } // namespace
 
-// The agent has a thread for each client. malloc gives threads up to eight arenas for each processor, which grow by what
-// ended clients leave scattered there. Two are enough, since the loop allocates hardly ever.
+// The agent has a thread for each client. malloc gives threads up to eight arenas for each processor, which grow by
+// what ended clients leave scattered there. Two are enough, since the loop allocates hardly ever.
 void limit_arenas() noexcept {
     mallopt(M_ARENA_MAX, 2);
 }
