@@ -281,12 +281,14 @@ def agent(
     Registers the memory of applications with every active NIC, and has a storage server of its own move the files of
     DIR. The line that it is ready is printed when applications can come.
     """
+    from gdrkit.usrbio._agent_loop import limit_arenas
     from gdrkit.usrbio.agent import block_signals, plain_agent, serve_until_signalled
 
     if (store is None) == (server is None):
         message = "one storage server is needed"
         raise UsageError(message, what_to_do="add --store DIR, or --server HOST:PORT")
     block_signals()
+    limit_arenas()
     if store is not None and not fuse:
         running = plain_agent(mount, store, spin_us=spin_us, silence_ms=silence_ms)
         serve_until_signalled(running, as_json=as_json)

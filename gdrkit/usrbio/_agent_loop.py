@@ -12,7 +12,7 @@ from gdrkit.loader import import_native
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["AgentLoop", "create_semaphore", "open_loop"]
+__all__ = ["AgentLoop", "create_semaphore", "limit_arenas", "open_loop"]
 
 
 class AgentLoop(Protocol):
@@ -110,3 +110,8 @@ def open_loop(*, semaphores: tuple[str, str, str], spin_us: int, outstanding_max
 def create_semaphore(name: str, *, mode: int) -> None:
     """Make a named semaphore of value 0; OSError EEXIST when there is one."""
     import_native("gdrkit.usrbio._loop").create_semaphore(name, mode)
+
+
+def limit_arenas() -> None:
+    """Have malloc of this process use two arenas for all threads; before any thread is made."""
+    import_native("gdrkit.usrbio._loop").limit_arenas()

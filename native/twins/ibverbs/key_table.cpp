@@ -2,7 +2,6 @@
 
 #include <mutex>
 #include <unordered_map>
-#include <unordered_set>
 
 #include "ibverbs/region.hpp"
 #include "model/config.hpp"
@@ -14,7 +13,7 @@ using Keys = std::unordered_map<std::uint32_t, std::shared_ptr<Region>>;
 
 struct KeyTable {
     std::mutex mutex;
-    std::unordered_set<std::uint32_t> ever_used;
+    std::uint32_t drawn = static_cast<std::uint32_t>(random_u64()); // Counts from anywhere.
     Keys local, remote;
 };
 
@@ -23,13 +22,20 @@ KeyTable& key_table() {
     return *all;
 }
 
+// A permutation of all numbers of 32 bits (the last steps of MurmurHash3).
+std::uint32_t scramble(std::uint32_t number) {
+    number = (number ^ number >> 16) * 0x85ebca6b;
+    number = (number ^ number >> 13) * 0xc2b2ae35;
+    return number ^ number >> 16;
+}
+
+// No key comes twice before all have come, and none of them has to be remembered for that.
 std::uint32_t draw_unused_key(KeyTable* all) {
-    for (;;) {
-        const auto key = static_cast<std::uint32_t>(random_u64());
-        if (key != 0 && all->ever_used.insert(key).second) {
-            return key;
-        }
+    std::uint32_t key = 0;
+    while (key == 0) {
+        key = scramble(++all->drawn);
     }
+    return key;
 }
 
 std::shared_ptr<Region> find_usable_region(const Keys KeyTable::*keys, std::uint32_t key,

@@ -1,5 +1,6 @@
 #include "usrbio/agent/loop.hpp"
 
+#include <malloc.h>
 #include <poll.h>
 #include <pthread.h>
 #include <sched.h>
@@ -26,6 +27,12 @@ std::int64_t nanoseconds_of(std::chrono::steady_clock::time_point when) noexcept
 }
 
 } // namespace
+
+// The agent has a thread for each client. malloc gives threads up to eight arenas for each processor, which grow by
+// what ended clients leave scattered there. Two are enough, since the loop allocates hardly ever.
+void limit_arenas() noexcept {
+    mallopt(M_ARENA_MAX, 2);
+}
 
 Loop::Loop(const Options& options, const std::array<std::string, priority_classes>& semaphores)
     : options_(options), event_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {

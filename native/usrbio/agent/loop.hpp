@@ -57,6 +57,9 @@ struct Client {
     std::unordered_map<Id, RingEntry, IdHash> rings;
 };
 
+// For a process that is an agent and nothing else, before it has threads: what its clients leave in malloc stays small.
+void limit_arenas() noexcept;
+
 class Loop {
 public:
     // `semaphores`: the names of the submit semaphores, high priority first. Throws std::system_error.

@@ -100,6 +100,7 @@ nb::list events_of(Loop& loop, int timeout_ms) {
 NB_MODULE(_loop, module) {
     module.doc() = "The agent's loop: rings, data frames, completions.";
     nb::register_exception_translator(translate);
+    module.def("limit_arenas", &limit_arenas);
     module.def("create_semaphore", &create_semaphore, nb::arg("name"), nb::arg("mode"));
 
     nb::class_<Loop>(module, "Loop")
