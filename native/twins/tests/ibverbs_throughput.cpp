@@ -33,13 +33,13 @@ using Clock = std::chrono::steady_clock;
 
 constexpr std::size_t small_bytes = 4096, large_bytes = 1UL << 20;
 constexpr std::size_t memory_bytes = 16UL << 20;
-constexpr unsigned list_most = 32;
+constexpr unsigned max_list = 32;
 
 struct Shape {
     std::size_t bytes;
     unsigned depth, list;
 };
-constexpr Shape small{small_bytes, 64, list_most}, large{large_bytes, 4, 2};
+constexpr Shape small{small_bytes, 64, max_list}, large{large_bytes, 4, 2};
 
 double measure_ms = 300;
 std::string only;
@@ -152,8 +152,8 @@ public:
 
 private:
     void post(ibv_wr_opcode opcode, const RemoteBuffer& buffer, const Shape& shape) {
-        ibv_sge sges[list_most];
-        ibv_send_wr list[list_most] = {};
+        ibv_sge sges[max_list];
+        ibv_send_wr list[max_list] = {};
         for (unsigned index = 0; index < shape.list; ++index) {
             sges[index] = memory_.part(at_, shape.bytes);
             list[index].opcode = opcode;
@@ -172,11 +172,11 @@ private:
 
     // Poll at least one completion; sleep on the completion channel while there is none.
     void poll_completions() {
-        ibv_wc wc[list_most];
-        int count = ibv_poll_cq(side_->cq, list_most, wc);
+        ibv_wc wc[max_list];
+        int count = ibv_poll_cq(side_->cq, max_list, wc);
         if (count == 0) {
             CHECK(ibv_req_notify_cq(side_->cq, 0) == 0);
-            count = ibv_poll_cq(side_->cq, list_most, wc);
+            count = ibv_poll_cq(side_->cq, max_list, wc);
             if (count == 0) {
                 CHECK(readable(side_->channel->fd, 10000));
                 wait_event();
@@ -262,7 +262,7 @@ public:
                 add(file, at);
                 at = (at + small_bytes) % memory_bytes;
             }
-            CHECK(syscall(SYS_io_uring_enter, fd_.get(), fresh, list_most, IORING_ENTER_GETEVENTS, nullptr, 0) >= 0);
+            CHECK(syscall(SYS_io_uring_enter, fd_.get(), fresh, max_list, IORING_ENTER_GETEVENTS, nullptr, 0) >= 0);
             return poll_completions();
         });
     }
