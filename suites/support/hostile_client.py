@@ -41,6 +41,11 @@ _NONSENSE = (
 _PATIENCE_S = 10.0
 
 
+def _pause(duration_s: float) -> bool:
+    """Wait for this time or until standard input ends, and return whether it has ended."""
+    return bool(select.select([sys.stdin], [], [], duration_s)[0])
+
+
 @contextlib.contextmanager
 def _served(mount: Path, length_bytes: int) -> Iterator[tuple[RawClient, RawIov, RawRing]]:
     with RawClient(mount) as client, contextlib.ExitStack() as stack:
@@ -56,7 +61,7 @@ def _poll(ring: RawRing, count: int) -> None:
     """Wait for completions without a look at the semaphore."""
     until = time.monotonic() + _PATIENCE_S
     while (ring.index(2) - ring.index(3)) % ring.slots < count and time.monotonic() < until:
-        time.sleep(0.0005)
+        _pause(0.0005)
 
 
 def spoil_completions(mount: Path, number: int) -> None:
@@ -76,12 +81,12 @@ def spoil_submissions(mount: Path, number: int) -> None:
         with (mount / "3fs-virt" / "iovs" / link).readlink().open("r+b") as file:
             if number % 4 == 0:
                 os.truncate(file.fileno(), 0)
-                time.sleep(0.002)
+                _pause(0.002)
             elif os.fstat(file.fileno()).st_size >= _WORDS.size:
                 value, waiters, sharing = _NONSENSE[number % len(_NONSENSE)]
                 # By a system call: another attacker may cut the file while this one writes.
                 os.pwrite(file.fileno(), _WORDS.pack(waiters << 32 | value, sharing), 0)
-    time.sleep(0.001)
+    _pause(0.001)
 
 
 def cut_memory(mount: Path, number: int) -> None:
@@ -94,7 +99,7 @@ def cut_memory(mount: Path, number: int) -> None:
         ring.submit()
         os.ftruncate(iov.fd, 0)
         _poll(ring, 16)
-    time.sleep(0.02)
+    _pause(0.02)
 
 
 ATTACKS = {"completions": spoil_completions, "submissions": spoil_submissions, "memory": cut_memory}
@@ -112,7 +117,7 @@ def main(mount: Path, attack: str) -> None:
         rounds += 1
         if rounds == 1:
             print("attacks", flush=True)  # noqa: T201
-        if select.select([sys.stdin], [], [], 0)[0]:
+        if _pause(0):
             break
     print(rounds, flush=True)  # noqa: T201
 
