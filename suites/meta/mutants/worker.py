@@ -196,7 +196,20 @@ class Worker:
 
     def _run(self, cases: tuple[str, ...], *, limit_s: float) -> tuple[CasesRun, str]:
         python = str(self._environment / "bin" / "python")
-        command = [python, "-m", "gdrkit", "run", "--software", "--isolated", "--seed", "1", "--", python, "-m", "pytest"]
+        command = [
+            python,
+            "-m",
+            "gdrkit",
+            "run",
+            "--software",
+            "--isolated",
+            "--seed",
+            "1",
+            "--",
+            python,
+            "-m",
+            "pytest",
+        ]
         command += ["-c", str(self.tree / "suites" / "pytest.ini"), "-x", "-q", "--tb=short", "--seed=1"]
         command += ["--hypothesis-seed=1", "-o", f"timeout={_CASE_TIMEOUT_S}", *cases]
         marker = uuid.uuid4().hex
