@@ -22,6 +22,7 @@ __all__ = ["fill_bundle"]
 
 # The size limit of the transport to such a machine.
 BUNDLE_BYTES_MAX = 64 << 20
+CACHE = ROOT / "build" / "bundle-parts"
 
 
 def fill_bundle(*, python: str, output: Path, extras: Path | None) -> None:
@@ -40,10 +41,12 @@ def fill_bundle(*, python: str, output: Path, extras: Path | None) -> None:
     tag = "cp" + "".join(map(str, python_version(exact)))
     with lock_environments():
         shutil.rmtree(output, ignore_errors=True)
+        # Read beside the copy of the sources: a build takes minutes, in which the tree may get another commit.
+        commit = output_of(["git", "-C", str(ROOT), "describe", "--always", "--abbrev=40", "--dirty"]) or "unknown"
+        _copy_sources()
         _collect_wheels(tools, tag=tag, output=output)
         _collect_extras(tools, output=output, extras=extras)
     _collect_programs(output)
-    commit = output_of(["git", "-C", str(ROOT), "describe", "--always", "--abbrev=40", "--dirty"]) or "unknown"
     (output / "bundle.json").write_text(json.dumps({"commit": commit, "python": tag}) + "\n")
     size_bytes = sum(path.stat().st_size for path in output.rglob("*") if path.is_file())
     version = ".".join(map(str, python_version(exact)))
@@ -52,17 +55,21 @@ def fill_bundle(*, python: str, output: Path, extras: Path | None) -> None:
         stop(f"The bundle is larger than {BUNDLE_BYTES_MAX >> 20} MiB.")
 
 
+def _copy_sources() -> None:
+    """Copy the sources alone, because the modules that were built into this tree are for another Python."""
+    sources, ignored = CACHE / "tree", shutil.ignore_patterns(".*", "build", "runs", "*.so", "__pycache__")
+    shutil.rmtree(sources, ignore_errors=True)
+    shutil.copytree(ROOT, sources, ignore=ignored)
+
+
 def _collect_wheels(tools: Path, *, tag: str, output: Path) -> None:
     """Build the wheels of this tree and of pyverbs, and download those that they depend on."""
-    wheels, cache = output / "wheels", ROOT / "build" / "bundle-parts"
+    wheels, cache = output / "wheels", CACHE
     build = [str(tools / "pip"), "wheel", "--quiet", "--no-deps"]
     # pyverbs does not depend on this tree and takes minutes to build, so its wheel is kept.
     if not list((cache / tag).glob("pyverbs-*.whl")):
         require([*build, "--wheel-dir", str(cache / tag), PYVERBS], environ=BUILD_CONSTRAINTS)
-    # The modules that were built into this tree are for another Python and must not go along.
-    sources, ignored = cache / "tree", shutil.ignore_patterns(".*", "build", "runs", "*.so", "__pycache__")
-    shutil.rmtree(sources, ignore_errors=True)
-    shutil.copytree(ROOT, sources, ignore=ignored)
+    sources = CACHE / "tree"
     for source, part in ((sources / "native" / "twins", "twins"), (sources, f"native-{tag}")):
         options = ["--no-build-isolation", "--wheel-dir", str(wheels), "-C", f"build-dir={cache / part}"]
         # The symbols alone exceed the limit. The build ids, by which records name libraries, stay.
