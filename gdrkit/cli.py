@@ -1,8 +1,8 @@
 # ruff: noqa: FBT001, PLR0917 - click calls commands by the names of their options.
 """The command line.
 
-Level 7. Every error is one clear line: API, operation, status, errno, what to do; its kind decides the exit code.
-GDRKIT_TRACEBACK=1 shows where it came from.
+Every error is one line: API, operation, status, errno, what to do. The type of the error decides the exit code.
+GDRKIT_TRACEBACK=1 shows the Python traceback.
 """
 
 from __future__ import annotations
@@ -348,7 +348,7 @@ def _guarded(command: Callable[[], object]) -> int:
 
 
 def _code_of(error: GdrkitError) -> int:
-    if isinstance(error, ApiError) and error.operation == "execvp":  # As a shell has it.
+    if isinstance(error, ApiError) and error.operation == "execvp":  # The exit codes are those of a shell.
         return _NOT_FOUND if error.errno == errno.ENOENT else _NOT_EXECUTABLE
     is_plan = isinstance(error, ApiError) and error.operation == "read fault plan"
     return int(ExitCode.WRONG_USAGE if is_plan else ExitCode.of(error))

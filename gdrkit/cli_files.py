@@ -1,7 +1,7 @@
 # ruff: noqa: FBT001, PLR0917 - click calls commands by the names of their options.
 """The commands that move files: copy, bench storage.
 
-They belong to the command line of :mod:`gdrkit.cli`, which also says what an error becomes.
+They belong to the command line of :mod:`gdrkit.cli`, which turns errors into messages and exit codes.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def copy(
     destination: Path,
     device: int | None,
     host: bool,
-    direct: Any,  # noqa: ANN401 - one of the choices.
+    direct: Any,  # noqa: ANN401 - a string of the choices.
     access: Any,  # noqa: ANN401
     sync: bool,
     check: bool,
@@ -120,7 +120,7 @@ def storage(
     seconds: float,
     device: int | None,
     host: bool,
-    direct: Any,  # noqa: ANN401 - one of the choices.
+    direct: Any,  # noqa: ANN401 - a string of the choices.
     as_json: bool,
     plot: Path | None,
 ) -> int:
@@ -177,7 +177,7 @@ def _index(device: int | None, *, host: bool) -> int:
 
 
 def _substrate() -> dict[str, str]:
-    """On what each API of this process ran."""
+    """Return the substrate of each API of this process."""
     from gdrkit import inventory, witness
     from gdrkit.report.substrate import substrate_of
 
@@ -187,7 +187,7 @@ def _substrate() -> dict[str, str]:
 
 
 def _not_of_this_machine(substrate: dict[str, str]) -> str:
-    """Why its numbers say nothing about the machine; empty where they do."""
+    """Return why the numbers say nothing about the machine; empty if they describe it."""
     from gdrkit.report.substrate import Substrate, describe
 
     weak = [f"{api}: {describe(Substrate(found))}" for api, found in substrate.items() if found != "hardware"]
@@ -230,7 +230,7 @@ def _print_points(points: list[Point], substrate: dict[str, str]) -> None:
             click.echo(line)
 
 
-def _plot(points: list[Point], plan: Any, substrate: dict[str, str]) -> Any:  # noqa: ANN401 - of rooms that open late.
+def _plot(points: list[Point], plan: Any, substrate: dict[str, str]) -> Any:  # noqa: ANN401 - types of late imports.
     from gdrkit.report.plot import Line, Plot
     from gdrkit.units import format_bytes
 
@@ -250,17 +250,17 @@ def _plot(points: list[Point], plan: Any, substrate: dict[str, str]) -> Any:  # 
 
 @contextlib.contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """Have SIGTERM and SIGHUP undo what is under way, as Ctrl-C does, and then end the process by that signal."""
+    """Make SIGTERM and SIGHUP undo the unfinished work, as Ctrl-C does, and then end the process by that signal."""
     received: list[int] = []
 
     def stop(number: int, _frame: object) -> None:
         received.append(number)
-        # A second one would interrupt the undoing.
+        # A second signal would interrupt the clean-up.
         signal.signal(number, signal.SIG_IGN)
         raise KeyboardInterrupt
 
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    # One that is ignored (nohup) stays ignored.
+    # An ignored signal (nohup) stays ignored.
     caught = [number for number, handler in before.items() if handler == signal.SIG_DFL]
     for number in caught:
         signal.signal(number, stop)
@@ -275,7 +275,7 @@ def _ended_by_signals() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the warning of a fallback: the result says it."""
+    """Suppress the warning of a fallback, because the result reports it."""
     import warnings
 
     from gdrkit.gds import FellBack
@@ -287,7 +287,7 @@ def _quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _bar(what: str, *, unit_is_bytes: bool, shown: bool) -> Iterator[Callable[[int, int], None]]:
-    """A bar on a terminal, and nothing elsewhere; gives what is told how far it is."""
+    """Show a progress bar on a terminal, and nothing elsewhere; yield the function that updates it."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 

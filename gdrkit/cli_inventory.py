@@ -1,7 +1,7 @@
 # ruff: noqa: FBT001 - click calls commands by the names of their options.
-"""The commands that look at a machine: facts, topology, doctor, explain.
+"""The commands that examine a machine: facts, topology, doctor, explain.
 
-Level 7. They belong to the command line of :mod:`gdrkit.cli`, which also says what an error becomes.
+They belong to the command line of :mod:`gdrkit.cli`, which turns errors into messages and exit codes.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def facts(as_json: bool, no_apis: bool, save: Path | None, replay: Path | None) 
 
     machine = _machine(replay, ask_apis=not no_apis, record=save is not None)
     if save is not None:
-        # What the rules and the topology look at is part of the capture.
+        # The files that the rules and the topology read are part of the capture.
         inventory.diagnose(machine)
         inventory.topology(machine)
         inventory.write_capture(save, machine.capture())

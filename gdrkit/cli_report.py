@@ -1,6 +1,6 @@
-"""The commands about what a run has left: report, compare.
+"""The commands for the results of a run: report, compare.
 
-Level 7. They belong to the command line of :mod:`gdrkit.cli`, which also says what an error becomes.
+They belong to the command line of :mod:`gdrkit.cli`, which turns errors into messages and exit codes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
 # ruff: noqa: FBT001 - click calls commands by the names of their options.
-"""The commands of storage tiers.
-
-Level 7. What they do is in :mod:`gdrkit.gds.tiers`.
-"""
+"""The commands of storage tiers. Their implementation is in :mod:`gdrkit.gds.tiers`."""
 
 from __future__ import annotations
 
@@ -44,14 +41,14 @@ def tiers() -> None:
 
 
 def _configured(command: Callable[_P, int]) -> Callable[..., int]:
-    """A command with the options that say which tiers there are; it gets a Configuration instead."""
+    """Add the options that define the tiers to a command, which receives a Configuration instead of them."""
 
     @wraps(command)
     def configured(config: Path | None, tier_options: tuple[str, ...], catalogue: Path | None, **rest: object) -> int:
         from gdrkit.gds.tiers import configure
 
         found = configure(file=config, tiers=tier_options, catalogue=catalogue)
-        return command(found, **rest)  # type: ignore[arg-type] # click has read them by their types.
+        return command(found, **rest)  # type: ignore[arg-type] # click has converted them to their types.
 
     for option in (
         click.option("--json", "as_json", is_flag=True, help="Print the result as JSON."),
@@ -123,7 +120,7 @@ def migrate(
         for refused in found.refused:
             click.echo(f"stays: {refused.text}")
         click.echo(f"{found.moved} of {found.considered} files moved, {len(found.refused)} had to stay")
-    # Files in use are no failure: they go another time.
+    # A file in use is not a failure: a later migration moves it.
     return int(ExitCode.FAILED) if any(each.reason is not Reason.BUSY for each in found.refused) else 0
 
 

@@ -1,8 +1,8 @@
 """The pytest plugin: declared needs, peers, evidence, verdicts, records.
 
-Level 7. A case declares what it needs before its body; what is not met keeps it from running, with every reason; inside
-the body nothing skips. Turn it on with ``-p gdrkit.harness.plugin``. Importing this package imports neither pytest nor
-any API: peers do it, too.
+A case declares its needs before its body. A case with an unmet need does not run, and its record has every reason. Code
+inside the body must not skip. Enable the plugin with ``-p gdrkit.harness.plugin``. Importing this package imports
+neither pytest nor any API, because peer processes import it, too.
 """
 
 from __future__ import annotations

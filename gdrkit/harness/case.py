@@ -1,7 +1,4 @@
-"""One case while it runs, and its record afterwards.
-
-Level 7.
-"""
+"""A running case and the record that is made of it afterwards."""
 
 from __future__ import annotations
 
@@ -39,28 +36,29 @@ _TRACEBACK_CHARACTERS = 20_000
 
 @dataclass
 class Case:
-    """What the harness knows about a running case.
+    """The state of a running case as known to the harness.
 
     Attributes
     ----------
     needs : tuple of Need
-        As declared.
+        The declared needs.
     unmet : tuple of CaseReason
-        Those not met; nothing until they were looked at.
+        The reasons of the needs that are not met; empty until the needs were checked.
     refusal : tuple of RefusedCause or None
-        With which causes its registration must be refused, where nothing but that is unmet; then it runs.
+        The causes of the registration refusal that the profile expects, if one such refusal accounts for every unmet
+        need; then the case runs.
     refused : tuple of SeenRefusal
-        That refusal, once it was seen.
+        The expected refusal, once it occurred.
     evidence : Evidence
-        What the case keeps.
+        The evidence that the case keeps.
     before : Snapshot or None
-        What was open before.
+        The descriptors and handles that were open before the case.
     failures : list of CaseReason
-        Of its phases.
+        The failures of the phases of the case.
     nics : list of str
         The NICs that the fixtures opened.
     peers : list
-        Name and libraries of each process that took part.
+        Name and libraries of each peer process that took part.
     """
 
     item: pytest.Item
@@ -78,12 +76,12 @@ class Case:
 
     @property
     def runs(self) -> bool:
-        """Whether its body is run: nothing is unmet, or what is must show itself as a refusal."""
+        """Whether the body runs: every need is met, or the unmet needs must show themselves as a refusal."""
         return not self.unmet or self.refusal is not None
 
     @property
     def verdict(self) -> Verdict:
-        """What it showed until now."""
+        """The verdict of the case until now."""
         if self.failures:
             return Verdict.FAIL
         if self.unmet:
@@ -91,10 +89,10 @@ class Case:
         return Verdict.UNPROVEN if self.evidence.missing else Verdict.PASS
 
     def look(self, session: Session) -> None:
-        """Look at all its needs."""
+        """Check all needs of the case."""
         unmet = [(need, reason) for need in self.needs if (reason := need.check(session.facts)) is not None]
         refusals = {session.profile.refusal(need.name) for need, _ in unmet}
-        # One refusal that stands for everything that is unmet.
+        # This is one refusal that accounts for every unmet need.
         self.refusal = refusals.pop() if len(refusals) == 1 else None
         self.unmet = tuple(
             CaseReason(
@@ -106,12 +104,12 @@ class Case:
         )
 
     def refuse(self, seen: tuple[SeenRefusal, ...]) -> None:
-        """Keep the refusal that was expected."""
+        """Keep the expected refusal."""
         self.refused = seen
         self.evidence[REFUSED] = seen
 
     def fail(self, when: str, text: str, details: str) -> None:
-        """Keep why a phase failed."""
+        """Keep the reason why a phase failed."""
         first = text.strip().partition("\n")[0][:_TEXT_CHARACTERS]
         self.failures.append(CaseReason(text=first if when == "call" else f"{when}: {first}"))
         earlier = str(self.evidence.kept.get("traceback", ""))
@@ -119,7 +117,7 @@ class Case:
         self.evidence.kept["traceback"] = both[-_TRACEBACK_CHARACTERS:]
 
     def record(self, session: Session) -> Record:
-        """What is written about it."""
+        """Return the record of the case."""
         processes = [("case", tuple(notable(witness.libraries()))), *self.peers]
         is_unrun = self.verdict is Verdict.NOT_RUN
         if is_unrun and not self.refused:
@@ -147,7 +145,7 @@ class Case:
             libraries=tuple(SeenLibrary.of(name, library) for name, members in processes for library in members),
             seed=session.seed,
             evidence={key: _portable(value) for key, value in self.evidence.kept.items()},
-            # Numbers of a case that failed are no numbers; one that was refused shows nothing but that.
+            # Numbers of a failed case are not valid. A refused case shows nothing but the refusal.
             numbers={} if self.failures or is_unrun else self.evidence.numbers,
             routes=() if is_unrun else tuple(self.evidence.routes),
             duration_ms=round((time.monotonic() - self.started) * 1000, 3),
@@ -160,7 +158,7 @@ class Case:
         )
 
     def _used(self, loaded: Iterable[str]) -> tuple[str, ...]:
-        """The APIs among `loaded` that it declares to need: ``cuda.vmm``, ``software(verbs)``."""
+        """Return the APIs among `loaded` that the case declares to need, as in ``cuda.vmm`` or ``software(verbs)``."""
         return tuple(sorted({api for need in self.needs for api in apis(need)} & set(loaded)))
 
 
@@ -168,7 +166,7 @@ CASE: pytest.StashKey[Case] = pytest.StashKey()
 
 
 def _portable(value: object) -> object:
-    """What has a JSON form, without the places that mean nothing on another machine."""
+    """Return `value` with local paths replaced, which mean nothing on another machine. `value` has a JSON form."""
     if isinstance(value, dict):
         return {key: _portable(each) for key, each in value.items()}
     if isinstance(value, list):
@@ -177,6 +175,6 @@ def _portable(value: object) -> object:
 
 
 def title_of(item: pytest.Item) -> str:
-    """The first line of the docstring of a case; empty when it has none."""
+    """Return the first line of the docstring of a case; empty if there is none."""
     text = getattr(getattr(item, "function", None), "__doc__", None) or ""
     return str(text).strip().partition("\n")[0]

@@ -1,7 +1,4 @@
-"""What a case keeps for the reader of its record.
-
-Level 7.
-"""
+"""The evidence that a case keeps for the reader of its record."""
 
 from __future__ import annotations
 
@@ -55,7 +52,7 @@ class _Nic(Protocol):
 class Evidence:
     """The evidence of one case; the fixture ``evidence``.
 
-    ``evidence["key"] = value`` keeps anything that has a JSON form.
+    ``evidence["key"] = value`` keeps any value that has a JSON form.
     """
 
     def __init__(self) -> None:
@@ -77,10 +74,10 @@ class Evidence:
         Parameters
         ----------
         name : str
-            With the unit at its end, before a statistic if there is one: ``write_us``, ``latency_ns_p50``,
+            Name with the unit at its end, before a statistic if there is one: ``write_us``, ``latency_ns_p50``,
             ``rate_gb_per_s``.
         value : float
-            In that unit.
+            Value in that unit.
 
         Raises
         ------
@@ -94,30 +91,30 @@ class Evidence:
         self.numbers[name] = float(value)
 
     def unproven(self, missing: str) -> None:
-        """Say what was not shown although the bytes are right; the verdict becomes ``unproven``."""
+        """Report what was not shown although the data is right. The verdict becomes ``unproven``."""
         self.missing.append(CaseReason(text=missing))
 
     def route(self, *, device: _Device | int, nic: _Nic | str, way: enum.Enum | str) -> None:
-        """Say which route the bytes of this case took; it counts only if the case passes."""
+        """Report the route that the bytes of this case took. It counts only if the case passes."""
         self.routes.append(_route(device, nic, way, None))
 
     def fell_back(self, cause: str, *, device: _Device | int, nic: _Nic | str, way: enum.Enum | str) -> None:
-        """Say that this route was asked for and the bytes took another one, and why."""
+        """Report that the requested route was not taken, the route that the bytes took instead, and the cause."""
         self.routes.append(_route(device, nic, way, cause))
 
     def file(self, *, device: _Device | int, mount: str, way: enum.Enum | str, fell_back: str | None = None) -> None:
-        """Say which way the bytes took between a device and the files of a mount; it counts only if the case passes.
+        """Report the route of the bytes between a device and the files of a mount. It counts only if the case passes.
 
         Parameters
         ----------
         device : Device or int
-            The device.
+            The CUDA device.
         mount : str
-            Where the file system is mounted.
+            Mount point of the file system.
         way : Route or str
-            ``p2p`` or ``nvfs``, which are direct; ``posix``, ``engine`` or ``unknown``.
+            The route: ``p2p`` or ``nvfs``, which are direct; ``posix``, ``engine`` or ``unknown``.
         fell_back : str or None
-            Why they took this one although a direct one was asked for.
+            Why the bytes took this route although a direct one was requested.
         """
         self.files.append(
             ClaimedFile(

@@ -1,7 +1,7 @@
 """The fixtures of the harness: facts, NICs, devices, peers, seed, evidence.
 
-Level 7. What opens something closes it after the case, so that the harness can see whether the case left something
-behind.
+A fixture that opens an object closes it after the case, so that the harness can detect whether the case left anything
+open.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ __all__ = [
 
 
 class PeerPool:
-    """Long-lived peers, handed out to cases and closed between them.
+    """A pool of long-lived peer processes. Each serves one case after another and is reset between them.
 
-    A peer costs an interpreter and the imports of pyverbs, so a healthy one serves case after case.
+    A peer costs an interpreter start and the imports of pyverbs, so a healthy peer is used again.
     """
 
     def __init__(self) -> None:
@@ -52,11 +52,11 @@ class PeerPool:
         self._count = 0
 
     def start(self) -> None:
-        """Start one peer without waiting for it, before the first case and whatever that opens."""
+        """Start one peer without waiting for it, before the first case opens anything."""
         self._idle.append(self._new())
 
     def take(self) -> Peer:
-        """An idle peer, or a new one."""
+        """Return an idle peer, or a new one."""
         while self._idle:
             peer = self._idle.pop()
             if peer.alive:
@@ -68,12 +68,12 @@ class PeerPool:
         return peer
 
     def give_back(self, peer: Peer, case: Case) -> None:
-        """Have it close what the case made; one that ended during the case is let go.
+        """Make the peer close what the case made. A peer that ended during the case is dropped.
 
         Raises
         ------
         GdrkitError
-            It could not, or something is still open there.
+            The peer could not close everything, or something is still open in it.
         """
         self._used.remove(peer)
         if not peer.alive:
@@ -87,11 +87,11 @@ class PeerPool:
         self._idle.append(peer)
 
     def descriptors(self) -> frozenset[int]:
-        """The descriptors of this process that belong to peers."""
+        """Return the descriptors of this process that belong to peers."""
         return frozenset().union(*(peer.descriptors() for peer in (*self._idle, *self._used)))
 
     def close(self) -> None:
-        """End them all."""
+        """End all peers."""
         for peer in (*self._idle, *self._used):
             peer.close()
         self._idle, self._used = [], []
@@ -115,7 +115,7 @@ def facts(request: pytest.FixtureRequest) -> Facts:
 
 @pytest.fixture
 def seed(request: pytest.FixtureRequest) -> int:
-    """The seed of this case: another for each, the same in each run with the same ``--seed``."""
+    """The seed of this case. It differs between cases and is the same in each run with the same ``--seed``."""
     from gdrkit.harness.plugin import SESSION
 
     return request.config.stash[SESSION].case_seed(request.node.nodeid)
@@ -123,7 +123,7 @@ def seed(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture
 def evidence(request: pytest.FixtureRequest) -> Evidence:
-    """What the case keeps for the reader of its record."""
+    """The evidence that the case keeps for the reader of its record."""
     return _case(request).evidence
 
 
@@ -173,7 +173,7 @@ def gaudi(request: pytest.FixtureRequest) -> Iterator[Gaudi]:
 
 @pytest.fixture
 def peers(request: pytest.FixtureRequest) -> Iterator[Callable[[], Peer]]:
-    """Gives another process with each call."""
+    """A function that returns another peer process with each call."""
     pool, case = request.config.stash[POOL], _case(request)
     taken: list[Peer] = []
 
@@ -189,7 +189,7 @@ def peers(request: pytest.FixtureRequest) -> Iterator[Callable[[], Peer]]:
 
 @pytest.fixture
 def peer(peers: Callable[[], Peer]) -> Peer:
-    """Another process."""
+    """A peer process."""
     return peers()
 
 

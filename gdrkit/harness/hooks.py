@@ -1,8 +1,8 @@
-"""What the harness does in a run of pytest, whichever of its two plugins began it.
+"""The pytest hooks of the harness, used by both of its plugins.
 
-Level 7. It looks at the needs of a case before its set-up, so that what does not run is known with all its reasons and
-before anything was opened; it turns every other skip into a failure; it looks for leaks after the tear-down; it writes
-one record per case.
+The hooks check the needs of a case before its set-up, so that all reasons of a case that does not run are known before
+anything was opened. They turn every other skip into a failure, look for leaks after the tear-down, and write one record
+per case.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ _FIXTURES = frozenset(name for name in fixtures.__all__ if name.islower())
 
 
 def begin(config: pytest.Config, *, strict: bool) -> None:
-    """Make the session, and put these hooks and the fixtures into a run of pytest.
+    """Create the session, and register these hooks and the fixtures in a pytest run.
 
     Parameters
     ----------
     config : pytest.Config
-        Of the run.
+        Configuration of the run.
     strict : bool
-        Whether every case is one of the harness. In the run of a user those are that declare a need or use a fixture of
-        the harness; all others are left alone.
+        Whether every case belongs to the harness. In a run of a user's project, a case belongs to the harness if it
+        declares a need or uses a fixture of the harness. The hooks ignore all other cases.
     """
     try:
         config.stash[SESSION] = Session(config, strict=strict)
@@ -60,7 +60,7 @@ def begin(config: pytest.Config, *, strict: bool) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    """Name the seed, by which a run can be repeated."""
+    """Return the header line with the seed, by which a run can be repeated."""
     return f"gdrkit: --seed {config.stash[SESSION].seed}"
 
 
@@ -77,9 +77,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """See that the substrate is the wanted one, write the plan, and start peers before anything else is opened."""
+    """Check the substrate, write the plan, and start a peer before anything else is opened."""
     state = session.config.stash[SESSION]
-    # pytest calls this also after an interrupt; then `items` has a part of the cases, and none is deselected.
+    # pytest calls this also after an interrupt. `items` then has a part of the cases, and none is deselected.
     if not session.config.stash.get(_COLLECTED, False):
         return
     cases = [Case(item, needs.declared(item)) for item in session.items if _is_ours(item)]
@@ -89,13 +89,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         if state.wanted:
             state.check_substrate()
         if any(case.needs for case in cases) or state.plan or state.records:
-            # Facts and profile are needed, so what is wrong with them is said once, now.
+            # The cases need facts and profile. Loading them here reports their errors once.
             _ = state.profile
             for case in cases:
                 case.look(state)
     except GdrkitError as error:
         raise pytest.UsageError(str(error)) from error
-    # Where files could not be collected there is no plan: what is missing from it would look as if it did not exist.
+    # If files could not be collected, no plan is written: it would lack their cases as if they did not exist.
     if state.plan is not None and not session.testsfailed:
         _write_plan(state.plan, state.profile.name, cases)
     pool = session.config.stash[POOL] = PeerPool()
@@ -104,7 +104,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """End the peers; fail a run in which something did not run and nobody foresaw that."""
+    """End the peers. Fail the run if a case did not run and the profile does not foresee that."""
     pool = session.config.stash.get(POOL, None)
     if pool is not None:
         pool.close()
@@ -116,7 +116,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 def pytest_make_collect_report(
     collector: pytest.Collector,
 ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-    """A file that skips itself while it is read hides its cases: that is a failure."""
+    """Report a test file that skips itself at import as failed, because it hides its cases."""
     report = yield
     if report.outcome == "skipped" and collector.config.stash[SESSION].strict:
         report.outcome = "failed"
@@ -130,7 +130,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     state, planned = item.config.stash[SESSION], item.stash.get(CASE, None)
     if planned is None:
         return (yield)
-    # A fresh one, as an item may run again; its needs were looked at when it was collected.
+    # A new object is used, as an item may run again. Its needs were checked at collection.
     case = item.stash[CASE] = Case(item, planned.needs, unmet=planned.unmet, refusal=planned.refusal)
     item.config.stash[_REPORTS].append(case)
     item.config.stash[_NOW] = case
@@ -143,7 +143,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Refuse to run what has unmet needs; look at what is open."""
+    """Skip a case with unmet needs, else record what is open before it."""
     case = item.stash.get(CASE, None)
     if case is None:
         return
@@ -155,7 +155,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, None, None]:
-    """Look again."""
+    """Check for leaks after the tear-down."""
     case = item.stash.get(CASE, None)
     result = yield
     if case is not None and case.before is not None:
@@ -167,7 +167,7 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, None, None]:
 def pytest_fixture_setup(
     fixturedef: pytest.FixtureDef[object], request: pytest.FixtureRequest
 ) -> Generator[None, object, object]:
-    """What a fixture of a wider scope opens belongs to that scope, and is no leak of the first case that uses it."""
+    """Exclude from the leak check of a case what a fixture of wider scope opens, because it belongs to that scope."""
     case = None if fixturedef.scope == "function" else _running(request)
     if case is None or case.before is None:
         return (yield)
@@ -182,7 +182,7 @@ def pytest_fixture_setup(
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Turn every skip but that of the harness into a failure, and keep failures for the record."""
+    """Turn every skip that is not from the harness into a failure, and keep failures for the record."""
     case = item.stash.get(CASE, None)
     if case is None:
         return (yield)
@@ -212,7 +212,7 @@ def pytest_runtest_makereport(
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:
-    """Name what pytest does not know: what did not run, what was refused as it had to be, what was not proven."""
+    """Return the category of outcomes that pytest does not know: not run, refused as expected, unproven."""
     if report.outcome == "skipped" and _REFUSED in report.user_properties:
         return "refused as expected", "r", "REFUSED"
     if report.outcome == "skipped" and _UNRUN in report.user_properties:
@@ -223,7 +223,7 @@ def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] 
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Say what did not run and what was not proven, with every reason, so that an empty run cannot look good."""
+    """Print unmet needs and what was not proven, with every reason, so that an empty run cannot look good."""
     counted: dict[tuple[str, str, bool], int] = {}
     unproven: list[tuple[str, str]] = []
     for case in config.stash.get(_REPORTS, []):
@@ -246,7 +246,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 def _take_refusal(case: Case, call: pytest.CallInfo[None]) -> bool:
-    """Keep the error of this phase, if it is the refusal that was expected, as the end of a case that did not run."""
+    """Keep the error of this phase as the end of a case that did not run, if it is the expected refusal."""
     if case.refusal is None or case.refused or call.excinfo is None or call.when == "teardown":
         return False
     error = call.excinfo.value
@@ -254,14 +254,14 @@ def _take_refusal(case: Case, call: pytest.CallInfo[None]) -> bool:
     if not seen:
         return False
     case.refuse(seen)
-    # Before pytest makes a text of the error, which nobody reads, and which takes long on a slow machine.
+    # This runs before pytest formats the error: the text is not used, and formatting takes long on a slow machine.
     ended = pytest.skip.Exception("; ".join(map(str, seen))).with_traceback(error.__traceback__)
     call.excinfo = pytest.ExceptionInfo.from_exception(ended)
     return True
 
 
 def _miss_refusal(case: Case, call: pytest.CallInfo[None], report: pytest.TestReport) -> None:
-    """A phase in which the refusal that was expected did not come: a failure, unless it may come yet."""
+    """Report a phase without the expected refusal as failed, unless the refusal can still come in a later phase."""
     if report.outcome == "failed" or call.when == "call":
         how = "nothing was refused" if call.excinfo is None else _said(call.excinfo.value)
         text = f"one RegistrationFailed by {refusal.stated(case.refusal or ())} was expected: {how}"
@@ -272,14 +272,14 @@ def _miss_refusal(case: Case, call: pytest.CallInfo[None], report: pytest.TestRe
 
 
 def _said(error: BaseException) -> str:
-    """As people read it: the class without its module; an assertion as pytest explains it."""
+    """Return the text of an error for the user: the class without its module, or an assertion as pytest explains it."""
     text = str(error).strip()
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _write_plan(path: Path, profile: str, cases: Sequence[Case]) -> None:
     text = json.dumps({"profile": profile, "cases": [_planned(case) for case in cases]}, indent=2) + "\n"
-    # Moved into place, so that whoever waits for it finds it whole.
+    # The file is moved into place, so that a process that waits for it finds it complete.
     whole = path.with_suffix(".new")
     whole.write_text(text, encoding="utf-8")
     whole.replace(path)
@@ -300,7 +300,7 @@ def _wants_peer(case: Case) -> bool:
 
 
 def _is_ours(item: pytest.Item) -> bool:
-    """Whether the harness looks after a case."""
+    """Return whether the harness handles this case."""
     if item.config.stash[SESSION].strict or item.get_closest_marker(needs.MARK) is not None:
         return True
     return bool(_FIXTURES & set(getattr(item, "fixturenames", ())))
@@ -316,5 +316,5 @@ def _unforeseen(config: pytest.Config) -> bool:
 
 
 def _running(request: pytest.FixtureRequest) -> Case | None:
-    # A wider fixture's request has no item of its own.
+    # The request of a fixture with a wider scope has no item of its own.
     return request.config.stash.get(_NOW, None)

@@ -1,7 +1,8 @@
-"""What is open before and after a case.
+"""Leak check: comparison of what is open before and after a case.
 
-Level 7. Three witnesses: descriptors of the process, live objects of gdrkit, and the ledgers of twins where such are
-loaded. What grew is a leak; what a library opens once and keeps is opened before the first look (:func:`start_apis`).
+There are three sources: descriptors of the process, live objects of gdrkit, and the ledgers of the loaded twins. Any
+growth is a leak. :func:`start_apis` runs before the first snapshot, so that objects that a library opens once and keeps
+are not counted.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _API_FILES = {
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What is open at one moment."""
+    """A snapshot of what is open at one moment: descriptors, handles by kind, twin handles by kind."""
 
     descriptors: dict[int, str]
     handles: dict[str, int]
@@ -40,14 +41,14 @@ class Snapshot:
 
 
 def take(*, own: Collection[int] = ()) -> Snapshot:
-    """Look now; the descriptors `own` are the harness' and are left out."""
-    # The ledgers first: a twin that is asked lets go of freed memory that only a dma-buf kept, and of its descriptor.
+    """Return a snapshot. The descriptors `own` belong to the harness and are left out."""
+    # The ledgers are read first: a twin that is queried frees memory that only a dma-buf kept, and its descriptor.
     ledgers = ledger_handles()
     return Snapshot(
         descriptors={
             number: target
             for number, target in witness.descriptors().items()
-            # Standard input, output and error are switched by pytest itself while it captures.
+            # pytest itself replaces standard input, output and error while it captures.
             if number > _STANDARD_ERROR and number not in own
         },
         handles=handles.live(),
@@ -56,7 +57,7 @@ def take(*, own: Collection[int] = ()) -> Snapshot:
 
 
 def ledger_handles() -> dict[str, int]:
-    """Live handles by kind in all twins of this process, e.g. ``{"verbs twin: ibv_mr": 1}``; nothing on hardware."""
+    """Return live handles by kind, e.g. ``{"verbs twin: ibv_mr": 1}``, over all loaded twins; empty on hardware."""
     found: dict[str, int] = {}
     for api in sorted({_api(library.path) for library in witness.libraries() if is_twin(library)} - {""}):
         state = launch.control().ledger(api) or {}
@@ -67,8 +68,8 @@ def ledger_handles() -> dict[str, int]:
 
 
 def grown(before: Snapshot, after: Snapshot) -> dict[str, int]:
-    """What is open after and was not before, counted by kind."""
-    # Also a number that now names something else is new: the old one was closed and something was opened.
+    """Count by kind what is open in `after` and was not in `before`."""
+    # A number with another target is also new: the old descriptor was closed and another one was opened.
     new = [target for number, target in after.descriptors.items() if before.descriptors.get(number) != target]
     gone = [target for number, target in before.descriptors.items() if after.descriptors.get(number) != target]
     kinds = Counter(_kind(target) for target in new)
@@ -80,15 +81,15 @@ def grown(before: Snapshot, after: Snapshot) -> dict[str, int]:
 
 
 def check(before: Snapshot, *, own: Callable[[], Collection[int]]) -> None:
-    """Compare with now.
+    """Compare `before` with the present state.
 
     Raises
     ------
     LeakDetected
-        Something grew, also after a garbage collection.
+        A count grew, and it is still larger after a garbage collection.
     """
     if grown(before, take(own=own())):
-        # Cycles of Python objects may keep a descriptor for a while; that is no leak of the case.
+        # Cycles of Python objects may keep a descriptor for a while. That is not a leak of the case.
         gc.collect()
         leaked = grown(before, take(own=own()))
         if leaked:
@@ -96,13 +97,13 @@ def check(before: Snapshot, *, own: Callable[[], Collection[int]]) -> None:
 
 
 def start_apis(apis: Collection[str]) -> None:
-    """Have each API do once what it does once: load, start threads, open what it keeps until the process ends."""
+    """Make each API do its one-time work: load, start threads, open what it keeps until the process ends."""
     if "cuda" in apis:
         from gdrkit import cuda
 
         for index in range(cuda.device_count()):
             with cuda.Device(index) as device, device.allocate(HOST_PAGE_BYTES) as memory:
-                # The first export and the first IPC handle may start what serves them.
+                # The first export and the first IPC handle may start helper threads or open descriptors.
                 if device.attribute(cuda.DeviceAttribute.DMA_BUF_SUPPORTED):
                     memory.export_dmabuf().close()
                 if device.attribute(cuda.DeviceAttribute.UNIFIED_ADDRESSING):
@@ -127,13 +128,13 @@ def _api(path: str) -> str:
 
 
 def _kind(target: str) -> str:
-    # "socket:[4711]" and "/memfd:gdrkit-gpu:0123 (deleted)" name one thing each; the kind is what a reader can use.
+    # "socket:[4711]" and "/memfd:gdrkit-gpu:0123 (deleted)" name a single object each. The reader needs the kind.
     head = target.partition(":[")[0]
     return ":".join(head.split(":")[:2]) if head.startswith("/memfd:") else head
 
 
 def moved(baseline: Snapshot, before: Snapshot, after: Snapshot) -> Snapshot:
-    """The baseline with what was opened between two looks added: it belongs to somebody who lives longer."""
+    """Return `baseline` plus what was opened between `before` and `after`, which belongs to a longer-lived owner."""
     return Snapshot(
         descriptors={
             **baseline.descriptors,

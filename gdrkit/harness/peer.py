@@ -1,7 +1,8 @@
-"""The other process of a case, as the case sees it.
+"""The proxy by which a case controls its peer process.
 
-Level 7. A peer is spawned (never forked), says when it is ready, and answers one request at a time, each with a time
-limit. A peer that dies or does not answer gives :class:`BrokenResource`; nothing ever waits for it without a limit.
+A peer is spawned (never forked), reports when it is ready, and replies to one request at a time, each with a time
+limit. If a peer dies or does not reply, the call raises :class:`BrokenResource`. No call waits for a peer without a
+limit.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ _SHOWN_BYTES = 2000
 
 
 class Peer:
-    """A spawned process that acts on request.
+    """A spawned process that executes requests.
 
     Parameters
     ----------
     name : str
-        By which errors and records call it.
+        Name of the peer in errors and records.
     environment : mapping or None
-        Its environment; that of this process when None.
+        Environment of the peer; that of this process if None.
     """
 
     def __init__(self, name: str = "peer", *, environment: Mapping[str, str] | None = None) -> None:
@@ -48,8 +49,9 @@ class Peer:
         self._requests = 0
         self._is_ready = False
         self._nic: PeerNic | None = None
-        # What it prints would come in the middle of other cases; it is shown when the peer breaks.
-        self._printed = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the peer.
+        # The output of the peer is kept in a file, as it would appear amid other cases. It is shown when the peer
+        # breaks.
+        self._printed = tempfile.TemporaryFile()  # noqa: SIM115 - the file is open as long as the peer.
         ours, theirs = socket.socketpair()
         try:
             self._process = subprocess.Popen(
@@ -70,7 +72,7 @@ class Peer:
 
     @property
     def process_id(self) -> int:
-        """Of the kernel."""
+        """Process id of the peer."""
         return self._process.pid
 
     @property
@@ -80,43 +82,43 @@ class Peer:
 
     @property
     def exit_code(self) -> int | None:
-        """As :mod:`subprocess` has it (minus the signal when one ended it); None while it runs."""
+        """Exit code as in :mod:`subprocess` (minus the signal number after a signal); None while the peer runs."""
         return self._process.poll()
 
     @property
     def nic(self) -> PeerNic:
-        """Its first active NIC, opened at the first use."""
+        """The first active NIC of the peer, opened at the first use."""
         if self._nic is None:
             self._nic = self.open_nic()
         return self._nic
 
     def open_nic(self, name: str | None = None, *, port: int | None = None, gid_index: int | None = None) -> PeerNic:
-        """Open a NIC there; the first with an active port when no name is given."""
+        """Open a NIC in the peer: the one called `name`, or the first with an active port if `name` is None."""
         made = self.request("verbs.open_nic", name=name, port=port, gid_index=gid_index)
         return PeerNic(self, made)
 
     def queue_pair(self, **limits: int) -> PeerQueuePair:
-        """A queue pair on its first active NIC; see :meth:`PeerNic.queue_pair`."""
+        """Create a queue pair on the first active NIC of the peer; see :meth:`PeerNic.queue_pair`."""
         return self.nic.queue_pair(**limits)
 
     def buffer(self, length_bytes: int, *, seed: int | None = None) -> PeerBuffer:
-        """Registered host memory on its first active NIC; see :meth:`PeerNic.buffer`."""
+        """Register host memory on the first active NIC of the peer; see :meth:`PeerNic.buffer`."""
         return self.nic.buffer(length_bytes, seed=seed)
 
     def device(self, index: int = 0) -> PeerDevice:
-        """A CUDA device there; opens CUDA in the peer."""
+        """Open a CUDA device in the peer. The first call loads CUDA there."""
         return PeerDevice(self, self.request("cuda.device", index=index))
 
     def libraries(self) -> tuple[LoadedLibrary, ...]:
-        """The API libraries that the process has mapped."""
+        """Return the API libraries that the peer has mapped."""
         return from_plain(tuple[LoadedLibrary, ...], self.request("libraries"))
 
     def modules(self) -> frozenset[str]:
-        """The top-level Python modules that it has imported."""
+        """Return the top-level Python modules that the peer has imported."""
         return frozenset(self.request("modules"))
 
     def exit(self, status: int = 0) -> None:
-        """Have it end at once without any clean-up (``os._exit``), and wait for that."""
+        """Make the peer end at once without any clean-up (``os._exit``), and wait for its end."""
         self._ensure_ready()
         self._requests += 1
         arguments = {"status": status}
@@ -124,27 +126,27 @@ class Peer:
         self._process.wait(_END_TIMEOUT_S)
 
     def kill(self) -> None:
-        """End it with SIGKILL and wait for that; what it had opened is closed by the kernel alone."""
+        """End the peer with SIGKILL and wait for its end. Only the kernel closes what the peer had opened."""
         self._process.kill()
         self._process.wait(_END_TIMEOUT_S)
 
     def stop(self) -> None:
-        """SIGSTOP: it lives and answers nothing; :meth:`resume` ends that."""
+        """Send SIGSTOP. The peer stays alive and does not reply until :meth:`resume`."""
         self._process.send_signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """SIGCONT."""
+        """Send SIGCONT."""
         self._process.send_signal(signal.SIGCONT)
 
     def reset(self) -> tuple[LoadedLibrary, ...]:
-        """Close everything that it made, last first; gives the API libraries that it has mapped.
+        """Make the peer close everything that it made, last first, and return the API libraries that it has mapped.
 
         Raises
         ------
         LeakDetected
-            Something is still open there.
+            Something is still open in the peer.
         BrokenResource
-            It is gone or does not answer.
+            The peer is gone or does not reply.
         """
         self._nic = None
         answer = self.request("reset")
@@ -153,7 +155,7 @@ class Peer:
         return from_plain(tuple[LoadedLibrary, ...], answer["libraries"])
 
     def close(self) -> None:
-        """Have it end by closing the socket, or by force after 10 s; a second close does nothing."""
+        """End the peer by closing the socket, or by SIGKILL after 10 s. A second close does nothing."""
         if self._printed.closed:
             return
         self._channel.close()
@@ -164,7 +166,7 @@ class Peer:
         self._printed.close()
 
     def descriptors(self) -> frozenset[int]:
-        """The descriptors of this process that belong to the peer."""
+        """Return the descriptors of this process that belong to the peer."""
         if self._printed.closed:
             return frozenset()
         return frozenset((self._channel.fileno(), self._printed.fileno()))
@@ -175,17 +177,17 @@ class Peer:
         *,
         descriptors: Sequence[int] = (),
         request_timeout_s: float = _REQUEST_TIMEOUT_S,
-        **arguments: Any,  # noqa: ANN401 - whatever the operation takes.
-    ) -> Any:  # noqa: ANN401 - whatever the operation answers.
-        """Have it do something, and wait for the answer.
+        **arguments: Any,  # noqa: ANN401 - each operation has its own arguments.
+    ) -> Any:  # noqa: ANN401 - each operation has its own result.
+        """Make the peer execute an operation, and return its result.
 
         Raises
         ------
         GdrkitError
-            What the operation raised there, with a note that names the peer.
+            The error that the operation raised in the peer, with a note that names the peer.
         BrokenResource
-            ``PEER_GONE``: it ended. ``TIMEOUT``: no answer in time; it is killed then, since nobody knows what it still
-            does.
+            ``PEER_GONE``: the peer ended. ``TIMEOUT``: it did not reply in time; it is killed then, since its state is
+            unknown.
         """
         self._ensure_ready()
         self._requests += 1
@@ -207,7 +209,7 @@ class Peer:
 
     def _ensure_ready(self) -> None:
         if not self._is_ready:
-            # Not at the start: several peers may start at once, and the case goes on meanwhile.
+            # The wait is not part of the start: several peers can start at once while the case continues.
             self._receive("start", _READY_TIMEOUT_S)
             self._is_ready = True
 

@@ -1,7 +1,4 @@
-"""The CUDA operations of a peer process.
-
-Level 7.
-"""
+"""The CUDA operations of a peer process."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ __all__ = ["operations"]
 
 
 def operations(objects: Objects) -> dict[str, Callable[..., Any]]:
-    """The operations on the objects of this process, by name."""
+    """Return the CUDA operations on the objects of this process, by name."""
     server = _Cuda(objects)
     names = "device allocate open_ipc export_ipc import_vmm contents check write"
     return {name: getattr(server, name) for name in names.split()}

@@ -1,7 +1,7 @@
-# ruff: noqa: ANN401 - options and answers are those of another process: plain data.
-"""What a peer has made, as the case sees it: each is a number there and an object here.
+# ruff: noqa: ANN401 - options and results come from another process as plain data.
+"""Proxies for the objects that a peer has made: each is a number in the case and an object in the peer.
 
-Level 7. Closing is optional: a peer closes everything between two cases.
+Closing a proxy is optional, because a peer closes everything between two cases.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ __all__ = ["PeerBuffer", "PeerDevice", "PeerMemory", "PeerNic", "PeerQueuePair",
 
 _ALL_ACCESS = Access.LOCAL_WRITE | Access.REMOTE_READ | Access.REMOTE_WRITE
 _TIMEOUT_MS = 10_000.0
-# How much longer to wait for the answer than the peer waits for a completion.
+# The time in seconds by which the wait for the reply is longer than the peer's wait for a completion.
 _SLACK_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
 class ReadBack:
-    """How an RDMA READ by a peer ended, and the digest of what it then had."""
+    """The completion of an RDMA READ by a peer, and the SHA-256 of the data that it read."""
 
     completion: Completion
     sha256: str
@@ -39,19 +39,19 @@ class _Handle:
         self.number: int = made["handle"]
 
     def close(self) -> None:
-        """Close it there."""
+        """Close the object in the peer."""
         self.peer.request("close", number=self.number)
 
 
 class PeerRegion(_Handle):
-    """A region of a peer."""
+    """A memory region of a peer."""
 
     def __init__(self, peer: Peer, made: dict[str, Any]) -> None:
         super().__init__(peer, made)
         self._remote = RemoteRange.from_dict(made["remote"])
 
     def remote(self, *, offset_bytes: int = 0, length_bytes: int | None = None) -> RemoteRange:
-        """How this side reaches a part of it; None: up to the end."""
+        """Return the remote range of a part of the region; up to the end if `length_bytes` is None."""
         whole = self._remote
         length_bytes = whole.length_bytes - offset_bytes if length_bytes is None else length_bytes
         return whole.part(offset_bytes=offset_bytes, length_bytes=length_bytes)
@@ -63,7 +63,7 @@ class PeerBuffer(PeerRegion):
     def fill(
         self, *, seed: int, offset_bytes: int = 0, length_bytes: int | None = None, stream_offset_bytes: int = 0
     ) -> None:
-        """Put bytes of the stream of `seed` (see :mod:`gdrkit.pattern`) into it."""
+        """Write bytes of the stream of `seed` (see :mod:`gdrkit.pattern`) into the buffer."""
         self.peer.request(
             "verbs.fill",
             buffer=self.number,
@@ -76,12 +76,12 @@ class PeerBuffer(PeerRegion):
     def check(
         self, *, seed: int, offset_bytes: int = 0, length_bytes: int | None = None, stream_offset_bytes: int = 0
     ) -> str:
-        """Compare it, there, with the stream of `seed`; gives the SHA-256 of what was compared.
+        """Compare the buffer with the stream of `seed` in the peer, and return the SHA-256 of the compared bytes.
 
         Raises
         ------
         DataMismatch
-            With the first wrong byte.
+            The bytes differ; the error has the first wrong byte.
         """
         digest: str = self.peer.request(
             "verbs.check",
@@ -94,7 +94,7 @@ class PeerBuffer(PeerRegion):
         return digest
 
     def contents(self, *, offset_bytes: int = 0, length_bytes: int | None = None) -> bytes:
-        """Its bytes."""
+        """Return the bytes of the buffer."""
         length_bytes = self._length(offset_bytes, length_bytes)
         return bytes.fromhex(
             self.peer.request(
@@ -115,7 +115,7 @@ class PeerNic(_Handle):
         self.gid: str = made["gid"]
 
     def buffer(self, length_bytes: int, *, seed: int | None = None, access: Access = _ALL_ACCESS) -> PeerBuffer:
-        """New registered host memory: zeros, or from its first byte on the stream of `seed`."""
+        """Register new host memory: zeros, or the stream of `seed` from the first byte on."""
         made = self.peer.request("verbs.buffer", nic=self.number, length_bytes=length_bytes, access=int(access))
         buffer = PeerBuffer(self.peer, made)
         if seed is not None:
@@ -125,7 +125,7 @@ class PeerNic(_Handle):
     def register_dmabuf(
         self, fd: int, *, offset_bytes: int, length_bytes: int, address: int, access: Access = _ALL_ACCESS
     ) -> PeerRegion:
-        """Have the peer register a dma-buf of this process; it gets a descriptor of its own."""
+        """Make the peer register a dma-buf of this process. The peer gets its own descriptor."""
         made = self.peer.request(
             "verbs.dmabuf_region",
             nic=self.number,
@@ -138,8 +138,9 @@ class PeerNic(_Handle):
         return PeerRegion(self.peer, made)
 
     def queue_pair(self, *, depth: int | None = None, **limits: int) -> PeerQueuePair:
-        """A queue pair with its own completion queue, for `depth` completions; limits are those of
-        :meth:`gdrkit.verbs.Nic.queue_pair`.
+        """Create a queue pair with its own completion queue of `depth` entries.
+
+        The limits are those of :meth:`gdrkit.verbs.Nic.queue_pair`.
         """
         return PeerQueuePair(
             self.peer, self.peer.request("verbs.queue_pair", nic=self.number, depth=depth, limits=limits)
@@ -147,18 +148,18 @@ class PeerNic(_Handle):
 
 
 class PeerQueuePair(_Handle):
-    """One side of a connection, in a peer."""
+    """The queue pair of a peer, one end of a connection."""
 
     def __init__(self, peer: Peer, made: dict[str, Any]) -> None:
         super().__init__(peer, made)
         self.endpoint = Endpoint.from_dict(made["endpoint"])
 
     def connect(self, remote: Endpoint, **options: int) -> None:
-        """Connect it to `remote`; options are those of :meth:`gdrkit.verbs.QueuePair.connect`."""
+        """Connect the queue pair to `remote`; options are those of :meth:`gdrkit.verbs.QueuePair.connect`."""
         self.peer.request("verbs.connect", queue_pair=self.number, endpoint=remote.to_dict(), options=options)
 
     def join(self, ours: QueuePair, **options: int) -> None:
-        """Connect it and a queue pair of this process to each other."""
+        """Connect the queue pair and a queue pair of this process to each other."""
         self.connect(ours.endpoint(), **options)
         ours.connect(self.endpoint, **options)  # type: ignore[arg-type]
 
@@ -173,27 +174,27 @@ class PeerQueuePair(_Handle):
         immediate: int | None = None,
         timeout_ms: float = _TIMEOUT_MS,
     ) -> Completion:
-        """RDMA WRITE of bytes of the stream of `seed` from a buffer of its own, and its completion.
+        """Send bytes of the stream of `seed` by RDMA WRITE from a temporary buffer, and return the completion.
 
         Parameters
         ----------
         remote : RemoteRange
-            Where to, in this process.
+            The target, in this process.
         seed, stream_offset_bytes : int
-            Which bytes; see :mod:`gdrkit.pattern`.
+            Position of the bytes in the stream; see :mod:`gdrkit.pattern`.
         length_bytes : int or None
-            How many; as many as `remote` has when None.
+            Number of bytes; the length of `remote` if None.
         local_offset_bytes : int
-            Where they begin in the peer's buffer.
+            Offset of the bytes in the buffer of the peer.
         immediate : int or None
-            32 bits to come with them.
+            The 32-bit immediate value of the request, or None.
         timeout_ms : float
-            How long to wait for the completion.
+            Longest wait for the completion.
 
         Raises
         ------
         ApiError
-            The request was refused, or (``TIMEOUT``) did not complete. One that completed with an error is returned.
+            The request was refused, or (``TIMEOUT``) did not complete. A completion with an error is returned.
         """
         return self._completed(
             "verbs.write",
@@ -216,14 +217,14 @@ class PeerQueuePair(_Handle):
         stream_offset_bytes: int = 0,
         timeout_ms: float = _TIMEOUT_MS,
     ) -> ReadBack:
-        """RDMA READ into a buffer of its own; with a `seed`, what arrived is compared with that stream, there.
+        """Read by RDMA READ into a temporary buffer. With a `seed`, the peer compares the data with that stream.
 
         Raises
         ------
         DataMismatch
-            The READ succeeded with other bytes.
+            The READ succeeded, and the data differs.
         ApiError
-            As :meth:`write`.
+            See :meth:`write`.
         """
         answer = self._request(
             "verbs.read",
@@ -245,7 +246,7 @@ class PeerQueuePair(_Handle):
         immediate: int | None = None,
         timeout_ms: float = _TIMEOUT_MS,
     ) -> Completion:
-        """SEND bytes of the stream of `seed`, and its completion."""
+        """Send bytes of the stream of `seed` by SEND, and return the completion."""
         return self._completed(
             "verbs.send",
             timeout_ms,
@@ -256,34 +257,34 @@ class PeerQueuePair(_Handle):
         )
 
     def receive(self, buffer: PeerBuffer | None, *, work_id: int = 0, **part: int) -> None:
-        """Offer a buffer (None: for an immediate) to the next message; :meth:`wait_received` says when it came."""
+        """Post a receive buffer (None: for an immediate only). :meth:`wait_received` returns its completion."""
         number = None if buffer is None else buffer.number
         options = {"work_id": work_id, **part}
         self.peer.request("verbs.post_receive", queue_pair=self.number, buffer=number, options=options)
 
     def post_write(self, buffer: PeerBuffer, remote: RemoteRange, *, work_id: int, **options: Any) -> None:
-        """Only post; options are those of :meth:`gdrkit.verbs.QueuePair.post_write`."""
+        """Post a WRITE and do not wait; options are those of :meth:`gdrkit.verbs.QueuePair.post_write`."""
         self._post("verbs.post_write", buffer, work_id, options, remote=remote.to_dict())
 
     def post_read(self, buffer: PeerBuffer, remote: RemoteRange, *, work_id: int, **options: Any) -> None:
-        """Only post; options are those of :meth:`gdrkit.verbs.QueuePair.post_read`."""
+        """Post a READ and do not wait; options are those of :meth:`gdrkit.verbs.QueuePair.post_read`."""
         self._post("verbs.post_read", buffer, work_id, options, remote=remote.to_dict())
 
     def post_send(self, buffer: PeerBuffer, *, work_id: int, **options: Any) -> None:
-        """Only post; options are those of :meth:`gdrkit.verbs.QueuePair.post_send`."""
+        """Post a SEND and do not wait; options are those of :meth:`gdrkit.verbs.QueuePair.post_send`."""
         self._post("verbs.post_send", buffer, work_id, options)
 
     def wait(self, timeout_ms: float = _TIMEOUT_MS) -> Completion:
-        """The next completion of its send queue."""
+        """Return the next completion of the send queue."""
         return self._completed("verbs.wait", timeout_ms)
 
     def wait_received(self, timeout_ms: float = _TIMEOUT_MS) -> Completion:
-        """The next completion of its receive queue."""
+        """Return the next completion of the receive queue."""
         return self._completed("verbs.wait_received", timeout_ms)
 
     @property
     def state(self) -> str:
-        """E.g. ``RTS``."""
+        """State of the queue pair, e.g. ``RTS``."""
         state: str = self.peer.request("verbs.state", queue_pair=self.number)
         return state
 
@@ -308,16 +309,16 @@ class PeerDevice(_Handle):
     """A CUDA device that a peer uses."""
 
     def allocate(self, length_bytes: int) -> PeerMemory:
-        """Memory by cuMemAlloc."""
+        """Allocate memory by cuMemAlloc."""
         return PeerMemory(self.peer, self.peer.request("cuda.allocate", device=self.number, length_bytes=length_bytes))
 
     def open_ipc(self, handle: bytes, *, length_bytes: int | None = None) -> PeerMemory:
-        """Memory of another process by its IPC handle."""
+        """Open memory of another process by its IPC handle."""
         made = self.peer.request("cuda.open_ipc", device=self.number, handle=handle.hex(), length_bytes=length_bytes)
         return PeerMemory(self.peer, made)
 
     def import_vmm(self, descriptors: Sequence[int], *, chunk_bytes: int) -> PeerMemory:
-        """Chunks of VMM memory by their descriptors, which travel by SCM_RIGHTS."""
+        """Import chunks of VMM memory by their descriptors, which are sent by SCM_RIGHTS."""
         made = self.peer.request(
             "cuda.import_vmm", device=self.number, chunk_bytes=chunk_bytes, descriptors=list(descriptors)
         )
@@ -325,7 +326,7 @@ class PeerDevice(_Handle):
 
 
 class PeerMemory(_Handle):
-    """Device memory as a peer has it."""
+    """Device memory of a peer."""
 
     def __init__(self, peer: Peer, made: dict[str, Any]) -> None:
         super().__init__(peer, made)
@@ -333,11 +334,11 @@ class PeerMemory(_Handle):
         self.length_bytes: int = made["length_bytes"]
 
     def export_ipc(self) -> bytes:
-        """Its IPC handle."""
+        """Return the IPC handle of the memory."""
         return bytes.fromhex(self.peer.request("cuda.export_ipc", memory=self.number))
 
     def contents(self, *, offset_bytes: int = 0, length_bytes: int | None = None) -> bytes:
-        """Its bytes, read by the peer."""
+        """Return the bytes of the memory, read by the peer."""
         arguments: dict[str, Any] = {
             "offset_bytes": offset_bytes,
             "length_bytes": self._length(offset_bytes, length_bytes),
@@ -347,12 +348,12 @@ class PeerMemory(_Handle):
     def check(
         self, *, seed: int, offset_bytes: int = 0, length_bytes: int | None = None, stream_offset_bytes: int = 0
     ) -> str:
-        """Compare it, there, with the stream of `seed`; gives the SHA-256 of what was compared.
+        """Compare the memory with the stream of `seed` in the peer, and return the SHA-256 of the compared bytes.
 
         Raises
         ------
         DataMismatch
-            With the first wrong byte.
+            The bytes differ; the error has the first wrong byte.
         """
         digest: str = self._stream("cuda.check", seed, offset_bytes, length_bytes, stream_offset_bytes)
         return digest
@@ -360,7 +361,7 @@ class PeerMemory(_Handle):
     def write(
         self, *, seed: int, offset_bytes: int = 0, length_bytes: int | None = None, stream_offset_bytes: int = 0
     ) -> None:
-        """Put bytes of the stream of `seed` into it."""
+        """Write bytes of the stream of `seed` into the memory."""
         self._stream("cuda.write", seed, offset_bytes, length_bytes, stream_offset_bytes)
 
     def _stream(self, operation: str, seed: int, offset_bytes: int, length_bytes: int | None, begin: int) -> Any:

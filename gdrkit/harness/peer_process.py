@@ -1,8 +1,8 @@
-"""The other process of a case: ``python -m gdrkit.harness.peer_process DESCRIPTOR``.
+"""The peer process of a case: ``python -m gdrkit.harness.peer_process DESCRIPTOR``.
 
-Level 7. Started anew (never forked), it says that it is ready, then serves requests until its socket closes. It opens
-an API only when a request needs one, so a peer that was asked for RDMA alone has no CUDA in it. Everything it makes is
-a numbered handle; ``reset`` closes all, last made first.
+The process is spawned (never forked), reports that it is ready, and serves requests until its socket closes. It opens
+an API only when a request needs it, so a peer that gets only RDMA requests does not load CUDA. Every object that it
+makes has a numbered handle. ``reset`` closes all objects, last made first.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ _EXIT_BROKEN = 70  # EX_SOFTWARE of sysexits.h
 
 
 class Objects:
-    """What this process has made for its case, by number."""
+    """The objects that this process has made for its case, by handle number."""
 
     def __init__(self) -> None:
         self._made: dict[int, Any] = {}
         self._next = 1
 
     def add(self, made: object) -> int:
-        """Keep it; its number is never used again."""
+        """Keep an object and return its number, which is never used again."""
         number, self._next = self._next, self._next + 1
         self._made[number] = made
         return number
 
-    def get(self, number: int, kind: type) -> Any:  # noqa: ANN401 - of the kind that was asked for.
-        """The object of this number.
+    def get(self, number: int, kind: type) -> Any:  # noqa: ANN401 - the result has the type `kind`.
+        """Return the object of this number.
 
         Raises
         ------
         UsageError
-            There is none, or it is of another kind.
+            There is no such object, or it has another type.
         """
         made = self._made.get(number)
         if number not in self._made or not isinstance(made, kind):
@@ -56,13 +56,14 @@ class Objects:
         return made
 
     def close(self, number: int) -> None:
-        """Close one."""
+        """Close one object."""
         self.get(number, object).close()
         self._made.pop(number)
 
     def close_all(self) -> None:
-        """Close all, last made first; the first failure is raised after all had their turn, the others are notes on
-        it.
+        """Close all objects, last made first.
+
+        The first error is raised after all were closed. The other errors are added to it as notes.
         """
         first: GdrkitError | None = None
         for number in sorted(self._made, reverse=True):
@@ -78,7 +79,7 @@ class Objects:
 
 
 def serve(channel: Channel) -> None:
-    """Answer requests until the other side closes the socket."""
+    """Serve requests until the other side closes the socket."""
     server = _Server(channel)
     channel.send({"ready": True, "process": os.getpid()})
     while (request := channel.receive()) is not None:
@@ -98,12 +99,12 @@ def main() -> NoReturn:
         serve(channel)
         is_done = True
     except BrokenPipeError:
-        is_done = True  # The case is gone; so are we.
+        is_done = True  # The process of the case has ended, so this one ends, too.
     finally:
         if not is_done:
             traceback.print_exc()
         sys.stderr.flush()
-        # No end of the interpreter: its clean-up would touch, in no good order, what a case left open on purpose.
+        # The interpreter is not finalized: it would destroy in undefined order what a case left open on purpose.
         os._exit(0 if is_done else _EXIT_BROKEN)
 
 
@@ -120,8 +121,8 @@ class _Server:
         }
         self._groups = {"verbs", "cuda", "share"}
 
-    def answer(self, request: dict[str, Any]) -> Any:  # noqa: ANN401 - whatever the operation answers.
-        """Run one operation."""
+    def answer(self, request: dict[str, Any]) -> Any:  # noqa: ANN401 - each operation has its own result.
+        """Execute one operation and return its result."""
         operation, arguments = request["op"], request["arguments"]
         group = operation.partition(".")[0]
         if group in self._groups:
@@ -139,7 +140,7 @@ class _Server:
                 os.close(descriptor)
 
     def _load(self, group: str) -> None:
-        # Here and not at the top: what a peer was not asked for must not be in its process.
+        # The imports are not at the top, so that a peer does not load an API that the case does not use.
         if group == "verbs":
             from gdrkit.harness.peer_verbs import operations
         elif group == "cuda":

@@ -1,7 +1,4 @@
-"""The sharing operations of a peer process; parcels come and go through a socket that the case hands over.
-
-Level 7.
-"""
+"""The sharing operations of a peer process. It sends and receives handle messages through a socket from the case."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ _TIMEOUT_MS = 10_000.0
 
 
 def operations(objects: Objects) -> dict[str, Callable[..., Any]]:
-    """The operations on the objects of this process, by name."""
+    """Return the sharing operations on the objects of this process, by name."""
     server = _Share(objects)
     names = "export import_memory register_dmabuf export_gdr import_gdr"
     return {name: getattr(server, name) for name in names.split()}
@@ -72,6 +69,6 @@ class _Share:
 
 @contextlib.contextmanager
 def _connection(descriptors: list[int]) -> Iterator[socket.socket]:
-    # A descriptor of its own: the caller closes the one that arrived.
+    # The descriptor is duplicated, because the caller closes the one that it received.
     with socket.socket(fileno=os.dup(descriptors[0])) as connection:
         yield connection

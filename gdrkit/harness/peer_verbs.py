@@ -1,7 +1,4 @@
-"""The RDMA operations of a peer process.
-
-Level 7.
-"""
+"""The RDMA operations of a peer process."""
 
 from __future__ import annotations
 
@@ -61,7 +58,7 @@ class _Pair:
 
 
 class _Buffer:
-    """Registered host memory, filled with a stream."""
+    """Registered host memory that can be filled with a stream."""
 
     def __init__(self, nic: verbs.Nic, *, length_bytes: int, access: verbs.Access) -> None:
         self.data = bytearray(length_bytes)
@@ -70,7 +67,7 @@ class _Buffer:
     def fill(self, *, seed: int, offset_bytes: int, length_bytes: int, stream_offset_bytes: int) -> None:
         check_range(offset_bytes=offset_bytes, length_bytes=length_bytes, size_bytes=len(self.data))
         wanted = pattern.payload(length_bytes, seed=seed, offset_bytes=stream_offset_bytes)
-        # Through a view: the bytearray itself cannot be resized while it is registered, and a view never tries to.
+        # The copy goes through a view. A registered bytearray cannot be resized, and a view never tries to resize it.
         memoryview(self.data)[offset_bytes : offset_bytes + length_bytes] = wanted
 
     def close(self) -> None:
@@ -78,7 +75,7 @@ class _Buffer:
 
 
 def operations(objects: Objects) -> dict[str, Callable[..., Any]]:
-    """The operations on the objects of this process, by name."""
+    """Return the RDMA operations on the objects of this process, by name."""
     server = _Verbs(objects)
     return {name: getattr(server, name) for name in _OPERATIONS}
 
@@ -108,7 +105,7 @@ class _Verbs:
         try:
             region = self._nic(nic).register_dmabuf(source, access=verbs.Access(access))
         finally:
-            source.take()  # The caller closes what arrived.
+            source.take()  # The caller closes the received descriptor.
         return {"handle": self._objects.add(region), "remote": region.remote().to_dict()}
 
     def fill(self, buffer: int, **where: int) -> None:
@@ -235,7 +232,7 @@ class _Verbs:
         return self._pair(queue_pair).queue_pair.state.name
 
     def _temporary(self, pair: _Pair, length_bytes: int) -> _Buffer:
-        # A region has at least one byte, also where a request moves none.
+        # A region has at least one byte, also if the request moves none.
         return _Buffer(pair.nic, length_bytes=max(length_bytes, 1), access=verbs.Access.LOCAL_WRITE)
 
     def _part(self, buffer: int, offset_bytes: int, length_bytes: int) -> bytes:

@@ -1,7 +1,7 @@
 """The pytest plugin of gdrkit's own suites: ``-p gdrkit.harness.plugin``.
 
-Level 7. Strict: every case of the run is one of the harness, no case skips itself, and what nobody foresaw fails the
-run. For the suites of others there is :mod:`gdrkit.harness.user`.
+It is strict: every case of the run belongs to the harness, no case skips itself, and an unmet need that the profile
+does not foresee fails the run. :mod:`gdrkit.harness.user` is the plugin for the suites of other projects.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Begin."""
+    """Register the markers and start the harness in strict mode."""
     config.addinivalue_line("markers", "needs(*needs): what a case needs; use gdrkit.harness.needs.needs")
     config.addinivalue_line("markers", "qualify: the case belongs to `gdrkit qualify`")
     begin(config, strict=True)

@@ -1,7 +1,7 @@
-"""A registration that a profile says must be refused: whether an error is that refusal, and no other.
+"""Comparison of a registration error with the refusal that a profile states.
 
-Level 7. Codes are compared, never text. A manager that looked at several devices has one refusal for each of them in
-its error; every one must be the stated one.
+Only codes are compared, never text. The error of a manager that tried several devices has one refusal for each of them.
+Every one must be the stated one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["SeenCause", "SeenRefusal", "refusals", "stated"]
 
 @dataclass(frozen=True, slots=True)
 class SeenCause:
-    """What one way of registration answered."""
+    """The result of one registration method that failed."""
 
     api: str
     operation: str
@@ -32,7 +32,7 @@ class SeenCause:
 
 @dataclass(frozen=True, slots=True)
 class SeenRefusal:
-    """One registration that was refused, and the answer of each way that was tried, in order."""
+    """A refused registration, with the failure of each method that was tried, in order."""
 
     reason: str
     causes: tuple[SeenCause, ...]
@@ -42,7 +42,7 @@ class SeenRefusal:
 
 
 def refusals(error: BaseException | None, expected: Sequence[RefusedCause]) -> tuple[SeenRefusal, ...]:
-    """What was refused, when `error` says exactly what was expected; nothing when it says anything else."""
+    """Return the refusals in `error` if each equals the expected one, else an empty tuple."""
     if type(error) is not RegistrationFailed:
         return ()
     found = tuple(_leaves(error))
@@ -50,13 +50,13 @@ def refusals(error: BaseException | None, expected: Sequence[RefusedCause]) -> t
 
 
 def stated(expected: Sequence[RefusedCause]) -> str:
-    """In words."""
+    """Return the expected causes as text."""
     return " and ".join(map(str, expected))
 
 
 def _leaves(error: RegistrationFailed) -> Iterator[RegistrationFailed]:
     nested = [cause for cause in error.causes if isinstance(cause, RegistrationFailed)]
-    # One that has both kinds of causes stays whole, and is not what was stated.
+    # An error that has both kinds of causes is not split, and does not equal the stated refusal.
     if nested and len(nested) == len(error.causes):
         for cause in nested:
             yield from _leaves(cause)

@@ -1,6 +1,6 @@
-"""What is true of a whole pytest run: facts, substrate, profile, seed.
+"""The state of a whole pytest run: facts, substrate, profile, seed.
 
-Level 7. Facts are found when something first asks for them, so that a run of cases without needs asks no API.
+Facts are collected at their first use, so that a run of cases without needs calls no API.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ __all__ = ["Session", "parse_substrate"]
 
 _SEED_BITS = 63
 _APIS = ("verbs", "cuda", "cufile")
-# What else may be named; a machine with hardware of these seldom has it.
+# These APIs can also be named in ``--substrate``. A machine with such hardware is rare.
 _NAMED = (*_APIS, "hlthunk")
 
 
 class Session:
-    """The run, as far as the harness is concerned."""
+    """The state of a pytest run that the harness needs."""
 
     def __init__(self, config: pytest.Config, *, strict: bool = True) -> None:
         self._config = config
         self.strict = strict
-        # A user who named no profile has not said what must be there.
+        # Without ``--profile`` a user has not said which hardware must be there.
         self.fails_unforeseen = strict or config.getoption("gdrkit_profile", None) is not None
         self.records = _path(config, "records")
         self.plan = _path(config, "plan")
@@ -55,23 +55,23 @@ class Session:
 
     @cached_property
     def facts(self) -> Facts:
-        """From the file of ``--facts``, else found now."""
+        """The facts from the file of ``--facts``, else collected at the first use."""
         path = _path(self._config, "facts")
         return probe() if path is None else Facts.from_json(path.read_bytes())
 
     @cached_property
     def substrate(self) -> dict[str, Substrate]:
-        """On what each API runs, judged by what the facts found loaded."""
+        """The substrate of each API, derived from the libraries in the facts."""
         return of_facts(self.facts)
 
     @cached_property
     def profile(self) -> Profile:
-        """The one that was named, if it describes this machine; else the one that describes it best.
+        """The profile of ``--profile`` if it describes this machine; without ``--profile``, the one that fits best.
 
         Raises
         ------
         UsageError
-            There is none, or the one that was named does not fit.
+            No profile fits, or the named profile does not fit.
         """
         substrate = {api: found.value for api, found in self.substrate.items()}
         name = self._config.getoption("gdrkit_profile", None)
@@ -86,25 +86,26 @@ class Session:
 
     @cached_property
     def commit(self) -> str | None:
-        """Of the checkout."""
+        """Commit of the checkout."""
         return house().commit()
 
     @cached_property
     def facts_digest(self) -> str:
-        """Of the facts."""
+        """Digest of the facts."""
         return self.facts.digest
 
     def check_substrate(self) -> None:
-        """See that each API runs on what ``--substrate`` wants.
+        """Check that each API runs on the substrate that ``--substrate`` demands.
 
         Raises
         ------
         UsageError
-            One does not.
+            An API runs on another substrate.
         """
         for api, wanted in sorted(self.wanted.items()):
             actual = self.substrate.get(api)
-            # An API that does not answer is no other substrate: the needs of its cases are unmet, and say why.
+            # An API without facts is not another substrate: the needs of its cases are unmet, and their reasons say
+            # why.
             if actual is not None and actual is not wanted:
                 message = f"{api} was to run on {wanted.value} and runs on {actual.value}"
                 start = f"gdrkit run --software -- {Path(sys.executable).name} -m {self.command}"
@@ -112,23 +113,26 @@ class Session:
                 raise UsageError(message, what_to_do=advice)
 
     def start(self, apis: set[str]) -> None:
-        """Have those of `apis` that were not used yet in this run do what they do once."""
+        """Do the one-time work of those of `apis` that this run has not used yet."""
         leaks.start_apis(apis - self._started)
         self._started |= apis
 
     def case_seed(self, case: str) -> int:
-        """The seed of one case: another for each, the same in each run with the seed of this one."""
+        """Return the seed of one case.
+
+        It differs between cases and is the same in each run with the seed of this run.
+        """
         digest = hashlib.sha256(f"{self.seed}:{case}".encode()).digest()
         return int.from_bytes(digest[:8], "little")
 
 
 def parse_substrate(text: str | None) -> Mapping[str, Substrate]:
-    """``software``, ``hardware`` or ``verbs=twin,cuda=hardware``; nothing is wanted when there is no text.
+    """Parse ``software``, ``hardware`` or ``verbs=twin,cuda=hardware``. An empty text gives an empty mapping.
 
     Raises
     ------
     UsageError
-        Another text.
+        The text has another form.
     """
     if not text:
         return {}

@@ -1,8 +1,8 @@
-"""The pytest plugin for the suites of others; installed with gdrkit, and asleep until a project wakes it.
+"""The pytest plugin for suites of other projects. It is installed with gdrkit, and inactive until a project enables it.
 
-Level 7. A project says ``gdrkit = true`` in its settings of pytest, or ``--gdrkit`` on the command line. Then its cases
-may declare needs and use the fixtures of the harness; those that do are looked after (needs, leaks, records), all
-others are left alone. docs/plugin.md is for its users.
+A project enables it by ``gdrkit = true`` in its pytest settings, or by ``--gdrkit`` on the command line. Then its cases
+may declare needs and use the fixtures of the harness. The plugin handles needs, leaks and records of those cases and
+ignores all others. The user manual is docs/plugin.md.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _OPTIONS = {
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
-    """Add options, each with a prefix: this is loaded into every run of pytest beside which gdrkit is installed."""
+    """Add options with a prefix, because every pytest run in an environment with gdrkit loads this plugin."""
     parser.addini(
         "gdrkit", "whether cases may declare needs of gdrkit and use its fixtures", type="bool", default=False
     )
@@ -41,7 +41,7 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Begin, where the project wants it and the suites of gdrkit do not run themselves."""
+    """Start the harness if the project enables it and the run is not one of gdrkit's own suites."""
     if config.pluginmanager.has_plugin(_STRICT):
         return
     config.addinivalue_line("markers", f"{_MARK}(*needs): what a case needs; use gdrkit.harness.needs.needs")
@@ -52,7 +52,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """A need that nobody looks at would be a case that fails for what it said it cannot do without."""
+    """Refuse to run cases that declare needs while the plugin is off, because nothing would check these needs."""
     if config.pluginmanager.has_plugin(_STRICT) or _is_on(config):
         return
     for item in items:

@@ -1,7 +1,7 @@
-"""How a case and its peers talk: JSON lines and descriptors over a socket pair.
+"""The protocol between a case and its peers: JSON lines and descriptors over a socket pair.
 
-Level 7. A request is ``{"id", "op", "arguments", "descriptors"}``, an answer ``{"id", "result"}`` or ``{"id",
-"error"}``. Errors of gdrkit keep their class and their fields on the way.
+A request is ``{"id", "op", "arguments", "descriptors"}``, a reply is ``{"id", "result"}`` or ``{"id", "error"}``.
+Errors of gdrkit keep their class and their fields in transit.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _PLAIN_ERRORS = {kind.__name__: kind for kind in (BrokenResource, UsageError)}
 
 
 class Channel:
-    """One end of the socket pair; owns the socket and the descriptors that arrived and were not taken."""
+    """One end of the socket pair. It owns the socket and the received descriptors that were not taken."""
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
@@ -42,27 +42,28 @@ class Channel:
         self._descriptors: list[int] = []
 
     def fileno(self) -> int:
-        """Of the socket."""
+        """Return the descriptor of the socket."""
         return self._socket.fileno()
 
     def send(self, message: dict[str, Any], *, descriptors: tuple[int, ...] = ()) -> None:
-        """Send one message; `descriptors` arrive as copies."""
+        """Send one message. The other side receives copies of `descriptors`."""
         data = json.dumps(message).encode() + b"\n"
         sent = 0
         if descriptors:
-            # They travel with the first byte; what one call does not take follows without them.
+            # The descriptors are sent with the first byte. Bytes that one call does not send follow without
+            # descriptors.
             sent = socket.send_fds(self._socket, [data], list(descriptors))
         self._socket.sendall(data[sent:])
 
     def receive(self, *, timeout_s: float | None = None) -> dict[str, Any] | None:
-        """The next message; None when the other side is gone.
+        """Return the next message, or None if the other side is gone.
 
         Raises
         ------
         TimeoutError
-            Nothing, or only a part of a message, came in time.
+            No complete message arrived in time.
         UsageError
-            MALFORMED: it is no message, or too many descriptors came at once.
+            MALFORMED: the data is not a message, or too many descriptors arrived at once.
         """
         self._socket.settimeout(timeout_s)
         while True:
@@ -86,7 +87,7 @@ class Channel:
             self._received += data
 
     def take_descriptors(self, count: int) -> list[int]:
-        """The next `count` descriptors that arrived; the caller closes them."""
+        """Return the next `count` received descriptors. The caller closes them."""
         if count > len(self._descriptors):
             message = f"{count} descriptors expected, {len(self._descriptors)} arrived"
             raise UsageError(message, reason=Reason.MALFORMED)
@@ -94,14 +95,14 @@ class Channel:
         return taken
 
     def close(self) -> None:
-        """Close the socket and what was not taken."""
+        """Close the socket and the descriptors that were not taken."""
         descriptors, self._descriptors = self._descriptors, []
         scm_rights.close_all(descriptors)
         self._socket.close()
 
 
 def error_to_plain(error: GdrkitError) -> dict[str, Any]:
-    """Everything that the error carries, as plain data."""
+    """Return all fields of the error as plain data."""
     data: dict[str, Any] = {
         "kind": type(error).__name__,
         "message": error.message,
@@ -132,7 +133,7 @@ def error_to_plain(error: GdrkitError) -> dict[str, Any]:
 
 
 def error_from_plain(data: dict[str, Any]) -> GdrkitError:
-    """The error again; of a class that is not known here, a plain :class:`GdrkitError` with the same text."""
+    """Return the error again; :class:`GdrkitError` with the same text if the class is not known here."""
     error = _rebuilt(data)
     for note in data["notes"]:
         error.add_note(note)

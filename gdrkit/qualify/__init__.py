@@ -1,7 +1,7 @@
-"""Qualify this machine: probe, plan, run, records, report.
+"""Qualification of this machine: probe, plan, run, records, report.
 
-Level 6. The suites run in child processes on the substrate that was chosen before they start; this room starts them,
-watches them, and decides what their records amount to.
+The suites run in child processes. The substrate is chosen before they start. This package starts the processes,
+supervises them, and derives an outcome from their records.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The pytest processes of a run, and what they leave behind.
+"""The pytest processes of a run.
 
-Level 6. A case may end its process (a fault, an abort of a twin) or never come back from a library. Then the record of
-that case says so, and another process goes on with the rest.
+A case may end its process (a fault, an abort of a twin) or never return from a library. The record of that case then
+says so, and another process runs the remaining cases.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ __all__ = ["Common", "Suites"]
 
 _LOOK_S = 0.1
 _STALLED_S = 180.0
-# For what a case that is interrupted has to close.
+# The time in seconds that an interrupted case has for closing what it opened.
 _CLOSE_S = 10.0
-# A process that was killed ends within this time, or hangs in the kernel (state D), or is held by a debugger.
+# A killed process ends within this time, in seconds, or it hangs in the kernel (state D) or is held by a debugger.
 _KILLED_S = 10.0
 _SHOWN_CHARACTERS = 3000
 _PYTEST_USAGE = 4
@@ -43,7 +43,7 @@ _PYTEST_USAGE = 4
 
 @dataclass(frozen=True, slots=True)
 class Common:
-    """What the records of cases that left none of their own have in common."""
+    """The fields that are the same in all records of cases that left no record themselves."""
 
     facts_digest: str
     seed: int
@@ -53,18 +53,18 @@ class Common:
 
 
 class Suites:
-    """Collects and runs the cases of a qualification.
+    """The child processes that collect and run the cases of a qualification.
 
     Parameters
     ----------
     folder : RunFolder
-        Where facts are and records go.
+        The folder of the facts and the records.
     environment : mapping
-        Of the children; it decides the substrate.
+        Environment of the children. It decides the substrate.
     options : list of str
-        For pytest: profile, seed, selection.
+        Options for pytest: profile, seed, selection.
     suites : Path or None
-        The folder of the cases; gdrkit's own when None.
+        The folder of the cases; gdrkit's own if None.
 
     Attributes
     ----------
@@ -95,7 +95,7 @@ class Suites:
         UsageError
             pytest does not accept the options, or the profile does not fit.
         GdrkitError
-            A file of the suites cannot be collected; the log says why.
+            A file of the suites cannot be collected; the log has the reason.
         """
         reader = _Reader(self._folder, lambda _plan: None, lambda _record: None)
         how = self._run_child(["--collect-only", "-q", f"--plan={self._folder.plan}"], reader)
@@ -109,7 +109,7 @@ class Suites:
         Parameters
         ----------
         common : Common
-            For the records of cases that leave none.
+            The common fields of records for cases that leave none.
         begin : callable
             Called once with the plan, before the first case ends.
         done : callable
@@ -118,19 +118,19 @@ class Suites:
         Raises
         ------
         UsageError, GdrkitError
-            As :meth:`plan`.
+            See :meth:`plan`.
         """
         reader = _Reader(self._folder, begin, done)
         list_file = self._folder.path / "cases.txt"
         records = f"--records={self._folder.records}"
         how = self._run_child([records, f"--plan={self._folder.plan}"], reader)
         plan = reader.plan
-        # The plan is written before pytest looks at the expression of -k.
+        # pytest writes the plan before it evaluates the expression of -k.
         if plan is None or (how.code == _PYTEST_USAGE and not reader.seen):
             raise self._no_plan(how)
         remaining = [case.case for case in plan.cases]
         while remaining := [case for case in remaining if case not in reader.seen]:
-            # Records come in the order of the plan, so the first that is missing is the one that was running.
+            # Records come in the order of the plan, so the first case without a record is the one that was running.
             lost = _lost(remaining.pop(0), str(how), self._log_tail(), plan.profile, common)
             append_record(self._folder.records, lost)
             reader.read()
@@ -141,8 +141,8 @@ class Suites:
         return plan
 
     def _run_child(self, options: list[str], reader: _Reader) -> _End:
-        # A process group of its own: it is interrupted once, by us, also where a terminal interrupts us; a second time
-        # would end what it does to close what its case has opened.
+        # The child has its own process group, so that it receives SIGINT once, from this process, even if a terminal
+        # also interrupts this process. A second SIGINT would abort the clean-up of the running case.
         with self._log.open("ab") as log, interruptible_children():
             child = subprocess.Popen(
                 [*self._command, *options],
@@ -176,7 +176,7 @@ class Suites:
 
 
 class _Reader:
-    """Reads the plan when it is there, and records as they are appended."""
+    """A reader of the plan, when it exists, and of records as they are appended."""
 
     def __init__(self, folder: RunFolder, begin: Callable[[Plan], None], done: Callable[[Record], None]) -> None:
         self._folder = folder
@@ -187,7 +187,7 @@ class _Reader:
         self.seen: set[str] = set()
 
     def read(self) -> bool:
-        """Read what is new; whether there was any."""
+        """Read what is new, and return whether there was anything."""
         is_new = False
         if self.plan is None and self._folder.plan.exists():
             self.plan = read_plan(self._folder.plan)
@@ -210,14 +210,14 @@ class _Reader:
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    """How a child ended.
+    """The way in which a child ended.
 
     Attributes
     ----------
     code : int or None
-        Its return code; None for one that did not end.
+        The return code; None for a child that did not end.
     left : str
-        That it was left behind, and why; empty for one that ended.
+        A text that says that the child was left behind, and why; empty for one that ended.
     """
 
     code: int | None
@@ -248,12 +248,12 @@ def _watch(child: subprocess.Popen[bytes], reader: _Reader) -> _End:
 
 
 def _kill(child: subprocess.Popen[bytes]) -> str:
-    """Kill the process group of a child, which has what its cases have left.
+    """Kill the process group of a child, which includes processes that its cases left.
 
     Returns
     -------
     str
-        That the child did not end and was left behind; empty when it ended.
+        A text that says that the child did not end and was left behind; empty if it ended.
     """
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
@@ -266,9 +266,9 @@ def _kill(child: subprocess.Popen[bytes]) -> str:
 
 
 def _state(process: int) -> str:
-    """Return the letter of /proc/PID/stat for a process: D hangs in the kernel, Z was not collected."""
+    """Return the state letter of a process from /proc/PID/stat: D is uninterruptible sleep, Z is a zombie."""
     try:
-        # The name before it is in brackets, and may have some itself.
+        # The process name before the state is in brackets, and may contain brackets itself.
         return Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
     except (OSError, IndexError):
         return "unknown"

@@ -1,6 +1,6 @@
-"""The signals that end a qualification become exceptions, so that what it has started ends with it.
+"""Conversion of signals that end a qualification into exceptions, so that its child processes end with it.
 
-Level 6. Python makes one of SIGINT alone.
+By default, Python does this for SIGINT only.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ __all__ = ["ended_by_signals", "interruptible_children"]
 
 @contextlib.contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """Have SIGTERM and SIGHUP raise SystemExit, with the exit code that a shell has for them.
+    """Make SIGTERM and SIGHUP raise SystemExit with the exit code that a shell gives them.
 
-    One that is ignored (nohup) or that somebody else handles stays as it is, and in another thread than the main one,
-    which gets no signals, all do.
+    A signal that is ignored (nohup) or that has another handler is not changed. In a thread other than the main thread
+    nothing is changed, because only the main thread handles signals.
     """
     is_main = threading.current_thread() is threading.main_thread()
     taken = [each for each in (signal.SIGTERM, signal.SIGHUP) if is_main and signal.getsignal(each) is signal.SIG_DFL]
@@ -38,10 +38,10 @@ def ended_by_signals() -> Iterator[None]:
 
 @contextlib.contextmanager
 def interruptible_children() -> Iterator[None]:
-    """Have what is started meanwhile hear SIGINT, also where it is ignored here.
+    """Let child processes that are started meanwhile receive SIGINT, even if this process ignores it.
 
-    A shell ignores it for what it runs in the background, and children inherit that; one that is handled here ends
-    them. In another thread than the main one nothing changes.
+    A shell ignores SIGINT for background processes, and children inherit that. A signal that has a handler here is
+    reset to its default in children. In a thread other than the main thread nothing is changed.
     """
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
@@ -58,5 +58,5 @@ def _pass_by(number: int, frame: FrameType | None) -> None:
     pass
 
 
-def _end(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - as Python calls it.
+def _end(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - Python calls handlers with a frame.
     sys.exit(128 + number)

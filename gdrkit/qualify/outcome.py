@@ -1,6 +1,6 @@
-"""What the records of a run amount to: an exit code, a sentence, the causes.
+"""Derivation of the outcome of a run from its records: an exit code, a sentence, the causes.
 
-Level 6, pure.
+The module is pure.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Outcome", "decide"]
 
-# What somebody can mend on this machine, as opposed to what it does not have.
+# An administrator can fix these causes on this machine, unlike missing hardware.
 _SET_UP = frozenset(
     {
         Reason.LIBRARY_MISSING,
@@ -49,16 +49,16 @@ class Outcome:
 def decide(
     facts: Facts, profile: Profile, records: Sequence[Record], *, software_asked: bool, is_part: bool = False
 ) -> Outcome:
-    """Judge a run.
+    """Decide the outcome of a run.
 
     Parameters
     ----------
     facts, profile, records
-        Of the run.
+        The facts, profile and records of the run.
     software_asked : bool
-        Whether the caller wanted to know about the code alone.
+        Whether the caller requested a qualification of the code alone.
     is_part : bool
-        Whether only chosen cases were to run; then the profile's number of cases is not asked for.
+        Whether only selected cases were to run; then the minimum number of cases of the profile is not checked.
     """
     statuses = route_statuses(facts, records)
     required = () if software_asked else unmet_requirements(profile, statuses)
@@ -126,7 +126,7 @@ def _failures(
 
 
 def _unseen(profile: Profile, records: Sequence[Record], *, is_part: bool) -> Outcome | None:
-    """What did not run although it should have."""
+    """Return the outcome for cases that did not run although they should have; None if there are none."""
     missed = [record for record in records if record.verdict is Verdict.NOT_RUN and record.is_failure]
     if missed:
         reasons = [reason for record in missed for reason in record.reasons if reason.foreseen is not True]

@@ -1,7 +1,4 @@
-"""What would run here, and why the rest would not.
-
-Level 6.
-"""
+"""The plan of a run: the cases that would run here, and why the others would not."""
 
 from __future__ import annotations
 
@@ -23,9 +20,9 @@ __all__ = ["Plan", "PlannedCase", "fitting_sessions", "read_plan"]
 
 @dataclass(frozen=True, slots=True)
 class PlannedCase:
-    """One case, its needs by name, and those that are not met.
+    """A case, its needs by name, and those that are not met.
 
-    ``refused``: it runs all the same, since the profile states with which refusal it must end.
+    If ``refused`` is true, the case runs all the same, because the profile states with which refusal it must end.
     """
 
     case: str
@@ -44,12 +41,12 @@ class Plan:
 
     @property
     def running(self) -> tuple[PlannedCase, ...]:
-        """Those whose needs are met."""
+        """The cases whose needs are met."""
         return tuple(case for case in self.cases if not case.unmet)
 
 
 def read_plan(path: Path) -> Plan:
-    """Read what the collecting child has written."""
+    """Read the plan that the collecting child wrote."""
     try:
         data = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
@@ -59,20 +56,20 @@ def read_plan(path: Path) -> Plan:
 
 
 def fitting_sessions(hardware: Mapping[Api, str], twins: frozenset[Api]) -> dict[str, dict[str, object]]:
-    """Which sessions of the noxfile make sense on this machine, and why.
+    """Return which sessions of the noxfile make sense on this machine, and why.
 
     Parameters
     ----------
     hardware : mapping
-        What :func:`gdrkit.launch.present_hardware` found.
+        The result of :func:`gdrkit.launch.present_hardware`.
     twins : frozenset of Api
         The twins that are installed.
 
     Returns
     -------
     mapping
-        For each session ``fits``, ``why``, its ``arguments``, and whether it is about the ``hardware`` of the machine:
-        those `nox -s hardware` chooses from.
+        For each session ``fits``, ``why``, its ``arguments``, and ``hardware``: whether it is about the hardware of the
+        machine. `nox -s hardware` chooses from the sessions for which ``hardware`` is true.
     """
     there = "; ".join(what for _, what in sorted(hardware.items(), key=lambda pair: pair[0].value))
     nics = hardware.get(Api.VERBS, "")

@@ -1,6 +1,6 @@
-"""What a person sees while a qualification runs.
+"""Display of the progress of a qualification.
 
-Level 6. On a terminal a bar with the case that runs now; elsewhere one plain line per case, so that a log stays a log.
+A terminal shows a bar with the running case. Other output is one plain line per case, so that it fits a log.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NAMES = {Verdict.PASS: "pass", Verdict.FAIL: "FAIL", Verdict.UNPROVEN: "unprove
 
 
 class LineProgress:
-    """Plain lines."""
+    """Progress as plain lines."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -33,16 +33,16 @@ class LineProgress:
         self._count = 0
 
     def say(self, line: str) -> None:
-        """Print it."""
+        """Print a line."""
         print(line, file=self._stream, flush=True)
 
     def begin(self, plan: Plan) -> None:
-        """Say how much there is."""
+        """Print the profile and the number of cases."""
         self._total = len(plan.cases)
         self.say(f"profile {plan.profile}, {self._total} cases")
 
     def done(self, record: Record) -> None:
-        """One line, and one for each reason."""
+        """Print a line for a case, and one for each of its reasons."""
         self._count += 1
         self.say(
             f"[{self._count}/{self._total}] {_NAMES[record.verdict]:8} {record.case} ({record.duration_ms:.0f} ms)"
@@ -51,11 +51,11 @@ class LineProgress:
             self.say(f"    {reason.need + ': ' if reason.need else ''}{reason.text}")
 
     def end(self) -> None:
-        """Nothing is left open."""
+        """Do nothing, as nothing is left open."""
 
 
 class TerminalProgress:
-    """A bar with the case that runs now; what ended stands above it."""
+    """A progress bar with the running case. Ended cases are printed above it."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -64,7 +64,7 @@ class TerminalProgress:
         self._names: list[str] = []
 
     def say(self, line: str) -> None:
-        """Print it above the bar."""
+        """Print a line above the bar."""
         from rich.text import Text
 
         self._console.print(Text(line, style="bold"), soft_wrap=True)
@@ -90,14 +90,14 @@ class TerminalProgress:
         self._bar.start()
 
     def done(self, record: Record) -> None:
-        """Move the bar on."""
+        """Print a case that has ended, and advance the bar."""
         from rich.text import Text
 
         line = Text()
         line.append(f"{_NAMES[record.verdict]:9}", style=_STYLES[record.verdict])
         line.append(record.case)
         line.append(f"  {record.duration_ms:.0f} ms", style="dim")
-        # The terminal may break a long line; then it can still be copied as one.
+        # The terminal wraps a long line, so that a user can still copy it as one line.
         self._console.print(line, soft_wrap=True)
         for reason in record.reasons:
             text = f"         {reason.need + ': ' if reason.need else ''}{reason.text}"
@@ -107,7 +107,7 @@ class TerminalProgress:
             self._bar.update(self._task, advance=1, description=self._current())
 
     def end(self) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         if self._bar is not None:
             self._bar.stop()
 
@@ -116,7 +116,7 @@ class TerminalProgress:
 
 
 def progress_for(stream: TextIO | None = None) -> LineProgress | TerminalProgress:
-    """The one that suits `stream` (standard output when None)."""
+    """Return the progress display for `stream` (standard output if None)."""
     stream = sys.stdout if stream is None else stream
     if not stream.isatty():
         return LineProgress(stream)

@@ -1,7 +1,4 @@
-"""The journey of a qualification.
-
-Level 6.
-"""
+"""The steps of a qualification, from the probe to the report."""
 
 from __future__ import annotations
 
@@ -41,39 +38,39 @@ _SEED_BITS = 63
 
 
 class Progress(Protocol):
-    """What is told to whoever waits."""
+    """Receiver of the progress of a run."""
 
     def say(self, line: str) -> None:
-        """A line about the run as a whole."""
+        """Print a line about the run as a whole."""
 
     def begin(self, plan: Plan) -> None:
-        """The cases are known."""
+        """Start the display of the cases of `plan`."""
 
     def done(self, record: Record) -> None:
-        """A case has ended."""
+        """Report a case that has ended."""
 
     def end(self) -> None:
-        """No further case."""
+        """Report that no further case follows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Of ``gdrkit qualify``.
+    """The options of ``gdrkit qualify``.
 
     Attributes
     ----------
     software : bool
-        Run every API on its twin, whatever is here.
+        Run every API on its twin, whatever hardware is present.
     profile : str or None
-        The profile; the one that fits best when None.
+        Name of the profile; the one that fits best if None.
     output : Path or None
-        The folder of the report; a new one below the house's when None.
+        The folder of the report; a new one below the default folder if None.
     seed : int or None
-        Drawn when None.
+        Seed of the run; a random one if None.
     select : str or None
-        pytest's ``-k``.
+        The expression of pytest's ``-k``.
     suites : Path or None
-        The folder of the cases; gdrkit's own when None.
+        The folder of the cases; gdrkit's own if None.
     command : str
         The command line, for the record.
     """
@@ -97,21 +94,21 @@ class _Prepared:
 
 
 def qualify(options: Options, progress: Progress) -> tuple[Run, RunFolder]:
-    """Run it all.
+    """Qualify this machine, and return the run and its folder.
 
     Raises
     ------
     SetupMissing
         pytest or the twins are not installed.
     UsageError
-        The profile does not exist or does not fit; the selection is not understood.
+        The profile does not exist or does not fit, or the selection is invalid.
     """
     with ended_by_signals():
         return _qualify(options, progress)
 
 
 def plan_only(options: Options, progress: Progress) -> dict[str, object]:
-    """What would run, and which sessions fit, as plain data; nothing is kept unless an output folder is named."""
+    """Return what would run, and which sessions fit. Nothing is kept unless an output folder is named."""
     with ended_by_signals(), tempfile.TemporaryDirectory(prefix="gdrkit-plan-") as folder:
         chosen = replace(options, output=options.output or Path(folder))
         prepared = _prepare(chosen, progress, dt.datetime.now(dt.UTC))
@@ -160,7 +157,7 @@ def _qualify(options: Options, progress: Progress) -> tuple[Run, RunFolder]:
         is_interrupted=True,
         selection=_selection(options),
     )
-    # From here on the folder is a run that was interrupted, until its end is written.
+    # From here on the folder is that of an interrupted run, until the end is written.
     prepared.folder.write_run(begun)
     try:
         plan = prepared.suites.run(common, progress.begin, progress.done)
@@ -199,7 +196,7 @@ def _qualify(options: Options, progress: Progress) -> tuple[Run, RunFolder]:
 
 
 def _selection(options: Options) -> str:
-    """Return the options that choose a part of the cases, as a shell takes them."""
+    """Return the options that select a part of the cases, quoted for a shell."""
     chosen = {"-k": options.select, "--suites": options.suites}
     return shlex.join(word for name, value in chosen.items() if value is not None for word in (name, str(value)))
 
@@ -213,7 +210,7 @@ def _prepare(options: Options, progress: Progress, began: dt.datetime) -> _Prepa
     started = launch.Launch(software=software, seed=seed, isolated=True)
     environment = launch.environment(started)
     if options.profile is not None:
-        load_profile(options.profile)  # A name that does not exist is said before anything is asked.
+        load_profile(options.profile)  # An unknown name fails before the probe.
     folder = RunFolder(options.output or house().runs / began.strftime("%Y%m%dT%H%M%SZ"))
     folder.make_empty()
     facts = probe(environment=environment)

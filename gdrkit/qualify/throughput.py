@@ -1,6 +1,6 @@
-"""Whether measured numbers are what the profile of the machine expects, and what its links can carry.
+"""Comparison of measured numbers with the profile of the machine and the limits of its links.
 
-Level 6, pure. Only numbers of hardware are judged: a software twin has no speed that anybody could expect.
+The module is pure. Only numbers of hardware are judged, because a software twin has no expected speed.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ if TYPE_CHECKING:
 __all__ = ["Judgement", "is_of_hardware", "judge"]
 
 _RATE = "_gb_per_s_median"
-# Of a clock and a link that runs a little faster than its name says.
+# A measured rate may exceed the limit by this, due to clock errors and links that run slightly above nominal.
 _ABOVE_LIMIT_PERCENT = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """One number beside what was expected of it.
+    """A number, its bound, and whether it meets the bound.
 
     Attributes
     ----------
     number : str
-        Its name in the record.
+        Name of the number in the record.
     found : float
-        As measured.
+        The measured value.
     bound : float
-        What it may not be below, or above.
+        The minimum or maximum value.
     verdict : Verdict
         ``pass`` or ``fail``.
     text : str
@@ -50,7 +50,7 @@ class Judgement:
 
 
 def is_of_hardware(apis: Iterable[str], substrate: Mapping[str, Substrate]) -> bool:
-    """Whether numbers about these APIs are numbers of the machine; those about none are not."""
+    """Return whether numbers about these APIs are numbers of the machine; False if there are no APIs."""
     names = tuple(apis)
     return bool(names) and all(substrate.get(api) is Substrate.HARDWARE for api in names)
 
@@ -63,13 +63,13 @@ def judge(
     Parameters
     ----------
     case : str
-        Its id.
+        Id of the case.
     numbers : mapping
-        As in its record.
+        The numbers as in its record.
     profile : Profile
-        Of the machine.
+        The profile of the machine.
     limits : mapping
-        Of the way that a rate is about, by what stands before ``_gb_per_s_median`` in its name.
+        The limit of the path of each rate, by the part of its name before ``_gb_per_s_median``.
     """
     judged = []
     for number, found in numbers.items():
@@ -91,7 +91,7 @@ def _beside(expected: Expected, number: str, found: float, limit: Limit | None) 
         value = limit.gb_per_s * (expected.limit_percent or 0.0) / 100
         origin = f"{expected.limit_percent:g} % of {limit.gb_per_s:.4g}, {limit.why}; {expected.source}"
     else:
-        return []  # Nobody says what the links carry, so no share of it can be asked for.
+        return []  # The limit of the links is unknown, so a share of it is undefined.
     share = expected.tolerance_percent / 100
     is_most = expected.better == "less"
     bound = value * (1 + share if is_most else 1 - share)

@@ -1,7 +1,7 @@
-"""From records to what people and machines read.
+"""Records, and the documents that are made of them for people and machines.
 
-Level 5. A record says what one case saw; everything else in a report is derived from records and facts, never written
-by hand. Only this room interprets what a loaded library stands for (:mod:`gdrkit.report.substrate`).
+A record says what one case observed. Everything else in a report is derived from records and facts, never written by
+hand. Only :mod:`gdrkit.report.substrate` decides what a loaded library stands for.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What became worse between two runs.
+"""Comparison of two runs: numbers, verdicts and routes that became worse.
 
-Level 5. Numbers are compared case by case, and only where both runs had the same beneath them: what a software twin
-takes says something about the code, and nothing beside a number of hardware. Of numbers that are not those of hardware
-the change is shown and never the value.
+Numbers are compared case by case, and only if both runs had the same substrate. The duration of a software twin says
+something about the code, and cannot be compared with a number of hardware. For numbers that are not those of hardware
+only the change is shown, never the value.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["Change", "Comparison", "compare", "describe_comparison"]
 
 SCHEMA_VERSION = 1
 
-# From good to bad. What did not run was not shown, which is less than to have failed.
+# The verdicts are ordered from good to bad. A case that did not run showed nothing, which is better than a failure.
 _VERDICTS = (Verdict.PASS, Verdict.UNPROVEN, Verdict.NOT_RUN, Verdict.FAIL)
 _STATES = (RouteState.PROVEN, RouteState.UNPROVEN, RouteState.NOT_POSSIBLE, RouteState.FELL_BACK)
 _SHOWN_MAX = 40
@@ -37,23 +37,23 @@ _SHOWN_MAX = 40
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One thing of both runs.
+    """One number, verdict or route that both runs have, and how it changed.
 
     Attributes
     ----------
     kind : str
-        ``number``, ``verdict`` or ``route``.
+        Type of the change: ``number``, ``verdict`` or ``route``.
     name : str
         The case and the number, the case, or the route.
     outcome : str
         ``worse``, ``better``, ``same`` (within the noise), ``changed`` (neither direction is better), ``gone`` or
         ``not_comparable``.
     before, after : str
-        The values, as they may be shown.
+        The values, as text that may be shown.
     change_percent, band_percent : float or None
-        Of a number: how far it moved, and how far it may without a meaning.
+        The relative change of a number, and the relative change that counts as noise.
     origins : tuple of str
-        The records, of both.
+        The records of both runs.
     """
 
     kind: str
@@ -68,7 +68,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Everything of two runs."""
+    """The result of the comparison of two runs."""
 
     schema_version: int
     noise_percent: float
@@ -77,11 +77,11 @@ class Comparison:
 
     @property
     def is_worse(self) -> bool:
-        """Whether anything is worse, or gone."""
+        """Whether anything is worse or gone."""
         return any(change.outcome in ("worse", "gone") for change in self.changes)
 
     def to_json(self) -> str:
-        """As indented JSON, of ASCII: names from elsewhere may hold what acts on a terminal."""
+        """Return indented JSON in ASCII, as names from other machines may contain terminal control characters."""
         data = plain.to_plain(self)
         document = dict(data) if isinstance(data, dict) else {}
         document["is_worse"] = self.is_worse
@@ -96,7 +96,7 @@ def compare(before: Contents, after: Contents, *, noise_percent: float) -> Compa
     before, after : Contents
         The runs.
     noise_percent : float
-        A change up to this is none, however exact the numbers seem to be.
+        A change up to this percentage counts as none, however exact the numbers seem to be.
     """
     one, other = _by_case(before), _by_case(after)
     changes = [*_verdicts(one, other), *_numbers(one, other, noise_percent), *_routes(before, after)]
@@ -109,7 +109,7 @@ def compare(before: Contents, after: Contents, *, noise_percent: float) -> Compa
 
 
 def describe_comparison(found: Comparison) -> str:
-    """For a terminal: what is worse first."""
+    """Return the comparison as text for a terminal, with what is worse first."""
     lines = [] if found.same_machine else ["the two runs are of different machines, or of different set-ups of one", ""]
     for outcome in ("worse", "gone", "not_comparable", "changed", "better"):
         members = [change for change in found.changes if change.outcome == outcome]
@@ -145,7 +145,7 @@ def _verdicts(one: dict[str, list[tuple[Record, str]]], other: dict[str, list[tu
         was = _worst(record.verdict for record, _ in members)
         origins = tuple(origin for _, origin in members)
         if case not in other:
-            # What had not run before is not missed.
+            # A case that did not run in the first run is not reported as gone.
             if was is not Verdict.NOT_RUN:
                 yield Change("verdict", case, "gone", was.value, "", origins=origins)
             continue
@@ -175,7 +175,7 @@ def _numbers(
 
 
 def _is_aside(name: str) -> bool:
-    """What says how a number was measured, and is none."""
+    """Return whether a number describes how another number was measured, and is not a measurement itself."""
     return name == "rounds_count" or name.endswith("spread_percent")
 
 

@@ -1,7 +1,7 @@
-"""What a report is made from, read back: of a whole run, of one that did not end, or of records alone.
+"""Reader of the input of a report: a whole run, a run that did not end, or records alone.
 
-Level 5. A run that was killed leaves its facts and the records of the cases that had ended; a baseline is records
-alone. Either can be shown, and says what it is.
+A killed run leaves its facts and the records of the cases that had ended. A baseline consists of records alone. Both
+can be shown, and the report says which it is.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class Contents:
     Attributes
     ----------
     run : Run
-        As it was written; of a run that did not end, what its records say of it.
+        The run from run.json; for a run that did not end, a run derived from its records.
     facts : Facts
-        Of its machine; of nothing where ``has_facts`` is false.
+        The facts of its machine; without contents if ``has_facts`` is false.
     records : tuple of Record
-        In the order in which the cases ran.
+        The records in the order in which the cases ran.
     origins : tuple of str
-        Where each record stands: ``records.jsonl:12``.
+        File and line of each record: ``records.jsonl:12``.
     has_facts : bool
         Whether facts were kept beside the records.
     """
@@ -59,9 +59,9 @@ def read_contents(path: Path) -> Contents:
     Raises
     ------
     UsageError
-        It is none of them, or a file in it is malformed; ``MALFORMED`` names the file, the line and what is wrong.
+        The path is none of these, or a file is malformed; ``MALFORMED`` names the file, the line and the cause.
     SetupMissing
-        The kernel refuses to read it.
+        The kernel refuses to read the path.
     """
     try:
         return _read(path)
@@ -94,7 +94,7 @@ def _read(path: Path) -> Contents:
 
 
 def unknown_facts() -> Facts:
-    """Facts of a machine of which nothing was kept."""
+    """Return facts without contents, for a machine whose facts were not kept."""
     return Facts(
         schema_version=1,
         machine="",
@@ -118,7 +118,10 @@ def unknown_facts() -> Facts:
 
 
 def _unfinished(folder: RunFolder, begun: Run | None = None) -> Contents:
-    """Read the folder of a run that did not end; `begun` is what run.json says of its beginning."""
+    """Read the folder of a run that did not end.
+
+    `begun` is the run from the run.json of its beginning, if there is one.
+    """
     facts = _facts(folder)
     records, origins, is_cut_off = _records([folder.records] if is_file(folder.records) else [], may_be_cut_off=True)
     causes = list(begun.causes) if begun else ["its process ended before it could write run.json"]
@@ -145,9 +148,10 @@ def _unfinished(folder: RunFolder, begun: Run | None = None) -> Contents:
 def _records(
     files: Sequence[Path], *, may_be_cut_off: bool = False
 ) -> tuple[tuple[Record, ...], tuple[str, ...], bool]:
-    """Records, their places, and whether the last line was left out.
+    """Return the records, their file and line, and whether the last line was left out.
 
-    Only that of a run that did not end may be cut off; the last line of any other file is a record, or malformed.
+    Only the last line of a run that did not end may be cut off. The last line of any other file is a record, or
+    malformed.
     """
     records: list[Record] = []
     origins: list[str] = []
@@ -171,7 +175,7 @@ def _facts(folder: RunFolder) -> Facts:
 
 
 def _planned(folder: RunFolder) -> tuple[str, list[str]]:
-    """Return the profile that the plan names and the names of its cases; empty ones where there is no plan."""
+    """Return the profile in the plan and the names of its cases; both are empty if there is no plan."""
     if not is_file(folder.plan):
         return "", []
     data = plain.parse_json(read_bytes(folder.plan), where=str(folder.plan))
@@ -188,7 +192,7 @@ def _planned(folder: RunFolder) -> tuple[str, list[str]]:
 
 
 def _run_of(records: Sequence[Record], *, verdict: str, causes: tuple[str, ...], facts: Facts | None = None) -> Run:
-    """What the records themselves say of their run."""
+    """Return a run that is derived from its records alone."""
     first = records[0] if records else None
     parts = [{api: Substrate(name) for api, name in record.substrate.items()} for record in records]
     on = combined(parts) if facts is None else of_facts(facts)

@@ -1,7 +1,4 @@
-"""Facts and plans as lines for a terminal.
-
-Level 5.
-"""
+"""Facts and plans as text for a terminal."""
 
 from __future__ import annotations
 
@@ -21,14 +18,14 @@ __all__ = ["describe_facts", "describe_plan"]
 
 
 def describe_facts(facts: Facts) -> str:
-    """The host, then each API: what it runs on and what it answers, or why it does not and what to do."""
+    """Return the host, then each API: its substrate and its devices, or why it failed and what to do."""
     rows = [*host_rows(facts), *_verbs_rows(facts), *_cuda_rows(facts), *_gaudi_rows(facts), *_route_rows(facts)]
     rows += _evidence_rows(facts)
     return _aligned(rows)
 
 
 def describe_plan(plan: Mapping[str, Any]) -> str:
-    """Profile, sessions, and every case with what keeps it from running."""
+    """Return profile, sessions, and every case with its unmet needs."""
     rows = [("profile", str(plan["profile"]))]
     rows += [(f"{api} runs on", describe(Substrate(name))) for api, name in sorted(plan["substrate"].items())]
     for name, session in plan["sessions"].items():
@@ -82,7 +79,7 @@ def _route_rows(facts: Facts) -> Iterator[tuple[str, str]]:
 
 
 def _evidence_rows(facts: Facts) -> Iterator[tuple[str, str]]:
-    """The evidence by which hardware is told from software; see docs/report.md."""
+    """Yield the evidence that distinguishes hardware from software; see docs/report.md."""
     if facts.evidence is None:
         yield "Evidence", "the kernel was not asked for it"
         return

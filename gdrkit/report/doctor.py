@@ -1,7 +1,4 @@
-"""What the doctor found, and its rules, for people.
-
-Level 5.
-"""
+"""The findings of the doctor and its rules as text."""
 
 from __future__ import annotations
 
@@ -37,7 +34,7 @@ _HEADS = {
 
 
 def describe_diagnosis(found: Diagnosis, *, verbose: bool = False) -> str:
-    """Causes first, each with what was read and what to do; then the rest, a line each."""
+    """Return the causes first, each with what was read and what to do, then the other findings, one line each."""
     lines = [f"Missing here: {'; '.join(found.missing)}", ""] if found.missing else []
     for verdict, head in _HEADS.items():
         findings = found.of(verdict)
@@ -56,7 +53,7 @@ def describe_diagnosis(found: Diagnosis, *, verbose: bool = False) -> str:
 
 
 def _unreadable(found: Diagnosis) -> list[str]:
-    # What nobody asked when the machine was captured was not refused by anybody.
+    # ENODATA marks a file that the capture does not contain. Such a file was not refused by the kernel.
     refused = [item for item in found.unreadable if item.errno != errno.ENODATA]
     lines = [f"Could not be read ({len(refused)}):"] if refused else []
     lines += [f"  {item.path}: {item.errno_name}" for item in refused[:_SHOWN_MAX]]
@@ -75,7 +72,7 @@ def _finding(finding: Finding, *, verbose: bool) -> Iterator[str]:
 
 
 def describe_rule(rule: Rule) -> str:
-    """All that a rule says of itself."""
+    """Return the full text of a rule."""
     rows = [("Why it matters", rule.why), ("What to do", rule.remedy), ("Looks at", rule.reads)]
     rows += [("Needs", rule.privilege)] if rule.privilege else []
     rows += [("Acts", "yes, in a child process with a time limit")] if rule.act else []
@@ -86,25 +83,25 @@ def describe_rule(rule: Rule) -> str:
 
 
 def list_rules(rules: Sequence[Rule]) -> str:
-    """One a line."""
+    """Return the rules, one per line."""
     width = max(len(rule.code) for rule in rules)
     return "\n".join(f"{rule.code:{width}}  {rule.title}{' (acts)' if rule.act else ''}" for rule in rules)
 
 
 def rules_as_json(rules: Rule | Sequence[Rule]) -> str:
-    """Return one rule as a JSON object, or several as a list of such objects, indented."""
+    """Return one rule as an indented JSON object, or several as a list of such objects."""
     found = [_rule_values(rule) for rule in rules] if not isinstance(rules, Rule) else _rule_values(rules)
     return json.dumps(found, indent=2, ensure_ascii=False) + "\n"
 
 
 def _rule_values(rule: Rule) -> dict[str, str | bool]:
-    """Return the texts of a rule by the names of its fields; `acts` says whether it does more than read."""
+    """Return the texts of a rule by the names of its fields. `acts` says whether the rule does more than read."""
     texts = {name: getattr(rule, name) for name in ("code", "title", "why", "remedy", "reads", "privilege")}
     return {**texts, "acts": bool(rule.act)}
 
 
 def rules_document(rules: Sequence[Rule]) -> str:
-    """The rules as the table of docs/doctor.md."""
+    """Return the rules as the table of docs/doctor.md."""
     lines = ["| code | cause | looks at | what to do |", "|---|---|---|---|"]
     for rule in rules:
         where = (

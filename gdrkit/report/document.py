@@ -1,6 +1,6 @@
-"""A run as one JSON document, for machines: ``reports/schema/report-1.json``.
+"""A run as one JSON document for machines: ``reports/schema/report-1.json``.
 
-Level 5. Everything in it names the records that it is made from.
+Every part of the document names the records that it is made of.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SCHEMA_VERSION = 1
 
 
 def render_document(contents: Contents, view: View) -> str:
-    """The document, indented."""
+    """Return the document, indented."""
     run = contents.run
     verdicts = [record.verdict for record in contents.records]
     document: dict[str, Json] = {
@@ -96,7 +96,7 @@ def _origins(cases: Iterable[str], origins: Mapping[str, str]) -> list[Json]:
 
 
 def _measurements(contents: Contents) -> Iterator[Json]:
-    """Only what is that of hardware; the rest is in the records."""
+    """Yield the numbers of hardware only; other numbers are in the records."""
     for record, origin in zip(contents.records, contents.origins, strict=True):
         for name, value in record.numbers.items() if is_shown(record) else ():
             number = split_number(name)

@@ -1,6 +1,6 @@
-"""A picture of the host: its memory nodes, the devices at each, and how every pair of GPU and NIC stands.
+"""A drawing of the host: its NUMA nodes, the devices at each, and the state of every pair of GPU and NIC.
 
-Level 5, pure. Made of facts alone; a place that the facts do not give is drawn as not known.
+The module is pure and uses facts alone. A NUMA node that the facts do not give is drawn as not known.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ _BOX_WIDTH, _BOX_HEIGHT, _ROW = 122.0, 30.0, 37.0
 _LEFT_X, _RIGHT_X = 10.0, 248.0
 _HEAD, _GAP = 24.0, 10.0
 _NAME_CHARACTERS, _DETAIL_CHARACTERS = 16, 21
-# What a reader must see first stands first.
+# The states are in the order of importance for the reader.
 _BY_WEIGHT = (RouteState.FELL_BACK, RouteState.PROVEN, RouteState.UNPROVEN, RouteState.NOT_POSSIBLE)
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One device that bytes begin or end in.
+    """A device that is the source or the target of transfers.
 
     Attributes
     ----------
     name : str
-        ``GPU 0``, ``mlx5_0``, ``nvme0``.
+        Name of the device: ``GPU 0``, ``mlx5_0``, ``nvme0``.
     kind : str
-        ``gpu``, ``nic`` or ``nvme``.
+        Type of the device: ``gpu``, ``nic`` or ``nvme``.
     detail : str
-        Its PCI function and link; empty where nobody says.
+        Its PCI function and link; empty if they are not known.
     numa_node : int or None
-        The memory node next to it.
+        The NUMA node nearest to it.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A device in the picture; ``y`` is its upper edge."""
+    """A device in the drawing. ``y`` is its upper edge."""
 
     place: Place
     x: float
@@ -62,7 +62,7 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A memory node in the picture."""
+    """A NUMA node in the drawing."""
 
     label: str
     y: float
@@ -71,7 +71,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A pair of GPU and NIC."""
+    """A line between a GPU and a NIC."""
 
     x1: float
     y1: float
@@ -82,7 +82,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """The picture."""
+    """The whole drawing."""
 
     nodes: tuple[Node, ...]
     boxes: tuple[Box, ...]
@@ -95,7 +95,7 @@ class Drawing:
 
 
 def make_drawing(facts: Facts, routes: Sequence[RouteStatus]) -> Drawing | None:
-    """Lay it out; None where there is nothing to draw."""
+    """Return the layout of the drawing, or None if there is nothing to draw."""
     found = places(facts, routes)
     if not found:
         return None
@@ -126,12 +126,12 @@ def make_drawing(facts: Facts, routes: Sequence[RouteStatus]) -> Drawing | None:
 
 
 def places(facts: Facts, routes: Iterable[RouteStatus]) -> tuple[Place, ...]:
-    """Every device that the facts, or the routes, name."""
+    """Return every device that the facts or the routes name."""
     return (*_gpus(facts, routes), *_nics(facts, routes), *_controllers(facts))
 
 
 def best_state(states: Iterable[RouteState]) -> RouteState:
-    """Of several ways between one pair: that a route fell back is seen, whatever else is proven."""
+    """Return the state to draw for a pair with several routes. A fallback is shown even if another route is proven."""
     found = set(states)
     return next((state for state in _BY_WEIGHT if state in found), RouteState.UNPROVEN)
 
@@ -180,7 +180,7 @@ def _links(boxes: Sequence[Box], routes: Sequence[RouteStatus]) -> tuple[Link, .
             middle = _BOX_HEIGHT / 2
             state = best_state(states).value
             found.append(Link(one.x + _BOX_WIDTH, one.y + middle, other.x, other.y + middle, state))
-    # What matters most is drawn last, over the others.
+    # The most important links are drawn last, on top of the others.
     order = [state.value for state in reversed(_BY_WEIGHT)]
     return tuple(sorted(found, key=lambda link: order.index(link.state)))
 

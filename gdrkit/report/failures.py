@@ -1,6 +1,6 @@
-"""What went wrong, why, and what to do about it.
+"""The failures of a run, with cause and remedy.
 
-Level 5. An error of gdrkit ends with what to do; where a failure has no such end, what somebody would do next is said.
+An error of gdrkit ends with what to do. For a failure without such an ending, a general remedy is given.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ _UNKNOWN = "read its traceback below, then run it alone: gdrkit qualify -k {name
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """One thing that is wrong.
+    """One failure and the cases, routes or APIs that have it.
 
     Attributes
     ----------
     cause : str
-        Why.
+        The cause.
     remedy : str
         What to do.
     whats : tuple of str
-        The cases, routes or APIs that it befell.
+        The cases, routes or APIs that have this failure.
     cases : tuple of str
-        For each the id of the case that showed it; empty for an API.
+        For each of ``whats`` the id of the case that showed it; empty for an API.
     """
 
     cause: str
@@ -51,7 +51,7 @@ class Failure:
 def failures(
     facts: Facts, records: Sequence[Record], routes: Sequence[RouteStatus], files: Sequence[FileStatus]
 ) -> tuple[Failure, ...]:
-    """Of this run: cases, then routes that fell back, then APIs that did not answer; those of one cause as one."""
+    """Return the failures of a run: cases, routes that fell back, APIs without a reply. Equal causes are merged."""
     found = [_of_case(record) for record in records if record.is_failure]
     statuses: list[RouteStatus | FileStatus] = [*routes, *files]
     for status in statuses:
@@ -75,7 +75,7 @@ def failures(
 
 
 def split_remedy(text: str) -> tuple[str, str]:
-    """What happened, and what to do about it: the two parts of the text of an error of gdrkit."""
+    """Return the two parts of the text of a gdrkit error: what happened, and what to do about it."""
     what, _, remedy = text.partition(_MARK)
     return what, remedy
 
@@ -89,7 +89,7 @@ def _of_case(record: Record) -> tuple[str, str, str, str]:
 
 
 def _name(case: str) -> str:
-    """By which ``-k`` finds a case."""
+    """Return the name by which ``-k`` finds a case."""
     return case.partition("::")[2].partition("[")[0] or case
 
 

@@ -1,7 +1,7 @@
-"""Where the lines of a sweep lie in its picture.
+"""Layout of the plot of a sweep in the report.
 
-Level 5, pure. Sizes and depths are logarithmic, values begin at 0: a plot that begins elsewhere makes a difference of
-one percent look like one of fifty.
+The module is pure. Sizes and depths have a logarithmic axis. The axis of values begins at 0, because an axis that
+begins elsewhere makes a difference of one percent look like fifty.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ WIDTH, HEIGHT = 380, 220
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46.0, 370.0, 12.0, 186.0
 _TICKS = 4
 _SIZES_SHOWN = 6
-# By colour and by dash, so that neither is needed alone.
+# The curves differ by colour and by dash pattern, so that either is sufficient.
 _STYLES = 6
 _GROUPED_FROM = 10_000
 
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """A place on an axis and what is written there."""
+    """A position on an axis and its label."""
 
     at: float
     label: str
@@ -38,7 +38,7 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """One point, and the spread of its rounds from ``low`` to ``high``."""
+    """A point, and the spread of its rounds from ``low`` to ``high``."""
 
     x: float
     y: float
@@ -48,7 +48,7 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """One line: its name, the points of its polyline, its style."""
+    """A curve: its name, the points of its polyline, its style."""
 
     name: str
     points: str
@@ -59,7 +59,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """One picture, and its values as a table: a row for each size, a cell for each curve with value and case."""
+    """A plot, and its values as a table: a row for each size, a cell for each curve with value and case."""
 
     name: str
     unit: str
@@ -77,7 +77,7 @@ class Plot:
 
 
 def make_plot(sweep: Sweep) -> Plot:
-    """Lay it out."""
+    """Return the layout of the plot of a sweep."""
     label = format_bytes if sweep.over == "size" else str
     sizes = sorted({point.at for line in sweep.lines for point in line.points})
     highest = max(max(point.value, point.most or 0.0) for line in sweep.lines for point in line.points)
@@ -117,7 +117,7 @@ def make_plot(sweep: Sweep) -> Plot:
 
 
 def format_number(value: float) -> str:
-    """Five digits that count; thousands in groups."""
+    """Return a number with five significant digits. Thousands are grouped."""
     if abs(value) >= _GROUPED_FROM:
         return f"{value:,.0f}"
     return f"{value:.5g}"
@@ -132,7 +132,7 @@ def _row(size_bytes: int, lines: Sequence[Line]) -> tuple[tuple[str, str], ...]:
 
 
 def _step(highest: float) -> float:
-    """1, 2, 2.5 or 5 times a power of ten, so that there are about four steps."""
+    """Return 1, 2, 2.5 or 5 times a power of ten, so that the axis has about four steps."""
     if highest <= 0:
         return 1.0
     rough = highest / _TICKS

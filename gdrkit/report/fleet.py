@@ -1,7 +1,7 @@
-"""Many hosts in one report: who is qualified, who differs from the others, who is slower.
+"""One report over many hosts: which are qualified, which differ from the others, which are slower.
 
-Level 5. Each host is the folder of a run; the report stands above them and links to theirs. A folder that cannot be
-read is a row with its error, so that one damaged host hides no other, and the command that made the report fails.
+Each host is the folder of a run. The report is in the parent folder and links to the reports of the hosts. A folder
+that cannot be read is a row with its error, so that one damaged host does not hide the others. The command then fails.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _NOT_READABLE = "not readable"
 
 @dataclass(frozen=True, slots=True)
 class Slow:
-    """A number of one host that is worse than the median of all, and by how much it is apart from that."""
+    """A number of one host that is worse than the median of all hosts, with the difference in percent."""
 
     name: str
     value: str
@@ -53,28 +53,28 @@ class Slow:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """One row.
+    """One row of the report.
 
     Attributes
     ----------
     name : str
-        Of the host; with its folder, where others have that name too.
+        Name of the host, with its folder if other hosts have the same name.
     folder : str
-        Below the folder of the fleet.
+        Path relative to the folder of the fleet report.
     error : str
-        Why its run could not be read; then all else is empty.
+        Why its run could not be read; then the other fields are empty.
     exit_code : int or None
-        Of its run.
+        Exit code of its run.
     state : str
         A value of RunState, or ``not readable``.
     page : str
-        Where its own page is, as a link from that of the fleet; empty where it has none.
+        Link from the fleet page to the page of the host; empty if the host has no page.
     counts, routes : mapping
-        How many cases by verdict, how many routes by state.
+        Number of cases by verdict, number of routes by state.
     differs : tuple of str
-        In what it is unlike most others.
+        The properties in which the host differs from the majority.
     slow : tuple of Slow
-        Where it is slower than they are.
+        The numbers in which the host is slower than the median.
     """
 
     name: str
@@ -94,7 +94,7 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """The report; ``problems`` has a line for each folder or name that is not as it must be."""
+    """The fleet report. ``problems`` has a line for each unreadable folder and each duplicate host name."""
 
     hosts: tuple[Host, ...]
     tally: tuple[tuple[str, int], ...]
@@ -111,12 +111,12 @@ class _Read:
 
 
 def render_fleet(path: Path, output: Path | None = None) -> Fleet:
-    """Write index.html, fleet.json and metrics.prom over all runs in the folders of `path`.
+    """Write index.html, fleet.json and metrics.prom for all runs in the subfolders of `path`.
 
     Raises
     ------
     UsageError
-        No folder of a run is there.
+        `path` has no folder of a run.
     SetupMissing
         The kernel refuses to list the folder, or to write.
     """
@@ -156,7 +156,7 @@ def render_fleet(path: Path, output: Path | None = None) -> Fleet:
 
 
 def _urgency(host: Host) -> int:
-    """Return 0 for a host that cannot be read, then 1 for a failure, 2 for a run that proves less than it could."""
+    """Return 0 for an unreadable host, 1 for a failure, 2 for a run that proves less than it could, 3 if qualified."""
     lesser = {RunState.NOTHING_PROVEN.value, RunState.PARTIAL.value, RunState.SOFTWARE_ONLY.value}
     if host.error:
         return 0
@@ -164,9 +164,9 @@ def _urgency(host: Host) -> int:
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """So that node10 comes after node9."""
+    """Return a sort key by which node10 comes after node9."""
     parts = re.split(r"([0-9]+)", name)
-    # Numbers by their length first, since a name may have one that is too long to be made a number.
+    # Numbers are compared by their length first, since a name may contain more digits than int() accepts.
     digits = [part.lstrip("0") for part in parts]
     return [(len(digits[at]), digits[at]) if at % 2 else (-1, part) for at, part in enumerate(parts)]
 
@@ -176,7 +176,7 @@ def _is_run(entry: Path) -> bool:
     try:
         return any(is_file(file) for file in (folder.run, folder.facts, folder.records))
     except OSError:
-        # Nobody can tell, so that somebody must be told: reading it says what the kernel refuses.
+        # It is unknown whether this is a run. It is treated as one, so that reading it reports the error of the kernel.
         return True
 
 
@@ -195,7 +195,7 @@ def _read(runs: Sequence[Path], path: Path) -> tuple[list[_Read], list[tuple[str
 
 
 def _latest(read: Sequence[_Read]) -> tuple[list[_Read], tuple[str, ...]]:
-    """The last run of each host, and the folders of those before it."""
+    """Return the last run of each host, and the folders of the earlier runs."""
     kept: list[_Read] = []
     older: list[str] = []
     for it in sorted(read, key=lambda one: one.contents.run.started, reverse=True):
@@ -207,12 +207,12 @@ def _latest(read: Sequence[_Read]) -> tuple[list[_Read], tuple[str, ...]]:
 
 
 def _is_same(one: Contents, other: Contents) -> bool:
-    """Whether two runs of one name are of one machine, as far as they can tell."""
+    """Return whether two runs with the same host name are of the same machine, as far as their facts show it."""
     if not one.run.host or one.run.host != other.run.host:
         return False
     mine, theirs = _serials(one), _serials(other)
     if mine and theirs:
-        # Machines of one image share their id; what was built into them tells them apart.
+        # Machines that were installed from one image share their host id. The serial numbers of their devices differ.
         return bool(mine & theirs)
     return one.run.host_id is not None and one.run.host_id == other.run.host_id
 
@@ -224,7 +224,7 @@ def _serials(contents: Contents) -> set[str]:
 
 
 def _names(latest: Sequence[_Read]) -> tuple[dict[str, str], list[str]]:
-    """By folder the name to show, and a line for each name that two hosts have."""
+    """Return the name to show for each folder, and a line for each name that several hosts have."""
     by_name: dict[str, list[str]] = {}
     for it in latest:
         by_name.setdefault(it.contents.run.host or it.folder, []).append(it.folder)
@@ -254,7 +254,7 @@ def _traits(contents: Contents) -> dict[str, str]:
 
 
 def _usual_traits(latest: Sequence[_Read]) -> dict[str, str]:
-    """What most hosts have; of few hosts nobody can say what is usual."""
+    """Return the values that most hosts have; empty if there are too few hosts."""
     if len(latest) < _HOSTS_MIN:
         return {}
     found: dict[str, Counter[str]] = {}
@@ -266,7 +266,7 @@ def _usual_traits(latest: Sequence[_Read]) -> dict[str, str]:
 
 
 def _samples(contents: Contents) -> dict[tuple[str, str], Sample]:
-    """By case and name, every number of which more or less is better."""
+    """Return, by case and name, every number for which more or less is better."""
     found: dict[tuple[str, str], list[Mapping[str, float]]] = {}
     for record in contents.records:
         for name in record.numbers if is_shown(record) else ():
@@ -307,7 +307,7 @@ def _host(
         verdict=contents.run.verdict,
         profile=contents.run.profile,
         started=contents.run.started,
-        # Of bytes, since the name of a folder need not be UTF-8.
+        # The path is quoted as bytes, since the name of a folder is not always UTF-8.
         page=quote(os.fsencode(f"{folder}/index.html")) if has_page else "",
         counts={verdict.value: verdicts[verdict] for verdict in Verdict},
         routes={state.value: states[state] for state in RouteState},
@@ -321,7 +321,7 @@ def _host(
 def _slow(it: _Read, medians: Mapping[tuple[str, str], Sample]) -> Iterator[Slow]:
     for (case, name), found in it.samples.items():
         median = medians.get((case, name))
-        # Beside a median of 0 nobody can say by how much.
+        # The percentage of the difference from a median of 0 is undefined.
         if median is not None and median.value:
             judged = judge(name, median, found)
             if judged.outcome == "worse":
@@ -358,7 +358,7 @@ def _document(fleet: Fleet, older: Sequence[str]) -> dict[str, Json]:
 
 
 def _metrics(latest: Sequence[_Read], names: Mapping[str, str]) -> str:
-    """The samples of all hosts, family by family, as the format wants them."""
+    """Return the samples of all hosts, grouped by metric family as the format requires."""
     families: dict[str, list[str]] = {}
     for it in latest:
         for line in render_metrics(it.contents, it.view, host=names[it.folder]).splitlines(keepends=True):

@@ -1,7 +1,7 @@
-"""What the form of records and runs asks of a value beyond its type.
+"""Checks of values in records and runs beyond their types.
 
-Level 5, pure. What is read from a file is checked where its bytes are parsed, so that nothing behind it meets a time
-that is none or a substrate that does not exist.
+The module is pure. Values are checked where the bytes of a file are parsed, so that later code never meets an invalid
+time or an unknown substrate.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _EXIT_CODE_MAX = 255
 
 
 def check_started(text: str, where: str) -> None:
-    """See that `text` is a time in UTC, e.g. ``2026-11-20T12:00:00Z``; times of this form also sort as text.
+    """Check that `text` is a time in UTC, e.g. ``2026-11-20T12:00:00Z``. Times of this form also sort as text.
 
     Raises
     ------
     UsageError
-        ``MALFORMED``: it is none, or one that no calendar has.
+        ``MALFORMED``: the text has another form, or is not a valid date.
     """
     expected = "a time such as 2026-11-20T12:00:00Z"
     if _STARTED.fullmatch(text) is None:
@@ -41,12 +41,12 @@ def check_started(text: str, where: str) -> None:
 
 
 def check_substrate(names: Mapping[str, str], where: str) -> None:
-    """See that each API ran on something that there is.
+    """Check that the substrate of each API is a known one.
 
     Raises
     ------
     UsageError
-        ``MALFORMED``: one did not.
+        ``MALFORMED``: a substrate is unknown.
     """
     for api, name in names.items():
         if name not in _SUBSTRATES:
@@ -55,12 +55,12 @@ def check_substrate(names: Mapping[str, str], where: str) -> None:
 
 
 def check_exit_code(code: int, where: str) -> None:
-    """See that a process can have ended with `code`.
+    """Check that `code` is a possible exit code of a process.
 
     Raises
     ------
     UsageError
-        ``MALFORMED``: none can.
+        ``MALFORMED``: the code is out of range.
     """
     if not 0 <= code <= _EXIT_CODE_MAX:
         expected = f"0 to {_EXIT_CODE_MAX}"
@@ -68,5 +68,5 @@ def check_exit_code(code: int, where: str) -> None:
 
 
 def malformed(where: str, expected: str, found: object) -> UsageError:
-    """The typed error of a value that is not as it must be."""
+    """Return the error for a malformed value."""
     return UsageError(f"{where}: expected {expected}, found {repr(found)[:80]}", reason=Reason.MALFORMED)

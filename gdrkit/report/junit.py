@@ -1,7 +1,7 @@
 """Records as JUnit XML.
 
-Level 5. JUnit knows no ``unproven``: such a case is a passed test with a property that says what is missing. A case
-that did not run is ``skipped`` when the profile foresees that, else a failure.
+JUnit has no ``unproven``. Such a case is a passed test with a property that says what is missing. A case that did not
+run is ``skipped`` if the profile foresees that, else a failure.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 __all__ = ["render_junit"]
 
-# What XML 1.0 cannot hold, not even escaped.
+# XML 1.0 cannot contain these characters, not even escaped.
 _FORBIDDEN = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def render_junit(run: Run, records: Sequence[Record]) -> bytes:
-    """The document, UTF-8."""
+    """Return the document as UTF-8."""
     failures = sum(record.is_failure for record in records)
     skipped = sum(record.verdict is Verdict.NOT_RUN and not record.is_failure for record in records)
     counts = {"tests": str(len(records)), "failures": str(failures), "errors": "0", "skipped": str(skipped)}

@@ -1,6 +1,7 @@
-"""What the bytes of a case cannot exceed, by the links that they cross.
+"""The limit of the rate of a case, given by the links that its bytes cross.
 
-Level 5, pure. What links carry is in :mod:`gdrkit.inventory.limits`; which of them a case uses, its record says.
+The module is pure. The capacity of links comes from :mod:`gdrkit.inventory.limits`. The record of a case says which
+links it uses.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ if TYPE_CHECKING:
 
 __all__ = ["limit_gb_per_s"]
 
-# A parameter of a case by which its bytes cross the PCIe link of the device.
+# A case with this parameter moves its bytes over the PCIe link of the device.
 _COPIES = re.compile(r"\b(host_to_device|device_to_host)\b")
 
 
 def limit_gb_per_s(record: Record, facts: Facts) -> float | None:
-    """For the bytes of a case, in 10**9 bytes a second; None where no link that is known bounds them."""
+    """Return the limit for the bytes of a case, in 10**9 bytes per second; None if no known link limits them."""
     devices, nics = {route.device_index for route in record.routes}, {route.nic for route in record.routes}
     if not record.routes and _COPIES.search(record.case):
         devices = {0}

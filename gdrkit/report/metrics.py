@@ -1,6 +1,6 @@
 """A run as a Prometheus text file, for the textfile collector of node_exporter.
 
-Level 5. The format is that of prometheus.io/docs/instrumenting/exposition_formats, version 0.0.4.
+The format is that of prometheus.io/docs/instrumenting/exposition_formats, version 0.0.4.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ __all__ = ["render_metrics"]
 
 
 def render_metrics(contents: Contents, view: View, *, host: str | None = None) -> str:
-    """All gauges; a state is one gauge for each that there is, 1 for the one that holds.
+    """Return all gauges. A state is one gauge per possible value; the gauge of the present value is 1.
 
-    `host` is what to call the host where its own name is not enough.
+    `host` replaces the name of the host if that is not unique.
     """
     return "".join(_families(contents, view, contents.run.host if host is None else host))
 
@@ -81,7 +81,7 @@ def _numbers(who: dict[str, str], contents: Contents) -> Iterator[tuple[dict[str
     seen: set[tuple[str, str]] = set()
     for record in contents.records:
         for name, value in record.numbers.items() if is_shown(record) else ():
-            # A case that ran twice would be one series with two values, which no collector takes.
+            # A case that ran twice would give one series with two values, which collectors reject.
             if (record.case, name) not in seen:
                 seen.add((record.case, name))
                 yield {**who, "case": record.case, "name": name}, value

@@ -1,8 +1,8 @@
-"""How far two numbers must be apart before one of them is believed to be worse.
+"""Decision whether two numbers differ by more than their noise.
 
-Level 5, pure. What a case keeps beside a median (its rounds, their spread or their least and most) says how exact that
-median is; the band is three standard errors of the difference, and never less than what the caller calls noise. Two
-runs and the hosts of a fleet are judged here, and nowhere else.
+The module is pure. The numbers that a case keeps beside a median (its rounds, their spread or their minimum and
+maximum) give the standard error of that median. The noise band is three standard errors of the difference, and never
+less than the noise that the caller states. All comparisons of runs and of hosts in a fleet use this module.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 __all__ = ["Moved", "Sample", "judge", "sample", "usual"]
 
 _ERRORS = 3.0
-# Of a normal distribution: quartiles are this many standard deviations apart, and a median is this much less exact than
-# a mean.
+# For a normal distribution, the quartiles are this many standard deviations apart, and the standard error of a median
+# is this many times that of a mean.
 _QUARTILES = 1.349
 _MEDIAN = 1.2533
 _ROUNDS_MIN = 2
@@ -36,9 +36,9 @@ class Sample:
     Attributes
     ----------
     value : float
-        The median over the records that have it.
+        The median over the records that have the number.
     error_percent : float
-        Its standard error beside it; 0 where nothing says how exact it is.
+        The standard error of that median, in percent of it; 0 if nothing shows how exact it is.
     """
 
     value: float
@@ -47,16 +47,16 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """How a number of one side is beside that of another.
+    """The comparison of a number of one side with that of the other.
 
     Attributes
     ----------
     outcome : str
         ``worse``, ``better``, ``same`` (within the noise) or ``changed`` (neither direction is better).
     change_percent : float
-        How far it moved; 10**9 for more than that, and from 0 to anything.
+        The relative change; 10**9 for a larger one, and for a change from 0.
     band_percent : float
-        How far it may move without a meaning; 10**9 at most.
+        The relative change that counts as noise; 10**9 at most.
     """
 
     outcome: str
@@ -65,8 +65,9 @@ class Moved:
 
 
 def judge(name: str, before: Sample, after: Sample, *, noise_percent: float = NOISE_PERCENT) -> Moved:
-    """Judge the number `name` of `after` beside that of `before`; a change up to `noise_percent` is none, however exact
-    both seem to be.
+    """Compare the number `name` of `after` with that of `before`.
+
+    A change up to `noise_percent` counts as none, however exact both numbers seem to be.
     """
     moved = _change_percent(before.value, after.value)
     band = max(noise_percent, _bounded(_ERRORS * math.hypot(before.error_percent, after.error_percent)))
@@ -76,18 +77,18 @@ def judge(name: str, before: Sample, after: Sample, *, noise_percent: float = NO
 
 
 def usual(samples: Sequence[Sample]) -> Sample:
-    """What most of several machines have: their median, as exact as their rounds make it.
+    """Return the median of several machines, with the standard error that their rounds give.
 
-    How far the machines are apart is what is looked for, and does not widen the band.
+    The difference between the machines is what the comparison looks for, so it does not widen the band.
     """
     error = statistics.median(one.error_percent for one in samples) / math.sqrt(len(samples))
     return Sample(statistics.median(one.value for one in samples), error)
 
 
 def sample(name: str, numbers: Sequence[Mapping[str, float]]) -> Sample:
-    """What the numbers of one or more records of a case say of the number `name`.
+    """Return the number `name` of one or more records of a case, with its standard error.
 
-    Several records are runs of their own, so their scatter counts beside that of the rounds of each.
+    Several records are independent runs. The error is the larger one of their scatter and that of their rounds.
     """
     values = [found[name] for found in numbers if name in found]
     value = statistics.median(values)
@@ -108,13 +109,14 @@ def _change_percent(before: float, after: float) -> float:
 
 
 def _bounded(percent: float) -> float:
-    """What JSON has a form for."""
+    """Limit a percentage to what JSON can represent."""
     return max(-_PERCENT_MAX, min(_PERCENT_MAX, percent))
 
 
 def _error_of_rounds(name: str, numbers: Mapping[str, float]) -> float:
-    """The standard error of a median, from what stands beside it: ``rate_gb_per_s_median`` has
-    ``rate_spread_percent`` (between the quartiles) and ``rounds_count``.
+    """Return the standard error of a median, from the numbers beside it.
+
+    ``rate_gb_per_s_median`` has ``rate_spread_percent`` (between the quartiles) and ``rounds_count``.
     """
     number = split_number(name)
     spread = numbers.get("_".join(filter(None, (number.base, "spread_percent"))))

@@ -1,6 +1,7 @@
-"""Lines over sizes as one SVG that needs nothing else, alone or in a page.
+"""Plot of lines over sizes as one self-contained SVG, alone or in a page.
 
-Level 5. Sizes are drawn by powers of two; what was not measured on hardware says so in the picture itself.
+The axis of sizes is logarithmic, by powers of two. A plot of numbers that were not measured on hardware says so in the
+picture itself.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 70, 200, 76, 56
 _COLOURS = ("#2f6fd0", "#1f8a5b", "#c2571a", "#7a4fb5", "#8a6d00")
 _TICKS_MOST = 6
 
-# Follows the reader's colours, light or dark.
+# The style follows the light or dark colour scheme of the reader.
 _STYLE = """
 svg { color: #1c1e21; background: #fcfcfa; font: 13px system-ui, sans-serif; }
 @media (prefers-color-scheme: dark) { svg { color: #e4e6e9; background: #15171a; } }
@@ -35,7 +36,7 @@ text { fill: currentColor; } .title { font-size: 17px; font-weight: 600; } .note
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line: (size in bytes, value) of each point."""
+    """A line: (size in bytes, value) of each point."""
 
     name: str
     points: Sequence[tuple[int, float]]
@@ -43,7 +44,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """What is drawn."""
+    """The contents of a plot."""
 
     title: str
     note: str
@@ -52,7 +53,7 @@ class Plot:
 
 
 def draw(plot: Plot) -> str:
-    """The picture as SVG.
+    """Return the plot as SVG.
 
     Raises
     ------
@@ -93,7 +94,7 @@ def draw(plot: Plot) -> str:
 
 
 def write_plot(path: Path, plot: Plot) -> None:
-    """Write the picture: a page where the name ends in .html, else the SVG alone.
+    """Write the plot: an HTML page if the file name ends in .html, else the SVG alone.
 
     Raises
     ------
@@ -134,7 +135,7 @@ def _drawn(
 
 
 def _step(top: float) -> float:
-    """Of the ticks: 1, 2 or 5 times a power of ten, so that there are a few."""
+    """Return the distance of the ticks: 1, 2 or 5 times a power of ten, so that there are only a few ticks."""
     rough = top / _TICKS_MOST
     power: float = 10.0 ** math.floor(math.log10(rough))
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough)

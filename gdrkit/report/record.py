@@ -1,7 +1,6 @@
-"""One JSON object per case: what ran, on what, what was seen.
+"""The record of a case as a JSON object: what ran, on which substrate, what was observed.
 
-Level 5. The form is that of ``reports/schema/record-1.json``; a record that is not of that form is refused, not
-repaired.
+The format is ``reports/schema/record-1.json``. A record of another form is refused, not repaired.
 """
 
 from __future__ import annotations
@@ -40,13 +39,13 @@ __all__ = [
 
 SCHEMA_VERSION = 1
 
-# The key of the evidence below which the harness keeps a refusal that the profile expects.
+# The harness keeps a refusal that the profile expects in the evidence under this key.
 REFUSED = "refused"
 
 
 @dataclass(frozen=True, slots=True)
 class CaseReason:
-    """Why a verdict is not ``pass``.
+    """A reason why a verdict is not ``pass``.
 
     Attributes
     ----------
@@ -55,7 +54,7 @@ class CaseReason:
     need : str or None
         The need that was not met, for ``not_run``.
     foreseen : bool or None
-        Whether the profile foresees that, for ``not_run``.
+        Whether the profile foresees the unmet need, for ``not_run``.
     """
 
     text: str
@@ -67,8 +66,8 @@ class CaseReason:
 class SeenLibrary:
     """A library in one of the processes of a case (``case``, ``peer0`` ...).
 
-    Its path is as :meth:`gdrkit.house.House.portable` has it: relative in the checkout, ``{python}/...`` in the
-    environment of Python, ``{site}/...``, ``{library_path}/...`` and ``{home}/...`` in folders of the machine's own.
+    The path is in the form of :meth:`gdrkit.house.House.portable`: relative in the checkout, ``{python}/...`` in the
+    environment of Python, ``{site}/...``, ``{library_path}/...`` and ``{home}/...`` in local folders of the machine.
     """
 
     process: str
@@ -80,13 +79,13 @@ class SeenLibrary:
 
     @classmethod
     def of(cls, process: str, library: LoadedLibrary) -> SeenLibrary:
-        """As `process` had it."""
+        """Return the description of `library`, which `process` had loaded."""
         return cls(
             process=process,
             path=house().portable(library.path),
             soname=library.soname,
             build_id=library.build_id,
-            # Those of the linker say nothing that the build id does not.
+            # The GNU notes of the linker add nothing to the build id.
             notes=tuple(note for note in library.notes if note.owner != "GNU"),
             error=library.error,
         )
@@ -94,7 +93,7 @@ class SeenLibrary:
 
 @dataclass(frozen=True, slots=True)
 class ClaimedRoute:
-    """A route that a case says its bytes took, or should have taken.
+    """A route that the bytes of a case took, or should have taken, according to the case.
 
     Attributes
     ----------
@@ -105,7 +104,7 @@ class ClaimedRoute:
     way : str
         ``dmabuf`` or ``peer_memory``.
     fell_back : str or None
-        Why the bytes took another way although this one was asked for; None when they took it.
+        Why the bytes took another route although this one was requested; None if they took this one.
     """
 
     device_index: int
@@ -116,18 +115,18 @@ class ClaimedRoute:
 
 @dataclass(frozen=True, slots=True)
 class ClaimedFile:
-    """A way between a device and the files of a mount that a case says its bytes took, or should have taken.
+    """A route between a device and the files of a mount that the bytes of a case took, according to the case.
 
     Attributes
     ----------
     device_index : int
         Number of the device.
     mount : str
-        Where the file system is mounted.
+        Mount point of the file system.
     way : str
         ``p2p`` or ``nvfs``, which are direct, or ``posix`` or ``engine``.
     fell_back : str or None
-        Why the bytes took this way although a direct one was asked for; None when it was the one asked for.
+        Why the bytes took this route although a direct one was requested; None if this one was requested.
     """
 
     device_index: int
@@ -138,47 +137,47 @@ class ClaimedFile:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One case of one run.
+    """The record of one case of one run.
 
     Attributes
     ----------
     case : str
-        Its id, as pytest names it.
+        The pytest node id of the case.
     title : str
-        The first line of its docstring.
+        The first line of the docstring of the case.
     verdict : Verdict
-        What it showed.
+        The result of the case.
     reasons : tuple of CaseReason
-        Why, unless it passed.
+        The reasons for the verdict, unless it is ``pass``.
     profile, facts_digest : str
-        Of the run.
+        The profile and the digest of the facts of the run.
     substrate : mapping
-        What each API that was loaded ran on, over all processes of the case.
+        The substrate of each loaded API, over all processes of the case.
     libraries : tuple of SeenLibrary
-        What was found in those processes.
+        The libraries that were loaded in those processes.
     seed : int
-        Of the run; the same seed gives the same payloads, keys and delays.
+        The seed of the run. The same seed gives the same payloads, keys and delays.
     evidence : mapping
-        What the case kept for the reader.
+        The evidence that the case kept for the reader.
     numbers : mapping
-        Measurements, the unit in each name. Shown as performance only where the substrate is hardware.
+        Measurements with the unit in each name. They are shown as performance only if the substrate is hardware.
     routes : tuple of ClaimedRoute
-        The routes it was about.
+        The routes that the case is about.
     duration_ms : float
-        From the beginning of its set-up to the end of its tear-down.
+        The time from the beginning of the set-up to the end of the tear-down, in ms.
     started : str
-        UTC, ISO 8601.
+        Start time in UTC, ISO 8601.
     commit : str or None
-        Of the checkout; None outside of one.
+        Commit of the checkout; None outside of a checkout.
     version : str
-        Of gdrkit.
+        Version of gdrkit.
     command : str
         The command line of the run.
     files : tuple of ClaimedFile
-        The ways between devices and files that it was about.
+        The routes between devices and files that the case is about.
     uses : tuple of str
-        The APIs that it declared to need, of those that were loaded: its numbers are about these. Another may be loaded
-        in the same process because of an earlier case.
+        The loaded APIs that the case declared to need. Its numbers are about these. Other APIs may be loaded in the
+        same process because of an earlier case.
     """
 
     schema_version: int
@@ -204,7 +203,7 @@ class Record:
 
     @property
     def refused(self) -> bool:
-        """Whether it ran although a need is unmet, and ended with exactly the refusal that the profile states.
+        """Whether the case ran although a need is unmet, and ended with exactly the refusal that the profile states.
 
         The evidence has every cause.
         """
@@ -212,14 +211,14 @@ class Record:
 
     @property
     def is_failure(self) -> bool:
-        """Whether it fails a run: it failed, or it did not run for a reason that nobody foresaw."""
+        """Whether the case fails a run: it failed, or it did not run for a reason that the profile does not foresee."""
         if self.verdict is Verdict.NOT_RUN:
             return any(reason.foreseen is not True for reason in self.reasons) or not self.reasons
         return self.verdict is Verdict.FAIL
 
 
 def append_record(path: str | os.PathLike[str], record: Record) -> None:
-    """Append one line, in one write, so that a reader never sees half of it; a folder that is not there is made."""
+    """Append one line in one write, so that a reader never sees half of it. The folder is made if it does not exist."""
     line = json.dumps(plain.to_plain(record), ensure_ascii=False, allow_nan=False) + "\n"
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -237,19 +236,22 @@ def read_records(path: str | os.PathLike[str]) -> tuple[Record, ...]:
     Raises
     ------
     UsageError
-        ``MALFORMED``: a line that is no record; its number is named.
+        ``MALFORMED``: a line is not a record; the error has its number.
     """
     return parse_records(record_lines(path), name=str(path))
 
 
 def record_lines(path: str | os.PathLike[str]) -> list[bytes]:
-    """The lines of a records file; the last is what follows the last line end, empty in a whole file."""
-    # Only this byte ends a line: what else Python takes for a line end may be in a text.
+    """Return the lines of a records file.
+
+    The last item is the text after the last line end, empty in a complete file.
+    """
+    # Only this byte ends a line. Texts may contain other characters that Python takes for line ends.
     return Path(path).read_bytes().split(b"\n")
 
 
 def parse_records(lines: Iterable[str | bytes], *, name: str = "records") -> tuple[Record, ...]:
-    """Parse lines of a records file; see :func:`read_records`."""
+    """Parse the lines of a records file; see :func:`read_records`."""
     return tuple(parse_record(line, f"{name}:{number}") for number, line in enumerate(lines, start=1) if line.strip())
 
 

@@ -1,6 +1,6 @@
-"""Write report.json, junit.xml, summary.md, metrics.prom and index.html of a run.
+"""Writer of report.json, junit.xml, summary.md, metrics.prom and index.html of a run.
 
-Level 5. The HTML page stands alone: no script, no font, no picture from elsewhere.
+The HTML page is self-contained: no script, no font, no picture from other sources.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ __all__ = ["environment", "render", "render_html", "render_markdown"]
 
 
 def render(path: Path, output: Path | None = None) -> RunFolder:
-    """Make the documents of what a run wrote.
+    """Write the documents of a run.
 
     Parameters
     ----------
     path : Path
-        The folder of a run, also of one that did not end; a records file, or a folder of them.
+        The folder of a run, even of one that did not end; a records file, or a folder of records files.
     output : Path or None
-        Where to write; when None, to `path`, which must be a folder then: beside a records file may be the report of
-        the run that it is of, which knows more than its records.
+        The folder for the documents. If None, it is `path`, which must be a folder. Beside a records file there may be
+        the report of its run, which is more complete than one that is made of the records alone.
 
     Raises
     ------
     UsageError
-        There is no record, a file is malformed, or nobody said where to write.
+        There is no record, a file is malformed, or no output folder was named.
     SetupMissing
-        Something cannot be read or written.
+        A file cannot be read or written.
     """
     if output is None and not path.is_dir():
         message = f"{path} is a file, and its report would lie beside it, perhaps in place of another"
@@ -61,18 +61,18 @@ def render(path: Path, output: Path | None = None) -> RunFolder:
     write_whole(folder.junit, render_junit(contents.run, contents.records))
     write_whole(folder.summary, environment(escaped=False).get_template("summary.md.j2").render(view=view))
     write_whole(folder.metrics, render_metrics(contents, view))
-    # Last, so that a page that is there has everything beside it.
+    # The page is written last, so that all linked files exist before it.
     write_whole(folder.index, environment(escaped=True).get_template("index.html.j2").render(view=view))
     return folder
 
 
 def render_html(run: Run, facts: Facts, records: Sequence[Record]) -> str:
-    """The page."""
+    """Return the HTML page."""
     return environment(escaped=True).get_template("index.html.j2").render(view=_view(run, facts, records))
 
 
 def render_markdown(run: Run, facts: Facts, records: Sequence[Record]) -> str:
-    """The summary, for a terminal or a merge request."""
+    """Return the summary as Markdown, for a terminal or a merge request."""
     return environment(escaped=False).get_template("summary.md.j2").render(view=_view(run, facts, records))
 
 
@@ -83,7 +83,7 @@ def _view(run: Run, facts: Facts, records: Sequence[Record]) -> object:
 
 @cache
 def environment(*, escaped: bool) -> Environment:
-    """The templates; whatever they print of a record is harmless text."""
+    """Return the template environment. It escapes control characters in all text of a record."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 
@@ -92,7 +92,7 @@ def environment(*, escaped: bool) -> Environment:
 
     made = Environment(
         loader=FileSystemLoader(house().templates),
-        autoescape=escaped,  # noqa: S701 - Markdown has rules of its own: see text.cell.
+        autoescape=escaped,  # noqa: S701 - Markdown is escaped by text.cell.
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -106,12 +106,12 @@ def environment(*, escaped: bool) -> Environment:
 
 
 def _seconds(duration_ms: float) -> str:
-    if duration_ms < 1000:  # noqa: PLR2004 - from a second on, in seconds.
+    if duration_ms < 1000:  # noqa: PLR2004 - durations from 1 s on are shown in seconds.
         return f"{duration_ms:.0f} ms"
     return f"{duration_ms / 1000:.1f} s"
 
 
 def _short(identifier: str) -> str:
-    """The first 12 digits of a digest or commit, and what follows it after a dash."""
+    """Return the first 12 digits of a digest or commit, and the text from the dash on, if there is one."""
     head, dash, tail = identifier.removeprefix("sha256:").partition("-")
     return head[:12] + dash + tail

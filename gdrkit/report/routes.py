@@ -1,6 +1,6 @@
-"""Which routes between devices and NICs, and between devices and files, are direct, and how that is known.
+"""The state of each route between devices and NICs, and between devices and files, with its cause.
 
-Level 5. ``proven`` needs a case that passed and hardware under every API of the route; everything less has a cause.
+A route is ``proven`` if a case on it passed and every API of the route ran on hardware. Every other state has a cause.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ __all__ = [
 
 _APIS = ("verbs", "cuda")
 _FILE_APIS = ("cuda", "cufile")
-# The ways from a file into device memory that do not pass through the host.
+# These routes from a file into device memory do not pass through host memory.
 _DIRECT = ("p2p", "nvfs")
 _WAYS = {"dmabuf": "dma-buf", "peer_memory": "peer memory"}
 
 
 class RouteState(enum.Enum):
-    """What is known about a route on this machine."""
+    """The state of a route on this machine."""
 
     PROVEN = "proven"
     UNPROVEN = "unproven"
@@ -49,20 +49,20 @@ class RouteState(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class RouteStatus:
-    """One route.
+    """The state of a route between a device and a NIC.
 
     Attributes
     ----------
     device_index, nic, way
-        As :class:`~gdrkit.report.record.ClaimedRoute` has them.
+        See :class:`~gdrkit.report.record.ClaimedRoute`.
     state : RouteState
-        What is known about it.
+        The state of the route.
     cause : str
-        Why it is not proven.
+        Why the route is not proven.
     cases : tuple of str
-        Which cases were about it.
+        The cases that were about the route.
     shown_by : str
-        The one of them that showed that it fell back; empty where none did.
+        The case that showed that the route fell back; empty if none did.
     """
 
     device_index: int
@@ -75,13 +75,13 @@ class RouteStatus:
 
     @property
     def name(self) -> str:
-        """E.g. ``GPU 0 <- NIC mlx5_0 by dma-buf``."""
+        """Name of the route, e.g. ``GPU 0 <- NIC mlx5_0 by dma-buf``."""
         return route_name(self.device_index, self.nic, self.way)
 
 
 @dataclass(frozen=True, slots=True)
 class FileStatus:
-    """One device and the files of one mount; as :class:`RouteStatus`. ``way`` is empty where no case went."""
+    """The state of a route between a device and the files of a mount; see :class:`RouteStatus`."""
 
     device_index: int
     mount: str
@@ -93,17 +93,17 @@ class FileStatus:
 
     @property
     def name(self) -> str:
-        """E.g. ``GPU 0 <- files of /data by nvfs``."""
+        """Name of the route, e.g. ``GPU 0 <- files of /data by nvfs``."""
         return f"GPU {self.device_index} <- files of {self.mount}" + (f" by {self.way}" if self.way else "")
 
 
 def route_name(device_index: int, nic: str, way: str) -> str:
-    """E.g. ``GPU 0 <- NIC mlx5_0 by dma-buf``."""
+    """Return the name of a route, e.g. ``GPU 0 <- NIC mlx5_0 by dma-buf``."""
     return f"GPU {device_index} <- NIC {nic} by {_WAYS.get(way, way)}"
 
 
 def route_statuses(facts: Facts, records: Iterable[Record]) -> tuple[RouteStatus, ...]:
-    """Every route that the APIs were asked about, or that a case was about, in order of device, NIC and way."""
+    """Return every route that the facts or a case name, in order of device, NIC and path."""
     claims: dict[tuple[int, str, str], list[tuple[Record, ClaimedRoute]]] = {}
     for record in records:
         for route in record.routes:
@@ -122,7 +122,7 @@ def route_statuses(facts: Facts, records: Iterable[Record]) -> tuple[RouteStatus
 
 
 def file_statuses(facts: Facts, records: Iterable[Record]) -> tuple[FileStatus, ...]:
-    """Every device and mount that a case was about, and every one of the facts, in order of device and mount."""
+    """Return every pair of device and mount that the facts or a case name, in order of device and mount."""
     claims: dict[tuple[int, str], list[tuple[Record, ClaimedFile]]] = {}
     for record in records:
         for file in record.files:
@@ -138,7 +138,7 @@ def file_statuses(facts: Facts, records: Iterable[Record]) -> tuple[FileStatus, 
             state, cause = _judge(mine, _FILE_APIS)
             beneath = "; ".join(dict.fromkeys(filter(None, (_not_hardware(record, ("cuda",)) for record, _ in mine))))
             if state is RouteState.FELL_BACK and beneath:
-                # What software does says nothing about this machine.
+                # The behaviour of software says nothing about this machine.
                 state, cause = RouteState.UNPROVEN, f"{beneath}: {cause}"
             if state is RouteState.PROVEN and way not in _DIRECT:
                 state, cause = RouteState.UNPROVEN, f"the bytes went by {way}, which is not direct"
@@ -149,7 +149,7 @@ def file_statuses(facts: Facts, records: Iterable[Record]) -> tuple[FileStatus, 
 
 
 def _file_systems(facts: Facts) -> list[str]:
-    """One mount of each file system on a block device: the one nearest to the root."""
+    """Return one mount of each file system on a block device: the one with the shortest path."""
     nearest: dict[str, str] = {}
     for mount in facts.mounts:
         before = nearest.get(mount.device)
@@ -159,8 +159,9 @@ def _file_systems(facts: Facts) -> list[str]:
 
 
 def unmet_requirements(profile: Profile, statuses: Sequence[RouteStatus]) -> tuple[str, ...]:
-    """What the profile requires and was not proven, one sentence each; nothing when all is proven, or nothing
-    required.
+    """Return one sentence for each route that the profile requires and that was not proven.
+
+    The result is empty if all required routes are proven, or none is required.
     """
     missing = []
     for required in profile.routes:
@@ -192,7 +193,7 @@ def _refusal(tried: RouteFacts) -> str:
 def _judge(
     about: Sequence[tuple[Record, ClaimedRoute | ClaimedFile]], apis: Sequence[str] = _APIS
 ) -> tuple[RouteState, str]:
-    """Of the worst to the best that any case saw."""
+    """Return the state of a route and its cause. A fallback or failure of any case outweighs a pass."""
     for record, route in about:
         if route.fell_back is not None:
             return RouteState.FELL_BACK, f"{route.fell_back} ({record.case})"
@@ -212,12 +213,12 @@ def _judge(
 
 
 def _fallen(about: Iterable[tuple[Record, ClaimedRoute | ClaimedFile]]) -> str:
-    """The case of which :func:`_judge` says that its bytes took another way."""
+    """Return the case that :func:`_judge` reports as fallen back, or an empty text."""
     return next((record.case for record, route in about if route.fell_back is not None), "")
 
 
 def _not_hardware(record: Record, apis: Sequence[str]) -> str:
-    """Why a case that passed proves nothing about hardware; empty when it does."""
+    """Return why a case that passed proves nothing about hardware; empty if it proves something."""
     on = {api: record.substrate.get(api, Substrate.UNKNOWN.value) for api in apis}
     if all(name == Substrate.TWIN.value for name in on.values()):
         return "ran on software twins"
@@ -230,7 +231,7 @@ def _not_hardware(record: Record, apis: Sequence[str]) -> str:
 
 
 def is_required(profile: Profile, status: RouteStatus) -> bool:
-    """Whether the profile requires this route to be direct."""
+    """Return whether the profile requires this route to be direct."""
     return any(_matches(required, status) for required in profile.routes)
 
 

@@ -1,7 +1,7 @@
-"""One run of a qualification, and the folder that holds it.
+"""A run of a qualification, and the folder with its files.
 
-Level 5. The folder is the unit that people keep, send and render again: what the run wrote (facts, plan, run, records)
-and what was made of it (report.json, junit.xml, summary.md, metrics.prom, index.html).
+Users keep, send and render this folder as a unit. It holds what the run wrote (facts, plan, run, records) and what was
+made of that (report.json, junit.xml, summary.md, metrics.prom, index.html).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SCHEMA_VERSION = 1
 
 
 class RunState(enum.Enum):
-    """What a run says about its machine, in the words of the fleet page, fleet.json, report.json and metrics.prom."""
+    """The result of a run for its machine, as text in the fleet page, fleet.json, report.json and metrics.prom."""
 
     QUALIFIED = "qualified"
     SOFTWARE_ONLY = "software only"
@@ -60,38 +60,38 @@ _BY_CODE: Mapping[int, RunState] = {
     ExitCode.SETUP_MISSING: RunState.SETUP_MISSING,
     ExitCode.NOTHING_PROVEN: RunState.NOTHING_PROVEN,
 }
-# Options of gdrkit qualify by which not all of its own cases run, as a command line has them.
+# These options of gdrkit qualify select a part of its own cases. The pattern finds them in a command line.
 _SELECTING = re.compile(r"""(?:^|\s)['"]?(?:-k|--suites)""")
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What is true of a whole run.
+    """The properties of a whole run.
 
     Attributes
     ----------
     substrate : mapping
-        What each API ran on, by what the APIs were found to be when they were asked.
+        The substrate of each API when its facts were collected.
     software_asked : bool
-        Whether the caller wanted twins everywhere.
+        Whether the caller requested twins for every API.
     exit_code : int
-        That of the command.
+        Exit code of the command.
     verdict : str
-        One sentence: what was shown.
+        One sentence that says what was shown.
     causes : tuple of str
         Why the exit code is not 0, one sentence each.
     to_do : tuple of str
-        What the reader can do about it.
+        What the reader can do about the causes.
     required : tuple of str
-        What the profile requires and was not proven.
+        The required routes of the profile that were not proven.
     host : str
-        The name by which the machine calls itself; empty where that was not kept.
+        Host name of the machine; empty if it was not kept.
     host_id : str or None
-        Tells machines of one name apart, and says nothing else about them.
+        A digest that distinguishes machines with the same name, and reveals nothing else about them.
     is_interrupted : bool
-        Whether the run has not come to its end; run.json is written with it when the run begins.
+        Whether the run has not ended. At the beginning of the run, run.json is written with this flag.
     selection : str
-        The options that chose a part of the cases, e.g. ``-k write``; empty when all of them were to run.
+        The options that selected a part of the cases, e.g. ``-k write``; empty if all cases were selected.
     """
 
     schema_version: int
@@ -117,7 +117,7 @@ class Run:
 
     @property
     def state(self) -> RunState:
-        """What the run says about its machine.
+        """The result of the run for its machine.
 
         Only a whole run on hardware that ended with 0 is ``QUALIFIED``.
         """
@@ -126,7 +126,7 @@ class Run:
         by_code = _BY_CODE.get(self.exit_code, RunState.FAILED)
         if by_code not in {RunState.QUALIFIED, RunState.NOTHING_PROVEN}:
             return by_code
-        # gdrkit 0.1.0 kept no selection, but always its command line.
+        # gdrkit 0.1.0 did not keep the selection, but it kept the command line.
         if self.selection or _SELECTING.search(self.command):
             return RunState.PARTIAL
         is_software = self.software_asked or "hardware" not in self.substrate.values()
@@ -139,7 +139,7 @@ class Run:
 
 
 def banner(substrate: Mapping[str, str]) -> str:
-    """What a report says first: which APIs were software; empty when none was."""
+    """Return the heading of a report: which APIs ran on a twin. It is empty if none did."""
     twins = sorted(api for api, name in substrate.items() if name == "twin")
     if twins and len(twins) == len(substrate):
         return "software twins: this proves the code, not this machine"
@@ -158,7 +158,7 @@ class RunFolder:
     Parameters
     ----------
     path : path
-        The folder; it need not exist yet.
+        The folder. It need not exist yet.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -172,22 +172,22 @@ class RunFolder:
         self.summary = self.path / "summary.md"
         self.metrics = self.path / "metrics.prom"
         self.index = self.path / "index.html"
-        # The facts of each rank of a job of several: rank-N.json.
+        # The folder has the facts of each rank of a job with several ranks: rank-N.json.
         self.hosts = self.path / "hosts"
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """What a run leaves."""
+        """The files that a run writes."""
         written = (self.facts, self.plan, self.run, self.records)
         return (*written, self.report, self.junit, self.summary, self.metrics, self.index)
 
     def make_empty(self) -> None:
-        """Make the folder, and remove what an earlier run left: records are appended, and those are not of this one.
+        """Make the folder, and remove the files of an earlier run, because records are appended to existing files.
 
         Raises
         ------
         SetupMissing
-            The kernel refuses it: no permission, no space, a file where the folder should be.
+            The kernel refuses it: no permission, no space, or a file with the name of the folder.
         """
         make_folder(self.path)
         for file in (*self.files, *self.hosts.glob("rank-*.json")):
@@ -201,14 +201,14 @@ class RunFolder:
         write_whole(self.run, json.dumps(plain.to_plain(run), indent=2, ensure_ascii=False) + "\n")
 
     def read_run(self) -> Run:
-        """Read back what :meth:`write_run` wrote.
+        """Read what :meth:`write_run` wrote.
 
         Raises
         ------
         UsageError
-            ``MALFORMED``: another version, or a field that is not as it must be.
+            ``MALFORMED``: the version is another one, or a field is invalid.
         SetupMissing
-            The kernel refuses it.
+            The kernel refuses to read the file.
         """
         data = plain.parse_json(read_bytes(self.run), where=str(self.run))
         version = data.get("schema_version") if isinstance(data, dict) else None
@@ -223,12 +223,12 @@ class RunFolder:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder, and those above it, unless it is there.
+    """Make a folder and its parents, unless they exist.
 
     Raises
     ------
     SetupMissing
-        The kernel refuses it: no permission, no space, a file where the folder should be.
+        The kernel refuses it: no permission, no space, or a file with the name of the folder.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -237,12 +237,12 @@ def make_folder(path: Path) -> None:
 
 
 def write_whole(path: Path, text: str | bytes) -> None:
-    """Write a file whole or not at all; what was there before stays until then.
+    """Write a file completely or not at all. The previous file stays until the new one is complete.
 
     Raises
     ------
     SetupMissing
-        The kernel refuses it.
+        The kernel refuses to write the file.
     """
     data = text.encode("utf-8", "backslashreplace") if isinstance(text, str) else text
     whole = path.with_name(f".{path.name}.{os.getpid()}")
@@ -252,17 +252,17 @@ def write_whole(path: Path, text: str | bytes) -> None:
     except OSError as error:
         raise refused("write", path, error) from error
     finally:
-        with contextlib.suppress(OSError):  # It was moved; or it could not be made, which was said above.
+        with contextlib.suppress(OSError):  # The file was moved, or it could not be made, which is already reported.
             whole.unlink(missing_ok=True)
 
 
 def is_file(path: Path) -> bool:
-    """Whether a file is there; not one that the kernel keeps to itself, as :meth:`pathlib.Path.is_file` has it.
+    """Return whether a regular file exists. Unlike :meth:`pathlib.Path.is_file`, fail if the kernel refuses to tell.
 
     Raises
     ------
     OSError
-        The kernel does not say.
+        The kernel refuses to tell, e.g. for lack of permission.
     """
     try:
         return stat.S_ISREG(path.stat().st_mode)
@@ -271,12 +271,12 @@ def is_file(path: Path) -> bool:
 
 
 def read_bytes(path: Path) -> bytes:
-    """What is in a file.
+    """Return the contents of a file.
 
     Raises
     ------
     SetupMissing
-        The kernel refuses it.
+        The kernel refuses to read the file.
     """
     try:
         return path.read_bytes()
@@ -285,7 +285,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def refused(operation: str, path: Path, error: OSError) -> SetupMissing:
-    """The typed error of what the kernel refused."""
+    """Return the error for an operation that the kernel refused."""
     number = error.errno
     is_forbidden = isinstance(error, PermissionError)
     return SetupMissing(

@@ -1,10 +1,15 @@
-"""What an API ran on, judged by the libraries that were found and by what the kernel reports about devices.
+"""The substrate of an API, derived from the loaded libraries and from what the kernel reports about devices.
 
-The only place that interprets. A library with a note of owner ``GDRKIT`` is a software twin. A library without one is
-hardware only when everything agrees that neither a library nor a mounted file can replace: the PCI device and its
-driver in sysfs, the character device, the kernel's answers over netlink and by ioctl, and that the process which had
-the library loaded had that character device open (:mod:`gdrkit.witness.kernel_devices`). Everything else is
-``unknown``, and proves nothing.
+Only this module decides what evidence stands for. A library with a note of owner ``GDRKIT`` is a software twin. A
+library without such a note is hardware only if all of the following evidence agrees
+(:mod:`gdrkit.witness.kernel_devices`). No library and no mounted file can replace it:
+
+- the PCI device and its driver in sysfs;
+- the character device;
+- the replies of the kernel over netlink and by ioctl;
+- the process that had the library loaded had that character device open.
+
+Everything else is ``unknown``, and proves nothing.
 """
 
 from __future__ import annotations
@@ -39,7 +44,7 @@ _STEMS = {
 
 
 class Substrate(enum.Enum):
-    """What stands behind an API."""
+    """The substrate of an API: what executes its operations."""
 
     HARDWARE = "hardware"
     KERNEL_SOFTWARE = "kernel_software"
@@ -47,7 +52,7 @@ class Substrate(enum.Enum):
     UNKNOWN = "unknown"
 
 
-# The weakest first: a claim is worth what its weakest part is worth.
+# The substrates are ordered from weakest to strongest. A claim is as strong as its weakest part.
 _ORDER = (Substrate.UNKNOWN, Substrate.TWIN, Substrate.KERNEL_SOFTWARE, Substrate.HARDWARE)
 
 _WORDS = {
@@ -70,17 +75,17 @@ class _Library(Protocol):
 
 
 def describe(substrate: Substrate) -> str:
-    """For people."""
+    """Return a substrate as text for the user."""
     return _WORDS[substrate]
 
 
 def weakest(substrates: Iterable[Substrate]) -> Substrate:
-    """The least of several; ``UNKNOWN`` of none."""
+    """Return the weakest of several substrates, or ``UNKNOWN`` if there is none."""
     return min(substrates, key=_ORDER.index, default=Substrate.UNKNOWN)
 
 
 def is_twin(library: _Library) -> bool:
-    """Whether a library says that it is a software twin."""
+    """Return whether a library has the note of a software twin."""
     return any(note.owner == "GDRKIT" for note in library.notes)
 
 
@@ -91,19 +96,19 @@ def substrate_of(
     nics: Collection[str] = (),
     nodes: Collection[DeviceNode] | None = None,
 ) -> dict[str, Substrate]:
-    """What each API among `libraries` ran on; an API of which no library was loaded is left out.
+    """Return the substrate of each API among `libraries`. An API without a loaded library is left out.
 
     Parameters
     ----------
     libraries : iterable of library
-        What one process had loaded.
+        The libraries that one process had loaded.
     facts : Facts
-        What the kernel shows.
+        The facts, with the evidence of the kernel.
     nics : collection of str
-        The NICs that were used; all when empty.
+        The NICs that were used; all if empty.
     nodes : collection of DeviceNode or None
-        The character devices that the process had open; when None, those that were open when the API was asked for
-        `facts`.
+        The character devices that the process had open. If None, those that were open when the facts of the API were
+        collected.
     """
     found: dict[str, list[_Library]] = {}
     for library in libraries:
@@ -114,14 +119,14 @@ def substrate_of(
     for api, members in found.items():
         behind = _behind(api, facts, nics, nodes)
         judged[api] = weakest(_judge(library, behind) for library in members)
-        # The real library and a twin of it in one process: nobody can say which of them did the work.
+        # If a process has the real library and a twin of it, it is unknown which of them did the work.
         if len({is_twin(library) for library in members}) > 1:
             judged[api] = Substrate.UNKNOWN
     return judged
 
 
 def of_facts(facts: Facts) -> dict[str, Substrate]:
-    """On what each API ran when it was asked for its facts; one that did not answer is left out."""
+    """Return the substrate of each API in the facts. An API that gave no facts is left out."""
     judged = {}
     for api in dict.fromkeys(_SONAMES.values()):
         found = substrate_of(facts.api_libraries(api), facts).get(api)
@@ -131,7 +136,7 @@ def of_facts(facts: Facts) -> dict[str, Substrate]:
 
 
 def combined(parts: Iterable[Mapping[str, Substrate]]) -> dict[str, Substrate]:
-    """Of several processes: for each API the weakest."""
+    """Return the weakest substrate of each API over several processes."""
     found: dict[str, Substrate] = {}
     for part in parts:
         for api, substrate in part.items():
@@ -142,7 +147,7 @@ def combined(parts: Iterable[Mapping[str, Substrate]]) -> dict[str, Substrate]:
 def _api_of(library: _Library) -> str | None:
     if library.soname is not None:
         return _SONAMES.get(library.soname)
-    # A damaged file has no SONAME, and still was loaded under its name.
+    # A damaged file has no SONAME, but it was loaded under its file name.
     name = library.path.rpartition("/")[2]
     return next((api for stem, api in _STEMS.items() if name.startswith(stem)), None) if library.error else None
 
@@ -154,7 +159,7 @@ def _judge(library: _Library, behind: Substrate) -> Substrate:
 
 
 def _behind(api: str, facts: Facts, nics: Collection[str], nodes: Collection[DeviceNode] | None) -> Substrate:
-    """Judge what the kernel reports behind a library of `api` that is not a twin."""
+    """Return the substrate that the kernel's evidence shows for a library of `api` that is not a twin."""
     if facts.evidence is None:
         return Substrate.UNKNOWN
     if api == "verbs":
@@ -163,7 +168,7 @@ def _behind(api: str, facts: Facts, nics: Collection[str], nodes: Collection[Dev
     if api in {"cuda", "cufile"}:
         opened = nodes if nodes is not None else facts.cuda.nodes if facts.cuda else ()
         return _behind_cuda(facts.evidence, facts, _numbers(opened))
-    # No kernel driver of Gaudi has answered yet that its answer could be compared with.
+    # No reply of a real Gaudi driver has been recorded yet, so there is nothing to compare a reply with.
     return Substrate.UNKNOWN
 
 
@@ -185,7 +190,7 @@ def _behind_nic(device: RdmaEvidence, opened: Collection[tuple[int, int]]) -> Su
 
 def _behind_cuda(evidence: KernelEvidence, facts: Facts, opened: Collection[tuple[int, int]]) -> Substrate:
     shown = {gpu.pci_address for gpu in evidence.gpus if not gpu.missing}
-    # Of a container the driver lists also GPUs that it does not have; those that CUDA has must be among the shown ones.
+    # In a container the driver also lists GPUs that the container does not have. Only the GPUs of CUDA must be shown.
     used = {device.pci_bus_id.lower() for device in facts.cuda.devices} if facts.cuda else shown
     nodes = [evidence.nvidia_control, *(gpu.node for gpu in evidence.gpus)]
     is_open = any((node.major, node.minor) in opened for node in nodes if node is not None)

@@ -1,8 +1,8 @@
-"""Measurements that belong together: one number over sizes or depths, as lines of a plot.
+"""Sweeps: related measurements of one number over sizes or depths, as lines of a plot.
 
-Level 5. A case that is repeated with sizes as a parameter (``[host_to_device-16MiB]``) is one point each; its other
-parameters make a line. Numbers that are named by a depth (``depth_16_gb_per_s_median``) are one point each, too. Only
-numbers that are those of hardware are taken.
+Each run of a case with a size as parameter (``[host_to_device-16MiB]``) is one point; the other parameters of the case
+select the line. A number with a depth in its name (``depth_16_gb_per_s_median``) is also one point. Only numbers of
+hardware are used.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Line", "Number", "Point", "Sweep", "is_shown", "measured_apis", "split_number", "sweeps"]
 
-# A size or a depth is a whole number from 1 on, on a logarithmic axis; one with more digits is none.
+# A size or a depth is a whole number from 1 on, on a logarithmic axis. Numbers with more digits are not accepted.
 _SIZE = re.compile(r"^([1-9]\d{0,11})(B|KiB|MiB|GiB)$")
 _UNIT_BYTES = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 _STATISTIC = re.compile(r"_(p\d+|min|max|mean|median)$")
-# The longest first: ``gb_per_s`` ends with ``s``.
+# The longest unit comes first, because ``gb_per_s`` ends with ``s``.
 _UNITS = (
     ("gbit_per_s", "Gbit/s"),
     ("gib_per_s", "GiB/s"),
@@ -50,11 +50,11 @@ _UNITS = (
 )
 _MORE_IS_BETTER = frozenset({"gbit_per_s", "gib_per_s", "gb_per_s", "bytes_per_s", "per_s"})
 _LESS_IS_BETTER = frozenset({"s_per_gib", "ns", "us", "ms", "s"})
-# What stands beside a measurement, and is none: a bound from topology, what a profile expects.
+# These names mark bounds, not measurements: a limit from topology, an expectation of a profile.
 _BOUND = re.compile(r"(^|_)(limit|expected|expectation|threshold)(_|$)")
 _POINTS_MIN = 2
 _DEPTH = re.compile(r"(?:^|_)depth_([1-9]\d{0,11})$")
-# What else is finite is no measurement, and would leave nothing to see of those beside it.
+# A finite value outside of this range is not a measurement. In a plot, it would flatten all other values.
 _VALUE_MIN, _VALUE_MAX = 1e-100, 1e100
 _LIMIT = "limit of the link"
 
@@ -66,11 +66,11 @@ class Number:
     Attributes
     ----------
     base : str
-        ``rate``.
+        The quantity: ``rate``.
     unit : str
-        ``gb_per_s``; empty where the name has none.
+        The unit: ``gb_per_s``; empty if the name has none.
     statistic : str
-        ``median``; empty where the name has none.
+        The statistic: ``median``; empty if the name has none.
     """
 
     base: str
@@ -79,23 +79,23 @@ class Number:
 
     @property
     def is_bound(self) -> bool:
-        """Whether it is a limit or an expectation, and no measurement."""
+        """Whether the number is a limit or an expectation, not a measurement."""
         return _BOUND.search(self.base) is not None
 
     @property
     def better(self) -> int:
-        """1 where more is better, -1 where less is, 0 where neither."""
+        """1 if more is better, -1 if less is better, 0 if neither is."""
         return (self.unit in _MORE_IS_BETTER) - (self.unit in _LESS_IS_BETTER)
 
     @property
     def unit_words(self) -> str:
-        """``GB/s`` of ``gb_per_s``."""
+        """The unit as text: ``GB/s`` for ``gb_per_s``."""
         return dict(_UNITS).get(self.unit, self.unit)
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One measurement, at a size in bytes or a depth; ``least`` and ``most`` of its rounds where they were kept."""
+    """A measurement at a size in bytes or a depth; ``least`` and ``most`` of its rounds if they were kept."""
 
     at: int
     value: float
@@ -106,7 +106,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Points that differ in their size or depth alone; a bound is drawn dashed, and is nothing that was measured."""
+    """Points that differ in size or depth only. A bound is drawn dashed and was not measured."""
 
     name: str
     points: tuple[Point, ...]
@@ -115,7 +115,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """One plot, over ``size`` or ``depth``."""
+    """A plot over ``size`` or ``depth``."""
 
     name: str
     unit: str
@@ -124,7 +124,7 @@ class Sweep:
 
 
 def split_number(name: str) -> Number:
-    """The parts of the name of a number."""
+    """Return the parts of the name of a number."""
     found = _STATISTIC.search(name)
     bare = name[: found.start()] if found else name
     for unit, _ in _UNITS:
@@ -134,7 +134,7 @@ def split_number(name: str) -> Number:
 
 
 def measured_apis(record: Record) -> tuple[str, ...]:
-    """What its numbers are about: as the case says itself, else what it needs, else all that was loaded."""
+    """Return the APIs that the numbers are about: those that the case names, else its needs, else all loaded APIs."""
     said = record.evidence.get("measured_apis")
     if isinstance(said, list) and said:
         return tuple(map(str, said))
@@ -142,7 +142,7 @@ def measured_apis(record: Record) -> tuple[str, ...]:
 
 
 def is_shown(record: Record) -> bool:
-    """Whether its numbers are those of the machine: every API that they are about was hardware."""
+    """Return whether the numbers describe the machine: every API that they are about ran on hardware."""
     apis = measured_apis(record)
     on = [record.substrate.get(api, Substrate.UNKNOWN.value) for api in apis]
     hardware = bool(on) and all(name == Substrate.HARDWARE.value for name in on)
@@ -150,9 +150,9 @@ def is_shown(record: Record) -> bool:
 
 
 def sweeps(records: Iterable[Record], facts: Facts) -> tuple[Sweep, ...]:
-    """The plots of a run: for each case with sizes or depths, and each unit of its numbers.
+    """Return the plots of a run: one for each case with sizes or depths, and each unit of its numbers.
 
-    A rate also has what the links of `facts` allow, where they say it.
+    The plot of a rate also has the limit of the links in `facts`, if it is known.
     """
     found: dict[tuple[str, str, str], dict[tuple[str, bool], list[Point]]] = {}
     for record in records:
@@ -167,7 +167,7 @@ def sweeps(records: Iterable[Record], facts: Facts) -> tuple[Sweep, ...]:
 
 
 def _points(record: Record, facts: Facts) -> Iterator[tuple[str, str, str, bool, Point]]:
-    """Over what, unit, label, whether it is a bound, and the point, of every number that a plot can have."""
+    """Yield axis, unit, label, whether it is a bound, and the point, for every number that fits a plot."""
     size_bytes, others = _parameters(record.case)
     limit = limit_gb_per_s(record, facts)
     for name, value in record.numbers.items():
@@ -180,7 +180,7 @@ def _points(record: Record, facts: Facts) -> Iterator[tuple[str, str, str, bool,
             continue
         base = number.base[: depth.start()] if depth else number.base
         over = "depth" if depth else "size"
-        # That it is a rate, the unit says.
+        # The unit already shows that the number is a rate.
         label = " ".join(filter(None, (*others, "" if base == "rate" else base))).replace("_", " ") or number.unit_words
         ends = [record.numbers.get(f"{name.removesuffix('_median')}_{end}") for end in ("min", "max")]
         least, most = (end if end is not None and _is_drawn(end) else None for end in ends)
@@ -192,12 +192,12 @@ def _points(record: Record, facts: Facts) -> Iterator[tuple[str, str, str, bool,
 
 
 def _is_drawn(value: float) -> bool:
-    """Whether a plot that begins at 0 has a place for it."""
+    """Return whether a value fits a plot that begins at 0."""
     return value == 0 or _VALUE_MIN <= value <= _VALUE_MAX
 
 
 def _judged(record: Record, name: str, value: float) -> Iterator[tuple[str, float]]:
-    """The bounds by which a case judged a number, as it keeps them in its evidence."""
+    """Yield the bounds by which a case judged a number, from its evidence."""
     judged = record.evidence.get("judged")
     for item in judged if isinstance(judged, list) else ():
         bound = item.get("bound") if isinstance(item, dict) and item.get("number") == name else None
@@ -215,14 +215,14 @@ def _lines(lines: dict[tuple[str, bool], list[Point]]) -> tuple[Line, ...]:
     for line in made:
         if line.is_bound:
             values = tuple((point.at, point.value) for point in line.points)
-            # One that several lines share is named by what it is alone.
+            # A bound that several lines share keeps only the last word of its name.
             same = values in bounds
             bounds[values] = Line(line.name.rpartition(" ")[2] if same else line.name, line.points, is_bound=True)
     return (*measured, *bounds.values())
 
 
 def _parameters(case: str) -> tuple[int | None, tuple[str, ...]]:
-    """Size and other parameters of the id of a case."""
+    """Return size and other parameters in the id of a case."""
     _, _, rest = case.partition("[")
     size_bytes: int | None = None
     others: list[str] = []

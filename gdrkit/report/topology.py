@@ -1,7 +1,4 @@
-"""A topology as a tree for a terminal.
-
-Level 5.
-"""
+"""A topology as a tree for a terminal."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ _WORDS = {
 
 
 def describe_topology(found: Topology) -> str:
-    """Memory nodes, host bridges, bridges and devices, then what is how far from each GPU."""
+    """Return NUMA nodes, host bridges, bridges and devices as a tree, then the distances from each GPU."""
     if not found.places:
         return "no GPU, NIC or NVMe on PCI"
     drawn = io.StringIO()
@@ -89,6 +86,6 @@ def _distances(found: Topology) -> list[str]:
 
 
 def _named(names: list[str], distance: Distance) -> str:
-    # What is far is not looked for by its name; JSON has them all.
+    # Distant devices are only counted, because users do not look for their names. The JSON output names all.
     few = distance < Distance.NODE or len(names) <= _FAR_MAX
     return ", ".join(names) if few else f"{len(names)} others"

@@ -1,7 +1,4 @@
-"""What did not run or was not proven, and what hardware would unlock it.
-
-Level 5.
-"""
+"""Cases that did not run or proved nothing, and the hardware that would change that."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Lock", "locks", "unlocked_by"]
 
-# By the name of a need; the first that fits.
+# The first pattern that matches the name of a need applies.
 _NEEDS = (
     ("cuda.device(count_min=*)", "that many NVIDIA GPUs in one host, with their driver"),
     ("cuda.*", "an NVIDIA GPU of a class that has it (data centre or professional), with its driver"),
@@ -33,7 +30,7 @@ _NEEDS = (
     ("software(*)", "nothing: the case is about the software twin itself; add --software"),
     ("host.*", "no hardware: this host must be set up for it"),
 )
-# What each API needs beneath it to prove something.
+# The hardware that each API needs to prove something.
 _APIS = {
     "verbs": "an RDMA NIC with an active port",
     "cuda": "an NVIDIA GPU with its driver",
@@ -50,17 +47,17 @@ class Lock:
     Attributes
     ----------
     what : str
-        A need that is not met, or on what they ran instead of hardware.
+        An unmet need, or the API that did not run on hardware.
     reason : str
-        Why.
+        The reason.
     key : str
-        What hardware would unlock them.
+        The hardware that would unlock the cases.
     ran : bool
-        Whether they ran, and only proved nothing about hardware.
+        Whether the cases ran, but proved nothing about hardware.
     foreseen : bool
-        Whether the profile foresees that they do not run.
+        Whether the profile foresees that the cases do not run.
     cases : tuple of str
-        Which.
+        The ids of the cases.
     """
 
     what: str
@@ -82,14 +79,14 @@ _NO_RATE = Lock(
 
 
 def locks(records: Sequence[Record]) -> tuple[Lock, ...]:
-    """Of this run: what did not run, unforeseen first, then what ran without hardware."""
+    """Return the locks of a run: cases that did not run, unforeseen first, then cases that ran without hardware."""
     unrun: dict[tuple[bool, str, str], list[str]] = {}
     beneath: dict[tuple[str, str], list[str]] = {}
     for record in records:
         if record.verdict is Verdict.NOT_RUN:
             for reason in record.reasons:
                 unrun.setdefault((reason.foreseen is True, reason.need or "", reason.text), []).append(record.case)
-        # Not all that was loaded: some of it an earlier case of the process has loaded.
+        # Not all loaded APIs count, because an earlier case of the process may have loaded them.
         for api in measured_apis(record):
             if (name := record.substrate.get(api, "")) in _BENEATH:
                 beneath.setdefault((api, name), []).append(record.case)
@@ -118,5 +115,5 @@ def _measures(record: Record) -> bool:
 
 
 def unlocked_by(need: str) -> str:
-    """What hardware meets a need, by its name."""
+    """Return the hardware that meets a need, by the name of the need."""
     return next((key for pattern, key in _NEEDS if fnmatchcase(need, pattern)), "what the need names")

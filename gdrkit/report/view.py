@@ -1,6 +1,6 @@
-"""A run as its templates see it: derived, sorted, counted.
+"""The data of a run as its templates use it: derived, sorted, counted.
 
-Level 5. Everything that needs a decision is decided here, so that the templates only lay out.
+All decisions are made here, so that the templates contain only layout.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ if TYPE_CHECKING:
 
 __all__ = ["ApiView", "CaseView", "Grid", "SuiteView", "View", "host_rows", "make_view"]
 
-# Left out of the evidence of a case: shown in a place of their own.
+# This evidence of a case is left out of the list, because the page shows it separately.
 _OWN_PLACE = ("traceback",)
 
 
 @dataclass(frozen=True, slots=True)
 class ApiView:
-    """On what one API ran, by which libraries."""
+    """The substrate and the libraries of an API."""
 
     api: str
     substrate: str
@@ -54,7 +54,7 @@ class ApiView:
 
 @dataclass(frozen=True, slots=True)
 class CaseView:
-    """One case, ready to print; ``anchor`` is its place in the page, ``origin`` that of its record."""
+    """A case, ready to print. ``anchor`` is its anchor in the page, ``origin`` is file and line of its record."""
 
     record: Record
     name: str
@@ -75,7 +75,7 @@ class SuiteView:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Devices against what they reach: a row for each device, with the state of each column, None where no route is."""
+    """A table of devices and their routes: a row for each device, a state for each column, None without a route."""
 
     columns: tuple[str, ...]
     rows: tuple[tuple[str, tuple[str | None, ...]], ...]
@@ -83,7 +83,7 @@ class Grid:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A whole run."""
+    """The view of a whole run."""
 
     run: Run
     facts: Facts
@@ -104,7 +104,7 @@ class View:
 
 
 def make_view(contents: Contents) -> View:
-    """Derive it."""
+    """Derive the view from the contents of a run."""
     run, facts, records = contents.run, contents.facts, contents.records
     suites: dict[str, list[CaseView]] = {}
     for number, (record, origin) in enumerate(zip(records, contents.origins, strict=True)):
@@ -137,7 +137,7 @@ def make_view(contents: Contents) -> View:
 
 
 def _grids(routes: Sequence[RouteStatus], files: Sequence[FileStatus]) -> tuple[tuple[str, Grid], ...]:
-    """An overview, where there is more than one pair."""
+    """Return an overview table for each kind of route with more than one pair."""
     nics = _grid([(status.device_index, status.nic, status) for status in routes])
     mounts = _grid([(status.device_index, status.mount, status) for status in files])
     named = (("GPUs against NICs", nics), ("GPUs against mounts", mounts))
@@ -164,10 +164,10 @@ def _grid(found: Sequence[tuple[int, str, RouteStatus | FileStatus]]) -> Grid:
 
 
 def _counts(records: Sequence[Record], anchors: Mapping[str, str]) -> tuple[tuple[str, str, int, str], ...]:
-    """For each verdict its word, how many cases have it, and the place of the first of them."""
+    """Return for each verdict its word, the number of its cases, and the anchor of the first of them."""
     words = {Verdict.PASS: "passed", Verdict.FAIL: "failed", Verdict.UNPROVEN: "unproven", Verdict.NOT_RUN: "not run"}
     counted = Counter(record.verdict for record in records)
-    # In the order in which a reader wants them; a zero of "failed" is said, other zeros are not.
+    # The verdicts are in the order of interest to the reader. A count of zero is shown for "passed" and "failed" only.
     order = (Verdict.PASS, Verdict.FAIL, Verdict.UNPROVEN, Verdict.NOT_RUN)
     said = [verdict for verdict in order if counted[verdict] or verdict in (Verdict.PASS, Verdict.FAIL)]
     first = {record.verdict: anchors[record.case] for record in reversed(records)}
@@ -175,7 +175,7 @@ def _counts(records: Sequence[Record], anchors: Mapping[str, str]) -> tuple[tupl
 
 
 def _api(api: str, run: Run, facts: Facts, records: Sequence[Record]) -> ApiView:
-    # One that was not asked for facts, as cuFile never is, ran on the least of what the cases had.
+    # An API without facts, such as cuFile, has the weakest substrate of the cases.
     ran_on = [Substrate(record.substrate[api]) for record in records if api in record.substrate]
     name = run.substrate.get(api) or (weakest(ran_on).value if ran_on else None)
     stems = {"verbs": "libibverbs.", "cuda": "libcuda.", "cufile": "libcufile.", "hlthunk": "libhl"}
@@ -195,7 +195,7 @@ def _api(api: str, run: Run, facts: Facts, records: Sequence[Record]) -> ApiView
 
 
 def _apis(facts: Facts, records: Sequence[Record]) -> tuple[str, ...]:
-    """The APIs of the report; one that most machines do not have only where it was asked, or a case had it."""
+    """Return the APIs of the report. An API that most machines lack is included only if facts or a case have it."""
     used = {api for record in records for api in record.substrate}
     if facts.gaudi or facts.gaudi_failure:
         used.add("hlthunk")
@@ -208,7 +208,7 @@ def _case(record: Record, anchor: str, origin: str) -> CaseView:
         for key, value in record.evidence.items()
         if key not in _OWN_PLACE
     )
-    # Numbers from software are kept in the records and are no performance of anything.
+    # Numbers of software stay in the records and are not shown as performance.
     return CaseView(
         record=record,
         name=record.case.partition("::")[2] or record.case,
@@ -221,7 +221,7 @@ def _case(record: Record, anchor: str, origin: str) -> CaseView:
 
 
 def _numbers(numbers: Mapping[str, float]) -> Iterator[tuple[str, str]]:
-    """``rate`` and ``12.3 GB/s (11.9 to 12.6)`` of ``rate_gb_per_s_median``, with the least and most beside it."""
+    """Yield ``rate`` and ``12.3 GB/s (11.9 to 12.6)`` for ``rate_gb_per_s_median`` with its minimum and maximum."""
     for name, value in numbers.items():
         number = split_number(name)
         stem = name.removesuffix(f"_{number.statistic}")
@@ -237,7 +237,7 @@ def _numbers(numbers: Mapping[str, float]) -> Iterator[tuple[str, str]]:
 
 
 def host_rows(facts: Facts) -> list[tuple[str, str]]:
-    """What files of the kernel say about the host, as names and values."""
+    """Return what the kernel reports about the host, as names and values."""
     limits, kernel = facts.limits, facts.kernel
     memlock = "not readable"
     if limits.memlock_known:

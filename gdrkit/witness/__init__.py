@@ -1,8 +1,6 @@
-"""Evidence as found: libraries in the process, open descriptors, the kernel's answers about devices, port counters, the
-kernel's log.
+"""Readers of evidence: libraries, file descriptors, kernel device interfaces, RDMA port counters, kernel log.
 
-Level 3. A witness says what is there and never what it means; what a library stands for is decided in
-``report.substrate``.
+This package reports what is there. ``report.substrate`` decides what a library stands for.
 """
 
 from __future__ import annotations

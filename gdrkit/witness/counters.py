@@ -1,6 +1,7 @@
-"""Traffic counters of RDMA ports.
+"""Reader of the traffic counters of RDMA ports.
 
-Level 3. They move only when bytes really pass the port of a NIC, so a transfer that says it was direct must show here.
+The counters increase only when bytes pass the port of a NIC. A transfer that is reported as direct must therefore
+increase them.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ if TYPE_CHECKING:
 __all__ = ["PortCounters", "counters"]
 
 _DEVICES = "/sys/class/infiniband"
-# The IB specification counts port data in words of four bytes; sysfs hands that on.
+# The InfiniBand specification counts port data in words of four bytes. sysfs exports these words.
 _WORD_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
 class PortCounters:
-    """The counters of one port at one moment; None where the driver has none."""
+    """The counters of one port at one moment. A counter is None if the driver does not provide it."""
 
     device: str
     port: int
@@ -31,7 +32,7 @@ class PortCounters:
 
 
 def counters(tree: HostTree) -> tuple[PortCounters, ...]:
-    """Read them for every port of every RDMA device below the root of `tree`."""
+    """Read the counters of every port of every RDMA device below the root of `tree`."""
     return tuple(
         _read(tree, device, int(port))
         for device in tree.names(_DEVICES)
@@ -42,7 +43,7 @@ def counters(tree: HostTree) -> tuple[PortCounters, ...]:
 
 def _read(tree: HostTree, device: str, port: int) -> PortCounters:
     folder = f"{_DEVICES}/{device}/ports/{port}/counters"
-    # rxe counts packets, and here alone.
+    # The rxe driver counts packets in hw_counters only.
     own = f"{_DEVICES}/{device}/ports/{port}/hw_counters"
     sent, received = tree.number(f"{folder}/port_xmit_data"), tree.number(f"{folder}/port_rcv_data")
     return PortCounters(

@@ -1,8 +1,7 @@
-"""What an ELF file says of itself: SONAME, build id, notes.
+"""Parser of ELF files that returns SONAME, build id and notes.
 
-Level 3. Strict: every offset and length is checked against the file before it is used, so that a file that was cut off
-or damaged gives one error and never a wrong answer. Source of truth: the System V ABI (gABI chapters 4 and 5) and
-elf.h.
+The parser is strict. It checks every offset and length against the file before use, so that a truncated or damaged file
+gives an error and never a wrong result. Source of truth: the System V ABI (gABI chapters 4 and 5) and elf.h.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _PT_LOAD, _PT_DYNAMIC, _PT_NOTE = 1, 2, 4
 _DT_NULL, _DT_STRTAB, _DT_STRSZ, _DT_SONAME = 0, 5, 10, 14
 _NT_GNU_BUILD_ID = 3
 
-# More than any linker makes; a damaged length must not make us read gigabytes.
+# These limits are larger than any linker output. A damaged length must not make the parser read gigabytes.
 _LARGEST_NOTES_BYTES = 1 << 20
 _LARGEST_DYNAMIC_BYTES = 1 << 20
 _LARGEST_NAME_BYTES = 4096
@@ -42,11 +41,11 @@ class ElfNote:
     Attributes
     ----------
     owner : str
-        Who defined it, e.g. ``GNU``.
+        Name of the organization that defined the note, e.g. ``GNU``.
     kind : int
-        The owner's number for it.
+        Type number of the note, defined by the owner.
     content : str
-        The description: as text where it is printable, else hexadecimal digits.
+        The descriptor of the note: text if it is printable, else hexadecimal digits.
     """
 
     owner: str
@@ -56,7 +55,7 @@ class ElfNote:
 
 @dataclass(frozen=True, slots=True)
 class ElfFile:
-    """What was found in one file."""
+    """The properties that were read from one ELF file."""
 
     soname: str | None
     build_id: str | None
@@ -78,8 +77,8 @@ def read_elf(path: str | os.PathLike[str]) -> ElfFile:
     Raises
     ------
     ApiError
-        ``LIBRARY_DAMAGED``: no ELF64 file or a damaged one (no errno). ``NO_PERMISSION``, ``LIBRARY_MISSING``,
-        ``OTHER``: it could not be read, with the kernel's errno.
+        ``LIBRARY_DAMAGED``: the file is not ELF64 or is damaged (no errno). ``NO_PERMISSION``, ``LIBRARY_MISSING``,
+        ``OTHER``: the file could not be read; the error has the kernel's errno.
     """
     try:
         with Path(path).open("rb") as file:
@@ -105,7 +104,7 @@ def parse_elf(data: bytes, *, name: str = "bytes") -> ElfFile:
     Raises
     ------
     ApiError
-        ``LIBRARY_DAMAGED``: it is none, or a part of it points outside of it.
+        ``LIBRARY_DAMAGED``: `data` is not such a file, or a part of it points outside of it.
     """
     return _parse(lambda offset, length: data[offset : offset + length], len(data), name)
 
@@ -155,7 +154,7 @@ def _notes(read: Callable[[int, int, str], bytes], segments: tuple[_Segment, ...
 
 
 def _notes_of(data: bytes, segment: _Segment, name: str) -> Iterator[tuple[str, int, bytes]]:
-    # The gABI pads ELF64 notes to 8; every linker pads to 4, except for a segment that says 8 (GNU properties).
+    # The gABI pads ELF64 notes to 8 bytes. Linkers pad to 4, except in a segment with alignment 8 (GNU properties).
     padding = 8 if segment.alignment_bytes == 8 else 4  # noqa: PLR2004 - as the comment says.
     at = 0
     while at + _NOTE_HEADER.size <= len(data):
@@ -202,7 +201,7 @@ def _file_offset(segments: tuple[_Segment, ...], address: int, name: str) -> int
 
 def _shown(owner: str, content: bytes) -> str:
     text = content.rstrip(b"\0")
-    # GNU notes are numbers; a build id that happens to be printable is still one.
+    # GNU notes are binary numbers. A build id that happens to be printable is still a number.
     if owner != "GNU" and text.isascii() and text.decode("ascii", "replace").isprintable():
         return text.decode("ascii")
     return content.hex()

@@ -1,11 +1,11 @@
-"""What the kernel reports about GPUs and RDMA devices, by interfaces that no library and no mounted file can replace.
+"""Evidence about GPUs and RDMA devices from kernel interfaces that no library and no mounted file can replace.
 
-A device counts as shown when these agree, and `missing` has a sentence for each that does not:
+A device counts as shown when the following agree. `missing` has one sentence for each that does not agree:
 
 - its PCI function below /sys/bus/pci, on a mounted sysfs, with the driver that is bound to it;
 - its character device below /dev, whose major number the kernel lists in /proc/devices, on a mounted procfs;
-- the driver's own answer to an ioctl on that device;
-- for an RDMA device also the kernel's list over netlink.
+- the reply of its driver to an ioctl on that device;
+- for an RDMA device also the device list of the kernel over netlink.
 
 Source: include/uapi/linux/magic.h, include/uapi/rdma and drivers/infiniband/core/uverbs_ioctl.c of Linux; nv-ioctl.h of
 NVIDIA's open kernel modules (nv_ioctl_card_info_t, nv_ioctl_rm_api_version_t).
@@ -47,12 +47,12 @@ _RM_VERSION_QUERY, _RM_VERSION_RECOGNIZED = ord("2"), 1
 _NVIDIA_CARD_INFO, _NVIDIA_VERSION = 200, 210
 
 _UVERBS_MAJOR = "infiniband_verbs"
-# struct ib_uverbs_ioctl_hdr: length, object_id, method_id, num_attrs, reserved1, driver_id, reserved2.
+# Fields of struct ib_uverbs_ioctl_hdr: length, object_id, method_id, num_attrs, reserved1, driver_id, reserved2.
 _UVERBS_HEADER = struct.Struct("=HHHHQII")
 _RDMA_VERBS_IOCTL = 0xC0181B01
-# No object of uverbs has this number, so that a driver that accepts the header does nothing.
+# No uverbs object has this number, so that a driver that accepts the header does nothing.
 _NO_OBJECT = 0x0FFF
-# enum rdma_driver_id.
+# Values of enum rdma_driver_id.
 _DRIVERS = {
     1: "mlx5",
     2: "mlx4",
@@ -80,7 +80,7 @@ SOFTWARE_DRIVERS = frozenset({"rxe", "siw"})
 
 @dataclass(frozen=True, slots=True)
 class DeviceNode:
-    """A character device: its path, and the numbers by which the kernel knows it."""
+    """A character device: its path and its device numbers."""
 
     path: str
     major: int
@@ -94,13 +94,13 @@ class GpuEvidence:
     Attributes
     ----------
     pci_address : str
-        E.g. ``0000:1b:00.0``.
+        PCI address, e.g. ``0000:1b:00.0``.
     pci_driver : str or None
-        The driver that sysfs shows bound to it.
+        The driver that is bound to the PCI function according to sysfs.
     node : DeviceNode or None
-        Its character device.
+        The character device of the GPU.
     missing : tuple of str
-        What does not agree, one sentence each; empty when all does.
+        One sentence for each piece of evidence that does not agree; empty if all agree.
     """
 
     pci_address: str
@@ -116,15 +116,15 @@ class RdmaEvidence:
     Attributes
     ----------
     name, node_guid : str
-        As netlink has them.
+        Name and node GUID as reported over netlink.
     driver : str or None
-        The kernel driver, by the number that the kernel gives for it (``enum rdma_driver_id``), e.g. ``mlx5``.
+        The kernel driver, translated from its number (``enum rdma_driver_id``), e.g. ``mlx5``.
     node : DeviceNode or None
-        Its character device.
+        The character device of the RDMA device.
     pci_address, pci_driver : str or None
-        Its PCI function, and the driver that sysfs shows bound to it; None for software of the kernel.
+        The PCI function, and the driver that is bound to it according to sysfs; None for a software driver.
     missing : tuple of str
-        What does not agree, one sentence each; empty when all does.
+        One sentence for each piece of evidence that does not agree; empty if all agree.
     """
 
     name: str
@@ -138,22 +138,22 @@ class RdmaEvidence:
 
 @dataclass(frozen=True, slots=True)
 class KernelEvidence:
-    """What the kernel reported.
+    """The evidence that the kernel reported about GPUs and RDMA devices.
 
     Attributes
     ----------
     nvidia_version : str or None
-        Version of the NVIDIA kernel driver, as it answers by ioctl.
+        Version of the NVIDIA kernel driver, as reported by ioctl.
     nvidia_control : DeviceNode or None
-        ``/dev/nvidiactl``.
+        The control device ``/dev/nvidiactl``.
     nvidia_missing : tuple of str
-        Why the NVIDIA driver as a whole is not shown; empty when it is.
+        Reasons why the NVIDIA driver as a whole is not shown; empty if it is shown.
     gpus : tuple of GpuEvidence
-        In the order of the driver.
+        The GPUs in the order of the driver.
     rdma_missing : tuple of str
-        Why RDMA devices could not be asked for; empty when they could.
+        Reasons why RDMA devices could not be queried; empty if they could.
     rdma : tuple of RdmaEvidence
-        In the order of the kernel.
+        The RDMA devices in the order of the kernel.
     """
 
     nvidia_version: str | None = None
@@ -165,11 +165,11 @@ class KernelEvidence:
 
 
 class _Missing(Exception):
-    """A piece of evidence that is not there; its text is the sentence for people."""
+    """A piece of evidence is missing. The text of the exception is the sentence for the user."""
 
 
 def kernel_evidence() -> KernelEvidence:
-    """Ask the kernel of this machine; what it does not answer is a sentence, never an error."""
+    """Query the kernel of this machine. Missing evidence becomes a sentence in the result; no error is raised."""
     try:
         majors = _majors()
     except _Missing as error:
@@ -193,7 +193,7 @@ def kernel_evidence() -> KernelEvidence:
 def _nvidia(
     majors: dict[int, set[str]],
 ) -> tuple[str | None, DeviceNode | None, tuple[GpuEvidence, ...], tuple[str, ...]]:
-    """Return the driver's version, its control device, its GPUs, and what does not agree."""
+    """Return the driver's version, its control device, its GPUs, and a sentence for each disagreement."""
     try:
         with _node("/dev/nvidiactl", majors, _NVIDIA_MAJORS) as (descriptor, control):
             cards = _ioctl(
@@ -208,7 +208,8 @@ def _nvidia(
     version = text.partition(b"\0")[0].decode("ascii", "backslashreplace")
     if reply != _RM_VERSION_RECOGNIZED or not version:
         missing.append("the NVIDIA driver does not report its version by ioctl (NV_ESC_CHECK_VERSION_STR)")
-    # A container runtime mounts a copy of this file, so its file system says nothing; it must agree with the ioctl.
+    # A container runtime mounts a copy of this file, so its file system type proves nothing. Its text must agree with
+    # the ioctl.
     written = nvidia_driver_version(HostTree())
     if version and written != version:
         missing.append(f"/proc/driver/nvidia/version says {written or 'nothing'}, the NVIDIA driver itself {version}")
@@ -225,7 +226,7 @@ def _gpu(card: tuple[int, ...], majors: dict[int, set[str]]) -> GpuEvidence:
     missing = []
     node: DeviceNode | None = None
     try:
-        # Looked at and not opened: opening it would wake the GPU.
+        # The device node is examined with O_PATH and not opened, because opening it would wake the GPU.
         node = _looked_at(f"/dev/nvidia{minor}", majors, _NVIDIA_MAJORS)
         if node.minor != minor:
             missing.append(f"{node.path} is device {node.major}:{node.minor}, the NVIDIA driver names minor {minor}")
@@ -269,7 +270,7 @@ def _rdma(device: NetlinkDevice, majors: dict[int, set[str]]) -> RdmaEvidence:
 
 
 def _uverbs(device: NetlinkDevice, majors: dict[int, set[str]]) -> tuple[DeviceNode, int]:
-    """Return the character device of an RDMA device, and the number of the driver that answers there."""
+    """Return the character device of an RDMA device, and the id of the driver that responds on it."""
     if device.uverbs_name is None or device.uverbs_number is None:
         message = "the kernel reports no uverbs device over netlink (Linux 5.3 and newer do)"
         raise _Missing(message)
@@ -287,10 +288,10 @@ def _uverbs(device: NetlinkDevice, majors: dict[int, set[str]]) -> tuple[DeviceN
 
 
 def _uverbs_driver(descriptor: int) -> int:
-    """Return the number of the driver behind an open uverbs device.
+    """Return the ``enum rdma_driver_id`` of the driver of an open uverbs device.
 
-    The kernel refuses a header with the number of another driver (EINVAL) before it looks at anything else, and refuses
-    the object, which does not exist, afterwards (EPROTONOSUPPORT).
+    The kernel refuses a header with the id of another driver (EINVAL) before it checks anything else. With the right id
+    it then refuses the object, which does not exist (EPROTONOSUPPORT).
     """
     for number in _DRIVERS:
         header = _UVERBS_HEADER.pack(_UVERBS_HEADER.size, _NO_OBJECT, 0, 0, 0, number, 0)
@@ -306,7 +307,7 @@ def _uverbs_driver(descriptor: int) -> int:
 
 
 def _pci_address_of(device: NetlinkDevice) -> str:
-    """Return the PCI function that sysfs shows below an RDMA device, the nearest where there are several."""
+    """Return the PCI function of an RDMA device according to sysfs; the nearest one if its path has several."""
     folder = f"/sys/class/infiniband/{device.name}"
     with _opened(folder, os.O_PATH | os.O_DIRECTORY, magic=_SYSFS_MAGIC) as descriptor:
         guid = _read_at(descriptor, "node_guid", folder, magic=_SYSFS_MAGIC)
@@ -323,7 +324,7 @@ def _pci_address_of(device: NetlinkDevice) -> str:
 def _pci_driver(
     address: str, *, vendor_id: int | None = None, device_id: int | None = None
 ) -> tuple[str | None, list[str]]:
-    """Return the driver that is bound to a PCI function, and what does not agree with the ids that it shall have."""
+    """Return the driver that is bound to a PCI function, and one sentence for each difference from the expected ids."""
     folder = f"/sys/bus/pci/devices/{address}"
     missing = []
     try:
@@ -342,7 +343,7 @@ def _pci_driver(
 
 
 def _majors() -> dict[int, set[str]]:
-    """Return the names of character devices by major number, from /proc/devices."""
+    """Return the names of character device drivers by major number, from /proc/devices."""
     with _opened("/proc/devices", os.O_RDONLY, magic=_PROC_MAGIC) as descriptor:
         text = os.read(descriptor, _FILE_BYTES_MAX).decode("utf-8", "backslashreplace")
     found: dict[int, set[str]] = {}
@@ -355,7 +356,7 @@ def _majors() -> dict[int, set[str]]:
 
 @contextlib.contextmanager
 def _node(path: str, majors: dict[int, set[str]], names: frozenset[str]) -> Iterator[tuple[int, DeviceNode]]:
-    """Open a character device of a driver that has one of `names` in /proc/devices."""
+    """Open a character device whose major number belongs to one of `names` in /proc/devices."""
     with _opened(path, os.O_RDWR | os.O_NONBLOCK | os.O_NOCTTY) as descriptor:
         yield descriptor, _checked(path, os.fstat(descriptor), majors, names)
 
@@ -378,7 +379,7 @@ def _checked(path: str, status: os.stat_result, majors: dict[int, set[str]], nam
 
 @contextlib.contextmanager
 def _opened(path: str, flags: int, *, magic: int | None = None) -> Iterator[int]:
-    """Open a file, which must lie on a file system of this type."""
+    """Open a file and check that it is on a file system of the type `magic`."""
     try:
         descriptor = os.open(path, flags | os.O_CLOEXEC)
     except OSError as error:
@@ -391,7 +392,7 @@ def _opened(path: str, flags: int, *, magic: int | None = None) -> Iterator[int]
 
 
 def _read_at(folder: int, name: str, path: str, *, magic: int) -> str:
-    """Read a small file of an open folder; it may be covered by a mount where the folder is not."""
+    """Read a small file of an open folder. A mount may cover the file even where it does not cover the folder."""
     try:
         descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
     except OSError as error:
@@ -413,8 +414,8 @@ def _check_file_system(descriptor: int, path: str, magic: int | None) -> None:
 
 
 def _ioctl(descriptor: int, name: str, number: int, argument: bytes) -> bytes:
-    """Send an ioctl of the NVIDIA driver, and return the argument as the driver leaves it."""
-    # _IOWR('F', number, size).
+    """Send an ioctl of the NVIDIA driver, and return the argument as the driver modified it."""
+    # The request number is _IOWR('F', number, size).
     request = 3 << 30 | len(argument) << 16 | ord("F") << 8 | number
     answer = bytearray(argument)
     try:

@@ -1,7 +1,7 @@
-"""The kernel's log, as far as this process may read it.
+"""Reader of the kernel log, as far as this process may read it.
 
-Level 3. Best effort by nature: containers and ``kernel.dmesg_restrict`` forbid it. Then the answer says so, and does
-not look like an empty log.
+Reading is best effort, because containers and ``kernel.dmesg_restrict`` can forbid it. The result then has the reason,
+so that it differs from an empty log.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
 __all__ = ["KernelLog", "kernel_log"]
 
 _RECORD_BYTES = 8192
-# One expression: a log has thousands of records, and the doctor answers while somebody waits.
+# One regular expression is used, because a log has thousands of records and a user waits for the doctor.
 _WORDS = re.compile(rb"nvrm|nvidia|xid|peer_mem|mlx5|infiniband|rdma|iommu|dmar|pcieport|aer:", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
 class KernelLog:
-    """What was read.
+    """The result of reading the kernel log.
 
     Attributes
     ----------
     lines : tuple of str
         Messages that name a GPU, a NIC, the IOMMU or PCIe errors, oldest first.
     unreadable : str or None
-        Why the log, or a part of it, could not be read.
+        The reason why the log, or a part of it, could not be read.
     """
 
     lines: tuple[str, ...]
@@ -41,7 +41,7 @@ class KernelLog:
 
 
 def kernel_log(tree: HostTree, *, records_max: int = 100_000) -> KernelLog:
-    """Read /dev/kmsg from its beginning, without waiting for more."""
+    """Read /dev/kmsg from its beginning, without waiting for new records."""
     try:
         descriptor = os.open(tree.path("/dev/kmsg"), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
@@ -59,7 +59,7 @@ def _read(descriptor: int, records_max: int) -> KernelLog:
         try:
             record = os.read(descriptor, _RECORD_BYTES)
         except BlockingIOError:
-            break  # All that there is now was read.
+            break  # All existing records were read.
         except OSError as error:
             if error.errno == errno.EPIPE:
                 unreadable = "/dev/kmsg: the oldest records were overwritten while reading"
@@ -68,7 +68,7 @@ def _read(descriptor: int, records_max: int) -> KernelLog:
             break
         if not record:
             break
-        # "6,1234,56789,-;message", then lines with a blank in front that carry dictionary values.
+        # A record is "6,1234,56789,-;message", followed by lines that begin with a blank and hold dictionary values.
         message = record.partition(b";")[2].partition(b"\n")[0]
         if _WORDS.search(message):
             lines.append(message.decode("utf-8", "backslashreplace"))

@@ -1,6 +1,6 @@
-"""The shared libraries of a process, as found in its memory map.
+"""Reader of the shared libraries of a process from its memory map.
 
-Level 3. What a process was told to load is not evidence; what it has mapped is.
+The libraries that a process should load are no evidence. The libraries that it has mapped are.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ if TYPE_CHECKING:
 
 __all__ = ["LoadedLibrary", "describe_library", "libraries"]
 
-# address range, permissions, offset, device, inode, path (proc(5)).
+# The fields of a line: address range, permissions, offset, device, inode, path (proc(5)).
 _MAPPING = re.compile(r"^[0-9a-f]+-[0-9a-f]+ (?P<permissions>\S{4}) \S+ \S+ (?P<inode>\d+)\s+(?P<path>/.*)$")
 _DELETED = " (deleted)"
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedLibrary:
-    """One file that is mapped executable.
+    """A file that is mapped executable.
 
     Attributes
     ----------
     path : str
-        As the kernel names it.
+        The path as the kernel reports it.
     soname : str or None
-        The name that it gives itself; None for a program.
+        The SONAME of the library; None for a program.
     build_id : str or None
         The GNU build id in hexadecimal digits.
     notes : tuple of ElfNote
-        All its notes.
+        All ELF notes of the file.
     error : str or None
-        Why the file could not be understood; then the other fields are empty.
+        The reason why the file could not be parsed; then the other fields but `path` are empty.
     """
 
     path: str
@@ -51,25 +51,25 @@ class LoadedLibrary:
 
 
 def libraries(tree: HostTree | None = None, *, process: str = "self") -> list[LoadedLibrary]:
-    """The files that a process has mapped executable, in the order of its memory.
+    """Return the files that a process has mapped executable, in the order of its memory map.
 
     Parameters
     ----------
     tree : HostTree or None
-        Where /proc lies; this host when None.
+        The host whose /proc is read; this host if None.
     process : str
-        A process number, or ``self``.
+        A process id, or ``self``.
     """
     tree = HostTree() if tree is None else tree
     return [describe_library(path) for path in dict.fromkeys(_mapped(tree.text(f"/proc/{process}/maps") or ""))]
 
 
 def describe_library(path: str) -> LoadedLibrary:
-    """Read the file of a mapping; a file that is gone or damaged gives an entry with ``error``."""
+    """Read the file of a mapping. A deleted or damaged file gives an entry with ``error``."""
     if path.endswith(_DELETED):
         return _failed(path, "the file was deleted since it was loaded")
     try:
-        status = os.stat(path)  # noqa: PTH116 - Path would normalise what the kernel wrote.
+        status = os.stat(path)  # noqa: PTH116 - Path would normalise the path from the kernel.
     except OSError as error:
         return _failed(path, f"stat: {error.strerror}")
     return _described(path, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
@@ -77,7 +77,7 @@ def describe_library(path: str) -> LoadedLibrary:
 
 @lru_cache(maxsize=1024)
 def _described(path: str, _device: int, _inode: int, _size_bytes: int, _changed_ns: int) -> LoadedLibrary:
-    # Cached, since every case looks at the same files; the key says when one was replaced.
+    # The result is cached, because every case examines the same files. The key changes when a file is replaced.
     try:
         found = read_elf(path)
     except ApiError as error:

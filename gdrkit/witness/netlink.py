@@ -1,7 +1,7 @@
-"""RDMA devices as the kernel reports them over netlink (NETLINK_RDMA, client NLDEV).
+"""Query of RDMA devices from the kernel over netlink (NETLINK_RDMA, client NLDEV).
 
-No file and no library takes part: a mount over /sys or a library of the same name changes nothing of these answers.
-Source: include/uapi/rdma/rdma_netlink.h and drivers/infiniband/core/nldev.c of Linux.
+No file and no library takes part. A mount over /sys or a library of the same name cannot change these replies. Source:
+include/uapi/rdma/rdma_netlink.h and drivers/infiniband/core/nldev.c of Linux.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["NetlinkDevice", "rdma_netlink_devices"]
 _NETLINK_RDMA = 20
 _NLMSG_ERROR, _NLMSG_DONE = 2, 3
 _NLM_F_REQUEST, _NLM_F_ACK, _NLM_F_DUMP = 0x1, 0x4, 0x300
-# (RDMA_NL_NLDEV << 10) + command.
+# The message type is (RDMA_NL_NLDEV << 10) + command.
 _DEVICE_GET, _CHARDEV_GET = (5 << 10) + 1, (5 << 10) + 15
 _DEV_INDEX, _DEV_NAME, _NODE_GUID = 1, 2, 6
 _CHARDEV_TYPE, _CHARDEV_NAME, _CHARDEV, _UVERBS_DRIVER_ID = 69, 70, 72, 73
@@ -36,20 +36,20 @@ _MESSAGES_MAX = 4096
 
 @dataclass(frozen=True, slots=True)
 class NetlinkDevice:
-    """One RDMA device.
+    """An RDMA device as reported over netlink.
 
     Attributes
     ----------
     name : str
-        E.g. ``mlx5_0``.
+        Device name, e.g. ``mlx5_0``.
     node_guid : str
-        In the form of sysfs, e.g. ``b83f:d203:00a1:7c52``.
+        Node GUID in the format of sysfs, e.g. ``b83f:d203:00a1:7c52``.
     uverbs_name : str or None
-        Name of its character device, e.g. ``uverbs0``; None where the kernel reports none.
+        Name of the character device, e.g. ``uverbs0``; None if the kernel reports none.
     uverbs_number : tuple of int or None
-        Major and minor number of that device.
+        Major and minor number of the character device.
     driver_id : int or None
-        Its ``enum rdma_driver_id``; None where the driver does not report it here.
+        ``enum rdma_driver_id`` of the driver; None if the driver does not report it over netlink.
     """
 
     name: str
@@ -60,13 +60,13 @@ class NetlinkDevice:
 
 
 def rdma_netlink_devices() -> tuple[NetlinkDevice, ...]:
-    """Ask the kernel for its RDMA devices.
+    """Query the RDMA devices of the kernel.
 
     Raises
     ------
     OSError
-        EPROTONOSUPPORT: the kernel has no RDMA subsystem loaded. EBADMSG: an answer is malformed. Others as of
-        socket(7).
+        EPROTONOSUPPORT: the RDMA subsystem of the kernel is not loaded. EBADMSG: a reply is malformed. Other errors as
+        of socket(7).
     """
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, _NETLINK_RDMA) as netlink:
         netlink.settimeout(_TIMEOUT_S)
@@ -85,7 +85,8 @@ def _device(netlink: socket.socket, device: dict[int, bytes]) -> NetlinkDevice:
     try:
         answers = list(_ask(netlink, _CHARDEV_GET, request, dump=False))
     except OSError:
-        # Linux before 5.3 cannot say, and a device may have none; then its node is missing from the evidence.
+        # Linux before 5.3 does not support this command, and a device may have no uverbs node. Its node is then
+        # reported as missing evidence.
         return named
     uverbs = _attributes(answers[0]) if answers else {}
     number = _number(uverbs, _CHARDEV)
@@ -99,13 +100,13 @@ def _device(netlink: socket.socket, device: dict[int, bytes]) -> NetlinkDevice:
 
 
 def _ask(netlink: socket.socket, command: int, request: bytes, *, dump: bool) -> Iterator[bytes]:
-    """Send one request and return the payload of each answer, up to the last."""
+    """Send one request and yield the payload of each reply until the last one."""
     flags = _NLM_F_REQUEST | (_NLM_F_DUMP if dump else _NLM_F_ACK)
     netlink.sendto(_HEADER.pack(_HEADER.size + len(request), command, flags, command, 0) + request, (0, 0))
     for _ in range(_MESSAGES_MAX):
         data, (sender, _groups) = netlink.recvfrom(_DATAGRAM_BYTES)
         if sender != 0:
-            continue  # Another process may send here, too; the kernel is port 0.
+            continue  # Another process can also send to this socket. The kernel has port 0.
         for kind, payload in _messages(data):
             if kind == _NLMSG_DONE:
                 return

@@ -2,11 +2,11 @@
 
     python3 FOLDER/gpu.py [--out DIR] [--tar FILE] [PART ...]
 
-Only the standard library and pip are used here: what else is needed is in the folder. What this Python lacks is
-installed into a temporary folder, and goes with it. Each part writes one file of records, OUT/PROFILE/PART.jsonl, and
-what it printed, OUT/logs/PART.log; it has a time of its own, after which it is ended, and the next begins. What was
-found in the machine is beside the records in facts.json, for `gdrkit report OUT/PROFILE`. Where there is no RDMA
-device, verbs runs on its software twin, and every record says so.
+This program uses only the standard library and pip. The folder contains everything else that is needed. Packages that
+this Python lacks are installed into a temporary folder, which is removed at the end. Each part writes one records file,
+OUT/PROFILE/PART.jsonl, and its output, OUT/logs/PART.log. It has its own time limit, after which it is ended and the
+next part begins. The facts of the machine are beside the records in facts.json, for `gdrkit report OUT/PROFILE`. If
+there is no RDMA device, verbs runs on its software twin, and every record says so.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ WANTED = ("gdrkit[qualify]", "gdrkit-twins", "pyverbs")
 
 @dataclass(frozen=True)
 class Part:
-    """What a part runs: cases below the house, how long that may take, and whether it measures.
+    """A part: its cases, its time limit in seconds, and whether it measures.
 
-    Measuring cases have limits of their own, and print what they find as they find it.
+    Measuring cases have their own limits, and print numbers as soon as they have them.
     """
 
     cases: tuple[str, ...]
     limit_s: float = 120.0
     is_measuring: bool = False
-    is_named: bool = False  # Runs only where it is asked for.
+    is_named: bool = False  # The part runs only if the command line names it.
 
     @property
     def root(self) -> str:
-        """The folder of pytest's root below the house."""
+        """The folder of pytest's root, relative to that of the installed project."""
         return self.cases[0].partition("/")[0]
 
     def options(self) -> list[str]:
-        """Of pytest."""
+        """Return the options of pytest for this part."""
         measuring = ["--benchmark-enable", "-s", "-o", "faulthandler_timeout=0"]
         return measuring if self.is_measuring else []
 
@@ -77,16 +77,16 @@ PARTS: dict[str, Part] = {
     "storage": Part(("suites/bench/test_storage_speed.py",), limit_s=540, is_measuring=True),
     "nccl": Part(("hardware/throughput/test_nccl.py",), limit_s=300, is_measuring=True, is_named=True),
 }
-# A multicast object that its owner leaves behind can take the GPUs of a host out of service, also for others.
+# A multicast object that its owner does not release can make the GPUs of a host unusable, also for other users.
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 FAILED, SETUP_MISSING = 1, 3
-# For the stacks of what is ended.
+# An aborted part has this time, in seconds, to print its stacks.
 LAST_WORDS_S = 5.0
 LINES_SHOWN, LINES_SHOWN_FAILED = 12, 60
 
 
 class SetupError(Exception):
-    """Something is missing here or in the folder."""
+    """A program or a wheel is missing on this machine or in the folder."""
 
 
 def main() -> int:
@@ -109,10 +109,11 @@ def main() -> int:
     if unknown:
         parser.error(f"no part {unknown[0]}; there are {', '.join(PARTS)}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(FAILED))
-    # The stacks of what is ended are enough; the image of a process with a device is as large as that.
+    # The stacks of an aborted process are sufficient. The core dump of a process with a device is as large as its
+    # memory.
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     with tempfile.TemporaryDirectory(prefix="gdrkit-gpu-") as folder:
-        # Cases that are another user find it, too.
+        # Cases that run as another user need access to the folder.
         Path(folder).chmod(0o755)
         try:
             site = _install(options.bundle.resolve(), Path(folder, "site"))
@@ -124,7 +125,7 @@ def main() -> int:
 
 
 def _install(bundle: Path, site: Path) -> Path:
-    """Install what this Python lacks; pip says what that is."""
+    """Install the packages that this Python lacks, as listed by a dry run of pip."""
     wheels = bundle / "wheels"
     if not any(wheels.glob("gdrkit-*.whl")):
         message = f"no wheel of gdrkit in {wheels}: make the folder by nox -s bundle"
@@ -147,7 +148,7 @@ def _install(bundle: Path, site: Path) -> Path:
 
 
 def _install_extras(extras: Path, site: Path) -> None:
-    """Install every wheel there, without what it says that it needs; what does not fit is left out."""
+    """Install every wheel in the folder without its dependencies. If the installation fails, continue without them."""
     wheels = sorted(map(str, extras.glob("*.whl")))
     if not wheels:
         _say(f"gpu: no wheels in {extras}: cases that need more than gdrkit does will not run")
@@ -212,7 +213,7 @@ def _run(options: argparse.Namespace, site: Path, folder: Path) -> int:
 
 
 def _launch(*, is_software: bool) -> tuple[list[str], str]:
-    """How commands begin, and the substrate that they must find."""
+    """Return the beginning of each command, and the substrate that the cases must find."""
     run = [sys.executable, "-m", "gdrkit", "run", "--software", "--isolated"]
     if is_software:
         _say("gpu: every API on its software twin")
@@ -225,7 +226,7 @@ def _launch(*, is_software: bool) -> tuple[list[str], str]:
 
 
 def _facts(launch: list[str], environment: dict[str, str], folder: Path, places: dict[Path, str]) -> str:
-    """What is in this machine, for the report of its records; without folders that are here alone."""
+    """Return the facts of this machine for the report of its records, without paths of temporary folders."""
     command = [*launch, sys.executable, "-m", "gdrkit", "facts", "--json"]
     asked = subprocess.run(command, env=environment, cwd=folder, stdout=subprocess.PIPE, text=True, check=False)
     if asked.returncode:
@@ -238,9 +239,13 @@ def _facts(launch: list[str], environment: dict[str, str], folder: Path, places:
 
 
 def run_limited(command: list[str], environment: dict[str, str], folder: Path, log: Path, limit_s: float) -> int:
-    """The exit code; minus the signal when it was ended after so many seconds. What it prints goes to the log."""
+    """Run a command, write its output to the log, and return its exit code.
+
+    The code is minus a signal if the command was ended after `limit_s` seconds.
+    """
     with log.open("wb") as file:
-        # In a folder of its own: Python would look for modules here first, and find a checkout without native parts.
+        # The command runs in another folder: Python looks for modules in the current one first, and would find a
+        # checkout without native modules.
         process = subprocess.Popen(
             command, env=environment, cwd=folder, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
         )
@@ -248,27 +253,27 @@ def run_limited(command: list[str], environment: dict[str, str], folder: Path, l
             return process.wait(limit_s)
         except subprocess.TimeoutExpired:
             _say(f"gpu: ended after {limit_s:g} s; the stacks are in the log")
-            # What is left of it writes its stacks.
+            # The remaining processes of the group print their stacks.
             os.killpg(process.pid, signal.SIGABRT)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(LAST_WORDS_S)
             return process.poll() or -signal.SIGKILL
         finally:
-            # Also when this program itself is ended.
+            # This also runs if this program itself is ended.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
 
 def _show(log: Path, lines_count: int) -> None:
-    """The end of what a part printed."""
+    """Print the last lines of the output of a part."""
     lines = log.read_text(errors="replace").splitlines()
     for line in lines[-lines_count:]:
         _say(f"  | {line}")
 
 
 def pack(out: Path, packed: Path) -> None:
-    """Everything below `out` as one file, put in its place at once."""
+    """Write everything below `out` into one archive, which replaces the old one atomically."""
     packed.parent.mkdir(parents=True, exist_ok=True)
     beside = packed.with_name(packed.name + ".new")
     with tarfile.open(beside, "w:gz") as file:
@@ -277,7 +282,7 @@ def pack(out: Path, packed: Path) -> None:
 
 
 def _keep(records: Path, out: Path) -> Path | None:
-    """Move the records to the folder of their profile, and print what they say; that folder."""
+    """Move the records to the folder of their profile, print a summary, and return that folder."""
     if not records.exists():
         _say("gpu: no record was written")
         return None
@@ -307,7 +312,7 @@ def _keep(records: Path, out: Path) -> Path | None:
 
 
 def _numbers(record: dict[str, object]) -> None:
-    """What was measured; what ran on anything but hardware alone is stored and not shown."""
+    """Print the measurements of a record. Numbers that are not of hardware alone are stored and not shown."""
     numbers, substrate = record["numbers"], record["substrate"]
     if not isinstance(numbers, dict) or not isinstance(substrate, dict) or not numbers:
         return

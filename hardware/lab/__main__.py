@@ -1,4 +1,4 @@
-"""`python -m hardware.lab`: run the cases on the twins and on a kernel's RDMA stack, and compare."""
+"""`python -m hardware.lab`: run the cases on the twins and on a kernel's RDMA stack, and compare the results."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ __all__ = ["main"]
 
 HOUSE = Path(__file__).resolve().parents[2]
 CASES = ("suites/contract/rdma", "suites/rdma", "suites/registration", "suites/property/test_cache_machine.py")
-# Of each state machine of Hypothesis: all is translated in the guest, where an example takes half a second or more.
+# This is the number of examples of each state machine of Hypothesis. In the emulated guest, one takes half a second or
+# more.
 EXAMPLES = "5"
-# What the lab is for: that many cases must have one outcome on both.
+# The lab requires that at least this many cases pass on both.
 AGREEING_MIN = 60
 
 FAILED, SETUP_MISSING = 1, 3
@@ -42,7 +43,7 @@ def main() -> int:
     if not any((HOUSE / case.partition("::")[0]).exists() for case in cases):
         cases = [*cases, *CASES]
     try:
-        # What is missing is said before anything takes long.
+        # Missing programs are reported before the first slow step.
         machine = None if options.here else _machine(options)
         codes = [subprocess.call(_pytest(records["twin"], cases, ["--software", "--isolated"], []), cwd=HOUSE)]
         if machine is None:
@@ -94,9 +95,10 @@ def _guest(machine: Machine, records: Path, cases: list[str], options: argparse.
     kept = {
         name: os.environ[name] for name in ("PYTHONPATH", "GDRKIT_TWINS_LIB", "GDRKIT_EXAMPLES") if name in os.environ
     }
-    # The root of the machine cannot be written; hypothesis wants a place for what it finds.
+    # The root file system of the machine is read-only, and hypothesis needs a folder for its database.
     kept |= {"PYTHONDONTWRITEBYTECODE": "1", "HYPOTHESIS_STORAGE_DIRECTORY": str(options.output / "hypothesis")}
-    # Found here: in the guest git is slow enough to be given up, and the records would name no commit.
+    # The commit is determined here: in the guest git is so slow that its time limit ends it, and the records would have
+    # no commit.
     commit = house().commit()
     kept |= {} if commit is None else {"GDRKIT_COMMIT": commit}
     exports = [f"export {name}={shlex.quote(value)}" for name, value in kept.items()]
@@ -155,7 +157,7 @@ def _judged(records: dict[str, Path], codes: list[int], options: argparse.Namesp
 
 
 def _say(line: str) -> None:
-    print(line, flush=True)  # noqa: T201 - a program that talks to a person.
+    print(line, flush=True)  # noqa: T201 - the output of a command.
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What keeps the lab from running."""
+"""The error of a lab that cannot run."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ __all__ = ["LabError"]
 
 
 class LabError(Exception):
-    """One sentence that says what is missing or broken and what to do; the lab ends with 3."""
+    """The lab cannot run. The text is one sentence with cause and remedy; the exit code of the lab is 3."""

@@ -1,4 +1,4 @@
-"""A distribution's kernel, unpacked to a folder and never installed."""
+"""Download of a distribution's kernel, which is unpacked to a folder and never installed."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ if TYPE_CHECKING:
 
 __all__ = ["kernel_image"]
 
-# The names of the newest kernel in Debian and in Ubuntu; what they depend on has the version in its name.
+# These packages depend on the newest kernel in Debian and in Ubuntu. The names of their dependencies have the version.
 _NEWEST = ("linux-image-amd64", "linux-image-generic")
 _VERSIONED = re.compile(r"^linux-(?:image|modules-extra)-(\d\S*)$")
 
-# What the virtual machine needs of 400 MB: its root over 9p, the network, RDMA. Names are those below kernel/.
+# The virtual machine needs these of 400 MB: its root over 9p, the network, RDMA. Names are relative to kernel/.
 _PARTS = ("arch", "crypto", "drivers/infiniband", "drivers/net/dummy", "drivers/virtio", "fs", "lib", "net")
 _OTHERS = ("drivers/block/virtio_blk", "drivers/char", "drivers/scsi")
 
 
 def kernel_image(cache: Path) -> Path:
-    """The image of a kernel whose modules lie in the same tree; downloaded by apt when the cache has none.
+    """Return the image of a kernel whose modules are in the same tree. apt downloads it if the cache has none.
 
     Raises
     ------
     LabError
-        There is no apt, it knows no kernel, or what it gave has no rdma_rxe.
+        apt is missing, it has no kernel package, or the kernel has no module rdma_rxe.
     """
     stamp = cache / "ready"
     if not stamp.exists():
@@ -65,7 +65,7 @@ def _download(cache: Path) -> list[Path]:
     if not names:
         message = f"apt knows no kernel package ({' or '.join(_NEWEST)}): run apt-get update, then try again"
         raise LabError(message)
-    print("downloading " + " ".join(names), flush=True)  # noqa: T201 - the lab talks to a person.
+    print("downloading " + " ".join(names), flush=True)  # noqa: T201 - the output of a command.
     _run(["apt-get", "download", "-q", *names], "the kernel package cannot be downloaded", folder=cache)
     found = sorted(cache.glob("*.deb"))
     if not found:
@@ -80,7 +80,7 @@ def _names() -> list[str]:
         wanted = [line.split()[-1] for line in listed.splitlines() if line.strip().startswith("Depends:")]
         found = [name for name in wanted if _VERSIONED.match(name)]
         if found and newest == "linux-image-generic":
-            # Ubuntu has the modules in a package of their own, which the image depends on.
+            # Ubuntu has the modules in a separate package that the image depends on.
             version = found[0].removeprefix("linux-modules-extra-").removeprefix("linux-image-")
             found.append(f"linux-modules-{version}")
         if found:
@@ -105,7 +105,7 @@ def _unpack(package: Path, cache: Path) -> None:
         stderr=subprocess.PIPE,
         check=False,
     )
-    # tar ends with 2 when one of the patterns is not in this package, which is as it should be.
+    # tar ends with 2 if a pattern matches nothing in this package, which is expected.
     if unpack.returncode not in {0, 2}:
         message = f"{package.name} cannot be unpacked: {unpack.stderr.decode(errors='replace').strip()[-200:]}"
         raise LabError(message)

@@ -1,5 +1,6 @@
-"""The virtual machine: a kernel booted by virtme-ng on the files of this machine, one script run in it, within a time
-limit.
+"""The virtual machine: virtme-ng boots a kernel on the files of this machine and runs one script in it.
+
+Boot and script have time limits.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _END_S = 5.0
 
 @dataclass(frozen=True)
 class Limits:
-    """How long the machine may take to boot, and then to run the script, in seconds."""
+    """The time limits, in seconds, for the boot of the machine and for the script."""
 
     boot_s: float
     run_s: float
@@ -45,18 +46,18 @@ class Limits:
 
 @dataclass(frozen=True)
 class Machine:
-    """How to boot.
+    """The configuration of a virtual machine.
 
     Attributes
     ----------
     image : Path
-        The kernel; its modules are found in the tree around it.
+        The kernel image. Its modules are in the same folder tree.
     tools : Path
         The folder of vng.
     kvm : bool
-        Whether the processor's own virtualization is used, or it is all translated.
+        Whether KVM is used. Without it, QEMU emulates the processor (TCG).
     cached : tuple of str
-        Folders that do not change meanwhile, from which much is read.
+        Folders that do not change during the run and that are read often.
     """
 
     image: Path
@@ -65,19 +66,19 @@ class Machine:
     cached: tuple[str, ...] = ()
 
     def run(self, script: Path, *, output: Path, limits: Limits) -> int:
-        """Boot, run the script with two rxe devices, end; the exit code of the script.
+        """Boot, run the script with two rxe devices, shut down, and return the exit code of the script.
 
         Parameters
         ----------
         script : Path
-            What bash runs, as root.
+            The script. bash runs it as root.
         output : Path
-            The one folder that the machine may write to.
+            The only folder that the machine may write to.
 
         Raises
         ------
         LabError
-            It did not come up, did not end in time, or ended without a result.
+            The machine did not boot or end in time, or ended without a result.
         """
         for stale in ("booted", "code"):
             (output / stale).unlink(missing_ok=True)
@@ -102,17 +103,18 @@ class Machine:
         path = f"{self.tools}{os.pathsep}{os.environ['PATH']}"
         inside = shlex.join(["bash", str(_HERE / "guest.sh"), str(output), str(script), *self.cached])
         command = [str(self.tools / "vng"), "--run", str(self.image), *([] if self.kvm else ["--disable-kvm"])]
-        # 9p, as virtiofs wants a daemon that distributions do not ship everywhere.
+        # 9p is used, as virtiofs needs a daemon that some distributions do not ship.
         command += ["--force-9p", "--cpus", "2", "--memory", "2G", "--rwdir", str(output), "--exec", inside]
-        # The same files once more, for guest.sh to mount with a cache; the device wants a machine with PCI.
+        # The same files are exported a second time, for guest.sh to mount with a cache. The device needs a machine with
+        # PCI.
         command += ["--disable-microvm", f"--qemu-opts={_FILES}"]
-        # In a session of its own, so that QEMU and whatever else it starts can be ended together.
+        # The process has its own session, so that QEMU and all other processes that it starts can be ended together.
         return subprocess.Popen(
             command,
             cwd=output,
             env={**os.environ, "PATH": path},
             stdin=subprocess.DEVNULL,
-            # Not our own output: virtme-ng opens that anew, which empties it where it is a file.
+            # The output is not inherited: virtme-ng opens it again, which truncates it if it is a file.
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -132,7 +134,7 @@ class Machine:
 
 
 def check_programs(tools: Path) -> None:
-    """Raise :class:`LabError` when a program that it takes is not there."""
+    """Raise :class:`LabError` if a program that the lab needs is missing."""
     if not (tools / "vng").exists():
         message = f"vng is not in {tools}: pip install virtme-ng"
         raise LabError(message)
@@ -143,15 +145,15 @@ def check_programs(tools: Path) -> None:
 
 
 def can_virtualize(*, cpuinfo: Path = Path("/proc/cpuinfo"), device: Path = Path("/dev/kvm")) -> bool:
-    """Whether KVM can be used: the processor says so, and the kernel has it for this user.
+    """Return whether KVM can be used: the processor supports it, and this user may open the device.
 
-    A device alone says nothing: on a virtual machine without nested virtualization it may be there, and a kernel
-    started by it hangs.
+    The device alone is not sufficient. On a virtual machine without nested virtualization it may exist, and a kernel
+    that is started with it hangs.
 
     Raises
     ------
     LabError
-        The processor says so, the device is there, and it does not answer.
+        The processor supports KVM and the device exists, but its ioctl fails or reports another version.
     """
     if not re.search(r"^flags\s*:.*\b(vmx|svm)\b", cpuinfo.read_text(), re.MULTILINE) or not device.exists():
         return False
@@ -170,7 +172,7 @@ def can_virtualize(*, cpuinfo: Path = Path("/proc/cpuinfo"), device: Path = Path
 
 
 def _show(process: subprocess.Popen[bytes]) -> None:
-    """Print what it prints, as it comes."""
+    """Print the output of the process as it arrives."""
     assert process.stdout is not None  # noqa: S101 - it was started with a pipe.
     with process.stdout as printed:
         while data := printed.read1():  # type: ignore[attr-defined]
@@ -179,7 +181,7 @@ def _show(process: subprocess.Popen[bytes]) -> None:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    # Also when vng itself has ended: QEMU may still be there.
+    # This also runs after vng itself has ended, because QEMU may still run.
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
     with contextlib.suppress(subprocess.TimeoutExpired):

@@ -1,8 +1,8 @@
-"""Two runs of the same cases, compared: one on twins, one on a kernel's RDMA stack.
+"""Comparison of two runs of the same cases: one on twins, one on a kernel's RDMA stack.
 
-A case about device memory passes on the twin, and the kernel refuses it with both causes: that is the one outcome it
-may have there. Any other case that both ran must pass on both. Where they differ, one of them does not do what the man
-page says, or the case asks for more than the man page does.
+A case about device memory passes on the twin, and the kernel refuses it with both causes. That is the only outcome that
+it may have there. Any other case that both ran must pass on both. If they differ, one of them violates the man page, or
+the case requires more than the man page states.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ __all__ = ["REFUSED", "Pair", "compared", "strangers", "table", "unrefused"]
 
 _ABSENT = "absent"
 _PASS = Verdict.PASS.value
-# A verdict for this table alone: a record that is not_run and carries the refusal that its profile states.
+# This verdict exists in this table only. It is a record that is not_run and has the refusal that its profile states.
 REFUSED = "refused"
 
 
 @dataclass(frozen=True)
 class Pair:
-    """One case in both runs; a verdict as its record has it, ``refused`` or ``absent``."""
+    """A case in both runs. A verdict is that of its record, ``refused`` or ``absent``."""
 
     case: str
     twin: str
@@ -36,34 +36,34 @@ class Pair:
 
     @property
     def counts(self) -> bool:
-        """Whether both ran it."""
+        """Whether the case ran in both runs."""
         return Verdict.NOT_RUN.value not in {self.twin, self.kernel}
 
     @property
     def agrees(self) -> bool:
-        """Whether it passed on both."""
+        """Whether the case passed in both runs."""
         return self.twin == self.kernel == _PASS
 
     @property
     def refused(self) -> bool:
-        """Whether it passed on the twin, and the kernel refused it as it must."""
+        """Whether the case passed on the twin, and the kernel refused it as expected."""
         return (self.twin, self.kernel) == (_PASS, REFUSED)
 
     @property
     def differs(self) -> bool:
-        """Whether both ran it, with an outcome that may not be."""
+        """Whether the case ran in both runs with an outcome that is not allowed."""
         return self.counts and not self.agrees and not self.refused
 
 
 def compared(twin: Path, kernel: Path) -> tuple[Pair, ...]:
-    """The cases of two files of records, in the order of the first."""
+    """Return the cases of two records files, in the order of the first file."""
     there = {name: {record.case: _verdict(record) for record in read_records(name)} for name in (twin, kernel)}
     cases = dict.fromkeys((*there[twin], *there[kernel]))
     return tuple(Pair(case, there[twin].get(case, _ABSENT), there[kernel].get(case, _ABSENT)) for case in cases)
 
 
 def unrefused(records: Iterable[Record], profile: Profile) -> tuple[str, ...]:
-    """The cases that lacked nothing but what the profile says must be refused, and were not even tried."""
+    """Return the cases whose only unmet needs are expected refusals, and that were not even tried."""
     return tuple(
         f"{record.case} was to be refused and did not run"
         for record in records
@@ -79,7 +79,7 @@ def _verdict(record: Record) -> str:
 
 
 def strangers(records: Iterable[Record], wanted: frozenset[str]) -> tuple[str, ...]:
-    """The cases in which verbs was used and ran on something else than `wanted`."""
+    """Return the cases that used verbs on another substrate than `wanted`."""
     return tuple(
         f"{record.case} ran verbs on {record.substrate['verbs']}"
         for record in records
@@ -88,7 +88,7 @@ def strangers(records: Iterable[Record], wanted: frozenset[str]) -> tuple[str, .
 
 
 def table(pairs: Iterable[Pair]) -> str:
-    """Case, twin, kernel; a case that both ran with an outcome that may not be is marked."""
+    """Return a table of case, twin and kernel, with a mark for each outcome that is not allowed."""
     rows = [("case", "twin", "rxe", "")]
     marks = {pair: "DIFFERS" if pair.differs else "" for pair in pairs}
     rows += [(pair.case, pair.twin, pair.kernel, mark) for pair, mark in marks.items()]

@@ -1,4 +1,4 @@
-"""How the cases here measure, and what is printed: numbers of hardware as such, numbers of anything else not at all."""
+"""Fixtures and hooks of the measurements here. Only numbers of hardware are printed."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def meter(request: pytest.FixtureRequest, evidence: Evidence) -> Meter:
-    """What measures; a case that uses it measures once."""
+    """The object that measures. A case uses it once."""
     return Meter(request, evidence)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
-    """A case whose bytes were right fails where it is slower than the profile of this hardware allows."""
+    """Fail a case with right data if it is slower than the profile of this hardware allows."""
     result = yield
     judge_numbers(item)
     return result
@@ -31,12 +31,12 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_benchmark_group_stats() -> list[object]:
-    """No table of pytest-benchmark: it would print the numbers of a software twin as if they were of the machine."""
+    """Suppress the table of pytest-benchmark, which would present numbers of a twin as those of the machine."""
     return []
 
 
 @pytest.fixture
 def reach(request: pytest.FixtureRequest, nic: Nic) -> Reach:
-    """Memory of the kind that the parameter says; see ``support.reach.KINDS``."""
+    """Memory of the kind in the parameter; see ``support.reach.KINDS``."""
     device = None if request.param is None else request.getfixturevalue("device")
     return Reach(nic=nic, device=device, route=request.param)

@@ -1,4 +1,4 @@
-"""Copies by the driver: pinned host memory to and from a device, inside a device, between two, and of imported memory.
+"""Copies by the CUDA driver: pinned host memory to and from a device, inside a device, between two, imported memory.
 
 Every case checks the bytes of its last round.
 """

@@ -1,8 +1,8 @@
-"""Files into device memory and back, by size: directly where that is proven, by gdrkit's copy engine, and by pread and
-a copy as a program does it by itself; in turn, and every byte checked for each of them.
+"""File transfers to and from device memory by size, with a check of every byte.
 
-A cached file lies in the page cache; a cold one was dropped from it before each round. ``suites/bench`` has kvikio
-beside them.
+The cases compare three methods in turn: a direct transfer where it is proven, gdrkit's copy engine, and pread with a
+copy as in a program without gdrkit. A cached file is in the page cache. A cold file was dropped from it before each
+round. ``suites/bench`` also has kvikio.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ COLD = [pytest.param(size * KIB, id=f"{size}KiB") for size in (1024, 262144)]
 
 @pytest.fixture
 def path() -> Iterator[Path]:
-    """A place for a file on the disk that temporary files lie on."""
+    """A path for a file on the disk of the temporary files."""
     with tempfile.TemporaryDirectory(prefix="gdrkit-throughput-", dir=DISK) as folder:
         yield Path(folder).resolve() / "file"
         gds.close_engines()
@@ -46,7 +46,7 @@ def path() -> Iterator[Path]:
 def read(
     meter: Meter, device: Device, path: Path, seed: int, evidence: Evidence, *, piece_bytes: int, is_cold: bool
 ) -> None:
-    """All of a file into memory."""
+    """Read a whole file into memory with every method."""
     length_bytes = meter.length(FILE_BYTES)
     piece_bytes = min(piece_bytes, length_bytes)
     path.write_bytes(pattern.payload(length_bytes, seed=seed))
@@ -108,7 +108,7 @@ def test_write(
         seeds = list(data)
 
         def prepare() -> None:
-            # Other bytes than those of the write before, which the file has.
+            # The bytes differ from those of the previous write, which the file still has.
             seeds.reverse()
             memory.write(data[seeds[0]])
 
@@ -119,5 +119,5 @@ def test_write(
             pattern.check(path.read_bytes(), seed=seeds[0])
         path.write_bytes(bytes(whole_bytes))
         meter.beside(movers, moved_bytes=whole_bytes, prepare=prepare)
-        # Only here: a look between two of them would leave in the page cache what the next one writes.
+        # The check is only here. A read between two methods would leave in the page cache what the next one writes.
         pattern.check(path.read_bytes(), seed=seeds[0])

@@ -1,4 +1,4 @@
-"""The bus bandwidth of NCCL's all-reduce between all devices, over buffers of a pool that NICs and NCCL both know."""
+"""Bus bandwidth of NCCL's all-reduce between all devices, with pool buffers that NICs and NCCL can access."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from gdrkit.cuda import Device
     from gdrkit.harness.evidence import Evidence
 
-# A multicast object that its owner leaves behind takes the GPUs of a host out of service, also for others.
+# A multicast object that its owner does not release can make the GPUs of a host unusable, also for other users.
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
-# On one host no NIC takes part, and the ranks find each other whatever interfaces there are.
+# On one host no NIC takes part, and the ranks find each other by the loopback interface.
 ENVIRONMENT = {**NO_MULTICAST, "NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo", "NCCL_SOCKET_FAMILY": "AF_INET"}
-# Cases took 2 to 6 s on two H200. A library of 300 MB that is read from a disk for the first time takes longer.
+# Cases took 2 to 6 s on two H200. The first read of a library of 300 MB from a disk takes longer.
 DEADLINE_S = 45.0
 
 KINDS = [
@@ -59,7 +59,8 @@ def test_all_reduce(
     told = [json.loads(lines[-1]) for lines in said]
     evidence["nccl"] = {"version": told[0]["version"], "libraries": told[0]["libraries"], "environment": ENVIRONMENT}
     if meter.is_on:
-        # What each link carries: of n devices each sends and takes 2 (n - 1) / n of the bytes. Whoever is last counts.
+        # This is the traffic of each link: each of n devices sends and receives 2 (n - 1) / n of the bytes. The slowest
+        # rank counts.
         carried_bytes = int(length_bytes * 2 * (ranks - 1) / ranks)
         times_s = [max(each) for each in zip(*(rank["times_s"] for rank in told), strict=True)]
         meter.keep("bus", Rates.of(carried_bytes, times_s[WARM_UP_ROUNDS:]))

@@ -1,7 +1,7 @@
-"""RDMA WRITE and READ by size, depth and pair of GPU and NIC, latency, and what the documents claim about them.
+"""RDMA WRITE and READ by size, depth and pair of GPU and NIC, latency, and a check of the claims of the documents.
 
-The native initiator and the passive memory are on the same NIC: what is measured is the way between that NIC and the
-memory. Every case looks at all bytes that its last burst moved.
+The native initiator and the passive memory use the same NIC, so that the path between that NIC and the memory is
+measured. Every case checks all bytes that its last burst transferred.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LATENCIES = 2000
 
 
 def prepare(memory: Reached, initiator: Initiator, direction: Direction, area_bytes: int, seed: int) -> None:
-    """The stream of the seed on the side that gives, anything else on the other."""
+    """Write the stream of the seed into the source. The target has other bytes."""
     data = pattern.payload(area_bytes, seed=seed)
     if direction is Direction.WRITE:
         initiator.write(data)
@@ -45,7 +45,7 @@ def prepare(memory: Reached, initiator: Initiator, direction: Direction, area_by
 
 
 def check(memory: Reached, initiator: Initiator, direction: Direction, moved_bytes: int, seed: int) -> None:
-    """The stream of the seed on the side that took."""
+    """Check that the target holds the stream of the seed."""
     taken = memory.read(length_bytes=moved_bytes) if direction is Direction.WRITE else initiator.read()[:moved_bytes]
     pattern.check(taken, seed=seed)
 
@@ -122,7 +122,7 @@ def test_every_pair_of_gpu_and_nic(
     evidence: Evidence,
     route: RegistrationRoute,
 ) -> None:
-    """WRITE and READ of 1 MiB for each pair, and what a common switch is worth beside a way across sockets."""
+    """WRITE and READ of 1 MiB for each pair, and the gain of a common switch over a path across sockets."""
     length_bytes, operations = meter.length(MIB, small_bytes=64 * KIB), meter.count(128, small=8)
     placement = Placement()
     medians: dict[tuple[Distance, Direction], list[float]] = {}
@@ -177,7 +177,7 @@ def _pair(
 def test_direct_beside_a_copy_through_the_host(
     meter: Meter, device: Device, nic: Nic, seed: int, evidence: Evidence, length_bytes: int
 ) -> None:
-    """Whether the direct way pays from 64 KiB on, as the documents say."""
+    """Whether the direct path is faster from 64 KiB on, as the documents say."""
     operations = meter.count(64, small=4)
     with (
         reachable(device, nic, length_bytes=length_bytes) as (memory, registration),
@@ -231,7 +231,7 @@ def test_aligned_beside_odd_addresses(meter: Meter, device: Device, nic: Nic, se
         things = {name: lambda offset=offset: burst(offset) for name, offset in offsets.items()}
         memory.fill(0)
         found = meter.beside(things, moved_bytes=length_bytes * operations)
-        # Of the last one; the others write the same bytes to other places of the same pages.
+        # Only the last one is checked. The others write the same bytes to other offsets of the same pages.
         pattern.check(memory.read(offset_bytes=offsets["odd"], length_bytes=length_bytes), seed=seed)
     if found:
         evidence.number("aligned_256_over_odd_ratio", found["aligned_256"].median / found["odd"].median)

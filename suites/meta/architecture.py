@@ -1,6 +1,6 @@
-"""The picture in docs/architecture.md, made from the imports of the code.
+"""Generator of docs/architecture.md from the imports of the code.
 
-``python -m meta.architecture`` with suites/ on the path prints the document; test_architecture.py compares it.
+``python -m meta.architecture`` with suites/ on the path prints the document. test_architecture.py compares it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def render(root: Path = ROOT) -> str:
     """Return the text of docs/architecture.md for the tree at `root`."""
     drawn = {package: level for level, packages in enumerate(LEVELS) for package in packages}
     drawn = {package: level for package, level in drawn.items() if level >= LOWEST_DRAWN_LEVEL}
-    # The command line is one box, whatever the number of its modules.
+    # The command line is drawn as one box, whatever the number of its modules.
     names = {package: "cli" if package.startswith(("cli", "__main__")) else package for package in drawn}
     edges = {
         (names[package], names[other])

@@ -1,7 +1,7 @@
-"""Checks of the language: words that the project no longer uses, openings without a subject, long names of cases.
+"""Checks of the language: replaced words, openings without a subject, long names of cases.
 
-Readers search for the terms of RDMA, CUDA and storage. The words below were a dialect of this project; each has the
-term that replaces it. The checks look at the parts of the tree in REWRITTEN.
+Readers search for the terms of RDMA, CUDA and storage. The words below were used only in this project. Each has the
+term that replaces it. The checks cover the parts of the tree in REWRITTEN.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 __all__ = ["GONE_WORDS", "REWRITTEN", "TEST_NAME_MAX", "gone_words", "headless_openings", "long_test_names"]
 
-# The parts of the tree whose language was rewritten. A part is added when it was, and none is taken away.
+# These parts of the tree were rewritten. A part is added after its rewrite, and no part is removed.
 REWRITTEN: tuple[str, ...] = (".github", "automation", "docs/decisions", "gdrkit/host", "noxfile.py")
 
-# Each word, and the terms that replace it.
+# Each word is listed with the terms that replace it.
 GONE_WORDS: dict[str, str] = {
     "doorway": "listener",
     "doorways": "listeners",
@@ -43,7 +43,7 @@ GONE_WORDS: dict[str, str] = {
     "whoever": "the actor's name",
     "witness": "evidence",
 }
-# Phrases that are right although a gone word is in them.
+# These phrases are correct although they contain a replaced word.
 _LEGITIMATE = re.compile(r"\broom (for|left|in the)\b|\bno room\b|\broom_bytes\b", re.IGNORECASE)
 _GONE_PHRASES = {
     re.compile(r"\bgave E[A-Z]{3,}\b"): "x failed: strerror (ERR)",
@@ -92,7 +92,7 @@ def long_test_names(root: Path) -> Iterator[str]:
 
 
 def _lines(root: Path) -> Iterator[tuple[str, str]]:
-    """Yield place and text of every line in the rewritten parts of the tree, but for this file, which has the words."""
+    """Yield place and text of every line in the rewritten parts, except those of this file, which lists the words."""
     for part in REWRITTEN:
         start = root / part
         for path in sorted(start.rglob("*")) if start.is_dir() else [start]:

@@ -1,7 +1,7 @@
-"""The rules of the house that a machine can hold, and the tables that they read.
+"""The project rules that a program can check, and the tables that they use.
 
-A rule looks at a source tree and answers with what breaks it, a line each. Every rule carries its reason, and a small
-tree that must break it: a rule that notices nothing is worse than none. Sources are parsed and never imported.
+A rule examines a source tree and yields one line for each violation. Every rule has its reason, and a small tree that
+must violate it, because a rule that detects nothing is worse than none. Sources are parsed and never imported.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CARRY_ON", "LEVELS", "RULES", "SAME_LEVEL", "SEAMS", "SIBLINGS_LEVEL", "Rule", "crossings"]
 
-# The rooms of gdrkit/ by level: imports only go down.
+# These are the packages of gdrkit/ by level. Imports only go down.
 LEVELS: tuple[frozenset[str], ...] = (
     frozenset({"__init__", "errors", "exit_code", "house", "text", "units", "verdict"}),
     frozenset({"buffers", "faultplan", "forks", "handles", "loader", "pattern", "plain", "scm_rights"}),
@@ -31,8 +31,8 @@ LEVELS: tuple[frozenset[str], ...] = (
     frozenset({"__main__", "cli", "cli_files", "cli_inventory", "cli_report", "cli_tiers", "harness"}),
 )
 
-# Who may import a room of its own level, and which. Never a room of level 2: those are the real APIs, and know nothing
-# of each other.
+# These pairs may import a package of their own level. Packages of level 2 are never listed: they are the real APIs and
+# do not know each other.
 SAME_LEVEL: frozenset[tuple[str, str]] = frozenset(
     {
         ("__main__", "cli"),
@@ -47,11 +47,11 @@ SAME_LEVEL: frozenset[tuple[str, str]] = frozenset(
 
 SIBLINGS_LEVEL = 2
 
-# The files that may name a foreign module, or a native one of ours, which has no types either. ctypes opens any
-# library, so only seams may have it.
+# These files may name a foreign module, or a native module of the project, which has no types either. ctypes can open
+# any library, so only seams may use it.
 SEAMS: Mapping[str, frozenset[str]] = {
     "pyverbs": frozenset({"gdrkit/verbs/_pyverbs.py"}),
-    # Before the package that it is in: the first name that fits decides.
+    # This entry precedes that of the package that contains the module, because the first matching name decides.
     "cuda.bindings.cufile": frozenset({"gdrkit/cufile/_cufile.py"}),
     "cuda": frozenset({"gdrkit/cuda/_driver.py"}),
     "kvikio": frozenset({"gdrkit/cufile/_kvikio.py"}),
@@ -78,28 +78,28 @@ SEAMS: Mapping[str, frozenset[str]] = {
     ),
 }
 
-# Files that catch everything so that every action of a list has its turn, and raise or hand on what they caught.
+# These files catch every exception so that all actions of a list run, and raise or pass on what they caught.
 CARRY_ON: frozenset[str] = frozenset({"gdrkit/handles.py"})
 
 _IMPORTERS = {"__import__", "find_spec", "import_module", "import_native"}
 
-# The words by which a reader would look for stand-ins. report/substrate.py alone may say what was one.
+# A reader would search for stand-ins by these words. Only report/substrate.py may say what was a stand-in.
 _STAND_IN_WORDS = re.compile(r"(?<![a-z])(mock|fake|stub|simulat)\w*", re.IGNORECASE)
 _SUBSTRATE = "gdrkit/report/substrate.py"
 _RECEIVER = "gdrkit/scm_rights.py"
 
 _SOURCES = (".py", ".cpp", ".hpp", ".h", ".md", ".toml", ".ini", ".sh", ".txt", ".yaml", ".yml", ".cmake", ".html")
-# In two parts, so that this file keeps the rule.
+# The words are split, so that this file does not violate the rule.
 _UNFINISHED = re.compile(r"\b(TO" + r"DO|FIX" + r"ME|XX" + r"X)\b")
 
 
-# What is below these is of one machine, or of one user, alone.
+# Paths below these folders exist only on one machine, or for one user.
 _MACHINE_PLACES = re.compile(r"(?<![\w}./-])/(?:work|opt|home|root|Users)/[^\s\"'<&]*")
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One rule: its name, its reason, what finds breaches below a root, a tree that breaks it and one that does not."""
+    """A rule: its name, its reason, its check of a tree, a tree that violates it and one that does not."""
 
     name: str
     why: str
@@ -112,7 +112,7 @@ class Rule:
 
 
 def _modules(root: Path, *places: str) -> Iterator[tuple[str, ast.Module]]:
-    """Path below the root and syntax tree of every Python file in these files and folders."""
+    """Yield path and syntax tree of every Python file in these files and folders."""
     for place in places:
         start = root / place
         for path in sorted(start.rglob("*.py")) if start.is_dir() else [start]:
@@ -121,7 +121,7 @@ def _modules(root: Path, *places: str) -> Iterator[tuple[str, ast.Module]]:
 
 
 def _imports(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Line and full dotted name of everything that a module imports, wherever the import stands; also by importlib."""
+    """Yield line and full dotted name of every import of a module, at any position and also by importlib."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -136,14 +136,14 @@ def _imports(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 
 def _called(node: ast.Call) -> str:
-    """The last name of what is called: ``sleep`` of ``time.sleep(1)``."""
+    """Return the last name of the called function: ``sleep`` for ``time.sleep(1)``."""
     if isinstance(node.func, ast.Attribute):
         return node.func.attr
     return node.func.id if isinstance(node.func, ast.Name) else ""
 
 
 def _dotted(node: ast.expr) -> str:
-    """``pytest.mark.skipif`` of the expression that says so; empty for any other."""
+    """Return the dotted name of an expression, e.g. ``pytest.mark.skipif``; empty for any other expression."""
     if isinstance(node, ast.Attribute):
         inner = _dotted(node.value)
         return f"{inner}.{node.attr}" if inner else ""
@@ -151,7 +151,7 @@ def _dotted(node: ast.expr) -> str:
 
 
 def _room(path: str) -> str:
-    """``cuda`` for gdrkit/cuda/device.py, ``errors`` for gdrkit/errors.py."""
+    """Return ``cuda`` for gdrkit/cuda/device.py, ``errors`` for gdrkit/errors.py."""
     return path.split("/")[1].removesuffix(".py")
 
 
@@ -160,7 +160,7 @@ def _level(room: str) -> int | None:
 
 
 def crossings(root: Path) -> Iterator[tuple[str, str, str]]:
-    """Place, importing room and imported room of every import between two rooms."""
+    """Yield place, importing package and imported package of every import between two packages."""
     for path, tree in _modules(root, "gdrkit"):
         for line, name in _imports(tree):
             package, _, rest = name.partition(".")
@@ -230,7 +230,7 @@ def _skips(root: Path) -> Iterator[str]:
 
 
 def _leaves(node: ast.AST) -> bool:
-    """Whether a failure goes on here: by an exception, or as the end of the process."""
+    """Return whether the node passes a failure on: by an exception, or by the end of the process."""
     return isinstance(node, ast.Raise) or (isinstance(node, ast.Call) and _dotted(node.func) == "os._exit")
 
 
@@ -251,7 +251,7 @@ _LOCKING = {"acquire", "join", "wait", "wait_for"}
 
 
 def _functions(tree: ast.Module) -> dict[str, list[ast.AST]]:
-    """Every function and method of a module by its name; a class is its constructor."""
+    """Return every function and method of a module by its name. A class is represented by its constructor."""
     found: dict[str, list[ast.AST]] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef):
@@ -263,7 +263,7 @@ def _functions(tree: ast.Module) -> dict[str, list[ast.AST]]:
 
 
 def _finalizers(tree: ast.Module) -> Iterator[str]:
-    """The names of what the garbage collector calls: ``__del__``, and callbacks of weak references."""
+    """Yield the names of functions that the garbage collector calls: ``__del__``, and callbacks of weak references."""
     callbacks = {"finalize": 1, "proxy": 1, "ref": 1}
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and node.name == "__del__":
@@ -282,7 +282,7 @@ def _locks(node: ast.AST) -> bool:
 
 
 def _callable_from(tree: ast.Module, trees: Mapping[str, ast.Module]) -> dict[str, list[ast.AST]]:
-    """The functions of a module, and of the modules of gdrkit that it imports."""
+    """Return the functions of a module, and of the modules of gdrkit that it imports."""
     known = _functions(tree)
     for _line, name in _imports(tree):
         parts = name.split(".")
@@ -294,7 +294,7 @@ def _callable_from(tree: ast.Module, trees: Mapping[str, ast.Module]) -> dict[st
 
 
 def _locked_finalizers(root: Path) -> Iterator[str]:
-    """Follow calls by name alone, so that a wrong alarm is possible; the finalizers are few."""
+    """Yield finalizers that can wait for a lock. Calls are followed by name alone, so a false alarm is possible."""
     trees = dict(_modules(root, "gdrkit"))
     for path, tree in trees.items():
         known, waiting, seen = _callable_from(tree, trees), list(_finalizers(tree)), set[str]()
@@ -345,7 +345,7 @@ def _unfinished(root: Path) -> Iterator[str]:
 
 
 def _places(root: Path) -> Iterator[str]:
-    """Records and the pages that are made of them."""
+    """Yield machine-specific paths in records and in the pages that are made of them."""
     made = [*(root / "reports" / "baselines").rglob("*"), *(root / "docs").rglob("*.html")]
     for path in sorted(path for path in made if path.is_file()):
         found = dict.fromkeys(_MACHINE_PLACES.findall(path.read_text()))

@@ -1,4 +1,4 @@
-"""docs/architecture.md shows the imports that the code has."""
+"""docs/architecture.md shows the imports of the code."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def program(folder: Path, name: str, text: str) -> None:
 
 
 def install_with(folder: Path) -> subprocess.CompletedProcess[str]:
-    """Call system_packages.install in a process that finds programs in `folder` alone."""
+    """Call system_packages.install in a process whose PATH is `folder` alone."""
     call = "from automation import system_packages; system_packages.install(['xfsprogs'])"
     environ = {**os.environ, "PATH": str(folder), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", call]
@@ -53,7 +53,7 @@ def test_apt_is_not_called_beside_a_vendor_stack(tmp_path: Path) -> None:
 
 def test_apt_that_would_replace_foreign_packages_is_stopped(tmp_path: Path) -> None:
     called = tmp_path / "called"
-    # The RDMA libraries, if this machine has any, are the distribution's own.
+    # The RDMA libraries, if this machine has any, come from the distribution.
     program(tmp_path, "dpkg-query", 'case "$*" in -S*) echo "libibverbs1: x";; *) echo "44.0-2 Debian";; esac')
     program(tmp_path, "apt-get", f'case "$*" in *" -s") echo "{FOREIGN}";; *) echo >{called};; esac')
     result = install_with(tmp_path)

@@ -1,4 +1,4 @@
-"""What the installed clients import is what the contracts of the twins say; a client that changed shows here first."""
+"""The contracts of the twins list what the installed clients import. A change of a client is detected here."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import subprocess
 from pathlib import Path
 
 CONTRACTS = Path(__file__).resolve().parents[2] / "native" / "twins" / "contracts"
-# Where Debian and Ubuntu put what belongs to their own Python.
+# Debian and Ubuntu put the packages of their own Python here.
 SYSTEM_PACKAGES = Path("/usr/lib/python3/dist-packages")
 # An undefined symbol in `readelf --dyn-syms`: ... UND ibv_open_device@IBVERBS_1.1 (3)
 IMPORTED = re.compile(r" UND (\w+@IBVERBS_\w+(?:\.\d+)*)")
-# The names that cuda-bindings asks cuGetProcAddress_v2 for are C strings in its module.
+# cuda-bindings passes these names to cuGetProcAddress_v2. They are C strings in its module.
 REQUESTED = re.compile(rb"(?<=\0)cu[A-Z]\w+(?=\0)")
 LOOKED_UP = re.compile(rb"(?<=\0)cuFile[A-Z]\w+(?=\0)")
 ASKED_BY_DLSYM = {"cuGetProcAddress_v2"}
@@ -49,7 +49,7 @@ def test_the_cuda_twin_knows_what_cuda_bindings_asks_for() -> None:
     assert requested - ASKED_BY_DLSYM == contract("cuda.symbols")
 
 
-# A function of the seam of hl-thunk, which asks for it by this name.
+# The adapter of hl-thunk looks a function up by this name.
 ASKED_OF_HLTHUNK = re.compile(r'^    "(hlthunk_\w+)": \(', re.MULTILINE)
 
 

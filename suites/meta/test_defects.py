@@ -1,4 +1,4 @@
-"""The review is complete, its document is current, and its judge takes nothing for a catch that is none."""
+"""The review is complete, its document is current, and its judge accepts only real catches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The programs in docs/ (cufile, gds, storage, tiers, usrbio) do what the text beside them says."""
+"""The programs in docs/ (cufile, gds, storage, tiers, usrbio) behave as the text beside them says."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import pytest
 
 HOUSE = Path(__file__).resolve().parents[2]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-# Run on the twins. A service is a simple command, so that $! is its process; it is ready when it says its first line,
-# and its exit code is that of the shell.
+# The script runs on the twins. A service is a simple command, so that $! is its process. It is ready when it prints its
+# first line, and its exit code is that of the shell.
 SHELL = """
 set -e
 python() { "$PYTHON" "$@"; }
@@ -76,16 +76,16 @@ def test_first_program_of_the_document_runs(tmp_path: Path, name: str) -> None:
 
 
 def two_shells(document: str, service: str, client: str, folder: Path) -> str:
-    """Run a command of a document as a service in one shell and another one in a second shell, each as it is written
-    there and behind the words that the document puts before each command; DIR is the folder `store`.
+    """Run the service and the client of a document in two shells, and return the output of the client.
 
-    Returns what the second one printed.
+    Each command runs as it is written there, after the prefix that the document puts before each command. DIR is
+    replaced by the folder `store`.
     """
     text = (HOUSE / "docs" / document).read_text()
     (before,) = re.findall(r"put\s+`([^`]+ --)`\s+before\s+each\s+command", text)
     for command in (service, client):
         assert re.search(rf"(^    |`){re.escape(command)}( {{2}}|`|$)", text, re.MULTILINE), command
-    # A port of its own, where the document names one for everybody.
+    # The document names one fixed port. The case uses a free one.
     with socket.create_server(("127.0.0.1", 0)) as found:
         port = str(found.getsockname()[1])
     first, second = (f"{before} {each}".replace("DIR", "store").replace("7070", port) for each in (service, client))
@@ -133,7 +133,7 @@ def test_the_python_program_of_gds_shows_what_its_document_shows(tmp_path: Path)
 def test_the_python_program_of_cufile_says_why_it_was_not_direct(tmp_path: Path) -> None:
     (program,) = blocks("cufile.md", "python")
     (tmp_path / "program.py").write_text(program)
-    # On a disk, which what is in /tmp need not be.
+    # The file must be on a disk, and /tmp may be in memory.
     with tempfile.NamedTemporaryFile(dir="/var/tmp") as data:
         data.write(bytes(1 << 20))
         data.flush()
@@ -158,5 +158,5 @@ def test_the_configuration_of_tiers_can_be_read(tmp_path: Path) -> None:
     (tmp_path / "tiers.toml").write_text(text)
     command = [sys.executable, "-m", "gdrkit", "tiers", "status", "--config", "tiers.toml"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    # It is understood: what is missing here are the file systems.
+    # The configuration is valid: only the file systems are missing here.
     assert (done.returncode, "mount it" in done.stderr) == (3, True), done.stderr

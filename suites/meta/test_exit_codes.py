@@ -1,4 +1,4 @@
-"""The exit code of the nox process itself: nox alone would make 1 of whatever a command ended with."""
+"""The exit code of the nox process is that of its command. nox alone would replace every failing code by 1."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def nox(*arguments: str, path: str | None = None) -> subprocess.CompletedProcess
 
 @pytest.fixture
 def vendor_machine(tmp_path: Path) -> str:
-    """A PATH on which there is a vendor's RDMA stack and no C++ compiler."""
+    """A PATH that has a vendor's RDMA stack and no C++ compiler."""
     for name in ("bash", "dpkg-query", "git"):
         found = shutil.which(name)
         if found:

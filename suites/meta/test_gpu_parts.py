@@ -1,4 +1,4 @@
-"""`gpu.py`, which runs the cases on a machine with GPUs: its parts are there, end in time, come back as one file."""
+"""The parts of `gpu.py`, which runs the cases on a machine with GPUs, exist, end in time, and return one archive."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_the_cases_of_a_part_are_there_and_the_readme_knows_it(name: str) -> Non
 def test_every_benchmark_of_a_gpu_belongs_to_a_part() -> None:
     ours = {case for part in run.PARTS.values() for case in part.cases}
     benches = {str(path.relative_to(HOUSE)) for path in (HOUSE / "suites" / "bench").glob("test_*.py")}
-    # What these measure is recorded on a machine without hardware.
+    # The results of these cases are recorded on a machine without hardware.
     assert benches - ours == {"suites/bench/test_doctor_cost.py", "suites/bench/test_tier_policy.py"}
 
 

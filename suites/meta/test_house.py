@@ -1,4 +1,4 @@
-"""The house keeps its own rules, and each rule notices what breaks it."""
+"""The project follows its own rules, and each rule detects a violation."""
 
 from __future__ import annotations
 

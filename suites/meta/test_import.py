@@ -1,4 +1,4 @@
-"""What `import gdrkit` and a short command open and import: nothing of the real APIs, nothing that they do not need."""
+"""`import gdrkit` and short commands open no real API and import no module that they do not need."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 import pytest
 from meta.rules import LEVELS
 
-# The child looks before and after, since the interpreter itself maps libraries.
+# The child compares its maps before and after the import, since the interpreter itself maps libraries.
 LOOK = """
 import json, sys
 def mapped():
@@ -19,7 +19,7 @@ before = mapped()
 import gdrkit
 print(json.dumps({"mapped": sorted(mapped() - before), "modules": sorted(sys.modules)}))
 """
-# What a command has imported when it ends, after what it says itself.
+# The program prints the modules that a command has imported when it ends, after the output of the command.
 RUN = """
 import atexit, json, sys
 atexit.register(lambda: print(json.dumps(sorted(sys.modules)), file=sys.stderr))
@@ -28,7 +28,7 @@ main(sys.argv[1:])
 """
 FOREIGN_LIBRARIES = ("libcuda", "libibverbs", "librdmacm", "libcufile", "libhl-thunk", "libnvidia", "gdrkit")
 FOREIGN_MODULES = {"ctypes", "cuda", "cupy", "kvikio", "numpy", "pyverbs"}
-# What a command may have before it does anything: the command line itself, and the words that everybody shares.
+# A command may import these before it does anything: the command line itself, and the modules of the lowest levels.
 LIGHT_ROOMS = {"cli", "cli_files", "cli_inventory", "cli_report", "cli_tiers"}.union(*LEVELS[:2])
 LIGHT_PACKAGES = {"click", "gdrkit"}
 
@@ -61,6 +61,6 @@ def test_a_command_that_says_two_words_loads_no_room_that_works(word: str) -> No
     modules = json.loads(done.stderr.splitlines()[-1])
     rooms = {name.split(".")[1] for name in modules if name.startswith("gdrkit.")}
     assert rooms <= LIGHT_ROOMS
-    # What an environment imports at every start of Python is not of this command.
+    # Modules that the environment imports at every start of Python do not count for this command.
     new = {name.partition(".")[0] for name in set(modules) - set(json.loads(alone.stdout))}
     assert new - set(sys.stdlib_module_names) <= LIGHT_PACKAGES

@@ -1,4 +1,4 @@
-"""The lab where it cannot run: one sentence and 3, in time. Small scripts stand for the programs that are broken."""
+"""A lab that cannot run prints one sentence and ends with 3, in time. Small scripts replace the broken programs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def write(path: Path, text: str) -> None:
 
 @pytest.fixture
 def bench(tmp_path: Path) -> Path:
-    """A folder `bin` with every program that the lab takes, each of which does nothing, and a kernel in `kernel`."""
+    """A folder `bin` with a do-nothing version of every program that the lab uses, and a kernel in `kernel`."""
     programs = tmp_path / "bin"
     programs.mkdir()
     for name in PROGRAMS:
@@ -51,13 +51,13 @@ def bench(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def lab(bench: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Runs the lab with those programs and none of the system's."""
+    """A function that runs the lab with those programs and none of the system."""
 
     def run(*options: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "hardware.lab", f"--tools={bench / 'bin'}", f"--cache={bench / 'kernel'}"]
         environ = {**os.environ, "PATH": str(bench / "bin"), "PYTHONPATH": os.pathsep.join([str(HOUSE), *sys.path])}
         return subprocess.run(
-            # A quick part of the cases: what is looked at here comes before or after them.
+            # A quick part of the cases is sufficient, because the checks here are about the time before or after them.
             [*command, f"--output={bench / 'run'}", *options, NO_CASE, "-k", "first-byte"],
             cwd=HOUSE,
             env=environ,
@@ -71,7 +71,7 @@ def lab(bench: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
 
 
 def said(result: subprocess.CompletedProcess[str]) -> str:
-    """The one sentence."""
+    """Return the one sentence that the lab printed."""
     assert result.returncode == 3, result.stdout + result.stderr
     assert "Traceback" not in result.stderr
     (line,) = [
@@ -136,7 +136,7 @@ def test_with_a_guest_that_hangs(bench: Path, lab: Callable[..., subprocess.Comp
 @pytest.mark.parametrize(
     "guest",
     [
-        # A child of it ignores that the machine is asked to end, or it does so itself.
+        # A child ignores SIGTERM, or the guest itself does.
         pytest.param('trap "" TERM; sleep 1000 & : >booted; wait', id="child"),
         pytest.param('trap "" TERM; : >booted; while :; do sleep 1; done', id="deaf"),
     ],
@@ -147,7 +147,7 @@ def test_a_guest_that_came_up_and_hangs_is_ended_with_all_that_it_started(bench:
     started = time.monotonic()
     with pytest.raises(LabError, match="did not end within 1 s"):
         machine.run(bench / "no_script", output=bench, limits=Limits(boot_s=30, run_s=1))
-    # Its output is at its end only when everything that could write to it is gone.
+    # The output ends only when every process that could write to it has ended.
     assert time.monotonic() - started < 60
 
 

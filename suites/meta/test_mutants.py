@@ -1,4 +1,4 @@
-"""The mutation runner: the sample, the patches, and what counts as a kill."""
+"""The mutation runner: its sample, its patches, and its definition of a kill."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def changed(before: str, after: str, *, file: str = OUTCOME, cases: tuple[str, .
 @pytest.fixture(scope="module")
 def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
     """A copy of this tree, made once."""
-    # Beside the environment, so that its files can be linked.
+    # The copy is in the file system of the environment, so that its files can be linked.
     folder = TREE / "build" / "mutants" / f"meta-{tmp_path_factory.getbasetemp().name}"
     made = Worker(folder, source=TREE, environment=Path(sys.prefix))
     yield made
@@ -83,7 +83,7 @@ def test_baseline_without_cases_is_refused(worker: Worker) -> None:
 def test_case_that_fails_once_is_no_kill(worker: Worker) -> None:
     flaky = worker.tree / "suites" / "qualify" / "test_flaky.py"
     count = worker.tree / "count"
-    # Passes as the baseline, fails in the first run with the mutant, and passes from then on.
+    # The case passes as the baseline, fails in the first run with the mutant, and passes from then on.
     flaky.write_text(
         "from pathlib import Path\n\n"
         "def test_flaky() -> None:\n"

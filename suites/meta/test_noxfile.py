@@ -1,4 +1,4 @@
-"""What the sessions that run cases make of their arguments: all the same."""
+"""All sessions that run cases treat their arguments in the same way."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from automation.gdrkit_commands import cases
 
 SESSIONS = pytest.mark.parametrize("session", ["bench", "direct", "suites"])
 USUAL = ["suites", "--ignore=suites/meta"]
-# Folders that exist name no cases.
+# Arguments that are existing folders, but values of options, name no cases.
 OPTIONS = ["-k", "readmes", "--ignore", "docs"]
 
 

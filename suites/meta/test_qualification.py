@@ -1,4 +1,4 @@
-"""A qualification goes through every room of the suites that is about transfers or about the machine."""
+"""A qualification covers every folder of the suites that is about transfers or about the machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the READMEs list is what is there."""
+"""The READMEs list exactly the existing cases and folders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sample report in docs/: alone, small, and made from records that are here (`nox -s sample` makes it again)."""
+"""The sample report in docs/ is self-contained, small, and made of records in this tree (`nox -s sample` makes it)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A second build of the client library, without its GPU extension, behind the same Python binding."""
+"""The Python binding works with a second build of the client library that has no GPU extension."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ with AgentProcess(mount) as agent:
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What ENABLE_GDR=OFF builds, by the compiler alone."""
+    """The client library as ENABLE_GDR=OFF builds it, built by the compiler alone."""
     made = tmp_path_factory.mktemp("second") / "libhf3fs_api_shared.so"
     native = HOUSE / "native"
     sources = sorted(map(str, [*native.glob("usrbio/client/*.cpp"), *native.glob("usrbio/ring/*.cpp")]))

@@ -1,4 +1,4 @@
-"""docs/sharing.md has the tables that the code has, word for word."""
+"""docs/sharing.md contains the tables of the code, word for word."""
 
 from __future__ import annotations
 

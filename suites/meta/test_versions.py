@@ -1,4 +1,4 @@
-"""One version, said in several places, is the same in all of them."""
+"""Every place that states the version states the same one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The wheels alone, in an empty environment outside the checkout, do what the README says."""
+"""The wheels alone, in an empty environment outside the checkout, behave as the README says."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 HOUSE = Path(__file__).resolve().parents[2]
-# Made by the noxfile for this very run; the wheel of the twins is the one that it installed.
+# The noxfile makes these wheels for this run. The wheel of the twins is the one that it installed.
 WHEELS = HOUSE / "build" / "wheels"
 CARRIED = ("suites/", "hardware/profiles/", "reports/templates/", "reports/schema/")
 SHOW_DEVICES = """
@@ -43,10 +43,10 @@ def wheel() -> Path:
 
 @pytest.fixture(scope="module")
 def empty(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The bin folder of an environment that has the wheels, in a folder that has nothing else."""
+    """The bin folder of an environment that has the wheels, in a folder that contains nothing else."""
     folder = tmp_path_factory.mktemp("empty")
     succeed([sys.executable, "-m", "virtualenv", "--quiet", str(folder / "venv")], folder)
-    # A file name with extras, as pip wants it.
+    # pip needs a file name with extras in this form.
     product = f"gdrkit[qualify,software] @ {wheel.as_uri()}"
     find = ["--find-links", str(WHEELS)]
     succeed([str(folder / "venv" / "bin" / "pip"), "install", "--quiet", *find, product], folder)
@@ -60,13 +60,13 @@ def test_the_wheel_carries_what_a_qualification_needs(wheel: Path) -> None:
 
 
 def native_part(name: str) -> bool:
-    """Whether a file is what a build puts into the package: modules, libraries, headers."""
+    """Return whether a file is a build output in the package: a module, a library or a header."""
     parts = Path(name).parts
     return parts[0] == "gdrkit" and (name.endswith(".so") or parts[2:3] in {("lib",), ("include",)})
 
 
 def test_the_wheel_carries_the_native_parts_of_this_checkout_and_no_others(wheel: Path) -> None:
-    # What the noxfile built into the checkout for this very run.
+    # The noxfile built these files into the checkout for this run.
     files = [path.relative_to(HOUSE).as_posix() for path in (HOUSE / "gdrkit").rglob("*") if path.is_file()]
     built = set(filter(native_part, files))
     assert built

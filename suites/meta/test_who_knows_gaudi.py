@@ -1,4 +1,4 @@
-"""Which modules of the product know Gaudi: a device is added at its edge, and everything between stays as it is.
+"""The modules of the product that know Gaudi. A device is added at the edge, and the modules between do not change.
 
 docs/add-a-device.md says so, and shows this list.
 """
@@ -14,7 +14,7 @@ HOUSE = Path(__file__).resolve().parents[2]
 DOCUMENT = HOUSE / "docs" / "add-a-device.md"
 WORDS = re.compile(r"gaudi|habana|hl-?thunk", re.IGNORECASE)
 
-# File below gdrkit/, how many lines of it may say a word, and what they are for.
+# Each entry has a file below gdrkit/, the maximum number of lines with such a word, and their purpose.
 KNOWN = {
     "errors.py": (1, "the name of the API in errors"),
     "buffers.py": (3, "the kind of memory, and two sentences"),
@@ -39,7 +39,7 @@ KNOWN = {
     "faultplan.py": (2, "functions that a fault plan may name"),
     "harness/session.py": (1, "the substrate that a run may ask for"),
 }
-# What carries memory and must not care whose it is.
+# These modules handle memory of any device and must not depend on its vendor.
 CARRIERS = (
     "registration/cache.py",
     "registration/pool.py",
@@ -52,7 +52,7 @@ CARRIERS = (
 
 
 def mentions() -> dict[str, int]:
-    """Lines with such a word by file, without the room itself."""
+    """Return the number of lines with such a word by file, without the package gaudi itself."""
     root = HOUSE / "gdrkit"
     found = {}
     for path in sorted(root.rglob("*.py")):

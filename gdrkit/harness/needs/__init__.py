@@ -1,12 +1,12 @@
-"""What a case needs, declared before its body::
+"""The needs of a case, declared before its body::
 
     from gdrkit.harness.needs import cuda, needs, verbs
 
     @needs(verbs.nic(), verbs.dmabuf_region, cuda.device(), cuda.dmabuf_export)
     def test_a_remote_write_lands(device, nic, peer): ...
 
-Level 7. A need is a frozen object that looks at facts; the sentence of its reason follows from what it saw, so no case
-writes one. All needs of a case are looked at, and every one that is not met is reported.
+A need is a frozen object that checks facts. The reason is a sentence that the need makes from the facts, so that no
+case writes one. All needs of a case are checked, and every unmet need is reported.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["MARK", "Need", "apis", "cuda", "cufile", "declared", "gaudi", "host", "needs", "software", "verbs"]
 
 MARK = "needs"
-# Needs are named after the API, and these after the hardware that it reaches.
+# Needs are named after the API; those listed here are named after the hardware that the API controls.
 _API_OF = {"gaudi": Api.HLTHUNK.value}
 
 
@@ -40,7 +40,7 @@ def needs(*wanted: Need) -> pytest.MarkDecorator:
 
 
 def declared(item: pytest.Item) -> tuple[Need, ...]:
-    """The needs of a case, those of its file first, each once."""
+    """Return the needs of a case, those of its file first, each once."""
     return tuple(dict.fromkeys(_declared(item)))
 
 
@@ -50,5 +50,5 @@ def _declared(item: pytest.Item) -> Iterator[Need]:
 
 
 def apis(need: Need) -> frozenset[str]:
-    """The words of a need's name that may be APIs: ``cuda`` of ``cuda.vmm``, ``verbs`` of ``software(verbs)``."""
+    """Return the possible APIs in a need's name: ``cuda`` of ``cuda.vmm``, ``verbs`` of ``software(verbs)``."""
     return frozenset(_API_OF.get(word, word) for word in re.split(r"\W", need.name)[:2])

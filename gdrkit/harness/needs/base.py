@@ -1,7 +1,4 @@
-"""The form of a need, and the one about the substrate.
-
-Level 7.
-"""
+"""The interface of a need, and the need of a software twin."""
 
 from __future__ import annotations
 
@@ -23,18 +20,18 @@ _SONAMES = {"cufile": "libcufile.so.0"}
 
 @runtime_checkable
 class Need(Protocol):
-    """Something that must be so for a case to run."""
+    """A requirement that must be met for a case to run."""
 
     @property
     def name(self) -> str:
-        """E.g. ``verbs.nic(count_min=2)``; profiles name it so."""
+        """Name of the need as in profiles, e.g. ``verbs.nic(count_min=2)``."""
 
     def check(self, facts: Facts) -> str | None:
-        """Why it is not met, one sentence; None when it is."""
+        """Return the reason why the need is not met, one sentence; None if it is met."""
 
 
 def silent(api: str, failure: ApiFailure | None) -> str:
-    """The sentence for an API that gave no facts."""
+    """Return the reason for an API that gave no facts."""
     if failure is None:
         return f"{api} was not asked"
     said = f"{failure.operation} gave {failure.status_name}" if failure.status_name else failure.reason.value
@@ -42,7 +39,7 @@ def silent(api: str, failure: ApiFailure | None) -> str:
 
 
 def _found(api: str) -> tuple[LoadedLibrary, ...]:
-    """What the loader would take for an API that is not asked for facts."""
+    """Return the library that the loader would open for an API that the facts do not cover."""
     path = loader.find_library(_SONAMES[api]) if api in _SONAMES else None
     return () if path is None else (witness.describe_library(str(path)),)
 
@@ -62,5 +59,5 @@ class _Software:
 
 
 def software(api: Api | str) -> Need:
-    """The case is about the software twin of `api` itself, and means nothing on hardware."""
+    """Return the need of the software twin of `api`, for cases that have no meaning on hardware."""
     return _Software(api.value if isinstance(api, Api) else Api(api).value)

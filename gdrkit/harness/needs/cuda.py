@@ -1,7 +1,7 @@
 """Needs about CUDA devices.
 
-Level 7. Flags are asked of the driver for each device; a need about them wants every device to have them, since a case
-takes any.
+The driver reports flags for each device. A need about a flag requires it of every device, since a case may use any of
+them.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ class _Flags:
 
 
 def device(*, count_min: int = 1) -> Need:
-    """At least `count_min` CUDA devices."""
+    """Return the need of at least `count_min` CUDA devices."""
     return _Device(count_min)
 
 
 dmabuf_export: Need = _Flags("dmabuf_export", ("DMA_BUF_SUPPORTED",))
-# Every device with unified addressing has legacy IPC on Linux; there is no flag of its own.
+# Every device with unified addressing has legacy IPC on Linux. There is no separate flag.
 ipc: Need = _Flags("ipc", ("UNIFIED_ADDRESSING",))
 vmm: Need = _Flags("vmm", ("VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED", "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED"))

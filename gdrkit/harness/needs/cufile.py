@@ -1,7 +1,7 @@
 """Needs about cuFile.
 
-Level 7. Whether libcufile opens is asked of a child process once a run, as the product asks it: it was seen not to come
-back.
+A child process checks once per run whether libcufile opens, as the product does it, because libcufile has been observed
+to hang.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 __all__ = ["DISK", "OURS", "driver", "entry_of", "staged_sizes", "udev_absent", "udev_present", "vectors"]
 
-# Where cases put files that must be on a disk: what is in /tmp often is in memory.
-DISK = Path("/var/tmp")  # noqa: S108 - each makes a folder of its own there.
+# Cases put files here that must be on a disk, because /tmp is often in memory.
+DISK = Path("/var/tmp")  # noqa: S108 - each case makes its own folder there.
 
 _UDEV = Path("/run/udev/data")
-# Lines by which an entry of the suites is told from one of udev.
+# A line that marks an entry of the suites, as opposed to an entry of udev.
 OURS = "E:GDRKIT_SUITES=1"
 _VECTORS_SINCE = (1, 19)
 _STAGED_SIZES_SINCE = (1, 18)
@@ -33,7 +33,7 @@ _STAGED_SIZES_SINCE = (1, 18)
 
 @functools.cache
 def _version() -> tuple[int, int] | str:
-    """Of libcufile, once its driver opened in a child; else why not."""
+    """Return the version of libcufile, if its driver opened in a child process; else the error text."""
     try:
         found = cufile.probe()
     except GdrkitError as error:
@@ -45,7 +45,7 @@ def _version() -> tuple[int, int] | str:
 class _Driver:
     name = "cufile.driver"
 
-    def check(self, facts: Facts) -> str | None:  # noqa: ARG002 - asked of a process, which opens it.
+    def check(self, facts: Facts) -> str | None:  # noqa: ARG002 - a child process checks it.
         version = _version()
         return f"cufile does not answer: {version}" if isinstance(version, str) else None
 
@@ -95,7 +95,7 @@ class _UdevAbsent:
 
 
 def entry_of(path: Path) -> Path | None:
-    """Udev's own entry of the block device under a path; None where there is none, or one of the suites."""
+    """Return udev's own entry of the block device under a path; None if there is none, or if the suites wrote it."""
     device = path.stat().st_dev
     entry = _UDEV / f"b{os.major(device)}:{os.minor(device)}"
     try:
@@ -107,6 +107,6 @@ def entry_of(path: Path) -> Path | None:
 driver: Need = _Driver()
 vectors: Need = _Vectors()
 staged_sizes: Need = _StagedSizes()
-# libcufile asks udev's database what a file lies on; cases write an entry for a moment where there is none.
+# libcufile queries the udev database for the device of a file. Cases write a temporary entry if there is none.
 udev_present: Need = _UdevPresent()
 udev_absent: Need = _UdevAbsent()

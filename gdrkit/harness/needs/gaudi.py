@@ -1,7 +1,4 @@
-"""Needs about Gaudi.
-
-Level 7. The names are those that suites read: ``gaudi.device()``, ``gaudi.mapped_memory``, ``gaudi.physical_memory``.
-"""
+"""Needs about Gaudi: ``gaudi.device()``, ``gaudi.mapped_memory``, ``gaudi.physical_memory``."""
 
 from __future__ import annotations
 
@@ -58,11 +55,11 @@ class _PhysicalMemory:
 
 
 def device(*, count_min: int = 1) -> Need:
-    """At least `count_min` Gaudis."""
+    """Return the need of at least `count_min` Gaudis."""
     return _Device(count_min)
 
 
 # Devices whose driver allocates and maps memory: Gaudi 2 and later.
 mapped_memory: Need = _MappedMemory()
-# The first Gaudi, whose driver does neither.
+# First-generation Gaudi devices, whose driver does neither.
 physical_memory: Need = _PhysicalMemory()

@@ -1,7 +1,4 @@
-"""Needs about the host and this process.
-
-Level 7.
-"""
+"""Needs about the host and this process."""
 
 from __future__ import annotations
 
@@ -49,7 +46,7 @@ class _Memlock:
 
 
 def memlock(bytes_min: int) -> Need:
-    """RLIMIT_MEMLOCK of at least `bytes_min`, or CAP_IPC_LOCK, which lifts it."""
+    """Return the need of an RLIMIT_MEMLOCK of at least `bytes_min`, or of CAP_IPC_LOCK, which lifts the limit."""
     return _Memlock(bytes_min)
 
 
@@ -61,16 +58,16 @@ class _Module:
     def name(self) -> str:
         return f"host.module({self.module_name})"
 
-    def check(self, facts: Facts) -> str | None:  # noqa: ARG002 - what Python can import is no fact of the host.
+    def check(self, facts: Facts) -> str | None:  # noqa: ARG002 - the modules of Python are not a fact of the host.
         absent = f"the Python module {self.module_name} is not installed"
         try:
             return absent if importlib.util.find_spec(self.module_name) is None else None
         except ModuleNotFoundError:
-            return absent  # Of a name with dots: what stands before the last of them.
+            return absent  # The parent package of a dotted name is not installed.
 
 
 def module(name: str) -> Need:
-    """A Python module that is no dependency of gdrkit, such as torch."""
+    """Return the need of a Python module that is not a dependency of gdrkit, such as torch."""
     return _Module(name)
 
 
@@ -82,12 +79,12 @@ class _Variable:
     def name(self) -> str:
         return f"host.variable({self.variable})"
 
-    def check(self, facts: Facts) -> str | None:  # noqa: ARG002 - what was said to this run is no fact of the host.
+    def check(self, facts: Facts) -> str | None:  # noqa: ARG002 - the environment is not a fact of the host.
         return None if os.environ.get(self.variable) else f"{self.variable} is not set"
 
 
 def variable(name: str) -> Need:
-    """A variable of the environment by which a nox session names a tool that is no dependency of gdrkit."""
+    """Return the need of an environment variable by which a nox session names a tool that gdrkit does not depend on."""
     return _Variable(name)
 
 
@@ -95,7 +92,7 @@ def variable(name: str) -> Need:
 class _Compiler:
     name = "host.compiler"
 
-    def check(self, facts: Facts) -> str | None:  # noqa: ARG002 - what is on the PATH is no fact of the host.
+    def check(self, facts: Facts) -> str | None:  # noqa: ARG002 - the PATH is not a fact of the host.
         missing = [program for program in ("cc", "c++", "pkg-config") if shutil.which(program) is None]
         return f"there is no {' and no '.join(missing)}" if missing else None
 
@@ -113,7 +110,7 @@ class _Program:
     def name(self) -> str:
         return f"host.program({self.program_name})"
 
-    def check(self, facts: Facts) -> str | None:  # noqa: ARG002 - what is on the PATH is no fact of the host.
+    def check(self, facts: Facts) -> str | None:  # noqa: ARG002 - the PATH is not a fact of the host.
         if not shutil.which(self.program_name):
             return f"there is no {self.program_name}"
         return _silence(self.program_name, *self.question) if self.question else None
@@ -121,12 +118,12 @@ class _Program:
 
 @functools.cache
 def _silence(*command: str) -> str | None:
-    """Why a program does not answer, such as a library that it cannot be loaded with; None when it does."""
+    """Return why a program does not start, e.g. because of a missing library; None if it prints an answer."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_ANSWER_S)
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"{command[0]} does not start: {error}"
-    # Some end with another code than 0 after they have said their version.
+    # Some programs print their version and end with a code other than 0.
     if done.stdout.strip():
         return None
     said = done.stderr.strip().splitlines() or [f"it ended with {done.returncode} and said nothing"]
@@ -134,7 +131,7 @@ def _silence(*command: str) -> str | None:
 
 
 def program(name: str, *question: str) -> Need:
-    """A program on the PATH, such as mpirun; with options to which it must answer with something, it starts as well."""
+    """Return the need of a program on the PATH, such as mpirun. With options, it must also run and print something."""
     return _Program(name, question)
 
 
@@ -142,7 +139,7 @@ def program(name: str, *question: str) -> Need:
 class _Fuse:
     name = "host.fuse"
 
-    def check(self, facts: Facts) -> str | None:  # noqa: ARG002 - asked of this process, which would mount.
+    def check(self, facts: Facts) -> str | None:  # noqa: ARG002 - this process is checked, because it would mount.
         return fuse_obstacle()
 
 
@@ -150,7 +147,7 @@ fuse: Need = _Fuse()
 """This user may mount by FUSE, and libfuse3 and its binding are here."""
 
 
-# Where the programs of root are, which a user need not have on the PATH.
+# The folders of root's programs, which are not always on the PATH of a user.
 _ROOTS_PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
 
 
@@ -176,7 +173,7 @@ class _FileSystem:
 
 
 def file_system(kind: str) -> Need:
-    """A file system that this process may make in a file and mount: ext4, xfs."""
+    """Return the need of a file system type (ext4, xfs) that this process may make in a file and mount."""
     return _FileSystem(kind)
 
 
@@ -193,7 +190,7 @@ class _Capability:
 
 
 def capability(name: str) -> Need:
-    """A right of Linux, by its name there: CAP_SYS_ADMIN to mount, CAP_SETUID to be another user."""
+    """Return the need of a Linux capability by its name: CAP_SYS_ADMIN to mount, CAP_SETUID to be another user."""
     return _Capability(name)
 
 
@@ -201,7 +198,7 @@ def capability(name: str) -> Need:
 class _Captures:
     name = "host.captures"
 
-    def check(self, facts: Facts) -> str | None:  # noqa: ARG002 - files beside the suites are no fact of the host.
+    def check(self, facts: Facts) -> str | None:  # noqa: ARG002 - files beside the suites are not a fact of the host.
         folder = os.environ.get("GDRKIT_CAPTURES")
         return None if folder and Path(folder).is_dir() else "GDRKIT_CAPTURES names no folder"
 

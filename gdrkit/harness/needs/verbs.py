@@ -1,7 +1,4 @@
-"""Needs about RDMA.
-
-Level 7. The names are those that suites read: ``verbs.nic()``, ``verbs.dmabuf_region``, ``verbs.peer_memory``.
-"""
+"""Needs about RDMA: ``verbs.nic()``, ``verbs.dmabuf_region``, ``verbs.peer_memory``."""
 
 from __future__ import annotations
 
@@ -75,7 +72,7 @@ class _NoWayToDevices:
     def check(self, facts: Facts) -> str | None:
         if facts.verbs is None:
             return silent("verbs", facts.verbs_failure)
-        # What a twin answers a case can choose.
+        # A case can choose the replies of a twin.
         if software("verbs").check(facts) is None:
             return None
         if facts.routes_failure is not None:
@@ -92,20 +89,20 @@ class _ForeignDmabuf:
 
     def check(self, facts: Facts) -> str | None:
         on_twin = [api for api in ("verbs", "cuda") if any(is_twin(library) for library in facts.api_libraries(api))]
-        # A dma-buf of a real GPU can be mapped by nobody, so software has to copy through the GPU's driver.
+        # A dma-buf of a real GPU cannot be mapped by a process, so the twin has to copy through the GPU's driver.
         if on_twin == ["verbs"]:
             return "the software twin of verbs reaches memory of a real GPU only where the process has its address"
         return _DmabufRegion().check(facts)
 
 
 def nic(*, count_min: int = 1) -> Need:
-    """At least `count_min` NICs with an active port."""
+    """Return the need of at least `count_min` NICs with an active port."""
     return _Nic(count_min)
 
 
 dmabuf_region: Need = _DmabufRegion()
 peer_memory: Need = _PeerMemory()
-# No NIC here takes device memory in any way, or can be made to say so.
+# No NIC of this machine registers device memory by any method, or verbs runs on its twin, which can refuse on request.
 no_way_to_devices: Need = _NoWayToDevices()
 # Regions over a dma-buf of another process, in a process that has no address of the memory.
 foreign_dmabuf: Need = _ForeignDmabuf()

@@ -1,7 +1,7 @@
-"""A qualification of several machines: MPI starts the ranks, everything after that goes over TCP with deadlines.
+"""Qualification of several machines. MPI starts the ranks; all further communication uses TCP with deadlines.
 
-Level 6. Rank 0 plans which NIC reaches which GPU and writes the records; each rank supervises a child process that
-measures, so that a death or a hang costs one row and not the job.
+Rank 0 plans which NIC accesses which GPU and writes the records. Each rank supervises a child process that measures, so
+that a crash or a hang costs one row and not the whole job.
 """
 
 from __future__ import annotations

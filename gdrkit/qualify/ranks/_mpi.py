@@ -1,6 +1,6 @@
-"""The seam of mpi4py: it says who the ranks are, and is left before anything is measured.
+"""Adapter of mpi4py. It exchanges the addresses of the ranks, and is finalized before anything is measured.
 
-Level 6. MPI ends a whole job when one of its processes dies, and waits without a limit; so it is used once.
+MPI ends a whole job when one of its processes dies, and waits without a limit. Therefore it is used only once.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ __all__ = ["gather"]
 
 
 def gather(text: str) -> tuple[int, list[str]]:
-    """The number of this rank, and what each rank gave, by rank; MPI is finished afterwards.
+    """Return the number of this rank and the text of each rank, by rank. MPI is finalized afterwards.
 
     Raises
     ------

@@ -1,7 +1,7 @@
-"""The ranks that report to rank 0, told from whatever else connects.
+"""Registration of the ranks at rank 0, and rejection of all other connections.
 
-Level 6. An open port is also found by those who look for one. Who does not say the word of the job within seconds is
-let go, and holds up nobody until then.
+Port scanners also find an open port. A connection that does not send the token of the job within seconds is closed, and
+does not delay the others until then.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _LOOK_S, _PAUSE_S = 1.0, 0.1
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """What a rank says first, and any version understands: what it says then may have changed."""
+    """The first message of a rank. Every version understands it; later messages may differ between versions."""
 
     token: str
     rank: int
@@ -45,23 +45,23 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class _Report:
-    """What a rank says when it was welcomed."""
+    """The message of a rank after it was accepted."""
 
     facts: str
 
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """Who has come.
+    """The ranks that have connected.
 
     Attributes
     ----------
     members : mapping
         The ranks that take part.
     refused : mapping
-        Why the others do not.
+        The reasons why other ranks do not take part.
     lines : list of Lines
-        The ways to all of them.
+        The connections to all of them.
     """
 
     members: dict[int, Member] = field(default_factory=dict)
@@ -69,9 +69,9 @@ class Arrived:
     lines: list[Lines] = field(default_factory=list)
 
     def end(self, code: int) -> None:
-        """Let all of them end with an exit code."""
+        """Send all ranks the exit code with which they end."""
         for lines in self.lines:
-            with contextlib.suppress(Gone, TimeoutError):  # It is gone, and needs no code.
+            with contextlib.suppress(Gone, TimeoutError):  # A rank that is gone needs no code.
                 lines.send({"exit_code": code}, limit_s=_SEND_S)
 
 
@@ -90,17 +90,17 @@ def receive_ranks(
     Parameters
     ----------
     listener : socket
-        Where they connect.
+        The socket to which they connect.
     count : int
-        How many there are.
+        Number of ranks.
     token : str
-        What only they know.
+        Secret that only the ranks know.
     limit_s : float
-        How long to wait for them.
+        Longest wait for the ranks.
     is_hopeless : callable
-        Whether to wait no longer.
+        Returns whether to stop waiting.
     """
-    listener.setblocking(False)  # noqa: FBT003 - as Python has it.
+    listener.setblocking(False)  # noqa: FBT003 - the signature of the standard library.
     with selectors.DefaultSelector() as selector:
         selector.register(listener, selectors.EVENT_READ, None)
         reception = _Reception(selector, count, token, time.monotonic() + limit_s)
@@ -134,28 +134,28 @@ class _Reception:
 
     @property
     def is_open(self) -> bool:
-        """Whether somebody may still come."""
+        """Whether a further rank may still connect."""
         known = len(self.arrived.members) + len(self.arrived.refused)
         return known < self._count and time.monotonic() < self._end
 
     def let_in(self, listener: socket.socket) -> None:
-        """Take one that connects."""
+        """Accept a connection."""
         try:
             end, _ = listener.accept()
         except BlockingIOError:
             return
         except OSError:
-            time.sleep(_PAUSE_S)  # It has gone again, or there is no descriptor for it until somebody else goes.
+            time.sleep(_PAUSE_S)  # The connection was reset, or no descriptor is free until another one is closed.
             return
         guest = _Guest(Lines(end), min(self._end, time.monotonic() + _HELLO_S))
         self.guests.add(guest)
         self._selector.register(guest.lines, selectors.EVENT_READ, guest)
         strangers = [each for each in self.guests if each.hello is None]
         if len(strangers) > _STRANGERS_MAX:
-            self.let_go(min(strangers, key=lambda each: each.until))  # A rank says at once who it is.
+            self.let_go(min(strangers, key=lambda each: each.until))  # A rank sends its token at once.
 
     def hear(self, guest: _Guest) -> None:
-        """Take what it says."""
+        """Process the messages of a connection."""
         try:
             while guest in self.guests:
                 if guest.hello is None:
@@ -164,7 +164,7 @@ class _Reception:
                 else:
                     self._take(guest, guest.hello, guest.lines.receive(limit_s=0))
         except TimeoutError:
-            return  # There is more to come.
+            return  # The rest of the message has not arrived yet.
         except Gone:
             self.let_go(guest)
         except UsageError as error:
@@ -174,12 +174,12 @@ class _Reception:
                 self._refuse(guest, guest.hello, f"what it says is not understood: {error.message}")
 
     def let_go_late(self) -> None:
-        """Let those go who have had their time."""
+        """Close the connections whose time is over."""
         for guest in [each for each in self.guests if each.until < time.monotonic()]:
             self.let_go(guest)
 
     def let_go(self, guest: _Guest) -> None:
-        """Hang up."""
+        """Close a connection."""
         self._leave(guest)
         guest.lines.close()
 

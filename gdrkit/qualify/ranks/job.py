@@ -1,6 +1,6 @@
-"""The journey of a job of several ranks, and what rank 0 does in it.
+"""The steps of a job of several ranks, and the tasks of rank 0.
 
-Level 6. The folder is a run from its first second on: who kills the job has a report of what was measured until then.
+From its first second the folder holds a run, so that a report of the measured pairs exists even if the job is killed.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ if TYPE_CHECKING:
 __all__ = ["qualify_ranks"]
 
 _SEED_BITS = 63
-# All ranks have looked at their machines by then, or go without.
+# By this time, in seconds, all ranks have probed their machines. Later ranks do not take part.
 _REPORT_S = 120.0
 _END_S = 30.0
 
 
 def qualify_ranks(options: Options, progress: Progress, *, within_hosts: bool = False) -> int:
-    """Run this rank of the job; its exit code, which is the same for all.
+    """Run this rank of the job, and return its exit code, which is the same for all ranks.
 
     Raises
     ------
@@ -75,13 +75,14 @@ def qualify_ranks(options: Options, progress: Progress, *, within_hosts: bool = 
     first = json.loads(gathered[0])
     present = launch.present_hardware(HostTree())
     software = launch.TWINNED if options.software else launch.TWINNED - present.keys()
-    # One domain for the job: ranks of one machine see each other's devices as processes of one machine do.
+    # The job has one domain of twins, so that ranks of one machine see each other's devices like processes of one
+    # machine.
     started = launch.Launch(software=software, seed=first["seed"], domain=f"job-{first['token'][:12]}")
     environment = launch.environment(started)
     hello = Hello(first["token"], rank, _host(), gdrkit.__version__)
 
     def take_part() -> int:
-        facts = probe(environment=environment)  # It takes its time, and who has joined has only seconds to speak.
+        facts = probe(environment=environment)  # Probing is slow, and a connected rank has only seconds.
         return serve(join(first, hello), facts, environment)
 
     if rank != 0:
@@ -89,7 +90,7 @@ def qualify_ranks(options: Options, progress: Progress, *, within_hosts: bool = 
         return take_part()
     _leave_group()
     with listener:
-        # The rank that plans measures like any other.
+        # Rank 0 also measures, like any other rank.
         own = _Own(take_part)
         own.start()
         heard = _WhileHeard(progress)
@@ -100,10 +101,10 @@ def qualify_ranks(options: Options, progress: Progress, *, within_hosts: bool = 
 
 
 def _leave_group() -> None:
-    """Go on in a child in a session of its own, which MPI does not kill.
+    """Continue in a child process with its own session, which MPI does not kill.
 
-    MPI ends a whole job one second after the first of its processes has died, also when it is busy; the report is due
-    then. The process that MPI knows stays and ends with the code of the child.
+    MPI ends a whole job one second after its first process has died, even if the job is busy. The report must be
+    written then. The process that MPI knows stays, and ends with the exit code of the child.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -116,7 +117,7 @@ def _leave_group() -> None:
 
 
 class _WhileHeard:
-    """Progress until its terminal or pipe is gone, as it is after MPI has ended the job."""
+    """Progress display until its terminal or pipe is gone, which is the case after MPI has ended the job."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress: Progress | None = progress
@@ -146,7 +147,7 @@ class _WhileHeard:
 
 
 class _Own(threading.Thread):
-    """What rank 0 does as a rank."""
+    """The thread in which rank 0 acts as a rank."""
 
     def __init__(self, take_part: Callable[[], int]) -> None:
         super().__init__(daemon=True)
@@ -154,7 +155,7 @@ class _Own(threading.Thread):
         self.error: GdrkitError | None = None
 
     def run(self) -> None:
-        """Do it."""
+        """Take part in the job as a rank."""
         try:
             self._take_part()
         except GdrkitError as error:
@@ -171,7 +172,7 @@ class _Job:
         self.folder = RunFolder(options.output or house().runs / self._began.strftime("%Y%m%dT%H%M%SZ"))
 
     def run(self, listener: socket.socket, count: int, token: str, own: _Own) -> int:
-        """Gather the ranks, measure, write the report; the exit code, which all ranks were told."""
+        """Gather the ranks, measure, write the report, and return the exit code, which all ranks receive."""
         arrived = receive_ranks(
             listener, count=count, token=token, limit_s=_REPORT_S, is_hopeless=lambda: not own.is_alive()
         )
@@ -182,7 +183,7 @@ class _Job:
                 raise own.error or GdrkitError(message)
             code = self._measure(arrived, count)
         except GdrkitError as error:
-            code = int(ExitCode.of(error))  # MPI ends with the code of whichever rank ends first.
+            code = int(ExitCode.of(error))  # MPI ends with the code of the first rank that ends.
             raise
         finally:
             arrived.end(code)
@@ -221,7 +222,8 @@ class _Job:
             required=outcome.required,
         )
         render(self.folder.path)
-        # Before the ranks are told: MPI may end the job with the first that fails.
+        # The lines are printed before the ranks receive the code, as MPI may end the job with the first rank that
+        # fails.
         causes = [f"  {line}" for line in (*outcome.causes, *(f"To do: {line}" for line in outcome.to_do))]
         for line in (outcome.verdict, *causes, f"Report: {self.folder.index}"):
             self._progress.say(line)
@@ -274,13 +276,13 @@ class _Job:
 
 
 def _host() -> str:
-    """The machine as its ranks share it: name, start, and network, of which a container may have its own."""
+    """Return the identity of a machine: host name, boot id, network namespace. A container may have its own."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return f"{socket.gethostname()} {boot[:8]} {Path('/proc/self/ns/net').stat().st_ino}"
 
 
 def _addresses() -> list[str]:
-    """The IPv4 addresses of this machine, those of itself alone last."""
+    """Return the IPv4 addresses of this machine, with loopback addresses last."""
     lines = Path("/proc/net/fib_trie").read_text(encoding="ascii").splitlines()
     local = [above.split()[-1] for above, line in itertools.pairwise(lines) if line.strip() == "/32 host LOCAL"]
     return sorted(dict.fromkeys(local), key=lambda address: address.startswith("127."))

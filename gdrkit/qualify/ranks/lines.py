@@ -1,6 +1,7 @@
-"""Messages between rank 0, the ranks and their children: one JSON object a line, each with a deadline.
+"""Messages between rank 0, the ranks and their children: one JSON object per line, each with a deadline.
 
-Level 6. What comes over TCP may come from anybody: it is read up to a limit, and is an object of JSON or an error.
+An untrusted peer can also send data over TCP. Therefore a message is read up to a limit, and is a JSON object or an
+error.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ if TYPE_CHECKING:
 __all__ = ["Gone", "Lines"]
 
 _PART_BYTES = 1 << 16
-# Facts of a large machine are some hundred KiB.
+# The facts of a large machine have some hundred KiB.
 _LINE_BYTES_MAX = 1 << 26
 
 
 class Gone(Exception):
-    """The other side has closed, or has died, or cannot be reached any more."""
+    """The other side has closed the connection, has died, or cannot be reached any more."""
 
 
 class Lines:
-    """One end of a stream socket, which it owns."""
+    """One end of a stream socket. It owns the socket."""
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
@@ -35,7 +36,7 @@ class Lines:
         self._searched_bytes = 0
 
     def fileno(self) -> int:
-        """The descriptor, for a selector."""
+        """Return the descriptor, for a selector."""
         return self._socket.fileno()
 
     def send(self, message: dict[str, Any], *, limit_s: float) -> None:
@@ -44,10 +45,10 @@ class Lines:
         Raises
         ------
         Gone
-            Nobody is there any more.
+            The other side is gone.
         TimeoutError
-            The other side takes nothing. A part of a message may have left, so it is closed: the next would be read
-            as the rest.
+            The other side does not read. A part of the message may have been sent, so the connection is closed: the
+            next message would be read as the rest.
         """
         try:
             self._socket.settimeout(limit_s)
@@ -59,23 +60,23 @@ class Lines:
             raise Gone from error
 
     def receive(self, *, limit_s: float | None, length_bytes_max: int = _LINE_BYTES_MAX) -> dict[str, Any]:
-        """The next message.
+        """Return the next message.
 
         Parameters
         ----------
         limit_s : float or None
-            How long to wait; 0 takes what is there.
+            Longest wait; 0 reads only what has arrived.
         length_bytes_max : int
-            How long a message may be.
+            Longest accepted message.
 
         Raises
         ------
         Gone
-            There will be none.
+            The other side is gone.
         TimeoutError
-            There was none in time, or a part of one, which is kept.
+            No complete message arrived in time. The received part is kept.
         UsageError
-            ``MALFORMED``: it is no message.
+            ``MALFORMED``: the data is not a message.
         """
         end = None if limit_s is None else time.monotonic() + limit_s
         while (length_bytes := self._received.find(b"\n", self._searched_bytes)) < 0:
@@ -96,7 +97,7 @@ class Lines:
         return found
 
     def close(self) -> None:
-        """Close it; who sends or receives from now on is told that nobody is there."""
+        """Close the connection. Later calls that send or receive raise :class:`Gone`."""
         self._socket.close()
 
     def _part(self, limit_s: float | None) -> bytes:

@@ -1,7 +1,7 @@
-"""The child of a rank that measures: ``python -m gdrkit.qualify.ranks.measure DESCRIPTOR PARENT``.
+"""The measuring child of a rank: ``python -m gdrkit.qualify.ranks.measure DESCRIPTOR PARENT``.
 
-Level 6. It opens NICs and devices, so it is what may die or hang. One side holds device memory, the other starts
-transfers; both are dropped before the next pair.
+The child opens NICs and devices, so that a crash or a hang affects only this process. One side holds device memory, the
+other initiates transfers. Both are closed before the next pair.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _WARM_UP_ROUNDS = 2
 
 
 class _Side:
-    """What this process has open for the pair that is measured now."""
+    """The objects that this process has open for the present pair."""
 
     def __init__(self) -> None:
         self._open = contextlib.ExitStack()
@@ -44,7 +44,7 @@ class _Side:
         self._initiator: Initiator | None = None
 
     def hold(self, nic: str, device: int, length_bytes: int) -> dict[str, Any]:
-        """Register device memory with a NIC, and say how it is reached."""
+        """Register device memory with a NIC, and return how to connect to it and address it."""
         self.drop()
         opened = self._open.enter_context(Nic.open(nic))
         memory = self._open.enter_context(self._open.enter_context(Device(device)).allocate(length_bytes))
@@ -60,14 +60,14 @@ class _Side:
         }
 
     def connect(self, endpoint: dict[str, Any]) -> None:
-        """Let the initiator in."""
+        """Connect the queue pair to that of the initiator."""
         if self._pair is None:
             message = "nothing is held"
             raise UsageError(message)
         self._pair.connect(Endpoint.from_dict(endpoint), reads_max=16)
 
     def initiate(self, nic: str, endpoint: dict[str, Any], length_bytes: int) -> dict[str, Any]:
-        """Begin the other side, connected to what `hold` said."""
+        """Create the initiator, connected to the endpoint that `hold` returned."""
         self.drop()
         initiator = self._open.enter_context(Initiator(nic, memory_bytes=length_bytes))
         initiator.connect([Endpoint.from_dict(endpoint)], reads_max=initiator.reads_max)
@@ -75,7 +75,7 @@ class _Side:
         return {"endpoint": initiator.endpoints()[0].to_dict()}
 
     def run(self, direction: str, remote: dict[str, Any], seed: int, **sizes: int) -> dict[str, Any]:
-        """Move bytes; what comes from the peer must be the stream of the seed."""
+        """Transfer bytes. Data that comes from the peer must be the stream of the seed."""
         if self._initiator is None:
             message = "nothing was begun"
             raise UsageError(message)
@@ -92,17 +92,17 @@ class _Side:
         return {"median": median, "spread_percent": (high - low) / median * 100}
 
     def fill(self, seed: int) -> None:
-        """Give the memory the stream of the seed."""
+        """Write the stream of the seed into the memory."""
         if self._memory is not None:
             self._memory.write(pattern.payload(self._memory.length_bytes, seed=seed))
 
     def check(self, seed: int) -> None:
-        """See that the memory has the stream of the seed."""
+        """Check that the memory holds the stream of the seed."""
         if self._memory is not None:
             pattern.check(self._memory.read(), seed=seed)
 
     def libraries(self) -> object:
-        """What this process has loaded."""
+        """Return the libraries that this process has loaded."""
         return to_plain(list(notable(witness.libraries())))
 
     def drop(self) -> None:
@@ -112,8 +112,8 @@ class _Side:
 
 
 def main() -> None:
-    """Serve the socket whose descriptor is the first argument, as long as the process of the second lives."""
-    die_with_parent(int(sys.argv[2]))  # One that hangs in a driver would not hear of its end.
+    """Serve the socket whose descriptor is the first argument, as long as the process of the second argument lives."""
+    die_with_parent(int(sys.argv[2]))  # A child that hangs in a driver does not notice a closed socket.
     lines = Lines(socket.socket(fileno=int(sys.argv[1])))
     side = _Side()
     operations = {

@@ -1,6 +1,6 @@
-"""A rank as rank 0 knows it: what is in its machine, and what it is asked.
+"""A rank as seen by rank 0: the facts of its machine, and the requests to it.
 
-Level 6. Requests have numbers, and an answer has the number of its request: what comes late answers nothing else.
+Requests have numbers, and a reply has the number of its request, so that a late reply is not taken for another one.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Member", "StepFailed"]
 
-# A child that is asked for more than this is stuck; with the time for the answer, a row is there within a minute.
+# A child that needs longer than this for a step is stuck. With the time for the reply, a row takes at most a minute.
 _STEP_S, _ANSWER_S = 30.0, 10.0
 _ANSWERS = frozenset({"result", "error", "lost"})
 
 
 class StepFailed(GdrkitError):
-    """A rank did not do what it was asked; the text names the rank, the step and the cause."""
+    """A rank failed to do a requested step. The text names the rank, the step and the cause."""
 
 
 class Member:
@@ -31,13 +31,13 @@ class Member:
     Parameters
     ----------
     about : RankFacts
-        What it has reported.
+        The facts that it has reported.
     lines : Lines
-        The way to it.
+        The connection to it.
     step_s : float
-        How long it may take for a step.
+        Longest duration of a step.
     answer_s : float
-        How long a request and its answer may be on their way.
+        Longest transit time of a request and its reply.
     """
 
     def __init__(self, about: RankFacts, lines: Lines, *, step_s: float = _STEP_S, answer_s: float = _ANSWER_S) -> None:
@@ -49,13 +49,14 @@ class Member:
         self._owed = ""
         self._lost = ""
 
-    def ask(self, do: str, arguments: dict[str, Any]) -> Any:  # noqa: ANN401 - as the step says.
-        """Have it take a step; what came of that.
+    def ask(self, do: str, arguments: dict[str, Any]) -> Any:  # noqa: ANN401 - each step has its own result.
+        """Make the rank do a step, and return its result.
 
         Raises
         ------
         StepFailed
-            It failed, or was not done in time. A rank that owes an answer is asked nothing else until it comes.
+            The step failed, or was not done in time. A rank whose reply is outstanding gets no other request until it
+            comes.
         """
         try:
             answer = self._exchange(do, arguments)
@@ -64,7 +65,7 @@ class Member:
         except TimeoutError as error:
             raise self._failed(do, "the rank does not answer") from error
         except UsageError as error:
-            # What else it says would be the answer to something else.
+            # Any further message would be the reply to another request.
             self._lost = f"the rank does not answer as it must: {error.message}"
             self._lines.close()
             raise self._failed(do, self._lost) from error
@@ -79,7 +80,7 @@ class Member:
             raise self._failed(do, self._lost)
         if self._owed:
             try:
-                self._receive(self._answer_s)  # It is late, and nobody waits for it any more.
+                self._receive(self._answer_s)  # This is the late reply to an earlier request; it is discarded.
             except TimeoutError as error:
                 raise self._failed(do, f"the rank has not answered {self._owed} yet") from error
         self._asked += 1
@@ -89,7 +90,7 @@ class Member:
         return self._receive(self._step_s + self._answer_s)
 
     def _receive(self, limit_s: float) -> dict[str, Any]:
-        """The answer to the last request."""
+        """Return the reply to the last request."""
         answer = self._lines.receive(limit_s=limit_s)
         number = answer.get("answer")
         if type(number) is not int or number != self._asked:

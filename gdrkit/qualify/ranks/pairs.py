@@ -1,6 +1,6 @@
-"""Which NIC of which rank reaches which GPU of which rank: the plan of rank 0.
+"""The plan of rank 0: which NIC of which rank accesses which GPU of which rank.
 
-Level 6, pure.
+The module is pure.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class RankFacts:
     Attributes
     ----------
     rank : int
-        Its number.
+        Number of the rank.
     host : str
-        Its machine; ranks of one machine have the same.
+        Identity of its machine, the same for all ranks of one machine.
     facts : Facts
-        Of that machine.
+        The facts of that machine.
     """
 
     rank: int
@@ -36,18 +36,18 @@ class RankFacts:
 
     @property
     def nics(self) -> tuple[str, ...]:
-        """Those with an active port, by name."""
+        """Names of the NICs with an active port."""
         return tuple(nic.name for nic in self.facts.verbs.nics if nic.active_ports) if self.facts.verbs else ()
 
     @property
     def devices(self) -> tuple[int, ...]:
-        """CUDA devices, by number."""
+        """Indices of the CUDA devices."""
         return tuple(device.index for device in self.facts.cuda.devices) if self.facts.cuda else ()
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """One measurement: the NIC of an initiator, and a GPU behind a NIC of a target."""
+    """A measurement: the NIC of an initiator, and a GPU and the NIC of a target."""
 
     initiator: int
     initiator_nic: str
@@ -57,16 +57,17 @@ class Pair:
 
 
 def name_of(pair: Pair) -> str:
-    """As its record names it."""
+    """Return the name of a pair in records."""
     there = f"rank{pair.target}-{pair.target_nic}-gpu{pair.device}"
     return f"pairs/rank{pair.initiator}-{pair.initiator_nic}-to-{there}"
 
 
 def plan_pairs(ranks: Sequence[RankFacts], *, within_hosts: bool) -> tuple[Pair, ...]:
-    """Every GPU behind every NIC of every machine, each once.
+    """Return every combination of GPU and NIC of every machine, each once.
 
-    The ranks of a machine share its GPUs. The initiator is the next rank of another machine, by the NIC of the same
-    place in the list (a rail); where there is one machine, or with `within_hosts`, the next rank of the same one.
+    The ranks of a machine share its GPUs. The initiator is the next rank of another machine, with the NIC at the same
+    position in the list (a rail). If there is only one machine, or with `within_hosts`, it is the next rank of the same
+    machine.
     """
     several = len({each.host for each in ranks}) > 1
     planned = []
@@ -81,7 +82,7 @@ def plan_pairs(ranks: Sequence[RankFacts], *, within_hosts: bool) -> tuple[Pair,
             for place, nic in enumerate(target.nics):
                 if not wanted:
                     continue
-                # The next after this rank, and then around.
+                # This is the next rank in cyclic order.
                 initiator = min(wanted, key=lambda each: (each.rank - target.rank) % (ranks[-1].rank + 1))
                 theirs = initiator.nics[place % len(initiator.nics)]
                 planned.append(Pair(initiator.rank, theirs, target.rank, nic, device))

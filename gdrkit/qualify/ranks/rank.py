@@ -1,6 +1,6 @@
-"""What a rank does: it says what is in its machine, and hands on to its child what rank 0 asks.
+"""The tasks of a rank: it sends the facts of its machine, and forwards requests of rank 0 to its child.
 
-Level 6. The child may die and may hang; the rank says so, and begins another at the next request.
+The child may die and may hang. The rank then reports that, and starts another child at the next request.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _CONNECT_S, _WELCOME_S, _SEND_S, _END_S, _LEAST_S = 5.0, 20.0, 30.0, 5.0, 0.1
 
 
 class Supervised:
-    """The child that measures."""
+    """The measuring child process of a rank."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._environment = dict(environment)
@@ -38,16 +38,16 @@ class Supervised:
         self._lines: Lines | None = None
 
     def ask(self, request: dict[str, Any], *, limit_s: float) -> dict[str, Any]:
-        """Hand on a request.
+        """Forward a request to the child.
 
         Returns
         -------
         mapping
-            ``result``, ``error``, or ``lost``: how the child ended instead of answering.
+            ``result``, ``error``, or ``lost``: how the child ended instead of replying.
         """
         if self._lines is None and request["do"] == "drop":
-            return {"result": None}  # Who is not there holds nothing.
-        end = time.monotonic() + limit_s  # Also of its start: rank 0 waits for no longer than for any other step.
+            return {"result": None}  # A child that was not started holds nothing.
+        end = time.monotonic() + limit_s  # The limit includes the start of the child, like every step.
         try:
             lines = self._lines or self._begin(limit_s)
             lines.send({"do": request["do"], "with": request["with"]}, limit_s=max(_LEAST_S, end - time.monotonic()))
@@ -100,12 +100,12 @@ class Supervised:
 
 
 def join(place: Mapping[str, Any], hello: Hello) -> Lines:
-    """Report to rank 0, at the first of its addresses where it is: another host may have an address of that name.
+    """Connect to rank 0 at the first of its addresses that works. Another host may have the same address.
 
     Raises
     ------
     GdrkitError
-        It is at none.
+        Rank 0 cannot be reached at any address.
     """
     tried = []
     for address in place["addresses"]:
@@ -118,7 +118,7 @@ def join(place: Mapping[str, Any], hello: Hello) -> Lines:
 
 
 def serve(lines: Lines, facts: Facts, environment: Mapping[str, str]) -> int:
-    """Do what rank 0 asks, until it names the exit code of the job; 1 when it is gone before."""
+    """Execute the requests of rank 0 until it sends the exit code of the job. Return 1 if it is gone before."""
     child = Supervised(environment)
     try:
         lines.send({"facts": facts.to_json()}, limit_s=_SEND_S)

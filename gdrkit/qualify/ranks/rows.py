@@ -1,7 +1,4 @@
-"""One record for each pair, written when it ends, however it ends.
-
-Level 6.
-"""
+"""Writer of one record for each pair when its measurement ends, whatever the result."""
 
 from __future__ import annotations
 
@@ -35,12 +32,12 @@ if TYPE_CHECKING:
 __all__ = ["Rows"]
 
 _AREA_BYTES, _LENGTH_BYTES, _OPERATIONS, _ROUNDS = 64 * MIB, MIB, 1024, 10
-# Of anything but hardware, whose numbers nobody is shown.
+# Sizes for a substrate other than hardware, whose numbers are not shown.
 _SMALL_AREA_BYTES, _SMALL_LENGTH_BYTES, _SMALL_OPERATIONS = 256 * KIB, 16 * KIB, 32
 _APIS = ("cuda", "verbs")
 
 
-# What ranks answer; anything else fails the row.
+# These classes describe the replies of ranks. Any other reply fails the row.
 @dataclass(frozen=True, slots=True)
 class _Held:
     endpoint: dict[str, Any]
@@ -61,7 +58,7 @@ class _Loaded:
 
 @dataclass
 class _Row:
-    """What becomes a record."""
+    """The data of a record before it is written."""
 
     case: str
     why: str = ""
@@ -73,12 +70,12 @@ class _Row:
 
     @property
     def substrate(self) -> dict[str, Substrate]:
-        """What each API ran on, the weakest of both sides."""
+        """The weakest substrate of each API over both sides."""
         return combined(substrate_of(libraries, about.facts) for _, about, libraries in self.seen)
 
 
 class Rows:
-    """Measures pairs, one after the other, and appends what comes of each."""
+    """The measurement of pairs, one after the other, with a record of each."""
 
     def __init__(
         self, records: Path, first: RankFacts, *, profile: Profile, options: Options, progress: Progress
@@ -90,11 +87,11 @@ class Rows:
         self._progress = progress
 
     def missing(self, rank: int, why: str) -> None:
-        """A rank of which nothing is known."""
+        """Append a failed record for a rank that did not report."""
         self._append(_Row(f"ranks/{rank}", why))
 
     def measure(self, pair: Pair, ranks: Mapping[int, Member]) -> None:
-        """Measure one pair: WRITE into the GPU and READ from it, each with its data checked."""
+        """Measure one pair: WRITE into the GPU and READ from it, with a check of the data of each."""
         target, initiator = ranks[pair.target], ranks[pair.initiator]
         row = _Row(name_of(pair))
         row.evidence |= {"pair": plain.to_plain(pair), "measured_apis": list(_APIS)}
@@ -107,7 +104,7 @@ class Rows:
             row.why = self._judge(row)
         except (StepFailed, UsageError) as error:
             row.why = error.message
-        # A peer that died shows at the other side as an error of its own; its end is the cause.
+        # If a peer dies, the other side has an error, too. The end of the peer is the cause.
         row.why = "; ".join(filter(None, [row.why, *dict.fromkeys(map(_dropped, (initiator, target)))]))
         if target.about.host == self._first.host and not row.why:
             # The table of routes is about the machine of rank 0.
@@ -178,7 +175,7 @@ class Rows:
 
 
 def _dropped(side: Member) -> str:
-    """Have a side close what it has open; why it could not."""
+    """Make a side close what it has open, and return why it could not; empty if it could."""
     try:
         side.ask("drop", {})
     except StepFailed as error:

@@ -1,4 +1,4 @@
-"""What a defect is, and which row of the review it belongs to."""
+"""The data model of the review: a defect, and the finding that it belongs to."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Defect", "Finding", "NativeUnit"]
 
 @dataclass(frozen=True, slots=True)
 class NativeUnit:
-    """A defect of the C library: one of its translation units is replaced by `native/NAME.cpp`, beside this file."""
+    """A defect of the C library. `native/NAME.cpp` beside this file replaces one of its translation units."""
 
     name: str
     text: str
@@ -21,20 +21,20 @@ class NativeUnit:
 
 @dataclass(frozen=True, slots=True)
 class Defect:
-    """The original mistake, put back.
+    """An original defect that can be put back into the code.
 
     Attributes
     ----------
     finding : str
-        ``1`` to ``6`` of the review notes, ``a`` to ``o`` of the later ones.
+        Number of the finding: ``1`` to ``6`` of the review notes, ``a`` to ``o`` of the later ones.
     case : str
         File and name of the case that must fail, below suites/review; every other case of the review must pass.
     symptom : str
-        What the failure of that case must say; anything else that fails is no catch.
+        Text that the failure of that case must contain. Any other failure does not count as caught.
     module : str
-        The module of gdrkit that has the mistake, or the translation unit.
+        The module of gdrkit that has the defect, or the translation unit.
     put_back : callable or NativeUnit
-        Replaces functions of that module, or the whole unit.
+        A function that replaces functions of that module, or a replacement for the whole unit.
     """
 
     finding: str
@@ -45,12 +45,12 @@ class Defect:
 
     @property
     def name(self) -> str:
-        """What it is called in GDRKIT_DEFECT."""
+        """Name of the defect in GDRKIT_DEFECT."""
         return self.put_back.name if isinstance(self.put_back, NativeUnit) else self.put_back.__name__
 
     @property
     def text(self) -> str:
-        """What it does, in a line."""
+        """Description of the defect in one line."""
         if isinstance(self.put_back, NativeUnit):
             return self.put_back.text
         return (self.put_back.__doc__ or "").strip().partition("\n")[0].rstrip(".")
@@ -58,7 +58,7 @@ class Defect:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What was found, in a line."""
+    """A finding of the review in one line."""
 
     number: str
     text: str

@@ -1,4 +1,4 @@
-"""docs/findings.md, from the table of the review."""
+"""Generator of docs/findings.md from the table of the review."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ translation unit replaced. The session prints this table with what it saw, and w
 
 
 def render() -> str:
-    """The document."""
+    """Return the text of the document."""
     lines = [_HEAD]
     for finding in sorted(FINDINGS, key=lambda finding: finding.number):
         rows = [defect for defect in DEFECTS.values() if defect.finding == finding.number]

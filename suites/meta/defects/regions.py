@@ -1,4 +1,4 @@
-# ruff: noqa: ANN401, SLF001 - this file replaces what is inside gdrkit, which is untyped from here and private.
+# ruff: noqa: ANN401, SLF001 - this file replaces private functions of gdrkit, which have no types here.
 """Defects of registration, of the cache and of the manager."""
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def unwatched(cache: Any) -> None:
     """nothing tells the cache of a free"""
 
     def _watch(self: Any, memory: Any) -> None:
-        # A lookup wants to see its memory here; nothing happens when it is freed.
+        # A lookup requires its memory to be listed here. This entry does nothing when the memory is freed.
         self._watched.setdefault(memory, lambda: None)
 
     cache.RegionCache._watch = _watch

@@ -1,10 +1,10 @@
-"""Shows that every case of the review can fail: ``python -m meta.defects.run``, with suites/ on PYTHONPATH.
+"""Proof that every case of the review can fail: ``python -m meta.defects.run``, with suites/ on PYTHONPATH.
 
-First the cases run as they are, then once for each defect with that one put back: functions of gdrkit are replaced, or
-the client library is one that was built with the defect; ``--libraries`` says in which folder those are. A defect is
-caught when its own case fails in its body with the expected symptom. An error while it is imported or set up is no
-catch, and neither is another message; and a defect that fails any other case is not understood. Ends with 0 when every
-row is caught.
+The cases run first without a defect, then once for each defect. Functions of gdrkit are replaced, or the client library
+is a build with the defect from the folder that ``--libraries`` names. A defect is caught if its own case fails in its
+body with the expected symptom. An error at import or set-up does not count as caught, and neither does another message.
+A defect that also fails another case is not understood and does not count either. The exit code is 0 if every defect is
+caught.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ _TIMEOUT_S = 300
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Whether a row holds, and what was seen."""
+    """Whether a defect is caught, and the text that was observed."""
 
     is_caught: bool
     seen: str
 
 
 def judge(defect: Defect, records: Mapping[str, Record]) -> Outcome:
-    """What a run with this defect put back shows."""
+    """Return the outcome of a run with this defect."""
     record = records.get(defect.case)
     if record is None:
         return Outcome(is_caught=False, seen="the case left no record")
@@ -56,7 +56,7 @@ def judge(defect: Defect, records: Mapping[str, Record]) -> Outcome:
         return Outcome(is_caught=False, seen=f"it fails others too: {', '.join(others)}")
     if record.verdict is not Verdict.FAIL:
         return Outcome(is_caught=False, seen=f"the case ended with {record.verdict.value}")
-    # What fails before or behind the body says in which phase that was, and is no catch.
+    # A failure before or after the body begins with the phase, and does not count as caught.
     text = record.reasons[0].text
     if text.startswith(("setup:", "teardown:")):
         return Outcome(is_caught=False, seen=text)
@@ -64,12 +64,12 @@ def judge(defect: Defect, records: Mapping[str, Record]) -> Outcome:
 
 
 def _library(libraries: Path, defect: Defect) -> Path:
-    """Where the client library with this defect is."""
+    """Return the path of the client library with this defect."""
     return libraries / f"lib{defect.name}.so"
 
 
 def _records(defect: Defect | None, libraries: Path) -> dict[str, Record]:
-    """Run the cases of the review, with a defect or without; the records by case, below suites/review."""
+    """Run the cases of the review, with or without a defect, and return the records by case below suites/review."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "records.jsonl"
         environ = dict(os.environ)
@@ -111,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if failed or not wanted <= plain.keys():
         print("without any defect:", *(failed or sorted(wanted - plain.keys())), sep="\n  ")  # noqa: T201
         return 1
-    # Two at a time: a run mostly waits for its peers.
+    # Two runs at a time use the processors well, because a run mostly waits for its peers.
     with ThreadPoolExecutor(max_workers=2) as pool:
         found = dict(zip(DEFECTS, pool.map(lambda defect: _records(defect, libraries), DEFECTS.values()), strict=True))
     outcomes = {name: judge(defect, found[name]) for name, defect in DEFECTS.items()}

@@ -1,5 +1,5 @@
-# ruff: noqa: ANN401, ARG005, SLF001 - this file replaces what is inside gdrkit, untyped from here and private.
-"""Defects of sharing: what an export and an import once did."""
+# ruff: noqa: ANN401, ARG005, SLF001 - this file replaces private functions of gdrkit, which have no types here.
+"""Defects of sharing: earlier behaviour of export and import."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-# ruff: noqa: ANN401, SLF001 - this file replaces what is inside gdrkit, untyped from here and private.
-"""Defects of the storage client: what its CPU once did to device memory."""
+# ruff: noqa: ANN401, SLF001 - this file replaces private functions of gdrkit, which have no types here.
+"""Defects of the storage client: earlier accesses of its CPU to device memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _address(piece: Any) -> int:
 
 
 def _view(piece: Any, length_bytes: int) -> memoryview:
-    """Device memory as the CPU would have it."""
+    """Return device memory as a view of its address, as if the CPU could access it."""
     return memoryview((ctypes.c_ubyte * length_bytes).from_address(_address(piece))).cast("B")
 
 
@@ -64,7 +64,7 @@ def sum_read(client: Any) -> None:
 
         moved = right(self, request, pieces, results, opcode)
         for piece, result in zip(pieces, results, strict=True):
-            # The server sums what it sent, so it says nothing of a read with holes.
+            # The server computes the checksum of the bytes that it sent, so it does not cover a read with holes.
             is_summed = opcode is client.Opcode.READ and result.flags & valid and not result.holes
             if is_summed and piece.is_device_memory and crc32c(_view(piece, result.result)) != result.checksum:
                 message = "the bytes are not what the server sent"

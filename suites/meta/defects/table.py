@@ -1,4 +1,4 @@
-"""The rows of the review: finding, case, defect, symptom. docs/findings.md and `nox -s review` show this table."""
+"""The table of the review: finding, case, defect, symptom. docs/findings.md and `nox -s review` show it."""
 
 from __future__ import annotations
 
@@ -264,5 +264,5 @@ _DEFECTS = (
     ),
 )
 
-# By name, which is that of the function or of the translation unit that puts it back.
+# The key is the name of the function or of the translation unit that puts the defect back.
 DEFECTS: dict[str, Defect] = {defect.name: defect for defect in _DEFECTS}

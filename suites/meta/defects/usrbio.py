@@ -1,7 +1,5 @@
-# ruff: noqa: ANN401, SLF001 - this file replaces what is inside gdrkit, untyped from here and private.
-"""Defects of the client interface of usrbio: in Python, and those of the C library, which have their source in
-native/.
-"""
+# ruff: noqa: ANN401, SLF001 - this file replaces private functions of gdrkit, which have no types here.
+"""Defects of the client interface of usrbio, in Python and in the C library. The source of the latter is in native/."""
 
 from __future__ import annotations
 

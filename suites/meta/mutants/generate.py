@@ -1,14 +1,14 @@
-"""Choose mutants of Python files: ``python generate.py``, in the environment that has mutmut.
+"""Generator of mutants of Python files: ``python generate.py``, in the environment that has mutmut.
 
 The operators are those of mutmut 3, applied to the syntax tree of libcst, and one that removes a statement, which
-mutmut does not have. Each operator of a module is drawn equally often: half of all possible mutants replace an argument
-by None, and most of those only crash. The request is one JSON object on standard input: ``root``, ``seed``, ``count``
-and ``modules`` (paths by module). The answer is a JSON list on standard output. This file imports nothing of gdrkit,
-because its environment does not have it.
+mutmut does not have. Each operator of a module is drawn equally often, because half of all possible mutants replace an
+argument by None, and most of those only crash. The request is one JSON object on standard input: ``root``, ``seed``,
+``count`` and ``modules`` (paths by module). The reply is a JSON list on standard output. This file imports nothing of
+gdrkit, because its environment does not have it.
 
-Not changed, since no case can or should notice: annotations, decorators, imports, ``__all__``, what stands under
-``if TYPE_CHECKING``, type variables and casts, False where None means the same, and text for people (log messages,
-messages of errors, thread names).
+The generator does not change code that no case can or should check: annotations, decorators, imports, ``__all__``, the
+body of ``if TYPE_CHECKING``, type variables and casts, False where None has the same effect, and text for people (log
+messages, messages of errors, thread names).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["choose", "main"]
 
-# Handle and getLogger take a name that is only shown.
+# Handle and getLogger take a name that is only displayed.
 _SKIPPED_CALLS = m.Call(
     func=m.OneOf(
         *map(m.Name, ("cast", "TypeVar", "TypeAlias", "Handle")),
@@ -55,7 +55,7 @@ _SKIPPED = m.OneOf(
 
 
 def _is_text(node: cst.CSTNode) -> bool:
-    """Whether an expression is text for people: a literal of several words, or a string that is put together."""
+    """Return whether an expression is text for people: a literal of several words, or a composed string."""
     if isinstance(node, cst.SimpleString):
         return " " in node.value
     if isinstance(node, cst.Name):
@@ -65,7 +65,7 @@ def _is_text(node: cst.CSTNode) -> bool:
 
 def _is_text_argument(call: cst.Call, argument: cst.Arg) -> bool:
     keyword = argument.keyword.value if argument.keyword else ""
-    # The name of a thread is for people; whether it is a daemon matters only to a process that ends without a close.
+    # The name of a thread is for people. The daemon flag matters only to a process that ends without a close.
     is_of_thread = m.matches(call.func, m.OneOf(m.Name("Thread"), m.Attribute(attr=m.Name("Thread"))))
     return _is_text(argument.value) or keyword in _TEXT_NAMES or (is_of_thread and keyword in {"name", "daemon"})
 
@@ -80,7 +80,7 @@ _OPERATORS = (*mutation_operators, (cst.Expr, _remove_statement), (cst.Raise, _r
 
 
 def _only_makes_false_none(node: cst.CSTNode, changed: cst.CSTNode) -> bool:
-    """Whether a mutation puts None in the place of False, which is false too."""
+    """Return whether a mutation replaces False by None, which is false, too."""
     pairs = [(node, changed)]
     if isinstance(node, cst.Call) and isinstance(changed, cst.Call) and len(node.args) == len(changed.args):
         pairs = list(zip(node.args, changed.args, strict=True))
@@ -92,7 +92,7 @@ def _only_makes_false_none(node: cst.CSTNode, changed: cst.CSTNode) -> bool:
 
 
 def _concerns_text(node: cst.CSTNode, changed: cst.CSTNode) -> bool:
-    """Whether a mutation only takes a text away."""
+    """Return whether a mutation only removes a text."""
     if not isinstance(node, cst.Call) or not isinstance(changed, cst.Call):
         return _is_text(node)
     kept = {id(argument) for argument in changed.args}
@@ -131,7 +131,7 @@ def _mutants(root: Path, files: Sequence[str], generator: random.Random) -> Iter
         tree = cst.parse_module((root / file).read_text())
         sites += [(file, tree, *site) for site in _sites(tree)]
     generator.shuffle(sites)
-    # The first of each operator, then the second of each, and so on.
+    # The order is the first of each operator, then the second of each, and so on.
     turns: Counter[str] = Counter()
     order = []
     for site in sites:
@@ -149,7 +149,7 @@ def _mutants(root: Path, files: Sequence[str], generator: random.Random) -> Iter
 
 
 def choose(root: Path, modules: Mapping[str, Sequence[str]], *, seed: str, count: int) -> list[dict[str, Any]]:
-    """Return `count` mutants, as many of each module as can be; the same seed and sources give the same mutants."""
+    """Return `count` mutants, distributed evenly over the modules. The same seed and sources give the same mutants."""
     chosen: list[dict[str, Any]] = []
     for index, (module, files) in enumerate(sorted(modules.items())):
         share = count // len(modules) + (index < count % len(modules))
@@ -159,7 +159,7 @@ def choose(root: Path, modules: Mapping[str, Sequence[str]], *, seed: str, count
 
 
 def main() -> None:
-    """Answer the request on standard input."""
+    """Read the request from standard input and write the reply to standard output."""
     request = json.load(sys.stdin)
     chosen = choose(Path(request["root"]), request["modules"], seed=request["seed"], count=request["count"])
     json.dump(chosen, sys.stdout)

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CASES", "MODULES"]
 
-# The fuzzers are left out: they look for any input that breaks a parser, for many seconds.
+# The fuzzers are left out, because they search for many seconds for any input that breaks a parser.
 _STORAGE = ("suites/storage", "-k", "not fuzzer")
 _MOVES = (
     "suites/tiers/test_migration.py",
@@ -21,7 +21,7 @@ _MOVES = (
 _AGENT = ("suites/usrbio/test_agent.py", "suites/usrbio/test_agent_deaths.py")
 _REGISTRATION = ("suites/registration", "suites/property/test_cache_machine.py")
 
-# The nearest cases of each file. A run stops at the first failure, so the whole is only run against a survivor.
+# These are the nearest cases of each file. A run stops at the first failure, so only a survivor needs the complete run.
 CASES: Mapping[str, tuple[str, ...]] = {
     "gdrkit/storage/wire.py": ("suites/storage/test_wire.py", "suites/storage/test_files.py", "-k", "not fuzzer"),
     "gdrkit/verbs/wire.py": ("suites/contract/test_wire.py", "suites/rdma/test_first_light.py"),
@@ -59,7 +59,7 @@ CASES: Mapping[str, tuple[str, ...]] = {
     "gdrkit/qualify/outcome.py": ("suites/qualify/test_outcome.py", "suites/qualify/test_outcome_causes.py"),
 }
 
-# Files that were split off from a module.
+# These files were split off from a module.
 _PARTS: Mapping[str, tuple[str, ...]] = {"server": ("listener",), "copying": ("new_file",)}
 
 MODULES: Mapping[str, tuple[str, ...]] = {

@@ -1,4 +1,4 @@
-"""A mutant: the product with one place changed on purpose, and what its cases made of it."""
+"""A mutant is the product with one deliberate change; its result says whether the cases noticed the change."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class PatchMismatch(Exception):
 
 
 class MutantOutcome(enum.Enum):
-    """What became of a mutant."""
+    """The outcome of a mutant."""
 
     KILLED = "killed"
     SURVIVED = "survived"
@@ -73,7 +73,7 @@ class Mutant:
 
     @property
     def content(self) -> tuple[str, str, str, str]:
-        """What identifies it although lines move: file, operator, before, after."""
+        """The key that identifies the mutant even if lines move: file, operator, before, after."""
         return self.file, self.operator, self.before, self.after
 
     @property
@@ -91,7 +91,7 @@ class Mutant:
 
 @dataclass(frozen=True, slots=True)
 class CasesRun:
-    """What one run of the cases showed: whether they passed, the first case that failed, and how long it took."""
+    """The result of one run of the cases: whether they passed, the first failed case, and the duration."""
 
     passed: bool
     timed_out: bool
@@ -101,12 +101,12 @@ class CasesRun:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What became of a mutant.
+    """The result of a mutant.
 
     Attributes
     ----------
     killed_by : str
-        The case that failed, twice.
+        The case that failed twice.
     note : str
         Why the outcome is not what a single run showed, or the reason of an equivalence.
     """

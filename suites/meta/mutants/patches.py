@@ -1,7 +1,8 @@
-"""Mutants by hand: the ones that survived a review from outside, and changes of the native parts.
+"""Mutants that were written by hand: those that survived an external review, and changes of the native parts.
 
-A patch replaces a text that must be in its file exactly once. One that does not fit any more ends the run, so that it
-is adapted together with the code. ``at`` is a text that stands before the replaced one, for a text that is there twice.
+A patch replaces a text that must occur exactly once in its file. A patch that no longer fits ends the run, so that it
+is adapted together with the code. For a text that occurs twice, ``at`` is a text before the occurrence that is
+replaced.
 """
 
 from __future__ import annotations
@@ -30,20 +31,20 @@ _FILES = ("suites/gds/test_unruly_files.py", "suites/gds/test_reads_and_writes.p
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """One change by hand.
+    """A change by hand.
 
     Attributes
     ----------
     name : str
-        What is wrong with the product then.
+        The defect that the patch introduces.
     file : str
         Path below the root of the tree.
     before, after : str
-        The text and what replaces it.
+        The text and its replacement.
     at : str
-        A text before it, from which on it is looked for.
+        A text after which the search begins.
     cases : tuple of str
-        The arguments of pytest; empty: those of the file.
+        The arguments of pytest; the cases of the file if empty.
     """
 
     name: str
@@ -291,7 +292,7 @@ def mutant_of(patch: Patch, root: Path) -> Mutant:
     Raises
     ------
     PatchMismatch
-        The text is not there, or not exactly once.
+        The text does not occur exactly once.
     """
     path = root / patch.file
     source = path.read_text() if path.is_file() else ""

@@ -1,9 +1,9 @@
 """Mutation testing of the product: ``python -m meta.mutants.run``, with suites/ on PYTHONPATH (`nox -s mutants`).
 
-A sample of mutants is drawn by mutmut's operators, and the committed patches are added. Each mutant is put into a copy
-of the tree, and the nearest cases are run against it. It is killed when a case fails, and fails again alone. The cases
-must pass without any mutant, or the run is refused. The command ends with 0 when at least nine of ten mutants that are
-not equivalent are killed, and with 1 otherwise.
+The operators of mutmut give a random sample of mutants, and the committed patches are added. Each mutant is put into a
+copy of the tree, and the nearest cases run against it. A mutant is killed if a case fails, and fails again when it runs
+alone. The cases must pass without any mutant, or the run is refused. The exit code is 0 if at least nine of ten mutants
+that are not equivalent are killed, and 1 otherwise.
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ def draw(python: Path, tree: Path, modules: Mapping[str, Sequence[str]], *, seed
 
 
 def score(results: Sequence[Result]) -> float:
-    """Return the share of killed mutants among those that compile and are not equivalent; 1 of none."""
+    """Return the share of killed mutants among those that compile and are not equivalent; 1 if there are none."""
     counted = [each for each in results if each.outcome not in {MutantOutcome.EQUIVALENT, MutantOutcome.NOT_COMPILED}]
     return sum(each.outcome in _KILLED for each in counted) / len(counted) if counted else 1.0
 
 
 class _Campaign:
-    """Mutants that are shared out among workers, each worker in a thread of its own."""
+    """A set of mutants that is distributed among workers. Each worker has its own thread."""
 
     def __init__(self, mutants: Sequence[Mutant], reasons: Mapping[tuple[str, str, str, str], str]) -> None:
         self.results: dict[int, Result] = {}
@@ -92,7 +92,7 @@ class _Campaign:
                 (self._native if mutant.is_native else self._python).put((number, mutant))
 
     def work(self, worker: Worker, *, compiles: bool) -> None:
-        """Try mutants until there are none; native ones are for one worker, which has a build of its own."""
+        """Try mutants until there are none left. Only one worker takes native mutants, because only it has a build."""
         is_done = False
         try:
             if compiles and not self._native.empty():
@@ -191,7 +191,7 @@ def _plain_record(
     command: str,
 ) -> Record:
     if verdict is not Verdict.PASS:
-        # Only a case that passed has numbers, by the form of records.
+        # The format of records allows numbers only in a case that passed.
         evidence, numbers = {**evidence, "numbers": numbers}, {}
     return Record(
         schema_version=SCHEMA_VERSION,
@@ -216,7 +216,7 @@ def _plain_record(
 
 
 def write_records(path: Path, results: Sequence[Result], *, seed: str, command: str, duration_s: float) -> None:
-    """Write a record for each result, and one that sums them up, to a new file."""
+    """Write a record for each result, and a summary record, to a new file."""
     path.unlink(missing_ok=True)
     for result in results:
         append_record(path, _record(result, seed, command))
@@ -258,7 +258,7 @@ def _last_commit() -> str:
 
 
 def _chosen(options: argparse.Namespace, seed: str) -> list[Mutant]:
-    # The patches first: one that does not fit is known at once.
+    # The patches are made first, so that a patch that does not fit is reported at once.
     patches = [] if options.no_patches else [mutant_of(patch, _TREE) for patch in PATCHES]
     if options.patch:
         return [mutant for mutant in patches if mutant.name in options.patch]
@@ -282,7 +282,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error)  # noqa: T201
         return 1
     print(f"{len(mutants)} mutants, seed {seed}", flush=True)  # noqa: T201
-    # In the tree's own file system, since the environment of a worker is made of links.
+    # The folder is in the file system of the tree, since the environment of a worker consists of hard links.
     folder = _TREE / "build" / "mutants" / str(os.getpid())
     try:
         workers = [
@@ -304,7 +304,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _own_words(words: Sequence[str]) -> list[str]:
-    """Return the options that a person gave, without those that the noxfile adds in front."""
+    """Return the options that the user gave, without those that the noxfile adds before them."""
     return [
         word
         for index, word in enumerate(words)

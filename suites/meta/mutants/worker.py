@@ -1,8 +1,8 @@
 """A private copy of the tree and of its environment, in which mutants are tried one after the other.
 
-The package is an editable installation, so a change of the tree would be seen by everybody who uses it at that moment.
-A worker therefore copies the sources, links the files of the environment `.nox/run` into a second environment, and has
-that one import gdrkit from the copy.
+The package is an editable installation, so a change of the tree would affect every process that uses it at that moment.
+A worker therefore copies the sources, links the files of the environment `.nox/run` into a second environment, and
+makes that environment import gdrkit from the copy.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BaselineFailed", "Worker"]
 
-# A case that takes longer than this is taken for hung; every case of the baseline must be faster.
+# A case that takes longer than this, in seconds, counts as hung. Every case of the baseline must be faster.
 _CASE_TIMEOUT_S = 40
 _LIMIT_FACTOR, _LIMIT_MIN_S, _BASELINE_LIMIT_S = 3, 90.0, 400.0
 _INTERRUPT_S = 15
@@ -37,7 +37,7 @@ _FIRST_MTIME = 1_000_000_000
 
 
 class BaselineFailed(Exception):
-    """Cases fail without any mutant, so that a failure with one would mean nothing."""
+    """Cases fail without any mutant, so that a failure with a mutant would prove nothing."""
 
 
 class Worker:
@@ -46,11 +46,11 @@ class Worker:
     Parameters
     ----------
     folder : Path
-        Where the copy is made; what is there is removed.
+        The folder of the copy. Existing contents are removed.
     source : Path
         The tree.
     environment : Path
-        Its environment of the suites; gdrkit is installed there in editable mode.
+        The environment of the suites of that tree, in which gdrkit is installed in editable mode.
     tools : Path or None
         The folder of cmake and ninja, for native mutants.
     """
@@ -60,7 +60,7 @@ class Worker:
         self._environment = folder / "environment"
         self._tools = tools
         self._changes = 0
-        # Whether the native parts of the copy may be those of a mutant.
+        # This flag says whether the native parts of the copy may be those of a mutant.
         self._is_stale = False
         shutil.rmtree(folder, ignore_errors=True)
         self.tree.mkdir(parents=True)
@@ -73,7 +73,7 @@ class Worker:
         self._redirect(source, environment)
 
     def _redirect(self, source: Path, environment: Path) -> None:
-        """Have the second environment name itself and the copy, where the first names itself and the tree."""
+        """Replace the paths of the environment and of the tree in the second environment by its own and the copy's."""
         scripts = (self._environment / "bin").iterdir()
         links = self._environment.glob("lib/python*/site-packages/_editable*.py")
         paths = self._environment.glob("lib/python*/site-packages/*.pth")
@@ -85,7 +85,7 @@ class Worker:
             changed = changed.replace(os.fsencode(source), os.fsencode(self.tree))
             if changed != data:
                 mode = path.stat().st_mode
-                path.unlink()  # It is a link to the file of the first environment.
+                path.unlink()  # This file is a hard link to that of the first environment.
                 path.write_bytes(changed)
                 path.chmod(mode)
 
@@ -94,12 +94,12 @@ class Worker:
         shutil.rmtree(self.tree.parent, ignore_errors=True)
 
     def baseline(self, cases: tuple[str, ...]) -> float:
-        """Run cases without any mutant and return how long they took, in seconds.
+        """Run cases without any mutant and return their duration in seconds.
 
         Raises
         ------
         BaselineFailed
-            They fail, or there are none.
+            The cases fail, or there are none.
         """
         self._refresh()
         verdict, text = self._run(cases, limit_s=_BASELINE_LIMIT_S)
@@ -110,7 +110,7 @@ class Worker:
         return verdict.duration_s
 
     def attempt(self, mutant: Mutant, *, baseline_s: float) -> Result:
-        """Try one mutant: put it into the copy, run its cases, and take it out again."""
+        """Try one mutant: put it into the copy, run its cases, and restore the original."""
         limit_s = max(_LIMIT_FACTOR * baseline_s, _LIMIT_MIN_S)
         if not mutant.is_native:
             self._refresh()
@@ -137,7 +137,7 @@ class Worker:
         Raises
         ------
         BaselineFailed
-            They do not compile.
+            The native parts do not compile.
         """
         if not self.build():
             message = "the native parts do not compile without any mutant"
@@ -149,7 +149,7 @@ class Worker:
             self.build_baseline()
 
     def build(self) -> bool:
-        """Compile the native parts of the copy and install them into it; False when they do not compile."""
+        """Compile the native parts of the copy and install them into it. Return False if they do not compile."""
         if self._tools is None:
             message = "native mutants need --tools, the folder of cmake"
             raise ValueError(message)
@@ -177,7 +177,7 @@ class Worker:
             return Result(mutant, MutantOutcome.SURVIVED)
         if first.timed_out:
             return Result(mutant, MutantOutcome.TIMEOUT, note="the cases did not end")
-        # The case again, alone: one that fails now and then is no kill.
+        # The case runs again, alone: a case that fails only sometimes is not a kill.
         again = (first.case,) if "::" in first.case else mutant.cases
         second, _ = self._run(again, limit_s=limit_s)
         if second.case == first.case:
@@ -190,7 +190,8 @@ class Worker:
     def _write(self, path: Path, text: str) -> None:
         path.write_text(text)
         if path.suffix == ".py":
-            # Python tells by the second and the size whether its compiled file is current: no two changes share one.
+            # Python compares mtime in seconds and size to decide whether its compiled file is current, so each change
+            # has another mtime.
             self._changes += 1
             os.utime(path, (_FIRST_MTIME + self._changes, _FIRST_MTIME + self._changes))
 
@@ -214,7 +215,7 @@ class Worker:
         command += ["--hypothesis-seed=1", "-o", f"timeout={_CASE_TIMEOUT_S}", *cases]
         marker = uuid.uuid4().hex
         environ = {**os.environ, _MARKER: marker}
-        environ.pop("PYTHONPATH", None)  # It names the suites of the tree.
+        environ.pop("PYTHONPATH", None)  # PYTHONPATH contains the suites of the tree.
         began = time.monotonic()
         with subprocess.Popen(
             command,
@@ -231,7 +232,7 @@ class Worker:
                 text, _ = child.communicate(timeout=limit_s)
             except subprocess.TimeoutExpired:
                 timed_out = True
-                # pytest takes its fixtures down after this, mounts among them.
+                # After this signal pytest tears its fixtures down, mounts among them.
                 os.killpg(child.pid, signal.SIGINT)
                 try:
                     text, _ = child.communicate(timeout=_INTERRUPT_S)
@@ -247,7 +248,7 @@ class Worker:
 
 
 def _end_marked(marker: str) -> None:
-    """Kill what a run left: every process whose environment has its marker."""
+    """Kill the remaining processes of a run: every process whose environment has its marker."""
     wanted = f"{_MARKER}={marker}".encode()
     for _ in range(3):
         found = False
@@ -256,7 +257,7 @@ def _end_marked(marker: str) -> None:
                 if wanted in (folder / "environ").read_bytes().split(b"\0"):
                     os.kill(int(folder.name), signal.SIGKILL)
                     found = True
-            except OSError:  # It has ended, or it is another user's.
+            except OSError:  # The process has ended, or it belongs to another user.
                 continue
         if not found:
             return

@@ -1,8 +1,7 @@
-"""Puts a defect back into every Python process that is started with it: ``GDRKIT_DEFECT=<name>`` and this folder on
-PYTHONPATH.
+"""Hook that puts a defect back into every Python process that starts with ``GDRKIT_DEFECT=<name>``.
 
-Peers and other children get the defect too, since they inherit both. Only functions of gdrkit are replaced, right after
-their module was read and before anybody else can have them.
+This folder must be on PYTHONPATH. Peers and other children inherit both variables, so that they have the defect, too.
+Only functions of gdrkit are replaced, right after their module was executed and before another module can import them.
 """
 
 from __future__ import annotations
@@ -47,6 +46,6 @@ if _name:
     from meta.defects.table import DEFECTS
 
     _put_back = DEFECTS[_name].put_back
-    # A library with its defect needs no help from here.
+    # A C library that was built with its defect needs no replacement here.
     if not isinstance(_put_back, NativeUnit):
         sys.meta_path.insert(0, _PutBack(DEFECTS[_name].module, _put_back))
