@@ -1,9 +1,8 @@
-"""What a machine is and what its APIs answer, as frozen facts.
+"""Facts about a machine and its APIs, as frozen values, and the doctor that examines them.
 
-Level 4. ``probe`` reads the host by files alone and asks each API in a child process, so that a damaged library can end
-the child and not the question. ``diagnose`` applies the rules, each a cause for which a transfer is not direct, to this
-machine or a captured one. Everything that decides later (needs, plans, routes, reports) is a pure function over
-:class:`Facts`.
+``probe`` reads the host from files alone and queries each API in a child process, so that a damaged library can end
+only the child. ``diagnose`` applies the rules to this machine or to a captured one; each rule is a cause of transfers
+that are not direct. All later decisions (needs, plans, routes, reports) are pure functions of :class:`Facts`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Act on this machine, to see what no file says.
+"""Experiments on this machine, for properties that no file states.
 
-Level 4. Runs as ``python -m gdrkit.inventory.act NAME DESCRIPTOR`` in a child with a time limit: it allocates a little
-memory, registers it, moves bytes by a loop over each NIC, and gives all of it back. What it answers is what it saw, in
-words; what that means the rules decide.
+The module runs as ``python -m gdrkit.inventory.act NAME DESCRIPTOR`` in a child process with a time limit. An
+experiment allocates a little memory, registers it, moves bytes over each NIC in loopback, and releases everything. Its
+result is what it observed, in words. The rules decide what that means.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _PCI = "/sys/bus/pci/devices"
 
 
 class _Loop:
-    """Two queue pairs of one NIC, connected to each other, and registered host memory."""
+    """A loopback: two queue pairs of one NIC, connected to each other, and registered host memory."""
 
     def __init__(self, nic: Nic) -> None:
         self._stack = ExitStack()
@@ -59,17 +59,17 @@ class _Loop:
             self._stack = stack.pop_all()
 
     def write(self, remote: RemoteRange) -> Completion:
-        """Write what is in :attr:`data`."""
+        """Write :attr:`data` to `remote` and return the completion."""
         self._pair.post_write(self._region, remote, work_id=1)
         return self._pair.wait(_WAIT_MS)
 
     def read(self, remote: RemoteRange) -> Completion:
-        """Read into :attr:`data`."""
+        """Read from `remote` into :attr:`data` and return the completion."""
         self._pair.post_read(self._region, remote, work_id=2)
         return self._pair.wait(_WAIT_MS)
 
     def fill(self, seed: int) -> None:
-        """Have other bytes to write."""
+        """Fill :attr:`data` with the pattern of `seed`."""
         memoryview(self.data)[:] = pattern.payload(_MOVED_BYTES, seed=seed)
 
     def __enter__(self) -> Self:
@@ -80,7 +80,7 @@ class _Loop:
 
 
 def _p2p() -> dict[str, str]:
-    """A write into and a read from memory of each device, by each NIC that registers it."""
+    """Write into and read from memory of each CUDA device by each active NIC, and return the result of each."""
     from gdrkit import cuda, registration
 
     seen: dict[str, str] = {}
@@ -96,7 +96,7 @@ def _p2p() -> dict[str, str]:
                 status = loop.write(made.remote(nic)).status.name
                 seen[f"RDMA WRITE into {name}"] = _checked(status, memory.read(), _SEED)
                 if status != "SUCCESS":
-                    # The pair is in the error state, so the read needs another one.
+                    # The queue pair is in the error state, so the read needs a new one.
                     loop = stack.enter_context(_Loop(nic))
                 memory.write(pattern.payload(_MOVED_BYTES, seed=_SEED + 1))
                 status = loop.read(made.remote(nic)).status.name
@@ -115,14 +115,17 @@ def _checked(status: str, data: bytes, seed: int) -> str:
 
 
 def _stale_key() -> dict[str, str]:
-    """What a write by the key of freed memory reaches, and whether the driver tells the memory from its successor."""
+    """Write by the key of freed memory, and return whether the write reached the next owner of the address.
+
+    The result also says whether the driver's buffer id distinguishes the freed memory from its successor.
+    """
     from gdrkit import cuda, registration
 
     nics = _active_nics()
     with ExitStack() as stack:
         nic, device = _opened(stack, *nics[0], 0)
         first = stack.enter_context(device.allocate(2 * MIB))
-        # What is registered over a borrowed view is not known to the owner: its free is a raw one.
+        # The owner does not know about a registration of a borrowed view, so its free does not deregister.
         view = stack.enter_context(cuda.borrow(device, first.address, length_bytes=first.length_bytes))
         made: Registration = stack.enter_context(registration.register(view, [nic]))
         remote = made.remote(nic, length_bytes=_MOVED_BYTES)
@@ -146,7 +149,7 @@ def _stale_key() -> dict[str, str]:
 
 
 def _flush() -> dict[str, str]:
-    """Whether a device's own work sees, after completion and flush, what a NIC wrote."""
+    """Count how often a copy by a device, after completion and flush, does not see the bytes that a NIC wrote."""
     from gdrkit import cuda, registration
 
     seen: dict[str, str] = {}
@@ -165,7 +168,7 @@ def _flush() -> dict[str, str]:
             for turn in range(_ROUNDS):
                 loop.fill(_SEED + turn)
                 loop.write(made.remote(nic)).expect()
-                # Where the device offers a flush it must work, whether it is needed or not.
+                # If the device offers a flush, the call must work, whether a flush is needed or not.
                 if ordering.flush_options & registration.FlushOption.HOST:
                     device.flush_remote_writes()
                 stream.read_into(memory, copy)
@@ -176,7 +179,7 @@ def _flush() -> dict[str, str]:
 
 
 def _load() -> dict[str, str]:
-    """The links above each device while copies run."""
+    """Return the trained speed of each PCIe link above each device while copies run."""
     from gdrkit import cuda, host
 
     tree, seen = host.HostTree(), {}
@@ -206,24 +209,27 @@ def _load() -> dict[str, str]:
 
 
 def _driver_open() -> dict[str, str]:
-    """Whether cuFile's driver opens, and closes again."""
+    """Open and close the driver of cuFile."""
     from gdrkit import cufile
 
-    # Whoever started this process ends it when it does not come back.
+    # The parent process has the time limit, and kills this process if the call hangs.
     with cufile.Driver(timeout_s=None):
         major, minor = cufile.library_version()
     return {f"cuFileDriverOpen of cuFile {major}.{minor}": "opened"}
 
 
 def _pool() -> dict[str, str]:
-    """A batch of as many reads as cuFile takes at once, each of which may want a bounce buffer."""
+    """Submit a batch of as many reads as cuFile accepts at once, and count the results.
+
+    Each of the reads may need a bounce buffer.
+    """
     from gdrkit import cuda, cufile
 
     with ExitStack() as stack:
         device = stack.enter_context(cuda.Device(0))
         memory = stack.enter_context(device.allocate(_MOVED_BYTES))
         driver = stack.enter_context(cufile.Driver(timeout_s=None))
-        # Where temporary files go decides who started this process, who also takes them away.
+        # The parent process chooses the folder of temporary files (TMPDIR) and removes it.
         path = Path(tempfile.mkdtemp(), "data")
         path.write_bytes(pattern.payload(_MOVED_BYTES, seed=_SEED))
         data = stack.enter_context(path.open("rb"))
@@ -269,7 +275,15 @@ ACTS: dict[str, Callable[[], dict[str, str]]] = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Write what was seen, or the failure, as one JSON object on a descriptor: ``act NAME DESCRIPTOR``."""
+    """Run the experiment NAME and write the result or the failure as one JSON object to DESCRIPTOR.
+
+    The arguments are ``NAME DESCRIPTOR``.
+
+    Raises
+    ------
+    UsageError
+        There is no experiment of that name.
+    """
     name, descriptor = sys.argv[1:] if arguments is None else arguments
     if name not in ACTS:
         message = f"no act {name!r}"

@@ -1,8 +1,8 @@
-"""Ask the APIs of this process what they can do.
+"""Queries of the APIs that this process can load.
 
-Level 4. Runs as ``python -m gdrkit.inventory.ask API`` in a child of ``probe``: it initialises CUDA, opens NICs and
-allocates a little memory, none of which shall happen in a process that only wants to know. Answers are what an API said
-to a call with real arguments, never what its version or name suggests.
+The module runs as ``python -m gdrkit.inventory.ask API DESCRIPTOR`` in a child process of ``probe``. It initialises
+CUDA, opens NICs and allocates a little memory, which must not happen in a process that only collects facts. A result is
+what an API returned for a call with real arguments, and is never derived from a version or a name.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ _TRIED_BYTES = 64 << 10
 
 
 def ask_cuda() -> CudaFacts:
-    """What the CUDA driver says about itself and its devices.
+    """Query the CUDA driver for its version and its devices.
 
     Raises
     ------
     GdrkitError
-        There is no driver that answers.
+        The driver is missing, or its calls failed.
     """
     from gdrkit import cuda
 
@@ -65,12 +65,12 @@ def ask_cuda() -> CudaFacts:
 
 
 def ask_verbs() -> VerbsFacts:
-    """What verbs says about its devices; each is opened once.
+    """Query the RDMA devices of verbs; each is opened once.
 
     Raises
     ------
     GdrkitError
-        There is no libibverbs or no pyverbs that answers.
+        libibverbs or pyverbs is missing, or a call of them failed.
     """
     from gdrkit import verbs
 
@@ -80,12 +80,12 @@ def ask_verbs() -> VerbsFacts:
 
 
 def ask_registration() -> tuple[RouteFacts, ...]:
-    """Try each way of registration for each device and NIC, with 64 KiB of memory that is freed again.
+    """Try each registration route for each device and NIC, with 64 KiB of memory that is freed again.
 
     Raises
     ------
     GdrkitError
-        Devices, NICs or memory could not even be opened.
+        A device or a NIC could not be opened, or the memory could not be allocated.
     """
     from gdrkit import cuda, verbs
 
@@ -100,7 +100,15 @@ def ask_registration() -> tuple[RouteFacts, ...]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Write the answer of one API, or its failure, as one JSON object on a descriptor: ``ask API DESCRIPTOR``."""
+    """Query the API and write the result or the failure as one JSON object to DESCRIPTOR.
+
+    The arguments are ``API DESCRIPTOR``.
+
+    Raises
+    ------
+    UsageError
+        There is no API of that name.
+    """
     name, descriptor = sys.argv[1:] if arguments is None else arguments
     questions: dict[str, Callable[[], object]] = {
         "cuda": ask_cuda,
@@ -140,14 +148,14 @@ def _attributes(device: Device, known: type) -> Iterator[tuple[str, int]]:
         try:
             yield name, device.attribute(getattr(known, name))
         except ApiError as error:
-            # An older driver does not know a newer attribute: then there is none. Anything else is a failure of the
-            # API.
+            # An older driver does not know a newer attribute, which is then left out. Any other error is a failure of
+            # the API.
             if error.api is not Api.CUDA or error.reason not in (Reason.BAD_ARGUMENT, Reason.NOT_SUPPORTED):
                 raise
 
 
 def _nic(info: NicInfo, nodes: dict[witness.DeviceNode, None]) -> NicFacts:
-    """Open one device and ask it; the character devices that are open meanwhile are added to `nodes`."""
+    """Open one device, query it, and add the character devices that are open meanwhile to `nodes`."""
     from gdrkit import verbs
 
     dmabuf: bool | None = None
@@ -186,8 +194,8 @@ def _tried(device: Device, memory: object, nic: Nic, name: str) -> Iterator[Rout
 
 
 def _refusal(error: GdrkitError, operation: str) -> ApiFailure:
-    # One way was tried, so the cause is its own. The arguments (an address, a descriptor) differ from run to run and
-    # say nothing here.
+    # Only one route was tried, so the last cause is that of this route. The message leaves out the arguments of the
+    # call (an address, a descriptor), which differ from run to run and have no meaning here.
     cause = error.causes[-1] if isinstance(error, RegistrationFailed) and error.causes else error
     failure = ApiFailure.of(cause, api="registration", operation=operation)
     if isinstance(cause, ApiError):

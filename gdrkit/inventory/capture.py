@@ -1,8 +1,8 @@
-"""What was read of a machine, kept in one file, and a tree that answers from it as the machine did.
+"""Captures of machines: everything that was read of a machine, and a file interface that replays it.
 
-Level 4. A capture holds answers and no files: nothing of it is ever unpacked, so that a hostile one can name what it
-likes and reaches nothing. What a machine did not have is an answer too (ENOENT); what nobody asked when the capture was
-made is told apart from it (ENODATA), so that a check never says "none" where it means "not in this capture".
+A capture holds the results of reads and not files. It is never unpacked, so the paths in a hostile capture reach
+nothing. A path that did not exist on the machine fails with ENOENT. A path that was not read when the capture was made
+fails with ENODATA, so that a check never reports "none" for "not in this capture".
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ __all__ = ["FUNCTIONS_MAX", "SCHEMA_VERSION", "Answers", "Capture", "CapturedFil
 SCHEMA_VERSION = 1
 # A host with 517 PCI functions is a large one; SR-IOV adds some thousands.
 FUNCTIONS_MAX = 4096
-_LINKS_MAX, _PATH_BYTES_MAX = 40, 4096  # As the kernel has them.
+_LINKS_MAX, _PATH_BYTES_MAX = 40, 4096  # The kernel's limits MAXSYMLINKS and PATH_MAX.
 _DEVICES = "/sys/bus/pci/devices"
 
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """What a tree of files answered, by absolute path.
+    """Results of reads of a file tree, by absolute path.
 
     Attributes
     ----------
     texts, binaries : mapping
-        Contents of files; those that are no UTF-8 in base64.
+        Contents of files: as text if they are UTF-8, otherwise in base64.
     lines : mapping
-        By the path and the words that were looked for, with ``|`` between them: the lines that hold one.
+        The lines that contain one of the searched words. The key is the path and the words, joined by ``|``.
     folders : mapping
         Names in a folder.
     links : mapping
-        What a symbolic link says.
+        Target of a symbolic link.
     present : tuple of str
-        Paths of which only that they are there is known.
+        Paths that exist and of which nothing else is known.
     refused : mapping
-        By question (``read``, ``lines``, ``list``, ``link``, ``look``) and path: the errno.
+        The errno of a failed read, by its kind (``read``, ``lines``, ``list``, ``link``, ``look``) and path.
     """
 
     texts: dict[str, str] = field(default_factory=dict)
@@ -66,22 +66,22 @@ class Answers:
 
 @dataclass(frozen=True, slots=True)
 class Capture:
-    """One machine, as it was read.
+    """A saved description of one machine.
 
     Attributes
     ----------
     origin : str
-        What it was made from, for people: ``gdrkit 0.1.0 facts --save``, ``lspci -vvv``.
+        Source of the capture, for people: ``gdrkit 0.1.0 facts --save``, ``lspci -vvv``.
     answers : Answers
-        Of its files.
+        Results of the reads of its files.
     facts : Facts or None
-        With the answers of its APIs; None when only files were saved.
+        Facts about the machine and its APIs; None if only files were saved.
     kernel_log : KernelLog or None
-        What its kernel log said of devices.
+        Messages of its kernel about devices.
     environment : mapping
-        The variables that matter to direct transfers.
+        Environment variables that matter to direct transfers.
     observations : tuple of Observation
-        What acting on it showed.
+        Results of experiments on the machine.
     """
 
     schema_version: int
@@ -93,12 +93,13 @@ class Capture:
     observations: tuple[Observation, ...] = ()
 
     def check(self) -> None:
-        """Refuse what no machine can have answered.
+        """Refuse a capture that no machine can have produced.
 
         Raises
         ------
         UsageError
-            ``MALFORMED``: another version, a path that is not absolute and plain, contents that are no base64.
+            ``MALFORMED``: the capture has another version, a path that is not absolute and normalized or is too long,
+            an invalid name or kind of read, too many PCI functions, or contents that are not base64.
         """
         if self.schema_version != SCHEMA_VERSION:
             _refuse(f"expected schema_version {SCHEMA_VERSION}, found {self.schema_version}")
@@ -141,23 +142,23 @@ def _refuse(what: str) -> None:
 
 
 class CapturedFiles:
-    """Answers as the machine did; see :class:`gdrkit.host.Files`."""
+    """Files of a captured machine: replays the recorded results; see :class:`gdrkit.host.Files`."""
 
     def __init__(self, answers: Answers) -> None:
         self.answers = self._answers = answers
         self._present = frozenset(answers.present)
-        # Whether a name is in a folder is asked for every file below it.
+        # Sets, because each lookup of a file tests whether its name is in the folder.
         self._names = {path: frozenset(names) for path, names in answers.folders.items()}
         self._resolved = functools.lru_cache(maxsize=1024)(self._follow)
 
     def read(self, name: str) -> bytes:
-        """The bytes of a file."""
+        """Return the bytes of a file."""
         path = self._find("read", name, self._answers.texts, self._answers.binaries)
         text = self._answers.texts.get(path)
         return base64.b64decode(self._answers.binaries[path]) if text is None else text.encode()
 
     def lines(self, name: str, words: Sequence[str]) -> list[str]:
-        """The lines that hold one of `words`: as they were asked for, or of the whole file."""
+        """Return the lines that contain one of `words`, as recorded for these words or from the whole file."""
         kept = self._answers.lines.get("|".join((name, *words)))
         if kept is not None:
             return list(kept)
@@ -166,11 +167,11 @@ class CapturedFiles:
         return [line for line in text.splitlines() if any(word in line for word in words)]
 
     def list(self, name: str) -> list[str]:
-        """The names in a folder."""
+        """Return the names in a folder."""
         return list(self._answers.folders[self._find("list", name, self._answers.folders)])
 
     def link(self, name: str) -> str:
-        """What a symbolic link says."""
+        """Return the target of a symbolic link. Another kind of file fails with EINVAL."""
         try:
             return self._answers.links[self._find("link", name, self._answers.links)]
         except FileNotFoundError:
@@ -179,7 +180,7 @@ class CapturedFiles:
             raise
 
     def look(self, name: str) -> None:
-        """Whether it is there."""
+        """Fail with ENOENT if the path did not exist on the machine."""
         self._refused("look", name)
         if not self._is_there(name):
             raise self._absence(name)
@@ -192,7 +193,7 @@ class CapturedFiles:
         return last in self._names.get(folder or "/", ())
 
     def _find(self, question: str, name: str, *tables: dict[str, str] | dict[str, tuple[str, ...]]) -> str:
-        # What was asked under this very name comes first: there the machine itself has followed the links.
+        # A result recorded under the unresolved name comes first: the captured machine itself followed its links.
         self._refused(question, name)
         for path in dict.fromkeys((name, self._resolved(name))):
             self._refused(question, path)
@@ -206,7 +207,7 @@ class CapturedFiles:
             raise OSError(number, os.strerror(number), name)
 
     def _absence(self, name: str) -> OSError:
-        """ENOENT where a folder above is known and does not hold it; ENODATA where nobody asked."""
+        """Return ENOENT if a known folder above does not contain the path, and ENODATA if the capture does not say."""
         parts = self._resolved(name).strip("/").split("/")
         for depth, part in enumerate(parts):
             folder = "/" + "/".join(parts[:depth])
@@ -215,7 +216,7 @@ class CapturedFiles:
         return OSError(errno.ENODATA, os.strerror(errno.ENODATA), name)
 
     def _follow(self, name: str) -> str:
-        """Return `name` with the links of this capture followed."""
+        """Return `name` after resolving the symbolic links of this capture."""
         path, rest, left = "/", [part for part in name.split("/") if part], _LINKS_MAX
         while rest:
             part = rest.pop(0)
@@ -236,7 +237,7 @@ class CapturedFiles:
 
 
 class Recorder:
-    """Passes questions on and keeps the answers."""
+    """Files that forward each read to other files and record its result; see :class:`gdrkit.host.Files`."""
 
     def __init__(self, files: Files) -> None:
         self._files = files
@@ -245,7 +246,7 @@ class Recorder:
 
     @property
     def answers(self) -> Answers:
-        """What was answered until now."""
+        """The results that were recorded until now."""
         kept = self._answers
         return Answers(
             texts=dict(kept.texts),
@@ -258,7 +259,7 @@ class Recorder:
         )
 
     def read(self, name: str) -> bytes:
-        """As :class:`gdrkit.host.Files` says."""
+        """See :class:`gdrkit.host.Files`."""
         try:
             data = self._files.read(name)
         except OSError as error:
@@ -270,7 +271,7 @@ class Recorder:
         return data
 
     def lines(self, name: str, words: Sequence[str]) -> list[str]:
-        """As :class:`gdrkit.host.Files` says."""
+        """See :class:`gdrkit.host.Files`."""
         try:
             found = self._files.lines(name, words)
         except OSError as error:
@@ -279,7 +280,7 @@ class Recorder:
         return found
 
     def list(self, name: str) -> list[str]:
-        """As :class:`gdrkit.host.Files` says."""
+        """See :class:`gdrkit.host.Files`."""
         try:
             found = self._files.list(name)
         except OSError as error:
@@ -288,7 +289,7 @@ class Recorder:
         return found
 
     def link(self, name: str) -> str:
-        """As :class:`gdrkit.host.Files` says."""
+        """See :class:`gdrkit.host.Files`."""
         try:
             target = self._files.link(name)
         except OSError as error:
@@ -297,7 +298,7 @@ class Recorder:
         return target
 
     def look(self, name: str) -> None:
-        """As :class:`gdrkit.host.Files` says."""
+        """See :class:`gdrkit.host.Files`."""
         try:
             self._files.look(name)
         except OSError as error:

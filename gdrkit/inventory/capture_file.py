@@ -1,7 +1,4 @@
-"""Captures as files: JSON, compressed where the name ends so, and whatever the importers understand.
-
-Level 4.
-"""
+"""Reader and writer of capture files: JSON, optionally compressed by gzip, and the formats of the importers."""
 
 from __future__ import annotations
 
@@ -21,21 +18,21 @@ if TYPE_CHECKING:
 
 __all__ = ["parse_capture", "read_capture", "write_capture"]
 
-# Importing a file and answering from it must not let the process grow by more than 256 MiB. Python holds a text of n
-# bytes in up to 4n bytes (one character outside of the BMP suffices), twice while it is parsed, and a JSON value in up
-# to 200 bytes. The capture of a host with 517 PCI functions has 3 MiB and 12,000 tokens.
+# Importing a file and replaying it must not grow the process by more than 256 MiB. Python stores a text of n bytes in
+# up to 4n bytes (one character outside of the BMP suffices), twice during parsing, and a JSON value in up to 200 bytes.
+# The capture of a host with 517 PCI functions has 3 MiB and 12,000 tokens.
 _FILE_BYTES_MAX = 16 << 20
 _TOKENS_MAX = 300_000
 _DEPTH_MAX = 64
 _GZIP = b"\x1f\x8b"
-# A string of JSON, a bracket or a comma; a quotation mark alone begins a string that never ends. The quantifiers are
-# possessive, so that no input makes the search go back.
+# Matches a JSON string, a bracket or a comma. A lone quotation mark begins a string that never ends. The quantifiers
+# are possessive, so that no input makes the search backtrack.
 _TOKEN = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[\[\]{},"]', re.DOTALL)
 _LSPCI = re.compile(rb"\s*(?:[0-9a-fA-F]{4,8}:)?[0-9a-fA-F]{2}:[0-9a-fA-F]{2}\.[0-7] ")
 
 
 def write_capture(path: str | os.PathLike[str], capture: Capture) -> None:
-    """Write it; compressed where the name ends in ``.gz``."""
+    """Write `capture` as JSON to `path`, compressed if the name ends in ``.gz``."""
     place = Path(path)
     import gzip
 
@@ -47,12 +44,12 @@ def write_capture(path: str | os.PathLike[str], capture: Capture) -> None:
 
 
 def read_capture(path: str | os.PathLike[str]) -> Capture:
-    """Read what :func:`write_capture` wrote, a topology of NCCL, the text of lspci, or a copied folder.
+    """Read a file of :func:`write_capture`, a topology XML of NCCL, the text of lspci, or a copied folder.
 
     Raises
     ------
     UsageError
-        It cannot be read, or is none of these (``MALFORMED``).
+        The path cannot be read, or has none of these formats (``MALFORMED``).
     """
     place = Path(path)
     if place.is_dir():
@@ -72,7 +69,7 @@ def read_capture(path: str | os.PathLike[str]) -> Capture:
 
 
 def parse_capture(data: bytes, *, name: str = "capture") -> Capture:
-    """As :func:`read_capture`, of the bytes of a file."""
+    """Parse the contents of a capture file; see :func:`read_capture`. `name` is used in errors."""
     if len(data) > _FILE_BYTES_MAX:
         message = f"{name}: the file has more than {_FILE_BYTES_MAX} bytes"
         raise UsageError(message, reason=Reason.MALFORMED)
@@ -107,7 +104,7 @@ def _unpacked(data: bytes, name: str) -> bytes:
 
 def _parse_json(data: bytes, name: str) -> Capture:
     try:
-        # Never left to json.loads, which would also take UTF-16, in which the tokens below look different.
+        # json.loads would also accept UTF-16, in which the tokens counted below look different.
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
         message = f"{name}: not JSON: {error}"
@@ -119,7 +116,7 @@ def _parse_json(data: bytes, name: str) -> Capture:
 
 
 def _check_size(text: str, name: str) -> None:
-    """Refuse a JSON text whose values would take too much memory, before they are made."""
+    """Refuse a JSON text whose values would take too much memory, before it is parsed."""
     depth = 0
     for count, token in enumerate(_TOKEN.finditer(text)):
         found = token[0]
@@ -142,7 +139,7 @@ def _check_size(text: str, name: str) -> None:
 
 
 def _check_text(value: plain.Json, name: str) -> None:
-    """Refuse strings with half a character (a lone surrogate), which JSON may hold and no file can."""
+    """Refuse strings with a lone surrogate, which JSON can hold and UTF-8 cannot."""
     left: list[plain.Json] = [value]
     while left:
         one = left.pop()

@@ -1,6 +1,7 @@
-"""cufile.json: which file libcufile would read, and what stands in it.
+"""Reader of cufile.json, the configuration of libcufile: JSON with comments.
 
-Level 4. It is JSON with comments. Only the file is read here; what the library makes of it shows after it was opened.
+This module finds the file that the library would read, and parses it. The settings that the library really uses are
+known only after the library was opened.
 """
 
 from __future__ import annotations
@@ -20,25 +21,25 @@ __all__ = ["DEFAULT_PATH", "config_path", "parse_config", "read_config", "value"
 
 DEFAULT_PATH = "/etc/cufile.json"
 _VARIABLE = "CUFILE_ENV_PATH_JSON"
-# Strings first, so that what looks like a comment inside of one stays.
+# Strings come first, so that text in a string that looks like a comment stays.
 _COMMENTS = re.compile(r'"(?:[^"\\]|\\.)*"|//[^\n]*|/\*.*?\*/', re.DOTALL)
-# The file that NVIDIA ships has a comma behind the last entry of some objects once its comments are gone.
+# Without its comments, the file that NVIDIA ships has a comma after the last entry of some objects.
 _LAST_COMMAS = re.compile(r'"(?:[^"\\]|\\.)*"|,(?=\s*[}\]])')
 
 
 def config_path(tree: HostTree, environment: Mapping[str, str]) -> str | None:
-    """The file that the library would read; None when there is none, and its own defaults hold."""
+    """Return the path that the library would read, or None if there is no file and the library uses its defaults."""
     path = environment.get(_VARIABLE) or DEFAULT_PATH
     return path if path.startswith("/") and tree.exists(path) else None
 
 
 def parse_config(text: str, *, name: str = "cufile.json") -> dict[str, Any]:
-    """Read it.
+    """Parse the text of a cufile.json and return its top-level object.
 
     Raises
     ------
     UsageError
-        ``MALFORMED``: no JSON with comments, or no object.
+        ``MALFORMED``: the text is not JSON with comments, or its top-level value is not an object.
     """
     plain = text
     for pattern in (_COMMENTS, _LAST_COMMAS):
@@ -55,20 +56,20 @@ def parse_config(text: str, *, name: str = "cufile.json") -> dict[str, Any]:
 
 
 def read_config(tree: HostTree, environment: Mapping[str, str]) -> tuple[str | None, dict[str, Any]]:
-    """Path and contents; nothing in it when there is no file.
+    """Return the path and the contents; None and an empty mapping if there is no file.
 
     Raises
     ------
     UsageError
-        As :func:`parse_config`.
+        See :func:`parse_config`.
     """
     path = config_path(tree, environment)
     text = None if path is None else tree.text(path)
     return path, {} if text is None or path is None else parse_config(text, name=path)
 
 
-def value(config: Mapping[str, Any], *keys: str) -> Any:  # noqa: ANN401 - whatever JSON has there.
-    """What stands below these keys; None when there is nothing."""
+def value(config: Mapping[str, Any], *keys: str) -> Any:  # noqa: ANN401 - a JSON value of any type.
+    """Return the value at this path of keys, or None if there is none."""
     found: Any = config
     for key in keys:
         if not isinstance(found, dict):

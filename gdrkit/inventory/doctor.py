@@ -1,7 +1,4 @@
-"""Every rule on one machine, and what is missing there.
-
-Level 4.
-"""
+"""The doctor: applies every rule to one machine and lists the parts of direct transfers that are missing there."""
 
 from __future__ import annotations
 
@@ -27,20 +24,20 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """What the doctor says of a machine.
+    """The result of the doctor for one machine.
 
     Attributes
     ----------
     facts_digest : str
-        Of the facts that it judged.
+        Digest of the facts that the rules examined.
     missing : tuple of str
-        What direct transfers are made of, and is not here at all.
+        Hardware and software that direct transfers need and that this machine does not have.
     findings : tuple of Finding
-        One of each rule, in the order of the rules.
+        One finding for each rule, in the order of the rules.
     unreadable : tuple of Unreadable
-        Everything that could not be read, for whatever rule.
+        Every file that a rule could not read.
     privileges : tuple of str
-        What takes a privilege that this process has not, and the rules that want it.
+        Reads that need a privilege that this process does not have, with the rules that make them.
     """
 
     schema_version: int
@@ -51,16 +48,16 @@ class Diagnosis:
     privileges: tuple[str, ...]
 
     def to_json(self) -> str:
-        """As indented JSON."""
+        """Return the diagnosis as indented JSON."""
         return json.dumps(plain.to_plain(self), indent=2, ensure_ascii=False) + "\n"
 
     def of(self, verdict: Verdict) -> tuple[Finding, ...]:
-        """Those that ended so."""
+        """Return the findings with this verdict."""
         return tuple(finding for finding in self.findings if finding.verdict is verdict)
 
 
 def diagnose(machine: Machine, *, rules: Iterable[Rule] = RULES) -> Diagnosis:
-    """Apply the rules."""
+    """Apply `rules` to `machine` and return the diagnosis."""
     findings = tuple(rule.apply(machine) for rule in rules)
     unreadable = {item.path: item for item in machine.facts.unreadable}
     unreadable |= {item.path: item for finding in findings for item in finding.unreadable}
@@ -78,7 +75,7 @@ def _privileges(machine: Machine) -> Iterator[str]:
     def wanting(word: str) -> str:
         return ", ".join(rule.code for rule in RULES if word in rule.privilege)
 
-    # Of a machine whose files alone are known nobody knows who read them.
+    # If only the files of a machine are known, the privileges of the process that read them are unknown.
     if machine.facts.python and "CAP_SYS_ADMIN" not in machine.facts.limits.capabilities:
         yield f"PCI config space beyond 64 bytes takes CAP_SYS_ADMIN ({wanting('CAP_SYS_ADMIN')})"
     if machine.kernel_log.unreadable:
@@ -89,7 +86,7 @@ def _missing(machine: Machine) -> Iterator[str]:
     facts, tree = machine.facts, host.HostTree.of(machine.files)
 
     def absent(path: str) -> bool:
-        # What nobody asked when it was captured is not missing.
+        # A file that was not read when the machine was captured is not known to be missing.
         return not tree.exists(path) and all(item.path != path for item in tree.unreadable)
 
     has_gpu = any(host.is_gpu(one) for one in machine.functions) or bool(facts.cuda and facts.cuda.devices)
@@ -102,7 +99,7 @@ def _missing(machine: Machine) -> Iterator[str]:
     ):
         yield "no NVIDIA driver"
     has_nic = bool(facts.rdma_devices or (facts.verbs and facts.verbs.nics))
-    # The folder of the class is there with the first driver, and may be empty.
+    # The folder of the class exists as soon as the first driver is loaded, and may be empty.
     rdma = "/sys/class/infiniband"
     if not has_nic and not tree.names(rdma) and not _is_unknown(tree, rdma):
         yield "no RDMA device"
@@ -110,7 +107,7 @@ def _missing(machine: Machine) -> Iterator[str]:
         yield "no nvidia-fs"
     if not tree.names("/run/udev/data") and not _is_unknown(tree, "/run/udev/data"):
         yield "no udev database (/run/udev/data)"
-    # Where the loader looks is known only of a machine that was asked itself.
+    # The search path of the loader is known only for a machine on which gdrkit ran.
     if facts.python and not any(library.path for library in facts.libraries if library.soname == "libcufile.so.0"):
         yield "no libcufile.so.0 where the loader looks"
 

@@ -1,6 +1,7 @@
-"""The facts about one machine, frozen, with a JSON form that is read back as the same value.
+"""Facts about one machine, as frozen values. Their JSON form is read back as an equal value.
 
-Level 4. A fact is what was found; an API that did not answer has an :class:`ApiFailure` in its place, with what to do.
+A fact is something that was observed. An API whose query failed has an :class:`ApiFailure` instead, which says what to
+do.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class ApiFailure:
-    """Why an API gave no facts; the fields of :class:`~gdrkit.errors.ApiError`."""
+    """The failure of the query of an API, with the fields of :class:`~gdrkit.errors.ApiError`."""
 
     api: str
     operation: str
@@ -60,7 +61,10 @@ class ApiFailure:
 
     @classmethod
     def of(cls, error: GdrkitError, *, api: str, operation: str) -> Self:
-        """Keep `error`; `api` and `operation` name what was being asked when the error itself does not say."""
+        """Return the failure that describes `error`.
+
+        `api` and `operation` name the query. They are used if the error is not an :class:`~gdrkit.errors.ApiError`.
+        """
         if isinstance(error, ApiError):
             return cls(
                 api=error.api.value,
@@ -86,7 +90,7 @@ class ApiFailure:
 
 @dataclass(frozen=True, slots=True)
 class CudaDeviceFacts:
-    """One device as the CUDA driver shows it."""
+    """One device as the CUDA driver reports it."""
 
     index: int
     name: str
@@ -95,13 +99,13 @@ class CudaDeviceFacts:
     attributes: dict[str, int]
 
     def has(self, attribute: str) -> bool:
-        """Whether a flag among its attributes is set."""
+        """Return whether this attribute is known and not 0."""
         return bool(self.attributes.get(attribute, 0))
 
 
 @dataclass(frozen=True, slots=True)
 class CudaFacts:
-    """What the CUDA driver answered, the libraries that were loaded to ask it, and the devices that these had open."""
+    """The devices that the CUDA driver reported, the libraries loaded for the query, and their open device nodes."""
 
     driver_version: str
     devices: tuple[CudaDeviceFacts, ...]
@@ -111,14 +115,14 @@ class CudaFacts:
 
 @dataclass(frozen=True, slots=True)
 class NicFacts:
-    """One device as verbs shows it.
+    """One device as verbs reports it.
 
     Attributes
     ----------
     active_ports : tuple of int
-        Numbers of the ports that are up.
+        Numbers of the active ports.
     dmabuf : bool or None
-        Whether it takes dma-buf regions, as asked of it; None when it could not be opened (see ``failure``).
+        Whether a call showed that the device registers dma-bufs; None if it could not be opened (see ``failure``).
     """
 
     name: str
@@ -131,7 +135,7 @@ class NicFacts:
 
 @dataclass(frozen=True, slots=True)
 class VerbsFacts:
-    """What verbs answered, the libraries that were loaded to ask it, and the devices that these had open."""
+    """The devices that verbs reported, the libraries loaded for the query, and their open device nodes."""
 
     nics: tuple[NicFacts, ...]
     libraries: tuple[LoadedLibrary, ...]
@@ -140,7 +144,7 @@ class VerbsFacts:
 
 @dataclass(frozen=True, slots=True)
 class RouteFacts:
-    """Whether a NIC can register the memory of a device in one way, as tried with a small allocation."""
+    """Whether a NIC can register the memory of a device by one route, as tried with a small allocation."""
 
     device_index: int
     nic: str
@@ -151,7 +155,7 @@ class RouteFacts:
 
 @dataclass(frozen=True, slots=True)
 class LibraryFacts:
-    """A library that the loader would open for a name; ``path`` is None when there is none."""
+    """The library that the loader would open for a name; ``path`` is None if there is none."""
 
     soname: str
     path: str | None
@@ -161,7 +165,7 @@ class LibraryFacts:
 
 @dataclass(frozen=True, slots=True)
 class PackageFacts:
-    """A Python package; ``version`` is None when no package of that name is known to this Python."""
+    """A Python package; ``version`` is None if it is not installed for this Python."""
 
     name: str
     version: str | None
@@ -169,14 +173,14 @@ class PackageFacts:
 
 @dataclass(frozen=True, slots=True)
 class ConfigFacts:
-    """What the config space of a GPU, NIC, NVMe or bridge above one says; None for what could not be looked at.
+    """Registers in the config space of a GPU, NIC, NVMe controller or bridge above one; None if not readable.
 
     Attributes
     ----------
     is_whole : bool
-        Whether more than the header could be read, which takes CAP_SYS_ADMIN.
+        Whether more than the header could be read, which needs CAP_SYS_ADMIN.
     acs : str or None
-        The control word of Access Control Services, as lspci writes it.
+        The control word of Access Control Services, in the notation of lspci.
     """
 
     address: str
@@ -189,16 +193,16 @@ class ConfigFacts:
 
 @dataclass(frozen=True, slots=True)
 class CufileFacts:
-    """What there is of GPUDirect Storage without opening its library.
+    """The parts of GPUDirect Storage that are visible without opening its library.
 
     Attributes
     ----------
     config_path : str or None
-        The cufile.json that the library would read; None when there is none and its defaults hold.
+        The cufile.json that the library would read; None if there is none and the library uses its defaults.
     nvidia_fs_version : str or None
-        Of the loaded kernel module.
+        Version of the loaded kernel module nvidia-fs.
     nvidia_fs_modules : tuple of str
-        The storage drivers that have registered with it.
+        The storage drivers that have registered with nvidia-fs.
     """
 
     config_path: str | None
@@ -213,34 +217,34 @@ class Facts:
     Attributes
     ----------
     gpus : tuple of PciDevice
-        NVIDIA GPUs on the PCI bus, driver or not.
+        NVIDIA GPUs on the PCI bus, with or without a driver.
     rdma_devices : tuple of RdmaDevice
         RDMA devices of the kernel.
     cuda, verbs : facts or None
-        What the API answered; None when it was not asked, or when it failed: then ``cuda_failure`` or ``verbs_failure``
-        says why.
+        Result of the query of the API; None if the API was not queried or failed. ``cuda_failure`` and
+        ``verbs_failure`` describe a failure.
     routes : tuple of RouteFacts
-        What registration answered for each device, NIC and way; empty when CUDA or verbs did not answer.
+        Result of a registration for each device, NIC and route; empty if CUDA or verbs failed.
     accelerators : tuple of PciDevice
-        Those of Habana Labs on the PCI bus, driver or not.
+        Accelerators of Habana Labs on the PCI bus, with or without a driver.
     gaudi : facts or None
-        What hl-thunk answered; it is asked where there is a library or a device.
+        Result of the query of hl-thunk, which is made if there is a library or a device.
     unreadable : tuple of Unreadable
-        Files that exist and refused to be read.
+        Files that exist and could not be read.
     virtual_machine : str or None
-        Where it shows that this is one.
+        The evidence that the machine is virtual; None if there is none.
     config : tuple of ConfigFacts
         Config spaces of GPUs, NICs and NVMe controllers, and of the bridges above them.
     nvme : tuple of NvmeController
-        All of them.
+        All NVMe controllers.
     mounts : tuple of Mount
-        Those on a block device.
+        Mounts on a block device.
     cufile : CufileFacts or None
-        None where files were not looked at.
+        None if the files were not read.
     nvml : NvmlFacts or None
-        None where there is no such library, or where ``nvml_failure`` says why it did not answer.
+        None if there is no such library, or if its query failed (``nvml_failure``).
     evidence : KernelEvidence or None
-        What the kernel reported about devices by ioctl and netlink; None where it was not asked, as for a capture.
+        Reports of the kernel about devices by ioctl and netlink; None if the kernel was not queried, as for a capture.
     """
 
     schema_version: int
@@ -274,17 +278,17 @@ class Facts:
     evidence: KernelEvidence | None = None
 
     def to_json(self) -> str:
-        """As indented JSON."""
+        """Return the facts as indented JSON."""
         return json.dumps(plain.to_plain(self), indent=2, ensure_ascii=False) + "\n"
 
     @classmethod
     def from_json(cls, text: str | bytes, *, where: str = "facts") -> Self:
-        """Read back what :meth:`to_json` gave; `where` is what to call it in errors.
+        """Parse the output of :meth:`to_json`; errors name the text `where`.
 
         Raises
         ------
         UsageError
-            ``MALFORMED``: no JSON, another version, or a field that is not as it must be.
+            ``MALFORMED``: the text is not JSON, has another version, or has an invalid field.
         """
         data = plain.parse_json(text, where=where)
         version = data.get("schema_version") if isinstance(data, dict) else None
@@ -295,12 +299,12 @@ class Facts:
 
     @property
     def digest(self) -> str:
-        """Names exactly these facts."""
+        """Digest of these facts."""
         return plain.digest(self)
 
     @property
     def failures(self) -> tuple[ApiFailure, ...]:
-        """Of the APIs that were asked and did not answer."""
+        """Failures of the APIs that were queried."""
         return tuple(
             failure
             for failure in (
@@ -314,7 +318,7 @@ class Facts:
         )
 
     def api_libraries(self, api: str) -> tuple[LoadedLibrary, ...]:
-        """What was loaded to ask ``verbs``, ``cuda`` or ``hlthunk``."""
+        """Return the libraries that were loaded to query `api`: ``verbs``, ``cuda`` or ``hlthunk``."""
         asked: dict[str, VerbsFacts | CudaFacts | GaudiFacts | None] = {
             "verbs": self.verbs,
             "cuda": self.cuda,
@@ -325,8 +329,9 @@ class Facts:
 
 
 def notable(libraries: Iterable[LoadedLibrary]) -> tuple[LoadedLibrary, ...]:
-    """Those that say which API is which: the API libraries, their bindings, RDMA providers, and whatever carries a
-    note of its own.
+    """Return the libraries that identify an API's implementation.
+
+    These are the libraries of the APIs, their bindings, the RDMA providers, and every library that has a GDRKIT note.
     """
     stems = ("libibverbs.", "librdmacm.", "libcuda.", "libcufile", "libhl-thunk.", "libhlthunk.", "libnvidia-ml.")
     return tuple(

@@ -1,6 +1,6 @@
-"""Facts about Gaudis, and how they are asked.
+"""Facts about Gaudi devices, and the query for them.
 
-Level 4. A file of its own, so that nothing else in this room has to know them.
+These are in a module of their own, so that the other modules of this package need not know Gaudi.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SONAMES = ("libhl-thunk.so", "libhlthunk.so")
 
 @dataclass(frozen=True, slots=True)
 class GaudiDeviceFacts:
-    """One device as hl-thunk shows it; see :class:`gdrkit.gaudi.DeviceInfo`."""
+    """One device as hl-thunk reports it; see :class:`gdrkit.gaudi.DeviceInfo`."""
 
     number: int
     pci_bus_id: str
@@ -36,31 +36,31 @@ class GaudiDeviceFacts:
 
 @dataclass(frozen=True, slots=True)
 class GaudiFacts:
-    """What hl-thunk answered, and the libraries that were loaded to ask it."""
+    """The devices that hl-thunk reported, and the libraries that were loaded for the query."""
 
     devices: tuple[GaudiDeviceFacts, ...]
     libraries: tuple[LoadedLibrary, ...]
 
 
 def may_have_gaudi(tree: host.HostTree, libraries: Iterable[LibraryFacts]) -> bool:
-    """Whether there is anything to ask: a library, or a device on the PCI bus."""
+    """Return whether there is an hl-thunk library, or a device of Habana Labs on the PCI bus."""
     return any(library.path for library in libraries if library.soname in _SONAMES) or bool(
         host.habana_accelerators(tree)
     )
 
 
 def ask_gaudi(libraries: Callable[[], tuple[LoadedLibrary, ...]]) -> GaudiFacts:
-    """What hl-thunk says of its devices; none is opened for work.
+    """Query the devices of hl-thunk without opening one for work.
 
     Parameters
     ----------
     libraries : callable
-        Says what this process has loaded, asked last.
+        Returns the libraries that this process has loaded. It is called last.
 
     Raises
     ------
     GdrkitError
-        There is no hl-thunk that answers.
+        hl-thunk is missing, or its calls failed.
     """
     from gdrkit import gaudi
 

@@ -1,7 +1,7 @@
-"""What the links of a machine can carry at most: the one place that knows.
+"""Upper bounds of the transfer rate, computed from the links of a machine.
 
-Level 4, pure. A limit is what no transfer can exceed: the bytes that a link carries in a second, headers included. A
-transfer that seems to be faster did not go that way.
+A limit is the number of bytes that a link carries in a second, headers included. No transfer can exceed it. A transfer
+that seems to be faster did not use that link. All functions here are pure.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ __all__ = ["Limit", "device_limit", "way_limit"]
 
 _LINK = re.compile(r"(\d{1,9}(?:\.\d{1,9})?) GT/s(?: PCIe)? x(\d{1,9})")
 _RATE = re.compile(r"(\d{1,9}(?:\.\d{1,9})?) Gb/sec")
-# From this speed on, 130 bits carry 128; below, 10 bits carry 8 (PCI Express Base Specification, 4.2). From 64 GT/s on,
-# 256 bytes of a flit carry 236.
+# From this speed on, 130 bits on the link carry 128 bits of data; below it, 10 bits carry 8 (PCI Express Base
+# Specification, 4.2). From 64 GT/s on, a flit of 256 bytes carries 236.
 _LONG_CODE_GT_PER_S, _FLIT_GT_PER_S = 8.0, 64.0
-# By generation, as NVML counts them.
+# PCIe speeds by the generation numbers that NVML uses.
 _SPEEDS_GT_PER_S = {1: 2.5, 2: 5.0, 3: 8.0, 4: 16.0, 5: 32.0, 6: 64.0}
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """The slowest part of a way.
+    """The limit of the slowest link of a path.
 
     Attributes
     ----------
     gb_per_s : float
-        In one direction, 10**9 bytes.
+        Rate in one direction, in 10**9 bytes per second.
     why : str
-        Which part, and how it is trained.
+        Name of the link or port, with its trained speed and width or its rate.
     """
 
     gb_per_s: float
@@ -44,9 +44,10 @@ class Limit:
 
 
 def way_limit(topology: Topology, facts: Facts, names: Collection[str]) -> Limit | None:
-    """The limit of a way through these places (``GPU0``, ``mlx5_0``); None where no part of it says how it is trained.
+    """Return the limit of a path through these places (``GPU0``, ``mlx5_0``), or None if no link states its training.
 
-    In a virtual machine the tree is what the hypervisor shows, and no limit of the hardware.
+    The result is also None in a virtual machine: the PCI tree there is what the hypervisor shows, and says nothing
+    about the limits of the hardware.
     """
     if topology.virtual_machine is not None:
         return None
@@ -58,9 +59,9 @@ def way_limit(topology: Topology, facts: Facts, names: Collection[str]) -> Limit
 
 
 def device_limit(facts: Facts, *, devices: Collection[int], nics: Collection[str]) -> Limit | None:
-    """The limit of a way through these devices of CUDA and NICs, as far as facts alone say it.
+    """Return the limit of a path through these CUDA devices and NICs, as far as it follows from the facts alone.
 
-    Facts have the links of GPUs and the ports of NICs; the link of a NIC is in the topology, see :func:`way_limit`.
+    The facts have the links of GPUs and the ports of NICs. The link of a NIC is in the topology, see :func:`way_limit`.
     """
     if facts.virtual_machine is not None:
         return None
@@ -75,13 +76,16 @@ def device_limit(facts: Facts, *, devices: Collection[int], nics: Collection[str
 
 
 def _slowest(*found: Limit | None) -> Limit | None:
-    # A link of no lanes, or a port of no speed, is one that the kernel cannot tell.
+    # The kernel reports a width or a rate of 0 if it does not know the value.
     known = [limit for limit in found if limit is not None and limit.gb_per_s > 0]
     return min(known, key=lambda limit: limit.gb_per_s, default=None)
 
 
 def _best_link(address: str, facts: Facts) -> str:
-    """Of a GPU, what it and its slot can do together; while it is idle, it is trained for less than it does at work."""
+    """Return the fastest link that a GPU and its slot support together, as NVML reports it; empty if it is unknown.
+
+    The trained speed does not serve, because the link of an idle GPU is trained for less than that of a busy one.
+    """
     for link in facts.nvml.gpus if facts.nvml else ():
         speed = _SPEEDS_GT_PER_S.get(link.link_generation_max or 0)
         if link.pci_bus_id.lower() == address.lower() and speed and link.link_width_max:
@@ -102,6 +106,6 @@ def _of_ports(facts: Facts, names: Collection[str]) -> Iterator[Limit]:
     for device in facts.rdma_devices:
         for port in device.ports if device.name in names else ():
             parsed = _RATE.match(port.rate or "")
-            # What a port that is down would carry bounds nothing.
+            # The rate of a port that is down is not a limit.
             if parsed is not None and port.state == "ACTIVE":
                 yield Limit(gb_per_s=float(parsed[1]) / 8, why=f"the port of {device.name}, {port.rate}")

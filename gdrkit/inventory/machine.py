@@ -1,6 +1,6 @@
-"""A machine as the rules of the doctor see it: its files, its facts, and what acting on it shows.
+"""A machine as the rules of the doctor see it: its files, its facts and the results of experiments.
 
-Level 4. This one or a captured one; a rule cannot tell, and need not.
+The machine is this one or a captured one. A rule works the same way on both.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Machine", "replayed", "this_machine"]
 
-# By which libraries on the way of direct transfers are set.
+# Environment variables that configure the libraries used by direct transfers.
 _VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "LD_LIBRARY_PATH")
 _PREFIXES = ("CUFILE_", "UCX_", "NCCL_NET_GDR", "NCCL_DMABUF")
 _ACT_S = 10.0
-# Of a capture. Rules and the topology compare each with each.
+# Limit of GPUs, NICs and NVMe controllers in a capture. Rules and the topology compare each of them with every other.
 _ENDS_MAX = 512
-# Of temporary files that must be on a disk: what is in /tmp often is in memory, which no storage driver reads.
-_DISK = "/var/tmp"  # noqa: S108 - each act has a folder of its own there.
+# Folder of temporary files that must be on a disk. /tmp is often a tmpfs, which no storage driver reads.
+_DISK = "/var/tmp"  # noqa: S108 - each experiment has a folder of its own there.
 
 
 @dataclass
@@ -43,21 +43,22 @@ class Machine:
     Attributes
     ----------
     files : Files
-        Where its files are read.
+        Access to its files: the disk or a capture.
     facts : Facts
-        What it is, and what its APIs answer.
+        Facts about its hardware, its software and its APIs.
     kernel_log : KernelLog
-        What its kernel said of devices.
+        Messages of its kernel about devices.
     environment : mapping
-        The variables that matter.
+        Environment variables that matter to direct transfers.
     observations : mapping
-        What acting has shown, by the name of the act.
+        Results of experiments, by the name of the experiment.
     may_act : bool
-        Whether this process runs on it; a captured machine has only what was observed then.
+        Whether experiments may run, which needs that this process runs on the machine. A captured machine has only the
+        results that were captured.
     has_environment : bool
-        Whether the variables of its environment are known.
+        Whether the environment variables are known.
     timeout_s : float
-        How long an act may take.
+        Time limit of an experiment, in seconds.
     """
 
     files: host.Files
@@ -71,17 +72,17 @@ class Machine:
 
     @cached_property
     def functions(self) -> tuple[host.PciDevice, ...]:
-        """Every PCI function."""
+        """All PCI functions of the machine."""
         return host.pci_devices(host.HostTree.of(self.files))
 
     @cached_property
     def all_mounts(self) -> tuple[host.Mount, ...]:
-        """Every mount."""
+        """All mounts of the machine."""
         return host.mounts(host.HostTree.of(self.files))
 
     @property
     def has_gpu_or_nic(self) -> bool:
-        """Whether it has a GPU, an accelerator or an RDMA NIC, by PCI, by sysfs or by what its APIs answer."""
+        """Whether the machine has a GPU, an accelerator or an RDMA NIC, according to PCI, sysfs or its APIs."""
         facts = self.facts
         return bool(
             any(host.is_gpu(one) or host.is_nic(one) for one in self.functions)
@@ -92,12 +93,15 @@ class Machine:
         )
 
     def observe(self, name: str) -> Observation | None:
-        """Act, once, in a child process with a time limit; None where nobody can, or did."""
+        """Return the result of the experiment `name`, or None if there is no result and it may not run here.
+
+        The first call runs the experiment, in a child process with a time limit.
+        """
         from gdrkit.inventory.act import ACTS
 
         if name in ACTS and name not in self.observations and self.may_act:
-            # What the act leaves behind goes with the folder, also where its process had to be ended; without a name
-            # of its own, libcufile's log would go into the current folder.
+            # The files that the experiment leaves are removed with the folder, also if its process had to be killed.
+            # Without this variable libcufile would write its log into the current folder.
             place = _DISK if os.access(_DISK, os.W_OK) else None
             with tempfile.TemporaryDirectory(prefix="gdrkit-act-", dir=place) as folder:
                 log = {"CUFILE_LOGFILE_PATH": f"{folder}/cufile.log"}
@@ -107,9 +111,9 @@ class Machine:
         return self.observations.get(name)
 
     def capture(self) -> Capture:
-        """All that was read of it until now.
+        """Return a capture of everything that was read of the machine until now.
 
-        Its files must be those of a :class:`Recorder`, or of a capture.
+        :attr:`files` must be a :class:`Recorder` or a capture; otherwise the capture has no files.
         """
         answers = self.files.answers if isinstance(self.files, Recorder | CapturedFiles) else Answers()
         return Capture(
@@ -124,16 +128,16 @@ class Machine:
 
 
 def this_machine(*, ask_apis: bool = True, record: bool = False, act: bool = True) -> Machine:
-    """The one that this process runs on.
+    """Return the machine on which this process runs.
 
     Parameters
     ----------
     ask_apis : bool
-        Whether to ask its APIs, in child processes.
+        Whether to query its APIs, in child processes.
     record : bool
-        Whether to keep what is read, for :meth:`Machine.capture`.
+        Whether to record the files that are read, for :meth:`Machine.capture`.
     act : bool
-        Whether rules may act on it.
+        Whether rules may run experiments.
     """
     files: host.Files = host.DiskFiles()
     files = Recorder(files) if record else files
@@ -149,7 +153,7 @@ def this_machine(*, ask_apis: bool = True, record: bool = False, act: bool = Tru
 
 
 def replayed(capture: Capture) -> Machine:
-    """Make a machine of a capture; facts that were not captured are read from its files, as far as they have them.
+    """Return the machine of a capture. Facts that were not captured are read from its files, as far as these have them.
 
     Raises
     ------

@@ -1,7 +1,4 @@
-"""What acting on a machine showed.
-
-Level 4.
-"""
+"""The result of an experiment on a machine (:mod:`gdrkit.inventory.act`)."""
 
 from __future__ import annotations
 
@@ -14,16 +11,16 @@ __all__ = ["Observation"]
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """The answer of one act, or why there is none.
+    """The result of one experiment, or the reason why there is none.
 
     Attributes
     ----------
     name : str
-        Of the act.
+        Name of the experiment.
     seen : mapping
-        What was observed, in words, by what was done.
+        The observation in words for each step of the experiment.
     failure : ApiFailure or None
-        The call that failed, or that the child that acted did not come back (reason ``timeout``).
+        The call that failed. Its reason is ``timeout`` if the child process did not end in time.
     """
 
     name: str

@@ -1,7 +1,4 @@
-"""Find the facts of this machine.
-
-Level 4.
-"""
+"""Collection of the facts about a machine, from its files and from queries of its APIs in child processes."""
 
 from __future__ import annotations
 
@@ -56,24 +53,24 @@ def probe(
     ask_apis: bool = True,
     timeout_s: float = _TIMEOUT_S,
 ) -> Facts:
-    """Read the host, and ask its APIs.
+    """Read the files of the host, query its APIs and return the facts.
 
     Parameters
     ----------
     tree : HostTree or None
-        The host's files; this host when None.
+        The files of the host; None means this host.
     environment : mapping or None
-        With which the APIs are asked, so that the answer is that of a child started the same way; this process' own
-        when None.
+        Environment of the children that query the APIs, so that the result holds for other children started with it;
+        None means the environment of this process.
     ask_apis : bool
-        Whether to start the children that ask CUDA, verbs and registration.
+        Whether to start the children that query CUDA, verbs and registration.
     timeout_s : float
-        How long each may take; a driver that hangs becomes a failure with reason ``timeout``.
+        Time limit of each query, in seconds. A driver that hangs becomes a failure with reason ``timeout``.
     """
     tree = host.HostTree() if tree is None else tree
     child = dict(os.environ if environment is None else environment)
     with _Asking(child) as asking:
-        # The files are read while the APIs think.
+        # The files are read while the children wait for the APIs.
         asking.ask(*(("verbs", "cuda") if ask_apis else ()))
         found = _read(tree, child)
         if ask_apis and any(library.path for library in found.libraries if library.soname == "libnvidia-ml.so.1"):
@@ -84,11 +81,11 @@ def probe(
 
 
 def _read(tree: host.HostTree, environment: Mapping[str, str]) -> Facts:
-    """What the files say."""
+    """Return the facts that the files contain."""
     is_here = not isinstance(tree.files, CapturedFiles)
     return Facts(
         schema_version=SCHEMA_VERSION,
-        # Neither is in the files of another machine.
+        # The files of another machine contain neither of these two.
         machine=os.uname().machine if is_here else "",
         python=f"{platform.python_implementation()} {platform.python_version()}" if is_here else "",
         kernel=host.kernel_facts(tree),
@@ -121,7 +118,7 @@ def _read(tree: host.HostTree, environment: Mapping[str, str]) -> Facts:
 
 
 def _is_this_host(tree: host.HostTree) -> bool:
-    """Whether the kernel of this process is the one whose files are read, also where they are recorded meanwhile."""
+    """Return whether the files are those of this host, also if the reads are recorded."""
     return tree.is_this_host or isinstance(tree.files, Recorder)
 
 
@@ -140,18 +137,18 @@ class _Answers:
 
 
 class _Asking:
-    """The children that were asked; those that nobody waited for are ended."""
+    """The child processes that query the APIs. Leaving the context kills those whose results were not awaited."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._environment = environment
         self._asked: dict[str, Question] = {}
 
     def ask(self, *apis: str) -> None:
-        """All at once: each spends its time on imports and on waiting for a driver."""
+        """Start a child for each API, all at once: each mostly imports modules and waits for a driver."""
         self._asked |= {api: Question(["gdrkit.inventory.ask", api], self._environment) for api in apis}
 
     def answers(self, timeout_s: float) -> _Answers:
-        """What they say, and where both sides are here, in which ways memory can be registered."""
+        """Wait for the results. If there are CUDA devices and NICs, also query which registration routes work."""
         found = _Answers()
         found.verbs, found.verbs_failure = self._answer("verbs", VerbsFacts, timeout_s)
         found.cuda, found.cuda_failure = self._answer("cuda", CudaFacts, timeout_s)
@@ -178,7 +175,7 @@ class _Asking:
 
 
 def _config(tree: host.HostTree) -> tuple[ConfigFacts, ...]:
-    """Of the functions between which bytes shall move, and of what is above them."""
+    """Return the config space of each GPU, NIC and NVMe controller, and of the bridges above them."""
     ends = [
         device
         for device in host.pci_devices(tree)
@@ -190,7 +187,7 @@ def _config(tree: host.HostTree) -> tuple[ConfigFacts, ...]:
         try:
             space = host.config_space(tree, address)
         except GdrkitError:
-            # The doctor reads it again, and says what is wrong with it.
+            # The doctor reads it again, and reports the error.
             space = None
         found.append(
             ConfigFacts(

@@ -1,8 +1,8 @@
-"""What a kind of machine is expected to do: one TOML file below hardware/profiles.
+"""Profiles: the expected behaviour of a kind of machine, each in one TOML file below hardware/profiles.
 
-Level 4. A profile says on what its APIs run, which needs may be unmet there and for which reason, which registrations
-must be refused there and how, and which routes must be direct. What a profile does not foresee fails a run, so that an
-empty run can never look good.
+A profile states the substrate of each API, which needs may be unmet and for which reason, which registrations must be
+refused and how, and which routes must be direct. An unmet need that the profile does not foresee fails the run, so that
+an empty run can never look good.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Foreseen:
-    """A need that may be unmet; both are patterns of fnmatch."""
+    """A need that may be unmet, and the reason. Both attributes are patterns of fnmatch."""
 
     need: str
     reason: str
@@ -48,14 +48,14 @@ class Foreseen:
 
 @dataclass(frozen=True, slots=True)
 class RefusedCause:
-    """One way of registration that must be refused.
+    """The expected error of one registration route that must be refused.
 
     Attributes
     ----------
     operation : str
-        The function of libibverbs that says so.
+        Name of the libibverbs function that fails.
     errno : str
-        By its name.
+        Name of the errno.
     """
 
     operation: str
@@ -72,10 +72,10 @@ class Refused:
     Attributes
     ----------
     need : str
-        A pattern of fnmatch. A case that lacks nothing but needs of this pattern runs all the same, and must end with
-        one :class:`~gdrkit.errors.RegistrationFailed` that has exactly these causes.
+        A pattern of fnmatch. A case whose unmet needs all match it runs all the same, and must end with one
+        :class:`~gdrkit.errors.RegistrationFailed` that has exactly these causes.
     causes : tuple of RefusedCause
-        In the order in which the ways are tried.
+        The expected errors, in the order in which the routes are tried.
     """
 
     need: str
@@ -84,18 +84,18 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class RequiredRoute:
-    """Routes that must be proven on hardware; all three are patterns of fnmatch.
+    """Routes that must be proven on hardware. `device`, `nic` and `way` are patterns of fnmatch.
 
     Attributes
     ----------
     device : str
-        Of the device's number.
+        Pattern of the device's number.
     nic : str
-        Of the NIC's name.
+        Pattern of the NIC's name.
     way : str
         ``dmabuf``, ``peer_memory`` or a pattern of them.
     enough : str
-        ``each``: every route that the patterns match; ``device``: one route for each device that they match.
+        ``each``: every route that matches must be proven; ``device``: one route for each device that matches.
     """
 
     device: str = "*"
@@ -106,22 +106,23 @@ class RequiredRoute:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What a measured number must be on such a machine.
+    """The expected value of a measured number on such a machine.
 
     Attributes
     ----------
     case, number : str
-        Patterns of fnmatch: of the case's id and of the number's name, which has the unit.
+        Patterns of fnmatch for the case's id and for the number's name, which includes the unit.
     source : str
-        Who measured or published it.
+        Measurement or publication of the expected value.
     value : float or None
-        What is expected, in the number's unit.
+        Expected value, in the number's unit.
     limit_percent : float or None
-        Instead of `value`: the share of what the slowest link of the way carries; asked where that is known.
+        Instead of `value`: expected percentage of the rate of the slowest link of the path. It is checked only if that
+        rate is known.
     tolerance_percent : float
-        By how much a number may be worse.
+        Percentage by which a number may be worse.
     better : str
-        ``more`` or ``less``: a rate, or a time.
+        ``more`` for a rate, ``less`` for a time.
     """
 
     case: str
@@ -135,16 +136,16 @@ class Expected:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The machines that a profile is for; what is None is not asked.
+    """The conditions that a machine must meet for a profile. An attribute that is None is not a condition.
 
     Attributes
     ----------
     gpu_count, nic_count : int or None
-        As the APIs show them.
+        Numbers of devices that the APIs report.
     gpu_name : str or None
-        A pattern that every device's name matches.
+        Pattern that the name of every GPU matches; there must be at least one.
     gaudi : str or None
-        A pattern that the generation of every Gaudi matches, of which there is at least one.
+        Pattern that the generation of every Gaudi matches; there must be at least one.
     """
 
     gpu_count: int | None = None
@@ -154,35 +155,35 @@ class Match:
 
     @property
     def conditions(self) -> int:
-        """How many there are; of two profiles that fit, the one that asks more is the better description."""
+        """Number of conditions. Of two profiles that fit, the one with more conditions describes the machine better."""
         return sum(value is not None for value in (self.gpu_count, self.gpu_name, self.nic_count, self.gaudi))
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """One profile.
+    """The expected behaviour of one kind of machine.
 
     Attributes
     ----------
     name : str
-        That of its file.
+        Name of its file, without the suffix.
     about : str
-        One sentence for people.
+        Description in one sentence.
     substrate : mapping
-        For each API the substrates (``hardware``, ``kernel_software``, ``twin``) that it may run on; an API that is not
-        named may run on any.
+        For each API the allowed substrates (``hardware``, ``kernel_software``, ``twin``). An API that is not named may
+        run on any substrate.
     match : Match
-        Which machines it describes.
+        Conditions that the machine must meet.
     cases_min : int
-        How many cases a qualification must really run.
+        Least number of cases that a qualification must really run.
     foreseen : tuple of Foreseen
         Needs that may be unmet.
     refused : tuple of Refused
         Registrations that must be refused.
     routes : tuple of RequiredRoute
-        What must be direct.
+        Routes that must be direct.
     expected : tuple of Expected
-        How fast it must be.
+        Expected values of measured numbers.
     """
 
     schema_version: int
@@ -197,15 +198,18 @@ class Profile:
     expected: tuple[Expected, ...] = ()
 
     def foresees(self, need: str, reason: str) -> bool:
-        """Whether `need` may be unmet for `reason` on such a machine."""
+        """Return whether `need` may be unmet for `reason` on such a machine."""
         return any(fnmatchcase(need, item.need) and fnmatchcase(reason, item.reason) for item in self.foreseen)
 
     def refusal(self, need: str) -> tuple[RefusedCause, ...] | None:
-        """With which causes a registration must be refused where `need` is not met; None: nothing is said of that."""
+        """Return the causes with which a registration must be refused if `need` is unmet, or None if there are none."""
         return next((item.causes for item in self.refused if fnmatchcase(need, item.need)), None)
 
     def misfits(self, facts: Facts, substrate: Mapping[str, str]) -> tuple[str, ...]:
-        """Why this profile does not describe a machine with these facts, on this substrate; nothing when it does."""
+        """Return the reasons why this profile does not fit a machine with these facts and this substrate.
+
+        The result is empty if the profile fits.
+        """
         found = []
         for api, allowed in sorted(self.substrate.items()):
             actual = substrate.get(api, "none")
@@ -233,7 +237,7 @@ def load_profile(name: str, *, folder: Path | None = None) -> Profile:
     Raises
     ------
     UsageError
-        There is none of that name, or its file is malformed.
+        There is no profile of that name, or its file is malformed.
     """
     import tomllib
 
@@ -254,18 +258,18 @@ def load_profile(name: str, *, folder: Path | None = None) -> Profile:
 
 
 def load_profiles(*, folder: Path | None = None) -> tuple[Profile, ...]:
-    """Read all profiles, by name."""
+    """Read all profiles and return them in the order of their names."""
     folder = house().profiles if folder is None else folder
     return tuple(load_profile(path.stem, folder=folder) for path in sorted(folder.glob("*.toml")))
 
 
 def choose_profile(profiles: Sequence[Profile], facts: Facts, substrate: Mapping[str, str]) -> Profile:
-    """The profile that describes a machine best: of those that fit, the one that asks most.
+    """Return the profile that fits the machine and has the most conditions.
 
     Raises
     ------
     UsageError
-        None fits.
+        No profile fits.
     """
     fitting = [profile for profile in profiles if not profile.misfits(facts, substrate)]
     if not fitting:
@@ -306,5 +310,8 @@ def _wrong_expectation(item: Expected) -> str:
 
 
 def _is_errno(name: str) -> bool:
-    """Whether :func:`gdrkit.errors.errno_name` gives this very name to some number; an alias would never be met."""
+    """Return whether :func:`gdrkit.errors.errno_name` returns this name for some number.
+
+    An alias such as ENOTSUP is refused, because no error would ever have that name.
+    """
     return name in {errno_name(number) for number in (*_errno.errorcode, 524)}

@@ -1,7 +1,4 @@
-"""A question that is asked in a child process, so that a damaged library ends the child and not who asked.
-
-Level 4.
-"""
+"""Queries in child processes, so that a damaged library ends the child and not the caller."""
 
 from __future__ import annotations
 
@@ -26,21 +23,22 @@ __all__ = ["Question"]
 
 _SHOWN_CHARACTERS = 400
 _STARVED_MAX_S = 100.0
-# How long a killed child may take to end. One that waits inside a driver (state D) ends only when the driver returns.
+# Time in which a killed child must end. A child that waits inside a driver (state D) ends only when the driver returns.
 _KILLED_S = 5.0
-# Killed children that had not ended; the next question looks whether they have.
+# Killed children that had not ended in that time. The next query reaps those that have ended since.
 _abandoned: list[subprocess.Popen[bytes]] = []
 
 
 class Question:
-    """A child that answers on a descriptor: ``python -m MODULE NAME ... DESCRIPTOR``."""
+    """A child process that writes its result to a descriptor: ``python -m MODULE NAME ... DESCRIPTOR``."""
 
     def __init__(self, command: list[str], environment: Mapping[str, str]) -> None:
         _abandoned[:] = [child for child in _abandoned if child.poll() is None]
         self._command = command
         self._api = command[-1]
-        # Files and no pipes: a file holds any length while nobody reads, and its end does not depend on the processes
-        # that the child starts, which inherit it. What libraries print goes elsewhere than the answer.
+        # Files and not pipes: a file takes a result of any length without a reader, and its end does not depend on the
+        # processes that the child starts, which inherit it. The output of libraries goes to another file than the
+        # result.
         self._answer = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close().
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close().
         try:
@@ -51,7 +49,7 @@ class Question:
                 stdin=subprocess.DEVNULL,
                 stdout=self._output,
                 stderr=subprocess.STDOUT,
-                # So that what the child has started is killed with it.
+                # A group of its own, so that the processes that the child starts are killed with it.
                 process_group=0,
             )
         except BaseException:
@@ -60,12 +58,12 @@ class Question:
             raise
 
     def answer(self, timeout_s: float) -> tuple[Any, ApiFailure | None]:
-        """Wait for the child, end its process group, and return the facts as plain data, or the failure.
+        """Wait for the child, kill its process group, and return the facts as plain data, or the failure.
 
         Parameters
         ----------
         timeout_s : float
-            How long the child may take. Time for which it wanted a processor and had none does not count, up to 100 s:
+            Time limit of the child, in seconds. Up to 100 s in which it was runnable and had no processor do not count:
             on a busy machine the start of an interpreter alone was seen to take half a minute, and no API hung.
         """
         try:
@@ -87,7 +85,7 @@ class Question:
         return data["facts"], None
 
     def _wait(self, timeout_s: float) -> bool:
-        """Wait until the child has ended; False when its time is over."""
+        """Wait until the child has ended, and return True; return False at the time limit."""
         began, left_s = time.monotonic(), timeout_s
         while left_s > 0:
             try:
@@ -100,7 +98,7 @@ class Question:
         return False
 
     def _end(self) -> None:
-        """Kill the process group of the child, and give the child up when it does not end."""
+        """Kill the process group of the child, and abandon the child if it does not end."""
         if self._child in _abandoned:
             return
         with contextlib.suppress(ProcessLookupError):
@@ -111,7 +109,7 @@ class Question:
             _abandoned.append(self._child)
 
     def close(self) -> None:
-        """End the child, where the caller has not waited for its answer."""
+        """Kill the child if the caller has not waited for its result, and close the files."""
         if not self._answer.closed:
             self._end()
             self._answer.close()

@@ -1,7 +1,4 @@
-"""Where GPUs, NICs and NVMe controllers sit: memory nodes, host bridges, switches, and how far any two are apart.
-
-Level 4.
-"""
+"""PCI topology of GPUs, NICs and NVMe controllers: NUMA nodes, host bridges, switches and the distance of each pair."""
 
 from __future__ import annotations
 
@@ -23,22 +20,22 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One device that bytes begin or end in.
+    """One device that is the source or the destination of transfers.
 
     Attributes
     ----------
     name : str
-        ``GPU0``, ``mlx5_0``, ``nvme0``; an address where it has no name.
+        ``GPU0``, ``mlx5_0``, ``nvme0``; the PCI address if the device has no name.
     kind : str
         ``gpu``, ``nic`` or ``nvme``.
     address : str
-        Its PCI function.
+        Address of its PCI function.
     numa_node : int or None
-        The memory node next to it.
+        The nearest NUMA node.
     path : tuple of str
-        Host bridge and bridges above it, from the top.
+        The host bridge and the bridges above the device, from the top.
     link : str
-        The PCIe link as trained; empty where nobody says.
+        The PCIe link as trained; empty if it is unknown.
     """
 
     name: str
@@ -51,18 +48,19 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """The places of a host.
+    """The devices of a host and the distances between them.
 
     Attributes
     ----------
     places : tuple of Place
-        GPUs, NICs, NVMe controllers, by address.
+        GPUs, then NICs, then NVMe controllers.
     distances : mapping
-        By the names of two places, ``PIX`` to ``SYS``, each pair both ways.
+        Distance (``PIX`` to ``SYS``) by the names of two places. Each pair is in it in both orders.
     bridges : mapping
-        For each bridge that is a port of a switch or a root port, what it is.
+        Description of each bridge above a place (root ports and ports of switches), by address.
     virtual_machine : str or None
-        Where it shows that this is one: then the tree need not be that of the hardware.
+        The evidence that the machine is virtual, in which case the tree may differ from the hardware; None if there is
+        none.
     """
 
     schema_version: int
@@ -72,16 +70,16 @@ class Topology:
     virtual_machine: str | None
 
     def to_json(self) -> str:
-        """As indented JSON."""
+        """Return the topology as indented JSON."""
         return json.dumps(plain.to_plain(self), indent=2, ensure_ascii=False) + "\n"
 
     def distance(self, one: str, other: str) -> Distance:
-        """Between two places, by their names."""
+        """Return the distance between two places, given by their names."""
         return Distance[self.distances[one][other]]
 
 
 def topology(machine: Machine) -> Topology:
-    """Find it."""
+    """Return the topology of `machine`."""
     tree = host.HostTree.of(machine.files)
     places = tuple(_places(machine, tree))
     ends = {place.address for place in places}

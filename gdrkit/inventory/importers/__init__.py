@@ -1,8 +1,8 @@
-"""What others saved of a machine, as a capture: NCCL's topology, the text of lspci, a copied tree of sysfs.
+"""Importers, which make captures of NCCL's topology XML, of the text of lspci, and of a copied tree of sysfs.
 
-Level 4. An importer writes down what the file says at the place where sysfs has it, so that readers and rules do not
-know where it came from. What a file does not say stays unsaid: a capture answers ENODATA there, and not "none".
-A topology needs defusedxml, which is imported when there is one to read.
+An importer stores each value under the path that it has in sysfs, so that readers and rules do not know its origin. For
+a value that the file does not state, the capture fails with ENODATA; it never reports such a value as absent. The
+import of a topology XML needs defusedxml, which is loaded only for that.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A copied folder as a capture: one of /sys/class/infiniband, or a whole tree that has sys or proc in it.
+"""Importer of a copied folder: a copy of /sys/class/infiniband, or a whole tree that contains sys or proc.
 
-Level 4. Only plain files, folders and links are taken; a link is written down and never followed, so that nothing
-outside of the folder is read.
+Only regular files, folders and symbolic links are imported. The target of a link is stored and never followed, so that
+nothing outside of the folder is read.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ _INFINIBAND = "/sys/class/infiniband"
 _ROOTS = ("sys", "proc", "etc", "run", "dev")
 _FILES_MAX = 100_000
 _FILE_BYTES_MAX = 1 << 20
-# Names and contents together: Python holds a text in up to four times as many bytes.
+# Limit of names and contents together. Python stores a text in up to four times as many bytes.
 _TOTAL_BYTES_MAX = 32 << 20
 _DEPTH_MAX = 64
 
 
 def import_folder(folder: Path) -> Capture:
-    """Read it.
+    """Read the copied folder and return it as a capture.
 
     Raises
     ------
     UsageError
-        ``MALFORMED``: it has devices, pipes or sockets, or more than such a tree ever has; or nothing that is known.
+        ``MALFORMED``: the folder cannot be read, contains devices, pipes or sockets, exceeds the limits of this module,
+        or is not a known tree.
     """
     source = str(folder)
     try:
@@ -48,7 +49,7 @@ def import_folder(folder: Path) -> Capture:
     walker = _Walker(folder)
     walker.walk("" if is_root else _INFINIBAND, folder, depth=0)
     if is_root:
-        # Of the root itself only a part was copied: what is missing there was not asked for.
+        # Only a part of the root was copied, so a name that is missing there is unknown and not absent.
         walker.answers.folders.pop("/", None)
     kind = "copied tree" if is_root else "copied /sys/class/infiniband"
     return Capture(schema_version=SCHEMA_VERSION, origin=kind, answers=walker.answers)
@@ -61,7 +62,7 @@ class _Walker:
         self._left_bytes, self._left_files = _TOTAL_BYTES_MAX, _FILES_MAX
 
     def walk(self, name: str, folder: Path, *, depth: int) -> None:
-        """Take what is in `folder`, which is called `name` on the machine."""
+        """Import the contents of `folder`, whose path on the captured machine is `name`."""
         if depth > _DEPTH_MAX:
             raise malformed(self._source, f"more than {_DEPTH_MAX} folders in each other")
         try:
@@ -79,7 +80,7 @@ class _Walker:
         self._left_files -= 1
         if self._left_files < 0:
             raise malformed(self._source, f"more than {_FILES_MAX} files")
-        self._count(path, len(path.encode()))  # Raises for a name that is not text.
+        self._count(path, len(path.encode()))  # encode() raises an error for a name that is not text.
         mode = entry.stat(follow_symlinks=False).st_mode
         if stat.S_ISLNK(mode):
             self.answers.links[path] = target = str((folder / entry.name).readlink())

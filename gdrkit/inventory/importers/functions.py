@@ -1,7 +1,4 @@
-"""PCI functions, written down where sysfs has them.
-
-Level 4.
-"""
+"""Conversion of PCI functions to captured answers under their paths in sysfs."""
 
 from __future__ import annotations
 
@@ -19,24 +16,24 @@ DEPTH_MAX = 32
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """One function, with the functions above it (the nearest last), and files by their name in its folder.
+    """One PCI function.
 
     Attributes
     ----------
     address : str
-        As sysfs has it.
+        Address in the form of sysfs.
     root : str
-        The host bridge, e.g. ``pci0000:00``.
+        Name of the host bridge, e.g. ``pci0000:00``.
     above : tuple of str
-        Addresses of the bridges between host bridge and function.
+        Addresses of the bridges between the host bridge and the function, the nearest one last.
     files : mapping
-        Contents, without a line end.
+        Contents of the files in the folder of the function, by name, without line ends.
     config : bytes or None
         Config space, as far as it is known.
     rdma_names : tuple of str
-        RDMA devices that stand on it.
+        Names of the RDMA devices of this function.
     links : mapping
-        What links in its folder point to, such as ``driver``.
+        Targets of the symbolic links in the folder of the function, by name, such as ``driver``.
     """
 
     address: str
@@ -49,12 +46,12 @@ class Function:
 
 
 def malformed(source: str, detail: str) -> UsageError:
-    """The one error of an importer."""
+    """Return the error that every importer raises for a malformed file."""
     return UsageError(f"{source}: {detail}", reason=Reason.MALFORMED)
 
 
 def address_of(text: str, source: str) -> str:
-    """``19:00.0`` and ``00000000:19:00.0`` as sysfs writes it, ``0000:19:00.0``."""
+    """Return a PCI address (``19:00.0``, ``00000000:19:00.0``) in the form of sysfs, ``0000:19:00.0``."""
     found = _ADDRESS.fullmatch(text.strip())
     if found is None:
         message = f"{text[:40]!r} is no PCI address"
@@ -64,7 +61,7 @@ def address_of(text: str, source: str) -> str:
 
 
 def answers_of(functions: dict[str, Function]) -> Answers:
-    """What sysfs would have answered about these functions, and no more."""
+    """Return the answers that sysfs would have given about these functions, and no others."""
     answers = Answers()
     answers.folders["/sys/bus/pci/devices"] = tuple(sorted(functions))
     names = sorted(name for one in functions.values() for name in one.rdma_names)

@@ -1,8 +1,9 @@
-"""The text of ``lspci -vvv`` (also with -D, -n, -nn) as a capture.
+"""Importer of the text of ``lspci -vvv`` (also with -D, -n, -nn).
 
-Level 4. Config space is not in it, but what it says of the registers is. They are written down as the bytes that lspci
-read them from, so that the one reader of config space serves here too; a register that the text does not name is in no
-capability. An ordinary user's lspci prints ``<access denied>`` there: then only a header remains, as for that user.
+The text does not contain the config space, but it describes registers of it. The importer writes them back as the bytes
+from which lspci read them, so that the reader of config space also works on such a capture. A register that the text
+does not name is in no capability. If lspci ran without root it printed ``<access denied>``; then only a header is
+stored, which is all that such a user can read.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _ONLY_NUMBERS = re.compile(r"([0-9a-f]{4}): ([0-9a-f]{4}):([0-9a-f]{4})", re.IGN
 _CLASS_NUMBER = re.compile(r"\[([0-9a-f]{4})\]:", re.IGNORECASE)
 _SPEED = re.compile(r"Speed ([0-9.]+GT/s)(?: \(\w+\))?, Width (x\d+)")
 _READ_REQUEST = re.compile(r"MaxReadReq (\d+) bytes")
-# What lspci calls the classes that matter here (pci.ids), with base class, subclass and interface.
+# Names that lspci (pci.ids) has for the classes that matter here, with base class, subclass and interface.
 _CLASSES = {
     "3D controller": 0x030200,
     "VGA compatible controller": 0x030000,
@@ -56,33 +57,34 @@ _VENDORS = {
 }
 _ACS_BITS = {"SrcValid": 0x01, "TransBlk": 0x02, "ReqRedir": 0x04, "CmpltRedir": 0x08, "UpstreamFwd": 0x10}
 _CONFIG_BYTES, _HEADER_BYTES = 4096, 64
-# Where the reconstructed capabilities stand; real ones lie anywhere.
+# Offsets of the reconstructed capabilities. In a real config space they can be anywhere.
 _EXPRESS_AT, _ACS_AT, _ATS_AT = 0x40, 0x100, 0x110
 _RELAXED_ORDERING, _ATS_ENABLE = 0x10, 0x8000
 
 
 @dataclass
 class _Block:
-    """One function's lines, as far as they are understood."""
+    """The lines of the text about one function."""
 
     address: str
     head: str
     lines: list[str] = field(default_factory=list)
 
     def first(self, name: str) -> str | None:
-        """What stands behind ``name:`` in the first line that begins so."""
+        """Return the text after ``name:`` in the first line that begins with it, or None."""
         found = (line.strip() for line in self.lines if line.strip().startswith(f"{name}:"))
         line = next(found, None)
         return None if line is None else line.partition(":")[2].strip()
 
 
 def import_lspci(data: bytes) -> Capture:
-    """Read it.
+    """Parse the text of lspci and return it as a capture.
 
     Raises
     ------
     UsageError
-        ``MALFORMED``: no function in it, one twice, or buses that lead back to themselves.
+        ``MALFORMED``: the text has no function, has a function twice, exceeds the limits of this module, or its buses
+        form a cycle.
     """
     blocks = _blocks(data)
     if not blocks:
@@ -153,7 +155,7 @@ def _links(block: _Block) -> dict[str, str]:
 
 
 def _identity(head: str) -> tuple[int, int, int]:
-    """Vendor, device and class; 0 for what the text names by a name that is not known here."""
+    """Return the numbers of vendor, device and class; 0 for a name that this module does not know."""
     plain = _ONLY_NUMBERS.match(head)
     if plain:
         return int(plain[2], 16), int(plain[3], 16), int(plain[1], 16) << 8
@@ -185,7 +187,7 @@ def _config(block: _Block) -> bytes:
     extended = [(_ACS_AT, 0x000D, value)] if acs is not None else []
     if ats is not None:
         extended.append((_ATS_AT, 0x000F, _ATS_ENABLE if "Enable+" in ats else 0))
-    # The list begins at 0x100 whatever comes first.
+    # The list of extended capabilities begins at 0x100, whichever capability is the first.
     for index, (_, kind, control) in enumerate(extended):
         at = _ACS_AT if index == 0 else _ATS_AT
         following = _ATS_AT if index + 1 < len(extended) else 0

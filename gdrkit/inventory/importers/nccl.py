@@ -1,8 +1,8 @@
-"""NCCL's topology XML (``NCCL_TOPO_DUMP_FILE``, or one that was written by hand), as a capture.
+"""Importer of NCCL's topology XML (from ``NCCL_TOPO_DUMP_FILE``, or written by hand).
 
-Level 4. It has CPUs, PCI functions nested below them, and RDMA devices (``net``) on functions. Host bridges are not in
-it: what is directly below one ``cpu`` gets one host bridge with a made-up name, since NCCL itself calls such a distance
-PHB.
+The file has CPUs, PCI functions nested below them, and RDMA devices (``net``) of functions. It has no host bridges. The
+importer puts all functions that are directly below one ``cpu`` below one host bridge with a made-up name, because NCCL
+itself calls the distance between such functions PHB.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ __all__ = ["import_nccl_topology"]
 
 _SOURCE = "NCCL topology"
 _BYTES_MAX = 8 << 20
-# An element takes up to 400 bytes of memory, an attribute up to 200.
+# An element takes up to 400 bytes of memory, and an attribute up to 200.
 _ELEMENTS_MAX = 200_000
 _ATTRIBUTES_MAX = 400_000
-# Attributes of <pci>, and the files of sysfs that NCCL took them from.
+# Attributes of <pci>, and the files of sysfs from which NCCL reads them.
 _FILES = {
     "class": "class",
     "vendor": "vendor",
@@ -43,12 +43,13 @@ _HEX = ("class", "vendor", "device")
 
 
 def import_nccl_topology(data: bytes) -> Capture:
-    """Read it.
+    """Parse a topology XML of NCCL and return it as a capture.
 
     Raises
     ------
     UsageError
-        ``MALFORMED``: no XML, one with entities or a document type, or not of the form of NCCL.
+        ``MALFORMED``: the data is not XML, has entities or a document type, exceeds the limits of this module, or does
+        not have the form of NCCL's file.
     """
     if len(data) > _BYTES_MAX:
         raise malformed(_SOURCE, f"{len(data)} bytes, more than {_BYTES_MAX}")
@@ -75,8 +76,9 @@ def _parsed(data: bytes) -> Element:
     from defusedxml.ElementTree import fromstring
 
     try:
-        # NCCL writes an empty line first, before which no declaration may stand; and there is none. As text, so that a
-        # declaration cannot choose another encoding, in which the elements were not counted.
+        # NCCL begins the file with an empty line, which XML does not allow before a declaration; strip() removes it.
+        # The data is decoded here, so that a declaration cannot choose another encoding, in which the elements above
+        # would not have been counted.
         found: Element = fromstring(data.decode("utf-8").strip(), forbid_dtd=True)
     except DefusedXmlException as error:
         raise malformed(_SOURCE, f"it has what such a file never needs: {error}") from error
@@ -107,7 +109,7 @@ def _walk(parent: Element, functions: dict[str, Function], *, root: str, node: s
 def _files(element: Element) -> dict[str, str]:
     files = {file: value for name, file in _FILES.items() if (value := element.get(name)) is not None}
     for name in _HEX:
-        # A file written by hand may leave out vendor and device; sysfs has a number there, and 0 is nobody's.
+        # A file written by hand may omit vendor and device. sysfs has a number there; 0 is assigned to no vendor.
         text = files.setdefault(name, "0x0")
         try:
             int(text, 16)

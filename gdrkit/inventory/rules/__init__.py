@@ -1,7 +1,7 @@
-"""The causes for which a transfer is not direct, a rule each.
+"""Rules of the doctor, one for each known cause of a transfer that is not direct.
 
-Level 4. A rule looks at one machine and answers with a verdict and a sentence; it is a pure function over what was read
-of that machine, so that it answers on a captured one as it did there.
+A rule examines one machine and returns a verdict and a sentence. It is a pure function of what was read of that
+machine, so that it returns the same for a capture as on the machine itself.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ RULES: tuple[Rule, ...] = (
 
 
 def rule_of(code: str) -> Rule:
-    """The rule of that code.
+    """Return the rule of this code.
 
     Raises
     ------
     UsageError
-        There is none.
+        There is no rule of this code.
     """
     found = next((rule for rule in RULES if rule.code == code), None)
     if found is None:

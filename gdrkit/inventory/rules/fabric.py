@@ -1,7 +1,4 @@
-"""Causes that lie in the PCIe fabric, the IOMMU or a virtual machine.
-
-Level 4.
-"""
+"""Rules about the PCIe fabric, the IOMMU and virtual machines."""
 
 from __future__ import annotations
 
@@ -203,13 +200,13 @@ def _under_load(look: Look, slow: list[tuple[PciDevice, float]]) -> Answer:
 
 
 def _hops(look: Look) -> list[tuple[PciDevice | None, PciDevice]]:
-    """Each link above the devices that matter, as the port above and what is below."""
+    """Return each link above the GPUs, NICs and NVMe controllers, as the port above it and the function below it."""
     known = {one.address: one for one in look.machine.functions}
     found: dict[str, tuple[PciDevice | None, PciDevice]] = {}
     for end in (*look.gpus, *look.nic_functions, *look.nvme_functions):
         path = [known.get(part) for part in pci_path(look.tree, end.address)[1:]]
-        # Two ends of a link each, from the device up: between the ports of a switch there is no link, and the lower
-        # end of each is the one whose registers are about it.
+        # The path has the two ends of each link, from the device up. Between the ports of a switch there is no link.
+        # The registers of the lower end describe the link.
         for at in range(len(path) - 1, -1, -2):
             lower = path[at]
             if lower is not None and (at > 0 or lower is end or lower.address == end.address):
@@ -218,7 +215,7 @@ def _hops(look: Look) -> list[tuple[PciDevice | None, PciDevice]]:
 
 
 def _expected(upper: PciDevice | None, lower: PciDevice) -> tuple[float | None, float | None]:
-    """Width and speed that both ends can do; None where neither says."""
+    """Return the width and speed that both ends support, each None if the lower end does not state it."""
     ends = [lower] if upper is None else [upper, lower]
     wide = [found for end in ends if (found := _number(end.link_width_max)) in _WIDTHS]
     fast = [found for end in ends if (found := _number(end.link_speed_max))]

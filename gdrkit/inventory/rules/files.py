@@ -1,7 +1,4 @@
-"""Causes for which a file does not go directly into GPU memory: file systems, blocks, BAR1, udev.
-
-Level 4.
-"""
+"""Rules about files that do not go directly into GPU memory: file systems, block devices, BAR1 and udev."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ _BAR1_BYTES_MIN, _BAR1_FREE_MIN = GIB, 64 * MIB
 
 
 def _obstacle(mount: Mount, block: BlockDevice | None) -> str | None:
-    """Why cuFile cannot go directly to files of this mount; None where nothing is known against it."""
+    """Return why cuFile cannot directly access files of this mount; None if no obstacle is known."""
     if mount.kind in _NETWORK:
         return None
     if mount.kind not in _BLOCK:
@@ -114,7 +111,7 @@ def _bar1(look: Look) -> Answer:
     return look.fails("; ".join(bad)) if bad else look.passes("there is room in every BAR1")
 
 
-_PINNED_DEFAULT_KB = 33554432  # 32 GiB, as the file is shipped.
+_PINNED_DEFAULT_KB = 33554432  # 32 GiB, the value in the file that NVIDIA ships.
 
 
 def _bar1_sizes(look: Look) -> list[tuple[str, tuple[int, int | None]]]:
@@ -127,7 +124,7 @@ def _bar1_sizes(look: Look) -> list[tuple[str, tuple[int, int | None]]]:
     found: list[tuple[str, tuple[int, int | None]]] = []
     for gpu in look.gpus:
         lines = (look.text(f"/sys/bus/pci/devices/{gpu.address}/resource") or "").splitlines()
-        # BAR0 is the registers; BAR1 takes two lines for its 64 bits, of which the first has the range.
+        # BAR0 has the registers. BAR1 has 64 bits and takes two lines, of which the first has the range.
         ends = re.findall(r"0x[0-9a-f]+", lines[1]) if len(lines) > 1 else []
         if len(ends) > 1 and int(ends[1], 16):
             found.append((gpu.address, (int(ends[1], 16) - int(ends[0], 16) + 1, None)))

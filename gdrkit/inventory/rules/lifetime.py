@@ -1,7 +1,4 @@
-"""Causes that lie in kinds of memory, lifetime, ordering, and how libraries were built.
-
-Level 4.
-"""
+"""Rules about memory kinds, lifetime, ordering and the builds of libraries."""
 
 from __future__ import annotations
 
@@ -137,7 +134,7 @@ def _pool(look: Look) -> Answer:  # noqa: PLR0911 - one return per answer.
     if tried is not None and tried.failure is not None:
         if tried.failure.reason is Reason.TIMEOUT:
             return look.fails("a batch of as many reads as cuFile takes at once did not come back")
-        # Another cause than this one, and another rule's.
+        # This is a different cause, which another rule reports.
         look.saw("a batch of as many reads as cuFile takes at once", tried.failure.message)
     if path is None:
         return look.not_run("no cufile.json, whose numbers could be compared, and no batch was seen to end")

@@ -1,7 +1,4 @@
-"""Causes that lie in a NIC's ports, the limits of the process, or its container.
-
-Level 4.
-"""
+"""Rules about the ports of NICs, the limits of the process and its container."""
 
 from __future__ import annotations
 
@@ -52,7 +49,7 @@ def _port(look: Look) -> Answer:
 
 
 def _interfaces(look: Look) -> dict[str, tuple[str, ...]]:
-    """RDMA devices with an Ethernet port, and their network interfaces."""
+    """Return the RDMA devices with an Ethernet port, and their network interfaces."""
     found = {}
     for device in look.facts.rdma_devices:
         if any(port.link_layer == "Ethernet" for port in device.ports):

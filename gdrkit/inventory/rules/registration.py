@@ -1,7 +1,6 @@
-"""Causes for which a NIC does not take the memory of a GPU.
+"""Rules about a NIC that cannot register the memory of a GPU.
 
-Level 4. Dma-buf and peer memory are two ways to the same: the absence of one is a fault only where the other is missing
-too.
+Dma-buf and peer memory are alternatives: the absence of one is a fault only if the other is missing too.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _UNKNOWN = "Unknown symbol ib_register_peer_memory_client"
 
 
 def _without_both(look: Look) -> Answer | None:
-    """The answer where a GPU or a NIC is missing."""
+    """Return the answer for a machine without a GPU or without a NIC; None if it has both."""
     if not look.has_gpu:
         return look.not_run("no GPU here")
     return None if look.has_nic else look.not_run("no RDMA device here")

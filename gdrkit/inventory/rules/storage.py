@@ -1,7 +1,6 @@
-"""Causes for which a file does not go directly into GPU memory: kernel and configuration.
+"""Rules about files that do not go directly into GPU memory: the kernel and the configuration of cuFile.
 
-Level 4. nvidia-fs and P2PDMA are two ways to the same: the absence of one is a fault only where the other is missing
-too.
+nvidia-fs and P2PDMA are alternatives: the absence of one is a fault only if the other is missing too.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ def _version(look: Look) -> Answer:
 
 
 def _missing_for_p2pdma(look: Look) -> list[str] | None:
-    """What the P2PDMA route lacks; None where there is no NVMe on PCI for it."""
+    """Return the missing conditions of the P2PDMA route; None if there is no NVMe controller on PCI."""
     if not look.nvme_functions:
         return None
     missing = []
