@@ -201,7 +201,7 @@ def check_memory(memory: object) -> None:
     """Raise :class:`UsageError` unless it is memory that can be registered."""
     # By its class: a property of closed memory raises.
     if not hasattr(type(memory), "before_release"):
-        message = f"memory must be a DeviceBuffer (of gdrkit.cuda, gdrkit.gaudi or gdrkit.host), not {_named(memory)}"
+        message = f"memory must be a DeviceBuffer (what a device or gdrkit.host allocates), not {_named(memory)}"
         advice = "use gdrkit.cuda.wrap() for an array on a GPU, Nic.register_host() for a buffer of this process"
         raise UsageError(message, what_to_do=advice)
 

@@ -23,9 +23,8 @@ pytestmark = needs(verbs.nic())
 
 SUITES = Path(__file__).resolve().parents[1]
 KILLED = int(os.environ.get("GDRKIT_KILLED_CLIENTS", "300"))
-# After so many, every thread, arena of malloc and table of Python that a client needs was there once. A verbs twin
-# remembers its last 1,024 releases, which 512 clients fill.
-WARM_UP = max(100, KILLED // 10)
+# The first clients start the agent's threads, fill malloc's arenas and grow Python's tables to the size that they keep.
+WARM_UP = 200
 GROWTH_KIB_MAX = 2048
 TIMEOUT_S = 60 + KILLED / 10
 

@@ -11,7 +11,7 @@ namespace gdrkit::twin {
 
 // How many releases are remembered, the latest ones. Each takes 740 bytes with its stacks and, of a verbs object, the
 // quarantined structure; a program that runs for days on a twin must not grow by them.
-inline constexpr std::size_t releases_remembered = 1024;
+inline constexpr std::size_t releases_remembered = 128;
 
 // `kind` must be a string literal ("ibv_mr", "cuda_memory").
 void ledger_add(std::string_view kind, std::uint64_t handle);
