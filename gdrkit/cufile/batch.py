@@ -164,7 +164,7 @@ class Batch:
         _cufile.call("cuFileBatchIOCancel", "batch_io_cancel", batch_idp=self._number)
 
     def close(self) -> None:
-        """Cancel transfers that have not started, wait for the others and destroy the batch; a second close does nothing."""
+        """Cancel transfers that have not started, wait for the others and destroy the batch. Later calls do nothing."""
         if self._closed:
             return
         _cufile.call("cuFileBatchIODestroy", "batch_io_destroy", batch_idp=self._number)

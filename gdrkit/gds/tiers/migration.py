@@ -7,7 +7,8 @@ The disks decide where a file is. The catalogue is updated last.
 3. *verify*: the copy is read back and compared with the data that was read.
 4. *rename*: the copy gets the name in the destination, where no file may have it. *folder*: the folder is synced.
 5. *retire*: the old file loses its name. **At this moment the copy becomes the file.** A recovery that finds the record
-removes the copy if it runs before this moment, and the old file if it runs after it. *retired*: the folders are synced.
+   removes the copy if it runs before this moment, and the old file if it runs after it. *retired*: the folders are
+   synced.
 6. *catalogue*: the catalogue gets the new tier.
 7. *remove*: the old file is removed. *forget*: the record is removed.
 
