@@ -175,7 +175,7 @@ def _no_constant(word: str) -> Json:
 
 
 def _check_values(value: object, where: str, *, name: str = "") -> None:
-    """Check that every number has at most 63 bits (a file's times may be negative) and texts are within their limits."""
+    """Check that every number has at most 63 bits (a file's times may be negative) and texts are within limits."""
     if isinstance(value, dict):
         for key, item in value.items():
             _check_values(item, f"{where}.{key[:40]}", name=key)
