@@ -49,7 +49,7 @@ class Verdict:
     path : DirectPath or None
         The proven path, if there is one.
     why : str
-        The reason why there is none.
+        The reason why there is no path; empty if there is one.
     """
 
     path: DirectPath | None
@@ -69,7 +69,7 @@ _said: set[str] = set()
 
 
 def prove(fd: int, device_index: int) -> Verdict:
-    """Return the first proven path, or the reasons of all probes why there is none."""
+    """Return the first proven path, or the reasons of all probes if no path is proven."""
     causes = []
     for prover in PROVERS:
         verdict = prover(fd, device_index)

@@ -37,7 +37,7 @@ public:
     void expect(std::uint64_t bytes) noexcept { left_bytes_.fetch_add(bytes, std::memory_order_relaxed); }
     // Reports that so many of them were moved, or never will be.
     void settle(std::uint64_t bytes) noexcept;
-    // Gives a path's descriptors back whatever is left.
+    // Closes the descriptors of a path, even if bytes are left.
     void end() noexcept;
 
 private:

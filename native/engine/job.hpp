@@ -97,8 +97,8 @@ public:
     // Approximate number of workers that have something to do in this job.
     std::size_t pieces_count() const noexcept { return pieces_count_; }
 
-    // The next piece; `busy`: there is one, for which too many are at work, or which is to be hauled while somebody
-    // has `opening`, which is set where it is not. A failure to begin one ends the job.
+    // Takes the next piece. `busy` means that a piece is left, but too many workers are active, or another worker opens
+    // a coalesced copy (`opening`). `opening` is set if this piece needs one. A failure to start a piece ends the job.
     Taken take(Piece& piece, std::atomic<bool>& opening);
     // The file I/O of a limited piece is over, so another worker may start one.
     void release(Piece& piece);

@@ -182,7 +182,7 @@ class TierManager:
         self.catalogue.forget(name)
 
     def move(self, name: str, tier: str, *, observe: Observer | None = None) -> int:
-        """Move a file to a tier against the policy. Return the bytes that it takes there, or 0 if it was there already.
+        """Move a file to a tier, regardless of the policy. Return the bytes that it takes there, or 0 if it was there already.
 
         Raises
         ------
