@@ -70,7 +70,7 @@ class Event:
     bytes : int
         Bytes moved; 0 unless the transfer is complete.
     error : ApiError or None
-        The error, if the transfer failed.
+        The error if the transfer failed, otherwise None.
     """
 
     request: Request

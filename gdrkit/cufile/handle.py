@@ -75,7 +75,7 @@ class FileHandle:
 
     @property
     def number(self) -> int:
-        """The CUfileHandle_t."""
+        """The CUfileHandle_t of the file."""
         if self._closed:
             what = "the cuFile handle"
             raise ClosedResource(what)

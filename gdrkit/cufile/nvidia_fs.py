@@ -1,4 +1,4 @@
-"""The counters of the kernel driver nvidia-fs.
+"""Reader of the counters of the kernel driver nvidia-fs.
 
 The counters are those of the whole machine. They prove a transfer of this process only if no other process uses
 nvidia-fs at the time. Source of the format: ``src/nvfs-stat.c`` of gds-nvidia-fs 2.28.

@@ -110,7 +110,7 @@ def copy_file(
     check: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Copied:
-    """Copy a file.
+    """Copy a file and return the result.
 
     Parameters
     ----------

@@ -152,7 +152,7 @@ class CufilePath:
         return "; ".join(each.text for each in of_request(aligned_to=odd))
 
     def submit(self, *, write: bool, extents: Sequence[int], durable: bool = False) -> CufileWork:
-        """Begin a transfer; see :class:`gdrkit.gds.DirectPath`."""
+        """Start a transfer; see :class:`gdrkit.gds.DirectPath`."""
         return CufileWork(self, write=write, extents=extents, durable=durable)
 
     def run(self, work: CufileWork) -> None:
@@ -297,7 +297,7 @@ def close_driver() -> None:
 
 
 def _forget_after_fork() -> None:
-    global _lock  # noqa: PLW0603 - a thread that is not here may have it.
+    global _lock  # noqa: PLW0603 - a thread of the parent may have held it.
     _lock = threading.Lock()
     _opened.clear()  # The driver and its thread belong to the parent.
 

@@ -115,7 +115,7 @@ class EngineWork:
     route = Route.ENGINE
     why_not_direct = ""
 
-    def __init__(self, job: Any) -> None:  # noqa: ANN401 - native.
+    def __init__(self, job: Any) -> None:  # noqa: ANN401 - native object.
         self._job = job
 
     def wait(self, timeout_us: int) -> bool:
@@ -201,7 +201,7 @@ class Engine:
         )
         return EngineWork(job)
 
-    def transfer_small(self, *arguments: Any) -> Any:  # noqa: ANN401 - native.
+    def transfer_small(self, *arguments: Any) -> Any:  # noqa: ANN401 - native object.
         """Move one short range on the calling thread. Return (bytes, failure or None). See native/engine."""
         return call(self._engine.transfer_small, *arguments)
 
@@ -251,11 +251,11 @@ def close_engines() -> None:
 
 
 def _forget_after_fork() -> None:
-    global _lock  # noqa: PLW0603 - a thread that is not here may have it.
+    global _lock  # noqa: PLW0603 - a thread of the parent may have held it.
     _lock = threading.Lock()
     # Threads do not survive a fork, and their memory and streams belong to the parent. The child must not free them.
     for each in _alive:
-        native().keep_forever(each._engine)  # noqa: SLF001 - of this file.
+        native().keep_forever(each._engine)  # noqa: SLF001 - same module.
     _engines.clear()
     _of_nodes.clear()
 

@@ -41,7 +41,7 @@ _MODES = {
 
 
 class File:
-    """An open file.
+    """An open file, for transfers to and from device or host memory.
 
     Parameters
     ----------
@@ -101,7 +101,7 @@ class File:
         except BaseException:
             os.close(fd)
             raise
-        made._own(fd, path, writable, access, direct)  # noqa: SLF001 - of this class.
+        made._own(fd, path, writable, access, direct)  # noqa: SLF001 - same class.
         return made
 
     def _own(self, fd: int, path: str, writable: bool, access: Access, direct: Direct) -> None:  # noqa: FBT001
@@ -442,7 +442,7 @@ def _check_choices(access: str, direct: str) -> None:
             raise UsageError(message)
 
 
-def _failed(failure: Any, arguments: dict[str, object], result: Transferred) -> ApiError:  # noqa: ANN401 - native.
+def _failed(failure: Any, arguments: dict[str, object], result: Transferred) -> ApiError:  # noqa: ANN401 - native object.
     arguments = {**arguments, "transferred_bytes": result.bytes}
     if failure is None:
         error: ApiError = ended(arguments, "the file ended")

@@ -6,7 +6,7 @@ first byte moves, gdrkit waits for the work that the producer of the memory has 
 
 from __future__ import annotations
 
-from collections.abc import Callable  # noqa: TC003 - a NamedTuple looks at its annotations.
+from collections.abc import Callable  # noqa: TC003 - a NamedTuple evaluates its annotations.
 from typing import Any, NamedTuple
 
 from gdrkit import cuda
@@ -90,7 +90,7 @@ def _foreign(array: object, *, writable: bool) -> Target:
     try:
         if writable and found.read_only:
             message = "the array is read-only"
-            raise UsageError(message)  # noqa: TRY301 - the owner is told below.
+            raise UsageError(message)  # noqa: TRY301 - the memory is released below.
         try:
             index = pointer.device_index(found.address)
             with cuda.Device(index) as device, device.current():

@@ -169,7 +169,7 @@ class Transfer:
         # A caller that drops a future never settles it. Later transfers settle it instead.
         for each in _running.rotate(_ASKED_COUNT):
             if each is not self and each.work.wait(0):
-                for group in each._groups():  # noqa: SLF001 - of this class.
+                for group in each._groups():  # noqa: SLF001 - same class.
                     group.discard(each)
                 each._settle()  # noqa: SLF001
 
@@ -226,7 +226,7 @@ class Transfer:
         self._settle()
         if self._error is not None:
             raise self._error
-        assert self._result is not None  # noqa: S101 - settled without an error.
+        assert self._result is not None  # noqa: S101 - a settled transfer without an error has a result.
         return self._result
 
     def _wait(self, timeout_s: float | None) -> None:

@@ -181,14 +181,14 @@ class ControlConnection:
         return frame
 
     def take(self) -> socket.socket:
-        """Give the socket to the caller; the connection is closed."""
+        """Return the socket, which the caller owns from now on. This connection is closed."""
         self.close_descriptors()
         taken = socket.socket(fileno=self._socket.detach())
         taken.settimeout(None)
         return taken
 
     def detach(self) -> int:
-        """Give the descriptor of the socket to the caller."""
+        """Return the descriptor of the socket, which the caller owns from now on."""
         self.close_descriptors()
         return self._socket.detach()
 

@@ -58,7 +58,7 @@ class _Waiting:
 
 
 class _RefusalLog:
-    """Counts refused connections, and logs them in one line per period."""
+    """A counter of refused connections, which logs them in one line per period."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()

@@ -22,7 +22,7 @@ __all__ = ["Requests"]
 class Requests:
     """The handler of the control requests of one session. It owns the native session."""
 
-    def __init__(self, store: FileStore, native: Any, *, handles_max: int) -> None:  # noqa: ANN401 - of the engine.
+    def __init__(self, store: FileStore, native: Any, *, handles_max: int) -> None:  # noqa: ANN401 - native object.object.
         self._store = store
         self._native = native
         self._handles_max = handles_max
@@ -104,7 +104,7 @@ class Requests:
         answer = known(request)
         return ask.Done() if answer is None else answer
 
-    def _add(self, file: Any) -> ask.OpenReply:  # noqa: ANN401 - of the engine.
+    def _add(self, file: Any) -> ask.OpenReply:  # noqa: ANN401 - native object.object.
         if len(self._files) >= self._handles_max:
             raise OSError(errno.EMFILE, f"a session has at most {self._handles_max} open files")
         self._handles += 1
@@ -112,13 +112,13 @@ class Requests:
         self._native.add_file(self._handles, file)
         return ask.OpenReply(handle=self._handles, stat=file_stat(os.fstat(file.fd)))
 
-    def _file(self, handle: int) -> Any:  # noqa: ANN401 - of the engine.
+    def _file(self, handle: int) -> Any:  # noqa: ANN401 - native object.object.
         try:
             return self._files[handle]
         except KeyError as error:
             raise OSError(errno.EBADF, f"there is no open file {handle}") from error
 
-    def _writable(self, handle: int) -> Any:  # noqa: ANN401 - of the engine.
+    def _writable(self, handle: int) -> Any:  # noqa: ANN401 - native object.object.
         file = self._file(handle)
         if not file.may_write:
             raise OSError(errno.EBADF, f"file {handle} is not open for writing")

@@ -84,7 +84,7 @@ class FileStore:
             raise
         self._handle = Handle("storage.store")
 
-    def open(self, path: str, *, flags: int, mode: int = 0) -> Any:  # noqa: ANN401 - of the engine.
+    def open(self, path: str, *, flags: int, mode: int = 0) -> Any:  # noqa: ANN401 - native object.object.
         """Open a regular file and return the engine's object (``_engine.OpenFile``); flags as in open(2)."""
         _check_visible(path)
         write = flags & os.O_ACCMODE != os.O_RDONLY
@@ -97,7 +97,7 @@ class FileStore:
             file.truncate(0)
         return file
 
-    def adopt(self, descriptor: int, *, read: bool, write: bool) -> Any:  # noqa: ANN401 - of the engine.
+    def adopt(self, descriptor: int, *, read: bool, write: bool) -> Any:  # noqa: ANN401 - native object.object.
         """Open the file of a descriptor that a client sent. Fail with EXDEV if the file is not in the store."""
         flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
         access = flags & os.O_ACCMODE

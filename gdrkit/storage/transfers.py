@@ -57,7 +57,7 @@ class Transfers:
 
     def __init__(self, end: socket.socket, *, outstanding_max: int) -> None:
         self._socket = end
-        self._socket.setblocking(False)  # noqa: FBT003 - of the standard library.
+        self._socket.setblocking(False)  # noqa: FBT003 - a method of the standard library.
         self._outstanding_max = min(outstanding_max, OPERATIONS_MAX)
         self._received = bytearray()
         self._tags = itertools.count(1)

@@ -91,7 +91,7 @@ class Catalogue(Database):
     def find(self, name: str) -> Entry | None:
         """Return the entry of a file, or None if the catalogue has none."""
         with self.used_by("find", name=shown(name)) as connection:
-            row = connection.execute(f"SELECT {_COLUMNS} FROM files WHERE name = ?", (_key(name),)).fetchone()  # noqa: S608 - our own columns.
+            row = connection.execute(f"SELECT {_COLUMNS} FROM files WHERE name = ?", (_key(name),)).fetchone()  # noqa: S608 - constant columns.
         return None if row is None else Entry.of_row(row)
 
     def totals(self) -> dict[str, Totals]:
@@ -117,7 +117,7 @@ class Catalogue(Database):
         with self.writing("put", name=shown(entry.name)) as connection:
             # REPLACE would delete the old row without its trigger.
             connection.execute(
-                f"INSERT INTO files ({_COLUMNS}) VALUES ({marks}) ON CONFLICT (name) DO UPDATE SET "  # noqa: S608 - our own columns.
+                f"INSERT INTO files ({_COLUMNS}) VALUES ({marks}) ON CONFLICT (name) DO UPDATE SET "  # noqa: S608 - constant columns.
                 + ", ".join(f"{key} = excluded.{key}" for key in _COLUMNS.split(", ")[1:]),
                 values,
             )

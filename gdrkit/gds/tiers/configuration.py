@@ -62,7 +62,7 @@ SEED: Mapping[str, SeedTier] = {
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """One tier.
+    """The configuration of one tier.
 
     Attributes
     ----------

@@ -139,7 +139,7 @@ class TierFolder:
     def names_of(self, folder: str) -> list[str]:
         """Return the names in one of gdrkit's own folders; none if the folder does not exist."""
         found = self.find_own(folder)
-        return [] if found is None else sorted(os.listdir(found))  # noqa: PTH208 - by its descriptor.
+        return [] if found is None else sorted(os.listdir(found))  # noqa: PTH208 - pathlib has no descriptors.
 
     @contextlib.contextmanager
     def parent(self, name: str, *, like: TierFolder | None = None) -> Iterator[tuple[int, str]]:

@@ -127,12 +127,12 @@ class TierManager:
         self.accesses.count(name)
         return TieredFile(name, tier, descriptor, writes=mode != "r", catalogue=self.catalogue)
 
-    def read_into(self, name: str, buffer: object, **how: Any) -> Transferred:  # noqa: ANN401 - as TieredFile has it.
+    def read_into(self, name: str, buffer: object, **how: Any) -> Transferred:  # noqa: ANN401 - see TieredFile.
         """Read a file into device or host memory, as :meth:`TieredFile.read_into`. This counts as an access."""
         with self.open(name) as file:
             return file.read_into(buffer, **how)
 
-    def write_from(self, name: str, buffer: object, **how: Any) -> Transferred:  # noqa: ANN401 - as TieredFile has it.
+    def write_from(self, name: str, buffer: object, **how: Any) -> Transferred:  # noqa: ANN401 - see TieredFile.
         """Write memory into a file, as :meth:`TieredFile.write_from`. It is created if needed; counts as an access."""
         with self.open(name, "a+") as file:
             return file.write_from(buffer, **how)
@@ -182,7 +182,7 @@ class TierManager:
         self.catalogue.forget(name)
 
     def move(self, name: str, tier: str, *, observe: Observer | None = None) -> int:
-        """Move a file to a tier, regardless of the policy. Return the bytes that it takes there, or 0 if it was there already.
+        """Move a file to a tier, regardless of the policy. Return the bytes that it takes there; 0 if it was there.
 
         Raises
         ------

@@ -89,7 +89,7 @@ class Plan:
     def _part(self, turn: int, last: int) -> list[Any]:
         with translated("plan"):
             return self._connection.execute(
-                "SELECT plan.rowid, name, tier, plan.destination, allocated_bytes, why "  # noqa: S608 - a number of ours.
+                "SELECT plan.rowid, name, tier, plan.destination, allocated_bytes, why "  # noqa: S608 - the number comes from this module.
                 f"FROM plan_{turn} AS plan JOIN files ON files.id = plan.file "
                 "WHERE plan.rowid > ? ORDER BY plan.rowid LIMIT ?",
                 (last, _BATCH),
@@ -102,7 +102,7 @@ class Plan:
             self.allocated_bytes += each.allocated_bytes
         self.count += len(batch)
         for turn, rows in by_turn.items():
-            self._connection.executemany(f"INSERT INTO plan_{turn} VALUES (?, ?, ?)", rows)  # noqa: S608 - a number of ours.
+            self._connection.executemany(f"INSERT INTO plan_{turn} VALUES (?, ?, ?)", rows)  # noqa: S608 - the number comes from this module.
 
     def close(self) -> None:
         """Close the connection, which drops the tables."""
@@ -117,7 +117,7 @@ class Plan:
         # If two files are equally hot, the one in the faster tier stays there.
         rank = " ".join(f"WHEN ? THEN {index}" for index in range(len(places)))
         found = self._connection.execute(
-            "SELECT id, tier, allocated_bytes, score, pinned, links FROM files ORDER BY "  # noqa: S608 - numbers of ours.
+            "SELECT id, tier, allocated_bytes, score, pinned, links FROM files ORDER BY "  # noqa: S608 - the numbers come from this module.
             f"links < 2, pinned IS NULL, score DESC, CASE tier {rank} ELSE {len(places)} END",
             [place.name for place in places],
         )

@@ -125,7 +125,7 @@ def dead_records(folder: TierFolder) -> list[MoveRecord]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not os.fstat(descriptor).st_nlink:
-                raise BlockingIOError  # noqa: TRY301 - ended between the two calls.
+                raise BlockingIOError  # noqa: TRY301 - the migration ended between the two calls.
         except BlockingIOError:
             os.close(descriptor)
             continue
