@@ -1,6 +1,6 @@
 """Packing and parsing of the frames between a client and a server of the storage service.
 
-``native/storage/frames.hpp`` is the same in C++, and ``suites/vectors/frames.json`` checks that both produce the same
+``native/storage/frames.hpp`` is the same in C++, and ``suites/vectors/frames.txt`` checks that both produce the same
 bytes. All numbers are little endian. A frame is a header of 32 bytes and its payload:
 
 ==========  =====  ==============================================================

@@ -40,7 +40,7 @@ def fill(catalogue: Catalogue, configuration: Configuration, folders: Mapping[st
     """Fill an empty catalogue with the files on disk.
 
     The heat of the files was lost with the old catalogue. Each file gets the heat that its tier asks for, so that it
-    stays there until it has cooled. If two tiers have the same name, the faster tier wins.
+    stays there until it has cooled. If two tiers have a file of the same name, the one in the faster tier is entered.
     """
     at = catalogue.now()
     for tier in configuration.tiers:
