@@ -43,8 +43,8 @@ class EngineOptions:
     Attributes
     ----------
     workers_count : int
-        Largest number of threads. If this process has fewer processors, the engine has one thread per processor, but two
-        for a single processor.
+        Largest number of threads. If this process has fewer processors, the engine has one thread per processor,
+        but two for a single processor.
     slots_count : int
         Staging buffers of each thread, so that one is filled while others are drained.
     piece_bytes : int
