@@ -50,7 +50,7 @@ class File:
     mode : str
         ``r`` to read, ``r+`` to read and write, ``w`` to write and truncate or create, ``x`` to create a new file only.
     access : str
-        How the copy engine reads and writes the disk: ``automatic`` reads cached ranges from the page cache and others
+        I/O path of the copy engine: ``automatic`` reads cached ranges from the page cache and others
         by O_DIRECT, ``buffered`` always uses the page cache, ``direct`` never does.
     direct : str
         Whether a path between disk and device without host memory is ``preferred``, ``required`` (calls fail if none is

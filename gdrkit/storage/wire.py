@@ -1,7 +1,7 @@
 """Packing and parsing of the frames between a client and a server of the storage service.
 
-``native/storage/frames.hpp`` is the same in C++, and ``suites/vectors/frames.txt`` checks that both produce the same
-bytes. All numbers are little endian. A frame is a header of 32 bytes and its payload:
+``native/storage/frames.hpp`` is the same in C++. Tests compare both with the bytes in ``suites/vectors/frames.txt``.
+All numbers are little endian. A frame is a header of 32 bytes and its payload:
 
 ==========  =====  ==============================================================
 offset      bytes  field

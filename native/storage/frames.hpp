@@ -1,5 +1,5 @@
 // The frames between a client of the storage service (an agent, a StorageClient) and its server, in little endian.
-// gdrkit/storage/wire.py is the same in Python, and suites/vectors checks that both produce the same bytes.
+// gdrkit/storage/wire.py is the same in Python, and the tests compare both with suites/vectors.
 #pragma once
 
 #include <bit>
