@@ -1,7 +1,7 @@
-"""Files and device memory by NVIDIA cuFile (GPUDirect Storage), and the proof of the route that bytes took.
+"""Transfers between files and device memory by NVIDIA cuFile (GPUDirect Storage), with proof of their route.
 
-Level 2. Importing this package opens no library; the first call does. ``_cufile.py`` is the only file that names
-``cuda.bindings.cufile``, ``_kvikio.py`` the only one that names kvikio.
+Importing this package loads no library; the first call does. Only ``_cufile.py`` imports ``cuda.bindings.cufile``, and
+only ``_kvikio.py`` imports kvikio.
 
     from gdrkit import cuda, cufile, host
 

@@ -1,8 +1,9 @@
-"""libcufile: the one file that names ``cuda.bindings.cufile`` (and ctypes, for memory that calls fill later).
+"""The calls of libcufile. Only this file uses ``cuda.bindings.cufile``, and ctypes for memory that calls fill later.
 
-Level 2. Nothing is opened until the first call. libcuda is opened before libcufile, which opens without it (1.20) and
-can then do nothing. The bindings of 13.5.0 lose errors of the data path: a negative CUfileOpError comes back as a
-count, and an errno as a ValueError; here both become exceptions with their numbers. Source: ``cufile.h``.
+Nothing is loaded until the first call. libcuda is loaded before libcufile, because libcufile (1.20) loads without
+libcuda but then does not work. The bindings 13.5.0 lose errors of the data path: they return a negative CUfileOpError
+as a count, and raise an errno as a ValueError. This module converts both to exceptions with their numbers. Source:
+``cufile.h``.
 """
 
 from __future__ import annotations
@@ -51,13 +52,13 @@ _TEXT_BYTES = 4096
 _STATISTICS = {1: "get_stats_l1", 2: "get_stats_l2", 3: "get_stats_l3"}
 _ADVICE = "install libcufile (of the CUDA toolkit, or pip install nvidia-cufile), or put its folder on LD_LIBRARY_PATH"
 _BINDINGS_ADVICE = "pip install 'gdrkit[cufile]'"
-# "9 is not a valid OpError": what the bindings make of errno 9.
+# The bindings raise "9 is not a valid OpError" for errno 9.
 _LOST_ERRNO = re.compile(r"^(\d+) is not a valid OpError")
 
 
 @functools.cache
 def load() -> Any:
-    """cuda.bindings.cufile, with libcuda and libcufile open.
+    """Load libcuda and libcufile and return the module cuda.bindings.cufile.
 
     Raises
     ------
@@ -67,7 +68,8 @@ def load() -> Any:
     _open(_CUDA, "install the NVIDIA driver, or put the folder of a libcuda.so.1 on LD_LIBRARY_PATH")
     absent: SetupMissing | None = None
     try:
-        # By its bare name first, since the bindings take what is loaded already, and look elsewhere only then.
+        # The bare SONAME comes first, because the bindings use a library that is already loaded and search elsewhere
+        # only otherwise.
         _open(_SONAME, _ADVICE)
     except SetupMissing as error:
         if error.errno != errno.ENOENT:
@@ -89,14 +91,14 @@ def load() -> Any:
 
 
 def call(operation: str, function: str, /, **arguments: Any) -> Any:
-    """Call `function` of the bindings with `arguments`, named and in order as in the header.
+    """Call `function` of the bindings. `arguments` have the names and the order of the header.
 
     Raises
     ------
     ApiError
-        The library said no; its CUfileOpError is the status.
+        The library reported an error. Its CUfileOpError is the status.
     SetupMissing
-        The library cannot be used at all, or lacks the function.
+        The library cannot be used, or does not have the function.
     """
     return _call(operation, function, arguments, shown=arguments)
 
@@ -117,12 +119,12 @@ def _call(operation: str, function: str, arguments: dict[str, Any], *, shown: di
 
 
 def transfer(operation: str, function: str, /, **arguments: Any) -> int:
-    """A call of the data path: bytes moved.
+    """Call a function of the data path and return the bytes moved.
 
     Raises
     ------
     ApiError
-        The file said no (``errno``), or libcufile did (a CUfileOpError as status).
+        The file system failed (``errno``), or libcufile did (a CUfileOpError as status).
     """
     bindings = load()
     try:
@@ -145,18 +147,18 @@ def transfer(operation: str, function: str, /, **arguments: Any) -> int:
 
 @functools.cache
 def library_version() -> int:
-    """As cuFileGetVersion writes it: 1150 for 1.15."""
+    """Return the version in the form of cuFileGetVersion: 1150 for 1.15."""
     return int(call("cuFileGetVersion", "get_version"))
 
 
 def version_text() -> str:
-    """``1.15``."""
+    """Return the version as text: ``1.15``."""
     version = library_version()
     return f"{version // 1000}.{version % 1000 // 10}"
 
 
 def use_count() -> int:
-    """cuFileUseCount, which the bindings take for a status."""
+    """Return cuFileUseCount. The bindings mistake its result for a status, so this function uses ctypes."""
     load()
     function = ctypes.CDLL(_SONAME).cuFileUseCount
     function.restype = ctypes.c_long
@@ -164,9 +166,9 @@ def use_count() -> int:
 
 
 def register_file(fd: int) -> int:
-    """cuFileHandleRegister of a descriptor: the CUfileHandle_t."""
+    """Register a descriptor by cuFileHandleRegister and return its CUfileHandle_t."""
     made = load().Descr()
-    # Not set by the constructor: what is random there would be believed.
+    # The constructor does not clear the memory, and libcufile would use the random contents.
     ctypes.memset(made.ptr, 0, ctypes.sizeof(ctypes.c_uint64) * 3)
     made.type = _OPAQUE_FD
     made.handle.fd = fd
@@ -174,7 +176,7 @@ def register_file(fd: int) -> int:
 
 
 def vectors(pieces: Sequence[tuple[int, int]]) -> Any:
-    """CUfileIOVec_t of these addresses and lengths."""
+    """Return an array of CUfileIOVec_t with these addresses and lengths."""
     made = load().IOVec(len(pieces))
     for index, (address, length_bytes) in enumerate(pieces):
         made[index].base_ = address
@@ -200,7 +202,7 @@ class _IoEvent(ctypes.Structure):
 
 
 def entries(requests: Sequence[tuple[int, int, int, int, int, int, int]]) -> Any:
-    """CUfileIOParams_t: file, opcode, address, file offset, buffer offset, length and cookie of each."""
+    """Return CUfileIOParams_t of (file, opcode, address, file offset, buffer offset, length, cookie) tuples."""
     made = (_IoParameters * len(requests))()
     for entry, (file, opcode, address, file_offset, buffer_offset, length_bytes, cookie) in zip(
         made, requests, strict=True
@@ -216,7 +218,7 @@ class _Timespec(ctypes.Structure):
 
 
 def events(batch: int, *, count_min: int, count_max: int, timeout_s: float | None) -> list[tuple[int, int, int]]:
-    """cuFileBatchIOGetStatus: cookie, status and result of each event."""
+    """Call cuFileBatchIOGetStatus and return cookie, status and result of each event."""
     found = (_IoEvent * count_max)()
     count = ctypes.c_uint(count_max)
     time = _Timespec()
@@ -235,7 +237,7 @@ def events(batch: int, *, count_min: int, count_max: int, timeout_s: float | Non
 
 
 def submit(batch: int, made: Any) -> None:
-    """cuFileBatchIOSubmit of what :func:`entries` made."""
+    """Submit the array of :func:`entries` by cuFileBatchIOSubmit."""
     call(
         "cuFileBatchIOSubmit",
         "batch_io_submit",
@@ -247,7 +249,7 @@ def submit(batch: int, made: Any) -> None:
 
 
 class Cells:
-    """The numbers that an asynchronous call reads and writes in its turn; at one address as long as they live."""
+    """Parameters and result of an asynchronous call, at fixed addresses. It must live until the call is over."""
 
     def __init__(self, *, length_bytes: int, file_offset: int, buffer_offset: int) -> None:
         self._length = ctypes.c_size_t(length_bytes)
@@ -256,7 +258,7 @@ class Cells:
         self._result = ctypes.c_ssize_t(0)
 
     def addresses(self) -> tuple[int, int, int, int]:
-        """Of length, file offset, buffer offset and result."""
+        """Return the addresses of length, file offset, buffer offset and result."""
         return (
             ctypes.addressof(self._length),
             ctypes.addressof(self._file_offset),
@@ -266,12 +268,12 @@ class Cells:
 
     @property
     def result(self) -> int:
-        """What the call wrote; before its turn, 0."""
+        """The result that the call has written; 0 before the stream has executed the call."""
         return self._result.value
 
 
 def statistics(level: int) -> bytes:
-    """The statistics of one level, as the library wrote them; :mod:`gdrkit.cufile._layout` reads them."""
+    """Return the raw statistics of one level, which :mod:`gdrkit.cufile._layout` decodes."""
     operation = f"cuFileGetStatsL{level}"
     if library_version() < _layout.STATISTICS_SINCE:
         raise _results.missing_function(operation, version=version_text(), since="1.15")
@@ -281,7 +283,7 @@ def statistics(level: int) -> bytes:
 
 
 def properties() -> tuple[int, ...]:
-    """CUfileDrvProps_t, field by field."""
+    """Return the fields of CUfileDrvProps_t in order."""
 
     class Properties(ctypes.Structure):
         _fields_ = (
@@ -305,18 +307,18 @@ def properties() -> tuple[int, ...]:
 
 
 def string_parameter(number: int) -> str:
-    """cuFileGetParameterString."""
+    """Call cuFileGetParameterString and return the text."""
     return str(call("cuFileGetParameterString", "get_parameter_string", param=number, len=_TEXT_BYTES))
 
 
 def set_string_parameter(number: int, text: str) -> None:
-    """cuFileSetParameterString."""
+    """Call cuFileSetParameterString."""
     kept = ctypes.create_string_buffer(text.encode())
     call("cuFileSetParameterString", "set_parameter_string", param=number, desc_str=ctypes.addressof(kept))
 
 
 def slab_arrays(count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """cuFileGetParameterPosixPoolSlabArray: sizes in KiB, and counts."""
+    """Call cuFileGetParameterPosixPoolSlabArray and return sizes in KiB and counts."""
     sizes, counts = (ctypes.c_size_t * count)(), (ctypes.c_size_t * count)()
     call(
         "cuFileGetParameterPosixPoolSlabArray",
@@ -329,7 +331,7 @@ def slab_arrays(count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def set_slab_arrays(sizes_kib: Sequence[int], counts: Sequence[int]) -> None:
-    """cuFileSetParameterPosixPoolSlabArray."""
+    """Call cuFileSetParameterPosixPoolSlabArray."""
     sizes = (ctypes.c_size_t * len(sizes_kib))(*sizes_kib)
     numbers = (ctypes.c_size_t * len(counts))(*counts)
     call(
@@ -353,7 +355,7 @@ def _open(soname: str, advice: str) -> None:
 
 
 def _wrong_abi(operation: str, error: Exception) -> SetupMissing:
-    # The bindings raise RuntimeError (FunctionNotFoundError) for what libcufile does not have.
+    # The bindings raise RuntimeError (FunctionNotFoundError) for a function that libcufile does not have.
     return loader.setup_missing(
         api=Api.CUFILE,
         operation=operation,

@@ -1,7 +1,7 @@
-"""Files and device memory by kvikio: the one file that names it.
+"""Transfers between files and device memory by kvikio. Only this file imports kvikio.
 
-Level 2. kvikio cuts a transfer into tasks for its own threads, and goes through the host by itself where it does not
-want cuFile: then libcufile counts nothing, and :class:`gdrkit.cufile.Witness` has no evidence. ``pip install --no-deps
+kvikio splits a transfer into tasks for its own threads. If it does not use cuFile, it copies through host memory
+itself. Then libcufile counts nothing, and :class:`gdrkit.cufile.Witness` has no evidence. ``pip install --no-deps
 kvikio-cu13 libkvikio-cu13 rapids-logger`` with numpy and packaging is enough; cupy is not needed.
 """
 
@@ -33,21 +33,21 @@ __all__ = ["KvikioFile", "KvikioSettings", "PendingPart", "kvikio_version", "pre
 
 _ADVICE = "pip install --no-deps kvikio-cu13 libkvikio-cu13 rapids-logger, and numpy and packaging"
 _MODES = frozenset({"on", "off", "auto"})
-# How kvikio words what the kernel and libcufile said.
+# The texts of kvikio contain the numbers of libcufile.
 _CUFILE_NUMBER = re.compile(r"\b(5\d{3})\b")
 _OFFSET_MAX = (1 << 63) - 1
 
 
 @dataclass(frozen=True, slots=True)
 class KvikioSettings:
-    """How kvikio transfers; its defaults but for what is said.
+    """Settings of kvikio. Its other settings keep their defaults.
 
     Attributes
     ----------
     thread_count : int
-        Threads of its pool.
+        Number of threads in the pool of kvikio.
     task_bytes : int
-        How large a part each takes.
+        Size of one task, in bytes.
     compat_mode : str
         ``on`` (never cuFile), ``off`` (always cuFile), ``auto``.
     """
@@ -64,7 +64,7 @@ class KvikioSettings:
 
 @functools.cache
 def _load() -> Any:
-    """Kvikio, with libcuda and libcufile open in the order that is known to be safe."""
+    """Load libcuda and libcufile in the order that is known to be safe, and return the module kvikio."""
     _cufile.load()
     try:
         importlib.import_module("kvikio.defaults")
@@ -76,19 +76,19 @@ def _load() -> Any:
 
 
 def kvikio_version() -> str:
-    """As the package says it."""
+    """Return the version of the kvikio package."""
     return str(_load().__version__)
 
 
 def prefers_host() -> bool:
-    """Whether kvikio goes through the host by itself here, without cuFile."""
+    """Return whether kvikio by default uses host memory here instead of cuFile."""
     _load()
     return bool(importlib.import_module("kvikio.defaults").is_compat_mode_preferred())
 
 
 @contextlib.contextmanager
 def settings(wanted: KvikioSettings) -> Iterator[None]:
-    """Have kvikio work so meanwhile, in this whole process."""
+    """Set the settings of kvikio during the block, for the whole process."""
     kvikio = _load()
     mode = getattr(kvikio.CompatMode, wanted.compat_mode.upper())
     with kvikio.defaults.set({"num_threads": wanted.thread_count, "task_size": wanted.task_bytes, "compat_mode": mode}):
@@ -96,7 +96,7 @@ def settings(wanted: KvikioSettings) -> Iterator[None]:
 
 
 class _Array:
-    """What kvikio takes for device memory."""
+    """An object with the interface that kvikio requires for device memory."""
 
     def __init__(self, address: int, length_bytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -109,39 +109,39 @@ class _Array:
 
 
 class PendingPart:
-    """A transfer that kvikio's threads are at."""
+    """A transfer that the threads of kvikio execute."""
 
     def __init__(self, future: Any, operation: str, keep: object) -> None:
         self._future = future
         self._operation = operation
-        # Until it is over, its memory must not go.
+        # The memory must not be freed before the transfer is over.
         self._keep = keep
 
     def bytes(self) -> int:
-        """Wait for it: the bytes that moved.
+        """Wait for the transfer and return the bytes moved.
 
         Raises
         ------
         ApiError
-            What the kernel, CUDA or libcufile refused.
+            The kernel, CUDA or libcufile reported an error.
         """
         return int(_called(self._operation, self._future.get))
 
 
 class KvikioFile:
-    """A file that kvikio has open; a context manager.
+    """A file opened by kvikio; a context manager.
 
     Parameters
     ----------
     path : path
         The file.
     mode : str
-        ``r``, ``w`` (cut to nothing) or ``r+``.
+        ``r``, ``w`` (truncates the file) or ``r+``.
 
     Raises
     ------
     ApiError
-        It cannot be opened.
+        The file cannot be opened.
     """
 
     def __init__(self, path: str | Path, mode: str = "r") -> None:
@@ -157,7 +157,7 @@ class KvikioFile:
     def read(
         self, memory: Memory, *, file_offset_bytes: int = 0, offset_bytes: int = 0, length_bytes: int | None = None
     ) -> PendingPart:
-        """Begin to read into device memory; as :meth:`gdrkit.cufile.FileHandle.read`."""
+        """Start a read into device memory; see :meth:`gdrkit.cufile.FileHandle.read`."""
         return self._begin(
             "kvikio.pread",
             self._open().pread,
@@ -168,7 +168,7 @@ class KvikioFile:
     def write(
         self, memory: Memory, *, file_offset_bytes: int = 0, offset_bytes: int = 0, length_bytes: int | None = None
     ) -> PendingPart:
-        """Begin to write from device memory; as :meth:`read`."""
+        """Start a write from device memory; see :meth:`read`."""
         return self._begin(
             "kvikio.pwrite",
             self._open().pwrite,
@@ -177,7 +177,7 @@ class KvikioFile:
         )
 
     def close(self) -> None:
-        """Close it; a second close does nothing."""
+        """Close the file; a second close does nothing."""
         if self._closed:
             return
         self._file.close()
@@ -222,7 +222,7 @@ def _called(operation: str, call: Callable[[], Any]) -> Any:
 
 
 def _refused(operation: str, text: str) -> ApiError:
-    # kvikio has no numbers of its own; those of cuFile stand in its text, and some of the kernel's by name.
+    # kvikio has no error numbers of its own. Its text contains those of cuFile, and the names of some errnos.
     number = next((int(found) for found in _CUFILE_NUMBER.findall(text) if int(found) in _results.NAMES), None)
     if number is not None:
         return _results.error_of(operation=operation, status=number, arguments={"text": text})

@@ -1,8 +1,8 @@
-"""How libcufile lays out its statistics, by its version.
+"""The memory layout of the statistics of libcufile, by its version.
 
-Level 2, pure. The bindings know the layout of one version; cuFile 1.19 made the first level longer, and with it moved
-everything behind, so a library of 1.15 read by newer bindings gives numbers that are none. Here the buffer is read by
-the version of the library that filled it. Source: ``cufile.h`` of 1.15, 1.18, 1.19 and 1.20.
+The bindings know the layout of only one version. cuFile 1.19 made the first level longer, which moved everything behind
+it. So newer bindings read wrong numbers from a library 1.15. This module decodes the buffer by the version of the
+library that filled it. Source: ``cufile.h`` of 1.15, 1.18, 1.19 and 1.20.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ __all__ = [
     "histograms_of",
 ]
 
-# As cuFileGetVersion writes versions: 1000 x major + 10 x minor.
+# Versions in the form of cuFileGetVersion: 1000 x major + 10 x minor.
 STATISTICS_SINCE = 1150
 VECTORS_SINCE = 1190
-# An opened driver forgets the sizes that were staged for its properties with 1.15, and keeps them with 1.18; what lies
-# between was not seen.
+# cuFile 1.15 discards staged sizes of properties when the driver opens; 1.18 keeps them. The versions between were not
+# tested.
 STAGED_SIZES_SINCE = 1180
-# More than any version fills.
+# The size of the buffer, which is more than any version fills.
 BUFFER_BYTES = 8192
 
 _PAIRS_FIRST = (
@@ -145,23 +145,23 @@ def _names(version: int) -> Iterator[str]:
 
 
 def basic_of(buffer: bytes, *, version: int) -> Mapping[str, int]:
-    """The first level by the names of the header; ``X`` and ``X_err`` for the two halves of a counter X."""
+    """Return the counters of the first level by the header's names; a counter X has the halves ``X`` and ``X_err``."""
     names = tuple(_names(version))
     return dict(zip(names, struct.unpack_from(f"<{len(names)}Q", buffer), strict=True))
 
 
 def histograms_of(buffer: bytes, *, version: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The sizes of reads and of writes, of the second level."""
+    """Return the histograms of read sizes and of write sizes, from the second level."""
     begin = _basic_bytes(version)
     words = struct.unpack_from(f"<{2 * _HISTOGRAM_WORDS}Q", buffer, begin)
     return words[:_HISTOGRAM_WORDS], words[_HISTOGRAM_WORDS:]
 
 
 def gpus_of(buffer: bytes, *, version: int) -> Iterator[tuple[bytes, Mapping[str, int]]]:
-    """UUID and counters of each GPU, of the third level."""
+    """Yield UUID and counters of each GPU, from the third level."""
     begin = _basic_bytes(version) + 2 * _HISTOGRAM_WORDS * _WORD_BYTES
     (count,) = struct.unpack_from("<I", buffer, begin)
-    begin += _WORD_BYTES  # The count, and what aligns the next word.
+    begin += _WORD_BYTES  # The count and its padding.
     form = struct.Struct(f"<{_UUID_BYTES}s{len(_GPU)}Q")
     for gpu in range(min(count, _GPUS_MAX)):
         uuid, *values = form.unpack_from(buffer, begin + gpu * form.size)

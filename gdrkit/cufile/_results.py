@@ -1,6 +1,6 @@
-"""What a CUfileOpError means: its name, reason and advice.
+"""Name, reason and advice for each CUfileOpError.
 
-Level 2, pure. Source of the numbers: ``cufile.h`` of cuFile 1.20, enum ``CUfileOpError``.
+Source of the numbers: ``cufile.h`` of cuFile 1.20, enum ``CUfileOpError``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PERMISSION_DENIED = 5025
 HANDLE_NOT_REGISTERED = 5027
 ASYNC_NOT_SUPPORTED = 5038
 
-# In the order of the header, which leaves out two numbers.
+# The names are in the order of the header, which skips two numbers.
 _ORDER = [
     "DRIVER_NOT_INITIALIZED",
     "DRIVER_INVALID_PROPS",
@@ -89,7 +89,7 @@ NAMES: Mapping[int, str] = {
 
 _INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 _NO_CONTEXT = "have a CUDA context current in the thread that calls"
-# As 1.15 and 1.20 answer where there is no direct way and compat mode is not allowed.
+# cuFile 1.15 and 1.20 report this error if there is no direct path and compat mode is not allowed.
 _NO_WAY = "load nvidia-fs or set up PCI P2PDMA, or allow compat mode (allow_compat_mode in cufile.json)"
 _UDEV = "see gdrkit.cufile.obstacles: a container without udev's database, and tmpfs, are refused so"
 _MEANINGS: dict[int, tuple[Reason, str]] = {
@@ -136,9 +136,9 @@ _ERRNO_REASONS = {
 def error_of(
     *, operation: str, status: int, cuda_status: int | None = None, arguments: Mapping[str, object]
 ) -> ApiError:
-    """The exception for a CUfileOpError; :class:`~gdrkit.errors.Unsupported` when it cannot be done here at all.
+    """Return the exception for a CUfileOpError: :class:`~gdrkit.errors.Unsupported` if the call can never work here.
 
-    A CUresult that came with it is in the arguments, as ``cu_err``.
+    If the error has a CUresult, it is in the arguments as ``cu_err``.
     """
     reason, what_to_do = _MEANINGS.get(status, (Reason.OTHER, ""))
     if cuda_status == _INVALID_CONTEXT:
@@ -159,7 +159,7 @@ def error_of(
 
 
 def errno_error(*, operation: str, number: int, arguments: Mapping[str, object]) -> ApiError:
-    """The exception for a call that answered -1 and an errno."""
+    """Return the exception for a call that returned -1 and set errno."""
     return ApiError(
         api=Api.CUFILE,
         operation=operation,
@@ -168,13 +168,13 @@ def errno_error(*, operation: str, number: int, arguments: Mapping[str, object])
         errno=number,
         arguments=arguments,
         reason=_ERRNO_REASONS.get(number, Reason.OTHER),
-        # What an asynchronous call says that could not take memory of its own.
+        # An asynchronous call without a current context cannot allocate memory and fails with ENOMEM.
         what_to_do=_NO_CONTEXT if number == _errno.ENOMEM and operation.endswith("Async") else "",
     )
 
 
 def missing_function(operation: str, *, version: str, since: str) -> Unsupported:
-    """The exception for a call that this libcufile is too old for."""
+    """Return the exception for a call that this version of libcufile does not have."""
     return Unsupported(
         api=Api.CUFILE,
         operation=operation,

@@ -1,6 +1,6 @@
-"""Batches: many transfers by one call, whose ends are asked for later.
+"""Batches: many transfers that one call submits, and whose results are polled.
 
-Level 2. A batch keeps the memory and the files of what it was given until it has said how each of them ended.
+A batch keeps the memory and the files of its transfers alive until it has reported the result of each.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _CUFILE_BASE = 5000
 
 
 class Opcode(enum.IntEnum):
-    """Which way (``CUfileOpcode_t``)."""
+    """Direction of a transfer (``CUfileOpcode_t``)."""
 
     READ = 0
     WRITE = 1
 
 
 class Ended(enum.IntEnum):
-    """How a transfer of a batch stands (``CUfileStatus_t``)."""
+    """State of a transfer in a batch (``CUfileStatus_t``)."""
 
     WAITING = 0x01
     PENDING = 0x02
@@ -59,18 +59,18 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """How one transfer ended.
+    """The result of one transfer.
 
     Attributes
     ----------
     request : Request
-        What was asked for.
+        The request of this transfer.
     status : Ended
-        How it ended.
+        Final state of the transfer.
     bytes : int
-        How many bytes moved; 0 unless it is complete.
+        Bytes moved; 0 unless the transfer is complete.
     error : ApiError or None
-        Why it failed.
+        The error if the transfer failed, otherwise None.
     """
 
     request: Request
@@ -80,19 +80,19 @@ class Event:
 
 
 class Batch:
-    """Room for transfers that are submitted together; a context manager.
+    """A batch of transfers that are submitted together; a context manager.
 
     Parameters
     ----------
     driver : Driver
-        The open driver, which destroys it at the latest.
+        The open driver. It destroys the batch when it closes, at the latest.
     capacity : int
-        How many transfers it may hold that nobody has asked for yet.
+        Largest number of transfers whose result was not fetched yet.
 
     Raises
     ------
     ApiError
-        CU_FILE_INVALID_VALUE: more than :attr:`Properties.max_batch_io`.
+        CU_FILE_INVALID_VALUE: `capacity` is above :attr:`Properties.max_batch_io`.
     """
 
     def __init__(self, driver: Driver, capacity: int) -> None:
@@ -111,18 +111,18 @@ class Batch:
 
     @property
     def outstanding(self) -> int:
-        """Of how many transfers nobody knows yet how they ended."""
+        """Number of transfers whose result was not fetched yet."""
         return len(self._requests)
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Begin these transfers; all of them or none.
+        """Submit these transfers, all of them or none.
 
         Raises
         ------
         ApiError
-            CU_FILE_BATCH_FULL: there is no room; ask :meth:`status` first.
+            CU_FILE_BATCH_FULL: the batch is full; call :meth:`status` first.
         UsageError
-            Something about a request cannot be right.
+            A request is invalid.
         """
         self._check_open()
         if not requests:
@@ -133,18 +133,18 @@ class Batch:
         with requests[0].piece.memory.current():
             _cufile.submit(self._number, made)
         self._requests |= new
-        # The library may look at what it was given until the last of it has ended.
+        # The library may read the array until the last of its transfers has ended.
         self._kept.append(made)
 
     def status(self, *, count_min: int = 0, timeout_s: float | None = None) -> list[Event]:
-        """How transfers ended, each once.
+        """Return the results of transfers that ended, each once.
 
         Parameters
         ----------
         count_min : int
-            For how many to wait.
+            Number of results to wait for.
         timeout_s : float or None
-            How long; None: until there are as many.
+            Longest time to wait, in seconds. None: until there are `count_min` results.
         """
         self._check_open()
         if count_min > self.outstanding or (timeout_s is not None and timeout_s < 0):
@@ -159,12 +159,12 @@ class Batch:
         return ended
 
     def cancel(self) -> None:
-        """Take back what has not begun; :meth:`status` says which."""
+        """Cancel the transfers that have not started; :meth:`status` reports which."""
         self._check_open()
         _cufile.call("cuFileBatchIOCancel", "batch_io_cancel", batch_idp=self._number)
 
     def close(self) -> None:
-        """Cancel what has not begun, wait for what has, and give the batch back; a second close does nothing."""
+        """Cancel transfers that have not started, wait for the others and destroy the batch. Later calls do nothing."""
         if self._closed:
             return
         _cufile.call("cuFileBatchIODestroy", "batch_io_destroy", batch_idp=self._number)

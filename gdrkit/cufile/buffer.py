@@ -1,7 +1,4 @@
-"""Memory that is registered with cuFile.
-
-Level 2.
-"""
+"""Memory that is registered with cuFile."""
 
 from __future__ import annotations
 
@@ -21,37 +18,38 @@ __all__ = ["Memory", "RegisteredBuffer", "check_memory"]
 
 
 class Memory(Protocol):
-    """What cuFile moves bytes to and from: memory of a device or of the host, at an address."""
+    """The interface of memory that cuFile can use: device or host memory at an address."""
 
     @property
     def address(self) -> int:
-        """Of its first byte."""
+        """Address of the first byte."""
 
     @property
     def length_bytes(self) -> int:
-        """Its size."""
+        """Size in bytes."""
 
     @property
     def closed(self) -> bool:
-        """Whether it was released."""
+        """Whether the memory was freed."""
 
     def current(self) -> AbstractContextManager[object]:
-        """While entered, the CUDA context of a device's memory is current in this thread; nothing for the host's.
+        """Make the CUDA context of device memory current in this thread during a block. Host memory needs no context.
 
-        cuFile takes addresses as those of the caller's current context. Without any it refuses to register memory
-        (5011), ends transfers of streams with ENOMEM, and leaves pinned what is deregistered (seen with 1.15 and 1.20).
+        cuFile interprets addresses in the caller's current context. Without a context it refuses to register memory
+        (5011), ends transfers of streams with ENOMEM, and leaves deregistered memory pinned (observed with 1.15 and
+        1.20).
         """
 
 
 def check_memory(memory: Memory, *, offset_bytes: int, length_bytes: int | None) -> int:
-    """The length that is meant, from `offset_bytes` to the end when None.
+    """Return the length of the part that starts at `offset_bytes`; None means up to the end.
 
     Raises
     ------
     UsageError
-        It is not inside the memory.
+        The part is not inside the memory.
     ClosedResource
-        The memory was released.
+        The memory was freed.
     """
     if memory.closed:
         what = "the memory"
@@ -64,19 +62,19 @@ def check_memory(memory: Memory, *, offset_bytes: int, length_bytes: int | None)
 
 
 class RegisteredBuffer:
-    """Memory that the driver has pinned, so that transfers need no buffers between; a context manager.
+    """Memory that is registered with cuFile and pinned, so that transfers need no bounce buffers; a context manager.
 
     Parameters
     ----------
     driver : Driver
-        The open driver, which deregisters it at the latest.
+        The open driver. It deregisters the memory when it closes, at the latest.
     memory : Memory
-        What is registered. It must not be freed before.
+        The memory. It must not be freed before it is deregistered.
 
     Raises
     ------
     ApiError
-        The library refused, e.g. with CU_FILE_MEMORY_ALREADY_REGISTERED.
+        The library failed, for example with CU_FILE_MEMORY_ALREADY_REGISTERED.
     """
 
     def __init__(self, driver: Driver, memory: Memory) -> None:
@@ -92,11 +90,11 @@ class RegisteredBuffer:
 
     @property
     def closed(self) -> bool:
-        """Whether it was deregistered."""
+        """Whether the memory was deregistered."""
         return self._closed
 
     def close(self) -> None:
-        """Deregister it; a second close does nothing."""
+        """Deregister the memory; a second close does nothing."""
         if self._closed:
             return
         with self.memory.current():

@@ -1,7 +1,6 @@
-"""The driver of cuFile, open.
+"""The cuFile driver.
 
-Level 2. Everything else of this room is made from a :class:`Driver`, which closes what was made from it before it
-closes itself.
+All other objects of this package are created from a :class:`Driver`. It closes them before it closes itself.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ _COMPAT_BIT = 1 << 1  # CU_FILE_ALLOW_COMPAT_MODE
 
 @dataclass(frozen=True, slots=True)
 class Properties:
-    """What cuFileDriverGetProperties says; sizes in KiB as the library keeps them.
+    """The result of cuFileDriverGetProperties. Sizes are in KiB, as in the library.
 
     Attributes
     ----------
     nvfs_version : tuple of int
-        Of nvidia-fs; (0, 0) where it is not loaded.
+        Version of nvidia-fs; (0, 0) if it is not loaded.
     """
 
     nvfs_version: tuple[int, int]
@@ -47,37 +46,37 @@ class Properties:
 
     @property
     def allows_compat(self) -> bool:
-        """Whether the library may go through the host where it cannot go directly."""
+        """Whether the library may copy through host memory if there is no direct path."""
         return bool(self.control_flags & _COMPAT_BIT)
 
 
 def library_version() -> tuple[int, int]:
-    """Of libcufile: ``(1, 15)``.
+    """Return the version of libcufile: ``(1, 15)``.
 
     Raises
     ------
     SetupMissing
-        There is no libcufile that can be used, or no libcuda.
+        There is no usable libcufile or no libcuda.
     """
     version = _cufile.library_version()
     return version // 1000, version % 1000 // 10
 
 
 class Driver:
-    """The open driver; a context manager.
+    """The open cuFile driver; a context manager.
 
     Parameters
     ----------
     timeout_s : float or None
-        How long a child may take to open the driver before this process dares to (see :mod:`gdrkit.cufile.probe`).
-        None: no child is asked, since whoever started this process ends it when it does not come back.
+        Longest time in seconds that a child process may take to open the driver before this process opens it (see
+        :mod:`gdrkit.cufile.probe`). None: no child is started; use this if the parent kills this process when it hangs.
 
     Raises
     ------
     SetupMissing
         libcufile, libcuda or the bindings are missing, or the driver did not open.
     ApiError
-        It opened in a child, and not here.
+        The driver opened in the child, but not in this process.
     """
 
     def __init__(self, *, timeout_s: float | None = probe.TIMEOUT_S) -> None:
@@ -92,42 +91,42 @@ class Driver:
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed."""
+        """Whether the driver was closed."""
         return self._closed
 
     def properties(self) -> Properties:
-        """What the library says about itself and nvidia-fs."""
+        """Return the properties of the library and of nvidia-fs."""
         self.check_open()
         major, minor, *others = _cufile.properties()
         return Properties((major, minor), *others)
 
     def use_count(self) -> int:
-        """How often the driver is open in this process."""
+        """Return how many times the driver is open in this process."""
         self.check_open()
         return _cufile.use_count()
 
     def bar_size_kib(self, device_index: int) -> int:
-        """Of the BAR of a GPU (cuFile 1.15)."""
+        """Return the BAR size of a GPU in KiB (cuFile 1.15)."""
         self.check_open()
         return int(_cufile.call("cuFileGetBARSizeInKB", "get_bar_size_in_kb", gpuIndex=device_index))
 
     def adopt(self, close: Callable[[], None]) -> Callable[[], None]:
-        """Have `close` called before the driver is closed; returns what takes it back."""
+        """Have `close` called before the driver is closed. Return a function that cancels this."""
         return self._children.push(close)
 
     def check_open(self) -> None:
-        """Raise :class:`~gdrkit.errors.ClosedResource` when it is closed."""
+        """Raise :class:`~gdrkit.errors.ClosedResource` if the driver is closed."""
         if self._closed:
             what = "the cuFile driver"
             raise ClosedResource(what)
 
     def close(self) -> None:
-        """Close what was made from it, last made first, then the driver; a second close does nothing.
+        """Close all objects of the driver, newest first, then the driver; a second close does nothing.
 
         Raises
         ------
         ApiError
-            Of the first child that could not be closed, or of the driver. It stays open and may be closed again.
+            An object or the driver could not be closed. The driver stays open and may be closed again.
         """
         if self._closed:
             return

@@ -1,7 +1,7 @@
-"""Files that are registered with cuFile, and what moves between them and memory.
+"""Files that are registered with cuFile, and transfers between them and memory.
 
-Level 2. Each method is one call of cuFile. A count below what was asked for means what it means for pread: the end of
-the file, or a medium that is full.
+Each method is one call of cuFile. As with pread, a count below the requested one means the end of the file, or a full
+disk.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 __all__ = ["FileHandle", "Piece"]
 
-# What fits into off_t and ssize_t.
+# The largest value of off_t and ssize_t.
 _OFFSET_MAX = (1 << 63) - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of memory, for transfers that have several; None: up to its end."""
+    """A part of memory, for transfers with several parts. `length_bytes` None: up to the end of the memory."""
 
     memory: Memory
     offset_bytes: int = 0
@@ -38,21 +38,21 @@ class Piece:
 
 
 class FileHandle:
-    """A file of this process that cuFile knows; a context manager.
+    """A file that is registered with cuFile; a context manager.
 
     Parameters
     ----------
     driver : Driver
-        The open driver, which deregisters it at the latest.
+        The open driver. It deregisters the file when it closes, at the latest.
     fd : int
-        An open regular file, the caller's; to be closed after the handle. Direct transfers want it opened with
+        Descriptor of an open regular file. The caller owns it and closes it after the handle. Direct transfers require
         O_DIRECT.
 
     Raises
     ------
     ApiError
-        The library refused. CU_FILE_HANDLE_NOT_REGISTERED (5027) is what a file on tmpfs, or on a machine without
-        udev's database, gets; :func:`gdrkit.cufile.obstacles` tells which.
+        The library failed. CU_FILE_HANDLE_NOT_REGISTERED (5027) is the error for a file on tmpfs, or on a machine
+        without udev's database; :func:`gdrkit.cufile.obstacles` tells which.
     """
 
     def __init__(self, driver: Driver, fd: int) -> None:
@@ -70,12 +70,12 @@ class FileHandle:
 
     @property
     def closed(self) -> bool:
-        """Whether it was deregistered."""
+        """Whether the file was deregistered."""
         return self._closed
 
     @property
     def number(self) -> int:
-        """The CUfileHandle_t."""
+        """The CUfileHandle_t of the file."""
         if self._closed:
             what = "the cuFile handle"
             raise ClosedResource(what)
@@ -84,23 +84,23 @@ class FileHandle:
     def read(
         self, memory: Memory, *, file_offset_bytes: int = 0, offset_bytes: int = 0, length_bytes: int | None = None
     ) -> int:
-        """Read into memory; the bytes that arrived.
+        """Read into memory and return the bytes that arrived.
 
         Parameters
         ----------
         memory : Memory
-            Where to.
+            Memory to read into.
         file_offset_bytes : int
-            Where in the file.
+            Offset in the file, in bytes.
         offset_bytes, length_bytes : int
-            Which part of the memory; None: up to its end.
+            Part of the memory; length None: up to its end.
 
         Raises
         ------
         ApiError
-            With ``errno`` where the file said no, with a CUfileOpError as status where cuFile did.
+            The file system failed (``errno``), or cuFile did (a CUfileOpError as status).
         UsageError
-            Something is negative, too large, or not inside the memory.
+            A value is negative, too large, or not inside the memory.
         """
         return self._move(
             ("cuFileRead", "read"), Piece(memory, offset_bytes, length_bytes), file_offset_bytes=file_offset_bytes
@@ -109,17 +109,17 @@ class FileHandle:
     def write(
         self, memory: Memory, *, file_offset_bytes: int = 0, offset_bytes: int = 0, length_bytes: int | None = None
     ) -> int:
-        """Write from memory; as :meth:`read`."""
+        """Write from memory and return the bytes written; see :meth:`read`."""
         return self._move(
             ("cuFileWrite", "write"), Piece(memory, offset_bytes, length_bytes), file_offset_bytes=file_offset_bytes
         )
 
     def readv(self, pieces: Sequence[Piece], *, file_offset_bytes: int = 0) -> int:
-        """Read what lies together in the file into several pieces of memory (cuFile 1.19); as :meth:`read`."""
+        """Read a contiguous range of the file into several parts of memory (cuFile 1.19); see :meth:`read`."""
         return self._move_vectors(("cuFileReadv", "readv"), pieces, file_offset_bytes=file_offset_bytes)
 
     def writev(self, pieces: Sequence[Piece], *, file_offset_bytes: int = 0) -> int:
-        """Write several pieces of memory together (cuFile 1.19); as :meth:`readv`."""
+        """Write several parts of memory to a contiguous range (cuFile 1.19); see :meth:`readv`."""
         return self._move_vectors(("cuFileWritev", "writev"), pieces, file_offset_bytes=file_offset_bytes)
 
     def read_async(
@@ -131,7 +131,7 @@ class FileHandle:
         offset_bytes: int = 0,
         length_bytes: int | None = None,
     ) -> Pending:
-        """Have a CUDA stream read in its turn; as :meth:`read`."""
+        """Queue a read on a CUDA stream; see :meth:`read`."""
         from gdrkit.cufile.stream import Pending
 
         piece = Piece(memory, offset_bytes, length_bytes)
@@ -146,27 +146,27 @@ class FileHandle:
         offset_bytes: int = 0,
         length_bytes: int | None = None,
     ) -> Pending:
-        """Have a CUDA stream write in its turn; as :meth:`read_async`."""
+        """Queue a write on a CUDA stream; see :meth:`read_async`."""
         from gdrkit.cufile.stream import Pending
 
         piece = Piece(memory, offset_bytes, length_bytes)
         return Pending.begin(("cuFileWriteAsync", "write_async"), self, stream, piece, file_offset_bytes)
 
     def hold(self, pending: Pending) -> None:
-        """Keep what a stream still uses."""
+        """Keep a transfer that a stream still uses alive."""
         self._pending.add(pending)
 
     def let_go(self, pending: Pending) -> None:
-        """It is over."""
+        """Drop a transfer that is over."""
         self._pending.discard(pending)
 
     def close(self) -> None:
-        """Deregister it; a second close does nothing.
+        """Deregister the file; a second close does nothing.
 
         Raises
         ------
         UsageError
-            ``BUSY``: a stream has not come to one of its transfers yet.
+            ``BUSY``: a stream has not completed one of the transfers.
         """
         if self._closed:
             return
@@ -221,12 +221,12 @@ class FileHandle:
 
 
 def check_piece(piece: Piece, *, file_offset_bytes: int) -> int:
-    """The length that is meant.
+    """Return the length of the part of memory.
 
     Raises
     ------
     UsageError
-        It is not inside the memory, or not inside what a file can be.
+        The part is not inside the memory, or the range is too large for a file.
     """
     length_bytes = check_memory(piece.memory, offset_bytes=piece.offset_bytes, length_bytes=piece.length_bytes)
     if not 0 <= file_offset_bytes <= _OFFSET_MAX - length_bytes:

@@ -1,7 +1,7 @@
-"""The counters of the kernel driver nvidia-fs.
+"""Reader of the counters of the kernel driver nvidia-fs.
 
-Level 2. They are of the whole machine: they prove a transfer of this process only while no other process uses
-nvidia-fs. Source of the format: ``src/nvfs-stat.c`` of gds-nvidia-fs 2.28.
+The counters are those of the whole machine. They prove a transfer of this process only if no other process uses
+nvidia-fs at the time. Source of the format: ``src/nvfs-stat.c`` of gds-nvidia-fs 2.28.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ _MIB_BYTES = 1 << 20
 
 
 class Tree(Protocol):
-    """A host's file tree under some root: :class:`gdrkit.host.HostTree`."""
+    """The interface of a reader of a host's files: :class:`gdrkit.host.HostTree`."""
 
     def text(self, name: str) -> str | None:
-        """What a file holds; None when there is none."""
+        """Return the text of a file, or None if it does not exist."""
 
     def exists(self, name: str) -> bool:
-        """Whether something of that name is there."""
+        """Return whether the path exists."""
 
 
 @dataclass(frozen=True, slots=True)
 class NvidiaFs:
-    """The counters at one moment.
+    """The counters of nvidia-fs at one moment.
 
     Attributes
     ----------
     counting : bool
-        Whether it counts reads and writes at all (module parameter ``rw_stats_enabled``).
+        Whether nvidia-fs counts reads and writes (module parameter ``rw_stats_enabled``).
     process_count : int
-        How many processes use it now.
+        Number of processes that use nvidia-fs now.
     counters : mapping
-        ``Reads.ok``, ``Writes.err`` and so on, by line and name.
+        Counters by line and name, such as ``Reads.ok`` and ``Writes.err``.
     modules : tuple of str
-        The storage drivers that it knows, e.g. ``nvme``.
+        Storage drivers that nvidia-fs supports, e.g. ``nvme``.
     """
 
     counting: bool
@@ -52,16 +52,16 @@ class NvidiaFs:
     modules: tuple[str, ...]
 
     def moved(self, before: NvidiaFs, name: str) -> int:
-        """What a counter grew by."""
+        """Return the increase of a counter."""
         return self.counters.get(name, 0) - before.counters.get(name, 0)
 
     def bytes_moved(self, before: NvidiaFs, *, writing: bool) -> int:
-        """Bytes read or written since; nvidia-fs counts whole MiB."""
+        """Return the bytes read or written since `before`; nvidia-fs counts whole MiB."""
         return self.moved(before, "Writes.writeMiB" if writing else "Reads.readMiB") * _MIB_BYTES
 
 
 def nvidia_fs(tree: Tree) -> NvidiaFs | None:
-    """Read them below the root of `tree`; None where nvidia-fs is not loaded."""
+    """Read the counters below the root of `tree`; return None if nvidia-fs is not loaded."""
     text = tree.text(f"{_FOLDER}/stats")
     if text is None:
         return None

@@ -1,6 +1,6 @@
-"""Why a file cannot be read directly into a GPU here, each cause by its name.
+"""Causes why a file cannot be read directly into a GPU here.
 
-Level 2. What is looked at lies below a root that is an argument; the settings of libcufile are asked of libcufile.
+Files of the host are read below a root that is an argument. The settings of libcufile come from libcufile.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _UDEV = "/run/udev/data"
 _IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs"})
 _LAYERED = frozenset({"overlay", "fuse", "9p"})
 _ALIGNED_BYTES = 4096
-# Where libcufile reads mounts by udev's word, the file systems that it serves on a block device.
+# The file systems on block devices that libcufile supports. For them it finds the device in udev's database.
 _ON_BLOCK_DEVICES = frozenset({"ext4", "xfs"})
 
 
 class Cause(enum.Enum):
-    """Why transfers are not direct; stable, so that programs and tests may compare it."""
+    """Causes why transfers are not direct. The values are stable, so that programs and tests may compare them."""
 
     NO_UDEV_DATABASE = "no_udev_database"
     TMPFS = "tmpfs"
@@ -43,16 +43,16 @@ class Cause(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Obstacle:
-    """One cause, for people.
+    """One cause, with text for people.
 
     Attributes
     ----------
     text : str
-        What was found, one sentence.
+        One sentence about what was found.
     what_to_do : str
-        How to mend it.
+        How to fix it.
     refuses : bool
-        Whether libcufile then registers the file at all (False) or not (True).
+        True: libcufile refuses to register the file. False: it registers the file, and transfers are not direct.
     """
 
     cause: Cause
@@ -63,7 +63,7 @@ class Obstacle:
 
 @dataclass(frozen=True, slots=True)
 class FileOnHost:
-    """What a file lies on: the numbers of its device, and the type of the file system where the mounts tell."""
+    """The storage of a file: its device number, and the type of its file system if mountinfo lists it."""
 
     major: int
     minor: int
@@ -71,17 +71,17 @@ class FileOnHost:
 
     @property
     def udev_entry(self) -> str:
-        """Where udev's database has its device."""
+        """Path of the device's entry in udev's database."""
         return f"{_UDEV}/b{self.major}:{self.minor}"
 
 
 def describe_file(tree: Tree, fd: int) -> FileOnHost:
-    """What the file of a descriptor lies on.
+    """Return the storage of the file of a descriptor.
 
     Raises
     ------
     OSError
-        It is not open.
+        The descriptor is not open.
     """
     device = os.fstat(fd).st_dev
     major, minor = os.major(device), os.minor(device)
@@ -89,22 +89,22 @@ def describe_file(tree: Tree, fd: int) -> FileOnHost:
 
 
 def obstacles(tree: Tree, fd: int, *, compat_forced: bool = False) -> tuple[Obstacle, ...]:
-    """Everything that is in the way of direct transfers with this file, the most basic first.
+    """Return all obstacles to direct transfers with this file, the most basic first.
 
     Parameters
     ----------
     tree : Tree
         This host, or another root.
     fd : int
-        An open file.
+        Descriptor of the file.
     compat_forced : bool
-        What libcufile says of force_compat_mode (:data:`gdrkit.cufile.parameters.Flag.FORCE_COMPAT_MODE`).
+        Value of force_compat_mode in libcufile (:data:`gdrkit.cufile.parameters.Flag.FORCE_COMPAT_MODE`).
     """
     return tuple(_found(tree, fd, compat_forced=compat_forced))
 
 
 def of_request(*, aligned_to: int, host_memory: bool = False) -> tuple[Obstacle, ...]:
-    """What is in the way of one transfer: `aligned_to` is the or of its offsets and its length."""
+    """Return the obstacles of one transfer. `aligned_to` is the bitwise or of its offsets and its length."""
     found = []
     if host_memory:
         found.append(Obstacle(Cause.HOST_MEMORY, "the memory is the host's", "read into memory of a GPU"))

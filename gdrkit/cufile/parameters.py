@@ -1,7 +1,7 @@
-"""The parameters of libcufile: staged while the driver is closed, in force while it is open.
+"""The parameters of libcufile, which are staged while the driver is closed and take effect when it opens.
 
-Level 2. Reading one before the driver is open gives what is staged, which is not what an opened driver will use.
-Numbers of ``cufile.h`` 1.20; a library that does not know one answers CU_FILE_INVALID_VALUE.
+While the driver is closed, a read returns the staged value, which is not always the one that the open driver will use.
+The numbers are those of ``cufile.h`` 1.20. A library that does not know a parameter returns CU_FILE_INVALID_VALUE.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = [
 
 
 class Size(enum.IntEnum):
-    """Parameters that are numbers (``CUFileSizeTConfigParameter_t``); their units are at the end."""
+    """Numeric parameters (``CUFileSizeTConfigParameter_t``). Their names end with the unit."""
 
     PROFILE_STATS = 0
     MAX_IO_QUEUE_DEPTH = 1
@@ -50,7 +50,7 @@ class Size(enum.IntEnum):
 
 
 class Flag(enum.IntEnum):
-    """Parameters that are yes or no (``CUFileBoolConfigParameter_t``)."""
+    """Boolean parameters (``CUFileBoolConfigParameter_t``)."""
 
     USE_POLL_MODE = 0
     ALLOW_COMPAT_MODE = 1
@@ -66,14 +66,14 @@ class Flag(enum.IntEnum):
 
 
 class Text(enum.IntEnum):
-    """Parameters that are text (``CUFileStringConfigParameter_t``)."""
+    """Text parameters (``CUFileStringConfigParameter_t``)."""
 
     LOGGING_LEVEL = 0
     ENV_LOGFILE_PATH = 1
     LOG_DIR = 2
 
 
-# What Properties show.
+# The parameters that the driver properties report.
 _PROPERTIES = frozenset(
     {
         Size.MAX_DIRECT_IO_SIZE_KB,
@@ -88,42 +88,42 @@ _PROPERTIES = frozenset(
 
 
 def is_kept(which: Size, *, version: int) -> bool:
-    """Whether a driver of this version of libcufile (1150 is 1.15), once open, still has what was staged."""
+    """Return whether libcufile of this version (1150 is 1.15) keeps a staged value when the driver opens."""
     return which not in _PROPERTIES or version >= _layout.STAGED_SIZES_SINCE
 
 
 def size(which: Size) -> int:
-    """A number."""
+    """Return a numeric parameter."""
     return int(_cufile.call("cuFileGetParameterSizeT", "get_parameter_size_t", param=int(which)))
 
 
 def limits(which: Size) -> tuple[int, int]:
-    """Least and most that a number may be set to; a most of 0 is one that depends on the GPU."""
+    """Return the least and the largest value of a parameter. A largest value of 0 depends on the GPU."""
     least, most = _cufile.call("cuFileGetParameterMinMaxValue", "get_parameter_min_max_value", param=int(which))
     return int(least), int(most)
 
 
 def flag(which: Flag) -> bool:
-    """Yes or no."""
+    """Return a boolean parameter."""
     return bool(_cufile.call("cuFileGetParameterBool", "get_parameter_bool", param=int(which)))
 
 
 def text(which: Text) -> str:
-    """A text."""
+    """Return a text parameter."""
     return _cufile.string_parameter(int(which))
 
 
 def set_size(which: Size, value: int) -> None:
-    """Stage a number.
+    """Stage a numeric parameter.
 
     Raises
     ------
     ApiError
-        CU_FILE_DRIVER_ALREADY_OPEN: only while the driver is closed.
+        CU_FILE_DRIVER_ALREADY_OPEN: the driver is open.
     Unsupported
-        This libcufile would forget it as soon as the driver is open; see :func:`is_kept`.
+        This libcufile would discard the value when the driver opens; see :func:`is_kept`.
     UsageError
-        It is negative.
+        The value is negative.
     """
     if value < 0:
         message = f"{which.name} cannot be {value}"
@@ -142,22 +142,22 @@ def set_size(which: Size, value: int) -> None:
 
 
 def set_flag(which: Flag, value: bool) -> None:  # noqa: FBT001 - the value is a flag.
-    """Stage a flag; as :func:`set_size`."""
+    """Stage a boolean parameter; see :func:`set_size`."""
     _cufile.call("cuFileSetParameterBool", "set_parameter_bool", param=int(which), value=value)
 
 
 def set_text(which: Text, value: str) -> None:
-    """Stage a text; as :func:`set_size`."""
+    """Stage a text parameter; see :func:`set_size`."""
     _cufile.set_string_parameter(int(which), value)
 
 
 def posix_pool(count: int = 3) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Sizes in KiB and counts of the pinned buffers of compat mode; `count` is how many sizes there are."""
+    """Return sizes in KiB and counts of the pinned buffers of compat mode; `count` is the number of sizes."""
     return _cufile.slab_arrays(count)
 
 
 def set_posix_pool(sizes_kib: Sequence[int], counts: Sequence[int]) -> None:
-    """Stage them; as :func:`set_size`."""
+    """Stage the buffers of compat mode; see :func:`set_size`."""
     if len(sizes_kib) != len(counts) or not sizes_kib:
         message = f"{len(sizes_kib)} sizes and {len(counts)} counts belong to no pool"
         raise UsageError(message)

@@ -1,8 +1,8 @@
-"""Whether libcufile opens on this machine at all, found out by a child with a time limit.
+"""A test in a child process, with a time limit, of whether the cuFile driver opens on this machine.
 
-Level 2. libcufile (1.15 to 1.20) was seen to spin for ever in cuFileDriverOpen where there is no /proc/modules, as with
-a kernel without loadable modules; no exception ends that, only the end of the process. So a child opens the driver
-first, and this process only when the child came back. Runs as ``python -m gdrkit.cufile.probe`` there.
+libcufile (1.15 to 1.20) was observed to loop forever in cuFileDriverOpen if /proc/modules does not exist, as with a
+kernel without loadable modules. Only the end of the process stops that. So a child opens the driver first, and this
+process opens it only if the child has succeeded. The child runs ``python -m gdrkit.cufile.probe``.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from gdrkit.forks import ForkSafeLock
 
 __all__ = ["TIMEOUT_S", "ProbeAnswer", "main", "probe", "require"]
 
-# libcufile opened in under a second where it opened at all; a machine that is busy gets the rest.
+# If libcufile opened at all, it took less than a second. The rest is a margin for busy machines.
 TIMEOUT_S = 30.0
 _OPERATION = "cuFileDriverOpen in a child process"
 _SHOWN_CHARACTERS = 400
 _MODULES = Path("/proc/modules")
 _NO_MODULES = "there is no /proc/modules, which libcufile reads for ever: use a kernel with loadable modules"
 
-# How long the end of a killed child is waited for; one that a driver holds in the kernel does not end.
+# Longest time to wait for a killed child, in seconds. A child that a driver blocks in the kernel does not end.
 _KILL_S = 5.0
 _lock = ForkSafeLock()
 _opened: list[ProbeAnswer] = []
@@ -38,29 +38,29 @@ _opened: list[ProbeAnswer] = []
 
 @dataclass(frozen=True, slots=True)
 class ProbeAnswer:
-    """What a child found.
+    """The result of the child.
 
     Attributes
     ----------
     version : int
-        As cuFileGetVersion writes it: 1150 for 1.15.
+        Version of libcufile in the form of cuFileGetVersion: 1150 for 1.15.
     """
 
     version: int
 
 
 def probe(*, timeout_s: float = TIMEOUT_S) -> ProbeAnswer:
-    """Have a child open and close the driver.
+    """Open and close the driver in a child process and return the result.
 
     Raises
     ------
     SetupMissing
-        ``TIMEOUT``: it did not come back, and was killed. Otherwise what the child met, with its numbers.
+        ``TIMEOUT``: the child did not end, and was killed. Otherwise the error of the child, with its numbers.
     """
     with tempfile.TemporaryDirectory(prefix="gdrkit-cufile-") as folder:
         child = subprocess.Popen(
             [sys.executable, "-m", __name__],
-            # Without this, libcufile leaves its log in the current folder.
+            # Without this variable, libcufile writes its log into the current folder.
             env={"CUFILE_LOGFILE_PATH": f"{folder}/cufile.log", **os.environ},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -80,12 +80,12 @@ def probe(*, timeout_s: float = TIMEOUT_S) -> ProbeAnswer:
 
 
 def require(*, timeout_s: float = TIMEOUT_S) -> ProbeAnswer:
-    """As :func:`probe`; asked once, since what opened in a child opens here too.
+    """Return the result of :func:`probe`. A success is cached, because the driver then opens in this process, too.
 
     Raises
     ------
     SetupMissing
-        As :func:`probe`; a failure is looked at again the next time.
+        See :func:`probe`. A failure is not cached.
     """
     with _lock:
         if not _opened:
@@ -94,7 +94,7 @@ def require(*, timeout_s: float = TIMEOUT_S) -> ProbeAnswer:
 
 
 def main() -> int:
-    """Open and close the driver, and write what came of it as one line of JSON."""
+    """Open and close the driver, and print the result as one line of JSON."""
     from gdrkit.cufile import _cufile
 
     answer: dict[str, object]
@@ -117,7 +117,7 @@ def main() -> int:
                 "arguments": {name: str(value) for name, value in error.arguments.items()},
             }
         }
-    # On a line of its own: libraries print too.
+    # The result starts on a new line, because libraries may print, too.
     sys.stdout.write("\n" + json.dumps(answer) + "\n")
     sys.stdout.flush()
     return 0
@@ -134,17 +134,17 @@ def _ended(child: subprocess.Popen[bytes], timeout_s: float) -> tuple[bytes, byt
             )
         raise _failed(how, Reason.TIMEOUT, what_to_do="" if _MODULES.exists() else _NO_MODULES) from error
     except BaseException:
-        # It is in a session of its own, so that an interrupt of the terminal does not reach it.
+        # The child has its own session, so the interrupt of a terminal does not reach it.
         _killed(child)
         raise
 
 
 def _killed(child: subprocess.Popen[bytes]) -> bool:
-    """Kill it with all that it started, and wait; False when a driver still holds it."""
+    """Kill the child and all of its processes, and wait. Return False if a driver still blocks it."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
     for pipe in (child.stdout, child.stderr):
-        # What left its group may hold the other ends for as long as it likes.
+        # A process that has left the group may keep the other ends of the pipes open.
         if pipe is not None:
             pipe.close()
     try:

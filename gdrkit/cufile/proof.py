@@ -1,8 +1,8 @@
-"""Was it really direct? What is known of the route that bytes took, and how.
+"""Proof of the route that bytes took.
 
-Level 2. A :class:`Witness` looks at the counters of libcufile, and of nvidia-fs, before and after; what moved between
-says which route the bytes took. A route is proven only by such evidence: that a call succeeded proves nothing, since
-libcufile goes through the host, silently, wherever it cannot go directly.
+A :class:`Witness` reads the counters of libcufile and of nvidia-fs before and after transfers. Their increase shows
+which route the bytes took. Only this evidence proves a route. The success of a call proves nothing, because libcufile
+silently copies through host memory if there is no direct path.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["FellBack", "Proof", "Route", "RouteState", "Witness", "judge", "refu
 
 
 class Route(enum.Enum):
-    """Which way bytes took between a file and memory."""
+    """The route of bytes between a file and memory."""
 
     P2P = "p2p"
     NVFS = "nvfs"
@@ -40,7 +40,7 @@ class Route(enum.Enum):
 
 
 class RouteState(enum.Enum):
-    """What is known of the direct route."""
+    """State of knowledge about the direct route."""
 
     PROVEN = "proven"
     UNPROVEN = "unproven"
@@ -50,20 +50,20 @@ class RouteState(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """What is known of transfers.
+    """The evidence about transfers and what follows from it.
 
     Attributes
     ----------
     route : Route
-        Which way the bytes took; ``UNKNOWN`` without evidence.
+        The route of the bytes; ``UNKNOWN`` without evidence.
     state : RouteState
         Whether the direct route is proven.
     evidence : str
-        Who said so: ``cufile statistics``, ``nvidia-fs counters``, or nobody.
+        Source of the evidence: ``cufile statistics``, ``nvidia-fs counters``, or empty.
     moved : mapping
-        The counters that moved, by their names.
+        Increases of the counters that moved, by name.
     causes : tuple of Obstacle
-        Why it was not direct, or why nothing is known.
+        Reasons why the route was not direct, or why it is unknown.
     """
 
     route: Route
@@ -74,11 +74,11 @@ class Proof:
 
     @property
     def why(self) -> str:
-        """Every cause, one sentence; empty where it was direct."""
+        """All causes as one text; empty if the route was direct."""
         return "; ".join(f"{cause.text} ({cause.cause.value})" for cause in self.causes)
 
     def require_direct(self) -> None:
-        """Have a run fail that asked for direct transfers and got something else.
+        """Fail if the route is not proven to be direct.
 
         Raises
         ------
@@ -90,7 +90,7 @@ class Proof:
 
 
 class FellBack(GdrkitError):
-    """Direct transfers were asked for, and they are not shown to have been direct; ``proof`` says what they were."""
+    """Direct transfers were required, and the route is not proven to be direct. ``proof`` has the evidence."""
 
     def __init__(self, proof: Proof) -> None:
         self.proof = proof
@@ -102,12 +102,12 @@ class FellBack(GdrkitError):
 
 
 class Witness:
-    """What looks on while transfers run; counts of the whole process, so it should be the only one that transfers.
+    """An observer of the counters during transfers. They are per process, so no other transfers should run meanwhile.
 
     Parameters
     ----------
     driver : Driver
-        The open driver, whose statistics are started where they are not.
+        The open driver, with started statistics.
     tree : Tree
         This host, or another root.
     """
@@ -119,16 +119,16 @@ class Witness:
 
     @contextlib.contextmanager
     def watch(self, fd: int, *, request: tuple[Obstacle, ...] = ()) -> Iterator[Witness]:
-        """Look before and after; :attr:`proof` says afterwards what was seen.
+        """Read the counters before and after the block, and set :attr:`proof`.
 
         Parameters
         ----------
         fd : int
             The file of the transfers, for the causes.
         request : tuple of Obstacle
-            What is known to be in the way of these transfers.
+            Known obstacles of these transfers.
         """
-        # What was known of earlier transfers says nothing of these, should they fail.
+        # If these transfers fail, the proof of earlier transfers must not remain.
         self.proof = Proof(Route.UNKNOWN, RouteState.UNPROVEN)
         before, unseen = self._look()
         nvfs_before = nvidia_fs(self._tree)
@@ -156,18 +156,18 @@ def judge(
     causes: tuple[Obstacle, ...] = (),
     unseen: str = "",
 ) -> Proof:
-    """What counters say.
+    """Return the proof that follows from counters.
 
     Parameters
     ----------
     delta : Snapshot or None
-        What the statistics of libcufile grew by; None where it gave none.
+        Increase of the statistics of libcufile; None if there are none.
     nvfs : tuple
-        The counters of nvidia-fs before and after; None where it is not loaded.
+        Counters of nvidia-fs before and after; None if it is not loaded.
     causes : tuple of Obstacle
-        What is known to be in the way.
+        Known obstacles.
     unseen : str
-        Why there are no statistics.
+        Reason why there are no statistics.
     """
     counts = _counts(delta) if delta is not None else {}
     direct = {route: counts.get(route, 0) for route in (Route.P2P, Route.NVFS)}
@@ -193,7 +193,7 @@ def judge(
 
 
 def refused(tree: Tree, fd: int, error: ApiError) -> Proof:
-    """What is known where libcufile did not even register the file: no route, with the cause."""
+    """Return the proof for a file that libcufile refused to register: no route, with the cause."""
     found = tuple(cause for cause in obstacles(tree, fd, compat_forced=_compat_forced()) if cause.refuses)
     if not found:
         found = (Obstacle(Cause.UNEXPLAINED, str(error), error.what_to_do, refuses=True),)
@@ -205,8 +205,8 @@ def _counts(delta: Snapshot) -> dict[Route, int]:
         route: delta.total(f"n_{route.value}_reads") + delta.total(f"n_{route.value}_writes")
         for route in (Route.P2P, Route.NVFS, Route.POSIX)
     }
-    # Batches have counters of their own in the first level, beside the third or in its place. A batch that went
-    # through the host counts in any case: direct reads beside it must not hide it.
+    # Batches have their own counters in the first level, in addition to those of the third level or instead of them. A
+    # batch that went through host memory always counts: direct reads at the same time must not hide it.
     batches = {
         Route.P2P: delta.basic.get("batch_p2p_submit_ops", 0),
         Route.NVFS: delta.basic.get("batch_nvfs_submit_ops", 0),
@@ -218,8 +218,10 @@ def _counts(delta: Snapshot) -> dict[Route, int]:
 
 
 def _unrouted(delta: Snapshot | None) -> int:
-    """How many transfers of batches went by a way that is not told: what is submitted by the kernel's asynchronous I/O
-    is counted as no route, and in compat mode all of it is (seen with 1.15 and 1.20).
+    """Return the number of batch transfers whose route libcufile does not report.
+
+    libcufile does not count the route of transfers that it submits by the kernel's asynchronous I/O. In compat mode,
+    these are all transfers of batches (observed with 1.15 and 1.20).
     """
     if delta is None:
         return 0
@@ -238,7 +240,7 @@ def _named(delta: Snapshot | None) -> dict[str, int]:
 
 
 def _nvfs_shows(before: NvidiaFs, after: NvidiaFs) -> bool:
-    """Whether nvidia-fs moved bytes, and can have moved them for nobody but this process."""
+    """Return whether nvidia-fs moved bytes, and no other process can have caused that."""
     alone = max(before.process_count, after.process_count) <= 1
     return after.counting and alone and any(after.moved(before, name) > 0 for name in ("Reads.ok", "Writes.ok"))
 
@@ -253,5 +255,5 @@ def _compat_forced() -> bool:
     try:
         return parameters.flag(parameters.Flag.FORCE_COMPAT_MODE)
     except ApiError:
-        # A library without this parameter cannot have been told by it.
+        # A library without this parameter cannot have it set.
         return False

@@ -1,7 +1,7 @@
-"""What libcufile counts: levels 1 to 3, of the whole process (cuFile 1.15).
+"""The statistics of libcufile: levels 1 to 3, for the whole process (cuFile 1.15).
 
-Level 2. The third level says for each GPU how many transfers went peer to peer, through nvidia-fs, or through the host
-(POSIX). It is the only account that cuFile itself gives of a transfer's route.
+For each GPU, the third level counts the transfers that went peer to peer, through nvidia-fs, or through host memory
+(POSIX). It is the only report of cuFile itself about the route of a transfer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["GpuCounters", "Level", "Snapshot", "Statistics"]
 
 
 class Level(enum.IntEnum):
-    """How much is counted."""
+    """The level of statistics."""
 
     OFF = 0
     BASIC = 1
@@ -30,7 +30,7 @@ class Level(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class GpuCounters:
-    """Of one GPU: its UUID as nvidia-smi prints it, and the counters by the names of the header."""
+    """Counters of one GPU: its UUID as nvidia-smi prints it, and the counters by the names of the header."""
 
     uuid: str
     counters: Mapping[str, int]
@@ -38,16 +38,17 @@ class GpuCounters:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The counters at one moment, or what they grew by between two.
+    """The counters at one moment, or their increase between two moments.
 
     Attributes
     ----------
     basic : mapping
-        The first level by the names of the header; ``read_ops`` and ``read_ops_err`` are the halves of one counter.
+        Counters of the first level by the names of the header. ``read_ops`` and ``read_ops_err`` are the halves of one
+        counter.
     read_sizes, write_sizes : tuple of int
-        The histograms of the second level; empty below it.
+        Histograms of the second level; empty at a lower level.
     gpus : tuple of GpuCounters
-        The third level; empty below it.
+        Counters of the third level; empty at a lower level.
     """
 
     basic: Mapping[str, int]
@@ -56,7 +57,7 @@ class Snapshot:
     gpus: tuple[GpuCounters, ...] = field(default=())
 
     def since(self, before: Snapshot) -> Snapshot:
-        """What moved since `before`: counters that did not are left out. Averages and rates are as they are now."""
+        """Return the increase since `before`, without unchanged counters. Averages and rates are subtracted as well."""
         earlier = {gpu.uuid: gpu.counters for gpu in before.gpus}
         return Snapshot(
             basic=_moved(self.basic, before.basic),
@@ -70,7 +71,7 @@ class Snapshot:
         )
 
     def total(self, name: str) -> int:
-        """The sum of one counter over all GPUs."""
+        """Return the sum of one counter over all GPUs."""
         return sum(gpu.counters.get(name, 0) for gpu in self.gpus)
 
 
@@ -78,47 +79,47 @@ class Statistics:
     """The statistics of an open driver: :attr:`~gdrkit.cufile.Driver.statistics`."""
 
     def level(self) -> Level:
-        """How much is counted now.
+        """Return the current level.
 
         Raises
         ------
         Unsupported
-            cuFile before 1.15.
+            cuFile is older than 1.15.
         """
         self._check()
         return Level(int(_cufile.call("cuFileGetStatsLevel", "get_stats_level")))
 
     def start(self, level: Level = Level.PER_GPU) -> None:
-        """Count from now on.
+        """Start counting at a level.
 
         Raises
         ------
         Unsupported
-            cuFile before 1.15.
+            cuFile is older than 1.15.
         """
         self._check()
         _cufile.call("cuFileSetStatsLevel", "set_stats_level", level=int(level))
         _cufile.call("cuFileStatsStart", "stats_start")
 
     def stop(self) -> None:
-        """Count no more; what was counted stays."""
+        """Stop counting. The counters keep their values."""
         self._check()
         _cufile.call("cuFileStatsStop", "stats_stop")
 
     def reset(self) -> None:
-        """Set all counters to 0, those of everybody in this process."""
+        """Set all counters of this process to 0."""
         self._check()
         _cufile.call("cuFileStatsReset", "stats_reset")
 
     def snapshot(self, level: Level = Level.PER_GPU) -> Snapshot:
-        """The counters now.
+        """Return the current counters.
 
         Raises
         ------
         ApiError
             CU_FILE_INVALID_VALUE: this level is not counted.
         Unsupported
-            cuFile before 1.15.
+            cuFile is older than 1.15.
         """
         buffer, version = _cufile.statistics(int(level)), _cufile.library_version()
         basic = _layout.basic_of(buffer, version=version)

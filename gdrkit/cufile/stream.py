@@ -1,7 +1,7 @@
-"""Reads and writes in the order of a CUDA stream.
+"""Reads and writes that a CUDA stream executes in order.
 
-Level 2. A stream says itself when it is done, since this room does not know CUDA. What a call will read and write later
-is kept here until it is over.
+This package does not import CUDA, so the stream object itself reports when it is done. The memory that an asynchronous
+call reads and writes later is kept here until the call is over.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ _CUFILE_BASE = 5000
 
 
 class Stream(Protocol):
-    """A CUDA stream."""
+    """The interface of a CUDA stream."""
 
     @property
     def handle(self) -> int:
-        """The driver's own handle."""
+        """The driver's handle of the stream."""
 
     @property
     def closed(self) -> bool:
-        """Whether it was destroyed, after everything it was given was done."""
+        """Whether the stream was destroyed, after all of its work was done."""
 
     def query(self) -> bool:
-        """Whether everything it was given is done."""
+        """Return whether all work of the stream is done."""
 
     def current(self) -> AbstractContextManager[object]:
-        """While entered, its context is current in this thread."""
+        """Make the context of the stream current in this thread during a block."""
 
 
 class Fixed(enum.IntFlag):
-    """What is known when a transfer is queued (``CU_FILE_STREAM_*``)."""
+    """The properties of a transfer that are known when it is queued (``CU_FILE_STREAM_*``)."""
 
     NOTHING = 0
     BUFFER_OFFSET = 1
@@ -56,7 +56,7 @@ class Fixed(enum.IntFlag):
 
 
 class Pending:
-    """A transfer that a stream does in its turn. Synchronize the stream, then ask :meth:`bytes`."""
+    """A transfer that is queued on a stream. Synchronize the stream, then call :meth:`bytes`."""
 
     def __init__(
         self, handle: FileHandle, stream: Stream, cells: _cufile.Cells, operation: str, arguments: dict[str, object]
@@ -71,7 +71,7 @@ class Pending:
     def begin(
         cls, names: tuple[str, str], handle: FileHandle, stream: Stream, piece: Piece, file_offset_bytes: int
     ) -> Self:
-        """Queue it; see :meth:`FileHandle.read_async`."""
+        """Queue a transfer; see :meth:`FileHandle.read_async`."""
         length_bytes = check_piece(piece, file_offset_bytes=file_offset_bytes)
         cells = _cufile.Cells(
             length_bytes=length_bytes, file_offset=file_offset_bytes, buffer_offset=piece.offset_bytes
@@ -80,7 +80,7 @@ class Pending:
         length, file_offset, buffer_offset, result = cells.addresses()
         shown: dict[str, object] = {"size": length_bytes, "file_offset": file_offset_bytes}
         pending = cls(handle, stream, cells, operation, shown)
-        # Held before the call: the stream may come to it at once.
+        # The handle keeps it before the call, because the stream may execute the transfer at once.
         handle.hold(pending)
         try:
             with stream.current():
@@ -102,24 +102,24 @@ class Pending:
 
     @property
     def done(self) -> bool:
-        """Whether the stream has done it, and all else that it was given.
+        """Whether the stream has done the transfer and all of its other work.
 
-        The stream is asked: libcufile writes a result of 0 as soon as it is called.
+        The stream is queried, because libcufile sets the result to 0 at the call already.
         """
-        stream = self._stream  # Another thread may ask, too.
+        stream = self._stream  # Another thread may also read it.
         if stream is not None and (stream.closed or stream.query()):
             self._stream = stream = None
         return stream is None
 
     def bytes(self) -> int:
-        """How many bytes moved.
+        """Return the bytes moved.
 
         Raises
         ------
         UsageError
-            ``BUSY``: it is not done; synchronize the stream first.
+            ``BUSY``: the transfer is not done; synchronize the stream first.
         ApiError
-            It failed: ``errno`` where the file said no, a CUfileOpError as status where cuFile did.
+            The transfer failed: in the file system (``errno``), or in cuFile (a CUfileOpError as status).
         """
         if not self.done:
             message = f"{self._operation} is not done"
@@ -134,21 +134,21 @@ class Pending:
 
 
 class RegisteredStream:
-    """A CUDA stream for which cuFile keeps what its transfers need; a context manager.
+    """A CUDA stream that is registered with cuFile, which keeps resources for its transfers; a context manager.
 
     Parameters
     ----------
     driver : Driver
-        The open driver, which deregisters it at the latest.
+        The open driver. It deregisters the stream when it closes, at the latest.
     stream : int
-        The driver's handle of the stream. It must be destroyed after this.
+        The CUDA driver's handle of the stream. The stream must be destroyed after this object.
     fixed : Fixed
-        What will be known when a transfer is queued.
+        Properties that will be known when a transfer is queued.
 
     Raises
     ------
     ApiError
-        CU_FILE_INVALID_VALUE: no such stream.
+        CU_FILE_INVALID_VALUE: there is no such stream.
     """
 
     def __init__(self, driver: Driver, stream: int, *, fixed: Fixed = Fixed.NOTHING) -> None:
@@ -160,7 +160,7 @@ class RegisteredStream:
         self._closed = False
 
     def close(self) -> None:
-        """Deregister it; a second close does nothing."""
+        """Deregister the stream; a second close does nothing."""
         if self._closed:
             return
         _cufile.call("cuFileStreamDeregister", "stream_deregister", stream=self.stream)

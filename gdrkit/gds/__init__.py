@@ -1,6 +1,6 @@
-"""Files to and from memory of devices and of the host: the copy engine, and direct paths where they are proven.
+"""File I/O to and from device and host memory, by the copy engine, or by a direct path that was proven for the file.
 
-Level 4. ``_native.py`` alone names the native engine; :mod:`gdrkit.gds.tiers` moves files between tiers.
+Only ``_native.py`` imports the native engine. :mod:`gdrkit.gds.tiers` moves files between storage tiers.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""The native copy engine, opened at the first use, and its errors as those of gdrkit.
+"""Access to the native copy engine, which is loaded at the first use, and conversion of its errors to those of gdrkit.
 
-Level 4. ``_engine`` is native (``native/engine``). It opens libcuda at the first device; host memory needs none.
+``_engine`` is the native module (``native/engine``). It loads libcuda when a device is used first; transfers of host
+memory need no libcuda.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Failure", "api_error", "call", "native", "reason_of"]
 
-# (api, operation, number, name) of what went wrong, as the engine says it.
+# An error of the engine: (api, operation, number, name).
 Failure = tuple[str, str, int, str]
 
 _CUDA_OUT_OF_MEMORY = 2
@@ -47,18 +48,18 @@ _ADVICE = {
 
 @cache
 def native() -> Any:
-    """The module ``gdrkit.gds._engine``.
+    """Return the module ``gdrkit.gds._engine``.
 
     Raises
     ------
     SetupMissing
-        It was not built.
+        The module was not built.
     """
     return import_native("gdrkit.gds._engine")
 
 
 def call(function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:
-    """Call the engine; what it raises becomes an :class:`ApiError`."""
+    """Call a function of the engine and convert its exception to an :class:`ApiError`."""
     try:
         return function(*arguments, **named)
     except native().EngineError as error:
@@ -66,7 +67,7 @@ def call(function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:
 
 
 def reason_of(number: int) -> Reason:
-    """What an errno of a file means."""
+    """Return the reason for an errno of a file operation."""
     return _REASONS.get(number, Reason.OTHER)
 
 
@@ -77,18 +78,18 @@ def api_error(
     kind: type[ApiError] = ApiError,
     detail: str = "",
 ) -> ApiError:
-    """The error for a failure of the engine.
+    """Return the exception for a failure of the engine.
 
     Parameters
     ----------
     failure : tuple
-        As the engine says it.
+        The failure that the engine reported.
     arguments : mapping or None
-        What was asked for, units in the keys.
+        Arguments of the failed operation, with units in the keys.
     kind : type
-        The class of the error; a driver that is not there is always a :class:`SetupMissing`.
+        The class of the exception. A missing driver is always a :class:`SetupMissing`.
     detail : str
-        What else is to be said.
+        Further text for the error message.
     """
     api, operation, number, name = failure
     if api == "kernel":

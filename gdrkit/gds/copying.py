@@ -1,7 +1,7 @@
-"""Copy a file by way of memory of a device or of the host.
+"""Copies of files through device or host memory.
 
-Reading one chunk and writing the chunk before it overlap. Holes stay holes. The new file gets its name when all of it
-is there: a program that looks meanwhile finds the old file or none, and a copy that fails leaves nothing.
+The read of one chunk overlaps with the write of the chunk before it. Holes stay holes. The new file gets its name when
+it is complete: until then, other programs find the old file or none, and a copy that fails leaves nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = ["PIECE_BYTES", "Copied", "Half", "copy_file", "pieces_of"]
 
 PIECE_BYTES = 256 * MIB
 _PIECES_COUNT = 2
-# Ranges of a sparse file that are moved by one transfer.
+# Largest count of ranges of a sparse file that one transfer moves.
 _RANGES_MAX = 1024
 _STREAM_BYTES = MIB
 _NO_SIZE = "the kernel does not state the size of the file, so that it was read by read(2) to its end"
@@ -44,16 +44,16 @@ _SHOWN_BYTES = 16
 
 @dataclass(slots=True)
 class Half:
-    """What the reads, or the writes, of a copy came to.
+    """Totals of all reads, or of all writes, of a copy.
 
     Attributes
     ----------
     routes : dict of str to int
-        Bytes by the way that they took.
+        Bytes per route.
     direct_io_bytes : int
-        How many of them passed the page cache by.
+        Bytes that bypassed the page cache.
     why_not_direct : str
-        Why they did not go directly, where that was wanted.
+        The reason why the bytes did not take a direct path, if one was wanted.
     """
 
     routes: dict[str, int] = field(default_factory=dict)
@@ -61,7 +61,7 @@ class Half:
     why_not_direct: str = ""
 
     def add(self, result: Transferred) -> None:
-        """Count one transfer."""
+        """Add the result of one transfer."""
         if result.bytes:
             self.routes[result.route.value] = self.routes.get(result.route.value, 0) + result.bytes
         self.direct_io_bytes += result.direct_io_bytes
@@ -79,11 +79,11 @@ class Copied:
     bytes : int
         Size of the copy.
     hole_bytes : int
-        How many of them are holes, which were neither read nor written.
+        Bytes in holes, which were neither read nor written.
     duration_s : float
-        Time from the call to the name of the new file, without the comparison.
+        Time from the call until the new file has its name, without the comparison, in seconds.
     read, write : Half
-        Which way the bytes were read and written.
+        Totals of the reads and of the writes.
     is_checked : bool
         Whether both files were compared byte by byte.
     """
@@ -110,37 +110,37 @@ def copy_file(
     check: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Copied:
-    """Copy a file.
+    """Copy a file and return the result.
 
     Parameters
     ----------
     source : path
-        A regular file; its size when the copy begins is what is copied. A file whose size the kernel does not state
-        (procfs, sysfs) is read to its end.
+        A regular file. The copy has the size that the file has when the copy begins. A file whose size the kernel does
+        not report (procfs, sysfs) is read to its end.
     destination : path
-        The new file, or the folder where it goes. A regular file of that name is replaced, a symbolic link followed.
-        Permission bits are those that cp gives: see :func:`~gdrkit.gds.new_file.new_file`.
+        The new file, or the folder for it. A regular file of that name is replaced; a symbolic link is followed. The
+        permission bits are those that cp would set: see :func:`~gdrkit.gds.new_file.new_file`.
     device_index : int
-        Through whose memory; :data:`~gdrkit.gds.HOST` for the host's.
+        The device whose memory the bytes pass through; :data:`~gdrkit.gds.HOST` for host memory.
     piece_bytes : int
-        How much goes at a time; two such pieces of memory are needed.
+        Size of a chunk, in bytes. Two chunks of memory are allocated.
     access, direct : str
-        As for :class:`~gdrkit.gds.File`.
+        See :class:`~gdrkit.gds.File`.
     durable : bool
-        Return when the device has the bytes and the name of the new file.
+        Return only when the disk has the bytes and the name of the new file.
     check : bool
         Compare both files byte by byte before the new one gets its name.
     on_progress : callable or None
-        Called with the bytes that were read and the bytes of the file. What it raises ends the copy.
+        Called with the number of bytes read so far and the size of the file. An exception that it raises ends the copy.
 
     Raises
     ------
     TransferFailed
         A read or a write failed; see :class:`~gdrkit.gds.Transfer`.
     ApiError
-        A file cannot be opened, made, synced or named, or memory cannot be had.
+        A file cannot be opened, created, synced or named, or memory cannot be allocated.
     UsageError
-        Source and destination are one file, the destination is a device, a FIFO or a socket, or a size cannot be.
+        Source and destination are the same file, the destination is a device, a FIFO or a socket, or a size is invalid.
     DataMismatch
         The check found a byte that differs; no new file is left.
     """
@@ -177,14 +177,14 @@ def copy_file(
 
 
 def _has_no_size(file: File, info: os.stat_result) -> bool:
-    """Whether st_size is not the number of bytes that can be read, as in procfs (0) and sysfs (a page)."""
+    """Return whether st_size differs from the number of bytes that can be read, as in procfs (0) and sysfs (a page)."""
     if info.st_blocks:
         return False
     try:
         is_there = bool(os.pread(file.fileno(), 1, max(info.st_size - 1, 0)))
     except OSError as error:
         if info.st_size:
-            return False  # The copy finds the bad byte, and says what it had read before.
+            return False  # The copy finds the bad byte, and its error says how much was read before.
         raise os_error("read", file.path, error) from error
     return is_there == (info.st_size == 0)
 
@@ -192,7 +192,7 @@ def _has_no_size(file: File, info: os.stat_result) -> bool:
 def _copy_stream(
     old: File, new: File, copied: Copied, on_progress: Callable[[int, int], None] | None, *, check: bool
 ) -> None:
-    """Copy a file that has no size; it may have other bytes at every read, so that each chunk is compared at once."""
+    """Copy a file that has no size. Each read may return other bytes, so each chunk is compared at once."""
     memory = bytearray(_STREAM_BYTES)
     copied.read.why_not_direct = _NO_SIZE
     while True:
@@ -233,7 +233,7 @@ def _move(
         end = sum(ranges[-1][:2])
     for each in writing:
         if each is not None:
-            # With a callback now and then, so that Ctrl-C is heard.
+            # The callback lets Python run now and then, so that Ctrl-C takes effect.
             copied.write.add(each.result(on_progress=lambda _done, _whole: None))
     copied.hole_bytes = copied.bytes - data_bytes
     if end < copied.bytes:
@@ -246,7 +246,7 @@ def _move(
 
 
 def _batches(ranges: Iterator[tuple[int, int]], length_bytes: int) -> Iterator[list[Range]]:
-    """Cut ranges of a file (begin, end) into lists of (offset, length) that fit one chunk of memory each."""
+    """Cut the ranges (begin, end) of a file into lists of (offset, length) that fit one chunk of memory each."""
     batch: list[Range] = []
     free = length_bytes
     for begin, end in ranges:
@@ -264,7 +264,7 @@ def _batches(ranges: Iterator[tuple[int, int]], length_bytes: int) -> Iterator[l
 
 @contextlib.contextmanager
 def pieces_of(device_index: int, length_bytes: int, count: int) -> Iterator[list[Any]]:
-    """So many pieces of memory of a device, or (:data:`~gdrkit.gds.HOST`) of the host."""
+    """Yield `count` buffers of `length_bytes` in memory of a device, or of the host (:data:`~gdrkit.gds.HOST`)."""
     if device_index == HOST:
         yield [bytearray(length_bytes) for _ in range(count)]
         return

@@ -1,8 +1,8 @@
-"""Transfers by cuFile, each with the proof of its route.
+"""The direct path by cuFile: transfers whose route is proven by counters.
 
-Level 4. A file is offered to cuFile only where a first read was counted as direct; each transfer is counted again, and
-its result says what was seen. libcufile counts for the whole process, so transfers go one at a time; where they are
-direct, the device and the disk do the work.
+A file takes this path only if the counters showed that a first read was direct. The counters are read again for each
+transfer, and its result reports what they showed. libcufile counts for the whole process, so only one transfer runs at
+a time. This costs little, because the device and the disk do the work of a direct transfer.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["CufilePath", "CufileWork", "close_driver", "prove_by_cufile"]
 
 _BLOCK_BYTES = 4096
-# How much moves between two looks at whether it was cancelled.
+# Largest size of one call, in bytes. Cancellation is checked between two calls.
 _STEP_BYTES = 64 * MIB
 
 
@@ -43,12 +43,12 @@ class _Memory:
 
     @staticmethod
     def current() -> contextlib.AbstractContextManager[None]:
-        """Nothing: who moves it has made its context current."""
+        """Return an empty context, because the caller has already made the CUDA context current."""
         return contextlib.nullcontext()
 
 
 class _Library:
-    """The open driver of this process, and the thread of its transfers."""
+    """The open cuFile driver of this process, and the thread that runs its transfers."""
 
     def __init__(self) -> None:
         self.tree = HostTree()
@@ -56,7 +56,7 @@ class _Library:
         try:
             self.driver.statistics.start()
         except ApiError:
-            # cuFile before 1.15: the counters of nvidia-fs may still show it.
+            # cuFile before 1.15 has no statistics. The counters of nvidia-fs may still show the route.
             self.uncounted = True
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="gdrkit-cufile")
 
@@ -72,14 +72,14 @@ _lock = threading.Lock()
 
 
 def prove_by_cufile(fd: int, device_index: int) -> Verdict:
-    """Whether cuFile moves the bytes of this file directly, found out by reading its first block.
+    """Read the first block of a file by cuFile and return whether its bytes took a direct path.
 
     Parameters
     ----------
     fd : int
-        The open file; its flags stay what they are.
+        The open file. Its flags are not changed.
     device_index : int
-        Of the device.
+        Index of the CUDA device.
     """
     try:
         own = os.open(f"/proc/self/fd/{fd}", _mode_of(fd) | os.O_DIRECT | os.O_CLOEXEC)
@@ -101,11 +101,11 @@ def prove_by_cufile(fd: int, device_index: int) -> Verdict:
 
 
 def _judged(found: CufilePath) -> Verdict:
-    """Its verdict by the first block; what is not proven is closed."""
+    """Return the verdict by a read of the first block. A path that is not proven is closed."""
     try:
         work = found.try_first_block()
     except GdrkitError as error:
-        # The device has no memory for it, say: the engine may have its own way.
+        # For example, the device is out of memory. The copy engine may still work.
         found.close()
         return Verdict(None, f"cuFile: {error}")
     if work.proof.state is cufile.RouteState.PROVEN:
@@ -115,16 +115,16 @@ def _judged(found: CufilePath) -> Verdict:
 
 
 class CufilePath:
-    """A file that cuFile knows, for one device.
+    """A file that is registered with cuFile, for one device.
 
     Parameters
     ----------
     library : object
         The open driver.
     fd : int
-        A descriptor with O_DIRECT, which this owns from now on.
+        A descriptor with O_DIRECT. This object owns and closes it.
     device_index : int
-        Of the device.
+        Index of the CUDA device.
     """
 
     def __init__(self, library: _Library, fd: int, device_index: int) -> None:
@@ -135,7 +135,7 @@ class CufilePath:
         self._why_lost = ""
 
     def try_first_block(self) -> CufileWork:
-        """Read it into the device, to see which way it comes."""
+        """Read the first block into device memory, to find out its route, and return the finished transfer."""
         with cuda.Device(self._device_index) as device, device.allocate(_BLOCK_BYTES) as memory:
             extents = [0, 0, memory.address, _BLOCK_BYTES]
             work = self.submit(write=False, extents=extents)
@@ -143,7 +143,7 @@ class CufilePath:
             return work
 
     def why_not(self, extents: Sequence[int]) -> str:
-        """Why such ranges will not go directly; empty where they may."""
+        """Return why these ranges cannot go directly; empty if they can."""
         if self._why_lost:
             return self._why_lost
         odd = 0
@@ -152,11 +152,11 @@ class CufilePath:
         return "; ".join(each.text for each in of_request(aligned_to=odd))
 
     def submit(self, *, write: bool, extents: Sequence[int], durable: bool = False) -> CufileWork:
-        """Begin a transfer; see :class:`gdrkit.gds.DirectPath`."""
+        """Start a transfer; see :class:`gdrkit.gds.DirectPath`."""
         return CufileWork(self, write=write, extents=extents, durable=durable)
 
     def run(self, work: CufileWork) -> None:
-        """Move its ranges, on the thread of the library, and keep what was counted meanwhile."""
+        """Run a transfer on the thread of the library, and store the proof from the counters in `work`."""
         witness = cufile.Witness(self._library.driver, self._library.tree)
         try:
             with cuda.Device(self._device_index) as device, device.current(), witness.watch(self._fd):
@@ -170,11 +170,11 @@ class CufilePath:
             self._why_lost = f"cuFile: {witness.proof.why}"
 
     def start(self, work: CufileWork) -> Any:  # noqa: ANN401 - a future of the standard library.
-        """Queue it."""
+        """Queue a transfer on the thread of the library and return its future."""
         return self._library.thread.submit(self.run, work)
 
     def close(self) -> None:
-        """Deregister the file, and close its descriptor."""
+        """Deregister the file from cuFile and close its descriptor."""
         with contextlib.ExitStack() as stack:
             stack.callback(os.close, self._fd)
             self._file.close()
@@ -198,27 +198,27 @@ class CufileWork:
 
     @property
     def route(self) -> cufile.Route:
-        """What was counted; ``UNKNOWN`` where nothing was."""
+        """The route that the counters showed; ``UNKNOWN`` if they showed none."""
         return self.proof.route
 
     @property
     def why_not_direct(self) -> str:
-        """Why it is not known to have gone directly."""
+        """The reason why the transfer is not known to be direct; empty if it is."""
         proven = self.proof.state is cufile.RouteState.PROVEN
         return "" if proven else f"cuFile: {self.proof.why or self._why_failed or self.proof.state.value}"
 
     def wait(self, timeout_us: int) -> bool:
-        """Whether it was over within the time."""
+        """Wait at most `timeout_us`, or without limit if it is negative. Return whether the transfer is over."""
         wait([self._future], None if timeout_us < 0 else timeout_us / 1e6)
         return bool(self._future.done())
 
     def cancel(self) -> None:
-        """Begin nothing new."""
+        """Stop the transfer before its next call of cuFile."""
         if not self._future.done():
             self._stopped.set()
 
     def progress(self) -> dict[str, Any]:
-        """How far it is; raises what ended it where that was no answer of an API."""
+        """Return the progress. Raise the exception that ended the transfer if it was not an error of an API."""
         if self._future.done():
             self._future.result()
         return {
@@ -229,11 +229,11 @@ class CufileWork:
         }
 
     def arrived(self) -> Sequence[int]:
-        """How many bytes of each range arrived."""
+        """Return how many bytes of each range arrived."""
         return self._arrived
 
     def move(self, file: cufile.FileHandle) -> None:
-        """Move everything, range by range; a failure is kept and ends it."""
+        """Move range after range. A failure is stored and ends the transfer."""
         rows = zip(self._extents[1::4], self._extents[2::4], self._extents[3::4], strict=True)
         for index, (offset, address, length) in enumerate(rows):
             try:
@@ -244,7 +244,7 @@ class CufileWork:
                 return
 
     def fail(self, error: ApiError) -> None:
-        """Keep what went wrong; the first counts."""
+        """Store an error, unless an earlier one is stored."""
         self._failure = self._failure or _failure_of(error)
         self._why_failed = self._why_failed or str(error)
 
@@ -265,7 +265,7 @@ class CufileWork:
         return True
 
     def sync(self, fd: int) -> None:
-        """Have the disk keep what was written."""
+        """Make the written bytes durable by fdatasync."""
         try:
             os.fdatasync(fd)
         except OSError as error:
@@ -290,14 +290,14 @@ def _library() -> _Library:
 
 
 def close_driver() -> None:
-    """Close the driver of cuFile, if a file has opened it; files that use it must be closed before."""
+    """Close the cuFile driver if it is open. All files that use it must be closed before."""
     with _lock:
         while _opened:
             _opened.pop().close()
 
 
 def _forget_after_fork() -> None:
-    global _lock  # noqa: PLW0603 - a thread that is not here may have it.
+    global _lock  # noqa: PLW0603 - a thread of the parent may have held it.
     _lock = threading.Lock()
     _opened.clear()  # The driver and its thread belong to the parent.
 

@@ -1,7 +1,7 @@
-"""Whether a path between a disk and a device without host memory is proven for a file, and what is done where not.
+"""Direct paths: transfers between a disk and a device without host memory, and the fallback to the copy engine.
 
-Level 4. A path is only offered with evidence; whoever offers one is entered in :data:`PROVERS`. Where nobody can, the
-copy engine moves the bytes, and one warning names the cause.
+A file takes a direct path only if the path was proven for it. The functions that prove paths are listed in
+:data:`PROVERS`. If none proves one, the copy engine moves the bytes, and one warning names the cause.
 """
 
 from __future__ import annotations
@@ -21,54 +21,55 @@ __all__ = ["PROVERS", "DirectPath", "FellBack", "Verdict", "fell_back", "prove",
 
 
 class FellBack(UserWarning):
-    """Bytes that could have gone directly go through host memory; said once for each cause."""
+    """A warning that bytes go through host memory instead of a direct path. Each cause is reported once."""
 
 
 class DirectPath(Protocol):
     """A path that was proven for one open file and one device."""
 
     def submit(self, *, write: bool, extents: Sequence[int], durable: bool) -> Work:
-        """Begin a transfer; four numbers for each range: 0, offset in the file, device address, length.
+        """Start a transfer. `extents` has four numbers per range: 0, offset in the file, device address, length.
 
-        A `durable` write is over when the disk has it.
+        A `durable` write is complete when the disk has the data.
         """
 
     def why_not(self, extents: Sequence[int]) -> str:
-        """Why a transfer of such ranges would not go directly: an odd edge, a fallback that was seen; else empty."""
+        """Return why these ranges cannot go directly (bad alignment, an earlier fallback), or an empty text."""
 
     def close(self) -> None:
-        """Give back what it holds of the file."""
+        """Release the resources that the path holds for the file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What is known of direct paths for one file and one device.
+    """The result of a search for a direct path for one file and one device.
 
     Attributes
     ----------
     path : DirectPath or None
-        The proven one.
+        The proven path, if there is one.
     why : str
-        Why there is none.
+        The reason why there is no path; empty if there is one.
     """
 
     path: DirectPath | None
     why: str = ""
 
     def close(self) -> None:
-        """Give the path back."""
+        """Close the path, if there is one."""
         if self.path is not None:
             self.path.close()
 
 
-# Asked in order, with descriptor of the file and index of the device, until one has a path.
+# The direct-path probes. They are called in order with the file descriptor and the device index, until one returns a
+# path.
 PROVERS: list[Callable[[int, int], Verdict]] = []
 
 _said: set[str] = set()
 
 
 def prove(fd: int, device_index: int) -> Verdict:
-    """The first proven path, else every cause why there is none."""
+    """Return the first proven path, or the reasons of all probes if no path is proven."""
     causes = []
     for prover in PROVERS:
         verdict = prover(fd, device_index)
@@ -79,12 +80,12 @@ def prove(fd: int, device_index: int) -> Verdict:
 
 
 def fell_back(verdict: Verdict, path: str, *, required: bool) -> str:
-    """Say once that the copy engine moves the bytes, and why; or refuse, where a direct path was required.
+    """Warn once that the copy engine moves the bytes, and return the reason. Fail if a direct path is required.
 
     Raises
     ------
     Unsupported
-        NOT_DIRECT, with the cause.
+        NOT_DIRECT: a direct path is required. The error contains the cause.
     """
     if required:
         raise Unsupported(
@@ -104,5 +105,5 @@ def fell_back(verdict: Verdict, path: str, *, required: bool) -> str:
 
 
 def say_again() -> None:
-    """Forget which causes were said: each is said once more."""
+    """Forget which causes were reported, so that each one is reported again."""
     _said.clear()

@@ -1,8 +1,9 @@
-"""The copy engine: pinned memory and threads that move files to and from memory as fast as the machine can.
+"""The copy engine: threads and pinned memory that move bytes between files and memory.
 
-Level 4. One engine for host memory and one for each NUMA node that has a device, made at the first use and closed at
-the end of the program, or by :func:`close_engines`. What it does for a range of a file is decided by what the kernel
-has cached of it: cached bytes are copied from the page cache, others are read by O_DIRECT (``native/engine``).
+There is one engine for host memory and one for each NUMA node that has a device. An engine is created at the first use
+and closed at the end of the program, or by :func:`close_engines`. The engine chooses the I/O path of a range by what
+the kernel has cached of it: it copies cached bytes from the page cache and reads others by O_DIRECT
+(``native/engine``).
 """
 
 from __future__ import annotations
@@ -37,42 +38,45 @@ _BYTES_MIN, _BYTES_MAX = 4 * KIB, GIB
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """How an engine works: what was fastest where it was measured (``reports/baselines``).
+    """Settings of an engine. The defaults are the fastest values of the measurements in ``reports/baselines``.
 
     Attributes
     ----------
     workers_count : int
-        Threads; at most as many as this process has processors, at least 2.
+        Largest number of threads. If this process has fewer processors, the engine has one thread per processor,
+        but two for a single processor.
     slots_count : int
-        Pieces of staging memory of each, so that one fills while others drain.
+        Staging buffers of each thread, so that one is filled while others are drained.
     piece_bytes : int
-        Size of each.
+        Size of a chunk, which is the size of one staging buffer, in bytes.
     first_bytes : int
-        Pieces of a transfer grow from this size and shrink to it at the end; `piece_bytes`: none does.
+        Size of the first chunks of a transfer, in bytes. The chunks grow from it to `piece_bytes`, and shrink to it at
+        the end. If it equals `piece_bytes`, all chunks have one size.
     haul_bytes : int
-        Size of the copies to a device that the threads load together, once a transfer is long enough; at most
-        `piece_bytes`: there are none.
+        Size in bytes of a coalesced copy to a device, which all threads fill together. It is used once a transfer is
+        long enough. A value of at most `piece_bytes` turns coalesced copies off.
     hauls_count : int
-        How many of them there are for all threads.
+        Number of buffers for coalesced copies, for all threads together.
     load_bytes : int
-        Of a haul, what one thread loads at a time.
+        Bytes of a coalesced copy that one thread fills at a time.
     sleeps_until_asked : bool
-        A thread waits for the device by short sleeps between questions; False: until the device interrupts.
+        True: a thread that waits for the device polls and sleeps in short turns. False: it blocks until the device's
+        interrupt.
     direct_readers_count : int
-        How many reads by O_DIRECT are under way at a time for one transfer.
+        Number of concurrent O_DIRECT reads of one transfer.
     direct_read_bytes : int
-        Size of each.
+        Size of such a read, in bytes.
     direct_writers_count : int
-        How many writes by O_DIRECT.
+        Number of concurrent O_DIRECT writes of one transfer.
     direct_write_bytes : int
-        Size of each.
+        Size of such a write, in bytes.
     buffered_writers_count : int
-        How many threads write into the page cache for one transfer at a time.
+        Number of threads that write into the page cache at the same time for one transfer.
 
     Raises
     ------
     UsageError
-        A count that is not 1 to 256, or a size that is not 4 KiB to 1 GiB.
+        A count is not 1 to 256, or a size is not 4 KiB to 1 GiB.
     """
 
     workers_count: int = 12
@@ -98,51 +102,51 @@ class EngineOptions:
                 raise UsageError(message)
 
     def workers(self) -> int:
-        """As many threads as there will be."""
+        """Return the number of threads that the engine will have."""
         return min(self.workers_count, max(len(os.sched_getaffinity(0)), 2))
 
 
-# Memory of the host: no device waits for pieces, and the processors do all of the work.
+# Settings for host memory. No device waits for chunks, and the processors do all of the work.
 HOST_OPTIONS = EngineOptions(workers_count=16, slots_count=1, piece_bytes=8 * MIB, first_bytes=8 * MIB)
 
 
 class EngineWork:
-    """A job of the engine, as a transfer sees it."""
+    """A job of the engine, with the interface :class:`gdrkit.gds.transfer.Work`."""
 
     route = Route.ENGINE
     why_not_direct = ""
 
-    def __init__(self, job: Any) -> None:  # noqa: ANN401 - native.
+    def __init__(self, job: Any) -> None:  # noqa: ANN401 - native object.
         self._job = job
 
     def wait(self, timeout_us: int) -> bool:
-        """Whether it was over within the time."""
+        """Wait at most `timeout_us`, or without limit if it is negative. Return whether the job is over."""
         return bool(self._job.wait(timeout_us))
 
     def cancel(self) -> None:
-        """Begin nothing new."""
+        """Start no further chunks."""
         self._job.cancel()
 
     def progress(self) -> dict[str, Any]:
-        """How far it is."""
+        """Return the progress of the job."""
         found: dict[str, Any] = self._job.progress()
         return found
 
     def arrived(self) -> Sequence[int]:
-        """How many bytes of each range arrived."""
+        """Return how many bytes of each range arrived."""
         found: list[int] = self._job.arrived()
         return found
 
 
 class Engine:
-    """Threads and pinned memory near one place.
+    """Threads and pinned memory of one NUMA node.
 
     Parameters
     ----------
     options : EngineOptions
-        How it works.
+        Settings of the engine.
     node : int
-        NUMA node; -1 for any.
+        NUMA node, or -1 for any.
     """
 
     def __init__(self, options: EngineOptions | None = None, *, node: int = _ANY_NODE) -> None:
@@ -163,24 +167,24 @@ class Engine:
         flags: int = 0,
         durable: bool = False,
     ) -> EngineWork:
-        """Queue a job; waits while too many are queued.
+        """Queue a job and return it. The call blocks while too many jobs are queued.
 
         Parameters
         ----------
         write : bool
-            From memory into files, or the other way.
+            True: write from memory into files. False: read from files into memory.
         device_index : int
-            Of all the memory; :data:`~gdrkit.gds.target.HOST` for host memory.
+            Index of the device that has all of the memory; :data:`~gdrkit.gds.target.HOST` for host memory.
         files : list
-            Native open files, or paths as bytes, which the engine opens with `flags` and closes.
+            Native open files, or paths as bytes. The engine opens paths with `flags` and closes them.
         extents : iterable of int
             Four numbers for each range: index in `files`, offset, address, length.
         access : str
             ``automatic``, ``buffered`` or ``direct``.
         flags : int
-            Of open(2), for paths.
+            Flags of open(2), for paths.
         durable : bool
-            A write is over when the disk has it (fdatasync).
+            A write is complete when the disk has the data (fdatasync).
         """
         if access not in ACCESS:
             message = f"access {access!r} is none of {', '.join(ACCESS)}"
@@ -198,25 +202,25 @@ class Engine:
         )
         return EngineWork(job)
 
-    def transfer_small(self, *arguments: Any) -> Any:  # noqa: ANN401 - native.
-        """One short range on this thread: (bytes, failure or None). See ``Engine.transfer_small`` of native/engine."""
+    def transfer_small(self, *arguments: Any) -> Any:  # noqa: ANN401 - native object.
+        """Move one short range on the calling thread. Return (bytes, failure or None). See native/engine."""
         return call(self._engine.transfer_small, *arguments)
 
     def close(self) -> None:
-        """End its threads after what is queued, and give its memory back; a second close does nothing."""
+        """Complete the queued jobs, then end the threads and free the memory. A second close does nothing."""
         self._engine.close()
         self._handle.release()
 
 
 _alive: weakref.WeakSet[Engine] = weakref.WeakSet()
-# By device; devices of one node share an engine.
+# Engines by device index. Devices of one NUMA node share an engine.
 _engines: dict[int, Engine] = {}
 _of_nodes: dict[int, Engine] = {}
 _lock = threading.Lock()
 
 
 def engine_for(device_index: int) -> Engine:
-    """The engine near this device, or that of host memory."""
+    """Return the engine of the device's NUMA node, or the engine of host memory."""
     found = _engines.get(device_index)
     if found is not None:
         return found
@@ -239,7 +243,7 @@ def _engine_near(device_index: int) -> Engine:
 
 
 def close_engines() -> None:
-    """Close every engine after what is queued; the next transfer makes a new one."""
+    """Complete the queued jobs and close every engine. The next transfer creates a new engine."""
     with _lock:
         while _engines:
             _index, engine = _engines.popitem()
@@ -248,11 +252,11 @@ def close_engines() -> None:
 
 
 def _forget_after_fork() -> None:
-    global _lock  # noqa: PLW0603 - a thread that is not here may have it.
+    global _lock  # noqa: PLW0603 - a thread of the parent may have held it.
     _lock = threading.Lock()
-    # Threads do not survive a fork, and their memory and streams belong to the parent: nothing may end them here.
+    # Threads do not survive a fork, and their memory and streams belong to the parent. The child must not free them.
     for each in _alive:
-        native().keep_forever(each._engine)  # noqa: SLF001 - of this file.
+        native().keep_forever(each._engine)  # noqa: SLF001 - same module.
     _engines.clear()
     _of_nodes.clear()
 

@@ -1,7 +1,7 @@
-"""Files whose bytes go to and from memory of devices or of the host.
+"""Files whose bytes are read into, and written from, device or host memory.
 
-Level 4. Each call says which route its bytes really took. Where a direct path is proven for a file it is taken; else
-the copy engine moves the bytes, and one warning names the cause.
+The result of each call reports the route that its bytes took. If a direct path is proven for a file, it is used.
+Otherwise the copy engine moves the bytes, and one warning names the cause.
 """
 
 from __future__ import annotations
@@ -41,27 +41,27 @@ _MODES = {
 
 
 class File:
-    """An open file.
+    """An open file, for transfers to and from device or host memory.
 
     Parameters
     ----------
     path : str or path-like
-        Of a regular file.
+        Path of a regular file.
     mode : str
-        ``r`` to read, ``r+`` to read and write, ``w`` to write a new one or over an old one, ``x`` to write a new one.
+        ``r`` to read, ``r+`` to read and write, ``w`` to write and truncate or create, ``x`` to create a new file only.
     access : str
-        How the engine reaches the disk: ``automatic`` reads cached ranges from the page cache and others by O_DIRECT,
-        ``buffered`` always goes through the page cache, ``direct`` never does.
+        I/O path of the copy engine: ``automatic`` reads cached ranges from the page cache and others
+        by O_DIRECT, ``buffered`` always uses the page cache, ``direct`` never does.
     direct : str
-        Whether a path between disk and device without host memory is ``preferred``, ``required`` (calls fail where
-        none is proven), or ``never`` taken.
+        Whether a path between disk and device without host memory is ``preferred``, ``required`` (calls fail if none is
+        proven), or ``never`` used.
 
     Raises
     ------
     ApiError
-        The kernel does not open it: ENOENT, EACCES, EISDIR ... .
+        The kernel does not open the file: ENOENT, EACCES, EISDIR ... .
     UsageError
-        It is no regular file, or an argument is none of these.
+        It is not a regular file, or an argument is not one of the allowed values.
     """
 
     def __init__(
@@ -82,18 +82,18 @@ class File:
     def from_descriptor(
         cls, fd: int, *, path: str, writable: bool, access: Access = "automatic", direct: Direct = "preferred"
     ) -> Self:
-        """Make a File of a regular file that is open; the descriptor is closed with it, and if this fails.
+        """Return a File for the descriptor of an open regular file. The File owns it; it is closed on failure, too.
 
         Parameters
         ----------
         fd : int
             The descriptor.
         path : str
-            Name of the file in errors.
+            Path of the file, for errors.
         writable : bool
-            Whether it is open for writing too.
+            Whether the descriptor is open for writing.
         access, direct : str
-            As of the class.
+            See the class.
         """
         try:
             _check_choices(access, direct)
@@ -101,7 +101,7 @@ class File:
         except BaseException:
             os.close(fd)
             raise
-        made._own(fd, path, writable, access, direct)  # noqa: SLF001 - of this class.
+        made._own(fd, path, writable, access, direct)  # noqa: SLF001 - same class.
         return made
 
     def _own(self, fd: int, path: str, writable: bool, access: Access, direct: Direct) -> None:  # noqa: FBT001
@@ -118,29 +118,29 @@ class File:
         self._paths: dict[int, direct_paths.Verdict] = {}
         self._proving = threading.Lock()
         self._changed = threading.Condition(threading.Lock())
-        self._users_count = 0  # Calls that use the descriptor now; close() waits for them.
+        self._users_count = 0  # Calls that use the descriptor now. close() waits for them.
         self._is_closing = False
         self._transfers = TransferSet()
         self._handle = Handle("gds.file")
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed."""
+        """Whether the file was closed."""
         return self._fd < 0
 
     @property
     def size_bytes(self) -> int:
-        """Its size now."""
+        """Current size of the file, in bytes."""
         return os.fstat(self.fileno()).st_size
 
     def fileno(self) -> int:
-        """Its descriptor, owned by this object."""
+        """Return the file descriptor. This object still owns it."""
         if self._fd < 0:
             raise ClosedResource(self.path)
         return self._fd
 
     def cached_share(self, *, offset_bytes: int = 0, length_bytes: int | None = None) -> float:
-        """Which share of a range the kernel has in its page cache, 0 to 1."""
+        """Return the share of a range that is in the page cache, from 0 to 1."""
         self.fileno()
         length_bytes = max(self.size_bytes - offset_bytes, 0) if length_bytes is None else length_bytes
         check_range("range", offset_bytes, length_bytes)
@@ -158,29 +158,29 @@ class File:
         buffer_offset_bytes: int = 0,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> Transferred:
-        """Read a range into memory, and wait for it.
+        """Read a range of the file into memory, and wait until it is complete.
 
         Parameters
         ----------
         buffer : object
             See :func:`gdrkit.gds.target_of`.
         file_offset_bytes : int
-            Where the range begins.
+            Start of the range in the file, in bytes.
         length_bytes : int or None
-            Its size; None: to the end of the memory or of the file, whichever comes first.
+            Size of the range in bytes. None: up to the end of the memory or of the file, whichever comes first.
         buffer_offset_bytes : int
-            Where in the memory its first byte goes.
+            Offset in the memory of the first byte.
         on_progress : callable or None
             See :meth:`Transfer.result`.
 
         Raises
         ------
         TransferFailed
-            See :meth:`Transfer.result`. END_OF_FILE: the file has fewer bytes than were asked for.
+            See :meth:`Transfer.result`. END_OF_FILE: the file has fewer bytes than requested.
         UsageError
-            A size or an offset that cannot be; memory that cannot be used.
+            A size or an offset is invalid, or the memory cannot be used.
         ClosedResource
-            The file, or the memory.
+            The file or the memory was closed.
         """
         if on_progress is None:
             target = target_of(buffer, writable=True)
@@ -208,15 +208,16 @@ class File:
         durable: bool = False,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> Transferred:
-        """Write memory into a range of the file, and wait until the kernel has it.
+        """Write memory into a range of the file, and wait until the kernel has the data.
 
-        Parameters and errors are those of :meth:`read_into`; `length_bytes` None: to the end of the memory.
+        Parameters and errors are those of :meth:`read_into`. If `length_bytes` is None, the memory is written up to its
+        end.
 
         Parameters
         ----------
         durable : bool
-            Wait until the disk has it. The bytes then pass the page cache by, unless the file's `access` says
-            otherwise: a copy in the cache would have to be written after all.
+            Wait until the disk has the data. The bytes then bypass the page cache, unless the file's `access` says
+            otherwise: a copy in the page cache would have to be written back anyway.
         """
         return self.start_write_from(
             buffer,
@@ -227,20 +228,19 @@ class File:
         ).result(on_progress=on_progress)
 
     def readv(self, buffer: object, ranges: Iterable[Range]) -> Transferred:
-        """Read many ranges into one memory, as one transfer; thousands of small ones cost one copy to the device.
+        """Read many ranges into one memory as one transfer. Thousands of small ranges cost one copy to the device.
 
         Parameters
         ----------
         buffer : object
             See :func:`gdrkit.gds.target_of`.
         ranges : iterable
-            (file offset, length), which go into the memory one behind the other, or (file offset, length, buffer
-            offset).
+            (file offset, length) for ranges that follow each other in memory, or (file offset, length, buffer offset).
         """
         return self.start_readv(buffer, ranges).result()
 
     def writev(self, buffer: object, ranges: Iterable[Range]) -> Transferred:
-        """Write parts of one memory into many ranges, as one transfer; see :meth:`readv`."""
+        """Write parts of one memory into many ranges as one transfer; see :meth:`readv`."""
         return self.start_writev(buffer, ranges).result()
 
     def start_read_into(
@@ -251,7 +251,7 @@ class File:
         length_bytes: int | None = None,
         buffer_offset_bytes: int = 0,
     ) -> Transfer:
-        """:meth:`read_into` as a future."""
+        """Start :meth:`read_into` and return its future."""
         target = target_of(buffer, writable=True)
         with let_go_unless_begun(target):
             length = length_in(target, buffer_offset_bytes, length_bytes)
@@ -271,7 +271,7 @@ class File:
         buffer_offset_bytes: int = 0,
         durable: bool = False,
     ) -> Transfer:
-        """:meth:`write_from` as a future."""
+        """Start :meth:`write_from` and return its future."""
         target = target_of(buffer, writable=False)
         with let_go_unless_begun(target):
             length = length_in(target, buffer_offset_bytes, length_bytes)
@@ -280,19 +280,19 @@ class File:
             return self._start(target, extents, write=True, durable=durable)
 
     def start_readv(self, buffer: object, ranges: Iterable[Range]) -> Transfer:
-        """:meth:`readv` as a future."""
+        """Start :meth:`readv` and return its future."""
         target = target_of(buffer, writable=True)
         with let_go_unless_begun(target):
             return self._start(target, extents_of(target, ranges), write=False)
 
     def start_writev(self, buffer: object, ranges: Iterable[Range]) -> Transfer:
-        """:meth:`writev` as a future."""
+        """Start :meth:`writev` and return its future."""
         target = target_of(buffer, writable=False)
         with let_go_unless_begun(target):
             return self._start(target, extents_of(target, ranges), write=True)
 
     def sync(self) -> None:
-        """Wait until what was written is on the disk (fdatasync)."""
+        """Wait until the written data is on the disk (fdatasync)."""
         self._begin_use()
         try:
             os.fdatasync(self._fd)
@@ -302,9 +302,9 @@ class File:
             self._end_use()
 
     def close(self) -> None:
-        """Wait for its transfers, also those that other threads are starting, then close it.
+        """Wait for the transfers of the file, including those that other threads are starting, and close it.
 
-        A second close does nothing; one that comes meanwhile waits for the first.
+        A second close does nothing. A close during another close waits for the first.
         """
         with self._changed:
             self._changed.wait_for(lambda: not self._is_closing)
@@ -384,14 +384,14 @@ class File:
         return work, why
 
     def _takes_engine(self, target: Target) -> bool:
-        """Whether the engine it is, without a question or a word."""
+        """Return whether the copy engine is used without a probe for a direct path and without a warning."""
         if self.direct == "never" or (target.device_index == HOST and self.direct == "preferred"):
             return True
         verdict = self._paths.get(target.device_index)
         return verdict is not None and verdict.path is None and self.direct == "preferred"
 
     def _offered(self, device_index: int, extents: Sequence[int]) -> direct_paths.Verdict:
-        """What is known for one transfer: a path may be proven and not be for its ranges."""
+        """Return the verdict for one transfer. A path may be proven for the file and still not fit these ranges."""
         verdict = self._verdict(device_index)
         why = "" if verdict.path is None else verdict.path.why_not(extents)
         return direct_paths.Verdict(None, why) if why else verdict
@@ -405,7 +405,7 @@ class File:
             return self._paths[device_index]
 
     def _small(self, target: Target, offset: int, length: int, at: int, *, write: bool, exact: bool) -> Transferred:
-        """A short range on this thread; the shortest way."""
+        """Move a short range on the calling thread, which has the lowest latency."""
         began = time.monotonic()
         check_range("file range", offset, length)
         self._begin_use()
@@ -442,7 +442,7 @@ def _check_choices(access: str, direct: str) -> None:
             raise UsageError(message)
 
 
-def _failed(failure: Any, arguments: dict[str, object], result: Transferred) -> ApiError:  # noqa: ANN401 - native.
+def _failed(failure: Any, arguments: dict[str, object], result: Transferred) -> ApiError:  # noqa: ANN401 - native object.
     arguments = {**arguments, "transferred_bytes": result.bytes}
     if failure is None:
         error: ApiError = ended(arguments, "the file ended")

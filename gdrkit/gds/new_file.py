@@ -1,7 +1,8 @@
-"""A new file that gets its name when it is complete, and leaves nothing behind when it never is.
+"""Creation of a file that gets its name only when it is complete, and that leaves nothing behind if it fails.
 
-The file is made without a name (open(2), O_TMPFILE) and linked into its folder at the end, so that even SIGKILL leaves
-no part of it. A file system without O_TMPFILE gets a hidden temporary name instead, which is renamed or removed.
+The file is created without a name (open(2), O_TMPFILE) and linked into its folder at the end, so that even SIGKILL
+leaves no part of it. On a file system without O_TMPFILE the file has a hidden temporary name instead, and is renamed or
+removed.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Destination", "new_file", "open_destination"]
 
-# What open(2) returns for O_TMPFILE where the file system, or an old kernel, does not have it.
+# Errors of open(2) for O_TMPFILE if the file system, or an old kernel, does not support it.
 _NO_TMPFILE = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOSYS})
 _PERMISSIONS = 0o777
 _OWNER_READ_WRITE = 0o600
@@ -43,18 +44,18 @@ _KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """The name that a new file is to get.
+    """The name that a new file will get.
 
     Attributes
     ----------
     path : str
-        The whole path, for errors.
+        The whole path, for error messages.
     folder : int
-        Descriptor of the folder (O_PATH), open while :func:`open_destination` is.
+        Descriptor of the folder (O_PATH). It is open inside the block of :func:`open_destination`.
     name : str
         The last part of the path.
     old : os.stat_result or None
-        The regular file that has the name now.
+        The regular file that has this name now, if there is one.
     """
 
     path: str
@@ -63,13 +64,13 @@ class Destination:
     old: os.stat_result | None
 
     def is_same_file(self, info: os.stat_result) -> bool:
-        """Whether the file that has the name now is this one."""
+        """Return whether the file that has the name now is the one with this stat result."""
         return self.old is not None and os.path.samestat(self.old, info)
 
 
 @contextlib.contextmanager
 def open_destination(path: Path) -> Iterator[Destination]:
-    """Open the folder of a path and look at what has the name now; a symbolic link is followed, as cp does.
+    """Open the folder of a path and stat the file with that name. A symbolic link is followed, as cp does.
 
     Raises
     ------
@@ -93,31 +94,32 @@ def open_destination(path: Path) -> Iterator[Destination]:
 def new_file(
     destination: Destination, *, source_mode: int, access: Access, direct: Direct, durable: bool
 ) -> Iterator[File]:
-    """Make a file, give it its name when the block ends without an error, and remove it otherwise.
+    """Create a file, give it its name when the block ends without an error, and remove it otherwise.
 
-    A new name gets the permission bits of the source less the umask. A file that is replaced hands down its own
-    permission bits and, where this process may give files away, its owner. Neither hands down set-user-id, set-group-id
-    or sticky bits. Nobody but the owner can open a file that replaces another before it has the name.
+    A new file gets the permission bits of the source without those of the umask. A file that replaces another one gets
+    the permission bits of the replaced file and, if this process may change owners, its owner. Set-user-id,
+    set-group-id and sticky bits are never copied. Until a file that replaces another one has the name, only its owner
+    can open it.
 
     Parameters
     ----------
     destination : Destination
-        The name.
+        The name of the new file.
     source_mode : int
-        ``st_mode`` of the file whose bytes this one gets.
+        ``st_mode`` of the file that is copied.
     access, direct : str
         See :class:`~gdrkit.gds.File`.
     durable : bool
-        Wait until the device has the bytes, the permission bits and the name (fsync of the file and of the folder).
+        Wait until the disk has the data, the permission bits and the name (fsync of the file and of the folder).
 
     Raises
     ------
     ApiError
-        The kernel does not make, sync or name the file.
+        The kernel does not create, sync or name the file.
     """
     source_bits = source_mode & _PERMISSIONS
     bits = source_bits | _OWNER_READ_WRITE if destination.old is None else _OWNER_READ_WRITE
-    # Chosen before it exists, so that an interrupt at any moment finds it.
+    # The name is chosen before the file exists, so that the cleanup after an interrupt can always find the file.
     temporary = f".gdrkit-{uuid.uuid4().hex}.part"
     with contextlib.ExitStack() as stack:
         stack.callback(_remove, destination.folder, temporary)
@@ -142,7 +144,8 @@ def _followed(path: Path) -> Path:
     if not path.is_symlink():
         return path
     try:
-        # The kernel follows the link, because it refuses those that others plant in /tmp (fs.protected_symlinks).
+        # The kernel must follow the link itself, because it refuses links that others plant in /tmp
+        # (fs.protected_symlinks).
         fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except FileNotFoundError as error:
         message = f"{path} is a symbolic link to {path.readlink()}, which does not exist"
@@ -156,7 +159,7 @@ def _followed(path: Path) -> Path:
 
 
 def _stat_regular(folder: int, name: str, path: str) -> os.stat_result | None:
-    """Return what has the name, None if nothing has; raise UsageError unless it is a regular file."""
+    """Return the stat result of `name`, or None if it does not exist. Raise UsageError if it is not a regular file."""
     try:
         info = os.stat(name, dir_fd=folder, follow_symlinks=False)
     except FileNotFoundError:
@@ -170,7 +173,7 @@ def _stat_regular(folder: int, name: str, path: str) -> os.stat_result | None:
 
 
 def _open_to_sync(destination: Destination, stack: contextlib.ExitStack) -> int:
-    """Open the folder for fsync(2), which needs read permission: asked for before anything is copied."""
+    """Open the folder for fsync(2). That needs read permission, so the folder is opened before anything is copied."""
     try:
         fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=destination.folder)
     except OSError as error:
@@ -180,7 +183,7 @@ def _open_to_sync(destination: Destination, stack: contextlib.ExitStack) -> int:
 
 
 def _create(destination: Destination, temporary: str, bits: int) -> tuple[int, bool]:
-    """Make an empty file; its descriptor, and whether it has the temporary name."""
+    """Create an empty file. Return its descriptor, and whether it has the temporary name."""
     flags = os.O_RDWR | os.O_CLOEXEC
     try:
         try:
@@ -198,18 +201,18 @@ def _set_permissions(fd: int, old: os.stat_result | None, source_bits: int) -> N
     made = os.fstat(fd)
     now = stat.S_IMODE(made.st_mode)
     if old is None:
-        # The kernel has applied the umask; what the copy needed for itself goes again.
+        # The kernel has applied the umask. The owner bits that only the copy itself needed are removed.
         bits = now & ~(_OWNER_READ_WRITE & ~source_bits)
     else:
         bits = old.st_mode & _PERMISSIONS
         if (made.st_uid, made.st_gid) != (old.st_uid, old.st_gid) and not _give(fd, old):
-            bits &= ~_GROUP  # They were meant for another group.
+            bits &= ~_GROUP  # These bits were meant for another group.
     if bits != now:
         os.fchmod(fd, bits)
 
 
 def _give(fd: int, old: os.stat_result) -> bool:
-    """Give the file to the owner and group of the old one, or at least to the group; whether it has the group."""
+    """Change owner and group to those of the old file, or at least the group. Return whether the group was set."""
     for owner in (old.st_uid, -1):
         try:
             os.fchown(fd, owner, old.st_gid)
@@ -227,7 +230,7 @@ def _publish(fd: int, destination: Destination, temporary: str, *, is_named: boo
             with contextlib.suppress(FileExistsError):
                 os.link(unnamed, name, dst_dir_fd=folder)
                 return
-        # linkat(2) replaces nothing, rename(2) does.
+        # linkat(2) does not replace an existing file; rename(2) does.
         os.link(unnamed, temporary, dst_dir_fd=folder)
     _stat_regular(folder, name, destination.path)
     os.rename(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)

@@ -1,7 +1,4 @@
-"""Regular files, opened, and what the kernel says when it does not.
-
-Level 4.
-"""
+"""Opening of regular files, and conversion of OSError to the errors of gdrkit."""
 
 from __future__ import annotations
 
@@ -16,17 +13,17 @@ __all__ = ["open_regular", "os_error"]
 
 
 def open_regular(path: str, flags: int) -> int:
-    """Open a regular file; its descriptor.
+    """Open a regular file and return its descriptor.
 
     Raises
     ------
     ApiError
-        The kernel does not open it, or it is a folder (EISDIR).
+        The kernel does not open the file, or it is a folder (EISDIR).
     UsageError
-        It is a pipe, a device, a socket.
+        The path is a pipe, a device or a socket.
     """
     try:
-        # A pipe would keep the caller until somebody opened its other end; a regular file knows no waiting.
+        # Without O_NONBLOCK, open of a pipe would block until its other end is opened. Regular files ignore the flag.
         fd = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
     except OSError as error:
         raise os_error("open", path, error) from error
@@ -41,7 +38,7 @@ def open_regular(path: str, flags: int) -> int:
 
 
 def os_error(operation: str, path: str, error: OSError) -> ApiError:
-    """The error for what the kernel refused."""
+    """Return the exception for a failed system call."""
     number = error.errno or errno.EIO
     return ApiError(
         api=Api.KERNEL,

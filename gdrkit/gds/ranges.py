@@ -1,4 +1,4 @@
-"""Ranges of files and of memory, checked before anything moves."""
+"""Checks of ranges of files and of memory, done before anything moves."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _LARGEST = (1 << 63) - 1
 
 
 def check_range(what: str, offset: int, length: int) -> None:
-    """Raise :class:`~gdrkit.errors.UsageError` unless a file may have such a range."""
+    """Raise :class:`~gdrkit.errors.UsageError` unless offset and length are valid for a file."""
     if offset < 0 or length < 0 or offset + length > _LARGEST:
         message = f"no {what} of {length} bytes at {offset}"
         raise UsageError(message)
 
 
 def length_in(target: Target, offset: int, length: int | None) -> int:
-    """The length of a part of the memory that must be inside it; None: up to its end."""
+    """Return the length of a part of the memory; None means up to its end. Fail if the part is not inside it."""
     found = target.length_bytes - offset if length is None else length
     if offset < 0 or found < 0 or offset + found > target.length_bytes:
         message = f"{found} bytes at {offset} are not inside memory of {target.length_bytes} bytes"
@@ -39,7 +39,7 @@ def length_in(target: Target, offset: int, length: int | None) -> int:
 
 
 def extents_of(target: Target, ranges: Iterable[Range]) -> list[int]:
-    """Four numbers for each range: 0, offset in the file, address, length."""
+    """Return four numbers for each range: 0, offset in the file, address, length."""
     extents: list[int] = []
     following = 0
     for each in ranges:
@@ -54,7 +54,7 @@ def extents_of(target: Target, ranges: Iterable[Range]) -> list[int]:
 
 
 def data_ranges(fd: int, size_bytes: int) -> Iterator[tuple[int, int]]:
-    """Begin and end of each range of a file that is no hole; the whole file where the file system does not tell."""
+    """Yield begin and end of each data range of a file (not a hole); the whole file if SEEK_DATA is not supported."""
     at = 0
     while at < size_bytes:
         try:
@@ -75,7 +75,7 @@ def data_ranges(fd: int, size_bytes: int) -> Iterator[tuple[int, int]]:
 
 @contextlib.contextmanager
 def let_go_unless_begun(target: Target) -> Iterator[None]:
-    """Tell the owner of the memory when what would have used it is not begun."""
+    """Release the memory if the block, which starts a transfer, fails."""
     try:
         yield
     except BaseException:

@@ -1,7 +1,7 @@
-"""How fast files reach memory here and come back, by the size of a transfer.
+"""A benchmark of file transfers, by the size of a transfer.
 
-Level 4. Each point is measured for a moment with one transfer after another, as a program does that waits for each.
-"Cached" ranges lie in the page cache; "cold" ones were dropped from it, and are read once each.
+Each point is measured for a short time with one transfer after another, as in a program that waits for each transfer.
+"Cached" ranges are in the page cache. "Cold" ranges were dropped from it, and each is read once.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ _FILL_BYTES = 16 * MIB
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is measured.
+    """Parameters of a benchmark.
 
     Attributes
     ----------
     folder : Path
-        Where the files are made; they are removed.
+        Folder for the test files. The files are removed at the end.
     file_bytes : int
-        Size of each.
+        Size of each file, in bytes.
     device_index : int
-        Whose memory; :data:`~gdrkit.gds.HOST` for the host's.
+        The device whose memory is used; :data:`~gdrkit.gds.HOST` for host memory.
     seconds : float
-        How long a point is measured, or for one transfer where that takes longer.
+        Duration of each point, in seconds. A point takes at least one transfer.
     direct : str
-        As for :class:`~gdrkit.gds.File`.
+        See :class:`~gdrkit.gds.File`.
     kinds : sequence of str
-        Of :data:`KINDS`.
+        Names out of :data:`KINDS`.
     sizes_bytes : sequence of int
-        Of a transfer; those above the size of the file become that.
+        Sizes of a transfer, in bytes. A size above that of the file is reduced to it.
     """
 
     folder: Path
@@ -66,31 +66,31 @@ class Plan:
     sizes_bytes: Sequence[int] = SIZES_BYTES
 
     def points(self) -> list[tuple[str, int]]:
-        """Kind and size of each."""
+        """Return kind and size of each point."""
         sizes = sorted({min(each, self.file_bytes) for each in self.sizes_bytes})
         return [(kind, size) for kind in self.kinds for size in sizes]
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """What was measured for one kind and one size.
+    """The measurement of one kind and one size.
 
     Attributes
     ----------
     rate_gb_per_s : float
-        Bytes by the time of all transfers, in 10**9 a second; 0.0 where nothing could be measured.
+        Bytes divided by the time of all transfers, in 10**9 bytes per second; 0.0 if nothing could be measured.
     operations_per_s : float
-        Transfers.
+        Transfers per second.
     latency_us : float
-        The median of one.
+        Median duration of a transfer, in microseconds.
     cpu_s_per_gib : float
-        Processor seconds of this process.
+        Processor seconds of this process per GiB.
     transfers_count : int
-        How many were made.
+        Number of transfers.
     routes : tuple of str
-        Which ways the bytes took.
+        The routes that the bytes took.
     note : str
-        What is to be known, such as that nothing could be dropped from the page cache.
+        A remark, such as that nothing could be dropped from the page cache.
     """
 
     kind: str
@@ -111,19 +111,19 @@ class _Tally:
 
 
 def measure(plan: Plan, *, on_point: Callable[[Point, int], None] = lambda _point, _whole: None) -> list[Point]:
-    """Measure every point.
+    """Measure every point and return the results.
 
     Parameters
     ----------
     plan : Plan
-        What.
+        Parameters of the benchmark.
     on_point : callable
-        Called with each point and how many there will be.
+        Called after each point with the point and the total number of points.
 
     Raises
     ------
     ApiError
-        A file cannot be made (ENOSPC), or memory cannot be had.
+        A file cannot be created (ENOSPC), or memory cannot be allocated.
     """
     points: list[Point] = []
     try:
@@ -185,19 +185,19 @@ def _timed(plan: Plan, what: tuple[str, int], transfer: Callable[[int], Any], pl
 
 
 def _places(file_bytes: int, size: int, *, is_once: bool, in_order: bool = False) -> Iterator[int]:
-    """Where transfers begin: everywhere once, or again and again at places drawn by the same chance in each run."""
+    """Return the offsets of the transfers: each offset once, or endless random ones, the same in each run."""
     last = max(file_bytes // size, 1)
     if in_order:
         return itertools.cycle(range(0, last * size, size))
-    chance = random.Random(size)  # noqa: S311 - no secret.
+    chance = random.Random(size)  # noqa: S311 - not used for secrets.
     if is_once:
-        # In no order, or the kernel would read ahead what comes next.
+        # The order is random, because otherwise the kernel would read ahead.
         return iter(chance.sample(range(0, last * size, size), last))
     return (chance.randrange(last) * size for _ in itertools.count())
 
 
 def _make(path: Path, length_bytes: int) -> None:
-    """A file of bytes that no disk can compress."""
+    """Create a file of incompressible bytes."""
     try:
         with path.open("wb") as file:
             for at in range(0, length_bytes, _FILL_BYTES):

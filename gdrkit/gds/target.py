@@ -1,12 +1,12 @@
-"""Memory that files are read into and written from: of the host, or of a CUDA device, whoever made it.
+"""Descriptions of memory that files are read into and written from: host memory or memory of a CUDA device.
 
-Level 4. What a caller hands over is described once: address, size, device. It is held, and the work that its maker has
-queued on it is waited for, before the first byte moves.
+The memory of a caller is described once: address, size, device. The description keeps the memory alive. Before the
+first byte moves, gdrkit waits for the work that the producer of the memory has queued on its stream.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable  # noqa: TC003 - a NamedTuple looks at its annotations.
+from collections.abc import Callable  # noqa: TC003 - a NamedTuple evaluates its annotations.
 from typing import Any, NamedTuple
 
 from gdrkit import cuda
@@ -24,20 +24,20 @@ def _nothing() -> None:
 
 
 class Target(NamedTuple):
-    """A piece of memory.
+    """A range of memory that is used by a transfer.
 
     Attributes
     ----------
     address : int
-        Of its first byte.
+        Address of the first byte.
     length_bytes : int
-        Its size.
+        Size in bytes.
     device_index : int
-        Of the CUDA device; :data:`HOST` for host memory.
+        Index of the CUDA device; :data:`HOST` for host memory.
     keep : object
-        What keeps the memory alive.
+        Object that keeps the memory alive.
     release : callable
-        Tells its owner that it is no longer used; called once.
+        Tells the owner that the memory is no longer used; called once.
     """
 
     address: int
@@ -48,22 +48,22 @@ class Target(NamedTuple):
 
 
 def target_of(buffer: object, *, writable: bool) -> Target:
-    """Describe memory that a caller hands over.
+    """Return a description of memory that a caller provides.
 
     Parameters
     ----------
     buffer : object
-        Memory of :mod:`gdrkit.cuda`, or anything with ``__cuda_array_interface__``, the buffer protocol or
-        ``__dlpack__`` whose bytes lie one behind the other.
+        Memory of :mod:`gdrkit.cuda`, or a contiguous object with ``__cuda_array_interface__``, the buffer protocol or
+        ``__dlpack__``.
     writable : bool
-        Whether it will be written to.
+        Whether the memory will be written to.
 
     Raises
     ------
     UsageError
-        It is none of these, not contiguous or read-only; NOT_DEVICE_MEMORY: it is less memory than it says.
+        The object is not memory, not contiguous, or read-only. NOT_DEVICE_MEMORY: it claims more memory than it has.
     ClosedResource
-        Memory of gdrkit that was closed.
+        The memory of gdrkit was closed.
     """
     if isinstance(buffer, CudaMemory):
         if buffer.closed:
@@ -90,7 +90,7 @@ def _foreign(array: object, *, writable: bool) -> Target:
     try:
         if writable and found.read_only:
             message = "the array is read-only"
-            raise UsageError(message)  # noqa: TRY301 - its owner is told below.
+            raise UsageError(message)  # noqa: TRY301 - the memory is released below.
         try:
             index = pointer.device_index(found.address)
             with cuda.Device(index) as device, device.current():

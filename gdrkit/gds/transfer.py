@@ -1,7 +1,7 @@
-"""Transfers: what was asked for, how far it is, and what became of it.
+"""Transfers as futures, and their results.
 
-A :class:`Transfer` is a future. It holds the memory and the file until the last byte has moved, whatever the
-caller forgets meanwhile. Its result says how many bytes arrived and which route they took.
+A :class:`Transfer` is a future. It keeps the memory and the file alive until the last byte has moved, even if the
+caller drops its references. Its result reports how many bytes arrived and which route they took.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ __all__ = ["Route", "Transfer", "TransferFailed", "TransferSet", "Transferred", 
 _PROGRESS_S = 0.05
 
 
-# The ways of which direct ones are told: what the evidence of the route must say.
+# Routes that count as direct when a direct path is required. The evidence must show one of them.
 DIRECT_ROUTES = frozenset({Route.P2P, Route.NVFS, Route.RDMA})
 
 
 class Transferred(NamedTuple):
-    """What a transfer came to.
+    """The result of a transfer.
 
     Attributes
     ----------
     bytes : int
-        How many arrived.
+        Bytes that arrived.
     route : Route
-        Which way they really took.
+        The route that the bytes took.
     direct_io_bytes : int
-        How many of them passed the page cache by (O_DIRECT).
+        Bytes that bypassed the page cache (O_DIRECT).
     parts : tuple of int
-        For each range, how many bytes arrived from its beginning on, without a gap.
+        For each range, the bytes that arrived from its beginning without a gap.
     duration_s : float
-        From the call to the last byte.
+        Time from the call to the last byte, in seconds.
     why_not_direct : str
-        Why the bytes did not go directly; empty where they did, or where nobody wanted it.
+        The reason why the bytes did not go directly; empty if they did, or if no direct path was wanted.
     """
 
     bytes: int
@@ -60,65 +60,65 @@ class Transferred(NamedTuple):
 
 
 class TransferFailed(ApiError):
-    """A transfer ended before all of it had arrived.
+    """An error that says that a transfer ended before all bytes had arrived.
 
     Attributes
     ----------
     transferred : Transferred
-        What did arrive. Bytes behind the end of a part may have been moved too; none of them counts.
+        The part that arrived. Bytes behind the end of a part may have been moved too, and are not counted.
     """
 
     transferred: Transferred
 
 
 class Work(Protocol):
-    """What moves the bytes of one transfer: a job of the engine, or of a direct path."""
+    """The interface of an object that moves the bytes of one transfer: a job of the engine or of a direct path."""
 
     @property
     def route(self) -> Route:
-        """Which way the bytes took; once it is over."""
+        """The route that the bytes took. It is valid when the work is over."""
 
     @property
     def why_not_direct(self) -> str:
-        """Why that was no direct one; empty where it was, or where none was wanted."""
+        """The reason why the route is not direct; empty if it is direct, or if no direct path was wanted."""
 
     def wait(self, timeout_us: int) -> bool:
-        """Whether it was over within the time; negative: as long as it takes."""
+        """Wait at most `timeout_us`, or without limit if it is negative. Return whether the work is over."""
 
     def cancel(self) -> None:
-        """Begin nothing new."""
+        """Start no further chunks."""
 
     def progress(self) -> dict[str, Any]:
-        """``bytes``, ``direct_bytes``, ``cancelled``, ``failure`` (:data:`~gdrkit.gds._native.Failure` or None)."""
+        """Return ``bytes``, ``direct_bytes``, ``cancelled`` and ``failure`` (``_native.Failure`` or None)."""
 
     def arrived(self) -> Sequence[int]:
-        """For each range, how many bytes arrived; once it is over."""
+        """Return how many bytes of each range arrived. It is valid when the work is over."""
 
 
 class TransferSet:
-    """Transfers that were started and not settled yet, oldest first. Any thread may call it."""
+    """A set of transfers that were started and are not settled, oldest first. It is thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._transfers: OrderedDict[Transfer, None] = OrderedDict()
 
     def add(self, transfer: Transfer) -> None:
-        """Add one."""
+        """Add a transfer."""
         with self._lock:
             self._transfers[transfer] = None
 
     def discard(self, transfer: Transfer) -> None:
-        """Remove one, if it is there."""
+        """Remove a transfer, if it is in the set."""
         with self._lock:
             self._transfers.pop(transfer, None)
 
     def all(self) -> list[Transfer]:
-        """Return those that are there now."""
+        """Return the transfers that are in the set now."""
         with self._lock:
             return list(self._transfers)
 
     def rotate(self, count: int) -> list[Transfer]:
-        """Return the first ones, which become the last ones."""
+        """Return the first `count` transfers and move them to the end."""
         with self._lock:
             found = list(itertools.islice(self._transfers, count))
             for each in found:
@@ -126,26 +126,27 @@ class TransferSet:
             return found
 
     def take_after_fork(self) -> list[Transfer]:
-        """Remove and return all, in the child of a fork: a thread that is not there may have the lock."""
+        """Remove and return all transfers, in the child of a fork. A thread of the parent may have held the lock."""
         self._lock = threading.Lock()
         found = list(self._transfers)
         self._transfers.clear()
         return found
 
 
-# Transfers that are under way are held here, since their memory must outlive them.
+# All transfers in progress. The set keeps them alive, because their memory must not be freed before they end.
 _running = TransferSet()
-# Those of the process that forked this one: their threads are not here, so that nobody knows when they end.
+# Transfers of the parent process of a fork. Their threads do not exist here, so this process cannot know when they end.
 _of_parent: list[Transfer] = []
-# How many running transfers each start asks whether they are over. Two: all are asked in time, since one comes.
+# Number of running transfers that each new transfer polls. Two are enough to reach all of them in time, because each
+# start adds only one.
 _ASKED_COUNT = 2
 
 
 @dataclass(eq=False)
 class Transfer:
-    """A transfer under way: a future.
+    """A transfer in progress, as a future.
 
-    Not for direct use: the methods of :class:`gdrkit.gds.File` and :func:`gdrkit.gds.read_files` make one.
+    Callers do not create it: the methods of :class:`gdrkit.gds.File` and :func:`gdrkit.gds.read_files` do.
     """
 
     work: Work
@@ -165,34 +166,34 @@ class Transfer:
     def __post_init__(self) -> None:
         for group in self._groups():
             group.add(self)
-        # A caller that drops a future never settles it; the next transfers do.
+        # A caller that drops a future never settles it. Later transfers settle it instead.
         for each in _running.rotate(_ASKED_COUNT):
             if each is not self and each.work.wait(0):
-                for group in each._groups():  # noqa: SLF001 - of this class.
+                for group in each._groups():  # noqa: SLF001 - same class.
                     group.discard(each)
                 each._settle()  # noqa: SLF001
 
     @property
     def bytes_moved(self) -> int:
-        """How many bytes have arrived so far."""
+        """Bytes that have arrived so far."""
         return int(self.work.progress()["bytes"])
 
     @property
     def length_bytes(self) -> int:
-        """How many were asked for."""
+        """Bytes that were requested."""
         return sum(self.lengths)
 
     def done(self) -> bool:
-        """Whether it is over."""
+        """Return whether the transfer is over."""
         return self.work.wait(0)
 
     def cancel(self) -> bool:
-        """Begin nothing new; what is under way ends by itself. False when there was nothing left to begin."""
+        """Start no further chunks; those in progress complete. Return False if there was nothing left to start."""
         self.work.cancel()
         return bool(self.work.progress()["cancelled"])
 
     def exception(self, timeout_s: float | None = None) -> GdrkitError | None:
-        """Wait, and give the error of :meth:`result` instead of raising it."""
+        """Wait, and return the error that :meth:`result` would raise, or None."""
         self._wait(timeout_s)
         self._settle()
         return self._error
@@ -200,23 +201,23 @@ class Transfer:
     def result(
         self, timeout_s: float | None = None, *, on_progress: Callable[[int, int], None] | None = None
     ) -> Transferred:
-        """Wait until it is over.
+        """Wait until the transfer is over and return its result.
 
         Parameters
         ----------
         timeout_s : float or None
-            How long; None: as long as it takes.
+            Longest time to wait, in seconds; None for no limit.
         on_progress : callable or None
-            Called about twenty times a second with the bytes that arrived and the bytes asked for, and at the end.
-            What it raises cancels the transfer.
+            Called about twenty times per second, and at the end, with the bytes that arrived and the bytes requested.
+            An exception that it raises cancels the transfer.
 
         Raises
         ------
         TransferFailed
-            The kernel or the driver refused (``errno``, ``status``), a file was too short (END_OF_FILE), or somebody
-            cancelled it (CANCELLED); ``transferred`` says what arrived.
+            The kernel or the driver failed (``errno``, ``status``), a file was too short (END_OF_FILE), or a caller
+            cancelled the transfer (CANCELLED). ``transferred`` holds the part that arrived.
         TimeoutError
-            It is not over yet; it goes on.
+            The transfer is not over. It continues.
         """
         if on_progress is None:
             self._wait(timeout_s)
@@ -225,7 +226,7 @@ class Transfer:
         self._settle()
         if self._error is not None:
             raise self._error
-        assert self._result is not None  # noqa: S101 - settled without an error.
+        assert self._result is not None  # noqa: S101 - a settled transfer without an error has a result.
         return self._result
 
     def _wait(self, timeout_s: float | None) -> None:
@@ -250,12 +251,12 @@ class Transfer:
             raise
 
     def _settle(self) -> None:
-        """Once it is over: let everything go, and keep what became of it."""
+        """Store the result and the error of a transfer that is over, and release its memory. Later calls do nothing."""
         with self._lock:
             if self._result is not None:
                 return
             progress, parts = self.work.progress(), tuple(self.work.arrived())
-            # What arrived behind a gap counts neither here nor there.
+            # Bytes behind a gap are not counted, neither in the total nor in the parts.
             count = sum(parts)
             self._result = Transferred(
                 bytes=count,
@@ -306,7 +307,7 @@ os.register_at_fork(after_in_child=_forget_after_fork)
 
 
 def ended(arguments: Mapping[str, object], detail: str, *, reason: Reason = Reason.END_OF_FILE) -> TransferFailed:
-    """The error for a transfer that nobody refused and that ended early all the same."""
+    """Return the error for a transfer that ended early without an error of an API."""
     return TransferFailed(
         api=Api.NONE,
         operation="transfer",

@@ -1,7 +1,4 @@
-"""Many whole files as one transfer.
-
-Level 4.
-"""
+"""Reads of many whole files as one transfer."""
 
 from __future__ import annotations
 
@@ -29,20 +26,20 @@ def read_files(
     *,
     access: Access = "automatic",
 ) -> Transfer:
-    """Read many whole files into one memory, one behind the other, as one transfer (a future).
+    """Read many whole files into one memory, one after the other, as one transfer, and return its future.
 
-    The engine opens and closes them, many at a time, and only while it reads them.
+    The engine opens and closes the files, many at a time. Each is open only while the engine reads it.
 
     Parameters
     ----------
     paths : sequence
-        Of the files.
+        Paths of the files.
     buffer : object
         See :func:`gdrkit.gds.target_of`.
     lengths_bytes : sequence of int
-        How much of each.
+        Bytes to read from each file.
     access : str
-        As for :class:`File`.
+        See :class:`File`.
     """
     names = [os.fsencode(path) for path in paths]
     if len(names) != len(lengths_bytes):

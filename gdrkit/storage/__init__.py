@@ -1,7 +1,7 @@
 """A storage service over RDMA, and its client.
 
-Level 4. The server is the RDMA initiator: a file read is an RDMA WRITE into the memory of the client, a file write an
-RDMA READ from it. One node, no replication: a reference.
+The server is the RDMA initiator: it reads a file by an RDMA WRITE into the memory of the client, and writes a file by
+an RDMA READ from it. The service runs on one node without replication, as a reference.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The engine of the storage service, opened at the first use.
+"""Access to the native engine of the storage service, which is loaded at the first use.
 
-Level 4. ``_engine`` is native (``native/storage``) and brings libibverbs, which a machine that only packs frames need
-not have.
+``_engine`` is the native module (``native/storage``). It needs libibverbs, which a machine that only packs and parses
+frames need not have.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ __all__ = ["engine"]
 
 @cache
 def engine() -> Any:
-    """The module ``gdrkit.storage._engine``.
+    """Return the module ``gdrkit.storage._engine``.
 
     Raises
     ------
     SetupMissing
-        It was not built, or libibverbs is missing.
+        The module was not built, or libibverbs is missing.
     """
     try:
         return importlib.import_module("gdrkit.storage._engine")

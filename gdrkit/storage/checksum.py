@@ -1,7 +1,7 @@
-"""CRC32C (Castagnoli), as frames and chunks of files carry it.
+"""CRC32C (Castagnoli), the checksum of frames and of chunks of files.
 
-Level 4. The engine computes it by the processor's own instruction; where the engine was not built, a table does the
-same, some thousand times slower.
+The engine computes it by the processor's CRC32C instruction. If the engine was not built, a table is used, which is
+some thousand times slower.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["crc32c", "crc32c_by_table"]
 
 Buffer: TypeAlias = "bytes | bytearray | memoryview"
 
-_POLYNOMIAL = 0x82F63B78  # 0x1EDC6F41 with its bits in the order in which they are sent.
+_POLYNOMIAL = 0x82F63B78  # The polynomial 0x1EDC6F41 with reversed bits.
 
 
 class _Crc32c(Protocol):
@@ -37,7 +37,7 @@ _TABLE = _table()
 
 
 def crc32c_by_table(data: Buffer, initial: int = 0) -> int:
-    """The same by a table."""
+    """Return the CRC32C, computed by a table; see :func:`crc32c`."""
     value = ~initial & 0xFFFFFFFF
     for byte in memoryview(data).cast("B"):
         value = value >> 8 ^ _TABLE[(value ^ byte) & 0xFF]
@@ -45,7 +45,7 @@ def crc32c_by_table(data: Buffer, initial: int = 0) -> int:
 
 
 def crc32c(data: Buffer, initial: int = 0) -> int:
-    """The CRC32C of `data`; `initial` is that of what came before it."""
+    """Return the CRC32C of `data`. `initial` is the CRC32C of the bytes before it."""
     return _fastest()(data, initial)
 
 

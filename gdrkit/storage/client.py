@@ -1,7 +1,7 @@
-"""The client of the storage service: files by name, their bytes into and out of registered memory.
+"""The client of the storage service: it opens files by name and moves their bytes to and from registered memory.
 
-Level 4. The server moves the bytes; this side registers memory and says where. Bytes in host memory are checked by
-the CPU; those in device memory are not touched by it.
+The server moves the bytes. The client registers memory and sends its address and key. The CPU verifies bytes in host
+memory. It never touches bytes in device memory.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 __all__ = ["IORequest", "StorageClient", "StorageFile", "Transferred"]
 
 _R = TypeVar("_R")
-# A larger transfer is cut into pieces that go by all lanes at once.
+# A larger transfer is split into chunks, which use all queue pairs in parallel.
 _PIECE_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class IORequest:
-    """One transfer of a batch: as much of `file` from `offset_bytes` as `buffer` holds."""
+    """One transfer of a batch: as many bytes of `file` from `offset_bytes` as `buffer` holds."""
 
     file: StorageFile
     offset_bytes: int
@@ -48,16 +48,16 @@ class IORequest:
 
 @dataclass(frozen=True, slots=True)
 class Transferred:
-    """What became of a transfer that went well.
+    """The result of a successful transfer.
 
     Attributes
     ----------
     length_bytes : int
-        How much was moved; less than asked for at the end of the file.
+        Bytes moved. It is less than requested at the end of the file.
     checksums : tuple of int
-        CRC32C of each piece as the server saw it, in order; empty when none was asked for.
+        CRC32C of each chunk as computed by the server, in order; empty if no checksum was requested.
     hole_bytes : int
-        How much of a read into device memory was zeroed by the device.
+        Bytes of holes that the device zeroed itself in a read into device memory.
     """
 
     length_bytes: int
@@ -66,7 +66,7 @@ class Transferred:
 
 
 class StorageFile:
-    """An open file; made by :meth:`StorageClient.open`."""
+    """An open file. :meth:`StorageClient.open` creates it."""
 
     def __init__(self, client: StorageClient, opened: ask.OpenReply) -> None:
         self.client = client
@@ -75,7 +75,7 @@ class StorageFile:
         self._closed = False
 
     def stat(self) -> ask.FileStat:
-        """As of now."""
+        """Return the current attributes of the file."""
         return self.client.request(ask.Stat(handle=self.handle), ask.FileStat)
 
     def read(self, buffer: IOBuffer, *, offset_bytes: int, forbid_holes: bool = False) -> Transferred:
@@ -87,19 +87,19 @@ class StorageFile:
         return self.client.batch_write([IORequest(self, offset_bytes, buffer)], checksum=checksum)[0]
 
     def truncate(self, size_bytes: int) -> ask.FileStat:
-        """Set its size."""
+        """Set the size of the file and return its attributes."""
         return self.client.request(ask.Truncate(size_bytes, handle=self.handle), ask.FileStat)
 
     def punch_hole(self, *ranges: tuple[int, int]) -> None:
-        """Make these ranges, each from begin to end, holes."""
+        """Turn these ranges, each (begin, end), into holes."""
         self.client.request(ask.PunchHole(self.handle, tuple(ranges)), ask.Done)
 
     def sync(self) -> None:
-        """Have the server put it on its disk: what was written survives a power loss then."""
+        """Sync the file to the server's disk, so that the written data survives a power loss."""
         self.client.request(ask.Sync(self.handle), ask.Done)
 
     def close(self) -> None:
-        """Close it. A close that failed can be repeated; a second close, or one after the client's, does nothing."""
+        """Close the file. A failed close can be repeated; a second close, or one after the client's, does nothing."""
         if not self._closed:
             if not self.client.closed:
                 self.client.request(ask.Close(self.handle), ask.Done)
@@ -115,23 +115,24 @@ class StorageFile:
 
 
 class StorageClient:
-    """A session with a storage server; for any number of threads, which wait for each other.
+    """A session with a storage server. It is thread-safe; calls run one after the other.
 
     Parameters
     ----------
     place : str or Place
-        Where the server listens: ``HOST:PORT`` or ``unix:PATH``.
+        Address of the server: ``HOST:PORT`` or ``unix:PATH``.
     token : str or None
-        Of the store, over TCP; see :func:`gdrkit.storage.store.read_token`.
+        Token of the store, which is needed over TCP; see :func:`gdrkit.storage.store.read_token`.
     nics : sequence of Nic or None
-        By which the server reaches this side, a lane each; borrowed. None: all with an active port, opened here.
+        NICs that the server can reach, with one queue pair each. The caller owns them. None: this object opens all NICs
+        that have an active port.
     timeout_ms : float
-        How long the server may be silent.
+        Longest time without an answer of the server, in milliseconds.
 
     Raises
     ------
     ApiError
-        Of the service: EACCES a wrong token, EPROTONOSUPPORT another version; EREMOTEIO nobody is there.
+        The service failed: EACCES (wrong token), EPROTONOSUPPORT (other version) or EREMOTEIO (no server).
     """
 
     def __init__(
@@ -162,7 +163,7 @@ class StorageClient:
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed."""
+        """Whether the client was closed."""
         return self._closed
 
     def open(
@@ -176,16 +177,16 @@ class StorageClient:
         exclusive: bool = False,
         mode: int = 0o644,
     ) -> StorageFile:
-        """Open a file of the store; as open(2)."""
+        """Open a file of the store, as open(2) does."""
         asked = ask.Open(path, read, write, create, truncate, exclusive, mode)
         return StorageFile(self, self.request(asked, ask.OpenReply))
 
     def stat(self, path: str) -> ask.FileStat:
-        """Of a path; of a symbolic link itself."""
+        """Return the attributes of a path. A symbolic link is not followed."""
         return self.request(ask.Stat(path), ask.FileStat)
 
     def list_folder(self, path: str = "") -> tuple[ask.Entry, ...]:
-        """All names of a folder, in the order of their bytes."""
+        """Return all names of a folder, sorted by their bytes."""
         found: list[ask.Entry] = []
         while True:
             page = self.request(ask.List(path, found[-1].name if found else None), ask.ListReply)
@@ -194,41 +195,44 @@ class StorageClient:
                 return tuple(found)
 
     def register(self, memory: bytearray | mmap.mmap | memoryview | DeviceBuffer) -> IOBuffer:
-        """Let the server reach memory, by all NICs; the caller closes the buffer before the memory and the client."""
+        """Register memory with all NICs for the server. The caller closes the buffer before memory and client."""
         if isinstance(memory, DeviceBuffer):
             return IOBuffer.of_device(memory, self._cache)
         return IOBuffer.of_host(memory, self.nics)
 
     def batch_read(self, requests: Sequence[IORequest], *, forbid_holes: bool = False) -> list[Transferred]:
-        """Fill buffers from files.
+        """Fill buffers from files and return the results.
 
         Raises
         ------
         ApiError
-            Of the first that failed, with the server's errno: EIO the file's bytes are not what was written, ENODATA a
-            hole where none may be, EREMOTEIO the server is gone or could not reach the memory.
+            The first transfer that failed, with the errno of the server. EIO: the file's bytes differ from those
+            written. ENODATA: a hole, although holes are forbidden. EREMOTEIO: the server is gone, or could not access
+            the memory.
         DataMismatch
-            Other bytes arrived in host memory than the server sent.
+            Bytes that arrived in host memory differ from those that the server sent.
         """
         return self._batch(requests, Opcode.READ, forbid_holes=forbid_holes, checksum=True)
 
     def batch_write(self, requests: Sequence[IORequest], *, checksum: bool = True) -> list[Transferred]:
-        """Write buffers to files. With `checksum`, the CPU gives that of host memory, and the server takes nothing
-        else (EBADMSG); of device memory the server gives it, over what it received.
+        """Write buffers to files and return the results.
+
+        With `checksum`, the CPU computes the checksum of host memory, and the server refuses other bytes (EBADMSG). For
+        device memory, the server computes the checksum of the bytes that it received.
         """
         return self._batch(requests, Opcode.WRITE, forbid_holes=False, checksum=checksum)
 
     def statistics(self) -> dict[str, int]:
-        """What the server counted."""
+        """Return the counters of the server."""
         return self.request(ask.Statistics(), ask.StatisticsReply).counters
 
     def request(self, request: Request, kind: type[_R], *, descriptor: int | None = None) -> _R:
-        """Ask for anything that :mod:`gdrkit.storage.messages` has; the answer is a `kind`.
+        """Send a request of :mod:`gdrkit.storage.messages` and return its reply, which is a `kind`.
 
         Raises
         ------
         ApiError
-            The errno that the server answered; EREMOTEIO: it is gone.
+            The server replied with this errno. EREMOTEIO: the server is gone.
         """
         name = type(request).__name__.lower()
         with self._lock:
@@ -236,7 +240,7 @@ class StorageClient:
             return self._ask(self._control, name, request, kind, descriptor)
 
     def close(self) -> None:
-        """End the session: the server closes its files. Buffers are closed before."""
+        """End the session. The server then closes its files. Buffers must be closed before."""
         with self._lock:
             if self._closed:
                 return
@@ -304,7 +308,7 @@ class StorageClient:
             received = connection.receive(FrameType.CONTROL_REPLY)
             answer = parse_reply(_expected(received, sequence), kind)
         except (OSError, UsageError, BrokenResource) as error:
-            # Whatever it was, nobody knows any more which answer belongs to which request.
+            # After any failure, replies can no longer be matched to requests, so the connection is unusable.
             self._gone = str(error)
             raise storage_error(name, errno.EREMOTEIO, detail=str(error)) from error
         if isinstance(answer, ask.ErrorReply):
@@ -330,7 +334,8 @@ class StorageClient:
             try:
                 results = iter(self._transfers.run(operations, timeout_s=self._timeout_s))
             except BaseException:
-                # The server may have transfers under way: once the lanes have failed, none of them arrives any more.
+                # The server may have transfers in progress. Once the queue pairs are in the error state, none of them
+                # can arrive.
                 for pair in self._pairs:
                     pair.fail()
                 raise
@@ -355,7 +360,7 @@ class StorageClient:
         if opcode is Opcode.READ:
             if not piece.is_device_memory:
                 return flags | OperationFlag.CHECKSUM_WANTED, 0
-            # The device zeroes its own holes, so that they need not travel.
+            # The device zeroes holes itself, so that the zeros need not be sent.
             return flags | (OperationFlag.REPORT_HOLES if piece.can_zero else OperationFlag(0)), 0
         if not checksum:
             return flags, 0
@@ -402,7 +407,7 @@ class StorageClient:
                 checksums.append(result.checksum)
                 if opcode is Opcode.READ and not piece.is_device_memory:
                     _verify(piece, result)
-            # What lies behind the first short piece is behind the end of the file.
+            # Bytes behind the first short chunk are behind the end of the file.
             length_bytes += result.result if is_whole else 0
             is_whole = is_whole and result.result == piece.length_bytes
         return Transferred(length_bytes, tuple(checksums), hole_bytes)

@@ -1,7 +1,4 @@
-"""What `gdrkit serve` does.
-
-Level 4.
-"""
+"""The implementation of `gdrkit serve`."""
 
 from __future__ import annotations
 
@@ -32,9 +29,9 @@ _TO_DO = {
 
 
 def serve(root: Path, *, listen: str | None, nic_names: Sequence[str], chunk_bytes: int | None) -> int:
-    """Serve until SIGTERM or SIGINT; the exit code."""
+    """Serve a store until SIGTERM or SIGINT, and return the exit code."""
     logging.basicConfig(level=logging.INFO, format="gdrkit serve: %(message)s", stream=sys.stderr)
-    # Waited for below; threads that start from here on never get them.
+    # sigwait() below receives the signals. Threads that start from here on inherit the mask and never get them.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
     try:
         with FileStore(root, chunk_bytes=chunk_bytes) as store:

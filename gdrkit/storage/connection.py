@@ -1,6 +1,6 @@
-"""Control connections: frames over a TCP or unix socket, and how such a place is written.
+"""Control connections: frames over a TCP or unix socket, and the addresses of servers.
 
-Level 4. A place is ``HOST:PORT`` or ``unix:PATH``.
+The text of an address is ``HOST:PORT`` or ``unix:PATH``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _HOST_AND_PORT = re.compile(r"(?:\[(?P<v6>[0-9a-fA-F:.%\w]+)\]|(?P<host>[^:\[\]]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a server listens: a path, or a host and a port."""
+    """The address of a server: a path, or a host and a port."""
 
     path: Path | None = None
     host: str = ""
@@ -38,7 +38,7 @@ class Place:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read ``unix:PATH``, ``HOST:PORT`` or ``[V6]:PORT``."""
+        """Return the address for ``unix:PATH``, ``HOST:PORT`` or ``[V6]:PORT``."""
         if text.startswith("unix:") and len(text) > len("unix:"):
             return cls(path=Path(text.removeprefix("unix:")))
         found = _HOST_AND_PORT.fullmatch(text)
@@ -53,19 +53,19 @@ class Place:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     def listen(self) -> socket.socket:
-        """A listening socket; of a path with mode 0600."""
+        """Return a listening socket. The socket of a path has mode 0600."""
         if self.path is None:
             family = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0][0]
             made = socket.create_server((self.host, self.port), family=family, backlog=_BACKLOG)
-            # accept() gives connections whose first bytes are there, and those that have sent none for so long.
+            # accept() then returns connections whose first bytes have arrived, or that have sent none during this time.
             made.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, _DEFER_ACCEPT_S)
             return made
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             with _short(self.path) as name:
                 self._remove_left(name)
-                # The file that bind makes has the mode of the socket, at no time a wider one. The umask would do the
-                # same, but it belongs to every thread of the process.
+                # bind creates the file with the mode of the socket, so the mode is never wider. The umask would do the
+                # same, but it belongs to all threads of the process.
                 os.fchmod(listener.fileno(), 0o600)
                 listener.bind(name)
             listener.listen(_BACKLOG)
@@ -75,7 +75,7 @@ class Place:
         return listener
 
     def connect(self, timeout_s: float) -> socket.socket:
-        """A connected socket."""
+        """Return a connected socket."""
         if self.path is None:
             made = socket.create_connection((self.host, self.port), timeout=timeout_s)
             made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -92,7 +92,7 @@ class Place:
 
     @staticmethod
     def _remove_left(name: str) -> None:
-        """Remove the socket of a server that is gone; one that answers is left alone, and bind refuses."""
+        """Remove the socket of a server that has died. A socket of a running server is kept, and bind fails."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking, contextlib.suppress(FileNotFoundError):
             try:
                 asking.connect(name)
@@ -102,7 +102,7 @@ class Place:
 
 @contextlib.contextmanager
 def _short(path: Path) -> Iterator[str]:
-    """A name of the socket that fits into the 108 bytes of an address, however long its folder's is."""
+    """Yield a name of the socket that fits into the 108 bytes of an address, for any length of its folder's path."""
     folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{folder}/{path.name}"
@@ -111,47 +111,47 @@ def _short(path: Path) -> Iterator[str]:
 
 
 class ControlConnection:
-    """Sends and receives control frames; owns its socket."""
+    """A sender and receiver of control frames. It owns its socket."""
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
         self._is_unix = end.family == socket.AF_UNIX
-        # What has arrived of the next frame: its header, and bytes of what comes next.
+        # The part of the next frame that has arrived: its header, and bytes of the part that follows.
         self._header: Header | None = None
         self._arrived = bytearray()
-        # Came with the last frame (SCM_RIGHTS) and not taken.
+        # Descriptors that arrived with the last frame (SCM_RIGHTS) and were not taken.
         self.descriptors: list[int] = []
 
     @property
     def is_unix(self) -> bool:
-        """Whether it is a unix socket, of which the kernel says who connected."""
+        """Whether it is a unix socket, for which the kernel reports the peer's credentials."""
         return self._is_unix
 
     def fileno(self) -> int:
-        """Of the socket."""
+        """Return the descriptor of the socket."""
         return self._socket.fileno()
 
     def set_timeout(self, timeout_s: float | None) -> None:
-        """How long to wait for a part of a frame."""
+        """Set the longest time to wait for a part of a frame."""
         self._socket.settimeout(timeout_s)
 
     def send(self, kind: FrameType, payload: bytes, *, sequence: int, descriptor: int | None = None) -> None:
-        """Send one frame; OSError when the other side is gone."""
+        """Send one frame. Raises OSError if the peer is gone."""
         data = pack_control(kind, payload, sequence=sequence)
         sent = 0 if descriptor is None else socket.send_fds(self._socket, [data], [descriptor])
         self._socket.sendall(data[sent:])
 
     def receive(self, kind: FrameType) -> tuple[bytes, int] | None:
-        """Payload and sequence of the next frame; None at the end between two frames.
+        """Return payload and sequence of the next frame, or None if the peer has ended the connection between frames.
 
         Raises
         ------
         UsageError
-            MALFORMED: it is no such frame, or more descriptors came with it than a frame may have.
+            MALFORMED: the frame is invalid, or has more descriptors than allowed.
         BrokenResource
-            The other side ended within one.
+            The peer ended the connection within a frame.
         TimeoutError
-            Nothing came in time.
+            Nothing arrived in time.
         """
         self.close_descriptors()
         try:
@@ -161,12 +161,12 @@ class ControlConnection:
             raise
 
     def receive_ready(self, kind: FrameType) -> tuple[bytes, int] | None:
-        """Read what has arrived of the next frame from a socket that does not block; None while it is not whole.
+        """Read the next frame from a non-blocking socket. Return None while the frame is incomplete.
 
         Raises
         ------
         UsageError, BrokenResource
-            As :meth:`receive`; BrokenResource also when the other side ended before the frame.
+            See :meth:`receive`. BrokenResource also if the peer ended the connection before the frame.
         """
         try:
             frame = self._frame(kind)
@@ -181,34 +181,34 @@ class ControlConnection:
         return frame
 
     def take(self) -> socket.socket:
-        """Give the socket to the caller; the connection is closed."""
+        """Return the socket, which the caller owns from now on. This connection is closed."""
         self.close_descriptors()
         taken = socket.socket(fileno=self._socket.detach())
         taken.settimeout(None)
         return taken
 
     def detach(self) -> int:
-        """Give the descriptor of the socket to the caller."""
+        """Return the descriptor of the socket, which the caller owns from now on."""
         self.close_descriptors()
         return self._socket.detach()
 
     def hang_up(self) -> None:
-        """Have whoever waits on it wake up, in any thread."""
+        """Shut the socket down, which wakes every thread that waits on it."""
         with contextlib.suppress(OSError):  # The connection may have ended already.
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close it."""
+        """Close the connection."""
         self.close_descriptors()
         self._socket.close()
 
     def close_descriptors(self) -> None:
-        """Close what came and was not taken."""
+        """Close the descriptors that arrived and were not taken."""
         descriptors, self.descriptors = self.descriptors, []
         scm_rights.close_all(descriptors)
 
     def _frame(self, kind: FrameType) -> tuple[bytes, int] | None:
-        """Go on with the next frame where the last call was interrupted; None at the end between two frames."""
+        """Continue the next frame where the last call stopped; return None at the end of the connection."""
         if self._header is None:
             if not self._fill(HEADER_BYTES):
                 if not self._arrived:
@@ -228,7 +228,7 @@ class ControlConnection:
         return payload, header.sequence
 
     def _fill(self, length_bytes: int) -> bool:
-        """Receive until so many bytes have arrived; False when the other side ended before."""
+        """Receive until `length_bytes` have arrived. Return False if the peer has ended the connection before."""
         while len(self._arrived) < length_bytes:
             part = self._some(length_bytes - len(self._arrived))
             if not part:

@@ -1,6 +1,6 @@
-"""Control messages as the payload of frames, and back.
+"""Packing and parsing of control messages, which are the payload of control frames.
 
-Level 4, pure. What comes in is held to the types and limits of :mod:`gdrkit.storage.messages`; anything else is
+Received messages are checked against the types and limits of :mod:`gdrkit.storage.messages`. Anything else raises
 :class:`UsageError`.
 """
 
@@ -85,7 +85,7 @@ _R = TypeVar("_R")
 
 
 def pack_request(request: Request) -> bytes:
-    """The payload of a control request."""
+    """Return the payload of a control request."""
     fields = to_plain(request)
     if not isinstance(fields, dict):
         message = f"no request: {request!r}"
@@ -99,7 +99,7 @@ def parse_request(payload: bytes) -> Request:
     Raises
     ------
     UsageError
-        ``MALFORMED``: it is no request of this protocol. ``BAD_ARGUMENT``: a text in it can name no file.
+        ``MALFORMED``: it is not a request of this protocol. ``BAD_ARGUMENT``: a text in it cannot be a file name.
     """
     data = _unpack(payload)
     name = data.pop("op", None)
@@ -118,17 +118,17 @@ def parse_request(payload: bytes) -> Request:
 
 
 def pack_reply(reply: object) -> bytes:
-    """The payload of a reply that went well."""
+    """Return the payload of a successful reply."""
     return _pack({"ok": to_plain(reply)})
 
 
 def pack_error(reply: ask.ErrorReply) -> bytes:
-    """The payload of a reply that says why not."""
+    """Return the payload of an error reply."""
     return _pack({"error": to_plain(reply)})
 
 
 def parse_reply(payload: bytes, kind: type[_R]) -> _R | ask.ErrorReply:
-    """The reply to a request whose answer is a `kind`."""
+    """Parse a reply, which is a `kind` or an error."""
     data = _unpack(payload)
     if data.keys() == {"error"}:
         _check_values(data, "reply")
@@ -141,7 +141,7 @@ def parse_reply(payload: bytes, kind: type[_R]) -> _R | ask.ErrorReply:
 
 
 def _pack(data: Json) -> bytes:
-    # Only ASCII: surrogates, which stand for bytes that are no UTF-8, have no UTF-8 of their own.
+    # The JSON is ASCII only: the surrogates that stand for bytes that are not UTF-8 cannot be encoded as UTF-8.
     payload = json.dumps(data, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode()
     if len(payload) > CONTROL_BYTES_MAX:
         message = f"a control message has at most {CONTROL_BYTES_MAX} bytes, not {len(payload)}"
@@ -175,7 +175,7 @@ def _no_constant(word: str) -> Json:
 
 
 def _check_values(value: object, where: str, *, name: str = "") -> None:
-    """Hold every number to 63 bits (a file's times may be negative) and every text to its limit."""
+    """Check that every number has at most 63 bits (a file's times may be negative) and texts are within limits."""
     if isinstance(value, dict):
         for key, item in value.items():
             _check_values(item, f"{where}.{key[:40]}", name=key)
@@ -186,18 +186,18 @@ def _check_values(value: object, where: str, *, name: str = "") -> None:
         if len(value) > _TEXT_MAX.get(name, PATH_CHARACTERS_MAX) or "\0" in value:
             message = f"{where}: a text of {len(value)} characters, or one with a zero"
             raise UsageError(message, reason=Reason.MALFORMED)
-        # A token is only compared.
+        # A token is only compared, never used as a name.
         if name != "token" and not _is_name(value):
             message = f"{where}: a surrogate must stand for a byte (U+DC80 to U+DCFF), as os.fsdecode makes them"
             raise UsageError(message)
     elif isinstance(value, int) and not (-_INT63 if name in _TIME_FIELDS else 0) <= value <= _INT63:
-        # Inodes have 64 bits in stat(2), and no file system of Linux that gives out the highest.
+        # Inodes have 64 bits in stat(2), but no file system of Linux uses the highest bit.
         message = f"{where}: {str(value)[:40]} is out of range"
         raise UsageError(message, reason=Reason.MALFORMED)
 
 
 def _is_name(text: str) -> bool:
-    """Return whether a text has the bytes of a name: lone surrogates of JSON may have none."""
+    """Return whether a text can be a file name. JSON may contain lone surrogates that do not stand for bytes."""
     try:
         text.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError:

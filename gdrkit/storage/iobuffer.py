@@ -1,7 +1,7 @@
-"""Memory that the storage server may read and write: of the host, or of a device.
+"""Host or device memory that the storage server may read and write.
 
-Level 4. Nothing here touches device memory with the CPU: it has no view of its bytes, its holes are filled by the
-device itself, and its checksums come from the server. A range of a buffer is a buffer too.
+The CPU never touches device memory here: there is no view of its bytes, the device fills its holes, and the server
+computes its checksums. A range of a buffer is a buffer, too.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ __all__ = ["IOBuffer"]
 @runtime_checkable
 class _Fillable(Protocol):
     def fill(self, byte: int, *, offset_bytes: int = 0, length_bytes: int | None = None) -> None:
-        """Set bytes by the device's own call, and wait for it."""
+        """Set bytes by a call of the device, and wait for it."""
 
 
 class _Registered:
-    """What a buffer and its parts share."""
+    """The state that a buffer and its parts share."""
 
     def __init__(self) -> None:
         self.regions: dict[Nic, Region] = {}
@@ -53,16 +53,16 @@ class _Registered:
 
 
 class IOBuffer:
-    """Registered memory; made by :meth:`StorageClient.register`, or a part of one by :meth:`subrange`.
+    """Registered memory, created by :meth:`StorageClient.register`, or a part of it, created by :meth:`subrange`.
 
     Attributes
     ----------
     length_bytes : int
-        Its size.
+        Size in bytes.
     """
 
     def __init__(self, registered: _Registered, *, offset_bytes: int, length_bytes: int, is_part: bool) -> None:
-        """Not for direct use; see :meth:`of_host` and :meth:`of_device`."""
+        """Callers use :meth:`of_host` and :meth:`of_device` instead."""
         self.length_bytes = length_bytes
         self._registered = registered
         self._offset_bytes = offset_bytes
@@ -70,7 +70,7 @@ class IOBuffer:
 
     @classmethod
     def of_host(cls, buffer: bytearray | mmap.mmap | memoryview, nics: Sequence[Nic]) -> Self:
-        """Register a writable host buffer with all of these NICs, or with none."""
+        """Register a writable host buffer with all of these NICs (the sequence may be empty)."""
         made = _Registered()
         try:
             for nic in nics:
@@ -85,7 +85,7 @@ class IOBuffer:
 
     @classmethod
     def of_device(cls, memory: DeviceBuffer, cache: RegionCache) -> Self:
-        """Lease a registration of device memory, with all NICs of the cache."""
+        """Lease a registration of device memory with all NICs of the cache."""
         lease = cache.lease(memory)
         made = _Registered()
         made.lease = lease
@@ -95,27 +95,27 @@ class IOBuffer:
 
     @property
     def is_device_memory(self) -> bool:
-        """Whether the CPU must not touch it."""
+        """Whether it is device memory, which the CPU must not touch."""
         return self._registered.memory is not None
 
     @property
     def closed(self) -> bool:
-        """Whether it was deregistered."""
+        """Whether the memory was deregistered."""
         return self._registered.closed
 
     def subrange(self, *, offset_bytes: int, length_bytes: int) -> IOBuffer:
-        """A part of it, good for as long as the whole is."""
+        """Return a part of the buffer, which is valid as long as the whole buffer."""
         check_range(offset_bytes=offset_bytes, length_bytes=length_bytes, size_bytes=self.length_bytes)
         begin_bytes = self._offset_bytes + offset_bytes
         return IOBuffer(self._registered, offset_bytes=begin_bytes, length_bytes=length_bytes, is_part=True)
 
     def data(self) -> memoryview:
-        """Its bytes.
+        """Return a view of the bytes.
 
         Raises
         ------
         UsageError
-            NOT_SUPPORTED: it is device memory, which the CPU does not touch.
+            NOT_SUPPORTED: it is device memory, which the CPU must not touch.
         """
         view = self._open().view
         if view is None:
@@ -124,18 +124,18 @@ class IOBuffer:
         return view[self._offset_bytes : self._offset_bytes + self.length_bytes]
 
     def checksum(self, *, length_bytes: int) -> int:
-        """CRC32C of its first bytes, by the CPU; as :meth:`data` for device memory."""
+        """Return the CRC32C of the first bytes, computed by the CPU. Device memory fails as in :meth:`data`."""
         return crc32c(self.data()[:length_bytes])
 
     def copy_out(self) -> bytes:
-        """A copy of its bytes, those of a device made by the device's own copy call."""
+        """Return a copy of the bytes. For device memory, the device's copy call makes it."""
         memory = self._open().memory
         if memory is None:
             return bytes(self.data())
         return memory.read(offset_bytes=self._offset_bytes, length_bytes=self.length_bytes)
 
     def zero(self, *, offset_bytes: int, length_bytes: int) -> None:
-        """Set bytes to zero, those of a device by the device, and wait for that."""
+        """Set bytes to zero. For device memory, the device does it, and this call waits."""
         check_range(offset_bytes=offset_bytes, length_bytes=length_bytes, size_bytes=self.length_bytes)
         memory = self._open().memory
         if memory is None:
@@ -148,12 +148,12 @@ class IOBuffer:
 
     @property
     def can_zero(self) -> bool:
-        """Whether :meth:`zero` works; if not, the server is asked to send the zeros."""
+        """Whether :meth:`zero` works. If not, the client asks the server to send the zeros."""
         memory = self._registered.memory
         return memory is None or isinstance(memory, _Fillable)
 
     def remote(self, nic: Nic) -> RemoteRange:
-        """What the server needs to reach it through this NIC."""
+        """Return the address and key that the server needs to access the buffer through this NIC."""
         whole = self._open()
         offset_bytes, length_bytes = self._offset_bytes, self.length_bytes
         if whole.lease is not None:
@@ -161,7 +161,7 @@ class IOBuffer:
         return whole.regions[nic].remote(offset_bytes=offset_bytes, length_bytes=length_bytes)
 
     def close(self) -> None:
-        """Deregister; a second close does nothing, nor does that of a part."""
+        """Deregister the memory. A second close does nothing, and neither does the close of a part."""
         if not self._is_part:
             self._registered.close()
 

@@ -1,9 +1,10 @@
 """The listener of the storage server: it accepts connections and waits for their first request.
 
-A connection that has not shown its token yet costs the server one descriptor and no thread. Its whole first request has
-one deadline. When an address has too many such connections, the oldest of them ends for the newest. The kernel hands
-out TCP connections only when their first bytes are there (TCP_DEFER_ACCEPT), and the listener reads them at once: a
-client that sends its request whole, as ours does, is never among those that wait, however many others do.
+A connection that has not shown its token costs the server one descriptor and no thread. Its whole first request has one
+deadline. If an address has too many such connections, the listener closes the oldest for the newest. The kernel returns
+TCP connections only when their first bytes have arrived (TCP_DEFER_ACCEPT), and the listener reads them at once. So a
+client that sends its whole request at once, as the client of gdrkit does, never waits in that list, however many others
+do.
 """
 
 from __future__ import annotations
@@ -30,20 +31,21 @@ __all__ = ["Listener", "RefusedConnection"]
 
 _LOG = logging.getLogger("gdrkit.storage")
 _CREDENTIALS = struct.Struct("3i")
-# For the whole first request, from the accept on.
+# Time for the whole first request since the accept, in seconds.
 _REQUEST_TIMEOUT_S = 10.0
-# Connections without a first request, of one address and of all. A burst of clients of one host, as many as there can
-# be sessions, is below the first.
+# Largest number of connections without a first request, for one address and for all. A burst of as many clients of one
+# host as there can be sessions does not exceed the first limit.
 _WAITING_PER_ADDRESS_MAX = 64
 _WAITING_MAX = 128
-# Between two looks at the connections that wait, so that no request that has arrived is pushed out by new connections.
+# Accepts between two checks of the waiting connections, so that new connections cannot displace one whose request has
+# arrived.
 _ACCEPTS_MAX = 16
 _LOG_PERIOD_S = 10.0
 _PAUSE_S = 0.1
 
 
 class RefusedConnection(Exception):
-    """The first request of a connection was answered with an error; the text is one of a few, for the log."""
+    """The server replied to the first request with an error. The text is one of a few fixed ones, for the log."""
 
 
 class _Waiting:
@@ -56,7 +58,7 @@ class _Waiting:
 
 
 class _RefusalLog:
-    """Counts refused connections, and logs them in one line per period."""
+    """A counter of refused connections, which logs them in one line per period."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
@@ -82,14 +84,14 @@ class _RefusalLog:
 
 
 class Listener:
-    """Accepts connections in the thread that calls :meth:`run`, until :meth:`stop`.
+    """A listener that accepts connections in the thread that calls :meth:`run`, until :meth:`stop`.
 
     Parameters
     ----------
     listener : socket.socket
-        A listening socket, owned. Who connects to a unix socket must be this user or root.
+        A listening socket, which this object owns. The peer of a unix socket must be this user or root.
     admit : callable
-        Called with a connection, its first request and the sequence of that. It takes over the connection, or raises
+        Called with a connection, its first request and the request's sequence. It takes over the connection, or raises
         RefusedConnection or a GdrkitError.
     """
 
@@ -106,11 +108,11 @@ class Listener:
         self._selector.register(self._wake_reader, selectors.EVENT_READ)
 
     def stop(self) -> None:
-        """Have :meth:`run` return; for any thread."""
+        """Make :meth:`run` return. It is thread-safe."""
         os.write(self._wake_writer, b"x")
 
     def close(self) -> None:
-        """Close the listening socket and all connections that wait; after :meth:`run` has returned."""
+        """Close the listening socket and all waiting connections. Call it after :meth:`run` has returned."""
         for each in tuple(self._waiting):
             self._forget(each)
             each.connection.close()
@@ -121,7 +123,7 @@ class Listener:
         os.close(self._wake_writer)
 
     def run(self) -> None:
-        """Accept connections and hand them on as their first request arrives."""
+        """Accept connections and pass each on when its first request has arrived."""
         while True:
             ready = {key.fileobj: key.data for key, _ in self._selector.select(self._timeout_s())}
             if self._wake_reader in ready:
@@ -148,7 +150,7 @@ class Listener:
             except ConnectionAbortedError:
                 continue
             except OSError as error:
-                # Out of descriptors: a client that waits is served when one is free again.
+                # The process is out of descriptors. A waiting client is accepted when a descriptor is free again.
                 self._refusals.add(f"accept: {error.strerror}", "this host")
                 select.select([self._wake_reader], (), (), _PAUSE_S)
                 return
@@ -175,7 +177,7 @@ class Listener:
         self._read(waiting)
 
     def _make_room(self, address: str) -> None:
-        """End the oldest connection of an address that has too many, or of that which has the most of all."""
+        """Close the oldest connection of this address if it has too many, or else that of the address with the most."""
         crowd = self._addresses.get(address, {})
         if len(crowd) < _WAITING_PER_ADDRESS_MAX:
             if len(self._waiting) < _WAITING_MAX:
@@ -218,7 +220,7 @@ class Listener:
 
 
 def _address_of(end: socket.socket, address: object) -> str:
-    """Return what counts as one address: this host, an IPv4 address, or the /64 network of an IPv6 address."""
+    """Return the key that connections are counted by: this host, an IPv4 address, or the /64 of an IPv6 address."""
     if end.family == socket.AF_UNIX or not isinstance(address, tuple):
         return "this host"
     found = ipaddress.ip_address(str(address[0]).partition("%")[0])

@@ -1,26 +1,26 @@
-"""What goes through the control connection of the storage service: one JSON object a frame, parsed strictly.
+"""Messages of the control connection of the storage service: one JSON object per frame, parsed strictly.
 
-Level 4, pure. The session, from its beginning:
+A session proceeds as follows:
 
-1. The client opens a *control connection* (TCP, or a unix socket of mode 0600 whose user is checked) and sends
-   :class:`Hello` with the endpoint of one queue pair for each *lane*. :class:`HelloReply` has the session's secret, the
-   server's endpoints in the same order, and the limits. The server's queue pairs are ready then; the client connects
-   its own to them, with ``reads_max`` of the limits.
-2. It opens a *data connection* to the same place and sends :class:`Attach` with the secret. After that reply, this
-   connection carries io requests and io replies alone (:mod:`gdrkit.storage.wire`).
-3. Everything else is a request on the control connection, one at a time or several: replies come in order and repeat
-   the sequence.
+1. The client opens a *control connection* (TCP, or a unix socket of mode 0600 whose peer must be this user or root) and
+   sends :class:`Hello` with the endpoints of one queue pair per *lane*. The :class:`HelloReply` contains the secret of
+   the session, the server's endpoints in the same order, and the limits. At that time the server's queue pairs are
+   ready. The client connects its own to them, with ``reads_max`` of the limits.
+2. The client opens a *data connection* to the same address and sends :class:`Attach` with the secret. After that reply,
+   this connection carries only io requests and io replies (:mod:`gdrkit.storage.wire`).
+3. All other requests use the control connection, one or several at a time. Replies come in order and repeat the
+   sequence.
 
-The session ends with either connection: handles are closed and queue pairs destroyed. An operation
-whose memory the client's NIC refused (a key that was taken back, memory that is gone) is -EREMOTEIO, and the server
-closes the data connection behind that result. Operations without a result were not at fault: the client may send them
-again in its next session.
+The session ends when either connection ends: the server then closes the files and destroys the queue pairs. If the
+client's NIC refuses access to the memory of an operation (an invalidated key, freed memory), the result is -EREMOTEIO,
+and the server closes the data connection after that result. Operations without a result were not the cause. The client
+may send them again in its next session.
 
 A request is ``{"op": NAME, ...}`` with the fields of its class below; optional fields may be missing. A reply is
 ``{"ok": {...}}`` with the fields of the reply's class, or ``{"error": {"errno": N, "message": TEXT}}``. Paths are
-relative to the store, with ``/`` between names; no symbolic link is followed (ELOOP), none leads out (EXDEV), and the
-names ``.gdrkit`` and ``3fs-virt`` in the root of the store do not exist for clients. Bytes of a name that are not UTF-8
-travel as surrogates, as :func:`os.fsdecode` makes them.
+relative to the store, with ``/`` between names. The server follows no symbolic links (ELOOP), and no path leads out of
+the store (EXDEV). The names ``.gdrkit`` and ``3fs-virt`` in the root of the store do not exist for clients. Bytes of a
+name that are not UTF-8 are sent as surrogates, as :func:`os.fsdecode` makes them.
 
 =============  =====================================================  =====================
 operation      class                                                  reply
@@ -98,9 +98,11 @@ TOKEN_CHARACTERS_MAX = 256
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """Begin a session. `token`: content of ``.gdrkit/token`` (needed over TCP); `lanes`: an
-    :class:`~gdrkit.verbs.Endpoint` as a mapping for each, 1 to 16. `replaces`: the secret of a session that the client
-    gave up. It has ended before this one begins, so that nothing that it was told happens after what this one is told.
+    """Begin a session.
+
+    `token`: content of ``.gdrkit/token`` (required over TCP). `lanes`: one :class:`~gdrkit.verbs.Endpoint` as a mapping
+    per queue pair, 1 to 16. `replaces`: the secret of a session that the client gave up. The server ends that session
+    before this one begins, so that none of its requests is executed after a request of this one.
     """
 
     version: int
@@ -112,20 +114,20 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the server takes.
+    """The limits of a server.
 
     Attributes
     ----------
     outstanding_max : int
-        Operations of a session that have no result yet; the server reads no further while there are more.
+        Operations of a session without a result. While there are more, the server does not read further requests.
     length_bytes_max : int
-        Of one operation.
+        Length of one operation, in bytes.
     checksum_given_bytes_max : int
-        Of a write with ``CHECKSUM_GIVEN``; a longer one is -EMSGSIZE.
+        Length of a write with ``CHECKSUM_GIVEN``, in bytes. A longer one fails with -EMSGSIZE.
     handles_max : int
         Open files of a session.
     reads_max : int
-        RDMA READs that the server has under way on a lane at once.
+        Concurrent RDMA READs of the server on one queue pair.
     """
 
     outstanding_max: int
@@ -137,7 +139,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class HelloReply:
-    """`session`: the secret for :class:`Attach`, 64 hexadecimal digits; `lanes`: the server's endpoints."""
+    """The session begins. `session`: the secret for :class:`Attach`, 64 hex digits; `lanes`: the server's endpoints."""
 
     version: int
     server: str
@@ -156,7 +158,7 @@ class Attach:
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """Open a regular file; flags as of open(2). `mode`: permission bits of one that is created."""
+    """Open a regular file with flags as of open(2). `mode`: permission bits of a new file."""
 
     path: str
     read: bool = True
@@ -169,8 +171,9 @@ class Open:
 
 @dataclass(frozen=True, slots=True)
 class Adopt:
-    """Open the file of the store that a descriptor names, which came with this frame (SCM_RIGHTS); reading and writing
-    must be what the descriptor itself may.
+    """Open the file of the store to which a descriptor refers.
+
+    The descriptor comes with this frame (SCM_RIGHTS). It must itself permit the requested reads and writes.
     """
 
     read: bool = True
@@ -179,7 +182,7 @@ class Adopt:
 
 @dataclass(frozen=True, slots=True)
 class FileStat:
-    """What stat(2) says."""
+    """The attributes of a file, as in stat(2)."""
 
     inode: int
     mode: int
@@ -195,7 +198,7 @@ class FileStat:
 
 @dataclass(frozen=True, slots=True)
 class OpenReply:
-    """`handle` goes into operations."""
+    """The file is open. `handle` identifies it in operations."""
 
     handle: int
     stat: FileStat
@@ -203,14 +206,14 @@ class OpenReply:
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """Close a handle; operations that have begun end as they would have."""
+    """Close a handle. Operations that have begun complete normally."""
 
     handle: int
 
 
 @dataclass(frozen=True, slots=True)
 class Stat:
-    """Of a path (of a symbolic link itself), or of an open file: exactly one is given."""
+    """Return the attributes of a path (a symbolic link is not followed) or of an open file: exactly one is given."""
 
     path: str | None = None
     handle: int | None = None
@@ -218,7 +221,7 @@ class Stat:
 
 @dataclass(frozen=True, slots=True)
 class List:
-    """The names of a folder in the order of their bytes, those behind `after`; "" is the root of the store."""
+    """List the names of a folder that are greater than `after`, sorted by their bytes; "" is the root of the store."""
 
     path: str
     after: str | None = None
@@ -226,7 +229,7 @@ class List:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """`kind`: the format bits of its mode (``stat.S_IFMT``)."""
+    """One name of a folder. `kind`: the format bits of its mode (``stat.S_IFMT``)."""
 
     name: str
     inode: int
@@ -235,7 +238,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class ListReply:
-    """`more`: ask again, after the last of these."""
+    """Names of a folder. `more`: the client must ask again, after the last of these."""
 
     entries: tuple[Entry, ...]
     more: bool
@@ -243,7 +246,7 @@ class ListReply:
 
 @dataclass(frozen=True, slots=True)
 class Mkdir:
-    """Make a folder."""
+    """Create a folder."""
 
     path: str
     mode: int = 0o755
@@ -265,7 +268,7 @@ class Unlink:
 
 @dataclass(frozen=True, slots=True)
 class Rename:
-    """renameat2(2); `exclusive`: EEXIST if `new_path` exists; `exchange`: swap both."""
+    """Rename by renameat2(2); `exclusive`: EEXIST if `new_path` exists; `exchange`: swap both."""
 
     path: str
     new_path: str
@@ -275,7 +278,7 @@ class Rename:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A second name for a file."""
+    """Create a second name (hard link) for a file."""
 
     path: str
     new_path: str
@@ -283,7 +286,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Symlink:
-    """Make a symbolic link, which the server itself never follows."""
+    """Create a symbolic link, which the server itself never follows."""
 
     path: str
     target: str
@@ -291,21 +294,21 @@ class Symlink:
 
 @dataclass(frozen=True, slots=True)
 class Readlink:
-    """Ask for the target of a symbolic link."""
+    """Read the target of a symbolic link."""
 
     path: str
 
 
 @dataclass(frozen=True, slots=True)
 class ReadlinkReply:
-    """The target, as it was given."""
+    """The target of a symbolic link, unchanged."""
 
     target: str
 
 
 @dataclass(frozen=True, slots=True)
 class Truncate:
-    """Set the size of a file, by path or by a handle that may write."""
+    """Set the size of a file, by path or by a handle that is open for writing."""
 
     size_bytes: int
     path: str | None = None
@@ -314,7 +317,7 @@ class Truncate:
 
 @dataclass(frozen=True, slots=True)
 class Sync:
-    """fsync(2), or fdatasync(2) when only data matter."""
+    """Sync a file by fsync(2), or by fdatasync(2) with `data_only`."""
 
     handle: int
     data_only: bool = False
@@ -322,7 +325,7 @@ class Sync:
 
 @dataclass(frozen=True, slots=True)
 class PunchHole:
-    """Make these ranges, each [begin, end), holes; what lies behind the end of the file is left out."""
+    """Turn these ranges, each [begin, end), into holes. The part behind the end of the file is ignored."""
 
     handle: int
     ranges: tuple[tuple[int, ...], ...]
@@ -330,12 +333,12 @@ class PunchHole:
 
 @dataclass(frozen=True, slots=True)
 class Statfs:
-    """Ask for the room of the file system."""
+    """Read the space of the file system."""
 
 
 @dataclass(frozen=True, slots=True)
 class StatfsReply:
-    """What statvfs(3) says, in blocks of `block_bytes`."""
+    """The result of statvfs(3), in blocks of `block_bytes`."""
 
     block_bytes: int
     blocks: int
@@ -356,7 +359,7 @@ class Chmod:
 
 @dataclass(frozen=True, slots=True)
 class Utimens:
-    """Change times, in ns since 1970; None leaves one as it is."""
+    """Change times, in ns since 1970; None keeps a time."""
 
     path: str
     access_time_ns: int | None = None
@@ -365,24 +368,24 @@ class Utimens:
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """Ask what the server counted since it began."""
+    """Read the counters of the server since its start."""
 
 
 @dataclass(frozen=True, slots=True)
 class StatisticsReply:
-    """Numbers by name; units are in the names."""
+    """Counters by name. Units are in the names."""
 
     counters: dict[str, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """Nothing more to say."""
+    """A reply without further data."""
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorReply:
-    """Why not: an errno of the server and a sentence."""
+    """A failure: the errno of the server and a sentence."""
 
     errno: int
     message: str

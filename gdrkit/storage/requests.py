@@ -1,7 +1,4 @@
-"""What a session may ask of the store, and the files that it has open.
-
-Level 4.
-"""
+"""The control requests of a session, and its open files."""
 
 from __future__ import annotations
 
@@ -23,9 +20,9 @@ __all__ = ["Requests"]
 
 
 class Requests:
-    """Answers the control requests of one session; owns the native session."""
+    """The handler of the control requests of one session. It owns the native session."""
 
-    def __init__(self, store: FileStore, native: Any, *, handles_max: int) -> None:  # noqa: ANN401 - of the engine.
+    def __init__(self, store: FileStore, native: Any, *, handles_max: int) -> None:  # noqa: ANN401 - native object.object.
         self._store = store
         self._native = native
         self._handles_max = handles_max
@@ -63,16 +60,16 @@ class Requests:
         }
 
     def start(self, data_fd: int) -> None:
-        """Serve the data connection, which is the native session's from now on."""
+        """Serve the data connection. The native session owns its descriptor from now on."""
         self._native.start(data_fd)
 
     def answer(self, request: Request, descriptors: list[int]) -> object:
-        """Do what is asked.
+        """Execute a request and return the reply.
 
         Raises
         ------
         OSError
-            It could not be done; the client gets the errno.
+            The request failed. The client gets the errno.
         """
         with self._lock:
             if self._is_over:
@@ -80,18 +77,20 @@ class Requests:
             return self._answer(request, descriptors)
 
     def end(self) -> None:
-        """Have nothing more happen by this session, from whichever thread: when this returns, no transfer is under way
-        and no request is being answered.
+        """End the transfers and requests of this session. It is thread-safe.
+
+        When it returns, no transfer is in progress and no request is being executed.
         """
         with self._lock:
             self._is_over = True
         self._native.close()
 
     def close(self) -> None:
-        """End the session: no transfer is under way afterwards, and every file is closed."""
+        """End the session: all of its transfers are over, and every file is closed."""
         self.end()
         self._files.clear()
-        # They hold this object: the native session would wait for the garbage collector with its last descriptors.
+        # The functions refer to this object. The cycle would keep the native session and its descriptors until a run of
+        # the garbage collector.
         self._answers.clear()
 
     def _answer(self, request: Request, descriptors: list[int]) -> object:
@@ -105,7 +104,7 @@ class Requests:
         answer = known(request)
         return ask.Done() if answer is None else answer
 
-    def _add(self, file: Any) -> ask.OpenReply:  # noqa: ANN401 - of the engine.
+    def _add(self, file: Any) -> ask.OpenReply:  # noqa: ANN401 - native object.object.
         if len(self._files) >= self._handles_max:
             raise OSError(errno.EMFILE, f"a session has at most {self._handles_max} open files")
         self._handles += 1
@@ -113,13 +112,13 @@ class Requests:
         self._native.add_file(self._handles, file)
         return ask.OpenReply(handle=self._handles, stat=file_stat(os.fstat(file.fd)))
 
-    def _file(self, handle: int) -> Any:  # noqa: ANN401 - of the engine.
+    def _file(self, handle: int) -> Any:  # noqa: ANN401 - native object.object.
         try:
             return self._files[handle]
         except KeyError as error:
             raise OSError(errno.EBADF, f"there is no open file {handle}") from error
 
-    def _writable(self, handle: int) -> Any:  # noqa: ANN401 - of the engine.
+    def _writable(self, handle: int) -> Any:  # noqa: ANN401 - native object.object.
         file = self._file(handle)
         if not file.may_write:
             raise OSError(errno.EBADF, f"file {handle} is not open for writing")

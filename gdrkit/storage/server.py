@@ -1,7 +1,7 @@
-"""The storage service: accepts clients, keeps their sessions, answers control requests.
+"""The storage server: it accepts clients, keeps their sessions and answers control requests.
 
-Level 4. A thread for each control connection waits for what happens once per file or connection; the bytes of files go
-through the native thread of each session.
+One thread per control connection handles the requests that occur once per file or connection. The bytes of files are
+moved by the native thread of each session.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ HANDLES_MAX = 4096
 
 
 class StorageServer:
-    """Serves a store until :meth:`close`; use it as a context manager.
+    """A server of a store, which runs until :meth:`close`; a context manager.
 
     Parameters
     ----------
     store : FileStore
-        What to serve; closed by its owner, after the server.
+        The store. Its owner closes it after the server.
     place : Place
-        Where to listen. Over TCP a client must know the store's token; a unix socket has mode 0600, and who connects
+        Address to listen on. Over TCP, a client must know the store's token. A unix socket has mode 0600, and its peer
         must be this user or root.
     nic_names : sequence of str
-        The server's NICs, which sessions use in turn; empty: all with an active port.
+        NICs of the server, which sessions use in turn. Empty: all with an active port.
     """
 
     def __init__(self, store: FileStore, place: Place, *, nic_names: Sequence[str] = ()) -> None:
@@ -77,7 +77,7 @@ class StorageServer:
 
     @property
     def nics(self) -> tuple[str, ...]:
-        """The NICs that it uses."""
+        """Names of the NICs that the server uses."""
         return tuple(self._fabric.names)
 
     def close(self) -> None:
@@ -99,7 +99,7 @@ class StorageServer:
         self._handle.release()
 
     def _admit(self, connection: ControlConnection, payload: bytes, sequence: int) -> None:
-        """Check the first request of a connection, and have a thread go on if its client may come in."""
+        """Check the first request of a connection, and start a thread for it if the request is valid."""
         try:
             request = parse_request(payload)
         except UsageError as error:
@@ -145,14 +145,14 @@ class StorageServer:
         if hello.version != ask.PROTOCOL_VERSION:
             text = f"the server speaks version {ask.PROTOCOL_VERSION} and the client another one"
             self._refuse(connection, sequence, errno.EPROTONOSUPPORT, text)
-        # Compared in constant time: how long a wrong one takes says nothing about the right one.
+        # The comparison takes constant time, so that its duration reveals nothing about the token.
         given = (hello.token or "").encode("utf-8", "surrogatepass")
         if not connection.is_unix and not hmac.compare_digest(given, self._store.token.encode()):
             self._refuse(connection, sequence, errno.EACCES, "the token is not that of this store")
 
     def _session_to_attach(self, connection: ControlConnection, sequence: int, request: ask.Attach) -> Requests:
         with self._lock:
-            # 256 random bits: nothing can be learnt from how long the search takes.
+            # The secret has 256 random bits, so the duration of the search reveals nothing useful.
             session = self._sessions.get(request.session)
             if session is not None and not session.is_attached:
                 session.is_attached = True
@@ -163,7 +163,7 @@ class StorageServer:
     def _refuse(
         connection: ControlConnection, sequence: int, number: int, message: str, *, logged: str = ""
     ) -> NoReturn:
-        """Answer with an error and raise; `logged`: the same for the log, where it must not be the client's words."""
+        """Reply with an error and raise. `logged` replaces the message in the log if that has text of the client."""
         connection.send(FrameType.CONTROL_REPLY, pack_error(ask.ErrorReply(number, message)), sequence=sequence)
         raise RefusedConnection(logged or message)
 
@@ -217,7 +217,7 @@ class StorageServer:
             requests.close()
 
     def _end_replaced(self, secret: str | None) -> None:
-        """End the session that a client gave up, which may only have been slow; its own thread takes it away."""
+        """End the session that a client gave up, which may only have been slow. The session's thread removes it."""
         with self._lock:
             replaced = self._sessions.get(secret or "")
         if replaced is not None:

@@ -1,8 +1,8 @@
-"""A folder whose files the storage service serves, confined to it.
+"""A folder whose files the storage service serves. No path of a client leads out of it.
 
-Level 4. User files are plain files; what gdrkit keeps about them lies in ``.gdrkit`` beside them: ``store.json`` (the
-format), ``token`` (what a client over TCP must know), ``lock`` (one server at a time) and ``sums`` (the checksums of
-chunks, a file for each inode).
+User files are ordinary files. gdrkit's own data is in ``.gdrkit`` beside them: ``store.json`` (the format), ``token``
+(the secret of clients over TCP), ``lock`` (one server at a time) and ``sums`` (the checksums of chunks, one file per
+inode).
 """
 
 from __future__ import annotations
@@ -31,36 +31,37 @@ if TYPE_CHECKING:
 __all__ = ["OWN_FOLDER", "FileStore", "file_stat", "read_token", "read_token_file"]
 
 OWN_FOLDER = ".gdrkit"
-# Names in the root of the store that clients never see: its own folder, and the agent's.
+# Names in the root of the store that clients never see: the store's own folder and that of the agent.
 _HIDDEN = frozenset({b".gdrkit", b"3fs-virt"})
 _FORMAT = 1
 _CHUNK_BYTES = 4096
-# Bytes of JSON for the entries of one list reply: a frame less the rest of that reply.
+# Limit of the JSON of the entries in one list reply, in bytes: a frame without the rest of that reply.
 _ENTRIES_BYTES_MAX = CONTROL_BYTES_MAX - 1024
-# Bytes of JSON for one entry without its name: the names of the fields, and two numbers.
+# Size of the JSON of one entry without its name, in bytes: the names of the fields, and two numbers.
 _ENTRY_BYTES = 80
-# Permission bits that a client may set: no set-user-ID, set-group-ID or sticky bit.
+# Permission bits that a client may set. Set-user-ID, set-group-ID and sticky bits are excluded.
 _MODE_MASK = 0o777
 
 
 class FileStore:
-    """The files of one store; one process at a time has it open.
+    """The files of one store. Only one process at a time can open it.
 
     Parameters
     ----------
     root : Path
-        The folder; `.gdrkit` is made in it if it is not there.
+        The folder. `.gdrkit` is created in it if it does not exist.
     chunk_bytes : int or None
-        What a checksum covers, a power of two from 4096 to 65536; fixed when the store is made. None: what it has.
+        Bytes that one checksum covers, a power of two from 4096 to 65536, fixed when the store is created. None: the
+        existing value, or 4096.
 
     Raises
     ------
     OSError
-        The folder cannot be used; EWOULDBLOCK: another server has it.
+        The folder cannot be used. EWOULDBLOCK: another server has it open.
     SetupMissing
-        Another user can change what gdrkit keeps in `.gdrkit`, or has planted it.
+        Another user can change gdrkit's data in `.gdrkit`, or has created that folder.
     UsageError
-        It was made with other chunks, or by another version.
+        The store was created with another chunk size, or by another version.
     """
 
     def __init__(self, root: Path, *, chunk_bytes: int | None = None) -> None:
@@ -83,12 +84,12 @@ class FileStore:
             raise
         self._handle = Handle("storage.store")
 
-    def open(self, path: str, *, flags: int, mode: int = 0) -> Any:  # noqa: ANN401 - of the engine.
-        """Open a regular file as the engine has it (``_engine.OpenFile``); O_TRUNC and O_EXCL as of open(2)."""
+    def open(self, path: str, *, flags: int, mode: int = 0) -> Any:  # noqa: ANN401 - native object.object.
+        """Open a regular file and return the engine's object (``_engine.OpenFile``); flags as in open(2)."""
         _check_visible(path)
         write = flags & os.O_ACCMODE != os.O_RDONLY
-        # A change of a part of a chunk reads the rest, so a file that is written is read too. O_NONBLOCK: a FIFO is
-        # refused instead of waited for.
+        # A change of a part of a chunk must read the rest of it, so a file that is written is opened for reading, too.
+        # With O_NONBLOCK, the open of a FIFO fails at once and does not block.
         access = os.O_RDWR if write else os.O_RDONLY
         found = self._beneath(path, access | (flags & (os.O_CREAT | os.O_EXCL)) | os.O_NONBLOCK, mode & _MODE_MASK)
         file = self.native.adopt(found, read=flags & os.O_ACCMODE != os.O_WRONLY, write=write)
@@ -96,8 +97,8 @@ class FileStore:
             file.truncate(0)
         return file
 
-    def adopt(self, descriptor: int, *, read: bool, write: bool) -> Any:  # noqa: ANN401 - of the engine.
-        """Open the file behind a descriptor of somebody who may open it; EXDEV if it is no file of the store."""
+    def adopt(self, descriptor: int, *, read: bool, write: bool) -> Any:  # noqa: ANN401 - native object.object.
+        """Open the file of a descriptor that a client sent. Fail with EXDEV if the file is not in the store."""
         flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
         access = flags & os.O_ACCMODE
         if flags & os.O_PATH or (read and access == os.O_WRONLY) or (write and access == os.O_RDONLY):
@@ -107,19 +108,19 @@ class FileStore:
         inside = os.path.relpath(named, Path(f"/proc/self/fd/{self._root}").readlink())
         if found.st_dev != root.st_dev or inside.startswith("../") or os.fsencode(inside).split(b"/")[0] in _HIDDEN:
             raise OSError(errno.EXDEV, "the descriptor names no file of this store")
-        # Opened anew: O_APPEND and the like are the client's own affair.
+        # The file is opened again, because flags such as O_APPEND belong to the client's descriptor.
         fresh = os.open(f"/proc/self/fd/{descriptor}", (os.O_RDWR if write else os.O_RDONLY) | os.O_CLOEXEC)
         return self.native.adopt(fresh, read=read, write=write)
 
     def stat(self, path: str) -> FileStat:
-        """Of a path; of a symbolic link itself."""
+        """Return the attributes of a path. A symbolic link is not followed."""
         if not path:
             return file_stat(os.fstat(self._root))
         with self._parent(path) as (folder, name):
             return file_stat(os.stat(name, dir_fd=folder, follow_symlinks=False))
 
     def list(self, path: str, after: str | None) -> ListReply:
-        """The names of a folder, those that fit into one reply."""
+        """Return the names of a folder that fit into one reply."""
         _check_visible(path)
         with self._opened(path, os.O_RDONLY | os.O_DIRECTORY) as folder:
             with os.scandir(folder) as entries:
@@ -130,17 +131,17 @@ class FileStore:
             listed, room = [], _ENTRIES_BYTES_MAX
             for name in names:
                 entry = found[name]
-                # As the reply has it: a character takes up to 12 bytes, by two escapes.
+                # The size is that of the JSON: a character takes up to 12 bytes, as two escapes.
                 room -= _ENTRY_BYTES + len(json.dumps(entry.name))
                 if room < 0:
                     break
-                with contextlib.suppress(FileNotFoundError):  # Removed meanwhile.
+                with contextlib.suppress(FileNotFoundError):  # The file was removed meanwhile.
                     info = os.stat(name, dir_fd=folder, follow_symlinks=False)
                     listed.append(Entry(name=entry.name, inode=info.st_ino, kind=stat.S_IFMT(info.st_mode)))
         return ListReply(entries=tuple(listed), more=room < 0)
 
     def mkdir(self, path: str, mode: int) -> FileStat:
-        """Make a folder."""
+        """Create a folder."""
         with self._parent(path) as (folder, name):
             os.mkdir(name, mode & _MODE_MASK, dir_fd=folder)
             return file_stat(os.stat(name, dir_fd=folder, follow_symlinks=False))
@@ -151,14 +152,14 @@ class FileStore:
             os.rmdir(name, dir_fd=folder)
 
     def unlink(self, path: str) -> None:
-        """Remove a name; with the last one go the sums."""
+        """Remove a name. With the last name, the checksums are removed, too."""
         with self._parent(path) as (folder, name):
             info = os.stat(name, dir_fd=folder, follow_symlinks=False)
             os.unlink(name, dir_fd=folder)
         self._forget(info)
 
     def rename(self, path: str, new_path: str, *, exclusive: bool, exchange: bool) -> None:
-        """renameat2(2)."""
+        """Rename by renameat2(2)."""
         with self._parent(path) as (folder, name), self._parent(new_path) as (new_folder, new_name):
             replaced = None
             if not exchange:
@@ -166,37 +167,38 @@ class FileStore:
                     replaced = os.stat(new_name, dir_fd=new_folder, follow_symlinks=False)
             moved = os.stat(name, dir_fd=folder, follow_symlinks=False)
             engine().rename(folder, name, new_folder, new_name, exclusive=exclusive, exchange=exchange)
-        # Two names of one file: rename does nothing.
+        # If both are names of one file, rename(2) does nothing.
         if replaced is not None and replaced.st_ino != moved.st_ino:
             self._forget(replaced)
 
     def link(self, path: str, new_path: str) -> FileStat:
-        """A second name."""
+        """Create a second name (hard link)."""
         with self._parent(path) as (folder, name), self._parent(new_path) as (new_folder, new_name):
             os.link(name, new_name, src_dir_fd=folder, dst_dir_fd=new_folder, follow_symlinks=False)
             return file_stat(os.stat(new_name, dir_fd=new_folder, follow_symlinks=False))
 
     def symlink(self, path: str, target: str) -> FileStat:
-        """Make a symbolic link."""
+        """Create a symbolic link."""
         with self._parent(path) as (folder, name):
             os.symlink(os.fsencode(target), name, dir_fd=folder)
             return file_stat(os.stat(name, dir_fd=folder, follow_symlinks=False))
 
     def readlink(self, path: str) -> str:
-        """Its target."""
+        """Return the target of a symbolic link."""
         with self._parent(path) as (folder, name):
             return os.fsdecode(os.readlink(name, dir_fd=folder))
 
     def chmod(self, path: str, mode: int) -> FileStat:
-        """Change the permission bits, of which a client has 0777; of a symbolic link: ELOOP."""
+        """Change the permission bits within 0777. A symbolic link fails with ELOOP."""
         _check_visible(path)
         with self._opened(path, os.O_PATH) as file:
-            # fchmod takes no O_PATH descriptor, and a file without read permission can be opened no other way.
+            # fchmod does not accept an O_PATH descriptor, and a file without read permission can only be opened with
+            # O_PATH.
             Path(f"/proc/self/fd/{file}").chmod(mode & _MODE_MASK)
             return file_stat(os.fstat(file))
 
     def utimens(self, path: str, *, access_time_ns: int | None, modification_time_ns: int | None) -> FileStat:
-        """Change times; the sums of a file stay good."""
+        """Change times. The checksums of the file stay valid."""
         if stat.S_ISREG(self.stat(path).mode):
             self.open(path, flags=os.O_RDONLY).set_times(access_time_ns, modification_time_ns)
         else:
@@ -213,7 +215,7 @@ class FileStore:
         return self.stat(path)
 
     def statfs(self) -> StatfsReply:
-        """Room of the file system."""
+        """Return the space of the file system."""
         now = os.fstatvfs(self._root)
         return StatfsReply(
             block_bytes=now.f_frsize,
@@ -226,11 +228,11 @@ class FileStore:
         )
 
     def own_socket(self) -> Path:
-        """Where a server listens that was not told where."""
+        """Return the default socket path of a server of this store."""
         return self._own.path.resolve() / "server.sock"
 
     def close(self) -> None:
-        """Close the folder and let others have it; files that are open stay so."""
+        """Close the folder and release its lock. Open files stay open."""
         if not self._closed:
             self._parts.run()
             self._closed = True
@@ -249,7 +251,7 @@ class FileStore:
 
     @contextlib.contextmanager
     def _parent(self, path: str) -> Iterator[tuple[int, bytes]]:
-        """The folder of a name, and the name in it."""
+        """Open the folder of a path. Yield its descriptor and the last name."""
         _check_visible(path)
         before, _, name = path.rstrip("/").rpartition("/")
         if name in {"", ".", ".."}:
@@ -293,7 +295,7 @@ class FileStore:
 
 
 def file_stat(info: os.stat_result) -> FileStat:
-    """As a reply has it."""
+    """Return the attributes in the form of a reply."""
     return FileStat(
         inode=info.st_ino,
         mode=info.st_mode,

@@ -1,7 +1,4 @@
-"""The data connection of a client: io requests out, results in, with a deadline.
-
-Level 4.
-"""
+"""The data connection of a client, which sends io requests and receives results, with a timeout."""
 
 from __future__ import annotations
 
@@ -34,7 +31,7 @@ _PART_BYTES = 1 << 18
 
 
 def storage_error(operation: str, number: int, *, detail: str = "", **arguments: object) -> ApiError:
-    """The exception for an errno of the service."""
+    """Return the exception for an errno of the service."""
     reasons = {
         errno.EREMOTEIO: Reason.PEER_GONE,
         errno.EACCES: Reason.NO_PERMISSION,
@@ -56,11 +53,11 @@ def storage_error(operation: str, number: int, *, detail: str = "", **arguments:
 
 
 class Transfers:
-    """Owns the socket; one thread at a time. After an error it is unusable: nobody knows what is still under way."""
+    """The data connection. Only one thread may use it at a time. After an error it is unusable (unknown state)."""
 
     def __init__(self, end: socket.socket, *, outstanding_max: int) -> None:
         self._socket = end
-        self._socket.setblocking(False)  # noqa: FBT003 - of the standard library.
+        self._socket.setblocking(False)  # noqa: FBT003 - a method of the standard library.
         self._outstanding_max = min(outstanding_max, OPERATIONS_MAX)
         self._received = bytearray()
         self._tags = itertools.count(1)
@@ -68,12 +65,13 @@ class Transfers:
         self._gone: str = ""
 
     def run(self, operations: Sequence[Operation], *, timeout_s: float) -> list[Result]:
-        """Have all done; the results in the order of the operations, whose tags are given here.
+        """Execute operations, whose tags are set here, and return the results in the order of the operations.
 
         Raises
         ------
         ApiError
-            EREMOTEIO: the server is gone, or answers nonsense. ETIMEDOUT: it does not answer; the connection is shut.
+            EREMOTEIO: the server is gone or sent an invalid reply. ETIMEDOUT: no reply in time; the connection is
+            closed.
         """
         if self._gone:
             raise storage_error("transfer", errno.EREMOTEIO, detail=self._gone)
@@ -92,7 +90,7 @@ class Transfers:
                 if result.tag not in places:
                     self._fail("the server answered an operation that nobody asked for")
                 results[places.pop(result.tag)] = result
-                # Whoever makes progress is not hung.
+                # A result is progress, so the deadline is extended.
                 deadline = time.monotonic() + timeout_s
         return [result for result in results if result is not None]
 

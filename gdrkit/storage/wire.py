@@ -1,7 +1,7 @@
-"""The frames between a client of the storage service and its server, packed and parsed.
+"""Packing and parsing of the frames between a client and a server of the storage service.
 
-Level 4, pure. ``native/storage/frames.hpp`` is the same in C++ and ``suites/vectors/frames.json`` holds both to the
-same bytes. Everything is little endian. A frame is a header of 32 bytes and its payload:
+``native/storage/frames.hpp`` is the same in C++. Tests compare both with the bytes in ``suites/vectors/frames.txt``.
+All numbers are little endian. A frame is a header of 32 bytes and its payload:
 
 ==========  =====  ==============================================================
 offset      bytes  field
@@ -16,10 +16,10 @@ offset      bytes  field
 28          4      CRC32C of the 28 bytes before it
 ==========  =====  ==============================================================
 
-A control frame carries one JSON object of at most 64 KiB (:mod:`gdrkit.storage.messages`). An io request carries 1 to
-1024 operations of 64 bytes, an io reply as many results of 32 bytes and then their hole extents of 16 bytes. What
-breaks any of this is :class:`UsageError` with ``MALFORMED``; who reads it ends the connection, since nobody knows where
-the next frame begins.
+A control frame contains one JSON object of at most 64 KiB (:mod:`gdrkit.storage.messages`). An io request contains 1 to
+1024 operations of 64 bytes. An io reply contains 1 to 1024 results of 32 bytes, and then their hole extents of 16
+bytes. Any violation raises :class:`UsageError` with ``MALFORMED``. The reader then ends the connection, because the
+start of the next frame is unknown.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ MAGIC = 0x53524447
 VERSION = 1
 CONTROL_BYTES_MAX = 65536
 OPERATIONS_MAX = 1024
-# Of one operation: holes after the last of these arrive as zeros.
+# Largest number of holes that one operation reports. Further holes arrive as zeros.
 HOLES_MAX = 4096
 
 _HEADER = struct.Struct("<IHHIIQI")
@@ -70,12 +70,12 @@ _OPERATION = struct.Struct("<QQQQQIHBBIIQ")
 _RESULT = struct.Struct("<QqIIII")
 _HOLE = struct.Struct("<QQ")
 HEADER_BYTES = _HEADER.size + _CHECKSUM.size
-# With room for 64 hole extents of each; a server that has more to say sends another frame.
+# The limit has space for 64 hole extents per result. A server with more extents sends another frame.
 _REPLY_BYTES_MAX = OPERATIONS_MAX * (_RESULT.size + 64 * _HOLE.size)
 
 
 class FrameType(enum.IntEnum):
-    """What a frame carries."""
+    """The type of a frame."""
 
     CONTROL_REQUEST = 1
     CONTROL_REPLY = 2
@@ -84,18 +84,18 @@ class FrameType(enum.IntEnum):
 
 
 class Opcode(enum.IntEnum):
-    """What an operation does to the file."""
+    """The direction of an operation."""
 
     READ = 1
     WRITE = 2
 
 
 class OperationFlag(enum.IntFlag):
-    """How an operation is done.
+    """Flags of an operation.
 
-    ``FORBID_HOLES``: a read that meets a hole is -ENODATA. ``REPORT_HOLES``: a read leaves holes untouched and reports
-    them (else they arrive as zeros). ``CHECKSUM_GIVEN``: a write of other bytes is -EBADMSG and changes nothing.
-    ``CHECKSUM_WANTED``: the result has the CRC32C of the bytes that were moved.
+    ``FORBID_HOLES``: a read that meets a hole fails with -ENODATA. ``REPORT_HOLES``: a read does not write holes to
+    memory and reports them (otherwise they arrive as zeros). ``CHECKSUM_GIVEN``: a write of bytes with another checksum
+    fails with -EBADMSG and changes nothing. ``CHECKSUM_WANTED``: the result contains the CRC32C of the moved bytes.
     """
 
     FORBID_HOLES = 1
@@ -105,7 +105,7 @@ class OperationFlag(enum.IntFlag):
 
 
 class ResultFlag(enum.IntFlag):
-    """``CHECKSUM_VALID``: the checksum of the result is one."""
+    """Flags of a result. ``CHECKSUM_VALID``: the result has a checksum."""
 
     CHECKSUM_VALID = 1
 
@@ -118,7 +118,7 @@ _WRITE_FLAGS = OperationFlag.CHECKSUM_GIVEN | OperationFlag.CHECKSUM_WANTED
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """A header whose own checksum was right and whose numbers are possible."""
+    """A frame header whose checksum and numbers were checked."""
 
     type: FrameType
     length: int
@@ -129,24 +129,24 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One read or write; all numbers are unsigned.
+    """One read or write. All numbers are unsigned.
 
     Attributes
     ----------
     tag : int
-        Comes back with the result; 64 bits, the client's own.
+        Chosen by the client, 64 bits. The result repeats it.
     handle : int
-        Of the open file.
+        Handle of the open file.
     file_offset, length : int
-        Which bytes of it.
+        Range of the file, in bytes.
     remote_address, rkey : int
-        Where the bytes are in the client, as its region names them.
+        Address and key of the memory in the client, as in its memory region.
     lane : int
-        Which queue pair of the session, by its place in ``hello``.
+        Queue pair of the session, as an index into ``lanes`` of ``hello``.
     opcode : Opcode
     flags : OperationFlag
     checksum : int
-        CRC32C of the bytes, with ``CHECKSUM_GIVEN``; else 0.
+        CRC32C of the bytes with ``CHECKSUM_GIVEN``, otherwise 0.
     """
 
     tag: int
@@ -163,7 +163,7 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class HoleExtent:
-    """Bytes of an operation that are a hole of the file, counted from its first byte."""
+    """A hole of the file within an operation. `offset` counts from the first byte of the operation."""
 
     offset: int
     length: int
@@ -171,7 +171,7 @@ class HoleExtent:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What became of an operation: `result` is a number of bytes (fewer than asked: end of file) or -errno."""
+    """The result of an operation: the number of bytes (fewer than requested: end of file) or -errno."""
 
     tag: int
     result: int
@@ -181,7 +181,7 @@ class Result:
 
 
 def pack_control(kind: FrameType, payload: bytes, *, sequence: int) -> bytes:
-    """A whole control frame."""
+    """Return a control frame."""
     if kind not in {FrameType.CONTROL_REQUEST, FrameType.CONTROL_REPLY} or not 0 < len(payload) <= CONTROL_BYTES_MAX:
         message = f"{len(payload)} bytes are no {kind.name} frame"
         raise UsageError(message)
@@ -189,7 +189,7 @@ def pack_control(kind: FrameType, payload: bytes, *, sequence: int) -> bytes:
 
 
 def pack_operations(operations: Sequence[Operation], *, sequence: int) -> bytes:
-    """A whole io request."""
+    """Return an io request."""
     if not 0 < len(operations) <= OPERATIONS_MAX:
         message = f"a frame has 1 to {OPERATIONS_MAX} operations, not {len(operations)}"
         raise UsageError(message)
@@ -218,7 +218,7 @@ def pack_operations(operations: Sequence[Operation], *, sequence: int) -> bytes:
 
 
 def pack_results(results: Sequence[Result]) -> bytes:
-    """A whole io reply."""
+    """Return an io reply."""
     if not 0 < len(results) <= OPERATIONS_MAX:
         message = f"a frame has 1 to {OPERATIONS_MAX} results, not {len(results)}"
         raise UsageError(message)
@@ -228,7 +228,7 @@ def pack_results(results: Sequence[Result]) -> bytes:
 
 
 def parse_header(data: bytes) -> Header:
-    """Check the 32 bytes that begin a frame; only then is its length to be believed."""
+    """Check and parse the 32 bytes at the begin of a frame. Only then can its length be trusted."""
     if len(data) != HEADER_BYTES:
         _refuse(f"a header has {HEADER_BYTES} bytes, not {len(data)}")
     (checksum,) = _CHECKSUM.unpack_from(data, _HEADER.size)
@@ -250,7 +250,7 @@ def parse_header(data: bytes) -> Header:
 
 
 def check_payload(header: Header, payload: bytes) -> None:
-    """Compare length and checksum of what followed a header."""
+    """Check length and checksum of the payload against the header."""
     if len(payload) != header.length:
         _refuse(f"{header.length} bytes were announced, {len(payload)} came")
     if crc32c(payload) != header.payload_crc32c:
@@ -258,7 +258,7 @@ def check_payload(header: Header, payload: bytes) -> None:
 
 
 def parse_operations(header: Header, payload: bytes) -> tuple[Operation, ...]:
-    """The operations of an io request."""
+    """Return the operations of an io request."""
     if header.type is not FrameType.IO_REQUEST:
         _refuse(f"{header.type.name} carries no operations")
     check_payload(header, payload)
@@ -266,7 +266,7 @@ def parse_operations(header: Header, payload: bytes) -> tuple[Operation, ...]:
 
 
 def parse_results(header: Header, payload: bytes) -> tuple[Result, ...]:
-    """The results of an io reply."""
+    """Return the results of an io reply."""
     if header.type is not FrameType.IO_REPLY:
         _refuse(f"{header.type.name} carries no results")
     check_payload(header, payload)
@@ -301,7 +301,7 @@ def _operation(fields: tuple[int, ...]) -> Operation:
     except ValueError as error:
         message = f"frame: there is no opcode {code}"
         raise UsageError(message, reason=Reason.MALFORMED) from error
-    # As plain numbers: the complement of a flag has the known flags alone.
+    # The flags are compared as plain numbers, because the complement of an IntFlag contains only known flags.
     if flags & ~int(_READ_FLAGS if opcode is Opcode.READ else _WRITE_FLAGS):
         _refuse(f"a {opcode.name} has flags {flags:#x}")
     if reserved0 or reserved1 or (checksum and not flags & OperationFlag.CHECKSUM_GIVEN):

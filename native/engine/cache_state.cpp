@@ -12,7 +12,7 @@
 namespace gdrkit::engine {
 namespace {
 
-// linux/mman.h of 6.5; older headers lack both.
+// Source: linux/mman.h of Linux 6.5. Older headers have neither the number nor the structures.
 constexpr long cachestat_number = 451;
 struct Range {
     std::uint64_t offset;
@@ -69,7 +69,7 @@ Residency residency(int fd, std::uint64_t offset, std::uint64_t length) {
             return judged(counts.cached, pages_of(offset, length));
         }
         if (errno != ENOSYS) {
-            return judged(1, 1); // Huge pages of hugetlbfs, say.
+            return judged(1, 1); // For example, hugetlbfs does not support the call.
         }
         has_cachestat.store(false, std::memory_order_relaxed);
     }

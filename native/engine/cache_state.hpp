@@ -1,4 +1,4 @@
-// Which bytes of a file the kernel has in its page cache.
+// State of the page cache for ranges of a file.
 #pragma once
 
 #include <cstdint>
@@ -13,11 +13,12 @@ struct Residency {
     std::uint64_t pages = 0;
 };
 
-// Asks cachestat(2) (Linux 6.5); where the kernel has none, mincore(2) of a mapping. What cannot be asked counts as
-// cached: a buffered read is right for everything. `length` is above 0 and the range ends inside the file.
+// Returns how much of a range is cached, by cachestat(2) (Linux 6.5), or by mincore(2) of a mapping on older kernels.
+// If neither works, the range counts as cached, because a buffered read is always correct. `length` must be above 0,
+// and the range must end inside the file.
 Residency residency(int fd, std::uint64_t offset, std::uint64_t length);
 
-// The same by mincore alone.
+// Same as above, by mincore only.
 Residency residency_by_mincore(int fd, std::uint64_t offset, std::uint64_t length);
 
 } // namespace gdrkit::engine

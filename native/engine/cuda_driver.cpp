@@ -13,18 +13,18 @@ using GetProcAddress = Result (*)(const char*, void**, int, std::uint64_t, int*)
 
 std::atomic<const Driver*> opened{nullptr};
 
-// The address of a function; null when this driver has none.
+// Returns the address of a function, or null if this driver does not have it.
 void* find(void* library, GetProcAddress get, const char* name, int version, const char* symbol) {
     void* found = nullptr;
     if (get != nullptr && get(name, &found, version, 0, nullptr) == success && found != nullptr) {
         return found;
     }
-    // A driver before CUDA 12 exports its functions by symbol alone.
+    // Drivers before CUDA 12 export their functions only as symbols.
     return get == nullptr ? dlsym(library, symbol) : nullptr;
 }
 
 const Driver* open_driver() {
-    // Never closed: the driver has threads of its own, and its memory outlives everything here.
+    // The library is never closed: the driver has its own threads, and its memory outlives all objects here.
     void* const library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
     if (library == nullptr) {
         throw kernel_error("dlopen", ENOENT);

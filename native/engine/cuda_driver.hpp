@@ -1,5 +1,6 @@
-// The CUDA driver, opened by dlopen at first use: no CUDA header to build with, no libcuda to start with. The types are
-// declared anew from the public documentation; each function is asked for at the version that has this very signature.
+// Access to the CUDA driver, which is loaded by dlopen at the first use: the build needs no CUDA header, and the
+// program starts without libcuda. The types are declared here from the public documentation. Each function is looked up
+// at the version with exactly this signature.
 #pragma once
 
 #include <cstddef>
@@ -9,7 +10,7 @@
 
 namespace gdrkit::engine::cuda {
 
-using Result = int; // CUresult; a driver may answer any number.
+using Result = int; // CUresult. A driver may return any number.
 inline constexpr Result success = 0;
 inline constexpr Result not_ready = 600;
 
@@ -26,7 +27,7 @@ inline constexpr unsigned event_disable_timing = 2;
 inline constexpr unsigned host_register_portable = 1;
 inline constexpr int pointer_device_ordinal = 9;
 
-// member, name of cuGetProcAddress, version, exported symbol, result and arguments.
+// The columns are: member, name for cuGetProcAddress, version, exported symbol, signature.
 #define GDRKIT_ENGINE_CUDA(X)                                                                                          \
     X(init, "cuInit", 2000, "cuInit", Result (*)(unsigned))                                                            \
     X(device_get, "cuDeviceGet", 2000, "cuDeviceGet", Result (*)(Device*, int))                                        \
@@ -52,7 +53,7 @@ inline constexpr int pointer_device_ordinal = 9;
       Result (*)(void*, DevicePointer, std::size_t, Stream))                                                           \
     X(error_name, "cuGetErrorName", 6000, "cuGetErrorName", Result (*)(int, const char**))
 
-// Every function of the list, none of them null.
+// Pointers to all functions of the list. None of them is null.
 struct Driver {
 #define GDRKIT_ENGINE_MEMBER(member, name, version, symbol, ...)                                                       \
     using member##_function = __VA_ARGS__;                                                                             \
@@ -61,11 +62,11 @@ struct Driver {
 #undef GDRKIT_ENGINE_MEMBER
 };
 
-// The initialized driver of this process. Throws Error: ENOENT of dlopen, ENOSYS of a function that it lacks, or what
-// cuInit answered. It is tried again at the next call, since a driver may come.
+// Returns the initialized driver of this process. Throws Error: ENOENT of dlopen, ENOSYS for a missing function, or the
+// result of cuInit. A failure is not cached, because a driver may be installed later.
 const Driver& driver();
 
-// CUDA_ERROR_..., or "unknown".
+// Returns the failure with its name (CUDA_ERROR_...), or "unknown".
 Failure failure(const char* operation, Result result);
 
 // Throws Error unless the call succeeded.

@@ -44,7 +44,7 @@ Engine::~Engine() {
 }
 
 void Engine::start_threads() {
-    // Signals are for the threads of the program.
+    // The threads block all signals, which the program's own threads handle.
     sigset_t all;
     sigset_t before;
     sigfillset(&all);
@@ -55,7 +55,7 @@ void Engine::start_threads() {
         }
     } catch (const std::system_error& error) {
         pthread_sigmask(SIG_SETMASK, &before, nullptr);
-        // With one it works, if slowly.
+        // The engine works with a single thread, but slowly.
         if (threads_.empty()) {
             throw kernel_error("pthread_create", error.code().value());
         }
@@ -66,7 +66,7 @@ void Engine::start_threads() {
 
 void Engine::work(std::size_t index) {
     pthread_setname_np(pthread_self(), "gdrkit-engine");
-    prctl(PR_SET_TIMERSLACK, timer_slack_ns); // It sleeps for microseconds, see Lane::wait.
+    prctl(PR_SET_TIMERSLACK, timer_slack_ns); // The thread sleeps for microseconds, see Lane::wait.
     if (cpu_set_t processors; processors_of(node_, processors)) {
         pthread_setaffinity_np(pthread_self(), sizeof processors, &processors);
     }
@@ -116,7 +116,7 @@ Taken Engine::next(Piece& piece, bool wait) {
             busy |= taken == Taken::busy;
             lock.lock();
             if (const auto at = std::find(jobs_.begin(), jobs_.end(), job); at == jobs_.end()) {
-                index = 0; // Another thread has taken it out meanwhile.
+                index = 0; // Another thread has removed the job meanwhile.
             } else if (taken == Taken::nothing) {
                 jobs_.erase(at);
                 room_.notify_one();
@@ -140,7 +140,7 @@ Taken Engine::next(Piece& piece, bool wait) {
 void Engine::let_others_go_on() {
     const std::lock_guard lock(mutex_);
     ++epoch_;
-    // Whoever lets go usually goes on itself; but at the end everybody must see that nothing is left.
+    // The calling worker usually continues itself. At the end, all workers must see that nothing is left.
     if (closing_) {
         changed_.notify_all();
     } else {
@@ -148,7 +148,7 @@ void Engine::let_others_go_on() {
     }
 }
 
-// None: whoever wanted to open one has given up.
+// A null `haul` means that the worker which wanted to open one has failed.
 void Engine::share(std::shared_ptr<Haul> haul) {
     const std::lock_guard lock(mutex_);
     ++epoch_;
@@ -203,8 +203,8 @@ Moved Engine::transfer_small(Direction direction, File& file, std::uint64_t offs
         } catch (const Error& error) {
             moved.bytes = 0;
             moved.failure = error.failure();
-            // A copy may still run. It is over when this returns, because the caller takes the memory back, and because
-            // the next transfer uses the staging memory.
+            // A copy may still run. It must be over when this function returns: the caller may free its memory, and the
+            // next transfer uses the staging memory.
             if (small) {
                 small->lane.drain();
             }

@@ -1,4 +1,4 @@
-// The copy engine: threads and staging memory near one place, for jobs of any device.
+// The copy engine: threads and staging memory of one NUMA node, for jobs of any device.
 #pragma once
 
 #include <atomic>
@@ -23,22 +23,22 @@ struct SmallLane;
 
 class Engine final : public Dispatcher {
 public:
-    // `node` is the NUMA node whose memory and processors it uses, -1 for any. Throws Error.
+    // `node` is the NUMA node whose memory and processors the engine uses, -1 for any. Throws Error.
     Engine(const Tuning& tuning, int node);
     ~Engine();
     Engine(const Engine&) = delete;
     Engine& operator=(const Engine&) = delete;
 
-    // Queues a job; waits while too many are queued. Throws Error: ESHUTDOWN after close, or what starting a thread
-    // gave.
+    // Queues a job, and blocks while too many are queued. Throws Error: ESHUTDOWN after close, or the error of the
+    // start of a thread.
     void submit(const std::shared_ptr<Job>& job);
 
-    // One short range on the thread of the caller, without a queue. The bytes are in the target when it returns.
+    // Moves one short range on the calling thread, without the queue. The bytes have arrived when it returns.
     Moved transfer_small(Direction direction, File& file, std::uint64_t offset, std::uint64_t address,
                          std::uint64_t length, int device);
     static constexpr std::uint64_t small_bytes_max = 256U << 10U;
 
-    // Waits for the queued jobs, ends the threads and gives everything back. A second call does nothing.
+    // Waits for the queued jobs, ends the threads and frees all resources. A second call does nothing.
     void close();
 
     const Tuning& tuning() const noexcept { return tuning_; }
@@ -61,7 +61,8 @@ private:
     std::condition_variable changed_;
     std::condition_variable room_;
     std::deque<std::shared_ptr<Job>> jobs_;
-    std::deque<std::shared_ptr<Haul>> loading_; // Before any job: parts of them may be left.
+    std::deque<std::shared_ptr<Haul>>
+        loading_; // Workers take from these before any job, because some chunks may be left.
     std::uint64_t epoch_ = 0;
     bool closing_ = false;
     bool closed_ = false;

@@ -1,4 +1,4 @@
-// What went wrong: which interface said no, at which of its functions, with which number.
+// The description of a failure: the API, its function and the error number.
 #pragma once
 
 #include <exception>
@@ -8,8 +8,7 @@ namespace gdrkit::engine {
 
 enum class Api { kernel, cuda };
 
-// `number` is an errno of the kernel, or a CUresult; `operation` is the name of a function and lives as long as the
-// program.
+// `number` is an errno or a CUresult. `operation` is the name of a function; the string must be static.
 struct Failure {
     Api api = Api::kernel;
     const char* operation = "";

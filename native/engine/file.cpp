@@ -14,7 +14,7 @@ namespace {
 
 constexpr std::uint64_t alignment_default = 4096;
 
-// What statx says of O_DIRECT on this file (Linux 6.1), never less than a page of 4 KiB, which suits every disk.
+// Returns the alignment for O_DIRECT on this file from statx (Linux 6.1), but at least 4 KiB, which suits every disk.
 std::uint64_t alignment_of(int fd) {
 #ifdef STATX_DIOALIGN
     struct statx found {};
@@ -81,7 +81,7 @@ std::uint64_t File::size_bytes() {
 Residency File::residency_of(std::uint64_t offset, std::uint64_t length) {
     const std::uint64_t size = size_bytes();
     if (offset >= size) {
-        return {.state = Cached::all, .cached_pages = 0, .pages = 0}; // Nothing to fetch from a disk.
+        return {.state = Cached::all, .cached_pages = 0, .pages = 0}; // Nothing would be read from a disk.
     }
     return residency(buffered(), offset, std::min(length, size - offset));
 }

@@ -1,4 +1,4 @@
-// A file of a job: its buffered descriptor, and beside it one with O_DIRECT, opened when first wanted.
+// A file of a job: a buffered descriptor, and a second one with O_DIRECT that is opened when it is first needed.
 #pragma once
 
 #include <atomic>
@@ -13,32 +13,31 @@ namespace gdrkit::engine {
 
 class File {
 public:
-    // A path that the first who needs it opens, with these flags and mode; closed when all that was expected is
-    // settled.
+    // A path, which the first user opens with these flags and mode. It is closed when all expected bytes are settled.
     File(std::string path, int flags, unsigned mode) : path_(std::move(path)), flags_(flags), mode_(mode) {}
-    // An open descriptor, borrowed; its descriptor with O_DIRECT lives as long as this.
+    // An open descriptor, which the caller owns. This object owns only the second descriptor with O_DIRECT.
     explicit File(int fd) : flags_(0), mode_(0), fd_(fd) {}
     File(const File&) = delete;
     File& operator=(const File&) = delete;
 
-    // The descriptor without O_DIRECT. Throws Error.
+    // Returns the descriptor without O_DIRECT. Throws Error.
     int buffered();
-    // The descriptor with O_DIRECT; -1 where the file system has no such I/O (see direct_refusal).
+    // Returns the descriptor with O_DIRECT, or -1 if the file system does not support it (see direct_refusal).
     int direct();
-    // The errno with which O_DIRECT was refused; 0 when it was not.
+    // Returns the errno with which O_DIRECT failed, or 0.
     int direct_refusal() const noexcept { return refusal_.load(std::memory_order_relaxed); }
     void refuse_direct(int number) noexcept { refusal_.store(number, std::memory_order_relaxed); }
-    // To what O_DIRECT wants offsets, lengths and memory aligned, a power of two.
+    // The alignment of offsets, lengths and memory for O_DIRECT, in bytes, a power of two.
     std::uint64_t alignment_bytes() const noexcept { return alignment_bytes_.load(std::memory_order_relaxed); }
-    // Its size now. Throws Error.
+    // Returns the current size of the file. Throws Error.
     std::uint64_t size_bytes();
-    // What of the range is cached; it may reach beyond the end of the file.
+    // Returns how much of the range is cached. The range may reach beyond the end of the file.
     Residency residency_of(std::uint64_t offset, std::uint64_t length);
-    // So many bytes of a path will be moved.
+    // Announces that so many bytes of a path will be moved.
     void expect(std::uint64_t bytes) noexcept { left_bytes_.fetch_add(bytes, std::memory_order_relaxed); }
-    // So many of them have been, or never will be.
+    // Reports that so many of them were moved, or never will be.
     void settle(std::uint64_t bytes) noexcept;
-    // Gives a path's descriptors back whatever is left.
+    // Closes the descriptors of a path, even if bytes are left.
     void end() noexcept;
 
 private:

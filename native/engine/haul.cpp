@@ -54,7 +54,7 @@ std::size_t Hauls::free_slot() {
             return slot;
         }
         if (copied_.empty()) {
-            changed_.wait(lock); // Others load them all, or wait for what is copied.
+            changed_.wait(lock); // Other workers still fill all of them, or wait for the copies.
             continue;
         }
         lock.unlock();
@@ -91,7 +91,7 @@ void Hauls::send(const std::shared_ptr<Haul>& haul) {
             job.fail(part.extent, *each.failure);
         }
         if (part.done < wanted) {
-            break; // What lies behind a gap did not arrive.
+            break; // Bytes behind a gap do not count.
         }
     }
     Lane* lane = nullptr;
@@ -166,14 +166,15 @@ void Hauls::settle(Haul& haul, const std::optional<Failure>& refused) {
         job.fail(part.extent, error.failure());
         part.done = 0;
         if (lane != nullptr) {
-            lane->drain(); // Not asked for is not over: a copy that still runs would read what others load.
+            lane->drain(); // The copy may still run although the query failed. It must not read memory that others
+                           // fill.
         }
     }
     free(haul);
 }
 
 void Hauls::free(Haul& haul) {
-    // Its memory first: who waits for the job may want to go on at once.
+    // The buffer is freed first, because the waiter of the job may continue at once.
     {
         const std::lock_guard lock(mutex_);
         free_.push_back(haul.slot_);

@@ -1,9 +1,9 @@
-// Long copies to a device that several workers load together.
+// Coalesced copies to a device, which several workers fill together.
 //
-// Between two copies a device pauses for about 3 us, whatever they carry: that is 4 % of a fast bus with 4 MiB each,
-// and 2 % with 8 MiB. A worker alone would need a millisecond to load 8 MiB, and the staging memory of all of them
-// would not stay in the cache of the processors, without which a copy costs twice the memory's time. So one worker
-// opens a haul, all load parts of it, and who is last sends it off.
+// Between two copies a device pauses for about 3 us, whatever their size: that is 4 % of the time of a fast bus with
+// copies of 4 MiB, and 2 % with 8 MiB. A single worker would need a millisecond to fill 8 MiB. The staging memory of
+// all workers would then not stay in the processor caches, and a copy would take twice the memory bandwidth. So one
+// worker opens a coalesced copy, all workers fill chunks of it, and the worker that finishes last submits it.
 #pragma once
 
 #include <atomic>
@@ -28,7 +28,7 @@ class Haul {
 public:
     Haul(Piece&& piece, std::size_t slot, std::byte* at, std::uint64_t load_bytes);
 
-    // The next part that nobody loads yet, as a piece of the haul; false when there is none.
+    // Claims the next chunk that no worker fills yet, as a piece of the coalesced copy. Returns false if there is none.
     static bool claim(const std::shared_ptr<Haul>& haul, Piece& piece);
     std::size_t loads_count() const noexcept { return moved_.size(); }
 
@@ -40,36 +40,37 @@ private:
     const std::size_t slot_;
     std::byte* const at_;
     const std::uint64_t load_bytes_;
-    std::vector<Moved> moved_; // Of each load; whoever sends the haul sees them all.
+    std::vector<Moved> moved_; // One per chunk. The worker that submits the copy reads them all.
     std::atomic<std::size_t> claimed_{0};
     std::atomic<std::size_t> missing_;
 };
 
-// The staging memory of hauls, and those that a device copies now.
+// The buffers of coalesced copies, and the copies in progress on devices.
 class Hauls {
 public:
-    // `slab` has room for all of them.
+    // `slab` must have space for all buffers.
     Hauls(Contexts& contexts, Staging& staging, std::byte* slab, const Tuning& tuning);
 
-    // Taken by who opens a haul, until it can be claimed: the others wait for its parts instead of opening more.
+    // Set by the worker that opens a coalesced copy, until others can claim its chunks. They wait instead of opening
+    // more.
     std::atomic<bool>& opening() noexcept { return opening_; }
-    // Makes a haul of a piece, in memory that is free or will be: waits for the oldest that is copied. Throws Error:
-    // there is no device; the piece is as it was.
+    // Turns a piece into a coalesced copy, in a free buffer, or in that of the oldest copy, for which it waits. Throws
+    // Error if there is no device; the piece is then unchanged.
     std::shared_ptr<Haul> open(Piece& piece);
-    // Reads one part; sends the haul when it was the last one.
+    // Reads one chunk, and submits the copy if the chunk was the last one.
     void load(const Piece& piece);
-    // Whether devices copy any.
+    // Returns whether a copy is in progress on a device.
     bool is_any_copied() const noexcept { return copied_count_.load(std::memory_order_relaxed) != 0; }
-    // Settles the oldest haul that is copied; false: there is none, or, unless `waits`, it is not done.
+    // Settles the oldest copy. Returns false if there is none, or if it is not done and `waits` is false.
     bool retire(bool waits);
-    // Gives streams and events back; nothing is copied any more.
+    // Destroys streams and events. No copy may be in progress.
     void close();
 
 private:
     Lane& lane_of(int device);
     std::size_t free_slot();
     void send(const std::shared_ptr<Haul>& haul);
-    // Waits for the device, unless it has `refused` already to say whether it is done.
+    // Waits for the device, unless `refused` is set: the query whether the copy is done has failed.
     void settle(Haul& haul, const std::optional<Failure>& refused);
     void free(Haul& haul);
 
@@ -82,7 +83,7 @@ private:
     std::mutex mutex_;
     std::condition_variable changed_;
     std::vector<std::size_t> free_;
-    std::deque<std::shared_ptr<Haul>> copied_; // In the order in which they were sent.
+    std::deque<std::shared_ptr<Haul>> copied_; // In the order of their submission.
     std::map<int, std::unique_ptr<Lane>> lanes_;
 };
 

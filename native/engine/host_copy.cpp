@@ -8,7 +8,7 @@
 namespace gdrkit::engine {
 namespace {
 
-// The kernel moves at most 0x7ffff000 bytes a call.
+// The kernel moves at most 0x7ffff000 bytes per call.
 constexpr std::uint64_t call_bytes_max = 1U << 30U;
 
 Failure refused(const char* operation, int number) {
@@ -23,7 +23,7 @@ std::uint64_t up(std::uint64_t value, std::uint64_t alignment) {
     return down(value + alignment - 1, alignment);
 }
 
-// Calls until all is moved, nothing moves any more, or the kernel refuses.
+// Calls until everything is moved, a call moves nothing, or a call fails.
 template <typename Call> Moved repeat(const char* operation, std::uint64_t length, const Call& call) {
     Moved moved;
     while (moved.bytes < length) {
@@ -66,11 +66,11 @@ Moved read_direct(File& file, std::uint64_t offset, std::uint64_t length, std::b
     const std::uint64_t begin = offset - lead;
     const std::uint64_t wanted = up(lead + length, alignment);
     Moved moved = repeat("pread", wanted, [&](std::uint64_t at, std::uint64_t want) -> ssize_t {
-        // A part of a block came: the file ends there, unless it is growing.
+        // After a partial block, the file ends there, unless it is growing.
         return (at & (alignment - 1)) != 0 ? 0 : pread(fd, block + at, want, static_cast<off_t>(begin + at));
     });
     if (moved.failure && moved.failure->number == EINVAL && moved.bytes == 0) {
-        // This file system opens with O_DIRECT and refuses the I/O.
+        // This file system accepts O_DIRECT in open(2) but not the I/O.
         file.refuse_direct(EINVAL);
         return read_buffered(file, offset, length, block + lead);
     }

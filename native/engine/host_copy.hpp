@@ -1,4 +1,4 @@
-// Bytes between a file and host memory, by pread and pwrite.
+// Copies between a file and host memory, by pread and pwrite.
 #pragma once
 
 #include <cstddef>
@@ -10,7 +10,7 @@
 
 namespace gdrkit::engine {
 
-// What one range of a file came to: so many bytes from its beginning; short without a failure at the end of the file.
+// The result of one range: the bytes moved from its beginning. It is short without a failure at the end of the file.
 struct Moved {
     std::uint64_t bytes = 0;
     bool direct = false;
@@ -20,8 +20,9 @@ struct Moved {
 Moved read_buffered(File& file, std::uint64_t offset, std::uint64_t length, std::byte* to);
 Moved write_buffered(File& file, std::uint64_t offset, std::uint64_t length, const std::byte* from);
 
-// By O_DIRECT, with what does not fill a block at either end: `block` is aligned, and the bytes of the range begin at
-// block + lead_of(file, offset); room for a block more at both ends. Where O_DIRECT is refused, as without it.
+// Move a range by O_DIRECT, and partial blocks at both ends without it. `block` is aligned, the bytes of the range
+// begin at block + lead_of(file, offset), and there is space for one more block at both ends. If O_DIRECT is not
+// supported, the whole range is moved without it.
 Moved read_direct(File& file, std::uint64_t offset, std::uint64_t length, std::byte* block);
 Moved write_direct(File& file, std::uint64_t offset, std::uint64_t length, const std::byte* block);
 

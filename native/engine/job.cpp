@@ -12,7 +12,7 @@ namespace {
 constexpr std::uint64_t window_most_bytes = 64U << 20U;
 constexpr std::uint64_t grain_bytes = 64U << 10U;
 constexpr std::size_t parts_max = 1024;
-// A short job is cut so that each worker has a few pieces.
+// A short job is split so that each worker gets a few pieces.
 constexpr std::uint64_t pieces_each = 2;
 
 } // namespace
@@ -26,7 +26,7 @@ Job::Job(Direction direction, Access access, int device, std::vector<std::shared
         files_[each.file]->expect(each.length);
     }
     for (const std::shared_ptr<File>& each : files_) {
-        each->expect(durable_ ? 1 : 0); // Stays open until the disk has it.
+        each->expect(durable_ ? 1 : 0); // The file stays open until its data is on the disk.
     }
     const std::uint64_t share = whole_bytes_ / (tuning_.workers_count * pieces_each) + 1;
     const std::uint64_t first = std::min(tuning_.first_bytes, tuning_.piece_bytes);
@@ -38,16 +38,15 @@ Job::Job(Direction direction, Access access, int device, std::vector<std::shared
     }
 }
 
-// How much the next piece should have. The first are small, so that the device gets something to do at once, and come
-// one after the other; each is as long as the device is busy with what was taken before it. Towards the end they
-// shrink, so that all workers end at the same time.
+// Returns the size of the next piece. The first pieces are small, so that the device can start at once. Each is as long
+// as the device is busy with those before it. Towards the end they shrink, so that all workers end at the same time.
 std::uint64_t Job::grain() const {
     const std::uint64_t share = std::min(taken_bytes_, whole_bytes_ - taken_bytes_) / tuning_.workers_count;
     return std::clamp(share / grain_bytes * grain_bytes, least_bytes_, tuning_.piece_bytes);
 }
 
-// The same of what all workers load together, which takes them less time than the device to copy as much; 0: too
-// little to haul.
+// Returns the size of the next coalesced copy. All workers together fill it faster than the device copies it. 0 means
+// that too little is left for one.
 std::uint64_t Job::haul_grain() const {
     if (direction_ == Direction::write || device_ == host_memory) {
         return 0;
@@ -99,7 +98,7 @@ Taken Job::take(Piece& piece, std::atomic<bool>& opening) {
     return Taken::piece;
 }
 
-// Decides how the next bytes of the extent are read, for as many of them as are alike.
+// Decides how the next bytes of the extent are read, for the longest range with the same decision.
 bool Job::look_ahead(Extent& extent) {
     if (next_at_ < window_end_) {
         return window_direct_;
@@ -118,7 +117,7 @@ bool Job::look_ahead(Extent& extent) {
         window_end_ = extent.length;
         window_direct_ = true;
     } else {
-        // Where both kinds are near each other, look closer; where they are not, wider again.
+        // If cached and uncached ranges are close together, the window shrinks; otherwise it grows again.
         std::uint64_t bytes = std::min(window_most_bytes, window_bytes_ * 4);
         Residency found = file.residency_of(extent.offset + next_at_, std::min(left, bytes));
         while (found.state == Cached::some && bytes > tuning_.direct_least_bytes) {
@@ -133,7 +132,7 @@ bool Job::look_ahead(Extent& extent) {
     return window_direct_;
 }
 
-// How many may read or write at the same time.
+// Returns how many workers may read or write at the same time.
 std::size_t Job::limit_of(bool direct) const {
     if (direction_ == Direction::read) {
         return direct ? tuning_.direct_readers_count : tuning_.workers_count;
@@ -155,7 +154,7 @@ Taken Job::take_large(Piece& piece, Extent& extent, std::atomic<bool>& opening) 
         return Taken::busy;
     }
     const std::uint64_t most = direct ? direct_bytes : hauled ? together : grain();
-    // Pieces end where blocks of the file end, so that only the first and the last of an extent have half a block.
+    // Pieces end at block boundaries of the file, so that only the first and the last of an extent have partial blocks.
     const std::uint64_t begin = extent.offset + next_at_;
     std::uint64_t length = std::min(most, window_end_ - next_at_);
     if (const std::uint64_t odd = (begin + length) % files_[extent.file]->alignment_bytes();
@@ -219,7 +218,7 @@ void Job::settle(Piece& piece, std::uint64_t direct_bytes) {
         return;
     }
     if (durable_ && !stopped_) {
-        // Nobody else has anything to do here any more.
+        // No other worker has work left in this job.
         lock.unlock();
         const std::optional<Failure> failure = make_durable();
         lock.lock();
@@ -264,7 +263,7 @@ void Job::cancel() {
 }
 
 void Job::end_unlocked() {
-    // What was never taken did not arrive.
+    // Ranges that were never taken did not arrive.
     if (next_ < extents_.size()) {
         extents_[next_].stop = std::min(extents_[next_].stop, next_at_);
         for (std::uint32_t later = next_ + 1; later < extents_.size(); ++later) {

@@ -7,9 +7,9 @@
 namespace gdrkit::engine {
 namespace {
 
-// So many questions before the thread sleeps: a short copy is done sooner than a thread wakes up.
+// Number of queries before the thread sleeps: a short copy is done sooner than a thread wakes up.
 constexpr int questions = 4;
-// How long it sleeps between questions: little beside what other slots keep the device busy for.
+// Pause between queries, which is short compared with the copies of the other buffers.
 constexpr std::chrono::microseconds pause_least{20};
 constexpr std::chrono::microseconds pause_most{80};
 
@@ -43,7 +43,7 @@ Lane::Lane(cuda::Context context, std::size_t slots_count, bool sleeps_until_ask
     : context_(context), sleeps_until_asked_(sleeps_until_asked) {
     const cuda::Driver& driver = cuda::driver();
     const unsigned flags = cuda::event_disable_timing | (sleeps_until_asked ? 0 : cuda::event_blocking_sync);
-    events_.reserve(slots_count); // What may throw comes before what must be given back.
+    events_.reserve(slots_count); // An exception must come before resources are created that must be freed.
     make_current();
     cuda::check("cuStreamCreate", driver.stream_create(&stream_, cuda::stream_non_blocking));
     for (std::size_t index = 0; index < slots_count; ++index) {
@@ -62,7 +62,7 @@ Lane::Lane(cuda::Context context, std::size_t slots_count, bool sleeps_until_ask
 
 Lane::~Lane() {
     const cuda::Driver& driver = cuda::driver();
-    // Whoever drops a lane may be on a thread where another context is current.
+    // The destructor may run on a thread with another current context.
     driver.context_push(context_);
     driver.stream_synchronize(stream_);
     for (const cuda::Event each : events_) {

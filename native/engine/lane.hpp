@@ -1,4 +1,4 @@
-// A device as one thread uses it: its context, a stream of its own, an event for each piece of staging.
+// The use of a device by one thread: its context, its own stream, and an event for each staging buffer.
 #pragma once
 
 #include <cstddef>
@@ -10,17 +10,17 @@
 
 namespace gdrkit::engine {
 
-// The primary contexts of the devices that were used, each retained once.
+// The primary contexts of the devices in use, each retained once.
 class Contexts {
 public:
     Contexts() = default;
     Contexts(const Contexts&) = delete;
     Contexts& operator=(const Contexts&) = delete;
-    // Gives every context back; nothing may use one any more.
+    // Releases all contexts. None may be in use any more.
     ~Contexts();
     // Throws Error.
     cuda::Context of(int device);
-    // Any that is retained; null when none is.
+    // Returns any retained context, or null.
     cuda::Context any();
 
 private:
@@ -28,7 +28,7 @@ private:
     std::map<int, cuda::Context> held_;
 };
 
-// Makes a context current on this thread for as long as it lives, whatever ends the block. Throws Error.
+// Makes a context current on this thread during its lifetime. Throws Error.
 class CurrentContext {
 public:
     explicit CurrentContext(cuda::Context context) {
@@ -44,7 +44,7 @@ public:
 
 class Lane {
 public:
-    // The context becomes current on this thread, and stays so. `sleeps_until_asked` says how `wait` waits. Throws
+    // The context becomes and stays current on this thread. `sleeps_until_asked` selects how `wait` waits. Throws
     // Error.
     Lane(cuda::Context context, std::size_t slots_count, bool sleeps_until_asked = false);
     ~Lane();
@@ -53,19 +53,20 @@ public:
 
     void make_current() const { cuda::check("cuCtxSetCurrent", cuda::driver().context_set(context_)); }
     cuda::Context context() const noexcept { return context_; }
-    // Queue a copy, and after all copies of a slot the mark that `wait` waits for. Throw Error.
+    // to_device and to_host queue a copy. mark records the event of a buffer after its copies, for `wait`. All throw
+    // Error.
     void to_device(cuda::DevicePointer to, const std::byte* from, std::size_t length) const;
     void to_host(std::byte* to, cuda::DevicePointer from, std::size_t length) const;
     void mark(std::size_t slot) const;
-    // Whether the device has come to the mark of a slot. Throws Error, as `wait`.
+    // Returns whether the device has reached the event of a buffer. Throws Error like `wait`.
     bool is_done(std::size_t slot) const;
-    // Waits for the mark of a slot: sleeps a little between questions, or, where those are not wanted, until the device
-    // interrupts. An interrupt after each copy keeps the device from the next one for a moment. Throws Error: the
-    // device refused one of the copies.
+    // Waits for the event of a buffer: by short sleeps between queries, or until the interrupt of the device. An
+    // interrupt after each copy delays the device's next copy a little. Throws Error if one of the copies failed.
     void wait(std::size_t slot) const;
-    // Waits for everything that was queued. Throws Error.
+    // Waits for all queued work. Throws Error.
     void synchronize() const;
-    // The same after a failure, before the memory is used again. What it gives is no news: the failure is told.
+    // Waits for all queued work after a failure, before the memory is used again. Its result is ignored, because the
+    // failure is already reported.
     void drain() const noexcept;
 
 private:

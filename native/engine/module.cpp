@@ -1,5 +1,5 @@
-// gdrkit.gds._engine: jobs of the copy engine for Python. Everything that may wait lets other Python threads run
-// meanwhile, and nothing native ever holds a Python object.
+// gdrkit.gds._engine: jobs of the copy engine for Python. Every function that may block releases the GIL, and native
+// objects never hold Python objects.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
@@ -20,7 +20,7 @@ namespace gdrkit::engine {
 
 namespace {
 
-// What the seam turns into the errors of gdrkit: (api, operation, number, name).
+// The form that gdrkit.gds._native converts to exceptions: (api, operation, number, name).
 nb::tuple plain(const Failure& failure) {
     return nb::make_tuple(failure.api == Api::cuda ? "cuda" : "kernel", failure.operation, failure.number,
                           failure.name);
@@ -33,7 +33,7 @@ PyObject* engine_error = nullptr;
     throw nb::python_error();
 }
 
-// Runs without the lock of the interpreter.
+// Runs a function without the GIL.
 template <typename Function> auto unlocked(const Function& function) {
     Failure failure;
     {
@@ -47,7 +47,7 @@ template <typename Function> auto unlocked(const Function& function) {
     raise(failure);
 }
 
-// The memory of an object with the buffer protocol; it cannot be resized or freed meanwhile.
+// The memory of an object with the buffer protocol. The object cannot be resized or freed until release().
 struct Bytes {
     explicit Bytes(nb::handle object, int flags = PyBUF_SIMPLE) {
         if (PyObject_GetBuffer(object.ptr(), &view, flags) != 0) {
@@ -65,7 +65,8 @@ struct Bytes {
     Py_buffer view{};
 };
 
-// Packed (file, offset, address, length), 8 bytes each: thousands of ranges cost no object each.
+// The rows are packed (file, offset, address, length) of 8 bytes each, so that thousands of ranges need no Python
+// objects.
 std::vector<Extent> extents_of(nb::handle packed, std::size_t files_count) {
     struct Row {
         std::uint64_t file;
@@ -95,7 +96,7 @@ std::vector<Extent> extents_of(nb::handle packed, std::size_t files_count) {
     return extents;
 }
 
-// Each file is a path, opened and closed by the job, or an OpenFile.
+// Each file is a path, which the job opens and closes, or an OpenFile.
 std::vector<std::shared_ptr<File>> files_of(const nb::list& files, int flags, unsigned mode) {
     std::vector<std::shared_ptr<File>> found;
     found.reserve(nb::len(files));
@@ -243,7 +244,7 @@ NB_MODULE(_engine, module) {
             return std::pair(found.cached_pages, found.pages);
         },
         "fd"_a, "offset"_a, "length"_a, "How many pages of a range are cached, and how many there are.");
-    // For a child of fork, where what an object has is its parent's: it is never destroyed.
+    // For a child of fork: the resources of the object belong to the parent, so the child must never destroy it.
     module.def(
         "keep_forever",
         [](nb::handle object) {

@@ -62,7 +62,7 @@ void prefer_node(void* at, std::size_t length, int node) noexcept {
     }
     unsigned long mask[nodes_max / bits] = {};
     mask[node / bits] = 1UL << (node % bits);
-    // It is a preference: where the kernel has no such call, memory is as near as the first touch makes it.
+    // This is only a preference. Without the call, memory comes from the node of the thread that touches it first.
     static_cast<void>(syscall(SYS_mbind, at, length, mpol_preferred, mask, nodes_max, 0));
 }
 

@@ -6,7 +6,7 @@
 namespace gdrkit::engine {
 namespace {
 
-// Beside the bytes of a slot: room for the blocks of parts that begin or end inside one.
+// Extra space of a buffer, in bytes, for the partial blocks of parts that begin or end inside a block.
 constexpr std::uint64_t slack_bytes = 256U << 10U;
 
 std::uint64_t slot_bytes_of(const Tuning& tuning) {
@@ -17,7 +17,7 @@ std::uint64_t up(std::uint64_t value, std::uint64_t alignment) {
     return (value + alignment - 1) & ~(alignment - 1);
 }
 
-// Calls `copy` with (address, place in staging, length) once for parts that lie one behind the other in both.
+// Calls `copy` with (address, offset in staging, length) once for each run of parts that are contiguous in both.
 template <typename Length, typename Copy> void runs_of(const Piece& piece, const Length& length, const Copy& copy) {
     std::uint64_t address = 0;
     std::uint64_t where = 0;
@@ -56,11 +56,11 @@ Pump::Pump(Dispatcher& dispatcher, Contexts& contexts, Staging& staging, Hauls& 
 void Pump::run() {
     Piece piece;
     for (;;) {
-        // Who has no room takes nothing: another may have some.
+        // A worker without a free buffer takes nothing, because another worker may have one.
         if (slots_[next_].pending) {
             retire_oldest();
         }
-        // Whoever comes by settles what is done: who has sent it may have long work now.
+        // Any worker settles completed copies, because the one that submitted them may be busy for long.
         if (hauls_.is_any_copied()) {
             current_ = nullptr;
             while (hauls_.retire(false)) {
@@ -85,8 +85,9 @@ void Pump::run() {
     }
 }
 
-// Who has read from a disk goes on with that, and others are told only when it does not: as many threads as may read
-// have to do with it, and none has to wake up first, instead of all of them and all of the staging memory in turn.
+// A worker that just read from disk keeps its place among the readers and takes the next chunk. Other workers are woken
+// only if it does not. So only as many threads as may read are active, and none has to wake up first. Otherwise all
+// threads and all of the staging memory would take turns.
 Taken Pump::take(Piece& piece) {
     if (kept_) {
         const std::shared_ptr<Job> before = std::move(kept_);
@@ -104,7 +105,7 @@ Taken Pump::take(Piece& piece) {
     return dispatcher_.next(piece, is_free());
 }
 
-// Whether nothing but new work could be done here.
+// Returns whether this worker can do nothing except new work.
 bool Pump::is_free() const noexcept {
     return pending_ == 0 && (hauls_.opening() || !hauls_.is_any_copied());
 }
@@ -120,7 +121,7 @@ void Pump::open_haul(Piece& piece) {
     dispatcher_.share(std::move(haul));
 }
 
-// Who opens a haul waits for memory itself.
+// A worker that opens a coalesced copy waits for a buffer itself.
 bool Pump::retire_haul() {
     current_ = nullptr;
     return !hauls_.opening() && hauls_.retire(true);
@@ -153,7 +154,7 @@ bool Pump::wants_direct(const Piece& piece, const Part& part) {
     if (piece.direct || access == Access::buffered || piece.bytes < tuning_.direct_least_bytes) {
         return piece.direct;
     }
-    // Only whole extents are left: larger ones were decided when the piece was taken.
+    // Only whole extents are left here. For larger ones, this was decided when the piece was taken.
     if (part.length != extent.length || part.length < tuning_.direct_least_bytes) {
         return false;
     }
@@ -168,14 +169,14 @@ bool Pump::wants_direct(const Piece& piece, const Part& part) {
     return found.cached_pages * 2 < found.pages && file.direct() >= 0;
 }
 
-// Where in the staging memory each part goes. Throws Error: a file cannot be opened.
+// Sets the position of each part in the staging memory. Throws Error if a file cannot be opened.
 void Pump::lay_out(Piece& piece) {
     std::uint64_t where = 0;
     std::uint64_t slack = slack_bytes;
     for (Part& each : piece.parts) {
         const File& file = piece.job->file(each);
         const bool is_wanted = 2 * file.alignment_bytes() <= slack && wants_direct(piece, each);
-        // Known only now, when the file has been opened with O_DIRECT.
+        // The alignment is known only now, when the file has been opened with O_DIRECT.
         const std::uint64_t alignment = file.alignment_bytes();
         each.direct = is_wanted && 2 * alignment <= slack;
         if (each.direct) {
@@ -225,7 +226,7 @@ void Pump::begin(std::size_t index, Piece& piece) {
         lane.mark(index);
     } catch (const Error& error) {
         slot.piece.job->fail(extent, error.failure());
-        // What the device has begun must be over before the memory is used again.
+        // The copies on the device must be over before the memory is used again.
         if (slot.lane != nullptr) {
             slot.lane->drain();
         }
@@ -297,7 +298,7 @@ void Pump::retire(std::size_t index) {
         }
         slot.lane->wait(index);
     } catch (const Error& error) {
-        // Not asked for is not over: a copy that still runs would write to memory that its owner takes back.
+        // The copy may still run although the wait failed. It must not write to memory that its owner frees.
         slot.lane->drain();
         give_up(piece, error.failure());
         return;
@@ -328,7 +329,7 @@ std::uint64_t Pump::write_file(Piece& piece, const std::byte* base) {
     return direct_bytes;
 }
 
-// Host memory needs no staging, but where O_DIRECT wants another alignment than it has.
+// Host memory needs no staging, unless its alignment does not fit O_DIRECT.
 void Pump::host_piece(Piece& piece) {
     std::uint64_t direct_bytes = 0;
     const bool reads = piece.job->direction() == Direction::read;
@@ -343,7 +344,7 @@ void Pump::host_piece(Piece& piece) {
             const std::uint64_t odd = offset | each.length | reinterpret_cast<std::uintptr_t>(memory);
             bool staged = each.direct && (odd & (file.alignment_bytes() - 1)) != 0;
             if (staged && 2 * file.alignment_bytes() > slack_bytes) {
-                staged = each.direct = false; // Its ends would lie in the next worker's staging memory.
+                staged = each.direct = false; // The ends would overlap the next worker's staging memory.
             }
             std::byte* const base = staged ? slab_ : memory;
             each.where = staged ? lead_of(file, offset) : 0;
@@ -374,7 +375,7 @@ void Pump::release(Piece& piece) {
     }
 }
 
-// Nothing of the piece can be said to have arrived.
+// None of the bytes of the piece count as arrived.
 void Pump::give_up(Piece& piece, const Failure& failure) {
     piece.job->fail(piece.parts.front().extent, failure);
     for (Part& each : piece.parts) {

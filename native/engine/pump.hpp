@@ -1,4 +1,4 @@
-// What one thread of the engine does: pieces of jobs, through its own slots of staging memory.
+// A worker thread of the engine: it moves pieces of jobs through its own staging buffers.
 #pragma once
 
 #include <cstddef>
@@ -13,19 +13,19 @@
 
 namespace gdrkit::engine {
 
-// From whom a pump gets its pieces, and whom it tells that another may go on.
+// The source of a worker's pieces, and the way to wake other workers.
 class Dispatcher {
 public:
     virtual Taken next(Piece& piece, bool wait) = 0;
     virtual void let_others_go_on() = 0;
-    // A haul was opened, or none was: others may open one again.
+    // Publishes a coalesced copy; null if none was opened. Then other workers may open one again.
     virtual void share(std::shared_ptr<Haul> haul) = 0;
 
 protected:
     ~Dispatcher() = default;
 };
 
-// How much staging memory one pump needs.
+// Returns the size of the staging memory of one worker, in bytes.
 std::size_t slab_bytes_of(const Tuning& tuning);
 
 class Pump {
@@ -33,7 +33,7 @@ public:
     Pump(Dispatcher& dispatcher, Contexts& contexts, Staging& staging, Hauls& hauls, std::byte* slab,
          const Tuning& tuning);
 
-    // Works until the dispatcher has nothing more and says so.
+    // Runs until the dispatcher has no more work and is closing.
     void run();
 
 private:
@@ -44,7 +44,7 @@ private:
         bool pending = false;
     };
 
-    // Whether it fills the whole slab, whose slots must be empty then.
+    // Returns whether the piece fills the whole slab, whose buffers must then be empty.
     bool is_wide(const Piece& piece) const noexcept { return piece.bytes > tuning_.piece_bytes; }
     Taken take(Piece& piece);
     bool is_free() const noexcept;
@@ -74,9 +74,9 @@ private:
     std::byte* const slab_;
     const Tuning tuning_;
     std::vector<Slot> slots_;
-    std::size_t next_ = 0;      // The slot for the next piece, and the oldest of those that are pending.
-    std::size_t pending_ = 0;   // How many are.
-    std::shared_ptr<Job> kept_; // Whose disk was read last, with the place among its readers.
+    std::size_t next_ = 0;      // The buffer for the next piece; the pending ones are before it.
+    std::size_t pending_ = 0;   // Number of pending buffers.
+    std::shared_ptr<Job> kept_; // The job whose disk was read last; its place among the readers is kept.
     Lane* current_ = nullptr;
     std::map<int, std::unique_ptr<Lane>> lanes_;
 };

@@ -20,7 +20,7 @@ std::size_t up(std::size_t value) {
 } // namespace
 
 Staging::Staging(std::size_t length, int node) : length_(up(length)) {
-    // One huge page more, so that the memory can begin at one.
+    // The mapping has one more huge page, so that the memory can begin at a huge page.
     const std::size_t mapped = length_ + huge_page_bytes;
     void* const found = mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (found == MAP_FAILED) {
@@ -34,7 +34,7 @@ Staging::Staging(std::size_t length, int node) : length_(up(length)) {
     if (const std::size_t rest = mapped - length_ - static_cast<std::size_t>(at_ - begin); rest != 0) {
         munmap(at_ + length_, rest);
     }
-    // A child of fork has no use for it, and must not make the pages that a device knows copies.
+    // A child of fork does not need this memory, and copy-on-write must not replace pages that a device uses.
     madvise(at_, length_, MADV_DONTFORK);
     madvise(at_, length_, MADV_HUGEPAGE);
     prefer_node(at_, length_, node);

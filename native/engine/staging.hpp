@@ -1,4 +1,4 @@
-// Host memory that devices copy from and to: mapped once, pinned at the first device, used again and again.
+// Host memory that devices copy from and to. It is mapped once, pinned when a device is first used, and reused.
 #pragma once
 
 #include <cstddef>
@@ -8,7 +8,7 @@ namespace gdrkit::engine {
 
 class Staging {
 public:
-    // Throws Error (ENOMEM). `node` is the NUMA node to take pages from, -1 for any.
+    // `node` is the NUMA node of the pages, -1 for any. Throws Error (ENOMEM).
     Staging(std::size_t length, int node);
     ~Staging();
     Staging(const Staging&) = delete;
@@ -16,9 +16,9 @@ public:
 
     std::byte* at() const noexcept { return at_; }
     std::size_t length() const noexcept { return length_; }
-    // Registers it with the driver for all devices; the context of one must be current. Throws Error.
+    // Registers the memory with the driver for all devices. A context must be current. Throws Error.
     void pin();
-    // Takes that back; the context must be current. Nothing may be under way.
+    // Unregisters the memory. A context must be current, and no copy may be in progress.
     void unpin() noexcept;
 
 private:

@@ -39,7 +39,7 @@ constexpr Tables make_tables() {
 
 constexpr Tables tables = make_tables();
 
-// The product of two polynomials modulo that of CRC32C, bits reflected.
+// Returns the product of two bit-reflected polynomials modulo that of CRC32C.
 constexpr std::uint32_t multiply(std::uint32_t left, std::uint32_t right) noexcept {
     std::uint32_t product = 0;
     for (std::uint32_t bit = 1U << 31; bit != 0; bit >>= 1) {
@@ -51,7 +51,7 @@ constexpr std::uint32_t multiply(std::uint32_t left, std::uint32_t right) noexce
     return product;
 }
 
-// x^(8 * bytes), by squaring.
+// Returns x^(8 * bytes), by squaring.
 constexpr std::uint32_t power_of(std::uint64_t bytes) noexcept {
     std::uint32_t power = 1U << 30; // x
     power = multiply(power, power);
@@ -67,8 +67,8 @@ constexpr std::uint32_t power_of(std::uint64_t bytes) noexcept {
     return product;
 }
 
-// The instruction gives a result after three cycles and takes another operand in each, so one piece of memory is taken
-// as three of this size, whose sums are joined; three of them and a few bytes are a page.
+// The CRC instruction has a latency of three cycles and a throughput of one per cycle. So a block is processed as three
+// strides of this size, whose CRCs are combined. Three strides and a few bytes are a page.
 constexpr std::size_t stride_bytes = 1360;
 
 using Shift = std::array<std::array<std::uint32_t, 256>, 4>;
@@ -89,7 +89,7 @@ constexpr Shift make_shift() {
 
 constexpr Shift shift_tables = make_shift();
 
-// The sum of what `value` is the sum of, and a stride of zeros behind it.
+// Returns the CRC of the bytes of `value` followed by one stride of zeros.
 inline std::uint32_t shifted(std::uint32_t value) noexcept {
     return shift_tables[0][value & 255] ^ shift_tables[1][value >> 8 & 255] ^ shift_tables[2][value >> 16 & 255] ^
            shift_tables[3][value >> 24];
@@ -171,8 +171,9 @@ void three(const unsigned char*, std::size_t, std::uint32_t*) noexcept {}
 
 const bool use_instruction = has_instruction();
 
-// Where the processor multiplies polynomials four at a time, 256 bytes are folded into the next 256 until one block is
-// left, which has the same remainder as all that it came from. Twice as fast as the instruction.
+// If the processor has vector carry-less multiplication (four at a time), each 256 bytes are folded into the next 256
+// until one block is left. That block has the same remainder as all bytes. This is twice as fast as the CRC
+// instruction.
 #if defined(__x86_64__)
 
 #define GDRKIT_FOLD_TARGET __attribute__((target("sse4.2,pclmul,avx512f,avx512vl,vpclmulqdq")))
@@ -187,20 +188,20 @@ constexpr std::uint32_t power_of_bits(unsigned bits) noexcept {
     return power;
 }
 
-// What 64 bits are multiplied with to stand `bits` further ahead. The product of two reflected words comes out times x,
-// and a remainder in the low half of a word stands for one times x^32: hence 33 less.
+// Returns the factor that shifts 64 bits by `bits`. The product of two reflected words is multiplied by x, and a
+// remainder in the low half of a word by x^32: hence 33 less.
 constexpr std::int64_t ahead_by(unsigned bits) noexcept {
     return power_of_bits(bits - 33);
 }
 
 GDRKIT_FOLD_TARGET inline __m512i folded(__m512i block, __m512i factors, __m512i next) noexcept {
-    // Of each 128 bits the low word has the higher powers: it is 64 bits further from its goal.
+    // The low word of each 128 bits has the higher powers, so it must be shifted 64 bits further.
     const __m512i low = _mm512_clmulepi64_epi128(block, factors, 0x00);
     const __m512i high = _mm512_clmulepi64_epi128(block, factors, 0x11);
     return _mm512_ternarylogic_epi64(low, high, next, 0x96); // Exclusive or of the three.
 }
 
-// Whole blocks of fold_bytes, at least one; `value` as the instruction has it.
+// Processes whole blocks of fold_bytes, at least one. `value` has the form of the CRC instruction (not inverted).
 GDRKIT_FOLD_TARGET std::uint32_t by_folding(const unsigned char* bytes, std::size_t size,
                                             std::uint32_t value) noexcept {
     constexpr std::int64_t far_high = ahead_by(2048), far_low = ahead_by(2048 + 64);

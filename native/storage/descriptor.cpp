@@ -42,7 +42,7 @@ int open_beneath_by_steps(int folder, const std::string& path, int flags, unsign
             return found ? refuse_other_device(folder, std::move(found)) : -errno;
         }
         if (!name.empty()) {
-            // O_PATH with O_NOFOLLOW opens a symbolic link itself, which is no folder.
+            // O_PATH with O_NOFOLLOW opens a symbolic link itself, which fails because it is not a folder.
             Descriptor next(openat(at.get(), name.c_str(), O_PATH | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC));
             if (!next) {
                 struct stat link {};
@@ -69,10 +69,11 @@ int open_beneath(int folder, const std::string& path, int flags, unsigned mode) 
             return static_cast<int>(found);
         }
         if (errno == ENOSYS || errno == EPERM) {
-            // EPERM: a seccomp filter of a container that is older than the call; if it is real, the steps say so too.
+            // EPERM may come from the seccomp filter of a container that is older than the call. If it is real, the
+            // steps fail with it, too.
             return open_beneath_by_steps(folder, path, flags, mode);
         }
-        // EAGAIN: something was renamed meanwhile, so the kernel could not be sure.
+        // EAGAIN: a rename happened meanwhile, so the kernel could not be sure.
         if (errno != EINTR && (errno != EAGAIN || tries == 64)) {
             return -errno;
         }

@@ -1,4 +1,4 @@
-// A file descriptor that is closed with its owner, and opening below a folder.
+// A file descriptor that is closed with its owner, and functions that open files below a folder.
 #pragma once
 
 #include <unistd.h>
@@ -30,11 +30,12 @@ private:
     int number_ = -1;
 };
 
-// Opens a relative path below a folder: no symbolic link is followed (ELOOP), nothing above the folder (EXDEV) or on
-// another file system (EXDEV) is reached. The empty path is the folder itself. Returns a descriptor or -errno.
+// Opens a relative path below a folder. Symbolic links are not followed (ELOOP), and the path must not lead above the
+// folder (EXDEV) or to another file system (EXDEV). The empty path is the folder itself. Returns a descriptor or
+// -errno.
 int open_beneath(int folder, const std::string& path, int flags, unsigned mode);
 
-// The same name by name, for kernels without openat2 (before 5.6).
+// Same as above, name by name, for kernels without openat2 (before 5.6).
 int open_beneath_by_steps(int folder, const std::string& path, int flags, unsigned mode);
 
 } // namespace gdrkit::storage

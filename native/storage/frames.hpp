@@ -1,5 +1,5 @@
-// The frames between a client of the storage service (an agent, a StorageClient) and its server. Little endian.
-// gdrkit/storage/wire.py is the same in Python, and suites/vectors holds both to the same bytes.
+// The frames between a client of the storage service (an agent, a StorageClient) and its server, in little endian.
+// gdrkit/storage/wire.py is the same in Python, and the tests compare both with suites/vectors.
 #pragma once
 
 #include <bit>
@@ -21,27 +21,27 @@ struct FrameHeader {
     std::uint32_t magic;
     std::uint16_t version;
     std::uint16_t type;
-    std::uint32_t length; // Of what follows, in bytes.
-    std::uint32_t count;  // Operations or results; 0 in a control frame.
-    std::uint64_t
-        sequence; // Chosen by who asks; a control reply repeats it. Of an io_reply: 0, results are matched by tag.
+    std::uint32_t length;   // Length of the payload, in bytes.
+    std::uint32_t count;    // Operations or results; 0 in a control frame.
+    std::uint64_t sequence; // Chosen by the requester; a control reply repeats it. In an io_reply it is 0, because
+                            // results are matched by tag.
     std::uint32_t payload_crc32c;
-    std::uint32_t header_crc32c; // Of the 28 bytes before it.
+    std::uint32_t header_crc32c; // CRC32C of the 28 bytes before it.
 };
 static_assert(sizeof(FrameHeader) == 32 && offsetof(FrameHeader, sequence) == 16 &&
               offsetof(FrameHeader, header_crc32c) == 28);
 
 enum class Opcode : std::uint8_t { read = 1, write = 2 };
 
-inline constexpr std::uint8_t forbid_holes = 1; // A read that meets a hole is -ENODATA.
+inline constexpr std::uint8_t forbid_holes = 1; // A read that meets a hole fails with -ENODATA.
 inline constexpr std::uint8_t checksum_given =
-    2; // A write whose bytes have another CRC32C is -EBADMSG and changes nothing.
+    2; // A write of bytes with another CRC32C fails with -EBADMSG and changes nothing.
 inline constexpr std::uint8_t checksum_wanted = 4;
 inline constexpr std::uint8_t report_holes =
-    8; // A read leaves holes untouched and reports them; else they are zeros from the server.
+    8; // A read does not write holes to memory and reports them; otherwise the server sends zeros.
 
 struct Operation {
-    std::uint64_t tag; // The client's; comes back with the result.
+    std::uint64_t tag; // Chosen by the client; the result repeats it.
     std::uint64_t handle;
     std::uint64_t file_offset;
     std::uint64_t length;
@@ -58,19 +58,20 @@ static_assert(sizeof(Operation) == 64 && offsetof(Operation, rkey) == 40 && offs
 
 inline constexpr std::uint32_t checksum_valid = 1;
 
-// An io_reply is `count` results in the order of completion, then all their hole extents in the same order.
+// An io_reply consists of `count` results in the order of completion, and then all their hole extents in the same
+// order.
 struct Result {
     std::uint64_t tag;
-    std::int64_t result; // Bytes (fewer than asked: end of file), or -errno.
+    std::int64_t result; // Bytes (fewer than requested: end of file), or -errno.
     std::uint32_t checksum;
     std::uint32_t flags;
-    std::uint32_t holes; // How many HoleExtent of it follow the results.
+    std::uint32_t holes; // Number of its HoleExtents behind the results.
     std::uint32_t reserved;
 };
 static_assert(sizeof(Result) == 32 && offsetof(Result, holes) == 24);
 
 struct HoleExtent {
-    std::uint64_t offset; // From the first byte of the operation.
+    std::uint64_t offset; // Offset from the first byte of the operation.
     std::uint64_t length;
 };
 static_assert(sizeof(HoleExtent) == 16);

@@ -10,10 +10,10 @@ namespace gdrkit::storage {
 namespace {
 
 constexpr std::uint32_t transfers_max = 512;
-// A list of small transfers is posted when it has so many.
+// A list of small transfers is posted when it has this many entries.
 constexpr std::size_t list_max = 16;
 
-// The answer of the other NIC to this very transfer.
+// Returns whether the status is the peer NIC's refusal of this very transfer.
 bool is_refusal(ibv_wc_status status) noexcept {
     return status == IBV_WC_REM_ACCESS_ERR || status == IBV_WC_REM_INV_REQ_ERR || status == IBV_WC_REM_OP_ERR;
 }
@@ -25,7 +25,7 @@ Fabric::Fabric(const std::vector<std::string>& names) {
         try {
             devices_.push_back(std::make_unique<verbs::Device>(name));
         } catch (const verbs::Error& error) {
-            // Among all devices, one without a link is left out; one that was asked for must be there.
+            // With an empty list of names, devices without a link are skipped. A named device must have one.
             if (!names.empty() || error.number() != ENETDOWN) {
                 throw;
             }
@@ -83,7 +83,7 @@ bool Lanes::post(Lane& lane) {
     }
     lane.added.back().signaled = true;
     for (verbs::Transfer& each : lane.added) {
-        // The queue pair gets a running number, by which a completion says how far it came.
+        // The queue pair uses running numbers as ids, so that a completion shows how many transfers have ended.
         lane.under_way.push_back(static_cast<std::uint32_t>(each.id));
         each.id = lane.posted++;
     }
@@ -121,11 +121,11 @@ bool Lanes::poll(const std::function<void(std::uint32_t, Ended)>& done) {
             count = lane->completions.poll(completions);
             for (int index = 0; index < count; ++index) {
                 const ibv_wc& each = completions[static_cast<std::size_t>(index)];
-                // Transfers end in order: the ones before it went well, or had a completion of their own.
+                // Transfers end in order: those before it succeeded, or had a completion of their own.
                 while (lane->ended < each.wr_id && !lane->under_way.empty()) {
                     end_one(lane->is_broken ? Ended::not_carried : Ended::succeeded);
                 }
-                // The first one that fails says why; what comes after it was flushed.
+                // The status of the first failure is the cause; later work requests were flushed.
                 const bool is_refused = !lane->is_broken && is_refusal(each.status);
                 lane->is_broken |= each.status != IBV_WC_SUCCESS;
                 if (lane->ended == each.wr_id && !lane->under_way.empty()) {

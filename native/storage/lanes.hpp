@@ -1,4 +1,4 @@
-// The devices of a server, and the queue pairs of one session over them.
+// The devices of a server, and the queue pairs of one session on them.
 #pragma once
 
 #include <atomic>
@@ -15,14 +15,14 @@
 
 namespace gdrkit::storage {
 
-// The server's RDMA devices; outlives its sessions.
+// The server's RDMA devices. They outlive its sessions.
 class Fabric {
 public:
-    // These devices, or with an empty list every one that has an active port. Throws verbs::Error.
+    // Opens these devices, or with an empty list every device with an active port. Throws verbs::Error.
     explicit Fabric(const std::vector<std::string>& names);
 
     const std::vector<std::unique_ptr<verbs::Device>>& devices() const noexcept { return devices_; }
-    // Each session begins with another one.
+    // Returns the index of the device for the next queue pair; the devices are used in turn.
     std::size_t next() noexcept { return next_.fetch_add(1, std::memory_order_relaxed) % devices_.size(); }
 
 private:
@@ -30,15 +30,16 @@ private:
     std::atomic<std::size_t> next_{0};
 };
 
-// How a transfer ended. A transfer that does not succeed breaks its lane.
+// The end of a transfer. A transfer that does not succeed breaks its queue pair.
 enum class Ended : std::uint8_t {
     succeeded,
-    refused,     // By the client's NIC: no such key or range, or its memory is gone. This transfer broke the lane.
-    not_carried, // The lane broke by another transfer, or by itself.
+    refused,     // The client's NIC refused it: the key or range is invalid, or the memory is gone. It broke the queue
+                 // pair.
+    not_carried, // The queue pair broke by another transfer, or by itself.
 };
 
-// One queue pair for each of the client's, on the server's devices in turn. A list of transfers asks for one
-// completion, which speaks for all before it on that queue pair.
+// One queue pair per queue pair of the client, on the server's devices in turn. Only the last transfer of a list is
+// signaled. Its completion covers all transfers before it on that queue pair.
 class Lanes {
 public:
     Lanes(Fabric& fabric, const std::vector<verbs::Endpoint>& peers);
@@ -46,19 +47,19 @@ public:
     std::size_t size() const noexcept { return lanes_.size(); }
     std::vector<verbs::Endpoint> endpoints() const;
     std::uint8_t reads_max() const;
-    // The device of a lane, by its place in the fabric.
+    // Returns the device of a queue pair, as an index into the fabric.
     std::size_t device_of(std::size_t lane) const { return lanes_[lane]->device; }
 
-    // Whether so many transfers more fit now.
+    // Returns whether the queue pair has space for so many transfers.
     bool has_room(std::size_t lane, std::size_t transfers) const;
-    // Kept until flush(), or posted when there are many. `id` comes back through poll().
+    // Stores a transfer until flush(), or posts it if there are many. poll() reports its `id`.
     void add(std::size_t lane, const verbs::Transfer& transfer);
-    // Posts what was added. False: a queue pair refused.
+    // Posts the stored transfers. Returns false if a queue pair failed.
     bool flush();
-    // Calls done(id, how) for each transfer that ended; true when there were any.
+    // Calls done(id, how) for each transfer that ended. Returns true if there were any.
     bool poll(const std::function<void(std::uint32_t, Ended)>& done);
     bool under_way() const;
-    // Has descriptors() become readable with the next completion; what came before needs another poll().
+    // Makes descriptors() readable with the next completion. Earlier completions need another poll().
     void arm();
     void take_events();
     void descriptors(std::vector<int>& into) const;
@@ -72,7 +73,7 @@ private:
         verbs::QueuePair pair;
         std::vector<verbs::Transfer> added;
         std::deque<std::uint32_t> under_way; // Ids in the order of posting.
-        std::uint64_t posted = 0, ended = 0; // Transfers, counted from the beginning.
+        std::uint64_t posted = 0, ended = 0; // Transfers, counted from the start.
         bool is_broken = false;
     };
     bool post(Lane& lane);

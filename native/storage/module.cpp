@@ -1,5 +1,4 @@
-// gdrkit.storage._engine: what the server's Python needs of the native side. Everything that may wait lets other Python
-// threads run meanwhile.
+// gdrkit.storage._engine: the native functions of the Python server. Every function that may block releases the GIL.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
@@ -29,7 +28,7 @@ namespace {
     throw nb::python_error();
 }
 
-// Runs without the lock of the interpreter; what native code throws becomes an OSError with its errno.
+// Runs a function without the GIL. Native exceptions become an OSError with the errno.
 template <typename Function> auto unlocked(const Function& function) {
     int number = 0;
     std::string what;

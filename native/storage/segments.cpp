@@ -1,4 +1,4 @@
-// The part of a session that moves bytes: files to staging memory to the client, and back.
+// The part of a session that moves bytes from files through staging memory to the client, and back.
 #include <unistd.h>
 
 #include <cerrno>
@@ -10,10 +10,10 @@ namespace gdrkit::storage {
 
 namespace {
 
-// Of one segment: holes of which more follow arrive as zeros.
+// Limit of the transfers of one segment. Once it is reached, the further holes of the segment arrive as zeros.
 constexpr std::uint32_t transfers_a_segment_max = 64;
 constexpr std::size_t small_segment_bytes = 32768;
-// So many segments begin before the session looks again at what has ended: whoever waits for that has the next work.
+// Number of segments to start before the session polls for completions again, which may free what other work waits for.
 constexpr unsigned begun_a_round = 16;
 
 } // namespace
@@ -22,7 +22,7 @@ bool Session::advance() {
     bool any = false;
     for (unsigned begun = 0; begun < begun_a_round && !waiting_.empty() && !broken_; ++begun) {
         Pending& pending = *waiting_.front();
-        // One that failed in an earlier part begins no further one.
+        // An operation that failed in an earlier segment starts no further one.
         if (!pending.is_begun() && !begin_segment(pending)) {
             break;
         }
@@ -84,10 +84,10 @@ bool Session::begin_segment(Pending& pending) {
         add_transfer(segment, 0, length);
     }
     if (segment.transfers == 0) {
-        drop_segment(segment); // Nothing to move: the end of the file, an error, or a hole.
+        drop_segment(segment); // There is nothing to move: the end of the file, an error, or a hole.
     }
     if (length > small_segment_bytes) {
-        // A large one is worth a list of its own; the next is read from the file meanwhile.
+        // A large segment is posted as a list of its own. The next one is read from the file meanwhile.
         broken_ |= !lanes_->flush();
     }
     return true;
@@ -118,7 +118,7 @@ void Session::begin_read(Segment& segment) {
     }
 }
 
-// Adds the transfers of the data between the holes; true when the whole segment is to be moved as it is.
+// Adds the transfers of the data between the holes. Returns true if the whole segment is to be moved as it is.
 bool Session::look_for_holes(Segment& segment) {
     Pending& pending = *segment.pending;
     const int file = pending.file->fd.get();
@@ -126,7 +126,7 @@ bool Session::look_for_holes(Segment& segment) {
     const auto end = base + static_cast<off_t>(segment.length);
     for (off_t at = base; at < end;) {
         const off_t hole = lseek(file, at, SEEK_HOLE);
-        // A file system that cannot say, and a file that shrank meanwhile, have no holes to report.
+        // A file system without SEEK_HOLE, or a file that shrank meanwhile, has no holes to report.
         const off_t data_end = hole < 0 || hole > end ? end : hole;
         if (data_end == end && at == base) {
             return true;
@@ -184,9 +184,9 @@ void Session::end_segment(std::uint32_t number, Ended how) {
     Segment& segment = *segments_[number];
     Pending& pending = *segment.pending;
     if (how != Ended::succeeded) {
-        // The session ends with this. Only the operation whose memory was refused has an answer, and at once: its lane
-        // is broken, so that nothing of it arrives later. The others learn from the end of the connection that they
-        // were not at fault.
+        // This failure ends the session. Only the operation whose memory was refused gets a result, and at once: its
+        // queue pair is broken, so that none of its bytes arrive later. The clients of the other operations learn from
+        // the end of the connection that those were not the cause.
         broken_ = segment.has_failed = true;
         if (how == Ended::refused && !pending.is_finished) {
             has_refusal_ = true;
@@ -210,7 +210,7 @@ void Session::end_segment(std::uint32_t number, Ended how) {
 void Session::finish_write(Segment& segment) {
     Pending& pending = *segment.pending;
     if (pending.error != 0) {
-        return; // An earlier part failed, and the operation with it.
+        return; // An earlier segment failed, and the operation with it.
     }
     const Operation& operation = pending.operation;
     const std::span<const std::byte> data(segment.slot.data, segment.length);

@@ -23,8 +23,8 @@ constexpr std::size_t receive_bytes = 1 << 18, backlog_bytes_max = 1 << 20;
 constexpr int farewell_ms = 1000;
 constexpr std::chrono::milliseconds verdict_limit{50};
 constexpr unsigned looks_a_receive = 4;
-// So much longer it looks with operations under way, of which the next thing to do is near: to sleep and be woken costs
-// more than that, on both sides.
+// With operations in progress, the session polls longer by this factor, because the next work is near. To sleep and be
+// woken costs more, on both sides.
 constexpr unsigned spins_under_way = 4;
 
 int make_event() {
@@ -37,7 +37,7 @@ int make_event() {
 
 void raise_event(int event) {
     const std::uint64_t one = 1;
-    // It can only fail when the counter is full, and then it is readable.
+    // The write can only fail if the counter is full, and then the event is readable anyway.
     [[maybe_unused]] const ssize_t count = ::write(event, &one, sizeof one);
 }
 
@@ -51,7 +51,7 @@ Session::Session(std::shared_ptr<Store> store, std::shared_ptr<Fabric> fabric,
     for (const auto& device : fabric_->devices()) {
         devices.push_back(device.get());
     }
-    // Verified are whole chunks, so a slot has room for one more at each end.
+    // Whole chunks are verified, so a slot has space for one more chunk at each end.
     const std::size_t around = 2 * std::size_t{store_->chunk_bytes()};
     staging_.emplace(devices, verbs::Staging::Layout{std::max(small_slot_bytes_min, 2 * around), small_slots,
                                                      limits_.segment_bytes + around, large_slots});
@@ -85,7 +85,7 @@ void Session::start(Descriptor data) {
         throw verbs::Error("start a session twice", EALREADY);
     }
     data_ = std::move(data);
-    // Signals are for the thread of Python.
+    // The thread of Python handles signals.
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
@@ -109,7 +109,7 @@ void Session::close() {
     waiting_.clear();
     free_pendings_.clear();
     pendings_.clear();
-    lanes_.reset(); // Queue pairs before the memory that they could write to.
+    lanes_.reset(); // Queue pairs must go before the memory that they could write to.
     staging_.reset();
     data_ = Descriptor();
     std::unordered_map<std::uint64_t, std::shared_ptr<OpenFile>> files;
@@ -124,7 +124,7 @@ void Session::serve() noexcept {
     try {
         Spin spin(limits_.spin_us);
         for (unsigned vain = 0; !stopping_ && !connection_ended_ && !broken_;) {
-            // A look at the socket is a system call, one at completions is not.
+            // A check of the socket is a system call; a check for completions is not.
             bool progress = vain % looks_a_receive == 0 && receive();
             progress |= take_frames();
             progress |= advance();
@@ -141,7 +141,7 @@ void Session::serve() noexcept {
                 spin.begin();
                 vain = 0;
             } else if (!progress) {
-                // Whoever is to bring the next work may need this processor.
+                // The peer that brings the next work may need this processor.
                 sched_yield();
             }
         }
@@ -159,7 +159,8 @@ bool Session::receive() {
     if (out_.size() - out_begin_ > backlog_bytes_max || outstanding_ >= limits_.outstanding_max) {
         return false;
     }
-    // Room for the largest frame and more, made once: this is called with every look.
+    // The buffer has space for more than the largest frame. It is allocated once, because this function is called
+    // often.
     in_.resize(receive_bytes);
     if (in_begin_ != 0 && in_begin_ == in_end_) {
         in_begin_ = in_end_ = 0;
@@ -169,7 +170,7 @@ bool Session::receive() {
         in_begin_ = 0;
     }
     if (in_end_ == in_.size()) {
-        return false; // Frames that wait for operations before them.
+        return false; // The buffer is full of frames that wait for operations before them.
     }
     const ssize_t count = recv(data_.get(), in_.data() + in_end_, in_.size() - in_end_, MSG_DONTWAIT);
     if (count > 0) {
@@ -253,12 +254,12 @@ std::int64_t Session::refusal_of(const Operation& operation, const std::shared_p
     return 0;
 }
 
-// The last that is done with it: nothing may refer to it any more, unless the session ends here.
+// Finishes an operation. Nothing may refer to it afterwards, unless the session ends here.
 void Session::finish(Pending& pending) {
     pending.is_finished = true;
     --outstanding_;
     if (pending.error == -EREMOTEIO && !broken_) {
-        pending.error = -EIO; // A file's own errno: EREMOTEIO is said of the client's memory alone.
+        pending.error = -EIO; // The errno of a file. EREMOTEIO is reserved for failures of the client's memory.
     }
     const bool is_right = pending.error == 0;
     Result result{};
@@ -317,7 +318,7 @@ bool Session::send() {
 }
 
 void Session::block() {
-    // What completes from here on makes a channel readable; what completed before is seen by this look.
+    // Completions from here on make a channel readable. The following poll finds those before.
     lanes_->arm();
     if (complete()) {
         return;
@@ -340,16 +341,16 @@ void Session::block() {
 
 void Session::fail_everything() {
     ++store_->counters().rdma_errors;
-    // A list that could not be posted says that its lane is broken, and not yet by which transfer.
+    // A list that could not be posted shows that its queue pair is broken, but not yet by which transfer.
     const auto until = std::chrono::steady_clock::now() + verdict_limit;
     while (!has_refusal_ && lanes_->under_way() && std::chrono::steady_clock::now() < until) {
         complete();
         sched_yield();
     }
-    // Everything else gets no answer: a client that had one would take its memory for its own while bytes may still
-    // arrive there by another lane. It fails its lanes when the connection ends.
+    // The other operations get no result: with one, the client would reuse its memory while bytes may still arrive
+    // there through another queue pair. The client breaks its queue pairs when the connection ends.
     reply();
-    // The client may live and have taken back one key: it shall learn which operation that was.
+    // The client may be alive and have invalidated one key. It must learn which operation used it.
     while (!send() || out_begin_ < out_.size()) {
         if (connection_ended_ || out_.empty()) {
             return;
@@ -359,7 +360,7 @@ void Session::fail_everything() {
             return;
         }
     }
-    // A TCP connection that is closed with requests unread takes back what its other end has not read yet.
+    // If a TCP connection is closed with unread requests, the kernel discards replies that the peer has not read yet.
     shutdown(data_.get(), SHUT_WR);
     const auto end = std::chrono::steady_clock::now() + std::chrono::milliseconds(farewell_ms);
     while (std::chrono::steady_clock::now() < end) {

@@ -1,4 +1,4 @@
-// One client of the storage service: its lanes, its open files, and the thread that serves its data connection.
+// A session of one client: its queue pairs, its open files, and the thread that serves its data connection.
 #pragma once
 
 #include <atomic>
@@ -21,13 +21,13 @@ namespace gdrkit::storage {
 struct SessionLimits {
     std::uint32_t outstanding_max = 1024;
     std::uint64_t length_bytes_max = std::uint64_t{1} << 30;
-    std::uint32_t segment_bytes = 256 * 1024; // Of one transfer; also the most that CHECKSUM_GIVEN may cover.
+    std::uint32_t segment_bytes = 256 * 1024; // Bytes of one transfer; also the most that CHECKSUM_GIVEN may cover.
     std::uint32_t spin_us = 50;
 };
 
 class Session {
 public:
-    // The queue pairs are connected when this returns. Throws verbs::Error.
+    // The queue pairs are connected when the constructor returns. Throws verbs::Error.
     Session(std::shared_ptr<Store> store, std::shared_ptr<Fabric> fabric, const std::vector<verbs::Endpoint>& peers,
             const SessionLimits& limits);
     Session(const Session&) = delete;
@@ -40,12 +40,12 @@ public:
     void add_file(std::uint64_t handle, std::shared_ptr<OpenFile> file);
     bool remove_file(std::uint64_t handle);
 
-    // Serve this connection (owned from now on) until it ends; once.
+    // Serves this connection, which it owns from now on, until it ends. May be called once.
     void start(Descriptor data);
-    // Becomes readable when serving has ended.
+    // Becomes readable when the session has stopped serving.
     int ended_fd() const noexcept { return ended_.get(); }
-    // Ends serving, destroys the queue pairs, closes the files. Waits for what the disk does. Any thread, any number
-    // of times.
+    // Stops serving, destroys the queue pairs and closes the files. Waits for disk I/O in progress. Thread-safe;
+    // further calls do nothing.
     void close();
 
 private:
@@ -88,11 +88,11 @@ private:
     std::mutex close_lock_;
     std::atomic<bool> stopping_{false};
 
-    // Of the thread alone.
+    // Only the thread of the session uses these.
     std::vector<std::byte> in_, out_;
     std::size_t in_begin_ = 0, in_end_ = 0, out_begin_ = 0;
-    std::deque<Pending*> waiting_;                   // In the order in which they came; the first may be half begun.
-    std::vector<std::unique_ptr<Pending>> pendings_; // All, so that an operation takes no memory of its own.
+    std::deque<Pending*> waiting_;                   // In the order of arrival; the first may be started in part.
+    std::vector<std::unique_ptr<Pending>> pendings_; // All operations, reused so that none allocates memory.
     std::vector<Pending*> free_pendings_;
     std::size_t outstanding_ = 0;
     std::vector<std::unique_ptr<Segment>> segments_;

@@ -1,4 +1,4 @@
-// What a session's thread has under way. Included by the session's own files alone.
+// Operations and segments in progress. Only the session's own files include this.
 #pragma once
 
 #include <algorithm>
@@ -13,15 +13,15 @@ struct Session::Pending {
     Operation operation{};
     std::shared_ptr<OpenFile> file;
     std::uint64_t begun = 0; // Bytes that have a segment.
-    std::uint64_t moved = 0; // Bytes of the result, unless error.
+    std::uint64_t moved = 0; // Bytes of the result, if there is no error.
     std::int64_t error = 0;
-    std::uint32_t segments = 0; // Under way.
+    std::uint32_t segments = 0; // Segments in progress.
     std::uint32_t checksum = 0;
-    bool is_last = false; // No further segment begins: the end of the file, or an error.
+    bool is_last = false; // No further segment starts, because of the end of the file or an error.
     bool is_finished = false;
     std::vector<HoleExtent> holes;
 
-    // For another operation; what has room keeps it.
+    // Prepares the object for another operation. Containers keep their capacity.
     void begin_anew(const Operation& next) noexcept {
         operation = next;
         file.reset();
@@ -36,17 +36,17 @@ struct Session::Pending {
 
 // A part of an operation that fits into a slot of the staging memory.
 struct Session::Segment {
-    Pending* pending = nullptr; // Null: the segment is free.
+    Pending* pending = nullptr; // Null if the segment is free.
     verbs::Staging::Slot slot;
     std::uint32_t number = 0;
-    std::uint64_t begin = 0;     // In the operation.
+    std::uint64_t begin = 0;     // Offset in the operation.
     std::size_t length = 0;      // Bytes to move.
-    std::size_t skip = 0;        // Where they begin in the slot.
-    std::uint32_t transfers = 0; // Under way.
+    std::size_t skip = 0;        // Offset of the bytes in the slot.
+    std::uint32_t transfers = 0; // Transfers in progress.
     bool has_failed = false;
 };
 
-// Looking again and again, for so long after the last piece of work, or for a few times as long.
+// Busy polling for this time after the last progress, or for a multiple of it.
 class Spin {
 public:
     explicit Spin(std::uint32_t microseconds) : limit_(microseconds), since_(Clock::now()) {}

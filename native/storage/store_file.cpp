@@ -19,7 +19,7 @@ namespace {
 
 constexpr std::size_t chunk_bytes_max = 65536, chunks_at_once = 64;
 
-// As many bytes as the file has there: fewer only at its end. -errno on failure.
+// Reads as many bytes as the file has there, fewer only at its end. Returns -errno on failure.
 std::int64_t read_fully(int file, std::uint64_t offset, std::span<std::byte> into) {
     std::size_t done = 0;
     while (done < into.size()) {
@@ -46,7 +46,7 @@ bool is_zero(std::span<const std::byte> bytes) {
 } // namespace
 
 struct Inode::Edge {
-    std::size_t length = 0; // Of what the chunk had before.
+    std::size_t length = 0; // Length that the chunk had before.
     std::array<std::byte, chunk_bytes_max> bytes;
 };
 
@@ -78,7 +78,7 @@ std::shared_ptr<OpenFile> Store::adopt(Descriptor fd, bool read, bool write) {
     {
         const std::unique_lock guard(inode->lock_);
         if (!inode->sums_.is_open() && !inode->nameless_) {
-            // None yet, or a store that may not be written: every chunk is unknown.
+            // There are no sums yet, or the store is read-only: every chunk is unknown.
             (void)inode->open_sums(fd.get(), false);
         }
     }
@@ -123,7 +123,7 @@ void Inode::forget_name() {
     nameless_ = true;
     const std::string name = sums_name();
     const std::size_t slash = name.find('/');
-    // Without sums of this inode's group there is nothing to remove; a link in their place is not followed.
+    // If this inode's group has no folder, there is nothing to remove. A symbolic link in its place is not followed.
     if (const Descriptor group(open_beneath(store_.sums_folder_, name.substr(0, slash), O_PATH | O_DIRECTORY, 0));
         group) {
         unlinkat(group.get(), name.c_str() + slash + 1, 0);
@@ -202,7 +202,7 @@ Inode::Found Inode::read(int file, std::uint64_t offset, std::size_t length, std
             }
             wrong = first + bad;
         }
-        // Either somebody changed the file past the server, which shows in its times, or bytes are not what they were.
+        // Either another program changed the file, which its times show, or the bytes are corrupt.
         const std::unique_lock guard(lock_);
         struct stat now {};
         if (fstat(file, &now) != 0) {
@@ -228,7 +228,7 @@ int Inode::load_edge(int file, std::uint64_t chunk, std::uint64_t size, Edge& ed
         return static_cast<int>(got);
     }
     edge.length = static_cast<std::size_t>(got);
-    // A change of a part would give a new sum to the rest, whatever that is by now.
+    // A change of a part would give a new sum to the rest, even if the rest is corrupt.
     return is_right(chunk, bytes.first(edge.length)) ? 0 : corrupt(chunk);
 }
 
@@ -249,9 +249,9 @@ int Inode::write_all(int file, std::uint64_t offset, std::span<const std::byte> 
 }
 
 void Inode::stamp(int file) {
-    // The kernel takes a file's times from a clock that ticks every few milliseconds, so that a change by somebody else
-    // in the same tick would not show. A time of the server's own shows it. Where only the owner may set it, the
-    // kernel's has to do.
+    // The kernel's clock for file times ticks every few milliseconds, so a change by another program in the same tick
+    // would not show. A time that the server sets itself shows it. If only the owner may set times, the kernel's time
+    // must do.
     timespec times[] = {{0, UTIME_OMIT}, {}};
     if (clock_gettime(CLOCK_REALTIME, &times[1]) == 0) {
         (void)futimens(file, times);
@@ -260,7 +260,7 @@ void Inode::stamp(int file) {
 
 void Inode::finish_change(int file) {
     struct stat now {};
-    // fstat of an open file does not fail; if it does, the next look finds another version and trusts no sum.
+    // fstat of an open file does not fail. If it did, the next access would find another version and trust no sum.
     sums_.end_change(fstat(file, &now) == 0 ? Version::of(now) : Version{});
 }
 
@@ -288,7 +288,7 @@ std::int64_t Inode::write(int file, std::uint64_t offset, std::span<const std::b
     if (const int status = sums_.reserve(first, last + 1); status != 0) {
         return status;
     }
-    // What each chunk will be.
+    // The new sum of each chunk.
     thread_local std::vector<Sum> old, sums;
     thread_local std::vector<std::uint32_t> values;
     thread_local Edge edge;
@@ -450,7 +450,7 @@ int Inode::punch(int file, std::uint64_t begin, std::uint64_t end) {
     const int status = punch_it();
     for (std::uint64_t chunk = first; chunk <= last; ++chunk) {
         if (sums_.get(chunk).state != SumState::unknown) {
-            // After a refusal nobody knows how far it came.
+            // After a failure it is unknown how much was changed.
             const bool is_edge = chunk == first || chunk == last;
             sums_.set(chunk, status == 0 && is_edge ? edges[chunk == first ? 0 : 1] : Sum{});
         }

@@ -1,4 +1,4 @@
-// Files of a store with their sums: read and verified, written and recorded.
+// Files of a store with their sums: reads are verified, writes are recorded.
 #pragma once
 
 #include <array>
@@ -24,26 +24,26 @@ struct Counters {
 
 class Store;
 
-// One inode that is open, shared by every handle of it.
+// An open inode, which all handles of it share.
 class Inode {
 public:
     Inode(Store& store, std::uint64_t number) : store_(store), number_(number) {}
 
-    // Where in the slot the bytes are, and how many (fewer: end of file), or -errno; -EIO: they are not what was
-    // written.
+    // The position of the bytes in the slot and their count (fewer than requested: end of file), or -errno. -EIO means
+    // that the bytes differ from those written.
     struct Found {
         std::int64_t result;
         std::size_t skip;
     };
-    // Reads whole chunks around the range; the slot has room for two chunks more than `length`.
+    // Reads whole chunks around the range. The slot must have space for two chunks more than `length`.
     Found read(int file, std::uint64_t offset, std::size_t length, std::span<std::byte> slot);
-    // All of it, or -errno.
+    // Writes all bytes and returns their count, or returns -errno.
     std::int64_t write(int file, std::uint64_t offset, std::span<const std::byte> data);
     int truncate(int file, std::uint64_t size);
     int punch(int file, std::uint64_t begin, std::uint64_t end);
-    // futimens(3); the sums stay good.
+    // Sets times as futimens(3). The sums stay valid.
     int set_times(int file, std::optional<std::int64_t> access_ns, std::optional<std::int64_t> modification_ns);
-    // The last name of the file is gone: so is its sums file.
+    // Removes the sums file, because the last name of the file is gone.
     void forget_name();
 
 private:
@@ -64,10 +64,10 @@ private:
     const std::uint64_t number_;
     std::shared_mutex lock_;
     SumsFile sums_;
-    bool nameless_ = false; // Its sums have no name any more, so none may be made.
+    bool nameless_ = false; // The sums file has no name any more, so none may be created.
 };
 
-// What a session opened.
+// A file that a session has opened.
 struct OpenFile {
     Descriptor fd;
     std::shared_ptr<Inode> inode;
@@ -76,12 +76,12 @@ struct OpenFile {
 
 class Store {
 public:
-    // `sums_folder` is borrowed; chunk_bytes is a power of two from 4096 to 65536.
+    // The caller owns `sums_folder`. chunk_bytes is a power of two from 4096 to 65536.
     Store(int sums_folder, std::uint32_t chunk_bytes);
 
-    // Takes a descriptor that may read (and write, if `write`). Throws std::system_error.
+    // Opens a file by a descriptor that permits reads (and writes, if `write`). Throws std::system_error.
     std::shared_ptr<OpenFile> adopt(Descriptor fd, bool read, bool write);
-    // The sums of a file that nobody has open and whose last name is gone.
+    // Removes the sums of a file that is not open and whose last name is gone.
     void forget(std::uint64_t inode);
 
     std::uint32_t chunk_bytes() const noexcept { return chunk_bytes_; }

@@ -16,10 +16,10 @@ namespace {
 
 constexpr std::uint64_t page_bytes = 4096, entries_a_page = page_bytes / sizeof(std::uint64_t);
 constexpr char magic[8] = {'G', 'D', 'R', 'S', 'U', 'M', 'S', '1'};
-// An mtime comes from a clock that ticks every 1 to 10 ms, and is taken as a write begins.
+// An mtime is taken at the start of a write, from a clock that ticks every 1 to 10 ms.
 constexpr std::int64_t before_intent_ns = 20'000'000, after_intent_ns = 200'000'000;
 
-// crc in the lower half, then the state in two bits and the length in thirty.
+// The crc is in the lower half, then the state in two bits and the length in thirty.
 std::uint64_t packed(const Sum& sum) {
     return sum.crc | std::uint64_t{static_cast<std::uint32_t>(sum.state)} << 32 | std::uint64_t{sum.length} << 34;
 }
@@ -43,7 +43,7 @@ struct Identity {
     bool operator==(const Identity&) const = default;
 };
 
-// An inode number is used again after its file is gone, the time of birth is not.
+// The kernel reuses an inode number after its file is gone. The birth time differs then.
 Identity identity_of(int file) {
     struct statx found {};
     if (syscall(SYS_statx, file, "", AT_EMPTY_PATH, STATX_INO | STATX_BTIME, &found) != 0) {
@@ -59,7 +59,7 @@ struct SumsFile::Header {
     std::uint32_t chunk_bytes, reserved;
     Identity identity;
     Version version;
-    std::int64_t intent_ns; // When the change that is under way began; 0: none is.
+    std::int64_t intent_ns; // Time at which the change in progress began; 0: none is.
 };
 
 SumsFile::~SumsFile() {
@@ -101,7 +101,7 @@ int SumsFile::open(int folder, const char* name, bool create, int file, std::uin
         return found;
     }
     fd_ = Descriptor(found);
-    // The first page must be there before it is written to, or a full disk is a SIGBUS.
+    // The first page must be allocated before it is written to, because a full disk would raise SIGBUS.
     int status = fallocate(found, 0, 0, page_bytes) != 0 ? -errno : 0;
     struct stat now {};
     if (status == 0 && fstat(found, &now) != 0) {
@@ -133,15 +133,15 @@ int SumsFile::adopt(int file, std::uint32_t chunk_bytes) {
         header_->chunk_bytes = chunk_bytes;
         header_->reserved = 0;
         header_->identity = identity;
-        // Last: a header without its magic is nobody's.
+        // The magic is written last, because a header without it is ignored.
         std::atomic_signal_fence(std::memory_order_seq_cst);
         std::memcpy(header_->magic, magic, sizeof magic);
         return 0;
     }
     const std::int64_t intent_ns = load(header_->intent_ns);
     if (intent_ns != 0) {
-        // The server was killed in a change: what it wrote is unknown anyway, and that the file is newer than
-        // recorded is its own doing if it is as new as that change.
+        // The server was killed during a change. The sums of that change are unknown anyway. If the file is as new as
+        // the change, the server itself made it newer than recorded.
         const std::int64_t change_ns = current.seconds * 1'000'000'000LL + current.nanoseconds;
         if (change_ns >= intent_ns - before_intent_ns && change_ns <= intent_ns + after_intent_ns) {
             end_change(current);
@@ -157,7 +157,7 @@ int SumsFile::adopt(int file, std::uint32_t chunk_bytes) {
 
 int SumsFile::reserve(std::uint64_t first, std::uint64_t chunks) {
     if (chunks > capacity_) {
-        // Growing by half each time, so that a file that grows is not mapped anew with every chunk.
+        // The capacity grows by half each time, so that a growing file is not mapped again with every chunk.
         if (const int status = map(std::max(chunks, capacity_ + capacity_ / 2)); status != 0) {
             return status;
         }
@@ -205,7 +205,8 @@ void SumsFile::forget(std::uint64_t first) noexcept {
                       static_cast<off_t>((pages - page) * page_bytes)) == 0) {
             std::fill(backed_.begin() + static_cast<std::ptrdiff_t>(page), backed_.end(), false);
         } else {
-            // Not every file system punches. A page that reads as zeros is not touched, since it may have no room.
+            // Not every file system can punch holes. A page that reads as zeros is not written, because it may have no
+            // space on disk.
             for (std::uint64_t chunk = page * entries_a_page; chunk < capacity_; ++chunk) {
                 if (load(entries_[chunk]) != 0) {
                     store(entries_[chunk], std::uint64_t{0});

@@ -112,8 +112,8 @@ void Device::choose_port() {
     throw Error("find an active port", ENETDOWN, name_);
 }
 
-// As gdrkit.verbs.Nic chooses: on Ethernet a RoCE v2 address of IPv4, else of IPv6, else link-local, else RoCE v1; on
-// InfiniBand the first.
+// Chooses the GID like gdrkit.verbs.Nic. On Ethernet: a RoCE v2 address of IPv4, then of IPv6, then link-local, then
+// RoCE v1. On InfiniBand: the first one.
 void Device::choose_gid() {
     using Rank = std::tuple<bool, bool, bool, int>;
     bool found = false;
@@ -121,7 +121,7 @@ void Device::choose_gid() {
     for (int index = 0; index < attributes_.gid_tbl_len; ++index) {
         ibv_gid_entry entry{};
         if (ibv_query_gid_ex(context_.get(), port_, static_cast<std::uint32_t>(index), &entry, 0) != 0) {
-            continue; // An empty place in the table.
+            continue; // An empty entry of the table.
         }
         Rank rank{false, false, false, index};
         if (attributes_.link_layer == IBV_LINK_LAYER_ETHERNET) {

@@ -10,7 +10,7 @@
 
 namespace gdrkit::verbs {
 
-// One side of a reliable connection, as the other side must know it.
+// One side of a reliable connection, with the values that the other side needs.
 struct Endpoint {
     std::uint32_t qp_number = 0;
     std::uint32_t psn = 0;
@@ -19,7 +19,7 @@ struct Endpoint {
     std::uint32_t mtu_bytes = 1024;
 };
 
-// Eight words of four hexadecimal digits, as gdrkit.verbs.Endpoint has it; parse_gid is false for anything else.
+// The text has eight words of four hexadecimal digits, as in gdrkit.verbs.Endpoint. parse_gid returns false for others.
 std::string format_gid(const ibv_gid& gid);
 bool parse_gid(const std::string& text, ibv_gid& gid);
 
@@ -35,10 +35,10 @@ template <typename T> using Owned = std::unique_ptr<T, Release>;
 
 class Device {
 public:
-    // Throws Error: ENODEV when there is none of that name, ENETDOWN when no port of it is active.
+    // Throws Error: ENODEV if there is no device of that name, ENETDOWN if none of its ports is active.
     explicit Device(const std::string& name);
 
-    // The devices of this machine; those that cannot be opened too.
+    // Returns the devices of this machine, including those that cannot be opened.
     static std::vector<std::string> names();
 
     const std::string& name() const noexcept { return name_; }
@@ -48,7 +48,7 @@ public:
     const ibv_port_attr& port_attributes() const noexcept { return attributes_; }
     int gid_index() const noexcept { return gid_index_; }
     const ibv_gid& gid() const noexcept { return gid_; }
-    // RDMA READs that a queue pair may have under way.
+    // Number of RDMA READs that a queue pair may have in progress.
     std::uint8_t reads_max() const noexcept { return reads_max_; }
 
 private:

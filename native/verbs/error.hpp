@@ -1,4 +1,4 @@
-// A verb that was refused: which, and the errno.
+// The failure of a verb: its name and the errno.
 #pragma once
 
 #include <cerrno>
@@ -18,7 +18,7 @@ private:
     int number_;
 };
 
-// What libibverbs' functions that answer with a pointer leave in errno; never 0.
+// Returns errno after a function of libibverbs that returned a null pointer; never 0.
 inline int last_errno() noexcept {
     return errno != 0 ? errno : EIO;
 }

@@ -14,9 +14,9 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr std::size_t polled_at_once = 64;
-// Empty polls between two looks at the clock, after which another thread may have the processor.
+// Empty polls between two reads of the clock, after which another thread may get the processor.
 constexpr unsigned polls_between_looks = 256;
-// A completion says which queue pair it is of, and how many operations it ends.
+// A completion contains its queue pair and the number of operations that it ends.
 constexpr unsigned count_bits = 32;
 
 std::uint64_t elapsed_ns(Clock::time_point since) {
@@ -132,12 +132,12 @@ Outcome Initiator::run(const Burst& burst) {
     std::fill(under_way_.begin(), under_way_.end(), 0);
     const auto begin = Clock::now();
     while (outcome.done < burst.operations) {
-        std::size_t refused = 0; // Queue pairs in a row that had no room.
+        std::size_t refused = 0; // Consecutive queue pairs without space.
         while (posted < burst.operations && posted - outcome.done < burst.depth && refused < pairs_.size()) {
             const auto wanted = std::min<std::uint64_t>(
                 {burst.list_length, burst.operations - posted, burst.depth - (posted - outcome.done)});
             const auto count = static_cast<std::uint32_t>(wanted);
-            // A list that would be cut short waits for room, unless it is the last.
+            // A list that would be cut short waits for space, unless it is the last.
             if (count < burst.list_length && posted + count < burst.operations) {
                 break;
             }

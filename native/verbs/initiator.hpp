@@ -1,5 +1,5 @@
-// An initiator that measures: RDMA WRITEs and READs between memory of its own and a range of a passive peer, as fast as
-// the device takes them. One thread drives all its queue pairs; nothing here knows Python.
+// A measuring initiator: RDMA WRITEs and READs between its own memory and a range of a passive peer, as fast as the
+// device permits. One thread drives all queue pairs. Nothing here uses Python.
 #pragma once
 
 #include <chrono>
@@ -16,21 +16,21 @@
 
 namespace gdrkit::verbs {
 
-// What is done how often. Operation i moves slot i % slots of both sides, one slot behind the other from the first byte
-// on, so that what arrived can be checked afterwards.
+// The operations of a measurement. Operation i moves slot i % slots of both sides. The slots follow each other from the
+// first byte on, so that the data can be checked afterwards.
 struct Burst {
     Transfer::Direction direction = Transfer::Direction::to_peer;
     std::uint32_t length_bytes = 0;
     std::uint32_t slots = 1;
     std::uint64_t operations = 0;
-    std::uint32_t depth = 1;       // Operations under way at once, over all queue pairs.
+    std::uint32_t depth = 1;       // Operations in progress at once, over all queue pairs.
     std::uint32_t list_length = 1; // Operations that one call posts; only the last of them is signaled.
     std::uint64_t remote_address = 0;
     std::uint32_t remote_key = 0;
-    std::chrono::nanoseconds time_limit{0}; // Without any completion.
+    std::chrono::nanoseconds time_limit{0}; // Longest time without a completion.
 };
 
-// How it ended. A status that is not IBV_WC_SUCCESS leaves the queue pairs broken.
+// The result. After a status other than IBV_WC_SUCCESS, the queue pairs are broken.
 struct Outcome {
     std::uint64_t elapsed_ns = 0;
     std::uint64_t done = 0; // Operations known to be complete.
@@ -41,11 +41,11 @@ struct Outcome {
 
 class Initiator {
 public:
-    // Throws Error with the errno of the call that was refused.
+    // Throws Error with the errno of the failed call.
     Initiator(const std::string& device, std::size_t memory_bytes, std::size_t queue_pairs, std::uint32_t depth_max);
 
     std::vector<Endpoint> endpoints() const;
-    // One peer for each queue pair, in the order of endpoints(). Throws Error; EINVAL for another number of peers.
+    // Connects one peer per queue pair, in the order of endpoints(). Throws Error: EINVAL for another number of peers.
     void connect(std::span<const Endpoint> peers, std::uint8_t reads_max);
     std::uint8_t reads_max() const noexcept { return device_.reads_max(); }
     std::span<std::byte> memory() const noexcept { return {slot_.data, memory_bytes_}; }
@@ -53,13 +53,14 @@ public:
 
     // Throws Error: EINVAL for a burst that does not fit, or the errno of ibv_post_send.
     Outcome run(const Burst& burst);
-    // One operation after the other; the time of each goes to `times_ns`, which has burst.operations places.
+    // Runs one operation after the other, and writes the time of each to `times_ns`, which has burst.operations
+    // elements.
     Outcome run_singly(const Burst& burst, std::span<std::uint64_t> times_ns);
 
 private:
     void check(const Burst& burst) const;
     void post(const Burst& burst, std::size_t pair, std::uint64_t first, std::uint32_t count);
-    // Waits for at least one completion; false when there was none in time, or a bad one.
+    // Waits for at least one completion. Returns false on a timeout or a failed completion.
     bool reap(const Burst& burst, Outcome& outcome);
 
     Device device_;
@@ -69,7 +70,7 @@ private:
     std::uint32_t depth_max_;
     CompletionQueue completions_;
     std::vector<std::unique_ptr<QueuePair>> pairs_;
-    std::vector<std::uint32_t> under_way_; // Of each queue pair.
+    std::vector<std::uint32_t> under_way_; // Operations in progress of each queue pair.
     std::vector<Transfer> list_;
     std::vector<ibv_wc> polled_;
 };

@@ -1,5 +1,4 @@
-// gdrkit.verbs._initiator: the measuring initiator for Python. Nothing here holds the interpreter's lock while it posts
-// or polls.
+// gdrkit.verbs._initiator: the measuring initiator for Python. It releases the GIL while it posts and polls.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -16,7 +15,7 @@ namespace gdrkit::verbs {
 
 namespace {
 
-// What native code throws becomes an OSError of errno and operation.
+// Raises a native failure as an OSError with errno and operation.
 [[noreturn]] void raise(int number, const std::string& what) {
     PyErr_SetObject(PyExc_OSError, nb::make_tuple(number, what).ptr());
     throw nb::python_error();

@@ -11,7 +11,7 @@ namespace gdrkit::verbs {
 
 namespace {
 
-// A packet without an answer is sent again after 67 ms, 7 times: a peer that is gone is noticed within a second.
+// An unacknowledged packet is sent again after 67 ms, up to 7 times, so a dead peer is detected within a second.
 constexpr std::uint8_t timeout_exponent = 14, retry_count = 7, rnr_retry_count = 6, rnr_timer_code = 12, hop_limit = 64;
 constexpr unsigned events_at_once = 64;
 
@@ -69,7 +69,7 @@ void CompletionQueue::take_events() {
     ibv_cq* queue = nullptr;
     void* context = nullptr;
     while (ibv_get_cq_event(channel_.get(), &queue, &context) == 0) {
-        // An acknowledgement takes a lock, so many go at once.
+        // An acknowledgement takes a lock, so many events are acknowledged at once.
         if (++unacknowledged_ == events_at_once) {
             ibv_ack_cq_events(queue_.get(), unacknowledged_);
             unacknowledged_ = 0;
@@ -112,7 +112,7 @@ void QueuePair::connect(const Endpoint& peer, std::uint8_t reads_max) {
     ibv_qp_attr initialize{};
     initialize.qp_state = IBV_QPS_INIT;
     initialize.port_num = device_->port();
-    // The peer may do nothing to the memory of this side: it is the initiator.
+    // The peer must not access the memory of this side, which is the initiator.
     initialize.qp_access_flags = 0;
     modify(initialize, IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS, "INIT");
 

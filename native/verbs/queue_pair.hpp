@@ -16,11 +16,11 @@ public:
     CompletionQueue& operator=(const CompletionQueue&) = delete;
     ~CompletionQueue();
 
-    // How many completions were taken; throws when the queue is broken (overrun).
+    // Returns the number of completions taken. Throws if the queue is broken (overrun).
     int poll(std::span<ibv_wc> completions);
-    // Has the next completion make fd() readable. What came before it must be polled for once more.
+    // Makes fd() readable with the next completion. Earlier completions need one more poll().
     void arm();
-    // Takes the events of fd(), which never blocks.
+    // Takes the events of fd() without blocking.
     void take_events();
     int fd() const noexcept { return channel_->fd; }
     ibv_cq* get() const noexcept { return queue_.get(); }
@@ -49,9 +49,9 @@ public:
     QueuePair(const Device& device, CompletionQueue& completions, std::uint32_t transfers_max);
 
     Endpoint endpoint() const;
-    // From RESET to ready-to-send. Throws Error with the errno of ibv_modify_qp.
+    // Moves the queue pair from RESET to ready-to-send. Throws Error with the errno of ibv_modify_qp.
     void connect(const Endpoint& peer, std::uint8_t reads_max);
-    // Posts them as one list, in order. Returns 0, or the errno and in `posted` how many are under way.
+    // Posts the transfers as one list, in order. Returns 0, or the errno. `posted` is then the number that was posted.
     int post(std::span<const Transfer> transfers, std::size_t& posted);
     std::uint32_t transfers_max() const noexcept { return transfers_max_; }
 

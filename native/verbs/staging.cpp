@@ -14,8 +14,8 @@ constexpr std::size_t round_up(std::size_t size) noexcept {
     return (size + huge_page_bytes - 1) / huge_page_bytes * huge_page_bytes;
 }
 
-// Anonymous memory that begins with a huge page. To have all of it in huge pages is a wish: who pins it then counts and
-// maps one thing where there were 512.
+// Maps anonymous memory that begins at a huge page. Huge pages are only requested. With them, a pin of the memory
+// counts and maps one page instead of 512.
 std::byte* map_aligned(std::size_t size) {
     const std::size_t whole = size + huge_page_bytes;
     void* const mapped = mmap(nullptr, whole, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -40,7 +40,7 @@ Staging::Staging(std::span<Device* const> devices, const Layout& layout)
       size_(round_up(layout.small_bytes * layout.small_count + layout.large_bytes * layout.large_count)),
       memory_(map_aligned(size_)) {
     for (Device* const device : devices) {
-        // No peer ever reaches it: this side alone starts transfers.
+        // No peer ever accesses this memory, because only this side starts transfers.
         regions_.emplace_back(ibv_reg_mr(device->domain(), memory_, size_, IBV_ACCESS_LOCAL_WRITE));
         if (!regions_.back()) {
             const int number = last_errno();

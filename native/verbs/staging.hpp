@@ -1,4 +1,4 @@
-// Memory that is registered once with several devices, and handed out in slots of two sizes.
+// Memory that is registered once with several devices, and divided into slots of two sizes.
 #pragma once
 
 #include <cstddef>
@@ -16,7 +16,7 @@ public:
         std::size_t small_bytes, small_count;
         std::size_t large_bytes, large_count;
     };
-    // A slot; `number` is what give_back wants. Empty when none is free.
+    // A slot. give_back needs its `number`. The slot is empty if none is free.
     struct Slot {
         std::byte* data = nullptr;
         std::size_t size = 0;
@@ -29,11 +29,12 @@ public:
     Staging& operator=(const Staging&) = delete;
     ~Staging();
 
-    // The smallest slot that has so many bytes. Last given back, first taken: it is still in the cache.
+    // Returns a free slot of the smallest size that fits. The slot returned last is used first, because it is still in
+    // the cache.
     Slot take(std::size_t size_bytes);
     void give_back(const Slot& slot);
     std::size_t large_bytes() const noexcept { return layout_.large_bytes; }
-    // Of the device with this place in the constructor's list.
+    // Returns the lkey of the device with this index in the constructor's list.
     std::uint32_t local_key(std::size_t device) const { return regions_.at(device)->lkey; }
 
 private:
@@ -41,7 +42,7 @@ private:
     std::size_t size_;
     std::byte* memory_;
     std::vector<Owned<ibv_mr>> regions_;
-    std::vector<std::uint32_t> small_, large_; // Free slots.
+    std::vector<std::uint32_t> small_, large_; // Numbers of the free slots.
 };
 
 } // namespace gdrkit::verbs

@@ -22,6 +22,7 @@ from gdrkit.house import house
 from gdrkit.inventory import load_profile
 from gdrkit.plain import to_plain
 from gdrkit.report import CaseReason, Verdict
+from gdrkit.witness import KernelEvidence, RdmaEvidence
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -213,8 +214,26 @@ def soft_roce(facts: Facts) -> Facts:
         for nic in nics
     )
     routes = tuple(replace(route, possible=False) for route in facts.routes)
+    evidence = KernelEvidence(
+        rdma=tuple(
+            RdmaEvidence(
+                name=nic.name,
+                node_guid=nic.node_guid,
+                driver="rxe",
+                node=None,
+                pci_address=None,
+                pci_driver=None,
+                missing=(),
+            )
+            for nic in nics
+        )
+    )
     return replace(
-        facts, verbs=replace(facts.verbs, libraries=libraries, nics=nics), rdma_devices=devices, routes=routes
+        facts,
+        verbs=replace(facts.verbs, libraries=libraries, nics=nics),
+        rdma_devices=devices,
+        routes=routes,
+        evidence=evidence,
     )
 
 

@@ -1,6 +1,6 @@
-"""Tiers of storage: files by logical names, each in the tier that its use asks for, and none lost on the way.
+"""Storage tiers: files by logical names, each in the tier that its use asks for, migrated without loss of data.
 
-Level 4. ``TierManager(configure())`` is where to begin; docs/tiers.md tells the rest.
+Start with ``TierManager(configure())``. docs/tiers.md describes the rest.
 """
 
 from __future__ import annotations

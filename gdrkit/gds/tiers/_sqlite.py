@@ -1,6 +1,6 @@
-"""SQLite, as the catalogue uses it.
+"""The use of SQLite by the catalogue.
 
-Level 4. The only file that names sqlite3. Its errors become :class:`ApiError` with SQLite's own number.
+Only this file imports sqlite3. Errors of SQLite become :class:`ApiError` with SQLite's own number.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Connection", "connect", "is_damaged", "transaction", "translated"]
 
-# The low byte of a code is its kind (sqlite3.h).
+# The low byte of an extended result code is the primary result code (sqlite3.h).
 _KIND = 0xFF
 _BUSY, _LOCKED, _READ_ONLY, _IO, _CORRUPT, _FULL, _CANNOT_OPEN, _NO_DATABASE = 5, 6, 8, 10, 11, 13, 14, 26
 _REASONS = {
@@ -42,21 +42,21 @@ _CACHE_KIB = 4096
 
 
 def connect(path: Path, *, timeout_ms: int, sorts_on_disk: bool = False) -> Connection:
-    """Open a catalogue in WAL mode, with every commit on the device before it returns.
+    """Open a catalogue in WAL mode and return the connection. Each commit is on the disk before it returns.
 
     Parameters
     ----------
     path : Path
-        Of the database; made if it is not there.
+        Path of the database. It is created if it does not exist.
     timeout_ms : int
-        How long to wait for others.
+        Longest time to wait for locks of other connections, in milliseconds.
     sorts_on_disk : bool
-        Keep what sorting and temporary tables need in files, not in memory.
+        Keep temporary tables and the data of sorts in files, not in memory.
 
     Raises
     ------
     ApiError
-        As SQLite says; ``MALFORMED``: it is no database, or a damaged one.
+        SQLite failed. ``MALFORMED``: the file is not a database, or is damaged.
     """
     with translated("sqlite3_open", path=str(path)):
         connection = sqlite3.connect(
@@ -77,13 +77,13 @@ def connect(path: Path, *, timeout_ms: int, sorts_on_disk: bool = False) -> Conn
 
 @contextmanager
 def transaction(connection: Connection) -> Iterator[Connection]:
-    """Write, or change nothing at all."""
+    """Run the block in a transaction, and roll it back if the block fails."""
     connection.execute("BEGIN IMMEDIATE")
     try:
         yield connection
         connection.execute("COMMIT")
     except BaseException:
-        # Some errors have ended the transaction already.
+        # Some errors have already ended the transaction.
         if connection.in_transaction:
             connection.execute("ROLLBACK")
         raise
@@ -91,7 +91,7 @@ def transaction(connection: Connection) -> Iterator[Connection]:
 
 @contextmanager
 def translated(operation: str, **arguments: object) -> Iterator[None]:
-    """Have an error of SQLite in this block come out as an :class:`ApiError`."""
+    """Convert errors of SQLite in this block to :class:`ApiError`."""
     try:
         yield
     except sqlite3.Error as error:
@@ -110,7 +110,7 @@ def translated(operation: str, **arguments: object) -> Iterator[None]:
 
 
 def is_damaged(connection: Connection) -> bool:
-    """Whether SQLite finds something wrong with the whole database."""
+    """Return whether SQLite finds damage in the database; reads all of it."""
     try:
         return [row[0] for row in connection.execute("PRAGMA quick_check(1)")] != ["ok"]
     except sqlite3.DatabaseError:

@@ -1,7 +1,7 @@
-"""Accesses that are not in the catalogue yet.
+"""Counts of file accesses that are not written to the catalogue yet.
 
-Level 4. A read must neither wait for the catalogue nor fail because of it, so accesses are counted here and told by and
-by. What was not told when a process is killed is lost: a little heat, no byte.
+A read must neither wait for the catalogue nor fail because of it. So accesses are counted here and written to the
+catalogue in batches. If a process is killed, its unwritten counts are lost: a little heat, but no data.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _log = logging.getLogger(__name__)
 
 
 class Accesses:
-    """The accesses of this process; any thread may count.
+    """The access counts of this process. They are thread-safe.
 
     Parameters
     ----------
     catalogue : Catalogue
-        Whom they are told.
+        The catalogue that the counts are written to.
     """
 
     def __init__(self, catalogue: Catalogue) -> None:
@@ -39,7 +39,7 @@ class Accesses:
         self._due = _DUE
 
     def count(self, name: str) -> None:
-        """One more."""
+        """Count one access to a file."""
         with self._lock:
             self._counts[name] += 1
             self._sum += 1
@@ -48,7 +48,7 @@ class Accesses:
             self.tell()
 
     def tell(self) -> None:
-        """Tell the catalogue; while another process keeps it locked, or it is damaged, they stay here."""
+        """Write the counts to the catalogue. If it is locked by another process, they stay here."""
         with self._lock:
             counts, self._counts, self._sum = self._counts, Counter(), 0
         if not counts:
@@ -60,7 +60,7 @@ class Accesses:
             if error.reason is Reason.BUSY:
                 with self._lock:
                     self._counts.update(counts)
-                    # Whoever reads now should not wait for the lock at every access.
+                    # Readers must not wait for the lock at every access, so the next attempt comes later.
                     self._due *= 2
         else:
             self._due = _DUE

@@ -1,8 +1,8 @@
-"""How fast a tier really is, beside what the GDS integration update states of it.
+"""A benchmark of a tier, for comparison with the numbers that the GDS integration update states.
 
-Level 4. A file that has no name is written and read where the tier is, past the page cache where the file system lets
-us (O_DIRECT); where it does not, the numbers are those of the page cache, and say so. Where there is a CUDA device, the
-file is read into its memory too, which shows the route.
+The benchmark writes and reads an unnamed file in the tier. It bypasses the page cache if the file system supports
+O_DIRECT. Otherwise the numbers are those of the page cache, and the result says so. If there is a CUDA device, the file
+is also read into device memory, which shows the route.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ _SEED = 0x7135
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """What was measured of one tier.
+    """The measurements of one tier.
 
     Attributes
     ----------
     past_cache : bool
-        Whether the kernel was asked to move the bytes past its page cache. False: it refused, and the numbers are not
-        those of the device.
+        Whether O_DIRECT was used. False: the file system does not support it, and the numbers are not those of the
+        disk.
     latency_us_median, latency_us_p99 : float
-        Of one read of a page at a random place, one at a time.
+        Latency in microseconds of a read of one page at a random offset, with one read at a time.
     device_read_gb_per_s : float or None
-        Into memory of CUDA device 0; None: there is none.
+        Rate of reads into memory of CUDA device 0; None without a device.
     route : TierRoute
-        Which way those bytes took; where not all took the same, the worst.
+        The route of those bytes. If they took several routes, it is the worst.
     """
 
     tier: str
@@ -69,14 +69,14 @@ class Speed:
 
 
 def measure(folder: TierFolder, *, length_bytes: int = LENGTH_BYTES) -> Speed:
-    """Write, read and look up a file of this length (in whole parts of 8 MiB) in a tier.
+    """Write and read a file of this length (rounded down to parts of 8 MiB) in a tier, and return the rates.
 
     Raises
     ------
     ApiError
-        The tier cannot be written, or is full.
+        The tier cannot be written, or it is full.
     DataMismatch
-        It gave back other bytes.
+        The tier returned other bytes than those written.
     """
     parts = max(1, length_bytes // _PART_BYTES)
     with told("bench", tier=folder.name):
@@ -109,7 +109,7 @@ def measure(folder: TierFolder, *, length_bytes: int = LENGTH_BYTES) -> Speed:
 
 
 def _open_nameless(folder: TierFolder) -> tuple[int, int]:
-    """A file that goes with its descriptors: one of the page cache, one past it (the same where that is refused)."""
+    """Create an unnamed file; return a buffered and an O_DIRECT descriptor, equal without O_DIRECT support."""
     name, own = f"bench-{uuid.uuid4().hex}", folder.own("incoming")
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
     plain = os.open(name, flags | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=own)
@@ -154,7 +154,7 @@ def _timed_read(descriptor: int, parts: int) -> float:
 
 
 def _latencies_us(descriptor: int, length_bytes: int) -> list[float]:
-    chance, memory, found = random.Random(_SEED), mmap.mmap(-1, HOST_PAGE_BYTES), []  # noqa: S311 - no secret.
+    chance, memory, found = random.Random(_SEED), mmap.mmap(-1, HOST_PAGE_BYTES), []  # noqa: S311 - not used for secrets.
     for _ in range(_LOOKS):
         offset = chance.randrange(length_bytes // HOST_PAGE_BYTES) * HOST_PAGE_BYTES
         begin = time.perf_counter()
@@ -164,7 +164,7 @@ def _latencies_us(descriptor: int, length_bytes: int) -> list[float]:
 
 
 def _device_read(path: str, parts: int) -> tuple[float | None, TierRoute]:
-    """How fast the file comes into memory of the first device, and the worst way that a part of it took."""
+    """Return the rate of reads into memory of the first device, in GB/s, and the worst route of a part of the file."""
     try:
         count = cuda.device_count()
     except SetupMissing as error:
@@ -174,9 +174,9 @@ def _device_read(path: str, parts: int) -> tuple[float | None, TierRoute]:
     length = parts * _PART_BYTES
     with cuda.Device(0) as device, device.allocate(_PART_BYTES) as memory, File(path) as file:
         with warnings.catch_warnings():
-            # Said in the table.
+            # The table of results reports the fallback.
             warnings.simplefilter("ignore", FellBack)
-            # Looks for a direct path, and pins the memory of the engine.
+            # This first read probes for a direct path, and makes the engine pin its memory.
             file.read_into(memory, length_bytes=_PART_BYTES)
             begin = time.perf_counter()
             done = [

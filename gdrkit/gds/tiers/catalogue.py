@@ -1,7 +1,7 @@
-"""What is known of every file: its tier, its size, how hot it is, whether it is pinned.
+"""The catalogue: for every file its tier, its size, its heat and whether it is pinned.
 
-Level 4. An index, not the truth: where a file lies is said by the disks, and a catalogue that is lost or damaged is
-made anew from them. Several processes may use it at once.
+The catalogue is an index. The disks decide where a file is, and a lost or damaged catalogue is rebuilt from them.
+Several processes may use it at the same time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _COLUMNS = "name, tier, size_bytes, allocated_bytes, links, score, accesses, pin
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What is known of one file; `pinned` names the tier where it has to be."""
+    """The row of one file. `pinned` is the tier to which it is pinned, or None."""
 
     name: str
     tier: str
@@ -42,18 +42,18 @@ class Entry:
 
     @classmethod
     def of(cls, name: str, tier: str, info: os.stat_result, *, score: float = NEVER) -> Entry:
-        """Of a file as stat(2) sees it."""
+        """Return the entry of a file with this stat result."""
         return cls(name, tier, info.st_size, info.st_blocks * 512, info.st_nlink, score)
 
     @classmethod
     def of_row(cls, row: tuple[Any, ...]) -> Entry:
-        """Of a row of the catalogue."""
+        """Return the entry of a row of the catalogue."""
         return cls(os.fsdecode(row[0]), *row[1:])
 
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Of one tier; `coming_bytes` are those of migrations that are under way."""
+    """Totals of one tier. `coming_bytes` belong to migrations in progress."""
 
     files: int = 0
     size_bytes: int = 0
@@ -62,14 +62,14 @@ class Totals:
 
 
 class Catalogue(Database):
-    """The catalogue of a set of tiers; close it after all that use it.
+    """The catalogue of a set of tiers. Its owner closes it after all of its users.
 
     Parameters
     ----------
     folder, half_life_s, timeout_ms, clock
-        As of :class:`Database`.
+        See :class:`Database`.
     fill : callable
-        Puts what is on disk into a new catalogue, by :meth:`put`.
+        Fills a new catalogue with the files on disk, by :meth:`put`.
     """
 
     def __init__(
@@ -85,17 +85,17 @@ class Catalogue(Database):
         super().__init__(folder, half_life_s=half_life_s, timeout_ms=timeout_ms, clock=clock)
 
     def fill(self) -> None:
-        """Put what is on disk into a new catalogue."""
+        """Fill a new catalogue with the files on disk."""
         self._fill(self)
 
     def find(self, name: str) -> Entry | None:
-        """What is known of a file; None when nothing is."""
+        """Return the entry of a file, or None if the catalogue has none."""
         with self.used_by("find", name=shown(name)) as connection:
-            row = connection.execute(f"SELECT {_COLUMNS} FROM files WHERE name = ?", (_key(name),)).fetchone()  # noqa: S608 - our own columns.
+            row = connection.execute(f"SELECT {_COLUMNS} FROM files WHERE name = ?", (_key(name),)).fetchone()  # noqa: S608 - constant columns.
         return None if row is None else Entry.of_row(row)
 
     def totals(self) -> dict[str, Totals]:
-        """Of every tier that has, or gets, a file."""
+        """Return the totals of every tier that has a file, or is the destination of a migration."""
         with self.used_by("add up") as connection:
             rows = connection.execute(
                 "SELECT tier, max(files), max(size_bytes), max(allocated_bytes), max(coming) FROM ("
@@ -105,25 +105,25 @@ class Catalogue(Database):
         return {row[0]: Totals(*row[1:]) for row in rows}
 
     def pins(self) -> dict[str, str]:
-        """The files that are pinned, and the tier of each."""
+        """Return the pinned files, each with its tier."""
         with self.used_by("find pins") as connection:
             rows = connection.execute("SELECT name, pinned FROM files WHERE pinned IS NOT NULL").fetchall()
         return {os.fsdecode(row[0]): row[1] for row in rows}
 
     def put(self, entry: Entry) -> None:
-        """Have exactly this known of a file."""
+        """Write the entry of a file, and replace all columns of an older one."""
         marks = ", ".join("?" * 8)
         values = (_key(entry.name), *(getattr(entry, key) for key in _COLUMNS.split(", ")[1:]))
         with self.writing("put", name=shown(entry.name)) as connection:
-            # Not REPLACE, which would take the old row away without its trigger.
+            # REPLACE would delete the old row without its trigger.
             connection.execute(
-                f"INSERT INTO files ({_COLUMNS}) VALUES ({marks}) ON CONFLICT (name) DO UPDATE SET "  # noqa: S608 - our own columns.
+                f"INSERT INTO files ({_COLUMNS}) VALUES ({marks}) ON CONFLICT (name) DO UPDATE SET "  # noqa: S608 - constant columns.
                 + ", ".join(f"{key} = excluded.{key}" for key in _COLUMNS.split(", ")[1:]),
                 values,
             )
 
     def see(self, name: str, tier: str, info: os.stat_result) -> None:
-        """A file lies there with that size; what else is known of it stays."""
+        """Write tier and size of a file. The other columns of an existing row are kept."""
         values = (_key(name), tier, info.st_size, info.st_blocks * 512, info.st_nlink, NEVER)
         with self.writing("see", name=shown(name)) as connection:
             connection.execute(
@@ -134,18 +134,18 @@ class Catalogue(Database):
             )
 
     def forget(self, name: str) -> None:
-        """The file is no more."""
+        """Remove the row of a file."""
         with self.writing("forget", name=shown(name)) as connection:
             connection.execute("DELETE FROM files WHERE name = ?", (_key(name),))
 
     def pin(self, name: str, tier: str | None) -> bool:
-        """Have a file stay in a tier, or go where it belongs again (None); whether it is known."""
+        """Pin a file to a tier, or unpin it (None). Return whether the catalogue has the file."""
         with self.writing("pin", name=shown(name)) as connection:
             done = connection.execute("UPDATE files SET pinned = ? WHERE name = ?", (tier, _key(name)))
             return bool(done.rowcount)
 
     def used(self, counts: Mapping[str, int]) -> None:
-        """Files were used so many times; what nothing is known of is left out."""
+        """Add accesses to files. Files that the catalogue does not have are skipped."""
         with self.writing("count accesses") as connection:
             at = self.clock_at(connection, keep=True)
             for name, count in counts.items():
@@ -157,12 +157,12 @@ class Catalogue(Database):
                     )
 
     def begin_move(self, move: tuple[str, str, str, str, int], *, limit_bytes: int) -> None:
-        """Book room for (id, name, source, destination, bytes) in the destination.
+        """Reserve space for (id, name, source, destination, bytes) in the destination.
 
         Raises
         ------
         ApiError
-            ``NO_SPACE``: there is none.
+            ``NO_SPACE``: the destination has not enough space.
         """
         identifier, name, source, destination, size = move
         with self.writing("begin move", name=shown(name)) as connection:
@@ -181,34 +181,34 @@ class Catalogue(Database):
             connection.execute("INSERT INTO moves VALUES (?, ?, ?, ?, ?)", row)
 
     def end_move(self, identifier: str) -> None:
-        """The migration has ended, one way or the other."""
+        """Remove the reservation of a migration that has ended."""
         with self.writing("end move", id=identifier) as connection:
             connection.execute("DELETE FROM moves WHERE id = ?", (identifier,))
 
     def moves(self) -> list[str]:
-        """The migrations that are booked."""
+        """Return the ids of the migrations that have a reservation."""
         with self.used_by("find moves") as connection:
             return [row[0] for row in connection.execute("SELECT id FROM moves ORDER BY id")]
 
     def routes(self) -> dict[str, TierRoute]:
-        """By tier, what the last transfer with device memory showed."""
+        """Return the result of the last transfer with device memory, by tier."""
         with self.used_by("find routes") as connection:
             rows = connection.execute("SELECT tier, state, route, why FROM routes").fetchall()
         return {row[0]: TierRoute(RouteState(row[1]), row[2], row[3]) for row in rows}
 
     def keep_route(self, tier: str, route: TierRoute) -> None:
-        """A transfer showed this."""
+        """Store the route that a transfer showed."""
         with self.writing("keep route", tier=tier) as connection:
             row = (tier, route.state.value, route.route, route.why, time.time())
             connection.execute("INSERT OR REPLACE INTO routes VALUES (?, ?, ?, ?, ?)", row)
 
     def identities(self) -> dict[str, str]:
-        """By tier, the folder that it was when it was last seen."""
+        """Return the identity of each tier's folder when it was last opened."""
         with self.used_by("find tiers") as connection:
             return dict(connection.execute("SELECT tier, identity FROM tiers").fetchall())
 
     def identify(self, tier: str, identity: str) -> None:
-        """Keep which folder the tier is."""
+        """Store the identity of a tier's folder."""
         with self.writing("identify", tier=tier) as connection:
             connection.execute("INSERT OR REPLACE INTO tiers VALUES (?, ?)", (tier, identity))
 

@@ -1,7 +1,7 @@
-"""The catalogue compared with the disks, and made to agree with them.
+"""Comparison of the catalogue with the disks, and repair of the catalogue.
 
-Level 4. What was seen on the disks is kept in a temporary table, so that a million files are compared in little memory.
-Others may go on meanwhile: whatever looks wrong is looked at again before it is said.
+The files on the disks are listed in a temporary table, so that the comparison of a million files needs little memory.
+Other processes may continue meanwhile, so each difference is checked again before it is reported.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ CREATE TEMP TABLE seen (
 
 
 def fill(catalogue: Catalogue, configuration: Configuration, folders: Mapping[str, TierFolder]) -> None:
-    """Put what is on disk into an empty catalogue.
+    """Fill an empty catalogue with the files on disk.
 
-    How hot the files were is lost with the old one. Each is taken to be as hot as its tier asks for, so that it stays
-    where it is until it has cooled. Of a name in two tiers the faster one counts.
+    The heat of the files was lost with the old catalogue. Each file gets the heat that its tier asks for, so that it
+    stays there until it has cooled. If two tiers have a file of the same name, the one in the faster tier is entered.
     """
     at = catalogue.now()
     for tier in configuration.tiers:
@@ -56,7 +56,7 @@ def fill(catalogue: Catalogue, configuration: Configuration, folders: Mapping[st
 
 
 def kept(folders: Mapping[str, TierFolder]) -> Iterator[Finding]:
-    """What recoveries put aside."""
+    """Yield a finding for each file that a recovery moved to the ``kept`` folder."""
     for folder in folders.values():
         for name in folder.names_of("kept"):
             text = f"somebody wrote to both sides of a migration; see {folder.directory}/.gdrkit-tiers/kept"
@@ -64,9 +64,9 @@ def kept(folders: Mapping[str, TierFolder]) -> Iterator[Finding]:
 
 
 def compare(catalogue: Catalogue, folders: Mapping[str, TierFolder], *, repair: bool) -> Iterator[Finding]:
-    """Where catalogue and disks differ; with `repair`, the catalogue learns what the disks have.
+    """Yield the differences between catalogue and disks; with `repair`, also update the catalogue.
 
-    No file is ever touched.
+    Files are never changed.
     """
     connection = catalogue.connect_again()
     try:
@@ -102,7 +102,7 @@ def _keep(connection: Connection, rows: list[tuple[bytes, str, int, int]]) -> No
 
 
 def _differing(connection: Connection) -> list[bytes]:
-    """The names of which something may be wrong, each once."""
+    """Return the names with a possible difference, each once."""
     rows = connection.execute(
         "SELECT name FROM files WHERE NOT EXISTS (SELECT 1 FROM seen WHERE seen.name = files.name "
         "AND seen.tier = files.tier AND seen.size_bytes = files.size_bytes AND seen.links = files.links) "
@@ -115,7 +115,7 @@ def _differing(connection: Connection) -> list[bytes]:
 def _difference(
     name: str, catalogue: Catalogue, folders: Mapping[str, TierFolder], *, repair: bool
 ) -> Iterator[Finding]:
-    """Look at one file again, now."""
+    """Compare one file again, with its current state on disk."""
     entry = catalogue.find(name)
     found = {tier: info for tier, folder in folders.items() if (info := _regular(folder, name)) is not None}
     if len(found) > 1 and not _is_moving(folders):
@@ -158,5 +158,5 @@ def _regular(folder: TierFolder, name: str) -> os.stat_result | None:
 
 
 def _is_moving(folders: Mapping[str, TierFolder]) -> bool:
-    """Whether some migration is under way, in which a file may have its name in two tiers for a moment."""
+    """Return whether a migration is in progress, during which a file may briefly have its name in two tiers."""
     return any(recorded(folder) for folder in folders.values())

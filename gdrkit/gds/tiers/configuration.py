@@ -1,8 +1,7 @@
-"""Which tiers there are: from a TOML file, the environment and the command line.
+"""The configuration of tiers, from a TOML file, the environment and the command line.
 
-Level 4. The defaults are those of the GDS integration update: /nvme for files with 100 accesses and more, /ssd from 10
-to 99, /hdd for fewer. What it states of their speed is kept beside what ``gdrkit tiers bench`` measures, and is nothing
-more than that.
+The defaults are those of the GDS integration update: /nvme for files with 100 accesses or more, /ssd for 10 to 99, /hdd
+for fewer. The speeds that it states are only shown beside those that ``gdrkit tiers bench`` measures.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ _WEEK_S = 7 * 86400.0
 
 @dataclass(frozen=True, slots=True)
 class SeedTier:
-    """A tier as the GDS integration update states it: nothing here was measured."""
+    """A tier with the numbers that the GDS integration update states. They were not measured here."""
 
     directory: str
     accesses_min: int
@@ -63,18 +62,18 @@ SEED: Mapping[str, SeedTier] = {
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """One tier.
+    """The configuration of one tier.
 
     Attributes
     ----------
     name : str
-        What it is called in the catalogue.
+        Name of the tier in the catalogue.
     directory : Path
-        Where its files lie; for a tier of its own device, where that is mounted.
+        Folder of its files. If the tier has its own disk, it is the mount point.
     accesses_min : int
-        How hot a file must be to belong here, in fresh accesses.
+        Heat that a file needs for this tier, in fresh accesses.
     capacity_bytes : int or None
-        What gdrkit may fill; None: what the file system has.
+        Space that gdrkit may fill, in bytes. None: the size of the file system.
     """
 
     name: str
@@ -85,24 +84,24 @@ class Tier:
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """The tiers, fastest first, and how files are placed in them.
+    """The tiers, fastest first, and the parameters of placement.
 
     Attributes
     ----------
     tiers : tuple of Tier
-        At least one.
+        The tiers, at least one.
     catalogue : Path
-        The folder of the catalogue.
+        Folder of the catalogue.
     half_life_s : float
-        After which an access counts half.
+        Time after which an access counts half, in seconds.
     hysteresis : float
-        How much cooler than its tier asks for a file may become before it has to leave, 0 to less than 1.
+        Share of its tier's required heat that a file may lose before it must leave, from 0 to less than 1.
     headroom : float
-        Which part of a tier stays free, 0 to less than 1.
+        Share of a tier that is kept free, from 0 to less than 1.
     landing : str
-        The tier of new files.
+        Tier of new files.
     timeout_ms : int
-        How long to wait for another process that writes the catalogue.
+        Longest time to wait for another process that writes the catalogue, in milliseconds.
     """
 
     tiers: tuple[Tier, ...]
@@ -117,12 +116,12 @@ class Configuration:
         _check(self)
 
     def tier(self, name: str) -> Tier:
-        """The tier of a name.
+        """Return the tier with this name.
 
         Raises
         ------
         UsageError
-            There is none.
+            There is no such tier.
         """
         for each in self.tiers:
             if each.name == name:
@@ -132,7 +131,7 @@ class Configuration:
 
     @property
     def landing_tier(self) -> Tier:
-        """Where new files go: the tier that is said, or that of files which nobody has used."""
+        """The tier of new files: the configured one, or the last (slowest) one."""
         return self.tier(self.landing) if self.landing else self.tiers[-1]
 
 
@@ -157,7 +156,7 @@ class _File:
 
 @dataclass(frozen=True, slots=True)
 class _Given:
-    """What was said until now; what is said later holds."""
+    """The settings read so far. Later sources override earlier ones."""
 
     tiers: tuple[_FileTier, ...] = ()
     catalogue: str | None = None
@@ -171,24 +170,24 @@ def configure(
     catalogue: Path | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> Configuration:
-    """Put the configuration together: arguments hold before the environment, that before the file.
+    """Return the configuration. Arguments override the environment, which overrides the file.
 
     Parameters
     ----------
     file : Path or None
-        A TOML file; None: that of ``GDRKIT_TIERS_CONFIG``, if any.
+        A TOML file. None: the file that ``GDRKIT_TIERS_CONFIG`` names, if it is set.
     tiers : sequence of str
-        ``NAME=DIRECTORY[,capacity=SIZE][,accesses_min=N]``, fastest first; empty: ``GDRKIT_TIERS``, where they are
-        separated by blanks or ``;``.
+        ``NAME=DIRECTORY[,capacity=SIZE][,accesses_min=N]``, fastest first. Empty: the value of ``GDRKIT_TIERS``, where
+        tiers are separated by blanks or ``;``.
     catalogue : Path or None
-        The folder of the catalogue; None: ``GDRKIT_TIERS_CATALOGUE``.
+        Folder of the catalogue. None: the value of ``GDRKIT_TIERS_CATALOGUE``.
     environ : mapping
-        The environment.
+        The environment variables.
 
     Raises
     ------
     UsageError
-        Something is wrong; the message names it.
+        A setting is invalid. The message names it.
     """
     named = file or (Path(environ[CONFIG]) if environ.get(CONFIG) else None)
     given = _read(named) if named else _Given()
@@ -202,12 +201,12 @@ def configure(
 
 
 def parse_size(text: str | int) -> int:
-    """``900 GiB`` in bytes; GB are 10^9, GiB 2^30.
+    """Return a size such as ``900 GiB`` in bytes. GB means 10^9, GiB means 2^30.
 
     Raises
     ------
     UsageError
-        It is no size.
+        The text is not a size.
     """
     found = _SIZE.fullmatch(str(text).strip())
     unit = _UNITS.get(found[2].upper()) if found else None

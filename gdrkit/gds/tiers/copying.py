@@ -1,7 +1,7 @@
-"""A copy of a file with everything that belongs to it, and the proof that it is one.
+"""A copy of a file with its attributes, and verification of the copy.
 
-Level 4. Holes stay holes; mode, owner, extended attributes (access control lists among them) and times are kept. What a
-file system cannot keep is an error and no silent loss; only the times of the copy's own inode (ctime, birth) are new.
+Holes stay holes. Mode, owner, extended attributes (including access control lists) and times are kept. If the file
+system cannot keep one of them, the copy fails. Only the times of the copy's own inode (ctime, birth) are new.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ if TYPE_CHECKING:
 __all__ = ["CHUNK_BYTES", "copy_attributes", "copy_data", "keep_access_time", "read_back"]
 
 CHUNK_BYTES = 4 * MIB
-# What belongs to the place where a file lies, and not to the file.
+# Extended attributes that depend on the location of a file and are not copied.
 _OF_THE_PLACE = frozenset({"security.selinux", "security.ima", "security.evm"})
 
 
 def copy_data(source: int, copy: int, *, size_bytes: int, go_on: Callable[[int], None]) -> bytes:
-    """Copy every byte; `go_on` is called before each part with the offset. Returns a digest of what was read.
+    """Copy all bytes and return a digest of them. `go_on` is called with the offset before each part.
 
     Raises
     ------
     OSError
-        As of read(2) and write(2).
+        read(2) or write(2) failed.
     ApiError
-        ``BUSY``: the file became shorter meanwhile.
+        ``BUSY``: the file became shorter during the copy.
     """
     os.ftruncate(copy, size_bytes)
     digest = hashlib.blake2b()
@@ -53,14 +53,14 @@ def copy_data(source: int, copy: int, *, size_bytes: int, go_on: Callable[[int],
 
 
 def read_back(source: int, copy: int, *, size_bytes: int, go_on: Callable[[int], None]) -> bytes:
-    """The digest of a copy that is on its device, read from there as far as the kernel lets us.
+    """Return the digest of a synced copy, which is read from the disk as far as the kernel permits.
 
-    The parts are those of the source, and what is a hole there must be zero in the copy.
+    The parts are those of the source. A hole of the source must be zero in the copy.
 
     Raises
     ------
     ApiError
-        ``IO_ERROR``: a hole came back as something else.
+        ``IO_ERROR``: a hole contains data in the copy.
     """
     os.posix_fadvise(copy, 0, 0, os.POSIX_FADV_DONTNEED)
     digest = hashlib.blake2b()
@@ -79,17 +79,17 @@ def read_back(source: int, copy: int, *, size_bytes: int, go_on: Callable[[int],
 
 
 def copy_attributes(source: int, copy: int, info: os.stat_result) -> None:
-    """Give the copy the mode, the owner, the extended attributes and the times of the source.
+    """Copy mode, owner, extended attributes and times of the source to the copy.
 
     Raises
     ------
     OSError
-        EPERM: this user may not give a file to its owner; EOPNOTSUPP: that file system has no extended attributes.
+        EPERM: this user may not change the owner. EOPNOTSUPP: the file system has no extended attributes.
     """
     now = os.fstat(copy)
     if (now.st_uid, now.st_gid) != (info.st_uid, info.st_gid):
         os.fchown(copy, info.st_uid, info.st_gid)
-    # After the owner, whose change takes set-user-id bits and capabilities away.
+    # The mode must be set after the owner, because a change of owner clears set-user-id bits and capabilities.
     os.fchmod(copy, stat.S_IMODE(info.st_mode))
     for name in _attributes(source):
         os.setxattr(copy, name, os.getxattr(source, name))
@@ -97,7 +97,7 @@ def copy_attributes(source: int, copy: int, info: os.stat_result) -> None:
 
 
 def keep_access_time(descriptor: int) -> None:
-    """Read without leaving a trace, where the file is this user's."""
+    """Set O_NOATIME, so that reads do not change the access time, if this user owns the file."""
     try:
         fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_NOATIME)
     except PermissionError:
@@ -105,7 +105,7 @@ def keep_access_time(descriptor: int) -> None:
 
 
 def _parts(source: int, size_bytes: int) -> Iterator[tuple[int, int]]:
-    """Offset and length of each piece that is moved at once."""
+    """Yield offset and length of each chunk that is copied at once."""
     for begin, end in data_ranges(source, size_bytes):
         for at in range(begin, end, CHUNK_BYTES):
             yield at, min(CHUNK_BYTES, end - at)
@@ -121,7 +121,7 @@ def _attributes(descriptor: int) -> list[str]:
 
 
 def _buffer() -> memoryview:
-    """Whole pages, for file systems that copy those by reference."""
+    """Return a page-aligned buffer, for file systems that copy whole pages by reference."""
     return memoryview(mmap.mmap(-1, CHUNK_BYTES))
 
 
@@ -141,7 +141,7 @@ def _write(descriptor: int, part: memoryview, offset: int) -> None:
 
 
 def _check_zero(descriptor: int, begin: int, end: int, memory: memoryview) -> None:
-    """See that what should be a hole is one, or zeros."""
+    """Fail unless the range contains only holes or zeros."""
     at = begin
     while at < end:
         try:

@@ -1,11 +1,11 @@
-"""The database of the catalogue: found, made anew when it is lost, and its clock.
+"""The database of the catalogue: open, rebuild after a loss, and the clock.
 
-Level 4. It lies in ``catalogue-N.sqlite``; the largest N counts, and whoever has an older one open goes over to it at
-the next call. A damaged one is never renamed or removed: another process may have it open, and SQLite finds its log by
-its name.
+The database is the file ``catalogue-N.sqlite`` with the largest N. A process that has an older one open changes to the
+newest at its next call. A damaged database is never renamed or removed: another process may have it open, and SQLite
+finds the log of a database by its name.
 
-The clock is that of the host without the steps back: while the host's clock is behind what it was, time here goes on
-from where it stood, so that no file becomes hotter, or cools down at once, because somebody corrected a clock.
+The clock is the host's clock without backward steps. While the host's clock is behind its latest value, this clock
+continues from where it was. So no file becomes hotter, or suddenly cools, because an administrator corrected a clock.
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ _log = logging.getLogger(__name__)
 
 
 class Database(ABC):
-    """One connection to the newest database of a folder; use it as a context manager.
+    """A connection to the newest database of a folder; a context manager.
 
     Parameters
     ----------
     folder : Path
-        Where it lies; made if it is not there.
+        Folder of the database. It is created if it does not exist.
     half_life_s : float
-        After which an access counts half.
+        Time after which an access counts half, in seconds.
     timeout_ms : int
-        How long to wait for other processes.
+        Longest time to wait for locks of other processes, in milliseconds.
     clock : callable
-        Seconds since 1970.
+        Function that returns the seconds since 1970.
 
     Raises
     ------
     ApiError
-        It cannot be opened, or made anew.
+        The database cannot be opened or created.
     """
 
     def __init__(
@@ -87,26 +87,26 @@ class Database(ABC):
 
     @abstractmethod
     def fill(self) -> None:
-        """Put what is on disk into a new, empty database; everything in one transaction."""
+        """Fill a new, empty database with the files on disk, in one transaction."""
 
     @property
     def path(self) -> Path:
-        """The database."""
+        """Path of the current database."""
         return self._path(self._number)
 
     def connect_again(self) -> Connection:
-        """A connection of its own to the same database, for what sorts; closed by whoever asked for it."""
+        """Return a separate connection to the same database, for sorts. The caller closes it."""
         with self.used_by("connect"):
             return connect(self.path, timeout_ms=self._timeout_ms, sorts_on_disk=True)
 
     def now(self) -> float:
-        """Now, in half-lives."""
+        """Return the current time in half-lives."""
         with self.used_by("read the clock") as connection:
             return self.clock_at(connection, keep=False)
 
     @contextmanager
     def writing(self, operation: str, **arguments: object) -> Iterator[Connection]:
-        """Several changes that are made together or not at all; may be nested."""
+        """Run the block in one transaction; may be nested."""
         with self.used_by(operation, **arguments) as connection:
             if connection.in_transaction:
                 yield connection
@@ -115,17 +115,17 @@ class Database(ABC):
                 yield connection
 
     def rebuild(self) -> None:
-        """Make a new catalogue of what is on disk."""
+        """Create a new catalogue from the files on disk."""
         with self._lock:
             self._rebuild(self._number)
 
     def is_damaged(self) -> bool:
-        """Whether SQLite finds something wrong with it; looks at all of it."""
+        """Return whether SQLite finds damage in the database; reads all of it."""
         with self.used_by("quick_check") as connection:
             return is_damaged(connection)
 
     def close(self) -> None:
-        """Let it go."""
+        """Close the connection."""
         with self._lock:
             connection, self._connection, self._number = self._connection, None, -1
             if connection is not None:
@@ -134,7 +134,7 @@ class Database(ABC):
 
     @contextmanager
     def used_by(self, operation: str, **arguments: object) -> Iterator[Connection]:
-        """The connection, this thread's alone; errors of SQLite come out as :class:`ApiError`."""
+        """Give this thread alone the connection. Errors of SQLite are raised as :class:`ApiError`."""
         with self._lock:
             if self._number < 0:
                 what = "the catalogue"
@@ -152,14 +152,14 @@ class Database(ABC):
             return False
 
     def _open(self) -> None:
-        """Open the newest; make one where there is none that can be read."""
+        """Open the newest database. If none can be read, create one."""
         numbers = self._numbers()
         if numbers and self._try_open(numbers[-1]):
             return
         self._rebuild(numbers[-1] if numbers else 0)
 
     def _try_open(self, number: int) -> bool:
-        """Open one; False when it is no catalogue."""
+        """Open one database. Return False if it is not a catalogue."""
         path = self._path(number)
         try:
             connection = connect(path, timeout_ms=self._timeout_ms)
@@ -188,7 +188,7 @@ class Database(ABC):
             old.close()
 
     def _rebuild(self, known: int) -> None:
-        """Make the next one, unless somebody else does."""
+        """Create the next database, unless another process has created it."""
         with self._alone():
             numbers = self._numbers()
             if numbers and numbers[-1] > known and self._try_open(numbers[-1]):
@@ -204,7 +204,7 @@ class Database(ABC):
                     self._take_draft(connection, draft)
             finally:
                 connection.close()
-            # Closed, it is one file, without a log beside it.
+            # When it is closed, it is a single file without a log.
             draft.replace(self._path(number))
             _sync_folder(self.folder)
             self.was_rebuilt = True
@@ -213,7 +213,7 @@ class Database(ABC):
                 raise ApiError(api=Api.SQLITE, operation="open catalogue", status=None, status_name=message)
 
     def _take_draft(self, connection: Connection, draft: Path) -> None:
-        """Fill it, with this object speaking of it."""
+        """Fill the draft. During that time, all methods of this object use the draft."""
         before = (self._connection, self._number, self._inode)
         self._connection, self._number, self._inode = connection, 0, draft.stat().st_ino
         try:
@@ -225,7 +225,7 @@ class Database(ABC):
             self._connection, self._number, self._inode = before
 
     def _set_half_life(self, connection: Connection) -> None:
-        """Scores are in half-lives: another one changes them all, once."""
+        """Convert all scores once if the half-life has changed, because scores are in half-lives."""
         (before,) = connection.execute("SELECT value FROM meta WHERE key = 'half_life_s'").fetchone()
         if before == self._half_life_s:
             return
@@ -239,10 +239,10 @@ class Database(ABC):
             connection.execute("UPDATE meta SET value = ? WHERE key = 'half_life_s'", (self._half_life_s,))
 
     def clock_at(self, connection: Connection, *, keep: bool) -> float:
-        """Now, in half-lives; `keep` in a transaction writes down that it was so late."""
+        """Return the current time in half-lives. With `keep`, also store it, within a transaction."""
         rows = dict(connection.execute("SELECT key, value FROM meta WHERE key IN ('wall_s', 'offset_s')").fetchall())
         wall_s, last_s, offset_s = self._clock(), float(rows["wall_s"]), float(rows["offset_s"])
-        # Behind what it was: go on from there.
+        # If the host's clock is behind its latest value, continue from that value.
         offset_s += max(0.0, last_s - wall_s)
         if keep:
             connection.execute("UPDATE meta SET value = ? WHERE key = 'wall_s'", (wall_s,))
@@ -251,7 +251,7 @@ class Database(ABC):
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Be the only one who makes a catalogue in this folder."""
+        """Hold the lock of the folder, so that only one process creates a catalogue."""
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
         with told("lock catalogue", folder=str(self.folder)):
             lock = os.open(self.folder / "lock", flags, 0o600)

@@ -1,7 +1,4 @@
-"""Where catalogue and disks do not agree.
-
-Level 4.
-"""
+"""Differences between the catalogue and the disks."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ __all__ = ["Finding", "Kind"]
 
 
 class Kind(enum.Enum):
-    """What was found."""
+    """The kinds of findings."""
 
     DAMAGED = "damaged"
     """The catalogue is no whole database."""
@@ -38,7 +35,7 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One of them; `mended`: it is no more."""
+    """One difference. `mended` is True if it was repaired."""
 
     kind: Kind
     name: str
@@ -48,5 +45,5 @@ class Finding:
 
     @property
     def is_wrong(self) -> bool:
-        """Whether somebody has to do something about it."""
+        """Whether an administrator has to act."""
         return not self.mended and self.kind is not Kind.FOREIGN

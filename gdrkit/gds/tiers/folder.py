@@ -1,11 +1,11 @@
-"""One tier on disk: a folder, its files by name, and what gdrkit keeps beside them.
+"""The folder of one tier: its files by name, and gdrkit's own folder in it.
 
-Level 4. Names are walked part by part from a descriptor of the folder, and no part may be a symbolic link, so that no
-name leads out of it, whatever somebody changes meanwhile.
+Names are resolved part by part from a descriptor of the folder, and no part may be a symbolic link. So no name leads
+out of the folder, even if another process changes it meanwhile.
 
-In ``.gdrkit-tiers`` lie ``tier.json`` (which tier this is, so that an empty mount point is not taken for it),
-``incoming`` (copies that are not complete), ``moves`` (a record for each migration into this tier), ``retired`` (files
-whose copy in another tier is complete) and ``kept`` (what a recovery did not want to choose between).
+The folder ``.gdrkit-tiers`` contains ``tier.json`` (the identity of the tier, so that an empty mount point is not
+mistaken for it), ``incoming`` (incomplete copies), ``moves`` (a record of each migration into this tier), ``retired``
+(files whose copy in another tier is complete) and ``kept`` (files that a recovery could not decide about).
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ _PRIVATE = 0o700
 
 
 class TierFolder:
-    """The folder of a tier; use it as a context manager.
+    """The folder of a tier; a context manager.
 
     Parameters
     ----------
     name : str
-        Of the tier.
+        Name of the tier.
     directory : Path
-        Where it is.
+        Path of the folder.
 
     Attributes
     ----------
     identity : str or None
-        Identity of the tier as the folder states it; None: it states none, or this user cannot read it. Opening it
-        writes nothing into the folder, which may be the mount point of a file system that is not mounted; see
+        Identity of the tier that the folder states, or None if it states none or this user cannot read it. Opening
+        writes nothing into the folder, because it may be the mount point of a file system that is not mounted; see
         :meth:`claim`.
 
     Raises
@@ -59,7 +59,7 @@ class TierFolder:
     ApiError
         The kernel does not open the folder.
     UsageError
-        It is the folder of another tier.
+        The folder belongs to another tier.
     """
 
     def __init__(self, name: str, directory: Path) -> None:
@@ -79,12 +79,12 @@ class TierFolder:
         self._handle = Handle("tiers.folder")
 
     def own(self, folder: str = "") -> int:
-        """A descriptor of our own folder, or of one in it; it stays ours.
+        """Return a descriptor of the ``.gdrkit-tiers`` folder, or of a folder in it. This object still owns it.
 
         Raises
         ------
         OSError
-            It cannot be made: EROFS, ENOSPC ...
+            The folder cannot be created: EROFS, ENOSPC ...
         """
         if folder not in self._own:
             above = self.own() if folder else self.root
@@ -93,7 +93,7 @@ class TierFolder:
         return self._find_own(folder)
 
     def find_own(self, folder: str = "") -> int | None:
-        """Return the descriptor of :meth:`own`, or None when there is no such folder or this user may not open it."""
+        """Return the descriptor of :meth:`own`, or None if the folder does not exist or this user may not open it."""
         try:
             return self._find_own(folder)
         except OSError as error:
@@ -103,7 +103,7 @@ class TierFolder:
 
     @property
     def is_claimed(self) -> bool:
-        """Whether our own folder is there, also where this user cannot open it."""
+        """Whether the ``.gdrkit-tiers`` folder exists, even if this user cannot open it."""
         try:
             os.stat(OWN_FOLDER, dir_fd=self.root, follow_symlinks=False)
         except FileNotFoundError:
@@ -111,19 +111,19 @@ class TierFolder:
         return True
 
     def claim(self) -> None:
-        """Make a folder that states no identity the folder of this tier; nothing happens where it cannot be written.
+        """Give a folder without an identity the identity of this tier. A folder that is not writable is left unchanged.
 
         Raises
         ------
         ApiError
-            The kernel does not make our own folder or the file in it.
+            The kernel does not create the ``.gdrkit-tiers`` folder or its file.
         UsageError
-            Another process has just made it the folder of another tier.
+            Another process has just given the folder to another tier.
         """
         with told("open tier", tier=self.name, directory=str(self.directory)):
             try:
                 own = self.own()
-                # All of them now: a full file system still has room in folders that are there.
+                # All folders are created now, because a full file system still accepts entries in existing folders.
                 for each in FOLDERS:
                     self.own(each)
                 if self.identity is None:
@@ -137,25 +137,25 @@ class TierFolder:
             self.identity = self._identify()
 
     def names_of(self, folder: str) -> list[str]:
-        """What lies in one of our own folders; nothing when there is none."""
+        """Return the names in one of gdrkit's own folders; none if the folder does not exist."""
         found = self.find_own(folder)
-        return [] if found is None else sorted(os.listdir(found))  # noqa: PTH208 - by its descriptor.
+        return [] if found is None else sorted(os.listdir(found))  # noqa: PTH208 - pathlib has no descriptors.
 
     @contextlib.contextmanager
     def parent(self, name: str, *, like: TierFolder | None = None) -> Iterator[tuple[int, str]]:
-        """The folder of a file, open, and the last part of its name.
+        """Open the folder of a file. Yield its descriptor and the last part of the name.
 
         Parameters
         ----------
         name : str
-            Of a file.
+            Name of a file.
         like : TierFolder or None
-            Make folders that are missing, with modes and owners as they have in this tier.
+            Create missing folders, with the modes and owners that they have in this tier.
 
         Raises
         ------
         OSError
-            ENOENT: there is no such folder; ELOOP or ENOTDIR: a part is a symbolic link.
+            ENOENT: the folder does not exist. ELOOP or ENOTDIR: a part is a symbolic link.
         """
         *folders, last = name.split("/")
         with contextlib.ExitStack() as stack:
@@ -171,30 +171,31 @@ class TierFolder:
             yield here, last
 
     def open(self, name: str, flags: int, mode: int = 0o666) -> int:
-        """open(2) of a regular file, whose last part is no symbolic link either.
+        """Open a regular file, as open(2) does. The last part of the name must not be a symbolic link either.
 
         Raises
         ------
         OSError
-            As of open(2); EINVAL for what is no regular file.
+            open(2) failed, or the file is not a regular file.
         """
         flags |= os.O_NOFOLLOW | os.O_CLOEXEC
         with self.parent(name) as (folder, last):
             if flags & os.O_EXCL:
                 return os.open(last, flags, mode, dir_fd=folder)
-            # Looked at before it is opened: a FIFO would be waited for.
+            # The type is checked before the file is opened, because open of a FIFO would block.
             found = os.open(last, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
         try:
             kind = os.fstat(found).st_mode
             if not stat.S_ISREG(kind):
                 raise OSError(errno.ELOOP if stat.S_ISLNK(kind) else errno.EISDIR, "no regular file")
-            # Who writes waits here until a migration has seen him and ended.
+            # An open for writing blocks here while a migration holds its lease, until the migration has noticed it and
+            # ended.
             return os.open(f"/proc/self/fd/{found}", flags & ~os.O_NOFOLLOW)
         finally:
             os.close(found)
 
     def stat(self, name: str) -> os.stat_result | None:
-        """What lies there under this name, a symbolic link itself; None when nothing does."""
+        """Return the lstat(2) result of the name, or None if nothing has it."""
         try:
             with self.parent(name) as (folder, last):
                 return os.stat(last, dir_fd=folder, follow_symlinks=False)
@@ -204,15 +205,15 @@ class TierFolder:
             raise
 
     def free_bytes(self) -> int:
-        """What a user may still write."""
+        """Return the free space that a user may fill, in bytes."""
         found = os.fstatvfs(self.root)
         return found.f_bavail * found.f_frsize
 
     @contextlib.contextmanager
     def locked(self, *, alone: bool) -> Iterator[bool]:
-        """Be one of those who begin a migration into this tier, or the only one who clears up; False: somebody is here.
+        """Lock the tier: shared to start a migration into it, exclusive (`alone`) to clean up. Yield False if busy.
 
-        Held for the few calls between the making of a file and its own lock.
+        The lock is held only for the few calls between the creation of a file and its own lock.
         """
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         lock = os.open("lock", flags, 0o600, dir_fd=self.own())
@@ -227,12 +228,12 @@ class TierFolder:
             os.close(lock)
 
     def walk(self) -> Iterator[tuple[str, os.stat_result]]:
-        """Every file of the user, regular or not, without following symbolic links; folders are walked, not given.
+        """Yield every file of the user, regular or not. Symbolic links are not followed, and folders are not yielded.
 
         Yields
         ------
         tuple
-            Its name, and what lstat(2) says.
+            Name of the file, and its lstat(2) result.
         """
         hidden = {OWN_FOLDER, LOST_AND_FOUND}
         pending = [""]
@@ -241,7 +242,7 @@ class TierFolder:
             try:
                 folder = self._folder(prefix)
             except (FileNotFoundError, NotADirectoryError):
-                continue  # Gone meanwhile.
+                continue  # The folder was removed meanwhile.
             try:
                 with os.scandir(folder) as entries:
                     found = sorted((each.name, each.stat(follow_symlinks=False)) for each in _stating(entries))
@@ -275,7 +276,7 @@ class TierFolder:
         return self._own[folder]
 
     def _identify(self) -> str | None:
-        """Read which tier this is; None: the folder does not state it, or not to this user."""
+        """Return the identity of the tier, or None if the folder does not state it or this user cannot read it."""
         own = self.find_own()
         try:
             found = None if own is None else _read_identity(own)
@@ -303,7 +304,7 @@ class TierFolder:
 
 def _stating(entries: Iterator[os.DirEntry[str]]) -> Iterator[os.DirEntry[str]]:
     for each in entries:
-        with contextlib.suppress(FileNotFoundError):  # Removed meanwhile.
+        with contextlib.suppress(FileNotFoundError):  # The file was removed meanwhile.
             each.stat(follow_symlinks=False)
             yield each
 
@@ -312,11 +313,11 @@ def _folder_at(above: int, name: str) -> int | None:
     try:
         return os.open(name, _OPEN_FOLDER, dir_fd=above)
     except OSError:
-        return None  # What it should be like is not there: a folder of our own making then.
+        return None  # There is no model folder. The new folder then gets default permissions.
 
 
 def _make_like(above: int, name: str, model: int | None) -> None:
-    """Make a folder, with the mode and the owner of another one, and keep it through a loss of power."""
+    """Create a folder with mode and owner of another one, and sync it to the disk."""
     info = os.fstat(model) if model is not None else None
     try:
         os.mkdir(name, 0o700 if info else 0o777, dir_fd=above)
@@ -349,7 +350,7 @@ def _read_identity(own: int) -> dict[str, object] | None:
 
 
 def _write_once(folder: int, name: str, text: str) -> None:
-    """Make a file with this content unless it is there: whole or not at all."""
+    """Create a file with this content, completely or not at all. An existing file is kept."""
     draft = f"{name}.{uuid.uuid4().hex}"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     with os.fdopen(os.open(draft, flags, 0o600, dir_fd=folder), "w", encoding="ascii") as file:
@@ -360,7 +361,7 @@ def _write_once(folder: int, name: str, text: str) -> None:
         with contextlib.suppress(FileExistsError):
             os.link(draft, name, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
     except PermissionError:
-        # A file system without hard links: who comes last wins, and everybody reads that.
+        # The file system has no hard links: the last writer wins, and every process reads that content afterwards.
         os.rename(draft, name, src_dir_fd=folder, dst_dir_fd=folder)
     else:
         os.unlink(draft, dir_fd=folder)

@@ -1,11 +1,11 @@
-"""One migration at a time for a file, and none while it changes.
+"""Protection of a file during its migration, against a second migration and against writers.
 
-Level 4. Three things watch over the file that is copied:
+Three mechanisms protect the file that is copied:
 
-- flock(2) keeps out whoever else migrates it or writes it by gdrkit, in any process; it goes with its process.
-- A read lease (fcntl(2), F_SETLEASE) has the kernel say when any program opens the file to write, and make that
-  program wait until the lease is given back. It cannot be had while a writer has the file open or mapped.
-- What stat(2) says of it before and after, for file systems that have no leases.
+- flock(2) excludes every other process that migrates the file, or writes it through gdrkit. It ends with its process.
+- A read lease (fcntl(2), F_SETLEASE): the kernel reports when any program opens the file for writing, and blocks that
+  program until the lease is released. The kernel refuses the lease while a writer has the file open or mapped.
+- A comparison of the stat(2) results before and after, for file systems without leases.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ if TYPE_CHECKING:
 
 __all__ = ["Guard", "same_file", "share"]
 
-# By these the kernel says that a file system, or this user, has no leases.
+# Errors by which the kernel says that the file system, or this user, cannot have leases.
 _NO_LEASE = frozenset({errno.EINVAL, errno.EACCES, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS})
 
 
 class Guard:
-    """A file of which nobody may change a byte unnoticed; use it as a context manager.
+    """Protection of a file against unnoticed changes; a context manager.
 
     Parameters
     ----------
     descriptor : int
-        Of the file, open for reading alone; it stays its owner's.
+        Descriptor of the file, open for reading only. The caller still owns it.
     name : str
-        For errors.
+        Name of the file, for errors.
 
     Raises
     ------
     ApiError
-        ``BUSY``: it is migrated, or open for writing.
+        ``BUSY``: the file is being migrated, or is open for writing.
     """
 
     def __init__(self, descriptor: int, *, name: str) -> None:
@@ -53,12 +53,12 @@ class Guard:
         self.info = os.fstat(descriptor)
 
     def check(self) -> None:
-        """See that nothing has changed, and that nobody waits to change it.
+        """Check that the file has not changed, and that no program waits to write it.
 
         Raises
         ------
         ApiError
-            ``BUSY``: somebody has written, or is about to.
+            ``BUSY``: a program has written the file, or is about to write it.
         """
         if self.has_lease and fcntl.fcntl(self.descriptor, fcntl.F_GETLEASE) != fcntl.F_RDLCK:
             raise busy("migrate", "a program opens the file to write", name=shown(self._name))
@@ -66,14 +66,15 @@ class Guard:
             raise busy("migrate", "the file was changed meanwhile", name=shown(self._name))
 
     def close(self) -> None:
-        """Let writers in."""
+        """Release the lease and the lock, so that writers can continue."""
         if self.has_lease:
             self.has_lease = False
             fcntl.fcntl(self.descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
         fcntl.flock(self.descriptor, fcntl.LOCK_UN)
 
     def _lease(self) -> bool:
-        # Whoever opens it makes the kernel send this signal, which by itself does nothing; we look for ourselves.
+        # The kernel sends this signal when a program opens the file. It is ignored by default; check() polls the lease
+        # instead.
         try:
             fcntl.fcntl(self.descriptor, fcntl.F_SETSIG, signal.SIGURG)
             fcntl.fcntl(self.descriptor, fcntl.F_SETLEASE, fcntl.F_RDLCK)
@@ -96,12 +97,12 @@ class Guard:
 
 
 def lock_alone(descriptor: int, *, name: str) -> None:
-    """Be the only one of gdrkit with this file, until its descriptor is closed.
+    """Lock the file exclusively among the processes of gdrkit, until its descriptor is closed.
 
     Raises
     ------
     ApiError
-        ``BUSY``.
+        ``BUSY``: another process has the lock.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -110,11 +111,11 @@ def lock_alone(descriptor: int, *, name: str) -> None:
 
 
 def share(descriptor: int) -> None:
-    """Be one of those who write a file, until its descriptor is closed; waits for the end of a migration."""
+    """Lock the file as one of its writers, until its descriptor is closed. Waits for the end of a migration."""
     fcntl.flock(descriptor, fcntl.LOCK_SH)
 
 
 def same_file(found: os.stat_result, wanted: os.stat_result) -> bool:
-    """Whether nobody has written, linked or changed anything but its name (which changes st_ctime)."""
+    """Return whether nothing but the name has changed (a change of the name changes st_ctime)."""
     fields = ("st_dev", "st_ino", "st_size", "st_mtime_ns", "st_nlink", "st_mode", "st_uid", "st_gid")
     return all(getattr(found, field) == getattr(wanted, field) for field in fields)

@@ -1,7 +1,7 @@
-"""Find a file in whichever tier it is, while it may be moving.
+"""Search for a file in all tiers, while it may be migrating.
 
-Level 4. The catalogue is asked first and never believed: a tier that does not have the file is followed by the others.
-A migration gives a file its new name before it takes the old one away, so that whoever looks everywhere finds one.
+The tier that the catalogue names is tried first, then all others, because the catalogue may be wrong. A migration
+creates the new name before it removes the old one, so a search of all tiers finds the file.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
 
 __all__ = ["open_reading", "open_writing"]
 
-# A file is missed only where it went behind our back, from a tier not yet looked at into one that was: once for each
-# migration, which takes longer than all looks together.
+# A search misses the file only if a migration moves it from a tier that is not searched yet to one that was. That can
+# happen once per migration, and a migration takes longer than all of these searches together.
 _LOOKS = 16
 _ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR})
 
 
 def open_reading(name: str, folders: Mapping[str, TierFolder], catalogue: Catalogue) -> tuple[TierFolder, int]:
-    """The tier of a file and a descriptor to read it.
+    """Open a file for reading. Return its tier and a descriptor.
 
     Raises
     ------
     OSError
-        ENOENT: no tier has it.
+        ENOENT: no tier has the file.
     """
     entry, found = _look(name, folders, catalogue, os.O_RDONLY)
     if found is None:
@@ -46,17 +46,17 @@ def open_reading(name: str, folders: Mapping[str, TierFolder], catalogue: Catalo
 def open_writing(
     name: str, folders: Mapping[str, TierFolder], catalogue: Catalogue, *, landing: Sequence[TierFolder] | None
 ) -> tuple[TierFolder, int]:
-    """The tier of a file and a descriptor to read and write it, which keeps migrations away until it is closed.
+    """Open a file for reading and writing. Return its tier and a descriptor, which blocks migrations while open.
 
     Parameters
     ----------
     landing : sequence of TierFolder or None
-        Where to make the file when no tier has it, best first; None: it has to be there.
+        Tiers for a new file, best first. None: the file must exist.
 
     Raises
     ------
     OSError
-        ENOENT: no tier has it; ENOSPC and others of making it.
+        ENOENT: no tier has the file. ENOSPC and others: the file cannot be created.
     """
     while True:
         entry, found = _look(name, folders, catalogue, os.O_RDWR)
@@ -65,7 +65,7 @@ def open_writing(
                 raise FileNotFoundError(errno.ENOENT, "no tier has it")
             found = _make(name, landing, folders, catalogue)
             if found is None:
-                continue  # Somebody else has made it just now.
+                continue  # Another process has just created the file.
         tier, descriptor = found
         try:
             share(descriptor)
@@ -77,11 +77,11 @@ def open_writing(
             raise
         if is_ours:
             return found
-        os.close(descriptor)  # Migrated while we waited for it: where it is now, we are not yet.
+        os.close(descriptor)  # The file was migrated while this call waited for the lock, so search again.
 
 
 def _is_the_file(name: str, tier: TierFolder, descriptor: int) -> bool:
-    """Whether what we have open still has the name, and nobody is about to take it away again."""
+    """Return whether the open file still has the name and is not about to lose it."""
     here, ours = tier.stat(name), os.fstat(descriptor)
     return here is not None and (here.st_dev, here.st_ino) == (ours.st_dev, ours.st_ino)
 
@@ -92,7 +92,7 @@ def _entry(name: str, catalogue: Catalogue) -> Entry | None:
     except ApiError as error:
         if error.api is not Api.SQLITE:
             raise
-        return None  # Damaged or locked: the disks know as well.
+        return None  # The catalogue is damaged or locked. The disks are searched instead.
 
 
 def _ordered(entry: Entry | None, folders: Mapping[str, TierFolder]) -> list[TierFolder]:
@@ -103,7 +103,7 @@ def _ordered(entry: Entry | None, folders: Mapping[str, TierFolder]) -> list[Tie
 def _look(
     name: str, folders: Mapping[str, TierFolder], catalogue: Catalogue, flags: int
 ) -> tuple[Entry | None, tuple[TierFolder, int] | None]:
-    """What the catalogue says, and what is there."""
+    """Return the catalogue's entry, and the tier and descriptor of the file that was found."""
     entry = None
     for _ in range(_LOOKS):
         entry = _entry(name, catalogue)
@@ -124,7 +124,7 @@ def _first(name: str, tiers: Sequence[TierFolder], flags: int) -> tuple[TierFold
 
 
 def _learn(name: str, found: tuple[TierFolder, int], catalogue: Catalogue) -> None:
-    """Have the catalogue know a file that somebody put there past gdrkit; if it cannot now, it will the next time."""
+    """Add a file to the catalogue that was created outside gdrkit. If that fails now, the next open repeats it."""
     tier, descriptor = found
     try:
         catalogue.see(name, tier.name, os.fstat(descriptor))
@@ -136,7 +136,7 @@ def _learn(name: str, found: tuple[TierFolder, int], catalogue: Catalogue) -> No
 def _make(
     name: str, landing: Sequence[TierFolder], folders: Mapping[str, TierFolder], catalogue: Catalogue
 ) -> tuple[TierFolder, int] | None:
-    """Make a file that no tier has, alone among all processes; None when one has it."""
+    """Create a file that no tier has, excluding all other processes. Return None if a tier has it."""
     with catalogue.writing("make"):
         if _first_stat(name, folders):
             return None

@@ -1,7 +1,7 @@
-"""Named tiers of storage: files by logical names, each in the tier that its use asks for.
+"""The tier manager: files by logical names, each in the tier that its use asks for.
 
-Level 4. One manager for a set of tiers; several managers, in one process or in many, may use the same tiers and the
-same catalogue. What a process that died left behind is put in order when the next manager is made.
+One manager serves a set of tiers. Several managers, in one or more processes, may use the same tiers and the same
+catalogue. When a manager is created, it recovers migrations of processes that died.
 """
 
 from __future__ import annotations
@@ -44,32 +44,32 @@ if TYPE_CHECKING:
 
 __all__ = ["TierManager"]
 
-# How often a file may move away under a migration before that gives up.
+# Number of times that a file may move away during a migration before the migration gives up.
 _TRIES = 8
 _log = logging.getLogger(__name__)
 
 
 class TierManager:
-    """Files in tiers; use it as a context manager. Any thread may call it.
+    """Files in tiers; a context manager. It is thread-safe.
 
     Parameters
     ----------
     configuration : Configuration
-        As of :func:`gdrkit.gds.tiers.configure`.
+        The result of :func:`gdrkit.gds.tiers.configure`.
     clock : callable
-        Seconds since 1970.
+        Function that returns the seconds since 1970.
 
     Attributes
     ----------
     found_at_start : tuple of Finding
-        What had to be put in order.
+        Results of the recovery at the start.
 
     Raises
     ------
     ApiError
         A tier or the catalogue cannot be opened.
     SetupMissing
-        No tier is there.
+        None of the tiers is available.
     """
 
     def __init__(self, configuration: Configuration, *, clock: Callable[[], float] = time.time) -> None:
@@ -96,22 +96,22 @@ class TierManager:
         self._handle = Handle("tiers.manager")
 
     def open(self, name: str, mode: str = "r") -> TieredFile:
-        """Open a file by its name, in whichever tier it is; that counts as an access.
+        """Open a file in whichever tier it is. The call counts as an access.
 
         Parameters
         ----------
         name : str
-            Relative, without ``.`` and ``..``.
+            Relative name, without ``.`` and ``..``.
         mode : str
-            ``r`` to read, ``r+`` to read and write what is there, ``a+`` to do so and to make it if it is not. While it
-            is open to write it is not migrated.
+            ``r`` to read, ``r+`` to read and write an existing file, ``a+`` to also create it. A file that is open for
+            writing is not migrated.
 
         Raises
         ------
         UsageError
-            It is no name, or no mode.
+            The name or the mode is invalid.
         ApiError
-            ENOENT and what else the kernel says.
+            The file does not exist (ENOENT), or the kernel reported another error.
         """
         self._check_open()
         check_name(name)
@@ -127,30 +127,30 @@ class TierManager:
         self.accesses.count(name)
         return TieredFile(name, tier, descriptor, writes=mode != "r", catalogue=self.catalogue)
 
-    def read_into(self, name: str, buffer: object, **how: Any) -> Transferred:  # noqa: ANN401 - as TieredFile has it.
-        """Read a file into memory of a device or of the host, as :meth:`TieredFile.read_into`; an access."""
+    def read_into(self, name: str, buffer: object, **how: Any) -> Transferred:  # noqa: ANN401 - see TieredFile.
+        """Read a file into device or host memory, as :meth:`TieredFile.read_into`. This counts as an access."""
         with self.open(name) as file:
             return file.read_into(buffer, **how)
 
-    def write_from(self, name: str, buffer: object, **how: Any) -> Transferred:  # noqa: ANN401 - as TieredFile has it.
-        """Write memory into a file, which is made if no tier has it, as :meth:`TieredFile.write_from`; an access."""
+    def write_from(self, name: str, buffer: object, **how: Any) -> Transferred:  # noqa: ANN401 - see TieredFile.
+        """Write memory into a file, as :meth:`TieredFile.write_from`. It is created if needed; counts as an access."""
         with self.open(name, "a+") as file:
             return file.write_from(buffer, **how)
 
     def find(self, name: str) -> Entry:
-        """What is known of a file.
+        """Return the catalogue's entry of a file.
 
         Raises
         ------
         ApiError
-            ENOENT: nothing.
+            ENOENT: no tier has the file.
         """
         self._check_open()
         check_name(name)
         self.accesses.tell()
         entry = self.catalogue.find(name)
         if entry is None:
-            # Put there past gdrkit, perhaps: opening it learns that.
+            # The file may have been created outside gdrkit. Opening it adds it to the catalogue.
             with told("find", name=shown(name)):
                 _, descriptor = open_reading(name, self._tiers.folders, self.catalogue)
             os.close(descriptor)
@@ -166,7 +166,7 @@ class TierManager:
         Raises
         ------
         ApiError
-            ENOENT; ``BUSY``: it is migrated or written.
+            ENOENT: no tier has the file. ``BUSY``: the file is being migrated or written.
         """
         self._check_open()
         check_name(name)
@@ -182,12 +182,12 @@ class TierManager:
         self.catalogue.forget(name)
 
     def move(self, name: str, tier: str, *, observe: Observer | None = None) -> int:
-        """Move one file to a tier, whatever the policy says; how many bytes it takes there, 0 when it was there.
+        """Move a file to a tier, regardless of the policy. Return the bytes that it takes there; 0 if it was there.
 
         Raises
         ------
         ApiError
-            It is where it was, for the reason that is said; see :func:`migrate_file`.
+            The file stays where it was, for the reason in the error; see :func:`migrate_file`.
         """
         destination = self.folder(tier)
         for _ in range(_TRIES):
@@ -206,12 +206,12 @@ class TierManager:
             except ApiError as error:
                 if (error.operation, error.errno) != ("open", errno.ENOENT):
                     raise
-                # Another process has just moved it, or somebody did so past gdrkit.
+                # Another process has just moved the file, through gdrkit or outside it.
                 self._look_again(name)
         raise busy("migrate", "other processes move it all the time", name=shown(name))
 
     def plan(self) -> Plan:
-        """What the policy would move now; close it."""
+        """Return the migrations that the policy asks for now. The caller closes the plan."""
         self._check_open()
         self.accesses.tell()
         places = self._tiers.places(self.catalogue.totals())
@@ -224,16 +224,16 @@ class TierManager:
         observe: Observer | None = None,
         moved: Callable[[PlannedMove, str], None] | None = None,
     ) -> Migrated:
-        """Move what the policy wants elsewhere. A file that cannot be moved now stays, and the others go on.
+        """Move files as the policy asks. A file that cannot be moved now stays, and the others are moved.
 
         Parameters
         ----------
         begin : callable or None
-            Told how many files and bytes that will be.
+            Called with the number of files and bytes that will be moved.
         observe : callable or None
-            Told of each phase of each file.
+            Called at each phase of each file.
         moved : callable or None
-            Told of each file that was dealt with, and why it stays if it does.
+            Called after each file, with the reason why it stays, if it does.
         """
         refused: list[Refused] = []
         count = size = 0
@@ -246,7 +246,7 @@ class TierManager:
                     size += self.move(each.name, each.destination, observe=observe)
                     count += 1
                 except (ApiError, DataMismatch) as error:
-                    # The catalogue is what all others need too.
+                    # Without the catalogue no other file can be moved either.
                     if isinstance(error, ApiError) and error.api is Api.SQLITE:
                         raise
                     why = str(error)
@@ -256,23 +256,23 @@ class TierManager:
             return Migrated(count, size, tuple(refused), plan.considered)
 
     def pin(self, name: str, tier: str | None = None) -> str:
-        """Have a file stay in a tier, where it is when none is said; the next run of the policy takes it there.
+        """Pin a file to a tier, by default to its current one. The next run of the policy moves it there.
 
         Returns
         -------
         str
-            The tier.
+            Name of the tier.
         """
         where = self.configuration.tier(tier).name if tier is not None else self.find(name).tier
         self._set_pin(name, where)
         return where
 
     def unpin(self, name: str) -> None:
-        """Let the policy have it again."""
+        """Unpin a file, so that the policy may move it again."""
         self._set_pin(name, None)
 
     def status(self) -> list[TierStatus]:
-        """The tiers now, fastest first."""
+        """Return the current state of the tiers, fastest first."""
         self._check_open()
         self.accesses.tell()
         totals, folders, routes = self.catalogue.totals(), self._tiers.folders, self.catalogue.routes()
@@ -295,13 +295,13 @@ class TierManager:
         ]
 
     def check(self, *, repair: bool = False) -> list[Finding]:
-        """Compare the catalogue with the disks.
+        """Compare the catalogue with the disks and return the differences.
 
         Parameters
         ----------
         repair : bool
-            Make the catalogue agree with the disks, end interrupted migrations; a damaged catalogue is made anew. No
-            file is removed but copies that never became one.
+            Also correct the catalogue, complete interrupted migrations, and rebuild a damaged catalogue. The only files
+            that are removed are incomplete copies.
         """
         self._check_open()
         self.accesses.tell()
@@ -320,18 +320,18 @@ class TierManager:
         return [*found, *kept(self._tiers.folders)]
 
     def folder(self, tier: str) -> TierFolder:
-        """The folder of a tier, for whoever measures it.
+        """Return the folder of a tier, for a benchmark.
 
         Raises
         ------
         SetupMissing
-            The tier is not there.
+            The tier is not available.
         """
         self._check_open()
         return self._tiers.folder(self.configuration.tier(tier).name)
 
     def close(self) -> None:
-        """Tell the catalogue of the last accesses, and let everything go; a second close does nothing."""
+        """Write the last access counts to the catalogue and close everything. A second close does nothing."""
         if not self._closed:
             self._closed = True
             self.accesses.tell()
@@ -378,5 +378,5 @@ class TierManager:
 
 
 def _nobody(phase: Phase, name: str, offset_bytes: int) -> None:
-    """Observe nothing."""
+    """Ignore the progress of a migration."""
     del phase, name, offset_bytes

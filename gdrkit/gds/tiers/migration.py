@@ -1,18 +1,19 @@
-"""A migration of one file: nothing is lost, whenever it ends.
+"""Migration of one file to another tier, without loss of data at any point of interruption.
 
-Level 4. The disks say where a file is; the catalogue learns it last.
+The disks decide where a file is. The catalogue is updated last.
 
-1. *record*: an empty copy and a record of the migration are made in the destination's own folder, on the device.
-2. *copy*, *attributes*, *sync*: the copy gets everything, and is on the device.
-3. *verify*: it is read back and compared with what was read.
-4. *rename*: it takes the name in the destination, where nothing of that name may be. *folder*: that is on the device.
-5. *retire*: the old file leaves its name. **In this moment the copy becomes the file**: before it, whoever finds a
-   record takes the copy away; after it, takes the old file away. *retired*: that is on the device.
-6. *catalogue*: the catalogue learns the new tier.
-7. *remove*: the old file goes, *forget*: and the record.
+1. *record*: an empty copy and a record of the migration are created in the destination's own folder, and synced.
+2. *copy*, *attributes*, *sync*: the copy gets all data and attributes, and is synced to the disk.
+3. *verify*: the copy is read back and compared with the data that was read.
+4. *rename*: the copy gets the name in the destination, where no file may have it. *folder*: the folder is synced.
+5. *retire*: the old file loses its name. **At this moment the copy becomes the file.** A recovery that finds the record
+   removes the copy if it runs before this moment, and the old file if it runs after it. *retired*: the folders are
+   synced.
+6. *catalogue*: the catalogue gets the new tier.
+7. *remove*: the old file is removed. *forget*: the record is removed.
 
-Somebody who opens the file to write meanwhile ends the migration, and the file stays where it was. Readers have a file
-under its name at any time, and those who have it open read on.
+A program that opens the file for writing meanwhile ends the migration, and the file stays where it was. For readers,
+the name always leads to a complete file, and programs that have the file open can continue to read it.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ __all__ = ["Observer", "Phase", "migrate_file"]
 
 
 class Phase(enum.Enum):
-    """What a migration does next."""
+    """The next step of a migration."""
 
     RECORD = "record"
     COPY = "copy"
@@ -61,8 +62,8 @@ class Phase(enum.Enum):
 
 
 if TYPE_CHECKING:
-    # Told before each phase, and before each part that is copied or read back; `offset_bytes` says how far that is. An
-    # exception from it ends the migration as any other failure does.
+    # Called before each phase, and before each part that is copied or read back, with the progress as `offset_bytes`.
+    # An exception from it ends the migration as any other failure does.
     Observer = Callable[[Phase, str, int], None]
 
 
@@ -75,13 +76,13 @@ def migrate_file(
     limit_bytes: int,
     observe: Observer,
 ) -> int:
-    """Move a file to another tier; what it takes there, in bytes.
+    """Move a file to another tier. Return the bytes that it takes there.
 
     Raises
     ------
     ApiError
-        The file is as it was and where it was. ``BUSY``: somebody writes it; ``NO_SPACE``, ``NO_PERMISSION``,
-        ``IO_ERROR``: what the kernel said; ``CONFLICT``: the destination has a file of that name; ``NOT_SUPPORTED``:
+        The file is unchanged and where it was. ``BUSY``: a program writes it. ``NO_SPACE``, ``NO_PERMISSION``,
+        ``IO_ERROR``: the kernel reported it. ``CONFLICT``: the destination has a file of that name. ``NOT_SUPPORTED``:
         the file has other names (hard links).
     """
     with contextlib.ExitStack() as stack:
@@ -108,7 +109,7 @@ def migrate_file(
 
 
 class _Migration:
-    """The steps of one migration, and what each would have to take back."""
+    """The steps of one migration, and the undo of each step."""
 
     def __init__(
         self,
@@ -126,7 +127,7 @@ class _Migration:
         self._old, self._guard = guard.descriptor, guard
         self._copy = -1
         self._record: MoveRecord | None = None
-        # What has been done, newest last; each is taken back by the method of that name.
+        # Completed steps, newest last. If the migration fails, undo() reverts them.
         self._done: list[Phase] = []
 
     def run(self) -> None:
@@ -158,17 +159,17 @@ class _Migration:
     def _going_on(self, phase: Phase) -> Callable[[int], None]:
         def go_on(offset_bytes: int) -> None:
             self._observe(phase, self._name, offset_bytes)
-            # A writer waits for this, so that he waits for one part and not for the whole file.
+            # A writer blocks until the next check, so it waits for one part and not for the whole file.
             self._guard.check()
 
         return go_on
 
     def _begin(self) -> None:
         with self._destination.locked(alone=False):
-            # To be read back without a trace in its access time.
+            # O_NOATIME: the verification must not change the access time.
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NOATIME
             self._copy = os.open(self.id, flags, 0o600, dir_fd=self._destination.own("incoming"))
-            # Whoever would write the copy, once it has its name, waits until the catalogue knows it.
+            # A program that opens the copy for writing, once it has its name, waits until the catalogue is updated.
             fcntl.flock(self._copy, fcntl.LOCK_EX)
             self._record = MoveRecord.create(
                 self._destination,
@@ -194,15 +195,15 @@ class _Migration:
         with self._source.parent(self._name) as (folder, last):
             self._guard.check()
             os.rename(last, self.id, src_dir_fd=folder, dst_dir_fd=retired)
-            self._done.append(Phase.RETIRE)  # Also when what comes now fails.
-        # Somebody may have put another file under the name in that very moment, or begun to write.
+            self._done.append(Phase.RETIRE)  # The step is also undone if one of the next calls fails.
+        # Another process may just have put another file under the name, or started to write.
         if os.stat(self.id, dir_fd=retired, follow_symlinks=False).st_ino != self._guard.info.st_ino:
             raise busy("migrate", "another file took the name meanwhile", name=shown(self._name))
         self._guard.check()
         self._done.pop()
 
     def _check_copy(self) -> None:
-        """See that the copy still has its name: that nobody has removed it, or put a folder elsewhere."""
+        """Check that the copy still has its name: another process may have removed it or moved its folder."""
         found = self._destination.stat(self._name)
         if found is None or found.st_ino != os.fstat(self._copy).st_ino:
             gone = OSError(errno.ENOENT, "somebody took the copy away")
@@ -218,12 +219,13 @@ class _Migration:
         self._catalogue.see(self._name, self._destination.name, os.fstat(self._copy))
 
     def _remove(self) -> None:
-        # The last look at both, before there is but one.
+        # This is the last check of both files before one of them is removed.
         self._check_copy()
         self._guard.check()
         retired = self._source.own("retired")
         os.unlink(self.id, dir_fd=retired)
-        # Before the record goes: a retired file without a record would be taken for the last of its kind.
+        # The folder is synced before the record is removed: a recovery keeps a retired file without a record, because
+        # it may be the only copy.
         os.fsync(retired)
 
     def _forget(self) -> None:
@@ -232,7 +234,7 @@ class _Migration:
         self._catalogue.end_move(self.id)
 
     def undo(self, error: BaseException) -> None:
-        """Take back what was done, newest first; what cannot be is left to the next recovery, by the record."""
+        """Undo the completed steps, newest first. A later recovery undoes the rest by the record."""
         if Phase.REMOVE in self._done:
             error.add_note(f"{shown(self._name)!r} is in {self._destination.name} all the same")
             return
@@ -274,7 +276,7 @@ class _Migration:
             os.unlink(self.id, dir_fd=self._destination.own("incoming"))
 
     def close(self) -> None:
-        """Let others have the copy and the record."""
+        """Close the descriptors and locks of the copy and the record."""
         if self._record is not None:
             self._record.close()
         if self._copy >= 0:
@@ -282,7 +284,7 @@ class _Migration:
 
 
 def _check_name(source: TierFolder, name: str, info: os.stat_result) -> None:
-    """See that the file that we have for us alone still has the name: another process may have migrated it by now."""
+    """Check that the locked file still has the name: another process may have migrated it just before."""
     here = source.stat(name)
     if here is None or here.st_ino != info.st_ino:
         raise FileNotFoundError(errno.ENOENT, "it has just gone elsewhere")

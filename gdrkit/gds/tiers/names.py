@@ -1,7 +1,7 @@
-"""The names of files in tiers: relative, plain, the same in every tier.
+"""Names of files in tiers: relative paths, which are the same in every tier.
 
-Level 4. What could lead out of a tier, or into the folder that gdrkit keeps in it, is no name. That no component is a
-symbolic link is seen when a file is opened (:mod:`gdrkit.gds.tiers.folder`).
+A name must not lead out of a tier, or into gdrkit's own folder in it. Symbolic links in a name are refused when the
+file is opened (:mod:`gdrkit.gds.tiers.folder`).
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from gdrkit.errors import UsageError
 __all__ = ["LOST_AND_FOUND", "OWN_FOLDER", "check_name", "shown"]
 
 OWN_FOLDER = ".gdrkit-tiers"
-# Of a file system, in its root.
+# A folder that file systems create in their root.
 LOST_AND_FOUND = "lost+found"
 _NAME_BYTES_MAX = 4095
 _PART_BYTES_MAX = 255
 
 
 def check_name(name: str) -> str:
-    """The name, if it is one.
+    """Return the name if it is valid.
 
     Raises
     ------
     UsageError
-        It is empty, absolute, longer than Linux has names, has a ``.``, a ``..``, an empty part or a NUL, or begins
-        with a name that is not the user's.
+        The name is empty, absolute, longer than Linux permits, contains ``.``, ``..``, an empty part or a NUL, or
+        begins with a reserved folder.
     """
     data = os.fsencode(name)
     parts = data.split(b"/")
@@ -43,5 +43,5 @@ def check_name(name: str) -> str:
 
 
 def shown(name: str) -> str:
-    """A name as text: bytes that are no UTF-8 as escapes."""
+    """Return a name as text. Bytes that are not UTF-8 become escapes."""
     return os.fsencode(name).decode("utf-8", "backslashreplace")

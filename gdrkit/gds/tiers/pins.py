@@ -1,6 +1,6 @@
-"""The pins on disk, so that they are not lost with the catalogue: somebody chose them.
+"""The pins on disk. Users chose them, so they must survive the loss of the catalogue.
 
-Level 4. ``pins.json`` in the own folder of the fastest tier, replaced whole.
+They are in ``pins.json`` in gdrkit's own folder of the fastest tier. The file is always replaced as a whole.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NAME = "pins.json"
 
 
 def read_pins(folder: TierFolder) -> dict[str, str]:
-    """The tier of each pinned file; nothing where there are no pins, or none that can be read."""
+    """Return the tier of each pinned file; empty if there are no pins, or if they cannot be read."""
     own = folder.find_own()
     if own is None:
         return {}
@@ -39,7 +39,7 @@ def read_pins(folder: TierFolder) -> dict[str, str]:
 
 
 def write_pins(folder: TierFolder, pins: Mapping[str, str]) -> None:
-    """Keep exactly these, on the device when this returns; one process at a time."""
+    """Replace all pins, and sync them to the disk. Only one process may call it at a time."""
     with told("write pins", tier=folder.name):
         own = folder.own()
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC

@@ -1,7 +1,7 @@
-"""The migrations that the policy asks for, decided at one moment and kept in the order in which they can be done.
+"""The migrations that the policy asks for at one moment, in an order in which they can be done.
 
-Level 4. They lie in a temporary table of a connection of their own: sorting and keeping a million of them takes no more
-memory than a hundred, and others may use the catalogue meanwhile.
+They are stored in a temporary table of a separate connection. So a million migrations need no more memory than a
+hundred, and other processes can use the catalogue meanwhile.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _BATCH = 1000
 
 @dataclass(frozen=True, slots=True)
 class PlannedMove:
-    """One migration that should be."""
+    """One migration that the policy asks for."""
 
     name: str
     source: str
@@ -38,23 +38,23 @@ class PlannedMove:
 
 
 class Plan:
-    """What should move now; use it as a context manager.
+    """The migrations that the policy asks for now; a context manager.
 
     Parameters
     ----------
     catalogue : Catalogue
-        Read once.
+        The catalogue. Its files are read once.
     places : sequence of Place
-        The tiers, fastest first, with their limits.
+        The tiers with their limits, fastest first.
     hysteresis : float
-        As of :func:`decide`.
+        See :func:`decide`.
 
     Attributes
     ----------
     count, allocated_bytes : int
-        How many files, and what they take.
+        Number of files to move, and the space that they take, in bytes.
     considered : int
-        How many files there are.
+        Number of all files.
     """
 
     def __init__(self, catalogue: Catalogue, places: Sequence[Place], *, hysteresis: float) -> None:
@@ -62,7 +62,7 @@ class Plan:
         at = catalogue.now()
         self._connection = catalogue.connect_again()
         self._order = {place.name: index for index, place in enumerate(places)}
-        # A table for each turn: decisions come in an order, and are only ever added at an end.
+        # One table per turn. Decisions come in order, so rows are only appended.
         self._turns = range(2 * len(places))
         try:
             with translated("plan"):
@@ -76,10 +76,11 @@ class Plan:
             raise
 
     def moves(self) -> Iterator[PlannedMove]:
-        """First what goes down, to the slowest tier first, so that there is room; then what goes up, to the fastest."""
+        """Yield first the moves down, to the slowest tier first, to make space, and then the moves up."""
         for turn in self._turns:
             last = 0
-            # In parts, so that a migration of hours holds no snapshot of the catalogue, which would grow behind it.
+            # The rows are read in batches. Otherwise a migration that takes hours would hold a read snapshot, and the
+            # log of the catalogue would grow.
             while rows := self._part(turn, last):
                 last = rows[-1][0]
                 for _, name, source, destination, size, why in rows:
@@ -88,7 +89,7 @@ class Plan:
     def _part(self, turn: int, last: int) -> list[Any]:
         with translated("plan"):
             return self._connection.execute(
-                "SELECT plan.rowid, name, tier, plan.destination, allocated_bytes, why "  # noqa: S608 - a number of ours.
+                "SELECT plan.rowid, name, tier, plan.destination, allocated_bytes, why "  # noqa: S608 - the number comes from this module.
                 f"FROM plan_{turn} AS plan JOIN files ON files.id = plan.file "
                 "WHERE plan.rowid > ? ORDER BY plan.rowid LIMIT ?",
                 (last, _BATCH),
@@ -101,22 +102,22 @@ class Plan:
             self.allocated_bytes += each.allocated_bytes
         self.count += len(batch)
         for turn, rows in by_turn.items():
-            self._connection.executemany(f"INSERT INTO plan_{turn} VALUES (?, ?, ?)", rows)  # noqa: S608 - a number of ours.
+            self._connection.executemany(f"INSERT INTO plan_{turn} VALUES (?, ?, ?)", rows)  # noqa: S608 - the number comes from this module.
 
     def close(self) -> None:
-        """Let it go."""
+        """Close the connection, which drops the tables."""
         self._connection.close()
 
     def _turn(self, decision: Decision) -> int:
-        """Whatever goes down goes before whatever goes up; to the slowest tier first, and later to the fastest."""
+        """Return the turn of a move. Moves down come first, to the slowest tier first, then moves up."""
         to, tiers = self._order[decision.destination], len(self._order)
         return tiers - 1 - to if decision.down > 0 else tiers + to
 
     def _rows(self, places: Sequence[Place]) -> Iterator[Row]:
-        # Of two files that are equally hot the one in the faster tier stays there.
+        # If two files are equally hot, the one in the faster tier stays there.
         rank = " ".join(f"WHEN ? THEN {index}" for index in range(len(places)))
         found = self._connection.execute(
-            "SELECT id, tier, allocated_bytes, score, pinned, links FROM files ORDER BY "  # noqa: S608 - numbers of ours.
+            "SELECT id, tier, allocated_bytes, score, pinned, links FROM files ORDER BY "  # noqa: S608 - the numbers come from this module.
             f"links < 2, pinned IS NULL, score DESC, CASE tier {rank} ELSE {len(places)} END",
             [place.name for place in places],
         )

@@ -1,8 +1,8 @@
-"""Which file belongs into which tier.
+"""The policy: which file belongs in which tier.
 
-Level 4. Files take their places in turn: first those that must stay or go where somebody said, then from the hottest to
-the coldest. Each gets the tier of its heat, or the next slower one that has room. One pass over rows in order, so that
-a million files need the memory of a few; nothing here touches a disk.
+Files are placed in turn: first the files that may not move or are pinned, then the others from the hottest to the
+coldest. Each file gets the tier of its heat, or the next slower one that has space. The policy makes one pass over
+sorted rows, so a million files need little memory. It does no I/O.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["Decision", "Place", "Row", "Why", "decide"]
 
 
 class Why(enum.Enum):
-    """What makes a file move: its heat, somebody's will, or that the tier it should be in is full."""
+    """The reason of a move: the heat of the file, a pin, or a lack of space in the tier of its heat."""
 
     HEAT = "heat"
     PINNED = "pinned"
@@ -29,7 +29,7 @@ class Why(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A tier as placement sees it: fastest first, and what may lie in it."""
+    """A tier with its threshold and its space."""
 
     name: str
     accesses_min: int
@@ -37,7 +37,7 @@ class Place:
 
 
 class Row(NamedTuple):
-    """A file: those that may not move first, then those that are pinned, then by falling score."""
+    """A file. The rows must be sorted: files that may not move first, then pinned files, then by falling score."""
 
     id: int
     tier: str
@@ -48,7 +48,7 @@ class Row(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """A file that should be elsewhere: how many tiers it goes down (or up, negative)."""
+    """A file that should move. `down` is the number of tiers it goes down (negative: up)."""
 
     id: int
     allocated_bytes: int
@@ -58,23 +58,23 @@ class Decision(NamedTuple):
 
 
 def decide(rows: Iterable[Row], places: Sequence[Place], *, at: float, hysteresis: float) -> Iterator[Decision]:
-    """The files that should move.
+    """Yield the files that should move.
 
     Parameters
     ----------
     rows : iterable of Row
-        In the order that :class:`Row` states.
+        Files in the order that :class:`Row` requires.
     places : sequence of Place
-        Fastest first.
+        The tiers, fastest first.
     at : float
-        Now, in half-lives.
+        Current time in half-lives.
     hysteresis : float
-        How much cooler than its tier asks for a file may become before it has to leave.
+        Share of its tier's required heat that a file may lose before it must leave.
 
     Yields
     ------
     Decision
-        In the order of the rows; files that stay are left out.
+        Moves in the order of the rows. Files that stay are omitted.
     """
     order = {place.name: index for index, place in enumerate(places)}
     free = [place.limit_bytes for place in places]
@@ -83,9 +83,9 @@ def decide(rows: Iterable[Row], places: Sequence[Place], *, at: float, hysteresi
     for row in rows:
         here = order.get(row.tier)
         if here is None:
-            continue  # A tier that is no longer configured; `check` speaks of it.
+            continue  # The tier is no longer configured; `check` reports it.
         if row.links > 1:
-            # Its other names would go on with the old bytes.
+            # The other hard links would keep the old bytes.
             free[here] -= row.allocated_bytes
             continue
         if row.pinned is not None:
@@ -105,7 +105,7 @@ def _pinned(row: Row, here: int, order: Mapping[str, int], free: Sequence[int]) 
 
 
 def _wanted(score: float, here: int, enters: Sequence[float], leaves: Sequence[float]) -> int:
-    """The fastest tier for which it is hot enough, or its own, which it may keep a little longer."""
+    """Return the fastest tier for which the file is hot enough, or its own tier within the hysteresis."""
     for index, least in enumerate(enters):
         if score >= (leaves[index] if index == here else least):
             return index

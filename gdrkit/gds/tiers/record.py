@@ -1,7 +1,7 @@
-"""What is written down of a migration, beside its copy, while it goes on.
+"""The record of a migration, stored beside the copy while the migration is in progress.
 
-Level 4. ``moves/ID.json`` in the destination's own folder. Whoever migrates keeps it locked, so that a record that can
-be locked is that of a process which is gone.
+It is the file ``moves/ID.json`` in the destination's own folder. The migrating process keeps it locked, so a record
+that can be locked belongs to a process that has died.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ _BYTES_MAX = 64 << 10
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """The migration of one file.
+    """The contents of a record: the migration of one file.
 
     Attributes
     ----------
     name, source : str
-        The file and its tier.
+        Name of the file and its tier.
     inode, size_bytes, modified_ns : int
         The file as it was when the migration began.
     copy_inode : int
-        The copy.
+        Inode of the copy.
     """
 
     name: str
@@ -47,23 +47,23 @@ class Moved:
     copy_inode: int
 
     def is_unchanged(self, info: os.stat_result) -> bool:
-        """Whether this has the size and the time of the file that was migrated."""
+        """Return whether this stat result has the size and the modification time of the migrated file."""
         return (info.st_size, info.st_mtime_ns) == (self.size_bytes, self.modified_ns)
 
 
 class MoveRecord:
-    """A record that we have locked.
+    """A record that this process has locked.
 
     Parameters
     ----------
     folder : TierFolder
-        The destination.
+        Folder of the destination tier.
     identifier : str
-        Of the migration.
+        Id of the migration.
     descriptor : int
-        Of the file; closed with the record.
+        Descriptor of the record file. It is closed with the record.
     moved : Moved or None
-        What it says; None: it was never complete, so that nothing had been done yet.
+        Contents of the record. None: the record was never completed, so the migration had done nothing yet.
     """
 
     def __init__(self, folder: TierFolder, identifier: str, descriptor: int, moved: Moved | None) -> None:
@@ -76,7 +76,7 @@ class MoveRecord:
     def create(
         cls, folder: TierFolder, identifier: str, *, name: str, source: str, info: os.stat_result, copy_inode: int
     ) -> MoveRecord:
-        """Write one down; it is on the device when this returns."""
+        """Write a record, sync it to the disk and return it."""
         moved = Moved(name, source, info.st_ino, info.st_size, info.st_mtime_ns, copy_inode)
         own = folder.own("moves")
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -84,7 +84,7 @@ class MoveRecord:
         record = cls(folder, identifier, descriptor, moved)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-            # ASCII, whatever bytes the name has.
+            # The text is ASCII for any bytes in the name.
             _write(descriptor, json.dumps(to_plain(moved)).encode("ascii"))
             os.fsync(descriptor)
             os.fsync(own)
@@ -96,36 +96,36 @@ class MoveRecord:
         return record
 
     def remove(self) -> None:
-        """The migration has ended."""
+        """Remove the record of a migration that has ended."""
         own = self.folder.own("moves")
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.id + _SUFFIX, dir_fd=own)
         os.fsync(own)
 
     def close(self) -> None:
-        """Let it go."""
+        """Close the record, which releases its lock."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
 
 
 def recorded(folder: TierFolder) -> set[str]:
-    """The migrations into this tier of which there is a record, under way or not."""
+    """Return the ids of the migrations into this tier that have a record, in progress or not."""
     return {name.removesuffix(_SUFFIX) for name in folder.names_of("moves")}
 
 
 def dead_records(folder: TierFolder) -> list[MoveRecord]:
-    """The records of processes that are gone; each is locked, and closed by the caller."""
+    """Return the records of processes that have died. Each one is locked; the caller closes it."""
     found = []
     for name in folder.names_of("moves"):
         try:
             descriptor = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder.own("moves"))
         except FileNotFoundError:
-            continue  # It has ended just now.
+            continue  # The migration has just ended.
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not os.fstat(descriptor).st_nlink:
-                raise BlockingIOError  # noqa: TRY301 - ended between the two calls.
+                raise BlockingIOError  # noqa: TRY301 - the migration ended between the two calls.
         except BlockingIOError:
             os.close(descriptor)
             continue
@@ -137,7 +137,7 @@ def _read(descriptor: int) -> Moved | None:
     try:
         return from_plain(Moved, json.loads(os.pread(descriptor, _BYTES_MAX, 0)))
     except (ValueError, UsageError):
-        return None  # Cut off: the migration goes on only after the whole record is on the device.
+        return None  # The record is incomplete. A migration does nothing before its record is on the disk.
 
 
 def _write(descriptor: int, data: bytes) -> None:

@@ -1,8 +1,7 @@
-"""What a process that died in a migration left behind, put in order.
+"""Recovery of migrations whose process died.
 
-Level 4. Whatever it was doing, the disks say whether the copy had become the file (see
-:mod:`gdrkit.gds.tiers.migration`). Where somebody wrote to both meanwhile, past gdrkit, nothing is chosen for him: one
-of them is put into ``kept``, and said.
+The state of the disks shows whether the copy had become the file (see :mod:`gdrkit.gds.tiers.migration`). If a program
+wrote to both outside gdrkit, the recovery does not choose: it moves one of them to ``kept`` and reports it.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ __all__ = ["interrupted", "recover"]
 
 
 def interrupted(folders: Mapping[str, TierFolder]) -> Iterator[Finding]:
-    """What :func:`recover` would put in order."""
+    """Yield a finding for each migration that :func:`recover` would complete or undo."""
     for folder in folders.values():
         for record in dead_records(folder):
             record.close()
@@ -37,26 +36,26 @@ def interrupted(folders: Mapping[str, TierFolder]) -> Iterator[Finding]:
 
 
 def recover(folders: Mapping[str, TierFolder], catalogue: Catalogue) -> list[Finding]:
-    """Put everything in order that no living process is about.
+    """Complete or undo all migrations whose process died.
 
     Parameters
     ----------
     folders : mapping
-        The tiers by name.
+        Folders of the tiers by name.
     catalogue : Catalogue
-        Told where files are.
+        The catalogue, which is updated.
 
     Raises
     ------
     ApiError
-        A tier refuses; what was not done yet is still recorded.
+        A tier cannot be changed. The rest is still recorded.
     """
     found: list[Finding] = []
     for folder in folders.values():
         with told("recover", tier=folder.name):
             found += _recover_into(folder, folders, catalogue)
-    # In this order: a record is there before its file is retired, and until that is gone. A retired file that is seen
-    # now and has no record afterwards is nobody's.
+    # The order matters: a record exists before its file is retired, and until the retired file is removed. So a retired
+    # file that is listed now and has no record afterwards belongs to no migration.
     retired = {tier: folder.names_of("retired") for tier, folder in folders.items()}
     known = set().union(*map(recorded, folders.values()))
     for tier, names in retired.items():
@@ -69,12 +68,12 @@ def recover(folders: Mapping[str, TierFolder], catalogue: Catalogue) -> list[Fin
 
 def _recover_into(folder: TierFolder, folders: Mapping[str, TierFolder], catalogue: Catalogue) -> Iterator[Finding]:
     if folder.identity is None:
-        return  # Read-only: nothing was ever migrated here, or can be put in order now.
+        return  # The tier is read-only: no file was ever migrated to it, and nothing can be changed now.
     with folder.locked(alone=True) as is_alone:
         if not is_alone:
             return
         records = dead_records(folder)
-        # Whoever begins a migration makes the copy and the record together.
+        # A migration creates its copy and its record under one lock.
         for left in set(folder.names_of("incoming")) - recorded(folder):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(left, dir_fd=folder.own("incoming"))
@@ -101,7 +100,7 @@ def _settle(record: MoveRecord, folders: Mapping[str, TierFolder], catalogue: Ca
 
 
 class _Interrupted:
-    """One migration that did not end, and the three places where its file may be."""
+    """One interrupted migration, and the three places where its file may be."""
 
     def __init__(self, record: MoveRecord, moved: Moved, source: TierFolder) -> None:
         self._id = record.id
@@ -118,7 +117,7 @@ class _Interrupted:
             yield from self._drop_copy()
             catalogue.see(name, self._source.name, self._here)
         elif self._retired is not None and self._must_return():
-            # Written past gdrkit while it was retired, or the copy is gone: the old file is the one.
+            # The retired file was written outside gdrkit, or the copy is gone. So the old file is the valid one.
             yield from self._drop_copy()
             self._put_back()
             catalogue.see(name, self._source.name, self._retired)
@@ -169,12 +168,12 @@ class _Interrupted:
 
 
 def _unclaimed(folder: TierFolder, names: set[str]) -> Iterator[Finding]:
-    """Retired files of whose migrations nobody knows any more: each may be the last of its kind."""
+    """Keep retired files whose record is gone. Each may be the only copy of its data."""
     for left in names:
         try:
             rename_new(left, left, folder=folder.own("retired"), new_folder=folder.own("kept"))
         except FileNotFoundError:
-            continue  # Its migration has just come to its end.
+            continue  # The migration has just ended.
         text = "nobody knows what this was: the record of its migration is gone"
         yield Finding(Kind.KEPT, f"kept/{shown(left)}", folder.name, text)
 

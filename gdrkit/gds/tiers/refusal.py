@@ -1,7 +1,4 @@
-"""Errors of the kernel as errors of gdrkit.
-
-Level 4.
-"""
+"""Conversion of errors of the kernel to the errors of gdrkit."""
 
 from __future__ import annotations
 
@@ -49,7 +46,7 @@ _TO_DO = {
 
 
 def kernel_error(error: OSError, operation: str, **arguments: object) -> ApiError:
-    """What the kernel refused, with its number and what to do."""
+    """Return the exception for a failed system call, with its errno and what to do."""
     number = error.errno or errno.EIO
     return ApiError(
         api=Api.KERNEL,
@@ -65,7 +62,7 @@ def kernel_error(error: OSError, operation: str, **arguments: object) -> ApiErro
 
 
 def busy(operation: str, why: str, **arguments: object) -> ApiError:
-    """Somebody else has the file now; trying again later is right."""
+    """Return the exception for a file that is in use. The caller may try again later."""
     return ApiError(
         api=Api.KERNEL,
         operation=operation,
@@ -81,7 +78,7 @@ def busy(operation: str, why: str, **arguments: object) -> ApiError:
 
 @contextmanager
 def told(operation: str, **arguments: object) -> Iterator[None]:
-    """Have an OSError of this block come out as an :class:`ApiError`."""
+    """Convert an OSError in this block to an :class:`ApiError`."""
     try:
         yield
     except OSError as error:

@@ -1,7 +1,4 @@
-"""What the manager of tiers answers.
-
-Level 4.
-"""
+"""Results of the tier manager."""
 
 from __future__ import annotations
 
@@ -17,18 +14,18 @@ __all__ = ["Migrated", "Refused", "TierStatus"]
 
 @dataclass(frozen=True, slots=True)
 class TierStatus:
-    """One tier now.
+    """The current state of one tier.
 
     Attributes
     ----------
     limit_bytes : int
-        What may lie in it: the capacity that was said, or what the file system has, less the headroom.
+        Space that gdrkit may use in total: the capacity or the size of the file system, less the headroom, in bytes.
     free_bytes : int
-        What its file system has left.
+        Free space of the file system, in bytes.
     absent : str
-        Why it cannot be used; empty when it can.
+        The reason why the tier cannot be used; empty if it can.
     route : TierRoute
-        Which way its bytes go to device memory, as it was seen last.
+        The route of its bytes to device memory in the last transfer that showed one.
     """
 
     name: str
@@ -46,7 +43,7 @@ class TierStatus:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A file that could not be migrated now, and is where it was."""
+    """A file that could not be migrated and is where it was."""
 
     name: str
     destination: str
@@ -56,16 +53,16 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Migrated:
-    """What a run of the policy did.
+    """The result of a run of the policy.
 
     Attributes
     ----------
     moved, moved_bytes : int
-        Files that are in another tier now.
+        Number of files that were moved, and the bytes that they take.
     refused : tuple of Refused
-        Those that had to stay: somebody writes them, there is no room ...
+        Files that had to stay, for example because a program writes them or the destination is full.
     considered : int
-        How many files there were.
+        Number of all files.
     """
 
     moved: int

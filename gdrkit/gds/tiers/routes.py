@@ -1,7 +1,7 @@
-"""Which way the bytes of a tier really go.
+"""The routes that the bytes of a tier take.
 
-Level 4. A route is what was seen of transfers, and nothing is said of a tier before one was. Transfers to and from host
-memory show nothing of it.
+A route is reported only after it was observed in a transfer with device memory. Transfers with host memory do not show
+it.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ __all__ = ["UNSEEN", "TierRoute", "seen", "worst"]
 
 @dataclass(frozen=True, slots=True)
 class TierRoute:
-    """What the last transfer between a tier and device memory showed.
+    """The observation of the last transfer between a tier and device memory.
 
     Attributes
     ----------
     state : RouteState
-        Of the direct route.
+        State of the direct route.
     route : str
-        The way the bytes took: ``p2p``, ``nvfs``, ``engine`` ...; empty when there were none.
+        The route of the bytes: ``p2p``, ``nvfs``, ``engine`` ...; empty if no bytes moved.
     why : str
-        Why that was no direct one.
+        The reason why the route was not direct.
     """
 
     state: RouteState
@@ -43,7 +43,7 @@ UNSEEN = TierRoute(RouteState.UNPROVEN, why="no transfer between this tier and d
 
 
 def seen(transferred: Transferred) -> TierRoute | None:
-    """What a transfer showed; None when it showed nothing: host memory, or nobody wanted a direct route."""
+    """Return what a transfer showed, or None: it used host memory, or no direct route was wanted."""
     if not transferred.bytes:
         return None
     if transferred.route in DIRECT_ROUTES:
@@ -56,6 +56,6 @@ def seen(transferred: Transferred) -> TierRoute | None:
 
 
 def worst(transfers: Iterable[Transferred]) -> TierRoute:
-    """What several showed together: one that fell back outweighs one that shows nothing, and that one a proven one."""
+    """Return the worst of several results: a fallback is worse than an unproven route, and that than a proven one."""
     order = [RouteState.FELL_BACK, RouteState.UNPROVEN, RouteState.PROVEN]
     return min((seen(each) or UNSEEN for each in transfers), key=lambda found: order.index(found.state), default=UNSEEN)

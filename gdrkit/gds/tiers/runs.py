@@ -1,7 +1,4 @@
-"""Migrations with somebody who looks on: a bar on a terminal, lines elsewhere.
-
-Level 4.
-"""
+"""Migrations with progress output: a bar on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ __all__ = ["migrate_by_policy", "migrate_named", "planned"]
 
 
 class _Onlooker:
-    """What is said of a run; `bar` is there on a terminal."""
+    """The progress output of a run. `bar` is set on a terminal."""
 
     def __init__(self, stream: TextIO, bar: Progress | None) -> None:
         self._stream = stream
@@ -38,21 +35,21 @@ class _Onlooker:
         self._done_bytes = 0
 
     def begin(self, count: int, count_bytes: int) -> None:
-        """So much is to be moved."""
+        """Report how much will be moved."""
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, total=count_bytes)
         else:
             self._say(f"{count} files, {size(count_bytes)} to move")
 
     def observe(self, phase: Phase, name: str, offset_bytes: int) -> None:
-        """A migration has come so far."""
+        """Report the progress of one migration."""
         if self._bar is not None and self._task is not None:
             copied = offset_bytes if phase is Phase.COPY else 0
             text = f"{phase.value} {shown(name)}"
             self._bar.update(self._task, completed=self._done_bytes + copied, description=text)
 
     def moved(self, move: PlannedMove, why: str) -> None:
-        """One file was dealt with."""
+        """Report that one file is finished."""
         self._done_bytes += move.allocated_bytes
         if self._bar is None:
             how = f"stays in {move.source}: {why}" if why else f"{move.source} -> {move.destination}"
@@ -63,13 +60,13 @@ class _Onlooker:
 
 
 def migrate_by_policy(manager: TierManager, *, stream: TextIO) -> Migrated:
-    """Move what the policy wants elsewhere."""
+    """Move files as the policy asks."""
     with _onlooker(stream) as onlooker:
         return manager.migrate(begin=onlooker.begin, observe=onlooker.observe, moved=onlooker.moved)
 
 
 def migrate_named(manager: TierManager, names: Sequence[str], destination: str, *, stream: TextIO) -> Migrated:
-    """Move these to that tier."""
+    """Move the named files to a tier."""
     refused: list[Refused] = []
     count = count_bytes = 0
     moves = _named(manager, names, destination)
@@ -90,7 +87,7 @@ def migrate_named(manager: TierManager, names: Sequence[str], destination: str, 
 def planned(
     manager: TierManager, names: Sequence[str], destination: str | None, *, as_json: bool, stream: TextIO
 ) -> None:
-    """Say what would move."""
+    """Print the moves that would be made."""
     if destination is not None:
         moves = _named(manager, names, destination)
         _say_moves(moves, len(names), as_json=as_json, stream=stream)

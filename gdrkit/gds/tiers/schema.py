@@ -1,14 +1,14 @@
-"""What lies in the catalogue.
+"""The SQL schema of the catalogue.
 
-Level 4. The totals of a tier are kept by triggers, so that nobody has to add up a million files to know them. No INSERT
-OR IGNORE there: the statement that fires a trigger decides what a conflict in it does.
+Triggers keep the totals of a tier, so that a query of the totals need not read a million rows. The triggers do not use
+INSERT OR IGNORE, because the conflict clause of the statement that fires a trigger overrides that of the trigger.
 """
 
 from __future__ import annotations
 
 __all__ = ["FORMAT", "ROUTES", "SCHEMA"]
 
-# As in the last line of the schema.
+# The same number is in the last line of the schema.
 FORMAT = 1
 
 SCHEMA = """
@@ -57,7 +57,7 @@ END;
 INSERT INTO meta VALUES ('format', 1), ('wall_s', 0.0), ('offset_s', 0.0), ('half_life_s', 0.0);
 """
 
-# Came later, and costs an older catalogue nothing: it is made wherever it is not there.
+# This table was added later. It is created in older catalogues when they are opened.
 ROUTES = """
 CREATE TABLE IF NOT EXISTS routes (
     tier TEXT PRIMARY KEY, state TEXT NOT NULL, route TEXT NOT NULL, why TEXT NOT NULL, wall_s REAL NOT NULL

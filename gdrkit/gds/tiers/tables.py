@@ -1,7 +1,4 @@
-"""Tiers as people read them.
-
-Level 4.
-"""
+"""Tables of tiers for people."""
 
 from __future__ import annotations
 
@@ -32,12 +29,12 @@ _STATES = {
     RouteState.FELL_BACK: "yellow",
     RouteState.NOT_POSSIBLE: "dim",
 }
-# Wider than any table.
+# A width above that of any table.
 _WIDTH_MAX = 10_000
 
 
 def write(table: Table, stream: TextIO) -> None:
-    """Print a table; where nobody looks, wide enough to cut nothing."""
+    """Print a table. If the stream is not a terminal, the table is as wide as its contents, so that nothing is cut."""
     console = Console(file=stream, highlight=False)
     if not console.is_terminal:
         console = Console(file=stream, highlight=False, width=_WIDTH_MAX)
@@ -46,7 +43,7 @@ def write(table: Table, stream: TextIO) -> None:
 
 
 def size(count_bytes: int) -> str:
-    """Three digits and a unit: enough to compare by eye."""
+    """Return a size as three digits and a unit."""
     value = float(count_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if value < 1024:  # noqa: PLR2004 - the step between the units.
@@ -56,7 +53,7 @@ def size(count_bytes: int) -> str:
 
 
 def status_table(tiers: Sequence[TierStatus]) -> Table:
-    """The tiers, fastest first."""
+    """Return the table of the tiers, fastest first."""
     table = _table(
         "tier", "directory", "for files with", "files", "used", "may use", "free on disk", "coming", "direct route"
     )
@@ -81,7 +78,7 @@ def status_table(tiers: Sequence[TierStatus]) -> Table:
 
 
 def moves_table(moves: Iterable[PlannedMove]) -> Table:
-    """What would move."""
+    """Return the table of the moves that would be made."""
     table = _table("file", "from", "to", "size", "why")
     for move in moves:
         why = {"heat": "its heat", "pinned": "pinned", "room": "its tier is full"}[move.why.value]
@@ -90,7 +87,7 @@ def moves_table(moves: Iterable[PlannedMove]) -> Table:
 
 
 def findings_table(findings: Iterable[Finding]) -> Table:
-    """What was found, and whether it is mended."""
+    """Return the table of the findings, with a column for repairs."""
     table = _table("what", "file", "tier", "", "now")
     for each in findings:
         now = Text("mended", "green") if each.mended else Text("as it was", "bold red" if each.is_wrong else "dim")
@@ -99,7 +96,7 @@ def findings_table(findings: Iterable[Finding]) -> Table:
 
 
 def speeds_table(speeds: Iterable[Speed]) -> Table:
-    """What was measured, beside what was stated."""
+    """Return the table of the measured speeds, beside the stated ones."""
     table = _table(
         "tier",
         "read GB/s",

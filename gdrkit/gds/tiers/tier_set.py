@@ -1,7 +1,4 @@
-"""The folders of the tiers that are there, and how much may lie in each.
-
-Level 4.
-"""
+"""The folders of the available tiers, and the space that gdrkit may use in each."""
 
 from __future__ import annotations
 
@@ -25,26 +22,26 @@ __all__ = ["TierSet"]
 
 
 class TierSet:
-    """The tiers of a configuration; closed by their owner.
+    """The tiers of a configuration. The owner closes it.
 
     Parameters
     ----------
     configuration : Configuration
-        Which there should be.
+        The tiers that should exist.
 
     Attributes
     ----------
     folders : dict
-        Those that are there by name, fastest first.
+        Folders of the available tiers by name, fastest first.
     absent : dict
-        Why the others are not.
+        The reason why each other tier is unavailable, by name.
 
     Raises
     ------
     SetupMissing
-        None is there.
+        No tier is available.
     UsageError
-        A folder is that of another tier.
+        A folder belongs to another tier.
     """
 
     def __init__(self, configuration: Configuration) -> None:
@@ -69,26 +66,26 @@ class TierSet:
 
     @property
     def first(self) -> TierFolder:
-        """The fastest that is there."""
+        """Folder of the fastest available tier."""
         return next(iter(self.folders.values()))
 
     def folder(self, name: str) -> TierFolder:
-        """The folder of a tier.
+        """Return the folder of a tier.
 
         Raises
         ------
         SetupMissing
-            It is not there.
+            The tier is not available.
         """
         if name not in self.folders:
             raise _absent(name, self.absent.get(name, "it is not configured"))
         return self.folders[name]
 
     def leave_out_strangers(self, catalogue: Catalogue) -> None:
-        """Leave out each folder that is not the one that the catalogue knows, and claim those that are new.
+        """Remove each folder that is not the one that the catalogue knows, and claim folders that are new.
 
-        Such a folder is the mount point of a file system that is not mounted, or another disk. Nothing is written into
-        it, and the files of its tier are not reported missing.
+        A removed folder is the mount point of a file system that is not mounted, or another disk. Nothing is written
+        into it, and the files of its tier are not reported as missing.
         """
         known, totals = catalogue.identities(), catalogue.totals()
         for name, folder in tuple(self.folders.items()):
@@ -105,12 +102,12 @@ class TierSet:
                 catalogue.identify(name, folder.identity)
 
     def places(self, totals: Mapping[str, Totals]) -> list[Place]:
-        """Those that are there, as the policy sees them."""
+        """Return the available tiers in the form that the policy needs."""
         there = [tier for tier in self._configuration.tiers if tier.name in self.folders]
         return [Place(tier.name, tier.accesses_min, self.limit_bytes(tier.name, totals)) for tier in there]
 
     def landing(self, totals: Mapping[str, Totals]) -> list[TierFolder]:
-        """Where a new file may be made, best first: those with room come before the others."""
+        """Return the tiers for a new file, best first. Tiers with space come before the others."""
         wanted, names = self._configuration.landing_tier.name, list(self.folders)
         at = names.index(wanted) if wanted in names else 0
         ordered = [*names[at:], *reversed(names[:at])]
@@ -118,7 +115,7 @@ class TierSet:
         return [self.folders[name] for name in sorted(ordered, key=full.__contains__)]
 
     def limit_bytes(self, name: str, totals: Mapping[str, Totals]) -> int:
-        """What may lie in a tier: the capacity that was said, or what the file system has, less the headroom."""
+        """Return the bytes that a tier may hold: its capacity or its file system's size, less the headroom."""
         tier, folder = self._configuration.tier(name), self.folders.get(name)
         if folder is None:
             return 0

@@ -1,7 +1,4 @@
-"""An open file of a tier.
-
-Level 4.
-"""
+"""Open files of a tier."""
 
 from __future__ import annotations
 
@@ -32,22 +29,22 @@ _log = logging.getLogger(__name__)
 
 
 class TieredFile:
-    """A file that was opened by its logical name; use it as a context manager.
+    """A file that was opened by its logical name; a context manager.
 
-    A file that is open to read may move to another tier meanwhile: its bytes stay readable here.
+    A file that is open for reading may be migrated meanwhile. It stays readable here.
 
     Parameters
     ----------
     name : str
-        Its logical name.
+        Logical name of the file.
     tier : TierFolder
-        Where it was when it was opened.
+        Tier of the file when it was opened.
     descriptor : int
-        Becomes ours.
+        File descriptor. This object owns it from now on.
     writes : bool
-        Whether it may be written.
+        Whether the file is open for writing.
     catalogue : Catalogue
-        Told its size at the end.
+        The catalogue, which gets the size of the file at close.
     """
 
     def __init__(self, name: str, tier: TierFolder, descriptor: int, *, writes: bool, catalogue: Catalogue) -> None:
@@ -58,18 +55,18 @@ class TieredFile:
         self._descriptor = descriptor
         self._files: dict[str, File] = {}
         self._opening = threading.Lock()
-        self._route: TierRoute | None = None  # What the catalogue was last told.
+        self._route: TierRoute | None = None  # The route that was last written to the catalogue.
         self._handle = Handle("tiers.file")
 
     def fileno(self) -> int:
-        """Its descriptor, for ``os.pread`` and the like; it stays ours."""
+        """Return the file descriptor, for ``os.pread`` and the like. This object still owns it."""
         if self._descriptor < 0:
             raise ClosedResource(self.name)
         return self._descriptor
 
     @property
     def path(self) -> str:
-        """A path that names exactly this file while it is open, wherever it moves."""
+        """A path that leads to exactly this file while it is open, wherever it is migrated."""
         return f"/proc/self/fd/{self.fileno()}"
 
     def read_into(
@@ -81,21 +78,21 @@ class TieredFile:
         buffer_offset_bytes: int = 0,
         direct: Direct = "preferred",
     ) -> Transferred:
-        """Read a range into memory of a device or of the host, as :meth:`gdrkit.gds.File.read_into`.
+        """Read a range into device or host memory, as :meth:`gdrkit.gds.File.read_into`.
 
         Parameters
         ----------
         buffer : object
             See :func:`gdrkit.gds.target_of`.
         file_offset_bytes, length_bytes, buffer_offset_bytes : int
-            What goes where; `length_bytes` None: to the end of the memory or of the file.
+            Offsets and length of the range. `length_bytes` None: up to the end of the memory or of the file.
         direct : str
-            Whether a way between disk and device without host memory is ``preferred``, ``required`` or ``never`` taken.
+            Whether a path between disk and device without host memory is ``preferred``, ``required`` or ``never`` used.
 
         Returns
         -------
         Transferred
-            With the route that the bytes really took.
+            The result, with the route that the bytes took.
         """
         moved = self._transfers(direct).read_into(
             buffer,
@@ -115,7 +112,7 @@ class TieredFile:
         buffer_offset_bytes: int = 0,
         direct: Direct = "preferred",
     ) -> Transferred:
-        """Write memory of a device or of the host into a range; see :meth:`read_into` and :meth:`sync`."""
+        """Write device or host memory into a range; see :meth:`read_into` and :meth:`sync`."""
         moved = self._transfers(direct).write_from(
             buffer,
             file_offset_bytes=file_offset_bytes,
@@ -126,11 +123,11 @@ class TieredFile:
         return moved
 
     def sync(self) -> None:
-        """Have what was written on the device."""
+        """Sync the written data to the disk (fsync)."""
         os.fsync(self.fileno())
 
     def close(self) -> None:
-        """Close it; the catalogue learns its size. A second close does nothing."""
+        """Close the file and update its size in the catalogue. A second close does nothing."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor < 0:
             return
@@ -139,19 +136,19 @@ class TieredFile:
             parts.callback(os.close, descriptor)
             if self.writes:
                 parts.callback(self._tell, descriptor)
-            # Theirs are descriptors of their own, of the same file.
+            # These files have their own descriptors of the same file.
             for file in self._files.values():
                 parts.callback(file.close)
 
     def _transfers(self, direct: Direct) -> File:
-        """The file as the engine and direct paths have it, opened by what names exactly this one."""
+        """Return the :class:`gdrkit.gds.File` for this file, opened by its descriptor's path."""
         with self._opening:
             if direct not in self._files:
                 self._files[direct] = File(self.path, "r+" if self.writes else "r", direct=direct)
             return self._files[direct]
 
     def _keep(self, moved: Transferred) -> None:
-        """Have the catalogue know which way the tier's bytes went, when that is news."""
+        """Write the route of the tier's bytes to the catalogue if it has changed."""
         route = seen(moved)
         if route is None or route == self._route:
             return
@@ -163,13 +160,13 @@ class TieredFile:
     def _tell(self, descriptor: int) -> None:
         info = os.fstat(descriptor)
         if not info.st_nlink:
-            return  # Removed while it was open.
+            return  # The file was removed while it was open.
         with self._telling("the size of a file"):
             self._catalogue.see(self.name, self.tier, info)
 
     @contextlib.contextmanager
     def _telling(self, what: str) -> Iterator[None]:
-        """Locked, or closed before us: the bytes are where they should be, and `check` finds the rest."""
+        """Log a warning if the catalogue is locked or closed. The data is safe; `check` corrects the catalogue."""
         try:
             yield
         except (ApiError, ClosedResource) as error:

@@ -1,4 +1,4 @@
-// Without libcuda, host memory goes as ever, and a device has one clear error.
+// Without libcuda, transfers of host memory work, and those of a device fail with one clear error.
 #include <cerrno>
 
 #include "engine/tests/fixture.hpp"

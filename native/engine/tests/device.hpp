@@ -1,4 +1,4 @@
-// The CUDA driver as an application calls it, beside the engine. Right on a real GPU as on the twin of libcuda.
+// Calls of the CUDA driver by an application beside the engine, for a real GPU and for the software twin of libcuda.
 #pragma once
 
 #include <dlfcn.h>
@@ -7,7 +7,7 @@
 
 namespace gdrkit::engine::test {
 
-// An entry of the driver by its symbol. Arguments have the types of the interface: lengths and addresses are u64.
+// Calls a driver function by its symbol. The arguments must have the types of the API: lengths and addresses are u64.
 template <typename... Arguments> int cu(const char* symbol, Arguments... arguments) {
     static void* const library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
     CHECK(library != nullptr);
@@ -16,7 +16,7 @@ template <typename... Arguments> int cu(const char* symbol, Arguments... argumen
     return reinterpret_cast<int (*)(Arguments...)>(entry)(arguments...);
 }
 
-// Memory of one device, whose context is current while it is touched.
+// Memory of one device. Its context is current during each access.
 class Memory {
 public:
     Memory(int device, u64 length) : device_(device), length_(length) {
@@ -39,7 +39,7 @@ public:
             CHECK(cu("cuMemcpyHtoD_v2", address_, static_cast<const void*>(bytes.data()), u64{bytes.size()}) == 0);
         });
     }
-    // Waits for everything that anybody has queued on the device.
+    // Waits for all work on the device.
     void synchronize() {
         in_context([&] { CHECK(cu("cuCtxSynchronize") == 0); });
     }

@@ -1,4 +1,4 @@
-// Jobs between files and memory of devices: every byte, odd ends, cached and cold, several devices, many callers.
+// Jobs between files and device memory: every byte, unaligned ends, cached and cold files, several devices and callers.
 #include <algorithm>
 #include <fstream>
 #include <random>
@@ -25,7 +25,7 @@ void check_reads(const Folder& folder, Engine& engine) {
         for (const u64 offset : {u64{0}, u64{4095}, mib + 1}) {
             for (const bool is_cold : {false, true}) {
                 if (is_cold) {
-                    forget(fd, 0, 3 * mib); // The rest stays: both kinds in one range.
+                    forget(fd, 0, 3 * mib); // The rest stays cached, so that the range is mixed.
                 }
                 memory.fill();
                 const u64 length = data.size() - offset - 5;
@@ -59,7 +59,7 @@ void check_writes(const Folder& folder, Engine& engine) {
     }
 }
 
-// Thousands of ranges in a few copies, in the order in which they were named.
+// Thousands of ranges take a few copies and arrive in the given order.
 void check_many_ranges(const Folder& folder, Engine& engine) {
     std::mt19937_64 chance(3);
     const Bytes data = pattern(2 * mib, 3);
@@ -80,7 +80,7 @@ void check_many_ranges(const Folder& folder, Engine& engine) {
     CHECK(memory.read(0, expected.size()) == expected);
 }
 
-// What a file lacks is not copied over what the memory has.
+// Bytes that a file does not have leave the memory unchanged.
 void check_a_short_file(const Folder& folder, Engine& engine) {
     const Bytes data = pattern(mib + 5, 4);
     const Descriptor fd = file_of(folder.at("short"), data);
@@ -113,7 +113,7 @@ void check_short_transfers(const Folder& folder, Engine& engine) {
     }
 }
 
-// Two devices and the host by the same threads at the same time; some callers change their minds.
+// The same threads serve two devices and the host at the same time; some callers cancel.
 void check_many_callers(const Folder& folder, Engine& engine) {
     std::vector<std::thread> callers;
     for (int number = 0; number < 4; ++number) {
@@ -146,7 +146,7 @@ void check_many_callers(const Folder& folder, Engine& engine) {
     }
 }
 
-// A device that is not there fails its job alone.
+// A device that does not exist fails only its own job.
 void check_no_such_device(const Folder& folder, Engine& engine) {
     const Descriptor fd = file_of(folder.at("nowhere"), pattern(mib, 6));
     const Progress refused = moved(engine, Direction::read, 77, borrowed(fd), 0, 4096, mib);
@@ -155,7 +155,7 @@ void check_no_such_device(const Folder& folder, Engine& engine) {
     CHECK(whole(moved(engine, Direction::read, 1, borrowed(fd), 0, memory.address(), mib), mib));
 }
 
-// How much each thread of an engine has read, the busiest first; empty where the kernel does not count that.
+// Returns the bytes that each thread of an engine has read, the largest first; empty if the kernel does not count them.
 std::vector<u64> bytes_by_thread() {
     std::vector<u64> found;
     for (const auto& each : std::filesystem::directory_iterator("/proc/self/task")) {
@@ -171,7 +171,7 @@ std::vector<u64> bytes_by_thread() {
     return found;
 }
 
-// As many threads as may read from a disk at a time do so, and not all of them in turn: each has memory of its own.
+// Only as many threads as may read from a disk do so. The others do not take turns, because each has its own memory.
 void check_who_reads_from_a_disk(const Folder& folder) {
     Tuning tuning = small_tuning();
     tuning.workers_count = 8;
@@ -194,7 +194,7 @@ void check_who_reads_from_a_disk(const Folder& folder) {
 
 int main() {
     const Folder folder;
-    check_who_reads_from_a_disk(folder); // While there are no threads of another engine.
+    check_who_reads_from_a_disk(folder); // This must run while no other engine has threads.
     std::size_t before = 0;
     for (int round = 0; round < 2; ++round) {
         {
@@ -208,6 +208,6 @@ int main() {
             check_no_such_device(folder, engine);
         }
         CHECK(round == 0 || open_files() == before);
-        before = open_files(); // What the driver keeps is open after the first round.
+        before = open_files(); // The driver keeps some files open after the first round.
     }
 }

@@ -1,5 +1,5 @@
-// What a job returns when a call of the driver or an allocation fails, and that nothing is left then: the next job
-// works. On the twin of libcuda alone, whose fault plans say which call fails; a process for each.
+// The result of a job when a driver call or an allocation fails. Nothing is leaked, and the next job works. The tests
+// need the software twin of libcuda, whose fault plan selects the failing call; each plan runs in its own process.
 #include <dlfcn.h>
 #include <sys/wait.h>
 
@@ -14,10 +14,10 @@ using namespace gdrkit::engine::test;
 
 namespace {
 
-// Counts down at each allocation of the engine on this thread, and makes the one at 0 fail; below 0: none fails.
+// Counts down at each allocation of the engine on this thread. The allocation at 0 fails; below 0, none fails.
 thread_local int allocations_left = -1;
 
-// Whether the caller is in this program, which has the engine, and not in a library.
+// Returns whether the caller is in this program, which contains the engine, and not in a library.
 bool is_engine(void* caller) {
     Dl_info there{};
     Dl_info here{};
@@ -27,7 +27,8 @@ bool is_engine(void* caller) {
 
 } // namespace
 
-void* operator new(std::size_t size) {
+// Not inline: the compiler would compare the malloc of one operator with the delete that calls the other one.
+[[gnu::noinline]] void* operator new(std::size_t size) {
     if (allocations_left >= 0 && is_engine(__builtin_return_address(0)) && allocations_left-- == 0) {
         throw std::bad_alloc();
     }
@@ -37,11 +38,11 @@ void* operator new(std::size_t size) {
     throw std::bad_alloc();
 }
 
-void operator delete(void* memory) noexcept {
+[[gnu::noinline]] void operator delete(void* memory) noexcept {
     std::free(memory);
 }
 
-void operator delete(void* memory, std::size_t) noexcept {
+[[gnu::noinline]] void operator delete(void* memory, std::size_t) noexcept {
     std::free(memory);
 }
 
@@ -49,7 +50,7 @@ namespace {
 
 constexpr int out_of_memory = 2, unknown = 999;
 
-// How often the driver may fail a round before all works again: once for each thread.
+// Rounds in which the driver may fail before everything works again: one per thread.
 constexpr int rounds_max = 8;
 
 void check_round(Engine& engine, const Descriptor& fd, const Bytes& data, Memory& memory, bool writes, int status,
@@ -66,7 +67,7 @@ void check_round(Engine& engine, const Descriptor& fd, const Bytes& data, Memory
     } else {
         CHECK(whole(progress, data.size()) && arrived == data.size());
     }
-    // What is said to have arrived did.
+    // All bytes that are reported as arrived did arrive.
     CHECK(writes ? part(contents(fd), 0, arrived) == Bytes(arrived, std::byte{0xa5})
                  : memory.read(0, arrived) == part(data, 0, arrived));
 }
@@ -92,7 +93,7 @@ int peer(bool writes, int status) {
 
 constexpr u64 small = 64 * kib;
 
-// The copy of a small transfer that failed is over when that returns: its caller takes the memory back, and the next
+// The copy of a failed small transfer is over when the call returns: the caller may free its memory, and the next
 // transfer uses the staging memory.
 int small_peer(bool writes, int status) {
     const Folder folder;
@@ -117,7 +118,7 @@ int small_peer(bool writes, int status) {
     return 0;
 }
 
-// Each allocation of a small transfer fails in turn: no context stays current, and the next transfer works.
+// Each allocation of a small transfer fails in turn. No context stays current, and the next transfer works.
 void check_allocations() {
     const Folder folder;
     const Bytes data = pattern(small, 2);
@@ -143,7 +144,7 @@ void check_allocations() {
     CHECK(failures >= 3);
 }
 
-// Runs this program anew: the plan is read when the library is loaded.
+// Executes this program again, because the fault plan is read when the library is loaded.
 int run_peer(std::vector<std::string> arguments) {
     std::fflush(nullptr);
     const pid_t child = fork();
@@ -164,7 +165,7 @@ int run_peer(std::vector<std::string> arguments) {
 
 struct Fault {
     const char* call;
-    const char* which; // A count from 1; the first ones are the test's own.
+    const char* which; // A count from 1. The first calls are those of the test itself.
     int status;
     bool writes;
     bool is_small = false;
@@ -178,13 +179,13 @@ constexpr Fault faults[] = {
     {"cuMemcpyDtoHAsync_v2", "3", unknown, true},
     {"cuEventRecord", "2", unknown, false},
     {"cuEventQuery", "1", unknown, false},
-    // Of hauls, which come after the first pieces.
+    // These calls belong to coalesced copies, which follow the first pieces.
     {"cuStreamCreate", "3", out_of_memory, false},
     {"cuMemcpyHtoDAsync_v2", "9", unknown, false},
     {"cuEventRecord", "9", unknown, false},
     {"cuEventQuery", "9", unknown, false},
     {"cuEventQuery", "1", unknown, true},
-    // Of small transfers: the driver fails while the copy is still to come.
+    // These calls belong to small transfers: the driver fails while the copy is still pending.
     {"cuStreamSynchronize", "1", unknown, false, true},
     {"cuStreamSynchronize", "1", unknown, true, true},
 };
@@ -203,7 +204,7 @@ int main(int count, char** arguments) {
         std::ofstream(plan) << "gdrkit-faults 1\n"
                             << fault.call << " call=" << fault.which << " status=" << fault.status << "\n";
         CHECK(setenv("GDRKIT_TWINS_FAULTS", plan.c_str(), 1) == 0);
-        // Late, so that a copy that nobody waits for comes after everything else.
+        // The delay makes a copy that no thread waits for end after everything else.
         CHECK(setenv("GDRKIT_TWINS_LATE_US", fault.is_small ? "500000" : "100", 1) == 0);
         const int ended = run_peer(
             {fault.is_small ? "small" : "large", fault.writes ? "write" : "read", std::to_string(fault.status)});

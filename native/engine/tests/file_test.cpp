@@ -1,4 +1,4 @@
-// What the page cache is said to have, and ranges of a file by O_DIRECT whose ends are inside blocks.
+// The reported state of the page cache, and O_DIRECT ranges whose ends are inside blocks.
 #include <cerrno>
 #include <cstring>
 #include <memory>
@@ -13,7 +13,7 @@ namespace {
 constexpr u64 offsets[] = {0, 1, 511, 512, 4095, 4096, 4097, 12288};
 constexpr u64 lengths[] = {1, 4095, 4096, 4097, 8192, 65536, 100001};
 
-// Aligned as staging memory is, with room for a block at both ends.
+// Memory with the alignment of staging memory, and space for one more block at both ends.
 struct Aligned {
     explicit Aligned(u64 length) : length(length), at(static_cast<std::byte*>(std::aligned_alloc(4096, length))) {
         CHECK(at);
@@ -66,7 +66,7 @@ void check_writes_with_odd_ends(const Folder& folder) {
     }
 }
 
-// Where the file ends, in the middle of a block too, and beyond.
+// Reads that reach the end of the file, also inside a block, or start behind it.
 void check_the_end_of_a_file(const Folder& folder) {
     const Bytes data = pattern(2 * 4096 + 77, 5);
     const Descriptor fd = file_of(folder.at("short"), data);
@@ -98,7 +98,7 @@ void check_what_is_cached(const Folder& folder) {
     CHECK(file.residency_of(mib, mib).pages == 0 && file.residency_of(mib - 1, mib).pages == 1);
 }
 
-// Descriptors of a path go when the last byte of it is settled, and a borrowed one stays.
+// The descriptors of a path are closed when its last byte is settled. A borrowed descriptor stays open.
 void check_descriptors(const Folder& folder) {
     const Descriptor fd = file_of(folder.at("held"), pattern(mib, 7));
     const std::size_t before = open_files();
@@ -126,7 +126,7 @@ void check_descriptors(const Folder& folder) {
     }
 }
 
-// A file that takes no O_DIRECT is read all the same, and says so.
+// A file without O_DIRECT support is read without it, and the result says so.
 void check_without_direct() {
     const Descriptor plain(open("/proc/self/status", O_RDONLY | O_CLOEXEC));
     File file(plain.get());

@@ -1,4 +1,4 @@
-// What the tests of the engine share: files of known bytes, and jobs in one line.
+// Helpers of the tests of the engine: files with known bytes, and jobs in one line.
 #pragma once
 
 #include <fcntl.h>
@@ -24,7 +24,7 @@ using Bytes = std::vector<std::byte>;
 
 constexpr u64 kib = 1024, mib = 1024 * kib;
 
-// Small, so that a few MiB are many pieces.
+// The sizes are small, so that a few MiB are many pieces.
 inline Tuning small_tuning() {
     Tuning tuning;
     tuning.workers_count = 3;
@@ -36,7 +36,7 @@ inline Tuning small_tuning() {
     return tuning;
 }
 
-// Every position differs from its neighbours, and from the same position of another seed.
+// Each byte differs from its neighbours, and from the byte at the same position of another seed.
 inline Bytes pattern(u64 bytes, unsigned seed) {
     Bytes all(bytes);
     for (u64 at = 0; at < bytes; ++at) {
@@ -74,7 +74,7 @@ inline Descriptor opened(const std::string& path, int flags = O_RDWR | O_CREAT) 
     return found;
 }
 
-// A file with these bytes, on the disk and in the page cache.
+// Creates a file with these bytes, on the disk and in the page cache.
 inline Descriptor file_of(const std::string& path, const Bytes& bytes) {
     Descriptor found = opened(path, O_RDWR | O_CREAT | O_TRUNC);
     CHECK(pwrite(found.get(), bytes.data(), bytes.size(), 0) == static_cast<ssize_t>(bytes.size()));
@@ -82,7 +82,7 @@ inline Descriptor file_of(const std::string& path, const Bytes& bytes) {
     return found;
 }
 
-// Has the kernel forget a range, if it can: a file system in memory cannot.
+// Drops a range from the page cache if possible; a file system in memory cannot do that.
 inline void forget(const Descriptor& file, u64 offset = 0, u64 length = 0) {
     CHECK(fdatasync(file.get()) == 0);
     CHECK(posix_fadvise(file.get(), static_cast<off_t>(offset), static_cast<off_t>(length), POSIX_FADV_DONTNEED) == 0);
@@ -108,7 +108,7 @@ inline std::shared_ptr<Job> started(Engine& engine, Direction direction, int dev
     return job;
 }
 
-// One range of one file; waits for it.
+// Moves one range of one file and waits for it.
 inline Progress moved(Engine& engine, Direction direction, int device, const std::shared_ptr<File>& file, u64 offset,
                       u64 address, u64 length, Access access = Access::automatic) {
     const auto job = started(engine, direction, device, {file}, {Extent{0, offset, address, length}}, access);

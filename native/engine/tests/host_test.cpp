@@ -1,4 +1,5 @@
-// Jobs between files and host memory: pieces, ranges, failures, cancellation, many callers, and the end of the engine.
+// Jobs between files and host memory: pieces, ranges, failures, cancellation, many callers, and the close of the
+// engine.
 #include <pthread.h>
 
 #include <algorithm>
@@ -20,7 +21,7 @@ namespace {
 
 constexpr Access ways[] = {Access::automatic, Access::buffered, Access::direct};
 
-// How many there are; a thread that was joined is listed until the kernel has buried it.
+// Returns the number of threads. A joined thread is listed until the kernel has removed it.
 std::size_t threads_now() {
     return static_cast<std::size_t>(std::distance(std::filesystem::directory_iterator("/proc/self/task"), {}));
 }
@@ -37,7 +38,7 @@ void check_reads_and_writes(const Folder& folder) {
         for (const u64 offset : {u64{0}, u64{1}, u64{4096}, mib - 1}) {
             for (const bool is_cold : {false, true}) {
                 if (is_cold) {
-                    forget(fd, 0, 3 * mib); // The rest stays: both kinds in one range.
+                    forget(fd, 0, 3 * mib); // The rest stays cached, so that the range is mixed.
                 }
                 const u64 length = data.size() - offset - 5;
                 Bytes found(length);
@@ -56,7 +57,7 @@ void check_reads_and_writes(const Folder& folder) {
     }
 }
 
-// Ranges of random sizes, some empty, into one memory, each where it belongs.
+// Ranges of random sizes, some of them empty, arrive in one memory at the right positions.
 void check_many_ranges(const Folder& folder, std::mt19937_64& chance) {
     const Bytes data = pattern(4 * mib, 9);
     const Descriptor fd = file_of(folder.at("ranges"), data);
@@ -84,7 +85,7 @@ void check_many_ranges(const Folder& folder, std::mt19937_64& chance) {
     CHECK(nothing->wait(0) && whole(nothing->progress(), 0));
 }
 
-// The file is shorter than what was asked for: what there is arrives, and where it ended is known.
+// The file is shorter than the request: its bytes arrive, and the position of the end is reported.
 void check_a_short_file(const Folder& folder) {
     const Bytes data = pattern(2 * mib + 5, 11);
     const Descriptor fd = file_of(folder.at("short"), data);
@@ -98,7 +99,7 @@ void check_a_short_file(const Folder& folder) {
     CHECK(part(found, 0, data.size()) == data);
 }
 
-// Whole files by their paths: each is opened and closed, also when one of them is missing.
+// Whole files by path: each is opened and closed, even if one of them is missing.
 void check_paths(const Folder& folder) {
     const std::size_t before = open_files();
     std::vector<std::shared_ptr<File>> files;
@@ -127,7 +128,7 @@ void check_paths(const Folder& folder) {
     }
 }
 
-// A file that may not be written: the first errno is kept, nothing is said to have arrived.
+// The file is not writable: the first errno is kept, and no bytes are reported as arrived.
 void check_a_refusal(const Folder& folder) {
     Bytes data = pattern(2 * mib, 12);
     file_of(folder.at("read-only"), data);
@@ -138,7 +139,7 @@ void check_a_refusal(const Folder& folder) {
     CHECK(std::string(found.failure->operation) == "pwrite");
 }
 
-// Many callers at once, each with its own file, and more jobs than the engine queues.
+// Many callers at once, each with its own file, and more jobs than the queue of the engine holds.
 void check_many_callers(const Folder& folder) {
     Engine engine(small_tuning(), -1);
     std::vector<std::thread> callers;
@@ -169,7 +170,7 @@ void check_many_callers(const Folder& folder) {
     }
 }
 
-// Cancelled half-way: what is said to have arrived is there, and nothing behind it was begun.
+// Cancellation half-way: all reported bytes have arrived, and nothing behind them was started.
 void check_cancellation(const Folder& folder) {
     const Bytes data = pattern(8 * mib, 30);
     const Descriptor fd = file_of(folder.at("cancelled"), data);
@@ -186,27 +187,27 @@ void check_cancellation(const Folder& folder) {
     CHECK(!progress.failure && progress.bytes == job->arrived()[0]);
     CHECK(progress.cancelled == (progress.bytes < data.size()));
     CHECK(part(found, 0, progress.bytes) == part(data, 0, progress.bytes));
-    job->cancel(); // Of what is over: nothing.
+    job->cancel(); // Cancelling a finished job does nothing.
     CHECK(job->progress().cancelled == progress.cancelled);
     const auto early = std::make_shared<Job>(Direction::read, Access::automatic, host_memory, std::vector{borrowed(fd)},
                                              std::vector{Extent{0, 0, address_of(found), mib}}, engine.tuning());
-    early->cancel(); // Before it is queued: over at once.
+    early->cancel(); // The job is cancelled before it is queued and is over at once.
     engine.submit(early);
     CHECK(early->wait(-1) && early->progress().cancelled && early->progress().bytes == 0);
 }
 
-// What is queued is done before the threads end; afterwards nothing is taken, and nothing is left.
+// Queued jobs complete before the threads end. Afterwards jobs are refused, and nothing is leaked.
 void check_the_end(const Folder& folder) {
     const Bytes data = pattern(2 * mib, 31);
     const Descriptor fd = file_of(folder.at("last"), data);
     while (gdrkit::test::has_thread("gdrkit-engine")) {
-        std::this_thread::yield(); // Of the engine before: buried first, so that the count below stays.
+        std::this_thread::yield(); // The threads of the previous engine must be gone before they are counted below.
     }
     const std::size_t files = open_files(), threads = threads_now();
     Bytes found(data.size());
     {
         Engine engine(small_tuning(), -1);
-        CHECK(threads_now() == threads); // None before the first job.
+        CHECK(threads_now() == threads); // There are no threads before the first job.
         const auto job = started(engine, Direction::read, host_memory, {borrowed(fd)},
                                  {Extent{0, 0, address_of(found), data.size()}});
         engine.close();
@@ -225,7 +226,7 @@ void check_the_end(const Folder& folder) {
     CHECK(open_files() == files && threads_now() == threads);
 }
 
-// A signal goes to the threads of the program.
+// A signal is delivered to the threads of the program.
 void check_signals(const Folder& folder) {
     static std::atomic<pthread_t> taken;
     const Descriptor fd = file_of(folder.at("signal"), pattern(mib, 32));

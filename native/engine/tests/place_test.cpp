@@ -1,4 +1,4 @@
-// Which memory node a device and a processor belong to, from made-up trees of sysfs.
+// The NUMA node of a device and the processors of a node, from synthetic sysfs trees.
 #include <fstream>
 
 #include "engine/place.hpp"
@@ -16,14 +16,14 @@ void write(const std::string& path, const std::string& line) {
 
 void check_nodes(const Folder& folder) {
     const std::string sysfs = folder.at("nodes");
-    CHECK(node_of("0000:1c:00.0", sysfs) == -1); // Nothing is there.
+    CHECK(node_of("0000:1c:00.0", sysfs) == -1); // The tree is empty.
     write(sysfs + "/devices/system/node/online", "0");
     write(sysfs + "/bus/pci/devices/0000:1c:00.0/numa_node", "0");
-    CHECK(node_of("0000:1c:00.0", sysfs) == -1); // One node is none to choose.
+    CHECK(node_of("0000:1c:00.0", sysfs) == -1); // With one node there is no choice.
     for (const char* online : {"0-1", "0,3"}) {
         write(sysfs + "/devices/system/node/online", online);
         write(sysfs + "/bus/pci/devices/0000:1c:00.0/numa_node", "1");
-        CHECK(node_of("0000:1C:00.0", sysfs) == 1); // CUDA says it in capitals.
+        CHECK(node_of("0000:1C:00.0", sysfs) == 1); // CUDA writes the address in capitals.
         write(sysfs + "/bus/pci/devices/0000:1c:00.0/numa_node", "-1");
         CHECK(node_of("0000:1C:00.0", sysfs) == -1);
         CHECK(node_of("0000:1d:00.0", sysfs) == -1);

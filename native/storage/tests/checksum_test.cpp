@@ -1,4 +1,4 @@
-// CRC32C against known values (RFC 3720, B.4), and each way of computing it against the others.
+// CRC32C against known values (RFC 3720, B.4), and each implementation against the others.
 #include <cstring>
 #include <random>
 #include <vector>

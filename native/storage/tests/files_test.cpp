@@ -1,4 +1,4 @@
-// Files with sums, without a network: the phases of a kill are what a process leaves that ends in the middle.
+// Files with sums, without a network. The tests of a kill end a process in the middle of a change.
 #include <fcntl.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
@@ -57,7 +57,7 @@ std::int64_t read(OpenFile& file, std::uint64_t offset, std::vector<std::byte>& 
     return found.result;
 }
 
-// Random changes through the server against a copy in memory.
+// Random changes through the server are compared with a copy in memory.
 void against_a_model() {
     const Folder folder;
     Store store(folder.sums.get(), chunk);
@@ -109,8 +109,8 @@ void corrupt(const Folder& folder, off_t offset) {
     CHECK(futimens(plain.get(), times) == 0);
 }
 
-// Somebody else's change shows however soon it comes after one of the server's: files of a plain mount are written by
-// their applications too.
+// A change by another program is detected, however soon it follows one of the server. On a plain mount, applications
+// write files themselves.
 void a_change_by_somebody_else_is_no_corruption() {
     const Folder folder;
     Store store(folder.sums.get(), chunk);
@@ -126,7 +126,7 @@ void a_change_by_somebody_else_is_no_corruption() {
     CHECK(store.counters().corruptions == 0 && store.counters().outside_changes == 100);
 }
 
-// A process that is killed at any moment of writing leaves nothing that looks like a corruption, and hides none.
+// A process that is killed at any moment of a write causes no false corruption, and hides none.
 void killed_while_writing() {
     for (unsigned round = 0; round < 20; ++round) {
         const Folder folder;
@@ -173,8 +173,8 @@ void killed_while_writing() {
     }
 }
 
-// A disk that is full in the middle of a chunk: the chunks before it have the new sums, the chunks behind it the old
-// ones, and that chunk has none.
+// The disk is full in the middle of a chunk. The chunks before it have the new sums, those behind it the old ones, and
+// that chunk has none.
 void a_partly_written_chunk_has_no_sum() {
     constexpr std::size_t limit = 5 * chunk + 100;
     const Folder folder;
@@ -201,7 +201,7 @@ void a_partly_written_chunk_has_no_sum() {
     }
 }
 
-// Sums are not written through a symbolic link that lies in the place of their folder.
+// Sums are not written through a symbolic link in the place of their folder.
 void sums_follow_no_link() {
     const Folder folder;
     CHECK(mkdirat(folder.fd.get(), "elsewhere", 0700) == 0);

@@ -1,5 +1,5 @@
-// The parser with the vectors that it shares with Python, and with frames that were changed at random: whatever comes,
-// nothing is read out of bounds (the sanitizers say so) and what is accepted is right in itself.
+// The parser with the vectors that it shares with Python, and with randomly changed frames. No input causes a read out
+// of bounds (the sanitizers check that), and every accepted frame is valid.
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
@@ -17,7 +17,7 @@ namespace {
 
 using Bytes = std::vector<std::byte>;
 
-// Whether it is a whole frame of operations or results.
+// Returns whether it is a complete frame of operations or results.
 bool parse(const Bytes& frame) {
     if (frame.size() < sizeof(FrameHeader)) {
         return false;
@@ -28,7 +28,7 @@ bool parse(const Bytes& frame) {
         CHECK(refusal != nullptr);
         return false;
     }
-    // A copy of exactly its size, so that a read behind it is seen.
+    // The copy has exactly this size, so that the sanitizers detect a read behind it.
     const Bytes payload(frame.begin() + sizeof(FrameHeader), frame.end());
     std::vector<Operation> operations;
     std::vector<Result> results;
@@ -48,7 +48,8 @@ bool parse(const Bytes& frame) {
     return is_request || is_reply || (is_control && is_whole);
 }
 
-// No chance finds a CRC: with right ones, what is behind them is reached too.
+// Random changes practically never have valid CRCs. So this sets them, and the code behind the CRC check is reached,
+// too.
 void seal(Bytes& frame) {
     if (frame.size() < sizeof(FrameHeader)) {
         return;

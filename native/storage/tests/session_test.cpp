@@ -1,5 +1,5 @@
-// A session of the storage service with its lanes, threads and files, against a client of a few lines: what the
-// sanitizers shall see. Runs on the libibverbs.so.1 that the loader finds; both ends are in this process.
+// A session of the storage service with its queue pairs, threads and files, against a minimal client, for the
+// sanitizers. It uses the libibverbs.so.1 that the loader finds. Both ends are in this process.
 #include <fcntl.h>
 #include <poll.h>
 #include <sys/socket.h>
@@ -39,7 +39,7 @@ struct Folder {
     ~Folder() { CHECK(std::system(("rm -r " + path).c_str()) == 0); }
 };
 
-// A queue pair that lets its peer read and write, and memory that it may reach.
+// A queue pair that permits its peer to read and write, and the memory for it.
 class Target {
 public:
     explicit Target(const std::string& name) : device(name), memory(memory_bytes) {
@@ -80,7 +80,7 @@ public:
 
     verbs::Device device;
     std::vector<std::byte> memory;
-    verbs::Owned<ibv_mr> region; // After the memory: deregistered first.
+    verbs::Owned<ibv_mr> region; // Declared after the memory, so that it is deregistered first.
 
 private:
     static constexpr int access = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_WRITE;
@@ -91,7 +91,7 @@ private:
     verbs::Owned<ibv_qp> pair_;
 };
 
-// A client with a lane, an open file of this folder, and the data connection.
+// A client with one queue pair, an open file of this folder, and the data connection.
 struct Client {
     Client(const Folder& folder, const std::shared_ptr<Store>& store, const std::shared_ptr<Fabric>& fabric,
            const SessionLimits& limits = {})
@@ -123,7 +123,7 @@ struct Client {
                      std::as_bytes(std::span(operations)));
         CHECK(::send(data.get(), frame.data(), frame.size(), MSG_NOSIGNAL) == static_cast<ssize_t>(frame.size()));
     }
-    // Results of so many operations, in the order of their tags from `first` on.
+    // Receives so many results, and returns them in the order of their tags, from `first` on.
     std::vector<Result> receive(std::size_t count, std::uint64_t first) {
         std::vector<Result> found(count);
         for (std::size_t got = 0; got < count;) {
@@ -169,7 +169,7 @@ void fill(std::vector<std::byte>& bytes, unsigned seed) {
     }
 }
 
-// Small and large, whole and odd: what was written comes back, and the bytes around it stay.
+// Small and large, aligned and unaligned: written bytes are read back, and the bytes around them are unchanged.
 void what_was_written_is_read(const World& world) {
     Client client(world.folder, world.store, world.fabric);
     fill(client.target.memory, 1);
@@ -187,12 +187,12 @@ void what_was_written_is_read(const World& world) {
         CHECK(std::memcmp(client.target.memory.data() + at, model.data() + offset, length) == 0);
         CHECK(client.target.memory[at - 1] == std::byte{0xa5} && client.target.memory[at + length] == std::byte{0xa5});
     }
-    // The end of the file, and beyond it.
+    // Reads at the end of the file and behind it.
     CHECK(client.run({client.operation(Opcode::read, whole - 5, 0, 100)})[0].result == 5);
     CHECK(client.run({client.operation(Opcode::read, whole + 5, 0, 100)})[0].result == 0);
 }
 
-// More operations than slots, in frames of many, both ways at once.
+// More operations than slots, in frames of many operations, in both directions at once.
 void many_operations_each_get_their_result(const World& world) {
     Client client(world.folder, world.store, world.fabric);
     for (unsigned round = 0; round < 20; ++round) {
@@ -226,7 +226,7 @@ void refusals_are_results(const World& world) {
     CHECK(results[3].result == -EBADMSG);
 }
 
-// A session's operations use what earlier ones left; nothing of those shows.
+// Operations reuse the objects of earlier ones and must not see their state.
 void an_operation_has_nothing_of_the_one_before(const World& world) {
     Client client(world.folder, world.store, world.fabric);
     constexpr std::size_t hole = 65536, data = 8192;
@@ -240,7 +240,7 @@ void an_operation_has_nothing_of_the_one_before(const World& world) {
     CHECK(client.run({refused})[0].result == -EBADMSG);
     const Result whole = client.run({client.operation(Opcode::read, hole, 0, data)})[0];
     CHECK(whole.result == data && whole.holes == 0 && whole.checksum == 0);
-    // The second part of a long one after a short one, which had begun and moved other bytes.
+    // The second segment of a long operation follows a short operation, which had started and moved other bytes.
     CHECK(client.run({client.operation(Opcode::read, 0, 0, 3 * hole)})[0].result == hole + data);
     Operation nothing = client.operation(Opcode::read, 0, 0, 0);
     nothing.flags = checksum_wanted;
@@ -253,7 +253,7 @@ void ended(Session& session) {
     CHECK(poll(&watched, 1, 30000) == 1);
 }
 
-// A key that was taken back ends the session; what it had under way gets no answer, and no crash.
+// An invalidated key ends the session. Operations in progress get no result, and nothing crashes.
 void a_key_that_was_taken_back_ends_the_session(const World& world) {
     Client client(world.folder, world.store, world.fabric);
     CHECK(client.run({client.operation(Opcode::write, 0, 0, 1 << 20)})[0].result == 1 << 20);
@@ -275,7 +275,7 @@ void garbage_ends_the_session(const World& world) {
     CHECK(world.store->counters().refused_frames == 1);
 }
 
-// Closing takes what is under way with it, from any thread, while others add and remove files.
+// A close ends operations in progress, from any thread, while others add and remove files.
 void closing_in_the_middle(const World& world) {
     for (unsigned round = 0; round < 20; ++round) {
         Client client(world.folder, world.store, world.fabric);

@@ -1,5 +1,5 @@
-// The initiator that measures, against a passive peer in this process: what the sanitizers shall see. Runs on the
-// libibverbs.so.1 that the loader finds.
+// The measuring initiator against a passive peer in this process, for the sanitizers. It uses the libibverbs.so.1 that
+// the loader finds.
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
@@ -19,10 +19,10 @@ namespace {
 
 constexpr std::size_t memory_bytes = 1 << 20;
 constexpr std::byte untouched{0xa5};
-// Nothing here waits so long unless it hangs.
+// Only a hang takes this long.
 constexpr std::chrono::seconds patience{60};
 
-// A queue pair for each of the initiator's, and memory that these may reach.
+// One queue pair per queue pair of the initiator, and the memory that they may access.
 class Peer {
 public:
     Peer(const std::string& name, std::size_t pairs) : memory(memory_bytes, untouched), device_(name) {
@@ -87,7 +87,7 @@ private:
     std::vector<Owned<ibv_qp>> pairs_;
 
 public:
-    Owned<ibv_mr> region; // Deregistered before its domain and its memory go.
+    Owned<ibv_mr> region; // Deregistered before its domain and its memory are freed.
 };
 
 struct Pair {
@@ -128,7 +128,7 @@ template <typename Action> int refused_with(const Action& action) {
     return 0;
 }
 
-// Every depth and list that fit, also those that do not divide each other, by one queue pair and by three.
+// All depths and list lengths that fit, also those that do not divide each other, with one and three queue pairs.
 void a_burst_moves_every_slot_and_nothing_else() {
     constexpr std::uint32_t length = 1021, slots = 37;
     for (const std::size_t pairs : {1, 3}) {
@@ -149,7 +149,7 @@ void a_burst_moves_every_slot_and_nothing_else() {
     }
 }
 
-// Fewer operations than slots: what was not wanted stays.
+// With fewer operations than slots, the other slots stay unchanged.
 void a_read_brings_what_was_wanted() {
     Pair both(2, 16);
     both.peer.memory.assign(both.initiator.memory().begin(), both.initiator.memory().end());
@@ -202,14 +202,14 @@ void what_the_peer_refuses_is_a_status() {
     for (const bool is_single : {false, true}) {
         Pair both(1, 8);
         Burst burst = both.burst(Direction::to_peer, 64, 4, 20);
-        burst.remote_address += memory_bytes - 64; // The second slot is beyond the end.
+        burst.remote_address += memory_bytes - 64; // The second slot is behind the end of the memory.
         std::vector<std::uint64_t> times(20);
         const Outcome outcome = is_single ? both.initiator.run_singly(burst, times) : both.initiator.run(burst);
         CHECK(outcome.status == IBV_WC_REM_ACCESS_ERR && !outcome.timed_out && outcome.done == 1);
     }
 }
 
-// The key goes while thousands are under way; the burst would not end by itself.
+// The key is invalidated while thousands of operations are in progress. The burst would not end by itself.
 void a_key_that_is_taken_back_ends_a_burst() {
     Pair both(3, 32);
     Burst burst = both.burst(Direction::from_peer, 512, 64, std::uint64_t{1} << 40);
