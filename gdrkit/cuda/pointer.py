@@ -87,7 +87,7 @@ def device_index(address: int) -> int:
 
 
 def address_range(address: int) -> AddressRange:
-    """Return the allocation (of VMM memory, the chunk) that contains `address`. Its context must be current."""
+    """Return the allocation (in VMM memory, the chunk) at `address`. The device's context must be current."""
     base, length_bytes = _driver.pair("cuMemGetAddressRange", dptr=address)
     return AddressRange(base, length_bytes)
 
