@@ -87,8 +87,9 @@ class Reason(enum.Enum):
 
 
 def errno_name(number: int | None) -> str:
-    """Return the name of an errno: ``EOPNOTSUPP`` for 95, ``ENOTSUPP`` for the kernel's own 524, ``errno 12345`` if
-    unnamed.
+    """Return the name of an errno, such as ``EOPNOTSUPP`` for 95.
+
+    It is ``ENOTSUPP`` for the kernel's own 524, and ``errno 12345`` for a number without a name.
     """
     if number is None:
         return "no errno"

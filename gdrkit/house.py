@@ -84,10 +84,10 @@ class House:
         return text
 
     def commit(self) -> str | None:
-        """Return the commit of the checkout, or None if it is unknown. ``-dirty`` is added if tracked files were
-        changed.
+        """Return the commit of the checkout, or None if it is unknown.
 
-        The variable GDRKIT_COMMIT states the commit of a copy that was made without its git history.
+        ``-dirty`` is added if tracked files were changed. The variable GDRKIT_COMMIT states the commit of a copy that
+        was made without its git history.
         """
         if stated := os.environ.get("GDRKIT_COMMIT"):
             return stated

@@ -174,8 +174,9 @@ def _check(launch: Launch) -> None:
 
 
 def execute(launch: Launch, command: Sequence[str], *, base: Mapping[str, str] | None = None) -> NoReturn:
-    """Replace this process with `command` in that environment, so that its signals and exit code are those of the
-    command.
+    """Replace this process with `command` in that environment.
+
+    Signals and the exit code are then those of the command.
 
     Raises
     ------

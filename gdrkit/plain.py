@@ -29,9 +29,7 @@ _T = TypeVar("_T")
 
 
 def to_plain(value: object) -> Json:
-    """Convert a dataclass and its contents to values that :func:`json.dumps` accepts. :func:`from_plain` is the
-    inverse.
-    """
+    """Convert a dataclass and its contents to values for :func:`json.dumps`; :func:`from_plain` is the inverse."""
     if value is None or (isinstance(value, bool | int | float | str) and not isinstance(value, enum.Enum)):
         return value
     if isinstance(value, enum.Enum):
@@ -162,8 +160,9 @@ def _read_dataclass(kind: Any, pairs: dict[str, object], where: str) -> object: 
 
 @functools.cache
 def _fields(kind: Any) -> tuple[dict[str, dataclasses.Field[Any]], dict[str, Any]]:  # noqa: ANN401 - a dataclass.
-    """Return the fields and types of a dataclass. The result is cached, because finding them takes longer than reading
-    a value.
+    """Return the fields and types of a dataclass.
+
+    The result is cached, because finding them takes longer than reading a value.
     """
     return {field.name: field for field in dataclasses.fields(kind)}, typing.get_type_hints(kind)
 

@@ -33,8 +33,9 @@ _FLUSH_TO_OWNER = 100  # CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_OWNER
 
 
 class DeviceAttribute(enum.IntEnum):
-    """The attributes that :meth:`Device.attribute` can query: values of ``CUdevice_attribute``, with names without its
-    prefix.
+    """The attributes that :meth:`Device.attribute` can query.
+
+    The values are those of ``CUdevice_attribute``, the names lack its prefix.
     """
 
     MULTIPROCESSOR_COUNT = 16

@@ -26,8 +26,9 @@ _LAZY_ENABLE_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 
 
 def export_handle(memory: CudaMemory) -> bytes:
-    """Return the 64-byte handle by which another process can open the allocation of this memory, until it is freed
-    here.
+    """Return the 64-byte handle by which another process can open the allocation of this memory.
+
+    The handle is valid until the allocation is freed in this process.
 
     The handle always names the whole allocation. The importer gets the base of the allocation, even if `memory` begins
     inside it.

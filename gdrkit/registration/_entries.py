@@ -65,7 +65,7 @@ class Entry:
         self.holders: list[None] = []
         self.linked = False
         self.is_taken = False  # Whether a thread is deregistering it.
-        # Closing the device closes the memory on it, and this memory as well.
+        # Whether the memory was not released. Closing the device also releases it.
         self.alive = True
         memory.before_release(self._end)
 

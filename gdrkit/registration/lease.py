@@ -63,8 +63,9 @@ class Lease:
         return entry.registration.remote(nic, offset_bytes=offset_bytes, length_bytes=length_bytes)
 
     def piece(self, nic: Nic, *, offset_bytes: int = 0, length_bytes: int | None = None) -> Piece:
-        """Return a scatter/gather element for a part of the range, for local requests. A length of None means up to the
-        end.
+        """Return a scatter/gather element for a part of the range, for local requests.
+
+        A length of None means up to the end.
         """
         entry, offset_bytes, length_bytes = self._part(offset_bytes, length_bytes)
         return entry.registration.region(nic).piece(offset_bytes=offset_bytes, length_bytes=length_bytes)

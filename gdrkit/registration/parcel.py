@@ -76,8 +76,9 @@ class Parcel:
         return self._handle is not None and not self._descriptors
 
     def send(self, connection: socket.socket) -> None:
-        """Send the handle and duplicates of its descriptors through a UNIX socket. The parcel keeps its own
-        descriptors.
+        """Send the handle and duplicates of its descriptors through a UNIX socket.
+
+        The parcel keeps its own descriptors.
 
         Raises
         ------

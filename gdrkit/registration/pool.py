@@ -92,8 +92,9 @@ class RdmaBuffer:
         return self._registration.remote(nic, offset_bytes=begin, length_bytes=length_bytes)
 
     def piece(self, nic: Nic, *, offset_bytes: int = 0, length_bytes: int | None = None) -> Piece:
-        """Return a scatter/gather element for a part of the buffer, for local requests. A length of None means up to
-        the end.
+        """Return a scatter/gather element for a part of the buffer, for local requests.
+
+        A length of None means up to the end.
         """
         self._check_open()
         begin, length_bytes = self._part(offset_bytes, length_bytes)

@@ -25,9 +25,7 @@ _COMMAND_FD = struct.Struct("@i")
 
 
 def find_domain(domain: Any, context: Any) -> int | None:
-    """Return the ``ibv_pd *`` in a ``PD`` that was made from `context`, or None if it cannot be identified with
-    certainty.
-    """
+    """Return the ``ibv_pd *`` in a ``PD`` that was made from `context`, or None if it is not certain."""
     contexts, handle, command_fd = set(_words(context)), int(domain.handle), int(context.cmd_fd)
     try:
         memory = os.open("/proc/self/mem", os.O_RDONLY | os.O_CLOEXEC)

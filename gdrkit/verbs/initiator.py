@@ -204,9 +204,7 @@ class Initiator:
         operations: int,
         time_limit_s: float = _TIME_LIMIT_S,
     ) -> Latencies:
-        """Run single operations one after the other on the first queue pair, and return the time of each; see
-        :meth:`run`.
-        """
+        """Run operations one by one on the first queue pair, and return the time of each; see :meth:`run`."""
         told = self._run(
             "run_singly", remote, time_limit_s, direction=direction, length_bytes=length_bytes, operations=operations
         )

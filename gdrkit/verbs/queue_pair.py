@@ -194,8 +194,9 @@ class QueuePair:
         )
 
     def fail(self) -> None:
-        """Move to the error state. Outstanding requests end with WR_FLUSH_ERR, and those of the other side with an
-        error.
+        """Move to the error state.
+
+        Outstanding requests end with WR_FLUSH_ERR, and those of the other side with an error.
         """
         self._modify(QueuePairState.ERR, _Mask(0))
 

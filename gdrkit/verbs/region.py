@@ -84,8 +84,9 @@ class Region:
         return self._open().iova
 
     def piece(self, *, offset_bytes: int = 0, length_bytes: int | None = None) -> Piece:
-        """Return a scatter/gather element for a part of the region, for local requests. A length of None means up to
-        the end.
+        """Return a scatter/gather element for a part of the region, for local requests.
+
+        A length of None means up to the end.
         """
         length_bytes = self.length_bytes - offset_bytes if length_bytes is None else length_bytes
         check_range(offset_bytes=offset_bytes, length_bytes=length_bytes, size_bytes=self.length_bytes)
