@@ -192,7 +192,7 @@ class CompletionQueue:
                     reason=Reason.TIMEOUT,
                 )
             if now >= spin_end:
-                # Other threads run during the pause. Each pause is longer than the one before, so that a long wait
+                # Other threads run during the pause. The pause doubles up to a limit, so that a long wait
                 # costs little.
                 select.select((), (), (), min(pause_s, end - now))
                 pause_s = min(2 * pause_s, _PAUSE_MAX_S)
