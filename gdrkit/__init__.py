@@ -1,7 +1,7 @@
-"""gdrkit proves, measures and provides direct transfers between device memory, RDMA NICs and storage.
+"""gdrkit provides, verifies and measures direct transfers between device memory, RDMA NICs and storage.
 
-Importing this package opens no foreign library; each room opens the one it needs at its first call. See ``docs/`` and
-the README of each folder.
+Importing this package opens no foreign library. Each subpackage opens the library that it needs at its first call. See
+``docs/`` and the README of each folder.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""``python -m gdrkit``.
-
-Level 7.
-"""
+"""Entry point of ``python -m gdrkit``."""
 
 from __future__ import annotations
 

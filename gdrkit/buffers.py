@@ -1,7 +1,7 @@
-"""What exporters and importers of device memory share.
+"""Interfaces of device memory that exporters and importers share.
 
-Level 1. CUDA and Gaudi *export* a :class:`DmabufRange`, verbs *imports* one, and only ``registration`` knows both.
-:class:`DeviceBuffer` is what any room above may ask of a piece of device memory, whoever made it.
+CUDA and Gaudi *export* a :class:`DmabufRange`, and verbs *imports* one; only ``registration`` knows both.
+:class:`DeviceBuffer` is the interface of device memory for all higher packages, whichever exporter made it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["Allocator", "DeviceBuffer", "DmabufRange", "MemoryKind", "check_rang
 
 
 class MemoryKind(enum.Enum):
-    """Where bytes live and who made them; it decides which ways of registration and sharing exist."""
+    """The place and the allocator of memory. It decides which methods of registration and sharing exist."""
 
     HOST = "host"
     CUDA = "cuda"  # cuMemAlloc
@@ -35,21 +35,21 @@ class MemoryKind(enum.Enum):
 
 
 class DmabufRange:
-    """A part of a dma-buf, and the file descriptor that keeps it alive.
+    """A part of a dma-buf, with the file descriptor that keeps the dma-buf alive.
 
-    The range owns the descriptor: closing the range closes it, ``take()`` hands it on. A memory region made from the
-    range keeps its own reference in the kernel, so the range may be closed once the region stands.
+    The range owns the descriptor: closing the range closes it, and :meth:`take` passes it to the caller. A memory
+    region made from the range keeps its own reference in the kernel, so the range may be closed once the region exists.
 
     Parameters
     ----------
     fd : int
-        An open dma-buf; owned from now on, also when the constructor raises.
+        An open dma-buf. The range owns it from now on, also if the constructor raises.
     offset_bytes : int
-        Where the range begins in the dma-buf.
+        Offset of the range in the dma-buf.
     length_bytes : int
-        Its size, above 0.
+        Size of the range, above 0.
     address : int
-        The device address of its first byte, by which peers will name it (iova).
+        The device address of the first byte. Peers use it to name this byte (iova).
     """
 
     __slots__ = ("_fd", "_handle", "address", "length_bytes", "offset_bytes")
@@ -67,7 +67,7 @@ class DmabufRange:
 
     @property
     def fd(self) -> int:
-        """The descriptor, still owned by the range."""
+        """The file descriptor. The range still owns it."""
         if self._fd < 0:
             what = "dma-buf range"
             raise ClosedResource(what)
@@ -79,18 +79,18 @@ class DmabufRange:
         return self._fd < 0
 
     def dup(self) -> DmabufRange:
-        """A second range over the same bytes with a descriptor of its own (close-on-exec)."""
+        """Return a second range over the same bytes, with a duplicate of the descriptor (close-on-exec)."""
         fd = fcntl.fcntl(self.fd, fcntl.F_DUPFD_CLOEXEC, 3)
         return DmabufRange(fd, offset_bytes=self.offset_bytes, length_bytes=self.length_bytes, address=self.address)
 
     def take(self) -> int:
-        """Give the descriptor to the caller, who closes it from now on; the range is closed."""
+        """Pass the descriptor to the caller, who has to close it. This closes the range."""
         fd, self._fd = self.fd, -1
         self._handle.release()
         return fd
 
     def close(self) -> None:
-        """Close the descriptor; a second close does nothing."""
+        """Close the descriptor. A second close does nothing."""
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
             os.close(fd)
@@ -106,7 +106,7 @@ class DmabufRange:
 
     def __del__(self) -> None:
         if getattr(self, "_fd", -1) >= 0:
-            # Closed first: a warning may be made an error.
+            # The descriptor is closed first, because a warning filter may turn the warning into an error.
             fd = self._fd
             self.close()
             warnings.warn(f"dma-buf range with fd {fd} was never closed", GdrkitWarning, stacklevel=1)
@@ -118,76 +118,80 @@ class DmabufRange:
 
 @runtime_checkable
 class DeviceBuffer(Protocol):
-    """Memory that a NIC can be given, as the rooms above see it: that of a CUDA or Gaudi device, and pages of the host
-    that gdrkit has mapped (:class:`gdrkit.host.HostMemory`), for which "device" reads "host" below.
+    """Memory that can be registered with a NIC, as higher packages use it.
+
+    It is memory of a CUDA or Gaudi device, or host pages that gdrkit has mapped (:class:`gdrkit.host.HostMemory`). For
+    host pages, "device" means "host" below.
     """
 
     @property
     def kind(self) -> MemoryKind:
-        """Who made it."""
+        """The place and the allocator of the memory."""
 
     @property
     def address(self) -> int:
-        """Device address of its first byte."""
+        """Device address of the first byte."""
 
     @property
     def length_bytes(self) -> int:
-        """Its size."""
+        """Size in bytes."""
 
     @property
     def closed(self) -> bool:
-        """Whether it was released."""
+        """Whether the memory was closed."""
 
     def allocation_key(self) -> tuple[tuple[int, int, int], ...]:
-        """(base, length_bytes, buffer id) of every chunk under it, in order; another id at one address is another
-        memory.
+        """Return (base, length_bytes, buffer id) of every chunk under the memory, in order.
+
+        If the buffer id at an address changes, the memory there is another allocation.
         """
 
     def presence(self, key: tuple[tuple[int, int, int], ...]) -> Callable[[], bool]:
-        """What says whether every chunk of `key`, an earlier answer of :meth:`allocation_key`, is still there.
+        """Return a function that checks whether every chunk of `key` still exists.
 
-        A function, since a cache asks the same again and again: what can be prepared is prepared here.
+        `key` is an earlier result of :meth:`allocation_key`. A cache repeats the same check many times, so everything
+        that can be prepared is prepared here.
         """
 
     def allocation(self) -> DeviceBuffer:
-        """The whole of the chunks under this memory, borrowed."""
+        """Return all chunks under this memory, borrowed."""
 
     @property
     def owned(self) -> bool:
-        """Whether :meth:`close` gives the memory back; if not, somebody else does, unseen."""
+        """Whether :meth:`close` frees the memory. If not, other code frees it, without notice."""
 
     def close(self) -> None:
-        """Run the actions of :meth:`before_release`, then give back what is owned."""
+        """Run the actions of :meth:`before_release`, then free the memory if it is owned."""
 
     def export_dmabuf(self) -> DmabufRange:
-        """A new dma-buf range over exactly this memory; the caller closes it.
+        """Export exactly this memory as a new dma-buf range. The caller closes it.
 
         Raises
         ------
         ApiError
-            The driver refused; :class:`~gdrkit.errors.Unsupported` when it cannot export at all.
+            The driver failed. It is :class:`~gdrkit.errors.Unsupported` if the driver cannot export at all.
         """
 
     def read(self, *, offset_bytes: int, length_bytes: int) -> bytes:
-        """Copy bytes to the host by the device's own copy call, and wait for them."""
+        """Copy bytes to the host with the device's own copy call, and return them."""
 
     def write(self, data: bytes | bytearray | memoryview, *, offset_bytes: int) -> None:
-        """Copy bytes from the host by the device's own copy call, and wait until they are there."""
+        """Copy bytes from the host with the device's own copy call. The copy is complete on return."""
 
     def before_release(self, action: Callable[[], None]) -> Callable[[], None]:
-        """Have `action` run before the memory is freed (last added first); returns what takes the action back."""
+        """Run `action` before the memory is freed, last added first. Return a function that cancels this."""
 
 
 @runtime_checkable
 class Allocator(Protocol):
-    """What gives memory: a device, or the host."""
+    """An allocator of memory: a device, or the host."""
 
     def allocate(self, length_bytes: int) -> DeviceBuffer:
-        """New memory, owned by the caller."""
+        """Allocate memory, which the caller owns."""
 
 
 def check_range(*, offset_bytes: int, length_bytes: int, size_bytes: int) -> None:
-    """Raise :class:`UsageError` unless ``[offset, offset + length)`` lies inside ``[0, size)``."""
+    """Raise :class:`UsageError` unless ``[offset, offset + length)`` is inside ``[0, size)``."""
     if offset_bytes < 0 or length_bytes < 0 or offset_bytes + length_bytes > size_bytes:
         message = f"bytes {offset_bytes} to {offset_bytes + length_bytes} are not inside 0 to {size_bytes}"
         raise UsageError(message, reason=Reason.BAD_ARGUMENT)

@@ -1,10 +1,11 @@
-"""The one exception tree.
+"""The exceptions of gdrkit, in one tree.
 
-Level 0. A class says whose fault it was: :class:`ApiError` a real API said no, :class:`UsageError` the caller did,
-:class:`ClosedResource` the caller used something after closing it, :class:`BrokenResource` the other side is gone,
-:class:`DataMismatch` bytes differ, :class:`SetupMissing` something is not installed. Codes stay numbers: ``status`` is
-what the API returned, ``errno`` is set only when that is one. Tests compare :class:`Reason` members, never message
-text.
+The class of an exception says where the fault is. :class:`ApiError`: a real API failed. :class:`UsageError`: the caller
+passed something wrong. :class:`ClosedResource`: the caller used an object after closing it. :class:`BrokenResource`:
+the other side is gone. :class:`DataMismatch`: bytes differ. :class:`SetupMissing`: something is not installed.
+
+Codes stay numbers: ``status`` is the value that the API returned, and ``errno`` is set only if that value is an errno.
+Tests compare :class:`Reason` members, never message texts.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ __all__ = [
 
 
 class Api(enum.Enum):
-    """The foreign interface that answered."""
+    """The foreign interface that reported an error."""
 
     VERBS = "verbs"
     CUDA = "cuda"
@@ -54,7 +55,7 @@ class Api(enum.Enum):
 
 
 class Reason(enum.Enum):
-    """Why something was refused; stable, so that programs and tests may compare it."""
+    """The reason of an error. The members are stable, so that programs and tests can compare them."""
 
     LIBRARY_MISSING = "library_missing"
     LIBRARY_DAMAGED = "library_damaged"
@@ -86,27 +87,31 @@ class Reason(enum.Enum):
 
 
 def errno_name(number: int | None) -> str:
-    """``EOPNOTSUPP`` for 95; ``ENOTSUPP`` for the kernel's own 524; ``errno 12345`` for a number that nobody named."""
+    """Return the name of an errno, such as ``EOPNOTSUPP`` for 95.
+
+    It is ``ENOTSUPP`` for the kernel's own 524, and ``errno 12345`` for a number without a name.
+    """
     if number is None:
         return "no errno"
     if number == 524:  # noqa: PLR2004 - the kernel leaks its internal ENOTSUPP to user space; it is in no errno.h.
         return "ENOTSUPP"
     if number == _errno.EOPNOTSUPP:
-        return "EOPNOTSUPP"  # Linux has one number for ENOTSUP and this; the kernel and libibverbs mean this one.
+        # Linux uses one number for ENOTSUP and EOPNOTSUPP; the kernel and libibverbs mean EOPNOTSUPP.
+        return "EOPNOTSUPP"
     return _errno.errorcode.get(number, f"errno {number}")
 
 
 class GdrkitError(Exception):
-    """Anything that gdrkit raises on purpose.
+    """Base of all errors that gdrkit raises on purpose.
 
     Parameters
     ----------
     message : str
-        What happened, one sentence.
+        What happened, in one sentence.
     reason : Reason
-        The same for programs.
+        The reason, for programs.
     what_to_do : str
-        What the reader can do about it; empty when there is nothing.
+        What the reader can do about it. It is empty if there is nothing to do.
     """
 
     def __init__(self, message: str, *, reason: Reason = Reason.OTHER, what_to_do: str = "") -> None:
@@ -116,10 +121,10 @@ class GdrkitError(Exception):
         self.what_to_do = what_to_do
 
     def fresh(self) -> Self:
-        """Return a new error with the same fields and notes, and without a traceback and a cause.
+        """Return a new error with the same fields and notes, but without a traceback and a cause.
 
-        An error object collects the frames of every place that raises it, and its frames keep their callers and all
-        their variables alive. What stores an error therefore stores a fresh one, and raises a fresh one each time.
+        An error object collects the frames of every place that raises it. These frames keep all variables of their
+        functions alive. So code that stores an error stores a fresh one, and raises a fresh one each time.
         """
         made = type(self).__new__(type(self))
         made.args = self.args
@@ -135,22 +140,22 @@ class GdrkitError(Exception):
 
 
 class ApiError(GdrkitError):
-    """A real API said no.
+    """A real API failed.
 
     Attributes
     ----------
     api : Api
-        Which one.
+        The API.
     operation : str
-        Its own name for what was called, e.g. ``ibv_reg_dmabuf_mr``.
+        The API's name of the called function, such as ``ibv_reg_dmabuf_mr``.
     status : int or None
-        The value as returned (an errno, a CUresult, a work-completion status); None when the API gave none.
+        The returned value (an errno, a CUresult, a work completion status). None if the API returned none.
     status_name : str
-        Its name in the header, e.g. ``EOPNOTSUPP`` or ``CUDA_ERROR_INVALID_VALUE``.
+        The name of the status in the header, such as ``EOPNOTSUPP`` or ``CUDA_ERROR_INVALID_VALUE``.
     errno : int or None
-        The same number when it is an errno, else None. Never invented.
+        The status if it is an errno, else None. It is never invented.
     arguments : mapping
-        What it was called with, units in the keys.
+        The arguments of the call. The keys name the units.
     """
 
     def __init__(
@@ -182,15 +187,15 @@ class ApiError(GdrkitError):
 
 
 class Unsupported(ApiError):
-    """The API answered that it cannot do this at all (EOPNOTSUPP, CUDA_ERROR_NOT_SUPPORTED ...)."""
+    """The API does not support the operation at all (EOPNOTSUPP, CUDA_ERROR_NOT_SUPPORTED, ...)."""
 
 
 class SetupMissing(ApiError):
-    """Something must be installed, mended or permitted on this machine first. The command line ends with 3."""
+    """Something must first be installed, fixed or permitted on this machine. The command line exits with code 3."""
 
 
 class RegistrationFailed(GdrkitError):
-    """No route from this memory to this NIC works; ``causes`` has the error of every route that was tried, in order."""
+    """No method registers this memory with this NIC. ``causes`` has the error of each method, in order."""
 
     def __init__(self, message: str, *, causes: tuple[GdrkitError, ...], reason: Reason, what_to_do: str = "") -> None:
         listed = "; ".join(f"[{index}] {cause}" for index, cause in enumerate(causes, start=1))
@@ -198,41 +203,41 @@ class RegistrationFailed(GdrkitError):
         self.causes = causes
 
     def fresh(self) -> Self:
-        """Return a new error whose causes are new ones, too."""
+        """Return a new error whose causes are also new errors."""
         made = super().fresh()
         made.causes = tuple(cause.fresh() for cause in self.causes)
         return made
 
 
 class UsageError(GdrkitError):
-    """The caller passed something that cannot be right; nothing was done. The command line ends with 2."""
+    """The caller passed an invalid value. Nothing was done. The command line exits with code 2."""
 
     def __init__(self, message: str, *, reason: Reason = Reason.BAD_ARGUMENT, what_to_do: str = "") -> None:
         super().__init__(message, reason=reason, what_to_do=what_to_do)
 
 
 class ClosedResource(GdrkitError):
-    """The caller used something that the caller had closed."""
+    """The caller used an object that the caller had closed."""
 
     def __init__(self, what: str) -> None:
         super().__init__(f"{what} is closed", reason=Reason.CLOSED)
 
 
 class BrokenResource(GdrkitError):
-    """The other side is gone: a peer process, a device; see ``__cause__``."""
+    """The other side is gone, such as a peer process or a device; see ``__cause__``."""
 
 
 class DataMismatch(GdrkitError):
-    """Bytes arrived that are not those that were sent.
+    """The bytes that arrived are not the bytes that were sent.
 
     Attributes
     ----------
     first_offset_bytes : int
-        Offset of the first wrong byte from the beginning of what was checked.
+        Offset of the first wrong byte from the beginning of the checked range.
     expected, actual : bytes
-        Up to 16 bytes from there.
+        Up to 16 bytes from that offset on.
     length_bytes : int
-        How much was checked.
+        Size of the checked range in bytes.
     """
 
     def __init__(self, *, first_offset_bytes: int, expected: bytes, actual: bytes, length_bytes: int) -> None:
@@ -246,7 +251,7 @@ class DataMismatch(GdrkitError):
 
 
 class LeakDetected(GdrkitError):
-    """Handles are still open where none may be; ``handles`` counts them by kind."""
+    """Handles are still open at a point where all must be closed. ``handles`` counts them by kind."""
 
     def __init__(self, handles: Mapping[str, int]) -> None:
         self.handles = MappingProxyType(dict(handles))
@@ -254,4 +259,4 @@ class LeakDetected(GdrkitError):
 
 
 class GdrkitWarning(ResourceWarning):
-    """A failure where nothing can be raised: a second error during clean-up, an object that was never closed."""
+    """A failure that cannot be raised: a second error during clean-up, or an object that was never closed."""

@@ -1,6 +1,7 @@
-"""The exit codes of the command line.
+"""Exit codes of the command line.
 
-Level 0: a command that only looks at the machine shall not load all that qualifies it, for the sake of one number.
+They are in a module without further imports: a command that only inspects the machine must not load all code of
+qualification for one number.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ __all__ = ["ExitCode"]
 
 
 class ExitCode(enum.IntEnum):
-    """Of ``gdrkit qualify``, with their meanings as help and documents have them."""
+    """The exit codes of ``gdrkit qualify``. Help and documents use their meanings."""
 
     PROVEN = 0
     FAILED = 1
@@ -23,14 +24,14 @@ class ExitCode(enum.IntEnum):
 
     @classmethod
     def of(cls, error: BaseException) -> ExitCode:
-        """What ends with this error."""
+        """Return the exit code of a command that ends with this error."""
         if isinstance(error, SetupMissing):
             return cls.SETUP_MISSING
         return cls.WRONG_USAGE if isinstance(error, UsageError) else cls.FAILED
 
     @property
     def meaning(self) -> str:
-        """In words."""
+        """The meaning in words."""
         return _MEANINGS[self]
 
 

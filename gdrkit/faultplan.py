@@ -1,6 +1,6 @@
-"""The grammar of fault plans, so that a malformed one is refused before anything starts.
+"""Parser of fault plans, so that a malformed plan is refused before a process starts.
 
-Level 1. One rule a line, ``#`` begins a comment, the first line is ``gdrkit-faults 1``::
+The first line of a plan is ``gdrkit-faults 1``. Each further line is one rule, and ``#`` begins a comment::
 
     ibv_reg_dmabuf_mr  call=2     errno=EOPNOTSUPP
     cuMemAlloc_v2      call=1-3   status=2
@@ -8,8 +8,8 @@ Level 1. One rule a line, ``#`` begins a comment, the first line is ``gdrkit-fau
     cufile.route       call=*     route=nvfs
     ibv_post_send      call=*     stop=/tmp/run/stop
 
-The libraries read the same file by the same grammar; only they know which of their functions can fail, and say so at
-their first call.
+The twin libraries read the same file with the same grammar. Only they know which of their functions can fail, and they
+report an unknown function at their first call.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["FaultRule", "parse_plan", "read_plan"]
 
 HEADER = "gdrkit-faults 1"
 
-# The errnos that a plan may call by name; any other goes by number.
+# The errnos that a plan may name. All others are written as numbers.
 _ERRNO_NAMES = frozenset(
     [
         "EPERM",
@@ -61,12 +61,12 @@ _ERRNO_NAMES = frozenset(
 _COMPLETIONS = tuple(f"wc.{name}{landed}" for name in ("send", "rdma_write", "rdma_read") for landed in ("", ".landed"))
 _BEHIND_CUFILE = ("cufile.batch_io", "cufile.async_io")
 _ROUTE_POINT = "cufile.route"
-# A transfer of a stream may answer 0 and have moved nothing.
+# The lowest status of these points. An asynchronous transfer of a stream can return 0 without having moved any bytes.
 _LEAST = {"cufile.async_io": 0}
-# In the order of their numbers, from 1.
+# The routes in the order of their numbers, which begin at 1.
 _ROUTES = ("p2p", "nvfs", "posix")
 _CODE_MAX = 4095
-# CUfileOpError ends above all errnos.
+# The largest CUfileOpError is above all errnos.
 _CUFILE_CODE_MAX = 5050
 _CALL_MAX = (1 << 64) - 1
 _ERRNO_ENOTSUPP = 524
@@ -75,10 +75,12 @@ _DELAY_US_MAX = 10_000_000
 
 @dataclass(frozen=True, slots=True)
 class FaultRule:
-    """One rule: calls `first` to `last` (None: all from there on) of `point` wait for `delay_us`, then answer `code`.
+    """One rule of a fault plan.
 
-    A code of None: what they would answer anyway. Before all that, the call that finds the file `stop` renames it to
-    ``<stop>.<process id>`` and stops its process (SIGSTOP).
+    Calls number `first` to `last` of `point` wait for `delay_us` microseconds and then return `code`. A `last` of None
+    means all calls from `first` on. A `code` of None means that the call returns its normal result. If the file `stop`
+    exists at the beginning of a call, that call first renames it to ``<stop>.<process id>`` and stops its process
+    (SIGSTOP).
     """
 
     point: str
@@ -96,7 +98,8 @@ def read_plan(path: str | os.PathLike[str]) -> tuple[FaultRule, ...]:
     Raises
     ------
     ApiError
-        ``MALFORMED`` with EINVAL and the line; or the kernel's errno when the file cannot be read.
+        MALFORMED with EINVAL: a line is malformed; the error has its number. Otherwise the file cannot be read, and the
+        error has the kernel's errno.
     """
     try:
         text = Path(path).read_bytes().decode("utf-8", "backslashreplace")
@@ -107,7 +110,7 @@ def read_plan(path: str | os.PathLike[str]) -> tuple[FaultRule, ...]:
 
 
 def parse_plan(text: str, *, name: str = "plan") -> tuple[FaultRule, ...]:
-    """Check the text of a plan; see :func:`read_plan`."""
+    """Parse and check the text of a plan; see :func:`read_plan`."""
     rules: list[FaultRule] = []
     headed = False
     for number, line in enumerate(text.split("\n"), start=1):
@@ -163,7 +166,7 @@ def _code_key(point: str) -> str | None:
 
 
 def _status_limits(point: str) -> tuple[int, int]:
-    """Return the least and the greatest status that the function or point can be told to return."""
+    """Return the smallest and the largest status that a plan can set for the function or point."""
     return _LEAST.get(point, 1), _CUFILE_CODE_MAX if point.startswith(("cuFile", "cufile.")) else _CODE_MAX
 
 
@@ -180,7 +183,7 @@ def _calls(text: str) -> tuple[int, int | None] | None:
 
 def _errno(text: str) -> int | None:
     if text in _ERRNO_NAMES:
-        # The kernel's own ENOTSUPP is in no errno.h.
+        # ENOTSUPP is internal to the kernel and not in errno.h.
         return _ERRNO_ENOTSUPP if text == "ENOTSUPP" else int(getattr(errno, text))
     return _numbered(text, most=_CODE_MAX)
 
@@ -207,7 +210,7 @@ def _number(text: str) -> int | None:
     return int(text) if text.isascii() and text.isdecimal() else None
 
 
-# What may stand before the =, how the rest is read, and what is expected when that gives None.
+# For each key of a rule: the parser of its value, and the expectation that the error states if the parser returns None.
 _WORDS: dict[str, tuple[Callable[[str], object], str]] = {
     "call": (_calls, "call=N, call=N-M or call=*"),
     "errno": (_errno, f"a name or number from 1 to {_CODE_MAX} after errno="),

@@ -1,7 +1,8 @@
-"""What a forked child does with the locks and objects that it inherits.
+"""Handling of inherited locks and objects in a forked child.
 
-A fork copies a lock as it is. When another thread of the parent holds it then, the child lacks that thread and
-would wait for ever. An object that is registered here is told so in the child, before any other code of it runs.
+A fork copies a lock in its current state. If another thread of the parent holds the lock then, the child does not have
+that thread, and would wait for ever. Objects that are registered here are notified in the child before any other Python
+code runs.
 """
 
 from __future__ import annotations
@@ -18,22 +19,25 @@ __all__ = ["ForkSafeLock", "Inherited", "register"]
 
 
 class Inherited(Protocol):
-    """An object that a forked child gets a copy of."""
+    """An object that a forked child inherits as a copy."""
 
     def after_fork_in_child(self) -> None:
-        """Make the copy usable, or have it refuse everything. No other thread exists."""
+        """Make the copy usable, or make it refuse all calls. No other thread exists at this time."""
 
 
 _registered: weakref.WeakSet[Inherited] = weakref.WeakSet()
 
 
 def register(thing: Inherited) -> None:
-    """Have :meth:`Inherited.after_fork_in_child` called in every forked child, as long as the object lives."""
+    """Call :meth:`Inherited.after_fork_in_child` of an object in every forked child, as long as the object lives."""
     _registered.add(thing)
 
 
 class ForkSafeLock:
-    """A lock that is free in a forked child; for data that every single statement of its holders leaves whole."""
+    """A lock that is free in a forked child.
+
+    It suits data that is consistent after every single statement of the lock's holders.
+    """
 
     __slots__ = ("__weakref__", "_lock")
 
@@ -42,7 +46,7 @@ class ForkSafeLock:
         register(self)
 
     def after_fork_in_child(self) -> None:
-        """Replace the lock, since a thread of the parent may hold it."""
+        """Replace the lock, because a thread of the parent may hold it."""
         self._lock = threading.Lock()
 
     def __enter__(self) -> None:

@@ -1,8 +1,8 @@
-"""What is open, and what must be released before what.
+"""Counts of open objects, and the order of their release.
 
-Level 1. Every object that holds something of a driver or of the kernel enters itself here by kind, so that a harness
-can see that nothing was left behind. Nothing is ever freed because an object was forgotten: a leak is better than a
-key that still reaches memory which someone else owns by now.
+Every object that holds a resource of a driver or of the kernel registers itself here by kind, so that a test can check
+that no object is left open. No resource is freed just because its object was dropped: a leak is better than a key that
+still allows access to memory that now belongs to other code.
 """
 
 from __future__ import annotations
@@ -19,34 +19,35 @@ if TYPE_CHECKING:
 
 __all__ = ["Handle", "ReleaseStack", "live"]
 
-# The kind of every open object by its number. There is no lock: the garbage collector may run the finalizer of another
-# object inside any allocation of this file, and a fork copies a lock that another thread holds. One operation on a dict
-# with integer keys is atomic.
+# The kind of every open object, by its number. There is no lock, for two reasons: the garbage collector may run a
+# finalizer inside any allocation of this file, and a fork copies a lock that another thread holds. A single operation
+# on a dict with integer keys is atomic.
 _live: dict[int, str] = {}
 _numbers = itertools.count()
 
 
 def live() -> dict[str, int]:
-    """How many objects of each kind are open now; kinds without any are left out.
+    """Return the number of open objects of each kind. Kinds without open objects are left out.
 
-    An object that was forgotten without being closed stays counted, since what it held is still held.
+    An object that was dropped without being closed is still counted, because its resource is still held.
     """
     while True:
         try:
             kinds = tuple(_live.values())
         except RuntimeError:
-            # A finalizer that ran inside this call released a handle, so the dict changed; each handle does so once.
+            # A finalizer that ran inside this call released a handle, which changed the dict. Each handle does so only
+            # once.
             continue
         return dict(sorted(Counter(kinds).items()))
 
 
 class Handle:
-    """The entry of one open object.
+    """The registration of one open object.
 
     Parameters
     ----------
     kind : str
-        What it is, e.g. ``verbs.region``.
+        Kind of the object, such as ``verbs.region``.
     """
 
     __slots__ = ("_number", "kind")
@@ -57,7 +58,7 @@ class Handle:
         _live[self._number] = kind
 
     def release(self) -> None:
-        """Record that the object was closed; a second call does nothing. Finalizers may call it."""
+        """Record that the object was closed. A second call does nothing. Finalizers may call this method."""
         _live.pop(self._number, None)
 
     def __del__(self) -> None:
@@ -66,44 +67,44 @@ class Handle:
 
 
 class ReleaseStack:
-    """Actions that must have succeeded before their owner may go, run last-added first.
+    """Actions that must succeed before their owner is released. They run in the reverse order of their addition.
 
-    It holds the children of a parent, the regions over a piece of memory, the steps that a half-built object must
-    undo. An action that failed stays, so that releasing the owner again tries it again.
+    Actions are, for example, to close the children of an object, to deregister the regions of some memory, or to undo
+    the steps of a half-built object. A failed action stays on the stack, so that releasing the owner again repeats it.
     """
 
     __slots__ = ("_actions",)
 
     def __init__(self) -> None:
-        # In order, and quick to take from also when there are ten thousand.
+        # A dict keeps the order, and removing from it is fast even with ten thousand actions.
         self._actions: dict[_Entry, None] = {}
 
     def __len__(self) -> int:
         return len(self._actions)
 
     def push(self, action: Callable[[], None]) -> Callable[[], None]:
-        """Add an action; returns what takes it back (and does nothing when it has run)."""
+        """Add an action. Return a function that removes it, and does nothing if the action has run."""
         entry = _Entry(action)
         self._actions[entry] = None
 
         def take_back() -> None:
-            # By identity: the same bound method may have been pushed twice.
+            # The entry is found by identity, because the same bound method may have been pushed twice.
             self._actions.pop(entry, None)
 
         return take_back
 
     def run(self) -> None:
-        """Run all, last-added first, also those after one that failed.
+        """Run all actions, last added first. A failed action does not stop the others.
 
         Raises
         ------
         BaseException
-            The first failure; the later ones are notes on it. What failed is still on the stack.
+            The first failure, with the later ones as notes. The failed actions are still on the stack.
         """
         first: BaseException | None = None
         for entry in reversed(tuple(self._actions)):
             if entry not in self._actions:
-                continue  # An action that ran before it has taken it back.
+                continue  # An earlier action has removed it.
             try:
                 entry.action()
             except BaseException as error:  # noqa: BLE001 - raised below, after the others had their turn.
@@ -117,7 +118,7 @@ class ReleaseStack:
             raise first
 
     def run_after(self, error: BaseException) -> None:
-        """Run all because `error` is on its way; a failure becomes a note on it."""
+        """Run all actions because `error` is being raised. A failure becomes a note of `error`."""
         try:
             self.run()
         except Exception as second:  # noqa: BLE001 - the caller is about to raise `error`, which carries this one.

@@ -1,7 +1,7 @@
-"""Where the suites, profiles, templates and schemas lie.
+"""Folders of gdrkit that are not Python packages: suites, profiles, templates and schemas.
 
-Level 0. In a checkout they stand next to the package; a wheel carries them as package data. Nothing else in gdrkit asks
-where it was installed.
+In a checkout they are next to the package. A wheel contains them as package data. No other module depends on where
+gdrkit is installed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 __all__ = ["House", "house"]
 
 _GIT_TIMEOUT_S = 10
-# Whose folders have the same names on other machines.
+# System folders, which have the same names on other machines.
 _SYSTEM = re.compile(r"/(usr|lib\w*)(/|$)")
 
 
@@ -28,9 +28,9 @@ class House:
     Attributes
     ----------
     root : Path
-        The folder that holds ``suites``, ``hardware`` and ``reports``.
+        The folder that contains ``suites``, ``hardware`` and ``reports``.
     is_checkout : bool
-        Whether that is a source tree, and not the data of an installed wheel.
+        Whether the root is a source tree, and not the data of an installed wheel.
     """
 
     root: Path
@@ -38,35 +38,35 @@ class House:
 
     @property
     def suites(self) -> Path:
-        """The pytest suites."""
+        """The folder of the pytest suites."""
         return self.root / "suites"
 
     @property
     def profiles(self) -> Path:
-        """The profiles of machines, one TOML file each."""
+        """The folder of the machine profiles, one TOML file each."""
         return self.root / "hardware" / "profiles"
 
     @property
     def templates(self) -> Path:
-        """The templates of reports."""
+        """The folder of the report templates."""
         return self.root / "reports" / "templates"
 
     @property
     def schemas(self) -> Path:
-        """The JSON schemas of records."""
+        """The folder of the JSON schemas of records."""
         return self.root / "reports" / "schema"
 
     @property
     def runs(self) -> Path:
-        """Where a run writes its report unless told otherwise."""
+        """The default folder for the reports of runs."""
         return self.root / "reports" / "runs" if self.is_checkout else Path.cwd() / "gdrkit-report"
 
     def portable(self, text: str) -> str:
-        """`text` without places that mean nothing on another machine, each by what it is there.
+        """Return `text` with machine-specific folders replaced by names that mean the same on other machines.
 
-        Nothing stands for this checkout, ``{python}`` for the environment of this Python, ``{site}`` for any other
-        folder that Python imports from, ``{library_path}`` for one of LD_LIBRARY_PATH, ``{home}`` for the user's. What
-        belongs to the system stays as it is.
+        The folder of this checkout is removed. ``{python}`` replaces the environment of this Python, ``{site}`` any
+        other folder that Python imports from, ``{library_path}`` a folder of LD_LIBRARY_PATH, and ``{home}`` the home
+        folder of the user. System folders are not replaced.
         """
         named = {str(self.root): ""} if self.is_checkout else {}
         named.setdefault(sys.prefix, "{python}/")
@@ -78,15 +78,16 @@ class House:
             for folder in folders:
                 named.setdefault(folder.rstrip("/"), name)
         own = {folder: name for folder, name in named.items() if folder.startswith("/") and not _SYSTEM.match(folder)}
-        # Where one lies in another, as the twins in the environment, the one that is about the machine goes first.
+        # Folders can be nested, such as those of the twins in the environment of this Python. The first entry wins.
         for folder, name in own.items():
             text = text.replace(f"{folder}/", name)
         return text
 
     def commit(self) -> str | None:
-        """The commit of the checkout, with ``-dirty`` when tracked files were changed; None when nobody can tell.
+        """Return the commit of the checkout, or None if it is unknown.
 
-        GDRKIT_COMMIT says it for a copy of a checkout that travelled without its history.
+        ``-dirty`` is added if tracked files were changed. The variable GDRKIT_COMMIT states the commit of a copy that
+        was made without its git history.
         """
         if stated := os.environ.get("GDRKIT_COMMIT"):
             return stated
@@ -100,7 +101,7 @@ class House:
 
 @cache
 def house() -> House:
-    """Find the house of this very installation."""
+    """Return the folders of this installation."""
     package = Path(__file__).resolve().parent
     checkout = package.parent
     if (checkout / "pyproject.toml").is_file() and (checkout / "suites").is_dir():
@@ -114,6 +115,6 @@ def _git(root: Path, *arguments: str) -> str | None:
             ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=False, timeout=_GIT_TIMEOUT_S
         )
     except (OSError, subprocess.TimeoutExpired):
-        # Without git the commit is unknown, which is what the caller is told.
+        # Without git the commit is unknown, and None is returned.
         return None
     return answer.stdout.strip() if answer.returncode == 0 else None

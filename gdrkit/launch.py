@@ -1,8 +1,9 @@
-"""On which libraries a child process runs.
+"""Starting of child processes on software twins or on the libraries of the system.
 
-Level 3. The one room that knows where the software twins lie. It finds them through the installed package
-``gdrkit_twins`` and puts their folders in front of the loader's path; a program above them is not changed and does not
-know. Everything here decides before a process starts, since the loader reads its path only then.
+This is the only module that knows where the software twins (drop-in libraries that emulate the hardware) are. It finds
+them in the installed package ``gdrkit_twins`` and puts their folders at the front of LD_LIBRARY_PATH. The program in
+the child is not changed. The dynamic loader reads that path only at the start of a process, so every decision is made
+before the start.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ __all__ = [
     "twins_available",
 ]
 
-# The APIs that have a twin: the folder below lib/, and the file that must be in it.
+# The APIs that have a twin, with the folder below lib/ and the file that it must contain.
 _TWINS = {
     Api.VERBS: ("ibverbs", "libibverbs.so.1"),
     Api.CUDA: ("cuda", "libcuda.so.1"),
@@ -47,17 +48,18 @@ _TWINS = {
 TWINNED: frozenset[Api] = frozenset(_TWINS)
 
 _PACKAGE = "gdrkit_twins"
-# Another place of the libraries, e.g. a build with sanitizers; the layout below it is that of the wheel's lib folder.
+# This variable names another folder of the libraries, such as a build with sanitizers. Its layout is that of the lib
+# folder of the wheel.
 _FOLDER_VARIABLE = "GDRKIT_TWINS_LIB"
 _PRELOAD_VARIABLE = "GDRKIT_TWINS_PRELOAD"
 _SEED_MAX = (1 << 64) - 1
 
 
 class Control(Protocol):
-    """How a suite looks inside a loaded twin."""
+    """Access of a test to a loaded twin."""
 
     def ledger(self, api: str) -> dict[str, object] | None:
-        """The state of the twin of `api` in this process; None when none is loaded."""
+        """Return the state of the twin of `api` in this process, or None if no such twin is loaded."""
 
     def set_faults(self, api: str, plan: str) -> None:
         """Replace the fault plan of the twin of `api` in this process."""
@@ -65,21 +67,22 @@ class Control(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How to start a child.
+    """The options of a child process.
 
     Attributes
     ----------
     software : frozenset of Api
-        The APIs that run on twins; every other one runs on what the system has.
+        The APIs that run on twins. All others run on the libraries of the system.
     seed : int or None
-        Decides keys, queue-pair numbers and delays of the twins; drawn when None.
+        The seed of the twins' keys, queue pair numbers and delays. With None, a random one.
     faults : Path or None
         A fault plan for the twins.
     domain : str or None
-        Processes of one user and one domain see each other as processes of one machine do. When None, that of the
-        environment, else the default domain, which all processes of this user share.
+        The name of a group of processes. Processes of one user with the same domain see each other like processes of
+        one machine. With None, the domain of the environment, else the default domain, which all processes of this user
+        share.
     isolated : bool
-        Draw a domain that no other process has, whatever the environment says. Not together with `domain`.
+        Use a random domain that no other process has, whatever the environment says. This excludes `domain`.
     """
 
     software: frozenset[Api] = frozenset()
@@ -90,12 +93,12 @@ class Launch:
 
 
 def parse_apis(text: str) -> frozenset[Api]:
-    """``verbs,cuda`` as a set.
+    """Return the set of APIs that a text such as ``verbs,cuda`` names.
 
     Raises
     ------
     UsageError
-        A name that has no twin.
+        A name is not an API with a twin, or there are no names.
     """
     known = {api.value: api for api in TWINNED}
     names = [name.strip() for name in text.split(",") if name.strip()]
@@ -107,21 +110,21 @@ def parse_apis(text: str) -> frozenset[Api]:
 
 
 def twins_available() -> frozenset[Api]:
-    """The APIs whose twin is installed."""
+    """Return the APIs whose twin is installed."""
     return frozenset(api for api in TWINNED if _folder(api) is not None)
 
 
 def environment(launch: Launch, *, base: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment of a child on this substrate.
+    """Return the environment of a child with these options.
 
     Parameters
     ----------
     launch : Launch
-        What it shall run on.
+        The options of the child.
     base : mapping or None
-        What to start from; the environment of this process when None. Folders of twins in its LD_LIBRARY_PATH are taken
-        out first, so that exactly the chosen twins are found. A GDRKIT_TWINS_DOMAIN in it stays unless `launch` is
-        isolated.
+        The environment to start from. With None, that of this process. Folders of twins are first removed from its
+        LD_LIBRARY_PATH, so that the child finds exactly the chosen twins. Its GDRKIT_TWINS_DOMAIN is kept unless
+        `launch` is isolated.
 
     Raises
     ------
@@ -132,7 +135,7 @@ def environment(launch: Launch, *, base: Mapping[str, str] | None = None) -> dic
     ApiError
         The fault plan is malformed or cannot be read.
     """
-    # A mistake in what was asked for is one on every machine, whatever is installed there.
+    # Wrong options are checked first, so that they give the same error on every machine, whatever is installed there.
     _check(launch)
     child = dict(os.environ if base is None else base)
     chosen = [_require(api) for api in sorted(launch.software, key=lambda api: api.value)]
@@ -153,7 +156,7 @@ def environment(launch: Launch, *, base: Mapping[str, str] | None = None) -> dic
         child["GDRKIT_TWINS_FAULTS"] = str(launch.faults.resolve())
     preload = child.get(_PRELOAD_VARIABLE)
     if preload:
-        # A library built with a sanitizer needs its runtime before everything else.
+        # A library that was built with a sanitizer needs the sanitizer's runtime to be loaded before everything else.
         others = [name for name in child.get("LD_PRELOAD", "").split(":") if name and name != preload]
         child["LD_PRELOAD"] = ":".join([preload, *others])
     return child
@@ -171,14 +174,16 @@ def _check(launch: Launch) -> None:
 
 
 def execute(launch: Launch, command: Sequence[str], *, base: Mapping[str, str] | None = None) -> NoReturn:
-    """Become `command` on this substrate, so that signals and the exit code are its own.
+    """Replace this process with `command` in that environment.
+
+    Signals and the exit code are then those of the command.
 
     Raises
     ------
     ApiError
-        The command cannot be started: ENOENT (not found), EACCES (not executable) and whatever else the kernel says.
+        The command cannot be started: ENOENT (not found), EACCES (not executable) or another errno of execvp.
     SetupMissing, UsageError
-        As :func:`environment`.
+        See :func:`environment`.
     """
     if not command:
         message = "no command was given"
@@ -203,7 +208,10 @@ def execute(launch: Launch, command: Sequence[str], *, base: Mapping[str, str] |
 
 
 def present_hardware(tree: HostTree) -> dict[Api, str]:
-    """What hardware this host has for an API that has a twin: a few words each, from sysfs, procfs and /dev alone."""
+    """Return short descriptions of the hardware of this host, for each API that has a twin.
+
+    The source is only sysfs, procfs and /dev.
+    """
     found: dict[Api, str] = {}
     nics = [device.name for device in rdma_devices(tree)]
     if nics:
@@ -212,10 +220,10 @@ def present_hardware(tree: HostTree) -> dict[Api, str]:
     if gpus:
         found[Api.CUDA] = "NVIDIA GPUs " + ", ".join(gpu.address for gpu in gpus)
     elif tree.exists("/dev/nvidiactl") or tree.exists("/proc/driver/nvidia/version"):
-        # A container may hide PCI and still have the device nodes.
+        # A container may hide the PCI devices and still have the device nodes.
         found[Api.CUDA] = "an NVIDIA driver"
     if Api.CUDA in found:
-        # libcufile is a library of the driver's makers, for its devices; there is no hardware of its own.
+        # libcufile has no hardware of its own: it is a library of NVIDIA for NVIDIA GPUs.
         found[Api.CUFILE] = found[Api.CUDA]
     accelerators = habana_accelerators(tree)
     if accelerators:
@@ -224,7 +232,7 @@ def present_hardware(tree: HostTree) -> dict[Api, str]:
 
 
 def overridden_hardware(launch: Launch, tree: HostTree) -> str | None:
-    """One line that says which present hardware the twins stand before; None when there is none."""
+    """Return one line that names the present hardware that twins replace, or None if there is none."""
     parts = [
         f"{api.value} runs on its software twin and leaves {what} alone"
         for api, what in sorted(present_hardware(tree).items(), key=lambda pair: pair[0].value)
@@ -234,7 +242,7 @@ def overridden_hardware(launch: Launch, tree: HostTree) -> str | None:
 
 
 def control() -> Control:
-    """The module by which suites look inside the twins of this process.
+    """Return the module by which suites access the twins of this process.
 
     Raises
     ------

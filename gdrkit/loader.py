@@ -1,9 +1,8 @@
-"""Why a foreign library cannot be opened, as a number and a thing to do.
+"""Diagnosis of foreign libraries that cannot be loaded: an errno and advice.
 
-Level 1. The dynamic loader answers with text only. Here that text, and the file itself, are turned into one
-:class:`SetupMissing` whose ``errno`` says what was found: ENOENT not there, ENOEXEC damaged, ELIBBAD another ABI,
-EACCES not readable. The file is looked at before it is opened, because the loader itself dies of SIGBUS on a library
-that was cut off.
+The dynamic loader reports failures only as text. This module turns that text, and the state of the file, into one
+:class:`SetupMissing`. Its ``errno`` is ENOENT (not found), ENOEXEC (damaged), ELIBBAD (another ABI) or EACCES (not
+readable). The file is checked before it is opened, because the loader itself dies of SIGBUS on a truncated library.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _BUILD_NATIVE = (
     "in a checkout, run `nox -s native`; elsewhere install gdrkit again with a C++20 compiler and libibverbs-dev there"
 )
 
-# What the loader says (glibc, elf/dl-load.c and elf/dl-version.c) and what that means. The first that is found counts.
+# The messages of the loader (glibc, elf/dl-load.c and elf/dl-version.c) and their errnos. The first match counts.
 _MEANINGS: tuple[tuple[str, int], ...] = (
     ("permission denied", errno.EACCES),
     ("wrong elf class", errno.ELIBBAD),
@@ -82,21 +81,20 @@ _PT_LOAD = 1
 def setup_missing(
     *, operation: str, text: str, what_to_do: str, default_errno: int, api: Api = Api.LOADER
 ) -> SetupMissing:
-    """The error for what the loader said.
+    """Return the error for a message of the loader.
 
     Parameters
     ----------
     operation : str
-        E.g. ``dlopen libcuda.so.1`` or ``import pyverbs``.
+        The failed operation, such as ``dlopen libcuda.so.1`` or ``import pyverbs``.
     text : str
-        The loader's own words; they are kept as the detail.
+        The message of the loader. It becomes the detail of the error.
     what_to_do : str
-        How to get the library, for when it is missing or the words say nothing; causes that are known have their own
-        advice.
+        How to get the library, if the library is missing or the message is unknown. Known causes have their own advice.
     default_errno : int
-        What to take when the words say nothing that is known.
+        The errno for an unknown message.
     api : Api
-        Who answered: the dynamic loader, or an API at a call that the library does not have.
+        The source of the message: the dynamic loader, or an API whose library lacks a function.
     """
     lowered = text.lower()
     found = next((number for words, number in _MEANINGS if words in lowered), None)
@@ -119,39 +117,39 @@ def setup_missing(
 
 
 def find_library(soname: str) -> Path | None:
-    """The file that the loader would take for `soname`, as far as folders tell; None when no folder has it.
+    """Return the file that the loader would load for `soname`, or None if no known folder has it.
 
-    ``LD_LIBRARY_PATH`` counts as it was when this process began, since that is when the loader read it.
+    ``LD_LIBRARY_PATH`` is taken as it was at the start of this process, because the loader read it then.
     """
     return next((path for path in map(Path, places(soname, search_path=_loader_path())) if path.exists()), None)
 
 
 def places(soname: str, *, search_path: Iterable[str], cached: Iterable[str] = ()) -> Iterator[str]:
-    """Where the loader looks for `soname`, in the order of ld.so(8) for a program without a run path.
+    """Yield the paths where the loader looks for `soname`, in the order of ld.so(8) for a program without a run path.
 
     Parameters
     ----------
     soname : str
-        E.g. ``libibverbs.so.1``.
+        The name of the library, such as ``libibverbs.so.1``.
     search_path : iterable of str
         The folders of LD_LIBRARY_PATH.
     cached : iterable of str
-        The paths of this name in the loader's cache, where that was read.
+        The paths of this name in the loader's cache, if the cache was read.
     """
-    # An empty folder means the current one to the loader; it is not followed here.
+    # An empty entry means the current folder to the loader. It is skipped here.
     yield from (f"{folder.rstrip('/')}/{soname}" for folder in search_path if folder)
     yield from cached
     yield from (f"{folder}/{soname}" for folder in _SYSTEM_FOLDERS)
 
 
 def check_library(soname: str, *, operation: str) -> None:
-    """Look at the file of `soname` before the loader does.
+    """Check the file of `soname` before the loader opens it.
 
     Raises
     ------
     SetupMissing
-        ENOEXEC: it is no ELF file or a part is missing. ELIBBAD: it is of another class or byte order. EACCES: it
-        cannot be read. A file that is not found is left to the loader, which knows more places.
+        ENOEXEC: it is not an ELF file, or it is truncated. ELIBBAD: it has another class or byte order. EACCES: it
+        cannot be read. A file that is not found raises nothing, because the loader searches more places.
     """
     path = find_library(soname)
     if path is None:
@@ -168,26 +166,26 @@ def check_library(soname: str, *, operation: str) -> None:
 
 
 def import_package(name: str, *, extension: str, folder: str, what_to_do: str) -> None:
-    """Import a package of extension modules: as Python finds it, else the one in `folder` if it was built for this
-    interpreter.
+    """Import a package of extension modules from Python's path, or else from `folder`.
 
-    Only this package is taken from there: the rest of a distribution's folder is not for this environment.
+    The package must have been built for this interpreter. Only this package is imported from `folder`: the other
+    packages of a distribution do not belong to this environment.
 
     Parameters
     ----------
     name : str
-        Of the package.
+        Name of the package.
     extension : str
-        One of its extension modules, whose file name says for which interpreter it was built.
+        Name of one of its extension modules. Its file name shows the interpreter that it was built for.
     folder : str
-        Where a distribution keeps its packages.
+        The folder of the distribution's Python packages.
     what_to_do : str
-        How to install it.
+        How to install the package.
 
     Raises
     ------
     SetupMissing
-        ENOENT: it is nowhere. ELIBBAD: it was built for another interpreter.
+        ENOENT: it was not found. ELIBBAD: it was built for another interpreter.
     """
     spec = importlib.util.find_spec(name) or PathFinder.find_spec(name, [folder])
     operation = f"import {name}"
@@ -206,13 +204,13 @@ def import_package(name: str, *, extension: str, folder: str, what_to_do: str) -
 
 
 def import_native(name: str) -> ModuleType:
-    """Import a native module of gdrkit itself, e.g. ``gdrkit.usrbio._hf3fs``.
+    """Import a native module of gdrkit, such as ``gdrkit.usrbio._hf3fs``.
 
     Raises
     ------
     SetupMissing
-        ENOENT: it was not built. ELIBBAD: it was built for another interpreter, or from other sources than its
-        library. ENOEXEC: it is damaged.
+        ENOENT: it was not built. ELIBBAD: it was built for another interpreter, or from other sources than its library.
+        ENOEXEC: it is damaged.
     """
     operation = f"import {name}"
     try:
@@ -234,7 +232,7 @@ def import_native(name: str) -> ModuleType:
 
 @contextlib.contextmanager
 def root_logger_kept() -> Iterator[None]:
-    """Leave the root logger of the program as it was, whatever an import does to it."""
+    """Restore the root logger of the program after an import that may change it."""
     root = logging.getLogger()
     level, handlers = root.level, list(root.handlers)
     try:

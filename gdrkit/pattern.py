@@ -1,9 +1,9 @@
-"""Payloads in which every byte depends on its position and on a seed.
+"""Test payloads in which every byte depends on its position and on a seed.
 
-Level 1. A payload of one repeated byte cannot show a shifted, swapped or half-written transfer. Here the bytes at
-``offset_bytes`` of the stream of a seed are always the same, so any part can be made and checked without the rest. The
-stream is SHAKE-128 of seed and block number, which the standard library makes at several hundred MB/s; numpy is not
-needed.
+A payload of one repeated byte cannot show a shifted, swapped or half-written transfer. Here the bytes at
+``offset_bytes`` of the stream of a seed are always the same, so any part can be generated and checked without the rest.
+The stream is SHAKE-128 of the seed and the block number. The standard library generates it at several hundred MB/s,
+without numpy.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ _SHOWN_BYTES = 16
 
 
 def payload(length_bytes: int, *, seed: int, offset_bytes: int = 0) -> bytes:
-    """The bytes ``[offset_bytes, offset_bytes + length_bytes)`` of the stream of `seed`.
+    """Return the bytes ``[offset_bytes, offset_bytes + length_bytes)`` of the stream of `seed`.
 
     Parameters
     ----------
     length_bytes : int
-        How many, 0 or more.
+        Number of bytes, 0 or more.
     seed : int
-        Which stream, 0 to 2**64 - 1.
+        Seed of the stream, 0 to 2**64 - 1.
     offset_bytes : int
-        Where in the stream.
+        Offset in the stream.
 
     Raises
     ------
     UsageError
-        A negative length or offset, or a seed out of range.
+        The length or the offset is negative, or the seed is out of range.
     """
     if length_bytes < 0 or offset_bytes < 0 or not 0 <= seed < 1 << 64:
         message = f"no payload of {length_bytes} bytes at {offset_bytes} of seed {seed}"
@@ -43,7 +43,7 @@ def payload(length_bytes: int, *, seed: int, offset_bytes: int = 0) -> bytes:
     needed = skip + length_bytes
     block = first
     while needed > 0:
-        # Only as much of a block as is wanted: small payloads stay cheap.
+        # Only the needed part of a block is generated, so that small payloads are cheap.
         parts.append(_block(seed, block, min(needed, _BLOCK_BYTES)))
         needed -= _BLOCK_BYTES
         block += 1
@@ -51,8 +51,9 @@ def payload(length_bytes: int, *, seed: int, offset_bytes: int = 0) -> bytes:
 
 
 def find_mismatch(expected: bytes | bytearray | memoryview, actual: bytes | bytearray | memoryview) -> int | None:
-    """Offset of the first byte that differs, None when all are equal; a length that differs counts from the shorter
-    one's end.
+    """Return the offset of the first byte that differs, or None if all bytes are equal.
+
+    If only the lengths differ, the offset is the end of the shorter one.
     """
     common = min(len(expected), len(actual))
     low, high = 0, common
@@ -74,7 +75,7 @@ def check(actual: bytes | bytearray | memoryview, *, seed: int, offset_bytes: in
     Raises
     ------
     DataMismatch
-        With the first wrong byte and what stands around it.
+        A byte differs. The error has the first wrong byte and the bytes after it.
     """
     expected = payload(len(actual), seed=seed, offset_bytes=offset_bytes)
     where = find_mismatch(expected, actual)

@@ -1,7 +1,7 @@
-"""Frozen dataclasses to and from JSON, strictly.
+"""Strict serialization of frozen dataclasses to and from JSON.
 
-Level 1. What was written is read back as the same values or not at all: a missing, unknown or wrongly typed field is a
-:class:`UsageError` that names the field. Understood are dataclasses, enums, tuples of one type, mappings with string
+A value is read back exactly as it was written, or not at all. A missing, unknown or wrongly typed field is a
+:class:`UsageError` that names the field. Supported are dataclasses, enums, tuples of one type, mappings with string
 keys, optional values and the JSON scalars.
 """
 
@@ -22,14 +22,14 @@ from gdrkit.errors import Reason, UsageError
 
 __all__ = ["Json", "canonical", "digest", "from_plain", "parse_json", "to_plain"]
 
-# What json.loads gives and json.dumps takes.
+# The values that json.loads returns and json.dumps accepts.
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 
 _T = TypeVar("_T")
 
 
 def to_plain(value: object) -> Json:
-    """Turn a dataclass, and what it holds, into what :func:`json.dumps` takes; `from_plain` is the way back."""
+    """Convert a dataclass and its contents to values for :func:`json.dumps`; :func:`from_plain` is the inverse."""
     if value is None or (isinstance(value, bool | int | float | str) and not isinstance(value, enum.Enum)):
         return value
     if isinstance(value, enum.Enum):
@@ -46,33 +46,33 @@ def to_plain(value: object) -> Json:
 
 
 def from_plain(kind: type[_T], value: object, *, where: str = "") -> _T:
-    """Make a `kind` of plain data.
+    """Convert plain data to a value of type `kind`.
 
     Parameters
     ----------
     kind : type
-        A dataclass, or any type that this module understands.
+        A dataclass, or any other type that this module supports.
     value : object
-        What :func:`json.loads` gave.
+        The data, as :func:`json.loads` returned it.
     where : str
-        What to call the value in errors.
+        The name of the value in error messages.
 
     Raises
     ------
     UsageError
-        ``MALFORMED``: something is missing, too much, or of another type; the message begins with its path.
+        MALFORMED: a value is missing, unknown or of another type. The message begins with its path.
     """
     return typing.cast("_T", _read(kind, value, where or getattr(kind, "__name__", str(kind))))
 
 
 def parse_json(text: str | bytes, *, where: str) -> Any:  # noqa: ANN401 - whatever the text holds.
-    """What a JSON text holds.
+    """Return the data of a JSON text.
 
     Raises
     ------
     UsageError
-        ``MALFORMED``: it is none, is not in UTF-8, is nested deeper than anything of ours, or holds a number that JSON
-        has not (NaN); the message begins with `where`.
+        MALFORMED: the text is not JSON, is not in UTF-8, is nested too deeply for the parser, or contains a number that
+        is not JSON (NaN). The message begins with `where`.
     """
     try:
         return json.loads(text.decode("utf-8") if isinstance(text, bytes) else text, parse_constant=_no_constant)
@@ -82,13 +82,13 @@ def parse_json(text: str | bytes, *, where: str) -> Any:  # noqa: ANN401 - whate
 
 
 def canonical(value: object) -> str:
-    """The one JSON text of a value: keys sorted, no blanks."""
+    """Return the canonical JSON text of a value: sorted keys and no blanks."""
     return json.dumps(to_plain(value), sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
 def digest(value: object) -> str:
-    """``sha256:`` and 64 hexadecimal digits over the canonical text."""
-    # A name of a file need not be UTF-8, and has surrogates then.
+    """Return ``sha256:`` and 64 hexadecimal digits, computed from the canonical text."""
+    # File names need not be UTF-8. Python then decodes them with surrogates.
     return "sha256:" + hashlib.sha256(canonical(value).encode("utf-8", "surrogatepass")).hexdigest()
 
 
@@ -124,7 +124,7 @@ def _read(kind: Any, value: object, where: str) -> object:  # noqa: ANN401, PLR0
 def _read_float(value: float, where: str) -> float:
     try:
         number = float(value)
-    except OverflowError as error:  # JSON has whole numbers of any length.
+    except OverflowError as error:  # Integers in JSON may have any length.
         raise _malformed(where, "a finite number", value) from error
     if not math.isfinite(number):
         raise _malformed(where, "a finite number", value)
@@ -137,7 +137,7 @@ def _read_optional(arguments: tuple[Any, ...], value: object, where: str) -> obj
         return None
     if len(kinds) == 1:
         return _read(kinds[0], value, where)
-    # Only unions of scalars: which of them it is shows in the value itself.
+    # Other unions are unions of scalars, so the type of the value selects the member.
     if type(value) in kinds:
         return value
     raise _malformed(where, " or ".join(kind.__name__ for kind in kinds), value)
@@ -160,12 +160,15 @@ def _read_dataclass(kind: Any, pairs: dict[str, object], where: str) -> object: 
 
 @functools.cache
 def _fields(kind: Any) -> tuple[dict[str, dataclasses.Field[Any]], dict[str, Any]]:  # noqa: ANN401 - a dataclass.
-    """Fields and types of a dataclass, which to find takes longer than to read a value of it."""
+    """Return the fields and types of a dataclass.
+
+    The result is cached, because finding them takes longer than reading a value.
+    """
     return {field.name: field for field in dataclasses.fields(kind)}, typing.get_type_hints(kind)
 
 
 def _expect(value: object, kind: Any, where: str) -> Any:  # noqa: ANN401 - the type is known only at run time.
-    # bool is an int to Python, and never meant as one in a record.
+    # In Python a bool is an int, but a record never means it as one.
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise _malformed(where, kind.__name__, value)
     return value

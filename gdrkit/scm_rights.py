@@ -1,7 +1,7 @@
 """Receiving file descriptors from another process through a UNIX socket (SCM_RIGHTS).
 
-The only place of gdrkit that calls recvmsg. Every descriptor that arrives is close-on-exec from the start
-(MSG_CMSG_CLOEXEC), and a message of which the kernel had to drop a part is refused.
+This is the only module of gdrkit that calls recvmsg. Every received descriptor is close-on-exec from the start
+(MSG_CMSG_CLOEXEC). A message of which the kernel dropped a part is refused.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ _DESCRIPTOR_BYTES = array.array("i").itemsize
 
 
 def receive(connection: socket.socket, *, length_bytes: int, descriptors_max: int) -> tuple[bytes, list[int]]:
-    """Receive bytes, and the descriptors that came with them; one call of recvmsg.
+    """Receive bytes and the descriptors that are sent with them, with one call of recvmsg.
 
     Parameters
     ----------
     connection : socket
-        A UNIX socket. Its timeout holds.
+        A UNIX socket. Its timeout applies.
     length_bytes : int
-        How many bytes to take at most. A message of a SOCK_SEQPACKET or SOCK_DGRAM socket has to fit.
+        Largest number of bytes to receive. A message of a SOCK_SEQPACKET or SOCK_DGRAM socket has to fit.
     descriptors_max : int
-        How many descriptors may come with them, 0 or more.
+        Largest number of descriptors that may come with the bytes, 0 or more.
 
     Returns
     -------
     bytes
-        Empty when the other side closed the socket.
+        The received bytes. They are empty if the peer closed the socket.
     list of int
-        Owned by the caller, who closes them.
+        The received descriptors. The caller owns and closes them.
 
     Raises
     ------
     UsageError
-        MALFORMED: more descriptors came, the message was too long, or this process may not open as many descriptors.
-        All that came are closed.
+        MALFORMED: there are more descriptors, the message is too long, or this process may not open as many
+        descriptors. All received descriptors are closed.
     OSError
-        recvmsg failed, TimeoutError among others; nothing was received.
+        recvmsg failed, for example with TimeoutError. Nothing was received.
     """
-    # Room for one more than allowed, so that too many of them are counted and not dropped.
+    # There is space for one more than allowed, so that excess descriptors are counted instead of dropped.
     space = socket.CMSG_SPACE((descriptors_max + 1) * _DESCRIPTOR_BYTES)
     data, ancillary, flags, _address = connection.recvmsg(length_bytes, space, socket.MSG_CMSG_CLOEXEC)
     descriptors = [each for level, kind, content in ancillary for each in _descriptors(level, kind, content)]
@@ -67,7 +67,7 @@ def receive(connection: socket.socket, *, length_bytes: int, descriptors_max: in
 
 
 def close_all(descriptors: Iterable[int]) -> None:
-    """Close all of them."""
+    """Close all of the descriptors."""
     for descriptor in descriptors:
         os.close(descriptor)
 

@@ -1,8 +1,8 @@
-"""Text from elsewhere, made fit to be shown.
+"""Escaping of untrusted text for display.
 
-Level 0. A host name, a path or the message of a library may hold anything: control characters move the cursor of a
-terminal or recolour it, and those that set the direction of writing show one word as another. Both are shown as
-escapes.
+A host name, a path or the message of a library may contain any character. Control characters can move the cursor of a
+terminal or change its colours. Characters that set the direction of writing can make one word look like another. Both
+are shown as escapes.
 """
 
 from __future__ import annotations
@@ -13,28 +13,32 @@ import unicodedata
 __all__ = ["cell", "first_line", "harmless"]
 
 _KEPT = frozenset("\n\t")
-# Controls, formats (which set the direction of writing), surrogates, and the two line ends that are no controls.
+# The Unicode categories of controls, formats (which set the direction of writing) and surrogates, and of the two line
+# separators that are not controls.
 _CATEGORIES = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
 
 
 def harmless(text: str) -> str:
-    r"""`text` with what would act on a terminal or a reader as ``\x1b`` or ``\u202e``; new lines and tabs stay."""
+    r"""Return `text` with control and direction characters as escapes such as ``\x1b`` or ``\u202e``.
+
+    New lines and tabs are kept.
+    """
     if text.isascii() and text.isprintable():
         return text
     return "".join(map(_shown, text))
 
 
 def first_line(text: str) -> str:
-    """Everything in one line, harmless."""
+    """Return the whole text in one line, escaped."""
     return harmless(" ".join(text.split()))
 
 
 def cell(text: object) -> str:
-    """Into one cell of a Markdown table: no new line, no bar, no tag."""
+    """Return text for one cell of a Markdown table, without new lines, bars and tags."""
     flat = first_line(str(text))
     for sign, shown in (("&", "&amp;"), ("|", "\\|"), ("`", "&#96;")):
         flat = flat.replace(sign, shown)
-    # What no tag can begin with stays as it is, so that "GPU 0 <- NIC mlx5_0" can be read without a renderer.
+    # A "<" that cannot begin a tag is kept, so that "GPU 0 <- NIC mlx5_0" is readable without a renderer.
     return re.sub(r"<(?=[A-Za-z/!?])", "&lt;", flat)
 
 

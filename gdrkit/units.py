@@ -1,7 +1,7 @@
-"""Sizes, pages and how to print them.
+"""Sizes, pages and how to print sizes.
 
-Level 0. "GPU page" is two things and never said bare: CUDA's RDMA page of 64 KiB, and the host page by which dma-buf
-ranges are exported and registered.
+"GPU page" has two meanings, so the term is never used alone: the RDMA page of CUDA with 64 KiB, and the host page, the
+unit in which dma-buf ranges are exported and registered.
 """
 
 from __future__ import annotations
@@ -14,26 +14,29 @@ KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30
 
-# How near to the next whole unit a size is printed as "4 KiB - 1 B".
+# Largest distance from the next whole unit at which a size is printed as "4 KiB - 1 B", in bytes.
 _NEAR_BYTES = 64
 
-# By which nvidia-peermem pins device memory; a dma-buf asks only for the host page.
+# Page size in which nvidia-peermem pins device memory, in bytes. A dma-buf only needs host pages.
 GPU_RDMA_PAGE_BYTES = 64 * KIB
 HOST_PAGE_BYTES = mmap.PAGESIZE
 
 
 def align_down(value: int, *, alignment_bytes: int) -> int:
-    """The largest multiple of `alignment_bytes` (a power of two) that is not above `value`."""
+    """Return the largest multiple of `alignment_bytes` (a power of two) that is not above `value`."""
     return value & ~(alignment_bytes - 1)
 
 
 def align_up(value: int, *, alignment_bytes: int) -> int:
-    """The smallest multiple of `alignment_bytes` (a power of two) that is not below `value`."""
+    """Return the smallest multiple of `alignment_bytes` (a power of two) that is not below `value`."""
     return align_down(value + alignment_bytes - 1, alignment_bytes=alignment_bytes)
 
 
 def format_bytes(length_bytes: int) -> str:
-    """``64 MiB``, ``1 MiB + 3 B``, ``17 B``: exact, since a rounded size hides the odd byte that a case is about."""
+    """Return a size as text: ``64 MiB``, ``1 MiB + 3 B`` or ``17 B``.
+
+    The text is exact, because a rounded size would hide the odd byte that a test case is about.
+    """
     for unit_bytes, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
         whole, rest = divmod(length_bytes, unit_bytes)
         if whole and not rest:

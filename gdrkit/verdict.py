@@ -1,6 +1,6 @@
-"""The four words in which anything that was looked at ends, and how far apart numbers must be to be called different.
+"""The four verdicts of cases and rules, and the smallest difference of numbers that counts.
 
-Level 0. There are no other words: what was not seen is never called good.
+There are no other verdicts. Something that was not observed is never reported as good.
 """
 
 from __future__ import annotations
@@ -9,12 +9,13 @@ import enum
 
 __all__ = ["NOISE_PERCENT", "Verdict"]
 
-# What no number is believed to be better than; the scatter of its own rounds may ask for more: gdrkit.report.noise.
+# Relative differences below this are noise, in percent. gdrkit.report.noise uses a larger limit if the rounds of a
+# measurement scatter more.
 NOISE_PERCENT = 5.0
 
 
 class Verdict(enum.Enum):
-    """What a case or a rule showed; never more than was observed."""
+    """The result of a case or a rule. It never claims more than was observed."""
 
     PASS = "pass"  # noqa: S105 - a verdict and no password.
     FAIL = "fail"

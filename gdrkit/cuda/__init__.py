@@ -1,6 +1,6 @@
-"""CUDA devices and their memory, by the driver API.
+"""CUDA devices and their memory, through the CUDA driver API.
 
-Level 2. Importing this package opens no library; the first call does. ``_driver.py`` is the only file that names
+Importing this package opens no library; the first call does. ``_driver.py`` is the only file that uses
 ``cuda.bindings``.
 """
 

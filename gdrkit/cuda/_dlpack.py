@@ -1,8 +1,8 @@
-"""DLPack, in and out: the structures of ``dlpack.h`` by ctypes.
+"""Import and export of DLPack tensors: the structures of ``dlpack.h`` in ctypes.
 
-Level 2. Both forms of the exchange are understood: ``DLManagedTensor``, and ``DLManagedTensorVersioned`` of version 1.
-A capsule that was taken is renamed, as the standard wants, and its deleter is called exactly once. Source: dlpack.h
-and "Python Specification for DLPack" of the array API standard.
+Both forms are supported: ``DLManagedTensor``, and ``DLManagedTensorVersioned`` of version 1. As the standard requires,
+a consumed capsule is renamed, and its deleter is called exactly once. Sources: dlpack.h, and "Python Specification for
+DLPack" of the array API standard.
 """
 
 from __future__ import annotations
@@ -73,14 +73,14 @@ _rename.restype, _rename.argtypes = ctypes.c_int, (ctypes.py_object, ctypes.c_ch
 _new = _api.PyCapsule_New
 _new.restype, _new.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
 
-# Names that a capsule points to live as long as this module.
+# A capsule only points to its name, so these names live as long as this module.
 _USED = {name: ctypes.create_string_buffer(b"used_" + name) for name in _FORMS}
 _NAMES = {name: ctypes.create_string_buffer(name) for name in _FORMS}
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """What a capsule said; ``release`` must be called once when it is no longer used."""
+    """The tensor of a consumed capsule. The consumer calls ``release`` once when it no longer uses the tensor."""
 
     address: int
     device_type: int
@@ -93,12 +93,12 @@ class Tensor:
 
 
 def take(capsule: Any) -> Tensor:
-    """Take the tensor out of a capsule.
+    """Consume a capsule and return its tensor.
 
     Raises
     ------
     UsageError
-        MALFORMED: it is no capsule of DLPack, one that was taken before, or of a version that is not known.
+        MALFORMED: it is not a DLPack capsule, it was consumed before, or its version is unknown.
     """
     name = next((name for name in _FORMS if _is_valid(capsule, name)), None)
     if name is None:
@@ -107,7 +107,7 @@ def take(capsule: Any) -> Tensor:
     address = _pointer(capsule, name)
     managed = _FORMS[name].from_address(address)
     if name == b"dltensor_versioned" and managed.major != 1:
-        # The capsule stays its producer's, whose destructor deletes it.
+        # The capsule is not consumed. It still belongs to its producer, whose destructor deletes it.
         message = f"DLPack version {managed.major}.{managed.minor} is not known"
         raise UsageError(message, reason=Reason.MALFORMED)
     _rename(capsule, _USED[name])
@@ -130,7 +130,7 @@ def take(capsule: Any) -> Tensor:
     )
 
 
-# What consumers hold: the structure, its shape, and what to do when they are done.
+# The exported tensors by address: the structure, its shape, and the function to call when the consumer is done.
 _exported: dict[int, tuple[Any, Any, Callable[[], None]]] = {}
 
 
@@ -140,7 +140,8 @@ def _delete(address: int) -> None:
 
 
 def _destroy(capsule: int) -> None:
-    # The capsule is being destroyed, so it is borrowed by its address. One that was taken has another name.
+    # The capsule is being destroyed, so it is passed as a bare address and not as an object. A consumed capsule has
+    # another name and is skipped.
     is_valid = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p)(("PyCapsule_IsValid", _api))
     pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)(("PyCapsule_GetPointer", _api))
     for name in _FORMS:
@@ -148,12 +149,15 @@ def _destroy(capsule: int) -> None:
             _delete(pointer(capsule, name))
 
 
-# As C calls them; they live as long as this module.
+# Callbacks for C code. They live as long as this module.
 _deleter, _destructor = _Deleter(_delete), _Deleter(_destroy)
 
 
 def export(address: int, *, length_bytes: int, device_index: int, is_versioned: bool, done: Callable[[], None]) -> Any:
-    """A capsule of bytes at a device address; `done` is called when its consumer, or nobody, needs it any more."""
+    """Return a capsule for bytes at a device address.
+
+    `done` is called when the consumer releases the tensor, or when the capsule is deleted without a consumer.
+    """
     name = b"dltensor_versioned" if is_versioned else b"dltensor"
     managed = _FORMS[name]()
     shape = (ctypes.c_int64 * 1)(length_bytes)

@@ -1,8 +1,8 @@
-"""The CUDA driver API: the one file that names ``cuda.bindings`` (and ctypes, for what the bindings leave out).
+"""Calls of the CUDA driver API, by ``cuda.bindings`` and, where the bindings lack something, by ctypes.
 
-Level 2. Nothing is opened until the first call. Every call goes through :func:`call`, which turns a CUresult into an
-exception that carries operation, number, name and arguments. What is untyped stays in here. Source of truth: the CUDA
-driver API reference.
+No other file uses ``cuda.bindings``. Nothing is opened until the first call. Almost every call uses :func:`call`, which
+turns a CUresult into an exception with the operation, the number, its name and the arguments. Untyped values of the
+bindings do not leave this package. Source: the CUDA driver API reference.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ _DLOPEN = f"dlopen {_SONAME}"
 _IMPORT = "import cuda.bindings.driver"
 _DRIVER_ADVICE = "install the NVIDIA driver, or put the folder of a libcuda.so.1 on LD_LIBRARY_PATH"
 _DEVICE_NODES = Path("/dev")
-_buffer_id: list[Any] = []  # cuPointerGetAttribute and its attribute, once they were looked up.
+_buffer_id: list[Any] = []  # cuPointerGetAttribute and its attribute, after the first use
 _BUFFER_ID = 7  # CU_POINTER_ATTRIBUTE_BUFFER_ID
 _IPC_HANDLE_BYTES = 64  # CU_IPC_HANDLE_SIZE
 
 
 @functools.cache
 def _bindings() -> Any:
-    """cuda.bindings.driver, once libcuda was found to be one that it can use."""
-    # The bindings say "not found" for every fault of the library, so it is opened here first. They get the same one
-    # by its SONAME.
+    """Return cuda.bindings.driver after checking that it can use libcuda."""
+    # The bindings report every fault of the library as "not found", so it is opened here first. The bindings get the
+    # same library by its SONAME.
     loader.check_library(_SONAME, operation=_DLOPEN)
     try:
         library = ctypes.CDLL(_SONAME)
@@ -64,7 +64,7 @@ def _bindings() -> Any:
         raise loader.setup_missing(
             operation=_DLOPEN, text=str(error), what_to_do=_DRIVER_ADVICE, default_errno=errno.ENOEXEC
         ) from error
-    # cuda-bindings 13 gets every other function from this one (CUDA 12.0).
+    # cuda-bindings 13 looks up all other functions with this one (CUDA 12.0).
     if not hasattr(library, "cuGetProcAddress_v2"):
         raise loader.setup_missing(
             operation=_DLOPEN,
@@ -108,7 +108,8 @@ def initialize() -> None:
     elif status == _results.NO_DEVICE:
         reason, advice = Reason.NO_DEVICE, "check that nvidia-smi lists a GPU"
     elif status == _results.INVALID_VALUE:
-        # cuInit(0) has no bad argument: the library refuses what it was configured with, and says so on stderr.
+        # cuInit(0) has no argument that could be wrong. The library refuses its own configuration, and describes the
+        # problem on stderr.
         reason, advice = Reason.MALFORMED, "read the line that the library wrote on stderr, and mend what it names"
     elif status in {_results.OPERATING_SYSTEM, _results.UNKNOWN}:
         advice = "check that the kernel module nvidia is loaded and that /dev/nvidiactl exists"
@@ -126,18 +127,18 @@ def initialize() -> None:
 
 
 def call(operation: str, /, **arguments: Any) -> Any:
-    """Call a driver function with `arguments`, named and in order as in the header.
+    """Call a driver function with `arguments`, which have the names and the order of the header.
 
     Returns
     -------
-    What the function gave besides its CUresult: None, one value, or a tuple.
+    The values that the function returns besides its CUresult: None, one value, or a tuple.
 
     Raises
     ------
     ApiError
-        The CUresult was not success; :class:`~gdrkit.errors.Unsupported` for CUDA_ERROR_NOT_SUPPORTED.
+        The CUresult is not success. It is :class:`~gdrkit.errors.Unsupported` for CUDA_ERROR_NOT_SUPPORTED.
     SetupMissing
-        The library cannot be used at all, or is too old to have this function.
+        The library cannot be used at all, or it is too old to have this function.
     """
     initialize()
     function = getattr(_bindings(), operation)
@@ -164,7 +165,7 @@ def _find_query() -> None:
 
 
 def buffer_id(address: int) -> int:
-    """cuPointerGetAttribute of BUFFER_ID; it needs no current context (seen on an H200)."""
+    """Return the BUFFER_ID of cuPointerGetAttribute. The call needs no current context (seen on an H200)."""
     if not _buffer_id:
         _find_query()
     function, attribute = _buffer_id
@@ -180,10 +181,11 @@ def buffer_id(address: int) -> int:
 
 
 def presence(key: tuple[tuple[int, int, int], ...]) -> Callable[[], bool]:
-    """A function that says whether at the first element of each of `key` the buffer id is still the last one.
+    """Return a function that checks whether all chunks of an allocation key still exist.
 
-    On the path of a cache hit, and so without the steps between: the address is the type of the bindings already, which
-    would make one for each call; and a call that failed gives None, which is no id.
+    It returns True if the address of each chunk still has the buffer id of the key. It is on the path of a cache hit,
+    so it avoids all overhead. The address already has the type of the bindings, which would otherwise create one in
+    each call. A failed call returns None, which is not equal to any id.
     """
     if not _buffer_id:
         _find_query()
@@ -203,38 +205,38 @@ def presence(key: tuple[tuple[int, int, int], ...]) -> Callable[[], bool]:
 
 
 def integer(operation: str, /, **arguments: Any) -> int:
-    """A call that gives one number, address or handle."""
+    """Call a function that returns one number, address or handle."""
     return int(call(operation, **arguments))
 
 
 def real(operation: str, /, **arguments: Any) -> float:
-    """A call that gives one float."""
+    """Call a function that returns one float."""
     return float(call(operation, **arguments))
 
 
 def pair(operation: str, /, **arguments: Any) -> tuple[int, int]:
-    """A call that gives two numbers."""
+    """Call a function that returns two numbers."""
     first, second = call(operation, **arguments)
     return int(first), int(second)
 
 
 def text(operation: str, /, **arguments: Any) -> str:
-    """A call that gives a C string."""
+    """Call a function that returns a C string."""
     return bytes(call(operation, **arguments)).split(b"\0", 1)[0].decode()
 
 
 def raw(operation: str, /, **arguments: Any) -> bytes:
-    """A call that gives a CUuuid."""
+    """Call a function that returns a CUuuid, and return its bytes."""
     return bytes(call(operation, **arguments).bytes)
 
 
 def constant(enumeration: str, number: int) -> object:
-    """Member `number` of an enumeration of the bindings, which take no bare number where the header has an enum."""
+    """Return member `number` of an enumeration of the bindings, which accept no bare number in place of an enum."""
     return getattr(_bindings(), enumeration)(number)
 
 
 def structure(name: str, /, **fields: Any) -> object:
-    """A structure of the bindings with these fields set; ``location__id`` sets ``location.id``."""
+    """Return a structure of the bindings with these fields set. ``location__id`` sets ``location.id``."""
     made = getattr(_bindings(), name)()
     for field, value in fields.items():
         *path, last = field.split("__")
@@ -247,7 +249,7 @@ def structure(name: str, /, **fields: Any) -> object:
 
 @contextlib.contextmanager
 def context(handle: int) -> Iterator[None]:
-    """Make a context current and restore afterwards what was current before."""
+    """Make a context current, and restore the previous one afterwards."""
     call("cuCtxPushCurrent", ctx=handle)
     try:
         yield
@@ -256,10 +258,10 @@ def context(handle: int) -> Iterator[None]:
 
 
 def empty_bytes(length_bytes: int) -> bytes:
-    """New bytes whose content is not set yet, for a copy to fill.
+    """Return new bytes with undefined content, for a copy to fill.
 
-    The C API says that the maker of such an object may write to it until somebody else sees it; so 64 MiB are neither
-    cleared first nor copied afterwards. ``bytes(n)`` would do the first, ``bytes(bytearray)`` the second.
+    The C API allows the creator of a bytes object to write to it until other code sees it. This saves time for large
+    sizes such as 64 MiB: ``bytes(n)`` would clear the memory first, and ``bytes(bytearray)`` would copy it afterwards.
     """
     make = ctypes.pythonapi.PyBytes_FromStringAndSize
     make.restype = ctypes.py_object
@@ -269,25 +271,25 @@ def empty_bytes(length_bytes: int) -> bytes:
 
 
 def bytes_at(address: int, length_bytes: int) -> Any:
-    """The host bytes at an address as an object to make views of; it can be referred to weakly, and owns nothing."""
+    """Return an object with the host bytes at an address, for views. It can be weakly referenced, and owns nothing."""
     return (ctypes.c_ubyte * length_bytes).from_address(address)
 
 
 def ipc_handle_bytes(address: int) -> bytes:
-    """cuIpcGetMemHandle as 64 bytes, which the bindings hold but do not show."""
+    """Return the handle of cuIpcGetMemHandle as 64 bytes, which the bindings do not expose."""
     handle = call("cuIpcGetMemHandle", dptr=address)
     return ctypes.string_at(handle.getPtr(), _IPC_HANDLE_BYTES)
 
 
 def ipc_handle_from_bytes(data: bytes) -> object:
-    """A CUipcMemHandle of these 64 bytes."""
+    """Return a CUipcMemHandle made of these 64 bytes."""
     handle = _bindings().CUipcMemHandle()
     ctypes.memmove(handle.getPtr(), data, _IPC_HANDLE_BYTES)
     return handle
 
 
 def _wrong_abi(operation: str, error: RuntimeError) -> SetupMissing:
-    # The bindings raise RuntimeError (FunctionNotFoundError, DynamicLibNotFoundError) for what libcuda does not have.
+    # The bindings raise RuntimeError (FunctionNotFoundError, DynamicLibNotFoundError) if libcuda lacks a function.
     return loader.setup_missing(
         api=Api.CUDA,
         operation=operation,
@@ -298,7 +300,7 @@ def _wrong_abi(operation: str, error: RuntimeError) -> SetupMissing:
 
 
 def _refused_node() -> OSError | None:
-    """The device node that exists and may not be opened; None when there is none."""
+    """Return the error of opening a device node that exists and that this user may not open, or None."""
     for path in sorted(_DEVICE_NODES.glob("nvidia*")):
         if not path.is_char_device():
             continue
@@ -316,7 +318,7 @@ def _name_of(result: Any) -> str:
 
 def _shown(value: Any) -> object:
     if hasattr(value, "name"):
-        return value.name  # A member of one of the bindings' enumerations.
+        return value.name  # A member of an enumeration of the bindings.
     if isinstance(value, bytes | bytearray | memoryview):
         return f"<{memoryview(value).nbytes} bytes>"
     return value if isinstance(value, int | str) else type(value).__name__

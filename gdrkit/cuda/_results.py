@@ -1,6 +1,6 @@
-"""What a CUresult means: reason and advice.
+"""Mapping of CUresult values to reasons and advice.
 
-Level 2, pure. Source of the numbers: ``cuda.h``, enum ``cudaError_enum``.
+Source of the numbers: ``cuda.h``, enum ``cudaError_enum``.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _MEANINGS: dict[int, tuple[Reason, str]] = {
     NOT_SUPPORTED: (Reason.NOT_SUPPORTED, ""),
 }
 
-# Which of the driver's answers is about the dma-buf and not about the arguments.
+# For this function, NOT_SUPPORTED refers to the dma-buf export and not to the arguments.
 _EXPORT = "cuMemGetHandleForAddressRange"
 _EXPORT_ADVICE = "load the open NVIDIA kernel modules (CUDA 11.7 or newer, Linux 5.12 or newer), or use nvidia-peermem"
 
@@ -61,7 +61,7 @@ _EXPORT_ADVICE = "load the open NVIDIA kernel modules (CUDA 11.7 or newer, Linux
 def error_of(
     *, operation: str, status: int, status_name: str, arguments: Mapping[str, object], detail: str = ""
 ) -> ApiError:
-    """The exception for a CUresult that is not success; :class:`Unsupported` when the driver cannot do it at all."""
+    """Return the exception for a CUresult that is not success; :class:`Unsupported` if the driver lacks support."""
     reason, what_to_do = _MEANINGS.get(status, (Reason.OTHER, ""))
     if operation == _EXPORT and status == NOT_SUPPORTED:
         reason, what_to_do = Reason.DMABUF_EXPORT_UNSUPPORTED, _EXPORT_ADVICE

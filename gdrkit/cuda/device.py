@@ -1,7 +1,7 @@
 """CUDA devices and their primary contexts.
 
-Level 2. gdrkit shares each device's primary context with everything else in the process (the CUDA runtime, PyTorch
-...), and leaves whatever was current as it was.
+gdrkit shares the primary context of each device with all other code of the process (the CUDA runtime, PyTorch, ...). It
+restores the context that was current before.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ _FLUSH_TO_OWNER = 100  # CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_OWNER
 
 
 class DeviceAttribute(enum.IntEnum):
-    """What :meth:`Device.attribute` may ask; numbers of ``CUdevice_attribute``, names without its prefix."""
+    """The attributes that :meth:`Device.attribute` can query.
+
+    The values are those of ``CUdevice_attribute``, the names lack its prefix.
+    """
 
     MULTIPROCESSOR_COUNT = 16
     INTEGRATED = 18
@@ -57,25 +60,25 @@ class DeviceAttribute(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class MemoryInfo:
-    """What cuMemGetInfo says of a device."""
+    """Free and total memory of a device, from cuMemGetInfo."""
 
     free_bytes: int
     total_bytes: int
 
 
 def device_count() -> int:
-    """How many devices the driver shows to this process.
+    """Return the number of devices that the driver shows to this process.
 
     Raises
     ------
     SetupMissing
-        There is no driver, none that can be used, or no device at all.
+        There is no driver, the driver cannot be used, or there is no device at all.
     """
     return _driver.integer("cuDeviceGetCount")
 
 
 def driver_version() -> tuple[int, int]:
-    """The CUDA version that the driver supports, e.g. ``(13, 0)``; not the version of the driver's package."""
+    """Return the CUDA version that the driver supports, such as ``(13, 0)``. This is not the version of its package."""
     version = _driver.integer("cuDriverGetVersion")
     return version // 1000, version % 1000 // 10
 
@@ -83,14 +86,14 @@ def driver_version() -> tuple[int, int]:
 class Device:
     """One CUDA device.
 
-    Asking its properties costs nothing; the primary context is retained at the first use that needs one, and given
-    back by :meth:`close`, after everything that was made from this object (memory, streams, events) was closed, last
-    made first.
+    Reading its properties needs no context. The primary context is retained at the first use that needs one.
+    :meth:`close` releases it after it has closed all memory, streams and events of this object, in the reverse order of
+    their creation.
 
     Parameters
     ----------
     index : int
-        The driver's number, 0 to ``device_count() - 1``.
+        The driver's number of the device, 0 to ``device_count() - 1``.
 
     Raises
     ------
@@ -111,57 +114,57 @@ class Device:
 
     @property
     def name(self) -> str:
-        """As the driver names it, e.g. ``NVIDIA H200``."""
+        """The driver's name of the device, such as ``NVIDIA H200``."""
         return _driver.text("cuDeviceGetName", length=_NAME_BYTES, dev=self._device)
 
     @property
     def uuid(self) -> str:
-        """``GPU-...`` as nvidia-smi prints it."""
+        """The UUID as nvidia-smi prints it, ``GPU-...``."""
         return f"GPU-{uuid.UUID(bytes=_driver.raw('cuDeviceGetUuid', dev=self._device))}"
 
     @property
     def pci_bus_id(self) -> str:
-        """As sysfs names it: ``0000:1b:00.0``."""
+        """The PCI address as in sysfs, such as ``0000:1b:00.0``."""
         return _driver.text("cuDeviceGetPCIBusId", length=_PCI_BUS_ID_BYTES, dev=self._device).lower()
 
     @property
     def closed(self) -> bool:
-        """Whether :meth:`close` was called."""
+        """Whether the device was closed."""
         return self._closed
 
     def attribute(self, attribute: DeviceAttribute) -> int:
-        """The value of one attribute; a flag is 0 or 1."""
+        """Return the value of one attribute. A flag is 0 or 1."""
         return _driver.integer(
             "cuDeviceGetAttribute", attrib=_driver.constant("CUdevice_attribute", attribute), dev=self._device
         )
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
-        """Make the primary context current on this thread, and restore afterwards what was current before."""
+        """Make the primary context current on this thread, and restore the previous one afterwards."""
         with _driver.context(self._retain()):
             yield
 
     def context_handle(self) -> int:
-        """The driver's own handle of the primary context."""
+        """Return the driver's handle of the primary context."""
         return self._retain()
 
     @property
     def ordinal(self) -> int:
-        """The driver's own handle of the device (``CUdevice``)."""
+        """The driver's handle of the device (``CUdevice``)."""
         return self._device
 
     def synchronize(self) -> None:
-        """Wait until the device has done all work of the primary context."""
+        """Wait until the device has finished all work of the primary context."""
         with self.current():
             _driver.call("cuCtxSynchronize")
 
     def flush_remote_writes(self) -> None:
-        """Make what NICs wrote until now visible to the work of this device (cuFlushGPUDirectRDMAWrites, to the owner).
+        """Make all earlier writes of NICs visible to the work of this device (cuFlushGPUDirectRDMAWrites, scope owner).
 
         Raises
         ------
         Unsupported
-            The device has no such call; see :data:`DeviceAttribute.GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS`.
+            The device does not support the call; see :data:`DeviceAttribute.GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS`.
         """
         target = _driver.constant("CUflushGPUDirectRDMAWritesTarget", _FLUSH_CURRENT_CONTEXT)
         scope = _driver.constant("CUflushGPUDirectRDMAWritesScope", _FLUSH_TO_OWNER)
@@ -169,43 +172,46 @@ class Device:
             _driver.call("cuFlushGPUDirectRDMAWrites", target=target, scope=scope)
 
     def memory_info(self) -> MemoryInfo:
-        """How much memory it has, and how much of that nobody holds (cuMemGetInfo)."""
+        """Return the size of the device's memory, and how much of it is free (cuMemGetInfo)."""
         with self.current():
             free_bytes, total_bytes = _driver.pair("cuMemGetInfo")
         return MemoryInfo(free_bytes=free_bytes, total_bytes=total_bytes)
 
     def allocate(self, length_bytes: int) -> DeviceMemory:
-        """New memory by cuMemAlloc; see :class:`gdrkit.cuda.DeviceMemory`."""
+        """Allocate memory with cuMemAlloc; see :class:`gdrkit.cuda.DeviceMemory`."""
         from gdrkit.cuda.memory import DeviceMemory
 
         return DeviceMemory(self, length_bytes)
 
     def stream(self) -> Stream:
-        """A new non-blocking stream."""
+        """Create a non-blocking stream."""
         from gdrkit.cuda.stream import Stream
 
         return Stream(self)
 
     def event(self) -> Event:
-        """A new event."""
+        """Create an event."""
         from gdrkit.cuda.stream import Event
 
         return Event(self)
 
     def adopt(self, close: Callable[[], None]) -> Callable[[], None]:
-        """Have `close` called before the device is closed; returns what takes it back. Rooms that build on a device
-        use it.
+        """Call `close` before the device is closed. Return a function that cancels this.
+
+        Packages that build on a device use it.
         """
         return self._children.push(close)
 
     def close(self) -> None:
-        """Close what was made from this device, last made first, and give the context back; a second close does
-        nothing.
+        """Close everything that was made from this device, in the reverse order, and release the primary context.
+
+        A second close does nothing.
 
         Raises
         ------
         ApiError
-            Of the first child that could not be closed. The device stays open and may be closed again.
+            Some objects could not be closed (the error of the first one). The device stays open and can be closed
+            again.
         """
         if self._closed:
             return
@@ -223,7 +229,7 @@ class Device:
             raise ClosedResource(what)
         if self._context is None:
             with self._retaining:
-                # Two threads may come here first; the context is retained once.
+                # Two threads may get here at the same time. The context is retained once.
                 if self._context is None:
                     self._handle = Handle("cuda.primary_context")
                     try:

@@ -1,8 +1,7 @@
-"""Device memory of other libraries (torch, cupy, numba ...), by the two protocols that they share.
+"""Wrapping of device memory of other libraries (torch, cupy, numba, ...), by the two protocols that they share.
 
-Level 2. What is wrapped is never freed: its owner keeps it, and the wrapper keeps the owner. Only memory whose bytes
-lie one behind the other can be wrapped, since a NIC knows no strides. Source: "CUDA Array Interface (Version 3)" of
-numba, and DLPack.
+The wrapper never frees the memory: the array owns it, and the wrapper keeps the array alive. Only contiguous arrays can
+be wrapped, because a NIC does not support strides. Sources: "CUDA Array Interface (Version 3)" of numba, and DLPack.
 """
 
 from __future__ import annotations
@@ -42,20 +41,20 @@ class _HasDlpack(Protocol):
 
 @dataclass(frozen=True)
 class ForeignArray:
-    """What another library says of an array.
+    """The properties that an array of another library reports.
 
     Attributes
     ----------
     address : int
-        Device address of its first byte.
+        Device address of the first byte.
     length_bytes : int
-        Its size.
+        Size in bytes.
     read_only : bool
-        Whether it must not be written to.
+        Whether the array must not be written to.
     stream : int or None
-        The stream on which work on it may still be under way; None: there is none to wait for.
+        The stream on which work on the array may be pending. None: there is no stream to wait for.
     release : callable
-        Tells its owner that it is no longer used; must be called once.
+        Tells the producer that the array is no longer used. It must be called once.
     """
 
     address: int
@@ -66,26 +65,26 @@ class ForeignArray:
 
 
 def wrap(array: object, *, device: Device, read_only: bool = False) -> BorrowedMemory:
-    """Take an array of another library as device memory, without copying it.
+    """Wrap an array of another library as device memory, without a copy.
 
-    Work on the stream that it names is waited for. The array is kept alive until the wrapper is closed.
+    This function waits for the stream that the array names. The wrapper keeps the array alive until it is closed.
 
     Parameters
     ----------
     array : object
-        With ``__cuda_array_interface__`` (version 2 or 3) or ``__dlpack__``.
+        An object with ``__cuda_array_interface__`` (version 2 or 3) or ``__dlpack__``.
     device : Device
-        On which it lies.
+        The device that has the array.
     read_only : bool
-        Nobody will write to it; an array that says that it is read-only is refused otherwise.
+        Whether the caller promises that nothing writes to the array. Without this promise a read-only array is refused.
 
     Raises
     ------
     Unsupported
-        Managed memory, with the reason.
+        It is managed memory. The error has the reason.
     UsageError
-        BAD_ARGUMENT: it has neither protocol, is empty, read-only or not contiguous. MALFORMED: what it says of itself
-        cannot be. NOT_DEVICE_MEMORY: it is host memory, or of another device.
+        BAD_ARGUMENT: the array has neither protocol, or is empty, read-only or not contiguous. MALFORMED: the array's
+        description of itself is invalid. NOT_DEVICE_MEMORY: it is host memory, or memory of another device.
     """
     found = describe(array)
     try:
@@ -104,8 +103,9 @@ def wrap(array: object, *, device: Device, read_only: bool = False) -> BorrowedM
 
 
 def describe(array: object) -> ForeignArray:
-    """What an array says of itself; by ``__cuda_array_interface__`` if it has that, which names streams, else by
-    ``__dlpack__``.
+    """Return the properties that an array reports.
+
+    ``__cuda_array_interface__`` is preferred, because it names a stream. Otherwise ``__dlpack__`` is used.
     """
     if isinstance(array, _HasInterface):
         return _from_interface(array.__cuda_array_interface__)
@@ -116,7 +116,7 @@ def describe(array: object) -> ForeignArray:
 
 
 def _let_go(found: ForeignArray, _array: object) -> None:
-    # That this function is still to be called is what keeps the array alive.
+    # The pending call of this function holds a reference to the array and so keeps it alive.
     found.release()
 
 
@@ -134,7 +134,7 @@ def _from_interface(said: dict[str, Any]) -> ForeignArray:
         raise UsageError(message)
     stream = said.get("stream")
     if stream is not None and (not isinstance(stream, int) or stream <= 0):
-        raise _malformed("stream", stream)  # 0 is forbidden: it could mean two different streams.
+        raise _malformed("stream", stream)  # 0 is forbidden, because it could mean two different streams.
     length_bytes = _contiguous_bytes(shape, said.get("strides"), item_bytes=int(matched[1]), is_in_bytes=True)
     return ForeignArray(data[0], length_bytes, data[1], stream, lambda: None)
 
@@ -154,7 +154,8 @@ def _from_dlpack(array: _HasDlpack) -> ForeignArray:
     if device_type != _dlpack.CUDA:
         message = f"the array lies on a device of DLPack's type {device_type}, not on a CUDA device"
         raise UsageError(message, reason=Reason.NOT_DEVICE_MEMORY)
-    # The legacy default stream: the producer makes it wait for its own work, and it is waited for then.
+    # 1 is the legacy default stream. The producer makes it wait for the producer's own work, and `wrap` then waits for
+    # it.
     tensor = _dlpack.take(array.__dlpack__(stream=1))
     try:
         item_bytes, odd = divmod(tensor.item_bits, 8)
@@ -180,7 +181,7 @@ def _contiguous_bytes(shape: object, strides: object, *, item_bytes: int, is_in_
             raise _malformed("shape_strides", (shape, strides))
         expected = item_bytes if is_in_bytes else 1
         for size, step in zip(reversed(sizes), reversed(steps), strict=True):
-            # A dimension of one element is never stepped over.
+            # A dimension of one element has no step.
             if size != 1 and step != expected:
                 message = f"the array is not contiguous: shape {shape!r}, strides {strides!r}"
                 raise UsageError(message, what_to_do="make a contiguous copy of it")

@@ -1,7 +1,7 @@
-"""CUDA IPC: memory of cuMemAlloc in another process of the same machine.
+"""CUDA IPC: access to memory of cuMemAlloc from another process of the same machine.
 
-Level 2. What was opened cannot be exported as a dma-buf (CUDA_ERROR_INVALID_VALUE on an H200): only the process that
-allocated the memory can register it by dma-buf, or pass the descriptor on. Source: "IPC" of the CUDA driver API
+Imported memory cannot be exported as a dma-buf (CUDA_ERROR_INVALID_VALUE on an H200). Only the process that allocated
+the memory can register it by dma-buf, or pass the descriptor to another process. Source: "IPC" of the CUDA driver API
 reference.
 """
 
@@ -26,22 +26,24 @@ _LAZY_ENABLE_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 
 
 def export_handle(memory: CudaMemory) -> bytes:
-    """The 64 bytes by which another process can open the allocation that holds this memory, for as long as it is not
-    freed here.
+    """Return the 64-byte handle by which another process can open the allocation of this memory.
 
-    They always name the whole allocation: who opens them gets its base, also when `memory` begins inside of it.
+    The handle is valid until the allocation is freed in this process.
+
+    The handle always names the whole allocation. The importer gets the base of the allocation, even if `memory` begins
+    inside it.
 
     Raises
     ------
     ApiError
-        CUDA_ERROR_INVALID_VALUE: only memory of cuMemAlloc has such a handle.
+        CUDA_ERROR_INVALID_VALUE: it is not memory of cuMemAlloc. No other memory has such a handle.
     """
     with memory.device.current():
         return _driver.ipc_handle_bytes(pointer.address_range(memory.address).base)
 
 
 class ImportedMemory(CudaMemory):
-    """Memory that another process allocated; :meth:`close` unmaps it here."""
+    """Memory that another process allocated. :meth:`close` unmaps it in this process."""
 
     def _release(self) -> None:
         _driver.call("cuIpcCloseMemHandle", dptr=self.address)
@@ -53,18 +55,18 @@ def open_handle(device: Device, handle: bytes, *, length_bytes: int | None = Non
     Parameters
     ----------
     device : Device
-        Where it lies.
+        The device that has the memory.
     handle : bytes
-        What :func:`export_handle` gave in that process.
+        The handle that :func:`export_handle` returned in that process.
     length_bytes : int or None
-        How much of it to use; None: the whole allocation, which may be larger than what its owner asked for.
+        How many bytes to use. With None, the whole allocation, which may be larger than the owner's request.
 
     Raises
     ------
     ApiError
-        The handle is of this very process, or its owner has freed the memory or is gone.
+        The handle was made by this process, or its owner has freed the memory or has ended.
     UsageError
-        MALFORMED: not 64 bytes. BAD_ARGUMENT: the allocation is smaller than `length_bytes`.
+        MALFORMED: the handle does not have 64 bytes. BAD_ARGUMENT: the allocation is smaller than `length_bytes`.
     """
     if len(handle) != HANDLE_BYTES:
         message = f"an IPC handle has {HANDLE_BYTES} bytes, not {len(handle)}"
@@ -77,7 +79,7 @@ def open_handle(device: Device, handle: bytes, *, length_bytes: int | None = Non
         undo.push(lambda: _driver.call("cuIpcCloseMemHandle", dptr=address))
         try:
             wanted_bytes = _checked_length(address, length_bytes)
-            # Of this process's own: the owner's setting does not come with the memory.
+            # The importing process must set this itself: the owner's setting does not apply here.
             pointer.synchronize_copies(address)
         except BaseException as error:
             undo.run_after(error)

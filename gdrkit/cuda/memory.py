@@ -1,8 +1,8 @@
 """Device memory of CUDA.
 
-Level 2. :class:`CudaMemory` is what every kind can do: copy, export a dma-buf, name its allocations, and have actions
-run before it is freed. :class:`DeviceMemory` is what cuMemAlloc gives, :class:`BorrowedMemory` what somebody else
-owns.
+:class:`CudaMemory` is the base of all kinds: it copies, exports a dma-buf, reports its allocation keys, and runs
+actions before the memory is freed. :class:`DeviceMemory` is memory of cuMemAlloc, and :class:`BorrowedMemory` is memory
+of another owner.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ __all__ = ["BorrowedMemory", "CudaMemory", "DeviceMemory", "borrow"]
 
 _DMA_BUF_FD = 1  # CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
 
-# The driver answers INVALID_VALUE for memory that it cannot export; for these that is an answer about the memory and
-# not about the arguments (seen on an H200 with driver 580).
+# The driver returns INVALID_VALUE for memory that it cannot export. For memory of any kind but these, INVALID_VALUE is
+# about the memory and not about the arguments (seen on an H200 with driver 580).
 _EXPORTABLE = frozenset({MemoryKind.CUDA, MemoryKind.CUDA_VMM, MemoryKind.CUDA_POOL})
 
 
 class CudaMemory(ABC):
-    """A piece of device memory; see :class:`gdrkit.buffers.DeviceBuffer`.
+    """A range of device memory; see :class:`gdrkit.buffers.DeviceBuffer`.
 
-    Not for direct use: :meth:`Device.allocate`, :class:`~gdrkit.cuda.VmmMemory`, :func:`~gdrkit.cuda.open_handle` and
-    :func:`borrow` make one.
+    It is created by :meth:`Device.allocate`, :class:`~gdrkit.cuda.VmmMemory`, :func:`~gdrkit.cuda.open_handle` and
+    :func:`borrow`.
     """
 
     def __init__(self, device: Device, *, kind: MemoryKind, address: int, length_bytes: int) -> None:
@@ -51,33 +51,33 @@ class CudaMemory(ABC):
 
     @property
     def closed(self) -> bool:
-        """Whether it was released."""
+        """Whether the memory was closed."""
         return self._closed
 
     def current(self) -> AbstractContextManager[None]:
-        """Make the context of its device current on this thread; see :meth:`Device.current`."""
+        """Make the context of the device current on this thread; see :meth:`Device.current`."""
         return self.device.current()
 
     def buffer_id(self) -> int:
-        """The driver's number of the allocation at the first byte."""
+        """Return the driver's buffer id of the allocation at the first byte."""
         self._check_open()
         with self.device.current():
             return pointer.buffer_id(self.address)
 
     def allocation_key(self) -> tuple[tuple[int, int, int], ...]:
-        """(base, length_bytes, buffer id) of every chunk under it, in order."""
+        """Return (base, length_bytes, buffer id) of every chunk under the memory, in order."""
         self._check_open()
         with self.device.current():
             return pointer.allocation_key(self.address, self.length_bytes)
 
-    # What says whether every chunk of an earlier answer of :meth:`allocation_key` is still there; the address is in the
-    # key.
+    # Returns a function that checks whether all chunks of an earlier allocation_key() still exist. It needs no
+    # instance, because the key contains the addresses.
     presence = staticmethod(pointer.presence)
 
     def allocation(self) -> BorrowedMemory:
-        """The whole of the chunks under this memory, from the first byte of the first to the last byte of the last.
+        """Return all chunks under this memory, from the first byte of the first chunk to the last byte of the last.
 
-        What is registered whole serves every part of it. Closing the result frees nothing.
+        A registration of the result covers every part of it. Closing the result frees nothing.
         """
         key = self.allocation_key()
         base = key[0][0]
@@ -86,28 +86,28 @@ class CudaMemory(ABC):
 
     @property
     def owned(self) -> bool:
-        """Whether :meth:`close` gives the memory back to the driver."""
+        """Whether :meth:`close` frees the memory."""
         return True
 
     def export_dmabuf(self, *, offset_bytes: int = 0, length_bytes: int | None = None) -> DmabufRange:
-        """A new dma-buf over this memory or a part of it; the caller closes it.
+        """Export this memory, or a part of it, as a new dma-buf. The caller closes it.
 
-        The driver exports whole host pages, so the range is widened to them; ``offset_bytes`` of the result says
-        where in the dma-buf the asked-for bytes begin.
+        The driver exports whole host pages, so the range is widened to pages. ``offset_bytes`` of the result is the
+        offset of the requested bytes in the dma-buf.
 
         Parameters
         ----------
         offset_bytes : int
-            Where the part begins.
+            Offset of the part in this memory.
         length_bytes : int or None
-            Its size, above 0; None: up to the end.
+            Size of the part, above 0. None means up to the end.
 
         Raises
         ------
         Unsupported
-            The driver, the device or this kind of memory has no dma-buf export.
+            The driver, the device or this kind of memory does not support dma-buf export.
         ApiError
-            It refused for another reason.
+            The driver failed for another reason.
         UsageError
             The part is not inside the memory.
         """
@@ -129,12 +129,12 @@ class CudaMemory(ABC):
             except ApiError as error:
                 better = self._explained(error)
                 if better is error:
-                    raise  # From itself, it would be its own cause.
+                    raise  # Raised from itself, the error would be its own cause.
                 raise better from error
         return DmabufRange(fd, offset_bytes=address - base, length_bytes=length_bytes, address=address)
 
     def read(self, *, offset_bytes: int = 0, length_bytes: int | None = None) -> bytes:
-        """Copy bytes to the host by cuMemcpyDtoH, and wait for them; None: up to the end."""
+        """Copy bytes to the host with cuMemcpyDtoH and return them. A length of None means up to the end."""
         length_bytes = self.length_bytes - offset_bytes if length_bytes is None else length_bytes
         check_range(offset_bytes=offset_bytes, length_bytes=length_bytes, size_bytes=self.length_bytes)
         data = _driver.empty_bytes(length_bytes)
@@ -142,21 +142,21 @@ class CudaMemory(ABC):
         return data
 
     def read_into(self, buffer: bytes | bytearray | memoryview, *, offset_bytes: int = 0) -> None:
-        """Fill a host buffer from here by cuMemcpyDtoH, and wait for it."""
+        """Fill a host buffer from this memory with cuMemcpyDtoH. The copy is complete on return."""
         view = self._checked(buffer, offset_bytes=offset_bytes)
         if view.nbytes:
             with self.device.current():
                 _driver.call("cuMemcpyDtoH", dstHost=view, srcDevice=self.address + offset_bytes, ByteCount=view.nbytes)
 
     def write(self, data: bytes | bytearray | memoryview, *, offset_bytes: int = 0) -> None:
-        """Copy bytes from the host by cuMemcpyHtoD, and wait until they are there."""
+        """Copy bytes from the host with cuMemcpyHtoD. The copy is complete on return."""
         view = self._checked(data, offset_bytes=offset_bytes)
         if view.nbytes:
             with self.device.current():
                 _driver.call("cuMemcpyHtoD", dstDevice=self.address + offset_bytes, srcHost=view, ByteCount=view.nbytes)
 
     def fill(self, byte: int, *, offset_bytes: int = 0, length_bytes: int | None = None) -> None:
-        """Set every byte of the range to `byte` (0 to 255) and wait until that is done; None: up to the end."""
+        """Set every byte of the range to `byte` (0 to 255), and wait for it. A length of None means up to the end."""
         self._check_open()
         length_bytes = self.length_bytes - offset_bytes if length_bytes is None else length_bytes
         check_range(offset_bytes=offset_bytes, length_bytes=length_bytes, size_bytes=self.length_bytes)
@@ -166,13 +166,16 @@ class CudaMemory(ABC):
         if length_bytes:
             with self.device.current():
                 _driver.call("cuMemsetD8", dstDevice=self.address + offset_bytes, uc=byte, N=length_bytes)
-                # A memset of device memory may return before it is done (API synchronization behaviour of the
+                # cuMemsetD8 of device memory may return before it is complete ("API synchronization behavior" of the
                 # reference).
                 _driver.call("cuCtxSynchronize")
 
     @property
     def __cuda_array_interface__(self) -> dict[str, object]:
-        """Its bytes for torch, cupy, numba ... (version 3). Who uses it must have let it go before :meth:`close`."""
+        """The memory as an array of bytes for torch, cupy, numba, ... (version 3).
+
+        The consumer must have stopped using it before :meth:`close`.
+        """
         self._check_open()
         return {
             "shape": (self.length_bytes,),
@@ -180,31 +183,31 @@ class CudaMemory(ABC):
             "data": (self.address, False),
             "version": 3,
             "strides": None,
-            "stream": None,  # What gdrkit does is done when its method returns.
+            "stream": None,  # The methods of this class are complete when they return.
         }
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        """Type and index of its device in DLPack."""
+        """Return DLPack's type and index of the device."""
         return _dlpack.CUDA, self.device.index
 
     def __dlpack__(
         self,
         *,
-        stream: int | None = None,  # nothing is under way on any stream.
+        stream: int | None = None,  # The methods of this class leave no work on any stream.
         max_version: tuple[int, int] | None = None,
         dl_device: tuple[int, int] | None = None,
         copy: bool | None = None,
     ) -> object:
-        """Its bytes as a capsule of DLPack. :meth:`close` is refused until the consumer has let it go.
+        """Return the memory as a DLPack capsule. :meth:`close` fails until the consumer has released it.
 
         Raises
         ------
         BufferError
-            A copy, or another device, is asked for.
+            A copy or another device was requested.
         """
         self._check_open()
         if copy or dl_device not in {None, self.__dlpack_device__()}:
-            # The exception that the protocol wants.
+            # The protocol requires this exception.
             message = "device memory is shown where it is, and is not copied"
             raise BufferError(message)
         return _dlpack.export(
@@ -220,18 +223,18 @@ class CudaMemory(ABC):
         raise UsageError(message, reason=Reason.BUSY, what_to_do="delete the tensors that were made from it")
 
     def before_release(self, action: Callable[[], None]) -> Callable[[], None]:
-        """Have `action` run before the memory is freed, last added first; returns what takes the action back."""
+        """Run `action` before the memory is freed, last added first. Return a function that cancels this."""
         self._check_open()
         return self._before.push(action)
 
     def close(self) -> None:
-        """Run the actions of :meth:`before_release`, then give the memory back; a second close does nothing.
+        """Run the actions of :meth:`before_release`, then free the memory. A second close does nothing.
 
         Raises
         ------
         Exception
-            Of the first action that failed, with the others as notes. The memory is *not* freed then, since somebody
-            may still reach it; another close tries again.
+            An action failed. The error is that of the first one, with the others as notes. The memory is *not* freed
+            then, because other code may still access it. Another close tries again.
         """
         if self._closed:
             return
@@ -244,7 +247,7 @@ class CudaMemory(ABC):
 
     @abstractmethod
     def _release(self) -> None:
-        """Give the memory back; its context is current."""
+        """Free the memory. The context of the device is current."""
 
     def _check_open(self) -> None:
         if self._closed:
@@ -293,22 +296,22 @@ class CudaMemory(ABC):
 
 
 class DeviceMemory(CudaMemory):
-    """Memory of cuMemAlloc, with SYNC_MEMOPS set; :meth:`close` frees it.
+    """Memory of cuMemAlloc, with SYNC_MEMOPS set. :meth:`close` frees it.
 
-    The allocation is rounded up to whole RDMA pages of 64 KiB, so that the pages that a NIC pins end in memory of its
-    own.
+    The allocation is rounded up to whole RDMA pages of 64 KiB, so that the last page that a NIC pins belongs to this
+    memory only.
 
     Parameters
     ----------
     device : Device
-        Where.
+        The device to allocate on.
     length_bytes : int
-        How much may be used, above 0.
+        Size in bytes, above 0.
 
     Raises
     ------
     ApiError
-        CUDA_ERROR_OUT_OF_MEMORY and others of cuMemAlloc.
+        cuMemAlloc failed, for example with CUDA_ERROR_OUT_OF_MEMORY.
     """
 
     def __init__(self, device: Device, length_bytes: int) -> None:
@@ -332,14 +335,14 @@ class DeviceMemory(CudaMemory):
 
 
 class BorrowedMemory(CudaMemory):
-    """Memory that another owner allocated (a tensor, say); :meth:`close` runs the actions and frees nothing.
+    """Memory that another owner allocated, such as a tensor. :meth:`close` runs the actions and frees nothing.
 
-    The owner must keep it alive until then: gdrkit cannot see a free that it did not make.
+    The owner must keep the memory allocated until then: gdrkit cannot detect when other code frees it.
     """
 
     @property
     def owned(self) -> bool:
-        """False: somebody else frees it."""
+        """Always False: the owner frees the memory."""
         return False
 
     def _release(self) -> None:
@@ -347,24 +350,23 @@ class BorrowedMemory(CudaMemory):
 
 
 def borrow(device: Device, address: int, *, length_bytes: int) -> BorrowedMemory:
-    """Take memory that somebody else allocated as a buffer; its synchronous copies are made to wait, as those of our
-    own.
+    """Wrap memory that other code allocated. SYNC_MEMOPS is set on it, as on gdrkit's own memory.
 
     Parameters
     ----------
     device : Device
-        Where it lies.
+        The device that has the memory.
     address : int
         Device address of the first byte.
     length_bytes : int
-        Its size, above 0.
+        Size in bytes, above 0.
 
     Raises
     ------
     Unsupported
-        Managed memory: its pages move between host and device, so that no NIC may pin them.
+        It is managed memory. Its pages move between host and device, so no NIC may pin them.
     UsageError
-        NOT_DEVICE_MEMORY: host memory, memory of another device, or less memory than that.
+        NOT_DEVICE_MEMORY: it is host memory or memory of another device, or `length_bytes` exceeds the memory.
     """
     with device.current():
         kind = pointer.memory_kind(address)

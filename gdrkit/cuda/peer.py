@@ -1,6 +1,6 @@
-"""Access of one device to the memory of another.
+"""Direct access of one device to the memory of another.
 
-Level 2. Without it a copy between two devices goes through the host, and nobody says so: the driver stages it.
+Without it the driver stages a copy between two devices through the host, without notice.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ __all__ = ["can_access_peer", "peer_access"]
 
 
 def can_access_peer(device: Device, peer: Device) -> bool:
-    """Whether `device` could reach the memory of `peer` directly (cuDeviceCanAccessPeer)."""
+    """Return whether `device` can access the memory of `peer` directly (cuDeviceCanAccessPeer)."""
     return bool(_driver.integer("cuDeviceCanAccessPeer", dev=device.ordinal, peerDev=peer.ordinal))
 
 
 @contextlib.contextmanager
 def peer_access(device: Device, peer: Device) -> Iterator[None]:
-    """Let the work of `device` reach the memory of `peer` directly, as long as the block lasts; one direction.
+    """Allow the work of `device` to access the memory of `peer` directly inside the block, in this direction only.
 
-    Where it is allowed already, by whomever, it stays so afterwards.
+    If access was enabled before, it stays enabled afterwards.
 
     Raises
     ------
     ApiError
-        CUDA_ERROR_PEER_ACCESS_UNSUPPORTED and others of cuCtxEnablePeerAccess.
+        cuCtxEnablePeerAccess failed, for example with CUDA_ERROR_PEER_ACCESS_UNSUPPORTED.
     """
     theirs = peer.context_handle()
     is_ours = _enable(device, theirs)
@@ -46,7 +46,7 @@ def peer_access(device: Device, peer: Device) -> Iterator[None]:
 
 
 def _enable(device: Device, theirs: int) -> bool:
-    """Whether it was not allowed before."""
+    """Enable the access. Return False if it was enabled before."""
     with device.current():
         try:
             _driver.call("cuCtxEnablePeerAccess", peerContext=theirs, Flags=0)

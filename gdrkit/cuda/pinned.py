@@ -1,6 +1,6 @@
-"""Pinned host memory: pages that copy engines reach without a detour through the driver's own buffers.
+"""Pinned host memory: pages that copy engines access without the driver's staging buffers.
 
-Level 2. By cuMemHostAlloc, for every context of the process (PORTABLE).
+It is allocated with cuMemHostAlloc for every context of the process (PORTABLE).
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ _PORTABLE = 1  # CU_MEMHOSTALLOC_PORTABLE
 
 
 class PinnedMemory:
-    """Host memory that cannot be paged out; :meth:`close` frees it.
+    """Host memory that cannot be paged out. :meth:`close` frees it.
 
     Parameters
     ----------
     device : Device
-        Whose context allocates it; every device may copy from and to it.
+        The device whose context allocates the memory. Every device can copy from and to it.
     length_bytes : int
-        How much, above 0.
+        Size in bytes, above 0.
 
     Raises
     ------
     ApiError
-        CUDA_ERROR_OUT_OF_MEMORY and others of cuMemHostAlloc.
+        cuMemHostAlloc failed, for example with CUDA_ERROR_OUT_OF_MEMORY.
     """
 
     def __init__(self, device: Device, length_bytes: int) -> None:
@@ -47,7 +47,7 @@ class PinnedMemory:
         self.length_bytes = length_bytes
         with device.current():
             self._address = _driver.integer("cuMemHostAlloc", bytesize=length_bytes, Flags=_PORTABLE)
-        # What views are made from, as long as there is one.
+        # The object that all views share, while a view exists.
         self._array: weakref.ref[Any] | None = None
         self._handle = Handle("cuda.pinned")
         self._leave = device.adopt(self.close)
@@ -55,21 +55,21 @@ class PinnedMemory:
 
     @property
     def closed(self) -> bool:
-        """Whether it was freed."""
+        """Whether the memory was freed."""
         return self._closed
 
     @property
     def address(self) -> int:
-        """Of its first byte, for the host and for devices."""
+        """Address of the first byte, for the host and for devices."""
         self._check_open()
         return self._address
 
     def current(self) -> AbstractContextManager[None]:
-        """Make the context that it was allocated in current on this thread; see :meth:`Device.current`."""
+        """Make the context that allocated the memory current on this thread; see :meth:`Device.current`."""
         return self.device.current()
 
     def view(self) -> memoryview:
-        """Its bytes, to read and to write; every view must be gone before :meth:`close`."""
+        """Return a writable view of the memory. All views must be deleted before :meth:`close`."""
         self._check_open()
         array = None if self._array is None else self._array()
         if array is None:
@@ -78,12 +78,12 @@ class PinnedMemory:
         return memoryview(array).cast("B")
 
     def close(self) -> None:
-        """Free it; a second close does nothing.
+        """Free the memory. A second close does nothing.
 
         Raises
         ------
         UsageError
-            BUSY: a view of it is still alive, and would show memory of somebody else.
+            BUSY: a view still exists. After the free it could show memory of another owner.
         """
         if self._closed:
             return

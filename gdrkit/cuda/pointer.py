@@ -1,6 +1,6 @@
-"""What the driver knows about an address, whoever made the memory behind it.
+"""Queries of the driver about a device address, whichever library allocated the memory.
 
-Level 2. Source: ``cuPointerGetAttribute`` of the CUDA driver API; the numbers are those of ``CUpointer_attribute``.
+Source: ``cuPointerGetAttribute`` of the CUDA driver API. The numbers are those of ``CUpointer_attribute``.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ __all__ = [
 ]
 
 
-# What says whether every chunk of a key is still the one at its address: by one call of the driver for each, without
-# any context.
+# Returns a function that checks whether all chunks of a key still exist, with one driver call for each chunk and
+# without a context.
 presence = _driver.presence
 
 
@@ -51,10 +51,10 @@ class AddressRange:
 
 
 def memory_kind(address: int) -> MemoryKind:
-    """Who made the memory at `address`.
+    """Return the kind of the memory at `address`.
 
-    An address that the driver does not know is ordinary host memory. What the driver calls device memory and is
-    neither managed, pooled, VMM nor able to be exported by CUDA IPC was itself imported.
+    An address that the driver does not know is ordinary host memory. Device memory is classified as imported if it is
+    neither managed, pooled nor VMM memory, and cannot be exported by CUDA IPC.
     """
     try:
         memory_type = _ask(_Attribute.MEMORY_TYPE, address)
@@ -74,33 +74,34 @@ def memory_kind(address: int) -> MemoryKind:
 
 
 def buffer_id(address: int) -> int:
-    """The number that the driver gives to each allocation once in the life of the process.
+    """Return the buffer id, a number that the driver gives to only one allocation in the life of the process.
 
-    A recycled address has another one, so that a registration of the old memory can be told from one of the new.
+    A reused address gets another id, so that a registration of the old memory can be distinguished from one of the new.
     """
     return _driver.buffer_id(address)
 
 
 def device_index(address: int) -> int:
-    """Which device holds the memory at `address`."""
+    """Return the number of the device that has the memory at `address`."""
     return _ask(_Attribute.DEVICE_ORDINAL, address)
 
 
 def address_range(address: int) -> AddressRange:
-    """The allocation (of VMM memory, the chunk) around `address`; the context of its device must be current."""
+    """Return the allocation (in VMM memory, the chunk) at `address`. The device's context must be current."""
     base, length_bytes = _driver.pair("cuMemGetAddressRange", dptr=address)
     return AddressRange(base, length_bytes)
 
 
 def allocation_key(address: int, length_bytes: int) -> tuple[tuple[int, int, int], ...]:
-    """(base, length_bytes, buffer id) of every chunk under the range; the context of its device must be current.
+    """Return (base, length_bytes, buffer id) of every chunk under the range. The device's context must be current.
 
-    VMM memory has one id for each chunk, and the driver tells of one chunk at a time, so the range is walked.
+    In VMM memory each chunk has its own id, and the driver reports one chunk per call. So this function iterates over
+    the range.
 
     Raises
     ------
     UsageError
-        The range runs out of the memory that begins there.
+        The memory at `address` ends before the range does.
     """
     key = []
     where = address
@@ -118,11 +119,11 @@ def allocation_key(address: int, length_bytes: int) -> tuple[tuple[int, int, int
 
 
 def synchronize_copies(address: int) -> None:
-    """Have the driver finish every synchronous copy of this memory before it returns. The context of its device must
-    be current.
+    """Make every synchronous copy of this memory complete before it returns. The device's context must be current.
 
-    Without it a cuMemcpy of device memory may return early, and a NIC would read what is not there yet. VMM memory
-    does not have the attribute (801 on an H200); there the flag of the context does the same for all of its memory.
+    Without this setting, a cuMemcpy of device memory may return early, and a NIC would read old data. VMM memory does
+    not support the attribute SYNC_MEMOPS (error 801 on an H200). There the flag of the context has the same effect, on
+    all memory of the context.
     """
     attribute = _driver.constant("CUpointer_attribute", _Attribute.SYNC_MEMOPS)
     try:

@@ -1,7 +1,7 @@
-"""Streams and events: work that the device does later.
+"""Streams and events: asynchronous work of a device.
 
-Level 2. Thin on purpose: each method is one driver call. A host buffer that a stream still reads or fills is kept
-alive until the stream was synchronized.
+Most methods are one driver call. A stream keeps the host buffers that it reads or fills alive until it was
+synchronized.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Event", "Stream", "wait_for"]
 
-_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: no hidden ordering with the default stream.
+_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: no implicit ordering with the default stream
 _EVENT_DEFAULT = 0
 
 
 class _Owned:
-    """What streams and events have in common: a handle of one device, closed explicitly."""
+    """Base of streams and events: a handle of one device that is closed explicitly."""
 
     _kind = ""
     _destroy = ""
@@ -42,7 +42,7 @@ class _Owned:
 
     @property
     def handle(self) -> int:
-        """The driver's own handle."""
+        """The driver's handle."""
         if self._closed:
             what = f"CUDA {self._kind}"
             raise ClosedResource(what)
@@ -50,15 +50,15 @@ class _Owned:
 
     @property
     def closed(self) -> bool:
-        """Whether it was destroyed."""
+        """Whether the object was destroyed."""
         return self._closed
 
     def current(self) -> AbstractContextManager[None]:
-        """Make the context of its device current on this thread; see :meth:`Device.current`."""
+        """Make the context of the device current on this thread; see :meth:`Device.current`."""
         return self.device.current()
 
     def close(self) -> None:
-        """Destroy it; a second close does nothing."""
+        """Destroy the object. A second close does nothing."""
         if self._closed:
             return
         self._before_close()
@@ -81,7 +81,7 @@ class _Owned:
 
 
 class Event(_Owned):
-    """A mark in a stream."""
+    """A CUDA event: a mark in a stream."""
 
     _kind = "event"
     _destroy = "cuEventDestroy"
@@ -93,24 +93,25 @@ class Event(_Owned):
         super().__init__(device, handle)
 
     def query(self) -> bool:
-        """Whether everything before the mark is done (also when it was never recorded)."""
+        """Return whether all work before the event is complete. This is true for an event that was never recorded."""
         with self.device.current():
             return _done("cuEventQuery", hEvent=self.handle)
 
     def synchronize(self) -> None:
-        """Wait until everything before the mark is done."""
+        """Wait until all work before the event is complete."""
         with self.device.current():
             _driver.call("cuEventSynchronize", hEvent=self.handle)
 
     def elapsed_ms(self, since: Event) -> float:
-        """Milliseconds from `since` to this one; both recorded and done."""
+        """Return the milliseconds from `since` to this event. Both must be recorded and complete."""
         with self.device.current():
             return _driver.real("cuEventElapsedTime", hStart=since.handle, hEnd=self.handle)
 
 
 class Stream(_Owned):
-    """A queue of work on one device; :meth:`close` waits for it first, so that no buffer goes while the device uses
-    it.
+    """A queue of work on one device.
+
+    :meth:`close` first waits for the work, so that no buffer is freed while the device uses it.
     """
 
     _kind = "stream"
@@ -124,7 +125,7 @@ class Stream(_Owned):
         super().__init__(device, handle)
 
     def write(self, memory: CudaMemory, data: bytes | bytearray | memoryview, *, offset_bytes: int = 0) -> None:
-        """Queue a copy from the host; `data` must not change before :meth:`synchronize`."""
+        """Queue a copy from the host. `data` must not change before :meth:`synchronize`."""
         view = memoryview(data)
         check_range(offset_bytes=offset_bytes, length_bytes=view.nbytes, size_bytes=memory.length_bytes)
         self._used.append(view)
@@ -133,7 +134,7 @@ class Stream(_Owned):
             _driver.call("cuMemcpyHtoDAsync", dstDevice=where, srcHost=view, ByteCount=view.nbytes, hStream=self.handle)
 
     def read_into(self, memory: CudaMemory, buffer: bytearray | memoryview, *, offset_bytes: int = 0) -> None:
-        """Queue a copy to the host; `buffer` holds the bytes only after :meth:`synchronize`."""
+        """Queue a copy to the host. `buffer` contains the bytes only after :meth:`synchronize`."""
         view = memoryview(buffer)
         check_range(offset_bytes=offset_bytes, length_bytes=view.nbytes, size_bytes=memory.length_bytes)
         self._used.append(view)
@@ -150,10 +151,10 @@ class Stream(_Owned):
         source_offset_bytes: int = 0,
         target_offset_bytes: int = 0,
     ) -> None:
-        """Queue a copy between two pieces of device memory, also of two devices; None: up to the end of `source`.
+        """Queue a copy between device memories, also of two devices. A length of None means up to the end of `source`.
 
-        Between two devices it is direct only inside :func:`~gdrkit.cuda.peer_access`; else the driver stages it
-        through the host.
+        Between two devices the copy is direct only inside :func:`~gdrkit.cuda.peer_access`. Otherwise the driver stages
+        it through the host.
         """
         length_bytes = source.length_bytes - source_offset_bytes if length_bytes is None else length_bytes
         for memory, begin in ((source, source_offset_bytes), (target, target_offset_bytes)):
@@ -180,7 +181,7 @@ class Stream(_Owned):
                 )
 
     def fill(self, memory: CudaMemory, byte: int, *, offset_bytes: int = 0, length_bytes: int | None = None) -> None:
-        """Queue setting every byte of the range to `byte`; None: up to the end."""
+        """Queue an operation that sets every byte of the range to `byte`. A length of None means up to the end."""
         length_bytes = memory.length_bytes - offset_bytes if length_bytes is None else length_bytes
         check_range(offset_bytes=offset_bytes, length_bytes=length_bytes, size_bytes=memory.length_bytes)
         where = memory.address + offset_bytes
@@ -188,22 +189,22 @@ class Stream(_Owned):
             _driver.call("cuMemsetD8Async", dstDevice=where, uc=byte, N=length_bytes, hStream=self.handle)
 
     def record(self, event: Event) -> None:
-        """Put a mark behind what was queued so far."""
+        """Record an event after the work that is queued so far."""
         with self.device.current():
             _driver.call("cuEventRecord", hEvent=event.handle, hStream=self.handle)
 
     def wait(self, event: Event) -> None:
-        """Have what is queued from now on wait for a mark of any stream."""
+        """Make all work that is queued later wait for an event of any stream."""
         with self.device.current():
             _driver.call("cuStreamWaitEvent", hStream=self.handle, hEvent=event.handle, Flags=0)
 
     def query(self) -> bool:
-        """Whether everything that was queued is done."""
+        """Return whether all queued work is complete."""
         with self.device.current():
             return _done("cuStreamQuery", hStream=self.handle)
 
     def synchronize(self) -> None:
-        """Wait until everything that was queued is done."""
+        """Wait until all queued work is complete."""
         with self.device.current():
             _driver.call("cuStreamSynchronize", hStream=self.handle)
         self._used.clear()
@@ -213,7 +214,7 @@ class Stream(_Owned):
 
 
 def wait_for(handle: int) -> None:
-    """Wait until everything in a stream of somebody else is done; the context of its device must be current."""
+    """Wait until all work of a stream of other code is complete. The device's context must be current."""
     _driver.call("cuStreamSynchronize", hStream=handle)
 
 

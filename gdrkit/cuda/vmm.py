@@ -1,7 +1,7 @@
-"""Device memory of the driver's virtual memory management: an address range, and chunks of memory mapped into it.
+"""Device memory of CUDA virtual memory management: an address range with chunks of memory mapped into it.
 
-Level 2. Each chunk is an allocation of its own with its own buffer id, and may be shared with another process as a
-file descriptor. Source: "Virtual Memory Management" of the CUDA driver API reference.
+Each chunk is a separate allocation with its own buffer id, and can be shared with another process as a file descriptor.
+Source: "Virtual Memory Management" of the CUDA driver API reference.
 """
 
 from __future__ import annotations
@@ -31,21 +31,24 @@ _READ_WRITE = 3  # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
 
 
 def granularity_bytes(device: Device) -> int:
-    """The size of which a chunk's size must be a multiple (2 MiB on an H200)."""
+    """Return the granularity in bytes. The size of a chunk must be a multiple of it (2 MiB on an H200)."""
     option = _driver.constant("CUmemAllocationGranularity_flags", _MINIMUM)
     with device.current():
         return _driver.integer("cuMemGetAllocationGranularity", prop=_properties(device), option=option)
 
 
 class VmmMemory(CudaMemory):
-    """Chunks of device memory, mapped one behind the other into one address range.
+    """Chunks of device memory, mapped without gaps into one address range.
 
-    Made so that NICs may reach it (gpuDirectRDMACapable) and that other processes may import it. :meth:`close` unmaps
-    the chunks, releases their handles and frees the addresses, in this order.
+    The chunks are created so that NICs can access them (gpuDirectRDMACapable) and other processes can import them.
+    :meth:`close` unmaps the chunks, releases their handles and frees the address range, in this order.
     """
 
     def __init__(self, device: Device, *, chunk_bytes: int, chunks: Sequence[Callable[[], int]]) -> None:
-        """Not for direct use; see :meth:`create` and :meth:`import_shareable`. Each of `chunks` makes one handle."""
+        """Map the chunks; each function in `chunks` makes one handle.
+
+        Callers use :meth:`create` and :meth:`import_shareable` instead.
+        """
         self.chunk_bytes = chunk_bytes
         self._chunk_handles: list[int] = []
         self._undo = ReleaseStack()
@@ -60,23 +63,23 @@ class VmmMemory(CudaMemory):
 
     @classmethod
     def create(cls, device: Device, length_bytes: int, *, chunk_bytes: int | None = None) -> Self:
-        """New memory.
+        """Allocate memory.
 
         Parameters
         ----------
         device : Device
-            Where.
+            The device to allocate on.
         length_bytes : int
-            At least so much, above 0; it is rounded up to whole chunks.
+            Smallest size in bytes, above 0. It is rounded up to whole chunks.
         chunk_bytes : int or None
-            Size of a chunk, rounded up to the granularity of the device; None: one chunk.
+            Size of a chunk in bytes, rounded up to the granularity of the device. With None, there is one chunk.
 
         Raises
         ------
         Unsupported
-            The device has no virtual memory management, or none that NICs may reach.
+            The device does not support virtual memory management, or not for memory that NICs can access.
         ApiError
-            Of cuMemCreate, cuMemAddressReserve, cuMemMap or cuMemSetAccess; nothing stays behind.
+            cuMemCreate, cuMemAddressReserve, cuMemMap or cuMemSetAccess failed. Nothing stays allocated.
         """
         if length_bytes <= 0 or (chunk_bytes is not None and chunk_bytes <= 0):
             message = f"cannot make {length_bytes} bytes in chunks of {chunk_bytes}"
@@ -93,11 +96,12 @@ class VmmMemory(CudaMemory):
         Parameters
         ----------
         device : Device
-            Where they lie.
+            The device that has the chunks.
         fds : sequence of int
-            What :meth:`export_shareable` gave there, in order; borrowed, and not needed afterwards.
+            The descriptors of :meth:`export_shareable` in that process, in order. They are borrowed, and can be closed
+            afterwards.
         chunk_bytes : int
-            The size of each, as the owner states it; the driver does not tell.
+            Size of each chunk in bytes, as the owner states it. The driver does not report it.
         """
         if not fds:
             message = "no chunk to import"
@@ -111,12 +115,13 @@ class VmmMemory(CudaMemory):
 
     @property
     def chunk_count(self) -> int:
-        """How many chunks it has."""
+        """The number of chunks."""
         return self.length_bytes // self.chunk_bytes
 
     def export_shareable(self, chunk_index: int = 0) -> int:
-        """A new file descriptor of one chunk for another process (by SCM_RIGHTS); the caller closes it. It is no
-        dma-buf.
+        """Return a new file descriptor of one chunk for another process (by SCM_RIGHTS). The caller closes it.
+
+        The descriptor is not a dma-buf.
         """
         self._check_open()
         if not 0 <= chunk_index < self.chunk_count:

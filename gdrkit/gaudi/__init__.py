@@ -1,6 +1,6 @@
-"""Gaudi devices and their memory, by hl-thunk.
+"""Gaudi devices and their memory, through hl-thunk.
 
-Level 2. Importing this package opens no library; the first call does. ``_hlthunk.py`` is the only file that names it.
+Importing this package opens no library; the first call does. ``_hlthunk.py`` is the only file that uses the library.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What a refusal of hl-thunk means: reason and advice.
+"""Mapping of the errnos of hl-thunk to reasons and advice.
 
-Level 2, pure. The numbers are errnos, which the library hands on from the kernel driver.
+The library passes on the errnos of the kernel driver.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _MEANINGS: dict[int, tuple[Reason, str]] = {
     errno.ENOSYS: (Reason.NOT_SUPPORTED, ""),
 }
 
-# The driver has one answer for many mistakes; by the call the likely ones can be named.
+# The driver returns EINVAL for many mistakes. For these functions the likely ones are known.
 _EINVAL_ADVICE = {
     "hlthunk_device_memory_export_dmabuf_fd": "the address must be a physical one of this device's memory, address and"
     " size multiples of the page, and all of it inside the PCI BAR",
@@ -50,7 +50,7 @@ _EINVAL_ADVICE = {
 
 
 def error_of(*, operation: str, number: int, arguments: Mapping[str, object], detail: str = "") -> ApiError:
-    """The exception for an errno; :class:`Unsupported` when the driver cannot do it at all."""
+    """Return the exception for an errno; :class:`Unsupported` if the driver does not support the operation at all."""
     reason, what_to_do = _MEANINGS.get(number, (Reason.OTHER, ""))
     if number == errno.EINVAL:
         what_to_do = _EINVAL_ADVICE.get(operation, "")

@@ -1,8 +1,8 @@
-"""Copies between the host and a device, by the device: linear DMA packets on its PCI DMA queues.
+"""Copies between the host and a device, by linear DMA packets on the PCI DMA queues of the device.
 
-Level 2. The host's side is a buffer of ours that the device has mapped; a command buffer holds one packet. What a first
-Gaudi wants of these differs from later devices: its driver makes the command buffer, and two bits of the packet must be
-set. Source: ``gaudi_packets.h``, ``gaudi2_packets.h`` and the DMA tests of hl-thunk.
+On the host, the copies use a buffer that gdrkit has mapped to the device. A command buffer contains one packet. Gaudi 1
+differs from later devices in two ways: its driver allocates the command buffer, and two bits of the packet must be set.
+Sources: ``gaudi_packets.h``, ``gaudi2_packets.h`` and the DMA tests of hl-thunk.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ _LIMIT_S = 30.0
 
 
 class Copies:
-    """The copies of one open device, one at a time; what they need is made at the first one.
+    """The copies of one open device, one at a time. The first copy allocates the buffers.
 
     Parameters
     ----------
     fd : int
-        The device, borrowed.
+        Descriptor of the device, borrowed.
     is_gaudi1 : bool
-        Whose packets and command buffers.
+        Whether to use the packets and command buffers of Gaudi 1.
 
     Attributes
     ----------
     lost : bool
-        The device failed a copy. Its driver resets it then and takes everything back, so that nothing is left to be
-        unmapped or freed, and nothing can be.
+        Whether the device failed a copy. Then its driver resets it and frees everything, so that nothing can or need be
+        unmapped or freed.
     """
 
     def __init__(self, fd: int, *, is_gaudi1: bool) -> None:
@@ -60,7 +60,7 @@ class Copies:
         self.lost = False
 
     def write(self, address: int, view: memoryview) -> None:
-        """Host to device, done when it returns."""
+        """Copy from the host to the device. The copy is complete on return."""
         with self._lock:
             stage = self._ready()
             for begin in range(0, view.nbytes, _STAGE_BYTES):
@@ -69,7 +69,7 @@ class Copies:
                 self._copy(_hlthunk.DMA_DOWN_QUEUE, self._stage_address, address + begin, part.nbytes)
 
     def read_into(self, address: int, view: memoryview) -> None:
-        """Device to host, done when it returns."""
+        """Copy from the device to the host. The copy is complete on return."""
         with self._lock:
             stage = self._ready()
             for begin in range(0, view.nbytes, _STAGE_BYTES):
@@ -78,19 +78,19 @@ class Copies:
                 view[begin : begin + length_bytes] = stage[:length_bytes]
 
     def settle(self) -> None:
-        """Wait for a copy that was given up: nothing may be unmapped under it.
+        """Wait for a copy that timed out: nothing that it uses may be unmapped before it is complete.
 
         Raises
         ------
         ApiError
-            ETIMEDOUT: it is still not done.
+            ETIMEDOUT: the copy is still not complete.
         """
         with self._lock:
             if self._unfinished and not self.lost:
                 self._wait(self._unfinished)
 
     def close(self) -> None:
-        """Give back the buffers."""
+        """Free the buffers."""
         self.settle()
         with self._lock:
             self._parts.run()
@@ -106,7 +106,7 @@ class Copies:
         return self._stage
 
     def _made(self) -> mmap.mmap:
-        """The staging buffer, with the command buffer of a later device behind it."""
+        """Return a new staging buffer. For devices after Gaudi 1, the command buffer follows it in the same mapping."""
         stage = mmap.mmap(-1, _STAGE_BYTES + HOST_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._parts.push(stage.close)
         self._stage_address = _hlthunk.call(

@@ -1,13 +1,15 @@
-"""The hl-thunk library: the one file that names it (and ctypes).
+"""Calls of the hl-thunk library, by ctypes. No other file uses the library.
 
-Level 2. Nothing is opened until the first call. Every call goes through :func:`call`, which turns what the function
-gives (-errno; 0 of an address or a handle, with errno) into an exception with operation, number, name and arguments.
-Source of truth: ``hlthunk.h`` of hl-thunk-open, 2023-05, whose entries for memory and dma-bufs newer ones repeat.
+Nothing is opened until the first call. Every call uses :func:`call`, which turns a failure into an exception with the
+operation, the number, its name and the arguments. Functions report a failure as -errno, or as 0 in place of an address
+or a handle, with errno set. Source: ``hlthunk.h`` of hl-thunk-open, 2023-05. Newer versions have the same functions for
+memory and dma-bufs.
 
-``hlthunk_device_memory_alloc`` has two forms under one name: until 2021 ``(fd, size, contiguous, shared)``, since
-2022-06 ``(fd, size, page_size, contiguous, shared)``. The second came with ``hlthunk_get_dev_memalloc_page_orders``, so
-a library that exports this one has the second form. Without it the form is unknown, and allocating is refused: the
-wrong one would make other memory than was asked for, and say nothing.
+``hlthunk_device_memory_alloc`` has two signatures under one name: until 2021 ``(fd, size, contiguous, shared)``, since
+2022-06 ``(fd, size, page_size, contiguous, shared)``. The second one was added together with
+``hlthunk_get_dev_memalloc_page_orders``, so a library that exports that function has the second signature. Otherwise
+the signature is unknown, and allocating is refused: with the wrong signature, the call would silently allocate other
+memory than requested.
 """
 
 from __future__ import annotations
@@ -65,7 +67,8 @@ _WAIT_BUSY = 1  # HL_WAIT_CS_STATUS_BUSY
 _WAIT_COMPLETED = 0
 _WAIT_ABORTED = 3
 
-# struct hlthunk_hw_ip_info, as far as anything here asks: offset and code. A newer library may write a longer one.
+# The used fields of struct hlthunk_hw_ip_info: offset and format character. A newer library may write a longer
+# structure.
 _INFO_BYTES = 4096
 _INFO_FIELDS = {
     "dram_base_address": (8, "<Q"),
@@ -81,7 +84,7 @@ _INFO_FIELDS = {
 _INT, _UINT, _U64, _TEXT = ctypes.c_int, ctypes.c_uint32, ctypes.c_uint64, ctypes.c_char_p
 _POINTER = ctypes.c_void_p
 
-# What each function takes. One that gives a 64-bit number gives 0 when it fails.
+# The argument types of each function. A function that returns a 64-bit number returns 0 on failure.
 _STATUS: dict[str, tuple[Any, ...]] = {
     "hlthunk_open": (_INT, _TEXT),
     "hlthunk_open_control": (_INT, _TEXT),
@@ -106,7 +109,7 @@ _NUMBER: dict[str, tuple[Any, ...]] = {
 
 
 class HardwareInfo(NamedTuple):
-    """What the driver says of a device (``struct hlthunk_hw_ip_info``)."""
+    """The used fields of ``struct hlthunk_hw_ip_info``, by which the driver describes a device."""
 
     dram_base_address: int
     dram_size: int
@@ -126,7 +129,8 @@ def _library() -> ctypes.CDLL:
         try:
             return ctypes.CDLL(soname, use_errno=True)
         except OSError as error:
-            # Of two names that are not found the first counts; one that is found and does not load says why.
+            # If neither name is found, the error of the first one is raised. If a library is found but does not load,
+            # its error explains why.
             if failure is None or "cannot open shared object" not in str(error):
                 failure = error
     raise loader.setup_missing(
@@ -155,17 +159,17 @@ def _function(operation: str) -> Any:
 
 
 def _has_entry(operation: str) -> bool:
-    """Whether the library exports a function."""
+    """Return whether the library exports a function."""
     return hasattr(_library(), operation)
 
 
 def require_page_size() -> None:
-    """See that ``hlthunk_device_memory_alloc`` is of the form with a page size.
+    """Check that ``hlthunk_device_memory_alloc`` has the signature with a page size.
 
     Raises
     ------
     SetupMissing
-        ELIBBAD, LIBRARY_WRONG_ABI: the form is not known.
+        ELIBBAD, LIBRARY_WRONG_ABI: the signature is unknown.
     """
     if not _has_entry(_NEWER_ENTRY):
         raise SetupMissing(
@@ -181,14 +185,14 @@ def require_page_size() -> None:
 
 
 def call(operation: str, /, **arguments: Any) -> int:
-    """Call a function with `arguments`, named and in order as in the header; gives what it gave.
+    """Call a function with `arguments`, which have the names and the order of the header. Return its result.
 
     Raises
     ------
     ApiError
-        It failed; ``errno`` is the kernel's.
+        The function failed. ``errno`` is that of the kernel.
     SetupMissing
-        There is no library, or it lacks the function.
+        The library is missing, or it lacks the function.
     """
     return _call(operation, arguments, shown=arguments)
 
@@ -200,7 +204,7 @@ def _call(operation: str, arguments: Mapping[str, Any], *, shown: Mapping[str, o
     if operation in _NUMBER:
         number = (ctypes.get_errno() or errno.EINVAL) if answer == 0 else 0
     else:
-        # -1 is what open by name and close(2) give, with errno; everything else is -errno itself.
+        # Opening by name and close(2) return -1 and set errno. All other functions return -errno itself.
         number = 0 if answer >= 0 else (ctypes.get_errno() or errno.EPERM) if answer == -1 else -answer
     if number:
         raise error_of(operation=operation, number=number, arguments=shown)
@@ -208,12 +212,12 @@ def _call(operation: str, arguments: Mapping[str, Any], *, shown: Mapping[str, o
 
 
 def close(fd: int) -> None:
-    """hlthunk_close."""
+    """Call hlthunk_close."""
     call("hlthunk_close", fd=fd)
 
 
 def count() -> int:
-    """How many devices there are; a library that cannot say is asked for one after another."""
+    """Return the number of devices. If the library has no function for this, each device number is tried."""
     if _has_entry("hlthunk_get_device_count"):
         return call("hlthunk_get_device_count", device_name=DONT_CARE)
     function = _function("hlthunk_open_control")
@@ -224,7 +228,7 @@ def count() -> int:
 
 
 def pci_bus_id(fd: int) -> str:
-    """``0000:33:00.0``, of a compute or a control device."""
+    """Return the PCI address of a compute or control device, such as ``0000:33:00.0``."""
     text = ctypes.create_string_buffer(_BUS_ID_BYTES)
     arguments = {"fd": fd, "pci_bus_id": text, "len": _BUS_ID_BYTES}
     _call("hlthunk_get_pci_bus_id_from_fd", arguments, shown={"fd": fd})
@@ -232,7 +236,7 @@ def pci_bus_id(fd: int) -> str:
 
 
 def hardware_info(fd: int) -> HardwareInfo:
-    """hlthunk_get_hw_ip_info, of a compute or a control device."""
+    """Return the result of hlthunk_get_hw_ip_info for a compute or control device."""
     buffer = ctypes.create_string_buffer(_INFO_BYTES)
     _call("hlthunk_get_hw_ip_info", {"fd": fd, "hw_ip": buffer}, shown={"fd": fd})
     fields: dict[str, Any] = {
@@ -243,12 +247,12 @@ def hardware_info(fd: int) -> HardwareInfo:
 
 
 def submit(fd: int, *, buffer: int, length_bytes: int, queue: int, is_mapped: bool) -> int:
-    """hlthunk_command_submission of one command buffer; gives its sequence number.
+    """Submit one command buffer with hlthunk_command_submission. Return its sequence number.
 
     Parameters
     ----------
     buffer : int
-        Its handle, or its device address if `is_mapped`.
+        The handle of the command buffer, or its device address if `is_mapped`.
     """
     chunk = ctypes.create_string_buffer(_CHUNK.pack(buffer, queue, length_bytes, _USER_BUFFER if is_mapped else 0, 0))
     wanted = ctypes.create_string_buffer(_SUBMISSION_IN.pack(0, ctypes.addressof(chunk), 0, 1, 0, 0))
@@ -262,12 +266,12 @@ def submit(fd: int, *, buffer: int, length_bytes: int, queue: int, is_mapped: bo
 
 
 def wait(fd: int, sequence: int, *, timeout_us: int) -> bool:
-    """hlthunk_wait_for_cs; whether the submission is done.
+    """Wait with hlthunk_wait_for_cs. Return whether the submission is complete.
 
     Raises
     ------
     ApiError
-        EIO: it was aborted, and the device is being reset.
+        EIO: the submission was aborted, and the device is being reset.
     """
     status = ctypes.c_uint32()
     arguments = {"fd": fd, "seq": sequence, "timeout_us": timeout_us, "status": ctypes.byref(status)}
@@ -280,7 +284,10 @@ def wait(fd: int, sequence: int, *, timeout_us: int) -> bool:
 
 
 def request_command_buffer(fd: int, size_bytes: int) -> int:
-    """hlthunk_request_command_buffer; gives its handle, which is where the device's file maps it."""
+    """Allocate a command buffer with hlthunk_request_command_buffer. Return its handle.
+
+    The handle is also the offset at which mmap of the device file maps the buffer.
+    """
     handle = ctypes.c_uint64()
     arguments = {"fd": fd, "cb_size": size_bytes, "cb_handle": ctypes.byref(handle)}
     _call("hlthunk_request_command_buffer", arguments, shown={"fd": fd, "cb_size": size_bytes})
@@ -288,5 +295,5 @@ def request_command_buffer(fd: int, size_bytes: int) -> int:
 
 
 def address_of(buffer: Any) -> int:
-    """The address of the first byte of a writable buffer; it holds until the buffer is closed or resized."""
+    """Return the address of the first byte of a writable buffer. It is valid until the buffer is closed or resized."""
     return ctypes.addressof(ctypes.c_char.from_buffer(buffer))

@@ -1,6 +1,7 @@
-"""Parts of a range, handed out by first fit.
+"""First-fit allocator of a range of addresses.
 
-Level 2, pure. The memory of a Gaudi1 is shared out by the program itself (its driver only counts), and so is a pool.
+It is used for the memory of Gaudi 1, which the program itself has to allocate because the driver only counts, and for
+pools.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ __all__ = ["FirstFit"]
 
 
 class FirstFit:
-    """The free parts of ``[base, base + length)``; thread-safe.
+    """The free parts of ``[base, base + length)``. It is thread-safe.
 
     Parameters
     ----------
     base, length_bytes : int
         The range.
     alignment_bytes : int
-        A power of two: parts begin at multiples of it, counted from 0, and take whole ones.
+        A power of two. Parts begin at absolute multiples of it, and their sizes are rounded up to multiples of it.
     """
 
     def __init__(self, base: int, length_bytes: int, *, alignment_bytes: int) -> None:
@@ -32,7 +33,7 @@ class FirstFit:
         self._free: list[tuple[int, int]] = [(first, end)] if first < end else []
 
     def take(self, length_bytes: int) -> int | None:
-        """The address of a free part, the lowest that is large enough; None when there is none."""
+        """Allocate the lowest free part that is large enough. Return its address, or None if there is none."""
         wanted = align_up(length_bytes, alignment_bytes=self._alignment_bytes)
         with self._lock:
             for at, (begin, end) in enumerate(self._free):
@@ -42,7 +43,7 @@ class FirstFit:
         return None
 
     def give_back(self, address: int, length_bytes: int) -> None:
-        """Take a part back, and join it with its free neighbours."""
+        """Free a part, and join it with its free neighbours."""
         end = address + align_up(length_bytes, alignment_bytes=self._alignment_bytes)
         with self._lock:
             insort(self._free, (address, end))
@@ -56,6 +57,6 @@ class FirstFit:
 
     @property
     def largest_bytes(self) -> int:
-        """The size of the largest free part."""
+        """Size of the largest free part in bytes."""
         with self._lock:
             return max((end - begin for begin, end in self._free), default=0)

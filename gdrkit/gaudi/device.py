@@ -1,6 +1,6 @@
 """Gaudi devices.
 
-Level 2. The kernel gives a device to one program at a time; what a device says about itself can be asked beside that.
+The kernel allows one program at a time to open a device. Its properties can also be read while another program has it.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 __all__ = ["Device", "DeviceInfo", "Generation", "Piece", "device_count", "list_devices"]
 
 _GOYA = 0x0001
-# Boards of a generation differ in the last five bits; those before Gaudi 2 are all of the first.
+# Device ids of one generation differ in the last five bits. All ids below that of Gaudi 2 are Gaudi 1.
 _GAUDI2 = 0x1020
 _BOARD = 0x1F
 
 
 class Generation(enum.Enum):
-    """Which ASIC; the PCI device ids are those of ``enum hl_pci_ids``."""
+    """The generation of the ASIC. The PCI device ids are those of ``enum hl_pci_ids``."""
 
     GAUDI = "gaudi"
     GAUDI2 = "gaudi2"
@@ -46,39 +46,40 @@ class Generation(enum.Enum):
 
     @classmethod
     def of(cls, pci_device_id: int) -> Generation:
-        """The generation of a device id; one that is not known is later than those that are."""
+        """Return the generation of a PCI device id. An unknown id counts as later than the known ones."""
         if pci_device_id < _GAUDI2:
             return cls.GAUDI
         return {_GAUDI2: cls.GAUDI2, 0x1060: cls.GAUDI3}.get(pci_device_id & ~_BOARD, cls.LATER)
 
     @property
     def maps_memory(self) -> bool:
-        """Whether the driver allocates and maps device memory. That of the first Gaudi is named by physical addresses,
-        and shared out by the program.
+        """Whether the driver allocates and maps device memory.
+
+        Gaudi 1 memory is addressed physically, and the program itself has to allocate it.
         """
         return self is not Generation.GAUDI
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceInfo:
-    """What a device says about itself, whoever has it.
+    """Properties of a device, which can be read even if another program has it.
 
     Attributes
     ----------
     number : int
-        That of ``/dev/accel/accelN``.
+        Number N of ``/dev/accel/accelN``.
     pci_bus_id : str
-        ``0000:33:00.0``.
+        The PCI address, such as ``0000:33:00.0``.
     module_id : int
-        The place on the board (OCP).
+        The position on the board (OCP).
     pci_device_id : int
-        Which ASIC.
+        The PCI device id, which identifies the ASIC.
     card_name : str
-        As the firmware has it.
+        The name that the firmware reports.
     memory_bytes : int
-        Device memory for programs.
+        Size of the device memory for programs, in bytes.
     page_bytes : int
-        By which the driver rounds an allocation up.
+        Granularity to which the driver rounds up an allocation, in bytes.
     """
 
     number: int
@@ -91,18 +92,19 @@ class DeviceInfo:
 
     @property
     def generation(self) -> Generation:
-        """Which one."""
+        """The generation of the ASIC."""
         return Generation.of(self.pci_device_id)
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Memory with an address of a device, which :meth:`Device.query` knows.
+    """Memory with a device address, which :meth:`Device.query` can find.
 
     Attributes
     ----------
     export : callable or None
-        From offset and length to a range of a dma-buf over the whole piece; None: there is none of this memory.
+        A function of offset and length that returns a range of a dma-buf over the whole memory. None if this memory
+        cannot be exported.
     """
 
     kind: MemoryKind
@@ -112,45 +114,45 @@ class Piece:
 
 
 def device_count() -> int:
-    """How many devices there are.
+    """Return the number of devices.
 
     Raises
     ------
     SetupMissing
-        There is no hl-thunk that can be used.
+        hl-thunk is missing or cannot be used.
     """
     return _hlthunk.count()
 
 
 def list_devices() -> tuple[DeviceInfo, ...]:
-    """All of them, by their control devices: also those that another program has."""
+    """Return all devices, also those that another program has. They are queried through their control devices."""
     return tuple(_ask(number) for number in range(device_count()))
 
 
 class Device:
-    """One open device: by its number, its PCI bus id or its module id.
+    """One open device, selected by its number, its PCI address or its module id.
 
-    :meth:`close` closes what was made from it first, last made first.
+    :meth:`close` first closes everything that was made from the device, in the reverse order.
 
     Parameters
     ----------
     number : int or None
-        That of ``/dev/accel/accelN``.
+        Number N of ``/dev/accel/accelN``.
     pci_bus_id : str or None
-        ``0000:33:00.0``.
+        The PCI address, such as ``0000:33:00.0``.
     module_id : int or None
-        The place on the board.
+        The position on the board.
 
     Raises
     ------
     ApiError
-        EBUSY: another program has it. EINVAL: no device has that bus id.
+        EBUSY: another program has the device. EINVAL: no device has that PCI address.
     UsageError
-        NO_DEVICE: no such number or module. BAD_ARGUMENT: not exactly one of the three.
+        NO_DEVICE: there is no such number or module id. BAD_ARGUMENT: not exactly one of the three is given.
     Unsupported
-        It is no Gaudi.
+        The device is not a Gaudi.
     SetupMissing
-        There is no hl-thunk that can be used.
+        hl-thunk is missing or cannot be used.
     """
 
     def __init__(
@@ -181,12 +183,12 @@ class Device:
 
     @property
     def closed(self) -> bool:
-        """Whether :meth:`close` was called."""
+        """Whether the device was closed."""
         return self._closed
 
     @property
     def fd(self) -> int:
-        """The descriptor, for other uses of hl-thunk; still owned by the device."""
+        """The file descriptor, for other calls of hl-thunk. The device still owns it."""
         if self._closed:
             what = f"Gaudi device {self.pci_bus_id}"
             raise ClosedResource(what)
@@ -194,57 +196,57 @@ class Device:
 
     @property
     def copies(self) -> Copies:
-        """Its own copies, between its memory and the host's."""
+        """The copies between the memory of this device and the host."""
         _ = self.fd
         return self._copies
 
     @property
     def lost(self) -> bool:
-        """Whether it failed a copy: then its driver resets it, and takes everything back by itself."""
+        """Whether the device failed a copy. Then its driver resets it and frees everything itself."""
         return self._copies.lost
 
     @property
     def physical(self) -> FirstFit:
-        """Of a first Gaudi: the memory that nobody has taken yet."""
+        """The free physical memory of a Gaudi 1."""
         if self._physical is None:
             base, length_bytes = self._info.dram_base_address, self._info.dram_size
             self._physical = FirstFit(base, length_bytes, alignment_bytes=HOST_PAGE_BYTES)
         return self._physical
 
     def allocate(self, length_bytes: int) -> DeviceMemory:
-        """New device memory, mapped; see :class:`gdrkit.gaudi.DeviceMemory`."""
+        """Allocate and map device memory; see :class:`gdrkit.gaudi.DeviceMemory`."""
         from gdrkit.gaudi.memory import DeviceMemory
 
         return DeviceMemory(self, length_bytes)
 
     def pool(self, length_bytes: int) -> MemoryPool:
-        """New device memory to be shared out, under one dma-buf; see :class:`gdrkit.gaudi.MemoryPool`."""
+        """Create a memory pool with one dma-buf; see :class:`gdrkit.gaudi.MemoryPool`."""
         from gdrkit.gaudi.pool import MemoryPool
 
         return MemoryPool(self, length_bytes)
 
     def map_host(self, buffer: bytearray | mmap.mmap | memoryview) -> HostMapping:
-        """Let the device reach host memory; see :class:`gdrkit.gaudi.HostMapping`."""
+        """Map host memory to the device; see :class:`gdrkit.gaudi.HostMapping`."""
         from gdrkit.gaudi.host_mapping import HostMapping
 
         return HostMapping(self, buffer)
 
     def query(self, address: int, *, length_bytes: int = 1) -> AddressFacts:
-        """What is at a device address; see :func:`gdrkit.gaudi.query.query`."""
+        """Return the memory at a device address; see :func:`gdrkit.gaudi.query.query`."""
         from gdrkit.gaudi.query import query
 
         return query(self, address, length_bytes=length_bytes)
 
     def adopt(self, close: Callable[[], None]) -> Callable[[], None]:
-        """Have `close` called before the device is closed; returns what takes it back."""
+        """Call `close` before the device is closed. Return a function that cancels this."""
         return self._children.push(close)
 
     def pieces(self) -> tuple[Piece, ...]:
-        """All memory that :meth:`query` knows."""
+        """Return all memory that :meth:`query` can find."""
         return tuple(self._pieces.copy().values())
 
     def enter(self, piece: Piece) -> Callable[[], None]:
-        """Let :meth:`query` know a piece of memory; returns what takes it back."""
+        """Add memory that :meth:`query` can find. Return a function that removes it."""
         self._pieces[piece.base] = piece
 
         def forget() -> None:
@@ -253,14 +255,15 @@ class Device:
         return forget
 
     def close(self) -> None:
-        """Close what was made from this device, last made first, then the device; a second close does nothing.
+        """Close everything that was made from this device, in the reverse order, then the device.
 
-        A dma-buf that is alive somewhere keeps the device busy until it goes.
+        A second close does nothing. An open dma-buf in any process keeps the device busy until it is closed.
 
         Raises
         ------
         ApiError
-            Of the first child that could not be closed. The device stays open and may be closed again.
+            Some objects could not be closed (the error of the first one). The device stays open and can be closed
+            again.
         """
         if self._closed:
             return

@@ -1,7 +1,7 @@
-"""Host memory that a device may reach.
+"""Host memory that is mapped to a device.
 
-Level 2. It has a device address, and is no device memory: the kernel exports no dma-buf of it, whatever the call. What
-a NIC is to reach in host memory is registered by its own address.
+The mapping has a device address, but it is not device memory: no call makes the kernel export a dma-buf of it. To let a
+NIC access host memory, register the memory by its own address.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ __all__ = ["HostMapping"]
 
 
 class HostMapping:
-    """A host buffer under a device address, pinned until it is closed.
+    """A host buffer with a device address. It is pinned until the mapping is closed.
 
     Parameters
     ----------
     device : Device
-        Which device.
+        The device to map to.
     buffer : bytearray, mmap or memoryview
-        Writable and contiguous; it cannot be resized or closed meanwhile.
+        A writable and contiguous buffer. It cannot be resized or closed before the mapping.
 
     Raises
     ------
     ApiError
-        EFAULT: not all of it is mapped and writable. ENOMEM: no address is left.
+        EFAULT: a part of the buffer is not mapped and writable. ENOMEM: there is no free device address.
     UsageError
         The buffer is empty, read-only or not contiguous.
     """
@@ -62,16 +62,17 @@ class HostMapping:
 
     @property
     def closed(self) -> bool:
-        """Whether it was unmapped."""
+        """Whether the buffer was unmapped."""
         return self._view is None
 
     def export_dmabuf(self) -> NoReturn:
-        """Nothing exports host memory.
+        """Always raise, because host memory cannot be exported.
 
         Raises
         ------
         Unsupported
-            DMABUF_EXPORT_UNSUPPORTED, always, and without a call: the driver would answer EINVAL, which says nothing.
+            DMABUF_EXPORT_UNSUPPORTED, always and without a call. The driver would return EINVAL, which does not state
+            the cause.
         """
         raise Unsupported(
             api=Api.HLTHUNK,
@@ -85,7 +86,7 @@ class HostMapping:
         )
 
     def close(self) -> None:
-        """Unmap it; a second close does nothing."""
+        """Unmap the buffer. A second close does nothing."""
         if self._view is None:
             return
         self.device.copies.settle()

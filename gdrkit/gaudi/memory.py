@@ -1,8 +1,8 @@
-"""Memory of a Gaudi.
+"""Device memory of Gaudi.
 
-Level 2. :class:`GaudiMemory` is what every kind can do; :class:`DeviceMemory` is an allocation of its own,
-:class:`BorrowedMemory` the whole of one that somebody else owns. The driver gives an allocation no number that would
-tell it from the next one at the same address, so each gets one here.
+:class:`GaudiMemory` is the base of all kinds. :class:`DeviceMemory` has an allocation of its own, and
+:class:`BorrowedMemory` is a whole allocation of another owner. The driver has no buffer id that would distinguish an
+allocation from a later one at the same address, so this module numbers the allocations.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Allocation", "BorrowedMemory", "DeviceMemory", "GaudiMemory"]
 
-_FLAGS = os.O_RDWR | os.O_CLOEXEC  # The library takes no others.
+_FLAGS = os.O_RDWR | os.O_CLOEXEC  # the only flags that the library accepts
 
 _lock = ForkSafeLock()
 _numbers = itertools.count(1)
@@ -44,22 +44,23 @@ def _presence(key: tuple[tuple[int, int, int], ...]) -> Callable[[], bool]:
 
 
 class Allocation:
-    """A contiguous piece of device memory, allocated and mapped; the driver's side of it.
+    """A contiguous allocation of device memory that is mapped.
 
-    Of a first Gaudi it is a part of the physical memory that this program has set aside: its driver neither allocates
-    nor maps.
+    On Gaudi 1 it is a part of the physical memory that this program has reserved, because the driver neither allocates
+    nor maps memory.
 
     Parameters
     ----------
     device : Device
-        Where.
+        The device to allocate on.
     length_bytes : int
-        Whole pages are taken.
+        Size in bytes, rounded up to whole pages.
 
     Raises
     ------
     ApiError
-        ENOMEM: there is not so much; and others of ``hlthunk_device_memory_alloc`` and ``..._map``.
+        ENOMEM: there is not enough memory. Or ``hlthunk_device_memory_alloc`` or ``hlthunk_device_memory_map`` failed
+        for another reason.
     """
 
     def __init__(self, device: Device, length_bytes: int) -> None:
@@ -68,7 +69,7 @@ class Allocation:
             raise UsageError(message)
         self.device = device
         self.length_bytes = align_up(length_bytes, alignment_bytes=HOST_PAGE_BYTES)
-        _ = device.fd  # Open: of a first Gaudi nothing else asks.
+        _ = device.fd  # This raises if the device is closed. On Gaudi 1 no other step checks this.
         self._steps = ReleaseStack()
         self.address = self._mapped() if device.generation.maps_memory else self._set_aside()
         number = next(_numbers)
@@ -78,11 +79,11 @@ class Allocation:
 
     @property
     def alive(self) -> bool:
-        """Whether it was not given back."""
+        """Whether the memory is still allocated."""
         return self.key[0][2] in _live
 
     def export(self, *, offset_bytes: int, length_bytes: int) -> int:
-        """A new dma-buf over whole pages of it; gives the descriptor, which is the caller's."""
+        """Export whole pages of the allocation as a new dma-buf. Return the descriptor, which the caller owns."""
         if self.device.generation.maps_memory:
             return _hlthunk.call(
                 "hlthunk_device_mapped_memory_export_dmabuf_fd",
@@ -101,13 +102,13 @@ class Allocation:
         )
 
     def close(self) -> None:
-        """Unmap it, then free it; a second close does nothing.
+        """Unmap the memory, then free it. A second close does nothing.
 
         Raises
         ------
         ApiError
-            EINVAL, BUSY: a dma-buf of it, or a region made from one, is alive. ETIMEDOUT: a copy is not done. It stays
-            mapped; closing again tries again.
+            EINVAL, BUSY: a dma-buf of the memory, or a region made from one, still exists. ETIMEDOUT: a copy is not
+            complete. The memory stays mapped, and another close tries again.
         """
         self.device.copies.settle()
         self._steps.run()
@@ -121,7 +122,7 @@ class Allocation:
             "hlthunk_device_memory_alloc",
             fd=fd,
             size=self.length_bytes,
-            page_size=0,  # the driver's own
+            page_size=0,  # the driver's default
             contiguous=True,
             shared=False,
         )
@@ -149,7 +150,7 @@ class Allocation:
 
 
 class _Steps:
-    """Unmap, then free: each once, so that a close that is tried again goes on where it stopped."""
+    """Unmap and free, each once, so that a repeated close continues at the step that failed."""
 
     def __init__(self, device: Device, handle: int) -> None:
         self._device = device
@@ -172,9 +173,9 @@ class _Steps:
 
 
 class GaudiMemory(ABC):
-    """A piece of device memory; see :class:`gdrkit.buffers.DeviceBuffer`.
+    """A range of device memory; see :class:`gdrkit.buffers.DeviceBuffer`.
 
-    Not for direct use: :meth:`Device.allocate` and :meth:`MemoryPool.allocate` make one.
+    It is created by :meth:`Device.allocate` and :meth:`MemoryPool.allocate`.
     """
 
     kind = MemoryKind.GAUDI
@@ -192,50 +193,51 @@ class GaudiMemory(ABC):
 
     @property
     def closed(self) -> bool:
-        """Whether it was released."""
+        """Whether the memory was closed."""
         return self._closed
 
     @property
     def owned(self) -> bool:
-        """Whether :meth:`close` gives the memory back."""
+        """Whether :meth:`close` frees the memory."""
         return True
 
     def allocation_key(self) -> tuple[tuple[int, int, int], ...]:
-        """(base, length_bytes, number) of the one allocation under it; another one at its address has another
-        number.
+        """Return (base, length_bytes, number) of the one allocation under the memory.
+
+        A later allocation at the same address has another number.
         """
         self._check_open()
         return self._allocation.key
 
-    # What says whether the allocation of an earlier answer of :meth:`allocation_key` is still there.
+    # Returns a function that checks whether the allocation of an earlier allocation_key() still exists.
     presence = staticmethod(_presence)
 
     def allocation(self) -> BorrowedMemory:
-        """The whole allocation under this memory, borrowed. Closing the result frees nothing."""
+        """Return the whole allocation under this memory, borrowed. Closing the result frees nothing."""
         self._check_open()
         return BorrowedMemory(self._allocation, export=self._export)
 
     def export_dmabuf(self, *, offset_bytes: int = 0, length_bytes: int | None = None) -> DmabufRange:
-        """A new dma-buf over this memory or a part of it; the caller closes it.
+        """Export this memory, or a part of it, as a new dma-buf. The caller closes it.
 
-        Whole host pages go out, so the range is widened to them; ``offset_bytes`` of the result says where in the
-        dma-buf the asked-for bytes begin.
+        The driver exports whole host pages, so the range is widened to pages. ``offset_bytes`` of the result is the
+        offset of the requested bytes in the dma-buf.
 
         Parameters
         ----------
         offset_bytes : int
-            Where the part begins.
+            Offset of the part in this memory.
         length_bytes : int or None
-            Its size, above 0; None: up to the end.
+            Size of the part, above 0. None means up to the end.
 
         Raises
         ------
         ApiError
-            EINVAL: the driver does not export this (outside of the PCI BAR, say).
+            EINVAL: the driver does not export this memory (it may be outside of the PCI BAR).
         Unsupported
-            It exports nothing at all.
+            The driver does not support dma-buf export at all.
         UsageError
-            The part is not inside the memory, or empty.
+            The part is empty or not inside the memory.
         """
         self._check_open()
         length_bytes = self.length_bytes - offset_bytes if length_bytes is None else length_bytes
@@ -247,7 +249,7 @@ class GaudiMemory(ABC):
         return self._export(begin, length_bytes)
 
     def read(self, *, offset_bytes: int = 0, length_bytes: int | None = None) -> bytes:
-        """Copy bytes to the host by the device's DMA, and wait for them; None: up to the end."""
+        """Copy bytes to the host by the device's DMA and return them. A length of None means up to the end."""
         length_bytes = self.length_bytes - offset_bytes if length_bytes is None else length_bytes
         check_range(offset_bytes=offset_bytes, length_bytes=length_bytes, size_bytes=self.length_bytes)
         data = bytearray(length_bytes)
@@ -255,32 +257,33 @@ class GaudiMemory(ABC):
         return bytes(data)
 
     def read_into(self, buffer: bytearray | memoryview, *, offset_bytes: int = 0) -> None:
-        """Fill a host buffer from here by the device's DMA, and wait for it."""
+        """Fill a host buffer from this memory by the device's DMA. The copy is complete on return."""
         view = self._checked(buffer, offset_bytes=offset_bytes)
         if view.nbytes:
             self.device.copies.read_into(self.address + offset_bytes, view)
 
     def write(self, data: bytes | bytearray | memoryview, *, offset_bytes: int = 0) -> None:
-        """Copy bytes from the host by the device's DMA, and wait until they are there."""
+        """Copy bytes from the host by the device's DMA. The copy is complete on return."""
         view = self._checked(data, offset_bytes=offset_bytes)
         if view.nbytes:
             self.device.copies.write(self.address + offset_bytes, view)
 
     def before_release(self, action: Callable[[], None]) -> Callable[[], None]:
-        """Have `action` run before the memory is freed, last added first; returns what takes the action back."""
+        """Run `action` before the memory is freed, last added first. Return a function that cancels this."""
         self._check_open()
         return self._before.push(action)
 
     def close(self) -> None:
-        """Run the actions of :meth:`before_release`, then give the memory back; a second close does nothing.
+        """Run the actions of :meth:`before_release`, then free the memory. A second close does nothing.
 
         Raises
         ------
         Exception
-            Of the first action that failed, with the others as notes. The memory is *not* freed then; another close
-            tries again.
+            An action failed. The error is that of the first one, with the others as notes. The memory is *not* freed
+            then, and another close tries again.
         ApiError
-            EINVAL, BUSY: a dma-buf of it is alive somewhere. The memory stays, and another close tries again.
+            EINVAL, BUSY: a dma-buf of the memory still exists. The memory stays allocated, and another close tries
+            again.
         """
         if self._closed:
             return
@@ -292,10 +295,10 @@ class GaudiMemory(ABC):
 
     @abstractmethod
     def _release(self) -> None:
-        """Give it back."""
+        """Free the memory."""
 
     def _export(self, begin: int, length_bytes: int) -> DmabufRange:
-        """A dma-buf over a part of the allocation."""
+        """Export a part of the allocation as a dma-buf."""
         first = align_down(begin, alignment_bytes=HOST_PAGE_BYTES)
         end = align_up(begin + length_bytes, alignment_bytes=HOST_PAGE_BYTES)
         fd = self._allocation.export(offset_bytes=first, length_bytes=end - first)
@@ -330,21 +333,21 @@ class GaudiMemory(ABC):
 
 
 class DeviceMemory(GaudiMemory):
-    """An allocation of its own; :meth:`close` unmaps and frees it.
+    """Device memory with an allocation of its own. :meth:`close` unmaps and frees it.
 
     Parameters
     ----------
     device : Device
-        Where.
+        The device to allocate on.
     length_bytes : int
-        How much may be used, above 0.
+        Size in bytes, above 0.
 
     Raises
     ------
     ApiError
-        ENOMEM: there is not so much; and others of the driver.
+        ENOMEM: there is not enough memory. Or the driver failed for another reason.
     SetupMissing
-        ELIBBAD: an hl-thunk whose ``hlthunk_device_memory_alloc`` is not known.
+        ELIBBAD: the signature of ``hlthunk_device_memory_alloc`` in this hl-thunk is unknown.
     """
 
     def __init__(self, device: Device, length_bytes: int) -> None:
@@ -363,7 +366,7 @@ class DeviceMemory(GaudiMemory):
 
 
 class BorrowedMemory(GaudiMemory):
-    """The whole of an allocation that something else owns; :meth:`close` runs the actions and frees nothing."""
+    """A whole allocation of another owner. :meth:`close` runs the actions and frees nothing."""
 
     def __init__(self, allocation: Allocation, *, export: Callable[[int, int], DmabufRange]) -> None:
         super().__init__(allocation, offset_bytes=0, length_bytes=allocation.length_bytes)
@@ -371,7 +374,7 @@ class BorrowedMemory(GaudiMemory):
 
     @property
     def owned(self) -> bool:
-        """False: something else frees it."""
+        """Always False: the owner frees the memory."""
         return False
 
     def _release(self) -> None:

@@ -1,7 +1,7 @@
-"""Device memory that is shared out under one dma-buf.
+"""A pool of device memory with one dma-buf.
 
-Level 2. The driver exports whole pages of an allocation, at some cost each time; a pool is exported once, and every
-part of it goes out as a duplicate of that descriptor and an offset. UCX does the same with the memory of SynapseAI.
+The driver exports whole pages of an allocation, and each export has a cost. A pool is exported once. Each part of it is
+exported as a duplicate of that descriptor with an offset. UCX does the same with the memory of SynapseAI.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ __all__ = ["MemoryPool", "PoolMemory"]
 
 
 class MemoryPool:
-    """One allocation, exported at the first need and then as long as the pool lives.
+    """One allocation that is divided into parts. The first export of a part exports the pool, until the pool is closed.
 
     Parameters
     ----------
     device : Device
-        Where.
+        The device to allocate on.
     length_bytes : int
-        How much there is to share out, above 0.
+        Size of the pool in bytes, above 0.
 
     Raises
     ------
     ApiError, SetupMissing
-        As :class:`gdrkit.gaudi.DeviceMemory`.
+        See :class:`gdrkit.gaudi.DeviceMemory`.
     """
 
     def __init__(self, device: Device, length_bytes: int) -> None:
@@ -57,26 +57,26 @@ class MemoryPool:
 
     @property
     def address(self) -> int:
-        """Device address of its first byte."""
+        """Device address of the first byte."""
         return self.storage.address
 
     @property
     def length_bytes(self) -> int:
-        """Its size, whole pages."""
+        """Size of the pool in bytes, in whole pages."""
         return self.storage.length_bytes
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed."""
+        """Whether the pool was closed."""
         return self._closed
 
     def allocate(self, length_bytes: int) -> PoolMemory:
-        """A part of it that nobody else has.
+        """Allocate a part of the pool.
 
         Raises
         ------
         ApiError
-            ENOMEM: no free part is so large.
+            ENOMEM: no free part is large enough.
         """
         if self._closed:
             what = "Gaudi memory pool"
@@ -100,12 +100,12 @@ class MemoryPool:
         return PoolMemory(self, offset_bytes=address - self.address, length_bytes=length_bytes)
 
     def export(self, *, offset_bytes: int, length_bytes: int) -> DmabufRange:
-        """Any part of it, by a duplicate of the one dma-buf; the caller closes it.
+        """Return any part of the pool as a duplicate of the pool's dma-buf. The caller closes it.
 
         Raises
         ------
         ApiError
-            The driver does not export the pool.
+            The driver cannot export the pool.
         """
         with self._exporting:
             if self._whole is None:
@@ -120,21 +120,21 @@ class MemoryPool:
                 )
 
     def adopt(self, close: Callable[[], None]) -> Callable[[], None]:
-        """Have `close` called before the pool is closed; returns what takes it back."""
+        """Call `close` before the pool is closed. Return a function that cancels this."""
         return self._parts.push(close)
 
     def give_back(self, address: int, length_bytes: int) -> None:
-        """Take back what :meth:`allocate` gave; for :class:`PoolMemory`."""
+        """Free a part that :meth:`allocate` returned. Only :class:`PoolMemory` calls this."""
         self._free.give_back(address, length_bytes)
 
     def close(self) -> None:
-        """Close its parts, the dma-buf and the allocation, in this order; a second close does nothing.
+        """Close the parts, the dma-buf and the allocation, in this order. A second close does nothing.
 
         Raises
         ------
         ApiError
-            EINVAL, BUSY: a duplicate of the dma-buf, or a region made from one, is alive somewhere. Closing again
-            tries again.
+            EINVAL, BUSY: a duplicate of the dma-buf, or a region made from one, still exists. Another close tries
+            again.
         """
         if self._closed:
             return
@@ -165,10 +165,10 @@ class MemoryPool:
 
 
 class PoolMemory(GaudiMemory):
-    """A part of a pool; :meth:`close` gives it back to the pool."""
+    """A part of a pool. :meth:`close` returns it to the pool."""
 
     def __init__(self, pool: MemoryPool, *, offset_bytes: int, length_bytes: int) -> None:
-        """Not for direct use; see :meth:`MemoryPool.allocate`."""
+        """Create a part of `pool`. Callers use :meth:`MemoryPool.allocate` instead."""
         super().__init__(pool.storage, offset_bytes=offset_bytes, length_bytes=length_bytes)
         self._pool = pool
         self._leave_pool = pool.adopt(self.close)

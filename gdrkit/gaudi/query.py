@@ -1,6 +1,6 @@
-"""What is at a device address, as UCX's ``mem_query`` answers it: type, device, base, length and dma-buf.
+"""Query of the memory at a device address, like UCX's ``mem_query``: type, device, base, length and dma-buf.
 
-Level 2. hl-thunk has no call for this, so the answer is about what gdrkit itself allocated or mapped on the device.
+hl-thunk has no call for this. The query only finds memory that gdrkit itself allocated or mapped on the device.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ __all__ = ["AddressFacts", "query"]
 
 @dataclass(frozen=True, slots=True)
 class AddressFacts:
-    """The answer; closing it closes the dma-buf.
+    """The result of a query. Closing it closes the dma-buf.
 
     Attributes
     ----------
     kind : MemoryKind
-        Memory of the device, or host memory that it has mapped.
+        Whether it is memory of the device, or host memory that is mapped to it.
     device : Device
-        Whose address it is.
+        The device of the address.
     base, length_bytes : int
-        The whole piece of memory that holds the address: an allocation, or a mapping.
+        The whole allocation or mapping that contains the address.
     dmabuf : DmabufRange or None
-        The bytes that were asked about, in a dma-buf of the base; None: there is none of this memory. Owned by the
-        answer, unless its ``take()`` was called.
+        The queried bytes, in a dma-buf over the whole memory. None if this memory cannot be exported. The result owns
+        it, unless its ``take()`` was called.
     """
 
     kind: MemoryKind
@@ -43,7 +43,7 @@ class AddressFacts:
     dmabuf: DmabufRange | None
 
     def close(self) -> None:
-        """Close the dma-buf; a second close does nothing."""
+        """Close the dma-buf. A second close does nothing."""
         if self.dmabuf is not None:
             self.dmabuf.close()
 
@@ -57,14 +57,14 @@ class AddressFacts:
 
 
 def query(device: Device, address: int, *, length_bytes: int = 1) -> AddressFacts:
-    """Ask about ``[address, address + length)``.
+    """Return the memory at ``[address, address + length)``.
 
     Raises
     ------
     UsageError
-        NOT_DEVICE_MEMORY: nothing that gdrkit allocated or mapped on this device holds all of it.
+        NOT_DEVICE_MEMORY: no single allocation or mapping of gdrkit on this device contains the whole range.
     ApiError
-        The driver does not export the memory.
+        The driver cannot export the memory.
     """
     if length_bytes <= 0:
         message = f"{length_bytes} bytes are nothing to ask about"

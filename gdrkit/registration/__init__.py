@@ -1,6 +1,6 @@
-"""Device memory to NIC; the only room that knows those who export memory and those who import it.
+"""Registration of device memory with NICs, and sharing of device memory between processes.
 
-Level 3.
+Only this package imports both the exporters of device memory (CUDA, Gaudi) and its importer (verbs).
 """
 
 from __future__ import annotations

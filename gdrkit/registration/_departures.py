@@ -1,7 +1,8 @@
-"""Entries of a region cache that no lookup finds any more, until they are deregistered.
+"""Entries of a region cache that lookups no longer find, until they are deregistered.
 
-Level 3. What is leased when it is unlinked stays registered until its last lease ends; whoever ends that one
-deregisters it. Nobody frees memory, or closes the cache, while an entry of it is still in here.
+An entry that is leased when it is unlinked stays registered until its last lease ends. The thread that ends that lease
+deregisters the entry. While this set holds an entry of some memory, that memory cannot be freed and the cache cannot be
+closed.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ __all__ = ["Departures"]
 
 
 class Departures:
-    """Entries on their way out. Everything but :meth:`deregister` is for who has the lock of `changed`.
+    """The unlinked entries of a cache. Every member except :meth:`deregister` requires the lock of `changed`.
 
     Attributes
     ----------
     pending : set of Entry
-        Unlinked: still leased, or being deregistered by some thread.
+        Unlinked entries that are still leased, or that some thread is deregistering.
     refused : list of Entry
-        Those that could not be deregistered.
+        Entries that libibverbs failed to deregister.
     registered_bytes : int
-        How much is registered, linked or not.
+        Number of bytes that are registered, in linked and unlinked entries.
     """
 
     def __init__(self, changed: threading.Condition) -> None:
@@ -40,32 +41,38 @@ class Departures:
         self.registered_bytes = 0
 
     def add(self, entry: Entry) -> list[Entry]:
-        """Take in what is not linked any more, or never was; gives it back when the caller has to deregister it."""
+        """Add an entry that is not linked. Return it in a list if the caller has to deregister it."""
         self.pending.add(entry)
         return self.take(entry)
 
     def take(self, entry: Entry) -> list[Entry]:
-        """The entry when the caller has to deregister it; nothing when it is leased, or when another thread does."""
+        """Return the entry in a list if the caller has to deregister it.
+
+        The list is empty if the entry is leased, or if another thread deregisters it.
+        """
         if entry.is_taken or entry.leases:
             return []
         entry.is_taken = True
         return [entry]
 
     def take_over(self, begin: int = 0, end: int = 1 << 64) -> list[Entry]:
-        """Wait until no other thread is deregistering in the range. What it left, the caller has to deregister."""
+        """Wait until no other thread deregisters in the range. Return the entries that the caller has to deregister."""
         self._changed.wait_for(lambda: not any(e.is_taken for e in self.overlapping(begin, end)))
         refused = [entry for entry in self.refused if overlaps(entry.key, begin, end)]
         self.refused = [entry for entry in self.refused if entry not in refused]
         self.pending.update(refused)
-        # A lease of these may have ended just now, and who ended it waits for the lock.
+        # The last lease of one of these may have ended just now, while the thread that ended it waits for the lock.
         return refused + [e for entry in self.overlapping(begin, end) for e in self.take(entry)]
 
     def overlapping(self, begin: int, end: int) -> list[Entry]:
-        """What has a byte of the range and was not refused."""
+        """Return the pending entries that overlap [begin, end). Refused entries are not among them."""
         return [entry for entry in self.pending if overlaps(entry.key, begin, end)]
 
     def deregister(self, entries: Iterable[Entry], *, raising: bool) -> None:
-        """Close what was taken. A lookup that has nothing to do with it does not raise."""
+        """Close the memory of entries that this thread has taken, which deregisters them.
+
+        If `raising` is false, failures are only kept in `refused`: a lookup does not raise errors of unrelated entries.
+        """
         first: GdrkitError | None = None
         left = dict.fromkeys(entries)
         try:
@@ -84,7 +91,7 @@ class Departures:
                         self.registered_bytes -= entry.length_bytes
                         self._changed.notify_all()
         finally:
-            # Also what was not tried, when somebody stopped this thread.
+            # This includes entries that were not tried, because a signal handler raised in this thread.
             with self._changed:
                 self.pending.difference_update(left)
                 self.refused += left

@@ -1,7 +1,7 @@
-"""What a region cache holds, by address.
+"""Index of the entries of a region cache, by address.
 
-Level 3. Pure bookkeeping, under the lock of the cache: chunks of memory are kept in order of their addresses and never
-overlap, so a range is found by one binary search, however many there are.
+The index makes no calls and requires the lock of the cache. The chunks of memory are sorted by address and never
+overlap, so one binary search finds a range, however many entries there are.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ if TYPE_CHECKING:
 
 __all__ = ["Entry", "Index", "Key", "end_of", "overlaps"]
 
-# (base, length, buffer id) of every chunk, in order.
+# The (base, length, buffer id) of every chunk of an allocation, in order of their addresses.
 Key = tuple[tuple[int, int, int], ...]
 
 
 def end_of(key: Key) -> int:
-    """The address behind the last byte."""
+    """Return the address after the last byte."""
     return key[-1][0] + key[-1][1]
 
 
 def overlaps(key: Key, begin: int, end: int) -> bool:
-    """Whether any byte is in both."""
+    """Return whether the chunks of `key` overlap [begin, end)."""
     return key[0][0] < end and begin < end_of(key)
 
 
 class Entry:
-    """One registered allocation."""
+    """One registered allocation in a region cache."""
 
     __slots__ = (
         "alive",
@@ -60,23 +60,23 @@ class Entry:
         self.registration = registration
         self.give_back = give_back
         self.is_present = memory.presence(key)
-        self.known_by: list[DeviceBuffer] = []  # Who finds it without a search.
-        # One item for each lease: an item is added under the lock of the cache, and taken out without it.
+        self.known_by: list[DeviceBuffer] = []  # The buffers for which Index.known has this entry.
+        # One item for each lease. Items are added under the lock of the cache and removed without it.
         self.holders: list[None] = []
         self.linked = False
-        self.is_taken = False  # By a thread that deregisters it.
-        # Closing the device closes what lies on it, also this.
+        self.is_taken = False  # Whether a thread is deregistering it.
+        # Whether the memory was not released. Closing the device also releases it.
         self.alive = True
         memory.before_release(self._end)
 
     @property
     def leases(self) -> int:
-        """How many. Copying a list and taking an item out of it exclude each other, also without a GIL."""
+        """The number of leases. `list.copy` and `list.pop` are atomic against each other, also without a GIL."""
         return len(self.holders.copy())
 
     @property
     def length_bytes(self) -> int:
-        """How much is registered."""
+        """Size of the registered memory in bytes."""
         return self.end - self.base
 
     def _end(self) -> None:
@@ -93,14 +93,14 @@ class _Chunk:
 
 
 class Index:
-    """The linked entries, by the chunks under them, and when each was used last.
+    """The linked entries of a region cache, indexed by their chunks and ordered by their last use.
 
     Attributes
     ----------
     used : OrderedDict
-        All of them, least recently used first.
+        All linked entries, least recently used first.
     known : dict
-        Memory of gdrkit that was found before, and the entry over all of it: most hits end their search here.
+        Maps memory of gdrkit that an earlier lookup found to the entry that covers all of it. Most hits need only this.
     """
 
     def __init__(self, *, regions_max: int, bytes_max: int) -> None:
@@ -110,10 +110,10 @@ class Index:
         self._bytes_max = bytes_max
         self._bytes = 0
         self._bases: list[int] = []
-        self._chunks: list[_Chunk] = []  # Of the same order.
+        self._chunks: list[_Chunk] = []  # In the order of _bases.
 
     def find(self, address: int, end: int) -> Entry | None:
-        """An entry that holds the whole range."""
+        """Return an entry that contains all of [address, end), or None."""
         at = bisect_right(self._bases, address)
         if at:
             for entry in self._chunks[at - 1].entries:
@@ -122,14 +122,14 @@ class Index:
         return None
 
     def learn(self, memory: DeviceBuffer, entry: Entry) -> None:
-        """Find a linked entry by the memory itself from now on, if it holds all of it."""
+        """Add `memory` to `known` if the linked `entry` contains all of it, so that later lookups need no search."""
         begin = memory.address
         if memory not in self.known and entry.base <= begin and begin + memory.length_bytes <= entry.end:
             self.known[memory] = entry
             entry.known_by.append(memory)
 
     def overlapping(self, begin: int, end: int) -> list[Entry]:
-        """Every entry that has a byte of the range, each once."""
+        """Return the entries that overlap [begin, end), each once."""
         found: dict[Entry, None] = {}
         for chunk in self._chunks[max(bisect_right(self._bases, begin) - 1, 0) :]:
             if chunk.base >= end:
@@ -139,7 +139,7 @@ class Index:
         return list(found)
 
     def outdated_by(self, key: Key) -> list[Entry]:
-        """The entries over chunks that cannot be there any more, since those of `key` are."""
+        """Return the entries with a chunk that cannot exist any more, because the chunks of `key` exist."""
         facts = set(key)
         return [
             entry
@@ -148,7 +148,7 @@ class Index:
         ]
 
     def add(self, entry: Entry) -> None:
-        """Link it; nothing that it outdates may be linked."""
+        """Link an entry. The caller has unlinked the entries that it outdates."""
         for base, length_bytes, _buffer_id in entry.key:
             at = bisect_left(self._bases, base)
             if at == len(self._bases) or self._bases[at] != base:
@@ -159,7 +159,7 @@ class Index:
         self._bytes += entry.length_bytes
 
     def remove(self, entry: Entry) -> None:
-        """Unlink it."""
+        """Unlink an entry."""
         for base, _length_bytes, _buffer_id in entry.key:
             at = bisect_left(self._bases, base)
             self._chunks[at].entries.remove(entry)
@@ -174,19 +174,21 @@ class Index:
 
     @property
     def is_over(self) -> bool:
-        """Whether a limit is passed."""
+        """Whether the number of regions or of bytes is above its limit."""
         return len(self.used) > self._regions_max or self._bytes > self._bytes_max
 
     def too_much(self) -> list[Entry]:
-        """What has to go for the limits, least recently used first. What is leased stays: it could not be deregistered,
-        and the next lookup would register it a second time.
+        """Return the entries to evict so that the limits hold, least recently used first.
+
+        Leased entries are skipped: they could not be deregistered now, and the next lookup would register the same
+        memory a second time.
         """
         found: list[Entry] = []
         count, length_bytes = len(self.used) - self._regions_max, self._bytes - self._bytes_max
         if count > 0 or length_bytes > 0:
             for entry in tuple(self.used):
                 if entry.leases:
-                    # In use now, so it is not what was used least recently.
+                    # A leased entry is in use now, so it moves to the most recently used end.
                     self.used.move_to_end(entry)
                     continue
                 found.append(entry)

@@ -1,6 +1,6 @@
-"""Registrations of a region cache that are under way: one for each key, and who waits for it.
+"""Pending registrations of a region cache, at most one per key.
 
-Level 3.
+Concurrent lookups of one allocation share a single registration: one thread registers, and the others wait for it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["Flight", "Flights"]
 
 
 class Flight:
-    """One registration under way, and who waits for it."""
+    """One pending registration, with the number of threads that wait for it."""
 
     __slots__ = ("done", "entry", "error", "key", "unlinked", "waiters")
 
@@ -32,33 +32,33 @@ class Flight:
 
 
 class Flights:
-    """All of them; for who has the lock of `changed`."""
+    """The pending registrations of a cache. Every member requires the lock of `changed`."""
 
     def __init__(self, changed: threading.Condition) -> None:
         self._changed = changed
         self._by_key: dict[Key, Flight] = {}
-        self._flying: set[Flight] = set()  # Those and the ones that were unlinked meanwhile.
+        self._flying: set[Flight] = set()  # Those of _by_key, and those that were unlinked.
 
     def __len__(self) -> int:
         return len(self._flying)
 
     @property
     def waiting(self) -> int:
-        """How many threads wait."""
+        """The number of threads that wait for a pending registration."""
         return sum(flight.waiters for flight in self._flying)
 
     def find(self, key: Key) -> Flight | None:
-        """The one of this key that a lookup may wait for."""
+        """Return the pending registration of `key` that a new lookup may join, or None."""
         return self._by_key.get(key)
 
     def start(self, key: Key) -> Flight:
-        """A new one; there is none of the key."""
+        """Add and return a new pending registration of `key`, which has none."""
         flight = self._by_key[key] = Flight(key)
         self._flying.add(flight)
         return flight
 
     def land(self, flight: Flight) -> None:
-        """It ended, and its entry or error is set."""
+        """Remove `flight`, whose entry or error is set, and wake its waiters."""
         self._flying.discard(flight)
         if self._by_key.get(flight.key) is flight:
             del self._by_key[flight.key]
@@ -66,7 +66,7 @@ class Flights:
         self._changed.notify_all()
 
     def unlink(self, begin: int, end: int) -> int:
-        """Have no later lookup wait for what has a byte of the range; gives the number."""
+        """Stop new lookups from joining the pending registrations that overlap [begin, end). Return their number."""
         found = [flight for key, flight in self._by_key.items() if overlaps(key, begin, end)]
         for flight in found:
             flight.unlinked = True
@@ -74,5 +74,5 @@ class Flights:
         return len(found)
 
     def overlapping(self, begin: int, end: int) -> int:
-        """How many have a byte of the range, also unlinked ones."""
+        """Return the number of pending registrations that overlap [begin, end), including the unlinked ones."""
         return sum(overlaps(flight.key, begin, end) for flight in self._flying)

@@ -1,7 +1,4 @@
-"""One entry of a region cache: the registration of a whole allocation.
-
-Level 3.
-"""
+"""Registration of a whole allocation, which makes one entry of a region cache."""
 
 from __future__ import annotations
 
@@ -30,17 +27,20 @@ def register_whole(
     route: RegistrationRoute | None,
     give_back: Callable[[Entry], None],
 ) -> Entry:
-    """Register every byte of the chunks under `memory`, of which `key` was the answer of a moment ago.
+    """Register all chunks under `memory` and return the new entry.
+
+    The caller has read `key`, the allocation key of `memory`, before this call.
 
     Raises
     ------
     UsageError
-        BUSY: the key does not hold any more; nothing stays registered.
+        BUSY: the allocation key has changed. Nothing stays registered.
     """
     whole = memory.allocation()
     try:
         registration = register(whole, nics, access=access, route=route)
-        # The key was asked before; only if it still holds now is what was registered what it names.
+        # The caller read the key before the registration. Only if the key still holds now, the registered memory is the
+        # memory that the key names.
         if (whole.address, whole.length_bytes) != (key[0][0], end_of(key) - key[0][0]) or not whole.presence(key)():
             message = "the memory was freed or remapped while it was registered"
             raise UsageError(message, reason=Reason.BUSY)  # noqa: TRY301 - what was made is closed below.

@@ -1,9 +1,13 @@
-"""Registrations that are kept: registering takes long, asking whether one still holds takes one call of the driver.
+"""A cache of memory registrations.
 
-Level 3. An entry is one allocation, registered whole with every NIC of the cache, and named by the base, the size and
-the driver's buffer id of each chunk under it. An address says nothing: memory that was freed and allocated again has
-another buffer id, and is another memory. Registering happens outside the lock, once for each key at a time; a free by
-gdrkit takes the entry back first; what is leased is deregistered when the last lease ends.
+Registering memory takes long. To check whether a cached registration is still valid takes one call of the driver.
+
+An entry is one whole allocation, registered with every NIC of the cache. Its key is the base, the size and the driver's
+buffer id of each chunk of the allocation. The address alone is not enough: memory that was freed and allocated again at
+the same address has another buffer id, and needs another registration.
+
+The cache registers memory outside its lock, and each key in at most one thread at a time. When gdrkit frees memory, it
+first removes the memory's entries from the cache. A leased entry is deregistered when its last lease ends.
 """
 
 from __future__ import annotations
@@ -35,26 +39,27 @@ if TYPE_CHECKING:
 
 __all__ = ["RegionCache"]
 
-_CACHE, _MEMORY = "region cache", "the memory to lease"  # What may be closed.
+_CACHE, _MEMORY = "region cache", "the memory to lease"  # Names for ClosedResource errors.
 
 
 class RegionCache:
-    """Registrations of device memory with the same NICs; for use by any number of threads.
+    """A cache of registrations of device memory with a fixed set of NICs. It can be used by any number of threads.
 
-    A forked child gets a closed copy, which takes nothing back: the registrations are the parent's.
+    In a forked child the cache is closed and deregisters nothing: the registrations belong to the parent.
 
     Parameters
     ----------
     nics : sequence of Nic
-        With which memory is registered: all of them, or none. They must outlive the cache.
+        The NICs that all memory is registered with. They must outlive the cache.
     access : Access
-        What the keys allow.
+        Access rights of the keys.
     route : RegistrationRoute or None
-        Force one way of registration; None: the policy.
+        Use only this method of registration. With None, :func:`~gdrkit.registration.register` chooses.
     regions_max : int
-        How many entries may stay, above 0.
+        Limit of the number of entries, above 0. Leased entries are not evicted, so they can exceed a limit.
     bytes_max : int
-        How much memory may stay registered, above 0. An allocation larger than that is registered for its lease alone.
+        Limit of the registered memory in bytes, above 0. An allocation larger than that is registered for its lease
+        only.
     """
 
     def __init__(
@@ -83,18 +88,18 @@ class RegionCache:
         self._departures = Departures(self._changed)
         self._watched: dict[DeviceBuffer, Callable[[], None]] = {}
         self._hits = self._misses = self._registrations = self._evictions = self._invalidations = 0
-        self._is_full = False  # Over a limit, because what is leased stays.
+        self._is_full = False  # Over a limit, because leased entries stay.
         self._closing = self._closed = False
         self._handle = Handle("registration.cache")
         forks.register(self)
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed."""
+        """Whether the cache was closed."""
         return self._closed
 
     def statistics(self) -> CacheStatistics:
-        """What it counts, at one moment."""
+        """Return a consistent snapshot of the counters."""
         with self._lock:
             return CacheStatistics(
                 hits=self._hits,
@@ -111,27 +116,30 @@ class RegionCache:
             )
 
     def lease(self, memory: DeviceBuffer, *, offset_bytes: int = 0, length_bytes: int | None = None) -> Lease:
-        """A registration that holds for as long as the lease; the memory must not be freed before.
+        """Return a lease of a range of memory: its registration stays valid until the lease is closed.
+
+        The caller must not free the memory before it closes the lease.
 
         Parameters
         ----------
         memory : DeviceBuffer
-            What to reach. The whole allocation under it is registered, so that any part of it is found later. Memory
-            of gdrkit is watched from now on: freeing it takes the entry out first, and is refused while it is leased.
+            The memory to lease. The whole allocation under it is registered, so that later lookups of any part hit.
+            From now on the cache observes memory of gdrkit: freeing it first removes its entries, and fails while it is
+            leased.
         offset_bytes, length_bytes : int
-            Which part the lease is about; None: up to the end.
+            The range in `memory`. A length of None means up to the end.
 
         Raises
         ------
         RegistrationFailed, ApiError
-            As :func:`~gdrkit.registration.register`; every thread that waited gets an error with the same fields.
-            Nothing is kept of a registration that failed, and the next lookup tries again.
+            See :func:`~gdrkit.registration.register`. Every thread that waited for this registration raises an error
+            with the same fields. A failure is not cached, so the next lookup tries again.
         UsageError
             BUSY: the memory was freed or remapped while it was registered.
         ClosedResource
-            The memory or the cache.
+            The memory or the cache is closed.
         """
-        # A hit is what a transfer pays each time, so it makes few calls and takes the lock once.
+        # Each transfer pays for a hit, so a hit makes few calls and takes the lock once.
         try:
             size_bytes = memory.length_bytes
         except AttributeError:
@@ -150,21 +158,21 @@ class RegionCache:
                     self._hits += 1
                     self._used.move_to_end(entry)
                 else:
-                    entry = None  # Unlinked just now.
+                    entry = None  # Another thread has unlinked it.
         if entry is None or not self._holds(entry):
             entry = self._searched(memory, address, address + length_bytes)
         return Lease(entry, address, length_bytes)
 
     def invalidate(self, address: int, *, length_bytes: int) -> int:
-        """Forget every entry that has a byte of the range, and whatever is being registered there; gives the number.
+        """Remove every entry that overlaps a range, and return the number of removed entries.
 
-        No later lookup finds them. What is not leased is deregistered before this returns, the rest when its last
-        lease ends.
+        Pending registrations in the range count as entries. No later lookup finds them. Entries without a lease are
+        deregistered before this method returns, the others when their last lease ends.
 
         Raises
         ------
         ApiError
-            Of the first region that could not be deregistered; all are out of the cache.
+            An entry could not be deregistered (the error of the first one). All entries were removed from the cache.
         """
         with self._lock:
             count, victims = self._forget(address, address + length_bytes)
@@ -172,20 +180,20 @@ class RegionCache:
         return count
 
     def close(self, *, timeout_ms: float | None = 0) -> None:
-        """Deregister everything; a second close does nothing.
+        """Deregister everything. A second close does nothing.
 
         Parameters
         ----------
         timeout_ms : float or None
-            How long to wait for leases and registrations that are under way. 0: refuse at once when there are any.
-            None: wait for as long as it takes. New leases are refused meanwhile.
+            How long to wait for open leases and pending registrations, in milliseconds. With 0, close fails at once if
+            there are any. With None, there is no limit. During the wait, new leases are refused.
 
         Raises
         ------
         UsageError
-            BUSY: something is still leased; the cache works on as before.
+            BUSY: a lease is still open, or a registration is pending. The cache stays open and usable.
         ApiError
-            Of the first region that could not be deregistered; closing again tries again.
+            An entry could not be deregistered (the error of the first one). Another close tries again.
         """
         with self._lock:
             if self._closed:
@@ -211,11 +219,12 @@ class RegionCache:
         self._handle.release()
 
     def after_fork_in_child(self) -> None:
-        """Be closed in a forked child: registrations, NICs and device memory are those of the parent.
+        """Mark the cache as closed in a forked child: registrations, NICs and device memory belong to the parent.
 
-        The child neither leases nor deregisters. The parent and its leases go on as before.
+        The child neither leases nor deregisters. The cache of the parent and its leases stay valid.
         """
-        self._inherited = (self._index, self._flights, self._departures, self._watched)  # Never released here.
+        # Keeps the references: the child must not release these.
+        self._inherited = (self._index, self._flights, self._departures, self._watched)
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._index = Index(regions_max=self.regions_max, bytes_max=self.bytes_max)
@@ -226,10 +235,11 @@ class RegionCache:
         self._closing = self._closed = True
 
     def _holds(self, entry: Entry) -> bool:
-        """Whether what a leased entry names is still there. If not, it is unlinked and given back."""
-        is_present = entry.is_present  # A field that is called where it stands costs more.
+        """Return whether the memory of a leased entry is still the same. If not, unlink the entry and end the lease."""
+        is_present = entry.is_present  # `entry.is_present()` would be slower.
         try:
-            # Outside of the lock: the driver's answer is about now, whoever waits.
+            # This call is made outside of the lock. The driver reports the current state, so no lock makes it more
+            # valid.
             if is_present() and entry.alive:
                 return True
         except BaseException:
@@ -238,13 +248,13 @@ class RegionCache:
         with self._lock:
             self._hits -= 1
             if entry.linked:
-                self._unlink(entry)  # Leased by this thread, so the last one to give it back deregisters it.
+                self._unlink(entry)  # Returns []: this thread still has a lease.
                 self._invalidations += 1
         self._give_back(entry)
         return False
 
     def _searched(self, memory: DeviceBuffer, address: int, end: int) -> Entry:
-        """A valid entry over the range, leased: one that is found by its address, or else a new one."""
+        """Return a valid, leased entry that contains [address, end): one from the index, or a new one."""
         while True:
             if memory.closed:
                 raise ClosedResource(_MEMORY)
@@ -269,18 +279,18 @@ class RegionCache:
                 return entry
 
     def _missed(self, memory: DeviceBuffer) -> Entry | None:
-        """Register, or wait for the thread that does; None: look again."""
+        """Register the memory, or wait for the thread that registers it. None: the caller has to search again."""
         key = memory.allocation_key()
         with self._lock:
             if self._closing:
                 raise ClosedResource(_CACHE)
             if memory.closed or (memory.owned and memory not in self._watched):
-                # The action before the free has been here already: another thread is freeing the memory.
+                # The before-release action has already run: another thread is freeing the memory.
                 raise ClosedResource(_MEMORY)
             flight = self._flights.find(key)
             is_first = flight is None
             if flight is None:
-                # Whoever registered it may have landed since this thread looked.
+                # The thread that registered it may have finished since this thread searched the index.
                 landed = self._index.find(key[0][0], end_of(key))
                 if landed is not None and landed.key == key:
                     return None
@@ -296,8 +306,9 @@ class RegionCache:
                 flight.key, memory, self.nics, access=self.access, route=self.route, give_back=self._give_back
             )
         except BaseException as error:
-            # Waiters get the same failure, each as an error of its own: an error that several threads raise has the
-            # frames of all. What is not of gdrkit (a signal that stopped this thread) is not theirs: they try again.
+            # The waiters raise the same failure, but each raises its own error object: an error raised in several
+            # threads would collect the tracebacks of all of them. An exception that is not of gdrkit (such as one that
+            # a signal handler raised in this thread) is not passed on, and the waiters try again.
             shared = error.fresh() if isinstance(error, GdrkitError) else None
             with self._lock:
                 flight.error = shared
@@ -306,7 +317,7 @@ class RegionCache:
         with self._lock:
             self._registrations += 1
             self._departures.registered_bytes += entry.length_bytes
-            # Those who wait get their leases now, so that nobody evicts it before they wake up.
+            # The waiting threads get their leases here, so that the entry is not evicted before they wake up.
             entry.holders.extend([None] * (1 + flight.waiters))
             victims = [] if flight.unlinked or entry.length_bytes > self.bytes_max else self._link(entry)
             if not entry.linked:
@@ -331,7 +342,7 @@ class RegionCache:
         return flight.entry
 
     def _link(self, entry: Entry) -> list[Entry]:
-        """Make it findable; gives what has to be deregistered for it."""
+        """Link an entry. Return the entries that the caller has to deregister because of it."""
         victims: list[Entry] = []
         for old in self._index.outdated_by(entry.key):
             victims += self._unlink(old)
@@ -344,13 +355,13 @@ class RegionCache:
         return sum(entry.leases for entry in (*self._used, *self._departures.pending))
 
     def _unlink(self, entry: Entry) -> list[Entry]:
-        """Let no lookup find it any more; gives it when the caller has to deregister it."""
+        """Unlink an entry, so that lookups do not find it. Return it in a list if the caller has to deregister it."""
         self._index.remove(entry)
-        entry.linked = False  # Before its leases are looked at; see _give_back.
+        entry.linked = False  # Set before the leases are counted; see _give_back.
         return self._departures.add(entry)
 
     def _evicted(self) -> list[Entry]:
-        self._is_full = True  # Before the leases are looked at; see _give_back.
+        self._is_full = True  # Set before the leases are counted; see _give_back.
         outdated = self._index.too_much()
         victims = [victim for entry in outdated for victim in self._unlink(entry)]
         self._evictions += len(outdated)
@@ -358,19 +369,22 @@ class RegionCache:
         return victims
 
     def _give_back(self, entry: Entry) -> None:
-        """End a lease, mostly without the lock.
+        """End a lease, in most cases without taking the lock.
 
-        Whoever holds the lock and looks at the leases changes one of these three first. Taking a holder out and
-        counting the holders exclude each other, so either the count is without this one, or the change is seen here.
+        A thread that holds the lock and counts the leases first changes one of the three conditions below. Removing a
+        holder and counting the holders are atomic against each other. So either that count excludes this holder, or
+        this thread sees the changed condition and calls `_ended`.
         """
         entry.holders.pop()
         if not entry.linked or self._is_full or self._closing:
             self._ended(entry)
 
     def _ended(self, entry: Entry) -> None:
-        """Do what had to wait for the end of a lease."""
+        """Do the work that had to wait for the end of a lease."""
         if self._closed:
-            return  # A closed cache has leases only in a forked child, where they are copies of the parent's.
+            # The cache is closed and still has a lease: this is a forked child, where the lease is a copy of the
+            # parent's.
+            return
         with self._lock:
             victims = self._evicted() if entry.linked else self._departures.take(entry)
             if self._closing:
@@ -385,7 +399,10 @@ class RegionCache:
         return count, victims
 
     def _watch(self, memory: DeviceBuffer) -> None:
-        """Have a free by gdrkit take the entries out first. Other owners free unseen; the buffer id tells."""
+        """Remove the entries of `memory` before gdrkit frees it.
+
+        Memory of other owners is freed without notice. There, lookups detect the free by the changed buffer id.
+        """
         with self._lock:
             if memory not in self._watched and not self._closing:
                 self._watched[memory] = memory.before_release(lambda: self._before_free(memory))

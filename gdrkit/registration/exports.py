@@ -1,7 +1,7 @@
-"""Which memory goes to other processes and to NICs by which way, as measured.
+"""Table of the export methods that each kind of device memory supports, as measured.
 
-Level 3, pure: every row was run on an H200 with driver 580 (CUDA 13.0). The driver is always asked; the table only
-explains what it answers, and the suites ask it again for every row.
+Every row was measured on an H200 with driver 580 (CUDA 13.0). The code always calls the driver. The table only explains
+its errors, and the test suites repeat the measurement of every row.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ _NOT_SUPPORTED = 801
 
 
 class ExportRow(NamedTuple):
-    """What the driver answers.
+    """The driver's result for one kind of memory and one export method.
 
     Attributes
     ----------
     memory : MemoryKind
-        Which memory.
+        The kind of memory.
     way : ShareKind
-        How it is exported.
+        The export method.
     part : str
-        ``whole``; of a dma-buf also ``page`` (from the second 4 KiB page on), ``odd_address``, ``odd_length`` and
-        ``pcie`` (whole, by a PCIe mapping: flag 1).
+        The exported part: ``whole``. For a dma-buf also ``page`` (from the second 4 KiB page on), ``odd_address``,
+        ``odd_length`` and ``pcie`` (whole, with CU_MEM_RANGE_FLAG_DMA_BUF_MAPPING_TYPE_PCIE, flag 1).
     status : int
-        The CUresult.
+        The CUresult that the driver returned.
     """
 
     memory: MemoryKind
@@ -61,12 +61,12 @@ EXPORTS: tuple[ExportRow, ...] = (
 
 
 def ways_of(memory: MemoryKind) -> tuple[ShareKind, ...]:
-    """By which ways memory of this kind was seen to go out; none for memory that the table does not know."""
+    """Return the export methods that worked for this kind of memory; none if the table has no rows of it."""
     return tuple(row.way for row in EXPORTS if row.memory is memory and row.part == "whole" and row.status == _SUCCESS)
 
 
 def advice(memory: MemoryKind) -> str:
-    """What to do with memory of this kind instead."""
+    """Return what the user can do instead for this kind of memory."""
     if memory is MemoryKind.CUDA_IMPORTED:
         return "let the process that allocated it share it"
     ways = [way.name for way in ways_of(memory)]
@@ -74,8 +74,9 @@ def advice(memory: MemoryKind) -> str:
 
 
 def explained(error: ApiError, memory: MemoryKind) -> ApiError:
-    """What INVALID_VALUE of cuIpcGetMemHandle means: that this kind of memory has no such handle, where that was
-    measured; any other error as it is.
+    """Return a clearer error for INVALID_VALUE of cuIpcGetMemHandle, or any other error unchanged.
+
+    For the kinds of memory where this was measured, INVALID_VALUE means that such memory has no IPC handle.
     """
     if error.status != _INVALID_VALUE or ShareKind.IPC in ways_of(memory):
         return error

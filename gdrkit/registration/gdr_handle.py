@@ -1,9 +1,9 @@
-"""The 80-byte handle of the first GDR interface of hf3fs: for programs that have that format already.
+"""The 80-byte handle of the first GDR interface of hf3fs, for programs that already use this format.
 
-Level 3. Bytes 0 to 63 are a CUipcMemHandle, 64 to 71 the size, 72 to 79 the number of the device, both little-endian.
-It has no room for an offset, a version, a checksum or the owner, and it names the device by a number that two
-processes need not share. So memory that begins inside an allocation is refused here (its importer would get the base,
-other bytes), every field is checked against what the driver says, and new programs take
+Bytes 0 to 63 are a CUipcMemHandle, bytes 64 to 71 the size and bytes 72 to 79 the device number, both little-endian.
+The format has no offset, no version, no checksum and no owner. The device number may mean different devices in two
+processes. Memory that begins inside an allocation is therefore refused: its importer would get the bytes at the base of
+the allocation. On import, every field is checked against the driver's values. New programs should use
 :func:`gdrkit.registration.share.export_memory`.
 """
 
@@ -31,12 +31,13 @@ _DEVICE_MAX = (1 << 31) - 1
 
 @dataclass(frozen=True, slots=True)
 class GdrHandle:
-    """Its three fields.
+    """The three fields of the handle.
 
     Raises
     ------
     UsageError
-        MALFORMED: an empty IPC handle, a size of 0 or above 2**63 - 1, a device number that no int holds.
+        MALFORMED: the IPC handle is empty, the size is 0 or above 2**63 - 1, or the device number does not fit in an
+        int.
     """
 
     ipc: bytes
@@ -50,50 +51,50 @@ class GdrHandle:
             _refuse(f"{self.length_bytes} bytes on device {self.device_index}")
 
     def pack(self) -> bytes:
-        """Its 80 bytes."""
+        """Return the handle as 80 bytes."""
         return _FORMAT.pack(self.ipc, self.length_bytes, self.device_index)
 
     @classmethod
     def parse(cls, data: bytes) -> Self:
-        """The handle in these bytes; UsageError(MALFORMED) when they are none."""
+        """Return the handle that `data` contains, or raise UsageError(MALFORMED)."""
         if len(data) != GDR_HANDLE_BYTES:
             _refuse(f"{len(data)} bytes and not {GDR_HANDLE_BYTES}")
         return cls(*_FORMAT.unpack(data))
 
 
 def export_gdr(memory: CudaMemory) -> bytes:
-    """The 80 bytes for memory of cuMemAlloc, from its first byte on.
+    """Return the 80-byte handle of memory of cuMemAlloc.
 
     Raises
     ------
     UsageError
         The memory begins inside its allocation.
     Unsupported, ApiError
-        As :func:`gdrkit.registration.share.export_memory`.
+        See :func:`gdrkit.registration.share.export_memory`.
     """
     try:
         ipc = cuda.export_handle(memory)
     except ApiError as error:
         better = explained(error, memory.kind)
         if better is error:
-            raise  # From itself, it would be its own cause.
+            raise  # Raised from itself, the error would be its own cause.
         raise better from error
     _require_base(memory)
     return GdrHandle(ipc=ipc, length_bytes=memory.length_bytes, device_index=memory.device.index).pack()
 
 
 def import_gdr(device: cuda.Device, data: bytes) -> SharedMemory:
-    """Open the memory of such a handle.
+    """Open the memory of an 80-byte handle.
 
     Raises
     ------
     Unsupported
-        ENOTSUP: this process has no CUDA.
+        ENOTSUP: CUDA is not available in this process.
     UsageError
-        MALFORMED: it is no handle, or its memory is smaller than it says. NO_DEVICE: there is no such device here, or
-        it is not `device`.
+        MALFORMED: `data` is not a handle, or the memory is smaller than the handle states. NO_DEVICE: this process has
+        no device with that number, or `device` is another one.
     ApiError
-        The driver refused: its owner is this process, has ended or has freed the memory.
+        The driver refused the handle, because the owner is this process, has ended or has freed the memory.
     """
     handle = GdrHandle.parse(data)
     _require_device(handle, device)

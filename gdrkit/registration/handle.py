@@ -1,12 +1,13 @@
-"""The handle by which one process tells another of its device memory: 192 bytes, versioned, little-endian.
+"""The handle by which one process describes its device memory to another: 192 bytes, versioned, little-endian.
 
-Level 3, pure. :data:`LAYOUT` is the format. A handle comes from another process, so :meth:`ShareHandle.parse` believes
-nothing: every byte has one right value or is checked, and one that was cut off, changed or made up is refused with
-``UsageError(MALFORMED)`` before any API sees it.
+:data:`LAYOUT` defines the format. A handle comes from another process, which is untrusted. So :meth:`ShareHandle.parse`
+checks every byte, and refuses a truncated, changed or invented handle with ``UsageError(MALFORMED)`` before any API
+gets it.
 
-The checksum is the first 16 bytes of SHA-256 and not a CRC: the standard library has it, CRC32C it has not; one in
-2**128 changed handles passes and not one in 2**32; at 192 bytes its time does not matter. It finds damage. It is no
-signature: who can reach the socket can also make a handle, and gets what the driver lets that user have.
+The checksum is the first 16 bytes of SHA-256 instead of a CRC, for three reasons. The standard library has SHA-256 and
+has no CRC32C. One in 2**128 damaged handles passes instead of one in 2**32. For 192 bytes the time does not matter. The
+checksum detects damage, but it is not a signature: a process that can connect to the socket can also make a handle, and
+gets the access that the driver grants to its user.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from gdrkit.units import HOST_PAGE_BYTES
 
 __all__ = ["DESCRIPTORS_MAX", "LAYOUT", "SHARE_HANDLE_BYTES", "Field", "ShareHandle", "ShareKind"]
 
-# SCM_MAX_FD: what one message of a socket can carry.
+# SCM_MAX_FD: the largest number of descriptors in one message of a UNIX socket.
 DESCRIPTORS_MAX = 253
 
 _MAGIC = b"GDRSHARE"
@@ -33,21 +34,21 @@ _DIGEST_BYTES = 16
 _IPC_BYTES = 64
 _UUID_BYTES = 16
 _NO_IPC = bytes(_IPC_BYTES)
-# The driver's sizes are those of size_t, and no memory is larger than half of all addresses.
+# The driver's sizes are of type size_t, and no memory is larger than half of the address space.
 _SIZE_MAX = (1 << 63) - 1
 _ADDRESS_END = 1 << 64
 
 
 class ShareKind(enum.IntEnum):
-    """How memory goes to another process."""
+    """The method by which memory is shared with another process."""
 
     IPC = 1  # cuIpcGetMemHandle
-    VMM = 2  # cuMemExportToShareableHandle, one descriptor a chunk
+    VMM = 2  # cuMemExportToShareableHandle, one descriptor per chunk
     DMABUF = 3  # cuMemGetHandleForAddressRange, one descriptor
 
 
 class Field(NamedTuple):
-    """One field of the format; ``code`` is that of :mod:`struct`."""
+    """One field of the format. ``code`` is its format character in :mod:`struct`."""
 
     offset_bytes: int
     code: str
@@ -82,12 +83,12 @@ SHARE_HANDLE_BYTES = _FORMAT.size
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShareHandle:
-    """What :data:`LAYOUT` describes; the units and limits are there.
+    """A handle of shared memory. :data:`LAYOUT` describes its fields, with their units and limits.
 
     Raises
     ------
     UsageError
-        MALFORMED: the fields contradict each other or are out of their limits.
+        MALFORMED: a field is out of its limits, or the fields contradict each other.
     """
 
     kind: ShareKind
@@ -111,11 +112,11 @@ class ShareHandle:
 
     @property
     def device(self) -> str:
-        """``GPU-...``, as nvidia-smi prints it."""
+        """The UUID of the device as nvidia-smi prints it, ``GPU-...``."""
         return f"GPU-{uuid.UUID(bytes=self.device_uuid)}"
 
     def pack(self) -> bytes:
-        """Its :data:`SHARE_HANDLE_BYTES` bytes."""
+        """Return the handle as :data:`SHARE_HANDLE_BYTES` bytes."""
         body = _FORMAT.pack(
             _MAGIC,
             _VERSION,
@@ -140,12 +141,13 @@ class ShareHandle:
 
     @classmethod
     def parse(cls, data: bytes) -> Self:
-        """The handle in these bytes.
+        """Return the handle that `data` contains.
 
         Raises
         ------
         UsageError
-            MALFORMED: too short, too long, of another version, damaged, or with fields that contradict each other.
+            MALFORMED: `data` is too short, too long, damaged or of another version, or its fields contradict each
+            other.
         """
         if len(data) != SHARE_HANDLE_BYTES:
             _refuse(f"{len(data)} bytes and not {SHARE_HANDLE_BYTES}")
@@ -172,7 +174,7 @@ class ShareHandle:
         )
 
     def _check_sizes(self) -> None:
-        # Python's integers do not overflow; the limits are those of the driver, which counts in 64 bits.
+        # Integers of Python do not overflow. The limits are those of the driver, which uses 64-bit sizes.
         if not 0 < self.allocation_bytes <= _SIZE_MAX:
             _refuse(f"an allocation of {self.allocation_bytes} bytes")
         if self.length_bytes <= 0 or self.offset_bytes < 0:

@@ -1,7 +1,4 @@
-"""The right to use a registration of a cache for a while.
-
-Level 3.
-"""
+"""Lease of a cached registration."""
 
 from __future__ import annotations
 
@@ -23,64 +20,68 @@ __all__ = ["Lease", "refuse_range"]
 
 
 class Lease:
-    """A range of device memory that the NICs of a cache can reach until :meth:`close`.
+    """A range of device memory that the NICs of a cache can access until :meth:`close`.
 
     Attributes
     ----------
     address : int
-        Device address of its first byte.
+        Device address of the first byte.
     length_bytes : int
-        Its size.
+        Size of the range in bytes.
     """
 
     __slots__ = ("_entry", "address", "length_bytes")
 
     def __init__(self, entry: Entry, address: int, length_bytes: int) -> None:
-        """Not for direct use; see :meth:`RegionCache.lease`."""
+        """Create a lease of `entry`. Callers use :meth:`RegionCache.lease` instead."""
         self._entry: Entry | None = entry
         self.address = address
         self.length_bytes = length_bytes
 
     @property
     def closed(self) -> bool:
-        """Whether it was given back."""
+        """Whether the lease was closed."""
         return self._entry is None
 
     @property
     def route(self) -> RegistrationRoute:
-        """How the NICs came to know the memory."""
+        """The method by which the memory was registered."""
         return self._open().registration.route
 
     @property
     def nics(self) -> tuple[Nic, ...]:
-        """Which NICs reach it."""
+        """The NICs that can access the range."""
         return self._open().registration.nics
 
     def remote(self, nic: Nic, *, offset_bytes: int = 0, length_bytes: int | None = None) -> RemoteRange:
-        """What a peer needs to reach a part of the range through this NIC; None: up to the end.
+        """Return the address and the key by which a peer can access a part of the range through `nic`.
 
-        The key in it is that of the whole allocation: it is for peers that are trusted with all of it.
+        A length of None means up to the end. The key is valid for the whole allocation, so pass it only to peers that
+        may access all of the allocation.
         """
         entry, offset_bytes, length_bytes = self._part(offset_bytes, length_bytes)
         return entry.registration.remote(nic, offset_bytes=offset_bytes, length_bytes=length_bytes)
 
     def piece(self, nic: Nic, *, offset_bytes: int = 0, length_bytes: int | None = None) -> Piece:
-        """A part of the range for a request of this side; None: up to the end."""
+        """Return a scatter/gather element for a part of the range, for local requests.
+
+        A length of None means up to the end.
+        """
         entry, offset_bytes, length_bytes = self._part(offset_bytes, length_bytes)
         return entry.registration.region(nic).piece(offset_bytes=offset_bytes, length_bytes=length_bytes)
 
     def close(self) -> None:
-        """Give it back; a second close does nothing.
+        """End the lease. A second close does nothing.
 
         Raises
         ------
         ApiError
-            It was the last lease of a registration that is out of the cache, and libibverbs refused to deregister it;
+            This was the last lease of an entry that the cache has removed, and libibverbs failed to deregister it.
             :meth:`RegionCache.close` tries again.
         """
         entry, self._entry = self._entry, None
         if entry is not None:
-            give_back = entry.give_back  # A field that is called where it stands costs more.
+            give_back = entry.give_back  # Calling it as `entry.give_back(entry)` is slower.
             give_back(entry)
 
     def _open(self) -> Entry:
@@ -109,7 +110,7 @@ class Lease:
 
 
 def refuse_range(memory: DeviceBuffer, *, offset_bytes: int, length_bytes: int) -> NoReturn:
-    """Say why this part of the memory cannot be leased: it is closed, or the range is outside of it or empty."""
+    """Raise the error of a range that cannot be leased: its memory is closed, or it is empty or outside."""
     if memory.closed:
         what = "the memory to lease"
         raise ClosedResource(what)

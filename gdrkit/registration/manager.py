@@ -1,7 +1,8 @@
-"""GPUs, NICs and caches of one process: whether direct transfers are possible here, and by which NIC.
+"""Manager of the GPUs, NICs and region caches of one process.
 
-Level 3. A manager is whole or unavailable, never something between: what cannot be had is a fact that it states, and
-every use of it then raises with that fact as the cause.
+It reports whether direct transfers are possible on this machine, and chooses the NIC for each transfer. A manager is
+either available or unavailable. If it is unavailable, its state contains the reasons, and every use raises an error
+with these reasons as causes.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ __all__ = ["GdrManager", "GdrState", "GpuState", "Obstacle"]
 
 @dataclass(frozen=True, slots=True)
 class Obstacle:
-    """Why something is not possible here; the fields of the error that said so."""
+    """The reason why something is not possible on this machine, copied from the fields of an error."""
 
     api: Api
     message: str
@@ -39,14 +40,14 @@ class Obstacle:
 
     @classmethod
     def of(cls, error: GdrkitError) -> Self:
-        """Keep what an error says."""
+        """Return the obstacle that an error describes."""
         api, number = (error.api, error.errno) if isinstance(error, ApiError) else (Api.NONE, None)
         return cls(api=api, message=error.message, reason=error.reason, errno=number, what_to_do=error.what_to_do)
 
 
 @dataclass(frozen=True, slots=True)
 class GpuState:
-    """One GPU: how its memory is registered with every NIC, or why it is not."""
+    """The state of one GPU: the method by which its memory is registered with every NIC, or the obstacle."""
 
     index: int
     uuid: str
@@ -57,16 +58,16 @@ class GpuState:
 
 @dataclass(frozen=True, slots=True)
 class GdrState:
-    """What a manager found when it was opened.
+    """The state of a manager, as found when it was opened.
 
     Attributes
     ----------
     nics : tuple of str
-        The active NICs, all of which every registration is made with.
+        Names of the active NICs. Every registration is made with all of them.
     gpus : tuple of GpuState
-        Every GPU that was asked for.
+        States of all requested GPUs.
     obstacles : tuple of Obstacle
-        Why no transfer is possible at all; empty when one is.
+        Reasons why no transfer is possible at all. It is empty if a transfer is possible.
     """
 
     nics: tuple[str, ...]
@@ -75,30 +76,31 @@ class GdrState:
 
     @property
     def available(self) -> bool:
-        """Whether memory of at least one GPU is reached by every active NIC."""
+        """Whether every active NIC can access the memory of at least one GPU."""
         return not self.obstacles
 
 
 class GdrManager:
-    """Everything that is needed to let peers reach GPU memory; use it as a context manager.
+    """The devices, NICs and caches by which peers can access GPU memory. Use it as a context manager.
 
     Parameters
     ----------
     gpu_indices : sequence of int or None
-        Which GPUs; None: all that the driver shows.
+        Numbers of the GPUs to use. With None, all GPUs that the driver lists.
     nic_names : sequence of str or None
-        Which NICs; None: all with an active port.
+        Names of the NICs to use. With None, all that have an active port.
     tree : HostTree or None
-        Where sysfs is read for the topology; this host when None.
+        The source of the topology in sysfs. With None, this host.
     regions_max, bytes_max : int
         Limits of the cache of each GPU; see :class:`RegionCache`.
 
     Attributes
     ----------
     state : GdrState
-        Available, or why not. What is missing on this machine never raises here: it is a state.
+        Whether transfers are possible, or why not. Hardware or software that this machine lacks does not raise here: it
+        is reported in this state.
     placement : Placement
-        Which NIC is near to which GPU.
+        The distances between GPUs and NICs.
     """
 
     def __init__(
@@ -130,24 +132,24 @@ class GdrManager:
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed."""
+        """Whether the manager was closed."""
         return self._closed
 
     @property
     def nics(self) -> tuple[verbs.Nic, ...]:
-        """The NICs, open."""
+        """The open NICs."""
         self._require()
         return self._nics
 
     def device(self, gpu_index: int) -> cuda.Device:
-        """A GPU that is available.
+        """Return a GPU that is available.
 
         Raises
         ------
         RegistrationFailed
-            It, or everything, is unavailable; ``causes`` says why.
+            This GPU, or the whole manager, is unavailable. ``causes`` has the reasons.
         UsageError
-            NO_DEVICE: the manager has no such GPU.
+            NO_DEVICE: the manager has no GPU with this number.
         """
         self._require()
         if gpu_index not in self._devices:
@@ -159,38 +161,41 @@ class GdrManager:
         return self._devices[gpu_index]
 
     def cache(self, gpu_index: int) -> RegionCache:
-        """The cache of one GPU; errors as :meth:`device`."""
+        """Return the cache of one GPU. It raises the errors of :meth:`device`."""
         self.device(gpu_index)
         return self._caches[gpu_index]
 
     def lease(self, memory: cuda.CudaMemory, *, offset_bytes: int = 0, length_bytes: int | None = None) -> Lease:
-        """A registration from the cache of the memory's GPU; see :meth:`RegionCache.lease`."""
+        """Return a lease from the cache of the memory's GPU; see :meth:`RegionCache.lease`."""
         cache = self.cache(memory.device.index)
         return cache.lease(memory, offset_bytes=offset_bytes, length_bytes=length_bytes)
 
     def near_nic(self, gpu_index: int) -> verbs.Nic:
-        """The NIC to use for the next transfer of this GPU: one of the nearest, each in its turn."""
+        """Return the NIC for the next transfer of this GPU. The nearest NICs take turns."""
         return self.placement.choose(self.device(gpu_index).pci_bus_id, self._nics)
 
     def remote(
         self, lease: Lease, *, gpu_index: int, offset_bytes: int = 0, length_bytes: int | None = None
     ) -> tuple[verbs.Nic, verbs.RemoteRange]:
-        """What a peer needs to reach a part of a lease by the NIC near to its GPU, and that NIC, to connect by it."""
+        """Return a NIC near to the GPU, and the address and key by which a peer accesses a part of a lease through it.
+
+        The caller connects to the peer through that NIC.
+        """
         nic = self.near_nic(gpu_index)
         return nic, lease.remote(nic, offset_bytes=offset_bytes, length_bytes=length_bytes)
 
     def close(self, *, timeout_ms: float | None = 0) -> None:
-        """Close caches, NICs and devices, in this order; a second close does nothing.
+        """Close the caches, the NICs and the devices, in this order. A second close does nothing.
 
         Parameters
         ----------
         timeout_ms : float or None
-            How long to wait for each cache's leases; see :meth:`RegionCache.close`.
+            How long to wait for the leases of each cache, in milliseconds; see :meth:`RegionCache.close`.
 
         Raises
         ------
         UsageError
-            BUSY: something is still leased; nothing but caches without leases was closed.
+            BUSY: a lease is still open. Caches before the busy one are closed. NICs and devices stay open.
         """
         if self._closed:
             return
@@ -242,7 +247,7 @@ class GdrManager:
         return tuple(opened)
 
     def _try(self, device: cuda.Device, *, is_asked: bool) -> GpuState:
-        """Register a page of it, by the policy and with every NIC: nothing else shows that it works."""
+        """Register one page of the device's memory with every NIC, because only that shows that it works."""
         route: RegistrationRoute | None = None
         obstacle: Obstacle | None = None
         if is_asked:

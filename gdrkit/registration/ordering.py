@@ -1,11 +1,12 @@
-"""When what a NIC wrote is visible to a GPU, and what a GPU wrote to a NIC: asked of the device, not assumed.
+"""Visibility of the writes of NICs to a GPU, and of the writes of a GPU to NICs, as the device reports it.
 
-Level 3. A completion says that the data reached the GPU's memory controller; whether a kernel that starts now sees it
-is for the device to say. Source: ``CUdevice_attribute`` of the CUDA driver API, GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS
-and GPU_DIRECT_RDMA_WRITES_ORDERING.
+A work completion means that the data has reached the GPU's memory controller. The device's attributes say whether a
+kernel that starts after the completion sees the data. Source: ``CUdevice_attribute`` of the CUDA driver API,
+GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS and GPU_DIRECT_RDMA_WRITES_ORDERING.
 
-The other way, what a copy or a kernel wrote is there for a NIC once the host has waited for it (a stream or an event).
-A synchronous copy may return earlier, unless SYNC_MEMOPS is set: gdrkit sets it on all memory that it makes or borrows.
+In the other direction, a NIC sees the data that a copy or a kernel wrote once the host has waited for it (a stream or
+an event). A synchronous copy may return earlier, unless SYNC_MEMOPS is set. gdrkit sets SYNC_MEMOPS on all memory that
+it allocates or borrows.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ __all__ = ["FlushOption", "Ordering", "WriteVisibility"]
 
 
 class FlushOption(enum.IntFlag):
-    """By what the writes of NICs can be flushed (CUflushGPUDirectRDMAWritesOptions)."""
+    """The calls that flush the writes of NICs (CUflushGPUDirectRDMAWritesOptions)."""
 
     NONE = 0
     HOST = 1  # cuFlushGPUDirectRDMAWrites
@@ -32,25 +33,26 @@ class FlushOption(enum.IntFlag):
 
 
 class WriteVisibility(enum.IntEnum):
-    """To whom writes are visible without a flush (CUGPUDirectRDMAWritesOrdering)."""
+    """The devices to which the writes of NICs are visible without a flush (CUGPUDirectRDMAWritesOrdering)."""
 
     NONE = 0
-    OWNER = 100  # To the work of the device that owns the memory.
-    ALL_DEVICES = 200  # To the work of every device.
+    OWNER = 100  # Visible to the work of the device that owns the memory.
+    ALL_DEVICES = 200  # Visible to the work of every device.
 
 
 @dataclass(frozen=True, slots=True)
 class Ordering:
-    """What one device says of the order of writes.
+    """The order of remote writes that one device guarantees.
 
     Attributes
     ----------
     device_index : int
-        Which device.
+        Number of the device.
     flush_options : FlushOption
-        What can be done about it.
+        The calls that flush writes of NICs.
     visibility : int
-        Its number; :class:`WriteVisibility` names those that are known, and more than one of them includes it.
+        The value of the attribute. :class:`WriteVisibility` names the known values. A larger value includes the
+        guarantees of the smaller ones.
     """
 
     device_index: int
@@ -59,7 +61,7 @@ class Ordering:
 
     @classmethod
     def of(cls, device: Device) -> Self:
-        """Ask a device."""
+        """Return the ordering that a device reports."""
         return cls(
             device_index=device.index,
             flush_options=FlushOption(device.attribute(DeviceAttribute.GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS)),
@@ -68,16 +70,16 @@ class Ordering:
 
     @property
     def needs_flush(self) -> bool:
-        """Whether work of the owning device that starts after a completion may still see what was there before."""
+        """Whether work of the owning device that starts after a completion may still see the old data."""
         return self.visibility < WriteVisibility.OWNER
 
     def make_visible(self, device: Device) -> bool:
-        """Have what NICs wrote until now seen by the work of `device`; gives whether a flush was needed for it.
+        """Make all earlier writes of NICs visible to the work of `device`. Return whether this needed a flush.
 
         Raises
         ------
         Unsupported
-            A flush is needed and the host has none for this device.
+            A flush is needed, and the host cannot flush writes to this device.
         """
         if not self.needs_flush:
             return False

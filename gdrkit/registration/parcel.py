@@ -1,8 +1,8 @@
-"""A handle and its descriptors on their way to another process, by SCM_RIGHTS.
+"""A handle with its file descriptors as a message to another process, sent with SCM_RIGHTS.
 
-Level 3. One message: the 192 bytes of a handle, and with the first of them the descriptors that it needs. Whatever else
-arrives (too few bytes, more descriptors, ones that the kernel had to drop) is refused, and every descriptor that came
-is closed.
+One message is the 192 bytes of a handle. The first of these bytes carries the descriptors that the handle needs. Any
+other message is refused: too few bytes, more descriptors, or descriptors that the kernel had to drop. Then all received
+descriptors are closed.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ __all__ = ["Parcel", "receive"]
 
 
 class Parcel:
-    """The handle of some memory, and the descriptors that it needs; owns them.
+    """A handle message: the handle of some memory and the descriptors that it needs, which the parcel owns.
 
     Parameters
     ----------
     data : bytes
-        The handle as it travels.
+        The packed handle.
     descriptors : sequence of int
-        Owned from now on, also when the constructor raises.
+        The file descriptors. The parcel owns them from now on, also if the constructor raises.
 
     Raises
     ------
     UsageError
-        MALFORMED: `data` is no handle, or wants another number of descriptors.
+        MALFORMED: `data` is not a handle, or the handle needs another number of descriptors.
     """
 
     def __init__(self, data: bytes, descriptors: Sequence[int] = ()) -> None:
@@ -64,7 +64,7 @@ class Parcel:
 
     @property
     def descriptors(self) -> tuple[int, ...]:
-        """Still owned by the parcel."""
+        """The file descriptors. The parcel still owns them."""
         if self.closed:
             what = "parcel"
             raise ClosedResource(what)
@@ -72,28 +72,31 @@ class Parcel:
 
     @property
     def closed(self) -> bool:
-        """Whether its descriptors were closed; one without descriptors never is."""
+        """Whether the descriptors were closed. A parcel without descriptors is never closed."""
         return self._handle is not None and not self._descriptors
 
     def send(self, connection: socket.socket) -> None:
-        """Send it through a UNIX socket; the other side gets descriptors of its own, and this one keeps these.
+        """Send the handle and duplicates of its descriptors through a UNIX socket.
+
+        The parcel keeps its own descriptors.
 
         Raises
         ------
         BrokenResource
-            PEER_GONE: the other side closed the socket.
+            PEER_GONE: the peer closed the socket.
         ApiError
-            What the kernel says else.
+            sendmsg failed for another reason.
         """
         try:
-            # The descriptors travel with the first byte; what one call does not take follows without them.
+            # The first byte carries the descriptors. If one call does not send all bytes, the rest follows without
+            # them.
             sent = socket.send_fds(connection, [self.data], list(self.descriptors))
             connection.sendall(self.data[sent:])
         except OSError as error:
             raise _socket_error("sendmsg", error) from error
 
     def close(self) -> None:
-        """Close its descriptors; a second close does nothing."""
+        """Close the descriptors. A second close does nothing."""
         descriptors, self._descriptors = self._descriptors, ()
         for descriptor in descriptors:
             os.close(descriptor)
@@ -110,7 +113,7 @@ class Parcel:
 
     def __del__(self) -> None:
         if getattr(self, "_descriptors", ()):
-            # Closed first: a warning may be made an error.
+            # The descriptors are closed first, because a warning filter may turn the warning into an error.
             count = len(self._descriptors)
             self.close()
             warnings.warn(f"a parcel with {count} descriptors was never closed", GdrkitWarning, stacklevel=1)
@@ -120,21 +123,22 @@ class Parcel:
 
 
 def receive(connection: socket.socket, *, timeout_ms: float | None = None) -> Parcel:
-    """The next parcel from a UNIX socket; the caller closes it.
+    """Receive the next parcel from a UNIX socket. The caller closes it.
 
     Parameters
     ----------
     connection : socket
-        Its timeout is changed.
+        The connected socket. This function changes its timeout.
     timeout_ms : float or None
-        How long to wait for each part; None: for ever.
+        How long to wait for each part of the message, in milliseconds. With None, there is no limit.
 
     Raises
     ------
     BrokenResource
-        PEER_GONE: the other side closed the socket before the handle was complete. TIMEOUT: it was too slow.
+        PEER_GONE: the peer closed the socket before the handle was complete. TIMEOUT: a part did not arrive in time.
     UsageError
-        MALFORMED: no handle, other descriptors than it names, or more than one message may carry.
+        MALFORMED: the message is not a handle, its number of descriptors is not the handle's, or it has more
+        descriptors than one message may carry.
     """
     connection.settimeout(None if timeout_ms is None else timeout_ms / 1000)
     data = bytearray()

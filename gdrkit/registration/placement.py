@@ -1,6 +1,6 @@
-"""Which NIC is near to which GPU, by the PCI tree and the memory nodes, as sysfs under a root shows them.
+"""Distances between GPUs and NICs in the PCI tree and by NUMA nodes, as sysfs below a root shows them.
 
-Level 3. The distances are those of :mod:`gdrkit.host.distance`. Among NICs that are equally near, each has its turn.
+The distances are those of :mod:`gdrkit.host.distance`. NICs that are equally near take turns.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _RDMA = "/sys/class/infiniband"
 
 
 class Placement:
-    """Distances on one host, and whose turn it is.
+    """The distances on one host, with the turns of equally near NICs.
 
     Parameters
     ----------
     tree : HostTree or None
-        The host's files; this host when None.
+        The files of the host. With None, this host.
     """
 
     def __init__(self, tree: HostTree | None = None) -> None:
@@ -38,12 +38,12 @@ class Placement:
     def distance(self, gpu_pci_bus_id: str, nic_name: str) -> Distance:
         """Return how far a GPU (its PCI address: ``0000:1b:00.0``) is from an RDMA device (its name: ``mlx5_0``).
 
-        ``Distance.UNKNOWN`` says that sysfs does not show where one of them is.
+        ``Distance.UNKNOWN`` says that sysfs does not show the position of one of them.
 
         Raises
         ------
         UsageError
-            There is no RDMA device of that name, neither in sysfs nor, on this host, in verbs.
+            There is no RDMA device with that name, neither in sysfs nor, on this host, in libibverbs.
         """
         known = set(self._tree.names(_RDMA))
         if nic_name not in known and self._tree.is_this_host:
@@ -58,7 +58,7 @@ class Placement:
         return Distance.UNKNOWN if nic_address is None else pci_distance(self._tree, gpu_pci_bus_id, nic_address)
 
     def nearest(self, gpu_pci_bus_id: str, nics: Sequence[Nic]) -> tuple[Nic, ...]:
-        """Those of `nics` than which none is nearer, in the order given."""
+        """Return the NICs with the smallest distance to the GPU, in the order of `nics`."""
         if not nics:
             message = "there is no NIC to choose from"
             raise UsageError(message)
@@ -67,7 +67,7 @@ class Placement:
         return tuple(nic for nic in nics if far[nic] is least)
 
     def choose(self, gpu_pci_bus_id: str, nics: Sequence[Nic]) -> Nic:
-        """One of the nearest; among equals the next one with each call, counted for each set of equals."""
+        """Return one of the nearest NICs. Equally near NICs take turns; each set of such NICs has its own count."""
         equals = self.nearest(gpu_pci_bus_id, nics)
         names = tuple(nic.name for nic in equals)
         with self._lock:
@@ -77,7 +77,10 @@ class Placement:
 
 
 def _nics_of_verbs() -> set[str]:
-    """Return the names of the devices that libibverbs has, which sysfs need not show; none without libibverbs."""
+    """Return the names of the devices that libibverbs lists. It is empty without libibverbs.
+
+    Some of these devices are not in sysfs.
+    """
     from gdrkit.verbs import list_nics
 
     try:

@@ -1,10 +1,9 @@
-"""Memory to NIC: which way of registration, and all NICs or none.
+"""Registration of memory with all of several NICs, or with none of them, and the choice of the method.
 
-Level 3. The one room that knows both exporters and importers. dma-buf where the memory exports one and every NIC
-takes it; else peer memory (``ibv_reg_mr`` of the device address); else an error with both causes. Host memory has one
-way, ``ibv_reg_mr`` of its pages. The next way is
-tried only when the one before answered that it cannot do this at all; any other failure is raised as it is, since
-another way would hide it.
+The policy for device memory is: use dma-buf if the memory exports one and every NIC registers it; else peer memory
+(``ibv_reg_mr`` of the device address); else raise an error with both causes. Host memory has one method, ``ibv_reg_mr``
+of its pages. The next method is tried only if the previous one is not supported at all. Any other failure is raised
+unchanged, because another method would hide it.
 """
 
 from __future__ import annotations
@@ -31,37 +30,38 @@ ALL_ACCESS = Access.LOCAL_WRITE | Access.REMOTE_READ | Access.REMOTE_WRITE
 
 
 class RegistrationRoute(enum.Enum):
-    """How a NIC came to know the memory."""
+    """The method by which memory was registered with a NIC."""
 
     DMABUF = "dmabuf"
     PEER_MEMORY = "peer_memory"
-    HOST = "host"  # ibv_reg_mr of pages of this process; nothing about it is direct.
+    HOST = "host"  # ibv_reg_mr of pages of this process, which is not a direct path to a device
 
     @classmethod
     def ways_of(cls, kind: MemoryKind) -> tuple[Self, ...]:
-        """The ways that the policy tries for memory of this kind, in order."""
-        if kind is MemoryKind.GAUDI:  # Its addresses are none of this process, so that nothing pins them.
+        """Return the methods that the policy tries for memory of this kind, in order."""
+        # Gaudi addresses are not addresses of this process, so peer memory cannot pin them.
+        if kind is MemoryKind.GAUDI:
             return (cls.DMABUF,)
         return (cls.HOST,) if kind is MemoryKind.HOST else (cls.DMABUF, cls.PEER_MEMORY)
 
 
 class Registration:
-    """Memory that some NICs can reach; made by :func:`register`.
+    """Memory that some NICs can access; made by :func:`register`.
 
-    It closes before the memory does: :meth:`DeviceBuffer.close` of gdrkit's memory deregisters first.
+    It is closed before the memory is: for memory of gdrkit, :meth:`DeviceBuffer.close` deregisters first.
 
     Attributes
     ----------
     memory : DeviceBuffer
-        What was registered.
+        The registered memory.
     route : RegistrationRoute
-        How.
+        The method of registration.
     refusals : tuple of GdrkitError
-        Why the ways before this one were not possible; empty for the first.
+        The errors of the methods that were tried before this one. It is empty if the first method worked.
     """
 
     def __init__(self, memory: DeviceBuffer, route: RegistrationRoute, refusals: tuple[GdrkitError, ...]) -> None:
-        """Not for direct use; see :func:`register`."""
+        """Create a registration without regions. Callers use :func:`register` instead."""
         self.memory = memory
         self.route = route
         self.refusals = refusals
@@ -73,21 +73,21 @@ class Registration:
 
     @property
     def closed(self) -> bool:
-        """Whether it was taken back."""
+        """Whether the memory was deregistered."""
         return self._closed
 
     @property
     def nics(self) -> tuple[Nic, ...]:
-        """Which NICs can reach the memory, as given to :func:`register`."""
+        """The NICs that can access the memory, as passed to :func:`register`."""
         return tuple(self._regions)
 
     def region(self, nic: Nic) -> Region:
-        """The region of one NIC.
+        """Return the memory region of one NIC.
 
         Raises
         ------
         UsageError
-            The memory was not registered with it.
+            The memory is not registered with this NIC.
         """
         if self._closed:
             what = "registration"
@@ -98,17 +98,20 @@ class Registration:
         return self._regions[nic]
 
     def remote(self, nic: Nic, *, offset_bytes: int = 0, length_bytes: int | None = None) -> RemoteRange:
-        """What a peer needs to reach a part of the memory through this NIC; None: up to the end."""
+        """Return the address and the key by which a peer can access a part of the memory through `nic`.
+
+        A length of None means up to the end.
+        """
         return self.region(nic).remote(offset_bytes=offset_bytes, length_bytes=length_bytes)
 
     def close(self) -> None:
-        """Deregister from all NICs, then close the dma-buf; a second close does nothing.
+        """Deregister from all NICs, then close the dma-buf. A second close does nothing.
 
         Raises
         ------
         ApiError
-            Of the first region that could not be deregistered, the others as notes. The memory cannot be freed by
-            gdrkit then; closing again tries again.
+            A region could not be deregistered. The error is that of the first such region, with the others as notes.
+            Then gdrkit cannot free the memory. Another close tries again.
         """
         if self._closed:
             return
@@ -144,29 +147,29 @@ def register(
     access: Access = ALL_ACCESS,
     route: RegistrationRoute | None = None,
 ) -> Registration:
-    """Let NICs reach memory: all of them, or none.
+    """Register memory with all of `nics`, or with none of them, and return the registration.
 
     Parameters
     ----------
     memory : DeviceBuffer
-        What to register, whole.
+        The memory to register. All of it is registered.
     nics : sequence of Nic
-        With which; at least one, each once.
+        The NICs to register with; at least one, each once.
     access : Access
-        What the keys allow.
+        Access rights of the keys.
     route : RegistrationRoute or None
-        Force one way; None: the policy of this module.
+        Use only this method. With None, use the policy of this module.
 
     Raises
     ------
     RegistrationFailed
-        NO_ROUTE: no way is possible; ``causes`` has the answer of each that was tried, in order.
+        NO_ROUTE: no method is possible. ``causes`` has the error of each method, in the order of the attempts.
     ApiError
-        A way is possible and failed (bad argument, out of memory ...); nothing stays registered.
+        A method is possible and failed (bad argument, out of memory, ...). Nothing stays registered.
     UsageError
-        `memory` is not a DeviceBuffer, or `nics` is not a sequence of at least one Nic, each once. A way by address
-        that is not for this kind of memory: that of peer memory would register host memory, too, and be called what it
-        is not.
+        `memory` is not a DeviceBuffer, or `nics` is not a sequence of at least one Nic, each once. Or `route` is a
+        method by address that is not for this kind of memory. Peer memory, for example, is refused for host memory:
+        ``ibv_reg_mr`` would succeed, and the registration would have the wrong name.
     """
     check_memory(memory)
     if memory.closed:
@@ -181,7 +184,8 @@ def register(
             _WAYS[way](registration, nics, access)
         except Unsupported as error:
             registration.close()
-            # They stay as long as the registration does, so without the frames of this call and of its callers.
+            # The refusals are kept as long as the registration, so they are copied without the frames of this call and
+            # its callers.
             refusals.append(error.fresh())
         except BaseException as error:
             _close_after(registration, error)
@@ -198,8 +202,8 @@ def register(
 
 
 def check_memory(memory: object) -> None:
-    """Raise :class:`UsageError` unless it is memory that can be registered."""
-    # By its class: a property of closed memory raises.
+    """Raise :class:`UsageError` unless `memory` is memory that can be registered."""
+    # The class is checked, because a property of closed memory raises.
     if not hasattr(type(memory), "before_release"):
         message = f"memory must be a DeviceBuffer (what a device or gdrkit.host allocates), not {_named(memory)}"
         advice = "use gdrkit.cuda.wrap() for an array on a GPU, Nic.register_host() for a buffer of this process"
@@ -212,7 +216,7 @@ def checked_nics(nics: object) -> tuple[Nic, ...]:
     Raises
     ------
     UsageError
-        It is not a sequence of at least one Nic, each once.
+        `nics` is not a sequence of at least one Nic, each once.
     """
     if isinstance(nics, Nic) or not isinstance(nics, Iterable):
         message = f"nics must be a sequence of Nic such as [nic], not {_named(nics)}"
@@ -266,7 +270,7 @@ def _by_host_pages(registration: Registration, nics: Sequence[Nic], access: Acce
 
 
 def _require_address(memory: DeviceBuffer) -> None:
-    """Refuse what only has a dma-buf: a null pointer is never given to a driver."""
+    """Refuse memory that has only a dma-buf, so that no driver gets a null pointer."""
     if memory.address <= 0:
         raise Unsupported(
             api=Api.VERBS,

@@ -1,7 +1,7 @@
-"""Buffers that are registered before they are needed, handed out and taken back.
+"""A pool of buffers that are registered before they are needed.
 
-Level 3. One allocation and one registration serve all buffers of a pool, so handing one out makes no call of any API.
-Who asks first is served first: a thread that waits is never overtaken by one that came later.
+All buffers of a pool share one allocation and one registration, so allocating a buffer calls no API. Waiting threads
+are served in the order in which they arrived.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ __all__ = ["BufferPool", "PoolStatistics", "RdmaBuffer"]
 class RdmaBuffer:
     """Registered memory, or a part of it.
 
-    A slice is a view: it lives as long as what it was cut from.
+    A slice is a view. It is closed when the buffer it was cut from is closed.
 
     Attributes
     ----------
     length_bytes : int
-        Its size.
+        Size in bytes.
     """
 
     def __init__(
@@ -62,17 +62,17 @@ class RdmaBuffer:
 
     @property
     def closed(self) -> bool:
-        """Whether it, or what it was cut from, was given back."""
+        """Whether this buffer, or the buffer it was cut from, was closed."""
         return self._closed or self._registration.closed or (self._parent is not None and self._parent.closed)
 
     @property
     def address(self) -> int:
-        """Address of its first byte."""
+        """Address of the first byte."""
         self._check_open()
         return self._memory.address + self._offset_bytes
 
     def slice(self, *, offset_bytes: int, length_bytes: int | None = None) -> RdmaBuffer:
-        """A part of it, above 0 bytes; None: up to the end."""
+        """Return a view of a part of the buffer, of at least 1 byte. A length of None means up to the end."""
         self._check_open()
         begin, length_bytes = self._part(offset_bytes, length_bytes)
         if length_bytes == 0:
@@ -83,31 +83,37 @@ class RdmaBuffer:
         return part
 
     def remote(self, nic: Nic, *, offset_bytes: int = 0, length_bytes: int | None = None) -> RemoteRange:
-        """What a peer needs to reach a part of it through this NIC; None: up to the end."""
+        """Return the address and the key by which a peer can access a part of the buffer through `nic`.
+
+        A length of None means up to the end.
+        """
         self._check_open()
         begin, length_bytes = self._part(offset_bytes, length_bytes)
         return self._registration.remote(nic, offset_bytes=begin, length_bytes=length_bytes)
 
     def piece(self, nic: Nic, *, offset_bytes: int = 0, length_bytes: int | None = None) -> Piece:
-        """A part of it for a request of this side; None: up to the end."""
+        """Return a scatter/gather element for a part of the buffer, for local requests.
+
+        A length of None means up to the end.
+        """
         self._check_open()
         begin, length_bytes = self._part(offset_bytes, length_bytes)
         return self._registration.region(nic).piece(offset_bytes=begin, length_bytes=length_bytes)
 
     def read(self, *, offset_bytes: int = 0, length_bytes: int | None = None) -> bytes:
-        """Copy a part of it to the host; None: up to the end."""
+        """Copy a part of the buffer to the host and return it. A length of None means up to the end."""
         self._check_open()
         begin, length_bytes = self._part(offset_bytes, length_bytes)
         return self._memory.read(offset_bytes=begin, length_bytes=length_bytes)
 
     def write(self, data: bytes | bytearray | memoryview, *, offset_bytes: int = 0) -> None:
-        """Copy bytes of the host into it."""
+        """Copy bytes of the host into the buffer."""
         self._check_open()
         begin, _length_bytes = self._part(offset_bytes, memoryview(data).nbytes)
         self._memory.write(data, offset_bytes=begin)
 
     def close(self) -> None:
-        """Give it back to its pool; a second close does nothing. A slice only ends to be usable."""
+        """Return the buffer to its pool. A second close does nothing. Closing a slice only makes the slice unusable."""
         if not self._closed:
             self._closed = True
             if self._give_back is not None:
@@ -140,18 +146,18 @@ class RdmaBuffer:
 
 @dataclass(frozen=True, slots=True)
 class PoolStatistics:
-    """A pool at one moment.
+    """A snapshot of the counters of a pool.
 
     Attributes
     ----------
     buffers, free : int
-        How many there are, and how many of them nobody has.
+        Number of all buffers, and of those that are not in use.
     waiting : int
-        Threads that wait for one.
+        Number of threads that wait for a buffer.
     allocations, timeouts : int
-        How often one was handed out, and how often nobody gave one back in time.
+        Number of successful allocations, and of those that timed out.
     waits : int
-        How many of the allocations had to wait.
+        Number of successful allocations that had to wait.
     """
 
     buffers: int
@@ -163,27 +169,28 @@ class PoolStatistics:
 
 
 class BufferPool:
-    """Buffers of one size, registered with NICs.
+    """A pool of buffers of one size, registered with NICs.
 
-    A forked child gets a closed copy, which takes nothing back: the buffers are the parent's.
+    In a forked child the pool is closed and frees nothing: the buffers belong to the parent.
 
     Parameters
     ----------
     device : Allocator
-        Where they lie: a :class:`~gdrkit.cuda.Device`, or a :class:`~gdrkit.host.HostAllocator`.
+        The allocator of the memory: a :class:`~gdrkit.cuda.Device`, or a :class:`~gdrkit.host.HostAllocator`.
     nics : sequence of Nic
-        Who reaches them: all of them, or the pool is not made.
+        The NICs to register with. If one of them fails, the constructor raises.
     buffer_bytes : int
-        Size of each, above 0.
+        Size of each buffer in bytes, above 0.
     count : int
-        How many, above 0.
+        Number of buffers, above 0.
     access : Access
-        What the keys allow.
+        Access rights of the keys.
 
     Raises
     ------
     RegistrationFailed, ApiError
-        As :func:`~gdrkit.registration.register`, and cuMemAlloc; nothing stays behind.
+        See :func:`~gdrkit.registration.register`. ApiError also if cuMemAlloc fails. Nothing stays allocated or
+        registered.
     """
 
     def __init__(
@@ -195,7 +202,7 @@ class BufferPool:
         nics = checked_nics(nics)
         self.buffer_bytes = buffer_bytes
         self.count = count
-        # Apart by whole pages, so that two buffers never share what a NIC pins.
+        # The buffers begin at different pages, so that two buffers never share a page that a NIC pins.
         step_bytes = align_up(buffer_bytes, alignment_bytes=GPU_RDMA_PAGE_BYTES)
         self._memory = device.allocate(step_bytes * count)
         try:
@@ -209,7 +216,7 @@ class BufferPool:
         self._used: set[RdmaBuffer] = set()
         self._allocations = self._timeouts = self._waits = 0
         self._closed = False
-        # The memory is not freed under somebody who has a part of it.
+        # The memory cannot be freed while a buffer is in use.
         self._memory.before_release(self._refuse_while_used)
         self._handle = Handle("registration.pool")
         self._is_inherited = False
@@ -217,11 +224,11 @@ class BufferPool:
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed."""
+        """Whether the pool was closed."""
         return self._closed
 
     def statistics(self) -> PoolStatistics:
-        """What it counts, at one moment."""
+        """Return a consistent snapshot of the counters."""
         with self._lock:
             return PoolStatistics(
                 buffers=self.count,
@@ -233,20 +240,20 @@ class BufferPool:
             )
 
     def allocate(self, *, timeout_ms: float | None = None) -> RdmaBuffer:
-        """A buffer; its content is what the last user left.
+        """Return a buffer. It contains the bytes that its last user left.
 
         Parameters
         ----------
         timeout_ms : float or None
-            How long to wait until one is given back; 0: not at all, None: for as long as it takes. Who waits longest
-            is served first.
+            How long to wait until a buffer is closed, in milliseconds. With 0, do not wait. With None, there is no
+            limit. The thread that waits longest is served first.
 
         Raises
         ------
         UsageError
-            TIMEOUT: none was given back in time.
+            TIMEOUT: no buffer was closed in time.
         ClosedResource
-            The pool was closed.
+            The pool is closed.
         """
         with self._lock:
             self._check_open()
@@ -269,12 +276,12 @@ class BufferPool:
         raise UsageError(message, reason=Reason.TIMEOUT, what_to_do="give buffers back sooner, or make the pool larger")
 
     def close(self) -> None:
-        """Deregister and free; a second close does nothing.
+        """Deregister and free the memory. A second close does nothing.
 
         Raises
         ------
         UsageError
-            BUSY: a buffer was not given back; the pool works on as before.
+            BUSY: a buffer is still in use. The pool stays open and usable.
         """
         if self._is_inherited:
             return
@@ -286,7 +293,7 @@ class BufferPool:
             self._handle.release()
 
     def after_fork_in_child(self) -> None:
-        """Be closed in a forked child: the memory and its registration are those of the parent."""
+        """Mark the pool as closed in a forked child: the memory and its registration belong to the parent."""
         self._is_inherited = self._closed = True
         self._lock = threading.Lock()
         self._queue = deque()
@@ -312,7 +319,7 @@ class BufferPool:
 
     def _take_back(self, buffer: RdmaBuffer) -> None:
         with self._lock:
-            if buffer in self._used:  # Two threads may close the same one.
+            if buffer in self._used:  # Two threads may close the same buffer.
                 self._used.remove(buffer)
                 self._pass_on(buffer._offset_bytes)  # noqa: SLF001 - the pool made it.
 
@@ -346,7 +353,7 @@ class BufferPool:
 
 
 class _Turn:
-    """Somebody's place in the queue; a buffer that is given back goes to the first."""
+    """The place of one thread in the queue. A buffer that is closed goes to the first place."""
 
     __slots__ = ("came", "offset_bytes")
 

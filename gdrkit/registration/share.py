@@ -1,11 +1,13 @@
-"""Device memory in another process: export, import, and who may do which.
+"""Sharing of device memory between processes: export and import.
 
-Level 3. Three ways: CUDA IPC (the allocation's base and an offset, so that memory inside an allocation arrives at the
-right byte), VMM chunks as descriptors, and a dma-buf, which its owner exports and an agent registers with its NICs
-without ever having an address of it. :mod:`gdrkit.registration.handle` is the format, :mod:`gdrkit.registration.parcel`
-the way through a socket, :mod:`gdrkit.registration.exports` what was measured.
+There are three methods. CUDA IPC shares the allocation, with an offset, so that memory inside an allocation begins at
+the right byte in the importer. VMM shares chunks as file descriptors. A dma-buf is exported by the owner, and the agent
+registers it with its NICs without mapping it. :mod:`gdrkit.registration.handle` defines the format,
+:mod:`gdrkit.registration.parcel` sends it through a socket, and :mod:`gdrkit.registration.exports` has the measured
+results.
 
-Without a CUDA driver everything here raises ``Unsupported`` with ENOTSUP: there is never a handle that means nothing.
+Without a CUDA driver, every function of this module that needs CUDA raises ``Unsupported`` with ENOTSUP, so that no
+invalid handle exists.
 """
 
 from __future__ import annotations
@@ -52,10 +54,10 @@ __all__ = [
 
 
 class SharedMemory(CudaMemory):
-    """The shared part of memory of another process; :meth:`close` gives the whole back."""
+    """The shared part of memory of another process. :meth:`close` unmaps the whole imported memory."""
 
     def __init__(self, whole: CudaMemory, *, offset_bytes: int, length_bytes: int) -> None:
-        """Not for direct use; see :func:`import_memory`. Owns `whole`."""
+        """Take ownership of `whole`. Callers use :func:`import_memory` instead."""
         super().__init__(whole.device, kind=whole.kind, address=whole.address + offset_bytes, length_bytes=length_bytes)
         self._whole = whole
 
@@ -66,28 +68,29 @@ class SharedMemory(CudaMemory):
 def export_memory(
     memory: DeviceBuffer, *, kind: ShareKind, offset_bytes: int = 0, length_bytes: int | None = None
 ) -> Parcel:
-    """What another process needs to have a part of this memory; the caller sends and closes it.
+    """Export a part of this memory, and return the message for the importer. The caller sends and closes it.
 
-    The importer has the memory until it closes it; when it is freed here meanwhile, the importer has whatever the
-    driver leaves it (an H200 keeps the pages of a dma-buf and refuses IPC handles from then on).
+    The importer has the memory until it closes it. If the owner frees the memory earlier, the driver decides what the
+    importer keeps. An H200 keeps the pages of a dma-buf, and refuses to open the IPC handle from then on.
 
     Parameters
     ----------
     memory : DeviceBuffer
-        Memory of CUDA, also what begins inside an allocation.
+        Memory of CUDA. It may begin inside an allocation.
     kind : ShareKind
-        By which way; :func:`~gdrkit.registration.exports.ways_of` says which ways a kind of memory has.
+        The export method. :func:`~gdrkit.registration.exports.ways_of` lists the methods of a kind of memory.
     offset_bytes, length_bytes : int
-        Which part; None: up to the end.
+        The part to share. A length of None means up to the end.
 
     Raises
     ------
     Unsupported
-        ENOTSUP: it is no memory of CUDA. Else the driver's answer: this kind of memory does not go out by this way.
+        ENOTSUP: it is not memory of CUDA. Else, with the driver's status: this kind of memory does not support this
+        method.
     ApiError
-        The driver refused for another reason.
+        The driver failed for another reason.
     UsageError
-        The part is empty or not inside the memory; MALFORMED: more chunks than one message carries.
+        The part is empty or not inside the memory. MALFORMED: the part has more chunks than one message can carry.
     """
     length_bytes = memory.length_bytes - offset_bytes if length_bytes is None else length_bytes
     if memory.closed:
@@ -103,14 +106,16 @@ def export_memory(
 
 
 def export_address(address: int, *, length_bytes: int, device_index: int, kind: ShareKind) -> Parcel:
-    """As :func:`export_memory`, for memory that somebody else allocated and keeps.
+    """Export memory that other code allocated and owns; see :func:`export_memory`.
 
     Raises
     ------
     Unsupported
-        ENOTSUP: this process has no CUDA. NOT_SUPPORTED: managed memory. Else as :func:`export_memory`.
+        ENOTSUP: CUDA is not available in this process. NOT_SUPPORTED: it is managed memory. Else see
+        :func:`export_memory`.
     UsageError
-        NOT_DEVICE_MEMORY: null, host memory, memory of another device, or less than that. NO_DEVICE: no such device.
+        NOT_DEVICE_MEMORY: the address is null, of host memory or of another device, or the range is longer than the
+        memory. NO_DEVICE: there is no device with this number.
     """
     with (
         device_at(device_index) as device,
@@ -120,14 +125,14 @@ def export_address(address: int, *, length_bytes: int, device_index: int, kind: 
 
 
 def device_at(index: int) -> cuda.Device:
-    """The CUDA device of this number; the caller closes it.
+    """Open the CUDA device with this number. The caller closes it.
 
     Raises
     ------
     Unsupported
-        ENOTSUP: this process has no CUDA, or no device.
+        ENOTSUP: CUDA is not available in this process.
     UsageError
-        NO_DEVICE: there are fewer devices.
+        NO_DEVICE: there is no device with this number.
     """
     count = _device_count("device_at")
     if not 0 <= index < count:
@@ -137,12 +142,12 @@ def device_at(index: int) -> cuda.Device:
 
 
 def device_of(handle: ShareHandle) -> cuda.Device:
-    """The CUDA device that holds the memory of a handle, found by its UUID; the caller closes it.
+    """Open the CUDA device that has the memory of a handle, found by its UUID. The caller closes it.
 
     Raises
     ------
     Unsupported
-        ENOTSUP: this process has no CUDA, or no device.
+        ENOTSUP: CUDA is not available in this process.
     UsageError
         NO_DEVICE: no device of this process has that UUID.
     """
@@ -155,23 +160,24 @@ def device_of(handle: ShareHandle) -> cuda.Device:
 
 
 def import_memory(device: cuda.Device, parcel: Parcel) -> SharedMemory:
-    """Have memory of another process here.
+    """Map memory of another process into this one, and return its shared part.
 
     Parameters
     ----------
     device : Device
-        Where it lies; see :func:`device_of`.
+        The device that has the memory; see :func:`device_of`.
     parcel : Parcel
-        Of the IPC or the VMM kind; borrowed, and not needed afterwards.
+        A handle message of the kind IPC or VMM. It is borrowed, and can be closed afterwards.
 
     Raises
     ------
     BrokenResource
-        PEER_GONE: its owner has ended.
+        PEER_GONE: the owner has ended.
     ApiError
-        The driver refused: the owner is this very process, or has freed the memory; a descriptor is no chunk.
+        The driver refused the handle: the owner is this process or has freed the memory, or a descriptor is not a
+        chunk.
     UsageError
-        NO_DEVICE: the memory is on another device. MALFORMED: the handle says another size than the driver.
+        NO_DEVICE: the memory is on another device. MALFORMED: the sizes of the handle and of the driver differ.
     """
     handle = parcel.handle
     if handle.kind is ShareKind.DMABUF:
@@ -182,7 +188,7 @@ def import_memory(device: cuda.Device, parcel: Parcel) -> SharedMemory:
     try:
         whole = _OPENERS[handle.kind](device, handle, parcel.descriptors)
     except ApiError as error:
-        # It may have ended after it was looked for; then its end is the reason.
+        # If the owner ended after the check above, that is the reason.
         if is_running(handle.owner) is False:
             raise _gone(handle) from error
         raise
@@ -197,23 +203,24 @@ def import_memory(device: cuda.Device, parcel: Parcel) -> SharedMemory:
 
 
 def import_dmabuf(parcel: Parcel) -> DmabufRange:
-    """The dma-buf of another process, for the NICs of this one; it needs no CUDA here.
+    """Return the dma-buf of another process, for the NICs of this process. This needs no CUDA.
 
-    Its address is that of the owner: NICs and peers name the bytes by it, and nobody here may follow it.
+    The address of the range is a device address of the owner. NICs and peers use it to name the bytes. It is not a
+    valid pointer in this process.
 
     Parameters
     ----------
     parcel : Parcel
-        Of the dma-buf kind; borrowed, the range has a descriptor of its own.
+        A handle message of the kind dma-buf. It is borrowed: the range gets a duplicate of the descriptor.
 
     Raises
     ------
     BrokenResource
-        PEER_GONE: its owner has ended, so that the memory is nobody's.
+        PEER_GONE: the owner has ended, so the memory has no owner any more.
     ApiError
-        The descriptor is not open, or cannot be asked for its size.
+        The descriptor is not open, or lseek cannot report its size.
     UsageError
-        It is another kind of handle. MALFORMED: the handle says another size than the descriptor.
+        The handle is of another kind. MALFORMED: the sizes of the handle and of the descriptor differ.
     """
     handle = parcel.handle
     if handle.kind is not ShareKind.DMABUF:
@@ -236,7 +243,7 @@ def _export_ipc(memory: CudaMemory, offset_bytes: int, length_bytes: int) -> Par
     except ApiError as error:
         better = explained(error, memory.kind)
         if better is error:
-            raise  # From itself, it would be its own cause.
+            raise  # Raised from itself, the error would be its own cause.
         raise better from error
     handle = ShareHandle(
         kind=ShareKind.IPC,
@@ -259,7 +266,7 @@ def _export_vmm(memory: CudaMemory, offset_bytes: int, length_bytes: int) -> Par
         )
     first = offset_bytes // memory.chunk_bytes
     count = (offset_bytes + length_bytes - 1) // memory.chunk_bytes - first + 1
-    # Made first: it refuses what cannot be sent before a descriptor is open.
+    # The handle is made first: it refuses parts that cannot be sent before any descriptor is open.
     handle = ShareHandle(
         kind=ShareKind.VMM,
         allocation_bytes=memory.chunk_bytes * count,
@@ -311,7 +318,7 @@ _OPENERS = {ShareKind.IPC: _open_ipc, ShareKind.VMM: _open_vmm}
 
 
 def _place(memory: CudaMemory, offset_bytes: int) -> tuple[int, int]:
-    """Size of the allocation under the memory, and where in it the part begins."""
+    """Return the size of the allocation under the memory, and the offset of the part in the allocation."""
     base, allocation_bytes, _buffer_id = memory.allocation_key()[0]
     return allocation_bytes, memory.address + offset_bytes - base
 
@@ -338,7 +345,7 @@ def _elsewhere(handle: ShareHandle) -> UsageError:
 
 
 def _require_owner(handle: ShareHandle) -> None:
-    # None: it cannot be seen from here (another container), so the driver decides.
+    # None means that this process cannot see the owner (it is in another container). Then the driver decides.
     if is_running(handle.owner) is False:
         raise _gone(handle)
 
@@ -362,7 +369,7 @@ def _not_supported(operation: str, detail: str, what_to_do: str) -> Unsupported:
 
 
 def _size_of(fd: int) -> int:
-    """Size of a dma-buf, which its descriptor tells by a seek to the end."""
+    """Return the size of a dma-buf in bytes, which lseek to its end reports."""
     try:
         return os.lseek(fd, 0, os.SEEK_END)
     except OSError as error:

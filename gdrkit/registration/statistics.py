@@ -1,7 +1,4 @@
-"""What a region cache has counted.
-
-Level 3, pure.
-"""
+"""Statistics of a region cache."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ __all__ = ["CacheStatistics"]
 
 @dataclass(frozen=True, slots=True)
 class CacheStatistics:
-    """A cache at one moment.
+    """A snapshot of the counters of a cache.
 
     Attributes
     ----------
@@ -20,25 +17,25 @@ class CacheStatistics:
         Lookups that found a valid entry, and those that did not. A lookup that waits for the registration of another
         thread is a miss.
     registrations : int
-        How often memory was registered.
+        Number of registrations that were made.
     evictions : int
-        Entries taken out for the limits.
+        Entries that were removed because of the limits.
     invalidations : int
-        Entries taken out because they were invalidated, because their memory was freed or because a lookup saw another
-        buffer id.
+        Entries that were removed because they were invalidated, because their memory was freed, or because a lookup
+        found another buffer id.
     regions : int
-        Entries that a lookup may find.
+        Entries that a lookup can find.
     registered_bytes : int
-        What is registered now, also what is out of the cache and still leased, or could not be deregistered.
+        Size of all registered memory in bytes. It includes entries that were removed and are still leased or could not
+        be deregistered.
     leases : int
-        Leases that were not closed.
+        Open leases.
     in_flight : int
-        Registrations under way.
+        Pending registrations.
     waiting : int
-        Threads that wait for one of those.
+        Threads that wait for a pending registration.
     not_deregistered : int
-        Entries that are out of the cache and that libibverbs refused to deregister; :meth:`RegionCache.close` tries
-        again.
+        Removed entries that libibverbs failed to deregister. :meth:`RegionCache.close` tries again.
     """
 
     hits: int

@@ -1,7 +1,7 @@
-"""RDMA by libibverbs: devices, regions, completion queues, reliable connections.
+"""RDMA through libibverbs: devices, memory regions, completion queues and reliable connections.
 
-Level 2. Importing this package imports neither pyverbs nor a library; the first call does. ``_pyverbs.py`` is the
-only file that names pyverbs.
+Importing this package imports neither pyverbs nor a library; the first call does. ``_pyverbs.py`` is the only file that
+uses pyverbs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What an errno of libibverbs means: class of the exception, reason and advice.
+"""Mapping of the errnos of libibverbs to exceptions, reasons and advice.
 
-Level 2, pure but for RLIMIT_MEMLOCK, which explains an ENOMEM. Source of the errnos: ``drivers/infiniband/core`` and
-``libibverbs`` (man pages ibv_reg_mr, ibv_open_device).
+The only other input is RLIMIT_MEMLOCK, which explains an ENOMEM. Source of the errnos: ``drivers/infiniband/core`` and
+``libibverbs`` (manual pages ibv_reg_mr, ibv_open_device).
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ OPEN_DEVICE = "ibv_open_device"
 REG_MR = "ibv_reg_mr"
 REG_DMABUF_MR = "ibv_reg_dmabuf_mr"
 
-# ibv_reg_mr of a device address: the same function, but its EFAULT says that no driver of the kernel knows such
-# addresses.
+# ibv_reg_mr of a device address. The function is the same, but here EFAULT means that no kernel driver knows the
+# address.
 REG_ADDRESS = "ibv_reg_mr(device address)"
 
-_ENOTSUPP = 524  # The kernel's own number; NVIDIA's dma-buf gives it when the NIC cannot reach the GPU.
+_ENOTSUPP = 524  # ENOTSUPP is internal to the kernel. NVIDIA's dma-buf returns it if the NIC cannot access the GPU.
 
 _DMABUF_REFUSED = frozenset({errno.EOPNOTSUPP, errno.EPROTONOSUPPORT, _ENOTSUPP})
 
@@ -54,20 +54,20 @@ def error_of(
     detail: str = "",
     pinned_bytes: int = 0,
 ) -> ApiError:
-    """The exception for an errno.
+    """Return the exception for an errno.
 
     Parameters
     ----------
     operation : str
-        Function of libibverbs, or :data:`REG_ADDRESS`.
+        The function of libibverbs, or :data:`REG_ADDRESS`.
     number : int or None
-        Its errno; None when the binding lost it.
+        The errno. None if the binding lost it.
     arguments : mapping
-        What it was called with.
+        The arguments of the call.
     detail : str
-        What else is known.
+        Further details for the message.
     pinned_bytes : int
-        How much host memory the call pins, so that RLIMIT_MEMLOCK can be named as the cause.
+        Size of the host memory that the call pins, in bytes. With it, RLIMIT_MEMLOCK can be named as the cause.
     """
     kind, reason, what_to_do = _meaning(operation, number, pinned_bytes)
     return kind(
@@ -100,8 +100,8 @@ def _meaning(operation: str, number: int | None, pinned_bytes: int) -> tuple[typ
         kind, reason = SetupMissing, Reason.NO_DEVICE
         what_to_do = "load the kernel module ib_uverbs"
     elif operation == DEVICE_LIST and number == errno.EINVAL:
-        # It takes no argument that could be wrong: the library refuses what it was configured with, and says so on
-        # stderr.
+        # The function takes no argument that could be wrong. The library refuses its own configuration, and describes
+        # the problem on stderr.
         kind, reason = SetupMissing, Reason.MALFORMED
         what_to_do = "read the line that the library wrote on stderr, and mend what it names"
     elif number == errno.ENOMEM and _memlock_below(pinned_bytes):

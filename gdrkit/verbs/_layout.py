@@ -1,9 +1,10 @@
-"""Where the objects of pyverbs before 59 keep the address of what they wrap.
+"""Search for the ibv_pd pointer inside the protection domain objects of pyverbs before 59.
 
-Level 2. ``PD.pd`` of those versions takes an ``ibv_pd *`` for a Python object and crashes the interpreter. The pointer
-itself lies in the object, at a place that the build decides. It is looked for there, and believed only when everything
-that can be asked in a regular way agrees with what it points to; where nothing or more than one thing does, there is
-no answer. Memory is read through the kernel, which refuses an address that is not mapped instead of faulting.
+In those versions ``PD.pd`` treats an ``ibv_pd *`` as a Python object, and reading it crashes the interpreter. The
+object contains the pointer, at an offset that depends on the build. This module searches the object for it. A candidate
+is accepted only if the memory that it points to agrees with everything that pyverbs reports regularly. If no candidate
+or more than one agrees, the result is None. Memory is read through /proc/self/mem, because the kernel then reports an
+unmapped address as an error instead of a fault.
 """
 
 from __future__ import annotations
@@ -16,20 +17,20 @@ from typing import Any
 __all__ = ["find_domain"]
 
 _WORD = struct.Struct("@P")
-# struct ibv_pd: its context, then a number.
+# The beginning of struct ibv_pd: a pointer to its context, then its handle.
 _DOMAIN = struct.Struct("@PI")
-# struct ibv_context: device, the table of 32 operations, then cmd_fd (verbs.h, part of the ABI).
+# The beginning of struct ibv_context: the device, a table of 32 operations, then cmd_fd (verbs.h; part of the ABI).
 _COMMAND_FD_OFFSET = 8 + 32 * 8
 _COMMAND_FD = struct.Struct("@i")
 
 
 def find_domain(domain: Any, context: Any) -> int | None:
-    """The ``ibv_pd *`` in a ``PD``, which was made from `context`; None when it cannot be told for certain."""
+    """Return the ``ibv_pd *`` in a ``PD`` that was made from `context`, or None if it is not certain."""
     contexts, handle, command_fd = set(_words(context)), int(domain.handle), int(context.cmd_fd)
     try:
         memory = os.open("/proc/self/mem", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
-        return None  # Without /proc nothing can be proven.
+        return None  # Without /proc no candidate can be checked.
     try:
         found = {
             word
@@ -53,5 +54,5 @@ def _read(memory: int, address: int, what: struct.Struct) -> tuple[Any, ...] | N
     try:
         data = os.pread(memory, what.size, address)
     except (OSError, OverflowError):
-        return None  # Nothing is mapped there, so the word was no pointer.
+        return None  # The address is not mapped, so the word is not a pointer.
     return what.unpack(data) if len(data) == what.size else None

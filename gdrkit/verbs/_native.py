@@ -1,7 +1,7 @@
-"""The measuring initiator in native code, opened at the first use.
+"""Loader of the native measuring initiator. The first use imports it.
 
-Level 2. ``_initiator`` is native (``native/verbs``); what it refuses comes as an OSError, and leaves here as the error
-of the verb.
+The extension module ``_initiator`` is built from ``native/verbs``. It reports failures as OSError; this module turns
+them into the error of the verb that failed.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _NAME = "gdrkit.verbs._initiator"
 
 @cache
 def module() -> Any:
-    """The module ``gdrkit.verbs._initiator``.
+    """Return the module ``gdrkit.verbs._initiator``.
 
     Raises
     ------
     SetupMissing
-        It was not built, or libibverbs is missing.
+        The module was not built, or libibverbs is missing.
     """
     try:
         return importlib.import_module("gdrkit.verbs._initiator")
@@ -48,7 +48,7 @@ def module() -> Any:
 
 @contextlib.contextmanager
 def explained(*, pinned_bytes: int = 0, **arguments: object) -> Iterator[None]:
-    """Turn what the native side refuses into the error of that verb."""
+    """Turn an OSError of the native module into the error of the verb that failed."""
     try:
         yield
     except OSError as error:

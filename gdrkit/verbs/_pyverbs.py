@@ -1,8 +1,8 @@
-"""libibverbs: the one file that names ``pyverbs`` (and ctypes, for the calls that pyverbs leaves out).
+"""Calls of libibverbs, by ``pyverbs`` and, where pyverbs lacks a call, by ctypes. No other file uses pyverbs.
 
-Level 2. Nothing is imported until the first call. It serves pyverbs 44 (Debian 12) to 59 (PyPI) and newer,
-unmodified; what differs between them is decided here and nowhere else. pyverbs holds the interpreter's lock in every
-call, so nothing here may block. What is untyped stays in here.
+Nothing is imported until the first call. The module supports unmodified pyverbs from 44 (Debian 12) to 59 (PyPI) and
+newer. All differences between these versions are handled here. pyverbs holds the GIL in every call, so no call of this
+module may block. Untyped values of pyverbs do not leave this package.
 """
 
 from __future__ import annotations
@@ -60,17 +60,17 @@ _MODULES = ("addr", "cq", "device", "mr", "pd", "pyverbs_error", "qp", "wr")
 _QPT_RC = 2
 _QP_STATE = 1
 _WC_WITH_IMM = 1 << 1
-_LOST = -1  # What pyverbs has as error_code when it did not keep the errno.
+_LOST = -1  # The error_code of pyverbs if it did not keep the errno.
 
-# pyverbs 44 refuses a request without any piece; an empty one means the same.
+# pyverbs 44 refuses a request without a scatter/gather element. An empty element has the same meaning.
 _NO_PIECE = ((0, 0, 0),)
 
-_held: set[int] = set()  # What was made and is not closed, by id.
-_pointers: dict[int, int] = {}  # The ibv_pd * of the domains among them.
+_held: set[int] = set()  # The ids of all objects that were created and not closed.
+_pointers: dict[int, int] = {}  # The ibv_pd * of the domains among them, by id.
 
 
 def _modules() -> Any:
-    """The modules of pyverbs, once they and the libraries under them were found to fit."""
+    """Return the modules of pyverbs, or raise SetupMissing if they or their libraries are missing or do not fit."""
     outcome = _loaded()
     if isinstance(outcome, SetupMissing):
         raise outcome.fresh()
@@ -86,24 +86,28 @@ def _loaded() -> Any:
         with loader.root_logger_kept():
             return SimpleNamespace(**{name: importlib.import_module(f"pyverbs.{name}") for name in _MODULES})
     except ImportError as error:
-        # This failure alone is kept: a second import of a half-imported pyverbs fails with an error that hides the
-        # first one. The ImportError is not, since its traceback would keep the variables of every caller alive.
+        # Only this failure is cached: importing a half-imported pyverbs again fails with another error, which hides the
+        # first one. The ImportError itself is not kept, because its traceback would keep the variables of all callers
+        # alive.
         return loader.setup_missing(operation=_IMPORT, text=str(error), what_to_do=_INSTALL, default_errno=errno.ENOENT)
 
 
 @functools.cache
 def has_pointers() -> bool:
-    """Whether ``PD.pd`` is an address (pyverbs 59 and newer).
+    """Return whether ``PD.pd`` is an address (pyverbs 59 and newer).
 
-    Before, reading it crashes the interpreter, so it must not be tried. The release that mended it took the module
-    ``pyverbs.enums`` away, which shows it (pyverbs tells no version).
+    In older versions, reading ``PD.pd`` crashes the interpreter, so this function must not try it. pyverbs has no
+    version number. But the release that fixed ``PD.pd`` also removed the module ``pyverbs.enums``.
     """
     _modules()
     return importlib.util.find_spec("pyverbs.enums") is None
 
 
 def domain_pointer(domain: object) -> int | None:
-    """The ``ibv_pd *`` of a protection domain; None where it cannot be had, and pyverbs must register itself."""
+    """Return the ``ibv_pd *`` of a protection domain.
+
+    If it is not known, the result is None, and pyverbs must do the registration itself.
+    """
     return _pointers.get(id(domain))
 
 
@@ -114,12 +118,12 @@ def call(
     arguments: Mapping[str, object] | None = None,
     pinned_bytes: int = 0,
 ) -> Any:
-    """Call into pyverbs; its exceptions become ours, with the errno if pyverbs kept one."""
+    """Call a function of pyverbs, and raise its exceptions as errors of gdrkit, with the errno if pyverbs kept it."""
     try:
         return function(*values)
     except _modules().pyverbs_error.PyverbsError as error:
         code = getattr(error, "error_code", _LOST)
-        # Some functions of pyverbs give it negated.
+        # Some functions of pyverbs negate the errno.
         number = None if code in {_LOST, 0} else abs(code)
         detail = "" if number is not None else str(error)
         if operation in {_errors.DEVICE_LIST, _errors.OPEN_DEVICE} and number is None:
@@ -131,10 +135,10 @@ def call(
 
 
 def _create(operation: str, function: Callable[..., Any], *values: Any, **said: Any) -> Any:
-    """A call that makes something, which then lives until `close`, also when it is forgotten.
+    """Call a function that creates an object, and keep the object alive until `close`, even if the caller drops it.
 
-    The destructors of pyverbs would release it in any order, at the latest when the interpreter ends, and pyverbs 44
-    releases a dma-buf region twice then.
+    The destructors of pyverbs would release such objects in any order, at the latest when the interpreter ends. At that
+    point pyverbs 44 releases a dma-buf region twice.
     """
     thing = call(operation, function, *values, **said)
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
@@ -143,7 +147,7 @@ def _create(operation: str, function: Callable[..., Any], *values: Any, **said: 
 
 
 def close(operation: str, thing: Any) -> None:
-    """Close what `_create` made, by the function of libibverbs that its ``close`` stands for."""
+    """Close an object that `_create` returned. `operation` is the function of libibverbs that its ``close`` calls."""
     call(operation, thing.close)
     if id(thing) in _held:
         _held.remove(id(thing))
@@ -153,7 +157,7 @@ def close(operation: str, thing: Any) -> None:
 
 @functools.cache
 def _library() -> ctypes.CDLL:
-    """The libibverbs that pyverbs has loaded."""
+    """Return the libibverbs that pyverbs has loaded."""
     _modules()
     library = ctypes.CDLL(_LIBRARY, use_errno=True)
     pointer, number = ctypes.c_void_p, ctypes.c_uint64
@@ -171,7 +175,7 @@ def _library() -> ctypes.CDLL:
 
 
 def _device_list_errno() -> tuple[int | None, str]:
-    # pyverbs drops the errno of ibv_get_device_list, so the library is asked once more.
+    # pyverbs loses the errno of ibv_get_device_list, so the function is called again.
     library, count = _library(), ctypes.c_int()
     ctypes.set_errno(0)
     devices, number = library.ibv_get_device_list(ctypes.byref(count)), ctypes.get_errno()
@@ -182,18 +186,18 @@ def _device_list_errno() -> tuple[int | None, str]:
 
 
 def list_devices() -> list[DeviceRow]:
-    """ibv_get_device_list."""
+    """Return the result of ibv_get_device_list."""
     devices = call(_errors.DEVICE_LIST, _modules().device.get_device_list)
     return [DeviceRow(device.name.decode(), device.guid) for device in devices]
 
 
 def open_device(name: str) -> object:
-    """ibv_open_device."""
+    """Call ibv_open_device and return the context."""
     return _create(_errors.OPEN_DEVICE, lambda: _modules().device.Context(name=name), arguments={"name": name})
 
 
 def query_ports(context: Any) -> list[PortRow]:
-    """ibv_query_port of every port that ibv_query_device tells of, port 1 first."""
+    """Return the result of ibv_query_port for every port that ibv_query_device reports, port 1 first."""
     count = call("ibv_query_device", context.query_device).phys_port_cnt
     names = ("state", "active_mtu", "lid", "link_layer", "gid_tbl_len")
     rows = [call("ibv_query_port", context.query_port, port + 1, arguments={"port": port + 1}) for port in range(count)]
@@ -201,13 +205,13 @@ def query_ports(context: Any) -> list[PortRow]:
 
 
 def query_gids(context: Any, entries_max: int) -> list[GidRow]:
-    """ibv_query_gid_table: the GIDs of all ports that are not zero."""
+    """Return the nonzero GIDs of all ports, by ibv_query_gid_table."""
     rows = call("ibv_query_gid_table", context.query_gid_table, entries_max, arguments={"max_entries": entries_max})
     return [GidRow(row.port_num, row.gid_index, row.gid_str(), row.gid_type) for row in rows]
 
 
 def allocate_domain(context: Any) -> object:
-    """ibv_alloc_pd."""
+    """Call ibv_alloc_pd and return the protection domain."""
     domain = _create("ibv_alloc_pd", _modules().pd.PD, context)
     found = int(domain.pd) if has_pointers() else _layout.find_domain(domain, context)
     if found is not None:
@@ -216,7 +220,7 @@ def allocate_domain(context: Any) -> object:
 
 
 class _IbvMr(ctypes.Structure):
-    """``struct ibv_mr`` of verbs.h, part of the ABI of libibverbs."""
+    """``struct ibv_mr`` of verbs.h, which is part of the ABI of libibverbs."""
 
     _fields_ = (
         ("context", ctypes.c_void_p),
@@ -233,13 +237,13 @@ assert (_IbvMr.length.offset, _IbvMr.lkey.offset, _IbvMr.rkey.offset) == (24, 36
 
 
 def host_address(view: memoryview) -> tuple[object, int]:
-    """What keeps a writable host buffer where it is, and its address."""
+    """Return an object that keeps a writable host buffer at its address, and the address."""
     keeper = (ctypes.c_char * view.nbytes).from_buffer(view)
     return keeper, ctypes.addressof(keeper)
 
 
 def register_address(domain: Any, *, address: int, length_bytes: int, access: int, device: bool) -> MadeRegion:
-    """ibv_reg_mr of host memory, or of device memory by its address."""
+    """Register host memory, or device memory by its address, with ibv_reg_mr."""
     operation = _errors.REG_ADDRESS if device else _errors.REG_MR
     said: dict[str, Any] = {
         "arguments": {"address": address, "length_bytes": length_bytes, "access": access},
@@ -256,10 +260,11 @@ def register_address(domain: Any, *, address: int, length_bytes: int, access: in
 def register_dmabuf(
     domain: Any, *, fd: int, offset_bytes: int, length_bytes: int, iova: int, access: int
 ) -> MadeRegion:
-    """ibv_reg_dmabuf_mr, with this iova wherever the address of the domain can be had, else with iova = offset.
+    """Register a dma-buf with ibv_reg_dmabuf_mr.
 
-    ``DmaBufMR`` of every pyverbs forces iova = offset and holds the interpreter's lock. The call by ctypes does
-    neither: other threads run meanwhile, since pinning a large range takes long.
+    The region has the given `iova` if the pointer of the domain is known. Otherwise its iova is the offset, because
+    ``DmaBufMR`` of every pyverbs forces that. ``DmaBufMR`` also holds the GIL. The call by ctypes releases it, so other
+    threads run while a large range is pinned, which takes long.
     """
     arguments = {"fd": fd, "offset_bytes": offset_bytes, "length_bytes": length_bytes, "access": access}
     pointer = domain_pointer(domain)
@@ -277,7 +282,7 @@ def register_dmabuf(
 def _made(
     operation: str, made: Any, *, iova: int, arguments: Mapping[str, object], pinned_bytes: int = 0
 ) -> MadeRegion:
-    """What a call by ctypes gave: a region, or NULL and errno."""
+    """Return the region that a ctypes call made, or raise the error of its errno if it returned NULL."""
     number = ctypes.get_errno()
     if not made:
         raise _errors.error_of(operation=operation, number=number, arguments=arguments, pinned_bytes=pinned_bytes)
@@ -292,7 +297,10 @@ def _made(
 
 
 def probe_dmabuf(domain: Any, *, length_bytes: int, access: int) -> ApiError | None:
-    """Ask with a descriptor that is not open: EBADF means that everything before it was accepted. None, or why not."""
+    """Return None if dma-buf registration is supported, or the error.
+
+    The probe registers a descriptor that is not open. EBADF means that everything else was accepted.
+    """
     try:
         region = register_dmabuf(domain, fd=-1, offset_bytes=0, length_bytes=length_bytes, iova=0, access=access)
     except ApiError as error:
@@ -302,22 +310,22 @@ def probe_dmabuf(domain: Any, *, length_bytes: int, access: int) -> ApiError | N
 
 
 def create_channel(context: Any) -> object:
-    """ibv_create_comp_channel."""
+    """Call ibv_create_comp_channel and return the completion channel."""
     return _create("ibv_create_comp_channel", _modules().cq.CompChannel, context)
 
 
 def event_fd(channel: Any) -> int | None:
-    """The descriptor of a completion channel to select on; None where pyverbs does not show it (before 59)."""
+    """Return the descriptor of a completion channel, for select. None if pyverbs does not expose it (before 59)."""
     return int(channel.fd) if hasattr(type(channel), "fd") else None
 
 
 def create_queue(context: Any, *, depth: int, channel: Any) -> object:
-    """ibv_create_cq."""
+    """Call ibv_create_cq and return the completion queue."""
     return _create("ibv_create_cq", _modules().cq.CQ, context, depth, None, channel, 0, arguments={"cqe": depth})
 
 
 def poll(queue: Any, count: int) -> list[WorkCompletion]:
-    """ibv_poll_cq."""
+    """Return up to `count` completions, by ibv_poll_cq."""
     _count, entries = call("ibv_poll_cq", queue.poll, count)
     return [
         WorkCompletion(
@@ -334,12 +342,15 @@ def poll(queue: Any, count: int) -> list[WorkCompletion]:
 
 
 def request_notification(queue: Any, *, solicited_only: bool) -> None:
-    """ibv_req_notify_cq."""
+    """Call ibv_req_notify_cq."""
     call("ibv_req_notify_cq", queue.req_notify, solicited_only)
 
 
 def take_event(channel: Any, queue: Any) -> None:
-    """ibv_get_cq_event and ibv_ack_cq_events of one event; it blocks, holding the interpreter, when there is none."""
+    """Take one event with ibv_get_cq_event and acknowledge it with ibv_ack_cq_events.
+
+    If there is no event, the call blocks while it holds the GIL.
+    """
     call("ibv_get_cq_event", channel.get_cq_event, queue)
     call("ibv_ack_cq_events", queue.ack_events, 1)
 
@@ -347,7 +358,7 @@ def take_event(channel: Any, queue: Any) -> None:
 def create_queue_pair(
     domain: Any, *, send_queue: Any, receive_queue: Any, limits: Mapping[str, int]
 ) -> tuple[object, int]:
-    """ibv_create_qp, reliable connected; the queue pair and its number."""
+    """Create a reliable connected queue pair with ibv_create_qp. Return it and its number."""
     module = _modules().qp
     attributes = module.QPInitAttr(
         qp_type=_QPT_RC, scq=send_queue, rcq=receive_queue, cap=module.QPCap(**limits), sq_sig_all=0
@@ -357,7 +368,7 @@ def create_queue_pair(
 
 
 def modify(pair: Any, *, mask: int, address: Mapping[str, Any] | None = None, **attributes: int) -> None:
-    """ibv_modify_qp with these attributes, names as in ibv_qp_attr; `address` has the fields of ibv_ah_attr."""
+    """Call ibv_modify_qp with attributes named as in ibv_qp_attr. `address` has the fields of ibv_ah_attr."""
     made = _modules().qp.QPAttr()
     for name, value in attributes.items():
         setattr(made, name, value)
@@ -370,7 +381,7 @@ def modify(pair: Any, *, mask: int, address: Mapping[str, Any] | None = None, **
 
 
 def query_state(pair: Any) -> int:
-    """The state, by ibv_query_qp."""
+    """Return the state of a queue pair, by ibv_query_qp."""
     return int(call("ibv_query_qp", pair.query, _QP_STATE)[0].qp_state)
 
 
@@ -384,7 +395,7 @@ def post_send(
     remote: tuple[int, int] | None,
     immediate: int,
 ) -> None:
-    """ibv_post_send of one request; pieces are (address, length, lkey), `remote` is (rkey, address)."""
+    """Post one send request with ibv_post_send. Pieces are (address, length, lkey), and `remote` is (rkey, address)."""
     elements = [_modules().wr.SGE(*piece) for piece in pieces or _NO_PIECE]
     request = _modules().wr.SendWR(
         wr_id=work_id,
@@ -403,7 +414,7 @@ def post_send(
 
 
 def post_receive(pair: Any, *, work_id: int, pieces: Sequence[tuple[int, int, int]]) -> None:
-    """ibv_post_recv of one request."""
+    """Post one receive request with ibv_post_recv."""
     elements = [_modules().wr.SGE(*piece) for piece in pieces or _NO_PIECE]
     request = _modules().wr.RecvWR(wr_id=work_id, num_sge=len(elements), sg=elements)
     try:
@@ -413,6 +424,6 @@ def post_receive(pair: Any, *, work_id: int, pieces: Sequence[tuple[int, int, in
 
 
 def _free(*requests: Any) -> None:
-    # The destructors of these classes have a misspelt name up to pyverbs 59 and never run.
+    # Up to pyverbs 59 the destructors of these classes have a misspelt name and never run.
     for request in requests:
         request.close()

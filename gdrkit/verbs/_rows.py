@@ -1,7 +1,4 @@
-"""What the seam to pyverbs gives to the rest of the room: plain values of what libibverbs has in structures.
-
-Level 2, pure.
-"""
+"""Plain values that ``_pyverbs`` returns in place of the structures of libibverbs."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ class DeviceRow(NamedTuple):
 
 
 class PortRow(NamedTuple):
-    """What of ibv_port_attr is used."""
+    """The fields of ibv_port_attr that gdrkit uses."""
 
     state: int
     active_mtu: int
@@ -42,7 +39,7 @@ class GidRow(NamedTuple):
 
 @dataclass(frozen=True)
 class MadeRegion:
-    """A memory region, whoever made it; ``iova`` is the address that keys of it begin at."""
+    """A registered memory region. ``iova`` is the address of its first byte in requests."""
 
     lkey: int
     rkey: int
@@ -51,7 +48,7 @@ class MadeRegion:
 
 
 class WorkCompletion(NamedTuple):
-    """What of ibv_wc is used; the immediate is in host order, None when there is none."""
+    """The fields of ibv_wc that gdrkit uses. The immediate is in host byte order, or None if there is none."""
 
     work_id: int
     status: int

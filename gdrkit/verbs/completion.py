@@ -1,8 +1,8 @@
-"""Completion queues, and waiting without blocking.
+"""Completion queues, and waiting for completions without blocking other threads.
 
-Level 2. pyverbs holds the interpreter's lock in every call, so nothing here sleeps inside libibverbs: a queue is
-polled, with short pauses, until a deadline; where pyverbs shows the descriptor of the completion channel (59 and
-newer), a queue with events is waited for by ``select`` on it.
+pyverbs holds the GIL in every call, so no call of libibverbs may sleep. A queue is polled with short pauses until a
+deadline. pyverbs 59 and newer expose the descriptor of the completion channel; there, waiting for an event uses
+``select``.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 __all__ = ["WORK_ID_MAX", "Completion", "CompletionQueue"]
 
-# The library gives back the 64 bits of a request's id and, for one that failed, nothing that says what it was. So the
-# kind of request travels in the upper bits, and callers have the lower ones.
+# libibverbs returns the 64-bit id of a request. For a failed request it returns nothing else that identifies the
+# operation. So the upper bits of the id carry the type of the request, and callers use the lower bits.
 _WORK_ID_BITS = 56
 WORK_ID_MAX = (1 << _WORK_ID_BITS) - 1
 _KINDS = ("unknown", "rdma_write", "rdma_read", "send", "recv")
@@ -51,7 +51,7 @@ _REASONS = {
 
 
 def tagged(work_id: int, kind: str) -> int:
-    """The id under which a request goes to the library."""
+    """Return the id of a request for libibverbs: the id of the caller, with the type in the upper bits."""
     if not 0 <= work_id <= WORK_ID_MAX:
         message = f"work_id {work_id} is not a number from 0 to {WORK_ID_MAX}"
         raise UsageError(message)
@@ -60,26 +60,26 @@ def tagged(work_id: int, kind: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """How one work request ended (``ibv_wc``).
+    """The result of one work request (``ibv_wc``).
 
     Attributes
     ----------
     work_id : int
-        The caller's own.
+        The id that the caller passed.
     status : Status
-        How it ended.
+        The completion status.
     request : str
-        What it was: ``rdma_write``, ``rdma_read``, ``send`` or ``recv``.
+        The type of the request: ``rdma_write``, ``rdma_read``, ``send`` or ``recv``.
     opcode : Opcode or None
-        What completed; None when it failed, as the library leaves it undefined then.
+        The completed operation. None for a failed request, because libibverbs leaves it undefined.
     length_bytes : int
-        How much arrived, for a receive or a read; else undefined.
+        Number of bytes that arrived, for a receive or a read. Otherwise it is undefined.
     immediate : int or None
-        32 bits that came with it.
+        The 32-bit immediate of the request, if it had one.
     vendor_error : int
-        The device's own number for a failure.
+        The vendor's error code of a failure.
     qp_number : int
-        Which queue pair.
+        Number of the queue pair.
     """
 
     work_id: int
@@ -92,12 +92,12 @@ class Completion:
     qp_number: int
 
     def expect(self, status: Status = Status.SUCCESS) -> Self:
-        """The completion itself, if it ended so.
+        """Return this completion if it has the expected status.
 
         Raises
         ------
         ApiError
-            It ended in another way; ``status`` is the number that it has.
+            The completion has another status. ``status`` of the error is its number.
         """
         if self.status is status:
             return self
@@ -115,9 +115,9 @@ class Completion:
 
 
 class CompletionQueue:
-    """Where completions of queue pairs arrive; made by :meth:`Nic.completion_queue`.
+    """A queue of completions of one or more queue pairs; made by :meth:`Nic.completion_queue`.
 
-    Several queue pairs may share one; :meth:`wait` for one of them keeps what belongs to the others for them.
+    If several queue pairs share a queue, :meth:`wait` for one of them keeps the completions of the others.
     """
 
     def __init__(self, nic: Nic, *, depth: int, events: bool) -> None:
@@ -137,12 +137,12 @@ class CompletionQueue:
 
     @property
     def closed(self) -> bool:
-        """Whether it was destroyed."""
+        """Whether the queue was destroyed."""
         return self._closed
 
     @property
     def queue(self) -> object:
-        """What pyverbs has for it."""
+        """The ``CQ`` object of pyverbs."""
         if self._closed:
             what = "completion queue"
             raise ClosedResource(what)
@@ -150,30 +150,30 @@ class CompletionQueue:
 
     @property
     def event_fd(self) -> int | None:
-        """The descriptor of its completion channel; None without events, and with pyverbs before 59, which hides it."""
+        """The descriptor of the completion channel. None without events, and with pyverbs before 59, which hides it."""
         return None if self._channel is None else _pyverbs.event_fd(self._channel)
 
     def poll(self, count: int = _BATCH) -> list[Completion]:
-        """Up to `count` completions that are there now, oldest first."""
+        """Return up to `count` completions that are available now, oldest first."""
         taken = [self._waiting.popleft() for _ in range(min(count, len(self._waiting)))]
         if len(taken) < count:
             taken += [_completion(entry) for entry in _pyverbs.poll(self.queue, count - len(taken))]
         return taken
 
     def wait(self, timeout_ms: float, *, qp_number: int | None = None) -> Completion:
-        """The next completion, of this queue pair or of any.
+        """Return the next completion, of one queue pair or of any.
 
         Parameters
         ----------
         timeout_ms : float
-            How long to wait at most, milliseconds.
+            How long to wait at most, in milliseconds.
         qp_number : int or None
-            Whose; those of others stay in the queue, in order.
+            Wait only for completions of this queue pair. Those of others stay in the queue, in order.
 
         Raises
         ------
         ApiError
-            TIMEOUT: nothing came.
+            TIMEOUT: there was no completion in time.
         """
         end = time.monotonic() + timeout_ms / 1e3
         spin_end, pause_s = time.monotonic() + _SPIN_S, _PAUSE_S
@@ -192,26 +192,27 @@ class CompletionQueue:
                     reason=Reason.TIMEOUT,
                 )
             if now >= spin_end:
-                # Other threads run meanwhile; the pause grows, so that a long wait costs little.
+                # Other threads run during the pause. The pause doubles up to a limit, so that a long wait
+                # costs little.
                 select.select((), (), (), min(pause_s, end - now))
                 pause_s = min(2 * pause_s, _PAUSE_MAX_S)
 
     def request_notification(self, *, solicited_only: bool = False) -> None:
-        """Have the next completion make an event (ibv_req_notify_cq)."""
+        """Request an event for the next completion (ibv_req_notify_cq)."""
         self._check_events()
         _pyverbs.request_notification(self.queue, solicited_only=solicited_only)
 
     def take_event(self, timeout_ms: float) -> None:
-        """Wait for one event and acknowledge it; poll afterwards.
+        """Wait for one event and acknowledge it. The caller polls afterwards.
 
-        With pyverbs before 59 the descriptor is hidden and libibverbs itself waits, without a limit and holding the
-        interpreter: call it then only when an event is certain, i.e. after a notification was requested and a later
-        completion was seen.
+        pyverbs before 59 hides the descriptor. There, libibverbs itself waits, without a limit and while holding the
+        GIL. Then call this method only if an event is certain: a notification was requested, and a later completion was
+        seen.
 
         Raises
         ------
         ApiError
-            TIMEOUT: none came.
+            TIMEOUT: there was no event in time.
         """
         self._check_events()
         fd = self.event_fd
@@ -227,7 +228,10 @@ class CompletionQueue:
         _pyverbs.take_event(self._channel, self.queue)
 
     def close(self) -> None:
-        """Destroy it, and its channel; a second close does nothing. Queue pairs that use it are closed before."""
+        """Destroy the queue and its channel. A second close does nothing.
+
+        The queue pairs that use the queue must be closed first.
+        """
         if self._closed:
             return
         _pyverbs.close("ibv_destroy_cq", self._queue)

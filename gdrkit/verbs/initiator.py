@@ -1,8 +1,7 @@
-"""An initiator that measures: bursts of RDMA WRITEs or READs against a passive peer, driven by native code.
+"""A measuring initiator: native code that issues bursts of RDMA WRITEs or READs to a passive peer.
 
-Level 2. It has a protection domain, queue pairs, completion queue and host memory of its own, and holds no interpreter
-lock while it runs. The peer only has to be connected: a queue pair and a region of :class:`~gdrkit.verbs.Nic` are
-enough.
+The initiator has its own protection domain, queue pairs, completion queue and host memory, and runs without the GIL.
+The peer only has to be connected: it needs a queue pair and a region of :class:`~gdrkit.verbs.Nic`.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ if TYPE_CHECKING:
 __all__ = ["Burst", "Direction", "Initiator", "Latencies"]
 
 _TIME_LIMIT_S = 10.0
-_LENGTH_BYTES_MAX = 2**31  # Of one message (InfiniBand specification).
+_LENGTH_BYTES_MAX = 2**31  # The largest message (InfiniBand specification).
 
 
 class Direction(enum.Enum):
-    """Who gets the bytes."""
+    """The direction of a transfer, as seen from the initiator."""
 
     WRITE = "write"
     READ = "read"
@@ -40,14 +39,14 @@ class Direction(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Burst:
-    """What a burst took.
+    """The result of a burst.
 
     Attributes
     ----------
     elapsed_ns : int
-        From before the first post until the last completion was taken.
+        Time from before the first post until after the last completion was polled, in nanoseconds.
     operations, length_bytes : int
-        How many, of which size.
+        Number of operations, and size of each in bytes.
     """
 
     elapsed_ns: int
@@ -56,36 +55,37 @@ class Burst:
 
     @property
     def moved_bytes(self) -> int:
-        """All of them."""
+        """The number of bytes that all operations moved."""
         return self.operations * self.length_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Latencies:
-    """From post to completion of each operation of a row, one at a time, in order."""
+    """Times from post to completion of consecutive operations, in nanoseconds and in order. Only one runs at a time."""
 
     times_ns: tuple[int, ...]
     length_bytes: int
 
 
 class Initiator:
-    """Queue pairs and registered host memory of one device.
+    """Queue pairs and registered host memory on one device.
 
     Parameters
     ----------
     nic_name : str
-        As :func:`~gdrkit.verbs.list_nics` has it.
+        The name of the device, as in :func:`~gdrkit.verbs.list_nics`.
     memory_bytes : int
-        Host memory on this side, above 0; a burst moves slots of it, the first at its first byte.
+        Size of the local host memory, above 0. A burst moves slots of this memory; the first slot begins at its first
+        byte.
     queue_pairs : int
-        How many, 1 to 1024.
+        Number of queue pairs, 1 to 1024.
     depth_max : int
-        Operations that a queue pair may have under way, 1 to 16384.
+        Largest number of outstanding operations of one queue pair, 1 to 16384.
 
     Raises
     ------
     ApiError
-        A verb refused.
+        A verb failed.
     SetupMissing
         The native parts of gdrkit were not built, or libibverbs is missing.
     """
@@ -107,38 +107,38 @@ class Initiator:
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed."""
+        """Whether the initiator was closed."""
         return self._native is None
 
     @property
     def reads_max(self) -> int:
-        """RDMA READs that a queue pair of this device may have under way."""
+        """Largest number of outstanding RDMA READs of one queue pair of this device."""
         return int(self._open().reads_max)
 
     def endpoints(self) -> tuple[Endpoint, ...]:
-        """What the peer needs for a queue pair of its own to each of these."""
+        """Return the endpoints of the queue pairs. The peer connects one queue pair of its own to each of them."""
         return tuple(Endpoint.from_dict(each) for each in self._open().endpoints)
 
     def connect(self, peers: Sequence[Endpoint], *, reads_max: int = 1) -> None:
-        """Connect each queue pair to one of the peer, in the order of :meth:`endpoints`; once.
+        """Connect each queue pair to one of the peer, in the order of :meth:`endpoints`. This is possible once.
 
         Raises
         ------
         ApiError
-            ibv_modify_qp refused, or there are more or fewer peers than queue pairs (EINVAL).
+            ibv_modify_qp failed, or the number of peers is not the number of queue pairs (EINVAL).
         """
         told = [peer.to_dict() for peer in peers]
         with _native.explained(peers=len(peers), reads_max=reads_max):
             self._open().connect(told, reads_max=reads_max)
 
     def write(self, data: bytes | bytearray | memoryview, *, offset_bytes: int = 0) -> None:
-        """Put bytes into the memory of this side."""
+        """Copy bytes into the local memory."""
         view = memoryview(data).cast("B")
         check_range(offset_bytes=offset_bytes, length_bytes=view.nbytes, size_bytes=self.memory_bytes)
         self._open().memory()[offset_bytes : offset_bytes + view.nbytes] = view
 
     def read(self, *, offset_bytes: int = 0, length_bytes: int | None = None) -> bytes:
-        """A copy of bytes of the memory of this side; None: up to the end."""
+        """Return a copy of a part of the local memory. A length of None means up to the end."""
         length_bytes = self.memory_bytes - offset_bytes if length_bytes is None else length_bytes
         check_range(offset_bytes=offset_bytes, length_bytes=length_bytes, size_bytes=self.memory_bytes)
         return bytes(self._open().memory()[offset_bytes : offset_bytes + length_bytes])
@@ -154,28 +154,28 @@ class Initiator:
         list_length: int = 1,
         time_limit_s: float = _TIME_LIMIT_S,
     ) -> Burst:
-        """Move slots of `length_bytes` in turn, as many as fit into `remote` and into the memory of this side.
+        """Transfer slots of `length_bytes` in turn, as many as fit into `remote` and into the local memory.
 
         Parameters
         ----------
         direction : Direction
-            WRITE: into the memory of the peer; READ: from it.
+            WRITE writes to the memory of the peer, READ reads from it.
         remote : RemoteRange
-            The slots of the peer, one behind the other; slot n is slot n of this side.
+            The slots of the peer, without gaps. Slot n of the peer belongs to slot n of this side.
         length_bytes, operations : int
-            Of each operation, and how many.
+            Size of each operation in bytes, and number of operations.
         depth : int
-            Operations under way at once, over all queue pairs.
+            Number of outstanding operations, over all queue pairs.
         list_length : int
-            Operations that go to the device in one call, not above `depth`.
+            Number of operations that are posted in one call, at most `depth`.
         time_limit_s : float
-            How long there may be no completion at all.
+            Largest time without any completion, in seconds.
 
         Raises
         ------
         ApiError
-            An operation ended in an error, with its status; the queue pairs are broken then. ``TIMEOUT``: no completion
-            in time. EINVAL: depth or list_length do not fit.
+            An operation failed; the error has its completion status, and the queue pairs are in the error state.
+            TIMEOUT: there was no completion in time. EINVAL: `depth` or `list_length` is not possible.
         UsageError
             A number is out of range.
         """
@@ -204,14 +204,14 @@ class Initiator:
         operations: int,
         time_limit_s: float = _TIME_LIMIT_S,
     ) -> Latencies:
-        """As :meth:`run`, one operation after the other by the first queue pair, and the time of each."""
+        """Run operations one by one on the first queue pair, and return the time of each; see :meth:`run`."""
         told = self._run(
             "run_singly", remote, time_limit_s, direction=direction, length_bytes=length_bytes, operations=operations
         )
         return Latencies(times_ns=tuple(told["times_ns"]), length_bytes=length_bytes)
 
     def close(self) -> None:
-        """Destroy queue pairs and queue, deregister and free the memory; a second close does nothing."""
+        """Destroy the queue pairs and the queue, then deregister and free the memory. A second close does nothing."""
         if self._native is not None:
             self._native = None
             self._handle.release()

@@ -1,6 +1,6 @@
-"""RDMA devices: which there are, and one of them open with a protection domain.
+"""RDMA devices: their list, and an open device with a protection domain.
 
-Level 2. :class:`Nic` owns everything that is made from it.
+A :class:`Nic` owns everything that is made from it.
 """
 
 from __future__ import annotations
@@ -49,26 +49,26 @@ class PortInfo:
 
     @property
     def active(self) -> bool:
-        """Whether traffic can flow."""
+        """Whether the port is active, so that it can carry traffic."""
         return self.state is PortState.ACTIVE
 
 
 @dataclass(frozen=True)
 class NicInfo:
-    """What is known of a device without using it.
+    """Properties of a device that is not in use.
 
     Attributes
     ----------
     name : str
-        E.g. ``mlx5_0``.
+        The name, such as ``mlx5_0``.
     node_guid : str
-        Four words of four hex digits, as sysfs has it.
+        Four words of four hex digits, as in sysfs.
     driver : str or None
-        The kernel driver of its PCI device (``mlx5_core``), or ``rxe``; None where it has none.
+        The kernel driver of its PCI device (``mlx5_core``), or ``rxe``. None if it has none.
     ports : tuple of PortInfo
-        Empty when it could not be opened.
+        The ports. It is empty if the device could not be opened.
     error : ApiError or None
-        Why it could not be opened.
+        The error if the device could not be opened.
     """
 
     name: str
@@ -79,17 +79,17 @@ class NicInfo:
 
     @property
     def active(self) -> bool:
-        """Whether a port is."""
+        """Whether a port is active."""
         return any(port.active for port in self.ports)
 
 
 def list_nics() -> tuple[NicInfo, ...]:
-    """The RDMA devices of this machine; each is opened for a moment to ask for its ports.
+    """Return the RDMA devices of this machine. Each device is opened for a moment to query its ports.
 
     Raises
     ------
     SetupMissing
-        pyverbs or libibverbs is missing or does not fit, or the kernel has no RDMA at all (errno ENOSYS).
+        pyverbs or libibverbs is missing or does not fit, or the kernel has no RDMA support (errno ENOSYS).
     """
     return tuple(_info(row) for row in _pyverbs.list_devices())
 
@@ -97,23 +97,24 @@ def list_nics() -> tuple[NicInfo, ...]:
 class Nic:
     """An open device with one port and one protection domain.
 
-    Regions, completion queues and queue pairs belong to it; :meth:`close` closes those that are still open, last made
-    first, which is always the right order, as a queue pair is made after its completion queues.
+    Regions, completion queues and queue pairs belong to it. :meth:`close` closes those that are still open, in the
+    reverse order of their creation. This order is always right, because a queue pair is made after its completion
+    queues.
 
     Attributes
     ----------
     name : str
-        Of the device.
+        Name of the device.
     port : PortInfo
-        As it was when the device was opened.
+        The state of the port when the device was opened.
     gid_index : int
-        Which entry of the port's GID table is used.
+        Index of the used GID in the port's GID table.
     gid : str
-        That entry.
+        The used GID.
     """
 
     def __init__(self, name: str, *, port: int, gid_index: int | None) -> None:
-        """Not for direct use; see :meth:`open`."""
+        """Open the device. Callers use :meth:`open` instead."""
         self.name = name
         self._children = ReleaseStack()
         self._closed = False
@@ -142,17 +143,17 @@ class Nic:
         Parameters
         ----------
         name : str
-            As :func:`list_nics` has it.
+            The name of the device, as in :func:`list_nics`.
         port : int
-            Which of its ports, from 1.
+            Number of the port, from 1.
         gid_index : int or None
-            Which entry of the port's GID table. None: on Ethernet a RoCE v2 address of IPv4, else of IPv6, else
-            link-local, else RoCE v1; on InfiniBand the first.
+            Index in the port's GID table. With None, on Ethernet: a RoCE v2 GID, and among those one of IPv4, else of
+            IPv6, else link-local; RoCE v1 only if there is no RoCE v2. With None, on InfiniBand: the first GID.
 
         Raises
         ------
         UsageError
-            NO_DEVICE: there is no such device. BAD_ARGUMENT: no such port or GID.
+            NO_DEVICE: there is no such device. BAD_ARGUMENT: there is no such port or GID.
         SetupMissing
             EACCES, EPERM: this user may not open /dev/infiniband.
         """
@@ -164,31 +165,31 @@ class Nic:
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed."""
+        """Whether the device was closed."""
         return self._closed
 
     @property
     def context(self) -> object:
-        """What pyverbs has for the device."""
+        """The ``Context`` object of pyverbs."""
         self._check_open()
         return self._context
 
     @property
     def domain(self) -> object:
-        """What pyverbs has for the protection domain."""
+        """The ``PD`` object of pyverbs."""
         self._check_open()
         return self._domain
 
     def supports_dmabuf(self) -> bool:
-        """Whether device, driver and kernel import dma-bufs at all; see :meth:`dmabuf_refusal`."""
+        """Return whether device, driver and kernel can import dma-bufs at all; see :meth:`dmabuf_refusal`."""
         return self.dmabuf_refusal() is None
 
     def dmabuf_refusal(self) -> ApiError | None:
-        """Return why it does not import dma-bufs, as a new error at each call; None when it does.
+        """Return the error of importing dma-bufs, as a new object at each call, or None if the import is supported.
 
-        A region is asked for with a descriptor that is not open: the answer EBADF means that only the descriptor was
-        wrong. That answer and one that the NIC cannot do this at all are kept; any other failure (ENOMEM ...) may
-        pass, so the next call asks again.
+        The probe registers a descriptor that is not open. EBADF means that only the descriptor was wrong. This result,
+        and the result that the NIC does not support the import at all, are cached. Any other failure (ENOMEM, ...) may
+        be temporary, so the next call repeats the probe.
         """
         if not self._dmabuf_asked:
             refusal = _pyverbs.probe_dmabuf(self.domain, length_bytes=HOST_PAGE_BYTES, access=int(_ALL_ACCESS))
@@ -199,14 +200,14 @@ class Nic:
         return None if self._dmabuf_refusal is None else self._dmabuf_refusal.fresh()
 
     def register_host(self, buffer: bytearray | mmap.mmap | memoryview, *, access: Access = _ALL_ACCESS) -> Region:
-        """Register a writable host buffer, which cannot be resized or closed until the region is.
+        """Register a writable host buffer. The buffer cannot be resized or closed before the region is closed.
 
         Raises
         ------
         SetupMissing
             ENOMEM, MEMLOCK_TOO_LOW: the limit of locked memory is below the size of the buffer.
         ApiError
-            Other refusals of ibv_reg_mr.
+            ibv_reg_mr failed for another reason.
         UsageError
             The buffer is empty, read-only or not contiguous.
         """
@@ -222,12 +223,12 @@ class Nic:
         return Region(self, made, length_bytes=view.nbytes, memory=view, keeper=keeper)
 
     def register_pages(self, address: int, *, length_bytes: int, access: Access = _ALL_ACCESS) -> Region:
-        """Register host memory by its address; its owner keeps it mapped until the region is closed.
+        """Register host memory by its address. The owner of the memory keeps it mapped until the region is closed.
 
         Raises
         ------
         SetupMissing, ApiError
-            As :meth:`register_host`; EFAULT: not all of it is mapped and writable.
+            See :meth:`register_host`. EFAULT: a part of the memory is not mapped and writable.
         """
         if address <= 0 or length_bytes <= 0:
             message = f"{length_bytes} bytes at {address:#x} cannot be registered"
@@ -238,12 +239,12 @@ class Nic:
         return Region(self, made, length_bytes=length_bytes, memory=None, keeper=None)
 
     def register_address(self, address: int, *, length_bytes: int, access: Access = _ALL_ACCESS) -> Region:
-        """Register device memory by its address (peer memory); its owner keeps it alive.
+        """Register device memory by its address (peer memory). The owner of the memory keeps it allocated.
 
         Raises
         ------
         Unsupported
-            EFAULT, PEER_MEMORY_UNSUPPORTED: the kernel does not know the address as memory of a device.
+            EFAULT, PEER_MEMORY_UNSUPPORTED: no kernel driver knows the address as device memory.
         """
         if address <= 0 or length_bytes <= 0:
             message = f"{length_bytes} bytes at {address:#x} cannot be registered"
@@ -259,16 +260,17 @@ class Nic:
         Parameters
         ----------
         source : DmabufRange
-            Borrowed; it may be closed once the region stands, which keeps the dma-buf alive.
+            The range. It is borrowed, and may be closed once the region exists: the region keeps the dma-buf alive.
         access : Access
-            What the keys allow; a remote write needs LOCAL_WRITE too.
+            Access rights of the keys. REMOTE_WRITE also needs LOCAL_WRITE.
 
         Raises
         ------
         Unsupported
-            EOPNOTSUPP, EPROTONOSUPPORT, 524 (DMABUF_REGION_UNSUPPORTED): driver, kernel or topology.
+            EOPNOTSUPP, EPROTONOSUPPORT, 524 (DMABUF_REGION_UNSUPPORTED): the driver, the kernel or the topology does
+            not support it.
         ApiError
-            EBADF: not open. EINVAL: not a dma-buf, or the range is not inside it.
+            EBADF: the descriptor is not open. EINVAL: it is not a dma-buf, or the range is not inside it.
         """
         made = _pyverbs.register_dmabuf(
             self.domain,
@@ -281,7 +283,7 @@ class Nic:
         return Region(self, made, length_bytes=source.length_bytes, memory=None, keeper=None)
 
     def completion_queue(self, *, depth: int = 256, events: bool = False) -> CompletionQueue:
-        """A new completion queue for at least `depth` completions, with a completion channel if `events`."""
+        """Create a completion queue for at least `depth` completions, with a completion channel if `events` is true."""
         return CompletionQueue(self, depth=depth, events=events)
 
     def queue_pair(
@@ -294,8 +296,9 @@ class Nic:
         pieces_max: int = 4,
         inline_bytes_max: int = 0,
     ) -> QueuePair:
-        """A new reliable connected queue pair; without a `receive_queue` both kinds of completions go to
-        `send_queue`.
+        """Create a reliable connected queue pair.
+
+        Without a `receive_queue`, `send_queue` gets the completions of both sends and receives.
         """
         return QueuePair(
             self,
@@ -308,17 +311,20 @@ class Nic:
         )
 
     def adopt(self, close: Callable[[], None]) -> Callable[[], None]:
-        """Have `close` called before the device is closed; returns what takes it back."""
+        """Call `close` before the device is closed. Return a function that cancels this."""
         self._check_open()
         return self._children.push(close)
 
     def close(self) -> None:
-        """Close what was made from it, then the protection domain and the device; a second close does nothing.
+        """Close everything that was made from the device, then the protection domain and the device.
+
+        A second close does nothing.
 
         Raises
         ------
         ApiError
-            Of the first that could not be closed, the others as notes; closing again tries those again.
+            Some objects could not be closed. The error is that of the first one, with the others as notes. Another
+            close tries again.
         """
         if self._closed:
             return
@@ -366,7 +372,8 @@ def _info(row: DeviceRow) -> NicInfo:
 
 
 def _driver(folder: Path) -> str | None:
-    # rxe shows the device of the network interface below as its own, and alone has the name of that one.
+    # rxe reports the device of its network interface as its own device. Only rxe has the file `parent`, which names
+    # that interface.
     if (folder / "parent").exists():
         return "rxe"
     driver = folder / "device" / "driver"
@@ -388,7 +395,7 @@ def _ports(context: object) -> tuple[PortInfo, ...]:
 
 
 def _choose_gid(context: object, ports: tuple[PortInfo, ...], port: PortInfo, wanted: int | None) -> tuple[int, str]:
-    # The library wants room for the tables of all ports.
+    # The library needs space for the GID tables of all ports.
     rows = _pyverbs.query_gids(context, sum(each.gid_count for each in ports))
     usable = [row for row in rows if row.port == port.number and wanted in {None, row.gid_index}]
     if not usable:

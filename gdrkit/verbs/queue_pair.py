@@ -1,7 +1,7 @@
 """Reliable connected queue pairs.
 
-Level 2. Source: ibv_create_qp(3), ibv_modify_qp(3), ibv_post_send(3), and the state machine of the InfiniBand
-specification (RESET, INIT, RTR, RTS).
+Sources: ibv_create_qp(3), ibv_modify_qp(3), ibv_post_send(3), and the state machine of the InfiniBand specification
+(RESET, INIT, RTR, RTS).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _HOP_LIMIT = 64
 
 
 class _Mask(enum.IntFlag):
-    """What of ``ibv_qp_attr_mask`` is used."""
+    """The members of ``ibv_qp_attr_mask`` that gdrkit uses."""
 
     STATE = 1
     ACCESS_FLAGS = 1 << 3
@@ -53,7 +53,7 @@ class _Mask(enum.IntFlag):
 
 
 class _Send(enum.IntEnum):
-    """What of ``ibv_wr_opcode`` is used."""
+    """The members of ``ibv_wr_opcode`` that gdrkit uses."""
 
     RDMA_WRITE = 0
     RDMA_WRITE_WITH_IMM = 1
@@ -63,7 +63,7 @@ class _Send(enum.IntEnum):
 
 
 class _Flag(enum.IntFlag):
-    """What of ``ibv_send_flags`` is used."""
+    """The members of ``ibv_send_flags`` that gdrkit uses."""
 
     SIGNALED = 1 << 1
     SOLICITED = 1 << 2
@@ -106,16 +106,16 @@ class QueuePair:
 
     @property
     def closed(self) -> bool:
-        """Whether it was destroyed."""
+        """Whether the queue pair was destroyed."""
         return self._closed
 
     @property
     def state(self) -> QueuePairState:
-        """As the device says now."""
+        """The state that the device reports now."""
         return QueuePairState(_pyverbs.query_state(self._open()))
 
     def endpoint(self) -> Endpoint:
-        """What the other side must know to connect to this one."""
+        """Return the data that the other side needs to connect to this queue pair."""
         self._open()
         return Endpoint(
             qp_number=self.number,
@@ -136,30 +136,31 @@ class QueuePair:
         rnr_timer_code: int = 12,
         reads_max: int = 1,
     ) -> None:
-        """Go from RESET to ready-to-send (INIT, RTR, RTS); the other side does the same.
+        """Move from RESET through INIT and RTR to RTS (ready to send). The other side has to do the same.
 
         Parameters
         ----------
         remote : Endpoint
-            Of the other side; the smaller of both MTUs is used.
+            The endpoint of the other side. The smaller MTU of both sides is used.
         access : Access
-            What the other side may do at all, whatever the regions allow.
+            The operations that the other side may do at all, whatever the regions allow.
         timeout_exponent : int
-            A packet without an answer is sent again after 4.096 us * 2**exponent (14: 67 ms); 0 waits for ever.
+            A packet without an acknowledgement is sent again after 4.096 us * 2**exponent (14: 67 ms). 0 waits for
+            ever.
         retry_count : int
-            How often, 0 to 7; then the request ends in RETRY_EXC_ERR. rxe takes 7 as for ever.
+            Number of such retries, 0 to 7. Then the request ends with RETRY_EXC_ERR. rxe retries for ever if it is 7.
         rnr_retry_count : int
-            How often a send is tried again when no receive is there, 0 to 6; 7 means for ever and would hide a
-            receive that is missing.
+            Number of retries of a send when the other side has no receive posted, 0 to 6. 7 means for ever, and would
+            hide a missing receive.
         rnr_timer_code : int
-            How long the other side shall wait before such a try (12: 0.64 ms; table in ibv_modify_qp(3)).
+            Time that the other side has to wait before such a retry (12: 0.64 ms; table in ibv_modify_qp(3)).
         reads_max : int
-            RDMA READs under way at once, each way; both sides say the same.
+            Number of outstanding RDMA READs in each direction. Both sides pass the same number.
 
         Raises
         ------
         ApiError
-            ibv_modify_qp refused a step; the queue pair stays in the state before it.
+            ibv_modify_qp failed. The queue pair stays in its last state.
         """
         port = self.nic.port
         self._initialize(access)
@@ -193,7 +194,10 @@ class QueuePair:
         )
 
     def fail(self) -> None:
-        """Put it into the error state: requests under way end in WR_FLUSH_ERR, and the other side's in an error."""
+        """Move to the error state.
+
+        Outstanding requests end with WR_FLUSH_ERR, and those of the other side with an error.
+        """
         self._modify(QueuePairState.ERR, _Mask(0))
 
     def post_write(
@@ -208,31 +212,32 @@ class QueuePair:
         signaled: bool = True,
         inline: bool = False,
     ) -> None:
-        """RDMA WRITE from local bytes to the beginning of `remote`.
+        """Post an RDMA WRITE from local bytes to the beginning of `remote`.
 
         Parameters
         ----------
         source : Region or sequence of Piece
-            A region, of which `local_offset_bytes` and `length_bytes` choose a part (None: as much as `remote` has),
-            or pieces that are written one behind the other.
+            A region, or scatter/gather elements that are written one after the other. Of a region, `local_offset_bytes`
+            and `length_bytes` choose a part. A length of None means the length of `remote`.
         remote : RemoteRange
-            Where to; :meth:`RemoteRange.part` gives a part of one.
+            The target; :meth:`RemoteRange.part` returns a part of a range.
         work_id : int
-            Comes back in the completion, 0 to 2**56 - 1.
+            The id that the completion returns, 0 to 2**56 - 1.
         immediate : int or None
-            32 bits that the other side gets as a completion, for which it must have posted a receive.
+            32 bits that the other side gets with a completion. It must have posted a receive for this.
         signaled : bool
-            Whether success makes a completion; failure always does.
+            Whether a successful request generates a completion. A failed request always does.
         inline : bool
-            Have the device take the bytes at once, so that the local buffer may be changed right away (up to the
-            limit of the queue pair).
+            Whether the device copies the bytes during the call, so that the local buffer can be changed immediately (up
+            to the inline limit of the queue pair).
 
         Raises
         ------
         ApiError
-            ENOMEM: the send queue is full. EINVAL: a wrong state, too many pieces, too many bytes inline.
+            ENOMEM: the send queue is full. EINVAL: the state is wrong, there are too many elements, or too many inline
+            bytes.
         UsageError
-            More bytes than `remote` has, or than the region.
+            There are more bytes than `remote` has, or than the region.
         """
         opcode = _Send.RDMA_WRITE if immediate is None else _Send.RDMA_WRITE_WITH_IMM
         pieces = _pieces(source, local_offset_bytes, remote.length_bytes if length_bytes is None else length_bytes)
@@ -249,7 +254,7 @@ class QueuePair:
         length_bytes: int | None = None,
         signaled: bool = True,
     ) -> None:
-        """RDMA READ from the beginning of `remote` into local bytes; see :meth:`post_write`."""
+        """Post an RDMA READ from the beginning of `remote` into local bytes; see :meth:`post_write`."""
         pieces = _pieces(target, local_offset_bytes, remote.length_bytes if length_bytes is None else length_bytes)
         flags = _flags(signaled=signaled, inline=False)
         self._post(_Send.RDMA_READ, pieces, remote, work_id=work_id, kind="rdma_read", flags=flags, immediate=None)
@@ -266,8 +271,9 @@ class QueuePair:
         inline: bool = False,
         solicited: bool = False,
     ) -> None:
-        """SEND local bytes into the next receive of the other side (None: up to the end); `solicited` asks for an
-        event there.
+        """Post a SEND of local bytes into the next receive of the other side. A length of None means up to the end.
+
+        With `solicited`, the request asks for an event on the other side.
         """
         opcode = _Send.SEND if immediate is None else _Send.SEND_WITH_IMM
         flags = _flags(signaled=signaled, inline=inline) | (_Flag.SOLICITED if solicited else _Flag(0))
@@ -282,22 +288,23 @@ class QueuePair:
         local_offset_bytes: int = 0,
         length_bytes: int | None = None,
     ) -> None:
-        """Offer local bytes to the next SEND of the other side, or an empty sequence to the next immediate of a
-        write.
+        """Post a receive of local bytes for the next SEND of the other side.
+
+        With an empty sequence, it receives the immediate of the next RDMA WRITE with immediate.
         """
         pieces = _pieces(target, local_offset_bytes, length_bytes)
         _pyverbs.post_receive(self._open(), work_id=tagged(work_id, "recv"), pieces=_raw(pieces))
 
     def wait(self, timeout_ms: float) -> Completion:
-        """The next completion of its send queue for this queue pair; see :meth:`CompletionQueue.wait`."""
+        """Return the next completion of the send queue for this queue pair; see :meth:`CompletionQueue.wait`."""
         return self.send_queue.wait(timeout_ms, qp_number=self.number)
 
     def wait_received(self, timeout_ms: float) -> Completion:
-        """The same of its receive queue (which may be the same queue)."""
+        """Return the next completion of the receive queue for this queue pair. Both queues may be the same."""
         return self.receive_queue.wait(timeout_ms, qp_number=self.number)
 
     def close(self) -> None:
-        """Destroy it; requests under way are gone without a completion. A second close does nothing."""
+        """Destroy the queue pair. Outstanding requests end without a completion. A second close does nothing."""
         if self._closed:
             return
         _pyverbs.close("ibv_destroy_qp", self._pair)
@@ -307,7 +314,7 @@ class QueuePair:
 
     def _address_of(self, remote: Endpoint) -> dict[str, int | str]:
         port = self.nic.port
-        # RoCE has no LIDs: the GID says where to. On InfiniBand the LID does, within a subnet.
+        # RoCE has no LIDs and is addressed by the GID. InfiniBand is addressed by the LID within a subnet.
         use_gid = port.link_layer is LinkLayer.ETHERNET or not remote.lid
         return {
             "is_global": int(use_gid),

@@ -1,7 +1,7 @@
-"""Memory regions: memory that a NIC may reach, and the keys to it.
+"""Memory regions: memory that a NIC can access, and its keys.
 
-Level 2. A region states the address that peers use; nobody else computes it, since it depends on how the region was
-made.
+The address that peers use depends on how the region was made. So the region reports this address, and no other code
+computes it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["Piece", "Region"]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One element of a scatter/gather list: local bytes, as the NIC sees them."""
+    """A scatter/gather element: local bytes as the NIC addresses them (``ibv_sge``)."""
 
     address: int
     length_bytes: int
@@ -34,16 +34,16 @@ class Piece:
 
 
 class Region:
-    """A registered piece of memory; made by the ``register_...`` methods of :class:`~gdrkit.verbs.Nic`.
+    """A registered range of memory; made by the ``register_...`` methods of :class:`~gdrkit.verbs.Nic`.
 
     Attributes
     ----------
     nic : Nic
-        Whose keys these are.
+        The NIC for which the keys are valid.
     length_bytes : int
-        Its size.
+        Size of the region in bytes.
     memory : memoryview or None
-        The bytes of a host buffer; None for what was registered by its address, and for dma-bufs.
+        The bytes of a host buffer. None for dma-bufs and for memory that was registered by its address.
     """
 
     def __init__(
@@ -60,54 +60,59 @@ class Region:
 
     @property
     def closed(self) -> bool:
-        """Whether it was deregistered."""
+        """Whether the region was deregistered."""
         return self._closed
 
     @property
     def lkey(self) -> int:
-        """The key for requests of this side."""
+        """The key for local requests."""
         return self._open().lkey
 
     @property
     def rkey(self) -> int:
-        """The key for requests of the other side."""
+        """The key for requests of peers."""
         return self._open().rkey
 
     @property
     def address(self) -> int:
-        """The address of the first byte in requests of this side."""
+        """The address of the first byte in local requests."""
         return self._open().iova
 
     @property
     def remote_address(self) -> int:
-        """The address of the first byte in requests of the other side."""
+        """The address of the first byte in requests of peers."""
         return self._open().iova
 
     def piece(self, *, offset_bytes: int = 0, length_bytes: int | None = None) -> Piece:
-        """A part of it for a request of this side; None: up to the end."""
+        """Return a scatter/gather element for a part of the region, for local requests.
+
+        A length of None means up to the end.
+        """
         length_bytes = self.length_bytes - offset_bytes if length_bytes is None else length_bytes
         check_range(offset_bytes=offset_bytes, length_bytes=length_bytes, size_bytes=self.length_bytes)
         return Piece(self.address + offset_bytes, length_bytes, self.lkey)
 
     def remote(self, *, offset_bytes: int = 0, length_bytes: int | None = None) -> RemoteRange:
-        """A part of it for the other side; None: up to the end."""
+        """Return the address and the key of a part of the region, for peers. A length of None means up to the end."""
         length_bytes = self.length_bytes - offset_bytes if length_bytes is None else length_bytes
         check_range(offset_bytes=offset_bytes, length_bytes=length_bytes, size_bytes=self.length_bytes)
         return RemoteRange(address=self.remote_address + offset_bytes, rkey=self.rkey, length_bytes=length_bytes)
 
     def close(self) -> None:
-        """Deregister; from then on its keys reach nothing. A second close does nothing.
+        """Deregister the region, so that its keys become invalid. A second close does nothing.
 
         Raises
         ------
         ApiError
-            libibverbs refused (a memory window is bound to it); the region is still there.
+            libibverbs failed to deregister (for example, a memory window is bound to the region). The region still
+            exists.
         """
         if self._closed:
             return
         self._made.close()
         self._closed = True
-        # Only now: as long as the NIC can reach it, a host buffer must stay where it is.
+        # The reference to a host buffer is dropped only now, because the buffer must not move while the NIC can access
+        # it.
         self.memory = self._keeper = None
         self._leave()
         self._handle.release()

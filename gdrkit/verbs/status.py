@@ -1,6 +1,6 @@
-"""The numbers of libibverbs, as enumerations.
+"""Enumerations of the constants of libibverbs.
 
-Level 2, pure. Source: ``infiniband/verbs.h`` of rdma-core; the numbers are part of its ABI and never change.
+Source: ``infiniband/verbs.h`` of rdma-core. The numbers are part of its ABI and never change.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ __all__ = ["Access", "LinkLayer", "Opcode", "PortState", "QueuePairState", "Stat
 
 
 class Access(enum.IntFlag):
-    """What may be done to a region (``ibv_access_flags``)."""
+    """The access rights of a memory region (``ibv_access_flags``)."""
 
     LOCAL_WRITE = 1
     REMOTE_WRITE = 1 << 1
@@ -21,7 +21,7 @@ class Access(enum.IntFlag):
 
 
 class Status(enum.IntEnum):
-    """How a work request ended (``ibv_wc_status``)."""
+    """The status of a work completion (``ibv_wc_status``)."""
 
     SUCCESS = 0
     LOC_LEN_ERR = 1
@@ -50,12 +50,12 @@ class Status(enum.IntEnum):
 
     @property
     def header_name(self) -> str:
-        """As in the header: ``IBV_WC_REM_ACCESS_ERR``."""
+        """The name in the header, such as ``IBV_WC_REM_ACCESS_ERR``."""
         return f"IBV_WC_{self.name}"
 
 
 class Opcode(enum.IntEnum):
-    """What a completion is about (``ibv_wc_opcode``)."""
+    """The operation that a work completion reports (``ibv_wc_opcode``)."""
 
     SEND = 0
     RDMA_WRITE = 1
@@ -65,7 +65,7 @@ class Opcode(enum.IntEnum):
 
 
 class PortState(enum.IntEnum):
-    """``ibv_port_state``."""
+    """The state of a port (``ibv_port_state``)."""
 
     NOP = 0
     DOWN = 1
@@ -76,7 +76,7 @@ class PortState(enum.IntEnum):
 
 
 class LinkLayer(enum.IntEnum):
-    """``IBV_LINK_LAYER_*``."""
+    """The link layer of a port (``IBV_LINK_LAYER_*``)."""
 
     UNSPECIFIED = 0
     INFINIBAND = 1
@@ -84,7 +84,7 @@ class LinkLayer(enum.IntEnum):
 
 
 class QueuePairState(enum.IntEnum):
-    """``ibv_qp_state``."""
+    """The state of a queue pair (``ibv_qp_state``)."""
 
     RESET = 0
     INIT = 1
@@ -99,10 +99,10 @@ _MTU_BYTES = {1: 256, 2: 512, 3: 1024, 4: 2048, 5: 4096}
 
 
 def mtu_bytes(code: int) -> int:
-    """Bytes of an ``ibv_mtu``."""
+    """Return the size of an ``ibv_mtu`` in bytes."""
     return _MTU_BYTES[code]
 
 
 def mtu_code(length_bytes: int) -> int:
-    """The ``ibv_mtu`` of 256, 512, 1024, 2048 or 4096 bytes."""
+    """Return the ``ibv_mtu`` of 256, 512, 1024, 2048 or 4096 bytes."""
     return next(code for code, size_bytes in _MTU_BYTES.items() if size_bytes == length_bytes)

@@ -1,7 +1,7 @@
-"""What two sides tell each other before they can talk: where a queue pair is, and where bytes may be written.
+"""Values that two peers exchange before they connect: the address of a queue pair, and ranges of remote memory.
 
-Level 2, pure. Both values travel as JSON between processes, so what arrives is parsed strictly: the right keys, no
-others, the right types, in range.
+Both values are sent as JSON between processes. Received data is parsed strictly: all keys must be present, no others,
+with the right types and in range.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ _MTUS_BYTES = frozenset({256, 512, 1024, 2048, 4096})
 
 
 class _Wire:
-    """A frozen dataclass that is parsed strictly."""
+    """Base of the frozen dataclasses that are parsed strictly."""
 
     __slots__ = ()
 
     @classmethod
     def from_dict(cls, data: object) -> Self:
-        """Make one of what :meth:`to_dict` gave on another side.
+        """Return the value that :meth:`to_dict` of the peer serialized.
 
         Raises
         ------
         UsageError
-            MALFORMED: no mapping, a key is missing or unknown, a value has another type or is out of range.
+            MALFORMED: it is not a mapping, a key is missing or unknown, or a value has another type or is out of range.
         """
         if not isinstance(data, Mapping):
             cls._refuse(f"is no object but {type(data).__name__}")
@@ -44,7 +44,7 @@ class _Wire:
         return cls(**{name: data[name] for name in names})
 
     def to_dict(self) -> dict[str, int | str]:
-        """For JSON."""
+        """Return the fields as a dict for JSON."""
         return asdict(self)  # type: ignore[call-overload, no-any-return]
 
     @classmethod
@@ -55,24 +55,24 @@ class _Wire:
     def _check(self, **limits: int) -> None:
         for name, largest in limits.items():
             value = getattr(self, name)
-            # bool is an int to Python and never a number on the wire.
+            # In Python a bool is an int, but on the wire it is not a number.
             if type(value) is not int or not 0 <= value <= largest:
                 self._refuse(f"has {name} {value!r}, which is not a number from 0 to {largest}")
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteRange(_Wire):
-    """Bytes of a peer that its region lets us reach.
+    """A range of a peer's memory that its region allows this side to access.
 
     Parameters
     ----------
     address : int
-        By which the peer's NIC names the first byte; whatever its region says, and nothing that is computed from
-        elsewhere.
+        The address of the first byte for the peer's NIC, as its region reports it. It must not be computed in another
+        way.
     rkey : int
         The key of its region.
     length_bytes : int
-        How many bytes.
+        Size of the range in bytes.
     """
 
     address: int
@@ -83,7 +83,7 @@ class RemoteRange(_Wire):
         self._check(address=2**64 - 1, rkey=2**32 - 1, length_bytes=2**63)
 
     def part(self, *, offset_bytes: int, length_bytes: int) -> RemoteRange:
-        """A part of it."""
+        """Return a part of the range."""
         check_range(offset_bytes=offset_bytes, length_bytes=length_bytes, size_bytes=self.length_bytes)
         return RemoteRange(address=self.address + offset_bytes, rkey=self.rkey, length_bytes=length_bytes)
 
@@ -97,13 +97,13 @@ class Endpoint(_Wire):
     qp_number : int
         Number of the queue pair, 24 bits.
     psn : int
-        Packet sequence number with which it begins to send, 24 bits.
+        Packet sequence number of its first packet, 24 bits.
     gid : str
         GID of its port, eight words of four hex digits.
     lid : int
         LID of its port; 0 on Ethernet.
     mtu_bytes : int
-        Largest packet of its port: 256, 512, 1024, 2048 or 4096.
+        Largest packet of its port in bytes: 256, 512, 1024, 2048 or 4096.
     """
 
     qp_number: int
@@ -114,7 +114,7 @@ class Endpoint(_Wire):
 
     def __post_init__(self) -> None:
         self._check(qp_number=2**24 - 1, psn=2**24 - 1, lid=2**16 - 1, mtu_bytes=4096)
-        gid: object = self.gid  # What a peer sent may be anything.
+        gid: object = self.gid  # A peer is untrusted, so this may be of any type.
         if not isinstance(gid, str) or not _GID.fullmatch(gid):
             self._refuse(f"has gid {self.gid!r}, which is not eight words of four hex digits")
         if self.mtu_bytes not in _MTUS_BYTES:

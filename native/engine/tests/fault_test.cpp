@@ -27,8 +27,7 @@ bool is_engine(void* caller) {
 
 } // namespace
 
-// Not inline: the compiler would compare the malloc of one operator with the delete that calls the other one.
-[[gnu::noinline]] void* operator new(std::size_t size) {
+void* operator new(std::size_t size) {
     if (allocations_left >= 0 && is_engine(__builtin_return_address(0)) && allocations_left-- == 0) {
         throw std::bad_alloc();
     }
@@ -38,11 +37,11 @@ bool is_engine(void* caller) {
     throw std::bad_alloc();
 }
 
-[[gnu::noinline]] void operator delete(void* memory) noexcept {
+void operator delete(void* memory) noexcept {
     std::free(memory);
 }
 
-[[gnu::noinline]] void operator delete(void* memory, std::size_t) noexcept {
+void operator delete(void* memory, std::size_t) noexcept {
     std::free(memory);
 }
 
