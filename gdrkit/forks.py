@@ -49,6 +49,10 @@ class ForkSafeLock:
         """Replace the lock, because a thread of the parent may hold it."""
         self._lock = threading.Lock()
 
+    def locked(self) -> bool:
+        """Return whether a thread holds it now."""
+        return self._lock.locked()
+
     def __enter__(self) -> None:
         self._lock.acquire()
 

@@ -7,7 +7,6 @@ process opens it only if the child has succeeded. The child runs ``python -m gdr
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gdrkit.children import kill_child
 from gdrkit.errors import Api, ApiError, Reason, SetupMissing
 from gdrkit.forks import ForkSafeLock
 
@@ -30,8 +30,6 @@ _SHOWN_CHARACTERS = 400
 _MODULES = Path("/proc/modules")
 _NO_MODULES = "there is no /proc/modules, which libcufile reads for ever: use a kernel with loadable modules"
 
-# Longest time to wait for a killed child, in seconds. A child that a driver blocks in the kernel does not end.
-_KILL_S = 5.0
 _lock = ForkSafeLock()
 _opened: list[ProbeAnswer] = []
 
@@ -128,30 +126,22 @@ def _ended(child: subprocess.Popen[bytes], timeout_s: float) -> tuple[bytes, byt
         return child.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired as error:
         how = f"it did not come back within {timeout_s:g} s and was killed"
-        if not _killed(child):
-            how = (
-                f"it did not come back within {timeout_s:g} s, and not within {_KILL_S:g} s of SIGKILL: it is abandoned"
-            )
+        if left := _kill(child):
+            how += f"; {left}"
         raise _failed(how, Reason.TIMEOUT, what_to_do="" if _MODULES.exists() else _NO_MODULES) from error
     except BaseException:
         # The child has its own session, so the interrupt of a terminal does not reach it.
-        _killed(child)
+        _kill(child)
         raise
 
 
-def _killed(child: subprocess.Popen[bytes]) -> bool:
-    """Kill the child and all of its processes, and wait. Return False if a driver still blocks it."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(child.pid, signal.SIGKILL)
+def _kill(child: subprocess.Popen[bytes]) -> str:
+    """Kill the child and all of its processes; return why it was left behind, or an empty text if it has ended."""
     for pipe in (child.stdout, child.stderr):
         # A process that has left the group may keep the other ends of the pipes open.
         if pipe is not None:
             pipe.close()
-    try:
-        child.wait(_KILL_S)
-    except subprocess.TimeoutExpired:
-        return False
-    return True
+    return kill_child(child)
 
 
 def _refused(failure: dict[str, Any]) -> SetupMissing:

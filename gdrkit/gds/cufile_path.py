@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from gdrkit import cuda, cufile
+from gdrkit import cuda, cufile, forks
 from gdrkit.cufile.obstacles import of_request
 from gdrkit.errors import ApiError, GdrkitError
 from gdrkit.gds.direct import Verdict
@@ -59,6 +59,7 @@ class _Library:
             # cuFile before 1.15 has no statistics. The counters of nvidia-fs may still show the route.
             self.uncounted = True
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="gdrkit-cufile")
+        forks.register(self)
 
     uncounted = False
 
@@ -66,9 +67,14 @@ class _Library:
         self.thread.shutdown()
         self.driver.close()
 
+    def after_fork_in_child(self) -> None:
+        """Have the child open a driver of its own: this one and its thread belong to the parent."""
+        if self in _opened:
+            _opened.remove(self)
+
 
 _opened: list[_Library] = []
-_lock = threading.Lock()
+_lock = forks.ForkSafeLock()
 
 
 def prove_by_cufile(fd: int, device_index: int) -> Verdict:
@@ -296,11 +302,4 @@ def close_driver() -> None:
             _opened.pop().close()
 
 
-def _forget_after_fork() -> None:
-    global _lock  # noqa: PLW0603 - a thread of the parent may have held it.
-    _lock = threading.Lock()
-    _opened.clear()  # The driver and its thread belong to the parent.
-
-
 atexit.register(close_driver)
-os.register_at_fork(after_in_child=_forget_after_fork)

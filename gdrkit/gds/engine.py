@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import atexit
 import os
-import threading
-import weakref
 from array import array
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from gdrkit import cuda
+from gdrkit import cuda, forks
 from gdrkit.errors import UsageError
 from gdrkit.gds._native import call, native
 from gdrkit.gds.target import HOST
@@ -154,7 +152,8 @@ class Engine:
         self.options = chosen
         self._engine = call(native().Engine, node=node, **{**asdict(chosen), "workers_count": chosen.workers()})
         self._handle = Handle("gds.engine")
-        _alive.add(self)
+        self._is_inherited = False
+        forks.register(self)
 
     def submit(
         self,
@@ -207,16 +206,31 @@ class Engine:
         return call(self._engine.transfer_small, *arguments)
 
     def close(self) -> None:
-        """Complete the queued jobs, then end the threads and free the memory. A second close does nothing."""
+        """Complete the queued jobs, then end the threads and free the memory. A second close does nothing.
+
+        In a forked child it does nothing to an engine of the parent.
+        """
+        if self._is_inherited:
+            return
         self._engine.close()
         self._handle.release()
 
+    def after_fork_in_child(self) -> None:
+        """Keep the native engine as it is, and have the child make another one.
 
-_alive: weakref.WeakSet[Engine] = weakref.WeakSet()
+        Threads do not survive a fork, and the memory and streams belong to the parent: nothing may release them here.
+        """
+        native().keep_forever(self._engine)
+        self._is_inherited = True
+        for engines in (_engines, _of_nodes):
+            for key in [key for key, engine in engines.items() if engine is self]:
+                del engines[key]
+
+
 # Engines by device index. Devices of one NUMA node share an engine.
 _engines: dict[int, Engine] = {}
 _of_nodes: dict[int, Engine] = {}
-_lock = threading.Lock()
+_lock = forks.ForkSafeLock()
 
 
 def engine_for(device_index: int) -> Engine:
@@ -251,15 +265,4 @@ def close_engines() -> None:
         _of_nodes.clear()
 
 
-def _forget_after_fork() -> None:
-    global _lock  # noqa: PLW0603 - a thread of the parent may have held it.
-    _lock = threading.Lock()
-    # Threads do not survive a fork, and their memory and streams belong to the parent. The child must not free them.
-    for each in _alive:
-        native().keep_forever(each._engine)  # noqa: SLF001 - same module.
-    _engines.clear()
-    _of_nodes.clear()
-
-
 atexit.register(close_engines)
-os.register_at_fork(after_in_child=_forget_after_fork)

@@ -7,13 +7,13 @@ caller drops its references. Its result reports how many bytes arrived and which
 from __future__ import annotations
 
 import itertools
-import os
 import threading
 import time
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from gdrkit import forks
 from gdrkit.cufile import Route
 from gdrkit.errors import Api, ApiError, GdrkitError, Reason
 from gdrkit.gds._native import Failure, api_error
@@ -99,8 +99,9 @@ class TransferSet:
     """A set of transfers that were started and are not settled, oldest first. It is thread-safe."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = forks.ForkSafeLock()
         self._transfers: OrderedDict[Transfer, None] = OrderedDict()
+        forks.register(self)
 
     def add(self, transfer: Transfer) -> None:
         """Add a transfer."""
@@ -125,12 +126,10 @@ class TransferSet:
                 self._transfers.move_to_end(each)
             return found
 
-    def take_after_fork(self) -> list[Transfer]:
-        """Remove and return all transfers, in the child of a fork. A thread of the parent may have held the lock."""
-        self._lock = threading.Lock()
-        found = list(self._transfers)
+    def after_fork_in_child(self) -> None:
+        """Remove all transfers, which the threads of the parent move, and keep their memory."""
+        _of_parent.extend(self._transfers)
         self._transfers.clear()
-        return found
 
 
 # All transfers in progress. The set keeps them alive, because their memory must not be freed before they end.
@@ -196,7 +195,7 @@ class Transfer:
         """Wait, and return the error that :meth:`result` would raise, or None."""
         self._wait(timeout_s)
         self._settle()
-        return self._error
+        return None if self._error is None else self._error.fresh()
 
     def result(
         self, timeout_s: float | None = None, *, on_progress: Callable[[int, int], None] | None = None
@@ -225,7 +224,7 @@ class Transfer:
             self._watch(timeout_s, on_progress)
         self._settle()
         if self._error is not None:
-            raise self._error
+            raise self._error.fresh()
         assert self._result is not None  # noqa: S101 - a settled transfer without an error has a result.
         return self._result
 
@@ -294,16 +293,6 @@ class Transfer:
         if isinstance(error, TransferFailed):
             error.transferred = result
         return error
-
-
-def _forget_after_fork() -> None:
-    for each in _running.take_after_fork():
-        _of_parent.append(each)
-        if each.group is not None:
-            each.group.take_after_fork()
-
-
-os.register_at_fork(after_in_child=_forget_after_fork)
 
 
 def ended(arguments: Mapping[str, object], detail: str, *, reason: Reason = Reason.END_OF_FILE) -> TransferFailed:

@@ -15,6 +15,7 @@ import sys
 import tempfile
 from typing import TYPE_CHECKING, Any, Self
 
+from gdrkit.children import kill_child
 from gdrkit.errors import BrokenResource, LeakDetected, Reason
 from gdrkit.harness.peer_handles import PeerBuffer, PeerDevice, PeerNic, PeerQueuePair
 from gdrkit.harness.wire import Channel, error_from_plain
@@ -118,17 +119,35 @@ class Peer:
         return frozenset(self.request("modules"))
 
     def exit(self, status: int = 0) -> None:
-        """Make the peer end at once without any clean-up (``os._exit``), and wait for its end."""
+        """Make the peer end at once without any clean-up (``os._exit``), and wait for its end.
+
+        Raises
+        ------
+        BrokenResource
+            ``TIMEOUT``: the peer has not ended within 10 s, and was killed.
+        """
         self._ensure_ready()
         self._requests += 1
         arguments = {"status": status}
         self._channel.send({"id": self._requests, "op": "exit", "arguments": arguments, "descriptors": 0})
-        self._process.wait(_END_TIMEOUT_S)
+        try:
+            self._process.wait(_END_TIMEOUT_S)
+        except subprocess.TimeoutExpired as error:
+            self.kill()
+            what = f"did not end within {_END_TIMEOUT_S:g} s of os._exit, and was killed"
+            raise self._broken_by(what, Reason.TIMEOUT) from error
 
     def kill(self) -> None:
-        """End the peer with SIGKILL and wait for its end. Only the kernel closes what the peer had opened."""
-        self._process.kill()
-        self._process.wait(_END_TIMEOUT_S)
+        """End the peer with SIGKILL and wait for its end. Only the kernel closes what the peer had opened.
+
+        Raises
+        ------
+        BrokenResource
+            ``TIMEOUT``: the peer does not end, and is abandoned.
+        """
+        if left := kill_child(self._process, leads_group=False):
+            what = f"was killed: {left}"
+            raise self._broken_by(what, Reason.TIMEOUT)
 
     def stop(self) -> None:
         """Send SIGSTOP. The peer stays alive and does not reply until :meth:`resume`."""
@@ -163,7 +182,8 @@ class Peer:
             self._process.wait(_END_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             self.kill()
-        self._printed.close()
+        finally:
+            self._printed.close()
 
     def descriptors(self) -> frozenset[int]:
         """Return the descriptors of this process that belong to the peer."""

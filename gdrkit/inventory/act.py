@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from gdrkit import pattern, plain
+from gdrkit.children import join_threads
 from gdrkit.errors import DataMismatch, GdrkitError, UsageError
 from gdrkit.inventory.facts import ApiFailure
 from gdrkit.units import KIB, MIB
@@ -37,6 +38,7 @@ _ROUNDS = 50
 _COPIES_MIN = 20
 _SEED = 0x6D6F76
 _WAIT_MS = 2000.0
+_COPY_TIMEOUT_S = 10.0
 _PCI = "/sys/bus/pci/devices"
 
 
@@ -197,14 +199,14 @@ def _load() -> dict[str, str]:
 
             for _ in range(_COPIES_MIN):
                 memory.write(data)
-            worker = threading.Thread(target=copy)
+            worker = threading.Thread(target=copy, name=f"copies to GPU {index}", daemon=True)
             worker.start()
             try:
                 for part in host.pci_path(tree, device.pci_bus_id.lower())[1:]:
                     seen[part] = tree.text(f"{_PCI}/{part}/current_link_speed") or "not said"
             finally:
                 done.set()
-                worker.join()
+                join_threads([worker], timeout_s=_COPY_TIMEOUT_S)
     return seen
 
 

@@ -163,7 +163,7 @@ def _nic(info: NicInfo, nodes: dict[witness.DeviceNode, None]) -> NicFacts:
     active = [port.number for port in info.ports if port.active]
     try:
         if info.error is not None:
-            raise info.error
+            raise info.error.fresh()
         with verbs.Nic.open(info.name, port=active[0] if active else 1) as nic:
             dmabuf = nic.supports_dmabuf()
             nodes |= dict.fromkeys(witness.device_nodes())

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -13,6 +11,7 @@ import time
 from typing import IO, TYPE_CHECKING, Any
 
 from gdrkit import host, plain
+from gdrkit.children import kill_child
 from gdrkit.errors import Reason
 from gdrkit.inventory.facts import ApiFailure
 
@@ -23,17 +22,12 @@ __all__ = ["Question"]
 
 _SHOWN_CHARACTERS = 400
 _STARVED_MAX_S = 100.0
-# Time in which a killed child must end. A child that waits inside a driver (state D) ends only when the driver returns.
-_KILLED_S = 5.0
-# Killed children that had not ended in that time. The next query reaps those that have ended since.
-_abandoned: list[subprocess.Popen[bytes]] = []
 
 
 class Question:
     """A child process that writes its result to a descriptor: ``python -m MODULE NAME ... DESCRIPTOR``."""
 
     def __init__(self, command: list[str], environment: Mapping[str, str]) -> None:
-        _abandoned[:] = [child for child in _abandoned if child.poll() is None]
         self._command = command
         self._api = command[-1]
         # Files and not pipes: a file takes a result of any length without a reader, and its end does not depend on the
@@ -68,15 +62,14 @@ class Question:
         """
         try:
             is_over = self._wait(timeout_s)
-            self._end()
+            left = kill_child(self._child)
             printed = _contents(self._output)
             text = _contents(self._answer)
         finally:
             self.close()
         if not is_over:
-            is_gone = self._child.returncode is not None
-            still = "" if is_gone else f"; process {self._child.pid} could not be killed and was abandoned"
-            return None, self._failure(Reason.TIMEOUT, f"no answer within {timeout_s:g} s{still}", printed)
+            message = f"no answer within {timeout_s:g} s" + (f"; {left}" if left else "")
+            return None, self._failure(Reason.TIMEOUT, message, printed)
         if not text:
             return None, self._failure(Reason.OTHER, _how_it_ended(self._child.returncode), printed)
         data = json.loads(text)
@@ -97,21 +90,10 @@ class Question:
                 return True
         return False
 
-    def _end(self) -> None:
-        """Kill the process group of the child, and abandon the child if it does not end."""
-        if self._child in _abandoned:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._child.pid, signal.SIGKILL)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._child.wait(_KILLED_S)
-        if self._child.returncode is None:
-            _abandoned.append(self._child)
-
     def close(self) -> None:
         """Kill the child if the caller has not waited for its result, and close the files."""
         if not self._answer.closed:
-            self._end()
+            kill_child(self._child)
             self._answer.close()
             self._output.close()
 

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
-import os
 import signal
 import subprocess
 import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gdrkit.children import kill_child
 from gdrkit.errors import GdrkitError, UsageError
 from gdrkit.house import house
 from gdrkit.qualify.interrupt import interruptible_children
@@ -26,6 +25,7 @@ from gdrkit.report.record import SCHEMA_VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from pathlib import Path
 
     from gdrkit.report import RunFolder
 
@@ -35,8 +35,6 @@ _LOOK_S = 0.1
 _STALLED_S = 180.0
 # The time in seconds that an interrupted case has for closing what it opened.
 _CLOSE_S = 10.0
-# A killed process ends within this time, in seconds, or it hangs in the kernel (state D) or is held by a debugger.
-_KILLED_S = 10.0
 _SHOWN_CHARACTERS = 3000
 _PYTEST_USAGE = 4
 
@@ -160,7 +158,7 @@ class Suites:
                 child.wait(_CLOSE_S)
             raise
         finally:
-            if left := _kill(child):
+            if left := kill_child(child):
                 self.abandoned.append(left)
 
     def _no_plan(self, how: _End) -> GdrkitError:
@@ -242,36 +240,9 @@ def _watch(child: subprocess.Popen[bytes], reader: _Reader) -> _End:
         if reader.read():
             moved = time.monotonic()
         if code is None and time.monotonic() - moved > _STALLED_S:
-            left = _kill(child)
+            left = kill_child(child)
             return _End(child.returncode, is_stalled=True, left=left)
     return _End(code)
-
-
-def _kill(child: subprocess.Popen[bytes]) -> str:
-    """Kill the process group of a child, which includes processes that its cases left.
-
-    Returns
-    -------
-    str
-        A text that says that the child did not end and was left behind; empty if it ended.
-    """
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(child.pid, signal.SIGKILL)
-    try:
-        child.wait(_KILLED_S)
-    except subprocess.TimeoutExpired:
-        state = _state(child.pid)
-        return f"process {child.pid} did not end within {_KILLED_S:g} s of SIGKILL (state {state}) and was left behind"
-    return ""
-
-
-def _state(process: int) -> str:
-    """Return the state letter of a process from /proc/PID/stat: D is uninterruptible sleep, Z is a zombie."""
-    try:
-        # The process name before the state is in brackets, and may contain brackets itself.
-        return Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return "unknown"
 
 
 def _lost(case: str, how: str, log: str, profile: str, common: Common) -> Record:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
-from gdrkit import cuda, verbs
+from gdrkit import cuda, forks, verbs
 from gdrkit.errors import Api, ApiError, ClosedResource, GdrkitError, Reason, RegistrationFailed, UsageError
 from gdrkit.handles import Handle, ReleaseStack
 from gdrkit.registration.cache import RegionCache
@@ -83,6 +83,8 @@ class GdrState:
 class GdrManager:
     """The devices, NICs and caches by which peers can access GPU memory. Use it as a context manager.
 
+    A forked child gets a closed copy, which takes nothing back.
+
     Parameters
     ----------
     gpu_indices : sequence of int or None
@@ -129,6 +131,7 @@ class GdrManager:
             self._parts.run_after(error)
             raise
         self._handle = Handle("registration.manager")
+        forks.register(self)
 
     @property
     def closed(self) -> bool:
@@ -204,6 +207,11 @@ class GdrManager:
         self._parts.run()
         self._closed = True
         self._handle.release()
+
+    def after_fork_in_child(self) -> None:
+        """Be closed in a forked child: caches, NICs and devices are those of the parent."""
+        self._parts = ReleaseStack()
+        self._closed = True
 
     def _build(self, gpu_indices: Sequence[int] | None, nic_names: Sequence[str] | None) -> GdrState:
         failures: list[GdrkitError] = []

@@ -16,6 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NoReturn, Self
 
 import gdrkit
+from gdrkit.children import join_threads
 from gdrkit.errors import GdrkitError, Reason, UsageError
 from gdrkit.handles import Handle
 from gdrkit.storage import messages as ask
@@ -37,6 +38,7 @@ __all__ = ["StorageServer"]
 
 _LOG = logging.getLogger("gdrkit.storage")
 _SEND_TIMEOUT_S = 30.0
+_END_TIMEOUT_S = 60.0
 CONNECTIONS_MAX = 256
 SESSIONS_MAX = 64
 OUTSTANDING_MAX = 1024
@@ -80,23 +82,37 @@ class StorageServer:
         """Names of the NICs that the server uses."""
         return tuple(self._fabric.names)
 
-    def close(self) -> None:
-        """End all sessions and stop listening; a second close does nothing."""
+    def close(self, *, timeout_s: float = _END_TIMEOUT_S) -> None:
+        """End all sessions and stop listening; a second close does nothing.
+
+        Raises
+        ------
+        BrokenResource
+            ``TIMEOUT``: a session waits inside the file system for longer. It still uses the store, which must stay
+            open; closing again waits again.
+        """
         with self._lock:
             if self._closing:
                 return
             self._closing = True
-        self._listener.stop()
-        self._acceptor.join()
-        with self._lock:
-            threads = dict(self._threads)
-        for thread, connection in threads.items():
-            connection.hang_up()
-            thread.join()
+        try:
+            self._end_threads(timeout_s)
+        except BaseException:
+            self._closing = False
+            raise
         self._listener.close()
         if self.place.path is not None:
             self.place.path.unlink(missing_ok=True)
         self._handle.release()
+
+    def _end_threads(self, timeout_s: float) -> None:
+        self._listener.stop()
+        join_threads([self._acceptor], timeout_s=timeout_s)
+        with self._lock:
+            threads = dict(self._threads)
+        for connection in threads.values():
+            connection.hang_up()
+        join_threads(threads, timeout_s=timeout_s)
 
     def _admit(self, connection: ControlConnection, payload: bytes, sequence: int) -> None:
         """Check the first request of a connection, and start a thread for it if the request is valid."""

@@ -16,6 +16,7 @@ import warnings
 from typing import TYPE_CHECKING
 
 from gdrkit import scm_rights
+from gdrkit.children import join_threads
 from gdrkit.errors import GdrkitError, GdrkitWarning, UsageError
 from gdrkit.host import process_identity
 from gdrkit.usrbio import protocol
@@ -35,6 +36,8 @@ __all__ = ["Doorway", "answer"]
 _CONNECTIONS_MAX = 1024
 _BACKLOG = 128
 _ACCEPT_PAUSE_S = 0.05
+# A request to the storage server has a limit of 30 s.
+_END_TIMEOUT_S = 60.0
 _SENTENCE_BYTES_MAX = 2048
 # Errors of accept() that pass without a word.
 _PASSING = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.ECONNABORTED})
@@ -74,19 +77,25 @@ class Doorway:
         self._thread.start()
 
     def close(self) -> None:
-        """Let nobody in any more, end all connections, and wait until what they had is taken back."""
+        """Let nobody in any more, end all connections, and wait until what they had is taken back.
+
+        Raises
+        ------
+        BrokenResource
+            ``TIMEOUT``: a thread still releases what a client had; closing again waits again.
+        """
         with self._lock:
             self._closing = True
             connections = dict(self._connections)
         self._stopping.set()
-        self._socket.shutdown(socket.SHUT_RDWR)
-        self._thread.join()
-        self._socket.close()
+        if self._socket.fileno() >= 0:
+            self._socket.shutdown(socket.SHUT_RDWR)
+            join_threads([self._thread], timeout_s=_END_TIMEOUT_S)
+            self._socket.close()
         self._mount.socket.unlink(missing_ok=True)
         for connection in connections:
             _end(connection)
-        for thread in connections.values():
-            thread.join()
+        join_threads(connections.values(), timeout_s=_END_TIMEOUT_S)
 
     def _accept(self) -> None:
         while True:

@@ -14,6 +14,7 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
+from gdrkit.children import join_threads
 from gdrkit.errors import UsageError
 from gdrkit.handles import ReleaseStack
 from gdrkit.host import PrivateFolder, process_identity
@@ -35,6 +36,9 @@ if TYPE_CHECKING:
     from gdrkit.usrbio.service import Service
 
 __all__ = ["FuseAgent", "fuse_agent", "private_folder"]
+
+# A request to the storage server has a limit of 30 s.
+_END_TIMEOUT_S = 60.0
 
 
 class LinkClients:
@@ -77,9 +81,15 @@ class LinkClients:
         raise OSError(errno.ENOENT, os.strerror(errno.ENOENT))
 
     def close(self) -> None:
-        """Stop watching; what is published goes with the service."""
+        """Stop watching; what is published goes with the service.
+
+        Raises
+        ------
+        BrokenResource
+            ``TIMEOUT``: the thread still releases what a process had; closing again waits again.
+        """
         os.write(self._waker, b"x")
-        self._thread.join()
+        join_threads([self._thread], timeout_s=_END_TIMEOUT_S)
         for fd in (self._wake, self._waker, *(pidfd for _, pidfd in self._clients.values())):
             os.close(fd)
         self._clients.clear()

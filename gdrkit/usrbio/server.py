@@ -20,6 +20,7 @@ import warnings
 from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
+from gdrkit.children import join_threads, kill_child
 from gdrkit.errors import BrokenResource, GdrkitError, GdrkitWarning, Reason
 from gdrkit.usrbio.mount import SERVER_LOCK, SERVER_SOCKET
 from gdrkit.usrbio.refusal import Refused
@@ -37,6 +38,8 @@ __all__ = ["Embedded", "Remote", "Server", "Where"]
 
 _START_TIMEOUT_S = 30
 _END_TIMEOUT_S = 20
+# Of the thread that renews sessions; each of its steps has a shorter limit.
+_THREAD_TIMEOUT_S = 120.0
 _LOCK_POLL_S = 0.02
 _BACKOFF_FIRST_S, _BACKOFF_MAX_S = 0.05, 2.0
 _RENEWAL_TIMEOUT_S = 10.0
@@ -132,14 +135,15 @@ class Embedded:
             os.close(lock)
         assert self._process.stdout is not None  # noqa: S101 - it was asked for.
         if not select.select([self._process.stdout], [], [], _START_TIMEOUT_S)[0]:
-            self._kill()
             self._reap()
             message = f"the storage server was not ready within {_START_TIMEOUT_S} s"
             raise BrokenResource(message, reason=Reason.TIMEOUT)
         if not self._process.stdout.readline():
-            code = self._process.wait(_END_TIMEOUT_S)
+            process = self._process
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_END_TIMEOUT_S)
             self._reap()
-            message = f"the storage server ended with {code} before it was ready"
+            message = f"the storage server ended with {process.returncode} before it was ready"
             raise BrokenResource(message, reason=Reason.PEER_GONE)
 
     def connect(self) -> socket.socket:
@@ -157,7 +161,10 @@ class Embedded:
     def give_up(self) -> None:
         """Kill it: a server that hangs, stopped or waiting for a disk, would go on where it was some day."""
         if self._process is not None:
-            self._kill()
+            # Without a wait for its end, which _reap() does: it may hang for long.
+            if self._process.poll() is None:
+                with suppress(ProcessLookupError):
+                    os.killpg(self._process.pid, signal.SIGKILL)
             self._is_given_up = True
 
     def close(self) -> None:
@@ -165,10 +172,8 @@ class Embedded:
         if self._process is not None:
             assert self._process.stdin is not None  # noqa: S101 - it was asked for.
             self._process.stdin.close()
-            try:
+            with suppress(subprocess.TimeoutExpired):
                 self._process.wait(_END_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                self._kill()
             self._reap()
         self._path.unlink(missing_ok=True)
 
@@ -188,21 +193,12 @@ class Embedded:
             else:
                 return fd
 
-    def _kill(self) -> None:
-        """Kill it with all that it started: its process group."""
-        if self._process is not None and self._process.poll() is None:
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-
     def _reap(self) -> None:
-        """Wait for its end; a process that does not end though it was killed is abandoned, and that is said."""
+        """Kill the server with all that it started and wait for its end; warn when it does not end."""
         process = self._process
         if process is not None:
-            try:
-                process.wait(_END_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                message = f"the storage server, process {process.pid}, does not end within {_END_TIMEOUT_S} s"
-                warnings.warn(f"{message}: its disk may hang", GdrkitWarning, stacklevel=1)
+            if left := kill_child(process, timeout_s=_END_TIMEOUT_S):
+                warnings.warn(f"the storage server's disk may hang: {left}", GdrkitWarning, stacklevel=1)
             self._process, self._is_given_up = None, False
             for end in (process.stdin, process.stdout):
                 if end is not None:
@@ -318,7 +314,7 @@ class Server:
         """End the session, then the server if it is ours."""
         self._stopping.set()
         if self._thread is not None:
-            self._thread.join()
+            join_threads([self._thread], timeout_s=_THREAD_TIMEOUT_S)
         self._end_session()
         self._abandon()
         self._where.close()

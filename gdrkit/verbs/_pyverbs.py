@@ -16,7 +16,7 @@ import socket
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from gdrkit import loader
+from gdrkit import forks, loader
 from gdrkit.errors import ApiError, SetupMissing
 from gdrkit.verbs import _errors, _layout
 from gdrkit.verbs._rows import DeviceRow, GidRow, MadeRegion, PortRow, WorkCompletion
@@ -65,7 +65,23 @@ _LOST = -1  # The error_code of pyverbs if it did not keep the errno.
 # pyverbs 44 refuses a request without a scatter/gather element. An empty element has the same meaning.
 _NO_PIECE = ((0, 0, 0),)
 
-_held: set[int] = set()  # The ids of all objects that were created and not closed.
+
+class _Held:
+    """The objects of libibverbs that this process created and did not close, by id.
+
+    A forked child did not create any. What it inherits belongs to the parent, so :func:`close` ignores it.
+    """
+
+    def __init__(self) -> None:
+        self.ids: set[int] = set()
+        forks.register(self)
+
+    def after_fork_in_child(self) -> None:
+        """Forget the objects of the parent, which stay as they are."""
+        self.ids.clear()
+
+
+_held = _Held()
 _pointers: dict[int, int] = {}  # The ibv_pd * of the domains among them, by id.
 
 
@@ -142,15 +158,18 @@ def _create(operation: str, function: Callable[..., Any], *values: Any, **said: 
     """
     thing = call(operation, function, *values, **said)
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
-    _held.add(id(thing))
+    _held.ids.add(id(thing))
     return thing
 
 
 def close(operation: str, thing: Any) -> None:
-    """Close an object that `_create` returned. `operation` is the function of libibverbs that its ``close`` calls."""
-    call(operation, thing.close)
-    if id(thing) in _held:
-        _held.remove(id(thing))
+    """Close an object that `_create` returned in this process.
+
+    `operation` is the function of libibverbs that its ``close`` calls.
+    """
+    if id(thing) in _held.ids:
+        call(operation, thing.close)
+        _held.ids.remove(id(thing))
         _pointers.pop(id(thing), None)
         ctypes.pythonapi.Py_DecRef(ctypes.py_object(thing))
 
@@ -287,11 +306,15 @@ def _made(
     if not made:
         raise _errors.error_of(operation=operation, number=number, arguments=arguments, pinned_bytes=pinned_bytes)
     lkey = int(made.contents.lkey)
+    _held.ids.add(id(made))
 
     def deregister() -> None:
+        if id(made) not in _held.ids:
+            return
         answer = _library().ibv_dereg_mr(made)
         if answer:
             raise _errors.error_of(operation="ibv_dereg_mr", number=answer, arguments={"lkey": lkey})
+        _held.ids.remove(id(made))
 
     return MadeRegion(lkey, int(made.contents.rkey), iova, deregister)
 

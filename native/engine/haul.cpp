@@ -38,6 +38,11 @@ Lane& Hauls::lane_of(int device) {
     return *lane;
 }
 
+const Lane& Hauls::lane_that_sent(int device) {
+    const std::lock_guard lock(mutex_);
+    return *lanes_.at(device);
+}
+
 std::shared_ptr<Haul> Hauls::open(Piece& piece) {
     lane_of(piece.job->device());
     const std::size_t slot = free_slot();
@@ -155,20 +160,18 @@ void Hauls::close() {
 void Hauls::settle(Haul& haul, const std::optional<Failure>& refused) {
     Part& part = haul.part();
     Job& job = *haul.piece_.job;
-    Lane* lane = nullptr;
+    const Lane& lane = lane_that_sent(job.device());
     try {
-        lane = &lane_of(job.device());
         if (refused) {
             throw Error(*refused);
         }
-        lane->wait(haul.slot_);
+        lane.make_current();
+        lane.wait(haul.slot_);
     } catch (const Error& error) {
         job.fail(part.extent, error.failure());
         part.done = 0;
-        if (lane != nullptr) {
-            lane->drain(); // The copy may still run although the query failed. It must not read memory that others
-                           // fill.
-        }
+        // The copy may still run although the query failed. It must not read memory that others fill.
+        lane.drain();
     }
     free(haul);
 }

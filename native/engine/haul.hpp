@@ -68,6 +68,9 @@ public:
 
 private:
     Lane& lane_of(int device);
+    // The lane of a haul that was sent, which is there. Nothing of CUDA is called, so that it can be drained whatever
+    // CUDA refuses.
+    const Lane& lane_that_sent(int device);
     std::size_t free_slot();
     void send(const std::shared_ptr<Haul>& haul);
     // Waits for the device, unless `refused` is set: the query whether the copy is done has failed.

@@ -274,3 +274,18 @@ def test_a_device_that_is_out_of_memory(file: gds.File, seed: int, device: Devic
         # With memory again it goes on.
         assert file.read_into(memory).bytes == SIZE
         pattern.check(memory.read(), seed=seed)
+
+
+def test_repeated_result_raises_new_errors(file: gds.File) -> None:
+    transfer = file.start_read_into(bytearray(SIZE), file_offset_bytes=SIZE, length_bytes=1)
+    lengths = set()
+    for _ in range(3):
+        with pytest.raises(gds.TransferFailed) as failed:
+            transfer.result()
+        assert failed.value.transferred.parts == (0,)
+        lengths.add(len(failed.traceback))
+    # An error that is raised again collects the frames of every caller, and keeps their variables alive.
+    assert len(lengths) == 1
+    kept = transfer.exception()
+    assert kept is not None
+    assert (kept.reason, kept.__traceback__) == (Reason.END_OF_FILE, None)

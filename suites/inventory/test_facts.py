@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from gdrkit.errors import Reason, UsageError
+from gdrkit.errors import Api, ApiError, Reason, UsageError
 from gdrkit.host import HostTree
-from gdrkit.inventory import Facts, choose_profile, load_profile, load_profiles, probe
+from gdrkit.inventory import Facts, ask, choose_profile, load_profile, load_profiles, probe
+from gdrkit.verbs import NicInfo
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -152,3 +153,13 @@ def test_a_profile_that_does_not_exist_names_those_that_do(tmp_path: Path) -> No
     profile_file(tmp_path, "one", "")
     with pytest.raises(UsageError, match="choose from one"):
         load_profile("../one", folder=tmp_path)
+
+
+def test_error_of_a_nic_keeps_no_frames() -> None:
+    failure = ApiError(api=Api.VERBS, operation="ibv_open_device", status=13, status_name="EACCES", errno=13)
+    info = NicInfo(name="mlx5_0", node_guid="", driver=None, ports=(), error=failure)
+    for _ in range(2):
+        facts = ask._nic(info, {})  # noqa: SLF001 - a NIC that cannot be opened needs a machine that has one.
+        assert facts.failure is not None
+        assert facts.failure.errno == 13
+    assert failure.__traceback__ is None

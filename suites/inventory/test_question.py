@@ -116,5 +116,5 @@ def test_child_in_state_d_is_abandoned_and_said(tmp_path: Path) -> None:
     assert facts is None
     assert failure is not None
     assert failure.reason is Reason.TIMEOUT
-    assert "could not be killed" in failure.message
+    assert "(state D) and was left behind" in failure.message
     assert took_s < LATE_MAX_S

@@ -22,7 +22,7 @@ __all__ = ["CARRY_ON", "LEVELS", "RULES", "SAME_LEVEL", "SEAMS", "SIBLINGS_LEVEL
 # These are the packages of gdrkit/ by level. Imports only go down.
 LEVELS: tuple[frozenset[str], ...] = (
     frozenset({"__init__", "errors", "exit_code", "house", "text", "units", "verdict"}),
-    frozenset({"buffers", "faultplan", "forks", "handles", "loader", "pattern", "plain", "scm_rights"}),
+    frozenset({"buffers", "children", "faultplan", "forks", "handles", "loader", "pattern", "plain", "scm_rights"}),
     frozenset({"cuda", "cufile", "gaudi", "host", "verbs"}),
     frozenset({"launch", "registration", "witness"}),
     frozenset({"gds", "inventory", "storage"}),

@@ -249,7 +249,7 @@ def test_process_that_outlives_sigkill_is_left(tmp_path: Path, heeded: signal.Si
         finally:
             (tmp_path / "suites" / "end").write_text("")
     assert running.returncode == 128 + heeded
-    assert re.search(r"process \d+ did not end within 10 s of SIGKILL \(state Z\) and was left behind", told)
+    assert re.search(r"process \d+ did not end within 5 s of SIGKILL \(state Z\) and was left behind", told)
 
 
 @TWINS

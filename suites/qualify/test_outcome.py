@@ -89,8 +89,15 @@ def with_gpu(**fields: object) -> Facts:
             {"cuda": "unknown"},
         ),
         ([library("libhl-thunk.so")], WHOLE, {"hlthunk": "unknown"}),
+        # A damaged file has no SONAME; its name says which API it was.
+        ([library("libcuda.so.580.159.04", error="cut off")], WHOLE, {"cuda": "unknown"}),
+        ([REAL[1], library("libcuda.so.1", error="cut off")], WHOLE, {"cuda": "unknown"}),
+        ([library("libcufile.so.1.15.1", error="cut off")], WHOLE, {"cufile": "unknown"}),
+        ([library("libhl-thunk.so", error="cut off")], WHOLE, {"hlthunk": "unknown"}),
+        ([library("libhlthunk.so", error="cut off")], WHOLE, {"hlthunk": "unknown"}),
+        ([library("libcudart.so.12", error="cut off")], WHOLE, {}),
     ],
-    ids=range(22),
+    ids=range(28),
 )
 def test_the_substrate_is_judged_by_what_was_loaded_and_what_the_kernel_shows(
     libraries: list[object], facts: Facts, expected: dict[str, str]

@@ -7,6 +7,7 @@ import socket
 from typing import TYPE_CHECKING
 
 import pytest
+from support.tracer import traced
 
 from gdrkit.errors import (
     Api,
@@ -198,3 +199,14 @@ def test_a_peer_that_is_asked_for_a_device_has_cuda_and_no_verbs(seed: int) -> N
         assert len(memory.contents(length_bytes=16)) == 16
         assert "cuda" in peer.modules()
         assert "pyverbs" not in peer.modules()
+
+
+def test_peer_that_outlives_sigkill_is_broken() -> None:
+    held = Peer()
+    held.modules()
+    with traced(held.process_id):
+        with pytest.raises(BrokenResource, match="was left behind") as raised:
+            held.kill()
+        assert raised.value.reason is Reason.TIMEOUT
+    held.close()
+    assert held.exit_code == -9

@@ -11,6 +11,8 @@ import sys
 import time
 from pathlib import Path
 
+from support.tracer import traced
+
 from gdrkit.qualify.ranks.rank import Supervised
 
 LONG_S = 60.0
@@ -69,3 +71,18 @@ def test_a_child_that_hangs_ends_with_its_rank() -> None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(ends, signal.SIGKILL)
             os.close(ends)
+
+
+def test_child_that_outlives_sigkill_is_left_and_said(tmp_path: Path) -> None:
+    """As one that hangs in a driver (state D): the rank goes on, and its answer says so."""
+    child = Supervised(beginning_with(tmp_path, "import signal; signal.alarm(100)"))
+    assert "result" in child.ask({"do": "libraries", "with": {}}, limit_s=LONG_S)
+    (process_id,) = map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
+    with traced(process_id):
+        began = time.monotonic()
+        os.kill(process_id, signal.SIGSTOP)
+        answer = child.ask({"do": "libraries", "with": {}}, limit_s=0.5)
+        child.close()
+        assert time.monotonic() - began < LONG_S / 2
+    assert "and was killed; process" in str(answer["lost"])
+    assert "was left behind" in str(answer["lost"])

@@ -10,12 +10,16 @@ import traceback
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from support.ledger import calls
 
-from gdrkit.errors import ClosedResource
+from gdrkit import verbs
+from gdrkit.errors import Api, ClosedResource
 from gdrkit.gaudi import memory as gaudi_memory
+from gdrkit.harness.needs import cuda, needs, software
+from gdrkit.harness.needs import verbs as verbs_needs
 from gdrkit.host import HostMemory
 from gdrkit.host import memory as host_memory
-from gdrkit.registration import BufferPool, Placement, RegionCache
+from gdrkit.registration import BufferPool, GdrManager, Placement, RegionCache, register
 from gdrkit.units import KIB
 
 if TYPE_CHECKING:
@@ -111,6 +115,45 @@ def test_pool_is_closed_in_a_forked_child(space: Space, nic: Nic) -> None:
             assert in_child(child) == 0
         buffer.write(b"still registered")
         assert pool.statistics().free == 1
+
+
+@needs(software(Api.VERBS), verbs_needs.nic())
+def test_objects_of_verbs_stay_when_a_child_closes_them(nic: Nic) -> None:
+    with (
+        verbs.Nic.open(nic.name, port=nic.port.number) as own,
+        HostMemory(4096) as memory,
+        register(memory, [own]) as made,
+        own.completion_queue() as queue,
+        own.queue_pair(queue) as pair,
+    ):
+
+        def child() -> None:
+            before = calls(Api.VERBS)
+            for each in (pair, queue, made.region(own), made, own):
+                each.close()
+            assert calls(Api.VERBS) == before
+            # What the child makes itself is closed as ever.
+            verbs.Nic.open(nic.name, port=nic.port.number).close()
+            after = calls(Api.VERBS)
+            assert after["ibv_dealloc_pd"] == before.get("ibv_dealloc_pd", 0) + 1
+
+        assert in_child(child) == 0
+
+
+@needs(software(Api.VERBS), verbs_needs.nic(), cuda.device())
+def test_manager_is_closed_in_a_forked_child() -> None:
+    with GdrManager() as manager:
+
+        def child() -> None:
+            before = calls(Api.VERBS), calls(Api.CUDA)
+            manager.close()
+            assert manager.closed
+            with pytest.raises(ClosedResource):
+                _ = manager.nics
+            assert (calls(Api.VERBS), calls(Api.CUDA)) == before
+
+        assert in_child(child) == 0
+        assert manager.state.available
 
 
 def test_host_memory_works_in_a_forked_child() -> None:

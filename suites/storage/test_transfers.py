@@ -8,10 +8,11 @@ import random
 from typing import TYPE_CHECKING
 
 import pytest
+from support.ledger import traffic
 from support.storage import KINDS
 
-from gdrkit.errors import ApiError
-from gdrkit.harness.needs import needs, verbs
+from gdrkit.errors import Api, ApiError
+from gdrkit.harness.needs import needs, software, verbs
 from gdrkit.storage.checksum import crc32c
 from gdrkit.storage.client import IORequest
 from gdrkit.units import KIB, MIB
@@ -138,6 +139,30 @@ def test_each_nic_of_a_client_is_a_lane(service: Service, nics: tuple[Nic, ...])
                 client.batch_read(parts)
             assert target == data
             assert len(client.nics) == len(chosen)
+
+
+@needs(verbs.nic(count_min=2), software(Api.VERBS))
+@pytest.mark.parametrize("is_write", [False, True])
+def test_each_nic_carries_its_share_of_the_bytes(service: Service, nics: tuple[Nic, ...], *, is_write: bool) -> None:
+    # The server moves the bytes: its reads and writes are served by the NICs of this process.
+    data, carried = os.urandom(8 * MIB), f"served_{'read' if is_write else 'write'}_bytes"
+    (service.root / "file").write_bytes(bytes(len(data)) if is_write else data)
+    for chosen in (nics, nics[:1], nics[1:]):
+        with service.connect(*chosen) as client, client.open("file", write=is_write) as file:
+            target = bytearray(data if is_write else len(data))
+            with client.register(target) as buffer:
+                parts = [
+                    IORequest(file, at, buffer.subrange(offset_bytes=at, length_bytes=MIB))
+                    for at in range(0, len(data), MIB)
+                ]
+                before = traffic(Api.VERBS)
+                (client.batch_write if is_write else client.batch_read)(parts)
+                after = traffic(Api.VERBS)
+        moved = {name: row[carried] - before.get(name, {}).get(carried, 0) for name, row in after.items()}
+        assert {name for name, count in moved.items() if count} == {nic.name for nic in chosen}
+        assert sum(moved.values()) == len(data)
+        # Requests take the NICs in turn.
+        assert max(moved.values()) - min(filter(None, moved.values())) <= MIB, moved
 
 
 @pytest.mark.qualify

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -20,7 +21,7 @@ from gdrkit.host import rename_new
 from gdrkit.usrbio._mfusepy import Loop
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 __all__ = ["LIE", "FaultyMount", "main"]
 
@@ -148,6 +149,15 @@ class FaultyMount:
         draft = self._faults.with_suffix(".new")
         draft.write_text(text)
         draft.replace(self._faults)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Meanwhile no request is answered: whoever makes one waits, as for a disk that hangs."""
+        self._process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self._process.send_signal(signal.SIGCONT)
 
     def __enter__(self) -> Self:
         command = [sys.executable, __file__, str(self.mount), str(self.below), str(self._faults)]

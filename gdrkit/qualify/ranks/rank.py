@@ -14,6 +14,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
+from gdrkit.children import kill_child
 from gdrkit.errors import GdrkitError, UsageError
 from gdrkit.qualify.ranks.arrivals import HELLO_BYTES_MAX
 from gdrkit.qualify.ranks.lines import Gone, Lines
@@ -55,19 +56,24 @@ class Supervised:
         except Gone:
             return {"lost": self._end()}
         except TimeoutError:
-            self.close()
-            return {"lost": f"it did not answer within {limit_s:g} s and was killed"}
+            left = self._kill()
+            return {"lost": f"it did not answer within {limit_s:g} s and was killed{left}"}
         except UsageError as error:
-            self.close()
-            return {"lost": f"it was killed, as it does not answer as it must: {error.message}"}
+            left = self._kill()
+            return {"lost": f"it was killed, as it does not answer as it must: {error.message}{left}"}
         except OSError as error:
             return {"lost": f"it cannot be started: {error}"}
 
     def close(self) -> None:
         """End the child, if there is one."""
-        if self._child is not None:
-            self._child.kill()
+        self._kill()
+
+    def _kill(self) -> str:
+        """Kill the child, if there is one, and return what an error says in addition: that it was left behind."""
+        child, self._child = self._child, None
+        left = "" if child is None else kill_child(child, leads_group=False)
         self._end()
+        return f"; {left}" if left else ""
 
     def _begin(self, limit_s: float) -> Lines:
         ours, theirs = socket.socketpair()
@@ -94,8 +100,9 @@ class Supervised:
         try:
             code = child.wait(_END_S)
         except subprocess.TimeoutExpired:
-            child.kill()
-            code = child.wait()
+            if left := kill_child(child, leads_group=False):
+                return left
+            code = child.returncode
         return f"it was ended by {signal.Signals(-code).name}" if code < 0 else f"it ended with {code}"
 
 

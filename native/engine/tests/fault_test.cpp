@@ -69,6 +69,12 @@ void check_round(Engine& engine, const Descriptor& fd, const Bytes& data, Memory
     // All bytes that are reported as arrived did arrive.
     CHECK(writes ? part(contents(fd), 0, arrived) == Bytes(arrived, std::byte{0xa5})
                  : memory.read(0, arrived) == part(data, 0, arrived));
+    if (progress.failure && !writes) {
+        // The memory is its owner's again: no copy to it is still to come.
+        memory.fill();
+        memory.synchronize();
+        CHECK(memory.read(0, data.size()) == Bytes(data.size(), std::byte{0xa5}));
+    }
 }
 
 int peer(bool writes, int status) {
@@ -77,14 +83,14 @@ int peer(bool writes, int status) {
     const Descriptor fd = file_of(folder.at("file"), data);
     Memory memory(0, data.size());
     const std::size_t before = open_files();
-    for (int engines = 0; engines < 2; ++engines) {
+    for (int engines = 0; engines < 3; ++engines) {
         Engine engine(small_tuning(), -1);
         int failures = 0;
         for (int round = 0; round < rounds_max; ++round) {
             check_round(engine, fd, data, memory, writes, status, failures);
         }
-        CHECK(engines == 1 || failures >= 1);
-        CHECK(engines == 0 || failures == 0);
+        CHECK(engines != 0 || failures >= 1);
+        CHECK(engines != 2 || failures == 0);
     }
     CHECK(open_files() == before);
     return 0;
@@ -168,6 +174,7 @@ struct Fault {
     int status;
     bool writes;
     bool is_small = false;
+    int turns = 1; // So often: which thread makes the call is chance.
 };
 
 constexpr Fault faults[] = {
@@ -184,6 +191,8 @@ constexpr Fault faults[] = {
     {"cuEventRecord", "9", unknown, false},
     {"cuEventQuery", "9", unknown, false},
     {"cuEventQuery", "1", unknown, true},
+    // The thread that settles a haul has no context: the copy must end before its memory is used again.
+    {"cuCtxSetCurrent", "14-24", unknown, false, false, 8},
     // These calls belong to small transfers: the driver fails while the copy is still pending.
     {"cuStreamSynchronize", "1", unknown, false, true},
     {"cuStreamSynchronize", "1", unknown, true, true},
@@ -200,13 +209,18 @@ int main(int count, char** arguments) {
     const Folder folder;
     const std::string plan = folder.at("plan");
     for (const Fault& fault : faults) {
+        const char* const late_us = fault.is_small ? "500000" : fault.turns > 1 ? "20000" : "100";
         std::ofstream(plan) << "gdrkit-faults 1\n"
                             << fault.call << " call=" << fault.which << " status=" << fault.status << "\n";
         CHECK(setenv("GDRKIT_TWINS_FAULTS", plan.c_str(), 1) == 0);
         // The delay makes a copy that no thread waits for end after everything else.
-        CHECK(setenv("GDRKIT_TWINS_LATE_US", fault.is_small ? "500000" : "100", 1) == 0);
-        const int ended = run_peer(
-            {fault.is_small ? "small" : "large", fault.writes ? "write" : "read", std::to_string(fault.status)});
+        CHECK(setenv("GDRKIT_TWINS_LATE_US", late_us, 1) == 0);
+        const std::vector<std::string> arguments{fault.is_small ? "small" : "large", fault.writes ? "write" : "read",
+                                                 std::to_string(fault.status)};
+        int ended = 0;
+        for (int turn = 0; ended == 0 && turn < fault.turns; ++turn) {
+            ended = run_peer(arguments);
+        }
         if (ended != 0) {
             std::fprintf(stderr, "%s of %s with %d: the other process ended with %d\n", fault.writes ? "write" : "read",
                          fault.call, fault.status, ended);

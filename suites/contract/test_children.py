@@ -1,0 +1,77 @@
+"""Waits for the end of children are bounded, and say which child or thread did not end."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from support.tracer import traced
+
+from gdrkit import children
+from gdrkit.errors import BrokenResource, Reason
+
+# A child that starts one more, and waits.
+_PARENT = """
+import subprocess, sys, time
+print(subprocess.Popen(["sleep", "100"], stdout=subprocess.DEVNULL).pid, flush=True)
+time.sleep(100)
+"""
+
+
+def is_gone(process_id: int) -> bool:
+    """Whether that process has ended; init collects it at some time."""
+    try:
+        return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def test_killed_child_takes_its_group_along() -> None:
+    child = subprocess.Popen([sys.executable, "-c", _PARENT], stdout=subprocess.PIPE, process_group=0)
+    assert child.stdout is not None
+    grandchild = int(child.stdout.readline())
+    child.stdout.close()
+    assert children.kill_child(child) == ""
+    assert child.returncode == -9
+    deadline_s = time.monotonic() + 20
+    while not is_gone(grandchild):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+    assert children.kill_child(child) == ""
+
+
+@pytest.mark.parametrize("leads_group", [False, True])
+def test_child_that_outlives_sigkill_is_left(*, leads_group: bool) -> None:
+    child = subprocess.Popen(["sleep", "100"], process_group=0 if leads_group else None)
+    with traced(child.pid):
+        began = time.monotonic()
+        left = children.kill_child(child, leads_group=leads_group, timeout_s=0.5)
+        assert re.fullmatch(
+            rf"process {child.pid} did not end within 0.5 s of SIGKILL \(state Z\) and was left behind", left
+        )
+        # A child that was abandoned is not waited for again.
+        assert children.kill_child(child, leads_group=leads_group, timeout_s=60)
+        assert time.monotonic() - began < 20
+    assert child.wait(20) == -9
+    assert children.kill_child(child, leads_group=leads_group) == ""
+
+
+def test_threads_share_one_deadline_and_are_named() -> None:
+    release = threading.Event()
+    threads = [threading.Thread(target=release.wait, args=(60,), name=f"waits {index}") for index in range(3)]
+    for thread in threads:
+        thread.start()
+    try:
+        began = time.monotonic()
+        with pytest.raises(BrokenResource, match=r"within 0\.5 s: waits 0, waits 1, waits 2") as raised:
+            children.join_threads(threads, timeout_s=0.5)
+        assert raised.value.reason is Reason.TIMEOUT
+        assert time.monotonic() - began < 10
+    finally:
+        release.set()
+    children.join_threads(threads, timeout_s=30)
