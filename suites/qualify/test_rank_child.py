@@ -35,6 +35,11 @@ def beginning_with(folder: Path, source: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(folder)}
 
 
+def children() -> set[int]:
+    """The children of this process that its main thread has started."""
+    return set(map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()))
+
+
 def ask(child: Supervised, *, limit_s: float) -> dict[str, object]:
     """A request that needs nothing of the machine."""
     try:
@@ -75,9 +80,10 @@ def test_a_child_that_hangs_ends_with_its_rank() -> None:
 
 def test_child_that_outlives_sigkill_is_left_and_said(tmp_path: Path) -> None:
     """As one that hangs in a driver (state D): the rank goes on, and its answer says so."""
+    before = children()
     child = Supervised(beginning_with(tmp_path, "import signal; signal.alarm(100)"))
     assert "result" in child.ask({"do": "libraries", "with": {}}, limit_s=LONG_S)
-    (process_id,) = map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
+    (process_id,) = children() - before
     with traced(process_id):
         began = time.monotonic()
         os.kill(process_id, signal.SIGSTOP)
