@@ -29,7 +29,7 @@ def test_bad_input_gives_one_typed_error_and_loses_nothing(scene: Scene, evidenc
     assert {kinds[name] for name in usage} == {"UsageError"}
     assert {kinds[name] for name in ("closed_handle", "closed_driver")} == {"ClosedResource"}
     calls = ["directory", "closed_descriptor", "twice", "large_batch", "registered_twice"]
-    refused = [*calls, "parameter_while_open", "level"]
+    refused = [*calls, "parameter_while_open"]
     for name in refused:
         failure = answer[name]["failure"]
         assert (failure["api"], 5000 < failure["status"] < 5100, failure["errno"]) == ("cufile", True, None), name
@@ -49,6 +49,13 @@ def test_stream_that_does_not_exist_is_refused(scene: Scene, evidence: Evidence)
     """On the twin alone: the interface has no way to ask whether a handle is a stream, and libcufile uses it."""
     evidence["answer"] = answer = scene.play("bad_input", twin=True)["no_stream"]
     assert answer["failure"]["operation"] == "cuFileStreamRegister"
+
+
+@ON_TWIN
+def test_statistics_do_not_start_at_level_off(scene: Scene, evidence: Evidence) -> None:
+    """Run on the twin alone, because libcufile 1.15 on an H200 starts its statistics at level 0 and returns success."""
+    evidence["answer"] = answer = scene.play_once("bad_input")["level"]
+    assert answer["failure"]["operation"] == "cuFileStatsStart"
 
 
 def test_a_write_to_a_file_that_was_opened_for_reading_fails(scene: Scene, evidence: Evidence) -> None:

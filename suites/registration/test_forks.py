@@ -140,7 +140,7 @@ def test_objects_of_verbs_stay_when_a_child_closes_them(nic: Nic) -> None:
         assert in_child(child) == 0
 
 
-@needs(software(Api.VERBS), verbs_needs.nic(), cuda.device())
+@needs(software(Api.VERBS), software(Api.CUDA), verbs_needs.nic(), cuda.device())
 def test_manager_is_closed_in_a_forked_child() -> None:
     with GdrManager() as manager:
 
