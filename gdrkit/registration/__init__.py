@@ -1,6 +1,6 @@
 """Registration of device memory with NICs, and sharing of device memory between processes.
 
-Only this package imports both the exporters of device memory (CUDA, Gaudi) and its importer (verbs).
+Only this package imports both an exporter of device memory (`gdrkit.cuda`) and its importer (`gdrkit.verbs`).
 """
 
 from __future__ import annotations
