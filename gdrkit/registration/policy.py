@@ -39,7 +39,7 @@ class RegistrationRoute(enum.Enum):
     @classmethod
     def ways_of(cls, kind: MemoryKind) -> tuple[Self, ...]:
         """Return the methods that the policy tries for memory of this kind, in order."""
-        # Gaudi addresses are not addresses of this process, so peer memory cannot pin them.
+        # Its addresses are not addresses of this process, so peer memory cannot pin them.
         if kind is MemoryKind.GAUDI:
             return (cls.DMABUF,)
         return (cls.HOST,) if kind is MemoryKind.HOST else (cls.DMABUF, cls.PEER_MEMORY)
