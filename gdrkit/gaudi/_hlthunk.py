@@ -180,7 +180,7 @@ def require_page_size() -> None:
             errno=errno.ELIBBAD,
             reason=Reason.LIBRARY_WRONG_ABI,
             what_to_do="install an hl-thunk of 2022-06 (with support of Gaudi2) or newer",
-            detail=f"without {_NEWER_ENTRY} in the library nobody knows whether this function takes a page size",
+            detail=f"the library lacks {_NEWER_ENTRY}, so it is unknown whether this function takes a page size",
         )
 
 
