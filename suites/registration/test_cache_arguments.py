@@ -12,7 +12,7 @@ from support.faults import faults
 from support.reach import registering
 
 from gdrkit.errors import Api, UsageError
-from gdrkit.harness.needs import needs, software
+from gdrkit.harness.needs import needs, software, verbs
 from gdrkit.host import HostAllocator
 from gdrkit.registration import RegionCache, RegistrationRoute, register
 from gdrkit.units import KIB
@@ -37,16 +37,18 @@ def _own_handler() -> Iterator[None]:
     signal.signal(signal.SIGUSR1, before)
 
 
-def test_cache_registers_by_the_given_route_alone(space: Space, nic: Nic) -> None:
-    wrong = RegistrationRoute.PEER_MEMORY if isinstance(space, HostAllocator) else RegistrationRoute.HOST
-    with space.allocate(64 * KIB) as memory, RegionCache([nic], route=wrong) as cache:
+@needs(verbs.nic())
+def test_cache_registers_by_the_given_route_alone(nic: Nic) -> None:
+    wrong = RegistrationRoute.PEER_MEMORY
+    with HostAllocator().allocate(64 * KIB) as memory, RegionCache([nic], route=wrong) as cache:
         with pytest.raises(UsageError):
             cache.lease(memory)
         assert cache.statistics().in_flight == 0
 
 
+@needs(verbs.nic())
 @pytest.mark.parametrize("limits", [{"regions_max": 0}, {"bytes_max": 0}, {"regions_max": -1}, {"bytes_max": -1}])
-def test_cache_without_room_is_refused(space: Space, nic: Nic, limits: dict[str, int]) -> None:
+def test_cache_without_room_is_refused(nic: Nic, limits: dict[str, int]) -> None:
     with pytest.raises(UsageError):
         RegionCache([nic], regions_max=limits.get("regions_max", 1), bytes_max=limits.get("bytes_max", 1))
 

@@ -18,6 +18,7 @@ from gdrkit import handles
 from gdrkit.cuda import VmmMemory
 from gdrkit.errors import Api, ApiError, Reason, RegistrationFailed, UsageError
 from gdrkit.harness.needs import cuda, needs, software, verbs
+from gdrkit.host import HostAllocator
 from gdrkit.registration import BufferPool, RegionCache, RegistrationRoute, register
 from gdrkit.units import KIB, MIB
 from gdrkit.verbs import Nic, Status
@@ -154,9 +155,11 @@ def test_memory_of_a_wrong_type_is_named(nic: Nic, memory: Any) -> None:  # noqa
         cache.lease(memory)
 
 
-def test_nics_of_a_wrong_type_are_named(space: Space, nic: Nic) -> None:
+@needs(verbs.nic())
+def test_nics_of_a_wrong_type_are_named(nic: Nic) -> None:
     # Issue 15 B: a single NIC was a TypeError.
     wrong: list[tuple[Any, str]] = [(nic, "Nic"), (None, "NoneType"), (7, "int"), ([nic.name], "str"), ("", "at least")]
+    space = HostAllocator()
     with space.allocate(64 * KIB) as memory:
         before = handles.live()
         for nics, named in wrong:
