@@ -153,7 +153,7 @@ def unmount_stale(mount: Path) -> bool:
 
     A mount that an agent serves is left alone: it answers.
     """
-    # Of a mount that nobody serves, realpath() asks nothing but whether it is a symbolic link.
+    # realpath() only reads whether the path is a symbolic link, which works even if no process serves the mount.
     path = Path(os.path.realpath(mount))
     if not any(at == str(path) and source == _SOURCE for at, source in _mounts()):
         return False

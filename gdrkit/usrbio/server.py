@@ -38,7 +38,7 @@ __all__ = ["Embedded", "Remote", "Server", "Where"]
 
 _START_TIMEOUT_S = 30
 _END_TIMEOUT_S = 20
-# Of the thread that renews sessions; each of its steps has a shorter limit.
+# Limit for the end of the thread that renews sessions. Each step of that thread has a shorter limit.
 _THREAD_TIMEOUT_S = 120.0
 _LOCK_POLL_S = 0.02
 _BACKOFF_FIRST_S, _BACKOFF_MAX_S = 0.05, 2.0

@@ -62,7 +62,7 @@ def by_parcel(connection: socket.socket) -> Iterator[Sequence[int]]:
 
 FRAME = pack_control(FrameType.CONTROL_REQUEST, b"{}", sequence=1)
 DMABUF = sample(kind=ShareKind.DMABUF, ipc=bytes(64), address=4096, descriptor_count=1).pack()
-# What receives, a right message with one descriptor, and how many descriptors are one too many.
+# Each entry has a receiver, a valid message with one descriptor, and the smallest refused number of descriptors.
 RECEIVERS: list[Any] = [
     pytest.param(by_module, b"text", 5, id="module"),
     pytest.param(by_frame, FRAME, 5, id="storage"),

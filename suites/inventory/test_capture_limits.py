@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 GROWTH_MAX_BYTES = 256 << 20
-# Of a processor: how long it takes by the clock depends on what else the machine does.
+# Limit of processor time. The elapsed time depends on what else the machine does.
 TIME_MAX_S = 30
 LEAST = {"schema_version": 1, "origin": "a case", "answers": {}}
 # Ends with the exit code of the command; 1 is a doctor that found a cause.
@@ -31,7 +31,7 @@ from gdrkit.cli import main
 try:
     main(sys.argv[1:])
 except SystemExit as ended:
-    # Of getrusage, the peak of the parent process would be a part.
+    # getrusage would include the peak of the parent process.
     with open("/proc/self/status") as status:
         peak_kib = re.search(r"VmHWM:\\s*(\\d+) kB", status.read())[1]
     print("peak", peak_kib, time.process_time(), ended.code, file=sys.stderr)
@@ -135,7 +135,7 @@ FILES: dict[str, Callable[[], bytes]] = {
 }
 
 
-# What is refused, every command refuses in the same way.
+# Every command refuses a capture in the same way.
 TAKEN = ("as many GPUs as pass", "functions that are not GPUs", "mounts", "bridges above functions", "wide text")
 CASES = [
     *((name, "doctor") for name in FILES),

@@ -1,4 +1,4 @@
-"""What counts as hardware: libraries without a note of their own, behind files that say that devices are there.
+"""Attacks on the evidence of hardware: twins without their ELF note, behind files that pretend that devices exist.
 
 Each attack runs in user and mount namespaces, in which any user may mount what it likes over /proc, /sys and /dev.
 """

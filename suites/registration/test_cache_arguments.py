@@ -1,4 +1,4 @@
-"""What a region cache does with its arguments, and with a thread that is stopped while it waits for a registration."""
+"""Arguments of a region cache, and a thread that is stopped while it waits for a registration."""
 
 from __future__ import annotations
 

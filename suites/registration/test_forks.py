@@ -132,7 +132,7 @@ def test_objects_of_verbs_stay_when_a_child_closes_them(nic: Nic) -> None:
             for each in (pair, queue, made.region(own), made, own):
                 each.close()
             assert calls(Api.VERBS) == before
-            # What the child makes itself is closed as ever.
+            # The child can close the objects that it created.
             verbs.Nic.open(nic.name, port=nic.port.number).close()
             after = calls(Api.VERBS)
             assert after["ibv_dealloc_pd"] == before.get("ibv_dealloc_pd", 0) + 1

@@ -1,4 +1,4 @@
-"""What another user can plant in the folder of a store or of a mount is refused, and nothing elsewhere is touched."""
+"""A store refuses links and files that another user planted in its folder, and changes nothing elsewhere."""
 
 from __future__ import annotations
 

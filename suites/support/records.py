@@ -42,7 +42,7 @@ NIC = RdmaDevice(
 
 _CONTROL, _GPU = DeviceNode("/dev/nvidiactl", 195, 255), DeviceNode("/dev/nvidia0", 195, 0)
 _UVERBS = DeviceNode("/dev/infiniband/uverbs0", 231, 192)
-# What the kernel reports of a machine with one GPU and one NIC.
+# The evidence of a kernel with one GPU and one NIC.
 EVIDENCE = KernelEvidence(
     nvidia_version=DRIVER,
     nvidia_control=_CONTROL,

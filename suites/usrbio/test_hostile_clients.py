@@ -23,7 +23,7 @@ pytestmark = needs(verbs.nic())
 
 SUITES = Path(__file__).resolve().parents[1]
 OPERATIONS = int(os.environ.get("GDRKIT_HONEST_OPERATIONS", "4000"))
-# Of a busy machine: an attack in each round ends the session with the server, and a new one takes some 30 ms.
+# The limit suits a busy machine: each attack ends the session with the server, and a new session takes some 30 ms.
 TIMEOUT_S = 120 + OPERATIONS / 100
 WITH_SUITES = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SUITES), os.environ.get("PYTHONPATH", "")])}
 

@@ -22,7 +22,7 @@ from gdrkit.units import MIB
 pytestmark = needs(verbs.nic())
 
 SUITES = Path(__file__).resolve().parents[1]
-KILLED = int(os.environ.get("GDRKIT_KILLED_CLIENTS", "300"))
+KILLED = int(os.environ.get("GDRKIT_KILLED_CLIENTS", "2000"))
 # The first clients start the agent's threads, fill malloc's arenas and grow Python's tables to the size that they keep.
 WARM_UP = 200
 GROWTH_KIB_MAX = 2048
@@ -30,7 +30,7 @@ TIMEOUT_S = 60 + KILLED / 10
 
 
 class Held(NamedTuple):
-    """What a process holds."""
+    """Counts of the resources that an agent holds."""
 
     descriptors: int
     threads: int

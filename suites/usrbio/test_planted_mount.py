@@ -1,4 +1,4 @@
-"""What another user can plant in the folder of a mount is refused, and nothing elsewhere is touched."""
+"""An agent refuses links and files that another user planted in its mount, and changes nothing elsewhere."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ void test_inaccessible_memory(bool at_target, std::size_t failing_page) {
     }
 }
 
-// Of two failures, the first is reported.
+// If two requests of a list fail, the first failure is reported.
 void test_invalid_key() {
     TwoEndpoints endpoints;
     endpoints.from.make_inaccessible(3);

@@ -94,7 +94,7 @@ bool NamedSemaphore::take_all(int timeout_ms) noexcept {
     const bool is_woken = status == 0 || errno == EAGAIN || errno == EINTR;
     if (!is_woken && errno == EFAULT) {
         restore();
-        // Where the file cannot get its size back, nothing can be waited for: do not ask again at once.
+        // If the file cannot get its size back, FUTEX_WAIT fails at once again: pause before the next call.
         poll(nullptr, 0, 1);
     }
     return store(futex_of(*words_), 0) && is_woken;

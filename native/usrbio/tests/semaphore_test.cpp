@@ -17,7 +17,7 @@ using namespace gdrkit::usrbio;
 namespace {
 
 constexpr int rounds = 20000;
-// What glibc's sem_post passes on to the kernel, which answers ENOSYS: glibc aborts then.
+// glibc's sem_post passes this value to the futex system call. The kernel fails with ENOSYS, and glibc aborts.
 constexpr std::uint32_t hostile_sharing = 0x40;
 
 timespec in_ms(long milliseconds) {
@@ -137,7 +137,7 @@ void deadline_ends_a_wait() {
     const timespec soon = in_ms(5);
     CHECK(!wait_until(*shared.words, &soon));
     CHECK_EQUAL(shared.words->word.load(), 0u);
-    // What is there already is taken also when the deadline has passed.
+    // A post that has arrived is taken even if the deadline has passed.
     post(*shared.words);
     CHECK(wait_until(*shared.words, &soon));
     CHECK(!try_wait(*shared.words));

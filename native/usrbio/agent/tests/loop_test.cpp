@@ -321,7 +321,7 @@ void refused_memory_ends_no_other_operation() {
     REQUIRE(bad.wait().result == -EREMOTEIO);
     const std::vector<Event> events = setting.loop.events(patience);
     REQUIRE(events.size() == 1 && events[0].kind == Event::Kind::disconnected);
-    // What comes now waits as well, but for the memory that is gone.
+    // An operation that is submitted now waits too, unless its memory was refused.
     good.prepare(entry(4096, 512, 3));
     good.submit();
     REQUIRE(setting.loop.disconnect());
