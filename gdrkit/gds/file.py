@@ -117,7 +117,9 @@ class File:
         self._fd = fd
         self._paths: dict[int, direct_paths.Verdict] = {}
         self._proving = threading.Lock()
-        self._changed = threading.Condition(threading.Lock())
+        # Every transfer takes the lock twice. A Condition would add a call in Python to each.
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._users_count = 0  # Calls that use the descriptor now. close() waits for them.
         self._is_closing = False
         self._transfers = TransferSet()
@@ -329,13 +331,13 @@ class File:
                 self._changed.notify_all()
 
     def _begin_use(self) -> None:
-        with self._changed:
+        with self._lock:
             if self._fd < 0 or self._is_closing:
                 raise ClosedResource(self.path)
             self._users_count += 1
 
     def _end_use(self) -> None:
-        with self._changed:
+        with self._lock:
             self._users_count -= 1
             if self._is_closing:
                 self._changed.notify_all()

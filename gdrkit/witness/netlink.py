@@ -29,6 +29,7 @@ _CHARDEV_TYPE, _CHARDEV_NAME, _CHARDEV, _UVERBS_DRIVER_ID = 69, 70, 72, 73
 _TYPE_MASK = 0x3FFF
 _HEADER = struct.Struct("=IHHII")
 _ATTRIBUTE = struct.Struct("=HH")
+_ERROR = struct.Struct("=i")
 _TIMEOUT_S = 5.0
 _DATAGRAM_BYTES = 1 << 16
 _MESSAGES_MAX = 4096
@@ -111,7 +112,7 @@ def _ask(netlink: socket.socket, command: int, request: bytes, *, dump: bool) ->
             if kind == _NLMSG_DONE:
                 return
             if kind == _NLMSG_ERROR:
-                number = -struct.unpack_from("=i", payload)[0]
+                number = -_ERROR.unpack(_part(payload, 0, _ERROR.size, 0))[0]
                 if number:
                     raise OSError(number, os.strerror(number), "NETLINK_RDMA")
                 return
