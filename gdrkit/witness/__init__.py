@@ -8,9 +8,9 @@ from __future__ import annotations
 from gdrkit.witness.counters import PortCounters, counters
 from gdrkit.witness.descriptors import descriptors, device_nodes
 from gdrkit.witness.elf import ElfFile, ElfNote, parse_elf, read_elf
+from gdrkit.witness.genuine_files import DeviceNode
 from gdrkit.witness.kernel_devices import (
     SOFTWARE_DRIVERS,
-    DeviceNode,
     GpuEvidence,
     KernelEvidence,
     RdmaEvidence,

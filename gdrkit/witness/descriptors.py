@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import stat
 
-from gdrkit.witness.kernel_devices import DeviceNode
+from gdrkit.witness.genuine_files import DeviceNode
 
 __all__ = ["descriptors", "device_nodes"]
 

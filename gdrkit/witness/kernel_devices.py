@@ -13,29 +13,33 @@ NVIDIA's open kernel modules (nv_ioctl_card_info_t, nv_ioctl_rm_api_version_t).
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import os
 import re
-import stat
 import struct
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gdrkit.errors import errno_name
-from gdrkit.host import HostTree, file_system_type, nvidia_driver_version
+from gdrkit.host import HostTree, nvidia_driver_version
+from gdrkit.witness.genuine_files import (
+    SYSFS_MAGIC,
+    DeviceNode,
+    MissingEvidence,
+    failure_text,
+    open_checked,
+    open_node,
+    read_at,
+    read_majors,
+    stat_node,
+)
 from gdrkit.witness.netlink import rdma_netlink_devices
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from gdrkit.witness.netlink import NetlinkDevice
 
-__all__ = ["SOFTWARE_DRIVERS", "DeviceNode", "GpuEvidence", "KernelEvidence", "RdmaEvidence", "kernel_evidence"]
+__all__ = ["SOFTWARE_DRIVERS", "GpuEvidence", "KernelEvidence", "RdmaEvidence", "kernel_evidence"]
 
-_SYSFS_MAGIC, _PROC_MAGIC = 0x62656572, 0x9FA0
-_FILE_BYTES_MAX = 1 << 16
 _PCI_FUNCTION = re.compile(r"[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 
 _NVIDIA_VENDOR_ID = 0x10DE
@@ -76,15 +80,6 @@ _DRIVERS = {
     20: "mana",
 }
 SOFTWARE_DRIVERS = frozenset({"rxe", "siw"})
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceNode:
-    """A character device: its path and its device numbers."""
-
-    path: str
-    major: int
-    minor: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,22 +159,18 @@ class KernelEvidence:
     rdma: tuple[RdmaEvidence, ...] = ()
 
 
-class _Missing(Exception):
-    """A piece of evidence is missing. The text of the exception is the sentence for the user."""
-
-
 def kernel_evidence() -> KernelEvidence:
     """Query the kernel of this machine. Missing evidence becomes a sentence in the result; no error is raised."""
     try:
-        majors = _majors()
-    except _Missing as error:
+        majors = read_majors()
+    except MissingEvidence as error:
         return KernelEvidence(nvidia_missing=(str(error),), rdma_missing=(str(error),))
     version, control, gpus, nvidia_missing = _nvidia(majors)
     try:
         rdma = tuple(_rdma(device, majors) for device in rdma_netlink_devices())
         rdma_missing: tuple[str, ...] = ()
     except OSError as error:
-        rdma, rdma_missing = (), (_failed("the list of RDMA devices over netlink", error),)
+        rdma, rdma_missing = (), (failure_text("the list of RDMA devices over netlink", error),)
     return KernelEvidence(
         nvidia_version=version,
         nvidia_control=control,
@@ -195,13 +186,13 @@ def _nvidia(
 ) -> tuple[str | None, DeviceNode | None, tuple[GpuEvidence, ...], tuple[str, ...]]:
     """Return the driver's version, its control device, its GPUs, and a sentence for each disagreement."""
     try:
-        with _node("/dev/nvidiactl", majors, _NVIDIA_MAJORS) as (descriptor, control):
+        with open_node("/dev/nvidiactl", majors, _NVIDIA_MAJORS) as (descriptor, control):
             cards = _ioctl(
                 descriptor, "NV_ESC_CARD_INFO", _NVIDIA_CARD_INFO, bytes(_CARD_INFO.size * _NVIDIA_CARDS_MAX)
             )
             asked = _RM_VERSION.pack(_RM_VERSION_QUERY, 0, b"")
             answer = _ioctl(descriptor, "NV_ESC_CHECK_VERSION_STR", _NVIDIA_VERSION, asked)
-    except _Missing as error:
+    except MissingEvidence as error:
         return None, None, (), (str(error),)
     missing = []
     _command, reply, text = _RM_VERSION.unpack(answer)
@@ -227,10 +218,10 @@ def _gpu(card: tuple[int, ...], majors: dict[int, set[str]]) -> GpuEvidence:
     node: DeviceNode | None = None
     try:
         # The device node is examined with O_PATH and not opened, because opening it would wake the GPU.
-        node = _looked_at(f"/dev/nvidia{minor}", majors, _NVIDIA_MAJORS)
+        node = stat_node(f"/dev/nvidia{minor}", majors, _NVIDIA_MAJORS)
         if node.minor != minor:
             missing.append(f"{node.path} is device {node.major}:{node.minor}, the NVIDIA driver names minor {minor}")
-    except _Missing as error:
+    except MissingEvidence as error:
         missing.append(str(error))
     driver, more = _pci_driver(address, vendor_id=vendor_id, device_id=device_id)
     missing += more
@@ -247,7 +238,7 @@ def _rdma(device: NetlinkDevice, majors: dict[int, set[str]]) -> RdmaEvidence:
     driver_id = device.driver_id
     try:
         node, driver_id = _uverbs(device, majors)
-    except _Missing as error:
+    except MissingEvidence as error:
         missing.append(str(error))
     driver = None if driver_id is None else _DRIVERS.get(driver_id, f"driver {driver_id}")
     address, pci_driver = None, None
@@ -256,7 +247,7 @@ def _rdma(device: NetlinkDevice, majors: dict[int, set[str]]) -> RdmaEvidence:
             address = _pci_address_of(device)
             pci_driver, more = _pci_driver(address)
             missing += more
-        except _Missing as error:
+        except MissingEvidence as error:
             missing.append(str(error))
     return RdmaEvidence(
         name=device.name,
@@ -273,17 +264,17 @@ def _uverbs(device: NetlinkDevice, majors: dict[int, set[str]]) -> tuple[DeviceN
     """Return the character device of an RDMA device, and the id of the driver that responds on it."""
     if device.uverbs_name is None or device.uverbs_number is None:
         message = "the kernel reports no uverbs device over netlink (Linux 5.3 and newer do)"
-        raise _Missing(message)
+        raise MissingEvidence(message)
     path = f"/dev/infiniband/{device.uverbs_name}"
-    with _node(path, majors, frozenset({_UVERBS_MAJOR})) as (descriptor, node):
+    with open_node(path, majors, frozenset({_UVERBS_MAJOR})) as (descriptor, node):
         if (node.major, node.minor) != device.uverbs_number:
             number = "{}:{}".format(*device.uverbs_number)
             message = f"{path} is device {node.major}:{node.minor}, the kernel says {number} over netlink"
-            raise _Missing(message)
+            raise MissingEvidence(message)
         answered = _uverbs_driver(descriptor)
     if device.driver_id not in {None, answered}:
         message = f"netlink says driver {device.driver_id}, {path} answers as driver {answered}"
-        raise _Missing(message)
+        raise MissingEvidence(message)
     return node, answered
 
 
@@ -301,23 +292,23 @@ def _uverbs_driver(descriptor: int) -> int:
             if error.errno == errno.EPROTONOSUPPORT:
                 return number
             if error.errno != errno.EINVAL:
-                raise _Missing(_failed("ioctl RDMA_VERBS_IOCTL", error)) from error
+                raise MissingEvidence(failure_text("ioctl RDMA_VERBS_IOCTL", error)) from error
     message = "the uverbs device answers as no driver that is known (ioctl RDMA_VERBS_IOCTL)"
-    raise _Missing(message)
+    raise MissingEvidence(message)
 
 
 def _pci_address_of(device: NetlinkDevice) -> str:
     """Return the PCI function of an RDMA device according to sysfs; the nearest one if its path has several."""
     folder = f"/sys/class/infiniband/{device.name}"
-    with _opened(folder, os.O_PATH | os.O_DIRECTORY, magic=_SYSFS_MAGIC) as descriptor:
-        guid = _read_at(descriptor, "node_guid", folder, magic=_SYSFS_MAGIC)
+    with open_checked(folder, os.O_PATH | os.O_DIRECTORY, magic=SYSFS_MAGIC) as descriptor:
+        guid = read_at(descriptor, "node_guid", folder, magic=SYSFS_MAGIC)
         if guid != device.node_guid:
             message = f"{folder}/node_guid says {guid}, the kernel says {device.node_guid} over netlink"
-            raise _Missing(message)
+            raise MissingEvidence(message)
     found = _PCI_FUNCTION.findall(os.path.realpath(f"{folder}/device"))
     if not found:
         message = f"{folder}/device is not a PCI function"
-        raise _Missing(message)
+        raise MissingEvidence(message)
     return str(found[-1])
 
 
@@ -328,89 +319,18 @@ def _pci_driver(
     folder = f"/sys/bus/pci/devices/{address}"
     missing = []
     try:
-        with _opened(folder, os.O_PATH | os.O_DIRECTORY, magic=_SYSFS_MAGIC) as descriptor:
+        with open_checked(folder, os.O_PATH | os.O_DIRECTORY, magic=SYSFS_MAGIC) as descriptor:
             for name, wanted in (("vendor", vendor_id), ("device", device_id)):
-                text = _read_at(descriptor, name, folder, magic=_SYSFS_MAGIC)
+                text = read_at(descriptor, name, folder, magic=SYSFS_MAGIC)
                 if wanted is not None and text != f"{wanted:#06x}":
                     missing.append(f"{folder}/{name} says {text}, the driver says {wanted:#06x}")
             try:
                 return os.path.basename(os.readlink("driver", dir_fd=descriptor)), missing  # noqa: PTH119
             except OSError as error:
-                missing.append(_failed(f"readlink {folder}/driver", error))
-    except _Missing as error:
+                missing.append(failure_text(f"readlink {folder}/driver", error))
+    except MissingEvidence as error:
         missing.append(str(error))
     return None, missing
-
-
-def _majors() -> dict[int, set[str]]:
-    """Return the names of character device drivers by major number, from /proc/devices."""
-    with _opened("/proc/devices", os.O_RDONLY, magic=_PROC_MAGIC) as descriptor:
-        text = os.read(descriptor, _FILE_BYTES_MAX).decode("utf-8", "backslashreplace")
-    found: dict[int, set[str]] = {}
-    for line in text.partition("Block devices:")[0].splitlines():
-        number, _, name = line.strip().partition(" ")
-        if number.isdecimal() and name:
-            found.setdefault(int(number), set()).add(name)
-    return found
-
-
-@contextlib.contextmanager
-def _node(path: str, majors: dict[int, set[str]], names: frozenset[str]) -> Iterator[tuple[int, DeviceNode]]:
-    """Open a character device whose major number belongs to one of `names` in /proc/devices."""
-    with _opened(path, os.O_RDWR | os.O_NONBLOCK | os.O_NOCTTY) as descriptor:
-        yield descriptor, _checked(path, os.fstat(descriptor), majors, names)
-
-
-def _looked_at(path: str, majors: dict[int, set[str]], names: frozenset[str]) -> DeviceNode:
-    with _opened(path, os.O_PATH) as descriptor:
-        return _checked(path, os.fstat(descriptor), majors, names)
-
-
-def _checked(path: str, status: os.stat_result, majors: dict[int, set[str]], names: frozenset[str]) -> DeviceNode:
-    if not stat.S_ISCHR(status.st_mode):
-        message = f"{path} is not a character device"
-        raise _Missing(message)
-    node = DeviceNode(path=path, major=os.major(status.st_rdev), minor=os.minor(status.st_rdev))
-    if not majors.get(node.major, set()) & names:
-        message = f"{path} has major number {node.major}, which /proc/devices lists for no {min(names)}"
-        raise _Missing(message)
-    return node
-
-
-@contextlib.contextmanager
-def _opened(path: str, flags: int, *, magic: int | None = None) -> Iterator[int]:
-    """Open a file and check that it is on a file system of the type `magic`."""
-    try:
-        descriptor = os.open(path, flags | os.O_CLOEXEC)
-    except OSError as error:
-        raise _Missing(_failed(f"open {path}", error)) from error
-    try:
-        _check_file_system(descriptor, path, magic)
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
-def _read_at(folder: int, name: str, path: str, *, magic: int) -> str:
-    """Read a small file of an open folder. A mount may cover the file even where it does not cover the folder."""
-    try:
-        descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
-    except OSError as error:
-        raise _Missing(_failed(f"open {path}/{name}", error)) from error
-    try:
-        _check_file_system(descriptor, f"{path}/{name}", magic)
-        return os.read(descriptor, _FILE_BYTES_MAX).decode("utf-8", "backslashreplace").strip()
-    except OSError as error:
-        raise _Missing(_failed(f"read {path}/{name}", error)) from error
-    finally:
-        os.close(descriptor)
-
-
-def _check_file_system(descriptor: int, path: str, magic: int | None) -> None:
-    if magic is not None and (found := file_system_type(descriptor)) != magic:
-        names = {_SYSFS_MAGIC: "sysfs", _PROC_MAGIC: "procfs"}
-        message = f"{path} does not lie on {names[magic]}: something is mounted there (file system type {found:#x})"
-        raise _Missing(message)
 
 
 def _ioctl(descriptor: int, name: str, number: int, argument: bytes) -> bytes:
@@ -421,9 +341,5 @@ def _ioctl(descriptor: int, name: str, number: int, argument: bytes) -> bytes:
     try:
         fcntl.ioctl(descriptor, request, answer)
     except OSError as error:
-        raise _Missing(_failed(f"ioctl {name} on /dev/nvidiactl", error)) from error
+        raise MissingEvidence(failure_text(f"ioctl {name} on /dev/nvidiactl", error)) from error
     return bytes(answer)
-
-
-def _failed(operation: str, error: OSError) -> str:
-    return f"{operation} failed: {error.strerror} ({errno_name(error.errno)})"

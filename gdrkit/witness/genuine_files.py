@@ -1,0 +1,126 @@
+"""Access to device nodes and to files of sysfs and procfs that detects replacements.
+
+A mount can put another file over a file of /sys, /proc or /dev. Each function here checks the file system type or the
+device number of the open descriptor, and raises MissingEvidence with a sentence for the user if the check fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from gdrkit.errors import errno_name
+from gdrkit.host import file_system_type
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = [
+    "PROC_MAGIC",
+    "SYSFS_MAGIC",
+    "DeviceNode",
+    "MissingEvidence",
+    "failure_text",
+    "open_checked",
+    "open_node",
+    "read_at",
+    "read_majors",
+    "stat_node",
+]
+
+# include/uapi/linux/magic.h
+SYSFS_MAGIC, PROC_MAGIC = 0x62656572, 0x9FA0
+_FILE_BYTES_MAX = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceNode:
+    """A character device: its path and its device numbers."""
+
+    path: str
+    major: int
+    minor: int
+
+
+class MissingEvidence(Exception):
+    """A piece of evidence is missing. The text of the exception is the sentence for the user."""
+
+
+def read_majors() -> dict[int, set[str]]:
+    """Return the names of character device drivers by major number, from /proc/devices."""
+    with open_checked("/proc/devices", os.O_RDONLY, magic=PROC_MAGIC) as descriptor:
+        text = os.read(descriptor, _FILE_BYTES_MAX).decode("utf-8", "backslashreplace")
+    found: dict[int, set[str]] = {}
+    for line in text.partition("Block devices:")[0].splitlines():
+        number, _, name = line.strip().partition(" ")
+        if number.isdecimal() and name:
+            found.setdefault(int(number), set()).add(name)
+    return found
+
+
+@contextlib.contextmanager
+def open_node(path: str, majors: dict[int, set[str]], names: frozenset[str]) -> Iterator[tuple[int, DeviceNode]]:
+    """Open a character device whose major number belongs to one of `names` in /proc/devices."""
+    with open_checked(path, os.O_RDWR | os.O_NONBLOCK | os.O_NOCTTY) as descriptor:
+        yield descriptor, _checked(path, os.fstat(descriptor), majors, names)
+
+
+def stat_node(path: str, majors: dict[int, set[str]], names: frozenset[str]) -> DeviceNode:
+    """Return the character device at `path`, checked as by :func:`open_node`, without opening the device."""
+    with open_checked(path, os.O_PATH) as descriptor:
+        return _checked(path, os.fstat(descriptor), majors, names)
+
+
+def _checked(path: str, status: os.stat_result, majors: dict[int, set[str]], names: frozenset[str]) -> DeviceNode:
+    if not stat.S_ISCHR(status.st_mode):
+        message = f"{path} is not a character device"
+        raise MissingEvidence(message)
+    node = DeviceNode(path=path, major=os.major(status.st_rdev), minor=os.minor(status.st_rdev))
+    if not majors.get(node.major, set()) & names:
+        message = f"{path} has major number {node.major}, which /proc/devices lists for no {min(names)}"
+        raise MissingEvidence(message)
+    return node
+
+
+@contextlib.contextmanager
+def open_checked(path: str, flags: int, *, magic: int | None = None) -> Iterator[int]:
+    """Open a file and check that it is on a file system of the type `magic`."""
+    try:
+        descriptor = os.open(path, flags | os.O_CLOEXEC)
+    except OSError as error:
+        raise MissingEvidence(failure_text(f"open {path}", error)) from error
+    try:
+        _check_file_system(descriptor, path, magic)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def read_at(folder: int, name: str, path: str, *, magic: int) -> str:
+    """Read a small file of an open folder. A mount may cover the file even where it does not cover the folder."""
+    try:
+        descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+    except OSError as error:
+        raise MissingEvidence(failure_text(f"open {path}/{name}", error)) from error
+    try:
+        _check_file_system(descriptor, f"{path}/{name}", magic)
+        return os.read(descriptor, _FILE_BYTES_MAX).decode("utf-8", "backslashreplace").strip()
+    except OSError as error:
+        raise MissingEvidence(failure_text(f"read {path}/{name}", error)) from error
+    finally:
+        os.close(descriptor)
+
+
+def _check_file_system(descriptor: int, path: str, magic: int | None) -> None:
+    if magic is not None and (found := file_system_type(descriptor)) != magic:
+        names = {SYSFS_MAGIC: "sysfs", PROC_MAGIC: "procfs"}
+        message = f"{path} does not lie on {names[magic]}: something is mounted there (file system type {found:#x})"
+        raise MissingEvidence(message)
+
+
+def failure_text(operation: str, error: OSError) -> str:
+    """Return a sentence that names the operation that failed and the error."""
+    return f"{operation} failed: {error.strerror} ({errno_name(error.errno)})"
