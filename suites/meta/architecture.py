@@ -8,7 +8,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from meta.rules import LEVELS, crossings
+from meta.checks import crossings
+from meta.levels import LEVELS
 
 __all__ = ["DOCUMENT", "render"]
 

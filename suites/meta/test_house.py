@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from meta.rules import LEVELS, RULES, SAME_LEVEL, SIBLINGS_LEVEL, Rule
+from meta.levels import LEVELS, SAME_LEVEL, SIBLINGS_LEVEL
+from meta.rules import RULES, Rule
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from meta.rules import LEVELS
+from meta.levels import LEVELS
 
 # The child compares its maps before and after the import, since the interpreter itself maps libraries.
 LOOK = """
