@@ -1,0 +1,39 @@
+"""Machines on which FUSE cannot be used: the error of the mount has the errno of the obstacle."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+from gdrkit.harness.needs import host, needs
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = needs(host.fuse, host.program("unshare", "--user", "--map-root-user", "--mount", "echo", "allowed"))
+PROGRAM = """
+import errno, sys
+from pathlib import Path
+from gdrkit.errors import SetupMissing
+from gdrkit.usrbio.fuse import FuseMount
+try:
+    FuseMount(Path(sys.argv[1]), store=None, publisher=None, place=Path(sys.argv[1]))
+except SetupMissing as error:
+    print(errno.errorcode[error.errno], error.reason.value)
+"""
+
+
+def test_machine_without_dev_fuse_is_enodev(tmp_path: Path) -> None:
+    # A /dev of its own mount namespace, with nothing but the null device that programs of the library search want.
+    script = """set -e
+mount -t tmpfs none /mnt
+touch /mnt/null
+mount --bind /dev/null /mnt/null
+mount --rbind /mnt /dev
+exec "$@" """
+    command = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script, "sh"]
+    done = subprocess.run(
+        [*command, sys.executable, "-c", PROGRAM, str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert done.stdout.split() == ["ENODEV", "no_device"], done.stderr
