@@ -126,14 +126,14 @@ def qualify(
         return qualify_ranks(options, progress, within_hosts=mpi == "within")
     run, folder = run_qualification(options, progress)
     if as_json:
-        from gdrkit.plain import to_plain
+        from gdrkit.serialization import to_json_data
 
         contents = read_contents(folder.path)
         routes = [
             {"name": status.name, "state": status.state.value, "cause": status.cause}
             for status in route_statuses(contents.facts, contents.records)
         ]
-        click.echo(json.dumps({"run": to_plain(run), "routes": routes, "folder": str(folder.path)}, indent=2))
+        click.echo(json.dumps({"run": to_json_data(run), "routes": routes, "folder": str(folder.path)}, indent=2))
         return run.exit_code
     progress.say(run.verdict)
     for line in (*run.causes, *(f"To do: {line}" for line in run.to_do)):
@@ -309,9 +309,9 @@ for _command in (*cli_inventory.COMMANDS, *cli_report.COMMANDS, *cli_files.COMMA
 @cli.command()
 def version() -> int:
     """Print the version of gdrkit, and its commit in a checkout."""
-    from gdrkit.house import house
+    from gdrkit.install_paths import install_paths
 
-    commit = house().commit()
+    commit = install_paths().commit()
     click.echo(f"gdrkit {gdrkit.__version__}" + (f" ({commit})" if commit else ""))
     return 0
 

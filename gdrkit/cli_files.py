@@ -178,11 +178,11 @@ def _index(device: int | None, *, host: bool) -> int:
 
 def _substrate() -> dict[str, str]:
     """Return the substrate of each API of this process."""
-    from gdrkit import inventory, witness
+    from gdrkit import evidence, inventory
     from gdrkit.report.substrate import substrate_of
 
     facts = inventory.probe(ask_apis=False)
-    judged = substrate_of(witness.libraries(), facts, nodes=witness.device_nodes())
+    judged = substrate_of(evidence.libraries(), facts, nodes=evidence.device_nodes())
     return {api: found.value for api, found in sorted(judged.items()) if api in {"cuda", "cufile"}}
 
 
@@ -278,10 +278,10 @@ def _quiet() -> Iterator[None]:
     """Suppress the warning of a fallback, because the result reports it."""
     import warnings
 
-    from gdrkit.gds import FellBack
+    from gdrkit.gds import FallbackWarning
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FellBack)
+        warnings.simplefilter("ignore", FallbackWarning)
         yield
 
 

@@ -1,5 +1,5 @@
 # ruff: noqa: FBT001 - click calls commands by the names of their options.
-"""The commands of storage tiers. Their implementation is in :mod:`gdrkit.gds.tiers`."""
+"""The commands of storage tiers. Their implementation is in :mod:`gdrkit.tiers`."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import click
 
 from gdrkit.errors import Reason
 from gdrkit.exit_code import ExitCode
-from gdrkit.plain import to_plain
+from gdrkit.serialization import to_json_data
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from gdrkit.gds.tiers import Configuration, TierManager
+    from gdrkit.tiers import Configuration, TierManager
 
 __all__ = ["tiers"]
 
@@ -45,7 +45,7 @@ def _configured(command: Callable[_P, int]) -> Callable[..., int]:
 
     @wraps(command)
     def configured(config: Path | None, tier_options: tuple[str, ...], catalogue: Path | None, **rest: object) -> int:
-        from gdrkit.gds.tiers import configure
+        from gdrkit.tiers import configure
 
         found = configure(file=config, tiers=tier_options, catalogue=catalogue)
         return command(found, **rest)  # type: ignore[arg-type] # click has converted them to their types.
@@ -77,7 +77,7 @@ def _configured(command: Callable[_P, int]) -> Callable[..., int]:
 @_configured
 def status(configuration: Configuration, as_json: bool) -> int:
     """Say what lies in each tier."""
-    from gdrkit.gds.tiers.tables import status_table, write
+    from gdrkit.tiers.tables import status_table, write
 
     with _manager(configuration) as manager:
         found = manager.status()
@@ -101,7 +101,7 @@ def migrate(
     A file that is being written, or for which there is no room, stays where it is. Nothing is lost when this ends at
     any moment: the next command puts in order what it left.
     """
-    from gdrkit.gds.tiers.runs import migrate_by_policy, migrate_named, planned
+    from gdrkit.tiers.runs import migrate_by_policy, migrate_named, planned
 
     if bool(names) != (destination is not None):
         message = "name the files and the tier (--to), or neither"
@@ -158,7 +158,7 @@ def unpin(configuration: Configuration, names: tuple[str, ...], dry_run: bool, a
 @_configured
 def check(configuration: Configuration, repair: bool, dry_run: bool, as_json: bool) -> int:
     """Compare the catalogue with the disks; ends with 1 when something is wrong and was not mended."""
-    from gdrkit.gds.tiers.tables import findings_table, write
+    from gdrkit.tiers.tables import findings_table, write
 
     with _manager(configuration) as manager:
         found = [*manager.found_at_start, *manager.check(repair=repair and not dry_run)]
@@ -176,9 +176,9 @@ def check(configuration: Configuration, repair: bool, dry_run: bool, as_json: bo
 @_configured
 def bench(configuration: Configuration, length: str, as_json: bool) -> int:
     """Measure each tier, beside what the GDS integration update states of it."""
-    from gdrkit.gds.tiers.bench import measure
-    from gdrkit.gds.tiers.configuration import parse_size
-    from gdrkit.gds.tiers.tables import speeds_table, write
+    from gdrkit.tiers.bench import measure
+    from gdrkit.tiers.configuration import parse_size
+    from gdrkit.tiers.tables import speeds_table, write
 
     wanted = parse_size(length)
     with _manager(configuration) as manager:
@@ -195,17 +195,17 @@ def bench(configuration: Configuration, length: str, as_json: bool) -> int:
 
 
 def _manager(configuration: Configuration) -> TierManager:
-    from gdrkit.gds.tiers import TierManager
+    from gdrkit.tiers import TierManager
 
     return TierManager(configuration)
 
 
 def _say(found: object) -> None:
-    click.echo(json.dumps(to_plain(found), indent=2))
+    click.echo(json.dumps(to_json_data(found), indent=2))
 
 
 def _say_each(found: dict[str, str], *, as_json: bool) -> None:
-    from gdrkit.gds.tiers.names import shown
+    from gdrkit.tiers.names import shown
 
     if as_json:
         _say({shown(name): tier for name, tier in found.items()})

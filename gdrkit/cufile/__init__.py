@@ -7,10 +7,10 @@ only ``_kvikio.py`` imports kvikio.
 
     with cuda.Device(0) as device, device.allocate(1 << 20) as memory, cufile.Driver() as driver:
         driver.statistics.start()
-        witness = cufile.Witness(driver, host.HostTree())
-        with cufile.FileHandle(driver, fd) as file, witness.watch(fd):
+        monitor = cufile.RouteMonitor(driver, host.HostTree())
+        with cufile.FileHandle(driver, fd) as file, monitor.watch(fd):
             file.read(memory)
-        print(witness.proof.state, witness.proof.why)
+        print(monitor.proof.state, monitor.proof.why)
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from gdrkit.cufile.handle import FileHandle, Piece
 from gdrkit.cufile.nvidia_fs import NvidiaFs, nvidia_fs
 from gdrkit.cufile.obstacles import Cause, Obstacle, obstacles
 from gdrkit.cufile.probe import ProbeAnswer, probe
-from gdrkit.cufile.proof import FellBack, Proof, Route, RouteState, Witness, judge, refused
+from gdrkit.cufile.proof import DirectPathError, Proof, Route, RouteMonitor, RouteState, judge, refused
 from gdrkit.cufile.statistics import GpuCounters, Level, Snapshot, Statistics
 from gdrkit.cufile.stream import Fixed, Pending, RegisteredStream, Stream
 
 __all__ = [
     "Batch",
     "Cause",
+    "DirectPathError",
     "Driver",
     "Ended",
     "Event",
-    "FellBack",
     "FileHandle",
     "Fixed",
     "GpuCounters",
@@ -50,11 +50,11 @@ __all__ = [
     "RegisteredStream",
     "Request",
     "Route",
+    "RouteMonitor",
     "RouteState",
     "Snapshot",
     "Statistics",
     "Stream",
-    "Witness",
     "judge",
     "library_version",
     "nvidia_fs",

@@ -1,7 +1,7 @@
 """Transfers between files and device memory by kvikio. Only this file imports kvikio.
 
 kvikio splits a transfer into tasks for its own threads. If it does not use cuFile, it copies through host memory
-itself. Then libcufile counts nothing, and :class:`gdrkit.cufile.Witness` has no evidence. ``pip install --no-deps
+itself. Then libcufile counts nothing, and :class:`gdrkit.cufile.RouteMonitor` has no evidence. ``pip install --no-deps
 kvikio-cu13 libkvikio-cu13 rapids-logger`` with numpy and packaging is enough; cupy is not needed.
 """
 

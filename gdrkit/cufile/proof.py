@@ -1,8 +1,8 @@
 """Proof of the route that bytes took.
 
-A :class:`Witness` reads the counters of libcufile and of nvidia-fs before and after transfers. Their increase shows
-which route the bytes took. Only this evidence proves a route. The success of a call proves nothing, because libcufile
-silently copies through host memory if there is no direct path.
+A :class:`RouteMonitor` reads the counters of libcufile and of nvidia-fs before and after transfers. Their increase
+shows which route the bytes took. Only this evidence proves a route. The success of a call proves nothing, because
+libcufile silently copies through host memory if there is no direct path.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from gdrkit.cufile.nvidia_fs import NvidiaFs, Tree
     from gdrkit.cufile.statistics import Snapshot
 
-__all__ = ["FellBack", "Proof", "Route", "RouteState", "Witness", "judge", "refused"]
+__all__ = ["DirectPathError", "Proof", "Route", "RouteMonitor", "RouteState", "judge", "refused"]
 
 
 class Route(enum.Enum):
@@ -82,14 +82,14 @@ class Proof:
 
         Raises
         ------
-        FellBack
+        DirectPathError
             The route is not proven.
         """
         if self.state is not RouteState.PROVEN:
-            raise FellBack(self)
+            raise DirectPathError(self)
 
 
-class FellBack(GdrkitError):
+class DirectPathError(GdrkitError):
     """Direct transfers were required, and the route is not proven to be direct. ``proof`` has the evidence."""
 
     def __init__(self, proof: Proof) -> None:
@@ -101,7 +101,7 @@ class FellBack(GdrkitError):
         )
 
 
-class Witness:
+class RouteMonitor:
     """An observer of the counters during transfers. They are per process, so no other transfers should run meanwhile.
 
     Parameters
@@ -118,7 +118,7 @@ class Witness:
         self.proof = Proof(Route.UNKNOWN, RouteState.UNPROVEN)
 
     @contextlib.contextmanager
-    def watch(self, fd: int, *, request: tuple[Obstacle, ...] = ()) -> Iterator[Witness]:
+    def watch(self, fd: int, *, request: tuple[Obstacle, ...] = ()) -> Iterator[RouteMonitor]:
         """Read the counters before and after the block, and set :attr:`proof`.
 
         Parameters

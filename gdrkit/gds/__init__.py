@@ -1,13 +1,13 @@
 """File I/O to and from device and host memory, by the copy engine, or by a direct path that was proven for the file.
 
-Only ``_native.py`` imports the native engine. :mod:`gdrkit.gds.tiers` moves files between storage tiers.
+Only ``_native.py`` imports the native engine.
 """
 
 from __future__ import annotations
 
 from gdrkit.gds.copying import Copied, Half, copy_file
 from gdrkit.gds.cufile_path import close_driver, prove_by_cufile
-from gdrkit.gds.direct import PROVERS, DirectPath, FellBack, Verdict
+from gdrkit.gds.direct import PROVERS, DirectPath, FallbackWarning, Verdict
 from gdrkit.gds.engine import Engine, EngineOptions, close_engines, engine_for
 from gdrkit.gds.file import Access, Direct, File
 from gdrkit.gds.target import HOST, Target, target_of
@@ -24,7 +24,7 @@ __all__ = [
     "DirectPath",
     "Engine",
     "EngineOptions",
-    "FellBack",
+    "FallbackWarning",
     "File",
     "Half",
     "Route",

@@ -163,17 +163,17 @@ class CufilePath:
 
     def run(self, work: CufileWork) -> None:
         """Run a transfer on the thread of the library, and store the proof from the counters in `work`."""
-        witness = cufile.Witness(self._library.driver, self._library.tree)
+        monitor = cufile.RouteMonitor(self._library.driver, self._library.tree)
         try:
-            with cuda.Device(self._device_index) as device, device.current(), witness.watch(self._fd):
+            with cuda.Device(self._device_index) as device, device.current(), monitor.watch(self._fd):
                 work.move(self._file)
                 if work.durable:
                     work.sync(self._fd)
         except ApiError as error:
             work.fail(error)
-        work.proof = witness.proof
-        if witness.proof.state is not cufile.RouteState.PROVEN and work.moved_bytes:
-            self._why_lost = f"cuFile: {witness.proof.why}"
+        work.proof = monitor.proof
+        if monitor.proof.state is not cufile.RouteState.PROVEN and work.moved_bytes:
+            self._why_lost = f"cuFile: {monitor.proof.why}"
 
     def start(self, work: CufileWork) -> Any:  # noqa: ANN401 - a future of the standard library.
         """Queue a transfer on the thread of the library and return its future."""

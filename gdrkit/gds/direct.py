@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
     from gdrkit.gds.transfer import Work
 
-__all__ = ["PROVERS", "DirectPath", "FellBack", "Verdict", "fell_back", "prove", "say_again"]
+__all__ = ["PROVERS", "DirectPath", "FallbackWarning", "Verdict", "fell_back", "prove", "say_again"]
 
 
-class FellBack(UserWarning):
+class FallbackWarning(UserWarning):
     """A warning that bytes go through host memory instead of a direct path. Each cause is reported once."""
 
 
@@ -100,7 +100,9 @@ def fell_back(verdict: Verdict, path: str, *, required: bool) -> str:
         )
     if verdict.why not in _said:
         _said.add(verdict.why)
-        warnings.warn(f"not direct, the copy engine reads through host memory: {verdict.why}", FellBack, stacklevel=6)
+        warnings.warn(
+            f"not direct, the copy engine reads through host memory: {verdict.why}", FallbackWarning, stacklevel=6
+        )
     return verdict.why
 
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from gdrkit import witness
+from gdrkit import evidence
 from gdrkit.harness.evidence import Evidence
 from gdrkit.harness.needs import apis
-from gdrkit.house import house
+from gdrkit.install_paths import install_paths
 from gdrkit.inventory.facts import notable
 from gdrkit.report import CaseReason, Record, SeenLibrary, Verdict, substrate_of
 from gdrkit.report.record import REFUSED, SCHEMA_VERSION
@@ -21,12 +21,12 @@ from gdrkit.report.substrate import combined
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from gdrkit.evidence import LoadedLibrary
     from gdrkit.harness.leaks import Snapshot
     from gdrkit.harness.needs import Need
     from gdrkit.harness.refusal import SeenRefusal
     from gdrkit.harness.session import Session
     from gdrkit.inventory import RefusedCause
-    from gdrkit.witness import LoadedLibrary
 
 __all__ = ["CASE", "Case", "title_of"]
 
@@ -118,7 +118,7 @@ class Case:
 
     def record(self, session: Session) -> Record:
         """Return the record of the case."""
-        processes = [("case", tuple(notable(witness.libraries()))), *self.peers]
+        processes = [("case", tuple(notable(evidence.libraries()))), *self.peers]
         is_unrun = self.verdict is Verdict.NOT_RUN
         if is_unrun and not self.refused:
             processes = []
@@ -171,7 +171,7 @@ def _portable(value: object) -> object:
         return {key: _portable(each) for key, each in value.items()}
     if isinstance(value, list):
         return [_portable(each) for each in value]
-    return house().portable(value) if isinstance(value, str) and "/" in value else value
+    return install_paths().portable(value) if isinstance(value, str) and "/" in value else value
 
 
 def title_of(item: pytest.Item) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Protocol
 
-from gdrkit import plain
+from gdrkit import serialization
 from gdrkit.errors import UsageError
 from gdrkit.report import CaseReason, ClaimedFile, ClaimedRoute
 
@@ -63,7 +63,7 @@ class Evidence:
         self.missing: list[CaseReason] = []
 
     def __setitem__(self, key: str, value: object) -> None:
-        self.kept[key] = plain.to_plain(value)
+        self.kept[key] = serialization.to_json_data(value)
 
     def __getitem__(self, key: str) -> object:
         return self.kept[key]

@@ -18,8 +18,8 @@ from gdrkit.harness import fixtures, leaks, needs, refusal
 from gdrkit.harness.case import CASE, Case, title_of
 from gdrkit.harness.fixtures import POOL, PeerPool
 from gdrkit.harness.session import Session
-from gdrkit.plain import to_plain
 from gdrkit.report import Verdict, append_record
+from gdrkit.serialization import to_json_data
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
@@ -290,7 +290,7 @@ def _planned(case: Case) -> dict[str, object]:
         "case": case.item.nodeid,
         "title": title_of(case.item),
         "needs": [need.name for need in case.needs],
-        "unmet": to_plain(case.unmet),
+        "unmet": to_json_data(case.unmet),
         "refused": case.refusal is not None,
     }
 

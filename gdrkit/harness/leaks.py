@@ -12,7 +12,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gdrkit import handles, launch, witness
+from gdrkit import evidence, handles, launch
 from gdrkit.errors import LeakDetected
 from gdrkit.report.substrate import is_twin
 from gdrkit.units import HOST_PAGE_BYTES
@@ -47,7 +47,7 @@ def take(*, own: Collection[int] = ()) -> Snapshot:
     return Snapshot(
         descriptors={
             number: target
-            for number, target in witness.descriptors().items()
+            for number, target in evidence.descriptors().items()
             # pytest itself replaces standard input, output and error while it captures.
             if number > _STANDARD_ERROR and number not in own
         },
@@ -59,7 +59,7 @@ def take(*, own: Collection[int] = ()) -> Snapshot:
 def ledger_handles() -> dict[str, int]:
     """Return live handles by kind, e.g. ``{"verbs twin: ibv_mr": 1}``, over all loaded twins; empty on hardware."""
     found: dict[str, int] = {}
-    for api in sorted({_api(library.path) for library in witness.libraries() if is_twin(library)} - {""}):
+    for api in sorted({_api(library.path) for library in evidence.libraries() if is_twin(library)} - {""}):
         state = launch.control().ledger(api) or {}
         counted = state.get("handles")
         if isinstance(counted, dict):

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, Self
 
 from gdrkit.children import kill_child
 from gdrkit.errors import BrokenResource, LeakDetected, Reason
+from gdrkit.evidence import LoadedLibrary
 from gdrkit.harness.peer_handles import PeerBuffer, PeerDevice, PeerNic, PeerQueuePair
 from gdrkit.harness.wire import Channel, error_from_plain
-from gdrkit.plain import from_plain
-from gdrkit.witness import LoadedLibrary
+from gdrkit.serialization import from_json_data
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -112,7 +112,7 @@ class Peer:
 
     def libraries(self) -> tuple[LoadedLibrary, ...]:
         """Return the API libraries that the peer has mapped."""
-        return from_plain(tuple[LoadedLibrary, ...], self.request("libraries"))
+        return from_json_data(tuple[LoadedLibrary, ...], self.request("libraries"))
 
     def modules(self) -> frozenset[str]:
         """Return the top-level Python modules that the peer has imported."""
@@ -171,7 +171,7 @@ class Peer:
         answer = self.request("reset")
         if answer["leaked"]:
             raise LeakDetected({f"{self.name}: {kind}": count for kind, count in answer["leaked"].items()})
-        return from_plain(tuple[LoadedLibrary, ...], answer["libraries"])
+        return from_json_data(tuple[LoadedLibrary, ...], answer["libraries"])
 
     def close(self) -> None:
         """End the peer by closing the socket, or by SIGKILL after 10 s. A second close does nothing."""

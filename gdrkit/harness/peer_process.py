@@ -13,12 +13,12 @@ import sys
 import traceback
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from gdrkit import handles, witness
+from gdrkit import evidence, handles
 from gdrkit.errors import GdrkitError, UsageError
 from gdrkit.harness.leaks import Snapshot, grown, ledger_handles
 from gdrkit.harness.wire import Channel, error_to_plain
 from gdrkit.inventory.facts import notable
-from gdrkit.plain import to_plain
+from gdrkit.serialization import to_json_data
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -115,7 +115,7 @@ class _Server:
         self._operations: dict[str, Callable[..., Any]] = {
             "close": self._objects.close,
             "exit": os._exit,
-            "libraries": lambda: to_plain(list(notable(witness.libraries()))),
+            "libraries": lambda: to_json_data(list(notable(evidence.libraries()))),
             "modules": lambda: sorted({name.partition(".")[0] for name in sys.modules}),
             "reset": self._reset,
         }
@@ -154,7 +154,7 @@ class _Server:
         self._objects.close_all()
         nothing = Snapshot(descriptors={}, handles={}, ledgers={})
         left = Snapshot(descriptors={}, handles=handles.live(), ledgers=ledger_handles())
-        return {"leaked": grown(nothing, left), "libraries": to_plain(list(notable(witness.libraries())))}
+        return {"leaked": grown(nothing, left), "libraries": to_json_data(list(notable(evidence.libraries())))}
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import gdrkit
 from gdrkit.errors import UsageError
 from gdrkit.harness import leaks
-from gdrkit.house import house
+from gdrkit.install_paths import install_paths
 from gdrkit.inventory import Facts, Profile, choose_profile, load_profile, load_profiles, probe
 from gdrkit.report.substrate import Substrate, of_facts
 
@@ -49,7 +49,7 @@ class Session:
         if self.seed is None:
             self.seed = int(os.environ.get("GDRKIT_TWINS_SEED", "0"), 0) or secrets.randbits(_SEED_BITS)
         given: str | None = config.getoption("gdrkit_command", None)
-        self.command = house().portable(given or " ".join(["pytest", *config.invocation_params.args]))
+        self.command = install_paths().portable(given or " ".join(["pytest", *config.invocation_params.args]))
         self.version = gdrkit.__version__
         self._started: set[str] = set()
 
@@ -87,7 +87,7 @@ class Session:
     @cached_property
     def commit(self) -> str | None:
         """Commit of the checkout."""
-        return house().commit()
+        return install_paths().commit()
 
     @cached_property
     def facts_digest(self) -> str:

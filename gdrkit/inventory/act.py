@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from gdrkit import pattern, plain
+from gdrkit import pattern, serialization
 from gdrkit.children import join_threads
 from gdrkit.errors import DataMismatch, GdrkitError, UsageError
 from gdrkit.inventory.facts import ApiFailure
@@ -290,11 +290,11 @@ def main(arguments: list[str] | None = None) -> int:
     if name not in ACTS:
         message = f"no act {name!r}"
         raise UsageError(message)
-    answer: dict[str, plain.Json]
+    answer: dict[str, serialization.Json]
     try:
-        answer = {"facts": plain.to_plain(ACTS[name]())}
+        answer = {"facts": serialization.to_json_data(ACTS[name]())}
     except GdrkitError as error:
-        answer = {"failure": plain.to_plain(ApiFailure.of(error, api=name, operation=name))}
+        answer = {"failure": serialization.to_json_data(ApiFailure.of(error, api=name, operation=name))}
     with os.fdopen(int(descriptor), "w", encoding="utf-8") as file:
         json.dump(answer, file)
     return 0

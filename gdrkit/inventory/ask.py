@@ -13,7 +13,7 @@ import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from gdrkit import host, plain, witness
+from gdrkit import evidence, host, serialization
 from gdrkit.buffers import MemoryKind
 from gdrkit.errors import Api, ApiError, GdrkitError, Reason, RegistrationFailed, UsageError
 from gdrkit.inventory.facts import ApiFailure, CudaDeviceFacts, CudaFacts, NicFacts, RouteFacts, VerbsFacts, notable
@@ -59,8 +59,8 @@ def ask_cuda() -> CudaFacts:
     return CudaFacts(
         driver_version=f"{major}.{minor}",
         devices=devices,
-        libraries=notable(witness.libraries()),
-        nodes=witness.device_nodes(),
+        libraries=notable(evidence.libraries()),
+        nodes=evidence.device_nodes(),
     )
 
 
@@ -74,9 +74,9 @@ def ask_verbs() -> VerbsFacts:
     """
     from gdrkit import verbs
 
-    nodes: dict[witness.DeviceNode, None] = {}
+    nodes: dict[evidence.DeviceNode, None] = {}
     nics = tuple(_nic(info, nodes) for info in verbs.list_nics())
-    return VerbsFacts(nics=nics, libraries=notable(witness.libraries()), nodes=tuple(nodes))
+    return VerbsFacts(nics=nics, libraries=notable(evidence.libraries()), nodes=tuple(nodes))
 
 
 def ask_registration() -> tuple[RouteFacts, ...]:
@@ -115,16 +115,16 @@ def main(arguments: list[str] | None = None) -> int:
         "verbs": ask_verbs,
         "registration": ask_registration,
         "nvml": host.nvml_facts,
-        "hlthunk": lambda: ask_gaudi(lambda: notable(witness.libraries())),
+        "hlthunk": lambda: ask_gaudi(lambda: notable(evidence.libraries())),
     }
     if name not in questions:
         message = f"no API {name!r}"
         raise UsageError(message)
-    answer: dict[str, plain.Json]
+    answer: dict[str, serialization.Json]
     try:
-        answer = {"facts": plain.to_plain(questions[name]())}
+        answer = {"facts": serialization.to_json_data(questions[name]())}
     except GdrkitError as error:
-        answer = {"failure": plain.to_plain(ApiFailure.of(error, api=name, operation="ask"))}
+        answer = {"failure": serialization.to_json_data(ApiFailure.of(error, api=name, operation="ask"))}
     with os.fdopen(int(descriptor), "w", encoding="utf-8") as file:
         json.dump(answer, file)
     return 0
@@ -154,7 +154,7 @@ def _attributes(device: Device, known: type) -> Iterator[tuple[str, int]]:
                 raise
 
 
-def _nic(info: NicInfo, nodes: dict[witness.DeviceNode, None]) -> NicFacts:
+def _nic(info: NicInfo, nodes: dict[evidence.DeviceNode, None]) -> NicFacts:
     """Open one device, query it, and add the character devices that are open meanwhile to `nodes`."""
     from gdrkit import verbs
 
@@ -166,7 +166,7 @@ def _nic(info: NicInfo, nodes: dict[witness.DeviceNode, None]) -> NicFacts:
             raise info.error.fresh()
         with verbs.Nic.open(info.name, port=active[0] if active else 1) as nic:
             dmabuf = nic.supports_dmabuf()
-            nodes |= dict.fromkeys(witness.device_nodes())
+            nodes |= dict.fromkeys(evidence.device_nodes())
     except GdrkitError as error:
         failure = ApiFailure.of(error, api="verbs", operation="open")
     return NicFacts(

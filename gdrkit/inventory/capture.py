@@ -17,9 +17,9 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
 from gdrkit.errors import Reason, UsageError
+from gdrkit.evidence import KernelLog  # noqa: TC001 - types of fields are read at run time.
 from gdrkit.inventory.facts import Facts  # noqa: TC001 - types of fields are read at run time.
 from gdrkit.inventory.observation import Observation  # noqa: TC001 - types of fields are read at run time.
-from gdrkit.witness import KernelLog  # noqa: TC001 - types of fields are read at run time.
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -8,7 +8,7 @@ import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gdrkit import plain
+from gdrkit import serialization
 from gdrkit.errors import Reason, UsageError
 from gdrkit.inventory.capture import Capture
 from gdrkit.inventory.importers import import_folder, import_lspci, import_nccl_topology
@@ -36,7 +36,7 @@ def write_capture(path: str | os.PathLike[str], capture: Capture) -> None:
     place = Path(path)
     import gzip
 
-    data = (json.dumps(plain.to_plain(capture), indent=1, ensure_ascii=False) + "\n").encode(
+    data = (json.dumps(serialization.to_json_data(capture), indent=1, ensure_ascii=False) + "\n").encode(
         "utf-8", "backslashreplace"
     )
     place.parent.mkdir(parents=True, exist_ok=True)
@@ -110,9 +110,9 @@ def _parse_json(data: bytes, name: str) -> Capture:
         message = f"{name}: not JSON: {error}"
         raise UsageError(message, reason=Reason.MALFORMED) from error
     _check_size(text, name)
-    value = plain.parse_json(text, where=name)
+    value = serialization.parse_json(text, where=name)
     _check_text(value, name)
-    return plain.from_plain(Capture, value, where="capture")
+    return serialization.from_json_data(Capture, value, where="capture")
 
 
 def _check_size(text: str, name: str) -> None:
@@ -138,9 +138,9 @@ def _check_size(text: str, name: str) -> None:
             raise UsageError(message, reason=Reason.MALFORMED)
 
 
-def _check_text(value: plain.Json, name: str) -> None:
+def _check_text(value: serialization.Json, name: str) -> None:
     """Refuse strings with a lone surrogate, which JSON can hold and UTF-8 cannot."""
-    left: list[plain.Json] = [value]
+    left: list[serialization.Json] = [value]
     while left:
         one = left.pop()
         if isinstance(one, dict):

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gdrkit import host, plain
+from gdrkit import host, serialization
 from gdrkit.host import Unreadable  # noqa: TC001 - types of fields are read at run time.
 from gdrkit.inventory.rules import RULES, Finding
 
@@ -49,7 +49,7 @@ class Diagnosis:
 
     def to_json(self) -> str:
         """Return the diagnosis as indented JSON."""
-        return json.dumps(plain.to_plain(self), indent=2, ensure_ascii=False) + "\n"
+        return json.dumps(serialization.to_json_data(self), indent=2, ensure_ascii=False) + "\n"
 
     def of(self, verdict: Verdict) -> tuple[Finding, ...]:
         """Return the findings with this verdict."""

@@ -10,8 +10,9 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
-from gdrkit import plain
+from gdrkit import serialization
 from gdrkit.errors import ApiError, GdrkitError, Reason, UsageError
+from gdrkit.evidence import DeviceNode, KernelEvidence, LoadedLibrary  # noqa: TC001 - types of fields are read at run time.
 from gdrkit.host import (  # noqa: TC001 - types of fields are read at run time.
     KernelFacts,
     Limits,
@@ -23,7 +24,6 @@ from gdrkit.host import (  # noqa: TC001 - types of fields are read at run time.
     Unreadable,
 )
 from gdrkit.inventory.gaudi import GaudiFacts  # noqa: TC001 - types of fields are read at run time.
-from gdrkit.witness import DeviceNode, KernelEvidence, LoadedLibrary  # noqa: TC001 - types of fields are read at run time.
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -279,7 +279,7 @@ class Facts:
 
     def to_json(self) -> str:
         """Return the facts as indented JSON."""
-        return json.dumps(plain.to_plain(self), indent=2, ensure_ascii=False) + "\n"
+        return json.dumps(serialization.to_json_data(self), indent=2, ensure_ascii=False) + "\n"
 
     @classmethod
     def from_json(cls, text: str | bytes, *, where: str = "facts") -> Self:
@@ -290,17 +290,17 @@ class Facts:
         UsageError
             ``MALFORMED``: the text is not JSON, has another version, or has an invalid field.
         """
-        data = plain.parse_json(text, where=where)
+        data = serialization.parse_json(text, where=where)
         version = data.get("schema_version") if isinstance(data, dict) else None
         if version != SCHEMA_VERSION:
             message = f"{where}: expected schema_version {SCHEMA_VERSION}, found {version!r}"
             raise UsageError(message, reason=Reason.MALFORMED)
-        return plain.from_plain(cls, data, where=where)
+        return serialization.from_json_data(cls, data, where=where)
 
     @property
     def digest(self) -> str:
         """Digest of these facts."""
-        return plain.digest(self)
+        return serialization.digest(self)
 
     @property
     def failures(self) -> tuple[ApiFailure, ...]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gdrkit import host
-from gdrkit.witness import LoadedLibrary  # noqa: TC001 - types of fields are read at run time.
+from gdrkit.evidence import LoadedLibrary  # noqa: TC001 - types of fields are read at run time.
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 import gdrkit
-from gdrkit import host, witness
+from gdrkit import evidence, host
 from gdrkit.errors import Reason, UsageError
 from gdrkit.inventory.capture import SCHEMA_VERSION, Answers, Capture, CapturedFiles, Recorder
 from gdrkit.inventory.observation import Observation
@@ -63,7 +63,7 @@ class Machine:
 
     files: host.Files
     facts: Facts
-    kernel_log: witness.KernelLog
+    kernel_log: evidence.KernelLog
     environment: Mapping[str, str]
     observations: dict[str, Observation] = field(default_factory=dict)
     may_act: bool = False
@@ -146,7 +146,7 @@ def this_machine(*, ask_apis: bool = True, record: bool = False, act: bool = Tru
     return Machine(
         files=files,
         facts=probe(tree, ask_apis=ask_apis),
-        kernel_log=witness.kernel_log(host.HostTree()),
+        kernel_log=evidence.kernel_log(host.HostTree()),
         environment=chosen,
         may_act=act,
     )
@@ -164,7 +164,7 @@ def replayed(capture: Capture) -> Machine:
     facts = capture.facts
     if facts is None:
         facts = probe(host.HostTree.of(files), environment=capture.environment, ask_apis=False)
-    log = capture.kernel_log or witness.KernelLog(lines=(), unreadable="the kernel log is not in the capture")
+    log = capture.kernel_log or evidence.KernelLog(lines=(), unreadable="the kernel log is not in the capture")
     machine = Machine(
         files=files,
         facts=facts,

@@ -7,7 +7,7 @@ import platform
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self, TypeVar
 
-from gdrkit import host, plain, witness
+from gdrkit import evidence, host, serialization
 from gdrkit.errors import GdrkitError
 from gdrkit.inventory import cufile_json
 from gdrkit.inventory.capture import CapturedFiles, Recorder
@@ -113,7 +113,7 @@ def _read(tree: host.HostTree, environment: Mapping[str, str]) -> Facts:
         gaudi=None,
         gaudi_failure=None,
         unreadable=tree.unreadable,
-        evidence=witness.kernel_evidence() if _is_this_host(tree) else None,
+        evidence=evidence.kernel_evidence() if _is_this_host(tree) else None,
     )
 
 
@@ -164,7 +164,7 @@ class _Asking:
         if api not in self._asked:
             return None, None
         data, failure = self._asked[api].answer(timeout_s)
-        return None if data is None else plain.from_plain(kind, data), failure
+        return None if data is None else serialization.from_json_data(kind, data), failure
 
     def __enter__(self) -> Self:
         return self
@@ -220,7 +220,7 @@ def _libraries(tree: host.HostTree, search_path: str) -> Iterator[LibraryFacts]:
             yield LibraryFacts(soname=soname, path=path, build_id=None, error="it is not in the capture")
         else:
             place = host.HostTree().path(path) if isinstance(tree.files, Recorder) else tree.path(path)
-            described = witness.describe_library(str(place))
+            described = evidence.describe_library(str(place))
             yield LibraryFacts(soname=soname, path=path, build_id=described.build_id, error=described.error)
 
 

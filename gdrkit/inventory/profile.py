@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
-from gdrkit import plain
+from gdrkit import serialization
 from gdrkit.errors import Reason, UsageError, errno_name
-from gdrkit.house import house
+from gdrkit.install_paths import install_paths
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -241,7 +241,7 @@ def load_profile(name: str, *, folder: Path | None = None) -> Profile:
     """
     import tomllib
 
-    folder = house().profiles if folder is None else folder
+    folder = install_paths().profiles if folder is None else folder
     path = folder / f"{name}.toml"
     known = sorted(file.stem for file in folder.glob("*.toml"))
     if name not in known:
@@ -252,14 +252,14 @@ def load_profile(name: str, *, folder: Path | None = None) -> Profile:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         message = f"profile {path}: {error}"
         raise UsageError(message, reason=Reason.MALFORMED) from error
-    profile = plain.from_plain(Profile, {**data, "name": name}, where=f"profile {name}")
+    profile = serialization.from_json_data(Profile, {**data, "name": name}, where=f"profile {name}")
     _check(profile)
     return profile
 
 
 def load_profiles(*, folder: Path | None = None) -> tuple[Profile, ...]:
     """Read all profiles and return them in the order of their names."""
-    folder = house().profiles if folder is None else folder
+    folder = install_paths().profiles if folder is None else folder
     return tuple(load_profile(path.stem, folder=folder) for path in sorted(folder.glob("*.toml")))
 
 

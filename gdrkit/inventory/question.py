@@ -10,7 +10,7 @@ import tempfile
 import time
 from typing import IO, TYPE_CHECKING, Any
 
-from gdrkit import host, plain
+from gdrkit import host, serialization
 from gdrkit.children import kill_child
 from gdrkit.errors import Reason
 from gdrkit.inventory.facts import ApiFailure
@@ -74,7 +74,7 @@ class Question:
             return None, self._failure(Reason.OTHER, _how_it_ended(self._child.returncode), printed)
         data = json.loads(text)
         if "failure" in data:
-            return None, plain.from_plain(ApiFailure, data["failure"])
+            return None, serialization.from_json_data(ApiFailure, data["failure"])
         return data["facts"], None
 
     def _wait(self, timeout_s: float) -> bool:

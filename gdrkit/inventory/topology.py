@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gdrkit import host, plain
+from gdrkit import host, serialization
 from gdrkit.host import Distance
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class Topology:
 
     def to_json(self) -> str:
         """Return the topology as indented JSON."""
-        return json.dumps(plain.to_plain(self), indent=2, ensure_ascii=False) + "\n"
+        return json.dumps(serialization.to_json_data(self), indent=2, ensure_ascii=False) + "\n"
 
     def distance(self, one: str, other: str) -> Distance:
         """Return the distance between two places, given by their names."""

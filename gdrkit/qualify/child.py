@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from gdrkit.children import kill_child
 from gdrkit.errors import GdrkitError, UsageError
-from gdrkit.house import house
+from gdrkit.install_paths import install_paths
 from gdrkit.qualify.interrupt import interruptible_children
 from gdrkit.qualify.plan import Plan, read_plan
 from gdrkit.report import CaseReason, Record, Verdict, append_record, parse_records
@@ -75,8 +75,8 @@ class Suites:
     ) -> None:
         self._folder = folder
         self._environment = dict(environment)
-        settings = house().suites / "pytest.ini"
-        suites = (suites or house().suites).resolve()
+        settings = install_paths().suites / "pytest.ini"
+        suites = (suites or install_paths().suites).resolve()
         self._command = [
             *(sys.executable, "-m", "pytest", str(suites), f"--ignore={suites / 'meta'}"),
             *("-c", str(settings), "--rootdir", str(suites), "-p", "gdrkit.harness.plugin"),

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gdrkit import plain
+from gdrkit import serialization
 from gdrkit.errors import Api, Reason, UsageError
 from gdrkit.report.record import CaseReason  # noqa: TC001 - types of fields are read at run time.
 
@@ -52,7 +52,7 @@ def read_plan(path: Path) -> Plan:
     except (OSError, ValueError) as error:
         message = f"{path}: no plan: {error}"
         raise UsageError(message, reason=Reason.MALFORMED) from error
-    return plain.from_plain(Plan, data, where="plan")
+    return serialization.from_json_data(Plan, data, where="plan")
 
 
 def fitting_sessions(hardware: Mapping[Api, str], twins: frozenset[Api]) -> dict[str, dict[str, object]]:

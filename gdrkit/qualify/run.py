@@ -18,7 +18,7 @@ from gdrkit import launch
 from gdrkit.errors import Api, Reason, SetupMissing
 from gdrkit.exit_code import ExitCode
 from gdrkit.host import HostTree, host_identity
-from gdrkit.house import house
+from gdrkit.install_paths import install_paths
 from gdrkit.inventory import Facts, load_profile, probe
 from gdrkit.qualify.child import Common, Suites
 from gdrkit.qualify.interrupt import ended_by_signals
@@ -127,7 +127,7 @@ def plan_only(options: Options, progress: Progress) -> dict[str, object]:
 def _qualify(options: Options, progress: Progress) -> tuple[Run, RunFolder]:
     began, clock = dt.datetime.now(dt.UTC), time.monotonic()
     prepared = _prepare(options, progress, began)
-    commit, identity = house().commit(), host_identity(HostTree())
+    commit, identity = install_paths().commit(), host_identity(HostTree())
     common = Common(
         facts_digest=prepared.facts.digest,
         seed=prepared.seed,
@@ -211,7 +211,7 @@ def _prepare(options: Options, progress: Progress, began: dt.datetime) -> _Prepa
     environment = launch.environment(started)
     if options.profile is not None:
         load_profile(options.profile)  # An unknown name fails before the probe.
-    folder = RunFolder(options.output or house().runs / began.strftime("%Y%m%dT%H%M%SZ"))
+    folder = RunFolder(options.output or install_paths().runs / began.strftime("%Y%m%dT%H%M%SZ"))
     folder.make_empty()
     facts = probe(environment=environment)
     folder.facts.write_text(facts.to_json(), encoding="utf-8")
@@ -234,7 +234,7 @@ def _check_set_up() -> None:
     if importlib.util.find_spec("pytest") is None:
         operation, what_to_do = "import pytest", "pip install 'gdrkit[qualify]'"
         raise _missing(operation, what_to_do)
-    if not (house().suites / "pytest.ini").is_file():
+    if not (install_paths().suites / "pytest.ini").is_file():
         operation, what_to_do = "find the suites", "install gdrkit from a wheel or run it from a checkout"
         raise _missing(operation, what_to_do)
 

@@ -11,7 +11,7 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gdrkit import plain
+from gdrkit import serialization
 from gdrkit.report.figure import format_number
 from gdrkit.report.noise import judge, sample
 from gdrkit.report.record import Record, Verdict
@@ -82,7 +82,7 @@ class Comparison:
 
     def to_json(self) -> str:
         """Return indented JSON in ASCII, as names from other machines may contain terminal control characters."""
-        data = plain.to_plain(self)
+        data = serialization.to_json_data(self)
         document = dict(data) if isinstance(data, dict) else {}
         document["is_worse"] = self.is_worse
         return json.dumps(document, indent=2) + "\n"

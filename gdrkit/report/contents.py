@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import gdrkit
-from gdrkit import plain
+from gdrkit import serialization
 from gdrkit.errors import Reason, UsageError
 from gdrkit.exit_code import ExitCode
 from gdrkit.host import KernelFacts, Limits
@@ -178,7 +178,7 @@ def _planned(folder: RunFolder) -> tuple[str, list[str]]:
     """Return the profile in the plan and the names of its cases; both are empty if there is no plan."""
     if not is_file(folder.plan):
         return "", []
-    data = plain.parse_json(read_bytes(folder.plan), where=str(folder.plan))
+    data = serialization.parse_json(read_bytes(folder.plan), where=str(folder.plan))
     cases = data.get("cases") if isinstance(data, dict) else None
     if not isinstance(cases, list):
         raise malformed(str(folder.plan), "an object with a list of cases", data)

@@ -11,8 +11,8 @@ from gdrkit.report.view import host_rows
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
+    from gdrkit.evidence import DeviceNode
     from gdrkit.inventory import ApiFailure, Facts
-    from gdrkit.witness import DeviceNode
 
 __all__ = ["describe_facts", "describe_plan"]
 

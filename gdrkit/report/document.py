@@ -14,10 +14,10 @@ from gdrkit.report.sweep import is_shown, split_number
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from gdrkit.plain import Json
     from gdrkit.report.contents import Contents
     from gdrkit.report.routes import FileStatus, RouteStatus
     from gdrkit.report.view import View
+    from gdrkit.serialization import Json
 
 __all__ = ["SCHEMA_VERSION", "render_document"]
 

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from gdrkit.plain import Json
     from gdrkit.report.view import View
+    from gdrkit.serialization import Json
 
 __all__ = ["Fleet", "Host", "render_fleet"]
 

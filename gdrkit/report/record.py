@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gdrkit import plain
+from gdrkit import serialization
 from gdrkit.errors import Reason, UsageError
-from gdrkit.house import house
+from gdrkit.evidence import ElfNote, LoadedLibrary  # noqa: TC001 - types of fields are read at run time.
+from gdrkit.install_paths import install_paths
 from gdrkit.report.form import check_started, check_substrate
 from gdrkit.verdict import Verdict
-from gdrkit.witness import ElfNote, LoadedLibrary  # noqa: TC001 - types of fields are read at run time.
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -66,8 +66,9 @@ class CaseReason:
 class SeenLibrary:
     """A library in one of the processes of a case (``case``, ``peer0`` ...).
 
-    The path is in the form of :meth:`gdrkit.house.House.portable`: relative in the checkout, ``{python}/...`` in the
-    environment of Python, ``{site}/...``, ``{library_path}/...`` and ``{home}/...`` in local folders of the machine.
+    The path is in the form of :meth:`gdrkit.install_paths.InstallPaths.portable`: relative in the checkout,
+    ``{python}/...`` in the environment of Python, ``{site}/...``, ``{library_path}/...`` and ``{home}/...`` in local
+    folders of the machine.
     """
 
     process: str
@@ -82,7 +83,7 @@ class SeenLibrary:
         """Return the description of `library`, which `process` had loaded."""
         return cls(
             process=process,
-            path=house().portable(library.path),
+            path=install_paths().portable(library.path),
             soname=library.soname,
             build_id=library.build_id,
             # The GNU notes of the linker add nothing to the build id.
@@ -219,7 +220,7 @@ class Record:
 
 def append_record(path: str | os.PathLike[str], record: Record) -> None:
     """Append one line in one write, so that a reader never sees half of it. The folder is made if it does not exist."""
-    line = json.dumps(plain.to_plain(record), ensure_ascii=False, allow_nan=False) + "\n"
+    line = json.dumps(serialization.to_json_data(record), ensure_ascii=False, allow_nan=False) + "\n"
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
@@ -257,12 +258,12 @@ def parse_records(lines: Iterable[str | bytes], *, name: str = "records") -> tup
 
 def parse_record(line: str | bytes, where: str) -> Record:
     """Parse one line, called `where` in errors; see :func:`read_records`."""
-    data = plain.parse_json(line, where=where)
+    data = serialization.parse_json(line, where=where)
     version = data.get("schema_version") if isinstance(data, dict) else None
     if version != SCHEMA_VERSION:
         message = f"{where}: expected schema_version {SCHEMA_VERSION}, found {version!r}"
         raise UsageError(message, reason=Reason.MALFORMED)
-    record = plain.from_plain(Record, data, where=where)
+    record = serialization.from_json_data(Record, data, where=where)
     check_started(record.started, f"{where}.started")
     check_substrate(record.substrate, f"{where}.substrate")
     return record

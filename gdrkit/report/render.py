@@ -9,7 +9,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from gdrkit.errors import UsageError
-from gdrkit.house import house
+from gdrkit.install_paths import install_paths
 from gdrkit.report.contents import Contents, read_contents
 from gdrkit.report.document import render_document
 from gdrkit.report.junit import render_junit
@@ -91,7 +91,7 @@ def environment(*, escaped: bool) -> Environment:
         return harmless(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
     made = Environment(
-        loader=FileSystemLoader(house().templates),
+        loader=FileSystemLoader(install_paths().templates),
         autoescape=escaped,  # noqa: S701 - Markdown is escaped by text.cell.
         undefined=StrictUndefined,
         trim_blocks=True,

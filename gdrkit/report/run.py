@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gdrkit import plain
+from gdrkit import serialization
 from gdrkit.errors import Api, Reason, SetupMissing, UsageError, errno_name
 from gdrkit.exit_code import ExitCode
 from gdrkit.report.form import check_exit_code, check_started, check_substrate
@@ -198,7 +198,7 @@ class RunFolder:
 
     def write_run(self, run: Run) -> None:
         """Write run.json."""
-        write_whole(self.run, json.dumps(plain.to_plain(run), indent=2, ensure_ascii=False) + "\n")
+        write_whole(self.run, json.dumps(serialization.to_json_data(run), indent=2, ensure_ascii=False) + "\n")
 
     def read_run(self) -> Run:
         """Read what :meth:`write_run` wrote.
@@ -210,12 +210,12 @@ class RunFolder:
         SetupMissing
             The kernel refuses to read the file.
         """
-        data = plain.parse_json(read_bytes(self.run), where=str(self.run))
+        data = serialization.parse_json(read_bytes(self.run), where=str(self.run))
         version = data.get("schema_version") if isinstance(data, dict) else None
         if version != SCHEMA_VERSION:
             message = f"{self.run}: expected schema_version {SCHEMA_VERSION}, found {version!r}"
             raise UsageError(message, reason=Reason.MALFORMED, what_to_do="read it with the gdrkit that wrote it")
-        run = plain.from_plain(Run, data, where=str(self.run))
+        run = serialization.from_json_data(Run, data, where=str(self.run))
         check_started(run.started, f"{self.run}.started")
         check_substrate(run.substrate, f"{self.run}.substrate")
         check_exit_code(run.exit_code, f"{self.run}.exit_code")

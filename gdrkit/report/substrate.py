@@ -2,7 +2,7 @@
 
 Only this module decides what evidence stands for. A library with a note of owner ``GDRKIT`` is a software twin. A
 library without such a note is hardware only if all of the following evidence agrees
-(:mod:`gdrkit.witness.kernel_devices`). No library and no mounted file can replace it:
+(:mod:`gdrkit.evidence.kernel_devices`). No library and no mounted file can replace it:
 
 - the PCI device and its driver in sysfs;
 - the character device;
@@ -17,13 +17,13 @@ from __future__ import annotations
 import enum
 from typing import TYPE_CHECKING, Protocol
 
-from gdrkit.witness import SOFTWARE_DRIVERS
+from gdrkit.evidence import SOFTWARE_DRIVERS
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
+    from gdrkit.evidence import DeviceNode, ElfNote, KernelEvidence, RdmaEvidence
     from gdrkit.inventory import Facts
-    from gdrkit.witness import DeviceNode, ElfNote, KernelEvidence, RdmaEvidence
 
 __all__ = ["Substrate", "combined", "describe", "is_twin", "of_facts", "substrate_of", "weakest"]
 

@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gdrkit.house import house
+from gdrkit.install_paths import install_paths
 from gdrkit.report.drawing import best_state, make_drawing
 from gdrkit.report.failures import failures
 from gdrkit.report.figure import format_number, make_plot
@@ -24,6 +24,7 @@ from gdrkit.units import format_bytes
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from gdrkit.evidence import LoadedLibrary
     from gdrkit.inventory import ApiFailure, Facts
     from gdrkit.report.contents import Contents
     from gdrkit.report.drawing import Drawing
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from gdrkit.report.routes import FileStatus
     from gdrkit.report.run import Run
     from gdrkit.report.unlock import Lock
-    from gdrkit.witness import LoadedLibrary
 
 __all__ = ["ApiView", "CaseView", "Grid", "SuiteView", "View", "host_rows", "make_view"]
 
@@ -184,7 +184,7 @@ def _api(api: str, run: Run, facts: Facts, records: Sequence[Record]) -> ApiView
     found += [library for record in records for library in record.libraries]
     for library in found:
         if (library.soname or library.path.rpartition("/")[2]).startswith(stems[api]):
-            seen[house().portable(library.path), library.build_id or library.error or "no build id"] = None
+            seen[install_paths().portable(library.path), library.build_id or library.error or "no build id"] = None
     return ApiView(
         api=api,
         substrate=name or "none",
@@ -258,11 +258,14 @@ def host_rows(facts: Facts) -> list[tuple[str, str]]:
         ("Packages", ", ".join(f"{item.name} {item.version}" for item in facts.packages if item.version) or "none"),
     ]
     rows += [
-        (library.soname, f"{house().portable(library.path)} ({library.error or library.build_id or 'no build id'})")
+        (
+            library.soname,
+            f"{install_paths().portable(library.path)} ({library.error or library.build_id or 'no build id'})",
+        )
         for library in facts.libraries
         if library.path is not None
     ]
-    rows += [("Not readable", f"{house().portable(item.path)}: {item.errno_name}") for item in facts.unreadable]
+    rows += [("Not readable", f"{install_paths().portable(item.path)}: {item.errno_name}") for item in facts.unreadable]
     return rows
 
 

@@ -10,7 +10,7 @@ import json
 from typing import TYPE_CHECKING, TypeAlias, TypeVar, Union
 
 from gdrkit.errors import Reason, UsageError
-from gdrkit.plain import Json, from_plain, to_plain
+from gdrkit.serialization import Json, from_json_data, to_json_data
 from gdrkit.storage import messages as ask
 from gdrkit.storage.wire import CONTROL_BYTES_MAX
 
@@ -86,7 +86,7 @@ _R = TypeVar("_R")
 
 def pack_request(request: Request) -> bytes:
     """Return the payload of a control request."""
-    fields = to_plain(request)
+    fields = to_json_data(request)
     if not isinstance(fields, dict):
         message = f"no request: {request!r}"
         raise UsageError(message)
@@ -109,7 +109,7 @@ def parse_request(payload: bytes) -> Request:
         raise UsageError(message, reason=Reason.MALFORMED)
     try:
         _check_values(data, str(name))
-        request = from_plain(kind, data, where=str(name))
+        request = from_json_data(kind, data, where=str(name))
     except RecursionError as error:
         message = f"{name}: it is nested too deeply"
         raise UsageError(message, reason=Reason.MALFORMED) from error
@@ -119,12 +119,12 @@ def parse_request(payload: bytes) -> Request:
 
 def pack_reply(reply: object) -> bytes:
     """Return the payload of a successful reply."""
-    return _pack({"ok": to_plain(reply)})
+    return _pack({"ok": to_json_data(reply)})
 
 
 def pack_error(reply: ask.ErrorReply) -> bytes:
     """Return the payload of an error reply."""
-    return _pack({"error": to_plain(reply)})
+    return _pack({"error": to_json_data(reply)})
 
 
 def parse_reply(payload: bytes, kind: type[_R]) -> _R | ask.ErrorReply:
@@ -132,12 +132,12 @@ def parse_reply(payload: bytes, kind: type[_R]) -> _R | ask.ErrorReply:
     data = _unpack(payload)
     if data.keys() == {"error"}:
         _check_values(data, "reply")
-        return from_plain(ask.ErrorReply, data["error"], where="error")
+        return from_json_data(ask.ErrorReply, data["error"], where="error")
     if data.keys() != {"ok"}:
         message = "reply: it is neither ok nor an error"
         raise UsageError(message, reason=Reason.MALFORMED)
     _check_values(data, "reply")
-    return from_plain(kind, data["ok"], where=kind.__name__)
+    return from_json_data(kind, data["ok"], where=kind.__name__)
 
 
 def _pack(data: Json) -> bytes:

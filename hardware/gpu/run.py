@@ -182,7 +182,7 @@ def _environment(options: argparse.Namespace, site: Path, folder: Path) -> dict[
 
 def _run(options: argparse.Namespace, site: Path, folder: Path) -> int:
     environment = _environment(options, site, folder)
-    house = site / "gdrkit" / "_house"
+    data = site / "gdrkit" / "_data"
     launch, substrate = _launch(is_software=options.software)
     facts = _facts(launch, environment, folder, places={site: "{site}", options.bundle.resolve(): "{bundle}"})
     logs = options.out / "logs"
@@ -190,13 +190,13 @@ def _run(options: argparse.Namespace, site: Path, folder: Path) -> int:
     codes = []
     for name in options.parts:
         part = PARTS[name]
-        there = [str(house / case) for case in part.cases if (house / case).exists()]
+        there = [str(data / case) for case in part.cases if (data / case).exists()]
         if not there:
             _say(f"gpu: {name}: this version has no such cases")
             continue
         records = folder / f"{name}.jsonl"
-        command = [*launch, sys.executable, "-m", "pytest", "-c", str(house / "suites" / "pytest.ini")]
-        command += [f"--rootdir={house / part.root}", "-q", "-rfE", "--tb=short", "--substrate", substrate]
+        command = [*launch, sys.executable, "-m", "pytest", "-c", str(data / "suites" / "pytest.ini")]
+        command += [f"--rootdir={data / part.root}", "-q", "-rfE", "--tb=short", "--substrate", substrate]
         command += ["--records", str(records), "--command", f"gpu.py {name}", *part.options(), *there]
         begun = time.monotonic()
         _say(f"\ngpu: {name}")

@@ -10,7 +10,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
-from gdrkit.house import house
+from gdrkit.install_paths import install_paths
 from gdrkit.inventory import load_profile
 from gdrkit.report import read_records
 from hardware.lab.errors import LabError
@@ -20,7 +20,7 @@ from hardware.lab.pairs import compared, strangers, table, unrefused
 
 __all__ = ["main"]
 
-HOUSE = Path(__file__).resolve().parents[2]
+PROJECT_ROOT = Path(__file__).resolve().parents[2]
 CASES = ("suites/contract/rdma", "suites/rdma", "suites/registration", "suites/property/test_cache_machine.py")
 # This is the number of examples of each state machine of Hypothesis. In the emulated guest, one takes half a second or
 # more.
@@ -40,12 +40,12 @@ def main() -> int:
     for path in records.values():
         path.unlink(missing_ok=True)
     cases = options.cases
-    if not any((HOUSE / case.partition("::")[0]).exists() for case in cases):
+    if not any((PROJECT_ROOT / case.partition("::")[0]).exists() for case in cases):
         cases = [*cases, *CASES]
     try:
         # Missing programs are reported before the first slow step.
         machine = None if options.here else _machine(options)
-        codes = [subprocess.call(_pytest(records["twin"], cases, ["--software", "--isolated"], []), cwd=HOUSE)]
+        codes = [subprocess.call(_pytest(records["twin"], cases, ["--software", "--isolated"], []), cwd=PROJECT_ROOT)]
         if machine is None:
             codes.append(_here(records["kernel"], cases, options))
         else:
@@ -59,8 +59,8 @@ def main() -> int:
 def _parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m hardware.lab", description=main.__doc__)
     parser.add_argument("--tools", type=Path, default=Path(sys.executable).parent, help="the folder of vng")
-    parser.add_argument("--cache", type=Path, default=HOUSE / "build" / "lab" / "kernel", help="for the kernel")
-    parser.add_argument("--output", type=Path, default=HOUSE / "build" / "lab" / "run", help="for the records")
+    parser.add_argument("--cache", type=Path, default=PROJECT_ROOT / "build" / "lab" / "kernel", help="for the kernel")
+    parser.add_argument("--output", type=Path, default=PROJECT_ROOT / "build" / "lab" / "run", help="for the records")
     parser.add_argument("--boot-limit-s", type=float, default=150.0, help="how long the virtual machine may boot")
     parser.add_argument("--limit-s", type=float, default=900.0, help="how long the cases may run in it")
     parser.add_argument("--tcg", action="store_true", help="do without KVM")
@@ -79,7 +79,7 @@ def _machine(options: argparse.Namespace) -> Machine:
     kvm = not options.tcg and can_virtualize(cpuinfo=options.cpuinfo, device=options.kvm)
     check_programs(options.tools)
     libraries = [Path("/usr/lib/python3"), *Path("/usr/lib").glob("*-linux-gnu")]
-    folders = [HOUSE, Path(sys.prefix), Path(sysconfig.get_path("stdlib")), *libraries]
+    folders = [PROJECT_ROOT, Path(sys.prefix), Path(sysconfig.get_path("stdlib")), *libraries]
     cached = tuple(str(folder) for folder in folders if folder.is_dir())
     return Machine(image=kernel_image(options.cache), tools=options.tools, kvm=kvm, cached=cached)
 
@@ -99,11 +99,11 @@ def _guest(machine: Machine, records: Path, cases: list[str], options: argparse.
     kept |= {"PYTHONDONTWRITEBYTECODE": "1", "HYPOTHESIS_STORAGE_DIRECTORY": str(options.output / "hypothesis")}
     # The commit is determined here: in the guest git is so slow that its time limit ends it, and the records would have
     # no commit.
-    commit = house().commit()
+    commit = install_paths().commit()
     kept |= {} if commit is None else {"GDRKIT_COMMIT": commit}
     exports = [f"export {name}={shlex.quote(value)}" for name, value in kept.items()]
     script = options.output / "cases.sh"
-    script.write_text("\n".join([*exports, f"cd {shlex.quote(str(HOUSE))}", f"exec {shlex.join(command)}", ""]))
+    script.write_text("\n".join([*exports, f"cd {shlex.quote(str(PROJECT_ROOT))}", f"exec {shlex.join(command)}", ""]))
     how = "KVM" if machine.kvm else "TCG (this processor has no virtualization for us: slower, and the same)"
     _say(f"lab: {machine.image.name} in a virtual machine by {how}")
     return machine.run(script, output=options.output, limits=Limits(boot_s=options.boot_limit_s, run_s=options.limit_s))
@@ -118,7 +118,7 @@ def _here(records: Path, cases: list[str], options: argparse.Namespace) -> int:
     prefix = [] if present else ["bash", str(Path(__file__).with_name("rxe.sh"))]
     _say("lab: the RDMA devices of this machine" if present else "lab: rxe devices of this machine's own kernel")
     try:
-        return subprocess.run([*prefix, *command], cwd=HOUSE, timeout=options.limit_s, check=False).returncode
+        return subprocess.run([*prefix, *command], cwd=PROJECT_ROOT, timeout=options.limit_s, check=False).returncode
     except subprocess.TimeoutExpired as error:
         message = f"the cases did not end within {options.limit_s:g} s, and were ended"
         raise LabError(message) from error

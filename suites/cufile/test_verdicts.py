@@ -36,7 +36,7 @@ def test_compat_mode_is_told_from_direct(scene: Scene, evidence: Evidence) -> No
     assert answer["proof"]["moved"]["n_posix_reads"] >= 1
     assert (answer["proof"]["route"], answer["proof"]["state"]) == ("posix", "fell_back")
     assert "no_nvidia_fs" in answer["proof"]["causes"]
-    assert answer["fell_back"]["kind"] == "FellBack"
+    assert answer["fell_back"]["kind"] == "DirectPathError"
     assert "nvidia-fs is not loaded" in answer["fell_back"]["message"]
 
 
@@ -92,7 +92,7 @@ def test_what_was_not_counted_is_unproven(scene: Scene, evidence: Evidence, leve
     assert answer["right"]
     assert (answer["proof"]["route"], answer["proof"]["state"]) == ("unknown", "unproven")
     assert answer["proof"]["causes"] == ["not_counted"]
-    assert answer["fell_back"]["kind"] == "FellBack"
+    assert answer["fell_back"]["kind"] == "DirectPathError"
 
 
 @pytest.mark.qualify

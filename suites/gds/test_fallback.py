@@ -51,7 +51,7 @@ def test_one_warning_names_the_cause_and_the_disk_is_read_past_the_page_cache(
         with gds.File(path) as file:
             forget(path)
             share = file.cached_share()
-            with pytest.warns(gds.FellBack) as said:
+            with pytest.warns(gds.FallbackWarning) as said:
                 done = file.read_into(memory)
             assert len(said) == 1
             assert done.route is gds.Route.ENGINE

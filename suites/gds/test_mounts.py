@@ -33,7 +33,7 @@ def test_a_file_reaches_every_device_and_the_way_is_said(
         assert mount is not None
         for device in devices:
             with device.allocate(MIB) as memory, warnings.catch_warnings():
-                warnings.simplefilter("ignore", gds.FellBack)
+                warnings.simplefilter("ignore", gds.FallbackWarning)
                 with gds.File(path) as file:
                     done = file.read_into(memory)
                 pattern.check(memory.read(), seed=seed)

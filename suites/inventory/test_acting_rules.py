@@ -11,12 +11,12 @@ import pytest
 from support import udev
 from support.rule_trees import FAILING, PASSING
 
-from gdrkit import launch, plain
+from gdrkit import launch, serialization
+from gdrkit.evidence import KernelLog
 from gdrkit.harness.needs import cufile, needs, software
 from gdrkit.host import DiskFiles
 from gdrkit.inventory import RULES, Capture, Machine, replayed, rule_of
 from gdrkit.verdict import Verdict
-from gdrkit.witness import KernelLog
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -76,7 +76,7 @@ def test_sound_libraries_have_no_cause_here_and_in_the_capture(acting: Machine) 
     assert {code: finding.verdict for code, finding in found.items()} == dict.fromkeys(CODES, Verdict.PASS), found
     assert "64 reads of 65536 bytes in one batch: 64 COMPLETE" in found["pool-starved"].text
     # What was observed travels with the capture, and is judged there as it was here.
-    again = replayed(plain.from_plain(Capture, plain.to_plain(acting.capture())))
+    again = replayed(serialization.from_json_data(Capture, serialization.to_json_data(acting.capture())))
     for code, finding in found.items():
         assert rule_of(code).apply(again).verdict is finding.verdict
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from support.machines import machine
 
-from gdrkit import plain
+from gdrkit import serialization
 from gdrkit.cli import main
 from gdrkit.errors import Reason, UsageError
 from gdrkit.host import DiskFiles, HostTree
@@ -160,4 +160,4 @@ def test_what_cannot_be_read_is_one_clear_error(tmp_path: Path) -> None:
 
 def test_a_capture_is_read_back_as_the_same_value(tmp_path: Path) -> None:
     capture = recorded(tmp_path / "host").capture()
-    assert plain.from_plain(Capture, json.loads(json.dumps(plain.to_plain(capture)))) == capture
+    assert serialization.from_json_data(Capture, json.loads(json.dumps(serialization.to_json_data(capture)))) == capture

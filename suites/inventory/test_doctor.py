@@ -14,7 +14,7 @@ from support.machines import machine
 from support.rule_trees import FAILING
 from support.strangers import DOCTOR_AS_NOBODY, run_stranger
 
-from gdrkit import plain
+from gdrkit import serialization
 from gdrkit.cli import main
 from gdrkit.harness.needs import host, needs
 from gdrkit.host import HostTree, Limits, process_limits
@@ -25,12 +25,12 @@ from gdrkit.verdict import Verdict
 
 LIMITED = """
 import json, resource
-from gdrkit import plain
+from gdrkit import serialization
 from gdrkit.host import HostTree, Limits, process_limits
 from support.strangers import become_nobody
 resource.setrlimit(resource.RLIMIT_MEMLOCK, (4 << 20, 4 << 20))
 become_nobody()
-print(json.dumps(plain.to_plain(process_limits(HostTree()))))
+print(json.dumps(serialization.to_json_data(process_limits(HostTree()))))
 """
 
 
@@ -156,7 +156,7 @@ def test_the_remedy_of_a_low_memlock_limit_works(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     # Real limits, as the kernel shows them: of a user without the capability, and of this process, which has it.
     for limits, verdict in (
-        (plain.from_plain(Limits, json.loads(done.stdout)), Verdict.FAIL),
+        (serialization.from_json_data(Limits, json.loads(done.stdout)), Verdict.FAIL),
         (process_limits(HostTree()), Verdict.PASS),
     ):
         assert rule.apply(replace(host_, facts=replace(host_.facts, limits=limits))).verdict is verdict

@@ -77,9 +77,9 @@ def test_there_is_a_rule_for_every_known_cause() -> None:
 
 
 def test_a_machine_without_anything_has_no_cause_and_names_what_is_missing(tmp_path: Path) -> None:
+    from gdrkit.evidence import KernelLog
     from gdrkit.host import DiskFiles, HostTree
     from gdrkit.inventory import Machine, probe
-    from gdrkit.witness import KernelLog
 
     facts = probe(HostTree(tmp_path), environment={}, ask_apis=False)
     bare = Machine(files=DiskFiles(tmp_path), facts=facts, kernel_log=KernelLog((), None), environment={})

@@ -11,12 +11,14 @@ __all__ = ["LEVELS", "SAME_LEVEL", "SEAMS", "SIBLINGS_LEVEL"]
 
 # These are the packages of gdrkit/ by level. Imports only go down.
 LEVELS: tuple[frozenset[str], ...] = (
-    frozenset({"__init__", "errors", "exit_code", "house", "text", "units", "verdict"}),
-    frozenset({"buffers", "children", "faultplan", "forks", "handles", "loader", "pattern", "plain", "scm_rights"}),
+    frozenset({"__init__", "errors", "exit_code", "install_paths", "text", "units", "verdict"}),
+    frozenset(
+        {"buffers", "children", "faultplan", "forks", "handles", "loader", "pattern", "scm_rights", "serialization"}
+    ),
     frozenset({"cuda", "cufile", "gaudi", "host", "verbs"}),
-    frozenset({"launch", "registration", "witness"}),
+    frozenset({"evidence", "launch", "registration"}),
     frozenset({"gds", "inventory", "storage"}),
-    frozenset({"report", "usrbio"}),
+    frozenset({"report", "tiers", "usrbio"}),
     frozenset({"qualify"}),
     frozenset({"__main__", "cli", "cli_files", "cli_inventory", "cli_report", "cli_tiers", "harness"}),
 )
@@ -50,7 +52,7 @@ SEAMS: Mapping[str, frozenset[str]] = {
     "gdrkit.usrbio._hf3fs": frozenset({"gdrkit/usrbio/_library.py"}),
     "gdrkit.usrbio._loop": frozenset({"gdrkit/usrbio/_agent_loop.py"}),
     "gdrkit.verbs._initiator": frozenset({"gdrkit/verbs/_native.py"}),
-    "sqlite3": frozenset({"gdrkit/gds/tiers/_sqlite.py"}),
+    "sqlite3": frozenset({"gdrkit/tiers/_sqlite.py"}),
     "gdrkit.storage._engine": frozenset({"gdrkit/storage/_native.py"}),
     "gdrkit.gds._engine": frozenset({"gdrkit/gds/_native.py"}),
     "ctypes": frozenset(

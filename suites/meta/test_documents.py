@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-HOUSE = Path(__file__).resolve().parents[2]
+PROJECT_ROOT = Path(__file__).resolve().parents[2]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # The script runs on the twins. A service is a simple command, so that $! is its process. It is ready when it prints its
 # first line, and its exit code is that of the shell.
@@ -30,7 +30,7 @@ END = "kill $!; wait $!\n"
 
 
 def blocks(name: str, language: str) -> list[str]:
-    return [text for kind, text in BLOCK.findall((HOUSE / "docs" / name).read_text()) if kind == language]
+    return [text for kind, text in BLOCK.findall((PROJECT_ROOT / "docs" / name).read_text()) if kind == language]
 
 
 def on_twins(script: str, folder: Path) -> str:
@@ -54,14 +54,15 @@ def test_the_python_programs_of_usrbio(tmp_path: Path, number: int, said: str) -
 def test_the_c_program_of_usrbio_copies_a_file(tmp_path: Path) -> None:
     (source,) = blocks("usrbio.md", "c")
     (tmp_path / "copy.c").write_text(source)
-    (compile_line,) = re.findall(r"^    (cc copy\.c .*)$", (HOUSE / "docs" / "usrbio.md").read_text(), re.MULTILINE)
+    text = (PROJECT_ROOT / "docs" / "usrbio.md").read_text()
+    (compile_line,) = re.findall(r"^    (cc copy\.c .*)$", text, re.MULTILINE)
     fill = "head -c 3000001 /dev/urandom > store/data\n"
     copy = "./copy store store/data store/copy\ncmp store/data store/copy\n"
     assert "3000001 bytes" in on_twins(f"{compile_line}\n{fill}{AGENT}{copy}{END}", tmp_path)
 
 
 def test_the_python_program_of_storage_shows_what_its_document_shows(tmp_path: Path) -> None:
-    document = (HOUSE / "docs" / "storage.md").read_text()
+    document = (PROJECT_ROOT / "docs" / "storage.md").read_text()
     (program,) = blocks("storage.md", "python")
     (tmp_path / "store.py").write_text(program)
     run = 'line=${line##* at }\npython store.py "${line%% by *}" store/.gdrkit/token\n'
@@ -81,7 +82,7 @@ def two_shells(document: str, service: str, client: str, folder: Path) -> str:
     Each command runs as it is written there, after the prefix that the document puts before each command. DIR is
     replaced by the folder `store`.
     """
-    text = (HOUSE / "docs" / document).read_text()
+    text = (PROJECT_ROOT / "docs" / document).read_text()
     (before,) = re.findall(r"put\s+`([^`]+ --)`\s+before\s+each\s+command", text)
     for command in (service, client):
         assert re.search(rf"(^    |`){re.escape(command)}( {{2}}|`|$)", text, re.MULTILINE), command
@@ -111,7 +112,7 @@ def test_commands_of_storage_meet_in_two_shells(tmp_path: Path) -> None:
     server = "gdrkit serve --store DIR --listen 0.0.0.0:7070"
     client = "python store.py 127.0.0.1:7070 DIR/.gdrkit/token"
     shown = two_shells("storage.md", server, client, tmp_path)
-    assert "".join(f"    {line}\n" for line in shown.splitlines()) in (HOUSE / "docs" / "storage.md").read_text()
+    assert "".join(f"    {line}\n" for line in shown.splitlines()) in (PROJECT_ROOT / "docs" / "storage.md").read_text()
 
 
 def test_commands_of_usrbio_meet_in_two_shells(tmp_path: Path) -> None:
@@ -123,7 +124,7 @@ def test_commands_of_usrbio_meet_in_two_shells(tmp_path: Path) -> None:
 
 
 def test_the_python_program_of_gds_shows_what_its_document_shows(tmp_path: Path) -> None:
-    document = (HOUSE / "docs" / "gds.md").read_text()
+    document = (PROJECT_ROOT / "docs" / "gds.md").read_text()
     (program,) = blocks("gds.md", "python")
     (tmp_path / "program.py").write_text(program)
     shown = on_twins("python program.py .\n", tmp_path)
@@ -143,7 +144,7 @@ def test_the_python_program_of_cufile_says_why_it_was_not_direct(tmp_path: Path)
 
 
 def test_the_python_program_of_tiers_shows_what_its_document_shows(tmp_path: Path) -> None:
-    document = (HOUSE / "docs" / "tiers.md").read_text()
+    document = (PROJECT_ROOT / "docs" / "tiers.md").read_text()
     (program,) = blocks("tiers.md", "python")
     (tmp_path / "program.py").write_text(program)
     (line,) = re.findall(r"^`(python program\.py .*?)`", document, re.MULTILINE)

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-HOUSE = Path(__file__).resolve().parents[2]
+PROJECT_ROOT = Path(__file__).resolve().parents[2]
 CODE = re.compile(r"^\| (\d) \| (.+) \|$", re.MULTILINE)
 
 
 def nox(*arguments: str, path: str | None = None) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "nox", "-f", str(HOUSE / "noxfile.py"), *arguments]
+    command = [sys.executable, "-m", "nox", "-f", str(PROJECT_ROOT / "noxfile.py"), *arguments]
     environ = {**os.environ, "PATH": path or os.environ["PATH"]}
     return subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=100)
 
@@ -54,7 +54,7 @@ def test_missing_set_up_is_3_and_apt_is_not_touched_beside_a_vendors_stack(vendo
 
 
 def test_readme_and_help_give_the_codes_the_same_meaning() -> None:
-    codes = dict(CODE.findall((HOUSE / "README.md").read_text()))
+    codes = dict(CODE.findall((PROJECT_ROOT / "README.md").read_text()))
     assert list(codes) == ["0", "1", "2", "3", "4"]
     shown = subprocess.run(
         [sys.executable, "-m", "gdrkit", "qualify", "--help"], capture_output=True, text=True, check=True

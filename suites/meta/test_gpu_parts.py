@@ -13,8 +13,8 @@ import pytest
 
 from hardware.gpu import run
 
-HOUSE = Path(__file__).resolve().parents[2]
-PROGRAM = HOUSE / "hardware" / "gpu" / "run.py"
+PROJECT_ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = PROJECT_ROOT / "hardware" / "gpu" / "run.py"
 
 
 def called(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -24,14 +24,14 @@ def called(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("name", run.PARTS)
 def test_the_cases_of_a_part_are_there_and_the_readme_knows_it(name: str) -> None:
     part = run.PARTS[name]
-    assert [case for case in part.cases if not (HOUSE / case).exists()] == []
+    assert [case for case in part.cases if not (PROJECT_ROOT / case).exists()] == []
     assert part.root in {"suites", "hardware"}
-    assert f"`{name}`" in (HOUSE / "hardware" / "README.md").read_text()
+    assert f"`{name}`" in (PROJECT_ROOT / "hardware" / "README.md").read_text()
 
 
 def test_every_benchmark_of_a_gpu_belongs_to_a_part() -> None:
     ours = {case for part in run.PARTS.values() for case in part.cases}
-    benches = {str(path.relative_to(HOUSE)) for path in (HOUSE / "suites" / "bench").glob("test_*.py")}
+    benches = {str(path.relative_to(PROJECT_ROOT)) for path in (PROJECT_ROOT / "suites" / "bench").glob("test_*.py")}
     # The results of these cases are recorded on a machine without hardware.
     assert benches - ours == {"suites/bench/test_doctor_cost.py", "suites/bench/test_tier_policy.py"}
 

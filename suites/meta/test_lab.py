@@ -22,7 +22,7 @@ from hardware.lab.pairs import Pair, compared, table, unrefused
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-HOUSE = Path(__file__).resolve().parents[2]
+PROJECT_ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = ("qemu-system-x86_64", "busybox", "modprobe", "ip", "rdma", "vng")
 NO_CASE = "suites/contract/rdma/test_bounds.py"
 
@@ -55,11 +55,12 @@ def lab(bench: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
 
     def run(*options: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "hardware.lab", f"--tools={bench / 'bin'}", f"--cache={bench / 'kernel'}"]
-        environ = {**os.environ, "PATH": str(bench / "bin"), "PYTHONPATH": os.pathsep.join([str(HOUSE), *sys.path])}
+        pythonpath = os.pathsep.join([str(PROJECT_ROOT), *sys.path])
+        environ = {**os.environ, "PATH": str(bench / "bin"), "PYTHONPATH": pythonpath}
         return subprocess.run(
             # A quick part of the cases is sufficient, because the checks here are about the time before or after them.
             [*command, f"--output={bench / 'run'}", *options, NO_CASE, "-k", "first-byte"],
-            cwd=HOUSE,
+            cwd=PROJECT_ROOT,
             env=environ,
             capture_output=True,
             text=True,

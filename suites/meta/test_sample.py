@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-HOUSE = Path(__file__).resolve().parents[2]
-SAMPLE = HOUSE / "docs" / "sample-report" / "index.html"
+PROJECT_ROOT = Path(__file__).resolve().parents[2]
+SAMPLE = PROJECT_ROOT / "docs" / "sample-report" / "index.html"
 
 
 def test_the_sample_is_one_small_file_that_loads_nothing() -> None:
@@ -19,11 +19,11 @@ def test_the_sample_is_one_small_file_that_loads_nothing() -> None:
 def test_every_record_that_the_sample_names_is_there() -> None:
     named = set(re.findall(r"<dt>record</dt><dd><code>([\w.-]+\.jsonl):(\d+)</code>", SAMPLE.read_text()))
     assert len(named) > 50
-    records = HOUSE / "reports" / "baselines" / "h200-1"
+    records = PROJECT_ROOT / "reports" / "baselines" / "h200-1"
     lines = {path.name: len(path.read_text().splitlines()) for path in records.glob("*.jsonl")}
     assert [name for name, number in named if int(number) > lines.get(name, 0)] == []
 
 
 def test_the_host_is_shown_where_its_facts_were_kept() -> None:
-    kept = (HOUSE / "reports" / "baselines" / "h200-1" / "facts.json").is_file()
+    kept = (PROJECT_ROOT / "reports" / "baselines" / "h200-1" / "facts.json").is_file()
     assert (">This host</h2>" in SAMPLE.read_text()) == kept

@@ -11,7 +11,7 @@ import pytest
 
 from gdrkit.harness.needs import host, needs
 
-HOUSE = Path(__file__).resolve().parents[2]
+PROJECT_ROOT = Path(__file__).resolve().parents[2]
 pytestmark = needs(host.compiler)
 
 PROGRAM = """
@@ -54,7 +54,7 @@ with AgentProcess(mount) as agent:
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The client library as ENABLE_GDR=OFF builds it, built by the compiler alone."""
     made = tmp_path_factory.mktemp("second") / "libhf3fs_api_shared.so"
-    native = HOUSE / "native"
+    native = PROJECT_ROOT / "native"
     sources = sorted(map(str, [*native.glob("usrbio/client/*.cpp"), *native.glob("usrbio/ring/*.cpp")]))
     options = ["-std=c++20", "-O1", "-fPIC", "-shared", "-fvisibility=hidden", '-DGDRKIT_VERSION="second"']
     include = [f"-I{native}", f"-I{native / 'usrbio' / 'include'}"]
@@ -65,7 +65,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_binding_serves_a_library_without_the_gpu_extension(library: Path, tmp_path: Path) -> None:
     launcher = [sys.executable, "-m", "gdrkit", "run", "--software", "--isolated", "--"]
     command = [*launcher, sys.executable, "-c", PROGRAM, str(tmp_path)]
-    path = os.pathsep.join([str(HOUSE / "suites"), *filter(None, sys.path)])
+    path = os.pathsep.join([str(PROJECT_ROOT / "suites"), *filter(None, sys.path)])
     done = subprocess.run(
         command,
         env=os.environ | {"GDRKIT_USRBIO_LIBRARY": str(library), "PYTHONPATH": path},

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-HOUSE = Path(__file__).resolve().parents[2]
+PROJECT_ROOT = Path(__file__).resolve().parents[2]
 # The noxfile makes these wheels for this run. The wheel of the twins is the one that it installed.
-WHEELS = HOUSE / "build" / "wheels"
+WHEELS = PROJECT_ROOT / "build" / "wheels"
 CARRIED = ("suites/", "hardware/profiles/", "reports/templates/", "reports/schema/")
 SHOW_DEVICES = """
 import json
@@ -55,7 +55,7 @@ def empty(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_wheel_carries_what_a_qualification_needs(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
-    assert [part for part in CARRIED if not any(name.startswith(f"gdrkit/_house/{part}") for name in names)] == []
+    assert [part for part in CARRIED if not any(name.startswith(f"gdrkit/_data/{part}") for name in names)] == []
     assert [name for name in names if name.endswith(".pyc") or "/suites/meta/" in name] == []
 
 
@@ -67,7 +67,9 @@ def native_part(name: str) -> bool:
 
 def test_the_wheel_carries_the_native_parts_of_this_checkout_and_no_others(wheel: Path) -> None:
     # The noxfile built these files into the checkout for this run.
-    files = [path.relative_to(HOUSE).as_posix() for path in (HOUSE / "gdrkit").rglob("*") if path.is_file()]
+    files = [
+        path.relative_to(PROJECT_ROOT).as_posix() for path in (PROJECT_ROOT / "gdrkit").rglob("*") if path.is_file()
+    ]
     built = set(filter(native_part, files))
     assert built
     assert set(filter(native_part, zipfile.ZipFile(wheel).namelist())) == built
@@ -88,7 +90,7 @@ def test_the_wheel_qualifies_on_the_twins(empty: Path, tmp_path: Path) -> None:
 
 
 def test_the_plugin_serves_an_empty_project_as_its_document_says(empty: Path, tmp_path: Path) -> None:
-    document = (HOUSE / "docs" / "plugin.md").read_text()
+    document = (PROJECT_ROOT / "docs" / "plugin.md").read_text()
     (settings, program, shell, said) = (
         re.search(rf"^```{kind}\n(.*?)^```$", document, re.MULTILINE | re.DOTALL)
         for kind in ("toml", "python", "sh", "text")

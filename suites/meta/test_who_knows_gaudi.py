@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-HOUSE = Path(__file__).resolve().parents[2]
-DOCUMENT = HOUSE / "docs" / "add-a-device.md"
+PROJECT_ROOT = Path(__file__).resolve().parents[2]
+DOCUMENT = PROJECT_ROOT / "docs" / "add-a-device.md"
 WORDS = re.compile(r"gaudi|habana|hl-?thunk", re.IGNORECASE)
 
 # Each entry has a file below gdrkit/, the maximum number of lines with such a word, and their purpose.
@@ -53,7 +53,7 @@ CARRIERS = (
 
 def mentions() -> dict[str, int]:
     """Return the number of lines with such a word by file, without the package gaudi itself."""
-    root = HOUSE / "gdrkit"
+    root = PROJECT_ROOT / "gdrkit"
     found = {}
     for path in sorted(root.rglob("*.py")):
         where = path.relative_to(root).as_posix()
@@ -76,7 +76,7 @@ def test_what_carries_memory_does_not(carrier: str) -> None:
 
 
 def test_native_parts_of_the_product_do_not() -> None:
-    sources = [path for path in (HOUSE / "native").rglob("*.[ch]*") if "twins" not in path.parts]
+    sources = [path for path in (PROJECT_ROOT / "native").rglob("*.[ch]*") if "twins" not in path.parts]
     assert len(sources) > 50
     assert not [path for path in sources if WORDS.search(path.read_text())]
 

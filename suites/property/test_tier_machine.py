@@ -24,7 +24,7 @@ from support.tier_world import NAMES, configuration_of, contents
 
 from gdrkit import handles, pattern
 from gdrkit.errors import ApiError, Reason
-from gdrkit.gds.tiers import Kind, Phase, TieredFile, TierManager
+from gdrkit.tiers import Kind, Phase, TieredFile, TierManager
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

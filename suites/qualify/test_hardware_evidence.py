@@ -41,8 +41,8 @@ def test_every_route(evidence):
 """
 EVIDENCE = """
 import json
-from gdrkit import plain, witness
-print(json.dumps(plain.to_plain(witness.kernel_evidence())))
+from gdrkit import serialization, evidence
+print(json.dumps(serialization.to_json_data(evidence.kernel_evidence())))
 """
 
 

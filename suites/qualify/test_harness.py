@@ -13,9 +13,9 @@ from support.json_schema import problems
 from gdrkit.errors import Api
 from gdrkit.harness.needs import needs, software
 from gdrkit.harness.needs import verbs as verbs_needs
-from gdrkit.house import house
-from gdrkit.plain import to_plain
+from gdrkit.install_paths import install_paths
 from gdrkit.report import Verdict
+from gdrkit.serialization import to_json_data
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -145,10 +145,10 @@ def texts(run: ChildRun, name: str) -> list[str]:
 
 @ONLY_TWINS
 def test_every_case_has_one_record_that_keeps_to_the_schema(run: ChildRun) -> None:
-    schema = json.loads((house().schemas / "record-1.json").read_text())
+    schema = json.loads((install_paths().schemas / "record-1.json").read_text())
     assert len(run.records) == CASES.count("\ndef test_")
     for record in run.records.values():
-        assert list(problems(schema, json.loads(json.dumps(to_plain(record))))) == []
+        assert list(problems(schema, json.loads(json.dumps(to_json_data(record))))) == []
         assert record.seed == 11
         assert record.profile == "any"
         assert record.facts_digest == run.records["test_pass"].facts_digest
@@ -247,7 +247,7 @@ def test_the_libraries_of_every_process_are_on_the_record(run: ChildRun) -> None
     assert all(library.build_id and [note.owner for note in library.notes] == ["GDRKIT"] for library in twins)
     assert record.substrate["verbs"] == "twin"
     # A record is kept and compared elsewhere: it names no place that only this machine has.
-    assert not any(library.path.startswith((sys.prefix, str(house().root))) for library in record.libraries)
+    assert not any(library.path.startswith((sys.prefix, str(install_paths().root))) for library in record.libraries)
     kept = str(run.records["test_pass"].evidence["places"])
     assert "/bin/python" in kept
     assert sys.prefix not in kept
@@ -264,9 +264,11 @@ def test_a_place_of_one_machine_is_named_by_what_it_is(tmp_path: Path, monkeypat
         f"{tmp_path}/lib/libcuda.so.1": "{library_path}/libcuda.so.1",
         f"{tmp_path}/me/libcuda.so.1": "{home}/libcuda.so.1",
         f"{system}/libcuda.so.1": f"{system}/libcuda.so.1",
-        f"{house().root}/gdrkit/_a.so": "gdrkit/_a.so" if house().is_checkout else f"{house().root}/gdrkit/_a.so",
+        f"{install_paths().root}/gdrkit/_a.so": "gdrkit/_a.so"
+        if install_paths().is_checkout
+        else f"{install_paths().root}/gdrkit/_a.so",
     }
-    assert {place: house().portable(place) for place in names} == names
+    assert {place: install_paths().portable(place) for place in names} == names
 
 
 @ONLY_TWINS

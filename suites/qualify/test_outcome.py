@@ -9,6 +9,7 @@ import pytest
 from support.records import DRIVER, EVIDENCE, NIC, TWIN, facts_of, facts_of_hardware, library, record_of, route
 
 from gdrkit.errors import Reason
+from gdrkit.evidence import DeviceNode, KernelEvidence
 from gdrkit.inventory import ApiFailure, Foreseen, Profile
 from gdrkit.inventory.profile import RequiredRoute
 from gdrkit.qualify import ExitCode, decide
@@ -24,7 +25,6 @@ from gdrkit.report import (
     weakest,
 )
 from gdrkit.report.substrate import of_facts
-from gdrkit.witness import DeviceNode, KernelEvidence
 
 if TYPE_CHECKING:
     from gdrkit.inventory import Facts

@@ -16,13 +16,13 @@ from support.json_schema import problems
 from support.records import record_of
 
 from gdrkit.errors import Api, Reason, UsageError
+from gdrkit.evidence import KernelEvidence, RdmaEvidence
 from gdrkit.harness.needs import cuda, needs, software, verbs
 from gdrkit.host import RdmaDevice
-from gdrkit.house import house
+from gdrkit.install_paths import install_paths
 from gdrkit.inventory import load_profile
-from gdrkit.plain import to_plain
 from gdrkit.report import CaseReason, Verdict
-from gdrkit.witness import KernelEvidence, RdmaEvidence
+from gdrkit.serialization import to_json_data
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -257,8 +257,8 @@ def test_the_stated_refusal_is_not_run_with_its_evidence(run: ChildRun, name: st
     # It ran, so what it ran on is known; and it shows no route and no number.
     assert record.libraries
     assert (record.routes, record.numbers) == ((), {})
-    schema = json.loads((house().schemas / "record-1.json").read_text())
-    assert list(problems(schema, json.loads(json.dumps(to_plain(record))))) == []
+    schema = json.loads((install_paths().schemas / "record-1.json").read_text())
+    assert list(problems(schema, json.loads(json.dumps(to_json_data(record))))) == []
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from gdrkit.errors import Api
-from gdrkit.house import house
+from gdrkit.install_paths import install_paths
 from gdrkit.launch import TWINNED
 from gdrkit.qualify import fitting_sessions
 
@@ -30,8 +30,8 @@ def test_a_gpu_without_a_nic_needs_no_lab() -> None:
 
 
 def test_every_session_that_is_named_is_in_the_noxfile() -> None:
-    noxfile = house().root / "noxfile.py"
-    if house().is_checkout:
+    noxfile = install_paths().root / "noxfile.py"
+    if install_paths().is_checkout:
         assert set(fitting_sessions({}, TWINNED)) <= set(
             re.findall(r"^def (\w+)\(session", noxfile.read_text(), re.MULTILINE)
         )

@@ -12,7 +12,7 @@ import pytest
 from support import perftest
 from support.passive import initiating
 
-from gdrkit import pattern, witness
+from gdrkit import evidence, pattern
 from gdrkit.harness.needs import host, needs, verbs
 from gdrkit.host import HostTree
 from gdrkit.units import KIB
@@ -53,7 +53,7 @@ def sent_packets(nic: Nic) -> int | None:
     return next(
         (
             port.sent_packets
-            for port in witness.counters(HostTree())
+            for port in evidence.counters(HostTree())
             if (port.device, port.port) == (nic.name, nic.port.number)
         ),
         None,

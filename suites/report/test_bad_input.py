@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from gdrkit.plain import Json
+    from gdrkit.serialization import Json
 
 HOSTILE = '</title><script>alert(1)</script>\x1b[2J\x1b]0;owned\x07\x9b31m\u202e|`"\\\n# HELP'
 NOBODY = 65534

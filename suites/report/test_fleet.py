@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from gdrkit.inventory import Facts
-    from gdrkit.plain import Json
+    from gdrkit.serialization import Json
 
 FACTS = host_facts(gpus=1, nics=1)
 # A stranger may not read the checkout, so everything is loaded before.

@@ -15,7 +15,7 @@ from support.browser import Browser
 from support.hosts import host_facts, host_records, write_run
 
 from gdrkit.harness.needs import host, needs
-from gdrkit.house import house
+from gdrkit.install_paths import install_paths
 from gdrkit.report.fleet import render_fleet
 from gdrkit.report.render import render
 
@@ -26,7 +26,7 @@ pytestmark = [needs(host.variable("GDRKIT_AXE")), pytest.mark.timeout(600)]
 
 WIDTHS = (1280, 390)
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
-SAMPLE = house().root / "docs" / "sample-report" / "index.html"
+SAMPLE = install_paths().root / "docs" / "sample-report" / "index.html"
 
 
 @pytest.fixture

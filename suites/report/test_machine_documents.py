@@ -13,7 +13,7 @@ from support.hosts import host_facts, host_records, write_run
 from support.json_schema import problems
 from support.records import NIC, facts_of, record_of
 
-from gdrkit.house import house
+from gdrkit.install_paths import install_paths
 from gdrkit.report import CaseReason, ClaimedRoute, RunFolder, Verdict, read_records
 from gdrkit.report.junit import render_junit
 from gdrkit.report.render import render
@@ -36,7 +36,7 @@ def document(folder: RunFolder) -> dict[str, Any]:
 
 
 def schema(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((house().schemas / name).read_bytes())
+    found: dict[str, Any] = json.loads((install_paths().schemas / name).read_bytes())
     return found
 
 

@@ -39,10 +39,10 @@ from gdrkit.storage.wire import (
 
 EXAMPLES = int(os.environ.get("GDRKIT_EXAMPLES", "300"))
 FUZZ_S = float(os.environ.get("GDRKIT_FUZZ_S", "10"))
-HOUSE = Path(__file__).resolve().parents[1]
+PROJECT_ROOT = Path(__file__).resolve().parents[1]
 VECTORS = [
     line.split()
-    for line in (HOUSE / "vectors" / "frames.txt").read_text().splitlines()
+    for line in (PROJECT_ROOT / "vectors" / "frames.txt").read_text().splitlines()
     if line and not line.startswith("#")
 ]
 WORD = st.integers(0, (1 << 64) - 1)
@@ -198,7 +198,7 @@ def test_replies_that_are_none(payload: bytes) -> None:
 
 @pytest.mark.timeout(FUZZ_S + 120)
 def test_the_fuzzer_finds_nothing() -> None:
-    command = [sys.executable, str(HOUSE / "support" / "fuzz_frames.py"), "--seconds", str(FUZZ_S)]
+    command = [sys.executable, str(PROJECT_ROOT / "support" / "fuzz_frames.py"), "--seconds", str(FUZZ_S)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=FUZZ_S + 100)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "changed frames" in done.stdout

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gdrkit import cuda, cufile, host, pattern, plain, witness
+from gdrkit import cuda, cufile, evidence, host, pattern, serialization
 from gdrkit.cufile import parameters
 from gdrkit.errors import ApiError, GdrkitError
 from gdrkit.inventory.facts import notable
@@ -67,7 +67,7 @@ class _World:
         self.driver = cufile.Driver(timeout_s=None)
         if asked.get("level", 3):
             self.driver.statistics.start(cufile.Level(asked.get("level", 3)))
-        self.witness = cufile.Witness(self.driver, _TREE)
+        self.monitor = cufile.RouteMonitor(self.driver, _TREE)
         self.unmoved = 0
 
     def close(self) -> None:
@@ -209,14 +209,14 @@ def every_call(asked: dict[str, Any]) -> dict[str, Any]:
         world.unmoved = 0
         with cufile.FileHandle(world.driver, world.fd) as handle:
             try:
-                with world.witness.watch(world.fd):
+                with world.monitor.watch(world.fd):
                     moved, right = _CALLS[name](world, handle)
             except GdrkitError as error:
                 answers.append({"failure": _failure(error)})
             else:
-                proof = _proof(world.witness.proof)
+                proof = _proof(world.monitor.proof)
                 answers.append({"bytes": moved, "right": right, "proof": proof, "unmoved": world.unmoved})
-    properties = plain.to_plain(world.driver.properties())
+    properties = serialization.to_json_data(world.driver.properties())
     world.close()
     return {"calls": answers, "properties": properties}
 
@@ -233,11 +233,11 @@ def one_read(asked: dict[str, Any]) -> dict[str, Any]:
     else:
         with handle:
             try:
-                with world.witness.watch(world.fd):
+                with world.monitor.watch(world.fd):
                     moved = handle.read(world.memory, length_bytes=length_bytes)
-                answer = {"bytes": moved, "right": world.right(length_bytes), "proof": _proof(world.witness.proof)}
-                world.witness.proof.require_direct()
-            except cufile.FellBack as error:
+                answer = {"bytes": moved, "right": world.right(length_bytes), "proof": _proof(world.monitor.proof)}
+                world.monitor.proof.require_direct()
+            except cufile.DirectPathError as error:
                 answer["fell_back"] = _failure(error)
             except ApiError as error:
                 answer = {"failure": _failure(error)}
@@ -254,7 +254,7 @@ def _tried(what: Callable[[], object]) -> dict[str, Any]:
         # It was not refused; the case that looks at this decides what that means.
         value.close()
         return {"value": type(value).__name__}
-    return {"value": plain.to_plain(value)}
+    return {"value": serialization.to_json_data(value)}
 
 
 def bad_input(asked: dict[str, Any]) -> dict[str, Any]:
@@ -437,9 +437,9 @@ def by_kvikio(asked: dict[str, Any]) -> dict[str, Any]:
         world.restore()
         world.clear()
         with _kvikio.settings(_kvikio.KvikioSettings(thread_count=2, task_bytes=256 * KIB, compat_mode=mode)):
-            with _kvikio.KvikioFile(world.path) as file, world.witness.watch(world.fd):
+            with _kvikio.KvikioFile(world.path) as file, world.monitor.watch(world.fd):
                 moved = file.read(world.memory).bytes()
-            answers[mode] = {"read": moved, "right": world.right(_LENGTH), "proof": _proof(world.witness.proof)}
+            answers[mode] = {"read": moved, "right": world.right(_LENGTH), "proof": _proof(world.monitor.proof)}
             world.fill_for_writing()
             with _kvikio.KvikioFile(world.path, "r+") as file:
                 answers[mode] |= {"write": file.write(world.memory).bytes(), "written": world.written(_LENGTH)}
@@ -480,7 +480,7 @@ def main() -> None:
     """Run one scenario."""
     asked = json.load(sys.stdin)
     answer = SCENARIOS[sys.argv[1]](asked)
-    answer["libraries"] = plain.to_plain(notable(witness.libraries()))
+    answer["libraries"] = serialization.to_json_data(notable(evidence.libraries()))
     with os.fdopen(asked["answer_fd"], "w", encoding="utf-8") as file:
         json.dump(answer, file)
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from support import cufile_child, udev
 
-from gdrkit import plain
+from gdrkit import serialization
+from gdrkit.evidence import LoadedLibrary
 from gdrkit.harness.needs.cufile import vectors
-from gdrkit.witness import LoadedLibrary
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -83,7 +83,7 @@ class Scene:
             said = answer.read()
         assert ended.returncode == 0, f"{scenario} ended with {ended.returncode}: {ended.stderr}"
         found: dict[str, Any] = json.loads(said)
-        libraries = plain.from_plain(tuple[LoadedLibrary, ...], found.pop("libraries"))
+        libraries = serialization.from_json_data(tuple[LoadedLibrary, ...], found.pop("libraries"))
         self.case.peers.append((scenario, libraries))
         return found
 

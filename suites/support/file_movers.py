@@ -56,7 +56,7 @@ class Movers:
 
     def _why_not_direct(self) -> str:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", gds.FellBack)
+            warnings.simplefilter("ignore", gds.FallbackWarning)
             with gds.File(self.path) as file:
                 done = file.read_into(self.memory)
         return "" if done.route in _DIRECT else done.why_not_direct or f"the route was {done.route.value}"

@@ -7,7 +7,7 @@
 # The root uses the host's own settings of apt and pip, whatever they are, so it works where the host reaches its packages.
 set -euo pipefail
 
-house=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+project=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 release=bookworm
 packages=python3,python3-venv,python3-pip,git,g++,ca-certificates
 first_limit_s=300
@@ -71,7 +71,7 @@ for folder in $(pip config list 2>/dev/null | grep -oE "(file://)?/[^ ']+" | sed
     fi
 done
 
-git clone --quiet "$house" "$root/root/gdrkit"
+git clone --quiet "$project" "$root/root/gdrkit"
 mount -t proc proc "$root/proc"
 mount --rbind /sys "$root/sys" && mount --make-rslave "$root/sys"
 mount --rbind /dev "$root/dev" && mount --make-rslave "$root/dev"

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from gdrkit import plain
+from gdrkit import serialization
 from gdrkit.errors import Reason, UsageError
 from gdrkit.storage import control, wire
 from gdrkit.storage.checksum import crc32c
@@ -81,7 +81,7 @@ def _right_frames() -> list[bytes]:
 
 def _by_atheris(seconds: float, seed: int) -> NoReturn:
     atheris = importlib.import_module("atheris")
-    for module in (wire, control, plain):
+    for module in (wire, control, serialization):
         for member in vars(module).values():
             if inspect.isfunction(member) and member.__module__ == module.__name__:
                 atheris.instrument_func(member)

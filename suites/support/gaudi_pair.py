@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gdrkit import gaudi, pattern, verbs, witness
+from gdrkit import evidence, gaudi, pattern, verbs
 from gdrkit.harness.peer import Peer
 from gdrkit.registration import register
 from gdrkit.verbs import Status
@@ -48,7 +48,7 @@ def main() -> None:
             json.dumps(
                 {
                     "generation": device.generation.value,
-                    "libraries": [_files(witness.libraries()), _files(peer.libraries())],
+                    "libraries": [_files(evidence.libraries()), _files(peer.libraries())],
                     "modules": [sorted({module.partition(".")[0] for module in sys.modules}), sorted(peer.modules())],
                     "mapped": Path("/proc/self/maps").read_text(),
                 }
@@ -57,7 +57,7 @@ def main() -> None:
     peer.close()
 
 
-def _files(libraries: Iterable[witness.LoadedLibrary]) -> list[str]:
+def _files(libraries: Iterable[evidence.LoadedLibrary]) -> list[str]:
     return sorted({os.path.basename(library.path) for library in libraries})  # noqa: PTH119 - as the kernel wrote it.
 
 

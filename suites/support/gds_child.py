@@ -9,7 +9,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gdrkit import cuda, gds, pattern, plain, witness
+from gdrkit import cuda, evidence, gds, pattern, serialization
 from gdrkit.errors import ApiError, GdrkitError
 from gdrkit.inventory.facts import notable
 from gdrkit.units import KIB, MIB
@@ -67,11 +67,11 @@ def main() -> None:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         answer = there_and_back(asked)
-    answer["warnings"] = [str(each.message) for each in said if issubclass(each.category, gds.FellBack)]
+    answer["warnings"] = [str(each.message) for each in said if issubclass(each.category, gds.FallbackWarning)]
     gds.close_engines()
     gds.close_driver()
-    answer["opened"] = " ".join(each.path for each in witness.libraries())
-    answer["libraries"] = plain.to_plain(notable(witness.libraries()))
+    answer["opened"] = " ".join(each.path for each in evidence.libraries())
+    answer["libraries"] = serialization.to_json_data(notable(evidence.libraries()))
     with os.fdopen(asked["answer_fd"], "w", encoding="utf-8") as file:
         json.dump(answer, file)
 

@@ -1,4 +1,4 @@
-"""The part of JSON Schema that the schemas of this house use, so that cases need no further package."""
+"""The part of JSON Schema that the schemas of this project use, so that cases need no further package."""
 
 from __future__ import annotations
 

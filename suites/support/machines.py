@@ -10,6 +10,7 @@ import struct
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from gdrkit.evidence import KernelLog
 from gdrkit.host import DiskFiles, GpuLink, HostTree, NvmlFacts
 from gdrkit.inventory import (
     CudaDeviceFacts,
@@ -22,7 +23,6 @@ from gdrkit.inventory import (
     probe,
 )
 from gdrkit.units import GIB
-from gdrkit.witness import KernelLog
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

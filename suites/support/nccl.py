@@ -13,7 +13,7 @@ from ctypes import POINTER, c_int, c_size_t, c_void_p
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gdrkit import witness
+from gdrkit import evidence
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -130,5 +130,5 @@ def folder_of_nccl() -> Path | None:
 
 def loaded_library() -> dict[str, str | None]:
     """What of NCCL this process has loaded."""
-    found = [each for each in witness.libraries() if (each.soname or "").startswith("libnccl.so")]
+    found = [each for each in evidence.libraries() if (each.soname or "").startswith("libnccl.so")]
     return {each.soname or "": each.build_id for each in found}

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gdrkit import host, witness
+from gdrkit import evidence, host
 from gdrkit.harness.case import CASE
 from gdrkit.harness.needs import declared
 from gdrkit.harness.plugin import SESSION
@@ -165,7 +165,7 @@ def judge_numbers(item: pytest.Item) -> None:
         or not is_of_hardware(map(str, apis), session.substrate)
     ):
         return
-    unread = witness.KernelLog(lines=(), unreadable="not asked for")
+    unread = evidence.KernelLog(lines=(), unreadable="not asked for")
     machine = Machine(files=host.DiskFiles(), facts=session.facts, kernel_log=unread, environment={})
     places = topology(machine)
     limits = {name: limit for name, way in ways.items() if (limit := way_limit(places, session.facts, way))}

@@ -6,10 +6,10 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from gdrkit.errors import Reason
+from gdrkit.evidence import DeviceNode, ElfNote, GpuEvidence, KernelEvidence, LoadedLibrary, RdmaEvidence
 from gdrkit.host import KernelFacts, Limits, RdmaDevice
 from gdrkit.inventory import ApiFailure, CudaDeviceFacts, CudaFacts, Facts, NicFacts, RouteFacts, VerbsFacts
 from gdrkit.report import CaseReason, ClaimedFile, ClaimedRoute, Record, Run, SeenLibrary, Verdict
-from gdrkit.witness import DeviceNode, ElfNote, GpuEvidence, KernelEvidence, LoadedLibrary, RdmaEvidence
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

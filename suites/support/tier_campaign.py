@@ -18,11 +18,11 @@ from support.tier_mover import task
 from support.tier_world import NAMES, expect, place_file
 
 from gdrkit import pattern
-from gdrkit.gds.tiers import Phase, TierManager
+from gdrkit.tiers import Phase, TierManager
 from gdrkit.units import KIB, MIB
 
 if TYPE_CHECKING:
-    from gdrkit.gds.tiers import Configuration
+    from gdrkit.tiers import Configuration
 
 __all__ = ["ANYWHERE", "PHASES", "Campaign", "Mover"]
 

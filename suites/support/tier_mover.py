@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from gdrkit.errors import ApiError, Reason
-from gdrkit.gds.tiers import Configuration, Phase, Tier, TierManager
+from gdrkit.tiers import Configuration, Phase, Tier, TierManager
 
 __all__ = ["main", "migrate", "task"]
 

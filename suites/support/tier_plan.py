@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 
 from support.tier_world import NAMES, configuration_of
 
-from gdrkit.gds.tiers import TierManager
-from gdrkit.gds.tiers.heat import score_of
-from gdrkit.gds.tiers.plan import Plan
-from gdrkit.gds.tiers.policy import Place
+from gdrkit.tiers import TierManager
+from gdrkit.tiers.heat import score_of
+from gdrkit.tiers.plan import Plan
+from gdrkit.tiers.policy import Place
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

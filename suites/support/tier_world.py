@@ -7,13 +7,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from gdrkit import pattern
-from gdrkit.gds.tiers import Configuration, Tier, TierManager
+from gdrkit.tiers import Configuration, Tier, TierManager
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
-    from gdrkit.gds.tiers import Finding
+    from gdrkit.tiers import Finding
 
 __all__ = ["NAMES", "configuration_of", "contents", "expect", "place_file", "wrong"]
 

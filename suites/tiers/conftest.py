@@ -10,13 +10,13 @@ from support.kill_world import until
 from support.tier_world import configuration_of
 
 from gdrkit import gds
-from gdrkit.gds.tiers import TierManager
+from gdrkit.tiers import TierManager
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from gdrkit.gds.tiers import Configuration
+    from gdrkit.tiers import Configuration
 
 
 @pytest.fixture(autouse=True)

@@ -12,8 +12,8 @@ import pytest
 from support.tier_world import contents, place_file
 
 from gdrkit.errors import Api, ApiError, Reason
-from gdrkit.gds.tiers import Configuration, Finding, Kind, Phase, TierManager
-from gdrkit.gds.tiers.heat import heat
+from gdrkit.tiers import Configuration, Finding, Kind, Phase, TierManager
+from gdrkit.tiers.heat import heat
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

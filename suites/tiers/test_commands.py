@@ -9,7 +9,7 @@ import pytest
 from support.tier_world import configuration_of
 
 from gdrkit.cli import main
-from gdrkit.gds.tiers import SEED
+from gdrkit.tiers import SEED
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from gdrkit.errors import UsageError
-from gdrkit.gds.tiers import SEED, Tier, configure
-from gdrkit.gds.tiers.configuration import parse_size
+from gdrkit.tiers import SEED, Tier, configure
+from gdrkit.tiers.configuration import parse_size
 
 TOML = """
 catalogue = "index"

@@ -22,11 +22,11 @@ from support.tier_campaign import Mover
 from support.tier_world import NAMES, contents, place_file, wrong
 
 from gdrkit.errors import ApiError, Reason
-from gdrkit.gds.tiers import TierManager
+from gdrkit.tiers import TierManager
 from gdrkit.units import KIB
 
 if TYPE_CHECKING:
-    from gdrkit.gds.tiers import Configuration
+    from gdrkit.tiers import Configuration
 
 RECORD = struct.Struct("=QQ")
 FILE_BYTES = 512 * KIB
@@ -151,7 +151,7 @@ def test_processes_that_begin_together_make_one_catalogue(configuration: Configu
 import sys
 from pathlib import Path
 from support.tier_world import configuration_of, contents
-from gdrkit.gds.tiers import TierManager
+from gdrkit.tiers import TierManager
 sys.stdin.read(1)
 with TierManager(configuration_of(Path(sys.argv[1]))) as manager:
     for _ in range(20):

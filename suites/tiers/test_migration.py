@@ -12,12 +12,12 @@ from support.tier_world import contents, place_file
 
 from gdrkit import pattern
 from gdrkit.errors import ApiError, Reason
-from gdrkit.gds.tiers import Phase
 from gdrkit.harness.needs import host, needs
+from gdrkit.tiers import Phase
 from gdrkit.units import KIB, MIB
 
 if TYPE_CHECKING:
-    from gdrkit.gds.tiers import Configuration, TierManager
+    from gdrkit.tiers import Configuration, TierManager
 
 
 def at(configuration: Configuration, tier: str, name: str) -> Path:
@@ -244,7 +244,7 @@ def test_in_every_phase_a_reader_finds_the_file(manager: TierManager) -> None:
 def test_a_tier_that_is_full_takes_nothing_more(configuration: Configuration) -> None:
     from dataclasses import replace
 
-    from gdrkit.gds.tiers import TierManager
+    from gdrkit.tiers import TierManager
 
     small = replace(configuration.tiers[0], capacity_bytes=64 * KIB)
     with TierManager(replace(configuration, tiers=(small, *configuration.tiers[1:]))) as manager:
@@ -261,7 +261,7 @@ def test_what_a_file_system_cannot_keep_is_refused(tmp_path: Path) -> None:
     from support.faulty_fuse import FaultyMount
     from support.tier_world import configuration_of
 
-    from gdrkit.gds.tiers import TierManager
+    from gdrkit.tiers import TierManager
 
     with FaultyMount(tmp_path / "fuse") as fuse:
         made = configuration_of(tmp_path)

@@ -9,12 +9,12 @@ import pytest
 from support.tier_world import contents, place_file
 
 from gdrkit.errors import ApiError, Reason, UsageError
-from gdrkit.gds.tiers import Kind, Phase
+from gdrkit.tiers import Kind, Phase
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from gdrkit.gds.tiers import Configuration, TierManager
+    from gdrkit.tiers import Configuration, TierManager
 
 WRONG = [
     "",
@@ -120,7 +120,7 @@ def test_what_is_no_regular_file_is_left_alone(manager: TierManager, configurati
 
 def test_a_closed_manager_says_so(configuration: Configuration) -> None:
     from gdrkit.errors import ClosedResource
-    from gdrkit.gds.tiers import TierManager
+    from gdrkit.tiers import TierManager
 
     manager = TierManager(configuration)
     manager.close()

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import pytest
 from support.tier_world import configuration_of, place_file
 
-from gdrkit.gds.tiers import Configuration, TierManager
-from gdrkit.gds.tiers.heat import NEVER, heat, score_after, score_of
-from gdrkit.gds.tiers.policy import Decision, Place, Row, Why, decide
+from gdrkit.tiers import Configuration, TierManager
+from gdrkit.tiers.heat import NEVER, heat, score_after, score_of
+from gdrkit.tiers.policy import Decision, Place, Row, Why, decide
 from gdrkit.units import KIB
 
 if TYPE_CHECKING:

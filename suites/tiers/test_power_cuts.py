@@ -21,8 +21,8 @@ from support.mounts import mounted, power_cut
 from support.tier_campaign import Mover
 from support.tier_world import NAMES, configuration_of, expect, place_file
 
-from gdrkit.gds.tiers import Configuration, Phase, TierManager
 from gdrkit.harness.needs import host, needs
+from gdrkit.tiers import Configuration, Phase, TierManager
 from gdrkit.units import KIB
 
 if TYPE_CHECKING:

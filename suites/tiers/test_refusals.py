@@ -15,8 +15,8 @@ from support.strangers import open_folder, run_stranger
 from support.tier_world import configuration_of, contents, place_file
 
 from gdrkit.errors import ApiError, DataMismatch, Reason, SetupMissing
-from gdrkit.gds.tiers import Configuration, Phase, TierManager
 from gdrkit.harness.needs import host, needs
+from gdrkit.tiers import Configuration, Phase, TierManager
 from gdrkit.units import MIB
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ from pathlib import Path
 from support.strangers import become_nobody
 from support.tier_world import configuration_of
 from gdrkit.errors import ApiError
-from gdrkit.gds.tiers import TierManager
+from gdrkit.tiers import TierManager
 configuration = configuration_of(Path(sys.argv[1]))
 become_nobody()
 with TierManager(configuration) as manager:

@@ -19,17 +19,17 @@ from support.tier_world import configuration_of, contents, place_file
 from gdrkit import gds, pattern
 from gdrkit.cufile import RouteState
 from gdrkit.errors import Api, ApiError, Reason, UsageError
-from gdrkit.gds.tiers import TierManager
 from gdrkit.harness.needs import cuda, cufile, needs, software
 from gdrkit.harness.needs.cufile import DISK
+from gdrkit.tiers import TierManager
 from gdrkit.units import KIB, MIB
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from gdrkit.cuda import Device
-    from gdrkit.gds.tiers import Configuration
     from gdrkit.harness.evidence import Evidence
+    from gdrkit.tiers import Configuration
 
 STATES = {RouteState.PROVEN, RouteState.FELL_BACK, RouteState.UNPROVEN}
 
@@ -38,7 +38,7 @@ STATES = {RouteState.PROVEN, RouteState.FELL_BACK, RouteState.UNPROVEN}
 def quiet() -> Iterator[None]:
     """What a file system has no direct way for is said by a warning; here it is looked at in the result."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", gds.FellBack)
+        warnings.simplefilter("ignore", gds.FallbackWarning)
         yield
 
 

@@ -302,9 +302,9 @@ def test_memory_without_a_name_gets_it_from_the_agent_and_loses_it_with_its_clie
             other = str(uuid.uuid4())
             with refused(errno.EINVAL):
                 client.publish(other, str(folder / f"hf3fs-iov-{other}"), descriptors=[memory])
-        with RawClient(agent.mount) as witness:
+        with RawClient(agent.mount) as bystander:
             while path.exists():
-                witness.hello()
+                bystander.hello()
 
 
 NOBODY = 65534

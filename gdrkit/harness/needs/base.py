@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from gdrkit import loader, witness
+from gdrkit import evidence, loader
 from gdrkit.errors import Api
 from gdrkit.report.substrate import is_twin
 
 if TYPE_CHECKING:
+    from gdrkit.evidence import LoadedLibrary
     from gdrkit.inventory import ApiFailure, Facts
-    from gdrkit.witness import LoadedLibrary
 
 __all__ = ["Need", "silent", "software"]
 
@@ -41,7 +41,7 @@ def silent(api: str, failure: ApiFailure | None) -> str:
 def _found(api: str) -> tuple[LoadedLibrary, ...]:
     """Return the library that the loader would open for an API that the facts do not cover."""
     path = loader.find_library(_SONAMES[api]) if api in _SONAMES else None
-    return () if path is None else (witness.describe_library(str(path)),)
+    return () if path is None else (evidence.describe_library(str(path)),)
 
 
 @dataclass(frozen=True, slots=True)

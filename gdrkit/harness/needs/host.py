@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gdrkit.house import house
+from gdrkit.install_paths import install_paths
 from gdrkit.units import format_bytes
 from gdrkit.usrbio.fuse import fuse_obstacle
 
@@ -127,7 +127,7 @@ def _silence(*command: str) -> str | None:
     if done.stdout.strip():
         return None
     said = done.stderr.strip().splitlines() or [f"it ended with {done.returncode} and said nothing"]
-    return f"{command[0]} does not start: {house().portable(said[-1])}"
+    return f"{command[0]} does not start: {install_paths().portable(said[-1])}"
 
 
 def program(name: str, *question: str) -> Need:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import gdrkit
-from gdrkit import plain
+from gdrkit import serialization
 from gdrkit.errors import Reason, UsageError
 from gdrkit.inventory import Facts
 from gdrkit.qualify.ranks.lines import Gone, Lines
@@ -184,7 +184,7 @@ class _Reception:
         guest.lines.close()
 
     def _welcome(self, guest: _Guest, message: dict[str, Any]) -> None:
-        hello = plain.from_plain(Hello, message, where="a hello")
+        hello = serialization.from_json_data(Hello, message, where="a hello")
         is_known = hmac.compare_digest(hello.token.encode("utf-8", "surrogatepass"), self._token)
         taken = self.arrived.members.keys() | self.arrived.refused.keys()
         if not is_known or hello.rank not in range(self._count) or hello.rank in taken:
@@ -199,7 +199,7 @@ class _Reception:
             self._refuse(guest, hello, why)
 
     def _take(self, guest: _Guest, hello: Hello, message: dict[str, Any]) -> None:
-        facts = Facts.from_json(plain.from_plain(_Report, message, where="a report").facts)
+        facts = Facts.from_json(serialization.from_json_data(_Report, message, where="a report").facts)
         self._leave(guest)
         self.arrived.lines.append(guest.lines)
         self.arrived.members[hello.rank] = Member(RankFacts(hello.rank, hello.host, facts), guest.lines)

@@ -23,7 +23,7 @@ from gdrkit import launch
 from gdrkit.errors import GdrkitError
 from gdrkit.exit_code import ExitCode
 from gdrkit.host import HostTree, host_identity
-from gdrkit.house import house
+from gdrkit.install_paths import install_paths
 from gdrkit.inventory import choose_profile, load_profile, load_profiles, probe
 from gdrkit.qualify.outcome import decide
 from gdrkit.qualify.plan import Plan, PlannedCase
@@ -169,7 +169,7 @@ class _Job:
         self._within_hosts = within_hosts
         self._identity = host_identity(HostTree())
         self._began, self._clock = dt.datetime.now(dt.UTC), time.monotonic()
-        self.folder = RunFolder(options.output or house().runs / self._began.strftime("%Y%m%dT%H%M%SZ"))
+        self.folder = RunFolder(options.output or install_paths().runs / self._began.strftime("%Y%m%dT%H%M%SZ"))
 
     def run(self, listener: socket.socket, count: int, token: str, own: _Own) -> int:
         """Gather the ranks, measure, write the report, and return the exit code, which all ranks receive."""
@@ -266,7 +266,7 @@ class _Job:
             substrate=judged,
             software_asked=self._options.software,
             seed=self._options.seed or 0,
-            commit=house().commit(),
+            commit=install_paths().commit(),
             version=gdrkit.__version__,
             host=self._identity.name,
             host_id=self._identity.digest,

@@ -10,7 +10,7 @@ import json
 import time
 from typing import TYPE_CHECKING, Any
 
-from gdrkit import plain
+from gdrkit import serialization
 from gdrkit.errors import Reason, UsageError
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class Lines:
         line = bytes(self._received[:length_bytes])
         del self._received[: length_bytes + 1]
         self._searched_bytes = 0
-        found = plain.parse_json(line, where="a message")
+        found = serialization.parse_json(line, where="a message")
         if not isinstance(found, dict):
             message = f"a message: expected an object, found {type(found).__name__}"
             raise UsageError(message, reason=Reason.MALFORMED)

@@ -13,14 +13,14 @@ import statistics
 import sys
 from typing import TYPE_CHECKING, Any
 
-from gdrkit import pattern, witness
+from gdrkit import evidence, pattern
 from gdrkit.cuda import Device
 from gdrkit.errors import GdrkitError, UsageError
 from gdrkit.host import die_with_parent
 from gdrkit.inventory.facts import notable
-from gdrkit.plain import to_plain
 from gdrkit.qualify.ranks.lines import Gone, Lines
 from gdrkit.registration import register
+from gdrkit.serialization import to_json_data
 from gdrkit.verbs import Direction, Endpoint, Initiator, Nic, RemoteRange
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ class _Side:
 
     def libraries(self) -> object:
         """Return the libraries that this process has loaded."""
-        return to_plain(list(notable(witness.libraries())))
+        return to_json_data(list(notable(evidence.libraries())))
 
     def drop(self) -> None:
         """Close what was opened, last first."""

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import gdrkit
-from gdrkit import plain
+from gdrkit import serialization
 from gdrkit.errors import UsageError
-from gdrkit.house import house
+from gdrkit.evidence import LoadedLibrary  # noqa: TC001 - types of fields are read at run time.
+from gdrkit.install_paths import install_paths
 from gdrkit.qualify.ranks.member import StepFailed
 from gdrkit.qualify.ranks.pairs import name_of
 from gdrkit.qualify.throughput import is_of_hardware, judge
@@ -18,7 +19,6 @@ from gdrkit.report import CaseReason, ClaimedRoute, Record, SeenLibrary, Verdict
 from gdrkit.report.record import SCHEMA_VERSION
 from gdrkit.report.substrate import Substrate, combined
 from gdrkit.units import KIB, MIB
-from gdrkit.witness import LoadedLibrary  # noqa: TC001 - types of fields are read at run time.
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -94,13 +94,13 @@ class Rows:
         """Measure one pair: WRITE into the GPU and READ from it, with a check of the data of each."""
         target, initiator = ranks[pair.target], ranks[pair.initiator]
         row = _Row(name_of(pair))
-        row.evidence |= {"pair": plain.to_plain(pair), "measured_apis": list(_APIS)}
+        row.evidence |= {"pair": serialization.to_json_data(pair), "measured_apis": list(_APIS)}
         row.evidence["hosts"] = {"initiator": initiator.about.host, "target": target.about.host}
         try:
             self._run(pair, target, initiator, row)
             for name, side in (("target", target), ("initiator", initiator)):
                 told = {"libraries": side.ask("libraries", {})}
-                row.seen.append((name, side.about, plain.from_plain(_Loaded, told, where=name).libraries))
+                row.seen.append((name, side.about, serialization.from_json_data(_Loaded, told, where=name).libraries))
             row.why = self._judge(row)
         except (StepFailed, UsageError) as error:
             row.why = error.message
@@ -125,7 +125,7 @@ class Rows:
         }
         seed = self._options.seed or 0
         hold = {"nic": pair.target_nic, "device": pair.device, "length_bytes": area_bytes}
-        held = plain.from_plain(_Held, target.ask("hold", hold), where="hold")
+        held = serialization.from_json_data(_Held, target.ask("hold", hold), where="hold")
         row.evidence["way"] = held.way
         begin = {"nic": pair.initiator_nic, "endpoint": held.endpoint, "length_bytes": area_bytes}
         target.ask("connect", initiator.ask("initiate", begin))
@@ -134,7 +134,7 @@ class Rows:
                 target.ask("fill", {"seed": seed + 1})
             asked = {"direction": direction, "remote": held.remote, **sizes}
             told = initiator.ask("run", {**asked, "seed": seed + (direction == "read")})
-            ran = plain.from_plain(_Ran, told, where="run")
+            ran = serialization.from_json_data(_Ran, told, where="run")
             if direction == "write":
                 target.ask("check", {"seed": seed})
             row.numbers[f"{direction}_gb_per_s_median"] = ran.median
@@ -144,7 +144,7 @@ class Rows:
         if not is_of_hardware(_APIS, row.substrate):
             return ""
         judged = judge(row.case, row.numbers, profile=self._profile, limits={})
-        row.evidence["judged"] = plain.to_plain(judged)
+        row.evidence["judged"] = serialization.to_json_data(judged)
         return "; ".join(each.text for each in judged if each.verdict is Verdict.FAIL)
 
     def _append(self, row: _Row) -> None:
@@ -165,7 +165,7 @@ class Rows:
             routes=row.routes,
             duration_ms=round((time.monotonic() - row.began) * 1000, 3),
             started=dt.datetime.now(dt.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-            commit=house().commit(),
+            commit=install_paths().commit(),
             version=gdrkit.__version__,
             command=self._options.command,
             uses=tuple(sorted(set(_APIS) & on.keys())),

@@ -41,9 +41,9 @@ CASES: Mapping[str, tuple[str, ...]] = {
     ),
     "gdrkit/registration/cache.py": _REGISTRATION,
     "gdrkit/registration/policy.py": (*_REGISTRATION, "suites/fault/test_registration_errnos.py"),
-    "gdrkit/gds/tiers/policy.py": ("suites/tiers/test_policy.py",),
-    "gdrkit/gds/tiers/migration.py": _MOVES,
-    "gdrkit/gds/tiers/copying.py": _MOVES,
+    "gdrkit/tiers/policy.py": ("suites/tiers/test_policy.py",),
+    "gdrkit/tiers/migration.py": _MOVES,
+    "gdrkit/tiers/copying.py": _MOVES,
     "gdrkit/gds/copying.py": (
         "suites/gds/test_copy.py",
         "suites/gds/test_copy_files.py",
@@ -51,7 +51,7 @@ CASES: Mapping[str, tuple[str, ...]] = {
     ),
     "gdrkit/gds/new_file.py": ("suites/gds/test_copy.py", "suites/gds/test_copy_files.py"),
     "gdrkit/report/substrate.py": (
-        "suites/inventory/test_witness.py",
+        "suites/inventory/test_evidence.py",
         "suites/qualify/test_outcome.py",
         "suites/qualify/test_harness.py",
         "suites/report/test_page.py",

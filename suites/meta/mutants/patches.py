@@ -117,24 +117,24 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         "no-last-look-at-the-copy-before-the-old-file-goes",
-        "gdrkit/gds/tiers/migration.py",
+        "gdrkit/tiers/migration.py",
         "        self._check_copy()\n",
         "",
         at="def _remove",
     ),
     Patch(
         "no-last-look-for-writers-before-the-old-file-goes",
-        "gdrkit/gds/tiers/migration.py",
+        "gdrkit/tiers/migration.py",
         "        self._guard.check()\n",
         "",
         at="def _remove",
     ),
     Patch(
         "source-folder-not-synced",
-        "gdrkit/gds/tiers/migration.py",
+        "gdrkit/tiers/migration.py",
         "self._step(Phase.RETIRED, self._sync_source)",
         "self._step(Phase.RETIRED, lambda: None)",
-        cases=(*CASES["gdrkit/gds/tiers/migration.py"], "suites/tiers/test_power_cuts.py"),
+        cases=(*CASES["gdrkit/tiers/migration.py"], "suites/tiers/test_power_cuts.py"),
     ),
     Patch(
         "copy-sync-ignored-by-the-command",

@@ -30,7 +30,7 @@ from meta.mutants.patches import PATCHES, mutant_of
 from meta.mutants.worker import BaselineFailed, Worker
 
 import gdrkit
-from gdrkit.house import house
+from gdrkit.install_paths import install_paths
 from gdrkit.inventory import probe
 from gdrkit.report.record import SCHEMA_VERSION, CaseReason, Record, Verdict, append_record
 
@@ -209,7 +209,7 @@ def _plain_record(
         routes=(),
         duration_ms=round(duration_s * 1000, 3),
         started=dt.datetime.now(dt.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        commit=house().commit(),
+        commit=install_paths().commit(),
         version=gdrkit.__version__,
         command=command,
     )

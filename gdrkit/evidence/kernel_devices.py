@@ -1,0 +1,345 @@
+"""Evidence about GPUs and RDMA devices from kernel interfaces that no library and no mounted file can replace.
+
+A device counts as shown when the following agree. `missing` has one sentence for each that does not agree:
+
+- its PCI function below /sys/bus/pci, on a mounted sysfs, with the driver that is bound to it;
+- its character device below /dev, whose major number the kernel lists in /proc/devices, on a mounted procfs;
+- the reply of its driver to an ioctl on that device;
+- for an RDMA device also the device list of the kernel over netlink.
+
+Source: include/uapi/linux/magic.h, include/uapi/rdma and drivers/infiniband/core/uverbs_ioctl.c of Linux; nv-ioctl.h of
+NVIDIA's open kernel modules (nv_ioctl_card_info_t, nv_ioctl_rm_api_version_t).
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import struct
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from gdrkit.evidence.genuine_files import (
+    SYSFS_MAGIC,
+    DeviceNode,
+    MissingEvidence,
+    failure_text,
+    open_checked,
+    open_node,
+    read_at,
+    read_majors,
+    stat_node,
+)
+from gdrkit.evidence.netlink import rdma_netlink_devices
+from gdrkit.host import HostTree, nvidia_driver_version
+
+if TYPE_CHECKING:
+    from gdrkit.evidence.netlink import NetlinkDevice
+
+__all__ = ["SOFTWARE_DRIVERS", "GpuEvidence", "KernelEvidence", "RdmaEvidence", "kernel_evidence"]
+
+_PCI_FUNCTION = re.compile(r"[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
+
+_NVIDIA_VENDOR_ID = 0x10DE
+_NVIDIA_MAJORS = frozenset({"nvidia", "nvidia-frontend", "nvidiactl"})
+_NVIDIA_CARDS_MAX = 32
+_CARD_INFO = struct.Struct("=B3xIBBBxHHIH2xQQQQI10s2x")
+_RM_VERSION = struct.Struct("=II64s")
+_RM_VERSION_QUERY, _RM_VERSION_RECOGNIZED = ord("2"), 1
+_NVIDIA_CARD_INFO, _NVIDIA_VERSION = 200, 210
+
+_UVERBS_MAJOR = "infiniband_verbs"
+# Fields of struct ib_uverbs_ioctl_hdr: length, object_id, method_id, num_attrs, reserved1, driver_id, reserved2.
+_UVERBS_HEADER = struct.Struct("=HHHHQII")
+_RDMA_VERBS_IOCTL = 0xC0181B01
+# No uverbs object has this number, so that a driver that accepts the header does nothing.
+_NO_OBJECT = 0x0FFF
+# Values of enum rdma_driver_id.
+_DRIVERS = {
+    1: "mlx5",
+    2: "mlx4",
+    3: "cxgb3",
+    4: "cxgb4",
+    5: "mthca",
+    6: "bnxt_re",
+    7: "ocrdma",
+    8: "nes",
+    9: "irdma",
+    10: "vmw_pvrdma",
+    11: "qedr",
+    12: "hns",
+    13: "usnic",
+    14: "rxe",
+    15: "hfi1",
+    16: "qib",
+    17: "efa",
+    18: "siw",
+    19: "erdma",
+    20: "mana",
+}
+SOFTWARE_DRIVERS = frozenset({"rxe", "siw"})
+
+
+@dataclass(frozen=True, slots=True)
+class GpuEvidence:
+    """One GPU of the NVIDIA driver, as the driver lists it by ioctl.
+
+    Attributes
+    ----------
+    pci_address : str
+        PCI address, e.g. ``0000:1b:00.0``.
+    pci_driver : str or None
+        The driver that is bound to the PCI function according to sysfs.
+    node : DeviceNode or None
+        The character device of the GPU.
+    missing : tuple of str
+        One sentence for each piece of evidence that does not agree; empty if all agree.
+    """
+
+    pci_address: str
+    pci_driver: str | None
+    node: DeviceNode | None
+    missing: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RdmaEvidence:
+    """One RDMA device, as the kernel lists it over netlink.
+
+    Attributes
+    ----------
+    name, node_guid : str
+        Name and node GUID as reported over netlink.
+    driver : str or None
+        The kernel driver, translated from its number (``enum rdma_driver_id``), e.g. ``mlx5``.
+    node : DeviceNode or None
+        The character device of the RDMA device.
+    pci_address, pci_driver : str or None
+        The PCI function, and the driver that is bound to it according to sysfs; None for a software driver.
+    missing : tuple of str
+        One sentence for each piece of evidence that does not agree; empty if all agree.
+    """
+
+    name: str
+    node_guid: str
+    driver: str | None
+    node: DeviceNode | None
+    pci_address: str | None
+    pci_driver: str | None
+    missing: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KernelEvidence:
+    """The evidence that the kernel reported about GPUs and RDMA devices.
+
+    Attributes
+    ----------
+    nvidia_version : str or None
+        Version of the NVIDIA kernel driver, as reported by ioctl.
+    nvidia_control : DeviceNode or None
+        The control device ``/dev/nvidiactl``.
+    nvidia_missing : tuple of str
+        Reasons why the NVIDIA driver as a whole is not shown; empty if it is shown.
+    gpus : tuple of GpuEvidence
+        The GPUs in the order of the driver.
+    rdma_missing : tuple of str
+        Reasons why RDMA devices could not be queried; empty if they could.
+    rdma : tuple of RdmaEvidence
+        The RDMA devices in the order of the kernel.
+    """
+
+    nvidia_version: str | None = None
+    nvidia_control: DeviceNode | None = None
+    nvidia_missing: tuple[str, ...] = ()
+    gpus: tuple[GpuEvidence, ...] = ()
+    rdma_missing: tuple[str, ...] = ()
+    rdma: tuple[RdmaEvidence, ...] = ()
+
+
+def kernel_evidence() -> KernelEvidence:
+    """Query the kernel of this machine. Missing evidence becomes a sentence in the result; no error is raised."""
+    try:
+        majors = read_majors()
+    except MissingEvidence as error:
+        return KernelEvidence(nvidia_missing=(str(error),), rdma_missing=(str(error),))
+    version, control, gpus, nvidia_missing = _nvidia(majors)
+    try:
+        rdma = tuple(_rdma(device, majors) for device in rdma_netlink_devices())
+        rdma_missing: tuple[str, ...] = ()
+    except OSError as error:
+        rdma, rdma_missing = (), (failure_text("the list of RDMA devices over netlink", error),)
+    return KernelEvidence(
+        nvidia_version=version,
+        nvidia_control=control,
+        nvidia_missing=nvidia_missing,
+        gpus=gpus,
+        rdma_missing=rdma_missing,
+        rdma=rdma,
+    )
+
+
+def _nvidia(
+    majors: dict[int, set[str]],
+) -> tuple[str | None, DeviceNode | None, tuple[GpuEvidence, ...], tuple[str, ...]]:
+    """Return the driver's version, its control device, its GPUs, and a sentence for each disagreement."""
+    try:
+        with open_node("/dev/nvidiactl", majors, _NVIDIA_MAJORS) as (descriptor, control):
+            cards = _ioctl(
+                descriptor, "NV_ESC_CARD_INFO", _NVIDIA_CARD_INFO, bytes(_CARD_INFO.size * _NVIDIA_CARDS_MAX)
+            )
+            asked = _RM_VERSION.pack(_RM_VERSION_QUERY, 0, b"")
+            answer = _ioctl(descriptor, "NV_ESC_CHECK_VERSION_STR", _NVIDIA_VERSION, asked)
+    except MissingEvidence as error:
+        return None, None, (), (str(error),)
+    missing = []
+    _command, reply, text = _RM_VERSION.unpack(answer)
+    version = text.partition(b"\0")[0].decode("ascii", "backslashreplace")
+    if reply != _RM_VERSION_RECOGNIZED or not version:
+        missing.append("the NVIDIA driver does not report its version by ioctl (NV_ESC_CHECK_VERSION_STR)")
+    # A container runtime mounts a copy of this file, so its file system type proves nothing. Its text must agree with
+    # the ioctl.
+    written = nvidia_driver_version(HostTree())
+    if version and written != version:
+        missing.append(f"/proc/driver/nvidia/version says {written or 'nothing'}, the NVIDIA driver itself {version}")
+    gpus = tuple(_gpu(card, majors) for card in _CARD_INFO.iter_unpack(cards) if card[0])
+    if not gpus:
+        missing.append("the NVIDIA driver lists no GPU by ioctl (NV_ESC_CARD_INFO)")
+    return version or None, control, gpus, tuple(missing)
+
+
+def _gpu(card: tuple[int, ...], majors: dict[int, set[str]]) -> GpuEvidence:
+    _valid, domain, bus, slot, function, vendor_id, device_id = card[:7]
+    minor = card[13]
+    address = f"{domain:04x}:{bus:02x}:{slot:02x}.{function:x}"
+    missing = []
+    node: DeviceNode | None = None
+    try:
+        # The device node is examined with O_PATH and not opened, because opening it would wake the GPU.
+        node = stat_node(f"/dev/nvidia{minor}", majors, _NVIDIA_MAJORS)
+        if node.minor != minor:
+            missing.append(f"{node.path} is device {node.major}:{node.minor}, the NVIDIA driver names minor {minor}")
+    except MissingEvidence as error:
+        missing.append(str(error))
+    driver, more = _pci_driver(address, vendor_id=vendor_id, device_id=device_id)
+    missing += more
+    if vendor_id != _NVIDIA_VENDOR_ID:
+        missing.append(f"PCI function {address} is of vendor {vendor_id:#06x}, not NVIDIA")
+    if driver is not None and driver != "nvidia":
+        missing.append(f"PCI function {address} has driver {driver}, not nvidia")
+    return GpuEvidence(pci_address=address, pci_driver=driver, node=node, missing=tuple(missing))
+
+
+def _rdma(device: NetlinkDevice, majors: dict[int, set[str]]) -> RdmaEvidence:
+    missing = []
+    node: DeviceNode | None = None
+    driver_id = device.driver_id
+    try:
+        node, driver_id = _uverbs(device, majors)
+    except MissingEvidence as error:
+        missing.append(str(error))
+    driver = None if driver_id is None else _DRIVERS.get(driver_id, f"driver {driver_id}")
+    address, pci_driver = None, None
+    if driver not in SOFTWARE_DRIVERS:
+        try:
+            address = _pci_address_of(device)
+            pci_driver, more = _pci_driver(address)
+            missing += more
+        except MissingEvidence as error:
+            missing.append(str(error))
+    return RdmaEvidence(
+        name=device.name,
+        node_guid=device.node_guid,
+        driver=driver,
+        node=node,
+        pci_address=address,
+        pci_driver=pci_driver,
+        missing=tuple(missing),
+    )
+
+
+def _uverbs(device: NetlinkDevice, majors: dict[int, set[str]]) -> tuple[DeviceNode, int]:
+    """Return the character device of an RDMA device, and the id of the driver that responds on it."""
+    if device.uverbs_name is None or device.uverbs_number is None:
+        message = "the kernel reports no uverbs device over netlink (Linux 5.3 and newer do)"
+        raise MissingEvidence(message)
+    path = f"/dev/infiniband/{device.uverbs_name}"
+    with open_node(path, majors, frozenset({_UVERBS_MAJOR})) as (descriptor, node):
+        if (node.major, node.minor) != device.uverbs_number:
+            number = "{}:{}".format(*device.uverbs_number)
+            message = f"{path} is device {node.major}:{node.minor}, the kernel says {number} over netlink"
+            raise MissingEvidence(message)
+        answered = _uverbs_driver(descriptor)
+    if device.driver_id not in {None, answered}:
+        message = f"netlink says driver {device.driver_id}, {path} answers as driver {answered}"
+        raise MissingEvidence(message)
+    return node, answered
+
+
+def _uverbs_driver(descriptor: int) -> int:
+    """Return the ``enum rdma_driver_id`` of the driver of an open uverbs device.
+
+    The kernel refuses a header with the id of another driver (EINVAL) before it checks anything else. With the right id
+    it then refuses the object, which does not exist (EPROTONOSUPPORT).
+    """
+    for number in _DRIVERS:
+        header = _UVERBS_HEADER.pack(_UVERBS_HEADER.size, _NO_OBJECT, 0, 0, 0, number, 0)
+        try:
+            fcntl.ioctl(descriptor, _RDMA_VERBS_IOCTL, header)
+        except OSError as error:
+            if error.errno == errno.EPROTONOSUPPORT:
+                return number
+            if error.errno != errno.EINVAL:
+                raise MissingEvidence(failure_text("ioctl RDMA_VERBS_IOCTL", error)) from error
+    message = "the uverbs device answers as no driver that is known (ioctl RDMA_VERBS_IOCTL)"
+    raise MissingEvidence(message)
+
+
+def _pci_address_of(device: NetlinkDevice) -> str:
+    """Return the PCI function of an RDMA device according to sysfs; the nearest one if its path has several."""
+    folder = f"/sys/class/infiniband/{device.name}"
+    with open_checked(folder, os.O_PATH | os.O_DIRECTORY, magic=SYSFS_MAGIC) as descriptor:
+        guid = read_at(descriptor, "node_guid", folder, magic=SYSFS_MAGIC)
+        if guid != device.node_guid:
+            message = f"{folder}/node_guid says {guid}, the kernel says {device.node_guid} over netlink"
+            raise MissingEvidence(message)
+    found = _PCI_FUNCTION.findall(os.path.realpath(f"{folder}/device"))
+    if not found:
+        message = f"{folder}/device is not a PCI function"
+        raise MissingEvidence(message)
+    return str(found[-1])
+
+
+def _pci_driver(
+    address: str, *, vendor_id: int | None = None, device_id: int | None = None
+) -> tuple[str | None, list[str]]:
+    """Return the driver that is bound to a PCI function, and one sentence for each difference from the expected ids."""
+    folder = f"/sys/bus/pci/devices/{address}"
+    missing = []
+    try:
+        with open_checked(folder, os.O_PATH | os.O_DIRECTORY, magic=SYSFS_MAGIC) as descriptor:
+            for name, wanted in (("vendor", vendor_id), ("device", device_id)):
+                text = read_at(descriptor, name, folder, magic=SYSFS_MAGIC)
+                if wanted is not None and text != f"{wanted:#06x}":
+                    missing.append(f"{folder}/{name} says {text}, the driver says {wanted:#06x}")
+            try:
+                return os.path.basename(os.readlink("driver", dir_fd=descriptor)), missing  # noqa: PTH119
+            except OSError as error:
+                missing.append(failure_text(f"readlink {folder}/driver", error))
+    except MissingEvidence as error:
+        missing.append(str(error))
+    return None, missing
+
+
+def _ioctl(descriptor: int, name: str, number: int, argument: bytes) -> bytes:
+    """Send an ioctl of the NVIDIA driver, and return the argument as the driver modified it."""
+    # The request number is _IOWR('F', number, size).
+    request = 3 << 30 | len(argument) << 16 | ord("F") << 8 | number
+    answer = bytearray(argument)
+    try:
+        fcntl.ioctl(descriptor, request, answer)
+    except OSError as error:
+        raise MissingEvidence(failure_text(f"ioctl {name} on /dev/nvidiactl", error)) from error
+    return bytes(answer)

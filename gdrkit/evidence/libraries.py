@@ -1,0 +1,96 @@
+"""Reader of the shared libraries of a process from its memory map.
+
+The libraries that a process should load are no evidence. The libraries that it has mapped are.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from gdrkit.errors import ApiError
+from gdrkit.evidence.elf import ElfNote, read_elf
+from gdrkit.host import HostTree
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["LoadedLibrary", "describe_library", "libraries"]
+
+# The fields of a line: address range, permissions, offset, device, inode, path (proc(5)).
+_MAPPING = re.compile(r"^[0-9a-f]+-[0-9a-f]+ (?P<permissions>\S{4}) \S+ \S+ (?P<inode>\d+)\s+(?P<path>/.*)$")
+_DELETED = " (deleted)"
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedLibrary:
+    """A file that is mapped executable.
+
+    Attributes
+    ----------
+    path : str
+        The path as the kernel reports it.
+    soname : str or None
+        The SONAME of the library; None for a program.
+    build_id : str or None
+        The GNU build id in hexadecimal digits.
+    notes : tuple of ElfNote
+        All ELF notes of the file.
+    error : str or None
+        The reason why the file could not be parsed; then the other fields but `path` are empty.
+    """
+
+    path: str
+    soname: str | None
+    build_id: str | None
+    notes: tuple[ElfNote, ...]
+    error: str | None
+
+
+def libraries(tree: HostTree | None = None, *, process: str = "self") -> list[LoadedLibrary]:
+    """Return the files that a process has mapped executable, in the order of its memory map.
+
+    Parameters
+    ----------
+    tree : HostTree or None
+        The host whose /proc is read; this host if None.
+    process : str
+        A process id, or ``self``.
+    """
+    tree = HostTree() if tree is None else tree
+    return [describe_library(path) for path in dict.fromkeys(_mapped(tree.text(f"/proc/{process}/maps") or ""))]
+
+
+def describe_library(path: str) -> LoadedLibrary:
+    """Read the file of a mapping. A deleted or damaged file gives an entry with ``error``."""
+    if path.endswith(_DELETED):
+        return _failed(path, "the file was deleted since it was loaded")
+    try:
+        status = os.stat(path)  # noqa: PTH116 - Path would normalise the path from the kernel.
+    except OSError as error:
+        return _failed(path, f"stat: {error.strerror}")
+    return _described(path, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+@lru_cache(maxsize=1024)
+def _described(path: str, _device: int, _inode: int, _size_bytes: int, _changed_ns: int) -> LoadedLibrary:
+    # The result is cached, because every case examines the same files. The key changes when a file is replaced.
+    try:
+        found = read_elf(path)
+    except ApiError as error:
+        return _failed(path, str(error))
+    return LoadedLibrary(path=path, soname=found.soname, build_id=found.build_id, notes=found.notes, error=None)
+
+
+def _failed(path: str, error: str) -> LoadedLibrary:
+    return LoadedLibrary(path=path, soname=None, build_id=None, notes=(), error=error)
+
+
+def _mapped(text: str) -> Iterator[str]:
+    for line in text.splitlines():
+        found = _MAPPING.match(line)
+        if found and "x" in found["permissions"] and found["inode"] != "0":
+            yield found["path"]

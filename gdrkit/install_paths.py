@@ -1,0 +1,120 @@
+"""Folders of gdrkit that are not Python packages: suites, profiles, templates and schemas.
+
+In a checkout they are next to the package. A wheel contains them as package data. No other module depends on where
+gdrkit is installed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+__all__ = ["InstallPaths", "install_paths"]
+
+_GIT_TIMEOUT_S = 10
+# System folders, which have the same names on other machines.
+_SYSTEM = re.compile(r"/(usr|lib\w*)(/|$)")
+
+
+@dataclass(frozen=True, slots=True)
+class InstallPaths:
+    """The folders that belong to gdrkit but are not Python packages.
+
+    Attributes
+    ----------
+    root : Path
+        The folder that contains ``suites``, ``hardware`` and ``reports``.
+    is_checkout : bool
+        Whether the root is a source tree, and not the data of an installed wheel.
+    """
+
+    root: Path
+    is_checkout: bool
+
+    @property
+    def suites(self) -> Path:
+        """The folder of the pytest suites."""
+        return self.root / "suites"
+
+    @property
+    def profiles(self) -> Path:
+        """The folder of the machine profiles, one TOML file each."""
+        return self.root / "hardware" / "profiles"
+
+    @property
+    def templates(self) -> Path:
+        """The folder of the report templates."""
+        return self.root / "reports" / "templates"
+
+    @property
+    def schemas(self) -> Path:
+        """The folder of the JSON schemas of records."""
+        return self.root / "reports" / "schema"
+
+    @property
+    def runs(self) -> Path:
+        """The default folder for the reports of runs."""
+        return self.root / "reports" / "runs" if self.is_checkout else Path.cwd() / "gdrkit-report"
+
+    def portable(self, text: str) -> str:
+        """Return `text` with machine-specific folders replaced by names that mean the same on other machines.
+
+        The folder of this checkout is removed. ``{python}`` replaces the environment of this Python, ``{site}`` any
+        other folder that Python imports from, ``{library_path}`` a folder of LD_LIBRARY_PATH, and ``{home}`` the home
+        folder of the user. System folders are not replaced.
+        """
+        named = {str(self.root): ""} if self.is_checkout else {}
+        named.setdefault(sys.prefix, "{python}/")
+        for name, folders in {
+            "{library_path}/": os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep),
+            "{site}/": sys.path,
+            "{home}/": [os.path.expanduser("~")],  # noqa: PTH111 - Path raises where there is none.
+        }.items():
+            for folder in folders:
+                named.setdefault(folder.rstrip("/"), name)
+        own = {folder: name for folder, name in named.items() if folder.startswith("/") and not _SYSTEM.match(folder)}
+        # Folders can be nested, such as those of the twins in the environment of this Python. The first entry wins.
+        for folder, name in own.items():
+            text = text.replace(f"{folder}/", name)
+        return text
+
+    def commit(self) -> str | None:
+        """Return the commit of the checkout, or None if it is unknown.
+
+        ``-dirty`` is added if tracked files were changed. The variable GDRKIT_COMMIT states the commit of a copy that
+        was made without its git history.
+        """
+        if stated := os.environ.get("GDRKIT_COMMIT"):
+            return stated
+        if not self.is_checkout or not (self.root / ".git").exists():
+            return None
+        head = _git(self.root, "rev-parse", "--verify", "--quiet", "HEAD")
+        if not head:
+            return None
+        return f"{head}-dirty" if _git(self.root, "status", "--porcelain", "--untracked-files=no") else head
+
+
+@cache
+def install_paths() -> InstallPaths:
+    """Return the folders of this installation."""
+    package = Path(__file__).resolve().parent
+    checkout = package.parent
+    if (checkout / "pyproject.toml").is_file() and (checkout / "suites").is_dir():
+        return InstallPaths(root=checkout, is_checkout=True)
+    return InstallPaths(root=package / "_data", is_checkout=False)
+
+
+def _git(root: Path, *arguments: str) -> str | None:
+    try:
+        answer = subprocess.run(
+            ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=False, timeout=_GIT_TIMEOUT_S
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        # Without git the commit is unknown, and None is returned.
+        return None
+    return answer.stdout.strip() if answer.returncode == 0 else None

@@ -1,0 +1,217 @@
+"""The catalogue: for every file its tier, its size, its heat and whether it is pinned.
+
+The catalogue is an index. The disks decide where a file is, and a lost or damaged catalogue is rebuilt from them.
+Several processes may use it at the same time.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from gdrkit.cufile import RouteState
+from gdrkit.errors import Api, ApiError, Reason
+from gdrkit.tiers.database import Database
+from gdrkit.tiers.heat import NEVER, score_after
+from gdrkit.tiers.names import shown
+from gdrkit.tiers.routes import TierRoute
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+__all__ = ["Catalogue", "Entry", "Totals"]
+
+_COLUMNS = "name, tier, size_bytes, allocated_bytes, links, score, accesses, pinned"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """The row of one file. `pinned` is the tier to which it is pinned, or None."""
+
+    name: str
+    tier: str
+    size_bytes: int
+    allocated_bytes: int
+    links: int = 1
+    score: float = NEVER
+    accesses: int = 0
+    pinned: str | None = None
+
+    @classmethod
+    def of(cls, name: str, tier: str, info: os.stat_result, *, score: float = NEVER) -> Entry:
+        """Return the entry of a file with this stat result."""
+        return cls(name, tier, info.st_size, info.st_blocks * 512, info.st_nlink, score)
+
+    @classmethod
+    def of_row(cls, row: tuple[Any, ...]) -> Entry:
+        """Return the entry of a row of the catalogue."""
+        return cls(os.fsdecode(row[0]), *row[1:])
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Totals of one tier. `coming_bytes` belong to migrations in progress."""
+
+    files: int = 0
+    size_bytes: int = 0
+    allocated_bytes: int = 0
+    coming_bytes: int = 0
+
+
+class Catalogue(Database):
+    """The catalogue of a set of tiers. Its owner closes it after all of its users.
+
+    Parameters
+    ----------
+    folder, half_life_s, timeout_ms, clock
+        See :class:`Database`.
+    fill : callable
+        Fills a new catalogue with the files on disk, by :meth:`put`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        half_life_s: float,
+        timeout_ms: int,
+        clock: Callable[[], float] = time.time,
+        fill: Callable[[Catalogue], None],
+    ) -> None:
+        self._fill = fill
+        super().__init__(folder, half_life_s=half_life_s, timeout_ms=timeout_ms, clock=clock)
+
+    def fill(self) -> None:
+        """Fill a new catalogue with the files on disk."""
+        self._fill(self)
+
+    def find(self, name: str) -> Entry | None:
+        """Return the entry of a file, or None if the catalogue has none."""
+        with self.used_by("find", name=shown(name)) as connection:
+            row = connection.execute(f"SELECT {_COLUMNS} FROM files WHERE name = ?", (_key(name),)).fetchone()  # noqa: S608 - constant columns.
+        return None if row is None else Entry.of_row(row)
+
+    def totals(self) -> dict[str, Totals]:
+        """Return the totals of every tier that has a file, or is the destination of a migration."""
+        with self.used_by("add up") as connection:
+            rows = connection.execute(
+                "SELECT tier, max(files), max(size_bytes), max(allocated_bytes), max(coming) FROM ("
+                "SELECT tier, files, size_bytes, allocated_bytes, 0 AS coming FROM totals UNION ALL "
+                "SELECT destination, 0, 0, 0, sum(allocated_bytes) FROM moves GROUP BY destination) GROUP BY tier"
+            ).fetchall()
+        return {row[0]: Totals(*row[1:]) for row in rows}
+
+    def pins(self) -> dict[str, str]:
+        """Return the pinned files, each with its tier."""
+        with self.used_by("find pins") as connection:
+            rows = connection.execute("SELECT name, pinned FROM files WHERE pinned IS NOT NULL").fetchall()
+        return {os.fsdecode(row[0]): row[1] for row in rows}
+
+    def put(self, entry: Entry) -> None:
+        """Write the entry of a file, and replace all columns of an older one."""
+        marks = ", ".join("?" * 8)
+        values = (_key(entry.name), *(getattr(entry, key) for key in _COLUMNS.split(", ")[1:]))
+        with self.writing("put", name=shown(entry.name)) as connection:
+            # REPLACE would delete the old row without its trigger.
+            connection.execute(
+                f"INSERT INTO files ({_COLUMNS}) VALUES ({marks}) ON CONFLICT (name) DO UPDATE SET "  # noqa: S608 - constant columns.
+                + ", ".join(f"{key} = excluded.{key}" for key in _COLUMNS.split(", ")[1:]),
+                values,
+            )
+
+    def see(self, name: str, tier: str, info: os.stat_result) -> None:
+        """Write tier and size of a file. The other columns of an existing row are kept."""
+        values = (_key(name), tier, info.st_size, info.st_blocks * 512, info.st_nlink, NEVER)
+        with self.writing("see", name=shown(name)) as connection:
+            connection.execute(
+                "INSERT INTO files (name, tier, size_bytes, allocated_bytes, links, score, accesses) "
+                "VALUES (?, ?, ?, ?, ?, ?, 0) ON CONFLICT (name) DO UPDATE SET tier = excluded.tier, "
+                "size_bytes = excluded.size_bytes, allocated_bytes = excluded.allocated_bytes, links = excluded.links",
+                values,
+            )
+
+    def forget(self, name: str) -> None:
+        """Remove the row of a file."""
+        with self.writing("forget", name=shown(name)) as connection:
+            connection.execute("DELETE FROM files WHERE name = ?", (_key(name),))
+
+    def pin(self, name: str, tier: str | None) -> bool:
+        """Pin a file to a tier, or unpin it (None). Return whether the catalogue has the file."""
+        with self.writing("pin", name=shown(name)) as connection:
+            done = connection.execute("UPDATE files SET pinned = ? WHERE name = ?", (tier, _key(name)))
+            return bool(done.rowcount)
+
+    def used(self, counts: Mapping[str, int]) -> None:
+        """Add accesses to files. Files that the catalogue does not have are skipped."""
+        with self.writing("count accesses") as connection:
+            at = self.clock_at(connection, keep=True)
+            for name, count in counts.items():
+                row = connection.execute("SELECT id, score FROM files WHERE name = ?", (_key(name),)).fetchone()
+                if row is not None:
+                    connection.execute(
+                        "UPDATE files SET score = ?, accesses = accesses + ? WHERE id = ?",
+                        (score_after(row[1], accesses=count, at=at), count, row[0]),
+                    )
+
+    def begin_move(self, move: tuple[str, str, str, str, int], *, limit_bytes: int) -> None:
+        """Reserve space for (id, name, source, destination, bytes) in the destination.
+
+        Raises
+        ------
+        ApiError
+            ``NO_SPACE``: the destination has not enough space.
+        """
+        identifier, name, source, destination, size = move
+        with self.writing("begin move", name=shown(name)) as connection:
+            found = self.totals().get(destination, Totals())
+            if found.allocated_bytes + found.coming_bytes + size > limit_bytes:
+                raise ApiError(
+                    api=Api.NONE,
+                    operation="migrate",
+                    status=None,
+                    status_name="no room",
+                    arguments={"name": shown(name), "tier": destination, "bytes": size, "limit_bytes": limit_bytes},
+                    reason=Reason.NO_SPACE,
+                    what_to_do="make room in that tier, or give it a larger capacity",
+                )
+            row = (identifier, _key(name), source, destination, size)
+            connection.execute("INSERT INTO moves VALUES (?, ?, ?, ?, ?)", row)
+
+    def end_move(self, identifier: str) -> None:
+        """Remove the reservation of a migration that has ended."""
+        with self.writing("end move", id=identifier) as connection:
+            connection.execute("DELETE FROM moves WHERE id = ?", (identifier,))
+
+    def moves(self) -> list[str]:
+        """Return the ids of the migrations that have a reservation."""
+        with self.used_by("find moves") as connection:
+            return [row[0] for row in connection.execute("SELECT id FROM moves ORDER BY id")]
+
+    def routes(self) -> dict[str, TierRoute]:
+        """Return the result of the last transfer with device memory, by tier."""
+        with self.used_by("find routes") as connection:
+            rows = connection.execute("SELECT tier, state, route, why FROM routes").fetchall()
+        return {row[0]: TierRoute(RouteState(row[1]), row[2], row[3]) for row in rows}
+
+    def keep_route(self, tier: str, route: TierRoute) -> None:
+        """Store the route that a transfer showed."""
+        with self.writing("keep route", tier=tier) as connection:
+            row = (tier, route.state.value, route.route, route.why, time.time())
+            connection.execute("INSERT OR REPLACE INTO routes VALUES (?, ?, ?, ?, ?)", row)
+
+    def identities(self) -> dict[str, str]:
+        """Return the identity of each tier's folder when it was last opened."""
+        with self.used_by("find tiers") as connection:
+            return dict(connection.execute("SELECT tier, identity FROM tiers").fetchall())
+
+    def identify(self, tier: str, identity: str) -> None:
+        """Store the identity of a tier's folder."""
+        with self.writing("identify", tier=tier) as connection:
+            connection.execute("INSERT OR REPLACE INTO tiers VALUES (?, ?)", (tier, identity))
+
+
+def _key(name: str) -> bytes:
+    return os.fsencode(name)

@@ -1,0 +1,291 @@
+"""The database of the catalogue: open, rebuild after a loss, and the clock.
+
+The database is the file ``catalogue-N.sqlite`` with the largest N. A process that has an older one open changes to the
+newest at its next call. A damaged database is never renamed or removed: another process may have it open, and SQLite
+finds the log of a database by its name.
+
+The clock is the host's clock without backward steps. While the host's clock is behind its latest value, this clock
+continues from where it was. So no file becomes hotter, or suddenly cools, because an administrator corrected a clock.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import re
+import threading
+import time
+from abc import ABC, abstractmethod
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Self
+
+from gdrkit.errors import Api, ApiError, ClosedResource, Reason
+from gdrkit.handles import Handle
+from gdrkit.tiers._sqlite import connect, is_damaged, transaction, translated
+from gdrkit.tiers.refusal import told
+from gdrkit.tiers.schema import FORMAT, ROUTES, SCHEMA
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from gdrkit.tiers._sqlite import Connection
+
+__all__ = ["Database"]
+
+_FILE = re.compile(r"catalogue-(\d{6})\.sqlite")
+_LOOK_S = 0.02
+_REBUILD_S_MIN = 60.0
+_log = logging.getLogger(__name__)
+
+
+class Database(ABC):
+    """A connection to the newest database of a folder; a context manager.
+
+    Parameters
+    ----------
+    folder : Path
+        Folder of the database. It is created if it does not exist.
+    half_life_s : float
+        Time after which an access counts half, in seconds.
+    timeout_ms : int
+        Longest time to wait for locks of other processes, in milliseconds.
+    clock : callable
+        Function that returns the seconds since 1970.
+
+    Raises
+    ------
+    ApiError
+        The database cannot be opened or created.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        half_life_s: float,
+        timeout_ms: int,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.folder = folder
+        self.was_rebuilt = False
+        self._half_life_s = half_life_s
+        self._timeout_ms = timeout_ms
+        self._clock = clock
+        self._lock = threading.RLock()
+        self._connection: Connection | None = None
+        self._number = self._inode = 0
+        with told("open catalogue", folder=str(folder)):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._handle = Handle("tiers.catalogue")
+        try:
+            self._open()
+        except BaseException:
+            self.close()
+            raise
+
+    @abstractmethod
+    def fill(self) -> None:
+        """Fill a new, empty database with the files on disk, in one transaction."""
+
+    @property
+    def path(self) -> Path:
+        """Path of the current database."""
+        return self._path(self._number)
+
+    def connect_again(self) -> Connection:
+        """Return a separate connection to the same database, for sorts. The caller closes it."""
+        with self.used_by("connect"):
+            return connect(self.path, timeout_ms=self._timeout_ms, sorts_on_disk=True)
+
+    def now(self) -> float:
+        """Return the current time in half-lives."""
+        with self.used_by("read the clock") as connection:
+            return self.clock_at(connection, keep=False)
+
+    @contextmanager
+    def writing(self, operation: str, **arguments: object) -> Iterator[Connection]:
+        """Run the block in one transaction; may be nested."""
+        with self.used_by(operation, **arguments) as connection:
+            if connection.in_transaction:
+                yield connection
+                return
+            with transaction(connection):
+                yield connection
+
+    def rebuild(self) -> None:
+        """Create a new catalogue from the files on disk."""
+        with self._lock:
+            self._rebuild(self._number)
+
+    def is_damaged(self) -> bool:
+        """Return whether SQLite finds damage in the database; reads all of it."""
+        with self.used_by("quick_check") as connection:
+            return is_damaged(connection)
+
+    def close(self) -> None:
+        """Close the connection."""
+        with self._lock:
+            connection, self._connection, self._number = self._connection, None, -1
+            if connection is not None:
+                connection.close()
+            self._handle.release()
+
+    @contextmanager
+    def used_by(self, operation: str, **arguments: object) -> Iterator[Connection]:
+        """Give this thread alone the connection. Errors of SQLite are raised as :class:`ApiError`."""
+        with self._lock:
+            if self._number < 0:
+                what = "the catalogue"
+                raise ClosedResource(what)
+            if self._connection is None or not (self._connection.in_transaction or self._is_current()):
+                self._open()
+            with translated(operation, catalogue=str(self.path), **arguments):
+                if self._connection is not None:
+                    yield self._connection
+
+    def _is_current(self) -> bool:
+        try:
+            return self.path.stat().st_ino == self._inode and not self._path(self._number + 1).exists()
+        except FileNotFoundError:
+            return False
+
+    def _open(self) -> None:
+        """Open the newest database. If none can be read, create one."""
+        numbers = self._numbers()
+        if numbers and self._try_open(numbers[-1]):
+            return
+        self._rebuild(numbers[-1] if numbers else 0)
+
+    def _try_open(self, number: int) -> bool:
+        """Open one database. Return False if it is not a catalogue."""
+        path = self._path(number)
+        try:
+            connection = connect(path, timeout_ms=self._timeout_ms)
+            try:
+                with translated("open catalogue", catalogue=str(path)):
+                    found = connection.execute("SELECT value FROM meta WHERE key = 'format'").fetchone()
+                    if found != (FORMAT,):
+                        return False
+                    connection.execute(ROUTES)
+                    self._set_half_life(connection)
+            except BaseException:
+                connection.close()
+                raise
+        except ApiError as error:
+            if error.reason not in {Reason.MALFORMED, Reason.OTHER}:
+                raise
+            _log.warning("the catalogue %s cannot be read and is made anew: %s", path, error)
+            return False
+        self._take(connection, number)
+        return True
+
+    def _take(self, connection: Connection, number: int) -> None:
+        old, self._connection, self._number = self._connection, connection, number
+        self._inode = self._path(number).stat().st_ino
+        if old is not None:
+            old.close()
+
+    def _rebuild(self, known: int) -> None:
+        """Create the next database, unless another process has created it."""
+        with self._alone():
+            numbers = self._numbers()
+            if numbers and numbers[-1] > known and self._try_open(numbers[-1]):
+                return
+            number = max([known, *numbers]) + 1
+            draft = self.folder / "catalogue.new"
+            for left in self.folder.glob("catalogue.new*"):
+                left.unlink()
+            connection = connect(draft, timeout_ms=self._timeout_ms)
+            try:
+                with translated("make catalogue", catalogue=str(draft)):
+                    connection.executescript(SCHEMA)
+                    self._take_draft(connection, draft)
+            finally:
+                connection.close()
+            # When it is closed, it is a single file without a log.
+            draft.replace(self._path(number))
+            _sync_folder(self.folder)
+            self.was_rebuilt = True
+            if not self._try_open(number):
+                message = f"{self._path(number)} was made and cannot be opened"
+                raise ApiError(api=Api.SQLITE, operation="open catalogue", status=None, status_name=message)
+
+    def _take_draft(self, connection: Connection, draft: Path) -> None:
+        """Fill the draft. During that time, all methods of this object use the draft."""
+        before = (self._connection, self._number, self._inode)
+        self._connection, self._number, self._inode = connection, 0, draft.stat().st_ino
+        try:
+            with transaction(connection):
+                self._set_half_life(connection)
+                self.clock_at(connection, keep=True)
+                self.fill()
+        finally:
+            self._connection, self._number, self._inode = before
+
+    def _set_half_life(self, connection: Connection) -> None:
+        """Convert all scores once if the half-life has changed, because scores are in half-lives."""
+        (before,) = connection.execute("SELECT value FROM meta WHERE key = 'half_life_s'").fetchone()
+        if before == self._half_life_s:
+            return
+        if connection.in_transaction:
+            connection.execute("UPDATE meta SET value = ? WHERE key = 'half_life_s'", (self._half_life_s,))
+            return
+        with transaction(connection):
+            now_s = self.clock_at(connection, keep=True) * self._half_life_s
+            shift = now_s / self._half_life_s - now_s / before
+            connection.execute("UPDATE files SET score = score + ?", (shift,))
+            connection.execute("UPDATE meta SET value = ? WHERE key = 'half_life_s'", (self._half_life_s,))
+
+    def clock_at(self, connection: Connection, *, keep: bool) -> float:
+        """Return the current time in half-lives. With `keep`, also store it, within a transaction."""
+        rows = dict(connection.execute("SELECT key, value FROM meta WHERE key IN ('wall_s', 'offset_s')").fetchall())
+        wall_s, last_s, offset_s = self._clock(), float(rows["wall_s"]), float(rows["offset_s"])
+        # If the host's clock is behind its latest value, continue from that value.
+        offset_s += max(0.0, last_s - wall_s)
+        if keep:
+            connection.execute("UPDATE meta SET value = ? WHERE key = 'wall_s'", (wall_s,))
+            connection.execute("UPDATE meta SET value = ? WHERE key = 'offset_s'", (offset_s,))
+        return (wall_s + offset_s) / self._half_life_s
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Hold the lock of the folder, so that only one process creates a catalogue."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        with told("lock catalogue", folder=str(self.folder)):
+            lock = os.open(self.folder / "lock", flags, 0o600)
+        end, between = time.monotonic() + max(self._timeout_ms / 1000, _REBUILD_S_MIN), threading.Event()
+        try:
+            while True:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError as error:
+                    if time.monotonic() > end:
+                        with told("lock catalogue", folder=str(self.folder)):
+                            raise OSError(error.errno, "another process makes the catalogue anew") from error
+                between.wait(_LOOK_S)
+            yield
+        finally:
+            os.close(lock)
+
+    def _numbers(self) -> list[int]:
+        return sorted(int(found[1]) for each in self.folder.iterdir() if (found := _FILE.fullmatch(each.name)))
+
+    def _path(self, number: int) -> Path:
+        return self.folder / (f"catalogue-{number:06}.sqlite" if number else "catalogue.new")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,47 @@
+"""Names of files in tiers: relative paths, which are the same in every tier.
+
+A name must not lead out of a tier, or into gdrkit's own folder in it. Symbolic links in a name are refused when the
+file is opened (:mod:`gdrkit.tiers.folder`).
+"""
+
+from __future__ import annotations
+
+import os
+
+from gdrkit.errors import UsageError
+
+__all__ = ["LOST_AND_FOUND", "OWN_FOLDER", "check_name", "shown"]
+
+OWN_FOLDER = ".gdrkit-tiers"
+# A folder that file systems create in their root.
+LOST_AND_FOUND = "lost+found"
+_NAME_BYTES_MAX = 4095
+_PART_BYTES_MAX = 255
+
+
+def check_name(name: str) -> str:
+    """Return the name if it is valid.
+
+    Raises
+    ------
+    UsageError
+        The name is empty, absolute, longer than Linux permits, contains ``.``, ``..``, an empty part or a NUL, or
+        begins with a reserved folder.
+    """
+    data = os.fsencode(name)
+    parts = data.split(b"/")
+    if not data or b"\0" in data or any(part in {b"", b".", b".."} for part in parts):
+        message = f"{shown(name)!r} is no name of a file in a tier"
+        raise UsageError(message, what_to_do="name it relative to the tier, e.g. run-7/weights.bin, without . and ..")
+    if len(data) > _NAME_BYTES_MAX or max(map(len, parts)) > _PART_BYTES_MAX:
+        message = f"a name of {len(data)} bytes, with a part of {max(map(len, parts))}, is too long"
+        raise UsageError(message, what_to_do=f"at most {_NAME_BYTES_MAX} bytes, each part at most {_PART_BYTES_MAX}")
+    if os.fsdecode(parts[0]) in {OWN_FOLDER, LOST_AND_FOUND}:
+        message = f"{shown(name)!r} is not a user's"
+        raise UsageError(message, what_to_do="choose another name")
+    return name
+
+
+def shown(name: str) -> str:
+    """Return a name as text. Bytes that are not UTF-8 become escapes."""
+    return os.fsencode(name).decode("utf-8", "backslashreplace")

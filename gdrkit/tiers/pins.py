@@ -1,0 +1,51 @@
+"""The pins on disk. Users chose them, so they must survive the loss of the catalogue.
+
+They are in ``pins.json`` in gdrkit's own folder of the fastest tier. The file is always replaced as a whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import TYPE_CHECKING
+
+from gdrkit.tiers.refusal import told
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from gdrkit.tiers.folder import TierFolder
+
+__all__ = ["read_pins", "write_pins"]
+
+_NAME = "pins.json"
+
+
+def read_pins(folder: TierFolder) -> dict[str, str]:
+    """Return the tier of each pinned file; empty if there are no pins, or if they cannot be read."""
+    own = folder.find_own()
+    if own is None:
+        return {}
+    try:
+        descriptor = os.open(_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=own)
+    except OSError:
+        return {}
+    with os.fdopen(descriptor, encoding="ascii") as file:
+        try:
+            found = json.load(file)
+        except ValueError:
+            return {}
+    return {str(name): str(tier) for name, tier in found.items()} if isinstance(found, dict) else {}
+
+
+def write_pins(folder: TierFolder, pins: Mapping[str, str]) -> None:
+    """Replace all pins, and sync them to the disk. Only one process may call it at a time."""
+    with told("write pins", tier=folder.name):
+        own = folder.own()
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+        with os.fdopen(os.open(_NAME + ".new", flags, 0o600, dir_fd=own), "w", encoding="ascii") as file:
+            json.dump(pins, file, sort_keys=True)
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(_NAME + ".new", _NAME, src_dir_fd=own, dst_dir_fd=own)
+        os.fsync(own)

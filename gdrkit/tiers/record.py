@@ -1,0 +1,146 @@
+"""The record of a migration, stored beside the copy while the migration is in progress.
+
+It is the file ``moves/ID.json`` in the destination's own folder. The migrating process keeps it locked, so a record
+that can be locked belongs to a process that has died.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from gdrkit.errors import UsageError
+from gdrkit.serialization import from_json_data, to_json_data
+
+if TYPE_CHECKING:
+    from gdrkit.tiers.folder import TierFolder
+
+__all__ = ["MoveRecord", "Moved", "dead_records", "recorded"]
+
+_SUFFIX = ".json"
+_BYTES_MAX = 64 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """The contents of a record: the migration of one file.
+
+    Attributes
+    ----------
+    name, source : str
+        Name of the file and its tier.
+    inode, size_bytes, modified_ns : int
+        The file as it was when the migration began.
+    copy_inode : int
+        Inode of the copy.
+    """
+
+    name: str
+    source: str
+    inode: int
+    size_bytes: int
+    modified_ns: int
+    copy_inode: int
+
+    def is_unchanged(self, info: os.stat_result) -> bool:
+        """Return whether this stat result has the size and the modification time of the migrated file."""
+        return (info.st_size, info.st_mtime_ns) == (self.size_bytes, self.modified_ns)
+
+
+class MoveRecord:
+    """A record that this process has locked.
+
+    Parameters
+    ----------
+    folder : TierFolder
+        Folder of the destination tier.
+    identifier : str
+        Id of the migration.
+    descriptor : int
+        Descriptor of the record file. It is closed with the record.
+    moved : Moved or None
+        Contents of the record. None: the record was never completed, so the migration had done nothing yet.
+    """
+
+    def __init__(self, folder: TierFolder, identifier: str, descriptor: int, moved: Moved | None) -> None:
+        self.folder = folder
+        self.id = identifier
+        self.moved = moved
+        self._descriptor = descriptor
+
+    @classmethod
+    def create(
+        cls, folder: TierFolder, identifier: str, *, name: str, source: str, info: os.stat_result, copy_inode: int
+    ) -> MoveRecord:
+        """Write a record, sync it to the disk and return it."""
+        moved = Moved(name, source, info.st_ino, info.st_size, info.st_mtime_ns, copy_inode)
+        own = folder.own("moves")
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(identifier + _SUFFIX, flags, 0o600, dir_fd=own)
+        record = cls(folder, identifier, descriptor, moved)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            # The text is ASCII for any bytes in the name.
+            _write(descriptor, json.dumps(to_json_data(moved)).encode("ascii"))
+            os.fsync(descriptor)
+            os.fsync(own)
+            os.fsync(folder.own("incoming"))
+        except BaseException:
+            record.remove()
+            record.close()
+            raise
+        return record
+
+    def remove(self) -> None:
+        """Remove the record of a migration that has ended."""
+        own = self.folder.own("moves")
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.id + _SUFFIX, dir_fd=own)
+        os.fsync(own)
+
+    def close(self) -> None:
+        """Close the record, which releases its lock."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+def recorded(folder: TierFolder) -> set[str]:
+    """Return the ids of the migrations into this tier that have a record, in progress or not."""
+    return {name.removesuffix(_SUFFIX) for name in folder.names_of("moves")}
+
+
+def dead_records(folder: TierFolder) -> list[MoveRecord]:
+    """Return the records of processes that have died. Each one is locked; the caller closes it."""
+    found = []
+    for name in folder.names_of("moves"):
+        try:
+            descriptor = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder.own("moves"))
+        except FileNotFoundError:
+            continue  # The migration has just ended.
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not os.fstat(descriptor).st_nlink:
+                raise BlockingIOError  # noqa: TRY301 - the migration ended between the two calls.
+        except BlockingIOError:
+            os.close(descriptor)
+            continue
+        found.append(MoveRecord(folder, name.removesuffix(_SUFFIX), descriptor, _read(descriptor)))
+    return found
+
+
+def _read(descriptor: int) -> Moved | None:
+    try:
+        return from_json_data(Moved, json.loads(os.pread(descriptor, _BYTES_MAX, 0)))
+    except (ValueError, UsageError):
+        return None  # The record is incomplete. A migration does nothing before its record is on the disk.
+
+
+def _write(descriptor: int, data: bytes) -> None:
+    done = 0
+    while done < len(data):
+        done += os.write(descriptor, data[done:])

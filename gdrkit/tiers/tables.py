@@ -1,0 +1,140 @@
+"""Tables of tiers for people."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TextIO
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from gdrkit.cufile import RouteState
+from gdrkit.tiers.configuration import SEED
+from gdrkit.tiers.names import shown
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from gdrkit.tiers.bench import Speed
+    from gdrkit.tiers.finding import Finding
+    from gdrkit.tiers.plan import PlannedMove
+    from gdrkit.tiers.results import TierStatus
+    from gdrkit.tiers.routes import TierRoute
+
+__all__ = ["findings_table", "moves_table", "size", "speeds_table", "status_table", "write"]
+
+_STATES = {
+    RouteState.PROVEN: "green",
+    RouteState.UNPROVEN: "yellow",
+    RouteState.FELL_BACK: "yellow",
+    RouteState.NOT_POSSIBLE: "dim",
+}
+# A width above that of any table.
+_WIDTH_MAX = 10_000
+
+
+def write(table: Table, stream: TextIO) -> None:
+    """Print a table. If the stream is not a terminal, the table is as wide as its contents, so that nothing is cut."""
+    console = Console(file=stream, highlight=False)
+    if not console.is_terminal:
+        console = Console(file=stream, highlight=False, width=_WIDTH_MAX)
+        console = Console(file=stream, highlight=False, width=console.measure(table).maximum)
+    console.print(table)
+
+
+def size(count_bytes: int) -> str:
+    """Return a size as three digits and a unit."""
+    value = float(count_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:  # noqa: PLR2004 - the step between the units.
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.3g} {unit}"
+        value /= 1024
+    return f"{value:.4g} TiB"
+
+
+def status_table(tiers: Sequence[TierStatus]) -> Table:
+    """Return the table of the tiers, fastest first."""
+    table = _table(
+        "tier", "directory", "for files with", "files", "used", "may use", "free on disk", "coming", "direct route"
+    )
+    bounds = [None, *(tier.accesses_min for tier in tiers)]
+    for tier, above in zip(tiers, bounds, strict=False):
+        if tier.absent:
+            table.add_row(tier.name, tier.directory, *[""] * 6, Text(f"absent: {tier.absent}", "bold red"))
+            continue
+        accesses = f">= {tier.accesses_min}" if above is None else f"{tier.accesses_min} - {above - 1}"
+        table.add_row(
+            tier.name,
+            tier.directory,
+            f"{accesses} accesses",
+            str(tier.files),
+            size(tier.allocated_bytes),
+            size(tier.limit_bytes),
+            size(tier.free_bytes),
+            size(tier.coming_bytes) if tier.coming_bytes else "",
+            _route(tier.route),
+        )
+    return table
+
+
+def moves_table(moves: Iterable[PlannedMove]) -> Table:
+    """Return the table of the moves that would be made."""
+    table = _table("file", "from", "to", "size", "why")
+    for move in moves:
+        why = {"heat": "its heat", "pinned": "pinned", "room": "its tier is full"}[move.why.value]
+        table.add_row(Text(shown(move.name)), move.source, move.destination, size(move.allocated_bytes), why)
+    return table
+
+
+def findings_table(findings: Iterable[Finding]) -> Table:
+    """Return the table of the findings, with a column for repairs."""
+    table = _table("what", "file", "tier", "", "now")
+    for each in findings:
+        now = Text("mended", "green") if each.mended else Text("as it was", "bold red" if each.is_wrong else "dim")
+        table.add_row(each.kind.value, Text(shown(each.name)), each.tier, Text(each.text), now)
+    return table
+
+
+def speeds_table(speeds: Iterable[Speed]) -> Table:
+    """Return the table of the measured speeds, beside the stated ones."""
+    table = _table(
+        "tier",
+        "read GB/s",
+        "stated",
+        "write GB/s",
+        "latency us",
+        "stated",
+        "p99 us",
+        "to device GB/s",
+        "direct route",
+        "",
+    )
+    for each in speeds:
+        seed = SEED.get(each.tier)
+        table.add_row(
+            each.tier,
+            f"{each.read_gb_per_s:.2f}",
+            f"{seed.rate_gb_per_s:g}" if seed else "",
+            f"{each.write_gb_per_s:.2f}",
+            f"{each.latency_us_median:.0f}",
+            f"{seed.latency_us:g}" if seed else "",
+            f"{each.latency_us_p99:.0f}",
+            "" if each.device_read_gb_per_s is None else f"{each.device_read_gb_per_s:.2f}",
+            _route(each.route),
+            "" if each.past_cache else "of the page cache: this file system has no O_DIRECT",
+        )
+    return table
+
+
+def _route(found: TierRoute) -> Text:
+    way = f" by {found.route}" if found.route else ""
+    why = f": {found.why}" if found.why else ""
+    return Text(f"{found.state.value}{way}{why}", _STATES[found.state])
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in columns:
+        is_number = name in {"files", "used", "may use", "free on disk", "coming", "size", "stated"} or "/s" in name
+        table.add_column(name, justify="right" if is_number or " us" in name else "left", overflow="fold")
+    return table
