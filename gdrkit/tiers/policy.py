@@ -89,7 +89,7 @@ def decide(rows: Iterable[Row], places: Sequence[Place], *, at: float, hysteresi
             free[here] -= row.allocated_bytes
             continue
         if row.pinned is not None:
-            there, why = _pinned(row, here, order, free), Why.PINNED
+            there, why = _pinned(row.pinned, row.allocated_bytes, here, order, free), Why.PINNED
         else:
             wanted = _wanted(row.score, here, enters, leaves)
             there = _first_with_room(wanted, row.allocated_bytes, free, otherwise=here)
@@ -99,9 +99,9 @@ def decide(rows: Iterable[Row], places: Sequence[Place], *, at: float, hysteresi
             yield Decision(row.id, row.allocated_bytes, places[there].name, there - here, why)
 
 
-def _pinned(row: Row, here: int, order: Mapping[str, int], free: Sequence[int]) -> int:
-    there = order.get(row.pinned or "", here)
-    return there if free[there] >= row.allocated_bytes else here
+def _pinned(pin: str, allocated_bytes: int, here: int, order: Mapping[str, int], free: Sequence[int]) -> int:
+    there = order.get(pin, here)
+    return there if free[there] >= allocated_bytes else here
 
 
 def _wanted(score: float, here: int, enters: Sequence[float], leaves: Sequence[float]) -> int:

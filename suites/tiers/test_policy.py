@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 import pytest
 from support.tier_world import configuration_of, place_file
 
+from gdrkit.serialization import to_json_data
 from gdrkit.tiers import Configuration, TierManager
-from gdrkit.tiers.heat import NEVER, heat, score_after, score_of
+from gdrkit.tiers.heat import NEVER, heat, score_after, score_least, score_of
 from gdrkit.tiers.policy import Decision, Place, Row, Why, decide
 from gdrkit.units import KIB
 
@@ -81,12 +82,58 @@ def test_a_pinned_file_goes_where_it_is_pinned() -> None:
     assert (found.destination, found.why) == ("ssd", Why.PINNED)
 
 
-def test_a_file_with_other_names_is_left_alone() -> None:
-    assert decided(row(500, links=2)) == []
+@pytest.mark.parametrize(("free_bytes", "expected"), [(99, []), (100, [Decision(1, 100, "ssd", -1, Why.PINNED)])])
+def test_pin_needs_space_in_its_tier(free_bytes: int, expected: list[Decision]) -> None:
+    assert decided(row(500, pinned="ssd"), limits=(ROOMY, free_bytes, ROOMY)) == expected
 
 
-def test_a_tier_that_is_no_longer_configured_is_left_alone() -> None:
-    assert decided(row(500, "tape")) == []
+def test_pin_to_an_unknown_tier_keeps_the_file() -> None:
+    assert decided(row(500, "ssd", pinned="tape")) == []
+
+
+def test_hard_links_keep_a_file_and_its_space() -> None:
+    linked = row(500, "nvme", size=60, links=2, n=1)
+    found = decided(linked, row(400, size=40, n=2), row(300, size=1, n=3), limits=(100, ROOMY, ROOMY))
+    assert found == [Decision(2, 40, "nvme", -2, Why.HEAT), Decision(3, 1, "ssd", -1, Why.ROOM)]
+
+
+def test_unknown_tier_keeps_its_files_alone() -> None:
+    assert decided(row(500, "tape", n=1), row(0, "nvme", n=2)) == [Decision(2, 100, "hdd", 2, Why.HEAT)]
+
+
+def test_decision_has_every_field() -> None:
+    rows = [row(0, "hdd", pinned="nvme", size=1, n=1), row(500, "ssd", size=2, n=2), row(20, "nvme", size=3, n=3)]
+    assert decided(*rows) == [
+        Decision(1, 1, "nvme", -2, Why.PINNED),
+        Decision(2, 2, "nvme", -1, Why.HEAT),
+        Decision(3, 3, "ssd", 1, Why.HEAT),
+    ]
+
+
+@pytest.mark.parametrize("tier", ["nvme", "ssd"])
+def test_file_colder_than_every_tier_goes_to_the_last(tier: str) -> None:
+    warm = [Place("nvme", 100, ROOMY), Place("ssd", 20, ROOMY), Place("hdd", 10, ROOMY)]
+    found = list(decide([row(0, tier)], warm, at=NOW, hysteresis=0.1))
+    assert [each.destination for each in found] == ["hdd"]
+
+
+def test_least_score_of_a_tier_is_enough() -> None:
+    least = score_least(100, at=NOW)
+    for score, tier in ((least, "nvme"), (math.nextafter(least, 0), "ssd")):
+        assert [each.destination for each in decided(Row(1, "hdd", 100, score, None, 1))] == [tier]
+    stays = score_least(100, at=NOW, share=0.9)
+    for score, destinations in ((stays, []), (math.nextafter(stays, 0), ["ssd"])):
+        assert [each.destination for each in decided(Row(1, "nvme", 100, score, None, 1))] == destinations
+
+
+@pytest.mark.parametrize(("free_bytes", "tier"), [(100, "nvme"), (99, "ssd")])
+def test_file_that_just_fits_gets_the_space(free_bytes: int, tier: str) -> None:
+    assert [each.destination for each in decided(row(500), limits=(free_bytes, ROOMY, ROOMY))] == [tier]
+
+
+def test_file_that_stays_keeps_its_space() -> None:
+    found = decided(row(500, "nvme", size=60, n=1), row(400, size=50, n=2), limits=(100, ROOMY, ROOMY))
+    assert [(each.id, each.destination) for each in found] == [(2, "ssd")]
 
 
 def test_heat_halves_with_every_half_life() -> None:
@@ -130,6 +177,24 @@ def test_a_dry_run_moves_nothing(manager: TierManager) -> None:
     with manager.plan() as plan:
         assert [(each.name, each.source, each.destination) for each in plan.moves()] == [("file", "hdd", "nvme")]
     assert manager.find("file").tier == "hdd"
+
+
+def test_plan_names_the_reason_of_each_move(tmp_path: Path) -> None:
+    made = configuration_of(tmp_path, headroom=0.0)
+    full = (replace(made.tiers[0], capacity_bytes=KIB), *made.tiers[1:])
+    with TierManager(replace(made, tiers=full)) as manager:
+        for name, size_bytes, accesses in (("warm", 4 * KIB, 20), ("hot", 4 * KIB, 200), ("pinned", 8 * KIB, 1)):
+            place_file(manager, name, size_bytes, seed=1)
+            for _ in range(accesses):
+                manager.open(name).close()
+        manager.pin("pinned", "ssd")
+        with manager.plan() as plan:
+            moves = sorted(map(str, map(to_json_data, plan.moves())))
+    expected = [("hot", 4 * KIB, "room"), ("pinned", 8 * KIB, "pinned"), ("warm", 4 * KIB, "heat")]
+    assert moves == [
+        str({"name": name, "source": "hdd", "destination": "ssd", "allocated_bytes": size_bytes, "why": why})
+        for name, size_bytes, why in expected
+    ]
 
 
 def test_full_tiers_are_emptied_before_they_are_filled(tmp_path: Path) -> None:
