@@ -21,7 +21,7 @@ import gdrkit
 from gdrkit import cli_files, cli_inventory, cli_report, cli_tiers
 from gdrkit.errors import ApiError, GdrkitError, UsageError
 from gdrkit.exit_code import ExitCode
-from gdrkit.text import harmless
+from gdrkit.text import escape_controls
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -342,7 +342,7 @@ def _guarded(command: Callable[[], object]) -> int:
     except GdrkitError as error:
         if os.environ.get("GDRKIT_TRACEBACK") == "1":
             raise
-        click.echo(f"gdrkit: {harmless(str(error))}", err=True)
+        click.echo(f"gdrkit: {escape_controls(str(error))}", err=True)
         return _code_of(error)
     return code if isinstance(code, int) else 0
 

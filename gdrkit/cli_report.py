@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 from gdrkit.exit_code import ExitCode
-from gdrkit.text import harmless
+from gdrkit.text import escape_controls
 from gdrkit.verdict import NOISE_PERCENT
 
 __all__ = ["COMMANDS"]
@@ -39,10 +39,10 @@ def report(path: Path, output: Path | None, *, fleet: bool) -> int:
 
         made = render_fleet(path, output)
         for problem in made.problems:
-            click.echo(f"gdrkit: {harmless(problem)}", err=True)
-        click.echo(harmless(f"Report: {made.index}"))
+            click.echo(f"gdrkit: {escape_controls(problem)}", err=True)
+        click.echo(escape_controls(f"Report: {made.index}"))
         return int(ExitCode.FAILED if made.problems else ExitCode.PROVEN)
-    click.echo(harmless(f"Report: {render(path, output).index}"))
+    click.echo(escape_controls(f"Report: {render(path, output).index}"))
     return 0
 
 

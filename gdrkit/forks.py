@@ -15,21 +15,21 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from types import TracebackType
 
-__all__ = ["ForkSafeLock", "Inherited", "register"]
+__all__ = ["ForkAware", "ForkSafeLock", "register"]
 
 
-class Inherited(Protocol):
+class ForkAware(Protocol):
     """An object that a forked child inherits as a copy."""
 
     def after_fork_in_child(self) -> None:
         """Make the copy usable, or make it refuse all calls. No other thread exists at this time."""
 
 
-_registered: weakref.WeakSet[Inherited] = weakref.WeakSet()
+_registered: weakref.WeakSet[ForkAware] = weakref.WeakSet()
 
 
-def register(thing: Inherited) -> None:
-    """Call :meth:`Inherited.after_fork_in_child` of an object in every forked child, as long as the object lives."""
+def register(thing: ForkAware) -> None:
+    """Call :meth:`ForkAware.after_fork_in_child` of an object in every forked child, as long as the object lives."""
     _registered.add(thing)
 
 

@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "TWINNED",
-    "Control",
     "Launch",
-    "control",
+    "TwinControl",
     "environment",
     "execute",
     "overridden_hardware",
     "parse_apis",
     "present_hardware",
+    "twin_control",
     "twins_available",
 ]
 
@@ -55,7 +55,7 @@ _PRELOAD_VARIABLE = "GDRKIT_TWINS_PRELOAD"
 _SEED_MAX = (1 << 64) - 1
 
 
-class Control(Protocol):
+class TwinControl(Protocol):
     """Access of a test to a loaded twin."""
 
     def ledger(self, api: str) -> dict[str, object] | None:
@@ -241,7 +241,7 @@ def overridden_hardware(launch: Launch, tree: HostTree) -> str | None:
     return "; ".join(parts) or None
 
 
-def control() -> Control:
+def twin_control() -> TwinControl:
     """Return the module by which suites access the twins of this process.
 
     Raises
@@ -254,7 +254,7 @@ def control() -> Control:
     except ModuleNotFoundError as error:
         detail = f"no module {error.name}"
         raise _missing(_PACKAGE, detail) from error
-    return cast("Control", module)
+    return cast("TwinControl", module)
 
 
 def _folder(api: Api) -> Path | None:

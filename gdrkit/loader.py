@@ -30,8 +30,8 @@ __all__ = [
     "find_library",
     "import_native",
     "import_package",
-    "places",
     "root_logger_kept",
+    "search_paths",
     "setup_missing",
 ]
 
@@ -121,10 +121,10 @@ def find_library(soname: str) -> Path | None:
 
     ``LD_LIBRARY_PATH`` is taken as it was at the start of this process, because the loader read it then.
     """
-    return next((path for path in map(Path, places(soname, search_path=_loader_path())) if path.exists()), None)
+    return next((path for path in map(Path, search_paths(soname, search_path=_loader_path())) if path.exists()), None)
 
 
-def places(soname: str, *, search_path: Iterable[str], cached: Iterable[str] = ()) -> Iterator[str]:
+def search_paths(soname: str, *, search_path: Iterable[str], cached: Iterable[str] = ()) -> Iterator[str]:
     """Yield the paths where the loader looks for `soname`, in the order of ld.so(8) for a program without a run path.
 
     Parameters
@@ -149,7 +149,7 @@ def check_library(soname: str, *, operation: str) -> None:
     ------
     SetupMissing
         ENOEXEC: it is not an ELF file, or it is truncated. ELIBBAD: it has another class or byte order. EACCES: it
-        cannot be read. A file that is not found raises nothing, because the loader searches more places.
+        cannot be read. A file that is not found raises nothing, because the loader searches more paths.
     """
     path = find_library(soname)
     if path is None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import unicodedata
 
-__all__ = ["cell", "first_line", "harmless"]
+__all__ = ["cell", "escape_controls", "first_line"]
 
 _KEPT = frozenset("\n\t")
 # The Unicode categories of controls, formats (which set the direction of writing) and surrogates, and of the two line
@@ -18,7 +18,7 @@ _KEPT = frozenset("\n\t")
 _CATEGORIES = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
 
 
-def harmless(text: str) -> str:
+def escape_controls(text: str) -> str:
     r"""Return `text` with control and direction characters as escapes such as ``\x1b`` or ``\u202e``.
 
     New lines and tabs are kept.
@@ -30,7 +30,7 @@ def harmless(text: str) -> str:
 
 def first_line(text: str) -> str:
     """Return the whole text in one line, escaped."""
-    return harmless(" ".join(text.split()))
+    return escape_controls(" ".join(text.split()))
 
 
 def cell(text: object) -> str:

@@ -195,7 +195,7 @@ class Device:
 
         return Event(self)
 
-    def adopt(self, close: Callable[[], None]) -> Callable[[], None]:
+    def on_close(self, close: Callable[[], None]) -> Callable[[], None]:
         """Call `close` before the device is closed. Return a function that cancels this.
 
         Packages that build on a device use it.

@@ -46,7 +46,7 @@ class CudaMemory(ABC):
         self.length_bytes = length_bytes
         self._before = ReleaseStack()
         self._handle = Handle(f"memory.{kind.value}")
-        self._leave = device.adopt(self.close)
+        self._leave = device.on_close(self.close)
         self._closed = False
 
     @property

@@ -50,7 +50,7 @@ class PinnedMemory:
         # The object that all views share, while a view exists.
         self._array: weakref.ref[Any] | None = None
         self._handle = Handle("cuda.pinned")
-        self._leave = device.adopt(self.close)
+        self._leave = device.on_close(self.close)
         self._closed = False
 
     @property

@@ -37,7 +37,7 @@ class _Owned:
         self.device = device
         self._number = handle
         self._entry = Handle(f"cuda.{self._kind}")
-        self._leave = device.adopt(self.close)
+        self._leave = device.on_close(self.close)
         self._closed = False
 
     @property

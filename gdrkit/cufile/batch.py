@@ -103,7 +103,7 @@ class Batch:
         self.capacity = capacity
         self._number = int(_cufile.call("cuFileBatchIOSetUp", "batch_io_set_up", nr=capacity))
         self._handle = Handle("cufile.batch")
-        self._leave = driver.adopt(self.close)
+        self._leave = driver.on_close(self.close)
         self._cookies = itertools.count(1)
         self._requests: dict[int, Request] = {}
         self._kept: list[object] = []

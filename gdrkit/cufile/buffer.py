@@ -85,7 +85,7 @@ class RegisteredBuffer:
         with memory.current():
             _cufile.call("cuFileBufRegister", "buf_register", bufPtr_base=memory.address, length=length_bytes, flags=0)
         self._handle = Handle("cufile.buffer")
-        self._leave = driver.adopt(self.close)
+        self._leave = driver.on_close(self.close)
         self._closed = False
 
     @property

@@ -110,7 +110,7 @@ class Driver:
         self.check_open()
         return int(_cufile.call("cuFileGetBARSizeInKB", "get_bar_size_in_kb", gpuIndex=device_index))
 
-    def adopt(self, close: Callable[[], None]) -> Callable[[], None]:
+    def on_close(self, close: Callable[[], None]) -> Callable[[], None]:
         """Have `close` called before the driver is closed. Return a function that cancels this."""
         return self._children.push(close)
 

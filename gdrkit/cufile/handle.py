@@ -64,7 +64,7 @@ class FileHandle:
         self.fd = fd
         self._number = _cufile.register_file(fd)
         self._handle = Handle("cufile.file")
-        self._leave = driver.adopt(self.close)
+        self._leave = driver.on_close(self.close)
         self._pending: set[Pending] = set()
         self._closed = False
 

@@ -156,7 +156,7 @@ class RegisteredStream:
         self.stream = stream
         _cufile.call("cuFileStreamRegister", "stream_register", stream=stream, flags=int(fixed))
         self._handle = Handle("cufile.stream")
-        self._leave = driver.adopt(self.close)
+        self._leave = driver.on_close(self.close)
         self._closed = False
 
     def close(self) -> None:

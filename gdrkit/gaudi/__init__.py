@@ -9,10 +9,10 @@ from gdrkit.gaudi.device import Device, DeviceInfo, Generation, device_count, li
 from gdrkit.gaudi.host_mapping import HostMapping
 from gdrkit.gaudi.memory import BorrowedMemory, DeviceMemory, GaudiMemory
 from gdrkit.gaudi.pool import MemoryPool, PoolMemory
-from gdrkit.gaudi.query import AddressFacts
+from gdrkit.gaudi.query import AddressInfo
 
 __all__ = [
-    "AddressFacts",
+    "AddressInfo",
     "BorrowedMemory",
     "Device",
     "DeviceInfo",

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from gdrkit.gaudi.host_mapping import HostMapping
     from gdrkit.gaudi.memory import DeviceMemory
     from gdrkit.gaudi.pool import MemoryPool
-    from gdrkit.gaudi.query import AddressFacts
+    from gdrkit.gaudi.query import AddressInfo
 
-__all__ = ["Device", "DeviceInfo", "Generation", "Piece", "device_count", "list_devices"]
+__all__ = ["Device", "DeviceInfo", "Generation", "MappedRange", "device_count", "list_devices"]
 
 _GOYA = 0x0001
 # Device ids of one generation differ in the last five bits. All ids below that of Gaudi 2 are Gaudi 1.
@@ -97,7 +97,7 @@ class DeviceInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class MappedRange:
     """Memory with a device address, which :meth:`Device.query` can find.
 
     Attributes
@@ -177,7 +177,7 @@ class Device:
         self._children = ReleaseStack()
         self._copies = Copies(self._fd, is_gaudi1=not self.generation.maps_memory)
         self._physical: FirstFit | None = None
-        self._pieces: dict[int, Piece] = {}
+        self._mapped_ranges: dict[int, MappedRange] = {}
         self._closed = False
         self._handle = Handle("gaudi.device")
 
@@ -231,26 +231,26 @@ class Device:
 
         return HostMapping(self, buffer)
 
-    def query(self, address: int, *, length_bytes: int = 1) -> AddressFacts:
+    def query(self, address: int, *, length_bytes: int = 1) -> AddressInfo:
         """Return the memory at a device address; see :func:`gdrkit.gaudi.query.query`."""
         from gdrkit.gaudi.query import query
 
         return query(self, address, length_bytes=length_bytes)
 
-    def adopt(self, close: Callable[[], None]) -> Callable[[], None]:
+    def on_close(self, close: Callable[[], None]) -> Callable[[], None]:
         """Call `close` before the device is closed. Return a function that cancels this."""
         return self._children.push(close)
 
-    def pieces(self) -> tuple[Piece, ...]:
+    def mapped_ranges(self) -> tuple[MappedRange, ...]:
         """Return all memory that :meth:`query` can find."""
-        return tuple(self._pieces.copy().values())
+        return tuple(self._mapped_ranges.copy().values())
 
-    def enter(self, piece: Piece) -> Callable[[], None]:
+    def add_mapped(self, mapped: MappedRange) -> Callable[[], None]:
         """Add memory that :meth:`query` can find. Return a function that removes it."""
-        self._pieces[piece.base] = piece
+        self._mapped_ranges[mapped.base] = mapped
 
         def forget() -> None:
-            self._pieces.pop(piece.base, None)
+            self._mapped_ranges.pop(mapped.base, None)
 
         return forget
 

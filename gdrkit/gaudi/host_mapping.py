@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NoReturn, Self
 from gdrkit.buffers import MemoryKind
 from gdrkit.errors import Api, Reason, Unsupported, UsageError
 from gdrkit.gaudi import _hlthunk
-from gdrkit.gaudi.device import Piece
+from gdrkit.gaudi.device import MappedRange
 from gdrkit.handles import Handle
 
 if TYPE_CHECKING:
@@ -57,8 +57,8 @@ class HostMapping:
             host_size=view.nbytes,
         )
         self._handle = Handle("gaudi.host_mapping")
-        self._leave = device.adopt(self.close)
-        self._forget = device.enter(Piece(MemoryKind.HOST, self.address, self.length_bytes, None))
+        self._leave = device.on_close(self.close)
+        self._forget = device.add_mapped(MappedRange(MemoryKind.HOST, self.address, self.length_bytes, None))
 
     @property
     def closed(self) -> bool:

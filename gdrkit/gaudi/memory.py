@@ -18,7 +18,7 @@ from gdrkit.errors import ClosedResource, UsageError
 from gdrkit.forks import ForkSafeLock
 from gdrkit.gaudi import _hlthunk
 from gdrkit.gaudi._answers import error_of
-from gdrkit.gaudi.device import Piece
+from gdrkit.gaudi.device import MappedRange
 from gdrkit.handles import Handle, ReleaseStack
 from gdrkit.units import HOST_PAGE_BYTES, align_down, align_up
 
@@ -188,7 +188,7 @@ class GaudiMemory(ABC):
         self._offset_bytes = offset_bytes
         self._before = ReleaseStack()
         self._handle = Handle("memory.gaudi")
-        self._leave = self.device.adopt(self.close)
+        self._leave = self.device.on_close(self.close)
         self._closed = False
 
     @property
@@ -353,8 +353,8 @@ class DeviceMemory(GaudiMemory):
     def __init__(self, device: Device, length_bytes: int) -> None:
         allocation = Allocation(device, length_bytes)
         super().__init__(allocation, offset_bytes=0, length_bytes=length_bytes)
-        piece = Piece(self.kind, allocation.address, allocation.length_bytes, self._export_whole)
-        self._forget = device.enter(piece)
+        mapped = MappedRange(self.kind, allocation.address, allocation.length_bytes, self._export_whole)
+        self._forget = device.add_mapped(mapped)
 
     def _release(self) -> None:
         self._allocation.close()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Self
 from gdrkit.buffers import DmabufRange, MemoryKind
 from gdrkit.errors import Api, ApiError, ClosedResource, Reason, UsageError, errno_name
 from gdrkit.gaudi._ranges import FirstFit
-from gdrkit.gaudi.device import Piece
+from gdrkit.gaudi.device import MappedRange
 from gdrkit.gaudi.memory import Allocation, GaudiMemory
 from gdrkit.handles import Handle, ReleaseStack
 from gdrkit.units import HOST_PAGE_BYTES
@@ -52,8 +52,8 @@ class MemoryPool:
         self._parts = ReleaseStack()
         self._closed = False
         self._handle = Handle("gaudi.pool")
-        self._leave = device.adopt(self.close)
-        self._forget = device.enter(Piece(MemoryKind.GAUDI, self.address, self.length_bytes, self._exported))
+        self._leave = device.on_close(self.close)
+        self._forget = device.add_mapped(MappedRange(MemoryKind.GAUDI, self.address, self.length_bytes, self._exported))
 
     @property
     def address(self) -> int:
@@ -119,7 +119,7 @@ class MemoryPool:
                     address=self.address + offset_bytes,
                 )
 
-    def adopt(self, close: Callable[[], None]) -> Callable[[], None]:
+    def on_close(self, close: Callable[[], None]) -> Callable[[], None]:
         """Call `close` before the pool is closed. Return a function that cancels this."""
         return self._parts.push(close)
 
@@ -171,7 +171,7 @@ class PoolMemory(GaudiMemory):
         """Create a part of `pool`. Callers use :meth:`MemoryPool.allocate` instead."""
         super().__init__(pool.storage, offset_bytes=offset_bytes, length_bytes=length_bytes)
         self._pool = pool
-        self._leave_pool = pool.adopt(self.close)
+        self._leave_pool = pool.on_close(self.close)
 
     def _release(self) -> None:
         self._pool.give_back(self.address, self.length_bytes)

@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from gdrkit.buffers import DmabufRange, MemoryKind
     from gdrkit.gaudi.device import Device
 
-__all__ = ["AddressFacts", "query"]
+__all__ = ["AddressInfo", "query"]
 
 
 @dataclass(frozen=True, slots=True)
-class AddressFacts:
+class AddressInfo:
     """The result of a query. Closing it closes the dma-buf.
 
     Attributes
@@ -56,7 +56,7 @@ class AddressFacts:
         self.close()
 
 
-def query(device: Device, address: int, *, length_bytes: int = 1) -> AddressFacts:
+def query(device: Device, address: int, *, length_bytes: int = 1) -> AddressInfo:
     """Return the memory at ``[address, address + length)``.
 
     Raises
@@ -69,11 +69,11 @@ def query(device: Device, address: int, *, length_bytes: int = 1) -> AddressFact
     if length_bytes <= 0:
         message = f"{length_bytes} bytes are nothing to ask about"
         raise UsageError(message)
-    for piece in device.pieces():
-        if piece.base <= address and address + length_bytes <= piece.base + piece.length_bytes:
-            dmabuf = None if piece.export is None else piece.export(address - piece.base, length_bytes)
-            return AddressFacts(
-                kind=piece.kind, device=device, base=piece.base, length_bytes=piece.length_bytes, dmabuf=dmabuf
+    for mapped in device.mapped_ranges():
+        if mapped.base <= address and address + length_bytes <= mapped.base + mapped.length_bytes:
+            dmabuf = None if mapped.export is None else mapped.export(address - mapped.base, length_bytes)
+            return AddressInfo(
+                kind=mapped.kind, device=device, base=mapped.base, length_bytes=mapped.length_bytes, dmabuf=dmabuf
             )
-    message = f"{length_bytes} bytes at {address:#x} are not in one piece of memory of this device"
+    message = f"{length_bytes} bytes at {address:#x} are not in one allocation or mapping of this device"
     raise UsageError(message, reason=Reason.NOT_DEVICE_MEMORY)

@@ -60,7 +60,7 @@ def ledger_handles() -> dict[str, int]:
     """Return live handles by kind, e.g. ``{"verbs twin: ibv_mr": 1}``, over all loaded twins; empty on hardware."""
     found: dict[str, int] = {}
     for api in sorted({_api(library.path) for library in evidence.libraries() if is_twin(library)} - {""}):
-        state = launch.control().ledger(api) or {}
+        state = launch.twin_control().ledger(api) or {}
         counted = state.get("handles")
         if isinstance(counted, dict):
             found |= {f"{api} twin: {kind}": int(count) for kind, count in counted.items()}

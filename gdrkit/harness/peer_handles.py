@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from gdrkit.verbs import Access, Completion, Endpoint, Opcode, RemoteRange, Status
+from gdrkit.verbs import Access, Completion, CompletionOpcode, Endpoint, RemoteRange, Status
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -381,5 +381,5 @@ class PeerMemory(_Handle):
 def _completion(data: dict[str, Any]) -> Completion:
     opcode = data["opcode"]
     return Completion(
-        **{**data, "status": Status(data["status"]), "opcode": None if opcode is None else Opcode(opcode)}
+        **{**data, "status": Status(data["status"]), "opcode": None if opcode is None else CompletionOpcode(opcode)}
     )

@@ -8,7 +8,7 @@ import socket
 from typing import TYPE_CHECKING, Any
 
 from gdrkit import cuda, verbs
-from gdrkit.registration import gdr_handle, parcel, share
+from gdrkit.registration import gdr_handle, handle_message, share
 from gdrkit.registration.handle import ShareKind
 
 if TYPE_CHECKING:
@@ -45,13 +45,16 @@ class _Share:
             made.send(connection)
 
     def import_memory(self, device: int, descriptors: list[int]) -> dict[str, Any]:
-        with _connection(descriptors) as connection, parcel.receive(connection, timeout_ms=_TIMEOUT_MS) as arrived:
+        with (
+            _connection(descriptors) as connection,
+            handle_message.receive(connection, timeout_ms=_TIMEOUT_MS) as arrived,
+        ):
             return self._made(share.import_memory(self._objects.get(device, cuda.Device), arrived))
 
     def register_dmabuf(self, nic: int, descriptors: list[int]) -> dict[str, Any]:
         with (
             _connection(descriptors) as connection,
-            parcel.receive(connection, timeout_ms=_TIMEOUT_MS) as arrived,
+            handle_message.receive(connection, timeout_ms=_TIMEOUT_MS) as arrived,
             share.import_dmabuf(arrived) as dmabuf,
         ):
             region = self._objects.get(nic, verbs.Nic).register_dmabuf(dmabuf)

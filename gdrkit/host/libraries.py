@@ -1,6 +1,6 @@
 """Prediction of the file that the dynamic loader opens for a library name.
 
-:func:`gdrkit.loader.places` has the order of the search. The loader's cache is parsed by its layout (glibc,
+:func:`gdrkit.loader.search_paths` has the order of the search. The loader's cache is parsed by its layout (glibc,
 sysdeps/generic/dl-cache.h), because ``ldconfig -p`` reads the cache of this host only, and not that of a capture.
 """
 
@@ -46,7 +46,7 @@ def find_libraries(tree: HostTree, sonames: Iterable[str], *, search_path: Itera
     cached, folders = cached_libraries(tree), tuple(search_path)
     return {
         soname: next(
-            filter(tree.exists, loader.places(soname, search_path=folders, cached=cached.get(soname, ()))), None
+            filter(tree.exists, loader.search_paths(soname, search_path=folders, cached=cached.get(soname, ()))), None
         )
         for soname in sonames
     }

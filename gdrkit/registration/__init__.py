@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from gdrkit.registration.cache import RegionCache
 from gdrkit.registration.handle import ShareHandle, ShareKind
+from gdrkit.registration.handle_message import HandleMessage, receive
 from gdrkit.registration.lease import Lease
-from gdrkit.registration.manager import GdrManager, GdrState, GpuState, Obstacle
+from gdrkit.registration.manager import GdrManager, GdrObstacle, GdrState, GpuState
 from gdrkit.registration.ordering import FlushOption, Ordering, WriteVisibility
-from gdrkit.registration.parcel import Parcel, receive
 from gdrkit.registration.placement import Distance, Placement
 from gdrkit.registration.policy import Registration, RegistrationRoute, register
 from gdrkit.registration.pool import BufferPool, PoolStatistics, RdmaBuffer
@@ -23,12 +23,12 @@ __all__ = [
     "Distance",
     "FlushOption",
     "GdrManager",
+    "GdrObstacle",
     "GdrState",
     "GpuState",
+    "HandleMessage",
     "Lease",
-    "Obstacle",
     "Ordering",
-    "Parcel",
     "Placement",
     "PoolStatistics",
     "RdmaBuffer",

@@ -1,4 +1,4 @@
-"""Index of the entries of a region cache, by address.
+"""Entries of a region cache, and their index by address.
 
 The index makes no calls and requires the lock of the cache. The chunks of memory are sorted by address and never
 overlap, so one binary search finds a range, however many entries there are.
@@ -16,70 +16,74 @@ if TYPE_CHECKING:
     from gdrkit.buffers import DeviceBuffer
     from gdrkit.registration.policy import Registration
 
-__all__ = ["Entry", "Index", "Key", "end_of", "overlaps"]
+__all__ = ["AllocationKey", "CacheEntry", "EntryIndex", "end_of", "overlaps"]
 
 # The (base, length, buffer id) of every chunk of an allocation, in order of their addresses.
-Key = tuple[tuple[int, int, int], ...]
+AllocationKey = tuple[tuple[int, int, int], ...]
 
 
-def end_of(key: Key) -> int:
+def end_of(key: AllocationKey) -> int:
     """Return the address after the last byte."""
     return key[-1][0] + key[-1][1]
 
 
-def overlaps(key: Key, begin: int, end: int) -> bool:
+def overlaps(key: AllocationKey, begin: int, end: int) -> bool:
     """Return whether the chunks of `key` overlap [begin, end)."""
     return key[0][0] < end and begin < end_of(key)
 
 
-class Entry:
+class CacheEntry:
     """One registered allocation in a region cache."""
 
     __slots__ = (
         "alive",
         "base",
         "end",
-        "give_back",
-        "holders",
+        "is_claimed",
         "is_present",
-        "is_taken",
         "key",
         "known_by",
+        "lease_marks",
         "linked",
         "memory",
         "registration",
+        "release",
     )
 
     def __init__(
-        self, key: Key, memory: DeviceBuffer, registration: Registration, give_back: Callable[[Entry], None]
+        self,
+        key: AllocationKey,
+        memory: DeviceBuffer,
+        registration: Registration,
+        release: Callable[[CacheEntry], None],
     ) -> None:
         self.key = key
         self.base = key[0][0]
         self.end = end_of(key)
         self.memory = memory
         self.registration = registration
-        self.give_back = give_back
+        self.release = release
         self.is_present = memory.presence(key)
-        self.known_by: list[DeviceBuffer] = []  # The buffers for which Index.known has this entry.
+        self.known_by: list[DeviceBuffer] = []  # The buffers for which EntryIndex.known has this entry.
         # One item for each lease. Items are added under the lock of the cache and removed without it.
-        self.holders: list[None] = []
+        self.lease_marks: list[None] = []
         self.linked = False
-        self.is_taken = False  # Whether a thread is deregistering it.
+        self.is_claimed = False  # Whether a thread is deregistering it.
         # Whether the memory was not released. Closing the device also releases it.
         self.alive = True
-        memory.before_release(self._end)
+        memory.before_release(self._on_memory_release)
 
     @property
     def leases(self) -> int:
         """The number of leases. `list.copy` and `list.pop` are atomic against each other, also without a GIL."""
-        return len(self.holders.copy())
+        return len(self.lease_marks.copy())
 
     @property
     def length_bytes(self) -> int:
         """Size of the registered memory in bytes."""
         return self.end - self.base
 
-    def _end(self) -> None:
+    def _on_memory_release(self) -> None:
         self.alive = False
 
 
@@ -89,10 +93,10 @@ class _Chunk:
     def __init__(self, base: int, end: int) -> None:
         self.base = base
         self.end = end
-        self.entries: list[Entry] = []
+        self.entries: list[CacheEntry] = []
 
 
-class Index:
+class EntryIndex:
     """The linked entries of a region cache, indexed by their chunks and ordered by their last use.
 
     Attributes
@@ -104,15 +108,15 @@ class Index:
     """
 
     def __init__(self, *, regions_max: int, bytes_max: int) -> None:
-        self.used: OrderedDict[Entry, None] = OrderedDict()
-        self.known: dict[DeviceBuffer, Entry] = {}
+        self.used: OrderedDict[CacheEntry, None] = OrderedDict()
+        self.known: dict[DeviceBuffer, CacheEntry] = {}
         self._regions_max = regions_max
         self._bytes_max = bytes_max
         self._bytes = 0
         self._bases: list[int] = []
         self._chunks: list[_Chunk] = []  # In the order of _bases.
 
-    def find(self, address: int, end: int) -> Entry | None:
+    def find(self, address: int, end: int) -> CacheEntry | None:
         """Return an entry that contains all of [address, end), or None."""
         at = bisect_right(self._bases, address)
         if at:
@@ -121,16 +125,16 @@ class Index:
                     return entry
         return None
 
-    def learn(self, memory: DeviceBuffer, entry: Entry) -> None:
+    def remember(self, memory: DeviceBuffer, entry: CacheEntry) -> None:
         """Add `memory` to `known` if the linked `entry` contains all of it, so that later lookups need no search."""
         begin = memory.address
         if memory not in self.known and entry.base <= begin and begin + memory.length_bytes <= entry.end:
             self.known[memory] = entry
             entry.known_by.append(memory)
 
-    def overlapping(self, begin: int, end: int) -> list[Entry]:
+    def overlapping(self, begin: int, end: int) -> list[CacheEntry]:
         """Return the entries that overlap [begin, end), each once."""
-        found: dict[Entry, None] = {}
+        found: dict[CacheEntry, None] = {}
         for chunk in self._chunks[max(bisect_right(self._bases, begin) - 1, 0) :]:
             if chunk.base >= end:
                 break
@@ -138,7 +142,7 @@ class Index:
                 found.update(dict.fromkeys(chunk.entries))
         return list(found)
 
-    def outdated_by(self, key: Key) -> list[Entry]:
+    def invalidated_by(self, key: AllocationKey) -> list[CacheEntry]:
         """Return the entries with a chunk that cannot exist any more, because the chunks of `key` exist."""
         facts = set(key)
         return [
@@ -147,7 +151,7 @@ class Index:
             if any(fact not in facts and overlaps(key, fact[0], fact[0] + fact[1]) for fact in entry.key)
         ]
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: CacheEntry) -> None:
         """Link an entry. The caller has unlinked the entries that it outdates."""
         for base, length_bytes, _buffer_id in entry.key:
             at = bisect_left(self._bases, base)
@@ -158,7 +162,7 @@ class Index:
         self.used[entry] = None
         self._bytes += entry.length_bytes
 
-    def remove(self, entry: Entry) -> None:
+    def remove(self, entry: CacheEntry) -> None:
         """Unlink an entry."""
         for base, _length_bytes, _buffer_id in entry.key:
             at = bisect_left(self._bases, base)
@@ -173,17 +177,17 @@ class Index:
         self._bytes -= entry.length_bytes
 
     @property
-    def is_over(self) -> bool:
+    def is_over_limit(self) -> bool:
         """Whether the number of regions or of bytes is above its limit."""
         return len(self.used) > self._regions_max or self._bytes > self._bytes_max
 
-    def too_much(self) -> list[Entry]:
+    def eviction_candidates(self) -> list[CacheEntry]:
         """Return the entries to evict so that the limits hold, least recently used first.
 
         Leased entries are skipped: they could not be deregistered now, and the next lookup would register the same
         memory a second time.
         """
-        found: list[Entry] = []
+        found: list[CacheEntry] = []
         count, length_bytes = len(self.used) - self._regions_max, self._bytes - self._bytes_max
         if count > 0 or length_bytes > 0:
             for entry in tuple(self.used):

@@ -18,10 +18,8 @@ from typing import TYPE_CHECKING, Self
 from gdrkit import forks
 from gdrkit.errors import ClosedResource, GdrkitError, Reason, UsageError
 from gdrkit.handles import Handle
-from gdrkit.registration._departures import Departures
-from gdrkit.registration._entries import Index, end_of
-from gdrkit.registration._flights import Flights
-from gdrkit.registration._whole import register_whole
+from gdrkit.registration._entries import EntryIndex, end_of
+from gdrkit.registration._pending import PendingDeregistrations, PendingRegistrations, register_allocation
 from gdrkit.registration.lease import Lease, refuse_range
 from gdrkit.registration.policy import ALL_ACCESS, check_memory, checked_nics
 from gdrkit.registration.statistics import CacheStatistics
@@ -32,8 +30,8 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from gdrkit.buffers import DeviceBuffer
-    from gdrkit.registration._entries import Entry
-    from gdrkit.registration._flights import Flight
+    from gdrkit.registration._entries import CacheEntry
+    from gdrkit.registration._pending import PendingRegistration
     from gdrkit.registration.policy import RegistrationRoute
     from gdrkit.verbs import Access, Nic
 
@@ -82,13 +80,13 @@ class RegionCache:
         self.bytes_max = bytes_max
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
-        self._index = Index(regions_max=regions_max, bytes_max=bytes_max)
+        self._index = EntryIndex(regions_max=regions_max, bytes_max=bytes_max)
         self._known, self._used = self._index.known, self._index.used
-        self._flights = Flights(self._changed)
-        self._departures = Departures(self._changed)
+        self._registering = PendingRegistrations(self._changed)
+        self._deregistering = PendingDeregistrations(self._changed)
         self._watched: dict[DeviceBuffer, Callable[[], None]] = {}
         self._hits = self._misses = self._registrations = self._evictions = self._invalidations = 0
-        self._is_full = False  # Over a limit, because leased entries stay.
+        self._is_over_limit = False  # Over a limit, because leased entries stay.
         self._closing = self._closed = False
         self._handle = Handle("registration.cache")
         forks.register(self)
@@ -108,11 +106,11 @@ class RegionCache:
                 evictions=self._evictions,
                 invalidations=self._invalidations,
                 regions=len(self._used),
-                registered_bytes=self._departures.registered_bytes,
+                registered_bytes=self._deregistering.registered_bytes,
                 leases=self._leased(),
-                in_flight=len(self._flights),
-                waiting=self._flights.waiting,
-                not_deregistered=len(self._departures.refused),
+                in_flight=len(self._registering),
+                waiting=self._registering.waiting,
+                not_deregistered=len(self._deregistering.failed),
             )
 
     def lease(self, memory: DeviceBuffer, *, offset_bytes: int = 0, length_bytes: int | None = None) -> Lease:
@@ -154,13 +152,13 @@ class RegionCache:
         if entry is not None:
             with self._lock:
                 if entry.linked and not self._closing:
-                    entry.holders.append(None)
+                    entry.lease_marks.append(None)
                     self._hits += 1
                     self._used.move_to_end(entry)
                 else:
                     entry = None  # Another thread has unlinked it.
-        if entry is None or not self._holds(entry):
-            entry = self._searched(memory, address, address + length_bytes)
+        if entry is None or not self._is_still_valid(entry):
+            entry = self._find_or_register(memory, address, address + length_bytes)
         return Lease(entry, address, length_bytes)
 
     def invalidate(self, address: int, *, length_bytes: int) -> int:
@@ -175,8 +173,8 @@ class RegionCache:
             An entry could not be deregistered (the error of the first one). All entries were removed from the cache.
         """
         with self._lock:
-            count, victims = self._forget(address, address + length_bytes)
-        self._departures.deregister(victims, raising=True)
+            count, victims = self._unlink_range(address, address + length_bytes)
+        self._deregistering.deregister(victims, raising=True)
         return count
 
     def close(self, *, timeout_ms: float | None = 0) -> None:
@@ -200,18 +198,18 @@ class RegionCache:
                 return
             self._closing = True
             is_quiet = self._changed.wait_for(
-                lambda: not self._leased() and not self._flights, None if timeout_ms is None else timeout_ms / 1000
+                lambda: not self._leased() and not self._registering, None if timeout_ms is None else timeout_ms / 1000
             )
             if not is_quiet:
                 self._closing = False
-                message = f"{self._leased()} leases are open and {len(self._flights)} registrations under way"
+                message = f"{self._leased()} leases are open and {len(self._registering)} registrations are pending"
                 raise UsageError(
                     message, reason=Reason.BUSY, what_to_do="close the leases first, or wait by timeout_ms"
                 )
-            victims = self._departures.take_over()
+            victims = self._deregistering.claim_all()
             for entry in tuple(self._used):
                 victims += self._unlink(entry)
-        self._departures.deregister(victims, raising=True)
+        self._deregistering.deregister(victims, raising=True)
         for leave in self._watched.values():
             leave()
         self._watched.clear()
@@ -224,17 +222,17 @@ class RegionCache:
         The child neither leases nor deregisters. The cache of the parent and its leases stay valid.
         """
         # Keeps the references: the child must not release these.
-        self._inherited = (self._index, self._flights, self._departures, self._watched)
+        self._inherited = (self._index, self._registering, self._deregistering, self._watched)
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
-        self._index = Index(regions_max=self.regions_max, bytes_max=self.bytes_max)
+        self._index = EntryIndex(regions_max=self.regions_max, bytes_max=self.bytes_max)
         self._known, self._used = self._index.known, self._index.used
-        self._flights = Flights(self._changed)
-        self._departures = Departures(self._changed)
+        self._registering = PendingRegistrations(self._changed)
+        self._deregistering = PendingDeregistrations(self._changed)
         self._watched = {}
         self._closing = self._closed = True
 
-    def _holds(self, entry: Entry) -> bool:
+    def _is_still_valid(self, entry: CacheEntry) -> bool:
         """Return whether the memory of a leased entry is still the same. If not, unlink the entry and end the lease."""
         is_present = entry.is_present  # `entry.is_present()` would be slower.
         try:
@@ -243,17 +241,17 @@ class RegionCache:
             if is_present() and entry.alive:
                 return True
         except BaseException:
-            self._give_back(entry)
+            self._release_lease(entry)
             raise
         with self._lock:
             self._hits -= 1
             if entry.linked:
                 self._unlink(entry)  # Returns []: this thread still has a lease.
                 self._invalidations += 1
-        self._give_back(entry)
+        self._release_lease(entry)
         return False
 
-    def _searched(self, memory: DeviceBuffer, address: int, end: int) -> Entry:
+    def _find_or_register(self, memory: DeviceBuffer, address: int, end: int) -> CacheEntry:
         """Return a valid, leased entry that contains [address, end): one from the index, or a new one."""
         while True:
             if memory.closed:
@@ -265,20 +263,20 @@ class RegionCache:
                     raise ClosedResource(_CACHE)
                 entry = self._index.find(address, end)
                 if entry is not None:
-                    entry.holders.append(None)
+                    entry.lease_marks.append(None)
                     self._hits += 1
                     self._used.move_to_end(entry)
                     if memory in self._watched:
-                        self._index.learn(memory, entry)
+                        self._index.remember(memory, entry)
             if entry is None:
-                entry = self._missed(memory)
+                entry = self._register_or_wait(memory)
                 if entry is not None:
                     return entry
                 continue
-            if self._holds(entry):
+            if self._is_still_valid(entry):
                 return entry
 
-    def _missed(self, memory: DeviceBuffer) -> Entry | None:
+    def _register_or_wait(self, memory: DeviceBuffer) -> CacheEntry | None:
         """Register the memory, or wait for the thread that registers it. None: the caller has to search again."""
         key = memory.allocation_key()
         with self._lock:
@@ -287,23 +285,23 @@ class RegionCache:
             if memory.closed or (memory.owned and memory not in self._watched):
                 # The before-release action has already run: another thread is freeing the memory.
                 raise ClosedResource(_MEMORY)
-            flight = self._flights.find(key)
-            is_first = flight is None
-            if flight is None:
+            pending = self._registering.find(key)
+            is_first = pending is None
+            if pending is None:
                 # The thread that registered it may have finished since this thread searched the index.
-                landed = self._index.find(key[0][0], end_of(key))
-                if landed is not None and landed.key == key:
+                existing = self._index.find(key[0][0], end_of(key))
+                if existing is not None and existing.key == key:
                     return None
-                flight = self._flights.start(key)
+                pending = self._registering.start(key)
             else:
-                flight.waiters += 1
+                pending.waiters += 1
             self._misses += 1
-        return self._fly(flight, memory) if is_first else self._wait(flight)
+        return self._register(pending, memory) if is_first else self._wait(pending)
 
-    def _fly(self, flight: Flight, memory: DeviceBuffer) -> Entry:
+    def _register(self, pending: PendingRegistration, memory: DeviceBuffer) -> CacheEntry:
         try:
-            entry = register_whole(
-                flight.key, memory, self.nics, access=self.access, route=self.route, give_back=self._give_back
+            entry = register_allocation(
+                pending.key, memory, self.nics, access=self.access, route=self.route, release=self._release_lease
             )
         except BaseException as error:
             # The waiters raise the same failure, but each raises its own error object: an error raised in several
@@ -311,90 +309,90 @@ class RegionCache:
             # a signal handler raised in this thread) is not passed on, and the waiters try again.
             shared = error.fresh() if isinstance(error, GdrkitError) else None
             with self._lock:
-                flight.error = shared
-                self._flights.land(flight)
+                pending.error = shared
+                self._registering.complete(pending)
             raise
         with self._lock:
             self._registrations += 1
-            self._departures.registered_bytes += entry.length_bytes
+            self._deregistering.registered_bytes += entry.length_bytes
             # The waiting threads get their leases here, so that the entry is not evicted before they wake up.
-            entry.holders.extend([None] * (1 + flight.waiters))
-            victims = [] if flight.unlinked or entry.length_bytes > self.bytes_max else self._link(entry)
+            entry.lease_marks.extend([None] * (1 + pending.waiters))
+            victims = [] if pending.unlinked or entry.length_bytes > self.bytes_max else self._link(entry)
             if not entry.linked:
-                self._departures.add(entry)
-            flight.entry = entry
-            self._flights.land(flight)
-        self._departures.deregister(victims, raising=False)
+                self._deregistering.add(entry)
+            pending.entry = entry
+            self._registering.complete(pending)
+        self._deregistering.deregister(victims, raising=False)
         return entry
 
-    def _wait(self, flight: Flight) -> Entry | None:
+    def _wait(self, pending: PendingRegistration) -> CacheEntry | None:
         try:
-            flight.done.wait()
+            pending.done.wait()
         except BaseException:
             with self._lock:
-                flight.waiters -= 1
-                entry = flight.entry
+                pending.waiters -= 1
+                entry = pending.entry
             if entry is not None:
-                self._give_back(entry)
+                self._release_lease(entry)
             raise
-        if flight.error is not None:
-            raise flight.error.fresh()
-        return flight.entry
+        if pending.error is not None:
+            raise pending.error.fresh()
+        return pending.entry
 
-    def _link(self, entry: Entry) -> list[Entry]:
+    def _link(self, entry: CacheEntry) -> list[CacheEntry]:
         """Link an entry. Return the entries that the caller has to deregister because of it."""
-        victims: list[Entry] = []
-        for old in self._index.outdated_by(entry.key):
+        victims: list[CacheEntry] = []
+        for old in self._index.invalidated_by(entry.key):
             victims += self._unlink(old)
             self._invalidations += 1
         self._index.add(entry)
         entry.linked = True
-        return victims + self._evicted()
+        return victims + self._evict()
 
     def _leased(self) -> int:
-        return sum(entry.leases for entry in (*self._used, *self._departures.pending))
+        return sum(entry.leases for entry in (*self._used, *self._deregistering.pending))
 
-    def _unlink(self, entry: Entry) -> list[Entry]:
+    def _unlink(self, entry: CacheEntry) -> list[CacheEntry]:
         """Unlink an entry, so that lookups do not find it. Return it in a list if the caller has to deregister it."""
         self._index.remove(entry)
-        entry.linked = False  # Set before the leases are counted; see _give_back.
-        return self._departures.add(entry)
+        entry.linked = False  # Set before the leases are counted; see _release_lease.
+        return self._deregistering.add(entry)
 
-    def _evicted(self) -> list[Entry]:
-        self._is_full = True  # Set before the leases are counted; see _give_back.
-        outdated = self._index.too_much()
+    def _evict(self) -> list[CacheEntry]:
+        self._is_over_limit = True  # Set before the leases are counted; see _release_lease.
+        outdated = self._index.eviction_candidates()
         victims = [victim for entry in outdated for victim in self._unlink(entry)]
         self._evictions += len(outdated)
-        self._is_full = self._index.is_over
+        self._is_over_limit = self._index.is_over_limit
         return victims
 
-    def _give_back(self, entry: Entry) -> None:
+    def _release_lease(self, entry: CacheEntry) -> None:
         """End a lease, in most cases without taking the lock.
 
         A thread that holds the lock and counts the leases first changes one of the three conditions below. Removing a
-        holder and counting the holders are atomic against each other. So either that count excludes this holder, or
-        this thread sees the changed condition and calls `_ended`.
+        holder and counting the lease_marks are atomic against each other. So either that count excludes this holder, or
+        this thread sees the changed condition and calls `_finish_release`.
         """
-        entry.holders.pop()
-        if not entry.linked or self._is_full or self._closing:
-            self._ended(entry)
+        entry.lease_marks.pop()
+        if not entry.linked or self._is_over_limit or self._closing:
+            self._finish_release(entry)
 
-    def _ended(self, entry: Entry) -> None:
+    def _finish_release(self, entry: CacheEntry) -> None:
         """Do the work that had to wait for the end of a lease."""
         if self._closed:
             # The cache is closed and still has a lease: this is a forked child, where the lease is a copy of the
             # parent's.
             return
         with self._lock:
-            victims = self._evicted() if entry.linked else self._departures.take(entry)
+            victims = self._evict() if entry.linked else self._deregistering.claim(entry)
             if self._closing:
                 self._changed.notify_all()
-        self._departures.deregister(victims, raising=True)
+        self._deregistering.deregister(victims, raising=True)
 
-    def _forget(self, begin: int, end: int) -> tuple[int, list[Entry]]:
+    def _unlink_range(self, begin: int, end: int) -> tuple[int, list[CacheEntry]]:
         found = self._index.overlapping(begin, end)
         victims = [victim for entry in found for victim in self._unlink(entry)]
-        count = len(found) + self._flights.unlink(begin, end)
+        count = len(found) + self._registering.unlink(begin, end)
         self._invalidations += count
         return count, victims
 
@@ -410,21 +408,21 @@ class RegionCache:
     def _before_free(self, memory: DeviceBuffer) -> None:
         begin, end = memory.address, memory.address + memory.length_bytes
         with self._lock:
-            _count, victims = self._forget(begin, end)
+            _count, victims = self._unlink_range(begin, end)
         while True:
-            self._departures.deregister(victims, raising=True)
+            self._deregistering.deregister(victims, raising=True)
             with self._lock:
-                victims = self._departures.take_over(begin, end)
+                victims = self._deregistering.claim_all(begin, end)
                 if victims:
                     continue
-                pending = self._departures.overlapping(begin, end)
-                flying = self._flights.overlapping(begin, end)
-                if not pending and not flying:
+                pending = self._deregistering.overlapping(begin, end)
+                registering = self._registering.overlapping(begin, end)
+                if not pending and not registering:
                     self._watched.pop(memory, None)
                     return
                 leased = sum(entry.leases for entry in pending)
                 break
-        message = f"{leased} leases and {flying} registrations under way still reach the memory"
+        message = f"{leased} leases and {registering} pending registrations still use the memory"
         raise UsageError(message, reason=Reason.BUSY, what_to_do="close the leases first, then free it")
 
     def __enter__(self) -> Self:

@@ -11,10 +11,10 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from gdrkit.buffers import DeviceBuffer
-    from gdrkit.registration._entries import Entry
+    from gdrkit.registration._entries import CacheEntry
     from gdrkit.registration.policy import RegistrationRoute
     from gdrkit.verbs import Nic, RemoteRange
-    from gdrkit.verbs.region import Piece
+    from gdrkit.verbs.region import ScatterGatherElement
 
 __all__ = ["Lease", "refuse_range"]
 
@@ -32,9 +32,9 @@ class Lease:
 
     __slots__ = ("_entry", "address", "length_bytes")
 
-    def __init__(self, entry: Entry, address: int, length_bytes: int) -> None:
+    def __init__(self, entry: CacheEntry, address: int, length_bytes: int) -> None:
         """Create a lease of `entry`. Callers use :meth:`RegionCache.lease` instead."""
-        self._entry: Entry | None = entry
+        self._entry: CacheEntry | None = entry
         self.address = address
         self.length_bytes = length_bytes
 
@@ -62,13 +62,13 @@ class Lease:
         entry, offset_bytes, length_bytes = self._part(offset_bytes, length_bytes)
         return entry.registration.remote(nic, offset_bytes=offset_bytes, length_bytes=length_bytes)
 
-    def piece(self, nic: Nic, *, offset_bytes: int = 0, length_bytes: int | None = None) -> Piece:
+    def element(self, nic: Nic, *, offset_bytes: int = 0, length_bytes: int | None = None) -> ScatterGatherElement:
         """Return a scatter/gather element for a part of the range, for local requests.
 
         A length of None means up to the end.
         """
         entry, offset_bytes, length_bytes = self._part(offset_bytes, length_bytes)
-        return entry.registration.region(nic).piece(offset_bytes=offset_bytes, length_bytes=length_bytes)
+        return entry.registration.region(nic).element(offset_bytes=offset_bytes, length_bytes=length_bytes)
 
     def close(self) -> None:
         """End the lease. A second close does nothing.
@@ -81,16 +81,16 @@ class Lease:
         """
         entry, self._entry = self._entry, None
         if entry is not None:
-            give_back = entry.give_back  # Calling it as `entry.give_back(entry)` is slower.
-            give_back(entry)
+            release = entry.release  # Calling it as `entry.release(entry)` is slower.
+            release(entry)
 
-    def _open(self) -> Entry:
+    def _open(self) -> CacheEntry:
         if self._entry is None:
             what = "lease"
             raise ClosedResource(what)
         return self._entry
 
-    def _part(self, offset_bytes: int, length_bytes: int | None) -> tuple[Entry, int, int]:
+    def _part(self, offset_bytes: int, length_bytes: int | None) -> tuple[CacheEntry, int, int]:
         entry = self._open()
         length_bytes = self.length_bytes - offset_bytes if length_bytes is None else length_bytes
         check_range(offset_bytes=offset_bytes, length_bytes=length_bytes, size_bytes=self.length_bytes)

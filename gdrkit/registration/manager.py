@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from gdrkit.host import HostTree
     from gdrkit.registration.lease import Lease
 
-__all__ = ["GdrManager", "GdrState", "GpuState", "Obstacle"]
+__all__ = ["GdrManager", "GdrObstacle", "GdrState", "GpuState"]
 
 
 @dataclass(frozen=True, slots=True)
-class Obstacle:
+class GdrObstacle:
     """The reason why something is not possible on this machine, copied from the fields of an error."""
 
     api: Api
@@ -53,7 +53,7 @@ class GpuState:
     uuid: str
     pci_bus_id: str
     route: RegistrationRoute | None
-    obstacle: Obstacle | None
+    obstacle: GdrObstacle | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +66,13 @@ class GdrState:
         Names of the active NICs. Every registration is made with all of them.
     gpus : tuple of GpuState
         States of all requested GPUs.
-    obstacles : tuple of Obstacle
+    obstacles : tuple of GdrObstacle
         Reasons why no transfer is possible at all. It is empty if a transfer is possible.
     """
 
     nics: tuple[str, ...]
     gpus: tuple[GpuState, ...]
-    obstacles: tuple[Obstacle, ...]
+    obstacles: tuple[GdrObstacle, ...]
 
     @property
     def available(self) -> bool:
@@ -173,7 +173,7 @@ class GdrManager:
         cache = self.cache(memory.device.index)
         return cache.lease(memory, offset_bytes=offset_bytes, length_bytes=length_bytes)
 
-    def near_nic(self, gpu_index: int) -> verbs.Nic:
+    def nearest_nic(self, gpu_index: int) -> verbs.Nic:
         """Return the NIC for the next transfer of this GPU. The nearest NICs take turns."""
         return self.placement.choose(self.device(gpu_index).pci_bus_id, self._nics)
 
@@ -184,7 +184,7 @@ class GdrManager:
 
         The caller connects to the peer through that NIC.
         """
-        nic = self.near_nic(gpu_index)
+        nic = self.nearest_nic(gpu_index)
         return nic, lease.remote(nic, offset_bytes=offset_bytes, length_bytes=length_bytes)
 
     def close(self, *, timeout_ms: float | None = 0) -> None:
@@ -240,7 +240,7 @@ class GdrManager:
                 )
             )
         self._failures = tuple(failures)
-        obstacles = tuple(Obstacle.of(error) for error in failures)
+        obstacles = tuple(GdrObstacle.of(error) for error in failures)
         return GdrState(nics=tuple(nic.name for nic in self._nics), gpus=gpus, obstacles=obstacles)
 
     def _open_nics(self, names: Sequence[str] | None) -> tuple[verbs.Nic, ...]:
@@ -257,13 +257,13 @@ class GdrManager:
     def _try(self, device: cuda.Device, *, is_asked: bool) -> GpuState:
         """Register one page of the device's memory with every NIC, because only that shows that it works."""
         route: RegistrationRoute | None = None
-        obstacle: Obstacle | None = None
+        obstacle: GdrObstacle | None = None
         if is_asked:
             try:
                 with device.allocate(GPU_RDMA_PAGE_BYTES) as memory, register(memory, self._nics) as registration:
                     route = registration.route
             except (ApiError, RegistrationFailed) as error:
-                obstacle = Obstacle.of(error)
+                obstacle = GdrObstacle.of(error)
                 self._failed[device.index] = error.fresh()
             else:
                 self._devices[device.index] = device

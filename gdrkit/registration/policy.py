@@ -239,7 +239,7 @@ def _named(thing: object) -> str:
 
 def _by_dmabuf(registration: Registration, nics: Sequence[Nic], access: Access) -> None:
     for nic in nics:
-        refusal = nic.dmabuf_refusal()
+        refusal = nic.dmabuf_error()
         if refusal is not None:
             raise refusal
     dmabuf = registration.memory.export_dmabuf()

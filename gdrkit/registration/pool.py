@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from gdrkit.buffers import Allocator, DeviceBuffer
     from gdrkit.registration.policy import Registration
     from gdrkit.verbs import Access, Nic, RemoteRange
-    from gdrkit.verbs.region import Piece
+    from gdrkit.verbs.region import ScatterGatherElement
 
 __all__ = ["BufferPool", "PoolStatistics", "RdmaBuffer"]
 
@@ -91,14 +91,14 @@ class RdmaBuffer:
         begin, length_bytes = self._part(offset_bytes, length_bytes)
         return self._registration.remote(nic, offset_bytes=begin, length_bytes=length_bytes)
 
-    def piece(self, nic: Nic, *, offset_bytes: int = 0, length_bytes: int | None = None) -> Piece:
+    def element(self, nic: Nic, *, offset_bytes: int = 0, length_bytes: int | None = None) -> ScatterGatherElement:
         """Return a scatter/gather element for a part of the buffer, for local requests.
 
         A length of None means up to the end.
         """
         self._check_open()
         begin, length_bytes = self._part(offset_bytes, length_bytes)
-        return self._registration.region(nic).piece(offset_bytes=begin, length_bytes=length_bytes)
+        return self._registration.region(nic).element(offset_bytes=begin, length_bytes=length_bytes)
 
     def read(self, *, offset_bytes: int = 0, length_bytes: int | None = None) -> bytes:
         """Copy a part of the buffer to the host and return it. A length of None means up to the end."""

@@ -3,8 +3,8 @@
 There are three methods. CUDA IPC shares the allocation, with an offset, so that memory inside an allocation begins at
 the right byte in the importer. VMM shares chunks as file descriptors. A dma-buf is exported by the owner, and the agent
 registers it with its NICs without mapping it. :mod:`gdrkit.registration.handle` defines the format,
-:mod:`gdrkit.registration.parcel` sends it through a socket, and :mod:`gdrkit.registration.exports` has the measured
-results.
+:mod:`gdrkit.registration.handle_message` sends it through a socket, and :mod:`gdrkit.registration.exports` has the
+measured results.
 
 Without a CUDA driver, every function of this module that needs CUDA raises ``Unsupported`` with ENOTSUP, so that no
 invalid handle exists.
@@ -35,7 +35,7 @@ from gdrkit.errors import (
 from gdrkit.host import is_running, this_process
 from gdrkit.registration.exports import advice, explained
 from gdrkit.registration.handle import ShareHandle, ShareKind
-from gdrkit.registration.parcel import Parcel
+from gdrkit.registration.handle_message import HandleMessage
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -67,7 +67,7 @@ class SharedMemory(CudaMemory):
 
 def export_memory(
     memory: DeviceBuffer, *, kind: ShareKind, offset_bytes: int = 0, length_bytes: int | None = None
-) -> Parcel:
+) -> HandleMessage:
     """Export a part of this memory, and return the message for the importer. The caller sends and closes it.
 
     The importer has the memory until it closes it. If the owner frees the memory earlier, the driver decides what the
@@ -105,7 +105,7 @@ def export_memory(
     return _EXPORTERS[kind](memory, offset_bytes, length_bytes)
 
 
-def export_address(address: int, *, length_bytes: int, device_index: int, kind: ShareKind) -> Parcel:
+def export_address(address: int, *, length_bytes: int, device_index: int, kind: ShareKind) -> HandleMessage:
     """Export memory that other code allocated and owns; see :func:`export_memory`.
 
     Raises
@@ -159,14 +159,14 @@ def device_of(handle: ShareHandle) -> cuda.Device:
     raise _elsewhere(handle)
 
 
-def import_memory(device: cuda.Device, parcel: Parcel) -> SharedMemory:
+def import_memory(device: cuda.Device, handle_message: HandleMessage) -> SharedMemory:
     """Map memory of another process into this one, and return its shared part.
 
     Parameters
     ----------
     device : Device
         The device that has the memory; see :func:`device_of`.
-    parcel : Parcel
+    handle_message : HandleMessage
         A handle message of the kind IPC or VMM. It is borrowed, and can be closed afterwards.
 
     Raises
@@ -179,14 +179,14 @@ def import_memory(device: cuda.Device, parcel: Parcel) -> SharedMemory:
     UsageError
         NO_DEVICE: the memory is on another device. MALFORMED: the sizes of the handle and of the driver differ.
     """
-    handle = parcel.handle
+    handle = handle_message.handle
     if handle.kind is ShareKind.DMABUF:
         message = "a dma-buf has no address in this process"
         raise UsageError(message, what_to_do="import_dmabuf() gives what a NIC can register")
     _require_device(device, handle)
     _require_owner(handle)
     try:
-        whole = _OPENERS[handle.kind](device, handle, parcel.descriptors)
+        whole = _OPENERS[handle.kind](device, handle, handle_message.descriptors)
     except ApiError as error:
         # If the owner ended after the check above, that is the reason.
         if is_running(handle.owner) is False:
@@ -202,7 +202,7 @@ def import_memory(device: cuda.Device, parcel: Parcel) -> SharedMemory:
         raise
 
 
-def import_dmabuf(parcel: Parcel) -> DmabufRange:
+def import_dmabuf(handle_message: HandleMessage) -> DmabufRange:
     """Return the dma-buf of another process, for the NICs of this process. This needs no CUDA.
 
     The address of the range is a device address of the owner. NICs and peers use it to name the bytes. It is not a
@@ -210,7 +210,7 @@ def import_dmabuf(parcel: Parcel) -> DmabufRange:
 
     Parameters
     ----------
-    parcel : Parcel
+    handle_message : HandleMessage
         A handle message of the kind dma-buf. It is borrowed: the range gets a duplicate of the descriptor.
 
     Raises
@@ -222,12 +222,12 @@ def import_dmabuf(parcel: Parcel) -> DmabufRange:
     UsageError
         The handle is of another kind. MALFORMED: the sizes of the handle and of the descriptor differ.
     """
-    handle = parcel.handle
+    handle = handle_message.handle
     if handle.kind is not ShareKind.DMABUF:
         message = f"a handle of the kind {handle.kind.name} has no dma-buf"
         raise UsageError(message, what_to_do="import_memory() takes it")
     _require_owner(handle)
-    (fd,) = parcel.descriptors
+    (fd,) = handle_message.descriptors
     if _size_of(fd) != handle.allocation_bytes:
         message = f"the handle says {handle.allocation_bytes} bytes, and the descriptor has {_size_of(fd)}"
         raise UsageError(message, reason=Reason.MALFORMED)
@@ -236,7 +236,7 @@ def import_dmabuf(parcel: Parcel) -> DmabufRange:
     )
 
 
-def _export_ipc(memory: CudaMemory, offset_bytes: int, length_bytes: int) -> Parcel:
+def _export_ipc(memory: CudaMemory, offset_bytes: int, length_bytes: int) -> HandleMessage:
     allocation_bytes, begin_bytes = _place(memory, offset_bytes)
     try:
         ipc = cuda.export_handle(memory)
@@ -254,10 +254,10 @@ def _export_ipc(memory: CudaMemory, offset_bytes: int, length_bytes: int) -> Par
         owner=this_process(),
         ipc=ipc,
     )
-    return Parcel(handle.pack())
+    return HandleMessage(handle.pack())
 
 
-def _export_vmm(memory: CudaMemory, offset_bytes: int, length_bytes: int) -> Parcel:
+def _export_vmm(memory: CudaMemory, offset_bytes: int, length_bytes: int) -> HandleMessage:
     if not isinstance(memory, VmmMemory):
         raise _not_supported(
             "cuMemExportToShareableHandle",
@@ -285,10 +285,10 @@ def _export_vmm(memory: CudaMemory, offset_bytes: int, length_bytes: int) -> Par
         for descriptor in descriptors:
             os.close(descriptor)
         raise
-    return Parcel(handle.pack(), descriptors)
+    return HandleMessage(handle.pack(), descriptors)
 
 
-def _export_dmabuf(memory: CudaMemory, offset_bytes: int, length_bytes: int) -> Parcel:
+def _export_dmabuf(memory: CudaMemory, offset_bytes: int, length_bytes: int) -> HandleMessage:
     with memory.export_dmabuf(offset_bytes=offset_bytes, length_bytes=length_bytes) as exported:
         handle = ShareHandle(
             kind=ShareKind.DMABUF,
@@ -300,7 +300,7 @@ def _export_dmabuf(memory: CudaMemory, offset_bytes: int, length_bytes: int) -> 
             device_uuid=_uuid_of(memory.device),
             owner=this_process(),
         )
-        return Parcel(handle.pack(), [exported.take()])
+        return HandleMessage(handle.pack(), [exported.take()])
 
 
 _EXPORTERS = {ShareKind.IPC: _export_ipc, ShareKind.VMM: _export_vmm, ShareKind.DMABUF: _export_dmabuf}

@@ -17,7 +17,7 @@ from gdrkit.report.noise import judge, sample
 from gdrkit.report.record import Record, Verdict
 from gdrkit.report.routes import RouteState, file_statuses, route_statuses
 from gdrkit.report.sweep import is_shown, measured_apis, split_number
-from gdrkit.text import harmless
+from gdrkit.text import escape_controls
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -115,7 +115,7 @@ def describe_comparison(found: Comparison) -> str:
         members = [change for change in found.changes if change.outcome == outcome]
         if members:
             lines.append(f"{outcome.replace('_', ' ')} ({len(members)})")
-            lines += [f"  {harmless(_line(change))}" for change in members[:_SHOWN_MAX]]
+            lines += [f"  {escape_controls(_line(change))}" for change in members[:_SHOWN_MAX]]
             if len(members) > _SHOWN_MAX:
                 lines.append(f"  and {len(members) - _SHOWN_MAX} more: --json has all")
     numbers = [change for change in found.changes if change.kind == "number"]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from xml.etree import ElementTree as ET
 
 from gdrkit.report.record import Verdict
-from gdrkit.text import harmless
+from gdrkit.text import escape_controls
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -81,4 +81,4 @@ def _case(suite: ET.Element, record: Record) -> None:
 
 
 def _clean(text: str) -> str:
-    return _FORBIDDEN.sub("\N{REPLACEMENT CHARACTER}", harmless(text))
+    return _FORBIDDEN.sub("\N{REPLACEMENT CHARACTER}", escape_controls(text))

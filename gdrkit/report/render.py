@@ -16,7 +16,7 @@ from gdrkit.report.junit import render_junit
 from gdrkit.report.metrics import render_metrics
 from gdrkit.report.run import RunFolder, make_folder, write_whole
 from gdrkit.report.view import make_view
-from gdrkit.text import cell, harmless
+from gdrkit.text import cell, escape_controls
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -88,7 +88,7 @@ def environment(*, escaped: bool) -> Environment:
     from markupsafe import Markup
 
     def finalized(value: object) -> object:
-        return harmless(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+        return escape_controls(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
     made = Environment(
         loader=FileSystemLoader(install_paths().templates),

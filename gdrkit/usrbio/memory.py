@@ -16,7 +16,7 @@ from gdrkit.buffers import DmabufRange
 from gdrkit.errors import ApiError, GdrkitError, Reason, RegistrationFailed, SetupMissing, UsageError
 from gdrkit.handles import ReleaseStack
 from gdrkit.registration import (
-    Parcel,
+    HandleMessage,
     Placement,
     RegistrationRoute,
     ShareKind,
@@ -141,46 +141,50 @@ class Nics:
         GdrkitError
             As of :func:`~gdrkit.registration.import_dmabuf` and :func:`~gdrkit.registration.register`.
         """
-        parcel = Parcel(handle, descriptors) if handle else None
+        handle_message = HandleMessage(handle, descriptors) if handle else None
         try:
-            return self._register_device(target, parcel)
+            return self._register_device(target, handle_message)
         finally:
-            if parcel is not None:
-                parcel.close()
+            if handle_message is not None:
+                handle_message.close()
 
     def close(self) -> None:
         """Close them."""
         self._parts.run()
 
-    def _register_device(self, target: DeviceTarget, parcel: Parcel | None) -> Registered:
-        if parcel is not None and parcel.handle.length_bytes != target.length_bytes:
-            message = f"the link says {target.length_bytes} bytes and the handle {parcel.handle.length_bytes}"
+    def _register_device(self, target: DeviceTarget, handle_message: HandleMessage | None) -> Registered:
+        if handle_message is not None and handle_message.handle.length_bytes != target.length_bytes:
+            message = f"the link says {target.length_bytes} bytes and the handle {handle_message.handle.length_bytes}"
             raise Refused(errno.EINVAL, message)
         refusals: list[GdrkitError] = []
         registered = Registered(target.length_bytes)
         try:
-            own = self._opened(registered, target, parcel, refusals)
-            if parcel is not None and parcel.handle.kind is ShareKind.DMABUF:
-                self._by_dmabuf(registered, parcel, own, refusals)
+            own = self._opened(registered, target, handle_message, refusals)
+            if handle_message is not None and handle_message.handle.kind is ShareKind.DMABUF:
+                self._by_dmabuf(registered, handle_message, own, refusals)
             if not registered.keys and own is not None:
                 self._by_address(registered, own, refusals)
             if not registered.keys:
                 raise _no_way(refusals)  # noqa: TRY301 - what was made is taken back below.
-            registered.near = self._near(own, parcel)
+            registered.near = self._near(own, handle_message)
         except BaseException as error:
             registered.undo(error)
             raise
         return registered
 
     def _opened(
-        self, registered: Registered, target: DeviceTarget, parcel: Parcel | None, refusals: list[GdrkitError]
+        self,
+        registered: Registered,
+        target: DeviceTarget,
+        handle_message: HandleMessage | None,
+        refusals: list[GdrkitError],
     ) -> CudaMemory | None:
         """The memory with an address of this process, where that can be had; else why not is a refusal."""
         try:
-            device = device_of(parcel.handle) if parcel is not None else device_at(target.device_index)
+            device = device_of(handle_message.handle) if handle_message is not None else device_at(target.device_index)
             registered.hold(device.close)
-            if parcel is not None and parcel.handle.kind is not ShareKind.DMABUF:
-                memory: CudaMemory = import_memory(device, parcel)
+            if handle_message is not None and handle_message.handle.kind is not ShareKind.DMABUF:
+                memory: CudaMemory = import_memory(device, handle_message)
                 registered.hold(memory.close)
                 return memory
             if target.ipc is None:
@@ -191,14 +195,14 @@ class Nics:
             return None
 
     def _by_dmabuf(
-        self, registered: Registered, parcel: Parcel, own: CudaMemory | None, refusals: list[GdrkitError]
+        self, registered: Registered, handle_message: HandleMessage, own: CudaMemory | None, refusals: list[GdrkitError]
     ) -> None:
         for nic in self.all:
-            refusal = nic.dmabuf_refusal()
+            refusal = nic.dmabuf_error()
             if refusal is not None:
                 refusals.append(refusal)
                 return
-        with import_dmabuf(parcel) as theirs:
+        with import_dmabuf(handle_message) as theirs:
             address = theirs.address if own is None else own.address
             source = DmabufRange(
                 theirs.dup().take(),
@@ -221,12 +225,12 @@ class Nics:
         registered.keys = tuple((made.region(nic).remote_address, made.region(nic).rkey) for nic in self.all)
         registered.route = RegistrationRoute.PEER_MEMORY
 
-    def _near(self, own: CudaMemory | None, parcel: Parcel | None) -> tuple[int, ...]:
+    def _near(self, own: CudaMemory | None, handle_message: HandleMessage | None) -> tuple[int, ...]:
         if own is not None:
             nearest = self._placement.nearest(own.device.pci_bus_id, self.all)
-        elif parcel is not None:
+        elif handle_message is not None:
             try:
-                with device_of(parcel.handle) as device:
+                with device_of(handle_message.handle) as device:
                     nearest = self._placement.nearest(device.pci_bus_id, self.all)
             except (ApiError, UsageError):
                 return ()  # Which is near is not known here; it works by any of them.

@@ -10,8 +10,8 @@ from gdrkit.verbs.completion import WORK_ID_MAX, Completion, CompletionQueue
 from gdrkit.verbs.initiator import Burst, Direction, Initiator, Latencies
 from gdrkit.verbs.nic import Nic, NicInfo, PortInfo, list_nics
 from gdrkit.verbs.queue_pair import QueuePair
-from gdrkit.verbs.region import Piece, Region
-from gdrkit.verbs.status import Access, LinkLayer, Opcode, PortState, QueuePairState, Status
+from gdrkit.verbs.region import Region, ScatterGatherElement
+from gdrkit.verbs.status import Access, CompletionOpcode, LinkLayer, PortState, QueuePairState, Status
 from gdrkit.verbs.wire import Endpoint, RemoteRange
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "Access",
     "Burst",
     "Completion",
+    "CompletionOpcode",
     "CompletionQueue",
     "Direction",
     "Endpoint",
@@ -27,14 +28,13 @@ __all__ = [
     "LinkLayer",
     "Nic",
     "NicInfo",
-    "Opcode",
-    "Piece",
     "PortInfo",
     "PortState",
     "QueuePair",
     "QueuePairState",
     "Region",
     "RemoteRange",
+    "ScatterGatherElement",
     "Status",
     "list_nics",
 ]

@@ -17,7 +17,7 @@ from gdrkit.verbs import _errors
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["explained", "module"]
+__all__ = ["module", "raise_as_verbs_error"]
 
 _NAME = "gdrkit.verbs._initiator"
 
@@ -47,7 +47,7 @@ def module() -> Any:
 
 
 @contextlib.contextmanager
-def explained(*, pinned_bytes: int = 0, **arguments: object) -> Iterator[None]:
+def raise_as_verbs_error(*, pinned_bytes: int = 0, **arguments: object) -> Iterator[None]:
     """Turn an OSError of the native module into the error of the verb that failed."""
     try:
         yield

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from gdrkit import forks, loader
 from gdrkit.errors import ApiError, SetupMissing
 from gdrkit.verbs import _errors, _layout
-from gdrkit.verbs._rows import DeviceRow, GidRow, MadeRegion, PortRow, WorkCompletion
+from gdrkit.verbs._rows import DeviceRow, GidRow, NativeRegion, PortRow, WorkCompletion
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -63,7 +63,7 @@ _WC_WITH_IMM = 1 << 1
 _LOST = -1  # The error_code of pyverbs if it did not keep the errno.
 
 # pyverbs 44 refuses a request without a scatter/gather element. An empty element has the same meaning.
-_NO_PIECE = ((0, 0, 0),)
+_EMPTY_ELEMENT = ((0, 0, 0),)
 
 
 class _Held:
@@ -261,7 +261,7 @@ def host_address(view: memoryview) -> tuple[object, int]:
     return keeper, ctypes.addressof(keeper)
 
 
-def register_address(domain: Any, *, address: int, length_bytes: int, access: int, device: bool) -> MadeRegion:
+def register_address(domain: Any, *, address: int, length_bytes: int, access: int, device: bool) -> NativeRegion:
     """Register host memory, or device memory by its address, with ibv_reg_mr."""
     operation = _errors.REG_ADDRESS if device else _errors.REG_MR
     said: dict[str, Any] = {
@@ -273,12 +273,12 @@ def register_address(domain: Any, *, address: int, length_bytes: int, access: in
         made = _library().ibv_reg_mr(pointer, address, length_bytes, access)
         return _made(operation, made, iova=address, **said)
     region = _create(operation, lambda: _modules().mr.MR(domain, length_bytes, access, address=address), **said)
-    return MadeRegion(region.lkey, region.rkey, address, lambda: close("ibv_dereg_mr", region))
+    return NativeRegion(region.lkey, region.rkey, address, lambda: close("ibv_dereg_mr", region))
 
 
 def register_dmabuf(
     domain: Any, *, fd: int, offset_bytes: int, length_bytes: int, iova: int, access: int
-) -> MadeRegion:
+) -> NativeRegion:
     """Register a dma-buf with ibv_reg_dmabuf_mr.
 
     The region has the given `iova` if the pointer of the domain is known. Otherwise its iova is the offset, because
@@ -295,12 +295,12 @@ def register_dmabuf(
         lambda: _modules().mr.DmaBufMR(domain, length_bytes, access, fd, offset_bytes),
         arguments={**arguments, "iova": offset_bytes},
     )
-    return MadeRegion(region.lkey, region.rkey, offset_bytes, lambda: close("ibv_dereg_mr", region))
+    return NativeRegion(region.lkey, region.rkey, offset_bytes, lambda: close("ibv_dereg_mr", region))
 
 
 def _made(
     operation: str, made: Any, *, iova: int, arguments: Mapping[str, object], pinned_bytes: int = 0
-) -> MadeRegion:
+) -> NativeRegion:
     """Return the region that a ctypes call made, or raise the error of its errno if it returned NULL."""
     number = ctypes.get_errno()
     if not made:
@@ -316,7 +316,7 @@ def _made(
             raise _errors.error_of(operation="ibv_dereg_mr", number=answer, arguments={"lkey": lkey})
         _held.ids.remove(id(made))
 
-    return MadeRegion(lkey, int(made.contents.rkey), iova, deregister)
+    return NativeRegion(lkey, int(made.contents.rkey), iova, deregister)
 
 
 def probe_dmabuf(domain: Any, *, length_bytes: int, access: int) -> ApiError | None:
@@ -414,36 +414,36 @@ def post_send(
     work_id: int,
     opcode: int,
     flags: int,
-    pieces: Sequence[tuple[int, int, int]],
+    elements: Sequence[tuple[int, int, int]],
     remote: tuple[int, int] | None,
     immediate: int,
 ) -> None:
-    """Post one send request with ibv_post_send. Pieces are (address, length, lkey), and `remote` is (rkey, address)."""
-    elements = [_modules().wr.SGE(*piece) for piece in pieces or _NO_PIECE]
+    """Post one send request with ibv_post_send. Elements are (address, length, lkey), `remote` is (rkey, address)."""
+    sges = [_modules().wr.SGE(*element) for element in elements or _EMPTY_ELEMENT]
     request = _modules().wr.SendWR(
         wr_id=work_id,
         opcode=opcode,
-        num_sge=len(elements),
+        num_sge=len(sges),
         imm_data=socket.htonl(immediate),
-        sg=elements,
+        sg=sges,
         send_flags=flags,
     )
     if remote is not None:
         request.set_wr_rdma(*remote)
     try:
-        call("ibv_post_send", pair.post_send, request, arguments={"opcode": opcode, "pieces": len(pieces)})
+        call("ibv_post_send", pair.post_send, request, arguments={"opcode": opcode, "elements": len(elements)})
     finally:
-        _free(request, *elements)
+        _free(request, *sges)
 
 
-def post_receive(pair: Any, *, work_id: int, pieces: Sequence[tuple[int, int, int]]) -> None:
+def post_receive(pair: Any, *, work_id: int, elements: Sequence[tuple[int, int, int]]) -> None:
     """Post one receive request with ibv_post_recv."""
-    elements = [_modules().wr.SGE(*piece) for piece in pieces or _NO_PIECE]
-    request = _modules().wr.RecvWR(wr_id=work_id, num_sge=len(elements), sg=elements)
+    sges = [_modules().wr.SGE(*element) for element in elements or _EMPTY_ELEMENT]
+    request = _modules().wr.RecvWR(wr_id=work_id, num_sge=len(sges), sg=sges)
     try:
-        call("ibv_post_recv", pair.post_recv, request, arguments={"pieces": len(pieces)})
+        call("ibv_post_recv", pair.post_recv, request, arguments={"elements": len(elements)})
     finally:
-        _free(request, *elements)
+        _free(request, *sges)
 
 
 def _free(*requests: Any) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["DeviceRow", "GidRow", "MadeRegion", "PortRow", "WorkCompletion"]
+__all__ = ["DeviceRow", "GidRow", "NativeRegion", "PortRow", "WorkCompletion"]
 
 
 class DeviceRow(NamedTuple):
@@ -38,7 +38,7 @@ class GidRow(NamedTuple):
 
 
 @dataclass(frozen=True)
-class MadeRegion:
+class NativeRegion:
     """A registered memory region. ``iova`` is the address of its first byte in requests."""
 
     lkey: int

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Self
 from gdrkit.errors import Api, ApiError, ClosedResource, Reason, Unsupported, UsageError
 from gdrkit.handles import Handle
 from gdrkit.verbs import _pyverbs
-from gdrkit.verbs.status import Opcode, Status
+from gdrkit.verbs.status import CompletionOpcode, Status
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,11 +46,11 @@ _REASONS = {
     Status.RNR_RETRY_EXC_ERR: (Reason.TIMEOUT, "have the other side post its receives earlier"),
     Status.WR_FLUSH_ERR: (Reason.CLOSED, "look for the first failed completion of this queue pair: it is the cause"),
     Status.REM_ACCESS_ERR: (Reason.NO_PERMISSION, "check key, bounds and access of the region at the other side"),
-    Status.LOC_PROT_ERR: (Reason.NO_PERMISSION, "check key and bounds of the local pieces"),
+    Status.LOC_PROT_ERR: (Reason.NO_PERMISSION, "check key and bounds of the local elements"),
 }
 
 
-def tagged(work_id: int, kind: str) -> int:
+def encode_work_id(work_id: int, kind: str) -> int:
     """Return the id of a request for libibverbs: the id of the caller, with the type in the upper bits."""
     if not 0 <= work_id <= WORK_ID_MAX:
         message = f"work_id {work_id} is not a number from 0 to {WORK_ID_MAX}"
@@ -70,7 +70,7 @@ class Completion:
         The completion status.
     request : str
         The type of the request: ``rdma_write``, ``rdma_read``, ``send`` or ``recv``.
-    opcode : Opcode or None
+    opcode : CompletionOpcode or None
         The completed operation. None for a failed request, because libibverbs leaves it undefined.
     length_bytes : int
         Number of bytes that arrived, for a receive or a read. Otherwise it is undefined.
@@ -85,7 +85,7 @@ class Completion:
     work_id: int
     status: Status
     request: str
-    opcode: Opcode | None
+    opcode: CompletionOpcode | None
     length_bytes: int
     immediate: int | None
     vendor_error: int
@@ -133,7 +133,7 @@ class CompletionQueue:
         self._waiting: deque[Completion] = deque()
         self._closed = False
         self._handle = Handle("verbs.completion_queue")
-        self._leave: Callable[[], None] = nic.adopt(self.close)
+        self._leave: Callable[[], None] = nic.on_close(self.close)
 
     @property
     def closed(self) -> bool:
@@ -279,7 +279,7 @@ def _completion(entry: WorkCompletion) -> Completion:
         work_id=entry.work_id & WORK_ID_MAX,
         status=status,
         request=_KINDS[kind] if kind < len(_KINDS) else _KINDS[0],
-        opcode=Opcode(entry.opcode) if status is Status.SUCCESS else None,
+        opcode=CompletionOpcode(entry.opcode) if status is Status.SUCCESS else None,
         length_bytes=entry.length_bytes,
         immediate=entry.immediate if status is Status.SUCCESS else None,
         vendor_error=entry.vendor_error,

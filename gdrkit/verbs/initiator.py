@@ -99,7 +99,7 @@ class Initiator:
                 raise UsageError(message)
         self.nic_name = nic_name
         self.memory_bytes = memory_bytes
-        with _native.explained(pinned_bytes=memory_bytes, nic=nic_name, memory_bytes=memory_bytes):
+        with _native.raise_as_verbs_error(pinned_bytes=memory_bytes, nic=nic_name, memory_bytes=memory_bytes):
             self._native: Any = _native.module().Initiator(
                 nic_name, memory_bytes=memory_bytes, queue_pairs=queue_pairs, depth_max=depth_max
             )
@@ -128,7 +128,7 @@ class Initiator:
             ibv_modify_qp failed, or the number of peers is not the number of queue pairs (EINVAL).
         """
         told = [peer.to_dict() for peer in peers]
-        with _native.explained(peers=len(peers), reads_max=reads_max):
+        with _native.raise_as_verbs_error(peers=len(peers), reads_max=reads_max):
             self._open().connect(told, reads_max=reads_max)
 
     def write(self, data: bytes | bytearray | memoryview, *, offset_bytes: int = 0) -> None:
@@ -230,7 +230,7 @@ class Initiator:
         options = {"length_bytes": length_bytes, "operations": operations, **depths}
         options["slots"] = self._slots(remote, length_bytes, operations)
         native = self._open()
-        with _native.explained(nic=self.nic_name, direction=direction.value, **options):
+        with _native.raise_as_verbs_error(nic=self.nic_name, direction=direction.value, **options):
             told: dict[str, Any] = getattr(native, name)(
                 to_peer=direction is Direction.WRITE,
                 remote_address=remote.address,

@@ -118,7 +118,7 @@ class Nic:
         self.name = name
         self._children = ReleaseStack()
         self._closed = False
-        self._dmabuf_refusal: Unsupported | None = None
+        self._dmabuf_error: Unsupported | None = None
         self._dmabuf_asked = False
         try:
             self._context = _pyverbs.open_device(name)
@@ -181,10 +181,10 @@ class Nic:
         return self._domain
 
     def supports_dmabuf(self) -> bool:
-        """Return whether device, driver and kernel can import dma-bufs at all; see :meth:`dmabuf_refusal`."""
-        return self.dmabuf_refusal() is None
+        """Return whether device, driver and kernel can import dma-bufs at all; see :meth:`dmabuf_error`."""
+        return self.dmabuf_error() is None
 
-    def dmabuf_refusal(self) -> ApiError | None:
+    def dmabuf_error(self) -> ApiError | None:
         """Return the error of importing dma-bufs, as a new object at each call, or None if the import is supported.
 
         The probe registers a descriptor that is not open. EBADF means that only the descriptor was wrong. This result,
@@ -195,9 +195,9 @@ class Nic:
             refusal = _pyverbs.probe_dmabuf(self.domain, length_bytes=HOST_PAGE_BYTES, access=int(_ALL_ACCESS))
             if refusal is not None and not isinstance(refusal, Unsupported):
                 return refusal
-            self._dmabuf_refusal = None if refusal is None else refusal.fresh()
+            self._dmabuf_error = None if refusal is None else refusal.fresh()
             self._dmabuf_asked = True
-        return None if self._dmabuf_refusal is None else self._dmabuf_refusal.fresh()
+        return None if self._dmabuf_error is None else self._dmabuf_error.fresh()
 
     def register_host(self, buffer: bytearray | mmap.mmap | memoryview, *, access: Access = _ALL_ACCESS) -> Region:
         """Register a writable host buffer. The buffer cannot be resized or closed before the region is closed.
@@ -293,7 +293,7 @@ class Nic:
         *,
         sends_max: int = 64,
         receives_max: int = 64,
-        pieces_max: int = 4,
+        elements_max: int = 4,
         inline_bytes_max: int = 0,
     ) -> QueuePair:
         """Create a reliable connected queue pair.
@@ -306,11 +306,11 @@ class Nic:
             send_queue if receive_queue is None else receive_queue,
             sends_max=sends_max,
             receives_max=receives_max,
-            pieces_max=pieces_max,
+            elements_max=elements_max,
             inline_bytes_max=inline_bytes_max,
         )
 
-    def adopt(self, close: Callable[[], None]) -> Callable[[], None]:
+    def on_close(self, close: Callable[[], None]) -> Callable[[], None]:
         """Call `close` before the device is closed. Return a function that cancels this."""
         self._check_open()
         return self._children.push(close)

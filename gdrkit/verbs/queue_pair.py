@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Self
 from gdrkit.errors import ClosedResource, UsageError
 from gdrkit.handles import Handle
 from gdrkit.verbs import _pyverbs
-from gdrkit.verbs.completion import Completion, tagged
-from gdrkit.verbs.region import Piece, Region
+from gdrkit.verbs.completion import Completion, encode_work_id
+from gdrkit.verbs.region import Region, ScatterGatherElement
 from gdrkit.verbs.status import Access, LinkLayer, QueuePairState, mtu_code
 from gdrkit.verbs.wire import Endpoint
 
@@ -81,7 +81,7 @@ class QueuePair:
         *,
         sends_max: int,
         receives_max: int,
-        pieces_max: int,
+        elements_max: int,
         inline_bytes_max: int,
     ) -> None:
         self.nic = nic
@@ -94,15 +94,15 @@ class QueuePair:
             limits={
                 "max_send_wr": sends_max,
                 "max_recv_wr": receives_max,
-                "max_send_sge": pieces_max,
-                "max_recv_sge": pieces_max,
+                "max_send_sge": elements_max,
+                "max_recv_sge": elements_max,
                 "max_inline_data": inline_bytes_max,
             },
         )
         self._psn = secrets.randbits(24)
         self._closed = False
         self._handle = Handle("verbs.queue_pair")
-        self._leave: Callable[[], None] = nic.adopt(self.close)
+        self._leave: Callable[[], None] = nic.on_close(self.close)
 
     @property
     def closed(self) -> bool:
@@ -202,7 +202,7 @@ class QueuePair:
 
     def post_write(
         self,
-        source: Region | Sequence[Piece],
+        source: Region | Sequence[ScatterGatherElement],
         remote: RemoteRange,
         *,
         work_id: int,
@@ -216,7 +216,7 @@ class QueuePair:
 
         Parameters
         ----------
-        source : Region or sequence of Piece
+        source : Region or sequence of ScatterGatherElement
             A region, or scatter/gather elements that are written one after the other. Of a region, `local_offset_bytes`
             and `length_bytes` choose a part. A length of None means the length of `remote`.
         remote : RemoteRange
@@ -240,13 +240,13 @@ class QueuePair:
             There are more bytes than `remote` has, or than the region.
         """
         opcode = _Send.RDMA_WRITE if immediate is None else _Send.RDMA_WRITE_WITH_IMM
-        pieces = _pieces(source, local_offset_bytes, remote.length_bytes if length_bytes is None else length_bytes)
+        elements = _elements(source, local_offset_bytes, remote.length_bytes if length_bytes is None else length_bytes)
         flags = _flags(signaled=signaled, inline=inline)
-        self._post(opcode, pieces, remote, work_id=work_id, kind="rdma_write", flags=flags, immediate=immediate)
+        self._post(opcode, elements, remote, work_id=work_id, kind="rdma_write", flags=flags, immediate=immediate)
 
     def post_read(
         self,
-        target: Region | Sequence[Piece],
+        target: Region | Sequence[ScatterGatherElement],
         remote: RemoteRange,
         *,
         work_id: int,
@@ -255,13 +255,13 @@ class QueuePair:
         signaled: bool = True,
     ) -> None:
         """Post an RDMA READ from the beginning of `remote` into local bytes; see :meth:`post_write`."""
-        pieces = _pieces(target, local_offset_bytes, remote.length_bytes if length_bytes is None else length_bytes)
+        elements = _elements(target, local_offset_bytes, remote.length_bytes if length_bytes is None else length_bytes)
         flags = _flags(signaled=signaled, inline=False)
-        self._post(_Send.RDMA_READ, pieces, remote, work_id=work_id, kind="rdma_read", flags=flags, immediate=None)
+        self._post(_Send.RDMA_READ, elements, remote, work_id=work_id, kind="rdma_read", flags=flags, immediate=None)
 
     def post_send(
         self,
-        source: Region | Sequence[Piece],
+        source: Region | Sequence[ScatterGatherElement],
         *,
         work_id: int,
         local_offset_bytes: int = 0,
@@ -277,12 +277,12 @@ class QueuePair:
         """
         opcode = _Send.SEND if immediate is None else _Send.SEND_WITH_IMM
         flags = _flags(signaled=signaled, inline=inline) | (_Flag.SOLICITED if solicited else _Flag(0))
-        pieces = _pieces(source, local_offset_bytes, length_bytes)
-        self._post(opcode, pieces, None, work_id=work_id, kind="send", flags=flags, immediate=immediate)
+        elements = _elements(source, local_offset_bytes, length_bytes)
+        self._post(opcode, elements, None, work_id=work_id, kind="send", flags=flags, immediate=immediate)
 
     def post_receive(
         self,
-        target: Region | Sequence[Piece],
+        target: Region | Sequence[ScatterGatherElement],
         *,
         work_id: int,
         local_offset_bytes: int = 0,
@@ -292,8 +292,8 @@ class QueuePair:
 
         With an empty sequence, it receives the immediate of the next RDMA WRITE with immediate.
         """
-        pieces = _pieces(target, local_offset_bytes, length_bytes)
-        _pyverbs.post_receive(self._open(), work_id=tagged(work_id, "recv"), pieces=_raw(pieces))
+        elements = _elements(target, local_offset_bytes, length_bytes)
+        _pyverbs.post_receive(self._open(), work_id=encode_work_id(work_id, "recv"), elements=_raw(elements))
 
     def wait(self, timeout_ms: float) -> Completion:
         """Return the next completion of the send queue for this queue pair; see :meth:`CompletionQueue.wait`."""
@@ -338,7 +338,7 @@ class QueuePair:
     def _post(
         self,
         opcode: _Send,
-        pieces: Sequence[Piece],
+        elements: Sequence[ScatterGatherElement],
         remote: RemoteRange | None,
         *,
         work_id: int,
@@ -346,7 +346,7 @@ class QueuePair:
         flags: _Flag,
         immediate: int | None,
     ) -> None:
-        total_bytes = sum(piece.length_bytes for piece in pieces)
+        total_bytes = sum(element.length_bytes for element in elements)
         if total_bytes > _MESSAGE_BYTES_MAX or (remote is not None and total_bytes > remote.length_bytes):
             there_bytes = _MESSAGE_BYTES_MAX if remote is None else remote.length_bytes
             message = f"{total_bytes} bytes do not fit into {there_bytes}"
@@ -356,10 +356,10 @@ class QueuePair:
             raise UsageError(message)
         _pyverbs.post_send(
             self._open(),
-            work_id=tagged(work_id, kind),
+            work_id=encode_work_id(work_id, kind),
             opcode=int(opcode),
             flags=int(flags),
-            pieces=_raw(pieces),
+            elements=_raw(elements),
             remote=None if remote is None else (remote.rkey, remote.address),
             immediate=immediate or 0,
         )
@@ -382,17 +382,19 @@ class QueuePair:
         return f"QueuePair({self.nic.name}, number={self.number}{', closed' if self._closed else ''})"
 
 
-def _pieces(source: Region | Sequence[Piece], offset_bytes: int, length_bytes: int | None) -> Sequence[Piece]:
+def _elements(
+    source: Region | Sequence[ScatterGatherElement], offset_bytes: int, length_bytes: int | None
+) -> Sequence[ScatterGatherElement]:
     if isinstance(source, Region):
-        return (source.piece(offset_bytes=offset_bytes, length_bytes=length_bytes),)
+        return (source.element(offset_bytes=offset_bytes, length_bytes=length_bytes),)
     if offset_bytes:
-        message = "pieces have their own offsets"
+        message = "elements have their own offsets"
         raise UsageError(message)
     return source
 
 
-def _raw(pieces: Sequence[Piece]) -> list[tuple[int, int, int]]:
-    return [(piece.address, piece.length_bytes, piece.lkey) for piece in pieces]
+def _raw(elements: Sequence[ScatterGatherElement]) -> list[tuple[int, int, int]]:
+    return [(element.address, element.length_bytes, element.lkey) for element in elements]
 
 
 def _flags(*, signaled: bool, inline: bool) -> _Flag:

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
 
-    from gdrkit.verbs._rows import MadeRegion
+    from gdrkit.verbs._rows import NativeRegion
     from gdrkit.verbs.nic import Nic
 
-__all__ = ["Piece", "Region"]
+__all__ = ["Region", "ScatterGatherElement"]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ScatterGatherElement:
     """A scatter/gather element: local bytes as the NIC addresses them (``ibv_sge``)."""
 
     address: int
@@ -47,7 +47,7 @@ class Region:
     """
 
     def __init__(
-        self, nic: Nic, made: MadeRegion, *, length_bytes: int, memory: memoryview | None, keeper: object
+        self, nic: Nic, made: NativeRegion, *, length_bytes: int, memory: memoryview | None, keeper: object
     ) -> None:
         self.nic = nic
         self.length_bytes = length_bytes
@@ -56,7 +56,7 @@ class Region:
         self._keeper = keeper
         self._closed = False
         self._handle = Handle("verbs.region")
-        self._leave: Callable[[], None] = nic.adopt(self.close)
+        self._leave: Callable[[], None] = nic.on_close(self.close)
 
     @property
     def closed(self) -> bool:
@@ -83,14 +83,14 @@ class Region:
         """The address of the first byte in requests of peers."""
         return self._open().iova
 
-    def piece(self, *, offset_bytes: int = 0, length_bytes: int | None = None) -> Piece:
+    def element(self, *, offset_bytes: int = 0, length_bytes: int | None = None) -> ScatterGatherElement:
         """Return a scatter/gather element for a part of the region, for local requests.
 
         A length of None means up to the end.
         """
         length_bytes = self.length_bytes - offset_bytes if length_bytes is None else length_bytes
         check_range(offset_bytes=offset_bytes, length_bytes=length_bytes, size_bytes=self.length_bytes)
-        return Piece(self.address + offset_bytes, length_bytes, self.lkey)
+        return ScatterGatherElement(self.address + offset_bytes, length_bytes, self.lkey)
 
     def remote(self, *, offset_bytes: int = 0, length_bytes: int | None = None) -> RemoteRange:
         """Return the address and the key of a part of the region, for peers. A length of None means up to the end."""
@@ -117,7 +117,7 @@ class Region:
         self._leave()
         self._handle.release()
 
-    def _open(self) -> MadeRegion:
+    def _open(self) -> NativeRegion:
         if self._closed:
             what = "memory region"
             raise ClosedResource(what)

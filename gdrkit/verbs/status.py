@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 
-__all__ = ["Access", "LinkLayer", "Opcode", "PortState", "QueuePairState", "Status", "mtu_bytes", "mtu_code"]
+__all__ = ["Access", "CompletionOpcode", "LinkLayer", "PortState", "QueuePairState", "Status", "mtu_bytes", "mtu_code"]
 
 
 class Access(enum.IntFlag):
@@ -54,7 +54,7 @@ class Status(enum.IntEnum):
         return f"IBV_WC_{self.name}"
 
 
-class Opcode(enum.IntEnum):
+class CompletionOpcode(enum.IntEnum):
     """The operation that a work completion reports (``ibv_wc_opcode``)."""
 
     SEND = 0

@@ -44,7 +44,7 @@ from gdrkit import handles
 from gdrkit.buffers import DmabufRange
 from gdrkit.host import this_process
 from gdrkit.registration.handle import ShareHandle, ShareKind
-from gdrkit.registration.parcel import Parcel
+from gdrkit.registration.handle_message import HandleMessage
 
 warnings.simplefilter("ignore")
 held = [handles.Handle(f"case.{number}") for number in range(5000)]
@@ -63,7 +63,7 @@ for allocations in range(40):
     # The collector runs at each of the first allocations of live() in turn.
     for thing in (
         DmabufRange(os.dup(0), offset_bytes=0, length_bytes=1, address=0),
-        Parcel(data, [os.dup(0)]),
+        HandleMessage(data, [os.dup(0)]),
     ):
         cycle = [thing]
         cycle.append(cycle)

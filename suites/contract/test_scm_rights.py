@@ -21,7 +21,7 @@ from support.sharing import open_descriptors, sample
 from gdrkit import scm_rights
 from gdrkit.errors import GdrkitError, Reason, UsageError
 from gdrkit.harness.wire import Channel
-from gdrkit.registration import parcel
+from gdrkit.registration import handle_message
 from gdrkit.registration.handle import ShareKind
 from gdrkit.storage.connection import ControlConnection
 from gdrkit.storage.wire import FrameType, pack_control
@@ -55,8 +55,8 @@ def by_peer(connection: socket.socket) -> Iterator[Sequence[int]]:
 
 
 @contextlib.contextmanager
-def by_parcel(connection: socket.socket) -> Iterator[Sequence[int]]:
-    with parcel.receive(connection, timeout_ms=5000) as received:
+def by_handle_message(connection: socket.socket) -> Iterator[Sequence[int]]:
+    with handle_message.receive(connection, timeout_ms=5000) as received:
         yield received.descriptors
 
 
@@ -67,7 +67,7 @@ RECEIVERS: list[Any] = [
     pytest.param(by_module, b"text", 5, id="module"),
     pytest.param(by_frame, FRAME, 5, id="storage"),
     pytest.param(by_peer, json.dumps({"descriptors": 1}).encode() + b"\n", 17, id="peer"),
-    pytest.param(by_parcel, DMABUF, 2, id="parcel"),
+    pytest.param(by_handle_message, DMABUF, 2, id="handle_message"),
 ]
 Receiver = Callable[[socket.socket], AbstractContextManager[Sequence[int]]]
 
@@ -134,8 +134,8 @@ def test_message_without_descriptors_has_none() -> None:
         assert not descriptors
     with sent(FRAME, 0) as connection, by_frame(connection) as descriptors:
         assert not descriptors
-    for receive in (by_peer, by_parcel):
-        with sent(DMABUF if receive is by_parcel else b'{"descriptors": 1}\n', 0) as connection:
+    for receive in (by_peer, by_handle_message):
+        with sent(DMABUF if receive is by_handle_message else b'{"descriptors": 1}\n', 0) as connection:
             refused(receive, connection)
 
 

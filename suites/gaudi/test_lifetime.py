@@ -109,7 +109,7 @@ def test_a_dmabuf_outlives_the_device_that_was_closed(nic: Nic, peer: Peer, seed
 @needs(a_gaudi.mapped_memory, software("hlthunk"))
 def test_exports_are_counted_one_by_one(gaudi: Device, nic: Nic) -> None:
     def exports() -> object:
-        return (launch.control().ledger("hlthunk") or {})["exports"]
+        return (launch.twin_control().ledger("hlthunk") or {})["exports"]
 
     with gaudi.allocate(SIZE) as memory:
         first, second = memory.export_dmabuf(), memory.export_dmabuf(length_bytes=4096)

@@ -116,11 +116,11 @@ def test_the_twin_has_the_same_grammar(name: str, capfd: pytest.CaptureFixture[s
 
     verbs.list_nics()  # Loads the twin.
     if name in GOOD:
-        launch.control().set_faults("verbs", HEADER + GOOD[name])
-        launch.control().set_faults("verbs", HEADER)
+        launch.twin_control().set_faults("verbs", HEADER + GOOD[name])
+        launch.twin_control().set_faults("verbs", HEADER)
         return
     text, line = BAD[name]
     with pytest.raises(OSError, match="malformed") as caught:
-        launch.control().set_faults("verbs", HEADER + text)
+        launch.twin_control().set_faults("verbs", HEADER + text)
     assert caught.value.errno == errno.EINVAL
     assert f"line {line}" in capfd.readouterr().err

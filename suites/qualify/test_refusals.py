@@ -48,11 +48,11 @@ def answers(dmabuf="EOPNOTSUPP", address="EFAULT"):
     rules = ["gdrkit-faults 1"]
     for name, number in (("ibv_reg_dmabuf_mr", dmabuf), ("ibv_reg_mr", address)):
         rules += [f"{name} call=* errno={number}"] if number else []
-    launch.control().set_faults("verbs", "\\n".join([*rules, ""]))
+    launch.twin_control().set_faults("verbs", "\\n".join([*rules, ""]))
     try:
         yield
     finally:
-        launch.control().set_faults("verbs", "gdrkit-faults 1\\n")
+        launch.twin_control().set_faults("verbs", "gdrkit-faults 1\\n")
 
 def cause(operation, number, api=Api.VERBS):
     return Unsupported(api=api, operation=operation, status=number, status_name=errno.errorcode[number], errno=number)

@@ -56,7 +56,7 @@ def slow(space: Space) -> str:
 def held_up(rule: str) -> Iterator[None]:
     """Where a twin is, have it take its time; a kernel takes what it takes."""
     with contextlib.ExitStack() as stack:
-        if launch.control().ledger("verbs") is not None:
+        if launch.twin_control().ledger("verbs") is not None:
             stack.enter_context(faults(Api.VERBS, rule))
         yield
 

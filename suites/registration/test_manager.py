@@ -84,7 +84,7 @@ def test_what_is_missing_is_a_state_and_nothing_stays_open(api: Api, rules: tupl
         assert {**handles.live(), "registration.manager": 0} == {**before, "registration.manager": 0}
         (obstacle,) = manager.state.obstacles
         assert obstacle.reason is reason
-        for use in (lambda: manager.nics, lambda: manager.device(0), lambda: manager.near_nic(0)):
+        for use in (lambda: manager.nics, lambda: manager.device(0), lambda: manager.nearest_nic(0)):
             with pytest.raises(RegistrationFailed) as raised:
                 use()
             assert raised.value.causes

@@ -37,7 +37,7 @@ ADDRESS = ("ibv_reg_mr", errno.EFAULT)
 def refusing() -> Iterator[None]:
     """Have a twin refuse both ways as a kernel does that has neither."""
     with contextlib.ExitStack() as stack:
-        if launch.control().ledger("verbs") is not None:
+        if launch.twin_control().ledger("verbs") is not None:
             rules = [f"{name} call=* errno={number}" for name, number in (DMABUF, ADDRESS)]
             stack.enter_context(faults(Api.VERBS, *rules))
         yield

@@ -58,8 +58,8 @@ def test_dmabuf_vmm(device: Device, nic: Nic, peer: Peer, seed: int, evidence: E
 def test_ipc_interior(device: Device, peer: Peer, seed: int) -> None:
     with device.allocate(MIB) as whole:
         whole.write(pattern.payload(MIB, seed=seed))
-        with export_memory(whole, kind=ShareKind.IPC, offset_bytes=65537, length_bytes=70_001) as parcel:
-            theirs = memory_in_peer(peer.device(), parcel)
+        with export_memory(whole, kind=ShareKind.IPC, offset_bytes=65537, length_bytes=70_001) as message:
+            theirs = memory_in_peer(peer.device(), message)
         theirs.check(seed=seed, stream_offset_bytes=65537)
         theirs.write(seed=seed + 1)
         pattern.check(whole.read(offset_bytes=65537, length_bytes=70_001), seed=seed + 1)
@@ -71,8 +71,8 @@ def test_ipc_interior(device: Device, peer: Peer, seed: int) -> None:
 def test_vmm_export(device: Device, peer: Peer, seed: int) -> None:
     with VmmMemory.create(device, 6 * MIB, chunk_bytes=2 * MIB) as memory:
         memory.write(pattern.payload(6 * MIB, seed=seed))
-        with export_memory(memory, kind=ShareKind.VMM, offset_bytes=2 * MIB - 5, length_bytes=2 * MIB) as parcel:
-            theirs = memory_in_peer(peer.device(), parcel)
+        with export_memory(memory, kind=ShareKind.VMM, offset_bytes=2 * MIB - 5, length_bytes=2 * MIB) as message:
+            theirs = memory_in_peer(peer.device(), message)
         theirs.check(seed=seed, stream_offset_bytes=2 * MIB - 5)
         theirs.write(seed=seed + 1, length_bytes=10)
         pattern.check(memory.read(offset_bytes=2 * MIB - 5, length_bytes=10), seed=seed + 1)

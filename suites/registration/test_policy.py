@@ -101,10 +101,10 @@ def test_failed_registrations_keep_no_memory_alive(device: Device, nics: tuple[N
 def test_transient_probe_error_is_asked_again(nic: Nic) -> None:
     with Nic.open(nic.name) as other:
         with faults(Api.VERBS, "ibv_reg_dmabuf_mr call=* errno=ENOMEM"):
-            refusal = other.dmabuf_refusal()
+            refusal = other.dmabuf_error()
             assert refusal is not None
             assert refusal.errno == errno.ENOMEM
-        assert other.dmabuf_refusal() is None
+        assert other.dmabuf_error() is None
 
 
 @DMABUF
@@ -112,8 +112,8 @@ def test_transient_probe_error_is_asked_again(nic: Nic) -> None:
 def test_refusal_of_a_nic_is_a_new_error_each_time(nic: Nic) -> None:
     with Nic.open(nic.name) as other:
         with faults(Api.VERBS, NO_DMABUF):
-            first = other.dmabuf_refusal()
-        second = other.dmabuf_refusal()
+            first = other.dmabuf_error()
+        second = other.dmabuf_error()
         assert first is not None
         assert second is not None
         assert first is not second

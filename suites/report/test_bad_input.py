@@ -22,7 +22,7 @@ from gdrkit.report.document import render_document
 from gdrkit.report.metrics import render_metrics
 from gdrkit.report.render import render
 from gdrkit.report.view import make_view
-from gdrkit.text import cell, harmless
+from gdrkit.text import cell, escape_controls
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -287,7 +287,7 @@ def test_a_hostile_name_reaches_no_terminal(tmp_path: Path) -> None:
     ],
 )
 def test_what_acts_on_a_terminal_is_shown(text: str, shown: str) -> None:
-    assert harmless(text) == shown
+    assert escape_controls(text) == shown
 
 
 def test_a_cell_is_one_line_without_bars_and_tags() -> None:

@@ -122,8 +122,8 @@ class DmabufOnly:
 def test_memory_without_an_address_is_never_registered_by_its_address(nic: Nic, peer: Peer) -> None:
     """Finding 4: where no dma-buf could be registered, the fallback registered a null pointer."""
     with (
-        from_peer(peer.device().allocate(64 * KIB), ShareKind.DMABUF) as parcel,
-        import_dmabuf(parcel) as dmabuf,
+        from_peer(peer.device().allocate(64 * KIB), ShareKind.DMABUF) as message,
+        import_dmabuf(message) as dmabuf,
         faults(Api.VERBS, NO_DMABUF),
     ):
         before = calls(Api.VERBS).get("ibv_reg_mr", 0)

@@ -84,8 +84,8 @@ def test_memory_inside_an_allocation_arrives_at_the_right_byte(device: Device, p
     """Defect c: the importer of an interior pointer got the base, and so other bytes."""
     with device.allocate(MIB) as whole:
         whole.write(pattern.payload(MIB, seed=seed))
-        parcel = export_memory(whole, kind=ShareKind.IPC, offset_bytes=4097, length_bytes=64 * KIB)
-        theirs = memory_in_peer(peer.device(), parcel)
+        message = export_memory(whole, kind=ShareKind.IPC, offset_bytes=4097, length_bytes=64 * KIB)
+        theirs = memory_in_peer(peer.device(), message)
         theirs.check(seed=seed, stream_offset_bytes=4097)
         theirs.close()
 
@@ -228,8 +228,8 @@ def register_with_all(manager: GdrManager, dmabuf: DmabufRange) -> None:
 def test_an_importer_without_nics_fails_and_does_not_register_with_none(peer: Peer) -> None:
     """Defect n: an importer whose manager was unavailable said success, and had no region."""
     with (
-        from_peer(peer.device().allocate(64 * KIB), ShareKind.DMABUF) as parcel,
-        import_dmabuf(parcel) as dmabuf,
+        from_peer(peer.device().allocate(64 * KIB), ShareKind.DMABUF) as message,
+        import_dmabuf(message) as dmabuf,
         faults(Api.VERBS, NO_NICS),
         GdrManager() as manager,
         pytest.raises(RegistrationFailed),

@@ -22,7 +22,7 @@ from gdrkit.harness.needs import cuda as cuda_needs
 from gdrkit.harness.needs import needs, software
 from gdrkit.registration.gdr_handle import GdrHandle, import_gdr
 from gdrkit.registration.handle import ShareKind
-from gdrkit.registration.parcel import Parcel
+from gdrkit.registration.handle_message import HandleMessage
 from gdrkit.registration.share import (
     device_at,
     device_of,
@@ -52,8 +52,8 @@ def device(device: Device) -> Device:
 @IPC
 def test_a_handle_for_a_device_that_is_not_here_is_refused(device: Device, peer: Peer) -> None:
     theirs = peer.device().allocate(64 * KIB)
-    with from_peer(theirs, ShareKind.IPC) as parcel:
-        stranger = Parcel(replace(parcel.handle, device_uuid=b"\x11" * 16).pack())
+    with from_peer(theirs, ShareKind.IPC) as message:
+        stranger = HandleMessage(replace(message.handle, device_uuid=b"\x11" * 16).pack())
     for error in (refusal(device_of, stranger.handle), refusal(import_memory, device, stranger)):
         assert type(error) is UsageError
         assert error.reason is Reason.NO_DEVICE
@@ -62,34 +62,34 @@ def test_a_handle_for_a_device_that_is_not_here_is_refused(device: Device, peer:
 
 @IPC
 def test_a_handle_of_a_dead_owner_is_refused(device: Device, peer: Peer) -> None:
-    parcel = from_peer(peer.device().allocate(64 * KIB), ShareKind.IPC)
+    message = from_peer(peer.device().allocate(64 * KIB), ShareKind.IPC)
     peer.kill()
-    error = refusal(import_memory, device, parcel)
+    error = refusal(import_memory, device, message)
     assert type(error) is BrokenResource
     assert error.reason is Reason.PEER_GONE
 
 
 @IPC
 def test_the_number_of_a_dead_owner_that_another_process_has_now_is_no_owner(device: Device, peer: Peer) -> None:
-    with from_peer(peer.device().allocate(64 * KIB), ShareKind.IPC) as parcel:
-        owner = replace(parcel.handle.owner, started_ticks=parcel.handle.owner.started_ticks - 1)
-        stranger = Parcel(replace(parcel.handle, owner=owner).pack())
+    with from_peer(peer.device().allocate(64 * KIB), ShareKind.IPC) as message:
+        owner = replace(message.handle.owner, started_ticks=message.handle.owner.started_ticks - 1)
+        stranger = HandleMessage(replace(message.handle, owner=owner).pack())
     assert refusal(import_memory, device, stranger).reason is Reason.PEER_GONE
 
 
 @DMABUF
 def test_a_dmabuf_of_a_dead_owner_is_refused(peer: Peer) -> None:
-    with from_peer(peer.device().allocate(64 * KIB), ShareKind.DMABUF) as parcel:
+    with from_peer(peer.device().allocate(64 * KIB), ShareKind.DMABUF) as message:
         peer.kill()
-        assert type(refusal(import_dmabuf, parcel)) is BrokenResource
+        assert type(refusal(import_dmabuf, message)) is BrokenResource
 
 
 @IPC
 def test_memory_that_its_owner_has_freed_is_refused_by_the_driver(device: Device, peer: Peer) -> None:
     theirs = peer.device().allocate(64 * KIB)
-    parcel = from_peer(theirs, ShareKind.IPC)
+    message = from_peer(theirs, ShareKind.IPC)
     theirs.close()
-    error = refusal(import_memory, device, parcel)
+    error = refusal(import_memory, device, message)
     assert isinstance(error, ApiError)
     assert error.operation == "cuIpcOpenMemHandle"
 
@@ -98,8 +98,8 @@ def test_memory_that_its_owner_has_freed_is_refused_by_the_driver(device: Device
 @needs(software(Api.CUDA))
 def test_an_ipc_handle_that_no_driver_made_is_refused_by_the_driver(device: Device, peer: Peer) -> None:
     """The twin is stricter than the driver: an H200's was seen to open handles of which a bit had been turned."""
-    with from_peer(peer.device().allocate(64 * KIB), ShareKind.IPC) as parcel:
-        stranger = Parcel(replace(parcel.handle, ipc=flipped(parcel.handle.ipc, 100)).pack())
+    with from_peer(peer.device().allocate(64 * KIB), ShareKind.IPC) as message:
+        stranger = HandleMessage(replace(message.handle, ipc=flipped(message.handle.ipc, 100)).pack())
     error = refusal(import_memory, device, stranger)
     assert isinstance(error, ApiError)
     assert error.operation == "cuIpcOpenMemHandle"
@@ -107,16 +107,16 @@ def test_an_ipc_handle_that_no_driver_made_is_refused_by_the_driver(device: Devi
 
 @IPC
 def test_a_handle_that_says_another_size_than_the_driver_is_refused(device: Device, peer: Peer) -> None:
-    with from_peer(peer.device().allocate(MIB), ShareKind.IPC) as parcel:
-        stranger = Parcel(replace(parcel.handle, allocation_bytes=2 * MIB).pack())
+    with from_peer(peer.device().allocate(MIB), ShareKind.IPC) as message:
+        stranger = HandleMessage(replace(message.handle, allocation_bytes=2 * MIB).pack())
     assert refusal(import_memory, device, stranger).reason is Reason.MALFORMED
 
 
 @IPC
 def test_a_handle_of_this_very_process_is_refused(device: Device) -> None:
     with device.allocate(64 * KIB) as memory:
-        parcel = export_memory(memory, kind=ShareKind.IPC)
-        error = refusal(import_memory, device, parcel)
+        message = export_memory(memory, kind=ShareKind.IPC)
+        error = refusal(import_memory, device, message)
         assert isinstance(error, ApiError)
         assert error.operation == "cuIpcOpenMemHandle"
 
@@ -125,21 +125,26 @@ def test_a_handle_of_this_very_process_is_refused(device: Device) -> None:
 @needs(cuda_needs.vmm)
 def test_a_memfd_is_neither_a_dmabuf_nor_a_chunk(device: Device, nic: Nic, peer: Peer) -> None:
     theirs = peer.device().allocate(64 * KIB)
-    with from_peer(theirs, ShareKind.DMABUF) as parcel, tempfile.TemporaryFile() as file:
-        file.truncate(parcel.handle.allocation_bytes)
-        with Parcel(parcel.data, [os.dup(file.fileno())]) as stranger, import_dmabuf(stranger) as dmabuf:
+    with from_peer(theirs, ShareKind.DMABUF) as message, tempfile.TemporaryFile() as file:
+        file.truncate(message.handle.allocation_bytes)
+        with HandleMessage(message.data, [os.dup(file.fileno())]) as stranger, import_dmabuf(stranger) as dmabuf:
             # Only the exporter's driver can tell a dma-buf, and the NIC's asks it.
             error = refusal(nic.register_dmabuf, dmabuf)
             assert isinstance(error, ApiError)
             assert (error.operation, error.errno) == ("ibv_reg_dmabuf_mr", errno.EINVAL)
         file.truncate(1)
-        with Parcel(parcel.data, [os.dup(file.fileno())]) as stranger:
+        with HandleMessage(message.data, [os.dup(file.fileno())]) as stranger:
             assert refusal(import_dmabuf, stranger).reason is Reason.MALFORMED
         chunk = replace(
-            parcel.handle, kind=ShareKind.VMM, allocation_bytes=2 * MIB, chunk_bytes=2 * MIB, address=0, offset_bytes=0
+            message.handle,
+            kind=ShareKind.VMM,
+            allocation_bytes=2 * MIB,
+            chunk_bytes=2 * MIB,
+            address=0,
+            offset_bytes=0,
         )
         file.truncate(2 * MIB)
-        with Parcel(chunk.pack(), [os.dup(file.fileno())]) as stranger:
+        with HandleMessage(chunk.pack(), [os.dup(file.fileno())]) as stranger:
             error = refusal(import_memory, device, stranger)
             assert isinstance(error, ApiError)
             assert error.operation == "cuMemImportFromShareableHandle"
@@ -148,31 +153,31 @@ def test_a_memfd_is_neither_a_dmabuf_nor_a_chunk(device: Device, nic: Nic, peer:
 
 @DMABUF
 def test_a_closed_descriptor_is_refused(device: Device) -> None:
-    with device.allocate(64 * KIB) as memory, export_memory(memory, kind=ShareKind.DMABUF) as parcel:
-        (fd,) = parcel.descriptors
+    with device.allocate(64 * KIB) as memory, export_memory(memory, kind=ShareKind.DMABUF) as message:
+        (fd,) = message.descriptors
         kept = os.dup(fd)
         os.close(fd)
-        error = refusal(import_dmabuf, parcel)
+        error = refusal(import_dmabuf, message)
         assert isinstance(error, ApiError)
         assert (error.operation, error.errno) == ("lseek", errno.EBADF)
         os.dup2(kept, fd)
         os.close(kept)
     with pytest.raises(ClosedResource):
-        import_dmabuf(parcel)
+        import_dmabuf(message)
 
 
 @VMM
 def test_chunks_of_another_size_are_refused(device: Device, peer: Peer) -> None:
     with (
         VmmMemory.create(device, 4 * MIB, chunk_bytes=2 * MIB) as memory,
-        export_memory(memory, kind=ShareKind.VMM) as parcel,
+        export_memory(memory, kind=ShareKind.VMM) as message,
     ):
-        larger = replace(parcel.handle, allocation_bytes=8 * MIB, chunk_bytes=4 * MIB, length_bytes=8 * MIB).pack()
-        with Parcel(larger, [os.dup(fd) for fd in parcel.descriptors]) as stranger:
+        larger = replace(message.handle, allocation_bytes=8 * MIB, chunk_bytes=4 * MIB, length_bytes=8 * MIB).pack()
+        with HandleMessage(larger, [os.dup(fd) for fd in message.descriptors]) as stranger:
             assert isinstance(refusal(import_memory, device, stranger), ApiError)
-        fds = [os.dup(parcel.descriptors[0])]
+        fds = [os.dup(message.descriptors[0])]
         with pytest.raises(UsageError) as raised:
-            Parcel(parcel.data, fds)
+            HandleMessage(message.data, fds)
         assert raised.value.reason is Reason.MALFORMED
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(fds[0])
@@ -180,8 +185,8 @@ def test_chunks_of_another_size_are_refused(device: Device, peer: Peer) -> None:
 
 @IPC
 def test_a_kind_is_taken_by_its_own_importer_alone(device: Device) -> None:
-    with device.allocate(64 * KIB) as memory, export_memory(memory, kind=ShareKind.DMABUF) as parcel:
-        assert "import_dmabuf" in refusal(import_memory, device, parcel).what_to_do
+    with device.allocate(64 * KIB) as memory, export_memory(memory, kind=ShareKind.DMABUF) as message:
+        assert "import_dmabuf" in refusal(import_memory, device, message).what_to_do
         ipc = export_memory(memory, kind=ShareKind.IPC)
         assert "import_memory" in refusal(import_dmabuf, ipc).what_to_do
         assert refusal(export_memory, memory, kind=ShareKind.VMM).what_to_do == "share it as IPC or DMABUF"
@@ -194,8 +199,8 @@ def test_a_kind_is_taken_by_its_own_importer_alone(device: Device) -> None:
 def test_more_chunks_than_a_message_carries_are_refused_before_any_is_exported(device: Device) -> None:
     with VmmMemory.create(device, 254 * 2 * MIB, chunk_bytes=2 * MIB) as memory:
         assert refusal(export_memory, memory, kind=ShareKind.VMM).reason is Reason.MALFORMED
-        with export_memory(memory, kind=ShareKind.VMM, length_bytes=253 * 2 * MIB) as parcel:
-            assert len(parcel.descriptors) == 253
+        with export_memory(memory, kind=ShareKind.VMM, length_bytes=253 * 2 * MIB) as message:
+            assert len(message.descriptors) == 253
 
 
 NO_POINTERS = [
@@ -257,8 +262,8 @@ def test_an_80_byte_handle_with_a_turned_bit_is_refused_by_the_twin(device: Devi
 @needs(cuda_needs.device(count_min=2), cuda_needs.ipc)
 def test_a_handle_is_opened_on_its_own_device_alone(devices: tuple[Device, ...], peer: Peer) -> None:
     theirs = peer.device().allocate(64 * KIB)
-    parcel = from_peer(theirs, ShareKind.IPC)
-    assert refusal(import_memory, devices[1], parcel).reason is Reason.NO_DEVICE
+    message = from_peer(theirs, ShareKind.IPC)
+    assert refusal(import_memory, devices[1], message).reason is Reason.NO_DEVICE
     data = bytes.fromhex(peer.request("share.export_gdr", memory=theirs.number))
     assert refusal(import_gdr, devices[1], data).reason is Reason.NO_DEVICE
     theirs.close()

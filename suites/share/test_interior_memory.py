@@ -39,11 +39,11 @@ def test_ipc_memory_inside_an_allocation_arrives_at_the_right_byte(
     with device.allocate(MIB) as whole:
         whole.write(pattern.payload(MIB, seed=seed))
         with cuda.borrow(device, whole.address + offset_bytes, length_bytes=64 * KIB) as part:
-            parcel = export_memory(part, kind=ShareKind.IPC)
-        handle = ShareHandle.parse(parcel.data)
+            message = export_memory(part, kind=ShareKind.IPC)
+        handle = ShareHandle.parse(message.data)
         evidence["allocation_bytes"] = handle.allocation_bytes
         assert (handle.offset_bytes, handle.length_bytes) == (offset_bytes, 64 * KIB)
-        theirs = memory_in_peer(peer.device(), parcel)
+        theirs = memory_in_peer(peer.device(), message)
         assert theirs.length_bytes == 64 * KIB
         theirs.check(seed=seed, stream_offset_bytes=offset_bytes)
         theirs.write(seed=seed + 1, length_bytes=100)
@@ -56,9 +56,9 @@ def test_ipc_memory_inside_an_allocation_arrives_at_the_right_byte(
 def test_the_importer_finds_the_device_by_its_uuid(device: Device, peer: Peer, seed: int) -> None:
     theirs = peer.device().allocate(MIB)
     theirs.write(seed=seed)
-    parcel = from_peer(theirs, ShareKind.IPC, offset_bytes=4099, length_bytes=70_001)
-    with device_of(parcel.handle) as found, import_memory(found, parcel) as memory:
-        assert found.uuid == device.uuid == parcel.handle.device
+    message = from_peer(theirs, ShareKind.IPC, offset_bytes=4099, length_bytes=70_001)
+    with device_of(message.handle) as found, import_memory(found, message) as memory:
+        assert found.uuid == device.uuid == message.handle.device
         assert memory.kind.value == "cuda_imported"
         pattern.check(memory.read(), seed=seed, offset_bytes=4099)
     theirs.close()
@@ -88,9 +88,9 @@ def test_only_the_chunks_under_a_range_go_out(
 ) -> None:
     with VmmMemory.create(device, 6 * MIB, chunk_bytes=2 * MIB) as memory:
         memory.write(pattern.payload(6 * MIB, seed=seed))
-        with export_memory(memory, kind=ShareKind.VMM, offset_bytes=offset_bytes, length_bytes=length_bytes) as parcel:
-            assert len(parcel.descriptors) == chunks
-            theirs = memory_in_peer(peer.device(), parcel)
+        with export_memory(memory, kind=ShareKind.VMM, offset_bytes=offset_bytes, length_bytes=length_bytes) as message:
+            assert len(message.descriptors) == chunks
+            theirs = memory_in_peer(peer.device(), message)
         theirs.check(seed=seed, stream_offset_bytes=offset_bytes)
         theirs.write(seed=seed + 1, length_bytes=8)
         pattern.check(memory.read(offset_bytes=offset_bytes, length_bytes=8), seed=seed + 1)
@@ -108,9 +108,9 @@ def test_an_agent_registers_a_part_that_its_owner_exports(device: Device, nic: N
         nic.register_host(bytearray(pattern.payload(8 * KIB, seed=seed))) as source,
     ):
         memory.fill(0)
-        with export_memory(memory, kind=ShareKind.DMABUF, offset_bytes=4097, length_bytes=9 * KIB) as parcel:
-            assert parcel.handle.address == memory.address + 4097
-            region = region_in_peer(peer.nic, parcel)
+        with export_memory(memory, kind=ShareKind.DMABUF, offset_bytes=4097, length_bytes=9 * KIB) as message:
+            assert message.handle.address == memory.address + 4097
+            region = region_in_peer(peer.nic, message)
         theirs = peer.queue_pair()
         theirs.join(ours)
         ours.post_write(source, region.remote(offset_bytes=10, length_bytes=8 * KIB), work_id=1)

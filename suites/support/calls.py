@@ -33,7 +33,7 @@ def called(*names: str) -> list[Call]:
     """The calls of these functions so far, of both twins, by their times."""
     lines: list[tuple[int, str]] = []
     for api in ("verbs", "hlthunk"):
-        state = launch.control().ledger(api) or {}
+        state = launch.twin_control().ledger(api) or {}
         for line in cast("list[str]", state.get("trace", [])):
             when, _, rest = line.partition(" ")
             lines.append((int(when), rest))

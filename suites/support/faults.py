@@ -18,7 +18,7 @@ __all__ = ["faults"]
 @contextlib.contextmanager
 def faults(api: Api, *rules: str) -> Iterator[None]:
     """Have the calls of this process fail by these rules (the lines of a fault plan) until the block ends."""
-    control = launch.control()
+    control = launch.twin_control()
     control.set_faults(api.value, "\n".join(["gdrkit-faults 1", *rules, ""]))
     try:
         yield

@@ -28,6 +28,6 @@ def delayed_at_once(api: Api) -> dict[str, int]:
 
 
 def _ledger(api: Api) -> dict[str, object]:
-    state = launch.control().ledger(api.value)
+    state = launch.twin_control().ledger(api.value)
     assert state is not None
     return state

@@ -127,11 +127,11 @@ class RawPair:
 
     def post_send(self, work_id: int) -> None:
         """A SEND of no bytes."""
-        _pyverbs.post_send(self.pair, work_id=work_id, opcode=2, flags=2, pieces=(), remote=None, immediate=0)
+        _pyverbs.post_send(self.pair, work_id=work_id, opcode=2, flags=2, elements=(), remote=None, immediate=0)
 
     def post_receive(self, work_id: int) -> None:
         """A receive of no bytes."""
-        _pyverbs.post_receive(self.pair, work_id=work_id, pieces=())
+        _pyverbs.post_receive(self.pair, work_id=work_id, elements=())
 
     def close(self) -> None:
         """ibv_destroy_qp."""

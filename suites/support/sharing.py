@@ -1,4 +1,4 @@
-"""Sharing with a peer: parcels to it and from it through a socket, as two programs would do it."""
+"""Sharing with a peer: handle messages to it and from it through a socket, as two programs would do it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gdrkit.errors import GdrkitError
 from gdrkit.harness.peer_handles import PeerMemory, PeerRegion
 from gdrkit.host import this_process
 from gdrkit.registration.handle import ShareHandle, ShareKind
-from gdrkit.registration.parcel import Parcel, receive
+from gdrkit.registration.handle_message import HandleMessage, receive
 from gdrkit.units import MIB
 
 if TYPE_CHECKING:
@@ -27,7 +27,9 @@ __all__ = ["flipped", "from_peer", "memory_in_peer", "open_descriptors", "refusa
 TIMEOUT_MS = 10_000.0
 
 
-def from_peer(memory: PeerMemory, kind: ShareKind, *, offset_bytes: int = 0, length_bytes: int | None = None) -> Parcel:
+def from_peer(
+    memory: PeerMemory, kind: ShareKind, *, offset_bytes: int = 0, length_bytes: int | None = None
+) -> HandleMessage:
     """What a peer exports, as it arrives here; the caller closes it."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
@@ -42,20 +44,20 @@ def from_peer(memory: PeerMemory, kind: ShareKind, *, offset_bytes: int = 0, len
         return receive(ours, timeout_ms=TIMEOUT_MS)
 
 
-def memory_in_peer(device: PeerDevice, parcel: Parcel) -> PeerMemory:
+def memory_in_peer(device: PeerDevice, message: HandleMessage) -> PeerMemory:
     """What a peer has of memory that is shared with it."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        parcel.send(ours)
+        message.send(ours)
         made = device.peer.request("share.import_memory", device=device.number, descriptors=[theirs.fileno()])
     return PeerMemory(device.peer, made)
 
 
-def region_in_peer(nic: PeerNic, parcel: Parcel) -> PeerRegion:
+def region_in_peer(nic: PeerNic, message: HandleMessage) -> PeerRegion:
     """Have a peer register a dma-buf that is sent to it."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        parcel.send(ours)
+        message.send(ours)
         made = nic.peer.request("share.register_dmabuf", nic=nic.number, descriptors=[theirs.fileno()])
     return PeerRegion(nic.peer, made)
 

@@ -160,7 +160,7 @@ def _ucx(look: Look) -> Answer:
     from gdrkit.host import cached_libraries
 
     cached = cached_libraries(look.tree).get("libucs.so.0", ())
-    place = next(filter(look.tree.exists, loader.places("libucs.so.0", search_path=search, cached=cached)), None)
+    place = next(filter(look.tree.exists, loader.search_paths("libucs.so.0", search_path=search, cached=cached)), None)
     if place is None:
         return look.not_run("no UCX here")
     look.saw(place, "is there")

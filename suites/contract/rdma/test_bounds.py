@@ -11,7 +11,7 @@ from support.loop import WAIT_MS, connected
 from gdrkit import pattern
 from gdrkit.harness.needs import needs, verbs
 from gdrkit.units import KIB
-from gdrkit.verbs import Piece, RemoteRange, Status
+from gdrkit.verbs import RemoteRange, ScatterGatherElement, Status
 
 if TYPE_CHECKING:
     from gdrkit.verbs import Nic, QueuePair, Region
@@ -24,7 +24,7 @@ UNTOUCHED = b"\xa5" * LENGTH_BYTES
 OPERATIONS = pytest.mark.parametrize("operation", ["write", "read"])
 
 
-def post(operation: str, pair: QueuePair, local: Region | list[Piece], remote: RemoteRange) -> Status:
+def post(operation: str, pair: QueuePair, local: Region | list[ScatterGatherElement], remote: RemoteRange) -> Status:
     if operation == "write":
         pair.post_write(local, remote, work_id=1)
     else:
@@ -91,8 +91,8 @@ def test_a_request_without_bytes_needs_no_key(nic: Nic, operation: str) -> None:
 def test_no_byte_outside_of_a_local_region_is_reached(nic: Nic, operation: str, begin: int) -> None:
     data, own = bytearray(b"\xa5" * KIB), bytearray(KIB)
     with connected(nic) as (ours, _), nic.register_host(own) as local, nic.register_host(data) as there:
-        right = local.piece()
-        wrong = [Piece(address=right.address + begin, length_bytes=16, lkey=right.lkey)]
+        right = local.element()
+        wrong = [ScatterGatherElement(address=right.address + begin, length_bytes=16, lkey=right.lkey)]
         assert post(operation, ours, wrong, there.remote(length_bytes=16)) is Status.LOC_PROT_ERR
     assert data == b"\xa5" * KIB
     assert own == bytes(KIB)

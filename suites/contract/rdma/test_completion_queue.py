@@ -10,7 +10,7 @@ from support.loop import WAIT_MS, connected, refused
 
 from gdrkit.harness.needs import needs, verbs
 from gdrkit.units import KIB
-from gdrkit.verbs import WORK_ID_MAX, Opcode, Status
+from gdrkit.verbs import WORK_ID_MAX, CompletionOpcode, Status
 
 if TYPE_CHECKING:
     from gdrkit.verbs import Nic
@@ -37,7 +37,7 @@ def test_completions_of_one_pair_come_in_the_order_of_its_requests(nic: Nic) -> 
             post(local, remote, work_id=number, local_offset_bytes=4 * KIB)
         found = [ours.wait(WAIT_MS).expect(Status.SUCCESS) for _ in range(16)]
     assert [completion.work_id for completion in found] == list(range(16))
-    wanted = [Opcode.RDMA_READ if number % 3 == 1 else Opcode.RDMA_WRITE for number in range(16)]
+    wanted = [CompletionOpcode.RDMA_READ if number % 3 == 1 else CompletionOpcode.RDMA_WRITE for number in range(16)]
     assert [completion.opcode for completion in found] == wanted
 
 
@@ -48,7 +48,7 @@ def test_a_request_gets_its_own_number_back(nic: Nic, work_id: int) -> None:
         ours.post_send(region, work_id=work_id, length_bytes=1)
         assert ours.wait(WAIT_MS).expect(Status.SUCCESS).work_id == work_id
         got = theirs.wait_received(WAIT_MS).expect(Status.SUCCESS)
-    assert (got.work_id, got.opcode, got.qp_number) == (work_id, Opcode.RECV, theirs.number)
+    assert (got.work_id, got.opcode, got.qp_number) == (work_id, CompletionOpcode.RECV, theirs.number)
 
 
 def test_success_without_a_signal_is_silent(nic: Nic) -> None:

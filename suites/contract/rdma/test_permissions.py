@@ -11,7 +11,7 @@ from support.loop import ALL_ACCESS, WAIT_MS, connected
 from gdrkit import verbs as rdma
 from gdrkit.harness.needs import needs, verbs
 from gdrkit.units import KIB
-from gdrkit.verbs import Access, Piece, Status
+from gdrkit.verbs import Access, ScatterGatherElement, Status
 
 if TYPE_CHECKING:
     from gdrkit.verbs import Nic
@@ -94,7 +94,7 @@ def test_a_key_that_differs_in_any_bit_is_refused(nic: Nic, flipped: int) -> Non
 
 def test_a_send_with_a_wrong_local_key_fails_here(nic: Nic) -> None:
     with connected(nic) as (ours, _), nic.register_host(bytearray(KIB)) as local:
-        right = local.piece()
+        right = local.element()
         ours.post_send([replace(right, lkey=right.lkey ^ 0x0100_0001)], work_id=1)
         assert ours.wait(WAIT_MS).status in NO_SUCH_KEY
 
@@ -145,6 +145,6 @@ def test_a_local_key_of_another_protection_domain_is_refused(nic: Nic) -> None:
         stranger.register_host(bytearray(KIB)) as foreign,
         nic.register_host(bytearray(KIB)) as there,
     ):
-        piece: Piece = foreign.piece()
-        ours.post_write([piece], there.remote(), work_id=1)
+        element: ScatterGatherElement = foreign.element()
+        ours.post_write([element], there.remote(), work_id=1)
         assert ours.wait(WAIT_MS).status in NO_SUCH_KEY

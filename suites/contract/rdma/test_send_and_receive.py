@@ -1,4 +1,7 @@
-"""ibv_post_send(3), ibv_post_recv(3): SEND, immediates, pieces, inline, and receives that do not fit or are missing."""
+"""SEND with immediates, scatter/gather elements and inline data, and receives that are too small or missing.
+
+Sources: ibv_post_send(3), ibv_post_recv(3).
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from support.loop import WAIT_MS, connected, refused, unready
 from gdrkit import pattern
 from gdrkit.harness.needs import needs, verbs
 from gdrkit.units import KIB
-from gdrkit.verbs import Opcode, Piece, Status
+from gdrkit.verbs import CompletionOpcode, ScatterGatherElement, Status
 
 if TYPE_CHECKING:
     from gdrkit.verbs import Nic, QueuePair, Region
@@ -28,14 +31,14 @@ TOO_LONG_THERE = frozenset({Status.REM_INV_REQ_ERR, Status.REM_OP_ERR})
 TOO_LONG_HERE = frozenset({Status.LOC_LEN_ERR, Status.LOC_QP_OP_ERR})
 
 
-def quarters(region: Region, length_bytes: int) -> list[Piece]:
-    """Four pieces of the region, the last one first."""
+def quarters(region: Region, length_bytes: int) -> list[ScatterGatherElement]:
+    """Four elements of the region, the last one first."""
     part = length_bytes // 4
-    return [region.piece(offset_bytes=index * part, length_bytes=part) for index in (3, 2, 1, 0)]
+    return [region.element(offset_bytes=index * part, length_bytes=part) for index in (3, 2, 1, 0)]
 
 
 def turned(data: bytes) -> bytes:
-    """What those four pieces have, one behind the other."""
+    """What those four elements have, one behind the other."""
     part = len(data) // 4
     return b"".join(data[index * part : (index + 1) * part] for index in (3, 2, 1, 0))
 
@@ -59,7 +62,7 @@ def test_a_message_arrives_whole_and_nothing_behind_it(nic: Nic, seed: int, leng
         ours.post_send(source, work_id=2, length_bytes=length_bytes)
         ours.wait(WAIT_MS).expect(Status.SUCCESS)
         got = theirs.wait_received(WAIT_MS).expect(Status.SUCCESS)
-    assert (got.length_bytes, got.opcode, got.immediate) == (length_bytes, Opcode.RECV, None)
+    assert (got.length_bytes, got.opcode, got.immediate) == (length_bytes, CompletionOpcode.RECV, None)
     assert target == payload + bytes(ROOM_BYTES - length_bytes)
 
 
@@ -70,7 +73,7 @@ def test_a_send_carries_its_immediate(nic: Nic, immediate: int) -> None:
         ours.post_send(region, work_id=2, length_bytes=3, immediate=immediate)
         ours.wait(WAIT_MS).expect(Status.SUCCESS)
         got = theirs.wait_received(WAIT_MS).expect(Status.SUCCESS)
-    assert (got.immediate, got.length_bytes, got.opcode) == (immediate, 3, Opcode.RECV)
+    assert (got.immediate, got.length_bytes, got.opcode) == (immediate, 3, CompletionOpcode.RECV)
 
 
 @pytest.mark.parametrize("immediate", IMMEDIATES)
@@ -85,7 +88,7 @@ def test_a_write_carries_its_immediate_and_takes_a_receive(nic: Nic, immediate: 
         ours.post_write(local, there.remote(), work_id=2, immediate=immediate)
         ours.wait(WAIT_MS).expect(Status.SUCCESS)
         got = theirs.wait_received(WAIT_MS).expect(Status.SUCCESS)
-    assert (got.immediate, got.opcode, got.work_id) == (immediate, Opcode.RECV_RDMA_WITH_IMM, 1)
+    assert (got.immediate, got.opcode, got.work_id) == (immediate, CompletionOpcode.RECV_RDMA_WITH_IMM, 1)
     assert target == b"\xa5" * KIB
 
 
@@ -146,10 +149,10 @@ def test_pieces_are_filled_in_their_order(nic: Nic, seed: int, operation: str) -
 
 @pytest.mark.parametrize("operation", ["send", "receive"])
 def test_more_pieces_than_any_pair_has_are_refused(nic: Nic, operation: str) -> None:
-    with connected(nic, limits={"pieces_max": 2}) as (ours, _), nic.register_host(bytearray(KIB)) as region:
-        pieces = [region.piece(length_bytes=1)] * 1000
+    with connected(nic, limits={"elements_max": 2}) as (ours, _), nic.register_host(bytearray(KIB)) as region:
+        elements = [region.element(length_bytes=1)] * 1000
         with refused(errno.EINVAL):
-            (ours.post_send if operation == "send" else ours.post_receive)(pieces, work_id=1)
+            (ours.post_send if operation == "send" else ours.post_receive)(elements, work_id=1)
 
 
 def test_inline_bytes_may_be_changed_right_away(nic: Nic, seed: int) -> None:
@@ -174,9 +177,9 @@ def test_inline_bytes_need_no_key(nic: Nic, seed: int) -> None:
         nic.register_host(bytearray(payload)) as local,
         nic.register_host(target) as there,
     ):
-        right = local.piece()
+        right = local.element()
         theirs.post_receive(there, work_id=1)
-        ours.post_send([Piece(right.address, right.length_bytes, 0)], work_id=2, inline=True)
+        ours.post_send([ScatterGatherElement(right.address, right.length_bytes, 0)], work_id=2, inline=True)
         ours.wait(WAIT_MS).expect(Status.SUCCESS)
         theirs.wait_received(WAIT_MS).expect(Status.SUCCESS)
     assert target == payload

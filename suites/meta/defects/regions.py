@@ -71,7 +71,7 @@ def any_nic(policy: Any) -> None:
     from gdrkit.errors import ApiError, Unsupported
 
     def _by_dmabuf(registration: Any, nics: Any, access: Any) -> None:
-        refusals = [nic.dmabuf_refusal() for nic in nics]
+        refusals = [nic.dmabuf_error() for nic in nics]
         if all(refusals):
             raise refusals[0]
         dmabuf = registration.memory.export_dmabuf()
@@ -120,7 +120,7 @@ def invalidate_for_all(cache: Any) -> None:
     def invalidate(self: Any, address: int, *, length_bytes: int) -> int:
         with self._lock:
             found = self._index.overlapping(address, address + length_bytes)
-            count, _victims = self._forget(address, address + length_bytes)
+            count, _victims = self._unlink_range(address, address + length_bytes)
         for entry in found:
             entry.registration.close()
         return int(count)
@@ -130,43 +130,43 @@ def invalidate_for_all(cache: Any) -> None:
 
 def never_deregister(cache: Any) -> None:
     """what was invalidated while in use is dropped from the cache and never deregistered"""
-    right = cache.RegionCache._ended
+    right = cache.RegionCache._finish_release
 
-    def _ended(self: Any, entry: Any) -> None:
+    def _finish_release(self: Any, entry: Any) -> None:
         if entry.linked or entry.leases:
             right(self, entry)
             return
         with self._lock:
-            self._departures.pending.discard(entry)
+            self._deregistering.pending.discard(entry)
 
-    cache.RegionCache._ended = _ended
+    cache.RegionCache._finish_release = _finish_release
 
 
 def arbitrary_eviction(entries: Any) -> None:
     """the cache throws out what was used last"""
-    right = entries.Index.too_much
+    right = entries.EntryIndex.eviction_candidates
 
-    def too_much(self: Any) -> Any:
+    def eviction_candidates(self: Any) -> Any:
         for entry in reversed(tuple(self.used)):
             self.used.move_to_end(entry)
         return right(self)
 
-    entries.Index.too_much = too_much
+    entries.EntryIndex.eviction_candidates = eviction_candidates
 
 
 def eviction_in_use(cache: Any) -> None:
     """the cache throws out what is in use"""
 
-    def _evicted(self: Any) -> Any:
+    def _evict(self: Any) -> Any:
         victims = []
-        while self._index.is_over:
+        while self._index.is_over_limit:
             entry = next(iter(self._index.used))
             victims += self._unlink(entry)
             self._evictions += 1
-        self._is_full = False
+        self._is_over_limit = False
         return victims
 
-    cache.RegionCache._evicted = _evicted
+    cache.RegionCache._evict = _evict
 
 
 def same_address_same_memory(pointer: Any) -> None:

@@ -27,7 +27,7 @@ def placeholder(share: Any) -> None:
                 owner=share.this_process(),
                 ipc=b"\x01" * 64,
             )
-            return share.Parcel(handle.pack())
+            return share.HandleMessage(handle.pack())
 
     share.export_address = export_address
 

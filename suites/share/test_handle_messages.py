@@ -1,4 +1,4 @@
-"""What comes through a socket instead of a parcel, and where a parcel does not arrive."""
+"""What comes through a socket instead of a handle message, and where a handle message does not arrive."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from support.sharing import refusal, sample
 
 from gdrkit.errors import BrokenResource, Reason
 from gdrkit.registration.handle import SHARE_HANDLE_BYTES
-from gdrkit.registration.parcel import Parcel, receive
+from gdrkit.registration.handle_message import HandleMessage, receive
 
 
 def send_raw(data: bytes, count: int) -> socket.socket:
@@ -56,5 +56,5 @@ def test_a_parcel_goes_nowhere_when_the_other_side_is_closed() -> None:
     ours, theirs = socket.socketpair()
     theirs.close()
     with ours:
-        error = refusal(Parcel(sample().pack()).send, ours)
+        error = refusal(HandleMessage(sample().pack()).send, ours)
         assert (type(error), error.reason) == (BrokenResource, Reason.PEER_GONE)

@@ -30,18 +30,18 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import TracebackType
 
-__all__ = ["Parcel", "receive"]
+__all__ = ["HandleMessage", "receive"]
 
 
-class Parcel:
-    """A handle message: the handle of some memory and the descriptors that it needs, which the parcel owns.
+class HandleMessage:
+    """A handle of some memory with the descriptors that it needs, as one message. The message owns the descriptors.
 
     Parameters
     ----------
     data : bytes
         The packed handle.
     descriptors : sequence of int
-        The file descriptors. The parcel owns them from now on, also if the constructor raises.
+        The file descriptors. The message owns them from now on, also if the constructor raises.
 
     Raises
     ------
@@ -51,7 +51,7 @@ class Parcel:
 
     def __init__(self, data: bytes, descriptors: Sequence[int] = ()) -> None:
         self._descriptors = tuple(descriptors)
-        self._handle = Handle("share.parcel") if self._descriptors else None
+        self._handle = Handle("share.handle_message") if self._descriptors else None
         self.data = bytes(data)
         try:
             self.handle = ShareHandle.parse(self.data)
@@ -64,21 +64,21 @@ class Parcel:
 
     @property
     def descriptors(self) -> tuple[int, ...]:
-        """The file descriptors. The parcel still owns them."""
+        """The file descriptors. The message still owns them."""
         if self.closed:
-            what = "parcel"
+            what = "handle message"
             raise ClosedResource(what)
         return self._descriptors
 
     @property
     def closed(self) -> bool:
-        """Whether the descriptors were closed. A parcel without descriptors is never closed."""
+        """Whether the descriptors were closed. A message without descriptors is never closed."""
         return self._handle is not None and not self._descriptors
 
     def send(self, connection: socket.socket) -> None:
         """Send the handle and duplicates of its descriptors through a UNIX socket.
 
-        The parcel keeps its own descriptors.
+        The message keeps its own descriptors.
 
         Raises
         ------
@@ -116,14 +116,14 @@ class Parcel:
             # The descriptors are closed first, because a warning filter may turn the warning into an error.
             count = len(self._descriptors)
             self.close()
-            warnings.warn(f"a parcel with {count} descriptors was never closed", GdrkitWarning, stacklevel=1)
+            warnings.warn(f"a handle message with {count} descriptors was never closed", GdrkitWarning, stacklevel=1)
 
     def __repr__(self) -> str:
-        return f"Parcel({self.handle.kind.name}, {len(self._descriptors)} descriptors)"
+        return f"HandleMessage({self.handle.kind.name}, {len(self._descriptors)} descriptors)"
 
 
-def receive(connection: socket.socket, *, timeout_ms: float | None = None) -> Parcel:
-    """Receive the next parcel from a UNIX socket. The caller closes it.
+def receive(connection: socket.socket, *, timeout_ms: float | None = None) -> HandleMessage:
+    """Receive the next handle message from a UNIX socket. The caller closes it.
 
     Parameters
     ----------
@@ -149,7 +149,7 @@ def receive(connection: socket.socket, *, timeout_ms: float | None = None) -> Pa
     except BaseException:
         scm_rights.close_all(descriptors)
         raise
-    return Parcel(bytes(data), descriptors)
+    return HandleMessage(bytes(data), descriptors)
 
 
 def _receive_part(connection: socket.socket, data: bytearray, descriptors: list[int]) -> None:
