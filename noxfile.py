@@ -93,6 +93,7 @@ def suites(session: nox.Session) -> None:
     system_packages.install_fuse()
     system_packages.install_mpi()
     system_packages.install_filesystem_tools()
+    system_packages.install_strace()
     # The throughput cases run once and with small sizes on the twins, so that they still work on hardware.
     arguments = cases(session.posargs, *ALL_CASES, "hardware/throughput")
     exit_with_pytest_code(session, call([*on_twins(run), *pytest(run), *arguments]))

@@ -27,6 +27,7 @@ __all__ = [
     "install_fuse",
     "install_mpi",
     "install_perftest",
+    "install_strace",
     "is_release_update",
     "is_replacement",
     "missing_build_packages",
@@ -118,6 +119,12 @@ def install_filesystem_tools() -> None:
     missing = [package for program, package in MKFS_PROGRAMS.items() if not shutil.which(program, path=path)]
     if mountable and missing:
         _install_optional(missing, consequence="the cases that mount file systems of their own will not run")
+
+
+def install_strace() -> None:
+    """Install strace. Without it only the cases that make single system calls fail do not run."""
+    if os.geteuid() == 0 and not shutil.which("strace"):
+        _install_optional(["strace"], consequence="the cases of failing system calls will not run")
 
 
 def find_vendor_stack() -> str | None:

@@ -8,16 +8,16 @@ kernel's word (SO_PEERCRED).
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import socket
 import struct
 import threading
-import warnings
 from typing import TYPE_CHECKING
 
 from gdrkit import scm_rights
 from gdrkit.children import join_threads
-from gdrkit.errors import GdrkitError, GdrkitWarning, UsageError
+from gdrkit.errors import GdrkitError, UsageError
 from gdrkit.host import process_identity
 from gdrkit.usrbio import protocol
 from gdrkit.usrbio.client import Peer
@@ -39,9 +39,8 @@ _ACCEPT_PAUSE_S = 0.05
 # A request to the storage server has a limit of 30 s.
 _END_TIMEOUT_S = 60.0
 _SENTENCE_BYTES_MAX = 2048
-# Errors of accept() that pass without a word.
-_PASSING = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.ECONNABORTED})
 _CREDENTIALS = struct.Struct("iII")
+_LOG = logging.getLogger(__name__)
 
 
 class Doorway:
@@ -98,18 +97,21 @@ class Doorway:
         join_threads(connections.values(), timeout_s=_END_TIMEOUT_S)
 
     def _accept(self) -> None:
+        logged: int | None = None
         while True:
             try:
                 connection, _address = self._socket.accept()
             except OSError as error:
                 if self._closing:
                     return
-                if error.errno not in _PASSING:
-                    message = f"the agent's socket does not accept: {error}; it tries again"
-                    warnings.warn(message, GdrkitWarning, stacklevel=1)
-                # Who waits is served when a descriptor is free again; until then accept() would fail at once.
+                # An error that stays is logged once, and not twenty times a second.
+                if error.errno != logged:
+                    logged = error.errno
+                    _LOG.warning("accept on %s failed: %s; the agent tries again", self._mount.socket, error)
+                # A waiting client is accepted when a descriptor is free again. Until then accept() would fail at once.
                 self._stopping.wait(_ACCEPT_PAUSE_S)
                 continue
+            logged = None
             self._let_in(connection)
 
     def _let_in(self, connection: socket.socket) -> None:
@@ -131,7 +133,7 @@ class Doorway:
             else:
                 _refuse_stranger(connection, peer)
         except (GdrkitError, OSError) as error:
-            warnings.warn(f"a connection of the agent ended badly: {error}", GdrkitWarning, stacklevel=1)
+            _LOG.warning("a connection to %s failed: %s", self._mount.socket, error)
         finally:
             with self._lock:
                 self._connections.pop(connection, None)

@@ -203,9 +203,11 @@ def _unmount(path: Path) -> None:
 
 
 def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
-    """Run a command for so long at most; one that does not end counts as failed."""
+    """Run a command for 10 s at most. A command that is not installed or does not end counts as failed."""
     try:
         return subprocess.run(command, capture_output=True, text=True, check=False, timeout=_UNMOUNT_S)
+    except FileNotFoundError as error:
+        return subprocess.CompletedProcess(command, errno.ENOENT, "", str(error))
     except subprocess.TimeoutExpired:
         return subprocess.CompletedProcess(command, errno.ETIMEDOUT, "", f"it did not end within {_UNMOUNT_S} s")
 

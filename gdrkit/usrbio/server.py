@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import os
 import select
 import signal
@@ -16,12 +17,11 @@ import subprocess
 import sys
 import threading
 import time
-import warnings
 from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from gdrkit.children import join_threads, kill_child
-from gdrkit.errors import BrokenResource, GdrkitError, GdrkitWarning, Reason
+from gdrkit.errors import BrokenResource, GdrkitError, Reason
 from gdrkit.usrbio.mount import SERVER_LOCK, SERVER_SOCKET
 from gdrkit.usrbio.refusal import Refused
 from gdrkit.usrbio.session import Session
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Embedded", "Remote", "Server", "Where"]
 
+_LOG = logging.getLogger(__name__)
 _START_TIMEOUT_S = 30
 _END_TIMEOUT_S = 20
 # Limit for the end of the thread that renews sessions. Each step of that thread has a shorter limit.
@@ -198,7 +199,7 @@ class Embedded:
         process = self._process
         if process is not None:
             if left := kill_child(process, timeout_s=_END_TIMEOUT_S):
-                warnings.warn(f"the storage server's disk may hang: {left}", GdrkitWarning, stacklevel=1)
+                _LOG.warning("the storage server does not end, its disk may hang: %s", left)
             self._process, self._is_given_up = None, False
             for end in (process.stdin, process.stdout):
                 if end is not None:

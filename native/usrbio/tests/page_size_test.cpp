@@ -1,0 +1,95 @@
+// The code that works on whole host pages, on a host with pages of 64 KiB: this test's sysconf() returns that size.
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cstdint>
+#include <cstring>
+
+#include "tests/check.hpp"
+#include "usrbio/agent/bus_guard.hpp"
+#include "usrbio/client/share_handle.hpp"
+
+namespace {
+
+constexpr std::size_t small_page_bytes = 4096, large_page_bytes = 65536;
+
+} // namespace
+
+// The linker replaces sysconf() by this function (--wrap).
+extern "C" long __wrap_sysconf(int name);
+extern "C" long __real_sysconf(int name);
+long __wrap_sysconf(int name) {
+    return name == _SC_PAGESIZE ? static_cast<long>(large_page_bytes) : __real_sysconf(name);
+}
+
+namespace gdrkit::usrbio {
+namespace {
+
+ShareHandle chunked(std::uint64_t chunk_bytes) {
+    ShareHandle handle;
+    handle.kind = ShareKind::vmm;
+    handle.chunk_bytes = chunk_bytes;
+    handle.descriptor_count = 2;
+    handle.allocation_bytes = 2 * chunk_bytes;
+    handle.length_bytes = 2 * chunk_bytes;
+    handle.device_uuid.fill(1);
+    handle.owner = this_process();
+    return handle;
+}
+
+ShareHandle dmabuf_at(std::uint64_t address) {
+    ShareHandle handle;
+    handle.kind = ShareKind::dmabuf;
+    handle.descriptor_count = 1;
+    handle.allocation_bytes = large_page_bytes;
+    handle.length_bytes = small_page_bytes;
+    handle.address = address;
+    handle.device_uuid.fill(1);
+    handle.owner = this_process();
+    return handle;
+}
+
+void handle_chunks_are_whole_pages() {
+    CHECK(pack(chunked(large_page_bytes)));
+    CHECK(!pack(chunked(small_page_bytes)));
+    CHECK(!pack(chunked(large_page_bytes + small_page_bytes)));
+}
+
+void handle_addresses_begin_with_a_page() {
+    CHECK(pack(dmabuf_at(large_page_bytes)));
+    CHECK(!pack(dmabuf_at(large_page_bytes + small_page_bytes)));
+}
+
+void bus_guard_replaces_a_whole_page() {
+    const auto reserved =
+        mmap(nullptr, 3 * large_page_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    CHECK(reserved != MAP_FAILED);
+    const auto aligned = (reinterpret_cast<std::uintptr_t>(reserved) + large_page_bytes - 1) & ~(large_page_bytes - 1);
+    const int file = memfd_create("page_size_test", MFD_CLOEXEC);
+    CHECK(file >= 0 && ftruncate(file, large_page_bytes) == 0);
+    void* memory = mmap(reinterpret_cast<void*>(aligned), large_page_bytes, PROT_READ | PROT_WRITE,
+                        MAP_SHARED | MAP_FIXED, file, 0);
+    CHECK(memory != MAP_FAILED);
+    auto* bytes = static_cast<volatile unsigned char*>(memory);
+    bytes[0] = 1;
+    const agent::BusGuard guard(memory, large_page_bytes);
+    CHECK(ftruncate(file, 0) == 0);
+    CHECK(bytes[large_page_bytes / 2] == 0 && guard.hit());
+    // The file has its bytes again, but the guard has replaced the mapping of the page from its first byte to its last.
+    CHECK(ftruncate(file, large_page_bytes) == 0);
+    const unsigned char written = 2;
+    CHECK(pwrite(file, &written, 1, 0) == 1 && pwrite(file, &written, 1, large_page_bytes - 1) == 1);
+    CHECK(bytes[0] == 0 && bytes[large_page_bytes - 1] == 0);
+    CHECK(munmap(reserved, 3 * large_page_bytes) == 0 && close(file) == 0);
+}
+
+} // namespace
+} // namespace gdrkit::usrbio
+
+int main() {
+    using namespace gdrkit::usrbio;
+    handle_chunks_are_whole_pages();
+    handle_addresses_begin_with_a_page();
+    bus_guard_replaces_a_whole_page();
+    return 0;
+}

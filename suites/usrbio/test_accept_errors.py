@@ -1,0 +1,25 @@
+"""An error of accept() that the agent does not expect: the agent reports it and serves the next client."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from support.failing_calls import STRACE, failing_call
+from support.raw_usrbio import AgentProcess, RawClient
+
+from gdrkit.harness.needs import needs, verbs
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = needs(STRACE, verbs.nic())
+
+
+def test_unexpected_accept_error_is_reported_and_retried(tmp_path: Path) -> None:
+    with AgentProcess(tmp_path) as agent:
+        with failing_call(agent.process.pid, "accept4", "EPROTO"), RawClient(tmp_path) as client:
+            client.hello()
+        with RawClient(tmp_path) as client:
+            client.hello()
+        assert agent.terminate() == 0
+    assert "Protocol error" in agent.errors

@@ -1,0 +1,47 @@
+"""The close of a FUSE agent whose unmount fails: the error is typed, and a second close unmounts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+from gdrkit.harness.needs import host, needs, verbs
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = needs(host.fuse, verbs.nic())
+# No program that unmounts is on the PATH of the first close.
+PROGRAM = """
+import json, os, sys
+from pathlib import Path
+from gdrkit import handles
+from gdrkit.errors import ApiError
+from gdrkit.usrbio.fuse_agent import fuse_agent
+mount, store, empty = map(Path, sys.argv[1:])
+path = os.environ["PATH"]
+agent = fuse_agent(mount, store=store)
+os.environ["PATH"] = str(empty)
+def is_mounted():
+    return any(f" {mount} " in line for line in Path("/proc/self/mountinfo").read_text().splitlines())
+try:
+    agent.close()
+except ApiError as error:
+    first = [error.operation, error.reason.value, is_mounted()]
+os.environ["PATH"] = path
+agent.close()
+print(json.dumps({"first": first, "second": [is_mounted(), [str(each) for each in handles.live()]]}))
+"""
+
+
+def test_close_after_a_failed_unmount_unmounts(tmp_path: Path) -> None:
+    for name in ("mount", "store", "empty"):
+        (tmp_path / name).mkdir()
+    command = [sys.executable, "-c", PROGRAM, *(str(tmp_path / name) for name in ("mount", "store", "empty"))]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    closes = json.loads(done.stdout)
+    assert closes["first"] == ["umount", "busy", True]
+    assert closes["second"] == [False, []]
