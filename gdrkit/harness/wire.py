@@ -48,11 +48,8 @@ class Channel:
     def send(self, message: dict[str, Any], *, descriptors: tuple[int, ...] = ()) -> None:
         """Send one message. The other side receives copies of `descriptors`."""
         data = json.dumps(message).encode() + b"\n"
-        sent = 0
-        if descriptors:
-            # The descriptors are sent with the first byte. Bytes that one call does not send follow without
-            # descriptors.
-            sent = socket.send_fds(self._socket, [data], list(descriptors))
+        # The descriptors are sent with the first byte. Bytes that one call does not send follow without descriptors.
+        sent = socket.send_fds(self._socket, [data], list(descriptors)) if descriptors else 0
         self._socket.sendall(data[sent:])
 
     def receive(self, *, timeout_s: float | None = None) -> dict[str, Any] | None:

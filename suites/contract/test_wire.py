@@ -74,6 +74,36 @@ def test_an_endpoint_out_of_range_is_malformed(wrong: dict[str, object]) -> None
     _refused(Endpoint, ENDPOINT | wrong)
 
 
+@pytest.mark.parametrize(
+    ("kind", "good", "limits"),
+    [
+        (RemoteRange, RANGE, {"address": (1 << 64) - 1, "rkey": (1 << 32) - 1, "length_bytes": 1 << 63}),
+        (Endpoint, ENDPOINT, {"qp_number": (1 << 24) - 1, "psn": (1 << 24) - 1, "lid": (1 << 16) - 1}),
+    ],
+)
+def test_numbers_are_allowed_up_to_their_limits(
+    kind: type[RemoteRange | Endpoint], good: dict[str, int | str], limits: dict[str, int]
+) -> None:
+    for name, largest in limits.items():
+        for value in (0, largest):
+            assert getattr(kind.from_dict(good | {name: value}), name) == value
+        for wrong in (-1, largest + 1, True, 1.0, "1", None):
+            _refused(kind, good | {name: wrong})
+
+
+@pytest.mark.parametrize("mtu_bytes", [256, 512, 1024, 2048, 4096])
+def test_mtu_is_one_of_the_five_of_infiniband(mtu_bytes: int) -> None:
+    assert Endpoint.from_dict(ENDPOINT | {"mtu_bytes": mtu_bytes}).mtu_bytes == mtu_bytes
+    for wrong in (mtu_bytes - 1, mtu_bytes + 1, 2 * mtu_bytes + 1, 8192, 128, float(mtu_bytes)):
+        _refused(Endpoint, ENDPOINT | {"mtu_bytes": wrong})
+
+
+def test_refusal_names_the_missing_and_the_unknown_keys() -> None:
+    wrong = {key: value for key, value in RANGE.items() if key != "rkey"} | {"b": 1, "a": 2}
+    with pytest.raises(UsageError, match=r"RemoteRange lacks \['rkey'\], has unknown \['a', 'b'\]"):
+        RemoteRange.from_dict(wrong)
+
+
 def test_a_part_stays_inside() -> None:
     whole = RemoteRange.from_dict(RANGE)
     part = whole.part(offset_bytes=4000, length_bytes=95)

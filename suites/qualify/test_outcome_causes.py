@@ -11,7 +11,7 @@ from support.records import facts_of, record_of, route
 from gdrkit.errors import Reason
 from gdrkit.inventory import ApiFailure, Profile
 from gdrkit.inventory.profile import RequiredRoute
-from gdrkit.qualify import ExitCode, decide
+from gdrkit.qualify import ExitCode, Outcome, decide
 from gdrkit.report import CaseReason, ClaimedRoute, Verdict
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ HARDWARE = {"verbs": "hardware", "cuda": "hardware"}
 BARE = Profile(schema_version=1, name="bare", about="")
 STRICT = dataclasses.replace(BARE, name="strict", routes=(RequiredRoute(),))
 PASSED = record_of(substrate=HARDWARE)
+PROVEN_BY_PEER = record_of(routes=(ClaimedRoute(0, "mlx5_0", "peer_memory"),), substrate=HARDWARE)
 LISTED = 5
 
 
@@ -146,3 +147,138 @@ def test_set_up_that_can_be_completed_ends_with_3(reason: Reason) -> None:
     outcome = decide(facts_of(failure=failure), STRICT, [PASSED], software_asked=False)
     assert (outcome.code, outcome.causes, outcome.to_do) == (ExitCode.SETUP_MISSING, ("dlopen failed",), ())
     assert len(outcome.required) == 1
+
+
+NEEDED = "GPU 0 <- NIC mlx5_0 by dma-buf: no case went this way"
+MISSING = ApiFailure(
+    api="loader",
+    operation="dlopen",
+    status=2,
+    status_name="ENOENT",
+    errno=2,
+    reason=Reason.LIBRARY_MISSING,
+    message="dlopen failed",
+    what_to_do="install the driver",
+)
+ADVICE = "run it where a GPU and an RDMA NIC are, or add --software to qualify the code alone"
+
+
+@pytest.mark.parametrize(
+    ("records", "routes", "failure", "software", "expected"),
+    [
+        ([PASSED], [], None, True, Outcome(ExitCode.PROVEN, "The code passed on software twins", (), (), ())),
+        (
+            [PASSED],
+            ["dmabuf"],
+            MISSING,
+            True,
+            Outcome(
+                ExitCode.SETUP_MISSING,
+                "The set-up of this machine is not complete",
+                ("dlopen failed",),
+                ("install the driver",),
+                (),
+            ),
+        ),
+        (
+            [PASSED],
+            ["dmabuf"],
+            MISSING,
+            False,
+            Outcome(
+                ExitCode.SETUP_MISSING,
+                "The set-up of this machine is not complete",
+                ("dlopen failed",),
+                ("install the driver",),
+                (NEEDED,),
+            ),
+        ),
+        (
+            [PASSED],
+            ["dmabuf"],
+            None,
+            False,
+            Outcome(ExitCode.NOTHING_PROVEN, "Nothing was proven on hardware", (NEEDED,), (ADVICE,), (NEEDED,)),
+        ),
+        (
+            [PROVEN_BY_PEER],
+            ["dmabuf"],
+            None,
+            False,
+            Outcome(ExitCode.FAILED, "1 required route not proven", (NEEDED,), (), (NEEDED,)),
+        ),
+        (
+            [PROVEN_BY_PEER],
+            [],
+            None,
+            False,
+            Outcome(ExitCode.PROVEN, "Every required route is proven on hardware", (), (), ()),
+        ),
+        (
+            [failed(0)],
+            ["dmabuf"],
+            None,
+            False,
+            Outcome(ExitCode.FAILED, "1 of 1 case failed", ("a.py::test_0: differs 0",), (), ()),
+        ),
+        (
+            [fallen(0)],
+            [],
+            None,
+            False,
+            Outcome(
+                ExitCode.FAILED,
+                "A route fell back where direct was required",
+                ("GPU 0 <- NIC mlx5_0 by dma-buf: through the host (a.py::test_0)",),
+                (),
+                (),
+            ),
+        ),
+        (
+            [missed("a")],
+            [],
+            None,
+            False,
+            Outcome(
+                ExitCode.FAILED,
+                "1 case did not run, and profile strict does not foresee that",
+                ("a: none",),
+                (),
+                (),
+            ),
+        ),
+        ([], [], None, True, Outcome(ExitCode.FAILED, "Only 0 cases ran, profile strict wants 1", (), (), ())),
+    ],
+)
+def test_outcome_has_every_field(
+    records: list[Record], routes: list[str], failure: ApiFailure | None, *, software: bool, expected: Outcome
+) -> None:
+    facts = facts_of(routes=[route(way) for way in routes], failure=failure)
+    profile = dataclasses.replace(STRICT, cases_min=1)
+    assert decide(facts, profile, records, software_asked=software) == expected
+
+
+def test_first_five_causes_of_unproven_routes_are_listed() -> None:
+    routes = [dataclasses.replace(route("dmabuf"), device_index=index) for index in range(7)]
+    records = [
+        record_of(
+            Verdict.UNPROVEN,
+            case=f"a.py::test_{index}",
+            reasons=(CaseReason(f"no counter of GPU {index} moved"),),
+            routes=(ClaimedRoute(index, "mlx5_0", "dmabuf"),),
+            substrate=HARDWARE,
+        )
+        for index in range(7)
+    ]
+    outcome = decide(facts_of(routes=routes), BARE, records, software_asked=False)
+    assert outcome.causes == tuple(
+        f"GPU {index} <- NIC mlx5_0 by dma-buf: no counter of GPU {index} moved" for index in range(LISTED)
+    )
+
+
+@pytest.mark.parametrize(("count", "passes"), [(1, False), (2, True), (3, True)])
+def test_minimum_number_of_cases_counts(count: int, *, passes: bool) -> None:
+    profile = dataclasses.replace(BARE, cases_min=2)
+    foreseen = record_of(Verdict.NOT_RUN, reasons=(CaseReason("none", need="x", foreseen=True),))
+    outcome = decide(facts_of(), profile, [PASSED] * count + [foreseen] * 2, software_asked=True)
+    assert (outcome.code is ExitCode.PROVEN) == passes
