@@ -293,7 +293,7 @@ def agent(
         running = plain_agent(mount, store, spin_us=spin_us, silence_ms=silence_ms)
         serve_until_signalled(running, as_json=as_json)
         return 0
-    from gdrkit.storage.store import read_token_file
+    from gdrkit.storage.token import read_token_file
     from gdrkit.usrbio.fuse_agent import fuse_agent
 
     token = None if token_file is None else read_token_file(token_file)

@@ -10,7 +10,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from gdrkit.errors import Api, ApiError, Reason, errno_name
-from gdrkit.storage.connection import Place
+from gdrkit.storage.address import ServerAddress
 from gdrkit.storage.server import StorageServer
 from gdrkit.storage.store import FileStore
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 __all__ = ["serve"]
 
 _TO_DO = {
-    errno.EWOULDBLOCK: "another server has this store; stop it first",
-    errno.EADDRINUSE: "choose another place to listen, or stop who listens there",
-    errno.ENODEV: "name an RDMA device that is there (gdrkit facts)",
+    errno.EWOULDBLOCK: "another server has this store open; stop it first",
+    errno.EADDRINUSE: "choose another address with --listen, or stop the process that listens there",
+    errno.ENODEV: "name an RDMA device of this machine (gdrkit facts lists them)",
     errno.EACCES: "let this user read and write the folder and /dev/infiniband",
 }
 
@@ -35,9 +35,9 @@ def serve(root: Path, *, listen: str | None, nic_names: Sequence[str], chunk_byt
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
     try:
         with FileStore(root, chunk_bytes=chunk_bytes) as store:
-            place = Place(path=store.own_socket()) if listen is None else Place.parse(listen)
-            with StorageServer(store, place, nic_names=nic_names) as server:
-                sys.stdout.write(f"gdrkit serve: {root} at {server.place} by {', '.join(server.nics)}\n")
+            address = ServerAddress(path=store.own_socket()) if listen is None else ServerAddress.parse(listen)
+            with StorageServer(store, address, nic_names=nic_names) as server:
+                sys.stdout.write(f"gdrkit serve: {root} at {server.address} by {', '.join(server.nics)}\n")
                 sys.stdout.flush()
                 signal.sigwait({signal.SIGTERM, signal.SIGINT})
     except OSError as error:

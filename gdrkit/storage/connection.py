@@ -1,121 +1,29 @@
-"""Control connections: frames over a TCP or unix socket, and the addresses of servers.
-
-The text of an address is ``HOST:PORT`` or ``unix:PATH``.
-"""
+"""Control connections of the storage service: frames over a TCP or unix socket, with descriptors over the latter."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-import re
+import errno
 import socket
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from gdrkit import scm_rights
 from gdrkit.errors import BrokenResource, Reason, UsageError
 from gdrkit.storage.wire import HEADER_BYTES, FrameType, Header, check_payload, pack_control, parse_header
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Sequence
 
-__all__ = ["ControlConnection", "Place"]
+__all__ = ["ControlConnection", "shut_down"]
 
 _DESCRIPTORS_MAX = 4
-_BACKLOG = 512
-_DEFER_ACCEPT_S = 10
-_HOST_AND_PORT = re.compile(r"(?:\[(?P<v6>[0-9a-fA-F:.%\w]+)\]|(?P<host>[^:\[\]]+)):(?P<port>\d{1,5})")
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """The address of a server: a path, or a host and a port."""
-
-    path: Path | None = None
-    host: str = ""
-    port: int = 0
-
-    @classmethod
-    def parse(cls, text: str) -> Self:
-        """Return the address for ``unix:PATH``, ``HOST:PORT`` or ``[V6]:PORT``."""
-        if text.startswith("unix:") and len(text) > len("unix:"):
-            return cls(path=Path(text.removeprefix("unix:")))
-        found = _HOST_AND_PORT.fullmatch(text)
-        if found is None or int(found["port"]) > 65535:  # noqa: PLR2004 - a port has 16 bits.
-            message = f"{text!r} is neither HOST:PORT nor unix:PATH"
-            raise UsageError(message, reason=Reason.MALFORMED)
-        return cls(host=found["v6"] or found["host"], port=int(found["port"]))
-
-    def __str__(self) -> str:
-        if self.path is not None:
-            return f"unix:{self.path}"
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
-
-    def listen(self) -> socket.socket:
-        """Return a listening socket. The socket of a path has mode 0600."""
-        if self.path is None:
-            family = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0][0]
-            made = socket.create_server((self.host, self.port), family=family, backlog=_BACKLOG)
-            # accept() then returns connections whose first bytes have arrived, or that have sent none during this time.
-            made.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, _DEFER_ACCEPT_S)
-            return made
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            with _short(self.path) as name:
-                self._remove_left(name)
-                # bind creates the file with the mode of the socket, so the mode is never wider. The umask would do the
-                # same, but it belongs to all threads of the process.
-                os.fchmod(listener.fileno(), 0o600)
-                listener.bind(name)
-            listener.listen(_BACKLOG)
-        except BaseException:
-            listener.close()
-            raise
-        return listener
-
-    def connect(self, timeout_s: float) -> socket.socket:
-        """Return a connected socket."""
-        if self.path is None:
-            made = socket.create_connection((self.host, self.port), timeout=timeout_s)
-            made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            return made
-        made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        made.settimeout(timeout_s)
-        try:
-            with _short(self.path) as name:
-                made.connect(name)
-        except BaseException:
-            made.close()
-            raise
-        return made
-
-    @staticmethod
-    def _remove_left(name: str) -> None:
-        """Remove the socket of a server that has died. A socket of a running server is kept, and bind fails."""
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking, contextlib.suppress(FileNotFoundError):
-            try:
-                asking.connect(name)
-            except ConnectionRefusedError:
-                Path(name).unlink()
-
-
-@contextlib.contextmanager
-def _short(path: Path) -> Iterator[str]:
-    """Yield a name of the socket that fits into the 108 bytes of an address, for any length of its folder's path."""
-    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield f"/proc/self/fd/{folder}/{path.name}"
-    finally:
-        os.close(folder)
 
 
 class ControlConnection:
     """A sender and receiver of control frames. It owns its socket."""
 
-    def __init__(self, end: socket.socket) -> None:
-        self._socket = end
-        self._is_unix = end.family == socket.AF_UNIX
+    def __init__(self, connected: socket.socket) -> None:
+        self._socket = connected
+        self._is_unix = connected.family == socket.AF_UNIX
         # The part of the next frame that has arrived: its header, and bytes of the part that follows.
         self._header: Header | None = None
         self._arrived = bytearray()
@@ -135,10 +43,10 @@ class ControlConnection:
         """Set the longest time to wait for a part of a frame."""
         self._socket.settimeout(timeout_s)
 
-    def send(self, kind: FrameType, payload: bytes, *, sequence: int, descriptor: int | None = None) -> None:
-        """Send one frame. Raises OSError if the peer is gone."""
+    def send(self, kind: FrameType, payload: bytes, *, sequence: int, descriptors: Sequence[int] = ()) -> None:
+        """Send one frame, with descriptors of this process (SCM_RIGHTS). Raises OSError if the peer is gone."""
         data = pack_control(kind, payload, sequence=sequence)
-        sent = 0 if descriptor is None else socket.send_fds(self._socket, [data], [descriptor])
+        sent = socket.send_fds(self._socket, [data], list(descriptors)) if descriptors else 0
         self._socket.sendall(data[sent:])
 
     def receive(self, kind: FrameType) -> tuple[bytes, int] | None:
@@ -155,7 +63,7 @@ class ControlConnection:
         """
         self.close_descriptors()
         try:
-            return self._frame(kind)
+            return self._read_frame(kind)
         except BaseException:
             self.close_descriptors()
             raise
@@ -169,33 +77,31 @@ class ControlConnection:
             See :meth:`receive`. BrokenResource also if the peer ended the connection before the frame.
         """
         try:
-            frame = self._frame(kind)
+            frame = self._read_frame(kind)
         except BlockingIOError:
             return None
         except BaseException:
             self.close_descriptors()
             raise
         if frame is None:
-            message = "the other side ended before a frame"
+            message = "the peer ended the connection before a frame"
             raise BrokenResource(message, reason=Reason.PEER_GONE)
         return frame
 
-    def take(self) -> socket.socket:
-        """Return the socket, which the caller owns from now on. This connection is closed."""
-        self.close_descriptors()
-        taken = socket.socket(fileno=self._socket.detach())
-        taken.settimeout(None)
-        return taken
+    def detach_socket(self) -> socket.socket:
+        """Return the socket, without a timeout. The caller owns it from now on, and this connection is closed."""
+        detached = socket.socket(fileno=self.detach_descriptor())
+        detached.settimeout(None)
+        return detached
 
-    def detach(self) -> int:
-        """Return the descriptor of the socket, which the caller owns from now on."""
+    def detach_descriptor(self) -> int:
+        """Return the descriptor of the socket. The caller owns it from now on, and this connection is closed."""
         self.close_descriptors()
         return self._socket.detach()
 
-    def hang_up(self) -> None:
+    def shut_down(self) -> None:
         """Shut the socket down, which wakes every thread that waits on it."""
-        with contextlib.suppress(OSError):  # The connection may have ended already.
-            self._socket.shutdown(socket.SHUT_RDWR)
+        shut_down(self._socket)
 
     def close(self) -> None:
         """Close the connection."""
@@ -207,47 +113,56 @@ class ControlConnection:
         descriptors, self.descriptors = self.descriptors, []
         scm_rights.close_all(descriptors)
 
-    def _frame(self, kind: FrameType) -> tuple[bytes, int] | None:
+    def _read_frame(self, kind: FrameType) -> tuple[bytes, int] | None:
         """Continue the next frame where the last call stopped; return None at the end of the connection."""
         if self._header is None:
             if not self._fill(HEADER_BYTES):
                 if not self._arrived:
                     return None
                 raise _ended_within()
-            header = parse_header(self._taken())
+            header = parse_header(self._take_arrived())
             if header.type is not kind:
-                message = f"frame: {header.type.name} where {kind.name} was expected"
+                message = f"frame: the type must be {kind.name}, not {header.type.name}"
                 raise UsageError(message, reason=Reason.MALFORMED)
             self._header = header
         header = self._header
         if not self._fill(header.length):
             raise _ended_within()
         self._header = None
-        payload = self._taken()
+        payload = self._take_arrived()
         check_payload(header, payload)
         return payload, header.sequence
 
     def _fill(self, length_bytes: int) -> bool:
         """Receive until `length_bytes` have arrived. Return False if the peer has ended the connection before."""
         while len(self._arrived) < length_bytes:
-            part = self._some(length_bytes - len(self._arrived))
+            part = self._receive_some(length_bytes - len(self._arrived))
             if not part:
                 return False
             self._arrived += part
         return True
 
-    def _taken(self) -> bytes:
-        taken, self._arrived = bytes(self._arrived), bytearray()
-        return taken
+    def _take_arrived(self) -> bytes:
+        arrived, self._arrived = bytes(self._arrived), bytearray()
+        return arrived
 
-    def _some(self, length_bytes: int) -> bytes:
+    def _receive_some(self, length_bytes: int) -> bytes:
         if not self._is_unix:
             return self._socket.recv(length_bytes)
-        left = _DESCRIPTORS_MAX - len(self.descriptors)
-        data, descriptors = scm_rights.receive(self._socket, length_bytes=length_bytes, descriptors_max=left)
+        descriptors_max = _DESCRIPTORS_MAX - len(self.descriptors)
+        data, descriptors = scm_rights.receive(self._socket, length_bytes=length_bytes, descriptors_max=descriptors_max)
         self.descriptors += descriptors
         return data
 
 
+def shut_down(end: socket.socket) -> None:
+    """Shut a socket down in both directions. A connection that has ended, or a closed socket, is left as it is."""
+    try:
+        end.shutdown(socket.SHUT_RDWR)
+    except OSError as error:
+        if error.errno not in {errno.ENOTCONN, errno.EBADF}:
+            raise
+
+
 def _ended_within() -> BrokenResource:
-    return BrokenResource("the other side ended within a frame", reason=Reason.PEER_GONE)
+    return BrokenResource("the peer ended the connection within a frame", reason=Reason.PEER_GONE)

@@ -6,10 +6,11 @@ Received messages are checked against the types and limits of :mod:`gdrkit.stora
 
 from __future__ import annotations
 
+import errno
 import json
 from typing import TYPE_CHECKING, TypeAlias, TypeVar, Union
 
-from gdrkit.errors import Reason, UsageError
+from gdrkit.errors import Api, ApiError, Reason, UsageError, errno_name
 from gdrkit.serialization import Json, from_json_data, to_json_data
 from gdrkit.storage import messages as ask
 from gdrkit.storage.wire import CONTROL_BYTES_MAX
@@ -17,14 +18,24 @@ from gdrkit.storage.wire import CONTROL_BYTES_MAX
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["REQUESTS", "Request", "pack_error", "pack_reply", "pack_request", "parse_reply", "parse_request"]
+__all__ = [
+    "REQUESTS",
+    "Request",
+    "operation_of",
+    "pack_error",
+    "pack_reply",
+    "pack_request",
+    "parse_reply",
+    "parse_request",
+    "storage_error",
+]
 
 PATH_CHARACTERS_MAX = 4096
 RANGES_MAX = 1024
 _INT63 = (1 << 63) - 1
 
 Request: TypeAlias = Union[  # noqa: UP007 - a list this long reads better.
-    ask.Hello,
+    ask.StorageHello,
     ask.Attach,
     ask.Open,
     ask.Adopt,
@@ -35,7 +46,7 @@ Request: TypeAlias = Union[  # noqa: UP007 - a list this long reads better.
     ask.Rmdir,
     ask.Unlink,
     ask.Rename,
-    ask.Link,
+    ask.HardLink,
     ask.Symlink,
     ask.Readlink,
     ask.Truncate,
@@ -44,11 +55,11 @@ Request: TypeAlias = Union[  # noqa: UP007 - a list this long reads better.
     ask.Statfs,
     ask.Chmod,
     ask.Utimens,
-    ask.Statistics,
+    ask.ReadStatistics,
 ]
 
 REQUESTS: Mapping[str, type[Request]] = {
-    "hello": ask.Hello,
+    "hello": ask.StorageHello,
     "attach": ask.Attach,
     "open": ask.Open,
     "adopt": ask.Adopt,
@@ -59,7 +70,7 @@ REQUESTS: Mapping[str, type[Request]] = {
     "rmdir": ask.Rmdir,
     "unlink": ask.Unlink,
     "rename": ask.Rename,
-    "link": ask.Link,
+    "link": ask.HardLink,
     "symlink": ask.Symlink,
     "readlink": ask.Readlink,
     "truncate": ask.Truncate,
@@ -68,7 +79,7 @@ REQUESTS: Mapping[str, type[Request]] = {
     "statfs": ask.Statfs,
     "chmod": ask.Chmod,
     "utimens": ask.Utimens,
-    "statistics": ask.Statistics,
+    "statistics": ask.ReadStatistics,
 }
 _NAMES = {kind: name for name, kind in REQUESTS.items()}
 _TIME_FIELDS = frozenset({"access_time_ns", "modification_time_ns", "change_time_ns"})
@@ -84,11 +95,16 @@ _TEXT_MAX: Mapping[str, int] = {
 _R = TypeVar("_R")
 
 
+def operation_of(request: Request) -> str:
+    """Return the name of a request's operation, as in the table of :mod:`gdrkit.storage.messages`."""
+    return _NAMES[type(request)]
+
+
 def pack_request(request: Request) -> bytes:
     """Return the payload of a control request."""
     fields = to_json_data(request)
     if not isinstance(fields, dict):
-        message = f"no request: {request!r}"
+        message = f"not a request: {request!r}"
         raise UsageError(message)
     return _pack({"op": _NAMES[type(request)], **fields})
 
@@ -105,13 +121,13 @@ def parse_request(payload: bytes) -> Request:
     name = data.pop("op", None)
     kind = REQUESTS.get(name) if isinstance(name, str) else None
     if kind is None:
-        message = f"request: there is no operation {str(name)[:80]!r}"
+        message = f"request: unknown operation {str(name)[:80]!r}"
         raise UsageError(message, reason=Reason.MALFORMED)
     try:
         _check_values(data, str(name))
         request = from_json_data(kind, data, where=str(name))
     except RecursionError as error:
-        message = f"{name}: it is nested too deeply"
+        message = f"{name}: the JSON is nested too deeply"
         raise UsageError(message, reason=Reason.MALFORMED) from error
     _check_request(request, str(name))
     return request
@@ -134,10 +150,32 @@ def parse_reply(payload: bytes, kind: type[_R]) -> _R | ask.ErrorReply:
         _check_values(data, "reply")
         return from_json_data(ask.ErrorReply, data["error"], where="error")
     if data.keys() != {"ok"}:
-        message = "reply: it is neither ok nor an error"
+        message = "reply: the JSON has neither ok nor error"
         raise UsageError(message, reason=Reason.MALFORMED)
     _check_values(data, "reply")
     return from_json_data(kind, data["ok"], where=kind.__name__)
+
+
+def storage_error(operation: str, number: int, *, detail: str = "", **arguments: object) -> ApiError:
+    """Return the exception for an errno of the storage service."""
+    reasons = {
+        errno.EREMOTEIO: Reason.PEER_GONE,
+        errno.EACCES: Reason.NO_PERMISSION,
+        errno.EPERM: Reason.NO_PERMISSION,
+        errno.EINVAL: Reason.BAD_ARGUMENT,
+        errno.EBADF: Reason.BAD_DESCRIPTOR,
+        errno.ETIMEDOUT: Reason.TIMEOUT,
+    }
+    return ApiError(
+        api=Api.STORAGE,
+        operation=operation,
+        status=number,
+        status_name=errno_name(number),
+        errno=number,
+        arguments=arguments,
+        reason=reasons.get(number, Reason.OTHER),
+        detail=detail,
+    )
 
 
 def _pack(data: Json) -> bytes:
@@ -151,26 +189,26 @@ def _pack(data: Json) -> bytes:
 
 def _unpack(payload: bytes) -> dict[str, Json]:
     try:
-        data = json.loads(payload.decode(), object_pairs_hook=_object, parse_constant=_no_constant)
+        data = json.loads(payload.decode(), object_pairs_hook=_unique_members, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
-        message = f"control message: no JSON: {str(error)[:200]}"
+        message = f"control message: not JSON: {str(error)[:200]}"
         raise UsageError(message, reason=Reason.MALFORMED) from error
     if not isinstance(data, dict):
-        message = "control message: no object"
+        message = "control message: the JSON is not an object"
         raise UsageError(message, reason=Reason.MALFORMED)
     return data
 
 
-def _object(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        message = "a name stands twice in an object"
+def _unique_members(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
+    members = dict(pairs)
+    if len(members) != len(pairs):
+        message = "an object has two members with one name"
         raise ValueError(message)
-    return found
+    return members
 
 
-def _no_constant(word: str) -> Json:
-    message = f"{word} is no number of JSON"
+def _refuse_constant(word: str) -> Json:
+    message = f"{word} is not a JSON number"
     raise ValueError(message)
 
 
@@ -184,7 +222,7 @@ def _check_values(value: object, where: str, *, name: str = "") -> None:
             _check_values(item, where, name=name)
     elif isinstance(value, str):
         if len(value) > _TEXT_MAX.get(name, PATH_CHARACTERS_MAX) or "\0" in value:
-            message = f"{where}: a text of {len(value)} characters, or one with a zero"
+            message = f"{where}: a text of {len(value)} characters is too long, or contains a zero character"
             raise UsageError(message, reason=Reason.MALFORMED)
         # A token is only compared, never used as a name.
         if name != "token" and not _is_name(value):
@@ -206,21 +244,21 @@ def _is_name(text: str) -> bool:
 
 
 def _check_request(request: Request, where: str) -> None:
-    wrong = ""
+    problem = ""
     match request:
-        case ask.Hello(lanes=lanes) if not 0 < len(lanes) <= ask.LANES_MAX:
-            wrong = f"a session has 1 to {ask.LANES_MAX} lanes, not {len(lanes)}"
+        case ask.StorageHello(lanes=lanes) if not 0 < len(lanes) <= ask.LANES_MAX:
+            problem = f"a session must have 1 to {ask.LANES_MAX} lanes, not {len(lanes)}"
         case ask.Stat(path=path, handle=handle) | ask.Truncate(path=path, handle=handle) if (path is None) == (
             handle is None
         ):
-            wrong = "exactly one of path and handle is given"
+            problem = "exactly one of path and handle must be given"
         case ask.PunchHole(ranges=ranges):
             if not 0 < len(ranges) <= RANGES_MAX or any(len(each) != 2 or each[0] > each[1] for each in ranges):  # noqa: PLR2004
-                wrong = f"1 to {RANGES_MAX} ranges of a begin and an end are given"
+                problem = f"there must be 1 to {RANGES_MAX} ranges, each with a begin and an end that is not smaller"
         case ask.Rename(exclusive=True, exchange=True):
-            wrong = "exclusive and exchange exclude each other"
+            problem = "exclusive and exchange exclude each other"
         case ask.Open(mode=mode) | ask.Mkdir(mode=mode) | ask.Chmod(mode=mode) if mode > 0o7777:  # noqa: PLR2004
-            wrong = f"{mode:#o} are no permission bits"
-    if wrong:
-        message = f"{where}: {wrong}"
+            problem = f"the mode must be at most 0o7777, not {mode:#o}"
+    if problem:
+        message = f"{where}: {problem}"
         raise UsageError(message, reason=Reason.MALFORMED)

@@ -71,27 +71,27 @@ class IOBuffer:
     @classmethod
     def of_host(cls, buffer: bytearray | mmap.mmap | memoryview, nics: Sequence[Nic]) -> Self:
         """Register a writable host buffer with all of these NICs (the sequence may be empty)."""
-        made = _Registered()
+        registered = _Registered()
         try:
             for nic in nics:
                 region = nic.register_host(buffer)
-                made.parts.push(region.close)
-                made.regions[nic] = region
-            made.view = memoryview(buffer).cast("B")
+                registered.parts.push(region.close)
+                registered.regions[nic] = region
+            registered.view = memoryview(buffer).cast("B")
         except BaseException:
-            made.close()
+            registered.close()
             raise
-        return cls(made, offset_bytes=0, length_bytes=made.view.nbytes, is_part=False)
+        return cls(registered, offset_bytes=0, length_bytes=registered.view.nbytes, is_part=False)
 
     @classmethod
     def of_device(cls, memory: DeviceBuffer, cache: RegionCache) -> Self:
         """Lease a registration of device memory with all NICs of the cache."""
         lease = cache.lease(memory)
-        made = _Registered()
-        made.lease = lease
-        made.memory = memory
-        made.parts.push(lease.close)
-        return cls(made, offset_bytes=0, length_bytes=memory.length_bytes, is_part=False)
+        registered = _Registered()
+        registered.lease = lease
+        registered.memory = memory
+        registered.parts.push(lease.close)
+        return cls(registered, offset_bytes=0, length_bytes=memory.length_bytes, is_part=False)
 
     @property
     def is_device_memory(self) -> bool:
@@ -117,10 +117,10 @@ class IOBuffer:
         UsageError
             NOT_SUPPORTED: it is device memory, which the CPU must not touch.
         """
-        view = self._open().view
+        view = self._check_open().view
         if view is None:
-            message = "device memory has no bytes for the CPU"
-            raise UsageError(message, reason=Reason.NOT_SUPPORTED, what_to_do="copy it by the device: memory.read()")
+            message = "the CPU cannot access device memory"
+            raise UsageError(message, reason=Reason.NOT_SUPPORTED, what_to_do="copy the bytes by copy_out()")
         return view[self._offset_bytes : self._offset_bytes + self.length_bytes]
 
     def checksum(self, *, length_bytes: int) -> int:
@@ -129,7 +129,7 @@ class IOBuffer:
 
     def copy_out(self) -> bytes:
         """Return a copy of the bytes. For device memory, the device's copy call makes it."""
-        memory = self._open().memory
+        memory = self._check_open().memory
         if memory is None:
             return bytes(self.data())
         return memory.read(offset_bytes=self._offset_bytes, length_bytes=self.length_bytes)
@@ -137,7 +137,7 @@ class IOBuffer:
     def zero(self, *, offset_bytes: int, length_bytes: int) -> None:
         """Set bytes to zero. For device memory, the device does it, and this call waits."""
         check_range(offset_bytes=offset_bytes, length_bytes=length_bytes, size_bytes=self.length_bytes)
-        memory = self._open().memory
+        memory = self._check_open().memory
         if memory is None:
             self.data()[offset_bytes : offset_bytes + length_bytes] = bytes(length_bytes)
         elif isinstance(memory, _Fillable):
@@ -154,18 +154,18 @@ class IOBuffer:
 
     def remote(self, nic: Nic) -> RemoteRange:
         """Return the address and key that the server needs to access the buffer through this NIC."""
-        whole = self._open()
+        registered = self._check_open()
         offset_bytes, length_bytes = self._offset_bytes, self.length_bytes
-        if whole.lease is not None:
-            return whole.lease.remote(nic, offset_bytes=offset_bytes, length_bytes=length_bytes)
-        return whole.regions[nic].remote(offset_bytes=offset_bytes, length_bytes=length_bytes)
+        if registered.lease is not None:
+            return registered.lease.remote(nic, offset_bytes=offset_bytes, length_bytes=length_bytes)
+        return registered.regions[nic].remote(offset_bytes=offset_bytes, length_bytes=length_bytes)
 
     def close(self) -> None:
         """Deregister the memory. A second close does nothing, and neither does the close of a part."""
         if not self._is_part:
             self._registered.close()
 
-    def _open(self) -> _Registered:
+    def _check_open(self) -> _Registered:
         if self._registered.closed:
             what = "IO buffer"
             raise ClosedResource(what)

@@ -1,6 +1,6 @@
 """The listener of the storage server: it accepts connections and waits for their first request.
 
-A connection that has not shown its token costs the server one descriptor and no thread. Its whole first request has one
+A connection that has not shown its token costs the server one descriptor and no thread. The whole first request has one
 deadline. If an address has too many such connections, the listener closes the oldest for the newest. The kernel returns
 TCP connections only when their first bytes have arrived (TCP_DEFER_ACCEPT), and the listener reads them at once. So a
 client that sends its whole request at once, as the client of gdrkit does, never waits in that list, however many others
@@ -27,7 +27,7 @@ from gdrkit.storage.wire import FrameType
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Listener", "RefusedConnection"]
+__all__ = ["ConnectionRefused", "Listener"]
 
 _LOG = logging.getLogger("gdrkit.storage")
 _CREDENTIALS = struct.Struct("3i")
@@ -44,7 +44,7 @@ _LOG_PERIOD_S = 10.0
 _PAUSE_S = 0.1
 
 
-class RefusedConnection(Exception):
+class ConnectionRefused(Exception):
     """The server replied to the first request with an error. The text is one of a few fixed ones, for the log."""
 
 
@@ -69,7 +69,7 @@ class _RefusalLog:
         self._counts[reason] += 1
         self._last = address
 
-    def due_s(self) -> float | None:
+    def next_line_s(self) -> float | None:
         """Return the time of the next line; None while there is nothing to log."""
         return self._next_s if self._counts else None
 
@@ -92,7 +92,7 @@ class Listener:
         A listening socket, which this object owns. The peer of a unix socket must be this user or root.
     admit : callable
         Called with a connection, its first request and the request's sequence. It takes over the connection, or raises
-        RefusedConnection or a GdrkitError.
+        ConnectionRefused or a GdrkitError.
     """
 
     def __init__(self, listener: socket.socket, admit: Callable[[ControlConnection, bytes, int], None]) -> None:
@@ -113,9 +113,9 @@ class Listener:
 
     def close(self) -> None:
         """Close the listening socket and all waiting connections. Call it after :meth:`run` has returned."""
-        for each in tuple(self._waiting):
-            self._forget(each)
-            each.connection.close()
+        for waiting in tuple(self._waiting):
+            self._forget(waiting)
+            waiting.connection.close()
         self._refusals.write(is_last=True)
         self._selector.close()
         self._socket.close()
@@ -130,16 +130,16 @@ class Listener:
                 return
             for waiting in filter(None, ready.values()):
                 self._read(waiting)
-            self._end_late()
+            self._refuse_late()
             if self._socket in ready:
                 self._accept()
             self._refusals.write()
 
     def _timeout_s(self) -> float | None:
         first = next(iter(self._waiting), None)
-        times = [first.deadline_s if first is not None else None, self._refusals.due_s()]
-        ends = [each for each in times if each is not None]
-        return max(0.0, min(ends) - time.monotonic()) if ends else None
+        times = [first.deadline_s if first is not None else None, self._refusals.next_line_s()]
+        pending = [each for each in times if each is not None]
+        return max(0.0, min(pending) - time.monotonic()) if pending else None
 
     def _accept(self) -> None:
         for _ in range(_ACCEPTS_MAX):
@@ -161,7 +161,7 @@ class Listener:
             credentials = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
             _process, user, _group = _CREDENTIALS.unpack(credentials)
             if user not in {0, os.geteuid()}:
-                self._refusals.add("of a user that may not connect", f"user {user}")
+                self._refusals.add("from another user", f"user {user}")
                 end.close()
                 return
         else:
@@ -169,26 +169,26 @@ class Listener:
             end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         end.settimeout(0)
         waiting = _Waiting(ControlConnection(end), _address_of(end, address))
-        self._make_room(waiting.address)
+        self._evict_if_full(waiting.address)
         self._waiting[waiting] = None
         self._addresses.setdefault(waiting.address, {})[waiting] = None
         self._selector.register(waiting.connection, selectors.EVENT_READ, waiting)
         # Most clients have sent their whole request by now.
         self._read(waiting)
 
-    def _make_room(self, address: str) -> None:
+    def _evict_if_full(self, address: str) -> None:
         """Close the oldest connection of this address if it has too many, or else that of the address with the most."""
-        crowd = self._addresses.get(address, {})
-        if len(crowd) < _WAITING_PER_ADDRESS_MAX:
+        connections = self._addresses.get(address, {})
+        if len(connections) < _WAITING_PER_ADDRESS_MAX:
             if len(self._waiting) < _WAITING_MAX:
                 return
-            crowd = max(self._addresses.values(), key=len)
-        self._refuse(next(iter(crowd)), "that a newer connection replaced before their first request arrived")
+            connections = max(self._addresses.values(), key=len)
+        self._refuse(next(iter(connections)), "replaced by a newer connection before their first request arrived")
 
-    def _end_late(self) -> None:
+    def _refuse_late(self) -> None:
         now_s = time.monotonic()
         while (first := next(iter(self._waiting), None)) is not None and first.deadline_s <= now_s:
-            self._refuse(first, f"without a whole first request in {_REQUEST_TIMEOUT_S:g} s")
+            self._refuse(first, f"without a complete first request in {_REQUEST_TIMEOUT_S:g} s")
 
     def _read(self, waiting: _Waiting) -> None:
         try:
@@ -197,12 +197,12 @@ class Listener:
                 return
             self._forget(waiting)
             self._admit(waiting.connection, *frame)
-        except RefusedConnection as refused:
+        except ConnectionRefused as refused:
             self._refuse(waiting, f"because {refused}")
         except BrokenResource:
-            self._refuse(waiting, "that their client ended before the first request was whole")
+            self._refuse(waiting, "ended by their client before the first request was complete")
         except (GdrkitError, OSError):
-            self._refuse(waiting, "whose first bytes are no request of this protocol")
+            self._refuse(waiting, "whose first bytes are not a request of this protocol")
 
     def _refuse(self, waiting: _Waiting, reason: str) -> None:
         self._forget(waiting)
@@ -213,9 +213,9 @@ class Listener:
         if waiting in self._waiting:
             self._selector.unregister(waiting.connection)
             del self._waiting[waiting]
-            crowd = self._addresses[waiting.address]
-            del crowd[waiting]
-            if not crowd:
+            connections = self._addresses[waiting.address]
+            del connections[waiting]
+            if not connections:
                 del self._addresses[waiting.address]
 
 
@@ -223,11 +223,11 @@ def _address_of(end: socket.socket, address: object) -> str:
     """Return the key that connections are counted by: this host, an IPv4 address, or the /64 of an IPv6 address."""
     if end.family == socket.AF_UNIX or not isinstance(address, tuple):
         return "this host"
-    found = ipaddress.ip_address(str(address[0]).partition("%")[0])
-    if isinstance(found, ipaddress.IPv6Address):
-        found = found.ipv4_mapped or found
-    if found.is_loopback:
+    ip = ipaddress.ip_address(str(address[0]).partition("%")[0])
+    if isinstance(ip, ipaddress.IPv6Address):
+        ip = ip.ipv4_mapped or ip
+    if ip.is_loopback:
         return "this host"
-    if isinstance(found, ipaddress.IPv6Address):
-        return str(ipaddress.IPv6Network((int(found), 64), strict=False))
-    return str(found)
+    if isinstance(ip, ipaddress.IPv6Address):
+        return str(ipaddress.IPv6Network((int(ip), 64), strict=False))
+    return str(ip)

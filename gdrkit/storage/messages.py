@@ -3,9 +3,9 @@
 A session proceeds as follows:
 
 1. The client opens a *control connection* (TCP, or a unix socket of mode 0600 whose peer must be this user or root) and
-   sends :class:`Hello` with the endpoints of one queue pair per *lane*. The :class:`HelloReply` contains the secret of
-   the session, the server's endpoints in the same order, and the limits. At that time the server's queue pairs are
-   ready. The client connects its own to them, with ``reads_max`` of the limits.
+   sends :class:`StorageHello` with the endpoints of its queue pairs (``lanes``). The :class:`HelloReply` contains the
+   secret of the session, the endpoints of the server's queue pairs in the same order, and the limits. At that time the
+   server's queue pairs are ready. The client connects its own to them, with ``reads_max`` of the limits.
 2. The client opens a *data connection* to the same address and sends :class:`Attach` with the secret. After that reply,
    this connection carries only io requests and io replies (:mod:`gdrkit.storage.wire`).
 3. All other requests use the control connection, one or several at a time. Replies come in order and repeat the
@@ -25,7 +25,7 @@ name that are not UTF-8 are sent as surrogates, as :func:`os.fsdecode` makes the
 =============  =====================================================  =====================
 operation      class                                                  reply
 =============  =====================================================  =====================
-hello          :class:`Hello`                                         :class:`HelloReply`
+hello          :class:`StorageHello`                                  :class:`HelloReply`
 attach         :class:`Attach`                                        :class:`Done`
 open           :class:`Open`                                          :class:`OpenReply`
 adopt          :class:`Adopt`, with a descriptor; unix socket only    :class:`OpenReply`
@@ -36,7 +36,7 @@ mkdir          :class:`Mkdir`                                         :class:`Fi
 rmdir          :class:`Rmdir`                                         :class:`Done`
 unlink         :class:`Unlink`                                        :class:`Done`
 rename         :class:`Rename`                                        :class:`Done`
-link           :class:`Link`                                          :class:`FileStat`
+link           :class:`HardLink`                                      :class:`FileStat`
 symlink        :class:`Symlink`                                       :class:`FileStat`
 readlink       :class:`Readlink`                                      :class:`ReadlinkReply`
 truncate       :class:`Truncate`                                      :class:`FileStat`
@@ -45,7 +45,7 @@ punch_hole     :class:`PunchHole`                                     :class:`Do
 statfs         :class:`Statfs`                                        :class:`StatfsReply`
 chmod          :class:`Chmod`                                         :class:`FileStat`
 utimens        :class:`Utimens`                                       :class:`FileStat`
-statistics     :class:`Statistics`                                    :class:`StatisticsReply`
+statistics     :class:`ReadStatistics`                                :class:`StatisticsReply`
 =============  =====================================================  =====================
 """
 
@@ -62,28 +62,28 @@ __all__ = [
     "Chmod",
     "Close",
     "Done",
-    "Entry",
     "ErrorReply",
     "FileStat",
-    "Hello",
+    "FolderEntry",
+    "HardLink",
     "HelloReply",
-    "Limits",
-    "Link",
     "List",
     "ListReply",
     "Mkdir",
     "Open",
     "OpenReply",
     "PunchHole",
+    "ReadStatistics",
     "Readlink",
     "ReadlinkReply",
     "Rename",
     "Rmdir",
+    "SessionLimits",
     "Stat",
     "Statfs",
     "StatfsReply",
-    "Statistics",
     "StatisticsReply",
+    "StorageHello",
     "Symlink",
     "Sync",
     "Truncate",
@@ -97,7 +97,7 @@ TOKEN_CHARACTERS_MAX = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Hello:
+class StorageHello:
     """Begin a session.
 
     `token`: content of ``.gdrkit/token`` (required over TCP). `lanes`: one :class:`~gdrkit.verbs.Endpoint` as a mapping
@@ -113,7 +113,7 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class SessionLimits:
     """The limits of a server.
 
     Attributes
@@ -145,7 +145,7 @@ class HelloReply:
     server: str
     session: str
     lanes: tuple[dict[str, int | str], ...]
-    limits: Limits
+    limits: SessionLimits
     chunk_bytes: int
 
 
@@ -228,7 +228,7 @@ class List:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class FolderEntry:
     """One name of a folder. `kind`: the format bits of its mode (``stat.S_IFMT``)."""
 
     name: str
@@ -240,7 +240,7 @@ class Entry:
 class ListReply:
     """Names of a folder. `more`: the client must ask again, after the last of these."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[FolderEntry, ...]
     more: bool
 
 
@@ -277,7 +277,7 @@ class Rename:
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class HardLink:
     """Create a second name (hard link) for a file."""
 
     path: str
@@ -367,7 +367,7 @@ class Utimens:
 
 
 @dataclass(frozen=True, slots=True)
-class Statistics:
+class ReadStatistics:
     """Read the counters of the server since its start."""
 
 

@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from gdrkit.storage.control import Request
     from gdrkit.storage.store import FileStore
 
-__all__ = ["Requests"]
+__all__ = ["RequestHandler"]
 
 
-class Requests:
+class RequestHandler:
     """The handler of the control requests of one session. It owns the native session."""
 
-    def __init__(self, store: FileStore, native: Any, *, handles_max: int) -> None:  # noqa: ANN401 - native object.object.
+    def __init__(self, store: FileStore, native: Any, *, handles_max: int) -> None:  # noqa: ANN401 - native object.
         self._store = store
         self._native = native
         self._handles_max = handles_max
@@ -32,7 +32,7 @@ class Requests:
         self._is_over = False
         self.is_attached = False
         self.ended_fd: int = native.ended_fd
-        self._answers: dict[type[Any], Callable[[Any], object]] = {
+        self._handlers: dict[type[Any], Callable[[Any], object]] = {
             ask.Close: self._close,
             ask.Stat: self._stat,
             ask.List: lambda request: store.list(request.path, request.after),
@@ -42,7 +42,7 @@ class Requests:
             ask.Rename: lambda request: store.rename(
                 request.path, request.new_path, exclusive=request.exclusive, exchange=request.exchange
             ),
-            ask.Link: lambda request: store.link(request.path, request.new_path),
+            ask.HardLink: lambda request: store.link(request.path, request.new_path),
             ask.Symlink: lambda request: store.symlink(request.path, request.target),
             ask.Readlink: lambda request: ask.ReadlinkReply(store.readlink(request.path)),
             ask.Open: self._open,
@@ -56,14 +56,14 @@ class Requests:
                 access_time_ns=request.access_time_ns,
                 modification_time_ns=request.modification_time_ns,
             ),
-            ask.Statistics: lambda _request: ask.StatisticsReply(dict(store.native.counters())),
+            ask.ReadStatistics: lambda _request: ask.StatisticsReply(dict(store.native.counters())),
         }
 
     def start(self, data_fd: int) -> None:
         """Serve the data connection. The native session owns its descriptor from now on."""
         self._native.start(data_fd)
 
-    def answer(self, request: Request, descriptors: list[int]) -> object:
+    def execute(self, request: Request, descriptors: list[int]) -> object:
         """Execute a request and return the reply.
 
         Raises
@@ -74,7 +74,7 @@ class Requests:
         with self._lock:
             if self._is_over:
                 raise OSError(errno.ESTALE, "another session has replaced this one")
-            return self._answer(request, descriptors)
+            return self._execute(request, descriptors)
 
     def end(self) -> None:
         """End the transfers and requests of this session. It is thread-safe.
@@ -89,22 +89,22 @@ class Requests:
         """End the session: all of its transfers are over, and every file is closed."""
         self.end()
         self._files.clear()
-        # The functions refer to this object. The cycle would keep the native session and its descriptors until a run of
+        # The handlers refer to this object. The cycle would keep the native session and its descriptors until a run of
         # the garbage collector.
-        self._answers.clear()
+        self._handlers.clear()
 
-    def _answer(self, request: Request, descriptors: list[int]) -> object:
+    def _execute(self, request: Request, descriptors: list[int]) -> object:
         if isinstance(request, ask.Adopt):
             if len(descriptors) != 1:
-                raise OSError(errno.EBADF, f"adopt comes with one descriptor, not {len(descriptors)}")
+                raise OSError(errno.EBADF, f"adopt needs exactly one descriptor, not {len(descriptors)}")
             return self._add(self._store.adopt(descriptors[0], read=request.read, write=request.write))
-        known = self._answers.get(type(request))
-        if known is None:
-            raise OSError(errno.EPROTO, "a session begins once")
-        answer = known(request)
-        return ask.Done() if answer is None else answer
+        handler = self._handlers.get(type(request))
+        if handler is None:
+            raise OSError(errno.EPROTO, "hello and attach are only valid as the first request of a connection")
+        reply = handler(request)
+        return ask.Done() if reply is None else reply
 
-    def _add(self, file: Any) -> ask.OpenReply:  # noqa: ANN401 - native object.object.
+    def _add(self, file: Any) -> ask.OpenReply:  # noqa: ANN401 - native object.
         if len(self._files) >= self._handles_max:
             raise OSError(errno.EMFILE, f"a session has at most {self._handles_max} open files")
         self._handles += 1
@@ -112,13 +112,13 @@ class Requests:
         self._native.add_file(self._handles, file)
         return ask.OpenReply(handle=self._handles, stat=file_stat(os.fstat(file.fd)))
 
-    def _file(self, handle: int) -> Any:  # noqa: ANN401 - native object.object.
+    def _file(self, handle: int) -> Any:  # noqa: ANN401 - native object.
         try:
             return self._files[handle]
         except KeyError as error:
-            raise OSError(errno.EBADF, f"there is no open file {handle}") from error
+            raise OSError(errno.EBADF, f"handle {handle} is not open") from error
 
-    def _writable(self, handle: int) -> Any:  # noqa: ANN401 - native object.object.
+    def _writable(self, handle: int) -> Any:  # noqa: ANN401 - native object.
         file = self._file(handle)
         if not file.may_write:
             raise OSError(errno.EBADF, f"file {handle} is not open for writing")
@@ -126,7 +126,7 @@ class Requests:
 
     def _open(self, request: ask.Open) -> ask.OpenReply:
         if not (request.read or request.write) or (request.truncate and not request.write):
-            raise OSError(errno.EINVAL, "a file is opened to read or write, and truncated only to write")
+            raise OSError(errno.EINVAL, "open needs read or write, and truncate needs write")
         flags = os.O_RDWR if request.read and request.write else os.O_WRONLY if request.write else os.O_RDONLY
         flags |= os.O_CREAT if request.create else 0
         flags |= os.O_EXCL if request.create and request.exclusive else 0

@@ -1,4 +1,4 @@
-"""The storage server: it accepts clients, keeps their sessions and answers control requests.
+"""The storage server: it accepts clients, holds their sessions and executes control requests.
 
 One thread per control connection handles the requests that occur once per file or connection. The bytes of files are
 moved by the native thread of each session.
@@ -21,10 +21,10 @@ from gdrkit.errors import GdrkitError, Reason, UsageError
 from gdrkit.handles import Handle
 from gdrkit.storage import messages as ask
 from gdrkit.storage._native import engine
-from gdrkit.storage.connection import ControlConnection, Place
+from gdrkit.storage.address import ServerAddress
 from gdrkit.storage.control import Request, pack_error, pack_reply, parse_request
-from gdrkit.storage.listener import Listener, RefusedConnection
-from gdrkit.storage.requests import Requests
+from gdrkit.storage.listener import ConnectionRefused, Listener
+from gdrkit.storage.requests import RequestHandler
 from gdrkit.storage.wire import FrameType
 from gdrkit.verbs import Endpoint
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from types import TracebackType
 
+    from gdrkit.storage.connection import ControlConnection
     from gdrkit.storage.store import FileStore
 
 __all__ = ["StorageServer"]
@@ -53,25 +54,25 @@ class StorageServer:
     ----------
     store : FileStore
         The store. Its owner closes it after the server.
-    place : Place
+    address : ServerAddress
         Address to listen on. Over TCP, a client must know the store's token. A unix socket has mode 0600, and its peer
         must be this user or root.
     nic_names : sequence of str
         NICs of the server, which sessions use in turn. Empty: all with an active port.
     """
 
-    def __init__(self, store: FileStore, place: Place, *, nic_names: Sequence[str] = ()) -> None:
+    def __init__(self, store: FileStore, address: ServerAddress, *, nic_names: Sequence[str] = ()) -> None:
         self._store = store
         self._fabric = engine().Fabric(list(nic_names))
         self._lock = threading.Lock()
-        self._sessions: dict[str, Requests] = {}
+        self._sessions: dict[str, RequestHandler] = {}
         self._threads: dict[threading.Thread, ControlConnection] = {}
         self._closing = False
-        listening = place.listen()
-        self.place = place
-        if place.path is None:
+        listening = address.listen()
+        self.address = address
+        if address.path is None:
             host, port = listening.getsockname()[:2]
-            self.place = Place(host=host, port=port)
+            self.address = ServerAddress(host=host, port=port)
         self._listener = Listener(listening, self._admit)
         self._handle = Handle("storage.server")
         self._acceptor = threading.Thread(target=self._listener.run, name="gdrkit-serve", daemon=True)
@@ -101,8 +102,8 @@ class StorageServer:
             self._closing = False
             raise
         self._listener.close()
-        if self.place.path is not None:
-            self.place.path.unlink(missing_ok=True)
+        if self.address.path is not None:
+            self.address.path.unlink(missing_ok=True)
         self._handle.release()
 
     def _end_threads(self, timeout_s: float) -> None:
@@ -111,7 +112,7 @@ class StorageServer:
         with self._lock:
             threads = dict(self._threads)
         for connection in threads.values():
-            connection.hang_up()
+            connection.shut_down()
         join_threads(threads, timeout_s=timeout_s)
 
     def _admit(self, connection: ControlConnection, payload: bytes, sequence: int) -> None:
@@ -120,23 +121,23 @@ class StorageServer:
             request = parse_request(payload)
         except UsageError as error:
             if error.reason is Reason.BAD_ARGUMENT:
-                self._refuse(connection, sequence, errno.EINVAL, error.message, logged="a text in it can name no file")
+                self._refuse(connection, sequence, errno.EINVAL, error.message, logged="it has an invalid file name")
             raise
         work: Callable[[], None]
         match request:
-            case ask.Hello():
+            case ask.StorageHello():
                 self._check_hello(connection, sequence, request)
-                work = partial(self._session, connection, request, sequence)
+                work = partial(self._serve_session, connection, request, sequence)
             case ask.Attach():
-                session = self._session_to_attach(connection, sequence, request)
+                session = self._find_session(connection, sequence, request)
                 work = partial(self._attach, connection, session, sequence)
             case _:
-                self._refuse(connection, sequence, errno.EPROTO, "the first request is not hello or attach")
+                self._refuse(connection, sequence, errno.EPROTO, "the first request must be hello or attach")
         thread = threading.Thread(target=self._run, args=(connection, work), name="gdrkit-session", daemon=True)
         with self._lock:
             if len(self._threads) >= CONNECTIONS_MAX:
-                message = f"there are {CONNECTIONS_MAX} connections already"
-                raise RefusedConnection(message)
+                message = f"the server already has {CONNECTIONS_MAX} connections, its limit"
+                raise ConnectionRefused(message)
             self._threads[thread] = connection
         connection.set_timeout(_SEND_TIMEOUT_S)
         try:
@@ -144,57 +145,57 @@ class StorageServer:
         except RuntimeError as error:
             with self._lock:
                 del self._threads[thread]
-            message = "no thread can be started"
-            raise RefusedConnection(message) from error
+            message = "the server cannot start a thread"
+            raise ConnectionRefused(message) from error
 
     def _run(self, connection: ControlConnection, work: Callable[[], None]) -> None:
         try:
             work()
         except (GdrkitError, OSError) as error:
-            _LOG.warning("a connection ends: %s", error)
+            _LOG.warning("a connection failed: %s", error)
         finally:
             connection.close()
             with self._lock:
                 self._threads.pop(threading.current_thread(), None)
 
-    def _check_hello(self, connection: ControlConnection, sequence: int, hello: ask.Hello) -> None:
+    def _check_hello(self, connection: ControlConnection, sequence: int, hello: ask.StorageHello) -> None:
         if hello.version != ask.PROTOCOL_VERSION:
-            text = f"the server speaks version {ask.PROTOCOL_VERSION} and the client another one"
+            text = f"the protocol version must be {ask.PROTOCOL_VERSION}, not {hello.version}"
             self._refuse(connection, sequence, errno.EPROTONOSUPPORT, text)
         # The comparison takes constant time, so that its duration reveals nothing about the token.
-        given = (hello.token or "").encode("utf-8", "surrogatepass")
-        if not connection.is_unix and not hmac.compare_digest(given, self._store.token.encode()):
+        token = (hello.token or "").encode("utf-8", "surrogatepass")
+        if not connection.is_unix and not hmac.compare_digest(token, self._store.token.encode()):
             self._refuse(connection, sequence, errno.EACCES, "the token is not that of this store")
 
-    def _session_to_attach(self, connection: ControlConnection, sequence: int, request: ask.Attach) -> Requests:
+    def _find_session(self, connection: ControlConnection, sequence: int, request: ask.Attach) -> RequestHandler:
         with self._lock:
             # The secret has 256 random bits, so the duration of the search reveals nothing useful.
             session = self._sessions.get(request.session)
             if session is not None and not session.is_attached:
                 session.is_attached = True
                 return session
-        return self._refuse(connection, sequence, errno.ESTALE, "there is no such session to attach to")
+        return self._refuse(connection, sequence, errno.ESTALE, "there is no session that waits for this attach")
 
     @staticmethod
     def _refuse(
         connection: ControlConnection, sequence: int, number: int, message: str, *, logged: str = ""
     ) -> NoReturn:
-        """Reply with an error and raise. `logged` replaces the message in the log if that has text of the client."""
+        """Reply with an error and raise. The log gets `logged` if the message contains text of the client."""
         connection.send(FrameType.CONTROL_REPLY, pack_error(ask.ErrorReply(number, message)), sequence=sequence)
-        raise RefusedConnection(logged or message)
+        raise ConnectionRefused(logged or message)
 
     @staticmethod
-    def _attach(connection: ControlConnection, session: Requests, sequence: int) -> None:
+    def _attach(connection: ControlConnection, session: RequestHandler, sequence: int) -> None:
         connection.send(FrameType.CONTROL_REPLY, pack_reply(ask.Done()), sequence=sequence)
         connection.set_timeout(None)
-        session.start(connection.detach())
+        session.start(connection.detach_descriptor())
 
-    def _session(self, connection: ControlConnection, hello: ask.Hello, sequence: int) -> None:
+    def _serve_session(self, connection: ControlConnection, hello: ask.StorageHello, sequence: int) -> None:
         secret = secrets.token_hex(32)
         self._end_replaced(hello.replaces)
         try:
             lanes = [Endpoint.from_dict(each) for each in hello.lanes]
-            self._check_room()
+            self._check_session_limit()
             native = engine().Session(
                 self._store.native,
                 self._fabric,
@@ -205,18 +206,18 @@ class StorageServer:
         except OSError as error:
             reply = ask.ErrorReply(error.errno or errno.EIO, str(error.strerror or error))
             connection.send(FrameType.CONTROL_REPLY, pack_error(reply), sequence=sequence)
-            _LOG.warning("a client gets no session: %s", reply.message)
+            _LOG.warning("a session was refused: %s", reply.message)
             return
-        requests = Requests(self._store, native, handles_max=HANDLES_MAX)
+        requests = RequestHandler(self._store, native, handles_max=HANDLES_MAX)
         try:
             with self._lock:
                 self._sessions[secret] = requests
-            greeting = ask.HelloReply(
+            hello_reply = ask.HelloReply(
                 version=ask.PROTOCOL_VERSION,
                 server=f"gdrkit {gdrkit.__version__}",
                 session=secret,
                 lanes=tuple(native.lanes),
-                limits=ask.Limits(
+                limits=ask.SessionLimits(
                     outstanding_max=OUTSTANDING_MAX,
                     length_bytes_max=LENGTH_BYTES_MAX,
                     checksum_given_bytes_max=engine().CHECKSUM_GIVEN_BYTES_MAX,
@@ -225,8 +226,8 @@ class StorageServer:
                 ),
                 chunk_bytes=self._store.chunk_bytes,
             )
-            connection.send(FrameType.CONTROL_REPLY, pack_reply(greeting), sequence=sequence)
-            self._answer(connection, requests)
+            connection.send(FrameType.CONTROL_REPLY, pack_reply(hello_reply), sequence=sequence)
+            self._serve_requests(connection, requests)
         finally:
             with self._lock:
                 del self._sessions[secret]
@@ -239,17 +240,17 @@ class StorageServer:
         if replaced is not None:
             replaced.end()
 
-    def _check_room(self) -> None:
+    def _check_session_limit(self) -> None:
         with self._lock:
             if len(self._sessions) >= SESSIONS_MAX:
-                raise OSError(errno.ENOBUFS, f"there are {SESSIONS_MAX} sessions already")
+                raise OSError(errno.ENOBUFS, f"the server already has {SESSIONS_MAX} sessions, its limit")
 
-    def _answer(self, connection: ControlConnection, requests: Requests) -> None:
-        watched = select.poll()
-        watched.register(connection.fileno(), select.POLLIN)
-        watched.register(requests.ended_fd, select.POLLIN)
+    def _serve_requests(self, connection: ControlConnection, requests: RequestHandler) -> None:
+        poll = select.poll()
+        poll.register(connection.fileno(), select.POLLIN)
+        poll.register(requests.ended_fd, select.POLLIN)
         while True:
-            if any(number == requests.ended_fd for number, _events in watched.poll()):
+            if any(number == requests.ended_fd for number, _events in poll.poll()):
                 return
             received = connection.receive(FrameType.CONTROL_REQUEST)
             if received is None:
@@ -257,7 +258,7 @@ class StorageServer:
             payload, sequence = received
             try:
                 request: Request = parse_request(payload)
-                reply = pack_reply(requests.answer(request, connection.descriptors))
+                reply = pack_reply(requests.execute(request, connection.descriptors))
             except OSError as error:
                 reply = pack_error(ask.ErrorReply(error.errno or errno.EIO, str(error.strerror or error)[:1000]))
             except UsageError as error:

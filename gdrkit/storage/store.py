@@ -17,20 +17,20 @@ import stat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from gdrkit.errors import Reason, UsageError, errno_name
+from gdrkit.errors import Reason, UsageError
 from gdrkit.handles import Handle, ReleaseStack
 from gdrkit.host import PrivateFolder
 from gdrkit.storage._native import engine
-from gdrkit.storage.messages import TOKEN_CHARACTERS_MAX, Entry, FileStat, ListReply, StatfsReply
+from gdrkit.storage.messages import FileStat, FolderEntry, ListReply, StatfsReply
+from gdrkit.storage.token import OWN_FOLDER, checked_token
 from gdrkit.storage.wire import CONTROL_BYTES_MAX
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from types import TracebackType
 
-__all__ = ["OWN_FOLDER", "FileStore", "file_stat", "read_token", "read_token_file"]
+__all__ = ["FileStore", "file_stat"]
 
-OWN_FOLDER = ".gdrkit"
 # Names in the root of the store that clients never see: the store's own folder and that of the agent.
 _HIDDEN = frozenset({b".gdrkit", b"3fs-virt"})
 _FORMAT = 1
@@ -84,33 +84,33 @@ class FileStore:
             raise
         self._handle = Handle("storage.store")
 
-    def open(self, path: str, *, flags: int, mode: int = 0) -> Any:  # noqa: ANN401 - native object.object.
+    def open(self, path: str, *, flags: int, mode: int = 0) -> Any:  # noqa: ANN401 - native object.
         """Open a regular file and return the engine's object (``_engine.OpenFile``); flags as in open(2)."""
         _check_visible(path)
         write = flags & os.O_ACCMODE != os.O_RDONLY
         # A change of a part of a chunk must read the rest of it, so a file that is written is opened for reading, too.
         # With O_NONBLOCK, the open of a FIFO fails at once and does not block.
         access = os.O_RDWR if write else os.O_RDONLY
-        found = self._beneath(path, access | (flags & (os.O_CREAT | os.O_EXCL)) | os.O_NONBLOCK, mode & _MODE_MASK)
-        file = self.native.adopt(found, read=flags & os.O_ACCMODE != os.O_WRONLY, write=write)
+        descriptor = self._beneath(path, access | (flags & (os.O_CREAT | os.O_EXCL)) | os.O_NONBLOCK, mode & _MODE_MASK)
+        file = self.native.adopt(descriptor, read=flags & os.O_ACCMODE != os.O_WRONLY, write=write)
         if flags & os.O_TRUNC:
             file.truncate(0)
         return file
 
-    def adopt(self, descriptor: int, *, read: bool, write: bool) -> Any:  # noqa: ANN401 - native object.object.
+    def adopt(self, descriptor: int, *, read: bool, write: bool) -> Any:  # noqa: ANN401 - native object.
         """Open the file of a descriptor that a client sent. Fail with EXDEV if the file is not in the store."""
         flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
         access = flags & os.O_ACCMODE
         if flags & os.O_PATH or (read and access == os.O_WRONLY) or (write and access == os.O_RDONLY):
-            raise OSError(errno.EACCES, "the descriptor may not do that itself")
-        found, root = os.fstat(descriptor), os.fstat(self._root)
-        named = str(Path(f"/proc/self/fd/{descriptor}").readlink())
-        inside = os.path.relpath(named, Path(f"/proc/self/fd/{self._root}").readlink())
-        if found.st_dev != root.st_dev or inside.startswith("../") or os.fsencode(inside).split(b"/")[0] in _HIDDEN:
-            raise OSError(errno.EXDEV, "the descriptor names no file of this store")
+            raise OSError(errno.EACCES, "the access mode of the descriptor does not permit this")
+        file, root = os.fstat(descriptor), os.fstat(self._root)
+        name = str(Path(f"/proc/self/fd/{descriptor}").readlink())
+        relative = os.path.relpath(name, Path(f"/proc/self/fd/{self._root}").readlink())
+        if file.st_dev != root.st_dev or relative.startswith("../") or os.fsencode(relative).split(b"/")[0] in _HIDDEN:
+            raise OSError(errno.EXDEV, "the file of the descriptor is not in this store")
         # The file is opened again, because flags such as O_APPEND belong to the client's descriptor.
-        fresh = os.open(f"/proc/self/fd/{descriptor}", (os.O_RDWR if write else os.O_RDONLY) | os.O_CLOEXEC)
-        return self.native.adopt(fresh, read=read, write=write)
+        reopened = os.open(f"/proc/self/fd/{descriptor}", (os.O_RDWR if write else os.O_RDONLY) | os.O_CLOEXEC)
+        return self.native.adopt(reopened, read=read, write=write)
 
     def stat(self, path: str) -> FileStat:
         """Return the attributes of a path. A symbolic link is not followed."""
@@ -124,21 +124,21 @@ class FileStore:
         _check_visible(path)
         with self._opened(path, os.O_RDONLY | os.O_DIRECTORY) as folder:
             with os.scandir(folder) as entries:
-                found = {os.fsencode(each.name): each for each in entries}
+                by_name = {os.fsencode(each.name): each for each in entries}
             least = b"" if after is None else os.fsencode(after)
             hidden = _HIDDEN if os.path.samestat(os.fstat(folder), os.fstat(self._root)) else frozenset()
-            names = sorted(name for name in found if name > least and name not in hidden)
-            listed, room = [], _ENTRIES_BYTES_MAX
+            names = sorted(name for name in by_name if name > least and name not in hidden)
+            listed, bytes_left = [], _ENTRIES_BYTES_MAX
             for name in names:
-                entry = found[name]
+                entry = by_name[name]
                 # The size is that of the JSON: a character takes up to 12 bytes, as two escapes.
-                room -= _ENTRY_BYTES + len(json.dumps(entry.name))
-                if room < 0:
+                bytes_left -= _ENTRY_BYTES + len(json.dumps(entry.name))
+                if bytes_left < 0:
                     break
                 with contextlib.suppress(FileNotFoundError):  # The file was removed meanwhile.
                     info = os.stat(name, dir_fd=folder, follow_symlinks=False)
-                    listed.append(Entry(name=entry.name, inode=info.st_ino, kind=stat.S_IFMT(info.st_mode)))
-        return ListReply(entries=tuple(listed), more=room < 0)
+                    listed.append(FolderEntry(name=entry.name, inode=info.st_ino, kind=stat.S_IFMT(info.st_mode)))
+        return ListReply(entries=tuple(listed), more=bytes_left < 0)
 
     def mkdir(self, path: str, mode: int) -> FileStat:
         """Create a folder."""
@@ -255,7 +255,7 @@ class FileStore:
         _check_visible(path)
         before, _, name = path.rstrip("/").rpartition("/")
         if name in {"", ".", ".."}:
-            raise OSError(errno.EINVAL, "a path ends in a name")
+            raise OSError(errno.EINVAL, f"the last component of the path must be a name, not {name!r}")
         with self._opened(before, os.O_PATH | os.O_DIRECTORY) as folder:
             yield folder, os.fsencode(name)
 
@@ -264,26 +264,30 @@ class FileStore:
             self.native.forget(info.st_ino)
 
     def _format(self, chunk_bytes: int | None) -> int:
-        wanted = {"format": _FORMAT, "chunk_bytes": _CHUNK_BYTES if chunk_bytes is None else chunk_bytes}
+        requested = {"format": _FORMAT, "chunk_bytes": _CHUNK_BYTES if chunk_bytes is None else chunk_bytes}
         if not self._own.has("store.json"):
-            self._own.write_text("store.json", json.dumps(wanted) + "\n")
+            self._own.write_text("store.json", json.dumps(requested) + "\n")
         try:
-            found = json.loads(self._own.read_text("store.json"))
+            stored = json.loads(self._own.read_text("store.json"))
         except ValueError as error:
-            message = f"{OWN_FOLDER}/store.json is no JSON"
+            message = f"{OWN_FOLDER}/store.json is not JSON"
             raise UsageError(message, reason=Reason.MALFORMED) from error
-        if not isinstance(found, dict) or found.get("format") != _FORMAT or type(found.get("chunk_bytes")) is not int:
-            message = f"{OWN_FOLDER}/store.json is not of format {_FORMAT}: {str(found)[:80]}"
+        if (
+            not isinstance(stored, dict)
+            or stored.get("format") != _FORMAT
+            or type(stored.get("chunk_bytes")) is not int
+        ):
+            message = f"{OWN_FOLDER}/store.json must be of format {_FORMAT}, not {str(stored)[:80]}"
             raise UsageError(message, reason=Reason.MALFORMED)
-        if chunk_bytes is not None and found["chunk_bytes"] != chunk_bytes:
-            message = f"the store has chunks of {found['chunk_bytes']} bytes, not {chunk_bytes}"
+        if chunk_bytes is not None and stored["chunk_bytes"] != chunk_bytes:
+            message = f"the store has chunks of {stored['chunk_bytes']} bytes, not {chunk_bytes}"
             raise UsageError(message, what_to_do="leave --chunk-bytes out")
-        return int(found["chunk_bytes"])
+        return int(stored["chunk_bytes"])
 
     def _token(self) -> str:
         if not self._own.has("token"):
             self._own.write_text("token", secrets.token_hex(32) + "\n")
-        return _checked_token(self._own.read_text, "token", self._own.path / "token")
+        return checked_token(self._own.read_text, "token", self._own.path / "token")
 
     def __enter__(self) -> Self:
         return self
@@ -310,54 +314,10 @@ def file_stat(info: os.stat_result) -> FileStat:
     )
 
 
-def read_token(root: Path) -> str:
-    """Return the token of a store of this user.
-
-    Raises
-    ------
-    SetupMissing
-        The token, or the folder that it is in, does not belong to this user alone.
-    OSError
-        There is no store, or no token.
-    UsageError
-        ``MALFORMED``: the token is not a line of ASCII text.
-    """
-    with PrivateFolder.below(root / OWN_FOLDER, create=False) as own:
-        return _checked_token(own.read_text, "token", own.path / "token")
-
-
-def read_token_file(path: Path) -> str:
-    """Return the token in a file that its user copied from the machine of a server.
-
-    Raises
-    ------
-    UsageError
-        The file cannot be read, or does not hold a token.
-    """
-    try:
-        return _checked_token(lambda name: Path(name).read_text(encoding="ascii"), str(path), path)
-    except OSError as error:
-        message = f"open {path}: {error.strerror} ({errno_name(error.errno)})"
-        what_to_do = f"copy {OWN_FOLDER}/token of the server's store, readable by this user alone"
-        raise UsageError(message, what_to_do=what_to_do) from error
-
-
-def _checked_token(read_text: Callable[[str], str], name: str, path: Path) -> str:
-    try:
-        token = read_text(name).strip()
-    except UnicodeDecodeError as error:
-        message = f"{path} has bytes that are not ASCII, so it is not a token"
-        raise UsageError(message, reason=Reason.MALFORMED) from error
-    if not token or len(token) > TOKEN_CHARACTERS_MAX or not token.isprintable():
-        message = f"{path} does not hold one line of 1 to {TOKEN_CHARACTERS_MAX} characters, so it is not a token"
-        raise UsageError(message, reason=Reason.MALFORMED)
-    return token
-
-
 def _check_visible(path: str) -> None:
     parts = os.fsencode(path).split(b"/")
     if path.startswith("/") or b".." in parts:
-        raise OSError(errno.EXDEV, "paths are relative to the store and stay inside")
+        raise OSError(errno.EXDEV, "the path must be relative to the store, without ..")
     first = next((part for part in parts if part not in {b"", b"."}), b"")
     if first in _HIDDEN:
-        raise OSError(errno.ENOENT, "there is no such name")
+        raise OSError(errno.ENOENT, os.strerror(errno.ENOENT))

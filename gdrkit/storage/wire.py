@@ -43,7 +43,7 @@ __all__ = [
     "FrameType",
     "Header",
     "HoleExtent",
-    "Opcode",
+    "IoOpcode",
     "Operation",
     "OperationFlag",
     "Result",
@@ -83,7 +83,7 @@ class FrameType(enum.IntEnum):
     IO_REPLY = 4
 
 
-class Opcode(enum.IntEnum):
+class IoOpcode(enum.IntEnum):
     """The direction of an operation."""
 
     READ = 1
@@ -143,7 +143,7 @@ class Operation:
         Address and key of the memory in the client, as in its memory region.
     lane : int
         Queue pair of the session, as an index into ``lanes`` of ``hello``.
-    opcode : Opcode
+    opcode : IoOpcode
     flags : OperationFlag
     checksum : int
         CRC32C of the bytes with ``CHECKSUM_GIVEN``, otherwise 0.
@@ -156,7 +156,7 @@ class Operation:
     remote_address: int
     rkey: int
     lane: int
-    opcode: Opcode
+    opcode: IoOpcode
     flags: OperationFlag = _NO_OPERATION_FLAG
     checksum: int = 0
 
@@ -183,7 +183,7 @@ class Result:
 def pack_control(kind: FrameType, payload: bytes, *, sequence: int) -> bytes:
     """Return a control frame."""
     if kind not in {FrameType.CONTROL_REQUEST, FrameType.CONTROL_REPLY} or not 0 < len(payload) <= CONTROL_BYTES_MAX:
-        message = f"{len(payload)} bytes are no {kind.name} frame"
+        message = f"a {kind.name} frame cannot have a payload of {len(payload)} bytes"
         raise UsageError(message)
     return _frame(kind, payload, count=0, sequence=sequence)
 
@@ -191,7 +191,7 @@ def pack_control(kind: FrameType, payload: bytes, *, sequence: int) -> bytes:
 def pack_operations(operations: Sequence[Operation], *, sequence: int) -> bytes:
     """Return an io request."""
     if not 0 < len(operations) <= OPERATIONS_MAX:
-        message = f"a frame has 1 to {OPERATIONS_MAX} operations, not {len(operations)}"
+        message = f"a frame must have 1 to {OPERATIONS_MAX} operations, not {len(operations)}"
         raise UsageError(message)
     try:
         packed = [
@@ -212,7 +212,7 @@ def pack_operations(operations: Sequence[Operation], *, sequence: int) -> bytes:
             for each in operations
         ]
     except struct.error as error:
-        message = f"an operation has a number that does not fit: {error}"
+        message = f"a number of an operation is out of range: {error}"
         raise UsageError(message) from error
     return _frame(FrameType.IO_REQUEST, b"".join(packed), count=len(operations), sequence=sequence)
 
@@ -220,7 +220,7 @@ def pack_operations(operations: Sequence[Operation], *, sequence: int) -> bytes:
 def pack_results(results: Sequence[Result]) -> bytes:
     """Return an io reply."""
     if not 0 < len(results) <= OPERATIONS_MAX:
-        message = f"a frame has 1 to {OPERATIONS_MAX} results, not {len(results)}"
+        message = f"a frame must have 1 to {OPERATIONS_MAX} results, not {len(results)}"
         raise UsageError(message)
     parts = [_RESULT.pack(each.tag, each.result, each.checksum, each.flags, len(each.holes), 0) for each in results]
     parts += [_HOLE.pack(hole.offset, hole.length) for each in results for hole in each.holes]
@@ -228,31 +228,31 @@ def pack_results(results: Sequence[Result]) -> bytes:
 
 
 def parse_header(data: bytes) -> Header:
-    """Check and parse the 32 bytes at the begin of a frame. Only then can its length be trusted."""
+    """Check and parse the 32 bytes at the start of a frame. Only then can its length be trusted."""
     if len(data) != HEADER_BYTES:
-        _refuse(f"a header has {HEADER_BYTES} bytes, not {len(data)}")
+        _refuse(f"a header must have {HEADER_BYTES} bytes, not {len(data)}")
     (checksum,) = _CHECKSUM.unpack_from(data, _HEADER.size)
     if checksum != crc32c(data[: _HEADER.size]):
         _refuse("the checksum of the header is wrong")
     magic, version, number, length, count, sequence, payload = _HEADER.unpack_from(data)
     if magic != MAGIC:
-        _refuse(f"the magic is {magic:#x}")
+        _refuse(f"the magic must be {MAGIC:#x}, not {magic:#x}")
     if version != VERSION:
-        _refuse(f"version {version} is not {VERSION}")
+        _refuse(f"the version must be {VERSION}, not {version}")
     try:
         kind = FrameType(number)
     except ValueError as error:
-        message = f"frame: there is no type {number}"
+        message = f"frame: unknown type {number}"
         raise UsageError(message, reason=Reason.MALFORMED) from error
     if not _is_possible(kind, length, count, sequence):
-        _refuse(f"{kind.name} with {length} bytes, count {count}, sequence {sequence}")
+        _refuse(f"{kind.name} cannot have {length} bytes, count {count}, sequence {sequence}")
     return Header(type=kind, length=length, count=count, sequence=sequence, payload_crc32c=payload)
 
 
 def check_payload(header: Header, payload: bytes) -> None:
     """Check length and checksum of the payload against the header."""
     if len(payload) != header.length:
-        _refuse(f"{header.length} bytes were announced, {len(payload)} came")
+        _refuse(f"the header announced {header.length} bytes, and {len(payload)} arrived")
     if crc32c(payload) != header.payload_crc32c:
         _refuse("the checksum of the payload is wrong")
 
@@ -260,7 +260,7 @@ def check_payload(header: Header, payload: bytes) -> None:
 def parse_operations(header: Header, payload: bytes) -> tuple[Operation, ...]:
     """Return the operations of an io request."""
     if header.type is not FrameType.IO_REQUEST:
-        _refuse(f"{header.type.name} carries no operations")
+        _refuse(f"{header.type.name} has no operations")
     check_payload(header, payload)
     return tuple(_operation(fields) for fields in _OPERATION.iter_unpack(payload))
 
@@ -268,21 +268,23 @@ def parse_operations(header: Header, payload: bytes) -> tuple[Operation, ...]:
 def parse_results(header: Header, payload: bytes) -> tuple[Result, ...]:
     """Return the results of an io reply."""
     if header.type is not FrameType.IO_REPLY:
-        _refuse(f"{header.type.name} carries no results")
+        _refuse(f"{header.type.name} has no results")
     check_payload(header, payload)
     end = header.count * _RESULT.size
     rows = list(_RESULT.iter_unpack(payload[:end]))
     if (len(payload) - end) != sum(row[4] for row in rows) * _HOLE.size:
-        _refuse("the hole extents are not as many as the results say")
+        _refuse("the number of hole extents differs from that in the results")
     extents = [HoleExtent(offset=offset, length=length) for offset, length in _HOLE.iter_unpack(payload[end:])]
     results, at = [], 0
     for tag, result, checksum, flags, holes, reserved in rows:
         if flags & ~int(ResultFlag.CHECKSUM_VALID) or reserved or holes > HOLES_MAX:
-            _refuse(f"a result has flags {flags:#x}, {holes} holes, reserved {reserved:#x}")
-        mine = tuple(extents[at : at + holes])
+            _refuse(f"a result cannot have flags {flags:#x}, {holes} holes, reserved {reserved:#x}")
+        extents_of_result = tuple(extents[at : at + holes])
         at += holes
-        _check_holes(result, mine)
-        results.append(Result(tag=tag, result=result, checksum=checksum, flags=ResultFlag(flags), holes=mine))
+        _check_holes(result, extents_of_result)
+        results.append(
+            Result(tag=tag, result=result, checksum=checksum, flags=ResultFlag(flags), holes=extents_of_result)
+        )
     return tuple(results)
 
 
@@ -290,22 +292,22 @@ def _check_holes(result: int, holes: tuple[HoleExtent, ...]) -> None:
     end = 0
     for hole in holes:
         if hole.offset < end or not hole.length or hole.offset + hole.length > result:
-            _refuse(f"a hole from {hole.offset} with {hole.length} bytes in a result of {result}")
+            _refuse(f"a result of {result} bytes cannot have a hole of {hole.length} bytes at offset {hole.offset}")
         end = hole.offset + hole.length
 
 
 def _operation(fields: tuple[int, ...]) -> Operation:
     tag, handle, offset, length, address, rkey, lane, code, flags, checksum, reserved0, reserved1 = fields
     try:
-        opcode = Opcode(code)
+        opcode = IoOpcode(code)
     except ValueError as error:
-        message = f"frame: there is no opcode {code}"
+        message = f"frame: unknown opcode {code}"
         raise UsageError(message, reason=Reason.MALFORMED) from error
     # The flags are compared as plain numbers, because the complement of an IntFlag contains only known flags.
-    if flags & ~int(_READ_FLAGS if opcode is Opcode.READ else _WRITE_FLAGS):
-        _refuse(f"a {opcode.name} has flags {flags:#x}")
+    if flags & ~int(_READ_FLAGS if opcode is IoOpcode.READ else _WRITE_FLAGS):
+        _refuse(f"a {opcode.name} cannot have flags {flags:#x}")
     if reserved0 or reserved1 or (checksum and not flags & OperationFlag.CHECKSUM_GIVEN):
-        _refuse("an operation has a number where nothing may be")
+        _refuse("a reserved field of an operation, or a checksum without its flag, is not 0")
     return Operation(
         tag=tag,
         handle=handle,

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from gdrkit.usrbio.files import Proof
     from gdrkit.usrbio.lending import Lending
     from gdrkit.usrbio.service import Service
-    from gdrkit.usrbio.session import Session
+    from gdrkit.usrbio.session import AgentSession
 
 __all__ = ["Client", "Peer"]
 
@@ -184,7 +184,7 @@ class Client:
             raise
         return proof.inode
 
-    def _add_file(self, proof: Proof, session: Session) -> None:
+    def _add_file(self, proof: Proof, session: AgentSession) -> None:
         """Open a file at a session; the proof is the file's if nothing is raised."""
         with self._service.files_lock:
             file = self._files.get(proof.inode) or RegisteredFile(proof.inode)
@@ -225,7 +225,7 @@ class Client:
             if not proof.writable:
                 raise Refused(errno.EBADF, "the descriptor is not open for writing")
 
-            def punch(session: Session) -> None:
+            def punch(session: AgentSession) -> None:
                 handle = opened(proof, session)
                 try:
                     session.ask(ask.PunchHole(handle=handle, ranges=tuple(ranges)), ask.Done)
@@ -254,10 +254,10 @@ class Client:
             inode = os.fstat(file).st_ino
             tries = itertools.count(1)
 
-            def link(session: Session) -> None:
+            def link(session: AgentSession) -> None:
                 is_repeated = next(tries) > 1
                 try:
-                    linked = session.ask(ask.Link(path=old, new_path=new_path), ask.FileStat)
+                    linked = session.ask(ask.HardLink(path=old, new_path=new_path), ask.FileStat)
                 except Refused as error:
                     if not is_repeated or error.errno != errno.EEXIST:
                         raise
@@ -276,7 +276,7 @@ class Client:
             os.close(file)
             os.close(folder)
 
-    def reopen(self, session: Session) -> None:
+    def reopen(self, session: AgentSession) -> None:
         """Open all files again at another session."""
         for file in tuple(self._files.values()):
             if file.is_closing:  # The loop has forgotten it, or is about to.

@@ -18,7 +18,7 @@ from gdrkit.usrbio.refusal import Refused
 
 if TYPE_CHECKING:
     from gdrkit.usrbio._agent_loop import AgentLoop
-    from gdrkit.usrbio.session import Session
+    from gdrkit.usrbio.session import AgentSession
 
 __all__ = ["ByDescriptor", "ByPath", "Proof", "RegisteredFile", "opened"]
 
@@ -52,7 +52,7 @@ class ByDescriptor:
         self.readable = mode in {os.O_RDONLY, os.O_RDWR}
         self.writable = mode in {os.O_WRONLY, os.O_RDWR}
 
-    def open(self, session: Session) -> ask.OpenReply:
+    def open(self, session: AgentSession) -> ask.OpenReply:
         """Have the server adopt it, which looks whether it is inside the store."""
         adopt = ask.Adopt(read=self.readable, write=self.writable)
         return session.ask(adopt, ask.OpenReply, descriptors=(self.descriptor,))
@@ -73,7 +73,7 @@ class ByPath:
         self.readable = readable
         self.writable = writable
 
-    def open(self, session: Session) -> ask.OpenReply:
+    def open(self, session: AgentSession) -> ask.OpenReply:
         """Open it by its path."""
         return session.ask(ask.Open(path=self.path, read=self.readable, write=self.writable), ask.OpenReply)
 
@@ -116,9 +116,9 @@ class RegisteredFile:
         # Guarded by the service's lock of files.
         self.is_closing = False
         # With the handle, 0 where it does not hold any more, and the session that has given it.
-        self._proofs: list[tuple[Proof, int, Session]] = []
+        self._proofs: list[tuple[Proof, int, AgentSession]] = []
 
-    def add(self, proof: Proof, session: Session) -> None:
+    def add(self, proof: Proof, session: AgentSession) -> None:
         """Register it once more; the proof is owned from now on, unless it raises, and kept if it brings a right.
 
         Raises
@@ -143,9 +143,9 @@ class RegisteredFile:
         self._count -= 1
         return self._count <= 0
 
-    def reopen(self, session: Session) -> None:
+    def reopen(self, session: AgentSession) -> None:
         """Open it at another session; a proof that does not hold there any more goes."""
-        kept: list[tuple[Proof, int, Session]] = []
+        kept: list[tuple[Proof, int, AgentSession]] = []
         for proof, _old, _session in self._proofs:
             try:
                 kept.append((proof, opened(proof, session), session))
@@ -187,7 +187,7 @@ def _refuse(number: int, message: str) -> NoReturn:
     raise Refused(number, message)
 
 
-def opened(proof: Proof, session: Session) -> int:
+def opened(proof: Proof, session: AgentSession) -> int:
     """The handle of a proven file at the server; Refused with ESTALE: its path names another one by now."""
     reply = proof.open(session)
     if reply.stat.inode != proof.inode:
@@ -196,7 +196,7 @@ def opened(proof: Proof, session: Session) -> int:
     return reply.handle
 
 
-def _close(proof: Proof, handle: int, session: Session) -> None:
+def _close(proof: Proof, handle: int, session: AgentSession) -> None:
     proof.close()
     if handle:
         try:

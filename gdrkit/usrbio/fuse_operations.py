@@ -184,7 +184,7 @@ class Operations:
     def link(self, new_path: str, path: str) -> None:
         """Make a second name of a file."""
         self._only_files(path, new_path)
-        self._store.ask(messages.Link(path=_relative(path), new_path=_relative(new_path)))
+        self._store.ask(messages.HardLink(path=_relative(path), new_path=_relative(new_path)))
 
     def rename(self, path: str, new_path: str, flags: int = 0) -> None:
         """Rename, as renameat2(2)."""

@@ -31,7 +31,7 @@ _REPLIES: dict[type, type] = {
     messages.Rmdir: messages.Done,
     messages.Unlink: messages.Done,
     messages.Rename: messages.Done,
-    messages.Link: messages.FileStat,
+    messages.HardLink: messages.FileStat,
     messages.Symlink: messages.FileStat,
     messages.Truncate: messages.FileStat,
     messages.Sync: messages.Done,

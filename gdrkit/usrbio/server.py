@@ -24,7 +24,7 @@ from gdrkit.children import join_threads, kill_child
 from gdrkit.errors import BrokenResource, GdrkitError, Reason
 from gdrkit.usrbio.mount import SERVER_LOCK, SERVER_SOCKET
 from gdrkit.usrbio.refusal import Refused
-from gdrkit.usrbio.session import Session
+from gdrkit.usrbio.session import AgentSession
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -229,7 +229,7 @@ class Server:
         loop: AgentLoop,
         nics: Nics,
         *,
-        reopen: Callable[[Session], None],
+        reopen: Callable[[AgentSession], None],
         ring_broken: Callable[[int, bytes], None],
         timeout_ms: float = 30000,
     ) -> None:
@@ -239,11 +239,11 @@ class Server:
         self._reopen = reopen
         self._ring_broken = ring_broken
         self._timeout_ms = timeout_ms
-        self._session: Session | None = None
+        self._session: AgentSession | None = None
         # Of the last session: a server that was only slow must not act on what it was told before.
         self._secret: str | None = None
         # Ended, and not closed yet: operations of it may be in flight.
-        self._ending: Session | None = None
+        self._ending: AgentSession | None = None
         self._changed = threading.Condition()
         # False: a session has ended, and whether the next one is to be waited for is not known yet, or it is.
         self._is_settled = True
@@ -270,7 +270,7 @@ class Server:
         self._thread = threading.Thread(target=self._watch, name="agent-server", daemon=True)
         self._thread.start()
 
-    def session(self) -> Session:
+    def session(self) -> AgentSession:
         """Return the current session; where the memory of one client ended the last one, wait for the next.
 
         Raises
@@ -285,7 +285,7 @@ class Server:
             raise Refused(errno.EREMOTEIO, f"there is no storage server now{self._last_error}")
         return found
 
-    def ask(self, action: Callable[[Session], _R]) -> _R:
+    def ask(self, action: Callable[[AgentSession], _R]) -> _R:
         """Call `action` with the session, and again with the next one where the memory of some client ended it.
 
         So a request may be carried out twice: `action` makes none whose second time differs from the first.
@@ -322,7 +322,7 @@ class Server:
 
     def _renew(self) -> None:
         self._where.prepare()
-        session = Session(
+        session = AgentSession(
             self._where.connect,
             self._nics,
             token=self._where.token,
@@ -361,7 +361,7 @@ class Server:
             with self._changed:
                 self._ending, self._session, self._is_settled = self._session, None, False
 
-    def _settle(self, session: Session | None) -> None:
+    def _settle(self, session: AgentSession | None) -> None:
         """Wake who waits for a session: this one, or there is none."""
         with self._changed:
             self._session, self._is_settled = session, True
@@ -373,7 +373,7 @@ class Server:
         if self._session is None and self._ending is None:
             self._settle(None)
 
-    def _was_ended_by_memory(self, session: Session) -> bool:
+    def _was_ended_by_memory(self, session: AgentSession) -> bool:
         """Whether it has ended, and by the memory of one client; waits until that is known."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_settled and self._session is not session, _RENEWAL_TIMEOUT_S)

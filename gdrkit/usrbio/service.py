@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from gdrkit.usrbio.memory import Nics
     from gdrkit.usrbio.publication import Links
     from gdrkit.usrbio.server import Server
-    from gdrkit.usrbio.session import Session
+    from gdrkit.usrbio.session import AgentSession
 
 __all__ = ["Service"]
 
@@ -107,7 +107,7 @@ class Service:
             client.holders -= 1
             return client.holders == 0
 
-    def reopen(self, session: Session) -> None:
+    def reopen(self, session: AgentSession) -> None:
         """Open all files of all clients again; see :class:`~gdrkit.usrbio.server.Server`."""
         with self.files_lock:
             for client in tuple(self.clients.values()):

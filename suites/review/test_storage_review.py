@@ -54,7 +54,7 @@ def put(service: Service, data: bytes, nic: Nic, *, offset_bytes: int = 0) -> No
 
 def client_does(service: Service, operation: str, **details: int | list[tuple[int, int]]) -> dict[str, Any]:
     """What a client with device memory tells, in a process of its own; that it died is what a case finds."""
-    asked = details | {"operation": operation, "place": service.place, "token": service.token(), "path": NAME}
+    asked = details | {"operation": operation, "place": service.address, "token": service.token(), "path": NAME}
     ended = subprocess.run(
         [sys.executable, str(CHILD)],
         input=json.dumps(asked),

@@ -18,7 +18,8 @@ from support.storage import serving
 from gdrkit.errors import ApiError, Reason
 from gdrkit.harness.needs import needs, verbs
 from gdrkit.storage import messages as ask
-from gdrkit.storage.connection import ControlConnection, Place
+from gdrkit.storage.address import ServerAddress
+from gdrkit.storage.connection import ControlConnection
 from gdrkit.storage.control import pack_request, parse_reply
 from gdrkit.storage.store import FileStore
 from gdrkit.storage.wire import FrameType
@@ -45,7 +46,7 @@ def test_files_and_folders(service: Service, client: StorageClient) -> None:
     client.open("a/one", write=True, create=True, mode=0o640).close()
     assert client.stat("a/one").mode == stat.S_IFREG | 0o640
     assert refusal(client, ask.Open("a/one", write=True, create=True, exclusive=True)) == errno.EEXIST
-    assert client.request(ask.Link("a/one", "a/two"), ask.FileStat).links == 2
+    assert client.request(ask.HardLink("a/one", "a/two"), ask.FileStat).links == 2
     client.request(ask.Symlink("a/three", "../somewhere"), ask.FileStat)
     assert client.request(ask.Readlink("a/three"), ask.ReadlinkReply).target == "../somewhere"
     assert [each.name for each in client.list_folder("a")] == ["one", "three", "two"]
@@ -162,7 +163,7 @@ def test_listening_leaves_the_umask_of_other_threads(tmp_path: Path) -> None:
     thread.start()
     try:
         for index in range(2000):
-            place = Place(path=tmp_path / f"socket{index}")
+            place = ServerAddress(path=tmp_path / f"socket{index}")
             place.listen().close()
             assert place.path is not None
             assert stat.S_IMODE(place.path.stat().st_mode) == 0o600
@@ -225,7 +226,7 @@ def test_without_the_token_nobody_comes_in(service: Service) -> None:
 @needs(verbs.nic())
 def test_a_unix_socket_is_private_and_takes_descriptors(tmp_path: Path) -> None:
     with serving(tmp_path / "store", tmp_path / "log") as service:
-        place = Place.parse(service.place)
+        place = ServerAddress.parse(service.address)
         assert place.path is not None
         assert stat.S_IMODE(place.path.stat().st_mode) == 0o600
         (service.root / "file").write_bytes(b"content")
@@ -254,7 +255,7 @@ def test_one_server_a_store(service: Service) -> None:
 
 @needs(verbs.nic())
 def test_whoever_does_not_speak_the_protocol_is_sent_away(service: Service) -> None:
-    place = Place.parse(service.place)
+    place = ServerAddress.parse(service.address)
     for sent in (b"GET / HTTP/1.1\r\n\r\n" + bytes(64), b"\0" * 32, os.urandom(4096)):
         with place.connect(10) as raw:
             raw.sendall(sent)

@@ -11,8 +11,8 @@ from support.faulty_fuse import FaultyMount
 
 from gdrkit.errors import ApiError, BrokenResource, Reason
 from gdrkit.harness.needs import host, needs, verbs
+from gdrkit.storage.address import ServerAddress
 from gdrkit.storage.client import StorageClient
-from gdrkit.storage.connection import Place
 from gdrkit.storage.server import StorageServer
 from gdrkit.storage.store import FileStore
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 @needs(verbs.nic(), host.fuse)
 def test_close_beside_a_hanging_store_is_bounded(tmp_path: Path) -> None:
     with FaultyMount(tmp_path / "fuse") as fuse, FileStore(fuse.mount) as store:
-        server = StorageServer(store, Place.parse("127.0.0.1:0"))
+        server = StorageServer(store, ServerAddress.parse("127.0.0.1:0"))
         with (
             contextlib.suppress(ApiError, BrokenResource),
             ThreadPoolExecutor(1) as pool,
-            StorageClient(f"127.0.0.1:{server.place.port}", token=store.token) as client,
+            StorageClient(f"127.0.0.1:{server.address.port}", token=store.token) as client,
             fuse.paused(),
         ):
             asking = pool.submit(client.stat, "no-such-file")

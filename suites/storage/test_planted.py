@@ -14,7 +14,8 @@ from support.strangers import open_folder, run_stranger
 
 from gdrkit.errors import SetupMissing, UsageError
 from gdrkit.harness.needs import host, needs, verbs
-from gdrkit.storage.store import FileStore, read_token, read_token_file
+from gdrkit.storage.store import FileStore
+from gdrkit.storage.token import read_token, read_token_file
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -25,7 +25,7 @@ from gdrkit.storage.control import REQUESTS, pack_request, parse_reply, parse_re
 from gdrkit.storage.wire import (
     HEADER_BYTES,
     HoleExtent,
-    Opcode,
+    IoOpcode,
     Operation,
     OperationFlag,
     Result,
@@ -52,8 +52,8 @@ READ_FLAGS = [OperationFlag.FORBID_HOLES, OperationFlag.CHECKSUM_WANTED, Operati
 @st.composite
 def operations(draw: st.DrawFn) -> Operation:
     """Any operation that is right in itself."""
-    opcode = draw(st.sampled_from(Opcode))
-    allowed = READ_FLAGS if opcode is Opcode.READ else [OperationFlag.CHECKSUM_GIVEN, OperationFlag.CHECKSUM_WANTED]
+    opcode = draw(st.sampled_from(IoOpcode))
+    allowed = READ_FLAGS if opcode is IoOpcode.READ else [OperationFlag.CHECKSUM_GIVEN, OperationFlag.CHECKSUM_WANTED]
     flags = OperationFlag(0)
     for flag in draw(st.sets(st.sampled_from(allowed))):
         flags |= flag
@@ -182,7 +182,7 @@ def test_numbers_of_63_bits_are_accepted() -> None:
 @pytest.mark.parametrize("surrogate", [0xD800, 0xDC7F, 0xDD00, 0xDFFF])
 def test_lone_surrogate_is_a_bad_argument(surrogate: int) -> None:
     text = f"a{chr(surrogate)}"
-    for request in (ask.Stat(text), ask.Symlink("a", text), ask.Hello(1, text, ({},))):
+    for request in (ask.Stat(text), ask.Symlink("a", text), ask.StorageHello(1, text, ({},))):
         with pytest.raises(UsageError) as refused:
             parse_request(pack_request(request))
         assert refused.value.reason is Reason.BAD_ARGUMENT

@@ -26,7 +26,7 @@ _LOOK_PERIOD_S = 0.05
 
 def main(host: str, port: int, count: int) -> None:
     """Attack until standard input ends."""
-    frame = pack_control(FrameType.CONTROL_REQUEST, pack_request(ask.Statistics()), sequence=1)
+    frame = pack_control(FrameType.CONTROL_REQUEST, pack_request(ask.ReadStatistics()), sequence=1)
     ends: dict[socket.socket, int] = {}
     opened, next_byte_s, is_ready = 0, 0.0, False
     while not select.select([sys.stdin], (), (), _LOOK_PERIOD_S)[0]:

@@ -15,7 +15,7 @@ from support.reach import DMABUF
 
 from gdrkit.harness.needs import needs, verbs
 from gdrkit.storage.client import StorageClient
-from gdrkit.storage.store import read_token
+from gdrkit.storage.token import read_token
 from gdrkit.units import MIB
 
 if TYPE_CHECKING:
@@ -43,14 +43,14 @@ class Service:
 
     root: Path
     process: subprocess.Popen[bytes]
-    place: str
+    address: str
     log: Path
     clients: list[StorageClient] = field(default_factory=list)
 
     def connect(self, *nics: Nic, token: str | None = None, timeout_ms: float = 30_000) -> StorageClient:
         """A client by these NICs, with the token of the store unless another is given."""
         token = self.token() if token is None else token
-        return StorageClient(self.place, token=token, nics=nics or None, timeout_ms=timeout_ms)
+        return StorageClient(self.address, token=token, nics=nics or None, timeout_ms=timeout_ms)
 
     def token(self) -> str:
         """What its clients must say."""
@@ -114,8 +114,8 @@ def serving(root: Path, log: Path, *options: str) -> Iterator[Service]:
         readable, _, _ = select.select([process.stdout], [], [], _START_TIMEOUT_S)
         line = process.stdout.readline().decode() if readable else ""
         assert line.startswith("gdrkit serve:"), (line, log.read_text())
-        place = line.partition(" at ")[2].partition(" by ")[0]
-        yield Service(root=root, process=process, place=place, log=log)
+        address = line.partition(" at ")[2].partition(" by ")[0]
+        yield Service(root=root, process=process, address=address, log=log)
         if process.poll() is None:
             process.terminate()
             assert process.wait(_END_TIMEOUT_S) == 0, log.read_text()

@@ -120,7 +120,7 @@ def test_the_files_of_a_server_elsewhere(folders: tuple[Path, Path], tmp_path: P
     mount, store = folders
     with serving(store, tmp_path / "log", "--listen", "127.0.0.1:0") as service:
         token = store / ".gdrkit" / "token"
-        with AgentProcess(mount, "--server", service.place, "--token-file", str(token)) as agent:
+        with AgentProcess(mount, "--server", service.address, "--token-file", str(token)) as agent:
             (mount / "file").write_bytes(pattern.payload(MIB, seed=4))
             fd = os.open(mount / "file", os.O_RDWR)
             with contextlib.closing(os.fdopen(fd, "r+b", buffering=0)):

@@ -11,103 +11,105 @@ __all__ = ["host_buffer_of_device", "inline_read", "inline_write", "memset_holes
 _INLINE_BYTES = 4096
 
 
-def _address(piece: Any) -> int:
-    return int(piece._registered.memory.address) + int(piece._offset_bytes)
+def _address(buffer: Any) -> int:
+    return int(buffer._registered.memory.address) + int(buffer._offset_bytes)
 
 
-def _view(piece: Any, length_bytes: int) -> memoryview:
+def _view(buffer: Any, length_bytes: int) -> memoryview:
     """Return device memory as a view of its address, as if the CPU could access it."""
-    return memoryview((ctypes.c_ubyte * length_bytes).from_address(_address(piece))).cast("B")
+    return memoryview((ctypes.c_ubyte * length_bytes).from_address(_address(buffer))).cast("B")
 
 
-def inline_read(client: Any) -> None:
+def inline_read(batch: Any) -> None:
     """the data of a short read comes within the reply, and the CPU copies it to where it is wanted"""
-    right = client.StorageClient._joined
+    original = batch.Batch._join
 
-    def _joined(self: Any, request: Any, pieces: Any, results: Any, opcode: Any) -> Any:
-        moved = right(self, request, pieces, results, opcode)
+    def _join(self: Any, request: Any, chunks: Any, results: Any) -> Any:
+        result = original(self, request, chunks, results)
         buffer = request.buffer
-        if opcode is client.Opcode.READ and buffer.is_device_memory and buffer.length_bytes <= _INLINE_BYTES:
-            inline = bytearray(moved.length_bytes)
-            with self.register(inline) as received:
+        is_read = self._opcode is batch.IoOpcode.READ
+        if is_read and buffer.is_device_memory and buffer.length_bytes <= _INLINE_BYTES:
+            inline = bytearray(result.length_bytes)
+            with request.file.client.register(inline) as received:
                 request.file.read(received, offset_bytes=request.offset_bytes)
             ctypes.memmove(_address(buffer), bytes(inline), len(inline))
-        return moved
+        return result
 
-    client.StorageClient._joined = _joined
+    batch.Batch._join = _join
 
 
-def inline_write(client: Any) -> None:
+def inline_write(batch: Any) -> None:
     """the CPU copies the data of a short write into the request"""
-    right = client.StorageClient._operation
+    original = batch.Batch._operation
 
-    def _operation(self: Any, part: Any, opcode: Any, flags: Any, given: int) -> Any:
+    def _operation(self: Any, part: Any, *arguments: Any) -> Any:
         buffer = part.buffer
-        if opcode is client.Opcode.WRITE and buffer.is_device_memory and buffer.length_bytes <= _INLINE_BYTES:
+        is_write = self._opcode is batch.IoOpcode.WRITE
+        if is_write and buffer.is_device_memory and buffer.length_bytes <= _INLINE_BYTES:
             ctypes.string_at(_address(buffer), buffer.length_bytes)
-        return right(self, part, opcode, flags, given)
+        return original(self, part, *arguments)
 
-    client.StorageClient._operation = _operation
+    batch.Batch._operation = _operation
 
 
-def sum_read(client: Any) -> None:
+def sum_read(batch: Any) -> None:
     """the CPU computes the checksum of what arrived in device memory"""
-    right, flags_of = client.StorageClient._joined, client.StorageClient._flags
-    wanted, valid = client.OperationFlag.CHECKSUM_WANTED, client.ResultFlag.CHECKSUM_VALID
+    join, flags_of = batch.Batch._join, batch.Batch._flags
+    wanted, valid = batch.OperationFlag.CHECKSUM_WANTED, batch.ResultFlag.CHECKSUM_VALID
 
-    def _flags(piece: Any, opcode: Any, **options: Any) -> Any:
-        flags, given = flags_of(piece, opcode, **options)
-        return flags | wanted if opcode is client.Opcode.READ else flags, given
+    def _flags(self: Any, chunk: Any) -> Any:
+        flags, checksum = flags_of(self, chunk)
+        return flags | wanted if self._opcode is batch.IoOpcode.READ else flags, checksum
 
-    def _joined(self: Any, request: Any, pieces: Any, results: Any, opcode: Any) -> Any:
+    def _join(self: Any, request: Any, chunks: Any, results: Any) -> Any:
         from gdrkit.storage.checksum import crc32c
 
-        moved = right(self, request, pieces, results, opcode)
-        for piece, result in zip(pieces, results, strict=True):
+        joined = join(self, request, chunks, results)
+        for chunk, result in zip(chunks, results, strict=True):
             # The server computes the checksum of the bytes that it sent, so it does not cover a read with holes.
-            is_summed = opcode is client.Opcode.READ and result.flags & valid and not result.holes
-            if is_summed and piece.is_device_memory and crc32c(_view(piece, result.result)) != result.checksum:
+            is_summed = self._opcode is batch.IoOpcode.READ and result.flags & valid and not result.holes
+            if is_summed and chunk.is_device_memory and crc32c(_view(chunk, result.result)) != result.checksum:
                 message = "the bytes are not what the server sent"
                 raise AssertionError(message)
-        return moved
+        return joined
 
-    client.StorageClient._flags, client.StorageClient._joined = staticmethod(_flags), _joined
+    batch.Batch._flags, batch.Batch._join = _flags, _join
 
 
-def sum_written(client: Any) -> None:
+def sum_written(batch: Any) -> None:
     """the CPU computes the checksum of device memory before it is written"""
-    right = client.StorageClient._flags
+    original = batch.Batch._flags
 
-    def _flags(piece: Any, opcode: Any, *, forbid_holes: bool, checksum: bool) -> Any:
+    def _flags(self: Any, chunk: Any) -> Any:
         from gdrkit.storage.checksum import crc32c
 
-        if opcode is client.Opcode.WRITE and checksum and piece.is_device_memory:
-            return client.OperationFlag.CHECKSUM_GIVEN, crc32c(_view(piece, piece.length_bytes))
-        return right(piece, opcode, forbid_holes=forbid_holes, checksum=checksum)
+        if self._opcode is batch.IoOpcode.WRITE and self._checksum and chunk.is_device_memory:
+            return batch.OperationFlag.CHECKSUM_GIVEN, crc32c(_view(chunk, chunk.length_bytes))
+        return original(self, chunk)
 
-    client.StorageClient._flags = staticmethod(_flags)
+    batch.Batch._flags = _flags
 
 
 def memset_holes(iobuffer: Any) -> None:
     """the CPU fills the holes of a file in device memory"""
-    right = iobuffer.IOBuffer.zero
+    original = iobuffer.IOBuffer.zero
 
     def zero(self: Any, *, offset_bytes: int, length_bytes: int) -> None:
         if self.is_device_memory:
             ctypes.memset(_address(self) + offset_bytes, 0, length_bytes)
         else:
-            right(self, offset_bytes=offset_bytes, length_bytes=length_bytes)
+            original(self, offset_bytes=offset_bytes, length_bytes=length_bytes)
 
     iobuffer.IOBuffer.zero = zero
 
 
 def host_buffer_of_device(iobuffer: Any) -> None:
     """device memory that came by its address is registered as host memory"""
-    right = iobuffer.IOBuffer.of_device.__func__
+    original = iobuffer.IOBuffer.of_device.__func__
 
     def of_device(cls: Any, memory: Any, cache: Any) -> Any:
         if memory.owned:
-            return right(cls, memory, cache)
+            return original(cls, memory, cache)
         view = (ctypes.c_ubyte * memory.length_bytes).from_address(memory.address)
         return cls.of_host(memoryview(view).cast("B"), cache.nics)
 

@@ -1,0 +1,160 @@
+"""The operations of one batch of transfers, and the check of their results.
+
+A transfer is split into chunks, so that a long one uses all queue pairs in parallel. The CPU computes and verifies the
+checksums of bytes in host memory. It never touches bytes in device memory.
+"""
+
+from __future__ import annotations
+
+import errno
+from typing import TYPE_CHECKING
+
+from gdrkit.buffers import check_range
+from gdrkit.errors import DataMismatch
+from gdrkit.storage.control import storage_error
+from gdrkit.storage.file import IORequest, StorageResult
+from gdrkit.storage.wire import IoOpcode, Operation, OperationFlag, Result, ResultFlag
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from gdrkit.storage.iobuffer import IOBuffer
+    from gdrkit.storage.messages import SessionLimits
+    from gdrkit.verbs import Nic
+
+__all__ = ["Batch"]
+
+_CHUNK_BYTES_MAX = 16 << 20
+
+
+class Batch:
+    """The operations of one call of ``batch_read`` or ``batch_write``, and the buffers that they move.
+
+    Parameters
+    ----------
+    opcode : IoOpcode
+        Direction of all operations.
+    limits : SessionLimits
+        The limits of the server.
+    forbid_holes : bool
+        Whether a read that meets a hole fails.
+    checksum : bool
+        Whether the bytes of a write are checksummed. The bytes of a read always are.
+
+    Attributes
+    ----------
+    operations : list of Operation
+        The operations in the order of the requests, without their tags.
+    """
+
+    def __init__(self, opcode: IoOpcode, limits: SessionLimits, *, forbid_holes: bool, checksum: bool) -> None:
+        self.operations: list[Operation] = []
+        self._opcode = opcode
+        self._limits = limits
+        self._forbid_holes = forbid_holes
+        self._checksum = checksum
+        self._requests: list[tuple[IORequest, list[IOBuffer]]] = []
+
+    def add(self, request: IORequest, lanes: Iterator[tuple[int, Nic]]) -> None:
+        """Add the operations of a request. Each takes the next of `lanes`, an index of a queue pair and its NIC."""
+        chunks = self._split(request.buffer)
+        self._requests.append((request, chunks))
+        offset_bytes = request.offset_bytes
+        for chunk in chunks:
+            flags, checksum = self._flags(chunk)
+            lane, nic = next(lanes)
+            part = IORequest(request.file, offset_bytes, chunk)
+            self.operations.append(self._operation(part, lane, nic, flags, checksum))
+            offset_bytes += chunk.length_bytes
+
+    def join(self, results: list[Result]) -> list[StorageResult]:
+        """Return the result of each request, from the results of the operations in their order.
+
+        Raises
+        ------
+        ApiError
+            The first operation that failed, with the errno of the server.
+        DataMismatch
+            Bytes that arrived in host memory differ from those that the server sent.
+        """
+        remaining = iter(results)
+        return [self._join(request, chunks, [next(remaining) for _ in chunks]) for request, chunks in self._requests]
+
+    def _split(self, buffer: IOBuffer) -> list[IOBuffer]:
+        length_bytes_max = min(_CHUNK_BYTES_MAX, self._limits.length_bytes_max)
+        if self._opcode is IoOpcode.WRITE and self._checksum and not buffer.is_device_memory:
+            length_bytes_max = min(length_bytes_max, self._limits.checksum_given_bytes_max)
+        return [
+            buffer.subrange(offset_bytes=begin, length_bytes=min(length_bytes_max, buffer.length_bytes - begin))
+            for begin in range(0, buffer.length_bytes, length_bytes_max)
+        ]
+
+    def _flags(self, chunk: IOBuffer) -> tuple[OperationFlag, int]:
+        """Return the flags of an operation, and the checksum that it contains (0: none)."""
+        flags = OperationFlag.FORBID_HOLES if self._forbid_holes else OperationFlag(0)
+        if self._opcode is IoOpcode.READ:
+            if not chunk.is_device_memory:
+                return flags | OperationFlag.CHECKSUM_WANTED, 0
+            # The device zeroes holes itself, so that the zeros need not be sent.
+            return flags | (OperationFlag.REPORT_HOLES if chunk.can_zero else OperationFlag(0)), 0
+        if not self._checksum:
+            return flags, 0
+        if chunk.is_device_memory:
+            return flags | OperationFlag.CHECKSUM_WANTED, 0
+        return flags | OperationFlag.CHECKSUM_GIVEN, chunk.checksum(length_bytes=chunk.length_bytes)
+
+    def _operation(self, part: IORequest, lane: int, nic: Nic, flags: OperationFlag, checksum: int) -> Operation:
+        length_bytes = part.buffer.length_bytes
+        check_range(offset_bytes=part.offset_bytes, length_bytes=length_bytes, size_bytes=1 << 63)
+        remote = part.buffer.remote(nic)
+        return Operation(
+            tag=0,
+            handle=part.file.handle,
+            file_offset=part.offset_bytes,
+            length=length_bytes,
+            remote_address=remote.address,
+            rkey=remote.rkey,
+            lane=lane,
+            opcode=self._opcode,
+            flags=flags,
+            checksum=checksum,
+        )
+
+    def _join(self, request: IORequest, chunks: list[IOBuffer], results: list[Result]) -> StorageResult:
+        name = self._opcode.name.lower()
+        length_bytes, hole_bytes, checksums, is_whole = 0, 0, [], True
+        for chunk, result in zip(chunks, results, strict=True):
+            if result.result < 0:
+                raise storage_error(
+                    name,
+                    -result.result,
+                    handle=request.file.handle,
+                    offset_bytes=request.offset_bytes,
+                    length_bytes=request.buffer.length_bytes,
+                )
+            if result.result > chunk.length_bytes:
+                detail = f"the server reported {result.result} bytes for {chunk.length_bytes} that were requested"
+                raise storage_error(name, errno.EREMOTEIO, detail=detail)
+            for hole in result.holes:
+                chunk.zero(offset_bytes=hole.offset, length_bytes=hole.length)
+                hole_bytes += hole.length
+            if result.flags & ResultFlag.CHECKSUM_VALID:
+                checksums.append(result.checksum)
+                if self._opcode is IoOpcode.READ and not chunk.is_device_memory:
+                    _verify(chunk, result)
+            # The bytes after the first short chunk are after the end of the file.
+            length_bytes += result.result if is_whole else 0
+            is_whole = is_whole and result.result == chunk.length_bytes
+        return StorageResult(length_bytes, tuple(checksums), hole_bytes)
+
+
+def _verify(chunk: IOBuffer, result: Result) -> None:
+    """Compare the checksum of the bytes that arrived with that of the server."""
+    checksum = chunk.checksum(length_bytes=result.result)
+    if checksum != result.checksum:
+        raise DataMismatch(
+            first_offset_bytes=0,
+            expected=result.checksum.to_bytes(4, "little"),
+            actual=checksum.to_bytes(4, "little"),
+            length_bytes=result.result,
+        )

@@ -1,0 +1,93 @@
+"""Open files of a storage client, and the requests and results of their transfers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+from gdrkit.storage import messages
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from gdrkit.storage.client import StorageClient
+    from gdrkit.storage.iobuffer import IOBuffer
+
+__all__ = ["IORequest", "StorageFile", "StorageResult"]
+
+
+@dataclass(frozen=True, slots=True)
+class IORequest:
+    """One transfer of a batch: as many bytes of `file` from `offset_bytes` as `buffer` holds."""
+
+    file: StorageFile
+    offset_bytes: int
+    buffer: IOBuffer
+
+
+@dataclass(frozen=True, slots=True)
+class StorageResult:
+    """The result of a successful transfer.
+
+    Attributes
+    ----------
+    length_bytes : int
+        Number of bytes moved. It is less than requested at the end of the file.
+    checksums : tuple of int
+        CRC32C of each chunk as computed by the server, in order. Empty if no checksum was requested.
+    hole_bytes : int
+        Number of bytes in holes that the device zeroed itself in a read into device memory.
+    """
+
+    length_bytes: int
+    checksums: tuple[int, ...] = ()
+    hole_bytes: int = 0
+
+
+class StorageFile:
+    """An open file. :meth:`StorageClient.open` creates it."""
+
+    def __init__(self, client: StorageClient, opened: messages.OpenReply) -> None:
+        self.client = client
+        self.handle = opened.handle
+        self.inode = opened.stat.inode
+        self._closed = False
+
+    def stat(self) -> messages.FileStat:
+        """Return the current attributes of the file."""
+        return self.client.request(messages.Stat(handle=self.handle), messages.FileStat)
+
+    def read(self, buffer: IOBuffer, *, offset_bytes: int, forbid_holes: bool = False) -> StorageResult:
+        """Fill `buffer` from the file; see :meth:`StorageClient.batch_read`."""
+        return self.client.batch_read([IORequest(self, offset_bytes, buffer)], forbid_holes=forbid_holes)[0]
+
+    def write(self, buffer: IOBuffer, *, offset_bytes: int, checksum: bool = True) -> StorageResult:
+        """Write all of `buffer` to the file; see :meth:`StorageClient.batch_write`."""
+        return self.client.batch_write([IORequest(self, offset_bytes, buffer)], checksum=checksum)[0]
+
+    def truncate(self, size_bytes: int) -> messages.FileStat:
+        """Set the size of the file and return its attributes."""
+        return self.client.request(messages.Truncate(size_bytes, handle=self.handle), messages.FileStat)
+
+    def punch_hole(self, *ranges: tuple[int, int]) -> None:
+        """Turn these ranges, each (begin, end), into holes."""
+        self.client.request(messages.PunchHole(self.handle, tuple(ranges)), messages.Done)
+
+    def sync(self) -> None:
+        """Sync the file to the server's disk, so that the written data survives a power loss."""
+        self.client.request(messages.Sync(self.handle), messages.Done)
+
+    def close(self) -> None:
+        """Close the file. A failed close can be repeated; a second close, or one after the client's, does nothing."""
+        if not self._closed:
+            if not self.client.closed:
+                self.client.request(messages.Close(self.handle), messages.Done)
+            self._closed = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

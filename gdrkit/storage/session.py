@@ -1,0 +1,192 @@
+"""A session with a storage server, for any client: a control connection, a data connection and one queue pair per NIC.
+
+The server is the initiator of all transfers. The client posts no work requests. Its queue pairs only admit the RDMA
+WRITEs and RDMA READs of the server.
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+from typing import TYPE_CHECKING, Self, TypeVar
+
+from gdrkit.errors import BrokenResource, Reason, UsageError
+from gdrkit.handles import ReleaseStack
+from gdrkit.storage import messages
+from gdrkit.storage.connection import ControlConnection, shut_down
+from gdrkit.storage.control import Request, operation_of, pack_request, parse_reply, storage_error
+from gdrkit.storage.wire import FrameType
+from gdrkit.verbs import Endpoint
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Callable, Sequence
+    from types import TracebackType
+
+    from gdrkit.verbs import Nic, QueuePair
+
+__all__ = ["StorageSession"]
+
+_R = TypeVar("_R")
+
+
+class StorageSession:
+    """A session with a storage server. It is thread-safe, except that only one thread may use the data connection.
+
+    Parameters
+    ----------
+    connect : callable
+        Returns a new socket that is connected to the server.
+    nics : sequence of Nic
+        NICs of the client, with one queue pair each, at most ``messages.LANES_MAX``. Further NICs are not used.
+    client : str
+        Name of the client program, for the server's log.
+    token : str or None
+        Token of the store, which is needed over TCP.
+    timeout_ms : float
+        Longest time without an answer of the server, in milliseconds.
+    replaces : str or None
+        The `secret` of the previous session, which the server ends first if it still exists.
+
+    Attributes
+    ----------
+    data : socket.socket
+        The data connection, without a timeout. :meth:`close` closes it.
+    limits : SessionLimits
+        The limits of the server.
+    secret : str
+        The secret that identifies the session at the server.
+    chunk_bytes : int
+        Number of bytes of a file that one checksum covers.
+    server : str
+        Name and version of the server program.
+    queue_pairs : tuple of QueuePair
+        The queue pairs, in the order of `nics`.
+
+    Raises
+    ------
+    ApiError
+        The server refused the session: EACCES (wrong token) or EPROTONOSUPPORT (other version).
+    OSError
+        The connection failed. TimeoutError: no answer in time.
+    BrokenResource, UsageError
+        The server ended the connection, or sent an invalid reply.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[], socket.socket],
+        nics: Sequence[Nic],
+        *,
+        client: str,
+        token: str | None,
+        timeout_ms: float,
+        replaces: str | None = None,
+    ) -> None:
+        self._connect = connect
+        self._timeout_s = timeout_ms / 1000
+        self._lock = threading.Lock()
+        self._sequence = 0
+        self._failure = ""
+        self._parts = ReleaseStack()
+        try:
+            self._control = self._new_connection()
+            self.queue_pairs = tuple(self._new_queue_pair(nic) for nic in nics[: messages.LANES_MAX])
+            reply = self._begin(client, token, replaces)
+            self.limits, self.secret = reply.limits, reply.session
+            self.chunk_bytes, self.server = reply.chunk_bytes, reply.server
+            data = self._new_connection()
+            self._exchange(data, messages.Attach(reply.session), messages.Done)
+            self.data = data.detach_socket()
+            self._parts.push(self.data.close)
+        except BaseException as error:
+            self._parts.run_after(error)
+            raise
+
+    def request(self, request: Request, kind: type[_R], *, descriptors: Sequence[int] = ()) -> _R:
+        """Send a request of :mod:`gdrkit.storage.messages` and return its reply, which is a `kind`.
+
+        `descriptors` are sent with the request. The caller still owns them.
+
+        Raises
+        ------
+        ApiError
+            The server replied with this errno. EREMOTEIO: the connection failed, and the session has ended.
+        """
+        name = operation_of(request)
+        with self._lock:
+            if self._failure:
+                raise storage_error(name, errno.EREMOTEIO, detail=self._failure)
+            try:
+                return self._exchange(self._control, request, kind, descriptors)
+            except (OSError, UsageError, BrokenResource) as error:
+                # Later replies can no longer be matched to requests, so no further request is sent.
+                self._failure = str(error)
+                self.interrupt()
+                raise storage_error(name, errno.EREMOTEIO, detail=self._failure) from error
+
+    def interrupt(self) -> None:
+        """Shut both connections down, which ends the session and wakes every thread that waits for the server."""
+        self._control.shut_down()
+        shut_down(self.data)
+
+    def fail_queue_pairs(self) -> None:
+        """Put the queue pairs into the error state. Afterwards no transfer of the server can arrive."""
+        for pair in self.queue_pairs:
+            pair.fail()
+
+    def close(self) -> None:
+        """End the session: fail and destroy the queue pairs, close both connections. A second close does nothing."""
+        self._parts.run()
+
+    def _new_connection(self) -> ControlConnection:
+        connection = ControlConnection(self._connect())
+        self._parts.push(connection.close)
+        connection.set_timeout(self._timeout_s)
+        return connection
+
+    def _new_queue_pair(self, nic: Nic) -> QueuePair:
+        queue = nic.completion_queue(depth=1)
+        self._parts.push(queue.close)
+        pair = nic.queue_pair(queue, sends_max=1, receives_max=1)
+        self._parts.push(pair.close)
+        return pair
+
+    def _begin(self, client: str, token: str | None, replaces: str | None) -> messages.HelloReply:
+        lanes = tuple(pair.endpoint().to_dict() for pair in self.queue_pairs)
+        hello = messages.StorageHello(messages.PROTOCOL_VERSION, client, lanes, token, replaces)
+        reply = self._exchange(self._control, hello, messages.HelloReply)
+        if len(reply.lanes) != len(lanes):
+            message = f"hello: the server has {len(reply.lanes)} queue pairs for the {len(lanes)} of the client"
+            raise UsageError(message, reason=Reason.MALFORMED)
+        for pair, endpoint in zip(self.queue_pairs, reply.lanes, strict=True):
+            pair.connect(Endpoint.from_dict(endpoint), reads_max=reply.limits.reads_max)
+            self._parts.push(pair.fail)
+        return reply
+
+    def _exchange(
+        self, connection: ControlConnection, request: Request, kind: type[_R], descriptors: Sequence[int] = ()
+    ) -> _R:
+        self._sequence += 1
+        payload = pack_request(request)
+        connection.send(FrameType.CONTROL_REQUEST, payload, sequence=self._sequence, descriptors=descriptors)
+        received = connection.receive(FrameType.CONTROL_REPLY)
+        if received is None:
+            message = "the server ended the connection"
+            raise BrokenResource(message, reason=Reason.PEER_GONE)
+        payload, sequence = received
+        if sequence != self._sequence:
+            message = f"reply: sequence {sequence} does not match request {self._sequence}"
+            raise UsageError(message, reason=Reason.MALFORMED)
+        reply = parse_reply(payload, kind)
+        if isinstance(reply, messages.ErrorReply):
+            raise storage_error(operation_of(request), reply.errno, detail=reply.message)
+        return reply
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
