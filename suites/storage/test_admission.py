@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from support.storage import Service
 
+    from gdrkit.harness.evidence import Evidence
     from gdrkit.verbs import Nic
 
 # Operations of the honest client beside an attack; 100,000 for a record.
@@ -73,7 +74,7 @@ def ended(end: socket.socket, timeout_s: float) -> bool:
 
 @needs(verbs.nic())
 @pytest.mark.timeout(300 + OPERATIONS / 50)
-def test_honest_client_works_beside_slow_hellos(service: Service, nic: Nic, seed: int) -> None:
+def test_honest_client_works_beside_slow_hellos(service: Service, nic: Nic, seed: int, evidence: Evidence) -> None:
     data = pattern.payload(BATCH * SIZE, seed=seed)
     done = sessions = 0
     with slow_hellos(service) as opened:
@@ -99,7 +100,10 @@ def test_honest_client_works_beside_slow_hellos(service: Service, nic: Nic, seed
                         assert target == data
                         done += len(moved)
         took_s = time.monotonic() - begin_s
-    sys.stderr.write(f"{done} operations in {sessions} sessions, {took_s:.0f} s, beside {opened[0]} slow connections\n")
+    evidence.number("operations_count", done)
+    evidence.number("sessions_count", sessions)
+    evidence.number("slow_connections_count", opened[0])
+    evidence.number("duration_s", took_s)
 
 
 @needs(verbs.nic())

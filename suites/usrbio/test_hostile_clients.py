@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from support.hostile_client import ATTACKS
@@ -18,6 +19,9 @@ from support.raw_usrbio import AgentProcess
 from gdrkit import pattern
 from gdrkit.harness.needs import needs, verbs
 from gdrkit.units import MIB
+
+if TYPE_CHECKING:
+    from gdrkit.harness.evidence import Evidence
 
 pytestmark = needs(verbs.nic())
 
@@ -30,7 +34,9 @@ WITH_SUITES = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SUITES), os.envi
 
 @pytest.mark.timeout(TIMEOUT_S + 60)
 @pytest.mark.parametrize("attack", sorted(ATTACKS))
-def test_attack_by_shared_memory_hurts_no_other_client(attack: str, tmp_path: Path, seed: int) -> None:
+def test_attack_by_shared_memory_hurts_no_other_client(
+    attack: str, tmp_path: Path, seed: int, evidence: Evidence
+) -> None:
     (tmp_path / "input").write_bytes(pattern.payload(MIB, seed=seed))
     command = [sys.executable, "-m", "support.hostile_client", str(tmp_path), attack]
     with (
@@ -62,4 +68,6 @@ def test_attack_by_shared_memory_hurts_no_other_client(attack: str, tmp_path: Pa
         assert attacker.returncode == 0
         assert int(output.split()[-1]) > 0
         assert agent.terminate() == 0, agent.errors
-        print(f"{attack}: {output.split()[-1]} attacks, {counted}, {agent.statistics}")  # noqa: T201 - figures.
+    evidence.number("attacks_count", int(output.split()[-1]))
+    evidence["honest_client"] = counted
+    evidence["agent"] = agent.statistics

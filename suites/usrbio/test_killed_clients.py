@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
 from support.kill_world import descriptors, until
@@ -18,6 +18,9 @@ from support.raw_usrbio import AgentProcess, shared_memory
 from gdrkit import pattern
 from gdrkit.harness.needs import needs, verbs
 from gdrkit.units import MIB
+
+if TYPE_CHECKING:
+    from gdrkit.harness.evidence import Evidence
 
 pytestmark = needs(verbs.nic())
 
@@ -60,7 +63,7 @@ def kill_clients(agent: AgentProcess, count: int) -> None:
 
 
 @pytest.mark.timeout(TIMEOUT_S + 120)
-def test_agent_does_not_grow_by_killed_clients(tmp_path: Path, seed: int) -> None:
+def test_agent_does_not_grow_by_killed_clients(tmp_path: Path, seed: int, evidence: Evidence) -> None:
     (tmp_path / "input").write_bytes(pattern.payload(MIB, seed=seed))
     with AgentProcess(tmp_path) as agent:
         links = held(agent).links
@@ -77,5 +80,8 @@ def test_agent_does_not_grow_by_killed_clients(tmp_path: Path, seed: int) -> Non
         )
         grown_kib = resident_kib(agent.process.pid) - before_kib
         assert agent.terminate() == 0, agent.errors
-    print(f"{KILLED} clients killed: {grown_kib} KiB more than {before_kib} KiB, {idle}")  # noqa: T201 - figures.
+    evidence.number("killed_clients_count", KILLED)
+    evidence.number("resident_before_kib", before_kib)
+    evidence.number("resident_growth_kib", grown_kib)
+    evidence["held_before"] = idle._asdict()
     assert grown_kib < GROWTH_KIB_MAX
