@@ -17,7 +17,7 @@ import nox
 # nox loads this file by its path, from any folder.
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from automation import builds, system_packages
+from automation import builds, long_run, system_packages
 from automation.bundle import fill_bundle
 from automation.commands import (
     NOTHING_PROVEN,
@@ -31,7 +31,7 @@ from automation.commands import (
     say,
 )
 from automation.environments import ensure_environment
-from automation.gdrkit_commands import cases, on_twins, plan_sessions, pytest
+from automation.gdrkit_commands import cases, on_twins, plan_sessions, pytest, run_suites, suite_folders
 from automation.machine import find_hardware, find_interpreter, may_load_rxe, path_with_sbin
 
 nox.needs_version = ">=2024.4.15"
@@ -48,28 +48,6 @@ LAB = ("virtme-ng==1.42",)
 MUTANTS = ("mutmut==3.8.1",)
 # The records of the sample report. A facts.json, as `gdrkit facts --json` prints it, may lie beside them.
 SAMPLE_RECORDS = Path("reports", "baselines", "h200-1")
-LONG_SEEDS = range(1, 11)
-LONG_NUMBERS = {
-    "GDRKIT_EXAMPLES": "2000",
-    "GDRKIT_FUZZ_S": "300",
-    "GDRKIT_KILLS": "230",
-    "GDRKIT_TIER_KILLS": "300",
-    "GDRKIT_KILLED_CLIENTS": "10000",
-    "GDRKIT_HONEST_OPERATIONS": "100000",
-}
-# The cases that read LONG_NUMBERS.
-LONG_CASES = (
-    "suites/property",
-    "suites/storage/test_admission.py",
-    "suites/storage/test_wire.py",
-    "suites/usrbio/test_bad_input.py",
-    "suites/inventory/test_importers.py",
-    "suites/usrbio/test_killed_clients.py",
-    "suites/usrbio/test_hostile_clients.py",
-    "suites/fault/test_kills.py",
-    "suites/tiers/test_kills.py",
-    "suites/tiers/test_power_cuts.py",
-)
 
 
 @nox.session(default=False)
@@ -95,8 +73,11 @@ def suites(session: nox.Session) -> None:
     system_packages.install_filesystem_tools()
     system_packages.install_strace()
     # The throughput cases run once and with small sizes on the twins, so that they still work on hardware.
-    arguments = cases(session.posargs, *ALL_CASES, "hardware/throughput")
-    exit_with_pytest_code(session, call([*on_twins(run), *pytest(run), *arguments]))
+    if not session.posargs:
+        run_suites(session, run, suite_folders(), *on_twins(run))
+    else:
+        arguments = cases(session.posargs, *ALL_CASES, "hardware/throughput")
+        exit_with_pytest_code(session, call([*on_twins(run), *pytest(run), *arguments]))
 
 
 @nox.session
@@ -105,7 +86,10 @@ def meta(session: nox.Session) -> None:
     run = builds.prepare_run(twins=True)
     builds.build_wheel()
     ensure_environment("mutants", python=find_interpreter()[0], requirements=MUTANTS)
-    exit_with_pytest_code(session, call([*pytest(run), "suites/meta", *session.posargs]))
+    if not session.posargs:
+        run_suites(session, run, sorted((ROOT / "suites" / "meta").glob("test_*.py")))
+    else:
+        exit_with_pytest_code(session, call([*pytest(run), "suites/meta", *session.posargs]))
 
 
 @nox.session
@@ -158,12 +142,12 @@ def long(session: nox.Session) -> None:
     codes.append(
         call([str(run / "pip"), "wheel", "--quiet", "--no-deps", "-w", str(ROOT / "build" / "alone"), str(ROOT)])
     )
-    for seed in LONG_SEEDS:
+    for seed in long_run.SEEDS:
         command = [*pytest(run), *ALL_CASES, "-q", *session.posargs]
         codes.append(call([*on_twins(run, "--seed", str(seed)), *command]))
     # These cases take minutes, so that faulthandler must not take them for a hang.
-    command = [*pytest(run), *LONG_CASES, "-q", "-o", "faulthandler_timeout=1800", *session.posargs]
-    codes.append(call([*on_twins(run), *command], environ=LONG_NUMBERS))
+    command = [*pytest(run), *long_run.CASES, "-q", "-o", "faulthandler_timeout=1800", *session.posargs]
+    codes.append(call([*on_twins(run), *command], environ=long_run.NUMBERS))
     fail_unless_zero(session, codes)
 
 

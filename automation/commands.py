@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "NOTHING_PROVEN",
+    "PYTEST_BAD_OPTION",
     "ROOT",
     "SETUP_MISSING",
     "WRONG_USAGE",

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from automation import environments, machine, system_packages
+from automation.gdrkit_commands import suite_folders
+from automation.side_by_side import Part, call_side_by_side
 
 ROOT = Path(__file__).resolve().parents[2]
 ADDED = "Inst xfsprogs (6.1.0-1 Debian:12.4/stable [amd64])"
@@ -83,3 +85,35 @@ def test_digest_changes_with_words_and_with_contents(tmp_path: Path) -> None:
     assert environments.digest(["pip", ""], [source]) != before
     source.write_text("b")
     assert environments.digest(["pip"], [source]) != before
+
+
+def shell(name: str, text: str) -> Part:
+    return Part(name, ("sh", "-c", text))
+
+
+def test_side_by_side_output_is_whole_and_codes_are_kept(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    # Each command waits for the file that the other one makes: they end only if they run at the same time.
+    wait = "until [ -e {0}/{2} ]; do :; done; echo {1}; echo {1}; exit {3}"
+    parts = [
+        shell(name, f"echo {name}; touch {tmp_path}/{name}; " + wait.format(tmp_path, name, other, code))
+        for name, other, code in (("first", "second", 0), ("second", "first", 3))
+    ]
+    assert call_side_by_side(parts, jobs=2) == {"first": 0, "second": 3}
+    output = capfd.readouterr().out
+    assert "first\nfirst\nfirst\n" in output
+    assert "second\nsecond\nsecond\n" in output
+
+
+def test_side_by_side_runs_no_more_than_jobs(tmp_path: Path) -> None:
+    # mkdir fails while another command has the directory.
+    alone = f"mkdir {tmp_path}/one && rmdir {tmp_path}/one"
+    codes = call_side_by_side([shell(str(number), alone) for number in range(5)], jobs=1)
+    assert codes == dict.fromkeys(map(str, range(5)), 0)
+
+
+def test_every_default_suite_is_a_part_once() -> None:
+    parts = suite_folders()
+    assert len(parts) == len(set(parts))
+    cases = {path for part in parts for path in part.rglob("test_*.py")}
+    default = {*(ROOT / "suites").rglob("test_*.py"), *(ROOT / "hardware" / "throughput").rglob("test_*.py")}
+    assert cases == {path for path in default if path.relative_to(ROOT).parts[1] != "meta"}

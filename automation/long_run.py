@@ -1,0 +1,28 @@
+"""The seeds, the numbers and the cases of the session `long`."""
+
+from __future__ import annotations
+
+__all__ = ["CASES", "NUMBERS", "SEEDS"]
+
+SEEDS = range(1, 11)
+NUMBERS = {
+    "GDRKIT_EXAMPLES": "2000",
+    "GDRKIT_FUZZ_S": "300",
+    "GDRKIT_KILLS": "230",
+    "GDRKIT_TIER_KILLS": "300",
+    "GDRKIT_KILLED_CLIENTS": "10000",
+    "GDRKIT_HONEST_OPERATIONS": "100000",
+}
+# The cases that read NUMBERS.
+CASES = (
+    "suites/property",
+    "suites/storage/test_admission.py",
+    "suites/storage/test_wire.py",
+    "suites/usrbio/test_bad_input.py",
+    "suites/inventory/test_importers.py",
+    "suites/usrbio/test_killed_clients.py",
+    "suites/usrbio/test_hostile_clients.py",
+    "suites/fault/test_kills.py",
+    "suites/tiers/test_kills.py",
+    "suites/tiers/test_power_cuts.py",
+)
