@@ -1,0 +1,324 @@
+"""The system calls of a migration: what is synced before what, which locks are held, and calls that fail."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from support.system_calls import SystemCall, run_observed
+from support.tier_world import contents, place_file, wrong
+
+from gdrkit import evidence, pattern
+from gdrkit.errors import ApiError, Reason
+from gdrkit.harness.needs import host, needs
+from gdrkit.tiers import Phase
+from gdrkit.units import KIB, MIB
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from gdrkit.tiers import Configuration, TierManager
+
+Reply = int | None
+# os.preadv() of Python calls either of them.
+READS = "preadv preadv2"
+
+
+def run_move(manager: TierManager, name: str, *, reply: Callable[[SystemCall], Reply], calls: str) -> None:
+    """Move a file to the fastest tier, and answer the named system calls."""
+    run_observed(lambda: manager.move(name, "nvme"), *calls.split(), reply=reply)
+
+
+def failed_move(manager: TierManager, name: str, *, reply: Callable[[SystemCall], Reply], calls: str) -> ApiError:
+    """Return the error of a migration after which the file is where it was, and nothing else is left."""
+    data = contents(manager, name)
+    with pytest.raises(ApiError) as raised:
+        run_move(manager, name, reply=reply, calls=calls)
+    assert (manager.find(name).tier, contents(manager, name)) == ("hdd", data)
+    assert not wrong(manager.check())
+    assert not manager.catalogue.moves()
+    return raised.value
+
+
+def trace_of(manager: TierManager, root: Path, name: str) -> list[str]:
+    """Move a file, and return the phases with the fsync(2) calls between them, by path below the tiers."""
+    trace: list[str] = []
+
+    def record(call: SystemCall) -> None:
+        if call.path.startswith(str(root)):
+            path = Path(call.path).relative_to(root)
+            # The name of a copy and of a record is the random id of the migration.
+            named = path.with_name("ID") if path.parent.name in {"incoming", "moves"} else path
+            trace.append(f"fsync {named}")
+
+    def observe(phase: Phase, _name: str, offset_bytes: int) -> None:
+        trace.append(f"{phase.value} {offset_bytes}")
+
+    run_observed(lambda: manager.move(name, "nvme", observe=observe), "fsync", reply=record)
+    return [each for each in trace if "catalogue/" not in each]
+
+
+def test_each_step_is_synced_before_the_next(manager: TierManager, configuration: Configuration) -> None:
+    size = 4 * MIB + 5
+    place_file(manager, "a/file", size, seed=1)
+    (configuration.tier("nvme").directory / "a").mkdir()
+    own = ".gdrkit-tiers"
+    assert trace_of(manager, configuration.catalogue.parent, "a/file") == [
+        "record 0",
+        *(f"fsync nvme/{own}/{name}" for name in ("moves/ID", "moves", "incoming")),
+        *(f"copy {offset}" for offset in (0, 4 * MIB, size)),
+        f"attributes {size}",
+        f"sync {size}",
+        f"fsync nvme/{own}/incoming/ID",
+        *(f"verify {offset}" for offset in (0, 4 * MIB)),
+        f"rename {size}",
+        f"folder {size}",
+        "fsync nvme/a",
+        f"retire {size}",
+        f"retired {size}",
+        f"fsync hdd/{own}/retired",
+        "fsync hdd/a",
+        f"catalogue {size}",
+        f"remove {size}",
+        f"fsync hdd/{own}/retired",
+        f"forget {size}",
+        f"fsync nvme/{own}/moves",
+        f"done {size}",
+    ]
+
+
+def test_undone_migration_is_synced(manager: TierManager, configuration: Configuration) -> None:
+    place_file(manager, "a/file", 1000, seed=1)
+    synced: list[str] = []
+
+    def fail(phase: Phase, _name: str, _offset_bytes: int) -> None:
+        synced.clear()
+        if phase is Phase.RETIRED:
+            raise OSError(errno.EIO, "the case says so")
+
+    def move() -> None:
+        manager.move("a/file", "nvme", observe=fail)
+
+    with pytest.raises(ApiError):
+        run_observed(move, "fsync", reply=lambda call: synced.append(call.path))
+    hdd, nvme = (configuration.tier(tier).directory for tier in ("hdd", "nvme"))
+    own = [nvme / ".gdrkit-tiers/moves"]
+    below = [Path(each) for each in synced if configuration.catalogue not in Path(each).parents]
+    assert below == [hdd / "a", hdd / ".gdrkit-tiers/retired", *own]
+
+
+def test_copy_is_read_from_the_disk_after_its_sync(manager: TierManager) -> None:
+    place_file(manager, "file", 100 * KIB, seed=1)
+    calls: list[tuple[str, tuple[int, ...]]] = []
+
+    def record(call: SystemCall) -> None:
+        if "/incoming/" in call.path:
+            calls.append((call.name.removesuffix("2"), call.arguments[1:4] if call.name == "fadvise64" else ()))
+
+    run_move(manager, "file", reply=record, calls=f"fsync fadvise64 {READS}")
+    assert calls == [("fsync", ()), ("fadvise64", (0, 0, os.POSIX_FADV_DONTNEED)), ("preadv", ())]
+
+
+def test_copy_is_private_and_locked_in_every_phase(manager: TierManager, configuration: Configuration) -> None:
+    place_file(manager, "file", 1000, seed=1)
+    nvme = configuration.tier("nvme").directory
+    modes = set()
+    locked = []
+
+    def observe(phase: Phase, _name: str, _offset_bytes: int) -> None:
+        copies = [*(nvme / ".gdrkit-tiers/incoming").iterdir(), *nvme.glob("file")]
+        for path in copies:
+            if phase in {Phase.COPY, Phase.ATTRIBUTES}:
+                modes.add(path.stat().st_mode & 0o7777)
+            with path.open("rb") as copy:
+                with pytest.raises(BlockingIOError):
+                    fcntl.flock(copy, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                locked.append(phase)
+
+    manager.move("file", "nvme", observe=observe)
+    assert modes == {0o600}
+    assert set(locked) == set(Phase) - {Phase.RECORD}
+    with (nvme / "file").open("rb") as copy:
+        fcntl.flock(copy, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+@pytest.mark.parametrize("phase", [None, Phase.COPY, Phase.REMOVE])
+def test_migration_leaves_no_descriptor_open(manager: TierManager, phase: Phase | None) -> None:
+    place_file(manager, "file", 1000, seed=1)
+    place_file(manager, "before", 1000, seed=1, tier="nvme")
+
+    def fail(reached: Phase, _name: str, _offset_bytes: int) -> None:
+        if reached is phase:
+            raise OSError(errno.EIO, "the case says so")
+
+    before = len(evidence.descriptors())
+    try:
+        manager.move("file", "nvme", observe=fail)
+    except ApiError:
+        assert phase is not None
+    assert len(evidence.descriptors()) == before
+
+
+def test_file_that_moves_before_it_is_locked_is_found_again(manager: TierManager, configuration: Configuration) -> None:
+    data = place_file(manager, "file", 1000, seed=1)
+    hdd, ssd = (configuration.tier(tier).directory for tier in ("hdd", "ssd"))
+
+    def move_away(call: SystemCall) -> None:
+        if call.path == str(hdd / "file"):
+            (hdd / "file").rename(ssd / "file")
+
+    run_move(manager, "file", reply=move_away, calls="flock")
+    assert (contents(manager, "file"), (ssd / "file").exists()) == (data, False)
+    assert (configuration.tier("nvme").directory / "file").read_bytes() == data
+
+
+def test_file_replaced_before_it_is_locked_moves(manager: TierManager, configuration: Configuration) -> None:
+    place_file(manager, "file", 1000, seed=1)
+    hdd = configuration.tier("hdd").directory
+    (hdd / "new").write_bytes(b"saved by rename")
+
+    def replace(call: SystemCall) -> None:
+        if call.path == str(hdd / "file") and (hdd / "new").exists():
+            (hdd / "new").rename(hdd / "file")
+
+    run_move(manager, "file", reply=replace, calls="flock")
+    assert (configuration.tier("nvme").directory / "file").read_bytes() == b"saved by rename"
+    assert not (hdd / "file").exists()
+
+
+def is_copy(call: SystemCall) -> bool:
+    """Return whether a call is on the copy of a migration."""
+    return "/incoming/" in call.path
+
+
+@pytest.mark.parametrize(
+    ("name", "number", "reason"),
+    [
+        ("ftruncate", errno.EFBIG, Reason.NO_SPACE),
+        ("fchmod", errno.EPERM, Reason.NO_PERMISSION),
+        ("fsetxattr", errno.EOPNOTSUPP, Reason.NOT_SUPPORTED),
+        ("fsetxattr", errno.ENOSPC, Reason.NO_SPACE),
+        ("fsync", errno.EDQUOT, Reason.NO_SPACE),
+        ("fsync", errno.EIO, Reason.IO_ERROR),
+        (READS, errno.EIO, Reason.IO_ERROR),
+        ("flock", errno.ENOLCK, Reason.OTHER),
+    ],
+)
+def test_failed_call_on_the_copy_ends_the_migration(
+    manager: TierManager, configuration: Configuration, name: str, number: int, reason: Reason
+) -> None:
+    place_file(manager, "file", 1000, seed=1)
+    os.setxattr(configuration.tier("hdd").directory / "file", "user.origin", b"here")
+    error = failed_move(manager, "file", reply=lambda call: -number if is_copy(call) else None, calls=name)
+    assert (error.errno, error.reason, error.operation) == (number, reason, "migrate")
+    assert error.arguments == {"name": "file", "source": "hdd", "destination": "nvme"}
+
+
+@pytest.mark.parametrize(
+    ("number", "moves"), [(errno.EOPNOTSUPP, True), (errno.ENOSYS, True), (errno.EIO, False), (errno.EACCES, False)]
+)
+def test_attributes_that_cannot_be_listed(manager: TierManager, number: int, *, moves: bool) -> None:
+    place_file(manager, "file", 1000, seed=1)
+    if moves:
+        run_move(manager, "file", reply=lambda _call: -number, calls="flistxattr")
+        assert manager.find("file").tier == "nvme"
+    else:
+        assert failed_move(manager, "file", reply=lambda _call: -number, calls="flistxattr").errno == number
+
+
+def test_file_whose_access_time_cannot_be_kept_moves(manager: TierManager) -> None:
+    data = place_file(manager, "file", 1000, seed=1)
+    refused = []
+
+    def refuse(call: SystemCall) -> Reply:
+        if call.arguments[1] != fcntl.F_SETFL:
+            return None
+        refused.append(call.arguments[2] & os.O_NOATIME)
+        return -errno.EPERM
+
+    run_move(manager, "file", reply=refuse, calls="fcntl")
+    assert refused == [os.O_NOATIME]
+    assert (manager.find("file").tier, contents(manager, "file")) == ("nvme", data)
+
+
+def test_owner_is_set_only_where_it_differs(manager: TierManager, configuration: Configuration) -> None:
+    place_file(manager, "file", 1000, seed=1)
+    run_move(manager, "file", reply=lambda call: -errno.EPERM if is_copy(call) else None, calls="fchown")
+    assert manager.find("file").tier == "nvme"
+    if os.geteuid() == 0:
+        for owner in ((1234, 0), (0, 1234)):
+            manager.move("file", "hdd")
+            os.chown(configuration.tier("hdd").directory / "file", *owner)
+            error = failed_move(
+                manager, "file", reply=lambda call: -errno.EPERM if is_copy(call) else None, calls="fchown"
+            )
+            assert error.reason is Reason.NO_PERMISSION
+            manager.move("file", "nvme")
+
+
+def test_file_that_ends_early_is_busy(manager: TierManager) -> None:
+    place_file(manager, "file", 4 * MIB + 5, seed=1)
+
+    def end(call: SystemCall) -> Reply:
+        return 0 if call.path.endswith("hdd/file") and call.arguments[3] == 4 * MIB else None
+
+    error = failed_move(manager, "file", reply=end, calls=READS)
+    assert (error.reason, error.operation, error.errno) == (Reason.BUSY, "read", errno.EBUSY)
+    assert error.arguments == {"offset_bytes": 4 * MIB}
+
+
+@needs(host.capability("CAP_SYS_ADMIN"))
+@pytest.mark.parametrize("name", ["security.ima", "security.evm", "security.selinux"])
+def test_label_of_the_old_place_is_not_copied(manager: TierManager, configuration: Configuration, name: str) -> None:
+    place_file(manager, "file", 1000, seed=1)
+    path = configuration.tier("hdd").directory / "file"
+    os.setxattr(path, name, b"\x01" + bytes(20))
+    os.setxattr(path, "user.kept", b"yes")
+    manager.move("file", "nvme")
+    moved = configuration.tier("nvme").directory / "file"
+    assert os.listxattr(moved) == ["user.kept"]
+
+
+@pytest.mark.parametrize("offset_bytes", [0, 12 * MIB - 1, 12 * MIB + 64 * KIB, 30 * MIB - 1])
+def test_hole_with_bytes_in_the_copy_is_an_error(
+    manager: TierManager, configuration: Configuration, offset_bytes: int
+) -> None:
+    with manager.open("sparse", "a+") as file:
+        os.pwrite(file.fileno(), pattern.payload(64 * KIB, seed=1), 12 * MIB)
+        os.ftruncate(file.fileno(), 30 * MIB)
+    incoming = configuration.tier("nvme").directory / ".gdrkit-tiers/incoming"
+
+    def spoil(phase: Phase, _name: str, offset: int) -> None:
+        if phase is Phase.SYNC:
+            (copy,) = incoming.iterdir()
+            with copy.open("r+b") as file:
+                os.pwrite(file.fileno(), b"x", offset_bytes)
+
+    data = contents(manager, "sparse")
+    with pytest.raises(ApiError) as raised:
+        manager.move("sparse", "nvme", observe=spoil)
+    error = raised.value
+    assert (error.errno, error.reason, error.operation) == (errno.EIO, Reason.IO_ERROR, "read")
+    assert 0 <= offset_bytes - error.arguments["offset_bytes"] < 4 * MIB  # type: ignore[operator] # a number.
+    assert contents(manager, "sparse") == data
+    assert not wrong(manager.check())
+
+
+@pytest.mark.parametrize(("number", "moves"), [(errno.EINVAL, True), (errno.EIO, False)])
+def test_holes_of_the_copy_that_cannot_be_found_are_read(manager: TierManager, number: int, *, moves: bool) -> None:
+    with manager.open("sparse", "a+") as file:
+        os.pwrite(file.fileno(), b"x", 9 * MIB)
+        os.ftruncate(file.fileno(), 10 * MIB)
+
+    def refuse(call: SystemCall) -> Reply:
+        return -number if is_copy(call) and call.arguments[2] == os.SEEK_DATA else None
+
+    if moves:
+        run_move(manager, "sparse", reply=refuse, calls="lseek")
+        assert contents(manager, "sparse") == bytes(9 * MIB) + b"x" + bytes(MIB - 1)
+    else:
+        assert failed_move(manager, "sparse", reply=refuse, calls="lseek").errno == number
