@@ -11,7 +11,16 @@ if TYPE_CHECKING:
 __all__ = ["CASES", "MODULES"]
 
 # The fuzzers are left out, because they search for many seconds for any input that breaks a parser.
-_STORAGE = ("suites/storage", "-k", "not fuzzer")
+# Cases without a server come first, because a run stops at the first failure.
+_STORAGE = (
+    "suites/storage/test_control_limits.py",
+    "suites/storage/test_store.py",
+    "suites/storage/test_requests.py",
+    "suites/storage/test_files.py",
+    "suites/storage",
+    "-k",
+    "not fuzzer",
+)
 _MOVES = (
     "suites/tiers/test_migration.py",
     "suites/tiers/test_in_flight.py",

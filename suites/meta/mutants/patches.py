@@ -216,7 +216,7 @@ PATCHES: tuple[Patch, ...] = (
         "native/storage/parser.cpp",
         " || header.version != frame_version",
         "",
-        cases=("suites/storage/test_wire.py", "-k", "not fuzzer"),
+        cases=("suites/storage/test_foreign_bytes.py", "suites/storage/test_wire.py", "-k", "not fuzzer"),
     ),
     # ----------------------------------------------------------------------------------------------- the copy engine
     Patch(

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 __all__ = ["BaselineFailed", "Worker"]
 
 # A case that takes longer than this, in seconds, counts as hung. Every case of the baseline must be faster.
+# Runs of all cases against one mutant.
+_ROUNDS_MAX = 3
 _CASE_TIMEOUT_S = 40
 _LIMIT_FACTOR, _LIMIT_MIN_S, _BASELINE_LIMIT_S = 3, 90.0, 400.0
 _INTERRUPT_S = 15
@@ -172,20 +174,22 @@ class Worker:
         return True
 
     def _judged(self, mutant: Mutant, limit_s: float) -> Result:
-        first, _ = self._run(mutant.cases, limit_s=limit_s)
-        if first.passed:
-            return Result(mutant, MutantOutcome.SURVIVED)
-        if first.timed_out:
-            return Result(mutant, MutantOutcome.TIMEOUT, note="the cases did not end")
-        # The case runs again, alone: a case that fails only sometimes is not a kill.
-        again = (first.case,) if "::" in first.case else mutant.cases
-        second, _ = self._run(again, limit_s=limit_s)
-        if second.case == first.case:
-            return Result(mutant, MutantOutcome.KILLED, first.case)
-        third, _ = self._run(mutant.cases, limit_s=limit_s)
-        if not third.passed and third.case == first.case:
-            return Result(mutant, MutantOutcome.KILLED, first.case, note="it fails only behind the cases before it")
-        return Result(mutant, MutantOutcome.SURVIVED, note=f"{first.case} failed once, and then passed")
+        before, note = "", ""
+        for _ in range(_ROUNDS_MAX):
+            whole, _ = self._run(mutant.cases, limit_s=limit_s)
+            if whole.passed:
+                break
+            if whole.timed_out:
+                return Result(mutant, MutantOutcome.TIMEOUT, note="the cases did not end")
+            if whole.case == before:
+                return Result(mutant, MutantOutcome.KILLED, before, note="it fails only behind the cases before it")
+            # The case runs again, alone: a case that fails only sometimes is not a kill. Then all cases run again,
+            # because one behind it may notice the mutant.
+            alone, _ = self._run((whole.case,) if "::" in whole.case else mutant.cases, limit_s=limit_s)
+            if alone.case == whole.case:
+                return Result(mutant, MutantOutcome.KILLED, whole.case)
+            before, note = whole.case, f"{whole.case} failed once, and then passed"
+        return Result(mutant, MutantOutcome.SURVIVED, note=note)
 
     def _write(self, path: Path, text: str) -> None:
         path.write_text(text)

@@ -1,0 +1,309 @@
+"""A store without a server: its format, what its calls return, and which files it refuses."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import stat
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from gdrkit.errors import Reason, UsageError
+from gdrkit.storage.messages import FileStat
+from gdrkit.storage.store import FileStore
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[FileStore]:
+    """A new store in the folder `store`."""
+    (tmp_path / "store").mkdir()
+    with FileStore(tmp_path / "store") as new:
+        yield new
+
+
+@pytest.fixture
+def root(store: FileStore, tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+def number(call: Callable[[], object]) -> int | None:
+    """Return the errno of a call that must fail."""
+    try:
+        call()
+    except OSError as error:
+        return error.errno
+    pytest.fail("the call did not fail")
+
+
+def attributes(path: Path) -> FileStat:
+    info = path.lstat()
+    return FileStat(
+        inode=info.st_ino,
+        mode=info.st_mode,
+        size_bytes=info.st_size,
+        links=info.st_nlink,
+        uid=info.st_uid,
+        gid=info.st_gid,
+        allocated_bytes=info.st_blocks * 512,
+        access_time_ns=info.st_atime_ns,
+        modification_time_ns=info.st_mtime_ns,
+        change_time_ns=info.st_ctime_ns,
+    )
+
+
+def test_chunk_size_is_fixed_by_the_first_open(tmp_path: Path) -> None:
+    with FileStore(tmp_path) as new:
+        assert new.chunk_bytes == 4096
+    for requested in (None, 4096):
+        with FileStore(tmp_path, chunk_bytes=requested) as again:
+            assert again.chunk_bytes == 4096
+    with pytest.raises(UsageError, match="chunks of 4096 bytes, not 8192"):
+        FileStore(tmp_path, chunk_bytes=8192)
+
+
+def test_chunk_size_is_kept_in_store_json(tmp_path: Path) -> None:
+    with FileStore(tmp_path, chunk_bytes=65536):
+        assert json.loads((tmp_path / ".gdrkit" / "store.json").read_text()) == {"format": 1, "chunk_bytes": 65536}
+    with FileStore(tmp_path) as again:
+        assert again.chunk_bytes == 65536
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[1]",
+        '{"format": 2, "chunk_bytes": 4096}',
+        '{"chunk_bytes": 4096}',
+        '{"format": 1}',
+        '{"format": 1, "chunk_bytes": true}',
+        '{"format": 1, "chunk_bytes": "4096"}',
+    ],
+)
+def test_store_json_of_another_format_is_refused(tmp_path: Path, text: str) -> None:
+    FileStore(tmp_path).close()
+    (tmp_path / ".gdrkit" / "store.json").write_text(text)
+    with pytest.raises(UsageError) as error:
+        FileStore(tmp_path)
+    assert error.value.reason is Reason.MALFORMED
+
+
+def test_token_has_256_bits_and_stays(tmp_path: Path) -> None:
+    with FileStore(tmp_path) as new:
+        token = new.token
+    assert len(bytes.fromhex(token)) == 32
+    with FileStore(tmp_path) as again:
+        assert again.token == token
+
+
+def test_store_is_locked_until_it_is_closed(tmp_path: Path) -> None:
+    first = FileStore(tmp_path)
+    assert number(lambda: FileStore(tmp_path)) == errno.EWOULDBLOCK
+    first.close()
+    first.close()
+    FileStore(tmp_path).close()
+
+
+def test_socket_of_a_store_is_in_its_folder(store: FileStore, root: Path) -> None:
+    assert store.own_socket() == root.resolve() / ".gdrkit" / "server.sock"
+
+
+@pytest.mark.parametrize(
+    ("flags", "may_read", "may_write"),
+    [(os.O_RDONLY, True, False), (os.O_WRONLY, False, True), (os.O_RDWR, True, True)],
+)
+def test_open_gives_the_requested_access(
+    store: FileStore, root: Path, flags: int, *, may_read: bool, may_write: bool
+) -> None:
+    (root / "file").write_bytes(b"content")
+    file = store.open("file", flags=flags)
+    assert (file.may_read, file.may_write) == (may_read, may_write)
+    # A file for writing is opened for reading too, because a part of a chunk is written with the rest of it.
+    access = fcntl.fcntl(file.fd, fcntl.F_GETFL) & os.O_ACCMODE
+    assert access == (os.O_RDWR if may_write else os.O_RDONLY)
+    assert (root / "file").read_bytes() == b"content"
+
+
+def test_open_creates_truncates_and_is_exclusive(store: FileStore, root: Path) -> None:
+    assert number(lambda: store.open("file", flags=os.O_RDWR)) == errno.ENOENT
+    store.open("file", flags=os.O_RDWR | os.O_CREAT, mode=0o4751)
+    assert stat.S_IMODE((root / "file").stat().st_mode) == 0o751
+    assert number(lambda: store.open("file", flags=os.O_RDWR | os.O_CREAT | os.O_EXCL)) == errno.EEXIST
+    (root / "file").write_bytes(b"content")
+    store.open("file", flags=os.O_RDWR | os.O_CREAT)
+    assert (root / "file").stat().st_size == 7
+    store.open("file", flags=os.O_RDWR | os.O_TRUNC)
+    assert (root / "file").stat().st_size == 0
+
+
+@pytest.mark.parametrize(
+    ("access", "read", "write", "allowed"),
+    [
+        (os.O_RDONLY, True, False, True),
+        (os.O_RDONLY, False, True, False),
+        (os.O_RDONLY, True, True, False),
+        (os.O_WRONLY, True, False, False),
+        (os.O_WRONLY, False, True, True),
+        (os.O_WRONLY, True, True, False),
+        (os.O_RDWR, True, True, True),
+        (os.O_RDWR | os.O_APPEND, False, True, True),
+        (os.O_PATH, True, False, False),
+        (os.O_PATH, False, True, False),
+    ],
+)
+def test_adopted_descriptor_must_permit_the_access(
+    store: FileStore, root: Path, access: int, *, read: bool, write: bool, allowed: bool
+) -> None:
+    (root / "file").write_bytes(b"content")
+    descriptor = os.open(root / "file", access)
+    try:
+        if allowed:
+            file = store.adopt(descriptor, read=read, write=write)
+            assert (file.may_read, file.may_write) == (read, write)
+            assert fcntl.fcntl(file.fd, fcntl.F_GETFL) & os.O_APPEND == 0
+        else:
+            assert number(lambda: store.adopt(descriptor, read=read, write=write)) == errno.EACCES
+    finally:
+        os.close(descriptor)
+
+
+@pytest.mark.parametrize("name", ["../outside", ".gdrkit/token", "3fs-virt/file"])
+def test_adopted_file_must_be_in_the_store(store: FileStore, root: Path, name: str) -> None:
+    (root / "3fs-virt").mkdir()
+    for each in (root / "3fs-virt" / "file", root.parent / "outside"):
+        each.touch()
+    with (root / name).open("rb") as file:
+        assert number(lambda: store.adopt(file.fileno(), read=True, write=False)) == errno.EXDEV
+
+
+def test_calls_return_the_attributes_of_the_file(store: FileStore, root: Path) -> None:
+    (root / "file").write_bytes(b"content" * 1000)
+    assert store.stat("") == attributes(root)
+    assert store.stat("file") == attributes(root / "file")
+    assert store.mkdir("folder", 0o4711) == attributes(root / "folder")
+    assert stat.S_IMODE((root / "folder").stat().st_mode) == 0o711
+    assert store.symlink("link", "file") == store.stat("link") == attributes(root / "link")
+    assert stat.S_ISLNK(store.stat("link").mode)
+    assert store.link("file", "folder/second") == attributes(root / "file")
+    assert store.chmod("file", 0o6640) == attributes(root / "file")
+    assert stat.S_IMODE((root / "file").stat().st_mode) == 0o640
+    assert store.utimens("file", access_time_ns=5, modification_time_ns=7) == attributes(root / "file")
+
+
+def test_hard_link_of_a_symbolic_link_is_a_symbolic_link(store: FileStore, root: Path) -> None:
+    (root / "file").touch()
+    store.symlink("link", "file")
+    assert stat.S_ISLNK(store.link("link", "second").mode)
+    assert store.readlink("second") == "file"
+    assert (root / "file").stat().st_nlink == 1
+
+
+def test_links_keep_names_that_are_not_utf8(store: FileStore, root: Path) -> None:
+    name = os.fsdecode(b"\xff")
+    store.symlink(name, name)
+    assert store.readlink(name) == name
+    assert (root / name).readlink() == Path(name)
+
+
+def test_rename_replaces_exchanges_or_is_exclusive(store: FileStore, root: Path) -> None:
+    for name in ("a", "b"):
+        (root / name).write_text(name)
+    assert number(lambda: store.rename("a", "b", exclusive=True, exchange=False)) == errno.EEXIST
+    store.rename("a", "b", exclusive=False, exchange=True)
+    assert [(root / name).read_text() for name in ("a", "b")] == ["b", "a"]
+    assert number(lambda: store.rename("a", "c", exclusive=False, exchange=True)) == errno.ENOENT
+    store.rename("a", "b", exclusive=False, exchange=False)
+    assert (root / "b").read_text() == "b"
+    assert not (root / "a").exists()
+    store.rename("b", "c", exclusive=True, exchange=False)
+    assert (root / "c").read_text() == "b"
+    assert number(lambda: store.rename("b", "d", exclusive=False, exchange=False)) == errno.ENOENT
+
+
+def test_page_of_a_folder_that_is_exactly_full_is_the_last(store: FileStore, root: Path) -> None:
+    # An entry counts 80 bytes and its name in JSON: 504 names of 46 characters fill the 63 KiB of a reply.
+    names = [f"{index:046}" for index in range(504)]
+    for name in names:
+        (root / name).touch()
+    page = store.list("", None)
+    assert ([each.name for each in page.entries], page.more) == (names, False)
+    (root / f"{504:046}").touch()
+    page = store.list("", None)
+    assert ([each.name for each in page.entries], page.more) == (names, True)
+    page = store.list("", names[-1])
+    assert ([each.name for each in page.entries], page.more) == ([f"{504:046}"], False)
+
+
+def test_entries_of_a_folder_have_inode_and_type(store: FileStore, root: Path) -> None:
+    store.mkdir("folder", 0o700)
+    store.symlink("link", "nowhere")
+    (root / "file").touch()
+    kinds = {"file": stat.S_IFREG, "folder": stat.S_IFDIR, "link": stat.S_IFLNK}
+    listed = {each.name: (each.inode, each.kind) for each in store.list("", None).entries}
+    assert listed == {name: ((root / name).lstat().st_ino, kind) for name, kind in kinds.items()}
+    assert [each.name for each in store.list("", "file").entries] == ["folder", "link"]
+    assert store.list("folder", None).entries == ()
+
+
+def test_own_names_are_hidden_in_the_root_alone(store: FileStore, root: Path) -> None:
+    for name in (".gdrkit", "3fs-virt"):
+        (root / "folder" / name).mkdir(parents=True)
+        assert number(partial(store.stat, name)) == errno.ENOENT
+        assert stat.S_ISDIR(store.stat(f"folder/{name}").mode)
+    assert [each.name for each in store.list("", None).entries] == ["folder"]
+    assert [each.name for each in store.list("folder", None).entries] == [".gdrkit", "3fs-virt"]
+
+
+@pytest.mark.parametrize("path", ["/file", "..", "../file", "folder/..", "folder/../file", "/"])
+def test_path_that_leaves_the_store_is_exdev(store: FileStore, path: str) -> None:
+    store.mkdir("folder", 0o700)
+    for call in (store.stat, store.rmdir, store.unlink, lambda path: store.list(path, None)):
+        assert number(partial(call, path)) == errno.EXDEV
+    assert number(lambda: store.open(path, flags=os.O_RDONLY)) == errno.EXDEV
+
+
+@pytest.mark.parametrize("path", [".", "folder/.", "./", "./."])
+def test_path_without_a_last_name_is_einval(store: FileStore, path: str) -> None:
+    store.mkdir("folder", 0o700)
+    for call in (store.stat, store.rmdir, store.unlink, lambda path: store.mkdir(path, 0o700)):
+        assert number(partial(call, path)) == errno.EINVAL
+
+
+def test_slash_at_the_end_of_a_folder_is_accepted(store: FileStore, root: Path) -> None:
+    store.mkdir("folder//", 0o700)
+    assert store.stat("folder/") == attributes(root / "folder")
+    store.rmdir("folder/")
+    assert not (root / "folder").exists()
+
+
+def test_times_that_are_not_given_are_kept(store: FileStore, root: Path) -> None:
+    store.mkdir("folder", 0o700)
+    store.symlink("link", "file")
+    (root / "file").touch()
+    for name in ("file", "folder", "link", ""):
+        path = root / name if name else root
+        store.utimens(name, access_time_ns=10**18, modification_time_ns=2 * 10**18)
+        store.utimens(name, access_time_ns=None, modification_time_ns=3 * 10**18)
+        assert (path.lstat().st_atime_ns, path.lstat().st_mtime_ns) == (10**18, 3 * 10**18)
+        store.utimens(name, access_time_ns=4 * 10**18, modification_time_ns=None)
+        assert (path.lstat().st_atime_ns, path.lstat().st_mtime_ns) == (4 * 10**18, 3 * 10**18)
+
+
+def test_space_is_that_of_statvfs(store: FileStore, root: Path) -> None:
+    found, wanted = store.statfs(), os.statvfs(root)
+    assert (found.block_bytes, found.blocks, found.files) == (wanted.f_frsize, wanted.f_blocks, wanted.f_files)
+    assert found.name_bytes_max == wanted.f_namemax
+    # Other processes use the file system meanwhile.
+    assert found.blocks_free == pytest.approx(wanted.f_bfree, rel=0.1)
+    assert found.blocks_available == pytest.approx(wanted.f_bavail, rel=0.1)
+    assert found.files_free == pytest.approx(wanted.f_ffree, rel=0.1)
+    if wanted.f_bfree != wanted.f_bavail:
+        assert found.blocks_free > found.blocks_available
