@@ -43,6 +43,7 @@ CASES: Mapping[str, tuple[str, ...]] = {
     "gdrkit/storage/listener.py": _STORAGE,
     "gdrkit/usrbio/server.py": _AGENT,
     "gdrkit/usrbio/mount.py": (
+        "suites/usrbio/test_mount_folder.py",
         *_AGENT,
         "suites/usrbio/test_bad_input.py",
         "suites/usrbio/test_bare_links.py",

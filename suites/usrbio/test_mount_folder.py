@@ -1,0 +1,344 @@
+"""The agent's folder of a mount, without an agent: what it makes, takes over, refuses and removes."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from gdrkit.errors import GdrkitError, Reason, SetupMissing, UsageError
+from gdrkit.host import PrivateFolder, ProcessIdentity, process_identity
+from gdrkit.usrbio.mount import LinkFolder, Mount, check_mount, open_shared, take_unnamed
+from gdrkit.usrbio.refusal import Refused
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+SHARED = Path("/dev/shm")  # noqa: S108 - where POSIX shared memory is.
+SUBMIT = ["submit-ios.ph", "submit-ios", "submit-ios.pl"]
+OTHER_USER = os.geteuid() + 1
+
+
+def refusal(call: Callable[[], object]) -> int:
+    with pytest.raises(Refused) as refused:
+        call()
+    return refused.value.errno
+
+
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    """Shared memory of one byte, named as a client names an iov."""
+    path = SHARED / f"hf3fs-iov-{uuid.uuid4()}"
+    path.write_bytes(b"x")
+    yield path
+    path.unlink(missing_ok=True)
+
+
+@pytest.fixture
+def links(tmp_path: Path) -> Iterator[LinkFolder]:
+    with PrivateFolder.below(tmp_path / "links") as first, PrivateFolder.below(tmp_path / "records") as second:
+        yield LinkFolder(first, second)
+
+
+def ended_process() -> ProcessIdentity:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        return process_identity(child.pid)
+
+
+def unnamed(folder: Path = SHARED, *, length_bytes: int = 1, flags: int = os.O_RDWR) -> int:
+    """Return a descriptor of a new file without a name."""
+    made = os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600)
+    os.ftruncate(made, length_bytes)
+    opened = os.open(f"/proc/self/fd/{made}", flags)
+    os.close(made)
+    return opened
+
+
+def is_open(descriptor: int) -> bool:
+    return Path(f"/proc/self/fd/{descriptor}").exists()
+
+
+# ------------------------------------------------------------------------------------------------------------ the mount
+
+
+def test_mount_makes_private_folders_and_semaphores(tmp_path: Path) -> None:
+    with Mount(tmp_path) as mount:
+        assert mount.virtual == tmp_path / "3fs-virt"
+        assert mount.socket == tmp_path / "3fs-virt" / "agent.sock"
+        for folder in (mount.virtual, mount.virtual / "iovs", mount.virtual / "publications"):
+            assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        targets = [(mount.virtual / "iovs" / name).readlink() for name in SUBMIT]
+        assert [f"/{target.name.removeprefix('sem.')}" for target in targets] == list(mount.semaphores)
+        assert len(set(targets)) == 3
+        assert [stat.S_IMODE(target.stat().st_mode) for target in targets] == [0o600] * 3
+    assert not any(target.exists() for target in targets)
+    assert list((tmp_path / "3fs-virt" / "iovs").iterdir()) == []
+    mount.close()
+
+
+def test_second_agent_of_a_mount_is_ebusy(tmp_path: Path) -> None:
+    with Mount(tmp_path):
+        with pytest.raises(SetupMissing, match="end the agent") as refused:
+            Mount(tmp_path)
+        error = refused.value
+        assert (error.operation, error.errno, error.reason) == ("flock", errno.EBUSY, Reason.BUSY)
+        assert error.status_name == "EBUSY"
+        assert dict(error.arguments) == {"path": str(tmp_path / "3fs-virt" / "agent.lock")}
+    Mount(tmp_path).close()
+
+
+def test_mount_that_is_not_there_is_enoent(tmp_path: Path) -> None:
+    with pytest.raises(GdrkitError) as refused:
+        Mount(tmp_path / "missing")
+    assert isinstance(refused.value, SetupMissing)
+    assert (refused.value.operation, refused.value.errno) == ("mkdir", errno.ENOENT)
+    assert dict(refused.value.arguments) == {"path": str(tmp_path / "missing" / "3fs-virt")}
+
+
+def test_folder_elsewhere_goes_with_its_agent(tmp_path: Path) -> None:
+    place = tmp_path / "place"
+    place.mkdir()
+    with Mount(tmp_path, place=place) as mount:
+        assert mount.virtual == place / "3fs-virt"
+        os.close(mount.open("server.lock", os.O_RDWR | os.O_CREAT))
+    assert not place.exists()
+    assert not (tmp_path / "3fs-virt").exists()
+
+
+def test_folder_elsewhere_that_is_not_empty_stays(tmp_path: Path) -> None:
+    place = tmp_path / "place"
+    place.mkdir()
+    with Mount(tmp_path, place=place):
+        (place / "3fs-virt" / "file").touch()
+    assert (place / "3fs-virt" / "file").exists()
+
+
+def test_sockets_and_links_of_a_killed_agent_are_removed(tmp_path: Path) -> None:
+    Mount(tmp_path).close()
+    virtual = tmp_path / "3fs-virt"
+    semaphore = SHARED / f"sem.hf3fs-submit-ios.{uuid.uuid4()}"
+    semaphore.touch()
+    foreign = tmp_path / "sem.hf3fs-submit-ios"
+    foreign.touch()
+    for name in ("agent.sock", "server.sock", "iovs/file"):
+        (virtual / name).touch()
+    (virtual / "iovs" / "submit-ios.ph").symlink_to(semaphore)
+    (virtual / "iovs" / "submit-ios").symlink_to(foreign)
+    (virtual / "iovs" / str(uuid.uuid4())).symlink_to(tmp_path)
+    with Mount(tmp_path) as mount:
+        assert sorted(each.name for each in (virtual / "iovs").iterdir()) == ["file", *sorted(SUBMIT)]
+        assert not mount.socket.exists()
+        assert not (virtual / "server.sock").exists()
+        assert not semaphore.exists()
+        assert foreign.exists()
+
+
+@pytest.mark.parametrize("wanted", ["removed", "another file", "owner runs", "other name"])
+def test_memory_of_an_ended_client_is_removed(tmp_path: Path, memory: Path, wanted: str) -> None:
+    Mount(tmp_path).close()
+    owner = process_identity(os.getpid()) if wanted == "owner runs" else ended_process()
+    info = memory.stat()
+    named = SHARED / f"gdrkit-case-{uuid.uuid4()}" if wanted == "other name" else memory
+    if named != memory:
+        memory.rename(named)
+    record = {
+        "boot_id": owner.boot_id.hex(),
+        "process_id": owner.process_id,
+        "namespace": owner.namespace,
+        "started_ticks": owner.started_ticks,
+        "shared": named.name,
+        "device": info.st_dev,
+        "inode": info.st_ino + (wanted == "another file"),
+    }
+    path = tmp_path / "3fs-virt" / "publications" / "name"
+    path.write_text(json.dumps(record))
+    path.chmod(0o600)
+    try:
+        with Mount(tmp_path):
+            assert named.exists() == (wanted != "removed")
+            assert path.exists() == (wanted == "owner runs")
+    finally:
+        named.unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"boot_id": "x", "process_id": 1}', "null"])
+def test_record_that_was_cut_off_is_removed(tmp_path: Path, text: str) -> None:
+    Mount(tmp_path).close()
+    path = tmp_path / "3fs-virt" / "publications" / "name"
+    path.write_text(text)
+    path.chmod(0o600)
+    with Mount(tmp_path):
+        assert not path.exists()
+
+
+def test_mount_must_be_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path)
+    assert check_mount(tmp_path / "link") == tmp_path.resolve()
+    for name in ("file", "missing"):
+        with pytest.raises(UsageError):
+            check_mount(tmp_path / name)
+
+
+# ---------------------------------------------------------------------------------------------------- memory of clients
+
+
+def test_shared_memory_is_opened_with_its_attributes(memory: Path) -> None:
+    shared = open_shared(str(memory), uid=os.geteuid())
+    info = memory.stat()
+    assert (shared.name, shared.length_bytes) == (memory.name, 1)
+    assert shared.identity == (info.st_dev, info.st_ino)
+    assert os.pread(shared.fd, 1, 0) == b"x"
+    assert os.pwrite(shared.fd, b"y", 0) == 1
+    assert not os.get_inheritable(shared.fd)
+    fd = shared.fd
+    shared.close()
+    shared.close()
+    assert not is_open(fd)
+
+
+@pytest.mark.parametrize("target", [f"{SHARED}/", f"{SHARED}/.", f"{SHARED}/..", "/dev/x", "shm", f"{SHARED}/a/b", ""])
+def test_target_outside_of_dev_shm_is_einval(target: str) -> None:
+    assert refusal(lambda: open_shared(target, uid=os.geteuid())) == errno.EINVAL
+
+
+def test_target_that_is_no_memory_is_refused(memory: Path) -> None:
+    def opened() -> int:
+        return refusal(lambda: open_shared(str(memory), uid=os.geteuid()))
+
+    memory.write_bytes(b"")
+    assert opened() == errno.EINVAL
+    memory.unlink()
+    assert opened() == errno.ENOENT
+    os.mkfifo(memory)
+    assert opened() == errno.EINVAL
+    memory.unlink()
+    memory.symlink_to("/dev/null")
+    assert opened() == errno.EINVAL
+    memory.unlink()
+    memory.mkdir()
+    assert opened() == errno.EISDIR
+    memory.rmdir()
+
+
+def test_memory_of_another_user_is_eacces(memory: Path) -> None:
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    assert refusal(lambda: open_shared(str(memory), uid=OTHER_USER)) == errno.EACCES
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_only_the_same_memory_of_an_iov_is_removed(memory: Path) -> None:
+    shared = open_shared(str(memory), uid=os.geteuid())
+    memory.rename(memory.with_suffix(".old"))
+    memory.write_bytes(b"new")
+    shared.remove()
+    assert memory.exists()
+    memory.with_suffix(".old").rename(memory)
+    shared.remove()
+    shared.remove()
+    shared.close()
+    assert not memory.exists()
+
+
+def test_unnamed_memory_gets_its_name(memory: Path) -> None:
+    memory.unlink()
+    shared = take_unnamed(str(memory), unnamed(), uid=os.geteuid())
+    assert (shared.name, shared.length_bytes, shared.is_unnamed) == (memory.name, 1, True)
+    shared.give_name()
+    info = memory.stat()
+    assert shared.identity == (info.st_dev, info.st_ino)
+    assert Path(f"/proc/self/fd/{shared.fd}").readlink() == memory
+    assert not os.get_inheritable(shared.fd)
+    shared.close()
+
+
+def test_name_of_unnamed_memory_must_be_free(memory: Path) -> None:
+    shared = take_unnamed(str(memory), unnamed(), uid=os.geteuid())
+    assert refusal(shared.give_name) == errno.EEXIST
+    shared.close()
+    assert memory.read_bytes() == b"x"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "number"),
+    [
+        ("name", errno.EINVAL),
+        ("folder", errno.EINVAL),
+        ("empty", errno.EINVAL),
+        ("read-only", errno.EINVAL),
+        ("write-only", errno.EINVAL),
+        ("path", errno.EINVAL),
+        ("other file system", errno.EINVAL),
+        ("named", errno.EINVAL),
+        ("user", errno.EACCES),
+    ],
+)
+def test_descriptor_that_is_no_unnamed_memory_is_closed(tmp_path: Path, memory: Path, wrong: str, number: int) -> None:
+    target = {"name": "/dev/shm/iov", "folder": f"/tmp/{memory.name}"}.get(wrong, str(memory))  # noqa: S108
+    flags = {"read-only": os.O_RDONLY, "write-only": os.O_WRONLY, "path": os.O_PATH}.get(wrong, os.O_RDWR)
+    if wrong == "named":
+        descriptor = os.open(memory, os.O_RDWR)
+    else:
+        folder = tmp_path if wrong == "other file system" else SHARED
+        descriptor = unnamed(folder, length_bytes=int(wrong != "empty"), flags=flags)
+    uid = OTHER_USER if wrong == "user" else os.geteuid()
+    assert refusal(lambda: take_unnamed(target, descriptor, uid=uid)) == number
+    assert not is_open(descriptor)
+
+
+# ------------------------------------------------------------------------------------------------------------ the links
+
+
+def test_link_that_says_the_same_is_taken(links: LinkFolder, tmp_path: Path) -> None:
+    links.add("name", "gdr://target", owner=None, shared=None)
+    links.add("name", "gdr://target", owner=None, shared=None)
+    assert os.readlink(tmp_path / "links" / "name") == "gdr://target"  # noqa: PTH115 - a Path would merge the slashes.
+    assert refusal(lambda: links.add("name", "other", owner=None, shared=None)) == errno.EEXIST
+    assert os.readlink(tmp_path / "links" / "name") == "gdr://target"  # noqa: PTH115 - a Path would merge the slashes.
+    links.remove("name", "other")
+    assert (tmp_path / "links" / "name").is_symlink()
+    links.remove("name", "gdr://target")
+    assert list((tmp_path / "links").iterdir()) == []
+
+
+def test_link_that_cannot_be_made_has_the_errno_of_the_kernel(links: LinkFolder) -> None:
+    assert refusal(lambda: links.add("a/b", "target", owner=None, shared=None)) == errno.ENOENT
+
+
+def test_record_says_whose_memory_a_link_is(links: LinkFolder, tmp_path: Path, memory: Path) -> None:
+    owner = process_identity(os.getpid())
+    shared = open_shared(str(memory), uid=os.geteuid())
+    links.add("name", str(memory), owner=owner, shared=shared)
+    info = memory.stat()
+    assert json.loads((tmp_path / "records" / "name").read_text()) == {
+        "boot_id": owner.boot_id.hex(),
+        "process_id": os.getpid(),
+        "namespace": owner.namespace,
+        "started_ticks": owner.started_ticks,
+        "shared": memory.name,
+        "device": info.st_dev,
+        "inode": info.st_ino,
+    }
+    links.remove("name", str(memory))
+    assert list((tmp_path / "records").iterdir()) == []
+    assert memory.exists()
+    shared.close()
+
+
+def test_refused_link_leaves_no_record_and_no_name(links: LinkFolder, tmp_path: Path, memory: Path) -> None:
+    memory.unlink()
+    links.add("name", "other", owner=None, shared=None)
+    shared = take_unnamed(str(memory), unnamed(), uid=os.geteuid())
+    owner = process_identity(os.getpid())
+    assert refusal(lambda: links.add("name", str(memory), owner=owner, shared=shared)) == errno.EEXIST
+    shared.close()
+    assert not memory.exists()
+    assert list((tmp_path / "records").iterdir()) == []
