@@ -48,9 +48,15 @@ def links(tmp_path: Path) -> Iterator[LinkFolder]:
         yield LinkFolder(first, second)
 
 
+def identity_of(process_id: int) -> ProcessIdentity:
+    identity = process_identity(process_id)
+    assert identity is not None
+    return identity
+
+
 def ended_process() -> ProcessIdentity:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
-        return process_identity(child.pid)
+        return identity_of(child.pid)
 
 
 def unnamed(folder: Path = SHARED, *, length_bytes: int = 1, flags: int = os.O_RDWR) -> int:
@@ -144,7 +150,7 @@ def test_sockets_and_links_of_a_killed_agent_are_removed(tmp_path: Path) -> None
 @pytest.mark.parametrize("wanted", ["removed", "another file", "owner runs", "other name"])
 def test_memory_of_an_ended_client_is_removed(tmp_path: Path, memory: Path, wanted: str) -> None:
     Mount(tmp_path).close()
-    owner = process_identity(os.getpid()) if wanted == "owner runs" else ended_process()
+    owner = identity_of(os.getpid()) if wanted == "owner runs" else ended_process()
     info = memory.stat()
     named = SHARED / f"gdrkit-case-{uuid.uuid4()}" if wanted == "other name" else memory
     if named != memory:
@@ -314,7 +320,7 @@ def test_link_that_cannot_be_made_has_the_errno_of_the_kernel(links: LinkFolder)
 
 
 def test_record_says_whose_memory_a_link_is(links: LinkFolder, tmp_path: Path, memory: Path) -> None:
-    owner = process_identity(os.getpid())
+    owner = identity_of(os.getpid())
     shared = open_shared(str(memory), uid=os.geteuid())
     links.add("name", str(memory), owner=owner, shared=shared)
     info = memory.stat()
@@ -337,7 +343,7 @@ def test_refused_link_leaves_no_record_and_no_name(links: LinkFolder, tmp_path: 
     memory.unlink()
     links.add("name", "other", owner=None, shared=None)
     shared = take_unnamed(str(memory), unnamed(), uid=os.geteuid())
-    owner = process_identity(os.getpid())
+    owner = identity_of(os.getpid())
     assert refusal(lambda: links.add("name", str(memory), owner=owner, shared=shared)) == errno.EEXIST
     shared.close()
     assert not memory.exists()

@@ -41,7 +41,7 @@ CASES: Mapping[str, tuple[str, ...]] = {
     "gdrkit/storage/requests.py": _STORAGE,
     "gdrkit/storage/server.py": _STORAGE,
     "gdrkit/storage/listener.py": _STORAGE,
-    "gdrkit/usrbio/server.py": _AGENT,
+    "gdrkit/usrbio/server.py": ("suites/usrbio/test_storage_server.py", *_AGENT),
     "gdrkit/usrbio/mount.py": (
         "suites/usrbio/test_mount_folder.py",
         *_AGENT,
