@@ -96,8 +96,11 @@ def with_gpu(**fields: object) -> Facts:
         ([library("libhl-thunk.so", error="cut off")], WHOLE, {"hlthunk": "unknown"}),
         ([library("libhlthunk.so", error="cut off")], WHOLE, {"hlthunk": "unknown"}),
         ([library("libcudart.so.12", error="cut off")], WHOLE, {}),
+        # A whole file without a SONAME is no library of an API, whatever its file name is.
+        ([dataclasses.replace(REAL[1], soname=None)], WHOLE, {}),
+        ([dataclasses.replace(REAL[0], soname="libother.so.1")], WHOLE, {}),
     ],
-    ids=range(28),
+    ids=range(30),
 )
 def test_the_substrate_is_judged_by_what_was_loaded_and_what_the_kernel_shows(
     libraries: list[object], facts: Facts, expected: dict[str, str]

@@ -27,6 +27,7 @@ __all__ = ["SystemCall", "run_observed"]
 _NUMBERS = {
     "x86_64": {
         "lseek": 8,
+        "pread64": 17,
         "fcntl": 72,
         "flock": 73,
         "fsync": 74,
@@ -36,6 +37,7 @@ _NUMBERS = {
         "fsetxattr": 190,
         "flistxattr": 196,
         "fadvise64": 221,
+        "openat": 257,
         "unlinkat": 263,
         "renameat": 264,
         "linkat": 265,
@@ -55,7 +57,9 @@ _NUMBERS = {
         "ftruncate": 46,
         "fchmod": 52,
         "fchown": 55,
+        "openat": 56,
         "lseek": 62,
+        "pread64": 67,
         "preadv": 69,
         "fsync": 82,
         "fadvise64": 223,
@@ -105,8 +109,9 @@ def run_observed(action: Callable[[], object], *names: str, reply: Callable[[Sys
     """Run `action` in a thread, and call `reply` before each system call of these names that the thread makes.
 
     If `reply` returns None, the kernel executes the call. If it returns a number, the call is not executed and has this
-    result: minus an errno, or the value of a call that succeeds. Calls of other threads are not observed. An exception
-    of `action` is raised here.
+    result: minus an errno, or the value of a call that succeeds. Calls of other threads are not observed. But a thread
+    that `action` starts has the filter, too, so threads that live longer must exist before. An exception of `action` is
+    raised here.
     """
     numbers = _NUMBERS[platform.machine()]
     listeners: queue.SimpleQueue[int] = queue.SimpleQueue()
@@ -119,16 +124,20 @@ def run_observed(action: Callable[[], object], *names: str, reply: Callable[[Sys
             listeners.put(listener)
         action()
 
-    with ThreadPoolExecutor(1) as pool:
-        future = pool.submit(run)
-        pool.shutdown(wait=False)  # The thread ends with its action, and the kernel then reports POLLHUP.
-        listener = listeners.get()
-        if listener >= 0:
-            try:
-                _serve(listener, {numbers[name]: name for name in names}, reply)
-            finally:
-                os.close(listener)  # A call that still waits then fails with ENOSYS.
-        future.result()
+    ended = os.eventfd(0)
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            future = pool.submit(run)
+            future.add_done_callback(lambda _: os.eventfd_write(ended, 1))
+            listener = listeners.get()
+            if listener >= 0:
+                try:
+                    _serve(listener, ended, {numbers[name]: name for name in names}, reply)
+                finally:
+                    os.close(listener)  # A call that still waits then fails with ENOSYS.
+            future.result()
+    finally:
+        os.close(ended)
 
 
 def _install(numbers: list[int], seccomp: int) -> int:
@@ -144,11 +153,12 @@ def _install(numbers: list[int], seccomp: int) -> int:
     return int(listener)
 
 
-def _serve(listener: int, names: dict[int, str], reply: Callable[[SystemCall], int | None]) -> None:
-    """Answer until the thread has ended."""
+def _serve(listener: int, ended: int, names: dict[int, str], reply: Callable[[SystemCall], int | None]) -> None:
+    """Answer until the action has ended."""
     poll = select.poll()
     poll.register(listener, select.POLLIN)
-    while not poll.poll()[0][1] & select.POLLHUP:
+    poll.register(ended, select.POLLIN)
+    while ended not in dict(poll.poll()):
         data = bytearray(_NOTIFICATION.size)
         try:
             fcntl.ioctl(listener, _RECEIVE, data)

@@ -58,9 +58,14 @@ CASES: Mapping[str, tuple[str, ...]] = {
     "gdrkit/gds/copying.py": (
         "suites/gds/test_copy.py",
         "suites/gds/test_copy_files.py",
+        "suites/gds/test_copy_system_calls.py",
         "suites/gds/test_unruly_files.py",
     ),
-    "gdrkit/gds/new_file.py": ("suites/gds/test_copy.py", "suites/gds/test_copy_files.py"),
+    "gdrkit/gds/new_file.py": (
+        "suites/gds/test_copy.py",
+        "suites/gds/test_copy_files.py",
+        "suites/gds/test_copy_system_calls.py",
+    ),
     "gdrkit/report/substrate.py": (
         "suites/inventory/test_evidence.py",
         "suites/qualify/test_outcome.py",
