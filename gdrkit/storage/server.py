@@ -194,12 +194,12 @@ class StorageServer:
         secret = secrets.token_hex(32)
         self._end_replaced(hello.replaces)
         try:
-            lanes = [Endpoint.from_dict(each) for each in hello.lanes]
+            endpoints = [Endpoint.from_dict(each) for each in hello.lanes]
             self._check_session_limit()
             native = engine().Session(
                 self._store.native,
                 self._fabric,
-                [lane.to_dict() for lane in lanes],
+                [endpoint.to_dict() for endpoint in endpoints],
                 outstanding_max=OUTSTANDING_MAX,
                 length_bytes_max=LENGTH_BYTES_MAX,
             )
@@ -216,7 +216,7 @@ class StorageServer:
                 version=ask.PROTOCOL_VERSION,
                 server=f"gdrkit {gdrkit.__version__}",
                 session=secret,
-                lanes=tuple(native.lanes),
+                lanes=tuple(native.endpoints),
                 limits=ask.SessionLimits(
                     outstanding_max=OUTSTANDING_MAX,
                     length_bytes_max=LENGTH_BYTES_MAX,

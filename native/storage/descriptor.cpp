@@ -17,8 +17,8 @@ bool is_same_device(int left, int right) {
     return fstat(left, &one) == 0 && fstat(right, &other) == 0 && one.st_dev == other.st_dev;
 }
 
-int refuse_other_device(int folder, Descriptor&& found) {
-    return is_same_device(folder, found.get()) ? found.release() : -EXDEV;
+int refuse_other_device(int folder, Descriptor&& opened) {
+    return is_same_device(folder, opened.get()) ? opened.release() : -EXDEV;
 }
 
 } // namespace
@@ -37,9 +37,9 @@ int open_beneath_by_steps(int folder, const std::string& path, int flags, unsign
         }
         if (end == std::string::npos || path.find_first_not_of('/', end) == std::string::npos) {
             const int extra = end == std::string::npos ? 0 : O_DIRECTORY;
-            Descriptor found(openat(at.get(), name.empty() ? "." : name.c_str(), flags | extra | O_NOFOLLOW | O_CLOEXEC,
-                                    static_cast<mode_t>(mode)));
-            return found ? refuse_other_device(folder, std::move(found)) : -errno;
+            Descriptor opened(openat(at.get(), name.empty() ? "." : name.c_str(),
+                                     flags | extra | O_NOFOLLOW | O_CLOEXEC, static_cast<mode_t>(mode)));
+            return opened ? refuse_other_device(folder, std::move(opened)) : -errno;
         }
         if (!name.empty()) {
             // O_PATH with O_NOFOLLOW opens a symbolic link itself, which fails because it is not a folder.
@@ -64,9 +64,9 @@ int open_beneath(int folder, const std::string& path, int flags, unsigned mode) 
     how.mode = (flags & O_CREAT) != 0 ? mode : 0;
     how.resolve = RESOLVE_BENEATH | RESOLVE_NO_SYMLINKS | RESOLVE_NO_MAGICLINKS | RESOLVE_NO_XDEV;
     for (int tries = 0;; ++tries) {
-        const long found = syscall(SYS_openat2, folder, path.empty() ? "." : path.c_str(), &how, sizeof how);
-        if (found >= 0) {
-            return static_cast<int>(found);
+        const long descriptor = syscall(SYS_openat2, folder, path.empty() ? "." : path.c_str(), &how, sizeof how);
+        if (descriptor >= 0) {
+            return static_cast<int>(descriptor);
         }
         if (errno == ENOSYS || errno == EPERM) {
             // EPERM may come from the seccomp filter of a container that is older than the call. If it is real, the

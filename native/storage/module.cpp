@@ -94,7 +94,7 @@ nb::dict dict_of(const verbs::Endpoint& endpoint) {
     return data;
 }
 
-std::map<std::string, std::uint64_t> counted(Store& store) {
+std::map<std::string, std::uint64_t> counters_of(Store& store) {
     const Counters& now = store.counters();
     return {{"reads", now.reads},
             {"writes", now.writes},
@@ -108,7 +108,8 @@ std::map<std::string, std::uint64_t> counted(Store& store) {
 }
 
 void bind_files(nb::module_& module) {
-    nb::class_<Store>(module, "Store", "The sums of the files of one store; the folder's descriptor is borrowed.")
+    nb::class_<Store>(module, "Store",
+                      "The files of a store and their checksums. The caller owns the descriptor of the folder.")
         .def(
             "__init__",
             [](Store* self, int folder, std::uint32_t chunk_bytes) {
@@ -124,10 +125,11 @@ void bind_files(nb::module_& module) {
                 Descriptor owned(fd);
                 return unlocked([&] { return self.adopt(std::move(owned), read, write); });
             },
-            "fd"_a, nb::kw_only(), "read"_a, "write"_a, "Takes a descriptor, owned from now on also when this raises.")
+            "fd"_a, nb::kw_only(), "read"_a, "write"_a,
+            "Open the file of a descriptor. The object owns the descriptor, even if this raises.")
         .def("forget", &Store::forget, "inode"_a, nb::call_guard<nb::gil_scoped_release>())
-        .def("counters", &counted);
-    nb::class_<OpenFile>(module, "OpenFile", "An open file; closed with the last who has it.")
+        .def("counters", &counters_of);
+    nb::class_<OpenFile>(module, "OpenFile", "An open file. It is closed with its last reference.")
         .def_prop_ro("fd", [](const OpenFile& self) { return self.fd.get(); })
         .def_ro("may_read", &OpenFile::may_read)
         .def_ro("may_write", &OpenFile::may_write)
@@ -153,7 +155,7 @@ void bind_files(nb::module_& module) {
 }
 
 void bind_sessions(nb::module_& module) {
-    nb::class_<Fabric>(module, "Fabric", "Open RDMA devices; an empty list: all with an active port.")
+    nb::class_<Fabric>(module, "Fabric", "Open RDMA devices. An empty list opens all that have an active port.")
         .def(
             "__init__",
             [](Fabric* self, const std::vector<std::string>& names) {
@@ -167,13 +169,13 @@ void bind_sessions(nb::module_& module) {
             }
             return names;
         });
-    nb::class_<Session>(module, "Session", "Lanes, open files and the thread of one client.")
+    nb::class_<Session>(module, "Session", "The queue pairs, the open files and the thread of one client.")
         .def(
             "__init__",
             [](Session* self, std::shared_ptr<Store> store, std::shared_ptr<Fabric> fabric,
-               const std::vector<nb::dict>& lanes, std::uint32_t outstanding_max, std::uint64_t length_bytes_max) {
+               const std::vector<nb::dict>& endpoints, std::uint32_t outstanding_max, std::uint64_t length_bytes_max) {
                 std::vector<verbs::Endpoint> peers;
-                for (const nb::dict& each : lanes) {
+                for (const nb::dict& each : endpoints) {
                     peers.push_back(endpoint_of(each));
                 }
                 SessionLimits limits;
@@ -181,14 +183,14 @@ void bind_sessions(nb::module_& module) {
                 limits.length_bytes_max = length_bytes_max;
                 unlocked([&] { return new (self) Session(std::move(store), std::move(fabric), peers, limits); });
             },
-            "store"_a, "fabric"_a, "lanes"_a, nb::kw_only(), "outstanding_max"_a, "length_bytes_max"_a)
-        .def_prop_ro("lanes",
+            "store"_a, "fabric"_a, "endpoints"_a, nb::kw_only(), "outstanding_max"_a, "length_bytes_max"_a)
+        .def_prop_ro("endpoints",
                      [](const Session& self) {
-                         nb::list found;
+                         nb::list endpoints;
                          for (const verbs::Endpoint& each : self.endpoints()) {
-                             found.append(dict_of(each));
+                             endpoints.append(dict_of(each));
                          }
-                         return found;
+                         return endpoints;
                      })
         .def_prop_ro("reads_max", &Session::reads_max)
         .def_prop_ro("ended_fd", &Session::ended_fd)
@@ -200,7 +202,7 @@ void bind_sessions(nb::module_& module) {
                 Descriptor owned(fd);
                 unlocked([&] { self.start(std::move(owned)); });
             },
-            "data_fd"_a, "Serve this connection, owned from now on also when this raises.")
+            "data_fd"_a, "Serve a data connection. The object owns the descriptor, even if this raises.")
         .def("close", &Session::close, nb::call_guard<nb::gil_scoped_release>());
 }
 
@@ -210,7 +212,7 @@ void bind_sessions(nb::module_& module) {
 
 NB_MODULE(_engine, module) {
     namespace gs = gdrkit::storage;
-    module.doc() = "The native side of the storage service: RDMA, files with sums, checksums.";
+    module.doc() = "The native part of the storage service: RDMA transfers, files and their checksums.";
     module.attr("CHECKSUM_GIVEN_BYTES_MAX") = gs::SessionLimits{}.segment_bytes;
     module.def("crc32c", &gs::checksum<gs::crc32c>, "data"_a, "initial"_a = 0);
     module.def("crc32c_portable", &gs::checksum<gs::crc32c_portable>, "data"_a, "initial"_a = 0);
@@ -219,12 +221,12 @@ NB_MODULE(_engine, module) {
         "open_beneath",
         [](int folder, const nb::bytes& path, int flags, unsigned mode, bool by_steps) {
             const std::string name(path.c_str(), path.size());
-            const int found = gs::unlocked([&] {
+            const int descriptor = gs::unlocked([&] {
                 return by_steps ? gs::open_beneath_by_steps(folder, name, flags, mode)
                                 : gs::open_beneath(folder, name, flags, mode);
             });
-            gs::check(found, "open");
-            return found;
+            gs::check(descriptor, "open");
+            return descriptor;
         },
         "folder"_a, "path"_a, "flags"_a, "mode"_a = 0, "by_steps"_a = false);
     module.def(

@@ -23,18 +23,18 @@ bool is_possible(const FrameHeader& header) {
     return false;
 }
 
-bool payload_is_right(const FrameHeader& header, std::span<const std::byte> payload, const char*& refusal) {
+bool check_payload(const FrameHeader& header, std::span<const std::byte> payload, const char*& refusal) {
     if (payload.size() != header.length) {
-        refusal = "the payload has another length";
+        refusal = "the length of the payload differs from the header";
     } else if (crc32c(payload.data(), payload.size()) != header.payload_crc32c) {
-        refusal = "the checksum of the payload is wrong";
+        refusal = "wrong checksum of the payload";
     } else {
         return true;
     }
     return false;
 }
 
-bool is_right(const Operation& operation, const char*& refusal) {
+bool check_operation(const Operation& operation, const char*& refusal) {
     constexpr unsigned read_flags = forbid_holes | checksum_wanted | report_holes;
     constexpr unsigned write_flags = checksum_given | checksum_wanted;
     unsigned allowed = 0;
@@ -46,14 +46,14 @@ bool is_right(const Operation& operation, const char*& refusal) {
         allowed = write_flags;
         break;
     default:
-        refusal = "there is no such opcode";
+        refusal = "unknown opcode";
         return false;
     }
     if ((operation.flags & ~allowed) != 0) {
-        refusal = "an operation has flags that it cannot have";
+        refusal = "invalid flags of an operation";
     } else if (operation.reserved0 != 0 || operation.reserved1 != 0 ||
                (operation.checksum != 0 && (operation.flags & checksum_given) == 0)) {
-        refusal = "an operation has a number where nothing may be";
+        refusal = "a reserved field of an operation, or a checksum without its flag, is not 0";
     } else {
         return true;
     }
@@ -66,11 +66,11 @@ std::optional<FrameHeader> parse_header(std::span<const std::byte, sizeof(FrameH
     FrameHeader header;
     std::memcpy(&header, bytes.data(), sizeof header);
     if (header.header_crc32c != crc32c(bytes.data(), offsetof(FrameHeader, header_crc32c))) {
-        refusal = "the checksum of the header is wrong";
+        refusal = "wrong checksum of the header";
     } else if (header.magic != frame_magic || header.version != frame_version) {
-        refusal = "magic or version is wrong";
+        refusal = "wrong magic or version";
     } else if (!is_possible(header)) {
-        refusal = "type, length, count and sequence do not go together";
+        refusal = "invalid combination of type, length, count and sequence";
     } else {
         return header;
     }
@@ -81,16 +81,16 @@ bool parse_operations(const FrameHeader& header, std::span<const std::byte> payl
                       const char*& refusal) {
     operations.clear();
     if (static_cast<FrameType>(header.type) != FrameType::io_request) {
-        refusal = "the frame carries no operations";
+        refusal = "the frame has no operations";
         return false;
     }
-    if (!payload_is_right(header, payload, refusal)) {
+    if (!check_payload(header, payload, refusal)) {
         return false;
     }
     operations.resize(header.count);
     std::memcpy(operations.data(), payload.data(), payload.size());
     for (const Operation& each : operations) {
-        if (!is_right(each, refusal)) {
+        if (!check_operation(each, refusal)) {
             operations.clear();
             return false;
         }
@@ -103,10 +103,10 @@ bool parse_results(const FrameHeader& header, std::span<const std::byte> payload
     results.clear();
     holes.clear();
     if (static_cast<FrameType>(header.type) != FrameType::io_reply) {
-        refusal = "the frame carries no results";
+        refusal = "the frame has no results";
         return false;
     }
-    if (!payload_is_right(header, payload, refusal)) {
+    if (!check_payload(header, payload, refusal)) {
         return false;
     }
     results.resize(header.count);
@@ -120,7 +120,7 @@ bool parse_results(const FrameHeader& header, std::span<const std::byte> payload
     for (const Result& each : results) {
         if ((each.flags & ~checksum_valid) != 0 || each.reserved != 0 || each.holes > holes_max ||
             each.holes > holes.size() - at) {
-            refusal = "a result has a number that it cannot have";
+            refusal = "a field of a result is out of range";
             return false;
         }
         std::uint64_t end = 0;
@@ -128,14 +128,14 @@ bool parse_results(const FrameHeader& header, std::span<const std::byte> payload
             const HoleExtent& hole = holes[at];
             const std::uint64_t limit = each.result < 0 ? 0 : static_cast<std::uint64_t>(each.result);
             if (hole.length == 0 || hole.offset < end || hole.offset > limit || hole.length > limit - hole.offset) {
-                refusal = "a hole is outside of its result";
+                refusal = "a hole outside of its result";
                 return false;
             }
             end = hole.offset + hole.length;
         }
     }
     if (at != holes.size()) {
-        refusal = "the hole extents are not as many as the results say";
+        refusal = "the number of hole extents differs from that in the results";
         return false;
     }
     return true;

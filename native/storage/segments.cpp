@@ -11,23 +11,24 @@ namespace gdrkit::storage {
 namespace {
 
 // Limit of the transfers of one segment. Once it is reached, the further holes of the segment arrive as zeros.
-constexpr std::uint32_t transfers_a_segment_max = 64;
+constexpr std::uint32_t transfers_per_segment_max = 64;
 constexpr std::size_t small_segment_bytes = 32768;
-// Number of segments to start before the session polls for completions again, which may free what other work waits for.
-constexpr unsigned begun_a_round = 16;
+// Number of segments to start before the session polls for completions again. Completions free buffers for other
+// segments.
+constexpr unsigned started_per_round = 16;
 
 } // namespace
 
-bool Session::advance() {
+bool Session::start_segments() {
     bool any = false;
-    for (unsigned begun = 0; begun < begun_a_round && !waiting_.empty() && !broken_; ++begun) {
+    for (unsigned started = 0; started < started_per_round && !waiting_.empty() && !broken_; ++started) {
         Pending& pending = *waiting_.front();
         // An operation that failed in an earlier segment starts no further one.
-        if (!pending.is_begun() && !begin_segment(pending)) {
+        if (!pending.is_started() && !begin_segment(pending)) {
             break;
         }
         any = true;
-        if (pending.is_begun()) {
+        if (pending.is_started()) {
             waiting_.pop_front();
             if (pending.segments == 0) {
                 finish(pending);
@@ -37,11 +38,11 @@ bool Session::advance() {
     return any;
 }
 
-std::uint32_t Session::take_segment() {
+std::uint32_t Session::allocate_segment() {
     if (free_segments_.empty()) {
-        auto made = std::make_unique<Segment>();
-        made->number = static_cast<std::uint32_t>(segments_.size());
-        segments_.push_back(std::move(made));
+        auto segment = std::make_unique<Segment>();
+        segment->number = static_cast<std::uint32_t>(segments_.size());
+        segments_.push_back(std::move(segment));
         return segments_.back()->number;
     }
     const std::uint32_t number = free_segments_.back();
@@ -49,8 +50,8 @@ std::uint32_t Session::take_segment() {
     return number;
 }
 
-void Session::drop_segment(Segment& segment) {
-    staging_->give_back(segment.slot);
+void Session::free_segment(Segment& segment) {
+    staging_->release(segment.buffer);
     --segment.pending->segments;
     segment.pending = nullptr;
     free_segments_.push_back(segment.number);
@@ -59,19 +60,19 @@ void Session::drop_segment(Segment& segment) {
 bool Session::begin_segment(Pending& pending) {
     const Operation& operation = pending.operation;
     const auto length =
-        static_cast<std::size_t>(std::min<std::uint64_t>(limits_.segment_bytes, operation.length - pending.begun));
+        static_cast<std::size_t>(std::min<std::uint64_t>(limits_.segment_bytes, operation.length - pending.started));
     const bool is_read = static_cast<Opcode>(operation.opcode) == Opcode::read;
-    if (!lanes_->has_room(operation.lane, transfers_a_segment_max)) {
+    if (!queue_pairs_->has_space(operation.lane, transfers_per_segment_max)) {
         return false;
     }
-    const verbs::Staging::Slot slot = staging_->take(is_read ? length + 2 * store_->chunk_bytes() : length);
-    if (!slot) {
+    const verbs::Staging::Buffer buffer = staging_->take(is_read ? length + 2 * store_->chunk_bytes() : length);
+    if (!buffer) {
         return false;
     }
-    Segment& segment = *segments_[take_segment()];
+    Segment& segment = *segments_[allocate_segment()];
     segment.pending = &pending;
-    segment.slot = slot;
-    segment.begin = pending.begun;
+    segment.buffer = buffer;
+    segment.begin = pending.started;
     segment.length = length;
     segment.skip = 0;
     segment.transfers = 0;
@@ -80,15 +81,15 @@ bool Session::begin_segment(Pending& pending) {
     if (is_read) {
         begin_read(segment);
     } else {
-        pending.begun += length;
+        pending.started += length;
         add_transfer(segment, 0, length);
     }
     if (segment.transfers == 0) {
-        drop_segment(segment); // There is nothing to move: the end of the file, an error, or a hole.
+        free_segment(segment); // There is nothing to move: the end of the file, an error, or a hole.
     }
     if (length > small_segment_bytes) {
         // A large segment is posted as a list of its own. The next one is read from the file meanwhile.
-        broken_ |= !lanes_->flush();
+        broken_ |= !queue_pairs_->flush();
     }
     return true;
 }
@@ -96,30 +97,31 @@ bool Session::begin_segment(Pending& pending) {
 void Session::begin_read(Segment& segment) {
     Pending& pending = *segment.pending;
     const Operation& operation = pending.operation;
-    const auto found = pending.file->inode->read(pending.file->fd.get(), operation.file_offset + segment.begin,
-                                                 segment.length, {segment.slot.data, segment.slot.size});
-    if (found.result < 0) {
-        pending.error = found.result;
+    const auto read = pending.file->inode->read(pending.file->fd.get(), operation.file_offset + segment.begin,
+                                                segment.length, {segment.buffer.data, segment.buffer.size});
+    if (read.result < 0) {
+        pending.error = read.result;
         pending.is_last = true;
         return;
     }
-    const auto count = static_cast<std::size_t>(found.result);
+    const auto count = static_cast<std::size_t>(read.result);
     pending.is_last = count < segment.length;
     segment.length = count;
-    segment.skip = found.skip;
-    pending.begun += count;
+    segment.skip = read.skip;
+    pending.started += count;
     pending.moved += count;
     if ((operation.flags & checksum_wanted) != 0) {
-        const std::uint32_t checksum = crc32c(segment.slot.data + segment.skip, count);
+        const std::uint32_t checksum = crc32c(segment.buffer.data + segment.skip, count);
         pending.checksum = segment.begin == 0 ? checksum : crc32c_combine(pending.checksum, checksum, count);
     }
-    if (count != 0 && ((operation.flags & (forbid_holes | report_holes)) == 0 || look_for_holes(segment))) {
+    if (count != 0 &&
+        ((operation.flags & (forbid_holes | report_holes)) == 0 || add_transfers_between_holes(segment))) {
         add_transfer(segment, 0, count);
     }
 }
 
 // Adds the transfers of the data between the holes. Returns true if the whole segment is to be moved as it is.
-bool Session::look_for_holes(Segment& segment) {
+bool Session::add_transfers_between_holes(Segment& segment) {
     Pending& pending = *segment.pending;
     const int file = pending.file->fd.get();
     const auto base = static_cast<off_t>(pending.operation.file_offset + segment.begin);
@@ -136,7 +138,8 @@ bool Session::look_for_holes(Segment& segment) {
             pending.is_last = true;
             return false;
         }
-        const bool is_full = segment.transfers + 1 >= transfers_a_segment_max || pending.holes.size() >= holes_max - 1;
+        const bool is_full =
+            segment.transfers + 1 >= transfers_per_segment_max || pending.holes.size() >= holes_max - 1;
         if (is_full) {
             add_transfer(segment, static_cast<std::size_t>(at - base), static_cast<std::size_t>(end - at));
             return false;
@@ -167,28 +170,29 @@ void Session::add_transfer(Segment& segment, std::size_t begin, std::size_t leng
     verbs::Transfer transfer{};
     transfer.direction = is_read ? verbs::Transfer::Direction::to_peer : verbs::Transfer::Direction::from_peer;
     transfer.length_bytes = static_cast<std::uint32_t>(length);
-    transfer.local = segment.slot.data + segment.skip + begin;
-    transfer.local_key = staging_->local_key(lanes_->device_of(operation.lane));
+    transfer.local = segment.buffer.data + segment.skip + begin;
+    transfer.local_key = staging_->local_key(queue_pairs_->device_of(operation.lane));
     transfer.remote_key = operation.rkey;
     transfer.remote_address = operation.remote_address + segment.begin + begin;
     transfer.id = segment.number;
     ++segment.transfers;
-    lanes_->add(operation.lane, transfer);
+    queue_pairs_->add(operation.lane, transfer);
 }
 
-bool Session::complete() {
-    return lanes_->poll([this](std::uint32_t number, Ended how) { end_segment(number, how); });
+bool Session::poll_completions() {
+    return queue_pairs_->poll(
+        [this](std::uint32_t number, TransferStatus status) { complete_transfer(number, status); });
 }
 
-void Session::end_segment(std::uint32_t number, Ended how) {
+void Session::complete_transfer(std::uint32_t number, TransferStatus status) {
     Segment& segment = *segments_[number];
     Pending& pending = *segment.pending;
-    if (how != Ended::succeeded) {
+    if (status != TransferStatus::succeeded) {
         // This failure ends the session. Only the operation whose memory was refused gets a result, and at once: its
         // queue pair is broken, so that none of its bytes arrive later. The clients of the other operations learn from
         // the end of the connection that those were not the cause.
         broken_ = segment.has_failed = true;
-        if (how == Ended::refused && !pending.is_finished) {
+        if (status == TransferStatus::refused && !pending.is_finished) {
             has_refusal_ = true;
             pending.error = -EREMOTEIO;
             finish(pending);
@@ -200,8 +204,8 @@ void Session::end_segment(std::uint32_t number, Ended how) {
     if (static_cast<Opcode>(pending.operation.opcode) == Opcode::write) {
         finish_write(segment);
     }
-    drop_segment(segment);
-    if (pending.segments == 0 && pending.is_begun() && !pending.is_finished &&
+    free_segment(segment);
+    if (pending.segments == 0 && pending.is_started() && !pending.is_finished &&
         (waiting_.empty() || waiting_.front() != &pending)) {
         finish(pending);
     }
@@ -213,7 +217,7 @@ void Session::finish_write(Segment& segment) {
         return; // An earlier segment failed, and the operation with it.
     }
     const Operation& operation = pending.operation;
-    const std::span<const std::byte> data(segment.slot.data, segment.length);
+    const std::span<const std::byte> data(segment.buffer.data, segment.length);
     if ((operation.flags & (checksum_given | checksum_wanted)) != 0) {
         const std::uint32_t checksum = crc32c(data.data(), data.size());
         if ((operation.flags & checksum_given) != 0 && checksum != operation.checksum) {

@@ -18,21 +18,21 @@ namespace gdrkit::storage {
 
 namespace {
 
-constexpr std::size_t small_slot_bytes_min = 16384, small_slots = 256, large_slots = 16;
+constexpr std::size_t small_buffer_bytes_min = 16384, small_buffers = 256, large_buffers = 16;
 constexpr std::size_t receive_bytes = 1 << 18, backlog_bytes_max = 1 << 20;
-constexpr int farewell_ms = 1000;
-constexpr std::chrono::milliseconds verdict_limit{50};
-constexpr unsigned looks_a_receive = 4;
+constexpr int final_send_timeout_ms = 1000;
+constexpr std::chrono::milliseconds cause_timeout{50};
+constexpr unsigned rounds_per_receive = 4;
 // With operations in progress, the session polls longer by this factor, because the next work is near. To sleep and be
 // woken costs more, on both sides.
-constexpr unsigned spins_under_way = 4;
+constexpr unsigned busy_spin_factor = 4;
 
 int make_event() {
-    const int made = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-    if (made < 0) {
+    const int event = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    if (event < 0) {
         throw verbs::Error("eventfd", verbs::last_errno());
     }
-    return made;
+    return event;
 }
 
 void raise_event(int event) {
@@ -46,15 +46,15 @@ void raise_event(int event) {
 Session::Session(std::shared_ptr<Store> store, std::shared_ptr<Fabric> fabric,
                  const std::vector<verbs::Endpoint>& peers, const SessionLimits& limits)
     : store_(std::move(store)), fabric_(std::move(fabric)), limits_(limits), stop_(make_event()), ended_(make_event()) {
-    lanes_.emplace(*fabric_, peers);
+    queue_pairs_.emplace(*fabric_, peers);
     std::vector<verbs::Device*> devices;
     for (const auto& device : fabric_->devices()) {
         devices.push_back(device.get());
     }
-    // Whole chunks are verified, so a slot has space for one more chunk at each end.
+    // Whole chunks are verified, so a buffer has space for one more chunk at each end.
     const std::size_t around = 2 * std::size_t{store_->chunk_bytes()};
-    staging_.emplace(devices, verbs::Staging::Layout{std::max(small_slot_bytes_min, 2 * around), small_slots,
-                                                     limits_.segment_bytes + around, large_slots});
+    staging_.emplace(devices, verbs::Staging::Layout{std::max(small_buffer_bytes_min, 2 * around), small_buffers,
+                                                     limits_.segment_bytes + around, large_buffers});
     ++store_->counters().sessions;
 }
 
@@ -70,22 +70,22 @@ void Session::add_file(std::uint64_t handle, std::shared_ptr<OpenFile> file) {
 bool Session::remove_file(std::uint64_t handle) {
     std::shared_ptr<OpenFile> file; // Closed outside of the lock.
     const std::lock_guard guard(files_lock_);
-    const auto found = files_.find(handle);
-    if (found == files_.end()) {
+    const auto entry = files_.find(handle);
+    if (entry == files_.end()) {
         return false;
     }
-    file = std::move(found->second);
-    files_.erase(found);
+    file = std::move(entry->second);
+    files_.erase(entry);
     return true;
 }
 
 void Session::start(Descriptor data) {
     const std::lock_guard guard(close_lock_);
-    if (thread_.joinable() || stopping_ || !lanes_) {
+    if (thread_.joinable() || stopping_ || !queue_pairs_) {
         throw verbs::Error("start a session twice", EALREADY);
     }
     data_ = std::move(data);
-    // The thread of Python handles signals.
+    // Python's main thread handles signals, so the thread of the session blocks them.
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
@@ -109,7 +109,7 @@ void Session::close() {
     waiting_.clear();
     free_pendings_.clear();
     pendings_.clear();
-    lanes_.reset(); // Queue pairs must go before the memory that they could write to.
+    queue_pairs_.reset(); // Queue pairs must go before the memory that they could write to.
     staging_.reset();
     data_ = Descriptor();
     std::unordered_map<std::uint64_t, std::shared_ptr<OpenFile>> files;
@@ -123,33 +123,33 @@ void Session::serve() noexcept {
     pthread_setname_np(pthread_self(), "gdrkit-session");
     try {
         Spin spin(limits_.spin_us);
-        for (unsigned vain = 0; !stopping_ && !connection_ended_ && !broken_;) {
+        for (unsigned idle_rounds = 0; !stopping_ && !connection_ended_ && !broken_;) {
             // A check of the socket is a system call; a check for completions is not.
-            bool progress = vain % looks_a_receive == 0 && receive();
-            progress |= take_frames();
-            progress |= advance();
-            broken_ |= !lanes_->flush();
-            progress |= complete();
+            bool progress = idle_rounds % rounds_per_receive == 0 && receive();
+            progress |= parse_frames();
+            progress |= start_segments();
+            broken_ |= !queue_pairs_->flush();
+            progress |= poll_completions();
             if (broken_) {
                 break;
             }
             reply();
             progress |= send();
-            vain = progress ? 0 : vain + 1;
-            if (!spin.goes_on(progress, outstanding_ != 0 ? spins_under_way : 1)) {
-                block();
+            idle_rounds = progress ? 0 : idle_rounds + 1;
+            if (!spin.should_continue(progress, outstanding_ != 0 ? busy_spin_factor : 1)) {
+                wait_for_events();
                 spin.begin();
-                vain = 0;
+                idle_rounds = 0;
             } else if (!progress) {
-                // The peer that brings the next work may need this processor.
+                // The client that sends the next request may need this processor.
                 sched_yield();
             }
         }
         if (broken_) {
-            fail_everything();
+            end_with_failure();
         }
     } catch (const std::exception& error) {
-        std::fprintf(stderr, "gdrkit serve: a session ends: %s\n", error.what());
+        std::fprintf(stderr, "gdrkit serve: a session failed: %s\n", error.what());
     }
     shutdown(data_.get(), SHUT_RDWR);
     raise_event(ended_.get());
@@ -181,42 +181,42 @@ bool Session::receive() {
     return count > 0;
 }
 
-bool Session::take_frames() {
+bool Session::parse_frames() {
     bool any = false;
     const char* refusal = nullptr;
     while (in_end_ - in_begin_ >= sizeof(FrameHeader) && refusal == nullptr) {
         const std::span<const std::byte> rest(in_.data() + in_begin_, in_end_ - in_begin_);
         const auto header = parse_header(rest.first<sizeof(FrameHeader)>(), refusal);
         if (header && static_cast<FrameType>(header->type) != FrameType::io_request) {
-            refusal = "a data connection carries io requests alone";
+            refusal = "a data connection must carry io requests only";
         }
         if (refusal != nullptr || rest.size() < sizeof(FrameHeader) + header->length ||
             (outstanding_ != 0 && outstanding_ + header->count > limits_.outstanding_max)) {
             break;
         }
         if (parse_operations(*header, rest.subspan(sizeof(FrameHeader), header->length), operations_, refusal)) {
-            accept();
+            enqueue_operations();
             in_begin_ += sizeof(FrameHeader) + header->length;
             any = true;
         }
     }
     if (refusal != nullptr) {
         ++store_->counters().refused_frames;
-        std::fprintf(stderr, "gdrkit serve: a session ends, its frame is refused: %s\n", refusal);
+        std::fprintf(stderr, "gdrkit serve: a session ended because of an invalid frame: %s\n", refusal);
         connection_ended_ = true;
     }
     return any;
 }
 
-void Session::accept() {
+void Session::enqueue_operations() {
     const std::lock_guard guard(files_lock_);
     for (const Operation& operation : operations_) {
-        Pending& pending = take_pending();
-        pending.begin_anew(operation);
-        if (const auto found = files_.find(operation.handle); found != files_.end()) {
-            pending.file = found->second;
+        Pending& pending = allocate_pending();
+        pending.reset(operation);
+        if (const auto entry = files_.find(operation.handle); entry != files_.end()) {
+            pending.file = entry->second;
         }
-        pending.error = refusal_of(operation, pending.file);
+        pending.error = check(operation, pending.file);
         ++outstanding_;
         if (pending.error != 0 || operation.length == 0) {
             finish(pending);
@@ -226,7 +226,7 @@ void Session::accept() {
     }
 }
 
-Session::Pending& Session::take_pending() {
+Session::Pending& Session::allocate_pending() {
     if (free_pendings_.empty()) {
         return *pendings_.emplace_back(std::make_unique<Pending>());
     }
@@ -235,13 +235,13 @@ Session::Pending& Session::take_pending() {
     return pending;
 }
 
-std::int64_t Session::refusal_of(const Operation& operation, const std::shared_ptr<OpenFile>& file) const {
+std::int64_t Session::check(const Operation& operation, const std::shared_ptr<OpenFile>& file) const {
     constexpr std::uint64_t offset_max = INT64_MAX;
     const bool is_write = static_cast<Opcode>(operation.opcode) == Opcode::write;
     if (!file || !(is_write ? file->may_write : file->may_read)) {
         return -EBADF;
     }
-    if (operation.lane >= lanes_->size() || operation.length > limits_.length_bytes_max ||
+    if (operation.lane >= queue_pairs_->size() || operation.length > limits_.length_bytes_max ||
         operation.file_offset > offset_max || operation.remote_address > UINT64_MAX - operation.length) {
         return -EINVAL;
     }
@@ -261,15 +261,15 @@ void Session::finish(Pending& pending) {
     if (pending.error == -EREMOTEIO && !broken_) {
         pending.error = -EIO; // The errno of a file. EREMOTEIO is reserved for failures of the client's memory.
     }
-    const bool is_right = pending.error == 0;
+    const bool succeeded = pending.error == 0;
     Result result{};
     result.tag = pending.operation.tag;
-    result.result = is_right ? static_cast<std::int64_t>(pending.moved) : pending.error;
-    if (is_right && (pending.operation.flags & checksum_wanted) != 0) {
+    result.result = succeeded ? static_cast<std::int64_t>(pending.moved) : pending.error;
+    if (succeeded && (pending.operation.flags & checksum_wanted) != 0) {
         result.checksum = pending.checksum;
         result.flags = checksum_valid;
     }
-    if (is_right) {
+    if (succeeded) {
         const bool is_write = static_cast<Opcode>(pending.operation.opcode) == Opcode::write;
         auto& counters = store_->counters();
         ++(is_write ? counters.writes : counters.reads);
@@ -317,34 +317,34 @@ bool Session::send() {
     return any;
 }
 
-void Session::block() {
-    // Completions from here on make a channel readable. The following poll finds those before.
-    lanes_->arm();
-    if (complete()) {
+void Session::wait_for_events() {
+    // A completion after arm() makes a channel readable. The poll below finds completions before it.
+    queue_pairs_->arm();
+    if (poll_completions()) {
         return;
     }
     const bool wants_more = outstanding_ < limits_.outstanding_max && out_.size() - out_begin_ <= backlog_bytes_max &&
                             (in_begin_ != 0 || in_end_ < receive_bytes);
     const int events = (wants_more ? POLLIN : 0) | (out_begin_ < out_.size() ? POLLOUT : 0) | POLLRDHUP;
     std::vector<int> channels;
-    lanes_->descriptors(channels);
-    std::vector<pollfd> watched{{data_.get(), static_cast<short>(events), 0}, {stop_.get(), POLLIN, 0}};
+    queue_pairs_->descriptors(channels);
+    std::vector<pollfd> polled{{data_.get(), static_cast<short>(events), 0}, {stop_.get(), POLLIN, 0}};
     for (const int channel : channels) {
-        watched.push_back({channel, POLLIN, 0});
+        polled.push_back({channel, POLLIN, 0});
     }
-    if (poll(watched.data(), watched.size(), -1) < 0 && errno != EINTR) {
+    if (poll(polled.data(), polled.size(), -1) < 0 && errno != EINTR) {
         throw verbs::Error("poll", verbs::last_errno());
     }
-    connection_ended_ |= (watched[0].revents & (POLLERR | POLLHUP | POLLRDHUP | POLLNVAL)) != 0;
-    lanes_->take_events();
+    connection_ended_ |= (polled[0].revents & (POLLERR | POLLHUP | POLLRDHUP | POLLNVAL)) != 0;
+    queue_pairs_->take_events();
 }
 
-void Session::fail_everything() {
+void Session::end_with_failure() {
     ++store_->counters().rdma_errors;
-    // A list that could not be posted shows that its queue pair is broken, but not yet by which transfer.
-    const auto until = std::chrono::steady_clock::now() + verdict_limit;
-    while (!has_refusal_ && lanes_->under_way() && std::chrono::steady_clock::now() < until) {
-        complete();
+    // When ibv_post_send fails, the queue pair is broken. A completion that follows tells which transfer broke it.
+    const auto until = std::chrono::steady_clock::now() + cause_timeout;
+    while (!has_refusal_ && queue_pairs_->in_progress() && std::chrono::steady_clock::now() < until) {
+        poll_completions();
         sched_yield();
     }
     // The other operations get no result: with one, the client would reuse its memory while bytes may still arrive
@@ -355,17 +355,17 @@ void Session::fail_everything() {
         if (connection_ended_ || out_.empty()) {
             return;
         }
-        pollfd watched[] = {{data_.get(), POLLOUT, 0}, {stop_.get(), POLLIN, 0}};
-        if (poll(watched, 2, farewell_ms) <= 0 || watched[1].revents != 0) {
+        pollfd polled[] = {{data_.get(), POLLOUT, 0}, {stop_.get(), POLLIN, 0}};
+        if (poll(polled, 2, final_send_timeout_ms) <= 0 || polled[1].revents != 0) {
             return;
         }
     }
     // If a TCP connection is closed with unread requests, the kernel discards replies that the peer has not read yet.
     shutdown(data_.get(), SHUT_WR);
-    const auto end = std::chrono::steady_clock::now() + std::chrono::milliseconds(farewell_ms);
+    const auto end = std::chrono::steady_clock::now() + std::chrono::milliseconds(final_send_timeout_ms);
     while (std::chrono::steady_clock::now() < end) {
-        pollfd watched[] = {{data_.get(), POLLIN, 0}, {stop_.get(), POLLIN, 0}};
-        if (poll(watched, 2, farewell_ms) <= 0 || watched[1].revents != 0 ||
+        pollfd polled[] = {{data_.get(), POLLIN, 0}, {stop_.get(), POLLIN, 0}};
+        if (poll(polled, 2, final_send_timeout_ms) <= 0 || polled[1].revents != 0 ||
             recv(data_.get(), in_.data(), in_.size(), MSG_DONTWAIT) <= 0) {
             return;
         }

@@ -11,8 +11,8 @@
 #include <unordered_map>
 #include <vector>
 
-#include "storage/lanes.hpp"
 #include "storage/parser.hpp"
+#include "storage/queue_pairs.hpp"
 #include "storage/store_file.hpp"
 #include "verbs/staging.hpp"
 
@@ -34,8 +34,8 @@ public:
     Session& operator=(const Session&) = delete;
     ~Session();
 
-    std::vector<verbs::Endpoint> endpoints() const { return lanes_->endpoints(); }
-    std::uint8_t reads_max() const { return lanes_->reads_max(); }
+    std::vector<verbs::Endpoint> endpoints() const { return queue_pairs_->endpoints(); }
+    std::uint8_t reads_max() const { return queue_pairs_->reads_max(); }
 
     void add_file(std::uint64_t handle, std::shared_ptr<OpenFile> file);
     bool remove_file(std::uint64_t handle);
@@ -54,30 +54,30 @@ private:
 
     void serve() noexcept;
     bool receive();
-    bool take_frames();
-    void accept();
+    bool parse_frames();
+    void enqueue_operations();
     void finish(Pending& pending);
-    std::int64_t refusal_of(const Operation& operation, const std::shared_ptr<OpenFile>& file) const;
-    bool advance();
-    Pending& take_pending();
+    std::int64_t check(const Operation& operation, const std::shared_ptr<OpenFile>& file) const;
+    bool start_segments();
+    Pending& allocate_pending();
     bool begin_segment(Pending& pending);
     void begin_read(Segment& segment);
-    bool look_for_holes(Segment& segment);
+    bool add_transfers_between_holes(Segment& segment);
     void add_transfer(Segment& segment, std::size_t begin, std::size_t length);
-    std::uint32_t take_segment();
-    void drop_segment(Segment& segment);
-    bool complete();
-    void end_segment(std::uint32_t number, Ended how);
+    std::uint32_t allocate_segment();
+    void free_segment(Segment& segment);
+    bool poll_completions();
+    void complete_transfer(std::uint32_t number, TransferStatus status);
     void finish_write(Segment& segment);
     void reply();
     bool send();
-    void block();
-    void fail_everything();
+    void wait_for_events();
+    void end_with_failure();
 
     std::shared_ptr<Store> store_;
     std::shared_ptr<Fabric> fabric_;
     const SessionLimits limits_;
-    std::optional<Lanes> lanes_;
+    std::optional<QueuePairs> queue_pairs_;
     std::optional<verbs::Staging> staging_;
 
     std::mutex files_lock_;
@@ -91,7 +91,7 @@ private:
     // Only the thread of the session uses these.
     std::vector<std::byte> in_, out_;
     std::size_t in_begin_ = 0, in_end_ = 0, out_begin_ = 0;
-    std::deque<Pending*> waiting_;                   // In the order of arrival; the first may be started in part.
+    std::deque<Pending*> waiting_;                   // In the order of arrival. The first may be partly started.
     std::vector<std::unique_ptr<Pending>> pendings_; // All operations, reused so that none allocates memory.
     std::vector<Pending*> free_pendings_;
     std::size_t outstanding_ = 0;

@@ -12,46 +12,46 @@ namespace gdrkit::storage {
 struct Session::Pending {
     Operation operation{};
     std::shared_ptr<OpenFile> file;
-    std::uint64_t begun = 0; // Bytes that have a segment.
-    std::uint64_t moved = 0; // Bytes of the result, if there is no error.
+    std::uint64_t started = 0; // Bytes that have a segment.
+    std::uint64_t moved = 0;   // Bytes of the result, if there is no error.
     std::int64_t error = 0;
     std::uint32_t segments = 0; // Segments in progress.
     std::uint32_t checksum = 0;
-    bool is_last = false; // No further segment starts, because of the end of the file or an error.
+    bool is_last = false; // No further segment starts, because of an error or the end of the file.
     bool is_finished = false;
     std::vector<HoleExtent> holes;
 
     // Prepares the object for another operation. Containers keep their capacity.
-    void begin_anew(const Operation& next) noexcept {
+    void reset(const Operation& next) noexcept {
         operation = next;
         file.reset();
-        begun = moved = 0;
+        started = moved = 0;
         error = 0;
         segments = checksum = 0;
         is_last = is_finished = false;
         holes.clear();
     }
-    bool is_begun() const noexcept { return is_last || begun == operation.length; }
+    bool is_started() const noexcept { return is_last || started == operation.length; }
 };
 
-// A part of an operation that fits into a slot of the staging memory.
+// A part of an operation that fits into a buffer of the staging memory.
 struct Session::Segment {
     Pending* pending = nullptr; // Null if the segment is free.
-    verbs::Staging::Slot slot;
+    verbs::Staging::Buffer buffer;
     std::uint32_t number = 0;
     std::uint64_t begin = 0;     // Offset in the operation.
     std::size_t length = 0;      // Bytes to move.
-    std::size_t skip = 0;        // Offset of the bytes in the slot.
+    std::size_t skip = 0;        // Offset of the bytes in the buffer.
     std::uint32_t transfers = 0; // Transfers in progress.
     bool has_failed = false;
 };
 
-// Busy polling for this time after the last progress, or for a multiple of it.
+// Decides how long a thread polls busily: for a time after the last progress, or a multiple of it.
 class Spin {
 public:
     explicit Spin(std::uint32_t microseconds) : limit_(microseconds), since_(Clock::now()) {}
     void begin() { since_ = Clock::now(); }
-    bool goes_on(bool progress, unsigned times) {
+    bool should_continue(bool progress, unsigned times) {
         const auto now = Clock::now();
         if (progress) {
             since_ = now;

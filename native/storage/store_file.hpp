@@ -1,4 +1,4 @@
-// Files of a store with their sums: reads are verified, writes are recorded.
+// Files of a store with the checksums (sums) of their chunks. Reads verify them, and writes update them.
 #pragma once
 
 #include <array>
@@ -17,6 +17,8 @@
 
 namespace gdrkit::storage {
 
+inline constexpr std::size_t chunk_bytes_max = 65536;
+
 struct Counters {
     std::atomic<std::uint64_t> reads{0}, writes{0}, read_bytes{0}, written_bytes{0}, corruptions{0}, outside_changes{0},
         rdma_errors{0}, refused_frames{0}, sessions{0};
@@ -29,14 +31,14 @@ class Inode {
 public:
     Inode(Store& store, std::uint64_t number) : store_(store), number_(number) {}
 
-    // The position of the bytes in the slot and their count (fewer than requested: end of file), or -errno. -EIO means
-    // that the bytes differ from those written.
-    struct Found {
+    // The position of the bytes in the buffer and their count (fewer than requested: end of file), or -errno. -EIO
+    // means that the bytes differ from those written.
+    struct ReadResult {
         std::int64_t result;
         std::size_t skip;
     };
-    // Reads whole chunks around the range. The slot must have space for two chunks more than `length`.
-    Found read(int file, std::uint64_t offset, std::size_t length, std::span<std::byte> slot);
+    // Reads whole chunks around the range. The buffer must have space for two chunks more than `length`.
+    ReadResult read(int file, std::uint64_t offset, std::size_t length, std::span<std::byte> buffer);
     // Writes all bytes and returns their count, or returns -errno.
     std::int64_t write(int file, std::uint64_t offset, std::span<const std::byte> data);
     int truncate(int file, std::uint64_t size);
@@ -48,23 +50,27 @@ public:
 
 private:
     friend class Store;
-    struct Edge; // A chunk of which a change leaves a part.
+    // The first or last chunk of a change, of which only a part changes.
+    struct Edge {
+        std::size_t length = 0; // Length of the chunk before the change.
+        std::array<std::byte, chunk_bytes_max> bytes;
+    };
 
     std::string sums_name() const;
     int open_sums(int file, bool create);
     void notice_outside_change(const struct stat& file);
-    bool is_right(std::uint64_t chunk, std::span<const std::byte> bytes) const;
+    bool matches_sum(std::uint64_t chunk, std::span<const std::byte> bytes) const;
     int load_edge(int file, std::uint64_t chunk, std::uint64_t size, Edge& edge);
     int write_all(int file, std::uint64_t offset, std::span<const std::byte> data, std::size_t& written) const;
-    static void stamp(int file);
+    static void set_modification_time(int file);
     void finish_change(int file);
-    int corrupt(std::uint64_t chunk);
+    int report_corruption(std::uint64_t chunk);
 
     Store& store_;
     const std::uint64_t number_;
     std::shared_mutex lock_;
     SumsFile sums_;
-    bool nameless_ = false; // The sums file has no name any more, so none may be created.
+    bool has_no_name_ = false; // The last name of the file was removed, so no sums file may be created.
 };
 
 // A file that a session has opened.

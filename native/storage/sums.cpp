@@ -14,7 +14,7 @@ namespace gdrkit::storage {
 
 namespace {
 
-constexpr std::uint64_t page_bytes = 4096, entries_a_page = page_bytes / sizeof(std::uint64_t);
+constexpr std::uint64_t page_bytes = 4096, entries_per_page = page_bytes / sizeof(std::uint64_t);
 constexpr char magic[8] = {'G', 'D', 'R', 'S', 'U', 'M', 'S', '1'};
 // An mtime is taken at the start of a write, from a clock that ticks every 1 to 10 ms.
 constexpr std::int64_t before_intent_ns = 20'000'000, after_intent_ns = 200'000'000;
@@ -24,11 +24,11 @@ std::uint64_t packed(const Sum& sum) {
     return sum.crc | std::uint64_t{static_cast<std::uint32_t>(sum.state)} << 32 | std::uint64_t{sum.length} << 34;
 }
 
-template <typename T> void store(T& place, T value) {
-    std::atomic_ref<T>(place).store(value, std::memory_order_release);
+template <typename T> void store(T& field, T value) {
+    std::atomic_ref<T>(field).store(value, std::memory_order_release);
 }
-template <typename T> T load(const T& place) {
-    return std::atomic_ref<T>(const_cast<T&>(place)).load(std::memory_order_acquire);
+template <typename T> T load(const T& field) {
+    return std::atomic_ref<T>(const_cast<T&>(field)).load(std::memory_order_acquire);
 }
 
 std::int64_t now_ns() {
@@ -45,11 +45,11 @@ struct Identity {
 
 // The kernel reuses an inode number after its file is gone. The birth time differs then.
 Identity identity_of(int file) {
-    struct statx found {};
-    if (syscall(SYS_statx, file, "", AT_EMPTY_PATH, STATX_INO | STATX_BTIME, &found) != 0) {
+    struct statx info {};
+    if (syscall(SYS_statx, file, "", AT_EMPTY_PATH, STATX_INO | STATX_BTIME, &info) != 0) {
         return {};
     }
-    return {found.stx_ino, found.stx_btime.tv_sec, found.stx_btime.tv_nsec};
+    return {info.stx_ino, info.stx_btime.tv_sec, info.stx_btime.tv_nsec};
 }
 
 } // namespace
@@ -76,7 +76,7 @@ void SumsFile::unmap() noexcept {
 }
 
 int SumsFile::map(std::uint64_t chunks) {
-    const std::uint64_t pages = (chunks + entries_a_page - 1) / entries_a_page;
+    const std::uint64_t pages = (chunks + entries_per_page - 1) / entries_per_page;
     const std::uint64_t bytes = page_bytes + pages * page_bytes;
     struct stat now {};
     if (fstat(fd_.get(), &now) != 0 ||
@@ -90,21 +90,21 @@ int SumsFile::map(std::uint64_t chunks) {
     unmap();
     header_ = static_cast<Header*>(mapped);
     entries_ = reinterpret_cast<std::uint64_t*>(static_cast<std::byte*>(mapped) + page_bytes);
-    capacity_ = pages * entries_a_page;
+    capacity_ = pages * entries_per_page;
     backed_.resize(pages, false);
     return 0;
 }
 
 int SumsFile::open(int folder, const char* name, bool create, int file, std::uint32_t chunk_bytes) {
-    const int found = open_beneath(folder, name, O_RDWR | (create ? O_CREAT : 0), 0600);
-    if (found < 0) {
-        return found;
+    const int descriptor = open_beneath(folder, name, O_RDWR | (create ? O_CREAT : 0), 0600);
+    if (descriptor < 0) {
+        return descriptor;
     }
-    fd_ = Descriptor(found);
+    fd_ = Descriptor(descriptor);
     // The first page must be allocated before it is written to, because a full disk would raise SIGBUS.
-    int status = fallocate(found, 0, 0, page_bytes) != 0 ? -errno : 0;
+    int status = fallocate(descriptor, 0, 0, page_bytes) != 0 ? -errno : 0;
     struct stat now {};
-    if (status == 0 && fstat(found, &now) != 0) {
+    if (status == 0 && fstat(descriptor, &now) != 0) {
         status = -errno;
     }
     if (status == 0) {
@@ -162,7 +162,7 @@ int SumsFile::reserve(std::uint64_t first, std::uint64_t chunks) {
             return status;
         }
     }
-    for (std::uint64_t page = first / entries_a_page; page * entries_a_page < chunks; ++page) {
+    for (std::uint64_t page = first / entries_per_page; page * entries_per_page < chunks; ++page) {
         if (!backed_[page]) {
             if (fallocate(fd_.get(), 0, static_cast<off_t>((page + 1) * page_bytes), page_bytes) != 0) {
                 return -errno;
@@ -192,13 +192,13 @@ void SumsFile::forget(std::uint64_t first) noexcept {
     if (first >= capacity_) {
         return;
     }
-    const std::uint64_t page = (first + entries_a_page - 1) / entries_a_page;
-    for (std::uint64_t chunk = first; chunk < std::min(capacity_, page * entries_a_page); ++chunk) {
+    const std::uint64_t page = (first + entries_per_page - 1) / entries_per_page;
+    for (std::uint64_t chunk = first; chunk < std::min(capacity_, page * entries_per_page); ++chunk) {
         if (load(entries_[chunk]) != 0) {
             store(entries_[chunk], std::uint64_t{0});
         }
     }
-    const std::uint64_t pages = capacity_ / entries_a_page;
+    const std::uint64_t pages = capacity_ / entries_per_page;
     if (page < pages) {
         if (fallocate(fd_.get(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
                       static_cast<off_t>((page + 1) * page_bytes),
@@ -207,7 +207,7 @@ void SumsFile::forget(std::uint64_t first) noexcept {
         } else {
             // Not every file system can punch holes. A page that reads as zeros is not written, because it may have no
             // space on disk.
-            for (std::uint64_t chunk = page * entries_a_page; chunk < capacity_; ++chunk) {
+            for (std::uint64_t chunk = page * entries_per_page; chunk < capacity_; ++chunk) {
                 if (load(entries_[chunk]) != 0) {
                     store(entries_[chunk], std::uint64_t{0});
                 }

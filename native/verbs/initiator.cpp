@@ -37,7 +37,7 @@ Staging::Layout layout(std::size_t memory_bytes) {
 Initiator::Initiator(const std::string& device, std::size_t memory_bytes, std::size_t queue_pairs,
                      std::uint32_t depth_max)
     : device_(device), memory_bytes_(memory_bytes), staging_(std::array<Device*, 1>{&device_}, layout(memory_bytes)),
-      slot_(staging_.take(memory_bytes)), depth_max_(depth_max),
+      buffer_(staging_.take(memory_bytes)), depth_max_(depth_max),
       completions_(device_, static_cast<int>(depth_max * queue_pairs)), list_(depth_max), polled_(polled_at_once) {
     for (std::size_t index = 0; index < queue_pairs; ++index) {
         pairs_.push_back(std::make_unique<QueuePair>(device_, completions_, depth_max));
@@ -83,7 +83,7 @@ void Initiator::post(const Burst& burst, std::size_t pair, std::uint64_t first, 
         each.direction = burst.direction;
         each.signaled = index + 1 == count;
         each.length_bytes = burst.length_bytes;
-        each.local = slot_.data + at;
+        each.local = buffer_.data + at;
         each.local_key = staging_.local_key(0);
         each.remote_key = burst.remote_key;
         each.remote_address = burst.remote_address + at;

@@ -48,7 +48,7 @@ public:
     // Connects one peer per queue pair, in the order of endpoints(). Throws Error: EINVAL for another number of peers.
     void connect(std::span<const Endpoint> peers, std::uint8_t reads_max);
     std::uint8_t reads_max() const noexcept { return device_.reads_max(); }
-    std::span<std::byte> memory() const noexcept { return {slot_.data, memory_bytes_}; }
+    std::span<std::byte> memory() const noexcept { return {buffer_.data, memory_bytes_}; }
     const std::string& name() const noexcept { return device_.name(); }
 
     // Throws Error: EINVAL for a burst that does not fit, or the errno of ibv_post_send.
@@ -66,7 +66,7 @@ private:
     Device device_;
     std::size_t memory_bytes_;
     Staging staging_;
-    Staging::Slot slot_;
+    Staging::Buffer buffer_;
     std::uint32_t depth_max_;
     CompletionQueue completions_;
     std::vector<std::unique_ptr<QueuePair>> pairs_;

@@ -62,7 +62,7 @@ Staging::~Staging() {
     munmap(memory_, size_);
 }
 
-Staging::Slot Staging::take(std::size_t size_bytes) {
+Staging::Buffer Staging::take(std::size_t size_bytes) {
     if (size_bytes <= layout_.small_bytes) {
         if (small_.empty()) {
             return {};
@@ -81,8 +81,8 @@ Staging::Slot Staging::take(std::size_t size_bytes) {
             number};
 }
 
-void Staging::give_back(const Slot& slot) {
-    (slot.number < layout_.small_count ? small_ : large_).push_back(slot.number);
+void Staging::release(const Buffer& buffer) {
+    (buffer.number < layout_.small_count ? small_ : large_).push_back(buffer.number);
 }
 
 } // namespace gdrkit::verbs

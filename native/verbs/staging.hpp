@@ -1,4 +1,4 @@
-// Memory that is registered once with several devices, and divided into slots of two sizes.
+// Memory that is registered once with several devices, and divided into buffers of two sizes.
 #pragma once
 
 #include <cstddef>
@@ -16,8 +16,8 @@ public:
         std::size_t small_bytes, small_count;
         std::size_t large_bytes, large_count;
     };
-    // A slot. give_back needs its `number`. The slot is empty if none is free.
-    struct Slot {
+    // A buffer of the staging memory. `data` is null if none was free.
+    struct Buffer {
         std::byte* data = nullptr;
         std::size_t size = 0;
         std::uint32_t number = 0;
@@ -29,10 +29,10 @@ public:
     Staging& operator=(const Staging&) = delete;
     ~Staging();
 
-    // Returns a free slot of the smallest size that fits. The slot returned last is used first, because it is still in
-    // the cache.
-    Slot take(std::size_t size_bytes);
-    void give_back(const Slot& slot);
+    // Returns a free buffer of the smallest size that fits. The buffer returned last is used first, because it is still
+    // in the cache.
+    Buffer take(std::size_t size_bytes);
+    void release(const Buffer& buffer);
     std::size_t large_bytes() const noexcept { return layout_.large_bytes; }
     // Returns the lkey of the device with this index in the constructor's list.
     std::uint32_t local_key(std::size_t device) const { return regions_.at(device)->lkey; }
@@ -42,7 +42,7 @@ private:
     std::size_t size_;
     std::byte* memory_;
     std::vector<Owned<ibv_mr>> regions_;
-    std::vector<std::uint32_t> small_, large_; // Numbers of the free slots.
+    std::vector<std::uint32_t> small_, large_; // Numbers of the free buffers.
 };
 
 } // namespace gdrkit::verbs

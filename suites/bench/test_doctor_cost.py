@@ -13,7 +13,7 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
-from support.strangers import DOCTOR_AS_NOBODY, stranger
+from support.other_user import UNPRIVILEGED_DOCTOR, program_command
 
 from gdrkit import launch
 from gdrkit.harness.needs import host, needs
@@ -49,5 +49,5 @@ def test_the_doctor(benchmark: BenchmarkFixture, evidence: Evidence, command: st
 
 @needs(host.capability("CAP_SETUID"))
 def test_the_doctor_as_an_ordinary_user(benchmark: BenchmarkFixture, evidence: Evidence) -> None:
-    command, environ = stranger(DOCTOR_AS_NOBODY, launch.environment(launch.Launch(software=frozenset())))
+    command, environ = program_command(UNPRIVILEGED_DOCTOR, launch.environment(launch.Launch(software=frozenset())))
     timed(benchmark, evidence, command, environ)

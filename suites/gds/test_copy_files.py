@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import pytest
 from support.faulty_fuse import FaultyMount
 from support.mounts import mounted, power_cut
-from support.strangers import open_folder, run_stranger
+from support.other_user import open_folder, run_program
 from support.unruly_files import UnrulyFiles
 
 from gdrkit import gds, pattern
@@ -105,10 +105,10 @@ def test_group_bits_go_where_the_group_cannot_be_kept() -> None:
     program = """
 import sys
 from pathlib import Path
-from support.strangers import become_nobody
+from support.other_user import become_unprivileged
 from gdrkit import gds
 gds.engine_for(gds.HOST)
-become_nobody()
+become_unprivileged()
 folder = Path(sys.argv[1])
 gds.copy_file(folder / "source", folder / "old", device_index=gds.HOST)
 """
@@ -118,7 +118,7 @@ gds.copy_file(folder / "source", folder / "old", device_index=gds.HOST)
         (folder / "old").touch()
         (folder / "old").chmod(0o664)
         os.chown(folder / "old", 1234, 5678)
-        done = run_stranger(program, str(folder))
+        done = run_program(program, str(folder))
         found = (folder / "old").stat()
         assert (found.st_uid, stat.S_IMODE(found.st_mode)) == (65534, 0o604), done.stderr
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 from support.machines import machine
+from support.other_user import UNPRIVILEGED_DOCTOR, run_program
 from support.rule_trees import FAILING
-from support.strangers import DOCTOR_AS_NOBODY, run_stranger
 
 from gdrkit import serialization
 from gdrkit.cli import main
@@ -27,9 +27,9 @@ LIMITED = """
 import json, resource
 from gdrkit import serialization
 from gdrkit.host import HostTree, Limits, process_limits
-from support.strangers import become_nobody
+from support.other_user import become_unprivileged
 resource.setrlimit(resource.RLIMIT_MEMLOCK, (4 << 20, 4 << 20))
-become_nobody()
+become_unprivileged()
 print(json.dumps(serialization.to_json_data(process_limits(HostTree()))))
 """
 
@@ -54,7 +54,7 @@ def test_it_answers_here_and_writes_nothing_to_the_folder_where_it_runs(tmp_path
 
 @needs(host.capability("CAP_SETUID"))
 def test_an_ordinary_user_is_told_what_could_not_be_read() -> None:
-    done = run_stranger(DOCTOR_AS_NOBODY)
+    done = run_program(UNPRIVILEGED_DOCTOR)
     assert done.returncode in (0, 1, 4), done.stderr
     assert "Not to be read without a privilege" in done.stdout
     assert "config space beyond 64 bytes takes CAP_SYS_ADMIN (acs-redirect" in done.stdout
@@ -152,7 +152,7 @@ def test_the_remedies_in_cufile_json_work(tmp_path: Path, name: str) -> None:
 @needs(host.capability("CAP_SETUID"), host.capability("CAP_IPC_LOCK"))
 def test_the_remedy_of_a_low_memlock_limit_works(tmp_path: Path) -> None:
     host_, rule = machine(tmp_path), rule_of("memlock-low")
-    done = run_stranger(LIMITED)
+    done = run_program(LIMITED)
     assert done.returncode == 0, done.stderr
     # Real limits, as the kernel shows them: of a user without the capability, and of this process, which has it.
     for limits, verdict in (

@@ -22,13 +22,17 @@ REWRITTEN: tuple[str, ...] = (
     "README.md",
     "automation",
     "docs/decisions",
+    "docs/storage.md",
     "gdrkit/README.md",
     "gdrkit/cuda",
     "gdrkit/gaudi",
     "gdrkit/host",
+    "gdrkit/storage",
     "gdrkit/verbs",
+    "native/storage",
     "native/verbs",
     "noxfile.py",
+    "suites/storage",
 )
 
 # Each word is listed with the terms that replace it.

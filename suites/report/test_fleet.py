@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from support.hosts import HARDWARE, host_facts, host_records, write_run
+from support.other_user import open_folder, run_program
 from support.records import record_of
-from support.strangers import open_folder, run_stranger
 
 from gdrkit.errors import UsageError
 from gdrkit.harness.needs import host as of_host
@@ -37,9 +37,9 @@ from pathlib import Path
 from gdrkit.errors import SetupMissing
 from gdrkit.report.fleet import render_fleet
 from gdrkit.report.render import environment
-from support.strangers import become_nobody
+from support.other_user import become_unprivileged
 environment(escaped=True).get_template("fleet.html.j2")
-become_nobody()
+become_unprivileged()
 try:
     made = render_fleet(Path(sys.argv[1]), Path(sys.argv[2]))
 except SetupMissing as error:
@@ -247,14 +247,14 @@ def test_a_run_that_another_user_keeps_to_himself_is_a_row_and_a_whole_fleet_an_
         (folder / "fleet" / "kept").chmod(0o700)
         (folder / "made").mkdir()
         (folder / "made").chmod(0o777)
-        ended = run_stranger(FLEET_AS_NOBODY, str(folder / "fleet"), str(folder / "made"))
+        ended = run_program(FLEET_AS_NOBODY, str(folder / "fleet"), str(folder / "made"))
         assert ended.returncode == 0, ended.stderr
         *names, problem = ended.stdout.splitlines()
         assert names == ["kept", "good"]
         assert problem.startswith("kept: ")
         assert "EACCES" in problem
         (folder / "fleet").chmod(0o700)
-        ended = run_stranger(FLEET_AS_NOBODY, str(folder / "fleet"), str(folder / "made"))
+        ended = run_program(FLEET_AS_NOBODY, str(folder / "fleet"), str(folder / "made"))
         assert ended.stderr == f"read EACCES {folder / 'fleet'}\n"
 
 

@@ -1,4 +1,4 @@
-"""The fixtures of the storage cases: a server with an empty store, and memory of the kind that the case is about."""
+"""The fixtures of the storage cases: a server with an empty store, a client, and memory of the host or a device."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ __all__ = ["client", "memory", "service"]
 
 @pytest.fixture
 def service(tmp_path: Path) -> Iterator[Service]:
-    """A server over TCP with an empty store."""
-    with serving(tmp_path / "store", tmp_path / "log", "--listen", "127.0.0.1:0") as found:
-        yield found
+    """Yield a server over TCP with an empty store."""
+    with serving(tmp_path / "store", tmp_path / "log", "--listen", "127.0.0.1:0") as service:
+        yield service
 
 
 @pytest.fixture
 def client(service: Service) -> Iterator[StorageClient]:
-    """A client by all NICs."""
-    with service.connect() as found:
-        yield found
+    """Yield a client that uses all NICs."""
+    with service.connect() as client:
+        yield client
 
 
 @pytest.fixture
 def memory(request: pytest.FixtureRequest) -> Memory:
-    """Memory of the kind that the parameter says; see ``support.storage.KINDS``."""
+    """Return memory of the kind of the parameter; see ``support.storage.KINDS``."""
     return Memory(device=request.getfixturevalue("device") if request.param == "device" else None)

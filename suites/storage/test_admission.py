@@ -1,4 +1,4 @@
-"""Connections that have no session: what they may hold, for how long, and that they keep no honest client out."""
+"""Connections without a session: their limits and deadlines, and clients that must be served beside them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from support.other_user import open_folder, run_program
 from support.storage import serving
-from support.strangers import open_folder, run_stranger
 
 from gdrkit import pattern
 from gdrkit.errors import ApiError
@@ -33,20 +33,26 @@ if TYPE_CHECKING:
     from gdrkit.harness.evidence import Evidence
     from gdrkit.verbs import Nic
 
-# Operations of the honest client beside an attack; 100,000 for a record.
+# Operations of the client beside an attack. A record needs 100,000.
 OPERATIONS = int(os.environ.get("GDRKIT_HONEST_OPERATIONS", "2000"))
 ATTACKERS = 300
-SUPPORT = Path(__file__).resolve().parents[1] / "support"
+SUITES = Path(__file__).resolve().parents[1]
 BATCH, SIZE = 50, 4 * KIB
 
 
 @contextlib.contextmanager
 def slow_hellos(service: Service) -> Iterator[list[int]]:
-    """An attack by slow hellos; the list has the number of its connections once it is over."""
-    place, opened = ServerAddress.parse(service.address), list[int]()
-    path = os.pathsep.join(filter(None, (str(SUPPORT.parent), os.environ.get("PYTHONPATH", ""))))
+    """Run an attack by slow hellos. Yield a list, which has the number of its connections after the block."""
+    address, opened = ServerAddress.parse(service.address), list[int]()
+    path = os.pathsep.join(filter(None, (str(SUITES), os.environ.get("PYTHONPATH", ""))))
     with subprocess.Popen(
-        [sys.executable, str(SUPPORT / "slow_hellos.py"), place.host, str(place.port), str(ATTACKERS)],
+        [
+            sys.executable,
+            str(Path(__file__).with_name("slow_hellos.py")),
+            address.host,
+            str(address.port),
+            str(ATTACKERS),
+        ],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": path},
@@ -55,14 +61,14 @@ def slow_hellos(service: Service) -> Iterator[list[int]]:
         try:
             assert attack.stdout.readline() == b"ready\n"
             yield opened
-            said, _ = attack.communicate(timeout=60)
-            opened.append(int(said))
+            count, _ = attack.communicate(timeout=60)
+            opened.append(int(count))
         finally:
             attack.kill()
 
 
-def ended(end: socket.socket, timeout_s: float) -> bool:
-    """Whether the server ends a connection in time."""
+def is_closed(end: socket.socket, timeout_s: float) -> bool:
+    """Return whether the server closes a connection in time."""
     end.settimeout(timeout_s)
     try:
         return end.recv(1) == b""
@@ -74,57 +80,57 @@ def ended(end: socket.socket, timeout_s: float) -> bool:
 
 @needs(verbs.nic())
 @pytest.mark.timeout(300 + OPERATIONS / 50)
-def test_honest_client_works_beside_slow_hellos(service: Service, nic: Nic, seed: int, evidence: Evidence) -> None:
+def test_client_works_beside_slow_hellos(service: Service, nic: Nic, seed: int, evidence: Evidence) -> None:
     data = pattern.payload(BATCH * SIZE, seed=seed)
     done = sessions = 0
     with slow_hellos(service) as opened:
         begin_s = time.monotonic()
         while done < OPERATIONS:
-            # A new session for every 400: what the attack could keep out is the hello.
+            # A new session begins after every 400 operations, because the attack could displace its hello.
             with service.connect(nic) as client, client.open("file", write=True, create=True) as file:
                 sessions += 1
                 source, target = bytearray(data), bytearray(len(data))
-                with client.register(source) as out, client.register(target) as back:
+                with client.register(source) as source_buffer, client.register(target) as target_buffer:
                     parts = [
                         (
-                            IORequest(file, at, out.subrange(offset_bytes=at, length_bytes=SIZE)),
-                            IORequest(file, at, back.subrange(offset_bytes=at, length_bytes=SIZE)),
+                            IORequest(file, at, source_buffer.subrange(offset_bytes=at, length_bytes=SIZE)),
+                            IORequest(file, at, target_buffer.subrange(offset_bytes=at, length_bytes=SIZE)),
                         )
                         for at in range(0, len(data), SIZE)
                     ]
                     for _ in range(4):
                         target[:] = bytes(len(data))
-                        moved = client.batch_write([write for write, _ in parts])
-                        moved += client.batch_read([read for _, read in parts])
-                        assert [each.length_bytes for each in moved] == [SIZE] * (2 * BATCH)
+                        results = client.batch_write([write for write, _ in parts])
+                        results += client.batch_read([read for _, read in parts])
+                        assert [each.length_bytes for each in results] == [SIZE] * (2 * BATCH)
                         assert target == data
-                        done += len(moved)
-        took_s = time.monotonic() - begin_s
+                        done += len(results)
+        duration_s = time.monotonic() - begin_s
     evidence.number("operations_count", done)
     evidence.number("sessions_count", sessions)
     evidence.number("slow_connections_count", opened[0])
-    evidence.number("duration_s", took_s)
+    evidence.number("duration_s", duration_s)
 
 
 @needs(verbs.nic())
-def test_slow_hello_has_one_deadline_for_all_of_it(service: Service) -> None:
+def test_first_request_has_one_deadline_for_all_its_bytes(service: Service) -> None:
     with ServerAddress.parse(service.address).connect(10) as end:
         begin_s, sent = time.monotonic(), 0
         while not select.select([end], (), (), 1)[0] and sent < 20:
             with contextlib.suppress(OSError):
                 sent += end.send(b"G")
-        assert ended(end, 0)
+        assert is_closed(end, 0)
         assert 8 < time.monotonic() - begin_s < 15
 
 
 @needs(verbs.nic())
 def test_oldest_silent_connection_of_a_host_ends_first(service: Service) -> None:
-    place = ServerAddress.parse(service.address)
+    address = ServerAddress.parse(service.address)
     with contextlib.ExitStack() as stack:
-        ends = [stack.enter_context(place.connect(10)) for _ in range(80)]
+        ends = [stack.enter_context(address.connect(10)) for _ in range(80)]
         for end in ends:
             end.sendall(b"G")
-        assert all(ended(end, 5) for end in ends[:16])
+        assert all(is_closed(end, 5) for end in ends[:16])
         assert select.select(ends[16:], (), (), 0.2)[0] == []
         with service.connect() as client:
             assert client.list_folder() == ()
@@ -132,17 +138,17 @@ def test_oldest_silent_connection_of_a_host_ends_first(service: Service) -> None
 
 @needs(verbs.nic())
 def test_refused_connections_share_a_log_line(service: Service) -> None:
-    place = ServerAddress.parse(service.address)
+    address = ServerAddress.parse(service.address)
     for _ in range(50):
-        with place.connect(10) as end:
+        with address.connect(10) as end:
             end.sendall(bytes(64))
-            assert ended(end, 10)
+            assert is_closed(end, 10)
     for _ in range(3):
         with pytest.raises(ApiError):
             service.connect(token="wrong")  # noqa: S106 - not a password.
     service.process.terminate()
     assert service.process.wait(20) == 0
-    lines = [line for line in service.said().splitlines() if "refused" in line]
+    lines = [line for line in service.log_text().splitlines() if "refused" in line]
     assert len(lines) <= 3, lines
     assert sum(int(each) for each in re.findall(r"refused: (\d+)", "\n".join(lines))) == 53, lines
 
@@ -152,21 +158,21 @@ def test_session_limit_is_64(service: Service, nic: Nic) -> None:
     with contextlib.ExitStack() as stack:
         for _ in range(64):
             stack.enter_context(service.connect(nic))
-        with pytest.raises(ApiError) as refused:
+        with pytest.raises(ApiError) as error:
             service.connect(nic)
-        assert refused.value.errno == errno.ENOBUFS
+        assert error.value.errno == errno.ENOBUFS
 
 
-STRANGER = """
+OTHER_USER = """
 import socket, sys
 from gdrkit.storage import messages as ask
 from gdrkit.storage.address import ServerAddress
 from gdrkit.storage.connection import ControlConnection
 from gdrkit.storage.control import pack_request
 from gdrkit.storage.wire import FrameType
-from support.strangers import become_nobody
-if sys.argv[2] == "nobody":
-    become_nobody()
+from support.other_user import become_unprivileged
+if sys.argv[2] == "other":
+    become_unprivileged()
 connection = ControlConnection(ServerAddress.parse("unix:" + sys.argv[1]).connect(10))
 try:
     connection.send(FrameType.CONTROL_REQUEST, pack_request(ask.Statfs()), sequence=1)
@@ -181,9 +187,9 @@ def test_unix_socket_of_serve_refuses_another_user(tmp_path: Path) -> None:
     with open_folder() as folder:
         path = folder / "socket"
         with serving(tmp_path / "store", tmp_path / "log", "--listen", f"unix:{path}"):
-            # Its mode keeps other users out; one that gets in all the same is refused by what the kernel says of it.
+            # With this mode another user can connect. The server refuses it by SO_PEERCRED.
             path.chmod(0o777)
-            for user, expected in (("self", "answered\n"), ("nobody", "ended\n")):
-                asked = run_stranger(STRANGER, str(path), user)
-                assert asked.stdout == expected, asked.stderr
+            for user, expected in (("self", "answered\n"), ("other", "ended\n")):
+                result = run_program(OTHER_USER, str(path), user)
+                assert result.stdout == expected, result.stderr
         assert "from another user" in (tmp_path / "log").read_text()

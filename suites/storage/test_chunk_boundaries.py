@@ -1,4 +1,4 @@
-"""Checksums of chunks where a file ends exactly at the end of one."""
+"""Checksums of chunks when the end of the file is at or near the end of a chunk."""
 
 from __future__ import annotations
 

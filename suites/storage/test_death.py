@@ -7,7 +7,6 @@ import errno
 import os
 import random
 import select
-import signal
 from typing import TYPE_CHECKING
 
 import pytest
@@ -80,14 +79,11 @@ def test_hanging_server_cannot_write_after_the_timeout(service: Service) -> None
     (service.root / "file").write_bytes(os.urandom(MIB))
     with service.connect(timeout_ms=1000) as client, client.register(bytearray(MIB)) as buffer:
         file = client.open("file")
-        service.process.send_signal(signal.SIGSTOP)
-        try:
+        with service.stopped():
             with pytest.raises(ApiError) as error:
                 file.read(buffer, offset_bytes=0)
             assert error.value.errno == errno.ETIMEDOUT
             buffer.data()[:] = b"\xee" * MIB
-        finally:
-            service.process.send_signal(signal.SIGCONT)
         with service.connect() as other:
             while any(each.endswith("/store/file") for each in service.descriptors()):
                 other.stat("file")

@@ -1,4 +1,4 @@
-"""A server whose store hangs: its end is bounded, and can be repeated once the store answers again."""
+"""A server whose file system hangs: its close fails in time, and succeeds when the file system answers again."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @needs(verbs.nic(), host.fuse)
-def test_close_beside_a_hanging_store_is_bounded(tmp_path: Path) -> None:
+def test_close_of_a_server_with_a_hanging_store_times_out(tmp_path: Path) -> None:
     with FaultyMount(tmp_path / "fuse") as fuse, FileStore(fuse.mount) as store:
         server = StorageServer(store, ServerAddress.parse("127.0.0.1:0"))
         with (
@@ -30,9 +30,9 @@ def test_close_beside_a_hanging_store_is_bounded(tmp_path: Path) -> None:
             StorageClient(f"127.0.0.1:{server.address.port}", token=store.token) as client,
             fuse.paused(),
         ):
-            asking = pool.submit(client.stat, "no-such-file")
+            request = pool.submit(client.stat, "no-such-file")
             with pytest.raises(TimeoutError):
-                asking.result(1)
+                request.result(1)
             with pytest.raises(BrokenResource, match=r"did not end within 0\.5 s: gdrkit-session") as raised:
                 server.close(timeout_s=0.5)
         assert raised.value.reason is Reason.TIMEOUT

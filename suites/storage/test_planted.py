@@ -10,7 +10,7 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
-from support.strangers import open_folder, run_stranger
+from support.other_user import open_folder, run_program
 
 from gdrkit.errors import SetupMissing, UsageError
 from gdrkit.harness.needs import host, needs, verbs
@@ -26,7 +26,7 @@ STORE_FILES = ["lock", "store.json", "sums", "token"]
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """The folder of a store that was served once."""
+    """Return the folder of a store that was opened once."""
     folder = tmp_path / "store"
     folder.mkdir()
     FileStore(folder).close()
@@ -34,11 +34,11 @@ def root(tmp_path: Path) -> Path:
 
 
 def refusal(root: Path) -> SetupMissing:
-    """The error of opening a store."""
-    with pytest.raises(SetupMissing) as refused:
+    """Return the error of opening a store."""
+    with pytest.raises(SetupMissing) as error:
         FileStore(root).close()
-    assert refused.value.what_to_do
-    return refused.value
+    assert error.value.what_to_do
+    return error.value
 
 
 @needs(verbs.nic())
@@ -48,8 +48,8 @@ def test_link_in_private_folder_of_store_is_refused(root: Path, tmp_path: Path, 
     (own / name).rename(elsewhere)
     (own / name).symlink_to(elsewhere)
     before = elsewhere.lstat()
-    found = refusal(root)
-    assert (found.errno, found.arguments["path"]) == (errno.ELOOP, str(own / name))
+    error = refusal(root)
+    assert (error.errno, error.arguments["path"]) == (errno.ELOOP, str(own / name))
     assert elsewhere.lstat() == before
 
 
@@ -76,8 +76,8 @@ def test_token_that_others_could_read_is_refused(root: Path, mode: int) -> None:
     token = root / ".gdrkit" / "token"
     token.write_text(PLANTED_TOKEN)
     token.chmod(mode)
-    found = refusal(root)
-    assert (found.errno, f"{mode:04o}" in found.detail) == (errno.EPERM, True)
+    error = refusal(root)
+    assert (error.errno, f"{mode:04o}" in error.detail) == (errno.EPERM, True)
     with pytest.raises(SetupMissing):
         read_token(root)
     token.unlink()
@@ -87,8 +87,8 @@ def test_token_that_others_could_read_is_refused(root: Path, mode: int) -> None:
 
 PLANT = """
 import os, sys
-from support.strangers import become_nobody
-become_nobody()
+from support.other_user import become_unprivileged
+become_unprivileged()
 os.mkdir(sys.argv[1], 0o755)
 with open(os.path.join(sys.argv[1], "token"), "w") as file:
     file.write("0" * 64)
@@ -99,7 +99,7 @@ with open(os.path.join(sys.argv[1], "token"), "w") as file:
 def test_store_folder_planted_by_another_user_is_refused() -> None:
     with open_folder() as root:
         root.chmod(0o1777)
-        planted = run_stranger(PLANT, str(root / ".gdrkit"))
+        planted = run_program(PLANT, str(root / ".gdrkit"))
         assert planted.returncode == 0, planted.stderr
         assert "user 65534" in refusal(root).detail
 
@@ -108,8 +108,8 @@ def test_store_folder_planted_by_another_user_is_refused() -> None:
 @pytest.mark.parametrize("name", STORE_FILES)
 def test_private_file_of_another_user_is_refused(root: Path, name: str) -> None:
     os.chown(root / ".gdrkit" / name, 65534, -1)
-    found = refusal(root)
-    assert (found.errno, "user 65534" in found.detail) == (errno.EPERM, True)
+    error = refusal(root)
+    assert (error.errno, "user 65534" in error.detail) == (errno.EPERM, True)
 
 
 @needs(verbs.nic())
@@ -132,7 +132,7 @@ def test_private_folder_is_made_private_or_refused(root: Path) -> None:
 
 
 @needs(verbs.nic())
-def test_serve_says_what_was_planted_and_what_to_do(root: Path) -> None:
+def test_serve_names_the_planted_file_and_the_remedy(root: Path) -> None:
     (root / ".gdrkit" / "token").chmod(0o644)
     command = [sys.executable, "-m", "gdrkit", "serve", "--store", str(root)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
@@ -143,7 +143,7 @@ def test_serve_says_what_was_planted_and_what_to_do(root: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [None, b"", b"\xff\xfe\n", b"x" * 300, b"two\nlines"])
-def test_token_file_that_is_none_is_one_clear_error(tmp_path: Path, content: bytes | None) -> None:
+def test_invalid_token_file_is_a_usage_error_with_its_path(tmp_path: Path, content: bytes | None) -> None:
     path = tmp_path / "token"
     if content is not None:
         path.write_bytes(content)

@@ -1,4 +1,4 @@
-"""Checksums of chunks: a real corruption is an error, and nothing else is one."""
+"""Checksums of chunks: a corruption is an error, and a change by another program is not."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def write(client: StorageClient, file: StorageFile, data: bytes | bytearray, *, 
 def read(client: StorageClient, file: StorageFile, *, offset_bytes: int, length_bytes: int) -> bytes:
     target = bytearray(length_bytes)
     with client.register(target) as buffer:
-        moved = file.read(buffer, offset_bytes=offset_bytes)
-    return bytes(target[: moved.length_bytes])
+        result = file.read(buffer, offset_bytes=offset_bytes)
+    return bytes(target[: result.length_bytes])
 
 
 def corrupt(path: Path, offset_bytes: int) -> None:
-    """Change a byte as a disk would: the times of the file stay."""
+    """Change a byte of a file and restore its times, as if the disk had changed it."""
     before = path.stat()
     with path.open("r+b") as file:
         file.seek(offset_bytes)
@@ -48,32 +48,30 @@ def corrupt(path: Path, offset_bytes: int) -> None:
 
 
 @needs(verbs.nic())
-def test_bytes_that_are_not_those_that_were_written_are_an_error_of_that_operation(
-    service: Service, client: StorageClient
-) -> None:
+def test_corrupt_chunk_fails_each_read_that_contains_it(service: Service, client: StorageClient) -> None:
     data = os.urandom(SIZE)
     with client.open("file", write=True, create=True) as file:
         write(client, file, data)
         corrupt(service.root / "file", 5 * 4 * KIB + 17)
         for offset, length in ((0, SIZE), (5 * 4 * KIB, 1), (6 * 4 * KIB - 1, 1)):
-            with pytest.raises(ApiError) as refused:
+            with pytest.raises(ApiError) as error:
                 read(client, file, offset_bytes=offset, length_bytes=length)
-            assert refused.value.errno == errno.EIO
-        # Changing a part of the chunk would give the rest a good name.
-        with pytest.raises(ApiError) as refused:
+            assert error.value.errno == errno.EIO
+        # A write of a part of the chunk would give the corrupt rest a valid checksum.
+        with pytest.raises(ApiError) as error:
             write(client, file, b"x", offset_bytes=5 * 4 * KIB)
-        assert refused.value.errno == errno.EIO
-        # The other chunks, and the session, are as they were.
+        assert error.value.errno == errno.EIO
+        # The session goes on, and the other chunks can be read.
         assert read(client, file, offset_bytes=0, length_bytes=5 * 4 * KIB) == data[: 5 * 4 * KIB]
         assert read(client, file, offset_bytes=6 * 4 * KIB, length_bytes=SIZE) == data[6 * 4 * KIB :]
         assert client.statistics()["corruptions"] == 4
-        assert service.said().count("not what was written") == 4
+        assert service.log_text().count("the data differ from those written") == 4
         write(client, file, data[5 * 4 * KIB :][: 4 * KIB], offset_bytes=5 * 4 * KIB)
         assert read(client, file, offset_bytes=0, length_bytes=SIZE) == data
 
 
 @needs(verbs.nic())
-def test_a_change_past_the_server_is_no_corruption(service: Service, client: StorageClient) -> None:
+def test_change_by_another_program_is_not_corruption(service: Service, client: StorageClient) -> None:
     data = bytearray(os.urandom(SIZE))
     with client.open("file", write=True, create=True) as file:
         write(client, file, data)
@@ -83,7 +81,7 @@ def test_a_change_past_the_server_is_no_corruption(service: Service, client: Sto
             data[20_000:20_007] = b"changed"
         assert read(client, file, offset_bytes=0, length_bytes=SIZE) == data
         assert client.statistics()["outside_changes"] == 1
-        # What the server writes from here on has sums again, and a change beside it is noticed before.
+        # A write by the server makes checksums again. It detects an earlier change by another program.
         write(client, file, b"again", offset_bytes=20_000)
         data[20_000:20_005] = b"again"
         assert read(client, file, offset_bytes=0, length_bytes=SIZE) == data
@@ -94,7 +92,7 @@ def test_a_change_past_the_server_is_no_corruption(service: Service, client: Sto
 
 
 @needs(verbs.nic())
-def test_sums_survive_the_server_and_belong_to_one_file(tmp_path: Path) -> None:
+def test_sums_outlive_the_server_and_belong_to_one_file(tmp_path: Path) -> None:
     data = os.urandom(SIZE + 100)
     with serving(tmp_path / "store", tmp_path / "log", "--listen", "127.0.0.1:0") as service:
         with service.connect() as client, client.open("file", write=True, create=True) as file:
@@ -105,10 +103,10 @@ def test_sums_survive_the_server_and_belong_to_one_file(tmp_path: Path) -> None:
     with again as service, service.connect() as client:
         with client.open("file") as file:
             assert read(client, file, offset_bytes=0, length_bytes=SIZE) == data[:SIZE]
-            with pytest.raises(ApiError) as refused:
+            with pytest.raises(ApiError) as error:
                 read(client, file, offset_bytes=SIZE, length_bytes=100)
-            assert refused.value.errno == errno.EIO
-        # Another file in its place, perhaps with its inode, has nothing of it.
+            assert error.value.errno == errno.EIO
+        # A new file with the name, and perhaps the inode, of the old one has none of its checksums.
         (service.root / "file").unlink()
         (service.root / "file").write_bytes(bytes(SIZE))
         with client.open("file") as file:
@@ -118,29 +116,29 @@ def test_sums_survive_the_server_and_belong_to_one_file(tmp_path: Path) -> None:
 @needs(verbs.nic())
 def test_partly_written_chunk_has_no_sum(service: Service, client: StorageClient) -> None:
     before, after = os.urandom(SIZE), os.urandom(SIZE)
-    # The limit holds for all files of the server, also those of a twin.
+    # The limit applies to all files of the server, also to those of the software twins.
     begin, moved = 2 * MIB, 20 * KIB + 100
     with client.open("file", write=True, create=True) as file:
         write(client, file, before, offset_bytes=begin)
         resource.prlimit(service.process.pid, resource.RLIMIT_FSIZE, (begin + moved, resource.RLIM_INFINITY))
-        with pytest.raises(ApiError) as refused:
+        with pytest.raises(ApiError) as error:
             write(client, file, after, offset_bytes=begin)
-        assert refused.value.errno == errno.EFBIG
+        assert error.value.errno == errno.EFBIG
         resource.prlimit(service.process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
         assert read(client, file, offset_bytes=begin, length_bytes=SIZE) == after[:moved] + before[moved:]
         for chunk, has_sum in ((4, True), (5, False), (6, True)):
             at = begin + chunk * 4 * KIB
             corrupt(service.root / "file", at)
             if has_sum:
-                with pytest.raises(ApiError) as refused:
+                with pytest.raises(ApiError) as error:
                     read(client, file, offset_bytes=at, length_bytes=1)
-                assert refused.value.errno == errno.EIO
+                assert error.value.errno == errno.EIO
             else:
                 assert len(read(client, file, offset_bytes=at, length_bytes=1)) == 1
 
 
 @needs(verbs.nic())
-def test_truncating_and_punching_keep_the_sums_right(service: Service, client: StorageClient) -> None:
+def test_truncate_and_punch_hole_update_the_sums(service: Service, client: StorageClient) -> None:
     data = bytearray(os.urandom(SIZE))
     with client.open("file", write=True, create=True) as file:
         write(client, file, data)
@@ -159,20 +157,20 @@ def test_truncating_and_punching_keep_the_sums_right(service: Service, client: S
         assert read(client, file, offset_bytes=0, length_bytes=SIZE) == data
         assert (service.root / "file").read_bytes() == data
         corrupt(service.root / "file", 3_999)
-        with pytest.raises(ApiError) as refused:
+        with pytest.raises(ApiError) as error:
             read(client, file, offset_bytes=0, length_bytes=1)
-        assert refused.value.errno == errno.EIO
+        assert error.value.errno == errno.EIO
         assert client.statistics()["outside_changes"] == 0
 
 
 @needs(verbs.nic())
-def test_setting_times_through_the_server_hides_no_corruption(service: Service, client: StorageClient) -> None:
-    from gdrkit.storage import messages as ask
+def test_corruption_is_detected_after_utimens(service: Service, client: StorageClient) -> None:
+    from gdrkit.storage import messages
 
     with client.open("file", write=True, create=True) as file:
         write(client, file, bytes(SIZE))
-        client.request(ask.Utimens("file", modification_time_ns=10**18), ask.FileStat)
+        client.request(messages.Utimens("file", modification_time_ns=10**18), messages.FileStat)
         corrupt(service.root / "file", 0)
-        with pytest.raises(ApiError) as refused:
+        with pytest.raises(ApiError) as error:
             read(client, file, offset_bytes=0, length_bytes=1)
-        assert refused.value.errno == errno.EIO
+        assert error.value.errno == errno.EIO

@@ -1,4 +1,4 @@
-"""Files into memory and back: every size, odd places, the end of the file, holes; every byte is looked at."""
+"""Files into memory and back: all sizes, odd offsets, the end of the file, holes. Every byte is compared."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SIZES = [
 
 @pytest.mark.parametrize("memory", KINDS, indirect=True)
 @pytest.mark.parametrize(("size", "offset"), SIZES)
-def test_what_is_written_is_in_the_file_and_is_read_back(
+def test_written_bytes_are_in_the_file_and_are_read_back(
     service: Service, client: StorageClient, memory: Memory, size: int, offset: int
 ) -> None:
     data = os.urandom(size)
@@ -53,23 +53,21 @@ def test_what_is_written_is_in_the_file_and_is_read_back(
 
 @pytest.mark.qualify
 @pytest.mark.parametrize("memory", KINDS, indirect=True)
-def test_the_end_of_a_file_is_a_short_read(service: Service, client: StorageClient, memory: Memory) -> None:
+def test_read_at_the_end_of_a_file_is_short(service: Service, client: StorageClient, memory: Memory) -> None:
     data = os.urandom(300 * KIB + 7)
     (service.root / "file").write_bytes(data)
     with client.open("file") as file, memory.holding(client, b"\xa5" * MIB) as buffer:
         assert file.read(buffer, offset_bytes=100).length_bytes == len(data) - 100
-        found = memory.bytes_of(buffer)
-        assert found[: len(data) - 100] == data[100:]
-        assert set(found[len(data) - 100 :]) == {0xA5}
+        read_back = memory.bytes_of(buffer)
+        assert read_back[: len(data) - 100] == data[100:]
+        assert set(read_back[len(data) - 100 :]) == {0xA5}
         assert file.read(buffer, offset_bytes=len(data)).length_bytes == 0
         assert file.read(buffer, offset_bytes=1 << 50).length_bytes == 0
 
 
 @pytest.mark.qualify
 @pytest.mark.parametrize("memory", KINDS, indirect=True)
-def test_holes_are_zeros_and_are_refused_where_they_may_not_be(
-    service: Service, client: StorageClient, memory: Memory
-) -> None:
+def test_holes_read_as_zeros_or_fail_if_forbidden(service: Service, client: StorageClient, memory: Memory) -> None:
     data = os.urandom(MIB)
     with (service.root / "file").open("wb") as plain:
         plain.write(data)
@@ -77,20 +75,20 @@ def test_holes_are_zeros_and_are_refused_where_they_may_not_be(
         plain.write(data)
         plain.truncate(5 * MIB + 5)
     with client.open("file") as file, memory.holding(client, b"\xa5" * (5 * MIB + 5)) as buffer:
-        moved = file.read(buffer, offset_bytes=0)
-        assert moved.length_bytes == 5 * MIB + 5
+        result = file.read(buffer, offset_bytes=0)
+        assert result.length_bytes == 5 * MIB + 5
         assert memory.bytes_of(buffer) == data + bytes(2 * MIB) + data + bytes(MIB + 5)
-        # Those of a device did not travel.
-        assert moved.hole_bytes == (3 * MIB + 5 if buffer.is_device_memory else 0)
-        with pytest.raises(ApiError) as refused:
+        # The server does not send the holes of a read into device memory.
+        assert result.hole_bytes == (3 * MIB + 5 if buffer.is_device_memory else 0)
+        with pytest.raises(ApiError) as error:
             file.read(buffer, offset_bytes=0, forbid_holes=True)
-        assert refused.value.errno == errno.ENODATA
+        assert error.value.errno == errno.ENODATA
         part = buffer.subrange(offset_bytes=0, length_bytes=MIB)
         assert file.read(part, offset_bytes=3 * MIB, forbid_holes=True).length_bytes == MIB
 
 
 @pytest.mark.parametrize("memory", KINDS, indirect=True)
-def test_a_batch_of_small_transfers_at_random_places(
+def test_batch_of_small_transfers_at_random_offsets(
     service: Service, client: StorageClient, memory: Memory, seed: int
 ) -> None:
     chance = random.Random(seed)
@@ -100,32 +98,32 @@ def test_a_batch_of_small_transfers_at_random_places(
         source = memory.bytes_of(buffer)
         writes = []
         for index in range(128):
-            length, place = chance.randint(1, 8 * KIB), index * 16 * KIB + chance.randint(0, 8 * KIB)
+            length, offset = chance.randint(1, 8 * KIB), index * 16 * KIB + chance.randint(0, 8 * KIB)
             begin = chance.randint(0, MIB - length)
-            writes.append(IORequest(file, place, buffer.subrange(offset_bytes=begin, length_bytes=length)))
-            content[place : place + length] = source[begin : begin + length]
+            writes.append(IORequest(file, offset, buffer.subrange(offset_bytes=begin, length_bytes=length)))
+            content[offset : offset + length] = source[begin : begin + length]
         client.batch_write(writes)
         assert (service.root / "file").read_bytes() == content
         reads = [
-            IORequest(file, 16 * KIB * place + 1, buffer.subrange(offset_bytes=4 * KIB * place, length_bytes=4 * KIB))
-            for place in range(100)
+            IORequest(file, 16 * KIB * index + 1, buffer.subrange(offset_bytes=4 * KIB * index, length_bytes=4 * KIB))
+            for index in range(100)
         ]
         client.batch_read(reads)
-        found = memory.bytes_of(buffer)
-        for place in range(100):
-            assert found[4 * KIB * place :][: 4 * KIB] == content[16 * KIB * place + 1 :][: 4 * KIB]
+        read_back = memory.bytes_of(buffer)
+        for index in range(100):
+            assert read_back[4 * KIB * index :][: 4 * KIB] == content[16 * KIB * index + 1 :][: 4 * KIB]
 
 
 @pytest.mark.parametrize("memory", KINDS, indirect=True)
-def test_the_server_says_the_checksum_of_a_write(client: StorageClient, memory: Memory) -> None:
+def test_write_of_device_memory_returns_its_checksum(client: StorageClient, memory: Memory) -> None:
     data = os.urandom(300 * KIB)
     with client.open("file", write=True, create=True) as file, memory.holding(client, data) as buffer:
-        moved = file.write(buffer, offset_bytes=1)
-        assert moved.checksums == ((crc32c(data),) if buffer.is_device_memory else ())
+        result = file.write(buffer, offset_bytes=1)
+        assert result.checksums == ((crc32c(data),) if buffer.is_device_memory else ())
 
 
 @needs(verbs.nic(count_min=2))
-def test_each_nic_of_a_client_is_a_lane(service: Service, nics: tuple[Nic, ...]) -> None:
+def test_transfers_work_with_any_subset_of_the_nics(service: Service, nics: tuple[Nic, ...]) -> None:
     data = os.urandom(8 * MIB)
     (service.root / "file").write_bytes(data)
     for chosen in (nics, nics[:1], nics[1:], nics[::-1]):
@@ -144,8 +142,8 @@ def test_each_nic_of_a_client_is_a_lane(service: Service, nics: tuple[Nic, ...])
 @needs(verbs.nic(count_min=2), software(Api.VERBS))
 @pytest.mark.parametrize("is_write", [False, True])
 def test_each_nic_carries_its_share_of_the_bytes(service: Service, nics: tuple[Nic, ...], *, is_write: bool) -> None:
-    # The server moves the bytes: its reads and writes are served by the NICs of this process.
-    data, carried = os.urandom(8 * MIB), f"served_{'read' if is_write else 'write'}_bytes"
+    # The server is the RDMA initiator, so the NICs of this process count its reads and writes as served.
+    data, counter = os.urandom(8 * MIB), f"served_{'read' if is_write else 'write'}_bytes"
     (service.root / "file").write_bytes(bytes(len(data)) if is_write else data)
     for chosen in (nics, nics[:1], nics[1:]):
         with service.connect(*chosen) as client, client.open("file", write=is_write) as file:
@@ -158,7 +156,7 @@ def test_each_nic_carries_its_share_of_the_bytes(service: Service, nics: tuple[N
                 before = traffic(Api.VERBS)
                 (client.batch_write if is_write else client.batch_read)(parts)
                 after = traffic(Api.VERBS)
-        moved = {name: row[carried] - before.get(name, {}).get(carried, 0) for name, row in after.items()}
+        moved = {name: row[counter] - before.get(name, {}).get(counter, 0) for name, row in after.items()}
         assert {name for name, count in moved.items() if count} == {nic.name for nic in chosen}
         assert sum(moved.values()) == len(data)
         # Requests take the NICs in turn.

@@ -1,4 +1,4 @@
-"""Frames and control messages: what is packed is parsed as it was, whatever else arrives is refused with one error.
+"""Frames and control messages: parsing restores what was packed, and invalid input raises one error.
 
 The vectors are those of the C++ parser (native/storage/tests/parser_test.cpp).
 """
@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from support.fuzz_frames import parse_frame
 
 from gdrkit.errors import Reason, UsageError
-from gdrkit.storage import messages as ask
+from gdrkit.storage import messages
 from gdrkit.storage._native import engine
 from gdrkit.storage.checksum import crc32c, crc32c_by_table
 from gdrkit.storage.control import REQUESTS, pack_request, parse_reply, parse_request
@@ -51,7 +51,7 @@ READ_FLAGS = [OperationFlag.FORBID_HOLES, OperationFlag.CHECKSUM_WANTED, Operati
 
 @st.composite
 def operations(draw: st.DrawFn) -> Operation:
-    """Any operation that is right in itself."""
+    """Draw any valid operation."""
     opcode = draw(st.sampled_from(IoOpcode))
     allowed = READ_FLAGS if opcode is IoOpcode.READ else [OperationFlag.CHECKSUM_GIVEN, OperationFlag.CHECKSUM_WANTED]
     flags = OperationFlag(0)
@@ -65,7 +65,7 @@ def operations(draw: st.DrawFn) -> Operation:
 
 @st.composite
 def results(draw: st.DrawFn) -> Result:
-    """Any result, with holes inside of it."""
+    """Draw any valid result, with holes."""
     number = draw(st.integers(-4096, 1 << 40))
     edges = sorted(draw(st.sets(st.integers(0, max(number, 0)), max_size=8)))
     holes = tuple(HoleExtent(begin, end - begin) for begin, end in zip(edges[::2], edges[1::2], strict=False))
@@ -74,18 +74,18 @@ def results(draw: st.DrawFn) -> Result:
 
 
 @pytest.mark.parametrize(("verdict", "frame"), [pytest.param(v, f, id=name) for v, name, f in VECTORS])
-def test_both_languages_agree_on_the_vectors(verdict: str, frame: str) -> None:
+def test_vectors_are_parsed_or_refused_as_in_cpp(verdict: str, frame: str) -> None:
     if verdict == "right":
         assert parse_frame(bytes.fromhex(frame)) == bytes.fromhex(frame)
     else:
-        with pytest.raises(UsageError) as refused:
+        with pytest.raises(UsageError) as error:
             parse_frame(bytes.fromhex(frame))
-        assert refused.value.reason is Reason.MALFORMED
+        assert error.value.reason is Reason.MALFORMED
 
 
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(st.lists(operations(), min_size=1, max_size=20), WORD)
-def test_operations_come_back_as_they_went(packed: list[Operation], sequence: int) -> None:
+def test_operations_survive_packing_and_parsing(packed: list[Operation], sequence: int) -> None:
     frame = pack_operations(packed, sequence=sequence)
     header = parse_header(frame[:HEADER_BYTES])
     assert (header.count, header.sequence) == (len(packed), sequence)
@@ -94,24 +94,24 @@ def test_operations_come_back_as_they_went(packed: list[Operation], sequence: in
 
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(st.lists(results(), min_size=1, max_size=20))
-def test_results_come_back_as_they_went(packed: list[Result]) -> None:
+def test_results_survive_packing_and_parsing(packed: list[Result]) -> None:
     frame = pack_results(packed)
     assert parse_results(parse_header(frame[:HEADER_BYTES]), frame[HEADER_BYTES:]) == tuple(packed)
 
 
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(st.lists(operations(), min_size=1, max_size=3), st.data())
-def test_no_changed_byte_is_missed(packed: list[Operation], data: st.DataObject) -> None:
+def test_any_changed_byte_is_refused(packed: list[Operation], data: st.DataObject) -> None:
     frame = bytearray(pack_operations(packed, sequence=1))
     frame[data.draw(st.integers(0, len(frame) - 1))] ^= data.draw(st.integers(1, 255))
-    with pytest.raises(UsageError) as refused:
+    with pytest.raises(UsageError) as error:
         parse_frame(bytes(frame))
-    assert refused.value.reason is Reason.MALFORMED
+    assert error.value.reason is Reason.MALFORMED
 
 
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(st.binary(max_size=3000), st.integers(0, 3000))
-def test_checksums_are_the_same_by_instruction_and_by_table(data: bytes, cut: int) -> None:
+def test_checksums_by_instruction_and_by_table_are_equal(data: bytes, cut: int) -> None:
     native = engine()
     expected = crc32c_by_table(data)
     assert crc32c(data) == native.crc32c(data) == native.crc32c_portable(data) == expected
@@ -129,7 +129,7 @@ JSON = st.recursive(
 
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(st.sampled_from(sorted(REQUESTS)), st.dictionaries(st.text(max_size=12), JSON, max_size=5))
-def test_any_object_is_a_request_or_is_refused(name: str, fields: dict[str, object]) -> None:
+def test_any_json_object_is_a_request_or_is_refused(name: str, fields: dict[str, object]) -> None:
     payload = json.dumps({"op": name, **fields}).encode()
     with contextlib.suppress(UsageError):
         request = parse_request(payload)
@@ -163,18 +163,18 @@ def test_any_object_is_a_request_or_is_refused(name: str, fields: dict[str, obje
         b'{"op":"reformat"}',
     ],
 )
-def test_requests_that_are_none(payload: bytes) -> None:
-    with pytest.raises(UsageError) as refused:
+def test_invalid_request_is_malformed(payload: bytes) -> None:
+    with pytest.raises(UsageError) as error:
         parse_request(payload)
-    assert refused.value.reason is Reason.MALFORMED
+    assert error.value.reason is Reason.MALFORMED
 
 
 def test_numbers_of_63_bits_are_accepted() -> None:
-    most = (1 << 63) - 1
+    int63_max = (1 << 63) - 1
     for request in (
-        ask.Truncate(most, path="a"),
-        ask.PunchHole(1, ((0, most),)),
-        ask.Utimens("a", access_time_ns=-most, modification_time_ns=most),
+        messages.Truncate(int63_max, path="a"),
+        messages.PunchHole(1, ((0, int63_max),)),
+        messages.Utimens("a", access_time_ns=-int63_max, modification_time_ns=int63_max),
     ):
         assert parse_request(pack_request(request)) == request
 
@@ -182,22 +182,22 @@ def test_numbers_of_63_bits_are_accepted() -> None:
 @pytest.mark.parametrize("surrogate", [0xD800, 0xDC7F, 0xDD00, 0xDFFF])
 def test_lone_surrogate_is_a_bad_argument(surrogate: int) -> None:
     text = f"a{chr(surrogate)}"
-    for request in (ask.Stat(text), ask.Symlink("a", text), ask.StorageHello(1, text, ({},))):
-        with pytest.raises(UsageError) as refused:
+    for request in (messages.Stat(text), messages.Symlink("a", text), messages.StorageHello(1, text, ({},))):
+        with pytest.raises(UsageError) as error:
             parse_request(pack_request(request))
-        assert refused.value.reason is Reason.BAD_ARGUMENT
-    assert parse_request(pack_request(ask.Stat("\udc80\udcff"))) == ask.Stat("\udc80\udcff")
+        assert error.value.reason is Reason.BAD_ARGUMENT
+    assert parse_request(pack_request(messages.Stat("\udc80\udcff"))) == messages.Stat("\udc80\udcff")
 
 
 @pytest.mark.parametrize("payload", [b"{}", b'{"ok":{},"error":{}}', b'{"ok":{"x":1}}', b'{"error":{"errno":"x"}}'])
-def test_replies_that_are_none(payload: bytes) -> None:
-    with pytest.raises(UsageError) as refused:
-        parse_reply(payload, ask.Done)
-    assert refused.value.reason is Reason.MALFORMED
+def test_invalid_reply_is_malformed(payload: bytes) -> None:
+    with pytest.raises(UsageError) as error:
+        parse_reply(payload, messages.Done)
+    assert error.value.reason is Reason.MALFORMED
 
 
 @pytest.mark.timeout(FUZZ_S + 120)
-def test_the_fuzzer_finds_nothing() -> None:
+def test_fuzzer_finds_no_defect_in_the_parsers() -> None:
     command = [sys.executable, str(PROJECT_ROOT / "support" / "fuzz_frames.py"), "--seconds", str(FUZZ_S)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=FUZZ_S + 100)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,9 +1,10 @@
-"""A storage server in a process of its own, on the substrate of this run."""
+"""A storage server as a child process, and memory for its clients."""
 
 from __future__ import annotations
 
 import contextlib
 import select
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from support.kill_world import is_stopped, until
 from support.reach import DMABUF
 
 from gdrkit.harness.needs import needs, verbs
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["KINDS", "Memory", "Service", "serving"]
 
-# For the fixture `memory`.
+# Parameters of the fixture `memory`.
 KINDS = [
     pytest.param("host", marks=needs(verbs.nic()), id="host"),
     pytest.param("device", marks=DMABUF, id="device"),
@@ -39,7 +41,7 @@ _END_TIMEOUT_S = 20.0
 
 @dataclass
 class Service:
-    """A running server; `root` is its store."""
+    """A running server. `root` is the folder of its store."""
 
     root: Path
     process: subprocess.Popen[bytes]
@@ -48,41 +50,51 @@ class Service:
     clients: list[StorageClient] = field(default_factory=list)
 
     def connect(self, *nics: Nic, token: str | None = None, timeout_ms: float = 30_000) -> StorageClient:
-        """A client by these NICs, with the token of the store unless another is given."""
+        """Return a client that uses these NICs (none: all), with the token of the store unless `token` is given."""
         token = self.token() if token is None else token
         return StorageClient(self.address, token=token, nics=nics or None, timeout_ms=timeout_ms)
 
     def token(self) -> str:
-        """What its clients must say."""
+        """Return the token of the store."""
         return read_token(self.root)
 
-    def said(self) -> str:
-        """What it wrote on standard error."""
+    def log_text(self) -> str:
+        """Return what the server wrote to standard error."""
         return self.log.read_text()
 
     def descriptors(self) -> list[str]:
-        """What it has open."""
-        found = []
+        """Return the targets of the open descriptors of the server."""
+        targets = []
         for each in Path(f"/proc/{self.process.pid}/fd").iterdir():
             with contextlib.suppress(FileNotFoundError):
-                found.append(str(each.readlink()))
-        return sorted(found)
+                targets.append(str(each.readlink()))
+        return sorted(targets)
+
+    @contextlib.contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Stop the server by SIGSTOP until the block ends."""
+        self.process.send_signal(signal.SIGSTOP)
+        try:
+            until(lambda: is_stopped(self.process.pid), "the server stops")
+            yield
+        finally:
+            self.process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
-        """SIGKILL, and wait for that."""
+        """Kill the server by SIGKILL and wait for its end."""
         self.process.kill()
         self.process.wait(_END_TIMEOUT_S)
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Makes registered memory of one kind; ``device`` is None for the host's."""
+    """A kind of memory: that of `device`, or host memory if it is None."""
 
     device: Device | None
 
     @contextlib.contextmanager
     def holding(self, client: StorageClient, data: bytes) -> Iterator[IOBuffer]:
-        """New memory with these bytes, that the server can reach."""
+        """Yield new registered memory that contains these bytes."""
         if self.device is None:
             with client.register(bytearray(data)) as buffer:
                 yield buffer
@@ -94,13 +106,13 @@ class Memory:
 
     @staticmethod
     def bytes_of(buffer: IOBuffer) -> bytes:
-        """Its bytes, as its owner sees them."""
+        """Return the bytes of a buffer. The device copies those of device memory."""
         return buffer.copy_out()
 
 
 @contextlib.contextmanager
 def serving(root: Path, log: Path, *options: str) -> Iterator[Service]:
-    """Serve `root` until the block ends; the server must then end by itself, and well."""
+    """Run a server of the store `root` until the block ends. SIGTERM must then end it with exit code 0."""
     root.mkdir(exist_ok=True)
     with log.open("ab") as errors:
         process = subprocess.Popen(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 from support.faulty_fuse import LIE, FaultyMount
 from support.mounts import mounted, remount
-from support.strangers import open_folder, run_stranger
+from support.other_user import open_folder, run_program
 from support.tier_world import configuration_of, contents, place_file
 
 from gdrkit.errors import ApiError, DataMismatch, Reason, SetupMissing
@@ -108,12 +108,12 @@ def test_another_user_may_not() -> None:
     program = """
 import sys
 from pathlib import Path
-from support.strangers import become_nobody
+from support.other_user import become_unprivileged
 from support.tier_world import configuration_of
 from gdrkit.errors import ApiError
 from gdrkit.tiers import TierManager
 configuration = configuration_of(Path(sys.argv[1]))
-become_nobody()
+become_unprivileged()
 with TierManager(configuration) as manager:
     for name, to in (("theirs", "ssd"), ("file", "nvme")):
         try:
@@ -133,7 +133,7 @@ with TierManager(configuration) as manager:
         theirs.chmod(0o600)
         (root / "hdd" / "file").write_bytes(b"nobody's")
         os.chown(root / "hdd" / "file", 65534, 65534)
-        said = run_stranger(program, str(root))
+        said = run_program(program, str(root))
         assert said.stdout.splitlines() == ["theirs 13 no_permission", "file 13 no_permission", "[]"], said.stderr
         assert theirs.read_bytes().startswith(b"of root")
 

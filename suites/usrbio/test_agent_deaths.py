@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 from support.kill_world import until
+from support.other_user import open_folder, run_program
 from support.raw_usrbio import AgentProcess, RawClient, RawIov, RawRing, shared_memory
-from support.strangers import open_folder, run_stranger
 
 from gdrkit import pattern
 from gdrkit.harness.needs import host, needs, verbs
@@ -158,7 +158,7 @@ def test_another_user_is_refused() -> None:
         # The socket's mode keeps others out; who gets in all the same (it was made wider) is refused by name.
         for path in (mount / "3fs-virt", mount / "3fs-virt" / "agent.sock"):
             path.chmod(0o777)
-        asked = run_stranger(STRANGER, str(mount))
+        asked = run_program(STRANGER, str(mount))
         assert asked.stdout == f"{errno.EACCES}\n", asked.stderr
         assert agent.terminate() == 0, agent.errors
 
@@ -167,8 +167,8 @@ STRANGER = """
 import sys
 from pathlib import Path
 from support.raw_usrbio import RawClient, Refusal
-from support.strangers import become_nobody
-become_nobody()
+from support.other_user import become_unprivileged
+become_unprivileged()
 try:
     RawClient(Path(sys.argv[1])).hello()
 except Refusal as error:

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING
 import pytest
 from support.fuzz_messages import changed_messages
 from support.kill_world import HungError, descriptors, until
+from support.other_user import open_folder, run_program
 from support.raw_usrbio import AgentProcess, RawClient, Refusal
-from support.strangers import open_folder, run_stranger
 
 from gdrkit import pattern, usrbio
 from gdrkit.errors import UsageError
@@ -240,9 +240,9 @@ def test_a_full_disk_is_enospc_and_what_was_acknowledged_stays(tmp_path: Path, s
 STRANGER = """
 import sys
 from gdrkit import usrbio
-from support.strangers import become_nobody
+from support.other_user import become_unprivileged
 usrbio.capabilities()  # Opens the library.
-become_nobody()
+become_unprivileged()
 for what in (lambda: usrbio.create_iovec(sys.argv[1], length_bytes=4096), lambda: usrbio.make_ioring(sys.argv[1], 4)):
     try:
         what()
@@ -254,7 +254,7 @@ for what in (lambda: usrbio.create_iovec(sys.argv[1], length_bytes=4096), lambda
 @needs(host.capability("CAP_SETUID"))
 def test_another_user_is_told_so_by_the_library() -> None:
     with open_folder() as mount, AgentProcess(mount):
-        asked = run_stranger(STRANGER, str(mount))
+        asked = run_program(STRANGER, str(mount))
     assert asked.stdout.split() == [str(errno.EACCES)] * 2, asked.stderr
 
 

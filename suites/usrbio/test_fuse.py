@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 import pytest
 from support.application import KINDS, Application
 from support.kill_world import until
+from support.other_user import open_folder, run_program
 from support.raw_usrbio import AgentProcess
 from support.storage import serving
-from support.strangers import open_folder, run_stranger
 
 from gdrkit import pattern, usrbio
 from gdrkit.harness.needs import cuda, host, needs, verbs
@@ -231,11 +231,11 @@ def test_another_user_is_refused_by_the_kernel() -> None:
         for name in ("mount", "store"):
             (folder / name).mkdir()
         script = (
-            "import os, sys\nfrom support.strangers import become_nobody\nbecome_nobody()\n"
+            "import os, sys\nfrom support.other_user import become_unprivileged\nbecome_unprivileged()\n"
             "print(os.listdir(sys.argv[2]))\nos.listdir(sys.argv[1])\n"
         )
         with start((folder / "mount", folder / "store")):
-            asked = run_stranger(script, str(folder / "mount"), str(folder))
+            asked = run_program(script, str(folder / "mount"), str(folder))
     assert asked.returncode != 0
     assert "mount" in asked.stdout
     assert "PermissionError" in asked.stderr

@@ -9,8 +9,8 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
+from support.other_user import open_folder, run_program
 from support.raw_usrbio import shared_memory
-from support.strangers import open_folder, run_stranger
 
 from gdrkit.errors import SetupMissing
 from gdrkit.harness.needs import host, needs, verbs
@@ -82,8 +82,8 @@ def test_mount_that_others_can_write_needs_a_sticky_bit(virtual: Path) -> None:
 
 PLANT = """
 import os, sys
-from support.strangers import become_nobody
-become_nobody()
+from support.other_user import become_unprivileged
+become_unprivileged()
 os.mkdir(sys.argv[1], 0o755)
 os.symlink("/etc", os.path.join(sys.argv[1], "iovs"))
 """
@@ -93,7 +93,7 @@ os.symlink("/etc", os.path.join(sys.argv[1], "iovs"))
 def test_virtual_folder_of_another_user_is_refused() -> None:
     with open_folder() as mount:
         mount.chmod(0o1777)
-        planted = run_stranger(PLANT, str(mount / "3fs-virt"))
+        planted = run_program(PLANT, str(mount / "3fs-virt"))
         assert planted.returncode == 0, planted.stderr
         assert "user 65534" in refusal(mount / "3fs-virt").detail
 

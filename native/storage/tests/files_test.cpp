@@ -49,16 +49,16 @@ std::vector<std::byte> pattern(std::size_t size, unsigned seed) {
 }
 
 std::int64_t read(OpenFile& file, std::uint64_t offset, std::vector<std::byte>& into) {
-    std::vector<std::byte> slot(into.size() + 2 * chunk);
-    const auto found = file.inode->read(file.fd.get(), offset, into.size(), slot);
-    if (found.result > 0) {
-        std::memcpy(into.data(), slot.data() + found.skip, static_cast<std::size_t>(found.result));
+    std::vector<std::byte> buffer(into.size() + 2 * chunk);
+    const auto result = file.inode->read(file.fd.get(), offset, into.size(), buffer);
+    if (result.result > 0) {
+        std::memcpy(into.data(), buffer.data() + result.skip, static_cast<std::size_t>(result.result));
     }
-    return found.result;
+    return result.result;
 }
 
 // Random changes through the server are compared with a copy in memory.
-void against_a_model() {
+void test_random_changes_match_a_model() {
     const Folder folder;
     Store store(folder.sums.get(), chunk);
     const auto file = folder.open_file(store);
@@ -87,12 +87,13 @@ void against_a_model() {
             CHECK(file->inode->write(file->fd.get(), offset, data) == static_cast<std::int64_t>(data.size()));
         }
         }
-        std::vector<std::byte> found(1 + chance() % 70000);
+        std::vector<std::byte> data_read(1 + chance() % 70000);
         const std::size_t begin = chance() % 60000;
-        const std::int64_t count = read(*file, begin, found);
-        const std::size_t expected = begin >= model.size() ? 0 : std::min(found.size(), model.size() - begin);
+        const std::int64_t count = read(*file, begin, data_read);
+        const std::size_t expected = begin >= model.size() ? 0 : std::min(data_read.size(), model.size() - begin);
         CHECK(count == static_cast<std::int64_t>(expected));
-        CHECK(std::equal(found.begin(), found.begin() + count, model.begin() + static_cast<std::ptrdiff_t>(begin)));
+        CHECK(std::equal(data_read.begin(), data_read.begin() + count,
+                         model.begin() + static_cast<std::ptrdiff_t>(begin)));
     }
     CHECK(store.counters().corruptions == 0 && store.counters().outside_changes == 0);
 }
@@ -111,7 +112,7 @@ void corrupt(const Folder& folder, off_t offset) {
 
 // A change by another program is detected, however soon it follows one of the server. On a plain mount, applications
 // write files themselves.
-void a_change_by_somebody_else_is_no_corruption() {
+void test_change_by_another_program_is_not_corruption() {
     const Folder folder;
     Store store(folder.sums.get(), chunk);
     const auto file = folder.open_file(store);
@@ -120,14 +121,14 @@ void a_change_by_somebody_else_is_no_corruption() {
         const auto ours = pattern(4 * chunk, round), theirs = pattern(chunk, round + 1000);
         CHECK(file->inode->write(file->fd.get(), 0, ours) == static_cast<std::int64_t>(ours.size()));
         CHECK(pwrite(plain.get(), theirs.data(), chunk, chunk) == static_cast<ssize_t>(chunk));
-        std::vector<std::byte> found(chunk);
-        CHECK(read(*file, chunk, found) == static_cast<std::int64_t>(chunk) && found == theirs);
+        std::vector<std::byte> data_read(chunk);
+        CHECK(read(*file, chunk, data_read) == static_cast<std::int64_t>(chunk) && data_read == theirs);
     }
     CHECK(store.counters().corruptions == 0 && store.counters().outside_changes == 100);
 }
 
 // A process that is killed at any moment of a write causes no false corruption, and hides none.
-void killed_while_writing() {
+void test_killed_write_leaves_valid_sums() {
     for (unsigned round = 0; round < 20; ++round) {
         const Folder folder;
         const auto first = pattern(64 * chunk, round);
@@ -175,7 +176,7 @@ void killed_while_writing() {
 
 // The disk is full in the middle of a chunk. The chunks before it have the new sums, those behind it the old ones, and
 // that chunk has none.
-void a_partly_written_chunk_has_no_sum() {
+void test_partly_written_chunk_has_no_sum() {
     constexpr std::size_t limit = 5 * chunk + 100;
     const Folder folder;
     Store store(folder.sums.get(), chunk);
@@ -190,8 +191,8 @@ void a_partly_written_chunk_has_no_sum() {
     CHECK(setrlimit(RLIMIT_FSIZE, &allowed) == 0);
     auto expected = before;
     std::copy(after.begin(), after.begin() + limit, expected.begin());
-    std::vector<std::byte> found(expected.size());
-    CHECK(read(*file, 0, found) == static_cast<std::int64_t>(found.size()) && found == expected);
+    std::vector<std::byte> data_read(expected.size());
+    CHECK(read(*file, 0, data_read) == static_cast<std::int64_t>(data_read.size()) && data_read == expected);
     CHECK(store.counters().corruptions == 0);
     std::vector<std::byte> part(chunk);
     for (const std::size_t index : {4U, 5U, 6U}) {
@@ -202,7 +203,7 @@ void a_partly_written_chunk_has_no_sum() {
 }
 
 // Sums are not written through a symbolic link in the place of their folder.
-void sums_follow_no_link() {
+void test_sums_are_not_written_through_a_link() {
     const Folder folder;
     CHECK(mkdirat(folder.fd.get(), "elsewhere", 0700) == 0);
     Store store(folder.sums.get(), chunk);
@@ -221,15 +222,15 @@ void sums_follow_no_link() {
     CHECK(faccessat(folder.fd.get(), there.c_str(), F_OK, 0) == 0);
 }
 
-void confined() {
+void test_open_stays_below_the_folder() {
     const Folder folder;
     CHECK(mkdirat(folder.fd.get(), "a", 0700) == 0 && symlinkat("a", folder.fd.get(), "link") == 0);
     CHECK(close(openat(folder.fd.get(), "a/file", O_CREAT | O_WRONLY | O_CLOEXEC, 0600)) == 0);
-    for (const auto open_it : {&open_beneath, &open_beneath_by_steps}) {
+    for (const auto open_function : {&open_beneath, &open_beneath_by_steps}) {
         const auto number = [&](const char* path, int flags = O_RDONLY) {
-            const Descriptor found(open_it(folder.fd.get(), path, flags, 0600));
-            return found ? 0 : [&] {
-                const int again = open_it(folder.fd.get(), path, flags, 0600);
+            const Descriptor opened(open_function(folder.fd.get(), path, flags, 0600));
+            return opened ? 0 : [&] {
+                const int again = open_function(folder.fd.get(), path, flags, 0600);
                 CHECK(again < 0);
                 return -again;
             }();
@@ -244,10 +245,10 @@ void confined() {
 } // namespace
 
 int main() {
-    against_a_model();
-    a_change_by_somebody_else_is_no_corruption();
-    killed_while_writing();
-    a_partly_written_chunk_has_no_sum();
-    sums_follow_no_link();
-    confined();
+    test_random_changes_match_a_model();
+    test_change_by_another_program_is_not_corruption();
+    test_killed_write_leaves_valid_sums();
+    test_partly_written_chunk_has_no_sum();
+    test_sums_are_not_written_through_a_link();
+    test_open_stays_below_the_folder();
 }

@@ -64,7 +64,7 @@ void seal(Bytes& frame) {
 std::vector<Bytes> check_vectors(const char* path) {
     std::ifstream file(path);
     CHECK(file);
-    std::vector<Bytes> right;
+    std::vector<Bytes> valid;
     std::string line;
     while (std::getline(file, line)) {
         std::istringstream words(line);
@@ -81,23 +81,23 @@ std::vector<Bytes> check_vectors(const char* path) {
             std::abort();
         }
         if (verdict == "right") {
-            right.push_back(frame);
+            valid.push_back(frame);
         }
     }
-    CHECK(right.size() >= 4);
-    return right;
+    CHECK(valid.size() >= 4);
+    return valid;
 }
 
 } // namespace
 
 int main() {
-    const std::vector<Bytes> right = check_vectors(GDRKIT_VECTORS);
+    const std::vector<Bytes> valid = check_vectors(GDRKIT_VECTORS);
     const char* const wanted = std::getenv("GDRKIT_FUZZ_ROUNDS");
     const long rounds = wanted == nullptr ? 200000 : std::atol(wanted);
     std::mt19937_64 chance(1);
     long accepted = 0;
     for (long round = 0; round < rounds; ++round) {
-        Bytes frame = right[chance() % right.size()];
+        Bytes frame = valid[chance() % valid.size()];
         for (std::uint64_t changes = chance() % 4; changes != 0 && !frame.empty(); --changes) {
             const std::size_t at = chance() % frame.size();
             switch (chance() % 4) {
@@ -119,6 +119,6 @@ int main() {
         }
         accepted += parse(frame) ? 1 : 0;
     }
-    std::printf("%ld changed frames, %ld of them still right\n", rounds, accepted);
+    std::printf("%ld changed frames, %ld of them still valid\n", rounds, accepted);
     CHECK(accepted > 0 && accepted < rounds);
 }

@@ -107,15 +107,15 @@ struct Client {
     }
 
     Operation operation(Opcode opcode, std::uint64_t file_offset, std::size_t at, std::uint64_t length) {
-        Operation made{};
-        made.tag = ++tag;
-        made.handle = handle;
-        made.file_offset = file_offset;
-        made.length = length;
-        made.remote_address = target.address(at);
-        made.rkey = target.region->rkey;
-        made.opcode = static_cast<std::uint8_t>(opcode);
-        return made;
+        Operation operation{};
+        operation.tag = ++tag;
+        operation.handle = handle;
+        operation.file_offset = file_offset;
+        operation.length = length;
+        operation.remote_address = target.address(at);
+        operation.rkey = target.region->rkey;
+        operation.opcode = static_cast<std::uint8_t>(opcode);
+        return operation;
     }
     void send(const std::vector<Operation>& operations) {
         std::vector<std::byte> frame;
@@ -125,7 +125,7 @@ struct Client {
     }
     // Receives so many results, and returns them in the order of their tags, from `first` on.
     std::vector<Result> receive(std::size_t count, std::uint64_t first) {
-        std::vector<Result> found(count);
+        std::vector<Result> by_tag(count);
         for (std::size_t got = 0; got < count;) {
             std::array<std::byte, sizeof(FrameHeader)> head;
             CHECK(recv(data.get(), head.data(), head.size(), MSG_WAITALL) == static_cast<ssize_t>(head.size()));
@@ -138,11 +138,11 @@ struct Client {
             std::vector<Result> results;
             CHECK(parse_results(*header, payload, results, holes, refusal));
             for (const Result& each : results) {
-                found.at(each.tag - first) = each;
+                by_tag.at(each.tag - first) = each;
                 ++got;
             }
         }
-        return found;
+        return by_tag;
     }
     std::vector<Result> run(const std::vector<Operation>& operations) {
         send(operations);
@@ -156,7 +156,7 @@ struct Client {
     std::vector<HoleExtent> holes;
 };
 
-struct World {
+struct Fixture {
     Folder folder;
     std::shared_ptr<Store> store = std::make_shared<Store>(folder.sums.get(), chunk);
     std::shared_ptr<Fabric> fabric = std::make_shared<Fabric>(std::vector<std::string>{});
@@ -170,8 +170,8 @@ void fill(std::vector<std::byte>& bytes, unsigned seed) {
 }
 
 // Small and large, aligned and unaligned: written bytes are read back, and the bytes around them are unchanged.
-void what_was_written_is_read(const World& world) {
-    Client client(world.folder, world.store, world.fabric);
+void test_written_bytes_are_read_back(const Fixture& fixture) {
+    Client client(fixture.folder, fixture.store, fixture.fabric);
     fill(client.target.memory, 1);
     const std::vector<std::byte> model = client.target.memory;
     constexpr std::size_t whole = 3 * (1 << 20) + 17;
@@ -192,9 +192,9 @@ void what_was_written_is_read(const World& world) {
     CHECK(client.run({client.operation(Opcode::read, whole + 5, 0, 100)})[0].result == 0);
 }
 
-// More operations than slots, in frames of many operations, in both directions at once.
-void many_operations_each_get_their_result(const World& world) {
-    Client client(world.folder, world.store, world.fabric);
+// More operations than staging buffers, in frames of many operations, in both directions at once.
+void test_each_of_many_operations_gets_its_result(const Fixture& fixture) {
+    Client client(fixture.folder, fixture.store, fixture.fabric);
     for (unsigned round = 0; round < 20; ++round) {
         std::vector<Operation> operations;
         for (std::size_t number = 0; number < 500; ++number) {
@@ -209,8 +209,8 @@ void many_operations_each_get_their_result(const World& world) {
     }
 }
 
-void refusals_are_results(const World& world) {
-    Client client(world.folder, world.store, world.fabric);
+void test_invalid_operations_get_an_errno(const Fixture& fixture) {
+    Client client(fixture.folder, fixture.store, fixture.fabric);
     std::vector<Operation> wrong(4, client.operation(Opcode::read, 0, 0, 10));
     for (std::size_t number = 0; number < wrong.size(); ++number) {
         wrong[number].tag = client.tag + number;
@@ -227,8 +227,8 @@ void refusals_are_results(const World& world) {
 }
 
 // Operations reuse the objects of earlier ones and must not see their state.
-void an_operation_has_nothing_of_the_one_before(const World& world) {
-    Client client(world.folder, world.store, world.fabric);
+void test_operation_does_not_see_state_of_an_earlier_one(const Fixture& fixture) {
+    Client client(fixture.folder, fixture.store, fixture.fabric);
     constexpr std::size_t hole = 65536, data = 8192;
     CHECK(client.run({client.operation(Opcode::write, hole, 0, data)})[0].result == data);
     Operation with_holes = client.operation(Opcode::read, 0, 0, hole + data);
@@ -248,14 +248,14 @@ void an_operation_has_nothing_of_the_one_before(const World& world) {
     CHECK(empty.result == 0 && empty.flags == checksum_valid && empty.checksum == 0);
 }
 
-void ended(Session& session) {
-    pollfd watched{session.ended_fd(), POLLIN, 0};
-    CHECK(poll(&watched, 1, 30000) == 1);
+void wait_for_end(Session& session) {
+    pollfd polled{session.ended_fd(), POLLIN, 0};
+    CHECK(poll(&polled, 1, 30000) == 1);
 }
 
 // An invalidated key ends the session. Operations in progress get no result, and nothing crashes.
-void a_key_that_was_taken_back_ends_the_session(const World& world) {
-    Client client(world.folder, world.store, world.fabric);
+void test_stale_rkey_ends_the_session(const Fixture& fixture) {
+    Client client(fixture.folder, fixture.store, fixture.fabric);
     CHECK(client.run({client.operation(Opcode::write, 0, 0, 1 << 20)})[0].result == 1 << 20);
     std::vector<Operation> operations;
     for (int number = 0; number < 64; ++number) {
@@ -263,22 +263,22 @@ void a_key_that_was_taken_back_ends_the_session(const World& world) {
     }
     client.target.region.reset();
     client.send(operations);
-    ended(client.session);
-    CHECK(world.store->counters().rdma_errors == 1);
+    wait_for_end(client.session);
+    CHECK(fixture.store->counters().rdma_errors == 1);
 }
 
-void garbage_ends_the_session(const World& world) {
-    Client client(world.folder, world.store, world.fabric);
-    const std::array<char, 64> garbage{"this is no frame"};
+void test_garbage_ends_the_session(const Fixture& fixture) {
+    Client client(fixture.folder, fixture.store, fixture.fabric);
+    const std::array<char, 64> garbage{"this is not a frame"};
     CHECK(::send(client.data.get(), garbage.data(), garbage.size(), MSG_NOSIGNAL) > 0);
-    ended(client.session);
-    CHECK(world.store->counters().refused_frames == 1);
+    wait_for_end(client.session);
+    CHECK(fixture.store->counters().refused_frames == 1);
 }
 
 // A close ends operations in progress, from any thread, while others add and remove files.
-void closing_in_the_middle(const World& world) {
+void test_close_with_operations_in_progress(const Fixture& fixture) {
     for (unsigned round = 0; round < 20; ++round) {
-        Client client(world.folder, world.store, world.fabric);
+        Client client(fixture.folder, fixture.store, fixture.fabric);
         std::vector<Operation> operations;
         for (int number = 0; number < 100; ++number) {
             const auto opcode = number % 2 == 0 ? Opcode::write : Opcode::read;
@@ -301,11 +301,12 @@ void closing_in_the_middle(const World& world) {
 } // namespace
 
 int main() {
-    for (const auto test : {what_was_written_is_read, many_operations_each_get_their_result, refusals_are_results,
-                            an_operation_has_nothing_of_the_one_before, a_key_that_was_taken_back_ends_the_session,
-                            garbage_ends_the_session, closing_in_the_middle}) {
-        const World world;
-        test(world);
+    for (const auto test :
+         {test_written_bytes_are_read_back, test_each_of_many_operations_gets_its_result,
+          test_invalid_operations_get_an_errno, test_operation_does_not_see_state_of_an_earlier_one,
+          test_stale_rkey_ends_the_session, test_garbage_ends_the_session, test_close_with_operations_in_progress}) {
+        const Fixture fixture;
+        test(fixture);
     }
     std::puts("7 tests passed");
     return 0;

@@ -96,7 +96,7 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         "sum-of-partly-written-chunk-kept",
-        "native/storage/store_file.cpp",
+        "native/storage/store_changes.cpp",
         "status == 0 || begin + chunk_bytes <= offset + written",
         "status == 0 || begin < offset + written",
         cases=_STORAGE,
@@ -192,7 +192,7 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         "sum-kept-behind-a-new-end",
-        "native/storage/store_file.cpp",
+        "native/storage/store_changes.cpp",
         "sums_.forget(tail + (rest != 0 ? 1 : 0));",
         "sums_.forget(tail + 1);",
         cases=_STORAGE,

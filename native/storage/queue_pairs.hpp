@@ -31,54 +31,54 @@ private:
 };
 
 // The end of a transfer. A transfer that does not succeed breaks its queue pair.
-enum class Ended : std::uint8_t {
+enum class TransferStatus : std::uint8_t {
     succeeded,
-    refused,     // The client's NIC refused it: the key or range is invalid, or the memory is gone. It broke the queue
-                 // pair.
-    not_carried, // The queue pair broke by another transfer, or by itself.
+    refused, // The client's NIC refused it: the key or range is invalid, or the memory is gone. It broke the queue
+             // pair.
+    flushed, // The queue pair broke by another transfer, or by itself.
 };
 
 // One queue pair per queue pair of the client, on the server's devices in turn. Only the last transfer of a list is
 // signaled. Its completion covers all transfers before it on that queue pair.
-class Lanes {
+class QueuePairs {
 public:
-    Lanes(Fabric& fabric, const std::vector<verbs::Endpoint>& peers);
+    QueuePairs(Fabric& fabric, const std::vector<verbs::Endpoint>& peers);
 
-    std::size_t size() const noexcept { return lanes_.size(); }
+    std::size_t size() const noexcept { return entries_.size(); }
     std::vector<verbs::Endpoint> endpoints() const;
     std::uint8_t reads_max() const;
     // Returns the device of a queue pair, as an index into the fabric.
-    std::size_t device_of(std::size_t lane) const { return lanes_[lane]->device; }
+    std::size_t device_of(std::size_t index) const { return entries_[index]->device; }
 
     // Returns whether the queue pair has space for so many transfers.
-    bool has_room(std::size_t lane, std::size_t transfers) const;
+    bool has_space(std::size_t index, std::size_t transfers) const;
     // Stores a transfer until flush(), or posts it if there are many. poll() reports its `id`.
-    void add(std::size_t lane, const verbs::Transfer& transfer);
+    void add(std::size_t index, const verbs::Transfer& transfer);
     // Posts the stored transfers. Returns false if a queue pair failed.
     bool flush();
-    // Calls done(id, how) for each transfer that ended. Returns true if there were any.
-    bool poll(const std::function<void(std::uint32_t, Ended)>& done);
-    bool under_way() const;
+    // Calls done(id, status) for each transfer that completed. Returns true if there were any.
+    bool poll(const std::function<void(std::uint32_t, TransferStatus)>& done);
+    bool in_progress() const;
     // Makes descriptors() readable with the next completion. Earlier completions need another poll().
     void arm();
     void take_events();
     void descriptors(std::vector<int>& into) const;
 
 private:
-    struct Lane {
-        Lane(verbs::Device& owner, std::size_t number);
+    struct Entry {
+        Entry(verbs::Device& device_of_pair, std::size_t number);
         std::size_t device;
         std::uint8_t reads_max;
         verbs::CompletionQueue completions;
         verbs::QueuePair pair;
-        std::vector<verbs::Transfer> added;
-        std::deque<std::uint32_t> under_way; // Ids in the order of posting.
-        std::uint64_t posted = 0, ended = 0; // Transfers, counted from the start.
+        std::vector<verbs::Transfer> unposted;
+        std::deque<std::uint32_t> in_progress;   // Ids in the order of posting.
+        std::uint64_t posted = 0, completed = 0; // Transfers, counted from the start.
         bool is_broken = false;
     };
-    bool post(Lane& lane);
+    bool post(Entry& entry);
 
-    std::vector<std::unique_ptr<Lane>> lanes_;
+    std::vector<std::unique_ptr<Entry>> entries_;
 };
 
 } // namespace gdrkit::storage

@@ -1,8 +1,8 @@
 """An attack on a storage server: ``python slow_hellos.py HOST PORT COUNT``.
 
-It keeps COUNT connections open without a token, sends one byte of a right header on each every 7 s, and opens each
-again as soon as the server has ended it. It prints ``ready`` when the server has so many that it ended one, and ends
-with its standard input, when it prints how many it has opened.
+The attack keeps COUNT connections open, sends one byte of a valid header on each every 7 s, and replaces each
+connection that the server closes. It prints ``ready`` after the server has closed one for the first time. At the end of
+standard input, it prints the number of connections that it opened, and exits.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ import socket
 import sys
 import time
 
-from gdrkit.storage import messages as ask
+from gdrkit.storage import messages
 from gdrkit.storage.control import pack_request
 from gdrkit.storage.wire import FrameType, pack_control
 
 __all__ = ["main"]
 
 _BYTE_PERIOD_S = 7.0
-_LOOK_PERIOD_S = 0.05
+_POLL_PERIOD_S = 0.05
 
 
 def main(host: str, port: int, count: int) -> None:
-    """Attack until standard input ends."""
-    frame = pack_control(FrameType.CONTROL_REQUEST, pack_request(ask.ReadStatistics()), sequence=1)
+    """Attack until the end of standard input."""
+    frame = pack_control(FrameType.CONTROL_REQUEST, pack_request(messages.ReadStatistics()), sequence=1)
     ends: dict[socket.socket, int] = {}
     opened, next_byte_s, is_ready = 0, 0.0, False
-    while not select.select([sys.stdin], (), (), _LOOK_PERIOD_S)[0]:
+    while not select.select([sys.stdin], (), (), _POLL_PERIOD_S)[0]:
         readable = select.poll()
         for end in ends:
             readable.register(end, select.POLLIN)
@@ -48,7 +48,7 @@ def main(host: str, port: int, count: int) -> None:
                 end.close()
                 break
             opened += 1
-            # Every second one begins at once, the others are silent for a while.
+            # Every second connection sends a byte at once. The others are silent at first.
             ends[end] = 0
             if opened % 2:
                 with contextlib.suppress(OSError):

@@ -1,0 +1,245 @@
+// Changes of files: writes, truncation, holes and times. Each updates the checksums of the chunks that it changes.
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <ctime>
+#include <vector>
+
+#include "storage/crc32c.hpp"
+#include "storage/store_file.hpp"
+
+namespace gdrkit::storage {
+
+int Inode::write_all(int file, std::uint64_t offset, std::span<const std::byte> data, std::size_t& written) const {
+    written = 0;
+    while (written < data.size()) {
+        const ssize_t count =
+            pwrite(file, data.data() + written, data.size() - written, static_cast<off_t>(offset + written));
+        if (count < 0 && errno == EINTR) {
+            continue;
+        }
+        if (count <= 0) {
+            return count == 0 ? -ENOSPC : -errno;
+        }
+        written += static_cast<std::size_t>(count);
+    }
+    return 0;
+}
+
+void Inode::set_modification_time(int file) {
+    // The kernel's clock for file times ticks every few milliseconds, so a change by another program in the same tick
+    // would not show. A time that the server sets itself shows it. If only the owner may set times, the kernel's time
+    // must do.
+    timespec times[] = {{0, UTIME_OMIT}, {}};
+    if (clock_gettime(CLOCK_REALTIME, &times[1]) == 0) {
+        (void)futimens(file, times);
+    }
+}
+
+void Inode::finish_change(int file) {
+    struct stat now {};
+    // fstat of an open file does not fail. If it did, the next access would find another version and trust no sum.
+    sums_.end_change(fstat(file, &now) == 0 ? Version::of(now) : Version{});
+}
+
+std::int64_t Inode::write(int file, std::uint64_t offset, std::span<const std::byte> data) {
+    const std::size_t chunk_bytes = store_.chunk_bytes_;
+    const std::unique_lock guard(lock_);
+    if (!sums_.is_open() && !has_no_name_) {
+        if (const int status = open_sums(file, true); status != 0) {
+            return status;
+        }
+    }
+    std::size_t written = 0;
+    if (!sums_.is_open()) {
+        const int status = write_all(file, offset, data, written);
+        return status != 0 ? status : static_cast<std::int64_t>(data.size());
+    }
+    struct stat before {};
+    if (fstat(file, &before) != 0) {
+        return -errno;
+    }
+    notice_outside_change(before);
+    const auto size = static_cast<std::uint64_t>(before.st_size);
+    const std::uint64_t end = offset + data.size(), first = offset / chunk_bytes, last = (end - 1) / chunk_bytes;
+    const auto count = static_cast<std::size_t>(last - first + 1);
+    if (const int status = sums_.reserve(first, last + 1); status != 0) {
+        return status;
+    }
+    // `sums` are the new sums of the chunks, `old` those before the write.
+    thread_local std::vector<Sum> old, sums;
+    thread_local std::vector<std::uint32_t> values;
+    thread_local Edge edge;
+    old.resize(count);
+    sums.resize(count);
+    values.resize(count);
+    const auto whole_first = (offset + chunk_bytes - 1) / chunk_bytes;
+    const auto whole_end = std::max(end / chunk_bytes, whole_first);
+    crc32c_chunks(data.data() + (whole_first * chunk_bytes - offset), chunk_bytes, whole_end - whole_first,
+                  values.data());
+    for (std::size_t index = 0; index < count; ++index) {
+        const std::uint64_t chunk = first + index, begin = chunk * chunk_bytes;
+        old[index] = sums_.get(chunk);
+        if (chunk >= whole_first && chunk < whole_end) {
+            sums[index] = {values[chunk - whole_first], static_cast<std::uint32_t>(chunk_bytes), SumState::valid};
+            continue;
+        }
+        const std::uint64_t from = std::max(offset, begin), to = std::min<std::uint64_t>(end, begin + chunk_bytes);
+        if (const int status = load_edge(file, chunk, size, edge); status != 0) {
+            return status;
+        }
+        const auto start = static_cast<std::size_t>(from - begin), stop = static_cast<std::size_t>(to - begin);
+        if (edge.length < start) {
+            std::memset(edge.bytes.data() + edge.length, 0, start - edge.length);
+        }
+        std::memcpy(edge.bytes.data() + start, data.data() + (from - offset), stop - start);
+        const std::size_t length = std::max(edge.length, stop);
+        sums[index] = {crc32c(edge.bytes.data(), length), static_cast<std::uint32_t>(length), SumState::valid};
+    }
+    sums_.begin_change();
+    for (std::size_t index = 0; index < count; ++index) {
+        sums_.set(first + index, {0, 0, SumState::being_written});
+    }
+    const int status = write_all(file, offset, data, written);
+    for (std::size_t index = 0; index < count; ++index) {
+        const std::uint64_t begin = (first + index) * chunk_bytes;
+        const bool is_done = status == 0 || begin + chunk_bytes <= offset + written;
+        const bool is_begun = written != 0 && begin < offset + written;
+        sums_.set(first + index, is_done ? sums[index] : is_begun ? Sum{} : old[index]);
+    }
+    set_modification_time(file);
+    finish_change(file);
+    return status != 0 ? status : static_cast<std::int64_t>(data.size());
+}
+
+int Inode::set_times(int file, std::optional<std::int64_t> access_ns, std::optional<std::int64_t> modification_ns) {
+    const auto time_of = [](std::optional<std::int64_t> wanted) {
+        constexpr std::int64_t second = 1'000'000'000;
+        if (!wanted) {
+            return timespec{0, UTIME_OMIT};
+        }
+        const std::int64_t rest = (*wanted % second + second) % second;
+        return timespec{(*wanted - rest) / second, rest};
+    };
+    const timespec times[] = {time_of(access_ns), time_of(modification_ns)};
+    const std::unique_lock guard(lock_);
+    struct stat before {};
+    if (sums_.is_open()) {
+        if (fstat(file, &before) != 0) {
+            return -errno;
+        }
+        notice_outside_change(before);
+        sums_.begin_change();
+    }
+    const int status = futimens(file, times) != 0 ? -errno : 0;
+    if (sums_.is_open()) {
+        finish_change(file);
+    }
+    return status;
+}
+
+int Inode::truncate(int file, std::uint64_t size) {
+    const std::size_t chunk_bytes = store_.chunk_bytes_;
+    const std::unique_lock guard(lock_);
+    if (!sums_.is_open()) {
+        return ftruncate(file, static_cast<off_t>(size)) != 0 ? -errno : 0;
+    }
+    struct stat before {};
+    if (fstat(file, &before) != 0) {
+        return -errno;
+    }
+    notice_outside_change(before);
+    const std::uint64_t tail = size / chunk_bytes;
+    const std::size_t rest = size % chunk_bytes;
+    const bool shrinks = size < static_cast<std::uint64_t>(before.st_size);
+    const Sum old = sums_.get(tail);
+    Sum tail_sum = old;
+    thread_local Edge edge;
+    if (shrinks && rest != 0 && old.state == SumState::valid) {
+        if (const int status = load_edge(file, tail, static_cast<std::uint64_t>(before.st_size), edge); status != 0) {
+            return status;
+        }
+        tail_sum = {crc32c(edge.bytes.data(), rest), static_cast<std::uint32_t>(rest), SumState::valid};
+        if (const int status = sums_.reserve(tail, tail + 1); status != 0) {
+            return status;
+        }
+    }
+    sums_.begin_change();
+    if (shrinks) {
+        sums_.forget(tail + (rest != 0 ? 1 : 0));
+        if (rest != 0 && old.state == SumState::valid) {
+            sums_.set(tail, {0, 0, SumState::being_written});
+        }
+    }
+    const int status = ftruncate(file, static_cast<off_t>(size)) != 0 ? -errno : 0;
+    if (shrinks && rest != 0 && old.state == SumState::valid) {
+        sums_.set(tail, status == 0 ? tail_sum : old);
+    }
+    set_modification_time(file);
+    finish_change(file);
+    return status;
+}
+
+int Inode::punch(int file, std::uint64_t begin, std::uint64_t end) {
+    const std::size_t chunk_bytes = store_.chunk_bytes_;
+    const std::unique_lock guard(lock_);
+    struct stat before {};
+    if (fstat(file, &before) != 0) {
+        return -errno;
+    }
+    const auto size = static_cast<std::uint64_t>(before.st_size);
+    end = std::min(end, size);
+    if (begin >= end) {
+        return 0;
+    }
+    const auto punch_range = [&] {
+        return fallocate(file, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(begin),
+                         static_cast<off_t>(end - begin)) != 0
+                   ? -errno
+                   : 0;
+    };
+    if (!sums_.is_open()) {
+        return punch_range();
+    }
+    notice_outside_change(before);
+    const std::uint64_t first = begin / chunk_bytes, last = (end - 1) / chunk_bytes;
+    thread_local Edge edge;
+    std::array<Sum, 2> edges;
+    for (const std::uint64_t chunk : {first, last}) {
+        Sum& sum = edges[chunk == first ? 0 : 1];
+        const std::uint64_t at = chunk * chunk_bytes;
+        if (sums_.get(chunk).state != SumState::valid || (chunk == last && last == first && chunk != first)) {
+            continue;
+        }
+        if (const int status = load_edge(file, chunk, size, edge); status != 0) {
+            return status;
+        }
+        const auto start = static_cast<std::size_t>(std::max(begin, at) - at);
+        const auto stop = static_cast<std::size_t>(std::min<std::uint64_t>(end, at + chunk_bytes) - at);
+        std::memset(edge.bytes.data() + start, 0, stop - start);
+        sum = {crc32c(edge.bytes.data(), edge.length), static_cast<std::uint32_t>(edge.length), SumState::valid};
+    }
+    sums_.begin_change();
+    for (std::uint64_t chunk = first; chunk <= last; ++chunk) {
+        if (sums_.get(chunk).state != SumState::unknown) {
+            sums_.set(chunk, {0, 0, SumState::being_written});
+        }
+    }
+    const int status = punch_range();
+    for (std::uint64_t chunk = first; chunk <= last; ++chunk) {
+        if (sums_.get(chunk).state != SumState::unknown) {
+            // After a failure it is unknown how much was changed.
+            const bool is_edge = chunk == first || chunk == last;
+            sums_.set(chunk, status == 0 && is_edge ? edges[chunk == first ? 0 : 1] : Sum{});
+        }
+    }
+    set_modification_time(file);
+    finish_change(file);
+    return status;
+}
+
+} // namespace gdrkit::storage
