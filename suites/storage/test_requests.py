@@ -74,7 +74,7 @@ def test_hello_and_attach_inside_a_session_are_refused(client: StorageClient) ->
     assert client.list_folder() == ()
 
 
-def test_open_without_an_access_or_to_truncate_unwritten_is_einval(service: Service, client: StorageClient) -> None:
+def test_open_without_access_or_with_odd_truncate_is_einval(service: Service, client: StorageClient) -> None:
     (service.root / "file").write_bytes(b"content")
     assert refused(client, ask.Open("file", read=False, write=False)) == errno.EINVAL
     assert refused(client, ask.Open("file", truncate=True)) == errno.EINVAL
