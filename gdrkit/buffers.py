@@ -2,24 +2,27 @@
 
 CUDA and Gaudi *export* a :class:`DmabufRange`, and verbs *imports* one; only ``registration`` knows both.
 :class:`DeviceBuffer` is the interface of device memory for all higher packages, whichever exporter made it.
+:class:`MemoryResource` is the base of the classes that implement it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import fcntl
 import os
 import warnings
-from typing import TYPE_CHECKING, Protocol, Self, runtime_checkable
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from gdrkit.errors import ClosedResource, GdrkitWarning, Reason, UsageError
-from gdrkit.handles import Handle
+from gdrkit.handles import Closeable, Handle, ReleaseStack, Resource
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from types import TracebackType
+    from contextlib import AbstractContextManager
 
-__all__ = ["Allocator", "DeviceBuffer", "DmabufRange", "MemoryKind", "check_range"]
+__all__ = ["Allocator", "DeviceBuffer", "DmabufRange", "MemoryKind", "MemoryResource", "check_range"]
 
 
 class MemoryKind(enum.Enum):
@@ -34,7 +37,7 @@ class MemoryKind(enum.Enum):
     GAUDI = "gaudi"
 
 
-class DmabufRange:
+class DmabufRange(Closeable):
     """A part of a dma-buf, with the file descriptor that keeps the dma-buf alive.
 
     The range owns the descriptor: closing the range closes it, and :meth:`take` passes it to the caller. A memory
@@ -95,14 +98,6 @@ class DmabufRange:
             fd, self._fd = self._fd, -1
             os.close(fd)
         self._handle.release()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __del__(self) -> None:
         if getattr(self, "_fd", -1) >= 0:
@@ -188,6 +183,109 @@ class Allocator(Protocol):
 
     def allocate(self, length_bytes: int) -> DeviceBuffer:
         """Allocate memory, which the caller owns."""
+
+
+class MemoryResource(Resource):
+    """Base of the memory of CUDA, of Gaudi and of the host: checked copies, and actions before the memory is freed.
+
+    Attributes
+    ----------
+    kind : MemoryKind
+        The place and the allocator of the memory.
+    address : int
+        Device address of the first byte.
+    length_bytes : int
+        Size in bytes.
+    """
+
+    def __init__(
+        self,
+        kind: MemoryKind,
+        *,
+        address: int,
+        length_bytes: int,
+        on_close: Callable[[Callable[[], None]], Callable[[], None]] | None = None,
+    ) -> None:
+        self.kind = kind
+        self.address = address
+        self.length_bytes = length_bytes
+        self._before = ReleaseStack()
+        super().__init__(f"memory.{kind.value}", name=f"{kind.value} memory at {address:#x}", on_close=on_close)
+
+    @property
+    def owned(self) -> bool:
+        """Whether :meth:`close` frees the memory. If not, other code frees it, without notice."""
+        return True
+
+    def current(self) -> AbstractContextManager[None]:
+        """Make the CUDA context of the memory current on this thread. Memory of other kinds has no context."""
+        return contextlib.nullcontext()
+
+    def read(self, *, offset_bytes: int = 0, length_bytes: int | None = None) -> bytes:
+        """Copy bytes to the host and return them. A length of None means up to the end."""
+        data = bytearray(self._checked_length(offset_bytes, length_bytes))
+        self.read_into(data, offset_bytes=offset_bytes)
+        return bytes(data)
+
+    def read_into(self, buffer: bytes | bytearray | memoryview, *, offset_bytes: int = 0) -> None:
+        """Fill a host buffer from this memory. The copy is complete on return."""
+        view = self._checked_view(buffer, offset_bytes)
+        if view.nbytes:
+            self._copy_to_host(self.address + offset_bytes, view)
+
+    def write(self, data: bytes | bytearray | memoryview, *, offset_bytes: int = 0) -> None:
+        """Copy bytes from the host into this memory. The copy is complete on return."""
+        view = self._checked_view(data, offset_bytes)
+        if view.nbytes:
+            self._copy_from_host(self.address + offset_bytes, view)
+
+    def before_release(self, action: Callable[[], None]) -> Callable[[], None]:
+        """Run `action` before the memory is freed, last added first. Return a function that cancels this."""
+        self._check_open()
+        return self._before.push(action)
+
+    def close(self) -> None:
+        """Run the actions of :meth:`before_release`, then free the memory if it is owned. A second close does nothing.
+
+        Raises
+        ------
+        Exception
+            An action failed. The error is that of the first one, with the others as notes. The memory is *not* freed
+            then, because a NIC may still access it. Another close tries again.
+        """
+        if self._closed:
+            return
+        self._before.run()
+        with self.current():
+            super().close()
+
+    @abstractmethod
+    def _copy_to_host(self, address: int, view: memoryview) -> None:
+        """Fill `view`, which has at least one byte, from the memory at `address`."""
+
+    @abstractmethod
+    def _copy_from_host(self, address: int, view: memoryview) -> None:
+        """Copy `view`, which has at least one byte, to the memory at `address`."""
+
+    def _checked_length(self, offset_bytes: int, length_bytes: int | None) -> int:
+        """Return the length of a part, up to the end for None. Raise :class:`UsageError` if it is not inside."""
+        length_bytes = self.length_bytes - offset_bytes if length_bytes is None else length_bytes
+        check_range(offset_bytes=offset_bytes, length_bytes=length_bytes, size_bytes=self.length_bytes)
+        return length_bytes
+
+    def _checked_view(self, data: bytes | bytearray | memoryview, offset_bytes: int) -> memoryview:
+        """Return the bytes of a host buffer that fits into the memory at an offset."""
+        self._check_open()
+        view = memoryview(data)
+        if not view.c_contiguous:
+            message = "the host buffer is not contiguous"
+            raise UsageError(message)
+        check_range(offset_bytes=offset_bytes, length_bytes=view.nbytes, size_bytes=self.length_bytes)
+        return view.cast("B") if view.nbytes else view
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"{self.address:#x}"
+        return f"{type(self).__name__}({state}, length_bytes={self.length_bytes}, kind={self.kind.value})"
 
 
 def check_range(*, offset_bytes: int, length_bytes: int, size_bytes: int) -> None:

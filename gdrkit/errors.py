@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import enum
 import errno as _errno
+import os
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Self
 
@@ -101,6 +102,13 @@ def errno_name(number: int | None) -> str:
     return _errno.errorcode.get(number, f"errno {number}")
 
 
+def _status_text(status: int | None, status_name: str, number: int | None) -> str:
+    """Return ``Bad address (EFAULT)`` for an errno, and ``CUDA_ERROR_INVALID_VALUE (1)`` for another status."""
+    if number is not None and number in _errno.errorcode:
+        return f"{os.strerror(number)} ({status_name})"
+    return status_name if status is None else f"{status_name} ({status})"
+
+
 class GdrkitError(Exception):
     """Base of all errors that gdrkit raises on purpose.
 
@@ -178,11 +186,12 @@ class ApiError(GdrkitError):
         self.errno = errno
         self.arguments: Mapping[str, object] = MappingProxyType(dict(arguments or {}))
         self.detail = detail
-        shown = ", ".join(f"{key}={value!r}" for key, value in self.arguments.items())
-        number = "" if status is None else f" ({status})"
+        call = f"{operation}({', '.join(f'{key}={value!r}' for key, value in self.arguments.items())})"
         tail = f": {detail}" if detail else ""
         super().__init__(
-            f"{api.value}: {operation}({shown}) gave {status_name}{number}{tail}", reason=reason, what_to_do=what_to_do
+            f"{api.value}: {call} failed: {_status_text(status, status_name, errno)}{tail}",
+            reason=reason,
+            what_to_do=what_to_do,
         )
 
 

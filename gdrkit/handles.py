@@ -1,4 +1,4 @@
-"""Counts of open objects, and the order of their release.
+"""Counts of open objects, the order of their release, and the base classes of objects that must be closed.
 
 Every object that holds a resource of a driver or of the kernel registers itself here by kind, so that a test can check
 that no object is left open. No resource is freed just because its object was dropped: a leak is better than a key that
@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import itertools
 import warnings
+from abc import ABC, abstractmethod
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
-from gdrkit.errors import GdrkitWarning
+from gdrkit.errors import ClosedResource, GdrkitWarning
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from types import TracebackType
 
-__all__ = ["Handle", "ReleaseStack", "live"]
+__all__ = ["Closeable", "Handle", "ReleaseStack", "Resource", "live"]
 
 # The kind of every open object, by its number. There is no lock, for two reasons: the garbage collector may run a
 # finalizer inside any allocation of this file, and a fork copies a lock that another thread holds. A single operation
@@ -130,3 +132,75 @@ class _Entry:
 
     def __init__(self, action: Callable[[], None]) -> None:
         self.action = action
+
+
+class Closeable(ABC):
+    """Base of objects that are closed at the end of their ``with`` block."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release everything that the object holds. A second close does nothing."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Resource(Closeable):
+    """Base of objects that hold one resource of a driver, such as a memory region or a stream.
+
+    The object is counted while it is open. Its owner, such as a device, closes it at the latest.
+
+    Parameters
+    ----------
+    kind : str
+        Kind of the object for :func:`live`, such as ``verbs.region``.
+    name : str
+        Name of the object for the error of a use after its close, such as ``memory region``.
+    on_close : callable
+        The method of the owner that adds an action to run before the owner is closed. It returns a function that
+        removes the action.
+    """
+
+    def __init__(
+        self, kind: str, *, name: str, on_close: Callable[[Callable[[], None]], Callable[[], None]] | None = None
+    ) -> None:
+        self._name = name
+        self._closed = False
+        self._handle = Handle(kind)
+        self._leave = None if on_close is None else on_close(self.close)
+
+    @property
+    def closed(self) -> bool:
+        """Whether the object was closed."""
+        return self._closed
+
+    def close(self) -> None:
+        """Release the resource. A second close does nothing.
+
+        Raises
+        ------
+        Exception
+            The release failed. The object stays open, and another close tries again.
+        """
+        if self._closed:
+            return
+        self._release()
+        self._closed = True
+        if self._leave is not None:
+            self._leave()
+        self._handle.release()
+
+    @abstractmethod
+    def _release(self) -> None:
+        """Call the driver to release the resource."""
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedResource(self._name)

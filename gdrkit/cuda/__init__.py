@@ -6,7 +6,8 @@ Importing this package opens no library; the first call does. ``_driver.py`` is 
 
 from __future__ import annotations
 
-from gdrkit.cuda.device import Device, DeviceAttribute, MemoryInfo, device_count, driver_version
+from gdrkit.cuda.context import DeviceAttribute, MemoryInfo, PrimaryContext
+from gdrkit.cuda.device import Device, device_count, driver_version
 from gdrkit.cuda.interop import ForeignArray, describe, wrap
 from gdrkit.cuda.ipc import ImportedMemory, export_handle, open_handle
 from gdrkit.cuda.memory import BorrowedMemory, CudaMemory, DeviceMemory, borrow
@@ -27,6 +28,7 @@ __all__ = [
     "ImportedMemory",
     "MemoryInfo",
     "PinnedMemory",
+    "PrimaryContext",
     "Stream",
     "VmmMemory",
     "borrow",

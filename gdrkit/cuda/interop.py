@@ -18,7 +18,7 @@ from gdrkit.errors import Api, Reason, Unsupported, UsageError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from gdrkit.cuda.device import Device
+    from gdrkit.cuda.context import PrimaryContext
 
 __all__ = ["ForeignArray", "describe", "wrap"]
 
@@ -64,7 +64,7 @@ class ForeignArray:
     release: Callable[[], None]
 
 
-def wrap(array: object, *, device: Device, read_only: bool = False) -> BorrowedMemory:
+def wrap(array: object, *, device: PrimaryContext, read_only: bool = False) -> BorrowedMemory:
     """Wrap an array of another library as device memory, without a copy.
 
     This function waits for the stream that the array names. The wrapper keeps the array alive until it is closed.
@@ -73,7 +73,7 @@ def wrap(array: object, *, device: Device, read_only: bool = False) -> BorrowedM
     ----------
     array : object
         An object with ``__cuda_array_interface__`` (version 2 or 3) or ``__dlpack__``.
-    device : Device
+    device : PrimaryContext
         The device that has the array.
     read_only : bool
         Whether the caller promises that nothing writes to the array. Without this promise a read-only array is refused.

@@ -16,7 +16,7 @@ from gdrkit.errors import Reason, UsageError
 from gdrkit.handles import ReleaseStack
 
 if TYPE_CHECKING:
-    from gdrkit.cuda.device import Device
+    from gdrkit.cuda.context import PrimaryContext
 
 __all__ = ["HANDLE_BYTES", "ImportedMemory", "export_handle", "open_handle"]
 
@@ -49,12 +49,12 @@ class ImportedMemory(CudaMemory):
         _driver.call("cuIpcCloseMemHandle", dptr=self.address)
 
 
-def open_handle(device: Device, handle: bytes, *, length_bytes: int | None = None) -> ImportedMemory:
+def open_handle(device: PrimaryContext, handle: bytes, *, length_bytes: int | None = None) -> ImportedMemory:
     """Open memory of another process.
 
     Parameters
     ----------
-    device : Device
+    device : PrimaryContext
         The device that has the memory.
     handle : bytes
         The handle that :func:`export_handle` returned in that process.

@@ -1,27 +1,23 @@
 """Device memory of CUDA.
 
-:class:`CudaMemory` is the base of all kinds: it copies, exports a dma-buf, reports its allocation keys, and runs
-actions before the memory is freed. :class:`DeviceMemory` is memory of cuMemAlloc, and :class:`BorrowedMemory` is memory
-of another owner.
+:class:`CudaMemory` is the base of all kinds: it copies, exports a dma-buf and reports its allocation keys.
+:class:`DeviceMemory` is memory of cuMemAlloc, and :class:`BorrowedMemory` is memory of another owner.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
-from gdrkit.buffers import DmabufRange, MemoryKind, check_range
+from gdrkit.buffers import DmabufRange, MemoryKind, MemoryResource
 from gdrkit.cuda import _dlpack, _driver, _results, pointer
-from gdrkit.errors import Api, ApiError, ClosedResource, Reason, Unsupported, UsageError
-from gdrkit.handles import Handle, ReleaseStack
+from gdrkit.errors import Api, ApiError, Reason, Unsupported, UsageError
+from gdrkit.handles import ReleaseStack
 from gdrkit.units import GPU_RDMA_PAGE_BYTES, HOST_PAGE_BYTES, align_down, align_up
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from contextlib import AbstractContextManager
-    from types import TracebackType
 
-    from gdrkit.cuda.device import Device
+    from gdrkit.cuda.context import PrimaryContext
 
 __all__ = ["BorrowedMemory", "CudaMemory", "DeviceMemory", "borrow"]
 
@@ -32,30 +28,19 @@ _DMA_BUF_FD = 1  # CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
 _EXPORTABLE = frozenset({MemoryKind.CUDA, MemoryKind.CUDA_VMM, MemoryKind.CUDA_POOL})
 
 
-class CudaMemory(ABC):
+class CudaMemory(MemoryResource):
     """A range of device memory; see :class:`gdrkit.buffers.DeviceBuffer`.
 
     It is created by :meth:`Device.allocate`, :class:`~gdrkit.cuda.VmmMemory`, :func:`~gdrkit.cuda.open_handle` and
     :func:`borrow`.
     """
 
-    def __init__(self, device: Device, *, kind: MemoryKind, address: int, length_bytes: int) -> None:
+    def __init__(self, device: PrimaryContext, *, kind: MemoryKind, address: int, length_bytes: int) -> None:
         self.device = device
-        self.kind = kind
-        self.address = address
-        self.length_bytes = length_bytes
-        self._before = ReleaseStack()
-        self._handle = Handle(f"memory.{kind.value}")
-        self._leave = device.on_close(self.close)
-        self._closed = False
-
-    @property
-    def closed(self) -> bool:
-        """Whether the memory was closed."""
-        return self._closed
+        super().__init__(kind, address=address, length_bytes=length_bytes, on_close=device.on_close)
 
     def current(self) -> AbstractContextManager[None]:
-        """Make the context of the device current on this thread; see :meth:`Device.current`."""
+        """Make the context of the device current on this thread; see :meth:`PrimaryContext.current`."""
         return self.device.current()
 
     def buffer_id(self) -> int:
@@ -84,11 +69,6 @@ class CudaMemory(ABC):
         length_bytes = key[-1][0] + key[-1][1] - base
         return BorrowedMemory(self.device, kind=self.kind, address=base, length_bytes=length_bytes)
 
-    @property
-    def owned(self) -> bool:
-        """Whether :meth:`close` frees the memory."""
-        return True
-
     def export_dmabuf(self, *, offset_bytes: int = 0, length_bytes: int | None = None) -> DmabufRange:
         """Export this memory, or a part of it, as a new dma-buf. The caller closes it.
 
@@ -112,8 +92,7 @@ class CudaMemory(ABC):
             The part is not inside the memory.
         """
         self._check_open()
-        length_bytes = self.length_bytes - offset_bytes if length_bytes is None else length_bytes
-        check_range(offset_bytes=offset_bytes, length_bytes=length_bytes, size_bytes=self.length_bytes)
+        length_bytes = self._checked_length(offset_bytes, length_bytes)
         if length_bytes == 0:
             message = "an empty range has no dma-buf"
             raise UsageError(message)
@@ -134,32 +113,23 @@ class CudaMemory(ABC):
         return DmabufRange(fd, offset_bytes=address - base, length_bytes=length_bytes, address=address)
 
     def read(self, *, offset_bytes: int = 0, length_bytes: int | None = None) -> bytes:
-        """Copy bytes to the host with cuMemcpyDtoH and return them. A length of None means up to the end."""
-        length_bytes = self.length_bytes - offset_bytes if length_bytes is None else length_bytes
-        check_range(offset_bytes=offset_bytes, length_bytes=length_bytes, size_bytes=self.length_bytes)
-        data = _driver.empty_bytes(length_bytes)
+        """Copy bytes to the host and return them. A length of None means up to the end."""
+        data = _driver.empty_bytes(self._checked_length(offset_bytes, length_bytes))
         self.read_into(data, offset_bytes=offset_bytes)
         return data
 
-    def read_into(self, buffer: bytes | bytearray | memoryview, *, offset_bytes: int = 0) -> None:
-        """Fill a host buffer from this memory with cuMemcpyDtoH. The copy is complete on return."""
-        view = self._checked(buffer, offset_bytes=offset_bytes)
-        if view.nbytes:
-            with self.device.current():
-                _driver.call("cuMemcpyDtoH", dstHost=view, srcDevice=self.address + offset_bytes, ByteCount=view.nbytes)
+    def _copy_to_host(self, address: int, view: memoryview) -> None:
+        with self.device.current():
+            _driver.call("cuMemcpyDtoH", dstHost=view, srcDevice=address, ByteCount=view.nbytes)
 
-    def write(self, data: bytes | bytearray | memoryview, *, offset_bytes: int = 0) -> None:
-        """Copy bytes from the host with cuMemcpyHtoD. The copy is complete on return."""
-        view = self._checked(data, offset_bytes=offset_bytes)
-        if view.nbytes:
-            with self.device.current():
-                _driver.call("cuMemcpyHtoD", dstDevice=self.address + offset_bytes, srcHost=view, ByteCount=view.nbytes)
+    def _copy_from_host(self, address: int, view: memoryview) -> None:
+        with self.device.current():
+            _driver.call("cuMemcpyHtoD", dstDevice=address, srcHost=view, ByteCount=view.nbytes)
 
     def fill(self, byte: int, *, offset_bytes: int = 0, length_bytes: int | None = None) -> None:
         """Set every byte of the range to `byte` (0 to 255), and wait for it. A length of None means up to the end."""
         self._check_open()
-        length_bytes = self.length_bytes - offset_bytes if length_bytes is None else length_bytes
-        check_range(offset_bytes=offset_bytes, length_bytes=length_bytes, size_bytes=self.length_bytes)
+        length_bytes = self._checked_length(offset_bytes, length_bytes)
         if not 0 <= byte <= 0xFF:  # noqa: PLR2004 - the largest byte.
             message = f"{byte} is not a byte"
             raise UsageError(message)
@@ -222,47 +192,6 @@ class CudaMemory(ABC):
         message = "a consumer of DLPack still uses the memory"
         raise UsageError(message, reason=Reason.BUSY, what_to_do="delete the tensors that were made from it")
 
-    def before_release(self, action: Callable[[], None]) -> Callable[[], None]:
-        """Run `action` before the memory is freed, last added first. Return a function that cancels this."""
-        self._check_open()
-        return self._before.push(action)
-
-    def close(self) -> None:
-        """Run the actions of :meth:`before_release`, then free the memory. A second close does nothing.
-
-        Raises
-        ------
-        Exception
-            An action failed. The error is that of the first one, with the others as notes. The memory is *not* freed
-            then, because other code may still access it. Another close tries again.
-        """
-        if self._closed:
-            return
-        self._before.run()
-        with self.device.current():
-            self._release()
-        self._closed = True
-        self._leave()
-        self._handle.release()
-
-    @abstractmethod
-    def _release(self) -> None:
-        """Free the memory. The context of the device is current."""
-
-    def _check_open(self) -> None:
-        if self._closed:
-            what = f"{self.kind.value} memory at {self.address:#x}"
-            raise ClosedResource(what)
-
-    def _checked(self, data: bytes | bytearray | memoryview, *, offset_bytes: int) -> memoryview:
-        self._check_open()
-        view = memoryview(data)
-        if not view.c_contiguous:
-            message = "the host buffer is not contiguous"
-            raise UsageError(message)
-        check_range(offset_bytes=offset_bytes, length_bytes=view.nbytes, size_bytes=self.length_bytes)
-        return view
-
     def _explained(self, error: ApiError) -> ApiError:
         if error.status != _results.INVALID_VALUE or self.kind in _EXPORTABLE:
             return error
@@ -282,18 +211,6 @@ class CudaMemory(ABC):
             detail=f"{self.kind.value} memory cannot be exported",
         )
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def __repr__(self) -> str:
-        state = "closed" if self._closed else f"{self.address:#x}"
-        return f"{type(self).__name__}({state}, length_bytes={self.length_bytes}, kind={self.kind.value})"
-
 
 class DeviceMemory(CudaMemory):
     """Memory of cuMemAlloc, with SYNC_MEMOPS set. :meth:`close` frees it.
@@ -303,7 +220,7 @@ class DeviceMemory(CudaMemory):
 
     Parameters
     ----------
-    device : Device
+    device : PrimaryContext
         The device to allocate on.
     length_bytes : int
         Size in bytes, above 0.
@@ -314,7 +231,7 @@ class DeviceMemory(CudaMemory):
         cuMemAlloc failed, for example with CUDA_ERROR_OUT_OF_MEMORY.
     """
 
-    def __init__(self, device: Device, length_bytes: int) -> None:
+    def __init__(self, device: PrimaryContext, length_bytes: int) -> None:
         if length_bytes <= 0:
             message = f"cannot allocate {length_bytes} bytes"
             raise UsageError(message)
@@ -349,12 +266,12 @@ class BorrowedMemory(CudaMemory):
         return
 
 
-def borrow(device: Device, address: int, *, length_bytes: int) -> BorrowedMemory:
+def borrow(device: PrimaryContext, address: int, *, length_bytes: int) -> BorrowedMemory:
     """Wrap memory that other code allocated. SYNC_MEMOPS is set on it, as on gdrkit's own memory.
 
     Parameters
     ----------
-    device : Device
+    device : PrimaryContext
         The device that has the memory.
     address : int
         Device address of the first byte.

@@ -14,18 +14,18 @@ from gdrkit.errors import ApiError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from gdrkit.cuda.device import Device
+    from gdrkit.cuda.context import PrimaryContext
 
 __all__ = ["can_access_peer", "peer_access"]
 
 
-def can_access_peer(device: Device, peer: Device) -> bool:
+def can_access_peer(device: PrimaryContext, peer: PrimaryContext) -> bool:
     """Return whether `device` can access the memory of `peer` directly (cuDeviceCanAccessPeer)."""
     return bool(_driver.integer("cuDeviceCanAccessPeer", dev=device.ordinal, peerDev=peer.ordinal))
 
 
 @contextlib.contextmanager
-def peer_access(device: Device, peer: Device) -> Iterator[None]:
+def peer_access(device: PrimaryContext, peer: PrimaryContext) -> Iterator[None]:
     """Allow the work of `device` to access the memory of `peer` directly inside the block, in this direction only.
 
     If access was enabled before, it stays enabled afterwards.
@@ -45,7 +45,7 @@ def peer_access(device: Device, peer: Device) -> Iterator[None]:
                 _driver.call("cuCtxDisablePeerAccess", peerContext=theirs)
 
 
-def _enable(device: Device, theirs: int) -> bool:
+def _enable(device: PrimaryContext, theirs: int) -> bool:
     """Enable the access. Return False if it was enabled before."""
     with device.current():
         try:

@@ -6,29 +6,28 @@ It is allocated with cuMemHostAlloc for every context of the process (PORTABLE).
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from gdrkit.cuda import _driver
-from gdrkit.errors import ClosedResource, Reason, UsageError
-from gdrkit.handles import Handle
+from gdrkit.errors import Reason, UsageError
+from gdrkit.handles import Resource
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
-    from types import TracebackType
 
-    from gdrkit.cuda.device import Device
+    from gdrkit.cuda.context import PrimaryContext
 
 __all__ = ["PinnedMemory"]
 
 _PORTABLE = 1  # CU_MEMHOSTALLOC_PORTABLE
 
 
-class PinnedMemory:
+class PinnedMemory(Resource):
     """Host memory that cannot be paged out. :meth:`close` frees it.
 
     Parameters
     ----------
-    device : Device
+    device : PrimaryContext
         The device whose context allocates the memory. Every device can copy from and to it.
     length_bytes : int
         Size in bytes, above 0.
@@ -39,7 +38,7 @@ class PinnedMemory:
         cuMemHostAlloc failed, for example with CUDA_ERROR_OUT_OF_MEMORY.
     """
 
-    def __init__(self, device: Device, length_bytes: int) -> None:
+    def __init__(self, device: PrimaryContext, length_bytes: int) -> None:
         if length_bytes <= 0:
             message = f"cannot pin {length_bytes} bytes"
             raise UsageError(message)
@@ -49,14 +48,7 @@ class PinnedMemory:
             self._address = _driver.integer("cuMemHostAlloc", bytesize=length_bytes, Flags=_PORTABLE)
         # The object that all views share, while a view exists.
         self._array: weakref.ref[Any] | None = None
-        self._handle = Handle("cuda.pinned")
-        self._leave = device.on_close(self.close)
-        self._closed = False
-
-    @property
-    def closed(self) -> bool:
-        """Whether the memory was freed."""
-        return self._closed
+        super().__init__("cuda.pinned", name="pinned memory", on_close=device.on_close)
 
     @property
     def address(self) -> int:
@@ -65,7 +57,7 @@ class PinnedMemory:
         return self._address
 
     def current(self) -> AbstractContextManager[None]:
-        """Make the context that allocated the memory current on this thread; see :meth:`Device.current`."""
+        """Make the context that allocated the memory current on this thread; see :meth:`PrimaryContext.current`."""
         return self.device.current()
 
     def view(self) -> memoryview:
@@ -85,29 +77,14 @@ class PinnedMemory:
         UsageError
             BUSY: a view still exists. After the free it could show memory of another owner.
         """
-        if self._closed:
-            return
+        super().close()
+
+    def _release(self) -> None:
         if self._array is not None and self._array() is not None:
             message = "a view of the pinned memory is still used"
             raise UsageError(message, reason=Reason.BUSY, what_to_do="delete the views that were made from it")
         with self.device.current():
             _driver.call("cuMemFreeHost", p=self._address)
-        self._closed = True
-        self._leave()
-        self._handle.release()
-
-    def _check_open(self) -> None:
-        if self._closed:
-            what = "pinned memory"
-            raise ClosedResource(what)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"PinnedMemory({'closed' if self._closed else f'{self._address:#x}'}, length_bytes={self.length_bytes})"

@@ -6,18 +6,17 @@ synchronized.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from gdrkit.buffers import check_range
 from gdrkit.cuda import _driver, _results
-from gdrkit.errors import ApiError, ClosedResource
-from gdrkit.handles import Handle
+from gdrkit.errors import ApiError
+from gdrkit.handles import Resource
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
-    from types import TracebackType
 
-    from gdrkit.cuda.device import Device
+    from gdrkit.cuda.context import PrimaryContext
     from gdrkit.cuda.memory import CudaMemory
 
 __all__ = ["Event", "Stream", "wait_for"]
@@ -26,68 +25,41 @@ _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: no implicit ordering with the defau
 _EVENT_DEFAULT = 0
 
 
-class _Owned:
-    """Base of streams and events: a handle of one device that is closed explicitly."""
+class _StreamOrEvent(Resource):
+    """Base of streams and events."""
 
     _kind = ""
     _destroy = ""
     _destroy_argument = ""
 
-    def __init__(self, device: Device, handle: int) -> None:
+    def __init__(self, device: PrimaryContext, number: int) -> None:
         self.device = device
-        self._number = handle
-        self._entry = Handle(f"cuda.{self._kind}")
-        self._leave = device.on_close(self.close)
-        self._closed = False
+        self._number = number
+        super().__init__(f"cuda.{self._kind}", name=f"CUDA {self._kind}", on_close=device.on_close)
 
     @property
     def handle(self) -> int:
         """The driver's handle."""
-        if self._closed:
-            what = f"CUDA {self._kind}"
-            raise ClosedResource(what)
+        self._check_open()
         return self._number
 
-    @property
-    def closed(self) -> bool:
-        """Whether the object was destroyed."""
-        return self._closed
-
     def current(self) -> AbstractContextManager[None]:
-        """Make the context of the device current on this thread; see :meth:`Device.current`."""
+        """Make the context of the device current on this thread; see :meth:`PrimaryContext.current`."""
         return self.device.current()
 
-    def close(self) -> None:
-        """Destroy the object. A second close does nothing."""
-        if self._closed:
-            return
-        self._before_close()
+    def _release(self) -> None:
         with self.device.current():
             _driver.call(self._destroy, **{self._destroy_argument: self._number})
-        self._closed = True
-        self._leave()
-        self._entry.release()
-
-    def _before_close(self) -> None:
-        return
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
-class Event(_Owned):
+class Event(_StreamOrEvent):
     """A CUDA event: a mark in a stream."""
 
     _kind = "event"
     _destroy = "cuEventDestroy"
     _destroy_argument = "hEvent"
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: PrimaryContext) -> None:
         with device.current():
             handle = _driver.integer("cuEventCreate", Flags=_EVENT_DEFAULT)
         super().__init__(device, handle)
@@ -108,7 +80,7 @@ class Event(_Owned):
             return _driver.real("cuEventElapsedTime", hStart=since.handle, hEnd=self.handle)
 
 
-class Stream(_Owned):
+class Stream(_StreamOrEvent):
     """A queue of work on one device.
 
     :meth:`close` first waits for the work, so that no buffer is freed while the device uses it.
@@ -118,7 +90,7 @@ class Stream(_Owned):
     _destroy = "cuStreamDestroy"
     _destroy_argument = "hStream"
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: PrimaryContext) -> None:
         with device.current():
             handle = _driver.integer("cuStreamCreate", Flags=_NON_BLOCKING)
         self._used: list[memoryview] = []
@@ -209,8 +181,9 @@ class Stream(_Owned):
             _driver.call("cuStreamSynchronize", hStream=self.handle)
         self._used.clear()
 
-    def _before_close(self) -> None:
+    def _release(self) -> None:
         self.synchronize()
+        super()._release()
 
 
 def wait_for(handle: int) -> None:

@@ -19,7 +19,7 @@ from gdrkit.units import align_up
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from gdrkit.cuda.device import Device
+    from gdrkit.cuda.context import PrimaryContext
 
 __all__ = ["VmmMemory", "granularity_bytes"]
 
@@ -30,7 +30,7 @@ _MINIMUM = 0  # CU_MEM_ALLOC_GRANULARITY_MINIMUM
 _READ_WRITE = 3  # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
 
 
-def granularity_bytes(device: Device) -> int:
+def granularity_bytes(device: PrimaryContext) -> int:
     """Return the granularity in bytes. The size of a chunk must be a multiple of it (2 MiB on an H200)."""
     option = _driver.constant("CUmemAllocationGranularity_flags", _MINIMUM)
     with device.current():
@@ -44,7 +44,7 @@ class VmmMemory(CudaMemory):
     :meth:`close` unmaps the chunks, releases their handles and frees the address range, in this order.
     """
 
-    def __init__(self, device: Device, *, chunk_bytes: int, chunks: Sequence[Callable[[], int]]) -> None:
+    def __init__(self, device: PrimaryContext, *, chunk_bytes: int, chunks: Sequence[Callable[[], int]]) -> None:
         """Map the chunks; each function in `chunks` makes one handle.
 
         Callers use :meth:`create` and :meth:`import_shareable` instead.
@@ -62,12 +62,12 @@ class VmmMemory(CudaMemory):
         super().__init__(device, kind=MemoryKind.CUDA_VMM, address=address, length_bytes=length_bytes)
 
     @classmethod
-    def create(cls, device: Device, length_bytes: int, *, chunk_bytes: int | None = None) -> Self:
+    def create(cls, device: PrimaryContext, length_bytes: int, *, chunk_bytes: int | None = None) -> Self:
         """Allocate memory.
 
         Parameters
         ----------
-        device : Device
+        device : PrimaryContext
             The device to allocate on.
         length_bytes : int
             Smallest size in bytes, above 0. It is rounded up to whole chunks.
@@ -90,12 +90,12 @@ class VmmMemory(CudaMemory):
         return cls(device, chunk_bytes=whole_bytes, chunks=[make] * -(-length_bytes // whole_bytes))
 
     @classmethod
-    def import_shareable(cls, device: Device, fds: Sequence[int], *, chunk_bytes: int) -> Self:
+    def import_shareable(cls, device: PrimaryContext, fds: Sequence[int], *, chunk_bytes: int) -> Self:
         """Map chunks that another process shared.
 
         Parameters
         ----------
-        device : Device
+        device : PrimaryContext
             The device that has the chunks.
         fds : sequence of int
             The descriptors of :meth:`export_shareable` in that process, in order. They are borrowed, and can be closed
@@ -133,7 +133,7 @@ class VmmMemory(CudaMemory):
                 "cuMemExportToShareableHandle", handle=self._chunk_handles[chunk_index], handleType=kind, flags=0
             )
 
-    def _build(self, device: Device, chunks: Sequence[Callable[[], int]], length_bytes: int) -> int:
+    def _build(self, device: PrimaryContext, chunks: Sequence[Callable[[], int]], length_bytes: int) -> int:
         base = _driver.integer("cuMemAddressReserve", size=length_bytes, alignment=0, addr=0, flags=0)
         self._undo.push(functools.partial(_driver.call, "cuMemAddressFree", ptr=base, size=length_bytes))
         for index, make in enumerate(chunks):
@@ -154,7 +154,7 @@ class VmmMemory(CudaMemory):
         self._undo.run()
 
 
-def _properties(device: Device) -> object:
+def _properties(device: PrimaryContext) -> object:
     return _driver.structure(
         "CUmemAllocationProp",
         type=_driver.constant("CUmemAllocationType", _PINNED),

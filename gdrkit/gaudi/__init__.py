@@ -5,7 +5,9 @@ Importing this package opens no library; the first call does. ``_hlthunk.py`` is
 
 from __future__ import annotations
 
-from gdrkit.gaudi.device import Device, DeviceInfo, Generation, device_count, list_devices
+from gdrkit.gaudi.context import GaudiContext
+from gdrkit.gaudi.device import Device
+from gdrkit.gaudi.device_info import DeviceInfo, Generation, device_count, list_devices
 from gdrkit.gaudi.host_mapping import HostMapping
 from gdrkit.gaudi.memory import BorrowedMemory, DeviceMemory, GaudiMemory
 from gdrkit.gaudi.pool import MemoryPool, PoolMemory
@@ -17,6 +19,7 @@ __all__ = [
     "Device",
     "DeviceInfo",
     "DeviceMemory",
+    "GaudiContext",
     "GaudiMemory",
     "Generation",
     "HostMapping",

@@ -6,29 +6,28 @@ NIC access host memory, register the memory by its own address.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NoReturn, Self
+from typing import TYPE_CHECKING, NoReturn
 
 from gdrkit.buffers import MemoryKind
 from gdrkit.errors import Api, Reason, Unsupported, UsageError
 from gdrkit.gaudi import _hlthunk
-from gdrkit.gaudi.device import MappedRange
-from gdrkit.handles import Handle
+from gdrkit.gaudi.context import MappedRange
+from gdrkit.handles import Resource
 
 if TYPE_CHECKING:
     import mmap
-    from types import TracebackType
 
-    from gdrkit.gaudi.device import Device
+    from gdrkit.gaudi.context import GaudiContext
 
 __all__ = ["HostMapping"]
 
 
-class HostMapping:
+class HostMapping(Resource):
     """A host buffer with a device address. It is pinned until the mapping is closed.
 
     Parameters
     ----------
-    device : Device
+    device : GaudiContext
         The device to map to.
     buffer : bytearray, mmap or memoryview
         A writable and contiguous buffer. It cannot be resized or closed before the mapping.
@@ -41,7 +40,7 @@ class HostMapping:
         The buffer is empty, read-only or not contiguous.
     """
 
-    def __init__(self, device: Device, buffer: bytearray | mmap.mmap | memoryview) -> None:
+    def __init__(self, device: GaudiContext, buffer: bytearray | mmap.mmap | memoryview) -> None:
         view = memoryview(buffer)
         if view.readonly or not view.c_contiguous or not view.nbytes:
             message = "only a writable, contiguous, non-empty buffer can be mapped"
@@ -56,14 +55,8 @@ class HostMapping:
             hint_addr=0,
             host_size=view.nbytes,
         )
-        self._handle = Handle("gaudi.host_mapping")
-        self._leave = device.on_close(self.close)
+        super().__init__("gaudi.host_mapping", name="Gaudi host mapping", on_close=device.on_close)
         self._forget = device.add_mapped(MappedRange(MemoryKind.HOST, self.address, self.length_bytes, None))
-
-    @property
-    def closed(self) -> bool:
-        """Whether the buffer was unmapped."""
-        return self._view is None
 
     def export_dmabuf(self) -> NoReturn:
         """Always raise, because host memory cannot be exported.
@@ -85,25 +78,12 @@ class HostMapping:
             detail="it is host memory that the device has mapped, and the kernel exports only the device's own",
         )
 
-    def close(self) -> None:
-        """Unmap the buffer. A second close does nothing."""
-        if self._view is None:
-            return
+    def _release(self) -> None:
         self.device.copies.settle()
         if not self.device.lost:
             _hlthunk.call("hlthunk_memory_unmap", fd=self.device.fd, device_virt_addr=self.address)
         self._view = None
         self._forget()
-        self._leave()
-        self._handle.release()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"HostMapping({'closed' if self.closed else f'{self.address:#x}'}, length_bytes={self.length_bytes})"

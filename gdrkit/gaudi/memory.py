@@ -10,23 +10,21 @@ from __future__ import annotations
 import errno
 import itertools
 import os
-from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
-from gdrkit.buffers import DmabufRange, MemoryKind, check_range
+from gdrkit.buffers import DmabufRange, MemoryKind, MemoryResource
 from gdrkit.errors import ClosedResource, UsageError
 from gdrkit.forks import ForkSafeLock
 from gdrkit.gaudi import _hlthunk
 from gdrkit.gaudi._answers import error_of
-from gdrkit.gaudi.device import MappedRange
-from gdrkit.handles import Handle, ReleaseStack
+from gdrkit.gaudi.context import MappedRange
+from gdrkit.handles import ReleaseStack
 from gdrkit.units import HOST_PAGE_BYTES, align_down, align_up
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from types import TracebackType
 
-    from gdrkit.gaudi.device import Device
+    from gdrkit.gaudi.context import GaudiContext
 
 __all__ = ["Allocation", "BorrowedMemory", "DeviceMemory", "GaudiMemory"]
 
@@ -51,7 +49,7 @@ class Allocation:
 
     Parameters
     ----------
-    device : Device
+    device : GaudiContext
         The device to allocate on.
     length_bytes : int
         Size in bytes, rounded up to whole pages.
@@ -63,7 +61,7 @@ class Allocation:
         for another reason.
     """
 
-    def __init__(self, device: Device, length_bytes: int) -> None:
+    def __init__(self, device: GaudiContext, length_bytes: int) -> None:
         if length_bytes <= 0:
             message = f"cannot allocate {length_bytes} bytes"
             raise UsageError(message)
@@ -152,7 +150,7 @@ class Allocation:
 class _Steps:
     """Unmap and free, each once, so that a repeated close continues at the step that failed."""
 
-    def __init__(self, device: Device, handle: int) -> None:
+    def __init__(self, device: GaudiContext, handle: int) -> None:
         self._device = device
         self._handle = handle
         self.address = 0
@@ -172,34 +170,22 @@ class _Steps:
         undo.run_after(error)
 
 
-class GaudiMemory(ABC):
+class GaudiMemory(MemoryResource):
     """A range of device memory; see :class:`gdrkit.buffers.DeviceBuffer`.
 
     It is created by :meth:`Device.allocate` and :meth:`MemoryPool.allocate`.
     """
 
-    kind = MemoryKind.GAUDI
-
     def __init__(self, allocation: Allocation, *, offset_bytes: int, length_bytes: int) -> None:
         self.device = allocation.device
-        self.address = allocation.address + offset_bytes
-        self.length_bytes = length_bytes
         self._allocation = allocation
         self._offset_bytes = offset_bytes
-        self._before = ReleaseStack()
-        self._handle = Handle("memory.gaudi")
-        self._leave = self.device.on_close(self.close)
-        self._closed = False
-
-    @property
-    def closed(self) -> bool:
-        """Whether the memory was closed."""
-        return self._closed
-
-    @property
-    def owned(self) -> bool:
-        """Whether :meth:`close` frees the memory."""
-        return True
+        super().__init__(
+            MemoryKind.GAUDI,
+            address=allocation.address + offset_bytes,
+            length_bytes=length_bytes,
+            on_close=self.device.on_close,
+        )
 
     def allocation_key(self) -> tuple[tuple[int, int, int], ...]:
         """Return (base, length_bytes, number) of the one allocation under the memory.
@@ -240,41 +226,15 @@ class GaudiMemory(ABC):
             The part is empty or not inside the memory.
         """
         self._check_open()
-        length_bytes = self.length_bytes - offset_bytes if length_bytes is None else length_bytes
-        check_range(offset_bytes=offset_bytes, length_bytes=length_bytes, size_bytes=self.length_bytes)
+        length_bytes = self._checked_length(offset_bytes, length_bytes)
         if length_bytes == 0:
             message = "an empty range has no dma-buf"
             raise UsageError(message)
         begin = self._offset_bytes + offset_bytes
         return self._export(begin, length_bytes)
 
-    def read(self, *, offset_bytes: int = 0, length_bytes: int | None = None) -> bytes:
-        """Copy bytes to the host by the device's DMA and return them. A length of None means up to the end."""
-        length_bytes = self.length_bytes - offset_bytes if length_bytes is None else length_bytes
-        check_range(offset_bytes=offset_bytes, length_bytes=length_bytes, size_bytes=self.length_bytes)
-        data = bytearray(length_bytes)
-        self.read_into(data, offset_bytes=offset_bytes)
-        return bytes(data)
-
-    def read_into(self, buffer: bytearray | memoryview, *, offset_bytes: int = 0) -> None:
-        """Fill a host buffer from this memory by the device's DMA. The copy is complete on return."""
-        view = self._checked(buffer, offset_bytes=offset_bytes)
-        if view.nbytes:
-            self.device.copies.read_into(self.address + offset_bytes, view)
-
-    def write(self, data: bytes | bytearray | memoryview, *, offset_bytes: int = 0) -> None:
-        """Copy bytes from the host by the device's DMA. The copy is complete on return."""
-        view = self._checked(data, offset_bytes=offset_bytes)
-        if view.nbytes:
-            self.device.copies.write(self.address + offset_bytes, view)
-
-    def before_release(self, action: Callable[[], None]) -> Callable[[], None]:
-        """Run `action` before the memory is freed, last added first. Return a function that cancels this."""
-        self._check_open()
-        return self._before.push(action)
-
     def close(self) -> None:
-        """Run the actions of :meth:`before_release`, then free the memory. A second close does nothing.
+        """Run the actions of :meth:`before_release`, then free the memory if it is owned. A second close does nothing.
 
         Raises
         ------
@@ -285,17 +245,13 @@ class GaudiMemory(ABC):
             EINVAL, BUSY: a dma-buf of the memory still exists. The memory stays allocated, and another close tries
             again.
         """
-        if self._closed:
-            return
-        self._before.run()
-        self._release()
-        self._closed = True
-        self._leave()
-        self._handle.release()
+        super().close()
 
-    @abstractmethod
-    def _release(self) -> None:
-        """Free the memory."""
+    def _copy_to_host(self, address: int, view: memoryview) -> None:
+        self.device.copies.read_into(address, view)
+
+    def _copy_from_host(self, address: int, view: memoryview) -> None:
+        self.device.copies.write(address, view)
 
     def _export(self, begin: int, length_bytes: int) -> DmabufRange:
         """Export a part of the allocation as a dma-buf."""
@@ -306,30 +262,9 @@ class GaudiMemory(ABC):
         return DmabufRange(fd, offset_bytes=begin - first, length_bytes=length_bytes, address=address)
 
     def _check_open(self) -> None:
-        if self._closed or not self._allocation.alive:
-            what = f"Gaudi memory at {self.address:#x}"
-            raise ClosedResource(what)
-
-    def _checked(self, data: bytes | bytearray | memoryview, *, offset_bytes: int) -> memoryview:
-        self._check_open()
-        view = memoryview(data)
-        if not view.c_contiguous:
-            message = "the host buffer is not contiguous"
-            raise UsageError(message)
-        check_range(offset_bytes=offset_bytes, length_bytes=view.nbytes, size_bytes=self.length_bytes)
-        return view.cast("B")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def __repr__(self) -> str:
-        state = "closed" if self._closed else f"{self.address:#x}"
-        return f"{type(self).__name__}({state}, length_bytes={self.length_bytes})"
+        super()._check_open()
+        if not self._allocation.alive:
+            raise ClosedResource(self._name)
 
 
 class DeviceMemory(GaudiMemory):
@@ -337,7 +272,7 @@ class DeviceMemory(GaudiMemory):
 
     Parameters
     ----------
-    device : Device
+    device : GaudiContext
         The device to allocate on.
     length_bytes : int
         Size in bytes, above 0.
@@ -350,7 +285,7 @@ class DeviceMemory(GaudiMemory):
         ELIBBAD: the signature of ``hlthunk_device_memory_alloc`` in this hl-thunk is unknown.
     """
 
-    def __init__(self, device: Device, length_bytes: int) -> None:
+    def __init__(self, device: GaudiContext, length_bytes: int) -> None:
         allocation = Allocation(device, length_bytes)
         super().__init__(allocation, offset_bytes=0, length_bytes=length_bytes)
         mapped = MappedRange(self.kind, allocation.address, allocation.length_bytes, self._export_whole)

@@ -8,31 +8,30 @@ from __future__ import annotations
 
 import errno
 import threading
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from gdrkit.buffers import DmabufRange, MemoryKind
-from gdrkit.errors import Api, ApiError, ClosedResource, Reason, UsageError, errno_name
+from gdrkit.errors import Api, ApiError, Reason, UsageError, errno_name
 from gdrkit.gaudi._ranges import FirstFit
-from gdrkit.gaudi.device import MappedRange
+from gdrkit.gaudi.context import MappedRange
 from gdrkit.gaudi.memory import Allocation, GaudiMemory
-from gdrkit.handles import Handle, ReleaseStack
+from gdrkit.handles import ReleaseStack, Resource
 from gdrkit.units import HOST_PAGE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from types import TracebackType
 
-    from gdrkit.gaudi.device import Device
+    from gdrkit.gaudi.context import GaudiContext
 
 __all__ = ["MemoryPool", "PoolMemory"]
 
 
-class MemoryPool:
+class MemoryPool(Resource):
     """One allocation that is divided into parts. The first export of a part exports the pool, until the pool is closed.
 
     Parameters
     ----------
-    device : Device
+    device : GaudiContext
         The device to allocate on.
     length_bytes : int
         Size of the pool in bytes, above 0.
@@ -43,16 +42,14 @@ class MemoryPool:
         See :class:`gdrkit.gaudi.DeviceMemory`.
     """
 
-    def __init__(self, device: Device, length_bytes: int) -> None:
+    def __init__(self, device: GaudiContext, length_bytes: int) -> None:
         self.device = device
         self.storage = Allocation(device, length_bytes)
         self._free = FirstFit(self.storage.address, self.storage.length_bytes, alignment_bytes=HOST_PAGE_BYTES)
         self._exporting = threading.Lock()
         self._whole: DmabufRange | None = None
         self._parts = ReleaseStack()
-        self._closed = False
-        self._handle = Handle("gaudi.pool")
-        self._leave = device.on_close(self.close)
+        super().__init__("gaudi.pool", name="Gaudi memory pool", on_close=device.on_close)
         self._forget = device.add_mapped(MappedRange(MemoryKind.GAUDI, self.address, self.length_bytes, self._exported))
 
     @property
@@ -65,11 +62,6 @@ class MemoryPool:
         """Size of the pool in bytes, in whole pages."""
         return self.storage.length_bytes
 
-    @property
-    def closed(self) -> bool:
-        """Whether the pool was closed."""
-        return self._closed
-
     def allocate(self, length_bytes: int) -> PoolMemory:
         """Allocate a part of the pool.
 
@@ -78,9 +70,7 @@ class MemoryPool:
         ApiError
             ENOMEM: no free part is large enough.
         """
-        if self._closed:
-            what = "Gaudi memory pool"
-            raise ClosedResource(what)
+        self._check_open()
         if length_bytes <= 0:
             message = f"cannot allocate {length_bytes} bytes"
             raise UsageError(message)
@@ -136,29 +126,19 @@ class MemoryPool:
             EINVAL, BUSY: a duplicate of the dma-buf, or a region made from one, still exists. Another close tries
             again.
         """
-        if self._closed:
-            return
+        super().close()
+
+    def _release(self) -> None:
         self._parts.run()
         with self._exporting:
             if self._whole is not None:
                 self._whole.close()
                 self._whole = None
         self.storage.close()
-        self._closed = True
         self._forget()
-        self._leave()
-        self._handle.release()
 
     def _exported(self, begin: int, length_bytes: int) -> DmabufRange:
         return self.export(offset_bytes=begin, length_bytes=length_bytes)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"MemoryPool({'closed' if self._closed else f'{self.address:#x}'}, length_bytes={self.length_bytes})"

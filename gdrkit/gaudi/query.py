@@ -6,28 +6,27 @@ hl-thunk has no call for this. The query only finds memory that gdrkit itself al
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from gdrkit.errors import Reason, UsageError
+from gdrkit.handles import Closeable
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from gdrkit.buffers import DmabufRange, MemoryKind
-    from gdrkit.gaudi.device import Device
+    from gdrkit.gaudi.context import GaudiContext
 
 __all__ = ["AddressInfo", "query"]
 
 
 @dataclass(frozen=True, slots=True)
-class AddressInfo:
+class AddressInfo(Closeable):
     """The result of a query. Closing it closes the dma-buf.
 
     Attributes
     ----------
     kind : MemoryKind
         Whether it is memory of the device, or host memory that is mapped to it.
-    device : Device
+    device : GaudiContext
         The device of the address.
     base, length_bytes : int
         The whole allocation or mapping that contains the address.
@@ -37,7 +36,7 @@ class AddressInfo:
     """
 
     kind: MemoryKind
-    device: Device
+    device: GaudiContext
     base: int
     length_bytes: int
     dmabuf: DmabufRange | None
@@ -47,16 +46,8 @@ class AddressInfo:
         if self.dmabuf is not None:
             self.dmabuf.close()
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-def query(device: Device, address: int, *, length_bytes: int = 1) -> AddressInfo:
+def query(device: GaudiContext, address: int, *, length_bytes: int = 1) -> AddressInfo:
     """Return the memory at ``[address, address + length)``.
 
     Raises

@@ -200,12 +200,11 @@ def _opened_nics(request: pytest.FixtureRequest, *, count_max: int | None) -> It
 
     case = _case(request)
     with contextlib.ExitStack() as stack:
-        found = []
-        for info in [info for info in verbs.list_nics() if info.active][:count_max]:
-            port = next(port.number for port in info.ports if port.active)
-            found.append(stack.enter_context(verbs.Nic.open(info.name, port=port)))
-            case.nics.append(info.name)
-        yield tuple(found)
+        nics = verbs.open_active_nics(count_max=count_max)
+        for nic in nics:
+            stack.enter_context(nic)
+            case.nics.append(nic.name)
+        yield nics
 
 
 def _require(request: pytest.FixtureRequest, api: str) -> None:

@@ -116,10 +116,9 @@ def start_apis(apis: Collection[str]) -> None:
     if "verbs" in apis:
         from gdrkit import verbs
 
-        for info in verbs.list_nics():
-            if info.active:
-                with verbs.Nic.open(info.name, port=next(port.number for port in info.ports if port.active)) as nic:
-                    nic.queue_pair(nic.completion_queue(depth=1))
+        for nic in verbs.open_active_nics():
+            with nic:
+                nic.queue_pair(nic.completion_queue(depth=1))
 
 
 def _api(path: str) -> str:

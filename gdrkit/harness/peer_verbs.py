@@ -90,8 +90,7 @@ class _Verbs:
         if chosen is None:
             message = f"no active NIC {name!r}; there are {[info.name for info in known]}"
             raise UsageError(message, reason=Reason.NO_DEVICE)
-        active = next(found.number for found in chosen.ports if found.active)
-        nic = verbs.Nic.open(chosen.name, port=active if port is None else port, gid_index=gid_index)
+        nic = verbs.Nic.open(chosen.name, port=port or chosen.active_port or 1, gid_index=gid_index)
         return {"handle": self._objects.add(nic), "name": nic.name, "gid": nic.gid}
 
     def buffer(self, nic: int, length_bytes: int, access: int) -> dict[str, Any]:

@@ -7,23 +7,18 @@ and memory that gdrkit did not map cannot be cached.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import mmap
-from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
-from gdrkit.buffers import DmabufRange, MemoryKind, check_range
+from gdrkit.buffers import DmabufRange, MemoryKind, MemoryResource
 from gdrkit.errors import Api, ClosedResource, Reason, Unsupported, UsageError
 from gdrkit.forks import ForkSafeLock
-from gdrkit.handles import Handle, ReleaseStack
 from gdrkit.host._libc import address_of
 from gdrkit.units import HOST_PAGE_BYTES, align_up
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from contextlib import AbstractContextManager
-    from types import TracebackType
 
 __all__ = ["BorrowedHostMemory", "HostAllocator", "HostBuffer", "HostMemory"]
 
@@ -38,35 +33,15 @@ def _presence(key: tuple[tuple[int, int, int], ...]) -> Callable[[], bool]:
     return lambda: all(_live.get(number) == (base, length_bytes) for base, length_bytes, number in key)
 
 
-class HostBuffer(ABC):
+class HostBuffer(MemoryResource):
     """A range of host memory with the interface of :class:`gdrkit.buffers.DeviceBuffer`.
 
     This is the base of :class:`HostMemory` and :class:`BorrowedHostMemory`.
     """
 
-    kind = MemoryKind.HOST
-
     def __init__(self, mapping: _Mapping, *, length_bytes: int) -> None:
-        self.address = mapping.address
-        self.length_bytes = length_bytes
         self._mapping = mapping
-        self._before = ReleaseStack()
-        self._handle = Handle("memory.host")
-        self._closed = False
-
-    @property
-    def closed(self) -> bool:
-        """Whether the memory was released."""
-        return self._closed
-
-    @property
-    def owned(self) -> bool:
-        """Whether :meth:`close` unmaps the memory."""
-        return False
-
-    def current(self) -> AbstractContextManager[None]:
-        """Return a context manager that does nothing: host memory does not belong to a device context."""
-        return contextlib.nullcontext()
+        super().__init__(MemoryKind.HOST, address=mapping.address, length_bytes=length_bytes)
 
     def allocation_key(self) -> tuple[tuple[int, int, int], ...]:
         """Return ((base, length_bytes, number),) of the mapping. A new mapping at the same address has a new number."""
@@ -101,37 +76,13 @@ class HostBuffer(ABC):
             detail="the kernel has no dma-buf exporter for the pages of a process",
         )
 
-    def read(self, *, offset_bytes: int = 0, length_bytes: int | None = None) -> bytes:
-        """Return a copy of the bytes; without `length_bytes`, up to the end of the memory."""
-        self._check_open()
-        length_bytes = self.length_bytes - offset_bytes if length_bytes is None else length_bytes
-        check_range(offset_bytes=offset_bytes, length_bytes=length_bytes, size_bytes=self.length_bytes)
-        return self._mapping.pages[offset_bytes : offset_bytes + length_bytes]
-
-    def write(self, data: bytes | bytearray | memoryview, *, offset_bytes: int = 0) -> None:
-        """Copy `data` into the memory at `offset_bytes`."""
-        self._check_open()
-        view = memoryview(data)
-        if not view.c_contiguous:
-            message = "write needs C-contiguous data, and this buffer is not contiguous"
-            raise UsageError(message)
-        check_range(offset_bytes=offset_bytes, length_bytes=view.nbytes, size_bytes=self.length_bytes)
-        if view.nbytes:
-            self._mapping.pages[offset_bytes : offset_bytes + view.nbytes] = view.cast("B")
-
     def fill(self, byte: int, *, offset_bytes: int = 0, length_bytes: int | None = None) -> None:
         """Set every byte of the range to `byte` (0 to 255); without `length_bytes`, up to the end of the memory."""
-        length_bytes = self.length_bytes - offset_bytes if length_bytes is None else length_bytes
-        check_range(offset_bytes=offset_bytes, length_bytes=length_bytes, size_bytes=self.length_bytes)
+        length_bytes = self._checked_length(offset_bytes, length_bytes)
         if not 0 <= byte <= 0xFF:  # noqa: PLR2004 - the largest byte.
             message = f"byte must be 0 to 255, not {byte}"
             raise UsageError(message)
         self.write(bytes([byte]) * length_bytes, offset_bytes=offset_bytes)
-
-    def before_release(self, action: Callable[[], None]) -> Callable[[], None]:
-        """Run `action` before the memory is freed, last added first. Return a function that removes the action."""
-        self._check_open()
-        return self._before.push(action)
 
     def close(self) -> None:
         """Run the actions of :meth:`before_release`, then release the memory. A second close does nothing.
@@ -144,33 +95,15 @@ class HostBuffer(ABC):
         UsageError
             BUSY: the memory is still borrowed.
         """
-        if self._closed:
-            return
-        self._before.run()
-        self._release()
-        self._closed = True
-        self._handle.release()
+        super().close()
 
-    @abstractmethod
-    def _release(self) -> None:
-        """Release the mapping."""
+    def _copy_to_host(self, address: int, view: memoryview) -> None:
+        begin = address - self._mapping.address
+        view[:] = self._mapping.pages[begin : begin + view.nbytes]
 
-    def _check_open(self) -> None:
-        if self._closed:
-            what = f"host memory at {self.address:#x}"
-            raise ClosedResource(what)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def __repr__(self) -> str:
-        state = "closed" if self._closed else f"{self.address:#x}"
-        return f"{type(self).__name__}({state}, length_bytes={self.length_bytes})"
+    def _copy_from_host(self, address: int, view: memoryview) -> None:
+        begin = address - self._mapping.address
+        self._mapping.pages[begin : begin + view.nbytes] = view
 
 
 class HostMemory(HostBuffer):
@@ -197,11 +130,6 @@ class HostMemory(HostBuffer):
             raise UsageError(message)
         super().__init__(_Mapping(length_bytes), length_bytes=length_bytes)
 
-    @property
-    def owned(self) -> bool:
-        """True, because :meth:`close` unmaps the memory."""
-        return True
-
     def _release(self) -> None:
         self._mapping.close()
 
@@ -212,6 +140,11 @@ class BorrowedHostMemory(HostBuffer):
     def __init__(self, mapping: _Mapping) -> None:
         mapping.borrow()
         super().__init__(mapping, length_bytes=mapping.length_bytes)
+
+    @property
+    def owned(self) -> bool:
+        """Always False: the :class:`HostMemory` unmaps the memory."""
+        return False
 
     def _release(self) -> None:
         self._mapping.release()

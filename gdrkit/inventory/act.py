@@ -248,11 +248,7 @@ def _pool() -> dict[str, str]:
 def _active_nics() -> list[tuple[str, int]]:
     from gdrkit import verbs
 
-    found = [
-        (info.name, next(port.number for port in info.ports if port.active))
-        for info in verbs.list_nics()
-        if info.active
-    ]
+    found = [(info.name, info.active_port) for info in verbs.list_nics() if info.active_port is not None]
     if not found:
         message = "no NIC has an active port"
         raise UsageError(message)

@@ -90,11 +90,11 @@ def ask_registration() -> tuple[RouteFacts, ...]:
     from gdrkit import cuda, verbs
 
     found: list[RouteFacts] = []
-    ports = {info.name: [port.number for port in info.ports if port.active] for info in verbs.list_nics()}
+    ports = {info.name: info.active_port or 1 for info in verbs.list_nics()}
     for index in range(cuda.device_count()):
         with cuda.Device(index) as device, device.allocate(_TRIED_BYTES) as memory:
-            for name, active in ports.items():
-                with verbs.Nic.open(name, port=active[0] if active else 1) as nic:
+            for name, port in ports.items():
+                with verbs.Nic.open(name, port=port) as nic:
                     found += _tried(device, memory, nic, name)
     return tuple(found)
 
@@ -160,11 +160,10 @@ def _nic(info: NicInfo, nodes: dict[evidence.DeviceNode, None]) -> NicFacts:
 
     dmabuf: bool | None = None
     failure: ApiFailure | None = None
-    active = [port.number for port in info.ports if port.active]
     try:
         if info.error is not None:
             raise info.error.fresh()
-        with verbs.Nic.open(info.name, port=active[0] if active else 1) as nic:
+        with verbs.Nic.open(info.name, port=info.active_port or 1) as nic:
             dmabuf = nic.supports_dmabuf()
             nodes |= dict.fromkeys(evidence.device_nodes())
     except GdrkitError as error:
@@ -173,7 +172,7 @@ def _nic(info: NicInfo, nodes: dict[evidence.DeviceNode, None]) -> NicFacts:
         name=info.name,
         driver=info.driver,
         node_guid=info.node_guid,
-        active_ports=tuple(active),
+        active_ports=tuple(port.number for port in info.ports if port.active),
         dmabuf=dmabuf,
         failure=failure,
     )

@@ -163,17 +163,17 @@ def _receive_part(connection: socket.socket, data: bytearray, descriptors: list[
         raise _socket_error("recvmsg", error) from error
     descriptors += arrived
     if not part:
-        message = f"the other side closed the socket after {len(data)} of {SHARE_HANDLE_BYTES} bytes of a handle"
+        message = f"the peer closed the socket after {len(data)} of {SHARE_HANDLE_BYTES} bytes of a handle"
         raise BrokenResource(message, reason=Reason.PEER_GONE)
     data += part
 
 
 def _socket_error(operation: str, error: OSError) -> BrokenResource | ApiError:
     if isinstance(error, BrokenPipeError | ConnectionResetError):
-        message = f"the other side closed the socket ({operation} gave {errno_name(error.errno)})"
+        message = f"the peer closed the socket: {operation} failed: {error.strerror} ({errno_name(error.errno)})"
         return BrokenResource(message, reason=Reason.PEER_GONE)
     if isinstance(error, TimeoutError):
-        message = "the other side sent no handle in time"
+        message = "the peer sent no complete handle in time"
         return BrokenResource(message, reason=Reason.TIMEOUT)
     return ApiError(
         api=Api.KERNEL,

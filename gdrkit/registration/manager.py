@@ -244,15 +244,10 @@ class GdrManager:
         return GdrState(nics=tuple(nic.name for nic in self._nics), gpus=gpus, obstacles=obstacles)
 
     def _open_nics(self, names: Sequence[str] | None) -> tuple[verbs.Nic, ...]:
-        found = {info.name: info for info in verbs.list_nics()}
-        wanted = [name for name, info in found.items() if info.active] if names is None else list(names)
-        opened = []
-        for name in wanted:
-            ports = found[name].ports if name in found else ()
-            port = next((port.number for port in ports if port.active), 1)
-            opened.append(verbs.Nic.open(name, port=port))
-            self._parts.push(opened[-1].close)
-        return tuple(opened)
+        opened = verbs.open_active_nics(names)
+        for nic in opened:
+            self._parts.push(nic.close)
+        return opened
 
     def _try(self, device: cuda.Device, *, is_asked: bool) -> GpuState:
         """Register one page of the device's memory with every NIC, because only that shows that it works."""

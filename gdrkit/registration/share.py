@@ -330,7 +330,7 @@ def _device_count(operation: str) -> int:
         raise _not_supported(operation, f"this process has no CUDA: {error.message}", error.what_to_do) from error
 
 
-def _uuid_of(device: cuda.Device) -> bytes:
+def _uuid_of(device: cuda.PrimaryContext) -> bytes:
     return uuid.UUID(device.uuid.removeprefix("GPU-")).bytes
 
 

@@ -190,16 +190,13 @@ class StorageClient:
             self._handle.release()
 
     def _open_nics(self) -> tuple[verbs.Nic, ...]:
-        opened = []
-        for info in verbs.list_nics():
-            port = next((port.number for port in info.ports if port.active), None)
-            if port is not None:
-                opened.append(verbs.Nic.open(info.name, port=port))
-                self._parts.push(opened[-1].close)
+        opened = verbs.open_active_nics()
+        for nic in opened:
+            self._parts.push(nic.close)
         if not opened:
             message = "no NIC has an active port"
             raise UsageError(message, reason=Reason.NO_DEVICE)
-        return tuple(opened)
+        return opened
 
     def _begin(self, token: str | None) -> StorageSession:
         name = f"gdrkit {gdrkit.__version__}"

@@ -92,20 +92,12 @@ class Nics:
     def __init__(self) -> None:
         self._parts = ReleaseStack()
         self._placement = Placement()
-        self.all: tuple[verbs.Nic, ...] = ()
-        try:
-            for info in verbs.list_nics():
-                port = next((port.number for port in info.ports if port.active), None)
-                if port is not None:
-                    nic = verbs.Nic.open(info.name, port=port)
-                    self._parts.push(nic.close)
-                    self.all = (*self.all, nic)
-            if not self.all:
-                message = "no NIC has an active port"
-                raise UsageError(message, reason=Reason.NO_DEVICE)  # noqa: TRY301 - what was opened is closed below.
-        except BaseException as error:
-            self._parts.run_after(error)
-            raise
+        self.all = verbs.open_active_nics()
+        for nic in self.all:
+            self._parts.push(nic.close)
+        if not self.all:
+            message = "no NIC has an active port"
+            raise UsageError(message, reason=Reason.NO_DEVICE)
 
     def register_host(self, shared: SharedFile) -> Registered:
         """Map shared memory, and register it whole: its keys reach what is its client's anyway."""

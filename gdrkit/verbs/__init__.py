@@ -7,8 +7,10 @@ uses pyverbs.
 from __future__ import annotations
 
 from gdrkit.verbs.completion import WORK_ID_MAX, Completion, CompletionQueue
+from gdrkit.verbs.context import NicContext
 from gdrkit.verbs.initiator import Burst, Direction, Initiator, Latencies
-from gdrkit.verbs.nic import Nic, NicInfo, PortInfo, list_nics
+from gdrkit.verbs.nic import Nic, open_active_nics
+from gdrkit.verbs.ports import NicInfo, PortInfo, list_nics
 from gdrkit.verbs.queue_pair import QueuePair
 from gdrkit.verbs.region import Region, ScatterGatherElement
 from gdrkit.verbs.status import Access, CompletionOpcode, LinkLayer, PortState, QueuePairState, Status
@@ -27,6 +29,7 @@ __all__ = [
     "Latencies",
     "LinkLayer",
     "Nic",
+    "NicContext",
     "NicInfo",
     "PortInfo",
     "PortState",
@@ -37,4 +40,5 @@ __all__ = [
     "ScatterGatherElement",
     "Status",
     "list_nics",
+    "open_active_nics",
 ]

@@ -13,17 +13,14 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
-from gdrkit.errors import Api, ApiError, ClosedResource, Reason, Unsupported, UsageError
-from gdrkit.handles import Handle
+from gdrkit.errors import Api, ApiError, Reason, Unsupported, UsageError
+from gdrkit.handles import Resource
 from gdrkit.verbs import _pyverbs
 from gdrkit.verbs.status import CompletionOpcode, Status
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from types import TracebackType
-
     from gdrkit.verbs._rows import WorkCompletion
-    from gdrkit.verbs.nic import Nic
+    from gdrkit.verbs.context import NicContext
 
 __all__ = ["WORK_ID_MAX", "Completion", "CompletionQueue"]
 
@@ -114,13 +111,13 @@ class Completion:
         )
 
 
-class CompletionQueue:
+class CompletionQueue(Resource):
     """A queue of completions of one or more queue pairs; made by :meth:`Nic.completion_queue`.
 
     If several queue pairs share a queue, :meth:`wait` for one of them keeps the completions of the others.
     """
 
-    def __init__(self, nic: Nic, *, depth: int, events: bool) -> None:
+    def __init__(self, nic: NicContext, *, depth: int, events: bool) -> None:
         self.nic = nic
         self.depth = depth
         self._channel = _pyverbs.create_channel(nic.context) if events else None
@@ -131,21 +128,12 @@ class CompletionQueue:
                 _pyverbs.close("ibv_destroy_comp_channel", self._channel)
             raise
         self._waiting: deque[Completion] = deque()
-        self._closed = False
-        self._handle = Handle("verbs.completion_queue")
-        self._leave: Callable[[], None] = nic.on_close(self.close)
-
-    @property
-    def closed(self) -> bool:
-        """Whether the queue was destroyed."""
-        return self._closed
+        super().__init__("verbs.completion_queue", name="completion queue", on_close=nic.on_close)
 
     @property
     def queue(self) -> object:
         """The ``CQ`` object of pyverbs."""
-        if self._closed:
-            what = "completion queue"
-            raise ClosedResource(what)
+        self._check_open()
         return self._queue
 
     @property
@@ -232,14 +220,12 @@ class CompletionQueue:
 
         The queue pairs that use the queue must be closed first.
         """
-        if self._closed:
-            return
+        super().close()
+
+    def _release(self) -> None:
         _pyverbs.close("ibv_destroy_cq", self._queue)
         if self._channel is not None:
             _pyverbs.close("ibv_destroy_comp_channel", self._channel)
-        self._closed = True
-        self._leave()
-        self._handle.release()
 
     def _next(self, qp_number: int | None) -> Completion | None:
         for waiting in self._waiting:
@@ -262,14 +248,6 @@ class CompletionQueue:
                 reason=Reason.BAD_ARGUMENT,
                 what_to_do="make the queue with events=True",
             )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _completion(entry: WorkCompletion) -> Completion:

@@ -1,105 +1,33 @@
-"""RDMA devices: their list, and an open device with a protection domain.
-
-A :class:`Nic` owns everything that is made from it.
-"""
+"""Open RDMA devices, which register memory and create completion queues and queue pairs."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from gdrkit.errors import ApiError, ClosedResource, Reason, Unsupported, UsageError
-from gdrkit.handles import Handle, ReleaseStack
+from gdrkit.errors import ApiError, Reason, Unsupported, UsageError
+from gdrkit.handles import ReleaseStack
 from gdrkit.units import HOST_PAGE_BYTES
 from gdrkit.verbs import _pyverbs
 from gdrkit.verbs.completion import CompletionQueue
+from gdrkit.verbs.context import NicContext
+from gdrkit.verbs.ports import list_nics
 from gdrkit.verbs.queue_pair import QueuePair
 from gdrkit.verbs.region import Region
-from gdrkit.verbs.status import Access, LinkLayer, PortState, mtu_bytes
+from gdrkit.verbs.status import Access
 
 if TYPE_CHECKING:
     import mmap
-    from collections.abc import Callable
-    from types import TracebackType
+    from collections.abc import Sequence
 
     from gdrkit.buffers import DmabufRange
-    from gdrkit.verbs._rows import DeviceRow, GidRow
 
-__all__ = ["Nic", "NicInfo", "PortInfo", "list_nics"]
+__all__ = ["Nic", "open_active_nics"]
 
-_SYSFS = Path("/sys/class/infiniband")
 _ALL_ACCESS = Access.LOCAL_WRITE | Access.REMOTE_READ | Access.REMOTE_WRITE
 
-_ROCE_V2 = 2  # IBV_GID_TYPE_ROCE_V2
-_IPV4_MAPPED = "0000:0000:0000:0000:0000:ffff:"
-_LINK_LOCAL = "fe80:"
 
-
-@dataclass(frozen=True)
-class PortInfo:
-    """One port of a device."""
-
-    number: int
-    state: PortState
-    link_layer: LinkLayer
-    lid: int
-    mtu_bytes: int
-    gid_count: int
-
-    @property
-    def active(self) -> bool:
-        """Whether the port is active, so that it can carry traffic."""
-        return self.state is PortState.ACTIVE
-
-
-@dataclass(frozen=True)
-class NicInfo:
-    """Properties of a device that is not in use.
-
-    Attributes
-    ----------
-    name : str
-        The name, such as ``mlx5_0``.
-    node_guid : str
-        Four words of four hex digits, as in sysfs.
-    driver : str or None
-        The kernel driver of its PCI device (``mlx5_core``), or ``rxe``. None if it has none.
-    ports : tuple of PortInfo
-        The ports. It is empty if the device could not be opened.
-    error : ApiError or None
-        The error if the device could not be opened.
-    """
-
-    name: str
-    node_guid: str
-    driver: str | None
-    ports: tuple[PortInfo, ...]
-    error: ApiError | None
-
-    @property
-    def active(self) -> bool:
-        """Whether a port is active."""
-        return any(port.active for port in self.ports)
-
-
-def list_nics() -> tuple[NicInfo, ...]:
-    """Return the RDMA devices of this machine. Each device is opened for a moment to query its ports.
-
-    Raises
-    ------
-    SetupMissing
-        pyverbs or libibverbs is missing or does not fit, or the kernel has no RDMA support (errno ENOSYS).
-    """
-    return tuple(_info(row) for row in _pyverbs.list_devices())
-
-
-class Nic:
-    """An open device with one port and one protection domain.
-
-    Regions, completion queues and queue pairs belong to it. :meth:`close` closes those that are still open, in the
-    reverse order of their creation. This order is always right, because a queue pair is made after its completion
-    queues.
+class Nic(NicContext):
+    """An open RDMA device, with one port and one protection domain, that registers memory and creates queue pairs.
 
     Attributes
     ----------
@@ -115,26 +43,9 @@ class Nic:
 
     def __init__(self, name: str, *, port: int, gid_index: int | None) -> None:
         """Open the device. Callers use :meth:`open` instead."""
-        self.name = name
-        self._children = ReleaseStack()
-        self._closed = False
+        super().__init__(name, port=port, gid_index=gid_index)
         self._dmabuf_error: Unsupported | None = None
-        self._dmabuf_asked = False
-        try:
-            self._context = _pyverbs.open_device(name)
-            self._children.push(lambda: _pyverbs.close("ibv_close_device", self._context))
-            ports = _ports(self._context)
-            if not 1 <= port <= len(ports):
-                message = f"{name} has no port {port}, but {len(ports)}"
-                raise UsageError(message)  # noqa: TRY301 - what was opened is closed below.
-            self.port = ports[port - 1]
-            self.gid_index, self.gid = _choose_gid(self._context, ports, self.port, gid_index)
-            self._domain = _pyverbs.allocate_domain(self._context)
-            self._children.push(lambda: _pyverbs.close("ibv_dealloc_pd", self._domain))
-        except BaseException as error:
-            self._children.run_after(error)
-            raise
-        self._handle = Handle("verbs.nic")
+        self._is_dmabuf_probed = False
 
     @classmethod
     def open(cls, name: str, *, port: int = 1, gid_index: int | None = None) -> Self:
@@ -163,23 +74,6 @@ class Nic:
             raise UsageError(message, reason=Reason.NO_DEVICE)
         return cls(name, port=port, gid_index=gid_index)
 
-    @property
-    def closed(self) -> bool:
-        """Whether the device was closed."""
-        return self._closed
-
-    @property
-    def context(self) -> object:
-        """The ``Context`` object of pyverbs."""
-        self._check_open()
-        return self._context
-
-    @property
-    def domain(self) -> object:
-        """The ``PD`` object of pyverbs."""
-        self._check_open()
-        return self._domain
-
     def supports_dmabuf(self) -> bool:
         """Return whether device, driver and kernel can import dma-bufs at all; see :meth:`dmabuf_error`."""
         return self.dmabuf_error() is None
@@ -191,12 +85,12 @@ class Nic:
         and the result that the NIC does not support the import at all, are cached. Any other failure (ENOMEM, ...) may
         be temporary, so the next call repeats the probe.
         """
-        if not self._dmabuf_asked:
+        if not self._is_dmabuf_probed:
             refusal = _pyverbs.probe_dmabuf(self.domain, length_bytes=HOST_PAGE_BYTES, access=int(_ALL_ACCESS))
             if refusal is not None and not isinstance(refusal, Unsupported):
                 return refusal
             self._dmabuf_error = None if refusal is None else refusal.fresh()
-            self._dmabuf_asked = True
+            self._is_dmabuf_probed = True
         return None if self._dmabuf_error is None else self._dmabuf_error.fresh()
 
     def register_host(self, buffer: bytearray | mmap.mmap | memoryview, *, access: Access = _ALL_ACCESS) -> Region:
@@ -310,102 +204,35 @@ class Nic:
             inline_bytes_max=inline_bytes_max,
         )
 
-    def on_close(self, close: Callable[[], None]) -> Callable[[], None]:
-        """Call `close` before the device is closed. Return a function that cancels this."""
-        self._check_open()
-        return self._children.push(close)
 
-    def close(self) -> None:
-        """Close everything that was made from the device, then the protection domain and the device.
+def open_active_nics(names: Sequence[str] | None = None, *, count_max: int | None = None) -> tuple[Nic, ...]:
+    """Open RDMA devices, each at its first active port. The caller closes them.
 
-        A second close does nothing.
+    Parameters
+    ----------
+    names : sequence of str or None
+        Names of the devices to open. A device without an active port is opened at port 1. With None, all devices that
+        have an active port, in the order of :func:`list_nics`.
+    count_max : int or None
+        Open only the first ones. With None, all.
 
-        Raises
-        ------
-        ApiError
-            Some objects could not be closed. The error is that of the first one, with the others as notes. Another
-            close tries again.
-        """
-        if self._closed:
-            return
-        self._children.run()
-        self._closed = True
-        self._handle.release()
-
-    def _check_open(self) -> None:
-        if self._closed:
-            what = f"RDMA device {self.name}"
-            raise ClosedResource(what)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def __repr__(self) -> str:
-        return f"Nic({self.name}{', closed' if self._closed else f', gid={self.gid}'})"
-
-
-def _info(row: DeviceRow) -> NicInfo:
-    ports: tuple[PortInfo, ...] = ()
-    failure: ApiError | None = None
+    Raises
+    ------
+    UsageError
+        NO_DEVICE: there is no device with one of the names. No device stays open.
+    SetupMissing
+        See :func:`list_nics` and :meth:`Nic.open`. No device stays open.
+    """
+    known = {info.name: info for info in list_nics()}
+    chosen = [name for name, info in known.items() if info.active] if names is None else names
+    opened: list[Nic] = []
+    undo = ReleaseStack()
     try:
-        context = _pyverbs.open_device(row.name)
-    except ApiError as error:
-        failure = error.fresh()
-    else:
-        try:
-            ports = _ports(context)
-        finally:
-            _pyverbs.close("ibv_close_device", context)
-    guid = f"{row.node_guid:016x}"
-    return NicInfo(
-        name=row.name,
-        node_guid=":".join(guid[start : start + 4] for start in range(0, 16, 4)),
-        driver=_driver(_SYSFS / row.name),
-        ports=ports,
-        error=failure,
-    )
-
-
-def _driver(folder: Path) -> str | None:
-    # rxe reports the device of its network interface as its own device. Only rxe has the file `parent`, which names
-    # that interface.
-    if (folder / "parent").exists():
-        return "rxe"
-    driver = folder / "device" / "driver"
-    return driver.resolve().name if driver.exists() else None
-
-
-def _ports(context: object) -> tuple[PortInfo, ...]:
-    return tuple(
-        PortInfo(
-            number=number,
-            state=PortState(row.state),
-            link_layer=LinkLayer(row.link_layer),
-            lid=row.lid,
-            mtu_bytes=mtu_bytes(row.active_mtu),
-            gid_count=row.gid_count,
-        )
-        for number, row in enumerate(_pyverbs.query_ports(context), start=1)
-    )
-
-
-def _choose_gid(context: object, ports: tuple[PortInfo, ...], port: PortInfo, wanted: int | None) -> tuple[int, str]:
-    # The library needs space for the GID tables of all ports.
-    rows = _pyverbs.query_gids(context, sum(each.gid_count for each in ports))
-    usable = [row for row in rows if row.port == port.number and wanted in {None, row.gid_index}]
-    if not usable:
-        message = f"port {port.number} has no GID" + ("" if wanted is None else f" at index {wanted}")
-        raise UsageError(message)
-
-    def preference(row: GidRow) -> tuple[bool, bool, bool, int]:
-        routable = not row.gid.startswith(_LINK_LOCAL)
-        return row.gid_type != _ROCE_V2, not row.gid.startswith(_IPV4_MAPPED), not routable, row.gid_index
-
-    if port.link_layer is LinkLayer.ETHERNET:
-        usable.sort(key=preference)
-    return usable[0].gid_index, usable[0].gid
+        for name in chosen[:count_max]:
+            port = known[name].active_port if name in known else None
+            opened.append(Nic.open(name, port=port or 1))
+            undo.push(opened[-1].close)
+    except BaseException as error:
+        undo.run_after(error)
+        raise
+    return tuple(opened)

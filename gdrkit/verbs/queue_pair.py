@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import enum
 import secrets
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
-from gdrkit.errors import ClosedResource, UsageError
-from gdrkit.handles import Handle
+from gdrkit.errors import UsageError
+from gdrkit.handles import Resource
 from gdrkit.verbs import _pyverbs
 from gdrkit.verbs.completion import Completion, encode_work_id
 from gdrkit.verbs.region import Region, ScatterGatherElement
@@ -19,11 +19,10 @@ from gdrkit.verbs.status import Access, LinkLayer, QueuePairState, mtu_code
 from gdrkit.verbs.wire import Endpoint
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from types import TracebackType
+    from collections.abc import Sequence
 
     from gdrkit.verbs.completion import CompletionQueue
-    from gdrkit.verbs.nic import Nic
+    from gdrkit.verbs.context import NicContext
     from gdrkit.verbs.wire import RemoteRange
 
 __all__ = ["QueuePair"]
@@ -70,12 +69,12 @@ class _Flag(enum.IntFlag):
     INLINE = 1 << 3
 
 
-class QueuePair:
+class QueuePair(Resource):
     """One side of a reliable connection; made by :meth:`Nic.queue_pair`."""
 
     def __init__(
         self,
-        nic: Nic,
+        nic: NicContext,
         send_queue: CompletionQueue,
         receive_queue: CompletionQueue,
         *,
@@ -100,14 +99,7 @@ class QueuePair:
             },
         )
         self._psn = secrets.randbits(24)
-        self._closed = False
-        self._handle = Handle("verbs.queue_pair")
-        self._leave: Callable[[], None] = nic.on_close(self.close)
-
-    @property
-    def closed(self) -> bool:
-        """Whether the queue pair was destroyed."""
-        return self._closed
+        super().__init__("verbs.queue_pair", name="queue pair", on_close=nic.on_close)
 
     @property
     def state(self) -> QueuePairState:
@@ -305,12 +297,10 @@ class QueuePair:
 
     def close(self) -> None:
         """Destroy the queue pair. Outstanding requests end without a completion. A second close does nothing."""
-        if self._closed:
-            return
+        super().close()
+
+    def _release(self) -> None:
         _pyverbs.close("ibv_destroy_qp", self._pair)
-        self._closed = True
-        self._leave()
-        self._handle.release()
 
     def _address_of(self, remote: Endpoint) -> dict[str, int | str]:
         port = self.nic.port
@@ -365,18 +355,8 @@ class QueuePair:
         )
 
     def _open(self) -> object:
-        if self._closed:
-            what = "queue pair"
-            raise ClosedResource(what)
+        self._check_open()
         return self._pair
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"QueuePair({self.nic.name}, number={self.number}{', closed' if self._closed else ''})"

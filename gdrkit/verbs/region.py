@@ -7,19 +7,15 @@ computes it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from gdrkit.buffers import check_range
-from gdrkit.errors import ClosedResource
-from gdrkit.handles import Handle
+from gdrkit.handles import Resource
 from gdrkit.verbs.wire import RemoteRange
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from types import TracebackType
-
     from gdrkit.verbs._rows import NativeRegion
-    from gdrkit.verbs.nic import Nic
+    from gdrkit.verbs.context import NicContext
 
 __all__ = ["Region", "ScatterGatherElement"]
 
@@ -33,12 +29,12 @@ class ScatterGatherElement:
     lkey: int
 
 
-class Region:
+class Region(Resource):
     """A registered range of memory; made by the ``register_...`` methods of :class:`~gdrkit.verbs.Nic`.
 
     Attributes
     ----------
-    nic : Nic
+    nic : NicContext
         The NIC for which the keys are valid.
     length_bytes : int
         Size of the region in bytes.
@@ -47,21 +43,14 @@ class Region:
     """
 
     def __init__(
-        self, nic: Nic, made: NativeRegion, *, length_bytes: int, memory: memoryview | None, keeper: object
+        self, nic: NicContext, made: NativeRegion, *, length_bytes: int, memory: memoryview | None, keeper: object
     ) -> None:
         self.nic = nic
         self.length_bytes = length_bytes
         self.memory = memory
         self._made = made
         self._keeper = keeper
-        self._closed = False
-        self._handle = Handle("verbs.region")
-        self._leave: Callable[[], None] = nic.on_close(self.close)
-
-    @property
-    def closed(self) -> bool:
-        """Whether the region was deregistered."""
-        return self._closed
+        super().__init__("verbs.region", name="memory region", on_close=nic.on_close)
 
     @property
     def lkey(self) -> int:
@@ -107,29 +96,17 @@ class Region:
             libibverbs failed to deregister (for example, a memory window is bound to the region). The region still
             exists.
         """
-        if self._closed:
-            return
+        super().close()
+
+    def _release(self) -> None:
         self._made.close()
-        self._closed = True
         # The reference to a host buffer is dropped only now, because the buffer must not move while the NIC can access
         # it.
         self.memory = self._keeper = None
-        self._leave()
-        self._handle.release()
 
     def _open(self) -> NativeRegion:
-        if self._closed:
-            what = "memory region"
-            raise ClosedResource(what)
+        self._check_open()
         return self._made
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"lkey={self.lkey:#x}, rkey={self.rkey:#x}"

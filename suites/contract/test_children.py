@@ -1,4 +1,4 @@
-"""Waits for the end of children are bounded, and say which child or thread did not end."""
+"""Waits for the end of children and threads are bounded, and name the child or thread that did not end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from support.tracer import traced
 from gdrkit import children
 from gdrkit.errors import BrokenResource, Reason
 
-# A child that starts one more, and waits.
+# The child starts another process, and waits.
 _PARENT = """
 import subprocess, sys, time
 print(subprocess.Popen(["sleep", "100"], stdout=subprocess.DEVNULL).pid, flush=True)
@@ -25,7 +25,7 @@ time.sleep(100)
 
 
 def is_gone(process_id: int) -> bool:
-    """Whether that process has ended; init collects it at some time."""
+    """Return whether the process has ended. It may still be a zombie that init has not collected."""
     try:
         return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     except (FileNotFoundError, ProcessLookupError):
@@ -55,7 +55,7 @@ def test_child_that_outlives_sigkill_is_left(*, leads_group: bool) -> None:
         assert re.fullmatch(
             rf"process {child.pid} did not end within 0.5 s of SIGKILL \(state Z\) and was left behind", left
         )
-        # A child that was abandoned is not waited for again.
+        # The next call does not wait again for an abandoned child.
         assert children.kill_child(child, leads_group=leads_group, timeout_s=60)
         assert time.monotonic() - began < 20
     assert child.wait(20) == -9

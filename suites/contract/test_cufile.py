@@ -1,4 +1,4 @@
-"""What gdrkit knows of libcufile without asking it: error numbers, layouts, and how a damaged library shows."""
+"""Error numbers and layouts of libcufile match the bindings, and a damaged library is one error."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ except SetupMissing as error:
 """
 
 
-def test_every_error_of_the_bindings_has_its_name() -> None:
+def test_every_cufile_error_number_has_its_name() -> None:
     numbers = {int(member): f"CU_FILE_{member.name}" for member in _cufile.load().OpError if member != 0}
     assert numbers == dict(_results.NAMES)
 
 
-def test_statistics_lie_where_the_bindings_have_them() -> None:
-    # Each word holds its own number, so that a name in the wrong place has the wrong one.
+def test_statistics_layout_is_that_of_the_bindings() -> None:
+    # Each word contains its index, so that a field at a wrong offset has a wrong value.
     form = _cufile.load().stats_level3_dtype
     version = _version()
     words = b"".join(at.to_bytes(8, "little") for at in range(form.itemsize // 8))
@@ -57,12 +57,12 @@ def test_statistics_lie_where_the_bindings_have_them() -> None:
 
 
 def _version() -> int:
-    """The version whose layout the bindings have: those of CUDA 13.0 come before vectors."""
+    """Return the version of the layout that the bindings have: those of CUDA 13.0 precede vectored transfers."""
     basic = _cufile.load().stats_level3_dtype["detailed"]["basic"]
     return _layout.VECTORS_SINCE if "readv_ops" in basic.fields else _layout.STATISTICS_SINCE
 
 
-def test_what_a_batch_is_given_lies_where_the_bindings_have_it() -> None:
+def test_batch_parameter_layout_is_that_of_the_bindings() -> None:
     made = bytes(memoryview(_cufile.entries([(11, 1, 22, 33, 44, 55, 66)])))
     form = _cufile.load().io_params_dtype
     assert len(made) == form.itemsize
@@ -76,7 +76,7 @@ def test_what_a_batch_is_given_lies_where_the_bindings_have_it() -> None:
 
 
 @pytest.mark.parametrize("size_bytes", [0, 40, 5000])
-def test_a_damaged_libcufile_is_one_error_that_names_it(tmp_path: Path, size_bytes: int) -> None:
+def test_damaged_libcufile_is_one_error_that_names_it(tmp_path: Path, size_bytes: int) -> None:
     (tmp_path / "libcufile.so.0").write_bytes(b"\x7fELF\x02\x01\x01".ljust(size_bytes, b"\0")[:size_bytes])
     environ = os.environ | {"LD_LIBRARY_PATH": f"{tmp_path}:{os.environ.get('LD_LIBRARY_PATH', '')}"}
     done = subprocess.run([sys.executable, "-c", _OPEN], env=environ, capture_output=True, text=True, check=True)

@@ -1,4 +1,4 @@
-"""Device memory behaves as was measured on an H200: what the CPU may do with it, what exports how, what a free does."""
+"""Device memory behaves as measured on an H200: access by the CPU, export, free and reuse of addresses."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 pytestmark = needs(cuda_needs.device())
 
 INVALID_VALUE, INVALID_CONTEXT, NOT_SUPPORTED = 1, 201, 801
-EINVAL_OF_A_MAPPING = {errno.EACCES, errno.EINVAL, 524}  # a twin's, the kernel's own, the NVIDIA driver's
+EINVAL_OF_A_MAPPING = {errno.EACCES, errno.EINVAL, 524}  # of a twin, of the kernel, of the NVIDIA driver
 
 TOUCH = """
 import ctypes, sys
@@ -48,7 +48,7 @@ with cuda.Device(0) as device, device.allocate(65536) as memory:
         pytest.param("ctypes.memmove(memory.address, b'x' * 16, 16)", id="write"),
     ],
 )
-def test_a_cpu_memcpy_on_device_memory_faults(touch: str, evidence: Evidence) -> None:
+def test_cpu_memcpy_on_device_memory_faults(touch: str, evidence: Evidence) -> None:
     child = subprocess.run(
         [sys.executable, "-c", TOUCH.format(touch=touch)], capture_output=True, text=True, check=False, timeout=60
     )
@@ -68,7 +68,7 @@ def test_a_dmabuf_has_its_size_and_cannot_be_mapped(device: Device) -> None:
 
 
 @needs(cuda_needs.dmabuf_export)
-def test_an_interior_range_is_exported_by_whole_pages_and_says_where_it_begins(device: Device) -> None:
+def test_interior_range_is_exported_in_pages_with_its_offset(device: Device) -> None:
     with device.allocate(MIB) as memory, memory.export_dmabuf(offset_bytes=5001, length_bytes=100) as dmabuf:
         assert dmabuf.offset_bytes == 5001 % HOST_PAGE_BYTES
         assert dmabuf.address == memory.address + 5001
@@ -86,7 +86,7 @@ def test_an_interior_range_is_exported_by_whole_pages_and_says_where_it_begins(d
         pytest.param(0, 64 * KIB, 1, NOT_SUPPORTED, id="pcie-mapping"),
     ],
 )
-def test_what_the_driver_exports_is_the_measured_table(
+def test_dmabuf_export_status_matches_the_measured_table(
     device: Device, address_offset: int, length_bytes: int, flags: int, status: int
 ) -> None:
     with device.allocate(64 * KIB) as memory:
@@ -97,7 +97,7 @@ def test_what_the_driver_exports_is_the_measured_table(
 
 
 @needs(cuda_needs.vmm, cuda_needs.dmabuf_export)
-def test_vmm_memory_has_a_buffer_id_per_chunk_and_one_dmabuf_over_all(device: Device) -> None:
+def test_vmm_memory_has_a_buffer_id_per_chunk_and_one_dmabuf(device: Device) -> None:
     with VmmMemory.create(device, 4 * MIB, chunk_bytes=2 * MIB) as memory:
         (first, second) = memory.allocation_key()
         assert (first[0], second[0]) == (memory.address, memory.address + 2 * MIB)
@@ -107,7 +107,7 @@ def test_vmm_memory_has_a_buffer_id_per_chunk_and_one_dmabuf_over_all(device: De
 
 
 @pytest.mark.qualify
-def test_an_address_that_comes_back_has_another_buffer_id(device: Device, evidence: Evidence) -> None:
+def test_reused_address_has_another_buffer_id(device: Device, evidence: Evidence) -> None:
     first = raw_allocate(device, 2 * MIB)
     with cuda.borrow(device, first, length_bytes=2 * MIB) as memory:
         old_id = memory.buffer_id()
@@ -122,7 +122,7 @@ def test_an_address_that_comes_back_has_another_buffer_id(device: Device, eviden
 
 
 @needs(cuda_needs.dmabuf_export)
-def test_memory_that_is_freed_under_a_dmabuf_comes_back_when_that_is_closed(device: Device) -> None:
+def test_freed_memory_stays_allocated_until_its_dmabuf_is_closed(device: Device) -> None:
     with device.allocate(64 * MIB) as memory:
         dmabuf = memory.export_dmabuf()
         held = device.memory_info().free_bytes
@@ -131,7 +131,7 @@ def test_memory_that_is_freed_under_a_dmabuf_comes_back_when_that_is_closed(devi
     assert device.memory_info().free_bytes >= held + 64 * MIB
 
 
-def test_host_memory_is_not_taken_for_device_memory(device: Device) -> None:
+def test_host_memory_is_refused_as_device_memory(device: Device) -> None:
     with mmap.mmap(-1, 64 * KIB) as host:
         import ctypes
 
@@ -142,7 +142,7 @@ def test_host_memory_is_not_taken_for_device_memory(device: Device) -> None:
     assert raised.value.reason in {Reason.NOT_DEVICE_MEMORY, Reason.BAD_ARGUMENT}
 
 
-def test_the_range_of_an_address_is_told_where_its_context_is_current(device: Device) -> None:
+def test_address_range_needs_the_current_context(device: Device) -> None:
     with device.allocate(MIB) as memory:
         with pytest.raises(ApiError) as refused:
             address_range(memory.address)
@@ -152,7 +152,7 @@ def test_the_range_of_an_address_is_told_where_its_context_is_current(device: De
         assert found.base <= memory.address < found.base + found.length_bytes
 
 
-def test_copies_check_their_bounds_by_the_byte(device: Device, seed: int) -> None:
+def test_copies_check_their_bounds_exactly(device: Device, seed: int) -> None:
     with device.allocate(64 * KIB) as memory:
         memory.write(pattern.payload(64 * KIB, seed=seed))
         for offset_bytes, length_bytes in [(-1, 1), (64 * KIB, 1), (64 * KIB - 1, 2), (0, 64 * KIB + 1)]:
@@ -161,7 +161,7 @@ def test_copies_check_their_bounds_by_the_byte(device: Device, seed: int) -> Non
         pattern.check(memory.read(), seed=seed)
 
 
-def test_more_memory_than_there_is_is_refused_and_leaves_the_rest_usable(device: Device) -> None:
+def test_too_large_allocation_is_refused_and_others_still_work(device: Device) -> None:
     with pytest.raises(ApiError) as raised:
         device.allocate(1 << 50)
     assert raised.value.status_name == "CUDA_ERROR_OUT_OF_MEMORY"

@@ -1,6 +1,6 @@
-"""DmabufRange owns its descriptor: closed once, taken once, duplicated on its own, reported when forgotten.
+"""DmabufRange owns its descriptor: it is closed once, taken once, duplicated independently, and reported if dropped.
 
-Any descriptor serves here, since the range never looks behind it.
+The cases use descriptors of any file, because the range never uses the descriptor itself.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _range(fd: int) -> DmabufRange:
     return DmabufRange(fd, offset_bytes=512, length_bytes=4096, address=0x7F0000000200)
 
 
-def test_leaving_the_block_closes_the_descriptor() -> None:
+def test_with_block_closes_the_descriptor() -> None:
     fd = _descriptor()
     with _range(fd) as owned:
         assert owned.fd == fd
@@ -37,20 +37,20 @@ def test_leaving_the_block_closes_the_descriptor() -> None:
     assert not _is_open(fd)
 
 
-def test_a_second_close_does_nothing_to_a_new_owner_of_the_number() -> None:
+def test_second_close_does_not_close_a_reused_descriptor() -> None:
     fd = _descriptor()
     owned = _range(fd)
     owned.close()
     again = _descriptor()
     try:
-        assert again == fd  # The kernel gives the lowest free number, so this is the dangerous case.
+        assert again == fd  # The kernel reuses the lowest free number, so a second close would close another file.
         owned.close()
         assert _is_open(again)
     finally:
         os.close(again)
 
 
-def test_take_hands_the_descriptor_on() -> None:
+def test_take_passes_the_descriptor_to_the_caller() -> None:
     owned = _range(_descriptor())
     fd = owned.take()
     try:
@@ -83,7 +83,7 @@ def test_dup_is_independent_and_closed_on_exec() -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"offset_bytes": -1}, {"length_bytes": 0}, {"length_bytes": -5}, {"address": -1}])
-def test_a_range_that_cannot_be_closes_the_descriptor_that_it_was_given(wrong: dict[str, int]) -> None:
+def test_invalid_range_closes_its_descriptor(wrong: dict[str, int]) -> None:
     fd = _descriptor()
     before = handles.live()
     arguments = {"offset_bytes": 0, "length_bytes": 1, "address": 0} | wrong
@@ -93,19 +93,19 @@ def test_a_range_that_cannot_be_closes_the_descriptor_that_it_was_given(wrong: d
     assert handles.live() == before
 
 
-def test_no_descriptor_is_no_range() -> None:
+def test_negative_descriptor_is_refused() -> None:
     with pytest.raises(UsageError):
         DmabufRange(-1, offset_bytes=0, length_bytes=1, address=0)
 
 
-def test_a_forgotten_range_is_closed_and_said() -> None:
+def test_dropped_range_is_closed_with_a_warning() -> None:
     fd = _descriptor()
     with pytest.warns(GdrkitWarning, match="never closed"):
         _forget(fd)
     assert not _is_open(fd)
 
 
-def test_it_is_counted_while_it_is_open() -> None:
+def test_range_is_counted_while_it_is_open() -> None:
     before = handles.live().get("dmabuf_range", 0)
     with _range(_descriptor()):
         assert handles.live()["dmabuf_range"] == before + 1
@@ -118,12 +118,12 @@ def _forget(fd: int) -> None:
 
 
 @pytest.mark.parametrize(("offset", "length"), [(0, 0), (0, 10), (10, 0), (3, 7)])
-def test_check_range_accepts_what_is_inside(offset: int, length: int) -> None:
+def test_check_range_accepts_ranges_inside(offset: int, length: int) -> None:
     check_range(offset_bytes=offset, length_bytes=length, size_bytes=10)
 
 
 @pytest.mark.parametrize(("offset", "length"), [(-1, 1), (0, 11), (11, 0), (5, -1), (1 << 64, 1)])
-def test_check_range_refuses_what_is_not(offset: int, length: int) -> None:
+def test_check_range_refuses_ranges_outside(offset: int, length: int) -> None:
     with pytest.raises(UsageError) as caught:
         check_range(offset_bytes=offset, length_bytes=length, size_bytes=10)
     assert caught.value.reason is Reason.BAD_ARGUMENT

@@ -1,4 +1,4 @@
-"""The ``ibv_pd *`` behind a protection domain of pyverbs is found, or said not to be; it is never guessed."""
+"""The ``ibv_pd *`` of a protection domain of pyverbs is either known for certain or reported as unknown."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 pytestmark = needs(verbs.nic())
 
 
-def test_this_pyverbs_gives_the_pointer_and_regions_are_made_by_it(nic: Nic) -> None:
+def test_domain_pointer_is_known_and_registers_regions(nic: Nic) -> None:
     pointer = _pyverbs.domain_pointer(nic.domain)
     assert pointer
-    # The library takes it for the domain: with another address it would crash, or say EINVAL.
+    # The library uses the pointer as the domain: with a wrong address it would crash or return EINVAL.
     with nic.register_host(bytearray(KIB)) as region:
         assert region.rkey
 
 
 @DMABUF
-def test_a_region_begins_at_the_address_of_the_device(device: Device, nic: Nic) -> None:
+def test_dmabuf_region_has_the_device_address(device: Device, nic: Nic) -> None:
     with (
         device.allocate(64 * KIB) as memory,
         register(memory, [nic], route=RegistrationRoute.DMABUF) as registration,
@@ -36,8 +36,8 @@ def test_a_region_begins_at_the_address_of_the_device(device: Device, nic: Nic) 
 
 
 @needs(verbs.nic(count_min=2))
-def test_what_does_not_agree_is_not_believed(nics: tuple[Nic, ...]) -> None:
+def test_domain_pointer_of_another_context_is_not_accepted(nics: tuple[Nic, ...]) -> None:
     one, other = nics[:2]
     assert _layout.find_domain(one.domain, one.context) == _pyverbs.domain_pointer(one.domain)
-    # The domain was made from another context, so nothing proves the pointer that lies in it.
+    # The domain was made from another context, so no candidate pointer can be confirmed.
     assert _layout.find_domain(one.domain, other.context) is None

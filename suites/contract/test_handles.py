@@ -1,4 +1,4 @@
-"""What is open is counted, and what must go first goes first."""
+"""Open objects are counted, and actions run in the right order before their owner is released."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gdrkit import handles
 from gdrkit.handles import Handle, ReleaseStack
 
 
-def test_live_counts_by_kind_and_leaves_out_what_is_gone() -> None:
+def test_live_counts_only_open_objects_by_kind() -> None:
     first, second = Handle("case.thing"), Handle("case.thing")
     assert handles.live()["case.thing"] == 2
     first.release()
@@ -22,8 +22,8 @@ def test_live_counts_by_kind_and_leaves_out_what_is_gone() -> None:
     assert "case.thing" not in handles.live()
 
 
-def test_a_forgotten_object_is_said_and_stays_counted() -> None:
-    # In a process of its own, since it stays counted there.
+def test_dropped_object_warns_and_stays_counted() -> None:
+    # This runs in a child, because the object stays counted.
     code = """
 import gc
 from gdrkit import handles
@@ -37,7 +37,7 @@ print(handles.live())
 
 
 def test_finalizer_inside_live_does_not_wait() -> None:
-    # Issue 15 B: live() held a lock, and the garbage collector ran finalizers inside it that took the same lock.
+    # Issue 15 B: live() held a lock, and the garbage collector ran finalizers that took the same lock.
     code = """
 import gc, os, warnings
 from gdrkit import handles
@@ -79,7 +79,7 @@ print(len(handles.live()))
     assert done.stdout.strip() == "5000", done.stderr
 
 
-def test_handles_of_many_threads_are_counted_right() -> None:
+def test_handles_of_many_threads_are_counted() -> None:
     kinds = [f"case.thread{number}" for number in range(8)]
     last: list[Handle] = []
 
@@ -103,8 +103,8 @@ def test_handles_of_many_threads_are_counted_right() -> None:
     assert not set(handles.live()) & {*kinds, "case.shared"}
 
 
-def test_handles_work_in_a_child_forked_meanwhile() -> None:
-    # Issue 15 B: a child that was forked while another thread was inside live() waited for that thread for ever.
+def test_live_works_in_a_child_forked_during_live() -> None:
+    # Issue 15 B: a child that was forked during live() of another thread waited for that thread without end.
     code = """
 import os, signal, threading
 from gdrkit import handles
@@ -134,7 +134,7 @@ for handle in held:
     assert done.returncode == 0, done.stderr
 
 
-def test_actions_run_last_added_first_and_once() -> None:
+def test_actions_run_once_and_in_reverse_order() -> None:
     order: list[str] = []
     stack = ReleaseStack()
     for name in ("first", "second", "third"):
@@ -144,7 +144,7 @@ def test_actions_run_last_added_first_and_once() -> None:
     assert order == ["third", "second", "first"]
 
 
-def test_an_action_that_was_taken_back_does_not_run() -> None:
+def test_removed_action_does_not_run() -> None:
     order: list[str] = []
     stack = ReleaseStack()
     take_back = stack.push(lambda: order.append("no"))
@@ -155,7 +155,7 @@ def test_an_action_that_was_taken_back_does_not_run() -> None:
     assert order == ["yes"]
 
 
-def test_an_action_may_take_another_one_back() -> None:
+def test_action_can_remove_another_action() -> None:
     order: list[str] = []
     stack = ReleaseStack()
     take_back = stack.push(lambda: order.append("child"))
@@ -165,7 +165,7 @@ def test_an_action_may_take_another_one_back() -> None:
     assert len(stack) == 0
 
 
-def test_a_failure_is_raised_after_the_others_ran_and_is_tried_again() -> None:
+def test_failed_action_is_raised_after_the_others_and_retried() -> None:
     order: list[str] = []
     failing = [ValueError("one"), KeyError("two")]
     stack = ReleaseStack()
@@ -188,7 +188,7 @@ def test_a_failure_is_raised_after_the_others_ran_and_is_tried_again() -> None:
     assert len(stack) == 0
 
 
-def test_undoing_adds_its_failure_to_the_error_that_is_on_its_way() -> None:
+def test_run_after_adds_its_failure_as_a_note() -> None:
     stack = ReleaseStack()
 
     def refuse() -> None:

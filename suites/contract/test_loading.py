@@ -1,7 +1,6 @@
-"""A library that is missing, damaged or of another ABI gives one SetupMissing that says which, and imports open
-nothing.
+"""A missing or damaged library, or one of another ABI, raises one SetupMissing that names it. Imports open no library.
 
-Each case runs in a process of its own, since a process reads LD_LIBRARY_PATH once and keeps what it has opened.
+Each case runs in a child, because a process reads LD_LIBRARY_PATH once and keeps libraries open.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ def _one_kind_of_answer(answers: list[list[object]], *, operation: str, number: 
 
 @pytest.mark.parametrize(("call", "soname"), CALLS)
 @pytest.mark.parametrize("size_bytes", [0, 3, 40, 5000])
-def test_a_library_that_was_cut_off_is_damaged(call: str, soname: str, size_bytes: int, tmp_path: Path) -> None:
+def test_truncated_library_is_reported_as_damaged(call: str, soname: str, size_bytes: int, tmp_path: Path) -> None:
     whole = Path(sys.executable).resolve().read_bytes()
     (tmp_path / soname).write_bytes(whole[:size_bytes])
     answers = _ask(call, tmp_path)
@@ -83,7 +82,7 @@ def test_a_library_that_was_cut_off_is_damaged(call: str, soname: str, size_byte
         ("something that no loader ever said", errno.ENOENT, Reason.LIBRARY_MISSING),
     ],
 )
-def test_the_words_of_the_loader_become_a_number(words: str, number: int, reason: Reason) -> None:
+def test_loader_message_is_mapped_to_an_errno(words: str, number: int, reason: Reason) -> None:
     error = loader.setup_missing(
         operation="dlopen libx.so.1", text=words, what_to_do="install x", default_errno=errno.ENOENT
     )
@@ -94,7 +93,7 @@ def test_the_words_of_the_loader_become_a_number(words: str, number: int, reason
 
 
 @pytest.mark.parametrize(("call", "soname"), CALLS)
-def test_a_library_of_another_class_is_of_another_abi(call: str, soname: str, tmp_path: Path) -> None:
+def test_32_bit_library_is_reported_as_wrong_abi(call: str, soname: str, tmp_path: Path) -> None:
     image = bytearray(Path(sys.executable).resolve().read_bytes()[:8192])
     image[4] = 1  # EI_CLASS: ELFCLASS32
     (tmp_path / soname).write_bytes(image)
@@ -102,8 +101,8 @@ def test_a_library_of_another_class_is_of_another_abi(call: str, soname: str, tm
     _one_kind_of_answer(answers, operation=f"dlopen {soname}", number=errno.ELIBBAD, reason=Reason.LIBRARY_WRONG_ABI)
 
 
-def test_a_libcuda_without_the_function_table_is_of_another_abi(tmp_path: Path) -> None:
-    # Any other library serves: what is looked for is a function that it does not have. The interpreter has mapped libm.
+def test_libcuda_without_its_function_table_is_wrong_abi(tmp_path: Path) -> None:
+    # Any other library can replace libcuda, because it lacks the function. The interpreter has mapped libm.
     mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/libm" in line}
     shutil.copy(next(path for path in sorted(mapped) if Path(path).name.startswith("libm")), tmp_path / "libcuda.so.1")
     _one_kind_of_answer(
@@ -114,7 +113,7 @@ def test_a_libcuda_without_the_function_table_is_of_another_abi(tmp_path: Path) 
     )
 
 
-def test_importing_the_rooms_opens_no_library_and_imports_no_binding() -> None:
+def test_import_of_packages_opens_no_library() -> None:
     code = """
 import sys
 import gdrkit, gdrkit.cuda, gdrkit.verbs, gdrkit.registration
@@ -127,7 +126,7 @@ print([name for name in ("libcuda", "libibverbs", "librdmacm", "libcufile", "lib
 
 
 def test_failed_import_of_pyverbs_is_a_new_error_each_time(tmp_path: Path) -> None:
-    # Issue 15 B: the stored error was raised again, and its traceback grew with every call.
+    # Issue 15 B: the stored error was raised again, and its traceback grew with each call.
     package = tmp_path / "pyverbs"
     package.mkdir()
     (package / "__init__.py").write_text("raise ImportError('cannot be imported')")
@@ -150,7 +149,7 @@ print(len(set(lengths)), len(set(texts)), "cannot be imported" in texts[-1])
     assert done.stdout.split() == ["1", "1", "True"], done.stderr
 
 
-def test_missing_library_of_verbs_is_looked_for_again(tmp_path: Path) -> None:
+def test_missing_library_of_verbs_is_searched_again(tmp_path: Path) -> None:
     code = """
 import os, shutil, sys
 from gdrkit import verbs

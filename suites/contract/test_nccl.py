@@ -1,4 +1,4 @@
-"""NCCL as the throughput cases call it, and the processes that are its ranks: nothing is cut, and nobody hangs."""
+"""NCCL as the throughput cases call it, and the processes of its ranks, which end at a deadline."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 INSTALLED = needs(host.module("nvidia.nccl"))
-# What nccl.h calls the things that are no pointers, and what has their width.
+# The types of nccl.h that are not pointers, with ctypes types of the same width.
 WIDTHS = {
     "int": 4,
     "ncclDataType_t": 4,
@@ -34,13 +34,13 @@ LONG_S = 60.0
 
 
 def python(program: str) -> list[str]:
-    """A rank that runs these lines, and tells where it is when it is ended."""
+    """Return the command of a rank that runs `program` and prints its stack when it is terminated."""
     return [sys.executable, "-X", "faulthandler", "-c", program]
 
 
 @INSTALLED
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_arguments_are_as_wide_as_the_header_says(name: str) -> None:
+def test_nccl_argument_widths_match_the_header(name: str) -> None:
     folder = folder_of_nccl()
     assert folder is not None
     declared = re.search(rf"ncclResult_t\s+{name}\(([^)]*)\)", (folder / "include" / "nccl.h").read_text())
@@ -52,7 +52,7 @@ def test_arguments_are_as_wide_as_the_header_says(name: str) -> None:
 
 
 @INSTALLED
-def test_each_id_of_a_communicator_is_another(tmp_path: Path) -> None:
+def test_communicator_ids_are_unique(tmp_path: Path) -> None:
     asks = python("from support.nccl import *; n = Nccl(); print(n.version, n.unique_id().hex(), n.unique_id().hex())")
     ((line,),) = run_ranks([asks], folder=tmp_path, environ=with_suites(os.environ), deadline_s=LONG_S)
     version, first, second = line.split()
@@ -62,8 +62,8 @@ def test_each_id_of_a_communicator_is_another(tmp_path: Path) -> None:
 
 
 @INSTALLED
-def test_what_nccl_refuses_is_an_error_with_its_call_and_its_words(tmp_path: Path) -> None:
-    """There is no rank 2 of 2; where there is no device either, NCCL says that first."""
+def test_nccl_failure_is_an_error_with_call_and_message(tmp_path: Path) -> None:
+    """Use rank 2 of 2, which does not exist. Without a device, NCCL reports the missing device first."""
     program = "n = Nccl(); Communicator(n, rank=2, ranks_count=2, unique_id=n.unique_id())"
     asks = python(f"from support.nccl import *; {program}")
     with pytest.raises(RankError, match=r"NcclError: ncclCommInitRank gave [1-9]: \w+") as caught:
@@ -71,33 +71,33 @@ def test_what_nccl_refuses_is_an_error_with_its_call_and_its_words(tmp_path: Pat
     assert "NCCL WARN" in str(caught.value)
 
 
-def test_each_rank_has_its_own_device_first_and_sees_all() -> None:
+def test_rank_sees_all_devices_with_its_own_first() -> None:
     assert [own_first({}, rank=rank, ranks=3) for rank in range(3)] == [list("012"), list("120"), list("201")]
     assert own_first({"CUDA_VISIBLE_DEVICES": "5,GPU-7"}, rank=1, ranks=2) == ["GPU-7", "5"]
 
 
-def test_the_first_line_of_the_first_rank_reaches_the_others(tmp_path: Path) -> None:
+def test_first_line_of_rank_0_is_passed_to_the_others(tmp_path: Path) -> None:
     first = python("print('an id'); print('done')")
     other = python("import sys; print(sys.stdin.readline().strip().upper())")
     said = run_ranks([first, other, other], folder=tmp_path, environ=os.environ, deadline_s=LONG_S)
     assert said == [["an id", "done"], ["AN ID"], ["AN ID"]]
 
 
-def test_ranks_that_wait_for_each_other_end_at_the_deadline(tmp_path: Path) -> None:
+def test_deadlocked_ranks_end_at_the_deadline(tmp_path: Path) -> None:
     waits = python("import sys; sys.stdin.read()")
     with pytest.raises(RankError, match=r"had not ended after 1 s\n--- rank 0: was ended") as caught:
         run_ranks([waits, waits], folder=tmp_path, environ=os.environ, deadline_s=1.0)
     assert "--- rank 1: was ended" in str(caught.value)
 
 
-def test_one_rank_that_fails_ends_the_others_and_each_says_where_it_was(tmp_path: Path) -> None:
+def test_failed_rank_ends_the_others_with_their_stacks(tmp_path: Path) -> None:
     waits = python("import os, sys; print(os.getpid(), flush=True); sys.stdin.read()")
     fails = python("import sys; sys.exit(f'no device for {sys.stdin.readline()}')")
     with pytest.raises(RankError, match=r"^rank 1 ended with 1\n") as caught:
         run_ranks([waits, fails], folder=tmp_path, environ=os.environ, deadline_s=LONG_S)
     told = str(caught.value)
     assert "--- rank 1: exit 1\nno device for " in told
-    # Its stack: it was in this line when it was ended.
+    # The stack of rank 0 shows the line that it was executing.
     assert re.search(r'--- rank 0: was ended\nFatal Python error: Aborted[\s\S]*<string>", line 1', told)
     number = re.search(r"no device for (\d+)", told)
     assert number is not None
@@ -105,8 +105,8 @@ def test_one_rank_that_fails_ends_the_others_and_each_says_where_it_was(tmp_path
         os.kill(int(number[1]), 0)
 
 
-def test_what_a_rank_started_does_not_outlive_it(tmp_path: Path) -> None:
-    """It ignores the signal that ends the rank; the other end of the FIFO shows whether it lives."""
+def test_children_of_a_rank_end_with_it(tmp_path: Path) -> None:
+    """Start a child that ignores SIGTERM. The end of file of a FIFO shows when the child has ended."""
     os.mkfifo(tmp_path / "alive")
     heard = os.open(tmp_path / "alive", os.O_RDONLY | os.O_NONBLOCK)
     stays = "import os, signal, sys; signal.signal(signal.SIGABRT, signal.SIG_IGN)"
@@ -127,7 +127,7 @@ def test_what_a_rank_started_does_not_outlive_it(tmp_path: Path) -> None:
         os.close(heard)
 
 
-def test_what_nccl_itself_wrote_is_shown_with_the_failure(tmp_path: Path) -> None:
+def test_nccl_output_is_part_of_the_failure(tmp_path: Path) -> None:
     fails = python("import os, sys; open(os.environ['NCCL_DEBUG_FILE'], 'w').write('NCCL WARN why'); sys.exit(3)")
     with pytest.raises(RankError, match=r"rank 0 ended with 3\n--- rank 0: exit 3\nNCCL WARN why"):
         run_ranks([fails], folder=tmp_path, environ=os.environ, deadline_s=LONG_S)

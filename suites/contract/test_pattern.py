@@ -1,4 +1,4 @@
-"""The payloads of gdrkit.pattern: the same bytes at the same place, whatever part is asked for."""
+"""Payloads of gdrkit.pattern: the byte at a position is the same in every part."""
 
 from __future__ import annotations
 
@@ -9,37 +9,37 @@ from gdrkit.errors import DataMismatch, UsageError
 from gdrkit.units import KIB, MIB
 
 
-def test_the_same_position_has_the_same_bytes_in_every_part() -> None:
+def test_part_of_a_payload_has_the_bytes_of_the_whole() -> None:
     whole = pattern.payload(2 * MIB + 17, seed=7)
     for offset, length in ((0, 1), (1, 4 * KIB - 1), (MIB - 3, 7), (MIB, 1), (MIB + 5, MIB), (2 * MIB + 16, 1)):
         assert pattern.payload(length, seed=7, offset_bytes=offset) == whole[offset : offset + length]
 
 
-def test_no_shift_and_no_other_seed_gives_the_same_bytes() -> None:
+def test_shift_or_other_seed_changes_the_bytes() -> None:
     first = pattern.payload(4 * KIB, seed=1)
     assert first != pattern.payload(4 * KIB, seed=2)
     assert all(first != pattern.payload(4 * KIB, seed=1, offset_bytes=shift) for shift in (1, 64, 4 * KIB, MIB))
 
 
-def test_it_has_no_period_within_blocks() -> None:
+def test_payload_has_no_period_within_blocks() -> None:
     whole = pattern.payload(3 * MIB, seed=3)
     pages = [whole[start : start + 4 * KIB] for start in range(0, len(whole), 4 * KIB)]
     assert len(set(pages)) == len(pages)
 
 
-def test_an_empty_payload_is_empty() -> None:
+def test_payload_of_length_0_is_empty() -> None:
     assert pattern.payload(0, seed=0) == b""
     pattern.check(b"", seed=0)
 
 
 @pytest.mark.parametrize(("length", "seed", "offset"), [(-1, 0, 0), (1, -1, 0), (1, 1 << 64, 0), (1, 0, -1)])
-def test_what_cannot_be_is_refused(length: int, seed: int, offset: int) -> None:
+def test_invalid_payload_arguments_are_refused(length: int, seed: int, offset: int) -> None:
     with pytest.raises(UsageError):
         pattern.payload(length, seed=seed, offset_bytes=offset)
 
 
 @pytest.mark.parametrize("where", [0, 1, 4095, 4096, MIB - 1, MIB, MIB + 2])
-def test_check_names_the_first_wrong_byte(where: int) -> None:
+def test_check_reports_the_first_wrong_byte(where: int) -> None:
     data = bytearray(pattern.payload(MIB + 3, seed=11, offset_bytes=5))
     pattern.check(data, seed=11, offset_bytes=5)
     data[where] ^= 0x80
@@ -53,7 +53,7 @@ def test_check_names_the_first_wrong_byte(where: int) -> None:
     assert error.expected == pattern.payload(len(data), seed=11, offset_bytes=5)[where : where + 16]
 
 
-def test_find_mismatch_counts_a_missing_end() -> None:
+def test_find_mismatch_reports_a_missing_end() -> None:
     assert pattern.find_mismatch(b"abc", b"abc") is None
     assert pattern.find_mismatch(b"abc", b"ab") == 2
     assert pattern.find_mismatch(b"ab", b"abc") == 2

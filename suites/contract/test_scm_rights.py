@@ -1,4 +1,4 @@
-"""Descriptors from another process: never too many, never inherited by a program, never left open by an error."""
+"""Receiving descriptors: excess ones are refused, all are close-on-exec, and errors leave none open."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ Receiver = Callable[[socket.socket], AbstractContextManager[Sequence[int]]]
 
 @contextlib.contextmanager
 def sent(data: bytes, count: int) -> Iterator[socket.socket]:
-    """A socket on which a message waits, and whose other end is closed."""
+    """Yield a socket with a message to receive, whose other end is closed."""
     ours, theirs = socket.socketpair()
     with ours:
         with theirs, tempfile.TemporaryFile() as file:
@@ -94,7 +94,7 @@ def refused(receive: Receiver, connection: socket.socket) -> UsageError:
 
 @pytest.mark.parametrize(("receive", "data", "too_many"), RECEIVERS)
 def test_received_descriptor_is_close_on_exec(receive: Receiver, data: bytes, too_many: int) -> None:
-    # Issue 15 B: those of the storage service and of peers were inherited by every program that was started.
+    # Issue 15 B: child programs inherited the descriptors of the storage service and of peers.
     assert too_many > 1
     with sent(data, 1) as connection, receive(connection) as descriptors:
         assert [os.get_inheritable(each) for each in descriptors] == [False]
@@ -109,13 +109,13 @@ def test_too_many_descriptors_are_refused_and_closed(receive: Receiver, data: by
 
 @pytest.mark.parametrize(("receive", "data", "too_many"), RECEIVERS)
 def test_dropped_descriptors_are_refused_and_the_rest_closed(receive: Receiver, data: bytes, too_many: int) -> None:
-    # Issue 15 B: MSG_CTRUNC was not looked at, so that a message came without what it was about.
+    # Issue 15 B: MSG_CTRUNC was ignored, so a message was accepted without its descriptors.
     assert too_many > 1
     with sent(data, 2) as connection:
         free = os.dup(0)
         os.close(free)
         limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        # There is room for one of the two.
+        # The limit of open files allows one of the two descriptors.
         resource.setrlimit(resource.RLIMIT_NOFILE, (free + 1, hard))
         try:
             with pytest.raises(UsageError) as raised, receive(connection):
@@ -167,7 +167,7 @@ def test_message_that_is_too_long_is_refused() -> None:
     length_bytes=st.integers(1, 50),
     descriptors_max=st.integers(0, 6),
 )
-def test_any_messages_are_received_whole_or_refused(
+def test_random_messages_are_received_or_refused(
     parts: list[tuple[bytes, int]], length_bytes: int, descriptors_max: int
 ) -> None:
     before = open_descriptors()

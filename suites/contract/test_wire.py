@@ -1,4 +1,4 @@
-"""What peers send each other is parsed strictly: anything else is one error with the reason MALFORMED."""
+"""Endpoints and remote ranges of peers are parsed strictly: everything else raises UsageError(MALFORMED)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ENDPOINT = {
 
 
 @pytest.mark.parametrize(("kind", "good"), [(RemoteRange, RANGE), (Endpoint, ENDPOINT)])
-def test_it_comes_back_from_json_as_it_went(kind: type[RemoteRange | Endpoint], good: dict[str, int | str]) -> None:
+def test_wire_value_round_trips_through_json(kind: type[RemoteRange | Endpoint], good: dict[str, int | str]) -> None:
     value = kind.from_dict(good)
     assert kind.from_dict(json.loads(json.dumps(value.to_dict()))) == value
     assert value.to_dict() == good
@@ -28,7 +28,7 @@ def test_it_comes_back_from_json_as_it_went(kind: type[RemoteRange | Endpoint], 
 
 @pytest.mark.parametrize(("kind", "good"), [(RemoteRange, RANGE), (Endpoint, ENDPOINT)])
 @pytest.mark.parametrize("wrong", [None, [], "text", 7, {}])
-def test_what_is_no_such_object_is_malformed(
+def test_wrong_json_object_is_malformed(
     kind: type[RemoteRange | Endpoint], good: dict[str, int | str], wrong: object
 ) -> None:
     _refused(kind, wrong)
@@ -51,7 +51,7 @@ def test_what_is_no_such_object_is_malformed(
         {"length_bytes": (1 << 63) + 1},
     ],
 )
-def test_a_range_out_of_range_is_malformed(wrong: dict[str, object]) -> None:
+def test_remote_range_out_of_limits_is_malformed(wrong: dict[str, object]) -> None:
     _refused(RemoteRange, RANGE | wrong)
 
 
@@ -70,7 +70,7 @@ def test_a_range_out_of_range_is_malformed(wrong: dict[str, object]) -> None:
         {"gid": "fe80:0000:0000:0000:0000:0000:0000:0001\n"},
     ],
 )
-def test_an_endpoint_out_of_range_is_malformed(wrong: dict[str, object]) -> None:
+def test_endpoint_out_of_limits_is_malformed(wrong: dict[str, object]) -> None:
     _refused(Endpoint, ENDPOINT | wrong)
 
 
@@ -104,7 +104,7 @@ def test_refusal_names_the_missing_and_the_unknown_keys() -> None:
         RemoteRange.from_dict(wrong)
 
 
-def test_a_part_stays_inside() -> None:
+def test_part_of_a_remote_range_stays_inside() -> None:
     whole = RemoteRange.from_dict(RANGE)
     part = whole.part(offset_bytes=4000, length_bytes=95)
     assert (part.address, part.rkey, part.length_bytes) == (whole.address + 4000, whole.rkey, 95)

@@ -1,7 +1,7 @@
-"""What is wrong around gdrkit gives one error: api, operation, errno, what to do.
+"""A wrong environment raises one error with api, operation, errno and advice.
 
-Each case runs in a process of its own, since limits and plans are those of a process. A library that is missing, cut
-off or of another ABI is in suites/contract/test_loading.py.
+Each case runs in a child, because limits and fault plans belong to a process. suites/contract/test_loading.py has the
+cases of missing, truncated and incompatible libraries.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ REGISTER = "verbs.Nic.open(verbs.list_nics()[0].name).register_host(bytearray(16
 
 
 def error_of(call: str, *, prefix: tuple[str, ...] = (), **environ: str) -> list[object]:
-    """What `call` raises in a child, with these variables more."""
+    """Return the error of `call` in a child with additional environment variables."""
     command = [*prefix, sys.executable, "-c", CHILD.format(call=call)]
     child = subprocess.run(command, env=os.environ | environ, capture_output=True, text=True, check=False, timeout=60)
     assert child.stdout.count("\n") == 1, child.stdout + child.stderr
@@ -52,8 +52,8 @@ def plan_at(folder: Path, text: str) -> str:
 
 @needs(verbs.nic(), software(Api.VERBS))
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM])
-def test_no_permission_on_the_rdma_device_says_which_files(tmp_path: Path, number: int) -> None:
-    # The first call opens the device to list its ports and forgives; the second one is what the caller asked for.
+def test_missing_rdma_permission_names_the_files(tmp_path: Path, number: int) -> None:
+    # The first ibv_open_device lists the ports and ignores the error. The second one is the requested open.
     plan = plan_at(tmp_path, f"gdrkit-faults 1\nibv_open_device call=* errno={number}\n")
     kind, api, operation, found, reason, what_to_do = error_of(OPEN_NIC, GDRKIT_TWINS_FAULTS=plan)
     assert (kind, api, operation, found) == ("SetupMissing", "verbs", "ibv_open_device", number)
@@ -63,19 +63,19 @@ def test_no_permission_on_the_rdma_device_says_which_files(tmp_path: Path, numbe
 
 @needs(cuda.device(), software(Api.CUDA))
 @pytest.mark.parametrize(("status", "reason"), [(100, Reason.NO_DEVICE), (304, Reason.OTHER), (999, Reason.OTHER)])
-def test_a_driver_that_cannot_start_says_what_to_check(tmp_path: Path, status: int, reason: Reason) -> None:
+def test_cuda_init_failure_has_advice(tmp_path: Path, status: int, reason: Reason) -> None:
     plan = plan_at(tmp_path, f"gdrkit-faults 1\ncuInit call=* status={status}\n")
     kind, api, operation, number, found, what_to_do = error_of("cuda.device_count()", GDRKIT_TWINS_FAULTS=plan)
     assert (kind, api, operation) == ("SetupMissing", "cuda", "cuInit")
-    # A CUresult is no errno, and none is invented.
+    # A CUresult is not an errno, so errno is None.
     assert number is None
     assert found == reason.value
     assert what_to_do
 
 
 @needs(verbs.nic())
-def test_a_memlock_limit_that_is_too_low_is_named_with_the_remedy() -> None:
-    # Also root is under the limit once CAP_IPC_LOCK is gone from what an exec may give.
+def test_low_memlock_limit_is_named_with_advice() -> None:
+    # The limit also applies to root without CAP_IPC_LOCK, so the child drops it from its bounding set.
     limited = ("setpriv", "--bounding-set=-ipc_lock", "--inh-caps=-ipc_lock", "prlimit", "--memlock=65536:65536")
     kind, api, operation, number, reason, what_to_do = error_of(REGISTER, prefix=limited)
     assert (kind, api, operation, number) == ("SetupMissing", "verbs", "ibv_reg_mr", errno.ENOMEM)
@@ -95,7 +95,7 @@ MALFORMED = [
 
 @needs(verbs.nic(), cuda.device(), software(Api.VERBS), software(Api.CUDA))
 @pytest.mark.parametrize("text", MALFORMED)
-def test_a_malformed_fault_plan_is_refused_before_anything_starts(tmp_path: Path, text: str) -> None:
+def test_malformed_fault_plan_is_refused_before_the_start(tmp_path: Path, text: str) -> None:
     command = [sys.executable, "-m", "gdrkit", "run", "--software", "--faults", plan_at(tmp_path, text), "--", "true"]
     child = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert child.returncode == 2
@@ -112,7 +112,7 @@ def test_a_malformed_fault_plan_is_refused_before_anything_starts(tmp_path: Path
     ("call", "operation", "number"),
     [("verbs.list_nics()", "ibv_get_device_list", errno.EINVAL), ("cuda.device_count()", "cuInit", None)],
 )
-def test_a_library_that_finds_its_plan_malformed_fails_at_its_first_call(
+def test_twin_with_a_malformed_plan_fails_at_its_first_call(
     tmp_path: Path, call: str, operation: str, number: int | None
 ) -> None:
     plan = plan_at(tmp_path, "gdrkit-faults 1\nibv_reg_mr call=x errno=14\ncuMemAlloc_v2 call=x status=2\n")

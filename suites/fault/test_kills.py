@@ -1,9 +1,9 @@
-"""SIGKILL of client, agent and server in named phases: no acknowledged write is lost, nothing is left, nobody hangs.
+"""SIGKILL of client, agent or server in named phases loses no acknowledged write, leaves nothing and blocks no process.
 
-GDRKIT_KILLS says how many kills there are, evenly over all pairs of victim and phase: 20 when it is not set, one of
-each pair, and 230, ten of each, in ``nox -s long``. The memory of each client that dies, or whose agent or server does,
-is the host's or a device's, as the seed draws. The process death of a server loses nothing that it replied to, since
-the kernel has the bytes by then; a loss of power is another matter, and not what is shown here.
+GDRKIT_KILLS is the number of kills, distributed evenly over all pairs of victim and phase: 20 by default (one per
+pair), and 230 (ten per pair) in ``nox -s long``. The seed decides whether a client uses host or device memory. The
+death of a server process loses no acknowledged write, because the kernel has the bytes. The cases do not cover a loss
+of power.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ KILLS = int(os.environ.get("GDRKIT_KILLS", "20"))
 
 @needs(verbs.nic(count_min=2), software(Api.VERBS), verbs.dmabuf_region, cuda.device(), cuda.dmabuf_export)
 @pytest.mark.timeout(120 + 20 * KILLS)
-def test_whoever_is_killed_in_whichever_phase(
+def test_kill_of_any_process_in_any_phase_loses_nothing(
     tmp_path: Path,
     seed: int,
     evidence: Evidence,

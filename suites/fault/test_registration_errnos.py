@@ -1,7 +1,6 @@
-"""Every call of verbs that a registration makes, failing with every errno: the documented exception, the documented
-state, and the next attempt works.
+"""Each verbs call of a registration fails with each errno: documented exception and state, and a working next attempt.
 
-The table below is the documentation that docs/registration.md shows.
+docs/registration.md shows the table below.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ ERRNOS = (
     errno.EPERM,
 )
 
-# What each errno means for each call; whoever raises Unsupported says that the way does not exist.
+# The meaning of each errno for each call. Unsupported means that the route does not exist.
 _GENERAL = {
     errno.EOPNOTSUPP: (Unsupported, Reason.NOT_SUPPORTED),
     errno.EPROTONOSUPPORT: (Unsupported, Reason.NOT_SUPPORTED),
@@ -74,7 +73,9 @@ def check(error: BaseException, operation: str, number: int) -> None:
 @numbers
 @pytest.mark.parametrize("call", [1, 2], ids=["first-nic", "second-nic"])
 @pytest.mark.parametrize("operation", ROUTES)
-def test_registering_fails_whole(device: Device, nics: tuple[Nic, ...], operation: str, call: int, number: int) -> None:
+def test_failed_registration_leaves_nothing(
+    device: Device, nics: tuple[Nic, ...], operation: str, call: int, number: int
+) -> None:
     assert all(nic.supports_dmabuf() for nic in nics)
     route = ROUTES[operation]
     with device.allocate(64 * KIB) as memory, RegionCache(nics, route=route) as cache:
@@ -86,7 +87,7 @@ def test_registering_fails_whole(device: Device, nics: tuple[Nic, ...], operatio
             cache.lease(memory)
         error: BaseException = raised.value
         if isinstance(error, RegistrationFailed):
-            # The one way that was allowed does not exist.
+            # The only allowed route does not exist.
             assert error.reason is Reason.NO_ROUTE
             (error,) = error.causes
             assert isinstance(error, Unsupported)
@@ -99,7 +100,7 @@ def test_registering_fails_whole(device: Device, nics: tuple[Nic, ...], operatio
 
 @numbers
 @pytest.mark.parametrize("call", [1, 2], ids=["first-nic", "second-nic"])
-def test_registering_host_memory_fails_whole(nics: tuple[Nic, ...], call: int, number: int) -> None:
+def test_failed_host_registration_leaves_nothing(nics: tuple[Nic, ...], call: int, number: int) -> None:
     with HostMemory(64 * KIB) as memory, RegionCache(nics) as cache:
         before = handles.live()
         with (
@@ -110,7 +111,7 @@ def test_registering_host_memory_fails_whole(nics: tuple[Nic, ...], call: int, n
         error: BaseException = raised.value
         kind, reason = _GENERAL[number]
         if kind is Unsupported:
-            # There is no other way for it.
+            # Host memory has no other route.
             assert isinstance(error, RegistrationFailed)
             (error,) = error.causes
         assert isinstance(error, kind)
@@ -123,7 +124,7 @@ def test_registering_host_memory_fails_whole(nics: tuple[Nic, ...], call: int, n
 
 @pytest.mark.qualify
 @numbers
-def test_only_a_missing_dmabuf_way_leads_to_the_next_one(device: Device, nics: tuple[Nic, ...], number: int) -> None:
+def test_only_unsupported_dmabuf_leads_to_peer_memory(device: Device, nics: tuple[Nic, ...], number: int) -> None:
     assert all(nic.supports_dmabuf() for nic in nics)
     with device.allocate(64 * KIB) as memory, faults(Api.VERBS, f"ibv_reg_dmabuf_mr call=1 errno={number}"):
         if MEANINGS["ibv_reg_dmabuf_mr"][number] == _NO_DMABUF:
@@ -138,9 +139,7 @@ def test_only_a_missing_dmabuf_way_leads_to_the_next_one(device: Device, nics: t
 
 @numbers
 @pytest.mark.parametrize("call", [1, 2], ids=["first", "second"])
-def test_what_cannot_be_deregistered_keeps_the_memory(
-    device: Device, nics: tuple[Nic, ...], call: int, number: int
-) -> None:
+def test_failed_deregistration_keeps_the_memory(device: Device, nics: tuple[Nic, ...], call: int, number: int) -> None:
     with device.allocate(64 * KIB) as memory, RegionCache(nics) as cache:
         cache.lease(memory).close()
         with faults(Api.VERBS, f"ibv_dereg_mr call={call} errno={number}"), pytest.raises(ApiError) as raised:
@@ -155,7 +154,7 @@ def test_what_cannot_be_deregistered_keeps_the_memory(
 
 @numbers
 @pytest.mark.parametrize("operation", ["ibv_alloc_pd", "ibv_open_device"])
-def test_a_nic_that_cannot_be_opened_leaves_nothing(nic: Nic, operation: str, number: int) -> None:
+def test_failed_open_of_a_nic_leaves_nothing(nic: Nic, operation: str, number: int) -> None:
     before = handles.live()
     with faults(Api.VERBS, f"{operation} call=* errno={number}"), pytest.raises(ApiError) as raised:
         Nic.open(nic.name)
@@ -166,9 +165,7 @@ def test_a_nic_that_cannot_be_opened_leaves_nothing(nic: Nic, operation: str, nu
 
 @needs(software(Api.CUDA))
 @pytest.mark.parametrize("status", [1, 2, 201, 801, 999])
-def test_an_export_that_fails_is_told_from_one_that_does_not_exist(
-    device: Device, nics: tuple[Nic, ...], status: int
-) -> None:
+def test_failed_export_differs_from_unsupported_export(device: Device, nics: tuple[Nic, ...], status: int) -> None:
     with device.allocate(64 * KIB) as memory, RegionCache(nics) as cache:
         with faults(Api.CUDA, f"cuMemGetHandleForAddressRange call=1 status={status}"):
             if status == 801:

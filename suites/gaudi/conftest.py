@@ -1,4 +1,4 @@
-"""What the cases about Gaudi begin with."""
+"""Fixtures of the cases about Gaudi."""
 
 from __future__ import annotations
 
@@ -15,6 +15,6 @@ __all__ = ["raw"]
 
 @pytest.fixture
 def raw() -> Iterator[RawDevice]:
-    """A device as a C program has it."""
+    """Yield a device that is opened by the C functions of hl-thunk, without gdrkit."""
     with RawDevice() as device:
         yield device

@@ -1,4 +1,4 @@
-"""Bad input gives one typed error with the kernel's errno, and loses nothing."""
+"""Bad input raises one typed error with the kernel's errno, and leaves all memory usable."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ mapped_memory = needs(a_gaudi.device(), a_gaudi.mapped_memory)
     ],
     ids=["wrong flags", "odd offset", "odd size", "no size", "too long", "too far", "no address"],
 )
-def test_an_export_that_the_kernel_refuses(gaudi: Device, changed: dict[str, int]) -> None:
+def test_invalid_export_arguments_are_refused(gaudi: Device, changed: dict[str, int]) -> None:
     with gaudi.allocate(SIZE) as memory:
         wanted = {"fd": gaudi.fd, "addr": memory.address, "size": SIZE, "offset": 0, "flags": FLAGS, **changed}
         with pytest.raises(ApiError) as caught:
@@ -63,7 +63,7 @@ def test_an_export_that_the_kernel_refuses(gaudi: Device, changed: dict[str, int
         assert (caught.value.errno, caught.value.reason) == (errno.EINVAL, Reason.BAD_ARGUMENT)
         assert dict(caught.value.arguments) == wanted
         assert "hlthunk_device_memory_map" in caught.value.what_to_do
-        # Nothing is lost: the memory is as it was, and goes out when it is asked for rightly.
+        # The memory is unchanged, and the next valid export succeeds.
         memory.export_dmabuf().close()
 
 
@@ -76,7 +76,9 @@ def test_an_export_that_the_kernel_refuses(gaudi: Device, changed: dict[str, int
         ("hlthunk_memory_unmap", {"device_virt_addr": 4096}, Reason.BUSY),
     ],
 )
-def test_memory_that_is_not_there(gaudi: Device, operation: str, arguments: dict[str, Any], reason: Reason) -> None:
+def test_call_on_missing_memory_is_refused(
+    gaudi: Device, operation: str, arguments: dict[str, Any], reason: Reason
+) -> None:
     with pytest.raises(ApiError) as caught:
         _hlthunk.call(operation, fd=gaudi.fd, **arguments)
     assert (caught.value.operation, caught.value.errno, caught.value.reason) == (operation, errno.EINVAL, reason)
@@ -84,7 +86,7 @@ def test_memory_that_is_not_there(gaudi: Device, operation: str, arguments: dict
 
 
 @mapped_memory
-def test_memory_that_is_freed_twice(gaudi: Device) -> None:
+def test_second_free_is_refused(gaudi: Device) -> None:
     fd = gaudi.fd
     arguments = {"fd": fd, "size": SIZE, "page_size": 0, "contiguous": True, "shared": False}
     handle = _hlthunk.call("hlthunk_device_memory_alloc", **arguments)
@@ -95,7 +97,7 @@ def test_memory_that_is_freed_twice(gaudi: Device) -> None:
 
 
 @needs(a_gaudi.device())
-def test_a_descriptor_that_is_no_device(gaudi: Device) -> None:
+def test_descriptor_of_another_file_is_refused(gaudi: Device) -> None:
     reading, writing = os.pipe()
     for fd, number in ((reading, errno.ENOTTY), (1 << 20, errno.EBADF)):
         with pytest.raises(ApiError) as caught:
@@ -108,7 +110,7 @@ def test_a_descriptor_that_is_no_device(gaudi: Device) -> None:
 
 @needs(a_gaudi.device())
 @pytest.mark.parametrize(("offset_bytes", "length_bytes"), [(-1, 10), (SIZE, 1), (0, SIZE + 1), (5, 0)])
-def test_a_part_that_is_not_inside(gaudi: Device, offset_bytes: int, length_bytes: int) -> None:
+def test_part_outside_the_memory_is_refused(gaudi: Device, offset_bytes: int, length_bytes: int) -> None:
     with gaudi.allocate(SIZE) as memory:
         with pytest.raises(UsageError) as caught:
             memory.export_dmabuf(offset_bytes=offset_bytes, length_bytes=length_bytes)
@@ -116,7 +118,7 @@ def test_a_part_that_is_not_inside(gaudi: Device, offset_bytes: int, length_byte
 
 
 @needs(software("hlthunk"))
-def test_a_machine_without_any(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machine_without_gaudi_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GDRKIT_TWINS_GAUDIS", "0")
     done = subprocess.run([sys.executable, "-c", NO_DEVICE], capture_output=True, text=True, check=True, timeout=60)
     first, second = done.stdout.splitlines()
@@ -129,7 +131,7 @@ def test_a_machine_without_any(monkeypatch: pytest.MonkeyPatch) -> None:
     ("variable", "value"),
     [("GDRKIT_TWINS_GAUDI", "gaudi4"), ("GDRKIT_TWINS_GAUDIS", "many"), ("GDRKIT_TWINS_GAUDI_BAR_MIB", "-1")],
 )
-def test_a_malformed_variable_of_the_twin_is_one_line(
+def test_malformed_twin_variable_is_reported_in_one_line(
     monkeypatch: pytest.MonkeyPatch, variable: str, value: str
 ) -> None:
     monkeypatch.setenv(variable, value)
@@ -137,4 +139,4 @@ def test_a_malformed_variable_of_the_twin_is_one_line(
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 1
     assert f"gdrkit twin: {variable}={value}: expected " in done.stderr
-    assert "gave EINVAL" in done.stderr
+    assert "failed: Invalid argument (EINVAL)" in done.stderr

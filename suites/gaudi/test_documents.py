@@ -1,6 +1,6 @@
-"""The calls in two documents on Gaudi and InfiniBand, as they stand there, and what they give by the real header.
+"""Calls of two documents on Gaudi and InfiniBand, exactly as documented, and their results by the real header.
 
-docs/gaudi.md has the documents' calls beside the header's and gdrkit's.
+docs/gaudi.md compares the calls of the documents with those of the header and of gdrkit.
 """
 
 from __future__ import annotations
@@ -31,23 +31,24 @@ mapped_memory = needs(a_gaudi.device(), a_gaudi.mapped_memory)
 
 
 @mapped_memory
-def test_the_fix_by_handle_exports_nothing(raw: RawDevice) -> None:
-    """``hlthunk_device_memory_export_dmabuf_fd(handle, &fd)``: the handle lands where the device's descriptor belongs,
-    the out-parameter where the address does.
+def test_documented_export_by_handle_is_refused(raw: RawDevice) -> None:
+    """Call ``hlthunk_device_memory_export_dmabuf_fd(handle, &fd)``.
+
+    The handle is then in the place of the device's descriptor, and the out-parameter in that of the address.
     """
     handle, address = raw.mapped(SIZE)
     fd = ctypes.c_int(NOT_SET)
     answer = raw.call("hlthunk_device_memory_export_dmabuf_fd", handle, ctypes.addressof(fd), SIZE, FLAGS)
     assert answer < 0
     assert fd.value == NOT_SET
-    # And given the device, a handle is no address.
+    # With the right descriptor, the handle is still not an address.
     assert errno_of(raw.export_physical(handle, SIZE)) == errno.EINVAL
     assert (raw.unmap(address), raw.free(handle)) == (0, 0)
 
 
 @mapped_memory
-def test_the_fix_by_address_with_three_arguments_exports_nothing(raw: RawDevice) -> None:
-    """``hlthunk_device_mapped_memory_export_dmabuf_fd(addr, size, &fd)``: no device, no offset, no flags."""
+def test_documented_export_with_three_arguments_is_refused(raw: RawDevice) -> None:
+    """Call ``hlthunk_device_mapped_memory_export_dmabuf_fd(addr, size, &fd)``, without device, offset and flags."""
     handle, address = raw.mapped(SIZE)
     fd = ctypes.c_int(NOT_SET)
     name = "hlthunk_device_mapped_memory_export_dmabuf_fd"
@@ -58,8 +59,8 @@ def test_the_fix_by_address_with_three_arguments_exports_nothing(raw: RawDevice)
 
 
 @mapped_memory
-def test_the_address_of_host_memory_is_never_exported(raw: RawDevice) -> None:
-    """Memory "mapped via hlthunk_host_memory_map()": the kernel knows it, and refuses it."""
+def test_export_of_mapped_host_memory_is_refused(raw: RawDevice) -> None:
+    """Export memory "mapped via hlthunk_host_memory_map()": the kernel knows the address and refuses it."""
     buffer = bytearray(SIZE)
     address = raw.map_host(buffer)
     assert errno_of(raw.export(address, SIZE)) == errno.EINVAL
@@ -67,8 +68,8 @@ def test_the_address_of_host_memory_is_never_exported(raw: RawDevice) -> None:
 
 
 @mapped_memory
-def test_the_call_of_the_feature_document_is_right(raw: RawDevice) -> None:
-    """Device, mapped address, size, offset 0, O_RDWR | O_CLOEXEC."""
+def test_export_call_of_the_feature_document_succeeds(raw: RawDevice) -> None:
+    """Pass device, mapped address, size, offset 0 and O_RDWR | O_CLOEXEC."""
     handle, address = raw.mapped(SIZE)
     fd = raw.export(address, SIZE)
     assert fd >= 0
@@ -77,22 +78,22 @@ def test_the_call_of_the_feature_document_is_right(raw: RawDevice) -> None:
 
 
 @needs(a_gaudi.device())
-def test_a_descriptor_is_a_new_one_each_time_and_never_42(raw: RawDevice) -> None:
-    """The document's own test gives 42 and 43 for whatever it is asked."""
+def test_export_returns_a_new_descriptor_each_time(raw: RawDevice) -> None:
+    """Export twice: the test of the document returns the constants 42 and 43."""
     for name in ("hlthunk_device_memory_export_dmabuf_fd", "hlthunk_device_mapped_memory_export_dmabuf_fd"):
         assert errno_of(raw.call(name, raw.fd, 0, SIZE, 0, FLAGS)) == errno.EINVAL
 
 
 @pytest.mark.parametrize("name", ["hlthunk_host_memory_unmap", "hlthunk_import_dmabuf"])
 @needs(a_gaudi.device())
-def test_functions_that_nobody_has(raw: RawDevice, name: str) -> None:
-    """One unmap serves both kinds of mapping, and hl-thunk imports nothing."""
+def test_documented_function_does_not_exist(raw: RawDevice, name: str) -> None:
+    """Look up documented functions: hl-thunk has one unmap for both kinds of mapping, and no import."""
     with pytest.raises(AttributeError, match=name):
         raw.call(name, raw.fd, 0)
 
 
 @needs(a_gaudi.device())
-def test_gdrkit_says_why_host_memory_does_not_go_out(gaudi: Device) -> None:
+def test_export_of_host_memory_raises_unsupported(gaudi: Device) -> None:
     buffer = bytearray(SIZE)
     with gaudi.map_host(buffer) as mapping:
         with pytest.raises(Unsupported) as caught:

@@ -1,4 +1,4 @@
-"""The cases here hold for the other generations too, which a process chooses before it starts."""
+"""The cases of this folder also pass on the other generations, which a process selects before it starts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from gdrkit.harness.needs import needs, software
 
 HERE = Path(__file__).parent
-# What takes longest is the same code for all; test_without_cuda.py has all generations itself.
+# The slowest cases run the same code on all generations. test_without_cuda.py covers all generations itself.
 LEFT_OUT = (
     Path(__file__).name,
     "test_without_cuda.py",
@@ -27,7 +27,7 @@ LEFT_OUT = (
 @needs(software("hlthunk"))
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("generation", "passed_min"), [("gaudi", 38), ("gaudi3", 66)])
-def test_the_cases_hold_for(generation: str, passed_min: int) -> None:
+def test_cases_pass_on_generation(generation: str, passed_min: int) -> None:
     ignored = [f"--ignore={HERE / name}" for name in LEFT_OUT]
     command = [sys.executable, "-m", "pytest", "-q", "-c", str(HERE.parent / "pytest.ini"), str(HERE), *ignored]
     done = subprocess.run(

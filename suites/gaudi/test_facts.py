@@ -1,4 +1,4 @@
-"""What is known about Gaudis before a case runs: facts, substrate, needs, profiles."""
+"""Facts about Gaudis, the substrate, needs and profiles, before any case runs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ANSWER = "from gdrkit import gaudi; print(gaudi.device_count())"
 
 
 def machine(root: Path, driver: str | None) -> HostTree:
-    """A host with one Gaudi 2 on its PCI bus."""
+    """Return the files of a host with one Gaudi 2 on its PCI bus."""
     folder = root / PCI
     folder.mkdir(parents=True)
     for name, text in (("vendor", "0x1da3"), ("device", "0x1020"), ("class", "0x120000")):
@@ -38,19 +38,19 @@ def machine(root: Path, driver: str | None) -> HostTree:
 
 
 @needs(gaudi.device())
-def test_facts_say_what_the_library_says(facts: Facts) -> None:
+def test_facts_match_the_library(facts: Facts) -> None:
     assert facts.gaudi is not None
     assert [device.pci_bus_id for device in facts.gaudi.devices] == [info.pci_bus_id for info in list_devices()]
     assert Facts.from_json(facts.to_json()) == facts
 
 
 @needs(software("hlthunk"))
-def test_a_twin_is_named_as_one(facts: Facts) -> None:
+def test_facts_name_the_twin(facts: Facts) -> None:
     assert of_facts(facts)["hlthunk"] is Substrate.TWIN
 
 
 @needs(software("hlthunk"))
-def test_any_program_gets_the_twin() -> None:
+def test_child_program_loads_the_twin() -> None:
     command = [sys.executable, "-m", "gdrkit", "run", "--software", "--apis", "hlthunk", "--"]
     ended = subprocess.run(
         [*command, sys.executable, "-c", ANSWER], capture_output=True, text=True, check=True, timeout=60
@@ -58,14 +58,14 @@ def test_any_program_gets_the_twin() -> None:
     assert ended.stdout == "2\n"
 
 
-def test_a_machine_with_nothing_is_not_asked(tmp_path: Path) -> None:
+def test_facts_without_hardware_open_no_library(tmp_path: Path) -> None:
     found = probe(HostTree(tmp_path), environment={"LD_LIBRARY_PATH": ""}, ask_apis=False)
     assert (found.gaudi, found.gaudi_failure, found.accelerators) == (None, None, ())
     assert gaudi.device().check(found) == "hlthunk was not asked"
     assert gaudi.mapped_memory.check(found) == gaudi.physical_memory.check(found) == "hlthunk was not asked"
 
 
-def test_a_gaudi_without_its_library_is_a_failure_with_something_to_do(tmp_path: Path) -> None:
+def test_gaudi_without_hl_thunk_is_a_failure_with_advice(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "LD_LIBRARY_PATH"}
     found = probe(machine(tmp_path, None), environment=environment)
     assert len(found.accelerators) == 1
@@ -77,8 +77,8 @@ def test_a_gaudi_without_its_library_is_a_failure_with_something_to_do(tmp_path:
 
 @pytest.mark.parametrize("driver", ["habanalabs", None])
 @needs(gaudi.device())
-def test_gaudi_of_files_alone_is_unknown(facts: Facts, tmp_path: Path, driver: str | None) -> None:
-    """Files may be mounted, and no driver of Gaudi has been seen whose own answer they could be compared with."""
+def test_gaudi_seen_only_in_files_is_unknown(facts: Facts, tmp_path: Path, driver: str | None) -> None:
+    """Report unknown: the files may be mounted, and there is no other source to compare them with."""
     found = probe(machine(tmp_path, driver), ask_apis=False)
     assert facts.gaudi is not None
     real = dataclasses.replace(facts.gaudi.libraries[0], soname="libhl-thunk.so", notes=(), error=None)
@@ -88,7 +88,7 @@ def test_gaudi_of_files_alone_is_unknown(facts: Facts, tmp_path: Path, driver: s
 
 @pytest.mark.parametrize("generation", ["gaudi2", "gaudi3"])
 @needs(gaudi.device())
-def test_a_machine_with_gaudis_has_a_profile(facts: Facts, tmp_path: Path, generation: str) -> None:
+def test_machine_with_gaudis_has_a_profile(facts: Facts, tmp_path: Path, generation: str) -> None:
     found = probe(machine(tmp_path, "habanalabs"), ask_apis=False)
     assert facts.gaudi is not None
     devices = tuple(dataclasses.replace(device, generation=generation) for device in facts.gaudi.devices)
@@ -109,6 +109,6 @@ def test_a_machine_with_gaudis_has_a_profile(facts: Facts, tmp_path: Path, gener
         (0x2000, Generation.LATER),
     ],
 )
-def test_boards_belong_to_a_generation(pci_device_id: int, generation: Generation) -> None:
+def test_pci_device_id_has_a_generation(pci_device_id: int, generation: Generation) -> None:
     assert Generation.of(pci_device_id) is generation
     assert generation.maps_memory is (generation is not Generation.GAUDI)

@@ -1,4 +1,4 @@
-"""The first Gaudi: no handles and no mappings, and memory that goes out by its physical address."""
+"""The first Gaudi: allocations have no handles and no mappings, and memory is exported by its physical address."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ pytestmark = needs(a_gaudi.device(), a_gaudi.physical_memory)
 PAGE = 4 * KIB
 
 
-def test_an_allocation_has_no_handle_and_nothing_to_map(raw: RawDevice) -> None:
+def test_gaudi1_allocation_has_no_handle(raw: RawDevice) -> None:
     assert raw.allocate(64 * KIB) == 0
     assert errno_of(raw.map(0)) == errno.EINVAL
     assert raw.free(0) == 0
 
 
-def test_memory_goes_out_by_its_physical_address(raw: RawDevice, gaudi_base: int) -> None:
+def test_export_takes_the_physical_address(raw: RawDevice, gaudi_base: int) -> None:
     fd = raw.export_physical(gaudi_base, 64 * KIB)
     assert fd >= 0
     assert os.lseek(fd, 0, os.SEEK_END) == 64 * KIB
@@ -44,20 +44,18 @@ def test_memory_goes_out_by_its_physical_address(raw: RawDevice, gaudi_base: int
     [(-PAGE, PAGE), (1, PAGE), (0, 0), (0, PAGE + 1), (32 * GIB, PAGE), (0, 64 * GIB)],
     ids=["below", "odd address", "nothing", "odd size", "behind", "too long"],
 )
-def test_only_whole_pages_of_the_users_memory_go_out(
-    raw: RawDevice, gaudi_base: int, away_bytes: int, size: int
-) -> None:
+def test_export_needs_whole_pages_of_user_memory(raw: RawDevice, gaudi_base: int, away_bytes: int, size: int) -> None:
     assert errno_of(raw.export_physical(gaudi_base + away_bytes, size)) == errno.EINVAL
 
 
-def test_an_offset_is_for_later_devices(raw: RawDevice, gaudi_base: int) -> None:
+def test_export_with_offset_is_refused_on_gaudi1(raw: RawDevice, gaudi_base: int) -> None:
     assert errno_of(raw.export(gaudi_base, PAGE, offset=PAGE)) == errno.EINVAL
     fd = raw.export(gaudi_base, PAGE)
     assert fd >= 0
     os.close(fd)
 
 
-def test_gdrkit_shares_out_the_memory_itself(gaudi: Device) -> None:
+def test_gaudi1_memory_is_allocated_by_gdrkit(gaudi: Device) -> None:
     with gaudi.allocate(5000) as one, gaudi.allocate(100) as other:
         assert one.address + 8192 == other.address
         one.write(b"one" * 1000)
@@ -71,7 +69,7 @@ def test_gdrkit_shares_out_the_memory_itself(gaudi: Device) -> None:
 
 
 @needs(software("hlthunk"))
-def test_gdrkit_exports_by_the_physical_address(gaudi: Device) -> None:
+def test_gaudi1_memory_is_exported_by_physical_address(gaudi: Device) -> None:
     with gaudi.allocate(9000) as memory, memory.export_dmabuf(offset_bytes=4097, length_bytes=10) as exported:
         assert (exported.offset_bytes, exported.length_bytes, exported.address) == (1, 10, memory.address + 4097)
     (call,) = called("hlthunk_device_memory_export_dmabuf_fd", "hlthunk_device_mapped_memory_export_dmabuf_fd")[-1:]
@@ -81,6 +79,6 @@ def test_gdrkit_exports_by_the_physical_address(gaudi: Device) -> None:
 
 @pytest.fixture
 def gaudi_base() -> int:
-    """The first physical address that a program may have."""
+    """Return the first physical address of user memory."""
     first = list_devices()[0]
     return 0x20000000 + 32 * GIB - first.memory_bytes

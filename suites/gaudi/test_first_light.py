@@ -1,4 +1,4 @@
-"""Another process writes into memory of a Gaudi by RDMA and reads from it; the device's DMA checks every byte."""
+"""Another process writes to memory of a Gaudi and reads from it by RDMA. The device's DMA checks every byte."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 pytestmark = needs(a_gaudi.device(), verbs.nic(), verbs.dmabuf_region)
 
-# The device's copies go by a staging buffer of 1 MiB: all sizes but the one that only takes long.
+# The device copies through a staging buffer of 1 MiB, so the largest size would only take longer.
 SIZES = ALL_SIZES[:-1]
 MARGIN_BYTES = 4096
 
 
 @pytest.mark.qualify
 @pytest.mark.parametrize(("length_bytes", "offset_bytes"), SIZES)
-def test_remote_write_lands_in_memory(
+def test_remote_write_arrives_in_memory(
     gaudi: Device, nic: Nic, peer: Peer, seed: int, length_bytes: int, offset_bytes: int
 ) -> None:
     with gaudi.allocate(offset_bytes + length_bytes + MARGIN_BYTES) as memory:
@@ -38,7 +38,7 @@ def test_remote_write_lands_in_memory(
             theirs.write(remote, seed=seed).expect(Status.SUCCESS)
         data = memory.read()
     pattern.check(memoryview(data)[offset_bytes : offset_bytes + length_bytes], seed=seed)
-    # Neither the byte before nor the bytes behind were touched.
+    # The byte before the range and the bytes after it are unchanged.
     assert data[:offset_bytes] == b"\xa5" * offset_bytes
     assert data[offset_bytes + length_bytes :] == b"\xa5" * MARGIN_BYTES
 
@@ -55,13 +55,13 @@ def test_remote_read_returns_memory(
             theirs.read(remote, seed=seed).completion.expect(Status.SUCCESS)
 
 
-def test_peers_name_the_bytes_by_their_device_address(gaudi: Device, nic: Nic) -> None:
+def test_region_has_the_device_address(gaudi: Device, nic: Nic) -> None:
     with gaudi.allocate(64 << 10) as memory, register(memory, [nic]) as registration:
         assert registration.route is RegistrationRoute.DMABUF
         assert registration.remote(nic, offset_bytes=77).address == memory.address + 77
 
 
-def test_every_nic_reaches_a_gaudi(gaudi: Device, nics: tuple[Nic, ...], peer: Peer, seed: int) -> None:
+def test_every_nic_accesses_gaudi_memory(gaudi: Device, nics: tuple[Nic, ...], peer: Peer, seed: int) -> None:
     with gaudi.allocate(64 << 10) as memory, register(memory, nics) as registration:
         for number, nic in enumerate(nics):
             with joined(nic, peer) as theirs:

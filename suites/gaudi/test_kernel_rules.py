@@ -1,4 +1,4 @@
-"""What the kernel driver exports and refuses, one rule at a time (memory.c of habanalabs), where it maps memory."""
+"""Rules of the kernel driver for exports of mapped memory, one per case (memory.c of habanalabs)."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ OVERFLOWING = (1 << 64) - PAGE
 
 @pytest.fixture
 def mapped(raw: RawDevice) -> Iterator[tuple[int, int]]:
-    """Handle and address of an allocation."""
+    """Yield the handle and the address of an allocation."""
     handle, address = raw.mapped(SIZE)
     yield handle, address
     assert raw.unmap(address) == 0
     assert raw.free(handle) == 0
 
 
-def test_the_address_of_a_mapping_is_exported(raw: RawDevice, mapped: tuple[int, int]) -> None:
+def test_mapped_address_is_exported(raw: RawDevice, mapped: tuple[int, int]) -> None:
     fd = raw.export(mapped[1], SIZE)
     assert fd >= 0
     assert os.lseek(fd, 0, os.SEEK_END) == SIZE
@@ -48,27 +48,27 @@ def test_the_address_of_a_mapping_is_exported(raw: RawDevice, mapped: tuple[int,
 
 
 @pytest.mark.parametrize("flags", [0, os.O_RDWR, os.O_CLOEXEC, FLAGS | os.O_NONBLOCK])
-def test_other_flags_are_refused_before_the_kernel_is_asked(
-    raw: RawDevice, mapped: tuple[int, int], flags: int
-) -> None:
+def test_other_flags_are_refused_by_the_library(raw: RawDevice, mapped: tuple[int, int], flags: int) -> None:
     assert errno_of(raw.export(mapped[1], SIZE, flags=flags)) == errno.EINVAL
-    # The flags are looked at first, so that not even the descriptor matters.
+    # The library checks the flags first, so even the descriptor does not matter.
     assert errno_of(raw.export(mapped[1], SIZE, flags=flags, fd=1 << 20)) == errno.EINVAL
     assert errno_of(raw.export(mapped[1], SIZE, fd=1 << 20)) == errno.EBADF
 
 
 @pytest.mark.parametrize("away_bytes", [PAGE, 1, -PAGE])
-def test_only_exactly_the_mapped_address_is_known(raw: RawDevice, mapped: tuple[int, int], away_bytes: int) -> None:
+def test_export_needs_the_exact_mapped_address(raw: RawDevice, mapped: tuple[int, int], away_bytes: int) -> None:
     assert errno_of(raw.export(mapped[1] + away_bytes, PAGE)) == errno.EINVAL
 
 
 @pytest.mark.parametrize(("size", "offset"), [(0, 0), (1, 0), (PAGE + 1, 0), (PAGE, 1), (PAGE, PAGE // 2)])
-def test_size_and_offset_are_whole_pages(raw: RawDevice, mapped: tuple[int, int], size: int, offset: int) -> None:
+def test_export_size_and_offset_must_be_whole_pages(
+    raw: RawDevice, mapped: tuple[int, int], size: int, offset: int
+) -> None:
     assert errno_of(raw.export(mapped[1], size, offset=offset)) == errno.EINVAL
 
 
-def test_a_range_ends_inside_the_mapping(raw: RawDevice, mapped: tuple[int, int]) -> None:
-    with_page = list_devices()[0].page_bytes  # What the driver rounds an allocation up to.
+def test_export_range_must_end_inside_the_mapping(raw: RawDevice, mapped: tuple[int, int]) -> None:
+    with_page = list_devices()[0].page_bytes  # The driver rounds an allocation up to this size.
     fd = raw.export(mapped[1], PAGE, offset=with_page - PAGE)
     assert fd >= 0
     os.close(fd)
@@ -77,7 +77,7 @@ def test_a_range_ends_inside_the_mapping(raw: RawDevice, mapped: tuple[int, int]
     assert errno_of(raw.export(mapped[1], 2 * PAGE, offset=OVERFLOWING)) == errno.EINVAL
 
 
-def test_what_is_exported_cannot_be_unmapped(raw: RawDevice, mapped: tuple[int, int]) -> None:
+def test_unmap_of_exported_memory_is_refused(raw: RawDevice, mapped: tuple[int, int]) -> None:
     fd = raw.export(mapped[1], PAGE)
     copy = os.dup(fd)
     os.close(fd)
@@ -85,11 +85,11 @@ def test_what_is_exported_cannot_be_unmapped(raw: RawDevice, mapped: tuple[int, 
     os.close(copy)
 
 
-def test_what_is_mapped_cannot_be_freed(raw: RawDevice, mapped: tuple[int, int]) -> None:
+def test_free_of_mapped_memory_is_refused(raw: RawDevice, mapped: tuple[int, int]) -> None:
     assert errno_of(raw.free(mapped[0])) == errno.EINVAL
 
 
-def test_what_was_unmapped_is_not_exported(raw: RawDevice) -> None:
+def test_export_of_unmapped_memory_is_refused(raw: RawDevice) -> None:
     handle, address = raw.mapped(SIZE)
     assert raw.unmap(address) == 0
     assert errno_of(raw.export(address, SIZE)) == errno.EINVAL
@@ -97,7 +97,7 @@ def test_what_was_unmapped_is_not_exported(raw: RawDevice) -> None:
     assert raw.free(handle) == 0
 
 
-def test_memory_is_freed_once(raw: RawDevice) -> None:
+def test_free_of_freed_memory_is_refused(raw: RawDevice) -> None:
     handle = raw.allocate(SIZE)
     assert raw.free(handle) == 0
     assert errno_of(raw.free(handle)) == errno.EINVAL
@@ -110,11 +110,13 @@ def test_memory_is_freed_once(raw: RawDevice) -> None:
     [(0, 0, errno.EINVAL), (SIZE, 3 << 20, errno.EINVAL), (1 << 60, 0, errno.ENOMEM)],
     ids=["nothing", "no power of two", "too much"],
 )
-def test_an_allocation_has_a_size_and_a_page(raw: RawDevice, length_bytes: int, page_bytes: int, number: int) -> None:
+def test_invalid_allocation_size_or_page_is_refused(
+    raw: RawDevice, length_bytes: int, page_bytes: int, number: int
+) -> None:
     assert errno_of(raw.allocate(length_bytes, page_bytes=page_bytes)) == number
 
 
-def test_host_memory_is_mapped_and_never_exported(raw: RawDevice) -> None:
+def test_mapped_host_memory_is_never_exported(raw: RawDevice) -> None:
     buffer = bytearray(2 * PAGE)
     address = raw.map_host(buffer)
     assert address
@@ -123,7 +125,7 @@ def test_host_memory_is_mapped_and_never_exported(raw: RawDevice) -> None:
     assert raw.unmap(address) == 0
 
 
-def test_a_device_belongs_to_one_program(raw: RawDevice) -> None:
+def test_second_open_of_a_device_is_busy(raw: RawDevice) -> None:
     assert raw.fd >= 0
     with pytest.raises(ApiError) as caught:
         Device(0)

@@ -1,4 +1,4 @@
-"""Which hl-thunk is taken: none, another name, an old one whose allocation has another form."""
+"""Selection of the hl-thunk library: none, another file name, or an old one with another allocation signature."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gdrkit.harness.needs import host, needs
 if TYPE_CHECKING:
     from pathlib import Path
 
-# As a program meets it: the error as its fields.
+# The program prints the fields of its error.
 PROGRAM = """
 import json
 from gdrkit import gaudi
@@ -30,8 +30,8 @@ except ApiError as error:
 """
 ALLOCATE = "gaudi.Device(pci_bus_id='0000:33:00.0').allocate(4096)"
 
-# The least of an hl-thunk: one device, and an allocation that says which form it was called in. The old form has no
-# page size, and no function that was added with it.
+# A minimal hl-thunk: one device, and an allocation that reports the signature of its call. The old signature has no
+# page size, and the library then lacks the function that was added with it.
 SOURCE = """
 #include <stdint.h>
 #include <stdbool.h>
@@ -72,7 +72,7 @@ def build(folder: Path, name: str, *options: str) -> None:
     subprocess.run(command, check=True, capture_output=True)
 
 
-def test_no_library_is_one_error_that_says_what_to_install(tmp_path: Path) -> None:
+def test_missing_library_is_one_error_with_advice(tmp_path: Path) -> None:
     error = ask("gaudi.device_count()", tmp_path)
     assert (error["kind"], error["errno"]) == ("SetupMissing", errno.ENOENT)
     assert error["reason"] == Reason.LIBRARY_MISSING.value
@@ -80,7 +80,7 @@ def test_no_library_is_one_error_that_says_what_to_install(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("name", ["libhl-thunk.so", "libhlthunk.so"])
-def test_a_damaged_library_is_named(tmp_path: Path, name: str) -> None:
+def test_damaged_library_is_named(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"\x7fELF\x02\x01\x01" + b"\0" * 30)
     error = ask("gaudi.device_count()", tmp_path)
     assert (error["kind"], error["reason"]) == ("SetupMissing", Reason.LIBRARY_DAMAGED.value)
@@ -89,14 +89,14 @@ def test_a_damaged_library_is_named(tmp_path: Path, name: str) -> None:
 
 @needs(host.compiler)
 @pytest.mark.parametrize("name", ["libhl-thunk.so", "libhlthunk.so"])
-def test_both_names_are_found(tmp_path: Path, name: str) -> None:
+def test_both_library_names_are_found(tmp_path: Path, name: str) -> None:
     build(tmp_path, name)
     assert ask("gaudi.list_devices()[0].module_id", tmp_path) == {"answer": 5}
 
 
 @needs(host.compiler)
 @pytest.mark.parametrize("options", [["-DOLD"], []], ids=["the form of 2021", "no allocation at all"])
-def test_an_allocation_of_unknown_form_is_never_called(tmp_path: Path, options: list[str]) -> None:
+def test_allocation_of_unknown_signature_is_never_called(tmp_path: Path, options: list[str]) -> None:
     build(tmp_path, "libhl-thunk.so", *options)
     error = ask(ALLOCATE, tmp_path)
     assert (error["kind"], error["operation"]) == ("SetupMissing", "hlthunk_device_memory_alloc")
@@ -105,6 +105,6 @@ def test_an_allocation_of_unknown_form_is_never_called(tmp_path: Path, options: 
 
 
 @needs(host.compiler)
-def test_a_library_that_cannot_count_is_asked_for_one_after_another(tmp_path: Path) -> None:
+def test_library_without_count_is_probed_by_device_number(tmp_path: Path) -> None:
     build(tmp_path, "libhl-thunk.so", "-Dhlthunk_get_device_count=hlthunk_something_else")
     assert ask("gaudi.device_count()", tmp_path) == {"answer": 1}

@@ -1,4 +1,4 @@
-"""How long an export lives: until the last descriptor and the last importer are gone, whoever has them."""
+"""Lifetime of an export: until the last descriptor is closed and the last importer has ended, in any process."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def refused_close(memory: GaudiMemory) -> ApiError:
     return caught.value
 
 
-def test_a_region_lives_on_when_the_descriptor_is_closed(gaudi: Device, nic: Nic, peer: Peer, seed: int) -> None:
+def test_region_survives_the_close_of_its_descriptor(gaudi: Device, nic: Nic, peer: Peer, seed: int) -> None:
     with gaudi.allocate(SIZE) as memory:
         with memory.export_dmabuf() as exported:
             region = nic.register_dmabuf(exported)
@@ -47,7 +47,7 @@ def test_a_region_lives_on_when_the_descriptor_is_closed(gaudi: Device, nic: Nic
 
 
 @needs(a_gaudi.mapped_memory)
-def test_memory_stays_as_long_as_a_region_of_this_process(gaudi: Device, nic: Nic) -> None:
+def test_memory_cannot_be_freed_while_registered_here(gaudi: Device, nic: Nic) -> None:
     memory = gaudi.allocate(SIZE)
     with memory.export_dmabuf() as exported:
         region = nic.register_dmabuf(exported)
@@ -58,7 +58,7 @@ def test_memory_stays_as_long_as_a_region_of_this_process(gaudi: Device, nic: Ni
 
 
 @needs(a_gaudi.mapped_memory)
-def test_memory_stays_as_long_as_a_region_of_another_process(gaudi: Device, peer: Peer) -> None:
+def test_memory_cannot_be_freed_while_registered_by_a_peer(gaudi: Device, peer: Peer) -> None:
     memory = gaudi.allocate(SIZE)
     with memory.export_dmabuf() as exported:
         region = peer.nic.register_dmabuf(exported.fd, offset_bytes=0, length_bytes=SIZE, address=exported.address)
@@ -68,7 +68,7 @@ def test_memory_stays_as_long_as_a_region_of_another_process(gaudi: Device, peer
 
 
 @needs(a_gaudi.mapped_memory)
-def test_memory_stays_as_long_as_a_descriptor(gaudi: Device) -> None:
+def test_memory_cannot_be_freed_while_a_descriptor_is_open(gaudi: Device) -> None:
     memory = gaudi.allocate(SIZE)
     exported = memory.export_dmabuf()
     copy = exported.dup()
@@ -78,7 +78,7 @@ def test_memory_stays_as_long_as_a_descriptor(gaudi: Device) -> None:
     memory.close()
 
 
-def test_a_free_by_gdrkit_deregisters_first(gaudi: Device, nic: Nic, peer: Peer, seed: int) -> None:
+def test_free_by_gdrkit_deregisters_first(gaudi: Device, nic: Nic, peer: Peer, seed: int) -> None:
     memory = gaudi.allocate(SIZE)
     registration = register(memory, [nic])
     remote = registration.remote(nic)
@@ -89,7 +89,7 @@ def test_a_free_by_gdrkit_deregisters_first(gaudi: Device, nic: Nic, peer: Peer,
 
 
 @needs(a_gaudi.mapped_memory)
-def test_a_dmabuf_outlives_the_device_that_was_closed(nic: Nic, peer: Peer, seed: int) -> None:
+def test_dmabuf_survives_the_close_of_its_device(nic: Nic, peer: Peer, seed: int) -> None:
     with RawDevice() as raw:
         _handle, address = raw.mapped(SIZE)
         exported = DmabufRange(raw.export(address, SIZE), offset_bytes=0, length_bytes=SIZE, address=address)
@@ -98,7 +98,7 @@ def test_a_dmabuf_outlives_the_device_that_was_closed(nic: Nic, peer: Peer, seed
     with joined(nic, peer) as theirs:
         theirs.write(region.remote(), seed=seed).expect(Status.SUCCESS)
         theirs.read(region.remote(), seed=seed).completion.expect(Status.SUCCESS)
-    # The dma-buf holds the device's file, so that nobody else gets the device before it goes.
+    # The dma-buf holds the file of the device, so no other program can open the device before the dma-buf is closed.
     with pytest.raises(ApiError) as caught:
         product.Device(0)
     assert caught.value.errno == errno.EBUSY
@@ -107,7 +107,7 @@ def test_a_dmabuf_outlives_the_device_that_was_closed(nic: Nic, peer: Peer, seed
 
 
 @needs(a_gaudi.mapped_memory, software("hlthunk"))
-def test_exports_are_counted_one_by_one(gaudi: Device, nic: Nic) -> None:
+def test_exports_are_counted_separately(gaudi: Device, nic: Nic) -> None:
     def exports() -> object:
         return (launch.twin_control().ledger("hlthunk") or {})["exports"]
 

@@ -1,4 +1,4 @@
-"""Memory of a Gaudi in everything that takes device memory: cache, pools, queries, descriptors of other processes."""
+"""Gaudi memory in all users of device memory: cache, pools, queries and descriptors in other processes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ WITH_NIC = needs(a_gaudi.device(), verbs.nic(), verbs.dmabuf_region)
 
 
 @A_GAUDI
-def test_a_device_is_opened_by_number_bus_id_and_module() -> None:
+def test_device_opens_by_number_bus_id_and_module() -> None:
     for info in list_devices():
         wanted: list[dict[str, Any]] = [
             {"number": info.number},
@@ -52,7 +52,7 @@ def test_a_device_is_opened_by_number_bus_id_and_module() -> None:
 
 
 @A_GAUDI
-def test_a_device_that_is_not_there() -> None:
+def test_open_of_a_missing_device_is_refused() -> None:
     with pytest.raises(UsageError) as caught:
         Device(device_count())
     assert caught.value.reason is Reason.NO_DEVICE
@@ -67,7 +67,7 @@ def test_a_device_that_is_not_there() -> None:
 
 
 @A_GAUDI
-def test_memory_is_what_every_room_takes(gaudi: Device) -> None:
+def test_memory_implements_device_buffer(gaudi: Device) -> None:
     with gaudi.allocate(5 * KIB) as memory, gaudi.pool(MIB) as pool, pool.allocate(100) as part:
         assert isinstance(memory, DeviceBuffer)
         assert isinstance(part, DeviceBuffer)
@@ -75,7 +75,7 @@ def test_memory_is_what_every_room_takes(gaudi: Device) -> None:
 
 
 @A_GAUDI
-def test_copies_reach_every_byte(gaudi: Device, seed: int) -> None:
+def test_copies_transfer_every_byte(gaudi: Device, seed: int) -> None:
     data = pattern.payload(2 * MIB + 4097, seed=seed)
     with gaudi.allocate(len(data) + 1) as memory:
         memory.write(data, offset_bytes=1)
@@ -86,7 +86,7 @@ def test_copies_reach_every_byte(gaudi: Device, seed: int) -> None:
 
 
 @A_GAUDI
-def test_closed_memory_does_nothing_and_closes_twice(gaudi: Device) -> None:
+def test_closed_memory_refuses_use_and_closes_twice(gaudi: Device) -> None:
     memory = gaudi.allocate(100)
     memory.close()
     memory.close()
@@ -98,7 +98,7 @@ def test_closed_memory_does_nothing_and_closes_twice(gaudi: Device) -> None:
 
 
 @A_GAUDI
-def test_a_device_closes_what_was_made_from_it() -> None:
+def test_device_close_closes_its_objects() -> None:
     device = Device(0)
     memory, pool = device.allocate(100), device.pool(MIB)
     part, mapping = pool.allocate(100), device.map_host(bytearray(100))
@@ -116,7 +116,7 @@ def test_a_device_closes_what_was_made_from_it() -> None:
 
 @needs(a_gaudi.device(), a_gaudi.mapped_memory, software("hlthunk"))
 @pytest.mark.parametrize("function", ["hlthunk_memory_unmap", "hlthunk_device_memory_free"])
-def test_a_release_that_failed_goes_on_where_it_stopped(gaudi: Device, function: str) -> None:
+def test_failed_release_continues_at_the_failed_step(gaudi: Device, function: str) -> None:
     memory = gaudi.allocate(100)
     with faults(Api.HLTHUNK, f"{function} call=1 errno=EBUSY"), pytest.raises(ApiError) as caught:
         memory.close()
@@ -133,7 +133,7 @@ def test_a_release_that_failed_goes_on_where_it_stopped(gaudi: Device, function:
         ("hlthunk_device_memory_alloc", "EBUSY", Reason.BUSY),
     ],
 )
-def test_an_allocation_that_failed_leaves_nothing(gaudi: Device, function: str, number: str, reason: Reason) -> None:
+def test_failed_allocation_leaves_nothing(gaudi: Device, function: str, number: str, reason: Reason) -> None:
     with faults(Api.HLTHUNK, f"{function} call=1 errno={number}"), pytest.raises(ApiError) as caught:
         gaudi.allocate(100)
     assert (caught.value.api, caught.value.operation, caught.value.reason) == (Api.HLTHUNK, function, reason)
@@ -141,7 +141,7 @@ def test_an_allocation_that_failed_leaves_nothing(gaudi: Device, function: str, 
 
 
 @needs(a_gaudi.device(), software("hlthunk"))
-def test_a_copy_that_the_device_refuses_is_an_error(gaudi: Device) -> None:
+def test_refused_copy_is_an_error(gaudi: Device) -> None:
     with gaudi.allocate(100) as memory:
         with faults(Api.HLTHUNK, "hlthunk_wait_for_cs call=1 errno=EIO"), pytest.raises(ApiError) as caught:
             memory.write(b"data")
@@ -149,9 +149,9 @@ def test_a_copy_that_the_device_refuses_is_an_error(gaudi: Device) -> None:
 
 
 @needs(a_gaudi.device(), software("hlthunk"))
-def test_memory_is_not_unmapped_under_a_copy_that_was_given_up(gaudi: Device) -> None:
-    # Whoever gave up has not ended the copy, which a device would do to memory that is not mapped any more. Often, as
-    # the twin may be quick.
+def test_memory_stays_mapped_during_a_timed_out_copy(gaudi: Device) -> None:
+    # A caller that times out has not ended the copy, and the device would continue on unmapped memory. Repeated, since
+    # the twin may be fast.
     for _ in range(50):
         with (
             gaudi.allocate(100) as memory,
@@ -165,7 +165,7 @@ def test_memory_is_not_unmapped_under_a_copy_that_was_given_up(gaudi: Device) ->
 
 
 @needs(a_gaudi.device(), a_gaudi.mapped_memory, software("hlthunk"))
-def test_a_device_that_failed_a_copy_can_be_closed_with_all_that_it_had() -> None:
+def test_lost_device_can_be_closed_with_its_memory() -> None:
     with Device(0) as device:
         memory, pool, mapping = device.allocate(100), device.pool(MIB), device.map_host(bytearray(100))
         with pytest.raises(ApiError) as caught:
@@ -181,7 +181,7 @@ def test_a_device_that_failed_a_copy_can_be_closed_with_all_that_it_had() -> Non
 
 
 @WITH_NIC
-def test_the_cache_registers_an_allocation_once(gaudi: Device, nic: Nic) -> None:
+def test_cache_registers_an_allocation_once(gaudi: Device, nic: Nic) -> None:
     with gaudi.pool(MIB) as pool, RegionCache([nic]) as cache:
         with (
             pool.allocate(1000) as one,
@@ -195,7 +195,7 @@ def test_the_cache_registers_an_allocation_once(gaudi: Device, nic: Nic) -> None
 
 
 @A_GAUDI
-def test_memory_at_an_old_address_has_another_key(gaudi: Device) -> None:
+def test_reused_address_has_another_allocation_key(gaudi: Device) -> None:
     with gaudi.allocate(64 * KIB) as old:
         key, is_there = old.allocation_key(), old.presence(old.allocation_key())
         assert is_there()
@@ -206,7 +206,7 @@ def test_memory_at_an_old_address_has_another_key(gaudi: Device) -> None:
 
 
 @WITH_NIC
-def test_the_cache_knows_new_memory_at_an_old_address(gaudi: Device, nic: Nic) -> None:
+def test_cache_misses_new_memory_at_a_reused_address(gaudi: Device, nic: Nic) -> None:
     with RegionCache([nic]) as cache:
         keys, addresses = [], []
         for _ in range(2):
@@ -220,7 +220,7 @@ def test_the_cache_knows_new_memory_at_an_old_address(gaudi: Device, nic: Nic) -
 
 
 @WITH_NIC
-def test_a_buffer_pool_lies_on_a_gaudi(gaudi: Device, nic: Nic, peer: Peer, seed: int) -> None:
+def test_buffer_pool_uses_gaudi_memory(gaudi: Device, nic: Nic, peer: Peer, seed: int) -> None:
     with BufferPool(gaudi, [nic], buffer_bytes=5000, count=3) as pool, pool.allocate() as buffer:
         with joined(nic, peer) as theirs:
             theirs.write(buffer.remote(nic), seed=seed).expect(Status.SUCCESS)
@@ -228,7 +228,7 @@ def test_a_buffer_pool_lies_on_a_gaudi(gaudi: Device, nic: Nic, peer: Peer, seed
 
 
 @A_GAUDI
-def test_a_pool_goes_out_by_one_dmabuf(gaudi: Device) -> None:
+def test_pool_is_exported_as_one_dmabuf(gaudi: Device) -> None:
     with (
         gaudi.pool(MIB) as pool,
         pool.allocate(5000) as one,
@@ -244,7 +244,7 @@ def test_a_pool_goes_out_by_one_dmabuf(gaudi: Device) -> None:
 
 
 @A_GAUDI
-def test_a_pool_that_is_full_says_what_is_left(gaudi: Device) -> None:
+def test_full_pool_reports_its_largest_free_part(gaudi: Device) -> None:
     with gaudi.pool(64 * KIB) as pool:
         parts = [pool.allocate(16 * KIB) for _ in range(4)]
         with pytest.raises(ApiError) as caught:
@@ -257,12 +257,12 @@ def test_a_pool_that_is_full_says_what_is_left(gaudi: Device) -> None:
 
 
 @WITH_NIC
-def test_a_peer_writes_into_a_part_of_a_pool(gaudi: Device, nic: Nic, peer: Peer, seed: int) -> None:
+def test_peer_writes_into_a_part_of_a_pool(gaudi: Device, nic: Nic, peer: Peer, seed: int) -> None:
     with gaudi.pool(MIB) as pool, pool.allocate(5000) as before, pool.allocate(9001) as memory:
         before.write(b"\x5a" * 5000)
         with register(memory, [nic]) as registration, joined(nic, peer) as theirs:
             theirs.write(registration.remote(nic), seed=seed).expect(Status.SUCCESS)
-            # The region ends where the part does, though the dma-buf goes on.
+            # The region ends with the part, although the dma-buf is larger.
             beyond = dataclasses.replace(registration.remote(nic), address=before.address, length_bytes=1)
             assert theirs.write(beyond, seed=seed).status is Status.REM_ACCESS_ERR
         pattern.check(memory.read(), seed=seed)
@@ -270,7 +270,7 @@ def test_a_peer_writes_into_a_part_of_a_pool(gaudi: Device, nic: Nic, peer: Peer
 
 
 @A_GAUDI
-def test_an_address_is_asked_as_ucx_asks_it(gaudi: Device) -> None:
+def test_address_query_returns_the_fields_of_ucx(gaudi: Device) -> None:
     with gaudi.allocate(100_000) as memory, gaudi.pool(MIB) as pool, gaudi.map_host(bytearray(9000)) as mapping:
         with gaudi.query(memory.address + 4097, length_bytes=10) as found:
             assert (found.kind, found.device, found.base) == (MemoryKind.GAUDI, gaudi, memory.address)
@@ -291,7 +291,7 @@ def test_an_address_is_asked_as_ucx_asks_it(gaudi: Device) -> None:
 
 
 @WITH_NIC
-def test_only_dmabufs_make_it_known_to_a_nic(gaudi: Device, nic: Nic) -> None:
+def test_gaudi_memory_is_registered_only_by_dmabuf(gaudi: Device, nic: Nic) -> None:
     assert RegistrationRoute.ways_of(MemoryKind.GAUDI) == (RegistrationRoute.DMABUF,)
     with gaudi.allocate(4096) as memory, pytest.raises(RegistrationFailed) as caught:
         register(memory, [nic], route=RegistrationRoute.PEER_MEMORY)
@@ -300,14 +300,14 @@ def test_only_dmabufs_make_it_known_to_a_nic(gaudi: Device, nic: Nic) -> None:
 
 @A_GAUDI
 @pytest.mark.parametrize("kind", list(ShareKind))
-def test_no_handle_of_cuda_carries_it(gaudi: Device, kind: ShareKind) -> None:
+def test_gaudi_memory_has_no_share_handle(gaudi: Device, kind: ShareKind) -> None:
     with gaudi.allocate(4096) as memory, pytest.raises(Unsupported) as caught:
         export_memory(memory, kind=kind)
     assert caught.value.errno == errno.ENOTSUP
 
 
 @WITH_NIC
-def test_an_agent_registers_a_part_by_its_descriptor_alone(gaudi: Device, nic: Nic, peer: Peer, seed: int) -> None:
+def test_peer_registers_a_part_by_its_descriptor(gaudi: Device, nic: Nic, peer: Peer, seed: int) -> None:
     with (
         gaudi.allocate(256 * KIB) as memory,
         nic.completion_queue() as queue,
@@ -315,7 +315,7 @@ def test_an_agent_registers_a_part_by_its_descriptor_alone(gaudi: Device, nic: N
         nic.register_host(bytearray(pattern.payload(8 * KIB, seed=seed))) as source,
     ):
         memory.write(bytes(256 * KIB))
-        # The agent has no Gaudi, and no address of the memory that it could follow.
+        # The peer has no Gaudi, and no valid pointer to the memory.
         with memory.export_dmabuf(offset_bytes=4097, length_bytes=9 * KIB) as part:
             region = peer.nic.register_dmabuf(
                 part.fd, offset_bytes=part.offset_bytes, length_bytes=part.length_bytes, address=part.address

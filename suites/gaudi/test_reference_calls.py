@@ -1,4 +1,4 @@
-"""gdrkit calls hl-thunk and verbs as perftest does: the same functions, in the same order, with the same arguments."""
+"""gdrkit calls hl-thunk and verbs like perftest: the same functions in the same order with the same arguments."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def reference() -> list[Call]:
 
 
 @needs(gaudi.device(), gaudi.mapped_memory, verbs.nic(), verbs.dmabuf_region, software("hlthunk"), software("verbs"))
-def test_order_and_arguments_are_those_of_the_reference(nic: Nic) -> None:
+def test_call_order_and_arguments_match_perftest(nic: Nic) -> None:
     vector = reference()
     names = {call.name for call in vector}
-    assert nic.supports_dmabuf()  # Asked before: the question is a call of its own.
+    assert nic.supports_dmabuf()  # The probe runs before, because it is an additional call.
     with (
         Device(pci_bus_id=list_devices()[0].pci_bus_id) as device,
         device.allocate(1048000) as memory,
@@ -38,7 +38,7 @@ def test_order_and_arguments_are_those_of_the_reference(nic: Nic) -> None:
     assert matched(vector, calls[begin:]) is None
 
 
-def test_a_call_that_is_missing_turned_round_or_changed_is_noticed() -> None:
+def test_missing_swapped_or_changed_call_is_detected() -> None:
     vector = reference()
     named = [
         dataclasses.replace(
@@ -51,6 +51,6 @@ def test_a_call_that_is_missing_turned_round_or_changed_is_noticed() -> None:
     assert matched(vector, named) is None
     assert matched(vector, named[:-1]) is not None
     assert matched(vector, [*named[1::-1], *named[2:]]) is not None
-    # The document's call: the handle where the address belongs.
+    # This is the documented call, with the handle in the place of the address.
     wrong = dataclasses.replace(named[3], arguments={**named[3].arguments, "addr": "handle"})
     assert matched(vector, [*named[:3], wrong, *named[4:]]) is not None

@@ -1,7 +1,7 @@
-"""The cases of hl-thunk's own dma-buf tests, with a NIC in the place of its importer device, and data always compared.
+"""The cases of hl-thunk's own dma-buf tests, with a NIC instead of its importer device, and with data compared.
 
-Each thread: memory (its own, or one for all), a dma-buf of it, a region; then, again and again, a write through the
-region that the device's copy finds, and a write by the device's copy that a read through the region finds.
+Each thread has memory (of its own, or shared), a dma-buf and a region. It repeats: write through the region and compare
+with the device's copy, then write by the device's copy and compare with a read through the region.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ ACCESS_BYTES = 4 * KIB
 
 
 class Importer:
-    """Writes to regions of this process and reads from them through a NIC, as a remote one would; one at a time.
+    """Writes to regions of this process and reads from them through a NIC, one request at a time.
 
-    Two queue pairs of this process: pyverbs keeps the interpreter while it works, so one for each thread gains nothing.
+    It has two queue pairs of this process. More would not help, because pyverbs holds the GIL during its calls.
     """
 
     def __init__(self, nic: Nic, ours: QueuePair, host: Region) -> None:
@@ -62,7 +62,7 @@ class Importer:
 
 @pytest.fixture
 def importer(nic: Nic) -> Iterator[Importer]:
-    """Of the first NIC."""
+    """Yield an importer on the first NIC."""
     with (
         nic.completion_queue(depth=16) as queue,
         nic.queue_pair(queue) as ours,
@@ -75,7 +75,7 @@ def importer(nic: Nic) -> Iterator[Importer]:
 
 
 def run_threads(count: int, body: Callable[[int], None]) -> None:
-    """Run `body` in so many threads, and raise the first failure of any."""
+    """Run `body` in `count` threads, and raise the first failure."""
     failures: list[BaseException] = []
 
     def guarded(number: int) -> None:
@@ -86,7 +86,7 @@ def run_threads(count: int, body: Callable[[int], None]) -> None:
             raise
 
     with contextlib.ExitStack() as stack:
-        # What a thread raises is raised here, not printed there.
+        # An exception of a thread is raised by the caller.
         hook, threading.excepthook = threading.excepthook, lambda _: None
         stack.callback(setattr, threading, "excepthook", hook)
         threads = [threading.Thread(target=guarded, args=(number,)) for number in range(count)]
@@ -99,7 +99,7 @@ def run_threads(count: int, body: Callable[[int], None]) -> None:
 
 
 def exchange(importer: Importer, memory: GaudiMemory, *, seed: int, iterations: int, offsets: Iterator[int]) -> None:
-    """The body of a thread; its part of the memory is nobody else's."""
+    """Run the body of a thread, which alone uses its part of the memory."""
     with memory.export_dmabuf() as exported:
         region = importer.nic.register_dmabuf(exported)
     with region:
@@ -113,7 +113,7 @@ def exchange(importer: Importer, memory: GaudiMemory, *, seed: int, iterations: 
 
 
 def anywhere(seed: int, *, begin: int, end: int) -> Iterator[int]:
-    """Offsets at random, odd ones too."""
+    """Yield random offsets, also odd ones."""
     draw = random.Random(seed)
     while True:
         yield draw.randrange(begin, end - ACCESS_BYTES)
@@ -124,7 +124,7 @@ def test_one_thread(gaudi: Device, importer: Importer, seed: int) -> None:
         exchange(importer, memory, seed=seed, iterations=1, offsets=anywhere(seed, begin=0, end=ALLOCATION_BYTES))
 
 
-def test_fifteen_threads_with_memory_of_their_own(gaudi: Device, importer: Importer, seed: int) -> None:
+def test_fifteen_threads_with_separate_memory(gaudi: Device, importer: Importer, seed: int) -> None:
     def body(number: int) -> None:
         offsets = anywhere(seed + number, begin=0, end=ALLOCATION_BYTES)
         with gaudi.allocate(ALLOCATION_BYTES) as memory:
@@ -133,8 +133,8 @@ def test_fifteen_threads_with_memory_of_their_own(gaudi: Device, importer: Impor
     run_threads(15, body)
 
 
-def test_thirty_threads_that_share_memory(gaudi: Device, importer: Importer, seed: int) -> None:
-    """hl-thunk's case lets all write anywhere and so cannot compare; here each has a thirtieth, and all is compared."""
+def test_thirty_threads_with_shared_memory(gaudi: Device, importer: Importer, seed: int) -> None:
+    """Give each thread a thirtieth of the memory. In hl-thunk's case, all threads write anywhere without comparing."""
     part_bytes = ALLOCATION_BYTES // 30
 
     with gaudi.allocate(ALLOCATION_BYTES) as memory:

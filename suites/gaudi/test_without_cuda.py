@@ -1,4 +1,4 @@
-"""Export, registration, RDMA WRITE and READ, with nothing of CUDA in either process."""
+"""Export, registration, RDMA WRITE and READ, without any CUDA library in either process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def exchanged(**environment: str) -> dict[str, Any]:
 def assert_no_cuda(answer: dict[str, Any]) -> None:
     owner, peer = answer["libraries"]
     assert any(name.startswith(("libhl-thunk", "libhlthunk")) for name in owner)
-    # The peer has neither the device nor its library: it has an address and a key.
+    # The peer has neither the device nor its library, only an address and a key.
     assert not any(name.startswith("libhl") for name in peer)
     assert not [name for name in (*owner, *peer) if name.startswith(("libcuda", "libnvidia"))]
     assert "libcuda" not in str(answer["mapped"])
@@ -48,5 +48,5 @@ def test_two_processes_exchange_bytes_on_every_generation(generation: str) -> No
 
 
 @needs(gaudi.device(), verbs.nic(), verbs.dmabuf_region)
-def test_two_processes_exchange_bytes_on_the_gaudi_that_is_there() -> None:
+def test_two_processes_exchange_bytes_on_a_present_gaudi() -> None:
     assert_no_cuda(exchanged())

@@ -9,7 +9,7 @@ import ast
 import re
 from typing import TYPE_CHECKING
 
-from meta.levels import LEVELS, SAME_LEVEL, SEAMS
+from meta.levels import IMPORT_CIRCLES, LEVELS, SAME_LEVEL, SEAMS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -20,6 +20,7 @@ __all__ = [
     "RECEIVER",
     "SUBSTRATE",
     "crossings",
+    "import_circles",
     "imports_outside_seams",
     "imports_within_level",
     "locked_finalizers",
@@ -131,6 +132,49 @@ def imports_within_level(root: Path) -> Iterator[str]:
     for place, room, other in crossings(root):
         if _level(room) == _level(other) and (room, other) not in SAME_LEVEL:
             yield f"{place} imports gdrkit.{other}, a room of its own level {_level(room)}"
+
+
+def _imported_modules(root: Path) -> dict[str, set[str]]:
+    """Return the modules of its own package that each module of gdrkit imports, at any position in its source."""
+    trees = {
+        path.removesuffix(".py").removesuffix("/__init__").replace("/", "."): tree
+        for path, tree in _modules(root, "gdrkit")
+    }
+    imported: dict[str, set[str]] = {}
+    for module, tree in trees.items():
+        package = module.split(".")[:2]
+        names = {name if name in trees or name in SEAMS else name.rpartition(".")[0] for _line, name in _imports(tree)}
+        imported[module] = {name for name in names & trees.keys() - {module} if name.split(".")[:2] == package}
+    return imported
+
+
+def _reached(module: str, imported: Mapping[str, set[str]]) -> set[str]:
+    """Return the modules that a module imports, directly or through others."""
+    reached, waiting = set[str](), [module]
+    while waiting:
+        new = imported[waiting.pop()] - reached
+        reached |= new
+        waiting += new
+    return reached
+
+
+def import_circles(root: Path) -> Iterator[str]:
+    """Yield the circles of imports inside packages, and the exceptions in levels.py that no longer have a circle.
+
+    An import inside a function or below ``TYPE_CHECKING`` counts: it delays the circle, and both modules still need
+    each other.
+    """
+    imported = _imported_modules(root)
+    reached = {module: _reached(module, imported) for module in imported}
+    circles = {
+        frozenset(other for other in reached[module] if module in reached[other])
+        for module in imported
+        if module in reached[module]
+    }
+    yield from (f"{', '.join(sorted(circle))} import each other" for circle in circles - IMPORT_CIRCLES)
+    for circle in IMPORT_CIRCLES - circles:
+        if circle <= imported.keys():
+            yield f"{', '.join(sorted(circle))} no longer import each other: remove the set from suites/meta/levels.py"
 
 
 def imports_outside_seams(root: Path) -> Iterator[str]:

@@ -48,6 +48,22 @@ RULES = (
         must_pass={"gdrkit/verbs/region.py": "from gdrkit.verbs import nic\nfrom gdrkit.buffers import DmabufRange\n"},
     ),
     Rule(
+        name="modules of one package do not import each other in a circle",
+        why="A module can be read and changed with only the modules below it.",
+        breaches=checks.import_circles,
+        must_fail={
+            "gdrkit/verbs/nic.py": "def region(self):\n    from gdrkit.verbs.region import Region\n",
+            "gdrkit/verbs/region.py": "from typing import TYPE_CHECKING\n"
+            "if TYPE_CHECKING:\n    from gdrkit.verbs.context import Context\n",
+            "gdrkit/verbs/context.py": "from gdrkit.verbs import nic\n",
+        },
+        must_pass={
+            "gdrkit/verbs/__init__.py": "from gdrkit.verbs.nic import Nic\n",
+            "gdrkit/verbs/nic.py": "from gdrkit.verbs.region import Region\n",
+            "gdrkit/verbs/region.py": "import importlib\nimportlib.import_module('gdrkit.verbs._initiator')\n",
+        },
+    ),
+    Rule(
         name="every room has a level",
         why="A room outside the table would be outside the rule.",
         breaches=checks.packages_without_level,

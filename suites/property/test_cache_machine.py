@@ -1,8 +1,7 @@
-"""Allocate, free, allocate again at the same address, lease, invalidate, evict, close, in any order, while another
-process writes by every key that was ever handed out.
+"""Random order of allocate, free, reuse of an address, lease, invalidate, evict and close, by Hypothesis.
 
-Hypothesis chooses the order. How many examples: 100, or what GDRKIT_EXAMPLES says (``nox -s long``: 2,000). The seed
-is the harness' (``--seed``), printed at the head of the run.
+Meanwhile another process writes by every key that was ever given to it. GDRKIT_EXAMPLES is the number of examples (100
+by default, 2,000 in ``nox -s long``). The seed is that of the harness (``--seed``), printed at the start of the run.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ REGIONS_MAX = 3
 
 @dataclass(eq=False)
 class Owned:
-    """Memory of gdrkit, or of a program behind its back; ``mark`` fills what no peer may have written."""
+    """Memory of gdrkit, or of another owner. ``mark`` is the byte in all places that no peer may have written."""
 
     memory: Any
     mark: int
@@ -52,7 +51,7 @@ class Owned:
 
 @dataclass(eq=False)
 class Held:
-    """A lease, and whose memory it is about."""
+    """A lease with the owner of its memory."""
 
     lease: Lease
     owner: Owned
@@ -61,7 +60,7 @@ class Held:
 
 @dataclass
 class World:
-    """What all examples of a run share: opening it takes longer than an example."""
+    """The devices and the peer that all examples of a run share, because opening them takes longer than an example."""
 
     space: Space
     nic: Nic
@@ -70,7 +69,7 @@ class World:
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """The cache, its owners and their keys; subclasses have the world."""
+    """The state machine of the cache, its owners and their keys. Subclasses set the world."""
 
     world: World
     owners = Bundle("owners")
@@ -87,7 +86,7 @@ class CacheMachine(RuleBasedStateMachine):
         self._connect()
 
     def _connect(self) -> None:
-        # A refused write breaks a connection, so each gets a new one after that.
+        # A refused write breaks the connection, so the next write gets a new one.
         nic, peer = self.world.nic, self.world.peer
         queue = self.stack.enter_context(nic.completion_queue(depth=8))
         ours = self.stack.enter_context(nic.queue_pair(queue))
@@ -106,9 +105,9 @@ class CacheMachine(RuleBasedStateMachine):
         return self._allocate(is_raw=is_raw)
 
     def _allocate(self, *, is_raw: bool) -> Owned:
-        """New memory: of gdrkit, or behind its back."""
+        """Allocate memory by gdrkit, or by the driver directly."""
         space = self.world.space
-        # Nobody can tell pages of the host from others at their address, so there all memory is gdrkit's.
+        # A cache cannot distinguish host pages from later ones at the same address, so all host memory is of gdrkit.
         if not is_raw or isinstance(space, HostAllocator):
             return self._owner(space.allocate(SIZE), is_raw=False)
         address = raw_allocate(space, SIZE)
@@ -120,7 +119,7 @@ class CacheMachine(RuleBasedStateMachine):
             return
         address = owner.memory.address
         if owner.is_raw:
-            # Nobody tells the cache. A program that frees under its own leases is broken, so they end first.
+            # The cache is not notified. A program must not free leased memory, so the leases end first.
             self._end_leases(owner)
             owner.memory.close()
             self._raw_free(address)
@@ -137,7 +136,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(target=owners, owner=consumes(owners))
     def free_and_allocate_again(self, owner: Owned) -> Owned:
-        """The address comes back at once, with another owner."""
+        """Free memory and allocate again, which reuses the address for another owner."""
         self.free(owner)
         return self._allocate(is_raw=owner.is_raw)
 
@@ -169,7 +168,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(held=leases, seed=strategies.integers(0, 1000))
     def write_by_a_lease(self, held: Held, seed: int) -> None:
-        """What is leased is reached, also after it was invalidated."""
+        """Write by the key of a lease, which stays valid also after an invalidation."""
         if not held.open:
             return
         self._check(held, seed=seed)
@@ -182,14 +181,14 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(choice=strategies.randoms(use_true_random=False), seed=strategies.integers(0, 1000))
     def write_by_any_key(self, choice: Any, seed: int) -> None:  # noqa: ANN401 - a Random.
-        """A key that was ever handed out reaches its own memory, pages that nobody owns any more, or nothing."""
+        """Write by any earlier key: it accesses its own memory, pages without an owner, or nothing."""
         if not self.keys:
             return
         remote, owner = choice.choice(self.keys)
         completion = self.theirs.write(remote, seed=seed)
         if completion.status is not Status.SUCCESS:
             assert completion.status is Status.REM_ACCESS_ERR
-            # What is still leased must be reached.
+            # Leased memory must be accessible.
             assert not any(
                 held.open and held.owner is owner and held.lease.remote(self.world.nic) == remote for held in self.held
             )
@@ -211,7 +210,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert found.leases == sum(held.open for held in self.held)
         leased = len({held.owner for held in self.held if held.open})
         assert found.regions <= REGIONS_MAX + leased
-        # Each lease that is out of the cache, and each entry that is in it.
+        # One region per NIC for each unlinked leased entry and for each linked entry.
         assert found.registered_bytes <= (found.regions + found.leases) * SIZE
         if not any(owner.is_raw for _remote, owner in self.keys):
             assert found.regions <= len(self.alive)
@@ -240,9 +239,7 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 @pytest.mark.timeout(3600)
-def test_no_order_of_events_lets_a_key_reach_the_memory_of_another_owner(
-    space: Space, nic: Nic, peer: Peer, seed: int
-) -> None:
+def test_keys_never_access_memory_of_another_owner(space: Space, nic: Nic, peer: Peer, seed: int) -> None:
     examples = int(os.environ.get("GDRKIT_EXAMPLES", "100"))
 
     class Machine(CacheMachine):
@@ -256,7 +253,7 @@ def test_no_order_of_events_lets_a_key_reach_the_memory_of_another_owner(
         print_blob=True,
         suppress_health_check=list(hypothesis.HealthCheck),
     )
-    # The context and whatever else is opened once is there before the first look.
+    # The context and everything else that stays open is opened before the first count of handles.
     with space.allocate(SIZE) as memory, RegionCache([nic]) as cache:
         cache.lease(memory).close()
     before = handles.live(), leaks.ledger_handles()

@@ -1,4 +1,4 @@
-"""Whatever a handle says, it comes back as it went; whatever else arrives is refused with one typed error."""
+"""Valid handles round-trip, and all other bytes are refused with one typed error."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gdrkit.registration.gdr_handle import GDR_HANDLE_BYTES, GdrHandle
 from gdrkit.registration.handle import SHARE_HANDLE_BYTES, ShareHandle, ShareKind
 
 EXAMPLES = int(os.environ.get("GDRKIT_EXAMPLES", "300"))
-# 20 s find what a change broke; five minutes (nox -s long) look for what nobody thought of.
+# 20 s detect regressions. Five minutes (nox -s long) search for unknown defects.
 FUZZ_S = float(os.environ.get("GDRKIT_FUZZ_S", "20"))
 PAGE = 4096
 SIZE_MAX = (1 << 63) - 1
@@ -27,7 +27,7 @@ SIZE_MAX = (1 << 63) - 1
 
 @st.composite
 def handles(draw: st.DrawFn) -> ShareHandle:
-    """Any handle that is right in itself."""
+    """Return any valid handle."""
     kind = draw(st.sampled_from(ShareKind))
     owner = ProcessIdentity(
         boot_id=draw(st.binary(min_size=16, max_size=16)),
@@ -78,7 +78,7 @@ def refused(data: bytes) -> None:
 
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(handles())
-def test_a_handle_comes_back_as_it_went(handle: ShareHandle) -> None:
+def test_handle_round_trips(handle: ShareHandle) -> None:
     data = handle.pack()
     assert len(data) == SHARE_HANDLE_BYTES
     assert ShareHandle.parse(data) == handle
@@ -86,7 +86,7 @@ def test_a_handle_comes_back_as_it_went(handle: ShareHandle) -> None:
 
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(handles(), st.data())
-def test_any_change_is_refused(handle: ShareHandle, data: st.DataObject) -> None:
+def test_changed_handle_is_refused(handle: ShareHandle, data: st.DataObject) -> None:
     right = handle.pack()
     at = data.draw(st.integers(0, SHARE_HANDLE_BYTES - 1))
     put = data.draw(st.binary(min_size=1, max_size=32))
@@ -99,7 +99,7 @@ def test_any_change_is_refused(handle: ShareHandle, data: st.DataObject) -> None
 
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(st.binary(max_size=2 * SHARE_HANDLE_BYTES))
-def test_any_bytes_are_refused(data: bytes) -> None:
+def test_random_bytes_are_refused(data: bytes) -> None:
     refused(data)
 
 
@@ -107,13 +107,13 @@ def test_any_bytes_are_refused(data: bytes) -> None:
 @given(
     st.one_of(
         st.binary(min_size=GDR_HANDLE_BYTES - 1, max_size=GDR_HANDLE_BYTES + 1),
-        # Nearly right ones, which no draw of 80 bytes gives.
+        # Almost valid handles, which random bytes never are.
         st.builds(
             struct.Struct("<64sQQ").pack, st.binary(max_size=64), st.integers(0, 1 << 63), st.integers(0, 1 << 31)
         ),
     )
 )
-def test_the_80_bytes_come_back_or_are_refused(data: bytes) -> None:
+def test_80_byte_handle_round_trips_or_is_refused(data: bytes) -> None:
     ipc, length, device = data[:64], int.from_bytes(data[64:72], "little"), int.from_bytes(data[72:], "little")
     if len(data) == GDR_HANDLE_BYTES and any(ipc) and 0 < length <= SIZE_MAX and device < 1 << 31:
         assert GdrHandle.parse(data).pack() == data
@@ -124,8 +124,8 @@ def test_the_80_bytes_come_back_or_are_refused(data: bytes) -> None:
 
 
 @pytest.mark.timeout(FUZZ_S + 60)
-def test_a_fuzzer_finds_no_crash_in_the_parsers() -> None:
-    """Coverage-guided by atheris where it is installed, else by random changes; ``GDRKIT_FUZZ_S`` says how long."""
+def test_fuzzer_finds_no_crash_in_the_parsers() -> None:
+    """Fuzz for GDRKIT_FUZZ_S seconds, guided by coverage if atheris is installed, else with random changes."""
     fuzzer = Path(__file__).resolve().parents[1] / "support" / "fuzz_handles.py"
     command = [sys.executable, str(fuzzer), "--seconds", str(FUZZ_S)]
     with contextlib.ExitStack() as stack:

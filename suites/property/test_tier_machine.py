@@ -1,6 +1,6 @@
-"""Whatever is done to files in tiers, in whatever order, they are what a plain dictionary says: with readers and
-writers that have them open or come in the middle of a migration, with processes that are killed, and a catalogue that
-is lost.
+"""Files in tiers match a model dictionary after random operations, by Hypothesis.
+
+Readers and writers hold files open or open them during a migration, processes are killed, and the catalogue is lost.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ sizes = strategies.integers(0, SIZE_MAX)
 
 @dataclass(eq=False)
 class Held:
-    """A file that somebody has open; `frozen` is what a reader sees once the file has gone elsewhere."""
+    """An open file. `frozen` is the content that a reader sees after the file has moved."""
 
     name: str
     file: TieredFile
@@ -51,13 +51,13 @@ class Held:
 
 
 class TierMachine(RuleBasedStateMachine):
-    """Tiers and the dictionary; subclasses have the process that migrates."""
+    """The state machine of tiers and the model dictionary. Subclasses set the process that migrates."""
 
     mover: ClassVar[Mover]
 
     def __init__(self) -> None:
         super().__init__()
-        # Memory, where nothing waits for a device; what devices do is the matter of suites/tiers.
+        # All tiers are in memory, so that nothing waits for a device. suites/tiers has cases with devices.
         self.root = Path(tempfile.mkdtemp(prefix="gdrkit-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None))  # noqa: PTH112, S108
         self.configuration = configuration_of(self.root, half_life_s=DAY_S)
         self.now_s = 1_800_000_000.0
@@ -74,7 +74,7 @@ class TierMachine(RuleBasedStateMachine):
         return any(each.name == name for each in self.writers)
 
     def _gone(self, name: str) -> None:
-        """Who reads it keeps what he has."""
+        """Freeze the content for open readers, which keep the old file."""
         for each in self.readers:
             if each.name == name and each.frozen is None:
                 each.frozen = self.model[name]
@@ -163,7 +163,7 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule(name=names, to=tiers, phase=phases)
     def move_with_a_reader(self, name: str, to: str, phase: Phase) -> None:
-        """Who opens it in the middle finds it, whole."""
+        """Open and read the file during the migration: it is complete."""
         if name not in self.model or self._is_written(name):
             return
 
@@ -176,7 +176,7 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule(name=names, to=tiers, phase=phases, offset=sizes, seed=seeds)
     def move_with_a_writer(self, name: str, to: str, phase: Phase, offset: int, seed: int) -> None:
-        """Who comes to write in the middle writes, either way."""
+        """Open and write the file during the migration: the write succeeds whether or not the migration completes."""
         if name not in self.model or self._is_written(name):
             return
         threads: list[threading.Thread] = []
@@ -301,7 +301,7 @@ class TierMachine(RuleBasedStateMachine):
         for each in (*self.readers, *self.writers):
             each.file.close()
         try:
-            # Who wrote longer than his manager lived told nobody how large the file had become.
+            # A writer that outlived its manager has not recorded the new size of the file.
             assert {each.kind for each in self.manager.check(repair=True)} <= {Kind.CHANGED}
             assert not self.manager.check()
         finally:
@@ -310,7 +310,7 @@ class TierMachine(RuleBasedStateMachine):
 
 
 @pytest.mark.timeout(3600)
-def test_files_in_tiers_are_what_a_dictionary_says(seed: int) -> None:
+def test_tier_files_match_a_model_dictionary(seed: int) -> None:
     settings = hypothesis.settings(
         max_examples=EXAMPLES,
         stateful_step_count=30,

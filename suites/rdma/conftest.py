@@ -1,4 +1,4 @@
-"""The fixture by which the cases here take their kind of memory."""
+"""The fixture that gives these cases registered memory of the host or of a device."""
 
 from __future__ import annotations
 
@@ -15,6 +15,6 @@ __all__ = ["reach"]
 
 @pytest.fixture
 def reach(request: pytest.FixtureRequest, nic: Nic) -> Reach:
-    """Memory of the kind that the parameter says; see ``support.reach.KINDS``."""
+    """Return the memory kind of the parameter; see ``support.reach.KINDS``."""
     device = None if request.param is None else request.getfixturevalue("device")
     return Reach(nic=nic, device=device, route=request.param)

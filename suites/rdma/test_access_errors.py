@@ -1,4 +1,4 @@
-"""What a peer may not do ends in an error completion at the peer, and touches nothing."""
+"""A request of a peer without the access right ends in an error completion at the peer and changes nothing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.qualify
 
 
 @pytest.mark.parametrize("reach", KINDS, indirect=True)
-def test_a_wrong_key_is_refused(nic: Nic, peer: Peer, seed: int, reach: Reach) -> None:
+def test_wrong_key_is_refused(nic: Nic, peer: Peer, seed: int, reach: Reach) -> None:
     with reach.memory() as memory, joined(nic, peer) as theirs:
         right = memory.remote(length_bytes=4 * KIB)
         theirs.write(replace(right, rkey=right.rkey ^ 0x0100_0001), seed=seed).expect(Status.REM_ACCESS_ERR)
@@ -42,12 +42,12 @@ def test_a_wrong_key_is_refused(nic: Nic, peer: Peer, seed: int, reach: Reach) -
         pytest.param(0, LENGTH_BYTES + 1, id="one-byte-too-long"),
     ],
 )
-def test_one_byte_out_of_bounds_is_refused(
+def test_access_one_byte_out_of_bounds_is_refused(
     nic: Nic, peer: Peer, seed: int, reach: Reach, begin: int, length_bytes: int
 ) -> None:
     with reach.memory() as memory, joined(nic, peer) as theirs:
         right = memory.remote()
-        # A region may begin at address 0 (one of DmaBufMR does), and the byte before it is then the last one of all.
+        # A region may begin at address 0 (a DmaBufMR does). The byte before it is then the last possible address.
         address = (right.address + begin) % 2**64
         wrong = RemoteRange(address=address, rkey=right.rkey, length_bytes=length_bytes)
         theirs.write(wrong, seed=seed).expect(Status.REM_ACCESS_ERR)
@@ -55,7 +55,7 @@ def test_one_byte_out_of_bounds_is_refused(
 
 
 @pytest.mark.parametrize("reach", KINDS, indirect=True)
-def test_a_write_without_remote_write_is_refused(nic: Nic, peer: Peer, seed: int, reach: Reach) -> None:
+def test_write_without_remote_write_access_is_refused(nic: Nic, peer: Peer, seed: int, reach: Reach) -> None:
     access = Access.LOCAL_WRITE | Access.REMOTE_READ
     with reach.memory(access=access) as memory, joined(nic, peer) as theirs:
         remote = memory.remote(length_bytes=4 * KIB)
@@ -64,7 +64,7 @@ def test_a_write_without_remote_write_is_refused(nic: Nic, peer: Peer, seed: int
 
 
 @pytest.mark.parametrize("reach", KINDS, indirect=True)
-def test_a_read_without_remote_read_is_refused(nic: Nic, peer: Peer, reach: Reach) -> None:
+def test_read_without_remote_read_access_is_refused(nic: Nic, peer: Peer, reach: Reach) -> None:
     access = Access.LOCAL_WRITE | Access.REMOTE_WRITE
     with reach.memory(access=access) as memory, joined(nic, peer) as theirs:
         remote = memory.remote(length_bytes=4 * KIB)
@@ -72,20 +72,20 @@ def test_a_read_without_remote_read_is_refused(nic: Nic, peer: Peer, reach: Reac
 
 
 @needs(verbs_needs.nic())
-def test_what_the_queue_pair_does_not_allow_no_region_allows(nic: Nic, peer: Peer, seed: int) -> None:
+def test_queue_pair_access_limits_the_region_access(nic: Nic, peer: Peer, seed: int) -> None:
     data = bytearray(4 * KIB)
     with nic.completion_queue() as queue, nic.queue_pair(queue) as ours, nic.register_host(data) as region:
         theirs = peer.queue_pair()
         theirs.connect(ours.endpoint())
         ours.connect(theirs.endpoint, access=Access.REMOTE_READ)
-        # A responder may refuse such a request as an access error or as an invalid one; NICs do either.
+        # A responder may report such a request as an access error or as an invalid request.
         refused = theirs.write(region.remote(), seed=seed).status
         assert refused in {Status.REM_ACCESS_ERR, Status.REM_INV_REQ_ERR}
     assert data == bytes(4 * KIB)
 
 
 @needs(verbs_needs.nic())
-def test_after_an_error_what_follows_is_flushed(nic: Nic, peer: Peer, seed: int) -> None:
+def test_requests_after_an_error_are_flushed(nic: Nic, peer: Peer, seed: int) -> None:
     data = bytearray(4 * KIB)
     with nic.completion_queue() as queue, nic.queue_pair(queue) as ours, nic.register_host(data) as region:
         theirs = peer.queue_pair()

@@ -1,6 +1,6 @@
-"""The native initiator beside perftest, on the same NIC, in turn: both move the same bytes, and how fast is kept.
+"""The native initiator and perftest on the same NIC, in turn: both transfer the same bytes.
 
-Neither is judged by its speed here: a machine that is busy would fail. The ratio is in the record.
+The record has the ratio of their throughputs. The cases do not check it, because a busy machine would fail.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from gdrkit.verbs import Nic
 
 LENGTH_BYTES, OPERATIONS, DEPTH, LIST_LENGTH = 64 * KIB, 256, 64, 16
-# With --benchmark-enable, and in any other run.
+# The numbers of rounds with --benchmark-enable and without.
 ROUNDS, FEW_ROUNDS = 40, 2
 DRIVEN = [
     pytest.param(direction, id=direction.value, marks=needs(host.program(program, "-V")))
     for direction, program in perftest.PROGRAMS.items()
 ]
-# perftest 4.5 (6.06) on rxe.
+# Output of perftest 4.5 (6.06) on rxe.
 PRINTED = """\
 ---------------------------------------------------------------------------------------
 Post List requested - CQ moderation will be the size of the post list
@@ -49,7 +49,7 @@ Post List requested - CQ moderation will be the size of the post list
 
 
 def sent_packets(nic: Nic) -> int | None:
-    """What the port has counted so far; None where its driver counts nothing."""
+    """Return the packets that the port has sent, or None if its driver has no counter."""
     return next(
         (
             port.sent_packets
@@ -63,7 +63,7 @@ def sent_packets(nic: Nic) -> int | None:
 @needs(verbs.nic())
 @pytest.mark.parametrize("direction", DRIVEN)
 @pytest.mark.timeout(1200)
-def test_both_move_all_bytes_and_the_ratio_is_kept(
+def test_initiator_and_perftest_transfer_all_bytes(
     nic: Nic, seed: int, evidence: Evidence, request: pytest.FixtureRequest, direction: Direction
 ) -> None:
     rounds = ROUNDS if request.config.getoption("--benchmark-enable") else FEW_ROUNDS
@@ -77,7 +77,7 @@ def test_both_move_all_bytes_and_the_ratio_is_kept(
         nic.register_host(memory) as region,
         initiating(nic, memory_bytes=LENGTH_BYTES) as initiator,
     ):
-        # The first round of each is no part of what is compared.
+        # The first round of each is not compared.
         for _ in range(rounds + 1):
             initiator.write(data if is_write else other)
             memory[:] = other if is_write else data
@@ -88,14 +88,14 @@ def test_both_move_all_bytes_and_the_ratio_is_kept(
             measured = perftest.measure(nic, direction, reads_max=initiator.reads_max, **shape)
             after = sent_packets(nic)
             assert (measured.length_bytes, measured.operations) == (LENGTH_BYTES, OPERATIONS)
-            # A number that was read wrongly would be of bytes that could not have moved while the process lived.
+            # A misread number would mean more bytes than the process can have transferred in its lifetime.
             assert measured.bytes_per_s * measured.process_s > measured.moved_bytes or not measured.bytes_per_s
             if before is not None and after is not None and nic.port.mtu_bytes:
                 assert after - before >= measured.moved_bytes // nic.port.mtu_bytes
             theirs.append(measured.bytes_per_s / 1e9)
     evidence["operations"] = {**shape, "rounds": rounds}
     evidence["in_turn_gb_per_s"] = {"initiator": ours, "perftest": theirs}
-    # Where perftest does not come to know the frequency of the processor, it says 0.
+    # perftest prints 0 if it cannot determine the frequency of the processor.
     told = [rate for rate in theirs[1:] if rate]
     if told:
         evidence.number("rounds_count", len(told))
@@ -105,8 +105,8 @@ def test_both_move_all_bytes_and_the_ratio_is_kept(
         evidence.number("initiator_over_perftest_ratio", mine / perftests)
 
 
-def test_what_perftest_prints_is_read() -> None:
-    # Its MB are MiB: 30.37 of them.
+def test_perftest_output_is_parsed() -> None:
+    # The unit MB of perftest is MiB.
     found = perftest.parse(PRINTED)
     assert (found.length_bytes, found.operations, round(found.bytes_per_s)) == (65536, 512, 31845253)
 
@@ -121,6 +121,6 @@ def test_what_perftest_prints_is_read() -> None:
     ],
     ids=["nothing", "refused", "cut_off", "unknown_unit"],
 )
-def test_what_is_no_result_is_an_error(text: str) -> None:
+def test_unknown_perftest_output_is_an_error(text: str) -> None:
     with pytest.raises(ValueError, match="no result of perftest"):
         perftest.parse(text)

@@ -1,8 +1,7 @@
-"""Another process writes into memory by RDMA and reads from it; every byte is checked on both sides.
+"""Another process writes to memory and reads from it by RDMA, and every byte is checked on both sides.
 
-This process allocates the memory and registers it (that of a device by one of the two ways, and then it looks at it by
-the device's own copy call). The peer, a
-spawned process, never sees the memory: it has an address and a key.
+This process allocates and registers the memory. It checks device memory by the device's own copy call. The peer, a
+spawned process, has only an address and a key.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.qualify
 
 MARGIN_BYTES = 4096
-# A kernel that moves 64 MiB in software, on a virtual processor that others use too, may take longer than 10 s.
+# A kernel that transfers 64 MiB in software, on a shared virtual processor, may take longer than 10 s.
 TIMEOUT_MS = 60_000.0
 
 
 @pytest.mark.parametrize("reach", KINDS, indirect=True)
 @pytest.mark.parametrize(("length_bytes", "offset_bytes"), SIZES)
-def test_remote_write_lands_in_memory(
+def test_remote_write_arrives_in_memory(
     nic: Nic,
     peer: Peer,
     evidence: Evidence,
@@ -49,7 +48,7 @@ def test_remote_write_lands_in_memory(
         theirs.write(remote, seed=seed, timeout_ms=TIMEOUT_MS).expect(Status.SUCCESS)
         data = memory.read()
     pattern.check(memoryview(data)[offset_bytes : offset_bytes + length_bytes], seed=seed)
-    # Neither the byte before nor the bytes behind were touched.
+    # The byte before the range and the bytes after it are unchanged.
     assert data[:offset_bytes] == b"\xa5" * offset_bytes
     assert data[offset_bytes + length_bytes :] == b"\xa5" * MARGIN_BYTES
     reach.claim(evidence)
@@ -70,13 +69,13 @@ def test_remote_read_returns_memory(
     with reach.memory(length_bytes=whole_bytes) as memory, joined(nic, peer) as theirs:
         memory.write(pattern.payload(length_bytes, seed=seed), offset_bytes=offset_bytes)
         remote = memory.remote(offset_bytes=offset_bytes, length_bytes=length_bytes)
-        # The peer compares what arrived, byte by byte, with the stream of the seed.
+        # The peer compares the received bytes with the stream of the seed.
         theirs.read(remote, seed=seed, timeout_ms=TIMEOUT_MS).completion.expect(Status.SUCCESS)
     reach.claim(evidence)
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_every_nic_reaches_every_device(
+def test_every_nic_accesses_every_device(
     devices: tuple[Device, ...],
     nics: tuple[Nic, ...],
     peer: Peer,

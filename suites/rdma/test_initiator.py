@@ -1,4 +1,4 @@
-"""The native initiator: every byte where it belongs, errors with their status, and no interpreter lock."""
+"""The native initiator: right bytes, errors with their status, and transfers without the interpreter lock."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BURSTS = [
 
 @pytest.mark.parametrize("reach", KINDS, indirect=True)
 @pytest.mark.parametrize(("slots", "operations", "depth", "list_length"), BURSTS)
-def test_a_burst_of_writes_fills_every_slot_and_nothing_else(
+def test_burst_of_writes_fills_every_slot_and_nothing_else(
     nic: Nic, reach: Reach, seed: int, slots: int, operations: int, depth: int, list_length: int
 ) -> None:
     length_bytes = 1021
@@ -53,7 +53,7 @@ def test_a_burst_of_writes_fills_every_slot_and_nothing_else(
 
 
 @pytest.mark.parametrize("reach", KINDS, indirect=True)
-def test_a_burst_of_reads_by_several_queue_pairs_brings_every_slot(nic: Nic, reach: Reach, seed: int) -> None:
+def test_burst_of_reads_by_queue_pairs_reads_every_slot(nic: Nic, reach: Reach, seed: int) -> None:
     whole = 32 * 4 * KIB
     with reach.memory(length_bytes=whole) as memory, initiating(nic, memory_bytes=whole, queue_pairs=3) as initiator:
         memory.write(pattern.payload(whole, seed=seed))
@@ -71,7 +71,7 @@ def test_single_operations_are_timed_one_by_one(nic: Nic, reach: Reach, directio
 
 
 @needs(verbs.nic())
-def test_what_the_peer_refuses_ends_with_its_status(nic: Nic) -> None:
+def test_refused_operation_has_its_completion_status(nic: Nic) -> None:
     data = bytearray(64)
     with (
         nic.register_host(data, access=Access.LOCAL_WRITE | Access.REMOTE_READ) as region,
@@ -85,7 +85,7 @@ def test_what_the_peer_refuses_ends_with_its_status(nic: Nic) -> None:
 
 
 @needs(verbs.nic())
-def test_another_thread_ends_a_burst_that_would_last_for_days(nic: Nic) -> None:
+def test_endless_burst_is_ended_by_another_thread(nic: Nic) -> None:
     ended: list[ApiError] = []
     with initiating(nic, memory_bytes=64) as initiator, nic.register_host(bytearray(64)) as region:
         remote = region.remote()
@@ -98,14 +98,14 @@ def test_another_thread_ends_a_burst_that_would_last_for_days(nic: Nic) -> None:
 
         thread = threading.Thread(target=burst)
         thread.start()
-        # Who held the interpreter's lock meanwhile would never let this thread come here.
+        # If the burst held the interpreter lock, this thread would never continue.
         region.close()
         thread.join()
     assert [error.status for error in ended] == [Status.REM_ACCESS_ERR]
 
 
 @needs(verbs.nic())
-def test_bad_numbers_are_refused_and_the_initiator_goes_on(nic: Nic) -> None:
+def test_invalid_numbers_are_refused_and_initiator_stays_usable(nic: Nic) -> None:
     data = bytearray(4096)
     with nic.register_host(data) as region, initiating(nic, memory_bytes=4096, depth_max=8) as initiator:
         remote = region.remote()
@@ -129,7 +129,7 @@ def test_bad_numbers_are_refused_and_the_initiator_goes_on(nic: Nic) -> None:
 
 
 @needs(verbs.nic())
-def test_a_device_that_is_not_there_has_its_name_in_the_error(nic: Nic) -> None:
+def test_error_of_a_missing_device_has_its_name(nic: Nic) -> None:
     with pytest.raises(ApiError) as caught:
         Initiator(f"{nic.name}_not", memory_bytes=64)
     assert caught.value.reason is Reason.NO_DEVICE
@@ -137,6 +137,6 @@ def test_a_device_that_is_not_there_has_its_name_in_the_error(nic: Nic) -> None:
 
 
 @needs(verbs.nic())
-def test_an_initiator_that_was_not_connected_cannot_post(nic: Nic) -> None:
+def test_unconnected_initiator_cannot_post(nic: Nic) -> None:
     with Initiator(nic.name, memory_bytes=64) as initiator, pytest.raises(ApiError):
         initiator.run(Direction.WRITE, RemoteRange(address=0, rkey=1, length_bytes=64), length_bytes=8, operations=1)

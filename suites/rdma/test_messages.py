@@ -1,4 +1,4 @@
-"""SEND and RECV, immediates, and what happens when the other side is slow, small or gone."""
+"""SEND, RECV and immediates, and peers without a receive, with a late or too small one, or that have ended."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = needs(verbs.nic())
 
 
 @pytest.mark.qualify
-def test_a_message_arrives_whole_with_its_immediate(nic: Nic, peer: Peer, seed: int) -> None:
+def test_message_arrives_with_its_immediate(nic: Nic, peer: Peer, seed: int) -> None:
     data = bytearray(8 * KIB)
     with nic.completion_queue() as queue, nic.queue_pair(queue) as ours, nic.register_host(data) as region:
         theirs = peer.queue_pair()
@@ -34,7 +34,7 @@ def test_a_message_arrives_whole_with_its_immediate(nic: Nic, peer: Peer, seed: 
 
 
 @pytest.mark.qualify
-def test_a_write_with_immediate_tells_the_owner_that_the_data_is_there(nic: Nic, peer: Peer, seed: int) -> None:
+def test_write_with_immediate_notifies_the_owner(nic: Nic, peer: Peer, seed: int) -> None:
     data = bytearray(64 * KIB)
     with nic.completion_queue() as queue, nic.queue_pair(queue) as ours, nic.register_host(data) as region:
         theirs = peer.queue_pair()
@@ -46,7 +46,7 @@ def test_a_write_with_immediate_tells_the_owner_that_the_data_is_there(nic: Nic,
     assert (got.work_id, got.immediate) == (3, 41)
 
 
-def test_a_completion_queue_with_events_waits_without_polling(nic: Nic, peer: Peer, seed: int) -> None:
+def test_completion_queue_with_events_waits_for_an_event(nic: Nic, peer: Peer, seed: int) -> None:
     data = bytearray(4 * KIB)
     with nic.completion_queue(events=True) as queue, nic.queue_pair(queue) as ours, nic.register_host(data) as region:
         theirs = peer.queue_pair()
@@ -58,29 +58,29 @@ def test_a_completion_queue_with_events_waits_without_polling(nic: Nic, peer: Pe
             pattern.check(data, seed=seed + round_number)
 
 
-def test_a_message_longer_than_the_receive_fails_on_both_sides(nic: Nic, peer: Peer, seed: int) -> None:
+def test_message_longer_than_the_receive_fails_on_both_sides(nic: Nic, peer: Peer, seed: int) -> None:
     data = bytearray(4 * KIB)
     with nic.completion_queue() as queue, nic.queue_pair(queue) as ours, nic.register_host(data) as region:
         theirs = peer.queue_pair()
         theirs.join(ours)
         ours.post_receive(region, work_id=1)
-        # The specification (9.9.3) has an invalid request and a length error; rxe an error of the operation for both.
+        # The specification (9.9.3) has an invalid request and a length error. rxe reports an operation error for both.
         there = theirs.send(seed=seed, length_bytes=4 * KIB + 1).status
         here = ours.wait_received(5_000).status
     assert there in {Status.REM_INV_REQ_ERR, Status.REM_OP_ERR}
     assert here in {Status.LOC_LEN_ERR, Status.LOC_QP_OP_ERR}
 
 
-def test_a_message_without_a_receive_is_tried_again_and_then_fails(nic: Nic, peer: Peer, seed: int) -> None:
+def test_message_without_a_receive_is_retried_and_fails(nic: Nic, peer: Peer, seed: int) -> None:
     with joined(nic, peer, rnr_retry_count=2) as theirs:
         theirs.send(seed=seed, length_bytes=16).expect(Status.RNR_RETRY_EXC_ERR)
 
 
-def test_a_receive_that_comes_late_is_still_in_time(nic: Nic, peer: Peer, seed: int) -> None:
+def test_late_receive_within_the_retries_succeeds(nic: Nic, peer: Peer, seed: int) -> None:
     data = bytearray(KIB)
     with nic.completion_queue() as queue, nic.queue_pair(queue) as ours, nic.register_host(data) as region:
         theirs = peer.queue_pair()
-        # Code 30 is 491.52 ms between tries: the receive below is posted long before the second one.
+        # Timer code 30 means 491.52 ms between retries: the receive below is posted long before the second retry.
         theirs.join(ours, rnr_timer_code=30)
         buffer = peer.buffer(KIB, seed=seed)
         theirs.post_send(buffer, work_id=1)
@@ -91,10 +91,10 @@ def test_a_receive_that_comes_late_is_still_in_time(nic: Nic, peer: Peer, seed: 
 
 
 @pytest.mark.qualify
-def test_a_peer_that_vanishes_ends_requests_in_retry_exceeded(nic: Nic, peer: Peer) -> None:
+def test_requests_to_an_ended_peer_end_in_retry_exceeded(nic: Nic, peer: Peer) -> None:
     with nic.completion_queue() as queue, nic.queue_pair(queue) as ours, nic.register_host(bytearray(KIB)) as region:
         theirs = peer.queue_pair()
-        # Seven tries would be without end to rxe.
+        # rxe retries without end at a retry count of 7.
         theirs.join(ours, retry_count=3)
         target = peer.buffer(KIB).remote()
         ours.post_write(region, target, work_id=1)

@@ -1,4 +1,4 @@
-"""Programs of rdma-core run on the twins as docs/twins.md says: ibv_devices, ibv_devinfo (Debian: ibverbs-utils)."""
+"""The rdma-core programs ibv_devices and ibv_devinfo (Debian: ibverbs-utils) run on the twins, as in docs/twins.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A key that was taken back reaches nothing, and no key ever reaches memory of another owner."""
+"""A deregistered key is refused, and no key ever accesses memory of another owner."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.qualify
 
 
 @pytest.mark.parametrize("reach", KINDS, indirect=True)
-def test_after_deregistration_the_old_key_is_refused(nic: Nic, peer: Peer, seed: int, reach: Reach) -> None:
+def test_old_key_is_refused_after_deregistration(nic: Nic, peer: Peer, seed: int, reach: Reach) -> None:
     with reach.memory() as memory, joined(nic, peer) as theirs:
         remote = memory.remote(length_bytes=4 * KIB)
         theirs.write(remote, seed=seed).expect(Status.SUCCESS)
@@ -36,7 +36,7 @@ def test_after_deregistration_the_old_key_is_refused(nic: Nic, peer: Peer, seed:
 
 
 @pytest.mark.parametrize("reach", KINDS, indirect=True)
-def test_a_free_by_gdrkit_deregisters_first(nic: Nic, peer: Peer, seed: int, reach: Reach) -> None:
+def test_free_by_gdrkit_deregisters_first(nic: Nic, peer: Peer, seed: int, reach: Reach) -> None:
     space = HostAllocator() if reach.device is None else reach.device
     with (
         space.allocate(256 * KIB) as memory,
@@ -53,7 +53,7 @@ def test_a_free_by_gdrkit_deregisters_first(nic: Nic, peer: Peer, seed: int, rea
 
 
 @DMABUF
-def test_after_a_raw_free_the_old_pages_live_on_and_the_new_owner_is_never_reached(
+def test_old_key_after_a_raw_free_never_accesses_the_new_owner(
     device: Device, nic: Nic, peer: Peer, evidence: Evidence, seed: int
 ) -> None:
     with (
@@ -67,7 +67,7 @@ def test_after_a_raw_free_the_old_pages_live_on_and_the_new_owner_is_never_reach
         old_key = memory.allocation_key()
         first.free()
         with RawMemory(device, 2 * MIB) as again:
-            # Seen on an H200: the address comes back at once, with another buffer id.
+            # On an H200, the next allocation gets the same address at once, with another buffer id.
             assert again.address == first.address
             with cuda.borrow(device, again.address, length_bytes=2 * MIB) as successor:
                 new_key = successor.allocation_key()

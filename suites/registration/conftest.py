@@ -1,4 +1,4 @@
-"""The fixture by which the cases here take their kind of memory."""
+"""The fixture that gives these cases host memory or device memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a region cache finds, keeps and forgets."""
+"""Hits, misses, evictions and invalidations of a region cache."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 LEDGER = needs(software(Api.VERBS))
 
 
-def test_the_second_lookup_is_a_hit_and_reaches_the_memory(space: Space, nic: Nic, peer: Peer, seed: int) -> None:
+def test_second_lookup_is_a_hit_and_its_key_is_valid(space: Space, nic: Nic, peer: Peer, seed: int) -> None:
     with space.allocate(256 * KIB) as memory, RegionCache([nic]) as cache, joined(nic, peer) as theirs:
         with cache.lease(memory) as first:
             assert first.length_bytes == memory.length_bytes
@@ -45,9 +45,7 @@ def test_the_second_lookup_is_a_hit_and_reaches_the_memory(space: Space, nic: Ni
         assert cache.statistics().registered_bytes == 0
 
 
-def test_an_interior_range_is_found_and_its_own_bytes_are_reached(
-    space: Space, nic: Nic, peer: Peer, seed: int
-) -> None:
+def test_interior_range_is_a_hit_with_the_right_address(space: Space, nic: Nic, peer: Peer, seed: int) -> None:
     with space.allocate(256 * KIB) as memory, RegionCache([nic]) as cache, joined(nic, peer) as theirs:
         memory.fill(0xA5)
         cache.lease(memory).close()
@@ -65,8 +63,8 @@ def test_an_interior_range_is_found_and_its_own_bytes_are_reached(
 
 
 @DMABUF
-def test_another_piece_of_the_same_allocation_is_found(device: Device, nic: Nic) -> None:
-    # As a tensor of a caching allocator: a borrowed part in the middle, then another one.
+def test_other_part_of_a_registered_allocation_is_a_hit(device: Device, nic: Nic) -> None:
+    # Tensors of a caching allocator lie like this: several borrowed parts in the middle of one allocation.
     with device.allocate(MIB) as memory, RegionCache([nic]) as cache:
         with (
             cuda.borrow(device, memory.address + 300 * KIB, length_bytes=KIB) as one,
@@ -80,7 +78,7 @@ def test_another_piece_of_the_same_allocation_is_found(device: Device, nic: Nic)
 
 
 @LEDGER
-def test_a_hit_makes_no_verbs_call(space: Space, nic: Nic) -> None:
+def test_hit_makes_no_verbs_call(space: Space, nic: Nic) -> None:
     with space.allocate(256 * KIB) as memory, RegionCache([nic]) as cache:
         cache.lease(memory).close()
         before = calls(Api.VERBS)
@@ -91,9 +89,7 @@ def test_a_hit_makes_no_verbs_call(space: Space, nic: Nic) -> None:
 
 
 @DMABUF
-def test_a_buffer_id_that_changed_is_a_miss_whatever_the_address_says(
-    device: Device, nic: Nic, peer: Peer, seed: int
-) -> None:
+def test_changed_buffer_id_at_the_same_address_is_a_miss(device: Device, nic: Nic, peer: Peer, seed: int) -> None:
     with RawMemory(device, 2 * MIB) as first, RegionCache([nic]) as cache, joined(nic, peer) as theirs:
         with cuda.borrow(device, first.address, length_bytes=2 * MIB) as memory, cache.lease(memory) as old:
             stale = old.remote(nic, length_bytes=4 * KIB)
@@ -125,14 +121,14 @@ def test_remapping_only_the_second_chunk_is_a_miss(device: Device, nic: Nic, pee
         with cache.lease(memory, length_bytes=KIB) as lease:
             assert (cache.statistics().hits, cache.statistics().invalidations) == (0, 1)
         with cache.lease(memory) as lease:
-            # Into the first, the new second and the third chunk.
+            # The peer writes into the first, the new second and the third chunk.
             remote = lease.remote(nic, offset_bytes=2 * MIB - 5, length_bytes=2 * MIB + 10)
             theirs.write(remote, seed=seed).expect(Status.SUCCESS)
         pattern.check(memory.read(offset_bytes=2 * MIB - 5, length_bytes=2 * MIB + 10), seed=seed)
         theirs.write(stale, seed=seed + 1).expect(Status.REM_ACCESS_ERR)
 
 
-def test_a_free_by_gdrkit_takes_the_entry_out_first(space: Space, nic: Nic, peer: Peer, seed: int) -> None:
+def test_free_by_gdrkit_removes_the_entry_first(space: Space, nic: Nic, peer: Peer, seed: int) -> None:
     with RegionCache([nic]) as cache, joined(nic, peer) as theirs:
         memory = space.allocate(256 * KIB)
         with cache.lease(memory) as lease:
@@ -145,14 +141,14 @@ def test_a_free_by_gdrkit_takes_the_entry_out_first(space: Space, nic: Nic, peer
             assert successor.read() == b"\x5a" * (256 * KIB)
 
 
-def test_a_free_under_a_lease_is_refused_and_goes_through_afterwards(space: Space, nic: Nic) -> None:
+def test_free_of_leased_memory_is_refused_until_lease_ends(space: Space, nic: Nic) -> None:
     with RegionCache([nic]) as cache, space.allocate(256 * KIB) as memory:
         with cache.lease(memory) as lease:
             with pytest.raises(UsageError) as raised:
                 memory.close()
             assert raised.value.reason is Reason.BUSY
             assert not memory.closed
-            # It is out of the cache, and still reaches the memory.
+            # The cache has removed the entry, and the lease is still valid.
             assert cache.statistics().regions == 0
             assert lease.remote(nic).length_bytes == 256 * KIB
         assert cache.statistics().registered_bytes == 0
@@ -161,9 +157,7 @@ def test_a_free_under_a_lease_is_refused_and_goes_through_afterwards(space: Spac
             cache.lease(memory)
 
 
-def test_what_is_invalidated_is_not_found_and_ends_with_its_last_lease(
-    space: Space, nic: Nic, peer: Peer, seed: int
-) -> None:
+def test_invalidated_entry_is_deregistered_with_its_last_lease(space: Space, nic: Nic, peer: Peer, seed: int) -> None:
     with space.allocate(256 * KIB) as memory, RegionCache([nic]) as cache, joined(nic, peer) as theirs:
         with cache.lease(memory) as one, cache.lease(memory) as two:
             remote = one.remote(nic, length_bytes=KIB)
@@ -179,22 +173,22 @@ def test_what_is_invalidated_is_not_found_and_ends_with_its_last_lease(
         assert cache.invalidate(memory.address, length_bytes=1) == 0
 
 
-def test_the_least_recently_used_goes_first_by_count_and_what_is_leased_stays(space: Space, nic: Nic) -> None:
+def test_eviction_by_count_is_lru_and_skips_leased_entries(space: Space, nic: Nic) -> None:
     with contextlib.ExitStack() as stack, RegionCache([nic], regions_max=2) as cache:
-        # Closed with the cache, which lets go of them.
+        # The cache is closed before the memories.
         memories: list[DeviceMemory | HostMemory] = [space.allocate(64 * KIB) for _ in range(4)]
         for memory in memories:
             stack.callback(memory.close)
         first = cache.lease(memories[0])
         for memory in memories[1:]:
             cache.lease(memory).close()
-        # The first is leased, and so the others went one after the other.
+        # The first one is leased, so the others were evicted one after the other.
         found = cache.statistics()
         assert (found.regions, found.evictions, found.registered_bytes) == (2, 2, 128 * KIB)
         first.close()
         cache.lease(memories[3]).close()
         cache.lease(memories[0]).close()
-        cache.lease(memories[1]).close()  # The fourth was used before the first, so it goes.
+        cache.lease(memories[1]).close()  # The fourth was used before the first, so it is evicted.
         before = cache.statistics()
         cache.lease(memories[0]).close()
         assert cache.statistics().hits == before.hits + 1
@@ -202,7 +196,7 @@ def test_the_least_recently_used_goes_first_by_count_and_what_is_leased_stays(sp
         assert cache.statistics().misses == before.misses + 1
 
 
-def test_bytes_are_a_limit_too_and_what_is_too_large_is_not_kept(space: Space, nic: Nic) -> None:
+def test_byte_limit_evicts_and_excludes_large_allocations(space: Space, nic: Nic) -> None:
     with (
         space.allocate(128 * KIB) as one,
         space.allocate(128 * KIB) as other,
@@ -228,7 +222,7 @@ def test_statistics_are_a_frozen_copy(space: Space, nic: Nic) -> None:
 
 
 @LEDGER
-def test_a_registration_that_failed_is_not_kept(space: Space, nic: Nic) -> None:
+def test_failed_registration_is_not_cached(space: Space, nic: Nic) -> None:
     assert nic.supports_dmabuf()
     with space.allocate(64 * KIB) as memory, RegionCache([nic]) as cache:
         before = handles.live()
@@ -242,7 +236,7 @@ def test_a_registration_that_failed_is_not_kept(space: Space, nic: Nic) -> None:
         assert (cache.statistics().misses, cache.statistics().registrations) == (2, 1)
 
 
-def test_close_refuses_while_something_is_leased_and_the_cache_works_on(space: Space, nic: Nic) -> None:
+def test_close_with_open_leases_is_refused_and_cache_stays_open(space: Space, nic: Nic) -> None:
     with space.allocate(64 * KIB) as memory, RegionCache([nic]) as cache:
         lease = cache.lease(memory)
         for timeout_ms in (0, 1):
@@ -261,14 +255,14 @@ def test_close_refuses_while_something_is_leased_and_the_cache_works_on(space: S
 
 
 @LEDGER
-def test_what_cannot_be_deregistered_is_counted_and_tried_again(space: Space, nic: Nic) -> None:
+def test_failed_deregistration_is_counted_and_retried(space: Space, nic: Nic) -> None:
     with space.allocate(64 * KIB) as memory, RegionCache([nic]) as cache:
         cache.lease(memory).close()
         with faults(Api.VERBS, "ibv_dereg_mr call=1 errno=EBUSY"), pytest.raises(ApiError) as raised:
             cache.invalidate(memory.address, length_bytes=1)
         assert raised.value.errno == errno.EBUSY
         assert (cache.statistics().regions, cache.statistics().not_deregistered) == (0, 1)
-        # The memory is not freed under it: freeing tries again first.
+        # The free first retries the deregistration, so the memory is never freed while it is registered.
         with faults(Api.VERBS, "ibv_dereg_mr call=1 errno=EBUSY"), pytest.raises(ApiError):
             memory.close()
         assert not memory.closed
@@ -276,7 +270,7 @@ def test_what_cannot_be_deregistered_is_counted_and_tried_again(space: Space, ni
         assert cache.statistics().not_deregistered == 0
 
 
-def test_a_bad_range_or_limit_is_refused(space: Space, nic: Nic) -> None:
+def test_invalid_range_or_limit_is_refused(space: Space, nic: Nic) -> None:
     with space.allocate(64 * KIB) as memory, RegionCache([nic]) as cache:
         cache.lease(memory).close()
         for offset_bytes, length_bytes in ((-1, 1), (0, 0), (0, 64 * KIB + 1), (64 * KIB, None), (1 << 63, 1 << 63)):

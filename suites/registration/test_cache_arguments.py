@@ -1,4 +1,4 @@
-"""Arguments of a region cache, and a thread that is stopped while it waits for a registration."""
+"""Arguments of a region cache, and a signal that interrupts a thread during its wait for a registration."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Stopped(BaseException):
-    """Raised by the signal handler of a case, as KeyboardInterrupt is by that of Python."""
+    """The exception that the signal handler of a case raises, like KeyboardInterrupt of Python's own handler."""
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def _own_handler() -> Iterator[None]:
 
 
 @needs(verbs.nic())
-def test_cache_registers_by_the_given_route_alone(nic: Nic) -> None:
+def test_cache_uses_only_the_given_route(nic: Nic) -> None:
     wrong = RegistrationRoute.PEER_MEMORY
     with HostAllocator().allocate(64 * KIB) as memory, RegionCache([nic], route=wrong) as cache:
         with pytest.raises(UsageError):
@@ -48,7 +48,7 @@ def test_cache_registers_by_the_given_route_alone(nic: Nic) -> None:
 
 @needs(verbs.nic())
 @pytest.mark.parametrize("limits", [{"regions_max": 0}, {"bytes_max": 0}, {"regions_max": -1}, {"bytes_max": -1}])
-def test_cache_without_room_is_refused(nic: Nic, limits: dict[str, int]) -> None:
+def test_cache_with_a_zero_limit_is_refused(nic: Nic, limits: dict[str, int]) -> None:
     with pytest.raises(UsageError):
         RegionCache([nic], regions_max=limits.get("regions_max", 1), bytes_max=limits.get("bytes_max", 1))
 
@@ -76,7 +76,7 @@ def test_representation_names_the_nics_and_the_state(space: Space, nic: Nic) -> 
 @needs(software(Api.VERBS))
 @pytest.mark.usefixtures("_own_handler")
 @pytest.mark.parametrize("after", [False, True], ids=["while it is registered", "once it is registered"])
-def test_waiter_that_is_stopped_keeps_no_lease(space: Space, nic: Nic, *, after: bool) -> None:
+def test_interrupted_waiter_keeps_no_lease(space: Space, nic: Nic, *, after: bool) -> None:
     assert nic.supports_dmabuf()
     with space.allocate(64 * KIB) as memory, RegionCache([nic]) as cache:
         main = threading.get_ident()
@@ -87,7 +87,7 @@ def test_waiter_that_is_stopped_keeps_no_lease(space: Space, nic: Nic, *, after:
             raise Stopped
 
         def stop_the_waiter() -> None:
-            # Inside the wait, not on the way to it, where nothing could be undone.
+            # The signal must arrive during the wait. Before it, there would be nothing to undo.
             while not (cache.statistics().waiting and sys._current_frames()[main].f_code.co_name == "wait"):  # noqa: SLF001
                 assert owner.is_alive()
             signal.pthread_kill(main, signal.SIGUSR1)

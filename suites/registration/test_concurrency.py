@@ -1,6 +1,6 @@
-"""Many threads on one cache: one registration for each key, different keys at the same time, and nobody waits for ever.
+"""Many threads on one cache: one registration per key, different keys at the same time, and no endless wait.
 
-The plan holds registrations up, so that they overlap however fast the machine is; nothing here measures time.
+A fault plan delays registrations, so that they overlap on machines of any speed. No case measures time.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ def memories(space: Space, count: int) -> Iterator[list[DeviceMemory | HostMemor
 
 
 def slow(space: Space) -> str:
-    """The rule that holds every registration up."""
+    """Return the fault rule that delays every registration."""
     return f"{registering(space)} call=* delay_us=100000"
 
 
 @contextlib.contextmanager
 def held_up(rule: str) -> Iterator[None]:
-    """Where a twin is, have it take its time; a kernel takes what it takes."""
+    """Delay the calls of the twin inside the block. Without a twin, do nothing."""
     with contextlib.ExitStack() as stack:
         if launch.twin_control().ledger("verbs") is not None:
             stack.enter_context(faults(Api.VERBS, rule))
@@ -62,7 +62,7 @@ def held_up(rule: str) -> Iterator[None]:
 
 
 def together(work: Callable[[int], object]) -> list[object]:
-    """Run it in 32 threads that begin at once; gives what each gave, or raised."""
+    """Run `work` in 32 threads that begin at once. Return the result or the exception of each."""
     barrier = threading.Barrier(THREADS)
 
     def begin(index: int) -> object:
@@ -84,7 +84,7 @@ def refuses(cache: RegionCache, memory: DeviceMemory | HostMemory) -> bool:
     return False
 
 
-def test_many_threads_have_one_registration_of_each_key(space: Space, nic: Nic) -> None:
+def test_threads_share_one_registration_per_key(space: Space, nic: Nic) -> None:
     with memories(space, 4) as held, RegionCache([nic]) as cache:
         cache.lease(held[0]).close()
         together(lambda index: cache.lease(held[index % 4]).close())
@@ -94,7 +94,7 @@ def test_many_threads_have_one_registration_of_each_key(space: Space, nic: Nic) 
 
 
 @LEDGER
-def test_one_key_is_registered_once_and_all_share_it(space: Space, nic: Nic) -> None:
+def test_concurrent_lookups_of_one_key_register_once(space: Space, nic: Nic) -> None:
     assert nic.supports_dmabuf()
     with space.allocate(64 * KIB) as memory, RegionCache([nic]) as cache, faults(Api.VERBS, slow(space)):
         before = calls(Api.VERBS)[registering(space)]
@@ -111,20 +111,20 @@ def test_one_key_is_registered_once_and_all_share_it(space: Space, nic: Nic) -> 
 
 
 @LEDGER
-def test_different_keys_are_registered_at_the_same_time(space: Space, nic: Nic) -> None:
+def test_registrations_of_different_keys_overlap(space: Space, nic: Nic) -> None:
     assert nic.supports_dmabuf()
     with memories(space, 8) as held, RegionCache([nic]) as cache:
         with faults(Api.VERBS, slow(space)):
             before = calls(Api.VERBS)[registering(space)]
             together(lambda index: cache.lease(held[index % 8]).close())
-            # In the library itself, not only on the way to it: neither cache nor interpreter let one wait for another.
+            # The calls overlap in the library itself: neither the cache nor the interpreter serializes them.
             assert delayed_at_once(Api.VERBS)[registering(space)] > 1
             assert calls(Api.VERBS)[registering(space)] == before + 8
         assert cache.statistics().registrations == 8
 
 
 @LEDGER
-def test_a_failure_is_shared_and_not_kept(space: Space, nic: Nic) -> None:
+def test_failed_registration_is_shared_and_not_cached(space: Space, nic: Nic) -> None:
     assert nic.supports_dmabuf()
     with space.allocate(64 * KIB) as memory, RegionCache([nic]) as cache:
         with faults(Api.VERBS, f"{registering(space)} call=* errno=ENOMEM delay_us=100000"):
@@ -132,8 +132,8 @@ def test_a_failure_is_shared_and_not_kept(space: Space, nic: Nic) -> None:
             errors = together(lambda _index: cache.lease(memory))
             attempts = calls(Api.VERBS)[registering(space)] - before
         assert all(isinstance(error, ApiError) and error.errno == errno.ENOMEM for error in errors)
-        # Those who came while it was under way have the same failure, each as an error of its own: issue 15 B, an error
-        # that several threads raise has the frames of all of them.
+        # Threads that joined the pending registration get the same failure, each as a separate error object (issue
+        # 15 B): an error object that several threads raise has the frames of all of them.
         assert attempts < THREADS
         assert len({id(error) for error in errors}) == THREADS
         assert len({str(error) for error in errors}) <= attempts
@@ -142,7 +142,7 @@ def test_a_failure_is_shared_and_not_kept(space: Space, nic: Nic) -> None:
 
 
 @LEDGER
-def test_who_waits_is_seen_and_one_that_is_invalidated_meanwhile_is_not_found(space: Space, nic: Nic) -> None:
+def test_waiting_lease_misses_after_invalidate(space: Space, nic: Nic) -> None:
     assert nic.supports_dmabuf()
     with space.allocate(64 * KIB) as memory, RegionCache([nic]) as cache:
         began = threading.Event()
@@ -152,7 +152,8 @@ def test_who_waits_is_seen_and_one_that_is_invalidated_meanwhile_is_not_found(sp
             with cache.lease(memory) as held:
                 return held.remote(nic).rkey
 
-        # Long, since all that follows happens meanwhile: on a machine with two GPUs half a second was too short.
+        # The delay is long, because all following steps run during it. Half a second was too short on a
+        # machine with two GPUs.
         with faults(Api.VERBS, f"{registering(space)} call=1 delay_us=3000000"), ThreadPoolExecutor(2) as threads:
             first = threads.submit(begin, 0)
             while not cache.statistics().in_flight:
@@ -160,7 +161,7 @@ def test_who_waits_is_seen_and_one_that_is_invalidated_meanwhile_is_not_found(sp
             second = threads.submit(begin, 1)
             while not cache.statistics().waiting:
                 assert not second.done()
-            # A free under it is refused, and an invalidation does not wait for it.
+            # A free is refused during the registration, and an invalidation does not wait for it.
             with pytest.raises(UsageError) as raised:
                 memory.close()
             assert raised.value.reason is Reason.BUSY
@@ -175,12 +176,12 @@ def test_who_waits_is_seen_and_one_that_is_invalidated_meanwhile_is_not_found(sp
             assert held.remote(nic).rkey == key
 
 
-def test_close_waits_for_leases_of_other_threads_when_told_to(space: Space, nic: Nic) -> None:
+def test_close_with_timeout_waits_for_leases_of_other_threads(space: Space, nic: Nic) -> None:
     with space.allocate(64 * KIB) as memory, RegionCache([nic]) as cache:
         lease = cache.lease(memory)
         with ThreadPoolExecutor(1) as threads:
             closing = threads.submit(cache.close, timeout_ms=30_000)
-            # Once it waits it refuses new leases.
+            # During its wait, close refuses new leases.
             while not refuses(cache, memory):
                 assert not closing.done()
             assert not closing.done()
@@ -189,16 +190,14 @@ def test_close_waits_for_leases_of_other_threads_when_told_to(space: Space, nic:
         assert cache.closed
 
 
-def test_lookups_evictions_and_invalidations_in_any_order_end_with_nothing_left(
-    space: Space, nic: Nic, peer: Peer, seed: int
-) -> None:
+def test_random_lookups_and_invalidations_leave_no_region(space: Space, nic: Nic, peer: Peer, seed: int) -> None:
     with (
         memories(space, 6) as held,
         joined(nic, peer) as theirs,
         RegionCache([nic], regions_max=3) as cache,
         held_up(f"{registering(space)} call=* delay_us=1000"),
     ):
-        # One goes first, so that a way that does not exist is not said by all threads.
+        # One registration runs first, so that a machine without any route fails once and not in all threads.
         cache.lease(held[0]).close()
 
         def work(index: int) -> None:

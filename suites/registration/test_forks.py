@@ -1,4 +1,4 @@
-"""A child that is forked while another thread holds a lock does not wait for it, and takes nothing from its parent."""
+"""A child that is forked while another thread holds a lock does not wait for it and releases nothing of its parent."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 
 
 def lock_of(thing: Any) -> AbstractContextManager[object]:  # noqa: ANN401 - a module, or an object of any class.
-    """Return the lock that another thread holds in the moment of the fork."""
+    """Return the lock that another thread holds during the fork."""
     lock: AbstractContextManager[object] = thing._lock  # noqa: SLF001 - no call holds it for long enough.
     return lock
 
 
 @contextlib.contextmanager
 def held_by_a_thread(lock: AbstractContextManager[object]) -> Iterator[None]:
-    """Another thread holds the lock meanwhile."""
+    """Let another thread hold the lock inside the block."""
     holds, ending = threading.Event(), threading.Event()
 
     def hold() -> None:
@@ -58,7 +58,7 @@ def held_by_a_thread(lock: AbstractContextManager[object]) -> Iterator[None]:
 
 
 def in_child(work: Callable[[], None]) -> int:
-    """Fork and run it in the child; its wait status, that of SIGALRM when it did not end in time."""
+    """Fork, run `work` in the child, and return its wait status. SIGALRM ends a child that takes too long."""
     child = os.fork()
     if not child:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)

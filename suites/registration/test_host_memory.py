@@ -1,4 +1,4 @@
-"""Host memory that is cached and registered as device memory is: what gdrkit has mapped, and no other."""
+"""Host memory that gdrkit has mapped is registered and cached like device memory. Other host memory is not."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NIC = needs(verbs.nic())
 SIZE = 64 * KIB
 
 
-def test_it_is_a_buffer_as_that_of_a_device_is() -> None:
+def test_host_memory_has_the_interface_of_device_memory() -> None:
     with HostMemory(5000) as memory:
         assert isinstance(memory, DeviceBuffer)
         assert isinstance(HostAllocator(), Allocator)
@@ -43,7 +43,7 @@ def test_it_is_a_buffer_as_that_of_a_device_is() -> None:
             assert whole.allocation_key() == memory.allocation_key()
 
 
-def test_a_mapping_that_was_made_anew_is_another_memory_also_at_the_same_address() -> None:
+def test_new_mapping_at_the_same_address_is_a_miss() -> None:
     numbers, addresses = set(), set()
     for _ in range(20):
         with HostMemory(SIZE) as memory:
@@ -55,14 +55,12 @@ def test_a_mapping_that_was_made_anew_is_another_memory_also_at_the_same_address
             addresses.add(base)
         assert not memory.presence(key)()
     assert len(numbers) == 20
-    # The kernel gives the hole that was just made: an address alone would have said that it is the same memory.
+    # The kernel reuses the address that was just unmapped, so the address alone does not identify the memory.
     assert len(addresses) < 20
 
 
 @NIC
-def test_the_key_of_a_mapping_never_reaches_the_one_that_follows_at_its_address(
-    nic: Nic, peer: Peer, seed: int
-) -> None:
+def test_old_key_never_accesses_the_next_mapping(nic: Nic, peer: Peer, seed: int) -> None:
     with RegionCache([nic]) as cache, joined(nic, peer) as theirs:
         with HostMemory(SIZE) as memory:
             with cache.lease(memory) as lease:
@@ -81,7 +79,7 @@ def test_the_key_of_a_mapping_never_reaches_the_one_that_follows_at_its_address(
 
 
 @NIC
-def test_all_nics_register_it_and_a_free_takes_it_back_from_all(nics: tuple[Nic, ...]) -> None:
+def test_free_deregisters_host_memory_from_all_nics(nics: tuple[Nic, ...]) -> None:
     before = handles.live()
     memory = HostMemory(SIZE)
     registration = register(memory, nics)
@@ -93,7 +91,7 @@ def test_all_nics_register_it_and_a_free_takes_it_back_from_all(nics: tuple[Nic,
 
 
 @NIC
-def test_what_is_borrowed_stays_mapped(nic: Nic) -> None:
+def test_borrowed_host_memory_stays_mapped(nic: Nic) -> None:
     with HostMemory(SIZE) as memory:
         whole = memory.allocation()
         registration = register(whole, [nic])
@@ -109,14 +107,14 @@ def test_what_is_borrowed_stays_mapped(nic: Nic) -> None:
 
 
 @NIC
-def test_it_is_no_peer_memory_and_has_no_dmabuf(nic: Nic) -> None:
+def test_host_memory_has_neither_peer_memory_nor_dmabuf(nic: Nic) -> None:
     with HostMemory(SIZE) as memory:
         before = handles.live()
         with pytest.raises(UsageError):
             register(memory, [nic], route=RegistrationRoute.PEER_MEMORY)
         with pytest.raises(RegistrationFailed) as raised:
             register(memory, [nic], route=RegistrationRoute.DMABUF)
-        # The NIC is asked first, and may be the one that says no.
+        # The policy probes the NIC first, so the refusal may come from the NIC.
         (cause,) = raised.value.causes
         assert cause.reason in {Reason.DMABUF_EXPORT_UNSUPPORTED, Reason.DMABUF_REGION_UNSUPPORTED}
         with pytest.raises(Unsupported):
@@ -135,7 +133,7 @@ def test_device_memory_is_not_registered_as_host_memory(device: Device, nic: Nic
             register(memory, [nic], route=RegistrationRoute.HOST)
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_invalid_host_memory_arguments_are_refused() -> None:
     before = handles.live()
     for length_bytes in (0, -1, 1 << 62, 1 << 80):
         with pytest.raises(UsageError):

@@ -1,4 +1,4 @@
-"""Memory of other libraries is wrapped and never freed; ours is shown to them."""
+"""Memory of other libraries is wrapped and never freed, and gdrkit's memory can be passed to them."""
 
 from __future__ import annotations
 
@@ -30,29 +30,29 @@ SIZE = 64 * KIB
 
 
 class Array:
-    """An array of some library, as the protocol lets others see it."""
+    """An array of another library, with ``__cuda_array_interface__``."""
 
-    def __init__(self, memory: DeviceMemory, **said: object) -> None:
-        offset_bytes = said.pop("offset_bytes", 0)
+    def __init__(self, memory: DeviceMemory, **fields: object) -> None:
+        offset_bytes = fields.pop("offset_bytes", 0)
         assert isinstance(offset_bytes, int)
-        self.said = {
+        self.interface = {
             "shape": (64, 256),
             "typestr": "<f4",
             "data": (memory.address + offset_bytes, False),
             "version": 3,
             "strides": None,
             "stream": None,
-        } | said
+        } | fields
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.said.items() if value != "absent"}
+        return {name: value for name, value in self.interface.items() if value != "absent"}
 
 
 class OnlyDlpack:
-    """A library that has DLPack alone; passes on what the memory says."""
+    """An array of a library that supports only DLPack. It passes on the capsule of the memory."""
 
-    def __init__(self, memory: DeviceMemory, **more: Any) -> None:  # noqa: ANN401 - whatever __dlpack__ takes.
+    def __init__(self, memory: DeviceMemory, **more: Any) -> None:  # noqa: ANN401 - the arguments of __dlpack__.
         self.memory = memory
         self.more = more
 
@@ -65,7 +65,7 @@ class OnlyDlpack:
 
 @DMABUF
 @pytest.mark.parametrize(
-    "said",
+    "fields",
     [
         {},
         {"version": 2, "stream": "absent"},
@@ -77,12 +77,12 @@ class OnlyDlpack:
     ],
     ids=str,
 )
-def test_an_array_is_wrapped_registered_and_not_freed(
-    device: Device, nic: Nic, peer: Peer, seed: int, said: dict[str, object]
+def test_wrapped_array_is_registered_and_not_freed(
+    device: Device, nic: Nic, peer: Peer, seed: int, fields: dict[str, object]
 ) -> None:
     with device.allocate(SIZE) as memory:
         with (
-            cuda.wrap(Array(memory, **said), device=device) as wrapped,
+            cuda.wrap(Array(memory, **fields), device=device) as wrapped,
             RegionCache([nic]) as cache,
             joined(nic, peer) as theirs,
         ):
@@ -93,7 +93,7 @@ def test_an_array_is_wrapped_registered_and_not_freed(
 
 
 @pytest.mark.parametrize(
-    ("said", "reason"),
+    ("fields", "reason"),
     [
         ({"version": 1}, Reason.MALFORMED),
         ({"version": 4}, Reason.MALFORMED),
@@ -114,13 +114,13 @@ def test_an_array_is_wrapped_registered_and_not_freed(
     ],
     ids=str,
 )
-def test_what_cannot_be_is_refused(device: Device, said: dict[str, object], reason: Reason) -> None:
+def test_malformed_array_interface_is_refused(device: Device, fields: dict[str, object], reason: Reason) -> None:
     with device.allocate(SIZE) as memory, pytest.raises(UsageError) as raised:
-        cuda.wrap(Array(memory, **said), device=device)
+        cuda.wrap(Array(memory, **fields), device=device)
     assert raised.value.reason is reason
 
 
-def test_an_array_that_is_read_only_is_taken_only_when_that_is_said(device: Device) -> None:
+def test_read_only_array_needs_read_only_argument(device: Device) -> None:
     with device.allocate(SIZE) as memory:
         array = Array(memory, data=(memory.address, True))
         with pytest.raises(UsageError):
@@ -128,12 +128,12 @@ def test_an_array_that_is_read_only_is_taken_only_when_that_is_said(device: Devi
         cuda.wrap(array, device=device, read_only=True).close()
 
 
-def test_something_else_is_refused(device: Device) -> None:
+def test_object_without_a_protocol_is_refused(device: Device) -> None:
     with pytest.raises(UsageError):
         cuda.wrap(bytearray(8), device=device)
 
 
-def test_managed_memory_is_refused_with_the_reason(device: Device) -> None:
+def test_managed_memory_is_refused_with_advice(device: Device) -> None:
     address = raw_allocate_managed(device, SIZE)
     try:
         with device.allocate(SIZE) as memory, pytest.raises(Unsupported) as raised:
@@ -162,11 +162,11 @@ def test_managed_and_host_memory_by_dlpack_are_refused(device: Device) -> None:
 
 
 @pytest.mark.parametrize("max_version", [None, (1, 0), (0, 8)], ids=str)
-def test_our_memory_goes_out_and_comes_in_by_dlpack(device: Device, max_version: tuple[int, int] | None) -> None:
+def test_dlpack_export_and_import_keep_the_address(device: Device, max_version: tuple[int, int] | None) -> None:
     memory = device.allocate(SIZE - 100)
     with cuda.wrap(OnlyDlpack(memory, max_version=max_version), device=device) as wrapped:
         assert (wrapped.address, wrapped.length_bytes) == (memory.address, SIZE - 100)
-        # Somebody uses it.
+        # The consumer still uses the tensor.
         with pytest.raises(UsageError) as raised:
             memory.close()
         assert raised.value.reason is Reason.BUSY
@@ -174,7 +174,7 @@ def test_our_memory_goes_out_and_comes_in_by_dlpack(device: Device, max_version:
     memory.close()
 
 
-def test_a_capsule_that_nobody_takes_lets_go(device: Device) -> None:
+def test_unconsumed_capsule_releases_the_memory(device: Device) -> None:
     with device.allocate(SIZE) as memory:
         capsule = memory.__dlpack__(max_version=(1, 3))
         with pytest.raises(UsageError):
@@ -183,7 +183,7 @@ def test_a_capsule_that_nobody_takes_lets_go(device: Device) -> None:
         gc.collect()
 
 
-def test_a_capsule_is_taken_once(device: Device) -> None:
+def test_capsule_can_be_consumed_once(device: Device) -> None:
     class Again(OnlyDlpack):
         def __dlpack__(self, *, stream: int | None = None) -> object:
             return capsule
@@ -199,7 +199,7 @@ def test_a_capsule_is_taken_once(device: Device) -> None:
         assert raised.value.reason is Reason.MALFORMED
 
 
-def test_copies_and_other_devices_are_refused_as_the_protocol_wants(device: Device) -> None:
+def test_dlpack_copy_or_other_device_raises_buffer_error(device: Device) -> None:
     with device.allocate(SIZE) as memory:
         with pytest.raises(BufferError):
             memory.__dlpack__(copy=True)
@@ -207,16 +207,16 @@ def test_copies_and_other_devices_are_refused_as_the_protocol_wants(device: Devi
             memory.__dlpack__(dl_device=(1, 0))
 
 
-def test_our_memory_shows_itself_by_the_array_interface(device: Device) -> None:
+def test_memory_has_a_cuda_array_interface(device: Device) -> None:
     with device.allocate(1000) as memory:
-        said = memory.__cuda_array_interface__
-        assert said["data"] == (memory.address, False)
-        assert (said["shape"], said["typestr"], said["version"]) == ((1000,), "|u1", 3)
+        fields = memory.__cuda_array_interface__
+        assert fields["data"] == (memory.address, False)
+        assert (fields["shape"], fields["typestr"], fields["version"]) == ((1000,), "|u1", 3)
         with cuda.wrap(memory, device=device) as wrapped:
             assert (wrapped.address, wrapped.length_bytes) == (memory.address, 1000)
 
 
-def test_the_wrapper_keeps_the_array_and_lets_it_go(device: Device) -> None:
+def test_wrapper_keeps_the_array_until_it_is_closed(device: Device) -> None:
     with device.allocate(SIZE) as memory:
         array = Array(memory)
         seen = weakref.ref(array)

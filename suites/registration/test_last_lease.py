@@ -1,4 +1,4 @@
-"""Who deregisters what is on its way out, and who waits for it: the end of a lease takes no lock."""
+"""Deregistration at the end of the last lease, which takes no lock, beside frees and closes in other threads."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = needs(software(Api.VERBS))
 DEREGISTER = "ibv_dereg_mr"
 
 
-def test_leases_that_end_while_the_entry_is_invalidated_deregister_it_once(space: Space, nic: Nic) -> None:
+def test_leases_ending_during_invalidate_deregister_once(space: Space, nic: Nic) -> None:
     with space.allocate(64 * KIB) as memory, RegionCache([nic]) as cache:
         for round_index in range(200):
             leases = [cache.lease(memory) for _ in range(3)]
@@ -48,7 +48,7 @@ def test_leases_that_end_while_the_entry_is_invalidated_deregister_it_once(space
 
 
 @pytest.mark.parametrize("who", ["free", "close"])
-def test_a_free_and_a_close_wait_for_the_thread_that_deregisters(space: Space, nic: Nic, who: str) -> None:
+def test_free_and_close_wait_for_a_running_deregistration(space: Space, nic: Nic, who: str) -> None:
     with space.allocate(64 * KIB) as memory, RegionCache([nic]) as cache:
         cache.lease(memory).close()
         with faults(Api.VERBS, f"{DEREGISTER} call=1 delay_us=300000"), ThreadPoolExecutor(1) as threads:
@@ -60,7 +60,7 @@ def test_a_free_and_a_close_wait_for_the_thread_that_deregisters(space: Space, n
             assert going.result(30) == 1
 
 
-def test_a_free_tries_again_what_another_thread_could_not_deregister(space: Space, nic: Nic) -> None:
+def test_free_retries_a_failed_deregistration(space: Space, nic: Nic) -> None:
     with space.allocate(64 * KIB) as memory, RegionCache([nic]) as cache:
         cache.lease(memory).close()
         rule = f"{DEREGISTER} call=1 delay_us=300000 errno=EBUSY"
@@ -75,7 +75,7 @@ def test_a_free_tries_again_what_another_thread_could_not_deregister(space: Spac
         assert (found.registered_bytes, found.not_deregistered) == (0, 0)
 
 
-def test_a_free_under_an_unlinked_lease_is_refused_at_once(space: Space, nic: Nic) -> None:
+def test_free_with_an_unlinked_lease_is_refused_at_once(space: Space, nic: Nic) -> None:
     with space.allocate(64 * KIB) as memory, RegionCache([nic]) as cache:
         with cache.lease(memory):
             cache.invalidate(memory.address, length_bytes=1)

@@ -1,4 +1,4 @@
-"""The manager: available or not, as data; never half of it."""
+"""The manager of GPUs and NICs is completely available, or unavailable with its reasons as data."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ TWINS = needs(software(Api.VERBS), software(Api.CUDA))
 
 
 @DMABUF
-def test_what_is_available_says_how_and_works(peer: Peer, seed: int) -> None:
+def test_available_manager_reports_routes_that_work(peer: Peer, seed: int) -> None:
     with GdrManager() as manager:
-        # Raises with every cause where no GPU's memory can be registered.
+        # This raises an error with every cause if no GPU's memory can be registered.
         assert manager.device(0).index == 0
         assert manager.state.available
         assert not manager.state.obstacles
@@ -43,7 +43,7 @@ def test_what_is_available_says_how_and_works(peer: Peer, seed: int) -> None:
 
 @needs(cuda_needs.device(count_min=2))
 @DMABUF
-def test_each_gpu_has_a_cache_of_its_own_and_the_current_one_stays_what_it_was(devices: tuple[Device, ...]) -> None:
+def test_gpus_have_separate_caches_and_current_device_is_kept(devices: tuple[Device, ...]) -> None:
     with devices[1].current(), GdrManager() as manager, contextlib.ExitStack() as stack:
         for gpu in manager.state.gpus[:2]:
             memory = stack.enter_context(manager.device(gpu.index).allocate(64 * KIB))
@@ -77,7 +77,7 @@ def current_device() -> int:
     ],
 )
 @DMABUF
-def test_what_is_missing_is_a_state_and_nothing_stays_open(api: Api, rules: tuple[str, ...], reason: Reason) -> None:
+def test_missing_api_is_a_state_and_nothing_stays_open(api: Api, rules: tuple[str, ...], reason: Reason) -> None:
     before = handles.live()
     with faults(api, *rules), GdrManager(gpu_indices=None) as manager:
         assert not manager.state.available
@@ -94,7 +94,7 @@ def test_what_is_missing_is_a_state_and_nothing_stays_open(api: Api, rules: tupl
 @TWINS
 @needs(cuda_needs.device(count_min=2))
 @DMABUF
-def test_one_gpu_that_cannot_is_told_apart_from_those_that_can() -> None:
+def test_unavailable_gpu_does_not_affect_other_gpus() -> None:
     with GdrManager() as whole:
         counted = len(whole.state.gpus) * len(whole.state.nics)
     assert counted
@@ -114,7 +114,7 @@ def test_one_gpu_that_cannot_is_told_apart_from_those_that_can() -> None:
 
 
 @DMABUF
-def test_a_gpu_that_nobody_asked_for_is_not_there() -> None:
+def test_gpu_that_was_not_requested_is_refused() -> None:
     with GdrManager(gpu_indices=[0]) as manager:
         with pytest.raises(UsageError) as raised:
             manager.device(77)
@@ -127,7 +127,7 @@ def test_a_gpu_that_nobody_asked_for_is_not_there() -> None:
 
 
 @DMABUF
-def test_close_is_refused_under_a_lease_and_goes_through_afterwards() -> None:
+def test_close_is_refused_until_the_lease_ends() -> None:
     manager = GdrManager(gpu_indices=[0])
     with manager:
         memory = manager.device(0).allocate(64 * KIB)
@@ -138,7 +138,7 @@ def test_close_is_refused_under_a_lease_and_goes_through_afterwards() -> None:
         assert lease.remote(manager.nics[0]).length_bytes == 64 * KIB
         lease.close()
         manager.close()
-    # The device closed what was made from it.
+    # The close of the device closed the memory.
     assert memory.closed
     for use in (lambda: manager.nics, lambda: manager.cache(0)):
         with pytest.raises(ClosedResource):
@@ -147,7 +147,7 @@ def test_close_is_refused_under_a_lease_and_goes_through_afterwards() -> None:
 
 @TWINS
 @DMABUF
-def test_order_of_writes_is_asked_of_the_device(device: Device) -> None:
+def test_write_ordering_is_the_attribute_of_the_device(device: Device) -> None:
     found = Ordering.of(device)
     assert found.flush_options & FlushOption.HOST
     assert found.visibility in set(WriteVisibility)
@@ -157,7 +157,7 @@ def test_order_of_writes_is_asked_of_the_device(device: Device) -> None:
 
 
 @needs(cuda_needs.device())
-def test_a_device_whose_writes_need_a_flush_is_flushed_or_refused(device: Device) -> None:
+def test_device_that_needs_a_flush_is_flushed_or_refused(device: Device) -> None:
     flushed = Ordering(device.index, FlushOption.HOST, WriteVisibility.NONE)
     assert flushed.make_visible(device)
     unable = Ordering(device.index, FlushOption.NONE, WriteVisibility.NONE)

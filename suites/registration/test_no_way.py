@@ -1,7 +1,7 @@
-"""A NIC that reaches no device memory: one error with both causes, whatever the memory is, and nothing left behind.
+"""A NIC without any route to device memory: one error with both causes for every kind of memory, and nothing is left.
 
-On a kernel whose RDMA devices take neither a dma-buf nor a device address (rxe) the answers are the kernel's own; a
-twin of verbs is made to give the same ones.
+On a kernel whose RDMA devices register neither a dma-buf nor a device address (rxe), the errors are the kernel's own.
+A fault plan makes a twin of verbs return the same errors.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ADDRESS = ("ibv_reg_mr", errno.EFAULT)
 
 @contextlib.contextmanager
 def refusing() -> Iterator[None]:
-    """Have a twin refuse both ways as a kernel does that has neither."""
+    """Make a twin refuse both routes, like a kernel that supports neither."""
     with contextlib.ExitStack() as stack:
         if launch.twin_control().ledger("verbs") is not None:
             rules = [f"{name} call=* errno={number}" for name, number in (DMABUF, ADDRESS)]
@@ -46,7 +46,7 @@ def refusing() -> Iterator[None]:
 def causes(
     memory: CudaMemory, nics: tuple[Nic, ...], *, route: RegistrationRoute | None = None, access: Access | None = None
 ) -> list[tuple[str, int | None]]:
-    """Function and errno of each cause of the one error."""
+    """Return the function and the errno of each cause of the error."""
     options = {} if access is None else {"access": access}
     with refusing():
         before = handles.live()
@@ -77,14 +77,12 @@ def test_device_memory_of_any_length_is_refused_with_both_causes(
     ],
     ids=["none", "local-write", "remote-read", "remote-write"],
 )
-def test_device_memory_for_any_access_is_refused_with_both_causes(
-    device: Device, nics: tuple[Nic, ...], access: Access
-) -> None:
+def test_any_access_rights_are_refused_with_both_causes(device: Device, nics: tuple[Nic, ...], access: Access) -> None:
     with device.allocate(64 * KIB) as memory:
         assert causes(memory, nics, access=access) == [DMABUF, ADDRESS]
 
 
-def test_one_nic_is_refused_as_all_are(device: Device, nic: Nic) -> None:
+def test_single_nic_is_refused_like_all_nics(device: Device, nic: Nic) -> None:
     with device.allocate(64 * KIB) as memory:
         assert causes(memory, (nic,)) == [DMABUF, ADDRESS]
 
@@ -102,14 +100,14 @@ def test_vmm_memory_is_refused_with_both_causes(device: Device, nics: tuple[Nic,
         pytest.param(RegistrationRoute.PEER_MEMORY, ADDRESS, id="peer_memory"),
     ],
 )
-def test_a_way_that_is_asked_for_gives_its_own_cause_alone(
+def test_requested_route_raises_only_its_own_cause(
     device: Device, nics: tuple[Nic, ...], route: RegistrationRoute, cause: tuple[str, int]
 ) -> None:
     with device.allocate(64 * KIB) as memory:
         assert causes(memory, nics, route=route) == [cause]
 
 
-def test_the_memory_is_whole_after_the_refusal(device: Device, nics: tuple[Nic, ...], seed: int) -> None:
+def test_memory_is_unchanged_after_the_refusal(device: Device, nics: tuple[Nic, ...], seed: int) -> None:
     with device.allocate(64 * KIB) as memory:
         memory.fill(0x5A)
         assert causes(memory, nics) == [DMABUF, ADDRESS]

@@ -1,4 +1,4 @@
-"""What must hold on a real device for registration and sharing to be right: one case each, recorded per machine."""
+"""Facts that registration and sharing need on a real device: one case for each, recorded per machine."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def written_by_dmabuf(memory: DeviceBuffer, nic: Nic, peer: Peer, seed: int) -> None:
-    """Have the peer write a part of it by RDMA and read that back; every byte is checked."""
+    """Let the peer write a part of the memory by RDMA, and check every byte."""
     with registered(memory, [nic], route=RegistrationRoute.DMABUF) as registration, joined(nic, peer) as theirs:
         remote = registration.remote(nic, offset_bytes=4097, length_bytes=MIB + 3)
         theirs.write(remote, seed=seed).expect(Status.SUCCESS)
@@ -81,7 +81,7 @@ def test_vmm_export(device: Device, peer: Peer, seed: int) -> None:
 
 @DMABUF
 def test_buffer_id_reuse(device: Device, nic: Nic, peer: Peer, seed: int, evidence: Evidence) -> None:
-    """An address that comes back is another memory to the cache, and the old key never reaches it."""
+    """A reused address is a miss of the cache, and the old key never accesses the new memory."""
     with (
         RegionCache([nic]) as cache,
         joined(nic, peer) as theirs,
@@ -105,14 +105,14 @@ def test_buffer_id_reuse(device: Device, nic: Nic, peer: Peer, seed: int, eviden
             with cache.lease(successor) as lease:
                 assert cache.statistics().misses == misses + 1
                 assert lease.remote(nic).rkey != stale.rkey
-                # Whatever became of the old key: it never reaches the new owner.
+                # Whether or not the old key is still valid, it never accesses the new memory.
                 theirs.write(stale, seed=seed + 1)
                 assert successor.read() == b"\x5a" * (2 * MIB)
 
 
 @pytest.fixture(scope="module")
 def torch() -> ModuleType:
-    """PyTorch, started: what the CUDA runtime opens once and keeps is no leak of the case."""
+    """Return PyTorch after its start, so that what the CUDA runtime keeps open does not count as a leak of a case."""
     module = importlib.import_module("torch")
     module.zeros(1, device="cuda:0")
     module.cuda.synchronize()
@@ -127,7 +127,7 @@ def test_torch_wrap(device: Device, nic: Nic, peer: Peer, seed: int, torch: Modu
     with cuda.wrap(tensor, device=device) as memory:
         assert (memory.address, memory.length_bytes, memory.kind) == (tensor.data_ptr(), 3 * MIB, MemoryKind.CUDA)
         written_by_dmabuf(memory, nic, peer, seed)
-    # The tensor is torch's own still, and sees what came.
+    # The tensor still belongs to torch, and contains the written bytes.
     seen = bytes(tensor.flatten()[4097 : 4097 + MIB + 3].cpu().numpy())
     pattern.check(seen, seed=seed)
     assert int(tensor[0, 0, 0]) == 0xA5

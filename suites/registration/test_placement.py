@@ -1,4 +1,4 @@
-"""The NIC near to a GPU is found by the PCI tree, and carries the bytes."""
+"""The nearest NIC of a GPU is found by the PCI tree, and transfers the bytes."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from gdrkit.verbs import Nic
 
 GPU = "0000:03:00.0"
-# One host bridge with a switch, a second one of the same memory node, a third one of the other node.
+# One host bridge with a switch, a second one of the same NUMA node, and a third one of the other node.
 SWITCH = "pci0000:00/0000:00:01.0/0000:01:00.0"
-PLACES = {
+PCI_PATHS = {
     GPU: (f"{SWITCH}/0000:02:00.0/{GPU}", 0),
     "0000:04:00.0": (f"{SWITCH}/0000:02:00.0/0000:04:00.0", 0),
     "0000:05:00.0": (f"{SWITCH}/0000:02:01.0/0000:05:00.0", 0),
-    # Below a second switch that hangs on the first one.
+    # This NIC is below a second switch, which is below the first one.
     "0000:0a:00.0": (f"{SWITCH}/0000:02:02.0/0000:08:00.0/0000:09:00.0/0000:0a:00.0", 0),
     "0000:06:00.0": ("pci0000:00/0000:00:02.0/0000:06:00.0", 0),
     "0000:41:00.0": ("pci0000:40/0000:40:01.0/0000:41:00.0", 0),
@@ -38,9 +38,9 @@ PLACES = {
 }
 
 
-def tree_at(root: Path, nics: Mapping[str, str], *, places: Mapping[str, tuple[str, int]] = PLACES) -> HostTree:
-    """What sysfs shows of these places, and of RDMA devices by name and PCI address."""
-    for address, (path, node) in places.items():
+def tree_at(root: Path, nics: Mapping[str, str], *, pci_paths: Mapping[str, tuple[str, int]] = PCI_PATHS) -> HostTree:
+    """Create the files of sysfs for PCI devices and for RDMA devices (PCI address by name)."""
+    for address, (path, node) in pci_paths.items():
         folder = root / "sys/devices" / path
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "numa_node").write_text(f"{node}\n")
@@ -66,17 +66,17 @@ def tree_at(root: Path, nics: Mapping[str, str], *, places: Mapping[str, tuple[s
         ("0000:ff:00.0", Distance.UNKNOWN),
     ],
 )
-def test_the_distance_is_that_of_the_pci_tree(tmp_path: Path, nic: str, distance: Distance) -> None:
+def test_distance_follows_the_pci_tree(tmp_path: Path, nic: str, distance: Distance) -> None:
     assert Placement(tree_at(tmp_path, {"nic": nic})).distance(GPU, "nic") is distance
 
 
-def test_what_sysfs_does_not_know_is_unknown_and_not_near(tmp_path: Path) -> None:
+def test_device_missing_in_sysfs_has_unknown_distance(tmp_path: Path) -> None:
     found = Placement(tree_at(tmp_path, {"nic": "0000:04:00.0"}))
     assert found.distance("0000:99:00.0", "nic") is Distance.UNKNOWN
     assert found.distance("", "nic") is Distance.UNKNOWN
 
 
-def test_distance_of_a_nic_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_distance_of_a_missing_nic_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="there is no RDMA device 'mlx5_9'") as caught:
         Placement(tree_at(tmp_path, {"nic": "0000:04:00.0"})).distance(GPU, "mlx5_9")
     assert caught.value.what_to_do == "choose from nic"
@@ -85,22 +85,23 @@ def test_distance_of_a_nic_that_is_not_there_is_refused(tmp_path: Path) -> None:
 
 
 @needs(verbs.nic())
-def test_distance_of_a_nic_that_verbs_alone_knows_is_unknown(nics: tuple[Nic, ...]) -> None:
+def test_distance_of_a_nic_known_only_to_verbs_is_unknown(nics: tuple[Nic, ...]) -> None:
     for nic in nics:
         assert Placement().distance("", nic.name) is Distance.UNKNOWN
 
 
-def test_without_memory_nodes_other_host_bridges_are_of_one_node(tmp_path: Path) -> None:
-    places = {address: (path, -1) for address, (path, _node) in PLACES.items()}
-    assert Placement(tree_at(tmp_path, {"nic": "0000:81:00.0"}, places=places)).distance(GPU, "nic") is Distance.NODE
+def test_host_bridges_without_numa_node_count_as_one_node(tmp_path: Path) -> None:
+    pci_paths = {address: (path, -1) for address, (path, _node) in PCI_PATHS.items()}
+    tree = tree_at(tmp_path, {"nic": "0000:81:00.0"}, pci_paths=pci_paths)
+    assert Placement(tree).distance(GPU, "nic") is Distance.NODE
 
 
-def test_a_choice_among_nothing_is_refused(tmp_path: Path) -> None:
+def test_choice_without_nics_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError):
         Placement(tree_at(tmp_path, {})).choose(GPU, [])
 
 
-# In a process of its own: the number of NICs is decided when the library is loaded.
+# This runs in a child, because the twin reads the number of NICs when it is loaded.
 CHILD = """
 import json, sys
 from gdrkit import verbs
@@ -143,10 +144,10 @@ def served_by(root: Path, nics: Mapping[str, str]) -> dict[str, object]:
     return found
 
 
-def near_places(gpu: str) -> dict[str, tuple[str, int]]:
-    """The places above, with this GPU in the place of that one."""
-    path, node = PLACES[GPU]
-    return {address: place for address, place in PLACES.items() if address != GPU} | {
+def near_pci_paths(gpu: str) -> dict[str, tuple[str, int]]:
+    """Return PCI_PATHS with another PCI address of the GPU."""
+    path, node = PCI_PATHS[GPU]
+    return {address: place for address, place in PCI_PATHS.items() if address != GPU} | {
         gpu: (f"{path.rpartition('/')[0]}/{gpu}", node)
     }
 
@@ -156,9 +157,9 @@ NEEDS = needs(software(Api.VERBS), software(Api.CUDA))
 
 @DMABUF
 @NEEDS
-def test_the_near_nic_carries_the_bytes(tmp_path: Path, device: Device) -> None:
+def test_nearest_nic_transfers_the_bytes(tmp_path: Path, device: Device) -> None:
     nics = {"twin0": "0000:81:00.0", "twin1": "0000:06:00.0", "twin2": "0000:04:00.0", "twin3": "0000:41:00.0"}
-    tree_at(tmp_path, nics, places=near_places(device.pci_bus_id))
+    tree_at(tmp_path, nics, pci_paths=near_pci_paths(device.pci_bus_id))
     found = served_by(tmp_path, nics)
     assert found["nics"] == list(nics)
     assert found["used"] == ["twin2"] * 4
@@ -169,8 +170,8 @@ def test_the_near_nic_carries_the_bytes(tmp_path: Path, device: Device) -> None:
 @NEEDS
 def test_nics_that_are_equally_near_take_turns(tmp_path: Path, device: Device) -> None:
     nics = {"twin0": "0000:41:00.0", "twin1": "0000:04:00.0", "twin2": "0000:81:00.0", "twin3": "0000:07:00.0"}
-    places = near_places(device.pci_bus_id) | {"0000:07:00.0": (f"{SWITCH}/0000:02:00.0/0000:07:00.0", 0)}
-    tree_at(tmp_path, nics, places=places)
+    pci_paths = near_pci_paths(device.pci_bus_id) | {"0000:07:00.0": (f"{SWITCH}/0000:02:00.0/0000:07:00.0", 0)}
+    tree_at(tmp_path, nics, pci_paths=pci_paths)
     found = served_by(tmp_path, nics)
     assert found["used"] == ["twin1", "twin3", "twin1", "twin3"]
     assert found["served"] == {"twin0": 0, "twin1": 200_000, "twin2": 0, "twin3": 200_000}

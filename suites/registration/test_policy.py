@@ -1,6 +1,6 @@
-"""Which way device memory is registered: dma-buf, else peer memory, else one error with both causes.
+"""The policy of registration: dma-buf, else peer memory, else one error with both causes.
 
-All NICs or none, and nothing is left when it fails.
+Memory is registered with all NICs or with none, and a failure leaves nothing registered.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NO_PEER_MEMORY = "ibv_reg_mr call=* errno=EFAULT"
 
 @pytest.mark.qualify
 @DMABUF
-def test_dmabuf_is_taken_where_every_nic_takes_it(device: Device, nics: tuple[Nic, ...]) -> None:
+def test_dmabuf_is_used_if_every_nic_supports_it(device: Device, nics: tuple[Nic, ...]) -> None:
     with device.allocate(64 * KIB) as memory, register(memory, nics) as registration:
         assert registration.route is RegistrationRoute.DMABUF
         assert registration.nics == nics
@@ -44,7 +44,7 @@ def test_dmabuf_is_taken_where_every_nic_takes_it(device: Device, nics: tuple[Ni
 
 @DMABUF
 @needs(software(Api.VERBS), verbs.peer_memory)
-def test_peer_memory_is_taken_where_a_nic_has_no_dmabuf_and_the_reason_is_kept(
+def test_peer_memory_is_used_without_dmabuf_and_keeps_the_error(
     device: Device, nics: tuple[Nic, ...], seed: int, peer: Peer
 ) -> None:
     with device.allocate(64 * KIB) as memory, faults(Api.VERBS, NO_DMABUF), register(memory, nics) as registration:
@@ -59,7 +59,7 @@ def test_peer_memory_is_taken_where_a_nic_has_no_dmabuf_and_the_reason_is_kept(
 @pytest.mark.qualify
 @DMABUF
 @needs(software(Api.VERBS))
-def test_without_any_way_one_error_has_both_causes_and_nothing_is_left(device: Device, nics: tuple[Nic, ...]) -> None:
+def test_no_route_error_has_both_causes_and_leaves_nothing(device: Device, nics: tuple[Nic, ...]) -> None:
     with device.allocate(64 * KIB) as memory, faults(Api.VERBS, NO_DMABUF, NO_PEER_MEMORY):
         before = handles.live()
         with pytest.raises(RegistrationFailed) as raised:
@@ -77,7 +77,7 @@ def test_without_any_way_one_error_has_both_causes_and_nothing_is_left(device: D
 @DMABUF
 @needs(software(Api.VERBS))
 def test_failed_registrations_keep_no_memory_alive(device: Device, nics: tuple[Nic, ...]) -> None:
-    # Issue 15 B: the stored refusal of a NIC was raised again each time, and its traceback kept every caller's memory.
+    # Issue 15 B: the stored error of a NIC was raised again each time, and its traceback kept memory of the callers.
     kept: list[weakref.ref[object]] = []
     lengths = set()
 
@@ -98,7 +98,7 @@ def test_failed_registrations_keep_no_memory_alive(device: Device, nics: tuple[N
 
 @DMABUF
 @needs(software(Api.VERBS))
-def test_transient_probe_error_is_asked_again(nic: Nic) -> None:
+def test_transient_probe_error_is_retried(nic: Nic) -> None:
     with Nic.open(nic.name) as other:
         with faults(Api.VERBS, "ibv_reg_dmabuf_mr call=* errno=ENOMEM"):
             refusal = other.dmabuf_error()
@@ -122,21 +122,21 @@ def test_refusal_of_a_nic_is_a_new_error_each_time(nic: Nic) -> None:
 
 
 @needs(software(Api.VERBS), verbs.nic(count_min=2))
-def test_when_the_second_nic_fails_the_first_one_is_undone(space: Space, nics: tuple[Nic, ...]) -> None:
+def test_failure_of_the_second_nic_deregisters_the_first(space: Space, nics: tuple[Nic, ...]) -> None:
     for nic in nics:
-        assert nic.supports_dmabuf()  # asked once and remembered, so that the plan below counts regions alone
+        assert nic.supports_dmabuf()  # This caches the probe, so that the plan below counts only registrations.
     with space.allocate(64 * KIB) as memory, faults(Api.VERBS, f"{registering(space)} call=2 errno=ENOMEM"):
         before = handles.live()
         with pytest.raises(ApiError) as raised:
             register(memory, nics)
         assert handles.live() == before
-        # Out of memory says nothing about the way: another one is not tried behind the caller's back.
+        # ENOMEM does not mean that the route is unsupported, so the policy does not try another one.
         assert (raised.value.operation, raised.value.errno) == (registering(space), errno.ENOMEM)
         register(memory, nics).close()
 
 
 @DMABUF
-def test_a_way_that_is_asked_for_is_not_replaced(device: Device, nic: Nic) -> None:
+def test_requested_route_has_no_fallback(device: Device, nic: Nic) -> None:
     with device.allocate(64 * KIB) as memory, registered(memory, [nic], route=RegistrationRoute.DMABUF) as registration:
         assert registration.route is RegistrationRoute.DMABUF
     with device.allocate(64 * KIB) as memory, pytest.raises(UsageError):
@@ -147,8 +147,8 @@ def test_a_way_that_is_asked_for_is_not_replaced(device: Device, nic: Nic) -> No
 
 @needs(verbs.nic())
 @pytest.mark.parametrize("memory", [bytearray(4096), 4096, None, "memory"], ids=lambda memory: type(memory).__name__)
-def test_memory_of_a_wrong_type_is_named(nic: Nic, memory: Any) -> None:  # noqa: ANN401 - that is the point.
-    # Issue 15 B: it was an AttributeError.
+def test_memory_of_a_wrong_type_is_named(nic: Nic, memory: Any) -> None:  # noqa: ANN401 - the cases pass wrong types.
+    # Issue 15 B: this raised an AttributeError.
     with pytest.raises(UsageError, match=f"DeviceBuffer.*not {type(memory).__name__}"):
         register(memory, [nic])
     with RegionCache([nic]) as cache, pytest.raises(UsageError, match=f"not {type(memory).__name__}"):
@@ -157,7 +157,7 @@ def test_memory_of_a_wrong_type_is_named(nic: Nic, memory: Any) -> None:  # noqa
 
 @needs(verbs.nic())
 def test_nics_of_a_wrong_type_are_named(nic: Nic) -> None:
-    # Issue 15 B: a single NIC was a TypeError.
+    # Issue 15 B: a single NIC raised a TypeError.
     wrong: list[tuple[Any, str]] = [(nic, "Nic"), (None, "NoneType"), (7, "int"), ([nic.name], "str"), ("", "at least")]
     space = HostAllocator()
     with space.allocate(64 * KIB) as memory:
@@ -181,7 +181,7 @@ def test_vmm_memory_of_several_chunks_is_one_region(device: Device, nic: Nic, pe
         joined(nic, peer) as theirs,
     ):
         assert len(memory.allocation_key()) == 3
-        # From the first chunk into the third.
+        # The range begins in the first chunk and ends in the third.
         remote = registration.remote(nic, offset_bytes=2 * MIB - 7, length_bytes=2 * MIB + 99)
         theirs.write(remote, seed=seed).expect(Status.SUCCESS)
         theirs.read(remote, seed=seed).completion.expect(Status.SUCCESS)

@@ -1,4 +1,4 @@
-"""A pool of registered buffers: handed out in the order of asking, and never to two at once."""
+"""A pool of registered buffers: threads are served in order, and no buffer is allocated twice."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 SIZE = 10 * KIB
 
 
-def test_each_buffer_is_reached_and_none_reaches_another(space: Space, nic: Nic, peer: Peer, seed: int) -> None:
+def test_buffers_are_accessible_and_separate(space: Space, nic: Nic, peer: Peer, seed: int) -> None:
     with BufferPool(space, [nic], buffer_bytes=SIZE, count=3) as pool, joined(nic, peer) as theirs:
         buffers = [pool.allocate() for _ in range(3)]
         for index, buffer in enumerate(buffers):
@@ -38,7 +38,7 @@ def test_each_buffer_is_reached_and_none_reaches_another(space: Space, nic: Nic,
             buffer.close()
 
 
-def test_a_slice_is_a_part_and_ends_with_the_whole(space: Space, nic: Nic, peer: Peer, seed: int) -> None:
+def test_slice_is_closed_with_its_buffer(space: Space, nic: Nic, peer: Peer, seed: int) -> None:
     with BufferPool(space, [nic], buffer_bytes=SIZE, count=1) as pool, joined(nic, peer) as theirs:
         with pool.allocate() as buffer:
             buffer.write(b"\xa5" * SIZE)
@@ -57,7 +57,7 @@ def test_a_slice_is_a_part_and_ends_with_the_whole(space: Space, nic: Nic, peer:
 
 
 @needs(software(Api.VERBS))
-def test_handing_out_makes_no_call_of_verbs(space: Space, nic: Nic) -> None:
+def test_allocate_makes_no_verbs_call(space: Space, nic: Nic) -> None:
     with BufferPool(space, [nic], buffer_bytes=SIZE, count=2) as pool:
         before = calls(Api.VERBS)
         for _ in range(10):
@@ -66,7 +66,7 @@ def test_handing_out_makes_no_call_of_verbs(space: Space, nic: Nic) -> None:
         assert calls(Api.VERBS) == before
 
 
-def test_an_empty_pool_times_out_and_says_so(space: Space, nic: Nic) -> None:
+def test_allocate_from_an_empty_pool_times_out(space: Space, nic: Nic) -> None:
     with BufferPool(space, [nic], buffer_bytes=SIZE, count=1) as pool, pool.allocate():
         for timeout_ms in (0, 1):
             with pytest.raises(UsageError) as raised:
@@ -76,7 +76,7 @@ def test_an_empty_pool_times_out_and_says_so(space: Space, nic: Nic) -> None:
         assert (found.free, found.waiting, found.timeouts, found.allocations) == (0, 0, 2, 1)
 
 
-def test_who_waits_longest_is_served_first_and_nobody_overtakes(space: Space, nic: Nic) -> None:
+def test_waiting_threads_are_served_in_order_of_arrival(space: Space, nic: Nic) -> None:
     served: list[int] = []
     with BufferPool(space, [nic], buffer_bytes=SIZE, count=1) as pool, ThreadPoolExecutor(4) as threads:
         held = pool.allocate()
@@ -97,7 +97,7 @@ def test_who_waits_longest_is_served_first_and_nobody_overtakes(space: Space, ni
         assert pool.statistics().waits == 4
 
 
-def test_no_buffer_is_ever_given_to_two(space: Space, nic: Nic) -> None:
+def test_buffer_is_never_allocated_twice(space: Space, nic: Nic) -> None:
     out: set[int] = set()
     lock = threading.Lock()
     with BufferPool(space, [nic], buffer_bytes=SIZE, count=3) as pool, ThreadPoolExecutor(8) as threads:
@@ -116,14 +116,14 @@ def test_no_buffer_is_ever_given_to_two(space: Space, nic: Nic) -> None:
         assert (found.free, found.waiting, found.allocations) == (3, 0, 400)
 
 
-def test_a_buffer_closed_by_two_threads_comes_back_once(space: Space, nic: Nic) -> None:
+def test_buffer_closed_by_two_threads_is_returned_once(space: Space, nic: Nic) -> None:
     with BufferPool(space, [nic], buffer_bytes=SIZE, count=2) as pool, ThreadPoolExecutor(8) as threads:
         buffer: RdmaBuffer = pool.allocate()
         list(threads.map(lambda _index: buffer.close(), range(8)))
         assert pool.statistics().free == 2
 
 
-def test_a_pool_is_not_closed_under_a_buffer(space: Space, nic: Nic) -> None:
+def test_pool_close_with_an_open_buffer_is_refused(space: Space, nic: Nic) -> None:
     pool = BufferPool(space, [nic], buffer_bytes=SIZE, count=2)
     buffer = pool.allocate()
     with pytest.raises(UsageError) as raised:
@@ -139,7 +139,7 @@ def test_a_pool_is_not_closed_under_a_buffer(space: Space, nic: Nic) -> None:
 
 
 @needs(software(Api.VERBS))
-def test_a_pool_that_cannot_be_registered_leaves_nothing(space: Space, nic: Nic) -> None:
+def test_pool_with_failed_registration_leaves_nothing(space: Space, nic: Nic) -> None:
     assert nic.supports_dmabuf()
     with space.allocate(SIZE):
         before = handles.live()

@@ -1,4 +1,4 @@
-"""A handle from a stranger is refused with one typed error, and nothing is left open."""
+"""A wrong handle of an untrusted peer is refused with one typed error, and nothing is left open."""
 
 from __future__ import annotations
 
@@ -44,24 +44,24 @@ VMM = needs(cuda_needs.device(), cuda_needs.vmm)
 
 @pytest.fixture
 def device(device: Device) -> Device:
-    """With its context, which the first call would else open and keep."""
+    """Return the device with its context, which the first call of a case would otherwise retain."""
     device.synchronize()
     return device
 
 
 @IPC
-def test_a_handle_for_a_device_that_is_not_here_is_refused(device: Device, peer: Peer) -> None:
+def test_handle_of_an_unknown_device_is_refused(device: Device, peer: Peer) -> None:
     theirs = peer.device().allocate(64 * KIB)
     with from_peer(theirs, ShareKind.IPC) as message:
-        stranger = HandleMessage(replace(message.handle, device_uuid=b"\x11" * 16).pack())
-    for error in (refusal(device_of, stranger.handle), refusal(import_memory, device, stranger)):
+        altered = HandleMessage(replace(message.handle, device_uuid=b"\x11" * 16).pack())
+    for error in (refusal(device_of, altered.handle), refusal(import_memory, device, altered)):
         assert type(error) is UsageError
         assert error.reason is Reason.NO_DEVICE
     theirs.close()
 
 
 @IPC
-def test_a_handle_of_a_dead_owner_is_refused(device: Device, peer: Peer) -> None:
+def test_handle_of_an_ended_owner_is_refused(device: Device, peer: Peer) -> None:
     message = from_peer(peer.device().allocate(64 * KIB), ShareKind.IPC)
     peer.kill()
     error = refusal(import_memory, device, message)
@@ -70,22 +70,22 @@ def test_a_handle_of_a_dead_owner_is_refused(device: Device, peer: Peer) -> None
 
 
 @IPC
-def test_the_number_of_a_dead_owner_that_another_process_has_now_is_no_owner(device: Device, peer: Peer) -> None:
+def test_reused_process_id_does_not_count_as_the_owner(device: Device, peer: Peer) -> None:
     with from_peer(peer.device().allocate(64 * KIB), ShareKind.IPC) as message:
         owner = replace(message.handle.owner, started_ticks=message.handle.owner.started_ticks - 1)
-        stranger = HandleMessage(replace(message.handle, owner=owner).pack())
-    assert refusal(import_memory, device, stranger).reason is Reason.PEER_GONE
+        altered = HandleMessage(replace(message.handle, owner=owner).pack())
+    assert refusal(import_memory, device, altered).reason is Reason.PEER_GONE
 
 
 @DMABUF
-def test_a_dmabuf_of_a_dead_owner_is_refused(peer: Peer) -> None:
+def test_dmabuf_of_an_ended_owner_is_refused(peer: Peer) -> None:
     with from_peer(peer.device().allocate(64 * KIB), ShareKind.DMABUF) as message:
         peer.kill()
         assert type(refusal(import_dmabuf, message)) is BrokenResource
 
 
 @IPC
-def test_memory_that_its_owner_has_freed_is_refused_by_the_driver(device: Device, peer: Peer) -> None:
+def test_ipc_handle_of_freed_memory_is_refused_by_the_driver(device: Device, peer: Peer) -> None:
     theirs = peer.device().allocate(64 * KIB)
     message = from_peer(theirs, ShareKind.IPC)
     theirs.close()
@@ -96,24 +96,24 @@ def test_memory_that_its_owner_has_freed_is_refused_by_the_driver(device: Device
 
 @IPC
 @needs(software(Api.CUDA))
-def test_an_ipc_handle_that_no_driver_made_is_refused_by_the_driver(device: Device, peer: Peer) -> None:
-    """The twin is stricter than the driver: an H200's was seen to open handles of which a bit had been turned."""
+def test_changed_ipc_handle_is_refused_by_the_twin(device: Device, peer: Peer) -> None:
+    """The twin is stricter than the driver: the driver of an H200 opened handles with a flipped bit."""
     with from_peer(peer.device().allocate(64 * KIB), ShareKind.IPC) as message:
-        stranger = HandleMessage(replace(message.handle, ipc=flipped(message.handle.ipc, 100)).pack())
-    error = refusal(import_memory, device, stranger)
+        altered = HandleMessage(replace(message.handle, ipc=flipped(message.handle.ipc, 100)).pack())
+    error = refusal(import_memory, device, altered)
     assert isinstance(error, ApiError)
     assert error.operation == "cuIpcOpenMemHandle"
 
 
 @IPC
-def test_a_handle_that_says_another_size_than_the_driver_is_refused(device: Device, peer: Peer) -> None:
+def test_handle_with_a_wrong_size_is_refused(device: Device, peer: Peer) -> None:
     with from_peer(peer.device().allocate(MIB), ShareKind.IPC) as message:
-        stranger = HandleMessage(replace(message.handle, allocation_bytes=2 * MIB).pack())
-    assert refusal(import_memory, device, stranger).reason is Reason.MALFORMED
+        altered = HandleMessage(replace(message.handle, allocation_bytes=2 * MIB).pack())
+    assert refusal(import_memory, device, altered).reason is Reason.MALFORMED
 
 
 @IPC
-def test_a_handle_of_this_very_process_is_refused(device: Device) -> None:
+def test_handle_of_the_own_process_is_refused(device: Device) -> None:
     with device.allocate(64 * KIB) as memory:
         message = export_memory(memory, kind=ShareKind.IPC)
         error = refusal(import_memory, device, message)
@@ -123,18 +123,18 @@ def test_a_handle_of_this_very_process_is_refused(device: Device) -> None:
 
 @DMABUF
 @needs(cuda_needs.vmm)
-def test_a_memfd_is_neither_a_dmabuf_nor_a_chunk(device: Device, nic: Nic, peer: Peer) -> None:
+def test_memfd_is_refused_as_dmabuf_and_as_chunk(device: Device, nic: Nic, peer: Peer) -> None:
     theirs = peer.device().allocate(64 * KIB)
     with from_peer(theirs, ShareKind.DMABUF) as message, tempfile.TemporaryFile() as file:
         file.truncate(message.handle.allocation_bytes)
-        with HandleMessage(message.data, [os.dup(file.fileno())]) as stranger, import_dmabuf(stranger) as dmabuf:
-            # Only the exporter's driver can tell a dma-buf, and the NIC's asks it.
+        with HandleMessage(message.data, [os.dup(file.fileno())]) as altered, import_dmabuf(altered) as dmabuf:
+            # Only a kernel driver can tell whether a descriptor is a dma-buf, and the registration with a NIC asks it.
             error = refusal(nic.register_dmabuf, dmabuf)
             assert isinstance(error, ApiError)
             assert (error.operation, error.errno) == ("ibv_reg_dmabuf_mr", errno.EINVAL)
         file.truncate(1)
-        with HandleMessage(message.data, [os.dup(file.fileno())]) as stranger:
-            assert refusal(import_dmabuf, stranger).reason is Reason.MALFORMED
+        with HandleMessage(message.data, [os.dup(file.fileno())]) as altered:
+            assert refusal(import_dmabuf, altered).reason is Reason.MALFORMED
         chunk = replace(
             message.handle,
             kind=ShareKind.VMM,
@@ -144,8 +144,8 @@ def test_a_memfd_is_neither_a_dmabuf_nor_a_chunk(device: Device, nic: Nic, peer:
             offset_bytes=0,
         )
         file.truncate(2 * MIB)
-        with HandleMessage(chunk.pack(), [os.dup(file.fileno())]) as stranger:
-            error = refusal(import_memory, device, stranger)
+        with HandleMessage(chunk.pack(), [os.dup(file.fileno())]) as altered:
+            error = refusal(import_memory, device, altered)
             assert isinstance(error, ApiError)
             assert error.operation == "cuMemImportFromShareableHandle"
     theirs.close()
@@ -173,8 +173,8 @@ def test_chunks_of_another_size_are_refused(device: Device, peer: Peer) -> None:
         export_memory(memory, kind=ShareKind.VMM) as message,
     ):
         larger = replace(message.handle, allocation_bytes=8 * MIB, chunk_bytes=4 * MIB, length_bytes=8 * MIB).pack()
-        with HandleMessage(larger, [os.dup(fd) for fd in message.descriptors]) as stranger:
-            assert isinstance(refusal(import_memory, device, stranger), ApiError)
+        with HandleMessage(larger, [os.dup(fd) for fd in message.descriptors]) as altered:
+            assert isinstance(refusal(import_memory, device, altered), ApiError)
         fds = [os.dup(message.descriptors[0])]
         with pytest.raises(UsageError) as raised:
             HandleMessage(message.data, fds)
@@ -184,7 +184,7 @@ def test_chunks_of_another_size_are_refused(device: Device, peer: Peer) -> None:
 
 
 @IPC
-def test_a_kind_is_taken_by_its_own_importer_alone(device: Device) -> None:
+def test_handle_kind_needs_its_own_importer(device: Device) -> None:
     with device.allocate(64 * KIB) as memory, export_memory(memory, kind=ShareKind.DMABUF) as message:
         assert "import_dmabuf" in refusal(import_memory, device, message).what_to_do
         ipc = export_memory(memory, kind=ShareKind.IPC)
@@ -196,7 +196,7 @@ def test_a_kind_is_taken_by_its_own_importer_alone(device: Device) -> None:
 
 
 @VMM
-def test_more_chunks_than_a_message_carries_are_refused_before_any_is_exported(device: Device) -> None:
+def test_too_many_chunks_are_refused_before_the_export(device: Device) -> None:
     with VmmMemory.create(device, 254 * 2 * MIB, chunk_bytes=2 * MIB) as memory:
         assert refusal(export_memory, memory, kind=ShareKind.VMM).reason is Reason.MALFORMED
         with export_memory(memory, kind=ShareKind.VMM, length_bytes=253 * 2 * MIB) as message:
@@ -213,9 +213,7 @@ NO_POINTERS = [
 
 @IPC
 @pytest.mark.parametrize(("address", "length_bytes", "reason"), NO_POINTERS)
-def test_what_is_no_device_memory_is_not_exported(
-    device: Device, address: int, length_bytes: int, reason: Reason
-) -> None:
+def test_export_of_host_memory_is_refused(device: Device, address: int, length_bytes: int, reason: Reason) -> None:
     for kind in ShareKind:
         error = refusal(lambda kind=kind: export_address(address, length_bytes=length_bytes, device_index=0, kind=kind))
         assert error.reason is reason
@@ -228,7 +226,7 @@ def test_an_unknown_device_is_named(device: Device) -> None:
 
 
 @IPC
-def test_an_80_byte_handle_that_lies_is_refused(device: Device, peer: Peer) -> None:
+def test_80_byte_handle_with_wrong_fields_is_refused(device: Device, peer: Peer) -> None:
     theirs = peer.device().allocate(64 * KIB)
     right = GdrHandle.parse(bytes.fromhex(peer.request("share.export_gdr", memory=theirs.number)))
     data = right.pack()
@@ -251,8 +249,8 @@ def test_an_80_byte_handle_that_lies_is_refused(device: Device, peer: Peer) -> N
 
 @IPC
 @needs(software(Api.CUDA))
-def test_an_80_byte_handle_with_a_turned_bit_is_refused_by_the_twin(device: Device, peer: Peer) -> None:
-    """It has no checksum, and an H200's driver was seen to open such a handle: only the versioned one notices."""
+def test_80_byte_handle_with_a_flipped_bit_is_refused_by_twin(device: Device, peer: Peer) -> None:
+    """The handle has no checksum, and the driver of an H200 opened a changed one. Only the versioned one detects it."""
     theirs = peer.device().allocate(64 * KIB)
     data = bytes.fromhex(peer.request("share.export_gdr", memory=theirs.number))
     assert isinstance(refusal(import_gdr, device, flipped(data, 70)), ApiError)
@@ -260,7 +258,7 @@ def test_an_80_byte_handle_with_a_turned_bit_is_refused_by_the_twin(device: Devi
 
 
 @needs(cuda_needs.device(count_min=2), cuda_needs.ipc)
-def test_a_handle_is_opened_on_its_own_device_alone(devices: tuple[Device, ...], peer: Peer) -> None:
+def test_handle_opens_only_on_its_own_device(devices: tuple[Device, ...], peer: Peer) -> None:
     theirs = peer.device().allocate(64 * KIB)
     message = from_peer(theirs, ShareKind.IPC)
     assert refusal(import_memory, devices[1], message).reason is Reason.NO_DEVICE
@@ -285,8 +283,8 @@ for call in calls:
 """
 
 
-def test_without_cuda_there_is_never_a_handle() -> None:
-    # The folder of the twins is taken from the loader's path; a real driver is hidden by showing no device.
+def test_export_without_cuda_is_unsupported() -> None:
+    # The folder of the twins is removed from the loader's path, and a real driver shows no device.
     environ = {name: value for name, value in os.environ.items() if name != "LD_LIBRARY_PATH"}
     environ |= {"CUDA_VISIBLE_DEVICES": "-1"}
     code = WITHOUT_CUDA.format(data=sample().pack().hex())

@@ -1,7 +1,4 @@
-"""Device memory in two processes: by CUDA IPC, by VMM shareable descriptors, by dma-buf descriptors.
-
-What was measured on an H200 holds.
-"""
+"""Device memory in two processes, by CUDA IPC, VMM descriptors and dma-buf descriptors, as measured on an H200."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ INVALID_VALUE = 1
 
 @pytest.mark.qualify
 @needs(cuda_needs.device(), cuda_needs.ipc)
-def test_ipc_shows_two_processes_the_same_memory(device: Device, peer: Peer, seed: int) -> None:
+def test_ipc_handle_maps_the_same_memory(device: Device, peer: Peer, seed: int) -> None:
     with device.allocate(MIB) as memory:
         memory.write(pattern.payload(MIB, seed=seed))
         theirs = peer.device().open_ipc(cuda.export_handle(memory), length_bytes=MIB)
@@ -41,7 +38,7 @@ def test_ipc_shows_two_processes_the_same_memory(device: Device, peer: Peer, see
 
 
 @needs(cuda_needs.device(), cuda_needs.ipc)
-def test_a_handle_opened_in_its_own_process_is_refused(device: Device) -> None:
+def test_ipc_handle_opened_by_its_owner_is_refused(device: Device) -> None:
     with device.allocate(MIB) as memory, pytest.raises(ApiError) as raised:
         cuda.open_handle(device, cuda.export_handle(memory))
     assert raised.value.operation == "cuIpcOpenMemHandle"
@@ -66,7 +63,7 @@ def test_memory_of_another_process_cannot_be_exported_again(device: Device, peer
 
 @pytest.mark.qualify
 @needs(cuda_needs.device(), cuda_needs.vmm)
-def test_vmm_descriptors_show_two_processes_the_same_memory(device: Device, peer: Peer, seed: int) -> None:
+def test_vmm_descriptors_map_the_same_memory(device: Device, peer: Peer, seed: int) -> None:
     with VmmMemory.create(device, 4 * MIB, chunk_bytes=2 * MIB) as memory:
         memory.write(pattern.payload(4 * MIB, seed=seed))
         shared = [memory.export_shareable(index) for index in range(memory.chunk_count)]
@@ -83,8 +80,8 @@ def test_vmm_descriptors_show_two_processes_the_same_memory(device: Device, peer
 
 @DMABUF
 @needs(cuda_needs.ipc)
-def test_a_peer_registers_a_dmabuf_that_it_got_as_a_descriptor(device: Device, nic: Nic, peer: Peer, seed: int) -> None:
-    """The path of a storage agent: the owner exports, another process registers, a third party writes."""
+def test_peer_registers_a_received_dmabuf(device: Device, nic: Nic, peer: Peer, seed: int) -> None:
+    """Take the path of a storage agent: the owner exports, another process registers, a third process writes."""
     with (
         device.allocate(256 * KIB) as memory,
         memory.export_dmabuf() as dmabuf,
@@ -92,7 +89,7 @@ def test_a_peer_registers_a_dmabuf_that_it_got_as_a_descriptor(device: Device, n
         nic.queue_pair(queue) as ours,
         nic.register_host(bytearray(pattern.payload(64 * KIB, seed=seed))) as source,
     ):
-        # The import gives the agent an address of its own; what it registers is the owner's dma-buf.
+        # The import has another address in the agent. The agent registers the dma-buf of the owner.
         imported = peer.device().open_ipc(cuda.export_handle(memory), length_bytes=256 * KIB)
         region = peer.nic.register_dmabuf(
             dmabuf.fd, offset_bytes=dmabuf.offset_bytes, length_bytes=dmabuf.length_bytes, address=imported.address

@@ -1,4 +1,4 @@
-"""Which memory goes out by which way is what was measured; every row is asked again here."""
+"""The table of export methods per kind of memory: every row is measured again."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ KINDS = sorted({row.memory for row in EXPORTS}, key=str)
 
 @contextlib.contextmanager
 def memory_of(kind: MemoryKind, device: Device, peer: Peer) -> Iterator[tuple[int, CudaMemory | None]]:
-    """Memory of this kind: its address, and the buffer where gdrkit takes it as one."""
+    """Yield memory of a kind: its address, and its buffer if gdrkit supports the kind."""
     match kind:
         case MemoryKind.CUDA:
             with device.allocate(LENGTH_BYTES) as memory:
@@ -57,8 +57,8 @@ def memory_of(kind: MemoryKind, device: Device, peer: Peer) -> Iterator[tuple[in
             raw_free(device, address)
 
 
-def asked(row: ExportRow, device: Device, address: int, memory: CudaMemory | None) -> int:
-    """What the driver answers to exactly this."""
+def export_status(row: ExportRow, device: Device, address: int, memory: CudaMemory | None) -> int:
+    """Return the status of the driver for the export of a row."""
     if row.way is ShareKind.VMM:
         assert isinstance(memory, VmmMemory)
         os.close(memory.export_shareable())
@@ -80,18 +80,18 @@ def asked(row: ExportRow, device: Device, address: int, memory: CudaMemory | Non
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.value)
-def test_the_driver_answers_as_the_table_says(device: Device, peer: Peer, evidence: Evidence, kind: MemoryKind) -> None:
+def test_driver_status_matches_the_export_table(
+    device: Device, peer: Peer, evidence: Evidence, kind: MemoryKind
+) -> None:
     rows = [row for row in EXPORTS if row.memory is kind]
     with memory_of(kind, device, peer) as (address, memory):
-        answers = [asked(row, device, address, memory) for row in rows]
-    evidence["answers"] = [[row.way.name, row.part, answer] for row, answer in zip(rows, answers, strict=True)]
-    assert answers == [row.status for row in rows]
+        statuses = [export_status(row, device, address, memory) for row in rows]
+    evidence["answers"] = [[row.way.name, row.part, status] for row, status in zip(rows, statuses, strict=True)]
+    assert statuses == [row.status for row in rows]
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind is not MemoryKind.CUDA_MANAGED], ids=str)
-def test_memory_is_shared_by_its_own_ways_and_refused_with_advice_by_others(
-    device: Device, peer: Peer, kind: MemoryKind
-) -> None:
+def test_unsupported_share_kind_is_refused_with_advice(device: Device, peer: Peer, kind: MemoryKind) -> None:
     with memory_of(kind, device, peer) as (_address, memory):
         assert memory is not None
         assert memory.kind is kind
@@ -105,7 +105,7 @@ def test_memory_is_shared_by_its_own_ways_and_refused_with_advice_by_others(
             assert raised.value.what_to_do
 
 
-def test_managed_memory_is_refused_with_the_reason(device: Device, peer: Peer) -> None:
+def test_managed_memory_is_refused_with_advice(device: Device, peer: Peer) -> None:
     with (
         memory_of(MemoryKind.CUDA_MANAGED, device, peer) as (address, _memory),
         pytest.raises(Unsupported, match="moves between host and device"),

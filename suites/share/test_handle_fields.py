@@ -1,4 +1,4 @@
-"""The bytes of a handle: what the documents say, and nothing else is taken."""
+"""The bytes of a handle match the documented layout, and all other bytes are refused."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def refusal_of_bytes(data: bytes) -> GdrkitError:
 
 
 @IPC
-def test_a_handle_is_what_the_documents_say(device: Device, seed: int) -> None:
+def test_handle_bytes_match_the_documented_layout(device: Device, seed: int) -> None:
     with device.allocate(MIB) as memory:
         data = export_memory(memory, kind=ShareKind.IPC, offset_bytes=4096, length_bytes=100).data
         assert len(data) == SHARE_HANDLE_BYTES == 192
@@ -50,13 +50,13 @@ def test_a_handle_of_another_length_is_refused(length: int) -> None:
     refusal_of_bytes((sample().pack() * 30)[:length])
 
 
-def test_every_single_flipped_bit_is_refused() -> None:
+def test_any_flipped_bit_is_refused() -> None:
     data = sample().pack()
     for bit in range(8 * SHARE_HANDLE_BYTES):
         refusal_of_bytes(flipped(data, bit))
 
 
-def test_another_version_is_named() -> None:
+def test_handle_of_another_version_is_refused_by_name() -> None:
     data = sample().pack()
     error = refusal_of_bytes(data[:8] + b"\x02\x00" + data[10:])
     assert "version 2" in error.message
@@ -96,5 +96,5 @@ WRONG_FIELDS = [
 
 
 @pytest.mark.parametrize("changes", WRONG_FIELDS)
-def test_fields_that_cannot_be_true_are_refused(changes: dict[str, object]) -> None:
+def test_contradictory_fields_are_refused(changes: dict[str, object]) -> None:
     assert refusal(sample, **changes).reason is Reason.MALFORMED

@@ -1,4 +1,4 @@
-"""What comes through a socket instead of a handle message, and where a handle message does not arrive."""
+"""Malformed, incomplete and undeliverable handle messages on a socket."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gdrkit.registration.handle_message import HandleMessage, receive
 
 
 def send_raw(data: bytes, count: int) -> socket.socket:
-    """A socket on which these bytes wait with so many descriptors, and whose other end is closed."""
+    """Return a socket with `data` and `count` descriptors to receive, whose other end is closed."""
     ours, theirs = socket.socketpair()
     with theirs, tempfile.TemporaryFile() as file:
         if data:
@@ -22,7 +22,7 @@ def send_raw(data: bytes, count: int) -> socket.socket:
     return ours
 
 
-def test_a_message_that_is_no_parcel_is_refused_and_its_descriptors_are_closed() -> None:
+def test_malformed_message_is_refused_and_descriptors_are_closed() -> None:
     right = sample().pack()
     messages = [
         (b"", 0, Reason.PEER_GONE),
@@ -36,7 +36,7 @@ def test_a_message_that_is_no_parcel_is_refused_and_its_descriptors_are_closed()
             assert refusal(receive, connection).reason is reason
 
 
-def test_descriptors_over_two_parts_are_counted_together() -> None:
+def test_descriptors_of_two_parts_are_counted_together() -> None:
     right = sample().pack()
     ours, theirs = socket.socketpair()
     with ours, theirs, tempfile.TemporaryFile() as file:
@@ -45,14 +45,14 @@ def test_descriptors_over_two_parts_are_counted_together() -> None:
         assert refusal(receive, ours).reason is Reason.MALFORMED
 
 
-def test_a_silent_sender_is_given_up() -> None:
+def test_receive_from_a_silent_sender_times_out() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         error = refusal(receive, ours, timeout_ms=10)
         assert (type(error), error.reason) == (BrokenResource, Reason.TIMEOUT)
 
 
-def test_a_parcel_goes_nowhere_when_the_other_side_is_closed() -> None:
+def test_send_to_a_closed_peer_raises_peer_gone() -> None:
     ours, theirs = socket.socketpair()
     theirs.close()
     with ours:

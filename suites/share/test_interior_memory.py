@@ -1,4 +1,4 @@
-"""Memory that begins inside an allocation arrives at the right byte, by every way that exists."""
+"""Memory that begins inside an allocation is shared from the right byte, by every method."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ VMM = needs(cuda_needs.device(), cuda_needs.vmm)
 @pytest.mark.qualify
 @IPC
 @pytest.mark.parametrize("offset_bytes", [0, 1, 4096, 65537])
-def test_ipc_memory_inside_an_allocation_arrives_at_the_right_byte(
+def test_ipc_import_of_interior_memory_has_the_right_offset(
     device: Device, peer: Peer, seed: int, evidence: Evidence, offset_bytes: int
 ) -> None:
     with device.allocate(MIB) as whole:
@@ -65,7 +65,7 @@ def test_the_importer_finds_the_device_by_its_uuid(device: Device, peer: Peer, s
 
 
 @IPC
-def test_memory_that_is_opened_twice_is_closed_twice(device: Device, peer: Peer, seed: int) -> None:
+def test_memory_opened_twice_is_closed_twice(device: Device, peer: Peer, seed: int) -> None:
     theirs = peer.device().allocate(MIB)
     theirs.write(seed=seed)
     first = from_peer(theirs, ShareKind.IPC)
@@ -83,7 +83,7 @@ def test_memory_that_is_opened_twice_is_closed_twice(device: Device, peer: Peer,
     ("offset_bytes", "length_bytes", "chunks"),
     [(0, 6 * MIB, 3), (2 * MIB - 5, 10, 2), (2 * MIB, 2 * MIB, 1), (4 * MIB + 3, 4097, 1), (1, 6 * MIB - 1, 3)],
 )
-def test_only_the_chunks_under_a_range_go_out(
+def test_export_contains_only_the_chunks_of_the_range(
     device: Device, peer: Peer, seed: int, offset_bytes: int, length_bytes: int, chunks: int
 ) -> None:
     with VmmMemory.create(device, 6 * MIB, chunk_bytes=2 * MIB) as memory:
@@ -100,7 +100,7 @@ def test_only_the_chunks_under_a_range_go_out(
 @pytest.mark.qualify
 @DMABUF
 @needs(verbs_needs.foreign_dmabuf)
-def test_an_agent_registers_a_part_that_its_owner_exports(device: Device, nic: Nic, peer: Peer, seed: int) -> None:
+def test_peer_registers_a_part_that_the_owner_exports(device: Device, nic: Nic, peer: Peer, seed: int) -> None:
     with (
         device.allocate(256 * KIB) as memory,
         nic.completion_queue() as queue,
@@ -122,7 +122,7 @@ def test_an_agent_registers_a_part_that_its_owner_exports(device: Device, nic: N
 
 @pytest.mark.qualify
 @IPC
-def test_the_80_byte_handle_carries_whole_allocations_alone(device: Device, peer: Peer, seed: int) -> None:
+def test_80_byte_handle_needs_a_whole_allocation(device: Device, peer: Peer, seed: int) -> None:
     with device.allocate(MIB) as memory:
         memory.write(pattern.payload(MIB, seed=seed))
         data = export_gdr(memory)
@@ -140,7 +140,7 @@ def test_the_80_byte_handle_carries_whole_allocations_alone(device: Device, peer
 
 
 @IPC
-def test_the_80_byte_handle_of_a_peer_opens_here(device: Device, peer: Peer, seed: int) -> None:
+def test_80_byte_handle_of_a_peer_can_be_opened(device: Device, peer: Peer, seed: int) -> None:
     theirs = peer.device().allocate(MIB)
     theirs.write(seed=seed)
     data = bytes.fromhex(peer.request("share.export_gdr", memory=theirs.number))

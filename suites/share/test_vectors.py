@@ -1,4 +1,4 @@
-"""The handles of shared memory, byte for byte as the C library makes and refuses them: both read the same vectors."""
+"""Handles of shared memory: the C library and this package create and refuse the same bytes (shared vectors)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ VECTORS = Path(__file__).parents[1] / "vectors" / "share_handles.txt"
 
 
 class Vector(NamedTuple):
-    """One line of the file."""
+    """One line of the file of vectors."""
 
     kind: str
     verdict: str
@@ -75,14 +75,14 @@ _CLASSES: dict[str, type[ShareHandle | GdrHandle]] = {"share": ShareHandle, "gdr
 
 
 @pytest.mark.parametrize("vector", _vectors("good"), ids=_id)
-def test_a_good_handle_says_the_same_in_both_languages(vector: Vector) -> None:
+def test_valid_vector_parses_the_same_in_both_languages(vector: Vector) -> None:
     expected = _expected(vector)
     assert expected.pack() == vector.data
     assert _CLASSES[vector.kind].parse(vector.data) == expected
 
 
 @pytest.mark.parametrize("vector", _vectors("bad"), ids=_id)
-def test_a_bad_handle_is_refused_in_both_languages(vector: Vector) -> None:
+def test_invalid_vector_is_refused_in_both_languages(vector: Vector) -> None:
     with pytest.raises(UsageError) as caught:
         _CLASSES[vector.kind].parse(vector.data)
     assert caught.value.reason is Reason.MALFORMED

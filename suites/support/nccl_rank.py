@@ -22,7 +22,7 @@ from support.nccl import Communicator, Nccl, loaded_library
 from gdrkit import pattern
 from gdrkit.cuda import Device, VmmMemory
 from gdrkit.registration import BufferPool
-from gdrkit.verbs import Nic, list_nics
+from gdrkit.verbs import open_active_nics
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -79,7 +79,9 @@ def _measure(options: argparse.Namespace) -> dict[str, object]:
     with contextlib.ExitStack() as stack:
         _doing("the device")
         device = stack.enter_context(Device(0))
-        nics = [stack.enter_context(Nic.open(info.name)) for info in list_nics() if info.active][:1]
+        nics = open_active_nics(count_max=1)
+        for nic in nics:
+            stack.enter_context(nic)
         allocator = VmmAllocator(device) if options.memory == "vmm" else device
         pool = stack.enter_context(BufferPool(allocator, nics, buffer_bytes=options.length_bytes, count=2))
         stream = stack.enter_context(device.stream())

@@ -1,4 +1,4 @@
-"""What a key covers, to the byte, at both ends of a request."""
+"""The bounds of a memory region are exact to the byte, for local and for remote keys."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ def post(operation: str, pair: QueuePair, local: Region | list[ScatterGatherElem
         pytest.param(1 << 40, 16, id="far-away"),
     ],
 )
-def test_no_byte_outside_of_a_remote_region_is_reached(nic: Nic, operation: str, begin: int, length_bytes: int) -> None:
+def test_remote_bytes_outside_the_region_are_inaccessible(
+    nic: Nic, operation: str, begin: int, length_bytes: int
+) -> None:
     data, own = bytearray(UNTOUCHED), bytearray(LENGTH_BYTES + 1)
     with connected(nic) as (ours, _), nic.register_host(own) as local, nic.register_host(data) as there:
         right = there.remote()
@@ -62,7 +64,7 @@ def test_no_byte_outside_of_a_remote_region_is_reached(nic: Nic, operation: str,
         pytest.param(4095, 2, id="over-a-page"),
     ],
 )
-def test_every_byte_inside_is_reached(
+def test_every_byte_inside_a_region_is_accessible(
     nic: Nic, seed: int, operation: str, offset_bytes: int, length_bytes: int
 ) -> None:
     payload = pattern.payload(length_bytes, seed=seed)
@@ -79,8 +81,8 @@ def test_every_byte_inside_is_reached(
 
 
 @OPERATIONS
-def test_a_request_without_bytes_needs_no_key(nic: Nic, operation: str) -> None:
-    # The InfiniBand specification, C9-88: address and key of a request of length 0 are not looked at.
+def test_request_of_length_0_needs_no_key(nic: Nic, operation: str) -> None:
+    # InfiniBand specification, C9-88: the responder does not check address and key of a request of length 0.
     with connected(nic) as (ours, _), nic.register_host(bytearray(KIB)) as region:
         remote = replace(region.remote(length_bytes=0), rkey=region.rkey ^ 0x0100_0001)
         assert post(operation, ours, [], remote) is Status.SUCCESS
@@ -88,7 +90,7 @@ def test_a_request_without_bytes_needs_no_key(nic: Nic, operation: str) -> None:
 
 @OPERATIONS
 @pytest.mark.parametrize("begin", [pytest.param(-1, id="before"), pytest.param(KIB - 15, id="behind")])
-def test_no_byte_outside_of_a_local_region_is_reached(nic: Nic, operation: str, begin: int) -> None:
+def test_local_bytes_outside_the_region_are_inaccessible(nic: Nic, operation: str, begin: int) -> None:
     data, own = bytearray(b"\xa5" * KIB), bytearray(KIB)
     with connected(nic) as (ours, _), nic.register_host(own) as local, nic.register_host(data) as there:
         right = local.element()

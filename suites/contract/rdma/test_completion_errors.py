@@ -1,4 +1,4 @@
-"""ibv_poll_cq(3): after an error the pair is in the error state, and what was posted is flushed in order."""
+"""After an error, the queue pair is in the error state and posted requests are flushed in order; ibv_poll_cq(3)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 pytestmark = needs(verbs.nic())
 
 
-def test_what_follows_an_error_is_flushed_in_order(nic: Nic) -> None:
+def test_requests_after_an_error_are_flushed_in_order(nic: Nic) -> None:
     target = bytearray(KIB)
     with (
         connected(nic) as (ours, _),
@@ -36,7 +36,7 @@ def test_what_follows_an_error_is_flushed_in_order(nic: Nic) -> None:
     assert target == bytes(KIB)
 
 
-def test_what_came_before_an_error_has_succeeded(nic: Nic) -> None:
+def test_requests_before_an_error_have_succeeded(nic: Nic) -> None:
     target = bytearray(KIB)
     with (
         connected(nic) as (ours, _),
@@ -50,7 +50,7 @@ def test_what_came_before_an_error_has_succeeded(nic: Nic) -> None:
     assert target == b"\xa5" * KIB
 
 
-def test_the_side_that_refused_is_in_the_error_state_too_and_flushes_its_receives(nic: Nic) -> None:
+def test_responder_that_refused_flushes_its_receives(nic: Nic) -> None:
     with connected(nic) as (ours, theirs), nic.register_host(bytearray(KIB)) as region:
         theirs.post_receive((), work_id=7)
         ours.post_write(region, replace(region.remote(), rkey=region.rkey ^ 0x0100_0001), work_id=0)
@@ -71,7 +71,7 @@ def test_receives_are_flushed_in_order(nic: Nic) -> None:
 
 
 @pytest.mark.parametrize("operation", ["write", "read", "send"])
-def test_a_pair_in_the_error_state_answers_nobody(nic: Nic, operation: str) -> None:
+def test_peer_in_the_error_state_ends_in_retry_exceeded(nic: Nic, operation: str) -> None:
     target = bytearray(KIB)
     with (
         connected(nic, retry_count=1, timeout_exponent=12) as (ours, theirs),

@@ -1,4 +1,4 @@
-"""ibv_create_cq(3), ibv_poll_cq(3), ibv_req_notify_cq(3): what comes, in which order, and what makes an event."""
+"""Completions, their order, and completion events; ibv_create_cq(3), ibv_poll_cq(3), ibv_req_notify_cq(3)."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 pytestmark = needs(verbs.nic())
 
 
-def test_a_new_queue_is_empty(nic: Nic) -> None:
+def test_new_completion_queue_is_empty(nic: Nic) -> None:
     with nic.completion_queue() as queue:
         assert queue.poll() == []
 
 
 @pytest.mark.parametrize("depth", [pytest.param(0, id="none"), pytest.param(1 << 30, id="too-many")])
-def test_a_depth_that_cannot_be_is_refused(nic: Nic, depth: int) -> None:
+def test_invalid_depth_is_refused(nic: Nic, depth: int) -> None:
     with refused(errno.EINVAL), nic.completion_queue(depth=depth):
         pass
 
 
-def test_completions_of_one_pair_come_in_the_order_of_its_requests(nic: Nic) -> None:
+def test_completions_of_a_queue_pair_are_in_request_order(nic: Nic) -> None:
     with connected(nic) as (ours, _), nic.register_host(bytearray(8 * KIB)) as local:
         remote = local.remote(length_bytes=16)
         for number in range(16):
@@ -42,7 +42,7 @@ def test_completions_of_one_pair_come_in_the_order_of_its_requests(nic: Nic) -> 
 
 
 @pytest.mark.parametrize("work_id", [0, 1 << 32, WORK_ID_MAX])
-def test_a_request_gets_its_own_number_back(nic: Nic, work_id: int) -> None:
+def test_completion_has_the_work_id_of_its_request(nic: Nic, work_id: int) -> None:
     with connected(nic) as (ours, theirs), nic.register_host(bytearray(KIB)) as region:
         theirs.post_receive(region, work_id=work_id)
         ours.post_send(region, work_id=work_id, length_bytes=1)
@@ -51,7 +51,7 @@ def test_a_request_gets_its_own_number_back(nic: Nic, work_id: int) -> None:
     assert (got.work_id, got.opcode, got.qp_number) == (work_id, CompletionOpcode.RECV, theirs.number)
 
 
-def test_success_without_a_signal_is_silent(nic: Nic) -> None:
+def test_unsignaled_success_has_no_completion(nic: Nic) -> None:
     with connected(nic) as (ours, _), nic.register_host(bytearray(KIB)) as region:
         remote = region.remote(length_bytes=16)
         for number in range(4):
@@ -60,7 +60,7 @@ def test_success_without_a_signal_is_silent(nic: Nic) -> None:
         assert ours.send_queue.poll() == []
 
 
-def test_a_failure_without_a_signal_is_told(nic: Nic) -> None:
+def test_unsignaled_failure_has_a_completion(nic: Nic) -> None:
     with connected(nic) as (ours, _), nic.register_host(bytearray(KIB)) as region:
         with nic.register_host(bytearray(KIB)) as gone:
             remote = gone.remote()
@@ -69,7 +69,7 @@ def test_a_failure_without_a_signal_is_told(nic: Nic) -> None:
     assert (failed.work_id, failed.status) == (5, Status.REM_ACCESS_ERR)
 
 
-def test_two_pairs_share_a_queue_and_each_has_its_completions(nic: Nic) -> None:
+def test_shared_queue_separates_completions_by_queue_pair(nic: Nic) -> None:
     with (
         nic.completion_queue() as queue,
         nic.queue_pair(queue) as left,
@@ -86,7 +86,7 @@ def test_two_pairs_share_a_queue_and_each_has_its_completions(nic: Nic) -> None:
 
 
 @pytest.mark.parametrize("solicited_only", [False, True], ids=["any", "solicited"])
-def test_a_completion_makes_an_event(nic: Nic, solicited_only: bool) -> None:  # noqa: FBT001 - a parameter of pytest.
+def test_completion_generates_an_event(nic: Nic, solicited_only: bool) -> None:  # noqa: FBT001 - a parameter of pytest.
     with (
         nic.completion_queue(events=True) as queue,
         nic.completion_queue() as others,
@@ -103,7 +103,7 @@ def test_a_completion_makes_an_event(nic: Nic, solicited_only: bool) -> None:  #
         queue.take_event(WAIT_MS)
 
 
-def test_a_failed_completion_makes_a_solicited_event(nic: Nic) -> None:
+def test_failed_completion_generates_a_solicited_event(nic: Nic) -> None:
     with (
         nic.completion_queue(events=True) as queue,
         nic.queue_pair(queue) as ours,

@@ -1,6 +1,6 @@
-"""ibv_dealloc_pd(3), ibv_destroy_cq(3): what is in use is not destroyed (EBUSY), and works on.
+"""Objects in use are not destroyed (EBUSY) and stay usable; ibv_dealloc_pd(3), ibv_destroy_cq(3).
 
-By ctypes on libibverbs itself: pyverbs would close the children first.
+The cases call libibverbs by ctypes, because pyverbs would close the children first.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ pytestmark = needs(verbs.nic())
 
 @pytest.fixture
 def plain(nic: Nic) -> Iterator[PlainVerbs]:
-    """The library, with the NIC open."""
+    """Yield the ctypes binding of libibverbs with the NIC open."""
     with PlainVerbs(nic.name) as opened:
         yield opened
 
 
-def test_a_domain_with_a_region_stays(plain: PlainVerbs) -> None:
+def test_domain_with_a_region_is_not_destroyed(plain: PlainVerbs) -> None:
     domain = plain.domain()
     region = plain.region(domain)
     assert plain.deallocate(domain) == errno.EBUSY
@@ -36,7 +36,7 @@ def test_a_domain_with_a_region_stays(plain: PlainVerbs) -> None:
     assert plain.deallocate(domain) == 0
 
 
-def test_a_domain_with_a_queue_pair_stays(plain: PlainVerbs) -> None:
+def test_domain_with_a_queue_pair_is_not_destroyed(plain: PlainVerbs) -> None:
     domain, queue = plain.domain(), plain.queue()
     pair = plain.pair(domain, queue)
     assert plain.deallocate(domain) == errno.EBUSY
@@ -45,7 +45,7 @@ def test_a_domain_with_a_queue_pair_stays(plain: PlainVerbs) -> None:
     assert plain.deallocate(domain) == 0
 
 
-def test_a_completion_queue_with_a_queue_pair_stays(plain: PlainVerbs) -> None:
+def test_completion_queue_in_use_is_not_destroyed(plain: PlainVerbs) -> None:
     domain, queue = plain.domain(), plain.queue()
     pair = plain.pair(domain, queue)
     assert plain.destroy_queue(queue) == errno.EBUSY
@@ -54,7 +54,7 @@ def test_a_completion_queue_with_a_queue_pair_stays(plain: PlainVerbs) -> None:
     assert plain.deallocate(domain) == 0
 
 
-def test_a_channel_with_a_completion_queue_stays(plain: PlainVerbs) -> None:
+def test_completion_channel_in_use_is_not_destroyed(plain: PlainVerbs) -> None:
     channel = plain.channel()
     queue = plain.queue(channel)
     assert plain.destroy_channel(channel) == errno.EBUSY

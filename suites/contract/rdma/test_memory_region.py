@@ -1,4 +1,4 @@
-"""ibv_reg_mr(3): what can be registered, and what its keys are."""
+"""Memory that can be registered, and the keys of its regions; ibv_reg_mr(3)."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 pytestmark = needs(verbs.nic())
 
-UNKNOWN_ACCESS = 1 << 19  # Neither known nor among the optional bits 20 to 29, which a library may drop.
+UNKNOWN_ACCESS = 1 << 19  # It is unknown, and not one of the optional bits 20 to 29, which a library may drop.
 
 
 @pytest.fixture
 def pages() -> Iterator[int]:
-    """The address of four pages, of which the last is not mapped any more."""
+    """Yield the address of four pages, the last of which is unmapped."""
     from support.pages import mapped_pages
 
     with mapped_pages(4, unmapped_from=3) as address:
@@ -42,7 +42,7 @@ def test_any_length_at_any_address_can_be_registered(nic: Nic, length_bytes: int
         assert region.remote().length_bytes == length_bytes
 
 
-def test_one_buffer_may_have_many_regions_each_with_keys_of_its_own(nic: Nic) -> None:
+def test_regions_of_one_buffer_have_separate_keys(nic: Nic) -> None:
     data = bytearray(HOST_PAGE_BYTES)
     regions = [nic.register_host(data) for _ in range(16)]
     assert len({region.rkey for region in regions}) == 16
@@ -51,7 +51,7 @@ def test_one_buffer_may_have_many_regions_each_with_keys_of_its_own(nic: Nic) ->
         region.close()
 
 
-def test_a_region_lives_on_when_another_one_of_the_same_bytes_goes(nic: Nic, seed: int) -> None:
+def test_region_survives_deregistration_of_an_overlapping_one(nic: Nic, seed: int) -> None:
     data = bytearray(HOST_PAGE_BYTES)
     source = bytearray(pattern.payload(HOST_PAGE_BYTES, seed=seed))
     with connected(nic) as (ours, _), nic.register_host(source) as local, nic.register_host(data) as kept:
@@ -61,7 +61,7 @@ def test_a_region_lives_on_when_another_one_of_the_same_bytes_goes(nic: Nic, see
         pattern.check(data, seed=seed)
 
 
-def test_memory_that_may_only_be_read_is_registered_for_reading(nic: Nic) -> None:
+def test_read_only_memory_is_registered_only_for_reading(nic: Nic) -> None:
     from support.pages import mapped_pages
 
     with mapped_pages(1, writable=False) as address:
@@ -71,13 +71,13 @@ def test_memory_that_may_only_be_read_is_registered_for_reading(nic: Nic) -> Non
             pass
 
 
-def test_memory_that_is_not_mapped_is_refused(nic: Nic, pages: int) -> None:
+def test_unmapped_memory_is_refused(nic: Nic, pages: int) -> None:
     address = pages + 3 * HOST_PAGE_BYTES
     with refused(errno.EFAULT), register(nic, address, length_bytes=16, access=int(ALL_ACCESS)):
         pass
 
 
-def test_a_range_that_leaves_the_mapping_is_refused_whole(nic: Nic, pages: int) -> None:
+def test_partly_unmapped_range_is_refused(nic: Nic, pages: int) -> None:
     with register(nic, pages, length_bytes=3 * HOST_PAGE_BYTES, access=int(ALL_ACCESS)):
         pass
     with refused(errno.EFAULT), register(nic, pages, length_bytes=3 * HOST_PAGE_BYTES + 1, access=int(ALL_ACCESS)):
@@ -87,24 +87,24 @@ def test_a_range_that_leaves_the_mapping_is_refused_whole(nic: Nic, pages: int) 
 @pytest.mark.parametrize(
     "access", [Access.REMOTE_WRITE, Access.REMOTE_ATOMIC, Access.REMOTE_WRITE | Access.REMOTE_READ]
 )
-def test_remote_writing_needs_local_writing(nic: Nic, pages: int, access: Access) -> None:
+def test_remote_write_access_needs_local_write(nic: Nic, pages: int, access: Access) -> None:
     with refused(errno.EINVAL), register(nic, pages, length_bytes=16, access=int(access)):
         pass
 
 
-def test_an_access_that_nobody_knows_is_refused(nic: Nic, pages: int) -> None:
-    # A driver may also say that it cannot do this.
+def test_unknown_access_flag_is_refused(nic: Nic, pages: int) -> None:
+    # A driver may also return that it does not support the flag.
     access = int(ALL_ACCESS) | UNKNOWN_ACCESS
     with refused(errno.EINVAL, errno.EOPNOTSUPP), register(nic, pages, length_bytes=16, access=access):
         pass
 
 
-def test_an_optional_access_is_taken_or_dropped_and_never_refused(nic: Nic, pages: int) -> None:
+def test_optional_access_flag_is_never_refused(nic: Nic, pages: int) -> None:
     with register(nic, pages, length_bytes=16, access=int(ALL_ACCESS | Access.RELAXED_ORDERING)):
         pass
 
 
-def test_local_reading_alone_needs_no_access_at_all(nic: Nic, seed: int) -> None:
+def test_local_read_needs_no_access_flag(nic: Nic, seed: int) -> None:
     source = bytearray(pattern.payload(KIB, seed=seed))
     target = bytearray(KIB)
     with (
@@ -120,7 +120,7 @@ def test_local_reading_alone_needs_no_access_at_all(nic: Nic, seed: int) -> None
 @pytest.mark.parametrize(
     "length_bytes", [pytest.param(0, id="zero"), pytest.param(2**64 - HOST_PAGE_BYTES, id="past-the-last-address")]
 )
-def test_a_length_that_cannot_be_is_refused(nic: Nic, pages: int, length_bytes: int) -> None:
+def test_invalid_length_is_refused(nic: Nic, pages: int, length_bytes: int) -> None:
     with refused(errno.EINVAL), register(nic, pages, length_bytes=length_bytes, access=int(ALL_ACCESS)):
         pass
 
@@ -134,7 +134,7 @@ def test_shared_memory_can_be_registered(nic: Nic, seed: int) -> None:
         pattern.check(shared[:], seed=seed)
 
 
-def test_after_deregistration_the_key_is_refused(nic: Nic) -> None:
+def test_key_is_refused_after_deregistration(nic: Nic) -> None:
     target = bytearray(KIB)
     with connected(nic) as (ours, _), nic.register_host(bytearray(KIB)) as local:
         with nic.register_host(target) as there:

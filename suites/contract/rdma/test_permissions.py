@@ -1,4 +1,4 @@
-"""What a key, a queue pair and a protection domain allow; ibv_reg_mr(3), ibv_modify_qp(3), ibv_alloc_pd(3)."""
+"""Access rights of keys, queue pairs and protection domains; ibv_reg_mr(3), ibv_modify_qp(3), ibv_alloc_pd(3)."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 
 pytestmark = needs(verbs.nic())
 
-# A responder may refuse what the queue pair does not allow as an access error or as an invalid request; NICs do either.
+# A responder may report a request that the queue pair does not allow as an access error or as an invalid request.
 NOT_ALLOWED = frozenset({Status.REM_ACCESS_ERR, Status.REM_INV_REQ_ERR})
-# For a receive that cannot be filled the specification has a protection error; rxe calls it an error of the operation.
+# A receive that cannot be filled is a protection error in the specification, and a QP operation error in rxe.
 NOT_FILLED = frozenset({Status.LOC_PROT_ERR, Status.LOC_QP_OP_ERR})
 
-# A local key that is not there, or not of this domain, is a protection error by the specification (10.10.5); rxe calls
-# it an error of the operation.
+# An unknown local key, or one of another domain, is a protection error in the specification (10.10.5), and a QP
+# operation error in rxe.
 NO_SUCH_KEY = frozenset({Status.LOC_PROT_ERR, Status.LOC_QP_OP_ERR})
 
 
-def test_a_write_needs_remote_write(nic: Nic) -> None:
+def test_write_needs_remote_write_access(nic: Nic) -> None:
     data = bytearray(KIB)
     with (
         connected(nic) as (ours, _),
@@ -40,7 +40,7 @@ def test_a_write_needs_remote_write(nic: Nic) -> None:
     assert data == bytes(KIB)
 
 
-def test_a_read_needs_remote_read(nic: Nic) -> None:
+def test_read_needs_remote_read_access(nic: Nic) -> None:
     own = bytearray(KIB)
     with (
         connected(nic) as (ours, _),
@@ -52,7 +52,7 @@ def test_a_read_needs_remote_read(nic: Nic) -> None:
     assert own == bytes(KIB)
 
 
-def test_a_write_needs_a_queue_pair_that_allows_it(nic: Nic) -> None:
+def test_write_needs_access_of_the_queue_pair(nic: Nic) -> None:
     data = bytearray(KIB)
     with (
         connected(nic, access=Access.REMOTE_READ) as (ours, _),
@@ -64,7 +64,7 @@ def test_a_write_needs_a_queue_pair_that_allows_it(nic: Nic) -> None:
     assert data == bytes(KIB)
 
 
-def test_a_read_needs_a_queue_pair_that_allows_it(nic: Nic) -> None:
+def test_read_needs_access_of_the_queue_pair(nic: Nic) -> None:
     own = bytearray(KIB)
     with (
         connected(nic, access=Access.REMOTE_WRITE) as (ours, _),
@@ -77,14 +77,14 @@ def test_a_read_needs_a_queue_pair_that_allows_it(nic: Nic) -> None:
 
 
 @pytest.mark.parametrize("flipped", [0x0000_0001, 0x0000_0100, 0x8000_0000, 0xFFFF_FFFF])
-def test_a_key_that_differs_in_any_bit_is_refused(nic: Nic, flipped: int) -> None:
+def test_key_with_a_flipped_bit_is_refused(nic: Nic, flipped: int) -> None:
     data = bytearray(KIB)
     with (
         connected(nic) as (ours, _),
         nic.register_host(bytearray(b"\xa5" * KIB)) as local,
         nic.register_host(data) as there,
     ):
-        # The region of the local bytes has a key, too: what a flipped bit hits must not be that one.
+        # The flipped key must not be the key of the local region.
         wrong = replace(there.remote(), rkey=there.rkey ^ flipped)
         assert wrong.rkey not in {local.rkey, there.rkey}
         ours.post_write(local, wrong, work_id=1)
@@ -92,14 +92,14 @@ def test_a_key_that_differs_in_any_bit_is_refused(nic: Nic, flipped: int) -> Non
     assert data == bytes(KIB)
 
 
-def test_a_send_with_a_wrong_local_key_fails_here(nic: Nic) -> None:
+def test_send_with_a_wrong_local_key_fails_at_the_requester(nic: Nic) -> None:
     with connected(nic) as (ours, _), nic.register_host(bytearray(KIB)) as local:
         right = local.element()
         ours.post_send([replace(right, lkey=right.lkey ^ 0x0100_0001)], work_id=1)
         assert ours.wait(WAIT_MS).status in NO_SUCH_KEY
 
 
-def test_a_read_into_memory_that_may_not_be_written_fails_here(nic: Nic) -> None:
+def test_read_into_read_only_memory_fails_at_the_requester(nic: Nic) -> None:
     own = bytearray(KIB)
     with (
         connected(nic) as (ours, _),
@@ -111,7 +111,7 @@ def test_a_read_into_memory_that_may_not_be_written_fails_here(nic: Nic) -> None
     assert own == bytes(KIB)
 
 
-def test_a_receive_into_memory_that_may_not_be_written_fails_on_both_sides(nic: Nic) -> None:
+def test_receive_into_read_only_memory_fails_on_both_sides(nic: Nic) -> None:
     own = bytearray(KIB)
     with (
         connected(nic) as (ours, theirs),
@@ -125,24 +125,24 @@ def test_a_receive_into_memory_that_may_not_be_written_fails_on_both_sides(nic: 
     assert own == bytes(KIB)
 
 
-def test_a_key_of_another_protection_domain_is_refused(nic: Nic) -> None:
+def test_remote_key_of_another_domain_is_refused(nic: Nic) -> None:
     data = bytearray(KIB)
     with (
-        rdma.Nic.open(nic.name, port=nic.port.number, gid_index=nic.gid_index) as stranger,
+        rdma.Nic.open(nic.name, port=nic.port.number, gid_index=nic.gid_index) as other_nic,
         connected(nic) as (ours, _),
         nic.register_host(bytearray(b"\xa5" * KIB)) as local,
-        stranger.register_host(data, access=ALL_ACCESS) as there,
+        other_nic.register_host(data, access=ALL_ACCESS) as there,
     ):
         ours.post_write(local, there.remote(), work_id=1)
         assert ours.wait(WAIT_MS).status is Status.REM_ACCESS_ERR
     assert data == bytes(KIB)
 
 
-def test_a_local_key_of_another_protection_domain_is_refused(nic: Nic) -> None:
+def test_local_key_of_another_domain_is_refused(nic: Nic) -> None:
     with (
-        rdma.Nic.open(nic.name, port=nic.port.number, gid_index=nic.gid_index) as stranger,
+        rdma.Nic.open(nic.name, port=nic.port.number, gid_index=nic.gid_index) as other_nic,
         connected(nic) as (ours, _),
-        stranger.register_host(bytearray(KIB)) as foreign,
+        other_nic.register_host(bytearray(KIB)) as foreign,
         nic.register_host(bytearray(KIB)) as there,
     ):
         element: ScatterGatherElement = foreign.element()

@@ -1,4 +1,4 @@
-"""ibv_modify_qp(3): which step is possible from where, and what it must be given."""
+"""State transitions of a queue pair, and the attributes that each requires; ibv_modify_qp(3)."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ REQUIRED = [
 
 @pytest.fixture
 def pair(nic: Nic) -> Iterator[RawPair]:
-    """A queue pair in RESET."""
+    """Yield a queue pair in RESET."""
     with nic.completion_queue() as queue:
         made = RawPair(nic, queue)
         yield made
         made.close()
 
 
-def test_it_goes_from_reset_to_ready_in_three_steps(pair: RawPair) -> None:
+def test_queue_pair_goes_from_reset_to_rts_in_three_steps(pair: RawPair) -> None:
     assert pair.state is RESET
     for state in STEPS:
         pair.step(state)
@@ -53,7 +53,7 @@ def test_it_goes_from_reset_to_ready_in_three_steps(pair: RawPair) -> None:
 
 
 @pytest.mark.parametrize(("state", "missing"), REQUIRED)
-def test_a_step_without_an_attribute_that_it_requires_is_refused(
+def test_transition_without_a_required_attribute_is_refused(
     pair: RawPair, state: QueuePairState, missing: Mask
 ) -> None:
     pair.go(BEFORE[state])
@@ -76,7 +76,7 @@ def test_a_step_without_an_attribute_that_it_requires_is_refused(
         pytest.param(ERR, RTS, id="ERR-to-RTS"),
     ],
 )
-def test_there_is_no_such_step(pair: RawPair, begin: QueuePairState, state: QueuePairState) -> None:
+def test_invalid_transition_is_refused(pair: RawPair, begin: QueuePairState, state: QueuePairState) -> None:
     pair.go(RTS if begin is ERR else begin)
     if begin is ERR:
         pair.step(ERR)
@@ -95,7 +95,7 @@ def test_there_is_no_such_step(pair: RawPair, begin: QueuePairState, state: Queu
         pytest.param(ERR, Mask.PORT, id="ERR-with-PORT"),
     ],
 )
-def test_a_step_with_an_attribute_of_another_one_is_refused(pair: RawPair, state: QueuePairState, extra: Mask) -> None:
+def test_transition_with_a_foreign_attribute_is_refused(pair: RawPair, state: QueuePairState, extra: Mask) -> None:
     before = BEFORE.get(state, INIT)
     pair.go(before)
     with refused(errno.EINVAL):
@@ -112,16 +112,16 @@ def test_a_step_with_an_attribute_of_another_one_is_refused(pair: RawPair, state
         pytest.param(RTS, {"max_rd_atomic": 255}, id="255-reads"),
     ],
 )
-def test_a_value_that_cannot_be_is_refused(pair: RawPair, state: QueuePairState, value: dict[str, int]) -> None:
+def test_invalid_attribute_value_is_refused(pair: RawPair, state: QueuePairState, value: dict[str, int]) -> None:
     pair.go(BEFORE[state])
     with refused(errno.EINVAL):
         pair.step(state, STEPS[state], **value)
     assert pair.state is BEFORE[state]
 
 
-def test_a_gid_index_without_a_gid_is_refused(pair: RawPair, nic: Nic) -> None:
+def test_gid_index_without_a_gid_is_refused(pair: RawPair, nic: Nic) -> None:
     pair.go(INIT)
-    # The largest index that has a place in ibv_global_route: behind the table, or in a part of it that is empty.
+    # The largest index that fits into ibv_global_route is outside the GID table, or at an empty entry.
     address = step_address(nic, sgid_index=255)
     attributes = {**values(nic), "qp_state": int(RTR)}
     with refused(errno.EINVAL, errno.ENODATA):
@@ -130,7 +130,7 @@ def test_a_gid_index_without_a_gid_is_refused(pair: RawPair, nic: Nic) -> None:
 
 
 @pytest.mark.parametrize("begin", [INIT, RTR, RTS, ERR], ids=lambda state: state.name)
-def test_it_can_begin_again_from_everywhere(pair: RawPair, begin: QueuePairState) -> None:
+def test_queue_pair_can_be_reset_from_every_state(pair: RawPair, begin: QueuePairState) -> None:
     pair.go(RTS if begin is ERR else begin)
     if begin is ERR:
         pair.step(ERR)
@@ -141,14 +141,14 @@ def test_it_can_begin_again_from_everywhere(pair: RawPair, begin: QueuePairState
 
 
 @pytest.mark.parametrize("begin", [RESET, INIT, RTR], ids=lambda state: state.name)
-def test_nothing_is_sent_before_it_is_ready(pair: RawPair, begin: QueuePairState) -> None:
+def test_send_before_rts_is_refused(pair: RawPair, begin: QueuePairState) -> None:
     pair.go(begin)
     with refused(errno.EINVAL):
         pair.post_send(1)
 
 
 @pytest.mark.parametrize("begin", [INIT, RTR, RTS], ids=lambda state: state.name)
-def test_a_receive_may_be_posted_early_and_is_flushed_in_the_error_state(pair: RawPair, begin: QueuePairState) -> None:
+def test_early_receive_is_flushed_in_the_error_state(pair: RawPair, begin: QueuePairState) -> None:
     pair.go(begin)
     pair.post_receive(1)
     pair.step(ERR)
@@ -156,15 +156,15 @@ def test_a_receive_may_be_posted_early_and_is_flushed_in_the_error_state(pair: R
     assert (completion.status, completion.qp_number) == (Status.WR_FLUSH_ERR, pair.number)
 
 
-def test_what_is_sent_in_the_error_state_is_flushed(pair: RawPair) -> None:
-    # A receive is flushed then by most devices; rxe does not look at it any more, and no man page promises it.
+def test_send_in_the_error_state_is_flushed(pair: RawPair) -> None:
+    # Most devices also flush a receive that is posted in this state. rxe does not, and no manual page guarantees it.
     pair.go(RTS)
     pair.step(ERR)
     pair.post_send(1)
     assert pair.queue.wait(WAIT_MS).status is Status.WR_FLUSH_ERR
 
 
-def test_pairs_that_failed_leave_the_memory_to_new_ones(nic: Nic) -> None:
+def test_new_queue_pairs_work_on_memory_of_failed_ones(nic: Nic) -> None:
     target = bytearray(KIB)
     with (
         nic.register_host(bytearray(b"\xa5" * KIB)) as local,

@@ -21,38 +21,38 @@ if TYPE_CHECKING:
 
 pytestmark = needs(verbs.nic())
 
-ROOM_BYTES = 80 * KIB
-# One packet less one byte, one, one more, for each size of a packet that there is.
+REGION_BYTES = 80 * KIB
+# For each packet size: around one packet, in bytes.
 LENGTHS = [0, 1, 255, 1024, 1025, 4097, 64 * KIB]
 IMMEDIATES = [0, 1, 0x01020304, 0xFFFFFFFF]
-# A message that is too long is an invalid request by the specification (9.9.3); rxe answers that the operation failed,
-# and so at the receiver where the specification has a length error.
-TOO_LONG_THERE = frozenset({Status.REM_INV_REQ_ERR, Status.REM_OP_ERR})
-TOO_LONG_HERE = frozenset({Status.LOC_LEN_ERR, Status.LOC_QP_OP_ERR})
+# A message that is too long is an invalid request in the specification (9.9.3), and a length error at the receiver.
+# rxe reports an operation error on both sides.
+TOO_LONG_AT_REQUESTER = frozenset({Status.REM_INV_REQ_ERR, Status.REM_OP_ERR})
+TOO_LONG_AT_RECEIVER = frozenset({Status.LOC_LEN_ERR, Status.LOC_QP_OP_ERR})
 
 
 def quarters(region: Region, length_bytes: int) -> list[ScatterGatherElement]:
-    """Four elements of the region, the last one first."""
+    """Return four elements of the region, the last one first."""
     part = length_bytes // 4
     return [region.element(offset_bytes=index * part, length_bytes=part) for index in (3, 2, 1, 0)]
 
 
-def turned(data: bytes) -> bytes:
-    """What those four elements have, one behind the other."""
+def reversed_quarters(data: bytes) -> bytes:
+    """Return the bytes that the elements of :func:`quarters` contain, joined."""
     part = len(data) // 4
     return b"".join(data[index * part : (index + 1) * part] for index in (3, 2, 1, 0))
 
 
 def post_receives(pair: QueuePair, count: int) -> None:
-    """That many, of no bytes."""
+    """Post `count` receives of no bytes."""
     for number in range(count):
         pair.post_receive((), work_id=number)
 
 
 @pytest.mark.parametrize("length_bytes", LENGTHS)
-def test_a_message_arrives_whole_and_nothing_behind_it(nic: Nic, seed: int, length_bytes: int) -> None:
+def test_message_arrives_and_bytes_after_it_are_unchanged(nic: Nic, seed: int, length_bytes: int) -> None:
     payload = pattern.payload(length_bytes, seed=seed)
-    target = bytearray(ROOM_BYTES)
+    target = bytearray(REGION_BYTES)
     with (
         connected(nic) as (ours, theirs),
         nic.register_host(bytearray(payload) or bytearray(1)) as source,
@@ -63,11 +63,11 @@ def test_a_message_arrives_whole_and_nothing_behind_it(nic: Nic, seed: int, leng
         ours.wait(WAIT_MS).expect(Status.SUCCESS)
         got = theirs.wait_received(WAIT_MS).expect(Status.SUCCESS)
     assert (got.length_bytes, got.opcode, got.immediate) == (length_bytes, CompletionOpcode.RECV, None)
-    assert target == payload + bytes(ROOM_BYTES - length_bytes)
+    assert target == payload + bytes(REGION_BYTES - length_bytes)
 
 
 @pytest.mark.parametrize("immediate", IMMEDIATES)
-def test_a_send_carries_its_immediate(nic: Nic, immediate: int) -> None:
+def test_send_transfers_its_immediate(nic: Nic, immediate: int) -> None:
     with connected(nic) as (ours, theirs), nic.register_host(bytearray(KIB)) as region:
         theirs.post_receive(region, work_id=1)
         ours.post_send(region, work_id=2, length_bytes=3, immediate=immediate)
@@ -77,7 +77,7 @@ def test_a_send_carries_its_immediate(nic: Nic, immediate: int) -> None:
 
 
 @pytest.mark.parametrize("immediate", IMMEDIATES)
-def test_a_write_carries_its_immediate_and_takes_a_receive(nic: Nic, immediate: int) -> None:
+def test_write_with_immediate_consumes_a_receive(nic: Nic, immediate: int) -> None:
     target = bytearray(KIB)
     with (
         connected(nic) as (ours, theirs),
@@ -92,7 +92,7 @@ def test_a_write_carries_its_immediate_and_takes_a_receive(nic: Nic, immediate: 
     assert target == b"\xa5" * KIB
 
 
-def test_receives_are_filled_in_the_order_in_which_they_were_posted(nic: Nic) -> None:
+def test_receives_are_filled_in_posting_order(nic: Nic) -> None:
     target = bytearray(8)
     with (
         connected(nic) as (ours, theirs),
@@ -110,7 +110,7 @@ def test_receives_are_filled_in_the_order_in_which_they_were_posted(nic: Nic) ->
 
 
 @pytest.mark.parametrize("operation", ["send", "write"])
-def test_pieces_are_gathered_in_their_order(nic: Nic, seed: int, operation: str) -> None:
+def test_elements_are_gathered_in_order(nic: Nic, seed: int, operation: str) -> None:
     payload = pattern.payload(8 * KIB, seed=seed)
     target = bytearray(8 * KIB)
     with (
@@ -125,11 +125,11 @@ def test_pieces_are_gathered_in_their_order(nic: Nic, seed: int, operation: str)
         else:
             ours.post_write(quarters(source, 8 * KIB), there.remote(), work_id=2)
         ours.wait(WAIT_MS).expect(Status.SUCCESS)
-    assert target == turned(payload)
+    assert target == reversed_quarters(payload)
 
 
 @pytest.mark.parametrize("operation", ["send", "read"])
-def test_pieces_are_filled_in_their_order(nic: Nic, seed: int, operation: str) -> None:
+def test_elements_are_scattered_in_order(nic: Nic, seed: int, operation: str) -> None:
     payload = pattern.payload(8 * KIB, seed=seed)
     target = bytearray(8 * KIB)
     with (
@@ -144,18 +144,18 @@ def test_pieces_are_filled_in_their_order(nic: Nic, seed: int, operation: str) -
         else:
             ours.post_read(quarters(there, 8 * KIB), source.remote(), work_id=2)
         ours.wait(WAIT_MS).expect(Status.SUCCESS)
-    assert turned(bytes(target)) == payload
+    assert reversed_quarters(bytes(target)) == payload
 
 
 @pytest.mark.parametrize("operation", ["send", "receive"])
-def test_more_pieces_than_any_pair_has_are_refused(nic: Nic, operation: str) -> None:
+def test_too_many_elements_are_refused(nic: Nic, operation: str) -> None:
     with connected(nic, limits={"elements_max": 2}) as (ours, _), nic.register_host(bytearray(KIB)) as region:
         elements = [region.element(length_bytes=1)] * 1000
         with refused(errno.EINVAL):
             (ours.post_send if operation == "send" else ours.post_receive)(elements, work_id=1)
 
 
-def test_inline_bytes_may_be_changed_right_away(nic: Nic, seed: int) -> None:
+def test_inline_bytes_can_be_changed_after_the_post(nic: Nic, seed: int) -> None:
     payload = pattern.payload(32, seed=seed)
     source, target = bytearray(payload), bytearray(32)
     with (
@@ -185,8 +185,8 @@ def test_inline_bytes_need_no_key(nic: Nic, seed: int) -> None:
     assert target == payload
 
 
-def test_more_inline_bytes_than_the_pair_takes_are_refused(nic: Nic) -> None:
-    # Far more: a device may give more room than was asked for.
+def test_too_many_inline_bytes_are_refused(nic: Nic) -> None:
+    # Far more bytes are posted, because a device may grant a larger limit than requested.
     with (
         connected(nic, limits={"inline_bytes_max": 32}) as (ours, _),
         nic.register_host(bytearray(64 * KIB)) as local,
@@ -195,24 +195,24 @@ def test_more_inline_bytes_than_the_pair_takes_are_refused(nic: Nic) -> None:
         ours.post_send(local, work_id=1, inline=True)
 
 
-def test_a_full_receive_queue_refuses_more(nic: Nic) -> None:
+def test_full_receive_queue_refuses_another_receive(nic: Nic) -> None:
     with connected(nic, limits={"receives_max": 4}) as (ours, _):
         post_receives(ours, 4)
-        # A device may give more room than was asked for, but not without end.
+        # A device may grant a deeper queue than requested, but not an unlimited one.
         with refused(errno.ENOMEM):
             post_receives(ours, 100_000)
 
 
-def test_a_message_longer_than_the_receive_fails_on_both_sides(nic: Nic) -> None:
+def test_message_longer_than_the_receive_fails_on_both_sides(nic: Nic) -> None:
     with connected(nic) as (ours, theirs), nic.register_host(bytearray(4 * KIB)) as region:
         theirs.post_receive(region, work_id=1, length_bytes=2 * KIB)
         ours.post_send(region, work_id=2, length_bytes=2 * KIB + 1)
-        assert ours.wait(WAIT_MS).status in TOO_LONG_THERE
-        assert theirs.wait_received(WAIT_MS).status in TOO_LONG_HERE
+        assert ours.wait(WAIT_MS).status in TOO_LONG_AT_REQUESTER
+        assert theirs.wait_received(WAIT_MS).status in TOO_LONG_AT_RECEIVER
 
 
 @pytest.mark.parametrize("operation", ["send", "write-with-immediate"])
-def test_without_a_receive_it_is_tried_again_and_then_fails(nic: Nic, operation: str) -> None:
+def test_missing_receive_ends_in_rnr_retry_exceeded(nic: Nic, operation: str) -> None:
     with connected(nic, rnr_retry_count=1) as (ours, _), nic.register_host(bytearray(KIB)) as region:
         if operation == "send":
             ours.post_send(region, work_id=1, length_bytes=16)
@@ -221,10 +221,10 @@ def test_without_a_receive_it_is_tried_again_and_then_fails(nic: Nic, operation:
         assert ours.wait(WAIT_MS).status is Status.RNR_RETRY_EXC_ERR
 
 
-def test_a_receive_that_comes_late_is_still_in_time(nic: Nic) -> None:
+def test_late_receive_within_the_retries_succeeds(nic: Nic) -> None:
     target = bytearray(KIB)
     with (
-        # Code 30: tried again after 0.5 s.
+        # Timer code 30 means a retry after 0.5 s.
         connected(nic, rnr_timer_code=30) as (ours, theirs),
         nic.register_host(bytearray(b"\xa5" * KIB)) as source,
         nic.register_host(target) as region,
@@ -236,11 +236,11 @@ def test_a_receive_that_comes_late_is_still_in_time(nic: Nic) -> None:
     assert target == b"\xa5" * KIB
 
 
-def test_a_pair_that_nobody_has_ends_in_retry_exceeded(nic: Nic) -> None:
+def test_missing_peer_queue_pair_ends_in_retry_exceeded(nic: Nic) -> None:
     with unready(nic) as ours, nic.register_host(bytearray(KIB)) as region:
         with unready(nic) as gone:
             other = gone.endpoint()
-        # A retry count of 7 means for ever to some drivers.
+        # Some drivers retry without end at a retry count of 7.
         ours.connect(other, retry_count=1, timeout_exponent=12)
         ours.post_send(region, work_id=1)
         assert ours.wait(WAIT_MS).status is Status.RETRY_EXC_ERR

@@ -1,0 +1,198 @@
+"""The primary context of a CUDA device.
+
+gdrkit shares the primary context of each device with all other code of the process (the CUDA runtime, PyTorch, ...). It
+restores the context that was current before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import threading
+import uuid
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from gdrkit.cuda import _driver
+from gdrkit.errors import ClosedResource
+from gdrkit.handles import Closeable, Handle, ReleaseStack
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+__all__ = ["DeviceAttribute", "MemoryInfo", "PrimaryContext"]
+
+_NAME_BYTES = 256
+_PCI_BUS_ID_BYTES = 32
+_FLUSH_CURRENT_CONTEXT = 0  # CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TARGET_CURRENT_CTX
+_FLUSH_TO_OWNER = 100  # CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_OWNER
+
+
+class DeviceAttribute(enum.IntEnum):
+    """The attributes that :meth:`Device.attribute` can query.
+
+    The values are those of ``CUdevice_attribute``, the names lack its prefix.
+    """
+
+    MULTIPROCESSOR_COUNT = 16
+    INTEGRATED = 18
+    PCI_BUS_ID = 33
+    PCI_DEVICE_ID = 34
+    UNIFIED_ADDRESSING = 41
+    PCI_DOMAIN_ID = 50
+    COMPUTE_CAPABILITY_MAJOR = 75
+    COMPUTE_CAPABILITY_MINOR = 76
+    HOST_REGISTER_SUPPORTED = 99
+    VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED = 102
+    HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED = 103
+    GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED = 110
+    MEMORY_POOLS_SUPPORTED = 115
+    GPU_DIRECT_RDMA_SUPPORTED = 116
+    GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS = 117
+    GPU_DIRECT_RDMA_WRITES_ORDERING = 118
+    DMA_BUF_SUPPORTED = 124
+    HANDLE_TYPE_FABRIC_SUPPORTED = 128
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryInfo:
+    """Free and total memory of a device, from cuMemGetInfo."""
+
+    free_bytes: int
+    total_bytes: int
+
+
+class PrimaryContext(Closeable):
+    """A CUDA device and its primary context; the base of :class:`~gdrkit.cuda.Device`.
+
+    Reading its properties needs no context. The primary context is retained at the first use that needs one.
+    :meth:`close` releases it after it has closed all memory, streams and events of this object, in the reverse order of
+    their creation.
+
+    Parameters
+    ----------
+    index : int
+        The driver's number of the device, 0 to ``device_count() - 1``.
+    """
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self._device = _driver.integer("cuDeviceGet", ordinal=index)
+        self._context: int | None = None
+        self._handle: Handle | None = None
+        self._children = ReleaseStack()
+        self._retaining = threading.Lock()
+        self._closed = False
+
+    @property
+    def name(self) -> str:
+        """The driver's name of the device, such as ``NVIDIA H200``."""
+        return _driver.text("cuDeviceGetName", length=_NAME_BYTES, dev=self._device)
+
+    @property
+    def uuid(self) -> str:
+        """The UUID as nvidia-smi prints it, ``GPU-...``."""
+        return f"GPU-{uuid.UUID(bytes=_driver.raw('cuDeviceGetUuid', dev=self._device))}"
+
+    @property
+    def pci_bus_id(self) -> str:
+        """The PCI address as in sysfs, such as ``0000:1b:00.0``."""
+        return _driver.text("cuDeviceGetPCIBusId", length=_PCI_BUS_ID_BYTES, dev=self._device).lower()
+
+    @property
+    def closed(self) -> bool:
+        """Whether the device was closed."""
+        return self._closed
+
+    def attribute(self, attribute: DeviceAttribute) -> int:
+        """Return the value of one attribute. A flag is 0 or 1."""
+        return _driver.integer(
+            "cuDeviceGetAttribute", attrib=_driver.constant("CUdevice_attribute", attribute), dev=self._device
+        )
+
+    @contextlib.contextmanager
+    def current(self) -> Iterator[None]:
+        """Make the primary context current on this thread, and restore the previous one afterwards."""
+        with _driver.context(self._retain()):
+            yield
+
+    def context_handle(self) -> int:
+        """Return the driver's handle of the primary context."""
+        return self._retain()
+
+    @property
+    def ordinal(self) -> int:
+        """The driver's handle of the device (``CUdevice``)."""
+        return self._device
+
+    def synchronize(self) -> None:
+        """Wait until the device has finished all work of the primary context."""
+        with self.current():
+            _driver.call("cuCtxSynchronize")
+
+    def flush_remote_writes(self) -> None:
+        """Make all earlier writes of NICs visible to the work of this device (cuFlushGPUDirectRDMAWrites, scope owner).
+
+        Raises
+        ------
+        Unsupported
+            The device does not support the call; see :data:`DeviceAttribute.GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS`.
+        """
+        target = _driver.constant("CUflushGPUDirectRDMAWritesTarget", _FLUSH_CURRENT_CONTEXT)
+        scope = _driver.constant("CUflushGPUDirectRDMAWritesScope", _FLUSH_TO_OWNER)
+        with self.current():
+            _driver.call("cuFlushGPUDirectRDMAWrites", target=target, scope=scope)
+
+    def memory_info(self) -> MemoryInfo:
+        """Return the size of the device's memory, and how much of it is free (cuMemGetInfo)."""
+        with self.current():
+            free_bytes, total_bytes = _driver.pair("cuMemGetInfo")
+        return MemoryInfo(free_bytes=free_bytes, total_bytes=total_bytes)
+
+    def on_close(self, close: Callable[[], None]) -> Callable[[], None]:
+        """Call `close` before the device is closed. Return a function that cancels this.
+
+        Packages that build on a device use it.
+        """
+        return self._children.push(close)
+
+    def close(self) -> None:
+        """Close everything that was made from this device, in the reverse order, and release the primary context.
+
+        A second close does nothing.
+
+        Raises
+        ------
+        ApiError
+            Some objects could not be closed (the error of the first one). The device stays open and can be closed
+            again.
+        """
+        if self._closed:
+            return
+        self._children.run()
+        if self._context is not None:
+            _driver.call("cuDevicePrimaryCtxRelease", dev=self._device)
+            self._context = None
+        if self._handle is not None:
+            self._handle.release()
+        self._closed = True
+
+    def _retain(self) -> int:
+        if self._closed:
+            what = f"CUDA device {self.index}"
+            raise ClosedResource(what)
+        if self._context is None:
+            with self._retaining:
+                # Two threads may get here at the same time. The context is retained once.
+                if self._context is None:
+                    self._handle = Handle("cuda.primary_context")
+                    try:
+                        self._context = _driver.integer("cuDevicePrimaryCtxRetain", dev=self._device)
+                    except BaseException:
+                        self._handle.release()
+                        self._handle = None
+                        raise
+        return self._context
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.index}{', closed' if self._closed else ''})"

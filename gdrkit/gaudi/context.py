@@ -1,0 +1,145 @@
+"""An open Gaudi device: its descriptor, its copies, and the memory with an address on it.
+
+The kernel allows one program at a time to open a device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from gdrkit.errors import ClosedResource, UsageError
+from gdrkit.gaudi import _hlthunk
+from gdrkit.gaudi._copies import Copies
+from gdrkit.gaudi._ranges import FirstFit
+from gdrkit.gaudi.device_info import Generation, bus_id_of, require_gaudi
+from gdrkit.handles import Closeable, Handle, ReleaseStack
+from gdrkit.units import HOST_PAGE_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from gdrkit.buffers import DmabufRange, MemoryKind
+
+__all__ = ["GaudiContext", "MappedRange"]
+
+
+@dataclass(frozen=True, slots=True)
+class MappedRange:
+    """Memory with a device address, which :meth:`Device.query` can find.
+
+    Attributes
+    ----------
+    export : callable or None
+        A function of offset and length that returns a range of a dma-buf over the whole memory. None if this memory
+        cannot be exported.
+    """
+
+    kind: MemoryKind
+    base: int
+    length_bytes: int
+    export: Callable[[int, int], DmabufRange] | None
+
+
+class GaudiContext(Closeable):
+    """An open device with everything that was made from it; the base of :class:`~gdrkit.gaudi.Device`.
+
+    See :class:`~gdrkit.gaudi.Device` for the parameters and errors.
+    """
+
+    def __init__(
+        self, number: int | None = None, *, pci_bus_id: str | None = None, module_id: int | None = None
+    ) -> None:
+        if [number, pci_bus_id, module_id].count(None) != 2:  # noqa: PLR2004 - one of three.
+            message = "a device is opened by its number, its PCI bus id or its module id"
+            raise UsageError(message)
+        bus_id = bus_id_of(number, module_id) if pci_bus_id is None else pci_bus_id
+        self._fd = _hlthunk.call("hlthunk_open", device_name=_hlthunk.DONT_CARE, busid=bus_id.encode())
+        undo = ReleaseStack()
+        undo.push(lambda: _hlthunk.close(self._fd))
+        try:
+            self.pci_bus_id = _hlthunk.pci_bus_id(self._fd)
+            self._info = _hlthunk.hardware_info(self._fd)
+            require_gaudi(self._info.device_id)
+        except BaseException as error:
+            undo.run_after(error)
+            raise
+        self.module_id = self._info.module_id
+        self.generation = Generation.of(self._info.device_id)
+        self._children = ReleaseStack()
+        self._copies = Copies(self._fd, is_gaudi1=not self.generation.maps_memory)
+        self._physical: FirstFit | None = None
+        self._mapped_ranges: dict[int, MappedRange] = {}
+        self._closed = False
+        self._handle = Handle("gaudi.device")
+
+    @property
+    def closed(self) -> bool:
+        """Whether the device was closed."""
+        return self._closed
+
+    @property
+    def fd(self) -> int:
+        """The file descriptor, for other calls of hl-thunk. The device still owns it."""
+        if self._closed:
+            what = f"Gaudi device {self.pci_bus_id}"
+            raise ClosedResource(what)
+        return self._fd
+
+    @property
+    def copies(self) -> Copies:
+        """The copies between the memory of this device and the host."""
+        _ = self.fd
+        return self._copies
+
+    @property
+    def lost(self) -> bool:
+        """Whether the device failed a copy. Then its driver resets it and frees everything itself."""
+        return self._copies.lost
+
+    @property
+    def physical(self) -> FirstFit:
+        """The free physical memory of a Gaudi 1."""
+        if self._physical is None:
+            base, length_bytes = self._info.dram_base_address, self._info.dram_size
+            self._physical = FirstFit(base, length_bytes, alignment_bytes=HOST_PAGE_BYTES)
+        return self._physical
+
+    def on_close(self, close: Callable[[], None]) -> Callable[[], None]:
+        """Call `close` before the device is closed. Return a function that cancels this."""
+        return self._children.push(close)
+
+    def mapped_ranges(self) -> tuple[MappedRange, ...]:
+        """Return all memory that :meth:`query` can find."""
+        return tuple(self._mapped_ranges.copy().values())
+
+    def add_mapped(self, mapped: MappedRange) -> Callable[[], None]:
+        """Add memory that :meth:`query` can find. Return a function that removes it."""
+        self._mapped_ranges[mapped.base] = mapped
+
+        def forget() -> None:
+            self._mapped_ranges.pop(mapped.base, None)
+
+        return forget
+
+    def close(self) -> None:
+        """Close everything that was made from this device, in the reverse order, then the device.
+
+        A second close does nothing. An open dma-buf in any process keeps the device busy until it is closed.
+
+        Raises
+        ------
+        ApiError
+            Some objects could not be closed (the error of the first one). The device stays open and can be closed
+            again.
+        """
+        if self._closed:
+            return
+        self._children.run()
+        self._copies.close()
+        _hlthunk.close(self._fd)
+        self._closed = True
+        self._handle.release()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.pci_bus_id}, {self.generation.value}{', closed' if self._closed else ''})"

@@ -1,0 +1,138 @@
+"""Properties of Gaudi devices, which can also be read while another program has the device open."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+from dataclasses import dataclass
+
+from gdrkit.errors import Api, Reason, Unsupported, UsageError
+from gdrkit.gaudi import _hlthunk
+
+__all__ = ["DeviceInfo", "Generation", "bus_id_of", "device_count", "list_devices", "require_gaudi"]
+
+_GOYA = 0x0001
+# Device ids of one generation differ in the last five bits. All ids below that of Gaudi 2 are Gaudi 1.
+_GAUDI2 = 0x1020
+_BOARD = 0x1F
+
+
+class Generation(enum.Enum):
+    """The generation of the ASIC. The PCI device ids are those of ``enum hl_pci_ids``."""
+
+    GAUDI = "gaudi"
+    GAUDI2 = "gaudi2"
+    GAUDI3 = "gaudi3"
+    LATER = "later"
+
+    @classmethod
+    def of(cls, pci_device_id: int) -> Generation:
+        """Return the generation of a PCI device id. An unknown id counts as later than the known ones."""
+        if pci_device_id < _GAUDI2:
+            return cls.GAUDI
+        return {_GAUDI2: cls.GAUDI2, 0x1060: cls.GAUDI3}.get(pci_device_id & ~_BOARD, cls.LATER)
+
+    @property
+    def maps_memory(self) -> bool:
+        """Whether the driver allocates and maps device memory.
+
+        Gaudi 1 memory is addressed physically, and the program itself has to allocate it.
+        """
+        return self is not Generation.GAUDI
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceInfo:
+    """Properties of a device, which can be read even if another program has it.
+
+    Attributes
+    ----------
+    number : int
+        Number N of ``/dev/accel/accelN``.
+    pci_bus_id : str
+        The PCI address, such as ``0000:33:00.0``.
+    module_id : int
+        The position on the board (OCP).
+    pci_device_id : int
+        The PCI device id, which identifies the ASIC.
+    card_name : str
+        The name that the firmware reports.
+    memory_bytes : int
+        Size of the device memory for programs, in bytes.
+    page_bytes : int
+        Granularity to which the driver rounds up an allocation, in bytes.
+    """
+
+    number: int
+    pci_bus_id: str
+    module_id: int
+    pci_device_id: int
+    card_name: str
+    memory_bytes: int
+    page_bytes: int
+
+    @property
+    def generation(self) -> Generation:
+        """The generation of the ASIC."""
+        return Generation.of(self.pci_device_id)
+
+
+def device_count() -> int:
+    """Return the number of devices.
+
+    Raises
+    ------
+    SetupMissing
+        hl-thunk is missing or cannot be used.
+    """
+    return _hlthunk.count()
+
+
+def list_devices() -> tuple[DeviceInfo, ...]:
+    """Return all devices, also those that another program has. They are queried through their control devices."""
+    return tuple(_ask(number) for number in range(device_count()))
+
+
+def _ask(number: int) -> DeviceInfo:
+    fd = _hlthunk.call("hlthunk_open_control", dev_id=number, busid=None)
+    with contextlib.ExitStack() as stack:
+        stack.callback(_hlthunk.close, fd)
+        info = _hlthunk.hardware_info(fd)
+        return DeviceInfo(
+            number=number,
+            pci_bus_id=_hlthunk.pci_bus_id(fd),
+            module_id=info.module_id,
+            pci_device_id=info.device_id,
+            card_name=info.card_name,
+            memory_bytes=info.dram_size,
+            page_bytes=info.default_page_size or info.dram_page_size,
+        )
+
+
+def bus_id_of(number: int | None, module_id: int | None) -> str:
+    """Return the PCI address of the device with a number or a module id.
+
+    Raises
+    ------
+    UsageError
+        NO_DEVICE: there is no such device.
+    """
+    for info in list_devices():
+        if info.number == number or info.module_id == module_id:
+            return info.pci_bus_id
+    what = f"no Gaudi with the number {number}" if module_id is None else f"no Gaudi with the module id {module_id}"
+    raise UsageError(what, reason=Reason.NO_DEVICE, what_to_do="gdrkit.gaudi.list_devices() says which there are")
+
+
+def require_gaudi(pci_device_id: int) -> None:
+    """Raise :class:`Unsupported` if the device is a Goya, which exports no dma-buf."""
+    if pci_device_id == _GOYA:
+        raise Unsupported(
+            api=Api.HLTHUNK,
+            operation="hlthunk_get_hw_ip_info",
+            status=pci_device_id,
+            status_name="PCI_IDS_GOYA",
+            reason=Reason.NOT_SUPPORTED,
+            what_to_do="use a Gaudi",
+            detail="a Goya exports no dma-buf",
+        )

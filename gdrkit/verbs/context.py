@@ -1,0 +1,103 @@
+"""An open RDMA device, which owns everything that is made from it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from gdrkit.errors import ClosedResource, UsageError
+from gdrkit.handles import Closeable, Handle, ReleaseStack
+from gdrkit.verbs import _pyverbs
+from gdrkit.verbs.ports import choose_gid, query_ports
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["NicContext"]
+
+
+class NicContext(Closeable):
+    """An open RDMA device with one port and one protection domain; the base of :class:`~gdrkit.verbs.Nic`.
+
+    Regions, completion queues and queue pairs belong to it. :meth:`close` closes those that are still open, in the
+    reverse order of their creation. This order is always right, because a queue pair is made after its completion
+    queues.
+
+    Attributes
+    ----------
+    name : str
+        Name of the device.
+    port : PortInfo
+        The state of the port when the device was opened.
+    gid_index : int
+        Index of the used GID in the port's GID table.
+    gid : str
+        The used GID.
+    """
+
+    def __init__(self, name: str, *, port: int, gid_index: int | None) -> None:
+        """Open the device. Callers use :meth:`Nic.open` instead."""
+        self.name = name
+        self._children = ReleaseStack()
+        self._closed = False
+        try:
+            self._context = _pyverbs.open_device(name)
+            self._children.push(lambda: _pyverbs.close("ibv_close_device", self._context))
+            ports = query_ports(self._context)
+            if not 1 <= port <= len(ports):
+                message = f"{name} has no port {port}, but {len(ports)}"
+                raise UsageError(message)  # noqa: TRY301 - what was opened is closed below.
+            self.port = ports[port - 1]
+            self.gid_index, self.gid = choose_gid(self._context, ports, self.port, gid_index)
+            self._domain = _pyverbs.allocate_domain(self._context)
+            self._children.push(lambda: _pyverbs.close("ibv_dealloc_pd", self._domain))
+        except BaseException as error:
+            self._children.run_after(error)
+            raise
+        self._handle = Handle("verbs.nic")
+
+    @property
+    def closed(self) -> bool:
+        """Whether the device was closed."""
+        return self._closed
+
+    @property
+    def context(self) -> object:
+        """The ``Context`` object of pyverbs."""
+        self._check_open()
+        return self._context
+
+    @property
+    def domain(self) -> object:
+        """The ``PD`` object of pyverbs."""
+        self._check_open()
+        return self._domain
+
+    def on_close(self, close: Callable[[], None]) -> Callable[[], None]:
+        """Call `close` before the device is closed. Return a function that cancels this."""
+        self._check_open()
+        return self._children.push(close)
+
+    def close(self) -> None:
+        """Close everything that was made from the device, then the protection domain and the device.
+
+        A second close does nothing.
+
+        Raises
+        ------
+        ApiError
+            Some objects could not be closed. The error is that of the first one, with the others as notes. Another
+            close tries again.
+        """
+        if self._closed:
+            return
+        self._children.run()
+        self._closed = True
+        self._handle.release()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            what = f"RDMA device {self.name}"
+            raise ClosedResource(what)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name}{', closed' if self._closed else f', gid={self.gid}'})"

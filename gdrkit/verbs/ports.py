@@ -1,0 +1,155 @@
+"""RDMA devices of this machine, their ports and their GIDs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gdrkit.errors import ApiError, UsageError
+from gdrkit.verbs import _pyverbs
+from gdrkit.verbs.status import LinkLayer, PortState, mtu_bytes
+
+if TYPE_CHECKING:
+    from gdrkit.verbs._rows import DeviceRow, GidRow
+
+__all__ = ["NicInfo", "PortInfo", "choose_gid", "list_nics", "query_ports"]
+
+_SYSFS = Path("/sys/class/infiniband")
+
+_ROCE_V2 = 2  # IBV_GID_TYPE_ROCE_V2
+_IPV4_MAPPED = "0000:0000:0000:0000:0000:ffff:"
+_LINK_LOCAL = "fe80:"
+
+
+@dataclass(frozen=True)
+class PortInfo:
+    """One port of a device."""
+
+    number: int
+    state: PortState
+    link_layer: LinkLayer
+    lid: int
+    mtu_bytes: int
+    gid_count: int
+
+    @property
+    def active(self) -> bool:
+        """Whether the port is active, so that it can carry traffic."""
+        return self.state is PortState.ACTIVE
+
+
+@dataclass(frozen=True)
+class NicInfo:
+    """Properties of a device that is not in use.
+
+    Attributes
+    ----------
+    name : str
+        The name, such as ``mlx5_0``.
+    node_guid : str
+        Four words of four hex digits, as in sysfs.
+    driver : str or None
+        The kernel driver of its PCI device (``mlx5_core``), or ``rxe``. None if it has none.
+    ports : tuple of PortInfo
+        The ports. It is empty if the device could not be opened.
+    error : ApiError or None
+        The error if the device could not be opened.
+    """
+
+    name: str
+    node_guid: str
+    driver: str | None
+    ports: tuple[PortInfo, ...]
+    error: ApiError | None
+
+    @property
+    def active(self) -> bool:
+        """Whether a port is active."""
+        return self.active_port is not None
+
+    @property
+    def active_port(self) -> int | None:
+        """Number of the first active port, or None if no port is active."""
+        return next((port.number for port in self.ports if port.active), None)
+
+
+def list_nics() -> tuple[NicInfo, ...]:
+    """Return the RDMA devices of this machine. Each device is opened for a moment to query its ports.
+
+    Raises
+    ------
+    SetupMissing
+        pyverbs or libibverbs is missing or does not fit, or the kernel has no RDMA support (errno ENOSYS).
+    """
+    return tuple(_info(row) for row in _pyverbs.list_devices())
+
+
+def query_ports(context: object) -> tuple[PortInfo, ...]:
+    """Return the ports of an open device, port 1 first."""
+    return tuple(
+        PortInfo(
+            number=number,
+            state=PortState(row.state),
+            link_layer=LinkLayer(row.link_layer),
+            lid=row.lid,
+            mtu_bytes=mtu_bytes(row.active_mtu),
+            gid_count=row.gid_count,
+        )
+        for number, row in enumerate(_pyverbs.query_ports(context), start=1)
+    )
+
+
+def choose_gid(context: object, ports: tuple[PortInfo, ...], port: PortInfo, wanted: int | None) -> tuple[int, str]:
+    """Return the index and the GID that a port uses; :meth:`Nic.open` has the order of preference.
+
+    Raises
+    ------
+    UsageError
+        The port has no GID, or none at the index `wanted`.
+    """
+    # The library needs space for the GID tables of all ports.
+    rows = _pyverbs.query_gids(context, sum(each.gid_count for each in ports))
+    usable = [row for row in rows if row.port == port.number and wanted in {None, row.gid_index}]
+    if not usable:
+        message = f"port {port.number} has no GID" + ("" if wanted is None else f" at index {wanted}")
+        raise UsageError(message)
+
+    def preference(row: GidRow) -> tuple[bool, bool, bool, int]:
+        routable = not row.gid.startswith(_LINK_LOCAL)
+        return row.gid_type != _ROCE_V2, not row.gid.startswith(_IPV4_MAPPED), not routable, row.gid_index
+
+    if port.link_layer is LinkLayer.ETHERNET:
+        usable.sort(key=preference)
+    return usable[0].gid_index, usable[0].gid
+
+
+def _info(row: DeviceRow) -> NicInfo:
+    ports: tuple[PortInfo, ...] = ()
+    failure: ApiError | None = None
+    try:
+        context = _pyverbs.open_device(row.name)
+    except ApiError as error:
+        failure = error.fresh()
+    else:
+        try:
+            ports = query_ports(context)
+        finally:
+            _pyverbs.close("ibv_close_device", context)
+    guid = f"{row.node_guid:016x}"
+    return NicInfo(
+        name=row.name,
+        node_guid=":".join(guid[start : start + 4] for start in range(0, 16, 4)),
+        driver=_driver(_SYSFS / row.name),
+        ports=ports,
+        error=failure,
+    )
+
+
+def _driver(folder: Path) -> str | None:
+    # rxe reports the device of its network interface as its own device. Only rxe has the file `parent`, which names
+    # that interface.
+    if (folder / "parent").exists():
+        return "rxe"
+    driver = folder / "device" / "driver"
+    return driver.resolve().name if driver.exists() else None
