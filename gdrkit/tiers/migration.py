@@ -248,7 +248,8 @@ class _Migration:
             self._done.insert(0, Phase.RECORD)
         try:
             for phase in reversed(self._done):
-                steps.get(phase, lambda: None)()
+                if phase in steps:
+                    steps[phase]()
             self._catalogue.end_move(self.id)
         except (OSError, ApiError) as second:
             error.add_note(f"then, while it was taken back: {second}; gdrkit tiers check --repair does the rest")

@@ -26,6 +26,7 @@ _MOVES = (
     "suites/tiers/test_in_flight.py",
     "suites/tiers/test_refusals.py",
     "suites/tiers/test_system_calls.py",
+    "suites/tiers/test_move_errors.py",
     "suites/tiers/test_kills.py",
 )
 _AGENT = ("suites/usrbio/test_agent.py", "suites/usrbio/test_agent_deaths.py")

@@ -1,0 +1,185 @@
+"""What a migration reports: the result, every field of its errors, and what its undo leaves to other programs."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+from support.system_calls import SystemCall, run_observed
+from support.tier_world import contents, place_file, wrong
+
+from gdrkit.errors import Api, ApiError, DataMismatch, GdrkitError, Reason
+from gdrkit.tiers import Phase
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from gdrkit.tiers import Configuration, TierManager
+
+
+@pytest.fixture
+def hdd(configuration: Configuration) -> Path:
+    """The folder of the slowest tier, where new files are."""
+    return configuration.tier("hdd").directory
+
+
+@pytest.fixture
+def nvme(configuration: Configuration) -> Path:
+    """The folder of the fastest tier, the destination of every migration here."""
+    return configuration.tier("nvme").directory
+
+
+def failed_move(manager: TierManager, phase: Phase, action: Callable[[], object]) -> GdrkitError:
+    """Return the error of a migration of ``file`` during which `action` is called at the beginning of a phase."""
+
+    def observe(reached: Phase, _name: str, offset_bytes: int) -> None:
+        if reached is phase and not (phase is Phase.VERIFY and offset_bytes):
+            action()
+
+    with pytest.raises((ApiError, DataMismatch)) as raised:
+        manager.move("file", "nvme", observe=observe)
+    return raised.value
+
+
+def fail() -> None:
+    """Fail as a device does."""
+    raise OSError(errno.EIO, "the case says so")
+
+
+@pytest.mark.parametrize("size_bytes", [0, 1, 5000])
+def test_move_returns_the_allocated_bytes(manager: TierManager, hdd: Path, size_bytes: int) -> None:
+    place_file(manager, "file", size_bytes, seed=1)
+    allocated_bytes = (hdd / "file").stat().st_blocks * 512
+    assert manager.move("file", "nvme") == allocated_bytes
+    assert manager.move("file", "nvme") == 0
+
+
+def test_locks_of_a_migration(manager: TierManager, hdd: Path, nvme: Path) -> None:
+    place_file(manager, "file", 1000, seed=1)
+    locks: list[tuple[str, int]] = []
+
+    def record(call: SystemCall) -> None:
+        folder, _, name = call.path.rpartition("/")
+        locks.append((folder if len(name) >= 32 else call.path, call.arguments[1]))
+
+    run_observed(lambda: manager.move("file", "nvme"), "flock", reply=record)
+    own = nvme / ".gdrkit-tiers"
+    assert locks[:-1] == [
+        (str(hdd / "file"), fcntl.LOCK_EX | fcntl.LOCK_NB),
+        (str(own / "lock"), fcntl.LOCK_SH),
+        (str(own / "incoming"), fcntl.LOCK_EX),
+        (str(own / "moves"), fcntl.LOCK_EX),
+    ]
+    assert locks[-1][1] == fcntl.LOCK_UN
+
+
+def test_file_moved_by_another_program_is_found(manager: TierManager, hdd: Path, nvme: Path) -> None:
+    data = place_file(manager, "file", 1000, seed=1)
+    (hdd / "file").rename(hdd.parent / "ssd" / "file")
+    manager.move("file", "nvme")
+    assert (nvme / "file").read_bytes() == data
+
+
+def test_other_bytes_in_the_copy_are_described(manager: TierManager, nvme: Path) -> None:
+    data = place_file(manager, "file", 1000, seed=1)
+
+    def spoil() -> None:
+        (copy,) = (nvme / ".gdrkit-tiers/incoming").iterdir()
+        with copy.open("r+b") as file:
+            os.pwrite(file.fileno(), bytes([data[999] ^ 1]), 999)
+
+    error = failed_move(manager, Phase.SYNC, spoil)
+    assert isinstance(error, DataMismatch)
+    assert (error.first_offset_bytes, error.length_bytes) == (0, 1000)
+    assert len(error.expected) == len(error.actual) == 16
+    assert error.expected != error.actual
+    assert contents(manager, "file") == data
+
+
+@pytest.mark.parametrize("phase", [Phase.FORGET, Phase.DONE])
+def test_failure_after_the_old_file_is_gone_says_where_it_is(
+    manager: TierManager, hdd: Path, nvme: Path, phase: Phase
+) -> None:
+    data = place_file(manager, "file", 1000, seed=1)
+    error = failed_move(manager, phase, fail)
+    assert error.__notes__ == ["'file' is in nvme all the same"]
+    assert (nvme / "file").read_bytes() == data
+    assert not (hdd / "file").exists()
+    manager.check(repair=True)
+    assert not wrong(manager.check())
+    assert (manager.find("file").tier, contents(manager, "file")) == ("nvme", data)
+
+
+@pytest.mark.parametrize("phase", list(Phase)[:-2])
+def test_failure_before_that_has_no_note(manager: TierManager, phase: Phase) -> None:
+    place_file(manager, "file", 1000, seed=1)
+    error = failed_move(manager, phase, fail)
+    assert isinstance(error, ApiError)
+    assert not hasattr(error, "__notes__")
+    assert (error.api, error.operation, error.errno, error.reason) == (
+        Api.KERNEL,
+        "migrate",
+        errno.EIO,
+        Reason.IO_ERROR,
+    )
+    assert error.arguments == {"name": "file", "source": "hdd", "destination": "nvme"}
+
+
+def test_hard_links_are_named_in_the_error(manager: TierManager, hdd: Path) -> None:
+    place_file(manager, "file", 1000, seed=1)
+    for name in ("second", "third"):
+        (hdd / name).hardlink_to(hdd / "file")
+    with pytest.raises(ApiError) as raised:
+        manager.move("file", "nvme")
+    error = raised.value
+    assert (error.api, error.operation, error.status, error.status_name) == (Api.NONE, "migrate", None, "hard links")
+    assert (error.errno, error.reason) == (None, Reason.NOT_SUPPORTED)
+    assert error.arguments == {"name": "file", "links": 3}
+    assert "remove the other names" in error.what_to_do
+
+
+@pytest.mark.parametrize("phase", [Phase.RETIRE, Phase.REMOVE])
+def test_copy_that_is_gone_is_named_in_the_error(manager: TierManager, nvme: Path, phase: Phase) -> None:
+    place_file(manager, "file", 1000, seed=1)
+    error = failed_move(manager, phase, (nvme / "file").unlink)
+    assert isinstance(error, ApiError)
+    assert (error.operation, error.errno, error.arguments) == (
+        "migrate",
+        errno.ENOENT,
+        {"name": "file", "tier": "nvme"},
+    )
+
+
+def test_symbolic_link_that_takes_the_name_is_busy(manager: TierManager, hdd: Path, nvme: Path) -> None:
+    data = place_file(manager, "file", 1000, seed=1)
+
+    def replace() -> None:
+        (hdd / "file").rename(hdd / "other")
+        (hdd / "file").symlink_to(hdd / "other")
+
+    error = failed_move(manager, Phase.RETIRE, replace)
+    assert isinstance(error, ApiError)
+    assert (error.operation, error.reason, error.arguments) == ("migrate", Reason.BUSY, {"name": "file"})
+    assert (hdd / "file").is_symlink()
+    assert (hdd / "other").read_bytes() == data
+    assert not (nvme / "file").exists()
+
+
+def test_symbolic_link_in_place_of_the_copy_stays(manager: TierManager, hdd: Path, nvme: Path) -> None:
+    data = place_file(manager, "file", 1000, seed=1)
+
+    def replace() -> None:
+        (nvme / "file").rename(nvme / "elsewhere")
+        (nvme / "file").symlink_to(nvme / "elsewhere")
+        fail()
+
+    error = failed_move(manager, Phase.FOLDER, replace)
+    (note,) = error.__notes__
+    assert "unlink(name='file') gave EEXIST" in note
+    assert "another file has the name" in note
+    assert (nvme / "file").is_symlink()
+    assert (hdd / "file").read_bytes() == data
