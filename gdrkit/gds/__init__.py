@@ -6,15 +6,15 @@ Only ``_native.py`` imports the native engine.
 from __future__ import annotations
 
 from gdrkit.gds.copying import Copied, Half, copy_file
-from gdrkit.gds.cufile_path import close_driver, prove_by_cufile
-from gdrkit.gds.direct import PROVERS, DirectPath, FallbackWarning, Verdict
+from gdrkit.gds.cufile_path import close_driver, probe_cufile
+from gdrkit.gds.direct import DIRECT_PATH_PROBES, DirectPath, FallbackWarning, Verdict
 from gdrkit.gds.engine import Engine, EngineOptions, close_engines, engine_for
 from gdrkit.gds.file import Access, Direct, File
 from gdrkit.gds.target import HOST, Target, target_of
 from gdrkit.gds.transfer import Route, Transfer, TransferFailed, Transferred
 from gdrkit.gds.whole_files import read_files
 
-PROVERS.append(prove_by_cufile)
+DIRECT_PATH_PROBES.append(probe_cufile)
 
 __all__ = [
     "HOST",

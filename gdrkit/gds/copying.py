@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from gdrkit.gds.ranges import Range
     from gdrkit.gds.transfer import Transfer, Transferred
 
-__all__ = ["PIECE_BYTES", "Copied", "Half", "copy_file", "pieces_of"]
+__all__ = ["CHUNK_BYTES", "Copied", "Half", "chunk_buffers", "copy_file"]
 
-PIECE_BYTES = 256 * MIB
+CHUNK_BYTES = 256 * MIB
 _PIECES_COUNT = 2
 # Largest count of ranges of a sparse file that one transfer moves.
 _RANGES_MAX = 1024
@@ -103,7 +103,7 @@ def copy_file(
     destination: str | os.PathLike[str],
     *,
     device_index: int = 0,
-    piece_bytes: int = PIECE_BYTES,
+    chunk_bytes: int = CHUNK_BYTES,
     access: Access = "automatic",
     direct: Direct = "preferred",
     durable: bool = False,
@@ -122,7 +122,7 @@ def copy_file(
         permission bits are those that cp would set: see :func:`~gdrkit.gds.new_file.new_file`.
     device_index : int
         The device whose memory the bytes pass through; :data:`~gdrkit.gds.HOST` for host memory.
-    piece_bytes : int
+    chunk_bytes : int
         Size of a chunk, in bytes. Two chunks of memory are allocated.
     access, direct : str
         See :class:`~gdrkit.gds.File`.
@@ -144,8 +144,8 @@ def copy_file(
     DataMismatch
         The check found a byte that differs; no new file is left.
     """
-    if piece_bytes < 1:
-        message = f"piece_bytes must be at least 1, not {piece_bytes}"
+    if chunk_bytes < 1:
+        message = f"chunk_bytes must be at least 1, not {chunk_bytes}"
         raise UsageError(message)
     place = Path(destination)
     place = place / Path(source).name if place.is_dir() else place
@@ -164,8 +164,8 @@ def copy_file(
                 _copy_stream(old, new, copied, on_progress, check=check)
             else:
                 copied.bytes = info.st_size
-                length = min(piece_bytes, max(copied.bytes, 1))
-                with pieces_of(device_index, length, _PIECES_COUNT) as pieces:
+                length = min(chunk_bytes, max(copied.bytes, 1))
+                with chunk_buffers(device_index, length, _PIECES_COUNT) as pieces:
                     _move(old, new, pieces, copied, on_progress)
                 if check:
                     compared_s = -time.monotonic()
@@ -263,7 +263,7 @@ def _batches(ranges: Iterator[tuple[int, int]], length_bytes: int) -> Iterator[l
 
 
 @contextlib.contextmanager
-def pieces_of(device_index: int, length_bytes: int, count: int) -> Iterator[list[Any]]:
+def chunk_buffers(device_index: int, length_bytes: int, count: int) -> Iterator[list[Any]]:
     """Yield `count` buffers of `length_bytes` in memory of a device, or of the host (:data:`~gdrkit.gds.HOST`)."""
     if device_index == HOST:
         yield [bytearray(length_bytes) for _ in range(count)]

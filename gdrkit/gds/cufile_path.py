@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from gdrkit.gds._native import Failure
 
-__all__ = ["CufilePath", "CufileWork", "close_driver", "prove_by_cufile"]
+__all__ = ["CufilePath", "CufileWork", "close_driver", "probe_cufile"]
 
 _BLOCK_BYTES = 4096
 # Largest size of one call, in bytes. Cancellation is checked between two calls.
@@ -77,7 +77,7 @@ _opened: list[_Library] = []
 _lock = forks.ForkSafeLock()
 
 
-def prove_by_cufile(fd: int, device_index: int) -> Verdict:
+def probe_cufile(fd: int, device_index: int) -> Verdict:
     """Read the first block of a file by cuFile and return whether its bytes took a direct path.
 
     Parameters

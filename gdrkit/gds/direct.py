@@ -1,7 +1,7 @@
 """Direct paths: transfers between a disk and a device without host memory, and the fallback to the copy engine.
 
 A file takes a direct path only if the path was proven for it. The functions that prove paths are listed in
-:data:`PROVERS`. If none proves one, the copy engine moves the bytes, and one warning names the cause.
+:data:`DIRECT_PATH_PROBES`. If none proves one, the copy engine moves the bytes, and one warning names the cause.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from gdrkit.gds.transfer import Work
 
-__all__ = ["PROVERS", "DirectPath", "FallbackWarning", "Verdict", "fell_back", "prove", "say_again"]
+__all__ = ["DIRECT_PATH_PROBES", "DirectPath", "FallbackWarning", "Verdict", "fell_back", "forget_warnings", "prove"]
 
 
 class FallbackWarning(UserWarning):
@@ -63,7 +63,7 @@ class Verdict:
 
 # The direct-path probes. They are called in order with the file descriptor and the device index, until one returns a
 # path.
-PROVERS: list[Callable[[int, int], Verdict]] = []
+DIRECT_PATH_PROBES: list[Callable[[int, int], Verdict]] = []
 
 _said: set[str] = set()
 
@@ -71,7 +71,7 @@ _said: set[str] = set()
 def prove(fd: int, device_index: int) -> Verdict:
     """Return the first proven path, or the reasons of all probes if no path is proven."""
     causes = []
-    for prover in PROVERS:
+    for prover in DIRECT_PATH_PROBES:
         verdict = prover(fd, device_index)
         if verdict.path is not None:
             return verdict
@@ -106,6 +106,6 @@ def fell_back(verdict: Verdict, path: str, *, required: bool) -> str:
     return verdict.why
 
 
-def say_again() -> None:
+def forget_warnings() -> None:
     """Forget which causes were reported, so that each one is reported again."""
     _said.clear()

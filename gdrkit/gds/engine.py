@@ -43,23 +43,23 @@ class EngineOptions:
     workers_count : int
         Largest number of threads. If this process has fewer processors, the engine has one thread per processor,
         but two for a single processor.
-    slots_count : int
-        Staging buffers of each thread, so that one is filled while others are drained.
-    piece_bytes : int
-        Size of a chunk, which is the size of one staging buffer, in bytes.
-    first_bytes : int
-        Size of the first chunks of a transfer, in bytes. The chunks grow from it to `piece_bytes`, and shrink to it at
-        the end. If it equals `piece_bytes`, all chunks have one size.
-    haul_bytes : int
-        Size in bytes of a coalesced copy to a device, which all threads fill together. It is used once a transfer is
-        long enough. A value of at most `piece_bytes` turns coalesced copies off.
-    hauls_count : int
+    buffers_count : int
+        Staging buffers of each thread. One is filled while the device copies from the others.
+    chunk_bytes : int
+        Size of one staging buffer and largest size of a chunk, in bytes.
+    first_chunk_bytes : int
+        Size of the first and of the last chunks of a transfer, in bytes. Between them the chunks are larger, up to
+        `chunk_bytes`. If both sizes are equal, all chunks have this size.
+    coalesced_bytes : int
+        Size of a coalesced copy to a device, which all threads fill together, in bytes. Only long transfers use
+        coalesced copies. A value of at most `chunk_bytes` turns them off.
+    coalesced_count : int
         Number of buffers for coalesced copies, for all threads together.
-    load_bytes : int
-        Bytes of a coalesced copy that one thread fills at a time.
-    sleeps_until_asked : bool
-        True: a thread that waits for the device polls and sleeps in short turns. False: it blocks until the device's
-        interrupt.
+    slice_bytes : int
+        Part of a coalesced copy that one thread fills at a time, in bytes.
+    polls_device : bool
+        How a thread waits for a copy. True: it queries the device between short sleeps. False: it blocks until the
+        device's interrupt.
     direct_readers_count : int
         Number of concurrent O_DIRECT reads of one transfer.
     direct_read_bytes : int
@@ -78,13 +78,13 @@ class EngineOptions:
     """
 
     workers_count: int = 12
-    slots_count: int = 2
-    piece_bytes: int = 4 * MIB
-    first_bytes: int = 512 * KIB
-    haul_bytes: int = 8 * MIB
-    hauls_count: int = 6
-    load_bytes: int = MIB
-    sleeps_until_asked: bool = True
+    buffers_count: int = 2
+    chunk_bytes: int = 4 * MIB
+    first_chunk_bytes: int = 512 * KIB
+    coalesced_bytes: int = 8 * MIB
+    coalesced_count: int = 6
+    slice_bytes: int = MIB
+    polls_device: bool = True
     direct_readers_count: int = 2
     direct_read_bytes: int = 4 * MIB
     direct_writers_count: int = 2
@@ -93,10 +93,10 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            most = _BYTES_MAX if name.endswith("_bytes") else _COUNT_MAX
-            least = _BYTES_MIN if name.endswith("_bytes") else 1
-            if not isinstance(value, bool) and not least <= value <= most:
-                message = f"{name} of an engine is {value}, and not {least} to {most}"
+            largest = _BYTES_MAX if name.endswith("_bytes") else _COUNT_MAX
+            smallest = _BYTES_MIN if name.endswith("_bytes") else 1
+            if not isinstance(value, bool) and not smallest <= value <= largest:
+                message = f"{name} must be {smallest} to {largest}, not {value}"
                 raise UsageError(message)
 
     def workers(self) -> int:
@@ -105,7 +105,7 @@ class EngineOptions:
 
 
 # Settings for host memory. No device waits for chunks, and the processors do all of the work.
-HOST_OPTIONS = EngineOptions(workers_count=16, slots_count=1, piece_bytes=8 * MIB, first_bytes=8 * MIB)
+HOST_OPTIONS = EngineOptions(workers_count=16, buffers_count=1, chunk_bytes=8 * MIB, first_chunk_bytes=8 * MIB)
 
 
 class EngineWork:
@@ -250,7 +250,7 @@ def _engine_of_host() -> Engine:
 
 def _engine_near(device_index: int) -> Engine:
     with cuda.Device(device_index) as device:
-        node = int(native().node_of(device.pci_bus_id))
+        node = int(native().node_of_device(device.pci_bus_id))
     if node not in _of_nodes:
         _of_nodes[node] = Engine(node=node)
     return _of_nodes[node]

@@ -16,7 +16,7 @@ from gdrkit.gds import direct as direct_paths
 from gdrkit.gds._native import api_error, call, native
 from gdrkit.gds.engine import engine_for
 from gdrkit.gds.opening import open_regular, os_error
-from gdrkit.gds.ranges import check_range, extents_of, length_in, let_go_unless_begun
+from gdrkit.gds.ranges import check_range, extents_of, length_in, released_on_error
 from gdrkit.gds.target import HOST, Target, target_of
 from gdrkit.gds.transfer import Route, Transfer, TransferFailed, Transferred, TransferSet, Work, ended
 from gdrkit.handles import Handle
@@ -255,7 +255,7 @@ class File:
     ) -> Transfer:
         """Start :meth:`read_into` and return its future."""
         target = target_of(buffer, writable=True)
-        with let_go_unless_begun(target):
+        with released_on_error(target):
             length = length_in(target, buffer_offset_bytes, length_bytes)
             check_range("file range", file_offset_bytes, length)
             if length_bytes is None:
@@ -275,7 +275,7 @@ class File:
     ) -> Transfer:
         """Start :meth:`write_from` and return its future."""
         target = target_of(buffer, writable=False)
-        with let_go_unless_begun(target):
+        with released_on_error(target):
             length = length_in(target, buffer_offset_bytes, length_bytes)
             check_range("file range", file_offset_bytes, length)
             extents = [0, file_offset_bytes, target.address + buffer_offset_bytes, length]
@@ -284,13 +284,13 @@ class File:
     def start_readv(self, buffer: object, ranges: Iterable[Range]) -> Transfer:
         """Start :meth:`readv` and return its future."""
         target = target_of(buffer, writable=True)
-        with let_go_unless_begun(target):
+        with released_on_error(target):
             return self._start(target, extents_of(target, ranges), write=False)
 
     def start_writev(self, buffer: object, ranges: Iterable[Range]) -> Transfer:
         """Start :meth:`writev` and return its future."""
         target = target_of(buffer, writable=False)
-        with let_go_unless_begun(target):
+        with released_on_error(target):
             return self._start(target, extents_of(target, ranges), write=True)
 
     def sync(self) -> None:

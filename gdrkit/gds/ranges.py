@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from gdrkit.gds.target import Target
 
-__all__ = ["Range", "check_range", "data_ranges", "extents_of", "length_in", "let_go_unless_begun"]
+__all__ = ["Range", "check_range", "data_ranges", "extents_of", "length_in", "released_on_error"]
 
 # (file offset, length) or (file offset, length, buffer offset), in bytes.
 Range = tuple[int, int] | tuple[int, int, int]
@@ -74,7 +74,7 @@ def data_ranges(fd: int, size_bytes: int) -> Iterator[tuple[int, int]]:
 
 
 @contextlib.contextmanager
-def let_go_unless_begun(target: Target) -> Iterator[None]:
+def released_on_error(target: Target) -> Iterator[None]:
     """Release the memory if the block, which starts a transfer, fails."""
     try:
         yield

@@ -17,7 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from gdrkit.gds.copying import pieces_of
+from gdrkit.gds.copying import chunk_buffers
 from gdrkit.gds.file import File
 from gdrkit.gds.opening import os_error
 from gdrkit.units import GIB, KIB, MIB
@@ -141,7 +141,7 @@ def measure(plan: Plan, *, on_point: Callable[[Point, int], None] = lambda _poin
 
 
 def _point(plan: Plan, path: Path, kind: str, size: int) -> Point:
-    with pieces_of(plan.device_index, size, 1) as (memory,):
+    with chunk_buffers(plan.device_index, size, 1) as (memory,):
         if kind.endswith("read"):
             with File(path, direct=plan.direct) as file:
                 note = _forget(file) if kind == "cold read" else _remember(file)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from gdrkit.errors import UsageError
 from gdrkit.gds.engine import EngineWork, engine_for
-from gdrkit.gds.ranges import check_range, length_in, let_go_unless_begun
+from gdrkit.gds.ranges import check_range, length_in, released_on_error
 from gdrkit.gds.target import target_of
 from gdrkit.gds.transfer import Transfer
 
@@ -46,7 +46,7 @@ def read_files(
         message = f"{len(names)} paths have {len(lengths_bytes)} lengths"
         raise UsageError(message)
     target = target_of(buffer, writable=True)
-    with let_go_unless_begun(target):
+    with released_on_error(target):
         where = target.address
         extents: list[int] = []
         for index, length in enumerate(lengths_bytes):

@@ -44,15 +44,15 @@ def path() -> Iterator[Path]:
 
 
 def read(
-    meter: Meter, device: Device, path: Path, seed: int, evidence: Evidence, *, piece_bytes: int, is_cold: bool
+    meter: Meter, device: Device, path: Path, seed: int, evidence: Evidence, *, chunk_bytes: int, is_cold: bool
 ) -> None:
     """Read a whole file into memory with every method."""
     length_bytes = meter.length(FILE_BYTES)
-    piece_bytes = min(piece_bytes, length_bytes)
+    chunk_bytes = min(chunk_bytes, length_bytes)
     path.write_bytes(pattern.payload(length_bytes, seed=seed))
     with contextlib.ExitStack() as stack, device.allocate(length_bytes) as memory:
         stack.callback(gds.close_engines)
-        movers, why = Movers(path, memory, device, piece_bytes, stack).all(write=False)
+        movers, why = Movers(path, memory, device, chunk_bytes, stack).all(write=False)
         evidence["not_direct"] = why
 
         def prepare() -> None:
@@ -80,7 +80,7 @@ def read(
 def test_read_of_what_is_cached(
     meter: Meter, device: Device, path: Path, seed: int, evidence: Evidence, length_bytes: int
 ) -> None:
-    read(meter, device, path, seed, evidence, piece_bytes=length_bytes, is_cold=False)
+    read(meter, device, path, seed, evidence, chunk_bytes=length_bytes, is_cold=False)
 
 
 @needs(cuda.device())
@@ -88,7 +88,7 @@ def test_read_of_what_is_cached(
 def test_read_of_what_is_cold(
     meter: Meter, device: Device, path: Path, seed: int, evidence: Evidence, length_bytes: int
 ) -> None:
-    read(meter, device, path, seed, evidence, piece_bytes=length_bytes, is_cold=True)
+    read(meter, device, path, seed, evidence, chunk_bytes=length_bytes, is_cold=True)
 
 
 @needs(cuda.device())
@@ -101,8 +101,8 @@ def test_write(
     path.write_bytes(bytes(whole_bytes))
     with contextlib.ExitStack() as stack, device.allocate(whole_bytes) as memory:
         stack.callback(gds.close_engines)
-        piece_bytes = min(length_bytes, whole_bytes)
-        movers, why = Movers(path, memory, device, piece_bytes, stack, durable=durable).all(write=True)
+        chunk_bytes = min(length_bytes, whole_bytes)
+        movers, why = Movers(path, memory, device, chunk_bytes, stack, durable=durable).all(write=True)
         evidence["not_direct"] = why
         data = {each: pattern.payload(whole_bytes, seed=each) for each in (seed, seed ^ 1)}
         seeds = list(data)

@@ -33,7 +33,7 @@ static_assert(SYS_cachestat == cachestat_number);
 const std::uint64_t page_bytes = static_cast<std::uint64_t>(sysconf(_SC_PAGESIZE));
 std::atomic<bool> has_cachestat{true};
 
-Residency judged(std::uint64_t cached, std::uint64_t pages) {
+Residency residency_of_counts(std::uint64_t cached, std::uint64_t pages) {
     const Cached state = cached >= pages ? Cached::all : cached == 0 ? Cached::none : Cached::some;
     return {.state = state, .cached_pages = std::min(cached, pages), .pages = pages};
 }
@@ -47,18 +47,18 @@ std::uint64_t pages_of(std::uint64_t offset, std::uint64_t length) {
 Residency residency_by_mincore(int fd, std::uint64_t offset, std::uint64_t length) {
     const std::uint64_t pages = pages_of(offset, length);
     const std::uint64_t begin = offset / page_bytes * page_bytes;
-    void* const at = mmap(nullptr, pages * page_bytes, PROT_READ, MAP_SHARED, fd, static_cast<off_t>(begin));
-    if (at == MAP_FAILED) {
-        return judged(pages, pages);
+    void* const mapping = mmap(nullptr, pages * page_bytes, PROT_READ, MAP_SHARED, fd, static_cast<off_t>(begin));
+    if (mapping == MAP_FAILED) {
+        return residency_of_counts(pages, pages);
     }
     std::vector<unsigned char> resident(pages);
-    const bool known = mincore(at, pages * page_bytes, resident.data()) == 0;
-    munmap(at, pages * page_bytes);
-    if (!known) {
-        return judged(pages, pages);
+    const bool is_known = mincore(mapping, pages * page_bytes, resident.data()) == 0;
+    munmap(mapping, pages * page_bytes);
+    if (!is_known) {
+        return residency_of_counts(pages, pages);
     }
     const auto cached = std::count_if(resident.begin(), resident.end(), [](unsigned char each) { return each & 1; });
-    return judged(static_cast<std::uint64_t>(cached), pages);
+    return residency_of_counts(static_cast<std::uint64_t>(cached), pages);
 }
 
 Residency residency(int fd, std::uint64_t offset, std::uint64_t length) {
@@ -66,10 +66,10 @@ Residency residency(int fd, std::uint64_t offset, std::uint64_t length) {
         Range range{offset, length};
         Counts counts{};
         if (syscall(cachestat_number, fd, &range, &counts, 0) == 0) {
-            return judged(counts.cached, pages_of(offset, length));
+            return residency_of_counts(counts.cached, pages_of(offset, length));
         }
         if (errno != ENOSYS) {
-            return judged(1, 1); // For example, hugetlbfs does not support the call.
+            return residency_of_counts(1, 1); // For example, hugetlbfs does not support the call.
         }
         has_cachestat.store(false, std::memory_order_relaxed);
     }

@@ -1,4 +1,4 @@
-// State of the page cache for ranges of a file.
+// The page cache: which share of a range of a file is in it.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +18,7 @@ struct Residency {
 // and the range must end inside the file.
 Residency residency(int fd, std::uint64_t offset, std::uint64_t length);
 
-// Same as above, by mincore only.
+// Returns the same by mincore only.
 Residency residency_by_mincore(int fd, std::uint64_t offset, std::uint64_t length);
 
 } // namespace gdrkit::engine

@@ -14,10 +14,10 @@ using GetProcAddress = Result (*)(const char*, void**, int, std::uint64_t, int*)
 std::atomic<const Driver*> opened{nullptr};
 
 // Returns the address of a function, or null if this driver does not have it.
-void* find(void* library, GetProcAddress get, const char* name, int version, const char* symbol) {
-    void* found = nullptr;
-    if (get != nullptr && get(name, &found, version, 0, nullptr) == success && found != nullptr) {
-        return found;
+void* find_function(void* library, GetProcAddress get, const char* name, int version, const char* symbol) {
+    void* function = nullptr;
+    if (get != nullptr && get(name, &function, version, 0, nullptr) == success && function != nullptr) {
+        return function;
     }
     // Drivers before CUDA 12 export their functions only as symbols.
     return get == nullptr ? dlsym(library, symbol) : nullptr;
@@ -32,7 +32,7 @@ const Driver* open_driver() {
     const auto get = reinterpret_cast<GetProcAddress>(dlsym(library, "cuGetProcAddress_v2"));
     static Driver driver;
 #define GDRKIT_ENGINE_RESOLVE(member, name, version, symbol, ...)                                                      \
-    driver.member = reinterpret_cast<Driver::member##_function>(find(library, get, name, version, symbol));            \
+    driver.member = reinterpret_cast<Driver::member##_function>(find_function(library, get, name, version, symbol));   \
     if (driver.member == nullptr) {                                                                                    \
         throw kernel_error(name, ENOSYS);                                                                              \
     }
@@ -49,17 +49,17 @@ const Driver* open_driver() {
 } // namespace
 
 const Driver& driver() {
-    const Driver* found = opened.load(std::memory_order_acquire);
-    if (found == nullptr) {
+    const Driver* loaded = opened.load(std::memory_order_acquire);
+    if (loaded == nullptr) {
         static std::mutex opening;
         const std::lock_guard lock(opening);
-        found = opened.load(std::memory_order_acquire);
-        if (found == nullptr) {
-            found = open_driver();
-            opened.store(found, std::memory_order_release);
+        loaded = opened.load(std::memory_order_acquire);
+        if (loaded == nullptr) {
+            loaded = open_driver();
+            opened.store(loaded, std::memory_order_release);
         }
     }
-    return *found;
+    return *loaded;
 }
 
 Failure failure(const char* operation, Result result) {

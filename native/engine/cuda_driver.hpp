@@ -1,6 +1,6 @@
-// Access to the CUDA driver, which is loaded by dlopen at the first use: the build needs no CUDA header, and the
-// program starts without libcuda. The types are declared here from the public documentation. Each function is looked up
-// at the version with exactly this signature.
+// Access to the CUDA driver. dlopen loads libcuda at the first use, so the build needs no CUDA header, and the program
+// starts without libcuda. The types are declared here from the public documentation. Each function is
+// looked up at the version that has this signature.
 #pragma once
 
 #include <cstddef>

@@ -8,7 +8,7 @@
 #include <csignal>
 #include <system_error>
 
-#include "engine/place.hpp"
+#include "engine/numa.hpp"
 
 namespace gdrkit::engine {
 namespace {
@@ -19,64 +19,65 @@ constexpr unsigned long timer_slack_ns = 1000;
 } // namespace
 
 // Staging memory and a stream for one short transfer at a time.
-struct SmallLane {
-    SmallLane(cuda::Context context, int node) : staging(Engine::small_bytes_max, node), lane(context, 0) {
+struct SmallBuffer {
+    SmallBuffer(cuda::Context context, int node) : staging(Engine::small_bytes_max, node), stream(context, 0) {
         staging.pin();
     }
-    ~SmallLane() {
-        cuda::driver().context_push(lane.context());
-        lane.drain(); // No copy may use the staging memory when it is unpinned.
+    ~SmallBuffer() {
+        cuda::driver().context_push(stream.context());
+        stream.drain(); // No copy may use the staging memory when it is unpinned.
         staging.unpin();
         cuda::Context popped = nullptr;
         cuda::driver().context_pop(&popped);
     }
     Staging staging;
-    Lane lane;
+    CopyStream stream;
 };
 
 Engine::Engine(const Tuning& tuning, int node)
     : tuning_(tuning), node_(node),
-      staging_(tuning.workers_count * slab_bytes_of(tuning) + tuning.hauls_count * tuning.haul_bytes, node),
-      hauls_(contexts_, staging_, staging_.at() + tuning.workers_count * slab_bytes_of(tuning), tuning) {}
+      staging_(tuning.workers_count * slab_bytes_of(tuning) + tuning.coalesced_count * tuning.coalesced_bytes, node),
+      coalesced_copies_(contexts_, staging_, staging_.data() + tuning.workers_count * slab_bytes_of(tuning), tuning) {}
 
 Engine::~Engine() {
     close();
 }
 
 void Engine::start_threads() {
-    // The threads block all signals, which the program's own threads handle.
-    sigset_t all;
-    sigset_t before;
-    sigfillset(&all);
-    pthread_sigmask(SIG_BLOCK, &all, &before);
+    // The threads block all signals, so that the kernel delivers signals to threads of the program.
+    sigset_t all_signals;
+    sigset_t previous_signals;
+    sigfillset(&all_signals);
+    pthread_sigmask(SIG_BLOCK, &all_signals, &previous_signals);
     try {
         while (threads_.size() < tuning_.workers_count) {
             threads_.emplace_back([this, index = threads_.size()] { work(index); });
         }
     } catch (const std::system_error& error) {
-        pthread_sigmask(SIG_SETMASK, &before, nullptr);
-        // The engine works with a single thread, but slowly.
+        pthread_sigmask(SIG_SETMASK, &previous_signals, nullptr);
+        // The engine also works with fewer threads, but more slowly.
         if (threads_.empty()) {
             throw kernel_error("pthread_create", error.code().value());
         }
         return;
     }
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    pthread_sigmask(SIG_SETMASK, &previous_signals, nullptr);
 }
 
 void Engine::work(std::size_t index) {
     pthread_setname_np(pthread_self(), "gdrkit-engine");
-    prctl(PR_SET_TIMERSLACK, timer_slack_ns); // The thread sleeps for microseconds, see Lane::wait.
-    if (cpu_set_t processors; processors_of(node_, processors)) {
-        pthread_setaffinity_np(pthread_self(), sizeof processors, &processors);
+    prctl(PR_SET_TIMERSLACK, timer_slack_ns); // CopyStream::wait sleeps for microseconds.
+    if (cpu_set_t cpus; cpus_of_node(node_, cpus)) {
+        pthread_setaffinity_np(pthread_self(), sizeof cpus, &cpus);
     }
-    Pump pump(*this, contexts_, staging_, hauls_, staging_.at() + index * slab_bytes_of(tuning_), tuning_);
-    pump.run();
+    Worker worker(*this, contexts_, staging_, coalesced_copies_, staging_.data() + index * slab_bytes_of(tuning_),
+                  tuning_);
+    worker.run();
 }
 
 void Engine::submit(const std::shared_ptr<Job>& job) {
     std::unique_lock lock(mutex_);
-    room_.wait(lock, [&] { return jobs_.size() < jobs_max || closing_; });
+    queue_not_full_.wait(lock, [&] { return jobs_.size() < jobs_max || closing_; });
     if (closing_) {
         throw kernel_error("submit", ESHUTDOWN);
     }
@@ -84,137 +85,137 @@ void Engine::submit(const std::shared_ptr<Job>& job) {
         start_threads();
     }
     jobs_.push_back(job);
-    ++epoch_;
-    const std::size_t wanted = std::min(job->pieces_count(), threads_.size());
-    if (wanted == threads_.size()) {
-        changed_.notify_all();
+    ++changes_count_;
+    const std::size_t wakeups_count = std::min(job->chunks_count(), threads_.size());
+    if (wakeups_count == threads_.size()) {
+        work_changed_.notify_all();
     } else {
-        for (std::size_t each = 0; each < wanted; ++each) {
-            changed_.notify_one();
+        for (std::size_t each = 0; each < wakeups_count; ++each) {
+            work_changed_.notify_one();
         }
     }
 }
 
-Taken Engine::next(Piece& piece, bool wait) {
+Taken Engine::next(Chunk& chunk, bool wait) {
     std::unique_lock lock(mutex_);
     for (;;) {
-        const std::uint64_t seen = epoch_;
-        bool busy = false;
-        for (; !loading_.empty(); loading_.pop_front()) {
-            if (Haul::claim(loading_.front(), piece)) {
-                return Taken::piece;
+        const std::uint64_t changes_seen = changes_count_;
+        bool is_busy = false;
+        for (; !filling_.empty(); filling_.pop_front()) {
+            if (CoalescedCopy::claim(filling_.front(), chunk)) {
+                return Taken::chunk;
             }
         }
         for (std::size_t index = 0; index < jobs_.size();) {
             const std::shared_ptr<Job> job = jobs_[index];
             lock.unlock();
-            const Taken taken = job->take(piece, hauls_.opening());
-            if (taken == Taken::piece) {
-                piece.job = job;
+            const Taken taken = job->take(chunk, coalesced_copies_.opening());
+            if (taken == Taken::chunk) {
+                chunk.job = job;
                 return taken;
             }
-            busy |= taken == Taken::busy;
+            is_busy |= taken == Taken::busy;
             lock.lock();
-            if (const auto at = std::find(jobs_.begin(), jobs_.end(), job); at == jobs_.end()) {
+            if (const auto position = std::find(jobs_.begin(), jobs_.end(), job); position == jobs_.end()) {
                 index = 0; // Another thread has removed the job meanwhile.
             } else if (taken == Taken::nothing) {
-                jobs_.erase(at);
-                room_.notify_one();
+                jobs_.erase(position);
+                queue_not_full_.notify_one();
             } else {
-                index = static_cast<std::size_t>(at - jobs_.begin()) + 1;
+                index = static_cast<std::size_t>(position - jobs_.begin()) + 1;
             }
         }
-        if (seen != epoch_) {
+        if (changes_seen != changes_count_) {
             continue;
         }
-        if (closing_ && !busy) {
+        if (closing_ && !is_busy) {
             return Taken::nothing;
         }
         if (!wait) {
             return Taken::busy;
         }
-        changed_.wait(lock, [&] { return epoch_ != seen || (closing_ && !busy); });
+        work_changed_.wait(lock, [&] { return changes_count_ != changes_seen || (closing_ && !is_busy); });
     }
 }
 
-void Engine::let_others_go_on() {
+void Engine::wake_another() {
     const std::lock_guard lock(mutex_);
-    ++epoch_;
-    // The calling worker usually continues itself. At the end, all workers must see that nothing is left.
+    ++changes_count_;
+    // One worker is enough, because the calling worker usually continues too. At the end, all workers must see that no
+    // work is left.
     if (closing_) {
-        changed_.notify_all();
+        work_changed_.notify_all();
     } else {
-        changed_.notify_one();
+        work_changed_.notify_one();
     }
 }
 
-// A null `haul` means that the worker which wanted to open one has failed.
-void Engine::share(std::shared_ptr<Haul> haul) {
+void Engine::publish(std::shared_ptr<CoalescedCopy> copy) {
     const std::lock_guard lock(mutex_);
-    ++epoch_;
-    if (haul) {
-        loading_.push_back(std::move(haul));
+    ++changes_count_;
+    if (copy) {
+        filling_.push_back(std::move(copy));
     }
-    hauls_.opening().store(false, std::memory_order_relaxed);
-    changed_.notify_all();
+    coalesced_copies_.opening().store(false, std::memory_order_relaxed);
+    work_changed_.notify_all();
 }
 
-std::unique_ptr<SmallLane> Engine::take_small_lane(int device) {
+std::unique_ptr<SmallBuffer> Engine::take_small_buffer(int device) {
     {
         const std::lock_guard lock(small_mutex_);
-        std::vector<std::unique_ptr<SmallLane>>& free = small_[device];
+        std::vector<std::unique_ptr<SmallBuffer>>& free = small_buffers_[device];
         if (!free.empty()) {
-            std::unique_ptr<SmallLane> found = std::move(free.back());
+            std::unique_ptr<SmallBuffer> buffer = std::move(free.back());
             free.pop_back();
-            return found;
+            return buffer;
         }
     }
     return nullptr;
 }
 
-Moved Engine::transfer_small(Direction direction, File& file, std::uint64_t offset, std::uint64_t address,
-                             std::uint64_t length, int device) {
+IoResult Engine::transfer_small(Direction direction, File& file, std::uint64_t offset, std::uint64_t address,
+                                std::uint64_t length, int device) {
     if (device == host_memory) {
         auto* const memory = reinterpret_cast<std::byte*>(address);
         return direction == Direction::read ? read_buffered(file, offset, length, memory)
                                             : write_buffered(file, offset, length, memory);
     }
-    std::unique_ptr<SmallLane> small = take_small_lane(device);
-    const cuda::Context context = small ? small->lane.context() : contexts_.of(device);
-    Moved moved;
+    std::unique_ptr<SmallBuffer> small = take_small_buffer(device);
+    const cuda::Context context = small ? small->stream.context() : contexts_.of(device);
+    IoResult result;
     {
         const CurrentContext current(context);
         try {
             if (!small) {
-                small = std::make_unique<SmallLane>(context, node_);
+                small = std::make_unique<SmallBuffer>(context, node_);
             }
-            std::byte* const staging = small->staging.at();
+            std::byte* const staging = small->staging.data();
             if (direction == Direction::read) {
-                moved = read_buffered(file, offset, length, staging);
-                if (moved.bytes != 0) {
-                    small->lane.to_device(address, staging, moved.bytes);
-                    small->lane.synchronize();
+                result = read_buffered(file, offset, length, staging);
+                if (result.bytes != 0) {
+                    small->stream.to_device(address, staging, result.bytes);
+                    small->stream.synchronize();
                 }
             } else {
-                small->lane.to_host(staging, address, length);
-                small->lane.synchronize();
-                moved = write_buffered(file, offset, length, staging);
+                small->stream.to_host(staging, address, length);
+                small->stream.synchronize();
+                result = write_buffered(file, offset, length, staging);
             }
         } catch (const Error& error) {
-            moved.bytes = 0;
-            moved.failure = error.failure();
-            // A copy may still run. It must be over when this function returns: the caller may free its memory, and the
-            // next transfer uses the staging memory.
+            result.bytes = 0;
+            result.failure = error.failure();
+            // A copy may still run. It must end before this function returns, because the caller may then free its
+            // memory, and the next transfer uses the staging memory.
             if (small) {
-                small->lane.drain();
+                small->stream.drain();
             }
         }
     }
     if (small) {
         const std::lock_guard lock(small_mutex_);
-        small_[device].push_back(std::move(small));
+        small_buffers_[device].push_back(std::move(small));
     }
-    return moved;
+    return result;
 }
 
 void Engine::close() {
@@ -225,9 +226,9 @@ void Engine::close() {
         }
         closed_ = true;
         closing_ = true;
-        ++epoch_;
-        changed_.notify_all();
-        room_.notify_all();
+        ++changes_count_;
+        work_changed_.notify_all();
+        queue_not_full_.notify_all();
     }
     for (std::thread& each : threads_) {
         each.join();
@@ -235,9 +236,9 @@ void Engine::close() {
     threads_.clear();
     {
         const std::lock_guard lock(small_mutex_);
-        small_.clear();
+        small_buffers_.clear();
     }
-    hauls_.close();
+    coalesced_copies_.close();
     if (const cuda::Context context = contexts_.any(); context != nullptr) {
         cuda::driver().context_push(context);
         staging_.unpin();

@@ -11,15 +11,15 @@
 #include <thread>
 #include <vector>
 
-#include "engine/haul.hpp"
+#include "engine/coalesced_copy.hpp"
+#include "engine/copy_stream.hpp"
 #include "engine/job.hpp"
-#include "engine/lane.hpp"
-#include "engine/pump.hpp"
 #include "engine/staging.hpp"
+#include "engine/worker.hpp"
 
 namespace gdrkit::engine {
 
-struct SmallLane;
+struct SmallBuffer;
 
 class Engine final : public Dispatcher {
 public:
@@ -33,9 +33,9 @@ public:
     // start of a thread.
     void submit(const std::shared_ptr<Job>& job);
 
-    // Moves one short range on the calling thread, without the queue. The bytes have arrived when it returns.
-    Moved transfer_small(Direction direction, File& file, std::uint64_t offset, std::uint64_t address,
-                         std::uint64_t length, int device);
+    // Moves one short range on the calling thread, without the queue. The bytes have arrived when the call returns.
+    IoResult transfer_small(Direction direction, File& file, std::uint64_t offset, std::uint64_t address,
+                            std::uint64_t length, int device);
     static constexpr std::uint64_t small_bytes_max = 256U << 10U;
 
     // Waits for the queued jobs, ends the threads and frees all resources. A second call does nothing.
@@ -43,32 +43,32 @@ public:
 
     const Tuning& tuning() const noexcept { return tuning_; }
 
-    Taken next(Piece& piece, bool wait) override;
-    void let_others_go_on() override;
-    void share(std::shared_ptr<Haul> haul) override;
+    Taken next(Chunk& chunk, bool wait) override;
+    void wake_another() override;
+    void publish(std::shared_ptr<CoalescedCopy> copy) override;
 
 private:
     void start_threads();
     void work(std::size_t index);
-    std::unique_ptr<SmallLane> take_small_lane(int device);
+    std::unique_ptr<SmallBuffer> take_small_buffer(int device);
 
     const Tuning tuning_;
     const int node_;
     Contexts contexts_;
     Staging staging_;
-    Hauls hauls_;
+    CoalescedCopies coalesced_copies_;
     std::mutex mutex_;
-    std::condition_variable changed_;
-    std::condition_variable room_;
+    std::condition_variable work_changed_;
+    std::condition_variable queue_not_full_;
     std::deque<std::shared_ptr<Job>> jobs_;
-    std::deque<std::shared_ptr<Haul>>
-        loading_; // Workers take from these before any job, because some chunks may be left.
-    std::uint64_t epoch_ = 0;
+    // Copies that workers fill now. Workers take slices of them before chunks of jobs.
+    std::deque<std::shared_ptr<CoalescedCopy>> filling_;
+    std::uint64_t changes_count_ = 0;
     bool closing_ = false;
     bool closed_ = false;
     std::vector<std::thread> threads_;
     std::mutex small_mutex_;
-    std::map<int, std::vector<std::unique_ptr<SmallLane>>> small_;
+    std::map<int, std::vector<std::unique_ptr<SmallBuffer>>> small_buffers_;
 };
 
 } // namespace gdrkit::engine

@@ -1,4 +1,4 @@
-// The description of a failure: the API, its function and the error number.
+// The description of a failed call: the API, the function and the error number.
 #pragma once
 
 #include <exception>
@@ -20,7 +20,7 @@ class Error : public std::exception {
 public:
     explicit Error(Failure failure)
         : failure_(std::move(failure)),
-          text_(std::string(failure_.operation) + " gave " + std::to_string(failure_.number)) {}
+          text_(std::string(failure_.operation) + " failed with " + std::to_string(failure_.number)) {}
     const Failure& failure() const noexcept { return failure_; }
     const char* what() const noexcept override { return text_.c_str(); }
 

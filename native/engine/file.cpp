@@ -15,11 +15,11 @@ namespace {
 constexpr std::uint64_t alignment_default = 4096;
 
 // Returns the alignment for O_DIRECT on this file from statx (Linux 6.1), but at least 4 KiB, which suits every disk.
-std::uint64_t alignment_of(int fd) {
+std::uint64_t direct_alignment(int fd) {
 #ifdef STATX_DIOALIGN
-    struct statx found {};
-    if (statx(fd, "", AT_EMPTY_PATH, STATX_DIOALIGN, &found) == 0 && (found.stx_mask & STATX_DIOALIGN) != 0) {
-        return std::max<std::uint64_t>({alignment_default, found.stx_dio_mem_align, found.stx_dio_offset_align});
+    struct statx info {};
+    if (statx(fd, "", AT_EMPTY_PATH, STATX_DIOALIGN, &info) == 0 && (info.stx_mask & STATX_DIOALIGN) != 0) {
+        return std::max<std::uint64_t>({alignment_default, info.stx_dio_mem_align, info.stx_dio_offset_align});
     }
 #else
     (void)fd;
@@ -33,7 +33,7 @@ int File::buffered() {
     if (const int fd = fd_.load(std::memory_order_acquire); fd >= 0) {
         return fd;
     }
-    const std::lock_guard lock(opening_);
+    const std::lock_guard lock(open_mutex_);
     if (fd_.load(std::memory_order_relaxed) < 0) {
         Descriptor opened(open(path_.c_str(), flags_ | O_CLOEXEC, mode_));
         if (!opened) {
@@ -53,17 +53,17 @@ int File::direct() {
         return -1;
     }
     const int fd = buffered();
-    const std::lock_guard lock(opening_);
+    const std::lock_guard lock(open_mutex_);
     if (direct_fd_.load(std::memory_order_relaxed) < 0) {
         char path[64];
         std::snprintf(path, sizeof path, "/proc/self/fd/%d", fd);
         const int mode = fcntl(fd, F_GETFL) & O_ACCMODE;
         Descriptor opened(open(path, mode | O_DIRECT | O_CLOEXEC));
         if (!opened) {
-            refuse_direct(errno);
+            set_direct_refusal(errno);
             return -1;
         }
-        alignment_bytes_.store(alignment_of(opened.get()), std::memory_order_relaxed);
+        alignment_bytes_.store(direct_alignment(opened.get()), std::memory_order_relaxed);
         owned_direct_ = std::move(opened);
         direct_fd_.store(owned_direct_.get(), std::memory_order_release);
     }
@@ -71,11 +71,11 @@ int File::direct() {
 }
 
 std::uint64_t File::size_bytes() {
-    struct stat found {};
-    if (fstat(buffered(), &found) != 0) {
+    struct stat info {};
+    if (fstat(buffered(), &info) != 0) {
         throw kernel_error("fstat", errno);
     }
-    return static_cast<std::uint64_t>(found.st_size);
+    return static_cast<std::uint64_t>(info.st_size);
 }
 
 Residency File::residency_of(std::uint64_t offset, std::uint64_t length) {
@@ -87,13 +87,13 @@ Residency File::residency_of(std::uint64_t offset, std::uint64_t length) {
 }
 
 void File::settle(std::uint64_t bytes) noexcept {
-    if (!path_.empty() && left_bytes_.fetch_sub(bytes, std::memory_order_acq_rel) == bytes) {
+    if (!path_.empty() && unsettled_bytes_.fetch_sub(bytes, std::memory_order_acq_rel) == bytes) {
         end();
     }
 }
 
 void File::end() noexcept {
-    const std::lock_guard lock(opening_);
+    const std::lock_guard lock(open_mutex_);
     if (!path_.empty()) {
         direct_fd_.store(-1, std::memory_order_relaxed);
         fd_.store(-1, std::memory_order_relaxed);

@@ -13,7 +13,8 @@ namespace gdrkit::engine {
 
 class File {
 public:
-    // A path, which the first user opens with these flags and mode. It is closed when all expected bytes are settled.
+    // A path, which is opened at the first use with these flags and mode. The file is closed when all expected bytes
+    // are settled.
     File(std::string path, int flags, unsigned mode) : path_(std::move(path)), flags_(flags), mode_(mode) {}
     // An open descriptor, which the caller owns. This object owns only the second descriptor with O_DIRECT.
     explicit File(int fd) : flags_(0), mode_(0), fd_(fd) {}
@@ -24,34 +25,34 @@ public:
     int buffered();
     // Returns the descriptor with O_DIRECT, or -1 if the file system does not support it (see direct_refusal).
     int direct();
-    // Returns the errno with which O_DIRECT failed, or 0.
-    int direct_refusal() const noexcept { return refusal_.load(std::memory_order_relaxed); }
-    void refuse_direct(int number) noexcept { refusal_.store(number, std::memory_order_relaxed); }
+    // Returns the errno with which O_DIRECT failed, or 0 if it did not fail.
+    int direct_refusal() const noexcept { return direct_errno_.load(std::memory_order_relaxed); }
+    void set_direct_refusal(int number) noexcept { direct_errno_.store(number, std::memory_order_relaxed); }
     // The alignment of offsets, lengths and memory for O_DIRECT, in bytes, a power of two.
     std::uint64_t alignment_bytes() const noexcept { return alignment_bytes_.load(std::memory_order_relaxed); }
     // Returns the current size of the file. Throws Error.
     std::uint64_t size_bytes();
     // Returns how much of the range is cached. The range may reach beyond the end of the file.
     Residency residency_of(std::uint64_t offset, std::uint64_t length);
-    // Announces that so many bytes of a path will be moved.
-    void expect(std::uint64_t bytes) noexcept { left_bytes_.fetch_add(bytes, std::memory_order_relaxed); }
-    // Reports that so many of them were moved, or never will be.
+    // Announces that so many bytes will be moved. Only a path needs it.
+    void expect(std::uint64_t bytes) noexcept { unsettled_bytes_.fetch_add(bytes, std::memory_order_relaxed); }
+    // Reports that so many of the expected bytes were moved, or never will be.
     void settle(std::uint64_t bytes) noexcept;
-    // Closes the descriptors of a path, even if bytes are left.
+    // Closes the descriptors of a path, even if expected bytes are not settled.
     void end() noexcept;
 
 private:
     const std::string path_;
     const int flags_;
     const unsigned mode_;
-    std::mutex opening_;
+    std::mutex open_mutex_;
     Descriptor owned_;
     Descriptor owned_direct_;
     std::atomic<int> fd_{-1};
     std::atomic<int> direct_fd_{-1};
-    std::atomic<int> refusal_{0};
+    std::atomic<int> direct_errno_{0};
     std::atomic<std::uint64_t> alignment_bytes_{4096};
-    std::atomic<std::uint64_t> left_bytes_{0};
+    std::atomic<std::uint64_t> unsettled_bytes_{0};
 };
 
 } // namespace gdrkit::engine

@@ -11,109 +11,110 @@ namespace {
 // The kernel moves at most 0x7ffff000 bytes per call.
 constexpr std::uint64_t call_bytes_max = 1U << 30U;
 
-Failure refused(const char* operation, int number) {
+Failure kernel_failure(const char* operation, int number) {
     return {.api = Api::kernel, .operation = operation, .number = number, .name = {}};
 }
 
-std::uint64_t down(std::uint64_t value, std::uint64_t alignment) {
+std::uint64_t round_down(std::uint64_t value, std::uint64_t alignment) {
     return value & ~(alignment - 1);
 }
 
-std::uint64_t up(std::uint64_t value, std::uint64_t alignment) {
-    return down(value + alignment - 1, alignment);
+std::uint64_t round_up(std::uint64_t value, std::uint64_t alignment) {
+    return round_down(value + alignment - 1, alignment);
 }
 
-// Calls until everything is moved, a call moves nothing, or a call fails.
-template <typename Call> Moved repeat(const char* operation, std::uint64_t length, const Call& call) {
-    Moved moved;
-    while (moved.bytes < length) {
-        const ssize_t got = call(moved.bytes, std::min(length - moved.bytes, call_bytes_max));
-        if (got > 0) {
-            moved.bytes += static_cast<std::uint64_t>(got);
-        } else if (got == 0) {
+// Repeats `call` until all bytes are moved, a call moves none, or a call fails.
+template <typename Call> IoResult repeat_call(const char* operation, std::uint64_t length, const Call& call) {
+    IoResult result;
+    while (result.bytes < length) {
+        const ssize_t count = call(result.bytes, std::min(length - result.bytes, call_bytes_max));
+        if (count > 0) {
+            result.bytes += static_cast<std::uint64_t>(count);
+        } else if (count == 0) {
             break;
         } else if (errno != EINTR) {
-            moved.failure = refused(operation, errno);
+            result.failure = kernel_failure(operation, errno);
             break;
         }
     }
-    return moved;
+    return result;
 }
 
 } // namespace
 
-Moved read_buffered(File& file, std::uint64_t offset, std::uint64_t length, std::byte* to) {
+IoResult read_buffered(File& file, std::uint64_t offset, std::uint64_t length, std::byte* to) {
     const int fd = file.buffered();
-    return repeat("pread", length, [&](std::uint64_t at, std::uint64_t want) {
-        return pread(fd, to + at, want, static_cast<off_t>(offset + at));
+    return repeat_call("pread", length, [&](std::uint64_t done, std::uint64_t count) {
+        return pread(fd, to + done, count, static_cast<off_t>(offset + done));
     });
 }
 
-Moved write_buffered(File& file, std::uint64_t offset, std::uint64_t length, const std::byte* from) {
+IoResult write_buffered(File& file, std::uint64_t offset, std::uint64_t length, const std::byte* from) {
     const int fd = file.buffered();
-    return repeat("pwrite", length, [&](std::uint64_t at, std::uint64_t want) {
-        return pwrite(fd, from + at, want, static_cast<off_t>(offset + at));
+    return repeat_call("pwrite", length, [&](std::uint64_t done, std::uint64_t count) {
+        return pwrite(fd, from + done, count, static_cast<off_t>(offset + done));
     });
 }
 
-Moved read_direct(File& file, std::uint64_t offset, std::uint64_t length, std::byte* block) {
+IoResult read_direct(File& file, std::uint64_t offset, std::uint64_t length, std::byte* block) {
     const int fd = file.direct();
-    const std::uint64_t lead = lead_of(file, offset);
+    const std::uint64_t lead = leading_bytes(file, offset);
     if (fd < 0) {
         return read_buffered(file, offset, length, block + lead);
     }
     const std::uint64_t alignment = file.alignment_bytes();
     const std::uint64_t begin = offset - lead;
-    const std::uint64_t wanted = up(lead + length, alignment);
-    Moved moved = repeat("pread", wanted, [&](std::uint64_t at, std::uint64_t want) -> ssize_t {
+    const std::uint64_t aligned_length = round_up(lead + length, alignment);
+    IoResult result = repeat_call("pread", aligned_length, [&](std::uint64_t done, std::uint64_t count) -> ssize_t {
         // After a partial block, the file ends there, unless it is growing.
-        return (at & (alignment - 1)) != 0 ? 0 : pread(fd, block + at, want, static_cast<off_t>(begin + at));
+        return (done & (alignment - 1)) != 0 ? 0 : pread(fd, block + done, count, static_cast<off_t>(begin + done));
     });
-    if (moved.failure && moved.failure->number == EINVAL && moved.bytes == 0) {
+    if (result.failure && result.failure->number == EINVAL && result.bytes == 0) {
         // This file system accepts O_DIRECT in open(2) but not the I/O.
-        file.refuse_direct(EINVAL);
+        file.set_direct_refusal(EINVAL);
         return read_buffered(file, offset, length, block + lead);
     }
-    moved.bytes = std::min(moved.bytes > lead ? moved.bytes - lead : 0, length);
-    moved.direct = true;
-    if (moved.bytes < length && !moved.failure) {
-        Moved rest = read_buffered(file, offset + moved.bytes, length - moved.bytes, block + lead + moved.bytes);
-        moved.bytes += rest.bytes;
-        moved.failure = rest.failure;
+    result.bytes = std::min(result.bytes > lead ? result.bytes - lead : 0, length);
+    result.direct = true;
+    if (result.bytes < length && !result.failure) {
+        IoResult rest = read_buffered(file, offset + result.bytes, length - result.bytes, block + lead + result.bytes);
+        result.bytes += rest.bytes;
+        result.failure = rest.failure;
     }
-    return moved;
+    return result;
 }
 
-Moved write_direct(File& file, std::uint64_t offset, std::uint64_t length, const std::byte* block) {
+IoResult write_direct(File& file, std::uint64_t offset, std::uint64_t length, const std::byte* block) {
     const int fd = file.direct();
     const std::uint64_t alignment = file.alignment_bytes();
-    const std::byte* const from = block + lead_of(file, offset);
-    const std::uint64_t head = std::min(length, up(offset, alignment) - offset);
-    const std::uint64_t middle = fd < 0 ? 0 : down(length - head, alignment);
+    const std::byte* const from = block + leading_bytes(file, offset);
+    const std::uint64_t head = std::min(length, round_up(offset, alignment) - offset);
+    const std::uint64_t middle = fd < 0 ? 0 : round_down(length - head, alignment);
     if (middle == 0) {
         return write_buffered(file, offset, length, from);
     }
-    Moved moved = write_buffered(file, offset, head, from);
-    if (moved.bytes < head) {
-        return moved;
+    IoResult result = write_buffered(file, offset, head, from);
+    if (result.bytes < head) {
+        return result;
     }
-    const Moved whole = repeat("pwrite", middle, [&](std::uint64_t at, std::uint64_t want) -> ssize_t {
-        return (at & (alignment - 1)) != 0 ? 0
-                                           : pwrite(fd, from + head + at, want, static_cast<off_t>(offset + head + at));
+    const IoResult aligned = repeat_call("pwrite", middle, [&](std::uint64_t done, std::uint64_t count) -> ssize_t {
+        return (done & (alignment - 1)) != 0
+                   ? 0
+                   : pwrite(fd, from + head + done, count, static_cast<off_t>(offset + head + done));
     });
-    const bool refused_all = whole.failure && whole.failure->number == EINVAL && whole.bytes == 0;
-    moved.bytes += whole.bytes;
-    moved.direct = !refused_all;
-    if (refused_all) {
-        file.refuse_direct(EINVAL);
-    } else if (whole.failure) {
-        moved.failure = whole.failure;
-        return moved;
+    const bool refused_direct = aligned.failure && aligned.failure->number == EINVAL && aligned.bytes == 0;
+    result.bytes += aligned.bytes;
+    result.direct = !refused_direct;
+    if (refused_direct) {
+        file.set_direct_refusal(EINVAL);
+    } else if (aligned.failure) {
+        result.failure = aligned.failure;
+        return result;
     }
-    const Moved rest = write_buffered(file, offset + moved.bytes, length - moved.bytes, from + moved.bytes);
-    moved.bytes += rest.bytes;
-    moved.failure = rest.failure;
-    return moved;
+    const IoResult rest = write_buffered(file, offset + result.bytes, length - result.bytes, from + result.bytes);
+    result.bytes += rest.bytes;
+    result.failure = rest.failure;
+    return result;
 }
 
 } // namespace gdrkit::engine

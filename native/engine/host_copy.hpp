@@ -10,23 +10,24 @@
 
 namespace gdrkit::engine {
 
-// The result of one range: the bytes moved from its beginning. It is short without a failure at the end of the file.
-struct Moved {
+// The result of a read or write of one range: the bytes moved, from the beginning of the range. At the end of the file
+// they are fewer than requested, without a failure.
+struct IoResult {
     std::uint64_t bytes = 0;
-    bool direct = false;
+    bool direct = false; // Some bytes bypassed the page cache.
     std::optional<Failure> failure;
 };
 
-Moved read_buffered(File& file, std::uint64_t offset, std::uint64_t length, std::byte* to);
-Moved write_buffered(File& file, std::uint64_t offset, std::uint64_t length, const std::byte* from);
+IoResult read_buffered(File& file, std::uint64_t offset, std::uint64_t length, std::byte* to);
+IoResult write_buffered(File& file, std::uint64_t offset, std::uint64_t length, const std::byte* from);
 
 // Move a range by O_DIRECT, and partial blocks at both ends without it. `block` is aligned, the bytes of the range
-// begin at block + lead_of(file, offset), and there is space for one more block at both ends. If O_DIRECT is not
+// begin at block + leading_bytes(file, offset), and there is space for one more block at both ends. If O_DIRECT is not
 // supported, the whole range is moved without it.
-Moved read_direct(File& file, std::uint64_t offset, std::uint64_t length, std::byte* block);
-Moved write_direct(File& file, std::uint64_t offset, std::uint64_t length, const std::byte* block);
+IoResult read_direct(File& file, std::uint64_t offset, std::uint64_t length, std::byte* block);
+IoResult write_direct(File& file, std::uint64_t offset, std::uint64_t length, const std::byte* block);
 
-inline std::uint64_t lead_of(const File& file, std::uint64_t offset) {
+inline std::uint64_t leading_bytes(const File& file, std::uint64_t offset) {
     return offset & (file.alignment_bytes() - 1);
 }
 

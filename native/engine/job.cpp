@@ -9,76 +9,77 @@
 namespace gdrkit::engine {
 namespace {
 
-constexpr std::uint64_t window_most_bytes = 64U << 20U;
-constexpr std::uint64_t grain_bytes = 64U << 10U;
+constexpr std::uint64_t window_max_bytes = 64U << 20U;
+constexpr std::uint64_t chunk_step_bytes = 64U << 10U;
 constexpr std::size_t parts_max = 1024;
-// A short job is split so that each worker gets a few pieces.
-constexpr std::uint64_t pieces_each = 2;
+// A short job is split into so many chunks per worker.
+constexpr std::uint64_t chunks_per_worker = 2;
 
 } // namespace
 
 Job::Job(Direction direction, Access access, int device, std::vector<std::shared_ptr<File>> files,
          std::vector<Extent> extents, const Tuning& tuning, bool durable)
     : direction_(direction), access_(access), device_(device), tuning_(tuning), files_(std::move(files)),
-      extents_(std::move(extents)), durable_(durable), window_bytes_(window_most_bytes) {
+      extents_(std::move(extents)), durable_(durable), window_bytes_(window_max_bytes) {
     for (const Extent& each : extents_) {
-        whole_bytes_ += each.length;
+        total_bytes_ += each.length;
         files_[each.file]->expect(each.length);
     }
     for (const std::shared_ptr<File>& each : files_) {
         each->expect(durable_ ? 1 : 0); // The file stays open until its data is on the disk.
     }
-    const std::uint64_t share = whole_bytes_ / (tuning_.workers_count * pieces_each) + 1;
-    const std::uint64_t first = std::min(tuning_.first_bytes, tuning_.piece_bytes);
-    least_bytes_ = std::clamp(share, std::min(grain_bytes, first), first);
-    pieces_count_ = whole_bytes_ / least_bytes_ + 1;
+    const std::uint64_t share = total_bytes_ / (tuning_.workers_count * chunks_per_worker) + 1;
+    const std::uint64_t first = std::min(tuning_.first_chunk_bytes, tuning_.chunk_bytes);
+    chunk_min_bytes_ = std::clamp(share, std::min(chunk_step_bytes, first), first);
+    chunks_count_ = total_bytes_ / chunk_min_bytes_ + 1;
     skip_empty();
     if (next_ == extents_.size()) {
         end_unlocked();
     }
 }
 
-// Returns the size of the next piece. The first pieces are small, so that the device can start at once. Each is as long
-// as the device is busy with those before it. Towards the end they shrink, so that all workers end at the same time.
-std::uint64_t Job::grain() const {
-    const std::uint64_t share = std::min(taken_bytes_, whole_bytes_ - taken_bytes_) / tuning_.workers_count;
-    return std::clamp(share / grain_bytes * grain_bytes, least_bytes_, tuning_.piece_bytes);
+// Returns the size of the next chunk. The first chunks are small, so that the device can start at once. A later chunk
+// is as large as what the workers can read while the device copies the chunks before it. At the end the chunks are
+// small again, so that all workers end at the same time.
+std::uint64_t Job::next_chunk_bytes() const {
+    const std::uint64_t share = std::min(taken_bytes_, total_bytes_ - taken_bytes_) / tuning_.workers_count;
+    return std::clamp(share / chunk_step_bytes * chunk_step_bytes, chunk_min_bytes_, tuning_.chunk_bytes);
 }
 
-// Returns the size of the next coalesced copy. All workers together fill it faster than the device copies it. 0 means
-// that too little is left for one.
-std::uint64_t Job::haul_grain() const {
+// Returns the size of the next coalesced copy, or 0 if too little is left for one. All workers together fill it faster
+// than the device copies it.
+std::uint64_t Job::next_coalesced_bytes() const {
     if (direction_ == Direction::write || device_ == host_memory) {
         return 0;
     }
-    const std::uint64_t share = std::min(taken_bytes_, whole_bytes_ - taken_bytes_) / 2;
-    const std::uint64_t found = std::min(share / grain_bytes * grain_bytes, tuning_.haul_bytes);
-    return found > tuning_.piece_bytes ? found : 0;
+    const std::uint64_t share = std::min(taken_bytes_, total_bytes_ - taken_bytes_) / 2;
+    const std::uint64_t bytes = std::min(share / chunk_step_bytes * chunk_step_bytes, tuning_.coalesced_bytes);
+    return bytes > tuning_.chunk_bytes ? bytes : 0;
 }
 
 void Job::skip_empty() {
-    while (next_ < extents_.size() && extents_[next_].length == next_at_) {
+    while (next_ < extents_.size() && extents_[next_].length == next_offset_) {
         ++next_;
-        next_at_ = 0;
+        next_offset_ = 0;
         window_end_ = 0;
     }
 }
 
-Taken Job::take(Piece& piece, std::atomic<bool>& opening) {
+Taken Job::take(Chunk& chunk, std::atomic<bool>& opening) {
     const std::lock_guard lock(mutex_);
     if (stopped_ || next_ == extents_.size()) {
         return Taken::nothing;
     }
-    piece.parts.clear();
-    piece.bytes = 0;
-    piece.direct = false;
-    piece.limited = false;
-    piece.hauled = false;
+    chunk.parts.clear();
+    chunk.bytes = 0;
+    chunk.direct = false;
+    chunk.is_reserved = false;
+    chunk.is_coalesced = false;
     Extent& extent = extents_[next_];
-    if (next_at_ > 0 || extent.length > grain()) {
+    if (next_offset_ > 0 || extent.length > next_chunk_bytes()) {
         try {
-            const Taken taken = take_large(piece, extent, opening);
-            if (taken != Taken::piece) {
+            const Taken taken = take_large(chunk, extent, opening);
+            if (taken != Taken::chunk) {
                 return taken;
             }
         } catch (const Error& error) {
@@ -91,16 +92,17 @@ Taken Job::take(Piece& piece, std::atomic<bool>& opening) {
             return Taken::nothing;
         }
     } else {
-        take_small(piece);
+        take_small(chunk);
     }
-    taken_bytes_ += piece.bytes;
+    taken_bytes_ += chunk.bytes;
     ++in_flight_;
-    return Taken::piece;
+    return Taken::chunk;
 }
 
-// Decides how the next bytes of the extent are read, for the longest range with the same decision.
-bool Job::look_ahead(Extent& extent) {
-    if (next_at_ < window_end_) {
+// Returns whether the next bytes of the extent bypass the page cache. The decision is stored for the window that begins
+// with them.
+bool Job::is_next_direct(Extent& extent) {
+    if (next_offset_ < window_end_) {
         return window_direct_;
     }
     if (access_ == Access::buffered || direction_ == Direction::write) {
@@ -109,7 +111,7 @@ bool Job::look_ahead(Extent& extent) {
         return window_direct_;
     }
     File& file = *files_[extent.file];
-    const std::uint64_t left = extent.length - next_at_;
+    const std::uint64_t left = extent.length - next_offset_;
     if (file.direct() < 0) {
         window_end_ = extent.length;
         window_direct_ = false;
@@ -118,96 +120,96 @@ bool Job::look_ahead(Extent& extent) {
         window_direct_ = true;
     } else {
         // If cached and uncached ranges are close together, the window shrinks; otherwise it grows again.
-        std::uint64_t bytes = std::min(window_most_bytes, window_bytes_ * 4);
-        Residency found = file.residency_of(extent.offset + next_at_, std::min(left, bytes));
-        while (found.state == Cached::some && bytes > tuning_.direct_least_bytes) {
+        std::uint64_t bytes = std::min(window_max_bytes, window_bytes_ * 4);
+        Residency residency = file.residency_of(extent.offset + next_offset_, std::min(left, bytes));
+        while (residency.state == Cached::some && bytes > tuning_.direct_min_bytes) {
             bytes /= 4;
-            found = file.residency_of(extent.offset + next_at_, std::min(left, bytes));
+            residency = file.residency_of(extent.offset + next_offset_, std::min(left, bytes));
         }
         window_bytes_ = bytes;
-        window_end_ = next_at_ + std::min(left, bytes);
-        window_direct_ =
-            found.state == Cached::none || (found.state == Cached::some && found.cached_pages * 2 < found.pages);
+        window_end_ = next_offset_ + std::min(left, bytes);
+        window_direct_ = residency.state == Cached::none ||
+                         (residency.state == Cached::some && residency.cached_pages * 2 < residency.pages);
     }
     return window_direct_;
 }
 
 // Returns how many workers may read or write at the same time.
-std::size_t Job::limit_of(bool direct) const {
+std::size_t Job::reservations_max(bool direct) const {
     if (direction_ == Direction::read) {
         return direct ? tuning_.direct_readers_count : tuning_.workers_count;
     }
     return direct ? tuning_.direct_writers_count : tuning_.buffered_writers_count;
 }
 
-Taken Job::take_large(Piece& piece, Extent& extent, std::atomic<bool>& opening) {
-    const bool direct = look_ahead(extent);
-    const bool limited = direct || direction_ == Direction::write;
-    if (limited && limited_ >= limit_of(direct)) {
+Taken Job::take_large(Chunk& chunk, Extent& extent, std::atomic<bool>& opening) {
+    const bool direct = is_next_direct(extent);
+    const bool needs_reservation = direct || direction_ == Direction::write;
+    if (needs_reservation && reservations_ >= reservations_max(direct)) {
         return Taken::busy;
     }
     const std::uint64_t direct_bytes =
         direction_ == Direction::read ? tuning_.direct_read_bytes : tuning_.direct_write_bytes;
-    const std::uint64_t together = direct ? 0 : std::min(haul_grain(), window_end_ - next_at_);
-    const bool hauled = together > tuning_.piece_bytes;
-    if (hauled && opening.exchange(true, std::memory_order_relaxed)) {
+    const std::uint64_t coalesced_bytes = direct ? 0 : std::min(next_coalesced_bytes(), window_end_ - next_offset_);
+    const bool is_coalesced = coalesced_bytes > tuning_.chunk_bytes;
+    if (is_coalesced && opening.exchange(true, std::memory_order_relaxed)) {
         return Taken::busy;
     }
-    const std::uint64_t most = direct ? direct_bytes : hauled ? together : grain();
-    // Pieces end at block boundaries of the file, so that only the first and the last of an extent have partial blocks.
-    const std::uint64_t begin = extent.offset + next_at_;
-    std::uint64_t length = std::min(most, window_end_ - next_at_);
-    if (const std::uint64_t odd = (begin + length) % files_[extent.file]->alignment_bytes();
-        odd < length && next_at_ + length < extent.length) {
-        length -= odd;
+    const std::uint64_t length_max = direct ? direct_bytes : is_coalesced ? coalesced_bytes : next_chunk_bytes();
+    // Chunks end at block boundaries of the file, so that only the first and the last of an extent have partial blocks.
+    const std::uint64_t begin = extent.offset + next_offset_;
+    std::uint64_t length = std::min(length_max, window_end_ - next_offset_);
+    if (const std::uint64_t partial = (begin + length) % files_[extent.file]->alignment_bytes();
+        partial < length && next_offset_ + length < extent.length) {
+        length -= partial;
     }
-    piece.direct = direct;
-    piece.limited = limited;
-    piece.hauled = hauled;
-    limited_ += limited ? 1 : 0;
-    piece.bytes = length;
-    piece.parts.push_back(Part{.extent = next_, .at = next_at_, .length = length});
-    next_at_ += length;
+    chunk.direct = direct;
+    chunk.is_reserved = needs_reservation;
+    chunk.is_coalesced = is_coalesced;
+    reservations_ += needs_reservation ? 1 : 0;
+    chunk.bytes = length;
+    chunk.parts.push_back(Part{.extent = next_, .extent_offset = next_offset_, .length = length});
+    next_offset_ += length;
     skip_empty();
-    return Taken::piece;
+    return Taken::chunk;
 }
 
-void Job::take_small(Piece& piece) {
-    const std::uint64_t most = grain();
-    while (next_ < extents_.size() && next_at_ == 0 && piece.parts.size() < parts_max &&
-           piece.bytes + extents_[next_].length <= most) {
+void Job::take_small(Chunk& chunk) {
+    const std::uint64_t bytes_max = next_chunk_bytes();
+    while (next_ < extents_.size() && next_offset_ == 0 && chunk.parts.size() < parts_max &&
+           chunk.bytes + extents_[next_].length <= bytes_max) {
         const Extent& extent = extents_[next_];
-        piece.parts.push_back(Part{.extent = next_, .at = 0, .length = extent.length});
-        piece.bytes += extent.length;
-        next_at_ = extent.length;
+        chunk.parts.push_back(Part{.extent = next_, .extent_offset = 0, .length = extent.length});
+        chunk.bytes += extent.length;
+        next_offset_ = extent.length;
         skip_empty();
     }
 }
 
-void Job::release(Piece& piece) {
-    if (piece.limited) {
-        piece.limited = false;
-        release_place();
+void Job::release_reservation(Chunk& chunk) {
+    if (chunk.is_reserved) {
+        chunk.is_reserved = false;
+        release_reservation();
     }
 }
 
-void Job::release_place() {
+void Job::release_reservation() {
     const std::lock_guard lock(mutex_);
-    --limited_;
+    --reservations_;
 }
 
-void Job::settle(Piece& piece, std::uint64_t direct_bytes) {
+void Job::settle(Chunk& chunk, std::uint64_t direct_bytes) {
     std::uint64_t bytes = 0;
-    for (const Part& each : piece.parts) {
+    for (const Part& each : chunk.parts) {
         bytes += each.done;
         file(each).settle(each.length);
     }
     std::unique_lock lock(mutex_);
-    if (bytes < piece.bytes) {
-        for (const Part& each : piece.parts) {
+    if (bytes < chunk.bytes) {
+        for (const Part& each : chunk.parts) {
             if (each.done < each.length) {
                 Extent& extent = extents_[each.extent];
-                extent.stop = std::min(extent.stop, each.at + each.done);
+                extent.stop = std::min(extent.stop, each.extent_offset + each.done);
             }
         }
     }
@@ -265,7 +267,7 @@ void Job::cancel() {
 void Job::end_unlocked() {
     // Ranges that were never taken did not arrive.
     if (next_ < extents_.size()) {
-        extents_[next_].stop = std::min(extents_[next_].stop, next_at_);
+        extents_[next_].stop = std::min(extents_[next_].stop, next_offset_);
         for (std::uint32_t later = next_ + 1; later < extents_.size(); ++later) {
             extents_[later].stop = 0;
         }
@@ -301,12 +303,12 @@ Progress Job::progress() {
 
 std::vector<std::uint64_t> Job::arrived() {
     const std::lock_guard lock(mutex_);
-    std::vector<std::uint64_t> found;
-    found.reserve(extents_.size());
+    std::vector<std::uint64_t> bytes;
+    bytes.reserve(extents_.size());
     for (const Extent& each : extents_) {
-        found.push_back(std::min(each.stop, each.length));
+        bytes.push_back(std::min(each.stop, each.length));
     }
-    return found;
+    return bytes;
 }
 
 } // namespace gdrkit::engine

@@ -1,4 +1,4 @@
-// A job: the ranges of files of one call and their memory, which workers take in pieces, in order.
+// A job: the ranges of files of one call and their memory, which workers take in chunks, in order.
 #pragma once
 
 #include <atomic>
@@ -25,21 +25,23 @@ inline constexpr int host_memory = -1;
 // Settings with the fastest values of the measurements in reports/baselines; see gdrkit.gds.EngineOptions.
 struct Tuning {
     std::size_t workers_count = 12;
-    std::size_t slots_count = 2;             // Staging buffers of each worker.
-    std::uint64_t piece_bytes = 4U << 20U;   // Size of a staging buffer.
-    std::uint64_t first_bytes = 512U << 10U; // Pieces grow from this and shrink to it; piece_bytes: all have one size.
-    std::uint64_t haul_bytes = 8U << 20U;    // Size of a coalesced copy; at most piece_bytes: there are none.
-    std::size_t hauls_count = 6;             // Number of coalesced copies of all workers.
-    std::uint64_t load_bytes = 1U << 20U;    // What one worker fills at a time.
-    bool sleeps_until_asked = true;          // How a thread waits for a device: see Lane::wait.
-    std::size_t direct_readers_count = 2;    // Concurrent O_DIRECT reads of one job,
-    std::uint64_t direct_read_bytes = 4U << 20U; // and the size of each.
-    std::size_t direct_writers_count = 2;        // Concurrent O_DIRECT writes of one job.
+    std::size_t buffers_count = 2;         // Staging buffers of each worker.
+    std::uint64_t chunk_bytes = 4U << 20U; // Largest size of a chunk, and the size of a staging buffer.
+    // Size of the first and of the last chunks of a job. Between them the chunks are larger, up to chunk_bytes.
+    std::uint64_t first_chunk_bytes = 512U << 10U;
+    std::uint64_t coalesced_bytes = 8U << 20U; // Size of a coalesced copy. There are none if it is at most chunk_bytes.
+    std::size_t coalesced_count = 6;           // Number of buffers for coalesced copies, for all workers together.
+    std::uint64_t slice_bytes = 1U << 20U;     // Part of a coalesced copy that one worker fills at a time.
+    bool polls_device = true;                  // How a thread waits for a device: see CopyStream::wait.
+    std::size_t direct_readers_count = 2;      // Concurrent O_DIRECT reads of one job.
+    std::uint64_t direct_read_bytes = 4U << 20U;
+    std::size_t direct_writers_count = 2; // Concurrent O_DIRECT writes of one job.
     std::uint64_t direct_write_bytes = 16U << 20U;
-    std::size_t buffered_writers_count = 2;         // Concurrent writes into the page cache for one job.
-    std::uint64_t direct_least_bytes = 256U << 10U; // Shorter ranges are read through the page cache.
+    std::size_t buffered_writers_count = 2;       // Concurrent writes into the page cache for one job.
+    std::uint64_t direct_min_bytes = 256U << 10U; // Shorter ranges are read through the page cache.
 };
 
+// One range of a file and its memory.
 struct Extent {
     std::uint32_t file = 0;
     std::uint64_t offset = 0;
@@ -48,40 +50,43 @@ struct Extent {
     std::uint64_t stop = UINT64_MAX; // Offset in the extent of the first byte that did not arrive.
 };
 
+// The part of one extent that belongs to a chunk.
 struct Part {
     std::uint32_t extent = 0;
-    std::uint64_t at = 0;
+    std::uint64_t extent_offset = 0;
     std::uint64_t length = 0;
-    std::uint64_t done = 0;
-    std::uint64_t where = 0; // Offset in the staging memory of the piece,
-    bool direct = false;     // and whether it bypasses the page cache.
+    std::uint64_t done = 0; // Bytes that were moved, from the beginning of the part.
+    std::uint64_t staging_offset = 0;
+    bool direct = false; // Bypasses the page cache.
 };
 
-class Haul;
+class CoalescedCopy;
 class Job;
 
-struct Piece {
+// The work that a worker takes at a time: parts of one or more extents of a job, or one slice of a coalesced copy.
+struct Chunk {
     std::shared_ptr<Job> job;
     std::vector<Part> parts;
     std::uint64_t bytes = 0;
     bool direct = false;
-    bool limited = false; // Counts against the limit of O_DIRECT users or of buffered writers.
-    bool hauled = false;  // The worker that takes it opens a coalesced copy.
-    // If `haul` is set, the piece is instead one chunk of a coalesced copy, which is to be filled.
-    std::shared_ptr<Haul> haul;
-    std::size_t load = 0;
+    bool is_reserved = false;  // Holds one of the job's reservations for O_DIRECT users or buffered writers.
+    bool is_coalesced = false; // The worker that takes the chunk opens a coalesced copy for it.
+    // If `copy` is set, the work is to fill slice number `slice` of this copy, and the members above are not used.
+    std::shared_ptr<CoalescedCopy> copy;
+    std::size_t slice = 0;
 };
 
 struct Progress {
     std::uint64_t bytes = 0;        // Bytes that arrived.
     std::uint64_t direct_bytes = 0; // The part of them that used O_DIRECT.
-    bool cancelled = false;         // Cancelled before all pieces were started.
+    bool cancelled = false;         // Cancelled before all chunks were started.
     std::optional<Failure> failure; // The first failure.
     std::uint32_t failed_extent = 0;
     int direct_refusal = 0; // The errno with which the file system refused O_DIRECT.
 };
 
-enum class Taken { nothing, busy, piece };
+// The result of a request for work. `busy`: there is work, but not for this worker now.
+enum class Taken { nothing, busy, chunk };
 
 class Job {
 public:
@@ -94,19 +99,19 @@ public:
     int device() const noexcept { return device_; }
     const Extent& extent(const Part& part) const noexcept { return extents_[part.extent]; }
     File& file(const Part& part) noexcept { return *files_[extents_[part.extent].file]; }
-    // Approximate number of workers that have something to do in this job.
-    std::size_t pieces_count() const noexcept { return pieces_count_; }
+    // Approximate number of chunks that the job will have.
+    std::size_t chunks_count() const noexcept { return chunks_count_; }
 
-    // Takes the next piece. `busy` means that a piece is left, but too many workers are active, or another worker opens
-    // a coalesced copy (`opening`). `opening` is set if this piece needs one. A failure to start a piece ends the job.
-    Taken take(Piece& piece, std::atomic<bool>& opening);
-    // The file I/O of a limited piece is over, so another worker may start one.
-    void release(Piece& piece);
-    // Same as `release`, for a worker that has kept the reservation of a piece.
-    void release_place();
-    // Every byte of the piece has arrived or never will. The `done` of its parts says which.
-    void settle(Piece& piece, std::uint64_t direct_bytes);
-    // Stores a failure and starts no further pieces. Only the first failure is kept.
+    // Takes the next chunk. `busy` means that a chunk is left, but too many workers are active, or another worker opens
+    // a coalesced copy (`opening`). `opening` is set if this chunk needs one. A failure to start a chunk ends the job.
+    Taken take(Chunk& chunk, std::atomic<bool>& opening);
+    // Releases the reservation of a chunk, if it has one, so that another worker may start file I/O.
+    void release_reservation(Chunk& chunk);
+    // Releases one reservation that a worker has taken over from a chunk.
+    void release_reservation();
+    // Reports that every byte of the chunk has arrived or never will; `done` of each part is the number that arrived.
+    void settle(Chunk& chunk, std::uint64_t direct_bytes);
+    // Stores the failure, if it is the first one. No further chunks are started.
     void fail(std::uint32_t extent, Failure failure);
     void cancel();
 
@@ -118,12 +123,12 @@ public:
     std::vector<std::uint64_t> arrived();
 
 private:
-    bool look_ahead(Extent& extent);
-    Taken take_large(Piece& piece, Extent& extent, std::atomic<bool>& opening);
-    void take_small(Piece& piece);
-    std::uint64_t grain() const;
-    std::uint64_t haul_grain() const;
-    std::size_t limit_of(bool direct) const;
+    bool is_next_direct(Extent& extent);
+    Taken take_large(Chunk& chunk, Extent& extent, std::atomic<bool>& opening);
+    void take_small(Chunk& chunk);
+    std::uint64_t next_chunk_bytes() const;
+    std::uint64_t next_coalesced_bytes() const;
+    std::size_t reservations_max(bool direct) const;
     void skip_empty();
     bool is_last_unlocked() const { return in_flight_ == 0 && (stopped_ || next_ == extents_.size()); }
     std::optional<Failure> make_durable();
@@ -136,20 +141,20 @@ private:
     const std::vector<std::shared_ptr<File>> files_;
     std::vector<Extent> extents_;
     const bool durable_;
-    std::uint64_t whole_bytes_ = 0;
-    std::uint64_t least_bytes_ = 0; // Least size of a piece, if the extent has as many bytes.
-    std::size_t pieces_count_ = 0;
+    std::uint64_t total_bytes_ = 0;
+    std::uint64_t chunk_min_bytes_ = 0; // Least size of a chunk, if the extent has as many bytes.
+    std::size_t chunks_count_ = 0;
 
     std::mutex mutex_;
     std::condition_variable over_changed_;
-    std::uint32_t next_ = 0;    // The first extent that is not taken completely,
-    std::uint64_t next_at_ = 0; // and how much of it is taken.
+    std::uint32_t next_ = 0;        // Index of the first extent that is not taken completely.
+    std::uint64_t next_offset_ = 0; // Bytes of it that are taken.
     std::uint64_t taken_bytes_ = 0;
     std::uint64_t window_end_ = 0;   // `window_direct_` is valid up to this offset in the extent.
     std::uint64_t window_bytes_ = 0; // Size of the last window whose cache state was queried.
     bool window_direct_ = false;
     std::size_t in_flight_ = 0;
-    std::size_t limited_ = 0;
+    std::size_t reservations_ = 0;
     bool stopped_ = false;
     bool over_ = false;
     Progress progress_;

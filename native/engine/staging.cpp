@@ -6,48 +6,48 @@
 #include <cstdint>
 
 #include "engine/cuda_driver.hpp"
-#include "engine/place.hpp"
+#include "engine/numa.hpp"
 
 namespace gdrkit::engine {
 namespace {
 
 constexpr std::size_t huge_page_bytes = 2U << 20U;
 
-std::size_t up(std::size_t value) {
+std::size_t round_up(std::size_t value) {
     return (value + huge_page_bytes - 1) & ~(huge_page_bytes - 1);
 }
 
 } // namespace
 
-Staging::Staging(std::size_t length, int node) : length_(up(length)) {
+Staging::Staging(std::size_t length, int node) : length_(round_up(length)) {
     // The mapping has one more huge page, so that the memory can begin at a huge page.
     const std::size_t mapped = length_ + huge_page_bytes;
-    void* const found = mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (found == MAP_FAILED) {
+    void* const mapping = mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (mapping == MAP_FAILED) {
         throw kernel_error("mmap", errno);
     }
-    auto* const begin = static_cast<std::byte*>(found);
-    at_ = begin + (up(reinterpret_cast<std::uintptr_t>(begin)) - reinterpret_cast<std::uintptr_t>(begin));
-    if (at_ != begin) {
-        munmap(begin, static_cast<std::size_t>(at_ - begin));
+    auto* const begin = static_cast<std::byte*>(mapping);
+    data_ = begin + (round_up(reinterpret_cast<std::uintptr_t>(begin)) - reinterpret_cast<std::uintptr_t>(begin));
+    if (data_ != begin) {
+        munmap(begin, static_cast<std::size_t>(data_ - begin));
     }
-    if (const std::size_t rest = mapped - length_ - static_cast<std::size_t>(at_ - begin); rest != 0) {
-        munmap(at_ + length_, rest);
+    if (const std::size_t rest = mapped - length_ - static_cast<std::size_t>(data_ - begin); rest != 0) {
+        munmap(data_ + length_, rest);
     }
     // A child of fork does not need this memory, and copy-on-write must not replace pages that a device uses.
-    madvise(at_, length_, MADV_DONTFORK);
-    madvise(at_, length_, MADV_HUGEPAGE);
-    prefer_node(at_, length_, node);
+    madvise(data_, length_, MADV_DONTFORK);
+    madvise(data_, length_, MADV_HUGEPAGE);
+    prefer_node(data_, length_, node);
 }
 
 Staging::~Staging() {
-    munmap(at_, length_);
+    munmap(data_, length_);
 }
 
 void Staging::pin() {
     const std::lock_guard lock(pinning_);
     if (!pinned_) {
-        cuda::check("cuMemHostRegister", cuda::driver().host_register(at_, length_, cuda::host_register_portable));
+        cuda::check("cuMemHostRegister", cuda::driver().host_register(data_, length_, cuda::host_register_portable));
         pinned_ = true;
     }
 }
@@ -55,7 +55,7 @@ void Staging::pin() {
 void Staging::unpin() noexcept {
     const std::lock_guard lock(pinning_);
     if (pinned_) {
-        cuda::driver().host_unregister(at_);
+        cuda::driver().host_unregister(data_);
         pinned_ = false;
     }
 }

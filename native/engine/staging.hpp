@@ -14,7 +14,7 @@ public:
     Staging(const Staging&) = delete;
     Staging& operator=(const Staging&) = delete;
 
-    std::byte* at() const noexcept { return at_; }
+    std::byte* data() const noexcept { return data_; }
     std::size_t length() const noexcept { return length_; }
     // Registers the memory with the driver for all devices. A context must be current. Throws Error.
     void pin();
@@ -22,7 +22,7 @@ public:
     void unpin() noexcept;
 
 private:
-    std::byte* at_ = nullptr;
+    std::byte* data_ = nullptr;
     std::size_t length_ = 0;
     std::mutex pinning_;
     bool pinned_ = false;

@@ -71,7 +71,7 @@ def test_words_that_mean_nothing(tmp_path: Path) -> None:
             gds.File(path, **wrong)
     with pytest.raises(UsageError):
         gds.read_files([path], bytearray(1), [1], access=wrong.get("access", "fast"))
-    for wrong in ({"workers_count": 0}, {"piece_bytes": 0}, {"slots_count": -1}, {"direct_read_bytes": 1 << 60}):
+    for wrong in ({"workers_count": 0}, {"chunk_bytes": 0}, {"buffers_count": -1}, {"direct_read_bytes": 1 << 60}):
         with pytest.raises(UsageError):
             gds.EngineOptions(**wrong)
 

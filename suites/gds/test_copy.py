@@ -47,7 +47,7 @@ def test_a_copy_is_its_original(tmp_path: Path, seed: int, device_index: int, si
         source,
         copy,
         device_index=device_index,
-        piece_bytes=MIB,
+        chunk_bytes=MIB,
         direct="never",
         durable=True,
         check=True,
@@ -93,7 +93,7 @@ def test_a_copy_that_fails_half_way_leaves_the_old_file(tmp_path: Path, seed: in
     with UnrulyFiles(tmp_path / "mount", length_bytes=4 * MIB, seed=seed) as unruly:
         unruly.say(f"eio {3 * MIB + 5}")
         with pytest.raises(gds.TransferFailed) as failed:
-            gds.copy_file(unruly.path, copy, device_index=device_index, piece_bytes=MIB, direct="never")
+            gds.copy_file(unruly.path, copy, device_index=device_index, chunk_bytes=MIB, direct="never")
         assert failed.value.errno == errno.EIO
         assert failed.value.transferred.bytes == 5
     assert copy.read_bytes() == b"old"
@@ -109,7 +109,7 @@ def test_a_copy_that_is_interrupted_leaves_nothing(tmp_path: Path) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         gds.copy_file(
-            tmp_path / "file", tmp_path / "copy", device_index=gds.HOST, piece_bytes=MIB, on_progress=interrupt
+            tmp_path / "file", tmp_path / "copy", device_index=gds.HOST, chunk_bytes=MIB, on_progress=interrupt
         )
     assert names(tmp_path) == ["file"]
 

@@ -225,7 +225,7 @@ def test_ranges_of_a_sparse_file_span_chunks(tmp_path: Path, seed: int) -> None:
     with source.open("wb") as file:
         for number in range(40):
             os.pwrite(file.fileno(), pattern.payload(20 * KIB, seed=seed + number), number * 64 * KIB)
-    copy(source, tmp_path / "copy", piece_bytes=50_001)
+    copy(source, tmp_path / "copy", chunk_bytes=50_001)
     assert (tmp_path / "copy").read_bytes() == source.read_bytes()
 
 

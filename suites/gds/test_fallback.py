@@ -39,9 +39,9 @@ def path(tmp_path: Path, seed: int) -> Iterator[Path]:
 
 @pytest.fixture(autouse=True)
 def nothing_said_yet() -> Iterator[None]:
-    direct.say_again()
+    direct.forget_warnings()
     yield
-    direct.say_again()
+    direct.forget_warnings()
 
 
 def test_one_warning_names_the_cause_and_the_disk_is_read_past_the_page_cache(

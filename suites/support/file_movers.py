@@ -40,13 +40,13 @@ class Movers:
     path: Path
     memory: CudaMemory
     device: Device
-    piece_bytes: int
+    chunk_bytes: int
     stack: ExitStack
     durable: bool = False
 
     @property
     def _offsets(self) -> range:
-        return range(0, self.memory.length_bytes, self.piece_bytes)
+        return range(0, self.memory.length_bytes, self.chunk_bytes)
 
     def all(self, *, write: bool) -> tuple[dict[str, Callable[[], object]], str]:
         """Each by its name, and why there is none that is direct; empty where there is."""
@@ -71,12 +71,12 @@ class Movers:
                         self.memory,
                         file_offset_bytes=at,
                         buffer_offset_bytes=at,
-                        length_bytes=self.piece_bytes,
+                        length_bytes=self.chunk_bytes,
                         durable=self.durable,
                     )
                 else:
                     file.read_into(
-                        self.memory, file_offset_bytes=at, buffer_offset_bytes=at, length_bytes=self.piece_bytes
+                        self.memory, file_offset_bytes=at, buffer_offset_bytes=at, length_bytes=self.chunk_bytes
                     )
 
         return move
@@ -85,18 +85,18 @@ class Movers:
         descriptor = os.open(self.path, os.O_RDWR)
         self.stack.callback(os.close, descriptor)
         stream = self.stack.enter_context(self.device.stream())
-        pinned = self.stack.enter_context(PinnedMemory(self.device, self.piece_bytes))
+        pinned = self.stack.enter_context(PinnedMemory(self.device, self.chunk_bytes))
 
         def move() -> None:
             for at in self._offsets:
                 if write:
                     stream.read_into(self.memory, pinned.view(), offset_bytes=at)
                     stream.synchronize()
-                    assert os.pwrite(descriptor, pinned.view(), at) == self.piece_bytes
+                    assert os.pwrite(descriptor, pinned.view(), at) == self.chunk_bytes
                     if self.durable:
                         os.fdatasync(descriptor)
                 else:
-                    assert os.preadv(descriptor, [pinned.view()], at) == self.piece_bytes
+                    assert os.preadv(descriptor, [pinned.view()], at) == self.chunk_bytes
                     stream.write(self.memory, pinned.view(), offset_bytes=at)
                     stream.synchronize()
 

@@ -44,21 +44,21 @@ AS_IT_IS: Options = {}
 CACHED: list[Options] = [
     AS_IT_IS,
     # Each thread loads copies of its own.
-    {"haul_bytes": 4 * MIB},
-    {"haul_bytes": 4 * MIB, "piece_bytes": 2 * MIB, "slots_count": 3},
+    {"coalesced_bytes": 4 * MIB},
+    {"coalesced_bytes": 4 * MIB, "chunk_bytes": 2 * MIB, "buffers_count": 3},
     *(
-        {"haul_bytes": haul * MIB, "hauls_count": hauls, "load_bytes": load * KIB}
+        {"coalesced_bytes": haul * MIB, "coalesced_count": hauls, "slice_bytes": load * KIB}
         for haul, hauls, load in itertools.product((8, 16, 32), (3, 4, 5, 8), (512, 1024, 2048))
         if 32 <= haul * hauls <= 128 and (load == 1024 or haul * hauls == 64)
     ),
     *({"workers_count": workers} for workers in (8, 10, 14, 16)),
-    {"piece_bytes": 2 * MIB, "first_bytes": 2 * MIB},
-    {"sleeps_until_asked": False},
+    {"chunk_bytes": 2 * MIB, "first_chunk_bytes": 2 * MIB},
+    {"polls_device": False},
 ]
 HOST_READS: list[Options] = [
     AS_IT_IS,
     *(
-        {"workers_count": workers, "piece_bytes": piece * MIB, "first_bytes": first * MIB}
+        {"workers_count": workers, "chunk_bytes": piece * MIB, "first_chunk_bytes": first * MIB}
         for workers, piece, first in ((16, 4, 4), (16, 8, 1), (16, 16, 16), (14, 8, 8), (12, 8, 8), (8, 8, 8))
     ),
 ]
@@ -78,9 +78,9 @@ COLD: list[Options] = [
         for readers, piece in ((1, 4), (1, 8), (2, 2), (2, 8), (3, 4), (4, 2), (4, 4), (4, 16), (8, 4))
     ),
     *(
-        {"direct_readers_count": readers, "direct_read_bytes": 4 * MIB, "piece_bytes": 4 * MIB, **few}
+        {"direct_readers_count": readers, "direct_read_bytes": 4 * MIB, "chunk_bytes": 4 * MIB, **few}
         for readers in (2, 4)
-        for few in ({"workers_count": readers, "slots_count": 1}, {"workers_count": readers + 1, "slots_count": 2})
+        for few in ({"workers_count": readers, "buffers_count": 1}, {"workers_count": readers + 1, "buffers_count": 2})
     ),
 ]
 RAW = ((1, 4), (1, 16), (2, 4), (2, 8), (4, 4), (4, 16))
@@ -157,7 +157,7 @@ class Sweep:
         with contextlib.ExitStack() as stack:
             copy, free = pinned_copier(self.device, self.memory, length_bytes=length_bytes)
             stack.callback(free)
-            other = Engine(EngineOptions(piece_bytes=4 * MIB, slots_count=3))
+            other = Engine(EngineOptions(chunk_bytes=4 * MIB, buffers_count=3))
             stack.callback(other.close)
 
             def others() -> None:

@@ -9,14 +9,15 @@ using namespace gdrkit::engine::test;
 int main() {
     const Folder folder;
     const Bytes data = pattern(3 * mib, 1);
-    const Descriptor fd = file_of(folder.at("file"), data);
+    const Descriptor fd = create_file(folder.at("file"), data);
     const auto file = std::make_shared<File>(fd.get());
     Engine engine(small_tuning(), -1);
-    Bytes found(data.size());
-    CHECK(whole(moved(engine, Direction::read, host_memory, file, 0, address_of(found), data.size()), data.size()));
-    CHECK(found == data);
+    Bytes memory(data.size());
+    CHECK(is_complete(transfer(engine, Direction::read, host_memory, file, 0, address_of(memory), data.size()),
+                      data.size()));
+    CHECK(memory == data);
     for (int round = 0; round < 2; ++round) {
-        const Progress refused = moved(engine, Direction::read, 0, file, 0, 4096, data.size());
+        const Progress refused = transfer(engine, Direction::read, 0, file, 0, 4096, data.size());
         CHECK(refused.failure && refused.failure->number == ENOENT && refused.bytes == 0);
         CHECK(std::string(refused.failure->operation) == "dlopen");
     }

@@ -44,9 +44,9 @@ public:
         in_context([&] { CHECK(cu("cuCtxSynchronize") == 0); });
     }
     Bytes read(u64 at, u64 length) {
-        Bytes found(length);
-        in_context([&] { CHECK(cu("cuMemcpyDtoH_v2", static_cast<void*>(found.data()), address_ + at, length) == 0); });
-        return found;
+        Bytes bytes(length);
+        in_context([&] { CHECK(cu("cuMemcpyDtoH_v2", static_cast<void*>(bytes.data()), address_ + at, length) == 0); });
+        return bytes;
     }
 
 private:
@@ -64,9 +64,9 @@ private:
 };
 
 inline void* current_context() {
-    void* found = nullptr;
-    CHECK(cu("cuCtxGetCurrent", &found) == 0);
-    return found;
+    void* context = nullptr;
+    CHECK(cu("cuCtxGetCurrent", &context) == 0);
+    return context;
 }
 
 } // namespace gdrkit::engine::test

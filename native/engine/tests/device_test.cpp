@@ -11,28 +11,28 @@ using namespace gdrkit::engine::test;
 
 namespace {
 
-constexpr Access ways[] = {Access::automatic, Access::buffered, Access::direct};
+constexpr Access access_modes[] = {Access::automatic, Access::buffered, Access::direct};
 
-std::shared_ptr<File> borrowed(const Descriptor& fd) {
+std::shared_ptr<File> descriptor_file(const Descriptor& fd) {
     return std::make_shared<File>(fd.get());
 }
 
 void check_reads(const Folder& folder, Engine& engine) {
     const Bytes data = pattern(5 * mib + 777, 1);
-    const Descriptor fd = file_of(folder.at("read"), data);
+    const Descriptor fd = create_file(folder.at("read"), data);
     Memory memory(0, 6 * mib);
-    for (const Access access : ways) {
+    for (const Access access : access_modes) {
         for (const u64 offset : {u64{0}, u64{4095}, mib + 1}) {
             for (const bool is_cold : {false, true}) {
                 if (is_cold) {
-                    forget(fd, 0, 3 * mib); // The rest stays cached, so that the range is mixed.
+                    drop_cache(fd, 0, 3 * mib); // The rest stays cached, so that the range is mixed.
                 }
                 memory.fill();
                 const u64 length = data.size() - offset - 5;
-                CHECK(
-                    whole(moved(engine, Direction::read, 0, borrowed(fd), offset, memory.address() + 3, length, access),
-                          length));
-                CHECK(memory.read(3, length) == part(data, offset, length));
+                CHECK(is_complete(transfer(engine, Direction::read, 0, descriptor_file(fd), offset,
+                                           memory.address() + 3, length, access),
+                                  length));
+                CHECK(memory.read(3, length) == sub_range(data, offset, length));
                 CHECK(memory.read(0, 3) == Bytes(3, std::byte{0xa5}));
                 CHECK(memory.read(3 + length, 64) == Bytes(64, std::byte{0xa5}));
             }
@@ -43,17 +43,18 @@ void check_reads(const Folder& folder, Engine& engine) {
 
 void check_writes(const Folder& folder, Engine& engine) {
     Bytes data = pattern(5 * mib, 2);
-    const Descriptor fd = file_of(folder.at("written"), data);
+    const Descriptor fd = create_file(folder.at("written"), data);
     Memory memory(0, 4 * mib);
-    for (const Access access : ways) {
+    for (const Access access : access_modes) {
         for (const u64 offset : {u64{0}, u64{511}, 2 * mib + 5}) {
-            const Bytes mine = pattern(4 * mib, static_cast<unsigned>(offset % 251) + static_cast<unsigned>(access));
-            memory.write(mine);
+            const Bytes written = pattern(4 * mib, static_cast<unsigned>(offset % 251) + static_cast<unsigned>(access));
+            memory.write(written);
             const u64 length = 3 * mib + 17;
-            CHECK(whole(moved(engine, Direction::write, 0, borrowed(fd), offset, memory.address() + 1, length, access),
-                        length));
+            CHECK(is_complete(transfer(engine, Direction::write, 0, descriptor_file(fd), offset, memory.address() + 1,
+                                       length, access),
+                              length));
             data.resize(std::max<std::size_t>(data.size(), offset + length));
-            std::copy_n(mine.begin() + 1, length, data.begin() + static_cast<std::ptrdiff_t>(offset));
+            std::copy_n(written.begin() + 1, length, data.begin() + static_cast<std::ptrdiff_t>(offset));
             CHECK(contents(fd) == data);
         }
     }
@@ -61,31 +62,32 @@ void check_writes(const Folder& folder, Engine& engine) {
 
 // Thousands of ranges take a few copies and arrive in the given order.
 void check_many_ranges(const Folder& folder, Engine& engine) {
-    std::mt19937_64 chance(3);
+    std::mt19937_64 random(3);
     const Bytes data = pattern(2 * mib, 3);
-    const Descriptor fd = file_of(folder.at("ranges"), data);
+    const Descriptor fd = create_file(folder.at("ranges"), data);
     Memory memory(0, 8 * mib);
     std::vector<Extent> extents;
     Bytes expected;
     while (expected.size() < 5 * mib) {
-        const u64 length = chance() % 6 == 0 ? chance() % (600 * kib) : chance() % 5000;
-        const u64 offset = chance() % (data.size() - length);
+        const u64 length = random() % 6 == 0 ? random() % (600 * kib) : random() % 5000;
+        const u64 offset = random() % (data.size() - length);
         extents.push_back(Extent{0, offset, memory.address() + expected.size(), length});
-        const Bytes piece = part(data, offset, length);
-        expected.insert(expected.end(), piece.begin(), piece.end());
+        const Bytes chunk = sub_range(data, offset, length);
+        expected.insert(expected.end(), chunk.begin(), chunk.end());
     }
-    forget(fd, mib);
-    const auto job = started(engine, Direction::read, 0, {borrowed(fd)}, extents);
-    CHECK(job->wait(-1) && whole(job->progress(), expected.size()));
+    drop_cache(fd, mib);
+    const auto job = start_job(engine, Direction::read, 0, {descriptor_file(fd)}, extents);
+    CHECK(job->wait(-1) && is_complete(job->progress(), expected.size()));
     CHECK(memory.read(0, expected.size()) == expected);
 }
 
 // Bytes that a file does not have leave the memory unchanged.
 void check_a_short_file(const Folder& folder, Engine& engine) {
     const Bytes data = pattern(mib + 5, 4);
-    const Descriptor fd = file_of(folder.at("short"), data);
+    const Descriptor fd = create_file(folder.at("short"), data);
     Memory memory(0, 2 * mib);
-    const auto job = started(engine, Direction::read, 0, {borrowed(fd)}, {Extent{0, 0, memory.address(), 2 * mib}});
+    const auto job =
+        start_job(engine, Direction::read, 0, {descriptor_file(fd)}, {Extent{0, 0, memory.address(), 2 * mib}});
     CHECK(job->wait(-1) && !job->progress().failure && job->progress().bytes == data.size());
     CHECK(job->arrived()[0] == data.size() && memory.read(0, data.size()) == data);
     CHECK(memory.read(data.size(), mib - 5) == Bytes(mib - 5, std::byte{0xa5}));
@@ -93,7 +95,7 @@ void check_a_short_file(const Folder& folder, Engine& engine) {
 
 void check_short_transfers(const Folder& folder, Engine& engine) {
     const Bytes data = pattern(mib, 5);
-    const Descriptor fd = file_of(folder.at("small"), data);
+    const Descriptor fd = create_file(folder.at("small"), data);
     std::vector<std::thread> callers;
     for (int number = 0; number < 3; ++number) {
         callers.emplace_back([&, number] {
@@ -102,9 +104,10 @@ void check_short_transfers(const Folder& folder, Engine& engine) {
             Memory memory(device, 64 * kib);
             for (u64 round = 0; round < 40; ++round) {
                 const u64 length = 1 + round * 1009, offset = round * 7777 + static_cast<u64>(number);
-                const Moved found =
+                const IoResult result =
                     engine.transfer_small(Direction::read, file, offset, memory.address(), length, device);
-                CHECK(!found.failure && found.bytes == length && memory.read(0, length) == part(data, offset, length));
+                CHECK(!result.failure && result.bytes == length &&
+                      memory.read(0, length) == sub_range(data, offset, length));
             }
         });
     }
@@ -119,25 +122,25 @@ void check_many_callers(const Folder& folder, Engine& engine) {
     for (int number = 0; number < 4; ++number) {
         callers.emplace_back([&, number] {
             const Bytes data = pattern(2 * mib, 50 + static_cast<unsigned>(number));
-            const Descriptor fd = file_of(folder.at("caller" + std::to_string(number)), data);
-            const auto source = borrowed(fd);
-            const Descriptor copy = opened(folder.at("copy" + std::to_string(number)));
+            const Descriptor fd = create_file(folder.at("caller" + std::to_string(number)), data);
+            const auto source = descriptor_file(fd);
+            const Descriptor copy = open_file(folder.at("copy" + std::to_string(number)));
             Memory memory(number % 2, data.size());
             for (int round = 0; round < 4; ++round) {
                 memory.fill();
-                const auto job = started(engine, Direction::read, memory.device(), {source},
-                                         {Extent{0, 0, memory.address(), data.size()}});
+                const auto job = start_job(engine, Direction::read, memory.device(), {source},
+                                           {Extent{0, 0, memory.address(), data.size()}});
                 if (round == 2) {
                     job->cancel();
                 }
                 CHECK(job->wait(-1));
                 const u64 arrived = job->arrived()[0];
                 CHECK(arrived == data.size() || job->progress().cancelled);
-                CHECK(memory.read(0, arrived) == part(data, 0, arrived));
+                CHECK(memory.read(0, arrived) == sub_range(data, 0, arrived));
             }
-            CHECK(whole(
-                moved(engine, Direction::write, memory.device(), borrowed(copy), 0, memory.address(), data.size()),
-                data.size()));
+            CHECK(is_complete(transfer(engine, Direction::write, memory.device(), descriptor_file(copy), 0,
+                                       memory.address(), data.size()),
+                              data.size()));
             CHECK(contents(copy) == data);
         });
     }
@@ -148,42 +151,42 @@ void check_many_callers(const Folder& folder, Engine& engine) {
 
 // A device that does not exist fails only its own job.
 void check_no_such_device(const Folder& folder, Engine& engine) {
-    const Descriptor fd = file_of(folder.at("nowhere"), pattern(mib, 6));
-    const Progress refused = moved(engine, Direction::read, 77, borrowed(fd), 0, 4096, mib);
+    const Descriptor fd = create_file(folder.at("nowhere"), pattern(mib, 6));
+    const Progress refused = transfer(engine, Direction::read, 77, descriptor_file(fd), 0, 4096, mib);
     CHECK(refused.failure && refused.failure->api == Api::cuda && refused.failure->number == 101 && refused.bytes == 0);
     Memory memory(1, mib);
-    CHECK(whole(moved(engine, Direction::read, 1, borrowed(fd), 0, memory.address(), mib), mib));
+    CHECK(is_complete(transfer(engine, Direction::read, 1, descriptor_file(fd), 0, memory.address(), mib), mib));
 }
 
 // Returns the bytes that each thread of an engine has read, the largest first; empty if the kernel does not count them.
 std::vector<u64> bytes_by_thread() {
-    std::vector<u64> found;
+    std::vector<u64> bytes_read;
     for (const auto& each : std::filesystem::directory_iterator("/proc/self/task")) {
         std::string name;
         std::ifstream(each.path() / "comm") >> name;
         std::string word;
         u64 bytes = 0;
         if (std::ifstream counters(each.path() / "io"); name == "gdrkit-engine" && counters >> word >> bytes) {
-            found.push_back(bytes);
+            bytes_read.push_back(bytes);
         }
     }
-    std::sort(found.rbegin(), found.rend());
-    return found;
+    std::sort(bytes_read.rbegin(), bytes_read.rend());
+    return bytes_read;
 }
 
-// Only as many threads as may read from a disk do so. The others do not take turns, because each has its own memory.
-void check_who_reads_from_a_disk(const Folder& folder) {
+// Two threads read from the disk, as configured. The threads do not take turns, because each has its own memory.
+void check_direct_readers(const Folder& folder) {
     Tuning tuning = small_tuning();
     tuning.workers_count = 8;
     tuning.direct_readers_count = 2;
-    tuning.direct_read_bytes = tuning.direct_least_bytes = 64U << 10U;
+    tuning.direct_read_bytes = tuning.direct_min_bytes = 64U << 10U;
     Engine engine(tuning, -1);
     const Bytes data = pattern(16 * mib, 8);
-    const Descriptor fd = file_of(folder.at("disk"), data);
+    const Descriptor fd = create_file(folder.at("disk"), data);
     Memory memory(0, data.size());
     const Progress read =
-        moved(engine, Direction::read, 0, borrowed(fd), 0, memory.address(), data.size(), Access::direct);
-    CHECK(whole(read, data.size()) && memory.read(0, data.size()) == data);
+        transfer(engine, Direction::read, 0, descriptor_file(fd), 0, memory.address(), data.size(), Access::direct);
+    CHECK(is_complete(read, data.size()) && memory.read(0, data.size()) == data);
     const std::vector<u64> bytes = bytes_by_thread();
     if (read.direct_bytes == data.size() && !bytes.empty()) {
         CHECK(bytes[0] + bytes[1] > data.size() / 2); // A thread that wakes up late may have taken over.
@@ -194,7 +197,7 @@ void check_who_reads_from_a_disk(const Folder& folder) {
 
 int main() {
     const Folder folder;
-    check_who_reads_from_a_disk(folder); // This must run while no other engine has threads.
+    check_direct_readers(folder); // This must run while no other engine has threads.
     std::size_t before = 0;
     for (int round = 0; round < 2; ++round) {
         {

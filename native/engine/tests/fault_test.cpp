@@ -19,10 +19,10 @@ thread_local int allocations_left = -1;
 
 // Returns whether the caller is in this program, which contains the engine, and not in a library.
 bool is_engine(void* caller) {
-    Dl_info there{};
-    Dl_info here{};
-    return dladdr(caller, &there) != 0 && dladdr(reinterpret_cast<void*>(&is_engine), &here) != 0 &&
-           there.dli_fbase == here.dli_fbase;
+    Dl_info caller_info{};
+    Dl_info engine_info{};
+    return dladdr(caller, &caller_info) != 0 && dladdr(reinterpret_cast<void*>(&is_engine), &engine_info) != 0 &&
+           caller_info.dli_fbase == engine_info.dli_fbase;
 }
 
 } // namespace
@@ -31,8 +31,8 @@ void* operator new(std::size_t size) {
     if (allocations_left >= 0 && is_engine(__builtin_return_address(0)) && allocations_left-- == 0) {
         throw std::bad_alloc();
     }
-    if (void* const found = std::malloc(size)) {
-        return found;
+    if (void* const memory = std::malloc(size)) {
+        return memory;
     }
     throw std::bad_alloc();
 }
@@ -55,8 +55,8 @@ constexpr int rounds_max = 8;
 void check_round(Engine& engine, const Descriptor& fd, const Bytes& data, Memory& memory, bool writes, int status,
                  int& failures) {
     memory.fill();
-    const auto job = started(engine, writes ? Direction::write : Direction::read, 0, {std::make_shared<File>(fd.get())},
-                             {Extent{0, 0, memory.address(), data.size()}});
+    const auto job = start_job(engine, writes ? Direction::write : Direction::read, 0,
+                               {std::make_shared<File>(fd.get())}, {Extent{0, 0, memory.address(), data.size()}});
     CHECK(job->wait(-1));
     const Progress progress = job->progress();
     const u64 arrived = job->arrived()[0];
@@ -64,23 +64,23 @@ void check_round(Engine& engine, const Descriptor& fd, const Bytes& data, Memory
         ++failures;
         CHECK(progress.failure->api == Api::cuda && progress.failure->number == status && arrived < data.size());
     } else {
-        CHECK(whole(progress, data.size()) && arrived == data.size());
+        CHECK(is_complete(progress, data.size()) && arrived == data.size());
     }
     // All bytes that are reported as arrived did arrive.
-    CHECK(writes ? part(contents(fd), 0, arrived) == Bytes(arrived, std::byte{0xa5})
-                 : memory.read(0, arrived) == part(data, 0, arrived));
+    CHECK(writes ? sub_range(contents(fd), 0, arrived) == Bytes(arrived, std::byte{0xa5})
+                 : memory.read(0, arrived) == sub_range(data, 0, arrived));
     if (progress.failure && !writes) {
-        // The memory is its owner's again: no copy to it is still to come.
+        // After a failure no copy to the memory may be pending, because its owner may use it again.
         memory.fill();
         memory.synchronize();
         CHECK(memory.read(0, data.size()) == Bytes(data.size(), std::byte{0xa5}));
     }
 }
 
-int peer(bool writes, int status) {
+int run_large_transfers(bool writes, int status) {
     const Folder folder;
     const Bytes data = pattern(3 * mib, 1);
-    const Descriptor fd = file_of(folder.at("file"), data);
+    const Descriptor fd = create_file(folder.at("file"), data);
     Memory memory(0, data.size());
     const std::size_t before = open_files();
     for (int engines = 0; engines < 3; ++engines) {
@@ -100,14 +100,14 @@ constexpr u64 small = 64 * kib;
 
 // The copy of a failed small transfer is over when the call returns: the caller may free its memory, and the next
 // transfer uses the staging memory.
-int small_peer(bool writes, int status) {
+int run_small_transfers(bool writes, int status) {
     const Folder folder;
     const Bytes data = pattern(small, 1);
-    const Descriptor fd = file_of(folder.at("file"), data);
+    const Descriptor fd = create_file(folder.at("file"), data);
     Memory memory(0, small);
     Engine engine(small_tuning(), -1);
     File file(fd.get());
-    const Moved failed =
+    const IoResult failed =
         engine.transfer_small(writes ? Direction::write : Direction::read, file, 0, memory.address(), small, 0);
     CHECK(failed.failure && failed.failure->number == status && failed.bytes == 0);
     CHECK(contents(fd) == data);
@@ -116,7 +116,7 @@ int small_peer(bool writes, int status) {
         memory.synchronize();
         CHECK(memory.read(0, small) == Bytes(small, std::byte{0xa5}));
     }
-    const Moved done = engine.transfer_small(Direction::read, file, 0, memory.address(), small, 0);
+    const IoResult done = engine.transfer_small(Direction::read, file, 0, memory.address(), small, 0);
     CHECK(!done.failure && done.bytes == small);
     CHECK(memory.read(0, small) == data);
     CHECK(current_context() == nullptr);
@@ -127,7 +127,7 @@ int small_peer(bool writes, int status) {
 void check_allocations() {
     const Folder folder;
     const Bytes data = pattern(small, 2);
-    const Descriptor fd = file_of(folder.at("file"), data);
+    const Descriptor fd = create_file(folder.at("file"), data);
     Memory memory(0, small);
     File file(fd.get());
     int failures = 0;
@@ -150,12 +150,12 @@ void check_allocations() {
 }
 
 // Executes this program again, because the fault plan is read when the library is loaded.
-int run_peer(std::vector<std::string> arguments) {
+int run_child(std::vector<std::string> arguments) {
     std::fflush(nullptr);
     const pid_t child = fork();
     CHECK(child >= 0);
     if (child == 0) {
-        std::vector<char*> pointers{const_cast<char*>("peer")};
+        std::vector<char*> pointers{const_cast<char*>("child")};
         for (std::string& argument : arguments) {
             pointers.push_back(argument.data());
         }
@@ -174,7 +174,7 @@ struct Fault {
     int status;
     bool writes;
     bool is_small = false;
-    int turns = 1; // So often: which thread makes the call is chance.
+    int runs = 1; // More than one if it is random which thread makes the call.
 };
 
 constexpr Fault faults[] = {
@@ -185,13 +185,14 @@ constexpr Fault faults[] = {
     {"cuMemcpyDtoHAsync_v2", "3", unknown, true},
     {"cuEventRecord", "2", unknown, false},
     {"cuEventQuery", "1", unknown, false},
-    // These calls belong to coalesced copies, which follow the first pieces.
+    // These calls belong to coalesced copies, which follow the first chunks.
     {"cuStreamCreate", "3", out_of_memory, false},
     {"cuMemcpyHtoDAsync_v2", "9", unknown, false},
     {"cuEventRecord", "9", unknown, false},
     {"cuEventQuery", "9", unknown, false},
     {"cuEventQuery", "1", unknown, true},
-    // The thread that settles a haul has no context: the copy must end before its memory is used again.
+    // The thread that completes a coalesced copy cannot make a context current. The copy must end before its buffer is
+    // used again.
     {"cuCtxSetCurrent", "14-24", unknown, false, false, 8},
     // These calls belong to small transfers: the driver fails while the copy is still pending.
     {"cuStreamSynchronize", "1", unknown, false, true},
@@ -203,13 +204,14 @@ constexpr Fault faults[] = {
 int main(int count, char** arguments) {
     if (count == 4) {
         const bool writes = std::string(arguments[2]) == "write";
-        return (std::string(arguments[1]) == "small" ? small_peer : peer)(writes, std::stoi(arguments[3]));
+        return (std::string(arguments[1]) == "small" ? run_small_transfers
+                                                     : run_large_transfers)(writes, std::stoi(arguments[3]));
     }
     check_allocations();
     const Folder folder;
     const std::string plan = folder.at("plan");
     for (const Fault& fault : faults) {
-        const char* const late_us = fault.is_small ? "500000" : fault.turns > 1 ? "20000" : "100";
+        const char* const late_us = fault.is_small ? "500000" : fault.runs > 1 ? "20000" : "100";
         std::ofstream(plan) << "gdrkit-faults 1\n"
                             << fault.call << " call=" << fault.which << " status=" << fault.status << "\n";
         CHECK(setenv("GDRKIT_TWINS_FAULTS", plan.c_str(), 1) == 0);
@@ -217,14 +219,14 @@ int main(int count, char** arguments) {
         CHECK(setenv("GDRKIT_TWINS_LATE_US", late_us, 1) == 0);
         const std::vector<std::string> arguments{fault.is_small ? "small" : "large", fault.writes ? "write" : "read",
                                                  std::to_string(fault.status)};
-        int ended = 0;
-        for (int turn = 0; ended == 0 && turn < fault.turns; ++turn) {
-            ended = run_peer(arguments);
+        int status = 0;
+        for (int run = 0; status == 0 && run < fault.runs; ++run) {
+            status = run_child(arguments);
         }
-        if (ended != 0) {
+        if (status != 0) {
             std::fprintf(stderr, "%s of %s with %d: the other process ended with %d\n", fault.writes ? "write" : "read",
-                         fault.call, fault.status, ended);
+                         fault.call, fault.status, status);
         }
-        CHECK(ended == 0);
+        CHECK(status == 0);
     }
 }

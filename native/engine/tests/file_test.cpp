@@ -30,37 +30,37 @@ Aligned blocks(u64 length) {
     return Aligned((length + 4 * 4096) / 4096 * 4096);
 }
 
-void check_reads_with_odd_ends(const Folder& folder) {
+void check_unaligned_reads(const Folder& folder) {
     const Bytes data = pattern(300001, 1);
-    const Descriptor fd = file_of(folder.at("odd"), data);
+    const Descriptor fd = create_file(folder.at("odd"), data);
     File file(fd.get());
     file.direct();
     CHECK(file.alignment_bytes() <= 4096);
     for (const u64 offset : offsets) {
         for (const u64 length : lengths) {
-            forget(fd);
+            drop_cache(fd);
             const Aligned memory = blocks(length);
-            const Moved found = read_direct(file, offset, length, memory.at.get());
-            CHECK(!found.failure && found.bytes == length);
-            CHECK(std::memcmp(memory.at.get() + lead_of(file, offset), data.data() + offset, length) == 0);
+            const IoResult result = read_direct(file, offset, length, memory.at.get());
+            CHECK(!result.failure && result.bytes == length);
+            CHECK(std::memcmp(memory.at.get() + leading_bytes(file, offset), data.data() + offset, length) == 0);
         }
     }
 }
 
-void check_writes_with_odd_ends(const Folder& folder) {
+void check_unaligned_writes(const Folder& folder) {
     Bytes data = pattern(300001, 2);
-    const Descriptor fd = file_of(folder.at("written"), data);
+    const Descriptor fd = create_file(folder.at("written"), data);
     File file(fd.get());
     file.direct();
     unsigned seed = 3;
     for (const u64 offset : offsets) {
         for (const u64 length : lengths) {
-            const Bytes mine = pattern(length, ++seed);
+            const Bytes written = pattern(length, ++seed);
             const Aligned memory = blocks(length);
-            std::memcpy(memory.at.get() + lead_of(file, offset), mine.data(), length);
-            const Moved found = write_direct(file, offset, length, memory.at.get());
-            CHECK(!found.failure && found.bytes == length);
-            std::memcpy(data.data() + offset, mine.data(), length);
+            std::memcpy(memory.at.get() + leading_bytes(file, offset), written.data(), length);
+            const IoResult result = write_direct(file, offset, length, memory.at.get());
+            CHECK(!result.failure && result.bytes == length);
+            std::memcpy(data.data() + offset, written.data(), length);
         }
         CHECK(contents(fd) == data);
     }
@@ -69,30 +69,32 @@ void check_writes_with_odd_ends(const Folder& folder) {
 // Reads that reach the end of the file, also inside a block, or start behind it.
 void check_the_end_of_a_file(const Folder& folder) {
     const Bytes data = pattern(2 * 4096 + 77, 5);
-    const Descriptor fd = file_of(folder.at("short"), data);
+    const Descriptor fd = create_file(folder.at("short"), data);
     File file(fd.get());
     for (const u64 offset : {u64{0}, u64{1}, u64{4096}, u64{8192}, u64{8200}, u64{data.size()}, u64{1} << 40U}) {
-        forget(fd);
+        drop_cache(fd);
         const Aligned memory = blocks(65536);
-        const u64 there = offset < data.size() ? data.size() - offset : 0;
-        const Moved found = read_direct(file, offset, 65536, memory.at.get());
-        CHECK(!found.failure && found.bytes == there);
-        CHECK(there == 0 || std::memcmp(memory.at.get() + lead_of(file, offset), data.data() + offset, there) == 0);
-        const Moved buffered = read_buffered(file, offset, 65536, memory.at.get());
-        CHECK(!buffered.failure && buffered.bytes == there);
-        CHECK(there == 0 || std::memcmp(memory.at.get(), data.data() + offset, there) == 0);
+        const u64 expected_bytes = offset < data.size() ? data.size() - offset : 0;
+        const IoResult result = read_direct(file, offset, 65536, memory.at.get());
+        CHECK(!result.failure && result.bytes == expected_bytes);
+        CHECK(expected_bytes == 0 ||
+              std::memcmp(memory.at.get() + leading_bytes(file, offset), data.data() + offset, expected_bytes) == 0);
+        const IoResult buffered = read_buffered(file, offset, 65536, memory.at.get());
+        CHECK(!buffered.failure && buffered.bytes == expected_bytes);
+        CHECK(expected_bytes == 0 || std::memcmp(memory.at.get(), data.data() + offset, expected_bytes) == 0);
     }
 }
 
-void check_what_is_cached(const Folder& folder) {
-    const Descriptor fd = file_of(folder.at("cached"), pattern(mib, 6));
+void check_residency(const Folder& folder) {
+    const Descriptor fd = create_file(folder.at("cached"), pattern(mib, 6));
     CHECK(residency(fd.get(), 0, mib).state == Cached::all);
     CHECK(residency(fd.get(), 1, 1).pages == 1 && residency(fd.get(), 4095, 2).pages == 2);
-    forget(fd, 0, mib / 2);
+    drop_cache(fd, 0, mib / 2);
     for (const auto& [offset, length] : {std::pair{u64{0}, mib}, {u64{5}, mib / 2}, {mib / 2 - 1, u64{2}}}) {
-        const Residency asked = residency(fd.get(), offset, length);
-        const Residency looked = residency_by_mincore(fd.get(), offset, length);
-        CHECK(asked.pages == looked.pages && asked.cached_pages == looked.cached_pages && asked.state == looked.state);
+        const Residency by_cachestat = residency(fd.get(), offset, length);
+        const Residency by_mincore = residency_by_mincore(fd.get(), offset, length);
+        CHECK(by_cachestat.pages == by_mincore.pages && by_cachestat.cached_pages == by_mincore.cached_pages &&
+              by_cachestat.state == by_mincore.state);
     }
     File file(fd.get());
     CHECK(file.residency_of(mib, mib).pages == 0 && file.residency_of(mib - 1, mib).pages == 1);
@@ -100,7 +102,7 @@ void check_what_is_cached(const Folder& folder) {
 
 // The descriptors of a path are closed when its last byte is settled. A borrowed descriptor stays open.
 void check_descriptors(const Folder& folder) {
-    const Descriptor fd = file_of(folder.at("held"), pattern(mib, 7));
+    const Descriptor fd = create_file(folder.at("held"), pattern(mib, 7));
     const std::size_t before = open_files();
     {
         File named(folder.at("held"), O_RDONLY, 0);
@@ -126,13 +128,13 @@ void check_descriptors(const Folder& folder) {
     }
 }
 
-// A file without O_DIRECT support is read without it, and the result says so.
+// A file without O_DIRECT support is read through the page cache, and the result says so.
 void check_without_direct() {
-    const Descriptor plain(open("/proc/self/status", O_RDONLY | O_CLOEXEC));
-    File file(plain.get());
+    const Descriptor fd(open("/proc/self/status", O_RDONLY | O_CLOEXEC));
+    File file(fd.get());
     const Aligned memory = blocks(65536);
-    const Moved found = read_direct(file, 0, 100, memory.at.get());
-    CHECK(!found.failure && found.bytes == 100 && !found.direct);
+    const IoResult result = read_direct(file, 0, 100, memory.at.get());
+    CHECK(!result.failure && result.bytes == 100 && !result.direct);
     CHECK(file.direct_refusal() != 0 && file.direct() < 0);
 }
 
@@ -140,10 +142,10 @@ void check_without_direct() {
 
 int main() {
     const Folder folder;
-    check_reads_with_odd_ends(folder);
-    check_writes_with_odd_ends(folder);
+    check_unaligned_reads(folder);
+    check_unaligned_writes(folder);
     check_the_end_of_a_file(folder);
-    check_what_is_cached(folder);
+    check_residency(folder);
     check_descriptors(folder);
     check_without_direct();
 }

@@ -1,4 +1,4 @@
-// Helpers of the tests of the engine: files with known bytes, and jobs in one line.
+// Helpers of the engine's tests: files with known bytes, and functions that start a job and wait for it.
 #pragma once
 
 #include <fcntl.h>
@@ -24,15 +24,15 @@ using Bytes = std::vector<std::byte>;
 
 constexpr u64 kib = 1024, mib = 1024 * kib;
 
-// The sizes are small, so that a few MiB are many pieces.
+// The sizes are small, so that a few MiB are many chunks.
 inline Tuning small_tuning() {
     Tuning tuning;
     tuning.workers_count = 3;
-    tuning.slots_count = 2;
-    tuning.piece_bytes = 256 * kib;
-    tuning.haul_bytes = mib;
-    tuning.hauls_count = 2;
-    tuning.load_bytes = 100 * kib;
+    tuning.buffers_count = 2;
+    tuning.chunk_bytes = 256 * kib;
+    tuning.coalesced_bytes = mib;
+    tuning.coalesced_count = 2;
+    tuning.slice_bytes = 100 * kib;
     return tuning;
 }
 
@@ -45,8 +45,9 @@ inline Bytes pattern(u64 bytes, unsigned seed) {
     return all;
 }
 
-inline Bytes part(const Bytes& whole, u64 at, u64 length) {
-    return {whole.begin() + static_cast<std::ptrdiff_t>(at), whole.begin() + static_cast<std::ptrdiff_t>(at + length)};
+inline Bytes sub_range(const Bytes& bytes, u64 begin, u64 length) {
+    return {bytes.begin() + static_cast<std::ptrdiff_t>(begin),
+            bytes.begin() + static_cast<std::ptrdiff_t>(begin + length)};
 }
 
 inline u64 address_of(Bytes& memory) {
@@ -68,30 +69,30 @@ private:
     std::string path_;
 };
 
-inline Descriptor opened(const std::string& path, int flags = O_RDWR | O_CREAT) {
-    Descriptor found(open(path.c_str(), flags | O_CLOEXEC, 0600));
-    CHECK(found);
-    return found;
+inline Descriptor open_file(const std::string& path, int flags = O_RDWR | O_CREAT) {
+    Descriptor descriptor(open(path.c_str(), flags | O_CLOEXEC, 0600));
+    CHECK(descriptor);
+    return descriptor;
 }
 
 // Creates a file with these bytes, on the disk and in the page cache.
-inline Descriptor file_of(const std::string& path, const Bytes& bytes) {
-    Descriptor found = opened(path, O_RDWR | O_CREAT | O_TRUNC);
-    CHECK(pwrite(found.get(), bytes.data(), bytes.size(), 0) == static_cast<ssize_t>(bytes.size()));
-    CHECK(fdatasync(found.get()) == 0);
-    return found;
+inline Descriptor create_file(const std::string& path, const Bytes& bytes) {
+    Descriptor descriptor = open_file(path, O_RDWR | O_CREAT | O_TRUNC);
+    CHECK(pwrite(descriptor.get(), bytes.data(), bytes.size(), 0) == static_cast<ssize_t>(bytes.size()));
+    CHECK(fdatasync(descriptor.get()) == 0);
+    return descriptor;
 }
 
-// Drops a range from the page cache if possible; a file system in memory cannot do that.
-inline void forget(const Descriptor& file, u64 offset = 0, u64 length = 0) {
+// Drops a range from the page cache. A file system in memory cannot do that.
+inline void drop_cache(const Descriptor& file, u64 offset = 0, u64 length = 0) {
     CHECK(fdatasync(file.get()) == 0);
     CHECK(posix_fadvise(file.get(), static_cast<off_t>(offset), static_cast<off_t>(length), POSIX_FADV_DONTNEED) == 0);
 }
 
 inline Bytes contents(const Descriptor& file) {
-    struct stat found {};
-    CHECK(fstat(file.get(), &found) == 0);
-    Bytes all(static_cast<u64>(found.st_size));
+    struct stat info {};
+    CHECK(fstat(file.get(), &info) == 0);
+    Bytes all(static_cast<u64>(info.st_size));
     CHECK(pread(file.get(), all.data(), all.size(), 0) == static_cast<ssize_t>(all.size()));
     return all;
 }
@@ -100,23 +101,23 @@ inline std::size_t open_files() {
     return static_cast<std::size_t>(std::distance(std::filesystem::directory_iterator("/proc/self/fd"), {}));
 }
 
-inline std::shared_ptr<Job> started(Engine& engine, Direction direction, int device,
-                                    std::vector<std::shared_ptr<File>> files, std::vector<Extent> extents,
-                                    Access access = Access::automatic) {
+inline std::shared_ptr<Job> start_job(Engine& engine, Direction direction, int device,
+                                      std::vector<std::shared_ptr<File>> files, std::vector<Extent> extents,
+                                      Access access = Access::automatic) {
     auto job = std::make_shared<Job>(direction, access, device, std::move(files), std::move(extents), engine.tuning());
     engine.submit(job);
     return job;
 }
 
-// Moves one range of one file and waits for it.
-inline Progress moved(Engine& engine, Direction direction, int device, const std::shared_ptr<File>& file, u64 offset,
-                      u64 address, u64 length, Access access = Access::automatic) {
-    const auto job = started(engine, direction, device, {file}, {Extent{0, offset, address, length}}, access);
+// Transfers one range of one file, waits for the end, and returns the progress.
+inline Progress transfer(Engine& engine, Direction direction, int device, const std::shared_ptr<File>& file, u64 offset,
+                         u64 address, u64 length, Access access = Access::automatic) {
+    const auto job = start_job(engine, direction, device, {file}, {Extent{0, offset, address, length}}, access);
     CHECK(job->wait(-1));
     return job->progress();
 }
 
-inline bool whole(const Progress& progress, u64 bytes) {
+inline bool is_complete(const Progress& progress, u64 bytes) {
     return !progress.failure && !progress.cancelled && progress.bytes == bytes;
 }
 

@@ -1,4 +1,4 @@
-// Jobs between files and host memory: pieces, ranges, failures, cancellation, many callers, and the close of the
+// Jobs between files and host memory: chunks, ranges, failures, cancellation, many callers, and the close of the
 // engine.
 #include <pthread.h>
 
@@ -19,84 +19,84 @@ using namespace gdrkit::engine::test;
 
 namespace {
 
-constexpr Access ways[] = {Access::automatic, Access::buffered, Access::direct};
+constexpr Access access_modes[] = {Access::automatic, Access::buffered, Access::direct};
 
 // Returns the number of threads. A joined thread is listed until the kernel has removed it.
 std::size_t threads_now() {
     return static_cast<std::size_t>(std::distance(std::filesystem::directory_iterator("/proc/self/task"), {}));
 }
 
-std::shared_ptr<File> borrowed(const Descriptor& fd) {
+std::shared_ptr<File> descriptor_file(const Descriptor& fd) {
     return std::make_shared<File>(fd.get());
 }
 
 void check_reads_and_writes(const Folder& folder) {
     Bytes data = pattern(5 * mib + 777, 1);
-    const Descriptor fd = file_of(folder.at("file"), data);
+    const Descriptor fd = create_file(folder.at("file"), data);
     Engine engine(small_tuning(), -1);
-    for (const Access access : ways) {
+    for (const Access access : access_modes) {
         for (const u64 offset : {u64{0}, u64{1}, u64{4096}, mib - 1}) {
             for (const bool is_cold : {false, true}) {
                 if (is_cold) {
-                    forget(fd, 0, 3 * mib); // The rest stays cached, so that the range is mixed.
+                    drop_cache(fd, 0, 3 * mib); // The rest stays cached, so that the range is mixed.
                 }
                 const u64 length = data.size() - offset - 5;
-                Bytes found(length);
-                CHECK(whole(moved(engine, Direction::read, host_memory, borrowed(fd), offset, address_of(found), length,
-                                  access),
-                            length));
-                CHECK(found == part(data, offset, length));
+                Bytes memory(length);
+                CHECK(is_complete(transfer(engine, Direction::read, host_memory, descriptor_file(fd), offset,
+                                           address_of(memory), length, access),
+                                  length));
+                CHECK(memory == sub_range(data, offset, length));
             }
         }
-        Bytes mine = pattern(3 * mib + 3, static_cast<unsigned>(access) + 40);
-        CHECK(whole(
-            moved(engine, Direction::write, host_memory, borrowed(fd), 12345, address_of(mine), mine.size(), access),
-            mine.size()));
-        std::copy(mine.begin(), mine.end(), data.begin() + 12345);
+        Bytes written = pattern(3 * mib + 3, static_cast<unsigned>(access) + 40);
+        CHECK(is_complete(transfer(engine, Direction::write, host_memory, descriptor_file(fd), 12345,
+                                   address_of(written), written.size(), access),
+                          written.size()));
+        std::copy(written.begin(), written.end(), data.begin() + 12345);
         CHECK(contents(fd) == data);
     }
 }
 
 // Ranges of random sizes, some of them empty, arrive in one memory at the right positions.
-void check_many_ranges(const Folder& folder, std::mt19937_64& chance) {
+void check_many_ranges(const Folder& folder, std::mt19937_64& random) {
     const Bytes data = pattern(4 * mib, 9);
-    const Descriptor fd = file_of(folder.at("ranges"), data);
+    const Descriptor fd = create_file(folder.at("ranges"), data);
     Engine engine(small_tuning(), -1);
     for (int round = 0; round < 8; ++round) {
         std::vector<Extent> extents;
-        Bytes expected, found(8 * mib);
+        Bytes expected, memory(8 * mib);
         while (expected.size() < 6 * mib) {
-            const u64 length = chance() % 5 == 0 ? chance() % mib : chance() % 9000;
-            const u64 offset = chance() % (data.size() - length);
-            extents.push_back(Extent{0, offset, address_of(found) + expected.size(), length});
-            const Bytes piece = part(data, offset, length);
-            expected.insert(expected.end(), piece.begin(), piece.end());
+            const u64 length = random() % 5 == 0 ? random() % mib : random() % 9000;
+            const u64 offset = random() % (data.size() - length);
+            extents.push_back(Extent{0, offset, address_of(memory) + expected.size(), length});
+            const Bytes chunk = sub_range(data, offset, length);
+            expected.insert(expected.end(), chunk.begin(), chunk.end());
         }
-        const auto job = started(engine, Direction::read, host_memory, {borrowed(fd)}, extents);
-        CHECK(job->wait(-1) && whole(job->progress(), expected.size()));
-        found.resize(expected.size());
-        CHECK(found == expected);
+        const auto job = start_job(engine, Direction::read, host_memory, {descriptor_file(fd)}, extents);
+        CHECK(job->wait(-1) && is_complete(job->progress(), expected.size()));
+        memory.resize(expected.size());
+        CHECK(memory == expected);
         const std::vector<u64> arrived = job->arrived();
         for (std::size_t index = 0; index < extents.size(); ++index) {
             CHECK(arrived[index] == extents[index].length);
         }
     }
-    const auto nothing = started(engine, Direction::read, host_memory, {borrowed(fd)}, {});
-    CHECK(nothing->wait(0) && whole(nothing->progress(), 0));
+    const auto nothing = start_job(engine, Direction::read, host_memory, {descriptor_file(fd)}, {});
+    CHECK(nothing->wait(0) && is_complete(nothing->progress(), 0));
 }
 
 // The file is shorter than the request: its bytes arrive, and the position of the end is reported.
 void check_a_short_file(const Folder& folder) {
     const Bytes data = pattern(2 * mib + 5, 11);
-    const Descriptor fd = file_of(folder.at("short"), data);
+    const Descriptor fd = create_file(folder.at("short"), data);
     Engine engine(small_tuning(), -1);
-    Bytes found(4 * mib);
+    Bytes memory(4 * mib);
     const auto job =
-        started(engine, Direction::read, host_memory, {borrowed(fd)},
-                {Extent{0, 0, address_of(found), 3 * mib}, Extent{0, 9 * mib, address_of(found) + 3 * mib, mib}});
+        start_job(engine, Direction::read, host_memory, {descriptor_file(fd)},
+                  {Extent{0, 0, address_of(memory), 3 * mib}, Extent{0, 9 * mib, address_of(memory) + 3 * mib, mib}});
     CHECK(job->wait(-1) && !job->progress().failure);
     CHECK(job->arrived() == (std::vector<u64>{data.size(), 0}) && job->progress().bytes == data.size());
-    CHECK(part(found, 0, data.size()) == data);
+    CHECK(sub_range(memory, 0, data.size()) == data);
 }
 
 // Whole files by path: each is opened and closed, even if one of them is missing.
@@ -104,24 +104,24 @@ void check_paths(const Folder& folder) {
     const std::size_t before = open_files();
     std::vector<std::shared_ptr<File>> files;
     std::vector<Extent> extents;
-    Bytes expected, found(3 * mib);
+    Bytes expected, memory(3 * mib);
     {
         Engine engine(small_tuning(), -1);
         for (unsigned index = 0; index < 40; ++index) {
             const Bytes data = pattern(1 + index * 3001, index);
-            file_of(folder.at("part" + std::to_string(index)), data);
+            create_file(folder.at("part" + std::to_string(index)), data);
             files.push_back(std::make_shared<File>(folder.at("part" + std::to_string(index)), O_RDONLY, 0));
-            extents.push_back(Extent{index, 0, address_of(found) + expected.size(), data.size()});
+            extents.push_back(Extent{index, 0, address_of(memory) + expected.size(), data.size()});
             expected.insert(expected.end(), data.begin(), data.end());
         }
-        const auto job = started(engine, Direction::read, host_memory, files, extents);
-        CHECK(job->wait(-1) && whole(job->progress(), expected.size()));
-        CHECK(part(found, 0, expected.size()) == expected && open_files() == before);
+        const auto job = start_job(engine, Direction::read, host_memory, files, extents);
+        CHECK(job->wait(-1) && is_complete(job->progress(), expected.size()));
+        CHECK(sub_range(memory, 0, expected.size()) == expected && open_files() == before);
         for (const u64 length : {u64{100}, 2 * mib}) {
             const auto missing = std::make_shared<File>(folder.at("missing"), O_RDONLY, 0);
-            const auto refused = started(engine, Direction::read, host_memory, {files[39], missing},
-                                         {Extent{0, 0, address_of(found), extents[39].length},
-                                          Extent{1, 0, address_of(found) + mib, std::min(length, mib)}});
+            const auto refused = start_job(engine, Direction::read, host_memory, {files[39], missing},
+                                           {Extent{0, 0, address_of(memory), extents[39].length},
+                                            Extent{1, 0, address_of(memory) + mib, std::min(length, mib)}});
             CHECK(refused->wait(-1) && refused->progress().failure->number == ENOENT);
             CHECK(refused->progress().failed_extent == 1 && refused->arrived()[1] == 0 && open_files() == before);
         }
@@ -131,12 +131,13 @@ void check_paths(const Folder& folder) {
 // The file is not writable: the first errno is kept, and no bytes are reported as arrived.
 void check_a_refusal(const Folder& folder) {
     Bytes data = pattern(2 * mib, 12);
-    file_of(folder.at("read-only"), data);
-    const Descriptor fd = opened(folder.at("read-only"), O_RDONLY);
+    create_file(folder.at("read-only"), data);
+    const Descriptor fd = open_file(folder.at("read-only"), O_RDONLY);
     Engine engine(small_tuning(), -1);
-    const Progress found = moved(engine, Direction::write, host_memory, borrowed(fd), 0, address_of(data), data.size());
-    CHECK(found.failure && found.failure->number == EBADF && found.bytes == 0);
-    CHECK(std::string(found.failure->operation) == "pwrite");
+    const Progress progress =
+        transfer(engine, Direction::write, host_memory, descriptor_file(fd), 0, address_of(data), data.size());
+    CHECK(progress.failure && progress.failure->number == EBADF && progress.bytes == 0);
+    CHECK(std::string(progress.failure->operation) == "pwrite");
 }
 
 // Many callers at once, each with its own file, and more jobs than the queue of the engine holds.
@@ -146,22 +147,22 @@ void check_many_callers(const Folder& folder) {
     for (unsigned number = 0; number < 4; ++number) {
         callers.emplace_back([&, number] {
             const Bytes data = pattern(mib + number, 20 + number);
-            const Descriptor fd = file_of(folder.at("caller" + std::to_string(number)), data);
-            const auto file = borrowed(fd);
-            std::vector<Bytes> found(120, Bytes(64 * kib));
+            const Descriptor fd = create_file(folder.at("caller" + std::to_string(number)), data);
+            const auto file = descriptor_file(fd);
+            std::vector<Bytes> memory(120, Bytes(64 * kib));
             std::vector<std::shared_ptr<Job>> jobs;
-            for (std::size_t index = 0; index < found.size(); ++index) {
-                jobs.push_back(started(engine, Direction::read, host_memory, {file},
-                                       {Extent{0, index * 8192, address_of(found[index]), found[index].size()}}));
+            for (std::size_t index = 0; index < memory.size(); ++index) {
+                jobs.push_back(start_job(engine, Direction::read, host_memory, {file},
+                                         {Extent{0, index * 8192, address_of(memory[index]), memory[index].size()}}));
                 if (index % 7 == 0) {
                     jobs.back()->cancel();
                 }
             }
-            for (std::size_t index = 0; index < found.size(); ++index) {
+            for (std::size_t index = 0; index < memory.size(); ++index) {
                 CHECK(jobs[index]->wait(-1));
                 const u64 arrived = jobs[index]->arrived()[0];
-                CHECK(arrived == found[index].size() || jobs[index]->progress().cancelled);
-                CHECK(part(found[index], 0, arrived) == part(data, index * 8192, arrived));
+                CHECK(arrived == memory[index].size() || jobs[index]->progress().cancelled);
+                CHECK(sub_range(memory[index], 0, arrived) == sub_range(data, index * 8192, arrived));
             }
         });
     }
@@ -173,11 +174,11 @@ void check_many_callers(const Folder& folder) {
 // Cancellation half-way: all reported bytes have arrived, and nothing behind them was started.
 void check_cancellation(const Folder& folder) {
     const Bytes data = pattern(8 * mib, 30);
-    const Descriptor fd = file_of(folder.at("cancelled"), data);
+    const Descriptor fd = create_file(folder.at("cancelled"), data);
     Engine engine(small_tuning(), -1);
-    Bytes found(data.size());
-    const auto job =
-        started(engine, Direction::read, host_memory, {borrowed(fd)}, {Extent{0, 0, address_of(found), data.size()}});
+    Bytes memory(data.size());
+    const auto job = start_job(engine, Direction::read, host_memory, {descriptor_file(fd)},
+                               {Extent{0, 0, address_of(memory), data.size()}});
     while (job->progress().bytes == 0 && !job->is_over()) {
         std::this_thread::yield();
     }
@@ -186,11 +187,12 @@ void check_cancellation(const Folder& folder) {
     const Progress progress = job->progress();
     CHECK(!progress.failure && progress.bytes == job->arrived()[0]);
     CHECK(progress.cancelled == (progress.bytes < data.size()));
-    CHECK(part(found, 0, progress.bytes) == part(data, 0, progress.bytes));
+    CHECK(sub_range(memory, 0, progress.bytes) == sub_range(data, 0, progress.bytes));
     job->cancel(); // Cancelling a finished job does nothing.
     CHECK(job->progress().cancelled == progress.cancelled);
-    const auto early = std::make_shared<Job>(Direction::read, Access::automatic, host_memory, std::vector{borrowed(fd)},
-                                             std::vector{Extent{0, 0, address_of(found), mib}}, engine.tuning());
+    const auto early =
+        std::make_shared<Job>(Direction::read, Access::automatic, host_memory, std::vector{descriptor_file(fd)},
+                              std::vector{Extent{0, 0, address_of(memory), mib}}, engine.tuning());
     early->cancel(); // The job is cancelled before it is queued and is over at once.
     engine.submit(early);
     CHECK(early->wait(-1) && early->progress().cancelled && early->progress().bytes == 0);
@@ -199,19 +201,19 @@ void check_cancellation(const Folder& folder) {
 // Queued jobs complete before the threads end. Afterwards jobs are refused, and nothing is leaked.
 void check_the_end(const Folder& folder) {
     const Bytes data = pattern(2 * mib, 31);
-    const Descriptor fd = file_of(folder.at("last"), data);
+    const Descriptor fd = create_file(folder.at("last"), data);
     while (gdrkit::test::has_thread("gdrkit-engine")) {
         std::this_thread::yield(); // The threads of the previous engine must be gone before they are counted below.
     }
     const std::size_t files = open_files(), threads = threads_now();
-    Bytes found(data.size());
+    Bytes memory(data.size());
     {
         Engine engine(small_tuning(), -1);
         CHECK(threads_now() == threads); // There are no threads before the first job.
-        const auto job = started(engine, Direction::read, host_memory, {borrowed(fd)},
-                                 {Extent{0, 0, address_of(found), data.size()}});
+        const auto job = start_job(engine, Direction::read, host_memory, {descriptor_file(fd)},
+                                   {Extent{0, 0, address_of(memory), data.size()}});
         engine.close();
-        CHECK(job->is_over() && whole(job->progress(), data.size()) && found == data);
+        CHECK(job->is_over() && is_complete(job->progress(), data.size()) && memory == data);
         try {
             engine.submit(job);
             CHECK(false);
@@ -229,10 +231,11 @@ void check_the_end(const Folder& folder) {
 // A signal is delivered to the threads of the program.
 void check_signals(const Folder& folder) {
     static std::atomic<pthread_t> taken;
-    const Descriptor fd = file_of(folder.at("signal"), pattern(mib, 32));
+    const Descriptor fd = create_file(folder.at("signal"), pattern(mib, 32));
     Engine engine(small_tuning(), -1);
-    Bytes found(mib);
-    CHECK(whole(moved(engine, Direction::read, host_memory, borrowed(fd), 0, address_of(found), mib), mib));
+    Bytes memory(mib);
+    CHECK(is_complete(transfer(engine, Direction::read, host_memory, descriptor_file(fd), 0, address_of(memory), mib),
+                      mib));
     std::signal(SIGUSR1, [](int) { taken = pthread_self(); });
     CHECK(kill(getpid(), SIGUSR1) == 0);
     CHECK(taken.load() == pthread_self());
@@ -242,9 +245,9 @@ void check_signals(const Folder& folder) {
 
 int main() {
     const Folder folder;
-    std::mt19937_64 chance(1);
+    std::mt19937_64 random(1);
     check_reads_and_writes(folder);
-    check_many_ranges(folder, chance);
+    check_many_ranges(folder, random);
     check_a_short_file(folder);
     check_paths(folder);
     check_a_refusal(folder);

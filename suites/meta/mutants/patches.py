@@ -222,8 +222,8 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "short-read-counted-as-whole",
         "native/engine/job.cpp",
-        "each.at + each.done);",
-        "each.at + each.length);",
+        "each.extent_offset + each.done);",
+        "each.extent_offset + each.length);",
         cases=_FILES,
     ),
     Patch(

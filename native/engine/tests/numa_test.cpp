@@ -1,7 +1,7 @@
 // The NUMA node of a device and the processors of a node, from synthetic sysfs trees.
 #include <fstream>
 
-#include "engine/place.hpp"
+#include "engine/numa.hpp"
 #include "engine/tests/fixture.hpp"
 
 using namespace gdrkit::engine;
@@ -16,35 +16,35 @@ void write(const std::string& path, const std::string& line) {
 
 void check_nodes(const Folder& folder) {
     const std::string sysfs = folder.at("nodes");
-    CHECK(node_of("0000:1c:00.0", sysfs) == -1); // The tree is empty.
+    CHECK(node_of_device("0000:1c:00.0", sysfs) == -1); // The tree is empty.
     write(sysfs + "/devices/system/node/online", "0");
     write(sysfs + "/bus/pci/devices/0000:1c:00.0/numa_node", "0");
-    CHECK(node_of("0000:1c:00.0", sysfs) == -1); // With one node there is no choice.
+    CHECK(node_of_device("0000:1c:00.0", sysfs) == -1); // With one node there is no choice.
     for (const char* online : {"0-1", "0,3"}) {
         write(sysfs + "/devices/system/node/online", online);
         write(sysfs + "/bus/pci/devices/0000:1c:00.0/numa_node", "1");
-        CHECK(node_of("0000:1C:00.0", sysfs) == 1); // CUDA writes the address in capitals.
+        CHECK(node_of_device("0000:1C:00.0", sysfs) == 1); // CUDA writes the address in capitals.
         write(sysfs + "/bus/pci/devices/0000:1c:00.0/numa_node", "-1");
-        CHECK(node_of("0000:1C:00.0", sysfs) == -1);
-        CHECK(node_of("0000:1d:00.0", sysfs) == -1);
+        CHECK(node_of_device("0000:1C:00.0", sysfs) == -1);
+        CHECK(node_of_device("0000:1d:00.0", sysfs) == -1);
     }
 }
 
 void check_processors(const Folder& folder) {
-    cpu_set_t allowed, found;
+    cpu_set_t allowed, cpus;
     CHECK(sched_getaffinity(0, sizeof allowed, &allowed) == 0);
-    int mine = 0;
-    while (!CPU_ISSET(mine, &allowed)) {
-        ++mine;
+    int cpu = 0;
+    while (!CPU_ISSET(cpu, &allowed)) {
+        ++cpu;
     }
     const std::string list = folder.at("cpus") + "/devices/system/node/node1/cpulist";
-    CHECK(!processors_of(1, found, folder.at("cpus")) && !processors_of(-1, found));
-    write(list, std::to_string(mine) + ",1000-1023");
-    CHECK(processors_of(1, found, folder.at("cpus")) && CPU_COUNT(&found) == 1 && CPU_ISSET(mine, &found));
+    CHECK(!cpus_of_node(1, cpus, folder.at("cpus")) && !cpus_of_node(-1, cpus));
+    write(list, std::to_string(cpu) + ",1000-1023");
+    CHECK(cpus_of_node(1, cpus, folder.at("cpus")) && CPU_COUNT(&cpus) == 1 && CPU_ISSET(cpu, &cpus));
     write(list, "0-1023,5000-999999");
-    CHECK(processors_of(1, found, folder.at("cpus")) && CPU_EQUAL(&found, &allowed));
+    CHECK(cpus_of_node(1, cpus, folder.at("cpus")) && CPU_EQUAL(&cpus, &allowed));
     write(list, "");
-    CHECK(!processors_of(1, found, folder.at("cpus")));
+    CHECK(!cpus_of_node(1, cpus, folder.at("cpus")));
 }
 
 } // namespace

@@ -1,4 +1,4 @@
-"""Long reads go to a device in long copies, which threads load together."""
+"""Long reads into device memory use coalesced copies, which several threads fill together."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 pytestmark = needs(cuda.device(), software(Api.CUDA))
 
 LENGTH = 24 * MIB + 5
-PIECES = EngineOptions(piece_bytes=MIB, haul_bytes=MIB)
-HAULS = EngineOptions(piece_bytes=MIB, haul_bytes=4 * MIB, hauls_count=2, load_bytes=300 * KIB)
+CHUNKS = EngineOptions(chunk_bytes=MIB, coalesced_bytes=MIB)
+COALESCED = EngineOptions(chunk_bytes=MIB, coalesced_bytes=4 * MIB, coalesced_count=2, slice_bytes=300 * KIB)
 
 
 @pytest.fixture
@@ -34,8 +34,8 @@ def memory(device: Device) -> Iterator[CudaMemory]:
         yield memory
 
 
-def copies_of(options: EngineOptions, path: Path, memory: CudaMemory) -> int:
-    """How many copies the device makes of one read of all."""
+def count_copies(options: EngineOptions, path: Path, memory: CudaMemory) -> int:
+    """Read the whole file and return the number of copies to the device."""
     engine = Engine(options)
     fd = os.open(path, os.O_RDONLY)
     try:
@@ -55,13 +55,13 @@ def copies_of(options: EngineOptions, path: Path, memory: CudaMemory) -> int:
         engine.close()
 
 
-def test_a_long_read_is_fewer_copies_than_pieces(tmp_path: Path, seed: int, memory: CudaMemory) -> None:
+def test_coalesced_read_makes_fewer_copies_than_chunks(tmp_path: Path, seed: int, memory: CudaMemory) -> None:
     data = pattern.payload(LENGTH, seed=seed)
     (tmp_path / "file").write_bytes(data)
-    pieces = copies_of(PIECES, tmp_path / "file", memory)
+    chunk_copies = count_copies(CHUNKS, tmp_path / "file", memory)
     assert memory.read(length_bytes=LENGTH) == data
     memory.fill(0)
-    hauls = copies_of(HAULS, tmp_path / "file", memory)
+    coalesced_copies = count_copies(COALESCED, tmp_path / "file", memory)
     assert memory.read(length_bytes=LENGTH) == data
-    assert pieces >= LENGTH // MIB
-    assert hauls < pieces / 1.5
+    assert chunk_copies >= LENGTH // MIB
+    assert coalesced_copies < chunk_copies / 1.5

@@ -1,4 +1,4 @@
-// The use of a device by one thread: its context, its own stream, and an event for each staging buffer.
+// The CUDA stream on which one thread copies to and from a device, with an event for each staging buffer.
 #pragma once
 
 #include <cstddef>
@@ -16,16 +16,16 @@ public:
     Contexts() = default;
     Contexts(const Contexts&) = delete;
     Contexts& operator=(const Contexts&) = delete;
-    // Releases all contexts. None may be in use any more.
+    // Releases all contexts. No thread may use one any more.
     ~Contexts();
-    // Throws Error.
+    // Returns the primary context of a device. Throws Error.
     cuda::Context of(int device);
     // Returns any retained context, or null.
     cuda::Context any();
 
 private:
     std::mutex mutex_;
-    std::map<int, cuda::Context> held_;
+    std::map<int, cuda::Context> retained_;
 };
 
 // Makes a context current on this thread during its lifetime. Throws Error.
@@ -42,27 +42,25 @@ public:
     }
 };
 
-class Lane {
+class CopyStream {
 public:
-    // The context becomes and stays current on this thread. `sleeps_until_asked` selects how `wait` waits. Throws
-    // Error.
-    Lane(cuda::Context context, std::size_t slots_count, bool sleeps_until_asked = false);
-    ~Lane();
-    Lane(const Lane&) = delete;
-    Lane& operator=(const Lane&) = delete;
+    // The context becomes and stays current on this thread. `polls_device` selects how `wait` waits. Throws Error.
+    CopyStream(cuda::Context context, std::size_t buffers_count, bool polls_device = false);
+    ~CopyStream();
+    CopyStream(const CopyStream&) = delete;
+    CopyStream& operator=(const CopyStream&) = delete;
 
     void make_current() const { cuda::check("cuCtxSetCurrent", cuda::driver().context_set(context_)); }
     cuda::Context context() const noexcept { return context_; }
-    // to_device and to_host queue a copy. mark records the event of a buffer after its copies, for `wait`. All throw
-    // Error.
+    // to_device and to_host queue a copy. record marks the end of the copies of a buffer, for `wait`. All throw Error.
     void to_device(cuda::DevicePointer to, const std::byte* from, std::size_t length) const;
     void to_host(std::byte* to, cuda::DevicePointer from, std::size_t length) const;
-    void mark(std::size_t slot) const;
+    void record(std::size_t buffer) const;
     // Returns whether the device has reached the event of a buffer. Throws Error like `wait`.
-    bool is_done(std::size_t slot) const;
+    bool is_done(std::size_t buffer) const;
     // Waits for the event of a buffer: by short sleeps between queries, or until the interrupt of the device. An
     // interrupt after each copy delays the device's next copy a little. Throws Error if one of the copies failed.
-    void wait(std::size_t slot) const;
+    void wait(std::size_t buffer) const;
     // Waits for all queued work. Throws Error.
     void synchronize() const;
     // Waits for all queued work after a failure, before the memory is used again. Its result is ignored, because the
@@ -71,7 +69,7 @@ public:
 
 private:
     cuda::Context context_;
-    bool sleeps_until_asked_;
+    bool polls_device_;
     cuda::Stream stream_ = nullptr;
     std::vector<cuda::Event> events_;
 };

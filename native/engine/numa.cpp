@@ -1,4 +1,4 @@
-#include "engine/place.hpp"
+#include "engine/numa.hpp"
 
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -24,7 +24,7 @@ std::string line_of(const std::string& path) {
 
 } // namespace
 
-int node_of(const std::string& bus_id, const std::string& sysfs) {
+int node_of_device(const std::string& bus_id, const std::string& sysfs) {
     if (line_of(sysfs + "/devices/system/node/online").find_first_of(",-") == std::string::npos) {
         return -1;
     }
@@ -32,16 +32,16 @@ int node_of(const std::string& bus_id, const std::string& sysfs) {
     for (const char each : bus_id) {
         name += static_cast<char>(std::tolower(static_cast<unsigned char>(each)));
     }
-    const std::string found = line_of(sysfs + "/bus/pci/devices/" + name + "/numa_node");
-    return found.empty() ? -1 : std::atoi(found.c_str());
+    const std::string node = line_of(sysfs + "/bus/pci/devices/" + name + "/numa_node");
+    return node.empty() ? -1 : std::atoi(node.c_str());
 }
 
-bool processors_of(int node, cpu_set_t& found, const std::string& sysfs) {
+bool cpus_of_node(int node, cpu_set_t& cpus, const std::string& sysfs) {
     cpu_set_t allowed;
     if (node < 0 || sched_getaffinity(0, sizeof allowed, &allowed) != 0) {
         return false;
     }
-    CPU_ZERO(&found);
+    CPU_ZERO(&cpus);
     std::istringstream list(line_of(sysfs + "/devices/system/node/node" + std::to_string(node) + "/cpulist"));
     for (std::string span; std::getline(list, span, ',');) {
         const int first = std::atoi(span.c_str());
@@ -49,11 +49,11 @@ bool processors_of(int node, cpu_set_t& found, const std::string& sysfs) {
         const int last = dash == std::string::npos ? first : std::atoi(span.c_str() + dash + 1);
         for (int each = first; each <= last && each < CPU_SETSIZE; ++each) {
             if (CPU_ISSET(each, &allowed)) {
-                CPU_SET(each, &found);
+                CPU_SET(each, &cpus);
             }
         }
     }
-    return CPU_COUNT(&found) > 0;
+    return CPU_COUNT(&cpus) > 0;
 }
 
 void prefer_node(void* at, std::size_t length, int node) noexcept {

@@ -1,0 +1,191 @@
+#include "engine/coalesced_copy.hpp"
+
+#include <algorithm>
+#include <numeric>
+#include <utility>
+
+namespace gdrkit::engine {
+
+CoalescedCopy::CoalescedCopy(Chunk&& chunk, std::size_t buffer_index, std::byte* memory, std::uint64_t slice_bytes)
+    : chunk_(std::move(chunk)), buffer_index_(buffer_index), memory_(memory), slice_bytes_(slice_bytes),
+      results_((chunk_.bytes + slice_bytes - 1) / slice_bytes), unfilled_(results_.size()) {}
+
+bool CoalescedCopy::claim(const std::shared_ptr<CoalescedCopy>& copy, Chunk& chunk) {
+    const std::size_t slice = copy->claimed_.fetch_add(1, std::memory_order_relaxed);
+    if (slice >= copy->slices_count()) {
+        return false;
+    }
+    chunk.copy = copy;
+    chunk.slice = slice;
+    return true;
+}
+
+CoalescedCopies::CoalescedCopies(Contexts& contexts, Staging& staging, std::byte* slab, const Tuning& tuning)
+    : contexts_(contexts), staging_(staging), slab_(slab), tuning_(tuning), free_buffers_(tuning.coalesced_count) {
+    std::iota(free_buffers_.begin(), free_buffers_.end(), std::size_t{0});
+}
+
+CopyStream& CoalescedCopies::stream_of(int device) {
+    const std::lock_guard lock(mutex_);
+    std::unique_ptr<CopyStream>& stream = streams_[device];
+    if (!stream) {
+        const cuda::Context context = contexts_.of(device);
+        cuda::check("cuCtxSetCurrent", cuda::driver().context_set(context));
+        staging_.pin();
+        stream = std::make_unique<CopyStream>(context, tuning_.coalesced_count, tuning_.polls_device);
+    }
+    stream->make_current();
+    return *stream;
+}
+
+const CopyStream& CoalescedCopies::submitted_stream(int device) {
+    const std::lock_guard lock(mutex_);
+    return *streams_.at(device);
+}
+
+std::shared_ptr<CoalescedCopy> CoalescedCopies::open(Chunk& chunk) {
+    stream_of(chunk.job->device());
+    const std::size_t buffer = take_buffer();
+    chunk.is_coalesced = false;
+    return std::make_shared<CoalescedCopy>(std::move(chunk), buffer, slab_ + buffer * tuning_.coalesced_bytes,
+                                           tuning_.slice_bytes);
+}
+
+std::size_t CoalescedCopies::take_buffer() {
+    std::unique_lock lock(mutex_);
+    for (;;) {
+        if (!free_buffers_.empty()) {
+            const std::size_t buffer = free_buffers_.back();
+            free_buffers_.pop_back();
+            return buffer;
+        }
+        if (submitted_.empty()) {
+            changed_.wait(lock); // Other workers still fill all buffers, or wait for their copies.
+            continue;
+        }
+        lock.unlock();
+        complete_oldest(true);
+        lock.lock();
+    }
+}
+
+void CoalescedCopies::fill(const Chunk& chunk) {
+    CoalescedCopy& copy = *chunk.copy;
+    const Part& part = copy.part();
+    const std::uint64_t begin = chunk.slice * copy.slice_bytes_;
+    const std::uint64_t length = std::min(copy.slice_bytes_, part.length - begin);
+    Job& job = *copy.chunk_.job;
+    IoResult& result = copy.results_[chunk.slice];
+    try {
+        result = read_buffered(job.file(part), job.extent(part).offset + part.extent_offset + begin, length,
+                               copy.memory_ + begin);
+    } catch (const Error& error) {
+        result.failure = error.failure();
+    }
+    if (copy.unfilled_.fetch_sub(1, std::memory_order_acq_rel) == 1) {
+        submit(chunk.copy);
+    }
+}
+
+void CoalescedCopies::submit(const std::shared_ptr<CoalescedCopy>& copy) {
+    Part& part = copy->part();
+    Job& job = *copy->chunk_.job;
+    std::uint64_t expected = 0;
+    for (const IoResult& each : copy->results_) {
+        part.done += each.bytes;
+        expected = std::min(expected + copy->slice_bytes_, part.length);
+        if (each.failure) {
+            job.fail(part.extent, *each.failure);
+        }
+        if (part.done < expected) {
+            break; // Bytes behind a gap do not count.
+        }
+    }
+    CopyStream* stream = nullptr;
+    try {
+        stream = &stream_of(job.device());
+        if (part.done != 0) {
+            stream->to_device(job.extent(part).address + part.extent_offset, copy->memory_, part.done);
+        }
+        stream->record(copy->buffer_index_);
+    } catch (const Error& error) {
+        job.fail(part.extent, error.failure());
+        part.done = 0;
+        if (stream != nullptr) {
+            stream->drain();
+        }
+        release(*copy);
+        return;
+    }
+    const std::lock_guard lock(mutex_);
+    submitted_.push_back(copy);
+    submitted_count_.fetch_add(1, std::memory_order_relaxed);
+    changed_.notify_one();
+}
+
+bool CoalescedCopies::complete_oldest(bool waits) {
+    if (!is_any_submitted()) {
+        return false;
+    }
+    std::shared_ptr<CoalescedCopy> copy;
+    std::optional<Failure> query_failure;
+    {
+        const std::lock_guard lock(mutex_);
+        if (submitted_.empty()) {
+            return false;
+        }
+        const CoalescedCopy& oldest = *submitted_.front();
+        if (!waits) {
+            try {
+                const CopyStream& stream = *streams_.at(oldest.chunk_.job->device());
+                stream.make_current();
+                if (!stream.is_done(oldest.buffer_index_)) {
+                    return false;
+                }
+            } catch (const Error& error) {
+                query_failure = error.failure();
+            }
+        }
+        copy = std::move(submitted_.front());
+        submitted_.pop_front();
+        submitted_count_.fetch_sub(1, std::memory_order_relaxed);
+    }
+    finish(*copy, query_failure);
+    return true;
+}
+
+void CoalescedCopies::close() {
+    const std::lock_guard lock(mutex_);
+    streams_.clear();
+}
+
+void CoalescedCopies::finish(CoalescedCopy& copy, const std::optional<Failure>& query_failure) {
+    Part& part = copy.part();
+    Job& job = *copy.chunk_.job;
+    const CopyStream& stream = submitted_stream(job.device());
+    try {
+        if (query_failure) {
+            throw Error(*query_failure);
+        }
+        stream.make_current();
+        stream.wait(copy.buffer_index_);
+    } catch (const Error& error) {
+        job.fail(part.extent, error.failure());
+        part.done = 0;
+        // The copy may still run although the call failed. It must end before another worker fills the buffer.
+        stream.drain();
+    }
+    release(copy);
+}
+
+void CoalescedCopies::release(CoalescedCopy& copy) {
+    // The buffer is freed first, because the waiter of the job may continue at once.
+    {
+        const std::lock_guard lock(mutex_);
+        free_buffers_.push_back(copy.buffer_index_);
+        changed_.notify_one();
+    }
+    copy.chunk_.job->settle(copy.chunk_, 0);
+}
+
+} // namespace gdrkit::engine

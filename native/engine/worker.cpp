@@ -1,0 +1,395 @@
+#include "engine/worker.hpp"
+
+#include <algorithm>
+#include <cstring>
+
+namespace gdrkit::engine {
+namespace {
+
+// Extra space of a buffer, in bytes, for the partial blocks of parts that begin or end inside a block.
+constexpr std::uint64_t slack_bytes = 256U << 10U;
+
+std::uint64_t buffer_bytes_of(const Tuning& tuning) {
+    return tuning.chunk_bytes + slack_bytes;
+}
+
+std::uint64_t up(std::uint64_t value, std::uint64_t alignment) {
+    return (value + alignment - 1) & ~(alignment - 1);
+}
+
+// Calls `copy` with (address, staging offset, length) once for each run of parts that are contiguous in both memories.
+template <typename Length, typename Copy>
+void for_each_run(const Chunk& chunk, const Length& length, const Copy& copy) {
+    std::uint64_t address = 0;
+    std::uint64_t staging_offset = 0;
+    std::uint64_t bytes = 0;
+    for (const Part& each : chunk.parts) {
+        const std::uint64_t begin = chunk.job->extent(each).address + each.extent_offset;
+        const std::uint64_t count = length(each);
+        if (bytes != 0 && begin == address + bytes && each.staging_offset == staging_offset + bytes) {
+            bytes += count;
+            continue;
+        }
+        if (bytes != 0) {
+            copy(address, staging_offset, bytes);
+        }
+        address = begin;
+        staging_offset = each.staging_offset;
+        bytes = count;
+    }
+    if (bytes != 0) {
+        copy(address, staging_offset, bytes);
+    }
+}
+
+} // namespace
+
+std::size_t slab_bytes_of(const Tuning& tuning) {
+    const std::uint64_t direct_bytes = std::max(tuning.direct_read_bytes, tuning.direct_write_bytes);
+    return std::max(tuning.buffers_count * buffer_bytes_of(tuning), direct_bytes + slack_bytes);
+}
+
+Worker::Worker(Dispatcher& dispatcher, Contexts& contexts, Staging& staging, CoalescedCopies& coalesced_copies,
+               std::byte* slab, const Tuning& tuning)
+    : dispatcher_(dispatcher), contexts_(contexts), staging_(staging), coalesced_copies_(coalesced_copies), slab_(slab),
+      tuning_(tuning), buffers_(tuning.buffers_count) {}
+
+void Worker::run() {
+    Chunk chunk;
+    for (;;) {
+        // A worker without a free buffer takes no work, because another worker may have a free buffer.
+        if (buffers_[next_buffer_].pending) {
+            complete_oldest();
+        }
+        // Any worker completes coalesced copies, because the worker that submitted them may be busy for long.
+        if (coalesced_copies_.is_any_submitted()) {
+            current_stream_ = nullptr;
+            while (coalesced_copies_.complete_oldest(false)) {
+            }
+        }
+        const Taken taken = take(chunk);
+        if (taken == Taken::chunk && chunk.copy) {
+            coalesced_copies_.fill(chunk);
+            chunk.copy.reset();
+            current_stream_ = nullptr;
+        } else if (taken == Taken::chunk && chunk.is_coalesced) {
+            open_coalesced(chunk);
+        } else if (taken == Taken::chunk) {
+            const Buffer& newest = buffers_[(next_buffer_ + buffers_.size() - 1) % buffers_.size()];
+            while (pending_count_ != 0 && (is_wide(chunk) || is_wide(newest.chunk))) {
+                complete_oldest();
+            }
+            start(next_buffer_, chunk);
+        } else if (!complete_oldest() && !complete_coalesced() && taken == Taken::nothing) {
+            return;
+        }
+    }
+}
+
+// A worker that just read from disk still has its reservation and takes the next chunk of the same job. Other workers
+// are woken only if it does not. So the same few threads read all of the time, and no thread has to wake up first.
+// Otherwise all threads would take turns, and all of the staging memory would pass through the processor caches.
+Taken Worker::take(Chunk& chunk) {
+    if (reserved_job_) {
+        const std::shared_ptr<Job> job = std::move(reserved_job_);
+        reserved_job_.reset();
+        job->release_reservation();
+        const Taken taken = dispatcher_.next(chunk, false);
+        if (taken == Taken::chunk && !chunk.copy && chunk.is_reserved && chunk.job == job) {
+            return taken;
+        }
+        dispatcher_.wake_another();
+        if (taken != Taken::busy || !is_idle()) {
+            return taken;
+        }
+    }
+    return dispatcher_.next(chunk, is_idle());
+}
+
+// Returns whether this worker can do nothing except new work.
+bool Worker::is_idle() const noexcept {
+    return pending_count_ == 0 && (coalesced_copies_.opening() || !coalesced_copies_.is_any_submitted());
+}
+
+void Worker::open_coalesced(Chunk& chunk) {
+    std::shared_ptr<CoalescedCopy> copy;
+    try {
+        copy = coalesced_copies_.open(chunk);
+    } catch (const Error& error) {
+        fail_chunk(chunk, error.failure());
+    }
+    current_stream_ = nullptr;
+    dispatcher_.publish(std::move(copy));
+}
+
+// Waits for the oldest coalesced copy, unless another worker opens one: that worker waits for a buffer itself.
+bool Worker::complete_coalesced() {
+    current_stream_ = nullptr;
+    return !coalesced_copies_.opening() && coalesced_copies_.complete_oldest(true);
+}
+
+CopyStream& Worker::stream_of(int device) {
+    std::unique_ptr<CopyStream>& stream = streams_[device];
+    if (!stream) {
+        const cuda::Context context = contexts_.of(device);
+        cuda::check("cuCtxSetCurrent", cuda::driver().context_set(context));
+        current_stream_ = nullptr;
+        staging_.pin();
+        stream = std::make_unique<CopyStream>(context, buffers_.size(), tuning_.polls_device);
+        current_stream_ = stream.get();
+    }
+    if (current_stream_ != stream.get()) {
+        stream->make_current();
+        current_stream_ = stream.get();
+    }
+    return *stream;
+}
+
+std::byte* Worker::memory_of(std::size_t index, const Chunk& chunk) const {
+    return is_wide(chunk) ? slab_ : slab_ + index * buffer_bytes_of(tuning_);
+}
+
+bool Worker::wants_direct(const Chunk& chunk, const Part& part) {
+    const Extent& extent = chunk.job->extent(part);
+    const Access access = chunk.job->access();
+    if (chunk.direct || access == Access::buffered || chunk.bytes < tuning_.direct_min_bytes) {
+        return chunk.direct;
+    }
+    // This part is a whole short extent. For a longer one, the decision was made when the chunk was taken.
+    if (part.length != extent.length || part.length < tuning_.direct_min_bytes) {
+        return false;
+    }
+    File& file = chunk.job->file(part);
+    if (access == Access::direct) {
+        return file.direct() >= 0;
+    }
+    if (chunk.job->direction() == Direction::write) {
+        return false;
+    }
+    const Residency residency = file.residency_of(extent.offset, part.length);
+    return residency.cached_pages * 2 < residency.pages && file.direct() >= 0;
+}
+
+// Sets the position of each part in the staging memory. Throws Error if a file cannot be opened.
+void Worker::lay_out(Chunk& chunk) {
+    std::uint64_t staging_offset = 0;
+    std::uint64_t slack_left = slack_bytes;
+    for (Part& each : chunk.parts) {
+        const File& file = chunk.job->file(each);
+        const bool wants = 2 * file.alignment_bytes() <= slack_left && wants_direct(chunk, each);
+        // The alignment is known only now, when the file has been opened with O_DIRECT.
+        const std::uint64_t alignment = file.alignment_bytes();
+        each.direct = wants && 2 * alignment <= slack_left;
+        if (each.direct) {
+            slack_left -= 2 * alignment;
+            staging_offset = up(staging_offset, alignment) +
+                             leading_bytes(file, chunk.job->extent(each).offset + each.extent_offset);
+        }
+        each.staging_offset = staging_offset;
+        staging_offset += each.length;
+    }
+}
+
+IoResult Worker::read_part(const Chunk& chunk, const Part& part, std::byte* base) {
+    File& file = chunk.job->file(part);
+    const std::uint64_t offset = chunk.job->extent(part).offset + part.extent_offset;
+    std::byte* const to = base + part.staging_offset;
+    return part.direct ? read_direct(file, offset, part.length, to - leading_bytes(file, offset))
+                       : read_buffered(file, offset, part.length, to);
+}
+
+IoResult Worker::write_part(const Chunk& chunk, const Part& part, const std::byte* base) {
+    File& file = chunk.job->file(part);
+    const std::uint64_t offset = chunk.job->extent(part).offset + part.extent_offset;
+    const std::byte* const from = base + part.staging_offset;
+    return part.direct ? write_direct(file, offset, part.length, from - leading_bytes(file, offset))
+                       : write_buffered(file, offset, part.length, from);
+}
+
+void Worker::start(std::size_t index, Chunk& chunk) {
+    if (chunk.job->device() == host_memory) {
+        move_host_chunk(chunk);
+        return;
+    }
+    Buffer& buffer = buffers_[index];
+    std::swap(buffer.chunk, chunk);
+    chunk.job.reset();
+    buffer.direct_bytes = 0;
+    std::uint32_t extent = buffer.chunk.parts.front().extent;
+    try {
+        CopyStream& stream = stream_of(buffer.chunk.job->device());
+        buffer.stream = &stream;
+        lay_out(buffer.chunk);
+        if (buffer.chunk.job->direction() == Direction::read) {
+            start_read(index, stream);
+        } else {
+            start_write(index, stream);
+        }
+        stream.record(index);
+    } catch (const Error& error) {
+        buffer.chunk.job->fail(extent, error.failure());
+        // The copies on the device must be over before the memory is used again.
+        if (buffer.stream != nullptr) {
+            buffer.stream->drain();
+        }
+        fail_chunk(buffer.chunk, error.failure());
+        return;
+    }
+    buffer.pending = true;
+    ++pending_count_;
+    next_buffer_ = (index + 1) % buffers_.size();
+}
+
+void Worker::start_read(std::size_t index, CopyStream& stream) {
+    Buffer& buffer = buffers_[index];
+    Chunk& chunk = buffer.chunk;
+    std::byte* const base = memory_of(index, chunk);
+    for (Part& each : chunk.parts) {
+        IoResult result;
+        try {
+            result = read_part(chunk, each, base);
+        } catch (const Error& error) {
+            result.failure = error.failure();
+        }
+        each.done = result.bytes;
+        buffer.direct_bytes += result.direct ? result.bytes : 0;
+        if (result.failure) {
+            chunk.job->fail(each.extent, *result.failure);
+            break;
+        }
+    }
+    if (chunk.is_reserved) {
+        reserved_job_ = chunk.job;
+        chunk.is_reserved = false;
+    }
+    for_each_run(
+        chunk, [](const Part& part) { return part.done; },
+        [&](std::uint64_t address, std::uint64_t staging_offset, std::uint64_t bytes) {
+            stream.to_device(address, base + staging_offset, bytes);
+        });
+}
+
+void Worker::start_write(std::size_t index, CopyStream& stream) {
+    const Chunk& chunk = buffers_[index].chunk;
+    std::byte* const base = memory_of(index, chunk);
+    for_each_run(
+        chunk, [](const Part& part) { return part.length; },
+        [&](std::uint64_t address, std::uint64_t staging_offset, std::uint64_t bytes) {
+            stream.to_host(base + staging_offset, address, bytes);
+        });
+}
+
+bool Worker::complete_oldest() {
+    if (pending_count_ == 0) {
+        return false;
+    }
+    const std::size_t count = buffers_.size();
+    complete((next_buffer_ + count - pending_count_) % count);
+    return true;
+}
+
+void Worker::complete(std::size_t index) {
+    Buffer& buffer = buffers_[index];
+    Chunk& chunk = buffer.chunk;
+    buffer.pending = false;
+    --pending_count_;
+    try {
+        if (current_stream_ != buffer.stream) {
+            buffer.stream->make_current();
+            current_stream_ = buffer.stream;
+        }
+        buffer.stream->wait(index);
+    } catch (const Error& error) {
+        // The copy may still run although the wait failed. It must not write to memory that its owner frees.
+        buffer.stream->drain();
+        fail_chunk(chunk, error.failure());
+        return;
+    }
+    if (chunk.job->direction() == Direction::write) {
+        buffer.direct_bytes = write_parts(chunk, memory_of(index, chunk));
+    }
+    settle(chunk, buffer.direct_bytes);
+}
+
+std::uint64_t Worker::write_parts(Chunk& chunk, const std::byte* base) {
+    std::uint64_t direct_bytes = 0;
+    for (Part& each : chunk.parts) {
+        IoResult result;
+        try {
+            result = write_part(chunk, each, base);
+        } catch (const Error& error) {
+            result.failure = error.failure();
+        }
+        each.done = result.bytes;
+        direct_bytes += result.direct ? result.bytes : 0;
+        if (result.failure) {
+            chunk.job->fail(each.extent, *result.failure);
+            break;
+        }
+    }
+    release_reservation(chunk);
+    return direct_bytes;
+}
+
+// Host memory needs no staging, unless its alignment does not fit O_DIRECT.
+void Worker::move_host_chunk(Chunk& chunk) {
+    std::uint64_t direct_bytes = 0;
+    const bool reads = chunk.job->direction() == Direction::read;
+    for (Part& each : chunk.parts) {
+        IoResult result;
+        try {
+            File& file = chunk.job->file(each);
+            const Extent& extent = chunk.job->extent(each);
+            const std::uint64_t offset = extent.offset + each.extent_offset;
+            auto* const memory = reinterpret_cast<std::byte*>(extent.address + each.extent_offset);
+            each.direct = wants_direct(chunk, each);
+            const std::uint64_t alignment_bits = offset | each.length | reinterpret_cast<std::uintptr_t>(memory);
+            bool is_staged = each.direct && (alignment_bits & (file.alignment_bytes() - 1)) != 0;
+            if (is_staged && 2 * file.alignment_bytes() > slack_bytes) {
+                is_staged = each.direct = false; // The partial blocks would overlap the next worker's staging memory.
+            }
+            std::byte* const base = is_staged ? slab_ : memory;
+            each.staging_offset = is_staged ? leading_bytes(file, offset) : 0;
+            if (is_staged && !reads) {
+                std::memcpy(base + each.staging_offset, memory, each.length);
+            }
+            result = reads ? read_part(chunk, each, base) : write_part(chunk, each, base);
+            if (is_staged && reads) {
+                std::memcpy(memory, base + each.staging_offset, result.bytes);
+            }
+        } catch (const Error& error) {
+            result.failure = error.failure();
+        }
+        each.done = result.bytes;
+        direct_bytes += result.direct ? result.bytes : 0;
+        if (result.failure) {
+            chunk.job->fail(each.extent, *result.failure);
+            break;
+        }
+    }
+    settle(chunk, direct_bytes);
+}
+
+void Worker::release_reservation(Chunk& chunk) {
+    if (chunk.is_reserved) {
+        chunk.job->release_reservation(chunk);
+        dispatcher_.wake_another();
+    }
+}
+
+// Reports the failure and settles the chunk. None of its bytes count as arrived.
+void Worker::fail_chunk(Chunk& chunk, const Failure& failure) {
+    chunk.job->fail(chunk.parts.front().extent, failure);
+    for (Part& each : chunk.parts) {
+        each.done = 0;
+    }
+    settle(chunk, 0);
+}
+
+void Worker::settle(Chunk& chunk, std::uint64_t direct_bytes) {
+    release_reservation(chunk);
+    chunk.job->settle(chunk, direct_bytes);
+    chunk.job.reset();
+}
+
+} // namespace gdrkit::engine

@@ -1,0 +1,87 @@
+// A worker thread of the engine, which moves chunks of jobs through its own staging buffers.
+#pragma once
+
+#include <cstddef>
+#include <map>
+#include <memory>
+#include <vector>
+
+#include "engine/coalesced_copy.hpp"
+#include "engine/copy_stream.hpp"
+#include "engine/job.hpp"
+#include "engine/staging.hpp"
+
+namespace gdrkit::engine {
+
+// The interface by which a worker takes chunks and wakes other workers.
+class Dispatcher {
+public:
+    // Takes work for this worker, and waits for it if `wait` is set.
+    virtual Taken next(Chunk& chunk, bool wait) = 0;
+    // Wakes another worker, because work may be left that it can do.
+    virtual void wake_another() = 0;
+    // Lets other workers fill a coalesced copy, and open the next one. A null copy means that the open has failed.
+    virtual void publish(std::shared_ptr<CoalescedCopy> copy) = 0;
+
+protected:
+    ~Dispatcher() = default;
+};
+
+// Returns the size of the staging memory of one worker, in bytes.
+std::size_t slab_bytes_of(const Tuning& tuning);
+
+class Worker {
+public:
+    Worker(Dispatcher& dispatcher, Contexts& contexts, Staging& staging, CoalescedCopies& coalesced_copies,
+           std::byte* slab, const Tuning& tuning);
+
+    // Runs until the dispatcher has no more work and is closing.
+    void run();
+
+private:
+    struct Buffer {
+        Chunk chunk;
+        CopyStream* stream = nullptr;
+        std::uint64_t direct_bytes = 0;
+        bool pending = false;
+    };
+
+    // Returns whether the chunk fills the whole slab, whose buffers must then be empty.
+    bool is_wide(const Chunk& chunk) const noexcept { return chunk.bytes > tuning_.chunk_bytes; }
+    Taken take(Chunk& chunk);
+    bool is_idle() const noexcept;
+    void open_coalesced(Chunk& chunk);
+    bool complete_coalesced();
+    void start(std::size_t index, Chunk& chunk);
+    void start_read(std::size_t index, CopyStream& stream);
+    void start_write(std::size_t index, CopyStream& stream);
+    void complete(std::size_t index);
+    bool complete_oldest();
+    void move_host_chunk(Chunk& chunk);
+    CopyStream& stream_of(int device);
+    void lay_out(Chunk& chunk);
+    bool wants_direct(const Chunk& chunk, const Part& part);
+    IoResult read_part(const Chunk& chunk, const Part& part, std::byte* base);
+    IoResult write_part(const Chunk& chunk, const Part& part, const std::byte* base);
+    std::uint64_t write_parts(Chunk& chunk, const std::byte* base);
+    void fail_chunk(Chunk& chunk, const Failure& failure);
+    void settle(Chunk& chunk, std::uint64_t direct_bytes);
+    void release_reservation(Chunk& chunk);
+    std::byte* memory_of(std::size_t index, const Chunk& chunk) const;
+
+    Dispatcher& dispatcher_;
+    Contexts& contexts_;
+    Staging& staging_;
+    CoalescedCopies& coalesced_copies_;
+    std::byte* const slab_;
+    const Tuning tuning_;
+    std::vector<Buffer> buffers_;
+    std::size_t next_buffer_ = 0;   // Index of the buffer for the next chunk. The pending buffers are before it.
+    std::size_t pending_count_ = 0; // Number of pending buffers.
+    // The job of the last read from a disk, whose reservation this worker still has.
+    std::shared_ptr<Job> reserved_job_;
+    CopyStream* current_stream_ = nullptr;
+    std::map<int, std::unique_ptr<CopyStream>> streams_;
+};
+
+} // namespace gdrkit::engine
