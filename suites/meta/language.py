@@ -31,6 +31,7 @@ REWRITTEN: tuple[str, ...] = (
     "gdrkit/storage",
     "gdrkit/verbs",
     "native/storage",
+    "native/engine",
     "native/verbs",
     "noxfile.py",
     "suites/contract",
