@@ -281,8 +281,8 @@ def agent(
     Registers the memory of applications with every active NIC, and has a storage server of its own move the files of
     DIR. The line that it is ready is printed when applications can come.
     """
-    from gdrkit.usrbio._agent_loop import limit_arenas
-    from gdrkit.usrbio.agent import block_signals, plain_agent, serve_until_signalled
+    from gdrkit.usrbio.agent._agent_loop import limit_arenas
+    from gdrkit.usrbio.agent.agent import block_signals, plain_agent, serve_until_signalled
 
     if (store is None) == (server is None):
         message = "one storage server is needed"
@@ -294,7 +294,7 @@ def agent(
         serve_until_signalled(running, as_json=as_json)
         return 0
     from gdrkit.storage.token import read_token_file
-    from gdrkit.usrbio.fuse_agent import fuse_agent
+    from gdrkit.usrbio.fuse.agent import fuse_agent
 
     token = None if token_file is None else read_token_file(token_file)
     mounted = fuse_agent(mount, store=store, server=server, token=token, spin_us=spin_us, silence_ms=silence_ms)

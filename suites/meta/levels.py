@@ -55,8 +55,8 @@ IMPORT_CIRCLES: frozenset[frozenset[str]] = frozenset(
         ),
         frozenset({"gdrkit.inventory.facts", "gdrkit.inventory.gaudi"}),
         frozenset({"gdrkit.storage.batch", "gdrkit.storage.client", "gdrkit.storage.file"}),
-        frozenset({"gdrkit.usrbio.client", "gdrkit.usrbio.service"}),
-        frozenset({"gdrkit.usrbio.fuse_operations", "gdrkit.usrbio.fuse_virtual"}),
+        frozenset({"gdrkit.usrbio.agent.client", "gdrkit.usrbio.agent.service"}),
+        frozenset({"gdrkit.usrbio.fuse.operations", "gdrkit.usrbio.fuse.virtual_folder"}),
     }
 )
 
@@ -69,9 +69,9 @@ SEAMS: Mapping[str, frozenset[str]] = {
     "cuda": frozenset({"gdrkit/cuda/_driver.py"}),
     "kvikio": frozenset({"gdrkit/cufile/_kvikio.py"}),
     "mpi4py": frozenset({"gdrkit/qualify/ranks/_mpi.py"}),
-    "mfusepy": frozenset({"gdrkit/usrbio/_mfusepy.py"}),
+    "mfusepy": frozenset({"gdrkit/usrbio/fuse/_mfusepy.py"}),
     "gdrkit.usrbio._hf3fs": frozenset({"gdrkit/usrbio/_library.py"}),
-    "gdrkit.usrbio._loop": frozenset({"gdrkit/usrbio/_agent_loop.py"}),
+    "gdrkit.usrbio._loop": frozenset({"gdrkit/usrbio/agent/_agent_loop.py"}),
     "gdrkit.verbs._initiator": frozenset({"gdrkit/verbs/_native.py"}),
     "sqlite3": frozenset({"gdrkit/tiers/_sqlite.py"}),
     "gdrkit.storage._engine": frozenset({"gdrkit/storage/_native.py"}),
@@ -84,7 +84,7 @@ SEAMS: Mapping[str, frozenset[str]] = {
             "gdrkit/gaudi/_hlthunk.py",
             "gdrkit/host/_libc.py",
             "gdrkit/host/_nvml.py",
-            "gdrkit/usrbio/_mfusepy.py",
+            "gdrkit/usrbio/fuse/_mfusepy.py",
             "gdrkit/verbs/_layout.py",
             "gdrkit/verbs/_pyverbs.py",
         }

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from gdrkit.host import rename_new
-from gdrkit.usrbio._mfusepy import Loop
+from gdrkit.usrbio.fuse._mfusepy import Loop
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -20,9 +20,9 @@ import time
 from typing import TYPE_CHECKING, NoReturn
 
 from gdrkit.errors import Reason, UsageError
-from gdrkit.usrbio import names, protocol
-from gdrkit.usrbio.protocol import Hello, Message, Publish, Request
-from gdrkit.usrbio.refusal import Refused
+from gdrkit.usrbio.agent import link_names, protocol
+from gdrkit.usrbio.agent.protocol import Hello, Message, Publish, Request
+from gdrkit.usrbio.agent.refusal import Refused
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -43,12 +43,12 @@ def _again(request: Request, payload: bytes) -> bytes:
             return protocol.pack_hello(protocol.parse_hello(payload))
         case Request.PUBLISH | Request.BORROW:
             asked = protocol.parse_publish(payload)
-            for parse, text in ((names.parse_name, asked.name), (names.parse_device_target, asked.target)):
+            for parse, text in ((link_names.parse_name, asked.name), (link_names.parse_device_target, asked.target)):
                 _refused_or_read(parse, text)
             return protocol.pack_publish(asked)
         case Request.UNPUBLISH | Request.GIVE_BACK:
             name = protocol.parse_name(payload)
-            _refused_or_read(names.parse_name, name)
+            _refused_or_read(link_names.parse_name, name)
             return protocol.pack_name(name)
         case Request.HARD_LINK:
             return protocol.pack_link(protocol.parse_name(payload))
@@ -113,7 +113,7 @@ def _right_messages() -> list[bytes]:
 
 def _by_atheris(seconds: float, seed: int) -> NoReturn:
     atheris = importlib.import_module("atheris")
-    for module in (protocol, names):
+    for module in (protocol, link_names):
         for member in vars(module).values():
             if inspect.isfunction(member) and member.__module__ == module.__name__:
                 atheris.instrument_func(member)

@@ -22,8 +22,8 @@ import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from gdrkit.usrbio import protocol
-from gdrkit.usrbio.protocol import Hello, Message, Publish, Request
+from gdrkit.usrbio.agent import protocol
+from gdrkit.usrbio.agent.protocol import Hello, Message, Publish, Request
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

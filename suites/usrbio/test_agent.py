@@ -15,8 +15,8 @@ from support.raw_usrbio import AgentProcess, RawClient, RawIov, RawRing, Refusal
 from gdrkit import pattern
 from gdrkit.harness.needs import host, needs, verbs
 from gdrkit.units import KIB, MIB
-from gdrkit.usrbio import protocol
-from gdrkit.usrbio.protocol import Message, Request
+from gdrkit.usrbio.agent import protocol
+from gdrkit.usrbio.agent.protocol import Message, Request
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -18,10 +18,10 @@ from support.raw_usrbio import AgentProcess, RawClient, RawIov, RawRing, Refusal
 from gdrkit import pattern, usrbio
 from gdrkit.harness.needs import cuda, needs, verbs
 from gdrkit.units import KIB, MIB
-from gdrkit.usrbio import protocol
-from gdrkit.usrbio.lending import Lending
-from gdrkit.usrbio.protocol import Publish, Request
-from gdrkit.usrbio.refusal import Refused
+from gdrkit.usrbio.agent import protocol
+from gdrkit.usrbio.agent.lending import Lending
+from gdrkit.usrbio.agent.protocol import Publish, Request
+from gdrkit.usrbio.agent.refusal import Refused
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -19,7 +19,7 @@ import json, os, sys
 from pathlib import Path
 from gdrkit import handles
 from gdrkit.errors import ApiError
-from gdrkit.usrbio.fuse_agent import fuse_agent
+from gdrkit.usrbio.fuse.agent import fuse_agent
 mount, store, empty = map(Path, sys.argv[1:])
 path = os.environ["PATH"]
 agent = fuse_agent(mount, store=store)

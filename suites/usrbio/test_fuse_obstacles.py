@@ -16,7 +16,7 @@ PROGRAM = """
 import errno, sys
 from pathlib import Path
 from gdrkit.errors import SetupMissing
-from gdrkit.usrbio.fuse import FuseMount
+from gdrkit.usrbio.fuse.mount import FuseMount
 try:
     FuseMount(Path(sys.argv[1]), store=None, publisher=None, place=Path(sys.argv[1]))
 except SetupMissing as error:

@@ -16,8 +16,8 @@ import pytest
 
 from gdrkit.errors import GdrkitError, Reason, SetupMissing, UsageError
 from gdrkit.host import PrivateFolder, ProcessIdentity, process_identity
-from gdrkit.usrbio.mount import LinkFolder, Mount, check_mount, open_shared, take_unnamed
-from gdrkit.usrbio.refusal import Refused
+from gdrkit.usrbio.agent.mount import LinkFolder, Mount, check_mount, open_shared, take_unnamed
+from gdrkit.usrbio.agent.refusal import Refused
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

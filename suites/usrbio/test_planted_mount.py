@@ -14,8 +14,8 @@ from support.raw_usrbio import shared_memory
 
 from gdrkit.errors import SetupMissing
 from gdrkit.harness.needs import host, needs, verbs
-from gdrkit.usrbio.fuse_agent import private_folder
-from gdrkit.usrbio.mount import Mount
+from gdrkit.usrbio.agent.mount import Mount
+from gdrkit.usrbio.fuse.agent import private_folder
 
 if TYPE_CHECKING:
     from pathlib import Path

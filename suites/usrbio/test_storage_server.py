@@ -12,8 +12,8 @@ import pytest
 
 from gdrkit.errors import BrokenResource, Reason
 from gdrkit.harness.needs import needs, verbs
-from gdrkit.usrbio.mount import Mount
-from gdrkit.usrbio.server import Embedded, Remote
+from gdrkit.usrbio.agent.mount import Mount
+from gdrkit.usrbio.agent.server import Embedded, Remote
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from gdrkit.install_paths import install_paths
 from gdrkit.units import format_bytes
-from gdrkit.usrbio.fuse import fuse_obstacle
+from gdrkit.usrbio.fuse.mount import fuse_obstacle
 
 if TYPE_CHECKING:
     from gdrkit.harness.needs.base import Need

@@ -1,6 +1,6 @@
 // What goes over <mount>/3fs-virt/agent.sock (SOCK_SEQPACKET): one message is one header and its payload; a reply has
 // the type and the sequence of its request. Both ends are on one host, so numbers are in the order of the host.
-// gdrkit/usrbio/protocol.py is the other end.
+// gdrkit/usrbio/agent/protocol.py is the other end.
 #pragma once
 
 #include <cstddef>

@@ -42,8 +42,8 @@ CASES: Mapping[str, tuple[str, ...]] = {
     "gdrkit/storage/requests.py": _STORAGE,
     "gdrkit/storage/server.py": _STORAGE,
     "gdrkit/storage/listener.py": _STORAGE,
-    "gdrkit/usrbio/server.py": ("suites/usrbio/test_storage_server.py", *_AGENT),
-    "gdrkit/usrbio/mount.py": (
+    "gdrkit/usrbio/agent/server.py": ("suites/usrbio/test_storage_server.py", *_AGENT),
+    "gdrkit/usrbio/agent/mount.py": (
         "suites/usrbio/test_mount_folder.py",
         *_AGENT,
         "suites/usrbio/test_bad_input.py",

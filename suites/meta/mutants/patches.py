@@ -103,14 +103,14 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         "published-memory-of-another-user",
-        "gdrkit/usrbio/mount.py",
+        "gdrkit/usrbio/agent/mount.py",
         "found.st_uid != uid",
         "False",
         at="def open_shared",
     ),
     Patch(
         "unnamed-memory-of-another-user",
-        "gdrkit/usrbio/mount.py",
+        "gdrkit/usrbio/agent/mount.py",
         "found.st_uid != uid",
         "False",
         at="def take_unnamed",

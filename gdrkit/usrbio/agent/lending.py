@@ -11,7 +11,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from gdrkit.handles import ReleaseStack
-from gdrkit.usrbio.refusal import Refused
+from gdrkit.usrbio.agent.refusal import Refused
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -1,8 +1,8 @@
-"""What an agent does for its clients, however they reach it: its socket, or a FUSE mount.
+"""The service of an agent for its clients, which reach it by the agent's socket or by a FUSE mount.
 
-Level 5. A :class:`Client` is one connection, and owns all that came over it: its rings can name its own buffers and
-files alone, and everything goes when it is closed. Refusals are :class:`~gdrkit.usrbio.refusal.Refused`, with the errno
-that the C interface gives its caller.
+A :class:`Client` is one connection and owns everything that it published: its rings can name only its own buffers and
+files, and all of it is released when the connection ends. A request that fails raises
+:class:`~gdrkit.usrbio.agent.refusal.Refused` with the errno that the C interface returns.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ import threading
 from typing import TYPE_CHECKING
 
 from gdrkit.handles import ReleaseStack
-from gdrkit.usrbio.client import Client
-from gdrkit.usrbio.refusal import Refused
+from gdrkit.usrbio.agent.client import Client
+from gdrkit.usrbio.agent.refusal import Refused
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from gdrkit.usrbio._agent_loop import AgentLoop
-    from gdrkit.usrbio.client import Peer
-    from gdrkit.usrbio.files import Proof
-    from gdrkit.usrbio.lending import Lending
-    from gdrkit.usrbio.memory import Nics
-    from gdrkit.usrbio.publication import Links
-    from gdrkit.usrbio.server import Server
-    from gdrkit.usrbio.session import AgentSession
+    from gdrkit.usrbio.agent._agent_loop import AgentLoop
+    from gdrkit.usrbio.agent.client import Peer
+    from gdrkit.usrbio.agent.files import Proof
+    from gdrkit.usrbio.agent.lending import Lending
+    from gdrkit.usrbio.agent.memory import Nics
+    from gdrkit.usrbio.agent.publication import Links
+    from gdrkit.usrbio.agent.server import Server
+    from gdrkit.usrbio.agent.session import AgentSession
 
 __all__ = ["Service"]
 
@@ -38,7 +38,7 @@ class Service:
     Parameters
     ----------
     prove : callable
-        Makes a :data:`~gdrkit.usrbio.files.Proof` of a descriptor, which it owns.
+        Makes a :data:`~gdrkit.usrbio.agent.files.Proof` of a descriptor, which it owns.
     root : Path
         Below which files and folders have the paths that the server knows: the store, or a FUSE mount of it.
     loop, nics, links : AgentLoop, Nics, Links
@@ -108,7 +108,7 @@ class Service:
             return client.holders == 0
 
     def reopen(self, session: AgentSession) -> None:
-        """Open all files of all clients again; see :class:`~gdrkit.usrbio.server.Server`."""
+        """Open all files of all clients again; see :class:`~gdrkit.usrbio.agent.server.Server`."""
         with self.files_lock:
             for client in tuple(self.clients.values()):
                 client.reopen(session)

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, TypeVar
 
 from gdrkit.errors import ApiError
 from gdrkit.storage.session import StorageSession
-from gdrkit.usrbio.refusal import Refused
+from gdrkit.usrbio.agent.refusal import Refused
 
 if TYPE_CHECKING:
     import socket
     from collections.abc import Callable, Sequence
 
     from gdrkit.storage.control import Request
-    from gdrkit.usrbio.memory import Nics
+    from gdrkit.usrbio.agent.memory import Nics
 
 __all__ = ["AgentSession"]
 

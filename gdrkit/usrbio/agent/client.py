@@ -17,19 +17,19 @@ from typing import TYPE_CHECKING
 from gdrkit.errors import GdrkitError
 from gdrkit.handles import ReleaseStack
 from gdrkit.storage import messages as ask
-from gdrkit.usrbio.files import RegisteredFile, opened
-from gdrkit.usrbio.names import parse_name
-from gdrkit.usrbio.publication import Publication
-from gdrkit.usrbio.refusal import Refused, refusal_of
+from gdrkit.usrbio.agent.files import RegisteredFile, opened
+from gdrkit.usrbio.agent.link_names import parse_name
+from gdrkit.usrbio.agent.publication import Publication
+from gdrkit.usrbio.agent.refusal import Refused, refusal_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from gdrkit.host import ProcessIdentity
-    from gdrkit.usrbio.files import Proof
-    from gdrkit.usrbio.lending import Lending
-    from gdrkit.usrbio.service import Service
-    from gdrkit.usrbio.session import AgentSession
+    from gdrkit.usrbio.agent.files import Proof
+    from gdrkit.usrbio.agent.lending import Lending
+    from gdrkit.usrbio.agent.service import Service
+    from gdrkit.usrbio.agent.session import AgentSession
 
 __all__ = ["Client", "Peer"]
 

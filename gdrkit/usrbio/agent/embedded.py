@@ -1,4 +1,4 @@
-"""The storage server of an agent as a process: ``python -m gdrkit.usrbio.embedded STORE SOCKET``.
+"""The storage server of an agent as a process: ``python -m gdrkit.usrbio.agent.embedded STORE SOCKET``.
 
 Level 5. It is ``gdrkit serve`` that also ends when its standard input does, so that it never outlives the agent that
 started it, however that ended.

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Self
 from gdrkit.errors import Api, ApiError, GdrkitError, Reason, SetupMissing, UsageError, errno_name
 from gdrkit.handles import ReleaseStack
 from gdrkit.host import PrivateFolder, ProcessIdentity, is_running
-from gdrkit.usrbio._agent_loop import create_semaphore
-from gdrkit.usrbio.refusal import Refused
+from gdrkit.usrbio.agent._agent_loop import create_semaphore
+from gdrkit.usrbio.agent.refusal import Refused
 
 if TYPE_CHECKING:
     from collections.abc import Callable

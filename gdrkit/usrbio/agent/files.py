@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from gdrkit.storage import messages as ask
-from gdrkit.usrbio.refusal import Refused
+from gdrkit.usrbio.agent.refusal import Refused
 
 if TYPE_CHECKING:
-    from gdrkit.usrbio._agent_loop import AgentLoop
-    from gdrkit.usrbio.session import AgentSession
+    from gdrkit.usrbio.agent._agent_loop import AgentLoop
+    from gdrkit.usrbio.agent.session import AgentSession
 
 __all__ = ["ByDescriptor", "ByPath", "Proof", "RegisteredFile", "opened"]
 

@@ -11,19 +11,19 @@ import os
 from typing import TYPE_CHECKING, Protocol
 
 from gdrkit.handles import ReleaseStack
-from gdrkit.usrbio.lending import Lending
-from gdrkit.usrbio.mount import open_shared, take_unnamed
-from gdrkit.usrbio.names import parse_device_target
-from gdrkit.usrbio.refusal import Refused
+from gdrkit.usrbio.agent.lending import Lending
+from gdrkit.usrbio.agent.link_names import parse_device_target
+from gdrkit.usrbio.agent.mount import open_shared, take_unnamed
+from gdrkit.usrbio.agent.refusal import Refused
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from gdrkit.host import ProcessIdentity
-    from gdrkit.usrbio._agent_loop import AgentLoop
-    from gdrkit.usrbio.memory import Nics, Registered
-    from gdrkit.usrbio.mount import SharedFile
-    from gdrkit.usrbio.names import LinkName
+    from gdrkit.usrbio.agent._agent_loop import AgentLoop
+    from gdrkit.usrbio.agent.link_names import LinkName
+    from gdrkit.usrbio.agent.memory import Nics, Registered
+    from gdrkit.usrbio.agent.mount import SharedFile
 
 __all__ = ["Drain", "Links", "Publication"]
 

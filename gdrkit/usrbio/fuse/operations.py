@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Protocol, TypeVar, overload
 
 from gdrkit.storage import messages
 from gdrkit.usrbio import virtual
-from gdrkit.usrbio._mfusepy import copy_in, copy_out
+from gdrkit.usrbio.fuse._mfusepy import copy_in, copy_out
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from gdrkit.usrbio.fuse_virtual import VirtualFolder
+    from gdrkit.usrbio.fuse.virtual_folder import VirtualFolder
 
 __all__ = ["OpenFile", "Operations", "StoreFiles"]
 

@@ -42,7 +42,7 @@ _REPLIES: dict[type, type] = {
 
 
 class ServedFiles:
-    """What :class:`~gdrkit.usrbio.fuse_operations.StoreFiles` is, of a server.
+    """What :class:`~gdrkit.usrbio.fuse.operations.StoreFiles` is, of a server.
 
     Parameters
     ----------

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Self
 
 from gdrkit.errors import Api, ApiError, Reason, SetupMissing, UsageError, errno_name
 from gdrkit.handles import Handle
-from gdrkit.usrbio._mfusepy import Loop, missing
-from gdrkit.usrbio.fuse_operations import HANDLE_OF, OpenFile, Operations, StoreFiles
-from gdrkit.usrbio.fuse_virtual import Publisher, VirtualFolder
+from gdrkit.usrbio.fuse._mfusepy import Loop, missing
+from gdrkit.usrbio.fuse.operations import HANDLE_OF, OpenFile, Operations, StoreFiles
+from gdrkit.usrbio.fuse.virtual_folder import Publisher, VirtualFolder
 
 if TYPE_CHECKING:
     from types import TracebackType

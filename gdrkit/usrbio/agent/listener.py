@@ -19,19 +19,19 @@ from gdrkit import scm_rights
 from gdrkit.children import join_threads
 from gdrkit.errors import GdrkitError, UsageError
 from gdrkit.host import process_identity
-from gdrkit.usrbio import protocol
-from gdrkit.usrbio.client import Peer
-from gdrkit.usrbio.protocol import Message, Request
-from gdrkit.usrbio.refusal import Refused, refusal_of
+from gdrkit.usrbio.agent import protocol
+from gdrkit.usrbio.agent.client import Peer
+from gdrkit.usrbio.agent.protocol import Message, Request
+from gdrkit.usrbio.agent.refusal import Refused, refusal_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from gdrkit.usrbio.client import Client
-    from gdrkit.usrbio.mount import Mount
-    from gdrkit.usrbio.service import Service
+    from gdrkit.usrbio.agent.client import Client
+    from gdrkit.usrbio.agent.mount import Mount
+    from gdrkit.usrbio.agent.service import Service
 
-__all__ = ["Doorway", "answer"]
+__all__ = ["AgentListener", "answer"]
 
 _CONNECTIONS_MAX = 1024
 _BACKLOG = 128
@@ -43,7 +43,7 @@ _CREDENTIALS = struct.Struct("iII")
 _LOG = logging.getLogger(__name__)
 
 
-class Doorway:
+class AgentListener:
     """Listens until :meth:`close`.
 
     Parameters

@@ -15,22 +15,22 @@ from typing import TYPE_CHECKING, Protocol, Self
 
 from gdrkit.errors import UsageError
 from gdrkit.handles import ReleaseStack
-from gdrkit.usrbio._agent_loop import open_loop
-from gdrkit.usrbio.doorway import Doorway
-from gdrkit.usrbio.files import ByDescriptor
-from gdrkit.usrbio.memory import Nics
-from gdrkit.usrbio.mount import Mount, check_mount
-from gdrkit.usrbio.server import Embedded, Server
-from gdrkit.usrbio.service import Service
+from gdrkit.usrbio.agent._agent_loop import open_loop
+from gdrkit.usrbio.agent.files import ByDescriptor
+from gdrkit.usrbio.agent.listener import AgentListener
+from gdrkit.usrbio.agent.memory import Nics
+from gdrkit.usrbio.agent.mount import Mount, check_mount
+from gdrkit.usrbio.agent.server import Embedded, Server
+from gdrkit.usrbio.agent.service import Service
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
     from types import TracebackType
 
-    from gdrkit.usrbio.files import Proof
-    from gdrkit.usrbio.publication import Links
-    from gdrkit.usrbio.server import Where
+    from gdrkit.usrbio.agent.files import Proof
+    from gdrkit.usrbio.agent.publication import Links
+    from gdrkit.usrbio.agent.server import Where
 
 __all__ = ["SILENCE_MS", "Agent", "block_signals", "plain_agent", "serve_until_signalled"]
 
@@ -49,13 +49,13 @@ class Agent:
     where : Where
         Which storage server; owned too.
     prove : callable
-        Makes a proof of a client's descriptor; see :class:`~gdrkit.usrbio.service.Service`.
+        Makes a proof of a client's descriptor; see :class:`~gdrkit.usrbio.agent.service.Service`.
     links : Links or None
         Where links are made; None: in the folder of the mount.
     spin_us : int
         How long the loop looks for work before it sleeps.
     drain_timeout_ms : int
-        As of :class:`~gdrkit.usrbio.service.Service`.
+        As of :class:`~gdrkit.usrbio.agent.service.Service`.
     silence_ms : int
         How long the server may give no result while it has operations. After that its session ends, and they do with
         -EREMOTEIO, when the server reaches no memory any more.
@@ -111,7 +111,7 @@ class Agent:
             self._parts.push(self.server.close)
             self.server.start()
             self._parts.push(self.service.close)
-            doorway = Doorway(mount, self.service)
+            doorway = AgentListener(mount, self.service)
             self._parts.push(doorway.close)
         except BaseException as error:
             self._parts.run_after(error)

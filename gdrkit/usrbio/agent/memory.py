@@ -26,15 +26,15 @@ from gdrkit.registration import (
     register,
 )
 from gdrkit.registration.share import device_at
-from gdrkit.usrbio.refusal import Refused
+from gdrkit.usrbio.agent.refusal import Refused
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from types import TracebackType
 
     from gdrkit.cuda import CudaMemory, Device
-    from gdrkit.usrbio.mount import SharedFile
-    from gdrkit.usrbio.names import DeviceTarget
+    from gdrkit.usrbio.agent.link_names import DeviceTarget
+    from gdrkit.usrbio.agent.mount import SharedFile
 
 __all__ = ["Nics", "Registered"]
 

@@ -22,17 +22,17 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from gdrkit.children import join_threads, kill_child
 from gdrkit.errors import BrokenResource, GdrkitError, Reason
-from gdrkit.usrbio.mount import SERVER_LOCK, SERVER_SOCKET
-from gdrkit.usrbio.refusal import Refused
-from gdrkit.usrbio.session import AgentSession
+from gdrkit.usrbio.agent.mount import SERVER_LOCK, SERVER_SOCKET
+from gdrkit.usrbio.agent.refusal import Refused
+from gdrkit.usrbio.agent.session import AgentSession
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from gdrkit.usrbio._agent_loop import AgentLoop
-    from gdrkit.usrbio.memory import Nics
-    from gdrkit.usrbio.mount import Mount
+    from gdrkit.usrbio.agent._agent_loop import AgentLoop
+    from gdrkit.usrbio.agent.memory import Nics
+    from gdrkit.usrbio.agent.mount import Mount
 
 __all__ = ["Embedded", "Remote", "Server", "Where"]
 
@@ -128,7 +128,7 @@ class Embedded:
         lock = self._locked()
         try:
             self._path.unlink(missing_ok=True)
-            command = [sys.executable, "-m", "gdrkit.usrbio.embedded", str(self._store), str(self._path)]
+            command = [sys.executable, "-m", "gdrkit.usrbio.agent.embedded", str(self._store), str(self._path)]
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=(lock,), process_group=0
             )

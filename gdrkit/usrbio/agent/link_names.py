@@ -12,7 +12,7 @@ import uuid
 from dataclasses import dataclass
 from typing import NoReturn
 
-from gdrkit.usrbio.refusal import Refused
+from gdrkit.usrbio.agent.refusal import Refused
 
 __all__ = ["DeviceTarget", "LinkName", "Priority", "RingRules", "parse_device_target", "parse_name"]
 

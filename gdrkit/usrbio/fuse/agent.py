@@ -19,21 +19,21 @@ from gdrkit.errors import UsageError
 from gdrkit.handles import ReleaseStack
 from gdrkit.host import PrivateFolder, process_identity
 from gdrkit.storage.client import StorageClient
-from gdrkit.usrbio.agent import SILENCE_MS, Agent
-from gdrkit.usrbio.client import Peer
-from gdrkit.usrbio.files import ByPath
-from gdrkit.usrbio.fuse import FuseMount, unmount_stale
-from gdrkit.usrbio.fuse_store import ServedFiles
-from gdrkit.usrbio.mount import SERVER_SOCKET, Mount, check_mount
-from gdrkit.usrbio.refusal import Refused
-from gdrkit.usrbio.server import Embedded, Remote
+from gdrkit.usrbio.agent.agent import SILENCE_MS, Agent
+from gdrkit.usrbio.agent.client import Peer
+from gdrkit.usrbio.agent.files import ByPath
+from gdrkit.usrbio.agent.mount import SERVER_SOCKET, Mount, check_mount
+from gdrkit.usrbio.agent.refusal import Refused
+from gdrkit.usrbio.agent.server import Embedded, Remote
+from gdrkit.usrbio.fuse.mount import FuseMount, unmount_stale
+from gdrkit.usrbio.fuse.store import ServedFiles
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from gdrkit.usrbio.client import Client
-    from gdrkit.usrbio.server import Where
-    from gdrkit.usrbio.service import Service
+    from gdrkit.usrbio.agent.client import Client
+    from gdrkit.usrbio.agent.server import Where
+    from gdrkit.usrbio.agent.service import Service
 
 __all__ = ["FuseAgent", "fuse_agent", "private_folder"]
 

@@ -15,14 +15,14 @@ import zlib
 from typing import TYPE_CHECKING, Protocol
 
 from gdrkit.storage import messages
-from gdrkit.usrbio._mfusepy import caller
+from gdrkit.usrbio.fuse._mfusepy import caller
 from gdrkit.usrbio.virtual import VIRTUAL_FOLDER
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from gdrkit.usrbio.fuse_operations import StoreFiles
+    from gdrkit.usrbio.fuse.operations import StoreFiles
 
 __all__ = ["Publisher", "VirtualFolder"]
 
