@@ -14,6 +14,7 @@ import pytest
 from gdrkit.errors import UsageError
 from gdrkit.harness.case import CASE, Case
 from gdrkit.harness.peer import Peer
+from gdrkit.harness.session import SESSION
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -108,16 +109,12 @@ POOL: pytest.StashKey[PeerPool] = pytest.StashKey()
 @pytest.fixture(scope="session")
 def facts(request: pytest.FixtureRequest) -> Facts:
     """The facts about this machine, on the substrate of this run."""
-    from gdrkit.harness.plugin import SESSION
-
     return request.config.stash[SESSION].facts
 
 
 @pytest.fixture
 def seed(request: pytest.FixtureRequest) -> int:
     """The seed of this case. It differs between cases and is the same in each run with the same ``--seed``."""
-    from gdrkit.harness.plugin import SESSION
-
     return request.config.stash[SESSION].case_seed(request.node.nodeid)
 
 

@@ -17,7 +17,7 @@ from gdrkit.errors import GdrkitError
 from gdrkit.harness import fixtures, leaks, needs, refusal
 from gdrkit.harness.case import CASE, Case, title_of
 from gdrkit.harness.fixtures import POOL, PeerPool
-from gdrkit.harness.session import Session
+from gdrkit.harness.session import SESSION, Session
 from gdrkit.report import Verdict, append_record
 from gdrkit.serialization import to_json_data
 
@@ -25,9 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
     from pathlib import Path
 
-__all__ = ["SESSION", "begin"]
+__all__ = ["begin"]
 
-SESSION: pytest.StashKey[Session] = pytest.StashKey()
 _REPORTS: pytest.StashKey[list[Case]] = pytest.StashKey()
 # The case that runs now.
 _NOW: pytest.StashKey[Case | None] = pytest.StashKey()

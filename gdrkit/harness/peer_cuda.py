@@ -10,12 +10,12 @@ from gdrkit import cuda, pattern
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from gdrkit.harness.peer_process import Objects
+    from gdrkit.harness.peer_objects import ObjectTable
 
 __all__ = ["operations"]
 
 
-def operations(objects: Objects) -> dict[str, Callable[..., Any]]:
+def operations(objects: ObjectTable) -> dict[str, Callable[..., Any]]:
     """Return the CUDA operations on the objects of this process, by name."""
     server = _Cuda(objects)
     names = "device allocate open_ipc export_ipc import_vmm contents check write"
@@ -23,7 +23,7 @@ def operations(objects: Objects) -> dict[str, Callable[..., Any]]:
 
 
 class _Cuda:
-    def __init__(self, objects: Objects) -> None:
+    def __init__(self, objects: ObjectTable) -> None:
         self._objects = objects
 
     def device(self, index: int) -> dict[str, Any]:

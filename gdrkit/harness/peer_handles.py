@@ -1,5 +1,5 @@
 # ruff: noqa: ANN401 - options and results come from another process as plain data.
-"""Proxies for the objects that a peer has made: each is a number in the case and an object in the peer.
+"""Proxies for the RDMA objects of a peer: each is a handle number in the case and an object in the peer.
 
 Closing a proxy is optional, because a peer closes everything between two cases.
 """
@@ -9,15 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from gdrkit.harness.peer_connection import PeerObject
 from gdrkit.verbs import Access, Completion, CompletionOpcode, Endpoint, RemoteRange, Status
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from gdrkit.harness.peer import Peer
+    from gdrkit.harness.peer_connection import PeerConnection
     from gdrkit.verbs import QueuePair
 
-__all__ = ["PeerBuffer", "PeerDevice", "PeerMemory", "PeerNic", "PeerQueuePair", "PeerRegion", "ReadBack"]
+__all__ = ["PeerBuffer", "PeerNic", "PeerQueuePair", "PeerRegion", "ReadBack"]
 
 _ALL_ACCESS = Access.LOCAL_WRITE | Access.REMOTE_READ | Access.REMOTE_WRITE
 _TIMEOUT_MS = 10_000.0
@@ -33,22 +32,12 @@ class ReadBack:
     sha256: str
 
 
-class _Handle:
-    def __init__(self, peer: Peer, made: dict[str, Any]) -> None:
-        self.peer = peer
-        self.number: int = made["handle"]
-
-    def close(self) -> None:
-        """Close the object in the peer."""
-        self.peer.request("close", number=self.number)
-
-
-class PeerRegion(_Handle):
+class PeerRegion(PeerObject):
     """A memory region of a peer."""
 
-    def __init__(self, peer: Peer, made: dict[str, Any]) -> None:
-        super().__init__(peer, made)
-        self._remote = RemoteRange.from_dict(made["remote"])
+    def __init__(self, peer: PeerConnection, reply: dict[str, Any]) -> None:
+        super().__init__(peer, reply)
+        self._remote = RemoteRange.from_dict(reply["remote"])
 
     def remote(self, *, offset_bytes: int = 0, length_bytes: int | None = None) -> RemoteRange:
         """Return the remote range of a part of the region; up to the end if `length_bytes` is None."""
@@ -106,18 +95,18 @@ class PeerBuffer(PeerRegion):
         return self._remote.length_bytes - offset_bytes if length_bytes is None else length_bytes
 
 
-class PeerNic(_Handle):
+class PeerNic(PeerObject):
     """A NIC that a peer has opened."""
 
-    def __init__(self, peer: Peer, made: dict[str, Any]) -> None:
-        super().__init__(peer, made)
-        self.name: str = made["name"]
-        self.gid: str = made["gid"]
+    def __init__(self, peer: PeerConnection, reply: dict[str, Any]) -> None:
+        super().__init__(peer, reply)
+        self.name: str = reply["name"]
+        self.gid: str = reply["gid"]
 
     def buffer(self, length_bytes: int, *, seed: int | None = None, access: Access = _ALL_ACCESS) -> PeerBuffer:
         """Register new host memory: zeros, or the stream of `seed` from the first byte on."""
-        made = self.peer.request("verbs.buffer", nic=self.number, length_bytes=length_bytes, access=int(access))
-        buffer = PeerBuffer(self.peer, made)
+        reply = self.peer.request("verbs.buffer", nic=self.number, length_bytes=length_bytes, access=int(access))
+        buffer = PeerBuffer(self.peer, reply)
         if seed is not None:
             buffer.fill(seed=seed)
         return buffer
@@ -126,7 +115,7 @@ class PeerNic(_Handle):
         self, fd: int, *, offset_bytes: int, length_bytes: int, address: int, access: Access = _ALL_ACCESS
     ) -> PeerRegion:
         """Make the peer register a dma-buf of this process. The peer gets its own descriptor."""
-        made = self.peer.request(
+        reply = self.peer.request(
             "verbs.dmabuf_region",
             nic=self.number,
             offset_bytes=offset_bytes,
@@ -135,7 +124,7 @@ class PeerNic(_Handle):
             access=int(access),
             descriptors=[fd],
         )
-        return PeerRegion(self.peer, made)
+        return PeerRegion(self.peer, reply)
 
     def queue_pair(self, *, depth: int | None = None, **limits: int) -> PeerQueuePair:
         """Create a queue pair with its own completion queue of `depth` entries.
@@ -147,12 +136,12 @@ class PeerNic(_Handle):
         )
 
 
-class PeerQueuePair(_Handle):
+class PeerQueuePair(PeerObject):
     """The queue pair of a peer, one end of a connection."""
 
-    def __init__(self, peer: Peer, made: dict[str, Any]) -> None:
-        super().__init__(peer, made)
-        self.endpoint = Endpoint.from_dict(made["endpoint"])
+    def __init__(self, peer: PeerConnection, reply: dict[str, Any]) -> None:
+        super().__init__(peer, reply)
+        self.endpoint = Endpoint.from_dict(reply["endpoint"])
 
     def connect(self, remote: Endpoint, **options: int) -> None:
         """Connect the queue pair to `remote`; options are those of :meth:`gdrkit.verbs.QueuePair.connect`."""
@@ -303,79 +292,6 @@ class PeerQueuePair(_Handle):
             timeout_ms=timeout_ms,
             **arguments,
         )
-
-
-class PeerDevice(_Handle):
-    """A CUDA device that a peer uses."""
-
-    def allocate(self, length_bytes: int) -> PeerMemory:
-        """Allocate memory by cuMemAlloc."""
-        return PeerMemory(self.peer, self.peer.request("cuda.allocate", device=self.number, length_bytes=length_bytes))
-
-    def open_ipc(self, handle: bytes, *, length_bytes: int | None = None) -> PeerMemory:
-        """Open memory of another process by its IPC handle."""
-        made = self.peer.request("cuda.open_ipc", device=self.number, handle=handle.hex(), length_bytes=length_bytes)
-        return PeerMemory(self.peer, made)
-
-    def import_vmm(self, descriptors: Sequence[int], *, chunk_bytes: int) -> PeerMemory:
-        """Import chunks of VMM memory by their descriptors, which are sent by SCM_RIGHTS."""
-        made = self.peer.request(
-            "cuda.import_vmm", device=self.number, chunk_bytes=chunk_bytes, descriptors=list(descriptors)
-        )
-        return PeerMemory(self.peer, made)
-
-
-class PeerMemory(_Handle):
-    """Device memory of a peer."""
-
-    def __init__(self, peer: Peer, made: dict[str, Any]) -> None:
-        super().__init__(peer, made)
-        self.address: int = made["address"]
-        self.length_bytes: int = made["length_bytes"]
-
-    def export_ipc(self) -> bytes:
-        """Return the IPC handle of the memory."""
-        return bytes.fromhex(self.peer.request("cuda.export_ipc", memory=self.number))
-
-    def contents(self, *, offset_bytes: int = 0, length_bytes: int | None = None) -> bytes:
-        """Return the bytes of the memory, read by the peer."""
-        arguments: dict[str, Any] = {
-            "offset_bytes": offset_bytes,
-            "length_bytes": self._length(offset_bytes, length_bytes),
-        }
-        return bytes.fromhex(self.peer.request("cuda.contents", memory=self.number, **arguments))
-
-    def check(
-        self, *, seed: int, offset_bytes: int = 0, length_bytes: int | None = None, stream_offset_bytes: int = 0
-    ) -> str:
-        """Compare the memory with the stream of `seed` in the peer, and return the SHA-256 of the compared bytes.
-
-        Raises
-        ------
-        DataMismatch
-            The bytes differ; the error has the first wrong byte.
-        """
-        digest: str = self._stream("cuda.check", seed, offset_bytes, length_bytes, stream_offset_bytes)
-        return digest
-
-    def write(
-        self, *, seed: int, offset_bytes: int = 0, length_bytes: int | None = None, stream_offset_bytes: int = 0
-    ) -> None:
-        """Write bytes of the stream of `seed` into the memory."""
-        self._stream("cuda.write", seed, offset_bytes, length_bytes, stream_offset_bytes)
-
-    def _stream(self, operation: str, seed: int, offset_bytes: int, length_bytes: int | None, begin: int) -> Any:
-        return self.peer.request(
-            operation,
-            memory=self.number,
-            seed=seed,
-            offset_bytes=offset_bytes,
-            length_bytes=self._length(offset_bytes, length_bytes),
-            stream_offset_bytes=begin,
-        )
-
-    def _length(self, offset_bytes: int, length_bytes: int | None) -> int:
-        return self.length_bytes - offset_bytes if length_bytes is None else length_bytes
 
 
 def _completion(data: dict[str, Any]) -> Completion:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from gdrkit import evidence, handles
 from gdrkit.errors import GdrkitError, UsageError
 from gdrkit.harness.leaks import Snapshot, grown, ledger_handles
+from gdrkit.harness.peer_objects import ObjectTable
 from gdrkit.harness.wire import Channel, error_to_plain
 from gdrkit.inventory.facts import notable
 from gdrkit.serialization import to_json_data
@@ -23,59 +24,9 @@ from gdrkit.serialization import to_json_data
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Objects", "main", "serve"]
+__all__ = ["main", "serve"]
 
 _EXIT_BROKEN = 70  # EX_SOFTWARE of sysexits.h
-
-
-class Objects:
-    """The objects that this process has made for its case, by handle number."""
-
-    def __init__(self) -> None:
-        self._made: dict[int, Any] = {}
-        self._next = 1
-
-    def add(self, made: object) -> int:
-        """Keep an object and return its number, which is never used again."""
-        number, self._next = self._next, self._next + 1
-        self._made[number] = made
-        return number
-
-    def get(self, number: int, kind: type) -> Any:  # noqa: ANN401 - the result has the type `kind`.
-        """Return the object of this number.
-
-        Raises
-        ------
-        UsageError
-            There is no such object, or it has another type.
-        """
-        made = self._made.get(number)
-        if number not in self._made or not isinstance(made, kind):
-            message = f"handle {number} is no open {kind.__name__}"
-            raise UsageError(message)
-        return made
-
-    def close(self, number: int) -> None:
-        """Close one object."""
-        self.get(number, object).close()
-        self._made.pop(number)
-
-    def close_all(self) -> None:
-        """Close all objects, last made first.
-
-        The first error is raised after all were closed. The other errors are added to it as notes.
-        """
-        first: GdrkitError | None = None
-        for number in sorted(self._made, reverse=True):
-            try:
-                self._made.pop(number).close()
-            except GdrkitError as error:
-                if first is None:
-                    first = error
-                else:
-                    first.add_note(f"then also: {error}")
-        if first is not None:
-            raise first
 
 
 def serve(channel: Channel) -> None:
@@ -111,7 +62,7 @@ def main() -> NoReturn:
 class _Server:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._objects = Objects()
+        self._objects = ObjectTable()
         self._operations: dict[str, Callable[..., Any]] = {
             "close": self._objects.close,
             "exit": os._exit,

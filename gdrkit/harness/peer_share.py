@@ -14,14 +14,14 @@ from gdrkit.registration.handle import ShareKind
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from gdrkit.harness.peer_process import Objects
+    from gdrkit.harness.peer_objects import ObjectTable
 
 __all__ = ["operations"]
 
 _TIMEOUT_MS = 10_000.0
 
 
-def operations(objects: Objects) -> dict[str, Callable[..., Any]]:
+def operations(objects: ObjectTable) -> dict[str, Callable[..., Any]]:
     """Return the sharing operations on the objects of this process, by name."""
     server = _Share(objects)
     names = "export import_memory register_dmabuf export_gdr import_gdr"
@@ -29,7 +29,7 @@ def operations(objects: Objects) -> dict[str, Callable[..., Any]]:
 
 
 class _Share:
-    def __init__(self, objects: Objects) -> None:
+    def __init__(self, objects: ObjectTable) -> None:
         self._objects = objects
 
     def export(

@@ -13,7 +13,7 @@ from gdrkit.errors import Reason, UsageError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from gdrkit.harness.peer_process import Objects
+    from gdrkit.harness.peer_objects import ObjectTable
 
 __all__ = ["operations"]
 
@@ -74,14 +74,14 @@ class _Buffer:
         self.region.close()
 
 
-def operations(objects: Objects) -> dict[str, Callable[..., Any]]:
+def operations(objects: ObjectTable) -> dict[str, Callable[..., Any]]:
     """Return the RDMA operations on the objects of this process, by name."""
     server = _Verbs(objects)
     return {name: getattr(server, name) for name in _OPERATIONS}
 
 
 class _Verbs:
-    def __init__(self, objects: Objects) -> None:
+    def __init__(self, objects: ObjectTable) -> None:
         self._objects = objects
 
     def open_nic(self, name: str | None, port: int | None, gid_index: int | None) -> dict[str, Any]:

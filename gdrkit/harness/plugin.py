@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gdrkit.harness.hooks import SESSION, begin
+from gdrkit.harness.hooks import begin
 
 if TYPE_CHECKING:
     import pytest
 
-__all__ = ["SESSION"]
+__all__: list[str] = []
 
 _OPTIONS = {
     "--substrate": ("WANTED", "fail unless the APIs run on this: software, hardware, or e.g. verbs=twin,cuda=hardware"),

@@ -13,6 +13,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pytest
+
 import gdrkit
 from gdrkit.errors import UsageError
 from gdrkit.harness import leaks
@@ -23,9 +25,7 @@ from gdrkit.report.substrate import Substrate, of_facts
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    import pytest
-
-__all__ = ["Session", "parse_substrate"]
+__all__ = ["SESSION", "Session", "parse_substrate"]
 
 _SEED_BITS = 63
 _APIS = ("verbs", "cuda", "cufile")
@@ -124,6 +124,10 @@ class Session:
         """
         digest = hashlib.sha256(f"{self.seed}:{case}".encode()).digest()
         return int.from_bytes(digest[:8], "little")
+
+
+# Key of the session in the stash of the configuration.
+SESSION: pytest.StashKey[Session] = pytest.StashKey()
 
 
 def parse_substrate(text: str | None) -> Mapping[str, Substrate]:

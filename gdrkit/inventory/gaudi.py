@@ -12,9 +12,7 @@ from gdrkit import host
 from gdrkit.evidence import LoadedLibrary  # noqa: TC001 - types of fields are read at run time.
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from gdrkit.inventory.facts import LibraryFacts
+    from collections.abc import Callable, Collection
 
 __all__ = ["GaudiDeviceFacts", "GaudiFacts", "ask_gaudi", "may_have_gaudi"]
 
@@ -42,11 +40,9 @@ class GaudiFacts:
     libraries: tuple[LoadedLibrary, ...]
 
 
-def may_have_gaudi(tree: host.HostTree, libraries: Iterable[LibraryFacts]) -> bool:
-    """Return whether there is an hl-thunk library, or a device of Habana Labs on the PCI bus."""
-    return any(library.path for library in libraries if library.soname in _SONAMES) or bool(
-        host.habana_accelerators(tree)
-    )
+def may_have_gaudi(tree: host.HostTree, sonames: Collection[str]) -> bool:
+    """Return whether an hl-thunk library is among the installed `sonames`, or a Habana Labs device on the PCI bus."""
+    return any(soname in sonames for soname in _SONAMES) or bool(host.habana_accelerators(tree))
 
 
 def ask_gaudi(libraries: Callable[[], tuple[LoadedLibrary, ...]]) -> GaudiFacts:

@@ -73,9 +73,10 @@ def probe(
         # The files are read while the children wait for the APIs.
         asking.ask(*(("verbs", "cuda") if ask_apis else ()))
         found = _read(tree, child)
-        if ask_apis and any(library.path for library in found.libraries if library.soname == "libnvidia-ml.so.1"):
+        installed = {library.soname for library in found.libraries if library.path}
+        if ask_apis and "libnvidia-ml.so.1" in installed:
             asking.ask("nvml")
-        if ask_apis and may_have_gaudi(tree, found.libraries):
+        if ask_apis and may_have_gaudi(tree, installed):
             asking.ask("hlthunk")
         return replace(found, **vars(asking.answers(timeout_s)))
 

@@ -43,17 +43,6 @@ SIBLINGS_LEVEL = 2
 IMPORT_CIRCLES: frozenset[frozenset[str]] = frozenset(
     {
         frozenset({"gdrkit.cufile.handle", "gdrkit.cufile.stream"}),
-        frozenset({"gdrkit.harness.fixtures", "gdrkit.harness.hooks", "gdrkit.harness.plugin"}),
-        frozenset({"gdrkit.harness.peer", "gdrkit.harness.peer_handles"}),
-        frozenset(
-            {
-                "gdrkit.harness.peer_cuda",
-                "gdrkit.harness.peer_process",
-                "gdrkit.harness.peer_share",
-                "gdrkit.harness.peer_verbs",
-            }
-        ),
-        frozenset({"gdrkit.inventory.facts", "gdrkit.inventory.gaudi"}),
         frozenset({"gdrkit.storage.batch", "gdrkit.storage.client", "gdrkit.storage.file"}),
         frozenset({"gdrkit.usrbio.agent.client", "gdrkit.usrbio.agent.service"}),
         frozenset({"gdrkit.usrbio.fuse.operations", "gdrkit.usrbio.fuse.virtual_folder"}),

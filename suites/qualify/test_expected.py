@@ -12,7 +12,7 @@ from support.rates import judge_numbers
 from gdrkit.errors import Reason, UsageError
 from gdrkit.harness.case import CASE
 from gdrkit.harness.evidence import Evidence
-from gdrkit.harness.plugin import SESSION
+from gdrkit.harness.session import SESSION
 from gdrkit.inventory import Expected, Facts, Place, Profile, Topology, load_profile, load_profiles, probe, way_limit
 from gdrkit.qualify.throughput import judge
 from gdrkit.report.substrate import Substrate

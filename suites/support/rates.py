@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from gdrkit import evidence, host
 from gdrkit.harness.case import CASE
 from gdrkit.harness.needs import declared
-from gdrkit.harness.plugin import SESSION
+from gdrkit.harness.session import SESSION
 from gdrkit.inventory import Machine, topology, way_limit
 from gdrkit.qualify.throughput import is_of_hardware, judge
 from gdrkit.report.substrate import Substrate

@@ -11,7 +11,8 @@ import pytest
 
 from gdrkit import handles
 from gdrkit.errors import GdrkitError
-from gdrkit.harness.peer_handles import PeerMemory, PeerRegion
+from gdrkit.harness.peer_handles import PeerRegion
+from gdrkit.harness.peer_memory import PeerMemory
 from gdrkit.host import this_process
 from gdrkit.registration.handle import ShareHandle, ShareKind
 from gdrkit.registration.handle_message import HandleMessage, receive
@@ -20,7 +21,8 @@ from gdrkit.units import MIB
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from gdrkit.harness.peer_handles import PeerDevice, PeerNic
+    from gdrkit.harness.peer_handles import PeerNic
+    from gdrkit.harness.peer_memory import PeerDevice
 
 __all__ = ["flipped", "from_peer", "memory_in_peer", "open_descriptors", "refusal", "region_in_peer", "sample"]
 

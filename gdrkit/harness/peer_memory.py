@@ -1,0 +1,88 @@
+# ruff: noqa: ANN401 - results come from another process as plain data.
+"""Proxies for the CUDA devices of a peer and their memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from gdrkit.harness.peer_connection import PeerObject
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from gdrkit.harness.peer_connection import PeerConnection
+
+__all__ = ["PeerDevice", "PeerMemory"]
+
+
+class PeerDevice(PeerObject):
+    """A CUDA device that a peer uses."""
+
+    def allocate(self, length_bytes: int) -> PeerMemory:
+        """Allocate memory by cuMemAlloc."""
+        return PeerMemory(self.peer, self.peer.request("cuda.allocate", device=self.number, length_bytes=length_bytes))
+
+    def open_ipc(self, handle: bytes, *, length_bytes: int | None = None) -> PeerMemory:
+        """Open memory of another process by its IPC handle."""
+        reply = self.peer.request("cuda.open_ipc", device=self.number, handle=handle.hex(), length_bytes=length_bytes)
+        return PeerMemory(self.peer, reply)
+
+    def import_vmm(self, descriptors: Sequence[int], *, chunk_bytes: int) -> PeerMemory:
+        """Import chunks of VMM memory by their descriptors, which are sent by SCM_RIGHTS."""
+        reply = self.peer.request(
+            "cuda.import_vmm", device=self.number, chunk_bytes=chunk_bytes, descriptors=list(descriptors)
+        )
+        return PeerMemory(self.peer, reply)
+
+
+class PeerMemory(PeerObject):
+    """Device memory of a peer."""
+
+    def __init__(self, peer: PeerConnection, reply: dict[str, Any]) -> None:
+        super().__init__(peer, reply)
+        self.address: int = reply["address"]
+        self.length_bytes: int = reply["length_bytes"]
+
+    def export_ipc(self) -> bytes:
+        """Return the IPC handle of the memory."""
+        return bytes.fromhex(self.peer.request("cuda.export_ipc", memory=self.number))
+
+    def contents(self, *, offset_bytes: int = 0, length_bytes: int | None = None) -> bytes:
+        """Return the bytes of the memory, read by the peer."""
+        arguments: dict[str, Any] = {
+            "offset_bytes": offset_bytes,
+            "length_bytes": self._length(offset_bytes, length_bytes),
+        }
+        return bytes.fromhex(self.peer.request("cuda.contents", memory=self.number, **arguments))
+
+    def check(
+        self, *, seed: int, offset_bytes: int = 0, length_bytes: int | None = None, stream_offset_bytes: int = 0
+    ) -> str:
+        """Compare the memory with the stream of `seed` in the peer, and return the SHA-256 of the compared bytes.
+
+        Raises
+        ------
+        DataMismatch
+            The bytes differ; the error has the first wrong byte.
+        """
+        digest: str = self._stream("cuda.check", seed, offset_bytes, length_bytes, stream_offset_bytes)
+        return digest
+
+    def write(
+        self, *, seed: int, offset_bytes: int = 0, length_bytes: int | None = None, stream_offset_bytes: int = 0
+    ) -> None:
+        """Write bytes of the stream of `seed` into the memory."""
+        self._stream("cuda.write", seed, offset_bytes, length_bytes, stream_offset_bytes)
+
+    def _stream(self, operation: str, seed: int, offset_bytes: int, length_bytes: int | None, begin: int) -> Any:
+        return self.peer.request(
+            operation,
+            memory=self.number,
+            seed=seed,
+            offset_bytes=offset_bytes,
+            length_bytes=self._length(offset_bytes, length_bytes),
+            stream_offset_bytes=begin,
+        )
+
+    def _length(self, offset_bytes: int, length_bytes: int | None) -> int:
+        return self.length_bytes - offset_bytes if length_bytes is None else length_bytes
