@@ -225,7 +225,7 @@ def _malformed(name: str, line: int, detail: str) -> ApiError:
 
 
 def _error(number: int, name: str, *, line: int, detail: str, reason: Reason) -> ApiError:
-    place = f"mend line {line} of the plan" if line else "name a file that can be read"
+    place = f"fix line {line} of the plan" if line else "name a file that can be read"
     return ApiError(
         api=Api.TWINS,
         operation="read fault plan",

@@ -197,7 +197,7 @@ def refused(tree: Tree, fd: int, error: ApiError) -> Proof:
     found = tuple(cause for cause in obstacles(tree, fd, compat_forced=_compat_forced()) if cause.refuses)
     if not found:
         found = (Obstacle(Cause.UNEXPLAINED, str(error), error.what_to_do, refuses=True),)
-    return Proof(Route.UNKNOWN, RouteState.NOT_POSSIBLE, f"{error.operation} gave {error.status_name}", {}, found)
+    return Proof(Route.UNKNOWN, RouteState.NOT_POSSIBLE, f"{error.operation} failed: {error.status_name}", {}, found)
 
 
 def _counts(delta: Snapshot) -> dict[Route, int]:

@@ -95,7 +95,7 @@ def fell_back(verdict: Verdict, path: str, *, required: bool) -> str:
             status_name="NOT_DIRECT",
             arguments={"path": path},
             reason=Reason.NOT_DIRECT,
-            what_to_do="mend the cause, or allow the copy engine",
+            what_to_do="remove the cause, or allow the copy engine",
             detail=verdict.why,
         )
     if verdict.why not in _said:

@@ -38,7 +38,7 @@ class SeenRefusal:
     causes: tuple[SeenCause, ...]
 
     def __str__(self) -> str:
-        return ", ".join(f"{cause.operation} gave {cause.status_name} ({cause.status})" for cause in self.causes)
+        return ", ".join(f"{cause.operation} failed: {cause.status_name} ({cause.status})" for cause in self.causes)
 
 
 def refusals(error: BaseException | None, expected: Sequence[RefusedCause]) -> tuple[SeenRefusal, ...]:

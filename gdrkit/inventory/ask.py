@@ -199,7 +199,7 @@ def _refusal(error: GdrkitError, operation: str) -> ApiFailure:
     failure = ApiFailure.of(cause, api="registration", operation=operation)
     if isinstance(cause, ApiError):
         number = "" if cause.status is None else f" ({cause.status})"
-        failure = replace(failure, message=f"{cause.operation} gave {cause.status_name}{number}")
+        failure = replace(failure, message=f"{cause.operation} failed: {cause.status_name}{number}")
     return failure
 
 

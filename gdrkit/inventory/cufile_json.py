@@ -48,10 +48,10 @@ def parse_config(text: str, *, name: str = "cufile.json") -> dict[str, Any]:
         data = json.loads(plain)
     except (ValueError, RecursionError) as error:
         message = f"{name}: no JSON with comments: {error}"
-        raise UsageError(message, reason=Reason.MALFORMED, what_to_do="mend the file, or remove it") from error
+        raise UsageError(message, reason=Reason.MALFORMED, what_to_do="fix the file, or remove it") from error
     if not isinstance(data, dict):
         message = f"{name}: no object"
-        raise UsageError(message, reason=Reason.MALFORMED, what_to_do="mend the file, or remove it")
+        raise UsageError(message, reason=Reason.MALFORMED, what_to_do="fix the file, or remove it")
     return data
 
 

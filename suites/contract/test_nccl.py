@@ -66,7 +66,7 @@ def test_nccl_failure_is_an_error_with_call_and_message(tmp_path: Path) -> None:
     """Use rank 2 of 2, which does not exist. Without a device, NCCL reports the missing device first."""
     program = "n = Nccl(); Communicator(n, rank=2, ranks_count=2, unique_id=n.unique_id())"
     asks = python(f"from support.nccl import *; {program}")
-    with pytest.raises(RankError, match=r"NcclError: ncclCommInitRank gave [1-9]: \w+") as caught:
+    with pytest.raises(RankError, match=r"NcclError: ncclCommInitRank failed: [1-9]: \w+") as caught:
         run_ranks([asks], folder=tmp_path, environ=with_suites(os.environ), deadline_s=LONG_S)
     assert "NCCL WARN" in str(caught.value)
 

@@ -72,7 +72,7 @@ GONE_WORDS: dict[str, str] = {
 # These phrases are correct although they contain a replaced word.
 _LEGITIMATE = re.compile(r"\broom (for|left|in the)\b|\bno room\b|\broom_bytes\b", re.IGNORECASE)
 _GONE_PHRASES = {
-    re.compile(r"\bgave E[A-Z]{3,}\b"): "x failed: strerror (ERR)",
+    re.compile(r"\bgave (E[A-Z]{3,}\b|\{\w+\.status_name)"): "x failed: strerror (ERR)",
     re.compile(r"\bmemory nodes?\b", re.IGNORECASE): "NUMA node",
     re.compile(r"\blets? go of\b", re.IGNORECASE): "release",
 }

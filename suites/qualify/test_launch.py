@@ -102,8 +102,8 @@ def test_the_command_becomes_the_process() -> None:
     [
         (["sh", "-c", "exit 9"], 9, ""),
         (["sh", "-c", "kill -TERM $$"], -signal.SIGTERM, ""),
-        (["no such command"], 127, "ENOENT (2)"),
-        (["/proc/self/status"], 126, "EACCES (13)"),
+        (["no such command"], 127, "No such file or directory (ENOENT)"),
+        (["/proc/self/status"], 126, "Permission denied (EACCES)"),
     ],
 )
 def test_the_exit_code_is_that_of_the_command(command: list[str], code: int, words: str) -> None:
@@ -120,7 +120,7 @@ def test_a_malformed_plan_stops_it_before_anything_runs(tmp_path: Path) -> None:
     ended = gdrkit("run", "--software", "--faults", str(plan), "--", "sh", "-c", f"touch {tmp_path}/ran")
     assert ended.returncode == 2
     error = ended.stderr.strip().splitlines()[-1]
-    for part in ("twins: read fault plan", "EINVAL (22)", "line=2", "call=maybe", "To do: mend line 2"):
+    for part in ("twins: read fault plan", "Invalid argument (EINVAL)", "line=2", "call=maybe", "To do: fix line 2"):
         assert part in error
     assert not (tmp_path / "ran").exists()
 

@@ -190,7 +190,7 @@ def test_a_route_that_registration_refuses_is_not_possible_and_says_why() -> Non
     refused, allowed = route_statuses(facts_of(routes=[route("peer_memory", possible=False), route("dmabuf")]), [])[
         ::-1
     ]
-    assert (refused.state, refused.cause) == (RouteState.NOT_POSSIBLE, "ibv_reg_mr gave EFAULT (14); load a module")
+    assert (refused.state, refused.cause) == (RouteState.NOT_POSSIBLE, "ibv_reg_mr failed: Bad address (EFAULT); load a module")
     assert (allowed.state, allowed.cause) == (RouteState.UNPROVEN, "no case went this way")
 
 
@@ -205,7 +205,7 @@ FAILURE = ApiFailure(
     status_name="ENOENT",
     errno=2,
     reason=Reason.LIBRARY_MISSING,
-    message="loader: dlopen libcuda.so.1() gave ENOENT (2)",
+    message="loader: dlopen libcuda.so.1() failed: No such file or directory (ENOENT)",
     what_to_do="install the driver",
 )
 PASSED = record_of(substrate=HARDWARE)

@@ -252,7 +252,7 @@ def test_the_stated_refusal_is_not_run_with_its_evidence(run: ChildRun, name: st
     assert len(seen) == (2 if name == "test_refused_for_every_gpu" else 1)
     # The need that is not met, and what was seen of it.
     assert record.reasons[0].need in {"verbs.dmabuf_region", "verbs.peer_memory"}
-    assert "gave EOPNOTSUPP (95), ibv_reg_mr gave EFAULT (14)" in record.reasons[1].text
+    assert "failed: EOPNOTSUPP (95), ibv_reg_mr failed: EFAULT (14)" in record.reasons[1].text
     assert all(reason.foreseen for reason in record.reasons)
     # It ran, so what it ran on is known; and it shows no route and no number.
     assert record.libraries

@@ -164,7 +164,7 @@ def test_a_table_has_a_caption_and_a_case_its_details() -> None:
     page = read_page(render_html(run_of(substrate=TWINS), facts, [record]))
     assert page.seen.count("table") == page.seen.count("caption") == 5
     assert page.seen.count("h1") == 1
-    for text in ("A title.", "moved_bytes", "not possible", "ibv_reg_mr gave EFAULT (14); load a module"):
+    for text in ("A title.", "moved_bytes", "not possible", "ibv_reg_mr failed: Bad address (EFAULT); load a module"):
         assert any(text in line for line in page.lines), text
 
 

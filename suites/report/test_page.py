@@ -58,10 +58,10 @@ def test_a_page_of_64_routes_is_far_below_its_limit() -> None:
 
 
 def test_a_failure_has_its_remedy_and_leads_to_its_record() -> None:
-    reason = CaseReason("VerbsError: ibv_reg_mr gave EFAULT (14). To do: load nvidia-peermem")
+    reason = CaseReason("VerbsError: ibv_reg_mr failed: Bad address (EFAULT). To do: load nvidia-peermem")
     text = page([record_of(), record_of(Verdict.FAIL, case="a.py::test_b", reasons=(reason,))])
     (item,) = re.findall(r'<ol class="failures">.*?</ol>', text, re.DOTALL)
-    assert "ibv_reg_mr gave EFAULT (14)</p>" in item
+    assert "ibv_reg_mr failed: Bad address (EFAULT)</p>" in item
     assert "To do:</span> load nvidia-peermem" in item
     assert '<a href="#r1">a.py::test_b</a>' in item
 

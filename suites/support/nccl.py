@@ -85,7 +85,7 @@ class Nccl:
         if status:
             said = [self._library.ncclGetErrorString(status), self._library.ncclGetLastError(None)]
             words = " / ".join((each or b"").decode(errors="replace").strip() for each in said)
-            message = f"{name} gave {status}: {words}"
+            message = f"{name} failed: {status}: {words}"
             raise NcclError(message)
 
 

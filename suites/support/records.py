@@ -79,7 +79,7 @@ def route(way: str, *, possible: bool = True) -> RouteFacts:
         status_name="EFAULT",
         errno=14,
         reason=Reason.PEER_MEMORY_UNSUPPORTED,
-        message="ibv_reg_mr gave EFAULT (14)",
+        message="ibv_reg_mr failed: Bad address (EFAULT)",
         what_to_do="load a module",
     )
     return RouteFacts(device_index=0, nic="mlx5_0", way=way, possible=possible, failure=None if possible else refusal)

@@ -179,7 +179,7 @@ def test_symbolic_link_in_place_of_the_copy_stays(manager: TierManager, hdd: Pat
 
     error = failed_move(manager, Phase.FOLDER, replace)
     (note,) = error.__notes__
-    assert "unlink(name='file') gave EEXIST" in note
+    assert "unlink(name='file') failed: File exists (EEXIST)" in note
     assert "another file has the name" in note
     assert (nvme / "file").is_symlink()
     assert (hdd / "file").read_bytes() == data

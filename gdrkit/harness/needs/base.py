@@ -34,7 +34,7 @@ def silent(api: str, failure: ApiFailure | None) -> str:
     """Return the reason for an API that gave no facts."""
     if failure is None:
         return f"{api} was not asked"
-    said = f"{failure.operation} gave {failure.status_name}" if failure.status_name else failure.reason.value
+    said = f"{failure.operation} failed: {failure.status_name}" if failure.status_name else failure.reason.value
     return f"{api} does not answer: {said}"
 
 
