@@ -190,7 +190,8 @@ def test_a_route_that_registration_refuses_is_not_possible_and_says_why() -> Non
     refused, allowed = route_statuses(facts_of(routes=[route("peer_memory", possible=False), route("dmabuf")]), [])[
         ::-1
     ]
-    assert (refused.state, refused.cause) == (RouteState.NOT_POSSIBLE, "ibv_reg_mr failed: Bad address (EFAULT); load a module")
+    cause = "ibv_reg_mr failed: Bad address (EFAULT); load a module"
+    assert (refused.state, refused.cause) == (RouteState.NOT_POSSIBLE, cause)
     assert (allowed.state, allowed.cause) == (RouteState.UNPROVEN, "no case went this way")
 
 

@@ -132,7 +132,8 @@ def _route(device: int, nic: str, kind: int) -> Record:
             claimed, fell_back="registered by a copy through the host. To do: load nvidia-peermem"
         )
         return record_of(case=case, routes=(fallen,), substrate=HARDWARE)
-    reason = CaseReason("VerbsError: ibv_reg_dmabuf_mr failed: Operation not supported (EOPNOTSUPP). To do: update the driver of the NIC")
+    refused = "VerbsError: ibv_reg_dmabuf_mr failed: Operation not supported (EOPNOTSUPP)"
+    reason = CaseReason(f"{refused}. To do: update the driver of the NIC")
     return record_of(
         Verdict.FAIL, case=case, reasons=(reason,), routes=(claimed,), evidence={"traceback": "line 1\nline 2"}
     )
