@@ -101,14 +101,14 @@ def migrate(
     A file that is being written, or for which there is no room, stays where it is. Nothing is lost when this ends at
     any moment: the next command puts in order what it left.
     """
-    from gdrkit.tiers.runs import migrate_by_policy, migrate_named, planned
+    from gdrkit.tiers.runs import migrate_by_policy, migrate_named, print_plan
 
     if bool(names) != (destination is not None):
         message = "name the files and the tier (--to), or neither"
         raise click.UsageError(message)
     with _manager(configuration) as manager:
         if dry_run:
-            planned(manager, names, destination, as_json=as_json, stream=sys.stdout)
+            print_plan(manager, names, destination, as_json=as_json, stream=sys.stdout)
             return 0
         if destination is not None:
             found = migrate_named(manager, names, destination, stream=sys.stderr)
@@ -161,7 +161,7 @@ def check(configuration: Configuration, repair: bool, dry_run: bool, as_json: bo
     from gdrkit.tiers.tables import findings_table, write
 
     with _manager(configuration) as manager:
-        found = [*manager.found_at_start, *manager.check(repair=repair and not dry_run)]
+        found = [*manager.recovery_findings, *manager.check(repair=repair and not dry_run)]
     if as_json:
         _say(found)
     elif found:
@@ -186,7 +186,7 @@ def bench(configuration: Configuration, length: str, as_json: bool) -> int:
         found = [measure(manager.folder(name), length_bytes=wanted) for name in there]
         for each in found:
             if each.device_read_gb_per_s is not None:
-                manager.catalogue.keep_route(each.tier, each.route)
+                manager.catalogue.record_route(each.tier, each.route)
     if as_json:
         _say(found)
     else:
@@ -205,10 +205,10 @@ def _say(found: object) -> None:
 
 
 def _say_each(found: dict[str, str], *, as_json: bool) -> None:
-    from gdrkit.tiers.names import shown
+    from gdrkit.tiers.names import printable
 
     if as_json:
-        _say({shown(name): tier for name, tier in found.items()})
+        _say({printable(name): tier for name, tier in found.items()})
         return
     for name, tier in found.items():
-        click.echo(f"{shown(name)}: {tier or 'not pinned'}")
+        click.echo(f"{printable(name)}: {tier or 'not pinned'}")

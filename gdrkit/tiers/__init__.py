@@ -1,29 +1,29 @@
-"""Storage tiers: files by logical names, each in the tier that its use asks for, migrated without loss of data.
+"""Storage tiers: files by logical names, each in the tier that fits its use, migrated without loss of data.
 
-Start with ``TierManager(configure())``. docs/tiers.md describes the rest.
+Start with ``TierManager(configure())``. ``docs/tiers.md`` is the guide.
 """
 
 from __future__ import annotations
 
 from gdrkit.tiers.catalogue import Entry
-from gdrkit.tiers.configuration import SEED, Configuration, Tier, configure
-from gdrkit.tiers.finding import Finding, Kind
+from gdrkit.tiers.configuration import DEFAULT_TIERS, Configuration, Tier, configure
+from gdrkit.tiers.finding import FindingKind, TierFinding
 from gdrkit.tiers.manager import TierManager
 from gdrkit.tiers.migration import Phase
-from gdrkit.tiers.results import Migrated, Refused, TierStatus
+from gdrkit.tiers.results import Migrated, RefusedMove, TierStatus
 from gdrkit.tiers.routes import TierRoute
 from gdrkit.tiers.tiered_file import TieredFile
 
 __all__ = [
-    "SEED",
+    "DEFAULT_TIERS",
     "Configuration",
     "Entry",
-    "Finding",
-    "Kind",
+    "FindingKind",
     "Migrated",
     "Phase",
-    "Refused",
+    "RefusedMove",
     "Tier",
+    "TierFinding",
     "TierManager",
     "TierRoute",
     "TierStatus",

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-__all__ = ["Connection", "connect", "is_damaged", "transaction", "translated"]
+__all__ = ["Connection", "connect", "convert_sqlite_errors", "is_damaged", "transaction"]
 
 # The low byte of an extended result code is the primary result code (sqlite3.h).
-_KIND = 0xFF
+_PRIMARY_CODE_MASK = 0xFF
 _BUSY, _LOCKED, _READ_ONLY, _IO, _CORRUPT, _FULL, _CANNOT_OPEN, _NO_DATABASE = 5, 6, 8, 10, 11, 13, 14, 26
 _REASONS = {
     _BUSY: Reason.BUSY,
@@ -31,12 +31,12 @@ _REASONS = {
     _CANNOT_OPEN: Reason.NO_PERMISSION,
     _NO_DATABASE: Reason.MALFORMED,
 }
-_TO_DO = {
+_ADVICE = {
     Reason.BUSY: "another process keeps the catalogue locked: end it, or try again",
-    Reason.NO_PERMISSION: "let this user write the folder of the catalogue",
-    Reason.IO_ERROR: "look at the device of the catalogue; gdrkit tiers check --repair rebuilds it from the tiers",
+    Reason.NO_PERMISSION: "give this user write permission for the folder of the catalogue",
+    Reason.IO_ERROR: "check the device of the catalogue; gdrkit tiers check --repair rebuilds it from the tiers",
     Reason.MALFORMED: "gdrkit tiers check --repair rebuilds it from the tiers",
-    Reason.NO_SPACE: "make room where the catalogue lies, or name another folder for it",
+    Reason.NO_SPACE: "free space on the file system of the catalogue, or configure another folder for it",
 }
 _CACHE_KIB = 4096
 
@@ -58,7 +58,7 @@ def connect(path: Path, *, timeout_ms: int, sorts_on_disk: bool = False) -> Conn
     ApiError
         SQLite failed. ``MALFORMED``: the file is not a database, or is damaged.
     """
-    with translated("sqlite3_open", path=str(path)):
+    with convert_sqlite_errors("sqlite3_open", path=str(path)):
         connection = sqlite3.connect(
             path, timeout=timeout_ms / 1000, isolation_level=None, check_same_thread=False, cached_statements=64
         )
@@ -90,13 +90,13 @@ def transaction(connection: Connection) -> Iterator[Connection]:
 
 
 @contextmanager
-def translated(operation: str, **arguments: object) -> Iterator[None]:
+def convert_sqlite_errors(operation: str, **arguments: object) -> Iterator[None]:
     """Convert errors of SQLite in this block to :class:`ApiError`."""
     try:
         yield
     except sqlite3.Error as error:
         code = getattr(error, "sqlite_errorcode", None)
-        reason = _REASONS.get((code or 0) & _KIND, Reason.OTHER)
+        reason = _REASONS.get((code or 0) & _PRIMARY_CODE_MASK, Reason.OTHER)
         raise ApiError(
             api=Api.SQLITE,
             operation=operation,
@@ -104,13 +104,13 @@ def translated(operation: str, **arguments: object) -> Iterator[None]:
             status_name=getattr(error, "sqlite_errorname", None) or type(error).__name__,
             arguments=arguments,
             reason=reason,
-            what_to_do=_TO_DO.get(reason, ""),
+            what_to_do=_ADVICE.get(reason, ""),
             detail=str(error),
         ) from error
 
 
 def is_damaged(connection: Connection) -> bool:
-    """Return whether SQLite finds damage in the database; reads all of it."""
+    """Return whether SQLite finds damage in the database. The check reads the whole database."""
     try:
         return [row[0] for row in connection.execute("PRAGMA quick_check(1)")] != ["ok"]
     except sqlite3.DatabaseError:

@@ -1,6 +1,6 @@
 """Counts of file accesses that are not written to the catalogue yet.
 
-A read must neither wait for the catalogue nor fail because of it. So accesses are counted here and written to the
+A read must neither wait for the catalogue nor fail because of it. So accesses are counted in memory and written to the
 catalogue in batches. If a process is killed, its unwritten counts are lost: a little heat, but no data.
 """
 
@@ -18,12 +18,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Accesses"]
 
-_DUE = 256
+# Number of accesses after which the counts are written to the catalogue.
+_FLUSH_COUNT = 256
 _log = logging.getLogger(__name__)
 
 
 class Accesses:
-    """The access counts of this process. They are thread-safe.
+    """The access counts of this process. The object is thread-safe.
 
     Parameters
     ----------
@@ -35,32 +36,32 @@ class Accesses:
         self._catalogue = catalogue
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
-        self._sum = 0
-        self._due = _DUE
+        self._total = 0
+        self._flush_count = _FLUSH_COUNT
 
     def count(self, name: str) -> None:
         """Count one access to a file."""
         with self._lock:
             self._counts[name] += 1
-            self._sum += 1
-            is_due = self._sum >= self._due
-        if is_due:
-            self.tell()
+            self._total += 1
+            is_flush_due = self._total >= self._flush_count
+        if is_flush_due:
+            self.flush()
 
-    def tell(self) -> None:
-        """Write the counts to the catalogue. If it is locked by another process, they stay here."""
+    def flush(self) -> None:
+        """Write the counts to the catalogue. If another process has locked the catalogue, the counts stay in memory."""
         with self._lock:
-            counts, self._counts, self._sum = self._counts, Counter(), 0
+            counts, self._counts, self._total = self._counts, Counter(), 0
         if not counts:
             return
         try:
-            self._catalogue.used(counts)
+            self._catalogue.add_accesses(counts)
         except ApiError as error:
-            _log.warning("accesses of %d files are not in the catalogue yet: %s", len(counts), error)
+            _log.warning("the accesses of %d files are not in the catalogue yet: %s", len(counts), error)
             if error.reason is Reason.BUSY:
                 with self._lock:
                     self._counts.update(counts)
                     # Readers must not wait for the lock at every access, so the next attempt comes later.
-                    self._due *= 2
+                    self._flush_count *= 2
         else:
-            self._due = _DUE
+            self._flush_count = _FLUSH_COUNT

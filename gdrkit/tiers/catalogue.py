@@ -1,7 +1,7 @@
-"""The catalogue: for every file its tier, its size, its heat and whether it is pinned.
+"""The catalogue, an index of the files: the tier, the size, the heat and the pin of each file.
 
-The catalogue is an index. The disks decide where a file is, and a lost or damaged catalogue is rebuilt from them.
-Several processes may use it at the same time.
+The disks are authoritative for the location of a file. A lost or damaged catalogue is rebuilt from them. Several
+processes may use the catalogue at the same time.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from gdrkit.cufile import RouteState
 from gdrkit.errors import Api, ApiError, Reason
 from gdrkit.tiers.database import Database
 from gdrkit.tiers.heat import NEVER, score_after
-from gdrkit.tiers.names import shown
+from gdrkit.tiers.names import printable
 from gdrkit.tiers.routes import TierRoute
 
 if TYPE_CHECKING:
@@ -29,7 +29,23 @@ _COLUMNS = "name, tier, size_bytes, allocated_bytes, links, score, accesses, pin
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """The row of one file. `pinned` is the tier to which it is pinned, or None."""
+    """The row of one file.
+
+    Attributes
+    ----------
+    name, tier : str
+        Logical name of the file and name of its tier.
+    size_bytes, allocated_bytes : int
+        Size of the file and the space that it takes on its disk, in bytes.
+    links : int
+        Number of hard links.
+    score : float
+        The heat as a score that time does not change; see :mod:`gdrkit.tiers.heat`.
+    accesses : int
+        Number of all accesses.
+    pinned : str or None
+        Tier to which the file is pinned, or None.
+    """
 
     name: str
     tier: str
@@ -53,7 +69,17 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Totals of one tier. `coming_bytes` belong to migrations in progress."""
+    """Totals of one tier.
+
+    Attributes
+    ----------
+    files : int
+        Number of files.
+    size_bytes, allocated_bytes : int
+        Sum of the file sizes and of the space that the files take, in bytes.
+    coming_bytes : int
+        Space that migrations in progress have reserved in this tier, in bytes.
+    """
 
     files: int = 0
     size_bytes: int = 0
@@ -90,13 +116,13 @@ class Catalogue(Database):
 
     def find(self, name: str) -> Entry | None:
         """Return the entry of a file, or None if the catalogue has none."""
-        with self.used_by("find", name=shown(name)) as connection:
+        with self.locked_connection("find file", name=printable(name)) as connection:
             row = connection.execute(f"SELECT {_COLUMNS} FROM files WHERE name = ?", (_key(name),)).fetchone()  # noqa: S608 - constant columns.
         return None if row is None else Entry.of_row(row)
 
     def totals(self) -> dict[str, Totals]:
         """Return the totals of every tier that has a file, or is the destination of a migration."""
-        with self.used_by("add up") as connection:
+        with self.locked_connection("read totals") as connection:
             rows = connection.execute(
                 "SELECT tier, max(files), max(size_bytes), max(allocated_bytes), max(coming) FROM ("
                 "SELECT tier, files, size_bytes, allocated_bytes, 0 AS coming FROM totals UNION ALL "
@@ -106,26 +132,26 @@ class Catalogue(Database):
 
     def pins(self) -> dict[str, str]:
         """Return the pinned files, each with its tier."""
-        with self.used_by("find pins") as connection:
+        with self.locked_connection("read pins") as connection:
             rows = connection.execute("SELECT name, pinned FROM files WHERE pinned IS NOT NULL").fetchall()
         return {os.fsdecode(row[0]): row[1] for row in rows}
 
     def put(self, entry: Entry) -> None:
         """Write the entry of a file, and replace all columns of an older one."""
-        marks = ", ".join("?" * 8)
+        placeholders = ", ".join("?" * 8)
         values = (_key(entry.name), *(getattr(entry, key) for key in _COLUMNS.split(", ")[1:]))
-        with self.writing("put", name=shown(entry.name)) as connection:
-            # REPLACE would delete the old row without its trigger.
+        with self.write_transaction("write entry", name=printable(entry.name)) as connection:
+            # REPLACE would delete the old row without running its trigger.
             connection.execute(
-                f"INSERT INTO files ({_COLUMNS}) VALUES ({marks}) ON CONFLICT (name) DO UPDATE SET "  # noqa: S608 - constant columns.
+                f"INSERT INTO files ({_COLUMNS}) VALUES ({placeholders}) ON CONFLICT (name) DO UPDATE SET "  # noqa: S608 - constant columns.
                 + ", ".join(f"{key} = excluded.{key}" for key in _COLUMNS.split(", ")[1:]),
                 values,
             )
 
-    def see(self, name: str, tier: str, info: os.stat_result) -> None:
+    def record_file(self, name: str, tier: str, info: os.stat_result) -> None:
         """Write tier and size of a file. The other columns of an existing row are kept."""
         values = (_key(name), tier, info.st_size, info.st_blocks * 512, info.st_nlink, NEVER)
-        with self.writing("see", name=shown(name)) as connection:
+        with self.write_transaction("record file", name=printable(name)) as connection:
             connection.execute(
                 "INSERT INTO files (name, tier, size_bytes, allocated_bytes, links, score, accesses) "
                 "VALUES (?, ?, ?, ?, ?, ?, 0) ON CONFLICT (name) DO UPDATE SET tier = excluded.tier, "
@@ -135,19 +161,19 @@ class Catalogue(Database):
 
     def forget(self, name: str) -> None:
         """Remove the row of a file."""
-        with self.writing("forget", name=shown(name)) as connection:
+        with self.write_transaction("forget file", name=printable(name)) as connection:
             connection.execute("DELETE FROM files WHERE name = ?", (_key(name),))
 
     def pin(self, name: str, tier: str | None) -> bool:
         """Pin a file to a tier, or unpin it (None). Return whether the catalogue has the file."""
-        with self.writing("pin", name=shown(name)) as connection:
-            done = connection.execute("UPDATE files SET pinned = ? WHERE name = ?", (tier, _key(name)))
-            return bool(done.rowcount)
+        with self.write_transaction("pin", name=printable(name)) as connection:
+            cursor = connection.execute("UPDATE files SET pinned = ? WHERE name = ?", (tier, _key(name)))
+            return bool(cursor.rowcount)
 
-    def used(self, counts: Mapping[str, int]) -> None:
+    def add_accesses(self, counts: Mapping[str, int]) -> None:
         """Add accesses to files. Files that the catalogue does not have are skipped."""
-        with self.writing("count accesses") as connection:
-            at = self.clock_at(connection, keep=True)
+        with self.write_transaction("count accesses") as connection:
+            at = self.read_clock(connection, store=True)
             for name, count in counts.items():
                 row = connection.execute("SELECT id, score FROM files WHERE name = ?", (_key(name),)).fetchone()
                 if row is not None:
@@ -157,59 +183,66 @@ class Catalogue(Database):
                     )
 
     def begin_move(self, move: tuple[str, str, str, str, int], *, limit_bytes: int) -> None:
-        """Reserve space for (id, name, source, destination, bytes) in the destination.
+        """Reserve space in the destination of a migration.
+
+        Parameters
+        ----------
+        move : tuple
+            Id of the migration, name of the file, source tier, destination tier, and size in bytes.
+        limit_bytes : int
+            Space that the destination may use in total, in bytes.
 
         Raises
         ------
         ApiError
-            ``NO_SPACE``: the destination has not enough space.
+            ``NO_SPACE``: the destination does not have enough space.
         """
         identifier, name, source, destination, size = move
-        with self.writing("begin move", name=shown(name)) as connection:
-            found = self.totals().get(destination, Totals())
-            if found.allocated_bytes + found.coming_bytes + size > limit_bytes:
+        with self.write_transaction("begin move", name=printable(name)) as connection:
+            totals = self.totals().get(destination, Totals())
+            if totals.allocated_bytes + totals.coming_bytes + size > limit_bytes:
                 raise ApiError(
                     api=Api.NONE,
                     operation="migrate",
                     status=None,
-                    status_name="no room",
-                    arguments={"name": shown(name), "tier": destination, "bytes": size, "limit_bytes": limit_bytes},
+                    status_name="NO_SPACE",
+                    arguments={"name": printable(name), "tier": destination, "bytes": size, "limit_bytes": limit_bytes},
                     reason=Reason.NO_SPACE,
-                    what_to_do="make room in that tier, or give it a larger capacity",
+                    what_to_do="free space in that tier, or configure a larger capacity for it",
                 )
             row = (identifier, _key(name), source, destination, size)
             connection.execute("INSERT INTO moves VALUES (?, ?, ?, ?, ?)", row)
 
     def end_move(self, identifier: str) -> None:
         """Remove the reservation of a migration that has ended."""
-        with self.writing("end move", id=identifier) as connection:
+        with self.write_transaction("end move", id=identifier) as connection:
             connection.execute("DELETE FROM moves WHERE id = ?", (identifier,))
 
     def moves(self) -> list[str]:
         """Return the ids of the migrations that have a reservation."""
-        with self.used_by("find moves") as connection:
+        with self.locked_connection("read moves") as connection:
             return [row[0] for row in connection.execute("SELECT id FROM moves ORDER BY id")]
 
     def routes(self) -> dict[str, TierRoute]:
         """Return the result of the last transfer with device memory, by tier."""
-        with self.used_by("find routes") as connection:
+        with self.locked_connection("read routes") as connection:
             rows = connection.execute("SELECT tier, state, route, why FROM routes").fetchall()
         return {row[0]: TierRoute(RouteState(row[1]), row[2], row[3]) for row in rows}
 
-    def keep_route(self, tier: str, route: TierRoute) -> None:
-        """Store the route that a transfer showed."""
-        with self.writing("keep route", tier=tier) as connection:
+    def record_route(self, tier: str, route: TierRoute) -> None:
+        """Store the route that the last transfer between a tier and device memory took."""
+        with self.write_transaction("record route", tier=tier) as connection:
             row = (tier, route.state.value, route.route, route.why, time.time())
             connection.execute("INSERT OR REPLACE INTO routes VALUES (?, ?, ?, ?, ?)", row)
 
     def identities(self) -> dict[str, str]:
-        """Return the identity of each tier's folder when it was last opened."""
-        with self.used_by("find tiers") as connection:
+        """Return the identity that each tier's folder had when it was last opened, by name of the tier."""
+        with self.locked_connection("read identities") as connection:
             return dict(connection.execute("SELECT tier, identity FROM tiers").fetchall())
 
-    def identify(self, tier: str, identity: str) -> None:
+    def record_identity(self, tier: str, identity: str) -> None:
         """Store the identity of a tier's folder."""
-        with self.writing("identify", tier=tier) as connection:
+        with self.write_transaction("record identity", tier=tier) as connection:
             connection.execute("INSERT OR REPLACE INTO tiers VALUES (?, ?)", (tier, identity))
 
 

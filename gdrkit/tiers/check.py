@@ -1,7 +1,7 @@
 """Comparison of the catalogue with the disks, and repair of the catalogue.
 
 The files on the disks are listed in a temporary table, so that the comparison of a million files needs little memory.
-Other processes may continue meanwhile, so each difference is checked again before it is reported.
+Other processes may change files during the comparison, so each difference is checked again before it is reported.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import os
 import stat
 from typing import TYPE_CHECKING
 
-from gdrkit.tiers._sqlite import translated
+from gdrkit.tiers._sqlite import convert_sqlite_errors
 from gdrkit.tiers.catalogue import Entry
-from gdrkit.tiers.finding import Finding, Kind
+from gdrkit.tiers.finding import FindingKind, TierFinding
 from gdrkit.tiers.heat import score_of
-from gdrkit.tiers.record import recorded
-from gdrkit.tiers.refusal import told
+from gdrkit.tiers.kernel_errors import convert_os_errors
+from gdrkit.tiers.record import recorded_ids
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -25,21 +25,21 @@ if TYPE_CHECKING:
     from gdrkit.tiers.configuration import Configuration
     from gdrkit.tiers.folder import TierFolder
 
-__all__ = ["compare", "fill", "kept"]
+__all__ = ["compare", "fill_catalogue", "kept_files"]
 
-_BATCH = 1000
+_BATCH_ROWS = 1000
 _TABLE = """
-CREATE TEMP TABLE seen (
+CREATE TEMP TABLE on_disk (
     name BLOB NOT NULL, tier TEXT NOT NULL, size_bytes INTEGER NOT NULL, links INTEGER NOT NULL,
     PRIMARY KEY (name, tier)
 ) WITHOUT ROWID
 """
 
 
-def fill(catalogue: Catalogue, configuration: Configuration, folders: Mapping[str, TierFolder]) -> None:
+def fill_catalogue(catalogue: Catalogue, configuration: Configuration, folders: Mapping[str, TierFolder]) -> None:
     """Fill an empty catalogue with the files on disk.
 
-    The heat of the files was lost with the old catalogue. Each file gets the heat that its tier asks for, so that it
+    The heat of the files was lost with the old catalogue. Each file gets the heat that its tier requires, so that it
     stays there until it has cooled. If two tiers have a file of the same name, the one in the faster tier is entered.
     """
     at = catalogue.now()
@@ -48,115 +48,125 @@ def fill(catalogue: Catalogue, configuration: Configuration, folders: Mapping[st
         if folder is None:
             continue
         if folder.identity is not None:
-            catalogue.identify(tier.name, folder.identity)
-        with told("scan", tier=tier.name):
+            catalogue.record_identity(tier.name, folder.identity)
+        with convert_os_errors("scan", tier=tier.name):
             for name, info in folder.walk():
                 if stat.S_ISREG(info.st_mode) and catalogue.find(name) is None:
                     catalogue.put(Entry.of(name, tier.name, info, score=score_of(tier.accesses_min, at=at)))
 
 
-def kept(folders: Mapping[str, TierFolder]) -> Iterator[Finding]:
+def kept_files(folders: Mapping[str, TierFolder]) -> Iterator[TierFinding]:
     """Yield a finding for each file that a recovery moved to the ``kept`` folder."""
     for folder in folders.values():
-        for name in folder.names_of("kept"):
-            text = f"somebody wrote to both sides of a migration; see {folder.directory}/.gdrkit-tiers/kept"
-            yield Finding(Kind.KEPT, f"kept/{name}", folder.name, text)
+        for name in folder.list_own_folder("kept"):
+            text = f"another program wrote to both files of a migration; see {folder.directory}/.gdrkit-tiers/kept"
+            yield TierFinding(FindingKind.KEPT, f"kept/{name}", folder.name, text)
 
 
-def compare(catalogue: Catalogue, folders: Mapping[str, TierFolder], *, repair: bool) -> Iterator[Finding]:
+def compare(catalogue: Catalogue, folders: Mapping[str, TierFolder], *, repair: bool) -> Iterator[TierFinding]:
     """Yield the differences between catalogue and disks; with `repair`, also update the catalogue.
 
     Files are never changed.
     """
-    connection = catalogue.connect_again()
+    connection = catalogue.new_connection()
     try:
-        with translated("check"):
+        with convert_sqlite_errors("check"):
             connection.execute(_TABLE)
         for folder in folders.values():
-            yield from _look(folder, connection)
-        with translated("check"):
-            names = _differing(connection)
+            yield from _list_files(folder, connection)
+        with convert_sqlite_errors("check"):
+            names = _differing_names(connection)
         for name in names:
-            yield from _difference(os.fsdecode(name), catalogue, folders, repair=repair)
+            yield from _compare_file(os.fsdecode(name), catalogue, folders, repair=repair)
     finally:
         connection.close()
 
 
-def _look(folder: TierFolder, connection: Connection) -> Iterator[Finding]:
+def _list_files(folder: TierFolder, connection: Connection) -> Iterator[TierFinding]:
+    """Insert the regular files of a tier into the temporary table, and yield a finding for each other file."""
     rows: list[tuple[bytes, str, int, int]] = []
-    with told("scan", tier=folder.name):
+    with convert_os_errors("scan", tier=folder.name):
         for name, info in folder.walk():
             if not stat.S_ISREG(info.st_mode):
-                yield Finding(Kind.FOREIGN, name, folder.name, "no regular file: it is left alone")
+                yield TierFinding(
+                    FindingKind.FOREIGN, name, folder.name, "not a regular file; gdrkit does not touch it"
+                )
                 continue
             rows.append((os.fsencode(name), folder.name, info.st_size, info.st_nlink))
-            if len(rows) == _BATCH:
-                _keep(connection, rows)
+            if len(rows) == _BATCH_ROWS:
+                _insert_rows(connection, rows)
                 rows.clear()
-    _keep(connection, rows)
+    _insert_rows(connection, rows)
 
 
-def _keep(connection: Connection, rows: list[tuple[bytes, str, int, int]]) -> None:
-    with translated("check"):
-        connection.executemany("INSERT OR REPLACE INTO seen VALUES (?, ?, ?, ?)", rows)
+def _insert_rows(connection: Connection, rows: list[tuple[bytes, str, int, int]]) -> None:
+    with convert_sqlite_errors("check"):
+        connection.executemany("INSERT OR REPLACE INTO on_disk VALUES (?, ?, ?, ?)", rows)
 
 
-def _differing(connection: Connection) -> list[bytes]:
+def _differing_names(connection: Connection) -> list[bytes]:
     """Return the names with a possible difference, each once."""
     rows = connection.execute(
-        "SELECT name FROM files WHERE NOT EXISTS (SELECT 1 FROM seen WHERE seen.name = files.name "
-        "AND seen.tier = files.tier AND seen.size_bytes = files.size_bytes AND seen.links = files.links) "
-        "UNION SELECT name FROM seen WHERE name NOT IN (SELECT name FROM files) "
-        "UNION SELECT name FROM seen GROUP BY name HAVING count(*) > 1 ORDER BY 1"
+        "SELECT name FROM files WHERE NOT EXISTS (SELECT 1 FROM on_disk WHERE on_disk.name = files.name "
+        "AND on_disk.tier = files.tier AND on_disk.size_bytes = files.size_bytes AND on_disk.links = files.links) "
+        "UNION SELECT name FROM on_disk WHERE name NOT IN (SELECT name FROM files) "
+        "UNION SELECT name FROM on_disk GROUP BY name HAVING count(*) > 1 ORDER BY 1"
     )
     return [row[0] for row in rows]
 
 
-def _difference(
+def _compare_file(
     name: str, catalogue: Catalogue, folders: Mapping[str, TierFolder], *, repair: bool
-) -> Iterator[Finding]:
+) -> Iterator[TierFinding]:
     """Compare one file again, with its current state on disk."""
     entry = catalogue.find(name)
-    found = {tier: info for tier, folder in folders.items() if (info := _regular(folder, name)) is not None}
-    if len(found) > 1 and not _is_moving(folders):
-        where = entry.tier if entry is not None and entry.tier in found else next(iter(found))
-        yield Finding(Kind.TWICE, name, where, f"also in {', '.join(tier for tier in found if tier != where)}")
+    copies = {tier: info for tier, folder in folders.items() if (info := _stat_regular(folder, name)) is not None}
+    if len(copies) > 1 and not _is_migration_in_progress(folders):
+        first = entry.tier if entry is not None and entry.tier in copies else next(iter(copies))
+        others = ", ".join(tier for tier in copies if tier != first)
+        yield TierFinding(FindingKind.TWICE, name, first, f"also in {others}")
     if entry is None:
-        if found:
-            tier, info = next(iter(found.items()))
-            yield Finding(Kind.UNKNOWN, name, tier, "the catalogue did not have it", mended=repair)
-            _learn(catalogue, name, tier, info, repair=repair)
-    elif not found:
-        yield _missing(entry, catalogue, folders, repair=repair)
-    elif entry.tier not in found:
-        tier, info = next(iter(found.items()))
-        yield Finding(Kind.ELSEWHERE, name, tier, f"the catalogue had it in {entry.tier}", mended=repair)
-        _learn(catalogue, name, tier, info, repair=repair)
-    elif (found[entry.tier].st_size, found[entry.tier].st_nlink) != (entry.size_bytes, entry.links):
-        info = found[entry.tier]
-        text = f"{info.st_size} bytes, {info.st_nlink} names; catalogued {entry.size_bytes} and {entry.links}"
-        yield Finding(Kind.CHANGED, name, entry.tier, text, mended=repair)
-        _learn(catalogue, name, entry.tier, info, repair=repair)
+        if copies:
+            tier, info = next(iter(copies.items()))
+            yield TierFinding(FindingKind.UNKNOWN, name, tier, "the catalogue did not have it", mended=repair)
+            _record_file(catalogue, name, tier, info, repair=repair)
+    elif not copies:
+        yield _missing_file(entry, catalogue, folders, repair=repair)
+    elif entry.tier not in copies:
+        tier, info = next(iter(copies.items()))
+        yield TierFinding(FindingKind.ELSEWHERE, name, tier, f"the catalogue had it in {entry.tier}", mended=repair)
+        _record_file(catalogue, name, tier, info, repair=repair)
+    elif (copies[entry.tier].st_size, copies[entry.tier].st_nlink) != (entry.size_bytes, entry.links):
+        info = copies[entry.tier]
+        text = (
+            f"it has {info.st_size} bytes and {info.st_nlink} hard links; the catalogue had {entry.size_bytes} bytes "
+            f"and {entry.links} hard links"
+        )
+        yield TierFinding(FindingKind.CHANGED, name, entry.tier, text, mended=repair)
+        _record_file(catalogue, name, entry.tier, info, repair=repair)
 
 
-def _learn(catalogue: Catalogue, name: str, tier: str, info: os.stat_result, *, repair: bool) -> None:
+def _record_file(catalogue: Catalogue, name: str, tier: str, info: os.stat_result, *, repair: bool) -> None:
     if repair:
-        catalogue.see(name, tier, info)
+        catalogue.record_file(name, tier, info)
 
 
-def _missing(entry: Entry, catalogue: Catalogue, folders: Mapping[str, TierFolder], *, repair: bool) -> Finding:
+def _missing_file(
+    entry: Entry, catalogue: Catalogue, folders: Mapping[str, TierFolder], *, repair: bool
+) -> TierFinding:
     if entry.tier not in folders:
-        return Finding(Kind.ABSENT, entry.name, entry.tier, "its tier is not there")
+        return TierFinding(FindingKind.ABSENT, entry.name, entry.tier, "its tier is not available")
     if repair:
         catalogue.forget(entry.name)
-    return Finding(Kind.MISSING, entry.name, entry.tier, "no tier has it: somebody removed it", mended=repair)
+    text = "no tier has it; another program removed it"
+    return TierFinding(FindingKind.MISSING, entry.name, entry.tier, text, mended=repair)
 
 
-def _regular(folder: TierFolder, name: str) -> os.stat_result | None:
+def _stat_regular(folder: TierFolder, name: str) -> os.stat_result | None:
     info = folder.stat(name)
     return info if info is not None and stat.S_ISREG(info.st_mode) else None
 
 
-def _is_moving(folders: Mapping[str, TierFolder]) -> bool:
+def _is_migration_in_progress(folders: Mapping[str, TierFolder]) -> bool:
     """Return whether a migration is in progress, during which a file may briefly have its name in two tiers."""
-    return any(recorded(folder) for folder in folders.values())
+    return any(recorded_ids(folder) for folder in folders.values())

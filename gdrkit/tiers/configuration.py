@@ -1,7 +1,7 @@
 """The configuration of tiers, from a TOML file, the environment and the command line.
 
 The defaults are those of the GDS integration update: /nvme for files with 100 accesses or more, /ssd for 10 to 99, /hdd
-for fewer. The speeds that it states are only shown beside those that ``gdrkit tiers bench`` measures.
+for fewer. The speeds that it states only appear beside those that ``gdrkit tiers bench`` measures.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gdrkit.units import GIB, KIB, MIB
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["SEED", "Configuration", "SeedTier", "Tier", "configure", "parse_size"]
+__all__ = ["DEFAULT_TIERS", "Configuration", "DefaultTier", "Tier", "configure", "parse_size"]
 
 CONFIG, TIERS, CATALOGUE = "GDRKIT_TIERS_CONFIG", "GDRKIT_TIERS", "GDRKIT_TIERS_CATALOGUE"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,31}")
@@ -43,8 +43,20 @@ _WEEK_S = 7 * 86400.0
 
 
 @dataclass(frozen=True, slots=True)
-class SeedTier:
-    """A tier with the numbers that the GDS integration update states. They were not measured here."""
+class DefaultTier:
+    """A default tier, with the numbers that the GDS integration update states for it. gdrkit did not measure them.
+
+    Attributes
+    ----------
+    directory : str
+        Path of the tier.
+    accesses_min : int
+        Heat that a file needs for this tier, in fresh accesses.
+    rate_gb_per_s, latency_us : float
+        Stated rate in 10**9 bytes per second, and stated latency in microseconds.
+    direct : bool
+        Whether the update states a direct path to device memory.
+    """
 
     directory: str
     accesses_min: int
@@ -53,10 +65,10 @@ class SeedTier:
     direct: bool
 
 
-SEED: Mapping[str, SeedTier] = {
-    "nvme": SeedTier("/nvme", 100, 12.0, 10.0, direct=True),
-    "ssd": SeedTier("/ssd", 10, 3.5, 100.0, direct=False),
-    "hdd": SeedTier("/hdd", 0, 0.2, 5000.0, direct=False),
+DEFAULT_TIERS: Mapping[str, DefaultTier] = {
+    "nvme": DefaultTier("/nvme", 100, 12.0, 10.0, direct=True),
+    "ssd": DefaultTier("/ssd", 10, 3.5, 100.0, direct=False),
+    "hdd": DefaultTier("/hdd", 0, 0.2, 5000.0, direct=False),
 }
 
 
@@ -93,7 +105,7 @@ class Configuration:
     catalogue : Path
         Folder of the catalogue.
     half_life_s : float
-        Time after which an access counts half, in seconds.
+        Half-life of an access, in seconds: an access of this age counts half.
     hysteresis : float
         Share of its tier's required heat that a file may lose before it must leave, from 0 to less than 1.
     headroom : float
@@ -126,8 +138,8 @@ class Configuration:
         for each in self.tiers:
             if each.name == name:
                 return each
-        message = f"there is no tier {name!r}"
-        raise UsageError(message, what_to_do="name one of " + ", ".join(each.name for each in self.tiers))
+        message = f"the tier must be one of {', '.join(repr(each.name) for each in self.tiers)}, not {name!r}"
+        raise UsageError(message)
 
     @property
     def landing_tier(self) -> Tier:
@@ -136,7 +148,9 @@ class Configuration:
 
 
 @dataclass(frozen=True, slots=True)
-class _FileTier:
+class _TierSettings:
+    """The settings of one tier, as the TOML file or an argument states them."""
+
     name: str
     directory: str
     accesses_min: int | None = None
@@ -144,8 +158,10 @@ class _FileTier:
 
 
 @dataclass(frozen=True, slots=True)
-class _File:
-    tiers: tuple[_FileTier, ...] = ()
+class _TomlFile:
+    """The contents of a TOML file."""
+
+    tiers: tuple[_TierSettings, ...] = ()
     catalogue: str | None = None
     half_life_s: float | None = None
     hysteresis: float | None = None
@@ -155,12 +171,12 @@ class _File:
 
 
 @dataclass(frozen=True, slots=True)
-class _Given:
-    """The settings read so far. Later sources override earlier ones."""
+class _Settings:
+    """The settings of a TOML file, with absolute paths. `parameters` are fields of :class:`Configuration`."""
 
-    tiers: tuple[_FileTier, ...] = ()
+    tiers: tuple[_TierSettings, ...] = ()
     catalogue: str | None = None
-    rest: dict[str, object] = field(default_factory=dict)
+    parameters: dict[str, object] = field(default_factory=dict)
 
 
 def configure(
@@ -189,15 +205,15 @@ def configure(
     UsageError
         A setting is invalid. The message names it.
     """
-    named = file or (Path(environ[CONFIG]) if environ.get(CONFIG) else None)
-    given = _read(named) if named else _Given()
+    path = file or (Path(environ[CONFIG]) if environ.get(CONFIG) else None)
+    settings = _read_file(path) if path else _Settings()
     words = tiers or re.split(r"[;\s]+", environ.get(TIERS, "").strip())
-    said = tuple(_parse(word) for word in words if word)
-    if said:
-        given = replace(given, tiers=said)
-    found = _with_defaults(given.tiers)
-    where = catalogue or environ.get(CATALOGUE) or given.catalogue or found[0].directory / OWN_FOLDER / "catalogue"
-    return Configuration(tiers=found, catalogue=Path(where), **given.rest)  # type: ignore[arg-type] # read by type above.
+    parsed = tuple(_parse_tier(word) for word in words if word)
+    configured = _with_defaults(parsed or settings.tiers)
+    folder = (
+        catalogue or environ.get(CATALOGUE) or settings.catalogue or configured[0].directory / OWN_FOLDER / "catalogue"
+    )
+    return Configuration(tiers=configured, catalogue=Path(folder), **settings.parameters)  # type: ignore[arg-type] # read by type above.
 
 
 def parse_size(text: str | int) -> int:
@@ -208,92 +224,103 @@ def parse_size(text: str | int) -> int:
     UsageError
         The text is not a size.
     """
-    found = _SIZE.fullmatch(str(text).strip())
-    unit = _UNITS.get(found[2].upper()) if found else None
-    if found is None or unit is None:
-        message = f"{str(text)[:40]!r} is no size"
-        raise UsageError(message, what_to_do="write it as 900GiB, 1.5TB or 4096")
-    return int(float(found[1]) * unit) if "." in found[1] else int(found[1]) * unit
+    match = _SIZE.fullmatch(str(text).strip())
+    unit = _UNITS.get(match[2].upper()) if match else None
+    if match is None or unit is None:
+        message = f"a size must be a number with a unit, such as 900GiB, 1.5TB or 4096, not {str(text)[:40]!r}"
+        raise UsageError(message)
+    return int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
 
 
-def _read(path: Path) -> _Given:
+def _read_file(path: Path) -> _Settings:
     try:
         with path.open("rb") as file:
-            found = from_json_data(_File, tomllib.load(file), where=str(path))
+            contents = from_json_data(_TomlFile, tomllib.load(file), where=str(path))
     except OSError as error:
         message = f"{path} cannot be read: {error.strerror}"
-        raise UsageError(message, what_to_do="name a file of tiers, or leave it out") from error
+        raise UsageError(message, what_to_do="name a TOML file that defines tiers, or omit the option") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        message = f"{path} is no TOML: {error}"
+        message = f"{path} is not valid TOML: {error}"
         raise UsageError(message, reason=Reason.MALFORMED) from error
     keys = ("half_life_s", "hysteresis", "headroom", "landing", "timeout_ms")
-    rest = {key: getattr(found, key) for key in keys if getattr(found, key) is not None}
+    parameters = {key: getattr(contents, key) for key in keys if getattr(contents, key) is not None}
     base = path.resolve().parent
-    tiers = tuple(replace(each, directory=str(base / each.directory)) for each in found.tiers)
-    return _Given(tiers, None if found.catalogue is None else str(base / found.catalogue), rest)
+    tiers = tuple(replace(each, directory=str(base / each.directory)) for each in contents.tiers)
+    return _Settings(tiers, None if contents.catalogue is None else str(base / contents.catalogue), parameters)
 
 
-def _parse(word: str) -> _FileTier:
-    name, found, rest = word.partition("=")
+def _parse_tier(word: str) -> _TierSettings:
+    """Return the settings of one tier, from the text NAME=DIRECTORY[,capacity=SIZE][,accesses_min=N]."""
+    name, equals_sign, rest = word.partition("=")
     directory, *options = rest.split(",")
-    pairs = dict(option.partition("=")[::2] for option in options)
-    unknown = pairs.keys() - {"capacity", "accesses_min"}
-    if not found or not directory or unknown:
-        message = f"{word!r} is no tier" + (f": what is {', '.join(sorted(unknown))}?" if unknown else "")
-        raise UsageError(
-            message, what_to_do="write NAME=DIRECTORY, then ,capacity=900GiB and ,accesses_min=100 if wanted"
-        )
-    least = pairs.get("accesses_min")
-    if least is not None and not least.isdecimal():
-        message = f"{word!r}: {least!r} is no number of accesses"
+    values = dict(option.partition("=")[::2] for option in options)
+    unknown = values.keys() - {"capacity", "accesses_min"}
+    if unknown:
+        message = f"the options of a tier must be capacity or accesses_min, not {', '.join(sorted(unknown))} ({word!r})"
         raise UsageError(message)
-    return _FileTier(name, directory, None if least is None else int(least), pairs.get("capacity"))
+    if not equals_sign or not directory:
+        message = f"a tier must be NAME=DIRECTORY[,capacity=SIZE][,accesses_min=N], not {word!r}"
+        raise UsageError(message)
+    accesses_min = values.get("accesses_min")
+    if accesses_min is not None and not accesses_min.isdecimal():
+        message = f"accesses_min must be a number of accesses, not {accesses_min!r} ({word!r})"
+        raise UsageError(message)
+    return _TierSettings(name, directory, None if accesses_min is None else int(accesses_min), values.get("capacity"))
 
 
-def _with_defaults(tiers: tuple[_FileTier, ...]) -> tuple[Tier, ...]:
-    said = tiers or tuple(_FileTier(name, seed.directory) for name, seed in SEED.items())
-    by_place = [seed.accesses_min for seed in SEED.values()] if len(said) == len(SEED) else []
-    found = []
-    for place, each in enumerate(said):
-        least = each.accesses_min
-        if least is None:
-            if place == len(said) - 1:
-                least = 0
-            elif each.name in SEED:
-                least = SEED[each.name].accesses_min
-            elif by_place:
-                least = by_place[place]
+def _with_defaults(tiers: tuple[_TierSettings, ...]) -> tuple[Tier, ...]:
+    """Return the configured tiers, or the default tiers if none is configured, with the defaults for missing values."""
+    settings = tiers or tuple(_TierSettings(name, default.directory) for name, default in DEFAULT_TIERS.items())
+    by_position = [default.accesses_min for default in DEFAULT_TIERS.values()]
+    result = []
+    for position, each in enumerate(settings):
+        accesses_min = each.accesses_min
+        if accesses_min is None:
+            if position == len(settings) - 1:
+                accesses_min = 0
+            elif each.name in DEFAULT_TIERS:
+                accesses_min = DEFAULT_TIERS[each.name].accesses_min
+            elif len(settings) == len(by_position):
+                accesses_min = by_position[position]
             else:
-                message = f"tier {each.name!r} does not say for which files it is"
-                raise UsageError(message, what_to_do="add accesses_min, e.g. 100 for the hottest")
-        capacity = None if each.capacity is None else parse_size(each.capacity)
-        found.append(Tier(each.name, Path(each.directory), least, capacity))
-    return tuple(found)
+                message = f"tier {each.name!r} has no accesses_min"
+                raise UsageError(message, what_to_do="add accesses_min, e.g. 100 for the hottest files")
+        capacity_bytes = None if each.capacity is None else parse_size(each.capacity)
+        result.append(Tier(each.name, Path(each.directory), accesses_min, capacity_bytes))
+    return tuple(result)
 
 
-def _check(found: Configuration) -> None:
-    names = [each.name for each in found.tiers]
-    wrong = [name for name in names if not _NAME.fullmatch(name)]
-    least = [each.accesses_min for each in found.tiers]
-    if not names or wrong or len(set(names)) != len(names):
-        message = f"the names of tiers must differ and be words of letters, digits, - and _: {names}"
+def _check(configuration: Configuration) -> None:
+    names = [each.name for each in configuration.tiers]
+    is_valid = all(_NAME.fullmatch(name) for name in names)
+    thresholds = [each.accesses_min for each in configuration.tiers]
+    if not names or not is_valid or len(set(names)) != len(names):
+        message = f"the names of tiers must differ and consist of letters, digits, '.', '-' and '_', not {names}"
         raise UsageError(message)
-    if least != sorted(least, reverse=True) or least[-1] != 0:
-        message = f"accesses_min must fall from tier to tier, to 0 for the last: {least}"
+    if thresholds != sorted(thresholds, reverse=True) or thresholds[-1] != 0:
+        message = f"accesses_min must decrease from tier to tier and be 0 for the last tier, not {thresholds}"
         raise UsageError(message)
-    places = [each.directory.resolve() for each in found.tiers]
-    if any(a == b or a in b.parents for i, a in enumerate(places) for j, b in enumerate(places) if i != j):
-        message = "the directory of a tier is that of another one, or lies in it"
-        raise UsageError(message, what_to_do="give each tier a directory of its own")
-    where = found.catalogue.resolve()
-    if any(place in where.parents and place / OWN_FOLDER not in where.parents for place in places) or where in places:
-        message = f"the catalogue {where} would be a file of a tier"
-        raise UsageError(message, what_to_do=f"name a folder outside of the tiers, or in {OWN_FOLDER} of one")
-    if not (found.half_life_s > 0 and math.isfinite(found.half_life_s)):
-        message = f"a half-life of {found.half_life_s} s is none"
+    folders = [each.directory.resolve() for each in configuration.tiers]
+    if any(a == b or a in b.parents for i, a in enumerate(folders) for j, b in enumerate(folders) if i != j):
+        message = "the directory of a tier is the directory of another tier, or is inside it"
+        raise UsageError(message, what_to_do="configure a separate directory for each tier")
+    catalogue = configuration.catalogue.resolve()
+    is_in_tier = any(each in catalogue.parents and each / OWN_FOLDER not in catalogue.parents for each in folders)
+    if is_in_tier or catalogue in folders:
+        message = f"the catalogue {catalogue} would be a file of a tier"
+        raise UsageError(
+            message, what_to_do=f"name a folder outside the tiers, or in the {OWN_FOLDER} folder of a tier"
+        )
+    if not (configuration.half_life_s > 0 and math.isfinite(configuration.half_life_s)):
+        message = f"half_life_s must be positive and finite, not {configuration.half_life_s}"
         raise UsageError(message)
-    if not (0 <= found.hysteresis < 1 and 0 <= found.headroom < 1 and found.timeout_ms >= 0):
-        message = "hysteresis and headroom are parts from 0 to less than 1, timeout_ms is not negative"
+    for key in ("hysteresis", "headroom"):
+        value = getattr(configuration, key)
+        if not 0 <= value < 1:
+            message = f"{key} must be at least 0 and less than 1, not {value}"
+            raise UsageError(message)
+    if configuration.timeout_ms < 0:
+        message = f"timeout_ms must be at least 0, not {configuration.timeout_ms}"
         raise UsageError(message)
-    if found.landing:
-        found.tier(found.landing)
+    if configuration.landing:
+        configuration.tier(configuration.landing)

@@ -15,21 +15,30 @@ import stat
 from typing import TYPE_CHECKING
 
 from gdrkit.gds.ranges import data_ranges
-from gdrkit.tiers.refusal import busy, kernel_error
+from gdrkit.tiers.kernel_errors import busy_error, kernel_error
 from gdrkit.units import MIB
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["CHUNK_BYTES", "copy_attributes", "copy_data", "keep_access_time", "read_back"]
+__all__ = ["CHUNK_BYTES", "copy_attributes", "copy_data", "digest_of_copy", "preserve_access_time"]
 
 CHUNK_BYTES = 4 * MIB
 # Extended attributes that depend on the location of a file and are not copied.
-_OF_THE_PLACE = frozenset({"security.selinux", "security.ima", "security.evm"})
+_LOCATION_ATTRIBUTES = frozenset({"security.selinux", "security.ima", "security.evm"})
 
 
-def copy_data(source: int, copy: int, *, size_bytes: int, go_on: Callable[[int], None]) -> bytes:
-    """Copy all bytes and return a digest of them. `go_on` is called with the offset before each part.
+def copy_data(source: int, copy: int, *, size_bytes: int, on_part: Callable[[int], None]) -> bytes:
+    """Copy all bytes and return a digest of them.
+
+    Parameters
+    ----------
+    source, copy : int
+        Descriptors of the file and of its copy.
+    size_bytes : int
+        Size of the file, in bytes.
+    on_part : callable
+        Called before each part with its offset in bytes, and at the end with `size_bytes`.
 
     Raises
     ------
@@ -42,20 +51,21 @@ def copy_data(source: int, copy: int, *, size_bytes: int, go_on: Callable[[int],
     digest = hashlib.blake2b()
     memory = _buffer()
     for begin, length in _parts(source, size_bytes):
-        go_on(begin)
+        on_part(begin)
         part = memory[:length]
         _read(source, part, begin)
         digest.update(b"%d:" % begin)
         digest.update(part)
         _write(copy, part, begin)
-    go_on(size_bytes)
+    on_part(size_bytes)
     return digest.digest()
 
 
-def read_back(source: int, copy: int, *, size_bytes: int, go_on: Callable[[int], None]) -> bytes:
+def digest_of_copy(source: int, copy: int, *, size_bytes: int, on_part: Callable[[int], None]) -> bytes:
     """Return the digest of a synced copy, which is read from the disk as far as the kernel permits.
 
-    The parts are those of the source. A hole of the source must be zero in the copy.
+    The parts are those of the source. A hole of the source must be zero in the copy. The parameters are those of
+    :func:`copy_data`.
 
     Raises
     ------
@@ -67,7 +77,7 @@ def read_back(source: int, copy: int, *, size_bytes: int, go_on: Callable[[int],
     end = 0
     memory = _buffer()
     for begin, length in _parts(source, size_bytes):
-        go_on(begin)
+        on_part(begin)
         _check_zero(copy, end, begin, memory)
         end = begin + length
         part = memory[:length]
@@ -96,7 +106,7 @@ def copy_attributes(source: int, copy: int, info: os.stat_result) -> None:
     os.utime(copy, ns=(info.st_atime_ns, info.st_mtime_ns))
 
 
-def keep_access_time(descriptor: int) -> None:
+def preserve_access_time(descriptor: int) -> None:
     """Set O_NOATIME, so that reads do not change the access time, if this user owns the file."""
     try:
         fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_NOATIME)
@@ -113,7 +123,7 @@ def _parts(source: int, size_bytes: int) -> Iterator[tuple[int, int]]:
 
 def _attributes(descriptor: int) -> list[str]:
     try:
-        return [name for name in os.listxattr(descriptor) if name not in _OF_THE_PLACE]
+        return [name for name in os.listxattr(descriptor) if name not in _LOCATION_ATTRIBUTES]
     except OSError as error:
         if error.errno in {errno.EOPNOTSUPP, errno.ENOSYS}:
             return []
@@ -130,7 +140,7 @@ def _read(descriptor: int, part: memoryview, offset: int) -> None:
     while done < len(part):
         count = os.preadv(descriptor, [part[done:]], offset + done)
         if count == 0:
-            raise busy("read", "the file became shorter", offset_bytes=offset + done)
+            raise busy_error("read", "the file became shorter", offset_bytes=offset + done)
         done += count
 
 
@@ -141,7 +151,7 @@ def _write(descriptor: int, part: memoryview, offset: int) -> None:
 
 
 def _check_zero(descriptor: int, begin: int, end: int, memory: memoryview) -> None:
-    """Fail unless the range contains only holes or zeros."""
+    """Raise EIO unless the range contains only holes or zeros."""
     at = begin
     while at < end:
         try:
@@ -156,6 +166,6 @@ def _check_zero(descriptor: int, begin: int, end: int, memory: memoryview) -> No
         part = memory[: min(CHUNK_BYTES, end - at)]
         _read(descriptor, part, at)
         if bytes(part).count(0) != len(part):
-            failed = OSError(errno.EIO, "a hole came back as data")
+            failed = OSError(errno.EIO, "a hole of the file has data in the copy")
             raise kernel_error(failed, "read", offset_bytes=at)
         at += len(part)

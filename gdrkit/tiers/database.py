@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Self
 
 from gdrkit.errors import Api, ApiError, ClosedResource, Reason
 from gdrkit.handles import Handle
-from gdrkit.tiers._sqlite import connect, is_damaged, transaction, translated
-from gdrkit.tiers.refusal import told
+from gdrkit.tiers._sqlite import connect, convert_sqlite_errors, is_damaged, transaction
+from gdrkit.tiers.kernel_errors import convert_os_errors
 from gdrkit.tiers.schema import FORMAT, ROUTES, SCHEMA
 
 if TYPE_CHECKING:
@@ -35,7 +35,9 @@ if TYPE_CHECKING:
 __all__ = ["Database"]
 
 _FILE = re.compile(r"catalogue-(\d{6})\.sqlite")
-_LOOK_S = 0.02
+# Interval between two attempts to get the lock, in seconds.
+_LOCK_INTERVAL_S = 0.02
+# Shortest time to wait for another process that rebuilds the catalogue, in seconds.
 _REBUILD_S_MIN = 60.0
 _log = logging.getLogger(__name__)
 
@@ -48,7 +50,7 @@ class Database(ABC):
     folder : Path
         Folder of the database. It is created if it does not exist.
     half_life_s : float
-        Time after which an access counts half, in seconds.
+        Half-life of an access, in seconds: an access of this age counts half.
     timeout_ms : int
         Longest time to wait for locks of other processes, in milliseconds.
     clock : callable
@@ -76,7 +78,7 @@ class Database(ABC):
         self._lock = threading.RLock()
         self._connection: Connection | None = None
         self._number = self._inode = 0
-        with told("open catalogue", folder=str(folder)):
+        with convert_os_errors("open catalogue", folder=str(folder)):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._handle = Handle("tiers.catalogue")
         try:
@@ -94,20 +96,20 @@ class Database(ABC):
         """Path of the current database."""
         return self._path(self._number)
 
-    def connect_again(self) -> Connection:
+    def new_connection(self) -> Connection:
         """Return a separate connection to the same database, for sorts. The caller closes it."""
-        with self.used_by("connect"):
+        with self.locked_connection("connect"):
             return connect(self.path, timeout_ms=self._timeout_ms, sorts_on_disk=True)
 
     def now(self) -> float:
         """Return the current time in half-lives."""
-        with self.used_by("read the clock") as connection:
-            return self.clock_at(connection, keep=False)
+        with self.locked_connection("read clock") as connection:
+            return self.read_clock(connection, store=False)
 
     @contextmanager
-    def writing(self, operation: str, **arguments: object) -> Iterator[Connection]:
-        """Run the block in one transaction; may be nested."""
-        with self.used_by(operation, **arguments) as connection:
+    def write_transaction(self, operation: str, **arguments: object) -> Iterator[Connection]:
+        """Run the block in one transaction. A nested call joins the outer transaction."""
+        with self.locked_connection(operation, **arguments) as connection:
             if connection.in_transaction:
                 yield connection
                 return
@@ -120,8 +122,8 @@ class Database(ABC):
             self._rebuild(self._number)
 
     def is_damaged(self) -> bool:
-        """Return whether SQLite finds damage in the database; reads all of it."""
-        with self.used_by("quick_check") as connection:
+        """Return whether SQLite finds damage in the database. The check reads the whole database."""
+        with self.locked_connection("quick_check") as connection:
             return is_damaged(connection)
 
     def close(self) -> None:
@@ -133,15 +135,18 @@ class Database(ABC):
             self._handle.release()
 
     @contextmanager
-    def used_by(self, operation: str, **arguments: object) -> Iterator[Connection]:
-        """Give this thread alone the connection. Errors of SQLite are raised as :class:`ApiError`."""
+    def locked_connection(self, operation: str, **arguments: object) -> Iterator[Connection]:
+        """Yield the connection, which no other thread can use during the block.
+
+        Errors of SQLite are raised as :class:`ApiError`. `operation` and `arguments` describe the call in them.
+        """
         with self._lock:
             if self._number < 0:
                 what = "the catalogue"
                 raise ClosedResource(what)
             if self._connection is None or not (self._connection.in_transaction or self._is_current()):
                 self._open()
-            with translated(operation, catalogue=str(self.path), **arguments):
+            with convert_sqlite_errors(operation, catalogue=str(self.path), **arguments):
                 if self._connection is not None:
                     yield self._connection
 
@@ -164,9 +169,9 @@ class Database(ABC):
         try:
             connection = connect(path, timeout_ms=self._timeout_ms)
             try:
-                with translated("open catalogue", catalogue=str(path)):
-                    found = connection.execute("SELECT value FROM meta WHERE key = 'format'").fetchone()
-                    if found != (FORMAT,):
+                with convert_sqlite_errors("open catalogue", catalogue=str(path)):
+                    row = connection.execute("SELECT value FROM meta WHERE key = 'format'").fetchone()
+                    if row != (FORMAT,):
                         return False
                     connection.execute(ROUTES)
                     self._set_half_life(connection)
@@ -176,50 +181,51 @@ class Database(ABC):
         except ApiError as error:
             if error.reason not in {Reason.MALFORMED, Reason.OTHER}:
                 raise
-            _log.warning("the catalogue %s cannot be read and is made anew: %s", path, error)
+            _log.warning("the catalogue %s cannot be read, so gdrkit rebuilds it: %s", path, error)
             return False
-        self._take(connection, number)
+        self._use(connection, number)
         return True
 
-    def _take(self, connection: Connection, number: int) -> None:
+    def _use(self, connection: Connection, number: int) -> None:
+        """Use this connection from now on, and close the one before it."""
         old, self._connection, self._number = self._connection, connection, number
         self._inode = self._path(number).stat().st_ino
         if old is not None:
             old.close()
 
-    def _rebuild(self, known: int) -> None:
-        """Create the next database, unless another process has created it."""
-        with self._alone():
+    def _rebuild(self, last_number: int) -> None:
+        """Create the database after `last_number`, unless another process has created it."""
+        with self._creation_lock():
             numbers = self._numbers()
-            if numbers and numbers[-1] > known and self._try_open(numbers[-1]):
+            if numbers and numbers[-1] > last_number and self._try_open(numbers[-1]):
                 return
-            number = max([known, *numbers]) + 1
+            number = max([last_number, *numbers]) + 1
             draft = self.folder / "catalogue.new"
-            for left in self.folder.glob("catalogue.new*"):
-                left.unlink()
+            for stale in self.folder.glob("catalogue.new*"):
+                stale.unlink()
             connection = connect(draft, timeout_ms=self._timeout_ms)
             try:
-                with translated("make catalogue", catalogue=str(draft)):
+                with convert_sqlite_errors("create catalogue", catalogue=str(draft)):
                     connection.executescript(SCHEMA)
-                    self._take_draft(connection, draft)
+                    self._fill_draft(connection, draft)
             finally:
                 connection.close()
-            # When it is closed, it is a single file without a log.
+            # The close has merged the write-ahead log, so the draft is a single file and can be renamed.
             draft.replace(self._path(number))
             _sync_folder(self.folder)
             self.was_rebuilt = True
             if not self._try_open(number):
-                message = f"{self._path(number)} was made and cannot be opened"
+                message = f"{self._path(number)} was created but cannot be opened"
                 raise ApiError(api=Api.SQLITE, operation="open catalogue", status=None, status_name=message)
 
-    def _take_draft(self, connection: Connection, draft: Path) -> None:
+    def _fill_draft(self, connection: Connection, draft: Path) -> None:
         """Fill the draft. During that time, all methods of this object use the draft."""
         before = (self._connection, self._number, self._inode)
         self._connection, self._number, self._inode = connection, 0, draft.stat().st_ino
         try:
             with transaction(connection):
                 self._set_half_life(connection)
-                self.clock_at(connection, keep=True)
+                self.read_clock(connection, store=True)
                 self.fill()
         finally:
             self._connection, self._number, self._inode = before
@@ -233,29 +239,29 @@ class Database(ABC):
             connection.execute("UPDATE meta SET value = ? WHERE key = 'half_life_s'", (self._half_life_s,))
             return
         with transaction(connection):
-            now_s = self.clock_at(connection, keep=True) * self._half_life_s
+            now_s = self.read_clock(connection, store=True) * self._half_life_s
             shift = now_s / self._half_life_s - now_s / before
             connection.execute("UPDATE files SET score = score + ?", (shift,))
             connection.execute("UPDATE meta SET value = ? WHERE key = 'half_life_s'", (self._half_life_s,))
 
-    def clock_at(self, connection: Connection, *, keep: bool) -> float:
-        """Return the current time in half-lives. With `keep`, also store it, within a transaction."""
+    def read_clock(self, connection: Connection, *, store: bool) -> float:
+        """Return the current time in half-lives. With `store`, also write it to the database, within a transaction."""
         rows = dict(connection.execute("SELECT key, value FROM meta WHERE key IN ('wall_s', 'offset_s')").fetchall())
         wall_s, last_s, offset_s = self._clock(), float(rows["wall_s"]), float(rows["offset_s"])
         # If the host's clock is behind its latest value, continue from that value.
         offset_s += max(0.0, last_s - wall_s)
-        if keep:
+        if store:
             connection.execute("UPDATE meta SET value = ? WHERE key = 'wall_s'", (wall_s,))
             connection.execute("UPDATE meta SET value = ? WHERE key = 'offset_s'", (offset_s,))
         return (wall_s + offset_s) / self._half_life_s
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _creation_lock(self) -> Iterator[None]:
         """Hold the lock of the folder, so that only one process creates a catalogue."""
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-        with told("lock catalogue", folder=str(self.folder)):
+        with convert_os_errors("lock catalogue", folder=str(self.folder)):
             lock = os.open(self.folder / "lock", flags, 0o600)
-        end, between = time.monotonic() + max(self._timeout_ms / 1000, _REBUILD_S_MIN), threading.Event()
+        end = time.monotonic() + max(self._timeout_ms / 1000, _REBUILD_S_MIN)
         try:
             while True:
                 try:
@@ -263,15 +269,16 @@ class Database(ABC):
                     break
                 except BlockingIOError as error:
                     if time.monotonic() > end:
-                        with told("lock catalogue", folder=str(self.folder)):
-                            raise OSError(error.errno, "another process makes the catalogue anew") from error
-                between.wait(_LOOK_S)
+                        with convert_os_errors("lock catalogue", folder=str(self.folder)):
+                            raise OSError(error.errno, "another process rebuilds the catalogue") from error
+                threading.Event().wait(_LOCK_INTERVAL_S)
             yield
         finally:
             os.close(lock)
 
     def _numbers(self) -> list[int]:
-        return sorted(int(found[1]) for each in self.folder.iterdir() if (found := _FILE.fullmatch(each.name)))
+        """Return the numbers of the databases in the folder, in ascending order."""
+        return sorted(int(match[1]) for each in self.folder.iterdir() if (match := _FILE.fullmatch(each.name)))
 
     def _path(self, number: int) -> Path:
         return self.folder / (f"catalogue-{number:06}.sqlite" if number else "catalogue.new")

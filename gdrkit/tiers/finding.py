@@ -1,43 +1,55 @@
-"""Differences between the catalogue and the disks."""
+"""Findings of ``gdrkit tiers check``: differences between the catalogue and the disks, and interrupted migrations."""
 
 from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
 
-__all__ = ["Finding", "Kind"]
+__all__ = ["FindingKind", "TierFinding"]
 
 
-class Kind(enum.Enum):
-    """The kinds of findings."""
+class FindingKind(enum.Enum):
+    """The type of a finding."""
 
     DAMAGED = "damaged"
-    """The catalogue is no whole database."""
+    """The catalogue is not a valid database."""
     ABSENT = "absent"
-    """The folder of a tier is another one than it was: its file system is not mounted."""
+    """The folder of a tier is not the one that it was. Its file system is probably not mounted."""
     INTERRUPTED = "interrupted"
     """A process died while it migrated the file."""
     MISSING = "missing"
-    """The catalogue has it, no tier does."""
+    """The catalogue has the file, and no tier has it."""
     ELSEWHERE = "elsewhere"
-    """It lies in another tier than the catalogue says."""
+    """The file is in another tier than the catalogue states."""
     UNKNOWN = "unknown"
-    """It lies in a tier, and the catalogue does not have it."""
+    """The file is in a tier, and the catalogue does not have it."""
     CHANGED = "changed"
-    """Its size, or the number of its names, is another one."""
+    """The size of the file, or the number of its hard links, differs from the catalogue."""
     TWICE = "twice"
-    """Two tiers have a file of that name; the one that the catalogue names is the file."""
+    """Two tiers have a file of that name. The one in the tier that the catalogue states is the file."""
     FOREIGN = "foreign"
-    """A symbolic link, a device: it is left alone."""
+    """The name belongs to a symbolic link, a device or another special file. gdrkit does not touch it."""
     KEPT = "kept"
-    """A recovery did not want to choose, and put it aside."""
+    """A recovery could not decide which of two files is valid, and moved one of them to the ``kept`` folder."""
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
-    """One difference. `mended` is True if it was repaired."""
+class TierFinding:
+    """One finding.
 
-    kind: Kind
+    Attributes
+    ----------
+    kind : FindingKind
+        Type of the finding.
+    name, tier : str
+        Name of the file and of its tier. For a finding about the catalogue, its path and an empty text.
+    text : str
+        Details, for people.
+    mended : bool
+        Whether this command repaired it.
+    """
+
+    kind: FindingKind
     name: str
     tier: str
     text: str
@@ -46,4 +58,4 @@ class Finding:
     @property
     def is_wrong(self) -> bool:
         """Whether an administrator has to act."""
-        return not self.mended and self.kind is not Kind.FOREIGN
+        return not self.mended and self.kind is not FindingKind.FOREIGN

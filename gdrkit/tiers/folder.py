@@ -1,11 +1,12 @@
-"""The folder of one tier: its files by name, and gdrkit's own folder in it.
+"""The folder of one tier: access to its files by name, and gdrkit's own folder in it.
 
 Names are resolved part by part from a descriptor of the folder, and no part may be a symbolic link. So no name leads
 out of the folder, even if another process changes it meanwhile.
 
 The folder ``.gdrkit-tiers`` contains ``tier.json`` (the identity of the tier, so that an empty mount point is not
 mistaken for it), ``incoming`` (incomplete copies), ``moves`` (a record of each migration into this tier), ``retired``
-(files whose copy in another tier is complete) and ``kept`` (files that a recovery could not decide about).
+(files whose copy in another tier is complete) and ``kept`` (files of which a recovery could not decide whether they are
+valid).
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from typing import TYPE_CHECKING, Self
 
 from gdrkit.errors import Reason, UsageError
 from gdrkit.handles import Handle, ReleaseStack
+from gdrkit.tiers.kernel_errors import convert_os_errors
 from gdrkit.tiers.names import LOST_AND_FOUND, OWN_FOLDER
-from gdrkit.tiers.refusal import told
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -65,37 +66,39 @@ class TierFolder:
     def __init__(self, name: str, directory: Path) -> None:
         self.name = name
         self.directory = directory
-        self._parts = ReleaseStack()
-        self._own: dict[str, int] = {}
+        self._descriptors = ReleaseStack()
+        self._own_folders: dict[str, int] = {}
         self._closed = False
-        with told("open tier", tier=name, directory=str(directory)):
-            self.root = self._keep(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+        with convert_os_errors("open tier", tier=name, directory=str(directory)):
+            self.root = self._close_later(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
         try:
-            with told("open tier", tier=name, directory=str(directory)):
-                self.identity = self._identify()
+            with convert_os_errors("open tier", tier=name, directory=str(directory)):
+                self.identity = self._read_identity()
         except BaseException as error:
-            self._parts.run_after(error)
+            self._descriptors.run_after(error)
             raise
         self._handle = Handle("tiers.folder")
 
-    def own(self, folder: str = "") -> int:
-        """Return a descriptor of the ``.gdrkit-tiers`` folder, or of a folder in it. This object still owns it.
+    def own_folder(self, folder: str = "") -> int:
+        """Return a descriptor of the ``.gdrkit-tiers`` folder, or of a folder in it. Create the folder if needed.
+
+        This object still owns the descriptor.
 
         Raises
         ------
         OSError
             The folder cannot be created: EROFS, ENOSPC ...
         """
-        if folder not in self._own:
-            above = self.own() if folder else self.root
+        if folder not in self._own_folders:
+            parent = self.own_folder() if folder else self.root
             with contextlib.suppress(FileExistsError):
-                os.mkdir(folder or OWN_FOLDER, _PRIVATE, dir_fd=above)
-        return self._find_own(folder)
+                os.mkdir(folder or OWN_FOLDER, _PRIVATE, dir_fd=parent)
+        return self._find_own_folder(folder)
 
-    def find_own(self, folder: str = "") -> int | None:
-        """Return the descriptor of :meth:`own`, or None if the folder does not exist or this user may not open it."""
+    def find_own_folder(self, folder: str = "") -> int | None:
+        """Return the descriptor of :meth:`own_folder`, or None if it does not exist or this user may not open it."""
         try:
-            return self._find_own(folder)
+            return self._find_own_folder(folder)
         except OSError as error:
             if error.errno in {errno.EROFS, errno.EACCES, errno.ENOENT}:
                 return None
@@ -120,26 +123,26 @@ class TierFolder:
         UsageError
             Another process has just given the folder to another tier.
         """
-        with told("open tier", tier=self.name, directory=str(self.directory)):
+        with convert_os_errors("open tier", tier=self.name, directory=str(self.directory)):
             try:
-                own = self.own()
+                own = self.own_folder()
                 # All folders are created now, because a full file system still accepts entries in existing folders.
                 for each in FOLDERS:
-                    self.own(each)
+                    self.own_folder(each)
                 if self.identity is None:
-                    found = {"tier": self.name, "identity": uuid.uuid4().hex}
-                    _write_once(own, "tier.json", json.dumps(found) + "\n")
+                    document = {"tier": self.name, "identity": uuid.uuid4().hex}
+                    _write_once(own, "tier.json", json.dumps(document) + "\n")
                     os.fsync(self.root)
             except OSError as error:
                 if error.errno not in {errno.EROFS, errno.EACCES}:
                     raise
                 return
-            self.identity = self._identify()
+            self.identity = self._read_identity()
 
-    def names_of(self, folder: str) -> list[str]:
+    def list_own_folder(self, folder: str) -> list[str]:
         """Return the names in one of gdrkit's own folders; none if the folder does not exist."""
-        found = self.find_own(folder)
-        return [] if found is None else sorted(os.listdir(found))  # noqa: PTH208 - pathlib has no descriptors.
+        descriptor = self.find_own_folder(folder)
+        return [] if descriptor is None else sorted(os.listdir(descriptor))  # noqa: PTH208 - pathlib has no descriptors.
 
     @contextlib.contextmanager
     def parent(self, name: str, *, like: TierFolder | None = None) -> Iterator[tuple[int, str]]:
@@ -150,7 +153,7 @@ class TierFolder:
         name : str
             Name of a file.
         like : TierFolder or None
-            Create missing folders, with the modes and owners that they have in this tier.
+            If given, create missing folders, with the modes and owners that they have in the tier `like`.
 
         Raises
         ------
@@ -159,16 +162,16 @@ class TierFolder:
         """
         *folders, last = name.split("/")
         with contextlib.ExitStack() as stack:
-            here, there = self.root, like.root if like else None
+            folder, model = self.root, like.root if like else None
             for part in folders:
                 if like is not None:
-                    there = None if there is None else _folder_at(there, part)
-                    if there is not None:
-                        stack.callback(os.close, there)
-                    _make_like(here, part, there)
-                here = os.open(part, _OPEN_FOLDER, dir_fd=here)
-                stack.callback(os.close, here)
-            yield here, last
+                    model = None if model is None else _open_folder(model, part)
+                    if model is not None:
+                        stack.callback(os.close, model)
+                    _make_folder(folder, part, model)
+                folder = os.open(part, _OPEN_FOLDER, dir_fd=folder)
+                stack.callback(os.close, folder)
+            yield folder, last
 
     def open(self, name: str, flags: int, mode: int = 0o666) -> int:
         """Open a regular file, as open(2) does. The last part of the name must not be a symbolic link either.
@@ -183,19 +186,19 @@ class TierFolder:
             if flags & os.O_EXCL:
                 return os.open(last, flags, mode, dir_fd=folder)
             # The type is checked before the file is opened, because open of a FIFO would block.
-            found = os.open(last, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+            unopened = os.open(last, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
         try:
-            kind = os.fstat(found).st_mode
-            if not stat.S_ISREG(kind):
-                raise OSError(errno.ELOOP if stat.S_ISLNK(kind) else errno.EISDIR, "no regular file")
-            # An open for writing blocks here while a migration holds its lease, until the migration has noticed it and
-            # ended.
-            return os.open(f"/proc/self/fd/{found}", flags & ~os.O_NOFOLLOW)
+            mode = os.fstat(unopened).st_mode
+            if not stat.S_ISREG(mode):
+                raise OSError(errno.ELOOP if stat.S_ISLNK(mode) else errno.EISDIR, "not a regular file")
+            # While a migration holds a lease on the file, an open for writing blocks in this call, until the migration
+            # has noticed it and ended.
+            return os.open(f"/proc/self/fd/{unopened}", flags & ~os.O_NOFOLLOW)
         finally:
-            os.close(found)
+            os.close(unopened)
 
     def stat(self, name: str) -> os.stat_result | None:
-        """Return the lstat(2) result of the name, or None if nothing has it."""
+        """Return the lstat(2) result of the name, or None if it does not exist."""
         try:
             with self.parent(name) as (folder, last):
                 return os.stat(last, dir_fd=folder, follow_symlinks=False)
@@ -206,20 +209,25 @@ class TierFolder:
 
     def free_bytes(self) -> int:
         """Return the free space that a user may fill, in bytes."""
-        found = os.fstatvfs(self.root)
-        return found.f_bavail * found.f_frsize
+        info = os.fstatvfs(self.root)
+        return info.f_bavail * info.f_frsize
 
     @contextlib.contextmanager
-    def locked(self, *, alone: bool) -> Iterator[bool]:
-        """Lock the tier: shared to start a migration into it, exclusive (`alone`) to clean up. Yield False if busy.
+    def locked(self, *, exclusive: bool) -> Iterator[bool]:
+        """Lock the tier during the block: shared to start a migration into it, exclusive to clean up.
 
-        The lock is held only for the few calls between the creation of a file and its own lock.
+        A migration holds the lock only for the few calls between the creation of its copy and the lock of the copy.
+
+        Yields
+        ------
+        bool
+            Whether this process has the lock. An exclusive lock is not waited for.
         """
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        lock = os.open("lock", flags, 0o600, dir_fd=self.own())
+        lock = os.open("lock", flags, 0o600, dir_fd=self.own_folder())
         try:
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB if alone else fcntl.LOCK_SH)
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB if exclusive else fcntl.LOCK_SH)
             except BlockingIOError:
                 yield False
             else:
@@ -235,23 +243,23 @@ class TierFolder:
         tuple
             Name of the file, and its lstat(2) result.
         """
-        hidden = {OWN_FOLDER, LOST_AND_FOUND}
+        reserved = {OWN_FOLDER, LOST_AND_FOUND}
         pending = [""]
         while pending:
             prefix = pending.pop()
             try:
-                folder = self._folder(prefix)
+                folder = self._open_folder(prefix)
             except (FileNotFoundError, NotADirectoryError):
-                continue  # The folder was removed meanwhile.
+                continue  # Another process has just removed the folder.
             try:
                 with os.scandir(folder) as entries:
-                    found = sorted((each.name, each.stat(follow_symlinks=False)) for each in _stating(entries))
+                    children = sorted((each.name, each.stat(follow_symlinks=False)) for each in _existing(entries))
             finally:
                 os.close(folder)
-            for last, info in found:
+            for last, info in children:
                 name = f"{prefix}/{last}" if prefix else last
                 if stat.S_ISDIR(info.st_mode):
-                    if prefix or last not in hidden:
+                    if prefix or last not in reserved:
                         pending.append(name)
                 else:
                     yield name, info
@@ -260,37 +268,39 @@ class TierFolder:
         """Close all descriptors."""
         if not self._closed:
             self._closed = True
-            self._parts.run()
+            self._descriptors.run()
             self._handle.release()
 
-    def _folder(self, name: str) -> int:
+    def _open_folder(self, name: str) -> int:
         if not name:
             return os.open(".", _OPEN_FOLDER, dir_fd=self.root)
-        with self.parent(name) as (above, last):
-            return os.open(last, _OPEN_FOLDER, dir_fd=above)
+        with self.parent(name) as (parent, last):
+            return os.open(last, _OPEN_FOLDER, dir_fd=parent)
 
-    def _find_own(self, folder: str) -> int:
-        if folder not in self._own:
-            above = self._find_own("") if folder else self.root
-            self._own[folder] = self._keep(os.open(folder or OWN_FOLDER, _OPEN_FOLDER, dir_fd=above))
-        return self._own[folder]
+    def _find_own_folder(self, folder: str) -> int:
+        if folder not in self._own_folders:
+            parent = self._find_own_folder("") if folder else self.root
+            descriptor = os.open(folder or OWN_FOLDER, _OPEN_FOLDER, dir_fd=parent)
+            self._own_folders[folder] = self._close_later(descriptor)
+        return self._own_folders[folder]
 
-    def _identify(self) -> str | None:
+    def _read_identity(self) -> str | None:
         """Return the identity of the tier, or None if the folder does not state it or this user cannot read it."""
-        own = self.find_own()
+        own = self.find_own_folder()
         try:
-            found = None if own is None else _read_identity(own)
+            document = None if own is None else _read_tier_json(own)
         except PermissionError:
             return None
-        if found is None:
+        if document is None:
             return None
-        if found.get("tier") != self.name:
-            message = f"{self.directory} is the tier {found.get('tier')!r}, not {self.name!r}"
+        if document.get("tier") != self.name:
+            message = f"{self.directory} is the folder of the tier {document.get('tier')!r}, not of {self.name!r}"
             raise UsageError(message, reason=Reason.CONFLICT, what_to_do="correct the directory in the configuration")
-        return str(found.get("identity"))
+        return str(document.get("identity"))
 
-    def _keep(self, descriptor: int) -> int:
-        self._parts.push(lambda: os.close(descriptor))
+    def _close_later(self, descriptor: int) -> int:
+        """Have :meth:`close` close the descriptor, and return it."""
+        self._descriptors.push(lambda: os.close(descriptor))
         return descriptor
 
     def __enter__(self) -> Self:
@@ -302,39 +312,40 @@ class TierFolder:
         self.close()
 
 
-def _stating(entries: Iterator[os.DirEntry[str]]) -> Iterator[os.DirEntry[str]]:
+def _existing(entries: Iterator[os.DirEntry[str]]) -> Iterator[os.DirEntry[str]]:
+    """Yield the entries that still exist, after the result of lstat(2) was cached in them."""
     for each in entries:
-        with contextlib.suppress(FileNotFoundError):  # The file was removed meanwhile.
+        with contextlib.suppress(FileNotFoundError):
             each.stat(follow_symlinks=False)
             yield each
 
 
-def _folder_at(above: int, name: str) -> int | None:
+def _open_folder(parent: int, name: str) -> int | None:
     try:
-        return os.open(name, _OPEN_FOLDER, dir_fd=above)
+        return os.open(name, _OPEN_FOLDER, dir_fd=parent)
     except OSError:
         return None  # There is no model folder. The new folder then gets default permissions.
 
 
-def _make_like(above: int, name: str, model: int | None) -> None:
-    """Create a folder with mode and owner of another one, and sync it to the disk."""
+def _make_folder(parent: int, name: str, model: int | None) -> None:
+    """Create a folder with mode and owner of the folder `model`, and sync it to the disk. It may exist already."""
     info = os.fstat(model) if model is not None else None
     try:
-        os.mkdir(name, 0o700 if info else 0o777, dir_fd=above)
+        os.mkdir(name, 0o700 if info else 0o777, dir_fd=parent)
     except FileExistsError:
         return
     if info is not None:
-        made = os.open(name, _OPEN_FOLDER, dir_fd=above)
+        folder = os.open(name, _OPEN_FOLDER, dir_fd=parent)
         try:
             if os.geteuid() == 0:
-                os.fchown(made, info.st_uid, info.st_gid)
-            os.fchmod(made, stat.S_IMODE(info.st_mode))
+                os.fchown(folder, info.st_uid, info.st_gid)
+            os.fchmod(folder, stat.S_IMODE(info.st_mode))
         finally:
-            os.close(made)
-    os.fsync(above)
+            os.close(folder)
+    os.fsync(parent)
 
 
-def _read_identity(own: int) -> dict[str, object] | None:
+def _read_tier_json(own: int) -> dict[str, object] | None:
     try:
         descriptor = os.open("tier.json", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=own)
     except FileNotFoundError:
@@ -342,11 +353,11 @@ def _read_identity(own: int) -> dict[str, object] | None:
     with os.fdopen(descriptor, encoding="ascii") as file:
         text = file.read(_IDENTITY_BYTES_MAX)
     try:
-        found = json.loads(text)
+        document = json.loads(text)
     except ValueError as error:
-        message = f"{OWN_FOLDER}/tier.json is no JSON"
-        raise UsageError(message, reason=Reason.MALFORMED, what_to_do="remove it; gdrkit writes it anew") from error
-    return found if isinstance(found, dict) else {}
+        message = f"{OWN_FOLDER}/tier.json is not valid JSON"
+        raise UsageError(message, reason=Reason.MALFORMED, what_to_do="remove it; gdrkit writes a new one") from error
+    return document if isinstance(document, dict) else {}
 
 
 def _write_once(folder: int, name: str, text: str) -> None:

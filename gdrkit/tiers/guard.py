@@ -16,16 +16,16 @@ import os
 import signal
 from typing import TYPE_CHECKING
 
-from gdrkit.tiers.names import shown
-from gdrkit.tiers.refusal import busy
+from gdrkit.tiers.kernel_errors import busy_error
+from gdrkit.tiers.names import printable
 
 if TYPE_CHECKING:
     from types import TracebackType
     from typing import Self
 
-__all__ = ["Guard", "same_file", "share"]
+__all__ = ["Guard", "is_unchanged", "lock_exclusive", "lock_shared"]
 
-# Errors by which the kernel says that the file system, or this user, cannot have leases.
+# Errors of the kernel if the file system, or this user, cannot have leases.
 _NO_LEASE = frozenset({errno.EINVAL, errno.EACCES, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS})
 
 
@@ -48,8 +48,8 @@ class Guard:
     def __init__(self, descriptor: int, *, name: str) -> None:
         self.descriptor = descriptor
         self._name = name
-        lock_alone(descriptor, name=name)
-        self.has_lease = self._lease()
+        lock_exclusive(descriptor, name=name)
+        self.has_lease = self._take_lease()
         self.info = os.fstat(descriptor)
 
     def check(self) -> None:
@@ -61,9 +61,9 @@ class Guard:
             ``BUSY``: a program has written the file, or is about to write it.
         """
         if self.has_lease and fcntl.fcntl(self.descriptor, fcntl.F_GETLEASE) != fcntl.F_RDLCK:
-            raise busy("migrate", "a program opens the file to write", name=shown(self._name))
-        if not same_file(os.fstat(self.descriptor), self.info):
-            raise busy("migrate", "the file was changed meanwhile", name=shown(self._name))
+            raise busy_error("migrate", "a program opens the file for writing", name=printable(self._name))
+        if not is_unchanged(os.fstat(self.descriptor), self.info):
+            raise busy_error("migrate", "the file has changed during the migration", name=printable(self._name))
 
     def close(self) -> None:
         """Release the lease and the lock, so that writers can continue."""
@@ -72,16 +72,17 @@ class Guard:
             fcntl.fcntl(self.descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
         fcntl.flock(self.descriptor, fcntl.LOCK_UN)
 
-    def _lease(self) -> bool:
-        # The kernel sends this signal when a program opens the file. It is ignored by default; check() polls the lease
-        # instead.
+    def _take_lease(self) -> bool:
+        """Take a read lease on the file. Return False if the file system or this user cannot have leases."""
+        # The kernel sends SIGURG when a program opens the file for writing. Processes ignore that signal by default;
+        # check() polls the lease instead.
         try:
             fcntl.fcntl(self.descriptor, fcntl.F_SETSIG, signal.SIGURG)
             fcntl.fcntl(self.descriptor, fcntl.F_SETLEASE, fcntl.F_RDLCK)
         except OSError as error:
             if error.errno in {errno.EAGAIN, errno.EBUSY}:
                 fcntl.flock(self.descriptor, fcntl.LOCK_UN)
-                raise busy("migrate", "the file is open for writing", name=shown(self._name)) from error
+                raise busy_error("migrate", "the file is open for writing", name=printable(self._name)) from error
             if error.errno not in _NO_LEASE:
                 raise
             return False
@@ -96,8 +97,8 @@ class Guard:
         self.close()
 
 
-def lock_alone(descriptor: int, *, name: str) -> None:
-    """Lock the file exclusively among the processes of gdrkit, until its descriptor is closed.
+def lock_exclusive(descriptor: int, *, name: str) -> None:
+    """Take the exclusive lock of the file, until its descriptor is closed. Only processes of gdrkit take this lock.
 
     Raises
     ------
@@ -107,15 +108,15 @@ def lock_alone(descriptor: int, *, name: str) -> None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        raise busy("migrate", "another process migrates or writes the file", name=shown(name)) from error
+        raise busy_error("migrate", "another process migrates or writes the file", name=printable(name)) from error
 
 
-def share(descriptor: int) -> None:
-    """Lock the file as one of its writers, until its descriptor is closed. Waits for the end of a migration."""
+def lock_shared(descriptor: int) -> None:
+    """Take the shared lock of a writer, until the descriptor is closed. The call waits for the end of a migration."""
     fcntl.flock(descriptor, fcntl.LOCK_SH)
 
 
-def same_file(found: os.stat_result, wanted: os.stat_result) -> bool:
-    """Return whether nothing but the name has changed (a change of the name changes st_ctime)."""
+def is_unchanged(now: os.stat_result, before: os.stat_result) -> bool:
+    """Return whether two stat(2) results are equal except for the times that a rename changes (st_ctime)."""
     fields = ("st_dev", "st_ino", "st_size", "st_mtime_ns", "st_nlink", "st_mode", "st_uid", "st_gid")
-    return all(getattr(found, field) == getattr(wanted, field) for field in fields)
+    return all(getattr(now, field) == getattr(before, field) for field in fields)

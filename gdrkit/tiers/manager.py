@@ -1,4 +1,4 @@
-"""The tier manager: files by logical names, each in the tier that its use asks for.
+"""The tier manager: files by logical names, each in the tier that fits its use.
 
 One manager serves a set of tiers. Several managers, in one or more processes, may use the same tiers and the same
 catalogue. When a manager is created, it recovers migrations of processes that died.
@@ -16,18 +16,18 @@ from gdrkit.errors import Api, ApiError, ClosedResource, DataMismatch, UsageErro
 from gdrkit.handles import Handle, ReleaseStack
 from gdrkit.tiers.accesses import Accesses
 from gdrkit.tiers.catalogue import Catalogue, Totals
-from gdrkit.tiers.check import compare, fill, kept
-from gdrkit.tiers.finding import Finding, Kind
-from gdrkit.tiers.guard import lock_alone
-from gdrkit.tiers.locate import open_reading, open_writing
+from gdrkit.tiers.check import compare, fill_catalogue, kept_files
+from gdrkit.tiers.finding import FindingKind, TierFinding
+from gdrkit.tiers.guard import lock_exclusive
+from gdrkit.tiers.kernel_errors import busy_error, convert_os_errors
+from gdrkit.tiers.locate import open_for_reading, open_for_writing
 from gdrkit.tiers.migration import migrate_file
-from gdrkit.tiers.names import check_name, shown
+from gdrkit.tiers.names import check_name, printable
 from gdrkit.tiers.pins import read_pins, write_pins
-from gdrkit.tiers.plan import Plan
-from gdrkit.tiers.recovery import interrupted, recover
-from gdrkit.tiers.refusal import busy, told
-from gdrkit.tiers.results import Migrated, Refused, TierStatus
-from gdrkit.tiers.routes import UNSEEN
+from gdrkit.tiers.plan import MigrationPlan
+from gdrkit.tiers.recovery import interrupted_migrations, recover
+from gdrkit.tiers.results import Migrated, RefusedMove, TierStatus
+from gdrkit.tiers.routes import UNOBSERVED
 from gdrkit.tiers.tier_set import TierSet
 from gdrkit.tiers.tiered_file import TieredFile
 
@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 
 __all__ = ["TierManager"]
 
-# Number of times that a file may move away during a migration before the migration gives up.
-_TRIES = 8
+# Number of attempts of a migration if other processes move the file away each time.
+_ATTEMPTS_MAX = 8
 _log = logging.getLogger(__name__)
 
 
@@ -61,8 +61,8 @@ class TierManager:
 
     Attributes
     ----------
-    found_at_start : tuple of Finding
-        Results of the recovery at the start.
+    recovery_findings : tuple of TierFinding
+        Results of the recovery when this manager was created.
 
     Raises
     ------
@@ -74,10 +74,10 @@ class TierManager:
 
     def __init__(self, configuration: Configuration, *, clock: Callable[[], float] = time.time) -> None:
         self.configuration = configuration
-        self._parts = ReleaseStack()
+        self._resources = ReleaseStack()
         self._closed = False
         self._tiers = TierSet(configuration)
-        self._parts.push(self._tiers.close)
+        self._resources.push(self._tiers.close)
         try:
             self.catalogue = Catalogue(
                 configuration.catalogue,
@@ -86,12 +86,12 @@ class TierManager:
                 clock=clock,
                 fill=self._fill,
             )
-            self._parts.push(self.catalogue.close)
-            self._tiers.leave_out_strangers(self.catalogue)
+            self._resources.push(self.catalogue.close)
+            self._tiers.exclude_unknown_folders(self.catalogue)
             self.accesses = Accesses(self.catalogue)
-            self.found_at_start = tuple(self._recover())
+            self.recovery_findings = tuple(self._recover())
         except BaseException as error:
-            self._parts.run_after(error)
+            self._resources.run_after(error)
             raise
         self._handle = Handle("tiers.manager")
 
@@ -116,26 +116,29 @@ class TierManager:
         self._check_open()
         check_name(name)
         if mode not in {"r", "r+", "a+"}:
-            message = f"{mode!r} is no mode"
-            raise UsageError(message, what_to_do="use r, r+ or a+")
-        with told("open", name=shown(name)):
+            message = f"mode must be one of 'r', 'r+', 'a+', not {mode!r}"
+            raise UsageError(message)
+        with convert_os_errors("open", name=printable(name)):
             if mode == "r":
-                tier, descriptor = open_reading(name, self._tiers.folders, self.catalogue)
+                tier, descriptor = open_for_reading(name, self._tiers.folders, self.catalogue)
             else:
                 landing = self._tiers.landing(self.catalogue.totals()) if mode == "a+" else None
-                tier, descriptor = open_writing(name, self._tiers.folders, self.catalogue, landing=landing)
+                tier, descriptor = open_for_writing(name, self._tiers.folders, self.catalogue, landing=landing)
         self.accesses.count(name)
-        return TieredFile(name, tier, descriptor, writes=mode != "r", catalogue=self.catalogue)
+        return TieredFile(name, tier, descriptor, writable=mode != "r", catalogue=self.catalogue)
 
-    def read_into(self, name: str, buffer: object, **how: Any) -> Transferred:  # noqa: ANN401 - see TieredFile.
-        """Read a file into device or host memory, as :meth:`TieredFile.read_into`. This counts as an access."""
+    def read_into(self, name: str, buffer: object, **options: Any) -> Transferred:  # noqa: ANN401 - see TieredFile.
+        """Read a file into device or host memory, as :meth:`TieredFile.read_into`. The call counts as an access."""
         with self.open(name) as file:
-            return file.read_into(buffer, **how)
+            return file.read_into(buffer, **options)
 
-    def write_from(self, name: str, buffer: object, **how: Any) -> Transferred:  # noqa: ANN401 - see TieredFile.
-        """Write memory into a file, as :meth:`TieredFile.write_from`. It is created if needed; counts as an access."""
+    def write_from(self, name: str, buffer: object, **options: Any) -> Transferred:  # noqa: ANN401 - see TieredFile.
+        """Write memory into a file, as :meth:`TieredFile.write_from`, and create the file if it does not exist.
+
+        The call counts as an access.
+        """
         with self.open(name, "a+") as file:
-            return file.write_from(buffer, **how)
+            return file.write_from(buffer, **options)
 
     def find(self, name: str) -> Entry:
         """Return the catalogue's entry of a file.
@@ -147,17 +150,17 @@ class TierManager:
         """
         self._check_open()
         check_name(name)
-        self.accesses.tell()
+        self.accesses.flush()
         entry = self.catalogue.find(name)
         if entry is None:
             # The file may have been created outside gdrkit. Opening it adds it to the catalogue.
-            with told("find", name=shown(name)):
-                _, descriptor = open_reading(name, self._tiers.folders, self.catalogue)
+            with convert_os_errors("find", name=printable(name)):
+                _, descriptor = open_for_reading(name, self._tiers.folders, self.catalogue)
             os.close(descriptor)
             entry = self.catalogue.find(name)
         if entry is None:
-            with told("find", name=shown(name)):
-                raise FileNotFoundError(errno.ENOENT, "no tier has it")
+            with convert_os_errors("find", name=printable(name)):
+                raise FileNotFoundError(errno.ENOENT, "no tier has the file")
         return entry
 
     def remove(self, name: str) -> None:
@@ -170,10 +173,10 @@ class TierManager:
         """
         self._check_open()
         check_name(name)
-        with told("remove", name=shown(name)):
-            tier, descriptor = open_reading(name, self._tiers.folders, self.catalogue)
+        with convert_os_errors("remove", name=printable(name)):
+            tier, descriptor = open_for_reading(name, self._tiers.folders, self.catalogue)
             try:
-                lock_alone(descriptor, name=name)
+                lock_exclusive(descriptor, name=name)
                 with tier.parent(name) as (folder, last):
                     os.unlink(last, dir_fd=folder)
                     os.fsync(folder)
@@ -182,7 +185,19 @@ class TierManager:
         self.catalogue.forget(name)
 
     def move(self, name: str, tier: str, *, observe: Observer | None = None) -> int:
-        """Move a file to a tier, regardless of the policy. Return the bytes that it takes there; 0 if it was there.
+        """Move a file to a tier, regardless of the policy.
+
+        Parameters
+        ----------
+        name, tier : str
+            Name of the file and of the destination.
+        observe : callable or None
+            Called with the phase, the name and the progress in bytes; see :class:`~gdrkit.tiers.migration.Phase`.
+
+        Returns
+        -------
+        int
+            Space that the file takes in the destination, in bytes; 0 if it was already in that tier.
 
         Raises
         ------
@@ -190,7 +205,7 @@ class TierManager:
             The file stays where it was, for the reason in the error; see :func:`migrate_file`.
         """
         destination = self.folder(tier)
-        for _ in range(_TRIES):
+        for _ in range(_ATTEMPTS_MAX):
             entry = self.find(name)
             if entry.tier == destination.name:
                 return 0
@@ -201,21 +216,21 @@ class TierManager:
                     destination=destination,
                     catalogue=self.catalogue,
                     limit_bytes=self._tiers.limit_bytes(destination.name, self.catalogue.totals()),
-                    observe=observe or _nobody,
+                    observe=observe or _ignore_progress,
                 )
             except ApiError as error:
                 if (error.operation, error.errno) != ("open", errno.ENOENT):
                     raise
                 # Another process has just moved the file, through gdrkit or outside it.
-                self._look_again(name)
-        raise busy("migrate", "other processes move it all the time", name=shown(name))
+                self._record_location(name)
+        raise busy_error("migrate", "other processes moved the file at each attempt", name=printable(name))
 
-    def plan(self) -> Plan:
-        """Return the migrations that the policy asks for now. The caller closes the plan."""
+    def plan(self) -> MigrationPlan:
+        """Return the migrations that the policy requires now. The caller closes the plan."""
         self._check_open()
-        self.accesses.tell()
-        places = self._tiers.places(self.catalogue.totals())
-        return Plan(self.catalogue, places, hysteresis=self.configuration.hysteresis)
+        self.accesses.flush()
+        limits = self._tiers.limits(self.catalogue.totals())
+        return MigrationPlan(self.catalogue, limits, hysteresis=self.configuration.hysteresis)
 
     def migrate(
         self,
@@ -224,18 +239,18 @@ class TierManager:
         observe: Observer | None = None,
         moved: Callable[[PlannedMove, str], None] | None = None,
     ) -> Migrated:
-        """Move files as the policy asks. A file that cannot be moved now stays, and the others are moved.
+        """Move files as the policy requires. A file that cannot be moved now stays, and the others are moved.
 
         Parameters
         ----------
         begin : callable or None
             Called with the number of files and bytes that will be moved.
         observe : callable or None
-            Called at each phase of each file.
+            Called at each phase of each file; see :meth:`move`.
         moved : callable or None
-            Called after each file, with the reason why it stays, if it does.
+            Called after each file with its planned move, and with the reason why the file stays (empty if it moved).
         """
-        refused: list[Refused] = []
+        refused: list[RefusedMove] = []
         count = size = 0
         with self.plan() as plan:
             if begin is not None:
@@ -246,11 +261,11 @@ class TierManager:
                     size += self.move(each.name, each.destination, observe=observe)
                     count += 1
                 except (ApiError, DataMismatch) as error:
-                    # Without the catalogue no other file can be moved either.
+                    # Without the catalogue, no other file can be moved either.
                     if isinstance(error, ApiError) and error.api is Api.SQLITE:
                         raise
                     why = str(error)
-                    refused.append(Refused(each.name, each.destination, error.reason, why))
+                    refused.append(RefusedMove(each.name, each.destination, error.reason, why))
                 if moved is not None:
                     moved(each, why)
             return Migrated(count, size, tuple(refused), plan.considered)
@@ -263,9 +278,9 @@ class TierManager:
         str
             Name of the tier.
         """
-        where = self.configuration.tier(tier).name if tier is not None else self.find(name).tier
-        self._set_pin(name, where)
-        return where
+        pinned = self.configuration.tier(tier).name if tier is not None else self.find(name).tier
+        self._set_pin(name, pinned)
+        return pinned
 
     def unpin(self, name: str) -> None:
         """Unpin a file, so that the policy may move it again."""
@@ -274,27 +289,27 @@ class TierManager:
     def status(self) -> list[TierStatus]:
         """Return the current state of the tiers, fastest first."""
         self._check_open()
-        self.accesses.tell()
+        self.accesses.flush()
         totals, folders, routes = self.catalogue.totals(), self._tiers.folders, self.catalogue.routes()
         return [
             TierStatus(
                 name=tier.name,
                 directory=str(tier.directory),
                 accesses_min=tier.accesses_min,
-                files=found.files,
-                size_bytes=found.size_bytes,
-                allocated_bytes=found.allocated_bytes,
-                coming_bytes=found.coming_bytes,
+                files=total.files,
+                size_bytes=total.size_bytes,
+                allocated_bytes=total.allocated_bytes,
+                coming_bytes=total.coming_bytes,
                 limit_bytes=self._tiers.limit_bytes(tier.name, totals),
                 free_bytes=folders[tier.name].free_bytes() if tier.name in folders else 0,
                 absent=self._tiers.absent.get(tier.name, ""),
-                route=routes.get(tier.name, UNSEEN),
+                route=routes.get(tier.name, UNOBSERVED),
             )
             for tier in self.configuration.tiers
-            for found in (totals.get(tier.name, Totals()),)
+            for total in (totals.get(tier.name, Totals()),)
         ]
 
-    def check(self, *, repair: bool = False) -> list[Finding]:
+    def check(self, *, repair: bool = False) -> list[TierFinding]:
         """Compare the catalogue with the disks and return the differences.
 
         Parameters
@@ -304,20 +319,21 @@ class TierManager:
             that are removed are incomplete copies.
         """
         self._check_open()
-        self.accesses.tell()
-        found = [Finding(Kind.ABSENT, name, name, why) for name, why in self._tiers.absent.items()]
+        self.accesses.flush()
+        findings = [TierFinding(FindingKind.ABSENT, name, name, why) for name, why in self._tiers.absent.items()]
         if self.catalogue.is_damaged():
             if repair:
                 self.catalogue.rebuild()
-            found.append(Finding(Kind.DAMAGED, str(self.catalogue.path), "", "no whole database", mended=repair))
+            path, text = str(self.catalogue.path), "not a valid database"
+            findings.append(TierFinding(FindingKind.DAMAGED, path, "", text, mended=repair))
             if not repair:
-                return found
+                return findings
         if repair:
-            found += self._recover()
+            findings += self._recover()
         else:
-            found += interrupted(self._tiers.folders)
-        found += compare(self.catalogue, self._tiers.folders, repair=repair)
-        return [*found, *kept(self._tiers.folders)]
+            findings += interrupted_migrations(self._tiers.folders)
+        findings += compare(self.catalogue, self._tiers.folders, repair=repair)
+        return [*findings, *kept_files(self._tiers.folders)]
 
     def folder(self, tier: str) -> TierFolder:
         """Return the folder of a tier, for a benchmark.
@@ -334,32 +350,33 @@ class TierManager:
         """Write the last access counts to the catalogue and close everything. A second close does nothing."""
         if not self._closed:
             self._closed = True
-            self.accesses.tell()
-            self._parts.run()
+            self.accesses.flush()
+            self._resources.run()
             self._handle.release()
 
     def _fill(self, catalogue: Catalogue) -> None:
-        fill(catalogue, self.configuration, self._tiers.folders)
+        fill_catalogue(catalogue, self.configuration, self._tiers.folders)
         for name, tier in read_pins(self._tiers.first).items():
             catalogue.pin(name, tier)
 
-    def _recover(self) -> list[Finding]:
-        found = recover(self._tiers.folders, self.catalogue)
-        for each in found:
-            _log.warning("%s in %s: %s", shown(each.name), each.tier, each.text)
-        return found
+    def _recover(self) -> list[TierFinding]:
+        findings = recover(self._tiers.folders, self.catalogue)
+        for each in findings:
+            _log.warning("%s in %s: %s", printable(each.name), each.tier, each.text)
+        return findings
 
-    def _look_again(self, name: str) -> None:
-        with told("find", name=shown(name)):
-            tier, descriptor = open_reading(name, self._tiers.folders, self.catalogue)
+    def _record_location(self, name: str) -> None:
+        """Find the file on the disks and write its current tier to the catalogue."""
+        with convert_os_errors("find", name=printable(name)):
+            tier, descriptor = open_for_reading(name, self._tiers.folders, self.catalogue)
             try:
-                self.catalogue.see(name, tier.name, os.fstat(descriptor))
+                self.catalogue.record_file(name, tier.name, os.fstat(descriptor))
             finally:
                 os.close(descriptor)
 
     def _set_pin(self, name: str, tier: str | None) -> None:
         self.find(name)
-        with self.catalogue.writing("pin"):
+        with self.catalogue.write_transaction("pin"):
             self.catalogue.pin(name, tier)
             write_pins(self._tiers.first, self.catalogue.pins())
 
@@ -377,6 +394,6 @@ class TierManager:
         self.close()
 
 
-def _nobody(phase: Phase, name: str, offset_bytes: int) -> None:
+def _ignore_progress(phase: Phase, name: str, offset_bytes: int) -> None:
     """Ignore the progress of a migration."""
     del phase, name, offset_bytes

@@ -10,7 +10,7 @@ import os
 
 from gdrkit.errors import UsageError
 
-__all__ = ["LOST_AND_FOUND", "OWN_FOLDER", "check_name", "shown"]
+__all__ = ["LOST_AND_FOUND", "OWN_FOLDER", "check_name", "printable"]
 
 OWN_FOLDER = ".gdrkit-tiers"
 # A folder that file systems create in their root.
@@ -31,17 +31,22 @@ def check_name(name: str) -> str:
     data = os.fsencode(name)
     parts = data.split(b"/")
     if not data or b"\0" in data or any(part in {b"", b".", b".."} for part in parts):
-        message = f"{shown(name)!r} is no name of a file in a tier"
-        raise UsageError(message, what_to_do="name it relative to the tier, e.g. run-7/weights.bin, without . and ..")
+        message = f"a name must be a relative path without empty, '.' and '..' parts, not {printable(name)!r}"
+        raise UsageError(message, what_to_do="name the file relative to its tier, e.g. run-7/weights.bin")
     if len(data) > _NAME_BYTES_MAX or max(map(len, parts)) > _PART_BYTES_MAX:
-        message = f"a name of {len(data)} bytes, with a part of {max(map(len, parts))}, is too long"
-        raise UsageError(message, what_to_do=f"at most {_NAME_BYTES_MAX} bytes, each part at most {_PART_BYTES_MAX}")
+        message = (
+            f"a name must have at most {_NAME_BYTES_MAX} bytes, and each part at most {_PART_BYTES_MAX}, "
+            f"not {len(data)} bytes with a part of {max(map(len, parts))}"
+        )
+        raise UsageError(message)
     if os.fsdecode(parts[0]) in {OWN_FOLDER, LOST_AND_FOUND}:
-        message = f"{shown(name)!r} is not a user's"
+        message = (
+            f"a name must not begin with {OWN_FOLDER} or {LOST_AND_FOUND}, which are reserved: {printable(name)!r}"
+        )
         raise UsageError(message, what_to_do="choose another name")
     return name
 
 
-def shown(name: str) -> str:
+def printable(name: str) -> str:
     """Return a name as text. Bytes that are not UTF-8 become escapes."""
     return os.fsencode(name).decode("utf-8", "backslashreplace")

@@ -1,4 +1,4 @@
-"""The pins on disk. Users chose them, so they must survive the loss of the catalogue.
+"""The pins on disk. Users set them, so they must survive the loss of the catalogue.
 
 They are in ``pins.json`` in gdrkit's own folder of the fastest tier. The file is always replaced as a whole.
 """
@@ -9,7 +9,7 @@ import json
 import os
 from typing import TYPE_CHECKING
 
-from gdrkit.tiers.refusal import told
+from gdrkit.tiers.kernel_errors import convert_os_errors
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -23,7 +23,7 @@ _NAME = "pins.json"
 
 def read_pins(folder: TierFolder) -> dict[str, str]:
     """Return the tier of each pinned file; empty if there are no pins, or if they cannot be read."""
-    own = folder.find_own()
+    own = folder.find_own_folder()
     if own is None:
         return {}
     try:
@@ -32,16 +32,16 @@ def read_pins(folder: TierFolder) -> dict[str, str]:
         return {}
     with os.fdopen(descriptor, encoding="ascii") as file:
         try:
-            found = json.load(file)
+            pins = json.load(file)
         except ValueError:
             return {}
-    return {str(name): str(tier) for name, tier in found.items()} if isinstance(found, dict) else {}
+    return {str(name): str(tier) for name, tier in pins.items()} if isinstance(pins, dict) else {}
 
 
 def write_pins(folder: TierFolder, pins: Mapping[str, str]) -> None:
-    """Replace all pins, and sync them to the disk. Only one process may call it at a time."""
-    with told("write pins", tier=folder.name):
-        own = folder.own()
+    """Replace all pins, and sync them to the disk. Only one process may do this at a time."""
+    with convert_os_errors("write pins", tier=folder.name):
+        own = folder.own_folder()
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
         with os.fdopen(os.open(_NAME + ".new", flags, 0o600, dir_fd=own), "w", encoding="ascii") as file:
             json.dump(pins, file, sort_keys=True)

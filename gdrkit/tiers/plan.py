@@ -1,4 +1,4 @@
-"""The migrations that the policy asks for at one moment, in an order in which they can be done.
+"""The migrations that the policy requires at one moment, in an order in which they can be done.
 
 They are stored in a temporary table of a separate connection. So a million migrations need no more memory than a
 hundred, and other processes can use the catalogue meanwhile.
@@ -11,43 +11,53 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from gdrkit.tiers._sqlite import translated
-from gdrkit.tiers.policy import Row, Why, decide
+from gdrkit.tiers._sqlite import convert_sqlite_errors
+from gdrkit.tiers.policy import FileRow, MoveReason, decide
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from typing import Self
 
     from gdrkit.tiers.catalogue import Catalogue
-    from gdrkit.tiers.policy import Decision, Place
+    from gdrkit.tiers.policy import Decision, TierLimits
 
-__all__ = ["Plan", "PlannedMove"]
+__all__ = ["MigrationPlan", "PlannedMove"]
 
-_BATCH = 1000
+_BATCH_ROWS = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedMove:
-    """One migration that the policy asks for."""
+    """One migration that the policy requires.
+
+    Attributes
+    ----------
+    name, source, destination : str
+        Name of the file, its tier and the tier that it should move to.
+    allocated_bytes : int
+        Space that the file takes, in bytes.
+    why : MoveReason
+        Reason of the move.
+    """
 
     name: str
     source: str
     destination: str
     allocated_bytes: int
-    why: Why
+    why: MoveReason
 
 
-class Plan:
-    """The migrations that the policy asks for now; a context manager.
+class MigrationPlan:
+    """The migrations that the policy requires now; a context manager.
 
     Parameters
     ----------
     catalogue : Catalogue
         The catalogue. Its files are read once.
-    places : sequence of Place
+    tiers : sequence of TierLimits
         The tiers with their limits, fastest first.
     hysteresis : float
-        See :func:`decide`.
+        See :func:`~gdrkit.tiers.policy.decide`.
 
     Attributes
     ----------
@@ -57,73 +67,73 @@ class Plan:
         Number of all files.
     """
 
-    def __init__(self, catalogue: Catalogue, places: Sequence[Place], *, hysteresis: float) -> None:
+    def __init__(self, catalogue: Catalogue, tiers: Sequence[TierLimits], *, hysteresis: float) -> None:
         self.considered = self.count = self.allocated_bytes = 0
         at = catalogue.now()
-        self._connection = catalogue.connect_again()
-        self._order = {place.name: index for index, place in enumerate(places)}
-        # One table per turn. Decisions come in order, so rows are only appended.
-        self._turns = range(2 * len(places))
+        self._connection = catalogue.new_connection()
+        self._order = {tier.name: index for index, tier in enumerate(tiers)}
+        # There is one table per group of moves. Decisions come in order, so rows are only appended.
+        self._groups = range(2 * len(tiers))
         try:
-            with translated("plan"):
-                for turn in self._turns:
-                    self._connection.execute(f"CREATE TEMP TABLE plan_{turn} (file, destination, why)")
-                decisions = decide(self._rows(places), places, at=at, hysteresis=hysteresis)
-                while batch := list(itertools.islice(decisions, _BATCH)):
-                    self._keep(batch)
+            with convert_sqlite_errors("plan"):
+                for group in self._groups:
+                    self._connection.execute(f"CREATE TEMP TABLE plan_{group} (file, destination, why)")
+                decisions = decide(self._file_rows(tiers), tiers, at=at, hysteresis=hysteresis)
+                while batch := list(itertools.islice(decisions, _BATCH_ROWS)):
+                    self._insert(batch)
         except BaseException:
             self._connection.close()
             raise
 
     def moves(self) -> Iterator[PlannedMove]:
-        """Yield first the moves down, to the slowest tier first, to make space, and then the moves up."""
-        for turn in self._turns:
-            last = 0
+        """Yield first the moves down, which free space, those to the slowest tier first, and then the moves up."""
+        for group in self._groups:
+            last_row_id = 0
             # The rows are read in batches. Otherwise a migration that takes hours would hold a read snapshot, and the
             # log of the catalogue would grow.
-            while rows := self._part(turn, last):
-                last = rows[-1][0]
+            while rows := self._read_batch(group, last_row_id):
+                last_row_id = rows[-1][0]
                 for _, name, source, destination, size, why in rows:
-                    yield PlannedMove(os.fsdecode(name), source, destination, size, Why(why))
+                    yield PlannedMove(os.fsdecode(name), source, destination, size, MoveReason(why))
 
-    def _part(self, turn: int, last: int) -> list[Any]:
-        with translated("plan"):
+    def _read_batch(self, group: int, last_row_id: int) -> list[Any]:
+        with convert_sqlite_errors("plan"):
             return self._connection.execute(
                 "SELECT plan.rowid, name, tier, plan.destination, allocated_bytes, why "  # noqa: S608 - the number comes from this module.
-                f"FROM plan_{turn} AS plan JOIN files ON files.id = plan.file "
+                f"FROM plan_{group} AS plan JOIN files ON files.id = plan.file "
                 "WHERE plan.rowid > ? ORDER BY plan.rowid LIMIT ?",
-                (last, _BATCH),
+                (last_row_id, _BATCH_ROWS),
             ).fetchall()
 
-    def _keep(self, batch: list[Decision]) -> None:
-        by_turn: dict[int, list[tuple[int, str, str]]] = {}
+    def _insert(self, batch: list[Decision]) -> None:
+        rows_by_group: dict[int, list[tuple[int, str, str]]] = {}
         for each in batch:
-            by_turn.setdefault(self._turn(each), []).append((each.id, each.destination, each.why.value))
+            rows_by_group.setdefault(self._group(each), []).append((each.id, each.destination, each.why.value))
             self.allocated_bytes += each.allocated_bytes
         self.count += len(batch)
-        for turn, rows in by_turn.items():
-            self._connection.executemany(f"INSERT INTO plan_{turn} VALUES (?, ?, ?)", rows)  # noqa: S608 - the number comes from this module.
+        for group, rows in rows_by_group.items():
+            self._connection.executemany(f"INSERT INTO plan_{group} VALUES (?, ?, ?)", rows)  # noqa: S608 - the number comes from this module.
 
     def close(self) -> None:
         """Close the connection, which drops the tables."""
         self._connection.close()
 
-    def _turn(self, decision: Decision) -> int:
-        """Return the turn of a move. Moves down come first, to the slowest tier first, then moves up."""
-        to, tiers = self._order[decision.destination], len(self._order)
-        return tiers - 1 - to if decision.down > 0 else tiers + to
+    def _group(self, decision: Decision) -> int:
+        """Return the number of the group of a move. The groups are executed in ascending order; see :meth:`moves`."""
+        destination, count = self._order[decision.destination], len(self._order)
+        return count - 1 - destination if decision.down > 0 else count + destination
 
-    def _rows(self, places: Sequence[Place]) -> Iterator[Row]:
+    def _file_rows(self, tiers: Sequence[TierLimits]) -> Iterator[FileRow]:
         # If two files are equally hot, the one in the faster tier stays there.
-        rank = " ".join(f"WHEN ? THEN {index}" for index in range(len(places)))
-        found = self._connection.execute(
+        rank = " ".join(f"WHEN ? THEN {index}" for index in range(len(tiers)))
+        rows = self._connection.execute(
             "SELECT id, tier, allocated_bytes, score, pinned, links FROM files ORDER BY "  # noqa: S608 - the numbers come from this module.
-            f"links < 2, pinned IS NULL, score DESC, CASE tier {rank} ELSE {len(places)} END",
-            [place.name for place in places],
+            f"links < 2, pinned IS NULL, score DESC, CASE tier {rank} ELSE {len(tiers)} END",
+            [tier.name for tier in tiers],
         )
-        for row in found:
+        for row in rows:
             self.considered += 1
-            yield Row(*row)
+            yield FileRow(*row)
 
     def __enter__(self) -> Self:
         return self

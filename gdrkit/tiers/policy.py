@@ -1,8 +1,8 @@
-"""The policy: which file belongs in which tier.
+"""The policy, which decides which file belongs in which tier.
 
-Files are placed in turn: first the files that may not move or are pinned, then the others from the hottest to the
-coldest. Each file gets the tier of its heat, or the next slower one that has space. The policy makes one pass over
-sorted rows, so a million files need little memory. It does no I/O.
+It places first the files that may not move, then the pinned files, then the others from the hottest to the coldest.
+Each file gets the tier of its heat, or the next slower one that has space. The policy makes one pass over sorted rows,
+so a million files need little memory. It does no I/O.
 """
 
 from __future__ import annotations
@@ -16,28 +16,45 @@ from gdrkit.tiers.heat import score_least
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-__all__ = ["Decision", "Place", "Row", "Why", "decide"]
+__all__ = ["Decision", "FileRow", "MoveReason", "TierLimits", "decide"]
 
 
-class Why(enum.Enum):
+class MoveReason(enum.Enum):
     """The reason of a move: the heat of the file, a pin, or a lack of space in the tier of its heat."""
 
     HEAT = "heat"
     PINNED = "pinned"
-    ROOM = "room"
+    # The value is part of the JSON output.
+    NO_SPACE = "room"
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """A tier with its threshold and its space."""
+class TierLimits:
+    """A tier with its heat threshold in fresh accesses, and the space that it may use in total, in bytes."""
 
     name: str
     accesses_min: int
     limit_bytes: int
 
 
-class Row(NamedTuple):
-    """A file. The rows must be sorted: files that may not move first, then pinned files, then by falling score."""
+class FileRow(NamedTuple):
+    """A file. The rows must be sorted: files that may not move first, then pinned files, then by descending score.
+
+    Attributes
+    ----------
+    id : int
+        Id of the file in the catalogue.
+    tier : str
+        Tier of the file.
+    allocated_bytes : int
+        Space that the file takes, in bytes.
+    score : float
+        Its score; see :mod:`gdrkit.tiers.heat`.
+    pinned : str or None
+        Tier to which it is pinned, or None.
+    links : int
+        Number of its hard links. A file with more than one may not move.
+    """
 
     id: int
     tier: str
@@ -48,23 +65,23 @@ class Row(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """A file that should move. `down` is the number of tiers it goes down (negative: up)."""
+    """A file that should move. `down` is the number of tiers that it moves down (negative: up)."""
 
     id: int
     allocated_bytes: int
     destination: str
     down: int
-    why: Why
+    why: MoveReason
 
 
-def decide(rows: Iterable[Row], places: Sequence[Place], *, at: float, hysteresis: float) -> Iterator[Decision]:
+def decide(rows: Iterable[FileRow], tiers: Sequence[TierLimits], *, at: float, hysteresis: float) -> Iterator[Decision]:
     """Yield the files that should move.
 
     Parameters
     ----------
     rows : iterable of Row
-        Files in the order that :class:`Row` requires.
-    places : sequence of Place
+        Files in the order that :class:`FileRow` requires.
+    tiers : sequence of TierLimits
         The tiers, fastest first.
     at : float
         Current time in half-lives.
@@ -76,44 +93,47 @@ def decide(rows: Iterable[Row], places: Sequence[Place], *, at: float, hysteresi
     Decision
         Moves in the order of the rows. Files that stay are omitted.
     """
-    order = {place.name: index for index, place in enumerate(places)}
-    free = [place.limit_bytes for place in places]
-    enters = [score_least(place.accesses_min, at=at) for place in places]
-    leaves = [score_least(place.accesses_min, at=at, share=1 - hysteresis) for place in places]
+    order = {tier.name: index for index, tier in enumerate(tiers)}
+    free_bytes = [tier.limit_bytes for tier in tiers]
+    # The least scores with which a file enters a tier, and with which a file of the tier stays in it.
+    entry_scores = [score_least(tier.accesses_min, at=at) for tier in tiers]
+    stay_scores = [score_least(tier.accesses_min, at=at, share=1 - hysteresis) for tier in tiers]
     for row in rows:
-        here = order.get(row.tier)
-        if here is None:
+        current = order.get(row.tier)
+        if current is None:
             continue  # The tier is no longer configured; `check` reports it.
         if row.links > 1:
-            # The other hard links would keep the old bytes.
-            free[here] -= row.allocated_bytes
+            # The other hard links would keep the old bytes, so the file stays.
+            free_bytes[current] -= row.allocated_bytes
             continue
         if row.pinned is not None:
-            there, why = _pinned(row.pinned, row.allocated_bytes, here, order, free), Why.PINNED
+            target, why = _pinned_tier(row, current, order, free_bytes), MoveReason.PINNED
         else:
-            wanted = _wanted(row.score, here, enters, leaves)
-            there = _first_with_room(wanted, row.allocated_bytes, free, otherwise=here)
-            why = Why.HEAT if there == wanted else Why.ROOM
-        free[there] -= row.allocated_bytes
-        if there != here:
-            yield Decision(row.id, row.allocated_bytes, places[there].name, there - here, why)
+            by_heat = _tier_by_heat(row.score, current, entry_scores, stay_scores)
+            target = _first_with_space(by_heat, row.allocated_bytes, free_bytes, otherwise=current)
+            why = MoveReason.HEAT if target == by_heat else MoveReason.NO_SPACE
+        free_bytes[target] -= row.allocated_bytes
+        if target != current:
+            yield Decision(row.id, row.allocated_bytes, tiers[target].name, target - current, why)
 
 
-def _pinned(pin: str, allocated_bytes: int, here: int, order: Mapping[str, int], free: Sequence[int]) -> int:
-    there = order.get(pin, here)
-    return there if free[there] >= allocated_bytes else here
+def _pinned_tier(row: FileRow, current: int, order: Mapping[str, int], free_bytes: Sequence[int]) -> int:
+    """Return the index of the tier to which the file is pinned, or of its current tier if that one is full."""
+    pinned = order.get(row.pinned or "", current)
+    return pinned if free_bytes[pinned] >= row.allocated_bytes else current
 
 
-def _wanted(score: float, here: int, enters: Sequence[float], leaves: Sequence[float]) -> int:
-    """Return the fastest tier for which the file is hot enough, or its own tier within the hysteresis."""
-    for index, least in enumerate(enters):
-        if score >= (leaves[index] if index == here else least):
+def _tier_by_heat(score: float, current: int, entry_scores: Sequence[float], stay_scores: Sequence[float]) -> int:
+    """Return the index of the fastest tier for which the file is hot enough, or its own tier within the hysteresis."""
+    for index, entry_score in enumerate(entry_scores):
+        if score >= (stay_scores[index] if index == current else entry_score):
             return index
-    return len(enters) - 1
+    return len(entry_scores) - 1
 
 
-def _first_with_room(wanted: int, allocated_bytes: int, free: Sequence[int], *, otherwise: int) -> int:
-    for index in range(wanted, len(free)):
-        if free[index] >= allocated_bytes:
+def _first_with_space(first: int, allocated_bytes: int, free_bytes: Sequence[int], *, otherwise: int) -> int:
+    """Return the index of the fastest tier with space, from `first` on, or `otherwise` if none has space."""
+    for index in range(first, len(free_bytes)):
+        if free_bytes[index] >= allocated_bytes:
             return index
     return otherwise

@@ -1,4 +1,4 @@
-"""The record of a migration, stored beside the copy while the migration is in progress.
+"""The record of a migration, which is stored beside the copy while the migration is in progress.
 
 It is the file ``moves/ID.json`` in the destination's own folder. The migrating process keeps it locked, so a record
 that can be locked belongs to a process that has died.
@@ -19,14 +19,14 @@ from gdrkit.serialization import from_json_data, to_json_data
 if TYPE_CHECKING:
     from gdrkit.tiers.folder import TierFolder
 
-__all__ = ["MoveRecord", "Moved", "dead_records", "recorded"]
+__all__ = ["MoveRecord", "RecordedMove", "dead_records", "recorded_ids"]
 
 _SUFFIX = ".json"
 _BYTES_MAX = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
+class RecordedMove:
     """The contents of a record: the migration of one file.
 
     Attributes
@@ -34,7 +34,7 @@ class Moved:
     name, source : str
         Name of the file and its tier.
     inode, size_bytes, modified_ns : int
-        The file as it was when the migration began.
+        Inode, size in bytes and modification time in nanoseconds of the file when the migration began.
     copy_inode : int
         Inode of the copy.
     """
@@ -62,14 +62,14 @@ class MoveRecord:
         Id of the migration.
     descriptor : int
         Descriptor of the record file. It is closed with the record.
-    moved : Moved or None
+    move : RecordedMove or None
         Contents of the record. None: the record was never completed, so the migration had done nothing yet.
     """
 
-    def __init__(self, folder: TierFolder, identifier: str, descriptor: int, moved: Moved | None) -> None:
+    def __init__(self, folder: TierFolder, identifier: str, descriptor: int, move: RecordedMove | None) -> None:
         self.folder = folder
         self.id = identifier
-        self.moved = moved
+        self.move = move
         self._descriptor = descriptor
 
     @classmethod
@@ -77,18 +77,18 @@ class MoveRecord:
         cls, folder: TierFolder, identifier: str, *, name: str, source: str, info: os.stat_result, copy_inode: int
     ) -> MoveRecord:
         """Write a record, sync it to the disk and return it."""
-        moved = Moved(name, source, info.st_ino, info.st_size, info.st_mtime_ns, copy_inode)
-        own = folder.own("moves")
+        move = RecordedMove(name, source, info.st_ino, info.st_size, info.st_mtime_ns, copy_inode)
+        moves = folder.own_folder("moves")
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        descriptor = os.open(identifier + _SUFFIX, flags, 0o600, dir_fd=own)
-        record = cls(folder, identifier, descriptor, moved)
+        descriptor = os.open(identifier + _SUFFIX, flags, 0o600, dir_fd=moves)
+        record = cls(folder, identifier, descriptor, move)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-            # The text is ASCII for any bytes in the name.
-            _write(descriptor, json.dumps(to_json_data(moved)).encode("ascii"))
+            # json.dumps escapes all characters that are not ASCII.
+            _write(descriptor, json.dumps(to_json_data(move)).encode("ascii"))
             os.fsync(descriptor)
-            os.fsync(own)
-            os.fsync(folder.own("incoming"))
+            os.fsync(moves)
+            os.fsync(folder.own_folder("incoming"))
         except BaseException:
             record.remove()
             record.close()
@@ -97,10 +97,10 @@ class MoveRecord:
 
     def remove(self) -> None:
         """Remove the record of a migration that has ended."""
-        own = self.folder.own("moves")
+        moves = self.folder.own_folder("moves")
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(self.id + _SUFFIX, dir_fd=own)
-        os.fsync(own)
+            os.unlink(self.id + _SUFFIX, dir_fd=moves)
+        os.fsync(moves)
 
     def close(self) -> None:
         """Close the record, which releases its lock."""
@@ -109,17 +109,17 @@ class MoveRecord:
             os.close(descriptor)
 
 
-def recorded(folder: TierFolder) -> set[str]:
+def recorded_ids(folder: TierFolder) -> set[str]:
     """Return the ids of the migrations into this tier that have a record, in progress or not."""
-    return {name.removesuffix(_SUFFIX) for name in folder.names_of("moves")}
+    return {name.removesuffix(_SUFFIX) for name in folder.list_own_folder("moves")}
 
 
 def dead_records(folder: TierFolder) -> list[MoveRecord]:
     """Return the records of processes that have died. Each one is locked; the caller closes it."""
-    found = []
-    for name in folder.names_of("moves"):
+    records = []
+    for name in folder.list_own_folder("moves"):
         try:
-            descriptor = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder.own("moves"))
+            descriptor = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder.own_folder("moves"))
         except FileNotFoundError:
             continue  # The migration has just ended.
         try:
@@ -129,13 +129,13 @@ def dead_records(folder: TierFolder) -> list[MoveRecord]:
         except BlockingIOError:
             os.close(descriptor)
             continue
-        found.append(MoveRecord(folder, name.removesuffix(_SUFFIX), descriptor, _read(descriptor)))
-    return found
+        records.append(MoveRecord(folder, name.removesuffix(_SUFFIX), descriptor, _read(descriptor)))
+    return records
 
 
-def _read(descriptor: int) -> Moved | None:
+def _read(descriptor: int) -> RecordedMove | None:
     try:
-        return from_json_data(Moved, json.loads(os.pread(descriptor, _BYTES_MAX, 0)))
+        return from_json_data(RecordedMove, json.loads(os.pread(descriptor, _BYTES_MAX, 0)))
     except (ValueError, UsageError):
         return None  # The record is incomplete. A migration does nothing before its record is on the disk.
 

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from gdrkit.errors import Reason
     from gdrkit.tiers.routes import TierRoute
 
-__all__ = ["Migrated", "Refused", "TierStatus"]
+__all__ = ["Migrated", "RefusedMove", "TierStatus"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +18,14 @@ class TierStatus:
 
     Attributes
     ----------
+    accesses_min : int
+        Heat that a file needs for this tier, in fresh accesses.
+    files : int
+        Number of files.
+    size_bytes, allocated_bytes : int
+        Sum of the file sizes and of the space that the files take, in bytes.
+    coming_bytes : int
+        Space that migrations in progress have reserved, in bytes.
     limit_bytes : int
         Space that gdrkit may use in total: the capacity or the size of the file system, less the headroom, in bytes.
     free_bytes : int
@@ -42,7 +50,7 @@ class TierStatus:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class RefusedMove:
     """A file that could not be migrated and is where it was."""
 
     name: str
@@ -58,7 +66,7 @@ class Migrated:
     Attributes
     ----------
     moved, moved_bytes : int
-        Number of files that were moved, and the bytes that they take.
+        Number of files that were moved, and the space that they take, in bytes.
     refused : tuple of Refused
         Files that had to stay, for example because a program writes them or the destination is full.
     considered : int
@@ -67,5 +75,5 @@ class Migrated:
 
     moved: int
     moved_bytes: int
-    refused: tuple[Refused, ...]
+    refused: tuple[RefusedMove, ...]
     considered: int

@@ -1,4 +1,4 @@
-"""The routes that the bytes of a tier take.
+"""The route between a tier and device memory.
 
 A route is reported only after it was observed in a transfer with device memory. Transfers with host memory do not show
 it.
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from gdrkit.gds.transfer import Transferred
 
-__all__ = ["UNSEEN", "TierRoute", "seen", "worst"]
+__all__ = ["UNOBSERVED", "TierRoute", "observed_route", "worst_route"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,23 +39,26 @@ class TierRoute:
     why: str = ""
 
 
-UNSEEN = TierRoute(RouteState.UNPROVEN, why="no transfer between this tier and device memory was seen yet")
+UNOBSERVED = TierRoute(RouteState.UNPROVEN, why="no transfer between this tier and device memory was observed yet")
+_WORST_FIRST = (RouteState.FELL_BACK, RouteState.UNPROVEN, RouteState.PROVEN)
 
 
-def seen(transferred: Transferred) -> TierRoute | None:
-    """Return what a transfer showed, or None: it used host memory, or no direct route was wanted."""
-    if not transferred.bytes:
+def observed_route(result: Transferred) -> TierRoute | None:
+    """Return the route that a transfer showed. Return None if it used host memory, or if no direct route was wanted."""
+    if not result.bytes:
         return None
-    if transferred.route in DIRECT_ROUTES:
-        return TierRoute(RouteState.PROVEN, transferred.route.value)
-    if transferred.route is Route.UNKNOWN:
-        return TierRoute(RouteState.UNPROVEN, transferred.route.value, "the way that the bytes took was not seen")
-    if not transferred.why_not_direct:
+    if result.route in DIRECT_ROUTES:
+        return TierRoute(RouteState.PROVEN, result.route.value)
+    if result.route is Route.UNKNOWN:
+        return TierRoute(RouteState.UNPROVEN, result.route.value, "no counter shows the route of the bytes")
+    if not result.why_not_direct:
         return None
-    return TierRoute(RouteState.FELL_BACK, transferred.route.value, transferred.why_not_direct)
+    return TierRoute(RouteState.FELL_BACK, result.route.value, result.why_not_direct)
 
 
-def worst(transfers: Iterable[Transferred]) -> TierRoute:
-    """Return the worst of several results: a fallback is worse than an unproven route, and that than a proven one."""
-    order = [RouteState.FELL_BACK, RouteState.UNPROVEN, RouteState.PROVEN]
-    return min((seen(each) or UNSEEN for each in transfers), key=lambda found: order.index(found.state), default=UNSEEN)
+def worst_route(results: Iterable[Transferred]) -> TierRoute:
+    """Return the worst route of several transfers: a fallback is worse than an unproven route, which is worse than a
+    proven one.
+    """
+    routes = (observed_route(each) or UNOBSERVED for each in results)
+    return min(routes, key=lambda route: _WORST_FIRST.index(route.state), default=UNOBSERVED)

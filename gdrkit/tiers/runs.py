@@ -1,4 +1,4 @@
-"""Migrations with progress output: a bar on a terminal, lines elsewhere."""
+"""Migrations of the command line, with progress output: a progress bar on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, TextIO
 from gdrkit.errors import ApiError, DataMismatch
 from gdrkit.serialization import to_json_data
 from gdrkit.tiers.migration import Phase
-from gdrkit.tiers.names import shown
+from gdrkit.tiers.names import printable
 from gdrkit.tiers.plan import PlannedMove
-from gdrkit.tiers.policy import Why
-from gdrkit.tiers.results import Migrated, Refused
+from gdrkit.tiers.policy import MoveReason
+from gdrkit.tiers.results import Migrated, RefusedMove
 from gdrkit.tiers.tables import moves_table, size, write
 
 if TYPE_CHECKING:
@@ -22,11 +22,19 @@ if TYPE_CHECKING:
 
     from gdrkit.tiers.manager import TierManager
 
-__all__ = ["migrate_by_policy", "migrate_named", "planned"]
+__all__ = ["migrate_by_policy", "migrate_named", "print_plan"]
 
 
-class _Onlooker:
-    """The progress output of a run. `bar` is set on a terminal."""
+class _ProgressOutput:
+    """The progress output of a run.
+
+    Parameters
+    ----------
+    stream : text file
+        Where the lines are printed.
+    bar : Progress or None
+        The progress bar, on a terminal. None: lines are printed instead.
+    """
 
     def __init__(self, stream: TextIO, bar: Progress | None) -> None:
         self._stream = stream
@@ -34,69 +42,69 @@ class _Onlooker:
         self._task = bar.add_task("", total=0) if bar is not None else None
         self._done_bytes = 0
 
-    def begin(self, count: int, count_bytes: int) -> None:
-        """Report how much will be moved."""
+    def begin(self, count: int, total_bytes: int) -> None:
+        """Report how many files and bytes will be moved."""
         if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, total=count_bytes)
+            self._bar.update(self._task, total=total_bytes)
         else:
-            self._say(f"{count} files, {size(count_bytes)} to move")
+            self._print(f"{count} files, {size(total_bytes)} to move")
 
     def observe(self, phase: Phase, name: str, offset_bytes: int) -> None:
         """Report the progress of one migration."""
         if self._bar is not None and self._task is not None:
             copied = offset_bytes if phase is Phase.COPY else 0
-            text = f"{phase.value} {shown(name)}"
+            text = f"{phase.value} {printable(name)}"
             self._bar.update(self._task, completed=self._done_bytes + copied, description=text)
 
     def moved(self, move: PlannedMove, why: str) -> None:
         """Report that one file is finished."""
         self._done_bytes += move.allocated_bytes
         if self._bar is None:
-            how = f"stays in {move.source}: {why}" if why else f"{move.source} -> {move.destination}"
-            self._say(f"{shown(move.name)}: {how}")
+            outcome = f"stays in {move.source}: {why}" if why else f"{move.source} -> {move.destination}"
+            self._print(f"{printable(move.name)}: {outcome}")
 
-    def _say(self, line: str) -> None:
+    def _print(self, line: str) -> None:
         print(line, file=self._stream, flush=True)
 
 
 def migrate_by_policy(manager: TierManager, *, stream: TextIO) -> Migrated:
-    """Move files as the policy asks."""
-    with _onlooker(stream) as onlooker:
-        return manager.migrate(begin=onlooker.begin, observe=onlooker.observe, moved=onlooker.moved)
+    """Move files as the policy requires."""
+    with _progress_output(stream) as output:
+        return manager.migrate(begin=output.begin, observe=output.observe, moved=output.moved)
 
 
 def migrate_named(manager: TierManager, names: Sequence[str], destination: str, *, stream: TextIO) -> Migrated:
     """Move the named files to a tier."""
-    refused: list[Refused] = []
-    count = count_bytes = 0
-    moves = _named(manager, names, destination)
-    with _onlooker(stream) as onlooker:
-        onlooker.begin(len(moves), sum(move.allocated_bytes for move in moves))
+    refused: list[RefusedMove] = []
+    count = moved_bytes = 0
+    moves = _moves_of_names(manager, names, destination)
+    with _progress_output(stream) as output:
+        output.begin(len(moves), sum(move.allocated_bytes for move in moves))
         for move in moves:
             why = ""
             try:
-                count_bytes += manager.move(move.name, destination, observe=onlooker.observe)
+                moved_bytes += manager.move(move.name, destination, observe=output.observe)
                 count += 1
             except (ApiError, DataMismatch) as error:
                 why = str(error)
-                refused.append(Refused(move.name, destination, error.reason, why))
-            onlooker.moved(move, why)
-    return Migrated(count, count_bytes, tuple(refused), len(names))
+                refused.append(RefusedMove(move.name, destination, error.reason, why))
+            output.moved(move, why)
+    return Migrated(count, moved_bytes, tuple(refused), len(names))
 
 
-def planned(
+def print_plan(
     manager: TierManager, names: Sequence[str], destination: str | None, *, as_json: bool, stream: TextIO
 ) -> None:
     """Print the moves that would be made."""
     if destination is not None:
-        moves = _named(manager, names, destination)
-        _say_moves(moves, len(names), as_json=as_json, stream=stream)
+        moves = _moves_of_names(manager, names, destination)
+        _print_moves(moves, len(names), as_json=as_json, stream=stream)
         return
     with manager.plan() as plan:
-        _say_moves(list(plan.moves()), plan.considered, as_json=as_json, stream=stream)
+        _print_moves(list(plan.moves()), plan.considered, as_json=as_json, stream=stream)
 
 
-def _say_moves(moves: list[PlannedMove], considered: int, *, as_json: bool, stream: TextIO) -> None:
+def _print_moves(moves: list[PlannedMove], considered: int, *, as_json: bool, stream: TextIO) -> None:
     if as_json:
         print(json.dumps({"moves": to_json_data(moves), "considered": considered}, indent=2), file=stream)
         return
@@ -106,24 +114,25 @@ def _say_moves(moves: list[PlannedMove], considered: int, *, as_json: bool, stre
     print(f"{len(moves)} of {considered} files would move, {size(total)}", file=stream)
 
 
-def _named(manager: TierManager, names: Sequence[str], destination: str) -> list[PlannedMove]:
-    there = manager.configuration.tier(destination).name
-    found = map(manager.find, names)
+def _moves_of_names(manager: TierManager, names: Sequence[str], destination: str) -> list[PlannedMove]:
+    """Return the moves of the named files that are not in the destination yet."""
+    tier = manager.configuration.tier(destination).name
+    entries = map(manager.find, names)
     return [
-        PlannedMove(each.name, each.tier, there, each.allocated_bytes, Why.PINNED)
-        for each in found
-        if each.tier != there
+        PlannedMove(entry.name, entry.tier, tier, entry.allocated_bytes, MoveReason.PINNED)
+        for entry in entries
+        if entry.tier != tier
     ]
 
 
 @contextmanager
-def _onlooker(stream: TextIO) -> Iterator[_Onlooker]:
+def _progress_output(stream: TextIO) -> Iterator[_ProgressOutput]:
     if not stream.isatty():
-        yield _Onlooker(stream, None)
+        yield _ProgressOutput(stream, None)
         return
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (BarColumn(), DownloadColumn(), TimeRemainingColumn(), TextColumn("{task.description}", markup=False))
     with Progress(*columns, console=Console(file=stream), transient=True) as bar:
-        yield _Onlooker(stream, bar)
+        yield _ProgressOutput(stream, bar)

@@ -1,7 +1,7 @@
 """The SQL schema of the catalogue.
 
-Triggers keep the totals of a tier, so that a query of the totals need not read a million rows. The triggers do not use
-INSERT OR IGNORE, because the conflict clause of the statement that fires a trigger overrides that of the trigger.
+Triggers update the totals of a tier, so that a query of the totals need not read a million rows. The triggers do not
+use INSERT OR IGNORE, because the conflict clause of the statement that fires a trigger overrides that of the trigger.
 """
 
 from __future__ import annotations

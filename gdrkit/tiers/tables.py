@@ -1,4 +1,4 @@
-"""Tables of tiers for people."""
+"""The tables that ``gdrkit tiers`` prints."""
 
 from __future__ import annotations
 
@@ -9,25 +9,31 @@ from rich.table import Table
 from rich.text import Text
 
 from gdrkit.cufile import RouteState
-from gdrkit.tiers.configuration import SEED
-from gdrkit.tiers.names import shown
+from gdrkit.tiers.configuration import DEFAULT_TIERS
+from gdrkit.tiers.names import printable
+from gdrkit.tiers.policy import MoveReason
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from gdrkit.tiers.bench import Speed
-    from gdrkit.tiers.finding import Finding
+    from gdrkit.tiers.finding import TierFinding
     from gdrkit.tiers.plan import PlannedMove
     from gdrkit.tiers.results import TierStatus
     from gdrkit.tiers.routes import TierRoute
 
 __all__ = ["findings_table", "moves_table", "size", "speeds_table", "status_table", "write"]
 
-_STATES = {
+_STATE_STYLES = {
     RouteState.PROVEN: "green",
     RouteState.UNPROVEN: "yellow",
     RouteState.FELL_BACK: "yellow",
     RouteState.NOT_POSSIBLE: "dim",
+}
+_REASON_TEXTS = {
+    MoveReason.HEAT: "its heat",
+    MoveReason.PINNED: "pinned",
+    MoveReason.NO_SPACE: "its tier is full",
 }
 # A width above that of any table.
 _WIDTH_MAX = 10_000
@@ -72,7 +78,7 @@ def status_table(tiers: Sequence[TierStatus]) -> Table:
             size(tier.limit_bytes),
             size(tier.free_bytes),
             size(tier.coming_bytes) if tier.coming_bytes else "",
-            _route(tier.route),
+            _route_text(tier.route),
         )
     return table
 
@@ -81,17 +87,18 @@ def moves_table(moves: Iterable[PlannedMove]) -> Table:
     """Return the table of the moves that would be made."""
     table = _table("file", "from", "to", "size", "why")
     for move in moves:
-        why = {"heat": "its heat", "pinned": "pinned", "room": "its tier is full"}[move.why.value]
-        table.add_row(Text(shown(move.name)), move.source, move.destination, size(move.allocated_bytes), why)
+        name, size_text = Text(printable(move.name)), size(move.allocated_bytes)
+        table.add_row(name, move.source, move.destination, size_text, _REASON_TEXTS[move.why])
     return table
 
 
-def findings_table(findings: Iterable[Finding]) -> Table:
+def findings_table(findings: Iterable[TierFinding]) -> Table:
     """Return the table of the findings, with a column for repairs."""
-    table = _table("what", "file", "tier", "", "now")
+    table = _table("finding", "file", "tier", "", "state")
     for each in findings:
-        now = Text("mended", "green") if each.mended else Text("as it was", "bold red" if each.is_wrong else "dim")
-        table.add_row(each.kind.value, Text(shown(each.name)), each.tier, Text(each.text), now)
+        style = "bold red" if each.is_wrong else "dim"
+        state = Text("repaired", "green") if each.mended else Text("unchanged", style)
+        table.add_row(each.kind.value, Text(printable(each.name)), each.tier, Text(each.text), state)
     return table
 
 
@@ -110,26 +117,26 @@ def speeds_table(speeds: Iterable[Speed]) -> Table:
         "",
     )
     for each in speeds:
-        seed = SEED.get(each.tier)
+        stated = DEFAULT_TIERS.get(each.tier)
         table.add_row(
             each.tier,
             f"{each.read_gb_per_s:.2f}",
-            f"{seed.rate_gb_per_s:g}" if seed else "",
+            f"{stated.rate_gb_per_s:g}" if stated else "",
             f"{each.write_gb_per_s:.2f}",
             f"{each.latency_us_median:.0f}",
-            f"{seed.latency_us:g}" if seed else "",
+            f"{stated.latency_us:g}" if stated else "",
             f"{each.latency_us_p99:.0f}",
             "" if each.device_read_gb_per_s is None else f"{each.device_read_gb_per_s:.2f}",
-            _route(each.route),
-            "" if each.past_cache else "of the page cache: this file system has no O_DIRECT",
+            _route_text(each.route),
+            "" if each.past_cache else "rates of the page cache: this file system does not support O_DIRECT",
         )
     return table
 
 
-def _route(found: TierRoute) -> Text:
-    way = f" by {found.route}" if found.route else ""
-    why = f": {found.why}" if found.why else ""
-    return Text(f"{found.state.value}{way}{why}", _STATES[found.state])
+def _route_text(route: TierRoute) -> Text:
+    path = f" by {route.route}" if route.route else ""
+    why = f": {route.why}" if route.why else ""
+    return Text(f"{route.state.value}{path}{why}", _STATE_STYLES[route.state])
 
 
 def _table(*columns: str) -> Table:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Self
 from gdrkit.errors import Api, ApiError, ClosedResource
 from gdrkit.gds.file import File
 from gdrkit.handles import Handle
-from gdrkit.tiers.routes import seen
+from gdrkit.tiers.routes import observed_route
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 class TieredFile:
     """A file that was opened by its logical name; a context manager.
 
-    A file that is open for reading may be migrated meanwhile. It stays readable here.
+    A file that is open for reading may be migrated. This object then continues to read the same bytes.
 
     Parameters
     ----------
@@ -41,20 +41,20 @@ class TieredFile:
         Tier of the file when it was opened.
     descriptor : int
         File descriptor. This object owns it from now on.
-    writes : bool
+    writable : bool
         Whether the file is open for writing.
     catalogue : Catalogue
         The catalogue, which gets the size of the file at close.
     """
 
-    def __init__(self, name: str, tier: TierFolder, descriptor: int, *, writes: bool, catalogue: Catalogue) -> None:
+    def __init__(self, name: str, tier: TierFolder, descriptor: int, *, writable: bool, catalogue: Catalogue) -> None:
         self.name = name
         self.tier = tier.name
-        self.writes = writes
+        self.writable = writable
         self._catalogue = catalogue
         self._descriptor = descriptor
         self._files: dict[str, File] = {}
-        self._opening = threading.Lock()
+        self._files_lock = threading.Lock()
         self._route: TierRoute | None = None  # The route that was last written to the catalogue.
         self._handle = Handle("tiers.file")
 
@@ -66,7 +66,7 @@ class TieredFile:
 
     @property
     def path(self) -> str:
-        """A path that leads to exactly this file while it is open, wherever it is migrated."""
+        """A path that leads to this file while it is open, also after a migration."""
         return f"/proc/self/fd/{self.fileno()}"
 
     def read_into(
@@ -94,14 +94,14 @@ class TieredFile:
         Transferred
             The result, with the route that the bytes took.
         """
-        moved = self._transfers(direct).read_into(
+        result = self._gds_file(direct).read_into(
             buffer,
             file_offset_bytes=file_offset_bytes,
             length_bytes=length_bytes,
             buffer_offset_bytes=buffer_offset_bytes,
         )
-        self._keep(moved)
-        return moved
+        self._record_route(result)
+        return result
 
     def write_from(
         self,
@@ -113,14 +113,14 @@ class TieredFile:
         direct: Direct = "preferred",
     ) -> Transferred:
         """Write device or host memory into a range; see :meth:`read_into` and :meth:`sync`."""
-        moved = self._transfers(direct).write_from(
+        result = self._gds_file(direct).write_from(
             buffer,
             file_offset_bytes=file_offset_bytes,
             length_bytes=length_bytes,
             buffer_offset_bytes=buffer_offset_bytes,
         )
-        self._keep(moved)
-        return moved
+        self._record_route(result)
+        return result
 
     def sync(self) -> None:
         """Sync the written data to the disk (fsync)."""
@@ -131,48 +131,48 @@ class TieredFile:
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor < 0:
             return
-        with contextlib.ExitStack() as parts:
-            parts.callback(self._handle.release)
-            parts.callback(os.close, descriptor)
-            if self.writes:
-                parts.callback(self._tell, descriptor)
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._handle.release)
+            stack.callback(os.close, descriptor)
+            if self.writable:
+                stack.callback(self._record_size, descriptor)
             # These files have their own descriptors of the same file.
             for file in self._files.values():
-                parts.callback(file.close)
+                stack.callback(file.close)
 
-    def _transfers(self, direct: Direct) -> File:
+    def _gds_file(self, direct: Direct) -> File:
         """Return the :class:`gdrkit.gds.File` for this file, opened by its descriptor's path."""
-        with self._opening:
+        with self._files_lock:
             if direct not in self._files:
-                self._files[direct] = File(self.path, "r+" if self.writes else "r", direct=direct)
+                self._files[direct] = File(self.path, "r+" if self.writable else "r", direct=direct)
             return self._files[direct]
 
-    def _keep(self, moved: Transferred) -> None:
-        """Write the route of the tier's bytes to the catalogue if it has changed."""
-        route = seen(moved)
+    def _record_route(self, result: Transferred) -> None:
+        """Write the route between the tier and device memory to the catalogue if it has changed."""
+        route = observed_route(result)
         if route is None or route == self._route:
             return
-        with self._telling("the route of a tier"):
+        with self._catalogue_optional("the route of a tier"):
             if self._catalogue.routes().get(self.tier) != route:
-                self._catalogue.keep_route(self.tier, route)
+                self._catalogue.record_route(self.tier, route)
             self._route = route
 
-    def _tell(self, descriptor: int) -> None:
+    def _record_size(self, descriptor: int) -> None:
         info = os.fstat(descriptor)
         if not info.st_nlink:
             return  # The file was removed while it was open.
-        with self._telling("the size of a file"):
-            self._catalogue.see(self.name, self.tier, info)
+        with self._catalogue_optional("the size of a file"):
+            self._catalogue.record_file(self.name, self.tier, info)
 
     @contextlib.contextmanager
-    def _telling(self, what: str) -> Iterator[None]:
+    def _catalogue_optional(self, what: str) -> Iterator[None]:
         """Log a warning if the catalogue is locked or closed. The data is safe; `check` corrects the catalogue."""
         try:
             yield
         except (ApiError, ClosedResource) as error:
             if isinstance(error, ApiError) and error.api is not Api.SQLITE:
                 raise
-            _log.warning("the catalogue does not know %s: %s", what, error)
+            _log.warning("%s could not be written to the catalogue: %s", what, error)
 
     def __enter__(self) -> Self:
         return self

@@ -23,12 +23,14 @@ REWRITTEN: tuple[str, ...] = (
     "automation",
     "docs/decisions",
     "docs/storage.md",
+    "docs/tiers.md",
     "gdrkit/README.md",
     "gdrkit/cuda",
     "gdrkit/gaudi",
     "gdrkit/host",
     "gdrkit/registration",
     "gdrkit/storage",
+    "gdrkit/tiers",
     "gdrkit/verbs",
     "native/storage",
     "native/engine",
@@ -42,6 +44,7 @@ REWRITTEN: tuple[str, ...] = (
     "suites/registration",
     "suites/share",
     "suites/storage",
+    "suites/tiers",
 )
 
 # Each word is listed with the terms that replace it.
@@ -70,7 +73,7 @@ GONE_WORDS: dict[str, str] = {
     "witness": "evidence",
 }
 # These phrases are correct although they contain a replaced word.
-_LEGITIMATE = re.compile(r"\broom (for|left|in the)\b|\bno room\b|\broom_bytes\b", re.IGNORECASE)
+_LEGITIMATE = re.compile(r"\broom (for|left|in the)\b|\bno room\b|\broom_bytes\b|\"room\"", re.IGNORECASE)
 _GONE_PHRASES = {
     re.compile(r"\bgave (E[A-Z]{3,}\b|\{\w+\.status_name)"): "x failed: strerror (ERR)",
     re.compile(r"\bmemory nodes?\b", re.IGNORECASE): "NUMA node",

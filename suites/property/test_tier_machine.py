@@ -24,7 +24,7 @@ from support.tier_world import NAMES, configuration_of, contents
 
 from gdrkit import handles, pattern
 from gdrkit.errors import ApiError, Reason
-from gdrkit.tiers import Kind, Phase, TieredFile, TierManager
+from gdrkit.tiers import FindingKind, Phase, TieredFile, TierManager
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -302,7 +302,7 @@ class TierMachine(RuleBasedStateMachine):
             each.file.close()
         try:
             # A writer that outlived its manager has not recorded the new size of the file.
-            assert {each.kind for each in self.manager.check(repair=True)} <= {Kind.CHANGED}
+            assert {each.kind for each in self.manager.check(repair=True)} <= {FindingKind.CHANGED}
             assert not self.manager.check()
         finally:
             self.manager.close()

@@ -17,8 +17,8 @@ from support.tier_world import NAMES, configuration_of
 
 from gdrkit.tiers import TierManager
 from gdrkit.tiers.heat import score_of
-from gdrkit.tiers.plan import Plan
-from gdrkit.tiers.policy import Place
+from gdrkit.tiers.plan import MigrationPlan
+from gdrkit.tiers.policy import TierLimits
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -48,19 +48,19 @@ def main() -> None:
     folder, count, rounds = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     with TierManager(configuration_of(folder)) as manager:
         columns = "name, tier, size_bytes, allocated_bytes, links, score, accesses, pinned"
-        with manager.catalogue.writing("fill") as connection:
+        with manager.catalogue.write_transaction("fill") as connection:
             rows = _rows(count, manager.catalogue.now())
             connection.executemany(f"INSERT INTO files ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?, ?)", rows)  # noqa: S608
         # Room for a tenth, a third, all.
         total = sum(each.allocated_bytes for each in manager.catalogue.totals().values())
         places = [
-            Place(name, least, int(total * part))
+            TierLimits(name, least, int(total * part))
             for name, least, part in zip(NAMES, (100, 10, 0), (0.1, 0.3, 2), strict=True)
         ]
         seconds, processor_s, moves = [], [], 0
         for _ in range(rounds):
             begin, processor = time.perf_counter(), time.process_time()
-            with Plan(manager.catalogue, places, hysteresis=0.1) as plan:
+            with MigrationPlan(manager.catalogue, places, hysteresis=0.1) as plan:
                 seconds.append(time.perf_counter() - begin)
                 processor_s.append(time.process_time() - processor)
                 assert plan.considered == count

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
-    from gdrkit.tiers import Finding
+    from gdrkit.tiers import TierFinding
 
 __all__ = ["NAMES", "configuration_of", "contents", "expect", "place_file", "wrong"]
 
@@ -50,7 +50,7 @@ def contents(manager: TierManager, name: str) -> bytes:
     return data
 
 
-def wrong(findings: list[Finding]) -> list[Finding]:
+def wrong(findings: list[TierFinding]) -> list[TierFinding]:
     """What a check found that is not mended."""
     return [each for each in findings if each.is_wrong]
 

@@ -1,4 +1,4 @@
-"""What the cases of tiers share."""
+"""Fixtures for the cases of tiers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(autouse=True)
 def engines_end() -> Iterator[None]:
-    """No engine outlives its case, so that the harness sees what it held."""
+    """Close the engines after each case, so that the harness sees whether they leave handles open."""
     yield
     gds.close_engines()
     gds.close_driver()
@@ -30,12 +30,12 @@ def engines_end() -> Iterator[None]:
 
 @pytest.fixture
 def configuration(tmp_path: Path) -> Configuration:
-    """Three tiers in folders."""
+    """Return the configuration of three tiers in folders."""
     return configuration_of(tmp_path)
 
 
 @pytest.fixture
 def manager(configuration: Configuration) -> Iterator[TierManager]:
-    """The manager of three tiers in folders."""
+    """Open a manager of three tiers in folders."""
     with TierManager(configuration) as opened:
         yield opened

@@ -1,4 +1,4 @@
-"""A catalogue that is lost, damaged, locked or behind: the files are found all the same, and the disks say where."""
+"""Files are found although the catalogue is lost, damaged, locked or outdated, because the disks are authoritative."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from support.tier_world import contents, place_file
 
 from gdrkit.errors import Api, ApiError, Reason
-from gdrkit.tiers import Configuration, Finding, Kind, Phase, TierManager
+from gdrkit.tiers import Configuration, FindingKind, Phase, TierFinding, TierManager
 from gdrkit.tiers.heat import heat
 
 if TYPE_CHECKING:
@@ -24,20 +24,20 @@ def database(configuration: Configuration) -> Path:
     return max(configuration.catalogue.glob("catalogue-*.sqlite"))
 
 
-def kinds(findings: list[Finding]) -> list[Kind]:
+def kinds(findings: list[TierFinding]) -> list[FindingKind]:
     return sorted((each.kind for each in findings), key=lambda kind: kind.value)
 
 
 @contextmanager
 def locked(configuration: Configuration) -> Iterator[None]:
-    """Another process writes, and does not come to an end."""
+    """Keep the catalogue locked during the block, as a process that writes and does not end."""
     with closing(sqlite3.connect(database(configuration), isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
         yield
         other.execute("ROLLBACK")
 
 
-def test_a_lost_catalogue_is_made_anew(configuration: Configuration) -> None:
+def test_lost_catalogue_is_rebuilt(configuration: Configuration) -> None:
     with TierManager(configuration) as manager:
         files = {
             tier: place_file(manager, f"folder/{tier}", 1000, seed=1, tier=tier) for tier in ("nvme", "ssd", "hdd")
@@ -48,14 +48,12 @@ def test_a_lost_catalogue_is_made_anew(configuration: Configuration) -> None:
         assert manager.catalogue.was_rebuilt
         assert {tier: manager.find(f"folder/{tier}").tier for tier in files} == {tier: tier for tier in files}
         assert {tier: contents(manager, f"folder/{tier}") for tier in files} == files
-        # A pin is somebody's will and stays; heat is forgotten, and nothing moves for that.
+        # A pin was set by a user and is kept. The heat is lost, and no file moves for that reason.
         with manager.plan() as plan:
             assert [(each.name, each.destination) for each in plan.moves()] == [("folder/ssd", "nvme")]
 
 
-def test_a_catalogue_that_is_lost_under_a_manager_is_made_anew(
-    manager: TierManager, configuration: Configuration
-) -> None:
+def test_catalogue_lost_under_a_manager_is_rebuilt(manager: TierManager, configuration: Configuration) -> None:
     data = place_file(manager, "file", 1000, seed=1, tier="nvme")
     shutil.rmtree(configuration.catalogue)
     configuration.catalogue.mkdir()
@@ -65,7 +63,7 @@ def test_a_catalogue_that_is_lost_under_a_manager_is_made_anew(
 
 
 @pytest.mark.parametrize("begin", [0, 20])
-def test_a_catalogue_that_is_no_database_is_made_anew(configuration: Configuration, begin: int) -> None:
+def test_catalogue_that_is_not_a_database_is_rebuilt(configuration: Configuration, begin: int) -> None:
     with TierManager(configuration) as manager:
         data = place_file(manager, "file", 1000, seed=1, tier="ssd")
     with database(configuration).open("r+b") as file:
@@ -77,7 +75,7 @@ def test_a_catalogue_that_is_no_database_is_made_anew(configuration: Configurati
         assert not manager.check()
 
 
-def test_an_empty_catalogue_is_made_anew(configuration: Configuration) -> None:
+def test_empty_catalogue_is_rebuilt(configuration: Configuration) -> None:
     with TierManager(configuration) as manager:
         place_file(manager, "file", 1000, seed=1, tier="ssd")
     database(configuration).write_bytes(b"")
@@ -85,18 +83,19 @@ def test_an_empty_catalogue_is_made_anew(configuration: Configuration) -> None:
         assert manager.find("file").tier == "ssd"
 
 
-def test_a_catalogue_from_before_routes_were_kept_is_used_with_all_that_it_has(configuration: Configuration) -> None:
+def test_catalogue_without_a_routes_table_is_used(configuration: Configuration) -> None:
     with TierManager(configuration) as manager:
         place_file(manager, "file", 1000, seed=1)
         manager.pin("file", "hdd")
-    with closing(sqlite3.connect(database(configuration))) as former:
-        former.execute("DROP TABLE routes")
+    # Catalogues of earlier versions did not have this table.
+    with closing(sqlite3.connect(database(configuration))) as connection:
+        connection.execute("DROP TABLE routes")
     with TierManager(configuration) as manager:
         assert manager.find("file").pinned == "hdd"
         assert all(tier.route.why for tier in manager.status())
 
 
-def test_damage_inside_is_found_and_mended(configuration: Configuration) -> None:
+def test_damage_inside_the_catalogue_is_found_and_repaired(configuration: Configuration) -> None:
     files = {f"file-{number}": bytes([number]) * 100 for number in range(200)}
     for name, data in files.items():
         (configuration.tiers[1].directory / name).write_bytes(data)
@@ -104,28 +103,28 @@ def test_damage_inside_is_found_and_mended(configuration: Configuration) -> None
     path = database(configuration)
     pages = path.stat().st_size // 4096
     with path.open("r+b") as file:
-        # What is read when it is opened is in the first pages, the files in those behind.
+        # The first pages are read when the catalogue is opened. The rows of the files are in the pages after them.
         file.seek(4096 * 7)
         file.write(b"\xa5" * 4096 * (pages - 7))
     with TierManager(configuration) as manager:
-        assert kinds(manager.check()) == [Kind.DAMAGED]
+        assert kinds(manager.check()) == [FindingKind.DAMAGED]
         assert contents(manager, "file-7") == files["file-7"]
-        assert [each.mended for each in manager.check(repair=True) if each.kind is Kind.DAMAGED] == [True]
+        assert [each.mended for each in manager.check(repair=True) if each.kind is FindingKind.DAMAGED] == [True]
         assert not manager.check()
         assert {name: contents(manager, name) for name in files} == files
 
 
-def test_reading_does_not_wait_for_a_locked_catalogue(configuration: Configuration) -> None:
+def test_read_does_not_wait_for_a_locked_catalogue(configuration: Configuration) -> None:
     with TierManager(replace(configuration, timeout_ms=50)) as manager:
         data = place_file(manager, "file", 1000, seed=1, tier="ssd")
         with locked(configuration):
             for _ in range(300):
                 assert contents(manager, "file") == data
-        # The accesses are not lost: they come when it is free.
+        # The accesses are not lost: they are written when the catalogue is free.
         assert manager.find("file").accesses == 301
 
 
-def test_a_migration_waits_for_a_locked_catalogue_and_then_says_so(configuration: Configuration) -> None:
+def test_migration_with_a_locked_catalogue_ends_busy(configuration: Configuration) -> None:
     with TierManager(replace(configuration, timeout_ms=50)) as manager:
         data = place_file(manager, "file", 1000, seed=1)
         with locked(configuration), pytest.raises(ApiError) as raised:
@@ -136,7 +135,7 @@ def test_a_migration_waits_for_a_locked_catalogue_and_then_says_so(configuration
         assert (manager.find("file").tier, contents(manager, "file")) == ("hdd", data)
 
 
-def test_a_catalogue_that_is_locked_at_the_end_of_a_migration(configuration: Configuration) -> None:
+def test_catalogue_locked_at_the_end_undoes_the_migration(configuration: Configuration) -> None:
     with TierManager(replace(configuration, timeout_ms=50)) as manager:
         data = place_file(manager, "file", 1000, seed=1)
         other = sqlite3.connect(database(configuration), isolation_level=None)
@@ -153,34 +152,34 @@ def test_a_catalogue_that_is_locked_at_the_end_of_a_migration(configuration: Con
         assert not manager.check()
 
 
-def test_a_clock_that_goes_back_makes_no_file_hotter(configuration: Configuration) -> None:
+def test_clock_that_goes_back_makes_no_file_hotter(configuration: Configuration) -> None:
     day = 86400.0
     now = [1_800_000_000.0]
 
-    def hot(manager: TierManager, name: str) -> float:
+    def heat_of(manager: TierManager, name: str) -> float:
         return heat(manager.find(name).score, at=manager.catalogue.now())
 
     with TierManager(configuration, clock=lambda: now[0]) as manager:
         place_file(manager, "file", 100, seed=1)
         for _ in range(49):
             manager.open("file").close()
-        assert hot(manager, "file") == pytest.approx(50)
+        assert heat_of(manager, "file") == pytest.approx(50)
         now[0] += 7 * day
-        assert hot(manager, "file") == pytest.approx(25)
+        assert heat_of(manager, "file") == pytest.approx(25)
         manager.open("file").close()
-        assert hot(manager, "file") == pytest.approx(26)
+        assert heat_of(manager, "file") == pytest.approx(26)
         now[0] -= 365 * day
-        assert hot(manager, "file") == pytest.approx(26)
+        assert heat_of(manager, "file") == pytest.approx(26)
         manager.open("file").close()
-        assert hot(manager, "file") == pytest.approx(27)
-    # Nor when it is another process that sees the old time; and from there on files cool as ever.
+        assert heat_of(manager, "file") == pytest.approx(27)
+    # The same holds for another process that reads the old time. From that time on, files cool as usual.
     with TierManager(configuration, clock=lambda: now[0]) as manager:
-        assert hot(manager, "file") == pytest.approx(27)
+        assert heat_of(manager, "file") == pytest.approx(27)
         now[0] += 7 * day
-        assert hot(manager, "file") == pytest.approx(13.5)
+        assert heat_of(manager, "file") == pytest.approx(13.5)
 
 
-def test_another_half_life_leaves_the_heat_as_it_is(configuration: Configuration) -> None:
+def test_change_of_the_half_life_keeps_the_heat(configuration: Configuration) -> None:
     now = [1_800_000_000.0]
     with TierManager(configuration, clock=lambda: now[0]) as manager:
         place_file(manager, "file", 100, seed=1)
@@ -192,49 +191,47 @@ def test_another_half_life_leaves_the_heat_as_it_is(configuration: Configuration
         assert heat(manager.find("file").score, at=manager.catalogue.now()) == pytest.approx(8)
 
 
-def test_one_name_in_two_tiers_is_said_and_nothing_is_removed(configuration: Configuration) -> None:
+def test_name_in_two_tiers_is_reported_and_both_files_stay(configuration: Configuration) -> None:
     with TierManager(configuration) as manager:
         data = place_file(manager, "file", 1000, seed=1)
-        twin = configuration.tiers[0].directory / "file"
-        twin.write_bytes(b"somebody else's")
-        (found,) = manager.check()
-        assert (found.kind, found.tier) == (Kind.TWICE, "hdd")
-        assert "nvme" in found.text
+        other = configuration.tiers[0].directory / "file"
+        other.write_bytes(b"another program's")
+        (finding,) = manager.check()
+        assert (finding.kind, finding.tier) == (FindingKind.TWICE, "hdd")
+        assert "nvme" in finding.text
         assert contents(manager, "file") == data
         with pytest.raises(ApiError) as raised:
             manager.move("file", "nvme")
         assert raised.value.reason is Reason.CONFLICT
-        assert kinds(manager.check(repair=True)) == [Kind.TWICE]
-        assert (twin.read_bytes(), contents(manager, "file")) == (b"somebody else's", data)
-        # It moves where nothing is in the way.
+        assert kinds(manager.check(repair=True)) == [FindingKind.TWICE]
+        assert (other.read_bytes(), contents(manager, "file")) == (b"another program's", data)
+        # A tier that does not have the name accepts the file.
         manager.move("file", "ssd")
-        twin.unlink()
+        other.unlink()
         assert not manager.check()
 
 
-def test_what_was_done_past_gdrkit_is_learned(manager: TierManager, configuration: Configuration) -> None:
+def test_changes_outside_gdrkit_are_found_and_recorded(manager: TierManager, configuration: Configuration) -> None:
     nvme, ssd, hdd = (tier.directory for tier in configuration.tiers)
     for name in ("moved", "removed", "grown"):
         place_file(manager, name, 1000, seed=1)
-    (ssd / "put").write_bytes(b"there")
+    (ssd / "created").write_bytes(b"there")
     (hdd / "moved").rename(nvme / "moved")
     (hdd / "removed").unlink()
     with (hdd / "grown").open("ab") as file:
         file.write(b"more")
-    wanted = [Kind.CHANGED, Kind.ELSEWHERE, Kind.MISSING, Kind.UNKNOWN]
-    assert kinds(manager.check()) == wanted
-    assert kinds(manager.check(repair=True)) == wanted
+    expected = [FindingKind.CHANGED, FindingKind.ELSEWHERE, FindingKind.MISSING, FindingKind.UNKNOWN]
+    assert kinds(manager.check()) == expected
+    assert kinds(manager.check(repair=True)) == expected
     assert not manager.check()
-    assert (manager.find("moved").tier, manager.find("put").tier) == ("nvme", "ssd")
+    assert (manager.find("moved").tier, manager.find("created").tier) == ("nvme", "ssd")
     assert manager.find("grown").size_bytes == 1004
     with pytest.raises(ApiError) as raised:
         manager.find("removed")
     assert raised.value.errno == 2
 
 
-def test_a_file_that_was_moved_past_gdrkit_is_migrated_from_where_it_is(
-    manager: TierManager, configuration: Configuration
-) -> None:
+def test_file_moved_outside_gdrkit_is_migrated(manager: TierManager, configuration: Configuration) -> None:
     data = place_file(manager, "file", 1000, seed=1)
     (configuration.tiers[2].directory / "file").rename(configuration.tiers[1].directory / "file")
     manager.move("file", "nvme")
@@ -242,7 +239,7 @@ def test_a_file_that_was_moved_past_gdrkit_is_migrated_from_where_it_is(
     assert not manager.check()
 
 
-def test_totals_are_those_of_the_disks(manager: TierManager, configuration: Configuration) -> None:
+def test_totals_equal_those_of_the_disks(manager: TierManager, configuration: Configuration) -> None:
     for number in range(10):
         place_file(manager, f"f{number}", 5000 * number, seed=number, tier=("nvme", "ssd", "hdd")[number % 3])
     manager.remove("f4")
@@ -257,12 +254,12 @@ def test_totals_are_those_of_the_disks(manager: TierManager, configuration: Conf
         assert tier.allocated_bytes == sum(path.stat().st_blocks * 512 for path in files)
 
 
-def test_a_retired_file_that_nobody_knows_is_kept_and_said(configuration: Configuration) -> None:
+def test_retired_file_without_a_record_is_kept_and_reported(configuration: Configuration) -> None:
     with TierManager(configuration) as manager:
         place_file(manager, "file", 1000, seed=1)
     own = configuration.tiers[2].directory / ".gdrkit-tiers"
     (own / "retired" / "0123").write_bytes(b"the last of its kind")
     with TierManager(configuration) as manager:
-        assert kinds(list(manager.found_at_start)) == [Kind.KEPT]
-        assert kinds(manager.check()) == [Kind.KEPT]
+        assert kinds(list(manager.recovery_findings)) == [FindingKind.KEPT]
+        assert kinds(manager.check()) == [FindingKind.KEPT]
     assert (own / "kept" / "0123").read_bytes() == b"the last of its kind"

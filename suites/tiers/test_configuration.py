@@ -1,4 +1,4 @@
-"""Which tiers there are: defaults, file, environment, arguments, and what is wrong with any of them."""
+"""The configuration of tiers: defaults, file, environment, arguments and their errors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gdrkit.errors import UsageError
-from gdrkit.tiers import SEED, Tier, configure
+from gdrkit.tiers import DEFAULT_TIERS, Tier, configure
 from gdrkit.tiers.configuration import parse_size
 
 TOML = """
@@ -27,18 +27,22 @@ directory = "/b"
 """
 
 
-def test_without_a_word_the_tiers_are_those_of_the_update() -> None:
+def test_default_tiers_are_those_of_the_update() -> None:
     found = configure(environ={})
     assert [(tier.name, str(tier.directory), tier.accesses_min) for tier in found.tiers] == [
         ("nvme", "/nvme", 100),
         ("ssd", "/ssd", 10),
         ("hdd", "/hdd", 0),
     ]
-    assert [(seed.rate_gb_per_s, seed.latency_us) for seed in SEED.values()] == [(12, 10), (3.5, 100), (0.2, 5000)]
+    assert [(seed.rate_gb_per_s, seed.latency_us) for seed in DEFAULT_TIERS.values()] == [
+        (12, 10),
+        (3.5, 100),
+        (0.2, 5000),
+    ]
     assert found.catalogue == Path("/nvme/.gdrkit-tiers/catalogue")
 
 
-def test_a_file_says_all(tmp_path: Path) -> None:
+def test_file_sets_every_parameter(tmp_path: Path) -> None:
     path = tmp_path / "tiers.toml"
     path.write_text(TOML)
     found = configure(file=path, environ={})
@@ -47,7 +51,7 @@ def test_a_file_says_all(tmp_path: Path) -> None:
     assert configure(environ={"GDRKIT_TIERS_CONFIG": str(path)}) == found
 
 
-def test_arguments_hold_before_the_environment_and_that_before_the_file(tmp_path: Path) -> None:
+def test_arguments_override_the_environment_and_the_file(tmp_path: Path) -> None:
     path = tmp_path / "tiers.toml"
     path.write_text(TOML.replace('landing = "slow"', ""))
     environ = {"GDRKIT_TIERS_CONFIG": str(path), "GDRKIT_TIERS": "nvme=/x ssd=/y", "GDRKIT_TIERS_CATALOGUE": "/z"}
@@ -66,25 +70,25 @@ def test_arguments_hold_before_the_environment_and_that_before_the_file(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("tiers", "says"),
+    ("tiers", "text"),
     [
-        (["nvme"], "no tier"),
-        (["nvme="], "no tier"),
-        (["a=/x,speed=3"], "what is speed"),
-        (["a=/x,accesses_min=-1"], "number of accesses"),
-        (["a=/x,capacity=much"], "no size"),
+        (["nvme"], "a tier must be NAME=DIRECTORY"),
+        (["nvme="], "a tier must be NAME=DIRECTORY"),
+        (["a=/x,speed=3"], "must be capacity or accesses_min, not speed"),
+        (["a=/x,accesses_min=-1"], "must be a number of accesses, not '-1'"),
+        (["a=/x,capacity=much"], "a size must be a number with a unit"),
         (["hdd=/x", "hdd=/y"], "must differ"),
-        (["a b=/x"], "words of letters"),
-        (["../a=/x"], "words of letters"),
-        (["ssd=/x", "hdd=/x"], "lies in it"),
-        (["ssd=/x", "hdd=/x/y"], "lies in it"),
-        (["a=/x,accesses_min=5", "b=/y,accesses_min=9", "c=/z"], "must fall"),
-        (["a=/x,accesses_min=5"], "must fall"),
-        (["a=/1", "b=/2", "c=/3", "d=/4"], "for which files"),
+        (["a b=/x"], "consist of letters"),
+        (["../a=/x"], "consist of letters"),
+        (["ssd=/x", "hdd=/x"], "is inside it"),
+        (["ssd=/x", "hdd=/x/y"], "is inside it"),
+        (["a=/x,accesses_min=5", "b=/y,accesses_min=9", "c=/z"], "must decrease"),
+        (["a=/x,accesses_min=5"], "must decrease"),
+        (["a=/1", "b=/2", "c=/3", "d=/4"], "'a' has no accesses_min"),
     ],
 )
-def test_tiers_that_cannot_be_are_refused(tiers: list[str], says: str) -> None:
-    with pytest.raises(UsageError, match=says):
+def test_invalid_tiers_are_refused(tiers: list[str], text: str) -> None:
+    with pytest.raises(UsageError, match=text):
         configure(tiers=tiers, catalogue=Path("/c"), environ={})
 
 
@@ -103,35 +107,35 @@ def test_tiers_that_cannot_be_are_refused(tiers: list[str], says: str) -> None:
         "half_life_s = 'long'",
         "tiers = 3",
         "[[tiers]]\nname = 'a'",
-        "this is no TOML",
+        "this is not TOML",
     ],
 )
-def test_a_file_that_cannot_be_is_refused(tmp_path: Path, text: str) -> None:
+def test_invalid_file_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "tiers.toml"
     path.write_text(text)
     with pytest.raises(UsageError):
         configure(file=path, environ={})
 
 
-def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot be read"):
         configure(file=tmp_path / "none", environ={})
 
 
-@pytest.mark.parametrize("where", ["/x", "/x/index", "/y/a/b"])
-def test_a_catalogue_among_the_users_files_is_refused(where: str) -> None:
+@pytest.mark.parametrize("folder", ["/x", "/x/index", "/y/a/b"])
+def test_catalogue_inside_a_tier_is_refused(folder: str) -> None:
     with pytest.raises(UsageError, match="file of a tier"):
-        configure(tiers=["nvme=/x", "ssd=/y"], catalogue=Path(where), environ={})
+        configure(tiers=["nvme=/x", "ssd=/y"], catalogue=Path(folder), environ={})
 
 
 @pytest.mark.parametrize(
     ("text", "size"), [("4096", 4096), ("1 KiB", 1024), ("2GB", 2 * 10**9), ("1.5TiB", 3 << 39), ("0", 0), ("7 b", 7)]
 )
-def test_sizes(text: str, size: int) -> None:
+def test_size_is_parsed(text: str, size: int) -> None:
     assert parse_size(text) == size
 
 
 @pytest.mark.parametrize("text", ["", "-1", "GiB", "1 XiB", "1e9", "0x10"])
-def test_what_is_no_size(text: str) -> None:
+def test_invalid_size_is_refused(text: str) -> None:
     with pytest.raises(UsageError):
         parse_size(text)

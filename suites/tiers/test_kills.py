@@ -1,9 +1,8 @@
-"""kill -9 of a migration in every phase, on folders and on real mounts: no byte is lost, one copy counts, and after the
-restart catalogue and disks agree.
+"""A migration that is killed (kill -9) in any phase loses no byte, in folders and on mounted file systems.
 
-GDRKIT_TIER_KILLS says how many kills there are on each ground, evenly over all phases: 20 when it is not set, 300 in
-``nox -s long``. The seed of the run (``--seed``) repeats it. That no byte is lost when the power goes is shown by
-test_power_cuts.py.
+After the restart, one copy is the file, and the catalogue agrees with the disks. GDRKIT_TIER_KILLS is the number of
+kills per file system type, evenly over all phases: 20 by default, 300 in ``nox -s long``. The seed of the run
+(``--seed``) repeats a campaign. The cases of a power loss are in test_power_cuts.py.
 """
 
 from __future__ import annotations
@@ -25,28 +24,28 @@ if TYPE_CHECKING:
     from gdrkit.harness.evidence import Evidence
 
 KILLS = int(os.environ.get("GDRKIT_TIER_KILLS", "20"))
-GROUNDS = [
+FILE_SYSTEMS = [
     pytest.param("folders", id="folders"),
     pytest.param("ext4", id="ext4", marks=needs(host.file_system("ext4"))),
     pytest.param("xfs", id="xfs", marks=needs(host.file_system("xfs"))),
 ]
 
 
-@pytest.mark.parametrize("ground", GROUNDS)
+@pytest.mark.parametrize("file_system", FILE_SYSTEMS)
 @pytest.mark.timeout(120 + 10 * KILLS)
-def test_a_migration_that_is_killed_loses_nothing(
-    tmp_path: Path, seed: int, evidence: Evidence, capsys: pytest.CaptureFixture[str], ground: str
+def test_killed_migration_loses_no_byte(
+    tmp_path: Path, seed: int, evidence: Evidence, capsys: pytest.CaptureFixture[str], file_system: str
 ) -> None:
     with contextlib.ExitStack() as stack:
-        if ground != "folders":
-            # Two file systems, one of which has two tiers: the move between those is a copy all the same.
-            stack.enter_context(mounted(ground, tmp_path / NAMES[0]))
-            stack.enter_context(mounted(ground, tmp_path / NAMES[1]))
+        if file_system != "folders":
+            # Two tiers have file systems of their own. The third one is a folder.
+            stack.enter_context(mounted(file_system, tmp_path / NAMES[0]))
+            stack.enter_context(mounted(file_system, tmp_path / NAMES[1]))
         mover = stack.enter_context(Mover())
         campaign = Campaign(configuration_of(tmp_path), mover, seed=seed)
         campaign.run(KILLS)
     evidence["hits"] = campaign.hits
     evidence["killed_from_outside_before_the_end"] = campaign.before
     with capsys.disabled():
-        print(f"\n  {ground}: {sum(campaign.hits.values())} kills, {campaign.hits}")  # noqa: T201 - counts are printed.
+        print(f"\n  {file_system}: {sum(campaign.hits.values())} kills, {campaign.hits}")  # noqa: T201 - for the log.
     assert min(campaign.hits.values()) >= KILLS // len(PHASES)

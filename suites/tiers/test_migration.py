@@ -1,4 +1,4 @@
-"""One migration: what the copy has of the file, what stays where it is, and whoever reads or writes meanwhile."""
+"""One migration: what the copy keeps of the file, which files stay, and readers and writers during the migration."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def at(configuration: Configuration, tier: str, name: str) -> Path:
     return configuration.tier(tier).directory / name
 
 
-def refused(manager: TierManager, name: str, to: str, **how: object) -> ApiError:
-    """Why a migration is refused; the file must be as it was, and nothing else be left."""
-    where, before = manager.find(name).tier, contents(manager, name)
+def failed_move(manager: TierManager, name: str, to: str, **options: object) -> ApiError:
+    """Return the error of a migration that fails, and check that the file is unchanged and nothing else is left."""
+    tier, before = manager.find(name).tier, contents(manager, name)
     with pytest.raises(ApiError) as raised:
-        manager.move(name, to, **how)  # type: ignore[arg-type] # an observer, if anything.
-    assert (manager.find(name).tier, contents(manager, name)) == (where, before)
+        manager.move(name, to, **options)  # type: ignore[arg-type] # the option is an observer.
+    assert (manager.find(name).tier, contents(manager, name)) == (tier, before)
     assert not [each for each in manager.check() if each.is_wrong]
     assert not manager.catalogue.moves()
     return raised.value
@@ -37,8 +37,8 @@ def refused(manager: TierManager, name: str, to: str, **how: object) -> ApiError
 
 @pytest.mark.qualify
 @pytest.mark.parametrize("length_bytes", [0, 1, 4 * KIB, 4 * MIB, 4 * MIB + 1, 9 * MIB + 5])
-def test_a_file_is_the_same_in_its_new_tier(manager: TierManager, length_bytes: int) -> None:
-    """A file that has moved to another tier has every byte, and is in no other."""
+def test_migrated_file_has_the_same_bytes(manager: TierManager, length_bytes: int) -> None:
+    """A file that has moved to another tier has every byte, and no other tier has the file."""
     data = place_file(manager, "a/b/file", length_bytes, seed=1)
     manager.move("a/b/file", "nvme")
     assert contents(manager, "a/b/file") == data
@@ -61,7 +61,7 @@ def test_times_mode_and_owner_are_kept(manager: TierManager, configuration: Conf
         assert getattr(after, each) == getattr(before, each), each
 
 
-def test_the_mode_of_a_folder_is_kept(manager: TierManager, configuration: Configuration) -> None:
+def test_mode_of_a_folder_is_kept(manager: TierManager, configuration: Configuration) -> None:
     place_file(manager, "private/file", 100, seed=1)
     at(configuration, "hdd", "private").chmod(0o711)
     manager.move("private/file", "ssd")
@@ -94,21 +94,19 @@ def test_holes_stay_holes(manager: TierManager, configuration: Configuration) ->
         assert os.pread(file.fileno(), len(island) + 2, 40 * MIB - 1) == b"\0" + island + b"\0"
 
 
-def test_a_file_with_two_names_stays(manager: TierManager, configuration: Configuration) -> None:
+def test_file_with_two_hard_links_stays(manager: TierManager, configuration: Configuration) -> None:
     place_file(manager, "file", 100, seed=1)
     at(configuration, "hdd", "second").hardlink_to(at(configuration, "hdd", "file"))
     manager.check(repair=True)
-    error = refused(manager, "file", "nvme")
+    error = failed_move(manager, "file", "nvme")
     assert (error.reason, error.arguments["links"]) == (Reason.NOT_SUPPORTED, 2)
-    # The policy does not even try.
+    # The policy does not try to move it either.
     for _ in range(200):
         manager.open("file").close()
     assert manager.migrate().refused == ()
 
 
-def test_a_second_name_that_comes_meanwhile_ends_the_migration(
-    manager: TierManager, configuration: Configuration
-) -> None:
+def test_hard_link_during_a_migration_ends_it(manager: TierManager, configuration: Configuration) -> None:
     place_file(manager, "file", 100, seed=1)
 
     def link(phase: Phase, name: str, offset_bytes: int) -> None:
@@ -123,20 +121,18 @@ def test_a_second_name_that_comes_meanwhile_ends_the_migration(
 
 
 @pytest.mark.parametrize("phase", list(Phase)[:-2])
-def test_a_failure_in_any_phase_leaves_the_file_where_it_was(manager: TierManager, phase: Phase) -> None:
+def test_failure_in_any_phase_leaves_the_file_in_its_tier(manager: TierManager, phase: Phase) -> None:
     place_file(manager, "folder/file", 100_000, seed=1)
 
     def fail(reached: Phase, name: str, offset_bytes: int) -> None:
         if reached is phase:
-            raise OSError(5, "the case says so")
+            raise OSError(5, "injected by the case")
 
-    assert refused(manager, "folder/file", "nvme", observe=fail).errno == 5
+    assert failed_move(manager, "folder/file", "nvme", observe=fail).errno == 5
 
 
 @pytest.mark.parametrize("phase", [Phase.COPY, Phase.VERIFY, Phase.RENAME, Phase.RETIRE, Phase.CATALOGUE, Phase.REMOVE])
-def test_a_program_that_opens_the_file_to_write_ends_the_migration(
-    manager: TierManager, configuration: Configuration, phase: Phase
-) -> None:
+def test_open_for_writing_ends_the_migration(manager: TierManager, configuration: Configuration, phase: Phase) -> None:
     place_file(manager, "file", 100_000, seed=1)
     before = at(configuration, "hdd", "file").stat().st_ctime_ns
     seen: list[Phase] = []
@@ -144,14 +140,14 @@ def test_a_program_that_opens_the_file_to_write_ends_the_migration(
     def write(reached: Phase, name: str, offset_bytes: int) -> None:
         seen.append(reached)
         if reached is phase and offset_bytes in {0, 100_000}:
-            # As any program would; it waits for the end of the migration, unless it says that it does not.
-            places = [at(configuration, "hdd", "file"), *at(configuration, "hdd", ".gdrkit-tiers/retired").iterdir()]
-            path = next(each for each in places if each.exists())
+            # Any program would open it like this. Without O_NONBLOCK, it would wait for the end of the migration.
+            paths = [at(configuration, "hdd", "file"), *at(configuration, "hdd", ".gdrkit-tiers/retired").iterdir()]
+            path = next(each for each in paths if each.exists())
             with pytest.raises(BlockingIOError):
                 os.open(path, os.O_WRONLY | os.O_NONBLOCK)
 
-    assert refused(manager, "file", "nvme", observe=write).reason is Reason.BUSY
-    # Each step looks for itself before it does anything: it does not leave that to the next one.
+    assert failed_move(manager, "file", "nvme", observe=write).reason is Reason.BUSY
+    # Each step checks for writers before it does anything, so the migration ends in this phase and not in the next.
     assert seen[-1] is phase
     if phase is Phase.RETIRE:
         assert at(configuration, "hdd", "file").stat().st_ctime_ns == before
@@ -159,10 +155,10 @@ def test_a_program_that_opens_the_file_to_write_ends_the_migration(
 
 
 @pytest.mark.parametrize("phase", [Phase.RETIRE, Phase.REMOVE])
-def test_last_look_finds_that_the_copy_is_gone(
+def test_last_check_finds_that_the_copy_is_gone(
     manager: TierManager, configuration: Configuration, phase: Phase
 ) -> None:
-    """The old file is given up only beside a copy that has its name at that moment (issue 15, D)."""
+    """The old file is removed only if the copy has its name at that moment (issue 15, D)."""
     place_file(manager, "file", 1000, seed=1)
     seen: list[Phase] = []
 
@@ -181,30 +177,30 @@ def test_last_look_finds_that_the_copy_is_gone(
     assert at(configuration, "hdd", "file").read_bytes() == contents(manager, "file") == data
 
 
-def test_a_file_that_is_open_for_writing_stays(manager: TierManager, configuration: Configuration) -> None:
+def test_file_open_for_writing_stays(manager: TierManager, configuration: Configuration) -> None:
     data = place_file(manager, "file", 1000, seed=1)
-    with at(configuration, "hdd", "file").open("r+b", buffering=0) as foreign:
-        assert refused(manager, "file", "nvme").reason is Reason.BUSY
-        foreign.write(b"new")
+    with at(configuration, "hdd", "file").open("r+b", buffering=0) as other:
+        assert failed_move(manager, "file", "nvme").reason is Reason.BUSY
+        other.write(b"new")
     manager.move("file", "nvme")
     assert contents(manager, "file") == b"new" + data[3:]
 
 
-def test_a_change_of_a_mapping_is_not_lost(manager: TierManager, configuration: Configuration) -> None:
+def test_write_through_a_mapping_is_not_lost(manager: TierManager, configuration: Configuration) -> None:
     import mmap
 
     data = place_file(manager, "file", 4096, seed=1)
-    with at(configuration, "hdd", "file").open("r+b") as foreign:
-        mapped = mmap.mmap(foreign.fileno(), 4096)
-    # The descriptor is closed, the mapping lives.
-    assert refused(manager, "file", "nvme").reason is Reason.BUSY
+    with at(configuration, "hdd", "file").open("r+b") as other:
+        mapped = mmap.mmap(other.fileno(), 4096)
+    # The descriptor is closed, and the mapping still exists.
+    assert failed_move(manager, "file", "nvme").reason is Reason.BUSY
     mapped[:3] = b"new"
     mapped.close()
     manager.move("file", "nvme")
     assert contents(manager, "file") == b"new" + data[3:]
 
 
-def test_a_file_that_is_replaced_meanwhile_is_not_lost(manager: TierManager, configuration: Configuration) -> None:
+def test_file_replaced_during_a_migration_is_not_lost(manager: TierManager, configuration: Configuration) -> None:
     place_file(manager, "file", 1000, seed=1)
     draft = at(configuration, "hdd", "draft")
     draft.write_bytes(b"saved by rename")
@@ -220,7 +216,7 @@ def test_a_file_that_is_replaced_meanwhile_is_not_lost(manager: TierManager, con
     assert not at(configuration, "nvme", "file").exists()
 
 
-def test_who_has_it_open_reads_on(manager: TierManager) -> None:
+def test_open_file_stays_readable_after_migrations(manager: TierManager) -> None:
     data = place_file(manager, "file", 100_000, seed=1)
     with manager.open("file") as before:
         manager.move("file", "nvme")
@@ -229,7 +225,7 @@ def test_who_has_it_open_reads_on(manager: TierManager) -> None:
         assert Path(before.path).read_bytes() == data
 
 
-def test_in_every_phase_a_reader_finds_the_file(manager: TierManager) -> None:
+def test_reader_finds_the_file_in_every_phase(manager: TierManager) -> None:
     data = place_file(manager, "file", 100_000, seed=1)
     seen = []
 
@@ -241,7 +237,7 @@ def test_in_every_phase_a_reader_finds_the_file(manager: TierManager) -> None:
     assert set(seen) == set(Phase)
 
 
-def test_a_tier_that_is_full_takes_nothing_more(configuration: Configuration) -> None:
+def test_migration_to_a_full_tier_is_refused(configuration: Configuration) -> None:
     from dataclasses import replace
 
     from gdrkit.tiers import TierManager
@@ -251,11 +247,11 @@ def test_a_tier_that_is_full_takes_nothing_more(configuration: Configuration) ->
         for name in ("first", "second"):
             place_file(manager, name, 40 * KIB, seed=1)
         manager.move("first", "nvme")
-        assert refused(manager, "second", "nvme").reason is Reason.NO_SPACE
+        assert failed_move(manager, "second", "nvme").reason is Reason.NO_SPACE
 
 
 @needs(host.fuse)
-def test_what_a_file_system_cannot_keep_is_refused(tmp_path: Path) -> None:
+def test_attributes_without_support_refuse_the_migration(tmp_path: Path) -> None:
     from dataclasses import replace
 
     from support.faulty_fuse import FaultyMount
@@ -264,13 +260,13 @@ def test_what_a_file_system_cannot_keep_is_refused(tmp_path: Path) -> None:
     from gdrkit.tiers import TierManager
 
     with FaultyMount(tmp_path / "fuse") as fuse:
-        made = configuration_of(tmp_path)
-        on_fuse = replace(made.tiers[0], directory=fuse.mount)
-        with TierManager(replace(made, tiers=(on_fuse, *made.tiers[1:]))) as manager:
+        configuration = configuration_of(tmp_path)
+        on_fuse = replace(configuration.tiers[0], directory=fuse.mount)
+        with TierManager(replace(configuration, tiers=(on_fuse, *configuration.tiers[1:]))) as manager:
             place_file(manager, "plain", 100, seed=1)
             place_file(manager, "labelled", 100, seed=2)
-            os.setxattr(at(made, "hdd", "labelled"), "user.label", b"here")
+            os.setxattr(at(configuration, "hdd", "labelled"), "user.label", b"here")
             manager.move("plain", "nvme")
-            error = refused(manager, "labelled", "nvme")
+            error = failed_move(manager, "labelled", "nvme")
             assert error.errno == 95
             assert error.reason is Reason.NOT_SUPPORTED

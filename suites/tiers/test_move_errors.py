@@ -1,4 +1,4 @@
-"""What a migration reports: the result, every field of its errors, and what its undo leaves to other programs."""
+"""The result of a migration, every field of its errors, and files of other programs that its undo must not touch."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def hdd(configuration: Configuration) -> Path:
-    """The folder of the slowest tier, where new files are."""
+    """Return the folder of the slowest tier, in which new files are created."""
     return configuration.tier("hdd").directory
 
 
 @pytest.fixture
 def nvme(configuration: Configuration) -> Path:
-    """The folder of the fastest tier, the destination of every migration here."""
+    """Return the folder of the fastest tier, the destination of every migration in this module."""
     return configuration.tier("nvme").directory
 
 
@@ -46,8 +46,8 @@ def failed_move(manager: TierManager, phase: Phase, action: Callable[[], object]
 
 
 def fail() -> None:
-    """Fail as a device does."""
-    raise OSError(errno.EIO, "the case says so")
+    """Raise the error of a failing device."""
+    raise OSError(errno.EIO, "injected by the case")
 
 
 @pytest.mark.parametrize("size_bytes", [0, 1, 5000])
@@ -101,12 +101,12 @@ def test_other_bytes_in_the_copy_are_described(manager: TierManager, nvme: Path)
 
 
 @pytest.mark.parametrize("phase", [Phase.FORGET, Phase.DONE])
-def test_failure_after_the_old_file_is_gone_says_where_it_is(
+def test_failure_after_the_removal_notes_the_new_tier(
     manager: TierManager, hdd: Path, nvme: Path, phase: Phase
 ) -> None:
     data = place_file(manager, "file", 1000, seed=1)
     error = failed_move(manager, phase, fail)
-    assert error.__notes__ == ["'file' is in nvme all the same"]
+    assert error.__notes__ == ["the migration has moved 'file' to nvme nevertheless"]
     assert (nvme / "file").read_bytes() == data
     assert not (hdd / "file").exists()
     manager.check(repair=True)
@@ -115,7 +115,7 @@ def test_failure_after_the_old_file_is_gone_says_where_it_is(
 
 
 @pytest.mark.parametrize("phase", list(Phase)[:-2])
-def test_failure_before_that_has_no_note(manager: TierManager, phase: Phase) -> None:
+def test_failure_before_the_removal_has_no_note(manager: TierManager, phase: Phase) -> None:
     place_file(manager, "file", 1000, seed=1)
     error = failed_move(manager, phase, fail)
     assert isinstance(error, ApiError)
@@ -129,7 +129,7 @@ def test_failure_before_that_has_no_note(manager: TierManager, phase: Phase) -> 
     assert error.arguments == {"name": "file", "source": "hdd", "destination": "nvme"}
 
 
-def test_hard_links_are_named_in_the_error(manager: TierManager, hdd: Path) -> None:
+def test_hard_link_error_has_every_field(manager: TierManager, hdd: Path) -> None:
     place_file(manager, "file", 1000, seed=1)
     for name in ("second", "third"):
         (hdd / name).hardlink_to(hdd / "file")
@@ -143,7 +143,7 @@ def test_hard_links_are_named_in_the_error(manager: TierManager, hdd: Path) -> N
 
 
 @pytest.mark.parametrize("phase", [Phase.RETIRE, Phase.REMOVE])
-def test_copy_that_is_gone_is_named_in_the_error(manager: TierManager, nvme: Path, phase: Phase) -> None:
+def test_missing_copy_error_has_every_field(manager: TierManager, nvme: Path, phase: Phase) -> None:
     place_file(manager, "file", 1000, seed=1)
     error = failed_move(manager, phase, (nvme / "file").unlink)
     assert isinstance(error, ApiError)
@@ -154,7 +154,7 @@ def test_copy_that_is_gone_is_named_in_the_error(manager: TierManager, nvme: Pat
     )
 
 
-def test_symbolic_link_that_takes_the_name_is_busy(manager: TierManager, hdd: Path, nvme: Path) -> None:
+def test_symbolic_link_in_place_of_the_file_is_busy(manager: TierManager, hdd: Path, nvme: Path) -> None:
     data = place_file(manager, "file", 1000, seed=1)
 
     def replace() -> None:

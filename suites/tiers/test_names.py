@@ -1,4 +1,4 @@
-"""No name leads out of a tier, whatever lies there; and what is in a tier without being a file is left alone."""
+"""No name leads out of a tier, and gdrkit does not touch symbolic links and special files in a tier."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import pytest
 from support.tier_world import contents, place_file
 
 from gdrkit.errors import ApiError, Reason, UsageError
-from gdrkit.tiers import Kind, Phase
+from gdrkit.tiers import FindingKind, Phase
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from gdrkit.tiers import Configuration, TierManager
 
-WRONG = [
+INVALID = [
     "",
     ".",
     "..",
@@ -33,9 +33,9 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize("name", [*WRONG, "lost+found/x", ".gdrkit-tiers/tier.json", "a/" * 2048 + "b"])
+@pytest.mark.parametrize("name", [*INVALID, "lost+found/x", ".gdrkit-tiers/tier.json", "a/" * 2048 + "b"])
 @pytest.mark.parametrize("mode", ["r", "a+"])
-def test_what_is_no_name_is_refused(manager: TierManager, name: str, mode: str) -> None:
+def test_invalid_name_is_refused(manager: TierManager, name: str, mode: str) -> None:
     with pytest.raises(UsageError) as raised:
         manager.open(name, mode)
     assert raised.value.reason is Reason.BAD_ARGUMENT
@@ -44,7 +44,7 @@ def test_what_is_no_name_is_refused(manager: TierManager, name: str, mode: str) 
 @pytest.mark.parametrize(
     "name", ["a", "a b", "...", ".hidden", "ä/ö", "line\nbreak", os.fsdecode(b"\xff\xfe"), "x" * 255]
 )
-def test_any_other_name_is_a_name(manager: TierManager, name: str) -> None:
+def test_unusual_name_is_accepted(manager: TierManager, name: str) -> None:
     data = place_file(manager, name, 100, seed=1)
     manager.move(name, "nvme")
     assert contents(manager, name) == data
@@ -61,7 +61,7 @@ def outside(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("name", ["link/file", "file-link"])
 @pytest.mark.parametrize("mode", ["r", "r+", "a+"])
-def test_a_symbolic_link_is_not_followed(
+def test_symbolic_link_is_not_followed(
     manager: TierManager, configuration: Configuration, outside: Path, name: str, mode: str
 ) -> None:
     for tier in configuration.tiers:
@@ -71,13 +71,13 @@ def test_a_symbolic_link_is_not_followed(
         manager.open(name, mode)
     with pytest.raises(ApiError):
         manager.move(name, "nvme")
-    assert {each.kind for each in manager.check()} == {Kind.FOREIGN}
+    assert {each.kind for each in manager.check()} == {FindingKind.FOREIGN}
     assert (outside / "file").read_bytes() == b"not in a tier"
 
 
 @pytest.mark.parametrize("phase", [Phase.COPY, Phase.RENAME, Phase.FOLDER, Phase.RETIRE])
 @pytest.mark.parametrize("tier", ["hdd", "nvme"])
-def test_a_folder_that_becomes_a_link_meanwhile_leads_nowhere(
+def test_folder_replaced_by_a_link_is_not_followed(
     manager: TierManager, configuration: Configuration, outside: Path, phase: Phase, tier: str
 ) -> None:
     data = place_file(manager, "folder/file", 1000, seed=1)
@@ -101,24 +101,24 @@ def test_a_folder_that_becomes_a_link_meanwhile_leads_nowhere(
 
 
 @pytest.mark.parametrize("kind", ["fifo", "folder", "socket"])
-def test_what_is_no_regular_file_is_left_alone(manager: TierManager, configuration: Configuration, kind: str) -> None:
+def test_special_file_is_not_touched(manager: TierManager, configuration: Configuration, kind: str) -> None:
     import socket
 
-    path = configuration.tiers[2].directory / "thing"
-    with socket.socket(socket.AF_UNIX) as one:
+    path = configuration.tiers[2].directory / "special"
+    with socket.socket(socket.AF_UNIX) as listener:
         if kind == "socket":
-            one.bind(str(path))
+            listener.bind(str(path))
         elif kind == "fifo":
             os.mkfifo(path)
         else:
             path.mkdir()
     for mode in ("r", "r+"):
         with pytest.raises(ApiError):
-            manager.open("thing", mode)
-    assert {each.kind for each in manager.check()} <= {Kind.FOREIGN}
+            manager.open("special", mode)
+    assert {each.kind for each in manager.check()} <= {FindingKind.FOREIGN}
 
 
-def test_a_closed_manager_says_so(configuration: Configuration) -> None:
+def test_closed_manager_raises_closed_resource(configuration: Configuration) -> None:
     from gdrkit.errors import ClosedResource
     from gdrkit.tiers import TierManager
 

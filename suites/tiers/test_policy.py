@@ -1,4 +1,4 @@
-"""Where files belong: thresholds, time, room, pins; decided in one pass, and no file goes for nothing."""
+"""The policy places files by their heat, by the space of the tiers and by pins, and moves no file without a reason."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from support.tier_world import configuration_of, place_file
 from gdrkit.serialization import to_json_data
 from gdrkit.tiers import Configuration, TierManager
 from gdrkit.tiers.heat import NEVER, heat, score_after, score_least, score_of
-from gdrkit.tiers.policy import Decision, Place, Row, Why, decide
+from gdrkit.tiers.policy import Decision, FileRow, MoveReason, TierLimits, decide
 from gdrkit.units import KIB
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 NOW = 2900.0
-ROOMY = 1 << 60
+UNLIMITED = 1 << 60
 
 
-def places(*limits: int) -> list[Place]:
-    names = zip(("nvme", "ssd", "hdd"), (100, 10, 0), limits or (ROOMY,) * 3, strict=True)
-    return [Place(*each) for each in names]
+def tier_limits(*limits: int) -> list[TierLimits]:
+    values = zip(("nvme", "ssd", "hdd"), (100, 10, 0), limits or (UNLIMITED,) * 3, strict=True)
+    return [TierLimits(*each) for each in values]
 
 
 def row(
     accesses: int, tier: str = "hdd", *, size: int = 100, pinned: str | None = None, links: int = 1, n: int = 1
-) -> Row:
-    return Row(n, tier, size, score_of(accesses, at=NOW), pinned, links)
+) -> FileRow:
+    return FileRow(n, tier, size, score_of(accesses, at=NOW), pinned, links)
 
 
-def decided(*rows: Row, limits: tuple[int, ...] = (), hysteresis: float = 0.1) -> list[Decision]:
-    return list(decide(rows, places(*limits), at=NOW, hysteresis=hysteresis))
+def decided(*rows: FileRow, limits: tuple[int, ...] = (), hysteresis: float = 0.1) -> list[Decision]:
+    return list(decide(rows, tier_limits(*limits), at=NOW, hysteresis=hysteresis))
 
 
 @pytest.mark.parametrize(
@@ -43,48 +43,50 @@ def decided(*rows: Row, limits: tuple[int, ...] = (), hysteresis: float = 0.1) -
     [(0, "hdd"), (1, "hdd"), (9, "hdd"), (10, "ssd"), (99, "ssd"), (100, "nvme"), (1_000_000, "nvme")],
 )
 @pytest.mark.parametrize("here", ["nvme", "ssd", "hdd"])
-def test_the_thresholds_of_the_update(accesses: int, tier: str, here: str) -> None:
+def test_default_thresholds_select_the_tier(accesses: int, tier: str, here: str) -> None:
     found = decided(row(accesses, here), hysteresis=0.0)
     assert [each.destination for each in found] == ([] if here == tier else [tier])
 
 
 @pytest.mark.parametrize(("accesses", "stays"), [(99, True), (91, True), (90, True), (89, False), (10, False)])
-def test_a_file_may_cool_a_little_before_it_leaves(accesses: int, *, stays: bool) -> None:
+def test_file_stays_within_the_hysteresis(accesses: int, *, stays: bool) -> None:
     assert (decided(row(accesses, "nvme")) == []) == stays
 
 
-def test_who_is_hotter_gets_the_room() -> None:
+def test_hotter_files_get_the_space() -> None:
     rows = [row(500, n=1), row(400, n=2), row(300, n=3)]
-    found = decided(*rows, limits=(250, 100, ROOMY))
+    found = decided(*rows, limits=(250, 100, UNLIMITED))
     assert [(each.id, each.destination, each.why) for each in found] == [
-        (1, "nvme", Why.HEAT),
-        (2, "nvme", Why.HEAT),
-        (3, "ssd", Why.ROOM),
+        (1, "nvme", MoveReason.HEAT),
+        (2, "nvme", MoveReason.HEAT),
+        (3, "ssd", MoveReason.NO_SPACE),
     ]
 
 
-def test_a_hotter_file_takes_the_place_of_one_that_is_there() -> None:
-    found = decided(row(500, n=1), row(200, "nvme", n=2), limits=(100, ROOMY, ROOMY))
+def test_hotter_file_displaces_a_colder_one() -> None:
+    found = decided(row(500, n=1), row(200, "nvme", n=2), limits=(100, UNLIMITED, UNLIMITED))
     assert [(each.id, each.destination) for each in found] == [(1, "nvme"), (2, "ssd")]
 
 
-def test_where_no_tier_has_room_a_file_stays() -> None:
+def test_file_stays_if_no_tier_has_space() -> None:
     assert decided(row(500, "hdd"), limits=(10, 10, 10)) == []
 
 
-def test_a_pinned_file_has_its_room_first() -> None:
-    found = decided(row(0, "nvme", pinned="nvme", n=1), row(500, n=2), limits=(100, ROOMY, ROOMY))
+def test_pinned_file_gets_its_space_first() -> None:
+    found = decided(row(0, "nvme", pinned="nvme", n=1), row(500, n=2), limits=(100, UNLIMITED, UNLIMITED))
     assert [(each.id, each.destination) for each in found] == [(2, "ssd")]
 
 
-def test_a_pinned_file_goes_where_it_is_pinned() -> None:
+def test_pinned_file_moves_to_its_tier() -> None:
     (found,) = decided(row(500, "hdd", pinned="ssd"))
-    assert (found.destination, found.why) == ("ssd", Why.PINNED)
+    assert (found.destination, found.why) == ("ssd", MoveReason.PINNED)
 
 
-@pytest.mark.parametrize(("free_bytes", "expected"), [(99, []), (100, [Decision(1, 100, "ssd", -1, Why.PINNED)])])
+@pytest.mark.parametrize(
+    ("free_bytes", "expected"), [(99, []), (100, [Decision(1, 100, "ssd", -1, MoveReason.PINNED)])]
+)
 def test_pin_needs_space_in_its_tier(free_bytes: int, expected: list[Decision]) -> None:
-    assert decided(row(500, pinned="ssd"), limits=(ROOMY, free_bytes, ROOMY)) == expected
+    assert decided(row(500, pinned="ssd"), limits=(UNLIMITED, free_bytes, UNLIMITED)) == expected
 
 
 def test_pin_to_an_unknown_tier_keeps_the_file() -> None:
@@ -93,26 +95,26 @@ def test_pin_to_an_unknown_tier_keeps_the_file() -> None:
 
 def test_hard_links_keep_a_file_and_its_space() -> None:
     linked = row(500, "nvme", size=60, links=2, n=1)
-    found = decided(linked, row(400, size=40, n=2), row(300, size=1, n=3), limits=(100, ROOMY, ROOMY))
-    assert found == [Decision(2, 40, "nvme", -2, Why.HEAT), Decision(3, 1, "ssd", -1, Why.ROOM)]
+    found = decided(linked, row(400, size=40, n=2), row(300, size=1, n=3), limits=(100, UNLIMITED, UNLIMITED))
+    assert found == [Decision(2, 40, "nvme", -2, MoveReason.HEAT), Decision(3, 1, "ssd", -1, MoveReason.NO_SPACE)]
 
 
 def test_unknown_tier_keeps_its_files_alone() -> None:
-    assert decided(row(500, "tape", n=1), row(0, "nvme", n=2)) == [Decision(2, 100, "hdd", 2, Why.HEAT)]
+    assert decided(row(500, "tape", n=1), row(0, "nvme", n=2)) == [Decision(2, 100, "hdd", 2, MoveReason.HEAT)]
 
 
 def test_decision_has_every_field() -> None:
     rows = [row(0, "hdd", pinned="nvme", size=1, n=1), row(500, "ssd", size=2, n=2), row(20, "nvme", size=3, n=3)]
     assert decided(*rows) == [
-        Decision(1, 1, "nvme", -2, Why.PINNED),
-        Decision(2, 2, "nvme", -1, Why.HEAT),
-        Decision(3, 3, "ssd", 1, Why.HEAT),
+        Decision(1, 1, "nvme", -2, MoveReason.PINNED),
+        Decision(2, 2, "nvme", -1, MoveReason.HEAT),
+        Decision(3, 3, "ssd", 1, MoveReason.HEAT),
     ]
 
 
 @pytest.mark.parametrize("tier", ["nvme", "ssd"])
 def test_file_colder_than_every_tier_goes_to_the_last(tier: str) -> None:
-    warm = [Place("nvme", 100, ROOMY), Place("ssd", 20, ROOMY), Place("hdd", 10, ROOMY)]
+    warm = [TierLimits("nvme", 100, UNLIMITED), TierLimits("ssd", 20, UNLIMITED), TierLimits("hdd", 10, UNLIMITED)]
     found = list(decide([row(0, tier)], warm, at=NOW, hysteresis=0.1))
     assert [each.destination for each in found] == ["hdd"]
 
@@ -120,19 +122,19 @@ def test_file_colder_than_every_tier_goes_to_the_last(tier: str) -> None:
 def test_least_score_of_a_tier_is_enough() -> None:
     least = score_least(100, at=NOW)
     for score, tier in ((least, "nvme"), (math.nextafter(least, 0), "ssd")):
-        assert [each.destination for each in decided(Row(1, "hdd", 100, score, None, 1))] == [tier]
+        assert [each.destination for each in decided(FileRow(1, "hdd", 100, score, None, 1))] == [tier]
     stays = score_least(100, at=NOW, share=0.9)
     for score, destinations in ((stays, []), (math.nextafter(stays, 0), ["ssd"])):
-        assert [each.destination for each in decided(Row(1, "nvme", 100, score, None, 1))] == destinations
+        assert [each.destination for each in decided(FileRow(1, "nvme", 100, score, None, 1))] == destinations
 
 
 @pytest.mark.parametrize(("free_bytes", "tier"), [(100, "nvme"), (99, "ssd")])
 def test_file_that_just_fits_gets_the_space(free_bytes: int, tier: str) -> None:
-    assert [each.destination for each in decided(row(500), limits=(free_bytes, ROOMY, ROOMY))] == [tier]
+    assert [each.destination for each in decided(row(500), limits=(free_bytes, UNLIMITED, UNLIMITED))] == [tier]
 
 
 def test_file_that_stays_keeps_its_space() -> None:
-    found = decided(row(500, "nvme", size=60, n=1), row(400, size=50, n=2), limits=(100, ROOMY, ROOMY))
+    found = decided(row(500, "nvme", size=60, n=1), row(400, size=50, n=2), limits=(100, UNLIMITED, UNLIMITED))
     assert [(each.id, each.destination) for each in found] == [(2, "ssd")]
 
 
@@ -142,7 +144,7 @@ def test_heat_halves_with_every_half_life() -> None:
     assert heat(NEVER, at=NOW) == 0
 
 
-def test_a_hundred_accesses_are_a_hundred() -> None:
+def test_hundred_accesses_are_a_heat_of_100() -> None:
     score = NEVER
     for number in range(100):
         score = score_after(score, accesses=1, at=NOW + number * 1e-5)
@@ -151,26 +153,26 @@ def test_a_hundred_accesses_are_a_hundred() -> None:
     assert score_after(1e9, accesses=1, at=NOW) == 1e9
 
 
-def test_files_go_up_and_down_by_their_use(configuration: Configuration) -> None:
+def test_files_move_up_and_down_by_their_use(configuration: Configuration) -> None:
     now = [1_800_000_000.0]
     with TierManager(configuration, clock=lambda: now[0]) as manager:
         for name, accesses in (("hot", 100), ("warm", 10), ("cold", 9)):
             place_file(manager, name, 1000, seed=1)
             for _ in range(accesses - 1):
                 manager.open(name).close()
-        done = manager.migrate()
-        assert (done.moved, done.refused, done.considered) == (2, (), 3)
-        where = {name: manager.find(name).tier for name in ("hot", "warm", "cold")}
-        assert where == {"hot": "nvme", "warm": "ssd", "cold": "hdd"}
+        result = manager.migrate()
+        assert (result.moved, result.refused, result.considered) == (2, (), 3)
+        tiers = {name: manager.find(name).tier for name in ("hot", "warm", "cold")}
+        assert tiers == {"hot": "nvme", "warm": "ssd", "cold": "hdd"}
         assert manager.migrate().moved == 0
-        # Two half-lives: 25 accesses' worth, and 2.5.
+        # After two half-lives, the heat of the two files is 25 and 2.5.
         now[0] += 2 * configuration.half_life_s
         assert manager.migrate().moved == 2
-        where = {name: manager.find(name).tier for name in ("hot", "warm", "cold")}
-        assert where == {"hot": "ssd", "warm": "hdd", "cold": "hdd"}
+        tiers = {name: manager.find(name).tier for name in ("hot", "warm", "cold")}
+        assert tiers == {"hot": "ssd", "warm": "hdd", "cold": "hdd"}
 
 
-def test_a_dry_run_moves_nothing(manager: TierManager) -> None:
+def test_plan_moves_nothing(manager: TierManager) -> None:
     place_file(manager, "file", 1000, seed=1)
     for _ in range(99):
         manager.open("file").close()
@@ -180,9 +182,9 @@ def test_a_dry_run_moves_nothing(manager: TierManager) -> None:
 
 
 def test_plan_names_the_reason_of_each_move(tmp_path: Path) -> None:
-    made = configuration_of(tmp_path, headroom=0.0)
-    full = (replace(made.tiers[0], capacity_bytes=KIB), *made.tiers[1:])
-    with TierManager(replace(made, tiers=full)) as manager:
+    configuration = configuration_of(tmp_path, headroom=0.0)
+    full = (replace(configuration.tiers[0], capacity_bytes=KIB), *configuration.tiers[1:])
+    with TierManager(replace(configuration, tiers=full)) as manager:
         for name, size_bytes, accesses in (("warm", 4 * KIB, 20), ("hot", 4 * KIB, 200), ("pinned", 8 * KIB, 1)):
             place_file(manager, name, size_bytes, seed=1)
             for _ in range(accesses):
@@ -197,14 +199,14 @@ def test_plan_names_the_reason_of_each_move(tmp_path: Path) -> None:
     ]
 
 
-def test_full_tiers_are_emptied_before_they_are_filled(tmp_path: Path) -> None:
-    made = configuration_of(tmp_path, headroom=0.0)
-    tiers = (
-        replace(made.tiers[0], capacity_bytes=64 * KIB),
-        replace(made.tiers[1], capacity_bytes=64 * KIB),
-        made.tiers[2],
+def test_moves_down_come_before_moves_up(tmp_path: Path) -> None:
+    configuration = configuration_of(tmp_path, headroom=0.0)
+    small = (
+        replace(configuration.tiers[0], capacity_bytes=64 * KIB),
+        replace(configuration.tiers[1], capacity_bytes=64 * KIB),
+        configuration.tiers[2],
     )
-    with TierManager(replace(made, tiers=tiers)) as manager:
+    with TierManager(replace(configuration, tiers=small)) as manager:
         place_file(manager, "was hot", 64 * KIB, seed=1, tier="nvme")
         place_file(manager, "was warm", 64 * KIB, seed=2, tier="ssd")
         place_file(manager, "is hot", 64 * KIB, seed=3)
@@ -212,11 +214,11 @@ def test_full_tiers_are_emptied_before_they_are_filled(tmp_path: Path) -> None:
             for _ in range(accesses):
                 manager.open(name).close()
         assert manager.migrate().refused == ()
-        where = {name: manager.find(name).tier for name in ("was hot", "was warm", "is hot")}
-        assert where == {"was hot": "ssd", "was warm": "hdd", "is hot": "nvme"}
+        tiers = {name: manager.find(name).tier for name in ("was hot", "was warm", "is hot")}
+        assert tiers == {"was hot": "ssd", "was warm": "hdd", "is hot": "nvme"}
 
 
-def test_pins_hold_against_the_policy(manager: TierManager) -> None:
+def test_pin_overrides_the_policy(manager: TierManager) -> None:
     place_file(manager, "file", 1000, seed=1)
     assert manager.pin("file", "nvme") == "nvme"
     assert manager.migrate().moved == 1
@@ -227,24 +229,25 @@ def test_pins_hold_against_the_policy(manager: TierManager) -> None:
     assert manager.find("file").tier == "hdd"
 
 
-def test_a_file_that_cannot_move_keeps_no_other_from_moving(manager: TierManager) -> None:
+def test_file_that_cannot_move_does_not_stop_the_others(manager: TierManager) -> None:
     for name in ("first", "second"):
         place_file(manager, name, 1000, seed=1)
         manager.pin(name, "nvme")
     with manager.open("first", "r+"):
-        done = manager.migrate()
-    assert (done.moved, [each.name for each in done.refused]) == (1, ["first"])
+        result = manager.migrate()
+    assert (result.moved, [each.name for each in result.refused]) == (1, ["first"])
     assert manager.migrate().moved == 1
 
 
-def test_a_new_file_goes_where_new_files_should(tmp_path: Path) -> None:
-    made = configuration_of(tmp_path, landing="ssd")
-    with TierManager(made) as manager:
+def test_new_file_is_created_in_the_landing_tier(tmp_path: Path) -> None:
+    configuration = configuration_of(tmp_path, landing="ssd")
+    with TierManager(configuration) as manager:
         place_file(manager, "file", 100, seed=1)
         assert manager.find("file").tier == "ssd"
-    # Not where there is no room.
-    full = (made.tiers[0], replace(made.tiers[1], capacity_bytes=0), made.tiers[2])
-    with TierManager(replace(made, tiers=full)) as manager:
+    # If the landing tier is full, the file is created in the next slower one.
+    nvme, ssd, hdd = configuration.tiers
+    full = (nvme, replace(ssd, capacity_bytes=0), hdd)
+    with TierManager(replace(configuration, tiers=full)) as manager:
         with manager.open("other", "a+") as file:
             os.pwrite(file.fileno(), b"x", 0)
         assert manager.find("other").tier == "hdd"

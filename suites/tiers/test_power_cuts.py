@@ -1,9 +1,8 @@
-"""A loss of power in every phase of a migration, on real file systems: what had come to the devices by then is mounted
-anew, and no byte is lost.
+"""A power loss in any phase of a migration loses no byte.
 
-A process that is killed leaves its writes in the kernel; a machine that goes down does not. Here the migration is
-stopped in a phase, and a copy of the devices taken, which has nothing of what was only in memory. So these cases fail
-when an fsync is missing. The catalogue is lost with the machine, and made anew from the devices.
+The writes of a killed process stay in the kernel's page cache; a power loss discards them. So these cases stop the
+migration in a phase, copy the block devices, and mount the copies. The copies contain only what had reached the
+devices, so a case fails if an fsync is missing. The catalogue is lost too, and is rebuilt from the devices.
 """
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ if TYPE_CHECKING:
 KILLS = int(os.environ.get("GDRKIT_TIER_KILLS", "20"))
 KINDS = [pytest.param(kind, id=kind, marks=needs(host.file_system(kind))) for kind in ("ext4", "xfs")]
 ON_DEVICES = NAMES[:2]
-# All of them where there is time: ``nox -s long``.
-TELLING = (Phase.VERIFY, Phase.RETIRE, Phase.RETIRED, Phase.FORGET, Phase.DONE)
-PHASES = TELLING if len(Phase) * 10 > KILLS else tuple(Phase)
+# A short run tests the phases around the fsync calls. ``nox -s long`` tests all phases.
+SYNC_PHASES = (Phase.VERIFY, Phase.RETIRE, Phase.RETIRED, Phase.FORGET, Phase.DONE)
+PHASES = SYNC_PHASES if len(Phase) * 10 > KILLS else tuple(Phase)
 
 
 def on_copies(configuration: Configuration, root: Path) -> Configuration:
-    """The same tiers, with their devices mounted in another place."""
+    """Return a configuration with the same tiers on the copies of their devices, which are mounted below `root`."""
     tiers = [replace(tier, directory=root / tier.name) for tier in configuration.tiers if tier.name in ON_DEVICES]
     return replace(configuration, tiers=(tiers[0], replace(tiers[1], accesses_min=0)), catalogue=root / "catalogue")
 
@@ -45,7 +44,7 @@ def on_copies(configuration: Configuration, root: Path) -> Configuration:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("complete", ["source", "destination"])
 @pytest.mark.timeout(300)
-def test_when_the_power_goes_no_byte_is_lost(tmp_path: Path, seed: int, kind: str, complete: str) -> None:
+def test_power_loss_loses_no_byte(tmp_path: Path, seed: int, kind: str, complete: str) -> None:
     with contextlib.ExitStack() as stack:
         for name in ON_DEVICES:
             stack.enter_context(mounted(kind, tmp_path / name))
@@ -59,12 +58,12 @@ def test_when_the_power_goes_no_byte_is_lost(tmp_path: Path, seed: int, kind: st
             process_id = mover.start(configuration, name, to, phase=phase.value, how="stop")
             until(
                 lambda process_id=process_id: is_stopped(process_id),  # type: ignore[misc]
-                f"it is stopped in {phase}",
+                f"the migration is stopped in {phase}",
                 timeout_s=60,
             )
-            # The worst orders: one device has everything by then, the other only what it was asked for.
-            whole = {"source": source, "destination": to}[complete]
-            subprocess.run(["sync", "-f", str(tmp_path / whole)], check=True)
+            # In the worst case, one device has all writes, and the other one only those that were synced.
+            synced = {"source": source, "destination": to}[complete]
+            subprocess.run(["sync", "-f", str(tmp_path / synced)], check=True)
             copies = tmp_path / f"after-{phase.value}"
             copies.mkdir()
             with contextlib.ExitStack() as cuts:

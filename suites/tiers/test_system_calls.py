@@ -1,4 +1,4 @@
-"""The system calls of a migration: what is synced before what, which locks are held, and calls that fail."""
+"""The system calls of a migration: the order of the fsync calls, the locks, and calls that fail."""
 
 from __future__ import annotations
 
@@ -23,18 +23,19 @@ if TYPE_CHECKING:
 
     from gdrkit.tiers import Configuration, TierManager
 
+# The result of a system call; None: the kernel executes the call.
 Reply = int | None
-# os.preadv() of Python calls either of them.
+# os.preadv() of Python uses either of these system calls.
 READS = "preadv preadv2"
 
 
 def run_move(manager: TierManager, name: str, *, reply: Callable[[SystemCall], Reply], calls: str) -> None:
-    """Move a file to the fastest tier, and answer the named system calls."""
+    """Move a file to the fastest tier. `reply` returns the results of the named system calls."""
     run_observed(lambda: manager.move(name, "nvme"), *calls.split(), reply=reply)
 
 
 def failed_move(manager: TierManager, name: str, *, reply: Callable[[SystemCall], Reply], calls: str) -> ApiError:
-    """Return the error of a migration after which the file is where it was, and nothing else is left."""
+    """Return the error of a migration that fails, and check that the file is unchanged and nothing else is left."""
     data = contents(manager, name)
     with pytest.raises(ApiError) as raised:
         run_move(manager, name, reply=reply, calls=calls)
@@ -98,7 +99,7 @@ def test_undone_migration_is_synced(manager: TierManager, configuration: Configu
     def fail(phase: Phase, _name: str, _offset_bytes: int) -> None:
         synced.clear()
         if phase is Phase.RETIRED:
-            raise OSError(errno.EIO, "the case says so")
+            raise OSError(errno.EIO, "injected by the case")
 
     def move() -> None:
         manager.move("a/file", "nvme", observe=fail)
@@ -153,7 +154,7 @@ def test_migration_leaves_no_descriptor_open(manager: TierManager, phase: Phase 
 
     def fail(reached: Phase, _name: str, _offset_bytes: int) -> None:
         if reached is phase:
-            raise OSError(errno.EIO, "the case says so")
+            raise OSError(errno.EIO, "injected by the case")
 
     before = len(evidence.descriptors())
     try:
@@ -163,7 +164,7 @@ def test_migration_leaves_no_descriptor_open(manager: TierManager, phase: Phase 
     assert len(evidence.descriptors()) == before
 
 
-def test_file_that_moves_before_it_is_locked_is_found_again(manager: TierManager, configuration: Configuration) -> None:
+def test_file_that_moves_before_its_lock_is_found_again(manager: TierManager, configuration: Configuration) -> None:
     data = place_file(manager, "file", 1000, seed=1)
     hdd, ssd = (configuration.tier(tier).directory for tier in ("hdd", "ssd"))
 
@@ -176,7 +177,7 @@ def test_file_that_moves_before_it_is_locked_is_found_again(manager: TierManager
     assert (configuration.tier("nvme").directory / "file").read_bytes() == data
 
 
-def test_file_replaced_before_it_is_locked_moves(manager: TierManager, configuration: Configuration) -> None:
+def test_file_replaced_before_its_lock_is_migrated(manager: TierManager, configuration: Configuration) -> None:
     place_file(manager, "file", 1000, seed=1)
     hdd = configuration.tier("hdd").directory
     (hdd / "new").write_bytes(b"saved by rename")
@@ -221,7 +222,7 @@ def test_failed_call_on_the_copy_ends_the_migration(
 @pytest.mark.parametrize(
     ("number", "moves"), [(errno.EOPNOTSUPP, True), (errno.ENOSYS, True), (errno.EIO, False), (errno.EACCES, False)]
 )
-def test_attributes_that_cannot_be_listed(manager: TierManager, number: int, *, moves: bool) -> None:
+def test_failed_listing_of_attributes(manager: TierManager, number: int, *, moves: bool) -> None:
     place_file(manager, "file", 1000, seed=1)
     if moves:
         run_move(manager, "file", reply=lambda _call: -number, calls="flistxattr")
@@ -230,7 +231,7 @@ def test_attributes_that_cannot_be_listed(manager: TierManager, number: int, *, 
         assert failed_move(manager, "file", reply=lambda _call: -number, calls="flistxattr").errno == number
 
 
-def test_file_whose_access_time_cannot_be_kept_moves(manager: TierManager) -> None:
+def test_file_moves_if_its_access_time_cannot_be_kept(manager: TierManager) -> None:
     data = place_file(manager, "file", 1000, seed=1)
     refused = []
 
@@ -245,7 +246,7 @@ def test_file_whose_access_time_cannot_be_kept_moves(manager: TierManager) -> No
     assert (manager.find("file").tier, contents(manager, "file")) == ("nvme", data)
 
 
-def test_owner_is_set_only_where_it_differs(manager: TierManager, configuration: Configuration) -> None:
+def test_owner_is_set_only_if_it_differs(manager: TierManager, configuration: Configuration) -> None:
     place_file(manager, "file", 1000, seed=1)
     run_move(manager, "file", reply=lambda call: -errno.EPERM if is_copy(call) else None, calls="fchown")
     assert manager.find("file").tier == "nvme"
@@ -273,7 +274,7 @@ def test_file_that_ends_early_is_busy(manager: TierManager) -> None:
 
 @needs(host.capability("CAP_SYS_ADMIN"))
 @pytest.mark.parametrize("name", ["security.ima", "security.evm", "security.selinux"])
-def test_label_of_the_old_place_is_not_copied(manager: TierManager, configuration: Configuration, name: str) -> None:
+def test_label_of_the_old_location_is_not_copied(manager: TierManager, configuration: Configuration, name: str) -> None:
     place_file(manager, "file", 1000, seed=1)
     path = configuration.tier("hdd").directory / "file"
     os.setxattr(path, name, b"\x01" + bytes(20))
@@ -284,7 +285,7 @@ def test_label_of_the_old_place_is_not_copied(manager: TierManager, configuratio
 
 
 @pytest.mark.parametrize("offset_bytes", [0, 12 * MIB - 1, 12 * MIB + 64 * KIB, 30 * MIB - 1])
-def test_hole_with_bytes_in_the_copy_is_an_error(
+def test_hole_with_data_in_the_copy_is_an_error(
     manager: TierManager, configuration: Configuration, offset_bytes: int
 ) -> None:
     with manager.open("sparse", "a+") as file:
@@ -309,7 +310,7 @@ def test_hole_with_bytes_in_the_copy_is_an_error(
 
 
 @pytest.mark.parametrize(("number", "moves"), [(errno.EINVAL, True), (errno.EIO, False)])
-def test_holes_of_the_copy_that_cannot_be_found_are_read(manager: TierManager, number: int, *, moves: bool) -> None:
+def test_copy_without_seek_data_is_read_completely(manager: TierManager, number: int, *, moves: bool) -> None:
     with manager.open("sparse", "a+") as file:
         os.pwrite(file.fileno(), b"x", 9 * MIB)
         os.ftruncate(file.fileno(), 10 * MIB)

@@ -1,4 +1,4 @@
-"""Files in tiers to and from memory, by their names: every byte, and the route that it took."""
+"""Transfers between files in tiers and memory, by the names of the files: every byte, and the reported route."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ STATES = {RouteState.PROVEN, RouteState.FELL_BACK, RouteState.UNPROVEN}
 
 
 @pytest.fixture
-def quiet() -> Iterator[None]:
-    """What a file system has no direct way for is said by a warning; here it is looked at in the result."""
+def ignored_fallback_warnings() -> Iterator[None]:
+    """Ignore the warning of a fallback, because these cases check the route in the result."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", gds.FallbackWarning)
         yield
 
 
-def test_a_file_is_read_into_host_memory_wherever_it_is(manager: TierManager) -> None:
+def test_file_is_read_into_host_memory_from_any_tier(manager: TierManager) -> None:
     data = place_file(manager, "file", MIB + 5, seed=1)
     for tier in ("hdd", "nvme", "ssd"):
         manager.move("file", tier)
@@ -54,7 +54,7 @@ def test_a_file_is_read_into_host_memory_wherever_it_is(manager: TierManager) ->
     assert part[7:12] == data[MIB:]
 
 
-def test_memory_is_written_into_a_new_file(manager: TierManager) -> None:
+def test_write_creates_a_file(manager: TierManager) -> None:
     data = pattern.payload(300 * KIB, seed=2)
     assert manager.write_from("folder/new", data).bytes == 300 * KIB
     assert manager.write_from("folder/new", b"end", file_offset_bytes=300 * KIB).bytes == 3
@@ -63,7 +63,7 @@ def test_memory_is_written_into_a_new_file(manager: TierManager) -> None:
     assert not manager.check()
 
 
-def test_transfers_are_accesses(manager: TierManager) -> None:
+def test_transfers_count_as_accesses(manager: TierManager) -> None:
     place_file(manager, "file", 1000, seed=1)
     for _ in range(99):
         manager.read_into("file", bytearray(1000))
@@ -71,7 +71,7 @@ def test_transfers_are_accesses(manager: TierManager) -> None:
     assert manager.find("file").tier == "nvme"
 
 
-def test_a_file_that_moves_while_it_is_read_is_read_to_its_end(manager: TierManager) -> None:
+def test_file_that_moves_during_a_read_is_read_completely(manager: TierManager) -> None:
     data = place_file(manager, "file", MIB, seed=1)
     memory = bytearray(MIB)
     with manager.open("file") as file:
@@ -81,19 +81,19 @@ def test_a_file_that_moves_while_it_is_read_is_read_to_its_end(manager: TierMana
     assert memory == data
 
 
-def test_what_is_open_to_read_cannot_be_written(manager: TierManager) -> None:
+def test_write_to_a_file_opened_for_reading_is_refused(manager: TierManager) -> None:
     place_file(manager, "file", 1000, seed=1)
     with manager.open("file") as file, pytest.raises(UsageError):
         file.write_from(b"x")
 
 
-def test_a_file_that_is_not_there_is_said(manager: TierManager) -> None:
+def test_read_of_a_missing_file_is_enoent(manager: TierManager) -> None:
     with pytest.raises(ApiError) as raised:
         manager.read_into("nothing", bytearray(10))
     assert raised.value.errno == 2
 
 
-def test_a_tier_of_which_nothing_was_seen_is_unproven(manager: TierManager) -> None:
+def test_tier_without_device_transfers_is_unproven(manager: TierManager) -> None:
     place_file(manager, "file", 1000, seed=1)
     manager.read_into("file", bytearray(1000))
     assert {tier.route.state for tier in manager.status()} == {RouteState.UNPROVEN}
@@ -101,40 +101,40 @@ def test_a_tier_of_which_nothing_was_seen_is_unproven(manager: TierManager) -> N
 
 @needs(cuda.device())
 @pytest.mark.qualify
-@pytest.mark.usefixtures("quiet")
-def test_the_route_to_device_memory_is_shown(manager: TierManager, device: Device, evidence: Evidence) -> None:
-    """A file of a tier reaches device memory and comes back, and the tier says which way its bytes took."""
+@pytest.mark.usefixtures("ignored_fallback_warnings")
+def test_route_to_device_memory_is_reported(manager: TierManager, device: Device, evidence: Evidence) -> None:
+    """A file of a tier is read into device memory and written back, and the tier reports the route of its bytes."""
     data = place_file(manager, "file", MIB, seed=1, tier="nvme")
     with device.allocate(MIB) as memory:
-        moved = manager.read_into("file", memory)
+        result = manager.read_into("file", memory)
         assert memory.read() == data
         memory.fill(7)
         manager.write_from("file", memory)
     assert contents(manager, "file") == bytes([7]) * MIB
     nvme, *others = manager.status()
     assert nvme.route.state in STATES
-    assert nvme.route.route == moved.route.value
+    assert nvme.route.route == result.route.value
     evidence["route"] = nvme.route
-    # No more than was observed: where the bytes went another way, the cause is there.
-    assert (nvme.route.state is RouteState.PROVEN) == (moved.route.value in {"p2p", "nvfs", "rdma"})
+    # Only an observed direct route is reported as proven. Any other route has a cause.
+    assert (nvme.route.state is RouteState.PROVEN) == (result.route.value in {"p2p", "nvfs", "rdma"})
     assert nvme.route.state is RouteState.PROVEN or nvme.route.why
     assert {tier.route.state for tier in others} == {RouteState.UNPROVEN}
 
 
 @needs(cuda.device())
-@pytest.mark.usefixtures("quiet")
-def test_where_a_direct_route_is_required_it_is_that_or_an_error(manager: TierManager, device: Device) -> None:
+@pytest.mark.usefixtures("ignored_fallback_warnings")
+def test_required_direct_route_is_direct_or_an_error(manager: TierManager, device: Device) -> None:
     place_file(manager, "file", MIB, seed=1)
     with device.allocate(MIB) as memory, contextlib.ExitStack() as stack:
-        refusal = stack.enter_context(_refusal())
-        moved = manager.read_into("file", memory, direct="required")
-        assert moved.route.value in {"p2p", "nvfs", "rdma"}
-    assert refusal in ([], [Reason.NOT_DIRECT])
+        reasons = stack.enter_context(_error_reasons())
+        result = manager.read_into("file", memory, direct="required")
+        assert result.route.value in {"p2p", "nvfs", "rdma"}
+    assert reasons in ([], [Reason.NOT_DIRECT])
 
 
 @needs(cuda.device())
-@pytest.mark.usefixtures("quiet")
-def test_a_file_outlives_its_manager_and_loses_no_result(configuration: Configuration, device: Device) -> None:
+@pytest.mark.usefixtures("ignored_fallback_warnings")
+def test_file_outlives_its_manager(configuration: Configuration, device: Device) -> None:
     with TierManager(configuration) as manager:
         data = place_file(manager, "file", MIB, seed=1)
         file = manager.open("file")
@@ -144,8 +144,8 @@ def test_a_file_outlives_its_manager_and_loses_no_result(configuration: Configur
 
 
 @contextlib.contextmanager
-def _refusal() -> Iterator[list[Reason]]:
-    """Why the block was refused, if it was."""
+def _error_reasons() -> Iterator[list[Reason]]:
+    """Yield a list that gets the reason of the block's error, if the block fails."""
     reasons: list[Reason] = []
     try:
         yield reasons
@@ -153,31 +153,32 @@ def _refusal() -> Iterator[list[Reason]]:
         reasons.append(error.reason)
 
 
-def tiers(configuration: Configuration, *arguments: str, **environ: str) -> list[dict[str, Any]]:
-    said = " ".join(f"{tier.name}={tier.directory}" for tier in configuration.tiers)
-    told = {"GDRKIT_TIERS": said, "GDRKIT_TIERS_CATALOGUE": str(configuration.catalogue), **environ}
+def run_tiers(configuration: Configuration, *arguments: str, **environ: str) -> list[dict[str, Any]]:
+    """Run a command of ``gdrkit tiers`` in a process, and return its JSON output."""
+    tiers = " ".join(f"{tier.name}={tier.directory}" for tier in configuration.tiers)
+    settings = {"GDRKIT_TIERS": tiers, "GDRKIT_TIERS_CATALOGUE": str(configuration.catalogue), **environ}
     command = [sys.executable, "-m", "gdrkit", "tiers", *arguments, "--json"]
-    done = subprocess.run(command, env={**os.environ, **told}, capture_output=True, text=True, check=True)
-    found: list[dict[str, Any]] = json.loads(done.stdout)
-    return found
+    process = subprocess.run(command, env={**os.environ, **settings}, capture_output=True, text=True, check=True)
+    output: list[dict[str, Any]] = json.loads(process.stdout)
+    return output
 
 
 @needs(cuda.device())
-def test_the_bench_shows_the_route_and_status_remembers_it(configuration: Configuration) -> None:
-    measured = [each["route"] for each in tiers(configuration, "bench", "--size", "8MiB")]
+def test_bench_reports_the_route_and_status_repeats_it(configuration: Configuration) -> None:
+    measured = [each["route"] for each in run_tiers(configuration, "bench", "--size", "8MiB")]
     assert {each["state"] for each in measured} <= {state.value for state in STATES}
-    assert [each["route"] for each in tiers(configuration, "status")] == measured
+    assert [each["route"] for each in run_tiers(configuration, "status")] == measured
 
 
 @pytest.fixture
 def on_a_disk() -> Iterator[Configuration]:
-    """Three tiers in folders of a disk that cuFile has no objection to."""
+    """Yield the configuration of three tiers in folders of a disk whose files libcufile registers."""
     with tempfile.TemporaryDirectory(prefix="gdrkit-tiers-", dir=DISK) as folder, udev.present(Path(folder)):
         yield configuration_of(Path(folder))
 
 
-def planned(folder: Path, *rules: str) -> dict[str, str]:
-    """The environment of a process whose cuFile follows these rules."""
+def fault_environ(folder: Path, *rules: str) -> dict[str, str]:
+    """Return environment variables with which the software twin of libcufile follows these fault rules."""
     plan = folder / "plan"
     plan.write_text("\n".join(["gdrkit-faults 1", *rules]) + "\n")
     return {"GDRKIT_TWINS_FAULTS": str(plan), "CUFILE_LOGFILE_PATH": str(folder / "cufile.log")}
@@ -188,18 +189,18 @@ ON_TWIN = needs(cuda.device(), software(Api.CUFILE), cufile.udev_present)
 
 @ON_TWIN
 @pytest.mark.parametrize("route", ["p2p", "nvfs"])
-def test_a_proven_route_is_shown_as_proven(tmp_path: Path, on_a_disk: Configuration, route: str) -> None:
-    environ = planned(tmp_path, f"cufile.route call=* route={route}")
-    shown = [each["route"] for each in tiers(on_a_disk, "bench", "--size", "8MiB", **environ)]
-    assert shown == [{"state": "proven", "route": route, "why": ""}] * 3
-    assert [each["route"] for each in tiers(on_a_disk, "status")] == shown
+def test_proven_route_is_reported_as_proven(tmp_path: Path, on_a_disk: Configuration, route: str) -> None:
+    environ = fault_environ(tmp_path, f"cufile.route call=* route={route}")
+    routes = [each["route"] for each in run_tiers(on_a_disk, "bench", "--size", "8MiB", **environ)]
+    assert routes == [{"state": "proven", "route": route, "why": ""}] * 3
+    assert [each["route"] for each in run_tiers(on_a_disk, "status")] == routes
 
 
 @ON_TWIN
 @pytest.mark.parametrize("call", [3, 4], ids=["first", "second"])
-def test_the_route_is_that_of_the_reads_that_were_timed(tmp_path: Path, on_a_disk: Configuration, call: int) -> None:
-    """The first block and what is read before the clock go directly; of two reads behind them one does not."""
-    environ = planned(tmp_path, f"cufile.route call=1-{call - 1} route=p2p", "cufile.route call=* route=posix")
-    first, *_ = [each["route"] for each in tiers(on_a_disk, "bench", "--size", "16MiB", **environ)]
+def test_bench_route_is_the_worst_of_the_timed_reads(tmp_path: Path, on_a_disk: Configuration, call: int) -> None:
+    """The probe and the first read, which is not timed, go directly. One of the two timed reads does not."""
+    environ = fault_environ(tmp_path, f"cufile.route call=1-{call - 1} route=p2p", "cufile.route call=* route=posix")
+    first, *_ = [each["route"] for each in run_tiers(on_a_disk, "bench", "--size", "16MiB", **environ)]
     assert (first["state"], first["route"]) == ("fell_back", "posix")
     assert first["why"]

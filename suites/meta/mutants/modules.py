@@ -23,8 +23,8 @@ _STORAGE = (
 )
 _MOVES = (
     "suites/tiers/test_migration.py",
-    "suites/tiers/test_in_flight.py",
-    "suites/tiers/test_refusals.py",
+    "suites/tiers/test_concurrent_use.py",
+    "suites/tiers/test_failing_devices.py",
     "suites/tiers/test_system_calls.py",
     "suites/tiers/test_move_errors.py",
     "suites/tiers/test_kills.py",

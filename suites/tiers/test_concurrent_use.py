@@ -1,5 +1,5 @@
-"""Readers and writers that go on while files move, in threads and in processes: nobody sees other bytes than were
-written, and nobody is refused.
+"""Readers and writers in threads and processes continue while files move. They read the written bytes, and no call of
+theirs fails.
 """
 
 from __future__ import annotations
@@ -34,22 +34,20 @@ MOVES = 24
 
 
 def versioned(number: int) -> bytes:
-    """A whole file of one version, which shows when it is torn."""
+    """Return the contents of one version of the file. Each record shows whether it was torn."""
     return RECORD.pack(number, ~number & 0xFFFF_FFFF_FFFF_FFFF) * (FILE_BYTES // RECORD.size)
 
 
-def moved(manager: TierManager, name: str, to: str) -> bool:
-    """Whether it moved; somebody may be writing just then."""
+def move_unless_busy(manager: TierManager, name: str, to: str) -> None:
+    """Move a file. It may stay, because the writer has it open."""
     try:
         manager.move(name, to)
     except ApiError as error:
         if error.reason is not Reason.BUSY:
             raise
-        return False
-    return True
 
 
-def test_readers_go_on_while_a_file_moves(manager: TierManager) -> None:
+def test_readers_continue_while_a_file_moves(manager: TierManager) -> None:
     data = place_file(manager, "file", FILE_BYTES, seed=1)
     over = threading.Event()
 
@@ -69,7 +67,7 @@ def test_readers_go_on_while_a_file_moves(manager: TierManager) -> None:
         assert all(reader.result() > 0 for reader in readers)
 
 
-def test_what_writers_write_while_a_file_moves_is_there(manager: TierManager) -> None:
+def test_writes_during_moves_are_not_lost(manager: TierManager) -> None:
     place_file(manager, "file", FILE_BYTES, seed=1)
     over, last = threading.Event(), [0]
 
@@ -84,11 +82,11 @@ def test_what_writers_write_while_a_file_moves_is_there(manager: TierManager) ->
         while not over.is_set():
             before = last[0]
             with manager.open("file") as file:
-                # One record is written and read whole.
                 number, check = RECORD.unpack(os.pread(file.fileno(), RECORD.size, 0))
+            # A record that was read during its write may be torn.
             if check == ~number & 0xFFFF_FFFF_FFFF_FFFF:
                 assert number <= last[0]
-                assert number >= newest, "an old version came back"
+                assert number >= newest, "the file has the bytes of an older version"
                 newest = max(newest, min(number, before))
 
     with ThreadPoolExecutor(2) as threads:
@@ -96,20 +94,18 @@ def test_what_writers_write_while_a_file_moves_is_there(manager: TierManager) ->
         with contextlib.ExitStack() as stack:
             stack.callback(over.set)
             for to in itertools.islice(itertools.cycle(NAMES), MOVES):
-                moved(manager, "file", to)
+                move_unless_busy(manager, "file", to)
         for each in running:
             each.result()
     assert contents(manager, "file") == versioned(last[0])
     assert not wrong(manager.check())
 
 
-def test_a_writer_who_had_to_wait_gets_the_file_that_has_the_name_by_then(
-    manager: TierManager, configuration: Configuration
-) -> None:
+def test_waiting_writer_opens_the_new_file_of_that_name(manager: TierManager, configuration: Configuration) -> None:
     place_file(manager, "file", 1000, seed=1)
     path = configuration.tiers[2].directory / "file"
 
-    def somebody_waits() -> bool:
+    def is_writer_waiting() -> bool:
         waiting = [line for line in Path("/proc/locks").read_text().splitlines() if "-> FLOCK" in line]
         return any(f":{inode} " in line for line in waiting)
 
@@ -117,7 +113,7 @@ def test_a_writer_who_had_to_wait_gets_the_file_that_has_the_name_by_then(
         inode = os.fstat(old.fileno()).st_ino
         fcntl.flock(old, fcntl.LOCK_EX)
         writer = threads.submit(manager.open, "file", "r+")
-        until(somebody_waits, "the writer waits for the lock")
+        until(is_writer_waiting, "the writer waits for the lock")
         path.rename(configuration.tiers[0].directory / "elsewhere")
         path.write_bytes(b"new")
         fcntl.flock(old, fcntl.LOCK_UN)
@@ -125,17 +121,17 @@ def test_a_writer_who_had_to_wait_gets_the_file_that_has_the_name_by_then(
             assert os.pread(file.fileno(), 10, 0) == b"new"
 
 
-def test_several_processes_use_one_catalogue(configuration: Configuration) -> None:
+def test_processes_share_one_catalogue(configuration: Configuration) -> None:
     names = [f"file-{number}" for number in range(4)]
     with TierManager(configuration) as manager:
         files = {name: place_file(manager, name, 100_000 + len(name), seed=7) for name in names}
         with contextlib.ExitStack() as stack:
             movers = [stack.enter_context(Mover()) for _ in range(3)]
-            for turn in range(6):
+            for repetition in range(6):
                 for number, mover in enumerate(movers):
-                    to = NAMES[(turn + number) % len(NAMES)]
-                    # Two of them want the same file; one may be told that it is busy, and ends with 1.
-                    mover.start(configuration, names[(turn + number // 2) % len(names)], to)
+                    to = NAMES[(repetition + number) % len(NAMES)]
+                    # Two processes move the same file. One of them may get BUSY, and then exits with 1.
+                    mover.start(configuration, names[(repetition + number // 2) % len(names)], to)
                 for name, data in files.items():
                     assert contents(manager, name) == data
                 for mover in movers:
@@ -145,7 +141,7 @@ def test_several_processes_use_one_catalogue(configuration: Configuration) -> No
 
 
 @pytest.mark.timeout(300)
-def test_processes_that_begin_together_make_one_catalogue(configuration: Configuration) -> None:
+def test_processes_that_start_together_create_one_catalogue(configuration: Configuration) -> None:
     (configuration.tiers[1].directory / "file").write_bytes(b"here")
     program = """
 import sys
@@ -175,7 +171,7 @@ with TierManager(configuration_of(Path(sys.argv[1]))) as manager:
         assert manager.find("file").accesses == 4 * 21
 
 
-def test_two_managers_make_one_file_once(configuration: Configuration) -> None:
+def test_two_managers_create_a_file_once(configuration: Configuration) -> None:
     with TierManager(configuration) as one, TierManager(configuration) as other:
         with ThreadPoolExecutor(2) as threads:
             for number in range(20):

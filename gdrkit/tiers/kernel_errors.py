@@ -11,7 +11,7 @@ from gdrkit.errors import Api, ApiError, Reason, errno_name
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["busy", "kernel_error", "told"]
+__all__ = ["busy_error", "convert_os_errors", "kernel_error"]
 
 _REASONS = {
     errno.ENOSPC: Reason.NO_SPACE,
@@ -30,18 +30,18 @@ _REASONS = {
     errno.EBUSY: Reason.BUSY,
     errno.EOPNOTSUPP: Reason.NOT_SUPPORTED,
 }
-_TO_DO = {
-    errno.ENOSPC: "make room in that tier: gdrkit tiers migrate, or a smaller capacity in its configuration",
-    errno.EDQUOT: "make room in that tier, or ask for a larger quota",
-    errno.EACCES: "let this user read and write the tier",
-    errno.EPERM: "let this user do that, or be root",
-    errno.EROFS: "the tier is mounted read-only: dmesg says why, if nobody asked for it",
-    errno.EIO: "the device failed: look into the kernel's log, and take the tier out of use",
-    errno.ELOOP: "a name in a tier must not lead through a symbolic link",
-    errno.ENOTDIR: "a part of the name is a file",
-    errno.EISDIR: "name a file",
+_ADVICE = {
+    errno.ENOSPC: "free space in that tier: gdrkit tiers migrate, or a smaller capacity in its configuration",
+    errno.EDQUOT: "free space in that tier, or request a larger quota",
+    errno.EACCES: "give this user read and write permission for the tier",
+    errno.EPERM: "give this user the permission, or run as root",
+    errno.EROFS: "the tier is mounted read-only; if that is not intended, see dmesg for the cause",
+    errno.EIO: "the device failed: see the kernel log, and do not use the tier",
+    errno.ELOOP: "a name in a tier must not contain a symbolic link",
+    errno.ENOTDIR: "a part of the name is a file, not a folder",
+    errno.EISDIR: "name a file, not a folder",
     errno.ENOENT: "gdrkit tiers check compares the catalogue with the tiers",
-    errno.EEXIST: "gdrkit tiers check names the files that are in two tiers",
+    errno.EEXIST: "gdrkit tiers check lists the files that are in two tiers",
 }
 
 
@@ -56,12 +56,12 @@ def kernel_error(error: OSError, operation: str, **arguments: object) -> ApiErro
         errno=number,
         arguments=arguments,
         reason=_REASONS.get(number, Reason.OTHER),
-        what_to_do=_TO_DO.get(number, ""),
+        what_to_do=_ADVICE.get(number, ""),
         detail=str(error.strerror or error),
     )
 
 
-def busy(operation: str, why: str, **arguments: object) -> ApiError:
+def busy_error(operation: str, why: str, **arguments: object) -> ApiError:
     """Return the exception for a file that is in use. The caller may try again later."""
     return ApiError(
         api=Api.KERNEL,
@@ -71,13 +71,13 @@ def busy(operation: str, why: str, **arguments: object) -> ApiError:
         errno=errno.EBUSY,
         arguments=arguments,
         reason=Reason.BUSY,
-        what_to_do="try again when it is no longer used",
+        what_to_do="try again when the file is no longer in use",
         detail=why,
     )
 
 
 @contextmanager
-def told(operation: str, **arguments: object) -> Iterator[None]:
+def convert_os_errors(operation: str, **arguments: object) -> Iterator[None]:
     """Convert an OSError in this block to an :class:`ApiError`."""
     try:
         yield
