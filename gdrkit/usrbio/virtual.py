@@ -22,7 +22,6 @@ __all__ = [
     "PUNCH_HOLE_ARGUMENT",
     "PUNCH_HOLE_MAX",
     "VIRTUAL_FOLDER",
-    "request_of",
 ]
 
 MAGIC = 0x8F3F5FFF
@@ -42,11 +41,6 @@ _WRITE, _READ = 1, 2
 
 def _request(direction: int, number: int, length_bytes: int) -> int:
     return direction << 30 | length_bytes << 16 | ord("h") << 8 | number
-
-
-def request_of(number: int, length_bytes: int) -> int:
-    """A request of ``ioctl`` that brings back `length_bytes`."""
-    return _request(_READ, number, length_bytes)
 
 
 GET_MOUNT_NAME = _request(_READ, 0, MOUNT_NAME_BYTES)

@@ -44,8 +44,6 @@ IMPORT_CIRCLES: frozenset[frozenset[str]] = frozenset(
     {
         frozenset({"gdrkit.cufile.handle", "gdrkit.cufile.stream"}),
         frozenset({"gdrkit.storage.batch", "gdrkit.storage.client", "gdrkit.storage.file"}),
-        frozenset({"gdrkit.usrbio.agent.client", "gdrkit.usrbio.agent.service"}),
-        frozenset({"gdrkit.usrbio.fuse.operations", "gdrkit.usrbio.fuse.virtual_folder"}),
     }
 )
 

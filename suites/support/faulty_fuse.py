@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from gdrkit.host import rename_new
-from gdrkit.usrbio.fuse._mfusepy import Loop
+from gdrkit.usrbio.fuse._mfusepy import FuseSession
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -182,10 +182,10 @@ class FaultyMount:
 def main() -> None:
     """Mount, and serve until somebody unmounts."""
     mount, below, faults = (Path(each) for each in sys.argv[1:])
-    loop = Loop(mount, Folder(below, faults), source="gdrkit-case")
+    session = FuseSession(mount, Folder(below, faults), source="gdrkit-case")
     print("ready", flush=True)  # noqa: T201 - whoever waits for it.
     with contextlib.suppress(KeyboardInterrupt):
-        while not loop.join(1):
+        while not session.join(1):
             pass
 
 

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, NoReturn
 
 from gdrkit.errors import Reason, UsageError
 from gdrkit.usrbio.agent import link_names, protocol
-from gdrkit.usrbio.agent.protocol import Hello, Message, Publish, Request
-from gdrkit.usrbio.agent.refusal import Refused
+from gdrkit.usrbio.agent.agent_error import AgentError
+from gdrkit.usrbio.agent.protocol import AgentHello, AgentMessage, AgentRequest, PublishRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -36,32 +36,32 @@ _LENGTH = struct.Struct("=I")
 _LENGTH_AT = 8
 
 
-def _again(request: Request, payload: bytes) -> bytes:
+def _again(request: AgentRequest, payload: bytes) -> bytes:
     """Parse what is in a message, and what a publication says, and pack it."""
     match request:
-        case Request.HELLO:
+        case AgentRequest.HELLO:
             return protocol.pack_hello(protocol.parse_hello(payload))
-        case Request.PUBLISH | Request.BORROW:
+        case AgentRequest.PUBLISH | AgentRequest.BORROW:
             asked = protocol.parse_publish(payload)
             for parse, text in ((link_names.parse_name, asked.name), (link_names.parse_device_target, asked.target)):
                 _refused_or_read(parse, text)
             return protocol.pack_publish(asked)
-        case Request.UNPUBLISH | Request.GIVE_BACK:
+        case AgentRequest.UNPUBLISH | AgentRequest.GIVE_BACK:
             name = protocol.parse_name(payload)
             _refused_or_read(link_names.parse_name, name)
             return protocol.pack_name(name)
-        case Request.HARD_LINK:
-            return protocol.pack_link(protocol.parse_name(payload))
-        case Request.PUNCH_HOLE:
+        case AgentRequest.HARD_LINK:
+            return protocol.pack_name(protocol.parse_name(payload))
+        case AgentRequest.PUNCH_HOLE:
             return protocol.pack_punch(*protocol.parse_punch(payload))
-        case Request.REGISTER_FILE | Request.DEREGISTER_FILE:
+        case AgentRequest.REGISTER_FILE | AgentRequest.DEREGISTER_FILE:
             return protocol.pack_number(protocol.parse_number(payload))
 
 
 def _refused_or_read(parse: Callable[[str], object], text: str) -> None:
     try:
         parse(text)
-    except Refused as error:
+    except AgentError as error:
         if error.errno != errno.EINVAL:
             raise
 
@@ -77,7 +77,7 @@ def one_input(data: bytes) -> None:
                 if error.reason is not Reason.MALFORMED:
                     raise
             else:
-                packed = protocol.pack(Message(message.request, message.sequence, again, message.descriptors))
+                packed = protocol.pack(AgentMessage(message.request, message.sequence, again, message.descriptors))
                 if packed != candidate:
                     text = f"{candidate.hex()} is packed to {packed.hex()}"
                     raise AssertionError(text)
@@ -91,22 +91,22 @@ def _sealed(data: bytes) -> bytes:
 
 def _right_messages() -> list[bytes]:
     publications = (
-        Publish(_UUID, f"/dev/shm/hf3fs-iov-{_UUID}", b""),  # noqa: S108 - a target.
-        Publish(f"{_UUID}.b4096", "/dev/shm/x", b""),  # noqa: S108
-        Publish(f"{_UUID}.r-16.ph.t50.f11", "/dev/shm/x", b""),  # noqa: S108
-        Publish(f"{_UUID}.gdr.d0", f"{_TARGET}dmabuf", bytes(range(80))),
-        Publish(f"{_UUID}.gdr.d0", f"{_TARGET}ipc/{'5a' * 64}", bytes(80)),
+        PublishRequest(_UUID, f"/dev/shm/hf3fs-iov-{_UUID}", b""),  # noqa: S108 - a target.
+        PublishRequest(f"{_UUID}.b4096", "/dev/shm/x", b""),  # noqa: S108
+        PublishRequest(f"{_UUID}.r-16.ph.t50.f11", "/dev/shm/x", b""),  # noqa: S108
+        PublishRequest(f"{_UUID}.gdr.d0", f"{_TARGET}dmabuf", bytes(range(80))),
+        PublishRequest(f"{_UUID}.gdr.d0", f"{_TARGET}ipc/{'5a' * 64}", bytes(80)),
     )
     messages = [
-        Message(Request.HELLO, 1, protocol.pack_hello(Hello(0, 4711, "hf3fs_api_shared"))),
-        *(Message(Request.PUBLISH, 2, protocol.pack_publish(each), 1) for each in publications),
-        Message(Request.UNPUBLISH, 3, protocol.pack_name(f"{_UUID}.w0")),
-        Message(Request.BORROW, 8, protocol.pack_publish(publications[0])),
-        Message(Request.GIVE_BACK, 9, protocol.pack_name(_UUID)),
-        Message(Request.REGISTER_FILE, 4, protocol.pack_number(0), 1),
-        Message(Request.DEREGISTER_FILE, 5, protocol.pack_number(1 << 63)),
-        Message(Request.PUNCH_HOLE, 6, protocol.pack_punch(0, ((0, 4096), (1 << 40, (1 << 40) + 1))), 1),
-        Message(Request.HARD_LINK, 7, protocol.pack_link("name"), 2),
+        AgentMessage(AgentRequest.HELLO, 1, protocol.pack_hello(AgentHello(0, 4711, "hf3fs_api_shared"))),
+        *(AgentMessage(AgentRequest.PUBLISH, 2, protocol.pack_publish(each), 1) for each in publications),
+        AgentMessage(AgentRequest.UNPUBLISH, 3, protocol.pack_name(f"{_UUID}.w0")),
+        AgentMessage(AgentRequest.BORROW, 8, protocol.pack_publish(publications[0])),
+        AgentMessage(AgentRequest.GIVE_BACK, 9, protocol.pack_name(_UUID)),
+        AgentMessage(AgentRequest.REGISTER_FILE, 4, protocol.pack_number(0), 1),
+        AgentMessage(AgentRequest.DEREGISTER_FILE, 5, protocol.pack_number(1 << 63)),
+        AgentMessage(AgentRequest.PUNCH_HOLE, 6, protocol.pack_punch(0, ((0, 4096), (1 << 40, (1 << 40) + 1))), 1),
+        AgentMessage(AgentRequest.HARD_LINK, 7, protocol.pack_name("name"), 2),
     ]
     return [protocol.pack(each) for each in messages]
 

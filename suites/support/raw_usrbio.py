@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from gdrkit.usrbio.agent import protocol
-from gdrkit.usrbio.agent.protocol import Hello, Message, Publish, Request
+from gdrkit.usrbio.agent.protocol import AgentHello, AgentMessage, AgentRequest, PublishRequest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -271,10 +271,10 @@ class RawClient:
         finally:
             os.close(folder)
 
-    def ask(self, request: Request, payload: bytes, descriptors: Sequence[int] = ()) -> bytes:
+    def ask(self, request: AgentRequest, payload: bytes, descriptors: Sequence[int] = ()) -> bytes:
         """Send a request; the payload of its reply."""
         self._sequence += 1
-        message = Message(request, self._sequence, payload, descriptors=len(descriptors))
+        message = AgentMessage(request, self._sequence, payload, descriptors=len(descriptors))
         self.send(protocol.pack(message), descriptors)
         reply = protocol.parse(self.receive(), descriptors=0, is_reply=True)
         assert (reply.request, reply.sequence) == (request, self._sequence)
@@ -290,31 +290,31 @@ class RawClient:
         """The next message; empty when the agent closed the connection."""
         return self.socket.recv(protocol.MESSAGE_BYTES_MAX)
 
-    def hello(self) -> Hello:
+    def hello(self) -> AgentHello:
         """Say who this is."""
-        payload = protocol.pack_hello(Hello(0, os.getpid(), "raw"))
-        return protocol.parse_hello(self.ask(Request.HELLO, payload))
+        payload = protocol.pack_hello(AgentHello(0, os.getpid(), "raw"))
+        return protocol.parse_hello(self.ask(AgentRequest.HELLO, payload))
 
     def publish(self, name: str, target: str, handle: bytes = b"", descriptors: Sequence[int] = ()) -> None:
-        """Publish anything."""
-        self.ask(Request.PUBLISH, protocol.pack_publish(Publish(name, target, handle)), descriptors)
+        """PublishRequest anything."""
+        self.ask(AgentRequest.PUBLISH, protocol.pack_publish(PublishRequest(name, target, handle)), descriptors)
 
     def publish_iov(self, iov: RawIov, suffix: str = "") -> None:
-        """Publish memory."""
+        """PublishRequest memory."""
         self.publish(iov.name(suffix), str(iov.path))
 
     def publish_ring(self, ring: RawRing) -> None:
-        """Publish a ring, and have it ready."""
+        """PublishRequest a ring, and have it ready."""
         self.publish(ring.link, str(ring.path))
         ring.attach(self.mount)
 
     def unpublish(self, name: str) -> None:
         """Take it back."""
-        self.ask(Request.UNPUBLISH, protocol.pack_name(name))
+        self.ask(AgentRequest.UNPUBLISH, protocol.pack_name(name))
 
     def register_file(self, descriptor: int) -> int:
         """Register a file; its inode."""
-        payload = self.ask(Request.REGISTER_FILE, protocol.pack_number(0), [descriptor])
+        payload = self.ask(AgentRequest.REGISTER_FILE, protocol.pack_number(0), [descriptor])
         return protocol.parse_number(payload)
 
     def close(self) -> None:

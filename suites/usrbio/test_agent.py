@@ -16,7 +16,7 @@ from gdrkit import pattern
 from gdrkit.harness.needs import host, needs, verbs
 from gdrkit.units import KIB, MIB
 from gdrkit.usrbio.agent import protocol
-from gdrkit.usrbio.agent.protocol import Message, Request
+from gdrkit.usrbio.agent.protocol import AgentMessage, AgentRequest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -226,26 +226,26 @@ def test_files_are_proven_by_descriptors(agent: AgentProcess, tmp_path_factory: 
                 client.register_file(descriptor)
             assert found.value.errno in numbers
         with refused(errno.ENOENT):
-            client.ask(Request.DEREGISTER_FILE, protocol.pack_number(1))
+            client.ask(AgentRequest.DEREGISTER_FILE, protocol.pack_number(1))
 
 
 def test_holes_and_links(agent: AgentProcess, seed: int) -> None:
     with RawClient(agent.mount) as client, opened(agent.mount / "file", os.O_RDWR) as file:
-        client.ask(Request.PUNCH_HOLE, protocol.pack_punch(0, ((64 * KIB, 128 * KIB),)), [file])
+        client.ask(AgentRequest.PUNCH_HOLE, protocol.pack_punch(0, ((64 * KIB, 128 * KIB),)), [file])
         held = (agent.mount / "file").read_bytes()
         assert held[64 * KIB : 128 * KIB] == bytes(64 * KIB)
         assert held[: 64 * KIB] == pattern.payload(FILE_BYTES, seed=seed)[: 64 * KIB]
         with opened(agent.mount, os.O_PATH) as folder:
-            client.ask(Request.HARD_LINK, protocol.pack_link("second"), [file, folder])
+            client.ask(AgentRequest.HARD_LINK, protocol.pack_name("second"), [file, folder])
             assert (agent.mount / "second").samefile(agent.mount / "file")
             with refused(errno.EEXIST):
-                client.ask(Request.HARD_LINK, protocol.pack_link("second"), [file, folder])
+                client.ask(AgentRequest.HARD_LINK, protocol.pack_name("second"), [file, folder])
             with refused(errno.EINVAL):
-                client.ask(Request.HARD_LINK, protocol.pack_link("../second"), [file, folder])
+                client.ask(AgentRequest.HARD_LINK, protocol.pack_name("../second"), [file, folder])
 
 
 def test_what_is_no_message_ends_its_connection_and_no_other(agent: AgentProcess) -> None:
-    hello = protocol.pack(Message(Request.HELLO, 1, bytes(48)))
+    hello = protocol.pack(AgentMessage(AgentRequest.HELLO, 1, bytes(48)))
     with RawClient(agent.mount) as good, opened(agent.mount / "file", os.O_RDONLY) as file:
         for data, descriptors in [
             (b"x", []),
@@ -259,7 +259,7 @@ def test_what_is_no_message_ends_its_connection_and_no_other(agent: AgentProcess
                 bad.send(data, descriptors)
                 assert bad.receive() == b""
         with refused(errno.EINVAL):
-            good.ask(Request.UNPUBLISH, b"\xff\xff")
+            good.ask(AgentRequest.UNPUBLISH, b"\xff\xff")
         good.hello()
 
 

@@ -19,9 +19,9 @@ from gdrkit import pattern, usrbio
 from gdrkit.harness.needs import cuda, needs, verbs
 from gdrkit.units import KIB, MIB
 from gdrkit.usrbio.agent import protocol
-from gdrkit.usrbio.agent.lending import Lending
-from gdrkit.usrbio.agent.protocol import Publish, Request
-from gdrkit.usrbio.agent.refusal import Refused
+from gdrkit.usrbio.agent.agent_error import AgentError
+from gdrkit.usrbio.agent.borrowers import Borrowers
+from gdrkit.usrbio.agent.protocol import AgentRequest, PublishRequest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -128,11 +128,11 @@ class Two:
     def borrow(
         self, client: RawClient, *, name: str | None = None, target: str | None = None, handle: bytes = b""
     ) -> None:
-        asked = Publish(name or self.iov.name(), target or str(self.iov.path), handle)
-        client.ask(Request.BORROW, protocol.pack_publish(asked))
+        asked = PublishRequest(name or self.iov.name(), target or str(self.iov.path), handle)
+        client.ask(AgentRequest.BORROW, protocol.pack_publish(asked))
 
     def give_back(self, client: RawClient) -> None:
-        client.ask(Request.GIVE_BACK, protocol.pack_name(self.iov.name()))
+        client.ask(AgentRequest.GIVE_BACK, protocol.pack_name(self.iov.name()))
 
     def read(self) -> int:
         self.ring.prepare(self.iov.id.bytes, inode=self.inode, length=4096)
@@ -197,13 +197,13 @@ def test_the_owner_takes_it_back_by_unpublishing_or_by_its_end(two: Two) -> None
 
 def test_another_user_borrows_nothing() -> None:
     served: list[int] = []
-    lending = Lending(owner=1, uid=1000, target="there", add=served.append, remove=served.remove)
-    with pytest.raises(Refused, check=lambda error: error.errno == errno.EACCES):
-        lending.borrow(2, uid=1001, target="there")
+    borrowers = Borrowers(owner=1, uid=1000, target="there", serve=served.append, remove=served.remove)
+    with pytest.raises(AgentError, check=lambda error: error.errno == errno.EACCES):
+        borrowers.borrow(2, uid=1001, target="there")
     assert served == []
-    lending.borrow(2, uid=1000, target="there")
+    borrowers.borrow(2, uid=1000, target="there")
     assert served == [2]
-    lending.close()
+    borrowers.close()
     assert served == []
-    with pytest.raises(Refused, check=lambda error: error.errno == errno.ENOENT):
-        lending.borrow(3, uid=1000, target="there")
+    with pytest.raises(AgentError, check=lambda error: error.errno == errno.ENOENT):
+        borrowers.borrow(3, uid=1000, target="there")

@@ -16,8 +16,8 @@ import pytest
 
 from gdrkit.errors import GdrkitError, Reason, SetupMissing, UsageError
 from gdrkit.host import PrivateFolder, ProcessIdentity, process_identity
-from gdrkit.usrbio.agent.mount import LinkFolder, Mount, check_mount, open_shared, take_unnamed
-from gdrkit.usrbio.agent.refusal import Refused
+from gdrkit.usrbio.agent.agent_error import AgentError
+from gdrkit.usrbio.agent.mount import AgentMount, LinkFolder, adopt_unnamed, check_mount, open_shared
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -28,7 +28,7 @@ OTHER_USER = os.geteuid() + 1
 
 
 def refusal(call: Callable[[], object]) -> int:
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(AgentError) as refused:
         call()
     return refused.value.errno
 
@@ -76,12 +76,12 @@ def is_open(descriptor: int) -> bool:
 
 
 def test_mount_makes_private_folders_and_semaphores(tmp_path: Path) -> None:
-    with Mount(tmp_path) as mount:
-        assert mount.virtual == tmp_path / "3fs-virt"
-        assert mount.socket == tmp_path / "3fs-virt" / "agent.sock"
-        for folder in (mount.virtual, mount.virtual / "iovs", mount.virtual / "publications"):
+    with AgentMount(tmp_path) as mount:
+        assert mount.virtual_folder == tmp_path / "3fs-virt"
+        assert mount.socket_path == tmp_path / "3fs-virt" / "agent.sock"
+        for folder in (mount.virtual_folder, mount.virtual_folder / "iovs", mount.virtual_folder / "publications"):
             assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-        targets = [(mount.virtual / "iovs" / name).readlink() for name in SUBMIT]
+        targets = [(mount.virtual_folder / "iovs" / name).readlink() for name in SUBMIT]
         assert [f"/{target.name.removeprefix('sem.')}" for target in targets] == list(mount.semaphores)
         assert len(set(targets)) == 3
         assert [stat.S_IMODE(target.stat().st_mode) for target in targets] == [0o600] * 3
@@ -91,19 +91,19 @@ def test_mount_makes_private_folders_and_semaphores(tmp_path: Path) -> None:
 
 
 def test_second_agent_of_a_mount_is_ebusy(tmp_path: Path) -> None:
-    with Mount(tmp_path):
+    with AgentMount(tmp_path):
         with pytest.raises(SetupMissing, match="end the agent") as refused:
-            Mount(tmp_path)
+            AgentMount(tmp_path)
         error = refused.value
         assert (error.operation, error.errno, error.reason) == ("flock", errno.EBUSY, Reason.BUSY)
         assert error.status_name == "EBUSY"
         assert dict(error.arguments) == {"path": str(tmp_path / "3fs-virt" / "agent.lock")}
-    Mount(tmp_path).close()
+    AgentMount(tmp_path).close()
 
 
 def test_mount_that_is_not_there_is_enoent(tmp_path: Path) -> None:
     with pytest.raises(GdrkitError) as refused:
-        Mount(tmp_path / "missing")
+        AgentMount(tmp_path / "missing")
     assert isinstance(refused.value, SetupMissing)
     assert (refused.value.operation, refused.value.errno) == ("mkdir", errno.ENOENT)
     assert dict(refused.value.arguments) == {"path": str(tmp_path / "missing" / "3fs-virt")}
@@ -112,8 +112,8 @@ def test_mount_that_is_not_there_is_enoent(tmp_path: Path) -> None:
 def test_folder_elsewhere_goes_with_its_agent(tmp_path: Path) -> None:
     place = tmp_path / "place"
     place.mkdir()
-    with Mount(tmp_path, place=place) as mount:
-        assert mount.virtual == place / "3fs-virt"
+    with AgentMount(tmp_path, agent_folder=place) as mount:
+        assert mount.virtual_folder == place / "3fs-virt"
         os.close(mount.open("server.lock", os.O_RDWR | os.O_CREAT))
     assert not place.exists()
     assert not (tmp_path / "3fs-virt").exists()
@@ -122,13 +122,13 @@ def test_folder_elsewhere_goes_with_its_agent(tmp_path: Path) -> None:
 def test_folder_elsewhere_that_is_not_empty_stays(tmp_path: Path) -> None:
     place = tmp_path / "place"
     place.mkdir()
-    with Mount(tmp_path, place=place):
+    with AgentMount(tmp_path, agent_folder=place):
         (place / "3fs-virt" / "file").touch()
     assert (place / "3fs-virt" / "file").exists()
 
 
 def test_sockets_and_links_of_a_killed_agent_are_removed(tmp_path: Path) -> None:
-    Mount(tmp_path).close()
+    AgentMount(tmp_path).close()
     virtual = tmp_path / "3fs-virt"
     semaphore = SHARED / f"sem.hf3fs-submit-ios.{uuid.uuid4()}"
     semaphore.touch()
@@ -139,9 +139,9 @@ def test_sockets_and_links_of_a_killed_agent_are_removed(tmp_path: Path) -> None
     (virtual / "iovs" / "submit-ios.ph").symlink_to(semaphore)
     (virtual / "iovs" / "submit-ios").symlink_to(foreign)
     (virtual / "iovs" / str(uuid.uuid4())).symlink_to(tmp_path)
-    with Mount(tmp_path) as mount:
+    with AgentMount(tmp_path) as mount:
         assert sorted(each.name for each in (virtual / "iovs").iterdir()) == ["file", *sorted(SUBMIT)]
-        assert not mount.socket.exists()
+        assert not mount.socket_path.exists()
         assert not (virtual / "server.sock").exists()
         assert not semaphore.exists()
         assert foreign.exists()
@@ -149,7 +149,7 @@ def test_sockets_and_links_of_a_killed_agent_are_removed(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("wanted", ["removed", "another file", "owner runs", "other name"])
 def test_memory_of_an_ended_client_is_removed(tmp_path: Path, memory: Path, wanted: str) -> None:
-    Mount(tmp_path).close()
+    AgentMount(tmp_path).close()
     owner = identity_of(os.getpid()) if wanted == "owner runs" else ended_process()
     info = memory.stat()
     named = SHARED / f"gdrkit-case-{uuid.uuid4()}" if wanted == "other name" else memory
@@ -168,7 +168,7 @@ def test_memory_of_an_ended_client_is_removed(tmp_path: Path, memory: Path, want
     path.write_text(json.dumps(record))
     path.chmod(0o600)
     try:
-        with Mount(tmp_path):
+        with AgentMount(tmp_path):
             assert named.exists() == (wanted != "removed")
             assert path.exists() == (wanted == "owner runs")
     finally:
@@ -177,11 +177,11 @@ def test_memory_of_an_ended_client_is_removed(tmp_path: Path, memory: Path, want
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"boot_id": "x", "process_id": 1}', "null"])
 def test_record_that_was_cut_off_is_removed(tmp_path: Path, text: str) -> None:
-    Mount(tmp_path).close()
+    AgentMount(tmp_path).close()
     path = tmp_path / "3fs-virt" / "publications" / "name"
     path.write_text(text)
     path.chmod(0o600)
-    with Mount(tmp_path):
+    with AgentMount(tmp_path):
         assert not path.exists()
 
 
@@ -256,7 +256,7 @@ def test_only_the_same_memory_of_an_iov_is_removed(memory: Path) -> None:
 
 def test_unnamed_memory_gets_its_name(memory: Path) -> None:
     memory.unlink()
-    shared = take_unnamed(str(memory), unnamed(), uid=os.geteuid())
+    shared = adopt_unnamed(str(memory), unnamed(), uid=os.geteuid())
     assert (shared.name, shared.length_bytes, shared.is_unnamed) == (memory.name, 1, True)
     shared.give_name()
     info = memory.stat()
@@ -267,7 +267,7 @@ def test_unnamed_memory_gets_its_name(memory: Path) -> None:
 
 
 def test_name_of_unnamed_memory_must_be_free(memory: Path) -> None:
-    shared = take_unnamed(str(memory), unnamed(), uid=os.geteuid())
+    shared = adopt_unnamed(str(memory), unnamed(), uid=os.geteuid())
     assert refusal(shared.give_name) == errno.EEXIST
     shared.close()
     assert memory.read_bytes() == b"x"
@@ -296,7 +296,7 @@ def test_descriptor_that_is_no_unnamed_memory_is_closed(tmp_path: Path, memory: 
         folder = tmp_path if wrong == "other file system" else SHARED
         descriptor = unnamed(folder, length_bytes=int(wrong != "empty"), flags=flags)
     uid = OTHER_USER if wrong == "user" else os.geteuid()
-    assert refusal(lambda: take_unnamed(target, descriptor, uid=uid)) == number
+    assert refusal(lambda: adopt_unnamed(target, descriptor, uid=uid)) == number
     assert not is_open(descriptor)
 
 
@@ -342,7 +342,7 @@ def test_record_says_whose_memory_a_link_is(links: LinkFolder, tmp_path: Path, m
 def test_refused_link_leaves_no_record_and_no_name(links: LinkFolder, tmp_path: Path, memory: Path) -> None:
     memory.unlink()
     links.add("name", "other", owner=None, shared=None)
-    shared = take_unnamed(str(memory), unnamed(), uid=os.geteuid())
+    shared = adopt_unnamed(str(memory), unnamed(), uid=os.geteuid())
     owner = identity_of(os.getpid())
     assert refusal(lambda: links.add("name", str(memory), owner=owner, shared=shared)) == errno.EEXIST
     shared.close()

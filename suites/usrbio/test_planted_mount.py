@@ -14,7 +14,7 @@ from support.raw_usrbio import shared_memory
 
 from gdrkit.errors import SetupMissing
 from gdrkit.harness.needs import host, needs, verbs
-from gdrkit.usrbio.agent.mount import Mount
+from gdrkit.usrbio.agent.mount import AgentMount
 from gdrkit.usrbio.fuse.agent import private_folder
 
 if TYPE_CHECKING:
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 @pytest.fixture
 def virtual(tmp_path: Path) -> Path:
     """``3fs-virt`` of a mount that was served once."""
-    Mount(tmp_path).close()
+    AgentMount(tmp_path).close()
     return tmp_path / "3fs-virt"
 
 
 def refusal(virtual: Path) -> SetupMissing:
     """The error of taking the mount."""
     with pytest.raises(SetupMissing) as refused:
-        Mount(virtual.parent).close()
+        AgentMount(virtual.parent).close()
     assert refused.value.what_to_do
     return refused.value
 
@@ -74,7 +74,7 @@ def test_mount_that_others_can_write_needs_a_sticky_bit(virtual: Path) -> None:
     virtual.parent.chmod(0o777)
     assert "chmod +t" in refusal(virtual).what_to_do
     virtual.parent.chmod(0o1777)
-    with Mount(virtual.parent):
+    with AgentMount(virtual.parent):
         assert len(shared_memory(virtual.parent)) == 3
         for path in (virtual, virtual / "iovs", virtual / "publications"):
             assert stat.S_IMODE(path.stat().st_mode) == 0o700
@@ -102,12 +102,12 @@ def test_virtual_folder_that_others_can_write_is_refused(virtual: Path) -> None:
     virtual.chmod(0o777)
     assert "0777" in refusal(virtual).detail
     virtual.chmod(0o755)
-    Mount(virtual.parent).close()
+    AgentMount(virtual.parent).close()
 
 
 def test_record_that_is_a_link_removes_nothing(virtual: Path, victim: Path) -> None:
     (virtual / "publications" / "record").symlink_to(victim / "file")
-    Mount(virtual.parent).close()
+    AgentMount(virtual.parent).close()
     assert (victim / "file").read_text() == "content"
     assert list((virtual / "publications").iterdir()) == []
 

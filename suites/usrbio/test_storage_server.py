@@ -12,8 +12,8 @@ import pytest
 
 from gdrkit.errors import BrokenResource, Reason
 from gdrkit.harness.needs import needs, verbs
-from gdrkit.usrbio.agent.mount import Mount
-from gdrkit.usrbio.agent.server import Embedded, Remote
+from gdrkit.usrbio.agent.mount import AgentMount
+from gdrkit.usrbio.agent.server import EmbeddedServer, RemoteServer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,15 +22,15 @@ pytestmark = needs(verbs.nic())
 
 
 @pytest.fixture
-def mount(tmp_path: Path) -> Iterator[Mount]:
-    with Mount(tmp_path) as new:
+def mount(tmp_path: Path) -> Iterator[AgentMount]:
+    with AgentMount(tmp_path) as new:
         yield new
 
 
 @pytest.fixture
-def server(mount: Mount, tmp_path: Path) -> Iterator[Embedded]:
+def server(mount: AgentMount, tmp_path: Path) -> Iterator[EmbeddedServer]:
     (tmp_path / "store").mkdir()
-    embedded = Embedded(tmp_path / "store", mount)
+    embedded = EmbeddedServer(tmp_path / "store", mount)
     yield embedded
     embedded.close()
 
@@ -39,28 +39,28 @@ def is_running(process_id: int | None) -> bool:
     return process_id is not None and Path(f"/proc/{process_id}").exists()
 
 
-def test_server_starts_once_and_ends_with_close(server: Embedded, mount: Mount) -> None:
+def test_server_starts_once_and_ends_with_close(server: EmbeddedServer, mount: AgentMount) -> None:
     assert server.process_id is None
     server.prepare()
     first = server.process_id
     server.prepare()
     assert server.process_id == first
-    assert stat.S_ISSOCK((mount.virtual / "server.sock").stat().st_mode)
+    assert stat.S_ISSOCK((mount.virtual_folder / "server.sock").stat().st_mode)
     with server.connect() as connection:
         assert connection.gettimeout() == 30
     server.close()
     server.close()
     assert not is_running(first)
-    assert not (mount.virtual / "server.sock").exists()
+    assert not (mount.virtual_folder / "server.sock").exists()
 
 
-def test_server_has_a_process_group_of_its_own(server: Embedded) -> None:
+def test_server_has_a_process_group_of_its_own(server: EmbeddedServer) -> None:
     server.prepare()
     assert server.process_id is not None
     assert os.getpgid(server.process_id) == server.process_id
 
 
-def test_server_that_was_given_up_is_started_again(server: Embedded) -> None:
+def test_server_that_was_given_up_is_started_again(server: EmbeddedServer) -> None:
     server.give_up()
     server.prepare()
     first = server.process_id
@@ -72,7 +72,7 @@ def test_server_that_was_given_up_is_started_again(server: Embedded) -> None:
     server.connect().close()
 
 
-def test_server_that_was_killed_is_started_again(server: Embedded) -> None:
+def test_server_that_was_killed_is_started_again(server: EmbeddedServer) -> None:
     server.prepare()
     first = server.process_id
     assert first is not None
@@ -82,8 +82,8 @@ def test_server_that_was_killed_is_started_again(server: Embedded) -> None:
     assert server.process_id != first
 
 
-def test_server_without_a_store_is_reported_with_its_code(mount: Mount, tmp_path: Path) -> None:
-    embedded = Embedded(tmp_path / "missing", mount)
+def test_server_without_a_store_is_reported_with_its_code(mount: AgentMount, tmp_path: Path) -> None:
+    embedded = EmbeddedServer(tmp_path / "missing", mount)
     with pytest.raises(BrokenResource, match=r"ended with [1-9]\d* before it was ready") as error:
         embedded.prepare()
     assert error.value.reason is Reason.PEER_GONE
@@ -91,15 +91,15 @@ def test_server_without_a_store_is_reported_with_its_code(mount: Mount, tmp_path
     embedded.close()
 
 
-def test_agent_sends_descriptors_to_its_own_server_alone(server: Embedded) -> None:
+def test_agent_sends_descriptors_to_its_own_server_alone(server: EmbeddedServer) -> None:
     assert server.takes_descriptors
     assert server.token is None
-    assert not Remote("localhost", 1, None).takes_descriptors
+    assert not RemoteServer("localhost", 1, None).takes_descriptors
 
 
 def test_connection_to_a_remote_server_sends_at_once() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        remote = Remote("127.0.0.1", listener.getsockname()[1], "token")
+        remote = RemoteServer("127.0.0.1", listener.getsockname()[1], "token")
         remote.prepare()
         with remote.connect() as connection:
             assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

@@ -1,4 +1,4 @@
-"""The agent: it registers the memory of client processes, and has a storage server move the bytes of files.
+"""The agent: it registers the memory of client processes, and a storage server moves the bytes of files.
 
 README.md has the order in which to read the modules.
 """

@@ -1,6 +1,6 @@
-"""The agent's native loop, named here alone.
+"""The agent's native loop. This is the only file that imports it.
 
-Level 5. :class:`AgentLoop` is what Python may ask of ``native/usrbio/agent``; importing this file opens nothing.
+Importing this file opens no library. :class:`AgentLoop` has the calls of ``native/usrbio/agent``.
 """
 
 from __future__ import annotations
@@ -16,34 +16,35 @@ __all__ = ["AgentLoop", "create_semaphore", "limit_arenas", "open_loop"]
 
 
 class AgentLoop(Protocol):
-    """One thread that drains rings; every call waits for it, while other threads of Python run.
+    """One native thread that reads the rings of all clients and sends their operations to the storage server.
 
-    Refusals are OSError: EEXIST and ENOENT of what is added twice or missing, EINVAL of what cannot be a ring,
-    ESHUTDOWN after :meth:`stop`. The removing calls are False while operations are in flight after the timeout.
+    Every call waits until the thread has executed it. Other Python threads run meanwhile. Errors are OSError: EEXIST if
+    the object to add exists, ENOENT if it does not exist, EINVAL if the memory cannot be a ring, ESHUTDOWN after
+    :meth:`stop`. The remove methods return False if operations are still in flight after `timeout_ms`.
     """
 
     def add_client(self, client: int) -> None:
-        """Begin to know a client."""
+        """Add a client, by its number."""
 
     def remove_client(self, client: int) -> None:
-        """Forget a client that has nothing; EBUSY else."""
+        """Remove a client without buffers, files and rings. EBUSY if it has any."""
 
     def add_buffer(
         self,
         client: int,
-        id: bytes,  # noqa: A002 - the word of the contract.
+        id: bytes,  # noqa: A002 - the name in the native module.
         *,
         length: int,
         block_bytes: int,
         keys: Sequence[tuple[int, int]],
         near: Sequence[int],
     ) -> None:
-        """Serve a buffer: address and key of it for each NIC, and the numbers of the NICs to prefer."""
+        """Add a buffer: its address and key for each NIC, and the numbers of the NICs to prefer."""
 
     def set_file(
         self, client: int, inode: int, *, read_handle: int, write_handle: int, readable: bool, writable: bool
     ) -> None:
-        """Serve a file, or serve it by other handles and rights."""
+        """Add a file, or change its handles and access rights."""
 
     def add_ring(
         self,
@@ -57,45 +58,61 @@ class AgentLoop(Protocol):
         timeout_ms: int,
         flags: int,
     ) -> None:
-        """Drain a ring, whose shared memory the descriptor names (it stays the caller's)."""
+        """Add a ring in the shared memory of a descriptor, which the caller still owns."""
 
     def remove_buffer(self, client: int, id: bytes, *, timeout_ms: int) -> bool:  # noqa: A002
-        """Serve it no more."""
+        """Remove a buffer."""
 
     def remove_ring(self, client: int, id: bytes, *, timeout_ms: int) -> bool:  # noqa: A002
-        """Drain it no more."""
+        """Remove a ring."""
 
     def remove_file(self, client: int, inode: int, *, timeout_ms: int) -> bool:
-        """Serve it no more."""
+        """Remove a file."""
 
     def connect(self, socket: int, *, lanes: Sequence[int], generation: int) -> None:
-        """Send operations there; the descriptor is the loop's from now on. `lanes`: the number of the NIC of each."""
+        """Send operations to this data connection, whose descriptor the loop owns from now on.
+
+        `lanes` has the number of the NIC of each queue pair. `generation` is part of the events of this connection.
+        """
 
     def disconnect(self) -> bool:
-        """End what is in flight with -EREMOTEIO, since the server reaches no memory any more.
+        """End the operations in flight. The server can no longer access any memory.
 
-        True: the memory of one operation ended the session. Only what is in flight in that memory ends; everything else
-        waits for the next :meth:`connect`, which sends it again, or for :meth:`abandon`.
+        If the memory of one operation ended the session, return True. Then only the operations with that memory
+        complete with -EREMOTEIO. The others wait: the next :meth:`connect` sends them again, or :meth:`abandon` ends
+        them. Otherwise return False: all operations in flight complete with -EREMOTEIO.
         """
 
     def abandon(self) -> None:
-        """End what waits for the next session with -EREMOTEIO."""
+        """Complete the operations that wait for the next session with -EREMOTEIO."""
 
     def statistics(self) -> dict[str, int]:
-        """What it counted since it began."""
+        """Return the counters since the start of the loop."""
 
     def events(self, timeout_ms: int) -> list[tuple[str, int, bytes, int]]:
-        """What happened: kind (``ring_broken``, ``disconnected``, ``silent``), client, id of the ring, generation of
-        the connection.
+        """Return the events since the last call, after waiting at most `timeout_ms` for the first one.
+
+        An event is its type (``ring_broken``, ``disconnected`` or ``silent``), the client, the id of the ring, and the
+        generation of the connection.
         """
 
     def stop(self) -> None:
-        """End it."""
+        """End the thread."""
 
 
 def open_loop(*, semaphores: tuple[str, str, str], spin_us: int, outstanding_max: int, silence_ms: int) -> AgentLoop:
-    """Start a loop; `semaphores`: names of the submit semaphores, high priority first. `silence_ms`: how long a server
-    that has operations may give no result at all.
+    """Start a loop.
+
+    Parameters
+    ----------
+    semaphores : tuple of str
+        Names of the submit semaphores, high priority first.
+    spin_us : int
+        How long the loop polls for work before it sleeps, in microseconds.
+    outstanding_max : int
+        Limit of the operations in flight.
+    silence_ms : int
+        How long a server with operations may send no result, in milliseconds. Then the loop reports ``silent``.
 
     Raises
     ------
@@ -108,10 +125,10 @@ def open_loop(*, semaphores: tuple[str, str, str], spin_us: int, outstanding_max
 
 
 def create_semaphore(name: str, *, mode: int) -> None:
-    """Make a named semaphore of value 0; OSError EEXIST when there is one."""
+    """Create a named semaphore with the value 0. OSError with EEXIST if the name exists."""
     import_native("gdrkit.usrbio._loop").create_semaphore(name, mode)
 
 
 def limit_arenas() -> None:
-    """Have malloc of this process use two arenas for all threads; before any thread is made."""
+    """Limit malloc of this process to two arenas for all threads. Call it before the first thread starts."""
     import_native("gdrkit.usrbio._loop").limit_arenas()

@@ -1,6 +1,7 @@
-"""The agent: joins mount, NICs, loop, storage server and clients, and takes them apart in order.
+"""The agent: it creates mount, NICs, loop, storage server and clients, and releases them in the reverse order.
 
-Level 5. :class:`Agent` is a plain mount, whose folder is the store's; a FUSE mount is made of the same parts.
+:class:`Agent` itself serves plain mode, in which the mount is the store's folder. FUSE mode uses it too; see
+:mod:`gdrkit.usrbio.fuse.agent`.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ from typing import TYPE_CHECKING, Protocol, Self
 from gdrkit.errors import UsageError
 from gdrkit.handles import ReleaseStack
 from gdrkit.usrbio.agent._agent_loop import open_loop
-from gdrkit.usrbio.agent.files import ByDescriptor
+from gdrkit.usrbio.agent.connection import ServerConnection
+from gdrkit.usrbio.agent.context import AgentContext
+from gdrkit.usrbio.agent.files import DescriptorAccess
 from gdrkit.usrbio.agent.listener import AgentListener
 from gdrkit.usrbio.agent.memory import Nics
-from gdrkit.usrbio.agent.mount import Mount, check_mount
-from gdrkit.usrbio.agent.server import Embedded, Server
+from gdrkit.usrbio.agent.mount import AgentMount, check_mount
+from gdrkit.usrbio.agent.server import EmbeddedServer
 from gdrkit.usrbio.agent.service import Service
 
 if TYPE_CHECKING:
@@ -28,106 +31,106 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
-    from gdrkit.usrbio.agent.files import Proof
-    from gdrkit.usrbio.agent.publication import Links
-    from gdrkit.usrbio.agent.server import Where
+    from gdrkit.usrbio.agent.files import FileAccess
+    from gdrkit.usrbio.agent.server import ServerEndpoint
 
-__all__ = ["SILENCE_MS", "Agent", "block_signals", "plain_agent", "serve_until_signalled"]
+__all__ = ["SILENCE_MS", "SPIN_US", "Agent", "block_signals", "plain_agent", "serve_until_signalled"]
 
-_SPIN_US = 50
+SPIN_US = 50
 SILENCE_MS = 60_000
+_DRAIN_TIMEOUT_MS = 10_000
 _OUTSTANDING_MAX = 4096
 
 
 class Agent:
-    """A running agent; use it as a context manager.
+    """A running agent. Use it as a context manager.
 
     Parameters
     ----------
-    mount : Mount
-        Owned from now on, also when the constructor raises.
-    where : Where
-        Which storage server; owned too.
-    prove : callable
-        Makes a proof of a client's descriptor; see :class:`~gdrkit.usrbio.agent.service.Service`.
-    links : Links or None
-        Where links are made; None: in the folder of the mount.
+    mount : AgentMount
+        The mount. The agent owns it from now on, also if the constructor raises.
+    endpoint : ServerEndpoint
+        The storage server. The agent closes it.
+    file_access : callable
+        Takes the descriptor of a file that a client sent, which it then owns, and returns the access to the file.
     spin_us : int
-        How long the loop looks for work before it sleeps.
-    drain_timeout_ms : int
-        As of :class:`~gdrkit.usrbio.agent.service.Service`.
+        How long the loop polls for work before it sleeps, in microseconds.
+    one_per_process : bool
+        Whether the connections of one process are one client; see :class:`~gdrkit.usrbio.agent.service.Service`.
     silence_ms : int
-        How long the server may give no result while it has operations. After that its session ends, and they do with
-        -EREMOTEIO, when the server reaches no memory any more.
+        How long the server may send no result while it has operations, in milliseconds. After that the agent ends the
+        session, and the operations complete with -EREMOTEIO once the server can access no memory any more.
 
     Attributes
     ----------
+    mount : AgentMount
+        The mount.
     service : Service
-        What clients reach, also those who come another way than by the socket.
+        The clients.
     """
 
     def __init__(
         self,
-        mount: Mount,
-        where: Where,
+        mount: AgentMount,
+        endpoint: ServerEndpoint,
         *,
-        prove: Callable[[int], Proof],
-        links: Links | None = None,
-        spin_us: int = _SPIN_US,
-        drain_timeout_ms: int = 10000,
+        file_access: Callable[[int], FileAccess],
+        spin_us: int = SPIN_US,
         one_per_process: bool = False,
         silence_ms: int = SILENCE_MS,
     ) -> None:
         self.mount = mount
-        self._parts = ReleaseStack()
-        self._parts.push(mount.close)
+        self._on_close = ReleaseStack()
+        self._on_close.push(mount.close)
         try:
-            self._nics = Nics()
-            self._parts.push(self._nics.close)
+            nics = Nics()
+            self._on_close.push(nics.close)
             self._loop = open_loop(
                 semaphores=mount.semaphores,
                 spin_us=spin_us,
                 outstanding_max=_OUTSTANDING_MAX,
                 silence_ms=silence_ms,
             )
-            self._parts.push(self._loop.stop)
-            self.service = Service(
+            self._on_close.push(self._loop.stop)
+            context = AgentContext(
                 mount.path,
-                prove=prove,
+                file_access=file_access,
                 loop=self._loop,
-                nics=self._nics,
-                links=mount.links if links is None else links,
-                drain_timeout_ms=drain_timeout_ms,
-                one_per_process=one_per_process,
+                nics=nics,
+                links=mount.links,
+                drain_timeout_ms=_DRAIN_TIMEOUT_MS,
             )
-            self.server = Server(
-                where,
+            self.service = Service(context, one_per_process=one_per_process)
+            self._server = context.server = ServerConnection(
+                endpoint,
                 self._loop,
-                self._nics,
+                nics,
                 reopen=self.service.reopen,
-                ring_broken=self.service.ring_broken,
+                remove_ring=self.service.remove_ring,
             )
-            self.service.server = self.server
-            self._parts.push(self.server.close)
-            self.server.start()
-            self._parts.push(self.service.close)
-            doorway = AgentListener(mount, self.service)
-            self._parts.push(doorway.close)
+            self._on_close.push(self._server.close)
+            self._server.start()
+            self._on_close.push(self.service.close)
+            listener = AgentListener(mount, self.service)
+            self._on_close.push(listener.close)
         except BaseException as error:
-            self._parts.run_after(error)
+            self._on_close.run_after(error)
             raise
 
     def statistics(self) -> dict[str, int]:
-        """What the loop counted, how many clients there are, and how often the session was renewed."""
+        """Return the counters of the loop, the number of clients, and the number of renewed sessions."""
         return {
             **self._loop.statistics(),
             "clients": len(self.service.clients),
-            "session_renewals": self.server.renewals,
+            "session_renewals": self._server.renewals,
         }
 
     def close(self) -> None:
-        """End connections after what is in flight, then the session and the server, then remove what was made."""
-        self._parts.run()
+        """End the connections of clients after their operations in flight, then the session, the server and the mount.
+
+        After an error, close again.
+        """
+        self._on_close.run()
 
     def __enter__(self) -> Self:
         return self
@@ -138,80 +141,78 @@ class Agent:
         self.close()
 
 
-def plain_agent(
-    path: Path,
-    store: Path,
-    *,
-    spin_us: int = _SPIN_US,
-    drain_timeout_ms: int = 10000,
-    silence_ms: int = SILENCE_MS,
-) -> Agent:
-    """An agent of a plain mount with a storage server of its own.
+def plain_agent(path: Path, store: Path, *, spin_us: int = SPIN_US, silence_ms: int = SILENCE_MS) -> Agent:
+    """Start an agent in plain mode, with a storage server as its child.
+
+    Parameters
+    ----------
+    path, store : Path
+        The mount and the store, which must be the same folder.
+    spin_us, silence_ms : int
+        See :class:`Agent`.
 
     Raises
     ------
     UsageError
-        The mount is not the store's folder.
+        The mount is not the store's folder. NO_DEVICE: no NIC has an active port.
     SetupMissing, ApiError, GdrkitError
-        EBUSY: another agent serves the mount; no NIC, no native parts, no server.
+        EBUSY: another agent serves the mount. Else the native parts were not built, or the server did not start.
     """
     resolved = check_mount(path)
     if not resolved.samefile(check_mount(store)):
         message = f"{path} is not the store's folder {store}"
-        raise UsageError(message, what_to_do="a plain mount is the store itself: name the same folder twice")
-    mount = Mount(resolved)
-    where = Embedded(resolved, mount)
+        raise UsageError(message, what_to_do="in plain mode the mount is the store: name the same folder twice")
+    mount = AgentMount(resolved)
     return Agent(
         mount,
-        where,
-        prove=lambda descriptor: ByDescriptor(descriptor, resolved),
+        EmbeddedServer(resolved, mount),
+        file_access=lambda descriptor: DescriptorAccess(descriptor, resolved),
         spin_us=spin_us,
-        drain_timeout_ms=drain_timeout_ms,
         silence_ms=silence_ms,
     )
 
 
-class Running(Protocol):
-    """What is served until a signal comes."""
+class RunningAgent(Protocol):
+    """An agent that :func:`serve_until_signalled` can run."""
 
     @property
-    def mount(self) -> Mount:
-        """Where."""
+    def mount(self) -> AgentMount:
+        """The mount."""
 
     def statistics(self) -> dict[str, int]:
-        """What was counted."""
+        """Return the counters."""
 
     def close(self) -> None:
-        """End it."""
+        """End the agent."""
 
 
-def serve_until_signalled(agent: Running, *, as_json: bool) -> None:
-    """Say that it is ready, wait for SIGTERM or SIGINT, close it, and say what it counted."""
+def serve_until_signalled(agent: RunningAgent, *, as_json: bool) -> None:
+    """Print that the agent is ready, wait for SIGTERM or SIGINT, close the agent, and print its counters."""
     signals = {signal.SIGTERM, signal.SIGINT}
-    _say(
+    _print(
         {"ready": True, "mount": str(agent.mount.path), "pid": os.getpid()},
         f"ready: {agent.mount.path}",
         as_json=as_json,
     )
     signal.sigwait(signals)
-    counted = agent.statistics()
+    statistics = agent.statistics()
     agent.close()
-    numbers = ", ".join(f"{name} {count}" for name, count in counted.items())
-    _say({"ended": True, "statistics": counted}, f"ended: {numbers}", as_json=as_json)
+    counters = ", ".join(f"{name} {count}" for name, count in statistics.items())
+    _print({"ended": True, "statistics": statistics}, f"ended: {counters}", as_json=as_json)
 
 
 def block_signals() -> None:
-    """Have SIGTERM and SIGINT wait for :func:`serve_until_signalled`; before any thread is made, which inherits it."""
+    """Block SIGTERM and SIGINT for :func:`serve_until_signalled`. Call it before threads start, which inherit it."""
     if threading.active_count() != 1:
-        message = "signals are blocked before threads are made"
+        message = f"block_signals() must be called before threads are started, and {threading.active_count()} run"
         raise UsageError(message)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
 
 
-def _say(data: dict[str, object], text: str, *, as_json: bool) -> None:
+def _print(data: dict[str, object], text: str, *, as_json: bool) -> None:
     try:
-        print(json.dumps(data) if as_json else text, flush=True)  # noqa: T201 - the command's own output.
+        print(json.dumps(data) if as_json else text, flush=True)  # noqa: T201 - the output of the command.
     except OSError as error:
         if error.errno != errno.EPIPE:
             raise
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115, PTH123 - nobody listens any more.
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115, PTH123 - the reader has closed the pipe.

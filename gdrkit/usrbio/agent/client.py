@@ -1,6 +1,7 @@
-"""One client of an agent, and all that is its own: publications, what it has borrowed, files.
+"""A client of an agent, and all objects that it owns: its publications, borrowed iovs and files.
 
-Level 5. Its rings can name its own buffers and files alone, and everything goes when it is closed.
+The rings of a client can name only the client's own iovs, borrowed iovs and files. All of them are released when the
+client is closed.
 """
 
 from __future__ import annotations
@@ -16,30 +17,41 @@ from typing import TYPE_CHECKING
 
 from gdrkit.errors import GdrkitError
 from gdrkit.handles import ReleaseStack
-from gdrkit.storage import messages as ask
-from gdrkit.usrbio.agent.files import RegisteredFile, opened
+from gdrkit.storage import messages
+from gdrkit.usrbio.agent.agent_error import AgentError, as_agent_error
+from gdrkit.usrbio.agent.files import RegisteredFile, open_at_server
 from gdrkit.usrbio.agent.link_names import parse_name
 from gdrkit.usrbio.agent.publication import Publication
-from gdrkit.usrbio.agent.refusal import Refused, refusal_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from gdrkit.host import ProcessIdentity
-    from gdrkit.usrbio.agent.files import Proof
-    from gdrkit.usrbio.agent.lending import Lending
-    from gdrkit.usrbio.agent.service import Service
+    from gdrkit.usrbio.agent.borrowers import Borrowers
+    from gdrkit.usrbio.agent.context import AgentContext
+    from gdrkit.usrbio.agent.files import FileAccess
+    from gdrkit.usrbio.agent.link_names import LinkName
     from gdrkit.usrbio.agent.session import AgentSession
 
-__all__ = ["Client", "Peer"]
+__all__ = ["Client", "PeerProcess"]
 
 _PUBLICATIONS_MAX = 65536
 _LINK_TARGET_MAX = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Peer:
-    """Who asks, by the kernel's word; `identity` is None when the process is gone or cannot be seen from here."""
+class PeerProcess:
+    """The process of a client, as the kernel reports it.
+
+    Attributes
+    ----------
+    uid : int
+        User of the process.
+    process_id : int
+        Process id, as this process sees it.
+    identity : ProcessIdentity or None
+        None if the process has ended, or if this process cannot see it.
+    """
 
     uid: int
     process_id: int
@@ -47,298 +59,325 @@ class Peer:
 
 
 class Client:
-    """One connection to the agent; made by :meth:`Service.open_client`. For use by any number of threads."""
+    """A client of the agent. It can be used by any number of threads.
 
-    def __init__(self, service: Service, number: int, peer: Peer) -> None:
+    Errors of requests are :class:`~gdrkit.usrbio.agent.agent_error.AgentError`, with the errno that the C interface
+    returns.
+
+    Attributes
+    ----------
+    number : int
+        Number of the client in the loop.
+    process : PeerProcess
+        The process of the client.
+    connections : int
+        Number of connections. The service changes it.
+    """
+
+    def __init__(self, context: AgentContext, number: int, process: PeerProcess) -> None:
+        """Create a client with one connection. Callers use :meth:`Service.open_client` instead."""
         self.number = number
-        self.peer = peer
-        # By how many ways it is here; changed by the service.
-        self.holders = 1
-        self._service = service
+        self.process = process
+        self.connections = 1
+        self._context = context
         self._lock = threading.Lock()
         self._publications: dict[str, Publication] = {}
-        self._borrowed: dict[str, Lending] = {}
+        self._borrowed: dict[str, Borrowers] = {}
         self._files: dict[int, RegisteredFile] = {}
-        self._closed = False
+        self._is_closed = False
 
     def publish(self, name: str, target: str, *, handle: bytes = b"", descriptors: Sequence[int] = ()) -> None:
-        """Register what a link stands for, then make the link; the descriptors are owned from now on.
+        """Publish an iov or a ring: register its memory, then create the link. This method owns the descriptors.
 
         Raises
         ------
-        Refused
-            The verdict, when it is not good; no link is made then.
+        AgentError
+            The publication failed, and no link was created.
         """
-        left = list(descriptors)
+        unused = list(descriptors)
         try:
             with self._lock:
-                self._check_open()
-                parsed = parse_name(name)
-                if name in self._publications:
-                    raise Refused(errno.EEXIST, f"{name} is published already")
-                if any(known.name.id == parsed.id for known in self._publications.values()):
-                    raise Refused(errno.EEXIST, f"the id of {name} is published already")
-                if len(self._publications) >= _PUBLICATIONS_MAX:
-                    raise Refused(errno.ENOSPC, "one process has too many publications")
-                if parsed.device_index is None and (handle or len(left) > 1):
-                    raise Refused(errno.EINVAL, "host memory has no handle, and no descriptor but its own")
-                if len(target) > _LINK_TARGET_MAX:
-                    raise Refused(errno.ENAMETOOLONG, "the target is too long")
-                self._service.take_name(name, self)
+                parsed = self._check_publication(name, target, handle=handle, descriptors=descriptors)
+                self._context.reserve_name(name, self.number)
                 try:
-                    is_used = bool(handle) or parsed.device_index is None
-                    given, left = (left, []) if is_used else ([], left)
-                    self._publications[name] = Publication.make(
+                    # The descriptors of device memory belong to its share handle. Host memory has one of its own.
+                    has_use = bool(handle) or parsed.device_index is None
+                    used, unused = (unused, []) if has_use else ([], unused)
+                    publication = Publication.create(
                         parsed,
                         target,
                         client=self.number,
-                        uid=self.peer.uid,
-                        owner=self.peer.identity,
+                        uid=self.process.uid,
+                        owner=self.process.identity,
                         handle=handle,
-                        descriptors=given,
-                        nics=self._service.nics,
-                        loop=self._service.loop,
-                        links=self._service.links,
-                        drain=self._service.drain,
+                        descriptors=used,
+                        nics=self._context.nics,
+                        loop=self._context.loop,
+                        links=self._context.links,
+                        drain=self._context.drain,
                     )
                 except BaseException:
-                    self._service.give_name(name)
+                    self._context.release_name(name)
                     raise
-                lending = self._publications[name].lending
-                if lending is not None:
-                    self._service.lend(name, lending)
+                self._publications[name] = publication
+                if publication.borrowers is not None:
+                    self._context.add_borrowers(name, publication.borrowers)
         except (GdrkitError, OSError) as error:
-            raise refusal_of(error) from error
+            raise as_agent_error(error) from error
         finally:
-            for descriptor in left:
+            for descriptor in unused:
                 os.close(descriptor)
 
     def unpublish(self, name: str) -> None:
-        """Take a publication back, after what is in flight of it.
+        """Remove a publication after its operations in flight have ended.
 
         Raises
         ------
-        Refused
-            ENOENT: this client has published no such name. EBUSY: operations are in flight and do not end.
+        AgentError
+            ENOENT: this client has not published the name. EBUSY: operations are in flight and do not end.
         """
         with self._lock:
             if name not in self._publications:
-                raise Refused(errno.ENOENT, f"{name} is not published here")
-            self._drop(name, remove_shared=False)
+                raise AgentError(errno.ENOENT, f"{name} is not published by this client")
+            self._remove_publication(name, remove_shared=False)
 
     def borrow(self, name: str, target: str) -> None:
-        """Let rings name memory that another client of the same user has published, until either side ends it.
+        """Allow the client's rings to name an iov that another client of the same user published.
 
         Raises
         ------
-        Refused
-            ENOENT: no such memory is published. EINVAL: by this name there is another target. EACCES: another user's.
-            EEXIST: a buffer of the same id is here. ENOSPC: too many.
+        AgentError
+            ENOENT: no iov with this name is published. EINVAL: the iov has another target. EACCES: it belongs to
+            another user. EEXIST: the client has a buffer with the same id. ENOSPC: the client has too many.
         """
         with self._lock:
             self._check_open()
-            lending = self._service.lent(name)
+            borrowers = self._context.borrowers(name)
             if name not in self._borrowed and len(self._borrowed) >= _PUBLICATIONS_MAX:
-                raise Refused(errno.ENOSPC, "one process has borrowed too much")
+                raise AgentError(errno.ENOSPC, f"a client can borrow at most {_PUBLICATIONS_MAX} iovs")
             try:
-                lending.borrow(self.number, uid=self.peer.uid, target=target)
+                borrowers.borrow(self.number, uid=self.process.uid, target=target)
             except OSError as error:
-                raise refusal_of(error) from error
-            self._borrowed[name] = lending
+                raise as_agent_error(error) from error
+            self._borrowed[name] = borrowers
 
-    def give_back(self, name: str) -> None:
-        """End one borrowing of a name, after what is in flight of it.
+    def return_borrowed(self, name: str) -> None:
+        """Undo one :meth:`borrow` of a name, after the operations in flight have ended.
 
         Raises
         ------
-        Refused
-            ENOENT: it is not borrowed here, or its owner has taken it back. EBUSY: operations are in flight.
+        AgentError
+            ENOENT: the client has not borrowed the name, or the owner has unpublished it. EBUSY: operations are in
+            flight and do not end.
         """
         with self._lock:
-            lending = self._borrowed.get(name)
-            if lending is None or not lending.give_back(self.number):
+            borrowers = self._borrowed.get(name)
+            if borrowers is None or not borrowers.return_buffer(self.number):
                 self._borrowed.pop(name, None)
-                raise Refused(errno.ENOENT, f"{name} is not borrowed here")
+                raise AgentError(errno.ENOENT, f"{name} is not borrowed by this client")
 
     def register_file(self, descriptor: int) -> int:
-        """Let rings name the file of a descriptor, with the rights that it has; owns it. Gives the inode.
+        """Allow rings to name the file of a descriptor, with the rights of the descriptor. Return the inode.
+
+        This method owns the descriptor.
 
         Raises
         ------
-        Refused
-            EBADF, EXDEV, ESTALE: no file of the store. EREMOTEIO: there is no server now.
+        AgentError
+            EBADF, EXDEV or ESTALE: it is not a file of the store. EREMOTEIO: the agent has no session with the server.
         """
-        try:
-            return self.register(self._service.prove(descriptor))
-        except OSError as error:
-            raise refusal_of(error) from error
-
-    def register(self, proof: Proof) -> int:
-        """As :meth:`register_file`, by any proof; owns it."""
+        access = self._file_access(descriptor)
         try:
             with self._lock:
                 self._check_open()
-                self._service.server.ask(lambda session: self._add_file(proof, session))
+                self._context.server.with_session(lambda session: self._add_file(access, session))
         except BaseException:
-            proof.close()
+            access.close()
             raise
-        return proof.inode
-
-    def _add_file(self, proof: Proof, session: AgentSession) -> None:
-        """Open a file at a session; the proof is the file's if nothing is raised."""
-        with self._service.files_lock:
-            file = self._files.get(proof.inode) or RegisteredFile(proof.inode)
-            if file.is_closing:
-                raise Refused(errno.EBUSY, "the file is being deregistered")
-            file.add(proof, session)
-            try:
-                file.tell(self._service.loop, self.number)
-            except OSError as error:
-                file.close()
-                raise refusal_of(error) from error
-            self._files[proof.inode] = file
+        return access.inode
 
     def deregister_file(self, inode: int) -> None:
-        """Take one registration of a file back; ENOENT when there is none."""
+        """Undo one registration of a file. ENOENT if the client has not registered it."""
         with self._lock:
             file = self._files.get(inode)
             if file is None:
-                raise Refused(errno.ENOENT, f"no file of inode {inode} is registered here")
-            if file.take_back():
-                self._drop_file(inode)
+                raise AgentError(errno.ENOENT, f"the client has registered no file with inode {inode}")
+            if file.deregister():
+                self._remove_file(inode)
 
     def punch_hole(self, descriptor: int, flags: int, ranges: Sequence[tuple[int, int]]) -> None:
-        """Make ranges of a file holes; owns the descriptor, which must be open for writing.
+        """Punch holes into a file. This method owns the descriptor, which must be open for writing.
+
+        Parameters
+        ----------
+        descriptor : int
+            A descriptor of the file.
+        flags : int
+            Must be 0.
+        ranges : sequence of (int, int)
+            Begin and end of each hole, in bytes.
 
         Raises
         ------
-        Refused
-            EINVAL: flags, or a range that ends before it begins. EBADF: no right to write. Else the server's.
+        AgentError
+            EINVAL: `flags` is not 0, or a range ends before it begins. EBADF: the descriptor is not open for writing.
+            Else with the errno of the server.
         """
+        access = self._file_access(descriptor)
         try:
-            proof = self._service.prove(descriptor)
-        except OSError as error:
-            raise refusal_of(error) from error
-        try:
-            if flags or any(begin > end for begin, end in ranges):
-                raise Refused(errno.EINVAL, "no flags are defined, and a range ends behind its begin")
-            if not proof.writable:
-                raise Refused(errno.EBADF, "the descriptor is not open for writing")
+            if flags:
+                raise AgentError(errno.EINVAL, f"flags must be 0, not {flags}")
+            if any(begin > end for begin, end in ranges):
+                raise AgentError(errno.EINVAL, "a range ends before it begins")
+            if not access.writable:
+                raise AgentError(errno.EBADF, "the descriptor is not open for writing")
 
             def punch(session: AgentSession) -> None:
-                handle = opened(proof, session)
+                handle = open_at_server(access, session)
                 try:
-                    session.ask(ask.PunchHole(handle=handle, ranges=tuple(ranges)), ask.Done)
+                    session.call(messages.PunchHole(handle=handle, ranges=tuple(ranges)), messages.Done)
                 finally:
-                    session.ask(ask.Close(handle=handle), ask.Done)
+                    session.call(messages.Close(handle=handle), messages.Done)
 
-            self._service.server.ask(punch)
+            self._context.server.with_session(punch)
         finally:
-            proof.close()
+            access.close()
 
     def hard_link(self, file: int, folder: int, name: str) -> None:
-        """A second name for a file of the store, in a folder of the store; owns both descriptors.
+        """Create a hard link to a file of the store, in a folder of the store. This method owns both descriptors.
 
         Raises
         ------
-        Refused
-            EXDEV: not in the store. EINVAL: no single name. ESTALE: the file was renamed meanwhile. Else the server's.
+        AgentError
+            EXDEV: the file or the folder is not in the store. EINVAL: `name` is not a single path component, or a
+            descriptor is of another type. ESTALE: the file was renamed meanwhile. Else with the errno of the server.
         """
         try:
             if not name or "/" in name or name in {".", ".."}:
-                raise Refused(errno.EINVAL, f"{name!r} is no name in a folder")
+                raise AgentError(errno.EINVAL, f"the name of a link must be one path component, not {name!r}")
             if not stat.S_ISREG(os.fstat(file).st_mode) or not stat.S_ISDIR(os.fstat(folder).st_mode):
-                raise Refused(errno.EINVAL, "a regular file and a folder are needed")
-            old, new = self._path_of(file), self._path_of(folder)
-            new_path = f"{new}/{name}" if new else name
+                raise AgentError(errno.EINVAL, "the descriptors must be of a regular file and of a folder")
+            path, parent = self._path_below_root(file), self._path_below_root(folder)
+            new_path = f"{parent}/{name}" if parent else name
             inode = os.fstat(file).st_ino
-            tries = itertools.count(1)
+            attempts = itertools.count(1)
 
             def link(session: AgentSession) -> None:
-                is_repeated = next(tries) > 1
+                is_repeated = next(attempts) > 1
                 try:
-                    linked = session.ask(ask.HardLink(path=old, new_path=new_path), ask.FileStat)
-                except Refused as error:
+                    status = session.call(messages.HardLink(path=path, new_path=new_path), messages.FileStat)
+                except AgentError as error:
                     if not is_repeated or error.errno != errno.EEXIST:
                         raise
-                    # The request before this one may have made it, and its answer been lost with the session.
-                    linked = session.ask(ask.Stat(path=new_path), ask.FileStat)
-                    if linked.inode != inode:
+                    # The previous attempt may have created the link, and its reply was lost with the session.
+                    status = session.call(messages.Stat(path=new_path), messages.FileStat)
+                    if status.inode != inode:
                         raise
-                if linked.inode != inode:
-                    session.ask(ask.Unlink(path=new_path), ask.Done)
-                    raise Refused(errno.ESTALE, "the file was renamed meanwhile")
+                if status.inode != inode:
+                    session.call(messages.Unlink(path=new_path), messages.Done)
+                    raise AgentError(errno.ESTALE, "the file was renamed meanwhile")
 
-            self._service.server.ask(link)
+            self._context.server.with_session(link)
         except OSError as error:
-            raise refusal_of(error) from error
+            raise as_agent_error(error) from error
         finally:
             os.close(file)
             os.close(folder)
 
     def reopen(self, session: AgentSession) -> None:
-        """Open all files again at another session."""
+        """Reopen all files at a new session."""
         for file in tuple(self._files.values()):
-            if file.is_closing:  # The loop has forgotten it, or is about to.
+            if file.is_closing:  # The loop has removed it, or is about to.
                 continue
             file.reopen(session)
-            file.tell(self._service.loop, self.number)
+            file.update_loop(self._context.loop, self.number)
 
-    def drop_ring(self, identity: bytes) -> None:
-        """A ring is broken: its publication goes, and the client has to make a new one."""
+    def remove_ring(self, identity: bytes) -> None:
+        """Remove the publication of a broken ring. The client has to publish a new ring."""
         with self._lock:
             name = next((name for name, known in self._publications.items() if known.name.id == identity), None)
             if name is not None:
-                self._drop(name, remove_shared=False)
-
-    def release(self) -> None:
-        """End one way that it came, and with the last one everything that it has."""
-        if self._service.release_client(self):
-            self.close()
+                self._remove_publication(name, remove_shared=False)
 
     def close(self) -> None:
-        """Take back everything: rings first, then buffers and files; a failure leaves the rest for the next call."""
+        """Release everything: first the rings, then iovs and files. After an error, close again."""
         with self._lock:
-            if self._closed and not self._publications and not self._files and not self._borrowed:
+            if self._is_closed and not self._publications and not self._files and not self._borrowed:
                 return
-            self._closed = True
-            parts = ReleaseStack()
+            self._is_closed = True
+            removals = ReleaseStack()  # Runs in the reverse order.
             for inode in tuple(self._files):
-                parts.push(lambda inode=inode: self._drop_file(inode))  # type: ignore[misc]
+                removals.push(lambda inode=inode: self._remove_file(inode))  # type: ignore[misc]
             for borrowed in tuple(self._borrowed):
-                parts.push(lambda name=borrowed: self._drop_borrowed(name))  # type: ignore[misc]
+                removals.push(lambda name=borrowed: self._return_all(name))  # type: ignore[misc]
             rings_last = sorted(self._publications, key=lambda name: self._publications[name].name.ring is not None)
             for name in rings_last:
-                parts.push(lambda name=name: self._drop(name, remove_shared=True))  # type: ignore[misc]
-            parts.run()
-        self._service.forget(self)
+                removals.push(lambda name=name: self._remove_publication(name, remove_shared=True))  # type: ignore[misc]
+            removals.run()
 
-    def _drop(self, name: str, *, remove_shared: bool) -> None:
+    def _check_publication(self, name: str, target: str, *, handle: bytes, descriptors: Sequence[int]) -> LinkName:
+        self._check_open()
+        parsed = parse_name(name)
+        if name in self._publications:
+            raise AgentError(errno.EEXIST, f"{name} is already published")
+        if any(known.name.id == parsed.id for known in self._publications.values()):
+            raise AgentError(errno.EEXIST, f"the id of {name} is already published")
+        if len(self._publications) >= _PUBLICATIONS_MAX:
+            raise AgentError(errno.ENOSPC, f"a client can publish at most {_PUBLICATIONS_MAX} iovs and rings")
+        if parsed.device_index is None and (handle or len(descriptors) > 1):
+            message = f"host memory has no share handle and at most one descriptor, not {len(descriptors)}"
+            raise AgentError(errno.EINVAL, message)
+        if len(target) > _LINK_TARGET_MAX:
+            message = f"the target of a link has at most {_LINK_TARGET_MAX} characters, not {len(target)}"
+            raise AgentError(errno.ENAMETOOLONG, message)
+        return parsed
+
+    def _file_access(self, descriptor: int) -> FileAccess:
+        try:
+            return self._context.file_access(descriptor)
+        except OSError as error:
+            raise as_agent_error(error) from error
+
+    def _add_file(self, access: FileAccess, session: AgentSession) -> None:
+        """Open a file at a session. Unless this method raises, the file owns `access`."""
+        with self._context.files_lock:
+            file = self._files.get(access.inode) or RegisteredFile(access.inode)
+            if file.is_closing:
+                raise AgentError(errno.EBUSY, "the file is being deregistered")
+            file.add(access, session)
+            try:
+                file.update_loop(self._context.loop, self.number)
+            except OSError as error:
+                file.close()
+                raise as_agent_error(error) from error
+            self._files[access.inode] = file
+
+    def _remove_publication(self, name: str, *, remove_shared: bool) -> None:
         self._publications[name].close(remove_shared=remove_shared)
         del self._publications[name]
-        self._service.give_name(name)
+        self._context.release_name(name)
 
-    def _drop_borrowed(self, name: str) -> None:
-        self._borrowed[name].give_back(self.number, all_at_once=True)
+    def _return_all(self, name: str) -> None:
+        self._borrowed[name].return_buffer(self.number, all_at_once=True)
         del self._borrowed[name]
 
-    def _drop_file(self, inode: int) -> None:
-        with self._service.files_lock:
+    def _remove_file(self, inode: int) -> None:
+        with self._context.files_lock:
             self._files[inode].is_closing = True
-        self._service.drain(
-            lambda timeout_ms: self._service.loop.remove_file(self.number, inode, timeout_ms=timeout_ms)
+        self._context.drain(
+            lambda timeout_ms: self._context.loop.remove_file(self.number, inode, timeout_ms=timeout_ms)
         )
-        with self._service.files_lock:
+        with self._context.files_lock:
             self._files.pop(inode).close()
 
-    def _path_of(self, descriptor: int) -> str:
-        """The path of an open file below the store; the server takes no other."""
+    def _path_below_root(self, descriptor: int) -> str:
+        """Return the path of an open file relative to the root. The server accepts no other paths."""
         path = Path(f"/proc/self/fd/{descriptor}").readlink()
-        if not path.is_relative_to(self._service.root):
-            raise Refused(errno.EXDEV, f"{path} is not in the store")
-        relative = str(path.relative_to(self._service.root))
+        if not path.is_relative_to(self._context.root):
+            raise AgentError(errno.EXDEV, f"{path} is not in the store")
+        relative = str(path.relative_to(self._context.root))
         return "" if relative == "." else relative
 
     def _check_open(self) -> None:
-        if self._closed:
-            raise Refused(errno.ESHUTDOWN, "the agent is ending")
+        if self._is_closed:
+            raise AgentError(errno.ESHUTDOWN, "the agent is shutting down")

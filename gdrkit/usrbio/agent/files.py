@@ -1,7 +1,7 @@
-"""Files that a client registered: which they are, what it may do with them, and by which handles the server knows them.
+"""The files that a client registered: their access rights, and their handles on the storage server.
 
-Level 5. A descriptor proves which file and which right. A server on this host takes the descriptor itself; another one
-is given the path, and its answer must be the same inode.
+A client proves its access to a file by a descriptor of the file. If the storage server runs on this host, the agent
+sends it the descriptor. To a remote server it sends the path, and the server must return the inode of the descriptor.
 """
 
 from __future__ import annotations
@@ -13,49 +13,49 @@ import stat
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from gdrkit.storage import messages as ask
-from gdrkit.usrbio.agent.refusal import Refused
+from gdrkit.storage import messages
+from gdrkit.usrbio.agent.agent_error import AgentError
 
 if TYPE_CHECKING:
     from gdrkit.usrbio.agent._agent_loop import AgentLoop
     from gdrkit.usrbio.agent.session import AgentSession
 
-__all__ = ["ByDescriptor", "ByPath", "Proof", "RegisteredFile", "opened"]
+__all__ = ["DescriptorAccess", "FileAccess", "PathAccess", "RegisteredFile", "open_at_server"]
 
 
-class ByDescriptor:
-    """A file and a right to it, proven by a descriptor; owns it.
+class DescriptorAccess:
+    """The access to a file that a descriptor of the file grants.
 
     Parameters
     ----------
     descriptor : int
-        Owned from now on, also when the constructor raises.
+        The access owns it from now on, also if the constructor raises.
     store : Path
         The store's folder.
 
     Raises
     ------
-    Refused
-        EBADF: no regular file open for reading or writing. EXDEV: it is not in the store.
+    AgentError
+        EBADF: it is not a regular file that is open for reading or writing. EXDEV: the file is not in the store.
     """
 
     def __init__(self, descriptor: int, store: Path) -> None:
         self.descriptor = descriptor
         try:
-            found, mode = _regular(descriptor)
-            if found.st_dev != store.stat().st_dev:
-                _refuse(errno.EXDEV, "the file is not in the store")
+            status, mode = _regular_file(descriptor)
+            if status.st_dev != store.stat().st_dev:
+                _refuse(errno.EXDEV, f"the file is not in the store {store}")
         except BaseException:
             self.close()
             raise
-        self.inode = found.st_ino
+        self.inode = status.st_ino
         self.readable = mode in {os.O_RDONLY, os.O_RDWR}
         self.writable = mode in {os.O_WRONLY, os.O_RDWR}
 
-    def open(self, session: AgentSession) -> ask.OpenReply:
-        """Have the server adopt it, which looks whether it is inside the store."""
-        adopt = ask.Adopt(read=self.readable, write=self.writable)
-        return session.ask(adopt, ask.OpenReply, descriptors=(self.descriptor,))
+    def open(self, session: AgentSession) -> messages.OpenReply:
+        """Send the descriptor to the server. The server checks whether the file is inside the store."""
+        adopt = messages.Adopt(read=self.readable, write=self.writable)
+        return session.call(adopt, messages.OpenReply, descriptors=(self.descriptor,))
 
     def close(self) -> None:
         """Close the descriptor."""
@@ -64,8 +64,8 @@ class ByDescriptor:
             os.close(descriptor)
 
 
-class ByPath:
-    """A file and a right to it that the caller has established: what a FUSE mount knows of an open file."""
+class PathAccess:
+    """The access to a file below a FUSE mount, with the path by which the server opens the file."""
 
     def __init__(self, path: str, *, inode: int, readable: bool, writable: bool) -> None:
         self.path = path
@@ -73,134 +73,152 @@ class ByPath:
         self.readable = readable
         self.writable = writable
 
-    def open(self, session: AgentSession) -> ask.OpenReply:
-        """Open it by its path."""
-        return session.ask(ask.Open(path=self.path, read=self.readable, write=self.writable), ask.OpenReply)
+    def open(self, session: AgentSession) -> messages.OpenReply:
+        """Open the file at the server."""
+        return session.call(messages.Open(path=self.path, read=self.readable, write=self.writable), messages.OpenReply)
 
     def close(self) -> None:
-        """Nothing to close."""
+        """Do nothing: the access has no descriptor."""
 
     @classmethod
-    def of_descriptor(cls, descriptor: int, mount: Path) -> ByPath:
-        """The proof that a descriptor of a file in a FUSE mount is; owns it.
+    def of_descriptor(cls, descriptor: int, mount: Path) -> PathAccess:
+        """Return the access that a descriptor of a file below `mount` grants, and close the descriptor.
 
         Raises
         ------
-        Refused
-            EBADF: no regular file open for reading or writing. EXDEV: it is not in the mount.
+        AgentError
+            EBADF: it is not a regular file that is open for reading or writing. EXDEV: the file is not below `mount`.
         """
         try:
-            found, mode = _regular(descriptor)
+            status, mode = _regular_file(descriptor)
             path = Path(f"/proc/self/fd/{descriptor}").readlink()
             if not path.is_relative_to(mount):
-                _refuse(errno.EXDEV, f"{path} is not in {mount}")
+                _refuse(errno.EXDEV, f"{path} is not below {mount}")
         finally:
             os.close(descriptor)
         return cls(
             str(path.relative_to(mount)),
-            inode=found.st_ino,
+            inode=status.st_ino,
             readable=mode in {os.O_RDONLY, os.O_RDWR},
             writable=mode in {os.O_WRONLY, os.O_RDWR},
         )
 
 
-Proof = ByDescriptor | ByPath
+FileAccess = DescriptorAccess | PathAccess
 
 
 class RegisteredFile:
-    """One file of one client: every registration of it adds its rights, until the last one is taken back."""
+    """A file of one client. Every registration adds access rights, and all rights stay until the last deregistration.
+
+    Attributes
+    ----------
+    inode : int
+        Inode of the file. Entries of rings name it.
+    is_closing : bool
+        Whether the file is being deregistered. The lock of files of the agent guards it.
+    """
 
     def __init__(self, inode: int) -> None:
         self.inode = inode
-        self._count = 0
-        # Guarded by the service's lock of files.
         self.is_closing = False
-        # With the handle, 0 where it does not hold any more, and the session that has given it.
-        self._proofs: list[tuple[Proof, int, AgentSession]] = []
+        self._registrations = 0
+        # Each access, with its handle at the server (0 if the server refused to reopen it) and the session of the
+        # handle.
+        self._handles: list[tuple[FileAccess, int, AgentSession]] = []
 
-    def add(self, proof: Proof, session: AgentSession) -> None:
-        """Register it once more; the proof is owned from now on, unless it raises, and kept if it brings a right.
+    def add(self, access: FileAccess, session: AgentSession) -> None:
+        """Register the file once more. If `access` grants a new right, open the file with it.
+
+        The file owns `access` from now on, unless this method raises.
 
         Raises
         ------
-        Refused
-            The server's errno; ESTALE: the path names another file by now.
+        AgentError
+            The server replied with this errno. ESTALE: another file has the path now.
         """
-        is_new = not all(
-            any(getattr(known, right) for known, handle, _ in self._proofs if handle) or not getattr(proof, right)
+        is_new_right = not all(
+            any(getattr(known, right) for known, handle, _ in self._handles if handle) or not getattr(access, right)
             for right in ("readable", "writable")
         )
-        if is_new:
-            self._proofs.append((proof, opened(proof, session), session))
+        if is_new_right:
+            self._handles.append((access, open_at_server(access, session), session))
         else:
-            proof.close()
-        self._count += 1
+            access.close()
+        self._registrations += 1
 
-    def take_back(self) -> bool:
-        """Take one registration back; True: it was the last one, and :meth:`close` is next. All rights stay until
-        then, since nobody says which of several registrations is meant.
+    def deregister(self) -> bool:
+        """Undo one registration. Return True if it was the last one, after which the caller has to call :meth:`close`.
+
+        All access rights stay until then, because a deregistration does not name the registration that it undoes.
         """
-        self._count -= 1
-        return self._count <= 0
+        self._registrations -= 1
+        return self._registrations <= 0
 
     def reopen(self, session: AgentSession) -> None:
-        """Open it at another session; a proof that does not hold there any more goes."""
-        kept: list[tuple[Proof, int, AgentSession]] = []
-        for proof, _old, _session in self._proofs:
+        """Open the file at a new session with every access. An access that the server refuses gets the handle 0."""
+        handles: list[tuple[FileAccess, int, AgentSession]] = []
+        for access, _old_handle, _old_session in self._handles:
             try:
-                kept.append((proof, opened(proof, session), session))
-            except Refused:
-                # Its operations are answered with the right that is left, or EBADF.
-                kept.append((proof, 0, session))
-        self._proofs = kept
+                handles.append((access, open_at_server(access, session), session))
+            except AgentError:
+                # Operations then use the rights of the other accesses, or fail with EBADF.
+                handles.append((access, 0, session))
+        self._handles = handles
 
-    def tell(self, loop: AgentLoop, client: int) -> None:
-        """Have the loop serve it with the handles and rights of now."""
-        reading = next((handle for proof, handle, _ in self._proofs if handle and proof.readable), 0)
-        writing = next((handle for proof, handle, _ in self._proofs if handle and proof.writable), 0)
+    def update_loop(self, loop: AgentLoop, client: int) -> None:
+        """Set the current handles and access rights of the file in the loop."""
+        read_handle = next((handle for access, handle, _ in self._handles if handle and access.readable), 0)
+        write_handle = next((handle for access, handle, _ in self._handles if handle and access.writable), 0)
         loop.set_file(
             client,
             self.inode,
-            read_handle=reading,
-            write_handle=writing,
-            readable=bool(reading),
-            writable=bool(writing),
+            read_handle=read_handle,
+            write_handle=write_handle,
+            readable=bool(read_handle),
+            writable=bool(write_handle),
         )
 
     def close(self) -> None:
-        """Close it everywhere."""
-        proofs, self._proofs = self._proofs, []
-        for proof, handle, session in proofs:
-            _close(proof, handle, session)
+        """Close every access, and its handle at the server."""
+        handles, self._handles = self._handles, []
+        for access, handle, session in handles:
+            _close(access, handle, session)
 
 
-def _regular(descriptor: int) -> tuple[os.stat_result, int]:
-    """What a descriptor is, and for what it is open (O_RDONLY, O_WRONLY or O_RDWR)."""
-    found = os.fstat(descriptor)
+def _regular_file(descriptor: int) -> tuple[os.stat_result, int]:
+    """Return the status and the access mode (O_RDONLY, O_WRONLY or O_RDWR) of the descriptor of a regular file."""
+    status = os.fstat(descriptor)
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
-    if not stat.S_ISREG(found.st_mode) or flags & os.O_PATH:
-        _refuse(errno.EBADF, "the descriptor is no regular file that is open for reading or writing")
-    return found, flags & os.O_ACCMODE
+    if not stat.S_ISREG(status.st_mode) or flags & os.O_PATH:
+        _refuse(errno.EBADF, "the descriptor is not a regular file that is open for reading or writing")
+    return status, flags & os.O_ACCMODE
 
 
 def _refuse(number: int, message: str) -> NoReturn:
-    raise Refused(number, message)
+    raise AgentError(number, message)
 
 
-def opened(proof: Proof, session: AgentSession) -> int:
-    """The handle of a proven file at the server; Refused with ESTALE: its path names another one by now."""
-    reply = proof.open(session)
-    if reply.stat.inode != proof.inode:
-        session.ask(ask.Close(handle=reply.handle), ask.Done)
-        raise Refused(errno.ESTALE, "the path names another file by now")
+def open_at_server(access: FileAccess, session: AgentSession) -> int:
+    """Open a file at the storage server and return the handle.
+
+    Raises
+    ------
+    AgentError
+        The server replied with this errno. ESTALE: another file has the path now.
+    """
+    reply = access.open(session)
+    if reply.stat.inode != access.inode:
+        session.call(messages.Close(handle=reply.handle), messages.Done)
+        raise AgentError(errno.ESTALE, "another file has the path now")
     return reply.handle
 
 
-def _close(proof: Proof, handle: int, session: AgentSession) -> None:
-    proof.close()
+def _close(access: FileAccess, handle: int, session: AgentSession) -> None:
+    access.close()
     if handle:
         try:
-            session.ask(ask.Close(handle=handle), ask.Done)
-        except Refused as error:
+            session.call(messages.Close(handle=handle), messages.Done)
+        except AgentError as error:
+            # With EREMOTEIO the session has ended, and the server has closed the file with it.
             if error.errno != errno.EREMOTEIO:
-                raise  # Else the session has ended, and closed the file with it.
+                raise

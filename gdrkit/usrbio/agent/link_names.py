@@ -1,7 +1,7 @@
-"""What a publication's link says: by its name, and for device memory by its target.
+"""Parsers of the name of a publication's link, and of the target of a link to device memory.
 
-Level 5, pure. The names are those of 3FS: ``UUID[.bBLOCK][.rDEPTH|.wDEPTH][.ph|.pl][.tMS][.fBITS]`` of host memory and
-rings, ``UUID.gdr.dDEVICE`` of device memory. A name that says anything else is ``Refused`` with EINVAL.
+The names are those of 3FS: ``UUID[.bBLOCK][.rDEPTH|.wDEPTH][.ph|.pl][.tMS][.fBITS]`` for host memory and rings, and
+``UUID.gdr.dDEVICE`` for device memory. For other names the parsers raise ``AgentError`` with EINVAL.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ import uuid
 from dataclasses import dataclass
 from typing import NoReturn
 
-from gdrkit.usrbio.agent.refusal import Refused
+from gdrkit.usrbio.agent.agent_error import AgentError
 
-__all__ = ["DeviceTarget", "LinkName", "Priority", "RingRules", "parse_device_target", "parse_name"]
+__all__ = ["DeviceTarget", "LinkName", "Priority", "RingOptions", "parse_device_target", "parse_name"]
 
 _UUID = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
-_PARTS = (
+_SUFFIXES = (
     ("block", re.compile(r"b([0-9]{1,19})")),
     ("depth", re.compile(r"([rw])(-?[0-9]{1,10})")),
     ("priority", re.compile(r"p([hl])")),
     ("timeout", re.compile(r"t([0-9]{1,10})")),
     ("flags", re.compile(r"f([01]{1,64})")),
 )
-_DEVICE = re.compile(r"gdr\.d(0|[1-9][0-9]{0,8})")
-_TARGET = re.compile(
+_DEVICE_SUFFIX = re.compile(r"gdr\.d(0|[1-9][0-9]{0,8})")
+_DEVICE_TARGET = re.compile(
     r"gdr://v2/device/([0-9]{1,9})/allocation/([0-9]{1,19})/offset/([0-9]{1,19})/size/([0-9]{1,19})"
     r"/(?:ipc/([0-9a-f]{128})|dmabuf)",
     re.ASCII,
@@ -35,14 +35,14 @@ _SIZE_MAX = (1 << 63) - 1
 
 
 class Priority:
-    """The classes of rings, as the loop numbers them."""
+    """The priorities of rings, with the numbers of the native loop."""
 
     HIGH, NORMAL, LOW = range(3)
 
 
 @dataclass(frozen=True, slots=True)
-class RingRules:
-    """How a ring is drained: direction, batches, priority, how long a short batch waits, flags."""
+class RingOptions:
+    """The options of a ring: direction, I/O depth, priority, flags, and how long a batch waits for more operations."""
 
     for_read: bool
     io_depth: int
@@ -53,19 +53,34 @@ class RingRules:
 
 @dataclass(frozen=True, slots=True)
 class LinkName:
-    """What a name says: host memory (`block_bytes`, 0 for whole), a ring, or memory of a device."""
+    """The parsed name of a link: to host memory, to a ring, or to device memory.
+
+    Attributes
+    ----------
+    text : str
+        The name itself.
+    id : bytes
+        The UUID of the publication, 16 bytes.
+    block_bytes : int
+        Block size of host memory in bytes, 0 for one block.
+    ring : RingOptions or None
+        The options of a ring; None for memory.
+    device_index : int or None
+        The number of the GPU with the memory; None for host memory and rings.
+    """
 
     text: str
     id: bytes
     block_bytes: int = 0
-    ring: RingRules | None = None
+    ring: RingOptions | None = None
     device_index: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceTarget:
-    """Device memory as its link says it: where in which allocation it lies, and the IPC handle of that, if it has one
-    (memory of VMM and of pools has none).
+    """The parsed target of a link to device memory: a range of an allocation, and the allocation's IPC handle.
+
+    Memory of VMM and of pools has no IPC handle.
     """
 
     device_index: int
@@ -76,61 +91,61 @@ class DeviceTarget:
 
 
 def parse_name(text: str) -> LinkName:
-    """Read the name of a link."""
-    head, _, rest = text.partition(".")
-    if not _UUID.fullmatch(head):
+    """Parse the name of a link."""
+    uuid_text, _, suffix = text.partition(".")
+    if not _UUID.fullmatch(uuid_text):
         _refuse(text, "it does not begin with a UUID in lower case")
-    identity = uuid.UUID(head).bytes
-    if not rest:
+    identity = uuid.UUID(uuid_text).bytes
+    if not suffix:
         return LinkName(text, identity) if "." not in text else _refuse(text, "nothing follows the dot")
-    device = _DEVICE.fullmatch(rest)
+    device = _DEVICE_SUFFIX.fullmatch(suffix)
     if device:
         return LinkName(text, identity, device_index=int(device[1]))
-    return _with_parts(text, identity, rest.split("."))
+    return _parse_suffixes(text, identity, suffix.split("."))
 
 
 def parse_device_target(text: str) -> DeviceTarget:
-    """Read the target of a link to device memory (``gdr://v2/...``)."""
-    found = _TARGET.fullmatch(text)
-    if not found:
-        _refuse(text[:200], "it is no gdr://v2 target")
-    device, allocation, offset, size = (int(found[part]) for part in range(1, 5))
+    """Parse the target of a link to device memory (``gdr://v2/...``)."""
+    match = _DEVICE_TARGET.fullmatch(text)
+    if not match:
+        _refuse(text[:200], "it is not a gdr://v2 target")
+    device, allocation, offset, size = (int(match[group]) for group in range(1, 5))
     if not 0 < size <= allocation <= _SIZE_MAX or offset > allocation or size > allocation - offset:
         _refuse(text[:200], "the memory is not inside its allocation")
-    return DeviceTarget(device, allocation, offset, size, bytes.fromhex(found[5]) if found[5] else None)
+    return DeviceTarget(device, allocation, offset, size, bytes.fromhex(match[5]) if match[5] else None)
 
 
-def _with_parts(text: str, identity: bytes, parts: list[str]) -> LinkName:
-    found: dict[str, re.Match[str]] = {}
-    for part in parts:
-        named = next(((name, match) for name, form in _PARTS if (match := form.fullmatch(part))), None)
-        if named is None or named[0] in found:
-            _refuse(text, f"{part!r} is unknown, or there twice")
-        found[named[0]] = named[1]
-    block_bytes = int(found["block"][1]) if "block" in found else 0
+def _parse_suffixes(text: str, identity: bytes, suffixes: list[str]) -> LinkName:
+    matches: dict[str, re.Match[str]] = {}
+    for suffix in suffixes:
+        parsed = next(((name, match) for name, form in _SUFFIXES if (match := form.fullmatch(suffix))), None)
+        if parsed is None or parsed[0] in matches:
+            _refuse(text, f"the suffix {suffix!r} is unknown or a duplicate")
+        matches[parsed[0]] = parsed[1]
+    block_bytes = int(matches["block"][1]) if "block" in matches else 0
     if block_bytes > _SIZE_MAX:
-        _refuse(text, "the blocks are too large")
-    if "depth" not in found:
-        if found.keys() - {"block"}:
+        _refuse(text, f"the block size must be at most {_SIZE_MAX}")
+    if "depth" not in matches:
+        if matches.keys() - {"block"}:
             _refuse(text, "only a ring has priority, timeout and flags")
         return LinkName(text, identity, block_bytes=block_bytes)
-    if "block" in found:
+    if "block" in matches:
         _refuse(text, "a ring has no blocks")
-    depth = int(found["depth"][2])
-    timeout_ms = int(found["timeout"][1]) if "timeout" in found else 0
+    depth = int(matches["depth"][2])
+    timeout_ms = int(matches["timeout"][1]) if "timeout" in matches else 0
     if not -_INT32_MAX <= depth <= _INT32_MAX or timeout_ms > _INT32_MAX:
-        _refuse(text, "a number is too large")
-    letter = found["priority"][1] if "priority" in found else ""
-    rules = RingRules(
-        for_read=found["depth"][1] == "r",
+        _refuse(text, f"the I/O depth and the timeout must be at most {_INT32_MAX}")
+    letter = matches["priority"][1] if "priority" in matches else ""
+    options = RingOptions(
+        for_read=matches["depth"][1] == "r",
         io_depth=depth,
         priority={"h": Priority.HIGH, "": Priority.NORMAL, "l": Priority.LOW}[letter],
         timeout_ms=timeout_ms,
-        flags=int(found["flags"][1], 2) if "flags" in found else 0,
+        flags=int(matches["flags"][1], 2) if "flags" in matches else 0,
     )
-    return LinkName(text, identity, ring=rules)
+    return LinkName(text, identity, ring=options)
 
 
-def _refuse(text: str, why: str) -> NoReturn:
-    message = f"{text!r} names no publication: {why}"
-    raise Refused(errno.EINVAL, message)
+def _refuse(text: str, detail: str) -> NoReturn:
+    message = f"{text!r} is not a valid name or target of a publication: {detail}"
+    raise AgentError(errno.EINVAL, message)

@@ -1,8 +1,8 @@
-"""The agent's socket: who comes, what they say, and what they are answered.
+"""The agent's socket: the listener, and the service of each connection.
 
-Level 5. One thread for each connection, since registering memory takes its time and must not hold up anybody else. The
-end of a connection is the end of all that came over it. Only processes of the agent's own user are let in, by the
-kernel's word (SO_PEERCRED).
+Each connection has a thread, because registering memory takes long and must not delay other clients. When a connection
+ends, the agent releases everything that the client obtained through it. The agent serves only processes of its own
+user, as the kernel reports it (SO_PEERCRED).
 """
 
 from __future__ import annotations
@@ -20,80 +20,80 @@ from gdrkit.children import join_threads
 from gdrkit.errors import GdrkitError, UsageError
 from gdrkit.host import process_identity
 from gdrkit.usrbio.agent import protocol
-from gdrkit.usrbio.agent.client import Peer
-from gdrkit.usrbio.agent.protocol import Message, Request
-from gdrkit.usrbio.agent.refusal import Refused, refusal_of
+from gdrkit.usrbio.agent.agent_error import AgentError, as_agent_error
+from gdrkit.usrbio.agent.client import PeerProcess
+from gdrkit.usrbio.agent.protocol import AgentMessage, AgentRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from gdrkit.usrbio.agent.client import Client
-    from gdrkit.usrbio.agent.mount import Mount
+    from gdrkit.usrbio.agent.mount import AgentMount
     from gdrkit.usrbio.agent.service import Service
 
-__all__ = ["AgentListener", "answer"]
+__all__ = ["AgentListener"]
 
 _CONNECTIONS_MAX = 1024
 _BACKLOG = 128
 _ACCEPT_PAUSE_S = 0.05
 # A request to the storage server has a limit of 30 s.
 _END_TIMEOUT_S = 60.0
-_SENTENCE_BYTES_MAX = 2048
+_ERROR_TEXT_BYTES_MAX = 2048
 _CREDENTIALS = struct.Struct("iII")
 _LOG = logging.getLogger(__name__)
 
 
 class AgentListener:
-    """Listens until :meth:`close`.
+    """The listener of the agent's socket. It accepts clients until :meth:`close`.
 
     Parameters
     ----------
-    mount : Mount
-        In whose folder the socket is made.
+    mount : AgentMount
+        The mount in whose folder the socket is created.
     service : Service
-        What clients reach.
+        The service for the clients.
     """
 
-    def __init__(self, mount: Mount, service: Service) -> None:
+    def __init__(self, mount: AgentMount, service: Service) -> None:
         self._mount = mount
         self._service = service
         self._lock = threading.Lock()
         self._connections: dict[socket.socket, threading.Thread] = {}
-        self._closing = False
+        self._is_closing = False
         self._stopping = threading.Event()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            # By the folder's descriptor: a path of any length fits into an address.
-            address = f"/proc/self/fd/{mount.folder}/{mount.socket.name}"
+            # The path through the folder's descriptor is short. The address of a socket has a length limit.
+            address = f"/proc/self/fd/{mount.virtual_fd}/{mount.socket_path.name}"
             self._socket.bind(address)
-            # Nobody can connect before listen(). The umask is no way: it is that of all threads.
-            os.chmod(address, 0o600)  # noqa: PTH101 - an address, and no path that anybody sees.
+            # No client can connect before listen(). A umask is not used, because it applies to all threads.
+            os.chmod(address, 0o600)  # noqa: PTH101 - an address, not a path that users see.
             self._socket.listen(_BACKLOG)
         except BaseException:
             self._socket.close()
             raise
-        self._thread = threading.Thread(target=self._accept, name="agent-doorway", daemon=True)
+        self._thread = threading.Thread(target=self._accept, name="agent-listener", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Let nobody in any more, end all connections, and wait until what they had is taken back.
+        """Stop accepting clients, end all connections, and wait until their clients are released.
 
         Raises
         ------
         BrokenResource
-            ``TIMEOUT``: a thread still releases what a client had; closing again waits again.
+            ``TIMEOUT``: a thread still releases the objects of a client. Another close waits again.
         """
         with self._lock:
-            self._closing = True
+            self._is_closing = True
             connections = dict(self._connections)
         self._stopping.set()
         if self._socket.fileno() >= 0:
             self._socket.shutdown(socket.SHUT_RDWR)
             join_threads([self._thread], timeout_s=_END_TIMEOUT_S)
             self._socket.close()
-        self._mount.socket.unlink(missing_ok=True)
+        self._mount.socket_path.unlink(missing_ok=True)
         for connection in connections:
-            _end(connection)
+            _stop_receiving(connection)
         join_threads(connections.values(), timeout_s=_END_TIMEOUT_S)
 
     def _accept(self) -> None:
@@ -102,38 +102,38 @@ class AgentListener:
             try:
                 connection, _address = self._socket.accept()
             except OSError as error:
-                if self._closing:
+                if self._is_closing:
                     return
-                # An error that stays is logged once, and not twenty times a second.
+                # An error that repeats is logged once, instead of twenty times a second.
                 if error.errno != logged:
                     logged = error.errno
-                    _LOG.warning("accept on %s failed: %s; the agent tries again", self._mount.socket, error)
-                # A waiting client is accepted when a descriptor is free again. Until then accept() would fail at once.
+                    _LOG.warning("accept on %s failed: %s; the agent tries again", self._mount.socket_path, error)
+                # Without this pause accept() would fail again at once, until a descriptor is free.
                 self._stopping.wait(_ACCEPT_PAUSE_S)
                 continue
             logged = None
-            self._let_in(connection)
+            self._start_thread(connection)
 
-    def _let_in(self, connection: socket.socket) -> None:
+    def _start_thread(self, connection: socket.socket) -> None:
         thread = threading.Thread(target=self._serve, args=(connection,), name="agent-client", daemon=True)
         with self._lock:
-            is_welcome = not self._closing and len(self._connections) < _CONNECTIONS_MAX
-            if is_welcome:
+            is_accepted = not self._is_closing and len(self._connections) < _CONNECTIONS_MAX
+            if is_accepted:
                 self._connections[connection] = thread
-        if is_welcome:
+        if is_accepted:
             thread.start()
         else:
             connection.close()
 
     def _serve(self, connection: socket.socket) -> None:
         try:
-            peer = _peer_of(connection)
-            if peer.uid == os.geteuid():
-                self._serve_client(connection, self._service.open_client(peer))
+            process = _peer_process(connection)
+            if process.uid == os.geteuid():
+                self._serve_client(connection, self._service.open_client(process))
             else:
-                _refuse_stranger(connection, peer)
+                _refuse_other_user(connection, process)
         except (GdrkitError, OSError) as error:
-            _LOG.warning("a connection to %s failed: %s", self._mount.socket, error)
+            _LOG.warning("a connection to %s failed: %s", self._mount.socket_path, error)
         finally:
             with self._lock:
                 self._connections.pop(connection, None)
@@ -141,14 +141,14 @@ class AgentListener:
 
     def _serve_client(self, connection: socket.socket, client: Client) -> None:
         try:
-            while serve_one(connection, client):
+            while _serve_request(connection, client):
                 pass
         finally:
-            client.release()
+            self._service.release(client)
 
 
-def serve_one(connection: socket.socket, client: Client) -> bool:
-    """Answer the next request; False: the connection is over, by its end or by what is no message."""
+def _serve_request(connection: socket.socket, client: Client) -> bool:
+    """Receive a request and send the reply. Return False if the connection ended, or the message was malformed."""
     try:
         data, descriptors = _receive(connection)
     except OSError as error:
@@ -156,7 +156,7 @@ def serve_one(connection: socket.socket, client: Client) -> bool:
             return False
         raise
     except UsageError:
-        # More descriptors or bytes than a message may have.
+        # The message has too many descriptors or bytes.
         return False
     if not data:
         _close_all(descriptors)
@@ -164,15 +164,13 @@ def serve_one(connection: socket.socket, client: Client) -> bool:
     try:
         message = protocol.parse(data, descriptors=len(descriptors))
     except UsageError:
-        # Who does not speak the protocol gets no answer that it could read.
+        # A peer that does not speak the protocol gets no reply, because it could not parse one.
         _close_all(descriptors)
         return False
     try:
-        reply = answer(client, message, descriptors)
+        reply = _execute(client, message, descriptors)
     except (GdrkitError, OSError) as error:
-        refused = refusal_of(error)
-        sentence = str(refused).encode()[:_SENTENCE_BYTES_MAX].decode(errors="ignore").encode()
-        reply = Message(message.request, message.sequence, sentence, status=refused.errno)
+        reply = _error_reply(message, as_agent_error(error))
     try:
         connection.send(protocol.pack(reply), socket.MSG_NOSIGNAL)
     except OSError as error:
@@ -182,34 +180,33 @@ def serve_one(connection: socket.socket, client: Client) -> bool:
     return True
 
 
-def answer(client: Client, message: Message, descriptors: list[int]) -> Message:
-    """Carry a request out; the descriptors are owned from now on.
-
-    Raises
-    ------
-    GdrkitError, OSError
-        It was not carried out.
-    """
-    action = _ACTIONS[message.request]
+def _execute(client: Client, message: AgentMessage, descriptors: list[int]) -> AgentMessage:
+    """Execute a request and return its reply. This function owns the descriptors."""
+    handler = _HANDLERS[message.request]
     owned = list(descriptors)
     try:
-        payload = action(client, message.payload, owned)
+        payload = handler(client, message.payload, owned)
     finally:
-        # What the action took it has taken out of the list.
+        # The handler has removed the descriptors that it passed on.
         _close_all(owned)
-    return Message(message.request, message.sequence, payload)
+    return AgentMessage(message.request, message.sequence, payload)
+
+
+def _error_reply(message: AgentMessage, error: AgentError) -> AgentMessage:
+    text = str(error).encode()[:_ERROR_TEXT_BYTES_MAX].decode(errors="ignore").encode()
+    return AgentMessage(message.request, message.sequence, text, status=error.errno)
 
 
 def _hello(_client: Client, payload: bytes, _descriptors: list[int]) -> bytes:
     protocol.parse_hello(payload)
     import gdrkit
 
-    return protocol.pack_hello(protocol.Hello(0, os.getpid(), f"gdrkit {gdrkit.__version__}"))
+    return protocol.pack_hello(protocol.AgentHello(0, os.getpid(), f"gdrkit {gdrkit.__version__}"))
 
 
 def _publish(client: Client, payload: bytes, descriptors: list[int]) -> bytes:
-    asked = protocol.parse_publish(payload)
-    client.publish(asked.name, asked.target, handle=asked.share_handle, descriptors=_taken(descriptors))
+    request = protocol.parse_publish(payload)
+    client.publish(request.name, request.target, handle=request.share_handle, descriptors=_take(descriptors))
     return b""
 
 
@@ -219,22 +216,23 @@ def _unpublish(client: Client, payload: bytes, _descriptors: list[int]) -> bytes
 
 
 def _borrow(client: Client, payload: bytes, _descriptors: list[int]) -> bytes:
-    asked = protocol.parse_publish(payload)
-    if asked.share_handle:
-        raise Refused(errno.EINVAL, "what another process published is borrowed without a handle")
-    client.borrow(asked.name, asked.target)
+    request = protocol.parse_publish(payload)
+    if request.share_handle:
+        raise AgentError(errno.EINVAL, "BORROW has no share handle: the owner of the iov has sent it")
+    client.borrow(request.name, request.target)
     return b""
 
 
 def _give_back(client: Client, payload: bytes, _descriptors: list[int]) -> bytes:
-    client.give_back(protocol.parse_name(payload))
+    client.return_borrowed(protocol.parse_name(payload))
     return b""
 
 
 def _register_file(client: Client, payload: bytes, descriptors: list[int]) -> bytes:
-    if protocol.parse_number(payload):
-        raise Refused(errno.EINVAL, "no flags are defined")
-    return protocol.pack_number(client.register_file(_taken(descriptors)[0]))
+    flags = protocol.parse_number(payload)
+    if flags:
+        raise AgentError(errno.EINVAL, f"flags must be 0, not {flags}")
+    return protocol.pack_number(client.register_file(_take(descriptors)[0]))
 
 
 def _deregister_file(client: Client, payload: bytes, _descriptors: list[int]) -> bytes:
@@ -244,52 +242,52 @@ def _deregister_file(client: Client, payload: bytes, _descriptors: list[int]) ->
 
 def _punch_hole(client: Client, payload: bytes, descriptors: list[int]) -> bytes:
     flags, ranges = protocol.parse_punch(payload)
-    client.punch_hole(_taken(descriptors)[0], flags, ranges)
+    client.punch_hole(_take(descriptors)[0], flags, ranges)
     return b""
 
 
 def _hard_link(client: Client, payload: bytes, descriptors: list[int]) -> bytes:
     name = protocol.parse_name(payload)
-    file, folder = _taken(descriptors)
+    file, folder = _take(descriptors)
     client.hard_link(file, folder, name)
     return b""
 
 
-_ACTIONS: dict[Request, Callable[[Client, bytes, list[int]], bytes]] = {
-    Request.HELLO: _hello,
-    Request.PUBLISH: _publish,
-    Request.UNPUBLISH: _unpublish,
-    Request.REGISTER_FILE: _register_file,
-    Request.DEREGISTER_FILE: _deregister_file,
-    Request.PUNCH_HOLE: _punch_hole,
-    Request.HARD_LINK: _hard_link,
-    Request.BORROW: _borrow,
-    Request.GIVE_BACK: _give_back,
+_HANDLERS: dict[AgentRequest, Callable[[Client, bytes, list[int]], bytes]] = {
+    AgentRequest.HELLO: _hello,
+    AgentRequest.PUBLISH: _publish,
+    AgentRequest.UNPUBLISH: _unpublish,
+    AgentRequest.REGISTER_FILE: _register_file,
+    AgentRequest.DEREGISTER_FILE: _deregister_file,
+    AgentRequest.PUNCH_HOLE: _punch_hole,
+    AgentRequest.HARD_LINK: _hard_link,
+    AgentRequest.BORROW: _borrow,
+    AgentRequest.GIVE_BACK: _give_back,
 }
 
 
-def _taken(descriptors: list[int]) -> list[int]:
+def _take(descriptors: list[int]) -> list[int]:
+    """Remove all descriptors from a list and return them. The caller owns them."""
     taken = list(descriptors)
     descriptors.clear()
     return taken
 
 
-def _peer_of(connection: socket.socket) -> Peer:
+def _peer_process(connection: socket.socket) -> PeerProcess:
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     process_id, uid, _gid = _CREDENTIALS.unpack(credentials)
-    return Peer(uid, process_id, process_identity(process_id) if process_id > 0 else None)
+    return PeerProcess(uid, process_id, process_identity(process_id) if process_id > 0 else None)
 
 
-def _refuse_stranger(connection: socket.socket, peer: Peer) -> None:
-    """Answer the first message of another user with EACCES, and no other."""
+def _refuse_other_user(connection: socket.socket, process: PeerProcess) -> None:
+    """Reply to the first message of a process of another user with EACCES."""
     data, descriptors = _receive(connection)
     count = len(descriptors)
     _close_all(descriptors)
     if data:
         message = protocol.parse(data, descriptors=count)
-        sentence = f"this agent serves user {os.geteuid()}, not {peer.uid}".encode()
-        reply = Message(message.request, message.sequence, sentence, status=errno.EACCES)
-        connection.send(protocol.pack(reply), socket.MSG_NOSIGNAL)
+        error = AgentError(errno.EACCES, f"this agent serves user {os.geteuid()}, not user {process.uid}")
+        connection.send(protocol.pack(_error_reply(message, error)), socket.MSG_NOSIGNAL)
 
 
 def _receive(connection: socket.socket) -> tuple[bytes, list[int]]:
@@ -304,9 +302,9 @@ def _close_all(descriptors: list[int]) -> None:
     descriptors.clear()
 
 
-def _end(connection: socket.socket) -> None:
-    # The client takes the end of its connection for the word that nothing of it is in flight any more, so it sees that
-    # only when everything was taken back. Until then no further request comes in.
+def _stop_receiving(connection: socket.socket) -> None:
+    # Only the receiving side is shut down: a client that sees the end of its connection may use its memory again, so it
+    # must see the end only after its operations in flight have ended. Until then the agent receives no further request.
     try:
         connection.shutdown(socket.SHUT_RD)
     except OSError as error:

@@ -26,7 +26,7 @@ from gdrkit.registration import (
     register,
 )
 from gdrkit.registration.share import device_at
-from gdrkit.usrbio.agent.refusal import Refused
+from gdrkit.usrbio.agent.agent_error import AgentError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -36,10 +36,10 @@ if TYPE_CHECKING:
     from gdrkit.usrbio.agent.link_names import DeviceTarget
     from gdrkit.usrbio.agent.mount import SharedFile
 
-__all__ = ["Nics", "Registered"]
+__all__ = ["Nics", "RegisteredMemory"]
 
 
-class Registered:
+class RegisteredMemory:
     """Memory that every NIC reaches, until :meth:`close`.
 
     Attributes
@@ -99,9 +99,9 @@ class Nics:
             message = "no NIC has an active port"
             raise UsageError(message, reason=Reason.NO_DEVICE)
 
-    def register_host(self, shared: SharedFile) -> Registered:
+    def register_host(self, shared: SharedFile) -> RegisteredMemory:
         """Map shared memory, and register it whole: its keys reach what is its client's anyway."""
-        registered = Registered(shared.length_bytes)
+        registered = RegisteredMemory(shared.length_bytes)
         try:
             mapping = mmap.mmap(shared.fd, shared.length_bytes)
             registered.hold(mapping.close)
@@ -112,7 +112,7 @@ class Nics:
             raise
         return registered
 
-    def register_device(self, target: DeviceTarget, handle: bytes, descriptors: Sequence[int]) -> Registered:
+    def register_device(self, target: DeviceTarget, handle: bytes, descriptors: Sequence[int]) -> RegisteredMemory:
         """Register device memory that another process owns.
 
         Parameters
@@ -126,7 +126,7 @@ class Nics:
 
         Raises
         ------
-        Refused
+        AgentError
             EINVAL: link and handle contradict each other. EOPNOTSUPP: there is neither a dma-buf nor an IPC handle.
         RegistrationFailed
             NO_ROUTE: no way is possible here; `causes` says why.
@@ -144,12 +144,12 @@ class Nics:
         """Close them."""
         self._parts.run()
 
-    def _register_device(self, target: DeviceTarget, handle_message: HandleMessage | None) -> Registered:
+    def _register_device(self, target: DeviceTarget, handle_message: HandleMessage | None) -> RegisteredMemory:
         if handle_message is not None and handle_message.handle.length_bytes != target.length_bytes:
             message = f"the link says {target.length_bytes} bytes and the handle {handle_message.handle.length_bytes}"
-            raise Refused(errno.EINVAL, message)
+            raise AgentError(errno.EINVAL, message)
         refusals: list[GdrkitError] = []
-        registered = Registered(target.length_bytes)
+        registered = RegisteredMemory(target.length_bytes)
         try:
             own = self._opened(registered, target, handle_message, refusals)
             if handle_message is not None and handle_message.handle.kind is ShareKind.DMABUF:
@@ -166,7 +166,7 @@ class Nics:
 
     def _opened(
         self,
-        registered: Registered,
+        registered: RegisteredMemory,
         target: DeviceTarget,
         handle_message: HandleMessage | None,
         refusals: list[GdrkitError],
@@ -187,7 +187,11 @@ class Nics:
             return None
 
     def _by_dmabuf(
-        self, registered: Registered, handle_message: HandleMessage, own: CudaMemory | None, refusals: list[GdrkitError]
+        self,
+        registered: RegisteredMemory,
+        handle_message: HandleMessage,
+        own: CudaMemory | None,
+        refusals: list[GdrkitError],
     ) -> None:
         for nic in self.all:
             refusal = nic.dmabuf_error()
@@ -207,7 +211,7 @@ class Nics:
             registered.add(nic.register_dmabuf(source))
         registered.route = RegistrationRoute.DMABUF
 
-    def _by_address(self, registered: Registered, own: CudaMemory, refusals: list[GdrkitError]) -> None:
+    def _by_address(self, registered: RegisteredMemory, own: CudaMemory, refusals: list[GdrkitError]) -> None:
         try:
             made = register(own, self.all, route=RegistrationRoute.PEER_MEMORY)
         except RegistrationFailed as error:
@@ -239,7 +243,7 @@ class Nics:
         self.close()
 
 
-def _part_of(registered: Registered, device: Device, target: DeviceTarget) -> CudaMemory:
+def _part_of(registered: RegisteredMemory, device: Device, target: DeviceTarget) -> CudaMemory:
     """The memory of a link, opened by IPC; the link's word for its size is held to the driver's."""
     assert target.ipc is not None  # noqa: S101 - the caller looked.
     whole = cuda.open_handle(device, target.ipc)
@@ -255,7 +259,7 @@ def _part_of(registered: Registered, device: Device, target: DeviceTarget) -> Cu
 def _no_way(refusals: list[GdrkitError]) -> GdrkitError:
     if not refusals:
         message = "the memory has neither a dma-buf nor an IPC handle"
-        return Refused(errno.EOPNOTSUPP, message)
+        return AgentError(errno.EOPNOTSUPP, message)
     if len(refusals) == 1 and isinstance(refusals[0], SetupMissing):
         return refusals[0]
     return RegistrationFailed(

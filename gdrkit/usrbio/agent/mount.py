@@ -1,8 +1,8 @@
-"""The part of a mount that belongs to its agent: ``<mount>/3fs-virt``.
+"""The folder ``3fs-virt`` of a mount: its lock, sockets, links, semaphores, and the shared memory of clients.
 
-Level 5. What lies there and in ``/dev/shm`` is all that an agent leaves in the file system, and the next agent of the
-mount takes away what one that was killed had left: links, sockets, semaphores, and the shared memory of clients that
-have ended. A lock, which the kernel drops with its process, makes a second agent an error.
+An agent leaves files only in this folder and in ``/dev/shm``. If an agent was killed, the next agent of the mount
+removes its links, sockets and semaphores, and the shared memory of clients that have ended. A second agent of the same
+mount is an error: the first one holds a lock, which the kernel releases when its process ends.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gdrkit.errors import Api, ApiError, GdrkitError, Reason, SetupMissing, Usag
 from gdrkit.handles import ReleaseStack
 from gdrkit.host import PrivateFolder, ProcessIdentity, is_running
 from gdrkit.usrbio.agent._agent_loop import create_semaphore
-from gdrkit.usrbio.agent.refusal import Refused
+from gdrkit.usrbio.agent.agent_error import AgentError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,12 +34,12 @@ __all__ = [
     "SERVER_LOCK",
     "SERVER_SOCKET",
     "VIRTUAL",
+    "AgentMount",
     "LinkFolder",
-    "Mount",
     "SharedFile",
+    "adopt_unnamed",
     "check_mount",
     "open_shared",
-    "take_unnamed",
 ]
 
 VIRTUAL = "3fs-virt"
@@ -47,50 +47,61 @@ IOVS = "iovs"
 AGENT_SOCKET = "agent.sock"
 SERVER_SOCKET = "server.sock"
 SERVER_LOCK = "server.lock"
-_LOCK = "agent.lock"
+_AGENT_LOCK = "agent.lock"
 _RECORDS = "publications"
-_SHARED = Path("/dev/shm")  # noqa: S108 - where POSIX shared memory is.
-_SUBMIT = ("submit-ios.ph", "submit-ios", "submit-ios.pl")
-_SEMAPHORE = re.compile(r"/dev/shm/sem\.(hf3fs-submit-ios\.[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})")  # noqa: S108
-_IOV = re.compile(r"hf3fs-iov-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+_SHARED = Path("/dev/shm")  # noqa: S108 - the folder of POSIX shared memory.
+_SEMAPHORE_LINKS = ("submit-ios.ph", "submit-ios", "submit-ios.pl")
+_SEMAPHORE_PATH = re.compile(r"/dev/shm/sem\.(hf3fs-submit-ios\.[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})")  # noqa: S108
+_IOV_NAME = re.compile(r"hf3fs-iov-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 
 class SharedFile:
-    """A file of /dev/shm that a client published, open here.
+    """An open file of /dev/shm that a client published.
 
     Attributes
     ----------
     fd : int
         Its descriptor.
     name : str
-        Below /dev/shm.
+        Its name in /dev/shm.
     length_bytes : int
-        Its size when it was opened.
+        Its size when it was opened, in bytes.
+    identity : tuple of (int, int)
+        Its device and inode.
+    is_unnamed : bool
+        Whether the client created it without a name, so that the agent has to call :meth:`give_name`.
     """
 
-    def __init__(self, fd: int, name: str, found: os.stat_result, *, is_unnamed: bool = False) -> None:
+    def __init__(self, fd: int, name: str, status: os.stat_result, *, is_unnamed: bool = False) -> None:
         self.fd = fd
         self.name = name
-        self.length_bytes = found.st_size
-        self.identity = (found.st_dev, found.st_ino)
-        # Its client made it without a name, which the agent gives it.
+        self.length_bytes = status.st_size
+        self.identity = (status.st_dev, status.st_ino)
         self.is_unnamed = is_unnamed
 
     def give_name(self) -> None:
-        """Name memory that has none yet; Refused with EEXIST when there is something of that name."""
-        if self.is_unnamed:
-            folder = os.open(_SHARED, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                # With a folder's descriptor, since without one Python calls link(2), which follows nothing.
-                os.link(f"/proc/self/fd/{self.fd}", self.name, dst_dir_fd=folder, follow_symlinks=True)
-                # Anew by its name, which then is what the agent's descriptor is called where somebody looks.
-                named = os.open(self.name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
-                os.dup2(named, self.fd, inheritable=False)
-                os.close(named)
-            except OSError as error:
-                raise Refused(error.errno or errno.EIO, f"{self.name} cannot be named: {error.strerror}") from error
-            finally:
-                os.close(folder)
+        """Give unnamed memory its name. Do nothing for other memory.
+
+        Raises
+        ------
+        AgentError
+            EEXIST: a file with this name exists. Else with the errno of link(2).
+        """
+        if not self.is_unnamed:
+            return
+        folder = os.open(_SHARED, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            # Without dst_dir_fd, Python calls link(2), which does not follow the link in /proc.
+            os.link(f"/proc/self/fd/{self.fd}", self.name, dst_dir_fd=folder, follow_symlinks=True)
+            # The file is opened again by its name, so that /proc shows this name for the agent's descriptor.
+            named_fd = os.open(self.name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+            os.dup2(named_fd, self.fd, inheritable=False)
+            os.close(named_fd)
+        except OSError as error:
+            message = f"link({_SHARED / self.name}) failed: {error.strerror}"
+            raise AgentError(error.errno or errno.EIO, message) from error
+        finally:
+            os.close(folder)
 
     def close(self) -> None:
         """Close the descriptor."""
@@ -99,71 +110,73 @@ class SharedFile:
             os.close(fd)
 
     def remove(self) -> None:
-        """Remove the name of memory that its client made by the contract and can remove no more."""
-        if _IOV.fullmatch(self.name):
+        """Remove the name of an iov whose client has ended. Files with other names stay."""
+        if _IOV_NAME.fullmatch(self.name):
             _remove_shared(self.name, self.identity)
 
 
 def open_shared(target: str, *, uid: int) -> SharedFile:
-    """Open what a link of host memory says.
+    """Open the shared memory that a link to host memory names.
 
     Raises
     ------
-    Refused
-        EINVAL: no file directly in /dev/shm, not a regular file, or empty. EACCES: another user's. Else the kernel's.
+    AgentError
+        EINVAL: the target is not a regular file directly in /dev/shm, or the file is empty. EACCES: the file belongs to
+        another user. Else with the errno of open(2).
     """
     folder, _, name = target.rpartition("/")
     if folder != str(_SHARED) or name in {"", ".", ".."}:
-        raise Refused(errno.EINVAL, f"{target!r} is no shared memory in /dev/shm")
+        raise AgentError(errno.EINVAL, f"the target must be a file in {_SHARED}, not {target!r}")
     try:
         fd = os.open(target, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         number = errno.EINVAL if error.errno == errno.ELOOP else error.errno or errno.EIO
-        raise Refused(number, f"{target} cannot be opened: {error.strerror}") from error
-    found = os.fstat(fd)
-    if not stat.S_ISREG(found.st_mode) or found.st_size <= 0:
+        raise AgentError(number, f"open({target}) failed: {error.strerror}") from error
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode) or status.st_size <= 0:
         os.close(fd)
-        raise Refused(errno.EINVAL, f"{target} is no shared memory with bytes in it")
-    if found.st_uid != uid:
+        raise AgentError(errno.EINVAL, f"{target} is empty or not a regular file")
+    if status.st_uid != uid:
         os.close(fd)
-        raise Refused(errno.EACCES, f"{target} belongs to user {found.st_uid} and not to {uid}")
-    return SharedFile(fd, name, found)
+        raise AgentError(errno.EACCES, f"{target} belongs to user {status.st_uid}, not to user {uid}")
+    return SharedFile(fd, name, status)
 
 
-def take_unnamed(target: str, descriptor: int, *, uid: int) -> SharedFile:
-    """Memory that its client made without a name; owns the descriptor.
+def adopt_unnamed(target: str, descriptor: int, *, uid: int) -> SharedFile:
+    """Return the shared memory of a descriptor whose client created it without a name. It owns the descriptor.
 
     Raises
     ------
-    Refused
-        EINVAL: not such memory, or the name is not one of an iov. EACCES: another user's.
+    AgentError
+        EINVAL: the descriptor is not writable memory of /dev/shm without a name, or the target is not a name of an iov.
+        EACCES: the memory belongs to another user. The descriptor is closed.
     """
-    found = os.fstat(descriptor)
+    status = os.fstat(descriptor)
     folder, _, name = target.rpartition("/")
     mode = fcntl.fcntl(descriptor, fcntl.F_GETFL) & (os.O_ACCMODE | os.O_PATH)
-    is_memory = stat.S_ISREG(found.st_mode) and found.st_size > 0 and found.st_dev == _SHARED.stat().st_dev
-    refusal: Refused | None = None
-    if folder != str(_SHARED) or not _IOV.fullmatch(name):
-        refusal = Refused(errno.EINVAL, f"{target!r} is no name for memory of an iov")
-    elif not is_memory or found.st_nlink or mode != os.O_RDWR:
-        refusal = Refused(errno.EINVAL, "the descriptor is no writable memory of /dev/shm without a name")
-    elif found.st_uid != uid:
-        refusal = Refused(errno.EACCES, f"the memory belongs to user {found.st_uid} and not to {uid}")
+    is_memory = stat.S_ISREG(status.st_mode) and status.st_size > 0 and status.st_dev == _SHARED.stat().st_dev
+    refusal: AgentError | None = None
+    if folder != str(_SHARED) or not _IOV_NAME.fullmatch(name):
+        refusal = AgentError(errno.EINVAL, f"the target must be {_SHARED}/hf3fs-iov-UUID, not {target!r}")
+    elif not is_memory or status.st_nlink or mode != os.O_RDWR:
+        refusal = AgentError(errno.EINVAL, f"the descriptor is not writable memory of {_SHARED} without a name")
+    elif status.st_uid != uid:
+        refusal = AgentError(errno.EACCES, f"the memory belongs to user {status.st_uid}, not to user {uid}")
     if refusal is not None:
         os.close(descriptor)
         raise refusal
-    return SharedFile(descriptor, name, found, is_unnamed=True)
+    return SharedFile(descriptor, name, status, is_unnamed=True)
 
 
 class LinkFolder:
-    """The links of publications, and a record of whose each is, for an agent that comes after a kill.
+    """The links of publications, with a record of each link's owner for the agent that follows a killed one.
 
     Parameters
     ----------
     links : PrivateFolder
-        ``<mount>/3fs-virt/iovs``; borrowed.
+        ``<mount>/3fs-virt/iovs``. The caller still owns it.
     records : PrivateFolder
-        ``<mount>/3fs-virt/publications``; borrowed.
+        ``<mount>/3fs-virt/publications``. The caller still owns it.
     """
 
     def __init__(self, links: PrivateFolder, records: PrivateFolder) -> None:
@@ -171,40 +184,40 @@ class LinkFolder:
         self._records = records
 
     def add(self, name: str, target: str, *, owner: ProcessIdentity | None, shared: SharedFile | None) -> None:
-        """Make a link; one that says the same is taken, as a client that wraps memory has made it before.
+        """Create a link. An existing link with the same target is used: clients that wrap memory create it themselves.
 
         Raises
         ------
-        Refused
-            EEXIST: the name is taken.
+        AgentError
+            EEXIST: the name exists with another target. Else with the errno of symlink(2) or link(2).
         """
-        self._record(name, owner, shared)
+        self._write_record(name, owner, shared)
         try:
             if shared is not None:
-                # Only now: of a name without a record nobody would know that it is to be removed.
+                # The record is written first: without it, the next agent would not remove the named memory.
                 shared.give_name()
             self._link(name, target)
-        except Refused:
+        except AgentError:
             if shared is not None and shared.is_unnamed:
                 shared.remove()
             self._records.unlink(name)
             raise
 
     def remove(self, name: str, target: str) -> None:
-        """Remove a link if it is still this one."""
+        """Remove a link if it still has this target, and its record."""
         if self._target(name) == target:
             self._links.unlink(name)
         self._records.unlink(name)
 
     def clean(self) -> None:
-        """Remove what a killed agent left: every link, and the memory of clients that have ended."""
+        """Remove all links of a killed agent, its semaphores, and the memory of clients that have ended."""
         for name in _names(self._links, is_wanted=os.DirEntry[str].is_symlink):
-            if name in _SUBMIT:
+            if name in _SEMAPHORE_LINKS:
                 _remove_semaphore(self._links, name)
             else:
                 self._links.unlink(name)
         for name in _names(self._records):
-            if self._is_over(name):
+            if self._has_ended(name):
                 self._records.unlink(name)
 
     def _link(self, name: str, target: str) -> None:
@@ -212,20 +225,20 @@ class LinkFolder:
             os.symlink(target, name, dir_fd=self._links.fd)
         except FileExistsError as error:
             if self._target(name) != target:
-                raise Refused(errno.EEXIST, f"{name} is published already") from error
+                raise AgentError(errno.EEXIST, f"{name} is already published with another target") from error
         except OSError as error:
-            raise Refused(error.errno or errno.EIO, f"the link {name} cannot be made: {error.strerror}") from error
+            raise AgentError(error.errno or errno.EIO, f"symlink({name}) failed: {error.strerror}") from error
 
     def _target(self, name: str) -> str | None:
         with suppress(OSError):
-            # As it stands there: a Path would make one slash of the two in gdr://.
+            # A Path would merge the two slashes of gdr://.
             return os.readlink(name, dir_fd=self._links.fd)
         return None
 
-    def _record(self, name: str, owner: ProcessIdentity | None, shared: SharedFile | None) -> None:
-        if shared is None or owner is None or not _IOV.fullmatch(shared.name):
+    def _write_record(self, name: str, owner: ProcessIdentity | None, shared: SharedFile | None) -> None:
+        if shared is None or owner is None or not _IOV_NAME.fullmatch(shared.name):
             return
-        said = {
+        record = {
             "boot_id": owner.boot_id.hex(),
             "process_id": owner.process_id,
             "namespace": owner.namespace,
@@ -234,60 +247,71 @@ class LinkFolder:
             "device": shared.identity[0],
             "inode": shared.identity[1],
         }
-        self._records.write_text(name, json.dumps(said))
+        self._records.write_text(name, json.dumps(record))
 
-    def _is_over(self, record: str) -> bool:
-        """Whether nothing is left of what a record is about; the memory of an owner that has ended is removed."""
+    def _has_ended(self, record_name: str) -> bool:
+        """Return whether the owner in a record has ended. If so, remove its memory. Invalid records count as ended."""
         try:
-            said = json.loads(self._records.read_text(record))
+            record = json.loads(self._records.read_text(record_name))
             owner = ProcessIdentity(
-                boot_id=bytes.fromhex(said["boot_id"]),
-                process_id=said["process_id"],
-                namespace=said["namespace"],
-                started_ticks=said["started_ticks"],
+                boot_id=bytes.fromhex(record["boot_id"]),
+                process_id=record["process_id"],
+                namespace=record["namespace"],
+                started_ticks=record["started_ticks"],
             )
-            name, identity = str(said["shared"]), (said["device"], said["inode"])
+            name, identity = str(record["shared"]), (record["device"], record["inode"])
         except (SetupMissing, ValueError, KeyError, TypeError):
-            return True  # Cut off by a kill before its link was made, or not written by an agent.
+            return True  # The agent was killed before it created the link, or another program wrote the record.
         if is_running(owner) is not False:
             return False
-        if _IOV.fullmatch(name):
+        if _IOV_NAME.fullmatch(name):
             _remove_shared(name, identity)
         return True
 
 
-class Mount:
-    """An agent's hold on a mount; use it as a context manager.
+class AgentMount:
+    """The folder ``3fs-virt`` of a mount, locked by its agent. Use it as a context manager.
 
     Parameters
     ----------
     path : Path
-        The mount: of a plain mount, the store's folder.
-    place : Path or None
-        Where ``3fs-virt`` really lies; None: in the mount itself.
+        The mount. In plain mode it is the store's folder.
+    agent_folder : Path or None
+        The folder in which ``3fs-virt`` is created. With None, it is the mount itself.
+
+    Attributes
+    ----------
+    path : Path
+        The mount.
+    virtual_folder : Path
+        The path of ``3fs-virt``.
+    virtual_fd : int
+        A descriptor of ``3fs-virt``.
+    links : LinkFolder
+        The links of publications.
 
     Raises
     ------
     SetupMissing
-        EBUSY: another agent serves it. EPERM or ELOOP: another user can change what lies in ``3fs-virt``, or has
-        planted it. Else what the kernel says of the folder.
+        EBUSY: another agent serves the mount. EPERM or ELOOP: another user can change ``3fs-virt`` or created it. Else
+        with the errno of mkdir(2).
     """
 
-    def __init__(self, path: Path, *, place: Path | None = None) -> None:
+    def __init__(self, path: Path, *, agent_folder: Path | None = None) -> None:
         self.path = path
-        self._place = place
-        self.virtual = (path if place is None else place) / VIRTUAL
-        self._parts = ReleaseStack()
+        self._agent_folder = agent_folder
+        self.virtual_folder = (path if agent_folder is None else agent_folder) / VIRTUAL
+        self._on_close = ReleaseStack()
         try:
             self._open()
         except BaseException as error:
-            self._parts.run_after(error)
+            self._on_close.run_after(error)
             raise
 
     @property
-    def socket(self) -> Path:
-        """Where clients come."""
-        return self.virtual / AGENT_SOCKET
+    def socket_path(self) -> Path:
+        """The path of the socket to which clients connect."""
+        return self.virtual_folder / AGENT_SOCKET
 
     @property
     def semaphores(self) -> tuple[str, str, str]:
@@ -300,52 +324,56 @@ class Mount:
         return self._virtual.open(name, flags)
 
     def close(self) -> None:
-        """Remove what is the agent's; a second close does nothing."""
-        self._parts.run()
+        """Remove the agent's files and release the lock. A second close does nothing."""
+        self._on_close.run()
 
     def _open(self) -> None:
         try:
-            # Only this user may open the agent's socket, and the links of device memory hold IPC handles.
-            virtual = self._virtual = self._keep(PrivateFolder.below(self.virtual))
+            # The folder is private because other users must not open the agent's socket, nor read the IPC handles in
+            # the links to device memory.
+            virtual = self._virtual = self._keep(PrivateFolder.below(self.virtual_folder))
             links, records = self._keep(virtual.folder(IOVS)), self._keep(virtual.folder(_RECORDS))
         except OSError as error:
-            raise _setup("mkdir", error, self.virtual, "give this user the right to write to the mount") from error
-        self.folder = virtual.fd
+            raise _mount_error(
+                "mkdir", error, self.virtual_folder, "give this user the right to write to the mount"
+            ) from error
+        self.virtual_fd = virtual.fd
         try:
-            lock = virtual.lock(_LOCK)
+            lock = virtual.lock(_AGENT_LOCK)
         except BlockingIOError as error:
-            raise _setup("flock", error, self.virtual / _LOCK, "end the agent that serves this mount") from error
-        self._parts.push(lambda: os.close(lock))
-        if self._place is not None:
-            self._parts.push(self._remove_place)
+            path = self.virtual_folder / _AGENT_LOCK
+            raise _mount_error("flock", error, path, "end the agent that serves this mount") from error
+        self._on_close.push(lambda: os.close(lock))
+        if self._agent_folder is not None:
+            self._on_close.push(self._remove_agent_folder)
         self.links = LinkFolder(links, records)
         self.links.clean()
         for name in (AGENT_SOCKET, SERVER_SOCKET):
             virtual.unlink(name)
         self._semaphores: list[str] = []
-        for name in _SUBMIT:
+        for name in _SEMAPHORE_LINKS:
             self._add_semaphore(links, name)
 
-    def _remove_place(self) -> None:
+    def _remove_agent_folder(self) -> None:
         """Remove the folder that only this agent uses, while its lock is held. A folder that is not empty stays."""
-        assert self._place is not None  # noqa: S101 - the caller checked it.
-        for name in (_LOCK, SERVER_LOCK):
+        assert self._agent_folder is not None  # noqa: S101 - the caller checked it.
+        for name in (_AGENT_LOCK, SERVER_LOCK):
             self._virtual.unlink(name)
         with suppress(OSError):
             for name in (IOVS, _RECORDS):
                 os.rmdir(name, dir_fd=self._virtual.fd)
-            self.virtual.rmdir()
-            self._place.rmdir()
+            self.virtual_folder.rmdir()
+            self._agent_folder.rmdir()
 
     def _keep(self, folder: PrivateFolder) -> PrivateFolder:
-        self._parts.push(folder.close)
+        self._on_close.push(folder.close)
         return folder
 
     def _add_semaphore(self, links: PrivateFolder, link: str) -> None:
-        # The link first: of a semaphore without one nobody would know that it is to be removed.
+        # The link is created first: without it, the next agent would not remove the semaphore.
         name = f"hf3fs-submit-ios.{uuid.uuid4()}"
         os.symlink(_SHARED / f"sem.{name}", link, dir_fd=links.fd)
-        self._parts.push(lambda: _remove_semaphore(links, link))
+        self._on_close.push(lambda: _remove_semaphore(links, link))
         create_semaphore(f"/{name}", mode=0o600)
         self._semaphores.append(f"/{name}")
 
@@ -359,17 +387,17 @@ class Mount:
 
 
 def check_mount(path: Path) -> Path:
-    """The folder of a mount, resolved.
+    """Return the folder of a mount, without symbolic links.
 
     Raises
     ------
     UsageError
-        It is no folder.
+        It is not a folder.
     """
     resolved = path.resolve()
     if not resolved.is_dir():
-        message = f"{path} is no folder"
-        raise UsageError(message, what_to_do="make it, or name the store's folder")
+        message = f"{path} is not a folder"
+        raise UsageError(message, what_to_do="create it, or pass the store's folder")
     return resolved
 
 
@@ -380,25 +408,26 @@ def _names(folder: PrivateFolder, *, is_wanted: Callable[[os.DirEntry[str]], boo
 
 def _remove_semaphore(links: PrivateFolder, link: str) -> None:
     with suppress(FileNotFoundError):
-        found = _SEMAPHORE.fullmatch(os.readlink(link, dir_fd=links.fd))
-        if found:
-            (_SHARED / f"sem.{found[1]}").unlink(missing_ok=True)
+        match = _SEMAPHORE_PATH.fullmatch(os.readlink(link, dir_fd=links.fd))
+        if match:
+            (_SHARED / f"sem.{match[1]}").unlink(missing_ok=True)
     links.unlink(link)
 
 
 def _remove_shared(name: str, identity: tuple[int, int]) -> None:
-    """Remove shared memory if the name is still that of the same memory."""
+    """Remove shared memory, unless another file has the name now."""
     path = _SHARED / name
     with suppress(FileNotFoundError):
-        found = path.lstat()
-        if (found.st_dev, found.st_ino) == identity:
+        status = path.lstat()
+        if (status.st_dev, status.st_ino) == identity:
             path.unlink()
 
 
-def _setup(operation: str, error: OSError, path: Path, what_to_do: str) -> GdrkitError:
+def _mount_error(operation: str, error: OSError, path: Path, what_to_do: str) -> GdrkitError:
     number = errno.EBUSY if isinstance(error, BlockingIOError) else error.errno or errno.EIO
-    kind = SetupMissing if number in {errno.EBUSY, errno.EACCES, errno.EROFS, errno.ENOENT} else ApiError
-    return kind(
+    is_setup = number in {errno.EBUSY, errno.EACCES, errno.EROFS, errno.ENOENT}
+    error_type = SetupMissing if is_setup else ApiError
+    return error_type(
         api=Api.KERNEL,
         operation=operation,
         status=number,

@@ -1,8 +1,9 @@
-"""The messages of an agent's socket, packed and parsed.
+"""The messages of an agent's socket: their packing and parsing.
 
-Level 5, pure. ``native/usrbio/client/agent_protocol.hpp`` is the same in C++. One message of the SOCK_SEQPACKET socket
-is a header of 32 bytes and its payload, in the byte order of the host, since both ends are on it. Whoever may open the
-socket may send anything: what is not exactly a message is ``UsageError`` with ``MALFORMED``.
+``native/usrbio/client/agent_protocol.hpp`` is the same protocol in C++. A message of the SOCK_SEQPACKET socket is a
+header of 32 bytes and a payload, in the byte order of the host, because both ends are on one host. A process that can
+open the socket can send any bytes, so the parsers raise ``UsageError`` with the reason ``MALFORMED`` for everything
+that is not exactly a message.
 """
 
 from __future__ import annotations
@@ -19,13 +20,12 @@ __all__ = [
     "HEADER_BYTES",
     "MESSAGE_BYTES_MAX",
     "RANGES_MAX",
-    "Hello",
-    "Message",
-    "Publish",
-    "Request",
+    "AgentHello",
+    "AgentMessage",
+    "AgentRequest",
+    "PublishRequest",
     "pack",
     "pack_hello",
-    "pack_link",
     "pack_name",
     "pack_number",
     "pack_publish",
@@ -54,8 +54,8 @@ _PUNCH = struct.Struct("=QII")
 _RANGE = struct.Struct("=QQ")
 
 
-class Request(enum.IntEnum):
-    """What is asked; a reply has the type of its request."""
+class AgentRequest(enum.IntEnum):
+    """The type of a request. A reply has the type of its request."""
 
     HELLO = 1
     PUBLISH = 2
@@ -68,20 +68,20 @@ class Request(enum.IntEnum):
     GIVE_BACK = 9
 
 
-# How many descriptors each may bring.
+# Allowed numbers of descriptors. The other requests have none.
 _DESCRIPTORS = {
-    Request.PUBLISH: range(DESCRIPTORS_MAX + 1),
-    Request.REGISTER_FILE: range(1, 2),
-    Request.PUNCH_HOLE: range(1, 2),
-    Request.HARD_LINK: range(2, 3),
+    AgentRequest.PUBLISH: range(DESCRIPTORS_MAX + 1),
+    AgentRequest.REGISTER_FILE: range(1, 2),
+    AgentRequest.PUNCH_HOLE: range(1, 2),
+    AgentRequest.HARD_LINK: range(2, 3),
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
-    """One message; `status` is 0 in a request, and 0 or a positive errno in a reply."""
+class AgentMessage:
+    """One message. `status` is 0 in a request, and 0 or a positive errno in a reply."""
 
-    request: Request
+    request: AgentRequest
     sequence: int
     payload: bytes
     descriptors: int = 0
@@ -89,8 +89,8 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True)
-class Hello:
-    """Who speaks, and which features it has (none are defined)."""
+class AgentHello:
+    """The process and the library of the sender, and its feature flags (none are defined)."""
 
     features: int
     process_id: int
@@ -98,17 +98,17 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True)
-class Publish:
-    """The name and target of a link, and the share handle of device memory (empty: host memory)."""
+class PublishRequest:
+    """The name and the target of a link, and the share handle of device memory, which is empty for host memory."""
 
     name: str
     target: str
     share_handle: bytes
 
 
-def pack(message: Message) -> bytes:
-    """The bytes of a message."""
-    head = _HEADER.pack(
+def pack(message: AgentMessage) -> bytes:
+    """Pack a message."""
+    header = _HEADER.pack(
         MAGIC,
         VERSION,
         message.request,
@@ -118,107 +118,102 @@ def pack(message: Message) -> bytes:
         message.status,
         0,
     )
-    return head + message.payload
+    return header + message.payload
 
 
-def parse(data: bytes, *, descriptors: int, is_reply: bool = False) -> Message:
-    """A message that came with so many descriptors."""
+def parse(data: bytes, *, descriptors: int, is_reply: bool = False) -> AgentMessage:
+    """Parse a message that arrived with this number of descriptors."""
     if not HEADER_BYTES <= len(data) <= MESSAGE_BYTES_MAX:
-        _refuse(f"{len(data)} bytes are no message")
+        _refuse(f"a message has {HEADER_BYTES} to {MESSAGE_BYTES_MAX} bytes, not {len(data)}")
     magic, version, number, length, announced, sequence, status, reserved = _HEADER.unpack_from(data)
     if magic != MAGIC:
-        _refuse("it does not begin with GDRA")
+        _refuse(f"the magic number must be {MAGIC:#x}, not {magic:#x}")
     if version != VERSION:
-        _refuse(f"it has version {version}, and this is {VERSION}")
+        _refuse(f"the version must be {VERSION}, not {version}")
     if length != len(data) - HEADER_BYTES:
-        _refuse(f"{length} bytes were announced, {len(data) - HEADER_BYTES} came")
-    if number not in frozenset(Request):
-        _refuse(f"there is no request {number}")
+        _refuse(f"the header says {length} bytes of payload, and the message has {len(data) - HEADER_BYTES}")
+    if number not in frozenset(AgentRequest):
+        _refuse(f"{number} is not a request type")
     if reserved or status < 0 or (status and not is_reply):
-        _refuse("a fixed field is wrong")
-    request = Request(number)
+        _refuse(f"the reserved field is {reserved} and the status is {status}")
+    request = AgentRequest(number)
     if announced != descriptors or (not is_reply and descriptors not in _DESCRIPTORS.get(request, range(1))):
-        _refuse(f"{request.name} with {descriptors} descriptors, {announced} announced")
-    return Message(request, sequence, data[HEADER_BYTES:], descriptors, status)
+        _refuse(f"{request.name} has {descriptors} descriptors, and its header says {announced}")
+    return AgentMessage(request, sequence, data[HEADER_BYTES:], descriptors, status)
 
 
-def pack_hello(hello: Hello) -> bytes:
-    """The payload of a hello."""
+def pack_hello(hello: AgentHello) -> bytes:
+    """Pack the payload of HELLO."""
     return _HELLO.pack(hello.features, hello.process_id, 0, hello.library.encode()[:31])
 
 
-def parse_hello(payload: bytes) -> Hello:
-    """The payload of a hello."""
+def parse_hello(payload: bytes) -> AgentHello:
+    """Parse the payload of HELLO."""
     if len(payload) != _HELLO.size:
-        _refuse("a hello of another size")
+        _refuse(f"HELLO has {_HELLO.size} bytes of payload, not {len(payload)}")
     features, process_id, reserved, library = _HELLO.unpack(payload)
-    text, _, rest = library.partition(b"\0")
-    if reserved or any(rest):
-        _refuse("a hello with bytes where nothing may be")
-    return Hello(features, process_id, _text(text))
+    text, _, padding = library.partition(b"\0")
+    if reserved or any(padding):
+        _refuse("the reserved bytes of HELLO must be 0")
+    return AgentHello(features, process_id, _text(text))
 
 
-def pack_publish(publish: Publish) -> bytes:
-    """The payload of a publication."""
+def pack_publish(publish: PublishRequest) -> bytes:
+    """Pack the payload of PUBLISH and BORROW."""
     name, target = publish.name.encode(), publish.target.encode()
     return _PUBLISH.pack(len(name), len(target), len(publish.share_handle), 0) + name + target + publish.share_handle
 
 
-def parse_publish(payload: bytes) -> Publish:
-    """The payload of a publication."""
+def parse_publish(payload: bytes) -> PublishRequest:
+    """Parse the payload of PUBLISH and BORROW."""
     if len(payload) < _PUBLISH.size:
-        _refuse("a publication that was cut off")
+        _refuse(f"a publication has at least {_PUBLISH.size} bytes of payload, not {len(payload)}")
     name_bytes, target_bytes, handle_bytes, reserved = _PUBLISH.unpack_from(payload)
     body = payload[_PUBLISH.size :]
     if reserved or name_bytes + target_bytes + handle_bytes != len(body):
-        _refuse("a publication whose parts are not as long as it says")
+        _refuse(f"the lengths in a publication do not add up to its {len(body)} bytes")
     name, target = body[:name_bytes], body[name_bytes : name_bytes + target_bytes]
-    return Publish(_text(name), _text(target), body[name_bytes + target_bytes :])
+    return PublishRequest(_text(name), _text(target), body[name_bytes + target_bytes :])
 
 
 def pack_name(name: str) -> bytes:
-    """The payload that is one name."""
+    """Pack a payload that is one name."""
     data = name.encode()
     return _LENGTH.pack(len(data)) + data
 
 
 def parse_name(payload: bytes) -> str:
-    """The payload that is one name."""
+    """Parse a payload that is one name."""
     if len(payload) < _LENGTH.size or _LENGTH.unpack_from(payload)[0] != len(payload) - _LENGTH.size:
-        _refuse("a name of another length than it says")
+        _refuse("the length of a name is not the rest of the payload")
     return _text(payload[_LENGTH.size :])
 
 
-def pack_link(name: str) -> bytes:
-    """The payload of a hard link: its name in the folder."""
-    return pack_name(name)
-
-
 def pack_number(number: int) -> bytes:
-    """The payload that is one number of 64 bits."""
+    """Pack a payload that is one number of 64 bits."""
     return _NUMBER.pack(number)
 
 
 def parse_number(payload: bytes) -> int:
-    """The payload that is one number of 64 bits."""
+    """Parse a payload that is one number of 64 bits."""
     if len(payload) != _NUMBER.size:
-        _refuse("a number of another size")
+        _refuse(f"a number has {_NUMBER.size} bytes, not {len(payload)}")
     return int(_NUMBER.unpack(payload)[0])
 
 
 def pack_punch(flags: int, ranges: tuple[tuple[int, int], ...]) -> bytes:
-    """The payload of punch hole."""
+    """Pack the payload of PUNCH_HOLE: flags, and the begin and end of each range."""
     return _PUNCH.pack(flags, len(ranges), 0) + b"".join(_RANGE.pack(begin, end) for begin, end in ranges)
 
 
 def parse_punch(payload: bytes) -> tuple[int, tuple[tuple[int, int], ...]]:
-    """Flags and ranges of punch hole."""
+    """Parse the payload of PUNCH_HOLE: flags, and the begin and end of each range."""
     if len(payload) < _PUNCH.size:
-        _refuse("punch hole was cut off")
+        _refuse(f"PUNCH_HOLE has at least {_PUNCH.size} bytes of payload, not {len(payload)}")
     flags, count, reserved = _PUNCH.unpack_from(payload)
     body = payload[_PUNCH.size :]
     if reserved or not 0 < count <= RANGES_MAX or len(body) != count * _RANGE.size:
-        _refuse(f"punch hole with {count} ranges in {len(body)} bytes")
+        _refuse(f"PUNCH_HOLE has 1 to {RANGES_MAX} ranges, not {count} in {len(body)} bytes")
     return flags, tuple((begin, end) for begin, end in _RANGE.iter_unpack(body))
 
 
@@ -226,13 +221,13 @@ def _text(data: bytes) -> str:
     try:
         text = data.decode()
     except UnicodeDecodeError as error:
-        message = "agent message: a text is no UTF-8"
+        message = "agent message: a text is not UTF-8"
         raise UsageError(message, reason=Reason.MALFORMED) from error
     if "\0" in text:
-        _refuse("a text has a zero")
+        _refuse("a text contains a zero byte")
     return text
 
 
-def _refuse(why: str) -> NoReturn:
-    message = f"agent message: {why}"
+def _refuse(detail: str) -> NoReturn:
+    message = f"agent message: {detail}"
     raise UsageError(message, reason=Reason.MALFORMED)

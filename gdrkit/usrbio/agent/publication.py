@@ -1,7 +1,8 @@
-"""What a client published: host memory, a ring, device memory; each with its link.
+"""A publication of a client: an iov in host memory, a ring, or an iov in device memory, with its link.
 
-Level 5. Publishing is in this order: open and check, register, tell the loop, make the link; so a link exists only for
-what works. Taking back is the same order backwards: the loop first, which waits for what is in flight.
+A publication is made in this order: open and check the memory, register it, add it to the loop, create the link. So a
+link exists only for memory that works. A publication is removed in the reverse order: the loop first waits for the
+operations in flight.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ import os
 from typing import TYPE_CHECKING, Protocol
 
 from gdrkit.handles import ReleaseStack
-from gdrkit.usrbio.agent.lending import Lending
+from gdrkit.usrbio.agent.agent_error import AgentError
+from gdrkit.usrbio.agent.borrowers import Borrowers
 from gdrkit.usrbio.agent.link_names import parse_device_target
-from gdrkit.usrbio.agent.mount import open_shared, take_unnamed
-from gdrkit.usrbio.agent.refusal import Refused
+from gdrkit.usrbio.agent.mount import adopt_unnamed, open_shared
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -22,57 +23,50 @@ if TYPE_CHECKING:
     from gdrkit.host import ProcessIdentity
     from gdrkit.usrbio.agent._agent_loop import AgentLoop
     from gdrkit.usrbio.agent.link_names import LinkName
-    from gdrkit.usrbio.agent.memory import Nics, Registered
-    from gdrkit.usrbio.agent.mount import SharedFile
+    from gdrkit.usrbio.agent.memory import Nics, RegisteredMemory
+    from gdrkit.usrbio.agent.mount import LinkFolder, SharedFile
 
-__all__ = ["Drain", "Links", "Publication"]
-
-
-class Links(Protocol):
-    """Where links are seen: a folder of a plain mount, or a virtual one of a FUSE mount."""
-
-    def add(self, name: str, target: str, *, owner: ProcessIdentity | None, shared: SharedFile | None) -> None:
-        """Make a link; Refused with EEXIST when the name says something else."""
-
-    def remove(self, name: str, target: str) -> None:
-        """Remove it if it is still this one."""
+__all__ = ["Drain", "Publication"]
 
 
 class Drain(Protocol):
-    """Calls what removes something from the loop, until nothing of it is in flight."""
+    """A function that removes an object from the loop and waits for its operations in flight."""
 
     def __call__(self, remove: Callable[[int], bool]) -> None:
-        """`remove` gets a timeout in ms and is False while operations are in flight after it."""
+        """Call `remove` with a timeout in milliseconds, until it returns True.
+
+        `remove` returns False if operations are still in flight after the timeout.
+        """
 
 
 class Publication:
-    """One link and what it stands for; :meth:`close` takes all of it back.
+    """A link and the iov or ring that it names. :meth:`close` removes both.
 
     Attributes
     ----------
     name : LinkName
-        What the link is called.
+        The name of the link.
     target : str
-        Where it leads.
+        The target of the link.
     shared : SharedFile or None
-        The shared memory of a host iov or a ring.
-    registered : Registered or None
-        The memory of an iov as the NICs know it; a ring is none.
-    lending : Lending or None
-        To whom else it is lent; a ring is lent to nobody.
+        The shared memory of a ring or of an iov in host memory.
+    registered : RegisteredMemory or None
+        The registration of an iov. A ring is not registered.
+    borrowers : Borrowers or None
+        The other clients that use an iov. A ring has none.
     """
 
     def __init__(self, name: LinkName, target: str) -> None:
-        """Not for direct use; see :meth:`make`."""
+        """Create a publication without memory. Callers use :meth:`create` instead."""
         self.name = name
         self.target = target
         self.shared: SharedFile | None = None
-        self.registered: Registered | None = None
-        self.lending: Lending | None = None
-        self._parts = ReleaseStack()
+        self.registered: RegisteredMemory | None = None
+        self.borrowers: Borrowers | None = None
+        self._on_close = ReleaseStack()
 
     @classmethod
-    def make(
+    def create(
         cls,
         name: LinkName,
         target: str,
@@ -84,103 +78,105 @@ class Publication:
         descriptors: Sequence[int],
         nics: Nics,
         loop: AgentLoop,
-        links: Links,
+        links: LinkFolder,
         drain: Drain,
     ) -> Publication:
-        """Publish; the descriptors are owned from now on.
+        """Register the memory, add it to the loop and create the link. Return the publication.
+
+        The publication owns the descriptors from now on, also if this method raises.
 
         Raises
         ------
-        Refused, GdrkitError
-            Why not; nothing is left.
+        AgentError, GdrkitError
+            A step failed. The steps before it were undone.
         """
-        made = cls(name, target)
+        publication = cls(name, target)
         try:
             if name.device_index is not None:
-                made._take_device(nics, handle, descriptors)
+                publication._register_device(nics, handle, descriptors)
             else:
-                made._take_shared(uid, descriptors)
+                publication._open_shared(uid, descriptors)
             if name.ring is not None:
-                made._serve_ring(client, loop, drain)
+                publication._add_ring(client, loop, drain)
             else:
-                made._serve_buffer(client, uid, nics, loop, drain)
-            links.add(name.text, target, owner=owner, shared=made.shared)
-            made._parts.push(lambda: links.remove(name.text, target))
-            if made.lending is not None:
-                made._parts.push(made.lending.close)
+                publication._add_buffer(client, uid, nics, loop, drain)
+            links.add(name.text, target, owner=owner, shared=publication.shared)
+            publication._on_close.push(lambda: links.remove(name.text, target))
+            if publication.borrowers is not None:
+                publication._on_close.push(publication.borrowers.close)
         except BaseException as error:
-            made._parts.run_after(error)
+            publication._on_close.run_after(error)
             raise
-        return made
+        return publication
 
     def close(self, *, remove_shared: bool) -> None:
-        """Take it back; a failure leaves what is left for the next call.
+        """Remove the publication. After an error, close again: the steps that succeeded are not repeated.
 
         Parameters
         ----------
         remove_shared : bool
-            The client is gone: its shared memory has no other owner.
+            Also remove the name of its shared memory, because its client has ended.
         """
         if remove_shared and self.shared is not None:
             self.shared.remove()
-        self._parts.run()
+        self._on_close.run()
 
-    def _take_device(self, nics: Nics, handle: bytes, descriptors: Sequence[int]) -> None:
+    def _register_device(self, nics: Nics, handle: bytes, descriptors: Sequence[int]) -> None:
         try:
             target = parse_device_target(self.target)
             if target.device_index != self.name.device_index:
-                message = f"the name says device {self.name.device_index} and the target {target.device_index}"
-                raise Refused(errno.EINVAL, message)  # noqa: TRY301 - the descriptors are closed below.
-        except Refused:
+                message = f"the name says device {self.name.device_index}, and the target device {target.device_index}"
+                raise AgentError(errno.EINVAL, message)  # noqa: TRY301 - the descriptors are closed below.
+        except AgentError:
             for descriptor in descriptors:
                 os.close(descriptor)
             raise
         self.registered = nics.register_device(target, handle, descriptors)
-        self._parts.push(self.registered.close)
+        self._on_close.push(self.registered.close)
 
-    def _take_shared(self, uid: int, descriptors: Sequence[int]) -> None:
+    def _open_shared(self, uid: int, descriptors: Sequence[int]) -> None:
         if descriptors:
-            self.shared = take_unnamed(self.target, descriptors[0], uid=uid)
+            self.shared = adopt_unnamed(self.target, descriptors[0], uid=uid)
         else:
             self.shared = open_shared(self.target, uid=uid)
-        self._parts.push(self.shared.close)
+        self._on_close.push(self.shared.close)
 
-    def _serve_ring(self, client: int, loop: AgentLoop, drain: Drain) -> None:
-        assert self.shared is not None  # noqa: S101 - a ring is host memory.
+    def _add_ring(self, client: int, loop: AgentLoop, drain: Drain) -> None:
+        assert self.shared is not None  # noqa: S101 - a ring is in host memory.
         assert self.name.ring is not None  # noqa: S101
-        rules, identity = self.name.ring, self.name.id
+        options, identity = self.name.ring, self.name.id
         loop.add_ring(
             client,
             identity,
             fd=self.shared.fd,
-            for_read=rules.for_read,
-            io_depth=rules.io_depth,
-            priority=rules.priority,
-            timeout_ms=rules.timeout_ms,
-            flags=rules.flags,
+            for_read=options.for_read,
+            io_depth=options.io_depth,
+            priority=options.priority,
+            timeout_ms=options.timeout_ms,
+            flags=options.flags,
         )
-        self._parts.push(lambda: drain(lambda timeout_ms: loop.remove_ring(client, identity, timeout_ms=timeout_ms)))
+        self._on_close.push(lambda: drain(lambda timeout_ms: loop.remove_ring(client, identity, timeout_ms=timeout_ms)))
 
-    def _serve_buffer(self, client: int, uid: int, nics: Nics, loop: AgentLoop, drain: Drain) -> None:
+    def _add_buffer(self, client: int, uid: int, nics: Nics, loop: AgentLoop, drain: Drain) -> None:
         if self.registered is None:
-            assert self.shared is not None  # noqa: S101 - what is no device memory is shared.
+            assert self.shared is not None  # noqa: S101 - an iov that is not in device memory is in shared memory.
             self.registered = nics.register_host(self.shared)
-            self._parts.push(self.registered.close)
-        known = self.registered
+            self._on_close.push(self.registered.close)
+        registered = self.registered
 
-        def add(to: int) -> None:
+        def serve(client: int) -> None:
             loop.add_buffer(
-                to,
+                client,
                 self.name.id,
-                length=known.length_bytes,
+                length=registered.length_bytes,
                 block_bytes=self.name.block_bytes,
-                keys=known.keys,
-                near=known.near,
+                keys=registered.keys,
+                near=registered.near,
             )
 
-        def remove(to: int) -> None:
-            drain(lambda timeout_ms: loop.remove_buffer(to, self.name.id, timeout_ms=timeout_ms))
+        def remove(client: int) -> None:
+            drain(lambda timeout_ms: loop.remove_buffer(client, self.name.id, timeout_ms=timeout_ms))
 
-        add(client)
-        self._parts.push(lambda: remove(client))
-        self.lending = Lending(owner=client, uid=uid, target=self.target, add=add, remove=remove)
+        serve(client)
+        self._on_close.push(lambda: remove(client))
+        self.borrowers = Borrowers(owner=client, uid=uid, target=self.target, serve=serve, remove=remove)

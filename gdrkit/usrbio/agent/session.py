@@ -1,4 +1,4 @@
-"""The session of an agent with its storage server, whose errors are those that the agent returns to its clients."""
+"""The session of an agent with its storage server. Its errors are those that the agent returns to its clients."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from gdrkit.errors import ApiError
 from gdrkit.storage.session import StorageSession
-from gdrkit.usrbio.agent.refusal import Refused
+from gdrkit.usrbio.agent.agent_error import AgentError
 
 if TYPE_CHECKING:
     import socket
@@ -34,8 +34,8 @@ class AgentSession(StorageSession):
 
     Attributes
     ----------
-    lanes : tuple of int
-        Index of the NIC of each queue pair.
+    nic_numbers : tuple of int
+        Number of the NIC of each queue pair.
     was_ended_by_memory : bool
         Whether the session ended because a NIC refused access to the memory of one operation. The owner sets it.
     """
@@ -50,18 +50,18 @@ class AgentSession(StorageSession):
         replaces: str | None = None,
     ) -> None:
         super().__init__(connect, nics.all, client=_CLIENT, token=token, timeout_ms=timeout_ms, replaces=replaces)
-        self.lanes = tuple(range(len(self.queue_pairs)))
+        self.nic_numbers = tuple(range(len(self.queue_pairs)))
         self.was_ended_by_memory = False
 
-    def ask(self, request: Request, kind: type[_R], *, descriptors: Sequence[int] = ()) -> _R:
-        """Send a request and return its reply, which is a `kind`.
+    def call(self, request: Request, reply_type: type[_R], *, descriptors: Sequence[int] = ()) -> _R:
+        """Send a request and return its reply, which is a `reply_type`.
 
         Raises
         ------
-        Refused
+        AgentError
             The server replied with this errno. EREMOTEIO: the connection failed, and the session has ended.
         """
         try:
-            return self.request(request, kind, descriptors=descriptors)
+            return self.request(request, reply_type, descriptors=descriptors)
         except ApiError as error:
-            raise Refused(error.errno or errno.EIO, error.detail) from error
+            raise AgentError(error.errno or errno.EIO, error.detail) from error

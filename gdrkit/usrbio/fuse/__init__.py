@@ -1,6 +1,6 @@
-"""The FUSE mount of an agent: the files of a store, and the folder ``3fs-virt`` that 3FS clients publish in.
+"""The FUSE mount of an agent: the files of a store, and the folder ``3fs-virt`` in which clients of 3FS publish iovs.
 
-Only ``_mfusepy.py`` imports the foreign library.
+README.md has the order in which to read the modules.
 """
 
 from __future__ import annotations

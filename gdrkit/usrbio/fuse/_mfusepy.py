@@ -1,7 +1,6 @@
-"""libfuse3 by mfusepy: a mount whose requests are answered by an object of ours.
+"""libfuse3 through mfusepy: a mount whose requests are methods of a Python object. Only this file imports mfusepy.
 
-Level 5. The only file that names mfusepy. The kernel's requests come on threads of libfuse; an OSError becomes its
-errno, and so does the errno of an error of a real API.
+libfuse calls the methods on its own threads. OSError, and errors of gdrkit that have an errno, become that errno.
 """
 
 from __future__ import annotations
@@ -24,25 +23,26 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-__all__ = ["Caller", "Loop", "caller", "copy_in", "copy_out", "missing"]
+__all__ = ["Caller", "FuseSession", "caller", "copy_in", "copy_out", "missing_dependency"]
 
-_INSTALL = "pip install 'gdrkit[fuse]', and the package that Debian calls libfuse3-3"
-_NAME = "FUSE_LIBRARY_NAME"
-_MOUNTED_S = 20
+_INSTALL = "pip install 'gdrkit[fuse]', and install the package fuse3"
+_LIBRARY_NAME_VARIABLE = "FUSE_LIBRARY_NAME"
+_MOUNT_TIMEOUT_S = 20
 _THREADS = 10
 _WRITE_BYTES_MAX = 1 << 20
+_LIBFUSE_MAJOR = 3
 _log = logging.getLogger(__name__)
 
-# By what libfuse calls them.
-_CALLBACKS = (
+# The names of libfuse.
+_CALLBACK_NAMES = (
     *("getattr", "readdir", "readlink", "mkdir", "rmdir", "unlink", "symlink", "link", "rename"),
     *("chmod", "chown", "truncate", "utimens", "statfs"),
     *("opendir", "releasedir", "create", "open", "read", "write", "fsync", "release", "ioctl"),
 )
 
 
-def missing() -> str | None:
-    """What is not installed, with what to do; None when both are there. Nothing is opened."""
+def missing_dependency() -> str | None:
+    """Return which of mfusepy and libfuse3 is not installed, with what to do, or None. No library is opened."""
     if importlib.util.find_spec("mfusepy") is None:
         return "the Python module mfusepy is not installed: pip install 'gdrkit[fuse]'"
     if ctypes.util.find_library("fuse3") is None:
@@ -51,114 +51,114 @@ def missing() -> str | None:
 
 
 class Caller(NamedTuple):
-    """Who sent the request that this thread answers."""
+    """User, group and thread that sent a request, from ``fuse_get_context``."""
 
     uid: int
     gid: int
-    process_id: int
+    thread_id: int
 
 
 def caller() -> Caller:
-    """Who sent the request that this thread answers."""
+    """Return the sender of the request that this thread executes."""
     return Caller(*_module().fuse_get_context())
 
 
 def copy_in(address: int, length_bytes: int) -> bytes:
-    """What an ioctl came with."""
+    """Return the argument of an ioctl, which is at this address."""
     return ctypes.string_at(address, length_bytes)
 
 
 def copy_out(address: int, data: bytes) -> None:
-    """What an ioctl goes back with; the request says how much that is."""
+    """Write the result of an ioctl to this address. The number of the ioctl contains its size."""
     ctypes.memmove(address, data, len(data))
 
 
-class Loop:
-    """A mount and the thread that serves it.
+class FuseSession:
+    """A mount, and the thread that serves it until the unmount.
 
     Parameters
     ----------
     mount : Path
-        An empty folder, resolved.
+        An empty folder, without symbolic links in its path.
     operations : object
-        With a method for each request that it answers, named as libfuse names it.
+        Has a method for each supported request, with the name of libfuse.
     source : str
-        What the table of mounts says of where it comes from.
+        The source of the mount in the kernel's table of mounts.
 
     Raises
     ------
     SetupMissing
-        mfusepy or libfuse3 is not there, or the kernel did not let this user mount.
+        mfusepy or libfuse3 is not installed, or this user may not mount.
     """
 
     def __init__(self, mount: Path, operations: object, *, source: str) -> None:
         self._mount, self._source = mount, source
         self._ready = threading.Event()
         self._failure: BaseException | None = None
-        self._answers = _Answers(operations, self._ready)
-        self._make = _fuse_class(_module())
-        # libfuse goes to the root folder when it begins.
-        here = os.open(".", os.O_PATH | os.O_CLOEXEC)
+        self._callbacks = _Callbacks(operations, self._ready)
+        self._fuse_class = _fuse_class(_module())
+        # libfuse changes to the root folder when it starts.
+        working_folder = os.open(".", os.O_PATH | os.O_CLOEXEC)
         try:
             self._thread = threading.Thread(target=self._run, name="gdrkit-fuse", daemon=True)
             self._thread.start()
             while not self._ready.wait(0.05) and self._thread.is_alive() and self._failure is None:
                 pass
         finally:
-            os.fchdir(here)
-            os.close(here)
+            os.fchdir(working_folder)
+            os.close(working_folder)
         if not self._ready.is_set():
-            self._thread.join(_MOUNTED_S)
+            self._thread.join(_MOUNT_TIMEOUT_S)
             raise setup_missing(
                 operation=f"fuse_mount {mount}",
-                text="libfuse said why on standard error",
-                what_to_do="let this user mount: be root with /dev/fuse, or install fuse3 (fusermount3)",
+                text="libfuse printed the cause on standard error",
+                what_to_do="allow this user to mount: run as root with /dev/fuse, or install fuse3 (fusermount3)",
                 default_errno=errno.EPERM,
                 api=Api.FUSE,
             ) from self._failure
 
     @property
     def is_running(self) -> bool:
-        """Whether the mount is still served; it ends when somebody unmounts it."""
+        """Whether the thread still serves the mount. It ends when the mount is unmounted."""
         return self._thread.is_alive()
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for its end, and say whether it came."""
+        """Wait for the end of the thread, and return whether it has ended."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def _run(self) -> None:
         options: dict[str, object] = {"fsname": self._source, "subtype": "hf3fs", "default_permissions": True}
-        version = _module()
-        if (version.fuse_version_major, version.fuse_version_minor) >= (3, 12):
+        module = _module()
+        if (module.fuse_version_major, module.fuse_version_minor) >= (3, 12):
             options["max_threads"] = _THREADS
         try:
-            self._make(self._answers, str(self._mount), foreground=True, **options)
+            self._fuse_class(self._callbacks, str(self._mount), foreground=True, **options)
         except BaseException as error:
             self._failure = error
             if self._ready.is_set():
-                _log.exception("the FUSE loop of %s ended", self._mount)
+                _log.exception("the FUSE thread of %s failed", self._mount)
             if not isinstance(error, Exception):
                 raise
 
 
-class _Answers:
-    """The callbacks that mfusepy looks for, each with its errors as errnos."""
+class _Callbacks:
+    """The callbacks for mfusepy. Their errors are errnos."""
 
     use_ns = True
-    # After a file was unlinked there is no path, only a handle.
+    # An unlinked file has no path, only a handle.
     flag_nopath = True
     flag_nullpath_ok = True
 
     def __init__(self, operations: object, ready: threading.Event) -> None:
         self._ready = ready
-        for name in _CALLBACKS:
+        for name in _CALLBACK_NAMES:
             method = getattr(operations, name, None)
             if method is not None:
                 setattr(self, name, _with_errno(method))
 
     def init_with_config(self, connection: Any, config: Any) -> None:
-        """Set the mount up: inodes are the server's, and nothing is remembered, since rings write behind its back."""
+        """Configure the mount: inodes of the server, and no caches, because rings write without the kernel."""
         if connection is not None:
             connection.max_write = _WRITE_BYTES_MAX
         if config is not None:
@@ -169,7 +169,7 @@ class _Answers:
 
 def _with_errno(method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
-    def answer(*arguments: Any) -> Any:
+    def call(*arguments: Any) -> Any:
         try:
             return method(*arguments)
         except OSError:
@@ -178,16 +178,16 @@ def _with_errno(method: Callable[..., Any]) -> Callable[..., Any]:
             number = error.errno if isinstance(error, ApiError) else None
             if number is None:
                 number = errno.EINVAL if isinstance(error, UsageError) else errno.EIO
-                _log.warning("%s is answered with %s: %s", method.__name__, errno_name(number), error)
+                _log.warning("the FUSE request %s failed with %s: %s", method.__name__, errno_name(number), error)
             raise OSError(number, os.strerror(number)) from error
 
-    return answer
+    return call
 
 
 def _fuse_class(module: Any) -> Any:
-    """mfusepy's class, with what it leaves out: the flags of a rename, and handles of files that have no name."""
+    """Return a subclass of mfusepy's class that also passes flags of a rename, and handles of unlinked files."""
 
-    class Fuse(module.FUSE):  # type: ignore[misc] # mfusepy is known when it is there.
+    class Fuse(module.FUSE):  # type: ignore[misc] # mfusepy is optional.
         def rename_fuse_3(self, old: bytes, new: bytes, flags: int) -> int:
             return self.operations.rename(os.fsdecode(old), os.fsdecode(new), flags) or 0
 
@@ -201,8 +201,8 @@ def _fuse_class(module: Any) -> Any:
             return self.operations.chown(_decoded(path), uid, gid, _handle(info)) or 0
 
         def utimens_fuse_3(self, path: bytes | None, times: Any, info: Any) -> int:
-            both = (times[0].actime, times[0].modtime) if times else (None, None)
-            return self.operations.utimens(_decoded(path), *map(_nanoseconds, both), _handle(info)) or 0
+            pair = (times[0].actime, times[0].modtime) if times else (None, None)
+            return self.operations.utimens(_decoded(path), *map(_nanoseconds, pair), _handle(info)) or 0
 
     return Fuse
 
@@ -211,11 +211,11 @@ def _fuse_class(module: Any) -> Any:
 _UTIME_NOW, _UTIME_OMIT = (1 << 30) - 1, (1 << 30) - 2
 
 
-def _nanoseconds(given: Any) -> int | None:
-    """ns since 1970; -1 for now; None for what stays."""
-    if given is None or given.tv_nsec == _UTIME_NOW:
+def _nanoseconds(timespec: Any) -> int | None:
+    """Return a time in nanoseconds since 1970, -1 for now, or None if the time does not change."""
+    if timespec is None or timespec.tv_nsec == _UTIME_NOW:
         return -1
-    return None if given.tv_nsec == _UTIME_OMIT else int(given.tv_sec * 10**9 + given.tv_nsec)
+    return None if timespec.tv_nsec == _UTIME_OMIT else int(timespec.tv_sec * 10**9 + timespec.tv_nsec)
 
 
 def _decoded(path: bytes | None) -> str | None:
@@ -227,38 +227,32 @@ def _handle(info: Any) -> int | None:
 
 
 @contextmanager
-def _library_named(name: str) -> Iterator[None]:
-    before = os.environ.get(_NAME)
-    os.environ.setdefault(_NAME, name)
+def _default_library(name: str) -> Iterator[None]:
+    before = os.environ.get(_LIBRARY_NAME_VARIABLE)
+    os.environ.setdefault(_LIBRARY_NAME_VARIABLE, name)
     try:
         yield
     finally:
         if before is None:
-            os.environ.pop(_NAME, None)
+            os.environ.pop(_LIBRARY_NAME_VARIABLE, None)
 
 
 _lock = threading.Lock()
 
 
 def _module() -> Any:
-    with _lock, _library_named("fuse3"):
+    with _lock, _default_library("fuse3"):
         try:
             import mfusepy
         except ModuleNotFoundError as error:
             raise setup_missing(
-                operation="import mfusepy",
-                text="libfuse said why on standard error",
-                what_to_do=_INSTALL,
-                default_errno=errno.ENOENT,
+                operation="import mfusepy", text=str(error), what_to_do=_INSTALL, default_errno=errno.ENOENT
             ) from error
         except (OSError, AttributeError) as error:
             raise setup_missing(
-                operation="dlopen libfuse3.so.3",
-                text="libfuse said why on standard error",
-                what_to_do=_INSTALL,
-                default_errno=errno.ENOENT,
+                operation="dlopen libfuse3.so.3", text=str(error), what_to_do=_INSTALL, default_errno=errno.ENOENT
             ) from error
-    if mfusepy.fuse_version_major != 3:  # noqa: PLR2004 - its number is its name.
+    if mfusepy.fuse_version_major != _LIBFUSE_MAJOR:
         raise Unsupported(
             api=Api.FUSE,
             operation="fuse_version",

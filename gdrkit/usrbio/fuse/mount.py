@@ -1,13 +1,12 @@
-"""The FUSE mount of an agent: there, served, and gone again.
+"""The FUSE mount of an agent: mounting, serving and unmounting.
 
-Level 5. Plain mode needs none of this: the mount is the store's folder. A mount is needed where the store is on another
-machine, and for programs whose client library knows only the mount of 3FS. The kernel refuses it to every other user.
+FUSE mode needs a mount, because the store is on another machine, or the client library knows only the mount of 3FS. In
+plain mode the mount is the store's folder. The kernel refuses other users access to the mount.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import shutil
 import subprocess
@@ -16,37 +15,40 @@ from typing import TYPE_CHECKING, Self
 
 from gdrkit.errors import Api, ApiError, Reason, SetupMissing, UsageError, errno_name
 from gdrkit.handles import Handle
-from gdrkit.usrbio.fuse._mfusepy import Loop, missing
-from gdrkit.usrbio.fuse.operations import HANDLE_OF, OpenFile, Operations, StoreFiles
-from gdrkit.usrbio.fuse.virtual_folder import Publisher, VirtualFolder
+from gdrkit.usrbio.fuse._mfusepy import FuseSession, missing_dependency
+from gdrkit.usrbio.fuse.operations import Operations
+from gdrkit.usrbio.fuse.virtual_folder import VirtualFolder
 
 if TYPE_CHECKING:
     from types import TracebackType
 
+    from gdrkit.usrbio.fuse.link_clients import LinkClients
+    from gdrkit.usrbio.fuse.store import StoreFiles
+
 __all__ = ["FuseMount", "fuse_obstacle", "unmount_stale"]
 
 _DEVICE = Path("/dev/fuse")
-_TYPE = "fuse.hf3fs"
+_FILE_SYSTEM_TYPE = "fuse.hf3fs"
 _SOURCE = "gdrkit-agent"
-_UNMOUNT_S = 10
+_UNMOUNT_TIMEOUT_S = 10
 
 
 def fuse_obstacle() -> str | None:
-    """Why this user cannot mount by FUSE here, one sentence with what to do; None when nothing is known against it."""
-    found = _obstacle()
-    return None if found is None else found[1]
+    """Return why this user cannot mount by FUSE on this machine and what to do, or None if no obstacle is known."""
+    obstacle = _obstacle()
+    return None if obstacle is None else obstacle[1]
 
 
 def _obstacle() -> tuple[int, str] | None:
-    """Return the errno that fits to what :func:`fuse_obstacle` says, and that sentence."""
-    if (absent := missing()) is not None:
-        return errno.ENOENT, absent
+    """Return an errno and the sentence of :func:`fuse_obstacle`."""
+    if (dependency := missing_dependency()) is not None:
+        return errno.ENOENT, dependency
     if not _DEVICE.exists():
-        return errno.ENODEV, "there is no /dev/fuse: load the kernel module fuse, or give the container the device"
+        return errno.ENODEV, "/dev/fuse does not exist: load the kernel module fuse, or give the container the device"
     if not os.access(_DEVICE, os.R_OK | os.W_OK):
-        return errno.EACCES, "/dev/fuse cannot be opened: give this user the device"
+        return errno.EACCES, "/dev/fuse cannot be opened: give this user read and write access to it"
     if os.geteuid() != 0 and shutil.which("fusermount3") is None:
-        return errno.EPERM, "only root mounts without fusermount3: install the package fuse3"
+        return errno.EPERM, "only root can mount without fusermount3: install the package fuse3"
     return None
 
 
@@ -54,30 +56,36 @@ _REASONS = {errno.ENOENT: Reason.LIBRARY_MISSING, errno.ENODEV: Reason.NO_DEVICE
 
 
 class FuseMount:
-    """An agent's mount; use it as a context manager.
+    """The FUSE mount of an agent. Use it as a context manager.
 
     Parameters
     ----------
     mount : Path
         An empty folder.
     store : StoreFiles
-        Whose files it shows.
-    publisher : Publisher
-        Who answers publications.
-    place : Path
-        The agent's own folder with ``iovs`` and ``agent.sock``.
+        The files of the mount.
+    links : LinkClients
+        Publishes by links in ``3fs-virt/iovs``.
+    real_folder : Path
+        The agent's real ``3fs-virt``, with ``iovs`` and ``agent.sock``.
+
+    Attributes
+    ----------
+    path : Path
+        The mounted folder, without symbolic links.
 
     Raises
     ------
     SetupMissing
-        FUSE is not there, or not for this user.
+        FUSE is not available on this machine, or not to this user.
     UsageError
-        The folder is not there, is not empty, or something is mounted on it.
+        The folder does not exist or is not empty, or a file system is mounted on it.
     """
 
-    def __init__(self, mount: Path, *, store: StoreFiles, publisher: Publisher, place: Path) -> None:
-        if (found := _obstacle()) is not None:
-            number, obstacle = found
+    def __init__(self, mount: Path, *, store: StoreFiles, links: LinkClients, real_folder: Path) -> None:
+        if (obstacle := _obstacle()) is not None:
+            number, sentence = obstacle
+            detail, _, what_to_do = sentence.partition(": ")
             raise SetupMissing(
                 api=Api.FUSE,
                 operation="open /dev/fuse",
@@ -85,46 +93,30 @@ class FuseMount:
                 status_name=errno_name(number),
                 errno=number,
                 reason=_REASONS.get(number, Reason.NO_PERMISSION),
-                what_to_do=obstacle.partition(": ")[2],
-                detail=obstacle.partition(": ")[0],
+                what_to_do=what_to_do,
+                detail=detail,
             )
         unmount_stale(mount)
         self.path = _empty_folder(mount)
-        folder = VirtualFolder(place, publisher, store, mount=str(self.path))
+        folder = VirtualFolder(real_folder, links, store, mount=str(self.path))
         self._operations = Operations(store, folder, mount=str(self.path))
-        self._loop: Loop | None = Loop(self.path, self._operations, source=_SOURCE)
+        self._session: FuseSession | None = FuseSession(self.path, self._operations, source=_SOURCE)
         self._handle = Handle("usrbio.fuse_mount")
 
-    @property
-    def is_served(self) -> bool:
-        """Whether it is mounted still: anybody who may can unmount it."""
-        return self._loop is not None and self._loop.is_running
-
-    def file_of(self, fd: int) -> OpenFile:
-        """The file of a descriptor of this mount, which a client has passed.
+    def close(self) -> None:
+        """Unmount, also if files are open. After an error, close again. A second close does nothing.
 
         Raises
         ------
-        OSError
-            EBADF: the descriptor is of no file of this mount.
+        ApiError
+            The unmount failed, or the thread of the mount did not end.
         """
-        if os.fstat(fd).st_dev != self.path.stat().st_dev:
-            raise OSError(errno.EBADF, "no file of this mount")
-        answer = fcntl.ioctl(fd, HANDLE_OF, bytes(8))
-        return self._operations.open_file(int.from_bytes(answer, "little"))
-
-    def files_of(self, inode: int) -> list[OpenFile]:
-        """All that are open through the mount with this inode: for rings of libraries that name no descriptor."""
-        return self._operations.files_of(inode)
-
-    def close(self) -> None:
-        """Unmount, also when files are open; after a failure the next call tries again, else it does nothing."""
-        loop = self._loop
-        if loop is None:
+        session = self._session
+        if session is None:
             return
-        if loop.is_running:
+        if session.is_running:
             _unmount(self.path)
-        if not loop.join(_UNMOUNT_S):
+        if not session.join(_UNMOUNT_TIMEOUT_S):
             raise ApiError(
                 api=Api.FUSE,
                 operation="umount",
@@ -135,7 +127,7 @@ class FuseMount:
                 reason=Reason.BUSY,
                 what_to_do="end the processes that use the mount",
             )
-        self._loop = None
+        self._session = None
         self._operations.close()
         self._handle.release()
 
@@ -149,13 +141,13 @@ class FuseMount:
 
 
 def unmount_stale(mount: Path) -> bool:
-    """Unmount what an agent that was killed had mounted here; whether there was something.
+    """Unmount the mount that a killed agent left on a folder, and return whether there was one.
 
-    A mount that an agent serves is left alone: it answers.
+    A mount that an agent still serves is not unmounted: its stat(2) succeeds.
     """
     # realpath() only reads whether the path is a symbolic link, which works even if no process serves the mount.
     path = Path(os.path.realpath(mount))
-    if not any(at == str(path) and source == _SOURCE for at, source in _mounts()):
+    if (str(path), _SOURCE) not in _mounts():
         return False
     try:
         path.stat()
@@ -169,55 +161,59 @@ def unmount_stale(mount: Path) -> bool:
 
 
 def _mounts() -> list[tuple[str, str]]:
-    """Place and source of every mount of our type."""
-    found = []
+    """Return path and source of every mount of the file system type of an agent."""
+    mounts = []
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         before, _, after = line.partition(" - ")
-        kind, source, *_ = after.split()
-        if kind == _TYPE:
-            place = before.split()[4]
-            found.append((place.encode().decode("unicode_escape").encode("latin-1").decode(), source))
-    return found
+        file_system_type, source, *_ = after.split()
+        if file_system_type == _FILE_SYSTEM_TYPE:
+            escaped_path = before.split()[4]
+            mounts.append((escaped_path.encode().decode("unicode_escape").encode("latin-1").decode(), source))
+    return mounts
 
 
 def _unmount(path: Path) -> None:
-    """Plainly if nobody uses it; else its name goes now, and who has it open gets errors."""
+    """Unmount. A mount that is in use is detached at once, and operations on its open files fail."""
     if os.geteuid() == 0:
-        attempts = [["umount", "-i", str(path)], ["umount", "-i", "-f", "-l", str(path)]]
+        commands = [["umount", "-i", str(path)], ["umount", "-i", "-f", "-l", str(path)]]
     else:
-        attempts = [["fusermount3", "-u", str(path)], ["fusermount3", "-u", "-z", str(path)]]
-    done = _run(attempts[0])
-    if done.returncode != 0:
-        done = _run(attempts[1])
-    if done.returncode != 0 and any(at == str(path) for at, _ in _mounts()):
+        commands = [["fusermount3", "-u", str(path)], ["fusermount3", "-u", "-z", str(path)]]
+    result = _run(commands[0])
+    if result.returncode != 0:
+        result = _run(commands[1])
+    if result.returncode != 0 and any(mounted == str(path) for mounted, _ in _mounts()):
         raise ApiError(
             api=Api.FUSE,
-            operation=attempts[-1][0],
-            status=done.returncode,
-            status_name=f"exit code {done.returncode}",
+            operation=commands[1][0],
+            status=result.returncode,
+            status_name=f"exit code {result.returncode}",
             arguments={"path": str(path)},
             reason=Reason.BUSY,
-            what_to_do=f"unmount it by hand: {' '.join(attempts[-1])}",
-            detail=done.stderr.strip(),
+            what_to_do=f"unmount it by hand: {' '.join(commands[1])}",
+            detail=result.stderr.strip(),
         )
 
 
 def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
-    """Run a command for 10 s at most. A command that is not installed or does not end counts as failed."""
+    """Run a command for at most 10 s. A command that is not installed or does not end counts as failed."""
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=_UNMOUNT_S)
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=_UNMOUNT_TIMEOUT_S)
     except FileNotFoundError as error:
         return subprocess.CompletedProcess(command, errno.ENOENT, "", str(error))
     except subprocess.TimeoutExpired:
-        return subprocess.CompletedProcess(command, errno.ETIMEDOUT, "", f"it did not end within {_UNMOUNT_S} s")
+        return subprocess.CompletedProcess(
+            command, errno.ETIMEDOUT, "", f"it did not end within {_UNMOUNT_TIMEOUT_S} s"
+        )
 
 
 def _empty_folder(mount: Path) -> Path:
     path = mount.resolve()
     if not path.is_dir():
-        message = f"{mount} is no folder"
-        raise UsageError(message, what_to_do="make it")
+        message = f"{mount} is not a folder"
+        raise UsageError(message, what_to_do="create it")
     if os.path.ismount(path) or any(path.iterdir()):
         message = f"{mount} is not empty"
-        raise UsageError(message, reason=Reason.BUSY, what_to_do="name an empty folder, on which nothing is mounted")
+        raise UsageError(
+            message, reason=Reason.BUSY, what_to_do="use an empty folder on which no file system is mounted"
+        )
     return path

@@ -1,7 +1,7 @@
-"""What the FUSE mount of an agent answers: the files of the store, and ``3fs-virt``.
+"""The requests of the kernel to the FUSE mount of an agent: the files of the store, and ``3fs-virt``.
 
-Level 5. Files are the server's: names, inodes, permissions and times come from it, and data through it. The kernel
-keeps nothing, since rings write behind its back.
+Names, inodes, permissions, times and data of files come from the storage server. The kernel must cache nothing, because
+rings write to files without the kernel.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar, overload
+from typing import TYPE_CHECKING
 
 from gdrkit.storage import messages
 from gdrkit.usrbio import virtual
@@ -22,129 +22,105 @@ from gdrkit.usrbio.fuse._mfusepy import copy_in, copy_out
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from gdrkit.usrbio.fuse.store import StoreFiles
     from gdrkit.usrbio.fuse.virtual_folder import VirtualFolder
 
-__all__ = ["OpenFile", "Operations", "StoreFiles"]
+__all__ = ["Operations"]
 
-Reply = TypeVar("Reply")
-
-_FOLDERS_REMEMBERED = 4096
+_FOLDERS_MAX = 4096
 _RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2
-# Of nobody else: says which handle a descriptor of this mount has.
-HANDLE_OF = virtual.request_of(200, 8)
-
-
-class StoreFiles(Protocol):
-    """The store, as its client gives it to a mount; errors are OSError, or errors of gdrkit that have an errno."""
-
-    @overload
-    def ask(self, request: object) -> object: ...
-
-    @overload
-    def ask(self, request: object, kind: type[Reply]) -> Reply: ...
-
-    def ask(self, request: object, kind: type[object] = object) -> object:
-        """A control message (:mod:`gdrkit.storage.messages`), and its reply, which is of this kind."""
-
-    def read(self, handle: int, *, offset_bytes: int, length_bytes: int) -> bytes:
-        """Bytes of an open file; fewer at its end."""
-
-    def write(self, handle: int, data: bytes, *, offset_bytes: int) -> int:
-        """How many bytes were written."""
+# The user or group of chown(2) that stays, as libfuse passes it.
+_UNCHANGED = 0xFFFFFFFF
 
 
 @dataclass(frozen=True)
-class OpenFile:
+class _OpenFile:
     """A file that is open through the mount.
 
     Attributes
     ----------
     handle : int
-        The server's.
+        Handle of the file in the :class:`StoreFiles`.
     inode : int
-        The server's, which entries of rings name.
-    readable, writable : bool
-        For what it was opened.
+        Inode of the file at the server.
+    writable : bool
+        Whether the file was opened for writing.
     path : str
-        By which it was opened; it may have another by now.
+        The path at the time of opening. The file may have been renamed since.
     """
 
     handle: int
     inode: int
-    readable: bool
     writable: bool
     path: str
 
 
 class Operations:
-    """The answers, each named as libfuse names its request."""
+    """The requests, named as libfuse names them. `fh` is the number of an open file or folder (``fuse_file_info.fh``).
+
+    Parameters
+    ----------
+    store : StoreFiles
+        The files of the store.
+    folder : VirtualFolder
+        The folder ``3fs-virt``.
+    mount : str
+        Path of the mount.
+    """
 
     def __init__(self, store: StoreFiles, folder: VirtualFolder, *, mount: str) -> None:
         self._store, self._folder, self._mount = store, folder, mount
         self._lock = threading.Lock()
-        self._open: dict[int, OpenFile] = {}
-        self._next = 0
-        self._listed: dict[int, str] = {}
-        # The kernel names a folder by its inode in one ioctl.
-        self._folders: dict[int, str] = {}
-
-    def open_file(self, number: int) -> OpenFile:
-        """The file of a handle of the mount; OSError(EBADF) when there is none."""
-        with self._lock:
-            found = self._open.get(number)
-        if found is None:
-            raise _error(errno.EBADF)
-        return found
-
-    def files_of(self, inode: int) -> list[OpenFile]:
-        """All that are open with this inode."""
-        with self._lock:
-            return [file for file in self._open.values() if file.inode == inode]
+        self._last_fh = 0
+        self._open_files: dict[int, _OpenFile] = {}
+        self._open_folders: dict[int, str] = {}
+        # Paths of folders by inode, because the ioctl HARDLINK names a folder by its inode.
+        self._folder_paths: dict[int, str] = {}
 
     # ------------------------------------------------------------------------------------------------------- names
 
-    def getattr(self, path: str | None, number: int | None = None) -> dict[str, int]:
-        """Ask what stat(2) says."""
-        if number:
-            reply = self._store.ask(messages.Stat(handle=self.open_file(number).handle), messages.FileStat)
+    def getattr(self, path: str | None, fh: int | None = None) -> dict[str, int]:
+        """Return the attributes of a path or of an open file, as stat(2) does."""
+        if fh:
+            status = self._store.request(messages.Stat(handle=self._file(fh).handle), messages.FileStat)
         elif path is None:
             raise _error(errno.ENOENT)
         elif self._folder.has(path):
             return self._folder.attributes(path)
         else:
-            reply = self._store.ask(messages.Stat(path=_relative(path)), messages.FileStat)
-        if path is not None and stat.S_ISDIR(reply.mode):
-            self._remember(reply.inode, path)
-        return _attributes(reply)
+            status = self._store.request(messages.Stat(path=_relative(path)), messages.FileStat)
+        if path is not None and stat.S_ISDIR(status.mode):
+            self._remember_folder(status.inode, path)
+        return _attributes(status)
 
     def opendir(self, path: str) -> int:
-        """Begin to list a folder; later requests bring the number alone."""
+        """Open a folder and return its number. Later requests have no path."""
         with self._lock:
-            self._next += 1
-            self._listed[self._next] = path
-            return self._next
+            self._last_fh += 1
+            self._open_folders[self._last_fh] = path
+            return self._last_fh
 
-    def releasedir(self, _path: str | None, number: int) -> None:
-        """End to list it."""
+    def releasedir(self, _path: str | None, fh: int) -> None:
+        """Close a folder."""
         with self._lock:
-            self._listed.pop(number, None)
+            self._open_folders.pop(fh, None)
 
-    def readdir(self, _path: str | None, number: int) -> list[tuple[str, dict[str, int], int]]:
-        """List a folder."""
+    def readdir(self, _path: str | None, fh: int) -> list[tuple[str, dict[str, int], int]]:
+        """Return name, attributes and offset (0) of every entry of a folder."""
         with self._lock:
-            path = self._listed.get(number)
+            path = self._open_folders.get(fh)
         if path is None:
             raise _error(errno.EBADF)
-        names = self._folder.entries(path) if self._folder.has(path) else self._entries(path)
-        # libfuse does not know these two by itself.
-        return [(name, {"st_mode": stat.S_IFDIR, "st_ino": 0}, 0) for name in (".", "..")] + list(names)
+        # libfuse does not add these two entries.
+        dots = [(name, {"st_mode": stat.S_IFDIR, "st_ino": 0}, 0) for name in (".", "..")]
+        return dots + list(self._folder.entries(path) if self._folder.has(path) else self._entries(path))
 
     def _entries(self, path: str) -> Iterator[tuple[str, dict[str, int], int]]:
         if path == "/":
             yield virtual.VIRTUAL_FOLDER, self._folder.attributes(f"/{virtual.VIRTUAL_FOLDER}"), 0
         after: str | None = None
         while True:
-            reply = self._store.ask(messages.List(path=_relative(path), after=after), messages.ListReply)
+            reply = self._store.request(messages.List(path=_relative(path), after=after), messages.ListReply)
             for entry in reply.entries:
                 yield entry.name, {"st_ino": entry.inode, "st_mode": entry.kind}, 0
                 after = entry.name
@@ -152,84 +128,85 @@ class Operations:
                 return
 
     def readlink(self, path: str) -> str:
-        """Give the target of a symbolic link."""
+        """Return the target of a symbolic link."""
         if self._folder.has(path):
             return self._folder.readlink(path)
-        return self._store.ask(messages.Readlink(path=_relative(path)), messages.ReadlinkReply).target
+        return self._store.request(messages.Readlink(path=_relative(path)), messages.ReadlinkReply).target
 
     def mkdir(self, path: str, mode: int) -> None:
-        """Make a folder."""
-        self._only_files(path)
-        self._store.ask(messages.Mkdir(path=_relative(path), mode=stat.S_IMODE(mode)))
+        """Create a folder."""
+        self._check_in_store(path)
+        self._store.request(messages.Mkdir(path=_relative(path), mode=stat.S_IMODE(mode)), messages.FileStat)
 
     def rmdir(self, path: str) -> None:
         """Remove an empty folder."""
-        self._only_files(path)
-        self._store.ask(messages.Rmdir(path=_relative(path)))
+        self._check_in_store(path)
+        self._store.request(messages.Rmdir(path=_relative(path)), messages.Done)
 
     def unlink(self, path: str) -> None:
-        """Remove a name; of a publication, take it back."""
+        """Remove a file, or a publication."""
         if self._folder.has(path):
             self._folder.unlink(path)
             return
-        self._store.ask(messages.Unlink(path=_relative(path)))
+        self._store.request(messages.Unlink(path=_relative(path)), messages.Done)
 
     def symlink(self, path: str, target: str) -> None:
-        """Make a symbolic link; in ``iovs``, publish."""
+        """Create a symbolic link, or publish an iov."""
         if self._folder.has(path):
             self._folder.symlink(path, target)
             return
-        self._store.ask(messages.Symlink(path=_relative(path), target=target))
+        self._store.request(messages.Symlink(path=_relative(path), target=target), messages.FileStat)
 
     def link(self, new_path: str, path: str) -> None:
-        """Make a second name of a file."""
-        self._only_files(path, new_path)
-        self._store.ask(messages.HardLink(path=_relative(path), new_path=_relative(new_path)))
+        """Create a hard link."""
+        self._check_in_store(path, new_path)
+        self._store.request(messages.HardLink(path=_relative(path), new_path=_relative(new_path)), messages.FileStat)
 
     def rename(self, path: str, new_path: str, flags: int = 0) -> None:
-        """Rename, as renameat2(2)."""
-        self._only_files(path, new_path)
+        """Rename a file or folder, with the flags of renameat2(2)."""
+        self._check_in_store(path, new_path)
         if flags & ~(_RENAME_NOREPLACE | _RENAME_EXCHANGE):
             raise _error(errno.EINVAL)
         exclusive, exchange = bool(flags & _RENAME_NOREPLACE), bool(flags & _RENAME_EXCHANGE)
-        self._store.ask(
-            messages.Rename(path=_relative(path), new_path=_relative(new_path), exclusive=exclusive, exchange=exchange)
+        request = messages.Rename(
+            path=_relative(path), new_path=_relative(new_path), exclusive=exclusive, exchange=exchange
         )
+        self._store.request(request, messages.Done)
 
     # -------------------------------------------------------------------------------------------------- attributes
 
-    def chmod(self, path: str | None, mode: int, number: int | None = None) -> None:
+    def chmod(self, path: str | None, mode: int, fh: int | None = None) -> None:
         """Change permission bits."""
-        self._store.ask(messages.Chmod(path=_relative(self._named(path, number)), mode=stat.S_IMODE(mode)))
+        request = messages.Chmod(path=_relative(self._current_path(path, fh)), mode=stat.S_IMODE(mode))
+        self._store.request(request, messages.FileStat)
 
-    def chown(self, path: str | None, uid: int, gid: int, number: int | None = None) -> None:
-        """Refuse another owner: the store has one."""
-        found = self.getattr(path, number)
-        unchanged = 0xFFFFFFFF
-        if uid & unchanged not in {unchanged, found["st_uid"]} or gid & unchanged not in {unchanged, found["st_gid"]}:
-            raise _error(errno.EPERM)
+    def chown(self, path: str | None, uid: int, gid: int, fh: int | None = None) -> None:
+        """Refuse to change the owner: all files of a store belong to one user."""
+        attributes = self.getattr(path, fh)
+        for wanted, current in ((uid, attributes["st_uid"]), (gid, attributes["st_gid"])):
+            if wanted & _UNCHANGED not in {_UNCHANGED, current}:
+                raise _error(errno.EPERM)
 
-    def truncate(self, path: str | None, length_bytes: int, number: int | None = None) -> None:
+    def truncate(self, path: str | None, length_bytes: int, fh: int | None = None) -> None:
         """Set the size of a file."""
-        if number:
-            request = messages.Truncate(size_bytes=length_bytes, handle=self.open_file(number).handle)
+        if fh:
+            request = messages.Truncate(size_bytes=length_bytes, handle=self._file(fh).handle)
         else:
-            request = messages.Truncate(size_bytes=length_bytes, path=_relative(self._named(path, None)))
-        self._store.ask(request)
+            request = messages.Truncate(size_bytes=length_bytes, path=_relative(self._current_path(path, None)))
+        self._store.request(request, messages.FileStat)
 
-    def utimens(self, path: str | None, access_ns: int | None, modified_ns: int | None, number: int | None) -> None:
-        """Change times; -1: now."""
+    def utimens(self, path: str | None, access_ns: int | None, modification_ns: int | None, fh: int | None) -> None:
+        """Change times, in nanoseconds since 1970. -1 means now, None means no change."""
         now = time.time_ns()
-        access, modified = (now if given == -1 else given for given in (access_ns, modified_ns))
-        self._store.ask(
-            messages.Utimens(
-                path=_relative(self._named(path, number)), access_time_ns=access, modification_time_ns=modified
-            )
+        access, modification = (now if time_ns == -1 else time_ns for time_ns in (access_ns, modification_ns))
+        request = messages.Utimens(
+            path=_relative(self._current_path(path, fh)), access_time_ns=access, modification_time_ns=modification
         )
+        self._store.request(request, messages.FileStat)
 
     def statfs(self, _path: str) -> dict[str, int]:
-        """Say what room there is."""
-        reply = self._store.ask(messages.Statfs(), messages.StatfsReply)
+        """Return the sizes and free space of the store's file system, as statvfs(3) does."""
+        reply = self._store.request(messages.Statfs(), messages.StatfsReply)
         return {
             "f_bsize": reply.block_bytes,
             "f_frsize": reply.block_bytes,
@@ -244,60 +221,66 @@ class Operations:
     # -------------------------------------------------------------------------------------------------------- files
 
     def create(self, path: str, mode: int, flags: int) -> int:
-        """Make a file and open it."""
-        self._only_files(path)
-        return self._opened(path, flags, create=True, mode=stat.S_IMODE(mode))
+        """Create and open a file, and return its number."""
+        self._check_in_store(path)
+        return self._open(path, flags, create=True, mode=stat.S_IMODE(mode))
 
     def open(self, path: str, flags: int) -> int:
-        """Open a file."""
+        """Open a file, and return its number."""
         if self._folder.has(path):
             raise _error(errno.EACCES)
-        return self._opened(path, flags, create=False, mode=0)
+        return self._open(path, flags, create=False, mode=0)
 
-    def read(self, _path: str | None, length_bytes: int, offset_bytes: int, number: int) -> bytes:
-        """Read through the server."""
-        handle = self.open_file(number).handle
-        return self._store.read(handle, offset_bytes=offset_bytes, length_bytes=length_bytes)
+    def read(self, _path: str | None, length_bytes: int, offset_bytes: int, fh: int) -> bytes:
+        """Read from the server."""
+        return self._store.read(self._file(fh).handle, offset_bytes=offset_bytes, length_bytes=length_bytes)
 
-    def write(self, _path: str | None, data: bytes, offset_bytes: int, number: int) -> int:
-        """Write through the server."""
-        return self._store.write(self.open_file(number).handle, data, offset_bytes=offset_bytes)
+    def write(self, _path: str | None, data: bytes, offset_bytes: int, fh: int) -> int:
+        """Write to the server."""
+        return self._store.write(self._file(fh).handle, data, offset_bytes=offset_bytes)
 
-    def fsync(self, _path: str | None, data_only: int, number: int) -> None:
-        """Have the server bring a file to its disk."""
-        self._store.ask(messages.Sync(handle=self.open_file(number).handle, data_only=bool(data_only)))
+    def fsync(self, _path: str | None, data_only: int, fh: int) -> None:
+        """Have the server sync a file."""
+        self._store.request(messages.Sync(handle=self._file(fh).handle, data_only=bool(data_only)), messages.Done)
 
-    def release(self, _path: str | None, number: int) -> None:
-        """Close a file: its last descriptor is closed."""
+    def release(self, _path: str | None, fh: int) -> None:
+        """Close a file, whose last descriptor was closed."""
         with self._lock:
-            file = self._open.pop(number, None)
+            file = self._open_files.pop(fh, None)
         if file is not None:
-            self._store.ask(messages.Close(handle=file.handle))
+            self._store.close_file(file.handle)
 
-    def ioctl(self, path: str | None, request: int, _argument: object, number: int, _flags: int, data: int) -> None:
-        """Answer what 3FS answers; ENOTTY for the rest."""
+    def ioctl(self, path: str | None, request: int, _argument: object, fh: int, _flags: int, data: int) -> None:
+        """Execute an ioctl of 3FS, whose argument is at the address `data`. ENOTTY for other ioctls."""
         request &= 0xFFFFFFFF
-        if answer := self._said(request, number):
-            copy_out(data, answer)
+        if result := self._ioctl_result(request):
+            copy_out(data, result)
         elif request == virtual.FSYNC:
-            self.fsync(path, 0, number)
+            self.fsync(path, 0, fh)
         elif request == virtual.HARDLINK:
-            self._hardlink(number, copy_in(data, virtual.HARDLINK_ARGUMENT.size))
+            self._hardlink(fh, copy_in(data, virtual.HARDLINK_ARGUMENT.size))
         elif request == virtual.PUNCH_HOLE:
-            self._punch_hole(number, copy_in(data, virtual.PUNCH_HOLE_ARGUMENT.size))
+            self._punch_hole(fh, copy_in(data, virtual.PUNCH_HOLE_ARGUMENT.size))
         else:
             raise _error(errno.ENOTTY)
 
     def close(self) -> None:
-        """Close what is open still, when the mount is gone."""
+        """Close all files that are open after the unmount."""
         with self._lock:
-            numbers = list(self._open)
-        for number in numbers:
-            self.release(None, number)
+            numbers = list(self._open_files)
+        for fh in numbers:
+            self.release(None, fh)
 
     # ------------------------------------------------------------------------------------------------------ helpers
 
-    def _said(self, request: int, number: int) -> bytes | None:
+    def _file(self, fh: int) -> _OpenFile:
+        with self._lock:
+            file = self._open_files.get(fh)
+        if file is None:
+            raise _error(errno.EBADF)
+        return file
+
+    def _ioctl_result(self, request: int) -> bytes | None:
         if request == virtual.GET_MAGIC:
             return virtual.MAGIC.to_bytes(4, "little")
         if request == virtual.GET_IOCTL_VERSION:
@@ -307,36 +290,37 @@ class Operations:
         if request == virtual.GET_MOUNT_NAME:
             name = os.fsencode(Path(self._mount).name)[: virtual.MOUNT_NAME_BYTES - 1]
             return name.ljust(virtual.MOUNT_NAME_BYTES, b"\0")
-        return number.to_bytes(8, "little") if request == HANDLE_OF else None
+        return None
 
-    def _hardlink(self, number: int, argument: bytes) -> None:
-        parent, name = virtual.HARDLINK_ARGUMENT.unpack(argument)
-        text = os.fsdecode(name.partition(b"\0")[0])
+    def _hardlink(self, fh: int, argument: bytes) -> None:
+        folder_inode, padded_name = virtual.HARDLINK_ARGUMENT.unpack(argument)
+        name = os.fsdecode(padded_name.partition(b"\0")[0])
         with self._lock:
-            folder = self._folders.get(parent)
-        if folder is None or self.getattr(folder)["st_ino"] != parent:
+            folder = self._folder_paths.get(folder_inode)
+        if folder is None or self.getattr(folder)["st_ino"] != folder_inode:
             raise _error(errno.ENOENT)
-        if text in {"", ".", ".."} or "/" in text:
+        if name in {"", ".", ".."} or "/" in name:
             raise _error(errno.EINVAL)
-        self.link(f"{folder.rstrip('/')}/{text}", self._named(None, number))
+        self.link(f"{folder.rstrip('/')}/{name}", self._current_path(None, fh))
 
-    def _punch_hole(self, number: int, argument: bytes) -> None:
-        count, _flags, *ends = virtual.PUNCH_HOLE_ARGUMENT.unpack(argument)
+    def _punch_hole(self, fh: int, argument: bytes) -> None:
+        count, _flags, *bounds = virtual.PUNCH_HOLE_ARGUMENT.unpack(argument)
         if not 0 <= count <= virtual.PUNCH_HOLE_MAX:
             raise _error(errno.EINVAL)
-        starts, stops = ends[:count], ends[virtual.PUNCH_HOLE_MAX : virtual.PUNCH_HOLE_MAX + count]
-        file = self.open_file(number)
+        begins, ends = bounds[:count], bounds[virtual.PUNCH_HOLE_MAX : virtual.PUNCH_HOLE_MAX + count]
+        file = self._file(fh)
         if not file.writable:
             raise _error(errno.EBADF)
-        self._store.ask(messages.PunchHole(handle=file.handle, ranges=tuple(zip(starts, stops, strict=True))))
+        request = messages.PunchHole(handle=file.handle, ranges=tuple(zip(begins, ends, strict=True)))
+        self._store.request(request, messages.Done)
 
-    def _opened(self, path: str, flags: int, *, create: bool, mode: int) -> int:
+    def _open(self, path: str, flags: int, *, create: bool, mode: int) -> int:
         access = flags & os.O_ACCMODE
-        readable, writable = access != os.O_WRONLY, access != os.O_RDONLY
-        reply = self._store.ask(
+        writable = access != os.O_RDONLY
+        reply = self._store.request(
             messages.Open(
                 path=_relative(path),
-                read=readable,
+                read=access != os.O_WRONLY,
                 write=writable or create,
                 create=create,
                 truncate=bool(flags & os.O_TRUNC) and (writable or create),
@@ -346,30 +330,30 @@ class Operations:
             messages.OpenReply,
         )
         with self._lock:
-            self._next += 1
-            self._open[self._next] = OpenFile(reply.handle, reply.stat.inode, readable, writable, path)
-            return self._next
+            self._last_fh += 1
+            self._open_files[self._last_fh] = _OpenFile(reply.handle, reply.stat.inode, writable, path)
+            return self._last_fh
 
-    def _named(self, path: str | None, number: int | None) -> str:
-        """A name that the file still has."""
+    def _current_path(self, path: str | None, fh: int | None) -> str:
+        """Return `path`, or without one the path of an open file. ENOENT if the open file has another path now."""
         if path is not None:
-            self._only_files(path)
+            self._check_in_store(path)
             return path
-        file = self.open_file(number or 0)
+        file = self._file(fh or 0)
         if self.getattr(file.path)["st_ino"] != file.inode:
             raise _error(errno.ENOENT)
         return file.path
 
-    def _only_files(self, *paths: str) -> None:
+    def _check_in_store(self, *paths: str) -> None:
         if any(map(self._folder.has, paths)):
             raise _error(errno.EPERM)
 
-    def _remember(self, inode: int, path: str) -> None:
+    def _remember_folder(self, inode: int, path: str) -> None:
         with self._lock:
-            self._folders.pop(inode, None)
-            self._folders[inode] = path
-            if len(self._folders) > _FOLDERS_REMEMBERED:
-                del self._folders[next(iter(self._folders))]
+            self._folder_paths.pop(inode, None)
+            self._folder_paths[inode] = path
+            if len(self._folder_paths) > _FOLDERS_MAX:
+                del self._folder_paths[next(iter(self._folder_paths))]
 
 
 def _relative(path: str) -> str:
@@ -380,17 +364,17 @@ def _error(number: int) -> OSError:
     return OSError(number, os.strerror(number))
 
 
-def _attributes(found: messages.FileStat) -> dict[str, int]:
+def _attributes(status: messages.FileStat) -> dict[str, int]:
     return {
-        "st_ino": found.inode,
-        "st_mode": found.mode,
-        "st_size": found.size_bytes,
-        "st_nlink": found.links,
-        "st_uid": found.uid,
-        "st_gid": found.gid,
-        "st_blocks": found.allocated_bytes // 512,
+        "st_ino": status.inode,
+        "st_mode": status.mode,
+        "st_size": status.size_bytes,
+        "st_nlink": status.links,
+        "st_uid": status.uid,
+        "st_gid": status.gid,
+        "st_blocks": status.allocated_bytes // 512,
         "st_blksize": 4096,
-        "st_atime": found.access_time_ns,
-        "st_mtime": found.modification_time_ns,
-        "st_ctime": found.change_time_ns,
+        "st_atime": status.access_time_ns,
+        "st_mtime": status.modification_time_ns,
+        "st_ctime": status.change_time_ns,
     }

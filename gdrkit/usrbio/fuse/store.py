@@ -1,6 +1,7 @@
-"""The files of a store for a FUSE mount: a client of the storage service with buffers of its own.
+"""The files of a store for a FUSE mount, as a client of the storage server.
 
-Level 5. When the server goes, what is open gets EREMOTEIO, and the next request begins a new session.
+If the session with the server ends, requests for open files fail with EREMOTEIO. The next request for a path begins a
+new session.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import itertools
 import os
 import threading
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from gdrkit.errors import ApiError
 from gdrkit.storage import messages
@@ -19,133 +20,118 @@ from gdrkit.storage.client import StorageClient, StorageFile
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from gdrkit.storage.control import Request
     from gdrkit.storage.iobuffer import IOBuffer
 
-__all__ = ["ServedFiles"]
+__all__ = ["StoreFiles"]
 
 _R = TypeVar("_R")
 _BUFFER_BYTES = 1 << 20
-# What is answered to a request that a mount asks for no answer of.
-_REPLIES: dict[type, type] = {
-    messages.Mkdir: messages.FileStat,
-    messages.Rmdir: messages.Done,
-    messages.Unlink: messages.Done,
-    messages.Rename: messages.Done,
-    messages.HardLink: messages.FileStat,
-    messages.Symlink: messages.FileStat,
-    messages.Truncate: messages.FileStat,
-    messages.Sync: messages.Done,
-    messages.PunchHole: messages.Done,
-    messages.Chmod: messages.FileStat,
-    messages.Utimens: messages.FileStat,
-}
 
 
-class ServedFiles:
-    """What :class:`~gdrkit.usrbio.fuse.operations.StoreFiles` is, of a server.
+class StoreFiles:
+    """The files of a store. It can be used by any number of threads, and executes one request at a time.
+
+    Errors are OSError, or errors of gdrkit with an errno.
 
     Parameters
     ----------
     connect : callable
-        Begins a session.
+        Returns a new client of the storage server.
     """
 
     def __init__(self, connect: Callable[[], StorageClient]) -> None:
         self._connect = connect
-        # One request at a time: the client has one connection, and the buffer is one.
+        # One request at a time uses the client's connection and the buffer.
         self._lock = threading.Lock()
-        self._numbers = itertools.count(1)
+        self._handles = itertools.count(1)
         self._files: dict[int, StorageFile] = {}
-        self._bytes = bytearray(_BUFFER_BYTES)
+        self._data = bytearray(_BUFFER_BYTES)
         self._client: StorageClient | None = None
         self._buffer: IOBuffer | None = None
 
-    @overload
-    def ask(self, request: object) -> object: ...
+    def request(self, request: Request, reply_type: type[_R]) -> _R:
+        """Send a request of :mod:`gdrkit.storage.messages` and return its reply, which is a `reply_type`.
 
-    @overload
-    def ask(self, request: object, kind: type[_R]) -> _R: ...
-
-    def ask(self, request: object, kind: type[object] = object) -> object:
-        """Send a control message, and give its reply; handles are those of this object."""
+        Handles in requests and replies are handles of this object.
+        """
         with self._lock:
-            if isinstance(request, messages.Close):
-                return self._close(request.handle)
             message = cast("Any", request)
             if getattr(message, "handle", None) is not None:
                 message = replace(message, handle=self._file(message.handle).handle)
-            wanted = _REPLIES[type(message)] if kind is object else kind
-            reply: object = self._on_session(lambda client: client.request(message, wanted))
-            if not isinstance(reply, messages.OpenReply) or self._client is None:
-                return reply
-            number = next(self._numbers)
-            self._files[number] = StorageFile(self._client, reply)
-            return replace(reply, handle=number)
+            reply: Any = self._with_client(lambda client: client.request(message, reply_type))
+            if isinstance(reply, messages.OpenReply):
+                assert self._client is not None  # noqa: S101 - it has just replied.
+                handle = next(self._handles)
+                self._files[handle] = StorageFile(self._client, reply)
+                reply = replace(reply, handle=handle)
+            return cast("_R", reply)
 
     def read(self, handle: int, *, offset_bytes: int, length_bytes: int) -> bytes:
-        """Read bytes of an open file; fewer at its end."""
-        found = []
+        """Read bytes of an open file. At the end of the file, the result is shorter."""
+        chunks = []
         while length_bytes:
-            part_bytes = min(length_bytes, _BUFFER_BYTES)
+            chunk_bytes = min(length_bytes, _BUFFER_BYTES)
             with self._lock:
-                moved = self._move(handle, part_bytes, offset_bytes, is_read=True)
-                found.append(bytes(memoryview(self._bytes)[:moved]))
-            if moved < part_bytes:
+                read_bytes = self._transfer(handle, chunk_bytes, offset_bytes, is_read=True)
+                chunks.append(bytes(memoryview(self._data)[:read_bytes]))
+            if read_bytes < chunk_bytes:
                 break
-            offset_bytes += moved
-            length_bytes -= moved
-        return b"".join(found)
+            offset_bytes += read_bytes
+            length_bytes -= read_bytes
+        return b"".join(chunks)
 
     def write(self, handle: int, data: bytes, *, offset_bytes: int) -> int:
-        """Write to an open file, and say how much was written."""
+        """Write all of `data` to an open file, and return its length."""
         for begin in range(0, len(data), _BUFFER_BYTES):
-            part = data[begin : begin + _BUFFER_BYTES]
+            chunk = data[begin : begin + _BUFFER_BYTES]
             with self._lock:
-                self._bytes[: len(part)] = part
-                self._move(handle, len(part), offset_bytes + begin, is_read=False)
+                self._data[: len(chunk)] = chunk
+                self._transfer(handle, len(chunk), offset_bytes + begin, is_read=False)
         return len(data)
+
+    def close_file(self, handle: int) -> None:
+        """Close an open file. The server has already closed a file of an earlier session."""
+        with self._lock:
+            file = self._files.pop(handle, None)
+            if file is not None and file.client is self._client:
+                self._with_client(lambda _client: file.close())
 
     def close(self) -> None:
         """End the session."""
         with self._lock:
-            self._end()
+            self._end_session()
 
-    def _move(self, handle: int, length_bytes: int, offset_bytes: int, *, is_read: bool) -> int:
+    def _transfer(self, handle: int, length_bytes: int, offset_bytes: int, *, is_read: bool) -> int:
         file = self._file(handle)
 
-        def move(_client: StorageClient) -> int:
-            assert self._buffer is not None  # noqa: S101 - it is made with the session.
-            part = self._buffer.subrange(offset_bytes=0, length_bytes=length_bytes)
+        def transfer(_client: StorageClient) -> int:
+            assert self._buffer is not None  # noqa: S101 - it is registered when the session begins.
+            buffer = self._buffer.subrange(offset_bytes=0, length_bytes=length_bytes)
             call = file.read if is_read else file.write
-            return call(part, offset_bytes=offset_bytes).length_bytes
+            return call(buffer, offset_bytes=offset_bytes).length_bytes
 
-        return self._on_session(move)
+        return self._with_client(transfer)
 
     def _file(self, handle: int) -> StorageFile:
-        found = self._files.get(handle)
-        if found is None or found.client is not self._client:
-            number = errno.EBADF if found is None else errno.EREMOTEIO
+        file = self._files.get(handle)
+        if file is None or file.client is not self._client:
+            number = errno.EBADF if file is None else errno.EREMOTEIO
             raise OSError(number, os.strerror(number))
-        return found
+        return file
 
-    def _close(self, handle: int) -> messages.Done:
-        file = self._files.pop(handle, None)
-        if file is not None and file.client is self._client:
-            self._on_session(lambda _client: file.close())
-        return messages.Done()
-
-    def _on_session(self, act: Callable[[StorageClient], _R]) -> _R:
+    def _with_client(self, action: Callable[[StorageClient], _R]) -> _R:
         if self._client is None:
             self._client = self._connect()
-            self._buffer = self._client.register(self._bytes)
+            self._buffer = self._client.register(self._data)
         try:
-            return act(self._client)
+            return action(self._client)
         except ApiError as error:
             if error.errno == errno.EREMOTEIO:
-                self._end()
+                self._end_session()
             raise
 
-    def _end(self) -> None:
+    def _end_session(self) -> None:
         client, self._client = self._client, None
         buffer, self._buffer = self._buffer, None
         if buffer is not None:

@@ -43,6 +43,7 @@ CASES: Mapping[str, tuple[str, ...]] = {
     "gdrkit/storage/server.py": _STORAGE,
     "gdrkit/storage/listener.py": _STORAGE,
     "gdrkit/usrbio/agent/server.py": ("suites/usrbio/test_storage_server.py", *_AGENT),
+    "gdrkit/usrbio/agent/connection.py": _AGENT,
     "gdrkit/usrbio/agent/mount.py": (
         "suites/usrbio/test_mount_folder.py",
         *_AGENT,

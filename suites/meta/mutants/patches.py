@@ -104,16 +104,16 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "published-memory-of-another-user",
         "gdrkit/usrbio/agent/mount.py",
-        "found.st_uid != uid",
+        "status.st_uid != uid",
         "False",
         at="def open_shared",
     ),
     Patch(
         "unnamed-memory-of-another-user",
         "gdrkit/usrbio/agent/mount.py",
-        "found.st_uid != uid",
+        "status.st_uid != uid",
         "False",
-        at="def take_unnamed",
+        at="def adopt_unnamed",
     ),
     Patch(
         "no-last-look-at-the-copy-before-the-old-file-goes",

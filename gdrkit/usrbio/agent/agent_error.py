@@ -1,7 +1,4 @@
-"""What an agent answers when it does not do what it was asked: an errno and a sentence.
-
-Level 5.
-"""
+"""The error of a request to an agent: an errno and a text, which the agent sends to the client."""
 
 from __future__ import annotations
 
@@ -9,9 +6,9 @@ import errno
 
 from gdrkit.errors import ApiError, GdrkitError, Reason, RegistrationFailed, UsageError, errno_name
 
-__all__ = ["Refused", "refusal_of"]
+__all__ = ["AgentError", "as_agent_error"]
 
-_BY_REASON = {
+_ERRNO_OF_REASON = {
     Reason.NO_ROUTE: errno.EOPNOTSUPP,
     Reason.MALFORMED: errno.EINVAL,
     Reason.NO_DEVICE: errno.ENODEV,
@@ -27,13 +24,13 @@ _BY_REASON = {
 }
 
 
-class Refused(GdrkitError):
-    """The answer of an agent to a request that it does not carry out.
+class AgentError(GdrkitError):
+    """The agent does not carry out a request of a client.
 
     Attributes
     ----------
     errno : int
-        Positive; what the C interface returns, with its sign.
+        A positive errno. The functions of the C interface return it.
     """
 
     def __init__(self, number: int, message: str) -> None:
@@ -41,15 +38,15 @@ class Refused(GdrkitError):
         self.errno = number
 
 
-def refusal_of(error: GdrkitError | OSError) -> Refused:
-    """The answer to give for an error: its own errno where it has one, else the nearest to its reason."""
-    if isinstance(error, Refused):
+def as_agent_error(error: GdrkitError | OSError) -> AgentError:
+    """Return the error to send for any error: with its own errno if it has one, else with the errno of its reason."""
+    if isinstance(error, AgentError):
         return error
     if isinstance(error, OSError):
-        return Refused(error.errno or errno.EIO, str(error.strerror or error))
+        return AgentError(error.errno or errno.EIO, str(error.strerror or error))
     if isinstance(error, ApiError) and error.errno:
-        return Refused(error.errno, str(error))
+        return AgentError(error.errno, str(error))
     if isinstance(error, RegistrationFailed):
-        return Refused(_BY_REASON.get(error.reason, errno.EIO), str(error))
+        return AgentError(_ERRNO_OF_REASON.get(error.reason, errno.EIO), str(error))
     default = errno.EINVAL if isinstance(error, UsageError) else errno.EIO
-    return Refused(_BY_REASON.get(error.reason, default), str(error))
+    return AgentError(_ERRNO_OF_REASON.get(error.reason, default), str(error))

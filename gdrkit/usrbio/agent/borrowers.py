@@ -1,0 +1,103 @@
+"""The clients that borrowed a buffer which another client published.
+
+The rings of a borrower may name the buffer as the rings of its owner do. The borrower uses the registration of the
+owner. When the owner unpublishes the buffer, the agent first removes it from all borrowers, and later operations of
+theirs fail with EACCES.
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+from typing import TYPE_CHECKING
+
+from gdrkit.handles import ReleaseStack
+from gdrkit.usrbio.agent.agent_error import AgentError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["Borrowers"]
+
+
+class Borrowers:
+    """The borrowers of one published buffer, with a count for each. It can be used by any number of threads.
+
+    Parameters
+    ----------
+    owner : int
+        Number of the client that published the buffer. It can borrow the buffer too, which changes only the count.
+    uid : int
+        User of the owner. Clients of other users cannot borrow the buffer.
+    target : str
+        Target of the publication's link. A borrower must name the same target.
+    serve, remove : callable
+        Called with the number of a client: `serve` adds the buffer to it, and `remove` waits for its operations in
+        flight and removes the buffer.
+    """
+
+    def __init__(
+        self, *, owner: int, uid: int, target: str, serve: Callable[[int], None], remove: Callable[[int], None]
+    ) -> None:
+        self._owner = owner
+        self._uid = uid
+        self._target = target
+        self._serve = serve
+        self._remove = remove
+        self._lock = threading.Lock()
+        self._counts: dict[int, int] = {}
+        self._is_unpublished = False
+
+    def borrow(self, client: int, *, uid: int, target: str) -> None:
+        """Add the buffer to a client, or increment the client's count.
+
+        Raises
+        ------
+        AgentError
+            EACCES: the buffer belongs to another user. EINVAL: the buffer has another target. ENOENT: the owner has
+            unpublished it.
+        OSError
+            The loop refused the buffer.
+        """
+        if uid != self._uid:
+            raise AgentError(errno.EACCES, f"the buffer belongs to user {self._uid}, not to user {uid}")
+        if target != self._target:
+            raise AgentError(errno.EINVAL, f"the target of the buffer is {self._target!r}, not {target!r}")
+        with self._lock:
+            if self._is_unpublished:
+                raise AgentError(errno.ENOENT, "the owner has unpublished the buffer")
+            if client not in self._counts and client != self._owner:
+                self._serve(client)
+            self._counts[client] = self._counts.get(client, 0) + 1
+
+    def return_buffer(self, client: int, *, all_at_once: bool = False) -> bool:
+        """Decrement the count of a client, or set it to 0. At 0 the client loses the buffer.
+
+        Return whether the count was above 0.
+
+        Raises
+        ------
+        AgentError
+            EBUSY: operations are in flight and do not end.
+        """
+        with self._lock:
+            count = self._counts.get(client, 0)
+            if count == 1 or (count and all_at_once):
+                self._drop(client)
+            elif count:
+                self._counts[client] = count - 1
+            return count > 0
+
+    def close(self) -> None:
+        """Remove the buffer from all borrowers, because its owner unpublishes it. After an error, close again."""
+        with self._lock:
+            self._is_unpublished = True
+            removals = ReleaseStack()
+            for client in tuple(self._counts):
+                removals.push(lambda client=client: self._drop(client))  # type: ignore[misc]
+            removals.run()
+
+    def _drop(self, client: int) -> None:
+        if client != self._owner:
+            self._remove(client)
+        del self._counts[client]

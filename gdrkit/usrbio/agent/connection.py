@@ -1,0 +1,228 @@
+"""The connection of an agent to its storage server: one session at a time, which is renewed when it fails.
+
+When a session ends, the agent first fails the session's queue pairs and only then completes operations. Before that,
+the server could still write to memory that the client already uses for something else.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from typing import TYPE_CHECKING, TypeVar
+
+from gdrkit.children import join_threads
+from gdrkit.errors import GdrkitError
+from gdrkit.usrbio.agent.agent_error import AgentError
+from gdrkit.usrbio.agent.session import AgentSession
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from gdrkit.usrbio.agent._agent_loop import AgentLoop
+    from gdrkit.usrbio.agent.memory import Nics
+    from gdrkit.usrbio.agent.server import ServerEndpoint
+
+__all__ = ["ServerConnection"]
+
+# Limit for the end of the thread that renews sessions. Each step of that thread has a shorter limit.
+_THREAD_TIMEOUT_S = 120.0
+_BACKOFF_FIRST_S, _BACKOFF_MAX_S = 0.05, 2.0
+_RENEWAL_TIMEOUT_S = 10.0
+_ATTEMPTS_MAX = 1000
+_EVENTS_TIMEOUT_MS = 100
+
+_R = TypeVar("_R")
+
+
+class ServerConnection:
+    """The connection to the storage server. It can be used by any number of threads.
+
+    Parameters
+    ----------
+    endpoint : ServerEndpoint
+        The storage server. The connection closes it.
+    loop : AgentLoop
+        The loop, which gets the data connection of each session.
+    nics : Nics
+        The NICs, each of which gets a queue pair.
+    reopen : callable
+        Called with a new session before the loop uses it, to reopen the files of all clients.
+    remove_ring : callable
+        Called with the client number and the id of a ring that the loop has found to be broken.
+    timeout_ms : float
+        Longest time without an answer of the server, in milliseconds.
+    """
+
+    def __init__(
+        self,
+        endpoint: ServerEndpoint,
+        loop: AgentLoop,
+        nics: Nics,
+        *,
+        reopen: Callable[[AgentSession], None],
+        remove_ring: Callable[[int, bytes], None],
+        timeout_ms: float = 30000,
+    ) -> None:
+        self._endpoint = endpoint
+        self._loop = loop
+        self._nics = nics
+        self._reopen = reopen
+        self._remove_ring = remove_ring
+        self._timeout_ms = timeout_ms
+        self._session: AgentSession | None = None
+        # The secret of the last session, which the server ends before it begins the next one. Otherwise a server that
+        # was only slow could still execute requests of the last session.
+        self._secret: str | None = None
+        # A session that has ended and is not yet closed. Its operations may still be in flight.
+        self._ending: AgentSession | None = None
+        self._changed = threading.Condition()
+        # False while a session ends, as long as it is unknown whether requests have to wait for the next session, and
+        # while they wait for it.
+        self._is_settled = True
+        self._server_hangs = False
+        self._generation = 0
+        self._renewals = -1
+        self._last_error = ""
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def renewals(self) -> int:
+        """The number of sessions after the first one."""
+        return self._renewals
+
+    def start(self) -> None:
+        """Begin the first session, and start the thread that renews it."""
+        self._begin_session()
+        self._thread = threading.Thread(target=self._watch, name="agent-server", daemon=True)
+        self._thread.start()
+
+    def with_session(self, action: Callable[[AgentSession], _R]) -> _R:
+        """Call `action` with the current session and return its result.
+
+        If the memory of a client ends the session meanwhile, call `action` again with the next session. So the requests
+        of `action` must have the same effect if they are repeated.
+
+        Raises
+        ------
+        AgentError
+            The error of `action`. EREMOTEIO: there is no session.
+        """
+        for _ in range(_ATTEMPTS_MAX):
+            session = self._current_session()
+            try:
+                return action(session)
+            except AgentError as error:
+                if error.errno != errno.EREMOTEIO or not self._was_ended_by_memory(session):
+                    raise
+        raise AgentError(errno.EREMOTEIO, "the memory of other clients ends each session with the storage server")
+
+    def interrupt(self) -> None:
+        """End the session and its operations in flight, because the server does not answer."""
+        session = self._session
+        if session is not None:
+            self._server_hangs = True
+            session.interrupt()
+
+    def close(self) -> None:
+        """End the session, then the server if it is a child."""
+        self._stopping.set()
+        if self._thread is not None:
+            join_threads([self._thread], timeout_s=_THREAD_TIMEOUT_S)
+        self._end_session()
+        self._abandon()
+        self._endpoint.close()
+
+    def _current_session(self) -> AgentSession:
+        """Return the current session. If the memory of a client ended the last session, wait for the next one."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_settled, _RENEWAL_TIMEOUT_S)
+            session = self._session
+        if session is None:
+            raise AgentError(errno.EREMOTEIO, f"the agent has no session with a storage server{self._last_error}")
+        return session
+
+    def _begin_session(self) -> None:
+        self._endpoint.prepare()
+        session = AgentSession(
+            self._endpoint.connect,
+            self._nics,
+            token=self._endpoint.token,
+            timeout_ms=self._timeout_ms,
+            replaces=self._secret,
+        )
+        self._secret = session.secret
+        try:
+            self._reopen(session)
+            self._generation += 1
+            self._loop.connect(os.dup(session.data.fileno()), lanes=session.nic_numbers, generation=self._generation)
+        except BaseException:
+            session.close()
+            raise
+        self._renewals += 1
+        self._last_error = ""
+        self._settle(session)
+
+    def _end_session(self) -> None:
+        """Close the session, which fails its queue pairs, then end its operations. After an error, call it again."""
+        self._withdraw_session()
+        if self._ending is not None:
+            if self._server_hangs:
+                self._endpoint.give_up()
+            self._ending.interrupt()
+            self._ending.close()
+            was_ended_by_memory = self._ending.was_ended_by_memory = self._loop.disconnect()
+            self._ending, self._server_hangs = None, False
+            if not was_ended_by_memory:
+                self._settle(None)
+
+    def _withdraw_session(self) -> None:
+        """Stop new requests from using the session. :meth:`_settle` has to follow."""
+        if self._session is not None:
+            with self._changed:
+                self._ending, self._session, self._is_settled = self._session, None, False
+
+    def _settle(self, session: AgentSession | None) -> None:
+        """Wake the requests that wait for a session, with the new session or with None."""
+        with self._changed:
+            self._session, self._is_settled = session, True
+            self._changed.notify_all()
+
+    def _abandon(self) -> None:
+        """End the operations that wait for the next session, because it does not begin soon."""
+        self._loop.abandon()
+        if self._session is None and self._ending is None:
+            self._settle(None)
+
+    def _was_ended_by_memory(self, session: AgentSession) -> bool:
+        """Wait until the session has ended, and return whether the memory of a client ended it."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_settled and self._session is not session, _RENEWAL_TIMEOUT_S)
+        return session.was_ended_by_memory
+
+    def _watch(self) -> None:
+        pause_s = _BACKOFF_FIRST_S
+        while not self._stopping.is_set():
+            for event, client, ring, generation in self._loop.events(_EVENTS_TIMEOUT_MS):
+                if event == "ring_broken":
+                    self._remove_ring(client, ring)
+                elif generation == self._generation and self._session is not None:
+                    self._server_hangs |= event == "silent"
+                    self._withdraw_session()
+            if self._session is not None:
+                pause_s = _BACKOFF_FIRST_S
+                continue
+            try:
+                self._end_session()
+                self._begin_session()
+            except TimeoutError as error:
+                # The server accepts connections and does not answer.
+                self._endpoint.give_up()
+                self._last_error = f": {error}"
+                self._abandon()
+            except (GdrkitError, OSError, EOFError) as error:
+                self._last_error = f": {error}"
+                self._abandon()
+                self._stopping.wait(pause_s)
+                pause_s = min(pause_s * 2, _BACKOFF_MAX_S)

@@ -1,0 +1,129 @@
+"""The objects that all clients of an agent share, and the names of their publications."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from typing import TYPE_CHECKING
+
+from gdrkit.usrbio.agent.agent_error import AgentError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from gdrkit.usrbio.agent._agent_loop import AgentLoop
+    from gdrkit.usrbio.agent.borrowers import Borrowers
+    from gdrkit.usrbio.agent.connection import ServerConnection
+    from gdrkit.usrbio.agent.files import FileAccess
+    from gdrkit.usrbio.agent.memory import Nics
+    from gdrkit.usrbio.agent.mount import LinkFolder
+
+__all__ = ["AgentContext"]
+
+
+class AgentContext:
+    """The loop, the NICs, the links and the storage server of an agent. It can be used by any number of threads.
+
+    Parameters
+    ----------
+    root : Path
+        The store, or the FUSE mount of it. The storage server knows files and folders by their paths below `root`.
+    file_access : callable
+        Takes the descriptor of a file that a client sent, which it then owns, and returns the access to the file.
+    loop : AgentLoop
+        The loop that serves the rings.
+    nics : Nics
+        The NICs that memory is registered with.
+    links : LinkFolder
+        The links of publications.
+    drain_timeout_ms : int
+        How long the agent waits for operations in flight before it ends the session with the server, in milliseconds.
+
+    Attributes
+    ----------
+    files_lock : threading.RLock
+        Held while files are opened at the server, so that a new session reopens either all of them or none.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        file_access: Callable[[int], FileAccess],
+        loop: AgentLoop,
+        nics: Nics,
+        links: LinkFolder,
+        drain_timeout_ms: int,
+    ) -> None:
+        self.root = root
+        self.file_access = file_access
+        self.loop = loop
+        self.nics = nics
+        self.links = links
+        self.files_lock = threading.RLock()
+        self._drain_timeout_ms = drain_timeout_ms
+        self._server: ServerConnection | None = None
+        self._lock = threading.Lock()
+        # The number of the client that published each name, and the borrowers of each published iov.
+        self._owners: dict[str, int] = {}
+        self._borrowers: dict[str, Borrowers] = {}
+
+    @property
+    def server(self) -> ServerConnection:
+        """The connection to the storage server. The agent sets it before the first client connects."""
+        if self._server is None:
+            raise AgentError(errno.EREMOTEIO, "the agent has not yet connected to a storage server")
+        return self._server
+
+    @server.setter
+    def server(self, server: ServerConnection) -> None:
+        self._server = server
+
+    def drain(self, remove: Callable[[int], bool]) -> None:
+        """Remove an object from the loop by `remove`, and wait for its operations in flight.
+
+        `remove` is called with a timeout in milliseconds, and returns False if operations are still in flight then. In
+        that case the agent ends the session with the server, which ends the operations.
+
+        Raises
+        ------
+        AgentError
+            EBUSY: operations are in flight and do not end.
+        """
+        if remove(self._drain_timeout_ms):
+            return
+        self.server.interrupt()
+        if not remove(self._drain_timeout_ms):
+            raise AgentError(errno.EBUSY, "operations are still in flight")
+
+    def reserve_name(self, name: str, client: int) -> None:
+        """Reserve the name of a link for a client. EEXIST if another client has published it."""
+        with self._lock:
+            if self._owners.setdefault(name, client) != client:
+                raise AgentError(errno.EEXIST, f"{name} is already published by another process")
+
+    def release_name(self, name: str) -> None:
+        """Release the name of a link that is not published any more."""
+        with self._lock:
+            self._owners.pop(name, None)
+            self._borrowers.pop(name, None)
+
+    def add_borrowers(self, name: str, borrowers: Borrowers) -> None:
+        """Allow other clients to borrow the iov with this name."""
+        with self._lock:
+            self._borrowers[name] = borrowers
+
+    def borrowers(self, name: str) -> Borrowers:
+        """Return the borrowers of the iov with this name.
+
+        Raises
+        ------
+        AgentError
+            ENOENT: the name is not published, or it is the name of a ring.
+        """
+        with self._lock:
+            borrowers = self._borrowers.get(name)
+        if borrowers is None:
+            raise AgentError(errno.ENOENT, f"{name} is not a published iov")
+        return borrowers

@@ -1,0 +1,35 @@
+"""The storage server of an agent as a process: ``python -m gdrkit.usrbio.agent.embedded_server STORE SOCKET``.
+
+It is ``gdrkit serve``, and also ends at the end of its standard input. So it never outlives the agent that started it,
+even if that agent was killed.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+from gdrkit.storage.command import serve
+
+__all__ = ["main"]
+
+
+def main(store: str, socket: str) -> int:
+    """Serve until the other end of standard input is closed, and return the exit code."""
+    # The signals are blocked before the thread starts, so that serve() receives the signal that the thread sends.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
+    threading.Thread(target=_terminate_at_end_of_input, daemon=True).start()
+    return serve(Path(store), listen=f"unix:{socket}", nic_names=(), chunk_bytes=None)
+
+
+def _terminate_at_end_of_input() -> None:
+    while os.read(0, 4096):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], sys.argv[2]))
