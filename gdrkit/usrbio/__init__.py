@@ -1,7 +1,7 @@
-"""The user-space I/O path of hf3fs: its Python interface for applications, and the agent that serves it.
+"""The user-space I/O interface of hf3fs for Python programs, and the agent that serves it.
 
-Level 5. Importing this package opens no library; the first call opens the client library, ours or the one that
-``GDRKIT_USRBIO_LIBRARY`` names. Programs that import ``hf3fs_fuse.io`` find the same names here.
+The names are those of ``hf3fs_fuse.io`` of 3FS. Importing this package opens no library. The first call opens the
+client library: gdrkit's own, or the one that ``GDRKIT_USRBIO_LIBRARY`` names.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # The native classes; to name them opens the library, and to import this package must not.
+    # These are native classes. Reading their names opens the library, which importing this package must not do.
     if name in {"iovec", "ioring"}:
         return getattr(native(), name)
     message = f"module {__name__!r} has no attribute {name!r}"

@@ -1,7 +1,7 @@
-"""The client library of hf3fs in this process: the one that is ours, or the one that GDRKIT_USRBIO_LIBRARY names.
+"""The client library of hf3fs: gdrkit's own, or the one that GDRKIT_USRBIO_LIBRARY names.
 
-Level 5. The only file that names the native module ``gdrkit.usrbio._hf3fs``. The library is opened at the first call,
-and stays. What it lacks is found out, not assumed: releases of 3FS have no call for device memory.
+Only this file imports the native module ``gdrkit.usrbio._hf3fs``. The first call opens the library, which then stays
+open. Its functions are looked up, because releases of 3FS have no functions for device memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["LIBRARY_VARIABLE", "UsrbioError", "UsrbioUnsupported", "capabilities
 
 LIBRARY_VARIABLE = "GDRKIT_USRBIO_LIBRARY"
 
-_OURS = Path(__file__).resolve().parent / "lib" / "libhf3fs_api_shared.so"
+_OWN_LIBRARY = Path(__file__).resolve().parent / "lib" / "libhf3fs_api_shared.so"
 _lock = threading.Lock()
 _opened: list[NativeModule] = []
 
@@ -40,42 +40,42 @@ _REASONS = {
     errno.EPROTO: Reason.MALFORMED,
 }
 
-# By function and errno; then by errno alone.
+# Advice for an errno of one function. For other functions, the advice of the errno applies.
 _ADVICE: dict[tuple[str, int], str] = {
     ("hf3fs_prep_io", errno.EAGAIN): "the ring is full: submit, and wait for results",
     ("hf3fs_prep_io", errno.EBADF): "register the descriptor first: register_fd(fd)",
-    ("hf3fs_prep_io", errno.EACCES): "open the file for what the ring does: reading or writing",
-    ("hf3fs_prep_io", errno.EINVAL): "a ring reads or writes, never both, and only inside of an iovec; no length is 0",
-    ("hf3fs_reg_fd", errno.EBADF): "open the file below the mount point of 3FS or of an agent that runs",
+    ("hf3fs_prep_io", errno.EACCES): "open the file for reading if the ring reads, for writing if it writes",
+    ("hf3fs_prep_io", errno.EINVAL): "use at least 1 byte inside one block of an iovec, and a ring of this direction",
+    ("hf3fs_reg_fd", errno.EBADF): "open the file below the mount point of 3FS or of a running agent",
     ("hf3fs_reg_fd", errno.EINVAL): "deregister it before it is registered again",
-    ("hf3fs_iordestroy", errno.ETIMEDOUT): "the iovecs of these operations stay; see why the agent does not answer",
-    ("hf3fs_wait_for_ios", errno.EPROTO): "destroy the ring: what the agent posts is not what was asked for",
+    ("hf3fs_iordestroy", errno.ETIMEDOUT): "find out why the agent does not answer; the iovecs of the operations stay",
+    ("hf3fs_wait_for_ios", errno.EPROTO): "destroy the ring: the agent posted a completion of no prepared operation",
 }
 _ADVICE_BY_ERRNO = {
-    errno.ENOENT: "name the mount point of 3FS or of an agent that runs; mount or start it",
+    errno.ENOENT: "pass the mount point of a mounted 3FS or of a running agent",
     errno.ECONNREFUSED: "start the agent of this mount again",
-    errno.EREMOTEIO: "the agent or its server is gone: start it, and open everything again",
-    errno.EACCES: "run as the user that the agent runs for",
-    errno.EOPNOTSUPP: "`gdrkit doctor` says what device memory needs on this machine",
+    errno.EREMOTEIO: "the agent or its server has ended: start it, and open everything again",
+    errno.EACCES: "run as the user who started the agent",
+    errno.EOPNOTSUPP: "run `gdrkit doctor`, which reports what device memory needs on this machine",
 }
 
 
 class UsrbioError(ApiError, OSError):
-    """The client library said no; an OSError too, since that is what programs for 3FS catch."""
+    """A call of the client library failed. It is also an OSError, which programs for 3FS catch."""
 
-    def __init__(self, *, errno: int | None, detail: str, **rest: Any) -> None:
-        super().__init__(errno=errno, detail=detail, **rest)
-        # OSError clears them on its way.
+    def __init__(self, *, errno: int | None, detail: str, **fields: Any) -> None:
+        super().__init__(errno=errno, detail=detail, **fields)
+        # The constructor of OSError clears these.
         self.errno: int | None = errno
         self.strerror = detail
 
 
 class UsrbioUnsupported(UsrbioError, Unsupported):
-    """The client library answered that it cannot do this, or has no such function."""
+    """The client library does not support an operation, or lacks its function."""
 
 
 def native() -> NativeModule:
-    """The native module, with its library open.
+    """Return the native module. Its first call opens the client library.
 
     Raises
     ------
@@ -92,24 +92,26 @@ def native() -> NativeModule:
 
 
 def library_path() -> Path:
-    """The file of the client library."""
+    """Return the path of the client library."""
     named = os.environ.get(LIBRARY_VARIABLE)
-    return Path(named) if named else _OURS
+    return Path(named) if named else _OWN_LIBRARY
 
 
 def capabilities() -> frozenset[str]:
-    """The names of the functions of the C interface that the library has."""
+    """Return the names of the functions of the C interface that the library has."""
     return frozenset(native().function_names())
 
 
 def _open(module: Any, path: Path) -> None:
     operation = f"dlopen {path}"
-    named = f"name the client library of 3FS by {LIBRARY_VARIABLE}, or unset it"
-    what_to_do = named if path != _OURS else "in a checkout, run `nox -s suites` once; elsewhere install gdrkit again"
-    # A name without a folder is searched for by the loader.
+    if path == _OWN_LIBRARY:
+        what_to_do = "in a checkout, run `nox -s suites` once; elsewhere install gdrkit again"
+    else:
+        what_to_do = f"set {LIBRARY_VARIABLE} to the path of the client library of 3FS, or unset it"
+    # The loader searches for a name without a folder.
     if len(path.parts) > 1 and not path.exists():
         raise setup_missing(
-            operation=operation, text=f"{path} is not there", what_to_do=what_to_do, default_errno=errno.ENOENT
+            operation=operation, text=f"{path} does not exist", what_to_do=what_to_do, default_errno=errno.ENOENT
         )
     check_library(str(path), operation=operation)
     if text := module.open_library(str(path)):
@@ -118,8 +120,8 @@ def _open(module: Any, path: Path) -> None:
 
 def _failed(operation: str, number: int, arguments: dict[str, object]) -> ApiError:
     what_to_do = _ADVICE.get((operation, number)) or _ADVICE_BY_ERRNO.get(number, "")
-    kind = UsrbioUnsupported if number == errno.EOPNOTSUPP else UsrbioError
-    return kind(
+    error_type = UsrbioUnsupported if number == errno.EOPNOTSUPP else UsrbioError
+    return error_type(
         api=Api.USRBIO,
         operation=operation,
         status=number,
@@ -140,8 +142,8 @@ def _missing(operation: str) -> ApiError:
         status_name="no such function",
         errno=None,
         reason=Reason.NOT_SUPPORTED,
-        what_to_do=f"use a client library that has it; without {LIBRARY_VARIABLE} gdrkit's own is taken",
-        detail=f"{library_path()} has none",
+        what_to_do=f"use a client library with this function; unset {LIBRARY_VARIABLE} to use gdrkit's own",
+        detail=f"{library_path()} does not have it",
     )
 
 

@@ -1,7 +1,8 @@
 """Device memory as iovecs: the GPU extension of the hf3fs user-space I/O interface.
 
-Level 5. The bytes of such an iovec are moved by NICs alone, so it has no buffer protocol; rings take it as any other.
-Memory that gdrkit manages closes its iovec before it is freed. Memory of others (torch, cupy) is kept by its iovec.
+Rings use an iovec of device memory as any other iovec. Only NICs and the device access its bytes, so it has no buffer
+protocol. Before gdrkit frees memory of its own, it closes the memory's iovec. An iovec of other memory (torch, cupy)
+keeps a reference to it.
 """
 
 from __future__ import annotations
@@ -31,16 +32,17 @@ __all__ = [
     "open_gpu_iovec",
 ]
 
-BEFORE_TRANSFER, AFTER_TRANSFER = 0, 1
+# The directions of hf3fs_iov_sync_gpu().
+_BEFORE_TRANSFER, _AFTER_TRANSFER = 0, 1
 
 
 def gdr_available() -> bool:
-    """Whether the client library can take device memory here; False also for a library that knows none."""
+    """Return whether the client library supports device memory, and this machine too."""
     return "hf3fs_gdr_available" in capabilities() and native().gdr_available()
 
 
 def gdr_device_count() -> int:
-    """How many devices it can take memory of."""
+    """Return the number of GPUs whose memory the client library can use."""
     return native().gdr_device_count() if "hf3fs_gdr_device_count" in capabilities() else 0
 
 
@@ -52,74 +54,93 @@ def make_gpu_iovec(
     device: int = 0,
     block_size: int = 0,
 ) -> Iovec:
-    """Device memory for rings: of the library's making, or what is there already.
+    """Publish device memory for rings, and return its iovec.
 
     Parameters
     ----------
     hf3fs_mount_point : str
-        Of an agent.
+        Mount point of an agent.
     memory : DeviceBuffer, or an object with ``__cuda_array_interface__`` or ``__dlpack__``, or None
-        What to offer. A DeviceBuffer closes the iovec before it is freed; anything else is kept until the iovec is
-        closed. None: the library allocates `length_bytes`.
+        The memory. Freeing a DeviceBuffer first closes the iovec. The iovec keeps a reference to other objects until it
+        is closed. With None, the library allocates `length_bytes`.
     length_bytes : int or None
-        With no `memory`: how much.
+        Size of the memory to allocate, in bytes. Needed without `memory`.
     device : int
-        The number of the GPU.
+        Number of the GPU.
     block_size : int
-        As of :func:`gdrkit.usrbio.make_iovec`; 0 for device memory of the third generation.
+        See :func:`gdrkit.usrbio.make_iovec`. The third generation of the GPU interface accepts only 0.
+
+    Returns
+    -------
+    iovec
+        A context manager, for the operations of rings.
 
     Raises
     ------
     Unsupported
-        The client library takes no device memory, or can not on this machine.
+        The client library or this machine does not support device memory.
     UsrbioError
-        ENODEV: no such device. ENOMEM: it has no room. Else what the publication was refused with.
+        ENODEV: there is no such device. ENOMEM: the device is out of memory. Else with the errno of the agent.
     """
     if memory is None:
         if length_bytes is None:
-            message = "say length_bytes, or give memory"
+            message = "make_gpu_iovec() needs memory or length_bytes"
             raise TypeError(message)
         return _counted(native().create_gpu_iovec(hf3fs_mount_point, length_bytes, block_size, device))
     if isinstance(memory, DeviceBuffer):
         iovec = _wrap(hf3fs_mount_point, memory, block_size=block_size, device=device, owner=memory)
-        take_back = memory.before_release(iovec.close)
-        return _counted(iovec, take_back)
-    parts = ReleaseStack()
+        cancel = memory.before_release(iovec.close)
+        return _counted(iovec, cancel)
+    on_close = ReleaseStack()
     try:
-        opened = cuda.Device(device)
-        parts.push(opened.close)
-        borrowed = cuda.wrap(memory, device=opened)
-        parts.push(borrowed.close)
+        cuda_device = cuda.Device(device)
+        on_close.push(cuda_device.close)
+        borrowed = cuda.wrap(memory, device=cuda_device)
+        on_close.push(borrowed.close)
         iovec = _wrap(hf3fs_mount_point, borrowed, block_size=block_size, device=device, owner=memory)
     except BaseException as error:
-        parts.run_after(error)
+        on_close.run_after(error)
         raise
-    return _counted(iovec, parts.run)
+    return _counted(iovec, on_close.run)
 
 
 def open_gpu_iovec(
     hf3fs_mount_point: str, identity: str, *, length_bytes: int, device: int = 0, block_size: int = 0
 ) -> Iovec:
-    """The device memory that another process published as `identity`; closing it leaves the publication."""
+    """Return the iovec of device memory that another process published as `identity`.
+
+    `length_bytes`, `device` and `block_size` are those of the publication, which stays when the iovec is closed.
+
+    Raises
+    ------
+    UsrbioError
+        ENOENT: the memory is not published. Else see :func:`make_gpu_iovec`.
+    """
     return _counted(native().open_gpu_iovec(identity, hf3fs_mount_point, length_bytes, block_size, device))
 
 
 def import_gpu_iovec(hf3fs_mount_point: str, handle: bytes) -> Iovec:
-    """The device memory of a handle of 80 bytes, which ``iovec.export_gpu()`` gave in another process."""
+    """Return the iovec of device memory of another process, from the 80 bytes of its ``iovec.export_gpu()``.
+
+    Raises
+    ------
+    UsageError
+        MALFORMED: the handle does not have 80 bytes.
+    UsrbioError
+        The library or the agent refused the handle.
+    """
     return _counted(native().import_gpu_iovec(handle, hf3fs_mount_point))
 
 
 class GpuSharedBuffer:
-    """Device memory that two processes have: one owns and exports it, the other imports it; both do I/O on it.
+    """Device memory of two processes: the owner exports it, the importer imports it, and both do I/O on it.
 
-    The owner must outlive the importers. Neither side's memory may be touched while an operation on it is outstanding.
+    The owner must outlive the importers. While an operation on the memory is outstanding, no process may access it.
 
     Attributes
     ----------
-    iovec : iovec
-        For rings of this process.
     is_owner : bool
-        Whether this process exports it.
+        Whether this process is the owner.
     """
 
     def __init__(self, iovec: Iovec, *, is_owner: bool) -> None:
@@ -133,17 +154,17 @@ class GpuSharedBuffer:
     def create(
         cls, hf3fs_mount_point: str, memory: object = None, *, length_bytes: int | None = None, device: int = 0
     ) -> Self:
-        """Own it: new memory of `length_bytes`, or what is there already; see :func:`make_gpu_iovec`."""
+        """Create shared memory of this process, as its owner; see :func:`make_gpu_iovec`."""
         return cls(make_gpu_iovec(hf3fs_mount_point, memory, length_bytes=length_bytes, device=device), is_owner=True)
 
     @classmethod
     def open(cls, hf3fs_mount_point: str, handle: bytes) -> Self:
-        """Import it by what :meth:`export` gave in the process that owns it."""
+        """Import the memory of another process, from the bytes of :meth:`export`; see :func:`import_gpu_iovec`."""
         return cls(import_gpu_iovec(hf3fs_mount_point, handle), is_owner=False)
 
     @property
     def iovec(self) -> Iovec:
-        """For rings of this process."""
+        """The iovec, for rings of this process."""
         if self._iovec is None:
             what = "shared device buffer"
             raise ClosedResource(what)
@@ -151,25 +172,25 @@ class GpuSharedBuffer:
 
     @property
     def length_bytes(self) -> int:
-        """Its size."""
+        """Size of the memory in bytes."""
         return len(self.iovec)
 
     @property
     def device(self) -> int:
-        """The number of its GPU."""
+        """Number of the GPU with the memory."""
         return self.iovec.gpu_device
 
     def export(self) -> bytes:
-        """The 80 bytes by which another process on this machine opens it."""
+        """Return the 80 bytes from which another process on this machine imports the memory."""
         return self.iovec.export_gpu()
 
     def synchronize(self, *, after_transfer: bool) -> None:
-        """Make what the device wrote visible to NICs, or what NICs wrote visible to the device."""
-        self.iovec.sync_gpu(AFTER_TRANSFER if after_transfer else BEFORE_TRANSFER)
+        """Make writes of the device visible to NICs, or after a transfer, writes of NICs visible to the device."""
+        self.iovec.sync_gpu(_AFTER_TRANSFER if after_transfer else _BEFORE_TRANSFER)
 
     @property
     def memory(self) -> BorrowedMemory:
-        """Its bytes, by the device's own copy calls."""
+        """The memory as a device buffer, for copies by the CUDA driver."""
         if self._memory is None:
             self._device = self._device or cuda.Device(self.device)
             self._memory = cuda.borrow(self._device, self.iovec.address, length_bytes=len(self.iovec))
@@ -177,7 +198,7 @@ class GpuSharedBuffer:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        """As an array of bytes, for torch, cupy and others; valid until it is closed."""
+        """The memory as an array of bytes, for torch, cupy and others. It is valid until :meth:`close`."""
         return {
             "version": 3,
             "shape": (self.length_bytes,),
@@ -188,7 +209,7 @@ class GpuSharedBuffer:
         }
 
     def close(self) -> None:
-        """Give it back; a second close does nothing."""
+        """Close the iovec, which frees memory that this process owns. A second close does nothing."""
         if self._iovec is None:
             return
         if self._memory is not None:
@@ -216,13 +237,14 @@ def _wrap(mount: str, memory: DeviceBuffer, *, block_size: int, device: int, own
     )
 
 
-def _counted(iovec: Iovec, after: Callable[[], None] | None = None) -> Iovec:
+def _counted(iovec: Iovec, on_close: Callable[[], None] | None = None) -> Iovec:
+    """Count the iovec as an open object until it is closed, call `on_close` then, and return the iovec."""
     handle = Handle("usrbio.gpu_iovec")
 
-    def leave() -> None:
-        if after is not None:
-            after()
+    def release() -> None:
+        if on_close is not None:
+            on_close()
         handle.release()
 
-    iovec.before_close(leave)
+    iovec.before_close(release)
     return iovec

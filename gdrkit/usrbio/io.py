@@ -1,8 +1,8 @@
-"""The user-space I/O interface of hf3fs for Python programs, with the names that programs for 3FS know.
+"""The user-space I/O interface of hf3fs for Python programs, with the names of ``hf3fs_fuse.io`` of 3FS.
 
-Level 5. An :func:`iovec <make_iovec>` is memory, a :func:`ring <make_ioring>` a queue of reads or of writes; a slice of
-an iovec is what one operation moves. A ring keeps the iovecs of its outstanding operations, so dropping a name frees
-nothing under the agent's hands. ``gdrkit.usrbio.gpu`` has the same for device memory.
+An :func:`iovec <make_iovec>` is published memory, and a :func:`ring <make_ioring>` is a queue of reads or of writes. An
+operation moves the bytes of an iovec or of a slice of it. A ring keeps references to the iovecs of its outstanding
+operations, so their memory is not freed while the agent uses it. ``gdrkit.usrbio.gpu`` has iovecs of device memory.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ __all__ = [
 
 
 class IorPriority:
-    """In which order the agent serves rings."""
+    """Priorities of rings. The agent serves rings of a higher priority first."""
 
     HIGH = -1
     NORMAL = 0
@@ -52,55 +52,58 @@ class IorPriority:
 
 
 class SharedBlock(Protocol):
-    """Shared memory as ``multiprocessing.shared_memory.SharedMemory`` is: a name in /dev/shm, and a buffer."""
+    """Shared memory with the interface of ``multiprocessing.shared_memory.SharedMemory``."""
 
     @property
     def name(self) -> str:
-        """Its name below /dev/shm."""
+        """Name of the memory in /dev/shm."""
 
     @property
     def buf(self) -> memoryview:
-        """Its bytes."""
+        """The bytes of the memory."""
 
 
 def extract_mount_point(path: str | os.PathLike[str]) -> str | None:
-    """The mount point of 3FS (or of an agent) that `path` lies below; None when it lies below none."""
+    """Return the mount point of 3FS or of an agent that contains `path`, or None."""
     return native().extract_mount_point(os.fspath(path))
 
 
 def is_hf3fs(fd: int) -> bool:
-    """Whether the file of this descriptor lies in 3FS."""
+    """Return whether the file of a descriptor is below a mount point of 3FS or of an agent."""
     return native().is_hf3fs(fd)
 
 
 def register_fd(fd: int, flags: int = 0) -> None:
-    """Let rings use the file of this descriptor.
+    """Allow rings to use the file of a descriptor.
 
-    Deregister it before it is closed: a later file may get the same number.
+    Call :func:`deregister_fd` before you close the descriptor, because a later file may get the same number. `flags` is
+    passed to the C interface, which defines none.
 
     Raises
     ------
     UsrbioError
-        An OSError. EBADF: it is no file of 3FS. EINVAL: it is registered already.
+        EBADF: the file is not below a mount point of 3FS or of an agent. EINVAL: the descriptor is already registered.
     """
     native().register_fd(fd, flags)
 
 
 def deregister_fd(fd: int) -> None:
-    """Take back :func:`register_fd`; what is not registered is left as it is."""
+    """Undo :func:`register_fd`. Do nothing for a descriptor that is not registered."""
     native().deregister_fd(fd)
 
 
 def force_fsync(fd: int) -> int:
-    """Make the length of a file what was written, for the next ``stat``; 0.
+    """Update the length of a file after writes by rings, so that the next ``stat`` reports it. Return 0.
+
+    Without the ioctl of 3FS (in the plain mode of an agent) this calls fsync.
 
     Raises
     ------
     OSError
-        What the file system said. One without this call (the mount of an agent in plain mode) is asked for fsync.
+        The ioctl or fsync failed.
     """
     try:
-        # Whoever serves the mount fills in 4 bytes, which mean nothing.
+        # The file system fills in 4 bytes without a meaning.
         fcntl.ioctl(fd, FSYNC, bytes(4))
     except OSError as error:
         if error.errno not in {errno.ENOTTY, errno.EINVAL}:
@@ -110,12 +113,12 @@ def force_fsync(fd: int) -> int:
 
 
 def hardlink(target: str | os.PathLike[str], link_name: str | os.PathLike[str]) -> None:
-    """Make a second name of a file; the kernel's own ``link`` is not what 3FS answers to.
+    """Create a hard link. 3FS does not support link(2) and has an ioctl for it.
 
     Raises
     ------
     UsrbioError
-        An OSError with the errno.
+        EXDEV: the paths are not below the same mount point. Else with the errno of the file system.
     """
     native().hardlink(os.fspath(target), os.fspath(link_name))
 
@@ -123,21 +126,24 @@ def hardlink(target: str | os.PathLike[str], link_name: str | os.PathLike[str]) 
 def punch_hole(
     filename: int | str | os.PathLike[str], start: Sequence[int], end: Sequence[int], flags: int = 0
 ) -> None:
-    """Make holes in a file: of each pair, the bytes from `start` to before `end`; 1000 pairs at most.
+    """Punch holes into a file.
 
     Parameters
     ----------
     filename : int or path
-        A descriptor that may write, or a path.
+        The path of the file, or a descriptor that is open for writing.
     start, end : sequence of int
-        Offsets in bytes.
+        Begin and end of each hole, in bytes. At most 1000 holes.
     flags : int
-        As the C interface has it; 0.
+        Must be 0.
 
     Raises
     ------
     UsrbioError
-        An OSError with the errno.
+        EINVAL: a hole is not valid, or `flags` is not 0. EBADF: the descriptor is not open for writing. ENOTTY: the
+        file is not below a mount point of 3FS or of an agent.
+    UsageError
+        There are more than 1000 holes, or `start` and `end` differ in length.
     """
     if isinstance(filename, int):
         native().punch_hole(filename, list(start), list(end), flags)
@@ -150,63 +156,62 @@ def punch_hole(
 
 
 def make_iovec(shm: SharedBlock, hf3fs_mount_point: str, block_size: int = 0, numa: int = -1) -> Iovec:
-    """Offer shared memory to the agent.
-
-    The link that names it is made first; whoever serves the mount answers there and then.
+    """Publish shared memory for rings, by a symbolic link to it, and return its iovec.
 
     Parameters
     ----------
     shm : SharedMemory
-        It cannot be closed before the iovec is.
+        The shared memory. It can be closed only after the iovec.
     hf3fs_mount_point : str
-        Of 3FS or of an agent.
+        Mount point of 3FS or of an agent.
     block_size : int
-        In bytes; the memory is registered in blocks of that size, which no operation may cross. 0: as one.
+        Size in bytes of the blocks in which the memory is registered. No operation may cross the end of a block. 0
+        means one block.
     numa : int
-        The node to bind the memory to; -1: none.
+        NUMA node to which the memory is bound. -1 means no binding.
 
     Returns
     -------
     iovec
-        A context manager. ``iovec[a:b]`` is what an operation moves; it has the buffer protocol.
+        A context manager with the buffer protocol. ``iovec[a:b]`` is a slice for one operation.
 
     Raises
     ------
     OSError
-        The errno with which the publication was refused.
+        The agent or 3FS refused the link.
     UsrbioError
-        The library refused it.
+        The library refused the memory.
     """
     module = native()
     identity = str(uuid.uuid4())
     suffix = f".b{block_size}" if block_size > 0 else ""
     link = Path(hf3fs_mount_point, "3fs-virt", "iovs", f"{identity}{suffix}")
-    link.symlink_to(os.path.normpath(f"/dev/shm/{shm.name}"))  # noqa: S108 - by name, as the agent will open it.
+    link.symlink_to(os.path.normpath(f"/dev/shm/{shm.name}"))  # noqa: S108 - the agent opens this path.
     try:
         iovec = module.iovec(shm.buf, identity, hf3fs_mount_point, block_size, numa)
     except BaseException:
         link.unlink(missing_ok=True)
         raise
-    _account(iovec, lambda: link.unlink(missing_ok=True))
+    _count_as_open(iovec, lambda: link.unlink(missing_ok=True))
     return iovec
 
 
 def create_iovec(hf3fs_mount_point: str, *, length_bytes: int, block_size: int = 0, numa: int = -1) -> Iovec:
-    """Memory of the library's own making, published by it; else as :func:`make_iovec`."""
+    """Allocate shared memory of `length_bytes`, publish it, and return its iovec; see :func:`make_iovec`."""
     iovec = native().create_iovec(hf3fs_mount_point, length_bytes, block_size, numa)
-    _account(iovec, lambda: None)
+    _count_as_open(iovec, lambda: None)
     return iovec
 
 
 def open_iovec(
     hf3fs_mount_point: str, identity: str, *, length_bytes: int, block_size: int = 0, numa: int = -1
 ) -> Iovec:
-    """The memory that another process published as `identity`; closing it leaves the publication.
+    """Return the iovec of memory that another process published as `identity`; see :func:`make_iovec`.
 
-    Operations on it end with EACCES from when its owner takes it back.
+    The publication stays when the iovec is closed. When its owner ends the publication, operations fail with EACCES.
     """
     iovec = native().open_iovec(identity, hf3fs_mount_point, length_bytes, block_size, numa)
-    _account(iovec, lambda: None)
+    _count_as_open(iovec, lambda: None)
     return iovec
 
 
@@ -220,39 +225,39 @@ def make_ioring(  # noqa: PLR0917 - the signature that programs for 3FS call by 
     numa: int = -1,
     flags: int = 0,
 ) -> Ioring:
-    """A queue of reads, or of writes.
+    """Create a ring, which is a queue of reads or of writes.
 
     Parameters
     ----------
     hf3fs_mount_point : str
-        Of 3FS or of an agent.
+        Mount point of 3FS or of an agent.
     entries : int
-        How many operations it holds.
+        Capacity of the ring, in operations.
     for_read : bool
-        Whether its operations read files.
+        Whether its operations read files. Otherwise they write files.
     io_depth : int
-        0: the agent takes what there is. Above 0: only ever exactly that many; with fewer, waiting has no end. Below 0:
-        at most that many at once.
+        Size of a batch. 0: the agent starts every operation at once. Above 0: the agent always starts exactly this
+        number of operations, and waits without a limit while there are fewer. Below 0: at most this number, negated.
     priority : int or None
         One of :class:`IorPriority`.
     timeout : int or None
-        With `io_depth` below 0: how many milliseconds the agent may hold a smaller batch.
+        With `io_depth` below 0, the longest time that the agent waits to fill a batch, in milliseconds.
     numa : int
-        The node to bind the ring to; -1: none.
+        NUMA node to which the memory of the ring is bound. -1 means no binding.
     flags : int
-        1: read what is not committed; 2: a read that meets a hole fails with ENODATA.
+        1: reads return uncommitted data. 2: a read of a hole fails with ENODATA.
 
     Returns
     -------
     ioring
         A context manager with ``prepare(iov, read, fd, off, userdata=None)``, ``submit()``, ``wait(*, max_results=0,
-        min_results=0, timeout=None)`` and ``destroy()``. ``wait`` gives iovecs in the order in which they finished,
-        with ``result`` (bytes, or a negative errno) and ``userdata``.
+        min_results=0, timeout=None)`` and ``destroy()``. ``wait`` returns iovecs in the order of their completion, with
+        ``result`` (a number of bytes, or a negative errno) and ``userdata``.
 
     Raises
     ------
     UsrbioError
-        An OSError. ENOENT: nobody serves this mount point.
+        ENOENT: no agent and no 3FS serves this mount point. EACCES: the agent serves another user.
     """
     return native().ioring(hf3fs_mount_point, entries, for_read, io_depth, priority, timeout, numa, flags)
 
@@ -265,43 +270,43 @@ def read_file(  # noqa: PLR0917 - as above.
     priority: int | None = None,
     cb: Callable[[memoryview, int], object] | None = None,
 ) -> bytes | None:
-    """Read a file from `off` to its end, block by block.
+    """Read a file from `off` to its end, in blocks, and return its bytes.
 
     Parameters
     ----------
     fn : path
-        Of the file.
+        Path of the file.
     hf3fs_mount_point : str or None
-        Below which it lies; None: found out.
+        Mount point that contains the file. With None, it is found from the path.
     block_size : int
-        How many bytes one operation reads at most.
+        Largest size of one read, in bytes.
     off : int
-        Where to begin.
+        Offset of the first byte to read.
     priority : int or None
-        Of the ring.
+        Priority of the ring.
     cb : callable or None
-        Called with the bytes of a block, valid for the call, and its offset. An int that it returns is where to go on;
-        anything else that is true ends the reading.
+        Called with each block, as a memoryview that is valid during the call, and its offset. If it returns an int,
+        the next read begins at this offset. If it returns another true value, no more blocks are read.
 
     Returns
     -------
     bytes or None
-        What was read; None with `cb`.
+        The bytes of the file, or None if there is a `cb`.
 
     Raises
     ------
     OSError
-        What an operation failed with.
+        EINVAL: the file is not below a mount point of 3FS or of an agent. Else with the errno of a read.
     """
     mount = hf3fs_mount_point or extract_mount_point(fn)
     if mount is None:
-        raise OSError(errno.EINVAL, "it lies below no mount point of 3FS", os.fspath(fn))
+        raise OSError(errno.EINVAL, "the file is not below a mount point of 3FS or of an agent", os.fspath(fn))
     with ExitStack() as stack:
         fd = os.open(fn, os.O_RDONLY | os.O_CLOEXEC)
         stack.callback(os.close, fd)
         register_fd(fd)
         stack.callback(deregister_fd, fd)
-        # No more memory than the file can fill now, and a byte that shows its end.
+        # No more memory than the rest of the file needs. One more byte makes the read at the end of the file short.
         length_bytes = max(1, min(block_size, os.fstat(fd).st_size - off + 1))
         iov = stack.enter_context(closing(create_iovec(mount, length_bytes=length_bytes)))
         ring = stack.enter_context(make_ioring(mount, 1, priority=priority))
@@ -325,25 +330,25 @@ def _blocks(
         with memoryview(iov) as whole, whole[: done.result] as block:
             if cb is None:
                 yield bytes(block)
-                answer = None
+                next_offset = None
             else:
-                answer = cb(block, offset)
+                next_offset = cb(block, offset)
                 yield b""
-        if isinstance(answer, int) and not isinstance(answer, bool):
-            offset = answer
+        if isinstance(next_offset, int) and not isinstance(next_offset, bool):
+            offset = next_offset
             continue
-        if answer or done.result < len(iov):
+        if next_offset or done.result < len(iov):
             return
         offset += done.result
 
 
-def _account(iovec: Iovec, unpublish: Callable[[], None]) -> None:
-    """Have the iovec counted as open until it is closed."""
+def _count_as_open(iovec: Iovec, unpublish: Callable[[], None]) -> None:
+    """Count the iovec as an open object until it is closed, and call `unpublish` then."""
     handle = Handle("usrbio.iovec")
 
-    def leave() -> None:
+    def release() -> None:
         with suppress(FileNotFoundError):
             unpublish()
         handle.release()
 
-    iovec.before_close(leave)
+    iovec.before_close(release)

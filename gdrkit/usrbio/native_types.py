@@ -1,9 +1,7 @@
-"""The types of what the native module makes: iovecs and rings.
+"""The types of the objects that the native module creates: iovecs and rings."""
 
-Level 5.
-"""
-
-# What the module's own functions do is said where Python offers them; their order of parameters is that of C.
+# The functions of the native module are documented where Python programs call them. Their parameters have the order of
+# the C interface.
 # ruff: noqa: D102, PLR0917
 
 from __future__ import annotations
@@ -19,36 +17,37 @@ __all__ = ["Ioring", "Iovec", "NativeModule"]
 
 
 class Iovec(Protocol):
-    """Memory that rings read into or write from, or a slice of it; host memory has the buffer protocol.
+    """Memory that rings read into or write from, or a slice of it. Host memory has the buffer protocol.
 
-    Closing it while operations are outstanding, or while a memoryview of it is there, is refused (UsageError, BUSY).
+    Closing it raises UsageError (BUSY) while operations are outstanding or while a memoryview of it exists.
     """
 
     @property
     def result(self) -> int:
-        """Of its last finished operation: bytes, or a negative errno. Fewer than asked: the end of the file, or a hole
-        before it.
+        """Result of the last completed operation: a number of bytes, or a negative errno.
+
+        It can be less than requested, at the end of the file or at a hole.
         """
 
     @property
     def base_off(self) -> int:
-        """Where it begins in the iovec that it is a slice of; bytes."""
+        """Offset of this slice in its iovec, in bytes."""
 
     @property
     def userdata(self) -> object:
-        """What ``prepare`` was given for its last finished operation."""
+        """The `userdata` of the last completed operation."""
 
     @property
     def address(self) -> int:
-        """Of its first byte, in this process."""
+        """Address of the first byte in this process."""
 
     @property
     def id(self) -> str:
-        """The UUID under which it is published."""
+        """The UUID under which the memory is published."""
 
     @property
     def block_size(self) -> int:
-        """In bytes; 0: one block."""
+        """Size of the blocks in bytes. 0 means one block."""
 
     @property
     def is_gpu(self) -> bool:
@@ -56,19 +55,19 @@ class Iovec(Protocol):
 
     @property
     def gpu_device(self) -> int:
-        """The number of the GPU; -1 for host memory."""
+        """Number of the GPU with the memory; -1 for host memory."""
 
     @property
     def is_slice(self) -> bool:
-        """Whether it belongs to another iovec."""
+        """Whether it is a slice of another iovec."""
 
     @property
     def outstanding(self) -> int:
-        """How many operations rings have on the memory."""
+        """Number of operations on the memory that are not completed."""
 
     @property
     def closed(self) -> bool:
-        """Whether the memory was given back."""
+        """Whether the memory was released."""
 
     def __len__(self) -> int: ...
 
@@ -77,19 +76,19 @@ class Iovec(Protocol):
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
     def slice_by(self, buf: object) -> Iovec:
-        """The slice that a buffer inside of it covers."""
+        """Return the slice with the memory of `buf`, a buffer inside of this iovec."""
 
     def export_gpu(self) -> bytes:
-        """The 80-byte handle of device memory."""
+        """Return the 80-byte handle of device memory."""
 
     def sync_gpu(self, direction: int) -> None:
-        """0 before NICs read what the device wrote, 1 after NICs have written."""
+        """Make writes visible: with 0 writes of the device to NICs, with 1 writes of NICs to the device."""
 
     def before_close(self, action: Callable[[], None]) -> None:
-        """Have `action` run first when it is closed; one alone."""
+        """Call `action` before the memory is released. An iovec has one action."""
 
     def close(self) -> None:
-        """Give it back; a second close does nothing."""
+        """Release the memory. A second close does nothing."""
 
     def __enter__(self) -> Self: ...
 
@@ -99,38 +98,53 @@ class Iovec(Protocol):
 
 
 class Ioring(Protocol):
-    """A queue of reads, or of writes; one thread prepares and submits, one (also another) waits."""
+    """A queue of reads or of writes. One thread may prepare and submit, and the same or another one may wait."""
 
     @property
     def entries(self) -> int:
-        """How many operations it holds."""
+        """Capacity of the ring, in operations."""
 
     @property
     def outstanding(self) -> int:
-        """How many are prepared and not yet finished."""
+        """Number of operations that are prepared and not completed."""
 
     @property
     def closed(self) -> bool:
-        """Whether it was destroyed."""
+        """Whether the ring was destroyed."""
 
     def prepare(self, iov: Iovec, read: bool, fd: int, off: int, userdata: object = None) -> Self:  # noqa: FBT001
-        """Add an operation on all of `iov`, at the offset `off` of the file; it may begin at once."""
-
-    def submit(self) -> Self:
-        """Tell the agent that there is something to do."""
-
-    def wait(self, *, max_results: int = 0, min_results: int = 0, timeout: timedelta | None = None) -> list[Iovec]:
-        """What has finished, in that order: at least `min_results` unless the time is over, at most the larger of the
-        two and 1.
-        """
-
-    def destroy(self, *, timeout: timedelta | None = ...) -> None:
-        """Wait for what is outstanding (10 s unless told otherwise), then give the ring back.
+        """Add an operation with all of `iov`, at the offset `off` of the file in bytes. The agent may start it at once.
 
         Raises
         ------
         UsrbioError
-            ETIMEDOUT: the agent did not finish. The ring is gone; the memory of these operations stays for ever.
+            EAGAIN: the ring is full. EBADF: the file is not registered. EACCES: the file was not opened for this
+            operation. EINVAL: the range crosses a block, or the ring has the other direction.
+        """
+
+    def submit(self) -> Self:
+        """Wake the agent for the prepared operations."""
+
+    def wait(self, *, max_results: int = 0, min_results: int = 0, timeout: timedelta | None = None) -> list[Iovec]:
+        """Return completed operations in the order of their completion.
+
+        Parameters
+        ----------
+        max_results, min_results : int
+            The result has at least `min_results` operations, unless the timeout expires, and at most the largest of
+            `max_results`, `min_results` and 1.
+        timeout : timedelta or None
+            Limit of the wait. None means no limit.
+        """
+
+    def destroy(self, *, timeout: timedelta | None = ...) -> None:
+        """Wait for the outstanding operations, at most 10 s by default, then release the ring.
+
+        Raises
+        ------
+        UsrbioError
+            ETIMEDOUT: the agent did not complete them. The ring is released. The memory of these operations is never
+            released, because the agent may still write to it.
         """
 
     def __enter__(self) -> Self: ...
@@ -141,7 +155,7 @@ class Ioring(Protocol):
 
 
 class NativeModule(Protocol):
-    """``gdrkit.usrbio._hf3fs``."""
+    """The module ``gdrkit.usrbio._hf3fs``."""
 
     def function_names(self) -> list[str]: ...
     def extract_mount_point(self, path: str) -> str | None: ...

@@ -1,6 +1,6 @@
-"""What 3FS has beside files: the requests of ``ioctl`` and the names of its virtual folder.
+"""The ioctl requests of 3FS and the name of its virtual folder.
 
-Level 5. Values are those of the 3FS interface (``_IOC`` of Linux: direction, size, type ``h``, number).
+A request has the layout of ``_IOC`` of Linux: direction, size, type (``h``) and number.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MOUNT_NAME_BYTES = 32
 PUNCH_HOLE_MAX = 1000
 _NAME_MAX = 255
 
-# ino_t, then a name that fills NAME_MAX; the struct ends at a multiple of 8.
+# ino_t, char name[NAME_MAX]. The size of the struct is a multiple of 8.
 HARDLINK_ARGUMENT = struct.Struct(f"@Q{_NAME_MAX}s0Q")
 # int n, size_t flags, size_t start[1000], size_t end[1000].
 PUNCH_HOLE_ARGUMENT = struct.Struct(f"@iQ{PUNCH_HOLE_MAX}Q{PUNCH_HOLE_MAX}Q")
