@@ -20,10 +20,12 @@ REWRITTEN: tuple[str, ...] = (
     ".github",
     "CONTRIBUTING.md",
     "README.md",
+    "SECURITY.md",
     "automation",
     "docs/decisions",
     "docs/storage.md",
     "docs/tiers.md",
+    "docs/usrbio.md",
     "gdrkit/README.md",
     "gdrkit/cuda",
     "gdrkit/gaudi",
@@ -31,6 +33,7 @@ REWRITTEN: tuple[str, ...] = (
     "gdrkit/registration",
     "gdrkit/storage",
     "gdrkit/tiers",
+    "gdrkit/usrbio",
     "gdrkit/verbs",
     "native/storage",
     "native/engine",
@@ -45,6 +48,7 @@ REWRITTEN: tuple[str, ...] = (
     "suites/share",
     "suites/storage",
     "suites/tiers",
+    "suites/usrbio",
 )
 
 # Each word is listed with the terms that replace it.
@@ -80,6 +84,8 @@ _GONE_PHRASES = {
     re.compile(r"\blets? go of\b", re.IGNORECASE): "release",
 }
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+# The build installs copies of files of native/usrbio here.
+_INSTALLED = ("gdrkit/usrbio/examples/", "gdrkit/usrbio/include/")
 _SUFFIXES = (".c", ".cpp", ".h", ".hpp", ".md", ".py", ".sh", ".toml", ".yml")
 _COMMENT = re.compile(r"^\s*(#|//|\"\"\")")
 _HEADLESS = re.compile(r"^\s*(?:#|//|\"\"\")\s*(?:Who|What|Whoever|Of|Where|By which|For who)\b(?P<rest>.*)$")
@@ -126,6 +132,8 @@ def _lines(root: Path) -> Iterator[tuple[str, str]]:
         start = root / part
         for path in sorted(start.rglob("*")) if start.is_dir() else [start]:
             where = path.relative_to(root).as_posix()
-            if path.suffix in _SUFFIXES and path.is_file() and where != "suites/meta/language.py":
+            if where == "suites/meta/language.py" or where.startswith(_INSTALLED):
+                continue
+            if path.suffix in _SUFFIXES and path.is_file():
                 for number, line in enumerate(path.read_text().splitlines(), start=1):
                     yield f"{where}:{number}", line

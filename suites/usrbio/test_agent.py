@@ -1,4 +1,4 @@
-"""The agent, as a client without a library meets it: publications, verdicts, operations, refusals, and its end."""
+"""The agent and a client without the C library: publications, operations, errors, and the end of the agent."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def refused(number: int) -> contextlib.AbstractContextManager[pytest.ExceptionIn
     return pytest.raises(Refusal, check=lambda error: error.errno == number)
 
 
-def test_reads_and_writes_a_file_through_a_ring(agent: AgentProcess, seed: int) -> None:
+def test_ring_reads_and_writes_a_file(agent: AgentProcess, seed: int) -> None:
     with RawClient(agent.mount) as client, contextlib.ExitStack() as stack:
         assert client.hello().library.startswith("gdrkit ")
         iov, reader, writer = RawIov(4 * MIB), RawRing(64, for_read=True), RawRing(64, for_read=False)
@@ -82,8 +82,8 @@ def test_reads_and_writes_a_file_through_a_ring(agent: AgentProcess, seed: int) 
                 iov.id.bytes, inode=inode, length=step, buffer_offset=offset, file_offset=offset, userdata=offset
             )
         reader.submit()
-        found = {userdata: result for _, result, userdata in reader.wait(len(offsets))}
-        assert found == {offset: min(step, FILE_BYTES - offset) for offset in offsets}
+        results = {userdata: result for _, result, userdata in reader.wait(len(offsets))}
+        assert results == {offset: min(step, FILE_BYTES - offset) for offset in offsets}
         pattern.check(iov.memory[:FILE_BYTES], seed=seed)
         writer.prepare(iov.id.bytes, inode=copy_inode, length=FILE_BYTES)
         writer.submit()
@@ -94,22 +94,22 @@ def test_reads_and_writes_a_file_through_a_ring(agent: AgentProcess, seed: int) 
     assert agent.statistics["bytes"] == 2 * FILE_BYTES
 
 
-def test_an_entry_that_names_what_it_may_not_is_answered_with_its_errno(agent: AgentProcess) -> None:
+def test_invalid_ring_entry_completes_with_its_errno(agent: AgentProcess) -> None:
     with RawClient(agent.mount) as client, RawClient(agent.mount) as other, contextlib.ExitStack() as stack:
-        mine, theirs, ring = RawIov(MIB), RawIov(MIB), RawRing(32, for_read=True)
-        for shared in (mine, theirs, ring):
+        own_iov, other_iov, ring = RawIov(MIB), RawIov(MIB), RawRing(32, for_read=True)
+        for shared in (own_iov, other_iov, ring):
             stack.callback(shared.close)
-        client.publish_iov(mine, f".b{256 * KIB}")
-        other.publish_iov(theirs)
+        client.publish_iov(own_iov, f".b{256 * KIB}")
+        other.publish_iov(other_iov)
         client.publish_ring(ring)
         source = stack.enter_context(opened(agent.mount / "file", os.O_RDONLY))
         write_only = stack.enter_context(opened(agent.mount / "out", os.O_WRONLY | os.O_CREAT))
         inode, out = client.register_file(source), client.register_file(write_only)
-        foreign = stack.enter_context(opened(agent.mount / "other", os.O_RDWR | os.O_CREAT))
-        unknown = other.register_file(foreign)
+        other_file = stack.enter_context(opened(agent.mount / "other", os.O_RDWR | os.O_CREAT))
+        other_inode = other.register_file(other_file)
         top = (1 << 64) - 1
-        wrong: list[tuple[int, dict[str, int | bytes]]] = [
-            (-errno.EACCES, {"iov": theirs.id.bytes}),
+        invalid: list[tuple[int, dict[str, int | bytes]]] = [
+            (-errno.EACCES, {"iov": other_iov.id.bytes}),
             (-errno.EACCES, {"iov": uuid.uuid4().bytes}),
             (-errno.EINVAL, {"length": 0}),
             (-errno.EINVAL, {"length": MIB + 1}),
@@ -118,23 +118,23 @@ def test_an_entry_that_names_what_it_may_not_is_answered_with_its_errno(agent: A
             (-errno.EINVAL, {"buffer_offset": 8, "length": top}),
             (-errno.EINVAL, {"buffer_offset": 256 * KIB - 1, "length": 2}),
             (-errno.EINVAL, {"file_offset": top}),
-            (-errno.EBADF, {"inode": unknown}),
+            (-errno.EBADF, {"inode": other_inode}),
             (-errno.EBADF, {"inode": 0}),
             (-errno.EACCES, {"inode": out}),
         ]
-        for number, (_, values) in enumerate(wrong):
-            entry: dict[str, int | bytes] = {"iov": mine.id.bytes, "inode": inode, "length": 4 * KIB, **values}
+        for number, (_, values) in enumerate(invalid):
+            entry: dict[str, int | bytes] = {"iov": own_iov.id.bytes, "inode": inode, "length": 4 * KIB, **values}
             ring.prepare(userdata=number, **entry)  # type: ignore[arg-type]
         ring.submit()
-        found = {userdata: result for _, result, userdata in ring.wait(len(wrong))}
-        assert found == {number: expected for number, (expected, _) in enumerate(wrong)}
-        ring.prepare(mine.id.bytes, inode=inode, length=4 * KIB, userdata=99)
+        results = {userdata: result for _, result, userdata in ring.wait(len(invalid))}
+        assert results == {number: expected for number, (expected, _) in enumerate(invalid)}
+        ring.prepare(own_iov.id.bytes, inode=inode, length=4 * KIB, userdata=99)
         ring.submit()
         assert [(result, userdata) for _, result, userdata in ring.wait(1)] == [(4 * KIB, 99)]
 
 
 @pytest.mark.parametrize(("index", "value"), [(0, 1 << 20), (0, -1), (3, -5)])
-def test_a_ring_with_impossible_indices_ends_and_no_other_does(agent: AgentProcess, index: int, value: int) -> None:
+def test_ring_with_invalid_indices_breaks_and_others_work(agent: AgentProcess, index: int, value: int) -> None:
     with RawClient(agent.mount) as client, contextlib.ExitStack() as stack:
         iov, bad, good = RawIov(MIB), RawRing(8, for_read=True), RawRing(8, for_read=True)
         for shared in (iov, bad, good):
@@ -144,7 +144,8 @@ def test_a_ring_with_impossible_indices_ends_and_no_other_does(agent: AgentProce
         client.publish_ring(good)
         source = stack.enter_context(opened(agent.mount / "file", os.O_RDONLY))
         inode = client.register_file(source)
-        # The agent may look at once: what it must not miss is there before there is work, but for the head itself.
+        # The agent may read the ring at once. So the invalid index is written before the entry, unless it is the head,
+        # which the entry changes.
         if index:
             bad.set_index(index, value)
         bad.prepare(iov.id.bytes, inode=inode, length=KIB)
@@ -158,7 +159,7 @@ def test_a_ring_with_impossible_indices_ends_and_no_other_does(agent: AgentProce
     assert agent.statistics["broken_rings"] == 1
 
 
-def test_a_ring_whose_memory_is_cut_short_ends_and_the_agent_does_not(agent: AgentProcess) -> None:
+def test_truncated_ring_breaks_and_the_agent_survives(agent: AgentProcess) -> None:
     with RawClient(agent.mount) as client, contextlib.ExitStack() as stack:
         iov, bad, good = RawIov(MIB), RawRing(8, for_read=True), RawRing(8, for_read=True)
         for shared in (iov, bad, good):
@@ -176,26 +177,26 @@ def test_a_ring_whose_memory_is_cut_short_ends_and_the_agent_does_not(agent: Age
     assert agent.statistics["broken_rings"] == 1
 
 
-def test_what_cannot_be_published_leaves_no_link(agent: AgentProcess, tmp_path: Path) -> None:
+def test_refused_publication_leaves_no_link(agent: AgentProcess, tmp_path: Path) -> None:
     before = links(agent.mount)
     with RawClient(agent.mount) as client, RawClient(agent.mount) as other, contextlib.ExitStack() as stack:
         iov = RawIov(MIB)
         stack.callback(iov.close)
         missing = str(iov.path.with_name(f"hf3fs-iov-{uuid.uuid4()}"))
-        odd = RawIov(100)
-        stack.callback(odd.close)
-        linked = RawIov(KIB)
-        stack.callback(linked.close)
-        linked.path.unlink()
-        linked.path.symlink_to(iov.path)
+        short = RawIov(100)
+        stack.callback(short.close)
+        symlink = RawIov(KIB)
+        stack.callback(symlink.close)
+        symlink.path.unlink()
+        symlink.path.symlink_to(iov.path)
         for name, target, number in [
             (iov.name(), missing, errno.ENOENT),
             (iov.name(), "/etc/passwd", errno.EINVAL),
             (iov.name(), f"{iov.path.parent}/../../etc/passwd", errno.EINVAL),
-            (linked.name(), str(linked.path), errno.EINVAL),
+            (symlink.name(), str(symlink.path), errno.EINVAL),
             (iov.name(".x"), str(iov.path), errno.EINVAL),
             ("../evil", str(iov.path), errno.EINVAL),
-            (f"{odd.id}.r0", str(odd.path), errno.EINVAL),
+            (f"{short.id}.r0", str(short.path), errno.EINVAL),
             (iov.name(".gdr.d0"), "gdr://v2/nonsense", errno.EINVAL),
             (iov.name(".gdr.d0"), "gdr://v2/device/0/allocation/64/offset/0/size/64/dmabuf", errno.EOPNOTSUPP),
         ]:
@@ -213,7 +214,9 @@ def test_what_cannot_be_published_leaves_no_link(agent: AgentProcess, tmp_path: 
         assert iov.path.exists()
 
 
-def test_files_are_proven_by_descriptors(agent: AgentProcess, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_file_outside_of_the_store_is_not_registered(
+    agent: AgentProcess, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     outside = tmp_path_factory.mktemp("outside") / "file"
     outside.write_bytes(b"1")
     with RawClient(agent.mount) as client:
@@ -222,19 +225,19 @@ def test_files_are_proven_by_descriptors(agent: AgentProcess, tmp_path_factory: 
             (agent.mount, os.O_RDONLY, {errno.EBADF}),
             (agent.mount / "file", os.O_PATH, {errno.EBADF}),
         ]:
-            with opened(path, flags) as descriptor, pytest.raises(Refusal) as found:
+            with opened(path, flags) as descriptor, pytest.raises(Refusal) as refusal:
                 client.register_file(descriptor)
-            assert found.value.errno in numbers
+            assert refusal.value.errno in numbers
         with refused(errno.ENOENT):
             client.ask(AgentRequest.DEREGISTER_FILE, protocol.pack_number(1))
 
 
-def test_holes_and_links(agent: AgentProcess, seed: int) -> None:
+def test_punched_hole_and_hard_link(agent: AgentProcess, seed: int) -> None:
     with RawClient(agent.mount) as client, opened(agent.mount / "file", os.O_RDWR) as file:
         client.ask(AgentRequest.PUNCH_HOLE, protocol.pack_punch(0, ((64 * KIB, 128 * KIB),)), [file])
-        held = (agent.mount / "file").read_bytes()
-        assert held[64 * KIB : 128 * KIB] == bytes(64 * KIB)
-        assert held[: 64 * KIB] == pattern.payload(FILE_BYTES, seed=seed)[: 64 * KIB]
+        content = (agent.mount / "file").read_bytes()
+        assert content[64 * KIB : 128 * KIB] == bytes(64 * KIB)
+        assert content[: 64 * KIB] == pattern.payload(FILE_BYTES, seed=seed)[: 64 * KIB]
         with opened(agent.mount, os.O_PATH) as folder:
             client.ask(AgentRequest.HARD_LINK, protocol.pack_name("second"), [file, folder])
             assert (agent.mount / "second").samefile(agent.mount / "file")
@@ -244,7 +247,7 @@ def test_holes_and_links(agent: AgentProcess, seed: int) -> None:
                 client.ask(AgentRequest.HARD_LINK, protocol.pack_name("../second"), [file, folder])
 
 
-def test_what_is_no_message_ends_its_connection_and_no_other(agent: AgentProcess) -> None:
+def test_malformed_message_ends_only_its_connection(agent: AgentProcess) -> None:
     hello = protocol.pack(AgentMessage(AgentRequest.HELLO, 1, bytes(48)))
     with RawClient(agent.mount) as good, opened(agent.mount / "file", os.O_RDONLY) as file:
         for data, descriptors in [
@@ -263,12 +266,12 @@ def test_what_is_no_message_ends_its_connection_and_no_other(agent: AgentProcess
         good.hello()
 
 
-def test_a_second_agent_is_refused(agent: AgentProcess) -> None:
+def test_second_agent_of_a_mount_is_refused(agent: AgentProcess) -> None:
     with pytest.raises(AssertionError, match="end the agent that serves this mount"):
         AgentProcess(agent.mount)
 
 
-def test_memory_without_a_name_gets_it_from_the_agent_and_loses_it_with_its_client(agent: AgentProcess) -> None:
+def test_unnamed_memory_is_named_until_its_client_ends(agent: AgentProcess) -> None:
     folder = Path("/dev/shm")  # noqa: S108 - where POSIX shared memory is.
     name = str(uuid.uuid4())
     path = folder / f"hf3fs-iov-{name}"
@@ -276,38 +279,38 @@ def test_memory_without_a_name_gets_it_from_the_agent_and_loses_it_with_its_clie
         memory = os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600)
         stack.callback(os.close, memory)
         os.ftruncate(memory, 64 * KIB)
-        reading = os.open(f"/proc/self/fd/{memory}", os.O_RDONLY)
-        stack.callback(os.close, reading)
-        elsewhere = os.open(agent.mount, os.O_TMPFILE | os.O_RDWR, 0o600)
-        stack.callback(os.close, elsewhere)
-        os.ftruncate(elsewhere, 64 * KIB)
+        read_only = os.open(f"/proc/self/fd/{memory}", os.O_RDONLY)
+        stack.callback(os.close, read_only)
+        other_folder = os.open(agent.mount, os.O_TMPFILE | os.O_RDWR, 0o600)
+        stack.callback(os.close, other_folder)
+        os.ftruncate(other_folder, 64 * KIB)
         with RawClient(agent.mount) as client:
             for target, descriptors in (
-                (str(folder / "elsewhere"), [memory]),
+                (str(folder / "other"), [memory]),
                 (str(agent.mount / path.name), [memory]),
-                (str(path), [reading]),
+                (str(path), [read_only]),
                 (str(path), [memory, memory]),
-                (str(path), [elsewhere] if os.fstat(elsewhere).st_dev != folder.stat().st_dev else [reading]),
+                (str(path), [other_folder] if os.fstat(other_folder).st_dev != folder.stat().st_dev else [read_only]),
             ):
                 with refused(errno.EINVAL):
                     client.publish(name, target, descriptors=descriptors)
                 assert not path.exists()
-            path.write_bytes(b"another's")
+            path.write_bytes(b"other")
             with refused(errno.EEXIST):
                 client.publish(name, str(path), descriptors=[memory])
-            assert path.read_bytes() == b"another's"
+            assert path.read_bytes() == b"other"
             path.unlink()
             client.publish(name, str(path), descriptors=[memory])
             assert os.path.samestat(path.stat(), os.fstat(memory))
             other = str(uuid.uuid4())
             with refused(errno.EINVAL):
                 client.publish(other, str(folder / f"hf3fs-iov-{other}"), descriptors=[memory])
-        with RawClient(agent.mount) as bystander:
+        with RawClient(agent.mount) as other_client:
             while path.exists():
-                bystander.hello()
+                other_client.hello()
 
 
-NOBODY = 65534
+OTHER_USER = 65534
 
 
 @needs(host.capability("CAP_SETUID"))
@@ -315,12 +318,12 @@ def test_memory_of_another_user_is_not_published(agent: AgentProcess) -> None:
     iov = RawIov(64 * KIB)
     try:
         with RawClient(agent.mount) as client:
-            os.chown(iov.path, NOBODY, NOBODY)
+            os.chown(iov.path, OTHER_USER, OTHER_USER)
             with refused(errno.EACCES):
                 client.publish_iov(iov)
             unnamed = os.open(iov.path.parent, os.O_TMPFILE | os.O_RDWR, 0o600)
             os.ftruncate(unnamed, 64 * KIB)
-            os.fchown(unnamed, NOBODY, NOBODY)
+            os.fchown(unnamed, OTHER_USER, OTHER_USER)
             name = str(uuid.uuid4())
             with refused(errno.EACCES):
                 client.publish(name, f"{iov.path.parent}/hf3fs-iov-{name}", b"", [unnamed])

@@ -1,4 +1,4 @@
-"""Who dies beside an agent, and the agent itself: nothing is left, and nobody waits for ever."""
+"""An agent whose clients or storage server are killed or stopped, and an agent that is killed or terminated."""
 
 from __future__ import annotations
 
@@ -71,35 +71,35 @@ def busy_client(mount: Path) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-def test_a_client_that_is_killed_leaves_nothing(mount: Path) -> None:
+def test_killed_client_leaves_nothing(mount: Path) -> None:
     with AgentProcess(mount) as agent:
         with busy_client(mount) as client:
             assert len(links(mount)) == 2
-            seen = shared_memory(mount)
+            memory = shared_memory(mount)
             client.kill()
             client.wait()
-            until(lambda: not links(mount), "what the killed client had is gone", timeout_s=60)
-        assert {path for path in seen if path.exists()} == shared_memory(mount)
+            until(lambda: not links(mount), "the links of the killed client are removed", timeout_s=60)
+        assert {path for path in memory if path.exists()} == shared_memory(mount)
         assert list((mount / "3fs-virt" / "publications").iterdir()) == []
         assert agent.terminate() == 0, agent.errors
 
 
-def test_an_agent_that_is_killed_leaves_nothing_behind_the_next_one(mount: Path) -> None:
+def test_next_agent_removes_what_a_killed_agent_left(mount: Path) -> None:
     with AgentProcess(mount) as first, busy_client(mount) as client:
-        seen = shared_memory(mount)
-        assert len(seen) == 5
+        memory = shared_memory(mount)
+        assert len(memory) == 5
         first.kill()
         client.kill()
         client.wait()
     with AgentProcess(mount) as second:
         assert links(mount) == set()
-        assert [path for path in seen if path.exists()] == []
-        with RawClient(mount) as again:
-            again.hello()
+        assert [path for path in memory if path.exists()] == []
+        with RawClient(mount) as new_client:
+            new_client.hello()
         assert second.terminate() == 0, second.errors
 
 
-def test_the_memory_of_a_client_that_outlives_its_agent_is_left_to_it(mount: Path) -> None:
+def test_memory_of_a_running_client_survives_its_agent(mount: Path) -> None:
     iov = RawIov(64 * KIB)
     try:
         with AgentProcess(mount) as first:
@@ -116,7 +116,7 @@ def test_the_memory_of_a_client_that_outlives_its_agent_is_left_to_it(mount: Pat
         iov.close()
 
 
-def test_a_server_that_is_killed_is_started_again(mount: Path, seed: int) -> None:
+def test_killed_server_is_started_again(mount: Path, seed: int) -> None:
     with AgentProcess(mount) as agent, RawClient(mount) as client, contextlib.ExitStack() as stack:
         iov, ring = RawIov(MIB), RawRing(32, for_read=True)
         stack.callback(iov.close)
@@ -143,7 +143,7 @@ def test_a_server_that_is_killed_is_started_again(mount: Path, seed: int) -> Non
         assert agent.statistics["session_renewals"] == 1
 
 
-def test_an_agent_that_is_told_to_end_ends_with_its_clients_in_the_middle(mount: Path) -> None:
+def test_agent_ends_during_transfers_of_its_clients(mount: Path) -> None:
     with AgentProcess(mount) as agent, busy_client(mount) as client:
         assert agent.terminate() == 0, agent.errors
         assert agent.statistics["outstanding"] >= 0
@@ -153,17 +153,17 @@ def test_an_agent_that_is_told_to_end_ends_with_its_clients_in_the_middle(mount:
 
 
 @needs(host.capability("CAP_SETUID"))
-def test_another_user_is_refused() -> None:
+def test_other_user_is_refused_by_the_agent() -> None:
     with open_folder() as mount, AgentProcess(mount) as agent:
-        # The socket's mode keeps others out; who gets in all the same (it was made wider) is refused by name.
+        # The mode of the socket refuses other users. If the mode is changed, the agent refuses them.
         for path in (mount / "3fs-virt", mount / "3fs-virt" / "agent.sock"):
             path.chmod(0o777)
-        asked = run_program(STRANGER, str(mount))
-        assert asked.stdout == f"{errno.EACCES}\n", asked.stderr
+        result = run_program(OTHER_USER, str(mount))
+        assert result.stdout == f"{errno.EACCES}\n", result.stderr
         assert agent.terminate() == 0, agent.errors
 
 
-STRANGER = """
+OTHER_USER = """
 import sys
 from pathlib import Path
 from support.raw_usrbio import RawClient, Refusal
@@ -177,7 +177,7 @@ except Refusal as error:
 
 
 def stopped_in_flight(agent: AgentProcess, client: RawClient, stack: contextlib.ExitStack) -> tuple[RawIov, RawRing]:
-    """An operation that a server has, which is stopped and not dead."""
+    """Submit an operation to a server that is stopped by SIGSTOP, and return its iov and ring."""
     iov, ring = RawIov(MIB), RawRing(32, for_read=True)
     stack.callback(iov.close)
     stack.callback(ring.close)
@@ -188,18 +188,18 @@ def stopped_in_flight(agent: AgentProcess, client: RawClient, stack: contextlib.
     inode = client.register_file(file)
     server = agent.server_process_id()
     os.kill(server, signal.SIGSTOP)
-    stack.callback(revive, server)
+    stack.callback(resume, server)
     ring.prepare(iov.id.bytes, inode=inode, length=MIB)
     ring.submit()
     return iov, ring
 
 
-def revive(process_id: int) -> None:
+def resume(process_id: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(process_id, signal.SIGCONT)
 
 
-def test_a_server_that_hangs_is_given_up_and_reaches_nothing_later(mount: Path, seed: int) -> None:
+def test_hanging_server_is_killed_and_writes_nothing_later(mount: Path, seed: int) -> None:
     with (
         AgentProcess(mount, "--silence-ms", "1000") as agent,
         RawClient(mount) as client,
@@ -209,7 +209,7 @@ def test_a_server_that_hangs_is_given_up_and_reaches_nothing_later(mount: Path, 
         server = agent.server_process_id()
         assert ring.wait(1)[0][1] == -errno.EREMOTEIO
         iov.memory[:] = b"\xee" * MIB
-        revive(server)
+        resume(server)
         inode = (mount / "file").stat().st_ino
 
         def is_served_again() -> bool:
@@ -226,7 +226,7 @@ def test_a_server_that_hangs_is_given_up_and_reaches_nothing_later(mount: Path, 
         assert agent.terminate() == 0, agent.errors
 
 
-def test_who_is_told_that_the_agent_ends_has_its_memory_for_itself(mount: Path) -> None:
+def test_memory_is_not_written_after_the_connection_ends(mount: Path) -> None:
     with (
         AgentProcess(mount, "--silence-ms", "2000") as agent,
         RawClient(mount) as client,
@@ -235,10 +235,10 @@ def test_who_is_told_that_the_agent_ends_has_its_memory_for_itself(mount: Path) 
         iov, ring = stopped_in_flight(agent, client, stack)
         server = agent.server_process_id()
         agent.process.send_signal(signal.SIGTERM)
-        # The end of the connection says that nothing of it is in flight any more.
+        # When the agent closes the connection, no operation of the client is in flight.
         assert client.receive() == b""
         assert [result for _, result, _ in ring.wait(1, timeout_s=0.1)] == [-errno.EREMOTEIO]
         iov.memory[:] = b"\xee" * MIB
-        revive(server)
+        resume(server)
         assert agent.terminate() == 0, agent.errors
         assert iov.memory[:] == b"\xee" * MIB

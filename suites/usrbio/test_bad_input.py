@@ -1,7 +1,7 @@
-"""What an application does wrongly, or meets, has the documented code, and nothing is lost by it.
+"""Wrong calls of an application have the documented errno, and lose no data.
 
-Through the Python interface and a real agent; native/usrbio/tests has every code of the C interface, test_agent.py what
-a client without a library sends, suites/storage what comes over the network.
+These cases use the Python interface and a real agent. Cases of every errno of the C interface are in
+native/usrbio/tests, messages of a client without the library in test_agent.py, and network messages in suites/storage.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ FUZZ_S = float(os.environ.get("GDRKIT_FUZZ_S", "10"))
 SUITES = Path(__file__).resolve().parents[1]
 ENTRIES = 8
 READ, WRITE = True, False
-WITHIN = timedelta(seconds=10)
+TIMEOUT = timedelta(seconds=10)
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def opened(path: Path, flags: int = os.O_RDWR | os.O_CREAT, *, registered: bool 
 
 @contextlib.contextmanager
 def application(mount: Path, *, block_size: int = 0) -> Iterator[tuple[Iovec, Ioring, Ioring]]:
-    """Memory of 1 MiB, a ring that reads and one that writes."""
+    """Yield memory of 1 MiB, a ring of reads and a ring of writes."""
     with (
         usrbio.create_iovec(str(mount), length_bytes=MIB, block_size=block_size) as iov,
         usrbio.make_ioring(str(mount), ENTRIES) as reader,
@@ -82,19 +82,20 @@ def application(mount: Path, *, block_size: int = 0) -> Iterator[tuple[Iovec, Io
         yield iov, reader, writer
 
 
-def moved(ring: Ioring, count: int = 1) -> list[int]:
-    """Submit, and the results of so many."""
-    done = ring.submit().wait(min_results=count, timeout=WITHIN)
+def results_of(ring: Ioring, count: int = 1) -> list[int]:
+    """Submit, and return the results of this number of operations."""
+    done = ring.submit().wait(min_results=count, timeout=TIMEOUT)
     assert len(done) == count
     return [each.result for each in done]
 
 
-def test_a_place_that_is_no_mount(agent: AgentProcess, tmp_path: Path) -> None:
-    for wrong, number in ((tmp_path, errno.ENOENT), (tmp_path / "none", errno.ENOENT), ("/" + "m" * 256, errno.EINVAL)):
+def test_path_outside_of_a_mount_is_refused(agent: AgentProcess, tmp_path: Path) -> None:
+    paths = ((tmp_path, errno.ENOENT), (tmp_path / "none", errno.ENOENT), ("/" + "m" * 256, errno.EINVAL))
+    for path, number in paths:
         with refused(number):
-            usrbio.create_iovec(str(wrong), length_bytes=MIB)
+            usrbio.create_iovec(str(path), length_bytes=MIB)
         with refused(number):
-            usrbio.make_ioring(str(wrong), ENTRIES)
+            usrbio.make_ioring(str(path), ENTRIES)
     assert usrbio.extract_mount_point(tmp_path) is None
     assert usrbio.extract_mount_point(agent.mount) == str(agent.mount)
     with opened(tmp_path / "outside", registered=False) as fd:
@@ -107,7 +108,7 @@ def test_a_place_that_is_no_mount(agent: AgentProcess, tmp_path: Path) -> None:
         usrbio.hardlink(agent.mount / "file", tmp_path / "second")
 
 
-def test_a_full_ring_takes_no_more_and_loses_nothing(agent: AgentProcess, seed: int) -> None:
+def test_full_ring_is_eagain_and_loses_nothing(agent: AgentProcess, seed: int) -> None:
     data = pattern.payload(ENTRIES * KIB, seed=seed)
     with opened(agent.mount / "file") as fd, application(agent.mount) as (iov, _, writer):
         memoryview(iov)[: len(data)] = data
@@ -115,13 +116,13 @@ def test_a_full_ring_takes_no_more_and_loses_nothing(agent: AgentProcess, seed: 
             writer.prepare(iov[number * KIB : (number + 1) * KIB], WRITE, fd, number * KIB)
         with refused(errno.EAGAIN):
             writer.prepare(iov[:KIB], WRITE, fd, 0)
-        assert moved(writer, ENTRIES) == [KIB] * ENTRIES
+        assert results_of(writer, ENTRIES) == [KIB] * ENTRIES
         writer.prepare(iov[:KIB], WRITE, fd, len(data))
-        assert moved(writer) == [KIB]
+        assert results_of(writer) == [KIB]
     assert (agent.mount / "file").read_bytes() == data + data[:KIB]
 
 
-def test_descriptors_that_are_not_registered(agent: AgentProcess) -> None:
+def test_unregistered_descriptor_is_ebadf(agent: AgentProcess) -> None:
     with application(agent.mount) as (iov, reader, _), opened(agent.mount / "file", registered=False) as fd:
         with refused(errno.EBADF):
             reader.prepare(iov[:1], READ, fd, 0)
@@ -138,7 +139,7 @@ def test_descriptors_that_are_not_registered(agent: AgentProcess) -> None:
                 usrbio.register_fd(number)
 
 
-def test_what_a_descriptor_was_not_opened_for(agent: AgentProcess) -> None:
+def test_descriptor_without_the_access_right_is_refused(agent: AgentProcess) -> None:
     (agent.mount / "file").write_bytes(b"x" * KIB)
     with application(agent.mount) as (iov, reader, writer):
         with opened(agent.mount / "file", os.O_RDONLY) as fd:
@@ -153,7 +154,7 @@ def test_what_a_descriptor_was_not_opened_for(agent: AgentProcess) -> None:
     assert (agent.mount / "file").read_bytes() == b"x" * KIB
 
 
-def test_ranges_that_cannot_be(agent: AgentProcess) -> None:
+def test_invalid_range_is_einval(agent: AgentProcess) -> None:
     with opened(agent.mount / "file") as fd, application(agent.mount, block_size=64 * KIB) as (iov, reader, _):
         for part in (iov[64 * KIB - 1 : 64 * KIB + 1], iov[: 64 * KIB + 1], iov[:0]):
             with refused(errno.EINVAL):
@@ -169,11 +170,11 @@ def test_ranges_that_cannot_be(agent: AgentProcess) -> None:
         with refused(errno.EINVAL):
             usrbio.punch_hole(fd, [0], [1], 1)
         reader.prepare(iov[64 * KIB : 128 * KIB], READ, fd, 0)
-        assert moved(reader) == [0]
+        assert results_of(reader) == [0]
 
 
-def test_memory_outside_of_the_iov_by_the_c_interface(agent: AgentProcess) -> None:
-    """The Python interface has no word for it; in C a pointer is all."""
+def test_pointer_outside_of_the_iov_is_einval_in_c(agent: AgentProcess) -> None:
+    """The Python interface has no such argument. In C it is a pointer."""
     library = ctypes.CDLL(str(library_path()))
     mount = os.fsencode(agent.mount)
     iov, ring = ctypes.create_string_buffer(312), ctypes.create_string_buffer(600)
@@ -183,7 +184,7 @@ def test_memory_outside_of_the_iov_by_the_c_interface(agent: AgentProcess) -> No
     base = int.from_bytes(iov.raw[:8], sys.byteorder)
     fd = os.open(agent.mount / "file", os.O_RDWR | os.O_CREAT, 0o600)
     assert library.hf3fs_reg_fd(fd, ctypes.c_uint64(0)) <= 0
-    # Failures of these three are positive.
+    # The errors of these three functions are positive.
     assert library.hf3fs_reg_fd(fd, ctypes.c_uint64(0)) == errno.EINVAL
     assert (
         library.hf3fs_hardlink(os.fsencode(agent.mount / "none"), os.fsencode(agent.mount / "second")) == errno.ENOENT
@@ -208,7 +209,7 @@ def test_memory_outside_of_the_iov_by_the_c_interface(agent: AgentProcess) -> No
 
 
 @needs(host.capability("CAP_SYS_ADMIN"))
-def test_a_full_disk_is_enospc_and_what_was_acknowledged_stays(tmp_path: Path, seed: int) -> None:
+def test_full_disk_is_enospc_and_keeps_acknowledged_writes(tmp_path: Path, seed: int) -> None:
     mount = tmp_path / "small"
     mount.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "gdrkit-small", str(mount)], check=True)
@@ -216,89 +217,89 @@ def test_a_full_disk_is_enospc_and_what_was_acknowledged_stays(tmp_path: Path, s
         with AgentProcess(mount), opened(mount / "file") as fd, application(mount) as (iov, reader, writer):
             acknowledged = 0
             results: list[int] = []
-            # More than there is room for.
+            # Write until the disk is full.
             while not results or results[-1] == MIB:
                 memoryview(iov)[:] = pattern.payload(MIB, seed=seed, offset_bytes=acknowledged)
                 writer.prepare(iov[:], WRITE, fd, acknowledged)
-                results += moved(writer)
+                results += results_of(writer)
                 acknowledged += max(results[-1], 0)
                 assert acknowledged <= 8 * MIB
             assert results[-1] == -errno.ENOSPC
             assert acknowledged >= 4 * MIB
             for offset in range(0, acknowledged, MIB):
                 reader.prepare(iov[:], READ, fd, offset)
-                assert moved(reader) == [MIB]
+                assert results_of(reader) == [MIB]
                 pattern.check(memoryview(iov)[:], seed=seed, offset_bytes=offset)
-            # With room again it goes on, with the same file and ring.
+            # With free space again, the same file and ring work.
             usrbio.punch_hole(fd, [0], [4 * MIB])
             writer.prepare(iov[:], WRITE, fd, acknowledged)
-            assert moved(writer) == [MIB]
+            assert results_of(writer) == [MIB]
     finally:
         subprocess.run(["umount", "--lazy", str(mount)], check=True)
 
 
-STRANGER = """
+OTHER_USER = """
 import sys
 from gdrkit import usrbio
 from support.other_user import become_unprivileged
 usrbio.capabilities()  # Opens the library.
 become_unprivileged()
-for what in (lambda: usrbio.create_iovec(sys.argv[1], length_bytes=4096), lambda: usrbio.make_ioring(sys.argv[1], 4)):
+for call in (lambda: usrbio.create_iovec(sys.argv[1], length_bytes=4096), lambda: usrbio.make_ioring(sys.argv[1], 4)):
     try:
-        what()
+        call()
     except usrbio.UsrbioError as error:
         print(error.errno)
 """
 
 
 @needs(host.capability("CAP_SETUID"))
-def test_another_user_is_told_so_by_the_library() -> None:
+def test_other_user_gets_eacces_from_the_library() -> None:
     with open_folder() as mount, AgentProcess(mount):
-        asked = run_program(STRANGER, str(mount))
-    assert asked.stdout.split() == [str(errno.EACCES)] * 2, asked.stderr
+        result = run_program(OTHER_USER, str(mount))
+    assert result.stdout.split() == [str(errno.EACCES)] * 2, result.stderr
 
 
 @pytest.mark.parametrize("target", ["gdr://v2/device/0", "gdr://v2/device/1/allocation/9/offset/0/size/9/dmabuf"])
-def test_descriptors_of_a_publication_that_is_refused_are_closed(agent: AgentProcess, target: str) -> None:
+def test_refused_publication_closes_its_descriptors(agent: AgentProcess, target: str) -> None:
     with opened(agent.mount / "file", registered=False) as fd, RawClient(agent.mount) as client:
         with pytest.raises(Refusal, check=lambda error: error.errno == errno.EINVAL):
             client.publish(f"{uuid.uuid4()}.gdr.d0", target, bytes(384), [fd])
         assert str(agent.mount / "file") not in descriptors(agent.process.pid)
 
 
-def test_a_hostile_peer_costs_its_own_connection_alone(agent: AgentProcess, seed: int) -> None:
-    chance, pid = random.Random(seed), agent.process.pid
+def test_hostile_peer_loses_only_its_own_connection(agent: AgentProcess, seed: int) -> None:
+    rng, pid = random.Random(seed), agent.process.pid
     with opened(agent.mount / "file") as fd, application(agent.mount) as (iov, _, writer):
-        # Each NIC opens what it needs at its first transfer.
+        # The first transfer through a NIC opens descriptors that stay open.
         for number in range(2 * ENTRIES):
             writer.prepare(iov[:KIB], WRITE, fd, number * KIB)
-            assert moved(writer) == [KIB]
+            assert results_of(writer) == [KIB]
         before = Counter(descriptors(pid))
-        for data in changed_messages(chance, 500):
-            with RawClient(agent.mount) as bad, contextlib.suppress(ConnectionError):
-                bad.send(data, [fd] * chance.randrange(4))
-                # Some wait for what comes, some are gone by then.
-                if chance.randrange(2):
-                    bad.socket.shutdown(socket.SHUT_WR)
-                    bad.receive()
-        with contextlib.ExitStack() as silent:
+        for data in changed_messages(rng, 500):
+            with RawClient(agent.mount) as peer, contextlib.suppress(ConnectionError):
+                peer.send(data, [fd] * rng.randrange(4))
+                # Some peers wait for the reply, others close the connection at once.
+                if rng.randrange(2):
+                    peer.socket.shutdown(socket.SHUT_WR)
+                    peer.receive()
+        with contextlib.ExitStack() as idle_clients:
             for _ in range(64):
-                silent.enter_context(RawClient(agent.mount))
+                idle_clients.enter_context(RawClient(agent.mount))
             writer.prepare(iov[:], WRITE, fd, 0)
-            assert moved(writer) == [MIB]
+            assert results_of(writer) == [MIB]
         try:
-            until(lambda: Counter(descriptors(pid)) == before, "all that peers left in the agent is gone", timeout_s=60)
+            until(lambda: Counter(descriptors(pid)) == before, "the agent has closed its descriptors", timeout_s=60)
         except HungError as error:
-            left = Counter(descriptors(pid))
-            error.add_note(f"more: {left - before}, less: {before - left}")
+            after = Counter(descriptors(pid))
+            error.add_note(f"more: {after - before}, less: {before - after}")
             raise
 
 
 @pytest.mark.timeout(FUZZ_S + 120)
-def test_the_fuzzer_of_messages_finds_nothing() -> None:
-    """GDRKIT_FUZZ_S says how long."""
+def test_message_fuzzer_finds_nothing() -> None:
+    """The fuzzer runs for GDRKIT_FUZZ_S seconds."""
     command = [sys.executable, str(SUITES / "support" / "fuzz_messages.py"), "--seconds", str(FUZZ_S)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=FUZZ_S + 100)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "changed messages" in done.stdout
-    print(done.stdout.splitlines()[-1])  # noqa: T201 - which fuzzer ran, and how often.
+    print(done.stdout.splitlines()[-1])  # noqa: T201 - it names the fuzzer and the number of its inputs.

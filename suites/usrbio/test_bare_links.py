@@ -1,4 +1,4 @@
-"""A link to device memory that comes alone: nobody sends a dma-buf with it, so that peer memory is the one way left."""
+"""A link to device memory without a dma-buf, so that the agent can register the memory only as peer memory."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ pytestmark = needs(verbs.nic(), cuda_needs.device())
 
 @pytest.fixture
 def memory(device: cuda.Device) -> Iterator[cuda.DeviceMemory]:
-    with device.allocate(MIB) as made:
-        yield made
+    with device.allocate(MIB) as allocated:
+        yield allocated
 
 
 def link_of(memory: cuda.DeviceMemory) -> tuple[uuid.UUID, str, str]:
-    """Identity, name and target of a publication that another program could have made with CUDA alone."""
+    """Return id, name and target of a publication. Any program with CUDA can create such a link."""
     identity = uuid.uuid4()
     with memory.device.current():
         whole = address_range(memory.address)
-    place = f"allocation/{whole.length_bytes}/offset/{memory.address - whole.base}/size/{memory.length_bytes}"
-    return identity, f"{identity}.gdr.d0", f"gdr://v2/device/0/{place}/ipc/{cuda.export_handle(memory).hex()}"
+    range_text = f"allocation/{whole.length_bytes}/offset/{memory.address - whole.base}/size/{memory.length_bytes}"
+    return identity, f"{identity}.gdr.d0", f"gdr://v2/device/0/{range_text}/ipc/{cuda.export_handle(memory).hex()}"
 
 
 @needs(verbs.peer_memory)
-def test_its_memory_is_reached_by_its_address(tmp_path: Path, memory: cuda.DeviceMemory, seed: int) -> None:
+def test_link_alone_registers_memory_by_its_address(tmp_path: Path, memory: cuda.DeviceMemory, seed: int) -> None:
     (tmp_path / "file").write_bytes(pattern.payload(MIB, seed=seed))
     identity, name, target = link_of(memory)
     memory.fill(0xA5)
@@ -64,7 +64,7 @@ def test_its_memory_is_reached_by_its_address(tmp_path: Path, memory: cuda.Devic
 
 
 @needs(software(Api.VERBS))
-def test_where_the_kernel_has_no_peer_memory_the_link_is_refused(
+def test_link_alone_without_peer_memory_is_refused(
     tmp_path: Path, memory: cuda.DeviceMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GDRKIT_TWINS_PEERMEM", "0")

@@ -1,8 +1,9 @@
-"""From a file into memory and back, the whole path: application, ring, agent, server, NIC."""
+"""Reads and writes of files through the whole path: application, ring, agent, server and NIC."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import subprocess
@@ -29,7 +30,7 @@ KINDS = [
 ]
 pytestmark = pytest.mark.parametrize("kind", KINDS)
 
-# Length of the transfer, where it begins in the file, and where in the memory.
+# Length of the transfer, its offset in the file, and its offset in the memory.
 SIZES = [
     pytest.param(1, 1, 3, id="1B"),
     pytest.param(4 * KIB - 1, 4097, 1, id="4KiB-1"),
@@ -45,24 +46,24 @@ UNTOUCHED = 0xA5
 def agent(tmp_path: Path) -> Iterator[AgentProcess]:
     with AgentProcess(tmp_path) as running:
         yield running
-        seen = shared_memory(tmp_path)
+        memory = shared_memory(tmp_path)
     assert running.process.returncode == 0, running.errors
-    assert [path for path in seen if path.exists()] == []
+    assert [path for path in memory if path.exists()] == []
 
 
 @pytest.fixture
 def opened(agent: AgentProcess) -> Iterator[Callable[[str], int]]:
-    """Files of the mount, made where they are missing, and registered."""
+    """A function that opens and registers a file of the mount, and creates it if it is missing."""
     with contextlib.ExitStack() as stack:
 
-        def take(name: str) -> int:
+        def open_registered(name: str) -> int:
             fd = os.open(agent.mount / name, os.O_RDWR | os.O_CREAT, 0o600)
             stack.callback(os.close, fd)
             usrbio.register_fd(fd)
             stack.callback(usrbio.deregister_fd, fd)
             return fd
 
-        yield take
+        yield open_registered
 
 
 def make_file(path: Path, length_bytes: int, *, seed: int) -> None:
@@ -72,7 +73,7 @@ def make_file(path: Path, length_bytes: int, *, seed: int) -> None:
 
 
 @pytest.mark.parametrize(("length_bytes", "file_offset", "memory_offset"), SIZES)
-def test_every_byte_of_a_file_arrives_and_goes_back(
+def test_every_byte_of_a_file_is_read_and_written_back(
     agent: AgentProcess,
     opened: Callable[[str], int],
     kind: str,
@@ -95,7 +96,7 @@ def test_every_byte_of_a_file_arrives_and_goes_back(
     with (agent.mount / "copy").open("rb") as written, (agent.mount / "file").open("rb") as original:
         assert written.read(5) == bytes(5)
         original.seek(file_offset)
-        # What was read from the original is the pattern, as the check above has shown; to make it again takes longer.
+        # The check above has compared the original with the pattern. Computing the pattern again would take longer.
         while part := original.read(16 * MIB):
             assert written.read(len(part)) == part
         assert written.read() == b""
@@ -103,7 +104,7 @@ def test_every_byte_of_a_file_arrives_and_goes_back(
 
 
 @pytest.mark.qualify
-def test_the_end_of_a_file_makes_a_short_read(
+def test_read_at_the_end_of_a_file_is_short(
     agent: AgentProcess, opened: Callable[[str], int], kind: str, seed: int
 ) -> None:
     size = 70_001
@@ -111,8 +112,8 @@ def test_the_end_of_a_file_makes_a_short_read(
     fd = opened("file")
     with Application(agent.mount, kind=kind, length_bytes=MIB) as application:
         application.fill(UNTOUCHED)
-        wanted = [(fd, 0, 0, 128 * KIB), (fd, 128 * KIB, size - 1, 4096), (fd, 256 * KIB, size, 4096)]
-        assert application.read(*wanted, (fd, 512 * KIB, size + MIB, 1)) == [size, 1, 0, 0]
+        transfers = [(fd, 0, 0, 128 * KIB), (fd, 128 * KIB, size - 1, 4096), (fd, 256 * KIB, size, 4096)]
+        assert application.read(*transfers, (fd, 512 * KIB, size + MIB, 1)) == [size, 1, 0, 0]
         application.check(0, size, seed=seed, file_offset=0)
         application.check(128 * KIB, 1, seed=seed, file_offset=size - 1)
         assert application.peek(size, 100) == bytes([UNTOUCHED]) * 100
@@ -120,7 +121,7 @@ def test_the_end_of_a_file_makes_a_short_read(
 
 
 @pytest.mark.qualify
-def test_holes_are_zeros_whatever_was_in_the_memory(
+def test_hole_of_a_file_is_read_as_zeros(
     agent: AgentProcess, opened: Callable[[str], int], kind: str, seed: int
 ) -> None:
     with (agent.mount / "file").open("wb") as file:
@@ -138,9 +139,7 @@ def test_holes_are_zeros_whatever_was_in_the_memory(
         assert application.peek(0, 1) == bytes([UNTOUCHED])
 
 
-def test_a_hole_is_enodata_where_holes_are_forbidden(
-    agent: AgentProcess, opened: Callable[[str], int], kind: str
-) -> None:
+def test_hole_is_enodata_if_holes_are_forbidden(agent: AgentProcess, opened: Callable[[str], int], kind: str) -> None:
     (agent.mount / "file").touch()
     os.truncate(agent.mount / "file", MIB)
     fd = opened("file")
@@ -148,12 +147,12 @@ def test_a_hole_is_enodata_where_holes_are_forbidden(
         Application(agent.mount, kind=kind, length_bytes=MIB) as application,
         usrbio.make_ioring(str(agent.mount), 8, for_read=True, flags=2) as strict,
     ):
-        strict.prepare(application.iov[0:4096], True, fd, 0)  # noqa: FBT003 - as programs for 3FS say it.
-        assert [each.result for each in strict.submit().wait(min_results=1)] == [-61]
+        strict.prepare(application.iov[0:4096], True, fd, 0)  # noqa: FBT003 - the signature of 3FS.
+        assert [each.result for each in strict.submit().wait(min_results=1)] == [-errno.ENODATA]
 
 
 @pytest.mark.qualify
-def test_64_rings_at_once_each_bring_their_own_part(
+def test_64_rings_read_their_own_parts_at_once(
     agent: AgentProcess, opened: Callable[[str], int], kind: str, seed: int
 ) -> None:
     make_file(agent.mount / "file", 4 * MIB, seed=seed)
@@ -168,7 +167,7 @@ def test_64_rings_at_once_each_bring_their_own_part(
         application.check(0, 4 * MIB, seed=seed, file_offset=0)
 
 
-def test_eight_applications_read_and_write_side_by_side(
+def test_eight_applications_read_and_write_concurrently(
     agent: AgentProcess, kind: str, seed: int, evidence: Evidence
 ) -> None:
     command = [sys.executable, "-m", "support.application", str(agent.mount), f"--kind={kind}"]
@@ -189,6 +188,6 @@ def test_eight_applications_read_and_write_side_by_side(
         )
         for number in range(8)
     ]
-    answers = [process.communicate(timeout=240) for process in running]
-    assert [process.returncode for process in running] == [0] * 8, [errors.decode()[-2000:] for _, errors in answers]
-    evidence["bytes"] = sum(json.loads(output)["bytes"] for output, _ in answers)
+    outputs = [process.communicate(timeout=240) for process in running]
+    assert [process.returncode for process in running] == [0] * 8, [errors.decode()[-2000:] for _, errors in outputs]
+    evidence["bytes"] = sum(json.loads(output)["bytes"] for output, _ in outputs)

@@ -1,4 +1,4 @@
-"""The C examples of the GPU interface, built as a user of the package builds them, and run against an agent."""
+"""The C examples of the GPU interface: built with the installed package, and run with an agent."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ EXAMPLES = ("availability", "create_read", "wrap", "exporter", "importer", "util
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """All of them, by the flags that pkg-config gives of what is installed with the package."""
+    """The built examples by name. The compiler flags are those of pkg-config for the installed package."""
     from pathlib import Path
 
     package = Path(gdrkit.__file__).parent / "usrbio"
@@ -53,11 +53,11 @@ def agent(tmp_path: Path, seed: int) -> Iterator[AgentProcess]:
     (tmp_path / "file").write_bytes(pattern.payload(LENGTH, seed=seed))
     with AgentProcess(tmp_path) as running:
         yield running
-        seen = shared_memory(tmp_path)
+        memory = shared_memory(tmp_path)
         links = [link.name for link in (tmp_path / "3fs-virt" / "iovs").iterdir()]
     assert [name for name in links if not name.startswith("submit-ios")] == []
     assert running.process.returncode == 0, running.errors
-    assert [path for path in seen if path.exists()] == []
+    assert [path for path in memory if path.exists()] == []
 
 
 def run(program: Path, *arguments: object) -> bytes:
@@ -67,7 +67,7 @@ def run(program: Path, *arguments: object) -> bytes:
 
 
 @pytest.mark.parametrize("name", ["create_read", "wrap"])
-def test_a_file_comes_into_device_memory(
+def test_example_reads_a_file_into_device_memory(
     agent: AgentProcess, programs: dict[str, Path], name: str, seed: int, evidence: Evidence
 ) -> None:
     output = run(programs[name], agent.mount, agent.mount / "file", 0)
@@ -76,40 +76,40 @@ def test_a_file_comes_into_device_memory(
     evidence["bytes"] = LENGTH
 
 
-def test_one_process_exports_and_another_reads_into_its_memory(
+def test_importer_reads_into_memory_of_the_exporter(
     agent: AgentProcess, programs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, seed: int
 ) -> None:
-    # A path of a socket is short.
-    meeting = tmp_path_factory.getbasetemp().parent / f"meet-{os.getpid()}"
-    line = [str(programs["exporter"]), str(agent.mount), str(LENGTH), "0", str(meeting)]
-    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as exporter:
+    # The path of a socket has a length limit.
+    socket_path = tmp_path_factory.getbasetemp().parent / f"socket-{os.getpid()}"
+    command = [str(programs["exporter"]), str(agent.mount), str(LENGTH), "0", str(socket_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as exporter:
         try:
-            until_it_listens(exporter, meeting)
-            said = run(programs["importer"], agent.mount, agent.mount / "file", meeting).decode()
+            wait_for_listener(exporter, socket_path)
+            importer_output = run(programs["importer"], agent.mount, agent.mount / "file", socket_path).decode()
             output, errors = exporter.communicate(timeout=120)
         finally:
             exporter.kill()
-            meeting.unlink(missing_ok=True)
+            socket_path.unlink(missing_ok=True)
     assert exporter.returncode == 0, errors.decode()
-    assert said == f"{LENGTH} bytes were read into the memory of another process, on device 0\n"
+    assert importer_output == f"{LENGTH} bytes were read into the memory of another process, on device 0\n"
     assert len(output) == LENGTH
     pattern.check(output, seed=seed)
 
 
-def until_it_listens(exporter: subprocess.Popen[bytes], meeting: Path) -> None:
-    """Until the kernel's table of sockets says that somebody accepts there."""
+def wait_for_listener(exporter: subprocess.Popen[bytes], socket_path: Path) -> None:
+    """Wait until the kernel's table of sockets has a listener at this path."""
     from pathlib import Path
 
     accepting = "00010000"
     while exporter.poll() is None:
         for line in Path("/proc/net/unix").read_text().splitlines():
             words = line.split()
-            if words[-1] == str(meeting) and words[3] == accepting:
+            if words[-1] == str(socket_path) and words[3] == accepting:
                 return
     assert exporter.stderr is not None
     raise AssertionError(exporter.stderr.read().decode())
 
 
-def test_what_is_there_is_told(agent: AgentProcess, programs: dict[str, Path]) -> None:
+def test_examples_report_devices_and_iovs(agent: AgentProcess, programs: dict[str, Path]) -> None:
     assert run(programs["availability"]).startswith(b"GDR is available with ")
     assert run(programs["utility"], agent.mount, 0) == b"device: GPU iov on device 0\nhost: host iov\n"

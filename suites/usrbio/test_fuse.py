@@ -1,4 +1,4 @@
-"""The FUSE mount of an agent: files through the kernel, publications by links, and who may look."""
+"""The FUSE mount of an agent: files through the kernel, publications by links, and the refusal of other users."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 pytestmark = needs(verbs.nic(), host.fuse)
-WAYS = ["host", pytest.param("device", marks=needs(verbs.dmabuf_region, cuda.device(), cuda.dmabuf_export))]
-SECONDS = timedelta(seconds=30)
+MEMORY_KINDS = ["host", pytest.param("device", marks=needs(verbs.dmabuf_region, cuda.device(), cuda.dmabuf_export))]
+TIMEOUT = timedelta(seconds=30)
 SHARED = Path("/dev/shm")  # noqa: S108 - where POSIX shared memory is.
 
 
@@ -44,8 +44,8 @@ def submit_semaphores(mount: Path) -> list[Path]:
     return [link.readlink() for link in (mount / "3fs-virt" / "iovs").iterdir() if link.name.startswith("submit-ios")]
 
 
-class Block:
-    """Shared memory without the process that Python's own keeps beside it."""
+class SharedBlock:
+    """Shared memory without the resource tracker process of ``multiprocessing.shared_memory``."""
 
     def __init__(self, length_bytes: int) -> None:
         self.name = f"gdrkit-case-{uuid.uuid4()}"
@@ -63,7 +63,7 @@ class Block:
 
 @pytest.fixture
 def folders(tmp_path: Path) -> tuple[Path, Path]:
-    """The mount and the store."""
+    """The folders of the mount and of the store."""
     for name in ("mount", "store"):
         (tmp_path / name).mkdir()
     return tmp_path / "mount", tmp_path / "store"
@@ -86,7 +86,7 @@ def agent(folders: tuple[Path, Path]) -> Iterator[AgentProcess]:
 
 @pytest.fixture
 def opened(agent: AgentProcess) -> Iterator[int]:
-    """A file of 1 MiB of the pattern, registered."""
+    """A registered descriptor of a file with 1 MiB of the pattern."""
     (agent.mount / "file").write_bytes(pattern.payload(MIB, seed=1))
     fd = os.open(agent.mount / "file", os.O_RDWR)
     with contextlib.closing(os.fdopen(fd, "r+b", buffering=0)):
@@ -95,7 +95,7 @@ def opened(agent: AgentProcess) -> Iterator[int]:
         usrbio.deregister_fd(fd)
 
 
-def test_a_file_is_what_was_written_and_lies_in_the_store(agent: AgentProcess, folders: tuple[Path, Path]) -> None:
+def test_written_file_is_the_same_in_mount_and_store(agent: AgentProcess, folders: tuple[Path, Path]) -> None:
     written = pattern.payload(3 * MIB + 5, seed=2)
     (agent.mount / "file").write_bytes(written)
     assert (agent.mount / "file").read_bytes() == written
@@ -105,18 +105,18 @@ def test_a_file_is_what_was_written_and_lies_in_the_store(agent: AgentProcess, f
 
 
 @pytest.mark.parametrize("kind", [KINDS[0]])
-def test_a_ring_reads_and_writes_what_the_mount_shows(agent: AgentProcess, opened: int, kind: str) -> None:
+def test_ring_and_mount_have_the_same_bytes(agent: AgentProcess, opened: int, kind: str) -> None:
     with Application(agent.mount, kind=kind, length_bytes=MIB) as application:
         assert application.read((opened, 0, 0, MIB)) == [MIB]
         application.check(0, MIB, seed=1, file_offset=0)
         application.write_pattern(0, 64 * KIB, seed=3, file_offset=4096)
         assert application.write((opened, 0, 4096, 64 * KIB)) == [64 * KIB]
-    # The kernel remembers nothing of the file.
+    # The kernel has not cached the file.
     assert os.pread(opened, 64 * KIB, 4096) == pattern.payload(64 * KIB, seed=3, offset_bytes=4096)
 
 
-@pytest.mark.parametrize("kind", WAYS)
-def test_the_files_of_a_server_elsewhere(folders: tuple[Path, Path], tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("kind", MEMORY_KINDS)
+def test_files_of_a_remote_server_are_read_and_written(folders: tuple[Path, Path], tmp_path: Path, kind: str) -> None:
     mount, store = folders
     with serving(store, tmp_path / "log", "--listen", "127.0.0.1:0") as service:
         token = store / ".gdrkit" / "token"
@@ -134,18 +134,18 @@ def test_the_files_of_a_server_elsewhere(folders: tuple[Path, Path], tmp_path: P
                     assert application.read((fd, 0, 0, MIB)) == [-errno.EREMOTEIO]
                 usrbio.deregister_fd(fd)
         assert agent.process.returncode == 0, agent.errors
-    kept = pattern.payload(MIB, seed=4)
+    original = pattern.payload(MIB, seed=4)
     written = pattern.payload(64 * KIB, seed=5, offset_bytes=4097)
-    assert (store / "file").read_bytes() == kept[:4097] + written + kept[4097 + 64 * KIB :]
+    assert (store / "file").read_bytes() == original[:4097] + written + original[4097 + 64 * KIB :]
 
 
-def test_a_bare_link_is_a_publication(agent: AgentProcess, opened: int) -> None:
+def test_symbolic_link_is_a_publication(agent: AgentProcess, opened: int) -> None:
     published = agent.mount / "3fs-virt" / "iovs"
-    with contextlib.closing(Block(64 * KIB)) as shm:
+    with contextlib.closing(SharedBlock(64 * KIB)) as shm:
         with usrbio.make_iovec(shm, str(agent.mount)) as iov, usrbio.make_ioring(str(agent.mount), 4) as ring:
             assert (published / iov.id).readlink() == shm.path
-            done = ring.prepare(iov[:], read=True, fd=opened, off=0).submit().wait(min_results=1, timeout=SECONDS)
-            assert [found.result for found in done] == [64 * KIB]
+            done = ring.prepare(iov[:], read=True, fd=opened, off=0).submit().wait(min_results=1, timeout=TIMEOUT)
+            assert [each.result for each in done] == [64 * KIB]
             pattern.check(bytes(shm.buf), seed=1)
         assert iov.id not in {link.name for link in published.iterdir()}
 
@@ -153,14 +153,12 @@ def test_a_bare_link_is_a_publication(agent: AgentProcess, opened: int) -> None:
 @pytest.mark.parametrize(
     ("name", "target", "number"),
     [
-        pytest.param(str(uuid.uuid4()), str(SHARED / "nobody-has-this"), errno.ENOENT, id="no-memory"),
+        pytest.param(str(uuid.uuid4()), str(SHARED / "missing"), errno.ENOENT, id="no-memory"),
         pytest.param(str(uuid.uuid4()), "/etc/passwd", errno.EINVAL, id="no-shared-memory"),
         pytest.param("no-uuid", str(SHARED / "x"), errno.EINVAL, id="no-name"),
     ],
 )
-def test_a_refused_publication_is_the_errno_of_the_link(
-    agent: AgentProcess, name: str, target: str, number: int
-) -> None:
+def test_refused_publication_is_the_errno_of_symlink(agent: AgentProcess, name: str, target: str, number: int) -> None:
     link = agent.mount / "3fs-virt" / "iovs" / name
     with pytest.raises(OSError, match=name) as refused:
         link.symlink_to(target)
@@ -168,7 +166,7 @@ def test_a_refused_publication_is_the_errno_of_the_link(
     assert not link.is_symlink()
 
 
-def test_what_a_process_published_by_a_link_goes_with_it(agent: AgentProcess) -> None:
+def test_link_is_removed_when_its_process_ends(agent: AgentProcess) -> None:
     script = """
 import os, sys
 from multiprocessing import shared_memory, resource_tracker
@@ -188,16 +186,16 @@ os._exit(0)
         assert link.is_symlink()
         process.kill()
         process.wait()
-    # The end of the process is dealt with only by and by.
-    until(lambda: not link.is_symlink(), "the link of a process that was killed is gone", timeout_s=60)
+    # The agent removes the link some time after the end of the process.
+    until(lambda: not link.is_symlink(), "the link of the killed process is removed", timeout_s=60)
 
 
-def test_the_submit_links_stay(agent: AgentProcess) -> None:
+def test_submit_link_cannot_be_removed(agent: AgentProcess) -> None:
     with pytest.raises(PermissionError):
         (agent.mount / "3fs-virt" / "iovs" / "submit-ios").unlink()
 
 
-def test_the_requests_of_3fs_are_answered(agent: AgentProcess, opened: int) -> None:
+def test_ioctls_of_3fs_return_their_values(agent: AgentProcess, opened: int) -> None:
     assert struct.unpack("=I", fcntl.ioctl(opened, virtual.GET_MAGIC, bytes(4)))[0] == virtual.MAGIC
     assert struct.unpack("=I", fcntl.ioctl(opened, virtual.GET_IOCTL_VERSION, bytes(4)))[0] == 1
     assert struct.unpack("=I", fcntl.ioctl(opened, virtual.GET_PATH_OFFSET, bytes(4)))[0] == len(str(agent.mount))
@@ -210,7 +208,7 @@ def test_the_requests_of_3fs_are_answered(agent: AgentProcess, opened: int) -> N
     assert (agent.mount / "second").stat().st_ino == os.fstat(opened).st_ino
 
 
-def test_a_folder_is_removed_with_all_that_is_in_it(agent: AgentProcess) -> None:
+def test_rm_rf_removes_a_folder_with_its_contents(agent: AgentProcess) -> None:
     (agent.mount / "folder" / "inner").mkdir(parents=True)
     for number in range(20):
         (agent.mount / "folder" / "inner" / str(number)).touch()
@@ -219,14 +217,14 @@ def test_a_folder_is_removed_with_all_that_is_in_it(agent: AgentProcess) -> None
 
 
 @pytest.mark.parametrize("target", ["/etc", "folder", "{mount}/../x", "{mount}/3fs-virt/iovs", "{mount}/"])
-def test_nothing_outside_the_files_of_the_mount_is_removed(agent: AgentProcess, target: str) -> None:
+def test_rm_rf_outside_of_the_files_is_refused(agent: AgentProcess, target: str) -> None:
     with pytest.raises(OSError, match="now") as refused:
         (agent.mount / "3fs-virt" / "rm-rf" / "now").symlink_to(target.format(mount=agent.mount))
     assert refused.value.errno in {errno.EINVAL, errno.EPERM}
 
 
 @needs(host.capability("CAP_SETUID"))
-def test_another_user_is_refused_by_the_kernel() -> None:
+def test_other_user_is_refused_by_the_kernel() -> None:
     with open_folder() as folder:
         for name in ("mount", "store"):
             (folder / name).mkdir()
@@ -235,19 +233,19 @@ def test_another_user_is_refused_by_the_kernel() -> None:
             "print(os.listdir(sys.argv[2]))\nos.listdir(sys.argv[1])\n"
         )
         with start((folder / "mount", folder / "store")):
-            asked = run_program(script, str(folder / "mount"), str(folder))
-    assert asked.returncode != 0
-    assert "mount" in asked.stdout
-    assert "PermissionError" in asked.stderr
+            result = run_program(script, str(folder / "mount"), str(folder))
+    assert result.returncode != 0
+    assert "mount" in result.stdout
+    assert "PermissionError" in result.stderr
 
 
-def test_a_mount_that_a_killed_agent_left_is_taken_over(folders: tuple[Path, Path]) -> None:
+def test_mount_of_a_killed_agent_is_replaced(folders: tuple[Path, Path]) -> None:
     with start(folders) as first:
         semaphores = submit_semaphores(folders[0])
         first.kill()
     assert mounted(folders[0])
     with start(folders) as second:
-        (second.mount / "file").write_bytes(b"here")
+        (second.mount / "file").write_bytes(b"content")
         assert second.terminate() == 0
     assert not mounted(folders[0])
     assert not any(path.exists() for path in semaphores)
@@ -255,11 +253,11 @@ def test_a_mount_that_a_killed_agent_left_is_taken_over(folders: tuple[Path, Pat
 
 def test_stale_mount_behind_a_symbolic_link_is_unmounted(folders: tuple[Path, Path]) -> None:
     mount, store = folders
-    behind = mount.parent / "link"
-    behind.symlink_to(mount.parent, target_is_directory=True)
+    link = mount.parent / "link"
+    link.symlink_to(mount.parent, target_is_directory=True)
     with start(folders) as killed:
         killed.kill()
-    with start((behind / "mount", store)) as agent:
+    with start((link / "mount", store)) as agent:
         assert mounted(mount)
         assert agent.terminate() == 0, agent.errors
     assert not mounted(mount)

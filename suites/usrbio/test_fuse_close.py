@@ -1,4 +1,4 @@
-"""The close of a FUSE agent whose unmount fails: the error is typed, and a second close unmounts."""
+"""The close of a FUSE agent whose unmount fails: it raises ApiError, and a second close unmounts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 pytestmark = needs(host.fuse, verbs.nic())
-# No program that unmounts is on the PATH of the first close.
+# During the first close, PATH has no program that unmounts.
 PROGRAM = """
 import json, os, sys
 from pathlib import Path

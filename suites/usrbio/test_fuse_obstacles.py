@@ -1,4 +1,4 @@
-"""Machines on which FUSE cannot be used: the error of the mount has the errno of the obstacle."""
+"""A machine without FUSE: the error of a mount has the errno of the obstacle."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ except SetupMissing as error:
 
 
 def test_machine_without_dev_fuse_is_enodev(tmp_path: Path) -> None:
-    # A /dev of its own mount namespace, with nothing but the null device that programs of the library search want.
+    # This /dev of a new mount namespace has only the null device, which the search for libraries needs.
     script = """set -e
 mount -t tmpfs none /mnt
 touch /mnt/null

@@ -1,6 +1,6 @@
-"""A client that spoils the memory that it shares with the agent hurts itself: an honest one beside it notices nothing.
+"""A client that corrupts the memory that it shares with the agent does not affect other clients.
 
-GDRKIT_HONEST_OPERATIONS says how many operations the honest client does beside each attack.
+An honest client executes operations during each attack. GDRKIT_HONEST_OPERATIONS is the number of its operations.
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ def test_attack_by_shared_memory_hurts_no_other_client(
         finally:
             attacker.kill()
         assert honest.returncode == 0, honest.stderr
-        counted = json.loads(honest.stdout)
-        assert counted["failed"] == {}
-        assert counted["wrong_bytes"] == 0
-        assert counted["operations"] >= OPERATIONS
+        statistics = json.loads(honest.stdout)
+        assert statistics["failed"] == {}
+        assert statistics["wrong_bytes"] == 0
+        assert statistics["operations"] >= OPERATIONS
         assert attacker.returncode == 0
         assert int(output.split()[-1]) > 0
         assert agent.terminate() == 0, agent.errors
     evidence.number("attacks_count", int(output.split()[-1]))
-    evidence["honest_client"] = counted
+    evidence["honest_client"] = statistics
     evidence["agent"] = agent.statistics

@@ -1,7 +1,4 @@
-"""An agent keeps nothing of clients that were killed, however many there are.
-
-GDRKIT_KILLED_CLIENTS says how many are killed.
-"""
+"""An agent releases all resources of killed clients. GDRKIT_KILLED_CLIENTS is the number of killed clients."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ GROWTH_KIB_MAX = 2048
 TIMEOUT_S = 60 + KILLED / 10
 
 
-class Held(NamedTuple):
+class ResourceCounts(NamedTuple):
     """Counts of the resources that an agent holds."""
 
     descriptors: int
@@ -46,9 +43,9 @@ def resident_kib(process_id: int) -> int:
     return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS"))
 
 
-def held(agent: AgentProcess) -> Held:
+def count_resources(agent: AgentProcess) -> ResourceCounts:
     process_id = agent.process.pid
-    return Held(
+    return ResourceCounts(
         descriptors=len(descriptors(process_id)),
         threads=len(list(Path(f"/proc/{process_id}/task").iterdir())),
         shared=len(shared_memory(agent.mount)),
@@ -66,16 +63,16 @@ def kill_clients(agent: AgentProcess, count: int) -> None:
 def test_agent_does_not_grow_by_killed_clients(tmp_path: Path, seed: int, evidence: Evidence) -> None:
     (tmp_path / "input").write_bytes(pattern.payload(MIB, seed=seed))
     with AgentProcess(tmp_path) as agent:
-        links = held(agent).links
+        links = count_resources(agent).links
         kill_clients(agent, WARM_UP)
-        until(lambda: held(agent).links == links, "everything of the first clients is gone", timeout_s=60)
-        idle = held(agent)
+        until(lambda: count_resources(agent).links == links, "the links of the first clients are removed", timeout_s=60)
+        idle = count_resources(agent)
         before_kib = resident_kib(agent.process.pid)
         kill_clients(agent, KILLED)
-        # At most: a thread of the last one of the first clients may just have been ending.
+        # The counts may be lower: in `idle`, the thread of the last client may have been about to end.
         until(
-            lambda: all(now <= then for now, then in zip(held(agent), idle, strict=True)),
-            "everything of the killed clients is gone",
+            lambda: all(now <= before for now, before in zip(count_resources(agent), idle, strict=True)),
+            "the resources of the killed clients are released",
             timeout_s=60,
         )
         grown_kib = resident_kib(agent.process.pid) - before_kib

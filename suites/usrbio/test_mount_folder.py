@@ -1,4 +1,4 @@
-"""The agent's folder of a mount, without an agent: what it makes, takes over, refuses and removes."""
+"""The folder ``3fs-virt`` of a mount, without an agent: its creation, its checks, and the removal of old files."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ SUBMIT = ["submit-ios.ph", "submit-ios", "submit-ios.pl"]
 OTHER_USER = os.geteuid() + 1
 
 
-def refusal(call: Callable[[], object]) -> int:
-    with pytest.raises(AgentError) as refused:
+def errno_of(call: Callable[[], object]) -> int:
+    with pytest.raises(AgentError) as error:
         call()
-    return refused.value.errno
+    return error.value.errno
 
 
 @pytest.fixture
 def memory() -> Iterator[Path]:
-    """Shared memory of one byte, named as a client names an iov."""
+    """Shared memory of one byte with the name of an iov."""
     path = SHARED / f"hf3fs-iov-{uuid.uuid4()}"
     path.write_bytes(b"x")
     yield path
@@ -61,11 +61,11 @@ def ended_process() -> ProcessIdentity:
 
 def unnamed(folder: Path = SHARED, *, length_bytes: int = 1, flags: int = os.O_RDWR) -> int:
     """Return a descriptor of a new file without a name."""
-    made = os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600)
-    os.ftruncate(made, length_bytes)
-    opened = os.open(f"/proc/self/fd/{made}", flags)
-    os.close(made)
-    return opened
+    created = os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600)
+    os.ftruncate(created, length_bytes)
+    descriptor = os.open(f"/proc/self/fd/{created}", flags)
+    os.close(created)
+    return descriptor
 
 
 def is_open(descriptor: int) -> bool:
@@ -101,7 +101,7 @@ def test_second_agent_of_a_mount_is_ebusy(tmp_path: Path) -> None:
     AgentMount(tmp_path).close()
 
 
-def test_mount_that_is_not_there_is_enoent(tmp_path: Path) -> None:
+def test_missing_mount_is_enoent(tmp_path: Path) -> None:
     with pytest.raises(GdrkitError) as refused:
         AgentMount(tmp_path / "missing")
     assert isinstance(refused.value, SetupMissing)
@@ -109,22 +109,22 @@ def test_mount_that_is_not_there_is_enoent(tmp_path: Path) -> None:
     assert dict(refused.value.arguments) == {"path": str(tmp_path / "missing" / "3fs-virt")}
 
 
-def test_folder_elsewhere_goes_with_its_agent(tmp_path: Path) -> None:
-    place = tmp_path / "place"
-    place.mkdir()
-    with AgentMount(tmp_path, agent_folder=place) as mount:
-        assert mount.virtual_folder == place / "3fs-virt"
+def test_agent_folder_is_removed_at_close(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    with AgentMount(tmp_path, agent_folder=folder) as mount:
+        assert mount.virtual_folder == folder / "3fs-virt"
         os.close(mount.open("server.lock", os.O_RDWR | os.O_CREAT))
-    assert not place.exists()
+    assert not folder.exists()
     assert not (tmp_path / "3fs-virt").exists()
 
 
-def test_folder_elsewhere_that_is_not_empty_stays(tmp_path: Path) -> None:
-    place = tmp_path / "place"
-    place.mkdir()
-    with AgentMount(tmp_path, agent_folder=place):
-        (place / "3fs-virt" / "file").touch()
-    assert (place / "3fs-virt" / "file").exists()
+def test_agent_folder_that_is_not_empty_stays(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    with AgentMount(tmp_path, agent_folder=folder):
+        (folder / "3fs-virt" / "file").touch()
+    assert (folder / "3fs-virt" / "file").exists()
 
 
 def test_sockets_and_links_of_a_killed_agent_are_removed(tmp_path: Path) -> None:
@@ -132,27 +132,27 @@ def test_sockets_and_links_of_a_killed_agent_are_removed(tmp_path: Path) -> None
     virtual = tmp_path / "3fs-virt"
     semaphore = SHARED / f"sem.hf3fs-submit-ios.{uuid.uuid4()}"
     semaphore.touch()
-    foreign = tmp_path / "sem.hf3fs-submit-ios"
-    foreign.touch()
+    other_file = tmp_path / "sem.hf3fs-submit-ios"
+    other_file.touch()
     for name in ("agent.sock", "server.sock", "iovs/file"):
         (virtual / name).touch()
     (virtual / "iovs" / "submit-ios.ph").symlink_to(semaphore)
-    (virtual / "iovs" / "submit-ios").symlink_to(foreign)
+    (virtual / "iovs" / "submit-ios").symlink_to(other_file)
     (virtual / "iovs" / str(uuid.uuid4())).symlink_to(tmp_path)
     with AgentMount(tmp_path) as mount:
         assert sorted(each.name for each in (virtual / "iovs").iterdir()) == ["file", *sorted(SUBMIT)]
         assert not mount.socket_path.exists()
         assert not (virtual / "server.sock").exists()
         assert not semaphore.exists()
-        assert foreign.exists()
+        assert other_file.exists()
 
 
-@pytest.mark.parametrize("wanted", ["removed", "another file", "owner runs", "other name"])
-def test_memory_of_an_ended_client_is_removed(tmp_path: Path, memory: Path, wanted: str) -> None:
+@pytest.mark.parametrize("case", ["removed", "another file", "owner runs", "other name"])
+def test_memory_of_an_ended_client_is_removed(tmp_path: Path, memory: Path, case: str) -> None:
     AgentMount(tmp_path).close()
-    owner = identity_of(os.getpid()) if wanted == "owner runs" else ended_process()
+    owner = identity_of(os.getpid()) if case == "owner runs" else ended_process()
     info = memory.stat()
-    named = SHARED / f"gdrkit-case-{uuid.uuid4()}" if wanted == "other name" else memory
+    named = SHARED / f"gdrkit-case-{uuid.uuid4()}" if case == "other name" else memory
     if named != memory:
         memory.rename(named)
     record = {
@@ -162,21 +162,21 @@ def test_memory_of_an_ended_client_is_removed(tmp_path: Path, memory: Path, want
         "started_ticks": owner.started_ticks,
         "shared": named.name,
         "device": info.st_dev,
-        "inode": info.st_ino + (wanted == "another file"),
+        "inode": info.st_ino + (case == "another file"),
     }
     path = tmp_path / "3fs-virt" / "publications" / "name"
     path.write_text(json.dumps(record))
     path.chmod(0o600)
     try:
         with AgentMount(tmp_path):
-            assert named.exists() == (wanted != "removed")
-            assert path.exists() == (wanted == "owner runs")
+            assert named.exists() == (case != "removed")
+            assert path.exists() == (case == "owner runs")
     finally:
         named.unlink(missing_ok=True)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"boot_id": "x", "process_id": 1}', "null"])
-def test_record_that_was_cut_off_is_removed(tmp_path: Path, text: str) -> None:
+def test_malformed_record_is_removed(tmp_path: Path, text: str) -> None:
     AgentMount(tmp_path).close()
     path = tmp_path / "3fs-virt" / "publications" / "name"
     path.write_text(text)
@@ -213,31 +213,31 @@ def test_shared_memory_is_opened_with_its_attributes(memory: Path) -> None:
 
 @pytest.mark.parametrize("target", [f"{SHARED}/", f"{SHARED}/.", f"{SHARED}/..", "/dev/x", "shm", f"{SHARED}/a/b", ""])
 def test_target_outside_of_dev_shm_is_einval(target: str) -> None:
-    assert refusal(lambda: open_shared(target, uid=os.geteuid())) == errno.EINVAL
+    assert errno_of(lambda: open_shared(target, uid=os.geteuid())) == errno.EINVAL
 
 
-def test_target_that_is_no_memory_is_refused(memory: Path) -> None:
-    def opened() -> int:
-        return refusal(lambda: open_shared(str(memory), uid=os.geteuid()))
+def test_target_that_is_not_memory_is_refused(memory: Path) -> None:
+    def error_number() -> int:
+        return errno_of(lambda: open_shared(str(memory), uid=os.geteuid()))
 
     memory.write_bytes(b"")
-    assert opened() == errno.EINVAL
+    assert error_number() == errno.EINVAL
     memory.unlink()
-    assert opened() == errno.ENOENT
+    assert error_number() == errno.ENOENT
     os.mkfifo(memory)
-    assert opened() == errno.EINVAL
+    assert error_number() == errno.EINVAL
     memory.unlink()
     memory.symlink_to("/dev/null")
-    assert opened() == errno.EINVAL
+    assert error_number() == errno.EINVAL
     memory.unlink()
     memory.mkdir()
-    assert opened() == errno.EISDIR
+    assert error_number() == errno.EISDIR
     memory.rmdir()
 
 
 def test_memory_of_another_user_is_eacces(memory: Path) -> None:
     before = len(list(Path("/proc/self/fd").iterdir()))
-    assert refusal(lambda: open_shared(str(memory), uid=OTHER_USER)) == errno.EACCES
+    assert errno_of(lambda: open_shared(str(memory), uid=OTHER_USER)) == errno.EACCES
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
@@ -268,13 +268,13 @@ def test_unnamed_memory_gets_its_name(memory: Path) -> None:
 
 def test_name_of_unnamed_memory_must_be_free(memory: Path) -> None:
     shared = adopt_unnamed(str(memory), unnamed(), uid=os.geteuid())
-    assert refusal(shared.give_name) == errno.EEXIST
+    assert errno_of(shared.give_name) == errno.EEXIST
     shared.close()
     assert memory.read_bytes() == b"x"
 
 
 @pytest.mark.parametrize(
-    ("wrong", "number"),
+    ("fault", "number"),
     [
         ("name", errno.EINVAL),
         ("folder", errno.EINVAL),
@@ -287,27 +287,27 @@ def test_name_of_unnamed_memory_must_be_free(memory: Path) -> None:
         ("user", errno.EACCES),
     ],
 )
-def test_descriptor_that_is_no_unnamed_memory_is_closed(tmp_path: Path, memory: Path, wrong: str, number: int) -> None:
-    target = {"name": "/dev/shm/iov", "folder": f"/tmp/{memory.name}"}.get(wrong, str(memory))  # noqa: S108
-    flags = {"read-only": os.O_RDONLY, "write-only": os.O_WRONLY, "path": os.O_PATH}.get(wrong, os.O_RDWR)
-    if wrong == "named":
+def test_descriptor_of_other_memory_is_closed(tmp_path: Path, memory: Path, fault: str, number: int) -> None:
+    target = {"name": "/dev/shm/iov", "folder": f"/tmp/{memory.name}"}.get(fault, str(memory))  # noqa: S108
+    flags = {"read-only": os.O_RDONLY, "write-only": os.O_WRONLY, "path": os.O_PATH}.get(fault, os.O_RDWR)
+    if fault == "named":
         descriptor = os.open(memory, os.O_RDWR)
     else:
-        folder = tmp_path if wrong == "other file system" else SHARED
-        descriptor = unnamed(folder, length_bytes=int(wrong != "empty"), flags=flags)
-    uid = OTHER_USER if wrong == "user" else os.geteuid()
-    assert refusal(lambda: adopt_unnamed(target, descriptor, uid=uid)) == number
+        folder = tmp_path if fault == "other file system" else SHARED
+        descriptor = unnamed(folder, length_bytes=int(fault != "empty"), flags=flags)
+    uid = OTHER_USER if fault == "user" else os.geteuid()
+    assert errno_of(lambda: adopt_unnamed(target, descriptor, uid=uid)) == number
     assert not is_open(descriptor)
 
 
 # ------------------------------------------------------------------------------------------------------------ the links
 
 
-def test_link_that_says_the_same_is_taken(links: LinkFolder, tmp_path: Path) -> None:
+def test_existing_link_with_the_same_target_is_used(links: LinkFolder, tmp_path: Path) -> None:
     links.add("name", "gdr://target", owner=None, shared=None)
     links.add("name", "gdr://target", owner=None, shared=None)
     assert os.readlink(tmp_path / "links" / "name") == "gdr://target"  # noqa: PTH115 - a Path would merge the slashes.
-    assert refusal(lambda: links.add("name", "other", owner=None, shared=None)) == errno.EEXIST
+    assert errno_of(lambda: links.add("name", "other", owner=None, shared=None)) == errno.EEXIST
     assert os.readlink(tmp_path / "links" / "name") == "gdr://target"  # noqa: PTH115 - a Path would merge the slashes.
     links.remove("name", "other")
     assert (tmp_path / "links" / "name").is_symlink()
@@ -315,11 +315,11 @@ def test_link_that_says_the_same_is_taken(links: LinkFolder, tmp_path: Path) -> 
     assert list((tmp_path / "links").iterdir()) == []
 
 
-def test_link_that_cannot_be_made_has_the_errno_of_the_kernel(links: LinkFolder) -> None:
-    assert refusal(lambda: links.add("a/b", "target", owner=None, shared=None)) == errno.ENOENT
+def test_failed_link_has_the_errno_of_the_kernel(links: LinkFolder) -> None:
+    assert errno_of(lambda: links.add("a/b", "target", owner=None, shared=None)) == errno.ENOENT
 
 
-def test_record_says_whose_memory_a_link_is(links: LinkFolder, tmp_path: Path, memory: Path) -> None:
+def test_record_names_the_owner_of_a_link(links: LinkFolder, tmp_path: Path, memory: Path) -> None:
     owner = identity_of(os.getpid())
     shared = open_shared(str(memory), uid=os.geteuid())
     links.add("name", str(memory), owner=owner, shared=shared)
@@ -344,7 +344,7 @@ def test_refused_link_leaves_no_record_and_no_name(links: LinkFolder, tmp_path: 
     links.add("name", "other", owner=None, shared=None)
     shared = adopt_unnamed(str(memory), unnamed(), uid=os.geteuid())
     owner = identity_of(os.getpid())
-    assert refusal(lambda: links.add("name", str(memory), owner=owner, shared=shared)) == errno.EEXIST
+    assert errno_of(lambda: links.add("name", str(memory), owner=owner, shared=shared)) == errno.EEXIST
     shared.close()
     assert not memory.exists()
     assert list((tmp_path / "records").iterdir()) == []

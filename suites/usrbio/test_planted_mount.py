@@ -1,4 +1,4 @@
-"""An agent refuses links and files that another user planted in its mount, and changes nothing elsewhere."""
+"""An agent refuses links and files that another user planted in its mount, and changes no other folder."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def virtual(tmp_path: Path) -> Path:
-    """``3fs-virt`` of a mount that was served once."""
+    """The folder ``3fs-virt`` of a mount that an agent has already served."""
     AgentMount(tmp_path).close()
     return tmp_path / "3fs-virt"
 
 
-def refusal(virtual: Path) -> SetupMissing:
-    """The error of taking the mount."""
-    with pytest.raises(SetupMissing) as refused:
+def mount_error(virtual: Path) -> SetupMissing:
+    """Return the error of opening the mount."""
+    with pytest.raises(SetupMissing) as error:
         AgentMount(virtual.parent).close()
-    assert refused.value.what_to_do
-    return refused.value
+    assert error.value.what_to_do
+    return error.value
 
 
 @pytest.fixture
 def victim(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of somebody with links and files in it."""
+    """A folder with a link and a file, to which planted links point."""
     folder = tmp_path_factory.mktemp("victim")
     (folder / "link").symlink_to("/etc/hostname")
     (folder / "file").write_text("content")
@@ -49,8 +49,8 @@ def victim(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_link_in_place_of_agents_folder_is_refused(virtual: Path, victim: Path, name: str) -> None:
     (virtual / name).rmdir()
     (virtual / name).symlink_to(victim)
-    found = refusal(virtual)
-    assert (found.errno, found.arguments["path"]) == (errno.ELOOP, str(virtual / name))
+    error = mount_error(virtual)
+    assert (error.errno, error.arguments["path"]) == (errno.ELOOP, str(virtual / name))
     assert sorted(path.name for path in victim.iterdir()) == ["file", "link"]
 
 
@@ -59,20 +59,20 @@ def test_link_in_place_of_the_virtual_folder_is_refused(virtual: Path, victim: P
         path.rmdir() if path.is_dir() else path.unlink()
     virtual.rmdir()
     virtual.symlink_to(victim)
-    assert refusal(virtual).errno == errno.ELOOP
+    assert mount_error(virtual).errno == errno.ELOOP
     assert sorted(path.name for path in victim.iterdir()) == ["file", "link"]
 
 
 def test_link_in_place_of_agents_lock_is_refused(virtual: Path, victim: Path) -> None:
     (virtual / "agent.lock").unlink()
-    (virtual / "agent.lock").symlink_to(victim / "made")
-    assert refusal(virtual).errno == errno.ELOOP
-    assert not (victim / "made").exists()
+    (virtual / "agent.lock").symlink_to(victim / "created")
+    assert mount_error(virtual).errno == errno.ELOOP
+    assert not (victim / "created").exists()
 
 
 def test_mount_that_others_can_write_needs_a_sticky_bit(virtual: Path) -> None:
     virtual.parent.chmod(0o777)
-    assert "chmod +t" in refusal(virtual).what_to_do
+    assert "chmod +t" in mount_error(virtual).what_to_do
     virtual.parent.chmod(0o1777)
     with AgentMount(virtual.parent):
         assert len(shared_memory(virtual.parent)) == 3
@@ -95,12 +95,12 @@ def test_virtual_folder_of_another_user_is_refused() -> None:
         mount.chmod(0o1777)
         planted = run_program(PLANT, str(mount / "3fs-virt"))
         assert planted.returncode == 0, planted.stderr
-        assert "user 65534" in refusal(mount / "3fs-virt").detail
+        assert "user 65534" in mount_error(mount / "3fs-virt").detail
 
 
 def test_virtual_folder_that_others_can_write_is_refused(virtual: Path) -> None:
     virtual.chmod(0o777)
-    assert "0777" in refusal(virtual).detail
+    assert "0777" in mount_error(virtual).detail
     virtual.chmod(0o755)
     AgentMount(virtual.parent).close()
 
@@ -114,10 +114,10 @@ def test_record_that_is_a_link_removes_nothing(virtual: Path, victim: Path) -> N
 
 @needs(verbs.nic())
 @pytest.mark.parametrize("name", ["iovs", "server.lock"])
-def test_agent_command_says_what_was_planted(virtual: Path, victim: Path, name: str) -> None:
+def test_agent_command_names_the_planted_link(virtual: Path, victim: Path, name: str) -> None:
     if name == "iovs":
         (virtual / name).rmdir()
-    (virtual / name).symlink_to(victim / ("made" if name == "server.lock" else ""))
+    (virtual / name).symlink_to(victim / ("created" if name == "server.lock" else ""))
     command = [sys.executable, "-m", "gdrkit", "agent", str(virtual.parent), "--store", str(virtual.parent)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 3
@@ -128,8 +128,8 @@ def test_agent_command_says_what_was_planted(virtual: Path, victim: Path, name: 
 
 def test_runtime_folder_that_others_can_write_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    made = private_folder(tmp_path / "mount")
-    assert stat.S_IMODE(made.stat().st_mode) == stat.S_IMODE(made.parent.stat().st_mode) == 0o700
-    made.parent.chmod(0o770)
+    folder = private_folder(tmp_path / "mount")
+    assert stat.S_IMODE(folder.stat().st_mode) == stat.S_IMODE(folder.parent.stat().st_mode) == 0o700
+    folder.parent.chmod(0o770)
     with pytest.raises(SetupMissing):
         private_folder(tmp_path / "mount")

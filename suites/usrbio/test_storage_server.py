@@ -1,4 +1,4 @@
-"""The storage server of an agent as a child process: its start, its end, and what is said when it does not start."""
+"""The storage server of an agent as a child process: its start, its end, and the errors of a failed start."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ pytestmark = needs(verbs.nic())
 
 @pytest.fixture
 def mount(tmp_path: Path) -> Iterator[AgentMount]:
-    with AgentMount(tmp_path) as new:
-        yield new
+    with AgentMount(tmp_path) as opened:
+        yield opened
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def test_server_that_was_killed_is_started_again(server: EmbeddedServer) -> None
     assert server.process_id != first
 
 
-def test_server_without_a_store_is_reported_with_its_code(mount: AgentMount, tmp_path: Path) -> None:
+def test_failed_start_of_a_server_has_its_exit_code(mount: AgentMount, tmp_path: Path) -> None:
     embedded = EmbeddedServer(tmp_path / "missing", mount)
     with pytest.raises(BrokenResource, match=r"ended with [1-9]\d* before it was ready") as error:
         embedded.prepare()
@@ -91,13 +91,13 @@ def test_server_without_a_store_is_reported_with_its_code(mount: AgentMount, tmp
     embedded.close()
 
 
-def test_agent_sends_descriptors_to_its_own_server_alone(server: EmbeddedServer) -> None:
+def test_only_an_embedded_server_takes_descriptors(server: EmbeddedServer) -> None:
     assert server.takes_descriptors
     assert server.token is None
     assert not RemoteServer("localhost", 1, None).takes_descriptors
 
 
-def test_connection_to_a_remote_server_sends_at_once() -> None:
+def test_connection_to_a_remote_server_has_no_delay() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         remote = RemoteServer("127.0.0.1", listener.getsockname()[1], "token")
         remote.prepare()

@@ -22,19 +22,19 @@ pytestmark = needs(verbs.nic())
 ROUNDS = 3000
 
 
-def test_an_index_is_used_again_before_its_completion_was_seen(tmp_path: Path) -> None:
-    """A ring of one entry gives its only index out again as soon as the library has the completion."""
+def test_ring_index_is_reused_before_its_completion_is_seen(tmp_path: Path) -> None:
+    """A ring of one entry reuses its only index as soon as the library has received the completion."""
     (tmp_path / "file").write_bytes(bytes(4 * KIB))
     with AgentProcess(tmp_path) as agent:
         fd = os.open(tmp_path / "file", os.O_RDONLY)
         usrbio.register_fd(fd)
         memory = usrbio.create_iovec(str(tmp_path), length_bytes=4 * KIB)
         ring = usrbio.make_ioring(str(tmp_path), 1, for_read=True)
-        found: list[object] = []
+        completed: list[object] = []
 
         def reap() -> None:
-            while len(found) < ROUNDS:
-                found.extend(iov.userdata for iov in ring.wait(min_results=1, timeout=timedelta(seconds=30)))
+            while len(completed) < ROUNDS:
+                completed.extend(iov.userdata for iov in ring.wait(min_results=1, timeout=timedelta(seconds=30)))
 
         waiter = threading.Thread(target=reap)
         waiter.start()
@@ -49,7 +49,7 @@ def test_an_index_is_used_again_before_its_completion_was_seen(tmp_path: Path) -
                     break
             ring.submit()
         waiter.join()
-        assert found == list(range(ROUNDS))
+        assert completed == list(range(ROUNDS))
         ring.destroy()
         usrbio.deregister_fd(fd)
         os.close(fd)
