@@ -46,6 +46,8 @@ TYPES = ("mypy==2.4.1",)
 LAB = ("virtme-ng==1.42",)
 # A seed gives other mutants with another version of the operators.
 MUTANTS = ("mutmut==3.8.1",)
+# It drives the Chromium of this machine; the version of the two need not match.
+PLAYWRIGHT = ("playwright==1.65.2",)
 # The records of the sample report. A facts.json, as `gdrkit facts --json` prints it, may lie beside them.
 SAMPLE_RECORDS = Path("reports", "baselines", "h200-1")
 
@@ -264,7 +266,9 @@ def pages(session: nox.Session) -> None:
     """
     axe = builds.ensure_axe()
     run = builds.prepare_run(twins=False)
+    playwright = ensure_environment("playwright", python=find_interpreter()[0], requirements=PLAYWRIGHT)
     environ = {"GDRKIT_AXE": str(axe), "GDRKIT_PICTURES": str(ROOT / "reports" / "runs" / "pages")}
+    environ |= prepend_to_pythonpath(next(playwright.parent.glob("lib/python*/site-packages")))
     command = [*pytest(run), "suites/report/test_in_browser.py", *session.posargs]
     exit_with_pytest_code(session, call(command, environ=environ))
 

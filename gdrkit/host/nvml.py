@@ -7,6 +7,7 @@ generation is meaningful only under load.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from gdrkit.host import _nvml
 
@@ -61,28 +62,30 @@ def nvml_facts() -> NvmlFacts:
     ApiError
         NVML failed a query that every GPU supports.
     """
-    with _nvml.opened() as library:
-        handles = {_nvml.pci_bus_id(library, handle): handle for handle in _nvml.device_handles(library)}
-        links = []
-        for address, handle in handles.items():
-            bar1 = _nvml.bar1_bytes(library, handle)
-            ancestors = {
-                other: level
-                for other, its in handles.items()
-                if other != address
-                and (level := _nvml.number(library, "nvmlDeviceGetTopologyCommonAncestor", handle, its)) is not None
-            }
-            links.append(
-                GpuLink(
-                    pci_bus_id=address,
-                    link_generation=_nvml.number(library, "nvmlDeviceGetCurrPcieLinkGeneration", handle),
-                    link_generation_max=_nvml.number(library, "nvmlDeviceGetMaxPcieLinkGeneration", handle),
-                    link_width=_nvml.number(library, "nvmlDeviceGetCurrPcieLinkWidth", handle),
-                    link_width_max=_nvml.number(library, "nvmlDeviceGetMaxPcieLinkWidth", handle),
-                    replay_count=_nvml.number(library, "nvmlDeviceGetPcieReplayCounter", handle),
-                    bar1_bytes=None if bar1 is None else bar1[0],
-                    bar1_free_bytes=None if bar1 is None else bar1[1],
-                    common_ancestor=ancestors,
-                )
-            )
-        return NvmlFacts(driver_version=_nvml.driver_version(library), gpus=tuple(links))
+    with _nvml.initialized():
+        count = _nvml.call("nvmlDeviceGetCount")
+        handles = [_nvml.call("nvmlDeviceGetHandleByIndex", index) for index in range(count)]
+        handle_of = {_nvml.pci_bus_id(handle): handle for handle in handles}
+        gpus = tuple(_gpu_link(address, handle_of) for address in handle_of)
+        return NvmlFacts(driver_version=_nvml.call("nvmlSystemGetDriverVersion"), gpus=gpus)
+
+
+def _gpu_link(address: str, handle_of: dict[str, Any]) -> GpuLink:
+    handle = handle_of[address]
+    levels = {
+        other: _nvml.call_if_supported("nvmlDeviceGetTopologyCommonAncestor", handle, its)
+        for other, its in handle_of.items()
+        if other != address
+    }
+    bar1 = _nvml.call_if_supported("nvmlDeviceGetBAR1MemoryInfo", handle)
+    return GpuLink(
+        pci_bus_id=address,
+        link_generation=_nvml.call_if_supported("nvmlDeviceGetCurrPcieLinkGeneration", handle),
+        link_generation_max=_nvml.call_if_supported("nvmlDeviceGetMaxPcieLinkGeneration", handle),
+        link_width=_nvml.call_if_supported("nvmlDeviceGetCurrPcieLinkWidth", handle),
+        link_width_max=_nvml.call_if_supported("nvmlDeviceGetMaxPcieLinkWidth", handle),
+        replay_count=_nvml.call_if_supported("nvmlDeviceGetPcieReplayCounter", handle),
+        bar1_bytes=None if bar1 is None else int(bar1.bar1Total),
+        bar1_free_bytes=None if bar1 is None else int(bar1.bar1Free),
+        common_ancestor={other: int(level) for other, level in levels.items() if level is not None},
+    )

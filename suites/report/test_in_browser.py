@@ -1,17 +1,17 @@
-"""The page in headless Chromium: no overflow, no complaint, nothing that axe-core finds; `nox -s pages` has the tools.
+"""The report in headless Chromium, by Playwright: overflow, console errors, findings of axe-core, keyboard and print.
 
-Each page is kept as a picture in the folder GDRKIT_PICTURES, for whoever looks at it.
+`nox -s pages` provides the browser, Playwright and axe-core. A picture of each page is kept in GDRKIT_PICTURES.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from support.browser import Browser
 from support.hosts import host_facts, host_records, write_run
 
 from gdrkit.harness.needs import host, needs
@@ -22,22 +22,66 @@ from gdrkit.report.render import render
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from playwright.sync_api import Browser, Page
+
 pytestmark = [needs(host.variable("GDRKIT_AXE")), pytest.mark.timeout(600)]
 
 WIDTHS = (1280, 390)
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
 SAMPLE = install_paths().root / "docs" / "sample-report" / "index.html"
+# Elements that reach beyond the window, without those inside an element that scrolls by itself.
+OVERFLOWING = """
+() => [...document.querySelectorAll('body *')].filter(element => {
+  const box = element.getBoundingClientRect();
+  if (!box.width || element.closest('.scroll, .hidden, .skip, thead') || element.closest('pre')) return false;
+  return box.right > innerWidth + 1 || box.left < -1;
+}).slice(0, 5).map(element =>
+  element.tagName + '.' + element.getAttribute('class') + ': ' + element.textContent.trim().slice(0, 60))
+"""
+VIOLATIONS = """
+() => axe.run(document, {resultTypes: ['violations']}).then(result => result.violations.map(violation =>
+  violation.id + ': ' + violation.help + ': ' +
+  violation.nodes.slice(0, 3).map(node => node.target.join(' ')).join(' | ')))
+"""
 
 
 @pytest.fixture
-def browser(tmp_path: Path) -> Iterator[Browser]:
+def browser() -> Iterator[Browser]:
+    # Only the environment of `nox -s pages` has Playwright.
+    from playwright.sync_api import sync_playwright
+
     program = next(filter(None, map(shutil.which, PROGRAMS)))
-    with Browser(program, tmp_path / "profile") as found:
-        yield found
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=program, args=["--no-sandbox", "--disable-dev-shm-usage"])
+        yield chromium
+        chromium.close()
+
+
+def open_page(browser: Browser, path: Path, *, width: int, is_dark: bool = False) -> tuple[Page, list[str]]:
+    """Open a file in a new window, and return the page and the list of its console messages and exceptions."""
+    page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme="dark" if is_dark else "light")
+    complaints: list[str] = []
+    page.on("console", lambda message: complaints.append(message.text))
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.goto(path.as_uri())
+    return page, complaints
+
+
+def overflow(page: Page) -> list[str]:
+    """Return a line for each part of the page that is wider than the window."""
+    excess_px = page.evaluate("document.documentElement.scrollWidth - innerWidth")
+    found = [str(each) for each in page.evaluate(OVERFLOWING)]
+    return [f"the page is {excess_px} pixels too wide", *found] if excess_px > 0 else found
+
+
+def violations(page: Page) -> list[str]:
+    """Return a line for each finding of axe-core."""
+    page.add_script_tag(path=os.environ["GDRKIT_AXE"])
+    return [str(each) for each in page.evaluate(VIOLATIONS)]
 
 
 def made(name: str, folder: Path) -> Path:
-    """The page of this name."""
+    """Make the page of this name, and return its path."""
     if name == "sample":
         return SAMPLE
     if name == "fleet":
@@ -56,51 +100,43 @@ def made(name: str, folder: Path) -> Path:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("name", ["one_route", "64_routes", "fleet", "sample"])
-def test_the_page_fits_complains_of_nothing_and_axe_finds_nothing(
-    browser: Browser, tmp_path: Path, name: str, width: int, scheme: str
-) -> None:
-    page = browser.page(width=width, is_dark=scheme == "dark")
-    page.open(made(name, tmp_path))
+def test_page_fits_and_axe_finds_nothing(browser: Browser, tmp_path: Path, name: str, width: int, scheme: str) -> None:
+    page, complaints = open_page(browser, made(name, tmp_path), width=width, is_dark=scheme == "dark")
     pictures = Path(os.environ.get("GDRKIT_PICTURES", tmp_path))
-    page.picture(pictures / f"{name}-{width}-{scheme}.png")
-    assert page.complaints() == []
-    assert page.overflow() == []
-    assert page.violations(Path(os.environ["GDRKIT_AXE"])) == []
+    page.screenshot(path=pictures / f"{name}-{width}-{scheme}.png", full_page=True)
+    assert complaints == []
+    assert overflow(page) == []
+    assert violations(page) == []
     background = page.evaluate("getComputedStyle(document.documentElement).backgroundColor")
     assert background == {"light": "rgb(252, 252, 250)", "dark": "rgb(21, 23, 26)"}[scheme]
 
 
-def test_the_check_itself_notices_overflow_complaints_and_missing_words(browser: Browser, tmp_path: Path) -> None:
+def test_checks_notice_overflow_exceptions_and_missing_text(browser: Browser, tmp_path: Path) -> None:
     bad = "<!doctype html><title>x</title><img src=data:,><div style='width:2000px'>wide</div><script>fail()</script>"
     (tmp_path / "bad.html").write_text(bad)
-    page = browser.page(width=390, is_dark=False)
-    page.open(tmp_path / "bad.html")
-    assert any("fail is not defined" in line for line in page.complaints())
-    assert page.overflow()
-    assert {"image-alt", "html-has-lang"} <= {
-        it.partition(":")[0] for it in page.violations(Path(os.environ["GDRKIT_AXE"]))
-    }
+    page, complaints = open_page(browser, tmp_path / "bad.html", width=390)
+    assert any("fail is not defined" in line for line in complaints)
+    assert overflow(page)
+    assert {"image-alt", "html-has-lang"} <= {line.partition(":")[0] for line in violations(page)}
 
 
-def test_with_the_keyboard_alone_one_gets_into_the_report_and_along_its_links(browser: Browser, tmp_path: Path) -> None:
-    page = browser.page(width=1280, is_dark=False)
-    page.open(made("one_route", tmp_path))
-    seen = []
+def test_keyboard_reaches_the_report_and_its_links(browser: Browser, tmp_path: Path) -> None:
+    page, _ = open_page(browser, made("one_route", tmp_path), width=1280)
+    focused = []
     for _ in range(6):
-        page.press("Tab")
-        seen.append(page.evaluate("document.activeElement.textContent.trim()"))
-    assert seen[0] == "Skip to the report"
-    assert seen[1] == "10 passed"
-    assert len(set(seen)) == 6
-    # Whoever is somewhere by the keyboard sees where.
+        page.keyboard.press("Tab")
+        focused.append(page.evaluate("document.activeElement.textContent.trim()"))
+    assert focused[0] == "Skip to the report"
+    assert focused[1] == "10 passed"
+    assert len(set(focused)) == 6
+    # The element that has the focus is outlined.
     assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
 
 
-def test_printed_it_has_all_its_sections_and_no_cut_off_table(browser: Browser, tmp_path: Path) -> None:
-    page = browser.page(width=794, is_dark=False)
-    page.open(made("64_routes", tmp_path))
-    page.emulate_print()
+def test_printed_report_has_all_sections_and_whole_tables(browser: Browser, tmp_path: Path) -> None:
+    page, _ = open_page(browser, made("64_routes", tmp_path), width=794)
+    page.emulate_media(media="print")
     assert page.evaluate("getComputedStyle(document.querySelector('.scroll')).overflowX") == "visible"
     assert page.evaluate("getComputedStyle(document.querySelector('.skip')).display") == "none"
-    assert page.overflow() == []
-    assert page.printed_pages() > 3
+    assert overflow(page) == []
+    assert len(re.findall(rb"/Type /Page\b", page.pdf())) > 3
