@@ -1,4 +1,4 @@
-"""The review is complete, its document is current, and its judge accepts only real catches."""
+"""The table of the review is complete, its document is current, and only the expected failure counts as a catch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from gdrkit.report import Record
 
 REVIEW = Path(__file__).resolve().parents[1] / "review"
-LEAST_ROWS = 31
+DEFECTS_MIN = 31
 DEFECT = next(iter(DEFECTS.values()))
 
 
@@ -30,41 +30,41 @@ def record(verdict: Verdict, *texts: str) -> Record:
 def test_every_finding_has_a_case() -> None:
     assert {finding.number for finding in FINDINGS} == {*"123456", *"abcdefghijklmno"}
     assert {defect.finding for defect in DEFECTS.values()} == {finding.number for finding in FINDINGS}
-    assert len(DEFECTS) >= LEAST_ROWS
+    assert len(DEFECTS) >= DEFECTS_MIN
 
 
 def test_every_case_of_the_review_has_a_defect() -> None:
-    found = {
+    cases = {
         f"{path.name}::{node.name}"
         for path in REVIEW.glob("test_*.py")
         for node in ast.parse(path.read_text()).body
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
     }
-    assert found == {defect.case for defect in DEFECTS.values()}
+    assert cases == {defect.case for defect in DEFECTS.values()}
 
 
-def test_the_document_is_current() -> None:
+def test_document_is_current() -> None:
     assert DOCUMENT.read_text() == render(), "nox -s review writes docs/findings.md"
 
 
-def test_the_expected_symptom_is_a_catch() -> None:
+def test_expected_symptom_is_a_catch() -> None:
     assert judge(DEFECT, {DEFECT.case: record(Verdict.FAIL, f"so: {DEFECT.symptom}")}).is_caught
 
 
-NO_CATCHES = [
+OTHER_OUTCOMES = [
     pytest.param({}, id="no record"),
-    pytest.param({DEFECT.case: record(Verdict.PASS)}, id="passed"),
-    pytest.param({DEFECT.case: record(Verdict.NOT_RUN, "no GPU")}, id="did not run"),
+    pytest.param({DEFECT.case: record(Verdict.PASS)}, id="pass"),
+    pytest.param({DEFECT.case: record(Verdict.NOT_RUN, "no GPU")}, id="not run"),
     pytest.param({DEFECT.case: record(Verdict.FAIL, "ImportError: no module named x")}, id="another failure"),
-    pytest.param({DEFECT.case: record(Verdict.FAIL, f"setup: {DEFECT.symptom}")}, id="in the set-up"),
-    pytest.param({DEFECT.case: record(Verdict.FAIL, f"teardown: {DEFECT.symptom}")}, id="in the tear-down"),
+    pytest.param({DEFECT.case: record(Verdict.FAIL, f"setup: {DEFECT.symptom}")}, id="failure in setup"),
+    pytest.param({DEFECT.case: record(Verdict.FAIL, f"teardown: {DEFECT.symptom}")}, id="failure in teardown"),
     pytest.param(
         {DEFECT.case: record(Verdict.FAIL, DEFECT.symptom), "a::b": record(Verdict.FAIL, DEFECT.symptom)},
-        id="another case too",
+        id="another case fails",
     ),
 ]
 
 
-@pytest.mark.parametrize("records", NO_CATCHES)
-def test_what_is_no_catch_is_not_taken_for_one(records: dict[str, Record]) -> None:
+@pytest.mark.parametrize("records", OTHER_OUTCOMES)
+def test_other_outcome_is_not_a_catch(records: dict[str, Record]) -> None:
     assert not judge(DEFECT, records).is_caught

@@ -1,4 +1,4 @@
-"""The findings of the GDR review, as what a user would see; `nox -s review` shows that each case can fail."""
+"""Findings of the GDR review, by their symptom for a user. `nox -s review` shows that each case can fail."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ NO_DMABUF = "ibv_reg_dmabuf_mr call=* errno=EOPNOTSUPP"
 
 @DMABUF
 @needs(software(Api.VERBS))
-def test_without_a_nic_a_lease_says_why_and_nothing_crashes(device: Device) -> None:
-    """Finding 1: an early exit left no region cache, and every call went on as if there were one."""
+def test_lease_without_nic_fails_with_the_cause(device: Device) -> None:
+    """Finding 1: the start ended early without a region cache, and later calls used the missing cache."""
     with device.allocate(64 * KIB) as memory, faults(Api.VERBS, NO_NICS), GdrManager() as manager:
         assert not manager.state.available
         with pytest.raises(RegistrationFailed) as raised:
@@ -52,7 +52,7 @@ def test_without_a_nic_a_lease_says_why_and_nothing_crashes(device: Device) -> N
         assert cause.operation == "ibv_get_device_list"
 
 
-ASK = """
+EXPORT_OF_EVERY_KIND = """
 import json
 from gdrkit.errors import GdrkitError
 from gdrkit.registration.handle import ShareKind
@@ -66,20 +66,21 @@ for kind in ShareKind:
 """
 
 
-def test_without_cuda_an_export_is_enotsup_and_no_handle() -> None:
-    """Finding 2: without CUDA an export packed a placeholder and said success."""
+def test_export_without_cuda_fails_with_enotsup() -> None:
+    """Finding 2: without CUDA an export returned a placeholder and reported success."""
     environ = {name: value for name, value in os.environ.items() if name != "LD_LIBRARY_PATH"}
     environ |= {"CUDA_VISIBLE_DEVICES": "-1"}
-    child = subprocess.run([sys.executable, "-c", ASK], env=environ, capture_output=True, text=True, check=True)
-    answers = [json.loads(line) for line in child.stdout.splitlines()]
-    assert "success" not in answers, "success without a driver: the handle means nothing"
-    assert answers == [errno.ENOTSUP] * len(ShareKind)
+    command = [sys.executable, "-c", EXPORT_OF_EVERY_KIND]
+    child = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
+    results = [json.loads(line) for line in child.stdout.splitlines()]
+    assert "success" not in results, "an export without a driver succeeded"
+    assert results == [errno.ENOTSUP] * len(ShareKind)
 
 
 @pytest.mark.qualify
 @IPC
-def test_an_exported_handle_opens_in_another_process(device: Device, peer: Peer, seed: int) -> None:
-    """Finding 2: an export held metadata alone, which nobody could open."""
+def test_exported_handle_opens_in_another_process(device: Device, peer: Peer, seed: int) -> None:
+    """Finding 2: an exported handle contained only metadata, and no process could open it."""
     with device.allocate(64 * KIB) as memory:
         theirs = peer.device().open_ipc(export_gdr(memory)[:64], length_bytes=64 * KIB)
         theirs.write(seed=seed)
@@ -88,19 +89,19 @@ def test_an_exported_handle_opens_in_another_process(device: Device, peer: Peer,
 
 
 @IPC
-def test_an_import_has_an_address_and_the_bytes_of_its_owner(device: Device, peer: Peer) -> None:
-    """Finding 2: an import said success and gave a null pointer."""
+def test_import_has_an_address_and_its_owners_bytes(device: Device, peer: Peer) -> None:
+    """Finding 2: an import reported success and returned a null pointer."""
     theirs = peer.device().allocate(64 * KIB)
     theirs.write(seed=1)
     handle = GdrHandle(ipc=theirs.export_ipc(), length_bytes=64 * KIB, device_index=0)
     with import_gdr(device, handle.pack()) as memory:
-        assert memory.address != 0, "an import that succeeded has a null pointer"
+        assert memory.address != 0, "the import succeeded with a null pointer"
         assert memory.read(length_bytes=4096) == theirs.contents(length_bytes=4096)
     theirs.close()
 
 
-class DmabufOnly:
-    """Device memory of another process as an agent has it: a dma-buf, and no address to follow."""
+class MemoryWithoutAddress:
+    """Device memory of another process that this process has only as a dma-buf, without a mapping."""
 
     kind, address, closed, owned = ShareKind.DMABUF, 0, False, False
 
@@ -112,15 +113,15 @@ class DmabufOnly:
         return self.source.dup()
 
     def before_release(self, action: Callable[[], None]) -> Callable[[], None]:
-        del action  # Nothing of it is freed here.
+        del action  # The other process frees this memory.
         return lambda: None
 
 
 @pytest.mark.qualify
 @DMABUF
 @needs(software(Api.VERBS))
-def test_memory_without_an_address_is_never_registered_by_its_address(nic: Nic, peer: Peer) -> None:
-    """Finding 4: where no dma-buf could be registered, the fallback registered a null pointer."""
+def test_memory_without_address_is_not_registered_by_address(nic: Nic, peer: Peer) -> None:
+    """Finding 4: if no dma-buf could be registered, the fallback registered a null pointer."""
     with (
         from_peer(peer.device().allocate(64 * KIB), ShareKind.DMABUF) as message,
         import_dmabuf(message) as dmabuf,
@@ -128,7 +129,7 @@ def test_memory_without_an_address_is_never_registered_by_its_address(nic: Nic, 
     ):
         before = calls(Api.VERBS).get("ibv_reg_mr", 0)
         with pytest.raises(RegistrationFailed) as raised:
-            register(DmabufOnly(dmabuf), [nic])  # type: ignore[arg-type]
+            register(MemoryWithoutAddress(dmabuf), [nic])  # type: ignore[arg-type]
         assert calls(Api.VERBS).get("ibv_reg_mr", 0) == before, "ibv_reg_mr was called with a null pointer"
     assert raised.value.reason is Reason.NO_ROUTE
     assert [cause.reason for cause in raised.value.causes] == [
@@ -139,10 +140,8 @@ def test_memory_without_an_address_is_never_registered_by_its_address(nic: Nic, 
 
 @pytest.mark.qualify
 @DMABUF
-def test_after_a_free_the_old_key_reaches_nothing(
-    device: Device, nic: Nic, peer: Peer, seed: int, evidence: Evidence
-) -> None:
-    """Finding 5: the cache kept the region of memory that was freed, and its key went on to work."""
+def test_old_key_after_a_free_is_refused(device: Device, nic: Nic, peer: Peer, seed: int, evidence: Evidence) -> None:
+    """Finding 5: the cache kept the region of freed memory registered, so that its key still worked."""
     with RegionCache([nic]) as cache, joined(nic, peer) as theirs:
         memory = device.allocate(256 * KIB)
         with cache.lease(memory) as lease:
@@ -150,5 +149,5 @@ def test_after_a_free_the_old_key_reaches_nothing(
         memory.close()
         status = theirs.write(stale, seed=seed).status
         evidence["status"] = status.name
-        assert status is Status.REM_ACCESS_ERR, f"a write by the key of freed memory gave {status.name}"
+        assert status is Status.REM_ACCESS_ERR, f"a write with the key of freed memory ended with {status.name}"
         assert cache.statistics().regions == 0

@@ -1,6 +1,4 @@
-"""Defects that came to light after the GDR review, as what a user would see; `nox -s review` shows that each case can
-fail.
-"""
+"""Defects found after the GDR review, by their symptom for a user. `nox -s review` shows that each case can fail."""
 
 from __future__ import annotations
 
@@ -40,29 +38,32 @@ NO_PEER_MEMORY = "ibv_reg_mr call=* errno=EFAULT"
 
 
 @DMABUF
-def test_the_nic_lets_go_before_the_memory_is_freed(device: Device, nic: Nic) -> None:
-    """Defect a: memory was freed first, and deregistered afterwards."""
-    seen: list[str] = []
+def test_region_is_deregistered_before_the_free(device: Device, nic: Nic) -> None:
+    """Defect a: memory was freed before its region was deregistered."""
+    observed: list[str] = []
     memory = device.allocate(64 * KIB)
 
-    def look() -> None:
-        seen.append("deregistered" if registration.closed else "registered")
+    def observe() -> None:
+        observed.append("deregistered" if registration.closed else "registered")
         try:
             memory.read(length_bytes=1)
         except ApiError as error:
-            seen.append(error.operation)
+            observed.append(error.operation)
         else:
-            seen.append("still there")
+            observed.append("readable")
 
-    memory.before_release(look)  # Added first, so it is what runs right before the free.
+    # Actions run in reverse order, so that the first one added runs directly before the free.
+    memory.before_release(observe)
     registration = register(memory, [nic])
     memory.close()
-    assert seen == ["deregistered", "still there"], f"the memory was freed before the NIC let go: {seen}"
+    assert observed == ["deregistered", "readable"], f"the memory was freed before its deregistration: {observed}"
 
 
 @DMABUF
-def test_two_wraps_of_one_pointer_do_not_take_each_others_key(device: Device, nic: Nic, peer: Peer, seed: int) -> None:
-    """Defect b: to invalidate one wrap took the region from the other one, or left it registered for ever."""
+def test_borrowed_memories_of_one_pointer_keep_their_keys(device: Device, nic: Nic, peer: Peer, seed: int) -> None:
+    """Defect b: invalidating one of two memories of a pointer deregistered the region of the other, or left it
+    registered for ever.
+    """
     with device.allocate(64 * KIB) as memory, RegionCache([nic]) as cache, joined(nic, peer) as theirs:
         first = cuda.borrow(device, memory.address, length_bytes=64 * KIB)
         with cuda.borrow(device, memory.address, length_bytes=64 * KIB) as second, cache.lease(second) as lease:
@@ -71,17 +72,17 @@ def test_two_wraps_of_one_pointer_do_not_take_each_others_key(device: Device, ni
             cache.invalidate(first.address, length_bytes=64 * KIB)
             first.close()
             status = theirs.write(remote, seed=seed).status
-            assert status is Status.SUCCESS, f"the other wrap lost its region: {status.name}"
-        # Another pair of queues, since an error ends one.
-        with joined(nic, peer) as again:
-            status = again.write(remote, seed=seed + 1).status
+            assert status is Status.SUCCESS, f"the other memory lost its region: {status.name}"
+        # The expected error ends the queue pair, so the write has its own.
+        with joined(nic, peer) as second_pair:
+            status = second_pair.write(remote, seed=seed + 1).status
         assert status is Status.REM_ACCESS_ERR, f"the region outlived its last lease: {status.name}"
         pattern.check(memory.read(length_bytes=KIB), seed=seed)
 
 
 @IPC
-def test_memory_inside_an_allocation_arrives_at_the_right_byte(device: Device, peer: Peer, seed: int) -> None:
-    """Defect c: the importer of an interior pointer got the base, and so other bytes."""
+def test_export_of_interior_memory_keeps_its_offset(device: Device, peer: Peer, seed: int) -> None:
+    """Defect c: the importer of an interior pointer got the base of the allocation, which has other bytes."""
     with device.allocate(MIB) as whole:
         whole.write(pattern.payload(MIB, seed=seed))
         message = export_memory(whole, kind=ShareKind.IPC, offset_bytes=4097, length_bytes=64 * KIB)
@@ -91,8 +92,8 @@ def test_memory_inside_an_allocation_arrives_at_the_right_byte(device: Device, p
 
 
 @IPC
-def test_a_handle_without_an_offset_is_not_made_for_memory_inside_an_allocation(device: Device) -> None:
-    """Defect c: the 80-byte handle has no room for the offset, and was made all the same."""
+def test_80_byte_handle_of_interior_memory_is_refused(device: Device) -> None:
+    """Defect c: the 80-byte handle has no field for an offset, and was exported for interior memory."""
     with (
         device.allocate(MIB) as whole,
         cuda.borrow(device, whole.address + 4096, length_bytes=KIB) as part,
@@ -104,8 +105,8 @@ def test_a_handle_without_an_offset_is_not_made_for_memory_inside_an_allocation(
 
 @DMABUF
 @needs(software(Api.VERBS), verbs_needs.nic(count_min=2))
-def test_memory_is_registered_with_every_nic_or_with_none(device: Device, nics: tuple[Nic, ...]) -> None:
-    """Defect e: one NIC was enough for success, and transfers by the others failed later."""
+def test_memory_is_registered_with_every_nic_or_none(device: Device, nics: tuple[Nic, ...]) -> None:
+    """Defect e: a registration with one NIC counted as success, and transfers by the other NICs failed later."""
     assert all(nic.supports_dmabuf() for nic in nics)
     with device.allocate(64 * KIB) as memory, faults(Api.VERBS, "ibv_reg_dmabuf_mr call=2 errno=ENOMEM"):
         before = handles.live()
@@ -117,10 +118,10 @@ def test_memory_is_registered_with_every_nic_or_with_none(device: Device, nics: 
 
 @DMABUF
 @TWINS
-def test_available_is_said_only_where_a_region_can_be_had() -> None:
-    """Defect h: the start said success where nothing could be registered."""
+def test_manager_that_cannot_register_is_unavailable() -> None:
+    """Defect h: the start reported success although no memory could be registered."""
     with faults(Api.VERBS, NO_DMABUF, NO_PEER_MEMORY), GdrManager() as manager:
-        assert not manager.state.available, "it says that it is available, and nothing can be registered"
+        assert not manager.state.available, "the manager is available although no memory can be registered"
         assert manager.state.obstacles
         assert all(gpu.obstacle is not None for gpu in manager.state.gpus)
 
@@ -135,7 +136,7 @@ def current_device() -> int:
 
 @DMABUF
 @needs(cuda_needs.device(count_min=2), cuda_needs.ipc)
-def test_no_call_leaves_another_device_current(devices: tuple[Device, ...], nic: Nic) -> None:
+def test_calls_keep_the_current_device(devices: tuple[Device, ...], nic: Nic) -> None:
     """Defect i: a call changed the current device of the caller's thread."""
     with devices[1].current():
         with devices[0].allocate(64 * KIB) as memory:
@@ -151,32 +152,33 @@ def test_no_call_leaves_another_device_current(devices: tuple[Device, ...], nic:
 
 
 @DMABUF
-def test_the_cache_forgets_what_was_used_least_recently(device: Device, nic: Nic) -> None:
-    """Defect j: the cache threw out an arbitrary region."""
+def test_cache_evicts_the_least_recently_used_region(device: Device, nic: Nic) -> None:
+    """Defect j: the cache evicted an arbitrary region."""
     memories = [device.allocate(64 * KIB) for _ in range(3)]
     with RegionCache([nic], regions_max=2) as cache:
-        for index in (0, 1, 0, 2):  # The second was used least recently when the third came.
+        # The second memory is the least recently used one when the third is leased.
+        for index in (0, 1, 0, 2):
             cache.lease(memories[index]).close()
         hits = cache.statistics().hits
         cache.lease(memories[0]).close()
-        assert cache.statistics().hits == hits + 1, "what was used last was thrown out"
+        assert cache.statistics().hits == hits + 1, "the most recently used region was evicted"
 
 
 @DMABUF
-def test_a_region_that_is_in_use_is_not_registered_a_second_time(device: Device, nic: Nic) -> None:
-    """Defect j: a region that was thrown out while in use stayed registered, and was registered again."""
+def test_leased_region_is_not_registered_twice(device: Device, nic: Nic) -> None:
+    """Defect j: a region that was evicted while in use stayed registered, and its memory was registered again."""
     memories = [device.allocate(64 * KIB) for _ in range(3)]
     with RegionCache([nic], regions_max=1) as cache:
         with cache.lease(memories[0]):
             for memory in memories[1:]:
                 cache.lease(memory).close()
             cache.lease(memories[0]).close()
-        assert cache.statistics().registrations == 3, "memory in use was registered a second time"
+        assert cache.statistics().registrations == 3, "memory in use was registered twice"
 
 
 @DMABUF
-def test_an_address_that_comes_back_is_another_memory(device: Device, nic: Nic, peer: Peer, seed: int) -> None:
-    """Defect k: after a free that nobody told of, the cache gave the old key for the new memory."""
+def test_reused_address_gets_a_new_key(device: Device, nic: Nic, peer: Peer, seed: int) -> None:
+    """Defect k: after a free that bypassed gdrkit, the cache returned the old key for new memory at that address."""
     address = raw_allocate(device, 2 * MIB)
     with RegionCache([nic]) as cache, joined(nic, peer) as theirs:
         with cuda.borrow(device, address, length_bytes=2 * MIB) as memory, cache.lease(memory) as old:
@@ -187,7 +189,7 @@ def test_an_address_that_comes_back_is_another_memory(device: Device, nic: Nic, 
             assert again == address
             with cuda.borrow(device, again, length_bytes=2 * MIB) as memory, cache.lease(memory) as lease:
                 fresh = lease.remote(nic, length_bytes=4 * KIB)
-                assert fresh.rkey != stale.rkey, "the key of the old memory was given for the new one"
+                assert fresh.rkey != stale.rkey, "the cache returned the key of the old memory"
                 theirs.write(fresh, seed=seed).expect(Status.SUCCESS)
                 pattern.check(memory.read(length_bytes=4 * KIB), seed=seed)
         finally:
@@ -196,24 +198,24 @@ def test_an_address_that_comes_back_is_another_memory(device: Device, nic: Nic, 
 
 @DMABUF
 @needs(cuda_needs.vmm)
-def test_a_chunk_that_was_remapped_under_the_range_is_another_memory(device: Device, nic: Nic) -> None:
-    """Defect k, in the middle of a range: only its first chunk was looked at."""
+def test_range_with_a_remapped_chunk_gets_a_new_key(device: Device, nic: Nic) -> None:
+    """Defect k in the middle of a range: only the first chunk was checked."""
     with VmmMemory.create(device, 6 * MIB, chunk_bytes=2 * MIB) as memory, RegionCache([nic]) as cache:
         with cache.lease(memory) as lease:
             stale = lease.remote(nic)
         remap_chunk(device, memory.address + 2 * MIB, length_bytes=2 * MIB)
         with cache.lease(memory) as lease:
-            assert lease.remote(nic).rkey != stale.rkey, "the key of the chunk before was given"
+            assert lease.remote(nic).rkey != stale.rkey, "the cache returned the key of the unmapped chunk"
 
 
 @IPC
-def test_the_device_number_of_a_stranger_is_checked(device: Device, peer: Peer) -> None:
-    """Defect l: the device number of a handle from another process was taken as it came."""
+def test_device_number_of_a_received_handle_is_checked(device: Device, peer: Peer) -> None:
+    """Defect l: the device number of a handle from another process was used unchecked."""
     theirs = peer.device().allocate(64 * KIB)
-    right = GdrHandle(ipc=theirs.export_ipc(), length_bytes=64 * KIB, device_index=0)
+    valid = GdrHandle(ipc=theirs.export_ipc(), length_bytes=64 * KIB, device_index=0)
     for index in (cuda.device_count(), (1 << 31) - 1):
         with pytest.raises(UsageError) as raised:
-            import_gdr(device, replace(right, device_index=index).pack()).close()
+            import_gdr(device, replace(valid, device_index=index).pack()).close()
         assert raised.value.reason is Reason.NO_DEVICE
     theirs.close()
 
@@ -225,8 +227,8 @@ def register_with_all(manager: GdrManager, dmabuf: DmabufRange) -> None:
 
 @DMABUF
 @TWINS
-def test_an_importer_without_nics_fails_and_does_not_register_with_none(peer: Peer) -> None:
-    """Defect n: an importer whose manager was unavailable said success, and had no region."""
+def test_registration_of_an_import_without_nics_fails(peer: Peer) -> None:
+    """Defect n: an importer whose manager was unavailable reported success without a region."""
     with (
         from_peer(peer.device().allocate(64 * KIB), ShareKind.DMABUF) as message,
         import_dmabuf(message) as dmabuf,

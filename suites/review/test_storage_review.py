@@ -1,7 +1,7 @@
-"""What the storage client once did with device memory, as what a user would see; `nox -s review` shows that each case
-can fail.
+"""Former accesses of the storage client to device memory. `nox -s review` shows that each case can fail.
 
-Device memory faults under the CPU, on a GPU as on its twin, so a client in a process of its own tells by its death.
+A CPU access to device memory faults, on a GPU and on its twin. The client runs in its own process, which such an
+access kills.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ if TYPE_CHECKING:
     from gdrkit.cuda import Device
     from gdrkit.verbs import Nic
 
-CHILD = Path(__file__).resolve().parents[1] / "support" / "storage_child.py"
+CLIENT = Path(__file__).with_name("storage_client.py")
 NAME = "weights.bin"
 _TIMEOUT_S = 60
 
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """A server of an empty store, for all cases here."""
+    """A server of an empty store, for all cases of this module."""
     folder = tmp_path_factory.mktemp("storage")
     with serving(folder / "store", folder / "server.log") as served:
         yield served
 
 
-def put(service: Service, data: bytes, nic: Nic, *, offset_bytes: int = 0) -> None:
-    """Write a file from host memory."""
+def write_from_host(service: Service, data: bytes, nic: Nic, *, offset_bytes: int = 0) -> None:
+    """Write the file from host memory."""
     with (
         service.connect(nic) as client,
         client.register(bytearray(data)) as buffer,
@@ -52,57 +52,53 @@ def put(service: Service, data: bytes, nic: Nic, *, offset_bytes: int = 0) -> No
         file.write(buffer, offset_bytes=offset_bytes)
 
 
-def client_does(service: Service, operation: str, **details: int | list[tuple[int, int]]) -> dict[str, Any]:
-    """What a client with device memory tells, in a process of its own; that it died is what a case finds."""
-    asked = details | {"operation": operation, "place": service.address, "token": service.token(), "path": NAME}
+def run_client(service: Service, operation: str, **details: int | list[tuple[int, int]]) -> dict[str, Any]:
+    """Run one operation of a client with device memory in its own process, and return its result."""
+    request = details | {"operation": operation, "address": service.address, "token": service.token(), "path": NAME}
     ended = subprocess.run(
-        [sys.executable, str(CHILD)],
-        input=json.dumps(asked),
+        [sys.executable, str(CLIENT)],
+        input=json.dumps(request),
         capture_output=True,
         text=True,
         check=False,
         timeout=_TIMEOUT_S,
     )
-    died = "" if ended.returncode >= 0 else signal.Signals(-ended.returncode).name
-    assert not died, f"the CPU was let loose on device memory: the client died of {died} in a {operation}"
+    killed_by = "" if ended.returncode >= 0 else signal.Signals(-ended.returncode).name
+    assert not killed_by, f"the CPU accessed device memory: {killed_by} killed the client in a {operation}"
     assert ended.returncode == 0, ended.stderr
-    told: dict[str, Any] = json.loads(ended.stdout)
-    assert told["right"], f"other bytes in device memory: {told}"
-    return told
+    result: dict[str, Any] = json.loads(ended.stdout)
+    assert result["is_expected"], f"wrong bytes in device memory: {result}"
+    return result
 
 
 @DMABUF
-def test_a_read_into_device_memory_is_not_touched_by_the_cpu(
-    service: Service, device: Device, nic: Nic, seed: int
-) -> None:
-    """Finding 3: inline data was copied by the CPU, and the checksum of what arrived was computed by it."""
-    put(service, pattern.payload(MIB, seed=seed), nic)
-    # A short one, which other services send within the reply; and one that ends behind the end of the file.
+def test_read_into_device_memory_avoids_the_cpu(service: Service, device: Device, nic: Nic, seed: int) -> None:
+    """Finding 3: the CPU copied inline data into device memory, and computed the checksum of received data."""
+    write_from_host(service, pattern.payload(MIB, seed=seed), nic)
+    # Other services send the data of a short read within the reply. The second read continues after the file's end.
     for length_bytes, offset_bytes in ((100, 4097), (MIB, 64 * KIB + 1)):
-        told = client_does(
+        result = run_client(
             service, "read", device=device.index, seed=seed, length_bytes=length_bytes, offset_bytes=offset_bytes
         )
-        assert told["length_bytes"] == min(length_bytes, MIB - offset_bytes)
+        assert result["length_bytes"] == min(length_bytes, MIB - offset_bytes)
 
 
 @DMABUF
-def test_a_write_from_device_memory_is_summed_by_the_server(
-    service: Service, device: Device, nic: Nic, seed: int
-) -> None:
-    """Finding 3: the checksum of a write was computed by the CPU, and short data was copied into the request."""
+def test_checksum_of_a_device_write_is_the_servers(service: Service, device: Device, nic: Nic, seed: int) -> None:
+    """Finding 3: the CPU computed the checksum of a write, and copied short data into the request."""
     for length_bytes in (100, MIB):
-        told = client_does(service, "write", device=device.index, seed=seed, length_bytes=length_bytes, offset_bytes=0)
-        assert told["length_bytes"] == length_bytes
-        assert told["checksums"], "the server gave no checksum of what it received"
+        result = run_client(service, "write", device=device.index, seed=seed, length_bytes=length_bytes, offset_bytes=0)
+        assert result["length_bytes"] == length_bytes
+        assert result["checksums"], "the server returned no checksum of the received data"
         assert (service.root / NAME).read_bytes()[:length_bytes] == pattern.payload(length_bytes, seed=seed)
 
 
 @DMABUF
-def test_a_hole_in_a_file_is_zeroed_by_the_device(service: Service, device: Device, nic: Nic, seed: int) -> None:
-    """Defect g: a hole was filled by a memset of the CPU."""
+def test_hole_in_a_file_is_zeroed_by_the_device(service: Service, device: Device, nic: Nic, seed: int) -> None:
+    """Defect g: the CPU filled a hole with memset."""
     begin = MIB
-    put(service, pattern.payload(MIB, seed=seed, offset_bytes=begin), nic, offset_bytes=begin)
-    told = client_does(
+    write_from_host(service, pattern.payload(MIB, seed=seed, offset_bytes=begin), nic, offset_bytes=begin)
+    result = run_client(
         service,
         "read",
         device=device.index,
@@ -111,12 +107,12 @@ def test_a_hole_in_a_file_is_zeroed_by_the_device(service: Service, device: Devi
         offset_bytes=3,
         holes=[(3, begin)],
     )
-    assert told["hole_bytes"] == begin - 3
+    assert result["hole_bytes"] == begin - 3
 
 
 @DMABUF
-def test_memory_that_came_by_its_address_is_no_host_buffer(service: Service, device: Device, nic: Nic) -> None:
-    """Finding 6: device memory of somebody else's making was wrapped into a buffer of the host."""
+def test_borrowed_device_memory_is_not_a_host_buffer(service: Service, device: Device, nic: Nic) -> None:
+    """Finding 6: device memory that another library had allocated was wrapped into a host buffer."""
     with (
         device.allocate(64 * KIB) as memory,
         cuda.borrow(device, memory.address, length_bytes=64 * KIB) as borrowed,
@@ -124,6 +120,6 @@ def test_memory_that_came_by_its_address_is_no_host_buffer(service: Service, dev
         client.register(borrowed) as buffer,
     ):
         for part in (buffer, buffer.subrange(offset_bytes=1, length_bytes=KIB)):
-            assert part.is_device_memory, "device memory is in a buffer of the host, for any CPU to touch"
+            assert part.is_device_memory, "device memory is in a host buffer"
             with pytest.raises(UsageError):
                 part.data()

@@ -1,4 +1,4 @@
-"""The data model of the review: a defect, and the finding that it belongs to."""
+"""Data model of the review: a defect, and the finding that it belongs to."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Defect", "Finding", "NativeUnit"]
 
 @dataclass(frozen=True, slots=True)
 class NativeUnit:
-    """A defect of the C library. `native/NAME.cpp` beside this file replaces one of its translation units."""
+    """A defect of the C library: `native/NAME.cpp` in this folder replaces one of its translation units."""
 
     name: str
     text: str
@@ -34,7 +34,7 @@ class Defect:
     module : str
         The module of gdrkit that has the defect, or the translation unit.
     put_back : callable or NativeUnit
-        A function that replaces functions of that module, or a replacement for the whole unit.
+        The function that puts the defect into the module, or the translation unit that has it.
     """
 
     finding: str

@@ -10,12 +10,12 @@ __all__ = ["DOCUMENT", "render"]
 
 DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "findings.md"
 
-_HEAD = """# What was found in the first GDR code, and the cases that keep it out
+_HEAD = """# Defects of the first GDR code, and the cases that detect them
 
-Numbers are those of the GDR review, letters those of defects that came to light later. Each case is shown able to
-fail: `nox -s review` puts each defect back into gdrkit, in a process of its own, and wants to see its case fail with
-that symptom, and no other case of the review with it. A defect of the C library is put back by a build of it with one
-translation unit replaced. The session prints this table with what it saw, and writes this file.
+The numbered findings are from the GDR review. The lettered ones were found later. `nox -s review` shows that each case
+can fail: it puts each defect back into gdrkit, in a separate process, and requires that the case fails with the symptom
+below and that no other case of the review fails. For a defect of the C library, the session builds the library with the
+defect. The session prints this table with the observed symptoms, and writes this file.
 """
 
 

@@ -24,16 +24,16 @@ __all__ = [
 
 
 def null_cache(manager: Any) -> None:
-    """`GdrManager.cache` gives None when there is no cache"""
+    """`GdrManager.cache` returns None if there is no cache"""
     manager.GdrManager.cache = lambda self, gpu_index: self._caches.get(gpu_index)
 
 
 def available_anyway(manager: Any) -> None:
-    """the start takes a GPU whose memory no NIC registers"""
-    right = manager.GdrManager._try
+    """the start accepts a GPU whose memory no NIC can register"""
+    original = manager.GdrManager._try
 
     def _try(self: Any, device: Any, *, is_asked: bool) -> Any:
-        state = right(self, device, is_asked=is_asked)
+        state = original(self, device, is_asked=is_asked)
         if not is_asked:
             return state
         self._devices[device.index] = device
@@ -46,28 +46,28 @@ def available_anyway(manager: Any) -> None:
 
 
 def no_nics_no_error(manager: Any) -> None:
-    """an unavailable manager has no NICs, and says so by an empty list"""
+    """an unavailable manager returns an empty list of NICs instead of an error"""
     manager.GdrManager.nics = property(lambda self: self._nics if self.state.available else ())
 
 
 def null_pointer(policy: Any) -> None:
-    """the fallback to peer memory does not look at the pointer"""
+    """the fallback to peer memory does not check the pointer"""
     from gdrkit.verbs import _pyverbs
     from gdrkit.verbs.region import Region
 
     def _by_address(registration: Any, nics: Any, access: Any) -> None:
         memory = registration.memory
         for nic in nics:
-            made = _pyverbs.register_address(
+            region = _pyverbs.register_address(
                 nic.domain, address=memory.address, length_bytes=memory.length_bytes, access=int(access), device=True
             )
-            registration._add(nic, Region(nic, made, length_bytes=memory.length_bytes, memory=None, keeper=None))
+            registration._add(nic, Region(nic, region, length_bytes=memory.length_bytes, memory=None, keeper=None))
 
     policy._WAYS[policy.RegistrationRoute.PEER_MEMORY] = _by_address
 
 
 def any_nic(policy: Any) -> None:
-    """a registration with one NIC is enough"""
+    """a registration with one NIC counts as success"""
     from gdrkit.errors import ApiError, Unsupported
 
     def _by_dmabuf(registration: Any, nics: Any, access: Any) -> None:
@@ -89,7 +89,7 @@ def any_nic(policy: Any) -> None:
 
 
 def free_first(memory: Any) -> None:
-    """`CudaMemory.close` frees, and then lets the NIC go"""
+    """`CudaMemory.close` frees the memory and then deregisters it"""
 
     def close(self: Any) -> None:
         if self._closed:
@@ -105,7 +105,7 @@ def free_first(memory: Any) -> None:
 
 
 def unwatched(cache: Any) -> None:
-    """nothing tells the cache of a free"""
+    """the cache is not notified of a free"""
 
     def _watch(self: Any, memory: Any) -> None:
         # A lookup requires its memory to be listed here. This entry does nothing when the memory is freed.
@@ -115,13 +115,13 @@ def unwatched(cache: Any) -> None:
 
 
 def invalidate_for_all(cache: Any) -> None:
-    """`invalidate` deregisters also what others still use"""
+    """`invalidate` also deregisters regions with open leases"""
 
     def invalidate(self: Any, address: int, *, length_bytes: int) -> int:
         with self._lock:
-            found = self._index.overlapping(address, address + length_bytes)
+            entries = self._index.overlapping(address, address + length_bytes)
             count, _victims = self._unlink_range(address, address + length_bytes)
-        for entry in found:
+        for entry in entries:
             entry.registration.close()
         return int(count)
 
@@ -129,12 +129,12 @@ def invalidate_for_all(cache: Any) -> None:
 
 
 def never_deregister(cache: Any) -> None:
-    """what was invalidated while in use is dropped from the cache and never deregistered"""
-    right = cache.RegionCache._finish_release
+    """a region that is invalidated while in use leaves the cache and is never deregistered"""
+    original = cache.RegionCache._finish_release
 
     def _finish_release(self: Any, entry: Any) -> None:
         if entry.linked or entry.leases:
-            right(self, entry)
+            original(self, entry)
             return
         with self._lock:
             self._deregistering.pending.discard(entry)
@@ -143,19 +143,19 @@ def never_deregister(cache: Any) -> None:
 
 
 def arbitrary_eviction(entries: Any) -> None:
-    """the cache throws out what was used last"""
-    right = entries.EntryIndex.eviction_candidates
+    """the cache evicts the most recently used region"""
+    original = entries.EntryIndex.eviction_candidates
 
     def eviction_candidates(self: Any) -> Any:
         for entry in reversed(tuple(self.used)):
             self.used.move_to_end(entry)
-        return right(self)
+        return original(self)
 
     entries.EntryIndex.eviction_candidates = eviction_candidates
 
 
 def eviction_in_use(cache: Any) -> None:
-    """the cache throws out what is in use"""
+    """the cache evicts regions that are in use"""
 
     def _evict(self: Any) -> Any:
         victims = []
@@ -170,19 +170,19 @@ def eviction_in_use(cache: Any) -> None:
 
 
 def same_address_same_memory(pointer: Any) -> None:
-    """a lookup takes the address for the memory, and asks for no buffer id"""
-    right = pointer.presence
-    pointer.presence = lambda key: (lambda: True) if len(key) == 1 else right(key)
+    """a lookup identifies memory by its address and does not query the buffer id"""
+    original = pointer.presence
+    pointer.presence = lambda key: (lambda: True) if len(key) == 1 else original(key)
 
 
 def first_chunk_only(pointer: Any) -> None:
-    """a lookup asks for the buffer id of the first chunk alone"""
-    right = pointer.presence
-    pointer.presence = lambda key: right(key[:1])
+    """a lookup queries the buffer id of the first chunk only"""
+    original = pointer.presence
+    pointer.presence = lambda key: original(key[:1])
 
 
 def sticky_device(driver: Any) -> None:
-    """a call sets the current device and leaves it so"""
+    """a call changes the current device and does not restore it"""
     import contextlib
 
     @contextlib.contextmanager

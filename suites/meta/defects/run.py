@@ -1,10 +1,9 @@
 """Proof that every case of the review can fail: ``python -m meta.defects.run``, with suites/ on PYTHONPATH.
 
-The cases run first without a defect, then once for each defect. Functions of gdrkit are replaced, or the client library
-is a build with the defect from the folder that ``--libraries`` names. A defect is caught if its own case fails in its
-body with the expected symptom. An error at import or set-up does not count as caught, and neither does another message.
-A defect that also fails another case is not understood and does not count either. The exit code is 0 if every defect is
-caught.
+The cases run first without a defect, then once for each defect. A defect replaces functions of gdrkit, or the client
+library is a build with the defect from the folder ``--libraries``. A defect is caught if its own case fails in its body
+with the expected symptom. An error at import or set-up does not count, nor does another message, nor a defect that also
+fails another case. The exit code is 0 if every defect is caught.
 """
 
 from __future__ import annotations
@@ -40,27 +39,27 @@ _TIMEOUT_S = 300
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Whether a defect is caught, and the text that was observed."""
+    """Whether a defect is caught, and the observed failure."""
 
     is_caught: bool
-    seen: str
+    observed: str
 
 
 def judge(defect: Defect, records: Mapping[str, Record]) -> Outcome:
     """Return the outcome of a run with this defect."""
     record = records.get(defect.case)
     if record is None:
-        return Outcome(is_caught=False, seen="the case left no record")
-    others = sorted(case for case, found in records.items() if found.verdict is Verdict.FAIL and case != defect.case)
+        return Outcome(is_caught=False, observed="the case has no record")
+    others = sorted(case for case, other in records.items() if other.verdict is Verdict.FAIL and case != defect.case)
     if others:
-        return Outcome(is_caught=False, seen=f"it fails others too: {', '.join(others)}")
+        return Outcome(is_caught=False, observed=f"other cases fail, too: {', '.join(others)}")
     if record.verdict is not Verdict.FAIL:
-        return Outcome(is_caught=False, seen=f"the case ended with {record.verdict.value}")
+        return Outcome(is_caught=False, observed=f"the verdict of the case is {record.verdict.value}")
     # A failure before or after the body begins with the phase, and does not count as caught.
     text = record.reasons[0].text
     if text.startswith(("setup:", "teardown:")):
-        return Outcome(is_caught=False, seen=text)
-    return Outcome(is_caught=defect.symptom in text, seen=text)
+        return Outcome(is_caught=False, observed=text)
+    return Outcome(is_caught=defect.symptom in text, observed=text)
 
 
 def _library(libraries: Path, defect: Defect) -> Path:
@@ -97,24 +96,25 @@ def _print(rows: Iterable[tuple[str, ...]]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the table, write docs/findings.md, and say whether every row is caught."""
+    """Print the table, write docs/findings.md, and return 0 if every defect is caught, else 1."""
     parser = argparse.ArgumentParser(prog="meta.defects.run", description=main.__doc__)
-    parser.add_argument("--libraries", type=Path, required=True, help="where the client libraries with defects are")
+    parser.add_argument("--libraries", type=Path, required=True, help="folder of the client libraries with defects")
     libraries = parser.parse_args(arguments).libraries
     native = [defect for defect in DEFECTS.values() if isinstance(defect.put_back, NativeUnit)]
     if missing := [_library(libraries, defect) for defect in native if not _library(libraries, defect).exists()]:
         print("not built:", *missing, sep="\n  ")  # noqa: T201
         return 1
-    plain = _records(None, libraries)
-    failed = sorted(case for case, record in plain.items() if record.verdict is not Verdict.PASS)
-    wanted = {defect.case for defect in DEFECTS.values()}
-    if failed or not wanted <= plain.keys():
-        print("without any defect:", *(failed or sorted(wanted - plain.keys())), sep="\n  ")  # noqa: T201
+    baseline = _records(None, libraries)
+    failed = sorted(case for case, record in baseline.items() if record.verdict is not Verdict.PASS)
+    required = {defect.case for defect in DEFECTS.values()}
+    if failed or not required <= baseline.keys():
+        missing_cases = sorted(required - baseline.keys())
+        print("these cases do not pass without a defect:", *(failed or missing_cases), sep="\n  ")  # noqa: T201
         return 1
     # Two runs at a time use the processors well, because a run mostly waits for its peers.
     with ThreadPoolExecutor(max_workers=2) as pool:
-        found = dict(zip(DEFECTS, pool.map(lambda defect: _records(defect, libraries), DEFECTS.values()), strict=True))
-    outcomes = {name: judge(defect, found[name]) for name, defect in DEFECTS.items()}
+        runs = dict(zip(DEFECTS, pool.map(lambda defect: _records(defect, libraries), DEFECTS.values()), strict=True))
+    outcomes = {name: judge(defect, runs[name]) for name, defect in DEFECTS.items()}
     texts = {finding.number: finding.text for finding in FINDINGS}
     for number in sorted(texts):
         print(f"\n{number}: {texts[number]}")  # noqa: T201
@@ -123,14 +123,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 number,
                 defect.case,
                 defect.text,
-                defect.symptom if outcomes[name].is_caught else f"{defect.symptom!r}; seen: {outcomes[name].seen}",
+                defect.symptom if outcomes[name].is_caught else f"{defect.symptom!r}, but: {outcomes[name].observed}",
                 "caught" if outcomes[name].is_caught else "NOT CAUGHT",
             )
             for name, defect in DEFECTS.items()
             if defect.finding == number
         )
     count = sum(outcome.is_caught for outcome in outcomes.values())
-    print(f"\n{count} of {len(outcomes)} defects caught, none not_run")  # noqa: T201
+    print(f"\n{count} of {len(outcomes)} defects caught")  # noqa: T201
     DOCUMENT.write_text(render())
     return 0 if count == len(outcomes) else 1
 

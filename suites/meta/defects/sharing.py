@@ -9,14 +9,14 @@ __all__ = ["base_for_interior", "metadata_only", "no_base_check", "no_device_che
 
 
 def placeholder(share: Any) -> None:
-    """without CUDA, `export_address` packs metadata and says success"""
+    """without CUDA, `export_address` returns only metadata and reports success"""
     from gdrkit.errors import Unsupported
 
-    right = share.export_address
+    original = share.export_address
 
     def export_address(address: int, *, length_bytes: int, device_index: int, kind: Any) -> Any:
         try:
-            return right(address, length_bytes=length_bytes, device_index=device_index, kind=kind)
+            return original(address, length_bytes=length_bytes, device_index=device_index, kind=kind)
         except Unsupported:
             handle = share.ShareHandle(
                 kind=share.ShareKind.IPC,
@@ -33,7 +33,7 @@ def placeholder(share: Any) -> None:
 
 
 def metadata_only(gdr_handle: Any) -> None:
-    """`export_gdr` leaves the IPC handle to be filled in later"""
+    """`export_gdr` leaves the IPC handle empty"""
 
     def export_gdr(memory: Any) -> bytes:
         gdr_handle._require_base(memory)
@@ -46,7 +46,7 @@ def metadata_only(gdr_handle: Any) -> None:
     gdr_handle.export_gdr = export_gdr
 
 
-class _Null:
+class _NullMemory:
     address = 0
 
     def __enter__(self) -> Self:
@@ -61,15 +61,15 @@ class _Null:
 def null_import(gdr_handle: Any) -> None:
     """`import_gdr` returns memory with a null pointer"""
 
-    def import_gdr(device: Any, data: bytes) -> _Null:
+    def import_gdr(device: Any, data: bytes) -> _NullMemory:
         gdr_handle._require_device(gdr_handle.GdrHandle.parse(data), device)
-        return _Null()
+        return _NullMemory()
 
     gdr_handle.import_gdr = import_gdr
 
 
 def base_for_interior(share: Any) -> None:
-    """an export by IPC forgets where in the allocation the memory begins"""
+    """an IPC export omits the offset of the memory in its allocation"""
 
     def _place(memory: Any, offset_bytes: int) -> tuple[int, int]:
         return memory.allocation_key()[0][1], 0
@@ -78,10 +78,10 @@ def base_for_interior(share: Any) -> None:
 
 
 def no_base_check(gdr_handle: Any) -> None:
-    """`export_gdr` takes memory inside an allocation"""
+    """`export_gdr` accepts interior memory of an allocation"""
     gdr_handle._require_base = lambda memory: None
 
 
 def no_device_check(gdr_handle: Any) -> None:
-    """`import_gdr` does not look at the device number"""
+    """`import_gdr` does not check the device number"""
     gdr_handle._require_device = lambda handle, device: None

@@ -1,5 +1,5 @@
 # ruff: noqa: ANN401, SLF001 - this file replaces private functions of gdrkit, which have no types here.
-"""Defects of the storage client: earlier accesses of its CPU to device memory."""
+"""Defects of the storage client: former CPU accesses to device memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _view(buffer: Any, length_bytes: int) -> memoryview:
 
 
 def inline_read(batch: Any) -> None:
-    """the data of a short read comes within the reply, and the CPU copies it to where it is wanted"""
+    """the data of a short read is in the reply, and the CPU copies it into device memory"""
     original = batch.Batch._join
 
     def _join(self: Any, request: Any, chunks: Any, results: Any) -> Any:
@@ -53,7 +53,7 @@ def inline_write(batch: Any) -> None:
 
 
 def sum_read(batch: Any) -> None:
-    """the CPU computes the checksum of what arrived in device memory"""
+    """the CPU computes the checksum of received data in device memory"""
     join, flags_of = batch.Batch._join, batch.Batch._flags
     wanted, valid = batch.OperationFlag.CHECKSUM_WANTED, batch.ResultFlag.CHECKSUM_VALID
 
@@ -69,7 +69,7 @@ def sum_read(batch: Any) -> None:
             # The server computes the checksum of the bytes that it sent, so it does not cover a read with holes.
             is_summed = self._opcode is batch.IoOpcode.READ and result.flags & valid and not result.holes
             if is_summed and chunk.is_device_memory and crc32c(_view(chunk, result.result)) != result.checksum:
-                message = "the bytes are not what the server sent"
+                message = "the checksum differs from the server's"
                 raise AssertionError(message)
         return joined
 
@@ -104,7 +104,7 @@ def memset_holes(iobuffer: Any) -> None:
 
 
 def host_buffer_of_device(iobuffer: Any) -> None:
-    """device memory that came by its address is registered as host memory"""
+    """borrowed device memory is registered as host memory"""
     original = iobuffer.IOBuffer.of_device.__func__
 
     def of_device(cls: Any, memory: Any, cache: Any) -> Any:

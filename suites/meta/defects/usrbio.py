@@ -1,5 +1,5 @@
 # ruff: noqa: ANN401, SLF001 - this file replaces private functions of gdrkit, which have no types here.
-"""Defects of the client interface of usrbio, in Python and in the C library. The source of the latter is in native/."""
+"""Defects of the usrbio client, in Python and in the C library. The folder native/ has the sources of the latter."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ __all__ = [
     "published_as_host",
 ]
 
-RAW_ADDRESS = NativeUnit("raw_address", "the link of a GPU iov says the address in its owner's process")
-LINK_ERRORS_IGNORED = NativeUnit("link_errors_ignored", "what symlink(2) answers to a publication is ignored")
+RAW_ADDRESS = NativeUnit("raw_address", "the link of a GPU iov contains the virtual address in its owner's process")
+LINK_ERRORS_IGNORED = NativeUnit("link_errors_ignored", "the result of symlink(2) for published memory is ignored")
 OVERFLOWING_RANGE = NativeUnit("overflowing_range", "`hf3fs_prep_io` adds the address and the length")
-DECIMAL_FLAGS = NativeUnit("decimal_flags", "the flags of a ring are in its name in base 10")
+DECIMAL_FLAGS = NativeUnit("decimal_flags", "the flags in the name of a ring are in base 10")
 
 
 def address_for_handle(gpu: Any) -> None:
-    """`GpuSharedBuffer` hands over its address, and the importer takes it for one of its own"""
+    """`GpuSharedBuffer` exports its virtual address, and the importer uses it in its own process"""
     from gdrkit import cuda
     from gdrkit.registration.gdr_handle import GdrHandle
 
@@ -36,16 +36,16 @@ def address_for_handle(gpu: Any) -> None:
         return packed
 
     def open_raw(cls: Any, hf3fs_mount_point: str, handle: bytes) -> Any:
-        said = GdrHandle.parse(handle)
-        address = int.from_bytes(said.ipc, "little")
-        memory = cuda.borrow(cuda.Device(said.device_index), address, length_bytes=said.length_bytes)
-        return cls(gpu.make_gpu_iovec(hf3fs_mount_point, memory, device=said.device_index), is_owner=False)
+        parsed = GdrHandle.parse(handle)
+        address = int.from_bytes(parsed.ipc, "little")
+        memory = cuda.borrow(cuda.Device(parsed.device_index), address, length_bytes=parsed.length_bytes)
+        return cls(gpu.make_gpu_iovec(hf3fs_mount_point, memory, device=parsed.device_index), is_owner=False)
 
     shared.export, shared.open = export, classmethod(open_raw)
 
 
 def published_as_host(gpu: Any) -> None:
-    """device memory that is there already goes out as memory of the host"""
+    """existing device memory is published as host memory"""
     import uuid
 
     def _wrap(mount: str, memory: Any, *, block_size: int, device: int, owner: object) -> Any:

@@ -1,4 +1,4 @@
-// Defect o: the flags of a ring go out in base 10, where the other side reads base 2.
+// Defect o: the flags of a ring are written in base 10, but the agent reads base 2.
 #include "usrbio/client/names.hpp"
 
 namespace gdrkit::usrbio {

@@ -1,4 +1,4 @@
-// Defect f: nobody looks at what symlink(2) answers.
+// Defect f: the result of symlink(2) is ignored.
 #include "usrbio/client/link.hpp"
 
 #include <unistd.h>

@@ -1,4 +1,4 @@
-// Defect d: what is published is the address in the process that has it.
+// Defect d: the link contains the virtual address in the owner's process.
 #include "usrbio/client/gpu_publish.hpp"
 
 #include <cstring>

@@ -1,7 +1,7 @@
 """Hook that puts a defect back into every Python process that starts with ``GDRKIT_DEFECT=<name>``.
 
-This folder must be on PYTHONPATH. Peers and other children inherit both variables, so that they have the defect, too.
-Only functions of gdrkit are replaced, right after their module was executed and before another module can import them.
+This folder must be on PYTHONPATH. Peers and other child processes inherit both variables and have the defect, too. The
+hook replaces only functions of gdrkit, directly after their module was executed and before another module imports them.
 """
 
 from __future__ import annotations
@@ -46,6 +46,6 @@ if _name:
     from meta.defects.table import DEFECTS
 
     _put_back = DEFECTS[_name].put_back
-    # A C library that was built with its defect needs no replacement here.
+    # A defect of the C library is in its build.
     if not isinstance(_put_back, NativeUnit):
         sys.meta_path.insert(0, _PutBack(DEFECTS[_name].module, _put_back))

@@ -1,4 +1,4 @@
-"""The C interface of usrbio as a C program has it: by ctypes, with arguments that the Python interface never gives."""
+"""The C API of usrbio by ctypes, for arguments that the Python API never passes."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ _PARAMETERS = {
 
 
 def client_library() -> ctypes.CDLL:
-    """The library that gdrkit.usrbio opens too."""
+    """Return the client library that gdrkit.usrbio also opens."""
     library = ctypes.CDLL(str(library_path()))
     for name, parameters in _PARAMETERS.items():
         getattr(library, name).argtypes = parameters
