@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from meta.checks import crossings
+from meta.checks import cross_package_imports
 from meta.levels import LEVELS
 
 __all__ = ["DOCUMENT", "render"]
@@ -20,9 +20,9 @@ LOWEST_DRAWN_LEVEL = 2
 _HEAD = """\
 # Architecture
 
-The picture is made from the imports of the code; `nox -s meta` fails if it is out of date. An arrow means *imports*.
-A box is a level, and arrows only go down. The packages of levels 0 and 1 (errors, units, values and small tools) are
-used by nearly all others and are left out. An arrow is left out, too, if a longer path has the same start and end.
+The picture is made from the imports of the code, and `nox -s meta` fails if it is out of date. An arrow means
+*imports*. A box is a level, and arrows only go down. The packages of levels 0 and 1 (errors, units, values and small
+tools) are omitted, because nearly all others use them. An arrow is omitted if a longer path has the same start and end.
 
 ```mermaid
 """
@@ -35,9 +35,9 @@ _TAIL = """\
   both.
 - **Native code** lies below single packages: `native/verbs` (posting work requests), `native/engine` (the copy engine),
   `native/storage` (chunks and checksums of the storage service) and `native/usrbio` (the hf3fs client library and the
-  agent's loop). Each is imported by one seam.
-- **The twins** (`native/twins`) are below everything: shared libraries with the SONAMEs of the real ones. No package
-  knows whether it runs on them, except `launch`, which finds them, and `report.substrate`, which says what was loaded.
+  agent's loop). One seam imports each of them.
+- **The twins** (`native/twins`) are shared libraries with the SONAMEs of the real ones, below all packages. No package
+  can tell them from hardware except `launch`, which finds them, and `report.substrate`, which reports what was loaded.
 
 [layout.md](layout.md) lists the folders, the levels and the seams.
 """
@@ -51,7 +51,7 @@ def render(root: Path = ROOT) -> str:
     names = {package: "cli" if package.startswith(("cli", "__main__")) else package for package in drawn}
     edges = {
         (names[package], names[other])
-        for _, package, other in crossings(root)
+        for _, package, other in cross_package_imports(root)
         if package in drawn and other in drawn and names[package] != names[other]
     }
     lines = ["flowchart TD"]
@@ -64,25 +64,25 @@ def render(root: Path = ROOT) -> str:
 
 
 def _without_shortcuts(edges: set[tuple[str, str]]) -> set[tuple[str, str]]:
-    """Return the edges for which no longer path connects the same two names."""
-    after: dict[str, set[str]] = {}
+    """Return the edges whose two ends no longer path connects."""
+    successors: dict[str, set[str]] = {}
     for start, end in edges:
-        after.setdefault(start, set()).add(end)
+        successors.setdefault(start, set()).add(end)
 
-    def reaches(start: str, end: str, banned: tuple[str, str]) -> bool:
-        unseen, seen = [start], {start}
-        while unseen:
-            here = unseen.pop()
-            for each in after.get(here, ()):
-                if (here, each) == banned or each in seen:
+    def has_path(start: str, end: str, without: tuple[str, str]) -> bool:
+        unvisited, visited = [start], {start}
+        while unvisited:
+            current = unvisited.pop()
+            for successor in successors.get(current, ()):
+                if (current, successor) == without or successor in visited:
                     continue
-                if each == end:
+                if successor == end:
                     return True
-                seen.add(each)
-                unseen.append(each)
+                visited.add(successor)
+                unvisited.append(successor)
         return False
 
-    return {edge for edge in edges if not reaches(*edge, banned=edge)}
+    return {edge for edge in edges if not has_path(*edge, without=edge)}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The checks of the rules: each looks at a source tree and yields a line for every breach.
+"""The checks of the rules. Each yields one line for every violation in a source tree.
 
 Sources are parsed and never imported.
 """
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 __all__ = [
-    "CARRY_ON",
+    "CATCH_ALL_FILES",
     "RECEIVER",
     "SUBSTRATE",
-    "crossings",
+    "cross_package_imports",
     "import_circles",
     "imports_outside_seams",
     "imports_within_level",
@@ -39,11 +39,11 @@ __all__ = [
 ]
 
 # These files catch every exception so that all actions of a list run, and raise or pass on what they caught.
-CARRY_ON: frozenset[str] = frozenset({"gdrkit/handles.py"})
+CATCH_ALL_FILES: frozenset[str] = frozenset({"gdrkit/handles.py"})
 
 _IMPORTERS = {"__import__", "find_spec", "import_module", "import_native"}
 
-# A reader would search for stand-ins by these words. Only report/substrate.py may say what was a stand-in.
+# Only report/substrate.py may determine whether a library is a stand-in.
 _STAND_IN_WORDS = re.compile(r"(?<![a-z])(mock|fake|stub|simulat)\w*", re.IGNORECASE)
 SUBSTRATE = "gdrkit/report/substrate.py"
 RECEIVER = "gdrkit/scm_rights.py"
@@ -52,15 +52,14 @@ _SOURCES = (".py", ".cpp", ".hpp", ".h", ".md", ".toml", ".ini", ".sh", ".txt", 
 # The words are split, so that this file does not violate the rule.
 _UNFINISHED = re.compile(r"\b(TO" + r"DO|FIX" + r"ME|XX" + r"X)\b")
 
-
 # Paths below these folders exist only on one machine, or for one user.
-_MACHINE_PLACES = re.compile(r"(?<![\w}./-])/(?:work|opt|home|root|Users)/[^\s\"'<&]*")
+_MACHINE_PATHS = re.compile(r"(?<![\w}./-])/(?:work|opt|home|root|Users)/[^\s\"'<&]*")
 
 
-def _modules(root: Path, *places: str) -> Iterator[tuple[str, ast.Module]]:
+def _modules(root: Path, *sources: str) -> Iterator[tuple[str, ast.Module]]:
     """Yield path and syntax tree of every Python file in these files and folders."""
-    for place in places:
-        start = root / place
+    for source in sources:
+        start = root / source
         for path in sorted(start.rglob("*.py")) if start.is_dir() else [start]:
             if path.is_file():
                 yield path.relative_to(root).as_posix(), ast.parse(path.read_text(), filename=str(path))
@@ -73,7 +72,7 @@ def _imports(tree: ast.Module) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             yield from ((node.lineno, f"{node.module or ''}.{alias.name}") for alias in node.names)
-        elif isinstance(node, ast.Call) and _called(node) in _IMPORTERS and node.args:
+        elif isinstance(node, ast.Call) and _function_name(node) in _IMPORTERS and node.args:
             first = node.args[0]
             if isinstance(first, ast.Constant) and isinstance(first.value, str):
                 yield node.lineno, first.value
@@ -81,7 +80,7 @@ def _imports(tree: ast.Module) -> Iterator[tuple[int, str]]:
                 yield node.lineno, str(first.values[0].value)
 
 
-def _called(node: ast.Call) -> str:
+def _function_name(node: ast.Call) -> str:
     """Return the last name of the called function: ``sleep`` for ``time.sleep(1)``."""
     if isinstance(node.func, ast.Attribute):
         return node.func.attr
@@ -101,12 +100,12 @@ def _package(path: str) -> str:
     return path.split("/")[1].removesuffix(".py")
 
 
-def _level(room: str) -> int | None:
-    return next((level for level, rooms in enumerate(LEVELS) if room in rooms), None)
+def _level(package: str) -> int | None:
+    return next((level for level, packages in enumerate(LEVELS) if package in packages), None)
 
 
-def crossings(root: Path) -> Iterator[tuple[str, str, str]]:
-    """Yield place, importing package and imported package of every import between two packages."""
+def cross_package_imports(root: Path) -> Iterator[tuple[str, str, str]]:
+    """Yield location, importing package and imported package of every import between two packages."""
     for path, tree in _modules(root, "gdrkit"):
         for line, name in _imports(tree):
             package, _, rest = name.partition(".")
@@ -122,20 +121,20 @@ def packages_without_level(root: Path) -> Iterator[str]:
 
 
 def upward_imports(root: Path) -> Iterator[str]:
-    for place, room, other in crossings(root):
-        above, below = _level(room), _level(other)
+    for location, package, imported in cross_package_imports(root):
+        above, below = _level(package), _level(imported)
         if above is None or below is None or below > above:
-            yield f"{place} (level {above}) imports gdrkit.{other} (level {below})"
+            yield f"{location} (level {above}) imports gdrkit.{imported} (level {below})"
 
 
 def imports_within_level(root: Path) -> Iterator[str]:
-    for place, room, other in crossings(root):
-        if _level(room) == _level(other) and (room, other) not in SAME_LEVEL:
-            yield f"{place} imports gdrkit.{other}, a room of its own level {_level(room)}"
+    for location, package, imported in cross_package_imports(root):
+        if _level(package) == _level(imported) and (package, imported) not in SAME_LEVEL:
+            yield f"{location} imports gdrkit.{imported}, a package of the same level {_level(package)}"
 
 
 def _imported_modules(root: Path) -> dict[str, set[str]]:
-    """Return the modules of its own package that each module of gdrkit imports, at any position in its source."""
+    """Return, for each module of gdrkit, the modules of its own package that it imports anywhere in its source."""
     trees = {
         path.removesuffix(".py").removesuffix("/__init__").replace("/", "."): tree
         for path, tree in _modules(root, "gdrkit")
@@ -161,8 +160,7 @@ def _reached(module: str, imported: Mapping[str, set[str]]) -> set[str]:
 def import_circles(root: Path) -> Iterator[str]:
     """Yield the circles of imports inside packages, and the exceptions in levels.py that no longer have a circle.
 
-    An import inside a function or below ``TYPE_CHECKING`` counts: it delays the circle, and both modules still need
-    each other.
+    An import inside a function or below ``TYPE_CHECKING`` counts, because both modules still depend on each other.
     """
     imported = _imported_modules(root)
     reached = {module: _reached(module, imported) for module in imported}
@@ -190,7 +188,7 @@ def stand_in_words(root: Path) -> Iterator[str]:
         where = path.relative_to(root).as_posix()
         if where != SUBSTRATE:
             for number, line in enumerate(path.read_text().splitlines(), start=1):
-                yield from (f"{where}:{number} says {found[0]}" for found in _STAND_IN_WORDS.finditer(line))
+                yield from (f"{where}:{number} contains {word[0]}" for word in _STAND_IN_WORDS.finditer(line))
 
 
 def replaced_apis(root: Path) -> Iterator[str]:
@@ -218,22 +216,23 @@ def skips_outside_harness(root: Path) -> Iterator[str]:
                 yield f"{path}:{line} imports {name}"
 
 
-def _leaves(node: ast.AST) -> bool:
-    """Return whether the node passes a failure on: by an exception, or by the end of the process."""
+def _raises_or_exits(node: ast.AST) -> bool:
+    """Return whether the node reports a failure: it raises an exception or ends the process."""
     return isinstance(node, ast.Raise) or (isinstance(node, ast.Call) and _dotted(node.func) == "os._exit")
 
 
 def swallowed_errors(root: Path) -> Iterator[str]:
     everything = {"Exception", "BaseException"}
     for path, tree in _modules(root, "gdrkit", "suites", "native", "automation", "noxfile.py"):
-        for node in ast.walk(tree) if path not in CARRY_ON else ():
+        for node in ast.walk(tree) if path not in CATCH_ALL_FILES else ():
             if isinstance(node, ast.ExceptHandler):
-                kinds = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
-                wide = any(kind is None or _dotted(kind) in everything for kind in kinds)
-                if wide and not any(map(_leaves, ast.walk(node))):
-                    yield f"{path}:{node.lineno} catches everything and raises nothing"
-            elif isinstance(node, ast.Call) and _called(node) == "suppress":
-                yield from (f"{path}:{node.lineno} suppresses {it}" for it in everything & set(map(_dotted, node.args)))
+                types = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
+                catches_all = any(each is None or _dotted(each) in everything for each in types)
+                if catches_all and not any(map(_raises_or_exits, ast.walk(node))):
+                    yield f"{path}:{node.lineno} catches every exception and raises none"
+            elif isinstance(node, ast.Call) and _function_name(node) == "suppress":
+                suppressed = everything & set(map(_dotted, node.args))
+                yield from (f"{path}:{node.lineno} suppresses {name}" for name in suppressed)
 
 
 _LOCKING = {"acquire", "join", "wait", "wait_for"}
@@ -241,26 +240,26 @@ _LOCKING = {"acquire", "join", "wait", "wait_for"}
 
 def _functions(tree: ast.Module) -> dict[str, list[ast.AST]]:
     """Return every function and method of a module by its name. A class is represented by its constructor."""
-    found: dict[str, list[ast.AST]] = {}
+    functions: dict[str, list[ast.AST]] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef):
-            found.setdefault(node.name, []).append(node)
+            functions.setdefault(node.name, []).append(node)
         elif isinstance(node, ast.ClassDef):
-            made = [each for each in node.body if isinstance(each, ast.FunctionDef) and each.name == "__init__"]
-            found.setdefault(node.name, []).extend(made)
-    return found
+            constructors = [each for each in node.body if isinstance(each, ast.FunctionDef) and each.name == "__init__"]
+            functions.setdefault(node.name, []).extend(constructors)
+    return functions
 
 
 def _finalizers(tree: ast.Module) -> Iterator[str]:
     """Yield the names of functions that the garbage collector calls: ``__del__``, and callbacks of weak references."""
-    callbacks = {"finalize": 1, "proxy": 1, "ref": 1}
+    callback_arguments = {"finalize": 1, "proxy": 1, "ref": 1}
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and node.name == "__del__":
             yield node.name
         elif isinstance(node, ast.Call) and _dotted(node.func).rpartition(".")[0] in {"", "weakref"}:
-            place = callbacks.get(_called(node))
-            if place is not None and len(node.args) > place:
-                yield _dotted(node.args[place]).rpartition(".")[2]
+            index = callback_arguments.get(_function_name(node))
+            if index is not None and len(node.args) > index:
+                yield _dotted(node.args[index]).rpartition(".")[2]
 
 
 def _locks(node: ast.AST) -> bool:
@@ -270,42 +269,42 @@ def _locks(node: ast.AST) -> bool:
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _LOCKING
 
 
-def _callable_from(tree: ast.Module, trees: Mapping[str, ast.Module]) -> dict[str, list[ast.AST]]:
-    """Return the functions of a module, and of the modules of gdrkit that it imports."""
-    known = _functions(tree)
+def _callable_functions(tree: ast.Module, trees: Mapping[str, ast.Module]) -> dict[str, list[ast.AST]]:
+    """Return the functions of a module and of the modules of gdrkit that it imports, by name."""
+    functions = _functions(tree)
     for _line, name in _imports(tree):
         parts = name.split(".")
         paths = ("/".join(parts[:end]) + ".py" for end in range(2, len(parts) + 1))
         for other in (trees[path] for path in paths if path in trees):
             for function, nodes in _functions(other).items():
-                known.setdefault(function, []).extend(nodes)
-    return known
+                functions.setdefault(function, []).extend(nodes)
+    return functions
 
 
 def locked_finalizers(root: Path) -> Iterator[str]:
     """Yield finalizers that can wait for a lock. Calls are followed by name alone, so a false alarm is possible."""
     trees = dict(_modules(root, "gdrkit"))
     for path, tree in trees.items():
-        known, waiting, seen = _callable_from(tree, trees), list(_finalizers(tree)), set[str]()
-        while waiting:
-            name = waiting.pop()
-            nodes = () if name in seen else [node for each in known.get(name, ()) for node in ast.walk(each)]
-            seen.add(name)
-            waiting += (_called(node) for node in nodes if isinstance(node, ast.Call))
-            yield from (f"{path}: a finalizer reaches {name}(), which waits for a lock" for _ in filter(_locks, nodes))
+        functions, unvisited, visited = _callable_functions(tree, trees), list(_finalizers(tree)), set[str]()
+        while unvisited:
+            name = unvisited.pop()
+            nodes = () if name in visited else [node for each in functions.get(name, ()) for node in ast.walk(each)]
+            visited.add(name)
+            unvisited += (_function_name(node) for node in nodes if isinstance(node, ast.Call))
+            yield from (f"{path}: a finalizer calls {name}(), which waits for a lock" for _ in filter(_locks, nodes))
 
 
 def other_receivers(root: Path) -> Iterator[str]:
     for path, tree in _modules(root, "gdrkit"):
         for node in ast.walk(tree) if path != RECEIVER else ():
-            if isinstance(node, ast.Call) and _called(node) in {"recv_fds", "recvmsg", "recvmsg_into"}:
-                yield f"{path}:{node.lineno} calls {_called(node)}"
+            if isinstance(node, ast.Call) and _function_name(node) in {"recv_fds", "recvmsg", "recvmsg_into"}:
+                yield f"{path}:{node.lineno} calls {_function_name(node)}"
 
 
 def sleeping_cases(root: Path) -> Iterator[str]:
     for path, tree in _modules(root, "suites"):
         for node in ast.walk(tree):
-            if isinstance(node, ast.Call) and _called(node) == "sleep":
+            if isinstance(node, ast.Call) and _function_name(node) == "sleep":
                 yield f"{path}:{node.lineno} sleeps"
 
 
@@ -327,22 +326,22 @@ def unfinished_work(root: Path) -> Iterator[str]:
     generated = {"build", "reports/runs"}
     for path in sorted(root.rglob("*")):
         where = path.relative_to(root).as_posix()
-        if path.suffix not in _SOURCES or where.startswith(".") or any(where.startswith(f"{it}/") for it in generated):
+        if path.suffix not in _SOURCES or where.startswith((".", *(f"{folder}/" for folder in generated))):
             continue
         for number, line in enumerate(path.read_text().splitlines(), start=1):
-            yield from (f"{where}:{number} has {found[0]}" for found in _UNFINISHED.finditer(line))
+            yield from (f"{where}:{number} contains {word[0]}" for word in _UNFINISHED.finditer(line))
 
 
 def machine_paths(root: Path) -> Iterator[str]:
     """Yield machine-specific paths in records and in the pages that are made of them."""
-    made = [*(root / "reports" / "baselines").rglob("*"), *(root / "docs").rglob("*.html")]
-    for path in sorted(path for path in made if path.is_file()):
-        found = dict.fromkeys(_MACHINE_PLACES.findall(path.read_text()))
-        yield from (f"{path.relative_to(root)} names {place}" for place in found)
+    generated = [*(root / "reports" / "baselines").rglob("*"), *(root / "docs").rglob("*.html")]
+    for path in sorted(path for path in generated if path.is_file()):
+        found = dict.fromkeys(_MACHINE_PATHS.findall(path.read_text()))
+        yield from (f"{path.relative_to(root)} contains {each}" for each in found)
 
 
 def missing_readmes(root: Path) -> Iterator[str]:
-    made = {"__pycache__", "build", "dist"}
+    generated = {"__pycache__", "build", "dist"}
     for folder in sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith(".")):
-        if folder.name not in made and not (folder / "README.md").is_file():
+        if folder.name not in generated and not (folder / "README.md").is_file():
             yield f"{folder.name}/ has no README.md"

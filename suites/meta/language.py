@@ -95,39 +95,39 @@ TEST_NAME_MAX = 60
 
 def gone_words(root: Path) -> Iterator[str]:
     """Yield one line for each use of a word or phrase that the project no longer uses."""
-    for place, line in _lines(root):
+    for location, line in _lines(root):
         text = _LEGITIMATE.sub("", line)
-        for found in _WORD.findall(text):
-            instead = GONE_WORDS.get(found.lower())
-            if instead:
-                yield f"{place} says {found}; the term is: {instead}"
-        for phrase, instead in _GONE_PHRASES.items():
+        for word in _WORD.findall(text):
+            replacement = GONE_WORDS.get(word.lower())
+            if replacement:
+                yield f"{location} contains {word}; the term is: {replacement}"
+        for phrase, replacement in _GONE_PHRASES.items():
             for match in phrase.finditer(text):
-                yield f"{place} says {match[0]}; the form is: {instead}"
+                yield f"{location} contains {match[0]}; the form is: {replacement}"
 
 
 def headless_openings(root: Path) -> Iterator[str]:
     """Yield one line for each comment or docstring that begins with a clause without a subject."""
-    before, file = "", ""
-    for place, line in _lines(root):
-        name = place.rpartition(":")[0]
-        continues = name == file and bool(_COMMENT.match(before)) and '"""' not in line
-        found = _HEADLESS.match(line)
-        if found and not continues and "?" not in found["rest"] and not name.endswith(".md"):
-            yield f"{place} begins without a subject: {line.strip()}"
-        before, file = line, name
+    previous_line, previous_file = "", ""
+    for location, line in _lines(root):
+        file = location.rpartition(":")[0]
+        continues = file == previous_file and bool(_COMMENT.match(previous_line)) and '"""' not in line
+        opening = _HEADLESS.match(line)
+        if opening and not continues and "?" not in opening["rest"] and not file.endswith(".md"):
+            yield f"{location} begins without a subject: {line.strip()}"
+        previous_line, previous_file = line, file
 
 
 def long_test_names(root: Path) -> Iterator[str]:
     """Yield one line for each case whose name is longer than TEST_NAME_MAX characters."""
-    for place, line in _lines(root):
-        found = _TEST_NAME.match(line)
-        if found and len(found[1]) > TEST_NAME_MAX:
-            yield f"{place} has a name of {len(found[1])} characters, at most {TEST_NAME_MAX}: {found[1]}"
+    for location, line in _lines(root):
+        name = _TEST_NAME.match(line)
+        if name and len(name[1]) > TEST_NAME_MAX:
+            yield f"{location} has a name of {len(name[1])} characters, at most {TEST_NAME_MAX}: {name[1]}"
 
 
 def _lines(root: Path) -> Iterator[tuple[str, str]]:
-    """Yield place and text of every line in the rewritten parts, except those of this file, which lists the words."""
+    """Yield location and text of every line of the rewritten parts, without those of this file, which has the words."""
     for part in REWRITTEN:
         start = root / part
         for path in sorted(start.rglob("*")) if start.is_dir() else [start]:

@@ -92,7 +92,7 @@ def shell(name: str, text: str) -> Part:
 
 
 def test_side_by_side_output_is_whole_and_codes_are_kept(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    # Each command waits for the file that the other one makes: they end only if they run at the same time.
+    # Each command waits for a file that the other one creates, so both end only if they run at the same time.
     wait = "until [ -e {0}/{2} ]; do :; done; echo {1}; echo {1}; exit {3}"
     parts = [
         shell(name, f"echo {name}; touch {tmp_path}/{name}; " + wait.format(tmp_path, name, other, code))
@@ -105,7 +105,7 @@ def test_side_by_side_output_is_whole_and_codes_are_kept(capfd: pytest.CaptureFi
 
 
 def test_side_by_side_runs_no_more_than_jobs(tmp_path: Path) -> None:
-    # mkdir fails while another command has the directory.
+    # mkdir fails if another command runs at the same time.
     alone = f"mkdir {tmp_path}/one && rmdir {tmp_path}/one"
     codes = call_side_by_side([shell(str(number), alone) for number in range(5)], jobs=1)
     assert codes == dict.fromkeys(map(str, range(5)), 0)

@@ -1,4 +1,4 @@
-"""The programs in docs/ (cufile, gds, storage, tiers, usrbio) behave as the text beside them says."""
+"""The programs in docs/ (cufile, gds, storage, tiers, usrbio) behave as the documents state."""
 
 from __future__ import annotations
 
@@ -15,25 +15,34 @@ import pytest
 PROJECT_ROOT = Path(__file__).resolve().parents[2]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # The script runs on the twins. A service is a simple command, so that $! is its process. It is ready when it prints its
-# first line, and its exit code is that of the shell.
+# first line. The exit code of the script is that of the service.
 SHELL = """
 set -e
 python() { "$PYTHON" "$@"; }
-mkfifo said
+mkfifo output
 mkdir store
 D=$(python -c 'import gdrkit.usrbio, os; print(os.path.dirname(gdrkit.usrbio.__file__))')
 """
-READY = "exec 3< said; read -r line <&3\n"
-AGENT = f'"$PYTHON" -m gdrkit agent store --store store > said &\n{READY}'
-SERVE = f'"$PYTHON" -m gdrkit serve --store store --listen 127.0.0.1:0 > said &\n{READY}'
-END = "kill $!; wait $!\n"
+WAIT_UNTIL_READY = "exec 3< output; read -r line <&3\n"
+AGENT = f'"$PYTHON" -m gdrkit agent store --store store > output &\n{WAIT_UNTIL_READY}'
+SERVE = f'"$PYTHON" -m gdrkit serve --store store --listen 127.0.0.1:0 > output &\n{WAIT_UNTIL_READY}'
+TERMINATE = "kill $!; wait $!\n"
 
 
-def blocks(name: str, language: str) -> list[str]:
-    return [text for kind, text in BLOCK.findall((PROJECT_ROOT / "docs" / name).read_text()) if kind == language]
+def blocks(document: str, language: str) -> list[str]:
+    """Return the code blocks of a document that are in a language."""
+    found = BLOCK.findall((PROJECT_ROOT / "docs" / document).read_text())
+    return [text for block_language, text in found if block_language == language]
 
 
-def on_twins(script: str, folder: Path) -> str:
+def is_in_document(output: str, document: str) -> bool:
+    """Return whether a document shows this output as an indented block."""
+    block = "".join(f"    {line}\n" for line in output.splitlines())
+    return block in (PROJECT_ROOT / "docs" / document).read_text()
+
+
+def run_on_twins(script: str, folder: Path) -> str:
+    """Run a shell script on the twins, and return its output."""
     launcher = [sys.executable, "-m", "gdrkit", "run", "--software", "--isolated", "--"]
     command = [*launcher, "env", f"PYTHON={sys.executable}", "bash"]
     (folder / "script").write_text(SHELL + script)
@@ -43,53 +52,52 @@ def on_twins(script: str, folder: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    ("number", "said"), [(0, "0 4096\n"), (1, "65536 b'0123456789abcdef'\n")], ids=["host", "device"]
+    ("number", "output"), [(0, "0 4096\n"), (1, "65536 b'0123456789abcdef'\n")], ids=["host", "device"]
 )
-def test_the_python_programs_of_usrbio(tmp_path: Path, number: int, said: str) -> None:
+def test_python_programs_of_usrbio_run(tmp_path: Path, number: int, output: str) -> None:
     (tmp_path / "program.py").write_text(blocks("usrbio.md", "python")[number])
     (tmp_path / "data").write_bytes(b"0123456789abcdef" * 65536)
-    assert said in on_twins(f"mv data store\n{AGENT}python program.py store store/data\n{END}", tmp_path)
+    script = f"mv data store\n{AGENT}python program.py store store/data\n{TERMINATE}"
+    assert output in run_on_twins(script, tmp_path)
 
 
-def test_the_c_program_of_usrbio_copies_a_file(tmp_path: Path) -> None:
+def test_c_program_of_usrbio_copies_a_file(tmp_path: Path) -> None:
     (source,) = blocks("usrbio.md", "c")
     (tmp_path / "copy.c").write_text(source)
     text = (PROJECT_ROOT / "docs" / "usrbio.md").read_text()
     (compile_line,) = re.findall(r"^    (cc copy\.c .*)$", text, re.MULTILINE)
     fill = "head -c 3000001 /dev/urandom > store/data\n"
     copy = "./copy store store/data store/copy\ncmp store/data store/copy\n"
-    assert "3000001 bytes" in on_twins(f"{compile_line}\n{fill}{AGENT}{copy}{END}", tmp_path)
+    assert "3000001 bytes" in run_on_twins(f"{compile_line}\n{fill}{AGENT}{copy}{TERMINATE}", tmp_path)
 
 
-def test_the_python_program_of_storage_shows_what_its_document_shows(tmp_path: Path) -> None:
-    document = (PROJECT_ROOT / "docs" / "storage.md").read_text()
+def test_storage_program_prints_the_documented_output(tmp_path: Path) -> None:
     (program,) = blocks("storage.md", "python")
     (tmp_path / "store.py").write_text(program)
     run = 'line=${line##* at }\npython store.py "${line%% by *}" store/.gdrkit/token\n'
-    shown = on_twins(f"{SERVE}{run}{END}", tmp_path)
-    assert "".join(f"    {line}\n" for line in shown.splitlines()) in document
+    assert is_in_document(run_on_twins(f"{SERVE}{run}{TERMINATE}", tmp_path), "storage.md")
 
 
 @pytest.mark.parametrize("name", ["gaudi.md", "registration.md"])
 def test_first_program_of_the_document_runs(tmp_path: Path, name: str) -> None:
     (tmp_path / "program.py").write_text(blocks(name, "python")[0])
-    assert on_twins("python program.py\n", tmp_path) == ""
+    assert run_on_twins("python program.py\n", tmp_path) == ""
 
 
-def two_shells(document: str, service: str, client: str, folder: Path) -> str:
+def run_in_two_shells(document: str, service: str, client: str, folder: Path) -> str:
     """Run the service and the client of a document in two shells, and return the output of the client.
 
-    Each command runs as it is written there, after the prefix that the document puts before each command. DIR is
-    replaced by the folder `store`.
+    Each command is as in the document, after the prefix that the document requires. DIR is replaced by the folder
+    `store`.
     """
     text = (PROJECT_ROOT / "docs" / document).read_text()
-    (before,) = re.findall(r"put\s+`([^`]+ --)`\s+before\s+each\s+command", text)
+    (prefix,) = re.findall(r"put\s+`([^`]+ --)`\s+before\s+each\s+command", text)
     for command in (service, client):
         assert re.search(rf"(^    |`){re.escape(command)}( {{2}}|`|$)", text, re.MULTILINE), command
     # The document names one fixed port. The case uses a free one.
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        port = str(found.getsockname()[1])
-    first, second = (f"{before} {each}".replace("DIR", "store").replace("7070", port) for each in (service, client))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = str(listener.getsockname()[1])
+    first, second = (f"{prefix} {each}".replace("DIR", "store").replace("7070", port) for each in (service, client))
     environ = {name: value for name, value in os.environ.items() if not name.startswith("GDRKIT_TWINS_DOMAIN")}
     environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environ['PATH']}"
     with subprocess.Popen(["bash", "-c", f"exec {first}"], cwd=folder, env=environ, stdout=subprocess.PIPE) as server:
@@ -111,53 +119,49 @@ def test_commands_of_storage_meet_in_two_shells(tmp_path: Path) -> None:
     (tmp_path / "store.py").write_text(blocks("storage.md", "python")[0])
     server = "gdrkit serve --store DIR --listen 0.0.0.0:7070"
     client = "python store.py 127.0.0.1:7070 DIR/.gdrkit/token"
-    shown = two_shells("storage.md", server, client, tmp_path)
-    assert "".join(f"    {line}\n" for line in shown.splitlines()) in (PROJECT_ROOT / "docs" / "storage.md").read_text()
+    assert is_in_document(run_in_two_shells("storage.md", server, client, tmp_path), "storage.md")
 
 
 def test_commands_of_usrbio_meet_in_two_shells(tmp_path: Path) -> None:
     (tmp_path / "store").mkdir()
     (tmp_path / "store" / "input").write_bytes(b"0123456789abcdef" * 65536)
     (tmp_path / "read.py").write_text(blocks("usrbio.md", "python")[0])
-    shown = two_shells("usrbio.md", "gdrkit agent DIR --store DIR", "python read.py DIR DIR/input", tmp_path)
-    assert shown.splitlines()[-1] == "b'0123456789abcdef'"
+    output = run_in_two_shells("usrbio.md", "gdrkit agent DIR --store DIR", "python read.py DIR DIR/input", tmp_path)
+    assert output.splitlines()[-1] == "b'0123456789abcdef'"
 
 
-def test_the_python_program_of_gds_shows_what_its_document_shows(tmp_path: Path) -> None:
-    document = (PROJECT_ROOT / "docs" / "gds.md").read_text()
+def test_gds_program_prints_the_documented_output(tmp_path: Path) -> None:
     (program,) = blocks("gds.md", "python")
     (tmp_path / "program.py").write_text(program)
-    shown = on_twins("python program.py .\n", tmp_path)
-    assert "".join(f"    {line}\n" for line in shown.splitlines()) in document
+    assert is_in_document(run_on_twins("python program.py .\n", tmp_path), "gds.md")
 
 
-def test_the_python_program_of_cufile_says_why_it_was_not_direct(tmp_path: Path) -> None:
+def test_cufile_program_prints_why_it_was_not_direct(tmp_path: Path) -> None:
     (program,) = blocks("cufile.md", "python")
     (tmp_path / "program.py").write_text(program)
     # The file must be on a disk, and /tmp may be in memory.
     with tempfile.NamedTemporaryFile(dir="/var/tmp") as data:
         data.write(bytes(1 << 20))
         data.flush()
-        printed = on_twins(f"export GDRKIT_TWINS_UDEV=1\npython program.py {data.name}\n", tmp_path)
+        printed = run_on_twins(f"export GDRKIT_TWINS_UDEV=1\npython program.py {data.name}\n", tmp_path)
     assert printed.startswith("1048576 bytes\nfell_back by posix\n")
     assert "- no_nvidia_fs: nvidia-fs is not loaded. To do: load nvidia-fs" in printed
 
 
-def test_the_python_program_of_tiers_shows_what_its_document_shows(tmp_path: Path) -> None:
+def test_tiers_program_prints_the_documented_output(tmp_path: Path) -> None:
     document = (PROJECT_ROOT / "docs" / "tiers.md").read_text()
     (program,) = blocks("tiers.md", "python")
     (tmp_path / "program.py").write_text(program)
     (line,) = re.findall(r"^`(python program\.py .*?)`", document, re.MULTILINE)
     for name in ("fast", "medium", "slow"):
         (tmp_path / name).mkdir()
-    shown = on_twins(f"{line}\n", tmp_path)
-    assert "".join(f"    {each}\n" for each in shown.splitlines()) in document
+    assert is_in_document(run_on_twins(f"{line}\n", tmp_path), "tiers.md")
 
 
-def test_the_configuration_of_tiers_can_be_read(tmp_path: Path) -> None:
+def test_tiers_configuration_is_valid(tmp_path: Path) -> None:
     (text,) = blocks("tiers.md", "toml")
     (tmp_path / "tiers.toml").write_text(text)
     command = [sys.executable, "-m", "gdrkit", "tiers", "status", "--config", "tiers.toml"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    # The configuration is valid: only the file systems are missing here.
+    # A valid configuration gets as far as the check of the mounts, which are missing here.
     assert (done.returncode, "mount it" in done.stderr) == (3, True), done.stderr

@@ -1,4 +1,4 @@
-"""The exit code of the nox process is that of its command. nox alone would replace every failing code by 1."""
+"""The nox process has the exit code of its command. nox itself would replace every failing code by 1."""
 
 from __future__ import annotations
 
@@ -42,23 +42,22 @@ def test_wrong_usage_of_pytest_is_2() -> None:
     assert nox("-s", "suites", "--", "--no-such-option", "suites/meta").returncode == 2
 
 
-def test_a_part_of_the_suites_that_is_not_there_is_2() -> None:
+def test_selection_without_cases_is_2() -> None:
     assert nox("-s", "meta", "--", "-k", "there_is_no_such_case").returncode == 2
 
 
-def test_missing_set_up_is_3_and_apt_is_not_touched_beside_a_vendors_stack(vendor_machine: str) -> None:
+def test_missing_tools_beside_a_vendor_stack_are_3(vendor_machine: str) -> None:
     result = nox("-s", "native", path=vendor_machine)
     assert result.returncode == 3
     assert "ofed_info" in result.stdout
     assert "g++" in result.stdout
 
 
-def test_readme_and_help_give_the_codes_the_same_meaning() -> None:
+def test_readme_and_help_agree_on_exit_codes() -> None:
     codes = dict(CODE.findall((PROJECT_ROOT / "README.md").read_text()))
     assert list(codes) == ["0", "1", "2", "3", "4"]
-    shown = subprocess.run(
-        [sys.executable, "-m", "gdrkit", "qualify", "--help"], capture_output=True, text=True, check=True
-    )
-    flat = " ".join(shown.stdout.split())
-    missing = [f"{code} {meaning}" for code, meaning in codes.items() if f"{code} {meaning}" not in flat]
-    assert not missing, shown.stdout
+    command = [sys.executable, "-m", "gdrkit", "qualify", "--help"]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    one_line = " ".join(text.split())
+    missing = [f"{code} {meaning}" for code, meaning in codes.items() if f"{code} {meaning}" not in one_line]
+    assert not missing, text

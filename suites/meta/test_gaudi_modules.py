@@ -1,6 +1,6 @@
-"""The modules of the product that know Gaudi. A device is added at the edge, and the modules between do not change.
+"""Only a few modules of the product mention Gaudi, because support of a device must not change the other modules.
 
-docs/add-a-device.md says so, and shows this list.
+docs/add-a-device.md has the same list.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ PROJECT_ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT = PROJECT_ROOT / "docs" / "add-a-device.md"
 WORDS = re.compile(r"gaudi|habana|hl-?thunk", re.IGNORECASE)
 
-# Each entry has a file below gdrkit/, the maximum number of lines with such a word, and their purpose.
-KNOWN = {
+# For each file below gdrkit/, the maximum number of lines with such a word, and their purpose.
+ALLOWED = {
     "errors.py": (1, "the name of the API in errors"),
     "buffers.py": (4, "the kind of memory, and three sentences"),
     "host/__init__.py": (2, "reads the PCI bus"),
@@ -40,7 +40,7 @@ KNOWN = {
     "harness/session.py": (1, "the substrate that a run may demand"),
 }
 # These modules handle memory of any device and must not depend on its vendor.
-CARRIERS = (
+VENDOR_INDEPENDENT = (
     "registration/cache.py",
     "registration/pool.py",
     "registration/share.py",
@@ -54,34 +54,34 @@ CARRIERS = (
 def mentions() -> dict[str, int]:
     """Return the number of lines with such a word by file, without the package gaudi itself."""
     root = PROJECT_ROOT / "gdrkit"
-    found = {}
+    counts = {}
     for path in sorted(root.rglob("*.py")):
         where = path.relative_to(root).as_posix()
         count = sum(bool(WORDS.search(line)) for line in path.read_text().splitlines())
         if count and not where.startswith("gaudi/"):
-            found[where] = count
-    return found
+            counts[where] = count
+    return counts
 
 
-def test_only_the_modules_of_the_list_know_gaudi() -> None:
-    found = mentions()
-    assert found.keys() == KNOWN.keys()
-    more = {where: count for where, count in found.items() if count > KNOWN[where][0]}
+def test_only_listed_modules_mention_gaudi() -> None:
+    counts = mentions()
+    assert counts.keys() == ALLOWED.keys()
+    more = {where: count for where, count in counts.items() if count > ALLOWED[where][0]}
     assert not more
 
 
-@pytest.mark.parametrize("carrier", CARRIERS)
-def test_what_carries_memory_does_not(carrier: str) -> None:
-    assert not [where for where in mentions() if where == carrier or where.startswith(f"{carrier}/")]
+@pytest.mark.parametrize("module", VENDOR_INDEPENDENT)
+def test_memory_transport_does_not_mention_gaudi(module: str) -> None:
+    assert not [where for where in mentions() if where == module or where.startswith(f"{module}/")]
 
 
-def test_native_parts_of_the_product_do_not() -> None:
+def test_native_parts_do_not_mention_gaudi() -> None:
     sources = [path for path in (PROJECT_ROOT / "native").rglob("*.[ch]*") if "twins" not in path.parts]
     assert len(sources) > 50
     assert not [path for path in sources if WORDS.search(path.read_text())]
 
 
-def test_the_document_shows_the_list() -> None:
+def test_document_shows_the_list() -> None:
     text = DOCUMENT.read_text()
     rows = dict(re.findall(r"^\| `gdrkit/([\w/.]+)` \| (.+) \|$", text, re.MULTILINE))
-    assert rows == {where: why for where, (_, why) in KNOWN.items()}
+    assert rows == {where: purpose for where, (_, purpose) in ALLOWED.items()}

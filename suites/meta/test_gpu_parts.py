@@ -1,4 +1,4 @@
-"""The parts of `gpu.py`, which runs the cases on a machine with GPUs, exist, end in time, and return one archive."""
+"""The parts of `gpu.py`, which runs the cases on a machine with GPUs: they exist, have a time limit, and are packed."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ PROJECT_ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = PROJECT_ROOT / "hardware" / "gpu" / "run.py"
 
 
-def called(*arguments: str) -> subprocess.CompletedProcess[str]:
+def run_gpu_py(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, str(PROGRAM), *arguments], capture_output=True, text=True, check=False)
 
 
 @pytest.mark.parametrize("name", run.PARTS)
-def test_the_cases_of_a_part_are_there_and_the_readme_knows_it(name: str) -> None:
+def test_part_has_its_cases_and_is_in_the_readme(name: str) -> None:
     part = run.PARTS[name]
     assert [case for case in part.cases if not (PROJECT_ROOT / case).exists()] == []
     assert part.root in {"suites", "hardware"}
@@ -30,27 +30,28 @@ def test_the_cases_of_a_part_are_there_and_the_readme_knows_it(name: str) -> Non
 
 
 def test_every_benchmark_of_a_gpu_belongs_to_a_part() -> None:
-    ours = {case for part in run.PARTS.values() for case in part.cases}
+    in_parts = {case for part in run.PARTS.values() for case in part.cases}
     benches = {str(path.relative_to(PROJECT_ROOT)) for path in (PROJECT_ROOT / "suites" / "bench").glob("test_*.py")}
     # The results of these cases are recorded on a machine without hardware.
-    assert benches - ours == {"suites/bench/test_doctor_cost.py", "suites/bench/test_tier_policy.py"}
+    assert benches - in_parts == {"suites/bench/test_doctor_cost.py", "suites/bench/test_tier_policy.py"}
 
 
-def test_wrong_usage_and_an_empty_folder_are_said_at_once(tmp_path: Path) -> None:
-    assert "--tar" in called("--help").stdout
-    unknown = called("everything")
-    assert (unknown.returncode, "no part everything" in unknown.stderr) == (2, True)
-    empty = called("--bundle", str(tmp_path))
-    assert (empty.returncode, "make the folder by nox -s bundle" in empty.stdout) == (3, True)
+def test_wrong_usage_and_empty_folder_are_reported(tmp_path: Path) -> None:
+    assert "--tar" in run_gpu_py("--help").stdout
+    unknown = run_gpu_py("everything")
+    assert (unknown.returncode, "PART must be one of inventory, " in unknown.stderr) == (2, True)
+    assert "not everything" in unknown.stderr
+    empty = run_gpu_py("--bundle", str(tmp_path))
+    assert (empty.returncode, "run nox -s bundle" in empty.stdout) == (3, True)
 
 
-def test_what_a_part_prints_is_kept_and_its_exit_code_is_given(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", "print('what it found'); raise SystemExit(5)"]
+def test_output_and_exit_code_of_a_part_are_kept(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "print('the output'); raise SystemExit(5)"]
     code = run.run_limited(command, dict(os.environ), tmp_path, tmp_path / "log", 60.0)
-    assert (code, (tmp_path / "log").read_text()) == (5, "what it found\n")
+    assert (code, (tmp_path / "log").read_text()) == (5, "the output\n")
 
 
-def test_a_part_that_hangs_is_ended(tmp_path: Path) -> None:
+def test_part_that_hangs_is_killed(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "import threading; threading.Event().wait()"]
     assert run.run_limited(command, dict(os.environ), tmp_path, tmp_path / "log", 1.0) in {
         -signal.SIGABRT,
@@ -58,7 +59,7 @@ def test_a_part_that_hangs_is_ended(tmp_path: Path) -> None:
     }
 
 
-def test_everything_comes_back_as_one_file(tmp_path: Path) -> None:
+def test_records_are_packed_into_one_archive(tmp_path: Path) -> None:
     (tmp_path / "out" / "h200-1").mkdir(parents=True)
     (tmp_path / "out" / "h200-1" / "cost.jsonl").write_text("{}\n")
     for _ in range(2):

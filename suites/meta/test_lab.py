@@ -1,4 +1,4 @@
-"""A lab that cannot run prints one sentence and ends with 3, in time. Small scripts replace the broken programs."""
+"""A lab that cannot run prints one sentence and ends in time with exit code 3. Scripts replace its programs."""
 
 from __future__ import annotations
 
@@ -17,28 +17,30 @@ from gdrkit.inventory import load_profile
 from gdrkit.report import CaseReason, Verdict, append_record
 from hardware.lab.errors import LabError
 from hardware.lab.machine import Limits, Machine, can_virtualize
-from hardware.lab.pairs import Pair, compared, table, unrefused
+from hardware.lab.pairs import Pair, compare, table, without_refusal
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    RunLab = Callable[..., subprocess.CompletedProcess[str]]
+
 PROJECT_ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = ("qemu-system-x86_64", "busybox", "modprobe", "ip", "rdma", "vng")
-NO_CASE = "suites/contract/rdma/test_bounds.py"
+SOME_CASES = "suites/contract/rdma/test_bounds.py"
 
 
-def write(path: Path, text: str) -> None:
+def write_script(path: Path, text: str) -> None:
     path.write_text(f"#!/bin/sh\n{text}\n")
     path.chmod(0o755)
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> Path:
-    """A folder `bin` with a do-nothing version of every program that the lab uses, and a kernel in `kernel`."""
+def folder(tmp_path: Path) -> Path:
+    """A folder `bin` in which every program of the lab does nothing and succeeds, and a kernel in `kernel`."""
     programs = tmp_path / "bin"
     programs.mkdir()
     for name in PROGRAMS:
-        write(programs / name, "exit 0")
+        write_script(programs / name, "exit 0")
     for name in ("bash", "sh", "sleep", "env", "git", "dirname"):
         found = shutil.which(name)
         if found:
@@ -50,16 +52,16 @@ def bench(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def lab(bench: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """A function that runs the lab with those programs and none of the system."""
+def lab(folder: Path) -> RunLab:
+    """A function that runs the lab with the programs of `folder` only."""
 
     def run(*options: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "hardware.lab", f"--tools={bench / 'bin'}", f"--cache={bench / 'kernel'}"]
+        command = [sys.executable, "-m", "hardware.lab", f"--tools={folder / 'bin'}", f"--cache={folder / 'kernel'}"]
         pythonpath = os.pathsep.join([str(PROJECT_ROOT), *sys.path])
-        environ = {**os.environ, "PATH": str(bench / "bin"), "PYTHONPATH": pythonpath}
+        environ = {**os.environ, "PATH": str(folder / "bin"), "PYTHONPATH": pythonpath}
         return subprocess.run(
-            # A quick part of the cases is sufficient, because the checks here are about the time before or after them.
-            [*command, f"--output={bench / 'run'}", *options, NO_CASE, "-k", "first-byte"],
+            # A few quick cases are sufficient, because the errors here occur before or after the cases.
+            [*command, f"--output={folder / 'run'}", *options, SOME_CASES, "-k", "first-byte"],
             cwd=PROJECT_ROOT,
             env=environ,
             capture_output=True,
@@ -71,7 +73,7 @@ def lab(bench: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     return run
 
 
-def said(result: subprocess.CompletedProcess[str]) -> str:
+def sentence_of(result: subprocess.CompletedProcess[str]) -> str:
     """Return the one sentence that the lab printed."""
     assert result.returncode == 3, result.stdout + result.stderr
     assert "Traceback" not in result.stderr
@@ -81,85 +83,81 @@ def said(result: subprocess.CompletedProcess[str]) -> str:
     return line
 
 
-def test_without_qemu(bench: Path, lab: Callable[..., subprocess.CompletedProcess[str]]) -> None:
-    (bench / "bin" / "qemu-system-x86_64").unlink()
-    assert "qemu-system-x86" in said(lab())
+def test_missing_qemu_is_reported(folder: Path, lab: RunLab) -> None:
+    (folder / "bin" / "qemu-system-x86_64").unlink()
+    assert "qemu-system-x86" in sentence_of(lab())
 
 
-def test_without_virtme(bench: Path, lab: Callable[..., subprocess.CompletedProcess[str]]) -> None:
-    (bench / "bin" / "vng").unlink()
-    assert "virtme-ng" in said(lab())
+def test_missing_virtme_is_reported(folder: Path, lab: RunLab) -> None:
+    (folder / "bin" / "vng").unlink()
+    assert "virtme-ng" in sentence_of(lab())
 
 
-def test_without_a_kernel_and_without_apt(bench: Path, lab: Callable[..., subprocess.CompletedProcess[str]]) -> None:
-    (bench / "kernel" / "ready").unlink()
-    assert "no apt here" in said(lab())
+def test_missing_kernel_without_apt_is_reported(folder: Path, lab: RunLab) -> None:
+    (folder / "kernel" / "ready").unlink()
+    assert "apt is missing" in sentence_of(lab())
 
 
-def test_with_an_apt_that_knows_no_kernel(bench: Path, lab: Callable[..., subprocess.CompletedProcess[str]]) -> None:
-    (bench / "kernel" / "ready").unlink()
+def test_apt_without_kernel_package_is_reported(folder: Path, lab: RunLab) -> None:
+    (folder / "kernel" / "ready").unlink()
     for name in ("apt-get", "apt-cache"):
-        write(bench / "bin" / name, "exit 1")
-    assert "apt knows no kernel package" in said(lab())
+        write_script(folder / "bin" / name, "exit 1")
+    assert "apt has no kernel package" in sentence_of(lab())
 
 
-def test_with_a_kernel_package_that_cannot_be_downloaded(
-    bench: Path, lab: Callable[..., subprocess.CompletedProcess[str]]
-) -> None:
-    (bench / "kernel" / "ready").unlink()
-    write(bench / "bin" / "apt-cache", 'echo "  Depends: linux-image-9.9-amd64"')
-    write(bench / "bin" / "apt-get", 'echo "E: Failed to fetch it" >&2; exit 100')
-    assert "E: Failed to fetch it" in said(lab())
+def test_failed_kernel_download_is_reported(folder: Path, lab: RunLab) -> None:
+    (folder / "kernel" / "ready").unlink()
+    write_script(folder / "bin" / "apt-cache", 'echo "  Depends: linux-image-9.9-amd64"')
+    write_script(folder / "bin" / "apt-get", 'echo "E: Failed to fetch it" >&2; exit 100')
+    assert "apt-get download failed: E: Failed to fetch it" in sentence_of(lab())
 
 
-def test_with_a_broken_kvm(bench: Path, lab: Callable[..., subprocess.CompletedProcess[str]]) -> None:
-    (bench / "cpuinfo").write_text("flags\t\t: fpu vmx sse\n")
-    (bench / "kvm").touch()
-    sentence = said(lab(f"--cpuinfo={bench / 'cpuinfo'}", f"--kvm={bench / 'kvm'}"))
-    assert "broken" in sentence
+def test_broken_kvm_is_reported(folder: Path, lab: RunLab) -> None:
+    (folder / "cpuinfo").write_text("flags\t\t: fpu vmx sse\n")
+    (folder / "kvm").touch()
+    sentence = sentence_of(lab(f"--cpuinfo={folder / 'cpuinfo'}", f"--kvm={folder / 'kvm'}"))
+    assert "KVM_GET_API_VERSION) failed: " in sentence
     assert "--tcg" in sentence
 
 
 @pytest.mark.parametrize("flags", ["fpu sse", "fpu not_vmx vmxnet"])
-def test_a_kvm_device_alone_is_not_believed(tmp_path: Path, flags: str) -> None:
+def test_kvm_device_without_cpu_flags_is_not_used(tmp_path: Path, flags: str) -> None:
     (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nflags\t\t: {flags}\n")
     (tmp_path / "kvm").touch()
     assert not can_virtualize(cpuinfo=tmp_path / "cpuinfo", device=tmp_path / "kvm")
 
 
-def test_with_a_guest_that_hangs(bench: Path, lab: Callable[..., subprocess.CompletedProcess[str]]) -> None:
-    write(bench / "bin" / "vng", "exec sleep 1000")
+def test_guest_that_does_not_boot_is_reported(folder: Path, lab: RunLab) -> None:
+    write_script(folder / "bin" / "vng", "exec sleep 1000")
     started = time.monotonic()
-    assert "did not come up within 1 s" in said(lab("--tcg", "--boot-limit-s=1", "--limit-s=1"))
+    assert "did not boot within 1 s" in sentence_of(lab("--tcg", "--boot-limit-s=1", "--limit-s=1"))
     assert time.monotonic() - started < 60
 
 
 @pytest.mark.parametrize(
     "guest",
     [
-        # A child ignores SIGTERM, or the guest itself does.
+        # SIGTERM is ignored by a child of the guest, or by the guest itself.
         pytest.param('trap "" TERM; sleep 1000 & : >booted; wait', id="child"),
-        pytest.param('trap "" TERM; : >booted; while :; do sleep 1; done', id="deaf"),
+        pytest.param('trap "" TERM; : >booted; while :; do sleep 1; done', id="guest"),
     ],
 )
-def test_a_guest_that_came_up_and_hangs_is_ended_with_all_that_it_started(bench: Path, guest: str) -> None:
-    write(bench / "bin" / "vng", guest)
-    machine = Machine(image=bench / "kernel" / "boot" / "vmlinuz-1", tools=bench / "bin", kvm=False)
+def test_guest_that_hangs_is_killed_with_its_children(folder: Path, guest: str) -> None:
+    write_script(folder / "bin" / "vng", guest)
+    machine = Machine(image=folder / "kernel" / "boot" / "vmlinuz-1", tools=folder / "bin", kvm=False)
     started = time.monotonic()
     with pytest.raises(LabError, match="did not end within 1 s"):
-        machine.run(bench / "no_script", output=bench, limits=Limits(boot_s=30, run_s=1))
-    # The output ends only when every process that could write to it has ended.
+        machine.run(folder / "no_script", output=folder, limits=Limits(boot_s=30, run_s=1))
+    # run() returns only after every process that could write to the output has ended.
     assert time.monotonic() - started < 60
 
 
-def test_with_a_guest_that_ends_without_a_result(
-    bench: Path, lab: Callable[..., subprocess.CompletedProcess[str]]
-) -> None:
-    write(bench / "bin" / "vng", "exit 7")
-    assert "vng ended with 7" in said(lab("--tcg"))
+def test_guest_without_result_is_reported(folder: Path, lab: RunLab) -> None:
+    write_script(folder / "bin" / "vng", "exit 7")
+    assert "exit code of vng: 7" in sentence_of(lab("--tcg"))
 
 
-def test_only_what_passes_on_both_agrees_and_a_refusal_is_counted_apart() -> None:
+def test_pair_agrees_only_if_it_passes_on_both() -> None:
     pairs = [
         Pair("a", "pass", "pass"),
         Pair("b", "pass", "fail"),
@@ -177,7 +175,7 @@ def test_only_what_passes_on_both_agrees_and_a_refusal_is_counted_apart() -> Non
     assert marked == ["b", "e", "g", "h"]
 
 
-def test_a_refusal_is_told_from_what_did_not_run(tmp_path: Path) -> None:
+def test_refusal_differs_from_a_case_that_did_not_run(tmp_path: Path) -> None:
     device = CaseReason(text="no dma-buf regions on rxe0", need="verbs.dmabuf_region", foreseen=True)
     twin = CaseReason(text="no twin", need="software(verbs)", foreseen=True)
     kernel = [
@@ -190,9 +188,9 @@ def test_a_refusal_is_told_from_what_did_not_run(tmp_path: Path) -> None:
     for record in kernel:
         append_record(tmp_path / "kernel.jsonl", record)
         append_record(tmp_path / "twin.jsonl", record_of(case=record.case))
-    pairs = {pair.case: pair for pair in compared(tmp_path / "twin.jsonl", tmp_path / "kernel.jsonl")}
+    pairs = {pair.case: pair for pair in compare(tmp_path / "twin.jsonl", tmp_path / "kernel.jsonl")}
     assert [name for name, pair in pairs.items() if pair.refused] == ["refused"]
     assert [name for name, pair in pairs.items() if pair.agrees] == ["host"]
     assert [name for name, pair in pairs.items() if pair.differs] == ["another error"]
-    assert unrefused(kernel, load_profile("lab")) == ("not tried was to be refused and did not run",)
-    assert unrefused(kernel, load_profile("bare")) == ()
+    assert without_refusal(kernel, load_profile("lab")) == ("not tried had to be refused but did not run",)
+    assert without_refusal(kernel, load_profile("bare")) == ()

@@ -1,4 +1,4 @@
-"""The mutation runner: its sample, its patches, and its definition of a kill."""
+"""The mutation runner: its sample, its patches, and the failures that count as a kill."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def changed(before: str, after: str, *, file: str = OUTCOME, cases: tuple[str, .
 
 @pytest.fixture(scope="module")
 def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
-    """A copy of this tree, made once."""
+    """A worker that has a copy of this tree."""
     # The copy is in the file system of the environment, so that its files can be linked.
     folder = TREE / "build" / "mutants" / f"meta-{tmp_path_factory.getbasetemp().name}"
-    made = Worker(folder, source=TREE, environment=Path(sys.prefix))
-    yield made
-    made.remove()
+    created = Worker(folder, source=TREE, environment=Path(sys.prefix))
+    yield created
+    created.remove()
 
 
 def test_known_mutant_is_killed_by_a_named_case(worker: Worker) -> None:
@@ -122,8 +122,8 @@ def test_seed_gives_the_same_sample_twice() -> None:
 def test_every_module_of_the_table_exists() -> None:
     assert all(MODULES.values())
     assert not [file for file in CASES if not (TREE / file).is_file()]
-    words = {word for cases in CASES.values() for word in cases if word.startswith("suites/")}
-    assert not [word for word in words if not (TREE / word).exists()]
+    paths = {word for cases in CASES.values() for word in cases if word.startswith("suites/")}
+    assert not [path for path in paths if not (TREE / path).exists()]
 
 
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.name)

@@ -1,4 +1,4 @@
-"""All sessions that run cases treat their arguments in the same way."""
+"""All nox sessions that run cases treat their arguments in the same way."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from automation.commands import ROOT
 from automation.gdrkit_commands import cases
 
 SESSIONS = pytest.mark.parametrize("session", ["bench", "direct", "suites"])
-USUAL = ["suites", "--ignore=suites/meta"]
-# Arguments that are existing folders, but values of options, name no cases.
+DEFAULT = ["suites", "--ignore=suites/meta"]
+# The value of an option does not name cases, even if it is an existing folder.
 OPTIONS = ["-k", "readmes", "--ignore", "docs"]
 
 
 @pytest.mark.parametrize("options", [[], OPTIONS, ["--ignore=suites/rdma", "--records", "."]])
-def test_where_no_cases_are_named_the_usual_ones_are_meant(options: list[str]) -> None:
-    assert cases(options, *USUAL) == [*USUAL, *options]
+def test_default_cases_are_added_if_none_are_named(options: list[str]) -> None:
+    assert cases(options, *DEFAULT) == [*DEFAULT, *options]
 
 
 NAMED = [
@@ -30,21 +30,22 @@ NAMED = [
 
 
 @pytest.mark.parametrize("named", NAMED)
-def test_cases_that_are_named_are_the_only_ones(named: str) -> None:
+def test_named_cases_replace_the_default(named: str) -> None:
     for given in ([named], [*OPTIONS, named], [named, *OPTIONS]):
-        assert cases(given, *USUAL) == given
+        assert cases(given, *DEFAULT) == given
 
 
-def collected(session: str, *arguments: str) -> int:
+def exit_code_of_collection(session: str, *arguments: str) -> int:
     command = [sys.executable, "-m", "nox", "-f", str(ROOT / "noxfile.py"), "-s", session, "--"]
     return subprocess.run([*command, "--collect-only", "-q", *arguments], capture_output=True, check=False).returncode
 
 
 @SESSIONS
-def test_options_alone_do_not_bring_the_cases_about_the_house(session: str) -> None:
-    assert collected(session, *OPTIONS) == 2  # There is no such case.
+def test_options_alone_do_not_select_meta(session: str) -> None:
+    # No default case has this name. Only a case of suites/meta has it.
+    assert exit_code_of_collection(session, *OPTIONS) == 2
 
 
 @SESSIONS
-def test_options_are_for_the_cases_that_are_named(session: str) -> None:
-    assert collected(session, *OPTIONS, "suites/meta/test_readmes.py") == 0
+def test_options_apply_to_named_cases(session: str) -> None:
+    assert exit_code_of_collection(session, *OPTIONS, "suites/meta/test_readmes.py") == 0

@@ -23,27 +23,27 @@ def build(root: Path, sources: Mapping[str, str]) -> None:
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
-def test_the_house_keeps_the_rule(rule: Rule) -> None:
+def test_project_follows_the_rule(rule: Rule) -> None:
     breaches = list(rule.breaches(PROJECT_ROOT))
     assert not breaches, "\n".join([rule.why, *breaches])
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
-def test_the_rule_notices_a_breach(rule: Rule, tmp_path: Path) -> None:
+def test_rule_detects_a_violation(rule: Rule, tmp_path: Path) -> None:
     build(tmp_path, rule.must_fail)
     assert list(rule.breaches(tmp_path))
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
-def test_the_rule_accepts_what_is_right(rule: Rule, tmp_path: Path) -> None:
+def test_rule_accepts_valid_code(rule: Rule, tmp_path: Path) -> None:
     build(tmp_path, rule.must_pass)
     assert not list(rule.breaches(tmp_path))
 
 
-def test_a_room_has_one_level() -> None:
-    rooms = [room for level in LEVELS for room in level]
-    assert len(rooms) == len(set(rooms))
+def test_package_has_one_level() -> None:
+    packages = [package for level in LEVELS for package in level]
+    assert len(packages) == len(set(packages))
 
 
-def test_the_real_apis_are_never_excepted() -> None:
-    assert not {room for pair in SAME_LEVEL for room in pair} & LEVELS[SIBLINGS_LEVEL]
+def test_real_apis_have_no_exception() -> None:
+    assert not {package for pair in SAME_LEVEL for package in pair} & LEVELS[SIBLINGS_LEVEL]

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 SUITES = Path(__file__).resolve().parents[1]
-ROOMS = {
+FOLDERS = {
     "contract",
     "cufile",
     "fault",
@@ -23,6 +23,6 @@ ROOMS = {
 }
 
 
-def test_every_room_about_transfers_has_cases_in_a_qualification() -> None:
+def test_every_transfer_folder_is_in_a_qualification() -> None:
     listed = re.findall(r"^- `(\w+)/\S+::\S+`$", (SUITES / "README.md").read_text(), re.MULTILINE)
-    assert ROOMS - set(listed) == set()
+    assert FOLDERS - set(listed) == set()

@@ -1,4 +1,4 @@
-"""The sample report in docs/ is self-contained, small, and made of records in this tree (`nox -s sample` makes it)."""
+"""The sample report in docs/ is self-contained, small, and made from records in this tree by `nox -s sample`."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ PROJECT_ROOT = Path(__file__).resolve().parents[2]
 SAMPLE = PROJECT_ROOT / "docs" / "sample-report" / "index.html"
 
 
-def test_the_sample_is_one_small_file_that_loads_nothing() -> None:
+def test_sample_is_one_small_self_contained_file() -> None:
     text = SAMPLE.read_text(encoding="utf-8")
     assert len(text.encode()) < 1_000_000
     assert re.findall(r"<(?:script|link|img|iframe)\b|\bsrc=|https?://", text) == []
     assert [path.name for path in SAMPLE.parent.iterdir()] == ["index.html"]
 
 
-def test_every_record_that_the_sample_names_is_there() -> None:
-    named = set(re.findall(r"<dt>record</dt><dd><code>([\w.-]+\.jsonl):(\d+)</code>", SAMPLE.read_text()))
-    assert len(named) > 50
+def test_every_record_of_the_sample_exists() -> None:
+    references = set(re.findall(r"<dt>record</dt><dd><code>([\w.-]+\.jsonl):(\d+)</code>", SAMPLE.read_text()))
+    assert len(references) > 50
     records = PROJECT_ROOT / "reports" / "baselines" / "h200-1"
     lines = {path.name: len(path.read_text().splitlines()) for path in records.glob("*.jsonl")}
-    assert [name for name, number in named if int(number) > lines.get(name, 0)] == []
+    assert [name for name, number in references if int(number) > lines.get(name, 0)] == []
 
 
-def test_the_host_is_shown_where_its_facts_were_kept() -> None:
-    kept = (PROJECT_ROOT / "reports" / "baselines" / "h200-1" / "facts.json").is_file()
-    assert (">This host</h2>" in SAMPLE.read_text()) == kept
+def test_sample_shows_the_host_if_its_facts_exist() -> None:
+    has_facts = (PROJECT_ROOT / "reports" / "baselines" / "h200-1" / "facts.json").is_file()
+    assert (">This host</h2>" in SAMPLE.read_text()) == has_facts

@@ -1,4 +1,4 @@
-"""docs/sharing.md contains the tables of the code, word for word."""
+"""docs/sharing.md contains the tables of the code."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gdrkit.registration.handle import LAYOUT, SHARE_HANDLE_BYTES, ShareKind
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "sharing.md"
 
-ANSWERS = {0: "works", 1: "refused (1)", 801: "refused (801)"}
+RESULTS = {0: "works", 1: "refused (1)", 801: "refused (801)"}
 PARTS = {
     "page": "from its second page on",
     "odd_address": "at an odd address",
@@ -34,23 +34,23 @@ def export_table() -> str:
     lines = ["| memory | IPC | VMM | dma-buf |", "|---|---|---|---|"]
     for memory in dict.fromkeys(row.memory for row in EXPORTS):
         cells = []
-        for way in ShareKind:
-            found = [row for row in EXPORTS if (row.memory, row.way, row.part) == (memory, way, "whole")]
-            cells.append(ANSWERS[found[0].status] if found else "has no chunks")
+        for kind in ShareKind:
+            rows = [row for row in EXPORTS if (row.memory, row.way, row.part) == (memory, kind, "whole")]
+            cells.append(RESULTS[rows[0].status] if rows else "has no chunks")
         lines.append(f"| {memory.value} | {' | '.join(cells)} |")
     lines += ["", "| dma-buf of cuMemAlloc memory | |", "|---|---|"]
     parts = [row for row in EXPORTS if row.memory is MemoryKind.CUDA and row.part != "whole"]
-    lines += [f"| {PARTS[row.part]} | {ANSWERS[row.status]} |" for row in parts]
+    lines += [f"| {PARTS[row.part]} | {RESULTS[row.status]} |" for row in parts]
     return "\n".join(lines)
 
 
 @pytest.mark.parametrize("table", [layout_table, export_table])
-def test_the_document_has_the_table_of_the_code(table: object) -> None:
+def test_document_has_the_table_of_the_code(table: object) -> None:
     assert callable(table)
     assert table() in DOCUMENT.read_text(), f"docs/sharing.md must have:\n{table()}"
 
 
-def test_the_layout_has_no_gap() -> None:
+def test_layout_has_no_gap() -> None:
     end = 0
     for field in LAYOUT:
         assert field.offset_bytes == end
