@@ -2,11 +2,11 @@
 
     python3 FOLDER/gpu.py [--out DIR] [--tar FILE] [PART ...]
 
-This program uses only the standard library and pip. The folder contains everything else that is needed. Packages that
-this Python lacks are installed into a temporary folder, which is removed at the end. Each part writes one records file,
-OUT/PROFILE/PART.jsonl, and its output, OUT/logs/PART.log. It has its own time limit, after which it is ended and the
-next part begins. The facts of the machine are beside the records in facts.json, for `gdrkit report OUT/PROFILE`. If
-there is no RDMA device, verbs runs on its software twin, and every record says so.
+This program uses only the standard library and pip. The folder contains everything else. Packages that this Python
+lacks are installed into a temporary folder, which is removed at the end. Each part writes its records to
+OUT/PROFILE/PART.jsonl and its output to OUT/logs/PART.log. A part that exceeds its time limit is killed, and the next
+part begins. The facts of the machine are written to facts.json beside the records, for `gdrkit report OUT/PROFILE`. If
+there is no RDMA device, verbs runs on its software twin, as every record states.
 """
 
 from __future__ import annotations
@@ -30,24 +30,33 @@ from pathlib import Path
 __all__ = ["PARTS", "Part", "main", "pack", "run_limited"]
 
 BUNDLE = Path(__file__).resolve().parent
-WANTED = ("gdrkit[qualify]", "gdrkit-twins", "pyverbs")
+PACKAGES = ("gdrkit[qualify]", "gdrkit-twins", "pyverbs")
 
 
 @dataclass(frozen=True)
 class Part:
-    """A part: its cases, its time limit in seconds, and whether it measures.
+    """A group of cases that run in one process.
 
-    Measuring cases have their own limits, and print numbers as soon as they have them.
+    Attributes
+    ----------
+    cases : tuple of str
+        Files and folders of the cases.
+    limit_s : float
+        Time limit, in seconds.
+    is_measuring : bool
+        Whether the cases measure. Such cases have their own time limits, and print their numbers at once.
+    is_optional : bool
+        Whether the part runs only if the command line names it.
     """
 
     cases: tuple[str, ...]
     limit_s: float = 120.0
     is_measuring: bool = False
-    is_named: bool = False  # The part runs only if the command line names it.
+    is_optional: bool = False
 
     @property
     def root(self) -> str:
-        """The folder of pytest's root, relative to that of the installed project."""
+        """Root folder of pytest, relative to the data folder of the installed package."""
         return self.cases[0].partition("/")[0]
 
     def options(self) -> list[str]:
@@ -75,14 +84,14 @@ PARTS: dict[str, Part] = {
     "share": Part(("suites/share",)),
     "sweep": Part(("suites/bench/test_storage_sweep.py",), limit_s=180, is_measuring=True),
     "storage": Part(("suites/bench/test_storage_speed.py",), limit_s=540, is_measuring=True),
-    "nccl": Part(("hardware/throughput/test_nccl.py",), limit_s=300, is_measuring=True, is_named=True),
+    "nccl": Part(("hardware/throughput/test_nccl.py",), limit_s=300, is_measuring=True, is_optional=True),
 }
 # A multicast object that its owner does not release can make the GPUs of a host unusable, also for other users.
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 FAILED, SETUP_MISSING = 1, 3
 # An aborted part has this time, in seconds, to print its stacks.
-LAST_WORDS_S = 5.0
-LINES_SHOWN, LINES_SHOWN_FAILED = 12, 60
+ABORT_S = 5.0
+LOG_LINES, LOG_LINES_OF_FAILURE = 12, 60
 
 
 class SetupError(Exception):
@@ -90,24 +99,25 @@ class SetupError(Exception):
 
 
 def main() -> int:
-    """0: everything that ran passed; 1: something failed; 3: it could not start."""
-    usual = [name for name, part in PARTS.items() if not part.is_named]
+    """Exit code 0: every case that ran passed; 1: a case failed; 3: the cases could not start."""
+    default = [name for name, part in PARTS.items() if not part.is_optional]
     parser = argparse.ArgumentParser(prog="gpu.py", description=main.__doc__)
     parser.add_argument("--bundle", type=Path, default=BUNDLE, help="the folder that `nox -s bundle` made")
     parser.add_argument("--extras", type=Path, help="a folder of more wheels; default: extras in the bundle")
-    parser.add_argument("--out", type=Path, default=Path("reports", "baselines"), help="below it the records go")
-    parser.add_argument("--tar", type=Path, help="everything in OUT, also as this file, written anew after each part")
-    parser.add_argument("--limit-s", type=float, help="how long a part may take, instead of its own time")
-    parser.add_argument("--disk", type=Path, help="where sweep and storage put their files: 16 GB, no tmpfs")
-    parser.add_argument("--software", action="store_true", help="no hardware at all: every API on its software twin")
+    parser.add_argument("--out", type=Path, default=Path("reports", "baselines"), help="folder for the records")
+    parser.add_argument("--tar", type=Path, help="archive of OUT, replaced after each part")
+    parser.add_argument("--limit-s", type=float, help="time limit of each part, instead of its default")
+    parser.add_argument("--disk", type=Path, help="folder for the files of sweep and storage: 16 GB, not a tmpfs")
+    parser.add_argument("--software", action="store_true", help="use no hardware: every API runs on its software twin")
+    optional = " ".join(PARTS.keys() - default)
     parser.add_argument(
-        "parts", nargs="*", metavar="PART", help=f"default: {' '.join(usual)}; also: {' '.join(PARTS.keys() - usual)}"
+        "parts", nargs="*", metavar="PART", help=f"default: {' '.join(default)}; not in the default: {optional}"
     )
     options = parser.parse_args()
-    options.parts = options.parts or usual
+    options.parts = options.parts or default
     unknown = [part for part in options.parts if part not in PARTS]
     if unknown:
-        parser.error(f"no part {unknown[0]}; there are {', '.join(PARTS)}")
+        parser.error(f"PART must be one of {', '.join(PARTS)}, not {unknown[0]}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(FAILED))
     # The stacks of an aborted process are sufficient. The core dump of a process with a device is as large as its
     # memory.
@@ -128,21 +138,20 @@ def _install(bundle: Path, site: Path) -> Path:
     """Install the packages that this Python lacks, as listed by a dry run of pip."""
     wheels = bundle / "wheels"
     if not any(wheels.glob("gdrkit-*.whl")):
-        message = f"no wheel of gdrkit in {wheels}: make the folder by nox -s bundle"
+        message = f"{wheels} has no wheel of gdrkit: run nox -s bundle to create the folder"
         raise SetupError(message)
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--disable-pip-version-check"]
     report = site.with_suffix(".json")
-    asked = [*pip, "--find-links", str(wheels), "--dry-run", "--report", str(report), *WANTED]
-    if subprocess.call(asked) != 0:
-        message = f"the wheels in {wheels} do not fit Python {sys.version.split()[0]} at {sys.executable}"
+    dry_run = [*pip, "--find-links", str(wheels), "--dry-run", "--report", str(report), *PACKAGES]
+    if subprocess.call(dry_run) != 0:
+        message = f"the wheels in {wheels} cannot be installed for Python {sys.version.split()[0]} at {sys.executable}"
         raise SetupError(message)
-    lacking = json.loads(report.read_text())["install"]
-    chosen = [str(wheels / each["download_info"]["url"].rpartition("/")[2].replace("%2B", "+")) for each in lacking]
-    _say(
-        "gpu: installing " + ", ".join(f"{each['metadata']['name']} {each['metadata']['version']}" for each in lacking)
-    )
-    if subprocess.call([*pip, "--no-deps", "--no-compile", "--target", str(site), *chosen]) != 0:
-        message = "pip could not install them"
+    missing = json.loads(report.read_text())["install"]
+    files = [str(wheels / each["download_info"]["url"].rpartition("/")[2].replace("%2B", "+")) for each in missing]
+    versions = ", ".join(f"{each['metadata']['name']} {each['metadata']['version']}" for each in missing)
+    _say(f"gpu: installing {versions}")
+    if subprocess.call([*pip, "--no-deps", "--no-compile", "--target", str(site), *files]) != 0:
+        message = "pip could not install the packages"
         raise SetupError(message)
     return site
 
@@ -151,137 +160,137 @@ def _install_extras(extras: Path, site: Path) -> None:
     """Install every wheel in the folder without its dependencies. If the installation fails, continue without them."""
     wheels = sorted(map(str, extras.glob("*.whl")))
     if not wheels:
-        _say(f"gpu: no wheels in {extras}: cases that need more than gdrkit does will not run")
+        _say(f"gpu: no wheels in {extras}: cases that need additional packages will not run")
         return
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--disable-pip-version-check"]
     if subprocess.call([*pip, "--no-deps", "--no-compile", "--target", str(site), *wheels]) != 0:
-        _say("gpu: going on without the extras: their cases will not run")
+        _say("gpu: pip could not install the additional packages: cases that need them will not run")
     else:
-        _say("gpu: with " + ", ".join(Path(each).name.partition("-")[0] for each in wheels))
+        _say("gpu: additional packages: " + ", ".join(Path(each).name.partition("-")[0] for each in wheels))
 
 
 def _environment(options: argparse.Namespace, site: Path, folder: Path) -> dict[str, str]:
     bundle = options.bundle.resolve()
-    about = json.loads((bundle / "bundle.json").read_text())
+    metadata = json.loads((bundle / "bundle.json").read_text())
     paths = {
         "PYTHONPATH": [str(site)],
         "LD_LIBRARY_PATH": [str(bundle / "lib"), str(site / "gdrkit" / "usrbio" / "lib")],
     }
-    joined = {name: os.pathsep.join([*mine, *filter(None, [os.environ.get(name)])]) for name, mine in paths.items()}
-    kept = {"GDRKIT_COMMIT": about["commit"], "PYTHONUNBUFFERED": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    kept["HYPOTHESIS_STORAGE_DIRECTORY"] = str(folder / "hypothesis")
+    joined = {name: os.pathsep.join([*new, *filter(None, [os.environ.get(name)])]) for name, new in paths.items()}
+    settings = {"GDRKIT_COMMIT": metadata["commit"], "PYTHONUNBUFFERED": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    settings["HYPOTHESIS_STORAGE_DIRECTORY"] = str(folder / "hypothesis")
     if (bundle / "bench").is_dir():
-        kept["GDRKIT_BENCH_PROGRAMS"] = str(bundle / "bench")
+        settings["GDRKIT_BENCH_PROGRAMS"] = str(bundle / "bench")
     if options.disk:
-        kept["GDRKIT_BENCH_STORAGE_FOLDER"] = str(options.disk.resolve())
+        settings["GDRKIT_BENCH_STORAGE_FOLDER"] = str(options.disk.resolve())
     if options.software:
-        # Four gigabytes take minutes on twins, and show nothing more.
-        kept["GDRKIT_BENCH_STORAGE_MIB"] = os.environ.get("GDRKIT_BENCH_STORAGE_MIB", "64")
-    return {**os.environ, **joined, **kept, **NO_MULTICAST}
+        # The default of four gigabytes takes minutes on twins, without a further result.
+        settings["GDRKIT_BENCH_STORAGE_MIB"] = os.environ.get("GDRKIT_BENCH_STORAGE_MIB", "64")
+    return {**os.environ, **joined, **settings, **NO_MULTICAST}
 
 
 def _run(options: argparse.Namespace, site: Path, folder: Path) -> int:
     environment = _environment(options, site, folder)
     data = site / "gdrkit" / "_data"
     launch, substrate = _launch(is_software=options.software)
-    facts = _facts(launch, environment, folder, places={site: "{site}", options.bundle.resolve(): "{bundle}"})
+    facts = _facts(launch, environment, folder, paths={site: "{site}", options.bundle.resolve(): "{bundle}"})
     logs = options.out / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     codes = []
     for name in options.parts:
         part = PARTS[name]
-        there = [str(data / case) for case in part.cases if (data / case).exists()]
-        if not there:
+        existing = [str(data / case) for case in part.cases if (data / case).exists()]
+        if not existing:
             _say(f"gpu: {name}: this version has no such cases")
             continue
         records = folder / f"{name}.jsonl"
         command = [*launch, sys.executable, "-m", "pytest", "-c", str(data / "suites" / "pytest.ini")]
         command += [f"--rootdir={data / part.root}", "-q", "-rfE", "--tb=short", "--substrate", substrate]
-        command += ["--records", str(records), "--command", f"gpu.py {name}", *part.options(), *there]
-        begun = time.monotonic()
+        command += ["--records", str(records), "--command", f"gpu.py {name}", *part.options(), *existing]
+        start_s = time.monotonic()
         _say(f"\ngpu: {name}")
         log = logs / f"{name}.log"
         codes.append(run_limited(command, environment, folder, log, options.limit_s or part.limit_s))
-        _show(log, LINES_SHOWN_FAILED if codes[-1] else LINES_SHOWN)
-        _say(f"gpu: {name}: exit {codes[-1]} after {time.monotonic() - begun:.0f} s")
-        kept = _keep(records, options.out)
-        if kept and facts:
-            (kept / "facts.json").write_text(facts)
+        _print_end(log, LOG_LINES_OF_FAILURE if codes[-1] else LOG_LINES)
+        _say(f"gpu: {name}: exit {codes[-1]} after {time.monotonic() - start_s:.0f} s")
+        profile_folder = _move_records(records, options.out)
+        if profile_folder and facts:
+            (profile_folder / "facts.json").write_text(facts)
         if options.tar:
             pack(options.out, options.tar)
     return FAILED if any(codes) else 0
 
 
 def _launch(*, is_software: bool) -> tuple[list[str], str]:
-    """Return the beginning of each command, and the substrate that the cases must find."""
+    """Return the beginning of each command, and the required substrates as the option of the harness."""
     run = [sys.executable, "-m", "gdrkit", "run", "--software", "--isolated"]
     if is_software:
-        _say("gpu: every API on its software twin")
+        _say("gpu: every API runs on its software twin")
         return [*run, "--"], "software"
     if any(Path("/sys/class/infiniband").glob("*")):
-        _say("gpu: the RDMA devices of this machine")
+        _say("gpu: verbs runs on the RDMA devices of this machine")
         return [], "cuda=hardware"
-    _say("gpu: no RDMA device: verbs on its software twin")
+    _say("gpu: no RDMA device: verbs runs on its software twin")
     return [*run, "--apis", "verbs", "--"], "verbs=twin,cuda=hardware"
 
 
-def _facts(launch: list[str], environment: dict[str, str], folder: Path, places: dict[Path, str]) -> str:
-    """Return the facts of this machine for the report of its records, without paths of temporary folders."""
+def _facts(launch: list[str], environment: dict[str, str], folder: Path, paths: dict[Path, str]) -> str:
+    """Return the facts of this machine for the report, with `paths` of temporary folders replaced by names."""
     command = [*launch, sys.executable, "-m", "gdrkit", "facts", "--json"]
-    asked = subprocess.run(command, env=environment, cwd=folder, stdout=subprocess.PIPE, text=True, check=False)
-    if asked.returncode:
-        _say(f"gpu: no facts about this machine: gdrkit facts ended with {asked.returncode}")
+    done = subprocess.run(command, env=environment, cwd=folder, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        _say(f"gpu: no facts about this machine: gdrkit facts ended with exit code {done.returncode}")
         return ""
-    text = asked.stdout
-    for place, name in places.items():
-        text = text.replace(f"{place}/", f"{name}/")
+    text = done.stdout
+    for path, name in paths.items():
+        text = text.replace(f"{path}/", f"{name}/")
     return text
 
 
 def run_limited(command: list[str], environment: dict[str, str], folder: Path, log: Path, limit_s: float) -> int:
     """Run a command, write its output to the log, and return its exit code.
 
-    The code is minus a signal if the command was ended after `limit_s` seconds.
+    A command that exceeds `limit_s` seconds is killed. The exit code is then the negative number of the signal.
     """
     with log.open("wb") as file:
-        # The command runs in another folder: Python looks for modules in the current one first, and would find a
-        # checkout without native modules.
+        # The command runs in another folder, because Python imports first from the current one, and a checkout there
+        # would have no native modules.
         process = subprocess.Popen(
             command, env=environment, cwd=folder, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
             return process.wait(limit_s)
         except subprocess.TimeoutExpired:
-            _say(f"gpu: ended after {limit_s:g} s; the stacks are in the log")
-            # The remaining processes of the group print their stacks.
+            _say(f"gpu: killed after {limit_s:g} s; the log has the stacks")
+            # SIGABRT makes the processes of the group print their stacks.
             os.killpg(process.pid, signal.SIGABRT)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(LAST_WORDS_S)
+                process.wait(ABORT_S)
             return process.poll() or -signal.SIGKILL
         finally:
-            # This also runs if this program itself is ended.
+            # This also runs if this program itself is terminated.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
 
-def _show(log: Path, lines_count: int) -> None:
+def _print_end(log: Path, lines_count: int) -> None:
     """Print the last lines of the output of a part."""
     lines = log.read_text(errors="replace").splitlines()
     for line in lines[-lines_count:]:
         _say(f"  | {line}")
 
 
-def pack(out: Path, packed: Path) -> None:
-    """Write everything below `out` into one archive, which replaces the old one atomically."""
-    packed.parent.mkdir(parents=True, exist_ok=True)
-    beside = packed.with_name(packed.name + ".new")
-    with tarfile.open(beside, "w:gz") as file:
+def pack(out: Path, archive: Path) -> None:
+    """Write the folder `out` into an archive, which replaces the old one atomically."""
+    archive.parent.mkdir(parents=True, exist_ok=True)
+    new = archive.with_name(archive.name + ".new")
+    with tarfile.open(new, "w:gz") as file:
         file.add(out, arcname="records")
-    beside.replace(packed)
+    new.replace(archive)
 
 
-def _keep(records: Path, out: Path) -> Path | None:
+def _move_records(records: Path, out: Path) -> Path | None:
     """Move the records to the folder of their profile, print a summary, and return that folder."""
     if not records.exists():
         _say("gpu: no record was written")
@@ -304,25 +313,25 @@ def _keep(records: Path, out: Path) -> Path | None:
     for record in read:
         if record["verdict"] == "fail":
             failed.setdefault(record["reasons"][0]["text"], []).append(record["case"])
-        _numbers(record)
+        _print_numbers(record)
     for text, cases in failed.items():
         more = f" and {len(cases) - 1} more" if len(cases) > 1 else ""
         _say(f"  fail: {cases[0]}{more}: {text}")
     return target.parent
 
 
-def _numbers(record: dict[str, object]) -> None:
-    """Print the measurements of a record. Numbers that are not of hardware alone are stored and not shown."""
+def _print_numbers(record: dict[str, object]) -> None:
+    """Print the measurements of a record, unless an API of the measurement ran on software."""
     numbers, substrate = record["numbers"], record["substrate"]
     if not isinstance(numbers, dict) or not isinstance(substrate, dict) or not numbers:
         return
     evidence = record["evidence"]
     apis = evidence.get("measured_apis", substrate) if isinstance(evidence, dict) else substrate
     if any(substrate.get(api) != "hardware" for api in apis):
-        _say(f"  {record['case']}: measured on {substrate}, which is no performance of this machine")
+        _say(f"  {record['case']}: measured on {substrate}, so the numbers are not those of this machine")
         return
-    shown = {key: value for key, value in numbers.items() if key.endswith(("_median", "_percent", "_ratio"))}
-    _say(f"  {record['case']}: " + ", ".join(f"{key} {value:.4g}" for key, value in shown.items()))
+    printed = {key: value for key, value in numbers.items() if key.endswith(("_median", "_percent", "_ratio"))}
+    _say(f"  {record['case']}: " + ", ".join(f"{key} {value:.4g}" for key, value in printed.items()))
 
 
 def _say(line: str) -> None:

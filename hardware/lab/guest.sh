@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# What the virtual machine runs, as root: guest.sh OUTPUT SCRIPT FOLDER... It says that it came up, runs SCRIPT with two
-# rxe devices, and leaves the exit code.
+# guest.sh OUTPUT SCRIPT FOLDER...: the virtual machine runs this script as root. It creates OUTPUT/booted, runs SCRIPT
+# with two rxe devices, and writes the exit code of SCRIPT to OUTPUT/code.
 set -uo pipefail
 output=$1 script=$2
 shift 2
 : >"$output/booted"
-# virtme-ng mounts the files of the host without a cache, so every process would read all that Python imports once more
-# through QEMU. Nobody changes them meanwhile, so each FOLDER is mounted over itself with a cache.
+# virtme-ng mounts the files of the host without a cache, so every process would read each Python module through QEMU
+# again. Each FOLDER is mounted over itself with a cache, because its files do not change during the run.
 mkdir -p /run/lab/files /run/lab/output
 mount -t 9p -o ro,trans=virtio,version=9p2000.L,msize=512000,cache=loose lab /run/lab/files || exit
 mount --bind "$output" /run/lab/output
@@ -14,7 +14,7 @@ for folder in "$@"; do
     mount --bind "/run/lab/files$folder" "$folder"
 done
 mount --bind /run/lab/output "$output"
-# A virtual machine is there for this alone, so nothing is in its way.
+# RDMA registrations lock memory. The guest runs nothing else, so it needs no limit.
 ulimit -l unlimited
 ip link set lo up
 code=0

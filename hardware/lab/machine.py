@@ -25,15 +25,15 @@ __all__ = ["Limits", "Machine", "can_virtualize", "check_programs"]
 
 _PROGRAMS = ("qemu-system-x86_64", "busybox", "modprobe", "ip", "rdma")
 _PACKAGES = "qemu-system-x86 busybox-static kmod iproute2"
-_HERE = Path(__file__).resolve().parent
+_FOLDER = Path(__file__).resolve().parent
 _KVM_GET_API_VERSION = 0xAE00
 _KVM_API_VERSION = 12
 _FILES = (
     "-fsdev local,id=lab,path=/,security_model=none,readonly=on,multidevs=remap "
     "-device virtio-9p-pci,fsdev=lab,mount_tag=lab"
 )
-_LOOK_S = 0.25
-_END_S = 5.0
+_POLL_PERIOD_S = 0.25
+_TERMINATION_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -83,53 +83,54 @@ class Machine:
         for stale in ("booted", "code"):
             (output / stale).unlink(missing_ok=True)
         process = self._start(script, output)
-        shown = threading.Thread(target=_show, args=(process,))
-        shown.start()
+        printer = threading.Thread(target=_print_output, args=(process,))
+        printer.start()
         try:
-            self._wait(process, output / "booted", f"did not come up within {limits.boot_s:g} s", limits.boot_s)
-            self._wait(process, None, f"came up, and did not end within {limits.run_s:g} s", limits.run_s)
+            self._wait(process, output / "booted", f"did not boot within {limits.boot_s:g} s", limits.boot_s)
+            self._wait(process, None, f"booted, but did not end within {limits.run_s:g} s", limits.run_s)
         finally:
-            _end(process)
-            shown.join()
+            _kill(process)
+            printer.join()
         code = output / "code"
         text = code.read_text().strip() if code.exists() else ""
         if not text.isdecimal():
-            message = f"the virtual machine ended without a result (vng ended with {process.returncode}): "
-            message += "what it printed above says why"
+            message = f"the virtual machine ended without a result (exit code of vng: {process.returncode}): "
+            message += "see its output above"
             raise LabError(message)
         return int(text)
 
     def _start(self, script: Path, output: Path) -> subprocess.Popen[bytes]:
         path = f"{self.tools}{os.pathsep}{os.environ['PATH']}"
-        inside = shlex.join(["bash", str(_HERE / "guest.sh"), str(output), str(script), *self.cached])
+        guest_command = shlex.join(["bash", str(_FOLDER / "guest.sh"), str(output), str(script), *self.cached])
         command = [str(self.tools / "vng"), "--run", str(self.image), *([] if self.kvm else ["--disable-kvm"])]
         # 9p is used, as virtiofs needs a daemon that some distributions do not ship.
-        command += ["--force-9p", "--cpus", "2", "--memory", "2G", "--rwdir", str(output), "--exec", inside]
-        # The same files are exported a second time, for guest.sh to mount with a cache. The device needs a machine with
-        # PCI.
+        command += ["--force-9p", "--cpus", "2", "--memory", "2G", "--rwdir", str(output), "--exec", guest_command]
+        # The same files are exported a second time, so that guest.sh can mount them with a cache. The device needs a
+        # machine type with PCI.
         command += ["--disable-microvm", f"--qemu-opts={_FILES}"]
-        # The process has its own session, so that QEMU and all other processes that it starts can be ended together.
+        # The process has its own session, so that QEMU and all its other children can be killed together.
         return subprocess.Popen(
             command,
             cwd=output,
             env={**os.environ, "PATH": path},
             stdin=subprocess.DEVNULL,
-            # The output is not inherited: virtme-ng opens it again, which truncates it if it is a file.
+            # virtme-ng opens its standard output again, which would truncate an inherited file.
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
 
     @staticmethod
-    def _wait(process: subprocess.Popen[bytes], sign: Path | None, late: str, limit_s: float) -> None:
-        end = time.monotonic() + limit_s
-        while time.monotonic() < end:
-            if sign is not None and sign.exists():
+    def _wait(process: subprocess.Popen[bytes], file: Path | None, failure: str, limit_s: float) -> None:
+        """Wait until `file` exists or the process ends; raise an error with the text `failure` after the limit."""
+        end_s = time.monotonic() + limit_s
+        while time.monotonic() < end_s:
+            if file is not None and file.exists():
                 return
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_LOOK_S)
+                process.wait(_POLL_PERIOD_S)
                 return
-        message = f"the virtual machine {late}, and was ended: try again on a machine with less to do"
+        message = f"the virtual machine {failure}, and was killed: try again on a machine with less load"
         raise LabError(message)
 
 
@@ -163,29 +164,29 @@ def can_virtualize(*, cpuinfo: Path = Path("/proc/cpuinfo"), device: Path = Path
     except PermissionError:
         return False
     except OSError as error:
-        message = f"{device} is there and broken ({error.strerror}): mend it, or add --tcg to do without"
+        message = f"ioctl({device}, KVM_GET_API_VERSION) failed: {error.strerror}: repair KVM, or add --tcg"
         raise LabError(message) from error
     if version != _KVM_API_VERSION:
-        message = f"{device} speaks version {version} instead of {_KVM_API_VERSION}: add --tcg to do without"
+        message = f"the API version of {device} must be {_KVM_API_VERSION}, not {version}: add --tcg"
         raise LabError(message)
     return True
 
 
-def _show(process: subprocess.Popen[bytes]) -> None:
+def _print_output(process: subprocess.Popen[bytes]) -> None:
     """Print the output of the process as it arrives."""
     assert process.stdout is not None  # noqa: S101 - it was started with a pipe.
-    with process.stdout as printed:
-        while data := printed.read1():  # type: ignore[attr-defined]
+    with process.stdout as output:
+        while data := output.read1():  # type: ignore[attr-defined]
             sys.stdout.write(data.decode("utf-8", "replace"))
             sys.stdout.flush()
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    # This also runs after vng itself has ended, because QEMU may still run.
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    # vng may have ended while QEMU still runs in its process group.
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
     with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(_END_S)
+        process.wait(_TERMINATION_S)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -1,8 +1,8 @@
-"""Comparison of two runs of the same cases: one on twins, one on a kernel's RDMA stack.
+"""Comparison of two runs of the same cases: one on the twins, one on a kernel's RDMA stack.
 
-A case about device memory passes on the twin, and the kernel refuses it with both causes. That is the only outcome that
-it may have there. Any other case that both ran must pass on both. If they differ, one of them violates the man page, or
-the case requires more than the man page states.
+A case about device memory passes on the twin, and the kernel must refuse it with both causes. Any other case that ran
+in both runs must pass in both. If the outcomes differ, one side violates the man page, or the case requires more than
+the man page states.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ if TYPE_CHECKING:
 
     from gdrkit.inventory import Profile
 
-__all__ = ["REFUSED", "Pair", "compared", "strangers", "table", "unrefused"]
+__all__ = ["REFUSED", "Pair", "compare", "on_other_substrates", "table", "without_refusal"]
 
 _ABSENT = "absent"
 _PASS = Verdict.PASS.value
-# This verdict exists in this table only. It is a record that is not_run and has the refusal that its profile states.
+# Only this table has this verdict: the record is not_run, with the refusal that its profile requires.
 REFUSED = "refused"
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A case in both runs. A verdict is that of its record, ``refused`` or ``absent``."""
+    """A case with its verdicts of both runs: those of its records, ``refused`` or ``absent``."""
 
     case: str
     twin: str
     kernel: str
 
     @property
-    def counts(self) -> bool:
+    def ran_on_both(self) -> bool:
         """Whether the case ran in both runs."""
         return Verdict.NOT_RUN.value not in {self.twin, self.kernel}
 
@@ -52,20 +52,20 @@ class Pair:
     @property
     def differs(self) -> bool:
         """Whether the case ran in both runs with an outcome that is not allowed."""
-        return self.counts and not self.agrees and not self.refused
+        return self.ran_on_both and not self.agrees and not self.refused
 
 
-def compared(twin: Path, kernel: Path) -> tuple[Pair, ...]:
+def compare(twin: Path, kernel: Path) -> tuple[Pair, ...]:
     """Return the cases of two records files, in the order of the first file."""
-    there = {name: {record.case: _verdict(record) for record in read_records(name)} for name in (twin, kernel)}
-    cases = dict.fromkeys((*there[twin], *there[kernel]))
-    return tuple(Pair(case, there[twin].get(case, _ABSENT), there[kernel].get(case, _ABSENT)) for case in cases)
+    verdicts = {path: {record.case: _verdict(record) for record in read_records(path)} for path in (twin, kernel)}
+    cases = dict.fromkeys((*verdicts[twin], *verdicts[kernel]))
+    return tuple(Pair(case, verdicts[twin].get(case, _ABSENT), verdicts[kernel].get(case, _ABSENT)) for case in cases)
 
 
-def unrefused(records: Iterable[Record], profile: Profile) -> tuple[str, ...]:
-    """Return the cases whose only unmet needs are expected refusals, and that were not even tried."""
+def without_refusal(records: Iterable[Record], profile: Profile) -> tuple[str, ...]:
+    """Return a problem for each case that had to be refused by the profile but did not run."""
     return tuple(
-        f"{record.case} was to be refused and did not run"
+        f"{record.case} had to be refused but did not run"
         for record in records
         if record.verdict is Verdict.NOT_RUN
         and not record.refused
@@ -78,12 +78,12 @@ def _verdict(record: Record) -> str:
     return REFUSED if record.refused else record.verdict.value
 
 
-def strangers(records: Iterable[Record], wanted: frozenset[str]) -> tuple[str, ...]:
-    """Return the cases that used verbs on another substrate than `wanted`."""
+def on_other_substrates(records: Iterable[Record], allowed: frozenset[str]) -> tuple[str, ...]:
+    """Return a problem for each case that used verbs on a substrate that is not allowed."""
     return tuple(
         f"{record.case} ran verbs on {record.substrate['verbs']}"
         for record in records
-        if record.substrate.get("verbs", "") not in {"", *wanted}
+        if record.substrate.get("verbs", "") not in {"", *allowed}
     )
 
 

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# rxe.sh COMMAND...: runs COMMAND with two Soft-RoCE devices, each on a network interface of its own that leads nowhere
-# and has an IPv4 address, so that RoCE v2 works between two processes. Takes away what it added.
+# rxe.sh COMMAND...: runs COMMAND with two Soft-RoCE devices and removes the devices afterwards. Each device is on its
+# own dummy network interface. The interface has an IPv4 address, so that RoCE v2 works between two processes.
 set -euo pipefail
 
 interfaces=()
 remove() {
     for interface in "${interfaces[@]}"; do
-        ip link delete "$interface" # and with it its rxe device
+        ip link delete "$interface" # This also removes its rxe device.
     done
 }
 trap remove EXIT
