@@ -1,7 +1,7 @@
 """Transfers between files and device memory by NVIDIA cuFile (GPUDirect Storage), with proof of their route.
 
-Importing this package loads no library; the first call does. Only ``_cufile.py`` imports ``cuda.bindings.cufile``, and
-only ``_kvikio.py`` imports kvikio.
+The import of this package loads no library; the first call does. Only ``_cufile.py`` imports ``cuda.bindings.cufile``,
+and only ``_kvikio.py`` imports kvikio.
 
     from gdrkit import cuda, cufile, host
 
@@ -15,50 +15,58 @@ only ``_kvikio.py`` imports kvikio.
 
 from __future__ import annotations
 
-from gdrkit.cufile.batch import Batch, Ended, Event, Opcode, Request
-from gdrkit.cufile.buffer import Memory, RegisteredBuffer
+from gdrkit.cufile.batch import BatchEvent, BatchRequest, BatchStatus, IoBatch, Opcode
+from gdrkit.cufile.buffer import BufferRange, Memory, RegisteredBuffer
 from gdrkit.cufile.driver import Driver, Properties, library_version
-from gdrkit.cufile.handle import FileHandle, Piece
-from gdrkit.cufile.nvidia_fs import NvidiaFs, nvidia_fs
+from gdrkit.cufile.handle import FileHandle
+from gdrkit.cufile.nvidia_fs import NvidiaFs, read_nvidia_fs
 from gdrkit.cufile.obstacles import Cause, Obstacle, obstacles
-from gdrkit.cufile.probe import ProbeAnswer, probe
-from gdrkit.cufile.proof import DirectPathError, Proof, Route, RouteMonitor, RouteState, judge, refused
-from gdrkit.cufile.statistics import GpuCounters, Level, Snapshot, Statistics
-from gdrkit.cufile.stream import Fixed, Pending, RegisteredStream, Stream
+from gdrkit.cufile.probe import ProbeResult, probe
+from gdrkit.cufile.proof import (
+    DirectPathError,
+    Proof,
+    Route,
+    RouteMonitor,
+    RouteState,
+    failed_registration_proof,
+    proof_from_counters,
+)
+from gdrkit.cufile.statistics import GpuCounters, Level, Statistics, StatisticsSnapshot
+from gdrkit.cufile.stream import CudaStream, PendingTransfer, RegisteredStream, StreamFlags
 
 __all__ = [
-    "Batch",
+    "BatchEvent",
+    "BatchRequest",
+    "BatchStatus",
+    "BufferRange",
     "Cause",
+    "CudaStream",
     "DirectPathError",
     "Driver",
-    "Ended",
-    "Event",
     "FileHandle",
-    "Fixed",
     "GpuCounters",
+    "IoBatch",
     "Level",
     "Memory",
     "NvidiaFs",
     "Obstacle",
     "Opcode",
-    "Pending",
-    "Piece",
-    "ProbeAnswer",
+    "PendingTransfer",
+    "ProbeResult",
     "Proof",
     "Properties",
     "RegisteredBuffer",
     "RegisteredStream",
-    "Request",
     "Route",
     "RouteMonitor",
     "RouteState",
-    "Snapshot",
     "Statistics",
-    "Stream",
-    "judge",
+    "StatisticsSnapshot",
+    "StreamFlags",
+    "failed_registration_proof",
     "library_version",
-    "nvidia_fs",
     "obstacles",
     "probe",
-    "refused",
+    "proof_from_counters",
+    "read_nvidia_fs",
 ]

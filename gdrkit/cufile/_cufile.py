@@ -23,10 +23,11 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 __all__ = [
-    "Cells",
+    "AsyncArguments",
+    "batch_events",
     "call",
-    "entries",
-    "events",
+    "io_parameters",
+    "io_vectors",
     "library_version",
     "load",
     "properties",
@@ -36,10 +37,9 @@ __all__ = [
     "slab_arrays",
     "statistics",
     "string_parameter",
-    "submit",
+    "submit_batch",
     "transfer",
     "use_count",
-    "vectors",
     "version_text",
 ]
 
@@ -49,7 +49,7 @@ _MODULE = "cuda.bindings.cufile"
 _OPAQUE_FD = 1
 _BATCH_MODE = 1
 _TEXT_BYTES = 4096
-_STATISTICS = {1: "get_stats_l1", 2: "get_stats_l2", 3: "get_stats_l3"}
+_STATISTICS_FUNCTIONS = {1: "get_stats_l1", 2: "get_stats_l2", 3: "get_stats_l3"}
 _ADVICE = "install libcufile (of the CUDA toolkit, or pip install nvidia-cufile), or put its folder on LD_LIBRARY_PATH"
 _BINDINGS_ADVICE = "pip install 'gdrkit[cufile]'"
 # The bindings raise "9 is not a valid OpError" for errno 9.
@@ -66,15 +66,15 @@ def load() -> Any:
         A library or the bindings are missing, damaged or of another version.
     """
     _open(_CUDA, "install the NVIDIA driver, or put the folder of a libcuda.so.1 on LD_LIBRARY_PATH")
-    absent: SetupMissing | None = None
+    missing: SetupMissing | None = None
     try:
-        # The bare SONAME comes first, because the bindings use a library that is already loaded and search elsewhere
+        # The bare SONAME comes first, because the bindings use a library that is already loaded, and search elsewhere
         # only otherwise.
         _open(_SONAME, _ADVICE)
     except SetupMissing as error:
         if error.errno != errno.ENOENT:
             raise
-        absent = error
+        missing = error
     try:
         bindings = importlib.import_module(_MODULE)
     except ImportError as error:
@@ -84,9 +84,9 @@ def load() -> Any:
     try:
         bindings.get_version()
     except RuntimeError as error:
-        if absent is not None:
-            raise absent from error
-        raise _wrong_abi("cuFileGetVersion", error) from error
+        if missing is not None:
+            raise missing from error
+        raise _wrong_abi_error("cuFileGetVersion", error) from error
     return bindings
 
 
@@ -100,10 +100,11 @@ def call(operation: str, function: str, /, **arguments: Any) -> Any:
     SetupMissing
         The library cannot be used, or does not have the function.
     """
-    return _call(operation, function, arguments, shown=arguments)
+    return _call(operation, function, arguments, error_arguments=arguments)
 
 
-def _call(operation: str, function: str, arguments: dict[str, Any], *, shown: dict[str, Any]) -> Any:
+def _call(operation: str, function: str, arguments: dict[str, Any], *, error_arguments: dict[str, Any]) -> Any:
+    """Call `function` of the bindings. An error contains `error_arguments` instead of `arguments`."""
     bindings = load()
     try:
         return getattr(bindings, function)(*arguments.values())
@@ -112,10 +113,10 @@ def _call(operation: str, function: str, arguments: dict[str, Any], *, shown: di
             operation=operation,
             status=int(error.status),
             cuda_status=None if error.cuda_error is None else int(error.cuda_error),
-            arguments=_shown(shown),
+            arguments=_printable(error_arguments),
         ) from error
     except (AttributeError, RuntimeError) as error:
-        raise _wrong_abi(operation, error) from error
+        raise _wrong_abi_error(operation, error) from error
 
 
 def transfer(operation: str, function: str, /, **arguments: Any) -> int:
@@ -131,17 +132,19 @@ def transfer(operation: str, function: str, /, **arguments: Any) -> int:
         moved = int(getattr(bindings, function)(*arguments.values()))
     except bindings.cuFileError as error:
         raise _results.errno_error(
-            operation=operation, number=int(error.status), arguments=_shown(arguments)
+            operation=operation, number=int(error.status), arguments=_printable(arguments)
         ) from error
     except ValueError as error:
-        lost = _LOST_ERRNO.match(str(error))
-        if lost is None:
+        match = _LOST_ERRNO.match(str(error))
+        if match is None:
             raise
-        raise _results.errno_error(operation=operation, number=int(lost[1]), arguments=_shown(arguments)) from error
+        raise _results.errno_error(
+            operation=operation, number=int(match[1]), arguments=_printable(arguments)
+        ) from error
     except (AttributeError, RuntimeError) as error:
-        raise _wrong_abi(operation, error) from error
+        raise _wrong_abi_error(operation, error) from error
     if moved < 0:
-        raise _results.error_of(operation=operation, status=-moved, arguments=_shown(arguments))
+        raise _results.error_of(operation=operation, status=-moved, arguments=_printable(arguments))
     return moved
 
 
@@ -167,21 +170,22 @@ def use_count() -> int:
 
 def register_file(fd: int) -> int:
     """Register a descriptor by cuFileHandleRegister and return its CUfileHandle_t."""
-    made = load().Descr()
+    description = load().Descr()
     # The constructor does not clear the memory, and libcufile would use the random contents.
-    ctypes.memset(made.ptr, 0, ctypes.sizeof(ctypes.c_uint64) * 3)
-    made.type = _OPAQUE_FD
-    made.handle.fd = fd
-    return int(_call("cuFileHandleRegister", "handle_register", {"descr": made.ptr}, shown={"fd": fd}))
+    ctypes.memset(description.ptr, 0, ctypes.sizeof(ctypes.c_uint64) * 3)
+    description.type = _OPAQUE_FD
+    description.handle.fd = fd
+    arguments = {"descr": description.ptr}
+    return int(_call("cuFileHandleRegister", "handle_register", arguments, error_arguments={"fd": fd}))
 
 
-def vectors(pieces: Sequence[tuple[int, int]]) -> Any:
+def io_vectors(parts: Sequence[tuple[int, int]]) -> Any:
     """Return an array of CUfileIOVec_t with these addresses and lengths."""
-    made = load().IOVec(len(pieces))
-    for index, (address, length_bytes) in enumerate(pieces):
-        made[index].base_ = address
-        made[index].len = length_bytes
-    return made
+    vectors = load().IOVec(len(parts))
+    for index, (address, length_bytes) in enumerate(parts):
+        vectors[index].base_ = address
+        vectors[index].len = length_bytes
+    return vectors
 
 
 class _IoParameters(ctypes.Structure):
@@ -201,25 +205,25 @@ class _IoEvent(ctypes.Structure):
     _fields_ = (("cookie", ctypes.c_void_p), ("status", ctypes.c_int), ("result", ctypes.c_ssize_t))
 
 
-def entries(requests: Sequence[tuple[int, int, int, int, int, int, int]]) -> Any:
+def io_parameters(requests: Sequence[tuple[int, int, int, int, int, int, int]]) -> Any:
     """Return CUfileIOParams_t of (file, opcode, address, file offset, buffer offset, length, cookie) tuples."""
-    made = (_IoParameters * len(requests))()
-    for entry, (file, opcode, address, file_offset, buffer_offset, length_bytes, cookie) in zip(
-        made, requests, strict=True
+    parameters = (_IoParameters * len(requests))()
+    for each, (file, opcode, address, file_offset, buffer_offset, length_bytes, cookie) in zip(
+        parameters, requests, strict=True
     ):
-        entry.mode, entry.file, entry.opcode, entry.cookie = _BATCH_MODE, file, opcode, cookie
-        entry.address, entry.length_bytes = address, length_bytes
-        entry.file_offset, entry.buffer_offset = file_offset, buffer_offset
-    return made
+        each.mode, each.file, each.opcode, each.cookie = _BATCH_MODE, file, opcode, cookie
+        each.address, each.length_bytes = address, length_bytes
+        each.file_offset, each.buffer_offset = file_offset, buffer_offset
+    return parameters
 
 
 class _Timespec(ctypes.Structure):
     _fields_ = (("seconds", ctypes.c_int64), ("nanoseconds", ctypes.c_long))
 
 
-def events(batch: int, *, count_min: int, count_max: int, timeout_s: float | None) -> list[tuple[int, int, int]]:
+def batch_events(batch: int, *, count_min: int, count_max: int, timeout_s: float | None) -> list[tuple[int, int, int]]:
     """Call cuFileBatchIOGetStatus and return cookie, status and result of each event."""
-    found = (_IoEvent * count_max)()
+    events = (_IoEvent * count_max)()
     count = ctypes.c_uint(count_max)
     time = _Timespec()
     if timeout_s is not None:
@@ -230,26 +234,26 @@ def events(batch: int, *, count_min: int, count_max: int, timeout_s: float | Non
         batch_idp=batch,
         min_nr=count_min,
         nr=ctypes.addressof(count),
-        iocbp=ctypes.addressof(found),
+        iocbp=ctypes.addressof(events),
         timeout=0 if timeout_s is None else ctypes.addressof(time),
     )
-    return [(int(event.cookie or 0), int(event.status), int(event.result)) for event in found[: count.value]]
+    return [(int(event.cookie or 0), int(event.status), int(event.result)) for event in events[: count.value]]
 
 
-def submit(batch: int, made: Any) -> None:
-    """Submit the array of :func:`entries` by cuFileBatchIOSubmit."""
+def submit_batch(batch: int, parameters: Any) -> None:
+    """Submit the array of :func:`io_parameters` by cuFileBatchIOSubmit."""
     call(
         "cuFileBatchIOSubmit",
         "batch_io_submit",
         batch_idp=batch,
-        nr=len(made),
-        iocbp=ctypes.addressof(made),
+        nr=len(parameters),
+        iocbp=ctypes.addressof(parameters),
         flags=0,
     )
 
 
-class Cells:
-    """Parameters and result of an asynchronous call, at fixed addresses. It must live until the call is over."""
+class AsyncArguments:
+    """Arguments and result of an asynchronous call, at fixed addresses. The object must live until the call is over."""
 
     def __init__(self, *, length_bytes: int, file_offset: int, buffer_offset: int) -> None:
         self._length = ctypes.c_size_t(length_bytes)
@@ -278,7 +282,7 @@ def statistics(level: int) -> bytes:
     if library_version() < _layout.STATISTICS_SINCE:
         raise _results.missing_function(operation, version=version_text(), since="1.15")
     buffer = ctypes.create_string_buffer(_layout.BUFFER_BYTES)
-    call(operation, _STATISTICS[level], stats=ctypes.addressof(buffer))
+    call(operation, _STATISTICS_FUNCTIONS[level], stats=ctypes.addressof(buffer))
     return buffer.raw
 
 
@@ -301,9 +305,9 @@ def properties() -> tuple[int, ...]:
             ("max_batch_timeout_ms", ctypes.c_uint),
         )
 
-    made = Properties()
-    call("cuFileDriverGetProperties", "driver_get_properties", props=ctypes.addressof(made))
-    return tuple(int(getattr(made, name)) for name, _ in Properties._fields_)
+    values = Properties()
+    call("cuFileDriverGetProperties", "driver_get_properties", props=ctypes.addressof(values))
+    return tuple(int(getattr(values, name)) for name, _ in Properties._fields_)
 
 
 def string_parameter(number: int) -> str:
@@ -313,8 +317,8 @@ def string_parameter(number: int) -> str:
 
 def set_string_parameter(number: int, text: str) -> None:
     """Call cuFileSetParameterString."""
-    kept = ctypes.create_string_buffer(text.encode())
-    call("cuFileSetParameterString", "set_parameter_string", param=number, desc_str=ctypes.addressof(kept))
+    buffer = ctypes.create_string_buffer(text.encode())
+    call("cuFileSetParameterString", "set_parameter_string", param=number, desc_str=ctypes.addressof(buffer))
 
 
 def slab_arrays(count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -332,13 +336,13 @@ def slab_arrays(count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 def set_slab_arrays(sizes_kib: Sequence[int], counts: Sequence[int]) -> None:
     """Call cuFileSetParameterPosixPoolSlabArray."""
-    sizes = (ctypes.c_size_t * len(sizes_kib))(*sizes_kib)
-    numbers = (ctypes.c_size_t * len(counts))(*counts)
+    size_array = (ctypes.c_size_t * len(sizes_kib))(*sizes_kib)
+    count_array = (ctypes.c_size_t * len(counts))(*counts)
     call(
         "cuFileSetParameterPosixPoolSlabArray",
         "set_parameter_posix_pool_slab_array",
-        size_values=ctypes.addressof(sizes),
-        count_values=ctypes.addressof(numbers),
+        size_values=ctypes.addressof(size_array),
+        count_values=ctypes.addressof(count_array),
         len=len(sizes_kib),
     )
 
@@ -354,7 +358,7 @@ def _open(soname: str, advice: str) -> None:
         ) from error
 
 
-def _wrong_abi(operation: str, error: Exception) -> SetupMissing:
+def _wrong_abi_error(operation: str, error: Exception) -> SetupMissing:
     # The bindings raise RuntimeError (FunctionNotFoundError) for a function that libcufile does not have.
     return loader.setup_missing(
         api=Api.CUFILE,
@@ -365,5 +369,6 @@ def _wrong_abi(operation: str, error: Exception) -> SetupMissing:
     )
 
 
-def _shown(arguments: dict[str, Any]) -> dict[str, object]:
+def _printable(arguments: dict[str, Any]) -> dict[str, object]:
+    """Return the arguments for an error message. Arrays are replaced by the names of their types."""
     return {name: value if isinstance(value, int | str) else type(value).__name__ for name, value in arguments.items()}

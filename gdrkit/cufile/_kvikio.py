@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from gdrkit import loader
 from gdrkit.cufile import _cufile, _results
-from gdrkit.cufile.buffer import check_memory
+from gdrkit.cufile.buffer import BufferRange
 from gdrkit.errors import Api, ApiError, ClosedResource, Reason, UsageError, errno_name
 from gdrkit.handles import Handle
 from gdrkit.units import MIB
@@ -27,15 +27,14 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
-    from gdrkit.cufile.buffer import Memory
+    from gdrkit.cufile.buffer import Memory, TransferRange
 
-__all__ = ["KvikioFile", "KvikioSettings", "PendingPart", "kvikio_version", "prefers_host", "settings"]
+__all__ = ["KvikioFile", "KvikioSettings", "KvikioTransfer", "apply_settings", "kvikio_version", "prefers_compat_mode"]
 
 _ADVICE = "pip install --no-deps kvikio-cu13 libkvikio-cu13 rapids-logger, and numpy and packaging"
 _MODES = frozenset({"on", "off", "auto"})
 # The texts of kvikio contain the numbers of libcufile.
 _CUFILE_NUMBER = re.compile(r"\b(5\d{3})\b")
-_OFFSET_MAX = (1 << 63) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +57,9 @@ class KvikioSettings:
 
     def __post_init__(self) -> None:
         if self.thread_count <= 0 or self.task_bytes <= 0 or self.compat_mode not in _MODES:
-            message = f"kvikio cannot work by {self}"
+            message = (
+                f"thread_count and task_bytes must be above 0, and compat_mode one of 'on', 'off', 'auto', not {self}"
+            )
             raise UsageError(message)
 
 
@@ -80,18 +81,19 @@ def kvikio_version() -> str:
     return str(_load().__version__)
 
 
-def prefers_host() -> bool:
-    """Return whether kvikio by default uses host memory here instead of cuFile."""
+def prefers_compat_mode() -> bool:
+    """Return whether kvikio by default copies through host memory on this machine instead of using cuFile."""
     _load()
     return bool(importlib.import_module("kvikio.defaults").is_compat_mode_preferred())
 
 
 @contextlib.contextmanager
-def settings(wanted: KvikioSettings) -> Iterator[None]:
-    """Set the settings of kvikio during the block, for the whole process."""
+def apply_settings(settings: KvikioSettings) -> Iterator[None]:
+    """Apply settings of kvikio during the block, for the whole process."""
     kvikio = _load()
-    mode = getattr(kvikio.CompatMode, wanted.compat_mode.upper())
-    with kvikio.defaults.set({"num_threads": wanted.thread_count, "task_size": wanted.task_bytes, "compat_mode": mode}):
+    mode = getattr(kvikio.CompatMode, settings.compat_mode.upper())
+    values = {"num_threads": settings.thread_count, "task_size": settings.task_bytes, "compat_mode": mode}
+    with kvikio.defaults.set(values):
         yield
 
 
@@ -108,7 +110,7 @@ class _Array:
         }
 
 
-class PendingPart:
+class KvikioTransfer:
     """A transfer that the threads of kvikio execute."""
 
     def __init__(self, future: Any, operation: str, keep: object) -> None:
@@ -125,7 +127,7 @@ class PendingPart:
         ApiError
             The kernel, CUDA or libcufile reported an error.
         """
-        return int(_called(self._operation, self._future.get))
+        return int(_call(self._operation, self._future.get))
 
 
 class KvikioFile:
@@ -147,34 +149,26 @@ class KvikioFile:
     def __init__(self, path: str | Path, mode: str = "r") -> None:
         kvikio = _load()
         if mode not in {"r", "w", "r+"}:
-            message = f"mode {mode!r} is none of r, w, r+"
+            message = f"mode must be one of 'r', 'w', 'r+', not {mode!r}"
             raise UsageError(message)
         self.path = str(path)
-        self._file = _called("kvikio.CuFile", lambda: kvikio.CuFile(self.path, mode))
+        self._file = _call("kvikio.CuFile", lambda: kvikio.CuFile(self.path, mode))
         self._handle = Handle("cufile.kvikio_file")
         self._closed = False
 
     def read(
         self, memory: Memory, *, file_offset_bytes: int = 0, offset_bytes: int = 0, length_bytes: int | None = None
-    ) -> PendingPart:
+    ) -> KvikioTransfer:
         """Start a read into device memory; see :meth:`gdrkit.cufile.FileHandle.read`."""
-        return self._begin(
-            "kvikio.pread",
-            self._open().pread,
-            memory,
-            (file_offset_bytes, offset_bytes, length_bytes),
-        )
+        transfer = BufferRange(memory, offset_bytes, length_bytes).at(file_offset_bytes)
+        return self._start("kvikio.pread", self._open_file().pread, transfer)
 
     def write(
         self, memory: Memory, *, file_offset_bytes: int = 0, offset_bytes: int = 0, length_bytes: int | None = None
-    ) -> PendingPart:
+    ) -> KvikioTransfer:
         """Start a write from device memory; see :meth:`read`."""
-        return self._begin(
-            "kvikio.pwrite",
-            self._open().pwrite,
-            memory,
-            (file_offset_bytes, offset_bytes, length_bytes),
-        )
+        transfer = BufferRange(memory, offset_bytes, length_bytes).at(file_offset_bytes)
+        return self._start("kvikio.pwrite", self._open_file().pwrite, transfer)
 
     def close(self) -> None:
         """Close the file; a second close does nothing."""
@@ -184,19 +178,12 @@ class KvikioFile:
         self._closed = True
         self._handle.release()
 
-    def _begin(
-        self, operation: str, call: Callable[..., Any], memory: Memory, where: tuple[int, int, int | None]
-    ) -> PendingPart:
-        file_offset_bytes, offset_bytes, length_bytes = where
-        wanted = check_memory(memory, offset_bytes=offset_bytes, length_bytes=length_bytes)
-        if not 0 <= file_offset_bytes <= _OFFSET_MAX - wanted:
-            message = f"{wanted} bytes at {file_offset_bytes} are in no file"
-            raise UsageError(message)
-        array = _Array(memory.address + offset_bytes, wanted)
-        future = _called(operation, lambda: call(array, wanted, file_offset_bytes))
-        return PendingPart(future, operation, (array, memory, self))
+    def _start(self, operation: str, function: Callable[..., Any], transfer: TransferRange) -> KvikioTransfer:
+        array = _Array(transfer.address + transfer.offset_bytes, transfer.length_bytes)
+        future = _call(operation, lambda: function(array, transfer.length_bytes, transfer.file_offset_bytes))
+        return KvikioTransfer(future, operation, (array, transfer.memory, self))
 
-    def _open(self) -> Any:
+    def _open_file(self) -> Any:
         if self._closed:
             what = "the kvikio file"
             raise ClosedResource(what)
@@ -211,28 +198,31 @@ class KvikioFile:
         self.close()
 
 
-def _called(operation: str, call: Callable[[], Any]) -> Any:
+def _call(operation: str, function: Callable[[], Any]) -> Any:
+    """Call a function of kvikio and convert its exceptions to :class:`~gdrkit.errors.ApiError`."""
     try:
-        return call()
+        return function()
     except OSError as error:
         number = error.errno or errno.EIO
         raise _results.errno_error(operation=operation, number=number, arguments={}) from error
     except RuntimeError as error:
-        raise _refused(operation, str(error)) from error
+        raise _error_of_text(operation, str(error)) from error
 
 
-def _refused(operation: str, text: str) -> ApiError:
+def _error_of_text(operation: str, text: str) -> ApiError:
     # kvikio has no error numbers of its own. Its text contains those of cuFile, and the names of some errnos.
-    number = next((int(found) for found in _CUFILE_NUMBER.findall(text) if int(found) in _results.NAMES), None)
-    if number is not None:
-        return _results.error_of(operation=operation, status=number, arguments={"text": text})
-    named = next((each for each in errno.errorcode if f"{errno.errorcode[each]}" in text.split()), None)
+    numbers = map(int, _CUFILE_NUMBER.findall(text))
+    status = next((number for number in numbers if number in _results.NAMES), None)
+    if status is not None:
+        return _results.error_of(operation=operation, status=status, arguments={"text": text})
+    words = text.split()
+    number = next((each for each, name in errno.errorcode.items() if name in words), None)
     return ApiError(
         api=Api.CUFILE,
         operation=operation,
-        status=named,
-        status_name="RuntimeError" if named is None else errno_name(named),
-        errno=named,
+        status=number,
+        status_name="RuntimeError" if number is None else errno_name(number),
+        errno=number,
         reason=Reason.OTHER,
         detail=text,
     )

@@ -1,7 +1,7 @@
 """The memory layout of the statistics of libcufile, by its version.
 
-The bindings know the layout of only one version. cuFile 1.19 made the first level longer, which moved everything behind
-it. So newer bindings read wrong numbers from a library 1.15. This module decodes the buffer by the version of the
+The bindings have the layout of only one version. cuFile 1.19 made the first level longer, which moved the levels after
+it. So newer bindings read wrong numbers from libcufile 1.15. This module decodes the buffer by the version of the
 library that filled it. Source: ``cufile.h`` of 1.15, 1.18, 1.19 and 1.20.
 """
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 __all__ = [
+    "AVERAGES",
     "BUFFER_BYTES",
     "STAGED_SIZES_SINCE",
     "STATISTICS_SINCE",
@@ -29,7 +30,7 @@ VECTORS_SINCE = 1190
 # cuFile 1.15 discards staged sizes of properties when the driver opens; 1.18 keeps them. The versions between were not
 # tested.
 STAGED_SIZES_SINCE = 1180
-# The size of the buffer, which is more than any version fills.
+# Size of the buffer in bytes, which is larger than the statistics of any version.
 BUFFER_BYTES = 8192
 
 _PAIRS_FIRST = (
@@ -96,6 +97,15 @@ _SINGLES_VECTOR = (
     "readv_lat_sum_us",
     "writev_lat_sum_us",
 )
+# The averages of the first level, each with the counters of its sum and of its operations.
+AVERAGES: Mapping[str, tuple[str, str]] = {
+    "read_lat_avg_us": ("read_lat_sum_us", "read_ops"),
+    "write_lat_avg_us": ("write_lat_sum_us", "write_ops"),
+    "batch_submit_lat_avg_us": ("batch_submit_lat_sum_us", "batch_submit_ops"),
+    "batch_completion_lat_avg_us": ("batch_completion_lat_sum_us", "batch_complete_ops"),
+    "readv_lat_avg_us": ("readv_lat_sum_us", "readv_ops"),
+    "writev_lat_avg_us": ("writev_lat_sum_us", "writev_ops"),
+}
 _GPU = (
     "read_bytes",
     "read_bw_bytes_per_sec",
@@ -145,7 +155,9 @@ def _names(version: int) -> Iterator[str]:
 
 
 def basic_of(buffer: bytes, *, version: int) -> Mapping[str, int]:
-    """Return the counters of the first level by the header's names; a counter X has the halves ``X`` and ``X_err``."""
+    """Return the counters of the first level by the header's names. A counter X of successes and errors is two entries,
+    ``X`` and ``X_err``.
+    """
     names = tuple(_names(version))
     return dict(zip(names, struct.unpack_from(f"<{len(names)}Q", buffer), strict=True))
 
@@ -161,10 +173,10 @@ def gpus_of(buffer: bytes, *, version: int) -> Iterator[tuple[bytes, Mapping[str
     """Yield UUID and counters of each GPU, from the third level."""
     begin = _basic_bytes(version) + 2 * _HISTOGRAM_WORDS * _WORD_BYTES
     (count,) = struct.unpack_from("<I", buffer, begin)
-    begin += _WORD_BYTES  # The count and its padding.
-    form = struct.Struct(f"<{_UUID_BYTES}s{len(_GPU)}Q")
+    begin += _WORD_BYTES  # The count is 4 bytes, followed by 4 bytes of padding.
+    layout = struct.Struct(f"<{_UUID_BYTES}s{len(_GPU)}Q")
     for gpu in range(min(count, _GPUS_MAX)):
-        uuid, *values = form.unpack_from(buffer, begin + gpu * form.size)
+        uuid, *values = layout.unpack_from(buffer, begin + gpu * layout.size)
         yield uuid, dict(zip(_GPU, values, strict=True))
 
 

@@ -1,4 +1,4 @@
-"""Name, reason and advice for each CUfileOpError.
+"""Names, reasons and advice for the values of CUfileOpError, and the exceptions for results of calls.
 
 Source of the numbers: ``cufile.h`` of cuFile 1.20, enum ``CUfileOpError``.
 """
@@ -13,7 +13,7 @@ from gdrkit.errors import Api, ApiError, Reason, Unsupported, errno_name
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["HANDLE_NOT_REGISTERED", "NAMES", "errno_error", "error_of", "missing_function"]
+__all__ = ["HANDLE_NOT_REGISTERED", "NAMES", "errno_error", "error_of", "missing_function", "result_error"]
 
 SUCCESS = 0
 DRIVER_NOT_INITIALIZED = 5001
@@ -88,17 +88,17 @@ NAMES: Mapping[int, str] = {
 }
 
 _INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
-_NO_CONTEXT = "have a CUDA context current in the thread that calls"
+_NO_CONTEXT = "make a CUDA context current in the calling thread"
 # cuFile 1.15 and 1.20 report this error if there is no direct path and compat mode is not allowed.
-_NO_WAY = "load nvidia-fs or set up PCI P2PDMA, or allow compat mode (allow_compat_mode in cufile.json)"
-_UDEV = "see gdrkit.cufile.obstacles: a container without udev's database, and tmpfs, are refused so"
+_NO_PATH = "load nvidia-fs or set up PCI P2PDMA, or allow compat mode (allow_compat_mode in cufile.json)"
+_UDEV = "check whether the file is on tmpfs or udev's database is missing; gdrkit.cufile.obstacles reports the cause"
 _MEANINGS: dict[int, tuple[Reason, str]] = {
     DRIVER_NOT_INITIALIZED: (Reason.CLOSED, "open the driver first"),
-    5006: (Reason.BUSY, "wait for what is under way"),
+    5006: (Reason.BUSY, "wait until the driver is closed"),
     PLATFORM_NOT_SUPPORTED: (Reason.NOT_SUPPORTED, ""),
     IO_NOT_SUPPORTED: (Reason.NOT_SUPPORTED, "allow compat mode, or put the file where a direct path exists"),
     5009: (Reason.NOT_SUPPORTED, ""),
-    CUDA_DRIVER_ERROR: (Reason.OTHER, "the CUresult says what the driver refused"),
+    CUDA_DRIVER_ERROR: (Reason.OTHER, "see the CUresult (cu_err) for the error of the CUDA driver"),
     5012: (Reason.NOT_DEVICE_MEMORY, ""),
     CUDA_MEMORY_TYPE_INVALID: (Reason.NOT_DEVICE_MEMORY, ""),
     5014: (Reason.BAD_ARGUMENT, "stay inside the allocation"),
@@ -108,17 +108,17 @@ _MEANINGS: dict[int, tuple[Reason, str]] = {
     INVALID_FILE_OPEN_FLAG: (Reason.BAD_ARGUMENT, "open the file with O_DIRECT"),
     DIO_NOT_SET: (Reason.BAD_ARGUMENT, "open the file with O_DIRECT"),
     INVALID_VALUE: (Reason.BAD_ARGUMENT, ""),
-    5023: (Reason.BUSY, "it is registered already"),
-    5024: (Reason.BAD_ARGUMENT, "it is not registered"),
+    5023: (Reason.BUSY, "deregister the memory first; it is already registered"),
+    5024: (Reason.BAD_ARGUMENT, "register the memory first"),
     PERMISSION_DENIED: (Reason.NO_PERMISSION, ""),
-    5026: (Reason.BUSY, "set it while the driver is closed"),
+    5026: (Reason.BUSY, "set the parameter while the driver is closed"),
     HANDLE_NOT_REGISTERED: (Reason.NOT_SUPPORTED, _UDEV),
-    5028: (Reason.BUSY, "this descriptor is registered already"),
+    5028: (Reason.BUSY, "use the existing handle; this descriptor is already registered"),
     5029: (Reason.NO_DEVICE, ""),
-    5033: (Reason.LIBRARY_MISSING, "load libcuda.so.1 first, and nvidia-fs where it is wanted"),
-    5034: (Reason.NOT_SUPPORTED, "cufile.json disables direct transfers for this file"),
+    5033: (Reason.LIBRARY_MISSING, "load libcuda.so.1 first, and nvidia-fs if direct transfers need it"),
+    5034: (Reason.NOT_SUPPORTED, "enable direct transfers for this file in cufile.json"),
     5036: (Reason.OUT_OF_MEMORY, "register less, or free device memory"),
-    5037: (Reason.BUSY, "ask for the status of what was submitted"),
+    5037: (Reason.BUSY, "fetch the results of the submitted transfers first"),
     ASYNC_NOT_SUPPORTED: (Reason.NOT_SUPPORTED, ""),
     5043: (Reason.OUT_OF_MEMORY, ""),
 }
@@ -144,18 +144,24 @@ def error_of(
     if cuda_status == _INVALID_CONTEXT:
         what_to_do = _NO_CONTEXT
     if (operation, status) == ("cuFileDriverOpen", DRIVER_NOT_INITIALIZED):
-        reason, what_to_do = Reason.NOT_SUPPORTED, _NO_WAY
-    kind = Unsupported if status in _UNSUPPORTED else ApiError
-    shown = dict(arguments) | ({"cu_err": cuda_status} if cuda_status else {})
-    return kind(
+        reason, what_to_do = Reason.NOT_SUPPORTED, _NO_PATH
+    error_class = Unsupported if status in _UNSUPPORTED else ApiError
+    return error_class(
         api=Api.CUFILE,
         operation=operation,
         status=status,
         status_name=NAMES.get(status, f"CUfileOpError {status}"),
-        arguments=shown,
+        arguments=dict(arguments) | ({"cu_err": cuda_status} if cuda_status else {}),
         reason=reason,
         what_to_do=what_to_do,
     )
+
+
+def result_error(*, operation: str, result: int, arguments: Mapping[str, object]) -> ApiError:
+    """Return the exception for the negative result of a transfer: a negative CUfileOpError, or a negative errno."""
+    if result < -_BASE:
+        return error_of(operation=operation, status=-result, arguments=arguments)
+    return errno_error(operation=operation, number=-result, arguments=arguments)
 
 
 def errno_error(*, operation: str, number: int, arguments: Mapping[str, object]) -> ApiError:

@@ -1,6 +1,6 @@
-"""Batches: many transfers that one call submits, and whose results are polled.
+"""Batches of transfers: one call submits many transfers, and the caller polls for their results.
 
-A batch keeps the memory and the files of its transfers alive until it has reported the result of each.
+A batch keeps the memory and the files of its transfers alive until it has returned the result of each.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
 from gdrkit.cufile import _cufile, _results
-from gdrkit.cufile.handle import check_piece
 from gdrkit.errors import ClosedResource, UsageError
 from gdrkit.handles import Handle
 
@@ -19,13 +18,12 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import TracebackType
 
+    from gdrkit.cufile.buffer import BufferRange
     from gdrkit.cufile.driver import Driver
-    from gdrkit.cufile.handle import FileHandle, Piece
+    from gdrkit.cufile.handle import FileHandle
     from gdrkit.errors import ApiError
 
-__all__ = ["Batch", "Ended", "Event", "Opcode", "Request"]
-
-_CUFILE_BASE = 5000
+__all__ = ["BatchEvent", "BatchRequest", "BatchStatus", "IoBatch", "Opcode"]
 
 
 class Opcode(enum.IntEnum):
@@ -35,7 +33,7 @@ class Opcode(enum.IntEnum):
     WRITE = 1
 
 
-class Ended(enum.IntEnum):
+class BatchStatus(enum.IntEnum):
     """State of a transfer in a batch (``CUfileStatus_t``)."""
 
     WAITING = 0x01
@@ -48,17 +46,29 @@ class Ended(enum.IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """One transfer of a batch."""
+class BatchRequest:
+    """One transfer of a batch.
+
+    Attributes
+    ----------
+    opcode : Opcode
+        Direction of the transfer.
+    handle : FileHandle
+        The file.
+    part : BufferRange
+        The part of memory.
+    file_offset_bytes : int
+        Offset in the file, in bytes.
+    """
 
     opcode: Opcode
     handle: FileHandle
-    piece: Piece
+    part: BufferRange
     file_offset_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class BatchEvent:
     """The result of one transfer.
 
     Attributes
@@ -73,13 +83,13 @@ class Event:
         The error if the transfer failed, otherwise None.
     """
 
-    request: Request
-    status: Ended
+    request: BatchRequest
+    status: BatchStatus
     bytes: int
     error: ApiError | None
 
 
-class Batch:
+class IoBatch:
     """A batch of transfers that are submitted together; a context manager.
 
     Parameters
@@ -98,15 +108,16 @@ class Batch:
     def __init__(self, driver: Driver, capacity: int) -> None:
         driver.check_open()
         if capacity <= 0:
-            message = f"no batch has room for {capacity}"
+            message = f"capacity must be above 0, not {capacity}"
             raise UsageError(message)
         self.capacity = capacity
         self._number = int(_cufile.call("cuFileBatchIOSetUp", "batch_io_set_up", nr=capacity))
         self._handle = Handle("cufile.batch")
-        self._leave = driver.on_close(self.close)
+        self._cancel_on_close = driver.on_close(self.close)
         self._cookies = itertools.count(1)
-        self._requests: dict[int, Request] = {}
-        self._kept: list[object] = []
+        self._requests: dict[int, BatchRequest] = {}
+        # The library may read the array of a submission until the last of its transfers has ended.
+        self._submitted: list[object] = []
         self._closed = False
 
     @property
@@ -114,7 +125,7 @@ class Batch:
         """Number of transfers whose result was not fetched yet."""
         return len(self._requests)
 
-    def submit(self, requests: Sequence[Request]) -> None:
+    def submit(self, requests: Sequence[BatchRequest]) -> None:
         """Submit these transfers, all of them or none.
 
         Raises
@@ -126,18 +137,17 @@ class Batch:
         """
         self._check_open()
         if not requests:
-            message = "no request was given"
+            message = "requests must have at least one request"
             raise UsageError(message)
-        new = {next(self._cookies): request for request in requests}
-        made = _cufile.entries([_row(cookie, request) for cookie, request in new.items()])
-        with requests[0].piece.memory.current():
-            _cufile.submit(self._number, made)
-        self._requests |= new
-        # The library may read the array until the last of its transfers has ended.
-        self._kept.append(made)
+        by_cookie = {next(self._cookies): request for request in requests}
+        parameters = _cufile.io_parameters([_parameters_of(cookie, request) for cookie, request in by_cookie.items()])
+        with requests[0].part.memory.current():
+            _cufile.submit_batch(self._number, parameters)
+        self._requests |= by_cookie
+        self._submitted.append(parameters)
 
-    def status(self, *, count_min: int = 0, timeout_s: float | None = None) -> list[Event]:
-        """Return the results of transfers that ended, each once.
+    def status(self, *, count_min: int = 0, timeout_s: float | None = None) -> list[BatchEvent]:
+        """Return the results of transfers that have ended. Each result is returned once.
 
         Parameters
         ----------
@@ -145,21 +155,33 @@ class Batch:
             Number of results to wait for.
         timeout_s : float or None
             Longest time to wait, in seconds. None: until there are `count_min` results.
+
+        Raises
+        ------
+        UsageError
+            `count_min` is larger than :attr:`outstanding`, or `timeout_s` is negative.
         """
         self._check_open()
-        if count_min > self.outstanding or (timeout_s is not None and timeout_s < 0):
-            message = f"no {count_min} of {self.outstanding} transfers can end within {timeout_s} s"
+        if count_min > self.outstanding:
+            message = (
+                f"count_min must be at most {self.outstanding}, the number of outstanding transfers, not {count_min}"
+            )
+            raise UsageError(message)
+        if timeout_s is not None and timeout_s < 0:
+            message = f"timeout_s must be at least 0, not {timeout_s}"
             raise UsageError(message)
         if not self._requests:
             return []
-        found = _cufile.events(self._number, count_min=count_min, count_max=max(self.capacity, 1), timeout_s=timeout_s)
-        ended = [_event(self._requests.pop(cookie), status, result) for cookie, status, result in found]
+        results = _cufile.batch_events(
+            self._number, count_min=count_min, count_max=max(self.capacity, 1), timeout_s=timeout_s
+        )
+        events = [_event(self._requests.pop(cookie), status, result) for cookie, status, result in results]
         if not self._requests:
-            self._kept.clear()
-        return ended
+            self._submitted.clear()
+        return events
 
     def cancel(self) -> None:
-        """Cancel the transfers that have not started; :meth:`status` reports which."""
+        """Cancel the transfers that have not started. :meth:`status` returns them with the status CANCELED."""
         self._check_open()
         _cufile.call("cuFileBatchIOCancel", "batch_io_cancel", batch_idp=self._number)
 
@@ -170,8 +192,8 @@ class Batch:
         _cufile.call("cuFileBatchIODestroy", "batch_io_destroy", batch_idp=self._number)
         self._closed = True
         self._requests.clear()
-        self._kept.clear()
-        self._leave()
+        self._submitted.clear()
+        self._cancel_on_close()
         self._handle.release()
 
     def _check_open(self) -> None:
@@ -188,26 +210,24 @@ class Batch:
         self.close()
 
 
-def _row(cookie: int, request: Request) -> tuple[int, int, int, int, int, int, int]:
-    length_bytes = check_piece(request.piece, file_offset_bytes=request.file_offset_bytes)
+def _parameters_of(cookie: int, request: BatchRequest) -> tuple[int, int, int, int, int, int, int]:
+    """Return the fields of CUfileIOParams_t; see :func:`gdrkit.cufile._cufile.io_parameters`."""
+    transfer = request.part.at(request.file_offset_bytes)
     return (
         request.handle.number,
         int(request.opcode),
-        request.piece.memory.address,
-        request.file_offset_bytes,
-        request.piece.offset_bytes,
-        length_bytes,
+        transfer.address,
+        transfer.file_offset_bytes,
+        transfer.offset_bytes,
+        transfer.length_bytes,
         cookie,
     )
 
 
-def _event(request: Request, status: int, result: int) -> Event:
+def _event(request: BatchRequest, status: int, result: int) -> BatchEvent:
     error: ApiError | None = None
     if result < 0:
         operation = f"batch {request.opcode.name.lower()}"
         arguments = {"file_offset": request.file_offset_bytes}
-        if result < -_CUFILE_BASE:
-            error = _results.error_of(operation=operation, status=-result, arguments=arguments)
-        else:
-            error = _results.errno_error(operation=operation, number=-result, arguments=arguments)
-    return Event(request, Ended(status), max(result, 0), error)
+        error = _results.result_error(operation=operation, result=result, arguments=arguments)
+    return BatchEvent(request, BatchStatus(status), max(result, 0), error)

@@ -1,8 +1,9 @@
-"""Memory that is registered with cuFile."""
+"""Memory for transfers by cuFile: the interface of memory, parts of it, and its registration."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, Self
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
 
 from gdrkit.cufile import _cufile
 from gdrkit.errors import ClosedResource, UsageError
@@ -14,7 +15,10 @@ if TYPE_CHECKING:
 
     from gdrkit.cufile.driver import Driver
 
-__all__ = ["Memory", "RegisteredBuffer", "check_memory"]
+__all__ = ["BufferRange", "Memory", "RegisteredBuffer", "TransferRange", "checked_length"]
+
+# The largest value of off_t and ssize_t.
+_OFFSET_MAX = (1 << 63) - 1
 
 
 class Memory(Protocol):
@@ -41,8 +45,70 @@ class Memory(Protocol):
         """
 
 
-def check_memory(memory: Memory, *, offset_bytes: int, length_bytes: int | None) -> int:
-    """Return the length of the part that starts at `offset_bytes`; None means up to the end.
+@dataclass(frozen=True, slots=True)
+class BufferRange:
+    """A part of memory.
+
+    Attributes
+    ----------
+    memory : Memory
+        The memory.
+    offset_bytes : int
+        Offset of the part in the memory.
+    length_bytes : int or None
+        Size of the part. None: up to the end of the memory.
+    """
+
+    memory: Memory
+    offset_bytes: int = 0
+    length_bytes: int | None = None
+
+    def at(self, file_offset_bytes: int) -> TransferRange:
+        """Return the checked description of a transfer between this part and a range of a file.
+
+        Raises
+        ------
+        UsageError
+            The part is not inside the memory, or the range is too large for a file.
+        ClosedResource
+            The memory was freed.
+        """
+        length_bytes = checked_length(self.memory, offset_bytes=self.offset_bytes, length_bytes=self.length_bytes)
+        if not 0 <= file_offset_bytes <= _OFFSET_MAX - length_bytes:
+            message = (
+                f"file_offset_bytes must be 0 to {_OFFSET_MAX - length_bytes} for a transfer of {length_bytes} bytes, "
+                f"not {file_offset_bytes}"
+            )
+            raise UsageError(message)
+        return TransferRange(self.memory, self.memory.address, self.offset_bytes, length_bytes, file_offset_bytes)
+
+
+class TransferRange(NamedTuple):
+    """The memory and the file range of one transfer, checked. Every call of cuFile takes its arguments from it.
+
+    Attributes
+    ----------
+    memory : Memory
+        The memory.
+    address : int
+        Address of the first byte of the memory.
+    offset_bytes : int
+        Offset of the first byte of the transfer in the memory.
+    length_bytes : int
+        Size of the transfer in bytes.
+    file_offset_bytes : int
+        Offset of the first byte of the transfer in the file.
+    """
+
+    memory: Memory
+    address: int
+    offset_bytes: int
+    length_bytes: int
+    file_offset_bytes: int
+
+
+def checked_length(memory: Memory, *, offset_bytes: int, length_bytes: int | None) -> int:
+    """Return the length of the part that starts at `offset_bytes`; None means up to the end of the memory.
 
     Raises
     ------
@@ -54,11 +120,11 @@ def check_memory(memory: Memory, *, offset_bytes: int, length_bytes: int | None)
     if memory.closed:
         what = "the memory"
         raise ClosedResource(what)
-    wanted = memory.length_bytes - offset_bytes if length_bytes is None else length_bytes
-    if offset_bytes < 0 or wanted < 0 or offset_bytes + wanted > memory.length_bytes:
-        message = f"bytes {offset_bytes} to {offset_bytes + wanted} are not inside 0 to {memory.length_bytes}"
+    length = memory.length_bytes - offset_bytes if length_bytes is None else length_bytes
+    if offset_bytes < 0 or length < 0 or offset_bytes + length > memory.length_bytes:
+        message = f"{length} bytes at offset {offset_bytes} are not inside memory of {memory.length_bytes} bytes"
         raise UsageError(message)
-    return wanted
+    return length
 
 
 class RegisteredBuffer:
@@ -79,13 +145,13 @@ class RegisteredBuffer:
 
     def __init__(self, driver: Driver, memory: Memory) -> None:
         driver.check_open()
-        length_bytes = check_memory(memory, offset_bytes=0, length_bytes=None)
+        length_bytes = checked_length(memory, offset_bytes=0, length_bytes=None)
         self.memory = memory
         self._address = memory.address
         with memory.current():
             _cufile.call("cuFileBufRegister", "buf_register", bufPtr_base=memory.address, length=length_bytes, flags=0)
         self._handle = Handle("cufile.buffer")
-        self._leave = driver.on_close(self.close)
+        self._cancel_on_close = driver.on_close(self.close)
         self._closed = False
 
     @property
@@ -100,7 +166,7 @@ class RegisteredBuffer:
         with self.memory.current():
             _cufile.call("cuFileBufDeregister", "buf_deregister", bufPtr_base=self._address)
         self._closed = True
-        self._leave()
+        self._cancel_on_close()
         self._handle.release()
 
     def __enter__(self) -> Self:

@@ -74,9 +74,9 @@ class Driver:
     Raises
     ------
     SetupMissing
-        libcufile, libcuda or the bindings are missing, or the driver did not open.
+        libcufile, libcuda or the bindings are missing, or the driver did not open in the child process.
     ApiError
-        The driver opened in the child, but not in this process.
+        The driver opened in the child process, but not in this process.
     """
 
     def __init__(self, *, timeout_s: float | None = probe.TIMEOUT_S) -> None:

@@ -6,11 +6,11 @@ disk.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
 from gdrkit.cufile import _cufile, _layout, _results
-from gdrkit.cufile.buffer import check_memory
+from gdrkit.cufile.buffer import BufferRange
+from gdrkit.cufile.stream import PendingTransfer
 from gdrkit.errors import ClosedResource, Reason, UsageError
 from gdrkit.handles import Handle
 
@@ -20,21 +20,9 @@ if TYPE_CHECKING:
 
     from gdrkit.cufile.buffer import Memory
     from gdrkit.cufile.driver import Driver
-    from gdrkit.cufile.stream import Pending, Stream
+    from gdrkit.cufile.stream import CudaStream
 
-__all__ = ["FileHandle", "Piece"]
-
-# The largest value of off_t and ssize_t.
-_OFFSET_MAX = (1 << 63) - 1
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A part of memory, for transfers with several parts. `length_bytes` None: up to the end of the memory."""
-
-    memory: Memory
-    offset_bytes: int = 0
-    length_bytes: int | None = None
+__all__ = ["FileHandle"]
 
 
 class FileHandle:
@@ -52,20 +40,21 @@ class FileHandle:
     ------
     ApiError
         The library failed. CU_FILE_HANDLE_NOT_REGISTERED (5027) is the error for a file on tmpfs, or on a machine
-        without udev's database; :func:`gdrkit.cufile.obstacles` tells which.
+        without udev's database; :func:`gdrkit.cufile.obstacles` reports which of them it is.
     """
 
     def __init__(self, driver: Driver, fd: int) -> None:
         driver.check_open()
         if fd < 0:
-            message = f"no descriptor: {fd}"
+            message = f"fd must be an open descriptor, not {fd}"
             raise UsageError(message, reason=Reason.BAD_DESCRIPTOR)
         self.driver = driver
         self.fd = fd
         self._number = _cufile.register_file(fd)
         self._handle = Handle("cufile.file")
-        self._leave = driver.on_close(self.close)
-        self._pending: set[Pending] = set()
+        self._cancel_on_close = driver.on_close(self.close)
+        # A stream reads and writes the arguments of its transfers later, so they must live until then.
+        self._pending: set[PendingTransfer] = set()
         self._closed = False
 
     @property
@@ -102,63 +91,48 @@ class FileHandle:
         UsageError
             A value is negative, too large, or not inside the memory.
         """
-        return self._move(
-            ("cuFileRead", "read"), Piece(memory, offset_bytes, length_bytes), file_offset_bytes=file_offset_bytes
-        )
+        return self._transfer("cuFileRead", "read", BufferRange(memory, offset_bytes, length_bytes), file_offset_bytes)
 
     def write(
         self, memory: Memory, *, file_offset_bytes: int = 0, offset_bytes: int = 0, length_bytes: int | None = None
     ) -> int:
         """Write from memory and return the bytes written; see :meth:`read`."""
-        return self._move(
-            ("cuFileWrite", "write"), Piece(memory, offset_bytes, length_bytes), file_offset_bytes=file_offset_bytes
-        )
+        part = BufferRange(memory, offset_bytes, length_bytes)
+        return self._transfer("cuFileWrite", "write", part, file_offset_bytes)
 
-    def readv(self, pieces: Sequence[Piece], *, file_offset_bytes: int = 0) -> int:
+    def readv(self, parts: Sequence[BufferRange], *, file_offset_bytes: int = 0) -> int:
         """Read a contiguous range of the file into several parts of memory (cuFile 1.19); see :meth:`read`."""
-        return self._move_vectors(("cuFileReadv", "readv"), pieces, file_offset_bytes=file_offset_bytes)
+        return self._transfer_vectors("cuFileReadv", "readv", parts, file_offset_bytes)
 
-    def writev(self, pieces: Sequence[Piece], *, file_offset_bytes: int = 0) -> int:
+    def writev(self, parts: Sequence[BufferRange], *, file_offset_bytes: int = 0) -> int:
         """Write several parts of memory to a contiguous range (cuFile 1.19); see :meth:`readv`."""
-        return self._move_vectors(("cuFileWritev", "writev"), pieces, file_offset_bytes=file_offset_bytes)
+        return self._transfer_vectors("cuFileWritev", "writev", parts, file_offset_bytes)
 
     def read_async(
         self,
-        stream: Stream,
+        stream: CudaStream,
         memory: Memory,
         *,
         file_offset_bytes: int = 0,
         offset_bytes: int = 0,
         length_bytes: int | None = None,
-    ) -> Pending:
+    ) -> PendingTransfer:
         """Queue a read on a CUDA stream; see :meth:`read`."""
-        from gdrkit.cufile.stream import Pending
-
-        piece = Piece(memory, offset_bytes, length_bytes)
-        return Pending.begin(("cuFileReadAsync", "read_async"), self, stream, piece, file_offset_bytes)
+        part = BufferRange(memory, offset_bytes, length_bytes)
+        return self._queue("cuFileReadAsync", "read_async", stream, part, file_offset_bytes)
 
     def write_async(
         self,
-        stream: Stream,
+        stream: CudaStream,
         memory: Memory,
         *,
         file_offset_bytes: int = 0,
         offset_bytes: int = 0,
         length_bytes: int | None = None,
-    ) -> Pending:
+    ) -> PendingTransfer:
         """Queue a write on a CUDA stream; see :meth:`read_async`."""
-        from gdrkit.cufile.stream import Pending
-
-        piece = Piece(memory, offset_bytes, length_bytes)
-        return Pending.begin(("cuFileWriteAsync", "write_async"), self, stream, piece, file_offset_bytes)
-
-    def hold(self, pending: Pending) -> None:
-        """Keep a transfer that a stream still uses alive."""
-        self._pending.add(pending)
-
-    def let_go(self, pending: Pending) -> None:
-        """Drop a transfer that is over."""
-        self._pending.discard(pending)
+        part = BufferRange(memory, offset_bytes, length_bytes)
+        return self._queue("cuFileWriteAsync", "write_async", stream, part, file_offset_bytes)
 
     def close(self) -> None:
         """Deregister the file; a second close does nothing.
@@ -170,46 +144,57 @@ class FileHandle:
         """
         if self._closed:
             return
-        waiting = [pending for pending in self._pending if not pending.done]
-        if waiting:
-            message = f"{len(waiting)} transfers of streams are not done"
+        unfinished = [pending for pending in self._pending if not pending.done]
+        if unfinished:
+            message = f"{len(unfinished)} transfers of streams are not done"
             raise UsageError(message, reason=Reason.BUSY, what_to_do="synchronize the streams first")
         self._pending.clear()
         _cufile.call("cuFileHandleDeregister", "handle_deregister", fh=self._number)
         self._closed = True
-        self._leave()
+        self._cancel_on_close()
         self._handle.release()
 
-    def _move(self, names: tuple[str, str], piece: Piece, *, file_offset_bytes: int) -> int:
-        length_bytes = check_piece(piece, file_offset_bytes=file_offset_bytes)
-        operation, function = names
-        with piece.memory.current():
+    def _transfer(self, operation: str, function: str, part: BufferRange, file_offset_bytes: int) -> int:
+        transfer = part.at(file_offset_bytes)
+        with transfer.memory.current():
             return _cufile.transfer(
                 operation,
                 function,
                 fh=self.number,
-                bufPtr_base=piece.memory.address,
-                size=length_bytes,
-                file_offset=file_offset_bytes,
-                bufPtr_offset=piece.offset_bytes,
+                bufPtr_base=transfer.address,
+                size=transfer.length_bytes,
+                file_offset=transfer.file_offset_bytes,
+                bufPtr_offset=transfer.offset_bytes,
             )
 
-    def _move_vectors(self, names: tuple[str, str], pieces: Sequence[Piece], *, file_offset_bytes: int) -> int:
-        operation, function = names
+    def _transfer_vectors(
+        self, operation: str, function: str, parts: Sequence[BufferRange], file_offset_bytes: int
+    ) -> int:
         if _cufile.library_version() < _layout.VECTORS_SINCE:
             raise _results.missing_function(operation, version=_cufile.version_text(), since="1.19")
-        if not pieces:
-            message = "no piece of memory was given"
+        if not parts:
+            message = "parts must have at least one part of memory"
             raise UsageError(message)
-        parts = [
-            (piece.memory.address + piece.offset_bytes, check_piece(piece, file_offset_bytes=file_offset_bytes))
-            for piece in pieces
-        ]
-        vectors = _cufile.vectors(parts)
-        with pieces[0].memory.current():
+        transfers = [part.at(file_offset_bytes) for part in parts]
+        vectors = _cufile.io_vectors([(each.address + each.offset_bytes, each.length_bytes) for each in transfers])
+        with transfers[0].memory.current():
             return _cufile.transfer(
                 operation, function, fh=self.number, iov=vectors, file_offset=file_offset_bytes, flags=0
             )
+
+    def _queue(
+        self, operation: str, function: str, stream: CudaStream, part: BufferRange, file_offset_bytes: int
+    ) -> PendingTransfer:
+        pending = PendingTransfer(operation, stream, part.at(file_offset_bytes), on_end=self._pending.discard)
+        # The transfer is added before the call, because the stream may execute it at once.
+        self._pending.add(pending)
+        try:
+            with stream.current():
+                _cufile.call(operation, function, fh=self.number, **pending.call_arguments(), stream=stream.handle)
+        except BaseException:
+            self._pending.discard(pending)
+            raise
+        return pending
 
     def __enter__(self) -> Self:
         return self
@@ -218,18 +203,3 @@ class FileHandle:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def check_piece(piece: Piece, *, file_offset_bytes: int) -> int:
-    """Return the length of the part of memory.
-
-    Raises
-    ------
-    UsageError
-        The part is not inside the memory, or the range is too large for a file.
-    """
-    length_bytes = check_memory(piece.memory, offset_bytes=piece.offset_bytes, length_bytes=piece.length_bytes)
-    if not 0 <= file_offset_bytes <= _OFFSET_MAX - length_bytes:
-        message = f"{length_bytes} bytes at {file_offset_bytes} are in no file"
-        raise UsageError(message)
-    return length_bytes

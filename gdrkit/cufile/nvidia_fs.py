@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["NvidiaFs", "Tree", "nvidia_fs"]
+__all__ = ["NvidiaFs", "Tree", "read_nvidia_fs"]
 
 _FOLDER = "/proc/driver/nvidia-fs"
 _PAIR = re.compile(r"([A-Za-z][\w()%/-]*)=(\d+)")
@@ -51,16 +51,16 @@ class NvidiaFs:
     counters: Mapping[str, int]
     modules: tuple[str, ...]
 
-    def moved(self, before: NvidiaFs, name: str) -> int:
-        """Return the increase of a counter."""
+    def increase(self, before: NvidiaFs, name: str) -> int:
+        """Return the increase of a counter since `before`."""
         return self.counters.get(name, 0) - before.counters.get(name, 0)
 
-    def bytes_moved(self, before: NvidiaFs, *, writing: bool) -> int:
+    def transferred_bytes(self, before: NvidiaFs, *, writing: bool) -> int:
         """Return the bytes read or written since `before`; nvidia-fs counts whole MiB."""
-        return self.moved(before, "Writes.writeMiB" if writing else "Reads.readMiB") * _MIB_BYTES
+        return self.increase(before, "Writes.writeMiB" if writing else "Reads.readMiB") * _MIB_BYTES
 
 
-def nvidia_fs(tree: Tree) -> NvidiaFs | None:
+def read_nvidia_fs(tree: Tree) -> NvidiaFs | None:
     """Read the counters below the root of `tree`; return None if nvidia-fs is not loaded."""
     text = tree.text(f"{_FOLDER}/stats")
     if text is None:
@@ -68,11 +68,11 @@ def nvidia_fs(tree: Tree) -> NvidiaFs | None:
     counters: dict[str, int] = {}
     processes = 0
     for line in text.splitlines():
-        head, _, rest = line.partition(":")
-        name = head.strip()
+        title, _, values = line.partition(":")
+        name = title.strip()
         if name == "Active Process":
-            processes = int(rest) if rest.strip().isdecimal() else 0
-        counters |= {f"{name}.{key}": int(value) for key, value in _PAIR.findall(rest)}
+            processes = int(values) if values.strip().isdecimal() else 0
+        counters |= {f"{name}.{key}": int(value) for key, value in _PAIR.findall(values)}
     modules = tree.text(f"{_FOLDER}/modules") or ""
     return NvidiaFs(
         counting="IO stats: Enabled" in text,

@@ -1,6 +1,6 @@
-"""Causes why a file cannot be read directly into a GPU here.
+"""Causes why transfers between a file and a GPU are not direct on this machine.
 
-Files of the host are read below a root that is an argument. The settings of libcufile come from libcufile.
+Files of the host are read below a root that is an argument. The settings of libcufile are read from libcufile.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
     from gdrkit.cufile.nvidia_fs import Tree
 
-__all__ = ["Cause", "Obstacle", "describe_file", "obstacles"]
+__all__ = ["Cause", "Obstacle", "file_storage", "obstacles", "request_obstacles"]
 
 _UDEV = "/run/udev/data"
 _IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs"})
 _LAYERED = frozenset({"overlay", "fuse", "9p"})
-_ALIGNED_BYTES = 4096
+_ALIGNMENT_BYTES = 4096
 # The file systems on block devices that libcufile supports. For them it finds the device in udev's database.
 _ON_BLOCK_DEVICES = frozenset({"ext4", "xfs"})
 
@@ -47,8 +47,10 @@ class Obstacle:
 
     Attributes
     ----------
+    cause : Cause
+        The cause, for programs.
     text : str
-        One sentence about what was found.
+        One sentence that describes it.
     what_to_do : str
         How to fix it.
     refuses : bool
@@ -62,7 +64,7 @@ class Obstacle:
 
 
 @dataclass(frozen=True, slots=True)
-class FileOnHost:
+class FileStorage:
     """The storage of a file: its device number, and the type of its file system if mountinfo lists it."""
 
     major: int
@@ -75,7 +77,7 @@ class FileOnHost:
         return f"{_UDEV}/b{self.major}:{self.minor}"
 
 
-def describe_file(tree: Tree, fd: int) -> FileOnHost:
+def file_storage(tree: Tree, fd: int) -> FileStorage:
     """Return the storage of the file of a descriptor.
 
     Raises
@@ -85,11 +87,11 @@ def describe_file(tree: Tree, fd: int) -> FileOnHost:
     """
     device = os.fstat(fd).st_dev
     major, minor = os.major(device), os.minor(device)
-    return FileOnHost(major, minor, _file_system(tree, f"{major}:{minor}"))
+    return FileStorage(major, minor, _file_system(tree, f"{major}:{minor}"))
 
 
 def obstacles(tree: Tree, fd: int, *, compat_forced: bool = False) -> tuple[Obstacle, ...]:
-    """Return all obstacles to direct transfers with this file, the most basic first.
+    """Return all obstacles to direct transfers with this file, the most fundamental one first.
 
     Parameters
     ----------
@@ -100,66 +102,74 @@ def obstacles(tree: Tree, fd: int, *, compat_forced: bool = False) -> tuple[Obst
     compat_forced : bool
         Value of force_compat_mode in libcufile (:data:`gdrkit.cufile.parameters.Flag.FORCE_COMPAT_MODE`).
     """
-    return tuple(_found(tree, fd, compat_forced=compat_forced))
+    return tuple(_file_obstacles(tree, fd, compat_forced=compat_forced))
 
 
-def of_request(*, aligned_to: int, host_memory: bool = False) -> tuple[Obstacle, ...]:
-    """Return the obstacles of one transfer. `aligned_to` is the bitwise or of its offsets and its length."""
-    found = []
+def request_obstacles(*, offset_bits: int, host_memory: bool = False) -> tuple[Obstacle, ...]:
+    """Return the obstacles of one transfer.
+
+    Parameters
+    ----------
+    offset_bits : int
+        Bitwise or of all offsets, addresses and lengths of the transfer, in bytes. It shows their common alignment.
+    host_memory : bool
+        Whether the memory is host memory.
+    """
+    result = []
     if host_memory:
-        found.append(Obstacle(Cause.HOST_MEMORY, "the memory is the host's", "read into memory of a GPU"))
-    if aligned_to % _ALIGNED_BYTES:
-        found.append(
+        result.append(Obstacle(Cause.HOST_MEMORY, "the memory is host memory", "read into memory of a GPU"))
+    if offset_bits % _ALIGNMENT_BYTES:
+        result.append(
             Obstacle(
                 Cause.UNALIGNED,
-                f"an offset or the length is no multiple of {_ALIGNED_BYTES} bytes",
-                f"align them to {_ALIGNED_BYTES} bytes",
+                f"an offset or the length is not a multiple of {_ALIGNMENT_BYTES} bytes",
+                f"align them to {_ALIGNMENT_BYTES} bytes",
             )
         )
-    return tuple(found)
+    return tuple(result)
 
 
-def _found(tree: Tree, fd: int, *, compat_forced: bool) -> Iterator[Obstacle]:
-    on = describe_file(tree, fd)
-    if on.file_system in _IN_MEMORY:
+def _file_obstacles(tree: Tree, fd: int, *, compat_forced: bool) -> Iterator[Obstacle]:
+    storage = file_storage(tree, fd)
+    if storage.file_system in _IN_MEMORY:
         yield Obstacle(
             Cause.TMPFS,
-            f"the file is on {on.file_system}, which is no storage",
+            f"the file is on {storage.file_system}, which is not storage",
             "put the file on a disk",
             refuses=True,
         )
     else:
-        yield from _storage(tree, on)
+        yield from _storage_obstacles(tree, storage)
     if compat_forced:
         yield Obstacle(
             Cause.COMPAT_FORCED,
-            "libcufile was told to go through the host (force_compat_mode)",
-            "take CUFILE_FORCE_COMPAT_MODE, or force_compat_mode in cufile.json, away",
+            "the settings of libcufile force compat mode (force_compat_mode)",
+            "remove CUFILE_FORCE_COMPAT_MODE, or force_compat_mode in cufile.json",
         )
-    yield from _driver(tree)
+    yield from _driver_obstacles(tree)
     if not _flags(fd) & os.O_DIRECT:
         yield Obstacle(Cause.NOT_O_DIRECT, "the file was opened without O_DIRECT", "open it with O_DIRECT")
 
 
-def _storage(tree: Tree, on: FileOnHost) -> Iterator[Obstacle]:
-    entry = tree.text(on.udev_entry)
+def _storage_obstacles(tree: Tree, storage: FileStorage) -> Iterator[Obstacle]:
+    entry = tree.text(storage.udev_entry)
     if entry is None or "E:ID_FS_USAGE=filesystem" not in entry.splitlines():
         yield Obstacle(
             Cause.NO_UDEV_DATABASE,
-            f"{on.udev_entry} does not say ID_FS_USAGE=filesystem, by which libcufile knows what a file lies on",
+            f"{storage.udev_entry} has no ID_FS_USAGE=filesystem, so libcufile does not find the device of the file",
             "mount /run/udev of the host into the container, read-only",
             refuses=True,
         )
-    if on.file_system is not None and on.file_system not in _ON_BLOCK_DEVICES:
-        layered = on.file_system.partition(".")[0] in _LAYERED
+    if storage.file_system is not None and storage.file_system not in _ON_BLOCK_DEVICES:
+        layered = storage.file_system.partition(".")[0] in _LAYERED
         yield Obstacle(
             Cause.FILE_SYSTEM,
-            f"the file is on {on.file_system}" + (", over which no device is reached directly" if layered else ""),
-            "put the file on ext4 or xfs, or on a network file system that cuFile names",
+            f"the file is on {storage.file_system}" + (", which hides the device below it" if layered else ""),
+            "put the file on ext4 or xfs, or on a network file system that cuFile supports",
         )
 
 
-def _driver(tree: Tree) -> Iterator[Obstacle]:
+def _driver_obstacles(tree: Tree) -> Iterator[Obstacle]:
     if not tree.exists("/proc/driver/nvidia-fs"):
         yield Obstacle(
             Cause.NO_NVIDIA_FS,
@@ -171,13 +181,13 @@ def _driver(tree: Tree) -> Iterator[Obstacle]:
     if not modules:
         yield Obstacle(
             Cause.NO_STORAGE_MODULE,
-            "nvidia-fs knows no storage driver",
+            "nvidia-fs supports no storage driver that is loaded",
             "build nvidia-fs against the storage drivers that are loaded (it binds their symbols by name)",
         )
 
 
 def _file_system(tree: Tree, device: str) -> str | None:
-    # proc(5), mountinfo: 36 35 98:0 /mnt1 /mnt2 rw,noatime master:1 - ext3 /dev/root rw
+    # A line of mountinfo (proc(5)): 36 35 98:0 /mnt1 /mnt2 rw,noatime master:1 - ext3 /dev/root rw
     for line in (tree.text("/proc/self/mountinfo") or "").splitlines():
         before, _, after = line.partition(" - ")
         words = before.split()

@@ -20,7 +20,7 @@ __all__ = [
     "Size",
     "Text",
     "flag",
-    "is_kept",
+    "keeps_staged_size",
     "limits",
     "posix_pool",
     "set_flag",
@@ -87,33 +87,35 @@ _PROPERTIES = frozenset(
 )
 
 
-def is_kept(which: Size, *, version: int) -> bool:
+def keeps_staged_size(parameter: Size, *, version: int) -> bool:
     """Return whether libcufile of this version (1150 is 1.15) keeps a staged value when the driver opens."""
-    return which not in _PROPERTIES or version >= _layout.STAGED_SIZES_SINCE
+    return parameter not in _PROPERTIES or version >= _layout.STAGED_SIZES_SINCE
 
 
-def size(which: Size) -> int:
+def size(parameter: Size) -> int:
     """Return a numeric parameter."""
-    return int(_cufile.call("cuFileGetParameterSizeT", "get_parameter_size_t", param=int(which)))
+    return int(_cufile.call("cuFileGetParameterSizeT", "get_parameter_size_t", param=int(parameter)))
 
 
-def limits(which: Size) -> tuple[int, int]:
-    """Return the least and the largest value of a parameter. A largest value of 0 depends on the GPU."""
-    least, most = _cufile.call("cuFileGetParameterMinMaxValue", "get_parameter_min_max_value", param=int(which))
-    return int(least), int(most)
+def limits(parameter: Size) -> tuple[int, int]:
+    """Return the smallest and the largest valid value. A largest value of 0 means that the limit depends on the GPU."""
+    smallest, largest = _cufile.call(
+        "cuFileGetParameterMinMaxValue", "get_parameter_min_max_value", param=int(parameter)
+    )
+    return int(smallest), int(largest)
 
 
-def flag(which: Flag) -> bool:
+def flag(parameter: Flag) -> bool:
     """Return a boolean parameter."""
-    return bool(_cufile.call("cuFileGetParameterBool", "get_parameter_bool", param=int(which)))
+    return bool(_cufile.call("cuFileGetParameterBool", "get_parameter_bool", param=int(parameter)))
 
 
-def text(which: Text) -> str:
+def text(parameter: Text) -> str:
     """Return a text parameter."""
-    return _cufile.string_parameter(int(which))
+    return _cufile.string_parameter(int(parameter))
 
 
-def set_size(which: Size, value: int) -> None:
+def set_size(parameter: Size, value: int) -> None:
     """Stage a numeric parameter.
 
     Raises
@@ -121,34 +123,34 @@ def set_size(which: Size, value: int) -> None:
     ApiError
         CU_FILE_DRIVER_ALREADY_OPEN: the driver is open.
     Unsupported
-        This libcufile would discard the value when the driver opens; see :func:`is_kept`.
+        This libcufile would discard the value when the driver opens; see :func:`keeps_staged_size`.
     UsageError
         The value is negative.
     """
     if value < 0:
-        message = f"{which.name} cannot be {value}"
+        message = f"{parameter.name} must be at least 0, not {value}"
         raise UsageError(message)
-    if not is_kept(which, version=_cufile.library_version()):
+    if not keeps_staged_size(parameter, version=_cufile.library_version()):
         raise Unsupported(
             api=Api.CUFILE,
             operation="cuFileSetParameterSizeT",
             status=None,
-            status_name="forgotten when the driver opens",
-            arguments={"param": which.name, "value": value, "version": _cufile.version_text()},
+            status_name="the driver discards the value when it opens",
+            arguments={"param": parameter.name, "value": value, "version": _cufile.version_text()},
             reason=Reason.NOT_SUPPORTED,
-            what_to_do="set it in cufile.json, or install cuFile 1.18 or newer",
+            what_to_do="set the parameter in cufile.json, or install cuFile 1.18 or newer",
         )
-    _cufile.call("cuFileSetParameterSizeT", "set_parameter_size_t", param=int(which), value=value)
+    _cufile.call("cuFileSetParameterSizeT", "set_parameter_size_t", param=int(parameter), value=value)
 
 
-def set_flag(which: Flag, value: bool) -> None:  # noqa: FBT001 - the value is a flag.
+def set_flag(parameter: Flag, value: bool) -> None:  # noqa: FBT001 - the value is a flag.
     """Stage a boolean parameter; see :func:`set_size`."""
-    _cufile.call("cuFileSetParameterBool", "set_parameter_bool", param=int(which), value=value)
+    _cufile.call("cuFileSetParameterBool", "set_parameter_bool", param=int(parameter), value=value)
 
 
-def set_text(which: Text, value: str) -> None:
+def set_text(parameter: Text, value: str) -> None:
     """Stage a text parameter; see :func:`set_size`."""
-    _cufile.set_string_parameter(int(which), value)
+    _cufile.set_string_parameter(int(parameter), value)
 
 
 def posix_pool(count: int = 3) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -159,6 +161,6 @@ def posix_pool(count: int = 3) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def set_posix_pool(sizes_kib: Sequence[int], counts: Sequence[int]) -> None:
     """Stage the buffers of compat mode; see :func:`set_size`."""
     if len(sizes_kib) != len(counts) or not sizes_kib:
-        message = f"{len(sizes_kib)} sizes and {len(counts)} counts belong to no pool"
+        message = f"a pool must have at least one size and as many counts, not {len(sizes_kib)} and {len(counts)}"
         raise UsageError(message)
     _cufile.set_slab_arrays(sizes_kib, counts)

@@ -1,8 +1,8 @@
-"""A test in a child process, with a time limit, of whether the cuFile driver opens on this machine.
+"""A test in a child process, with a time limit, whether the cuFile driver opens on this machine.
 
-libcufile (1.15 to 1.20) was observed to loop forever in cuFileDriverOpen if /proc/modules does not exist, as with a
-kernel without loadable modules. Only the end of the process stops that. So a child opens the driver first, and this
-process opens it only if the child has succeeded. The child runs ``python -m gdrkit.cufile.probe``.
+libcufile (1.15 to 1.20) was observed to loop forever in cuFileDriverOpen if /proc/modules does not exist, which is the
+case for a kernel without loadable modules. Only the end of the process stops that. So a child process opens the driver
+first, and this process opens it only if the child has succeeded. The child runs ``python -m gdrkit.cufile.probe``.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from gdrkit.children import kill_child
 from gdrkit.errors import Api, ApiError, Reason, SetupMissing
 from gdrkit.forks import ForkSafeLock
 
-__all__ = ["TIMEOUT_S", "ProbeAnswer", "main", "probe", "require"]
+__all__ = ["TIMEOUT_S", "ProbeResult", "main", "probe", "require"]
 
 # If libcufile opened at all, it took less than a second. The rest is a margin for busy machines.
 TIMEOUT_S = 30.0
 _OPERATION = "cuFileDriverOpen in a child process"
-_SHOWN_CHARACTERS = 400
+_OUTPUT_CHARACTERS_MAX = 400
 _MODULES = Path("/proc/modules")
-_NO_MODULES = "there is no /proc/modules, which libcufile reads for ever: use a kernel with loadable modules"
+_NO_MODULES = "use a kernel with loadable modules: without /proc/modules, libcufile loops forever"
 
 _lock = ForkSafeLock()
-_opened: list[ProbeAnswer] = []
+_successes: list[ProbeResult] = []
 
 
 @dataclass(frozen=True, slots=True)
-class ProbeAnswer:
-    """The result of the child.
+class ProbeResult:
+    """The result of a child process that has opened the driver.
 
     Attributes
     ----------
@@ -47,13 +47,13 @@ class ProbeAnswer:
     version: int
 
 
-def probe(*, timeout_s: float = TIMEOUT_S) -> ProbeAnswer:
+def probe(*, timeout_s: float = TIMEOUT_S) -> ProbeResult:
     """Open and close the driver in a child process and return the result.
 
     Raises
     ------
     SetupMissing
-        ``TIMEOUT``: the child did not end, and was killed. Otherwise the error of the child, with its numbers.
+        ``TIMEOUT``: the child did not end in time, and was killed. Otherwise, the error of the child with its numbers.
     """
     with tempfile.TemporaryDirectory(prefix="gdrkit-cufile-") as folder:
         child = subprocess.Popen(
@@ -65,20 +65,20 @@ def probe(*, timeout_s: float = TIMEOUT_S) -> ProbeAnswer:
             stderr=subprocess.PIPE,
             start_new_session=True,
         )
-        answer, printed = _ended(child, timeout_s)
-    lines = answer.decode("utf-8", "backslashreplace").splitlines()
-    found = json.loads(lines[-1]) if child.returncode == 0 and lines else None
-    if found is None:
-        last = printed.decode("utf-8", "backslashreplace").strip()[-_SHOWN_CHARACTERS:]
-        how = _how_it_ended(child.returncode) + (f"; it printed: {last}" if last else "")
-        raise _failed(how, Reason.OTHER)
-    if "failure" in found:
-        raise _refused(found["failure"])
-    return ProbeAnswer(version=int(found["version"]))
+        output, errors = _wait(child, timeout_s)
+    lines = output.decode("utf-8", "backslashreplace").splitlines()
+    result = json.loads(lines[-1]) if child.returncode == 0 and lines else None
+    if result is None:
+        last = errors.decode("utf-8", "backslashreplace").strip()[-_OUTPUT_CHARACTERS_MAX:]
+        detail = _exit_text(child.returncode) + (f"; it printed: {last}" if last else "")
+        raise _probe_error(detail, Reason.OTHER)
+    if "failure" in result:
+        raise _error_of_child(result["failure"])
+    return ProbeResult(version=int(result["version"]))
 
 
-def require(*, timeout_s: float = TIMEOUT_S) -> ProbeAnswer:
-    """Return the result of :func:`probe`. A success is cached, because the driver then opens in this process, too.
+def require(*, timeout_s: float = TIMEOUT_S) -> ProbeResult:
+    """Return the result of :func:`probe`. A success is cached, because the driver then also opens in this process.
 
     Raises
     ------
@@ -86,23 +86,23 @@ def require(*, timeout_s: float = TIMEOUT_S) -> ProbeAnswer:
         See :func:`probe`. A failure is not cached.
     """
     with _lock:
-        if not _opened:
-            _opened.append(probe(timeout_s=timeout_s))
-        return _opened[0]
+        if not _successes:
+            _successes.append(probe(timeout_s=timeout_s))
+        return _successes[0]
 
 
 def main() -> int:
     """Open and close the driver, and print the result as one line of JSON."""
     from gdrkit.cufile import _cufile
 
-    answer: dict[str, object]
+    result: dict[str, object]
     try:
         _cufile.load()
         _cufile.call("cuFileDriverOpen", "driver_open")
         _cufile.call("cuFileDriverClose", "driver_close")
-        answer = {"version": _cufile.library_version()}
+        result = {"version": _cufile.library_version()}
     except ApiError as error:
-        answer = {
+        result = {
             "failure": {
                 "api": error.api.value,
                 "operation": error.operation,
@@ -116,19 +116,20 @@ def main() -> int:
             }
         }
     # The result starts on a new line, because libraries may print, too.
-    sys.stdout.write("\n" + json.dumps(answer) + "\n")
+    sys.stdout.write("\n" + json.dumps(result) + "\n")
     sys.stdout.flush()
     return 0
 
 
-def _ended(child: subprocess.Popen[bytes], timeout_s: float) -> tuple[bytes, bytes]:
+def _wait(child: subprocess.Popen[bytes], timeout_s: float) -> tuple[bytes, bytes]:
+    """Wait for the child and return its output and its errors. Kill it if it does not end in time."""
     try:
         return child.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired as error:
-        how = f"it did not come back within {timeout_s:g} s and was killed"
-        if left := _kill(child):
-            how += f"; {left}"
-        raise _failed(how, Reason.TIMEOUT, what_to_do="" if _MODULES.exists() else _NO_MODULES) from error
+        detail = f"the child did not end within {timeout_s:g} s and was killed"
+        if why_alive := _kill(child):
+            detail += f"; {why_alive}"
+        raise _probe_error(detail, Reason.TIMEOUT, what_to_do="" if _MODULES.exists() else _NO_MODULES) from error
     except BaseException:
         # The child has its own session, so the interrupt of a terminal does not reach it.
         _kill(child)
@@ -136,35 +137,35 @@ def _ended(child: subprocess.Popen[bytes], timeout_s: float) -> tuple[bytes, byt
 
 
 def _kill(child: subprocess.Popen[bytes]) -> str:
-    """Kill the child and all of its processes; return why it was left behind, or an empty text if it has ended."""
+    """Kill the child and all of its processes. Return why it is still alive, or an empty text if it has ended."""
     for pipe in (child.stdout, child.stderr):
-        # A process that has left the group may keep the other ends of the pipes open.
+        # A process that has left the process group may keep the other ends of the pipes open.
         if pipe is not None:
             pipe.close()
     return kill_child(child)
 
 
-def _refused(failure: dict[str, Any]) -> SetupMissing:
+def _error_of_child(failure: dict[str, Any]) -> SetupMissing:
     api, reason = Api(failure.pop("api")), Reason(failure.pop("reason"))
     return SetupMissing(api=api, reason=reason, **failure)
 
 
-def _failed(detail: str, reason: Reason, *, what_to_do: str = "") -> SetupMissing:
+def _probe_error(detail: str, reason: Reason, *, what_to_do: str = "") -> SetupMissing:
     return SetupMissing(
         api=Api.CUFILE,
         operation=_OPERATION,
         status=None,
-        status_name="no answer",
+        status_name="no result",
         reason=reason,
-        what_to_do=what_to_do or f"run it alone to see why: {sys.executable} -m {__name__}",
+        what_to_do=what_to_do or f"run this command to see the cause: {sys.executable} -m {__name__}",
         detail=detail,
     )
 
 
-def _how_it_ended(code: int) -> str:
+def _exit_text(code: int) -> str:
     if code < 0:
         return f"the child was ended by {signal.Signals(-code).name}"
-    return f"the child ended with {code}"
+    return f"the child exited with {code}"
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from gdrkit.cufile import parameters
-from gdrkit.cufile.nvidia_fs import nvidia_fs
+from gdrkit.cufile.nvidia_fs import read_nvidia_fs
 from gdrkit.cufile.obstacles import Cause, Obstacle, obstacles
 from gdrkit.errors import ApiError, GdrkitError, Reason
 
@@ -23,9 +23,25 @@ if TYPE_CHECKING:
 
     from gdrkit.cufile.driver import Driver
     from gdrkit.cufile.nvidia_fs import NvidiaFs, Tree
-    from gdrkit.cufile.statistics import Snapshot
+    from gdrkit.cufile.statistics import StatisticsSnapshot
 
-__all__ = ["DirectPathError", "Proof", "Route", "RouteMonitor", "RouteState", "judge", "refused"]
+__all__ = [
+    "DirectPathError",
+    "Proof",
+    "Route",
+    "RouteMonitor",
+    "RouteState",
+    "failed_registration_proof",
+    "proof_from_counters",
+]
+
+
+_NVFS_COUNTERS = ("Reads.ok", "Writes.ok")
+_UNEXPLAINED = Obstacle(
+    Cause.UNEXPLAINED,
+    "libcufile copied through host memory, and gdrkit found no cause",
+    "read the log of libcufile (CUFILE_LOGFILE_PATH)",
+)
 
 
 class Route(enum.Enum):
@@ -50,7 +66,7 @@ class RouteState(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """The evidence about transfers and what follows from it.
+    """The evidence about the route of transfers, and the conclusion from it.
 
     Attributes
     ----------
@@ -61,7 +77,7 @@ class Proof:
     evidence : str
         Source of the evidence: ``cufile statistics``, ``nvidia-fs counters``, or empty.
     moved : mapping
-        Increases of the counters that moved, by name.
+        Increases of the counters, by name.
     causes : tuple of Obstacle
         Reasons why the route was not direct, or why it is unknown.
     """
@@ -95,14 +111,17 @@ class DirectPathError(GdrkitError):
     def __init__(self, proof: Proof) -> None:
         self.proof = proof
         super().__init__(
-            f"the direct route is {proof.state.value}, bytes went by {proof.route.value}: {proof.why or 'no cause'}",
+            f"the direct route is {proof.state.value}; the route of the bytes is {proof.route.value}: "
+            f"{proof.why or 'the cause is unknown'}",
             reason=Reason.NO_ROUTE,
             what_to_do="; ".join(dict.fromkeys(cause.what_to_do for cause in proof.causes)),
         )
 
 
 class RouteMonitor:
-    """An observer of the counters during transfers. They are per process, so no other transfers should run meanwhile.
+    """An observer of the counters during transfers.
+
+    The counters are per process, so no other transfers should run while it observes.
 
     Parameters
     ----------
@@ -130,33 +149,34 @@ class RouteMonitor:
         """
         # If these transfers fail, the proof of earlier transfers must not remain.
         self.proof = Proof(Route.UNKNOWN, RouteState.UNPROVEN)
-        before, unseen = self._look()
-        nvfs_before = nvidia_fs(self._tree)
+        before, error_before = self._read_statistics()
+        nvfs_before = read_nvidia_fs(self._tree)
         yield self
-        after, unseen_after = self._look()
-        found = obstacles(self._tree, fd, compat_forced=_compat_forced())
-        self.proof = judge(
+        after, error_after = self._read_statistics()
+        file_obstacles = obstacles(self._tree, fd, compat_forced=_compat_forced())
+        self.proof = proof_from_counters(
             delta=None if before is None or after is None else after.since(before),
-            nvfs=(nvfs_before, nvidia_fs(self._tree)),
-            causes=(*request, *found),
-            unseen=unseen or unseen_after,
+            nvfs=(nvfs_before, read_nvidia_fs(self._tree)),
+            causes=(*request, *file_obstacles),
+            statistics_error=error_before or error_after,
         )
 
-    def _look(self) -> tuple[Snapshot | None, str]:
+    def _read_statistics(self) -> tuple[StatisticsSnapshot | None, str]:
+        """Return the statistics of libcufile, or None and the error."""
         try:
             return self._driver.statistics.snapshot(), ""
         except ApiError as error:
             return None, str(error)
 
 
-def judge(
+def proof_from_counters(
     *,
-    delta: Snapshot | None,
+    delta: StatisticsSnapshot | None,
     nvfs: tuple[NvidiaFs | None, NvidiaFs | None] = (None, None),
     causes: tuple[Obstacle, ...] = (),
-    unseen: str = "",
+    statistics_error: str = "",
 ) -> Proof:
-    """Return the proof that follows from counters.
+    """Return the route and the state of knowledge that follow from the counters.
 
     Parameters
     ----------
@@ -166,17 +186,17 @@ def judge(
         Counters of nvidia-fs before and after; None if it is not loaded.
     causes : tuple of Obstacle
         Known obstacles.
-    unseen : str
-        Reason why there are no statistics.
+    statistics_error : str
+        The error if libcufile returned no statistics.
     """
-    counts = _counts(delta) if delta is not None else {}
+    counts = _transfers_by_route(delta) if delta is not None else {}
     direct = {route: counts.get(route, 0) for route in (Route.P2P, Route.NVFS)}
-    moved = _named(delta)
+    moved = _transfer_counters(delta)
     if counts.get(Route.POSIX):
-        return Proof(Route.POSIX, RouteState.FELL_BACK, "cufile statistics", moved, _explained(causes))
-    if unrouted := _unrouted(delta):
-        text = f"libcufile tells of {unrouted} transfers how they were submitted, and of no route"
-        advice = "take FileHandle.read or write instead of batches and vectors; they are counted by route"
+        return Proof(Route.POSIX, RouteState.FELL_BACK, "cufile statistics", moved, causes or (_UNEXPLAINED,))
+    if uncounted := _transfers_without_route(delta):
+        text = f"libcufile does not count the route of {uncounted} transfers"
+        advice = "use FileHandle.read and write instead of batches and vectors; they are counted by route"
         return Proof(
             Route.UNKNOWN, RouteState.UNPROVEN, "", moved, (Obstacle(Cause.NOT_COUNTED, text, advice), *causes)
         )
@@ -184,29 +204,29 @@ def judge(
         route = max(direct, key=lambda each: direct[each])
         return Proof(route, RouteState.PROVEN, "cufile statistics", moved)
     before, after = nvfs
-    if before is not None and after is not None and _nvfs_shows(before, after):
-        shown = {name: after.moved(before, name) for name in ("Reads.ok", "Writes.ok")}
-        return Proof(Route.NVFS, RouteState.PROVEN, "nvidia-fs counters", shown)
-    text = unseen or "no counter of libcufile or nvidia-fs moved"
-    missing = Obstacle(Cause.NOT_COUNTED, text, "count by level 3 (Driver.statistics.start), with cuFile 1.15 or newer")
-    return Proof(Route.UNKNOWN, RouteState.UNPROVEN, "", moved, (missing,))
+    if before is not None and after is not None and _is_nvfs_proven(before, after):
+        increases = {name: after.increase(before, name) for name in _NVFS_COUNTERS}
+        return Proof(Route.NVFS, RouteState.PROVEN, "nvidia-fs counters", increases)
+    text = statistics_error or "no counter of libcufile or nvidia-fs has increased"
+    advice = "start the statistics at level 3 (Driver.statistics.start), with cuFile 1.15 or newer"
+    return Proof(Route.UNKNOWN, RouteState.UNPROVEN, "", moved, (Obstacle(Cause.NOT_COUNTED, text, advice),))
 
 
-def refused(tree: Tree, fd: int, error: ApiError) -> Proof:
-    """Return the proof for a file that libcufile refused to register: no route, with the cause."""
-    found = tuple(cause for cause in obstacles(tree, fd, compat_forced=_compat_forced()) if cause.refuses)
-    if not found:
-        found = (Obstacle(Cause.UNEXPLAINED, str(error), error.what_to_do, refuses=True),)
-    return Proof(Route.UNKNOWN, RouteState.NOT_POSSIBLE, f"{error.operation} failed: {error.status_name}", {}, found)
+def failed_registration_proof(tree: Tree, fd: int, error: ApiError) -> Proof:
+    """Return the proof for a file that libcufile refused to register: no route, with the causes."""
+    causes = tuple(cause for cause in obstacles(tree, fd, compat_forced=_compat_forced()) if cause.refuses)
+    if not causes:
+        causes = (Obstacle(Cause.UNEXPLAINED, str(error), error.what_to_do, refuses=True),)
+    return Proof(Route.UNKNOWN, RouteState.NOT_POSSIBLE, f"{error.operation} failed: {error.status_name}", {}, causes)
 
 
-def _counts(delta: Snapshot) -> dict[Route, int]:
+def _transfers_by_route(delta: StatisticsSnapshot) -> dict[Route, int]:
     counts = {
         route: delta.total(f"n_{route.value}_reads") + delta.total(f"n_{route.value}_writes")
         for route in (Route.P2P, Route.NVFS, Route.POSIX)
     }
     # Batches have their own counters in the first level, in addition to those of the third level or instead of them. A
-    # batch that went through host memory always counts: direct reads at the same time must not hide it.
+    # batch that went through host memory is always counted: direct reads at the same time must not hide it.
     batches = {
         Route.P2P: delta.basic.get("batch_p2p_submit_ops", 0),
         Route.NVFS: delta.basic.get("batch_nvfs_submit_ops", 0),
@@ -217,7 +237,7 @@ def _counts(delta: Snapshot) -> dict[Route, int]:
     return counts | {Route.POSIX: max(counts[Route.POSIX], batches[Route.POSIX])}
 
 
-def _unrouted(delta: Snapshot | None) -> int:
+def _transfers_without_route(delta: StatisticsSnapshot | None) -> int:
     """Return the number of batch transfers whose route libcufile does not report.
 
     libcufile does not count the route of transfers that it submits by the kernel's asynchronous I/O. In compat mode,
@@ -225,28 +245,24 @@ def _unrouted(delta: Snapshot | None) -> int:
     """
     if delta is None:
         return 0
-    told = sum(delta.basic.get(f"batch_{route}_submit_ops", 0) for route in ("p2p", "nvfs"))
-    return max(0, delta.basic.get("batch_total_submit_ops", 0) - told)
+    counted = sum(delta.basic.get(f"batch_{route}_submit_ops", 0) for route in ("p2p", "nvfs"))
+    return max(0, delta.basic.get("batch_total_submit_ops", 0) - counted)
 
 
-def _named(delta: Snapshot | None) -> dict[str, int]:
+def _transfer_counters(delta: StatisticsSnapshot | None) -> dict[str, int]:
+    """Return the increases of the counters of transfers: totals over all GPUs, and those of batches."""
     if delta is None:
         return {}
     names = sorted({name for gpu in delta.gpus for name in gpu.counters if name.startswith("n_")})
-    batch = {name: value for name, value in delta.basic.items() if name.startswith("batch_") and "_ops" in name}
-    return {name: delta.total(name) for name in names} | {
-        name: value for name, value in batch.items() if "per_sec" not in name
-    }
+    batches = {name: value for name, value in delta.basic.items() if name.startswith("batch_") and "_ops" in name}
+    return {name: delta.total(name) for name in names} | batches
 
 
-def _nvfs_shows(before: NvidiaFs, after: NvidiaFs) -> bool:
-    """Return whether nvidia-fs moved bytes, and no other process can have caused that."""
-    alone = max(before.process_count, after.process_count) <= 1
-    return after.counting and alone and any(after.moved(before, name) > 0 for name in ("Reads.ok", "Writes.ok"))
-
-
-def _explained(causes: tuple[Obstacle, ...]) -> tuple[Obstacle, ...]:
-    return causes or (Obstacle(Cause.UNEXPLAINED, "libcufile went through the host and nothing here says why", ""),)
+def _is_nvfs_proven(before: NvidiaFs, after: NvidiaFs) -> bool:
+    """Return whether the counters of nvidia-fs have increased, and no other process can have caused that."""
+    is_only_process = max(before.process_count, after.process_count) <= 1
+    has_increased = any(after.increase(before, name) > 0 for name in _NVFS_COUNTERS)
+    return after.counting and is_only_process and has_increased
 
 
 def _compat_forced() -> bool:

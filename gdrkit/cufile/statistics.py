@@ -7,6 +7,7 @@ For each GPU, the third level counts the transfers that went peer to peer, throu
 from __future__ import annotations
 
 import enum
+import re
 import uuid
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -16,7 +17,11 @@ from gdrkit.cufile import _cufile, _layout, _results
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["GpuCounters", "Level", "Snapshot", "Statistics"]
+__all__ = ["GpuCounters", "Level", "Statistics", "StatisticsSnapshot"]
+
+# The names of rates, which libcufile derives from counters.
+_RATE = re.compile(r"_bw(_|$)|_per_sec$|_utilization$")
+_LAST_BATCH = "last_batch_"
 
 
 class Level(enum.IntEnum):
@@ -30,21 +35,29 @@ class Level(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class GpuCounters:
-    """Counters of one GPU: its UUID as nvidia-smi prints it, and the counters by the names of the header."""
+    """Counters of one GPU.
+
+    Attributes
+    ----------
+    uuid : str
+        UUID of the GPU, as nvidia-smi prints it.
+    counters : mapping
+        Counters by the names of the header.
+    """
 
     uuid: str
     counters: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class StatisticsSnapshot:
     """The counters at one moment, or their increase between two moments.
 
     Attributes
     ----------
     basic : mapping
-        Counters of the first level by the names of the header. ``read_ops`` and ``read_ops_err`` are the halves of one
-        counter.
+        Counters of the first level by the names of the header. Operations are counted twice: successes as
+        ``read_ops``, and errors as ``read_ops_err``.
     read_sizes, write_sizes : tuple of int
         Histograms of the second level; empty at a lower level.
     gpus : tuple of GpuCounters
@@ -56,17 +69,23 @@ class Snapshot:
     write_sizes: tuple[int, ...] = ()
     gpus: tuple[GpuCounters, ...] = field(default=())
 
-    def since(self, before: Snapshot) -> Snapshot:
-        """Return the increase since `before`, without unchanged counters. Averages and rates are subtracted as well."""
-        earlier = {gpu.uuid: gpu.counters for gpu in before.gpus}
-        return Snapshot(
-            basic=_moved(self.basic, before.basic),
-            read_sizes=_less(self.read_sizes, before.read_sizes),
-            write_sizes=_less(self.write_sizes, before.write_sizes),
+    def since(self, before: StatisticsSnapshot) -> StatisticsSnapshot:
+        """Return the increase of the counters since `before`, without unchanged counters.
+
+        An average (``..._lat_avg_us``) is that of the operations since `before`, rounded down as in libcufile: the
+        increase of the sum divided by the increase of the count. Rates (``..._bw...``, ``..._per_sec``,
+        ``..._utilization``) are not included, because the difference of two rates is not a rate. ``last_batch_...`` is
+        not a counter; its value is that of this snapshot.
+        """
+        gpus_before = {gpu.uuid: gpu.counters for gpu in before.gpus}
+        return StatisticsSnapshot(
+            basic=_increases(self.basic, before.basic),
+            read_sizes=_subtract(self.read_sizes, before.read_sizes),
+            write_sizes=_subtract(self.write_sizes, before.write_sizes),
             gpus=tuple(
-                GpuCounters(gpu.uuid, moved)
+                GpuCounters(gpu.uuid, increases)
                 for gpu in self.gpus
-                if (moved := _moved(gpu.counters, earlier.get(gpu.uuid, {})))
+                if (increases := _increases(gpu.counters, gpus_before.get(gpu.uuid, {})))
             ),
         )
 
@@ -111,7 +130,7 @@ class Statistics:
         self._check()
         _cufile.call("cuFileStatsReset", "stats_reset")
 
-    def snapshot(self, level: Level = Level.PER_GPU) -> Snapshot:
+    def snapshot(self, level: Level = Level.PER_GPU) -> StatisticsSnapshot:
         """Return the current counters.
 
         Raises
@@ -124,15 +143,15 @@ class Statistics:
         buffer, version = _cufile.statistics(int(level)), _cufile.library_version()
         basic = _layout.basic_of(buffer, version=version)
         if level < Level.SIZES:
-            return Snapshot(basic)
+            return StatisticsSnapshot(basic)
         reads, writes = _layout.histograms_of(buffer, version=version)
         if level < Level.PER_GPU:
-            return Snapshot(basic, reads, writes)
+            return StatisticsSnapshot(basic, reads, writes)
         gpus = tuple(
             GpuCounters(f"GPU-{uuid.UUID(bytes=raw)}", counters)
             for raw, counters in _layout.gpus_of(buffer, version=version)
         )
-        return Snapshot(basic, reads, writes, gpus)
+        return StatisticsSnapshot(basic, reads, writes, gpus)
 
     @staticmethod
     def _check() -> None:
@@ -140,9 +159,19 @@ class Statistics:
             raise _results.missing_function("cuFileGetStatsLevel", version=_cufile.version_text(), since="1.15")
 
 
-def _moved(now: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:
-    return {name: value - before.get(name, 0) for name, value in now.items() if value != before.get(name, 0)}
+def _increases(now: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:
+    """Return the increase of each counter that has changed; see :meth:`StatisticsSnapshot.since`."""
+    result: dict[str, int] = {}
+    for name, value in now.items():
+        if value == before.get(name, 0) or _RATE.search(name):
+            continue
+        result[name] = value if name.startswith(_LAST_BATCH) else value - before.get(name, 0)
+    for average, (total, count) in _layout.AVERAGES.items():
+        result.pop(average, None)
+        if result.get(count, 0) > 0:
+            result[average] = result.get(total, 0) // result[count]
+    return result
 
 
-def _less(now: tuple[int, ...], before: tuple[int, ...]) -> tuple[int, ...]:
+def _subtract(now: tuple[int, ...], before: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(a - b for a, b in zip(now, before, strict=True)) if before else now

@@ -1,7 +1,6 @@
 """Reads and writes that a CUDA stream executes in order.
 
-This package does not import CUDA, so the stream object itself reports when it is done. The memory that an asynchronous
-call reads and writes later is kept here until the call is over.
+This package does not import CUDA, so the stream object itself reports when it is done.
 """
 
 from __future__ import annotations
@@ -10,23 +9,21 @@ import enum
 from typing import TYPE_CHECKING, Protocol, Self
 
 from gdrkit.cufile import _cufile, _results
-from gdrkit.cufile.handle import check_piece
 from gdrkit.errors import Reason, UsageError
 from gdrkit.handles import Handle
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from contextlib import AbstractContextManager
     from types import TracebackType
 
+    from gdrkit.cufile.buffer import TransferRange
     from gdrkit.cufile.driver import Driver
-    from gdrkit.cufile.handle import FileHandle, Piece
 
-__all__ = ["Fixed", "Pending", "RegisteredStream", "Stream"]
-
-_CUFILE_BASE = 5000
+__all__ = ["CudaStream", "PendingTransfer", "RegisteredStream", "StreamFlags"]
 
 
-class Stream(Protocol):
+class CudaStream(Protocol):
     """The interface of a CUDA stream."""
 
     @property
@@ -44,8 +41,8 @@ class Stream(Protocol):
         """Make the context of the stream current in this thread during a block."""
 
 
-class Fixed(enum.IntFlag):
-    """The properties of a transfer that are known when it is queued (``CU_FILE_STREAM_*``)."""
+class StreamFlags(enum.IntFlag):
+    """The arguments of a transfer whose values are known when it is queued (``CU_FILE_STREAM_*``)."""
 
     NOTHING = 0
     BUFFER_OFFSET = 1
@@ -55,50 +52,40 @@ class Fixed(enum.IntFlag):
     ALL = 15
 
 
-class Pending:
-    """A transfer that is queued on a stream. Synchronize the stream, then call :meth:`bytes`."""
+class PendingTransfer:
+    """A transfer that is queued on a stream. Synchronize the stream, then call :meth:`bytes`.
+
+    :meth:`FileHandle.read_async` and :meth:`FileHandle.write_async` create it.
+    """
 
     def __init__(
-        self, handle: FileHandle, stream: Stream, cells: _cufile.Cells, operation: str, arguments: dict[str, object]
+        self,
+        operation: str,
+        stream: CudaStream,
+        transfer: TransferRange,
+        *,
+        on_end: Callable[[PendingTransfer], None],
     ) -> None:
-        self._handle = handle
-        self._stream: Stream | None = stream
-        self._cells = cells
         self._operation = operation
-        self._arguments = arguments
-
-    @classmethod
-    def begin(
-        cls, names: tuple[str, str], handle: FileHandle, stream: Stream, piece: Piece, file_offset_bytes: int
-    ) -> Self:
-        """Queue a transfer; see :meth:`FileHandle.read_async`."""
-        length_bytes = check_piece(piece, file_offset_bytes=file_offset_bytes)
-        cells = _cufile.Cells(
-            length_bytes=length_bytes, file_offset=file_offset_bytes, buffer_offset=piece.offset_bytes
+        self._stream: CudaStream | None = stream
+        self._transfer = transfer
+        self._on_end = on_end
+        self._arguments = _cufile.AsyncArguments(
+            length_bytes=transfer.length_bytes,
+            file_offset=transfer.file_offset_bytes,
+            buffer_offset=transfer.offset_bytes,
         )
-        operation, function = names
-        length, file_offset, buffer_offset, result = cells.addresses()
-        shown: dict[str, object] = {"size": length_bytes, "file_offset": file_offset_bytes}
-        pending = cls(handle, stream, cells, operation, shown)
-        # The handle keeps it before the call, because the stream may execute the transfer at once.
-        handle.hold(pending)
-        try:
-            with stream.current():
-                _cufile.call(
-                    operation,
-                    function,
-                    fh=handle.number,
-                    bufPtr_base=piece.memory.address,
-                    size_p=length,
-                    file_offset_p=file_offset,
-                    bufPtr_offset_p=buffer_offset,
-                    bytes_p=result,
-                    stream=stream.handle,
-                )
-        except BaseException:
-            handle.let_go(pending)
-            raise
-        return pending
+
+    def call_arguments(self) -> dict[str, int]:
+        """Return the arguments of the call between those of the file and of the stream, in the order of the header."""
+        length, file_offset, buffer_offset, result = self._arguments.addresses()
+        return {
+            "bufPtr_base": self._transfer.address,
+            "size_p": length,
+            "file_offset_p": file_offset,
+            "bufPtr_offset_p": buffer_offset,
+            "bytes_p": result,
+        }
 
     @property
     def done(self) -> bool:
@@ -124,12 +111,11 @@ class Pending:
         if not self.done:
             message = f"{self._operation} is not done"
             raise UsageError(message, reason=Reason.BUSY, what_to_do="synchronize the stream first")
-        self._handle.let_go(self)
-        result = self._cells.result
-        if result < -_CUFILE_BASE:
-            raise _results.error_of(operation=self._operation, status=-result, arguments=self._arguments)
+        self._on_end(self)
+        result = self._arguments.result
         if result < 0:
-            raise _results.errno_error(operation=self._operation, number=-result, arguments=self._arguments)
+            arguments = {"size": self._transfer.length_bytes, "file_offset": self._transfer.file_offset_bytes}
+            raise _results.result_error(operation=self._operation, result=result, arguments=arguments)
         return result
 
 
@@ -142,8 +128,8 @@ class RegisteredStream:
         The open driver. It deregisters the stream when it closes, at the latest.
     stream : int
         The CUDA driver's handle of the stream. The stream must be destroyed after this object.
-    fixed : Fixed
-        Properties that will be known when a transfer is queued.
+    flags : StreamFlags
+        Arguments whose values will be known when a transfer is queued.
 
     Raises
     ------
@@ -151,12 +137,12 @@ class RegisteredStream:
         CU_FILE_INVALID_VALUE: there is no such stream.
     """
 
-    def __init__(self, driver: Driver, stream: int, *, fixed: Fixed = Fixed.NOTHING) -> None:
+    def __init__(self, driver: Driver, stream: int, *, flags: StreamFlags = StreamFlags.NOTHING) -> None:
         driver.check_open()
         self.stream = stream
-        _cufile.call("cuFileStreamRegister", "stream_register", stream=stream, flags=int(fixed))
+        _cufile.call("cuFileStreamRegister", "stream_register", stream=stream, flags=int(flags))
         self._handle = Handle("cufile.stream")
-        self._leave = driver.on_close(self.close)
+        self._cancel_on_close = driver.on_close(self.close)
         self._closed = False
 
     def close(self) -> None:
@@ -165,7 +151,7 @@ class RegisteredStream:
             return
         _cufile.call("cuFileStreamDeregister", "stream_deregister", stream=self.stream)
         self._closed = True
-        self._leave()
+        self._cancel_on_close()
         self._handle.release()
 
     def __enter__(self) -> Self:

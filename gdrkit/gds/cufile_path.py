@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from gdrkit import cuda, cufile, forks
-from gdrkit.cufile.obstacles import of_request
+from gdrkit.cufile.obstacles import request_obstacles
 from gdrkit.errors import ApiError, GdrkitError
 from gdrkit.gds.direct import Verdict
 from gdrkit.host import HostTree
@@ -155,7 +155,7 @@ class CufilePath:
         odd = 0
         for offset, address, length in zip(extents[1::4], extents[2::4], extents[3::4], strict=True):
             odd |= offset | address | length
-        return "; ".join(each.text for each in of_request(aligned_to=odd))
+        return "; ".join(each.text for each in request_obstacles(offset_bits=odd))
 
     def submit(self, *, write: bool, extents: Sequence[int], durable: bool = False) -> CufileWork:
         """Start a transfer; see :class:`gdrkit.gds.DirectPath`."""

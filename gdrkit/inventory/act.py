@@ -237,8 +237,8 @@ def _pool() -> dict[str, str]:
         data = stack.enter_context(path.open("rb"))
         file = stack.enter_context(cufile.FileHandle(driver, data.fileno()))
         count = driver.properties().max_batch_io
-        batch = stack.enter_context(cufile.Batch(driver, count))
-        batch.submit([cufile.Request(cufile.Opcode.READ, file, cufile.Piece(memory))] * count)
+        batch = stack.enter_context(cufile.IoBatch(driver, count))
+        batch.submit([cufile.BatchRequest(cufile.Opcode.READ, file, cufile.BufferRange(memory))] * count)
         ended = Counter(event.status.name for event in batch.status(count_min=count))
     return {
         f"{count} reads of {_MOVED_BYTES} bytes in one batch": ", ".join(f"{n} {name}" for name, n in ended.items())

@@ -63,7 +63,7 @@ def _version() -> int:
 
 
 def test_batch_parameter_layout_is_that_of_the_bindings() -> None:
-    made = bytes(memoryview(_cufile.entries([(11, 1, 22, 33, 44, 55, 66)])))
+    made = bytes(memoryview(_cufile.io_parameters([(11, 1, 22, 33, 44, 55, 66)])))
     form = _cufile.load().io_params_dtype
     assert len(made) == form.itemsize
     batch, inner = form.fields["u"][1], form["u"]["batch"].fields

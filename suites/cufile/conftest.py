@@ -1,4 +1,4 @@
-"""What the cuFile cases share: a file of known bytes on a disk."""
+"""Fixture for the cuFile cases: a file of known bytes on a disk."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def scene(request: pytest.FixtureRequest, seed: int, facts: Facts) -> Iterator[Scene]:
-    """A file of 1 MiB on a disk."""
+    """Yield a scene with a file of 1 MiB on a disk."""
     with tempfile.TemporaryDirectory(prefix="gdrkit-cufile-", dir=DISK) as folder:
         path = Path(folder) / "data"
         path.write_bytes(pattern.payload(MIB, seed=seed))

@@ -1,4 +1,4 @@
-"""Each call of cuFile once: its bytes, and what the statistics of level 3 say of its route."""
+"""Each call of cuFile moves its bytes, and the statistics of level 3 count its route."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ CALLS = [
 ]
 ALL = [str(param.values[0]) for param in CALLS]
 THROUGH_THE_HOST = ("posix", "fell_back", "cufile statistics")
-# libcufile counts of batches, and of vectors, how they were submitted, and no route (seen with 1.15 and 1.20).
-UNTOLD = dict.fromkeys(("readv", "writev", "batch_read", "batch_write"), ("unknown", "unproven", ""))
-DIRECT = {f"n_{route}_{what}" for route in ("p2p", "nvfs") for what in ("reads", "writes")} | {
+# For batches and vectors, libcufile counts how they were submitted, and not their route (observed with 1.15 and 1.20).
+WITHOUT_ROUTE = dict.fromkeys(("readv", "writev", "batch_read", "batch_write"), ("unknown", "unproven", ""))
+DIRECT_COUNTERS = {f"n_{route}_{direction}" for route in ("p2p", "nvfs") for direction in ("reads", "writes")} | {
     f"batch_{route}_submit_ops" for route in ("p2p", "nvfs")
 }
 
 
 @pytest.mark.parametrize(("call", "length_bytes"), CALLS)
-def test_a_call_moves_its_bytes_and_the_statistics_say_how(
+def test_call_moves_its_bytes_and_its_route_is_counted(
     scene: Scene, evidence: Evidence, call: str, length_bytes: int
 ) -> None:
-    """Without nvidia-fs each goes through the host; the bytes are right all the same, and nothing is called direct."""
+    """Without nvidia-fs, each call copies through host memory. The bytes are right, and no counter says direct."""
     names = [name for name in ALL if scene.has_vectors or not name.endswith("v")]
     answer = scene.play_once("every_call", calls=names)["calls"][names.index(call)]
     evidence["call"] = answer
@@ -53,21 +53,21 @@ def test_a_call_moves_its_bytes_and_the_statistics_say_how(
     assert answer["bytes"] == length_bytes
     assert answer["right"]
     proof = answer["proof"]
-    assert (proof["route"], proof["state"], proof["evidence"]) == UNTOLD.get(call, THROUGH_THE_HOST)
+    assert (proof["route"], proof["state"], proof["evidence"]) == WITHOUT_ROUTE.get(call, THROUGH_THE_HOST)
     assert "no_nvidia_fs" in proof["causes"]
-    assert not DIRECT & proof["moved"].keys()
+    assert not DIRECT_COUNTERS & proof["moved"].keys()
 
 
 @needs(software(Api.CUFILE))
-def test_a_write_of_a_stream_that_moved_nothing_is_not_called_done(scene: Scene, tmp_path: Path) -> None:
-    """libcufile 1.15 in compat mode was seen to: its result is 0, and the file is as it was."""
+def test_async_write_that_moved_nothing_returns_0(scene: Scene, tmp_path: Path) -> None:
+    """libcufile 1.15 in compat mode was observed to do this: the result is 0, and the file is unchanged."""
     answer = scene.plan(tmp_path, "cufile.async_io call=1 status=0").play("every_call", calls=["write_async"])
     (call,) = answer["calls"]
     assert (call["unmoved"], call["bytes"], call["right"]) == (1, MIB, True)
 
 
 @needs(cufile.vectors)
-def test_vectors_have_counters_of_their_own(scene: Scene) -> None:
+def test_vectors_have_separate_counters(scene: Scene) -> None:
     answer = scene.play_once("every_call", calls=ALL)["calls"]
     moved = {name: answer[ALL.index(name)]["proof"]["moved"] for name in ("read", "readv")}
     assert moved["read"]["n_posix_reads"] == 1
@@ -75,7 +75,7 @@ def test_vectors_have_counters_of_their_own(scene: Scene) -> None:
     assert moved["readv"]["batch_total_submit_ops"] == 2
 
 
-def test_a_driver_that_is_open_twice_is_closed_twice(scene: Scene, evidence: Evidence) -> None:
+def test_driver_opened_twice_is_closed_twice(scene: Scene, evidence: Evidence) -> None:
     answer = scene.play("driver_twice")
     evidence["driver"] = answer
     assert (answer["both"], answer["one"]) == (2, 1)
@@ -91,17 +91,15 @@ def test_parameters_are_staged_while_the_driver_is_closed(scene: Scene, evidence
 
 
 @needs(cufile.staged_sizes)
-def test_a_size_that_was_staged_holds_once_the_driver_is_open(scene: Scene, evidence: Evidence) -> None:
+def test_staged_size_is_used_by_the_open_driver(scene: Scene, evidence: Evidence) -> None:
     answer = scene.play_once("staged_parameters")
     evidence["parameters"] = answer
     assert answer["batch_staged"] == answer["batch_open"] == 32
     assert answer["set_open"]["failure"]["status"] == 5026
 
 
-def test_without_a_current_context_libcufile_registers_no_memory_and_reads_in_no_stream(
-    scene: Scene, evidence: Evidence
-) -> None:
-    """What gdrkit's own memory and streams spare a caller: they know their context, whatever is current."""
+def test_calls_without_a_cuda_context_fail(scene: Scene, evidence: Evidence) -> None:
+    """Memory and streams of gdrkit make their own context current, so their calls do not fail."""
     answer = scene.play("without_context")
     evidence["answers"] = answer
     assert answer["register"]["failure"]["status"] == 5011
@@ -113,8 +111,8 @@ def test_without_a_current_context_libcufile_registers_no_memory_and_reads_in_no
 
 
 @needs(software(Api.CUFILE))
-def test_a_transfer_of_a_stream_is_not_done_before_its_turn(scene: Scene, tmp_path: Path) -> None:
-    """libcufile writes a result of 0 at once; a file that was closed then would be read by nobody's leave."""
+def test_async_transfer_is_not_done_before_its_execution(scene: Scene, tmp_path: Path) -> None:
+    """libcufile writes a result of 0 at the call. A file that was closed then would be read after its close."""
     answer = scene.plan(tmp_path, "cufile.async_io call=1 delay_us=3000000").play("async_in_its_turn")
     assert not answer["done"]
     assert {answer[call]["failure"]["reason"] for call in ("bytes", "close")} == {"busy"}

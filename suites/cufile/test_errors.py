@@ -1,4 +1,4 @@
-"""Errors keep their numbers, and what cannot be right loses nothing."""
+"""Errors of cuFile keep their numbers, and invalid arguments leave everything usable."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = needs(cuda.device(), cufile.driver, cufile.udev_present)
 ON_TWIN = needs(software(Api.CUFILE))
 
 
-def test_bad_input_gives_one_typed_error_and_loses_nothing(scene: Scene, evidence: Evidence) -> None:
+def test_invalid_arguments_are_typed_errors(scene: Scene, evidence: Evidence) -> None:
     answer = scene.play_once("bad_input")
     evidence["answers"] = answer
     kinds = {name: found["failure"]["kind"] for name, found in answer.items() if "failure" in found}
@@ -36,7 +36,7 @@ def test_bad_input_gives_one_typed_error_and_loses_nothing(scene: Scene, evidenc
     assert answer["still_works"] == {"value": [1 << 20, True]}
 
 
-def test_the_end_of_a_file_is_a_count(scene: Scene, evidence: Evidence) -> None:
+def test_end_of_file_is_a_short_count(scene: Scene, evidence: Evidence) -> None:
     answer = scene.play_once("bad_input")
     evidence["answers"] = {name: answer[name] for name in ("beyond_end", "over_the_end", "nothing")}
     assert answer["beyond_end"] == {"value": 0}
@@ -46,7 +46,7 @@ def test_the_end_of_a_file_is_a_count(scene: Scene, evidence: Evidence) -> None:
 
 @ON_TWIN
 def test_stream_that_does_not_exist_is_refused(scene: Scene, evidence: Evidence) -> None:
-    """On the twin alone: the interface has no way to ask whether a handle is a stream, and libcufile uses it."""
+    """Run on the twin alone, because the real libcufile uses an invalid stream handle without a check."""
     evidence["answer"] = answer = scene.play("bad_input", twin=True)["no_stream"]
     assert answer["failure"]["operation"] == "cuFileStreamRegister"
 
@@ -58,15 +58,16 @@ def test_statistics_do_not_start_at_level_off(scene: Scene, evidence: Evidence) 
     assert answer["failure"]["operation"] == "cuFileStatsStart"
 
 
-def test_a_write_to_a_file_that_was_opened_for_reading_fails(scene: Scene, evidence: Evidence) -> None:
+def test_write_to_a_read_only_file_fails(scene: Scene, evidence: Evidence) -> None:
     answer = scene.play("read_only_file")
     evidence["answer"] = answer
     assert "failure" in answer
     assert answer["failure"]["status"] is not None
 
 
-# What the plan refuses, by which call that shows, and what the error must say; in the order in which they are made.
-REFUSALS = [
+# Fault rules, each with the call that it makes fail, and with the operation and the errno of the expected error. The
+# calls are made in this order.
+FAULTS = [
     ("cuFileRead call=1 status=5", "read", "cuFileRead", errno.EIO),
     ("cuFileRead call=2 status=5010", "read", "cuFileRead", None),
     ("cuFileWrite call=1 status=28", "write", "cuFileWrite", errno.ENOSPC),
@@ -84,19 +85,19 @@ REFUSALS = [
 
 
 @ON_TWIN
-@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal[0].replace(" ", "-"))
-def test_an_error_is_kept_as_a_number(scene: Scene, tmp_path: Path, refusal: tuple[str, str, str, int | None]) -> None:
-    planned = scene.plan(tmp_path, *(rule for rule, *_ in REFUSALS))
-    answers = planned.play_once("every_call", calls=[call for _, call, *_ in REFUSALS])["calls"]
-    rule, _, operation, number = refusal
-    failure = answers[REFUSALS.index(refusal)]["failure"]
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault[0].replace(" ", "-"))
+def test_error_keeps_its_number(scene: Scene, tmp_path: Path, fault: tuple[str, str, str, int | None]) -> None:
+    planned = scene.plan(tmp_path, *(rule for rule, *_ in FAULTS))
+    answers = planned.play_once("every_call", calls=[call for _, call, *_ in FAULTS])["calls"]
+    rule, _, operation, number = fault
+    failure = answers[FAULTS.index(fault)]["failure"]
     assert (failure["operation"], failure["status"]) == (operation, int(rule.rpartition("=")[2]))
     assert failure["errno"] == number
 
 
 @ON_TWIN
-def test_a_batch_that_stalls_is_seen_and_can_be_canceled(scene: Scene, tmp_path: Path) -> None:
-    # Held for as long as a plan can: only the cancellation can end it within the time of the case.
+def test_stalled_batch_times_out_and_can_be_canceled(scene: Scene, tmp_path: Path) -> None:
+    # The longest delay of a fault plan: only the cancellation can end the transfer within the time of the case.
     answer = scene.plan(tmp_path, "cufile.batch_io call=2 delay_us=10000000").play("batch_stall")
     assert answer == {
         "first": ["COMPLETE"],

@@ -1,4 +1,4 @@
-"""kvikio, without cupy, every byte looked at."""
+"""Transfers by kvikio without cupy, with every byte compared."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ pytestmark = needs(cuda.device(), cufile.driver, cufile.udev_present, host.modul
 
 @pytest.mark.parametrize("mode", ["on", "auto", "off"])
 def test_kvikio_moves_every_byte(scene: Scene, evidence: Evidence, mode: str) -> None:
-    """With and without cuFile; that it went through the host by itself is unproven, since nobody counted it."""
+    """If kvikio copies through host memory itself, libcufile counts nothing, and the route is unproven."""
     answer = scene.play_once("by_kvikio", modes=["on", "auto", "off"])
     evidence["kvikio"] = answer
-    found = answer[mode]
-    assert (found["read"], found["right"], found["write"], found["written"]) == (MIB, True, MIB, True)
+    result = answer[mode]
+    assert (result["read"], result["right"], result["write"], result["written"]) == (MIB, True, MIB, True)
     expected = {"on": ("unknown", "unproven"), "off": ("posix", "fell_back")}
     if mode in expected:
-        assert (found["proof"]["route"], found["proof"]["state"]) == expected[mode]
+        assert (result["proof"]["route"], result["proof"]["state"]) == expected[mode]
 
 
-def test_a_missing_file_keeps_its_errno(scene: Scene, evidence: Evidence) -> None:
+def test_missing_file_keeps_its_errno(scene: Scene, evidence: Evidence) -> None:
     failure = scene.play_once("by_kvikio", modes=["on", "auto", "off"])["missing"]["failure"]
     evidence["failure"] = failure
     assert failure["operation"] == "kvikio.CuFile"
 
 
 @needs(software(Api.CUFILE))
-def test_kvikio_by_a_direct_cufile_is_proven(scene: Scene, tmp_path: Path) -> None:
+def test_kvikio_with_a_direct_cufile_is_proven(scene: Scene, tmp_path: Path) -> None:
     planned = scene.plan(tmp_path, "cufile.route call=* route=nvfs")
     proof = planned.play("by_kvikio", modes=["off"])["off"]["proof"]
     assert (proof["route"], proof["state"]) == ("nvfs", "proven")

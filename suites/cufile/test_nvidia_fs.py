@@ -1,4 +1,4 @@
-"""The counters of nvidia-fs, read below a root, and what they prove: only what this process alone can have moved."""
+"""The counters of nvidia-fs prove a route only if no other process can have increased them."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 import pytest
 
 from gdrkit import host
-from gdrkit.cufile import Cause, Route, RouteState, judge, nvidia_fs
+from gdrkit.cufile import Cause, Route, RouteState, proof_from_counters, read_nvidia_fs
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from gdrkit.cufile import NvidiaFs
 
-# As nvfs_stats_show of gds-nvidia-fs prints it.
+# The output of nvfs_stats_show in gds-nvidia-fs.
 STATS = """GDS Version: 1.15.0.42
 NVFS statistics(ver: 4.0)
 NVFS Driver(version: 2.28.2)
@@ -48,38 +48,38 @@ def machine(root: Path, stats: str = STATS, modules: str = "nvme\nmlx5_ib extra\
 
 
 def counters(root: Path, stats: str = STATS) -> NvidiaFs:
-    found = nvidia_fs(machine(root, stats))
-    assert found is not None
-    return found
+    result = read_nvidia_fs(machine(root, stats))
+    assert result is not None
+    return result
 
 
-def test_the_counters_are_read(tmp_path: Path) -> None:
-    found = counters(tmp_path)
-    assert found.counting
-    assert found.process_count == 1
-    assert (found.counters["Reads.ok"], found.counters["Reads.err"], found.counters["Writes.writeMiB"]) == (40, 1, 12)
-    assert found.modules == ("mlx5_ib", "nvme")
+def test_counters_are_read(tmp_path: Path) -> None:
+    read = counters(tmp_path)
+    assert read.counting
+    assert read.process_count == 1
+    assert (read.counters["Reads.ok"], read.counters["Reads.err"], read.counters["Writes.writeMiB"]) == (40, 1, 12)
+    assert read.modules == ("mlx5_ib", "nvme")
 
 
-def test_a_machine_without_nvidia_fs_has_none(tmp_path: Path) -> None:
-    assert nvidia_fs(host.HostTree(tmp_path)) is None
+def test_missing_nvidia_fs_has_no_counters(tmp_path: Path) -> None:
+    assert read_nvidia_fs(host.HostTree(tmp_path)) is None
 
 
 @pytest.mark.parametrize("stats", ["", "Reads : n= ok=x\n", "\0\n:::\n", "Active Process: many\n"])
-def test_what_is_no_counter_is_left_out(tmp_path: Path, stats: str) -> None:
-    found = counters(tmp_path, stats)
-    assert (dict(found.counters), found.process_count, found.counting) == ({}, 0, False)
+def test_malformed_counters_are_ignored(tmp_path: Path, stats: str) -> None:
+    read = counters(tmp_path, stats)
+    assert (dict(read.counters), read.process_count, read.counting) == ({}, 0, False)
 
 
-def test_bytes_are_counted_in_mib(tmp_path: Path) -> None:
+def test_transferred_bytes_are_whole_mib(tmp_path: Path) -> None:
     before, after = counters(tmp_path), counters(tmp_path, STATS.replace("readMiB=160", "readMiB=163"))
-    assert after.bytes_moved(before, writing=False) == 3 << 20
-    assert after.bytes_moved(before, writing=True) == 0
+    assert after.transferred_bytes(before, writing=False) == 3 << 20
+    assert after.transferred_bytes(before, writing=True) == 0
 
 
-def test_reads_that_nobody_else_can_have_made_are_proof(tmp_path: Path) -> None:
+def test_reads_of_this_process_prove_the_route(tmp_path: Path) -> None:
     before, after = counters(tmp_path), counters(tmp_path, STATS.replace("ok=40", "ok=44"))
-    proof = judge(delta=None, nvfs=(before, after))
+    proof = proof_from_counters(delta=None, nvfs=(before, after))
     assert (proof.route, proof.state, proof.evidence) == (Route.NVFS, RouteState.PROVEN, "nvidia-fs counters")
     assert proof.moved == {"Reads.ok": 4, "Writes.ok": 0}
 
@@ -87,19 +87,19 @@ def test_reads_that_nobody_else_can_have_made_are_proof(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "stats",
     [
-        pytest.param(STATS, id="nothing moved"),
+        pytest.param(STATS, id="unchanged"),
         pytest.param(STATS.replace("ok=40", "ok=44").replace("Process: 1", "Process: 2"), id="another process"),
         pytest.param(STATS.replace("ok=40", "ok=44").replace("IO stats: Enabled", "IO stats: Disabled"), id="off"),
-        pytest.param(STATS.replace("ok=40", "ok=39"), id="reset meanwhile"),
+        pytest.param(STATS.replace("ok=40", "ok=39"), id="reset"),
     ],
 )
-def test_anything_else_is_unproven(tmp_path: Path, stats: str) -> None:
-    proof = judge(delta=None, nvfs=(counters(tmp_path), counters(tmp_path, stats)))
+def test_ambiguous_counters_are_unproven(tmp_path: Path, stats: str) -> None:
+    proof = proof_from_counters(delta=None, nvfs=(counters(tmp_path), counters(tmp_path, stats)))
     assert (proof.route, proof.state) == (Route.UNKNOWN, RouteState.UNPROVEN)
     assert [cause.cause for cause in proof.causes] == [Cause.NOT_COUNTED]
 
 
-def test_another_process_before_is_no_proof_either(tmp_path: Path) -> None:
+def test_other_process_before_the_reads_is_unproven(tmp_path: Path) -> None:
     after = counters(tmp_path, STATS.replace("ok=40", "ok=44"))
     before = replace(counters(tmp_path), process_count=2)
-    assert judge(delta=None, nvfs=(before, after)).state is RouteState.UNPROVEN
+    assert proof_from_counters(delta=None, nvfs=(before, after)).state is RouteState.UNPROVEN

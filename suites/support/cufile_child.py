@@ -116,7 +116,7 @@ def _write(world: _World, handle: cufile.FileHandle) -> tuple[int, bool]:
 
 
 def _readv(world: _World, handle: cufile.FileHandle) -> tuple[int, bool]:
-    pieces = [cufile.Piece(world.memory, _LENGTH - _PART, _PART), cufile.Piece(world.memory, 0, _PART)]
+    pieces = [cufile.BufferRange(world.memory, _LENGTH - _PART, _PART), cufile.BufferRange(world.memory, 0, _PART)]
     moved = handle.readv(pieces)
     first = world.right(_PART, offset_bytes=_LENGTH - _PART)
     return moved, first and world.right(_PART, file_offset_bytes=_PART)
@@ -124,7 +124,7 @@ def _readv(world: _World, handle: cufile.FileHandle) -> tuple[int, bool]:
 
 def _writev(world: _World, handle: cufile.FileHandle) -> tuple[int, bool]:
     world.fill_for_writing()
-    moved = handle.writev([cufile.Piece(world.memory, 0, _PART), cufile.Piece(world.memory, _PART, _PART)])
+    moved = handle.writev([cufile.BufferRange(world.memory, 0, _PART), cufile.BufferRange(world.memory, _PART, _PART)])
     return moved, world.written(2 * _PART)
 
 
@@ -138,7 +138,7 @@ def _read_async(world: _World, handle: cufile.FileHandle) -> tuple[int, bool]:
 def _read_async_registered(world: _World, handle: cufile.FileHandle) -> tuple[int, bool]:
     with (
         world.device.stream() as stream,
-        cufile.RegisteredStream(world.driver, stream.handle, fixed=cufile.Fixed.ALL),
+        cufile.RegisteredStream(world.driver, stream.handle, flags=cufile.StreamFlags.ALL),
     ):
         pending = handle.read_async(stream, world.memory)
         stream.synchronize()
@@ -160,14 +160,14 @@ def _write_async(world: _World, handle: cufile.FileHandle) -> tuple[int, bool]:
 
 def _batch(world: _World, handle: cufile.FileHandle, opcode: cufile.Opcode) -> int:
     count = _LENGTH // _PART
-    with cufile.Batch(world.driver, count) as batch:
+    with cufile.IoBatch(world.driver, count) as batch:
         batch.submit(
             [
-                cufile.Request(opcode, handle, cufile.Piece(world.memory, at * _PART, _PART), at * _PART)
+                cufile.BatchRequest(opcode, handle, cufile.BufferRange(world.memory, at * _PART, _PART), at * _PART)
                 for at in range(count)
             ]
         )
-        ended: list[cufile.Event] = []
+        ended: list[cufile.BatchEvent] = []
         while batch.outstanding:
             ended += batch.status(count_min=1, timeout_s=10)
     for event in ended:
@@ -229,7 +229,7 @@ def one_read(asked: dict[str, Any]) -> dict[str, Any]:
     try:
         handle = cufile.FileHandle(world.driver, world.fd)
     except ApiError as error:
-        answer = {"failure": _failure(error), "proof": _proof(cufile.refused(_TREE, world.fd, error))}
+        answer = {"failure": _failure(error), "proof": _proof(cufile.failed_registration_proof(_TREE, world.fd, error))}
     else:
         with handle:
             try:
@@ -276,8 +276,8 @@ def bad_input(asked: dict[str, Any]) -> dict[str, Any]:
             "directory": _tried(lambda: cufile.FileHandle(driver, folder)),
             "closed_descriptor": _tried(lambda: cufile.FileHandle(driver, closed)),
             "twice": _tried(lambda: cufile.FileHandle(driver, world.fd)),
-            "no_batch": _tried(lambda: cufile.Batch(driver, 0)),
-            "large_batch": _tried(lambda: cufile.Batch(driver, 100_000)),
+            "no_batch": _tried(lambda: cufile.IoBatch(driver, 0)),
+            "large_batch": _tried(lambda: cufile.IoBatch(driver, 100_000)),
             "no_stream": _tried(lambda: cufile.RegisteredStream(driver, 0x1234560)) if asked.get("twin") else {},
             "parameter_while_open": _tried(
                 lambda: parameters.set_flag(parameters.Flag.ALLOW_COMPAT_MODE, True)  # noqa: FBT003
@@ -405,10 +405,12 @@ def driver_opens(asked: dict[str, Any]) -> dict[str, Any]:
 def batch_stall(asked: dict[str, Any]) -> dict[str, Any]:
     """A batch whose second transfer does not begin: what is known of it meanwhile, and canceled."""
     world = _World(asked)
-    with cufile.FileHandle(world.driver, world.fd) as handle, cufile.Batch(world.driver, 8) as batch:
+    with cufile.FileHandle(world.driver, world.fd) as handle, cufile.IoBatch(world.driver, 8) as batch:
         batch.submit(
             [
-                cufile.Request(cufile.Opcode.READ, handle, cufile.Piece(world.memory, at * _PART, _PART), at * _PART)
+                cufile.BatchRequest(
+                    cufile.Opcode.READ, handle, cufile.BufferRange(world.memory, at * _PART, _PART), at * _PART
+                )
                 for at in range(4)
             ]
         )
@@ -436,7 +438,7 @@ def by_kvikio(asked: dict[str, Any]) -> dict[str, Any]:
     for mode in asked["modes"]:
         world.restore()
         world.clear()
-        with _kvikio.settings(_kvikio.KvikioSettings(thread_count=2, task_bytes=256 * KIB, compat_mode=mode)):
+        with _kvikio.apply_settings(_kvikio.KvikioSettings(thread_count=2, task_bytes=256 * KIB, compat_mode=mode)):
             with _kvikio.KvikioFile(world.path) as file, world.monitor.watch(world.fd):
                 moved = file.read(world.memory).bytes()
             answers[mode] = {"read": moved, "right": world.right(_LENGTH), "proof": _proof(world.monitor.proof)}

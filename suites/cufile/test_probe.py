@@ -1,4 +1,4 @@
-"""libcufile is opened only where it comes back: in a child first, libcuda before it."""
+"""The driver of cuFile is opened in a child process first, and libcuda is loaded before libcufile."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ except SetupMissing as error:
 """
 
 
-def _opened(environ: dict[str, str], *, timeout_s: float = 30) -> list[Any]:
+def open_driver(environ: dict[str, str], *, timeout_s: float = 30) -> list[Any]:
+    """Open the driver in a process. Return the fields of its error, or an empty list."""
     code = _OPEN.format(timeout_s=timeout_s)
     done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
     answer: list[Any] = json.loads(done.stdout.splitlines()[-1])
@@ -45,36 +46,36 @@ def _opened(environ: dict[str, str], *, timeout_s: float = 30) -> list[Any]:
 
 @pytest.mark.qualify
 @needs(cufile_needs.driver)
-def test_a_driver_that_opens_in_a_child_opens_here(evidence: Evidence) -> None:
+def test_driver_opens_in_a_child_and_in_this_process(evidence: Evidence) -> None:
     found = cufile.probe()
     evidence["version"] = found.version
     assert found.version >= 1000
-    assert _opened(dict(os.environ)) == []
+    assert open_driver(dict(os.environ)) == []
 
 
 @ON_TWIN
-def test_a_driver_that_never_comes_back_is_given_up(tmp_path: Path) -> None:
+def test_open_that_never_returns_ends_in_a_timeout(tmp_path: Path) -> None:
     plan = tmp_path / "plan"
     plan.write_text("gdrkit-faults 1\ncuFileDriverOpen call=* delay_us=10000000\n")
-    answer = _opened({**os.environ, "GDRKIT_TWINS_FAULTS": str(plan)}, timeout_s=1)
+    answer = open_driver({**os.environ, "GDRKIT_TWINS_FAULTS": str(plan)}, timeout_s=1)
     assert answer == ["cuFileDriverOpen in a child process", None, None, "timeout"]
 
 
 @ON_TWIN
-def test_without_libcuda_libcufile_is_not_even_opened() -> None:
+def test_missing_libcuda_is_an_error_before_libcufile_loads() -> None:
     environ = environment(Launch(software=frozenset({Api.CUFILE})))
-    assert _opened(environ) == ["dlopen libcuda.so.1", 2, 2, Reason.LIBRARY_MISSING.value]
+    assert open_driver(environ) == ["dlopen libcuda.so.1", 2, 2, Reason.LIBRARY_MISSING.value]
 
 
 @ON_TWIN
-def test_without_libcufile_it_is_named() -> None:
+def test_missing_libcufile_is_named_in_the_error() -> None:
     environ = environment(Launch(software=frozenset({Api.CUDA})))
-    assert _opened(environ)[:2] == ["dlopen libcufile.so.0", 2]
+    assert open_driver(environ)[:2] == ["dlopen libcufile.so.0", 2]
 
 
 @ON_TWIN
 @pytest.mark.parametrize("status", [5001, 5011, 5033])
-def test_a_driver_that_refuses_keeps_its_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int) -> None:
+def test_driver_error_keeps_its_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int) -> None:
     plan = tmp_path / "plan"
     plan.write_text(f"gdrkit-faults 1\ncuFileDriverOpen call=* status={status}\n")
     monkeypatch.setenv("GDRKIT_TWINS_FAULTS", str(plan))
@@ -84,7 +85,7 @@ def test_a_driver_that_refuses_keeps_its_number(tmp_path: Path, monkeypatch: pyt
 
 
 @ON_TWIN
-def test_a_library_that_dies_takes_only_the_child_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_library_affects_only_the_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = tmp_path / "plan"
     plan.write_text("no plan at all\n")
     monkeypatch.setenv("GDRKIT_TWINS_FAULTS", str(plan))
@@ -97,7 +98,7 @@ def test_a_library_that_dies_takes_only_the_child_along(tmp_path: Path, monkeypa
 def test_probe_does_not_wait_for_a_grandchild(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, leaves_the_group: bool
 ) -> None:
-    # Issue 15 B: who holds the output of a killed child held the caller, too.
+    # Issue 15 B: a process that kept the output of the killed child open blocked the caller, too.
     (tmp_path / "sitecustomize.py").write_text(
         f"""
 import os, signal, sys

@@ -1,4 +1,4 @@
-"""Was it really direct? Each verdict, with its cause, from what libcufile counted."""
+"""The reported route of transfers, with its causes, follows from the counters of libcufile."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
     from gdrkit.harness.evidence import Evidence
 
 pytestmark = needs(cuda.device(), cufile.driver)
-# What only a plan can make of a machine: GPUs and disks that reach each other.
+# Direct transfers between GPU and disk need the twin, whose fault plan selects the route.
 ON_TWIN = needs(software(Api.CUFILE), cufile.udev_present)
 CALLS = ["read", "write", "readv", "read_async", "batch_read", "batch_write"]
 
 
 @pytest.mark.qualify
 @needs(cufile.udev_present)
-def test_compat_mode_is_told_from_direct(scene: Scene, evidence: Evidence) -> None:
-    """The bytes are right, the statistics say posix, and a run that asked for direct fails with the cause."""
+def test_compat_mode_is_reported_as_fell_back(scene: Scene, evidence: Evidence) -> None:
+    """The bytes are right, the statistics count posix, and require_direct() fails with the cause."""
     answer = scene.play("one_read")
     evidence["read"] = answer
     assert answer["right"]
@@ -41,7 +41,7 @@ def test_compat_mode_is_told_from_direct(scene: Scene, evidence: Evidence) -> No
 
 
 @needs(cufile.udev_absent)
-def test_a_missing_udev_database_is_named(scene: Scene, evidence: Evidence) -> None:
+def test_missing_udev_database_is_a_cause(scene: Scene, evidence: Evidence) -> None:
     with udev.absent(scene.path.parent):
         answer = scene.play_as_it_is("one_read")
     evidence["read"] = answer
@@ -51,23 +51,23 @@ def test_a_missing_udev_database_is_named(scene: Scene, evidence: Evidence) -> N
 
 
 @needs(cufile.udev_present)
-def test_tmpfs_is_named(scene: Scene, evidence: Evidence) -> None:
+def test_tmpfs_is_a_cause(scene: Scene, evidence: Evidence) -> None:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         scene.path = Path(folder) / "data"
         scene.path.write_bytes(pattern.payload(MIB, seed=scene.seed))
         answer = scene.play_as_it_is("one_read", direct=_takes_direct(scene.path))
     evidence["read"] = answer
     assert answer["proof"]["causes"][0] == "tmpfs"
-    # 1.18 and newer take the file, and go through the host.
+    # cuFile 1.18 and newer register the file, and copy through host memory.
     status = answer.get("failure", {}).get("status")
     assert (answer["proof"]["state"], status) in {("not_possible", 5027), ("fell_back", None)}
 
 
-@pytest.mark.parametrize("how", ["variable", "parameter"])
+@pytest.mark.parametrize("setting", ["variable", "parameter"])
 @needs(cufile.udev_present)
-def test_forced_compat_mode_is_named(scene: Scene, evidence: Evidence, how: str) -> None:
-    flags = {"FORCE_COMPAT_MODE": True} if how == "parameter" else {}
-    forced = scene.with_environ(CUFILE_FORCE_COMPAT_MODE="true") if how == "variable" else scene
+def test_forced_compat_mode_is_a_cause(scene: Scene, evidence: Evidence, setting: str) -> None:
+    flags = {"FORCE_COMPAT_MODE": True} if setting == "parameter" else {}
+    forced = scene.with_environ(CUFILE_FORCE_COMPAT_MODE="true") if setting == "variable" else scene
     answer = forced.play("one_read", flags=flags)
     evidence["read"] = answer
     assert answer["right"]
@@ -76,7 +76,7 @@ def test_forced_compat_mode_is_named(scene: Scene, evidence: Evidence, how: str)
 
 
 @needs(cufile.udev_present)
-def test_a_buffered_file_is_named(scene: Scene, evidence: Evidence) -> None:
+def test_file_without_o_direct_is_a_cause(scene: Scene, evidence: Evidence) -> None:
     answer = scene.play("one_read", direct=False)
     evidence["read"] = answer
     assert answer["right"]
@@ -86,7 +86,7 @@ def test_a_buffered_file_is_named(scene: Scene, evidence: Evidence) -> None:
 
 @pytest.mark.parametrize("level", [0, 1, 2])
 @needs(cufile.udev_present)
-def test_what_was_not_counted_is_unproven(scene: Scene, evidence: Evidence, level: int) -> None:
+def test_uncounted_transfer_is_unproven(scene: Scene, evidence: Evidence, level: int) -> None:
     answer = scene.play("one_read", level=level)
     evidence["read"] = answer
     assert answer["right"]
@@ -98,7 +98,7 @@ def test_what_was_not_counted_is_unproven(scene: Scene, evidence: Evidence, leve
 @pytest.mark.qualify
 @pytest.mark.parametrize("route", ["p2p", "nvfs"])
 @ON_TWIN
-def test_direct_is_said_with_evidence(scene: Scene, tmp_path: Path, evidence: Evidence, route: str) -> None:
+def test_direct_read_is_proven_by_its_counters(scene: Scene, tmp_path: Path, evidence: Evidence, route: str) -> None:
     answer = scene.plan(tmp_path, f"cufile.route call=* route={route}").play("one_read")
     evidence["read"] = answer
     assert answer["right"]
@@ -109,7 +109,7 @@ def test_direct_is_said_with_evidence(scene: Scene, tmp_path: Path, evidence: Ev
 
 @pytest.mark.parametrize("call", CALLS)
 @ON_TWIN
-def test_every_kind_of_call_can_be_proven(scene: Scene, tmp_path: Path, evidence: Evidence, call: str) -> None:
+def test_every_call_can_be_proven(scene: Scene, tmp_path: Path, evidence: Evidence, call: str) -> None:
     planned = scene.plan(tmp_path, "cufile.route call=* route=nvfs")
     answer = planned.play_once("every_call", calls=CALLS)["calls"][CALLS.index(call)]
     evidence["call"] = answer
@@ -118,7 +118,7 @@ def test_every_kind_of_call_can_be_proven(scene: Scene, tmp_path: Path, evidence
 
 
 @ON_TWIN
-def test_one_transfer_through_the_host_among_direct_ones_is_no_direct_run(scene: Scene, tmp_path: Path) -> None:
+def test_batch_with_one_host_transfer_is_unproven(scene: Scene, tmp_path: Path) -> None:
     planned = scene.plan(tmp_path, "cufile.route call=5 route=posix", "cufile.route call=* route=p2p")
     proof = planned.play("every_call", calls=["batch_read"])["calls"][0]["proof"]
     assert (proof["moved"]["batch_p2p_submit_ops"], proof["moved"]["batch_aio_submit_ops"]) == (15, 1)
@@ -126,7 +126,7 @@ def test_one_transfer_through_the_host_among_direct_ones_is_no_direct_run(scene:
 
 
 @ON_TWIN
-def test_statistics_that_fail_prove_nothing(scene: Scene, tmp_path: Path) -> None:
+def test_failed_statistics_are_unproven(scene: Scene, tmp_path: Path) -> None:
     planned = scene.plan(tmp_path, "cufile.route call=* route=p2p", "cuFileGetStatsL3 call=* status=5022")
     answer = planned.play("one_read")
     assert answer["right"]
@@ -135,9 +135,7 @@ def test_statistics_that_fail_prove_nothing(scene: Scene, tmp_path: Path) -> Non
 
 
 @needs(cufile.udev_present)
-def test_without_compat_mode_and_without_a_direct_way_the_driver_does_not_open(
-    scene: Scene, evidence: Evidence
-) -> None:
+def test_driver_without_compat_mode_does_not_open(scene: Scene, evidence: Evidence) -> None:
     failure = scene.play("driver_opens", flags={"ALLOW_COMPAT_MODE": False})["failure"]
     evidence["failure"] = failure
     assert (failure["operation"], failure["status"]) == ("cuFileDriverOpen", 5001)
@@ -145,7 +143,7 @@ def test_without_compat_mode_and_without_a_direct_way_the_driver_does_not_open(
 
 
 @ON_TWIN
-def test_without_compat_mode_nothing_falls_back(scene: Scene, tmp_path: Path, evidence: Evidence) -> None:
+def test_read_without_compat_mode_does_not_fall_back(scene: Scene, tmp_path: Path, evidence: Evidence) -> None:
     planned = scene.plan(tmp_path, "cufile.route call=* route=posix")
     answer = planned.play("one_read", flags={"ALLOW_COMPAT_MODE": False})
     evidence["read"] = answer
