@@ -22,7 +22,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
 
-__all__ = ["Allocator", "DeviceBuffer", "DmabufRange", "MemoryKind", "MemoryResource", "check_range"]
+__all__ = [
+    "Allocator",
+    "DeviceBuffer",
+    "DmabufRange",
+    "MemoryKind",
+    "MemoryResource",
+    "RegistrableMemory",
+    "check_range",
+]
 
 
 class MemoryKind(enum.Enum):
@@ -111,13 +119,8 @@ class DmabufRange(Closeable):
         return f"DmabufRange({state}, offset_bytes={self.offset_bytes}, length_bytes={self.length_bytes})"
 
 
-@runtime_checkable
-class DeviceBuffer(Protocol):
-    """Memory that can be registered with a NIC, as higher packages use it.
-
-    It is memory of a CUDA or Gaudi device, or host pages that gdrkit has mapped (:class:`gdrkit.host.HostMemory`). For
-    host pages, "device" means "host" below.
-    """
+class RegistrableMemory(Protocol):
+    """The part of :class:`DeviceBuffer` that the registration of memory with NICs uses."""
 
     @property
     def kind(self) -> MemoryKind:
@@ -125,7 +128,7 @@ class DeviceBuffer(Protocol):
 
     @property
     def address(self) -> int:
-        """Device address of the first byte."""
+        """Device address of the first byte, or 0 if the memory has no address in this process."""
 
     @property
     def length_bytes(self) -> int:
@@ -134,6 +137,31 @@ class DeviceBuffer(Protocol):
     @property
     def closed(self) -> bool:
         """Whether the memory was closed."""
+
+    def export_dmabuf(self) -> DmabufRange:
+        """Export exactly this memory as a new dma-buf range. The caller closes it.
+
+        Raises
+        ------
+        ApiError
+            The driver failed. It is :class:`~gdrkit.errors.Unsupported` if the memory has no dma-buf.
+        """
+
+    def before_release(self, action: Callable[[], None]) -> Callable[[], None]:
+        """Run `action` before the memory is freed, last added first. Return a function that cancels this."""
+
+
+@runtime_checkable
+class DeviceBuffer(RegistrableMemory, Protocol):
+    """Memory that can be registered with a NIC, as higher packages use it.
+
+    It is memory of a CUDA or Gaudi device, or host pages that gdrkit has mapped (:class:`gdrkit.host.HostMemory`). For
+    host pages, "device" means "host" below.
+    """
+
+    @property
+    def address(self) -> int:
+        """Device address of the first byte."""
 
     def allocation_key(self) -> tuple[tuple[int, int, int], ...]:
         """Return (base, length_bytes, buffer id) of every chunk under the memory, in order.
@@ -158,23 +186,11 @@ class DeviceBuffer(Protocol):
     def close(self) -> None:
         """Run the actions of :meth:`before_release`, then free the memory if it is owned."""
 
-    def export_dmabuf(self) -> DmabufRange:
-        """Export exactly this memory as a new dma-buf range. The caller closes it.
-
-        Raises
-        ------
-        ApiError
-            The driver failed. It is :class:`~gdrkit.errors.Unsupported` if the driver cannot export at all.
-        """
-
     def read(self, *, offset_bytes: int, length_bytes: int) -> bytes:
         """Copy bytes to the host with the device's own copy call, and return them."""
 
     def write(self, data: bytes | bytearray | memoryview, *, offset_bytes: int) -> None:
         """Copy bytes from the host with the device's own copy call. The copy is complete on return."""
-
-    def before_release(self, action: Callable[[], None]) -> Callable[[], None]:
-        """Run `action` before the memory is freed, last added first. Return a function that cancels this."""
 
 
 @runtime_checkable

@@ -16,7 +16,7 @@ from gdrkit.host.infiniband import PortFacts, RdmaDevice, rdma_devices
 from gdrkit.host.kernel import KernelFacts, kernel_facts, nvidia_driver_version
 from gdrkit.host.libraries import cached_libraries, find_libraries, find_library
 from gdrkit.host.limits import Limits, process_limits
-from gdrkit.host.memory import BorrowedHostMemory, HostAllocator, HostBuffer, HostMemory
+from gdrkit.host.memory import BorrowedHostMemory, HostAllocator, HostBuffer, HostMemory, MappedFile
 from gdrkit.host.mounts import BlockDevice, Mount, block_device, mount_of, mounts
 from gdrkit.host.nvme import NvmeController, nvme_controllers
 from gdrkit.host.nvml import GpuLink, NvmlFacts, nvml_facts
@@ -50,6 +50,7 @@ __all__ = [
     "HostTree",
     "KernelFacts",
     "Limits",
+    "MappedFile",
     "Mount",
     "NvmeController",
     "NvmlFacts",

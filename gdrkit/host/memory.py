@@ -20,7 +20,7 @@ from gdrkit.units import HOST_PAGE_BYTES, align_up
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["BorrowedHostMemory", "HostAllocator", "HostBuffer", "HostMemory"]
+__all__ = ["BorrowedHostMemory", "HostAllocator", "HostBuffer", "HostMemory", "MappedFile"]
 
 _lock = ForkSafeLock()
 _numbers = itertools.count(1)
@@ -125,10 +125,8 @@ class HostMemory(HostBuffer):
     """
 
     def __init__(self, length_bytes: int) -> None:
-        if length_bytes <= 0:
-            message = f"length_bytes must be positive, not {length_bytes}"
-            raise UsageError(message)
-        super().__init__(_Mapping(length_bytes), length_bytes=length_bytes)
+        _check_length(length_bytes)
+        super().__init__(_Mapping(align_up(length_bytes, alignment_bytes=HOST_PAGE_BYTES)), length_bytes=length_bytes)
 
     def _release(self) -> None:
         self._mapping.close()
@@ -150,6 +148,30 @@ class BorrowedHostMemory(HostBuffer):
         self._mapping.release()
 
 
+class MappedFile(HostBuffer):
+    """The pages of a shared file, such as POSIX shared memory of another process. :meth:`close` unmaps them.
+
+    Parameters
+    ----------
+    fd : int
+        A descriptor that is open for reading and writing. The caller still owns it.
+    length_bytes : int
+        Length of the mapping in bytes, above 0 and at most the size of the file.
+
+    Raises
+    ------
+    UsageError
+        BAD_ARGUMENT: `length_bytes` is not positive, or the file is shorter. OUT_OF_MEMORY: mmap(2) failed.
+    """
+
+    def __init__(self, fd: int, *, length_bytes: int) -> None:
+        _check_length(length_bytes)
+        super().__init__(_Mapping(length_bytes, fd=fd), length_bytes=length_bytes)
+
+    def _release(self) -> None:
+        self._mapping.close()
+
+
 class HostAllocator:
     """Allocator of host memory with the interface of a device that allocates its own memory."""
 
@@ -158,16 +180,25 @@ class HostAllocator:
         return HostMemory(length_bytes)
 
 
-class _Mapping:
-    """A mapping of whole pages, its number, and the count of its borrowers."""
+def _check_length(length_bytes: int) -> None:
+    if length_bytes <= 0:
+        message = f"length_bytes must be positive, not {length_bytes}"
+        raise UsageError(message)
 
-    def __init__(self, length_bytes: int) -> None:
-        self.length_bytes = align_up(length_bytes, alignment_bytes=HOST_PAGE_BYTES)
+
+class _Mapping:
+    """A mapping of anonymous pages or of a shared file, its number, and the count of its borrowers."""
+
+    def __init__(self, length_bytes: int, *, fd: int = -1) -> None:
+        self.length_bytes = length_bytes
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS if fd < 0 else mmap.MAP_SHARED
         try:
-            self.pages = mmap.mmap(-1, self.length_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except (OSError, OverflowError) as error:
-            message = f"mmap of {self.length_bytes} bytes failed: {error}"
-            raise UsageError(message, reason=Reason.OUT_OF_MEMORY) from error
+            self.pages = mmap.mmap(fd, length_bytes, flags=flags)
+        except (OSError, OverflowError, ValueError) as error:
+            # Python raises ValueError without calling mmap(2) if the file is shorter.
+            reason = Reason.BAD_ARGUMENT if isinstance(error, ValueError) else Reason.OUT_OF_MEMORY
+            message = f"mmap of {length_bytes} bytes failed: {error}"
+            raise UsageError(message, reason=reason) from error
         self.pages.madvise(mmap.MADV_DONTFORK)
         self.address = address_of(self.pages)
         number = next(_numbers)

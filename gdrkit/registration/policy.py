@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from types import TracebackType
 
-    from gdrkit.buffers import DeviceBuffer, DmabufRange
+    from gdrkit.buffers import DmabufRange, RegistrableMemory
     from gdrkit.verbs import Region, RemoteRange
 
 __all__ = ["ALL_ACCESS", "Registration", "RegistrationRoute", "check_memory", "checked_nics", "register"]
@@ -52,7 +52,7 @@ class Registration:
 
     Attributes
     ----------
-    memory : DeviceBuffer
+    memory : RegistrableMemory
         The registered memory.
     route : RegistrationRoute
         The method of registration.
@@ -60,7 +60,7 @@ class Registration:
         The errors of the methods that were tried before this one. It is empty if the first method worked.
     """
 
-    def __init__(self, memory: DeviceBuffer, route: RegistrationRoute, refusals: tuple[GdrkitError, ...]) -> None:
+    def __init__(self, memory: RegistrableMemory, route: RegistrationRoute, refusals: tuple[GdrkitError, ...]) -> None:
         """Create a registration without regions. Callers use :func:`register` instead."""
         self.memory = memory
         self.route = route
@@ -141,7 +141,7 @@ class Registration:
 
 
 def register(
-    memory: DeviceBuffer,
+    memory: RegistrableMemory,
     nics: Sequence[Nic],
     *,
     access: Access = ALL_ACCESS,
@@ -151,8 +151,8 @@ def register(
 
     Parameters
     ----------
-    memory : DeviceBuffer
-        The memory to register. All of it is registered.
+    memory : RegistrableMemory
+        The memory to register, in most cases a :class:`~gdrkit.buffers.DeviceBuffer`. All of it is registered.
     nics : sequence of Nic
         The NICs to register with; at least one, each once.
     access : Access
@@ -269,7 +269,7 @@ def _by_host_pages(registration: Registration, nics: Sequence[Nic], access: Acce
         registration._add(nic, region)  # noqa: SLF001
 
 
-def _require_address(memory: DeviceBuffer) -> None:
+def _require_address(memory: RegistrableMemory) -> None:
     """Refuse memory that has only a dma-buf, so that no driver gets a null pointer."""
     if memory.address <= 0:
         raise Unsupported(

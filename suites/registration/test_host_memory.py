@@ -11,13 +11,14 @@ from gdrkit import handles, pattern
 from gdrkit.buffers import Allocator, DeviceBuffer, MemoryKind
 from gdrkit.errors import ClosedResource, Reason, RegistrationFailed, Unsupported, UsageError
 from gdrkit.harness.needs import needs, verbs
-from gdrkit.host import HostAllocator, HostMemory
+from gdrkit.host import HostAllocator, HostMemory, MappedFile
 from gdrkit.registration import RegionCache, RegistrationRoute, register
 from gdrkit.units import HOST_PAGE_BYTES, KIB
 from gdrkit.verbs import Status
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from gdrkit.cuda import Device
     from gdrkit.harness.peer import Peer
@@ -87,6 +88,32 @@ def test_free_deregisters_host_memory_from_all_nics(nics: tuple[Nic, ...]) -> No
     assert {registration.region(nic).remote_address for nic in nics} == {memory.address}
     memory.close()
     assert registration.closed
+    assert handles.live() == before
+
+
+@NIC
+def test_mapped_file_is_registered_and_shared(nic: Nic, peer: Peer, tmp_path: Path, seed: int) -> None:
+    path = tmp_path / "shared"
+    path.write_bytes(bytes(SIZE + 1))
+    with path.open("r+b") as file, MappedFile(file.fileno(), length_bytes=SIZE + 1) as memory:
+        assert isinstance(memory, DeviceBuffer)
+        with register(memory, [nic]) as registration, joined(nic, peer) as theirs:
+            assert registration.route is RegistrationRoute.HOST
+            theirs.write(registration.remote(nic), seed=seed).expect(Status.SUCCESS)
+        pattern.check(path.read_bytes(), seed=seed)
+        memory.write(b"end", offset_bytes=SIZE - 2)
+        assert path.read_bytes().endswith(b"end")
+        assert len(path.read_bytes()) == SIZE + 1
+
+
+def test_mapping_longer_than_its_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "shared").write_bytes(b"x")
+    before = handles.live()
+    with (tmp_path / "shared").open("r+b") as file:
+        for length_bytes in (0, -1, 2):
+            with pytest.raises(UsageError) as raised:
+                MappedFile(file.fileno(), length_bytes=length_bytes)
+            assert raised.value.reason is Reason.BAD_ARGUMENT
     assert handles.live() == before
 
 

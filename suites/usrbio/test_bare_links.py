@@ -63,6 +63,18 @@ def test_link_alone_registers_memory_by_its_address(tmp_path: Path, memory: cuda
     assert memory.read(offset_bytes=4097 + 64 * KIB, length_bytes=64) == b"\xa5" * 64
 
 
+def test_link_with_the_size_of_another_allocation_is_refused(tmp_path: Path, memory: cuda.DeviceMemory) -> None:
+    _identity, name, target = link_of(memory)
+    with memory.device.current():
+        whole = address_range(memory.address)
+    wrong_target = target.replace(f"allocation/{whole.length_bytes}/", f"allocation/{whole.length_bytes + 1}/")
+    with AgentProcess(tmp_path) as agent, RawClient(tmp_path) as client:
+        with pytest.raises(Refusal, match=f"the link says {whole.length_bytes + 1} bytes") as refused:
+            client.publish(name, wrong_target)
+        assert refused.value.errno == errno.EOPNOTSUPP
+    assert agent.process.returncode == 0, agent.errors
+
+
 @needs(software(Api.VERBS))
 def test_link_alone_without_peer_memory_is_refused(
     tmp_path: Path, memory: cuda.DeviceMemory, monkeypatch: pytest.MonkeyPatch

@@ -1,8 +1,8 @@
 """The clients that borrowed a buffer which another client published.
 
 The rings of a borrower may name the buffer as the rings of its owner do. The borrower uses the registration of the
-owner. When the owner unpublishes the buffer, the agent first removes it from all borrowers, and later operations of
-theirs fail with EACCES.
+owner. When the owner unpublishes the buffer, the agent first removes it from all borrowers. Their later operations with
+the buffer fail with EACCES.
 """
 
 from __future__ import annotations

@@ -1,24 +1,32 @@
-"""The memory of publications, registered with every active NIC.
+"""Registration of published memory with every active NIC of the agent.
 
-Level 5. All NICs or none, and what was registered is taken back before what it lies in. Device memory is known to the
-NICs by the dma-buf that its owner exported. Where this process has CUDA, it also opens the memory by IPC: that gives an
-address of its own, by which peer memory can be tried, and which a NIC that is no hardware needs.
+:func:`gdrkit.registration.register` chooses the method, for device memory by dma-buf or as peer memory. This module
+opens the memory of a client so that it has the interface which that function needs.
 """
 
 from __future__ import annotations
 
 import errno
-import mmap
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Self
 
 from gdrkit import cuda, verbs
-from gdrkit.buffers import DmabufRange
-from gdrkit.errors import ApiError, GdrkitError, Reason, RegistrationFailed, SetupMissing, UsageError
+from gdrkit.buffers import DmabufRange, MemoryKind
+from gdrkit.errors import (
+    Api,
+    ApiError,
+    ClosedResource,
+    GdrkitError,
+    Reason,
+    RegistrationFailed,
+    Unsupported,
+    UsageError,
+)
 from gdrkit.handles import ReleaseStack
+from gdrkit.host import MappedFile
 from gdrkit.registration import (
     HandleMessage,
     Placement,
-    RegistrationRoute,
     ShareKind,
     device_of,
     import_dmabuf,
@@ -29,209 +37,261 @@ from gdrkit.registration.share import device_at
 from gdrkit.usrbio.agent.agent_error import AgentError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from types import TracebackType
 
     from gdrkit.cuda import CudaMemory, Device
+    from gdrkit.registration import Registration
     from gdrkit.usrbio.agent.link_names import DeviceTarget
     from gdrkit.usrbio.agent.mount import SharedFile
 
-__all__ = ["Nics", "RegisteredMemory"]
+__all__ = ["Nics", "PublishedDeviceMemory", "RegisteredMemory"]
+
+
+class PublishedDeviceMemory:
+    """Device memory of a client: its dma-buf, if the client sent one, and its mapping in this process, if CUDA has one.
+
+    A NIC can register the dma-buf without the mapping. Peer memory needs the address of the mapping, and the software
+    twin of a NIC needs it also for a dma-buf.
+
+    Parameters
+    ----------
+    target : DeviceTarget
+        The parsed target of the publication's link.
+    handle_message : HandleMessage or None
+        The share handle of the memory and its descriptors, borrowed. None if the publication is only a link.
+
+    Attributes
+    ----------
+    kind : MemoryKind
+        ``CUDA_IMPORTED``.
+    address : int
+        Address of the mapping, or 0 if the memory is not mapped.
+    length_bytes : int
+        Size of the memory in bytes.
+    pci_bus_id : str or None
+        PCI address of the GPU, or None if this process cannot open the GPU.
+    mapping_error : GdrkitError or None
+        The error of the attempt to map the memory.
+
+    Raises
+    ------
+    AgentError
+        EINVAL: the sizes of target and handle differ.
+    GdrkitError
+        See :func:`~gdrkit.registration.import_dmabuf`.
+    """
+
+    kind = MemoryKind.CUDA_IMPORTED
+
+    def __init__(self, target: DeviceTarget, handle_message: HandleMessage | None) -> None:
+        self.address = 0
+        self.length_bytes = target.length_bytes
+        self.pci_bus_id: str | None = None
+        self.mapping_error: GdrkitError | None = None
+        self._dmabuf: DmabufRange | None = None
+        self._is_closed = False
+        self._before_release = ReleaseStack()
+        self._on_close = ReleaseStack()
+        try:
+            self._open(target, handle_message)
+        except BaseException as error:
+            self._on_close.run_after(error)
+            raise
+
+    @property
+    def closed(self) -> bool:
+        """Whether the memory was closed."""
+        return self._is_closed
+
+    def export_dmabuf(self) -> DmabufRange:
+        """Return the client's dma-buf, with a duplicate of the descriptor. The caller closes it.
+
+        Raises
+        ------
+        Unsupported
+            DMABUF_EXPORT_UNSUPPORTED: the publication has no dma-buf.
+        """
+        if self._is_closed:
+            what = "published device memory"
+            raise ClosedResource(what)
+        if self._dmabuf is None:
+            raise Unsupported(
+                api=Api.NONE,
+                operation="export_dmabuf",
+                status=None,
+                status_name="no call",
+                reason=Reason.DMABUF_EXPORT_UNSUPPORTED,
+                what_to_do="publish the memory with its dma-buf",
+                detail="the publication has no dma-buf",
+            )
+        duplicate = self._dmabuf.dup()
+        if self.address:
+            duplicate.address = self.address
+        return duplicate
+
+    def before_release(self, action: Callable[[], None]) -> Callable[[], None]:
+        """Run `action` before the memory is unmapped, last added first. Return a function that cancels this."""
+        return self._before_release.push(action)
+
+    def close(self) -> None:
+        """Run the actions of :meth:`before_release`, then unmap the memory. After an error, close again."""
+        self._before_release.run()
+        self._on_close.run()
+        self._is_closed = True
+
+    def _open(self, target: DeviceTarget, handle_message: HandleMessage | None) -> None:
+        if handle_message is not None:
+            length_bytes = handle_message.handle.length_bytes
+            if length_bytes != target.length_bytes:
+                message = f"the link says {target.length_bytes} bytes, and the share handle {length_bytes}"
+                raise AgentError(errno.EINVAL, message)
+            if handle_message.handle.kind is ShareKind.DMABUF:
+                self._dmabuf = import_dmabuf(handle_message)
+                self._on_close.push(self._dmabuf.close)
+        try:
+            self._map(target, handle_message)
+        except (ApiError, UsageError) as error:
+            self.mapping_error = error
+
+    def _map(self, target: DeviceTarget, handle_message: HandleMessage | None) -> None:
+        device = device_at(target.device_index) if handle_message is None else device_of(handle_message.handle)
+        self._on_close.push(device.close)
+        self.pci_bus_id = device.pci_bus_id
+        if handle_message is not None and handle_message.handle.kind is not ShareKind.DMABUF:
+            memory: CudaMemory = import_memory(device, handle_message)
+            self._on_close.push(memory.close)
+        elif target.ipc is not None:
+            memory = self._open_ipc(device, target, target.ipc)
+        else:
+            return
+        self.address = memory.address
+
+    def _open_ipc(self, device: Device, target: DeviceTarget, ipc: bytes) -> CudaMemory:
+        """Map the allocation of a link, and return the published part. The sizes of link and driver must be equal."""
+        allocation = cuda.open_handle(device, ipc)
+        self._on_close.push(allocation.close)
+        if allocation.length_bytes != target.allocation_bytes:
+            message = f"the link says {target.allocation_bytes} bytes, and the driver {allocation.length_bytes}"
+            raise UsageError(message, reason=Reason.MALFORMED)
+        address = allocation.address + target.offset_bytes
+        part = cuda.borrow(device, address, length_bytes=target.length_bytes)
+        self._on_close.push(part.close)
+        return part
 
 
 class RegisteredMemory:
-    """Memory that every NIC reaches, until :meth:`close`.
+    """Memory that every NIC of the agent can access until :meth:`close`.
 
     Attributes
     ----------
     length_bytes : int
-        Its size.
+        Size of the memory in bytes.
     keys : tuple of (int, int)
-        Address and key of its first byte, for each NIC in the order of :class:`Nics`.
+        Address and key of the first byte, for each NIC in the order of :class:`Nics`.
     near : tuple of int
-        The numbers of the NICs to prefer; empty: all are as good.
-    route : RegistrationRoute or None
-        How device memory became known; None for host memory.
+        Numbers of the NICs to prefer. Empty if there is no preference.
     """
 
-    def __init__(self, length_bytes: int) -> None:
-        """Not for direct use; see :class:`Nics`."""
-        self.length_bytes = length_bytes
-        self.keys: tuple[tuple[int, int], ...] = ()
-        self.near: tuple[int, ...] = ()
-        self.route: RegistrationRoute | None = None
-        self._parts = ReleaseStack()
-
-    def hold(self, close: Callable[[], None]) -> None:
-        """Have something closed after what was added later."""
-        self._parts.push(close)
-
-    def add(self, region: verbs.Region) -> None:
-        """The region of the next NIC."""
-        self._parts.push(region.close)
-        self.keys = (*self.keys, (region.remote_address, region.rkey))
+    def __init__(
+        self, memory: MappedFile | PublishedDeviceMemory, registration: Registration, *, near: tuple[int, ...]
+    ) -> None:
+        """Take ownership of `memory`. Callers use :class:`Nics` instead."""
+        self.length_bytes = memory.length_bytes
+        regions = [registration.region(nic) for nic in registration.nics]
+        self.keys = tuple((region.remote_address, region.rkey) for region in regions)
+        self.near = near
+        self._memory = memory
 
     def close(self) -> None:
-        """Deregister, then close what was registered; a failure leaves what is left for the next call."""
-        self._parts.run()
-
-    def undo(self, error: BaseException) -> None:
-        """Close because `error` is on its way."""
-        self._parts.run_after(error)
+        """Deregister the memory, then unmap it. After an error, close again."""
+        self._memory.close()
 
 
 class Nics:
-    """Every NIC with an active port, open; use it as a context manager.
+    """All NICs with an active port. Use it as a context manager.
+
+    Attributes
+    ----------
+    all : tuple of Nic
+        The open NICs.
 
     Raises
     ------
     SetupMissing
-        There are no verbs here, or no NIC has an active port.
+        libibverbs is not installed.
+    UsageError
+        NO_DEVICE: no NIC has an active port.
     """
 
     def __init__(self) -> None:
-        self._parts = ReleaseStack()
+        self._on_close = ReleaseStack()
         self._placement = Placement()
         self.all = verbs.open_active_nics()
         for nic in self.all:
-            self._parts.push(nic.close)
+            self._on_close.push(nic.close)
         if not self.all:
             message = "no NIC has an active port"
             raise UsageError(message, reason=Reason.NO_DEVICE)
 
     def register_host(self, shared: SharedFile) -> RegisteredMemory:
-        """Map shared memory, and register it whole: its keys reach what is its client's anyway."""
-        registered = RegisteredMemory(shared.length_bytes)
-        try:
-            mapping = mmap.mmap(shared.fd, shared.length_bytes)
-            registered.hold(mapping.close)
-            for nic in self.all:
-                registered.add(nic.register_host(mapping))
-        except BaseException as error:
-            registered.undo(error)
-            raise
-        return registered
+        """Map shared memory and register all of it.
+
+        Raises
+        ------
+        GdrkitError
+            See :class:`~gdrkit.host.MappedFile` and :func:`~gdrkit.registration.register`.
+        """
+        memory = MappedFile(shared.fd, length_bytes=shared.length_bytes)
+        with _closed_after_error(memory):
+            return RegisteredMemory(memory, register(memory, self.all), near=())
 
     def register_device(self, target: DeviceTarget, handle: bytes, descriptors: Sequence[int]) -> RegisteredMemory:
-        """Register device memory that another process owns.
+        """Register device memory of a client.
 
         Parameters
         ----------
         target : DeviceTarget
-            What its link says.
+            The parsed target of the publication's link.
         handle : bytes
-            Its share handle; empty: there is only the link.
+            The share handle, or no bytes if the publication is only a link.
         descriptors : sequence of int
-            What the handle wants; owned from now on.
+            The descriptors of the share handle. This method owns them.
 
         Raises
         ------
-        AgentError
-            EINVAL: link and handle contradict each other. EOPNOTSUPP: there is neither a dma-buf nor an IPC handle.
         RegistrationFailed
-            NO_ROUTE: no way is possible here; `causes` says why.
-        GdrkitError
-            As of :func:`~gdrkit.registration.import_dmabuf` and :func:`~gdrkit.registration.register`.
+            NO_ROUTE: no method is possible; `causes` has the error of each method.
+        AgentError, GdrkitError
+            See :class:`PublishedDeviceMemory` and :func:`~gdrkit.registration.register`.
         """
         handle_message = HandleMessage(handle, descriptors) if handle else None
         try:
-            return self._register_device(target, handle_message)
+            memory = PublishedDeviceMemory(target, handle_message)
         finally:
             if handle_message is not None:
                 handle_message.close()
+        with _closed_after_error(memory):
+            try:
+                registration = register(memory, self.all)
+            except RegistrationFailed as error:
+                if memory.mapping_error is None:
+                    raise
+                message = "no registration method works for this device memory"
+                causes = (memory.mapping_error, *error.causes)
+                raise RegistrationFailed(
+                    message, causes=causes, reason=error.reason, what_to_do=error.what_to_do
+                ) from error
+            return RegisteredMemory(memory, registration, near=self._near(memory))
 
     def close(self) -> None:
-        """Close them."""
-        self._parts.run()
+        """Close the NICs."""
+        self._on_close.run()
 
-    def _register_device(self, target: DeviceTarget, handle_message: HandleMessage | None) -> RegisteredMemory:
-        if handle_message is not None and handle_message.handle.length_bytes != target.length_bytes:
-            message = f"the link says {target.length_bytes} bytes and the handle {handle_message.handle.length_bytes}"
-            raise AgentError(errno.EINVAL, message)
-        refusals: list[GdrkitError] = []
-        registered = RegisteredMemory(target.length_bytes)
-        try:
-            own = self._opened(registered, target, handle_message, refusals)
-            if handle_message is not None and handle_message.handle.kind is ShareKind.DMABUF:
-                self._by_dmabuf(registered, handle_message, own, refusals)
-            if not registered.keys and own is not None:
-                self._by_address(registered, own, refusals)
-            if not registered.keys:
-                raise _no_way(refusals)  # noqa: TRY301 - what was made is taken back below.
-            registered.near = self._near(own, handle_message)
-        except BaseException as error:
-            registered.undo(error)
-            raise
-        return registered
-
-    def _opened(
-        self,
-        registered: RegisteredMemory,
-        target: DeviceTarget,
-        handle_message: HandleMessage | None,
-        refusals: list[GdrkitError],
-    ) -> CudaMemory | None:
-        """The memory with an address of this process, where that can be had; else why not is a refusal."""
-        try:
-            device = device_of(handle_message.handle) if handle_message is not None else device_at(target.device_index)
-            registered.hold(device.close)
-            if handle_message is not None and handle_message.handle.kind is not ShareKind.DMABUF:
-                memory: CudaMemory = import_memory(device, handle_message)
-                registered.hold(memory.close)
-                return memory
-            if target.ipc is None:
-                return None
-            return _part_of(registered, device, target)
-        except (ApiError, UsageError) as error:
-            refusals.append(error)
-            return None
-
-    def _by_dmabuf(
-        self,
-        registered: RegisteredMemory,
-        handle_message: HandleMessage,
-        own: CudaMemory | None,
-        refusals: list[GdrkitError],
-    ) -> None:
-        for nic in self.all:
-            refusal = nic.dmabuf_error()
-            if refusal is not None:
-                refusals.append(refusal)
-                return
-        with import_dmabuf(handle_message) as theirs:
-            address = theirs.address if own is None else own.address
-            source = DmabufRange(
-                theirs.dup().take(),
-                offset_bytes=theirs.offset_bytes,
-                length_bytes=theirs.length_bytes,
-                address=address,
-            )
-        registered.hold(source.close)
-        for nic in self.all:
-            registered.add(nic.register_dmabuf(source))
-        registered.route = RegistrationRoute.DMABUF
-
-    def _by_address(self, registered: RegisteredMemory, own: CudaMemory, refusals: list[GdrkitError]) -> None:
-        try:
-            made = register(own, self.all, route=RegistrationRoute.PEER_MEMORY)
-        except RegistrationFailed as error:
-            refusals.append(error)
-            return
-        registered.hold(made.close)
-        registered.keys = tuple((made.region(nic).remote_address, made.region(nic).rkey) for nic in self.all)
-        registered.route = RegistrationRoute.PEER_MEMORY
-
-    def _near(self, own: CudaMemory | None, handle_message: HandleMessage | None) -> tuple[int, ...]:
-        if own is not None:
-            nearest = self._placement.nearest(own.device.pci_bus_id, self.all)
-        elif handle_message is not None:
-            try:
-                with device_of(handle_message.handle) as device:
-                    nearest = self._placement.nearest(device.pci_bus_id, self.all)
-            except (ApiError, UsageError):
-                return ()  # Which is near is not known here; it works by any of them.
-        else:
+    def _near(self, memory: PublishedDeviceMemory) -> tuple[int, ...]:
+        if memory.pci_bus_id is None:
             return ()
+        nearest = self._placement.nearest(memory.pci_bus_id, self.all)
         return tuple(number for number, nic in enumerate(self.all) if nic in nearest)
 
     def __enter__(self) -> Self:
@@ -243,28 +303,14 @@ class Nics:
         self.close()
 
 
-def _part_of(registered: RegisteredMemory, device: Device, target: DeviceTarget) -> CudaMemory:
-    """The memory of a link, opened by IPC; the link's word for its size is held to the driver's."""
-    assert target.ipc is not None  # noqa: S101 - the caller looked.
-    whole = cuda.open_handle(device, target.ipc)
-    registered.hold(whole.close)
-    if whole.length_bytes != target.allocation_bytes:
-        message = f"the link says {target.allocation_bytes} bytes, and there are {whole.length_bytes}"
-        raise UsageError(message, reason=Reason.MALFORMED)
-    part = cuda.borrow(device, whole.address + target.offset_bytes, length_bytes=target.length_bytes)
-    registered.hold(part.close)
-    return part
-
-
-def _no_way(refusals: list[GdrkitError]) -> GdrkitError:
-    if not refusals:
-        message = "the memory has neither a dma-buf nor an IPC handle"
-        return AgentError(errno.EOPNOTSUPP, message)
-    if len(refusals) == 1 and isinstance(refusals[0], SetupMissing):
-        return refusals[0]
-    return RegistrationFailed(
-        "no way of registration is possible for this device memory",
-        causes=tuple(refusals),
-        reason=Reason.NO_ROUTE,
-        what_to_do="publish it with its dma-buf; else one of the causes must go",
-    )
+@contextmanager
+def _closed_after_error(memory: MappedFile | PublishedDeviceMemory) -> Iterator[None]:
+    """Close the memory if the block raises."""
+    try:
+        yield
+    except BaseException as error:
+        try:
+            memory.close()
+        except GdrkitError as close_error:
+            error.add_note(f"the memory could not be closed: {close_error}")
+        raise
