@@ -73,15 +73,18 @@ class DmabufRange(Closeable):
         self.address = address
         if fd < 0 or offset_bytes < 0 or length_bytes <= 0 or address < 0:
             self.close()
-            message = f"no dma-buf range: fd {fd}, offset {offset_bytes}, length {length_bytes}, address {address:#x}"
+            message = (
+                f"a dma-buf range needs a length above 0 and no negative value, not fd {fd}, offset {offset_bytes}, "
+                f"length {length_bytes}, address {address:#x}"
+            )
             raise UsageError(message)
 
     @property
     def fd(self) -> int:
         """The file descriptor. The range still owns it."""
         if self._fd < 0:
-            what = "dma-buf range"
-            raise ClosedResource(what)
+            name = "dma-buf range"
+            raise ClosedResource(name)
         return self._fd
 
     @property
@@ -225,7 +228,7 @@ class MemoryResource(Resource):
         self.kind = kind
         self.address = address
         self.length_bytes = length_bytes
-        self._before = ReleaseStack()
+        self._release_actions = ReleaseStack()
         super().__init__(f"memory.{kind.value}", name=f"{kind.value} memory at {address:#x}", on_close=on_close)
 
     @property
@@ -258,7 +261,7 @@ class MemoryResource(Resource):
     def before_release(self, action: Callable[[], None]) -> Callable[[], None]:
         """Run `action` before the memory is freed, last added first. Return a function that cancels this."""
         self._check_open()
-        return self._before.push(action)
+        return self._release_actions.push(action)
 
     def close(self) -> None:
         """Run the actions of :meth:`before_release`, then free the memory if it is owned. A second close does nothing.
@@ -266,12 +269,12 @@ class MemoryResource(Resource):
         Raises
         ------
         Exception
-            An action failed. The error is that of the first one, with the others as notes. The memory is *not* freed
-            then, because a NIC may still access it. Another close tries again.
+            An action failed. The error is that of the first failed action, with the others as notes. The memory is
+            *not* freed then, because a NIC may still access it. Another close tries again.
         """
         if self._closed:
             return
-        self._before.run()
+        self._release_actions.run()
         with self.current():
             super().close()
 
@@ -284,7 +287,7 @@ class MemoryResource(Resource):
         """Copy `view`, which has at least one byte, to the memory at `address`."""
 
     def _checked_length(self, offset_bytes: int, length_bytes: int | None) -> int:
-        """Return the length of a part, up to the end for None. Raise :class:`UsageError` if it is not inside."""
+        """Return the length of a part, and for None the length up to the end. Raise UsageError if it is not inside."""
         length_bytes = self.length_bytes - offset_bytes if length_bytes is None else length_bytes
         check_range(offset_bytes=offset_bytes, length_bytes=length_bytes, size_bytes=self.length_bytes)
         return length_bytes

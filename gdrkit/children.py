@@ -1,4 +1,4 @@
-"""The end of child processes and threads: bounded waits, and an answer that says which of them did not end.
+"""Bounded waits for the end of child processes and threads, which report what did not end.
 
 SIGKILL does not end a process that waits inside the kernel (state D, a driver or disk that hangs), and a process that
 a debugger holds is not collected. Every wait for the end of a child therefore has a limit.
@@ -20,31 +20,31 @@ if TYPE_CHECKING:
     import threading
     from collections.abc import Iterable
 
-__all__ = ["KILLED_S", "join_threads", "kill_child"]
+__all__ = ["KILL_TIMEOUT_S", "join_threads", "kill_child"]
 
-# How long the end of a killed child is waited for, in seconds.
-KILLED_S = 5.0
+# Longest wait for the end of a killed child, in seconds.
+KILL_TIMEOUT_S = 5.0
 # Killed children that had not ended. Each later call collects those that have ended since.
 _abandoned: list[subprocess.Popen[bytes]] = []
 
 
-def kill_child(child: subprocess.Popen[bytes], *, leads_group: bool = True, timeout_s: float = KILLED_S) -> str:
+def kill_child(child: subprocess.Popen[bytes], *, leads_group: bool = True, timeout_s: float = KILL_TIMEOUT_S) -> str:
     """Kill a child and wait until it has ended, or abandon it.
 
     Parameters
     ----------
     child : Popen
-        It may have ended already; its process group is killed also then.
+        The child. If it has ended already, its process group is killed nevertheless.
     leads_group : bool
-        Whether the child leads a process group (``process_group=0``, ``start_new_session=True``), which is killed as a
-        whole: all that the child has started, except what left the group.
+        Whether the child leads a process group (``process_group=0``, ``start_new_session=True``). The whole group is
+        killed: all processes that the child has started, except those that left the group.
     timeout_s : float
-        How long to wait for the end.
+        Longest wait for the end, in seconds.
 
     Returns
     -------
     str
-        A clause that names the process, the time and the process state; empty when the child has ended.
+        A clause that names the process, the time and the process state. It is empty if the child has ended.
     """
     _abandoned[:] = [other for other in _abandoned if other.poll() is None]
     if leads_group:
@@ -52,11 +52,11 @@ def kill_child(child: subprocess.Popen[bytes], *, leads_group: bool = True, time
             os.killpg(child.pid, signal.SIGKILL)
     else:
         child.kill()
-    is_known = child in _abandoned
+    is_abandoned = child in _abandoned
     try:
-        child.wait(0 if is_known else timeout_s)
+        child.wait(0 if is_abandoned else timeout_s)
     except subprocess.TimeoutExpired:
-        if not is_known:
+        if not is_abandoned:
             _abandoned.append(child)
     else:
         return ""
@@ -72,23 +72,23 @@ def join_threads(threads: Iterable[threading.Thread], *, timeout_s: float) -> No
     Raises
     ------
     BrokenResource
-        ``TIMEOUT``: some have not ended. They still use what they were given, so the caller must not release it.
+        ``TIMEOUT``: some threads have not ended. The caller must not release what these threads still use.
     """
     deadline_s = time.monotonic() + timeout_s
-    left = []
+    running = []
     for thread in threads:
         thread.join(max(0.0, deadline_s - time.monotonic()))
         if thread.is_alive():
-            left.append(thread.name)
-    if left:
-        message = f"threads did not end within {timeout_s:g} s: {', '.join(left)}"
+            running.append(thread.name)
+    if running:
+        message = f"threads did not end within {timeout_s:g} s: {', '.join(running)}"
         raise BrokenResource(message, reason=Reason.TIMEOUT)
 
 
 def _state(process: int) -> str:
-    """Return the letter of /proc/PID/stat for a process: D waits in the kernel, Z was not collected."""
+    """Return the state of a process in /proc/PID/stat, such as D (waits in the kernel) or Z (ended, not collected)."""
     try:
-        # The name before it is in brackets, and may contain brackets itself.
+        # The name of the program before the state is in brackets, and may contain brackets itself.
         return Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
     except (OSError, IndexError):
         return "unknown"

@@ -1,8 +1,8 @@
 # ruff: noqa: FBT001, PLR0917 - click calls commands by the names of their options.
-"""The command line.
+"""The command line ``gdrkit``.
 
-Every error is one line: API, operation, status, errno, what to do. The type of the error decides the exit code.
-GDRKIT_TRACEBACK=1 shows the Python traceback.
+An error is printed as one line: API, call, errno and what to do. The class of the error determines the exit code. With
+GDRKIT_TRACEBACK=1 the error is raised, so that Python prints its traceback.
 """
 
 from __future__ import annotations
@@ -28,65 +28,80 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
+# The exit codes of a shell for a command that it cannot start.
 _NOT_FOUND, _NOT_EXECUTABLE = 127, 126
-_CODES = "\n".join(f"  {int(code)} {code.meaning}" for code in ExitCode)
+_EXIT_CODES = "\n".join(f"  {int(code)} {code.meaning}" for code in ExitCode)
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+# A line "\b" makes click keep the line breaks of a paragraph. It works only in strings that are not raw, so the
+# examples are in the epilogs and not in the docstrings.
+@click.group(
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog=(
+        "\b\nExamples:\n"
+        "  gdrkit qualify                       run the cases that fit this machine and write a report\n"
+        "  gdrkit doctor                        find the reasons why transfers are not direct\n"
+        "  gdrkit topology                      show which GPU is near to which NIC and NVMe controller\n"
+        "  gdrkit run --software -- COMMAND     run a program on software twins (drop-in libraries that\n"
+        "                                       emulate the hardware)\n\n"
+        "`gdrkit COMMAND --help` describes a command. A command that fails prints one line: the API, the call, the "
+        "errno and what to do."
+    ),
+)
 @click.version_option(gdrkit.__version__, message="gdrkit %(version)s", help="Print the version and exit.")
 def cli() -> None:
-    r"""Qualify this machine for direct transfers between GPU memory, RDMA NICs and storage.
-
-    \b
-    gdrkit qualify                        what can this machine really do directly? writes a report
-    gdrkit run --software -- COMMAND      run a program on software twins of its libraries
-    gdrkit doctor                         why are transfers not direct here, and what to do?
-    gdrkit topology                       which GPU is near to which NIC and NVMe?
-    gdrkit facts                          what is in this machine, and what do its APIs answer?
-
-    A command that cannot do what it was asked says so in one line, with the API, the operation, the errno and what to
-    do.
-    """
+    """Qualify this machine for direct transfers between GPU memory, RDMA NICs and storage."""
 
 
 @cli.command(
-    epilog=f"\b\nExit codes:\n{_CODES}\n\n`gdrkit qualify && admit_node` never admits a machine without a GPU."
+    epilog=(
+        "\b\nExamples:\n"
+        "  gdrkit qualify                               qualify this machine\n"
+        "  gdrkit qualify --software                    run all cases on software twins\n"
+        "  gdrkit qualify -k registration --out /tmp/r  run some cases\n"
+        "  mpirun -n 2 --host a,b gdrkit qualify --mpi  measure between two hosts\n\n"
+        f"\b\nExit codes:\n{_EXIT_CODES}\n\n"
+        "`gdrkit qualify && admit_node` never admits a machine without a GPU."
+    )
 )
 @click.option(
-    "--software", is_flag=True, help="Run every API on its software twin: qualifies the code, not this machine."
+    "--software",
+    is_flag=True,
+    help="Run every API on its software twin. This tests the code, and qualifies no machine.",
 )
 @click.option(
     "--profile",
     metavar="NAME",
-    help="The profile of this machine (hardware/profiles). Default: the one that fits best.",
+    help="The profile of this machine (hardware/profiles). Default: the profile that fits best.",
 )
 @click.option(
     "--output",
     "--out",
     type=click.Path(path_type=Path, file_okay=False),
     metavar="DIR",
-    help="The folder of the report. Default: a new one below reports/runs, or gdrkit-report outside of a checkout.",
+    help="The folder of the report. Default: a new folder in reports/runs, or gdrkit-report outside of a checkout.",
 )
 @click.option(
     "--seed",
     type=click.IntRange(0, 2**63 - 1),
     metavar="N",
-    help="Of payloads, keys and delays: repeats a run. Default: drawn.",
+    help="Seed of payloads, keys and delays. The same seed repeats a run. Default: a random seed.",
 )
-@click.option("-k", "select", metavar="EXPRESSION", help="Run only cases whose names match, as with pytest -k.")
+@click.option("-k", "select", metavar="EXPRESSION", help="Run only the cases whose names match, as pytest -k does.")
 @click.option(
     "--suites",
     type=click.Path(path_type=Path, exists=True, file_okay=False),
     metavar="DIR",
-    help="Run the cases of another folder that are marked `qualify`.",
+    help="Run the cases of this folder that have the pytest mark `qualify`, not those of gdrkit.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON; progress goes to standard error.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, and the progress to standard error.")
 @click.option(
     "--mpi",
     type=click.Choice(["hosts", "within"]),
     is_flag=False,
     flag_value="hosts",
-    help="Started by mpirun or srun: measure NICs and GPUs of different hosts, or =within the same host; one report.",
+    help="Measure between the NICs and GPUs of the ranks of mpirun or srun, and write one report: `hosts` measures "
+    "between hosts (the default of --mpi), `within` inside each host.",
 )
 def qualify(
     software: bool,
@@ -98,13 +113,13 @@ def qualify(
     as_json: bool,
     mpi: str | None,
 ) -> int:
-    """Find out what this machine does directly, and write the report.
+    """Test which transfers are direct here, and write a report.
 
-    Probes the host, plans which cases fit, runs them between real processes, and writes records.jsonl, junit.xml,
-    summary.md and index.html.
+    The command examines the host, selects the cases that fit, runs them between separate processes, and writes
+    records.jsonl, junit.xml, summary.md and index.html.
 
-    An API whose hardware is here runs on it; one whose hardware is missing runs on its software twin, and then nothing
-    is claimed about the machine.
+    An API runs on its hardware if this machine has it, and otherwise on its software twin. A result on a twin says
+    nothing about the machine.
     """
     from gdrkit.qualify import Options
     from gdrkit.qualify import qualify as run_qualification
@@ -121,7 +136,7 @@ def qualify(
         from gdrkit.qualify.ranks import qualify_ranks
 
         if select or suites or as_json:
-            message = "--mpi measures pairs and runs no cases: it takes neither -k nor --suites, and prints no --json"
+            message = "--mpi cannot be combined with -k, --suites or --json, because it runs no cases"
             raise UsageError(message)
         return qualify_ranks(options, progress, within_hosts=mpi == "within")
     run, folder = run_qualification(options, progress)
@@ -146,126 +161,158 @@ def qualify(
     name="run",
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
     epilog=(
-        "\b\nExit codes: that of COMMAND; 127 it is not found; 126 it cannot be executed;\n"
-        "2 wrong usage (also a malformed fault plan); 3 the twins are not installed."
+        "\b\nExamples:\n"
+        "  gdrkit run --software -- python my_program.py\n"
+        "  gdrkit run --software --apis verbs -- ibv_devinfo\n"
+        "  gdrkit run --software --faults plan.txt -- ./my_test\n\n"
+        '\b\nA fault plan begins with the line "gdrkit-faults 1" and has one rule per line:\n'
+        "  ibv_reg_dmabuf_mr  call=2    errno=EOPNOTSUPP\n"
+        "  cuMemAlloc_v2      call=1-3  status=2\n"
+        "  wc.rdma_write      call=*    status=12\n\n"
+        "\b\nExit codes: that of COMMAND, or\n"
+        "  127 COMMAND was not found\n"
+        "  126 COMMAND cannot be executed\n"
+        "  2 wrong usage, or a malformed fault plan\n"
+        "  3 the twins are not installed"
     ),
 )
-@click.option("--software", is_flag=True, help="Put the software twins beneath COMMAND.")
-@click.option("--apis", metavar="LIST", help="Which APIs, e.g. verbs or verbs,cuda. Default: all that have a twin.")
+@click.option("--software", is_flag=True, help="Run COMMAND on software twins. This option is required.")
+@click.option("--apis", metavar="LIST", help="The APIs that run on twins, such as verbs,cuda. Default: all.")
 @click.option(
     "--faults",
     type=click.Path(path_type=Path),
     metavar="PLAN",
-    help="A fault plan: which call of which function fails, and how.",
+    help="A file with rules: which calls of which functions fail, and how.",
 )
 @click.option(
     "--seed",
     type=click.IntRange(0, 2**64 - 1),
     metavar="N",
-    help="Of keys, queue-pair numbers and delays. Default: drawn.",
+    help="Seed of keys, queue pair numbers and delays. Default: a random seed.",
 )
 @click.option(
     "--isolated",
     is_flag=True,
-    help="Let COMMAND and its children see no other process on twins. Default: all of one user see each other, as "
-    "programs of one machine do.",
+    help="Separate COMMAND and its children from all other processes on twins. Default: all such processes of one user "
+    "can communicate, as programs of one machine can.",
 )
 @click.argument("command", nargs=-1, required=True)
 def run_command(
     software: bool, apis: str | None, faults: Path | None, seed: int | None, isolated: bool, command: tuple[str, ...]
 ) -> NoReturn:
-    r"""Run a program on the software twins: gdrkit run --software -- COMMAND.
+    """Run a program on software twins of its libraries.
 
-    The program is not changed: the dynamic loader finds the twins by LD_LIBRARY_PATH. gdrkit becomes the program, so
-    signals and the exit code are its own. docs/twins.md says which programs were seen to run.
-
-    \b
-    A fault plan begins with the line "gdrkit-faults 1" and has one rule a line:
-      ibv_reg_dmabuf_mr  call=2    errno=EOPNOTSUPP
-      cuMemAlloc_v2      call=1-3  status=2
-      wc.rdma_write      call=*    status=12
+    A software twin is a drop-in library that emulates the hardware. The program is not changed: LD_LIBRARY_PATH makes
+    the dynamic loader use the twins. gdrkit replaces itself by the program (exec), so signals and the exit code are
+    those of the program. docs/twins.md lists programs that were tested.
     """
     from gdrkit import host, launch
 
     if not software:
-        message = "gdrkit run without --software would run the command as it is"
-        raise UsageError(message, what_to_do="add --software, or run the command itself")
-    chosen = launch.TWINNED if apis is None else launch.parse_apis(apis)
-    started = launch.Launch(software=chosen, seed=seed, faults=faults, isolated=isolated)
-    overridden = launch.overridden_hardware(started, host.HostTree())
+        message = "gdrkit run needs --software"
+        raise UsageError(message, what_to_do="add --software, or start the command without gdrkit")
+    twins = launch.TWINNED if apis is None else launch.parse_apis(apis)
+    launch_options = launch.Launch(software=twins, seed=seed, faults=faults, isolated=isolated)
+    overridden = launch.overridden_hardware(launch_options, host.HostTree())
     if overridden:
         click.echo(f"gdrkit: {overridden}", err=True)
-    launch.execute(started, command)
+    launch.execute(launch_options, command)
 
 
-@cli.command()
-@click.option("--software", is_flag=True, help="As for qualify.")
-@click.option("--profile", metavar="NAME", help="As for qualify.")
-@click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
+@cli.command(epilog="\b\nExamples:\n  gdrkit plan\n  gdrkit plan --profile h200-1 --json")
+@click.option("--software", is_flag=True, help="The plan of `gdrkit qualify --software`.")
+@click.option("--profile", metavar="NAME", help="The profile, as for `gdrkit qualify`.")
+@click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
 def plan(software: bool, profile: str | None, as_json: bool) -> int:
-    """Say what would run on this machine, and why the rest would not."""
+    """List the cases that qualify would run on this machine.
+
+    For the cases that it would not run, the command prints the reasons.
+    """
     from gdrkit.qualify import Options, plan_only
     from gdrkit.qualify.progress import LineProgress
 
-    found = plan_only(Options(software=software, profile=profile), LineProgress(sys.stderr))
+    planned = plan_only(Options(software=software, profile=profile), LineProgress(sys.stderr))
     if as_json:
-        click.echo(json.dumps(found, indent=2))
+        click.echo(json.dumps(planned, indent=2))
         return 0
     from gdrkit.report.describe import describe_plan
 
-    click.echo(describe_plan(found))
+    click.echo(describe_plan(planned))
     return 0
 
 
-@cli.command()
+@cli.command(
+    epilog=(
+        "\b\nExamples:\n  gdrkit serve --store /data\n  gdrkit serve --store /data --listen 192.0.2.7:7001 --nic mlx5_0"
+    )
+)
 @click.option(
     "--store",
     "root",
     required=True,
     type=click.Path(path_type=Path, exists=True, file_okay=False),
     metavar="DIR",
-    help="The folder whose files are served; gdrkit keeps their checksums in DIR/.gdrkit.",
+    help="The folder whose files are served. gdrkit keeps their checksums in DIR/.gdrkit.",
 )
 @click.option(
     "--listen",
-    metavar="PLACE",
-    help="HOST:PORT (a client needs DIR/.gdrkit/token) or unix:PATH. Default: unix:DIR/.gdrkit/server.sock.",
+    metavar="ADDRESS",
+    help="HOST:PORT or unix:PATH. A TCP client needs the token in DIR/.gdrkit/token. "
+    "Default: unix:DIR/.gdrkit/server.sock.",
 )
 @click.option(
-    "--nic", "nics", multiple=True, metavar="NAME", help="Use this NIC; may stand more than once. Default: all."
+    "--nic", "nics", multiple=True, metavar="NAME", help="A NIC to use. The option can be repeated. Default: all NICs."
 )
 @click.option(
-    "--chunk-bytes", type=int, metavar="N", help="What a checksum covers, for a new store: 4096 (default) to 65536."
+    "--chunk-bytes",
+    type=int,
+    metavar="N",
+    help="Bytes per checksum of a new store, 4096 to 65536. Default: 4096.",
 )
 def serve(root: Path, listen: str | None, nics: tuple[str, ...], chunk_bytes: int | None) -> int:
     """Serve the files of a folder over RDMA, until SIGTERM or SIGINT.
 
-    One node, no replication. The line that says where it listens is printed when clients can come.
+    The server is one node without replication. It prints its address as soon as clients can connect.
     """
     from gdrkit.storage.command import serve as serve_store
 
     return serve_store(root, listen=listen, nic_names=nics, chunk_bytes=chunk_bytes)
 
 
-@cli.command()
+@cli.command(
+    epilog=(
+        "\b\nExamples:\n"
+        "  gdrkit agent /data --store /data\n"
+        "  gdrkit agent /mnt/files --server 192.0.2.7:7001 --token-file token"
+    )
+)
 @click.argument("mount", type=click.Path(path_type=Path))
 @click.option(
     "--store",
     type=click.Path(path_type=Path),
     metavar="DIR",
-    help="Serve this folder, which is the mount itself unless --fuse is given.",
+    help="Serve the files of this folder. Without --fuse, it must be MOUNT.",
 )
-@click.option("--server", metavar="HOST:PORT", help="Serve what this storage server has, by a FUSE mount.")
-@click.option("--token-file", type=click.Path(path_type=Path), metavar="FILE", help="The token of that server's store.")
-@click.option("--fuse", is_flag=True, help="Mount on MOUNT, an empty folder, also with --store.")
-@click.option("--spin-us", type=click.IntRange(0, 10_000_000), default=50, help="How long to look before sleeping.")
+@click.option("--server", metavar="HOST:PORT", help="Serve the files of this storage server by a FUSE mount.")
+@click.option("--token-file", type=click.Path(path_type=Path), metavar="FILE", help="The token of that server.")
+@click.option("--fuse", is_flag=True, help="With --store: make a FUSE mount on MOUNT, which must be an empty folder.")
+@click.option(
+    "--spin-us",
+    type=click.IntRange(0, 10_000_000),
+    default=50,
+    show_default=True,
+    metavar="US",
+    help="Microseconds that the agent polls for new operations before it sleeps.",
+)
 @click.option(
     "--silence-ms",
     type=click.IntRange(1, 86_400_000),
     default=60_000,
-    help="How long a storage server that has operations may give no result before they fail.",
+    show_default=True,
+    metavar="MS",
+    help="Milliseconds without any result from the storage server after which its operations fail.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Say that it is ready, and what it counted, as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print the ready message and the counters as JSON.")
 def agent(
     mount: Path,
     store: Path | None,
@@ -278,20 +325,19 @@ def agent(
 ) -> int:
     """Serve the hf3fs interface below MOUNT, until SIGTERM or SIGINT.
 
-    Registers the memory of applications with every active NIC, and has a storage server of its own move the files of
-    DIR. The line that it is ready is printed when applications can come.
+    The agent registers the memory of applications with every active NIC. A storage server moves the bytes: that of
+    --server, or with --store one that the agent starts. The agent prints a line as soon as applications can connect.
     """
     from gdrkit.usrbio.agent._agent_loop import limit_arenas
     from gdrkit.usrbio.agent.agent import block_signals, plain_agent, serve_until_signalled
 
     if (store is None) == (server is None):
-        message = "one storage server is needed"
-        raise UsageError(message, what_to_do="add --store DIR, or --server HOST:PORT")
+        message = "gdrkit agent needs either --store DIR or --server HOST:PORT"
+        raise UsageError(message)
     block_signals()
     limit_arenas()
     if store is not None and not fuse:
-        running = plain_agent(mount, store, spin_us=spin_us, silence_ms=silence_ms)
-        serve_until_signalled(running, as_json=as_json)
+        serve_until_signalled(plain_agent(mount, store, spin_us=spin_us, silence_ms=silence_ms), as_json=as_json)
         return 0
     from gdrkit.storage.token import read_token_file
     from gdrkit.usrbio.fuse.agent import fuse_agent
@@ -322,7 +368,7 @@ cli.add_command(cli_tiers.tiers)
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run a command and end the process with its exit code."""
     sys.exit(
-        _guarded(
+        _exit_code(
             lambda: cli.main(
                 args=None if arguments is None else list(arguments), prog_name="gdrkit", standalone_mode=False
             )
@@ -330,7 +376,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     )
 
 
-def _guarded(command: Callable[[], object]) -> int:
+def _exit_code(command: Callable[[], object]) -> int:
+    """Run a command, print its error if it fails, and return the exit code."""
     try:
         code = command()
     except click.exceptions.Abort:
@@ -343,12 +390,12 @@ def _guarded(command: Callable[[], object]) -> int:
         if os.environ.get("GDRKIT_TRACEBACK") == "1":
             raise
         click.echo(f"gdrkit: {escape_controls(str(error))}", err=True)
-        return _code_of(error)
+        return _exit_code_of(error)
     return code if isinstance(code, int) else 0
 
 
-def _code_of(error: GdrkitError) -> int:
+def _exit_code_of(error: GdrkitError) -> int:
     if isinstance(error, ApiError) and error.operation == "execvp":  # The exit codes are those of a shell.
         return _NOT_FOUND if error.errno == errno.ENOENT else _NOT_EXECUTABLE
-    is_plan = isinstance(error, ApiError) and error.operation == "read fault plan"
-    return int(ExitCode.WRONG_USAGE if is_plan else ExitCode.of(error))
+    is_fault_plan = isinstance(error, ApiError) and error.operation == "read fault plan"
+    return int(ExitCode.WRONG_USAGE if is_fault_plan else ExitCode.of(error))

@@ -31,18 +31,25 @@ __all__ = ["COMMANDS"]
 _FILE = click.Path(path_type=Path)
 _FOLDER = click.Path(path_type=Path, exists=True, file_okay=False)
 _device = click.option("--device", type=click.IntRange(0), metavar="N", help="The CUDA device. Default: 0.")
-_host = click.option("--host", is_flag=True, help="Memory of the host, and no device.")
+_host = click.option("--host", is_flag=True, help="Use host memory instead of a CUDA device.")
 _direct = click.option(
     "--direct",
     type=click.Choice(["preferred", "required", "never"]),
     default="preferred",
     show_default=True,
-    help="A path between disk and device without host memory; required: fail where none is proven.",
+    help="Whether the bytes go between disk and device without host memory. `required` fails if that is not proven.",
 )
 _json = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 
 
-@click.command()
+@click.command(
+    epilog=(
+        "\b\nExamples:\n"
+        "  gdrkit copy model.bin /mnt/nvme/model.bin\n"
+        "  gdrkit copy --direct required --check model.bin /mnt/nvme/\n"
+        "  gdrkit copy --host --access direct a b"
+    )
+)
 @click.argument("source", type=_FILE)
 @click.argument("destination", type=_FILE)
 @_device
@@ -53,10 +60,11 @@ _json = click.option("--json", "as_json", is_flag=True, help="Print the result a
     type=click.Choice(["automatic", "buffered", "direct"]),
     default="automatic",
     show_default=True,
-    help="How the copy engine reaches the disk: by what is cached, by the page cache, by O_DIRECT.",
+    help="How the copy engine does its I/O: `buffered` uses the page cache, `direct` uses O_DIRECT, `automatic` uses "
+    "the page cache for ranges that are cached.",
 )
-@click.option("--sync", is_flag=True, help="Wait until the disk has the new file and its name.")
-@click.option("--check", is_flag=True, help="Compare both files byte by byte before the new one gets its name.")
+@click.option("--sync", is_flag=True, help="Sync the new file and its directory before the command ends.")
+@click.option("--check", is_flag=True, help="Compare both files byte by byte before the new file gets its name.")
 @_json
 def copy(
     source: Path,
@@ -69,14 +77,14 @@ def copy(
     check: bool,
     as_json: bool,
 ) -> int:
-    """Copy a file by way of device memory, and say which way its bytes took.
+    """Copy a file through device memory, and report its route.
 
-    DESTINATION is the new file, or the folder where it goes. It gets its name when all of it is there; a copy that is
-    ended earlier leaves nothing. A regular file is replaced, a symbolic link followed, anything else refused.
+    DESTINATION is the new file, or the folder for it. The file gets its name when it is complete; a copy that is
+    interrupted leaves no file. The command replaces a regular file, follows a symbolic link and refuses anything else.
     """
     from gdrkit import gds
 
-    with _ended_by_signals(), _bar("copy", unit_is_bytes=True, shown=not as_json) as tell, _quiet():
+    with _interruptible(), _progress("copy", unit_is_bytes=True, visible=not as_json) as update, _no_fallback_warning():
         copied = gds.copy_file(
             source,
             destination,
@@ -85,13 +93,13 @@ def copy(
             direct=direct,
             durable=sync,
             check=check,
-            on_progress=tell,
+            on_progress=update,
         )
     substrate = _substrate()
     if as_json:
         click.echo(json.dumps({**dataclasses.asdict(copied), "substrate": substrate}, indent=2))
         return 0
-    for line in _described(copied, substrate):
+    for line in _describe_copy(copied, substrate):
         click.echo(line)
     return 0
 
@@ -101,19 +109,48 @@ def bench() -> None:
     """Measure how fast this machine is."""
 
 
-@bench.command()
-@click.option("--folder", type=_FOLDER, default=".", show_default=True, help="Where the files are made; they go again.")
-@click.option(
-    "--size", "size_mib", type=click.IntRange(1), default=1024, show_default=True, metavar="MIB", help="Of each file."
+@bench.command(
+    epilog=(
+        "\b\nExamples:\n"
+        "  gdrkit bench storage --folder /mnt/nvme\n"
+        "  gdrkit bench storage --host --size 4096 --plot rates.html"
+    )
 )
 @click.option(
-    "--seconds", type=click.FloatRange(0, 600), default=1.0, show_default=True, help="How long a point is measured."
+    "--folder",
+    type=_FOLDER,
+    default=".",
+    show_default=True,
+    metavar="DIR",
+    help="The folder for the test files, which are removed afterwards.",
+)
+@click.option(
+    "--size",
+    "size_mib",
+    type=click.IntRange(1),
+    default=1024,
+    show_default=True,
+    metavar="MIB",
+    help="Size of each file in MiB.",
+)
+@click.option(
+    "--seconds",
+    type=click.FloatRange(0, 600),
+    default=1.0,
+    show_default=True,
+    metavar="S",
+    help="Duration of the measurement of each transfer size, in seconds.",
 )
 @_device
 @_host
 @_direct
 @_json
-@click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Draw it: FILE.svg or FILE.html.")
+@click.option(
+    "--plot",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Draw the rates into FILE, whose name ends in .svg or .html.",
+)
 def storage(
     folder: Path,
     size_mib: int,
@@ -124,10 +161,10 @@ def storage(
     as_json: bool,
     plot: Path | None,
 ) -> int:
-    """Measure how fast files reach memory and come back, by the size of a transfer.
+    """Measure the rate of transfers between files and memory, for several transfer sizes.
 
-    Reads of what the page cache has and of what it has not, writes, and writes until the disk has them; one transfer
-    after another. Nothing is tuned; what a real comparison needs is in suites/bench.
+    The command measures cached reads, uncached reads, writes, and writes with a sync, one transfer at a time and
+    without tuning. suites/bench has the cases for a real comparison.
     """
     from gdrkit.gds import speed
     from gdrkit.report.plot import check_name, write_plot
@@ -141,25 +178,25 @@ def storage(
         seconds=seconds,
         direct=direct,
     )
-    with _bar("bench storage", unit_is_bytes=False, shown=not as_json) as tell, _quiet():
-        done: list[Point] = []
+    with _progress("bench storage", unit_is_bytes=False, visible=not as_json) as update, _no_fallback_warning():
+        measured: list[Point] = []
 
-        def count(point: Point, whole: int) -> None:
-            done.append(point)
-            tell(len(done), whole)
+        def on_point(point: Point, total: int) -> None:
+            measured.append(point)
+            update(len(measured), total)
 
-        points = speed.measure(plan, on_point=count)
+        points = speed.measure(plan, on_point=on_point)
     substrate = _substrate()
     if plot is not None:
         write_plot(plot, _plot(points, plan, substrate))
     if as_json:
-        found = {
+        result = {
             "file_bytes": plan.file_bytes,
             "device_index": None if host else plan.device_index,
             "substrate": substrate,
             "points": [dataclasses.asdict(point) for point in points],
         }
-        click.echo(json.dumps(found, indent=2))
+        click.echo(json.dumps(result, indent=2))
         return 0
     _print_points(points, substrate)
     if plot is not None:
@@ -171,7 +208,7 @@ def _index(device: int | None, *, host: bool) -> int:
     from gdrkit import gds
 
     if host and device is not None:
-        message = "--host and --device exclude each other"
+        message = "--host and --device cannot be combined"
         raise UsageError(message)
     return gds.HOST if host else device or 0
 
@@ -182,33 +219,33 @@ def _substrate() -> dict[str, str]:
     from gdrkit.report.substrate import substrate_of
 
     facts = inventory.probe(ask_apis=False)
-    judged = substrate_of(evidence.libraries(), facts, nodes=evidence.device_nodes())
-    return {api: found.value for api, found in sorted(judged.items()) if api in {"cuda", "cufile"}}
+    substrates = substrate_of(evidence.libraries(), facts, nodes=evidence.device_nodes())
+    return {api: substrate.value for api, substrate in sorted(substrates.items()) if api in {"cuda", "cufile"}}
 
 
 def _not_of_this_machine(substrate: dict[str, str]) -> str:
-    """Return why the numbers say nothing about the machine; empty if they describe it."""
+    """Return why the numbers do not describe this machine. The text is empty if they do."""
     from gdrkit.report.substrate import Substrate, describe
 
-    weak = [f"{api}: {describe(Substrate(found))}" for api, found in substrate.items() if found != "hardware"]
-    return f"{', '.join(weak)}; no performance of this machine" if weak else ""
+    unproven = [f"{api}: {describe(Substrate(value))}" for api, value in substrate.items() if value != "hardware"]
+    return f"{', '.join(unproven)}; no performance of this machine" if unproven else ""
 
 
-def _described(copied: Copied, substrate: dict[str, str]) -> Iterator[str]:
+def _describe_copy(copied: Copied, substrate: dict[str, str]) -> Iterator[str]:
     from gdrkit.units import format_bytes
 
-    weak = _not_of_this_machine(substrate)
-    rate = weak or f"{copied.bytes / max(copied.duration_s, 1e-9) / 1e9:.2f} GB/s"
+    caveat = _not_of_this_machine(substrate)
+    rate = caveat or f"{copied.bytes / max(copied.duration_s, 1e-9) / 1e9:.2f} GB/s"
     checked = ", every byte compared" if copied.is_checked else ""
     yield f"{copied.destination}: {format_bytes(copied.bytes)} in {copied.duration_s:.2f} s ({rate}){checked}"
-    yield f"  read by {_ways(copied.read)}"
-    yield f"  written by {_ways(copied.write)}"
-    for why in dict.fromkeys(each for each in (copied.read.why_not_direct, copied.write.why_not_direct) if each):
-        yield f"  not direct: {why}"
+    yield f"  read by {_routes(copied.read)}"
+    yield f"  written by {_routes(copied.write)}"
+    for reason in dict.fromkeys(each for each in (copied.read.why_not_direct, copied.write.why_not_direct) if each):
+        yield f"  not direct: {reason}"
 
 
-def _ways(half: Half) -> str:
-    return ", ".join(sorted(half.routes)) or "nobody, since it is empty"
+def _routes(half: Half) -> str:
+    return ", ".join(sorted(half.routes)) or "no route, because the file is empty"
 
 
 def _print_points(points: list[Point], substrate: dict[str, str]) -> None:
@@ -217,15 +254,15 @@ def _print_points(points: list[Point], substrate: dict[str, str]) -> None:
 
     from gdrkit.units import format_bytes
 
-    weak = _not_of_this_machine(substrate)
-    table = Table("kind", "transfer", "GB/s", "median us", "CPU s/GiB", "route", box=None)
+    caveat = _not_of_this_machine(substrate)
+    table = Table("operation", "transfer size", "GB/s", "median us", "CPU s/GiB", "route", box=None)
     for each in points:
         numbers = ["-"] * 3
-        if not weak:
+        if not caveat:
             numbers = [f"{each.rate_gb_per_s:.3g}", f"{each.latency_us:.0f}", f"{each.cpu_s_per_gib:.3f}"]
         table.add_row(each.kind, format_bytes(each.size_bytes), *numbers, ", ".join(each.routes))
     Console().print(table)
-    for line in dict.fromkeys([weak, *(f"{each.kind}: {each.note}" for each in points if each.note)]):
+    for line in dict.fromkeys([caveat, *(f"{each.kind}: {each.note}" for each in points if each.note)]):
         if line:
             click.echo(line)
 
@@ -249,21 +286,20 @@ def _plot(points: list[Point], plan: Any, substrate: dict[str, str]) -> Any:  # 
 
 
 @contextlib.contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """Make SIGTERM and SIGHUP undo the unfinished work, as Ctrl-C does, and then end the process by that signal."""
+def _interruptible() -> Iterator[None]:
+    """Make SIGTERM and SIGHUP remove an unfinished copy, as Ctrl-C does, and then end the process by that signal."""
     received: list[int] = []
 
-    def stop(number: int, _frame: object) -> None:
+    def interrupt(number: int, _frame: object) -> None:
         received.append(number)
         # A second signal would interrupt the clean-up.
         signal.signal(number, signal.SIG_IGN)
         raise KeyboardInterrupt
 
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     # An ignored signal (nohup) stays ignored.
-    caught = [number for number, handler in before.items() if handler == signal.SIG_DFL]
+    caught = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) == signal.SIG_DFL]
     for number in caught:
-        signal.signal(number, stop)
+        signal.signal(number, interrupt)
     try:
         yield
     finally:
@@ -274,8 +310,8 @@ def _ended_by_signals() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Suppress the warning of a fallback, because the result reports it."""
+def _no_fallback_warning() -> Iterator[None]:
+    """Suppress the warning of a fallback, because the result of the command reports the fallback."""
     import warnings
 
     from gdrkit.gds import FallbackWarning
@@ -286,20 +322,20 @@ def _quiet() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _bar(what: str, *, unit_is_bytes: bool, shown: bool) -> Iterator[Callable[[int, int], None]]:
+def _progress(title: str, *, unit_is_bytes: bool, visible: bool) -> Iterator[Callable[[int, int], None]]:
     """Show a progress bar on a terminal, and nothing elsewhere; yield the function that updates it."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     console = Console(stderr=True)
-    if not shown or not sys.stderr.isatty():
-        yield lambda _done, _whole: None
+    if not visible or not sys.stderr.isatty():
+        yield lambda _done, _total: None
         return
     count = DownloadColumn(binary_units=True) if unit_is_bytes else MofNCompleteColumn()
     columns = (TextColumn("{task.description}"), BarColumn(), count, TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task(what, total=None)
-        yield lambda done, whole: bar.update(task, completed=done, total=whole)
+        task = bar.add_task(title, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 COMMANDS = (copy, bench)

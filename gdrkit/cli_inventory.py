@@ -22,26 +22,33 @@ _replay = click.option(
     "--replay",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Of a captured machine: what `facts --save` wrote, a topology XML of NCCL, the text of lspci -vvv, or a "
-    "copied /sys/class/infiniband.",
+    help="Examine another machine, from a file of `gdrkit facts --save`, a topology XML of NCCL, the output of lspci "
+    "-vvv, or a copy of the folder /sys/class/infiniband.",
 )
 
 
-@click.command()
+@click.command(
+    epilog=(
+        "\b\nExamples:\n"
+        "  gdrkit facts --json\n"
+        "  gdrkit facts --save node7.json.gz\n"
+        "  gdrkit facts --replay node7.json.gz"
+    )
+)
 @click.option("--json", "as_json", is_flag=True, help="Print all facts as JSON.")
-@click.option("--no-apis", is_flag=True, help="Read files only; ask neither CUDA nor verbs nor NVML.")
+@click.option("--no-apis", is_flag=True, help="Only read files, and call no API (CUDA, verbs, NVML).")
 @click.option(
     "--save",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
-    help="Keep everything that was read, so that doctor and topology answer elsewhere; .gz compresses.",
+    help="Save all data in a file, for --replay on another machine. A name that ends in .gz is compressed.",
 )
 @_replay
 def facts(as_json: bool, no_apis: bool, save: Path | None, replay: Path | None) -> int:
-    """Say what is in this machine, and what its APIs answer.
+    """List the devices, drivers and libraries of this machine.
 
-    Reads sysfs, procfs and the loader's cache, for which no driver is needed, then asks CUDA, verbs, NVML and
-    registration in child processes.
+    The command reads sysfs, procfs and the cache of the loader, which needs no driver. Then it queries CUDA, verbs,
+    NVML and memory registration in child processes.
     """
     from gdrkit import inventory
     from gdrkit.report.describe import describe_facts
@@ -52,75 +59,83 @@ def facts(as_json: bool, no_apis: bool, save: Path | None, replay: Path | None) 
         inventory.diagnose(machine)
         inventory.topology(machine)
         inventory.write_capture(save, machine.capture())
-    found = machine.facts
-    click.echo(found.to_json() if as_json else describe_facts(found), nl=not as_json)
+    machine_facts = machine.facts
+    click.echo(machine_facts.to_json() if as_json else describe_facts(machine_facts), nl=not as_json)
     return 0
 
 
-@click.command()
-@click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
+@click.command(epilog="\b\nExamples:\n  gdrkit topology\n  gdrkit topology --replay node7.json.gz --json")
+@click.option("--json", "as_json", is_flag=True, help="Print the topology as JSON.")
 @_replay
 def topology(as_json: bool, replay: Path | None) -> int:
-    """Show where GPUs, NICs and NVMe controllers sit, and how far they are apart."""
+    """Show the PCI topology of GPUs, NICs and NVMe controllers."""
     from gdrkit import inventory
 
-    found = inventory.topology(_machine(replay, ask_apis=False))
+    pci_topology = inventory.topology(_machine(replay, ask_apis=False))
     if as_json:
-        click.echo(found.to_json(), nl=False)
+        click.echo(pci_topology.to_json(), nl=False)
         return 0
     from gdrkit.report.topology import describe_topology
 
-    click.echo(describe_topology(found))
+    click.echo(describe_topology(pci_topology))
     return 0
 
 
 @click.command(
     epilog=(
-        "\b\nExit codes: 0 no known cause was found; 1 at least one is here; 2 wrong usage;\n"
-        "4 there is no GPU and no NIC to ask about. With --any 0 instead of 1 and 4."
+        "\b\nExamples:\n"
+        "  gdrkit doctor\n"
+        "  gdrkit doctor --read-only --json\n"
+        "  gdrkit doctor --replay node7.json.gz\n\n"
+        "\b\nExit codes:\n"
+        "  0 no known cause was found\n"
+        "  1 at least one known cause was found (0 with --any)\n"
+        "  2 wrong usage\n"
+        "  4 the machine has neither a GPU nor a NIC (0 with --any)"
     ),
 )
-@click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
-@click.option("--read-only", is_flag=True, help="Allocate, register and move nothing.")
-@click.option("-v", "--verbose", is_flag=True, help="Say of every rule what it read.")
-@click.option("--any", "any_result", is_flag=True, help="End with 0 whatever was found.")
+@click.option("--json", "as_json", is_flag=True, help="Print the diagnosis as JSON.")
+@click.option("--read-only", is_flag=True, help="Run no rule that allocates or registers memory or transfers bytes.")
+@click.option("-v", "--verbose", is_flag=True, help="Print what each rule read.")
+@click.option("--any", "any_result", is_flag=True, help="Exit with 0 also if a cause was found or there is no device.")
 @_replay
 def doctor(as_json: bool, read_only: bool, verbose: bool, any_result: bool, replay: Path | None) -> int:
-    """Say why transfers are not direct here: every known cause, what was read, and what to do.
+    """Find the reasons why transfers are not direct here.
 
-    A few rules act: they register a little memory and move bytes by a loop, in a child process with a time limit.
+    Each rule checks one known cause, and says what to do about it. A few rules register a little memory and transfer
+    bytes in loopback, in a child process with a time limit; --read-only leaves these out.
     """
     from gdrkit import inventory
     from gdrkit.verdict import Verdict
 
     machine = _machine(replay, act=not read_only)
-    found = inventory.diagnose(machine)
+    diagnosis = inventory.diagnose(machine)
     if as_json:
-        click.echo(found.to_json(), nl=False)
+        click.echo(diagnosis.to_json(), nl=False)
     else:
         from gdrkit.report.doctor import describe_diagnosis
 
-        click.echo(describe_diagnosis(found, verbose=verbose))
+        click.echo(describe_diagnosis(diagnosis, verbose=verbose))
     if any_result:
         return 0
     if not machine.has_gpu_or_nic:
         return int(ExitCode.NOTHING_PROVEN)
-    return int(ExitCode.FAILED if found.of(Verdict.FAIL) else ExitCode.PROVEN)
+    return int(ExitCode.FAILED if diagnosis.of(Verdict.FAIL) else ExitCode.PROVEN)
 
 
-@click.command()
-@click.option("--json", "as_json", is_flag=True, help="Print it as JSON: an object, or a list of all without CODE.")
+@click.command(epilog="\b\nExamples:\n  gdrkit explain\n  gdrkit explain acs-redirect")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON: one object, or without CODE a list of all causes.")
 @click.argument("code", required=False)
 def explain(code: str | None, as_json: bool) -> int:
-    """Explain a cause that the doctor knows, or list them all."""
+    """Explain one cause that the doctor knows, or list all of them."""
     from gdrkit import inventory
     from gdrkit.report.doctor import describe_rule, list_rules, rules_as_json
 
-    chosen = None if code is None else inventory.rule_of(code)
+    rule = None if code is None else inventory.rule_of(code)
     if as_json:
-        click.echo(rules_as_json(inventory.RULES if chosen is None else chosen), nl=False)
+        click.echo(rules_as_json(inventory.RULES if rule is None else rule), nl=False)
     else:
-        click.echo(list_rules(inventory.RULES) if chosen is None else describe_rule(chosen))
+        click.echo(list_rules(inventory.RULES) if rule is None else describe_rule(rule))
     return 0
 
 

@@ -16,37 +16,51 @@ from gdrkit.verdict import NOISE_PERCENT
 __all__ = ["COMMANDS"]
 
 
-@click.command()
+@click.command(
+    epilog=(
+        "\b\nExamples:\n"
+        "  gdrkit report reports/runs/2026-11-20T10-00-00Z\n"
+        "  gdrkit report records.jsonl --output /tmp/report\n"
+        "  gdrkit report --fleet all-hosts --output /srv/www/fleet"
+    )
+)
 @click.argument("path", type=click.Path(path_type=Path, exists=True))
 @click.option(
     "--output",
     type=click.Path(path_type=Path, file_okay=False),
     metavar="DIR",
-    help="Where to write. Default: PATH, if that is a folder.",
+    help="The folder of the report. Default: PATH, if PATH is a folder.",
 )
-@click.option("--fleet", is_flag=True, help="PATH holds the folders of many hosts: one report over all of them.")
+@click.option("--fleet", is_flag=True, help="Write one report about many hosts. PATH contains a folder for each host.")
 def report(path: Path, output: Path | None, *, fleet: bool) -> int:
-    """Make the report of a run again, from its records.
+    """Write the report of a run again, from its records.
 
-    PATH is the folder of a run, also of one that was killed, or a file of records, which takes --output. Writes
-    index.html, summary.md, report.json, junit.xml and metrics.prom; with --fleet index.html, fleet.json and
-    metrics.prom.
+    PATH is the folder of a run, which may have been killed, or a file of records, which requires --output. The files of
+    a report are index.html, summary.md, report.json, junit.xml and metrics.prom. With --fleet they are index.html,
+    fleet.json and metrics.prom.
     """
     from gdrkit.report.render import render
 
     if fleet:
         from gdrkit.report.fleet import render_fleet
 
-        made = render_fleet(path, output)
-        for problem in made.problems:
+        fleet_report = render_fleet(path, output)
+        for problem in fleet_report.problems:
             click.echo(f"gdrkit: {escape_controls(problem)}", err=True)
-        click.echo(escape_controls(f"Report: {made.index}"))
-        return int(ExitCode.FAILED if made.problems else ExitCode.PROVEN)
+        click.echo(escape_controls(f"Report: {fleet_report.index}"))
+        return int(ExitCode.FAILED if fleet_report.problems else ExitCode.PROVEN)
     click.echo(escape_controls(f"Report: {render(path, output).index}"))
     return 0
 
 
-@click.command()
+@click.command(
+    epilog=(
+        "\b\nExamples:\n"
+        "  gdrkit compare reports/baselines/h200-1 reports/runs/2026-11-20T10-00-00Z\n"
+        "  gdrkit compare --noise 10 before after\n\n"
+        "\b\nExit codes:\n  0 nothing became worse\n  1 something became worse\n  2 wrong usage"
+    )
+)
 @click.argument("before", type=click.Path(path_type=Path, exists=True))
 @click.argument("after", type=click.Path(path_type=Path, exists=True))
 @click.option(
@@ -56,21 +70,22 @@ def report(path: Path, output: Path | None, *, fleet: bool) -> int:
     default=NOISE_PERCENT,
     show_default=True,
     metavar="PERCENT",
-    help="What no number is believed to be better than; a wider spread of its own rounds widens it.",
+    help="Smallest relative change of a number that counts. A number whose rounds scatter more needs a larger change.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print the comparison as JSON.")
 def compare(before: Path, after: Path, noise_percent: float, *, as_json: bool) -> int:
-    """Say what became worse from BEFORE to AFTER: numbers beyond their noise, verdicts, routes.
+    """List what became worse from run BEFORE to run AFTER.
 
-    Each is the folder of a run, a records file, or a folder of them. Ends with 1 when something became worse.
+    The command compares numbers, verdicts and routes. BEFORE and AFTER are each the folder of a run, a file of records,
+    or a folder of such files.
     """
     from gdrkit.report.compare import compare as compare_contents
     from gdrkit.report.compare import describe_comparison
     from gdrkit.report.contents import read_contents
 
-    found = compare_contents(read_contents(before), read_contents(after), noise_percent=noise_percent)
-    click.echo(found.to_json() if as_json else describe_comparison(found), nl=not as_json)
-    return int(ExitCode.FAILED if found.is_worse else ExitCode.PROVEN)
+    comparison = compare_contents(read_contents(before), read_contents(after), noise_percent=noise_percent)
+    click.echo(comparison.to_json() if as_json else describe_comparison(comparison), nl=not as_json)
+    return int(ExitCode.FAILED if comparison.is_worse else ExitCode.PROVEN)
 
 
 COMMANDS = (report, compare)

@@ -25,18 +25,21 @@ __all__ = ["tiers"]
 _P = ParamSpec("_P")
 
 
-@click.group()
+@click.group(
+    epilog=(
+        "\b\nExamples:\n"
+        "  gdrkit tiers status                        show the usage of each tier\n"
+        "  gdrkit tiers migrate --dry-run             list the files that would be moved\n"
+        "  gdrkit tiers migrate                       move them\n"
+        "  gdrkit tiers migrate model.bin --to nvme   move one file\n"
+        "  gdrkit tiers pin model.bin                 keep a file in its tier"
+    )
+)
 def tiers() -> None:
-    r"""Keep files in tiers of storage, each where its use asks for.
+    """Move files between storage tiers according to their use.
 
-    \b
-    gdrkit tiers status                    what lies where
-    gdrkit tiers migrate --dry-run         what would move
-    gdrkit tiers migrate                   move it
-    gdrkit tiers pin NAME                  have a file stay where it is
-
-    The tiers are /nvme, /ssd and /hdd unless --config, --tier or the environment (GDRKIT_TIERS_CONFIG, GDRKIT_TIERS,
-    GDRKIT_TIERS_CATALOGUE) say otherwise.
+    The tiers are /nvme, /ssd and /hdd, unless --config, --tier or the environment (GDRKIT_TIERS_CONFIG, GDRKIT_TIERS,
+    GDRKIT_TIERS_CATALOGUE) define others.
     """
 
 
@@ -47,8 +50,8 @@ def _configured(command: Callable[_P, int]) -> Callable[..., int]:
     def configured(config: Path | None, tier_options: tuple[str, ...], catalogue: Path | None, **rest: object) -> int:
         from gdrkit.tiers import configure
 
-        found = configure(file=config, tiers=tier_options, catalogue=catalogue)
-        return command(found, **rest)  # type: ignore[arg-type] # click has converted them to their types.
+        configuration = configure(file=config, tiers=tier_options, catalogue=catalogue)
+        return command(configuration, **rest)  # type: ignore[arg-type] # click has converted them to their types.
 
     for option in (
         click.option("--json", "as_json", is_flag=True, help="Print the result as JSON."),
@@ -56,141 +59,145 @@ def _configured(command: Callable[_P, int]) -> Callable[..., int]:
             "--catalogue",
             type=click.Path(path_type=Path, file_okay=False),
             metavar="DIR",
-            help="Where the catalogue is.",
+            help="The folder of the catalogue.",
         ),
         click.option(
             "--tier",
             "tier_options",
             multiple=True,
             metavar="NAME=DIR[,capacity=SIZE][,accesses_min=N]",
-            help="A tier; may stand more than once, fastest first.",
+            help="A tier. The option can be repeated, with the fastest tier first.",
         ),
         click.option(
-            "--config", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="A TOML file of tiers."
+            "--config",
+            type=click.Path(path_type=Path, dir_okay=False),
+            metavar="FILE",
+            help="A TOML file with the tiers.",
         ),
     ):
         configured = option(configured)
     return configured
 
 
-@tiers.command()
+@tiers.command(epilog="\b\nExit codes:\n  0 every tier is available\n  1 a tier is not available")
 @_configured
 def status(configuration: Configuration, as_json: bool) -> int:
-    """Say what lies in each tier."""
+    """Show the capacity and the usage of each tier."""
     from gdrkit.tiers.tables import status_table, write
 
     with _manager(configuration) as manager:
-        found = manager.status()
+        statuses = manager.status()
     if as_json:
-        _say(found)
+        _print_json(statuses)
     else:
-        write(status_table(found), sys.stdout)
-    return int(ExitCode.FAILED) if any(tier.absent for tier in found) else 0
+        write(status_table(statuses), sys.stdout)
+    return int(ExitCode.FAILED) if any(tier.absent for tier in statuses) else 0
 
 
 @tiers.command()
 @click.argument("names", nargs=-1)
-@click.option("--to", "destination", metavar="TIER", help="Move the named files there, whatever the policy says.")
-@click.option("--dry-run", is_flag=True, help="Say what would move, and move nothing.")
+@click.option("--to", "destination", metavar="TIER", help="Move the files NAMES to this tier, against the policy.")
+@click.option("--dry-run", is_flag=True, help="List the files that would be moved, and move none.")
 @_configured
 def migrate(
     configuration: Configuration, names: tuple[str, ...], destination: str | None, dry_run: bool, as_json: bool
 ) -> int:
-    """Move every file to the tier that its use asks for, or the NAMES to the tier of --to.
+    """Move every file to the tier that its use requires.
 
-    A file that is being written, or for which there is no room, stays where it is. Nothing is lost when this ends at
-    any moment: the next command puts in order what it left.
+    With NAMES, the command moves only these files, to the tier of --to. A file that is open for writing, or for which
+    the tier has no space, is not moved. The command can be killed at any time without loss of data: the next command
+    completes or undoes an interrupted migration.
     """
     from gdrkit.tiers.runs import migrate_by_policy, migrate_named, print_plan
 
     if bool(names) != (destination is not None):
-        message = "name the files and the tier (--to), or neither"
+        message = "NAMES and --to TIER must be given together"
         raise click.UsageError(message)
     with _manager(configuration) as manager:
         if dry_run:
             print_plan(manager, names, destination, as_json=as_json, stream=sys.stdout)
             return 0
         if destination is not None:
-            found = migrate_named(manager, names, destination, stream=sys.stderr)
+            result = migrate_named(manager, names, destination, stream=sys.stderr)
         else:
-            found = migrate_by_policy(manager, stream=sys.stderr)
+            result = migrate_by_policy(manager, stream=sys.stderr)
     if as_json:
-        _say(found)
+        _print_json(result)
     else:
-        for refused in found.refused:
-            click.echo(f"stays: {refused.text}")
-        click.echo(f"{found.moved} of {found.considered} files moved, {len(found.refused)} had to stay")
+        for refused in result.refused:
+            click.echo(f"not moved: {refused.text}")
+        click.echo(f"{result.moved} of {result.considered} files moved, {len(result.refused)} not moved")
     # A file in use is not a failure: a later migration moves it.
-    return int(ExitCode.FAILED) if any(each.reason is not Reason.BUSY for each in found.refused) else 0
+    return int(ExitCode.FAILED) if any(each.reason is not Reason.BUSY for each in result.refused) else 0
 
 
 @tiers.command()
 @click.argument("names", nargs=-1, required=True)
-@click.option("--in", "where", metavar="TIER", help="The tier where they have to be. Default: where they are.")
-@click.option("--dry-run", is_flag=True, help="Say where they would be pinned, and pin nothing.")
+@click.option("--in", "tier", metavar="TIER", help="The tier to keep the files in. Default: the tier of each file.")
+@click.option("--dry-run", is_flag=True, help="Print the tier of each file, and pin no file.")
 @_configured
-def pin(configuration: Configuration, names: tuple[str, ...], where: str | None, dry_run: bool, as_json: bool) -> int:
-    """Have files stay in a tier, however they are used."""
+def pin(configuration: Configuration, names: tuple[str, ...], tier: str | None, dry_run: bool, as_json: bool) -> int:
+    """Keep files in a tier, independent of their use."""
     with _manager(configuration) as manager:
-        target = configuration.tier(where).name if where else None
-        found = {name: (target or manager.find(name).tier) if dry_run else manager.pin(name, target) for name in names}
-    _say_each(found, as_json=as_json)
+        target = configuration.tier(tier).name if tier else None
+        pins = {name: (target or manager.find(name).tier) if dry_run else manager.pin(name, target) for name in names}
+    _print_pins(pins, as_json=as_json)
     return 0
 
 
 @tiers.command()
 @click.argument("names", nargs=-1, required=True)
-@click.option("--dry-run", is_flag=True, help="Say what would be unpinned, and unpin nothing.")
+@click.option("--dry-run", is_flag=True, help="Print the tier to which each file is pinned, and unpin no file.")
 @_configured
 def unpin(configuration: Configuration, names: tuple[str, ...], dry_run: bool, as_json: bool) -> int:
-    """Let the policy have files again."""
+    """Undo pin: let the policy move files again."""
     with _manager(configuration) as manager:
-        found = {name: manager.find(name).pinned or "" for name in names}
+        pins = {name: manager.find(name).pinned or "" for name in names}
         for name in names if not dry_run else ():
             manager.unpin(name)
-    _say_each(found, as_json=as_json)
+    _print_pins(pins, as_json=as_json)
     return 0
 
 
-@tiers.command()
-@click.option("--repair", is_flag=True, help="Make the catalogue agree with the disks, and end what was interrupted.")
-@click.option("--dry-run", is_flag=True, help="As without --repair.")
+@tiers.command(epilog="\b\nExit codes:\n  0 catalogue and disks agree, also after --repair\n  1 they do not agree")
+@click.option("--repair", is_flag=True, help="Correct the catalogue, and complete or undo interrupted migrations.")
+@click.option("--dry-run", is_flag=True, help="Override --repair: change nothing.")
 @_configured
 def check(configuration: Configuration, repair: bool, dry_run: bool, as_json: bool) -> int:
-    """Compare the catalogue with the disks; ends with 1 when something is wrong and was not mended."""
+    """Compare the catalogue with the disks."""
     from gdrkit.tiers.tables import findings_table, write
 
     with _manager(configuration) as manager:
-        found = [*manager.recovery_findings, *manager.check(repair=repair and not dry_run)]
+        findings = [*manager.recovery_findings, *manager.check(repair=repair and not dry_run)]
     if as_json:
-        _say(found)
-    elif found:
-        write(findings_table(found), sys.stdout)
+        _print_json(findings)
+    elif findings:
+        write(findings_table(findings), sys.stdout)
     else:
         click.echo("catalogue and disks agree")
-    return int(ExitCode.FAILED) if any(each.is_wrong for each in found) else 0
+    return int(ExitCode.FAILED) if any(each.is_wrong for each in findings) else 0
 
 
 @tiers.command()
-@click.option("--size", "length", default="256MiB", metavar="SIZE", help="Of the file that is written and read.")
+@click.option("--size", "length", default="256MiB", show_default=True, metavar="SIZE", help="Size of the test file.")
 @_configured
 def bench(configuration: Configuration, length: str, as_json: bool) -> int:
-    """Measure each tier, beside what the GDS integration update states of it."""
+    """Measure the read and write rates of each tier."""
     from gdrkit.tiers.bench import measure
     from gdrkit.tiers.configuration import parse_size
     from gdrkit.tiers.tables import speeds_table, write
 
-    wanted = parse_size(length)
+    length_bytes = parse_size(length)
     with _manager(configuration) as manager:
-        there = [tier.name for tier in manager.status() if not tier.absent]
-        found = [measure(manager.folder(name), length_bytes=wanted) for name in there]
-        for each in found:
+        available = [tier.name for tier in manager.status() if not tier.absent]
+        speeds = [measure(manager.folder(name), length_bytes=length_bytes) for name in available]
+        for each in speeds:
             if each.device_read_gb_per_s is not None:
                 manager.catalogue.record_route(each.tier, each.route)
     if as_json:
-        _say(found)
+        _print_json(speeds)
     else:
-        write(speeds_table(found), sys.stdout)
+        write(speeds_table(speeds), sys.stdout)
     return 0
 
 
@@ -200,15 +207,15 @@ def _manager(configuration: Configuration) -> TierManager:
     return TierManager(configuration)
 
 
-def _say(found: object) -> None:
-    click.echo(json.dumps(to_json_data(found), indent=2))
+def _print_json(value: object) -> None:
+    click.echo(json.dumps(to_json_data(value), indent=2))
 
 
-def _say_each(found: dict[str, str], *, as_json: bool) -> None:
+def _print_pins(pins: dict[str, str], *, as_json: bool) -> None:
     from gdrkit.tiers.names import printable
 
     if as_json:
-        _say({printable(name): tier for name, tier in found.items()})
+        _print_json({printable(name): tier for name, tier in pins.items()})
         return
-    for name, tier in found.items():
+    for name, tier in pins.items():
         click.echo(f"{printable(name)}: {tier or 'not pinned'}")

@@ -6,15 +6,19 @@ the other side is gone. :class:`DataMismatch`: bytes differ. :class:`SetupMissin
 
 Codes stay numbers: ``status`` is the value that the API returned, and ``errno`` is set only if that value is an errno.
 Tests compare :class:`Reason` members, never message texts.
+
+An error of a system call is also the built-in exception of its errno, so that ``except FileNotFoundError`` catches an
+:class:`ApiError` with ENOENT, and ``except ApiError`` catches it too.
 """
 
 from __future__ import annotations
 
 import enum
 import errno as _errno
+import functools
 import os
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self, cast
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -128,20 +132,20 @@ class GdrkitError(Exception):
         self.reason = reason
         self.what_to_do = what_to_do
 
-    def fresh(self) -> Self:
+    def clone(self) -> Self:
         """Return a new error with the same fields and notes, but without a traceback and a cause.
 
         An error object collects the frames of every place that raises it. These frames keep all variables of their
-        functions alive. So code that stores an error stores a fresh one, and raises a fresh one each time.
+        functions alive. So code that stores an error stores a clone, and raises another clone each time.
         """
-        made = type(self).__new__(type(self))
-        made.args = self.args
-        vars(made).update(vars(self))
-        if isinstance(self, OSError) and isinstance(made, OSError):
-            made.errno, made.strerror, made.filename = self.errno, self.strerror, self.filename
+        copy = type(self).__new__(type(self))
+        copy.args = self.args
+        vars(copy).update(vars(self))
+        if isinstance(self, OSError) and isinstance(copy, OSError):
+            copy.errno, copy.strerror, copy.filename = self.errno, self.strerror, self.filename
         if hasattr(self, "__notes__"):
-            made.__notes__ = list(self.__notes__)
-        return made
+            copy.__notes__ = list(self.__notes__)
+        return copy
 
     def __str__(self) -> str:
         return f"{self.message}. To do: {self.what_to_do}" if self.what_to_do else self.message
@@ -149,6 +153,9 @@ class GdrkitError(Exception):
 
 class ApiError(GdrkitError):
     """A real API failed.
+
+    An error of the kernel (``Api.KERNEL``) with an errno is also an OSError of the subclass that Python uses for this
+    errno, as ``OSError(errno.ENOENT, ...)`` constructs a FileNotFoundError. It has ``strerror`` and ``filename``.
 
     Attributes
     ----------
@@ -165,6 +172,13 @@ class ApiError(GdrkitError):
     arguments : mapping
         The arguments of the call. The keys name the units.
     """
+
+    def __new__(cls, **fields: Any) -> Self:  # noqa: ANN401 - see __init__.
+        """Construct an object of `cls`, or of its subclass that is also the built-in exception of the errno."""
+        number = fields.get("errno")
+        if number is not None and (fields.get("api") is Api.KERNEL or issubclass(cls, OSError)):
+            cls = cast("type[Self]", _system_error(cast("Any", cls), number))  # noqa: PLW0642
+        return super().__new__(cls)
 
     def __init__(
         self,
@@ -183,16 +197,43 @@ class ApiError(GdrkitError):
         self.operation = operation
         self.status = status
         self.status_name = status_name
-        self.errno = errno
         self.arguments: Mapping[str, object] = MappingProxyType(dict(arguments or {}))
         self.detail = detail
         call = f"{operation}({', '.join(f'{key}={value!r}' for key, value in self.arguments.items())})"
-        tail = f": {detail}" if detail else ""
+        # A detail that only repeats the text of the errno is left out.
+        has_detail = detail and (errno is None or detail != os.strerror(errno))
+        suffix = f": {detail}" if has_detail else ""
         super().__init__(
-            f"{api.value}: {call} failed: {_status_text(status, status_name, errno)}{tail}",
+            f"{api.value}: {call} failed: {_status_text(status, status_name, errno)}{suffix}",
             reason=reason,
             what_to_do=what_to_do,
         )
+        # The constructor of OSError, which GdrkitError calls, resets errno, strerror and filename.
+        self.errno = errno
+        if isinstance(self, OSError):
+            _set_os_fields(self, strerror=detail if errno is None else os.strerror(errno), arguments=self.arguments)
+
+
+# The arguments that name the file of a failed system call, the most specific first.
+_FILE_ARGUMENTS = ("path", "name", "directory", "folder", "store", "command")
+
+
+def _set_os_fields(error: OSError, *, strerror: str, arguments: Mapping[str, object]) -> None:
+    error.strerror = strerror
+    error.filename = next((arguments[key] for key in _FILE_ARGUMENTS if key in arguments), None)
+
+
+@functools.cache
+def _system_error(cls: type[ApiError], number: int) -> type[ApiError]:
+    """Return the subclass of `cls` and of the built-in exception for an errno, such as FileNotFoundError for ENOENT.
+
+    It has the name of `cls`, by which reports and the messages between test processes identify a class.
+    """
+    builtin = type(OSError(number, ""))
+    if issubclass(cls, builtin):
+        return cls
+    namespace = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    return cast("type[ApiError]", type(cls.__name__, (cls, builtin), namespace))
 
 
 class Unsupported(ApiError):
@@ -207,15 +248,15 @@ class RegistrationFailed(GdrkitError):
     """No method registers this memory with this NIC. ``causes`` has the error of each method, in order."""
 
     def __init__(self, message: str, *, causes: tuple[GdrkitError, ...], reason: Reason, what_to_do: str = "") -> None:
-        listed = "; ".join(f"[{index}] {cause}" for index, cause in enumerate(causes, start=1))
-        super().__init__(f"{message}: {listed}" if listed else message, reason=reason, what_to_do=what_to_do)
+        cause_list = "; ".join(f"[{index}] {cause}" for index, cause in enumerate(causes, start=1))
+        super().__init__(f"{message}: {cause_list}" if causes else message, reason=reason, what_to_do=what_to_do)
         self.causes = causes
 
-    def fresh(self) -> Self:
+    def clone(self) -> Self:
         """Return a new error whose causes are also new errors."""
-        made = super().fresh()
-        made.causes = tuple(cause.fresh() for cause in self.causes)
-        return made
+        copy = super().clone()
+        copy.causes = tuple(cause.clone() for cause in self.causes)
+        return copy
 
 
 class UsageError(GdrkitError):
@@ -228,8 +269,8 @@ class UsageError(GdrkitError):
 class ClosedResource(GdrkitError):
     """The caller used an object that the caller had closed."""
 
-    def __init__(self, what: str) -> None:
-        super().__init__(f"{what} is closed", reason=Reason.CLOSED)
+    def __init__(self, name: str) -> None:
+        super().__init__(f"{name} is closed", reason=Reason.CLOSED)
 
 
 class BrokenResource(GdrkitError):
@@ -260,7 +301,7 @@ class DataMismatch(GdrkitError):
 
 
 class LeakDetected(GdrkitError):
-    """Handles are still open at a point where all must be closed. ``handles`` counts them by kind."""
+    """Handles are still open at a point where all must be closed. ``handles`` counts them by type."""
 
     def __init__(self, handles: Mapping[str, int]) -> None:
         self.handles = MappingProxyType(dict(handles))

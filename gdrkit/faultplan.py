@@ -58,11 +58,14 @@ _ERRNO_NAMES = frozenset(
         "ECONNREFUSED",
     ]
 )
-_COMPLETIONS = tuple(f"wc.{name}{landed}" for name in ("send", "rdma_write", "rdma_read") for landed in ("", ".landed"))
-_BEHIND_CUFILE = ("cufile.batch_io", "cufile.async_io")
+# Points of the twins that are not functions: completions of queue pairs, and the I/O of cuFile after a call returned.
+_COMPLETION_POINTS = tuple(
+    f"wc.{name}{suffix}" for name in ("send", "rdma_write", "rdma_read") for suffix in ("", ".landed")
+)
+_CUFILE_IO_POINTS = ("cufile.batch_io", "cufile.async_io")
 _ROUTE_POINT = "cufile.route"
-# The lowest status of these points. An asynchronous transfer of a stream can return 0 without having moved any bytes.
-_LEAST = {"cufile.async_io": 0}
+# The lowest status, if it is not 1. An asynchronous transfer of a stream can return 0 without having moved any bytes.
+_STATUS_MIN = {"cufile.async_io": 0}
 # The routes in the order of their numbers, which begin at 1.
 _ROUTES = ("p2p", "nvfs", "posix")
 _CODE_MAX = 4095
@@ -112,53 +115,54 @@ def read_plan(path: str | os.PathLike[str]) -> tuple[FaultRule, ...]:
 def parse_plan(text: str, *, name: str = "plan") -> tuple[FaultRule, ...]:
     """Parse and check the text of a plan; see :func:`read_plan`."""
     rules: list[FaultRule] = []
-    headed = False
+    has_header = False
     for number, line in enumerate(text.split("\n"), start=1):
         words = line.partition("#")[0].split()
         if not words:
             continue
-        if not headed:
+        if not has_header:
             if words != HEADER.split():
                 raise _malformed(name, number, f"expected '{HEADER}' first")
-            headed = True
+            has_header = True
             continue
-        rules.append(_rule(words, name, number))
-    if not headed:
+        rules.append(_parse_rule(words, name, number))
+    if not has_header:
         raise _malformed(name, 1, f"expected '{HEADER}' first")
     return tuple(rules)
 
 
-def _rule(words: list[str], name: str, number: int) -> FaultRule:
+def _parse_rule(words: list[str], name: str, number: int) -> FaultRule:
     point = words[0]
     key = _code_key(point)
     if key is None:
-        known = "verbs (ibv_), CUDA (cu), cuFile (cuFile) or hl-thunk (hlthunk_), nor a point of theirs (wc., cufile.)"
-        raise _malformed(name, number, f"'{point}' is no function of {known}")
-    said: dict[str, Any] = {}
+        apis = "verbs (ibv_), CUDA (cu), cuFile (cuFile) or hl-thunk (hlthunk_), or a point of a twin (wc., cufile.)"
+        raise _malformed(name, number, f"'{point}' is not a function of {apis}")
+    values: dict[str, Any] = {}
     for word in words[1:]:
-        kind, equals, text = word.partition("=")
-        if not equals or kind in said or kind not in {"call", key, "delay_us", "stop"}:
+        key_of_word, equals, text = word.partition("=")
+        if not equals or key_of_word in values or key_of_word not in {"call", key, "delay_us", "stop"}:
             raise _malformed(name, number, f"'{word}' is not expected here")
-        if kind == "status":
+        if key_of_word == "status":
             least, most = _status_limits(point)
-            said[kind] = _numbered(text, least=least, most=most)
+            values[key_of_word] = _parse_bounded(text, least=least, most=most)
             expected = f"a number from {least} to {most} after status="
         else:
-            read, expected = _WORDS[kind]
-            said[kind] = read(text)
-        if said[kind] is None:
+            parse, expected = _PARSERS[key_of_word]
+            values[key_of_word] = parse(text)
+        if values[key_of_word] is None:
             raise _malformed(name, number, f"'{word}': expected {expected}")
-    if "call" not in said or len(said) == 1:
+    if "call" not in values or len(values) == 1:
         raise _malformed(name, number, f"expected '{point} call=... {key}=..., delay_us=... or stop=...'")
-    first, last = said["call"]
-    code, delay_us, stop = said.get(key), said.get("delay_us", 0), said.get("stop", "")
+    first, last = values["call"]
+    code, delay_us, stop = values.get(key), values.get("delay_us", 0), values.get("stop", "")
     return FaultRule(point=point, first=first, last=last, key=key, code=code, delay_us=delay_us, stop=stop)
 
 
 def _code_key(point: str) -> str | None:
+    """Return the key of the code that a rule of `point` sets, or None if no twin has such a point."""
     if point == _ROUTE_POINT:
         return "route"
-    if point in _COMPLETIONS or point in _BEHIND_CUFILE:
+    if point in _COMPLETION_POINTS or point in _CUFILE_IO_POINTS:
         return "status"
     if point.startswith(("ibv_", "_ibv_", "hlthunk_")):
         return "errno"
@@ -167,56 +171,56 @@ def _code_key(point: str) -> str | None:
 
 def _status_limits(point: str) -> tuple[int, int]:
     """Return the smallest and the largest status that a plan can set for the function or point."""
-    return _LEAST.get(point, 1), _CUFILE_CODE_MAX if point.startswith(("cuFile", "cufile.")) else _CODE_MAX
+    return _STATUS_MIN.get(point, 1), _CUFILE_CODE_MAX if point.startswith(("cuFile", "cufile.")) else _CODE_MAX
 
 
-def _calls(text: str) -> tuple[int, int | None] | None:
+def _parse_calls(text: str) -> tuple[int, int | None] | None:
     if text == "*":
         return 1, None
     begin, dash, end = text.partition("-")
-    first = _number(begin)
-    last = _number(end) if dash else first
+    first = _parse_number(begin)
+    last = _parse_number(end) if dash else first
     if first is None or last is None or not 1 <= first <= last <= _CALL_MAX:
         return None
     return first, last
 
 
-def _errno(text: str) -> int | None:
+def _parse_errno(text: str) -> int | None:
     if text in _ERRNO_NAMES:
         # ENOTSUPP is internal to the kernel and not in errno.h.
         return _ERRNO_ENOTSUPP if text == "ENOTSUPP" else int(getattr(errno, text))
-    return _numbered(text, most=_CODE_MAX)
+    return _parse_bounded(text, most=_CODE_MAX)
 
 
-def _numbered(text: str, *, most: int, least: int = 1) -> int | None:
-    number = _number(text)
+def _parse_bounded(text: str, *, most: int, least: int = 1) -> int | None:
+    number = _parse_number(text)
     return number if number is not None and least <= number <= most else None
 
 
-def _route(text: str) -> int | None:
+def _parse_route(text: str) -> int | None:
     return _ROUTES.index(text) + 1 if text in _ROUTES else None
 
 
-def _delay_us(text: str) -> int | None:
-    number = _number(text)
+def _parse_delay_us(text: str) -> int | None:
+    number = _parse_number(text)
     return number if number is not None and 1 <= number <= _DELAY_US_MAX else None
 
 
-def _stop(text: str) -> str | None:
+def _parse_stop(text: str) -> str | None:
     return text if text.startswith("/") else None
 
 
-def _number(text: str) -> int | None:
+def _parse_number(text: str) -> int | None:
     return int(text) if text.isascii() and text.isdecimal() else None
 
 
-# For each key of a rule: the parser of its value, and the expectation that the error states if the parser returns None.
-_WORDS: dict[str, tuple[Callable[[str], object], str]] = {
-    "call": (_calls, "call=N, call=N-M or call=*"),
-    "errno": (_errno, f"a name or number from 1 to {_CODE_MAX} after errno="),
-    "route": (_route, "p2p, nvfs or posix after route="),
-    "delay_us": (_delay_us, f"a number from 1 to {_DELAY_US_MAX} after delay_us="),
-    "stop": (_stop, "the absolute path of a file after stop="),
+# For each key of a rule: the parser of its value, which returns None for a wrong value, and the expected form.
+_PARSERS: dict[str, tuple[Callable[[str], object], str]] = {
+    "call": (_parse_calls, "call=N, call=N-M or call=*"),
+    "errno": (_parse_errno, f"a name or number from 1 to {_CODE_MAX} after errno="),
+    "route": (_parse_route, "p2p, nvfs or posix after route="),
+    "delay_us": (_parse_delay_us, f"a number from 1 to {_DELAY_US_MAX} after delay_us="),
+    "stop": (_parse_stop, "the absolute path of a file after stop="),
 }
 
 
@@ -225,7 +229,7 @@ def _malformed(name: str, line: int, detail: str) -> ApiError:
 
 
 def _error(number: int, name: str, *, line: int, detail: str, reason: Reason) -> ApiError:
-    place = f"fix line {line} of the plan" if line else "name a file that can be read"
+    advice = f"fix line {line} of the plan" if line else "name a file that can be read"
     return ApiError(
         api=Api.TWINS,
         operation="read fault plan",
@@ -234,6 +238,6 @@ def _error(number: int, name: str, *, line: int, detail: str, reason: Reason) ->
         errno=number,
         arguments={"path": name, "line": line} if line else {"path": name},
         reason=reason,
-        what_to_do=f"{place}; a rule is 'FUNCTION call=N|N-M|* errno=E|status=S|route=R|delay_us=N|stop=FILE'",
+        what_to_do=f"{advice}; a rule is 'FUNCTION call=N|N-M|* errno=E|status=S|route=R|delay_us=N|stop=FILE'",
         detail=detail,
     )

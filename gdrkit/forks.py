@@ -28,15 +28,15 @@ class ForkAware(Protocol):
 _registered: weakref.WeakSet[ForkAware] = weakref.WeakSet()
 
 
-def register(thing: ForkAware) -> None:
+def register(instance: ForkAware) -> None:
     """Call :meth:`ForkAware.after_fork_in_child` of an object in every forked child, as long as the object lives."""
-    _registered.add(thing)
+    _registered.add(instance)
 
 
 class ForkSafeLock:
     """A lock that is free in a forked child.
 
-    It suits data that is consistent after every single statement of the lock's holders.
+    It may protect only data that is consistent after every statement that runs with the lock held.
     """
 
     __slots__ = ("__weakref__", "_lock")
@@ -50,7 +50,7 @@ class ForkSafeLock:
         self._lock = threading.Lock()
 
     def locked(self) -> bool:
-        """Return whether a thread holds it now."""
+        """Return whether a thread holds the lock now."""
         return self._lock.locked()
 
     def __enter__(self) -> None:
@@ -63,8 +63,8 @@ class ForkSafeLock:
 
 
 def _after_fork_in_child() -> None:
-    for thing in list(_registered):
-        thing.after_fork_in_child()
+    for instance in list(_registered):
+        instance.after_fork_in_child()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

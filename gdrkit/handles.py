@@ -1,8 +1,8 @@
 """Counts of open objects, the order of their release, and the base classes of objects that must be closed.
 
-Every object that holds a resource of a driver or of the kernel registers itself here by kind, so that a test can check
-that no object is left open. No resource is freed just because its object was dropped: a leak is better than a key that
-still allows access to memory that now belongs to other code.
+Every object that holds a resource of a driver or of the kernel registers itself here by its type, so that a test can
+check that no object is left open. No resource is freed just because its object was dropped: a leak is better than a key
+that still allows access to memory that now belongs to other code.
 """
 
 from __future__ import annotations
@@ -79,21 +79,21 @@ class ReleaseStack:
 
     def __init__(self) -> None:
         # A dict keeps the order, and removing from it is fast even with ten thousand actions.
-        self._actions: dict[_Entry, None] = {}
+        self._actions: dict[_Action, None] = {}
 
     def __len__(self) -> int:
         return len(self._actions)
 
     def push(self, action: Callable[[], None]) -> Callable[[], None]:
         """Add an action. Return a function that removes it, and does nothing if the action has run."""
-        entry = _Entry(action)
+        entry = _Action(action)
         self._actions[entry] = None
 
-        def take_back() -> None:
+        def remove() -> None:
             # The entry is found by identity, because the same bound method may have been pushed twice.
             self._actions.pop(entry, None)
 
-        return take_back
+        return remove
 
     def run(self) -> None:
         """Run all actions, last added first. A failed action does not stop the others.
@@ -109,7 +109,7 @@ class ReleaseStack:
                 continue  # An earlier action has removed it.
             try:
                 entry.action()
-            except BaseException as error:  # noqa: BLE001 - raised below, after the others had their turn.
+            except BaseException as error:  # noqa: BLE001 - raised below, after the other actions.
                 if first is None:
                     first = error
                 else:
@@ -127,7 +127,7 @@ class ReleaseStack:
             error.add_note(f"then, while undoing: {second}")
 
 
-class _Entry:
+class _Action:
     __slots__ = ("action",)
 
     def __init__(self, action: Callable[[], None]) -> None:
@@ -155,7 +155,7 @@ class Closeable(ABC):
 class Resource(Closeable):
     """Base of objects that hold one resource of a driver, such as a memory region or a stream.
 
-    The object is counted while it is open. Its owner, such as a device, closes it at the latest.
+    The object is counted while it is open. When its owner, such as a device, is closed, the owner closes it.
 
     Parameters
     ----------
@@ -174,7 +174,7 @@ class Resource(Closeable):
         self._name = name
         self._closed = False
         self._handle = Handle(kind)
-        self._leave = None if on_close is None else on_close(self.close)
+        self._remove_from_owner = None if on_close is None else on_close(self.close)
 
     @property
     def closed(self) -> bool:
@@ -193,8 +193,8 @@ class Resource(Closeable):
             return
         self._release()
         self._closed = True
-        if self._leave is not None:
-            self._leave()
+        if self._remove_from_owner is not None:
+            self._remove_from_owner()
         self._handle.release()
 
     @abstractmethod

@@ -18,7 +18,7 @@ __all__ = ["InstallPaths", "install_paths"]
 
 _GIT_TIMEOUT_S = 10
 # System folders, which have the same names on other machines.
-_SYSTEM = re.compile(r"/(usr|lib\w*)(/|$)")
+_SYSTEM_FOLDER = re.compile(r"/(usr|lib\w*)(/|$)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,19 +68,19 @@ class InstallPaths:
         other folder that Python imports from, ``{library_path}`` a folder of LD_LIBRARY_PATH, and ``{home}`` the home
         folder of the user. System folders are not replaced.
         """
-        named = {str(self.root): ""} if self.is_checkout else {}
-        named.setdefault(sys.prefix, "{python}/")
+        replacements = {str(self.root): ""} if self.is_checkout else {}
+        replacements.setdefault(sys.prefix, "{python}/")
         for name, folders in {
             "{library_path}/": os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep),
             "{site}/": sys.path,
-            "{home}/": [os.path.expanduser("~")],  # noqa: PTH111 - Path raises where there is none.
+            "{home}/": [os.path.expanduser("~")],  # noqa: PTH111 - Path.home() raises if the user has no home folder.
         }.items():
             for folder in folders:
-                named.setdefault(folder.rstrip("/"), name)
-        own = {folder: name for folder, name in named.items() if folder.startswith("/") and not _SYSTEM.match(folder)}
+                replacements.setdefault(folder.rstrip("/"), name)
         # Folders can be nested, such as those of the twins in the environment of this Python. The first entry wins.
-        for folder, name in own.items():
-            text = text.replace(f"{folder}/", name)
+        for folder, name in replacements.items():
+            if folder.startswith("/") and not _SYSTEM_FOLDER.match(folder):
+                text = text.replace(f"{folder}/", name)
         return text
 
     def commit(self) -> str | None:
@@ -89,8 +89,8 @@ class InstallPaths:
         ``-dirty`` is added if tracked files were changed. The variable GDRKIT_COMMIT states the commit of a copy that
         was made without its git history.
         """
-        if stated := os.environ.get("GDRKIT_COMMIT"):
-            return stated
+        if commit := os.environ.get("GDRKIT_COMMIT"):
+            return commit
         if not self.is_checkout or not (self.root / ".git").exists():
             return None
         head = _git(self.root, "rev-parse", "--verify", "--quiet", "HEAD")
@@ -111,10 +111,9 @@ def install_paths() -> InstallPaths:
 
 def _git(root: Path, *arguments: str) -> str | None:
     try:
-        answer = subprocess.run(
+        completed = subprocess.run(
             ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=False, timeout=_GIT_TIMEOUT_S
         )
     except (OSError, subprocess.TimeoutExpired):
-        # Without git the commit is unknown, and None is returned.
-        return None
-    return answer.stdout.strip() if answer.returncode == 0 else None
+        return None  # Without git the commit is unknown.
+    return completed.stdout.strip() if completed.returncode == 0 else None

@@ -104,8 +104,8 @@ def parse_apis(text: str) -> frozenset[Api]:
     names = [name.strip() for name in text.split(",") if name.strip()]
     unknown = [name for name in names if name not in known]
     if unknown or not names:
-        message = f"no twin for {', '.join(unknown) or 'nothing'}"
-        raise UsageError(message, what_to_do="choose from " + ", ".join(sorted(known)))
+        message = f"the APIs must be some of {', '.join(sorted(known))}, not {', '.join(unknown) or repr(text)}"
+        raise UsageError(message)
     return frozenset(known[name] for name in names)
 
 
@@ -135,11 +135,11 @@ def environment(launch: Launch, *, base: Mapping[str, str] | None = None) -> dic
     ApiError
         The fault plan is malformed or cannot be read.
     """
-    # Wrong options are checked first, so that they give the same error on every machine, whatever is installed there.
-    _check(launch)
+    # Wrong options are checked first, so that they cause the same error on machines without twins.
+    _check_options(launch)
     child = dict(os.environ if base is None else base)
-    chosen = [_require(api) for api in sorted(launch.software, key=lambda api: api.value)]
-    path = [*map(str, chosen), *_without_twins(child.get("LD_LIBRARY_PATH", ""))]
+    folders = [_require_folder(api) for api in sorted(launch.software, key=lambda api: api.value)]
+    path = [*map(str, folders), *_without_twins(child.get("LD_LIBRARY_PATH", ""))]
     child.pop("LD_LIBRARY_PATH", None)
     if path:
         child["LD_LIBRARY_PATH"] = os.pathsep.join(path)
@@ -156,25 +156,25 @@ def environment(launch: Launch, *, base: Mapping[str, str] | None = None) -> dic
         child["GDRKIT_TWINS_FAULTS"] = str(launch.faults.resolve())
     preload = child.get(_PRELOAD_VARIABLE)
     if preload:
-        # A library that was built with a sanitizer needs the sanitizer's runtime to be loaded before everything else.
+        # The runtime of a sanitizer must be loaded before the libraries that were built with the sanitizer.
         others = [name for name in child.get("LD_PRELOAD", "").split(":") if name and name != preload]
         child["LD_PRELOAD"] = ":".join([preload, *others])
     return child
 
 
-def _check(launch: Launch) -> None:
+def _check_options(launch: Launch) -> None:
     if launch.seed is not None and not 0 <= launch.seed <= _SEED_MAX:
-        message = f"seed {launch.seed} is not in 0 to 2**64 - 1"
+        message = f"seed must be in 0 to 2**64 - 1, not {launch.seed}"
         raise UsageError(message)
     if launch.isolated and launch.domain is not None:
-        message = f"an isolated launch draws its domain and cannot have {launch.domain!r}"
+        message = f"an isolated launch has a random domain, so domain must be None, not {launch.domain!r}"
         raise UsageError(message)
     if launch.faults is not None:
         read_plan(launch.faults)
 
 
 def execute(launch: Launch, command: Sequence[str], *, base: Mapping[str, str] | None = None) -> NoReturn:
-    """Replace this process with `command` in that environment.
+    """Replace this process with `command` in the environment of :func:`environment`.
 
     Signals and the exit code are then those of the command.
 
@@ -187,12 +187,14 @@ def execute(launch: Launch, command: Sequence[str], *, base: Mapping[str, str] |
     """
     if not command:
         message = "no command was given"
-        raise UsageError(message, what_to_do="write it after --, e.g. gdrkit run --software -- python my_program.py")
+        raise UsageError(
+            message, what_to_do="write it after --, for example: gdrkit run --software -- python my_program.py"
+        )
     child = environment(launch, base=base)
     sys.stdout.flush()
     sys.stderr.flush()
     try:
-        os.execvpe(command[0], list(command), child)  # noqa: S606 - no shell: that is the point.
+        os.execvpe(command[0], list(command), child)  # noqa: S606 - the command is not passed through a shell.
     except OSError as error:
         number = error.errno or errno.EIO
         raise ApiError(
@@ -212,37 +214,37 @@ def present_hardware(tree: HostTree) -> dict[Api, str]:
 
     The source is only sysfs, procfs and /dev.
     """
-    found: dict[Api, str] = {}
+    present: dict[Api, str] = {}
     nics = [device.name for device in rdma_devices(tree)]
     if nics:
-        found[Api.VERBS] = "RDMA devices " + ", ".join(nics)
+        present[Api.VERBS] = "RDMA devices " + ", ".join(nics)
     gpus = nvidia_gpus(tree)
     if gpus:
-        found[Api.CUDA] = "NVIDIA GPUs " + ", ".join(gpu.address for gpu in gpus)
+        present[Api.CUDA] = "NVIDIA GPUs " + ", ".join(gpu.address for gpu in gpus)
     elif tree.exists("/dev/nvidiactl") or tree.exists("/proc/driver/nvidia/version"):
         # A container may hide the PCI devices and still have the device nodes.
-        found[Api.CUDA] = "an NVIDIA driver"
-    if Api.CUDA in found:
+        present[Api.CUDA] = "an NVIDIA driver"
+    if Api.CUDA in present:
         # libcufile has no hardware of its own: it is a library of NVIDIA for NVIDIA GPUs.
-        found[Api.CUFILE] = found[Api.CUDA]
+        present[Api.CUFILE] = present[Api.CUDA]
     accelerators = habana_accelerators(tree)
     if accelerators:
-        found[Api.HLTHUNK] = "accelerators " + ", ".join(device.address for device in accelerators)
-    return found
+        present[Api.HLTHUNK] = "accelerators " + ", ".join(device.address for device in accelerators)
+    return present
 
 
 def overridden_hardware(launch: Launch, tree: HostTree) -> str | None:
     """Return one line that names the present hardware that twins replace, or None if there is none."""
     parts = [
-        f"{api.value} runs on its software twin and leaves {what} alone"
-        for api, what in sorted(present_hardware(tree).items(), key=lambda pair: pair[0].value)
+        f"{api.value} runs on its software twin and does not use {hardware}"
+        for api, hardware in sorted(present_hardware(tree).items(), key=lambda pair: pair[0].value)
         if api in launch.software
     ]
     return "; ".join(parts) or None
 
 
 def twin_control() -> TwinControl:
-    """Return the module by which suites access the twins of this process.
+    """Return the module of the twins' package that gives tests access to the twins of this process.
 
     Raises
     ------
@@ -252,12 +254,13 @@ def twin_control() -> TwinControl:
     try:
         module = importlib.import_module(f"{_PACKAGE}.control")
     except ModuleNotFoundError as error:
-        detail = f"no module {error.name}"
+        detail = f"No module named {error.name!r}"
         raise _missing(_PACKAGE, detail) from error
     return cast("TwinControl", module)
 
 
 def _folder(api: Api) -> Path | None:
+    """Return the folder of the twin of `api`, or None if the twin is not installed."""
     folder, file = _TWINS[api]
     for root in _roots():
         if (root / folder / file).is_file():
@@ -266,15 +269,16 @@ def _folder(api: Api) -> Path | None:
 
 
 def _roots() -> list[Path]:
-    chosen = os.environ.get(_FOLDER_VARIABLE)
-    if chosen:
-        return [Path(chosen).resolve()]
+    """Return the folders that have one folder for each twin."""
+    override = os.environ.get(_FOLDER_VARIABLE)
+    if override:
+        return [Path(override).resolve()]
     spec = importlib.util.find_spec(_PACKAGE)
     locations = spec.submodule_search_locations if spec is not None else None
     return [Path(location) / "lib" for location in locations or ()]
 
 
-def _require(api: Api) -> Path:
+def _require_folder(api: Api) -> Path:
     folder = _folder(api)
     if folder is None:
         raise _missing(_TWINS[api][1], f"searched {', '.join(map(str, _roots())) or 'no folder'}")

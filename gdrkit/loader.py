@@ -30,7 +30,7 @@ __all__ = [
     "find_library",
     "import_native",
     "import_package",
-    "root_logger_kept",
+    "preserve_root_logger",
     "search_paths",
     "setup_missing",
 ]
@@ -97,8 +97,8 @@ def setup_missing(
         The source of the message: the dynamic loader, or an API whose library lacks a function.
     """
     lowered = text.lower()
-    found = next((number for words, number in _MEANINGS if words in lowered), None)
-    number = default_errno if found is None else found
+    known_errno = next((number for words, number in _MEANINGS if words in lowered), None)
+    number = default_errno if known_errno is None else known_errno
     advice = {
         errno.EACCES: "make the file readable for this user",
         errno.ENOEXEC: "the file is damaged: install its package again",
@@ -111,7 +111,7 @@ def setup_missing(
         status_name=errno_name(number),
         errno=number,
         reason=_REASONS.get(number, Reason.OTHER),
-        what_to_do=what_to_do if found is None and what_to_do else advice.get(number, what_to_do),
+        what_to_do=what_to_do if known_errno is None and what_to_do else advice.get(number, what_to_do),
         detail=text,
     )
 
@@ -155,14 +155,14 @@ def check_library(soname: str, *, operation: str) -> None:
     if path is None:
         return
     try:
-        fault = _fault_of(path)
+        fault = _find_fault(path)
     except OSError as error:
         raise setup_missing(
             operation=operation, text=f"{path}: {error.strerror}", what_to_do="", default_errno=error.errno or errno.EIO
         ) from error
     if fault is not None:
-        number, words = fault
-        raise setup_missing(operation=operation, text=f"{path}: {words}", what_to_do="", default_errno=number)
+        number, cause = fault
+        raise setup_missing(operation=operation, text=f"{path}: {cause}", what_to_do="", default_errno=number)
 
 
 def import_package(name: str, *, extension: str, folder: str, what_to_do: str) -> None:
@@ -192,9 +192,9 @@ def import_package(name: str, *, extension: str, folder: str, what_to_do: str) -
     if spec is None or spec.loader is None or not spec.submodule_search_locations:
         text = f"No module named {name!r}"
         raise setup_missing(operation=operation, text=text, what_to_do=what_to_do, default_errno=errno.ENOENT)
-    found = Path(spec.submodule_search_locations[0])
-    if not any((found / f"{extension}{suffix}").exists() for suffix in EXTENSION_SUFFIXES):
-        text = f"{found} was built for another Python than {sys.executable} ({EXTENSION_SUFFIXES[0]})"
+    package = Path(spec.submodule_search_locations[0])
+    if not any((package / f"{extension}{suffix}").exists() for suffix in EXTENSION_SUFFIXES):
+        text = f"{package} was built for another Python than {sys.executable} ({EXTENSION_SUFFIXES[0]})"
         advice = f"use the Python that it was built for, or: {what_to_do}"
         raise setup_missing(operation=operation, text=text, what_to_do=advice, default_errno=errno.ELIBBAD)
     if name not in sys.modules:
@@ -220,9 +220,9 @@ def import_native(name: str) -> ModuleType:
             raise
         package, _, module = name.rpartition(".")
         folder = Path(importlib.import_module(package).__path__[0])
-        others = sorted(path.name for path in folder.glob(f"{module}.*.so"))
-        number = errno.ELIBBAD if others else errno.ENOENT
-        text = f"{', '.join(others)} is for another Python than {sys.executable}" if others else str(error)
+        files = sorted(path.name for path in folder.glob(f"{module}.*.so"))
+        number = errno.ELIBBAD if files else errno.ENOENT
+        text = f"{', '.join(files)} was built for another Python than {sys.executable}" if files else str(error)
         raise setup_missing(operation=operation, text=text, what_to_do=_BUILD_NATIVE, default_errno=number) from error
     except ImportError as error:
         raise setup_missing(
@@ -231,7 +231,7 @@ def import_native(name: str) -> ModuleType:
 
 
 @contextlib.contextmanager
-def root_logger_kept() -> Iterator[None]:
+def preserve_root_logger() -> Iterator[None]:
     """Restore the root logger of the program after an import that may change it."""
     root = logging.getLogger()
     level, handlers = root.level, list(root.handlers)
@@ -243,29 +243,32 @@ def root_logger_kept() -> Iterator[None]:
             root.removeHandler(handler)
 
 
-def _fault_of(path: Path) -> tuple[int, str] | None:
+def _find_fault(path: Path) -> tuple[int, str] | None:
+    """Return the errno and the cause if an ELF file is damaged or has another class or byte order, else None."""
     size_bytes = path.stat().st_size
     with path.open("rb") as file:
         ident = file.read(_IDENT_BYTES)
-        header = file.read(_ELF_HEADER.size)
-        if ident[:4] != b"\x7fELF" or len(header) < _ELF_HEADER.size:
-            return errno.ENOEXEC, f"no ELF file ({size_bytes} bytes)"
+        elf_header = file.read(_ELF_HEADER.size)
+        if ident[:4] != b"\x7fELF" or len(elf_header) < _ELF_HEADER.size:
+            return errno.ENOEXEC, f"not an ELF file ({size_bytes} bytes)"
         if ident[4:6] != b"\x02\x01":
             return errno.ELIBBAD, "not a 64-bit little-endian ELF file"
-        fields = _ELF_HEADER.unpack(header)
+        fields = _ELF_HEADER.unpack(elf_header)
         table_offset, entry_bytes, entry_count = fields[4], fields[8], fields[9]
         file.seek(table_offset)
         table = file.read(entry_bytes * entry_count)
     if entry_bytes != _PROGRAM_HEADER.size or len(table) < entry_bytes * entry_count:
         return errno.ENOEXEC, "its program headers are cut off or malformed"
-    for kind, _flags, offset, _vaddr, _paddr, held_bytes, _memory_bytes, _align in _PROGRAM_HEADER.iter_unpack(table):
-        if kind == _PT_LOAD and offset + held_bytes > size_bytes:
-            return errno.ENOEXEC, f"it is cut off: {size_bytes} bytes of at least {offset + held_bytes}"
+    for header in _PROGRAM_HEADER.iter_unpack(table):
+        segment_type, _flags, offset, _vaddr, _paddr, file_bytes, _memory_bytes, _align = header
+        if segment_type == _PT_LOAD and offset + file_bytes > size_bytes:
+            return errno.ENOEXEC, f"it is cut off: {size_bytes} bytes of at least {offset + file_bytes}"
     return None
 
 
 def _loader_path() -> list[str]:
-    beginning = Path("/proc/self/environ").read_bytes().split(b"\0")
+    """Return the folders of LD_LIBRARY_PATH as they were at the start of this process."""
+    environment = Path("/proc/self/environ").read_bytes().split(b"\0")
     name = b"LD_LIBRARY_PATH="
-    value = next((entry[len(name) :] for entry in beginning if entry.startswith(name)), b"")
+    value = next((entry[len(name) :] for entry in environment if entry.startswith(name)), b"")
     return [os.fsdecode(folder) for folder in value.replace(b";", b":").split(b":")]

@@ -15,7 +15,8 @@ from gdrkit.errors import DataMismatch, UsageError
 __all__ = ["check", "find_mismatch", "payload"]
 
 _BLOCK_BYTES = 1 << 20
-_SHOWN_BYTES = 16
+# Bytes from the first wrong one on that an error contains.
+_EXCERPT_BYTES = 16
 
 
 def payload(length_bytes: int, *, seed: int, offset_bytes: int = 0) -> bytes:
@@ -36,12 +37,14 @@ def payload(length_bytes: int, *, seed: int, offset_bytes: int = 0) -> bytes:
         The length or the offset is negative, or the seed is out of range.
     """
     if length_bytes < 0 or offset_bytes < 0 or not 0 <= seed < 1 << 64:
-        message = f"no payload of {length_bytes} bytes at {offset_bytes} of seed {seed}"
+        message = (
+            "length_bytes and offset_bytes must be at least 0, and seed must be in 0 to 2**64 - 1, "
+            f"not {length_bytes}, {offset_bytes} and {seed}"
+        )
         raise UsageError(message)
-    first, skip = divmod(offset_bytes, _BLOCK_BYTES)
+    block, skip = divmod(offset_bytes, _BLOCK_BYTES)
     parts = []
     needed = skip + length_bytes
-    block = first
     while needed > 0:
         # Only the needed part of a block is generated, so that small payloads are cheap.
         parts.append(_block(seed, block, min(needed, _BLOCK_BYTES)))
@@ -75,15 +78,15 @@ def check(actual: bytes | bytearray | memoryview, *, seed: int, offset_bytes: in
     Raises
     ------
     DataMismatch
-        A byte differs. The error has the first wrong byte and the bytes after it.
+        A byte differs. The error has the offset of the first wrong byte, and the bytes from there on.
     """
     expected = payload(len(actual), seed=seed, offset_bytes=offset_bytes)
-    where = find_mismatch(expected, actual)
-    if where is not None:
+    first = find_mismatch(expected, actual)
+    if first is not None:
         raise DataMismatch(
-            first_offset_bytes=where,
-            expected=expected[where : where + _SHOWN_BYTES],
-            actual=bytes(actual[where : where + _SHOWN_BYTES]),
+            first_offset_bytes=first,
+            expected=expected[first : first + _EXCERPT_BYTES],
+            actual=bytes(actual[first : first + _EXCERPT_BYTES]),
             length_bytes=len(actual),
         )
 

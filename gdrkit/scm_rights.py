@@ -1,4 +1,4 @@
-"""Receiving file descriptors from another process through a UNIX socket (SCM_RIGHTS).
+"""Reception of file descriptors from another process through a UNIX socket (SCM_RIGHTS).
 
 This is the only module of gdrkit that calls recvmsg. Every received descriptor is close-on-exec from the start
 (MSG_CMSG_CLOEXEC). A message of which the kernel dropped a part is refused.
@@ -48,10 +48,10 @@ def receive(connection: socket.socket, *, length_bytes: int, descriptors_max: in
     OSError
         recvmsg failed, for example with TimeoutError. Nothing was received.
     """
-    # There is space for one more than allowed, so that excess descriptors are counted instead of dropped.
-    space = socket.CMSG_SPACE((descriptors_max + 1) * _DESCRIPTOR_BYTES)
-    data, ancillary, flags, _address = connection.recvmsg(length_bytes, space, socket.MSG_CMSG_CLOEXEC)
-    descriptors = [each for level, kind, content in ancillary for each in _descriptors(level, kind, content)]
+    # The buffer has space for one more descriptor than allowed, so that an excess one is counted instead of dropped.
+    ancillary_bytes = socket.CMSG_SPACE((descriptors_max + 1) * _DESCRIPTOR_BYTES)
+    data, ancillary, flags, _address = connection.recvmsg(length_bytes, ancillary_bytes, socket.MSG_CMSG_CLOEXEC)
+    descriptors = [descriptor for control_message in ancillary for descriptor in _descriptors_of(*control_message)]
     if len(descriptors) <= descriptors_max and not flags & (socket.MSG_CTRUNC | socket.MSG_TRUNC):
         return data, descriptors
     close_all(descriptors)
@@ -72,9 +72,9 @@ def close_all(descriptors: Iterable[int]) -> None:
         os.close(descriptor)
 
 
-def _descriptors(level: int, kind: int, content: bytes) -> list[int]:
-    if (level, kind) != (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+def _descriptors_of(level: int, message_type: int, content: bytes) -> list[int]:
+    if (level, message_type) != (socket.SOL_SOCKET, socket.SCM_RIGHTS):
         return []
-    found = array.array("i")
-    found.frombytes(content[: len(content) - len(content) % _DESCRIPTOR_BYTES])
-    return found.tolist()
+    descriptors = array.array("i")
+    descriptors.frombytes(content[: len(content) - len(content) % _DESCRIPTOR_BYTES])
+    return descriptors.tolist()

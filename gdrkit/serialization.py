@@ -45,12 +45,12 @@ def to_json_data(value: object) -> Json:
     raise UsageError(message)
 
 
-def from_json_data(kind: type[_T], value: object, *, where: str = "") -> _T:
-    """Convert plain data to a value of type `kind`.
+def from_json_data(expected_type: type[_T], value: object, *, where: str = "") -> _T:
+    """Convert JSON data to a value of type `expected_type`.
 
     Parameters
     ----------
-    kind : type
+    expected_type : type
         A dataclass, or any other type that this module supports.
     value : object
         The data, as :func:`json.loads` returned it.
@@ -62,10 +62,12 @@ def from_json_data(kind: type[_T], value: object, *, where: str = "") -> _T:
     UsageError
         MALFORMED: a value is missing, unknown or of another type. The message begins with its path.
     """
-    return typing.cast("_T", _read(kind, value, where or getattr(kind, "__name__", str(kind))))
+    return typing.cast(
+        "_T", _read(expected_type, value, where or getattr(expected_type, "__name__", str(expected_type)))
+    )
 
 
-def parse_json(text: str | bytes, *, where: str) -> Any:  # noqa: ANN401 - whatever the text holds.
+def parse_json(text: str | bytes, *, where: str) -> Any:  # noqa: ANN401 - the type depends on the text.
     """Return the data of a JSON text.
 
     Raises
@@ -75,9 +77,9 @@ def parse_json(text: str | bytes, *, where: str) -> Any:  # noqa: ANN401 - whate
         is not JSON (NaN). The message begins with `where`.
     """
     try:
-        return json.loads(text.decode("utf-8") if isinstance(text, bytes) else text, parse_constant=_no_constant)
+        return json.loads(text.decode("utf-8") if isinstance(text, bytes) else text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
-        message = f"{where}: no JSON: {error}"
+        message = f"{where}: not JSON: {error}"
         raise UsageError(message, reason=Reason.MALFORMED) from error
 
 
@@ -92,33 +94,34 @@ def digest(value: object) -> str:
     return "sha256:" + hashlib.sha256(canonical(value).encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def _no_constant(name: str) -> None:
+def _refuse_constant(name: str) -> None:
     message = f"{name} is no number of JSON"
     raise ValueError(message)
 
 
-def _read(kind: Any, value: object, where: str) -> object:  # noqa: ANN401, PLR0911 - a type at run time; one return per shape.
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if kind is typing.Any or kind is object or kind is Json:
+def _read(expected_type: Any, value: object, where: str) -> object:  # noqa: ANN401, PLR0911 - a type at run time; one return per shape.
+    origin, arguments = typing.get_origin(expected_type), typing.get_args(expected_type)
+    if expected_type is typing.Any or expected_type is object or expected_type is Json:
         return value
     if origin in (Union, types.UnionType):
-        return _read_optional(arguments, value, where)
+        return _read_union(arguments, value, where)
     if origin is tuple:
         items = _expect(value, list, where)
         return tuple(_read(arguments[0], item, f"{where}[{index}]") for index, item in enumerate(items))
     if origin in (dict, Mapping):
         pairs = _expect(value, dict, where)
         return {key: _read(arguments[1], item, f"{where}.{key}") for key, item in pairs.items()}
-    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+    if isinstance(expected_type, type) and issubclass(expected_type, enum.Enum):
         try:
-            return kind(value)
+            return expected_type(value)
         except ValueError as error:
-            raise _malformed(where, "one of " + ", ".join(str(member.value) for member in kind), value) from error
-    if dataclasses.is_dataclass(kind):
-        return _read_dataclass(kind, _expect(value, dict, where), where)
-    if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
+            values = ", ".join(str(member.value) for member in expected_type)
+            raise _malformed(where, f"one of {values}", value) from error
+    if dataclasses.is_dataclass(expected_type):
+        return _read_dataclass(expected_type, _expect(value, dict, where), where)
+    if expected_type is float and isinstance(value, int | float) and not isinstance(value, bool):
         return _read_float(value, where)
-    return _expect(value, kind, where)
+    return _expect(value, expected_type, where)
 
 
 def _read_float(value: float, where: str) -> float:
@@ -131,49 +134,48 @@ def _read_float(value: float, where: str) -> float:
     return number
 
 
-def _read_optional(arguments: tuple[Any, ...], value: object, where: str) -> object:
-    kinds = [kind for kind in arguments if kind is not type(None)]
-    if value is None and len(kinds) < len(arguments):
+def _read_union(arguments: tuple[Any, ...], value: object, where: str) -> object:
+    members = [member for member in arguments if member is not type(None)]
+    if value is None and len(members) < len(arguments):
         return None
-    if len(kinds) == 1:
-        return _read(kinds[0], value, where)
+    if len(members) == 1:
+        return _read(members[0], value, where)
     # Other unions are unions of scalars, so the type of the value selects the member.
-    if type(value) in kinds:
+    if type(value) in members:
         return value
-    raise _malformed(where, " or ".join(kind.__name__ for kind in kinds), value)
+    raise _malformed(where, " or ".join(member.__name__ for member in members), value)
 
 
-def _read_dataclass(kind: Any, pairs: dict[str, object], where: str) -> object:  # noqa: ANN401 - a dataclass at run time.
-    fields, hints = _fields(kind)
+def _read_dataclass(expected_type: Any, pairs: dict[str, object], where: str) -> object:  # noqa: ANN401 - a dataclass at run time.
+    fields, hints = _fields(expected_type)
     unknown = pairs.keys() - fields.keys()
     if unknown:
         raise _malformed(where, "no other field than " + ", ".join(fields), ", ".join(sorted(unknown)))
-    given = {}
+    values = {}
     for name, field in fields.items():
         if name in pairs:
-            given[name] = _read(hints[name], pairs[name], f"{where}.{name}")
+            values[name] = _read(hints[name], pairs[name], f"{where}.{name}")
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             path = f"{where}.{name}"
             raise _malformed(path, "a value", "nothing")
-    return kind(**given)
+    return expected_type(**values)
 
 
 @functools.cache
-def _fields(kind: Any) -> tuple[dict[str, dataclasses.Field[Any]], dict[str, Any]]:  # noqa: ANN401 - a dataclass.
+def _fields(expected_type: Any) -> tuple[dict[str, dataclasses.Field[Any]], dict[str, Any]]:  # noqa: ANN401 - a dataclass.
     """Return the fields and types of a dataclass.
 
     The result is cached, because finding them takes longer than reading a value.
     """
-    return {field.name: field for field in dataclasses.fields(kind)}, typing.get_type_hints(kind)
+    return {field.name: field for field in dataclasses.fields(expected_type)}, typing.get_type_hints(expected_type)
 
 
-def _expect(value: object, kind: Any, where: str) -> Any:  # noqa: ANN401 - the type is known only at run time.
+def _expect(value: object, expected_type: Any, where: str) -> Any:  # noqa: ANN401 - the type is known only at run time.
     # In Python a bool is an int, but a record never means it as one.
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise _malformed(where, kind.__name__, value)
+    if not isinstance(value, expected_type) or (isinstance(value, bool) and expected_type is not bool):
+        raise _malformed(where, expected_type.__name__, value)
     return value
 
 
-def _malformed(where: str, expected: str, found: object) -> UsageError:
-    shown = repr(found)
-    return UsageError(f"{where}: expected {expected}, found {shown[:80]}", reason=Reason.MALFORMED)
+def _malformed(where: str, expected: str, actual: object) -> UsageError:
+    return UsageError(f"{where}: expected {expected}, found {repr(actual)[:80]}", reason=Reason.MALFORMED)

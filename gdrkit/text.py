@@ -10,12 +10,12 @@ from __future__ import annotations
 import re
 import unicodedata
 
-__all__ = ["cell", "escape_controls", "first_line"]
+__all__ = ["escape_controls", "markdown_cell", "single_line"]
 
-_KEPT = frozenset("\n\t")
+_UNESCAPED = frozenset("\n\t")
 # The Unicode categories of controls, formats (which set the direction of writing) and surrogates, and of the two line
 # separators that are not controls.
-_CATEGORIES = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
+_ESCAPED_CATEGORIES = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
 
 
 def escape_controls(text: str) -> str:
@@ -25,27 +25,27 @@ def escape_controls(text: str) -> str:
     """
     if text.isascii() and text.isprintable():
         return text
-    return "".join(map(_shown, text))
+    return "".join(map(_escape, text))
 
 
-def first_line(text: str) -> str:
+def single_line(text: str) -> str:
     """Return the whole text in one line, escaped."""
     return escape_controls(" ".join(text.split()))
 
 
-def cell(text: object) -> str:
+def markdown_cell(text: object) -> str:
     """Return text for one cell of a Markdown table, without new lines, bars and tags."""
-    flat = first_line(str(text))
-    for sign, shown in (("&", "&amp;"), ("|", "\\|"), ("`", "&#96;")):
-        flat = flat.replace(sign, shown)
+    line = single_line(str(text))
+    for character, escape in (("&", "&amp;"), ("|", "\\|"), ("`", "&#96;")):
+        line = line.replace(character, escape)
     # A "<" that cannot begin a tag is kept, so that "GPU 0 <- NIC mlx5_0" is readable without a renderer.
-    return re.sub(r"<(?=[A-Za-z/!?])", "&lt;", flat)
+    return re.sub(r"<(?=[A-Za-z/!?])", "&lt;", line)
 
 
-def _shown(sign: str) -> str:
-    if sign in _KEPT or unicodedata.category(sign) not in _CATEGORIES:
-        return sign
-    number = ord(sign)
-    if number > 0xFFFF:  # noqa: PLR2004 - beyond what four digits hold.
+def _escape(character: str) -> str:
+    if character in _UNESCAPED or unicodedata.category(character) not in _ESCAPED_CATEGORIES:
+        return character
+    number = ord(character)
+    if number > 0xFFFF:  # noqa: PLR2004 - the largest number with four hexadecimal digits.
         return f"\\U{number:08x}"
-    return f"\\x{number:02x}" if number <= 0xFF else f"\\u{number:04x}"  # noqa: PLR2004 - what two digits hold.
+    return f"\\x{number:02x}" if number <= 0xFF else f"\\u{number:04x}"  # noqa: PLR2004 - two digits.

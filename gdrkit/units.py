@@ -1,4 +1,4 @@
-"""Sizes, pages and how to print sizes.
+"""Size units, page sizes and the text form of sizes.
 
 "GPU page" has two meanings, so the term is never used alone: the RDMA page of CUDA with 64 KiB, and the host page, the
 unit in which dma-buf ranges are exported and registered.

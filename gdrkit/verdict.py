@@ -17,7 +17,7 @@ NOISE_PERCENT = 5.0
 class Verdict(enum.Enum):
     """The result of a case or a rule. It never claims more than was observed."""
 
-    PASS = "pass"  # noqa: S105 - a verdict and no password.
+    PASS = "pass"  # noqa: S105 - a verdict, not a password.
     FAIL = "fail"
     NOT_RUN = "not_run"
     UNPROVEN = "unproven"

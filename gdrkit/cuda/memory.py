@@ -185,7 +185,7 @@ class CudaMemory(MemoryResource):
             length_bytes=self.length_bytes,
             device_index=self.device.index,
             is_versioned=max_version is not None and max_version[0] >= 1,
-            done=self._before.push(self._refuse_while_shown),
+            done=self._release_actions.push(self._refuse_while_shown),
         )
 
     def _refuse_while_shown(self) -> None:

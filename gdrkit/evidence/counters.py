@@ -44,17 +44,18 @@ def counters(tree: HostTree) -> tuple[PortCounters, ...]:
 def _read(tree: HostTree, device: str, port: int) -> PortCounters:
     folder = f"{_DEVICES}/{device}/ports/{port}/counters"
     # The rxe driver counts packets in hw_counters only.
-    own = f"{_DEVICES}/{device}/ports/{port}/hw_counters"
+    hw_folder = f"{_DEVICES}/{device}/ports/{port}/hw_counters"
     sent, received = tree.number(f"{folder}/port_xmit_data"), tree.number(f"{folder}/port_rcv_data")
     return PortCounters(
         device=device,
         port=port,
         sent_bytes=None if sent is None else sent * _WORD_BYTES,
         received_bytes=None if received is None else received * _WORD_BYTES,
-        sent_packets=_first(tree, f"{folder}/port_xmit_packets", f"{own}/sent_pkts"),
-        received_packets=_first(tree, f"{folder}/port_rcv_packets", f"{own}/rcvd_pkts"),
+        sent_packets=_first(tree, f"{folder}/port_xmit_packets", f"{hw_folder}/sent_pkts"),
+        received_packets=_first(tree, f"{folder}/port_rcv_packets", f"{hw_folder}/rcvd_pkts"),
     )
 
 
 def _first(tree: HostTree, *paths: str) -> int | None:
+    """Return the number in the first of the files that can be read, or None."""
     return next((number for path in paths if (number := tree.number(path)) is not None), None)

@@ -17,23 +17,22 @@ def descriptors() -> dict[int, str]:
 
     The descriptor that this function opens for the listing is left out.
     """
-    found = {}
+    targets = {}
     for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - a Path for each entry has no benefit.
         try:
-            found[int(name)] = os.readlink(f"/proc/self/fd/{name}")  # noqa: PTH115
+            targets[int(name)] = os.readlink(f"/proc/self/fd/{name}")  # noqa: PTH115
         except FileNotFoundError:
-            # This is the descriptor of the listing itself, which is closed by now, or one that another thread has just
-            # closed.
+            # The descriptor was closed meanwhile: it is that of the listing itself, or another thread closed it.
             continue
-    return dict(sorted(found.items()))
+    return dict(sorted(targets.items()))
 
 
 def device_nodes() -> tuple[DeviceNode, ...]:
     """Return the GPUs, NICs and accelerators that this process has open.
 
-    A library cannot access a device without this.
+    A library can access a device only through such a descriptor.
     """
-    found = {}
+    nodes = {}
     for number, path in descriptors().items():
         if not path.startswith(_DEVICES):
             continue
@@ -43,5 +42,5 @@ def device_nodes() -> tuple[DeviceNode, ...]:
             # Another thread has closed the descriptor meanwhile.
             continue
         if stat.S_ISCHR(status.st_mode):
-            found[status.st_rdev] = DeviceNode(path, os.major(status.st_rdev), os.minor(status.st_rdev))
-    return tuple(found[number] for number in sorted(found))
+            nodes[status.st_rdev] = DeviceNode(path, os.major(status.st_rdev), os.minor(status.st_rdev))
+    return tuple(nodes[number] for number in sorted(nodes))

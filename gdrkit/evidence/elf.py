@@ -110,13 +110,13 @@ def parse_elf(data: bytes, *, name: str = "bytes") -> ElfFile:
 
 
 def _parse(pread: Callable[[int, int], bytes], size_bytes: int, name: str) -> ElfFile:
-    def read(offset: int, length_bytes: int, what: str) -> bytes:
+    def read(offset: int, length_bytes: int, part: str) -> bytes:
         if offset + length_bytes > size_bytes:
-            raise _damaged(name, f"{what} ends at byte {offset + length_bytes} of a file of {size_bytes}")
-        found = pread(offset, length_bytes)
-        if len(found) != length_bytes:
-            raise _damaged(name, f"{what} was cut off while it was read")
-        return found
+            raise _damaged(name, f"{part} ends at byte {offset + length_bytes} of a file of {size_bytes}")
+        data = pread(offset, length_bytes)
+        if len(data) != length_bytes:
+            raise _damaged(name, f"{part} was cut off while it was read")
+        return data
 
     segments = tuple(_segments(read, name))
     for segment in segments:
@@ -149,23 +149,23 @@ def _notes(read: Callable[[int, int, str], bytes], segments: tuple[_Segment, ...
         if segment.length_bytes > _LARGEST_NOTES_BYTES:
             raise _damaged(name, f"a note segment of {segment.length_bytes} bytes")
         data = read(segment.offset, segment.length_bytes, "a note segment")
-        for owner, kind, content in _notes_of(data, segment, name):
-            yield ElfNote(owner=owner, kind=kind, content=_shown(owner, content))
+        for owner, kind, content in _parse_notes(data, segment, name):
+            yield ElfNote(owner=owner, kind=kind, content=_content_text(owner, content))
 
 
-def _notes_of(data: bytes, segment: _Segment, name: str) -> Iterator[tuple[str, int, bytes]]:
+def _parse_notes(data: bytes, segment: _Segment, name: str) -> Iterator[tuple[str, int, bytes]]:
     # The gABI pads ELF64 notes to 8 bytes. Linkers pad to 4, except in a segment with alignment 8 (GNU properties).
-    padding = 8 if segment.alignment_bytes == 8 else 4  # noqa: PLR2004 - as the comment says.
+    padding = 8 if segment.alignment_bytes == 8 else 4  # noqa: PLR2004 - see the comment above.
     at = 0
     while at + _NOTE_HEADER.size <= len(data):
         owner_bytes, content_bytes, kind = _NOTE_HEADER.unpack_from(data, at)
         owner_at = at + _NOTE_HEADER.size
-        content_at = _aligned(owner_at + owner_bytes, padding)
+        content_at = _align_up(owner_at + owner_bytes, padding)
         if content_at + content_bytes > len(data):
             raise _damaged(name, f"a note of {owner_bytes} + {content_bytes} bytes does not fit into its segment")
         owner = data[owner_at : owner_at + owner_bytes].rstrip(b"\0").decode("ascii", "backslashreplace")
         yield owner, kind, data[content_at : content_at + content_bytes]
-        at = _aligned(content_at + content_bytes, padding)
+        at = _align_up(content_at + content_bytes, padding)
 
 
 def _soname(read: Callable[[int, int, str], bytes], segments: tuple[_Segment, ...], name: str) -> str | None:
@@ -199,7 +199,7 @@ def _file_offset(segments: tuple[_Segment, ...], address: int, name: str) -> int
     raise _damaged(name, f"address {address:#x} lies in no loaded segment")
 
 
-def _shown(owner: str, content: bytes) -> str:
+def _content_text(owner: str, content: bytes) -> str:
     text = content.rstrip(b"\0")
     # GNU notes are binary numbers. A build id that happens to be printable is still a number.
     if owner != "GNU" and text.isascii() and text.decode("ascii", "replace").isprintable():
@@ -207,7 +207,7 @@ def _shown(owner: str, content: bytes) -> str:
     return content.hex()
 
 
-def _aligned(value: int, padding: int) -> int:
+def _align_up(value: int, padding: int) -> int:
     return (value + padding - 1) // padding * padding
 
 

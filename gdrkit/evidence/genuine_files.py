@@ -53,28 +53,29 @@ def read_majors() -> dict[int, set[str]]:
     """Return the names of character device drivers by major number, from /proc/devices."""
     with open_checked("/proc/devices", os.O_RDONLY, magic=PROC_MAGIC) as descriptor:
         text = os.read(descriptor, _FILE_BYTES_MAX).decode("utf-8", "backslashreplace")
-    found: dict[int, set[str]] = {}
+    majors: dict[int, set[str]] = {}
     for line in text.partition("Block devices:")[0].splitlines():
         number, _, name = line.strip().partition(" ")
         if number.isdecimal() and name:
-            found.setdefault(int(number), set()).add(name)
-    return found
+            majors.setdefault(int(number), set()).add(name)
+    return majors
 
 
 @contextlib.contextmanager
 def open_node(path: str, majors: dict[int, set[str]], names: frozenset[str]) -> Iterator[tuple[int, DeviceNode]]:
     """Open a character device whose major number belongs to one of `names` in /proc/devices."""
     with open_checked(path, os.O_RDWR | os.O_NONBLOCK | os.O_NOCTTY) as descriptor:
-        yield descriptor, _checked(path, os.fstat(descriptor), majors, names)
+        yield descriptor, _device_node(path, os.fstat(descriptor), majors, names)
 
 
 def stat_node(path: str, majors: dict[int, set[str]], names: frozenset[str]) -> DeviceNode:
     """Return the character device at `path`, checked as by :func:`open_node`, without opening the device."""
     with open_checked(path, os.O_PATH) as descriptor:
-        return _checked(path, os.fstat(descriptor), majors, names)
+        return _device_node(path, os.fstat(descriptor), majors, names)
 
 
-def _checked(path: str, status: os.stat_result, majors: dict[int, set[str]], names: frozenset[str]) -> DeviceNode:
+def _device_node(path: str, status: os.stat_result, majors: dict[int, set[str]], names: frozenset[str]) -> DeviceNode:
+    """Return the device of a stat result, if it is a character device of one of the drivers `names`."""
     if not stat.S_ISCHR(status.st_mode):
         message = f"{path} is not a character device"
         raise MissingEvidence(message)
@@ -115,9 +116,9 @@ def read_at(folder: int, name: str, path: str, *, magic: int) -> str:
 
 
 def _check_file_system(descriptor: int, path: str, magic: int | None) -> None:
-    if magic is not None and (found := file_system_type(descriptor)) != magic:
+    if magic is not None and (actual := file_system_type(descriptor)) != magic:
         names = {SYSFS_MAGIC: "sysfs", PROC_MAGIC: "procfs"}
-        message = f"{path} does not lie on {names[magic]}: something is mounted there (file system type {found:#x})"
+        message = f"{path} is not on {names[magic]}: something is mounted there (file system type {actual:#x})"
         raise MissingEvidence(message)
 
 

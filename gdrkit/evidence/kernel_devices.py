@@ -1,6 +1,6 @@
 """Evidence about GPUs and RDMA devices from kernel interfaces that no library and no mounted file can replace.
 
-A device counts as shown when the following agree. `missing` has one sentence for each that does not agree:
+A device is proven if the following agree. `missing` has one sentence for each disagreement:
 
 - its PCI function below /sys/bus/pci, on a mounted sysfs, with the driver that is bound to it;
 - its character device below /dev, whose major number the kernel lists in /proc/devices, on a mounted procfs;
@@ -142,7 +142,7 @@ class KernelEvidence:
     nvidia_control : DeviceNode or None
         The control device ``/dev/nvidiactl``.
     nvidia_missing : tuple of str
-        Reasons why the NVIDIA driver as a whole is not shown; empty if it is shown.
+        Reasons why the NVIDIA driver as a whole is not proven; empty if it is.
     gpus : tuple of GpuEvidence
         The GPUs in the order of the driver.
     rdma_missing : tuple of str
@@ -190,20 +190,23 @@ def _nvidia(
             cards = _ioctl(
                 descriptor, "NV_ESC_CARD_INFO", _NVIDIA_CARD_INFO, bytes(_CARD_INFO.size * _NVIDIA_CARDS_MAX)
             )
-            asked = _RM_VERSION.pack(_RM_VERSION_QUERY, 0, b"")
-            answer = _ioctl(descriptor, "NV_ESC_CHECK_VERSION_STR", _NVIDIA_VERSION, asked)
+            query = _RM_VERSION.pack(_RM_VERSION_QUERY, 0, b"")
+            reply = _ioctl(descriptor, "NV_ESC_CHECK_VERSION_STR", _NVIDIA_VERSION, query)
     except MissingEvidence as error:
         return None, None, (), (str(error),)
     missing = []
-    _command, reply, text = _RM_VERSION.unpack(answer)
+    _command, recognized, text = _RM_VERSION.unpack(reply)
     version = text.partition(b"\0")[0].decode("ascii", "backslashreplace")
-    if reply != _RM_VERSION_RECOGNIZED or not version:
+    if recognized != _RM_VERSION_RECOGNIZED or not version:
         missing.append("the NVIDIA driver does not report its version by ioctl (NV_ESC_CHECK_VERSION_STR)")
     # A container runtime mounts a copy of this file, so its file system type proves nothing. Its text must agree with
     # the ioctl.
-    written = nvidia_driver_version(HostTree())
-    if version and written != version:
-        missing.append(f"/proc/driver/nvidia/version says {written or 'nothing'}, the NVIDIA driver itself {version}")
+    procfs_version = nvidia_driver_version(HostTree())
+    if version and procfs_version != version:
+        missing.append(
+            f"/proc/driver/nvidia/version contains {procfs_version or 'no version'}, "
+            f"but the NVIDIA driver reports {version}"
+        )
     gpus = tuple(_gpu(card, majors) for card in _CARD_INFO.iter_unpack(cards) if card[0])
     if not gpus:
         missing.append("the NVIDIA driver lists no GPU by ioctl (NV_ESC_CARD_INFO)")
@@ -220,7 +223,9 @@ def _gpu(card: tuple[int, ...], majors: dict[int, set[str]]) -> GpuEvidence:
         # The device node is examined with O_PATH and not opened, because opening it would wake the GPU.
         node = stat_node(f"/dev/nvidia{minor}", majors, _NVIDIA_MAJORS)
         if node.minor != minor:
-            missing.append(f"{node.path} is device {node.major}:{node.minor}, the NVIDIA driver names minor {minor}")
+            missing.append(
+                f"{node.path} is device {node.major}:{node.minor}, but the NVIDIA driver reports minor {minor}"
+            )
     except MissingEvidence as error:
         missing.append(str(error))
     driver, more = _pci_driver(address, vendor_id=vendor_id, device_id=device_id)
@@ -269,13 +274,13 @@ def _uverbs(device: NetlinkDevice, majors: dict[int, set[str]]) -> tuple[DeviceN
     with open_node(path, majors, frozenset({_UVERBS_MAJOR})) as (descriptor, node):
         if (node.major, node.minor) != device.uverbs_number:
             number = "{}:{}".format(*device.uverbs_number)
-            message = f"{path} is device {node.major}:{node.minor}, the kernel says {number} over netlink"
+            message = f"{path} is device {node.major}:{node.minor}, but the kernel reports {number} over netlink"
             raise MissingEvidence(message)
-        answered = _uverbs_driver(descriptor)
-    if device.driver_id not in {None, answered}:
-        message = f"netlink says driver {device.driver_id}, {path} answers as driver {answered}"
+        driver_id = _uverbs_driver(descriptor)
+    if device.driver_id not in {None, driver_id}:
+        message = f"netlink reports driver {device.driver_id}, but {path} is of driver {driver_id}"
         raise MissingEvidence(message)
-    return node, answered
+    return node, driver_id
 
 
 def _uverbs_driver(descriptor: int) -> int:
@@ -293,7 +298,7 @@ def _uverbs_driver(descriptor: int) -> int:
                 return number
             if error.errno != errno.EINVAL:
                 raise MissingEvidence(failure_text("ioctl RDMA_VERBS_IOCTL", error)) from error
-    message = "the uverbs device answers as no driver that is known (ioctl RDMA_VERBS_IOCTL)"
+    message = "the driver of the uverbs device is not known (ioctl RDMA_VERBS_IOCTL)"
     raise MissingEvidence(message)
 
 
@@ -303,13 +308,13 @@ def _pci_address_of(device: NetlinkDevice) -> str:
     with open_checked(folder, os.O_PATH | os.O_DIRECTORY, magic=SYSFS_MAGIC) as descriptor:
         guid = read_at(descriptor, "node_guid", folder, magic=SYSFS_MAGIC)
         if guid != device.node_guid:
-            message = f"{folder}/node_guid says {guid}, the kernel says {device.node_guid} over netlink"
+            message = f"{folder}/node_guid contains {guid}, but the kernel reports {device.node_guid} over netlink"
             raise MissingEvidence(message)
-    found = _PCI_FUNCTION.findall(os.path.realpath(f"{folder}/device"))
-    if not found:
+    functions = _PCI_FUNCTION.findall(os.path.realpath(f"{folder}/device"))
+    if not functions:
         message = f"{folder}/device is not a PCI function"
         raise MissingEvidence(message)
-    return str(found[-1])
+    return str(functions[-1])
 
 
 def _pci_driver(
@@ -320,10 +325,10 @@ def _pci_driver(
     missing = []
     try:
         with open_checked(folder, os.O_PATH | os.O_DIRECTORY, magic=SYSFS_MAGIC) as descriptor:
-            for name, wanted in (("vendor", vendor_id), ("device", device_id)):
+            for name, expected in (("vendor", vendor_id), ("device", device_id)):
                 text = read_at(descriptor, name, folder, magic=SYSFS_MAGIC)
-                if wanted is not None and text != f"{wanted:#06x}":
-                    missing.append(f"{folder}/{name} says {text}, the driver says {wanted:#06x}")
+                if expected is not None and text != f"{expected:#06x}":
+                    missing.append(f"{folder}/{name} contains {text}, but the driver reports {expected:#06x}")
             try:
                 return os.path.basename(os.readlink("driver", dir_fd=descriptor)), missing  # noqa: PTH119
             except OSError as error:
@@ -337,9 +342,9 @@ def _ioctl(descriptor: int, name: str, number: int, argument: bytes) -> bytes:
     """Send an ioctl of the NVIDIA driver, and return the argument as the driver modified it."""
     # The request number is _IOWR('F', number, size).
     request = 3 << 30 | len(argument) << 16 | ord("F") << 8 | number
-    answer = bytearray(argument)
+    buffer = bytearray(argument)
     try:
-        fcntl.ioctl(descriptor, request, answer)
+        fcntl.ioctl(descriptor, request, buffer)
     except OSError as error:
         raise MissingEvidence(failure_text(f"ioctl {name} on /dev/nvidiactl", error)) from error
-    return bytes(answer)
+    return bytes(buffer)

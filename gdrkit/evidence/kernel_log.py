@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["KernelLog", "kernel_log"]
 
 _RECORD_BYTES = 8192
-# One regular expression is used, because a log has thousands of records and a user waits for the doctor.
+# This is one regular expression, because a log has thousands of records and a user waits for the doctor.
 _WORDS = re.compile(rb"nvrm|nvidia|xid|peer_mem|mlx5|infiniband|rdma|iommu|dmar|pcieport|aer:", re.IGNORECASE)
 
 

@@ -1,6 +1,6 @@
 """Reader of the shared libraries of a process from its memory map.
 
-The libraries that a process should load are no evidence. The libraries that it has mapped are.
+Only the libraries that a process has mapped are evidence, and not those that it should load.
 """
 
 from __future__ import annotations
@@ -61,36 +61,38 @@ def libraries(tree: HostTree | None = None, *, process: str = "self") -> list[Lo
         A process id, or ``self``.
     """
     tree = HostTree() if tree is None else tree
-    return [describe_library(path) for path in dict.fromkeys(_mapped(tree.text(f"/proc/{process}/maps") or ""))]
+    return [
+        describe_library(path) for path in dict.fromkeys(_executable_paths(tree.text(f"/proc/{process}/maps") or ""))
+    ]
 
 
 def describe_library(path: str) -> LoadedLibrary:
-    """Read the file of a mapping. A deleted or damaged file gives an entry with ``error``."""
+    """Read the file of a mapping. For a deleted or damaged file, the result has an ``error``."""
     if path.endswith(_DELETED):
         return _failed(path, "the file was deleted since it was loaded")
     try:
         status = os.stat(path)  # noqa: PTH116 - Path would normalise the path from the kernel.
     except OSError as error:
         return _failed(path, f"stat: {error.strerror}")
-    return _described(path, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+    return _read_library(path, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
 
 
 @lru_cache(maxsize=1024)
-def _described(path: str, _device: int, _inode: int, _size_bytes: int, _changed_ns: int) -> LoadedLibrary:
+def _read_library(path: str, _device: int, _inode: int, _size_bytes: int, _changed_ns: int) -> LoadedLibrary:
     # The result is cached, because every case examines the same files. The key changes when a file is replaced.
     try:
-        found = read_elf(path)
+        elf = read_elf(path)
     except ApiError as error:
         return _failed(path, str(error))
-    return LoadedLibrary(path=path, soname=found.soname, build_id=found.build_id, notes=found.notes, error=None)
+    return LoadedLibrary(path=path, soname=elf.soname, build_id=elf.build_id, notes=elf.notes, error=None)
 
 
 def _failed(path: str, error: str) -> LoadedLibrary:
     return LoadedLibrary(path=path, soname=None, build_id=None, notes=(), error=error)
 
 
-def _mapped(text: str) -> Iterator[str]:
+def _executable_paths(text: str) -> Iterator[str]:
     for line in text.splitlines():
-        found = _MAPPING.match(line)
-        if found and "x" in found["permissions"] and found["inode"] != "0":
-            yield found["path"]
+        mapping = _MAPPING.match(line)
+        if mapping and "x" in mapping["permissions"] and mapping["inode"] != "0":
+            yield mapping["path"]

@@ -72,85 +72,86 @@ def rdma_netlink_devices() -> tuple[NetlinkDevice, ...]:
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, _NETLINK_RDMA) as netlink:
         netlink.settimeout(_TIMEOUT_S)
         netlink.bind((0, 0))
-        found = [_attributes(each) for each in _ask(netlink, _DEVICE_GET, b"", dump=True)]
-        return tuple(_device(netlink, each) for each in found)
+        devices = [_attributes(reply) for reply in _request(netlink, _DEVICE_GET, b"", dump=True)]
+        return tuple(_device(netlink, device) for device in devices)
 
 
 def _device(netlink: socket.socket, device: dict[int, bytes]) -> NetlinkDevice:
     index = device.get(_DEV_INDEX, b"")
-    guid = f"{_number(device, _NODE_GUID) or 0:016x}"
-    named = NetlinkDevice(
+    guid = f"{_integer(device, _NODE_GUID) or 0:016x}"
+    without_node = NetlinkDevice(
         name=_text(device.get(_DEV_NAME, b"")), node_guid=":".join(guid[at : at + 4] for at in range(0, 16, 4))
     )
     request = _attribute(_DEV_INDEX, index) + _attribute(_CHARDEV_TYPE, b"uverbs\0")
     try:
-        answers = list(_ask(netlink, _CHARDEV_GET, request, dump=False))
+        replies = list(_request(netlink, _CHARDEV_GET, request, dump=False))
     except OSError:
         # Linux before 5.3 does not support this command, and a device may have no uverbs node. Its node is then
         # reported as missing evidence.
-        return named
-    uverbs = _attributes(answers[0]) if answers else {}
-    number = _number(uverbs, _CHARDEV)
+        return without_node
+    uverbs = _attributes(replies[0]) if replies else {}
+    node_number = _integer(uverbs, _CHARDEV)
     return NetlinkDevice(
-        name=named.name,
-        node_guid=named.node_guid,
+        name=without_node.name,
+        node_guid=without_node.node_guid,
         uverbs_name=_text(uverbs[_CHARDEV_NAME]) if _CHARDEV_NAME in uverbs else None,
-        uverbs_number=None if number is None else (os.major(number), os.minor(number)),
-        driver_id=_number(uverbs, _UVERBS_DRIVER_ID),
+        uverbs_number=None if node_number is None else (os.major(node_number), os.minor(node_number)),
+        driver_id=_integer(uverbs, _UVERBS_DRIVER_ID),
     )
 
 
-def _ask(netlink: socket.socket, command: int, request: bytes, *, dump: bool) -> Iterator[bytes]:
+def _request(netlink: socket.socket, command: int, attributes: bytes, *, dump: bool) -> Iterator[bytes]:
     """Send one request and yield the payload of each reply until the last one."""
     flags = _NLM_F_REQUEST | (_NLM_F_DUMP if dump else _NLM_F_ACK)
-    netlink.sendto(_HEADER.pack(_HEADER.size + len(request), command, flags, command, 0) + request, (0, 0))
+    netlink.sendto(_HEADER.pack(_HEADER.size + len(attributes), command, flags, command, 0) + attributes, (0, 0))
     for _ in range(_MESSAGES_MAX):
         data, (sender, _groups) = netlink.recvfrom(_DATAGRAM_BYTES)
         if sender != 0:
             continue  # Another process can also send to this socket. The kernel has port 0.
-        for kind, payload in _messages(data):
-            if kind == _NLMSG_DONE:
+        for message_type, payload in _messages(data):
+            if message_type == _NLMSG_DONE:
                 return
-            if kind == _NLMSG_ERROR:
-                number = -_ERROR.unpack(_part(payload, 0, _ERROR.size, 0))[0]
+            if message_type == _NLMSG_ERROR:
+                number = -_ERROR.unpack(_payload(payload, 0, _ERROR.size, 0))[0]
                 if number:
                     raise OSError(number, os.strerror(number), "NETLINK_RDMA")
                 return
-            if kind == command:
+            if message_type == command:
                 yield payload
 
 
 def _messages(data: bytes) -> Iterator[tuple[int, bytes]]:
     at = 0
     while at + _HEADER.size <= len(data):
-        length, kind, _flags, _sequence, _port = _HEADER.unpack_from(data, at)
-        yield kind, _part(data, at, length, _HEADER.size)
+        length, message_type, _flags, _sequence, _port = _HEADER.unpack_from(data, at)
+        yield message_type, _payload(data, at, length, _HEADER.size)
         at += (length + 3) & ~3
 
 
 def _attributes(data: bytes) -> dict[int, bytes]:
-    found: dict[int, bytes] = {}
+    attributes: dict[int, bytes] = {}
     at = 0
     while at + _ATTRIBUTE.size <= len(data):
-        length, kind = _ATTRIBUTE.unpack_from(data, at)
-        found[kind & _TYPE_MASK] = _part(data, at, length, _ATTRIBUTE.size)
+        length, number = _ATTRIBUTE.unpack_from(data, at)
+        attributes[number & _TYPE_MASK] = _payload(data, at, length, _ATTRIBUTE.size)
         at += (length + 3) & ~3
-    return found
+    return attributes
 
 
-def _part(data: bytes, at: int, length: int, header_bytes: int) -> bytes:
+def _payload(data: bytes, at: int, length: int, header_bytes: int) -> bytes:
+    """Return the payload of a message or an attribute whose header begins at `at`. A wrong length is EBADMSG."""
     if not header_bytes <= length <= len(data) - at:
         raise OSError(errno.EBADMSG, os.strerror(errno.EBADMSG), "NETLINK_RDMA")
     return data[at + header_bytes : at + length]
 
 
-def _attribute(kind: int, value: bytes) -> bytes:
+def _attribute(number: int, value: bytes) -> bytes:
     length = _ATTRIBUTE.size + len(value)
-    return _ATTRIBUTE.pack(length, kind) + value + bytes(-length % 4)
+    return _ATTRIBUTE.pack(length, number) + value + bytes(-length % 4)
 
 
-def _number(attributes: dict[int, bytes], kind: int) -> int | None:
-    return int.from_bytes(attributes[kind], sys.byteorder) if kind in attributes else None
+def _integer(attributes: dict[int, bytes], number: int) -> int | None:
+    return int.from_bytes(attributes[number], sys.byteorder) if number in attributes else None
 
 
 def _text(value: bytes) -> str:

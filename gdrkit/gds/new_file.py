@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gdrkit.errors import UsageError
+from gdrkit.errors import ApiError, UsageError
 from gdrkit.gds.file import File
 from gdrkit.gds.opening import os_error
 
@@ -136,6 +136,8 @@ def new_file(
             _publish(fd, destination, temporary, is_named=is_named)
             if folder is not None:
                 os.fsync(folder)
+        except ApiError:
+            raise
         except OSError as error:
             raise os_error("create", destination.path, error) from error
 

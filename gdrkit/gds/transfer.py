@@ -195,7 +195,7 @@ class Transfer:
         """Wait, and return the error that :meth:`result` would raise, or None."""
         self._wait(timeout_s)
         self._settle()
-        return None if self._error is None else self._error.fresh()
+        return None if self._error is None else self._error.clone()
 
     def result(
         self, timeout_s: float | None = None, *, on_progress: Callable[[int, int], None] | None = None
@@ -224,7 +224,7 @@ class Transfer:
             self._watch(timeout_s, on_progress)
         self._settle()
         if self._error is not None:
-            raise self._error.fresh()
+            raise self._error.clone()
         assert self._result is not None  # noqa: S101 - a settled transfer without an error has a result.
         return self._result
 

@@ -162,7 +162,7 @@ def _nic(info: NicInfo, nodes: dict[evidence.DeviceNode, None]) -> NicFacts:
     failure: ApiFailure | None = None
     try:
         if info.error is not None:
-            raise info.error.fresh()
+            raise info.error.clone()
         with verbs.Nic.open(info.name, port=info.active_port or 1) as nic:
             dmabuf = nic.supports_dmabuf()
             nodes |= dict.fromkeys(evidence.device_nodes())

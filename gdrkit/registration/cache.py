@@ -307,7 +307,7 @@ class RegionCache:
             # The waiters raise the same failure, but each raises its own error object: an error raised in several
             # threads would collect the tracebacks of all of them. An exception that is not of gdrkit (such as one that
             # a signal handler raised in this thread) is not passed on, and the waiters try again.
-            shared = error.fresh() if isinstance(error, GdrkitError) else None
+            shared = error.clone() if isinstance(error, GdrkitError) else None
             with self._lock:
                 pending.error = shared
                 self._registering.complete(pending)
@@ -336,7 +336,7 @@ class RegionCache:
                 self._release_lease(entry)
             raise
         if pending.error is not None:
-            raise pending.error.fresh()
+            raise pending.error.clone()
         return pending.entry
 
     def _link(self, entry: CacheEntry) -> list[CacheEntry]:

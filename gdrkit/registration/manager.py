@@ -218,7 +218,7 @@ class GdrManager:
         try:
             self._nics = self._open_nics(nic_names)
         except ApiError as error:
-            failures.append(error.fresh())
+            failures.append(error.clone())
         devices: list[cuda.Device] = []
         try:
             count = cuda.device_count()
@@ -226,7 +226,7 @@ class GdrManager:
                 devices.append(cuda.Device(index))
                 self._parts.push(devices[-1].close)
         except ApiError as error:
-            failures.append(error.fresh())
+            failures.append(error.clone())
         if not failures and not self._nics:
             failures.append(UsageError("no NIC has an active port", reason=Reason.NO_DEVICE))
         gpus = tuple(self._try(device, is_asked=not failures) for device in devices)
@@ -259,7 +259,7 @@ class GdrManager:
                     route = registration.route
             except (ApiError, RegistrationFailed) as error:
                 obstacle = GdrObstacle.of(error)
-                self._failed[device.index] = error.fresh()
+                self._failed[device.index] = error.clone()
             else:
                 self._devices[device.index] = device
                 cache = RegionCache(self._nics, regions_max=self._regions_max, bytes_max=self._bytes_max)

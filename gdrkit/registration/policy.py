@@ -186,7 +186,7 @@ def register(
             registration.close()
             # The refusals are kept as long as the registration, so they are copied without the frames of this call and
             # its callers.
-            refusals.append(error.fresh())
+            refusals.append(error.clone())
         except BaseException as error:
             _close_after(registration, error)
             raise

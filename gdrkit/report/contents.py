@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import gdrkit
 from gdrkit import serialization
-from gdrkit.errors import Reason, UsageError
+from gdrkit.errors import Reason, SetupMissing, UsageError
 from gdrkit.exit_code import ExitCode
 from gdrkit.host import KernelFacts, Limits
 from gdrkit.inventory import Facts
@@ -65,6 +65,8 @@ def read_contents(path: Path) -> Contents:
     """
     try:
         return _read(path)
+    except SetupMissing:
+        raise
     except OSError as error:
         raise refused("read", path, error) from error
 

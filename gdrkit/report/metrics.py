@@ -12,7 +12,7 @@ from gdrkit.report.record import Verdict
 from gdrkit.report.routes import RouteState
 from gdrkit.report.run import RunState
 from gdrkit.report.sweep import is_shown
-from gdrkit.text import first_line
+from gdrkit.text import single_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -97,4 +97,4 @@ def _labels(labels: dict[str, str]) -> str:
 
 
 def _escaped(value: str) -> str:
-    return first_line(value).replace("\\", "\\\\").replace('"', '\\"')
+    return single_line(value).replace("\\", "\\\\").replace('"', '\\"')

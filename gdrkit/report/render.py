@@ -16,7 +16,7 @@ from gdrkit.report.junit import render_junit
 from gdrkit.report.metrics import render_metrics
 from gdrkit.report.run import RunFolder, make_folder, write_whole
 from gdrkit.report.view import make_view
-from gdrkit.text import cell, escape_controls
+from gdrkit.text import escape_controls, markdown_cell
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -92,14 +92,14 @@ def environment(*, escaped: bool) -> Environment:
 
     made = Environment(
         loader=FileSystemLoader(install_paths().templates),
-        autoescape=escaped,  # noqa: S701 - Markdown is escaped by text.cell.
+        autoescape=escaped,  # noqa: S701 - Markdown is escaped by text.markdown_cell.
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
         finalize=finalized,
     )
-    made.filters["cell"] = cell
+    made.filters["cell"] = markdown_cell
     made.filters["seconds"] = _seconds
     made.filters["short"] = _short
     return made

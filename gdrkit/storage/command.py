@@ -9,7 +9,7 @@ import signal
 import sys
 from typing import TYPE_CHECKING
 
-from gdrkit.errors import Api, ApiError, Reason, errno_name
+from gdrkit.errors import Api, ApiError, GdrkitError, Reason, errno_name
 from gdrkit.storage.address import ServerAddress
 from gdrkit.storage.server import StorageServer
 from gdrkit.storage.store import FileStore
@@ -40,6 +40,8 @@ def serve(root: Path, *, listen: str | None, nic_names: Sequence[str], chunk_byt
                 sys.stdout.write(f"gdrkit serve: {root} at {server.address} by {', '.join(server.nics)}\n")
                 sys.stdout.flush()
                 signal.sigwait({signal.SIGTERM, signal.SIGINT})
+    except GdrkitError:
+        raise
     except OSError as error:
         raise ApiError(
             api=Api.KERNEL if error.filename or error.errno != errno.ENODEV else Api.VERBS,

@@ -81,5 +81,7 @@ def convert_os_errors(operation: str, **arguments: object) -> Iterator[None]:
     """Convert an OSError in this block to an :class:`ApiError`."""
     try:
         yield
+    except ApiError:
+        raise
     except OSError as error:
         raise kernel_error(error, operation, **arguments) from error

@@ -63,12 +63,6 @@ _ADVICE_BY_ERRNO = {
 class UsrbioError(ApiError, OSError):
     """A call of the client library failed. It is also an OSError, which programs for 3FS catch."""
 
-    def __init__(self, *, errno: int | None, detail: str, **fields: Any) -> None:
-        super().__init__(errno=errno, detail=detail, **fields)
-        # The constructor of OSError clears these.
-        self.errno: int | None = errno
-        self.strerror = detail
-
 
 class UsrbioUnsupported(UsrbioError, Unsupported):
     """The client library does not support an operation, or lacks its function."""

@@ -89,7 +89,7 @@ def _modules() -> Any:
     """Return the modules of pyverbs, or raise SetupMissing if they or their libraries are missing or do not fit."""
     outcome = _loaded()
     if isinstance(outcome, SetupMissing):
-        raise outcome.fresh()
+        raise outcome.clone()
     return outcome
 
 
@@ -99,7 +99,7 @@ def _loaded() -> Any:
         loader.check_library(soname, operation=f"dlopen {soname}")
     try:
         loader.import_package("pyverbs", extension="device", folder=_SYSTEM_PACKAGES, what_to_do=_INSTALL)
-        with loader.root_logger_kept():
+        with loader.preserve_root_logger():
             return SimpleNamespace(**{name: importlib.import_module(f"pyverbs.{name}") for name in _MODULES})
     except ImportError as error:
         # Only this failure is cached: importing a half-imported pyverbs again fails with another error, which hides the

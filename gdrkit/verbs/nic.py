@@ -89,9 +89,9 @@ class Nic(NicContext):
             refusal = _pyverbs.probe_dmabuf(self.domain, length_bytes=HOST_PAGE_BYTES, access=int(_ALL_ACCESS))
             if refusal is not None and not isinstance(refusal, Unsupported):
                 return refusal
-            self._dmabuf_error = None if refusal is None else refusal.fresh()
+            self._dmabuf_error = None if refusal is None else refusal.clone()
             self._is_dmabuf_probed = True
-        return None if self._dmabuf_error is None else self._dmabuf_error.fresh()
+        return None if self._dmabuf_error is None else self._dmabuf_error.clone()
 
     def register_host(self, buffer: bytearray | mmap.mmap | memoryview, *, access: Access = _ALL_ACCESS) -> Region:
         """Register a writable host buffer. The buffer cannot be resized or closed before the region is closed.

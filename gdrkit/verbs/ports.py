@@ -130,7 +130,7 @@ def _info(row: DeviceRow) -> NicInfo:
     try:
         context = _pyverbs.open_device(row.name)
     except ApiError as error:
-        failure = error.fresh()
+        failure = error.clone()
     else:
         try:
             ports = query_ports(context)

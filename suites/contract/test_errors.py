@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import pickle
 from typing import Any
 
@@ -116,18 +117,83 @@ FIELDS = {
 
 
 class _SystemError(ApiError, OSError):
-    """An error that is also an OSError, like those of usrbio. Fields of OSError are not in ``__dict__``."""
+    """An error that is always an OSError, like those of usrbio. Fields of OSError are not in ``__dict__``."""
 
-    def __init__(self, **fields: Any) -> None:  # noqa: ANN401 - the fields of ApiError have many types.
-        super().__init__(**fields)
-        self.errno: int | None = fields["errno"]
-        self.strerror = fields["detail"]
+
+def _kernel_error(number: int, cls: type[ApiError] = ApiError, **fields: Any) -> ApiError:  # noqa: ANN401
+    known: dict[str, Any] = {"api": Api.KERNEL, "operation": "open", "status": number, "errno": number}
+    return cls(**(known | {"status_name": errors.errno_name(number)} | fields))
+
+
+@pytest.mark.parametrize(
+    ("number", "builtin"),
+    [
+        (errno.ENOENT, FileNotFoundError),
+        (errno.EACCES, PermissionError),
+        (errno.EPERM, PermissionError),
+        (errno.EEXIST, FileExistsError),
+        (errno.EAGAIN, BlockingIOError),
+        (errno.ETIMEDOUT, TimeoutError),
+        (errno.EIO, OSError),
+    ],
+)
+@pytest.mark.parametrize("cls", [ApiError, errors.SetupMissing, errors.Unsupported, _SystemError])
+def test_kernel_error_is_the_builtin_of_its_errno(number: int, builtin: type[OSError], cls: type[ApiError]) -> None:
+    with pytest.raises(builtin) as caught:
+        raise _kernel_error(number, cls, arguments={"path": "/data/x"})
+    error: Any = caught.value
+    assert isinstance(error, cls)
+    assert isinstance(error, builtin)
+    assert type(error).__name__ == cls.__name__
+    assert (error.errno, error.strerror, error.filename) == (number, os.strerror(number), "/data/x")
+    assert str(error) == f"kernel: open(path='/data/x') failed: {os.strerror(number)} ({errors.errno_name(number)})"
+
+
+def test_kernel_errors_of_one_errno_have_one_class() -> None:
+    assert type(_kernel_error(errno.ENOENT)) is type(_kernel_error(errno.ENOENT))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "filename"),
+    [
+        ({"length_bytes": 5}, None),
+        ({"tier": "nvme", "name": "a/b"}, "a/b"),
+        ({"folder": "/f", "path": "/p"}, "/p"),
+        ({"command": "prog"}, "prog"),
+    ],
+)
+def test_filename_is_the_argument_that_names_the_file(arguments: dict[str, object], filename: str | None) -> None:
+    error: Any = _kernel_error(errno.ENOENT, arguments=arguments)
+    assert error.filename == filename
+
+
+def test_error_of_another_api_is_not_an_os_error() -> None:
+    assert not isinstance(_refused(), OSError)
+    assert not isinstance(_kernel_error(errno.ENOENT, api=Api.LOADER), OSError)
+    without_errno = ApiError(api=Api.KERNEL, operation="read", status=None, status_name="too short")
+    assert not isinstance(without_errno, OSError)
+
+
+def test_os_error_without_errno_has_its_detail_as_strerror() -> None:
+    error = _SystemError(**(FIELDS | {"errno": None, "status": None}))  # type: ignore[arg-type]
+    assert (error.errno, error.strerror, error.filename) == (None, "detail", None)
+
+
+@pytest.mark.parametrize(
+    ("detail", "end"),
+    [("No such file or directory", "(ENOENT)"), ("no tier has it", "(ENOENT): no tier has it"), ("", "(ENOENT)")],
+)
+def test_detail_that_repeats_the_errno_is_left_out(detail: str, end: str) -> None:
+    error = _kernel_error(errno.ENOENT, detail=detail)
+    assert str(error).endswith(end)
+    assert error.detail == detail
 
 
 def _kinds() -> list[errors.GdrkitError]:
     return [
         ApiError(**FIELDS),  # type: ignore[arg-type]
-        _SystemError(**FIELDS),
+        _SystemError(**FIELDS),  # type: ignore[arg-type]
+        _kernel_error(errno.ENOENT, arguments={"path": "/data/x"}),
         errors.UsageError("wrong", reason=Reason.NO_DEVICE, what_to_do="right"),
         errors.ClosedResource("queue pair"),
         errors.DataMismatch(first_offset_bytes=3, expected=b"1", actual=b"2", length_bytes=9),
@@ -142,7 +208,7 @@ def test_fresh_error_has_all_fields_and_no_traceback(error: errors.GdrkitError) 
     try:
         raise error from _refused()
     except errors.GdrkitError as caught:
-        again = caught.fresh()
+        again = caught.clone()
     assert type(again) is type(error)
     assert again is not error
     assert (str(again), again.args, again.__notes__) == (str(error), error.args, ["a note"])
@@ -151,6 +217,6 @@ def test_fresh_error_has_all_fields_and_no_traceback(error: errors.GdrkitError) 
     assert mine == theirs
     assert (again.__traceback__, again.__cause__, again.__context__) == (None, None, None)
     if isinstance(error, OSError) and isinstance(again, OSError):
-        assert (again.errno, again.strerror) == (error.errno, error.strerror)
+        assert (again.errno, again.strerror, again.filename) == (error.errno, error.strerror, error.filename)
     if isinstance(error, errors.RegistrationFailed) and isinstance(again, errors.RegistrationFailed):
         assert again.causes[0] is not error.causes[0]

@@ -140,7 +140,7 @@ def test_the_command_says_what_it_did(tmp_path: Path, seed: int) -> None:
     [
         (["file", "file", "--host"], 2, "are one file"),
         (["none", "copy", "--host"], 1, "ENOENT"),
-        (["file", "copy", "--host", "--device", "0"], 2, "exclude each other"),
+        (["file", "copy", "--host", "--device", "0"], 2, "--host and --device cannot be combined"),
         (["file", "copy", "--host", "--direct", "required"], 1, "NOT_DIRECT"),
         (["file", "copy", "--direct", "maybe"], 2, "maybe"),
     ],

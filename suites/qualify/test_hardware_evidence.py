@@ -136,5 +136,5 @@ def test_list_of_devices_counts_on_procfs_alone(tmp_path: Path) -> None:
     (tmp_path / "devices").write_text("Character devices:\n  1 nvidia\n  1 infiniband_verbs\n\nBlock devices:\n")
     found = evidence_behind(f"mount --bind {tmp_path / 'devices'} /proc/devices")
     for missing in (found["nvidia_missing"], found["rdma_missing"]):
-        assert "/proc/devices does not lie on procfs: something is mounted there" in missing[0]
+        assert "/proc/devices is not on procfs: something is mounted there" in missing[0]
     assert (found["gpus"], found["rdma"]) == ([], [])

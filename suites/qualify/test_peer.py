@@ -81,7 +81,7 @@ def fields_of(error: BaseException) -> dict[str, object]:
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 def test_an_error_crosses_with_its_class_and_its_fields(error: GdrkitError) -> None:
-    noted = error.fresh()
+    noted = error.clone()
     noted.add_note("a note")
     for each in (error, noted):
         again = error_from_plain(json.loads(json.dumps(error_to_plain(each))))

@@ -57,7 +57,7 @@ def test_the_start_of_a_child_is_a_part_of_the_step(tmp_path: Path) -> None:
 
 def test_a_child_that_says_rubbish_costs_its_row(tmp_path: Path) -> None:
     answer = ask(Supervised(beginning_with(tmp_path, RUBBISH)), limit_s=LONG_S)
-    assert str(answer["lost"]).startswith("it was killed, as it does not answer as it must: a message: no JSON")
+    assert str(answer["lost"]).startswith("it was killed, as it does not answer as it must: a message: not JSON")
 
 
 def test_a_child_that_hangs_ends_with_its_rank() -> None:

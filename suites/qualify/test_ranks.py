@@ -166,7 +166,7 @@ def test_all_ranks_end_with_the_code_of_what_is_missing(tmp_path: Path) -> None:
     keeps = "import pathlib, sys\nfrom gdrkit.cli import main\ntry:\n    main()\nexcept SystemExit as ended:\n"
     keeps += f"    pathlib.Path({str(tmp_path / 'code')!r}).write_text(str(ended.code))\n    raise"
     with job_of_this_machine(tmp_path / "file" / "out", second=(sys.executable, "-c", keeps)) as running:
-        assert "Not a directory. To do: name a folder" in running.line_with("mkdir")
+        assert "Not a directory (ENOTDIR). To do: name a folder" in running.line_with("mkdir")
         assert running.wait() == 3
     # It may have been ended with the job before it could.
     assert not (tmp_path / "code").exists() or (tmp_path / "code").read_text() != "1"

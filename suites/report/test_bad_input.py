@@ -22,7 +22,7 @@ from gdrkit.report.document import render_document
 from gdrkit.report.metrics import render_metrics
 from gdrkit.report.render import render
 from gdrkit.report.view import make_view
-from gdrkit.text import cell, escape_controls
+from gdrkit.text import escape_controls, markdown_cell
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -58,9 +58,9 @@ def refused(folder: RunFolder) -> str:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        (b'{"schema_version": 1, "case": "a', "no JSON"),
+        (b'{"schema_version": 1, "case": "a', "not JSON"),
         (b"\xff\xfe\x00", "utf-8"),
-        (b"[" * 100_000, "no JSON"),
+        (b"[" * 100_000, "not JSON"),
         (b'{"schema_version": NaN}', "NaN is no number of JSON"),
         (b'{"schema_version": 2}', "expected schema_version 1, found 2"),
         (b'{"level": "info", "msg": "from another program"}', "expected schema_version 1, found None"),
@@ -86,11 +86,11 @@ def test_a_number_that_is_none_is_refused(run: RunFolder, value: str) -> None:
 @pytest.mark.parametrize(
     ("file", "text", "said"),
     [
-        ("run", "{", "no JSON"),
+        ("run", "{", "not JSON"),
         ("run", '{"schema_version": 7}', "expected schema_version 1, found 7"),
         ("run", "[]", "expected schema_version 1"),
         ("facts", '{"schema_version": 9}', "expected schema_version 1, found 9"),
-        ("facts", "", "no JSON"),
+        ("facts", "", "not JSON"),
         ("facts", '{"schema_version": 1}', "facts.json.machine: expected a value"),
     ],
 )
@@ -291,7 +291,7 @@ def test_what_acts_on_a_terminal_is_shown(text: str, shown: str) -> None:
 
 
 def test_a_cell_is_one_line_without_bars_and_tags() -> None:
-    shown: Callable[[object], str] = cell
+    shown: Callable[[object], str] = markdown_cell
     assert shown("a|b\n<b>`c` & GPU 0 <- NIC") == "a\\|b &lt;b>&#96;c&#96; &amp; GPU 0 <- NIC"
 
 

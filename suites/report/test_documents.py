@@ -204,7 +204,7 @@ def test_records_are_read_back_as_the_same_values(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "named"),
     [
-        ("{", "no JSON"),
+        ("{", "not JSON"),
         ("[]", "schema_version"),
         ('{"schema_version": 2}', "schema_version"),
         ('{"schema_version": 1}', "case"),

@@ -196,7 +196,7 @@ def test_a_damaged_host_is_a_row_with_its_error_and_hides_no_other(tmp_path: Pat
     assert [(it.name, bool(it.error)) for it in made.hosts] == [("bad", True), ("good", False)]
     (problem,) = made.problems
     assert problem.startswith("bad: ")
-    assert "records.jsonl:1: no JSON" in problem
+    assert "records.jsonl:1: not JSON" in problem
 
 
 def change(file: Path, **fields: Json) -> None:

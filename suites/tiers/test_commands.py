@@ -62,7 +62,7 @@ def test_file_is_pinned_migrated_and_listed(shell: Shell) -> None:
     assert (shell.root / "nvme" / "folder" / "file").read_bytes() == b"x" * 10_000
     assert {tier["name"]: tier["files"] for tier in shell.as_json("status")} == {"nvme": 1, "ssd": 0, "hdd": 0}
     assert "nvme" in shell.run("unpin", "folder/file")
-    assert "1 of 1 files moved, 0 had to stay" in shell.run("migrate")
+    assert "1 of 1 files moved, 0 not moved" in shell.run("migrate")
     assert "catalogue and disks agree" in shell.run("check")
 
 

@@ -42,10 +42,10 @@ def as_agent_error(error: GdrkitError | OSError) -> AgentError:
     """Return the error to send for any error: with its own errno if it has one, else with the errno of its reason."""
     if isinstance(error, AgentError):
         return error
-    if isinstance(error, OSError):
-        return AgentError(error.errno or errno.EIO, str(error.strerror or error))
     if isinstance(error, ApiError) and error.errno:
         return AgentError(error.errno, str(error))
+    if isinstance(error, OSError):
+        return AgentError(error.errno or errno.EIO, str(error.strerror or error))
     if isinstance(error, RegistrationFailed):
         return AgentError(_ERRNO_OF_REASON.get(error.reason, errno.EIO), str(error))
     default = errno.EINVAL if isinstance(error, UsageError) else errno.EIO

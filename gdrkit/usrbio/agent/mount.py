@@ -333,6 +333,8 @@ class AgentMount:
             # the links to device memory.
             virtual = self._virtual = self._keep(PrivateFolder.below(self.virtual_folder))
             links, records = self._keep(virtual.folder(IOVS)), self._keep(virtual.folder(_RECORDS))
+        except SetupMissing:
+            raise
         except OSError as error:
             raise _mount_error(
                 "mkdir", error, self.virtual_folder, "give this user the right to write to the mount"
