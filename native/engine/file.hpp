@@ -6,8 +6,8 @@
 #include <mutex>
 #include <string>
 
+#include "common/descriptor.hpp"
 #include "engine/cache_state.hpp"
-#include "engine/descriptor.hpp"
 
 namespace gdrkit::engine {
 

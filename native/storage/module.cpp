@@ -12,6 +12,7 @@
 #include <system_error>
 
 #include "storage/crc32c.hpp"
+#include "storage/open_beneath.hpp"
 #include "storage/session.hpp"
 #include "verbs/error.hpp"
 

@@ -11,6 +11,7 @@
 #include <system_error>
 
 #include "storage/crc32c.hpp"
+#include "storage/open_beneath.hpp"
 
 namespace gdrkit::storage {
 

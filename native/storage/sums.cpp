@@ -10,6 +10,8 @@
 #include <cstring>
 #include <ctime>
 
+#include "storage/open_beneath.hpp"
+
 namespace gdrkit::storage {
 
 namespace {

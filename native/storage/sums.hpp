@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "storage/descriptor.hpp"
+#include "common/descriptor.hpp"
 
 namespace gdrkit::storage {
 

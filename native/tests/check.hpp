@@ -1,4 +1,4 @@
-// What all tests here share: a check that holds in every build, says where it failed and ends the test.
+// Checks for all native tests. They also work in release builds, and a failed check prints its location and aborts.
 #pragma once
 
 #include <cstdio>
@@ -7,7 +7,7 @@
 #define CHECK(condition)                                                                                               \
     do {                                                                                                               \
         if (!(condition)) {                                                                                            \
-            std::fprintf(stderr, "%s:%d: %s: not so: %s\n", __FILE__, __LINE__, __func__, #condition);                 \
+            std::fprintf(stderr, "%s:%d: %s: CHECK(%s) failed\n", __FILE__, __LINE__, __func__, #condition);           \
             std::abort();                                                                                              \
         }                                                                                                              \
     } while (false)

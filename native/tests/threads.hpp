@@ -1,5 +1,5 @@
-// The threads of this process, as the kernel lists them: one that ended is listed until the kernel has buried it, and
-// one that names itself is known by that name once it has run.
+// Finds threads of this process by name, as the kernel lists them. A thread that has ended may be listed for a short
+// time. A thread that sets its own name is found after it has run.
 #pragma once
 
 #include <filesystem>

@@ -13,11 +13,13 @@
 #include <string>
 #include <vector>
 
-#include "engine/descriptor.hpp"
+#include "common/descriptor.hpp"
 #include "engine/engine.hpp"
 #include "tests/check.hpp"
 
 namespace gdrkit::engine::test {
+
+using gdrkit::Descriptor;
 
 using u64 = std::uint64_t;
 using Bytes = std::vector<std::byte>;

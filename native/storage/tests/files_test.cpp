@@ -15,9 +15,11 @@
 #include <system_error>
 #include <vector>
 
+#include "storage/open_beneath.hpp"
 #include "storage/store_file.hpp"
 #include "tests/check.hpp"
 
+using gdrkit::Descriptor;
 using namespace gdrkit::storage;
 
 namespace {

@@ -1,5 +1,5 @@
-// Memory that another process may cut short: who owns the file behind a mapping can truncate it, and then the next
-// access here is a SIGBUS, which would end the agent. A guarded range gets zeros in that place instead and is marked.
+// Guards for mapped files that another process can truncate. An access beyond the new end raises SIGBUS, which would
+// end the agent. In a guarded range, the handler replaces the missing page by zeros and marks the range.
 #pragma once
 
 #include <atomic>
@@ -8,24 +8,24 @@
 
 namespace gdrkit::usrbio::agent {
 
-struct GuardSlot {
-    std::atomic<std::uintptr_t> begin{0}; // 0: free.
+struct GuardedRange {
+    std::atomic<std::uintptr_t> begin{0}; // 0: the entry is free.
     std::atomic<std::uintptr_t> end{0};
-    std::atomic<bool> hit{false};
+    std::atomic<bool> is_hit{false};
 };
 
 class BusGuard {
 public:
-    // Throws std::bad_alloc when too many ranges are guarded, std::system_error when the handler cannot be installed.
+    // Throws std::bad_alloc if too many ranges are guarded, std::system_error if the handler cannot be installed.
     BusGuard(void* base, std::size_t length);
     ~BusGuard();
     BusGuard(const BusGuard&) = delete;
     BusGuard& operator=(const BusGuard&) = delete;
 
-    bool hit() const noexcept { return slot_->hit.load(std::memory_order_relaxed); }
+    bool is_hit() const noexcept { return range_->is_hit.load(std::memory_order_relaxed); }
 
 private:
-    GuardSlot* slot_;
+    GuardedRange* range_;
 };
 
 } // namespace gdrkit::usrbio::agent

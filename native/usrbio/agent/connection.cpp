@@ -15,7 +15,8 @@ namespace {
 
 using storage::crc32c;
 
-// A result without holes, which is all that the agent asks for, times the most that one frame has.
+// Largest payload of a reply: results of as many operations as a frame may have. The agent requests no holes, so a
+// result has none.
 constexpr std::size_t reply_bytes_max = storage::operations_max * sizeof(storage::Result);
 
 } // namespace
@@ -23,7 +24,7 @@ constexpr std::size_t reply_bytes_max = storage::operations_max * sizeof(storage
 Connection::Connection(Descriptor socket) : socket_(std::move(socket)), input_(1 << 18) {
     const int flags = fcntl(socket_.get(), F_GETFL);
     if (flags < 0 || fcntl(socket_.get(), F_SETFL, flags | O_NONBLOCK) < 0)
-        throw std::system_error(errno, std::generic_category(), "fcntl");
+        throw std::system_error(errno, std::generic_category(), "fcntl failed");
 }
 
 std::size_t Connection::queue(std::span<const storage::Operation> operations) {
@@ -74,19 +75,19 @@ bool Connection::receive(const std::function<bool(const storage::Result&)>& hand
             end_ -= begin_;
             begin_ = 0;
         }
-        const std::size_t room = input_.size() - end_;
-        const ssize_t got = ::recv(socket_.get(), input_.data() + end_, room, MSG_DONTWAIT);
-        if (got < 0 && errno == EINTR)
+        const std::size_t space = input_.size() - end_;
+        const ssize_t received = ::recv(socket_.get(), input_.data() + end_, space, MSG_DONTWAIT);
+        if (received < 0 && errno == EINTR)
             continue;
-        if (got < 0)
+        if (received < 0)
             return errno == EAGAIN || errno == EWOULDBLOCK;
-        if (got == 0)
+        if (received == 0)
             return false;
-        end_ += static_cast<std::size_t>(got);
+        end_ += static_cast<std::size_t>(received);
         if (!parse(handle))
             return false;
-        if (static_cast<std::size_t>(got) < room)
-            return true; // Nothing more is there, or it will be said by poll().
+        if (static_cast<std::size_t>(received) < space)
+            return true; // The socket is empty, or poll() will report the rest.
     }
 }
 
@@ -97,7 +98,7 @@ bool Connection::parse(const std::function<bool(const storage::Result&)>& handle
         if (header.magic != storage::frame_magic || header.version != storage::frame_version ||
             header.header_crc32c != crc32c(&header, offsetof(storage::FrameHeader, header_crc32c)))
             return false;
-        // Holes were not asked for, so the length has one right value.
+        // The agent requested no holes, so only one length is valid.
         if (header.type != static_cast<std::uint16_t>(storage::FrameType::io_reply) || header.count == 0 ||
             header.count > storage::operations_max || header.length != header.count * sizeof(storage::Result))
             return false;

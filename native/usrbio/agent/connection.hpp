@@ -1,4 +1,4 @@
-// The agent's end of a data connection: frames out, results in, both without ever blocking.
+// The agent's end of a data connection: sends frames and receives results, and never blocks.
 #pragma once
 
 #include <cstddef>
@@ -7,26 +7,25 @@
 #include <span>
 #include <vector>
 
-#include "storage/descriptor.hpp"
+#include "common/descriptor.hpp"
 #include "storage/frames.hpp"
 
 namespace gdrkit::usrbio::agent {
 
-using storage::Descriptor;
-
 class Connection {
 public:
-    // Throws std::system_error when the descriptor is no socket that can be made non-blocking.
+    // Throws std::system_error if the descriptor is not a socket or cannot be made non-blocking.
     explicit Connection(Descriptor socket);
 
     int fd() const noexcept { return socket_.get(); }
     bool has_backlog() const noexcept { return sent_ < output_.size(); }
 
-    // Writes frames behind what is still to be sent; gives their number.
+    // Appends frames to the unsent bytes, and returns the number of frames.
     std::size_t queue(std::span<const storage::Operation> operations);
-    // Both: false when the connection is over, by its end, an error or something that is no frame.
+    // Sends as much as possible. Returns false if the connection has ended or failed.
     bool flush();
-    // `handle` gets every result of every whole frame that has come; false from it ends the connection too.
+    // Passes each result of each complete frame to `handle`. Returns false if the connection has ended or failed, sent
+    // an invalid frame, or `handle` returned false.
     bool receive(const std::function<bool(const storage::Result&)>& handle);
 
 private:

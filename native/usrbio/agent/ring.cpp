@@ -9,15 +9,16 @@
 namespace gdrkit::usrbio::agent {
 
 SharedMapping::SharedMapping(int fd) {
-    struct stat found {};
-    if (fstat(fd, &found) != 0)
-        throw std::system_error(errno, std::generic_category(), "fstat");
-    if (!S_ISREG(found.st_mode) || found.st_size <= 0 || ring_entries(static_cast<std::size_t>(found.st_size)) == 0)
-        throw std::system_error(EINVAL, std::generic_category(), "no ring has the size of this shared memory");
-    length_ = static_cast<std::size_t>(found.st_size);
+    struct stat attributes {};
+    if (fstat(fd, &attributes) != 0)
+        throw std::system_error(errno, std::generic_category(), "fstat failed");
+    if (!S_ISREG(attributes.st_mode) || attributes.st_size <= 0 ||
+        ring_entries(static_cast<std::size_t>(attributes.st_size)) == 0)
+        throw std::system_error(EINVAL, std::generic_category(), "this shared memory does not have the size of a ring");
+    length_ = static_cast<std::size_t>(attributes.st_size);
     base_ = mmap(nullptr, length_, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     if (base_ == MAP_FAILED)
-        throw std::system_error(errno, std::generic_category(), "mmap");
+        throw std::system_error(errno, std::generic_category(), "mmap failed");
     try {
         guard_ = std::make_unique<BusGuard>(base_, length_);
     } catch (...) {
@@ -31,11 +32,11 @@ SharedMapping::~SharedMapping() {
     munmap(base_, length_);
 }
 
-Ring::Ring(Client& owner, const RingSpec& what, int fd) : client(owner), spec(what), memory(fd) {
-    const auto timeout = std::chrono::duration_cast<std::chrono::nanoseconds>(what.timeout).count();
-    const int status = AgentRing::attach(memory.base(), memory.length(), what.io_depth, timeout, side);
+Ring::Ring(Client& owner, const RingSpec& ring_spec, int fd) : client(owner), spec(ring_spec), memory(fd) {
+    const auto timeout = std::chrono::duration_cast<std::chrono::nanoseconds>(ring_spec.timeout).count();
+    const int status = AgentRing::attach(memory.base(), memory.length(), ring_spec.io_depth, timeout, side);
     if (status != 0)
-        throw std::system_error(-status, std::generic_category(), "this shared memory is no new ring");
+        throw std::system_error(-status, std::generic_category(), "this shared memory does not contain a valid ring");
 }
 
 } // namespace gdrkit::usrbio::agent

@@ -1,4 +1,4 @@
-// One ring as the agent has it: the mapping, whose it is, and what became of it.
+// A ring as the agent has it: its mapping, its client and its state.
 #pragma once
 
 #include <cstddef>
@@ -12,10 +12,10 @@ namespace gdrkit::usrbio::agent {
 
 struct Client;
 
-// Shared memory that a client made and may cut short.
+// A mapping of shared memory that a client created and can truncate.
 class SharedMapping {
 public:
-    // The whole file. Throws std::system_error; EINVAL when no ring has its size.
+    // Maps the whole file. Throws std::system_error; EINVAL if no ring has that size.
     explicit SharedMapping(int fd);
     ~SharedMapping();
     SharedMapping(const SharedMapping&) = delete;
@@ -23,7 +23,7 @@ public:
 
     void* base() const noexcept { return base_; }
     std::size_t length() const noexcept { return length_; }
-    bool was_cut() const noexcept { return guard_->hit(); }
+    bool was_truncated() const noexcept { return guard_->is_hit(); }
 
 private:
     void* base_ = nullptr;
@@ -33,16 +33,16 @@ private:
 
 struct Ring {
     // Throws std::system_error.
-    Ring(Client& owner, const RingSpec& what, int fd);
+    Ring(Client& owner, const RingSpec& ring_spec, int fd);
 
     Client& client;
     RingSpec spec;
-    SharedMapping memory; // Outlives what works on it.
+    SharedMapping memory; // Declared first, because `side` uses it until its end.
     std::unique_ptr<AgentRing> side;
     bool is_closing = false;
     bool is_broken = false;
-    bool is_touched = false; // Has completions that were not published yet.
-    bool is_asleep = false;  // The application was told that the agent sleeps.
+    bool has_unpublished = false; // It has completions that were not published yet.
+    bool is_asleep = false;       // The loop has announced its sleep in this ring.
 };
 
 } // namespace gdrkit::usrbio::agent

@@ -1,4 +1,4 @@
-// Three threads that turn posts of the submit semaphores into an event that poll() can wait for.
+// Watches the submit semaphores with one thread each, and reports their posts by an event that poll() can wait for.
 #pragma once
 
 #include <array>
@@ -11,13 +11,13 @@
 
 namespace gdrkit::usrbio::agent {
 
-class Watcher {
+class SemaphoreWatcher {
 public:
-    // `names`: "/NAME", as sem_open takes them, high priority first; the semaphores exist. Throws std::system_error.
-    Watcher(const std::array<std::string, priority_classes>& names, int event_fd);
-    ~Watcher();
-    Watcher(const Watcher&) = delete;
-    Watcher& operator=(const Watcher&) = delete;
+    // `names`: "/NAME" as for sem_open, high priority first; the semaphores must exist. Throws std::system_error.
+    SemaphoreWatcher(const std::array<std::string, priority_classes>& names, int event_fd);
+    ~SemaphoreWatcher();
+    SemaphoreWatcher(const SemaphoreWatcher&) = delete;
+    SemaphoreWatcher& operator=(const SemaphoreWatcher&) = delete;
 
 private:
     void watch(NamedSemaphore& semaphore);

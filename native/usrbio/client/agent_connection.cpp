@@ -1,5 +1,6 @@
 #include "usrbio/client/agent_connection.hpp"
 
+#include "common/errno_text.hpp"
 #include "usrbio/client/library_mutex.hpp"
 #include "usrbio/client/log.hpp"
 
@@ -28,31 +29,31 @@ namespace gdrkit::usrbio {
 
 namespace {
 
-constexpr timeval reply_limit{.tv_sec = 30, .tv_usec = 0};
-constexpr int closing_ms = 30000;
-constexpr int death_ms = 10000;
+constexpr timeval reply_timeout{.tv_sec = 30, .tv_usec = 0};
+constexpr int close_ms_max = 30000;
+constexpr int exit_ms_max = 10000;
 constexpr std::size_t payload_parts_max = 4;
 
 struct Connections {
-    // Kept by what needs it: publications, rings and registered files. With the last of them it closes.
+    // Publications, rings and registered files hold the connection. It closes with the last of them.
     std::map<std::string, std::weak_ptr<AgentConnection>, std::less<>> by_mount;
-    std::set<AgentConnection*> all; // Those too that rings keep after the mount got a new one.
+    std::set<AgentConnection*> all; // Includes connections that rings still hold after the mount got a new one.
 };
 
 Connections& connections() {
-    static auto* the = [] {
-        auto* made = new Connections;
+    static auto* table = [] {
+        auto* created = new Connections;
         in_forked_child([] {
             for (AgentConnection* connection : connections().all) {
-                connection->abandon();
+                connection->close_descriptors();
             }
         });
-        return made;
+        return created;
     }();
-    return *the;
+    return *table;
 }
 
-// Of /proc/<pid>/stat, field 9 (proc(5)): set before a process closes anything.
+// Reads field 9 of /proc/<pid>/stat (proc(5)). The kernel sets the flag before the process closes anything.
 bool is_exiting(pid_t process) noexcept {
     constexpr unsigned long exiting = 0x4; // PF_EXITING
     char path[32];
@@ -67,13 +68,13 @@ bool is_exiting(pid_t process) noexcept {
         return false;
     }
     text[count] = 0;
-    const char* name_end = std::strrchr(text, ')'); // The name may hold anything; its last bracket ends it.
+    const char* name_end = std::strrchr(text, ')'); // The name may contain any character; the last bracket ends it.
     unsigned long flags = 0;
     return name_end != nullptr && std::sscanf(name_end + 1, " %*c %*d %*d %*d %*d %*d %lu", &flags) == 1 &&
            (flags & exiting) != 0;
 }
 
-bool well_formed(const AgentHeader& reply, const AgentHeader& request, std::size_t bytes) noexcept {
+bool is_valid_reply(const AgentHeader& reply, const AgentHeader& request, std::size_t bytes) noexcept {
     return reply.magic == agent_magic && reply.version == agent_version && reply.type == request.type &&
            reply.sequence == request.sequence && reply.length == bytes && reply.status >= 0 && reply.status < 4096 &&
            reply.descriptors == 0;
@@ -84,126 +85,130 @@ bool well_formed(const AgentHeader& reply, const AgentHeader& request, std::size
 AgentConnection::AgentConnection(int fd) noexcept : fd_(fd) {
     ucred peer{};
     socklen_t bytes = sizeof(peer);
-    // Who listens; 0 in another PID namespace, whose end cannot be watched.
+    // The process that listens; 0 if it is in another PID namespace, so that its exit cannot be watched.
     if (getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &bytes) == 0 && peer.pid > 0) {
-        agent_ = peer.pid;
-        process_.store(static_cast<int>(syscall(SYS_pidfd_open, peer.pid, 0)));
+        agent_pid_ = peer.pid;
+        agent_pidfd_.store(static_cast<int>(syscall(SYS_pidfd_open, peer.pid, 0)));
     }
 }
 
 AgentConnection::~AgentConnection() {
-    if (is_watched_) { // Nobody else has the connection any more.
+    if (is_watched_) { // No other thread uses the connection any more.
         shutdown(fd_.load(), SHUT_RDWR);
-        watch_ended_->acquire();
+        watch_done_->acquire();
     }
     {
         const std::lock_guard lock(library_mutex());
         connections().all.erase(this);
     }
-    abandon();
+    close_descriptors();
 }
 
-void AgentConnection::abandon() noexcept {
-    ended_.store(true, std::memory_order_release);
-    gone_.store(true, std::memory_order_release);
-    is_watched_ = false; // A child has no threads of its parent.
-    for (std::atomic<int>* held : {&fd_, &process_}) {
-        if (const int fd = held->exchange(-1); fd >= 0) {
+void AgentConnection::close_descriptors() noexcept {
+    failed_.store(true, std::memory_order_release);
+    peer_closed_.store(true, std::memory_order_release);
+    is_watched_ = false; // A child does not have the threads of its parent.
+    for (std::atomic<int>* descriptor : {&fd_, &agent_pidfd_}) {
+        if (const int fd = descriptor->exchange(-1); fd >= 0) {
             close(fd);
         }
     }
 }
 
-int AgentConnection::end(const char* why, int patience_ms) noexcept {
-    if (!ended_.exchange(true, std::memory_order_acq_rel)) {
-        log_line(LogLevel::warning, "the connection to the agent ended: %s", why);
+int AgentConnection::fail(const char* reason, int close_timeout_ms) noexcept {
+    if (!failed_.exchange(true, std::memory_order_acq_rel)) {
+        log_line(LogLevel::warning, "the connection to the agent failed: %s", reason);
     }
-    // An agent that ends takes no request any more while it takes back what it has: its end of the socket says when
-    // that is done. One that only hangs may go on where it was.
-    gone_within(patience_ms);
+    // An agent that exits accepts no further request while it withdraws its publications, and closes its end of the
+    // socket afterwards. An agent that only hangs may continue.
+    wait_peer_closed(close_timeout_ms);
     return -EREMOTEIO;
 }
 
-// The kernel closes the descriptors of a process that dies in an order of its own: this socket may be closed while the
-// NIC still is not, and bytes arrive. The process counts as dead only after all of that.
-void AgentConnection::await_death() noexcept {
-    pollfd death{.fd = process_.load(), .events = POLLIN, .revents = 0};
-    if (death.fd < 0 || poll(&death, 1, 0) > 0 || !is_exiting(agent_)) {
+// The kernel closes the descriptors of a dying process in an unspecified order: this socket may be closed while the NIC
+// still is open, and data arrives. The process counts as dead only after all of that.
+void AgentConnection::wait_agent_exit() noexcept {
+    pollfd pidfd{.fd = agent_pidfd_.load(), .events = POLLIN, .revents = 0};
+    if (pidfd.fd < 0 || poll(&pidfd, 1, 0) > 0 || !is_exiting(agent_pid_)) {
         return;
     }
-    if (poll(&death, 1, death_ms) <= 0) {
-        log_line(LogLevel::warning, "the agent, process %d, dies and does not end", static_cast<int>(agent_));
+    if (poll(&pidfd, 1, exit_ms_max) <= 0) {
+        log_line(LogLevel::warning, "the agent (process %d) is exiting, but has not ended after 10 s",
+                 static_cast<int>(agent_pid_));
     }
 }
 
-bool AgentConnection::gone_within(int milliseconds) noexcept {
-    if (gone()) {
+bool AgentConnection::wait_peer_closed(int timeout_ms) noexcept {
+    if (peer_closed()) {
         return true;
     }
-    pollfd state{.fd = fd_.load(), .events = POLLRDHUP, .revents = 0};
-    if (poll(&state, 1, milliseconds) > 0 && (state.revents & (POLLRDHUP | POLLHUP | POLLERR | POLLNVAL)) != 0) {
-        await_death();
-        gone_.store(true, std::memory_order_release);
-        ended_.store(true, std::memory_order_release);
+    pollfd socket_state{.fd = fd_.load(), .events = POLLRDHUP, .revents = 0};
+    if (poll(&socket_state, 1, timeout_ms) > 0 &&
+        (socket_state.revents & (POLLRDHUP | POLLHUP | POLLERR | POLLNVAL)) != 0) {
+        wait_agent_exit();
+        peer_closed_.store(true, std::memory_order_release);
+        failed_.store(true, std::memory_order_release);
     }
-    return gone();
+    return peer_closed();
 }
 
-bool AgentConnection::watch(Semaphore& sleeper) noexcept {
+bool AgentConnection::watch(Semaphore& semaphore) noexcept {
     const std::lock_guard lock(library_mutex());
-    if (!is_watched_ && !gone() && !start_watching()) {
+    if (!is_watched_ && !peer_closed() && !start_watch_thread()) {
         return false;
     }
     try {
-        sleepers_.push_back(&sleeper);
+        watched_.push_back(&semaphore);
     } catch (const std::bad_alloc&) {
         return false;
     }
-    if (gone()) { // And the thread may have posted all that it knew.
-        post(sleeper);
+    if (peer_closed()) { // The thread may have posted all semaphores before this one was added.
+        post(semaphore);
     }
     return true;
 }
 
-void AgentConnection::forget(Semaphore& sleeper) noexcept {
+void AgentConnection::unwatch(Semaphore& semaphore) noexcept {
     const std::lock_guard lock(library_mutex());
-    std::erase(sleepers_, &sleeper);
+    std::erase(watched_, &semaphore);
 }
 
-struct AgentConnection::Watch {
+struct AgentConnection::WatchThread {
     AgentConnection* connection;
-    std::shared_ptr<std::binary_semaphore> ended; // Outlives the connection for as long as it is being released.
+    std::shared_ptr<std::binary_semaphore> done; // It outlives the connection until release() has returned.
 };
 
-bool AgentConnection::start_watching() noexcept {
-    std::unique_ptr<Watch> watch;
+bool AgentConnection::start_watch_thread() noexcept {
+    std::unique_ptr<WatchThread> watch;
     try {
-        watch_ended_ = std::make_shared<std::binary_semaphore>(0);
-        watch.reset(new Watch{this, watch_ended_});
+        watch_done_ = std::make_shared<std::binary_semaphore>(0);
+        watch.reset(new WatchThread{this, watch_done_});
     } catch (const std::bad_alloc&) {
         return false;
     }
     sigset_t all, before;
     sigfillset(&all);
-    // The application's signals are for its own threads.
+    // Signals must be handled by threads of the application.
     pthread_sigmask(SIG_SETMASK, &all, &before);
     pthread_t watcher{};
     const int status = pthread_create(
         &watcher, nullptr,
-        [](void* given) -> void* {
+        [](void* argument) -> void* {
             pthread_setname_np(pthread_self(), "hf3fs-watch");
-            const std::unique_ptr<Watch> own(static_cast<Watch*>(given));
-            own->connection->watch_socket();
-            own->ended->release();
+            const std::unique_ptr<WatchThread> context(static_cast<WatchThread*>(argument));
+            context->connection->watch_socket();
+            context->done->release();
             return nullptr;
         },
         watch.get());
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
     if (status != 0) {
-        log_line(LogLevel::warning, "no thread that watches the agent: %s", std::strerror(status));
+        log_line(LogLevel::warning, "pthread_create() failed: %s. Waits check the agent by timers instead",
+                 ErrnoText(status).c_str());
     }
     is_watched_ = status == 0;
-    if (is_watched_) { // Publications that could not be taken back keep a connection for ever, and nobody joins then.
+    if (is_watched_) { // The thread is detached: a publication that cannot be withdrawn keeps its connection until the
+                       // process ends, and then no thread joins it.
         watch.release();
         pthread_detach(watcher);
     }
@@ -211,11 +216,11 @@ bool AgentConnection::start_watching() noexcept {
 }
 
 void AgentConnection::watch_socket() noexcept {
-    while (!gone_within(-1)) {
+    while (!wait_peer_closed(-1)) {
     }
     const std::lock_guard lock(library_mutex());
-    for (Semaphore* sleeper : sleepers_) {
-        post(*sleeper);
+    for (Semaphore* semaphore : watched_) {
+        post(*semaphore);
     }
 }
 
@@ -238,11 +243,11 @@ int AgentConnection::send(const AgentHeader& header, std::span<const iovec> payl
         std::memcpy(CMSG_DATA(rights), descriptors.data(), descriptors.size_bytes());
     }
     while (sendmsg(fd_.load(), &message, MSG_NOSIGNAL) < 0) {
-        if (errno == EBADF) { // A descriptor to pass on is none, and nothing was sent.
+        if (errno == EBADF) { // A descriptor to pass is not open, and nothing was sent.
             return -EBADF;
         }
         if (errno != EINTR) {
-            return end(std::strerror(errno), errno == EPIPE ? closing_ms : 0);
+            return fail(ErrnoText(errno).c_str(), errno == EPIPE ? close_ms_max : 0);
         }
     }
     return 0;
@@ -258,27 +263,27 @@ int AgentConnection::receive(const AgentHeader& request, std::span<std::byte> re
     ssize_t bytes = 0;
     while ((bytes = recvmsg(fd_.load(), &message, 0)) < 0) {
         if (errno != EINTR) {
-            // A reply that comes later would be taken for that of the next request.
-            return end(errno == EAGAIN ? "no answer within 30 s" : std::strerror(errno), 0);
+            // A late reply would be taken for that of the next request.
+            return fail(errno == EAGAIN ? "no reply within 30 s" : ErrnoText(errno).c_str(), 0);
         }
     }
     if (bytes == 0) {
-        return end("the agent closed it", closing_ms);
+        return fail("the agent closed it", close_ms_max);
     }
     const auto length = static_cast<std::size_t>(bytes) - sizeof(header);
     if (static_cast<std::size_t>(bytes) < sizeof(header) || (message.msg_flags & (MSG_TRUNC | MSG_CTRUNC)) != 0 ||
-        !well_formed(header, request, length)) {
-        return end("a malformed reply", 0);
+        !is_valid_reply(header, request, length)) {
+        return fail("the reply is malformed", 0);
     }
     if (header.status != 0) {
-        log_line(LogLevel::info, "the agent refuses: %.*s", static_cast<int>(length),
+        log_line(LogLevel::info, "the agent refused a request: %.*s", static_cast<int>(length),
                  reinterpret_cast<const char*>(payload.data()));
         return -header.status;
     }
     if (length != reply.size()) {
-        return end("a reply of the wrong length", 0);
+        return fail("the reply has the wrong length", 0);
     }
-    std::copy_n(payload.begin(), length, reply.begin()); // Of no bytes too, where memcpy must not be asked.
+    std::copy_n(payload.begin(), length, reply.begin()); // It may have 0 bytes, for which memcpy must not be called.
     return 0;
 }
 
@@ -308,17 +313,17 @@ int AgentConnection::exchange(AgentRequest type, std::span<const iovec> payload,
 
 int AgentConnection::call(AgentRequest type, std::span<const iovec> payload, std::span<const int> descriptors,
                           std::span<std::byte> reply) noexcept {
-    if (ended()) { // Before the mutex: in a forked child another thread of the parent may have held it.
+    if (failed()) { // Check before the lock: in a forked child, the mutex may be locked by a thread of the parent.
         return -EREMOTEIO;
     }
     const std::lock_guard lock(mutex_);
-    return ended() ? -EREMOTEIO : exchange(type, payload, descriptors, reply);
+    return failed() ? -EREMOTEIO : exchange(type, payload, descriptors, reply);
 }
 
 namespace {
 
-// The socket, connected. The path of a mount may be longer than an address of a socket: its folder is opened first.
-int connect_to(const std::string& mount, int& connected) noexcept {
+// Connects to the socket. The path of a mount may be longer than a socket address, so the folder is opened first.
+int connect_to(const std::string& mount, int& socket_fd) noexcept {
     const int folder = open((mount + "/3fs-virt").c_str(), O_PATH | O_DIRECTORY | O_CLOEXEC);
     if (folder < 0) {
         return errno == ENOTDIR ? -ENOENT : -errno;
@@ -329,8 +334,8 @@ int connect_to(const std::string& mount, int& connected) noexcept {
     const int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
     int status = fd < 0 ? -errno : 0;
     if (status == 0) {
-        setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &reply_limit, sizeof(reply_limit));
-        setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &reply_limit, sizeof(reply_limit));
+        setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &reply_timeout, sizeof(reply_timeout));
+        setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &reply_timeout, sizeof(reply_timeout));
         while (connect(fd, reinterpret_cast<const sockaddr*>(&address), sizeof(address)) < 0 && status == 0) {
             status = errno == EINTR ? 0 : errno == ECONNREFUSED || errno == EAGAIN ? -EREMOTEIO : -errno;
         }
@@ -342,17 +347,17 @@ int connect_to(const std::string& mount, int& connected) noexcept {
         }
         return status;
     }
-    connected = fd;
+    socket_fd = fd;
     return 0;
 }
 
-int greet(AgentConnection& connection) noexcept {
+int exchange_hello(AgentConnection& connection) noexcept {
     AgentHello hello{};
     hello.pid = static_cast<std::uint32_t>(getpid());
     std::snprintf(hello.library, sizeof(hello.library), "hf3fs_api_shared " GDRKIT_VERSION);
-    AgentHello answer{};
+    AgentHello reply_hello{};
     const iovec payload{&hello, sizeof(hello)};
-    return connection.call(AgentRequest::hello, {&payload, 1}, {}, std::as_writable_bytes(std::span(&answer, 1)));
+    return connection.call(AgentRequest::hello, {&payload, 1}, {}, std::as_writable_bytes(std::span(&reply_hello, 1)));
 }
 
 int make_connection(const std::string& mount, std::shared_ptr<AgentConnection>& connection) {
@@ -360,57 +365,57 @@ int make_connection(const std::string& mount, std::shared_ptr<AgentConnection>& 
     if (const int status = connect_to(mount, fd); status != 0) {
         return status;
     }
-    std::unique_ptr<AgentConnection> made(new (std::nothrow) AgentConnection(fd));
-    if (made == nullptr) {
+    std::unique_ptr<AgentConnection> created(new (std::nothrow) AgentConnection(fd));
+    if (created == nullptr) {
         close(fd);
         return -ENOMEM;
     }
     {
         const std::lock_guard lock(library_mutex());
-        connections().all.insert(made.get());
+        connections().all.insert(created.get());
     }
-    if (const int status = greet(*made); status != 0) {
+    if (const int status = exchange_hello(*created); status != 0) {
         return status;
     }
-    connection = std::move(made);
+    connection = std::move(created);
     return 0;
 }
 
 } // namespace
 
 int agent_connection(const char* mount, std::shared_ptr<AgentConnection>& connection) noexcept {
-    char* real = realpath(mount, nullptr);
-    if (real == nullptr) {
+    char* resolved = realpath(mount, nullptr);
+    if (resolved == nullptr) {
         return errno == ENOTDIR ? -ENOENT : -errno;
     }
-    const std::unique_ptr<char, decltype(&std::free)> owner(real, std::free);
+    const std::unique_ptr<char, decltype(&std::free)> owner(resolved, std::free);
     try {
-        const std::string path(real);
-        std::shared_ptr<AgentConnection> known;
+        const std::string path(resolved);
+        std::shared_ptr<AgentConnection> existing;
         connections();
         {
             const std::lock_guard lock(library_mutex());
-            known = connections().by_mount[path].lock();
+            existing = connections().by_mount[path].lock();
         }
-        if (known == nullptr || known->ended() || known->look_gone()) {
-            std::shared_ptr<AgentConnection> made;
-            if (const int status = make_connection(path, made); status != 0) {
+        if (existing == nullptr || existing->failed() || existing->poll_peer_closed()) {
+            std::shared_ptr<AgentConnection> created;
+            if (const int status = make_connection(path, created); status != 0) {
                 return status;
             }
-            // Two threads may have made one each: the first stays, unless it ended in the meantime. A connection that
-            // closes does so after the lock.
-            std::shared_ptr<AgentConnection> kept, other;
+            // Two threads may have created one connection each: the first stays, unless it failed in the meantime. The
+            // destructor of the other runs after the lock was released.
+            std::shared_ptr<AgentConnection> selected, current;
             {
                 const std::lock_guard lock(library_mutex());
-                std::weak_ptr<AgentConnection>& place = connections().by_mount[path];
-                other = place.lock();
-                kept = other == nullptr || other == known || other->ended() ? made : other;
-                place = kept;
+                std::weak_ptr<AgentConnection>& entry = connections().by_mount[path];
+                current = entry.lock();
+                selected = current == nullptr || current == existing || current->failed() ? created : current;
+                entry = selected;
             }
-            connection = std::move(kept);
+            connection = std::move(selected);
             return 0;
         }
-        connection = std::move(known);
+        connection = std::move(existing);
         return 0;
     } catch (const std::bad_alloc&) {
         return -ENOMEM;

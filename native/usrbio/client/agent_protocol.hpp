@@ -1,5 +1,5 @@
-// What goes over <mount>/3fs-virt/agent.sock (SOCK_SEQPACKET): one message is one header and its payload; a reply has
-// the type and the sequence of its request. Both ends are on one host, so numbers are in the order of the host.
+// Messages on <mount>/3fs-virt/agent.sock (SOCK_SEQPACKET). A message is one header and its payload. A reply has the
+// type and the sequence of its request. Both ends are on one host, so numbers have the byte order of the host.
 // gdrkit/usrbio/agent/protocol.py is the other end.
 #pragma once
 
@@ -22,35 +22,35 @@ enum class AgentRequest : std::uint16_t {
     punch_hole = 6,      // u64 flags, u32 count, u32 0, count x (u64 begin, u64 end); one descriptor -> (status)
     hard_link = 7, // u16 length, name of the new link in the folder; two descriptors: file (O_PATH), folder (O_PATH) ->
                    // (status)
-    borrow = 8,    // Publish without share handle, name, target: of another client of the same user -> (status)
-    give_back = 9, // u16 length, name: as often as it was borrowed -> (status)
+    borrow = 8,    // Publish without share handle, name, target of another client of the same user -> (status)
+    end_borrow = 9, // u16 length, name; once for each borrow -> (status)
 };
 
 struct AgentHeader {
     std::uint32_t magic;
     std::uint16_t version;
     std::uint16_t type;        // AgentRequest
-    std::uint32_t length;      // Of the payload, in bytes.
-    std::uint32_t descriptors; // How many come with the message.
+    std::uint32_t length;      // Length of the payload, in bytes.
+    std::uint32_t descriptors; // Number of descriptors that come with the message.
     std::uint64_t sequence;
-    std::int32_t status; // Of a reply: 0 or a positive errno; then the payload is a sentence in UTF-8 that says why. Of
-                         // a request: 0.
+    std::int32_t status; // In a reply: 0 or a positive errno; after an error the payload is a sentence in UTF-8 with
+                         // the reason. In a request: 0.
     std::uint32_t reserved;
 };
 static_assert(sizeof(AgentHeader) == 32 && offsetof(AgentHeader, sequence) == 16 &&
               offsetof(AgentHeader, status) == 24);
 
 struct AgentHello {
-    std::uint64_t features; // None yet: 0.
-    std::uint32_t pid;      // As a courtesy to the log; the kernel's word counts.
+    std::uint64_t features; // Reserved for feature bits: 0.
+    std::uint32_t pid;      // For the log only; the kernel's credentials count.
     std::uint32_t reserved;
     char library[32]; // Name and version, padded with zeros.
 };
 static_assert(sizeof(AgentHello) == 48);
 
-// Followed by name, target and share handle, without gaps. The share handle (gdrkit/registration/handle.py) describes
-// device memory and its descriptors; 0 bytes for host memory, whose target is a path in /dev/shm. Host memory may come
-// with one descriptor, of memory that has no name yet: the agent gives it that of the target.
+// The name, the target and the share handle follow without gaps. The share handle (gdrkit/registration/handle.py)
+// describes device memory and its descriptors. It has 0 bytes for host memory, whose target is a path in /dev/shm. Host
+// memory may come with one descriptor, of memory that has no name yet; the agent then gives it the name of the target.
 struct AgentPublish {
     std::uint16_t name_bytes;
     std::uint16_t target_bytes;

@@ -14,35 +14,35 @@ namespace {
 
 using GetProcAddress = Result (*)(const char*, void**, int, std::uint64_t, int*);
 
-// The address of a function; null when this driver has none.
-void* find(void* library, GetProcAddress get, const char* name, int version, const char* symbol) {
-    void* found = nullptr;
-    if (get != nullptr && get(name, &found, version, 0, nullptr) == success && found != nullptr) {
-        return found;
+// Returns the address of a function, or null if this driver does not have it.
+void* find_function(void* library, GetProcAddress get, const char* name, int version, const char* symbol) {
+    void* function = nullptr;
+    if (get != nullptr && get(name, &function, version, 0, nullptr) == success && function != nullptr) {
+        return function;
     }
-    // A driver before CUDA 12 exports its functions by symbol alone.
+    // Drivers before CUDA 12 export their functions only as symbols.
     return get == nullptr ? dlsym(library, symbol) : nullptr;
 }
 
 std::optional<Driver> open_driver() {
-    // Never closed: the driver has threads of its own, and its memory outlives everything here.
+    // The library is never closed: the driver has its own threads, and its memory outlives all objects here.
     void* const library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
     if (library == nullptr) {
-        log_line(LogLevel::info, "no CUDA: %s", dlerror());
+        log_line(LogLevel::info, "CUDA is not available: dlopen(libcuda.so.1) failed: %s", dlerror());
         return std::nullopt;
     }
     const auto get = reinterpret_cast<GetProcAddress>(dlsym(library, "cuGetProcAddress_v2"));
     Driver driver;
 #define GDRKIT_CUDA_RESOLVE(member, name, version, symbol, required, ...)                                              \
-    driver.member = reinterpret_cast<Driver::member##_function>(find(library, get, name, version, symbol));            \
+    driver.member = reinterpret_cast<Driver::member##_function>(find_function(library, get, name, version, symbol));   \
     if (required && driver.member == nullptr) {                                                                        \
-        log_line(LogLevel::warning, "no CUDA: the driver has no %s of version %d", name, version);                     \
+        log_line(LogLevel::warning, "CUDA is not available: the driver has no %s of version %d", name, version);       \
         return std::nullopt;                                                                                           \
     }
     GDRKIT_CUDA_FUNCTIONS(GDRKIT_CUDA_RESOLVE)
 #undef GDRKIT_CUDA_RESOLVE
     if (const Result result = driver.init(0); result != success) {
-        log_line(LogLevel::warning, "no CUDA: cuInit answered %d (%s)", result, name_of(driver, result));
+        log_line(LogLevel::warning, "CUDA is not available: cuInit() failed: %s (%d)", name_of(driver, result), result);
         return std::nullopt;
     }
     return driver;
@@ -51,7 +51,7 @@ std::optional<Driver> open_driver() {
 #else
 
 std::optional<Driver> open_driver() {
-    log_line(LogLevel::info, "no CUDA: this library was built without ENABLE_GDR");
+    log_line(LogLevel::info, "CUDA is not available: this library was built without ENABLE_GDR");
     return std::nullopt;
 }
 

@@ -1,5 +1,6 @@
-// The CUDA driver, opened by dlopen at first use: no CUDA header to build with, no libcuda to start with. The types are
-// declared anew from the public documentation; each function is asked for at the version that has this very signature.
+// Access to the CUDA driver. dlopen loads libcuda at the first use, so the build needs no CUDA header, and the program
+// starts without libcuda. The types are declared here from the public documentation. Each function is looked up at the
+// version that has this signature.
 #pragma once
 
 #include <cstddef>
@@ -7,7 +8,7 @@
 
 namespace gdrkit::usrbio::cuda {
 
-// CUresult; a driver may answer any number.
+// CUresult. A driver may return any number.
 enum Result : int {
     success = 0,
     invalid_value = 1,
@@ -38,7 +39,7 @@ enum DeviceAttribute : int {
     device_compute_mode = 20,
     device_unified_addressing = 41,
     device_flush_writes_options = 117, // Bit 0: cuFlushGPUDirectRDMAWrites works.
-    device_writes_ordering = 118,      // 100 and above: the owner sees the writes of a NIC in order without a flush.
+    device_writes_ordering = 118,      // At 100 and above, the owner sees the writes of a NIC in order without a flush.
 };
 inline constexpr int compute_mode_prohibited = 2;
 inline constexpr int writes_ordering_owner = 100;
@@ -58,7 +59,7 @@ inline constexpr unsigned context_sync_memops = 0x80;
 inline constexpr int flush_current_context = 0;
 inline constexpr int flush_to_owner = 100;
 
-// member, name of cuGetProcAddress, version, exported symbol, must be there, result and arguments.
+// The columns are: member, name for cuGetProcAddress, version, exported symbol, required, signature.
 #define GDRKIT_CUDA_FUNCTIONS(X)                                                                                       \
     X(init, "cuInit", 2000, "cuInit", true, Result (*)(unsigned))                                                      \
     X(device_count, "cuDeviceGetCount", 2000, "cuDeviceGetCount", true, Result (*)(int*))                              \
@@ -89,7 +90,7 @@ inline constexpr int flush_to_owner = 100;
     X(flush_writes, "cuFlushGPUDirectRDMAWrites", 11030, "cuFlushGPUDirectRDMAWrites", false, Result (*)(int, int))    \
     X(error_name, "cuGetErrorName", 6000, "cuGetErrorName", true, Result (*)(int, const char**))
 
-// Every function of the list. Those that need not be there are null where the driver is too old.
+// Pointers to all functions of the list. Those that are not required are null if the driver is too old.
 struct Driver {
 #define GDRKIT_CUDA_MEMBER(member, name, version, symbol, required, ...)                                               \
     using member##_function = __VA_ARGS__;                                                                             \
@@ -98,14 +99,14 @@ struct Driver {
 #undef GDRKIT_CUDA_MEMBER
 };
 
-// The initialized driver of this process; null where there is no libcuda.so.1, where it cannot be initialized, or where
-// the library was built without ENABLE_GDR. The answer never changes; the reason for null is logged once.
+// Returns the initialized driver of this process, or null: libcuda.so.1 is not installed or cannot be initialized, or
+// the library was built without ENABLE_GDR. The result never changes. The reason for null is logged once.
 const Driver* driver() noexcept;
 
-// -errno that stands for a result of the driver: -ENOMEM, -ENODEV, -ENOTSUP, else -EIO; 0 for success.
+// Converts a result of the driver to -ENOMEM, -ENODEV, -ENOTSUP or -EIO; 0 for success.
 int errno_of(Result result) noexcept;
 
-// CUDA_ERROR_..., or "unknown".
+// Returns the name of a result (CUDA_ERROR_...), or "unknown".
 const char* name_of(const Driver& driver, Result result) noexcept;
 
 } // namespace gdrkit::usrbio::cuda

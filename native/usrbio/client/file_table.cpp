@@ -4,17 +4,17 @@
 
 namespace gdrkit::usrbio {
 
-constinit FileTable the_file_table;
+constinit FileTable global_file_table;
 
 bool FileTable::set(int number, const File& file) noexcept {
-    std::atomic<Page*>& slot = pages_[static_cast<unsigned>(number) / page_entries];
-    Page* page = slot.load(std::memory_order_acquire);
+    std::atomic<Page*>& page_pointer = pages_[static_cast<unsigned>(number) / page_entries];
+    Page* page = page_pointer.load(std::memory_order_acquire);
     if (page == nullptr) {
-        page = new (std::nothrow) Page; // Stays: a look-up may be in it at any time.
+        page = new (std::nothrow) Page; // It is never freed: another thread may be reading it at any time.
         if (page == nullptr) {
             return false;
         }
-        slot.store(page, std::memory_order_release);
+        page_pointer.store(page, std::memory_order_release);
     }
     Entry& entry = page->entries[static_cast<unsigned>(number) % page_entries];
     const std::uint32_t next = (entry.state.load(std::memory_order_relaxed) & ~(generation - 1)) + generation;

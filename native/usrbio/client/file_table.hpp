@@ -1,5 +1,5 @@
-// The registered files: what hf3fs_prep_io looks up by a descriptor's number. Looking up takes no lock and follows no
-// pointer that could be freed meanwhile.
+// The table of registered files, in which hf3fs_prep_io finds a file by the number of its descriptor. A look-up takes
+// no lock and follows no pointer that could be freed meanwhile.
 #pragma once
 
 #include <fcntl.h>
@@ -33,7 +33,7 @@ public:
         FileAccess access;
     };
 
-    // false: none is registered under that number, which is 0 or above.
+    // Returns false if no file is registered under that number, which must be 0 or above.
     bool find(int number, File& file) const noexcept {
         const Page* page = pages_[static_cast<unsigned>(number) / page_entries].load(std::memory_order_acquire);
         if (page == nullptr) {
@@ -47,14 +47,14 @@ public:
             }
             file.inode = entry.inode.load(std::memory_order_acquire);
             file.access = static_cast<FileAccess>(before & access_mask);
-            // The same generation before and after: the inode belongs to it.
+            // The inode belongs to this generation, because it is the same before and after.
             if (entry.state.load(std::memory_order_relaxed) == before) {
                 return true;
             }
         }
     }
 
-    // One writer at a time. false: no memory.
+    // Only one thread may write at a time. Returns false if memory is exhausted.
     bool set(int number, const File& file) noexcept;
     void clear(int number) noexcept;
 
@@ -70,14 +70,14 @@ private:
     struct Page {
         std::array<Entry, page_entries> entries;
     };
-    static constexpr std::size_t numbers = std::size_t{1} << 31;
-    // Zero pages of the binary until somebody has that many descriptors.
-    std::array<std::atomic<Page*>, numbers / page_entries> pages_{};
+    static constexpr std::size_t descriptors_max = std::size_t{1} << 31;
+    // These are zero pages of the binary until the process has that many descriptors.
+    std::array<std::atomic<Page*>, descriptors_max / page_entries> pages_{};
 };
 
-extern constinit FileTable the_file_table;
+extern constinit FileTable global_file_table;
 inline FileTable& file_table() noexcept {
-    return the_file_table;
+    return global_file_table;
 }
 
 } // namespace gdrkit::usrbio

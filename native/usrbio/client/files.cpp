@@ -1,4 +1,5 @@
-// Files: hf3fs_reg_fd, hf3fs_dereg_fd, hf3fs_hardlink, hf3fs_punchhole.
+// Functions for files: hf3fs_reg_fd, hf3fs_dereg_fd, hf3fs_hardlink, hf3fs_punchhole.
+#include "common/descriptor.hpp"
 #include "usrbio/client/agent_connection.hpp"
 #include "usrbio/client/file_table.hpp"
 #include "usrbio/client/fuse_ioctl.hpp"
@@ -27,8 +28,8 @@ namespace gdrkit::usrbio {
 namespace {
 
 struct Registration {
-    int number;    // The caller's.
-    int duplicate; // The library's.
+    int number;    // The caller's descriptor.
+    int duplicate; // The library's duplicate.
     std::uint64_t inode;
     std::shared_ptr<AgentConnection> agent; // Null: a FUSE mount without an agent's socket.
 };
@@ -37,45 +38,29 @@ struct Registrations {
     std::map<int, Registration> by_number;
 };
 
-// Held while an agent is asked, so that it does not forget a file for one thread while another registers it.
-struct Asking {
+// Locked during requests to an agent, so that one thread does not deregister a file while another registers it.
+struct RequestMutex {
     std::mutex mutex;
 };
 
-Asking& asking() {
-    static auto* the = [] {
-        auto* made = new Asking;
-        // A thread that held it does not exist in the child.
-        in_forked_child([] { new (&asking()) Asking; });
-        return made;
+RequestMutex& request_mutex() {
+    static auto* instance = [] {
+        auto* created = new RequestMutex;
+        // The thread that had locked it does not exist in the child.
+        in_forked_child([] { new (&request_mutex()) RequestMutex; });
+        return created;
     }();
-    return *the;
+    return *instance;
 }
 
 Registrations& registrations() {
-    static auto* the = new Registrations;
-    return *the;
+    static auto* table = new Registrations;
+    return *table;
 }
 
-class Descriptor {
-public:
-    explicit Descriptor(int fd) noexcept : fd_(fd) {}
-    Descriptor(const Descriptor&) = delete;
-    Descriptor& operator=(const Descriptor&) = delete;
-    ~Descriptor() {
-        if (fd_ >= 0) {
-            close(fd_);
-        }
-    }
-    int get() const noexcept { return fd_; }
-    int release() noexcept { return std::exchange(fd_, -1); }
-
-private:
-    int fd_;
-};
-
-// 0 or a positive errno. The mount was found by its agent's socket: if that is gone by now, then so is the agent.
-int agent_of(const std::string& mount, std::shared_ptr<AgentConnection>& agent) noexcept {
+// Returns 0 or a positive errno. The mount was found by its agent's socket; if the socket no longer exists, the agent
+// has ended.
+int find_agent(const std::string& mount, std::shared_ptr<AgentConnection>& agent) noexcept {
     const int error = -agent_connection(mount.c_str(), agent);
     return error == ENOENT ? EREMOTEIO : error;
 }
@@ -94,31 +79,31 @@ void deregister_with(AgentConnection& agent, std::uint64_t inode) noexcept {
 
 int identify(int fd, Registration& file) {
     std::string mount;
-    if (agent_mount_of(fd, mount)) {
-        if (const int error = agent_of(mount, file.agent); error != 0) {
+    if (find_agent_mount(fd, mount)) {
+        if (const int error = find_agent(mount, file.agent); error != 0) {
             return error;
         }
         return register_with(*file.agent, fd, file.inode);
     }
-    struct stat found {};
-    if (!answers_as_3fs(fd)) {
+    struct stat attributes {};
+    if (!is_3fs_file(fd)) {
         return EBADF;
     }
-    if (fstat(fd, &found) != 0) {
+    if (fstat(fd, &attributes) != 0) {
         return errno;
     }
-    file.inode = found.st_ino;
+    file.inode = attributes.st_ino;
     return 0;
 }
 
-// The agent counts the registrations of a file, and forgets it with the last one.
+// The agent counts the registrations of a file, and deregisters it with the last one.
 void release(const Registration& file) noexcept {
     if (file.agent != nullptr) {
         deregister_with(*file.agent, file.inode);
     }
 }
 
-int keep(int fd, int duplicate, FileAccess access, const Registration& file) {
+int add_registration(int fd, int duplicate, FileAccess access, const Registration& file) {
     const std::lock_guard lock(library_mutex());
     Registrations& all = registrations();
     if (all.by_number.contains(fd) || all.by_number.contains(duplicate)) {
@@ -135,10 +120,11 @@ int keep(int fd, int duplicate, FileAccess access, const Registration& file) {
     return 0;
 }
 
-// A number that no registration has, not even of a descriptor that was closed meanwhile. Below 0: errno says why.
-int duplicate_of(int fd) {
-    for (int least = 0;;) {
-        const int duplicate = fcntl(fd, F_DUPFD_CLOEXEC, least);
+// Duplicates to a number that no registration has, not even one of a descriptor that was closed meanwhile. Returns -1
+// and sets errno on failure.
+int duplicate_unregistered(int fd) {
+    for (int fd_min = 0;;) {
+        const int duplicate = fcntl(fd, F_DUPFD_CLOEXEC, fd_min);
         if (duplicate < 0) {
             return -1;
         }
@@ -149,12 +135,12 @@ int duplicate_of(int fd) {
             }
         }
         close(duplicate);
-        least = duplicate + 1;
+        fd_min = duplicate + 1;
     }
 }
 
 int register_descriptor(int fd) {
-    const std::lock_guard one_at_a_time(asking().mutex);
+    const std::lock_guard request_lock(request_mutex().mutex);
     const int status_flags = fcntl(fd, F_GETFL);
     if (status_flags < 0) {
         return EBADF;
@@ -169,8 +155,9 @@ int register_descriptor(int fd) {
     if (const int error = identify(fd, file); error != 0) {
         return error;
     }
-    Descriptor duplicate(duplicate_of(fd));
-    const int error = duplicate.get() < 0 ? errno : keep(fd, duplicate.get(), access_of(status_flags), file);
+    Descriptor duplicate(duplicate_unregistered(fd));
+    const int error =
+        duplicate.get() < 0 ? errno : add_registration(fd, duplicate.get(), access_of(status_flags), file);
     if (error != 0) {
         release(file);
         return error;
@@ -179,16 +166,16 @@ int register_descriptor(int fd) {
 }
 
 void deregister_descriptor(int number) {
-    const std::lock_guard one_at_a_time(asking().mutex);
+    const std::lock_guard request_lock(request_mutex().mutex);
     Registration file{};
     {
         const std::lock_guard lock(library_mutex());
         Registrations& all = registrations();
-        const auto at = all.by_number.find(number);
-        if (at == all.by_number.end()) {
+        const auto entry = all.by_number.find(number);
+        if (entry == all.by_number.end()) {
             return;
         }
-        file = at->second;
+        file = entry->second;
         for (const int name : {file.number, file.duplicate}) {
             file_table().clear(name);
             all.by_number.erase(name);
@@ -217,9 +204,9 @@ int punch_by_agent(AgentConnection& agent, int fd, std::uint64_t flags, int n, c
 
 int punch(int fd, int n, const std::size_t* begin, const std::size_t* end, std::size_t flags) {
     std::string mount;
-    if (agent_mount_of(fd, mount)) {
+    if (find_agent_mount(fd, mount)) {
         std::shared_ptr<AgentConnection> agent;
-        const int error = agent_of(mount, agent);
+        const int error = find_agent(mount, agent);
         return error != 0 ? error : punch_by_agent(*agent, fd, flags, n, begin, end);
     }
     const auto request = std::make_unique<FusePunchHole>();
@@ -232,15 +219,15 @@ int punch(int fd, int n, const std::size_t* begin, const std::size_t* end, std::
 
 int link_by_ioctl(const char* target, int folder, const std::string& name) {
     const Descriptor file(open(target, O_RDONLY | O_CLOEXEC | O_NONBLOCK));
-    struct stat found {};
-    if (file.get() < 0 || fstat(folder, &found) != 0) {
+    struct stat attributes {};
+    if (file.get() < 0 || fstat(folder, &attributes) != 0) {
         return errno;
     }
     FuseHardLink request{};
     if (name.size() >= sizeof(request.name)) {
         return ENAMETOOLONG;
     }
-    request.folder_inode = found.st_ino;
+    request.folder_inode = attributes.st_ino;
     std::memcpy(request.name, name.data(), name.size());
     return ioctl(file.get(), fuse_hard_link, &request) == 0 ? 0 : errno;
 }
@@ -272,8 +259,8 @@ int hard_link(const char* target, const std::string& link) {
     }
     std::string file_mount;
     std::string folder_mount;
-    const bool file_served = agent_mount_of(file.get(), file_mount);
-    const bool folder_served = agent_mount_of(folder.get(), folder_mount);
+    const bool file_served = find_agent_mount(file.get(), file_mount);
+    const bool folder_served = find_agent_mount(folder.get(), folder_mount);
     if (file_served != folder_served || file_mount != folder_mount) {
         return EXDEV;
     }
@@ -281,7 +268,7 @@ int hard_link(const char* target, const std::string& link) {
         return link_by_ioctl(target, folder.get(), name);
     }
     std::shared_ptr<AgentConnection> agent;
-    const int error = agent_of(file_mount, agent);
+    const int error = find_agent(file_mount, agent);
     return error != 0 ? error : link_by_agent(*agent, file.get(), folder.get(), name);
 }
 

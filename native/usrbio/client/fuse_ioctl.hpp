@@ -1,4 +1,4 @@
-// The ioctls of a 3FS FUSE mount: numbers and layouts of its daemon.
+// The ioctls of a FUSE mount of 3FS, with the numbers and layouts of its daemon.
 #pragma once
 
 #include <linux/ioctl.h>

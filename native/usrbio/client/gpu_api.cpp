@@ -1,4 +1,4 @@
-// The C functions of hf3fs_usrbio_gdr.h: whether there is CUDA at all, and nothing thrown to a C program.
+// The C functions of hf3fs_usrbio_gdr.h. They check that CUDA is present, and let no exception reach a C program.
 #include <cerrno>
 #include <cstddef>
 #include <new>
@@ -17,7 +17,7 @@ static_assert(sizeof(hf3fs_gpu_ipc_handle_t) == gdr_handle_bytes &&
 static_assert(sizeof(hf3fs_iov) == 312 && offsetof(hf3fs_iov, id) == 16 && offsetof(hf3fs_iov, mount_point) == 32 &&
               offsetof(hf3fs_iov, size) == 288 && offsetof(hf3fs_iov, numa) == 304);
 
-template <typename Body> int guarded(Body&& body) noexcept {
+template <typename Body> int without_exceptions(Body&& body) noexcept {
     try {
         return cuda::driver() == nullptr ? -ENOTSUP : body();
     } catch (const std::bad_alloc&) {
@@ -54,28 +54,28 @@ GDRKIT_GPU_ENTRY int hf3fs_gdr_device_count(void) {
 
 GDRKIT_GPU_ENTRY int hf3fs_iovcreate_gpu(hf3fs_iov* iov, const char* mount, std::size_t size, std::size_t block_size,
                                          int device) {
-    return guarded([&] { return create_gpu_iov(iov, mount, size, block_size, device); });
+    return without_exceptions([&] { return create_gpu_iov(iov, mount, size, block_size, device); });
 }
 
 GDRKIT_GPU_ENTRY int hf3fs_iovopen_gpu(hf3fs_iov* iov, const std::uint8_t id[16], const char* mount, std::size_t size,
                                        std::size_t block_size, int device) {
-    return guarded([&] { return open_gpu_iov(iov, id, mount, size, block_size, device); });
+    return without_exceptions([&] { return open_gpu_iov(iov, id, mount, size, block_size, device); });
 }
 
 GDRKIT_GPU_ENTRY int hf3fs_iovwrap_gpu(hf3fs_iov* iov, void* pointer, const std::uint8_t id[16], const char* mount,
                                        std::size_t size, std::size_t block_size, int device) {
-    return guarded([&] { return wrap_gpu_iov(iov, pointer, id, mount, size, block_size, device); });
+    return without_exceptions([&] { return wrap_gpu_iov(iov, pointer, id, mount, size, block_size, device); });
 }
 
 GDRKIT_GPU_ENTRY void hf3fs_iovunlink_gpu(hf3fs_iov* iov) {
-    guarded([&] {
+    without_exceptions([&] {
         unlink_gpu_iov(iov);
         return 0;
     });
 }
 
 GDRKIT_GPU_ENTRY void hf3fs_iovdestroy_gpu(hf3fs_iov* iov) {
-    guarded([&] {
+    without_exceptions([&] {
         destroy_gpu_iov(iov);
         return 0;
     });
@@ -86,34 +86,36 @@ GDRKIT_GPU_ENTRY bool hf3fs_iov_is_gpu(const hf3fs_iov* iov) {
 }
 
 GDRKIT_GPU_ENTRY int hf3fs_iov_gpu_device(const hf3fs_iov* iov) {
-    return gpu_device_of(iov);
+    return gpu_device(iov);
 }
 
 GDRKIT_GPU_ENTRY int hf3fs_iovsync_gpu(const hf3fs_iov* iov, int direction) {
-    return guarded([&] { return synchronize_gpu_iov(iov, direction); });
+    return without_exceptions([&] { return synchronize_gpu_iov(iov, direction); });
 }
 
 GDRKIT_GPU_ENTRY int hf3fs_iov_export_gpu(const hf3fs_iov* iov, hf3fs_gpu_ipc_handle_t* handle) {
-    return guarded([&] { return export_gpu_iov(iov, handle); });
+    return without_exceptions([&] { return export_gpu_iov(iov, handle); });
 }
 
 GDRKIT_GPU_ENTRY int hf3fs_iov_import_gpu(hf3fs_iov* iov, const hf3fs_gpu_ipc_handle_t* handle, const char* mount) {
-    return guarded([&] { return import_gpu_iov(iov, handle, mount); });
+    return without_exceptions([&] { return import_gpu_iov(iov, handle, mount); });
 }
 
 GDRKIT_GPU_ENTRY int hf3fs_iovcreate_device(hf3fs_iov* iov, const char* mount, std::size_t size, std::size_t block_size,
                                             int device) {
-    return guarded([&] { return block_size != 0 ? -EINVAL : create_gpu_iov(iov, mount, size, 0, device); });
+    return without_exceptions([&] { return block_size != 0 ? -EINVAL : create_gpu_iov(iov, mount, size, 0, device); });
 }
 
 GDRKIT_GPU_ENTRY int hf3fs_iovopen_device(hf3fs_iov* iov, const std::uint8_t id[16], const char* mount,
                                           std::size_t size, std::size_t block_size, int device) {
-    return guarded([&] { return block_size != 0 ? -EINVAL : open_gpu_iov(iov, id, mount, size, 0, device); });
+    return without_exceptions(
+        [&] { return block_size != 0 ? -EINVAL : open_gpu_iov(iov, id, mount, size, 0, device); });
 }
 
 GDRKIT_GPU_ENTRY int hf3fs_iovwrap_device(hf3fs_iov* iov, void* pointer, const std::uint8_t id[16], const char* mount,
                                           std::size_t size, std::size_t block_size, int device) {
-    return guarded([&] { return block_size != 0 ? -EINVAL : wrap_gpu_iov(iov, pointer, id, mount, size, 0, device); });
+    return without_exceptions(
+        [&] { return block_size != 0 ? -EINVAL : wrap_gpu_iov(iov, pointer, id, mount, size, 0, device); });
 }
 
 GDRKIT_GPU_ENTRY hf3fs_mem_type hf3fs_iov_mem_type(const hf3fs_iov* iov) {
@@ -121,7 +123,7 @@ GDRKIT_GPU_ENTRY hf3fs_mem_type hf3fs_iov_mem_type(const hf3fs_iov* iov) {
 }
 
 GDRKIT_GPU_ENTRY int hf3fs_iov_device_id(const hf3fs_iov* iov) {
-    return gpu_device_of(iov);
+    return gpu_device(iov);
 }
 
 GDRKIT_GPU_ENTRY int hf3fs_iovsync(const hf3fs_iov* iov, int direction) {
@@ -132,9 +134,9 @@ GDRKIT_GPU_ENTRY int hf3fs_iovsync(const hf3fs_iov* iov, int direction) {
 }
 
 GDRKIT_GPU_ENTRY int gdrkit_iov_export_share(const hf3fs_iov* iov, gdrkit_share_handle_t* handle) {
-    return guarded([&] { return export_shared_gpu_iov(iov, handle); });
+    return without_exceptions([&] { return export_shared_gpu_iov(iov, handle); });
 }
 
 GDRKIT_GPU_ENTRY int gdrkit_iov_import_share(hf3fs_iov* iov, const gdrkit_share_handle_t* handle, const char* mount) {
-    return guarded([&] { return import_shared_gpu_iov(iov, handle, mount); });
+    return without_exceptions([&] { return import_shared_gpu_iov(iov, handle, mount); });
 }

@@ -5,6 +5,7 @@
 #include <cerrno>
 #include <utility>
 
+#include "common/errno_text.hpp"
 #include "usrbio/client/log.hpp"
 #include "usrbio/client/publication.hpp"
 
@@ -12,67 +13,67 @@ namespace gdrkit::usrbio {
 GpuIov::GpuIov(const cuda::Driver& driver, int device) : driver(driver), device(device), process_(getpid()) {}
 
 GpuIov::~GpuIov() {
-    if (is_of_this_process()) {
+    if (belongs_to_this_process()) {
         release_memory();
     } else {
-        primary.abandon();
+        primary.disown();
     }
 }
 
-bool GpuIov::is_of_this_process() const noexcept {
+bool GpuIov::belongs_to_this_process() const noexcept {
     return process_ == getpid();
 }
 
 void GpuIov::unlink(hf3fs_iov&) noexcept {
-    if (is_of_this_process()) {
-        const std::scoped_lock lock(ending_);
-        // Why it failed is in the log, and the name is kept for another try.
+    if (belongs_to_this_process()) {
+        const std::scoped_lock lock(end_mutex_);
+        // The log has the reason of a failure, and the name stays for another attempt.
         unpublish();
     }
 }
 
 bool GpuIov::destroy(hf3fs_iov& iov) noexcept {
-    if (is_of_this_process()) {
-        const std::scoped_lock lock(ending_);
+    if (belongs_to_this_process()) {
+        const std::scoped_lock lock(end_mutex_);
         if (unpublish() != 0) {
             return false;
         }
-        borrowing.end();
+        borrowed.end();
         release_memory();
     }
-    forget_iov(iov.iovh);
+    unregister_iov(iov.iovh);
     iov = {};
     return true;
 }
 
 void GpuIov::release_memory() noexcept {
-    const Memory what = std::exchange(memory, Memory::wrapped);
-    if (what == Memory::wrapped) {
+    const Memory kind = std::exchange(memory, Memory::wrapped);
+    if (kind == Memory::wrapped) {
         return;
     }
     const CurrentContext current(driver, context);
     if (current.error() != 0) {
         return;
     }
-    const bool allocated = what == Memory::allocated;
+    const bool allocated = kind == Memory::allocated;
     if (const cuda::Result result = allocated ? driver.free(base) : driver.ipc_close(base); result != cuda::success) {
-        log_line(LogLevel::error, "%s answered %d (%s)", allocated ? "cuMemFree" : "cuIpcCloseMemHandle",
-                 static_cast<int>(result), cuda::name_of(driver, result));
+        log_line(LogLevel::error, "%s() failed: %s (%d)", allocated ? "cuMemFree" : "cuIpcCloseMemHandle",
+                 cuda::name_of(driver, result), static_cast<int>(result));
     }
 }
 
 int GpuIov::unpublish() noexcept {
-    if (published.empty()) {
+    if (publication_name.empty()) {
         return 0;
     }
-    const int error = usrbio::unpublish(mount.c_str(), published);
-    // An agent that has ended has no region any more, and a link that is gone needs no removal.
+    const int error = usrbio::unpublish(mount.c_str(), publication_name);
+    // An agent that has ended has no memory region any more, and a link that does not exist needs no removal.
     if (error != 0 && error != -ENOENT && error != -EREMOTEIO) {
-        log_line(LogLevel::error, "the link %s of %s cannot be removed: errno %d", published.c_str(), mount.c_str(),
-                 -error);
+        log_line(LogLevel::error, "unpublish %s of %s failed: %s", publication_name.c_str(), mount.c_str(),
+                 ErrnoText(-error).c_str());
         return error;
     }
-    published.clear();
+    publication_name.clear();
     return 0;
 }
 
@@ -81,7 +82,7 @@ std::shared_ptr<GpuIov> find_gpu_iov(const hf3fs_iov* iov) noexcept {
         return nullptr;
     }
     auto gpu = std::dynamic_pointer_cast<GpuIov>(find_iov(iov->iovh));
-    return gpu && gpu->is_of_this_process() ? gpu : nullptr;
+    return gpu && gpu->belongs_to_this_process() ? gpu : nullptr;
 }
 
 } // namespace gdrkit::usrbio

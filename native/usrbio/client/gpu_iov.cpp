@@ -17,25 +17,25 @@ namespace gdrkit::usrbio {
 namespace {
 
 constexpr std::size_t size_max = INT64_MAX;
-// A NIC pins whole pages of this size, so the library allocates whole ones: nobody else's bytes are in them.
+// A NIC pins whole pages of this size, so the library allocates whole pages, which contain no other data.
 constexpr std::size_t rdma_page_bytes = 65536;
 
-// A new GPU iov of the device with its primary context.
-int begin(int device, const char* mount, std::size_t size_bytes, std::shared_ptr<GpuIov>* gpu) {
-    auto made = std::make_shared<GpuIov>(*cuda::driver(), device);
-    if (const int error = made->primary.retain(made->driver, device); error != 0) {
+// Creates a GPU iov of the device with its primary context.
+int new_gpu_iov(int device, const char* mount, std::size_t size_bytes, std::shared_ptr<GpuIov>* gpu) {
+    auto created = std::make_shared<GpuIov>(*cuda::driver(), device);
+    if (const int error = created->primary.retain(created->driver, device); error != 0) {
         return error;
     }
-    made->context = made->primary.get();
-    made->mount = mount;
-    made->size_bytes = size_bytes;
-    *gpu = std::move(made);
+    created->context = created->primary.get();
+    created->mount = mount;
+    created->size_bytes = size_bytes;
+    *gpu = std::move(created);
     return 0;
 }
 
-void fill(hf3fs_iov* iov, const std::shared_ptr<GpuIov>& gpu, const std::uint8_t* id, std::size_t block_size) {
-    // First, since it may throw.
-    const hf3fs_iov_handle handle = keep_iov(gpu);
+void fill_iov(hf3fs_iov* iov, const std::shared_ptr<GpuIov>& gpu, const std::uint8_t* id, std::size_t block_size) {
+    // Register first, because it may throw.
+    const hf3fs_iov_handle handle = register_iov(gpu);
     *iov = {};
     iov->base = reinterpret_cast<std::uint8_t*>(gpu->pointer);
     std::memcpy(iov->id, id, sizeof iov->id);
@@ -46,36 +46,37 @@ void fill(hf3fs_iov* iov, const std::shared_ptr<GpuIov>& gpu, const std::uint8_t
     iov->iovh = handle;
 }
 
-// What create and wrap do with memory that is there: look at it, make it fit for a NIC, publish it. Its context is
+// Checks the memory, enables SYNC_MEMOPS and publishes it, for create and wrap. The context of the memory must be
 // current.
-int offer(GpuIov& gpu, const std::uint8_t id[16]) {
-    if (const int error = inspect(gpu.driver, gpu.device, gpu.pointer, gpu.size_bytes, &gpu.allocation); error != 0) {
+int check_and_publish(GpuIov& gpu, const std::uint8_t id[16]) {
+    if (const int error = check_device_memory(gpu.driver, gpu.device, gpu.pointer, gpu.size_bytes, &gpu.allocation);
+        error != 0) {
         return error;
     }
-    if (const int error = synchronize_copies(gpu.driver, gpu.pointer); error != 0) {
+    if (const int error = enable_sync_memops(gpu.driver, gpu.pointer); error != 0) {
         return error;
     }
     IpcBytes ipc{};
-    const int exported = export_ipc(gpu.driver, gpu.pointer, &ipc);
-    if (exported == 0) {
+    const int ipc_status = export_ipc(gpu.driver, gpu.pointer, &ipc);
+    if (ipc_status == 0) {
         gpu.ipc = ipc;
-        // One IPC handle is of one allocation.
+        // An IPC handle covers one allocation only.
         if (gpu.size_bytes > gpu.allocation.bytes - (gpu.pointer - gpu.allocation.base)) {
-            log_line(LogLevel::error, "%zu bytes run out of their allocation of %zu bytes", gpu.size_bytes,
-                     gpu.allocation.bytes);
+            log_line(LogLevel::error, "%zu bytes extend beyond the end of their allocation of %zu bytes",
+                     gpu.size_bytes, gpu.allocation.bytes);
             return -EINVAL;
         }
-    } else if (exported != -ENOTSUP) {
-        return exported;
+    } else if (ipc_status != -ENOTSUP) {
+        return ipc_status;
     }
     return publish_gpu_iov(gpu, id);
 }
 
 int allocate(GpuIov& gpu) {
-    const std::size_t held = (gpu.size_bytes + rdma_page_bytes - 1) / rdma_page_bytes * rdma_page_bytes;
-    if (const cuda::Result result = gpu.driver.allocate(&gpu.base, held); result != cuda::success) {
-        log_line(LogLevel::error, "cuMemAlloc of %zu bytes answered %d (%s)", held, static_cast<int>(result),
-                 cuda::name_of(gpu.driver, result));
+    const std::size_t allocated_bytes = (gpu.size_bytes + rdma_page_bytes - 1) / rdma_page_bytes * rdma_page_bytes;
+    if (const cuda::Result result = gpu.driver.allocate(&gpu.base, allocated_bytes); result != cuda::success) {
+        log_line(LogLevel::error, "cuMemAlloc(%zu) failed: %s (%d)", allocated_bytes, cuda::name_of(gpu.driver, result),
+                 static_cast<int>(result));
         return result == cuda::invalid_value ? -ENOMEM : cuda::errno_of(result);
     }
     gpu.memory = GpuIov::Memory::allocated;
@@ -83,42 +84,44 @@ int allocate(GpuIov& gpu) {
     return 0;
 }
 
-// Maps the memory of another process and checks that it is what was said of it. `allocation_bytes` 0: nobody said.
-int map(GpuIov& gpu, const IpcBytes& ipc, std::uint64_t allocation_bytes, std::uint64_t offset_bytes,
-        int error_of_driver) {
+// Maps the memory of another process, and checks it against its description. `allocation_bytes` 0: the size of the
+// allocation is unknown.
+int map_ipc(GpuIov& gpu, const IpcBytes& ipc, std::uint64_t allocation_bytes, std::uint64_t offset_bytes,
+            int driver_error) {
     const CurrentContext current(gpu.driver, gpu.context);
     if (current.error() != 0) {
         return current.error();
     }
     if (const cuda::Result result = open_ipc(gpu.driver, ipc, &gpu.base); result != cuda::success) {
-        return result == cuda::out_of_memory ? -ENOMEM : error_of_driver;
+        return result == cuda::out_of_memory ? -ENOMEM : driver_error;
     }
     gpu.memory = GpuIov::Memory::opened;
     gpu.ipc = ipc;
-    const cuda::Result ranged = gpu.driver.address_range(&gpu.allocation.base, &gpu.allocation.bytes, gpu.base);
-    if (ranged != cuda::success || gpu.allocation.base != gpu.base ||
+    const cuda::Result range_result = gpu.driver.address_range(&gpu.allocation.base, &gpu.allocation.bytes, gpu.base);
+    if (range_result != cuda::success || gpu.allocation.base != gpu.base ||
         (allocation_bytes != 0 && allocation_bytes != gpu.allocation.bytes) || offset_bytes > gpu.allocation.bytes ||
         gpu.size_bytes > gpu.allocation.bytes - offset_bytes) {
-        log_line(LogLevel::error, "the shared memory has %zu bytes, and not what its handle says",
+        log_line(LogLevel::error, "the shared memory has %zu bytes, which does not match its handle",
                  gpu.allocation.bytes);
         return -EINVAL;
     }
     gpu.pointer = gpu.base + offset_bytes;
-    Allocation first;
-    if (const int error = inspect(gpu.driver, gpu.device, gpu.pointer, gpu.size_bytes, &first); error != 0) {
+    Allocation allocation;
+    if (const int error = check_device_memory(gpu.driver, gpu.device, gpu.pointer, gpu.size_bytes, &allocation);
+        error != 0) {
         return error;
     }
-    return synchronize_copies(gpu.driver, gpu.pointer);
+    return enable_sync_memops(gpu.driver, gpu.pointer);
 }
 
-int device_with(const cuda::Driver& driver, const std::array<std::uint8_t, 16>& uuid) {
+int find_device(const cuda::Driver& driver, const std::array<std::uint8_t, 16>& uuid) {
     int count = 0;
     if (driver.device_count(&count) != cuda::success) {
         return -1;
     }
     for (int device = 0; device < count; ++device) {
-        cuda::Uuid found{};
-        if (driver.device_uuid(&found, device) == cuda::success && std::ranges::equal(found.bytes, uuid)) {
+        cuda::Uuid device_uuid{};
+        if (driver.device_uuid(&device_uuid, device) == cuda::success && std::ranges::equal(device_uuid.bytes, uuid)) {
             return device;
         }
     }
@@ -131,20 +134,20 @@ bool is_gpu_iov(const hf3fs_iov* iov) noexcept {
     return find_gpu_iov(iov) != nullptr;
 }
 
-int gpu_device_of(const hf3fs_iov* iov) noexcept {
+int gpu_device(const hf3fs_iov* iov) noexcept {
     const auto gpu = find_gpu_iov(iov);
     return gpu ? gpu->device : -1;
 }
 
 int create_gpu_iov(hf3fs_iov* iov, const char* mount, std::size_t size, std::size_t block_size, int device) {
-    if (iov == nullptr || !usable_mount(mount) || size == 0) {
+    if (iov == nullptr || !is_valid_mount(mount) || size == 0) {
         return -EINVAL;
     }
     if (size > size_max - rdma_page_bytes) {
         return -ENOMEM;
     }
     std::shared_ptr<GpuIov> gpu;
-    if (const int error = begin(device, mount, size, &gpu); error != 0) {
+    if (const int error = new_gpu_iov(device, mount, size, &gpu); error != 0) {
         return error;
     }
     const Uuid id = random_uuid();
@@ -155,42 +158,43 @@ int create_gpu_iov(hf3fs_iov* iov, const char* mount, std::size_t size, std::siz
     if (const int error = allocate(*gpu); error != 0) {
         return error;
     }
-    if (const int error = offer(*gpu, id.data()); error != 0) {
+    if (const int error = check_and_publish(*gpu, id.data()); error != 0) {
         return error;
     }
-    fill(iov, gpu, id.data(), block_size);
+    fill_iov(iov, gpu, id.data(), block_size);
     return 0;
 }
 
 int wrap_gpu_iov(hf3fs_iov* iov, void* pointer, const std::uint8_t id[16], const char* mount, std::size_t size,
                  std::size_t block_size, int device) {
-    if (iov == nullptr || !usable_mount(mount) || pointer == nullptr || id == nullptr || size == 0 || size > size_max) {
+    if (iov == nullptr || !is_valid_mount(mount) || pointer == nullptr || id == nullptr || size == 0 ||
+        size > size_max) {
         return -EINVAL;
     }
     std::shared_ptr<GpuIov> gpu;
-    if (const int error = begin(device, mount, size, &gpu); error != 0) {
+    if (const int error = new_gpu_iov(device, mount, size, &gpu); error != 0) {
         return error;
     }
     gpu->pointer = reinterpret_cast<cuda::DevicePointer>(pointer);
-    gpu->context = context_of(gpu->driver, gpu->pointer, gpu->context);
+    gpu->context = find_context(gpu->driver, gpu->pointer, gpu->context);
     const CurrentContext current(gpu->driver, gpu->context);
     if (current.error() != 0) {
         return current.error();
     }
-    if (const int error = offer(*gpu, id); error != 0) {
+    if (const int error = check_and_publish(*gpu, id); error != 0) {
         return error;
     }
-    fill(iov, gpu, id, block_size);
+    fill_iov(iov, gpu, id, block_size);
     return 0;
 }
 
 int open_gpu_iov(hf3fs_iov* iov, const std::uint8_t id[16], const char* mount, std::size_t size, std::size_t block_size,
                  int device) {
-    if (iov == nullptr || !usable_mount(mount) || id == nullptr || size == 0) {
+    if (iov == nullptr || !is_valid_mount(mount) || id == nullptr || size == 0) {
         return -EINVAL;
     }
     std::shared_ptr<GpuIov> gpu;
-    if (const int error = begin(device, mount, size, &gpu); error != 0) {
+    if (const int error = new_gpu_iov(device, mount, size, &gpu); error != 0) {
         return error;
     }
     const std::string name = gpu_link_name(id, device);
@@ -202,80 +206,81 @@ int open_gpu_iov(hf3fs_iov* iov, const std::uint8_t id[16], const char* mount, s
     }
     const auto target = parse_target(text);
     if (!target || target->device != device || target->size_bytes != size) {
-        log_line(LogLevel::error, "%s is no iov of %zu bytes on device %d: %s", name.c_str(), size, device,
+        log_line(LogLevel::error, "%s is not an iov of %zu bytes on device %d: %s", name.c_str(), size, device,
                  text.c_str());
         return -EINVAL;
     }
     if (!target->ipc) {
-        log_line(LogLevel::error, "%s was published by its dma-buf alone: its memory has no IPC handle", name.c_str());
+        log_line(LogLevel::error, "%s was published only by its dma-buf: its memory has no IPC handle", name.c_str());
         return -ENOTSUP;
     }
-    int refused = map(*gpu, *target->ipc, target->allocation_bytes, target->offset_bytes, -EIO);
-    if (refused == 0) {
-        refused = gpu->borrowing.begin(mount, name, text);
+    int status = map_ipc(*gpu, *target->ipc, target->allocation_bytes, target->offset_bytes, -EIO);
+    if (status == 0) {
+        status = gpu->borrowed.begin(mount, name, text);
     }
-    if (refused != 0) {
-        return refused;
+    if (status != 0) {
+        return status;
     }
-    fill(iov, gpu, id, block_size);
+    fill_iov(iov, gpu, id, block_size);
     return 0;
 }
 
 int import_gpu_iov(hf3fs_iov* iov, const hf3fs_gpu_ipc_handle_t* handle, const char* mount) {
-    if (iov == nullptr || !usable_mount(mount) || handle == nullptr) {
+    if (iov == nullptr || !is_valid_mount(mount) || handle == nullptr) {
         return -EINVAL;
     }
     const auto parsed = parse_gdr_handle(handle->data);
     if (!parsed) {
-        log_line(LogLevel::error, "the 80 bytes are no handle of GPU memory");
+        log_line(LogLevel::error, "the 80 bytes are not a valid handle of GPU memory");
         return -EINVAL;
     }
     std::shared_ptr<GpuIov> gpu;
     const auto device = static_cast<int>(parsed->device);
-    if (const int error = begin(device, mount, parsed->length_bytes, &gpu); error != 0) {
+    if (const int error = new_gpu_iov(device, mount, parsed->length_bytes, &gpu); error != 0) {
         return error;
     }
-    if (const int error = map(*gpu, parsed->ipc, 0, 0, -EINVAL); error != 0) {
+    if (const int error = map_ipc(*gpu, parsed->ipc, 0, 0, -EINVAL); error != 0) {
         return error;
     }
     std::uint8_t id[16];
-    if (const int refused = borrow_publication(*gpu, 0, id); refused != 0) {
-        return refused;
+    if (const int status = borrow_publication(*gpu, 0, id); status != 0) {
+        return status;
     }
-    fill(iov, gpu, id, gpu->size_bytes);
+    fill_iov(iov, gpu, id, gpu->size_bytes);
     return 0;
 }
 
 int import_shared_gpu_iov(hf3fs_iov* iov, const gdrkit_share_handle_t* handle, const char* mount) {
-    if (iov == nullptr || !usable_mount(mount) || handle == nullptr) {
+    if (iov == nullptr || !is_valid_mount(mount) || handle == nullptr) {
         return -EINVAL;
     }
     const auto parsed = parse_share_handle(handle->data);
     if (!parsed) {
-        log_line(LogLevel::error, "the 192 bytes are no share handle");
+        log_line(LogLevel::error, "the 192 bytes are not a valid share handle");
         return -EINVAL;
     }
     if (parsed->kind != ShareKind::ipc) {
-        log_line(LogLevel::error, "the share handle needs descriptors, and this function takes none");
+        log_line(LogLevel::error, "the share handle needs descriptors, which this function does not take");
         return -ENOTSUP;
     }
-    const int device = device_with(*cuda::driver(), parsed->device_uuid);
+    const int device = find_device(*cuda::driver(), parsed->device_uuid);
     std::shared_ptr<GpuIov> gpu;
-    if (const int error = begin(device, mount, parsed->length_bytes, &gpu); error != 0) {
+    if (const int error = new_gpu_iov(device, mount, parsed->length_bytes, &gpu); error != 0) {
         return error;
     }
     if (is_running(parsed->owner) == false) {
-        log_line(LogLevel::error, "the owner of the memory, process %u, has ended", parsed->owner.process_id);
+        log_line(LogLevel::error, "the owner of the memory (process %u) has ended", parsed->owner.process_id);
         return -ESRCH;
     }
-    if (const int error = map(*gpu, parsed->ipc, parsed->allocation_bytes, parsed->offset_bytes, -EINVAL); error != 0) {
+    if (const int error = map_ipc(*gpu, parsed->ipc, parsed->allocation_bytes, parsed->offset_bytes, -EINVAL);
+        error != 0) {
         return error;
     }
     std::uint8_t id[16];
-    if (const int refused = borrow_publication(*gpu, parsed->offset_bytes, id); refused != 0) {
-        return refused;
+    if (const int status = borrow_publication(*gpu, parsed->offset_bytes, id); status != 0) {
+        return status;
     }
-    fill(iov, gpu, id, gpu->size_bytes);
+    fill_iov(iov, gpu, id, gpu->size_bytes);
     return 0;
 }
 
@@ -308,7 +313,7 @@ int export_shared_gpu_iov(const hf3fs_iov* iov, gdrkit_share_handle_t* handle) {
         return -EINVAL;
     }
     if (!gpu->ipc || gpu->memory == GpuIov::Memory::opened) {
-        log_line(LogLevel::error, "the owner alone can share memory, and only memory that has an IPC handle");
+        log_line(LogLevel::error, "only the owner can share memory, and only memory that has an IPC handle");
         return -ENOTSUP;
     }
     ShareHandle share;
@@ -317,7 +322,7 @@ int export_shared_gpu_iov(const hf3fs_iov* iov, gdrkit_share_handle_t* handle) {
     share.length_bytes = gpu->size_bytes;
     share.owner = this_process();
     share.ipc = *gpu->ipc;
-    if (const int error = uuid_of(*gpu, &share.device_uuid); error != 0) {
+    if (const int error = query_device_uuid(*gpu, &share.device_uuid); error != 0) {
         return error;
     }
     const auto bytes = pack(share);
@@ -338,8 +343,8 @@ int synchronize_gpu_iov(const hf3fs_iov* iov, int direction) {
         return current.error();
     }
     if (const cuda::Result result = gpu->driver.context_synchronize(); result != cuda::success) {
-        log_line(LogLevel::error, "cuCtxSynchronize answered %d (%s)", static_cast<int>(result),
-                 cuda::name_of(gpu->driver, result));
+        log_line(LogLevel::error, "cuCtxSynchronize() failed: %s (%d)", cuda::name_of(gpu->driver, result),
+                 static_cast<int>(result));
         return -EIO;
     }
     int ordering = 0, options = 0;
@@ -349,8 +354,8 @@ int synchronize_gpu_iov(const hf3fs_iov* iov, int direction) {
         ordering >= cuda::writes_ordering_owner || (options & 1) == 0) {
         return 0;
     }
-    const cuda::Result flushed = gpu->driver.flush_writes(cuda::flush_current_context, cuda::flush_to_owner);
-    return flushed == cuda::success ? 0 : -EIO;
+    const cuda::Result flush_result = gpu->driver.flush_writes(cuda::flush_current_context, cuda::flush_to_owner);
+    return flush_result == cuda::success ? 0 : -EIO;
 }
 
 void unlink_gpu_iov(hf3fs_iov* iov) {
@@ -360,7 +365,7 @@ void unlink_gpu_iov(hf3fs_iov* iov) {
 }
 
 void destroy_gpu_iov(hf3fs_iov* iov) {
-    // Held here: what it forgets is the table's reference to itself.
+    // This reference keeps the iov alive, because destroy() removes the table's reference to it.
     if (const auto gpu = find_gpu_iov(iov)) {
         gpu->destroy(*iov);
     }

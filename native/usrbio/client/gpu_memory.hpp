@@ -1,13 +1,13 @@
-// What the GPU iovs ask of the CUDA driver: contexts, what is behind a pointer, and how memory goes to other processes.
-// Functions answer 0 or -errno and log what the driver said.
+// Functions of the CUDA driver for GPU iovs: contexts, the memory behind a pointer, and handles for other processes.
+// They return 0 or -errno and log the error of the driver.
 #pragma once
 
 #include <array>
 #include <cstddef>
 #include <cstdint>
 
+#include "common/descriptor.hpp"
 #include "usrbio/client/cuda_driver.hpp"
-#include "usrbio/client/descriptor.hpp"
 
 namespace gdrkit::usrbio {
 
@@ -23,11 +23,11 @@ public:
     PrimaryContext& operator=(PrimaryContext&& other) noexcept;
     ~PrimaryContext();
 
-    // -ENODEV when there is no such device.
+    // Returns -ENODEV if the device does not exist.
     int retain(const cuda::Driver& driver, int device);
     [[nodiscard]] cuda::Context get() const { return context_; }
-    // Forgets it: a forked child has no contexts.
-    void abandon() noexcept { driver_ = nullptr; }
+    // Drops the reference without a call: a forked child has no contexts.
+    void disown() noexcept { driver_ = nullptr; }
 
 private:
     const cuda::Driver* driver_ = nullptr;
@@ -35,7 +35,7 @@ private:
     cuda::Context context_ = nullptr;
 };
 
-// Makes a context current in this thread, and what was current before afterwards.
+// Makes a context current in this thread, and restores the previous one at the end.
 class CurrentContext {
 public:
     CurrentContext(const cuda::Driver& driver, cuda::Context context);
@@ -55,31 +55,33 @@ struct Allocation {
     std::size_t bytes = 0;
 };
 
-// The context that holds the memory; `fallback` for memory that is of no context (VMM, pools).
-cuda::Context context_of(const cuda::Driver& driver, cuda::DevicePointer pointer, cuda::Context fallback);
+// Returns the context that holds the memory; `fallback` for memory without a context (VMM, pools).
+cuda::Context find_context(const cuda::Driver& driver, cuda::DevicePointer pointer, cuda::Context fallback);
 
-// Whether the range is memory of this device from its first to its last byte, and in which allocation it begins.
-// -EINVAL: host, managed or another device's memory, or less memory than that. A context must be current.
-int inspect(const cuda::Driver& driver, int device, cuda::DevicePointer pointer, std::size_t size_bytes,
-            Allocation* first);
+// Checks that the whole range is memory of this device, and returns the allocation that contains its first byte.
+// -EINVAL: it is memory of the host, managed or of another device, or the memory ends earlier. A context must be
+// current.
+int check_device_memory(const cuda::Driver& driver, int device, cuda::DevicePointer pointer, std::size_t size_bytes,
+                        Allocation* allocation);
 
-// Has the driver finish every synchronous copy of this memory before it returns, so that a NIC finds what was copied.
-// VMM memory has no such attribute; there the flag of the current context does it for all of its memory.
-int synchronize_copies(const cuda::Driver& driver, cuda::DevicePointer pointer);
+// Makes synchronous copies of this memory complete before they return, so that a NIC reads what was copied. VMM memory
+// has no such attribute; for it, the function sets the flag of the current context, which applies to all of its memory.
+int enable_sync_memops(const cuda::Driver& driver, cuda::DevicePointer pointer);
 
-// The IPC handle of the allocation around the pointer. -ENOTSUP: this kind of memory has none.
+// Exports the IPC handle of the allocation around the pointer. -ENOTSUP: this type of memory has none.
 int export_ipc(const cuda::Driver& driver, cuda::DevicePointer pointer, IpcBytes* ipc);
 
 struct Dmabuf {
     Descriptor descriptor;
     std::uint64_t size_bytes = 0;
-    std::uint64_t offset_bytes = 0; // Where the asked-for bytes begin in it: the driver exports whole pages.
+    // Offset of the exported bytes in the dma-buf, because the driver exports whole pages.
+    std::uint64_t offset_bytes = 0;
 };
 
-// -ENOTSUP: this driver or this kind of memory has no dma-buf.
+// Exports a dma-buf. -ENOTSUP: this driver or this type of memory does not support it.
 int export_dmabuf(const cuda::Driver& driver, cuda::DevicePointer pointer, std::size_t size_bytes, Dmabuf* dmabuf);
 
-// Memory of another process, mapped here: its base. The result of the driver, so that callers can tell why not.
+// Maps memory of another process and returns its base. Returns the result of the driver, because callers need it.
 cuda::Result open_ipc(const cuda::Driver& driver, const IpcBytes& ipc, cuda::DevicePointer* base);
 
 } // namespace gdrkit::usrbio

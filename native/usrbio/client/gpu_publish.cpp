@@ -7,6 +7,7 @@
 #include <filesystem>
 #include <span>
 
+#include "common/errno_text.hpp"
 #include "usrbio/client/log.hpp"
 #include "usrbio/client/publication.hpp"
 #include "usrbio/client/share_handle.hpp"
@@ -19,7 +20,7 @@ bool has_agent(const std::string& mount) {
     return stat((mount + "/3fs-virt/agent.sock").c_str(), &status) == 0;
 }
 
-ShareHandle handle_of(const GpuIov& gpu, const Dmabuf& dmabuf) {
+ShareHandle make_share_handle(const GpuIov& gpu, const Dmabuf& dmabuf) {
     ShareHandle handle;
     handle.owner = this_process();
     handle.length_bytes = gpu.size_bytes;
@@ -44,41 +45,42 @@ int publish_to_agent(GpuIov& gpu, const std::string& name) {
         if (error != -ENOTSUP || !gpu.ipc) {
             return error;
         }
-        log_line(LogLevel::warning, "%s has no dma-buf: the agent can try its IPC handle and peer memory alone",
+        log_line(LogLevel::warning, "%s has no dma-buf: the agent can only try its IPC handle and peer memory",
                  name.c_str());
     }
-    ShareHandle handle = handle_of(gpu, dmabuf);
-    if (const int error = uuid_of(gpu, &handle.device_uuid); error != 0) {
+    ShareHandle handle = make_share_handle(gpu, dmabuf);
+    if (const int error = query_device_uuid(gpu, &handle.device_uuid); error != 0) {
         return error;
     }
     const auto bytes = pack(handle);
     if (!bytes) {
         return -EINVAL;
     }
-    const int number = dmabuf.descriptor.get();
-    const auto descriptors = dmabuf.descriptor ? std::span(&number, 1) : std::span<const int>();
-    return publish(gpu.mount.c_str(), name, format_target(target_of(gpu, dmabuf)), std::as_bytes(std::span(*bytes)),
+    const int fd = dmabuf.descriptor.get();
+    const auto descriptors = dmabuf.descriptor ? std::span(&fd, 1) : std::span<const int>();
+    return publish(gpu.mount.c_str(), name, format_target(link_target(gpu, dmabuf)), std::as_bytes(std::span(*bytes)),
                    descriptors);
 }
 
 int publish_by_link(GpuIov& gpu, const std::string& name) {
     if (!gpu.ipc) {
-        log_line(LogLevel::error,
-                 "%s has no IPC handle, and a link carries nothing else; an agent would take its dma-buf",
-                 name.c_str());
+        log_line(
+            LogLevel::error,
+            "%s has no IPC handle, which a publication without an agent needs. Start an agent, which accepts a dma-buf",
+            name.c_str());
         return -ENOTSUP;
     }
-    return publish(gpu.mount.c_str(), name, format_target(target_of(gpu, {})), {}, {});
+    return publish(gpu.mount.c_str(), name, format_target(link_target(gpu, {})), {}, {});
 }
 
 } // namespace
 
-int uuid_of(const GpuIov& gpu, std::array<std::uint8_t, 16>* uuid) {
-    cuda::Uuid found{};
-    if (gpu.driver.device_uuid(&found, gpu.device) != cuda::success) {
+int query_device_uuid(const GpuIov& gpu, std::array<std::uint8_t, 16>* uuid) {
+    cuda::Uuid cuda_uuid{};
+    if (gpu.driver.device_uuid(&cuda_uuid, gpu.device) != cuda::success) {
         return -ENODEV;
     }
-    std::ranges::copy(found.bytes, uuid->begin());
+    std::ranges::copy(cuda_uuid.bytes, uuid->begin());
     return 0;
 }
 
@@ -86,9 +88,10 @@ int publish_gpu_iov(GpuIov& gpu, const std::uint8_t id[16]) {
     const std::string name = gpu_link_name(id, gpu.device);
     const int error = has_agent(gpu.mount) ? publish_to_agent(gpu, name) : publish_by_link(gpu, name);
     if (error == 0) {
-        gpu.published = name;
+        gpu.publication_name = name;
     } else {
-        log_line(LogLevel::error, "%s cannot be published in %s: errno %d", name.c_str(), gpu.mount.c_str(), -error);
+        log_line(LogLevel::error, "publish %s in %s failed: %s", name.c_str(), gpu.mount.c_str(),
+                 ErrnoText(-error).c_str());
     }
     return error;
 }
@@ -97,20 +100,21 @@ int borrow_publication(GpuIov& gpu, std::uint64_t offset_bytes, std::uint8_t id[
     std::fill_n(id, 16, std::uint8_t{0});
     std::error_code error;
     const std::filesystem::path folder = gpu.mount + "/3fs-virt/iovs";
-    for (std::filesystem::directory_iterator at(folder, error), end; !error && at != end; at.increment(error)) {
-        const std::string name = at->path().filename().native();
-        const auto found = parse_gpu_link_name(name, gpu.device);
-        if (!found) {
+    for (std::filesystem::directory_iterator entry(folder, error), end; !error && entry != end;
+         entry.increment(error)) {
+        const std::string name = entry->path().filename().native();
+        const auto cuda_uuid = parse_gpu_link_name(name, gpu.device);
+        if (!cuda_uuid) {
             continue;
         }
-        // A link that is gone meanwhile is another process's affair.
-        std::error_code gone;
-        const std::string text = std::filesystem::read_symlink(at->path(), gone).native();
+        // Another process may remove its link meanwhile.
+        std::error_code read_error;
+        const std::string text = std::filesystem::read_symlink(entry->path(), read_error).native();
         const auto target = parse_target(text);
         if (target && target->device == gpu.device && target->ipc == gpu.ipc && target->offset_bytes == offset_bytes &&
             target->size_bytes == gpu.size_bytes) {
-            std::ranges::copy(*found, id);
-            return gpu.borrowing.begin(gpu.mount.c_str(), name, text);
+            std::ranges::copy(*cuda_uuid, id);
+            return gpu.borrowed.begin(gpu.mount.c_str(), name, text);
         }
     }
     return 0;

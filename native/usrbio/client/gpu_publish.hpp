@@ -1,4 +1,4 @@
-// How a GPU iov becomes known: to the agent of the mount with its dma-buf, or to a 3FS daemon by a symbolic link alone.
+// Publication of GPU iovs: to the agent of the mount with a dma-buf, or to a 3FS daemon by a symbolic link only.
 #pragma once
 
 #include "usrbio/client/gpu_backing.hpp"
@@ -6,18 +6,18 @@
 
 namespace gdrkit::usrbio {
 
-// Publishes the memory of `gpu` as `id`. -EEXIST and whatever else the agent or the link answers, exactly; -ENOTSUP:
-// neither IPC nor a dma-buf goes from this memory to the other side.
+// Publishes the memory of `gpu` as `id`. Returns 0, the -errno of the agent or of symlink(2) (such as -EEXIST), or
+// -ENOTSUP: this memory has neither an IPC handle nor a dma-buf that the other side accepts.
 int publish_gpu_iov(GpuIov& gpu, const std::uint8_t id[16]);
 
-// What others are told of the memory: never an address, which means nothing in their processes.
-GpuTarget target_of(const GpuIov& gpu, const Dmabuf& dmabuf);
+// Returns the target of the link. It never contains an address, which has no meaning in other processes.
+GpuTarget link_target(const GpuIov& gpu, const Dmabuf& dmabuf);
 
-// -ENODEV when the driver does not say.
-int uuid_of(const GpuIov& gpu, std::array<std::uint8_t, 16>* uuid);
+// Returns -ENODEV if the driver does not report it.
+int query_device_uuid(const GpuIov& gpu, std::array<std::uint8_t, 16>* uuid);
 
-// The mapping of another process's memory that `gpu` is: finds the publication of those bytes in its mount and borrows
-// it, so that operations may name them by its id. 0 and zeros: they are not published there. Or -errno of Borrowing.
+// Finds the publication of the memory that `gpu` has mapped from another process in its mount, returns its id and
+// borrows it. Returns 0 and zeros if the memory is not published there, or the -errno of BorrowedPublication.
 int borrow_publication(GpuIov& gpu, std::uint64_t offset_bytes, std::uint8_t id[16]);
 
 } // namespace gdrkit::usrbio

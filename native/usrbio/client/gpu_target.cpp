@@ -15,7 +15,7 @@ void append_hex(std::string& text, std::uint8_t byte) {
     text += digits[byte & 0xf];
 }
 
-bool take(std::string_view& text, std::string_view word) {
+bool consume(std::string_view& text, std::string_view word) {
     if (!text.starts_with(word)) {
         return false;
     }
@@ -23,8 +23,8 @@ bool take(std::string_view& text, std::string_view word) {
     return true;
 }
 
-// A decimal number without sign, blank or leading zero.
-template <typename Number> bool take_number(std::string_view& text, Number& number) {
+// Consumes a decimal number without sign, blank or leading zero.
+template <typename Number> bool consume_number(std::string_view& text, Number& number) {
     const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number, 10);
     const auto length = static_cast<std::size_t>(end - text.data());
     if (error != std::errc{} || text.front() == '-' || (length > 1 && text.front() == '0')) {
@@ -34,8 +34,8 @@ template <typename Number> bool take_number(std::string_view& text, Number& numb
     return true;
 }
 
-// Lower-case digits alone, so that a target has one spelling.
-bool take_hex(std::string_view& text, std::uint8_t& byte) {
+// Consumes two lower-case digits, so that a target has only one spelling.
+bool consume_hex(std::string_view& text, std::uint8_t& byte) {
     if (text.size() < 2) {
         return false;
     }
@@ -70,24 +70,25 @@ std::string format_target(const GpuTarget& target) {
 
 std::optional<GpuTarget> parse_target(std::string_view text) {
     GpuTarget target;
-    if (!take(text, "gdr://v2/device/") || !take_number(text, target.device) || !take(text, "/allocation/") ||
-        !take_number(text, target.allocation_bytes) || !take(text, "/offset/") ||
-        !take_number(text, target.offset_bytes) || !take(text, "/size/") || !take_number(text, target.size_bytes)) {
+    if (!consume(text, "gdr://v2/device/") || !consume_number(text, target.device) || !consume(text, "/allocation/") ||
+        !consume_number(text, target.allocation_bytes) || !consume(text, "/offset/") ||
+        !consume_number(text, target.offset_bytes) || !consume(text, "/size/") ||
+        !consume_number(text, target.size_bytes)) {
         return std::nullopt;
     }
-    if (take(text, "/ipc/")) {
+    if (consume(text, "/ipc/")) {
         target.ipc.emplace();
-        if (!std::ranges::all_of(*target.ipc, [&](std::uint8_t& byte) { return take_hex(text, byte); })) {
+        if (!std::ranges::all_of(*target.ipc, [&](std::uint8_t& byte) { return consume_hex(text, byte); })) {
             return std::nullopt;
         }
-    } else if (!take(text, "/dmabuf")) {
+    } else if (!consume(text, "/dmabuf")) {
         return std::nullopt;
     }
     constexpr std::uint64_t size_max = std::numeric_limits<std::int64_t>::max();
     const bool fits = target.allocation_bytes <= size_max && target.offset_bytes <= target.allocation_bytes &&
                       target.size_bytes != 0 && target.size_bytes <= target.allocation_bytes - target.offset_bytes;
-    const bool empty = target.ipc && std::ranges::count(*target.ipc, 0) == 64;
-    return text.empty() && fits && !empty ? std::optional(target) : std::nullopt;
+    const bool is_empty_handle = target.ipc && std::ranges::count(*target.ipc, 0) == 64;
+    return text.empty() && fits && !is_empty_handle ? std::optional(target) : std::nullopt;
 }
 
 std::string gpu_link_name(const std::uint8_t id[16], int device) {
@@ -108,7 +109,7 @@ std::optional<std::array<std::uint8_t, 16>> parse_gpu_link_name(std::string_view
     }
     std::string_view uuid = name.substr(0, uuid_characters);
     for (std::size_t byte = 0; byte < id.size(); ++byte) {
-        if ((has_hyphen_before(byte) && !take(uuid, "-")) || !take_hex(uuid, id[byte])) {
+        if ((has_hyphen_before(byte) && !consume(uuid, "-")) || !consume_hex(uuid, id[byte])) {
             return std::nullopt;
         }
     }

@@ -1,5 +1,4 @@
-// What the symbolic link of a GPU iov says: its name and its target. Both are read by other processes, and what they
-// say is believed by nobody: parsing is strict.
+// Name and target of the symbolic link of a GPU iov. Other processes write them, so parsing is strict.
 #pragma once
 
 #include <array>
@@ -10,9 +9,9 @@
 
 namespace gdrkit::usrbio {
 
-// gdr://v2/device/<d>/allocation/<bytes>/offset/<bytes>/size/<bytes>/ipc/<128 hexadecimal digits>, or, for memory that
-// has no IPC handle (VMM, pools), the same with /dmabuf at its end: only the agent that got the dma-buf can reach it.
-// No address of a process is in it.
+// gdr://v2/device/<d>/allocation/<bytes>/offset/<bytes>/size/<bytes>/ipc/<128 hexadecimal digits>. For memory without
+// an IPC handle (VMM, pools), /dmabuf replaces /ipc/<digits>: only the agent that received the dma-buf can access it.
+// The target never contains an address.
 struct GpuTarget {
     int device = 0;
     std::uint64_t allocation_bytes = 0;
@@ -24,14 +23,14 @@ struct GpuTarget {
 
 std::string format_target(const GpuTarget& target);
 
-// Nothing unless every character is the one that format_target would have written for a target that makes sense
-// (offset <= allocation, 0 < size <= allocation - offset, an IPC handle that is not all zeros).
+// Returns nothing unless `text` is exactly what format_target writes for a valid target: offset <= allocation, 0 < size
+// <= allocation - offset, and an IPC handle that is not all zeros.
 std::optional<GpuTarget> parse_target(std::string_view text);
 
-// <uuid>.gdr.d<device>, the UUID with hyphens.
+// Returns <uuid>.gdr.d<device>, the UUID with hyphens.
 std::string gpu_link_name(const std::uint8_t id[16], int device);
 
-// The 16 bytes of the UUID in such a name, when it is of this device.
+// Returns the 16 bytes of the UUID in such a name, if it is of this device.
 std::optional<std::array<std::uint8_t, 16>> parse_gpu_link_name(std::string_view name, int device);
 
 } // namespace gdrkit::usrbio

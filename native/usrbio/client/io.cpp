@@ -1,4 +1,4 @@
-// The path of an operation: hf3fs_prep_io, hf3fs_submit_ios, hf3fs_wait_for_ios.
+// The functions on the path of an operation: hf3fs_prep_io, hf3fs_submit_ios, hf3fs_wait_for_ios.
 #include "usrbio/client/file_table.hpp"
 #include "usrbio/client/range.hpp"
 #include "usrbio/client/ring_handle.hpp"
@@ -17,10 +17,10 @@ namespace gdrkit::usrbio {
 namespace {
 
 constexpr long second_ns = 1000000000;
-constexpr unsigned spins_least = 16;
-constexpr unsigned spins_most = 2048;
-// A ring whose spinning never helps tries it again now and then: the agent may have become faster.
-constexpr unsigned try_again_every = 64;
+constexpr unsigned spins_min = 16;
+constexpr unsigned spins_max = 2048;
+// If spinning never helped on a ring, it is tried again after so many waits, because the agent may have become faster.
+constexpr unsigned retry_interval = 64;
 
 inline void pause() noexcept {
 #if defined(__x86_64__)
@@ -30,7 +30,7 @@ inline void pause() noexcept {
 #endif
 }
 
-RingHandle* handle_of(const hf3fs_ior* ior) noexcept {
+RingHandle* ring_handle(const hf3fs_ior* ior) noexcept {
     return ior == nullptr ? nullptr : static_cast<RingHandle*>(ior->iorh);
 }
 
@@ -38,34 +38,35 @@ bool before(const timespec& a, const timespec& b) noexcept {
     return a.tv_sec < b.tv_sec || (a.tv_sec == b.tv_sec && a.tv_nsec < b.tv_nsec);
 }
 
-timespec later(timespec when, long nanoseconds) noexcept {
-    when.tv_nsec += nanoseconds % second_ns;
-    when.tv_sec += nanoseconds / second_ns + when.tv_nsec / second_ns;
-    when.tv_nsec %= second_ns;
-    return when;
+timespec add_nanoseconds(timespec time, long nanoseconds) noexcept {
+    time.tv_nsec += nanoseconds % second_ns;
+    time.tv_sec += nanoseconds / second_ns + time.tv_nsec / second_ns;
+    time.tv_nsec %= second_ns;
+    return time;
 }
 
-long asked_sleep_ns() noexcept {
-    static const long asked_ns = [] {
+long configured_sleep_ns() noexcept {
+    static const long configured_ns = [] {
         const char* text = std::getenv("HF3FS_USRBIO_WAIT_JITTER_MS");
         const int milliseconds = text == nullptr ? 0 : std::atoi(text);
         return (milliseconds > 0 ? milliseconds : 0L) * 1000000L;
     }();
-    return asked_ns;
+    return configured_ns;
 }
 
-// An agent that knows the extension wakes who says that it sleeps, so that only its death has to be noticed; of another
-// one, 3FS waits so long for its semaphore. A timer that is due soon is dear: it is programmed into the processor.
-long longest_sleep_ns(bool agent_aware) noexcept {
-    return asked_sleep_ns() != 0 ? asked_sleep_ns() : agent_aware ? 20000000L : 1000000L;
+// With an agent that supports the extension, a timer only serves to notice the agent's death, because that agent wakes
+// sleepers. With another agent, the timeout is that of 3FS. A short timer is expensive, because it must be programmed
+// into the processor.
+long sleep_max_ns(bool agent_has_extension) noexcept {
+    return configured_sleep_ns() != 0 ? configured_sleep_ns() : agent_has_extension ? 20000000L : 1000000L;
 }
 
-// While another thread waits on the ring, this one waits for that: no longer than it was asked to wait at all.
-bool lock_in_time(std::unique_lock<std::timed_mutex>& lock, std::uint32_t least, const timespec* deadline) {
+// Waits while another thread waits on the ring, at most until the deadline of this wait.
+bool lock_until(std::unique_lock<std::timed_mutex>& lock, std::uint32_t count_min, const timespec* deadline) {
     if (lock.try_lock()) {
         return true;
     }
-    if (least == 0) {
+    if (count_min == 0) {
         return false;
     }
     if (deadline == nullptr) {
@@ -78,124 +79,126 @@ bool lock_in_time(std::unique_lock<std::timed_mutex>& lock, std::uint32_t least,
 
 class Wait {
 public:
-    Wait(RingHandle& handle, hf3fs_cqe* cqes, std::uint32_t most, std::uint32_t least,
+    Wait(RingHandle& handle, hf3fs_cqe* cqes, std::uint32_t count_max, std::uint32_t count_min,
          const timespec* deadline) noexcept
-        : handle_(handle), ring_(*handle.ring), cqes_(cqes), most_(most), least_(least), deadline_(deadline) {}
+        : handle_(handle), ring_(*handle.ring), cqes_(cqes), count_max_(count_max), count_min_(count_min),
+          deadline_(deadline) {}
 
     int run() noexcept {
-        take();
-        if (filled_ < least_ && ring_.agent_aware() && !handle_.agent_gone()) {
+        reap();
+        if (count_ < count_min_ && ring_.agent_has_extension() && !handle_.agent_closed()) {
             spin();
         }
-        while (filled_ < least_) {
-            // The ring says the end of its agent too, should the post for it be used up; or it is broken.
+        while (count_ < count_min_) {
+            // The ring also records that its agent has ended, in case the post for that was consumed. Or the ring is
+            // broken.
             if (ring_.agent_ended()) {
-                handle_.gone.store(true, std::memory_order_relaxed);
+                handle_.closed.store(true, std::memory_order_relaxed);
             }
-            if (handle_.agent_gone()) {
-                return failed();
+            if (handle_.agent_closed()) {
+                return fail_outstanding();
             }
             if (!sleep()) {
                 break;
             }
-            take();
+            reap();
         }
-        ring_.slept(posts_);
-        return static_cast<int>(filled_);
+        ring_.record_wait(posts_);
+        return static_cast<int>(count_);
     }
 
 private:
-    void take() noexcept {
-        const std::uint32_t count =
-            ring_.reap(most_ - filled_, [this](auto index, auto result, auto user) { put(index, result, user); });
-        // A daemon of 3FS may wait for room in the queue of completions.
-        if (count != 0 && !ring_.agent_aware()) {
+    void reap() noexcept {
+        const std::uint32_t count = ring_.reap(
+            count_max_ - count_, [this](auto index, auto result, auto user) { append(index, result, user); });
+        // A daemon of 3FS may wait for space in the completion queue.
+        if (count != 0 && !ring_.agent_has_extension()) {
             handle_.submit_semaphore.post();
         }
     }
 
-    void put(std::int32_t index, std::int64_t result, std::uint64_t userdata) noexcept {
-        cqes_[filled_++] = {index, 0, result, reinterpret_cast<const void*>(userdata)};
+    void append(std::int32_t index, std::int64_t result, std::uint64_t userdata) noexcept {
+        cqes_[count_++] = {index, 0, result, reinterpret_cast<const void*>(userdata)};
     }
 
     void spin() noexcept {
         if (handle_.agent_was_asleep.load(std::memory_order_relaxed) ||
-            (handle_.spins < spins_least && ++handle_.waits % try_again_every != 0)) {
+            (handle_.spin_limit < spins_min && ++handle_.wait_count % retry_interval != 0)) {
             return;
         }
-        const unsigned limit = handle_.spins < spins_least ? spins_least : handle_.spins;
+        const unsigned limit = handle_.spin_limit < spins_min ? spins_min : handle_.spin_limit;
         for (unsigned i = 0; i < limit; ++i) {
             if (ring_.has_completions()) {
-                take();
-                if (filled_ >= least_) {
-                    handle_.spins = limit < spins_most / 2 ? limit * 2 : spins_most;
+                reap();
+                if (count_ >= count_min_) {
+                    handle_.spin_limit = limit < spins_max / 2 ? limit * 2 : spins_max;
                     return;
                 }
             }
             pause();
         }
-        handle_.spins = limit / 2;
+        handle_.spin_limit = limit / 2;
     }
 
-    // false: the deadline has passed.
+    // Returns false if the deadline has passed.
     bool sleep() noexcept {
-        // Before the announcement: to have the agent watched takes its time, once.
+        // Call is_watched() before the announcement, because the first call takes long.
         const bool is_timed =
-            deadline_ != nullptr || !ring_.agent_aware() || asked_sleep_ns() != 0 || !handle_.is_watched();
+            deadline_ != nullptr || !ring_.agent_has_extension() || configured_sleep_ns() != 0 || !handle_.is_watched();
         if (!ring_.prepare_to_sleep()) {
             return true;
         }
         if (is_timed) {
             return sleep_with_timer();
         }
-        // Any timer costs each sleep some 200 ns, though it hardly ever expires.
-        if (wait_until(ring_.completed(), nullptr)) {
+        // A timer costs each sleep about 200 ns, although it rarely expires.
+        if (wait_until(ring_.completion_semaphore(), nullptr)) {
             ++posts_;
         } else {
-            ring_.woke();
+            ring_.end_sleep();
         }
         return true;
     }
 
-    // The clock is read only when nothing came in time: what was computed for an earlier wait serves the next ones,
-    // until it is over.
+    // Sleeps with a timer. The clock is only read if no post came in time: the time of the next check, computed for an
+    // earlier wait, serves later waits until it has passed.
     bool sleep_with_timer() noexcept {
-        const bool deadline_first = deadline_ != nullptr && before(*deadline_, handle_.next_look);
-        if (wait_until(ring_.completed(), deadline_first ? deadline_ : &handle_.next_look)) {
-            ++posts_; // Who posted has taken the announcement back, if it was for one sleep.
+        const bool deadline_first = deadline_ != nullptr && before(*deadline_, handle_.next_agent_check);
+        if (wait_until(ring_.completion_semaphore(), deadline_first ? deadline_ : &handle_.next_agent_check)) {
+            ++posts_; // The side that posted has withdrawn the announcement, if it was for one sleep.
             return true;
         }
-        ring_.woke();
+        ring_.end_sleep();
         timespec now{};
         clock_gettime(CLOCK_REALTIME, &now);
-        if (!before(now, handle_.next_look)) {
+        if (!before(now, handle_.next_agent_check)) {
             if (handle_.agent != nullptr) {
-                handle_.agent->look_gone();
+                handle_.agent->poll_peer_closed();
             }
-            handle_.next_look = later(now, longest_sleep_ns(ring_.agent_aware()));
+            handle_.next_agent_check = add_nanoseconds(now, sleep_max_ns(ring_.agent_has_extension()));
         }
         if (deadline_ != nullptr && !before(now, *deadline_)) {
-            take(); // What came while this thread did not run.
+            reap(); // Completions may have come while this thread did not run.
             return false;
         }
         return true;
     }
 
-    int failed() noexcept {
-        take(); // What the agent completed before its end.
-        ring_.fail_outstanding(most_ - filled_, -EREMOTEIO,
-                               [this](auto index, auto result, auto user) { put(index, result, user); });
-        return filled_ == 0 ? -EREMOTEIO : static_cast<int>(filled_);
+    int fail_outstanding() noexcept {
+        reap(); // Return what the agent completed before its end.
+        ring_.fail_outstanding(count_max_ - count_, -EREMOTEIO,
+                               [this](auto index, auto result, auto user) { append(index, result, user); });
+        return count_ == 0 ? -EREMOTEIO : static_cast<int>(count_);
     }
 
     RingHandle& handle_;
     ApplicationRing& ring_;
     hf3fs_cqe* cqes_;
-    std::uint32_t most_;
-    std::uint32_t least_;
+    std::uint32_t count_max_;
+    std::uint32_t count_min_;
     const timespec* deadline_;
-    std::uint32_t filled_ = 0;
-    std::uint32_t posts_ = 0; // That ended a sleep.
+    std::uint32_t count_ = 0;
+    std::uint32_t posts_ = 0; // Number of posts that ended a sleep.
 };
 
 } // namespace
@@ -208,8 +211,8 @@ extern "C" {
 
 int hf3fs_prep_io(const hf3fs_ior* ior, const hf3fs_iov* iov, bool read, void* ptr, int fd, size_t off, uint64_t len,
                   const void* userdata) {
-    RingHandle* handle = handle_of(ior);
-    if (handle == nullptr || iov == nullptr || read != ior->for_read || !inside(*iov, ptr, len) || fd == INT_MIN ||
+    RingHandle* handle = ring_handle(ior);
+    if (handle == nullptr || iov == nullptr || read != ior->for_read || !is_inside(*iov, ptr, len) || fd == INT_MIN ||
         ((off | len | (off + len)) >> 63) != 0) [[unlikely]] {
         return -EINVAL;
     }
@@ -217,11 +220,11 @@ int hf3fs_prep_io(const hf3fs_ior* ior, const hf3fs_iov* iov, bool read, void* p
     if (!file_table().find(fd < 0 ? -fd : fd, file)) [[unlikely]] {
         return -EBADF;
     }
-    const auto wanted = static_cast<std::uint32_t>(read ? FileAccess::read : FileAccess::write);
-    if ((static_cast<std::uint32_t>(file.access) & wanted) == 0) [[unlikely]] {
+    const auto required_access = static_cast<std::uint32_t>(read ? FileAccess::read : FileAccess::write);
+    if ((static_cast<std::uint32_t>(file.access) & required_access) == 0) [[unlikely]] {
         return -EACCES;
     }
-    if (handle->agent_gone()) [[unlikely]] {
+    if (handle->agent_closed()) [[unlikely]] {
         return -EREMOTEIO;
     }
     const std::uint64_t offset = reinterpret_cast<std::uintptr_t>(ptr) - reinterpret_cast<std::uintptr_t>(iov->base);
@@ -230,39 +233,39 @@ int hf3fs_prep_io(const hf3fs_ior* ior, const hf3fs_iov* iov, bool read, void* p
 }
 
 int hf3fs_submit_ios(const hf3fs_ior* ior) {
-    RingHandle* handle = handle_of(ior);
+    RingHandle* handle = ring_handle(ior);
     if (handle == nullptr) {
         return -EINVAL;
     }
-    if (handle->agent_gone() || handle->ring->agent_ended()) [[unlikely]] {
-        handle->gone.store(true, std::memory_order_relaxed);
+    if (handle->agent_closed() || handle->ring->agent_ended()) [[unlikely]] {
+        handle->closed.store(true, std::memory_order_relaxed);
         return -EREMOTEIO;
     }
-    const bool asleep = handle->ring->submit();
-    handle->agent_was_asleep.store(asleep, std::memory_order_relaxed);
-    if (asleep) {
+    const bool agent_sleeps = handle->ring->submit();
+    handle->agent_was_asleep.store(agent_sleeps, std::memory_order_relaxed);
+    if (agent_sleeps) {
         handle->submit_semaphore.post();
     }
     return 0;
 }
 
 int hf3fs_wait_for_ios(const hf3fs_ior* ior, hf3fs_cqe* cqes, int cqec, int min_results, const timespec* abs_timeout) {
-    RingHandle* handle = handle_of(ior);
+    RingHandle* handle = ring_handle(ior);
     if (handle == nullptr || cqes == nullptr || cqec <= 0 ||
         (abs_timeout != nullptr && (abs_timeout->tv_nsec < 0 || abs_timeout->tv_nsec >= second_ns))) {
         return -EINVAL;
     }
-    const auto most = static_cast<std::uint32_t>(cqec);
-    const std::uint32_t least =
+    const auto count_max = static_cast<std::uint32_t>(cqec);
+    const std::uint32_t count_min =
         min_results < 0 ? 0 : static_cast<std::uint32_t>(min_results < cqec ? min_results : cqec);
     if (handle->inherited.load(std::memory_order_relaxed)) [[unlikely]] {
         return -EREMOTEIO;
     }
-    std::unique_lock lock(handle->reaping, std::defer_lock);
-    if (!lock_in_time(lock, least, abs_timeout)) {
+    std::unique_lock lock(handle->reap_mutex, std::defer_lock);
+    if (!lock_until(lock, count_min, abs_timeout)) {
         return 0;
     }
-    Wait wait(*handle, cqes, most, least, abs_timeout);
+    Wait wait(*handle, cqes, count_max, count_min, abs_timeout);
     return wait.run();
 }
 

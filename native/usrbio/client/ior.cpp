@@ -1,4 +1,5 @@
-// Rings: hf3fs_ior*.
+// Functions for rings: hf3fs_ior*.
+#include "common/errno_text.hpp"
 #include "usrbio/client/host_iov.hpp"
 #include "usrbio/client/log.hpp"
 #include "usrbio/client/ring_handle.hpp"
@@ -25,7 +26,7 @@ namespace gdrkit::usrbio {
 
 namespace {
 
-// Opens the semaphore that wakes the agent: <mount>/3fs-virt/iovs/submit-ios{,.ph,.pl} says which it is.
+// Opens the semaphore that wakes the agent. The link <mount>/3fs-virt/iovs/submit-ios{,.ph,.pl} points to it.
 int open_submit_semaphore(const char* mount, int priority, NamedSemaphore& semaphore) {
     const std::string link = link_path(mount, priority == 0  ? "submit-ios"
                                               : priority < 0 ? "submit-ios.ph"
@@ -34,26 +35,26 @@ int open_submit_semaphore(const char* mount, int priority, NamedSemaphore& semap
     const ssize_t length = readlink(link.c_str(), buffer, sizeof(buffer));
     if (length < 0) {
         const int error = errno;
-        log_line(LogLevel::error, "%s: %s (is the mount point right, and does its agent run?)", link.c_str(),
-                 std::strerror(error));
+        log_line(LogLevel::error, "readlink(%s) failed: %s. Check the mount point, and that its agent runs",
+                 link.c_str(), ErrnoText(error).c_str());
         return -error;
     }
     const std::string_view target(buffer, static_cast<std::size_t>(length));
-    constexpr std::string_view begin = "/dev/shm/sem.";
-    if (!target.starts_with(begin) || target.size() == begin.size() ||
-        target.find('/', begin.size()) != std::string_view::npos) {
-        log_line(LogLevel::error, "%s points to no semaphore", link.c_str());
+    constexpr std::string_view folder_prefix = "/dev/shm/sem.";
+    if (!target.starts_with(folder_prefix) || target.size() == folder_prefix.size() ||
+        target.find('/', folder_prefix.size()) != std::string_view::npos) {
+        log_line(LogLevel::error, "%s does not point to a semaphore in /dev/shm", link.c_str());
         return -EIO;
     }
     return semaphore.open(std::string(target).c_str());
 }
 
-bool usable(const RingAttributes& attributes, std::size_t entries) noexcept {
+bool is_valid(const RingAttributes& attributes, std::size_t entries) noexcept {
     const auto depth = static_cast<std::size_t>(std::abs(static_cast<long>(attributes.io_depth)));
     return entries != 0 && attributes.timeout_ms >= 0 && depth <= entries;
 }
 
-// What can fail before anything is made.
+// Does the steps that can fail before shared memory is created.
 int connect_ring(const char* mount, const RingAttributes& attributes, std::unique_ptr<RingHandle>& handle) {
     handle = std::make_unique<RingHandle>();
     if (const int status = open_submit_semaphore(mount, attributes.priority, handle->submit_semaphore); status != 0) {
@@ -63,8 +64,8 @@ int connect_ring(const char* mount, const RingAttributes& attributes, std::uniqu
     return status == -ENOENT ? 0 : status;
 }
 
-void describe(hf3fs_ior& ior, const hf3fs_iov& iov, RingHandle* handle, const char* mount,
-              const RingAttributes& attributes) noexcept {
+void fill_struct(hf3fs_ior& ior, const hf3fs_iov& iov, RingHandle* handle, const char* mount,
+                 const RingAttributes& attributes) noexcept {
     ior = {};
     ior.iov = iov;
     ior.iorh = handle;
@@ -77,8 +78,8 @@ void describe(hf3fs_ior& ior, const hf3fs_iov& iov, RingHandle* handle, const ch
 }
 
 int create_ring(hf3fs_ior* ior, const char* mount, int entries, int numa, const RingAttributes& attributes) noexcept {
-    if (ior == nullptr || !usable_mount(mount) || hf3fs_ior_size(entries) == 0 ||
-        !usable(attributes, static_cast<std::size_t>(entries))) {
+    if (ior == nullptr || !is_valid_mount(mount) || hf3fs_ior_size(entries) == 0 ||
+        !is_valid(attributes, static_cast<std::size_t>(entries))) {
         return -EINVAL;
     }
     try {
@@ -95,7 +96,7 @@ int create_ring(hf3fs_ior* ior, const char* mount, int entries, int numa, const 
             hf3fs_iovdestroy(&iov);
             return status;
         }
-        describe(*ior, iov, handle.release(), mount, attributes);
+        fill_struct(*ior, iov, handle.release(), mount, attributes);
         return 0;
     } catch (const std::bad_alloc&) {
         return -ENOMEM;
@@ -143,7 +144,7 @@ int hf3fs_iorcreate4(hf3fs_ior* ior, const char* mount, int entries, bool for_re
 int hf3fs_iorwrap(hf3fs_ior* ior, void* buf, const char* mount, size_t size, bool for_read, int io_depth, int priority,
                   int timeout, uint64_t flags) {
     const RingAttributes attributes{for_read, io_depth, priority, timeout, flags};
-    if (ior == nullptr || buf == nullptr || !usable_mount(mount) || !usable(attributes, ring_entries(size))) {
+    if (ior == nullptr || buf == nullptr || !is_valid_mount(mount) || !is_valid(attributes, ring_entries(size))) {
         return -EINVAL;
     }
     try {
@@ -159,7 +160,7 @@ int hf3fs_iorwrap(hf3fs_ior* ior, void* buf, const char* mount, size_t size, boo
         iov.size = size;
         iov.numa = -1;
         std::strcpy(iov.mount_point, mount);
-        describe(*ior, iov, handle.release(), mount, attributes);
+        fill_struct(*ior, iov, handle.release(), mount, attributes);
         return 0;
     } catch (const std::bad_alloc&) {
         return -ENOMEM;
@@ -173,7 +174,7 @@ void hf3fs_iordestroy(hf3fs_ior* ior) {
     const std::unique_ptr<RingHandle> handle(static_cast<RingHandle*>(ior->iorh));
     ior->iorh = nullptr;
     handle->stop_watching();
-    // Wrapped memory is the caller's.
+    // Wrapped memory belongs to the caller.
     if (ior->iov.iovh != nullptr) {
         hf3fs_iovdestroy(&ior->iov);
     }

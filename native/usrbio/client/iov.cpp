@@ -1,6 +1,7 @@
-// Buffers in host memory: hf3fs_iov*.
+// Functions for buffers in host memory: hf3fs_iov*.
 #include "usrbio/client/host_iov.hpp"
 
+#include "common/errno_text.hpp"
 #include "usrbio/client/agent_connection.hpp"
 #include "usrbio/client/log.hpp"
 #include "usrbio/client/publication.hpp"
@@ -22,7 +23,7 @@ static_assert(sizeof(hf3fs_iov) == 312 && offsetof(hf3fs_iov, base) == 0 && offs
 
 namespace gdrkit::usrbio {
 
-bool usable_mount(const char* mount) noexcept {
+bool is_valid_mount(const char* mount) noexcept {
     return mount != nullptr && *mount != 0 &&
            strnlen(mount, sizeof(hf3fs_iov::mount_point)) < sizeof(hf3fs_iov::mount_point);
 }
@@ -35,8 +36,8 @@ Uuid id_of(const hf3fs_iov& iov) noexcept {
     return id;
 }
 
-void describe(hf3fs_iov& iov, void* base, hf3fs_iov_handle handle, const Uuid& id, const char* mount, std::size_t size,
-              std::size_t block_size, int numa) noexcept {
+void fill_struct(hf3fs_iov& iov, void* base, hf3fs_iov_handle handle, const Uuid& id, const char* mount,
+                 std::size_t size, std::size_t block_size, int numa) noexcept {
     iov = {};
     iov.base = static_cast<std::uint8_t*>(base);
     iov.iovh = handle;
@@ -47,8 +48,8 @@ void describe(hf3fs_iov& iov, void* base, hf3fs_iov_handle handle, const Uuid& i
     iov.numa = numa;
 }
 
-// The name in /dev/shm that a link points to, as shm_open wants it; empty: it points elsewhere.
-std::string shared_memory_of(std::string_view target) {
+// Returns the name for shm_open of the file in /dev/shm that a link points to; empty: it points to another folder.
+std::string shared_memory_name_in(std::string_view target) {
     const std::string_view folder = shared_memory_folder;
     if (!target.starts_with(folder) || target.size() < folder.size() + 2 || target[folder.size()] != '/' ||
         target.find('/', folder.size() + 1) != std::string_view::npos) {
@@ -77,16 +78,16 @@ void HostIov::unlink(hf3fs_iov&) noexcept {
 }
 
 bool HostIov::destroy(hf3fs_iov& iov) noexcept {
-    // The name first: as long as the memory is published, the agent removes what a process that is killed leaves.
+    // Remove the name first: while the memory is published, the agent cleans up after a process that is killed.
     memory.remove_name();
     if (created_ && process_ == getpid()) {
         const int status = unpublish(mount_.c_str(), name_);
         if (status != 0) {
-            log_line(LogLevel::info, "%s was not taken back: %s", name_.c_str(), std::strerror(-status));
+            log_line(LogLevel::info, "unpublish %s failed: %s", name_.c_str(), ErrnoText(-status).c_str());
         }
     }
-    borrowing.end();
-    forget_iov(iov.iovh);
+    borrowed.end();
+    unregister_iov(iov.iovh);
     iov.base = nullptr;
     iov.iovh = nullptr;
     return true;
@@ -94,16 +95,16 @@ bool HostIov::destroy(hf3fs_iov& iov) noexcept {
 
 namespace {
 
-// An agent gives the memory its name, after it has put on record whose it is: a process that is killed leaves nothing
-// that nobody knows, at whatever moment.
+// Publishes new memory. The agent gives the memory its name after it has recorded the owner, so that no unknown file
+// stays if the process is killed at any moment.
 int publish_created(const char* mount, const std::string& name, SharedMemory& memory, const std::string& target) {
     std::shared_ptr<AgentConnection> agent;
-    if (const int fd = memory.unnamed(); fd >= 0 && agent_connection(mount, agent) == 0) {
+    if (const int fd = memory.unnamed_fd(); fd >= 0 && agent_connection(mount, agent) == 0) {
         const int status = publish(mount, name, target, {}, {&fd, 1});
-        memory.take_name(); // Also of an agent that died before it could answer.
+        memory.adopt_name(); // Also if the agent died before it could reply.
         return status;
     }
-    const int status = memory.unnamed() >= 0 ? memory.give_name() : 0;
+    const int status = memory.unnamed_fd() >= 0 ? memory.create_name() : 0;
     return status != 0 ? status : publish(mount, name, target);
 }
 
@@ -114,22 +115,24 @@ int create_host_iov(hf3fs_iov& iov, const char* mount, std::size_t size, std::si
     try {
         const Uuid id = random_uuid();
         const std::string name = link_name(id, block_size, ring);
-        const std::string shared = shared_memory_name(id);
-        const auto made = std::make_shared<HostIov>(true, mount, name);
-        if (const int status = made->memory.create_unnamed(shared, size, numa); status != 0) {
-            log_line(LogLevel::error, "no shared memory of %zu bytes: %s", size, std::strerror(-status));
+        const std::string shared_name = shared_memory_name(id);
+        const auto created = std::make_shared<HostIov>(true, mount, name);
+        if (const int status = created->memory.create_unnamed(shared_name, size, numa); status != 0) {
+            log_line(LogLevel::error, "allocate %zu bytes of shared memory failed: %s", size,
+                     ErrnoText(-status).c_str());
             return -EIO;
         }
-        hf3fs_iov_handle const handle = keep_iov(made);
-        if (const int status = publish_created(mount, name, made->memory, shared_memory_folder + shared); status != 0) {
-            forget_iov(handle);
+        hf3fs_iov_handle const handle = register_iov(created);
+        if (const int status = publish_created(mount, name, created->memory, shared_memory_folder + shared_name);
+            status != 0) {
+            unregister_iov(handle);
             return status;
         }
-        // Both sides have a ring mapped now, and nobody else opens it.
+        // Both sides have mapped the ring now, and no other process opens it.
         if (ring != nullptr) {
-            made->memory.remove_name();
+            created->memory.remove_name();
         }
-        describe(iov, made->memory.base(), handle, id, mount, size, block_size, numa);
+        fill_struct(iov, created->memory.base(), handle, id, mount, size, block_size, numa);
         return 0;
     } catch (const std::bad_alloc&) {
         return -ENOMEM;
@@ -145,33 +148,35 @@ int open_host_iov(hf3fs_iov& iov, const Uuid& id, const char* mount, std::size_t
     if (const int status = read_link(link_path(mount, name), target); status != 0) {
         return status;
     }
-    const std::string shared = shared_memory_of(target);
-    if (shared.empty()) {
-        log_line(LogLevel::error, "%s points to %s, which is no shared memory", name.c_str(), target.c_str());
+    const std::string shared_name = shared_memory_name_in(target);
+    if (shared_name.empty()) {
+        log_line(LogLevel::error, "%s points to %s, which is not in /dev/shm", name.c_str(), target.c_str());
         return -EINVAL;
     }
     const auto opened = std::make_shared<HostIov>(false, mount, name);
-    if (const int status = opened->memory.open(shared, size, numa); status != 0) {
-        log_line(LogLevel::error, "%s cannot be mapped: %s", target.c_str(), std::strerror(-status));
+    if (const int status = opened->memory.open(shared_name, size, numa); status != 0) {
+        log_line(LogLevel::error, "map %s failed: %s", target.c_str(), ErrnoText(-status).c_str());
         return status == -ENOENT ? -ENOENT : -EIO;
     }
-    if (const int status = opened->borrowing.begin(mount, name, target); status != 0) {
+    if (const int status = opened->borrowed.begin(mount, name, target); status != 0) {
         return status;
     }
-    describe(iov, opened->memory.base(), keep_iov(opened), id, mount, size, block_size, numa);
+    fill_struct(iov, opened->memory.base(), register_iov(opened), id, mount, size, block_size, numa);
     return 0;
 }
 
-// A plain mount notices no link, so that its agent is told of what the caller made. A FUSE mount has seen it.
-bool agent_needs_telling(const char* mount) noexcept {
-    struct statfs found {};
+// Returns true if the mount has an agent and is not a FUSE mount. Such a mount does not notice links, so the library
+// must report the caller's link to the agent.
+bool must_notify_agent(const char* mount) noexcept {
+    struct statfs attributes {};
     std::shared_ptr<AgentConnection> agent;
-    return statfs(mount, &found) == 0 && found.f_type != FUSE_SUPER_MAGIC && agent_connection(mount, agent) == 0;
+    return statfs(mount, &attributes) == 0 && attributes.f_type != FUSE_SUPER_MAGIC &&
+           agent_connection(mount, agent) == 0;
 }
 
 int publish_wrapped(const char* mount, const std::string& name) {
     std::string target;
-    if (read_link(link_path(mount, name), target) != 0 || !agent_needs_telling(mount)) {
+    if (read_link(link_path(mount, name), target) != 0 || !must_notify_agent(mount)) {
         return 0;
     }
     return publish(mount, name, target);
@@ -186,14 +191,14 @@ using namespace gdrkit::usrbio;
 extern "C" {
 
 int hf3fs_iovcreate(hf3fs_iov* iov, const char* mount, size_t size, size_t block_size, int numa) {
-    if (iov == nullptr || !usable_mount(mount) || size == 0 || block_size > size) {
+    if (iov == nullptr || !is_valid_mount(mount) || size == 0 || block_size > size) {
         return -EINVAL;
     }
     return create_host_iov(*iov, mount, size, block_size, numa, nullptr);
 }
 
 int hf3fs_iovopen(hf3fs_iov* iov, const uint8_t id[16], const char* mount, size_t size, size_t block_size, int numa) {
-    if (iov == nullptr || id == nullptr || !usable_mount(mount) || size == 0) {
+    if (iov == nullptr || id == nullptr || !is_valid_mount(mount) || size == 0) {
         return -EINVAL;
     }
     try {
@@ -207,7 +212,7 @@ int hf3fs_iovopen(hf3fs_iov* iov, const uint8_t id[16], const char* mount, size_
 
 int hf3fs_iovwrap(hf3fs_iov* iov, void* base, const uint8_t id[16], const char* mount, size_t size, size_t block_size,
                   int numa) {
-    if (iov == nullptr || base == nullptr || id == nullptr || !usable_mount(mount) || size == 0) {
+    if (iov == nullptr || base == nullptr || id == nullptr || !is_valid_mount(mount) || size == 0) {
         return -EINVAL;
     }
     try {
@@ -217,7 +222,7 @@ int hf3fs_iovwrap(hf3fs_iov* iov, void* base, const uint8_t id[16], const char* 
             return status;
         }
         prefer_node(base, size, numa);
-        describe(*iov, base, nullptr, uuid, mount, size, block_size, numa);
+        fill_struct(*iov, base, nullptr, uuid, mount, size, block_size, numa);
         return 0;
     } catch (const std::bad_alloc&) {
         return -ENOMEM;
@@ -242,14 +247,14 @@ void hf3fs_iovdestroy(hf3fs_iov* iov) {
         return;
     }
     if (iov->iovh != nullptr) {
-        log_line(LogLevel::error, "hf3fs_iovdestroy: this iov was destroyed before, or its structure is damaged");
+        log_line(LogLevel::error, "hf3fs_iovdestroy: this iov was destroyed before, or its struct is corrupt");
         return;
     }
-    if (usable_mount(iov->mount_point) && agent_needs_telling(iov->mount_point)) {
+    if (is_valid_mount(iov->mount_point) && must_notify_agent(iov->mount_point)) {
         try {
             unpublish(iov->mount_point, link_name(id_of(*iov), iov->block_size, nullptr));
         } catch (const std::bad_alloc&) {
-            log_line(LogLevel::error, "hf3fs_iovdestroy: no memory for a name");
+            log_line(LogLevel::error, "hf3fs_iovdestroy: out of memory");
         }
     }
     iov->base = nullptr;

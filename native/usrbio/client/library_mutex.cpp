@@ -16,8 +16,8 @@ struct Library {
 };
 
 Library& library() noexcept {
-    static Library* the = [] {
-        auto* made = new Library;
+    static Library* instance = [] {
+        auto* created = new Library;
         pthread_atfork([] { library_mutex().lock(); }, [] { library_mutex().unlock(); },
                        [] {
                            for (std::size_t i = 0; i < library().count; ++i) {
@@ -25,9 +25,9 @@ Library& library() noexcept {
                            }
                            library_mutex().unlock();
                        });
-        return made;
+        return created;
     }();
-    return *the;
+    return *instance;
 }
 
 } // namespace

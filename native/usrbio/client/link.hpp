@@ -1,11 +1,11 @@
-// The link of a publication, where no agent makes it.
+// Creates the link of a publication, if no agent does.
 #pragma once
 
 #include <string>
 
 namespace gdrkit::usrbio {
 
-// 0 or -errno of symlink(2), -EEXIST too: what is there is somebody else's.
+// Returns 0 or the -errno of symlink(2); -EEXIST: the link belongs to another publication.
 int make_link(const std::string& target, const std::string& path) noexcept;
 
 } // namespace gdrkit::usrbio

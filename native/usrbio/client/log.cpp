@@ -12,8 +12,8 @@ namespace gdrkit::usrbio {
 
 namespace {
 
-// 3FS takes a longer word here too ("DBG3:default=..."): its begin is the level.
-LogLevel level_of(const char* setting) noexcept {
+// 3FS accepts longer values here too ("DBG3:default=..."). They begin with the level.
+LogLevel parse_level(const char* setting) noexcept {
     const std::string_view word = setting == nullptr ? "" : setting;
     if (word.starts_with("DBG") || word.starts_with("DEBUG")) {
         return LogLevel::debug;
@@ -30,8 +30,8 @@ LogLevel level_of(const char* setting) noexcept {
 } // namespace
 
 bool log_enabled(LogLevel level) noexcept {
-    static const LogLevel least = level_of(std::getenv("HF3FS_USRBIO_LIB_LOG"));
-    return level >= least && least != LogLevel::off;
+    static const LogLevel level_min = parse_level(std::getenv("HF3FS_USRBIO_LIB_LOG"));
+    return level >= level_min && level_min != LogLevel::off;
 }
 
 void log_line(LogLevel level, const char* format, ...) noexcept {
@@ -43,12 +43,12 @@ void log_line(LogLevel level, const char* format, ...) noexcept {
     int length = std::snprintf(line, sizeof(line), "hf3fs_usrbio %s: ", names[static_cast<int>(level)]);
     std::va_list arguments;
     va_start(arguments, format);
-    const int more =
+    const int message_length =
         std::vsnprintf(line + length, sizeof(line) - 1 - static_cast<std::size_t>(length), format, arguments);
     va_end(arguments);
-    length = std::min(length + std::max(more, 0), static_cast<int>(sizeof(line)) - 2);
+    length = std::min(length + std::max(message_length, 0), static_cast<int>(sizeof(line)) - 2);
     line[length] = '\n';
-    // Nobody can be told that stderr is closed.
+    // If stderr is closed, there is no other way to report it.
     [[maybe_unused]] const ssize_t written = write(STDERR_FILENO, line, static_cast<std::size_t>(length) + 1);
 }
 

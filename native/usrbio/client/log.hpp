@@ -1,4 +1,4 @@
-// HF3FS_USRBIO_LIB_LOG: what the library says to stderr.
+// The log of the library to stderr. HF3FS_USRBIO_LIB_LOG sets its level.
 #pragma once
 
 namespace gdrkit::usrbio {
@@ -7,7 +7,7 @@ enum class LogLevel { debug, info, warning, error, off };
 
 bool log_enabled(LogLevel level) noexcept;
 
-// One line, whole, whatever other threads say.
+// Writes one line by one system call, so that lines of threads do not mix.
 void log_line(LogLevel level, const char* format, ...) noexcept __attribute__((format(printf, 2, 3)));
 
 } // namespace gdrkit::usrbio

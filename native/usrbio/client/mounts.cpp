@@ -1,4 +1,4 @@
-// hf3fs_is_hf3fs, hf3fs_extract_mount_point.
+// Functions for mounts: hf3fs_is_hf3fs, hf3fs_extract_mount_point.
 #include "usrbio/client/mounts.hpp"
 
 #include "usrbio/client/fuse_ioctl.hpp"
@@ -20,10 +20,10 @@
 
 namespace gdrkit::usrbio {
 
-bool agent_mount_above(std::string path, std::string& mount) {
+bool find_agent_mount_above(std::string path, std::string& mount) {
     for (;;) {
-        struct stat found {};
-        if (lstat((path + "/3fs-virt/agent.sock").c_str(), &found) == 0) {
+        struct stat attributes {};
+        if (lstat((path + "/3fs-virt/agent.sock").c_str(), &attributes) == 0) {
             mount = path.empty() ? "/" : path;
             return true;
         }
@@ -35,24 +35,24 @@ bool agent_mount_above(std::string path, std::string& mount) {
     }
 }
 
-bool agent_mount_of(int fd, std::string& mount) {
+bool find_agent_mount(int fd, std::string& mount) {
     char link[32];
     std::snprintf(link, sizeof(link), "/proc/self/fd/%d", fd);
     char path[PATH_MAX];
     const ssize_t length = readlink(link, path, sizeof(path));
-    // What is no file of a file system has a name like "socket:[1]".
+    // A descriptor that is not a file of a file system has a name like "socket:[1]".
     return length > 0 && path[0] == '/' &&
-           agent_mount_above(std::string(path, static_cast<std::size_t>(length)), mount);
+           find_agent_mount_above(std::string(path, static_cast<std::size_t>(length)), mount);
 }
 
-bool answers_as_3fs(int fd) noexcept {
+bool is_3fs_file(int fd) noexcept {
     std::uint32_t magic = 0;
     return ioctl(fd, fuse_get_magic, &magic) == 0 && magic == HF3FS_SUPER_MAGIC;
 }
 
 namespace {
 
-std::vector<std::string_view> words_of(std::string_view line) {
+std::vector<std::string_view> split_words(std::string_view line) {
     std::vector<std::string_view> words;
     while (!line.empty()) {
         const std::size_t end = std::min(line.find(' '), line.size());
@@ -64,29 +64,30 @@ std::vector<std::string_view> words_of(std::string_view line) {
     return words;
 }
 
-// mountinfo writes space, tab, newline and backslash as three octal digits.
-std::string unescaped(std::string_view text) {
-    std::string plain;
+// Decodes the octal escapes of mountinfo for space, tab, newline and backslash.
+std::string unescape(std::string_view text) {
+    std::string decoded;
     for (std::size_t i = 0; i < text.size(); ++i) {
         if (text[i] == '\\' && i + 3 < text.size()) {
-            plain += static_cast<char>((text[i + 1] - '0') << 6 | (text[i + 2] - '0') << 3 | (text[i + 3] - '0'));
+            decoded += static_cast<char>((text[i + 1] - '0') << 6 | (text[i + 2] - '0') << 3 | (text[i + 3] - '0'));
             i += 3;
         } else {
-            plain += text[i];
+            decoded += text[i];
         }
     }
-    return plain;
+    return decoded;
 }
 
-// Is `path` the folder, or below it?
+// Returns true if `path` is the folder, or below it.
 bool is_below(std::string_view path, std::string_view folder) noexcept {
     return path.starts_with(folder) && (folder == "/" || path.size() == folder.size() || path[folder.size()] == '/');
 }
 
-// The whole of 3FS may be mounted, or 3fs-virt and other parts of it each by themselves. Of mounts that the path is not
-// in, nothing is asked: their daemons may hang.
-std::string mount_of_line(const std::string& line, bool any_type, std::string_view path) {
-    const auto words = words_of(line);
+// Returns the mount point of a line of mountinfo if it is 3FS and contains `path`; otherwise the empty string. A mount
+// may be the whole of 3FS, or 3fs-virt or another part of it. Mounts that do not contain the path are not accessed,
+// because their daemons may hang.
+std::string match_mount_line(const std::string& line, bool any_type, std::string_view path) {
+    const auto words = split_words(line);
     std::size_t dash = 6;
     while (dash < words.size() && words[dash] != "-") {
         ++dash;
@@ -94,34 +95,35 @@ std::string mount_of_line(const std::string& line, bool any_type, std::string_vi
     if (dash + 1 >= words.size() || (!any_type && words[dash + 1] != "fuse.hf3fs")) {
         return {};
     }
-    std::string place = unescaped(words[4]);
+    std::string mount_point = unescape(words[4]);
     constexpr std::string_view virtual_folder = "/3fs-virt";
-    if (place.ends_with(virtual_folder)) {
-        place.resize(place.size() - virtual_folder.size());
-        place = place.empty() ? "/" : place;
-        return is_below(path, place) ? place : std::string();
+    if (mount_point.ends_with(virtual_folder)) {
+        mount_point.resize(mount_point.size() - virtual_folder.size());
+        mount_point = mount_point.empty() ? "/" : mount_point;
+        return is_below(path, mount_point) ? mount_point : std::string();
     }
-    struct stat found {};
-    return is_below(path, place) && stat((place + "/3fs-virt").c_str(), &found) == 0 ? place : std::string();
+    struct stat attributes {};
+    return is_below(path, mount_point) && stat((mount_point + "/3fs-virt").c_str(), &attributes) == 0 ? mount_point
+                                                                                                      : std::string();
 }
 
-std::string mount_point_of(const char* path) {
-    const std::unique_ptr<char, decltype(&std::free)> real(realpath(path, nullptr), std::free);
-    if (real == nullptr) {
+std::string find_mount_point(const char* path) {
+    const std::unique_ptr<char, decltype(&std::free)> resolved(realpath(path, nullptr), std::free);
+    if (resolved == nullptr) {
         return {};
     }
-    const char* unchecked = std::getenv("HF3FS_USRBIO_DONT_CHECKFS_FOR_MP");
-    const bool any_type = unchecked != nullptr && std::strcmp(unchecked, "yes") == 0;
-    std::string best;
-    agent_mount_above(real.get(), best);
+    const char* variable = std::getenv("HF3FS_USRBIO_DONT_CHECKFS_FOR_MP");
+    const bool any_type = variable != nullptr && std::strcmp(variable, "yes") == 0;
+    std::string innermost;
+    find_agent_mount_above(resolved.get(), innermost);
     std::ifstream mounts("/proc/self/mountinfo");
     for (std::string line; std::getline(mounts, line);) {
-        const std::string mount = mount_of_line(line, any_type, real.get());
-        if (mount.size() > best.size()) {
-            best = mount;
+        const std::string mount = match_mount_line(line, any_type, resolved.get());
+        if (mount.size() > innermost.size()) {
+            innermost = mount;
         }
     }
-    return best;
+    return innermost;
 }
 
 } // namespace
@@ -135,7 +137,7 @@ extern "C" {
 bool hf3fs_is_hf3fs(int fd) {
     try {
         std::string mount;
-        return answers_as_3fs(fd) || agent_mount_of(fd, mount);
+        return is_3fs_file(fd) || find_agent_mount(fd, mount);
     } catch (const std::exception&) {
         return false;
     }
@@ -146,7 +148,7 @@ int hf3fs_extract_mount_point(char* mount_point, int size, const char* path) {
         return -1;
     }
     try {
-        const std::string mount = mount_point_of(path);
+        const std::string mount = find_mount_point(path);
         if (mount.empty()) {
             return -1;
         }

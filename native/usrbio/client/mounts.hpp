@@ -1,4 +1,4 @@
-// Which mount a path or an open file belongs to.
+// Finds the mount of a path or of an open file.
 #pragma once
 
 #include <cstdint>
@@ -6,11 +6,12 @@
 
 namespace gdrkit::usrbio {
 
-// The innermost folder above `path` (absolute, without links) that has an agent's socket. false: there is none.
-bool agent_mount_above(std::string path, std::string& mount);
-// The same for an open file. false too when fd is none.
-bool agent_mount_of(int fd, std::string& mount);
-// Does the file system of the open file say that it is 3FS?
-bool answers_as_3fs(int fd) noexcept;
+// Finds the innermost folder above `path` (absolute, without links) that has an agent's socket. Returns false if there
+// is none.
+bool find_agent_mount_above(std::string path, std::string& mount);
+// Same for an open file. Returns false also if fd is not open.
+bool find_agent_mount(int fd, std::string& mount);
+// Returns true if the file system of the open file identifies itself as 3FS.
+bool is_3fs_file(int fd) noexcept;
 
 } // namespace gdrkit::usrbio

@@ -9,7 +9,7 @@ namespace gdrkit::usrbio {
 
 Uuid random_uuid() noexcept {
     Uuid id;
-    // 16 bytes come whole or not at all; it fails only in a kernel without it.
+    // getrandom returns 16 bytes all at once or fails; it only fails in kernels that do not have it.
     while (getrandom(id.data(), id.size(), 0) != static_cast<ssize_t>(id.size())) {
         if (errno != EINTR) {
             std::abort();

@@ -10,9 +10,9 @@ namespace gdrkit::usrbio {
 
 using Uuid = std::array<std::uint8_t, 16>;
 
-// Of version 4.
+// Returns a random UUID (version 4).
 Uuid random_uuid() noexcept;
-// The 36 characters of it.
+// Returns the 36 characters of a UUID.
 std::string to_string(const Uuid& id);
 
 struct RingAttributes {
@@ -23,13 +23,13 @@ struct RingAttributes {
     std::uint64_t flags;
 };
 
-// Flags as a link's name has them: base 2, the highest bit that is set first.
+// Returns flags in the form of a link's name: base 2, from the highest bit that is set.
 std::string flag_digits(std::uint64_t flags);
-// `<uuid>[.b<block>][.r|w<io_depth>][.ph|.pl][.t<ms>][.f<flags base 2>]`; ring: null for memory that is no ring.
+// Returns `<uuid>[.b<block>][.r|w<io_depth>][.ph|.pl][.t<ms>][.f<flags base 2>]`; ring: null for data.
 std::string link_name(const Uuid& id, std::size_t block_size, const RingAttributes* ring);
-// As shm_open wants it.
+// Returns the name for shm_open.
 std::string shared_memory_name(const Uuid& id);
-// Where the link of a publication is.
+// Returns the path of the link of a publication.
 std::string link_path(const char* mount, const std::string& name);
 
 inline constexpr char shared_memory_folder[] = "/dev/shm";

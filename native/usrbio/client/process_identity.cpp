@@ -13,9 +13,9 @@
 namespace gdrkit::usrbio {
 namespace {
 
-constexpr int fields_before_start = 19; // Of /proc/<pid>/stat, between the name and field 22 (proc(5)).
+constexpr int fields_before_start = 19; // Fields of /proc/<pid>/stat between the name and field 22 (proc(5)).
 
-// The 16 bytes of a UUID in hexadecimal digits and hyphens; zeros when it is none.
+// Returns the 16 bytes of the boot's UUID; zeros if the kernel does not report a UUID.
 std::array<std::uint8_t, 16> boot_id() {
     std::ifstream file("/proc/sys/kernel/random/boot_id");
     std::string text;
@@ -25,8 +25,8 @@ std::array<std::uint8_t, 16> boot_id() {
     if (text.size() != 32 || text.find_first_not_of("0123456789abcdefABCDEF") != std::string::npos) {
         return bytes;
     }
-    for (std::size_t at = 0; at < bytes.size(); ++at) {
-        bytes[at] = static_cast<std::uint8_t>(std::strtoul(text.substr(2 * at, 2).c_str(), nullptr, 16));
+    for (std::size_t index = 0; index < bytes.size(); ++index) {
+        bytes[index] = static_cast<std::uint8_t>(std::strtoul(text.substr(2 * index, 2).c_str(), nullptr, 16));
     }
     return bytes;
 }
@@ -36,23 +36,23 @@ std::uint32_t pid_namespace() {
     return stat("/proc/self/ns/pid", &status) == 0 ? static_cast<std::uint32_t>(status.st_ino) : 0;
 }
 
-struct Start {
+struct ProcessStart {
     std::uint64_t ticks = 0;
     char state = '?';
 };
 
-std::optional<Start> start_of(const std::string& process) {
+std::optional<ProcessStart> read_start(const std::string& process) {
     std::ifstream file("/proc/" + process + "/stat");
     std::stringstream text;
     text << file.rdbuf();
-    // The name may hold anything, also blanks and brackets; the last bracket ends it.
+    // The name may contain any character, also blanks and brackets; the last bracket ends it.
     const std::string line = text.str();
     const auto name_end = line.rfind(')');
     if (!file || name_end == std::string::npos) {
         return std::nullopt;
     }
     std::istringstream fields(line.substr(name_end + 1));
-    Start start;
+    ProcessStart start;
     fields >> start.state;
     std::string skipped;
     for (int field = 1; field < fields_before_start; ++field) {
@@ -65,21 +65,21 @@ std::optional<Start> start_of(const std::string& process) {
 } // namespace
 
 ProcessIdentity this_process() {
-    const auto start = start_of("self");
+    const auto start = read_start("self");
     return {boot_id(), static_cast<std::uint32_t>(getpid()), pid_namespace(), start ? start->ticks : 0};
 }
 
 std::optional<bool> is_running(const ProcessIdentity& identity) {
-    constexpr std::array<std::uint8_t, 16> unknown{};
-    const auto boot = boot_id();
-    if (boot != unknown && identity.boot_id != unknown && boot != identity.boot_id) {
+    constexpr std::array<std::uint8_t, 16> zeros{};
+    const auto own_boot = boot_id();
+    if (own_boot != zeros && identity.boot_id != zeros && own_boot != identity.boot_id) {
         return false;
     }
-    const std::uint32_t here = pid_namespace();
-    if (here == 0 || here != identity.pid_namespace) {
+    const std::uint32_t own_namespace = pid_namespace();
+    if (own_namespace == 0 || own_namespace != identity.pid_namespace) {
         return std::nullopt;
     }
-    if (const auto start = start_of(std::to_string(identity.process_id))) {
+    if (const auto start = read_start(std::to_string(identity.process_id))) {
         const bool ended = start->state == 'Z' || start->state == 'X' || start->state == 'x';
         return start->ticks == identity.started_ticks && !ended;
     }

@@ -1,5 +1,6 @@
 #include "usrbio/client/publication.hpp"
 
+#include "common/errno_text.hpp"
 #include "usrbio/client/agent_connection.hpp"
 #include "usrbio/client/library_mutex.hpp"
 #include "usrbio/client/link.hpp"
@@ -23,40 +24,43 @@ namespace gdrkit::usrbio {
 
 namespace {
 
-// What is published over a connection lives as long as that does, so each publication keeps its own.
-struct Held {
-    std::map<std::pair<std::string, std::string>, std::shared_ptr<AgentConnection>> by_name; // Mount and name.
+// The connection over which each name was published. A publication lives as long as its connection, so this table holds
+// references.
+struct Connections {
+    // The key is mount and name.
+    std::map<std::pair<std::string, std::string>, std::shared_ptr<AgentConnection>> by_name;
 };
 
-Held& held() {
-    static auto* the = new Held;
-    return *the;
+Connections& connections() {
+    static auto* table = new Connections;
+    return *table;
 }
 
-void hold(const char* mount, std::string_view name, std::shared_ptr<AgentConnection> agent) {
+void store_connection(const char* mount, std::string_view name, std::shared_ptr<AgentConnection> agent) {
     {
         const std::lock_guard lock(library_mutex());
-        held().by_name[{mount, std::string(name)}].swap(agent);
+        connections().by_name[{mount, std::string(name)}].swap(agent);
     }
-} // What was there before, of an agent that died, closes without the lock.
+} // The previous connection, of an agent that died, closes after the lock was released.
 
-std::shared_ptr<AgentConnection> held_for(const char* mount, std::string_view name) {
+std::shared_ptr<AgentConnection> find_connection(const char* mount, std::string_view name) {
     const std::lock_guard lock(library_mutex());
-    const auto at = held().by_name.find({mount, std::string(name)});
-    return at == held().by_name.end() ? nullptr : at->second;
+    const auto entry = connections().by_name.find({mount, std::string(name)});
+    return entry == connections().by_name.end() ? nullptr : entry->second;
 }
 
-void let_go(const char* mount, std::string_view name) {
-    std::shared_ptr<AgentConnection> last; // Closes after the lock.
+void drop_connection(const char* mount, std::string_view name) {
+    std::shared_ptr<AgentConnection> removed; // It closes after the lock was released.
     const std::lock_guard lock(library_mutex());
-    if (const auto at = held().by_name.find({mount, std::string(name)}); at != held().by_name.end()) {
-        last = std::move(at->second);
-        held().by_name.erase(at);
+    if (const auto entry = connections().by_name.find({mount, std::string(name)});
+        entry != connections().by_name.end()) {
+        removed = std::move(entry->second);
+        connections().by_name.erase(entry);
     }
 }
 
-// A daemon of 3FS drops what a process published when the process's descriptor of the folder is released, by exit or
-// SIGKILL. So one is kept open for each mount, as long as this process has links there.
+// An open descriptor of the folder with the links, for each mount in which this process has links. A daemon of 3FS
+// removes the publications of a process when that process's descriptor of the folder is released, by exit or SIGKILL.
 struct Folder {
     int fd = -1;
     std::set<std::string, std::less<>> links;
@@ -67,8 +71,8 @@ struct Folders {
 };
 
 Folders& folders() {
-    static auto* the = [] {
-        auto* made = new Folders;
+    static auto* table = [] {
+        auto* created = new Folders;
         in_forked_child([] { // A copy would keep the parent's publications alive.
             for (const auto& [mount, folder] : folders().by_mount) {
                 if (folder.fd >= 0) {
@@ -77,9 +81,9 @@ Folders& folders() {
             }
             folders().by_mount.clear();
         });
-        return made;
+        return created;
     }();
-    return *the;
+    return *table;
 }
 
 void keep_folder_open(const char* mount, std::string_view name) {
@@ -95,24 +99,25 @@ void keep_folder_open(const char* mount, std::string_view name) {
     }
 }
 
-void let_go_of_folder(const char* mount, std::string_view name) {
+void release_folder(const char* mount, std::string_view name) {
     Folders& all = folders();
     const std::lock_guard lock(library_mutex());
-    const auto at = all.by_mount.find(mount);
-    if (at == all.by_mount.end() || at->second.links.erase(std::string(name)) == 0 || !at->second.links.empty()) {
+    const auto entry = all.by_mount.find(mount);
+    if (entry == all.by_mount.end() || entry->second.links.erase(std::string(name)) == 0 ||
+        !entry->second.links.empty()) {
         return;
     }
-    if (at->second.fd >= 0) {
-        close(at->second.fd);
+    if (entry->second.fd >= 0) {
+        close(entry->second.fd);
     }
-    all.by_mount.erase(at);
+    all.by_mount.erase(entry);
 }
 
 bool has_link(const char* mount, std::string_view name) {
     const Folders& all = folders();
     const std::lock_guard lock(library_mutex());
-    const auto at = all.by_mount.find(mount);
-    return at != all.by_mount.end() && at->second.links.contains(name);
+    const auto entry = all.by_mount.find(mount);
+    return entry != all.by_mount.end() && entry->second.links.contains(name);
 }
 
 int publish_by_link(const char* mount, std::string_view name, std::string_view target) {
@@ -149,14 +154,14 @@ int publish(const char* mount, std::string_view name, std::string_view target, s
         if (status == 0) {
             status = publish_over(*agent, name, target, share_handle, descriptors);
             if (status == 0) {
-                hold(mount, name, std::move(agent));
+                store_connection(mount, name, std::move(agent));
             }
         } else if (status == -ENOENT) {
             status = publish_by_link(mount, name, target);
         }
         if (status != 0) {
-            log_line(LogLevel::error, "%.*s was not published in %s: %s", static_cast<int>(name.size()), name.data(),
-                     mount, std::strerror(-status));
+            log_line(LogLevel::error, "publish %.*s in %s failed: %s", static_cast<int>(name.size()), name.data(),
+                     mount, ErrnoText(-status).c_str());
         }
         return status;
     } catch (const std::bad_alloc&) {
@@ -166,37 +171,37 @@ int publish(const char* mount, std::string_view name, std::string_view target, s
 
 int unpublish(const char* mount, std::string_view name) noexcept {
     try {
-        // Only over the connection of the publication, as long as it has an agent: another one does not know the name.
-        std::shared_ptr<AgentConnection> agent = held_for(mount, name);
-        int status = agent != nullptr && !agent->look_gone() ? 0 : agent_connection(mount, agent);
+        // Use the connection of the publication while its agent lives: another agent does not know the name.
+        std::shared_ptr<AgentConnection> agent = find_connection(mount, name);
+        int status = agent != nullptr && !agent->poll_peer_closed() ? 0 : agent_connection(mount, agent);
         if (status == 0) {
             auto length = static_cast<std::uint16_t>(name.size());
             const iovec payload[] = {{&length, sizeof(length)}, {const_cast<char*>(name.data()), name.size()}};
             status = agent->call(AgentRequest::unpublish, payload, {}, {});
             if (status == 0) {
-                let_go(mount, name);
-                let_go_of_folder(mount, name);
+                drop_connection(mount, name);
+                release_folder(mount, name);
                 return 0;
             }
-            // An agent that does not answer may reach the memory still.
-            if (status == -EREMOTEIO && !agent->look_gone()) {
+            // An agent that does not reply may still access the memory.
+            if (status == -EREMOTEIO && !agent->poll_peer_closed()) {
                 return -ETIMEDOUT;
             }
-            // An agent that came after the link was made without one knows nothing of it.
+            // The agent was started after the link had been made, so it does not know the publication.
             if (status == -ENOENT && !has_link(mount, name)) {
                 return status;
             }
         }
-        // Without an agent the link is this library's to remove; one that is gone may have left it behind.
+        // Without an agent, this library removes the link. An agent that has ended may have left the link behind.
         if (status != -ENOENT && status != -EREMOTEIO) {
             return status;
         }
-        let_go(mount, name);
+        drop_connection(mount, name);
         const bool removed = unlink(link_path(mount, std::string(name)).c_str()) == 0;
         const int error = removed ? 0 : -errno;
-        // A link that somebody else removed is gone too.
+        // If another process has removed the link, that is no error.
         if (removed || error == -ENOENT) {
-            let_go_of_folder(mount, name);
+            release_folder(mount, name);
         }
         return removed ? 0 : status == -EREMOTEIO ? -EREMOTEIO : error;
     } catch (const std::bad_alloc&) {

@@ -1,4 +1,4 @@
-// Which memory an operation may name.
+// The check of the memory of an operation.
 #pragma once
 
 #include "usrbio/include/hf3fs_usrbio.h"
@@ -7,8 +7,8 @@
 
 namespace gdrkit::usrbio {
 
-// Whether these bytes, which are at least one, lie in the iov and in one of its blocks. All values are the caller's,
-// and nothing is assumed of them.
-bool inside(const hf3fs_iov& iov, const void* memory, std::uint64_t length) noexcept;
+// Returns true if these bytes, at least one, are in the iov and in one of its blocks. All values are from the caller
+// and may be invalid.
+bool is_inside(const hf3fs_iov& iov, const void* memory, std::uint64_t length) noexcept;
 
 } // namespace gdrkit::usrbio

@@ -9,23 +9,23 @@ namespace gdrkit::usrbio {
 namespace {
 
 std::set<RingHandle*>& handles() {
-    static auto* the = [] {
-        auto* made = new std::set<RingHandle*>;
+    static auto* table = [] {
+        auto* created = new std::set<RingHandle*>;
         in_forked_child([] {
             for (RingHandle* handle : handles()) {
                 handle->inherited.store(true, std::memory_order_relaxed);
-                handle->gone.store(true, std::memory_order_relaxed);
+                handle->closed.store(true, std::memory_order_relaxed);
             }
         });
-        return made;
+        return created;
     }();
-    return *the;
+    return *table;
 }
 
 } // namespace
 
 RingHandle::RingHandle() {
-    std::set<RingHandle*>& all = handles(); // Takes the mutex when it is made.
+    std::set<RingHandle*>& all = handles(); // The first call locks the mutex.
     const std::lock_guard lock(library_mutex());
     all.insert(this);
 }
@@ -38,16 +38,16 @@ RingHandle::~RingHandle() {
 }
 
 bool RingHandle::is_watched() noexcept {
-    if (watching == Watching::not_asked) {
-        watching = agent != nullptr && agent->watch(ring->completed()) ? Watching::yes : Watching::no;
+    if (watch_state == Watch::unknown) {
+        watch_state = agent != nullptr && agent->watch(ring->completion_semaphore()) ? Watch::yes : Watch::no;
     }
-    return watching == Watching::yes;
+    return watch_state == Watch::yes;
 }
 
 void RingHandle::stop_watching() noexcept {
-    if (watching == Watching::yes) {
-        agent->forget(ring->completed());
-        watching = Watching::no;
+    if (watch_state == Watch::yes) {
+        agent->unwatch(ring->completion_semaphore());
+        watch_state = Watch::no;
     }
 }
 

@@ -1,4 +1,5 @@
-// What `iorh` of a struct hf3fs_ior stands for. Here it is an address: hf3fs_prep_io has no time for a table.
+// The object behind `iorh` of struct hf3fs_ior. Here the handle is an address, because hf3fs_prep_io has no time for a
+// table.
 #pragma once
 
 #include "usrbio/client/agent_connection.hpp"
@@ -22,30 +23,33 @@ public:
     RingHandle& operator=(const RingHandle&) = delete;
     ~RingHandle();
 
-    // As last seen; no system call.
-    bool agent_gone() const noexcept {
-        return gone.load(std::memory_order_relaxed) || (agent != nullptr && agent->gone());
+    // Returns what the last check found. Makes no system call.
+    bool agent_closed() const noexcept {
+        return closed.load(std::memory_order_relaxed) || (agent != nullptr && agent->peer_closed());
     }
 
-    // The thread that reaps, before it sleeps without a deadline: whether a post comes when the agent is gone.
+    // Asks for a post when the agent ends. The thread that reaps calls it before it sleeps without a deadline. Returns
+    // false if no post will come.
     bool is_watched() noexcept;
-    // Before the memory of the ring goes.
+    // Call it before the memory of the ring is freed.
     void stop_watching() noexcept;
 
     std::unique_ptr<ApplicationRing> ring;
     NamedSemaphore submit_semaphore;
     std::shared_ptr<AgentConnection> agent; // Null: a FUSE mount without an agent's socket.
-    std::atomic<bool> gone{false};
-    // In a child after fork(): the ring's memory and its semaphore are the parent's, and not to be touched.
+    std::atomic<bool> closed{false};
+    // Set in a child after fork(): the ring's memory and its semaphore belong to the parent and must not be accessed.
     std::atomic<bool> inherited{false};
-    // submit() had to wake the agent: it takes long, so that waiting for it by spinning is a waste.
+    // The last submit() had to wake the agent. That takes long, so spinning for its completions is useless.
     std::atomic<bool> agent_was_asleep{false};
 
-    std::timed_mutex reaping; // One thread at a time; the others have nothing to reap then either.
-    unsigned spins = 64;      // How long a wait spins; what did not help is halved, what did is doubled.
-    unsigned waits = 0;
-    timespec next_look{}; // When a wait asks for the agent again, if nothing came until then; CLOCK_REALTIME.
-    enum class Watching : std::uint8_t { not_asked, no, yes } watching = Watching::not_asked;
+    std::timed_mutex reap_mutex; // Locked by the thread that reaps. Other threads then have nothing to reap.
+    // Length of the spinning of a wait. It is halved if it did not help, and doubled if it did.
+    unsigned spin_limit = 64;
+    unsigned wait_count = 0;
+    timespec next_agent_check{}; // Time at which a wait checks the agent again, unless a completion comes before;
+                                 // CLOCK_REALTIME.
+    enum class Watch : std::uint8_t { unknown, no, yes } watch_state = Watch::unknown;
 };
 
 } // namespace gdrkit::usrbio

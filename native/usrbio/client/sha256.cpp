@@ -23,28 +23,29 @@ constexpr std::size_t block_bytes = 64;
 
 void add_block(State& state, const std::uint8_t* block) {
     std::array<std::uint32_t, 64> words{};
-    for (std::size_t at = 0; at < 16; ++at) {
-        const std::uint8_t* const four = block + 4 * at;
-        words[at] = std::uint32_t{four[0]} << 24 | std::uint32_t{four[1]} << 16 | std::uint32_t{four[2]} << 8 | four[3];
+    for (std::size_t index = 0; index < 16; ++index) {
+        const std::uint8_t* const four = block + 4 * index;
+        words[index] =
+            std::uint32_t{four[0]} << 24 | std::uint32_t{four[1]} << 16 | std::uint32_t{four[2]} << 8 | four[3];
     }
-    for (std::size_t at = 16; at < 64; ++at) {
-        const std::uint32_t early = words[at - 15], late = words[at - 2];
+    for (std::size_t index = 16; index < 64; ++index) {
+        const std::uint32_t early = words[index - 15], late = words[index - 2];
         const std::uint32_t first = std::rotr(early, 7) ^ std::rotr(early, 18) ^ (early >> 3);
         const std::uint32_t second = std::rotr(late, 17) ^ std::rotr(late, 19) ^ (late >> 10);
-        words[at] = words[at - 16] + first + words[at - 7] + second;
+        words[index] = words[index - 16] + first + words[index - 7] + second;
     }
     auto [a, b, c, d, e, f, g, h] = state;
-    for (std::size_t at = 0; at < 64; ++at) {
+    for (std::size_t index = 0; index < 64; ++index) {
         const std::uint32_t choice = (e & f) ^ (~e & g);
         const std::uint32_t majority = (a & b) ^ (a & c) ^ (b & c);
         const std::uint32_t first =
-            h + (std::rotr(e, 6) ^ std::rotr(e, 11) ^ std::rotr(e, 25)) + choice + constants[at] + words[at];
+            h + (std::rotr(e, 6) ^ std::rotr(e, 11) ^ std::rotr(e, 25)) + choice + constants[index] + words[index];
         const std::uint32_t second = (std::rotr(a, 2) ^ std::rotr(a, 13) ^ std::rotr(a, 22)) + majority;
         h = g, g = f, f = e, e = d + first, d = c, c = b, b = a, a = first + second;
     }
     const State changed = {a, b, c, d, e, f, g, h};
-    for (std::size_t at = 0; at < state.size(); ++at) {
-        state[at] += changed[at];
+    for (std::size_t index = 0; index < state.size(); ++index) {
+        state[index] += changed[index];
     }
 }
 
@@ -52,16 +53,17 @@ void add_block(State& state, const std::uint8_t* block) {
 
 std::array<std::uint8_t, 32> sha256(std::span<const std::uint8_t> message) noexcept {
     State state = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a, 0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};
-    std::size_t at = 0;
-    for (; message.size() - at >= block_bytes; at += block_bytes) {
-        add_block(state, message.data() + at);
+    std::size_t index = 0;
+    for (; message.size() - index >= block_bytes; index += block_bytes) {
+        add_block(state, message.data() + index);
     }
-    // The rest, a one bit, zeros, and the length in bits: one block, or two when the length does not fit any more.
+    // The last bytes, a one bit, zeros, and the length in bits: one block, or two if the length does not fit into the
+    // first.
     std::array<std::uint8_t, 2 * block_bytes> tail{};
-    const std::size_t rest = message.size() - at;
-    std::copy_n(message.data() + at, rest, tail.data());
-    tail[rest] = 0x80;
-    const std::size_t tail_bytes = rest + 9 <= block_bytes ? block_bytes : 2 * block_bytes;
+    const std::size_t remaining = message.size() - index;
+    std::copy_n(message.data() + index, remaining, tail.data());
+    tail[remaining] = 0x80;
+    const std::size_t tail_bytes = remaining + 9 <= block_bytes ? block_bytes : 2 * block_bytes;
     const std::uint64_t bits = std::uint64_t{message.size()} * 8;
     for (std::size_t byte = 0; byte < 8; ++byte) {
         tail[tail_bytes - 1 - byte] = static_cast<std::uint8_t>(bits >> (8 * byte));

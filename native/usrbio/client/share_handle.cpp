@@ -17,7 +17,8 @@ constexpr char share_magic[8] = {'G', 'D', 'R', 'S', 'H', 'A', 'R', 'E'};
 constexpr std::uint16_t share_version = 1;
 constexpr std::size_t digest_bytes = 16;
 constexpr std::uint64_t size_max = INT64_MAX;
-constexpr std::uint32_t descriptors_max = 253; // SCM_MAX_FD: what one message of a socket carries.
+// SCM_MAX_FD: the most descriptors that one message of a socket can carry.
+constexpr std::uint32_t descriptors_max = 253;
 
 struct ShareBytes {
     char magic[8];
@@ -53,55 +54,57 @@ struct GdrBytes {
 static_assert(sizeof(GdrBytes) == gdr_handle_bytes && offsetof(GdrBytes, length_bytes) == 64 &&
               offsetof(GdrBytes, device) == 72);
 
-bool any(std::span<const std::uint8_t> bytes) {
+bool has_nonzero(std::span<const std::uint8_t> bytes) {
     return std::ranges::any_of(bytes, [](std::uint8_t byte) { return byte != 0; });
 }
 
-bool chunks_are_right(const ShareHandle& handle) {
-    const std::uint64_t step = handle.chunk_bytes, count = handle.descriptor_count;
-    if (step == 0 || step % host_page_bytes() != 0 || count < 1 || count > descriptors_max || step > size_max / count) {
+bool are_chunks_valid(const ShareHandle& handle) {
+    const std::uint64_t chunk_bytes = handle.chunk_bytes, count = handle.descriptor_count;
+    if (chunk_bytes == 0 || chunk_bytes % host_page_bytes() != 0 || count < 1 || count > descriptors_max ||
+        chunk_bytes > size_max / count) {
         return false;
     }
-    // Every chunk holds some of the bytes.
-    return handle.allocation_bytes == step * count && handle.offset_bytes < step &&
-           handle.offset_bytes + handle.length_bytes > step * (count - 1);
+    // Every chunk contains some of the shared bytes.
+    return handle.allocation_bytes == chunk_bytes * count && handle.offset_bytes < chunk_bytes &&
+           handle.offset_bytes + handle.length_bytes > chunk_bytes * (count - 1);
 }
 
-bool address_is_right(const ShareHandle& handle) {
-    // The last byte may be the last of all addresses, so that one behind it wraps to zero.
+bool is_address_valid(const ShareHandle& handle) {
+    // The last byte may be at the last address, so that the address after it wraps to zero.
     const bool fits = handle.address != 0 && handle.length_bytes - 1 <= UINT64_MAX - handle.address;
     return fits && (handle.address - handle.offset_bytes) % host_page_bytes() == 0;
 }
 
-bool kind_is_right(const ShareHandle& handle) {
-    if (any(handle.ipc) != (handle.kind == ShareKind::ipc)) {
+bool is_kind_valid(const ShareHandle& handle) {
+    if (has_nonzero(handle.ipc) != (handle.kind == ShareKind::ipc)) {
         return false;
     }
     switch (handle.kind) {
     case ShareKind::ipc:
         return handle.chunk_bytes == 0 && handle.descriptor_count == 0 && handle.address == 0;
     case ShareKind::vmm:
-        return handle.address == 0 && chunks_are_right(handle);
+        return handle.address == 0 && are_chunks_valid(handle);
     case ShareKind::dmabuf:
-        return handle.chunk_bytes == 0 && handle.descriptor_count == 1 && address_is_right(handle);
+        return handle.chunk_bytes == 0 && handle.descriptor_count == 1 && is_address_valid(handle);
     }
     return false;
 }
 
-bool is_right(const ShareHandle& handle) {
+bool is_valid(const ShareHandle& handle) {
     if (handle.allocation_bytes == 0 || handle.allocation_bytes > size_max || handle.length_bytes == 0 ||
         handle.offset_bytes > handle.allocation_bytes ||
         handle.length_bytes > handle.allocation_bytes - handle.offset_bytes) {
         return false;
     }
-    return kind_is_right(handle) && any(handle.device_uuid) && handle.owner.process_id != 0;
+    return is_kind_valid(handle) && has_nonzero(handle.device_uuid) && handle.owner.process_id != 0;
 }
 
-bool is_right(const GdrHandle& handle) {
-    return any(handle.ipc) && handle.length_bytes != 0 && handle.length_bytes <= size_max && handle.device <= INT_MAX;
+bool is_valid(const GdrHandle& handle) {
+    return has_nonzero(handle.ipc) && handle.length_bytes != 0 && handle.length_bytes <= size_max &&
+           handle.device <= INT_MAX;
 }
 
-void seal(ShareBytes& bytes) {
+void set_digest(ShareBytes& bytes) {
     const auto digest = sha256({reinterpret_cast<const std::uint8_t*>(&bytes), share_handle_bytes - digest_bytes});
     std::copy_n(digest.begin(), digest_bytes, bytes.digest);
 }
@@ -109,7 +112,7 @@ void seal(ShareBytes& bytes) {
 } // namespace
 
 std::optional<std::array<std::uint8_t, share_handle_bytes>> pack(const ShareHandle& handle) {
-    if (!is_right(handle)) {
+    if (!is_valid(handle)) {
         return std::nullopt;
     }
     ShareBytes bytes{};
@@ -129,20 +132,20 @@ std::optional<std::array<std::uint8_t, share_handle_bytes>> pack(const ShareHand
     bytes.owner_namespace = handle.owner.pid_namespace;
     bytes.owner_started_ticks = handle.owner.started_ticks;
     std::ranges::copy(handle.ipc, bytes.ipc);
-    seal(bytes);
+    set_digest(bytes);
     return std::bit_cast<std::array<std::uint8_t, share_handle_bytes>>(bytes);
 }
 
-std::optional<ShareHandle> parse_share_handle(std::span<const std::uint8_t> given) {
-    if (given.size() != share_handle_bytes) {
+std::optional<ShareHandle> parse_share_handle(std::span<const std::uint8_t> data) {
+    if (data.size() != share_handle_bytes) {
         return std::nullopt;
     }
     ShareBytes bytes;
-    std::memcpy(&bytes, given.data(), sizeof bytes);
-    ShareBytes sealed = bytes;
-    seal(sealed);
+    std::memcpy(&bytes, data.data(), sizeof bytes);
+    ShareBytes with_digest = bytes;
+    set_digest(with_digest);
     if (std::memcmp(bytes.magic, share_magic, sizeof share_magic) != 0 || bytes.version != share_version ||
-        std::memcmp(bytes.digest, sealed.digest, digest_bytes) != 0 || bytes.handle_bytes != share_handle_bytes ||
+        std::memcmp(bytes.digest, with_digest.digest, digest_bytes) != 0 || bytes.handle_bytes != share_handle_bytes ||
         bytes.reserved != 0 || bytes.kind < 1 || bytes.kind > 3) {
         return std::nullopt;
     }
@@ -160,11 +163,11 @@ std::optional<ShareHandle> parse_share_handle(std::span<const std::uint8_t> give
     handle.owner.pid_namespace = bytes.owner_namespace;
     handle.owner.started_ticks = bytes.owner_started_ticks;
     std::ranges::copy(bytes.ipc, handle.ipc.begin());
-    return is_right(handle) ? std::optional(handle) : std::nullopt;
+    return is_valid(handle) ? std::optional(handle) : std::nullopt;
 }
 
 std::optional<std::array<std::uint8_t, gdr_handle_bytes>> pack(const GdrHandle& handle) {
-    if (!is_right(handle)) {
+    if (!is_valid(handle)) {
         return std::nullopt;
     }
     GdrBytes bytes{};
@@ -174,17 +177,17 @@ std::optional<std::array<std::uint8_t, gdr_handle_bytes>> pack(const GdrHandle& 
     return std::bit_cast<std::array<std::uint8_t, gdr_handle_bytes>>(bytes);
 }
 
-std::optional<GdrHandle> parse_gdr_handle(std::span<const std::uint8_t> given) {
-    if (given.size() != gdr_handle_bytes) {
+std::optional<GdrHandle> parse_gdr_handle(std::span<const std::uint8_t> data) {
+    if (data.size() != gdr_handle_bytes) {
         return std::nullopt;
     }
     GdrBytes bytes;
-    std::memcpy(&bytes, given.data(), sizeof bytes);
+    std::memcpy(&bytes, data.data(), sizeof bytes);
     GdrHandle handle;
     std::ranges::copy(bytes.ipc, handle.ipc.begin());
     handle.length_bytes = bytes.length_bytes;
     handle.device = bytes.device;
-    return is_right(handle) ? std::optional(handle) : std::nullopt;
+    return is_valid(handle) ? std::optional(handle) : std::nullopt;
 }
 
 } // namespace gdrkit::usrbio

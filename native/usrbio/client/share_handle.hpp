@@ -1,5 +1,5 @@
-// The two formats by which one process tells another of its device memory; suites/vectors holds them and those of
-// Python to the same bytes. A handle comes from another process: parsing believes nothing.
+// The two formats of handles by which a process shares its device memory with another. The tests compare them with the
+// Python implementation by suites/vectors. A handle comes from another process, so parsing checks every field.
 #pragma once
 
 #include <array>
@@ -18,14 +18,14 @@ inline constexpr std::size_t gdr_handle_bytes = 80;
 enum class ShareKind : std::uint16_t { ipc = 1, vmm = 2, dmabuf = 3 };
 
 // The versioned handle (gdrkit/registration/handle.py): magic, version, an offset into the allocation, the device by
-// its UUID, the owner by number, start and boot, and a checksum that finds damage. It is no signature.
+// its UUID, the owner by number, start time and boot, and a checksum against damage. It is not signed.
 struct ShareHandle {
     ShareKind kind = ShareKind::ipc;
-    std::uint64_t allocation_bytes = 0; // IPC: of the allocation. VMM: of all chunks. dma-buf: its size.
-    std::uint64_t offset_bytes = 0;     // Where the shared bytes begin in that.
+    std::uint64_t allocation_bytes = 0; // Size of the allocation (IPC), of all chunks (VMM) or of the dma-buf.
+    std::uint64_t offset_bytes = 0;     // Offset of the shared bytes in it.
     std::uint64_t length_bytes = 0;
-    std::uint64_t address = 0;     // dma-buf: the owner's device address of the first shared byte; else 0.
-    std::uint64_t chunk_bytes = 0; // VMM.
+    std::uint64_t address = 0;     // For a dma-buf: the owner's device address of the first shared byte; otherwise 0.
+    std::uint64_t chunk_bytes = 0; // VMM only.
     std::uint32_t descriptor_count = 0;
     std::array<std::uint8_t, 16> device_uuid{};
     ProcessIdentity owner;
@@ -33,12 +33,12 @@ struct ShareHandle {
     bool operator==(const ShareHandle&) const = default;
 };
 
-// Nothing when the fields contradict each other or are out of their limits.
+// Returns nothing if the fields contradict each other or are out of range.
 std::optional<std::array<std::uint8_t, share_handle_bytes>> pack(const ShareHandle& handle);
 std::optional<ShareHandle> parse_share_handle(std::span<const std::uint8_t> bytes);
 
-// The handle of the first generation (gdrkit/registration/gdr_handle.py): no offset, no version, no checksum, and the
-// device by a number that two processes need not share.
+// The handle of the first generation (gdrkit/registration/gdr_handle.py): without offset, version and checksum. It
+// names the device by a number, which may differ between two processes.
 struct GdrHandle {
     std::array<std::uint8_t, 64> ipc{};
     std::uint64_t length_bytes = 0;

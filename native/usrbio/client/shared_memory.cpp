@@ -1,5 +1,6 @@
 #include "usrbio/client/shared_memory.hpp"
 
+#include "common/errno_text.hpp"
 #include "usrbio/client/log.hpp"
 #include "usrbio/client/names.hpp"
 
@@ -21,7 +22,7 @@ void prefer_node(void* memory, std::size_t bytes, int numa) noexcept {
     if (numa < 0) {
         return;
     }
-    // By the system call: libnuma would be a dependency for this line alone.
+    // Use the system call, because libnuma would be a dependency for this line only.
     constexpr std::size_t word_bits = 8 * sizeof(unsigned long);
     std::array<unsigned long, 1024 / word_bits> nodes{};
     const auto node = static_cast<std::size_t>(numa);
@@ -33,7 +34,7 @@ void prefer_node(void* memory, std::size_t bytes, int numa) noexcept {
         nodes[node / word_bits] = 1UL << node % word_bits;
     }
     if (node >= 1024 || syscall(SYS_mbind, begin, length, MPOL_BIND, nodes.data(), 1024UL + 1, 0U) != 0) {
-        log_line(LogLevel::warning, "no memory of node %d: %s", numa, std::strerror(errno));
+        log_line(LogLevel::warning, "mbind() to NUMA node %d failed: %s", numa, ErrnoText(errno).c_str());
     }
 }
 
@@ -69,7 +70,7 @@ int SharedMemory::create(std::string name, std::size_t bytes, int numa) noexcept
     }
     name_ = std::move(name);
     process_ = getpid();
-    const int status = fill(fd, bytes, numa);
+    const int status = allocate(fd, bytes, numa);
     close(fd);
     return status;
 }
@@ -79,31 +80,31 @@ int SharedMemory::create_unnamed(std::string name, std::size_t bytes, int numa) 
     if (unnamed_.get() < 0) {
         return create(std::move(name), bytes, numa);
     }
-    future_name_ = std::move(name);
-    return fill(unnamed_.get(), bytes, numa);
+    pending_name_ = std::move(name);
+    return allocate(unnamed_.get(), bytes, numa);
 }
 
-int SharedMemory::give_name() noexcept {
+int SharedMemory::create_name() noexcept {
     char self[32];
     std::snprintf(self, sizeof(self), "/proc/self/fd/%d", unnamed_.get());
-    const std::string path = shared_memory_folder + future_name_;
+    const std::string path = shared_memory_folder + pending_name_;
     if (linkat(AT_FDCWD, self, AT_FDCWD, path.c_str(), AT_SYMLINK_FOLLOW) != 0) {
         return -errno;
     }
-    take_name();
+    adopt_name();
     return 0;
 }
 
-void SharedMemory::take_name() noexcept {
-    struct stat found {};
-    if (fstat(unnamed_.get(), &found) == 0 && found.st_nlink != 0) {
-        name_ = std::move(future_name_);
+void SharedMemory::adopt_name() noexcept {
+    struct stat attributes {};
+    if (fstat(unnamed_.get(), &attributes) == 0 && attributes.st_nlink != 0) {
+        name_ = std::move(pending_name_);
         process_ = getpid();
     }
     unnamed_ = Descriptor();
 }
 
-int SharedMemory::fill(int fd, std::size_t bytes, int numa) noexcept {
+int SharedMemory::allocate(int fd, std::size_t bytes, int numa) noexcept {
     int status = bytes > PTRDIFF_MAX ? -ENOMEM : 0;
     if (status == 0 && ftruncate(fd, static_cast<off_t>(bytes)) != 0) {
         status = -errno;
@@ -111,7 +112,7 @@ int SharedMemory::fill(int fd, std::size_t bytes, int numa) noexcept {
     if (status == 0) {
         status = map(fd, bytes, numa);
     }
-    // Last, so that the pages are of the node.
+    // Allocate last, so that the pages are on the node.
     if (status == 0) {
         status = -posix_fallocate(fd, 0, static_cast<off_t>(bytes));
     }
@@ -123,9 +124,9 @@ int SharedMemory::open(std::string name, std::size_t bytes, int numa) noexcept {
     if (fd < 0) {
         return -errno;
     }
-    struct stat found {};
-    int status = fstat(fd, &found) != 0 ? -errno : 0;
-    if (status == 0 && (found.st_size < 0 || static_cast<std::size_t>(found.st_size) < bytes)) {
+    struct stat attributes {};
+    int status = fstat(fd, &attributes) != 0 ? -errno : 0;
+    if (status == 0 && (attributes.st_size < 0 || static_cast<std::size_t>(attributes.st_size) < bytes)) {
         status = -EIO;
     }
     if (status == 0) {

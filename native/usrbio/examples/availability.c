@@ -1,4 +1,4 @@
-/* Is there GPU Direct here? Prints the answer; exit status 0: yes, 2: no. */
+/* Prints whether GPU iovs are available. Exit status 0: yes, 2: no. */
 #include "example.h"
 
 int main(void) {

@@ -15,7 +15,7 @@ int main(int count, char** arguments) {
         fail("hf3fs_iovcreate_gpu", error);
     }
     const size_t done = read_file(mount, path, &iov, iov.base, iov.size);
-    /* Kernels that start from here on see what the NIC has written. */
+    /* Kernels that start after this see what the NIC has written. */
     error = hf3fs_iovsync_gpu(&iov, 1);
     if (error != 0) {
         fail("hf3fs_iovsync_gpu", error);

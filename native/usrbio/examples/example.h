@@ -1,5 +1,4 @@
-/* What the examples share: an error that ends the program, a deadline, and the little that they need of the CUDA
- * driver. */
+/* Helpers of the examples: an error that ends the program, a deadline, and functions of the CUDA driver. */
 #pragma once
 
 #include <dlfcn.h>
@@ -12,8 +11,8 @@
 #include "hf3fs_usrbio_gdr.h"
 
 /* `error` is an errno, positive or negative. */
-static inline void fail(const char* what, long error) {
-    fprintf(stderr, "%s: %s\n", what, strerror((int)(error < 0 ? -error : error)));
+static inline void fail(const char* call, long error) {
+    fprintf(stderr, "%s failed: %s\n", call, strerror((int)(error < 0 ? -error : error)));
     exit(1);
 }
 
@@ -24,7 +23,7 @@ static inline struct timespec seconds_from_now(int seconds) {
     return deadline;
 }
 
-/* Waits for the completion of the one operation that is under way, and returns how many bytes it moved. */
+/* Waits for the completion of the only operation in flight, and returns how many bytes it moved. */
 static inline size_t wait_for_one(const struct hf3fs_ior* ior) {
     struct hf3fs_cqe cqe;
     const struct timespec deadline = seconds_from_now(60);
@@ -33,7 +32,7 @@ static inline size_t wait_for_one(const struct hf3fs_ior* ior) {
         fail("hf3fs_wait_for_ios", count);
     }
     if (count == 0) {
-        fprintf(stderr, "nothing was completed within a minute\n");
+        fprintf(stderr, "hf3fs_wait_for_ios: no completion within a minute\n");
         exit(1);
     }
     if (cqe.result < 0) {
@@ -42,7 +41,10 @@ static inline size_t wait_for_one(const struct hf3fs_ior* ior) {
     return (size_t)cqe.result;
 }
 
-/* A function of the driver by its symbol; a program that is built with CUDA would include <cuda.h> and link it. */
+/*
+ * Returns a function of the driver by its symbol. A program that is built with CUDA includes <cuda.h> instead and links
+ * libcuda.
+ */
 static inline void* cuda_function(const char* symbol) {
     void* const library = dlopen("libcuda.so.1", RTLD_NOW);
     void* const function = library == NULL ? NULL : dlsym(library, symbol);
@@ -53,9 +55,9 @@ static inline void* cuda_function(const char* symbol) {
     return function;
 }
 
-static inline void check_cuda(const char* what, int result) {
+static inline void check_cuda(const char* call, int result) {
     if (result != 0) {
-        fprintf(stderr, "%s answered %d\n", what, result);
+        fprintf(stderr, "%s failed: %d\n", call, result);
         exit(1);
     }
 }
@@ -94,7 +96,7 @@ static inline void print_device_memory(const void* pointer, size_t bytes) {
         check_cuda("cuMemcpyDtoH", copy(host, (uint64_t)pointer, bytes));
     }
     if (fwrite(host, 1, bytes, stdout) != bytes || fflush(stdout) != 0) {
-        fprintf(stderr, "standard output cannot be written\n");
+        fprintf(stderr, "write to standard output failed\n");
         exit(1);
     }
     free(host);

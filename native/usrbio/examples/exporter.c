@@ -1,6 +1,6 @@
 /*
- * The owner of GPU memory: exports it, waits until another process (importer) has read a file into it, and writes what
- * is in it then to standard output.
+ * The owner of GPU memory. It exports the memory, waits until another process (importer) has read a file into it, and
+ * writes the content to standard output.
  */
 #include "handle_socket.h"
 
@@ -11,7 +11,7 @@ int main(int count, char** arguments) {
     }
     const int device = atoi(arguments[3]);
     const size_t bytes = (size_t)strtoull(arguments[2], NULL, 10);
-    /* Listens first, so that the importer may come at any time. */
+    /* Listen first, so that the importer can be started at any time. */
     const struct sockaddr_un address = address_of(arguments[4]);
     const int listener = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
     if (listener < 0 || bind(listener, (const struct sockaddr*)&address, sizeof address) != 0 ||
@@ -40,7 +40,7 @@ int main(int count, char** arguments) {
     unlink(arguments[4]);
     use_device(device);
     print_device_memory(iov.base, bytes);
-    /* Only now: the importer has closed its mapping. */
+    /* The importer has closed its mapping now. */
     hf3fs_iovdestroy_gpu(&iov);
     return 0;
 }

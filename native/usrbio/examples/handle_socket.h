@@ -1,4 +1,6 @@
-/* How the exporter hands its handle to the importer: a socket in the file system, and one byte back when that is done.
+/*
+ * Passes the exporter's handle to the importer over a socket in the file system. The importer sends one byte back when
+ * it has finished.
  */
 #pragma once
 
@@ -20,11 +22,11 @@ static inline struct sockaddr_un address_of(const char* path) {
 
 static inline void transfer_all(ssize_t (*transfer)(int, void*, size_t, int), int peer, void* bytes, size_t length) {
     for (size_t done = 0; done < length;) {
-        const ssize_t now = transfer(peer, (char*)bytes + done, length - done, MSG_NOSIGNAL);
-        if (now <= 0) {
-            fail("the other process", now == 0 ? EPIPE : errno);
+        const ssize_t count = transfer(peer, (char*)bytes + done, length - done, MSG_NOSIGNAL);
+        if (count <= 0) {
+            fail("the other process", count == 0 ? EPIPE : errno);
         }
-        done += (size_t)now;
+        done += (size_t)count;
     }
 }
 

@@ -1,4 +1,4 @@
-/* Takes the handle of another process's GPU memory (exporter) and reads a file into that. */
+/* Receives the handle of another process's GPU memory (exporter) and reads a file into that memory. */
 #include "handle_socket.h"
 #include "read_file.h"
 

@@ -16,7 +16,7 @@ static inline size_t size_of_file(const char* path) {
     return (size_t)status.st_size;
 }
 
-/* Returns how many bytes were read into `pointer`, which lies in the iov. */
+/* Returns how many bytes were read into `pointer`, which is inside the iov. */
 static inline size_t read_file(const char* mount, const char* path, const struct hf3fs_iov* iov, void* pointer,
                                size_t bytes) {
     struct hf3fs_ior ior;
@@ -28,7 +28,7 @@ static inline size_t read_file(const char* mount, const char* path, const struct
     if (fd < 0) {
         fail(path, errno);
     }
-    /* Above 0 it is an errno. */
+    /* A value above 0 is an errno. */
     error = hf3fs_reg_fd(fd, 0);
     if (error > 0) {
         fail("hf3fs_reg_fd", error);

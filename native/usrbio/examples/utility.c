@@ -1,4 +1,4 @@
-/* What an iov is: a GPU iov beside one of host memory, and the synchronization of both. */
+/* Prints the type of iovs, of a GPU iov and of a host iov, and synchronizes both. */
 #include "example.h"
 
 static void describe(const char* name, const struct hf3fs_iov* iov) {
@@ -7,7 +7,10 @@ static void describe(const char* name, const struct hf3fs_iov* iov) {
     } else {
         printf("%s: host iov\n", name);
     }
-    /* 0: before the NIC reads what the GPU has written. 1: after it has written what the GPU reads. */
+    /*
+     * 0: call it before the NIC reads what the GPU has written. 1: call it after the NIC has written what the GPU
+     * reads.
+     */
     for (int direction = 0; direction <= 1; ++direction) {
         const int error = hf3fs_iovsync(iov, direction);
         if (error != 0) {
@@ -37,7 +40,7 @@ int main(int count, char** arguments) {
         fail("hf3fs_iovsync_gpu", error);
     }
     hf3fs_iovdestroy(&host);
-    /* Ends a GPU iov too, as hf3fs_iovdestroy_gpu does. */
+    /* hf3fs_iovdestroy also destroys a GPU iov, like hf3fs_iovdestroy_gpu. */
     hf3fs_iovdestroy(&device);
     return 0;
 }

@@ -1,4 +1,4 @@
-/* Reads a file into the middle of GPU memory that somebody else has allocated, and writes it to standard output. */
+/* Reads a file into the middle of GPU memory that the caller has allocated, and writes it to standard output. */
 #include <sys/random.h>
 
 #include "read_file.h"
@@ -11,7 +11,7 @@ int main(int count, char** arguments) {
     const char *const mount = arguments[1], *const path = arguments[2];
     const int device = atoi(arguments[3]);
     const size_t bytes = size_of_file(path), before = 4096;
-    /* As a framework would: the iov is a part of one allocation. */
+    /* Frameworks allocate like this: the iov is a part of one allocation. */
     use_device(device);
     uint8_t* const memory = allocate_on_device(before + bytes + 1);
     uint8_t id[16];
@@ -29,7 +29,7 @@ int main(int count, char** arguments) {
         fail("hf3fs_iovsync_gpu", error);
     }
     print_device_memory(memory + before, done);
-    /* Takes the registration back; the memory stays its owner's. */
+    /* Withdraws the registration; the memory stays the caller's. */
     hf3fs_iovdestroy_gpu(&iov);
     free_on_device(memory);
     return 0;

@@ -1,32 +1,33 @@
 /*
- * hf3fs usrbio with GPU memory: iovs whose bytes lie in the memory of a CUDA device, for reads and writes that no CPU
- * copies. The names ending in _gpu are those of the first generation of this interface, those ending in _device and
- * hf3fs_iovsync, hf3fs_iov_mem_type and hf3fs_iov_device_id those of the third; both work on the same iovs.
+ * hf3fs usrbio with GPU memory: iovs in the memory of a CUDA device, for reads and writes without a copy by a CPU. The
+ * functions ending in _gpu belong to the first generation of this interface. Those ending in _device, hf3fs_iovsync,
+ * hf3fs_iov_mem_type and hf3fs_iov_device_id belong to the third. Both work on the same iovs.
  *
- * WHAT HOLDS FOR ALL FUNCTIONS
- *   Results      0, or a negative errno. Nothing is changed when a function fails, unless it says otherwise.
- *   -ENOTSUP     Every function that returns an error returns this one, whatever its arguments, when this process has
- *                no CUDA: there is no libcuda.so.1, it cannot be initialized, or the library was built with
- *                ENABLE_GDR=OFF.
- *   Threads      Any thread may call, also at the same time. The CUDA context that is current in the calling thread is
- *                the same afterwards.
- *   Structs      A null pointer, a struct of zeros, one that was destroyed and one of host memory are no GPU iov; they
- *                are refused or ignored, never followed. A copy of a struct names the same iov.
- *   Addresses    iov->base is a device address. No CPU may follow it; hf3fs_prep_io takes it, and whatever lies between
- *                it and iov->base + iov->size, as `ptr`.
- *   Logging      The environment variable HF3FS_USRBIO_LIB_LOG; errors say what the driver answered.
- *   fork         A child that is forked has none of its parent's GPU iovs: there they are ignored.
+ * RULES FOR ALL FUNCTIONS
+ *   Results      0, or a negative errno. A function that fails changes nothing, unless it says otherwise.
+ *   -ENOTSUP     Every function that can fail returns this error, whatever its arguments, if this process has no CUDA:
+ *                libcuda.so.1 is not installed or cannot be initialized, or the library was built with ENABLE_GDR=OFF.
+ *   Threads      Any thread may call, also concurrently. Every function preserves the calling thread's current CUDA
+ *                context.
+ *   Structs      A null pointer, a struct of zeros, a destroyed iov and an iov of host memory are not GPU iovs. The
+ *                functions refuse or ignore them and never dereference their pointers. A copy of a struct names the
+ *                same iov.
+ *   Addresses    iov->base is a device address, which a CPU must not dereference. Pass it, or any address between it
+ *                and iov->base + iov->size, to hf3fs_prep_io as `ptr`.
+ *   Logging      The environment variable HF3FS_USRBIO_LIB_LOG sets the level. Errors contain the driver's result.
+ *   fork         A forked child has none of its parent's GPU iovs: the functions ignore them there.
  *
  * PUBLICATION
- *   An iov is known to others by the symbolic link <mount>/3fs-virt/iovs/<uuid>.gdr.d<device>, whose target is
+ *   Other processes find an iov by the symbolic link <mount>/3fs-virt/iovs/<uuid>.gdr.d<device>, whose target is
  *     gdr://v2/device/<device>/allocation/<bytes>/offset/<bytes>/size/<bytes>/ipc/<128 hexadecimal digits>
- *   (the CUDA IPC handle of the allocation, and where in it the iov lies), or, for memory that has no IPC handle (VMM,
- *   memory pools), the same with /dmabuf at its end. Where the mount has an agent (<mount>/3fs-virt/agent.sock), it
- *   gets the dma-buf of the memory with it and registers that; its verdict is the result of the publication. Else there
- *   is the link alone, and whoever serves the mount decides.
+ *   (the CUDA IPC handle of the allocation, and the offset of the iov in it). For memory without an IPC handle (VMM,
+ *   memory pools) the target ends in /dmabuf instead of /ipc/... If the mount has an agent
+ * (<mount>/3fs-virt/agent.sock), the library sends it the dma-buf of the memory too, and the agent registers that. The
+ * agent's verdict is the result of the publication. Otherwise the library only creates the link, and the server of the
+ * mount decides.
  *
  * OWNERSHIP
- *   create  owns the memory and the link;  wrap  owns the link;  open and import  own neither, only their mapping.
+ *   create  owns the memory and the link;  wrap  owns the link;  open and import  own only their mapping.
  *   hf3fs_iovunlink and hf3fs_iovdestroy do for a GPU iov what hf3fs_iovunlink_gpu and hf3fs_iovdestroy_gpu do.
  */
 #pragma once
@@ -37,123 +38,127 @@
 extern "C" {
 #endif
 
-/* ---- what this process has --------------------------------------- */
+/* ---- queries ----------------------------------------------------- */
 
 /*
- * True when some CUDA device of this process can share its memory with other processes (it has unified addressing, and
- * its compute mode lets processes use it). It says nothing about NICs: the result of create or wrap is the verdict for
- * that very memory.
+ * Returns true if at least one CUDA device of this process can share its memory with other processes: it has unified
+ * addressing, and its compute mode admits processes. NICs are not checked: the result of create or wrap is the verdict
+ * for the memory at hand.
  */
 HF3FS_API bool hf3fs_gdr_available(void);
 
-/* How many CUDA devices this process sees (CUDA_VISIBLE_DEVICES counts); 0 when it has no CUDA. */
+/* Returns the number of CUDA devices that this process sees (CUDA_VISIBLE_DEVICES counts); 0 without CUDA. */
 HF3FS_API int hf3fs_gdr_device_count(void);
 
 /* ---- first generation -------------------------------------------- */
 
 /*
- * Allocates `size` bytes on the device and publishes them by a new random id, which is iov->id afterwards. The memory
+ * Allocates `size` bytes on the device and publishes them under a new random id, which it stores in iov->id. The memory
  * is not cleared. It is allocated in whole pages of 64 KiB, with CU_POINTER_ATTRIBUTE_SYNC_MEMOPS set, in the primary
  * context of the device, which stays retained until the iov is destroyed.
- *   block_size   Is kept in iov->block_size: no operation of hf3fs_prep_io may cross a multiple of it. 0: no such
- *                limit. The memory is registered in one piece whatever it says.
+ *   block_size   Stored in iov->block_size: no operation of hf3fs_prep_io may cross a multiple of it. 0: no such limit.
+ *                The memory is registered as one region with every block_size.
  * Errors
  *   -EINVAL      iov or mount is null, the mount is empty or has 256 characters or more, or size is 0.
- *   -ENODEV      There is no such device, or it has no context for us.
- *   -ENOMEM      The device has not that much memory.
- *   -ENOTSUP     Also: neither a dma-buf nor an IPC handle goes from this device to whoever serves the mount.
+ *   -ENODEV      The device does not exist, or its context cannot be retained.
+ *   -ENOMEM      The device does not have enough free memory.
+ *   -ENOTSUP     Also: this device can export neither a dma-buf nor an IPC handle to the server of the mount.
  *   -EIO         The driver failed.
- *   other        What the agent or symlink(2) answered: -ENOENT (no 3fs-virt/iovs there), -EACCES, -EREMOTEIO (the
- *                agent has ended), what a NIC said ...
+ *   other        The error of the agent or of symlink(2): -ENOENT (the mount has no 3fs-virt/iovs), -EACCES,
+ *                -EREMOTEIO (the agent has ended), the error of a NIC ...
  */
 HF3FS_API int hf3fs_iovcreate_gpu(struct hf3fs_iov* iov, const char* hf3fs_mount_point, size_t size, size_t block_size,
                                   int gpu_device_id);
 
 /*
- * Maps memory that another process published as `id`. Memory of this very process cannot be opened. Where an agent
- * listens it lends the publication: operations are -EACCES from when its owner takes it back or ends.
+ * Maps memory that another process published as `id`. A process cannot open its own memory. If an agent serves the
+ * mount, the iov borrows the publication from it: operations fail with -EACCES from the time at which the owner
+ * withdraws the publication or ends.
  *   size         The size of the iov as it was published.
  * Errors: those of create, and
- *   -ENOENT      There is no such publication on this device.
- *   -EINVAL      Its target is malformed, of another device or another size, or the driver says that the memory is
- *                another.
- *   -ENOTSUP     It was published by its dma-buf alone: VMM memory and pools have no IPC handle.
+ *   -ENOENT      This device has no publication with that id.
+ *   -EINVAL      Its target is malformed or has another device or size, or the driver reports another allocation.
+ *   -ENOTSUP     It was published only by its dma-buf: VMM memory and pools have no IPC handle.
  *   -EIO         The driver refuses: the owner is this process, has ended, or has freed the memory.
- *   other        What the agent answered: -EACCES (it is another user's), -ENOENT (nobody has published it),
+ *   other        The error of the agent: -EACCES (it belongs to another user), -ENOENT (it is not published),
  *                -EREMOTEIO (the agent has ended) ...
  */
 HF3FS_API int hf3fs_iovopen_gpu(struct hf3fs_iov* iov, const uint8_t id[16], const char* hf3fs_mount_point, size_t size,
                                 size_t block_size, int gpu_device_id);
 
 /*
- * Publishes `size` bytes of device memory that somebody else allocated (cudaMalloc, a tensor ...) as `id`; gpu_ptr may
- * lie inside an allocation. The memory must stay until the iov is destroyed. Its SYNC_MEMOPS attribute is set, and
- * stays set; for VMM memory, which has no such attribute, the flag CU_CTX_SYNC_MEMOPS of the context.
+ * Publishes `size` bytes of device memory that the caller has allocated (by cudaMalloc, as a tensor ...) as `id`;
+ * gpu_ptr may be inside an allocation. The memory must stay allocated until the iov is destroyed. The function sets its
+ * attribute CU_POINTER_ATTRIBUTE_SYNC_MEMOPS, which stays set. VMM memory has no such attribute; for it the function
+ * sets the flag CU_CTX_SYNC_MEMOPS of the context.
  * Errors: those of create, and
- *   -EINVAL      gpu_ptr or id is null; the bytes are host memory, managed memory or another device's, or run over the
- *                end of their allocation.
- *   -EEXIST      There is such a publication.
+ *   -EINVAL      gpu_ptr or id is null; the bytes are host memory, managed memory or memory of another device, or they
+ *                extend beyond the end of their allocation.
+ *   -EEXIST      A publication with that id exists.
  */
 HF3FS_API int hf3fs_iovwrap_gpu(struct hf3fs_iov* iov, void* gpu_ptr, const uint8_t id[16],
                                 const char* hf3fs_mount_point, size_t size, size_t block_size, int gpu_device_id);
 
 /*
- * Takes the publication of a created or wrapped iov back: the agent deregisters the memory, the link goes. The memory
- * stays. Does nothing for other iovs. When it fails, that is logged, and this function or destroy tries again.
+ * Withdraws the publication of a created or wrapped iov: the agent deregisters the memory, and the link is removed. The
+ * memory stays. Does nothing for other iovs. A failure is logged, and this function or destroy tries again.
  */
 HF3FS_API void hf3fs_iovunlink_gpu(struct hf3fs_iov* iov);
 
 /*
- * The end of a GPU iov, in this order: the publication is taken back, if hf3fs_iovunlink_gpu has not done that (a link
- * that somebody made since under the same name stays); memory that create allocated is freed, a mapping of open or
- * import closed; the struct is zeroed. When the publication cannot be taken back, a NIC may still reach the memory:
- * then it is neither freed nor the struct zeroed, and destroy may be called again. Does nothing for what is no GPU iov.
+ * Destroys a GPU iov, in this order: it withdraws the publication, unless hf3fs_iovunlink_gpu has done so (a link that
+ * was created since under the same name stays); it frees the memory that create allocated, or closes the mapping of
+ * open or import; it fills the struct with zeros. If the publication cannot be withdrawn, a NIC may still access the
+ * memory. In that case the function neither frees the memory nor changes the struct, and may be called again. Does
+ * nothing for an iov that is not a GPU iov.
  */
 HF3FS_API void hf3fs_iovdestroy_gpu(struct hf3fs_iov* iov);
 
-/* Whether it is a GPU iov of this process. */
+/* Returns true if it is a GPU iov of this process. */
 HF3FS_API bool hf3fs_iov_is_gpu(const struct hf3fs_iov* iov);
 
-/* The number of its device; -1 when it is no GPU iov. */
+/* Returns the number of its device; -1 if it is not a GPU iov. */
 HF3FS_API int hf3fs_iov_gpu_device(const struct hf3fs_iov* iov);
 
 /*
- * Waits until work that was given to the device before has finished (all streams of the context that holds the memory).
- *   direction    0 before a write is submitted: the NIC then reads what the GPU has written. 1 after a read has
- *                completed: kernels that are started from now on see what the NIC has written; on devices that need
- *                it, its writes are flushed.
+ * Waits until the work that was submitted to the device before has finished (in all streams of the context that holds
+ * the memory).
+ *   direction    0: call it before a write is submitted; the NIC then reads what the GPU has written. 1: call it after
+ *                a read has completed; kernels that start after the call see what the NIC has written. On devices that
+ *                need it, the function flushes the writes of the NIC.
  * Errors
- *   -EINVAL      It is no GPU iov, or another direction.
- *   -ENODEV      The context of the memory is gone.
+ *   -EINVAL      It is not a GPU iov, or direction is neither 0 nor 1.
+ *   -ENODEV      The context of the memory was destroyed.
  *   -EIO         The driver failed, or an earlier kernel did.
  */
 HF3FS_API int hf3fs_iovsync_gpu(const struct hf3fs_iov* iov, int direction);
 
 /*
- * What another process needs to import the iov: bytes 0 to 63 a CUDA IPC handle, 64 to 71 the size, 72 to 79 the number
- * of the device, in the host's byte order. It has no offset: see gdrkit_iov_export_share.
+ * The handle with which another process imports the iov: bytes 0 to 63 are a CUDA IPC handle, 64 to 71 the size, 72 to
+ * 79 the number of the device, in the byte order of the host. It has no offset: see gdrkit_iov_export_share.
  */
 typedef struct {
     uint8_t data[80];
 } hf3fs_gpu_ipc_handle_t;
 
 /*
+ * Exports the handle of a GPU iov.
  * Errors
- *   -EINVAL      It is no GPU iov, handle is null, the memory has no IPC handle (VMM, pools), or the iov begins inside
- * its allocation.
+ *   -EINVAL      It is not a GPU iov, handle is null, the memory has no IPC handle (VMM, pools), or the iov begins
+ *                inside its allocation.
  */
 HF3FS_API int hf3fs_iov_export_gpu(const struct hf3fs_iov* iov, hf3fs_gpu_ipc_handle_t* handle);
 
 /*
- * Maps the memory of such a handle, which another process exported. Publishes nothing. iov->id becomes that of the
- * publication on this mount that says the same (so that the iov can be used with a ring), and zeros when there is none.
- * iov->block_size is iov->size.
+ * Maps the memory of a handle that another process exported, and publishes nothing. The function sets iov->id to the id
+ * of the publication of the same memory on this mount, so that the iov can be used with a ring; to zeros if there is
+ * none. It sets iov->block_size to iov->size.
  * Errors
  *   -EINVAL      iov, handle or mount is null, the mount is empty or too long; the handle is malformed (an empty IPC
- *                handle, a size of 0); the allocation is smaller than the handle says; the driver refuses it (the owner
- *                is this process, has ended, or has freed the memory).
- *   -ENODEV      There is no such device here.
- *   -ENOMEM      There is no room for the mapping.
+ *                handle, a size of 0); the allocation is smaller than the size in the handle; the driver refuses it
+ *                (the owner is this process, has ended, or has freed the memory).
+ *   -ENODEV      The device does not exist here.
+ *   -ENOMEM      The device has not enough resources for the mapping.
  *   -EIO         The driver failed afterwards.
  */
 HF3FS_API int hf3fs_iov_import_gpu(struct hf3fs_iov* iov, const hf3fs_gpu_ipc_handle_t* handle,
@@ -164,12 +169,12 @@ HF3FS_API int hf3fs_iov_import_gpu(struct hf3fs_iov* iov, const hf3fs_gpu_ipc_ha
 enum hf3fs_mem_type {
     HF3FS_MEM_HOST = 0,
     HF3FS_MEM_DEVICE = 1,
-    HF3FS_MEM_MANAGED = 2, /* Reserved: no function here makes or takes such an iov. */
+    HF3FS_MEM_MANAGED = 2, /* Reserved: no function here creates or accepts such an iov. */
 };
 
 /*
- * As hf3fs_iovcreate_gpu, hf3fs_iovopen_gpu and hf3fs_iovwrap_gpu; a block_size other than 0 is -EINVAL. Never host
- * memory instead.
+ * Same as hf3fs_iovcreate_gpu, hf3fs_iovopen_gpu and hf3fs_iovwrap_gpu, but a block_size other than 0 is -EINVAL. They
+ * never use host memory instead.
  */
 HF3FS_API int hf3fs_iovcreate_device(struct hf3fs_iov* iov, const char* hf3fs_mount_point, size_t size,
                                      size_t block_size, int device_id);
@@ -178,41 +183,41 @@ HF3FS_API int hf3fs_iovopen_device(struct hf3fs_iov* iov, const uint8_t id[16], 
 HF3FS_API int hf3fs_iovwrap_device(struct hf3fs_iov* iov, void* device_ptr, const uint8_t id[16],
                                    const char* hf3fs_mount_point, size_t size, size_t block_size, int device_id);
 
-/* HF3FS_MEM_DEVICE for a GPU iov of this process, HF3FS_MEM_HOST for everything else. */
+/* Returns HF3FS_MEM_DEVICE for a GPU iov of this process, HF3FS_MEM_HOST for every other iov. */
 HF3FS_API enum hf3fs_mem_type hf3fs_iov_mem_type(const struct hf3fs_iov* iov);
 
-/* As hf3fs_iov_gpu_device. */
+/* Same as hf3fs_iov_gpu_device. */
 HF3FS_API int hf3fs_iov_device_id(const struct hf3fs_iov* iov);
 
 /*
- * As hf3fs_iovsync_gpu for a GPU iov. For an iov of host memory there is nothing to wait for: 0, also without CUDA.
- *   -EINVAL      iov is null, or the direction is neither 0 nor 1.
+ * Same as hf3fs_iovsync_gpu for a GPU iov. For an iov of host memory it returns 0 at once, also without CUDA.
+ *   -EINVAL      iov is null, or direction is neither 0 nor 1.
  */
 HF3FS_API int hf3fs_iovsync(const struct hf3fs_iov* iov, int direction);
 
-/* ---- gdrkit's own ------------------------------------------------ */
+/* ---- extensions of gdrkit ---------------------------------------- */
 
 /*
- * A versioned handle with an offset, the UUID of the device, the owner and a checksum: what gdrkit.registration.share
- * exports and imports in Python.
+ * A versioned handle with an offset, the UUID of the device, the owner and a checksum. gdrkit.registration.share
+ * exports and imports the same handles in Python.
  */
 typedef struct {
     uint8_t data[192];
 } gdrkit_share_handle_t;
 
 /*
- * The handle of a created or wrapped iov, wherever in its allocation it begins.
+ * Exports the handle of a created or wrapped iov. The iov may begin anywhere in its allocation.
  * Errors
- *   -EINVAL      It is no GPU iov, or handle is null.
- *   -ENOTSUP     The memory has no IPC handle (VMM, pools), or is itself another process's.
+ *   -EINVAL      It is not a GPU iov, or handle is null.
+ *   -ENOTSUP     The memory has no IPC handle (VMM, pools), or was imported from another process.
  */
 HF3FS_API int gdrkit_iov_export_share(const struct hf3fs_iov* iov, gdrkit_share_handle_t* handle);
 
 /*
- * As hf3fs_iov_import_gpu, at the right byte and on the right device, which is found by its UUID.
+ * Same as hf3fs_iov_import_gpu, but uses the offset in the handle, and finds the device by its UUID.
  * Errors: those of hf3fs_iov_import_gpu, and
- *   -EINVAL      The handle is damaged or of another version.
- *   -ENOTSUP     It is of the VMM or the dma-buf kind, which come with descriptors.
+ *   -EINVAL      The handle is damaged or has another version.
+ *   -ENOTSUP     The handle is of a type (VMM, dma-buf) that needs descriptors.
  *   -ESRCH       The owner has ended.
  */
 HF3FS_API int gdrkit_iov_import_share(struct hf3fs_iov* iov, const gdrkit_share_handle_t* handle,

@@ -1,4 +1,4 @@
-// The interface of libhf3fs_api_shared.so as its binary has it: what a client library of any make must agree with.
+// The binary interface of libhf3fs_api_shared.so, with which every client library must agree.
 #pragma once
 
 #include <cstddef>
@@ -44,7 +44,7 @@ struct GpuHandle {
     std::uint8_t data[80];
 };
 
-// What is called, under its own name: NAME(result, parameters). A library that lacks one is no error until it is
+// The functions of the library as NAME(function, result, parameters). A missing function is an error only when it is
 // called.
 #define GDRKIT_HF3FS_FUNCTIONS(NAME)                                                                                   \
     NAME(hf3fs_extract_mount_point, int, char*, int, const char*)                                                      \

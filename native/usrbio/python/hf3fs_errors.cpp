@@ -13,8 +13,8 @@ nb::handle module;
 
 } // namespace
 
-void remember_module(nb::handle given) noexcept {
-    module = given;
+void set_module(nb::handle loaded_module) noexcept {
+    module = loaded_module;
 }
 
 void raise_failed(const char* operation, int number, nb::dict arguments) {

@@ -1,5 +1,5 @@
-// Errors become Python's: gdrkit/usrbio/_library.py knows their classes and what to do about them, and gives the module
-// a function for each kind.
+// Raises Python errors. gdrkit/usrbio/_library.py knows the error classes and the advice for each error, and sets a
+// function of this module for each type of error.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -8,19 +8,19 @@ namespace gdrkit::usrbio {
 
 namespace nb = nanobind;
 
-// The module, borrowed: whoever can call into it keeps it.
-void remember_module(nb::handle module) noexcept;
+// Stores a borrowed reference to the module, which outlives every call into it.
+void set_module(nb::handle module) noexcept;
 
-// The library answered with an error: `number` is its positive errno.
+// Raises the error of a failed call; `number` is its positive errno.
 [[noreturn]] void raise_failed(const char* operation, int number, nb::dict arguments = nb::dict());
 
-// The library has no such function.
+// Raises the error of a function that the library does not have.
 [[noreturn]] void raise_missing(const char* operation);
 
-// The caller did what cannot be right, and nothing was done; `reason` is the value of a gdrkit.errors.Reason.
+// Raises the error of a refused call, which has changed nothing; `reason` is the value of a gdrkit.errors.Reason.
 [[noreturn]] void raise_refused(const char* message, const char* reason);
 
-// The function if the library has it.
+// Returns the function, or raises an error if the library does not have it.
 template <typename Function> Function require(Function function, const char* name) {
     if (function == nullptr) {
         raise_missing(name);
@@ -30,5 +30,5 @@ template <typename Function> Function require(Function function, const char* nam
 
 } // namespace gdrkit::usrbio
 
-// The function of this name, or the Python error that says that the library lacks it.
+// The function of that name, or the Python error that the library does not have it.
 #define GDRKIT_REQUIRE(name) ::gdrkit::usrbio::require(::gdrkit::usrbio::functions().name, #name)

@@ -1,4 +1,4 @@
-// ioring: a queue of reads or of writes, shared with the agent.
+// The Python class ioring: a queue of reads or of writes, which the agent executes.
 #pragma once
 
 #include "hf3fs_iovec.hpp"
@@ -17,22 +17,23 @@ namespace gdrkit::usrbio {
 
 namespace nb = nanobind;
 
-// All of it is used with Python's lock held, which is given away while the library waits.
-class Ring {
+// Every method requires the GIL, and releases it while the library waits.
+class Ioring {
 public:
     using Timeout = std::optional<std::chrono::microseconds>;
 
-    Ring(const std::string& mount, int entries, bool for_read, int io_depth, std::optional<int> priority,
-         std::optional<int> timeout, int numa, std::uint64_t flags);
-    Ring(const Ring&) = delete;
-    Ring& operator=(const Ring&) = delete;
-    ~Ring();
+    Ioring(const std::string& mount, int entries, bool for_read, int io_depth, std::optional<int> priority,
+           std::optional<int> timeout, int numa, std::uint64_t flags);
+    Ioring(const Ioring&) = delete;
+    Ioring& operator=(const Ioring&) = delete;
+    ~Ioring();
 
     void prepare(nb::handle iovec, bool read, int fd, std::size_t offset, nb::object userdata);
     void submit();
-    // The iovecs of finished operations, in the order in which they finished.
+    // Returns the iovecs of completed operations, in the order of completion.
     nb::list wait(int results_max, int results_min, Timeout timeout);
-    // Waits for what is outstanding, then gives the ring back. What did not finish in time keeps its memory for ever.
+    // Waits for the outstanding operations, then destroys the ring. The memory of operations that did not complete in
+    // time is never freed.
     void destroy(Timeout timeout);
 
     int entries() const;
@@ -44,30 +45,30 @@ public:
 private:
     using Clock = std::chrono::steady_clock;
 
-    struct Slot {
+    struct Operation {
         nb::object iovec;
         nb::object userdata;
-        int index; // The library's.
+        int index; // Index of the operation in the library.
     };
 
     void check_open() const;
-    // Moves up to `results_max` completions to finished_ and says how many; waits for one until `deadline`, in short
-    // steps.
+    // Moves up to `results_max` completions to completed_ and returns their number. If results_min is above 0, it waits
+    // for one until `deadline`, in short steps.
     std::size_t reap(int results_max, int results_min, std::optional<Clock::time_point> deadline);
-    void finish(const Cqe& cqe);
-    void give_back();
-    void abandon() noexcept;
+    void complete(const Cqe& cqe);
+    void close_ring();
+    void leak_operations() noexcept;
 
     Ior raw_{};
     bool open_ = false;
     bool unsubmitted_ = false;
-    int waiting_ = 0; // Threads that are inside the library with this ring.
+    int waiting_ = 0; // Number of threads that wait in the library with this ring.
     std::size_t outstanding_ = 0;
     std::uint64_t tickets_ = 0;
-    // What is outstanding, by its ticket: the library gives an index out again as soon as it has handed over the
-    // completion, which is before the thread that waited for that has Python's lock.
-    std::unordered_map<std::uint64_t, Slot> slots_;
-    std::deque<nb::object> finished_; // Not handed out yet.
+    // Outstanding operations by ticket. An index does not identify them: the library may reuse an index after it has
+    // returned the completion, before the thread that waited for it has the GIL.
+    std::unordered_map<std::uint64_t, Operation> operations_;
+    std::deque<nb::object> completed_; // Completed operations that were not returned yet.
 };
 
 void bind_ioring(nb::module_& module);

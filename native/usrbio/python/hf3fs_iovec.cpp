@@ -12,16 +12,16 @@ namespace gdrkit::usrbio {
 
 using namespace nb::literals;
 
-Memory::~Memory() {
+IovecMemory::~IovecMemory() {
     if (open_) {
-        // Nobody can have an operation on it: a ring keeps what it uses.
-        nb::error_scope keep;
+        // No operation can use it: a ring holds a reference to each iovec that it uses.
+        nb::error_scope saved_error;
         try {
             if (before_close.is_valid() && !before_close.is_none()) {
                 before_close();
             }
         } catch (nb::python_error& error) {
-            error.discard_as_unraisable("closing an iovec that was forgotten");
+            error.discard_as_unraisable("the deletion of an open iovec");
         }
         release();
     }
@@ -30,28 +30,28 @@ Memory::~Memory() {
     }
 }
 
-void Memory::hold_buffer(nb::handle base) {
+void IovecMemory::acquire_buffer(nb::handle base) {
     if (PyObject_GetBuffer(base.ptr(), &buffer_, PyBUF_SIMPLE | PyBUF_WRITABLE) != 0) {
         throw nb::python_error();
     }
     has_buffer_ = true;
 }
 
-void Memory::check_open() const {
+void IovecMemory::check_open() const {
     if (!open_) {
         raise_refused("the iovec is closed", "closed");
     }
 }
 
-void Memory::close() {
+void IovecMemory::close() {
     if (!open_) {
         return;
     }
     if (outstanding != 0) {
-        raise_refused("the iovec has operations outstanding: wait for them first", "busy");
+        raise_refused("the iovec has outstanding operations: wait for them first", "busy");
     }
     if (exported != 0) {
-        raise_refused("something still uses the memory of the iovec (a memoryview, an array): release it first",
+        raise_refused("the memory of the iovec is still in use (by a memoryview or an array): release it first",
                       "busy");
     }
     if (before_close.is_valid() && !before_close.is_none()) {
@@ -67,29 +67,29 @@ void Memory::close() {
     owner_.reset();
 }
 
-void Memory::release() {
+void IovecMemory::release() {
     open_ = false;
-    // A library of the third generation tells device memory by itself.
+    // A library of the third generation detects device memory itself.
     auto destroy = functions().hf3fs_iovdestroy;
     if (is_device() && functions().hf3fs_iovdestroy_gpu != nullptr) {
         destroy = functions().hf3fs_iovdestroy_gpu;
     }
     if (destroy != nullptr) {
-        nb::gil_scoped_release unlocked; // It talks with the agent.
+        nb::gil_scoped_release released; // The call waits for the agent.
         destroy(&raw_);
     }
 }
 
-int Memory::traverse(visitproc visit, void* arg) const noexcept {
+int IovecMemory::traverse(visitproc visit, void* arg) const noexcept {
     Py_VISIT(owner_.ptr());
     Py_VISIT(before_close.ptr());
     return 0;
 }
 
-Iovec Iovec::slice(std::size_t from, std::size_t bytes) const {
+Iovec Iovec::slice(std::size_t begin_offset, std::size_t bytes) const {
     Iovec part;
     part.memory = memory;
-    part.offset = offset + from;
+    part.offset = offset + begin_offset;
     part.length = bytes;
     part.is_slice = true;
     return part;
@@ -98,9 +98,9 @@ Iovec Iovec::slice(std::size_t from, std::size_t bytes) const {
 Identity parse_identity(const std::string& text) {
     Identity identity{};
     std::size_t digits = 0;
-    for (std::size_t at = 0; at < text.size(); ++at) {
-        const char letter = text[at];
-        const bool may_be_hyphen = at == 8 || at == 13 || at == 18 || at == 23;
+    for (std::size_t index = 0; index < text.size(); ++index) {
+        const char letter = text[index];
+        const bool may_be_hyphen = index == 8 || index == 13 || index == 18 || index == 23;
         if (letter == '-' && text.size() == 36 && may_be_hyphen) {
             continue;
         }
@@ -122,20 +122,20 @@ Identity parse_identity(const std::string& text) {
 
 namespace {
 
-std::string written(const char id[16]) {
+std::string format_identity(const char id[16]) {
     static constexpr char digits[] = "0123456789abcdef";
     std::string text;
-    for (int at = 0; at < 16; ++at) {
-        if (at == 4 || at == 6 || at == 8 || at == 10) {
+    for (int index = 0; index < 16; ++index) {
+        if (index == 4 || index == 6 || index == 8 || index == 10) {
             text += '-';
         }
-        text += digits[static_cast<std::uint8_t>(id[at]) >> 4];
-        text += digits[static_cast<std::uint8_t>(id[at]) & 15];
+        text += digits[static_cast<std::uint8_t>(id[index]) >> 4];
+        text += digits[static_cast<std::uint8_t>(id[index]) & 15];
     }
     return text;
 }
 
-nb::dict described(const std::string& mount, std::size_t size, std::size_t block_size) {
+nb::dict call_arguments(const std::string& mount, std::size_t size, std::size_t block_size) {
     nb::dict arguments;
     arguments["hf3fs_mount_point"] = mount;
     arguments["length_bytes"] = size;
@@ -143,92 +143,96 @@ nb::dict described(const std::string& mount, std::size_t size, std::size_t block
     return arguments;
 }
 
-// Calls the library without Python's lock, since it talks with the agent, and makes an iovec of what it filled in.
+// Calls the library without the GIL, because it waits for the agent, and returns an iovec of the struct that it filled
+// in.
 template <typename Call>
-Iovec made(const char* operation, std::shared_ptr<Memory> memory, nb::dict arguments, Call&& call) {
+Iovec make_iovec(const char* operation, std::shared_ptr<IovecMemory> memory, nb::dict arguments, Call&& call) {
     int code = 0;
     {
-        nb::gil_scoped_release unlocked;
+        nb::gil_scoped_release released;
         code = call(memory->raw());
     }
     if (code < 0) {
         raise_failed(operation, -code, arguments);
     }
-    memory->opened();
-    Iovec whole;
-    whole.length = memory->raw().size;
-    whole.memory = std::move(memory);
-    return whole;
+    memory->mark_open();
+    Iovec iovec;
+    iovec.length = memory->raw().size;
+    iovec.memory = std::move(memory);
+    return iovec;
 }
 
 Iovec wrap(nb::object base, const std::string& id, const std::string& mount, std::size_t block_size, int numa) {
     auto call = GDRKIT_REQUIRE(hf3fs_iovwrap);
     const Identity identity = parse_identity(id);
-    auto memory = std::make_shared<Memory>(Memory::Kind::host, base);
-    memory->hold_buffer(base);
+    auto memory = std::make_shared<IovecMemory>(IovecMemory::Kind::host, base);
+    memory->acquire_buffer(base);
     void* begin = memory->buffer().buf;
     const auto size = static_cast<std::size_t>(memory->buffer().len);
-    return made("hf3fs_iovwrap", memory, described(mount, size, block_size),
-                [&](Iov& raw) { return call(&raw, begin, identity.bytes, mount.c_str(), size, block_size, numa); });
+    return make_iovec("hf3fs_iovwrap", memory, call_arguments(mount, size, block_size), [&](Iov& raw) {
+        return call(&raw, begin, identity.bytes, mount.c_str(), size, block_size, numa);
+    });
 }
 
 Iovec create(const std::string& mount, std::size_t size, std::size_t block_size, int numa) {
     auto call = GDRKIT_REQUIRE(hf3fs_iovcreate);
-    auto memory = std::make_shared<Memory>(Memory::Kind::host, nb::none());
-    return made("hf3fs_iovcreate", memory, described(mount, size, block_size),
-                [&](Iov& raw) { return call(&raw, mount.c_str(), size, block_size, numa); });
+    auto memory = std::make_shared<IovecMemory>(IovecMemory::Kind::host, nb::none());
+    return make_iovec("hf3fs_iovcreate", memory, call_arguments(mount, size, block_size),
+                      [&](Iov& raw) { return call(&raw, mount.c_str(), size, block_size, numa); });
 }
 
 Iovec open(const std::string& id, const std::string& mount, std::size_t size, std::size_t block_size, int numa) {
     auto call = GDRKIT_REQUIRE(hf3fs_iovopen);
     const Identity identity = parse_identity(id);
-    auto memory = std::make_shared<Memory>(Memory::Kind::host, nb::none());
-    return made("hf3fs_iovopen", memory, described(mount, size, block_size),
-                [&](Iov& raw) { return call(&raw, identity.bytes, mount.c_str(), size, block_size, numa); });
+    auto memory = std::make_shared<IovecMemory>(IovecMemory::Kind::host, nb::none());
+    return make_iovec("hf3fs_iovopen", memory, call_arguments(mount, size, block_size),
+                      [&](Iov& raw) { return call(&raw, identity.bytes, mount.c_str(), size, block_size, numa); });
 }
 
-// The first generation's name of a function if the library has it, else the third's.
+// The function of the first generation if the library has it, otherwise that of the third.
 #define GDRKIT_EITHER(first, third)                                                                                    \
     (functions().third != nullptr && functions().first == nullptr ? functions().third : GDRKIT_REQUIRE(first))
 #define GDRKIT_NAME(first, third) (functions().first != nullptr ? #first : #third)
 
 Iovec create_gpu(const std::string& mount, std::size_t size, std::size_t block_size, int device) {
     auto call = GDRKIT_EITHER(hf3fs_iovcreate_gpu, hf3fs_iovcreate_device);
-    auto memory = std::make_shared<Memory>(Memory::Kind::device, nb::none());
-    return made(GDRKIT_NAME(hf3fs_iovcreate_gpu, hf3fs_iovcreate_device), memory, described(mount, size, block_size),
-                [&](Iov& raw) { return call(&raw, mount.c_str(), size, block_size, device); });
+    auto memory = std::make_shared<IovecMemory>(IovecMemory::Kind::device, nb::none());
+    return make_iovec(GDRKIT_NAME(hf3fs_iovcreate_gpu, hf3fs_iovcreate_device), memory,
+                      call_arguments(mount, size, block_size),
+                      [&](Iov& raw) { return call(&raw, mount.c_str(), size, block_size, device); });
 }
 
 Iovec wrap_gpu(std::uintptr_t address, std::size_t size, const std::string& id, const std::string& mount,
                std::size_t block_size, int device, nb::object owner) {
     auto call = GDRKIT_EITHER(hf3fs_iovwrap_gpu, hf3fs_iovwrap_device);
     const Identity identity = parse_identity(id);
-    auto memory = std::make_shared<Memory>(Memory::Kind::device, std::move(owner));
-    return made(GDRKIT_NAME(hf3fs_iovwrap_gpu, hf3fs_iovwrap_device), memory, described(mount, size, block_size),
-                [&](Iov& raw) {
-                    return call(&raw, reinterpret_cast<void*>(address), identity.bytes, mount.c_str(), size, block_size,
-                                device);
-                });
+    auto memory = std::make_shared<IovecMemory>(IovecMemory::Kind::device, std::move(owner));
+    return make_iovec(GDRKIT_NAME(hf3fs_iovwrap_gpu, hf3fs_iovwrap_device), memory,
+                      call_arguments(mount, size, block_size), [&](Iov& raw) {
+                          return call(&raw, reinterpret_cast<void*>(address), identity.bytes, mount.c_str(), size,
+                                      block_size, device);
+                      });
 }
 
 Iovec open_gpu(const std::string& id, const std::string& mount, std::size_t size, std::size_t block_size, int device) {
     auto call = GDRKIT_EITHER(hf3fs_iovopen_gpu, hf3fs_iovopen_device);
     const Identity identity = parse_identity(id);
-    auto memory = std::make_shared<Memory>(Memory::Kind::device, nb::none());
-    return made(GDRKIT_NAME(hf3fs_iovopen_gpu, hf3fs_iovopen_device), memory, described(mount, size, block_size),
-                [&](Iov& raw) { return call(&raw, identity.bytes, mount.c_str(), size, block_size, device); });
+    auto memory = std::make_shared<IovecMemory>(IovecMemory::Kind::device, nb::none());
+    return make_iovec(GDRKIT_NAME(hf3fs_iovopen_gpu, hf3fs_iovopen_device), memory,
+                      call_arguments(mount, size, block_size),
+                      [&](Iov& raw) { return call(&raw, identity.bytes, mount.c_str(), size, block_size, device); });
 }
 
 Iovec import_gpu(nb::bytes handle, const std::string& mount) {
     auto call = GDRKIT_REQUIRE(hf3fs_iov_import_gpu);
-    GpuHandle given{};
-    if (handle.size() != sizeof(given.data)) {
-        raise_refused("a handle of device memory has 80 bytes", "malformed");
+    GpuHandle gpu_handle{};
+    if (handle.size() != sizeof(gpu_handle.data)) {
+        raise_refused("a handle of device memory must have 80 bytes", "malformed");
     }
-    std::memcpy(given.data, handle.c_str(), sizeof(given.data));
-    auto memory = std::make_shared<Memory>(Memory::Kind::device, nb::none());
-    return made("hf3fs_iov_import_gpu", memory, described(mount, 0, 0),
-                [&](Iov& raw) { return call(&raw, &given, mount.c_str()); });
+    std::memcpy(gpu_handle.data, handle.c_str(), sizeof(gpu_handle.data));
+    auto memory = std::make_shared<IovecMemory>(IovecMemory::Kind::device, nb::none());
+    return make_iovec("hf3fs_iov_import_gpu", memory, call_arguments(mount, 0, 0),
+                      [&](Iov& raw) { return call(&raw, &gpu_handle, mount.c_str()); });
 }
 
 nb::bytes export_gpu(const Iovec& self) {
@@ -247,7 +251,7 @@ void synchronize(const Iovec& self, int direction) {
     auto call = GDRKIT_EITHER(hf3fs_iovsync_gpu, hf3fs_iovsync);
     int code = 0;
     {
-        nb::gil_scoped_release unlocked;
+        nb::gil_scoped_release released;
         code = call(&self.memory->raw(), direction);
     }
     if (code < 0) {
@@ -257,7 +261,7 @@ void synchronize(const Iovec& self, int direction) {
     }
 }
 
-int device_of(const Iovec& self) {
+int device_number(const Iovec& self) {
     self.memory->check_open();
     if (!self.memory->is_device()) {
         return -1;
@@ -275,7 +279,7 @@ Iovec slice(const Iovec& self, nb::slice range) {
     }
     const Py_ssize_t length = PySlice_AdjustIndices(static_cast<Py_ssize_t>(self.length), &start, &stop, step);
     if (step != 1) {
-        throw nb::value_error("an iovec is sliced with step 1");
+        throw nb::value_error("the step of a slice of an iovec must be 1");
     }
     return self.slice(static_cast<std::size_t>(start), static_cast<std::size_t>(length));
 }
@@ -291,14 +295,14 @@ Iovec slice_by(const Iovec& self, nb::handle part) {
     PyBuffer_Release(&view);
     const auto base = reinterpret_cast<std::uintptr_t>(self.begin());
     if (self.memory->is_device() || begin < base || bytes > self.length || begin - base > self.length - bytes) {
-        throw nb::index_error("the buffer does not lie inside the iovec");
+        throw nb::index_error("the buffer is not inside the iovec");
     }
     return self.slice(begin - base, bytes);
 }
 
 void close(const Iovec& self) {
     if (self.is_slice) {
-        raise_refused("a slice is not closed: close the iovec that it is of", "bad_argument");
+        raise_refused("a slice cannot be closed: close the whole iovec", "bad_argument");
     }
     self.memory->close();
 }
@@ -307,9 +311,10 @@ int get_buffer(PyObject* object, Py_buffer* view, int flags) noexcept {
     view->obj = nullptr;
     const Iovec& self = *nb::inst_ptr<Iovec>(object);
     if (!self.memory || !self.memory->is_open() || self.memory->is_device()) {
-        const char* why = self.memory && self.memory->is_device() ? "device memory has no buffer: copy it by its device"
-                                                                  : "the iovec is closed";
-        PyErr_SetString(PyExc_BufferError, why);
+        const char* message = self.memory && self.memory->is_device()
+                                  ? "device memory has no buffer: copy it with the functions of its device"
+                                  : "the iovec is closed";
+        PyErr_SetString(PyExc_BufferError, message);
         return -1;
     }
     if (PyBuffer_FillInfo(view, object, self.begin(), static_cast<Py_ssize_t>(self.length), 0, flags) != 0) {
@@ -330,7 +335,7 @@ int traverse(PyObject* self, visitproc visit, void* arg) noexcept {
     }
     const Iovec& iovec = *nb::inst_ptr<Iovec>(self);
     Py_VISIT(iovec.userdata.ptr());
-    // What the memory holds belongs to all its slices together, so only one that is alone may count it.
+    // The references of the memory belong to all its slices, so an iovec may report them only if it is the only one.
     return iovec.memory && iovec.memory.use_count() == 1 ? iovec.memory->traverse(visit, arg) : 0;
 }
 
@@ -368,10 +373,10 @@ void bind_iovec(nb::module_& module) {
                          self.memory->check_open();
                          return reinterpret_cast<std::uintptr_t>(self.begin());
                      })
-        .def_prop_ro("id", [](const Iovec& self) { return written(self.memory->raw().id); })
+        .def_prop_ro("id", [](const Iovec& self) { return format_identity(self.memory->raw().id); })
         .def_prop_ro("block_size", [](const Iovec& self) { return self.memory->raw().block_size; })
         .def_prop_ro("is_gpu", [](const Iovec& self) { return self.memory->is_device(); })
-        .def_prop_ro("gpu_device", &device_of)
+        .def_prop_ro("gpu_device", &device_number)
         .def_prop_ro("closed", [](const Iovec& self) { return !self.memory->is_open(); })
         .def_prop_ro("outstanding", [](const Iovec& self) { return self.memory->outstanding; })
         .def("export_gpu", &export_gpu)

@@ -6,7 +6,7 @@ namespace gdrkit::usrbio {
 
 namespace {
 
-Functions opened;
+Functions loaded;
 void* handle = nullptr;
 
 } // namespace
@@ -15,25 +15,25 @@ std::string open_library(const std::string& path) {
     if (handle != nullptr) {
         return {};
     }
-    // Never closed again: the library has threads, tables of descriptors and handlers of its own.
+    // It is never closed, because the library has its own threads, tables of descriptors and handlers.
     handle = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
     if (handle == nullptr) {
         return dlerror();
     }
-#define GDRKIT_RESOLVE(name, result, ...) opened.name = reinterpret_cast<decltype(opened.name)>(dlsym(handle, #name));
+#define GDRKIT_RESOLVE(name, result, ...) loaded.name = reinterpret_cast<decltype(loaded.name)>(dlsym(handle, #name));
     GDRKIT_HF3FS_FUNCTIONS(GDRKIT_RESOLVE)
 #undef GDRKIT_RESOLVE
     return {};
 }
 
 const Functions& functions() noexcept {
-    return opened;
+    return loaded;
 }
 
 std::vector<std::string> function_names() {
     std::vector<std::string> names;
 #define GDRKIT_LIST(name, result, ...)                                                                                 \
-    if (opened.name != nullptr) {                                                                                      \
+    if (loaded.name != nullptr) {                                                                                      \
         names.emplace_back(#name);                                                                                     \
     }
     GDRKIT_HF3FS_FUNCTIONS(GDRKIT_LIST)

@@ -1,4 +1,5 @@
-// The client library of this process: opened once, by a path that Python chooses, and kept until the process ends.
+// The client library of this process. It is opened once, by a path that Python chooses, and stays open until the
+// process ends.
 #pragma once
 
 #include "hf3fs_abi.hpp"
@@ -19,14 +20,14 @@ struct Functions {
 #undef GDRKIT_DECLARE
 };
 
-// Opens the library. Empty on success, else what the loader said. A second call does nothing: what this process has
-// open of one library must not meet the functions of another.
+// Opens the library. Returns the empty string on success, otherwise the message of dlopen. A second call does nothing:
+// objects of one library must not be passed to the functions of another.
 std::string open_library(const std::string& path);
 
-// The functions that the library has; all null before it was opened.
+// Returns the functions of the library. Those that it does not have are null, and all are before it was opened.
 const Functions& functions() noexcept;
 
-// The names of the functions that the library has.
+// Returns the names of the functions that the library has.
 std::vector<std::string> function_names();
 
 } // namespace gdrkit::usrbio

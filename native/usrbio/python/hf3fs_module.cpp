@@ -1,4 +1,5 @@
-// gdrkit.usrbio._hf3fs: the hf3fs user-space I/O interface for Python, over any client library that has it.
+// The Python module gdrkit.usrbio._hf3fs: the hf3fs user-space I/O interface, over any client library that implements
+// it.
 
 #include "hf3fs_errors.hpp"
 #include "hf3fs_ioring.hpp"
@@ -35,7 +36,7 @@ std::optional<std::string> extract_mount_point(const std::string& path) {
     return std::string(mount.data());
 }
 
-nb::dict of_descriptor(int fd) {
+nb::dict descriptor_arguments(int fd) {
     nb::dict arguments;
     arguments["fd"] = fd;
     return arguments;
@@ -45,17 +46,17 @@ void register_fd(int fd, std::uint64_t flags) {
     const auto call = GDRKIT_REQUIRE(hf3fs_reg_fd);
     int code = 0;
     {
-        nb::gil_scoped_release unlocked;
+        nb::gil_scoped_release released;
         code = call(fd, flags);
     }
-    if (code > 0) { // Of this call alone, an error is positive.
-        raise_failed("hf3fs_reg_fd", code, of_descriptor(fd));
+    if (code > 0) { // Only for this function, a positive result is an error.
+        raise_failed("hf3fs_reg_fd", code, descriptor_arguments(fd));
     }
 }
 
 void deregister_fd(int fd) {
     const auto call = GDRKIT_REQUIRE(hf3fs_dereg_fd);
-    nb::gil_scoped_release unlocked;
+    nb::gil_scoped_release released;
     call(fd);
 }
 
@@ -63,7 +64,7 @@ void hardlink(const std::string& target, const std::string& link_name) {
     const auto call = GDRKIT_REQUIRE(hf3fs_hardlink);
     int code = 0;
     {
-        nb::gil_scoped_release unlocked;
+        nb::gil_scoped_release released;
         code = call(target.c_str(), link_name.c_str());
     }
     if (code != 0) {
@@ -77,18 +78,18 @@ void hardlink(const std::string& target, const std::string& link_name) {
 void punch_hole(int fd, const std::vector<std::size_t>& start, const std::vector<std::size_t>& end, std::size_t flags) {
     const auto call = GDRKIT_REQUIRE(hf3fs_punchhole);
     if (start.size() != end.size()) {
-        raise_refused("a hole has a start and an end", "bad_argument");
+        raise_refused("start and end must have the same length: each hole has a start and an end", "bad_argument");
     }
     if (start.size() > 1000) {
-        raise_refused("one call punches 1000 holes at most", "bad_argument");
+        raise_refused("one call can punch at most 1000 holes", "bad_argument");
     }
     int code = 0;
     {
-        nb::gil_scoped_release unlocked;
+        nb::gil_scoped_release released;
         code = call(fd, static_cast<int>(start.size()), start.data(), end.data(), flags);
     }
     if (code != 0) {
-        nb::dict arguments = of_descriptor(fd);
+        nb::dict arguments = descriptor_arguments(fd);
         arguments["holes"] = start.size();
         raise_failed("hf3fs_punchhole", std::abs(code), arguments);
     }
@@ -97,8 +98,8 @@ void punch_hole(int fd, const std::vector<std::size_t>& start, const std::vector
 } // namespace
 
 NB_MODULE(_hf3fs, module) {
-    remember_module(module);
-    // A ring whose agent does not answer leaves the memory of its operations for ever, on purpose.
+    set_module(module);
+    // If an agent does not answer, its ring leaks the memory of the operations on purpose.
     nb::set_leak_warnings(false);
     module.def("open_library", &open_library, "path"_a);
     module.def("function_names", &function_names);

@@ -1,4 +1,4 @@
-// gdrkit.usrbio._loop: the agent's loop for Python. Every call that waits lets other Python threads run.
+// The Python module gdrkit.usrbio._loop, the agent's loop. Every call that waits releases the GIL.
 #include <fcntl.h>
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/array.h>
@@ -23,15 +23,15 @@ namespace {
 using Milliseconds = std::chrono::milliseconds;
 using Release = nb::gil_scoped_release;
 
-Id id_of(const nb::bytes& data) {
+Id parse_id(const nb::bytes& data) {
     Id id{};
     if (data.size() != id.size())
-        throw std::system_error(EINVAL, std::generic_category(), "an id has 16 bytes");
+        throw std::system_error(EINVAL, std::generic_category(), "an id must have 16 bytes");
     std::copy_n(static_cast<const std::uint8_t*>(data.data()), id.size(), id.begin());
     return id;
 }
 
-nb::bytes bytes_of(const Id& id) {
+nb::bytes id_bytes(const Id& id) {
     return nb::bytes(id.data(), id.size());
 }
 
@@ -43,32 +43,32 @@ void translate(const std::exception_ptr& thrown, void*) {
     }
 }
 
-// A new semaphore of value 0, which both sides find by its name.
+// Creates a semaphore of value 0, which clients and agent find by its name.
 void create_semaphore(const std::string& name, unsigned mode) {
-    sem_t* made = sem_open(name.c_str(), O_CREAT | O_EXCL, static_cast<mode_t>(mode), 0);
-    if (made == SEM_FAILED)
-        throw std::system_error(errno, std::generic_category(), "sem_open " + name);
-    sem_close(made);
+    sem_t* semaphore = sem_open(name.c_str(), O_CREAT | O_EXCL, static_cast<mode_t>(mode), 0);
+    if (semaphore == SEM_FAILED)
+        throw std::system_error(errno, std::generic_category(), "sem_open(" + name + ") failed");
+    sem_close(semaphore);
 }
 
 nb::dict statistics_of(Loop& loop) {
-    Statistics found;
+    Statistics values;
     {
         const Release release;
-        found = loop.statistics();
+        values = loop.statistics();
     }
-    nb::dict said;
-    said["operations"] = found.operations;
-    said["completions"] = found.completions;
-    said["bytes"] = found.bytes;
-    said["refused"] = found.refused;
-    said["failed"] = found.failed;
-    said["batches"] = found.batches;
-    said["sleeps"] = found.sleeps;
-    said["broken_rings"] = found.broken_rings;
-    said["disconnects"] = found.disconnects;
-    said["outstanding"] = found.outstanding;
-    return said;
+    nb::dict result;
+    result["operations"] = values.operations;
+    result["completions"] = values.completions;
+    result["bytes"] = values.bytes;
+    result["refused"] = values.refused;
+    result["failed"] = values.failed;
+    result["batches"] = values.batches;
+    result["sleeps"] = values.sleeps;
+    result["broken_rings"] = values.broken_rings;
+    result["disconnects"] = values.disconnects;
+    result["outstanding"] = values.outstanding;
+    return result;
 }
 
 const char* name_of(Event::Kind kind) {
@@ -84,15 +84,15 @@ const char* name_of(Event::Kind kind) {
 }
 
 nb::list events_of(Loop& loop, int timeout_ms) {
-    std::vector<Event> found;
+    std::vector<Event> values;
     {
         const Release release;
-        found = loop.events(Milliseconds(timeout_ms));
+        values = loop.events(Milliseconds(timeout_ms));
     }
-    nb::list said;
-    for (const Event& event : found)
-        said.append(nb::make_tuple(name_of(event.kind), event.client, bytes_of(event.id), event.generation));
-    return said;
+    nb::list result;
+    for (const Event& event : values)
+        result.append(nb::make_tuple(name_of(event.kind), event.client, id_bytes(event.id), event.generation));
+    return result;
 }
 
 } // namespace
@@ -121,8 +121,11 @@ NB_MODULE(_loop, module) {
             "add_buffer",
             [](Loop& loop, std::uint64_t client, const nb::bytes& id, std::uint64_t length, std::uint64_t block_bytes,
                const std::vector<std::tuple<std::uint64_t, std::uint32_t>>& keys, std::vector<std::uint16_t> near) {
-                BufferSpec spec{
-                    .id = id_of(id), .length = length, .block_bytes = block_bytes, .keys = {}, .near = std::move(near)};
+                BufferSpec spec{.id = parse_id(id),
+                                .length = length,
+                                .block_bytes = block_bytes,
+                                .keys = {},
+                                .preferred_nics = std::move(near)};
                 for (const auto& [address, rkey] : keys)
                     spec.keys.push_back({address, rkey});
                 const Release release;
@@ -144,7 +147,7 @@ NB_MODULE(_loop, module) {
             "add_ring",
             [](Loop& loop, std::uint64_t client, const nb::bytes& id, int fd, bool for_read, int io_depth, int priority,
                std::uint32_t timeout_ms, std::uint64_t flags) {
-                const RingSpec spec{id_of(id), for_read, io_depth, priority, Milliseconds(timeout_ms), flags};
+                const RingSpec spec{parse_id(id), for_read, io_depth, priority, Milliseconds(timeout_ms), flags};
                 const Release release;
                 loop.add_ring(client, spec, fd);
             },
@@ -153,17 +156,17 @@ NB_MODULE(_loop, module) {
         .def(
             "remove_buffer",
             [](Loop& loop, std::uint64_t client, const nb::bytes& id, int timeout_ms) {
-                const Id wanted = id_of(id);
+                const Id buffer_id = parse_id(id);
                 const Release release;
-                return loop.remove_buffer(client, wanted, Milliseconds(timeout_ms));
+                return loop.remove_buffer(client, buffer_id, Milliseconds(timeout_ms));
             },
             nb::arg("client"), nb::arg("id"), nb::kw_only(), nb::arg("timeout_ms"))
         .def(
             "remove_ring",
             [](Loop& loop, std::uint64_t client, const nb::bytes& id, int timeout_ms) {
-                const Id wanted = id_of(id);
+                const Id buffer_id = parse_id(id);
                 const Release release;
-                return loop.remove_ring(client, wanted, Milliseconds(timeout_ms));
+                return loop.remove_ring(client, buffer_id, Milliseconds(timeout_ms));
             },
             nb::arg("client"), nb::arg("id"), nb::kw_only(), nb::arg("timeout_ms"))
         .def(
@@ -174,7 +177,8 @@ NB_MODULE(_loop, module) {
             },
             nb::arg("client"), nb::arg("inode"), nb::kw_only(), nb::arg("timeout_ms"))
         .def("connect", &Loop::connect, nb::arg("socket"), nb::kw_only(), nb::arg("lanes"), nb::arg("generation"),
-             nb::call_guard<Release>(), "Takes the descriptor, also when it raises.")
+             nb::call_guard<Release>(),
+             "Closes the descriptor at the end of the connection, and also if the call fails.")
         .def("disconnect", &Loop::disconnect, nb::call_guard<Release>())
         .def("abandon", &Loop::abandon, nb::call_guard<Release>())
         .def("statistics", &statistics_of)

@@ -1,6 +1,6 @@
-// The agent's side of a ring: takes submissions out, posts completions. Everything in the memory was written by another
-// process that may be wrong or hostile: it is copied once and then checked, and a ring that says what cannot be is
-// broken and stays so. One thread at a time; nothing here allocates or throws after attach().
+// The agent's side of a ring: claims submissions and posts completions. Another process, which may be faulty or
+// hostile, writes the memory. Each value is copied once and then checked. A ring with an invalid value is broken,
+// permanently. One thread may use it at a time. No function allocates or throws after attach().
 #pragma once
 
 #include "usrbio/ring/announcement.hpp"
@@ -15,50 +15,53 @@ namespace gdrkit::usrbio {
 
 struct ClaimedOperation {
     Arguments arguments;
-    std::uint32_t position; // What complete() wants.
+    std::uint32_t position; // Argument of complete().
 };
 
 class AgentRing {
 public:
-    // io_depth: > 0 batches of exactly so many, 0 everything at once, < 0 at most -io_depth in a batch; and then a
-    // timeout above 0 holds a batch that is short for so long. The memory stays the caller's and outlives the ring.
-    // 0, or -EINVAL: no ring fits the size, io_depth is more than its entries, or its indices are out of range; or
+    // Creates the agent's side of a ring.
+    //
+    // io_depth: > 0: batches of exactly that many; 0: everything at once; < 0: at most -io_depth in a batch, and a
+    // timeout above 0 holds an incomplete batch for that long. The memory stays the caller's and must outlive the ring.
+    //
+    // Returns 0; -EINVAL: no ring has that size, io_depth exceeds its entries, or its indices are out of range; or
     // -ENOMEM.
     static int attach(void* memory, std::size_t bytes, std::int32_t io_depth, std::int64_t timeout_ns,
                       std::unique_ptr<AgentRing>& ring) noexcept;
-    // Tells the application that nothing more comes, and wakes it.
+    // Reports to the application that no more completions come, and wakes it.
     ~AgentRing();
     AgentRing(const AgentRing&) = delete;
     AgentRing& operator=(const AgentRing&) = delete;
 
-    // Copies what is due into `out` and says how much that is. With io_depth < 0 a call gives one batch at most. Never
-    // more than the completion queue has room for. Call it until it gives 0. now_ns: of any clock that does not step;
-    // it is looked at only where a short batch is held.
+    // Copies the due submissions into `out` and returns their number, at most as many as the completion queue has space
+    // for. With io_depth < 0 a call returns at most one batch. Call it until it returns 0. now_ns: time of any steady
+    // clock; it is only used for an incomplete batch that is held.
     std::size_t claim(std::span<ClaimedOperation> out, std::int64_t now_ns) noexcept;
 
-    // When a held batch is due, on the clock of claim(); -1: none is held.
+    // Time at which a held batch is due, on the clock of claim(); -1: no batch is held.
     std::int64_t held_until_ns() const noexcept { return held_until_ns_; }
 
-    // The operation of that position is done; in any order. false: nothing with that position was claimed. The
-    // application sees it after flush().
+    // Completes the operation of that position; any order is allowed. Returns false if no such operation was claimed.
+    // The application sees the completion after flush().
     bool complete(std::uint32_t position, std::int64_t result) noexcept;
 
-    // Publishes the completions since the last call, and wakes the application if it needs that.
+    // Publishes the completions since the last call, and wakes the application if it sleeps.
     void flush() noexcept;
 
-    // Before the agent's thread sleeps on the submit semaphore: announces it. false: there is work (or the ring broke),
-    // do not sleep; the announcement is taken back.
+    // Call it before the agent's thread sleeps on the submit semaphore; it announces the sleep. Returns false if there
+    // is work or the ring is broken: do not sleep, the announcement is withdrawn.
     bool prepare_to_sleep() noexcept;
-    // After it, for every ring for which prepare_to_sleep() said true.
-    void woke() noexcept {
-        announcement_.take_back();
+    // Call it after the sleep, for every ring whose prepare_to_sleep() returned true.
+    void end_sleep() noexcept {
+        announcement_.withdraw();
         slept_for_work_ =
             view_.indices->submission_head.load(std::memory_order_relaxed) != static_cast<std::int32_t>(seen_head_);
     }
 
-    // The application wrote what cannot be, and the ring has told it: drop it when outstanding() is 0.
+    // The application wrote an invalid value, and the ring has been ended. Remove it when outstanding() is 0.
     bool broken() const noexcept { return broken_; }
-    // Claimed and not completed yet.
+    // Number of operations that are claimed and not completed.
     std::uint32_t outstanding() const noexcept { return outstanding_; }
     std::uint32_t entries() const noexcept { return view_.slots - 1; }
 
@@ -70,28 +73,29 @@ private:
     };
 
     AgentRing(const RingView& view, std::int32_t io_depth, std::int64_t timeout_ns);
-    std::size_t ripen(std::uint32_t available, std::int64_t now_ns) noexcept;
-    std::uint32_t room() noexcept;
-    void end() noexcept;
-    void fail() noexcept;
+    std::size_t update_due(std::uint32_t available, std::int64_t now_ns) noexcept;
+    std::uint32_t completion_space() noexcept;
+    void announce_end() noexcept;
+    void mark_broken() noexcept;
 
     RingView view_;
-    Announcement announcement_;
+    SleepAnnouncement announcement_;
     std::int32_t io_depth_;
     std::int64_t timeout_ns_;
     std::int64_t held_until_ns_ = -1;
     std::vector<Position> positions_;
-    std::uint32_t claimed_ = 0;         // The next submission to claim.
-    std::uint32_t seen_head_ = 0;       // The last submission_head that was looked at.
-    std::uint32_t submission_tail_ = 0; // Everything before it is done; what the memory says is never read back.
+    std::uint32_t claimed_ = 0;   // The next submission to claim.
+    std::uint32_t seen_head_ = 0; // The last submission_head that was read.
+    // All submissions before it are completed. It is never read from the shared memory.
+    std::uint32_t submission_tail_ = 0;
     std::uint32_t completion_head_ = 0;
-    std::uint32_t completion_tail_ = 0; // As last seen.
-    std::uint32_t ripe_ = 0; // Submissions that the rules of io_depth let through and claim() did not hand out.
+    std::uint32_t completion_tail_ = 0; // The last completion_tail that was read.
+    std::uint32_t due_ = 0;             // Submissions that are due by the rules of io_depth, and not claimed yet.
     std::uint32_t outstanding_ = 0;
     std::uint32_t unpublished_ = 0;
-    bool slept_for_work_ = false; // The sleep that ended last ended with submissions.
-    bool nothing_due_ = true;     // As the last claim() saw it.
-    bool room_short_ = false;     // Submissions wait for room in the completion queue.
+    bool slept_for_work_ = false;         // The last sleep ended with new submissions.
+    bool nothing_due_ = true;             // The last claim() found no due submission.
+    bool lacks_completion_space_ = false; // Due submissions wait for space in the completion queue.
     bool broken_ = false;
 };
 

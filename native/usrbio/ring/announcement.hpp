@@ -1,7 +1,7 @@
-// How a side of a ring says that it sleeps, and how the other one knows that it must wake it.
+// Announcements of sleep: a side of a ring announces that it sleeps, and the other side checks whether it must wake it.
 //
-// Who wants to sleep says so and then looks for work; who has work publishes it and then looks at what the other said:
-// all four are sequentially consistent, so one of the two sees the other.
+// A side announces its sleep and then checks for work. The other side publishes work and then checks for an
+// announcement. All four accesses are sequentially consistent, so at least one side sees the other.
 #pragma once
 
 #include "usrbio/ring/layout.hpp"
@@ -11,61 +11,62 @@
 
 namespace gdrkit::usrbio {
 
-// What a side says of its own sleep. The word for one sleep goes from processor to processor four times: it is said,
-// seen, taken back, and seen to be gone. A side that nearly always sleeps until the one post that it waits for says it
-// once and for all, and both processors keep the line. It takes that back when posts come that it does not wait for:
-// each of them is a vain wake-up later.
-class Announcement {
+// The announcement of a side's own sleep. An announcement for one sleep moves its cache line between the processors
+// four times: it is written, read, withdrawn, and found withdrawn. A side that nearly always sleeps until exactly one
+// post announces its sleep permanently, and both processors keep the line. It withdraws the permanent announcement when
+// posts come that it does not wait for, because each of them causes a needless wake-up later.
+class SleepAnnouncement {
 public:
-    explicit Announcement(SideState& own) noexcept : own_(&own) {}
+    explicit SleepAnnouncement(SideState& own) noexcept : own_(&own) {}
 
-    // A round ended: work came, and the post that says so was, or would have been, the one that this side slept for.
-    void settle(bool one_post_awaited) noexcept {
-        trust_ = one_post_awaited ? std::min(trust_ + 1, trust_most) : trust_ - std::min(trust_, distrust);
-        if (stays_ && trust_ < trust_least) {
-            stays_ = false;
-            own_->sleeping.store(sleeps_not, std::memory_order_seq_cst);
+    // Records the end of a round, in which work arrived. `one_post_awaited`: this side slept until exactly one post.
+    void record_round(bool one_post_awaited) noexcept {
+        score_ = one_post_awaited ? std::min(score_ + 1, score_max) : score_ - std::min(score_, penalty);
+        if (is_permanent_ && score_ < score_permanent_min) {
+            is_permanent_ = false;
+            own_->sleeping.store(awake, std::memory_order_seq_cst);
         }
     }
 
-    // Before the last look for work.
+    // Call it before the last check for work.
     void announce() noexcept {
-        stays_ = stays_ || trust_ == trust_most;
-        if (!stays_) {
-            own_->sleeping.store(sleeps_once, std::memory_order_seq_cst);
-        } else if (own_->sleeping.load(std::memory_order_relaxed) != sleeps_always) {
-            // For the first time, or the other side is of a version that takes back whatever it sees.
-            own_->sleeping.store(sleeps_always, std::memory_order_seq_cst);
+        is_permanent_ = is_permanent_ || score_ == score_max;
+        if (!is_permanent_) {
+            own_->sleeping.store(asleep_once, std::memory_order_seq_cst);
+        } else if (own_->sleeping.load(std::memory_order_relaxed) != asleep_always) {
+            // This is the first time, or the other side is of a version that resets every announcement.
+            own_->sleeping.store(asleep_always, std::memory_order_seq_cst);
         }
     }
 
-    // After the sleep, or instead of it.
-    void take_back() noexcept {
-        if (!stays_) {
-            own_->sleeping.store(sleeps_not, std::memory_order_seq_cst);
+    // Call it after the sleep, or instead of it.
+    void withdraw() noexcept {
+        if (!is_permanent_) {
+            own_->sleeping.store(awake, std::memory_order_seq_cst);
         }
     }
 
 private:
-    // Each round for it counts one, each against it four: it is said after sixteen in a row, and taken back after three
-    // against it, or where more than one in five is.
-    static constexpr std::uint32_t trust_most = 16;
-    static constexpr std::uint32_t trust_least = 8;
-    static constexpr std::uint32_t distrust = 4;
+    // A round with one awaited post adds 1, every other round subtracts 4. The announcement becomes permanent after
+    // sixteen good rounds in a row. It is withdrawn after three bad rounds, or if more than one round in five is bad.
+    static constexpr std::uint32_t score_max = 16;
+    static constexpr std::uint32_t score_permanent_min = 8;
+    static constexpr std::uint32_t penalty = 4;
 
     SideState* own_;
-    std::uint32_t trust_ = 0;
-    bool stays_ = false;
+    std::uint32_t score_ = 0;
+    bool is_permanent_ = false;
 };
 
-// After the work was published: whether the other side must be woken by its semaphore.
+// Call it after work was published. Returns whether the other side must be woken by its semaphore.
 inline bool must_wake(SideState& other) noexcept {
     const std::uint32_t sleeping = other.sleeping.load(std::memory_order_seq_cst);
-    if (sleeping == sleeps_once) {
-        // No exchange: should it overwrite a later announcement, then the post that follows wakes that sleep.
-        other.sleeping.store(sleeps_not, std::memory_order_relaxed);
+    if (sleeping == asleep_once) {
+        // No atomic exchange is needed: if this store overwrites a later announcement, the following post ends that
+        // sleep.
+        other.sleeping.store(awake, std::memory_order_relaxed);
     }
-    return sleeping != sleeps_not;
+    return sleeping != awake;
 }
 
 } // namespace gdrkit::usrbio

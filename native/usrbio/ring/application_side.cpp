@@ -10,14 +10,15 @@ ApplicationRing::ApplicationRing(const RingView& view)
 
 int ApplicationRing::attach(void* memory, std::size_t bytes, std::unique_ptr<ApplicationRing>& ring) noexcept {
     RingView view;
-    if (const int status = RingView::over(memory, bytes, view); status != 0) {
+    if (const int status = RingView::bind(memory, bytes, view); status != 0) {
         return status;
     }
     const std::int32_t head = view.indices->submission_head.load(std::memory_order_acquire);
     const std::int32_t tail = view.indices->submission_tail.load(std::memory_order_acquire);
     const std::int32_t completion_head = view.indices->completion_head.load(std::memory_order_acquire);
     const std::int32_t completion_tail = view.indices->completion_tail.load(std::memory_order_acquire);
-    if (!view.holds(head) || !view.holds(tail) || !view.holds(completion_head) || !view.holds(completion_tail)) {
+    if (!view.is_valid(head) || !view.is_valid(tail) || !view.is_valid(completion_head) ||
+        !view.is_valid(completion_tail)) {
         return -EINVAL;
     }
     try {
@@ -29,18 +30,18 @@ int ApplicationRing::attach(void* memory, std::size_t bytes, std::unique_ptr<App
     ring->tail_ = static_cast<std::uint32_t>(tail);
     ring->completion_tail_ = static_cast<std::uint32_t>(completion_tail);
     SideState& application = view.extension->application;
-    application.sleeping.store(sleeps_not, std::memory_order_relaxed);
+    application.sleeping.store(awake, std::memory_order_relaxed);
     application.ended.store(0, std::memory_order_relaxed);
     application.magic.store(extension_magic, std::memory_order_release);
     return 0;
 }
 
-bool ApplicationRing::sees_room(std::uint32_t next) noexcept {
-    // Completions may overtake each other, so a slot can be free while its place in the queue is not.
+bool ApplicationRing::has_queue_space(std::uint32_t next) noexcept {
+    // Completions may come out of order, so an index can be free while its place in the queue is not.
     const std::int32_t tail = view_.indices->submission_tail.load(std::memory_order_acquire);
-    if (!view_.holds(tail)) {
+    if (!view_.is_valid(tail)) {
         broken_.store(true, std::memory_order_release);
-        post(*view_.completed); // Who reaps may sleep, and nobody else tells it.
+        post(*view_.completion_semaphore); // The thread that reaps may sleep, and the agent will not wake it.
         return false;
     }
     tail_ = static_cast<std::uint32_t>(tail);

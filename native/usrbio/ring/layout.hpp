@@ -1,4 +1,5 @@
-// The memory of a ring, shared by an application and an agent: what 3FS has, and gdrkit's extension in its spare bytes.
+// Layout of the memory of a ring, which an application and an agent share: the layout of 3FS, and gdrkit's extension in
+// its spare bytes.
 #pragma once
 
 #include "usrbio/ring/semaphore.hpp"
@@ -9,7 +10,7 @@
 
 namespace gdrkit::usrbio {
 
-// The order in the memory: Indices, Arguments[n], Completion[n], Submission[n], Semaphore (sem_t), spare bytes; n =
+// Order in memory: Indices, Arguments[n], Completion[n], Submission[n], Semaphore (sem_t), spare bytes, where n =
 // entries + 1.
 struct Indices {
     std::atomic<std::int32_t> submission_head; // Written by the application.
@@ -52,17 +53,17 @@ constexpr std::size_t ring_bytes(std::size_t entries) noexcept {
            (sizeof(Arguments) + sizeof(Completion) + sizeof(Submission)) * (entries + 1) + spare_bytes;
 }
 
-// What a side says of its sleep.
-inline constexpr std::uint32_t sleeps_not = 0;    // It looks by itself.
-inline constexpr std::uint32_t sleeps_once = 1;   // Wake it by its semaphore, and store sleeps_not.
-inline constexpr std::uint32_t sleeps_always = 2; // Post its semaphore for all that is published, and leave this.
+// Values of SideState::sleeping, by which a side announces its own sleep.
+inline constexpr std::uint32_t awake = 0;         // The side checks for work by itself.
+inline constexpr std::uint32_t asleep_once = 1;   // Post its semaphore, and store `awake`.
+inline constexpr std::uint32_t asleep_always = 2; // Post its semaphore for every batch, and leave this value.
 
-// Each side writes its own cache line, but who wakes a side that sleeps once takes that back, so that one sleep is one
-// post. Zero everywhere is a side that does not know the extension.
+// Each side writes its own cache line, with one exception: the side that wakes a sleeper resets asleep_once, so that
+// one sleep costs one post. If all bytes are zero, that side does not support the extension.
 struct alignas(64) SideState {
-    std::atomic<std::uint32_t> magic;    // extension_magic as soon as this side speaks the extension.
-    std::atomic<std::uint32_t> sleeping; // One of the three above.
-    std::atomic<std::uint32_t> ended;    // 1: this side is through with the ring; nothing more comes from it.
+    std::atomic<std::uint32_t> magic;    // extension_magic if this side supports the extension.
+    std::atomic<std::uint32_t> sleeping; // One of the three values above.
+    std::atomic<std::uint32_t> ended;    // 1: this side has finished, and writes to the ring no more.
 };
 struct Extension {
     SideState application;
@@ -72,7 +73,7 @@ static_assert(sizeof(Extension) == 128);
 
 inline constexpr std::uint32_t extension_magic = 0x31524447; // "GDR1" in memory.
 
-// The extension lies at the first multiple of 64 behind the completion semaphore, counted from the begin of the ring.
+// The extension is at the first multiple of 64 after the completion semaphore, counted from the beginning of the ring.
 constexpr std::size_t extension_offset(std::size_t entries) noexcept {
     const std::size_t end = ring_bytes(entries) - spare_bytes;
     return (end + 63) / 64 * 64;

@@ -1,9 +1,9 @@
-// The words of a glibc semaphore (sem_t) that lies in memory which other processes can write.
+// Operations on a glibc semaphore (sem_t) in memory that other processes can write.
 //
-// glibc's own functions are for processes that trust each other: sem_post aborts the caller when `sharing` makes the
-// kernel refuse the wake-up, and returns without one when the value is SEM_VALUE_MAX. These functions use the same
-// words and the same protocol, so that the other side may be glibc. They read `sharing` never, and whatever a peer
-// wrote, they return.
+// The functions of glibc are for processes that trust each other: sem_post aborts the caller if the value of `sharing`
+// makes the kernel refuse the wake-up, and it fails without a wake-up if the value is SEM_VALUE_MAX. The functions here
+// use the same words and the same protocol, so that the other side may use glibc. They never read `sharing`, and they
+// return whatever values a peer process wrote.
 #pragma once
 
 #include <linux/futex.h>
@@ -23,7 +23,7 @@ namespace gdrkit::usrbio {
 
 // `struct new_sem` of glibc (sysdeps/nptl/internaltypes.h) with 64-bit atomics.
 struct Semaphore {
-    std::atomic<std::uint64_t> word; // Low half: the value. High half: how many threads wait.
+    std::atomic<std::uint64_t> word; // Low half: the value. High half: the number of waiting threads.
     std::uint32_t sharing;           // For glibc: 0 between threads, 128 between processes.
     std::uint32_t reserved[5];
 };
@@ -36,31 +36,32 @@ inline constexpr std::uint32_t semaphore_shared = FUTEX_PRIVATE_FLAG;
 inline constexpr std::uint32_t semaphore_value_max = INT_MAX; // SEM_VALUE_MAX
 inline constexpr std::uint64_t semaphore_one_waiter = std::uint64_t{1} << 32;
 
-// The word that waiters sleep on in the kernel.
+// Returns the word on which waiters sleep in the kernel.
 inline std::uint32_t* futex_of(Semaphore& semaphore) noexcept {
     return reinterpret_cast<std::uint32_t*>(&semaphore.word);
 }
 
-// As sem_init(semaphore, 1, 0).
+// Same as sem_init(semaphore, 1, 0).
 inline void initialize(Semaphore& semaphore) noexcept {
     semaphore.sharing = semaphore_shared;
     semaphore.word.store(0, std::memory_order_release);
 }
 
-// As sem_post. A value that is SEM_VALUE_MAX or more stays, and a waiter is woken all the same.
+// Same as sem_post, but if the value is SEM_VALUE_MAX or more, it keeps the value and wakes a waiter all the same.
 inline void post(Semaphore& semaphore) noexcept {
     std::uint64_t before = semaphore.word.load(std::memory_order_relaxed);
     if (static_cast<std::uint32_t>(before) < semaphore_value_max) {
-        // Should a peer raise the value meanwhile, the carry changes the count of waiters of its own semaphore.
+        // If a peer process raises the value meanwhile, the carry changes the number of waiters of the peer's own
+        // semaphore.
         before = semaphore.word.fetch_add(1, std::memory_order_release);
     }
     if (before >= semaphore_one_waiter) {
-        // Fails only for an address that is not mapped any more: then nobody waits.
+        // This fails only if the address is no longer mapped, and then no thread waits.
         syscall(SYS_futex, futex_of(semaphore), FUTEX_WAKE, 1, nullptr, nullptr, 0);
     }
 }
 
-// As sem_trywait: takes one from the value; false: it is 0.
+// Same as sem_trywait: decrements the value; returns false if it is 0.
 inline bool try_wait(Semaphore& semaphore) noexcept {
     std::uint64_t before = semaphore.word.load(std::memory_order_relaxed);
     while (static_cast<std::uint32_t>(before) != 0) {
@@ -72,8 +73,8 @@ inline bool try_wait(Semaphore& semaphore) noexcept {
     return false;
 }
 
-// As sem_timedwait, with a deadline on CLOCK_REALTIME; nullptr: as sem_wait. false: the deadline has passed, or a
-// signal was handled.
+// Same as sem_timedwait, with a deadline of CLOCK_REALTIME; with nullptr, same as sem_wait. Returns false if the
+// deadline has passed or a signal was handled.
 inline bool wait_until(Semaphore& semaphore, const timespec* deadline) noexcept {
     if (try_wait(semaphore)) {
         return true;

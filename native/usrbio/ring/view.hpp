@@ -1,4 +1,4 @@
-// Where the parts of a ring lie in a piece of memory. Both sides find them by the size alone, so both find the same.
+// Pointers to the parts of a ring in memory. Both sides derive them from the size alone, so both get the same.
 #pragma once
 
 #include "usrbio/ring/layout.hpp"
@@ -8,10 +8,10 @@
 
 namespace gdrkit::usrbio {
 
-// A ring of that many entries has 1.5 GiB; what asks for more is a mistake or an attack.
+// A ring of that many entries has 1.5 GiB. A larger request is a mistake or an attack.
 inline constexpr std::size_t ring_entries_max = std::size_t{1} << 24;
 
-// How many entries a ring of `bytes` has; 0: it is too small or too large to be one.
+// Returns the number of entries of a ring of `bytes`; 0: no ring has that size.
 constexpr std::size_t ring_entries(std::size_t bytes) noexcept {
     if (bytes < ring_bytes(1)) {
         return 0;
@@ -27,12 +27,13 @@ struct RingView {
     Arguments* arguments = nullptr;
     Completion* completions = nullptr;
     Submission* submissions = nullptr;
-    Semaphore* completed = nullptr;
+    Semaphore* completion_semaphore = nullptr;
     Extension* extension = nullptr;
-    std::uint32_t slots = 0; // entries + 1: an empty queue and a full one differ.
+    std::uint32_t slots = 0; // entries + 1, so that an empty queue and a full one differ.
 
-    // 0, or -EINVAL: null, not aligned to a cache line (the extension needs it), or not the size of a ring.
-    static int over(void* memory, std::size_t bytes, RingView& view) noexcept {
+    // Returns 0, or -EINVAL: `memory` is null or not aligned to a cache line (the extension needs that), or no ring has
+    // that size.
+    static int bind(void* memory, std::size_t bytes, RingView& view) noexcept {
         const std::size_t entries = ring_entries(bytes);
         if (memory == nullptr || reinterpret_cast<std::uintptr_t>(memory) % alignof(SideState) != 0 || entries == 0) {
             return -EINVAL;
@@ -43,14 +44,14 @@ struct RingView {
         view.arguments = reinterpret_cast<Arguments*>(base + sizeof(Indices));
         view.completions = reinterpret_cast<Completion*>(view.arguments + view.slots);
         view.submissions = reinterpret_cast<Submission*>(view.completions + view.slots);
-        view.completed = reinterpret_cast<Semaphore*>(view.submissions + view.slots);
+        view.completion_semaphore = reinterpret_cast<Semaphore*>(view.submissions + view.slots);
         view.extension = reinterpret_cast<Extension*>(base + extension_offset(entries));
         return 0;
     }
 
-    bool holds(std::int32_t index) const noexcept { return static_cast<std::uint32_t>(index) < slots; }
+    bool is_valid(std::int32_t index) const noexcept { return static_cast<std::uint32_t>(index) < slots; }
     std::uint32_t next(std::uint32_t index) const noexcept { return index + 1 == slots ? 0 : index + 1; }
-    // Steps from `from` forward to `to`.
+    // Returns the number of steps forward from `from` to `to`.
     std::uint32_t distance(std::uint32_t from, std::uint32_t to) const noexcept {
         return to >= from ? to - from : to + slots - from;
     }

@@ -2,7 +2,7 @@
 
 using namespace gdrkit::usrbio::test;
 
-// The linker puts this before shm_open (--wrap).
+// The linker replaces shm_open by __wrap_shm_open (--wrap).
 extern "C" int __real_shm_open(const char* name, int flags, mode_t mode);
 extern "C" int __wrap_shm_open(const char* name, int flags, mode_t mode) {
     if ((flags & O_CREAT) != 0) {
@@ -12,14 +12,14 @@ extern "C" int __wrap_shm_open(const char* name, int flags, mode_t mode) {
     return __real_shm_open(name, flags, mode);
 }
 
-// Memory that was made without a name gets it so, by the library or by the agent, which is in this process.
-extern "C" int __real_linkat(int from_folder, const char* from, int to_folder, const char* to, int flags);
-extern "C" int __wrap_linkat(int from_folder, const char* from, int to_folder, const char* to, int flags) {
-    const int status = __real_linkat(from_folder, from, to_folder, to, flags);
+// Memory that was created without a name gets its name by linkat, from the library or from the agent in this process.
+extern "C" int __real_linkat(int old_folder, const char* old_path, int new_folder, const char* new_path, int flags);
+extern "C" int __wrap_linkat(int old_folder, const char* old_path, int new_folder, const char* new_path, int flags) {
+    const int status = __real_linkat(old_folder, old_path, new_folder, new_path, flags);
     const std::string_view folder = "/dev/shm";
-    if (status == 0 && std::string_view(to).starts_with(folder)) {
+    if (status == 0 && std::string_view(new_path).starts_with(folder)) {
         const std::lock_guard lock(created_mutex);
-        created.emplace_back(to + folder.size());
+        created.emplace_back(new_path + folder.size());
     }
     return status;
 }

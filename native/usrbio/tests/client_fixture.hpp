@@ -1,4 +1,4 @@
-// What the tests of the C library share: their files and rings, and a count of the shared memory that they made.
+// Helpers for the tests of the C library: files, rings, and a count of the shared memory that the tests created.
 #pragma once
 
 #include "test_mount.hpp"
@@ -21,34 +21,35 @@
 
 namespace gdrkit::usrbio::test {
 
-// The names that this process created and that are still there. Others use /dev/shm too, so they cannot just be
+// Names of shared memory that this process created. Other processes use /dev/shm too, so the files there cannot be
 // counted.
 inline std::mutex created_mutex;
 inline std::vector<std::string> created;
 
-inline std::size_t shared_memories() {
+inline std::size_t count_shared_memory() {
     const std::lock_guard lock(created_mutex);
     return static_cast<std::size_t>(std::count_if(created.begin(), created.end(), [](const std::string& name) {
         return std::filesystem::exists("/dev/shm" + name);
     }));
 }
 
-inline timespec in_ms(long milliseconds) {
-    timespec when{};
-    clock_gettime(CLOCK_REALTIME, &when);
-    when.tv_nsec += milliseconds % 1000 * 1000000;
-    when.tv_sec += milliseconds / 1000 + when.tv_nsec / 1000000000;
-    when.tv_nsec %= 1000000000;
-    return when;
+inline timespec deadline_ms(long milliseconds) {
+    timespec deadline{};
+    clock_gettime(CLOCK_REALTIME, &deadline);
+    deadline.tv_nsec += milliseconds % 1000 * 1000000;
+    deadline.tv_sec += milliseconds / 1000 + deadline.tv_nsec / 1000000000;
+    deadline.tv_nsec %= 1000000000;
+    return deadline;
 }
 
 template <typename Condition>
-void becomes(Condition condition, std::source_location asked = std::source_location::current()) {
+void wait_until_true(Condition condition, std::source_location location = std::source_location::current()) {
     for (int i = 0; i < 5000 && !condition(); ++i) {
         usleep(1000);
     }
     if (!condition()) {
-        std::fprintf(stderr, "%s:%u: does not become so\n", asked.file_name(), static_cast<unsigned>(asked.line()));
+        std::fprintf(stderr, "%s:%u: the condition did not become true within 5 s\n", location.file_name(),
+                     static_cast<unsigned>(location.line()));
         std::abort();
     }
 }
@@ -77,9 +78,9 @@ struct Session {
         hf3fs_iordestroy(&writes);
         hf3fs_iovdestroy(&iov);
     }
-    int read(std::size_t at, std::uint64_t length, std::size_t offset = 0, std::uintptr_t user = 0) {
-        return hf3fs_prep_io(&reads, &iov, true, iov.base + at, registered, offset, length,
-                             reinterpret_cast<void*>(user));
+    int read(std::size_t iov_offset, std::uint64_t length, std::size_t offset = 0, std::uintptr_t userdata = 0) {
+        return hf3fs_prep_io(&reads, &iov, true, iov.base + iov_offset, registered, offset, length,
+                             reinterpret_cast<void*>(userdata));
     }
     File file;
     hf3fs_iov iov{};

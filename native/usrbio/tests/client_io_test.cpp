@@ -1,4 +1,4 @@
-// Operations against an agent, and what becomes of them when somebody dies.
+// Tests of operations against an agent, and of their completions when a process dies.
 #include "client_fixture.hpp"
 #include "tests/threads.hpp"
 
@@ -18,13 +18,13 @@ using namespace gdrkit::usrbio::test;
 
 namespace {
 
-void bytes_go_both_ways() {
+void test_read_and_write_move_bytes() {
     Mount mount;
     Agent agent(mount);
     Session session(mount, 16);
     hf3fs_cqe cqes[16];
     std::iota(session.iov.base, session.iov.base + 4096, std::uint8_t{0});
-    // By the descriptor, and by its second name.
+    // Use the descriptor, then its duplicate.
     CHECK(hf3fs_prep_io(&session.writes, &session.iov, false, session.iov.base, session.file.fd, 0, 2048, &session) >=
           0);
     CHECK(hf3fs_prep_io(&session.writes, &session.iov, false, session.iov.base + 2048, session.registered, 2048, 2048,
@@ -32,20 +32,20 @@ void bytes_go_both_ways() {
     CHECK_EQUAL(hf3fs_submit_ios(&session.writes), 0);
     CHECK_EQUAL(hf3fs_wait_for_ios(&session.writes, cqes, 16, 2, nullptr), 2);
     CHECK(cqes[0].result == 2048 && cqes[1].result == 2048 && cqes[0].userdata == &session);
-    CHECK(session.read(8192, 3000, 1500, 7) >= 0); // Ends with the file.
-    CHECK(session.read(20000, 10, 5000, 8) >= 0);  // Behind its end.
+    CHECK(session.read(8192, 3000, 1500, 7) >= 0); // It extends beyond the end of the file.
+    CHECK(session.read(20000, 10, 5000, 8) >= 0);  // It begins after the end of the file.
     CHECK_EQUAL(hf3fs_submit_ios(&session.reads), 0);
-    int got = 0;
-    while (got < 2) {
+    int received = 0;
+    while (received < 2) {
         const int now = hf3fs_wait_for_ios(&session.reads, cqes, 1, 1, nullptr);
         CHECK_EQUAL(now, 1);
         CHECK_EQUAL(cqes[0].result, cqes[0].userdata == reinterpret_cast<void*>(7) ? 2596 : 0);
-        ++got;
+        ++received;
     }
     CHECK(std::memcmp(session.iov.base + 8192, session.iov.base + 1500, 2596) == 0);
 }
 
-void prep_io_refuses() {
+void test_prep_io_refuses_invalid_arguments() {
     Mount mount;
     Agent agent(mount);
     Session session(mount, 2, 65536);
@@ -54,9 +54,9 @@ void prep_io_refuses() {
     CHECK_EQUAL(session.read(size, 1), -EINVAL);
     CHECK_EQUAL(session.read(size - 1, 2), -EINVAL);
     CHECK_EQUAL(session.read(0, size + 1), -EINVAL);
-    CHECK_EQUAL(session.read(8, UINT64_MAX - 7), -EINVAL); // ptr + len would wrap.
+    CHECK_EQUAL(session.read(8, UINT64_MAX - 7), -EINVAL); // ptr + len would overflow.
     CHECK_EQUAL(session.read(8, UINT64_MAX), -EINVAL);
-    CHECK_EQUAL(session.read(65536 - 1, 2), -EINVAL); // A block boundary.
+    CHECK_EQUAL(session.read(65536 - 1, 2), -EINVAL); // It crosses a block boundary.
     CHECK_EQUAL(session.read(0, 65537), -EINVAL);
     CHECK_EQUAL(session.read(0, 1, static_cast<std::size_t>(INT64_MAX)), -EINVAL);
     CHECK_EQUAL(session.read(0, 1, SIZE_MAX), -EINVAL);
@@ -71,49 +71,49 @@ void prep_io_refuses() {
     CHECK_EQUAL(hf3fs_prep_io(&session.reads, &session.iov, true, session.iov.base, INT_MAX, 0, 1, nullptr), -EBADF);
     CHECK_EQUAL(hf3fs_prep_io(&session.reads, &session.iov, true, session.iov.base, 0, 0, 1, nullptr), -EBADF);
     File writer(mount, "data", O_WRONLY);
-    const int only_writes = hf3fs_reg_fd(writer.fd, 0);
-    CHECK(only_writes <= 0);
-    CHECK_EQUAL(hf3fs_prep_io(&session.reads, &session.iov, true, session.iov.base, only_writes, 0, 1, nullptr),
+    const int write_only = hf3fs_reg_fd(writer.fd, 0);
+    CHECK(write_only <= 0);
+    CHECK_EQUAL(hf3fs_prep_io(&session.reads, &session.iov, true, session.iov.base, write_only, 0, 1, nullptr),
                 -EACCES);
-    hf3fs_dereg_fd(only_writes);
-    CHECK_EQUAL(hf3fs_prep_io(&session.reads, &session.iov, true, session.iov.base, only_writes, 0, 1, nullptr),
-                -EBADF);
+    hf3fs_dereg_fd(write_only);
+    CHECK_EQUAL(hf3fs_prep_io(&session.reads, &session.iov, true, session.iov.base, write_only, 0, 1, nullptr), -EBADF);
     CHECK(session.read(65535, 1) >= 0);
     CHECK(session.read(65536, 65536) >= 0);
     CHECK_EQUAL(session.read(0, 1), -EAGAIN);
 }
 
-void waiting_ends() {
+void test_wait_ends_at_count_or_deadline() {
     Mount mount;
     Agent agent(mount);
     Session session(mount);
     hf3fs_cqe cqes[16];
     CHECK_EQUAL(hf3fs_wait_for_ios(&session.reads, cqes, 0, 0, nullptr), -EINVAL);
     CHECK_EQUAL(hf3fs_wait_for_ios(&session.reads, nullptr, 1, 0, nullptr), -EINVAL);
-    const timespec wrong{.tv_sec = 0, .tv_nsec = 1000000000};
-    CHECK_EQUAL(hf3fs_wait_for_ios(&session.reads, cqes, 1, 0, &wrong), -EINVAL);
+    const timespec invalid_deadline{.tv_sec = 0, .tv_nsec = 1000000000};
+    CHECK_EQUAL(hf3fs_wait_for_ios(&session.reads, cqes, 1, 0, &invalid_deadline), -EINVAL);
     CHECK_EQUAL(hf3fs_wait_for_ios(&session.reads, cqes, 16, 0, nullptr), 0);
     CHECK_EQUAL(hf3fs_wait_for_ios(&session.reads, cqes, 16, -5, nullptr), 0);
-    const timespec begin = in_ms(0);
-    const timespec deadline = in_ms(30);
+    const timespec begin = deadline_ms(0);
+    const timespec deadline = deadline_ms(30);
     CHECK_EQUAL(hf3fs_wait_for_ios(&session.reads, cqes, 16, 1, &deadline), 0);
-    const timespec end = in_ms(0);
+    const timespec end = deadline_ms(0);
     CHECK((end.tv_sec - begin.tv_sec) * 1000 + (end.tv_nsec - begin.tv_nsec) / 1000000 >= 29);
-    const timespec past = in_ms(-1000);
+    const timespec past = deadline_ms(-1000);
     CHECK_EQUAL(hf3fs_wait_for_ios(&session.reads, cqes, 16, 1, &past), 0);
     CHECK(session.read(0, 1) >= 0);
     CHECK_EQUAL(hf3fs_submit_ios(&session.reads), 0);
-    const timespec later = in_ms(300);
-    CHECK_EQUAL(hf3fs_wait_for_ios(&session.reads, cqes, 16, 16, &later), 1); // The count, and no -ETIMEDOUT.
+    const timespec second_deadline = deadline_ms(300);
+    CHECK_EQUAL(hf3fs_wait_for_ios(&session.reads, cqes, 16, 16, &second_deadline),
+                1); // It returns the count, not -ETIMEDOUT.
     for (int i = 0; i < 3; ++i) {
         CHECK(session.read(0, 1) >= 0);
     }
     CHECK_EQUAL(hf3fs_submit_ios(&session.reads), 0);
-    CHECK_EQUAL(hf3fs_wait_for_ios(&session.reads, cqes, 3, 99, nullptr), 3); // min_results above cqec.
+    CHECK_EQUAL(hf3fs_wait_for_ios(&session.reads, cqes, 3, 99, nullptr), 3); // min_results is larger than cqec.
 }
 
-void the_agent_dies() {
-    const std::size_t before = shared_memories();
+void test_agent_death_fails_operations() {
+    const std::size_t before = count_shared_memory();
     {
         Mount mount;
         auto agent = std::make_unique<Agent>(mount);
@@ -124,22 +124,22 @@ void the_agent_dies() {
             CHECK(session.read(0, 1, 0, i) >= 0);
         }
         CHECK_EQUAL(hf3fs_submit_ios(&session.reads), 0);
-        CHECK(session.read(0, 1, 0, 4) >= 0); // Prepared, and never submitted.
-        std::thread end([&] {
+        CHECK(session.read(0, 1, 0, 4) >= 0); // It is prepared, and never submitted.
+        std::thread stop_agent([&] {
             usleep(20000);
             agent.reset();
         });
-        std::uintptr_t users = 0;
+        std::uintptr_t userdata_sum = 0;
         int count = hf3fs_wait_for_ios(&session.reads, cqes, 3, 1, nullptr);
         CHECK_EQUAL(count, 3);
-        end.join();
+        stop_agent.join();
         for (int i = 0; i < 3; ++i) {
             CHECK_EQUAL(cqes[i].result, -EREMOTEIO);
-            users += reinterpret_cast<std::uintptr_t>(cqes[i].userdata);
+            userdata_sum += reinterpret_cast<std::uintptr_t>(cqes[i].userdata);
         }
         CHECK_EQUAL(hf3fs_wait_for_ios(&session.reads, cqes, 16, 16, nullptr), 1);
-        users += reinterpret_cast<std::uintptr_t>(cqes[0].userdata);
-        CHECK_EQUAL(users, 10u);
+        userdata_sum += reinterpret_cast<std::uintptr_t>(cqes[0].userdata);
+        CHECK_EQUAL(userdata_sum, 10u);
         CHECK_EQUAL(hf3fs_wait_for_ios(&session.reads, cqes, 16, 1, nullptr), -EREMOTEIO);
         CHECK_EQUAL(session.read(0, 1), -EREMOTEIO);
         CHECK_EQUAL(hf3fs_submit_ios(&session.reads), -EREMOTEIO);
@@ -152,43 +152,43 @@ void the_agent_dies() {
         CHECK_EQUAL(hf3fs_reg_fd(file.fd, 0), EREMOTEIO);
         CHECK_EQUAL(hf3fs_hardlink(file.path.c_str(), mount.file("b").c_str()), EREMOTEIO);
 
-        Agent next(mount); // A new one serves what is new.
-        Session anew(mount);
-        CHECK(anew.read(0, 1) >= 0);
-        CHECK_EQUAL(hf3fs_submit_ios(&anew.reads), 0);
-        CHECK_EQUAL(hf3fs_wait_for_ios(&anew.reads, cqes, 1, 1, nullptr), 1);
+        Agent new_agent(mount); // A new agent serves new rings and iovs.
+        Session new_session(mount);
+        CHECK(new_session.read(0, 1) >= 0);
+        CHECK_EQUAL(hf3fs_submit_ios(&new_session.reads), 0);
+        CHECK_EQUAL(hf3fs_wait_for_ios(&new_session.reads, cqes, 1, 1, nullptr), 1);
         CHECK_EQUAL(session.read(0, 1), -EREMOTEIO);
-        next.answer_rubbish = true;
+        new_agent.reply_malformed = true;
         CHECK_EQUAL(hf3fs_iovcreate(&iov, mount.path(), 4096, 0, -1), -EREMOTEIO);
-        next.answer_rubbish = false;
+        new_agent.reply_malformed = false;
     }
-    CHECK_EQUAL(shared_memories(), before);
+    CHECK_EQUAL(count_shared_memory(), before);
 }
 
-RingView view_of(const hf3fs_ior& ring) {
+RingView make_view(const hf3fs_ior& ring) {
     RingView view;
-    CHECK_EQUAL(RingView::over(ring.iov.base, ring.iov.size, view), 0);
+    CHECK_EQUAL(RingView::bind(ring.iov.base, ring.iov.size, view), 0);
     return view;
 }
 
-// A thread that waits for one result without a deadline, and sleeps by now.
+// A thread that waits for one result without a deadline. It sleeps when the constructor returns.
 class Sleeper {
 public:
     explicit Sleeper(hf3fs_ior& ring)
-        : thread_([this, &ring] { got_ = hf3fs_wait_for_ios(&ring, &cqe, 1, 1, nullptr); }) {
-        SideState& application = view_of(ring).extension->application;
-        becomes([&] { return application.sleeping != sleeps_not; });
+        : thread_([this, &ring] { result_ = hf3fs_wait_for_ios(&ring, &cqe, 1, 1, nullptr); }) {
+        SideState& application = make_view(ring).extension->application;
+        wait_until_true([&] { return application.sleeping != awake; });
         usleep(5000);
     }
-    int got() {
-        becomes([&] { return got_ != INT_MIN; });
+    int received() {
+        wait_until_true([&] { return result_ != INT_MIN; });
         thread_.join();
-        return got_;
+        return result_;
     }
     hf3fs_cqe cqe{};
 
 private:
-    std::atomic<int> got_{INT_MIN};
+    std::atomic<int> result_{INT_MIN};
     std::thread thread_;
 };
 
@@ -197,7 +197,7 @@ void submit_one(Session& session) {
     CHECK_EQUAL(hf3fs_submit_ios(&session.reads), 0);
 }
 
-void an_agent_that_writes_nonsense_ends_the_wait() {
+void test_invalid_index_of_agent_ends_the_wait() {
     Mount mount;
     Agent agent(mount);
     agent.hold(true);
@@ -205,13 +205,13 @@ void an_agent_that_writes_nonsense_ends_the_wait() {
         Session session(mount);
         submit_one(session);
         Sleeper sleeper(session.reads);
-        view_of(session.reads).indices->completion_head = 9999;
-        post(*view_of(session.reads).completed);
-        CHECK_EQUAL(sleeper.got(), 1);
+        make_view(session.reads).indices->completion_head = 9999;
+        post(*make_view(session.reads).completion_semaphore);
+        CHECK_EQUAL(sleeper.received(), 1);
         CHECK_EQUAL(sleeper.cqe.result, -EREMOTEIO);
         CHECK_EQUAL(session.read(0, 1), -EREMOTEIO);
     }
-    // Found by who prepares: who waits is told.
+    // The thread that prepares finds the invalid value, and wakes the thread that waits.
     Session session(mount, 2);
     agent.hold(false);
     submit_one(session);
@@ -220,33 +220,33 @@ void an_agent_that_writes_nonsense_ends_the_wait() {
     agent.hold(true);
     submit_one(session);
     Sleeper sleeper(session.reads);
-    view_of(session.reads).indices->submission_tail = 9999;
-    CHECK_EQUAL(session.read(0, 1), -EAGAIN); // It has to look there.
-    CHECK_EQUAL(sleeper.got(), 1);
+    make_view(session.reads).indices->submission_tail = 9999;
+    CHECK_EQUAL(session.read(0, 1), -EAGAIN); // The ring is full, so it has to read the tail.
+    CHECK_EQUAL(sleeper.received(), 1);
     CHECK_EQUAL(sleeper.cqe.result, -EREMOTEIO);
     CHECK_EQUAL(session.read(0, 1), -EREMOTEIO);
 }
 
-void a_ring_that_ended_before_is_not_waited_for() {
+void test_wait_on_ended_ring_fails() {
     Mount mount;
     Agent agent(mount);
     alignas(64) static std::byte memory[ring_bytes(8)];
     {
-        std::unique_ptr<AgentRing> earlier;
-        CHECK_EQUAL(AgentRing::attach(memory, sizeof(memory), 0, 0, earlier), 0);
+        std::unique_ptr<AgentRing> ended_ring;
+        CHECK_EQUAL(AgentRing::attach(memory, sizeof(memory), 0, 0, ended_ring), 0);
     }
     hf3fs_ior ior{};
     CHECK_EQUAL(hf3fs_iorwrap(&ior, memory, mount.path(), sizeof(memory), true, 0, 0, 0, 0), 0);
     RingView view;
-    CHECK_EQUAL(RingView::over(memory, sizeof(memory), view), 0);
-    while (try_wait(*view.completed)) {
+    CHECK_EQUAL(RingView::bind(memory, sizeof(memory), view), 0);
+    while (try_wait(*view.completion_semaphore)) {
     }
     hf3fs_cqe cqe;
     CHECK_EQUAL(hf3fs_wait_for_ios(&ior, &cqe, 1, 1, nullptr), -EREMOTEIO);
     hf3fs_iordestroy(&ior);
 }
 
-void who_does_not_want_to_wait_does_not_wait_for_who_waits() {
+void test_poll_does_not_block_behind_a_wait() {
     Mount mount;
     Agent agent(mount);
     Session session(mount);
@@ -255,23 +255,23 @@ void who_does_not_want_to_wait_does_not_wait_for_who_waits() {
     Sleeper sleeper(session.reads);
     hf3fs_cqe cqe;
     CHECK_EQUAL(hf3fs_wait_for_ios(&session.reads, &cqe, 1, 0, nullptr), 0);
-    const timespec soon = in_ms(20);
-    CHECK_EQUAL(hf3fs_wait_for_ios(&session.reads, &cqe, 1, 1, &soon), 0);
+    const timespec short_deadline = deadline_ms(20);
+    CHECK_EQUAL(hf3fs_wait_for_ios(&session.reads, &cqe, 1, 1, &short_deadline), 0);
     agent.hold(false);
-    CHECK_EQUAL(sleeper.got(), 1);
+    CHECK_EQUAL(sleeper.received(), 1);
 }
 
 bool has_watcher() {
     return gdrkit::test::has_thread("hf3fs-watch");
 }
 
-// One operation that the agent holds back until its wait sleeps.
+// Executes one operation, which the agent delays until the wait for it sleeps.
 void read_asleep(Session& session, Agent& agent, const timespec* deadline) {
     agent.hold(true);
     submit_one(session);
-    SideState& application = view_of(session.reads).extension->application;
+    SideState& application = make_view(session.reads).extension->application;
     std::thread release([&] {
-        becomes([&] { return application.sleeping != sleeps_not; });
+        wait_until_true([&] { return application.sleeping != awake; });
         agent.hold(false);
     });
     hf3fs_cqe cqe;
@@ -280,87 +280,88 @@ void read_asleep(Session& session, Agent& agent, const timespec* deadline) {
     release.join();
 }
 
-void who_waits_without_a_deadline_has_the_agent_watched() {
+void test_wait_without_deadline_starts_the_watch_thread() {
     Mount mount;
     Agent agent(mount);
     {
         Session session(mount);
-        becomes([] { return !has_watcher(); }); // Of an earlier case.
-        const timespec deadline = in_ms(10000);
+        wait_until_true([] { return !has_watcher(); }); // It may remain from an earlier test.
+        const timespec deadline = deadline_ms(10000);
         read_asleep(session, agent, &deadline);
-        CHECK(!has_watcher()); // Its timer looks after the agent.
+        CHECK(!has_watcher()); // A wait with a timer checks the agent itself.
         read_asleep(session, agent, nullptr);
-        becomes(has_watcher);
+        wait_until_true(has_watcher);
         read_asleep(session, agent, nullptr);
     }
-    becomes([] { return !has_watcher(); });
+    wait_until_true([] { return !has_watcher(); });
 }
 
-// Not under tsan, which does not follow threads over a fork.
-[[maybe_unused]] void a_forked_child_stands_alone() {
+// It does not run under tsan, which does not follow threads across a fork.
+[[maybe_unused]] void test_forked_child_leaves_the_rings_of_its_parent() {
     Mount mount;
     Agent agent(mount);
     Session session(mount);
-    becomes([&] { return agent.connections == 1; });
-    for (int i = 0; i < 20; ++i) { // The ring says that its waits always sleep; a child has no thread that watches.
+    wait_until_true([&] { return agent.connections == 1; });
+    for (int i = 0; i < 20; ++i) { // The announcement of sleep becomes permanent in this ring. A child does not have
+                                   // the thread that watches.
         read_asleep(session, agent, nullptr);
     }
-    std::atomic<bool> waits{false};
-    std::thread waiting([&] { // With a lock that the child inherits.
+    std::atomic<bool> is_waiting{false};
+    std::thread waiter([&] { // It locks a mutex that the child inherits locked.
         hf3fs_cqe cqe;
-        const timespec deadline = in_ms(1000);
-        waits = true;
+        const timespec deadline = deadline_ms(1000);
+        is_waiting = true;
         CHECK_EQUAL(hf3fs_wait_for_ios(&session.writes, &cqe, 1, 1, &deadline), 0);
     });
-    becomes([&] { return waits.load(); });
+    wait_until_true([&] { return is_waiting.load(); });
     usleep(20000);
     agent.hold(true);
     submit_one(session);
-    int go[2], gone[2];
-    CHECK(pipe(go) == 0 && pipe(gone) == 0);
+    int child_go[2], child_ready[2];
+    CHECK(pipe(child_go) == 0 && pipe(child_ready) == 0);
     char byte = 0;
     const pid_t child = fork();
     CHECK(child >= 0);
     if (child == 0) {
         hf3fs_cqe cqe;
-        CHECK_EQUAL(read(go[0], &byte, 1), ssize_t{1});
+        CHECK_EQUAL(read(child_go[0], &byte, 1), ssize_t{1});
         CHECK_EQUAL(hf3fs_wait_for_ios(&session.reads, &cqe, 1, 0, nullptr), -EREMOTEIO);
-        CHECK_EQUAL(write(gone[1], &byte, 1), ssize_t{1});
+        CHECK_EQUAL(write(child_ready[1], &byte, 1), ssize_t{1});
         CHECK_EQUAL(hf3fs_wait_for_ios(&session.writes, &cqe, 1, 1, nullptr), -EREMOTEIO);
         CHECK_EQUAL(session.read(0, 1), -EREMOTEIO);
         CHECK_EQUAL(hf3fs_wait_for_ios(&session.reads, &cqe, 1, 1, nullptr), -EREMOTEIO);
         hf3fs_iordestroy(&session.writes);
         hf3fs_iovdestroy(&session.iov);
         {
-            Session own(mount);
-            CHECK(own.read(0, 1) >= 0);
-            CHECK_EQUAL(hf3fs_submit_ios(&own.reads), 0);
-            CHECK_EQUAL(hf3fs_wait_for_ios(&own.reads, &cqe, 1, 1, nullptr), 1);
+            Session child_session(mount);
+            CHECK(child_session.read(0, 1) >= 0);
+            CHECK_EQUAL(hf3fs_submit_ios(&child_session.reads), 0);
+            CHECK_EQUAL(hf3fs_wait_for_ios(&child_session.reads, &cqe, 1, 1, nullptr), 1);
         }
         _exit(0);
     }
-    Sleeper sleeper(session.reads); // The child leaves the ring alone: what it says of sleeps there, too.
-    CHECK_EQUAL(write(go[1], &byte, 1), ssize_t{1});
-    CHECK_EQUAL(read(gone[0], &byte, 1), ssize_t{1});
+    Sleeper sleeper(session.reads); // The child must not change the announcement of sleep of this ring.
+    CHECK_EQUAL(write(child_go[1], &byte, 1), ssize_t{1});
+    CHECK_EQUAL(read(child_ready[0], &byte, 1), ssize_t{1});
     agent.hold(false);
-    CHECK_EQUAL(sleeper.got(), 1);
-    for (const int end : {go[0], go[1], gone[0], gone[1]}) {
-        close(end);
+    CHECK_EQUAL(sleeper.received(), 1);
+    for (const int descriptor : {child_go[0], child_go[1], child_ready[0], child_ready[1]}) {
+        close(descriptor);
     }
     int status = -1;
     CHECK_EQUAL(waitpid(child, &status, 0), child);
     CHECK_EQUAL(status, 0);
-    waiting.join();
-    becomes(has_watcher);
-    becomes([&] { return agent.connections == 1; });
-    CHECK_EQUAL(agent.publications.load(), 3); // The child took nothing of them.
+    waiter.join();
+    wait_until_true(has_watcher);
+    wait_until_true([&] { return agent.connections == 1; });
+    CHECK_EQUAL(agent.publications.load(), 3); // The child withdrew none of them.
     hf3fs_cqe cqe;
     CHECK(session.read(0, 1) >= 0);
     CHECK_EQUAL(hf3fs_submit_ios(&session.reads), 0);
     CHECK_EQUAL(hf3fs_wait_for_ios(&session.reads, &cqe, 1, 1, nullptr), 1);
 }
 
-void sixty_four_rings_of_eight_threads() {
+void test_eight_threads_use_64_rings() {
     Mount mount;
     Agent agent(mount);
     std::vector<std::thread> threads;
@@ -397,10 +398,11 @@ void sixty_four_rings_of_eight_threads() {
     }
     CHECK_EQUAL(agent.publications.load(), 0);
     CHECK_EQUAL(agent.files.load(), 0);
-    becomes([&] { return agent.connections == 0; }); // A process that has nothing there is no client.
+    wait_until_true(
+        [&] { return agent.connections == 0; }); // A process without publications and files closes its connection.
 }
 
-[[maybe_unused]] void the_agent_is_another_process_and_is_killed() {
+[[maybe_unused]] void test_killed_agent_process_ends_the_wait() {
     Mount mount;
     const pid_t child = fork();
     CHECK(child >= 0);
@@ -410,10 +412,10 @@ void sixty_four_rings_of_eight_threads() {
             pause();
         }
     }
-    becomes([&] { return std::filesystem::exists(mount.file("3fs-virt/agent.sock")); });
+    wait_until_true([&] { return std::filesystem::exists(mount.file("3fs-virt/agent.sock")); });
     int status = -EREMOTEIO;
-    hf3fs_iov probe{};
-    while ((status = hf3fs_iovcreate(&probe, mount.path(), 4096, 0, -1)) == -EREMOTEIO) {
+    hf3fs_iov probe_iov{};
+    while ((status = hf3fs_iovcreate(&probe_iov, mount.path(), 4096, 0, -1)) == -EREMOTEIO) {
         usleep(1000);
     }
     CHECK_EQUAL(status, 0);
@@ -427,7 +429,7 @@ void sixty_four_rings_of_eight_threads() {
             CHECK_EQUAL(hf3fs_submit_ios(&session.reads), 0);
             CHECK_EQUAL(hf3fs_wait_for_ios(&session.reads, cqes, 64, 64, nullptr), 64);
         }
-        // Who waits without a deadline has no timer, and is told.
+        // A wait without a deadline has no timer, and is woken by the thread that watches.
         std::thread killer([&] {
             usleep(50000);
             CHECK_EQUAL(kill(child, SIGKILL), 0);
@@ -441,25 +443,25 @@ void sixty_four_rings_of_eight_threads() {
         const int count = hf3fs_wait_for_ios(&session.reads, cqes, 64, 1, nullptr);
         CHECK(count == -EREMOTEIO || (count == 1 && cqes[0].result == -EREMOTEIO));
     }
-    hf3fs_iovdestroy(&probe);
-    CHECK(mount.links().empty()); // The library removed what the dead agent left.
+    hf3fs_iovdestroy(&probe_iov);
+    CHECK(mount.links().empty()); // The library removed the links of the dead agent.
 }
 
 } // namespace
 
 int main() {
 #ifndef __SANITIZE_THREAD__
-    the_agent_is_another_process_and_is_killed();
-    a_forked_child_stands_alone();
+    test_killed_agent_process_ends_the_wait();
+    test_forked_child_leaves_the_rings_of_its_parent();
 #endif
-    bytes_go_both_ways();
-    prep_io_refuses();
-    waiting_ends();
-    the_agent_dies();
-    an_agent_that_writes_nonsense_ends_the_wait();
-    a_ring_that_ended_before_is_not_waited_for();
-    who_does_not_want_to_wait_does_not_wait_for_who_waits();
-    who_waits_without_a_deadline_has_the_agent_watched();
-    sixty_four_rings_of_eight_threads();
+    test_read_and_write_move_bytes();
+    test_prep_io_refuses_invalid_arguments();
+    test_wait_ends_at_count_or_deadline();
+    test_agent_death_fails_operations();
+    test_invalid_index_of_agent_ends_the_wait();
+    test_wait_on_ended_ring_fails();
+    test_poll_does_not_block_behind_a_wait();
+    test_wait_without_deadline_starts_the_watch_thread();
+    test_eight_threads_use_64_rings();
     return 0;
 }

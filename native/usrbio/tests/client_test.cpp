@@ -1,4 +1,4 @@
-// What an application publishes, opens and registers, against an agent.
+// Tests of publication, opening and registration by an application, against an agent.
 #include "client_fixture.hpp"
 
 #include <fcntl.h>
@@ -21,8 +21,8 @@ using namespace gdrkit::usrbio::test;
 
 namespace {
 
-void buffers_are_published_and_leave_nothing() {
-    const std::size_t before = shared_memories();
+void test_iov_is_published_and_removed() {
+    const std::size_t before = count_shared_memory();
     Mount mount;
     Agent agent(mount);
     hf3fs_iov iov{};
@@ -35,7 +35,7 @@ void buffers_are_published_and_leave_nothing() {
     Uuid id;
     std::memcpy(id.data(), iov.id, 16);
     CHECK(mount.links() == std::vector<std::string>{to_string(id) + ".b4096"});
-    CHECK_EQUAL(shared_memories(), before + 1);
+    CHECK_EQUAL(count_shared_memory(), before + 1);
 
     hf3fs_iov other{};
     CHECK_EQUAL(hf3fs_iovopen(&other, id.data(), mount.path(), 10000, 0, -1), -ENOENT);
@@ -43,17 +43,17 @@ void buffers_are_published_and_leave_nothing() {
     CHECK_EQUAL(hf3fs_iovopen(&other, id.data(), mount.path(), 10000, 4096, -1), 0);
     iov.base[9999] = 42;
     CHECK_EQUAL(other.base[9999], 42);
-    hf3fs_iovunlink(&other); // Borrowed: nothing.
-    CHECK_EQUAL(shared_memories(), before + 1);
-    // In this process too it is borrowed, and as often as it was opened.
-    hf3fs_iov again{};
-    CHECK_EQUAL(hf3fs_iovopen(&again, id.data(), mount.path(), 10000, 4096, -1), 0);
-    CHECK_EQUAL(agent.borrowings.load(), 1);
+    hf3fs_iovunlink(&other); // It belongs to another iov, so this does nothing.
+    CHECK_EQUAL(count_shared_memory(), before + 1);
+    // An iov that was opened in its owner's process is borrowed too, once for each open.
+    hf3fs_iov third{};
+    CHECK_EQUAL(hf3fs_iovopen(&third, id.data(), mount.path(), 10000, 4096, -1), 0);
+    CHECK_EQUAL(agent.borrows.load(), 1);
     hf3fs_iovdestroy(&other);
     hf3fs_iovdestroy(&other);
-    CHECK_EQUAL(agent.borrowings.load(), 1);
-    hf3fs_iovdestroy(&again);
-    CHECK_EQUAL(agent.borrowings.load(), 0);
+    CHECK_EQUAL(agent.borrows.load(), 1);
+    hf3fs_iovdestroy(&third);
+    CHECK_EQUAL(agent.borrows.load(), 0);
     CHECK_EQUAL(agent.publications.load(), 1);
     agent.refuse = EACCES;
     CHECK_EQUAL(hf3fs_iovopen(&other, id.data(), mount.path(), 10000, 4096, -1), -EACCES);
@@ -62,11 +62,11 @@ void buffers_are_published_and_leave_nothing() {
 
     hf3fs_iov stale = iov;
     hf3fs_iovunlink(&iov);
-    CHECK_EQUAL(shared_memories(), before);
+    CHECK_EQUAL(count_shared_memory(), before);
     iov.base[0] = 1;
     CHECK_EQUAL(hf3fs_iovopen(&other, id.data(), mount.path(), 10000, 4096, -1), -ENOENT);
     hf3fs_iovdestroy(&iov);
-    hf3fs_iovdestroy(&stale); // A copy of a structure that was destroyed is told from a live one.
+    hf3fs_iovdestroy(&stale); // The library detects that this copy of a destroyed struct is stale.
     CHECK_EQUAL(agent.publications.load(), 0);
     CHECK(mount.links().empty());
 
@@ -74,7 +74,7 @@ void buffers_are_published_and_leave_nothing() {
     CHECK_EQUAL(hf3fs_iovcreate(&iov, mount.path(), 10000, 0, -1), -EPERM);
     hf3fs_ior ior{};
     CHECK_EQUAL(hf3fs_iorcreate(&ior, mount.path(), 4, true, 0, -1), -EPERM);
-    CHECK_EQUAL(shared_memories(), before);
+    CHECK_EQUAL(count_shared_memory(), before);
     const std::string elsewhere = mount.link(to_string(id));
     CHECK_EQUAL(symlink("/etc/passwd", elsewhere.c_str()), 0);
     CHECK_EQUAL(hf3fs_iovopen(&other, id.data(), mount.path(), 1, 0, -1), -EINVAL);
@@ -83,7 +83,7 @@ void buffers_are_published_and_leave_nothing() {
     CHECK_EQUAL(hf3fs_iovopen(&other, id.data(), mount.path(), 1, 0, -1), -EINVAL);
 }
 
-void wrapped_memory_is_published_by_its_link() {
+void test_wrapped_memory_is_published_by_its_link() {
     Mount mount;
     Agent agent(mount);
     const Uuid id = random_uuid();
@@ -101,19 +101,19 @@ void wrapped_memory_is_published_by_its_link() {
     CHECK(iov.iovh == nullptr && iov.base == memory.base());
     hf3fs_iovdestroy(&iov);
     CHECK_EQUAL(agent.publications.load(), 0);
-    memory.base()[0] = 1; // Still mapped.
+    memory.base()[0] = 1; // The memory is still mapped.
 }
 
-void rings_say_how_they_are_by_their_name() {
+void test_ring_name_contains_its_attributes() {
     Mount mount;
     Agent agent(mount);
-    const std::size_t before = shared_memories();
+    const std::size_t before = count_shared_memory();
     hf3fs_ior ior{};
-    const auto name_is = [&](const char* wanted) {
+    const auto name_is = [&](const char* suffix) {
         const auto links = mount.links();
         CHECK_EQUAL(links.size(), 1u);
-        CHECK(links[0].substr(36) == wanted);
-        CHECK_EQUAL(shared_memories(), before);
+        CHECK(links[0].substr(36) == suffix);
+        CHECK_EQUAL(count_shared_memory(), before);
         hf3fs_iordestroy(&ior);
         hf3fs_iordestroy(&ior);
         CHECK(mount.links().empty());
@@ -142,7 +142,7 @@ void rings_say_how_they_are_by_their_name() {
     CHECK(mount.links().empty());
 }
 
-void files_are_registered() {
+void test_files_are_registered() {
     Mount mount;
     Agent agent(mount);
     File file(mount, "a");
@@ -151,13 +151,13 @@ void files_are_registered() {
     CHECK(other <= 0 && fcntl(-other, F_GETFD) == FD_CLOEXEC);
     CHECK_EQUAL(hf3fs_reg_fd(file.fd, 0), EINVAL);
     CHECK_EQUAL(hf3fs_reg_fd(-other, 0), EINVAL);
-    File again(mount, "a", O_RDONLY);
-    const int third = hf3fs_reg_fd(again.fd, 0);
+    File reader(mount, "a", O_RDONLY);
+    const int third = hf3fs_reg_fd(reader.fd, 0);
     CHECK(third <= 0);
     CHECK_EQUAL(agent.files.load(), 1);
     hf3fs_dereg_fd(file.fd);
     CHECK_EQUAL(fcntl(-other, F_GETFD), -1);
-    CHECK_EQUAL(agent.files.load(), 1); // The other descriptor still counts.
+    CHECK_EQUAL(agent.files.load(), 1); // The other descriptor is still registered.
     hf3fs_dereg_fd(third);
     CHECK_EQUAL(agent.files.load(), 0);
     hf3fs_dereg_fd(third);
@@ -169,36 +169,37 @@ void files_are_registered() {
     CHECK_EQUAL(hf3fs_reg_fd(outside, 0), EBADF);
     close(outside);
 
-    // A number that was closed without dereg stays taken, and a duplicate never lands on it.
+    // A number that was closed without hf3fs_dereg_fd stays registered, and a duplicate never gets that number.
     const int closed = dup(file.fd);
-    const int kept = hf3fs_reg_fd(closed, 0);
-    CHECK(kept <= 0);
+    const int registered = hf3fs_reg_fd(closed, 0);
+    CHECK(registered <= 0);
     close(closed);
-    const int fresh = hf3fs_reg_fd(file.fd, 0);
-    CHECK(fresh <= 0 && -fresh != closed);
-    hf3fs_dereg_fd(kept);
-    hf3fs_dereg_fd(fresh);
+    const int second = hf3fs_reg_fd(file.fd, 0);
+    CHECK(second <= 0 && -second != closed);
+    hf3fs_dereg_fd(registered);
+    hf3fs_dereg_fd(second);
     CHECK_EQUAL(agent.files.load(), 0);
 }
 
-void mount_points_are_found() {
+void test_mount_point_is_found() {
     Mount mount;
-    char found[300] = "";
+    char mount_point[300] = "";
     const int length = static_cast<int>(std::strlen(mount.path()));
     std::filesystem::create_directories(mount.file("deep/down"));
-    CHECK_EQUAL(hf3fs_extract_mount_point(found, sizeof(found), mount.path()), -1);
+    CHECK_EQUAL(hf3fs_extract_mount_point(mount_point, sizeof(mount_point), mount.path()), -1);
     Agent agent(mount);
-    CHECK_EQUAL(hf3fs_extract_mount_point(found, sizeof(found), mount.file("deep/down").c_str()), length + 1);
-    CHECK(std::strcmp(found, mount.path()) == 0);
-    CHECK_EQUAL(hf3fs_extract_mount_point(found, sizeof(found), mount.path()), length + 1);
-    std::strcpy(found, "untouched");
-    CHECK_EQUAL(hf3fs_extract_mount_point(found, length, mount.path()), length + 1);
-    CHECK(std::strcmp(found, "untouched") == 0);
+    CHECK_EQUAL(hf3fs_extract_mount_point(mount_point, sizeof(mount_point), mount.file("deep/down").c_str()),
+                length + 1);
+    CHECK(std::strcmp(mount_point, mount.path()) == 0);
+    CHECK_EQUAL(hf3fs_extract_mount_point(mount_point, sizeof(mount_point), mount.path()), length + 1);
+    std::strcpy(mount_point, "untouched");
+    CHECK_EQUAL(hf3fs_extract_mount_point(mount_point, length, mount.path()), length + 1);
+    CHECK(std::strcmp(mount_point, "untouched") == 0);
     CHECK_EQUAL(hf3fs_extract_mount_point(nullptr, 0, mount.path()), length + 1);
-    CHECK_EQUAL(hf3fs_extract_mount_point(found, sizeof(found), mount.file("none").c_str()), -1);
+    CHECK_EQUAL(hf3fs_extract_mount_point(mount_point, sizeof(mount_point), mount.file("none").c_str()), -1);
 }
 
-void links_and_holes() {
+void test_hard_links_and_holes() {
     Mount mount;
     Agent agent(mount);
     File file(mount, "a");
@@ -209,9 +210,9 @@ void links_and_holes() {
     CHECK_EQUAL(hf3fs_hardlink(file.path.c_str(), "/tmp/usrbio-elsewhere"), EXDEV);
     CHECK_EQUAL(hf3fs_hardlink(file.path.c_str(), mount.file("").c_str()), EINVAL);
     CHECK_EQUAL(hf3fs_hardlink(file.path.c_str(), mount.file(std::string(256, 'n')).c_str()), ENAMETOOLONG);
-    struct stat found {};
-    CHECK_EQUAL(stat(mount.file("b").c_str(), &found), 0);
-    CHECK_EQUAL(found.st_nlink, 2u);
+    struct stat mount_point {};
+    CHECK_EQUAL(stat(mount.file("b").c_str(), &mount_point), 0);
+    CHECK_EQUAL(mount_point.st_nlink, 2u);
 
     const std::size_t begin[] = {65536, 0};
     const std::size_t end[] = {131072, 0};
@@ -221,8 +222,8 @@ void links_and_holes() {
     CHECK_EQUAL(byte, 0);
     CHECK_EQUAL(pread(file.fd, &byte, 1, 131072), 1);
     CHECK_EQUAL(byte, 'x');
-    const std::vector<std::size_t> many(1000, 5);
-    CHECK_EQUAL(hf3fs_punchhole(file.fd, 1000, many.data(), many.data(), 0), 0);
+    const std::vector<std::size_t> positions(1000, 5);
+    CHECK_EQUAL(hf3fs_punchhole(file.fd, 1000, positions.data(), positions.data(), 0), 0);
     File reader(mount, "a", O_RDONLY);
     CHECK_EQUAL(hf3fs_punchhole(reader.fd, 1, begin, end, 0), EBADF);
     const int outside = open("/dev/null", O_RDWR);
@@ -239,65 +240,67 @@ std::int64_t read_one(Session& session, const hf3fs_iov& iov) {
     return cqe.result;
 }
 
-// The child opens what its parent has published and reads into it; then either of them ends first.
-[[maybe_unused]] void another_process_borrows() {
+// The child opens an iov of its parent and reads into it. In the first round the child ends the borrow, in the second
+// the parent.
+[[maybe_unused]] void test_other_process_borrows_memory() {
     Mount mount;
     Agent agent(mount);
     hf3fs_iov iov{};
     CHECK_EQUAL(hf3fs_iovcreate(&iov, mount.path(), 4096, 0, -1), 0);
-    int pair[2];
-    CHECK_EQUAL(socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, pair), 0);
-    const auto meet = [&](int side) {
+    int sockets[2];
+    CHECK_EQUAL(socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, sockets), 0);
+    const auto synchronize = [&](int side) {
         char byte = 1;
-        CHECK_EQUAL(write(pair[side], &byte, 1), 1);
-        CHECK_EQUAL(read(pair[side], &byte, 1), 1);
+        CHECK_EQUAL(write(sockets[side], &byte, 1), 1);
+        CHECK_EQUAL(read(sockets[side], &byte, 1), 1);
     };
     const pid_t child = fork();
     CHECK(child >= 0);
     if (child == 0) {
         Session session(mount);
         CHECK_EQUAL(pwrite(session.file.fd, "abc", 3, 0), 3);
-        hf3fs_iov theirs{};
-        CHECK_EQUAL(read_one(session, iov), -EACCES); // It has the structure and the memory, and not the right.
+        hf3fs_iov opened{};
+        CHECK_EQUAL(read_one(session, iov),
+                    -EACCES); // The child has the struct and the memory, but not the permission.
         for (int round = 0; round < 2; ++round) {
-            CHECK_EQUAL(hf3fs_iovopen(&theirs, reinterpret_cast<std::uint8_t*>(iov.id), mount.path(), 4096, 0, -1), 0);
-            CHECK_EQUAL(read_one(session, theirs), 3);
+            CHECK_EQUAL(hf3fs_iovopen(&opened, reinterpret_cast<std::uint8_t*>(iov.id), mount.path(), 4096, 0, -1), 0);
+            CHECK_EQUAL(read_one(session, opened), 3);
             if (round == 0) {
-                hf3fs_iovdestroy(&theirs);
+                hf3fs_iovdestroy(&opened);
             }
         }
-        meet(1);
-        meet(1); // The owner takes it back between the two.
-        CHECK_EQUAL(read_one(session, theirs), -EACCES);
-        hf3fs_iovdestroy(&theirs);
+        synchronize(1);
+        synchronize(1); // The owner withdraws the publication between these two calls.
+        CHECK_EQUAL(read_one(session, opened), -EACCES);
+        hf3fs_iovdestroy(&opened);
         hf3fs_iov second{};
-        std::memcpy(&second, &theirs, sizeof(second));
+        std::memcpy(&second, &opened, sizeof(second));
         Uuid id;
-        CHECK_EQUAL(read(pair[1], id.data(), id.size()), 16);
+        CHECK_EQUAL(read(sockets[1], id.data(), id.size()), 16);
         CHECK_EQUAL(hf3fs_iovopen(&second, id.data(), mount.path(), 4096, 0, -1), 0);
-        _exit(0); // With what it borrowed.
+        _exit(0); // The process ends while it has borrowed the iov.
     }
-    meet(0);
+    synchronize(0);
     CHECK(std::memcmp(iov.base, "abc", 3) == 0);
-    CHECK_EQUAL(agent.borrowings.load(), 1);
+    CHECK_EQUAL(agent.borrows.load(), 1);
     hf3fs_iovdestroy(&iov);
-    CHECK_EQUAL(agent.borrowings.load(), 0);
+    CHECK_EQUAL(agent.borrows.load(), 0);
     CHECK_EQUAL(hf3fs_iovcreate(&iov, mount.path(), 4096, 0, -1), 0);
-    meet(0);
-    CHECK_EQUAL(write(pair[0], iov.id, 16), 16);
+    synchronize(0);
+    CHECK_EQUAL(write(sockets[0], iov.id, 16), 16);
     int status = -1;
     CHECK_EQUAL(waitpid(child, &status, 0), child);
     CHECK_EQUAL(status, 0);
-    becomes([&] { return agent.connections == 1; });
-    CHECK_EQUAL(agent.borrowings.load(), 0);
+    wait_until_true([&] { return agent.connections == 1; });
+    CHECK_EQUAL(agent.borrows.load(), 0);
     CHECK_EQUAL(agent.publications.load(), 1);
     CHECK(mount.links().size() == 1);
     hf3fs_iovdestroy(&iov);
-    close(pair[0]);
-    close(pair[1]);
+    close(sockets[0]);
+    close(sockets[1]);
 }
 
-void a_mount_without_an_agent_has_links() {
+void test_mount_without_agent_has_links() {
     Mount mount;
     hf3fs_iov iov{};
     CHECK_EQUAL(hf3fs_iovcreate(&iov, mount.path(), 4096, 0, -1), 0);
@@ -309,18 +312,18 @@ void a_mount_without_an_agent_has_links() {
     int value = -1;
     CHECK_EQUAL(hf3fs_submit_ios(&ior), 0);
     CHECK_EQUAL(sem_getvalue(mount.submit(1), &value), 0);
-    CHECK_EQUAL(value, 1); // Nobody has said that it knows more: the plain protocol.
+    CHECK_EQUAL(value, 1); // The other side has not declared the extension, so the protocol of 3FS applies.
     hf3fs_iordestroy(&ior);
     hf3fs_iovdestroy(&iov);
     CHECK(mount.links().empty());
 }
 
-void a_link_that_was_made_without_an_agent_goes_though_the_next_agent_dies() {
+void test_link_without_agent_is_removed_when_next_agent_dies() {
     Mount mount;
     hf3fs_iov iov{};
     CHECK_EQUAL(hf3fs_iovcreate(&iov, mount.path(), 4096, 0, -1), 0);
     Agent agent(mount);
-    agent.hang_up = true;
+    agent.close_at_unpublish = true;
     hf3fs_iovdestroy(&iov);
     CHECK(mount.links().empty());
 }
@@ -328,16 +331,16 @@ void a_link_that_was_made_without_an_agent_goes_though_the_next_agent_dies() {
 } // namespace
 
 int main() {
-    buffers_are_published_and_leave_nothing();
-    wrapped_memory_is_published_by_its_link();
-    rings_say_how_they_are_by_their_name();
-    files_are_registered();
-    mount_points_are_found();
-    links_and_holes();
+    test_iov_is_published_and_removed();
+    test_wrapped_memory_is_published_by_its_link();
+    test_ring_name_contains_its_attributes();
+    test_files_are_registered();
+    test_mount_point_is_found();
+    test_hard_links_and_holes();
 #ifndef __SANITIZE_THREAD__
-    another_process_borrows();
+    test_other_process_borrows_memory();
 #endif
-    a_mount_without_an_agent_has_links();
-    a_link_that_was_made_without_an_agent_goes_though_the_next_agent_dies();
+    test_mount_without_agent_has_links();
+    test_link_without_agent_is_removed_when_next_agent_dies();
     return 0;
 }

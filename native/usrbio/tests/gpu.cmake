@@ -1,5 +1,5 @@
-# The tests of the GPU extension. They run on the libcuda.so.1 that the loader finds in GDRKIT_CUDA: the twin's folder, or
-# empty for the machine's own driver. Without either, only what needs no device is tested.
+# Tests of the GPU extension. They run on the libcuda.so.1 in GDRKIT_CUDA, the folder of the software twin; if it is empty, on
+# the driver of the machine. Without a driver, only tests that need no device run.
 set(GDRKIT_CUDA "" CACHE PATH "Folder with the libcuda.so.1 that the tests run on; empty: that of the machine")
 find_library(GDRKIT_CUDA_DRIVER NAMES libcuda.so.1 HINTS ${GDRKIT_CUDA})
 
@@ -22,16 +22,16 @@ if(GDRKIT_CUDA_DRIVER AND ENABLE_GDR)
   gdrkit_gpu_test(gpu_iov LIBRARY_PATH "${GDRKIT_CUDA}")
   gdrkit_gpu_test(gpu_share LIBRARY_PATH "${GDRKIT_CUDA}")
   gdrkit_gpu_test(gpu_agent LIBRARY_PATH "${GDRKIT_CUDA}")
-  if(GDRKIT_CUDA) # A twin: a real driver fails when it likes.
+  if(GDRKIT_CUDA) # Only the twin can be made to fail.
     gdrkit_gpu_test(gpu_fault LIBRARY_PATH "${GDRKIT_CUDA}")
   endif()
 endif()
 
-# No driver, also where the machine has one: the loader finds a file that is no library first.
+# Without a driver, even if the machine has one: the loader first finds a file that is not a library.
 file(WRITE ${CMAKE_CURRENT_BINARY_DIR}/no_cuda/libcuda.so.1 "")
 gdrkit_gpu_test(gpu_absent LIBRARY_PATH "${CMAKE_CURRENT_BINARY_DIR}/no_cuda")
 
-# A driver, and a library that was built without.
+# With a driver, and a library that was built without ENABLE_GDR.
 add_executable(usrbio_gpu_off_test gpu_absent_test.cpp ../client/cuda_driver.cpp)
 target_compile_options(usrbio_gpu_off_test PRIVATE -UHF3FS_ENABLE_GDR)
 target_link_libraries(usrbio_gpu_off_test PRIVATE gdrkit_usrbio_client ${CMAKE_DL_LIBS} Threads::Threads)

@@ -1,5 +1,5 @@
-// Without CUDA (no libcuda.so.1 that can be loaded, or a library built without ENABLE_GDR) every GPU function says so,
-// whatever its arguments, and nobody gets a handle.
+// Without CUDA (no loadable libcuda.so.1, or a library built without ENABLE_GDR), every GPU function returns -ENOTSUP,
+// whatever its arguments, and changes nothing.
 #include <cerrno>
 #include <cstdint>
 #include <cstring>
@@ -11,20 +11,20 @@
 int main() {
     CHECK(!hf3fs_gdr_available());
     CHECK_EQUAL(hf3fs_gdr_device_count(), 0);
-    hf3fs_iov given{};
-    given.numa = 77;
-    const hf3fs_iov before = given;
+    hf3fs_iov unchanged{};
+    unchanged.numa = 77;
+    const hf3fs_iov before = unchanged;
     const std::uint8_t id[16] = {1};
     hf3fs_gpu_ipc_handle_t handle{};
     gdrkit_share_handle_t share{};
     handle.data[0] = share.data[0] = 1;
-    for (hf3fs_iov* const iov : {&given, static_cast<hf3fs_iov*>(nullptr)}) {
+    for (hf3fs_iov* const iov : {&unchanged, static_cast<hf3fs_iov*>(nullptr)}) {
         CHECK_EQUAL(hf3fs_iovcreate_gpu(iov, "/tmp", 4096, 0, 0), -ENOTSUP);
         CHECK_EQUAL(hf3fs_iovopen_gpu(iov, id, "/tmp", 4096, 0, 0), -ENOTSUP);
-        CHECK_EQUAL(hf3fs_iovwrap_gpu(iov, &given, id, "/tmp", 4096, 0, 0), -ENOTSUP);
+        CHECK_EQUAL(hf3fs_iovwrap_gpu(iov, &unchanged, id, "/tmp", 4096, 0, 0), -ENOTSUP);
         CHECK_EQUAL(hf3fs_iovcreate_device(iov, "/tmp", 4096, 0, 0), -ENOTSUP);
         CHECK_EQUAL(hf3fs_iovopen_device(iov, id, "/tmp", 4096, 0, 0), -ENOTSUP);
-        CHECK_EQUAL(hf3fs_iovwrap_device(iov, &given, id, "/tmp", 4096, 1, 0), -ENOTSUP);
+        CHECK_EQUAL(hf3fs_iovwrap_device(iov, &unchanged, id, "/tmp", 4096, 1, 0), -ENOTSUP);
         CHECK_EQUAL(hf3fs_iov_export_gpu(iov, &handle), -ENOTSUP);
         CHECK_EQUAL(hf3fs_iov_import_gpu(iov, &handle, "/tmp"), -ENOTSUP);
         CHECK_EQUAL(gdrkit_iov_export_share(iov, &share), -ENOTSUP);
@@ -35,6 +35,6 @@ int main() {
         hf3fs_iovunlink_gpu(iov);
         hf3fs_iovdestroy_gpu(iov);
     }
-    CHECK_EQUAL(hf3fs_iovsync(&given, 1), 0);
-    CHECK(std::memcmp(&given, &before, sizeof given) == 0);
+    CHECK_EQUAL(hf3fs_iovsync(&unchanged, 1), 0);
+    CHECK(std::memcmp(&unchanged, &before, sizeof unchanged) == 0);
 }

@@ -1,5 +1,6 @@
-// What the tests of GPU iovs share: the CUDA driver as an application calls it, a folder that stands for a mount, and a
-// second process. They are right on a real GPU as on the twin of libcuda: LD_LIBRARY_PATH alone decides which it is.
+// Helpers for the tests of GPU iovs: the CUDA driver as an application calls it, a folder that serves as a mount, and a
+// second process. The tests are valid on a real GPU and on the software twin of libcuda; LD_LIBRARY_PATH decides which
+// one is loaded.
 #pragma once
 
 #include <dlfcn.h>
@@ -22,7 +23,8 @@ namespace gdrkit::usrbio::test {
 
 using u64 = std::uint64_t;
 
-// An entry of the driver by its symbol. Arguments have the types of the interface: lengths and addresses are u64.
+// Calls a function of the driver by its symbol. Arguments must have the types of its interface: lengths and addresses
+// are u64.
 template <typename... Arguments> int cu(const char* symbol, Arguments... arguments) {
     static void* const library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
     CHECK(library != nullptr);
@@ -55,36 +57,36 @@ inline void release(u64 pointer) {
     CHECK_EQUAL(cu("cuMemFree_v2", pointer), 0);
 }
 
-inline void* pointer_of(u64 address) {
+inline void* to_pointer(u64 address) {
     return reinterpret_cast<void*>(address);
 }
 
-// Every position differs from its neighbours, and from the same position of another seed.
+// Returns bytes that differ from their neighbours, and from the same position with another seed.
 inline std::vector<std::uint8_t> pattern(std::size_t bytes, unsigned seed) {
-    std::vector<std::uint8_t> all(bytes);
-    for (std::size_t at = 0; at < bytes; ++at) {
-        all[at] = static_cast<std::uint8_t>(at * 131 + at / 251 + seed);
+    std::vector<std::uint8_t> bytes_read(bytes);
+    for (std::size_t index = 0; index < bytes; ++index) {
+        bytes_read[index] = static_cast<std::uint8_t>(index * 131 + index / 251 + seed);
     }
-    return all;
+    return bytes_read;
 }
 
-inline void write(u64 to, const std::vector<std::uint8_t>& bytes) {
-    CHECK_EQUAL(cu("cuMemcpyHtoD_v2", to, static_cast<const void*>(bytes.data()), u64{bytes.size()}), 0);
+inline void write(u64 destination, const std::vector<std::uint8_t>& bytes) {
+    CHECK_EQUAL(cu("cuMemcpyHtoD_v2", destination, static_cast<const void*>(bytes.data()), u64{bytes.size()}), 0);
 }
 
-inline std::vector<std::uint8_t> read(u64 from, std::size_t bytes) {
-    std::vector<std::uint8_t> all(bytes);
-    CHECK_EQUAL(cu("cuMemcpyDtoH_v2", static_cast<void*>(all.data()), from, u64{bytes}), 0);
-    return all;
+inline std::vector<std::uint8_t> read(u64 source, std::size_t bytes) {
+    std::vector<std::uint8_t> bytes_read(bytes);
+    CHECK_EQUAL(cu("cuMemcpyDtoH_v2", static_cast<void*>(bytes_read.data()), source, u64{bytes}), 0);
+    return bytes_read;
 }
 
-inline bool synchronizes_copies(u64 pointer) {
-    unsigned on = 0;
-    CHECK_EQUAL(cu("cuPointerGetAttribute", static_cast<void*>(&on), 6, pointer), 0);
-    return on != 0;
+inline bool has_sync_memops(u64 pointer) {
+    unsigned enabled = 0;
+    CHECK_EQUAL(cu("cuPointerGetAttribute", static_cast<void*>(&enabled), 6, pointer), 0);
+    return enabled != 0;
 }
 
-// A folder with what a mount has for publications. Nobody serves it.
+// A folder for publications like that of a mount, without an agent.
 class Mount {
 public:
     Mount() {
@@ -114,8 +116,8 @@ private:
 inline std::string hex(const void* bytes, std::size_t length) {
     static constexpr char digits[] = "0123456789abcdef";
     std::string text;
-    for (std::size_t at = 0; at < length; ++at) {
-        const auto byte = static_cast<const std::uint8_t*>(bytes)[at];
+    for (std::size_t index = 0; index < length; ++index) {
+        const auto byte = static_cast<const std::uint8_t*>(bytes)[index];
         text += digits[byte >> 4];
         text += digits[byte & 0xf];
     }
@@ -124,14 +126,14 @@ inline std::string hex(const void* bytes, std::size_t length) {
 
 inline std::vector<std::uint8_t> from_hex(const std::string& text) {
     std::vector<std::uint8_t> bytes;
-    for (std::size_t at = 0; at + 1 < text.size(); at += 2) {
-        bytes.push_back(static_cast<std::uint8_t>(std::stoul(text.substr(at, 2), nullptr, 16)));
+    for (std::size_t index = 0; index + 1 < text.size(); index += 2) {
+        bytes.push_back(static_cast<std::uint8_t>(std::stoul(text.substr(index, 2), nullptr, 16)));
     }
     return bytes;
 }
 
-// Runs this program anew with these arguments (a fork alone would inherit a driver that does not work there) and
-// returns its exit status; 128 and more: killed by a signal.
+// Runs this program again with these arguments, because a forked child cannot use the driver of its parent. Returns its
+// exit status; 128 and more: a signal killed it.
 inline int run_peer(std::vector<std::string> arguments) {
     std::fflush(nullptr);
     const pid_t child = fork();

@@ -1,5 +1,5 @@
-// What a GPU iov answers when a call of the driver fails, and that nothing is left then: the next one has room for as
-// much again. On the twin of libcuda alone, whose fault plans say which call fails.
+// Tests of GPU iovs when a call of the driver fails: the error code, and that nothing is leaked, so that the next iov
+// can allocate the same amount. They need the software twin of libcuda, whose fault plan selects the failing call.
 #include <fcntl.h>
 
 #include <fstream>
@@ -10,7 +10,7 @@ namespace {
 
 using namespace gdrkit::usrbio::test;
 
-constexpr int invalid_value = 1, out_of_memory = 2, not_supported = 801, unknown = 999;
+constexpr int invalid_value = 1, out_of_memory = 2, not_supported = 801, unknown_error = 999;
 
 std::size_t open_files() {
     return static_cast<std::size_t>(std::distance(std::filesystem::directory_iterator("/proc/self/fd"), {}));
@@ -21,11 +21,11 @@ std::size_t links(const char* mount) {
     return static_cast<std::size_t>(std::distance(std::filesystem::directory_iterator(folder), {}));
 }
 
-// The other process, whose driver fails once: `expected` first, and then all works.
-int peer(const std::string& what, const char* mount, std::size_t bytes, int expected) {
+// Runs in another process, whose driver fails once: the first call returns `expected`, later calls succeed.
+int peer(const std::string& action, const char* mount, std::size_t bytes, int expected) {
     hf3fs_iov iov{};
     const hf3fs_iov zero{};
-    if (what == "create") {
+    if (action == "create") {
         CHECK_EQUAL(hf3fs_iovcreate_gpu(&iov, mount, bytes, 0, 0), expected);
         CHECK(std::memcmp(&iov, &zero, sizeof iov) == 0);
         CHECK_EQUAL(links(mount), std::size_t{0});
@@ -35,7 +35,7 @@ int peer(const std::string& what, const char* mount, std::size_t bytes, int expe
     }
     for (std::size_t round = 0, files = 0; round < 2; ++round) {
         CHECK_EQUAL(hf3fs_iovcreate_gpu(&iov, mount, bytes, 0, 0), 0);
-        if (what == "synchronize" && round == 0) {
+        if (action == "synchronize" && round == 0) {
             CHECK_EQUAL(hf3fs_iovsync_gpu(&iov, 0), expected);
         }
         CHECK_EQUAL(hf3fs_iovsync_gpu(&iov, 0), 0);
@@ -49,29 +49,29 @@ int peer(const std::string& what, const char* mount, std::size_t bytes, int expe
 }
 
 struct Fault {
-    const char* what;
+    const char* action;
     const char* call;
     int status;
     int expected;
 };
 
 constexpr Fault faults[] = {
-    {"create", "cuInit", unknown, -ENOTSUP},
-    {"create", "cuDeviceGetCount", unknown, -ENODEV},
+    {"create", "cuInit", unknown_error, -ENOTSUP},
+    {"create", "cuDeviceGetCount", unknown_error, -ENODEV},
     {"create", "cuDevicePrimaryCtxRetain", out_of_memory, -ENOMEM},
-    {"create", "cuDevicePrimaryCtxRetain", unknown, -ENODEV},
-    {"create", "cuCtxPushCurrent_v2", unknown, -ENODEV},
+    {"create", "cuDevicePrimaryCtxRetain", unknown_error, -ENODEV},
+    {"create", "cuCtxPushCurrent_v2", unknown_error, -ENODEV},
     {"create", "cuMemAlloc_v2", out_of_memory, -ENOMEM},
     {"create", "cuMemAlloc_v2", invalid_value, -ENOMEM},
     {"create", "cuMemAlloc_v2", not_supported, -ENOTSUP},
-    {"create", "cuMemAlloc_v2", unknown, -EIO},
-    {"create", "cuPointerGetAttribute", unknown, -EINVAL},
-    {"create", "cuMemGetAddressRange_v2", unknown, -EINVAL},
-    {"create", "cuPointerSetAttribute", unknown, -EIO},
+    {"create", "cuMemAlloc_v2", unknown_error, -EIO},
+    {"create", "cuPointerGetAttribute", unknown_error, -EINVAL},
+    {"create", "cuMemGetAddressRange_v2", unknown_error, -EINVAL},
+    {"create", "cuPointerSetAttribute", unknown_error, -EIO},
     {"create", "cuIpcGetMemHandle", out_of_memory, -ENOMEM},
     {"create", "cuIpcGetMemHandle", not_supported, -ENOTSUP},
-    {"create", "cuIpcGetMemHandle", unknown, -EIO},
-    {"synchronize", "cuCtxSynchronize", unknown, -EIO},
+    {"create", "cuIpcGetMemHandle", unknown_error, -EIO},
+    {"synchronize", "cuCtxSynchronize", unknown_error, -EIO},
 };
 
 } // namespace
@@ -89,9 +89,9 @@ int main(int count, char** arguments) {
     for (const Fault& fault : faults) {
         std::ofstream(plan) << "gdrkit-faults 1\n" << fault.call << " call=1 status=" << fault.status << "\n";
         CHECK_EQUAL(setenv("GDRKIT_TWINS_FAULTS", plan.c_str(), 1), 0);
-        const int ended = run_peer({fault.what, mount.path(), bytes, std::to_string(fault.expected)});
+        const int ended = run_peer({fault.action, mount.path(), bytes, std::to_string(fault.expected)});
         if (ended != 0) {
-            std::fprintf(stderr, "%s of %s with %d: the other process ended with %d\n", fault.what, fault.call,
+            std::fprintf(stderr, "%s of %s with %d: the other process ended with %d\n", fault.action, fault.call,
                          fault.status, ended);
         }
         CHECK_EQUAL(ended, 0);

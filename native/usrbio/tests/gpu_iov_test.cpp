@@ -1,4 +1,4 @@
-// GPU iovs in one process: creation, wrapping, what is refused and how, and the end.
+// Tests of GPU iovs in one process: creation, wrapping, errors and destruction.
 #include <algorithm>
 #include <thread>
 
@@ -13,7 +13,7 @@ namespace fs = std::filesystem;
 
 constexpr u64 mib = 1 << 20;
 
-std::array<std::uint8_t, 16> id_of(unsigned seed) {
+std::array<std::uint8_t, 16> make_id(unsigned seed) {
     std::array<std::uint8_t, 16> id{};
     const auto bytes = pattern(id.size(), seed);
     std::ranges::copy(bytes, id.begin());
@@ -25,11 +25,11 @@ bool is_zero(const hf3fs_iov& iov) {
     return std::memcmp(&iov, &zero, sizeof iov) == 0;
 }
 
-void create_publishes_and_destroy_takes_everything_back() {
+void test_create_publishes_and_destroy_releases_everything() {
     const Mount mount;
     make_current(0);
     u64 free_before = 0, free_after = 0, total = 0;
-    // The first iov makes what the driver keeps for itself.
+    // In the first round the driver allocates memory for itself.
     for (int round = 0; round < 2; ++round) {
         CHECK_EQUAL(cu("cuMemGetInfo_v2", &free_before, &total), 0);
         hf3fs_iov iov{};
@@ -39,7 +39,7 @@ void create_publishes_and_destroy_takes_everything_back() {
         CHECK(hf3fs_iov_is_gpu(&iov) && hf3fs_iov_gpu_device(&iov) == 0 && hf3fs_iov_device_id(&iov) == 0);
         CHECK_EQUAL(hf3fs_iov_mem_type(&iov), HF3FS_MEM_DEVICE);
         const auto address = reinterpret_cast<u64>(iov.base);
-        CHECK(synchronizes_copies(address));
+        CHECK(has_sync_memops(address));
         const fs::path link = mount.only_link();
         const auto id = parse_gpu_link_name(link.filename().native(), 0);
         CHECK(id.has_value() && std::memcmp(id->data(), iov.id, 16) == 0);
@@ -65,29 +65,29 @@ void create_publishes_and_destroy_takes_everything_back() {
     }
 }
 
-void the_current_context_stays() {
+void test_current_context_is_preserved() {
     const Mount mount;
-    void* const mine = make_current(0);
+    void* const previous = make_current(0);
     int count = 0;
     CHECK_EQUAL(cu("cuDeviceGetCount", &count), 0);
     hf3fs_iov iov{};
     CHECK_EQUAL(hf3fs_iovcreate_gpu(&iov, mount.path(), mib, 0, count - 1), 0);
-    CHECK(current() == mine);
+    CHECK(current() == previous);
     CHECK_EQUAL(hf3fs_iovsync_gpu(&iov, 1), 0);
-    CHECK(current() == mine);
-    // A thread without a context may end the iov, and has none afterwards either.
+    CHECK(current() == previous);
+    // A thread without a context can destroy the iov, and has no context afterwards.
     std::thread([&] {
         CHECK(current() == nullptr);
         CHECK_EQUAL(hf3fs_iovsync_gpu(&iov, 0), 0);
         hf3fs_iovdestroy_gpu(&iov);
         CHECK(current() == nullptr);
     }).join();
-    CHECK(is_zero(iov) && current() == mine);
+    CHECK(is_zero(iov) && current() == previous);
     CHECK_EQUAL(hf3fs_iovcreate_gpu(&iov, "/nonexistent", mib, 0, 0), -ENOENT);
-    CHECK(current() == mine);
+    CHECK(current() == previous);
 }
 
-void bad_arguments_have_their_codes() {
+void test_invalid_arguments_have_error_codes() {
     const Mount mount;
     const std::string too_long(256, 'm');
     int count = 0;
@@ -96,7 +96,7 @@ void bad_arguments_have_their_codes() {
     hf3fs_iov iov{};
     iov.numa = 77;
     const hf3fs_iov before = iov;
-    const auto id = id_of(1);
+    const auto id = make_id(1);
     CHECK_EQUAL(hf3fs_iovcreate_gpu(nullptr, mount.path(), mib, 0, 0), -EINVAL);
     CHECK_EQUAL(hf3fs_iovcreate_gpu(&iov, nullptr, mib, 0, 0), -EINVAL);
     CHECK_EQUAL(hf3fs_iovcreate_gpu(&iov, "", mib, 0, 0), -EINVAL);
@@ -108,14 +108,14 @@ void bad_arguments_have_their_codes() {
     CHECK_EQUAL(hf3fs_iovcreate_gpu(&iov, mount.path(), SIZE_MAX, 0, 0), -ENOMEM);
     CHECK_EQUAL(hf3fs_iovcreate_device(&iov, mount.path(), mib, 4096, 0), -EINVAL);
     const u64 memory = allocate(mib);
-    void* const pointer = pointer_of(memory);
+    void* const pointer = to_pointer(memory);
     CHECK_EQUAL(hf3fs_iovwrap_gpu(&iov, nullptr, id.data(), mount.path(), mib, 0, 0), -EINVAL);
     CHECK_EQUAL(hf3fs_iovwrap_gpu(&iov, pointer, nullptr, mount.path(), mib, 0, 0), -EINVAL);
     CHECK_EQUAL(hf3fs_iovwrap_gpu(&iov, pointer, id.data(), mount.path(), 0, 0, 0), -EINVAL);
     CHECK_EQUAL(hf3fs_iovwrap_gpu(&iov, pointer, id.data(), mount.path(), SIZE_MAX, 0, 0), -EINVAL);
     CHECK_EQUAL(hf3fs_iovwrap_gpu(&iov, pointer, id.data(), mount.path(), mib, 0, count), -ENODEV);
     CHECK_EQUAL(hf3fs_iovwrap_device(&iov, pointer, id.data(), mount.path(), mib, 1, 0), -EINVAL);
-    CHECK_EQUAL(hf3fs_iovwrap_gpu(&iov, pointer_of(memory + 1), id.data(), mount.path(), 64 * mib, 0, 0), -EINVAL);
+    CHECK_EQUAL(hf3fs_iovwrap_gpu(&iov, to_pointer(memory + 1), id.data(), mount.path(), 64 * mib, 0, 0), -EINVAL);
     CHECK_EQUAL(hf3fs_iovopen_gpu(&iov, nullptr, mount.path(), mib, 0, 0), -EINVAL);
     CHECK_EQUAL(hf3fs_iovopen_gpu(&iov, id.data(), mount.path(), 0, 0, 0), -EINVAL);
     CHECK_EQUAL(hf3fs_iovopen_gpu(&iov, id.data(), mount.path(), mib, 0, 0), -ENOENT);
@@ -133,12 +133,12 @@ void bad_arguments_have_their_codes() {
     release(memory);
 }
 
-void what_is_no_gpu_iov_is_left_alone() {
+void test_other_structs_are_ignored() {
     hf3fs_iov zero{};
-    hf3fs_iov made_up{};
-    made_up.iovh = &made_up;
-    made_up.numa = -0x6472;
-    for (hf3fs_iov* const iov : {static_cast<hf3fs_iov*>(nullptr), &zero, &made_up}) {
+    hf3fs_iov invalid{};
+    invalid.iovh = &invalid;
+    invalid.numa = -0x6472;
+    for (hf3fs_iov* const iov : {static_cast<hf3fs_iov*>(nullptr), &zero, &invalid}) {
         hf3fs_iovunlink_gpu(iov);
         hf3fs_iovdestroy_gpu(iov);
         CHECK(!hf3fs_iov_is_gpu(iov) && hf3fs_iov_gpu_device(iov) == -1);
@@ -149,7 +149,7 @@ void what_is_no_gpu_iov_is_left_alone() {
     CHECK_EQUAL(hf3fs_iovsync(nullptr, 0), -EINVAL);
 }
 
-void directions_are_checked() {
+void test_sync_direction_is_checked() {
     const Mount mount;
     hf3fs_iov iov{};
     CHECK_EQUAL(hf3fs_iovcreate_device(&iov, mount.path(), 4096, 0, 0), 0);
@@ -158,16 +158,16 @@ void directions_are_checked() {
     hf3fs_iovdestroy_gpu(&iov);
 }
 
-void foreign_memory_is_refused() {
+void test_memory_of_host_or_other_device_is_refused() {
     const Mount mount;
     make_current(0);
-    const auto id = id_of(2);
+    const auto id = make_id(2);
     hf3fs_iov iov{};
     std::vector<std::uint8_t> host(4096);
     CHECK_EQUAL(hf3fs_iovwrap_gpu(&iov, host.data(), id.data(), mount.path(), host.size(), 0, 0), -EINVAL);
     u64 managed = 0;
     CHECK_EQUAL(cu("cuMemAllocManaged", &managed, u64{65536}, 1U), 0);
-    CHECK_EQUAL(hf3fs_iovwrap_gpu(&iov, pointer_of(managed), id.data(), mount.path(), 4096, 0, 0), -EINVAL);
+    CHECK_EQUAL(hf3fs_iovwrap_gpu(&iov, to_pointer(managed), id.data(), mount.path(), 4096, 0, 0), -EINVAL);
     release(managed);
     void* pinned = nullptr;
     CHECK_EQUAL(cu("cuMemHostAlloc", &pinned, u64{4096}, 0U), 0);
@@ -175,47 +175,47 @@ void foreign_memory_is_refused() {
     CHECK_EQUAL(cu("cuMemFreeHost", pinned), 0);
     const u64 freed = allocate(mib);
     release(freed);
-    CHECK_EQUAL(hf3fs_iovwrap_gpu(&iov, pointer_of(freed), id.data(), mount.path(), 4096, 0, 0), -EINVAL);
+    CHECK_EQUAL(hf3fs_iovwrap_gpu(&iov, to_pointer(freed), id.data(), mount.path(), 4096, 0, 0), -EINVAL);
     int count = 0;
     CHECK_EQUAL(cu("cuDeviceGetCount", &count), 0);
     if (count > 1) {
         const u64 memory = allocate(mib);
-        CHECK_EQUAL(hf3fs_iovwrap_gpu(&iov, pointer_of(memory), id.data(), mount.path(), mib, 0, 1), -EINVAL);
+        CHECK_EQUAL(hf3fs_iovwrap_gpu(&iov, to_pointer(memory), id.data(), mount.path(), mib, 0, 1), -EINVAL);
         release(memory);
     }
     CHECK_EQUAL(mount.links(), std::size_t{0});
 }
 
-void wrapped_memory_stays_its_owners() {
+void test_wrapped_memory_belongs_to_its_owner() {
     const Mount mount;
     make_current(0);
     const u64 memory = allocate(mib);
     write(memory, pattern(mib, 9));
-    const auto id = id_of(3), other = id_of(4);
-    hf3fs_iov whole{}, part{}, again{};
-    CHECK_EQUAL(hf3fs_iovwrap_gpu(&whole, pointer_of(memory), id.data(), mount.path(), mib, 0, 0), 0);
-    CHECK(synchronizes_copies(memory));
-    CHECK_EQUAL(hf3fs_iovwrap_gpu(&again, pointer_of(memory), id.data(), mount.path(), mib, 0, 0), -EEXIST);
-    CHECK(is_zero(again));
-    CHECK_EQUAL(hf3fs_iovwrap_device(&part, pointer_of(memory + 4099), other.data(), mount.path(), 1000, 0, 0), 0);
+    const auto id = make_id(3), other = make_id(4);
+    hf3fs_iov first{}, second{}, duplicate{};
+    CHECK_EQUAL(hf3fs_iovwrap_gpu(&first, to_pointer(memory), id.data(), mount.path(), mib, 0, 0), 0);
+    CHECK(has_sync_memops(memory));
+    CHECK_EQUAL(hf3fs_iovwrap_gpu(&duplicate, to_pointer(memory), id.data(), mount.path(), mib, 0, 0), -EEXIST);
+    CHECK(is_zero(duplicate));
+    CHECK_EQUAL(hf3fs_iovwrap_device(&second, to_pointer(memory + 4099), other.data(), mount.path(), 1000, 0, 0), 0);
     const auto target = parse_target(fs::read_symlink(mount.iovs() / gpu_link_name(other.data(), 0)).native());
     CHECK(target.has_value() && target->offset_bytes >= 4099 && target->size_bytes == 1000);
-    // Interior memory does not go into a handle without an offset.
+    // The handle without an offset refuses memory inside an allocation.
     hf3fs_gpu_ipc_handle_t handle{};
-    CHECK_EQUAL(hf3fs_iov_export_gpu(&part, &handle), -EINVAL);
-    CHECK_EQUAL(hf3fs_iov_export_gpu(&whole, nullptr), -EINVAL);
+    CHECK_EQUAL(hf3fs_iov_export_gpu(&second, &handle), -EINVAL);
+    CHECK_EQUAL(hf3fs_iov_export_gpu(&first, nullptr), -EINVAL);
     gdrkit_share_handle_t share{};
-    CHECK_EQUAL(gdrkit_iov_export_share(&part, &share), 0);
-    // What ends one iov leaves the other and the memory alone.
-    hf3fs_iovdestroy_gpu(&whole);
+    CHECK_EQUAL(gdrkit_iov_export_share(&second, &share), 0);
+    // Destroying one iov does not affect the other, nor the memory.
+    hf3fs_iovdestroy_gpu(&first);
     CHECK_EQUAL(mount.links(), std::size_t{1});
-    CHECK_EQUAL(hf3fs_iovsync_gpu(&part, 1), 0);
-    hf3fs_iovdestroy_gpu(&part);
+    CHECK_EQUAL(hf3fs_iovsync_gpu(&second, 1), 0);
+    hf3fs_iovdestroy_gpu(&second);
     CHECK(read(memory, mib) == pattern(mib, 9));
     release(memory);
 }
 
-void a_replaced_link_stays() {
+void test_replaced_link_stays() {
     const Mount mount;
     hf3fs_iov iov{};
     CHECK_EQUAL(hf3fs_iovcreate_gpu(&iov, mount.path(), mib, 0, 0), 0);
@@ -223,20 +223,20 @@ void a_replaced_link_stays() {
     hf3fs_iovunlink_gpu(&iov);
     CHECK_EQUAL(mount.links(), std::size_t{0});
     CHECK(hf3fs_iov_is_gpu(&iov));
-    fs::create_symlink("somebody else's", link);
+    fs::create_symlink("another process's", link);
     hf3fs_iovunlink_gpu(&iov);
     hf3fs_iovdestroy_gpu(&iov);
     CHECK(is_zero(iov));
-    CHECK(fs::read_symlink(link) == "somebody else's");
+    CHECK(fs::read_symlink(link) == "another process's");
 }
 
-void a_link_that_cannot_be_removed_keeps_the_iov() {
+void test_undeletable_link_keeps_the_iov() {
     const Mount mount;
     make_current(0);
     hf3fs_iov iov{};
     CHECK_EQUAL(hf3fs_iovcreate_gpu(&iov, mount.path(), mib, 0, 0), 0);
     const auto address = reinterpret_cast<u64>(iov.base);
-    // A folder instead of the link: unlink answers EISDIR, whoever asks.
+    // Replace the link by a folder: unlink(2) then fails with EISDIR for every user.
     const fs::path link = mount.only_link();
     fs::remove(link);
     fs::create_directory(link);
@@ -249,7 +249,7 @@ void a_link_that_cannot_be_removed_keeps_the_iov() {
     CHECK(is_zero(iov));
 }
 
-void one_destroy_of_many_ends_it() {
+void test_concurrent_destroy_ends_the_iov_once() {
     const Mount mount;
     hf3fs_iov iov{};
     CHECK_EQUAL(hf3fs_iovcreate_gpu(&iov, mount.path(), mib, 0, 0), 0);
@@ -265,7 +265,7 @@ void one_destroy_of_many_ends_it() {
     CHECK_EQUAL(mount.links(), std::size_t{0});
 }
 
-void a_forked_child_takes_nothing_away() {
+void test_forked_child_removes_nothing() {
     const Mount mount;
     hf3fs_iov iov{};
     CHECK_EQUAL(hf3fs_iovcreate_gpu(&iov, mount.path(), mib, 0, 0), 0);
@@ -273,9 +273,9 @@ void a_forked_child_takes_nothing_away() {
     const pid_t child = fork();
     CHECK(child >= 0);
     if (child == 0) {
-        const bool mine = hf3fs_iov_is_gpu(&iov);
+        const bool previous = hf3fs_iov_is_gpu(&iov);
         hf3fs_iovdestroy_gpu(&iov);
-        _exit(mine ? 1 : 0);
+        _exit(previous ? 1 : 0);
     }
     int status = 0;
     CHECK(waitpid(child, &status, 0) == child);
@@ -290,15 +290,15 @@ void a_forked_child_takes_nothing_away() {
 int main() {
     CHECK(hf3fs_gdr_available());
     CHECK(hf3fs_gdr_device_count() > 0);
-    create_publishes_and_destroy_takes_everything_back();
-    the_current_context_stays();
-    bad_arguments_have_their_codes();
-    what_is_no_gpu_iov_is_left_alone();
-    directions_are_checked();
-    foreign_memory_is_refused();
-    wrapped_memory_stays_its_owners();
-    a_replaced_link_stays();
-    a_link_that_cannot_be_removed_keeps_the_iov();
-    one_destroy_of_many_ends_it();
-    a_forked_child_takes_nothing_away();
+    test_create_publishes_and_destroy_releases_everything();
+    test_current_context_is_preserved();
+    test_invalid_arguments_have_error_codes();
+    test_other_structs_are_ignored();
+    test_sync_direction_is_checked();
+    test_memory_of_host_or_other_device_is_refused();
+    test_wrapped_memory_belongs_to_its_owner();
+    test_replaced_link_stays();
+    test_undeletable_link_keeps_the_iov();
+    test_concurrent_destroy_ends_the_iov_once();
+    test_forked_child_removes_nothing();
 }

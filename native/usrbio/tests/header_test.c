@@ -1,4 +1,7 @@
-/* The header is C, and its structures are those of 3FS. */
+/*
+ * Tests that the header compiles as C, that its structs have the layout of 3FS, and that the functions check their
+ * arguments.
+ */
 #include <errno.h>
 #include <hf3fs_usrbio.h>
 #include <stddef.h>
@@ -23,11 +26,11 @@ _Static_assert(sizeof(struct hf3fs_cqe) == 24, "cqe");
 _Static_assert(offsetof(struct hf3fs_cqe, result) == 8, "result");
 _Static_assert(offsetof(struct hf3fs_cqe, userdata) == 16, "userdata");
 
-#define EXPECT(value, wanted)                                                                                          \
+#define EXPECT(value, expected)                                                                                        \
     do {                                                                                                               \
-        long got = (long)(value);                                                                                      \
-        if (got != (long)(wanted)) {                                                                                   \
-            fprintf(stderr, "%s:%d: %s is %ld, not %ld\n", __FILE__, __LINE__, #value, got, (long)(wanted));           \
+        long actual = (long)(value);                                                                                   \
+        if (actual != (long)(expected)) {                                                                              \
+            fprintf(stderr, "%s:%d: %s is %ld, not %ld\n", __FILE__, __LINE__, #value, actual, (long)(expected));      \
             return 1;                                                                                                  \
         }                                                                                                              \
     } while (0)
@@ -38,18 +41,18 @@ int main(void) {
     struct hf3fs_cqe cqe;
     const uint8_t id[16] = {0};
     char byte = 0;
-    char longest[400];
+    char long_path[400];
     size_t range[2] = {0, 1};
-    int ends[2];
+    int pipe_ends[2];
     memset(&iov, 0, sizeof(iov));
     memset(&ior, 0, sizeof(ior));
-    memset(longest, 'x', sizeof(longest) - 1);
-    longest[sizeof(longest) - 1] = 0;
+    memset(long_path, 'x', sizeof(long_path) - 1);
+    long_path[sizeof(long_path) - 1] = 0;
 
     EXPECT(hf3fs_iovcreate(NULL, "/tmp", 1, 0, -1), -EINVAL);
     EXPECT(hf3fs_iovcreate(&iov, NULL, 1, 0, -1), -EINVAL);
     EXPECT(hf3fs_iovcreate(&iov, "", 1, 0, -1), -EINVAL);
-    EXPECT(hf3fs_iovcreate(&iov, longest, 1, 0, -1), -EINVAL);
+    EXPECT(hf3fs_iovcreate(&iov, long_path, 1, 0, -1), -EINVAL);
     EXPECT(hf3fs_iovcreate(&iov, "/tmp", 0, 0, -1), -EINVAL);
     EXPECT(hf3fs_iovcreate(&iov, "/tmp", 4, 5, -1), -EINVAL);
     EXPECT(hf3fs_iovcreate(&iov, "/nowhere", 1, 0, -1), -ENOENT);
@@ -59,7 +62,7 @@ int main(void) {
     EXPECT(hf3fs_iovwrap(NULL, &byte, id, "/tmp", 1, 0, -1), -EINVAL);
     EXPECT(hf3fs_iovwrap(&iov, NULL, id, "/tmp", 1, 0, -1), -EINVAL);
     EXPECT(hf3fs_iovwrap(&iov, &byte, NULL, "/tmp", 1, 0, -1), -EINVAL);
-    EXPECT(hf3fs_iovwrap(&iov, &byte, id, longest, 1, 0, -1), -EINVAL);
+    EXPECT(hf3fs_iovwrap(&iov, &byte, id, long_path, 1, 0, -1), -EINVAL);
     hf3fs_iovunlink(NULL);
     hf3fs_iovdestroy(NULL);
     hf3fs_iovdestroy(&iov);
@@ -96,11 +99,11 @@ int main(void) {
     EXPECT(hf3fs_wait_for_ios(&ior, &cqe, 1, 0, NULL), -EINVAL);
 
     EXPECT(hf3fs_is_hf3fs(-1), false);
-    EXPECT(pipe(ends), 0);
-    EXPECT(hf3fs_is_hf3fs(ends[0]), false);
+    EXPECT(pipe(pipe_ends), 0);
+    EXPECT(hf3fs_is_hf3fs(pipe_ends[0]), false);
     EXPECT(hf3fs_reg_fd(-1, 0), EBADF);
     EXPECT(hf3fs_reg_fd(0x7fffffff, 0), EBADF);
-    EXPECT(hf3fs_reg_fd(ends[0], 0), EBADF);
+    EXPECT(hf3fs_reg_fd(pipe_ends[0], 0), EBADF);
     hf3fs_dereg_fd(-1);
     hf3fs_dereg_fd(0x7fffffff);
     hf3fs_dereg_fd((int)0x80000000);
@@ -108,12 +111,12 @@ int main(void) {
     EXPECT(hf3fs_hardlink("x", NULL), EINVAL);
     EXPECT(hf3fs_hardlink("/nowhere/x", "/nowhere/y"), ENOENT);
     EXPECT(hf3fs_punchhole(-1, 1, range, range + 1, 0), EBADF);
-    EXPECT(hf3fs_punchhole(ends[1], 0, range, range + 1, 0), EINVAL);
-    EXPECT(hf3fs_punchhole(ends[1], 1001, range, range + 1, 0), EINVAL);
-    EXPECT(hf3fs_punchhole(ends[1], 1, range + 1, range, 0), EINVAL);
-    EXPECT(hf3fs_punchhole(ends[1], 1, NULL, range, 0), EINVAL);
-    EXPECT(hf3fs_extract_mount_point(longest, 400, NULL), -1);
-    EXPECT(hf3fs_extract_mount_point(longest, 400, "/nowhere"), -1);
-    EXPECT(hf3fs_extract_mount_point(longest, 400, "/"), -1);
+    EXPECT(hf3fs_punchhole(pipe_ends[1], 0, range, range + 1, 0), EINVAL);
+    EXPECT(hf3fs_punchhole(pipe_ends[1], 1001, range, range + 1, 0), EINVAL);
+    EXPECT(hf3fs_punchhole(pipe_ends[1], 1, range + 1, range, 0), EINVAL);
+    EXPECT(hf3fs_punchhole(pipe_ends[1], 1, NULL, range, 0), EINVAL);
+    EXPECT(hf3fs_extract_mount_point(long_path, 400, NULL), -1);
+    EXPECT(hf3fs_extract_mount_point(long_path, 400, "/nowhere"), -1);
+    EXPECT(hf3fs_extract_mount_point(long_path, 400, "/"), -1);
     return 0;
 }

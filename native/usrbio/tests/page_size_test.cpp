@@ -1,4 +1,4 @@
-// The code that works on whole host pages, on a host with pages of 64 KiB: this test's sysconf() returns that size.
+// Tests of code that works on whole host pages, with pages of 64 KiB: sysconf() of this test returns that size.
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -25,7 +25,7 @@ long __wrap_sysconf(int name) {
 namespace gdrkit::usrbio {
 namespace {
 
-ShareHandle chunked(std::uint64_t chunk_bytes) {
+ShareHandle make_vmm_handle(std::uint64_t chunk_bytes) {
     ShareHandle handle;
     handle.kind = ShareKind::vmm;
     handle.chunk_bytes = chunk_bytes;
@@ -37,7 +37,7 @@ ShareHandle chunked(std::uint64_t chunk_bytes) {
     return handle;
 }
 
-ShareHandle dmabuf_at(std::uint64_t address) {
+ShareHandle make_dmabuf_handle(std::uint64_t address) {
     ShareHandle handle;
     handle.kind = ShareKind::dmabuf;
     handle.descriptor_count = 1;
@@ -49,18 +49,18 @@ ShareHandle dmabuf_at(std::uint64_t address) {
     return handle;
 }
 
-void handle_chunks_are_whole_pages() {
-    CHECK(pack(chunked(large_page_bytes)));
-    CHECK(!pack(chunked(small_page_bytes)));
-    CHECK(!pack(chunked(large_page_bytes + small_page_bytes)));
+void test_handle_chunks_are_whole_pages() {
+    CHECK(pack(make_vmm_handle(large_page_bytes)));
+    CHECK(!pack(make_vmm_handle(small_page_bytes)));
+    CHECK(!pack(make_vmm_handle(large_page_bytes + small_page_bytes)));
 }
 
-void handle_addresses_begin_with_a_page() {
-    CHECK(pack(dmabuf_at(large_page_bytes)));
-    CHECK(!pack(dmabuf_at(large_page_bytes + small_page_bytes)));
+void test_handle_addresses_are_page_aligned() {
+    CHECK(pack(make_dmabuf_handle(large_page_bytes)));
+    CHECK(!pack(make_dmabuf_handle(large_page_bytes + small_page_bytes)));
 }
 
-void bus_guard_replaces_a_whole_page() {
+void test_bus_guard_replaces_a_whole_page() {
     const auto reserved =
         mmap(nullptr, 3 * large_page_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     CHECK(reserved != MAP_FAILED);
@@ -74,8 +74,8 @@ void bus_guard_replaces_a_whole_page() {
     bytes[0] = 1;
     const agent::BusGuard guard(memory, large_page_bytes);
     CHECK(ftruncate(file, 0) == 0);
-    CHECK(bytes[large_page_bytes / 2] == 0 && guard.hit());
-    // The file has its bytes again, but the guard has replaced the mapping of the page from its first byte to its last.
+    CHECK(bytes[large_page_bytes / 2] == 0 && guard.is_hit());
+    // The file has its bytes again, but the guard has replaced the mapping of the whole page.
     CHECK(ftruncate(file, large_page_bytes) == 0);
     const unsigned char written = 2;
     CHECK(pwrite(file, &written, 1, 0) == 1 && pwrite(file, &written, 1, large_page_bytes - 1) == 1);
@@ -88,8 +88,8 @@ void bus_guard_replaces_a_whole_page() {
 
 int main() {
     using namespace gdrkit::usrbio;
-    handle_chunks_are_whole_pages();
-    handle_addresses_begin_with_a_page();
-    bus_guard_replaces_a_whole_page();
+    test_handle_chunks_are_whole_pages();
+    test_handle_addresses_are_page_aligned();
+    test_bus_guard_replaces_a_whole_page();
     return 0;
 }

@@ -1,15 +1,15 @@
-// How fast reads go through ring, agent, server and NIC, beside what the kernel does with the same cached file in the
-// same run: 4 KiB at random places at depth 64 beside io_uring, 1 MiB in a row at depth 8 beside one thread's pread,
-// and both beside the copies of the path alone. All of them read into as much memory as the path does.
-// They take turns, round by round, so that what else the machine does meets all.
+// Measures the speed of reads through ring, agent, server and NIC, and compares it in the same run with reads of the
+// same cached file by the kernel. Reads of 4 KiB at random offsets at depth 64 are compared with io_uring. Sequential
+// reads of 1 MiB at depth 8 are compared with pread by one thread. Both are also compared with the copies of the path
+// alone. All variants read into the same amount of memory. They take turns, round by round, so that other load on the
+// machine affects all of them.
 //
-//     path_bench MOUNT FILE [--kind host|device] [--rounds 5] [--ms 200] [--only TURN]
-//                [--cores N,N] [--pid NAME=PID]...
+// path_bench MOUNT FILE [--kind host|device] [--rounds 5] [--ms 200] [--only TURN] [--cores N,N] [--pid NAME=PID]...
 //
-// Each turn is a line of JSON on standard output. `cpu_s` is the processor time of this process and of those that were
-// named: it says what an operation costs also where others use the processors. What the last reads of each turn brought
-// is compared with the file, every byte. The copies alone have two threads, which run on the cores that are named;
-// without these there is no such turn.
+// The program prints one line of JSON for each turn. `cpu_s` is the processor time of this process and of the named
+// processes, which shows the cost of an operation also if the processors are shared. After each turn, the data of the
+// last reads is compared with the file. The copies alone need two threads, which run on the named cores; without
+// --cores that variant is skipped.
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <sys/resource.h>
@@ -37,10 +37,11 @@ using Clock = std::chrono::steady_clock;
 
 constexpr std::size_t page_bytes = 4096, small_bytes = 4096, large_bytes = 1UL << 20;
 constexpr unsigned small_depth = 64, large_depth = 8;
-// Twice what is in flight: completions may overtake each other, and then a place is free later than its operation ends.
+// Twice the operations in flight: completions may come out of order, and then an entry becomes free later than its
+// operation ends.
 constexpr int ring_entries = 128;
 
-struct Asked {
+struct Settings {
     std::string mount, file, kind = "host", only;
     int rounds = 5;
     double turn_ms = 200;
@@ -48,14 +49,14 @@ struct Asked {
     std::vector<std::pair<std::string, int>> processes;
 };
 
-void check(const char* what, long result) {
+void check(const char* call, long result) {
     if (result != 0) {
         errno = static_cast<int>(result < 0 ? -result : result);
-        give_up(what);
+        exit_failed(call);
     }
 }
 
-// The CUDA driver, of which this needs two functions; device memory is read back by them.
+// The functions of the CUDA driver that read device memory back.
 struct Cuda {
     int (*copy)(void*, std::uint64_t, std::size_t) = nullptr;
 
@@ -73,60 +74,60 @@ struct Cuda {
         void* context = nullptr;
         if (copy == nullptr || init == nullptr || retain == nullptr || set == nullptr || init(0) != 0 ||
             retain(&context, 0) != 0 || set(context) != 0) {
-            std::fprintf(stderr, "path_bench: no CUDA driver, or no device\n");
+            std::fprintf(stderr, "path_bench: the CUDA driver or device 0 is not available\n");
             std::exit(1);
         }
     }
 };
 
-// Of all threads that the process has now, in seconds.
-double cpu_of(int process) {
+// Returns the processor time of all current threads of a process, in seconds.
+double process_cpu_seconds(int process) {
     double seconds = 0;
-    std::error_code gone;
-    for (const auto& task : std::filesystem::directory_iterator("/proc/" + std::to_string(process) + "/task", gone)) {
-        std::uint64_t ran_ns = 0;
-        std::ifstream(task.path() / "schedstat") >> ran_ns;
-        seconds += static_cast<double>(ran_ns) * 1e-9;
+    std::error_code error;
+    for (const auto& task : std::filesystem::directory_iterator("/proc/" + std::to_string(process) + "/task", error)) {
+        std::uint64_t cpu_ns = 0;
+        std::ifstream(task.path() / "schedstat") >> cpu_ns;
+        seconds += static_cast<double>(cpu_ns) * 1e-9;
     }
     return seconds;
 }
 
-double own_cpu() {
+double own_cpu_seconds() {
     rusage used{};
     getrusage(RUSAGE_SELF, &used);
-    const auto of = [](const timeval& time) {
+    const auto to_seconds = [](const timeval& time) {
         return static_cast<double>(time.tv_sec) + static_cast<double>(time.tv_usec) * 1e-6;
     };
-    return of(used.ru_utime) + of(used.ru_stime);
+    return to_seconds(used.ru_utime) + to_seconds(used.ru_stime);
 }
 
-// One turn: what was done again and again, how often, for how long, and what that cost whom.
+// Repeats `step` for one turn, and prints the number of operations, the time and the processor time of each process.
 template <typename Step, typename End>
-void turn(const Asked& asked, const char* name, int round, std::size_t bytes, Step step, End end) {
-    if (!asked.only.empty() && asked.only != name) {
+void turn(const Settings& settings, const char* name, int round, std::size_t bytes, Step step, End end) {
+    if (!settings.only.empty() && settings.only != name) {
         return;
     }
     step();
     std::vector<double> before;
-    for (const auto& [who, process] : asked.processes) {
-        before.push_back(cpu_of(process));
+    for (const auto& [process_name, process] : settings.processes) {
+        before.push_back(process_cpu_seconds(process));
     }
-    const double own = own_cpu();
+    const double own = own_cpu_seconds();
     const auto begin = Clock::now();
-    std::uint64_t done = 0;
+    std::uint64_t completed = 0;
     double passed_s = 0;
     do {
-        done += step();
+        completed += step();
         passed_s = std::chrono::duration<double>(Clock::now() - begin).count();
-    } while (passed_s * 1000 < asked.turn_ms);
-    done += end();
+    } while (passed_s * 1000 < settings.turn_ms);
+    completed += end();
     passed_s = std::chrono::duration<double>(Clock::now() - begin).count();
     std::printf("{\"turn\": \"%s\", \"round\": %d, \"bytes\": %zu, \"operations\": %llu, \"passed_s\": %.6f, "
                 "\"cpu_s\": {\"client\": %.6f",
-                name, round, bytes, static_cast<unsigned long long>(done), passed_s, own_cpu() - own);
+                name, round, bytes, static_cast<unsigned long long>(completed), passed_s, own_cpu_seconds() - own);
     for (std::size_t index = 0; index < before.size(); ++index) {
-        const auto& [who, process] = asked.processes[index];
-        std::printf(", \"%s\": %.6f", who.c_str(), cpu_of(process) - before[index]);
+        const auto& [process_name, process] = settings.processes[index];
+        std::printf(", \"%s\": %.6f", process_name.c_str(), process_cpu_seconds(process) - before[index]);
     }
     std::printf("}}\n");
     std::fflush(stdout);
@@ -135,14 +136,14 @@ void turn(const Asked& asked, const char* name, int round, std::size_t bytes, St
 // Reads of one size through the path.
 class PathReads {
 public:
-    PathReads(const Asked& asked, const Cuda* cuda, int file, unsigned depth, std::size_t bytes)
+    PathReads(const Settings& settings, const Cuda* cuda, int file, unsigned depth, std::size_t bytes)
         : cuda_(cuda), file_(file), depth_(depth), bytes_(bytes), offsets_(depth) {
-        const char* const mount = asked.mount.c_str();
-        check("make the iov", cuda != nullptr ? hf3fs_iovcreate_gpu(&iov_, mount, depth * bytes, 0, 0)
-                                              : hf3fs_iovcreate(&iov_, mount, depth * bytes, 0, -1));
+        const char* const mount = settings.mount.c_str();
+        check("hf3fs_iovcreate", cuda != nullptr ? hf3fs_iovcreate_gpu(&iov_, mount, depth * bytes, 0, 0)
+                                                 : hf3fs_iovcreate(&iov_, mount, depth * bytes, 0, -1));
         check("hf3fs_iorcreate", hf3fs_iorcreate(&ior_, mount, ring_entries, true, 0, -1));
-        for (unsigned slot = 0; slot < depth; ++slot) {
-            free_.push_back(slot);
+        for (unsigned buffer = 0; buffer < depth; ++buffer) {
+            free_buffers_.push_back(buffer);
         }
     }
     ~PathReads() {
@@ -152,58 +153,59 @@ public:
     PathReads(const PathReads&) = delete;
     PathReads& operator=(const PathReads&) = delete;
 
-    template <typename Next> unsigned step(unsigned least, Next next) {
-        began_ = true;
-        while (!free_.empty()) {
-            const unsigned slot = free_.back();
-            free_.pop_back();
-            offsets_[slot] = next();
-            const int index = hf3fs_prep_io(&ior_, &iov_, true, iov_.base + slot * bytes_, file_, offsets_[slot],
-                                            bytes_, reinterpret_cast<const void*>(std::uintptr_t{slot}));
+    template <typename Next> unsigned step(unsigned count_min, Next next) {
+        has_started_ = true;
+        while (!free_buffers_.empty()) {
+            const unsigned buffer = free_buffers_.back();
+            free_buffers_.pop_back();
+            offsets_[buffer] = next();
+            const int index = hf3fs_prep_io(&ior_, &iov_, true, iov_.base + buffer * bytes_, file_, offsets_[buffer],
+                                            bytes_, reinterpret_cast<const void*>(std::uintptr_t{buffer}));
             check("hf3fs_prep_io", std::min(index, 0));
         }
         check("hf3fs_submit_ios", hf3fs_submit_ios(&ior_));
-        return reap(least);
+        return reap(count_min);
     }
     unsigned drain() {
-        unsigned done = 0;
-        while (free_.size() != depth_) {
-            done += reap(static_cast<unsigned>(depth_ - free_.size()));
+        unsigned completed = 0;
+        while (free_buffers_.size() != depth_) {
+            completed += reap(static_cast<unsigned>(depth_ - free_buffers_.size()));
         }
-        return done;
+        return completed;
     }
-    // The last read of every slot.
+    // Compares the last read into each buffer with the file.
     void compare() const {
-        if (!began_) {
+        if (!has_started_) {
             return;
         }
-        std::vector<std::uint8_t> here(bytes_), there(bytes_);
-        for (unsigned slot = 0; slot < depth_; ++slot) {
-            const std::uint8_t* got = iov_.base + slot * bytes_;
+        std::vector<std::uint8_t> host_copy(bytes_), expected(bytes_);
+        for (unsigned buffer = 0; buffer < depth_; ++buffer) {
+            const std::uint8_t* actual = iov_.base + buffer * bytes_;
             if (cuda_ != nullptr) {
-                check("cuMemcpyDtoH", cuda_->copy(here.data(), reinterpret_cast<std::uintptr_t>(got), bytes_));
-                got = here.data();
+                check("cuMemcpyDtoH", cuda_->copy(host_copy.data(), reinterpret_cast<std::uintptr_t>(actual), bytes_));
+                actual = host_copy.data();
             }
             const auto count =
-                static_cast<std::size_t>(pread(file_, there.data(), bytes_, static_cast<off_t>(offsets_[slot])));
-            if (count != bytes_ || std::memcmp(got, there.data(), bytes_) != 0) {
-                std::fprintf(stderr, "path_bench: a read brought other bytes than the file has\n");
+                static_cast<std::size_t>(pread(file_, expected.data(), bytes_, static_cast<off_t>(offsets_[buffer])));
+            if (count != bytes_ || std::memcmp(actual, expected.data(), bytes_) != 0) {
+                std::fprintf(stderr, "path_bench: the data of a read differs from the file\n");
                 std::exit(1);
             }
         }
     }
 
 private:
-    unsigned reap(unsigned least) {
+    unsigned reap(unsigned count_min) {
         hf3fs_cqe cqes[ring_entries];
-        const int count = hf3fs_wait_for_ios(&ior_, cqes, ring_entries, static_cast<int>(least), nullptr);
+        const int count = hf3fs_wait_for_ios(&ior_, cqes, ring_entries, static_cast<int>(count_min), nullptr);
         check("hf3fs_wait_for_ios", std::min(count, 0));
         for (int index = 0; index < count; ++index) {
             if (cqes[index].result != static_cast<std::int64_t>(bytes_)) {
-                std::fprintf(stderr, "path_bench: a read answered %lld\n", static_cast<long long>(cqes[index].result));
+                std::fprintf(stderr, "path_bench: a read failed or was short: result %lld\n",
+                             static_cast<long long>(cqes[index].result));
                 std::exit(1);
             }
-            free_.push_back(static_cast<unsigned>(reinterpret_cast<std::uintptr_t>(cqes[index].userdata)));
+            free_buffers_.push_back(static_cast<unsigned>(reinterpret_cast<std::uintptr_t>(cqes[index].userdata)));
         }
         return static_cast<unsigned>(count);
     }
@@ -213,63 +215,67 @@ private:
     const unsigned depth_;
     const std::size_t bytes_;
     std::vector<std::uint64_t> offsets_;
-    std::vector<unsigned> free_;
+    std::vector<unsigned> free_buffers_;
     hf3fs_iov iov_{};
     hf3fs_ior ior_{};
-    bool began_ = false;
+    bool has_started_ = false;
 };
 
-void measure(const Asked& asked, int file, std::uint64_t size) {
+void measure(const Settings& settings, int file, std::uint64_t size) {
     std::unique_ptr<Cuda> cuda;
-    if (asked.kind == "device") {
+    if (settings.kind == "device") {
         cuda = std::make_unique<Cuda>();
     }
-    PathReads small(asked, cuda.get(), file, small_depth, small_bytes);
-    PathReads large(asked, cuda.get(), file, large_depth, large_bytes);
+    PathReads small(settings, cuda.get(), file, small_depth, small_bytes);
+    PathReads large(settings, cuda.get(), file, large_depth, large_bytes);
     UringReads uring(file, small_depth, small_bytes);
-    BareCopies bare_small(file, small_depth, small_bytes, asked.cores);
-    BareCopies bare_large(file, large_depth, large_bytes, asked.cores);
-    // On a page: some processors' `rep movsb` is several times slower where only one side lies on one.
+    BareCopies bare_small(file, small_depth, small_bytes, settings.cores);
+    BareCopies bare_large(file, large_depth, large_bytes, settings.cores);
+    // Aligned to a page: `rep movsb` of some processors is several times slower if only one side is aligned.
     const std::unique_ptr<void, decltype(&std::free)> memory(std::aligned_alloc(page_bytes, large_depth * large_bytes),
                                                              &std::free);
-    unsigned place = 0;
-    std::minstd_rand chance(1);
-    std::uniform_int_distribution<std::uint64_t> places(0, size / small_bytes - 1);
-    std::uint64_t at = 0;
-    const auto anywhere = [&] { return places(chance) * small_bytes; };
-    const auto in_a_row = [&] { return std::exchange(at, at + 2 * large_bytes > size ? 0 : at + large_bytes); };
-    const auto nothing = [] { return 0U; };
-    for (int round = 0; round < asked.rounds; ++round) {
-        const auto preads = [&] {
-            auto* const into = static_cast<std::uint8_t*>(memory.get()) + place++ % large_depth * large_bytes;
-            if (pread(file, into, large_bytes, static_cast<off_t>(in_a_row())) != ssize_t{large_bytes}) {
-                give_up("pread");
+    unsigned buffer_index = 0;
+    std::minstd_rand random(1);
+    std::uniform_int_distribution<std::uint64_t> blocks(0, size / small_bytes - 1);
+    std::uint64_t next_offset = 0;
+    const auto random_offset = [&] { return blocks(random) * small_bytes; };
+    const auto sequential_offset = [&] {
+        return std::exchange(next_offset, next_offset + 2 * large_bytes > size ? 0 : next_offset + large_bytes);
+    };
+    const auto no_end = [] { return 0U; };
+    for (int round = 0; round < settings.rounds; ++round) {
+        const auto pread_step = [&] {
+            auto* const destination =
+                static_cast<std::uint8_t*>(memory.get()) + buffer_index++ % large_depth * large_bytes;
+            if (pread(file, destination, large_bytes, static_cast<off_t>(sequential_offset())) !=
+                ssize_t{large_bytes}) {
+                exit_failed("pread");
             }
             return 1U;
         };
-        turn(asked, "pread", round, large_bytes, preads, nothing);
+        turn(settings, "pread", round, large_bytes, pread_step, no_end);
         turn(
-            asked, "path_large", round, large_bytes, [&] { return large.step(large_depth / 2, in_a_row); },
+            settings, "path_large", round, large_bytes, [&] { return large.step(large_depth / 2, sequential_offset); },
             [&] { return large.drain(); });
         large.compare();
-        if (bare_large.is_there()) {
+        if (bare_large.is_possible()) {
             turn(
-                asked, "bare_large", round, large_bytes, [&] { return bare_large.step(in_a_row); },
+                settings, "bare_large", round, large_bytes, [&] { return bare_large.step(sequential_offset); },
                 [&] { return bare_large.end(); });
             bare_large.compare();
         }
-        if (uring.is_there()) {
+        if (uring.is_possible()) {
             turn(
-                asked, "io_uring", round, small_bytes, [&] { return uring.step(small_depth / 2, anywhere); },
+                settings, "io_uring", round, small_bytes, [&] { return uring.step(small_depth / 2, random_offset); },
                 [&] { return uring.drain(); });
         }
         turn(
-            asked, "path_small", round, small_bytes, [&] { return small.step(small_depth / 2, anywhere); },
+            settings, "path_small", round, small_bytes, [&] { return small.step(small_depth / 2, random_offset); },
             [&] { return small.drain(); });
         small.compare();
-        if (bare_small.is_there()) {
+        if (bare_small.is_possible()) {
             turn(
-                asked, "bare_small", round, small_bytes, [&] { return bare_small.step(anywhere); },
+                settings, "bare_small", round, small_bytes, [&] { return bare_small.step(random_offset); },
                 [&] { return bare_small.end(); });
             bare_small.compare();
         }
@@ -284,45 +290,45 @@ int main(int count, char** arguments) {
                              "[--only TURN] [--cores N,N] [--pid NAME=PID]...\n");
         return 2;
     }
-    Asked asked;
-    asked.mount = arguments[1];
-    asked.file = arguments[2];
+    Settings settings;
+    settings.mount = arguments[1];
+    settings.file = arguments[2];
     for (int index = 3; index < count; index += 2) {
         const std::string option = arguments[index], value = arguments[index + 1];
         if (option == "--kind") {
-            asked.kind = value;
+            settings.kind = value;
         } else if (option == "--rounds") {
-            asked.rounds = std::atoi(value.c_str());
+            settings.rounds = std::atoi(value.c_str());
         } else if (option == "--ms") {
-            asked.turn_ms = std::atof(value.c_str());
+            settings.turn_ms = std::atof(value.c_str());
         } else if (option == "--only") {
-            asked.only = value;
+            settings.only = value;
         } else if (option == "--cores") {
-            const std::size_t middle = value.find(',');
-            if (middle == std::string::npos) {
-                std::fprintf(stderr, "path_bench: --cores wants two numbers, as 0,1\n");
+            const std::size_t separator = value.find(',');
+            if (separator == std::string::npos) {
+                std::fprintf(stderr, "path_bench: --cores must be two numbers such as 0,1\n");
                 return 2;
             }
-            asked.cores = {std::atoi(value.c_str()), std::atoi(value.c_str() + middle + 1)};
+            settings.cores = {std::atoi(value.c_str()), std::atoi(value.c_str() + separator + 1)};
         } else if (option == "--pid") {
-            const std::size_t middle = value.find('=');
-            asked.processes.emplace_back(value.substr(0, middle), std::atoi(value.c_str() + middle + 1));
+            const std::size_t separator = value.find('=');
+            settings.processes.emplace_back(value.substr(0, separator), std::atoi(value.c_str() + separator + 1));
         } else {
-            std::fprintf(stderr, "path_bench: there is no option %s\n", option.c_str());
+            std::fprintf(stderr, "path_bench: unknown option %s\n", option.c_str());
             return 2;
         }
     }
-    const int file = open(asked.file.c_str(), O_RDONLY | O_CLOEXEC);
-    struct stat found {};
-    if (file < 0 || fstat(file, &found) != 0) {
-        give_up(asked.file.c_str());
+    const int file = open(settings.file.c_str(), O_RDONLY | O_CLOEXEC);
+    struct stat attributes {};
+    if (file < 0 || fstat(file, &attributes) != 0) {
+        exit_failed(settings.file.c_str());
     }
-    if (static_cast<std::size_t>(found.st_size) < large_bytes * large_depth) {
-        std::fprintf(stderr, "path_bench: %s has fewer bytes than are in flight\n", asked.file.c_str());
+    if (static_cast<std::size_t>(attributes.st_size) < large_bytes * large_depth) {
+        std::fprintf(stderr, "path_bench: %s is smaller than the bytes in flight\n", settings.file.c_str());
         return 1;
     }
     check("hf3fs_reg_fd", std::max(hf3fs_reg_fd(file, 0), 0));
-    measure(asked, file, static_cast<std::uint64_t>(found.st_size));
+    measure(settings, file, static_cast<std::uint64_t>(attributes.st_size));
     hf3fs_dereg_fd(file);
     return 0;
 }

@@ -1,7 +1,7 @@
-// What an operation costs the application's processor: prepare, submit and reap, in batches of 32 that move no byte.
-// Beside it, in the same run and in turns with it, its peers: io_uring's NOP, and a bare loop in C that does with the
-// same memory and the same two semaphores the least that the ring's plain protocol allows. CPU time of the client's
-// thread (CLOCK_THREAD_CPUTIME_ID), median of the rounds; one JSON object a line.
+// Measures the processor time of an operation in the application: prepare, submit and reap, in batches of 32 operations
+// without data. The variants take turns in the same run: the C library, io_uring's NOP, and a minimal loop in C that
+// uses the same memory and the same two semaphores by the protocol of 3FS. Prints CPU time of the client's thread
+// (CLOCK_THREAD_CPUTIME_ID), median of the rounds, as one JSON object per line.
 #include "test_mount.hpp"
 #include "tests/check.hpp"
 #include "usrbio/client/file_table.hpp"
@@ -28,14 +28,14 @@ using namespace gdrkit::usrbio;
 
 namespace {
 
-// The side of 3FS: glibc's functions on the same words.
+// Functions of glibc on the same words, as 3FS uses them.
 sem_t* glibc(Semaphore* semaphore) {
     return reinterpret_cast<sem_t*>(semaphore);
 }
 
 constexpr unsigned batch = 32;
 constexpr std::size_t entries = 127;
-constexpr int file_number = 12345; // Of no open file: the agent of this program looks at none.
+constexpr int fake_fd = 12345; // It is not an open file; the agent of this program does not use it.
 
 double thread_seconds() {
     timespec now{};
@@ -49,21 +49,22 @@ std::int64_t monotonic_ns() {
     return now.tv_sec * 1000000000L + now.tv_nsec;
 }
 
-// One entry of a set of peers: does so many batches.
-class Peer {
+// One variant. run() executes that many batches.
+class Variant {
 public:
-    virtual ~Peer() = default;
+    virtual ~Variant() = default;
     virtual void run(unsigned batches) = 0;
 };
 
-class UringNop final : public Peer {
+class UringNop final : public Variant {
 public:
     UringNop() {
         io_uring_params parameters{};
         fd_ = static_cast<int>(syscall(SYS_io_uring_setup, 2 * batch, &parameters));
         CHECK(fd_ >= 0);
-        const auto map = [&](std::size_t bytes, off_t at) {
-            void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd_, at);
+        const auto map = [&](std::size_t bytes, off_t submission_index) {
+            void* memory =
+                mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd_, submission_index);
             CHECK(memory != MAP_FAILED);
             maps_.push_back({memory, bytes});
             return static_cast<std::byte*>(memory);
@@ -86,7 +87,7 @@ public:
         }
         close(fd_);
     }
-    static bool possible() {
+    static bool is_possible() {
         io_uring_params parameters{};
         const long fd = syscall(SYS_io_uring_setup, 1, &parameters);
         if (fd >= 0) {
@@ -131,7 +132,7 @@ struct Memory {
     Memory() : bytes(ring_bytes(entries)) {
         data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
         CHECK(data != MAP_FAILED);
-        CHECK_EQUAL(RingView::over(data, bytes, view), 0);
+        CHECK_EQUAL(RingView::bind(data, bytes, view), 0);
     }
     ~Memory() { munmap(data, bytes); }
     void* data = nullptr;
@@ -139,11 +140,11 @@ struct Memory {
     RingView view;
 };
 
-// The plain protocol with nothing around it: no slots, no checks, one wake-up a batch.
-class BareLoop final : public Peer {
+// The protocol of 3FS without a library: no table of operations, no checks, one wake-up per batch.
+class BareLoop final : public Variant {
 public:
     explicit BareLoop(test::Mount& mount) : submit_(mount.submit(0)) {
-        sem_init(glibc(memory_.view.completed), 1, 0);
+        sem_init(glibc(memory_.view.completion_semaphore), 1, 0);
         agent_ = std::thread([this] { serve(); });
     }
     ~BareLoop() override {
@@ -161,12 +162,12 @@ public:
             }
             view.indices->submission_head.store(static_cast<std::int32_t>(head_), std::memory_order_release);
             sem_post(submit_);
-            for (unsigned got = 0; got < batch;) {
-                while (sem_wait(glibc(view.completed)) != 0) {
+            for (unsigned reaped = 0; reaped < batch;) {
+                while (sem_wait(glibc(view.completion_semaphore)) != 0) {
                 }
                 const auto end =
                     static_cast<std::uint32_t>(view.indices->completion_head.load(std::memory_order_acquire));
-                for (; tail_ != end; tail_ = view.next(tail_), ++got) {
+                for (; tail_ != end; tail_ = view.next(tail_), ++reaped) {
                     sum_ += view.completions[tail_].userdata;
                 }
                 view.indices->completion_tail.store(static_cast<std::int32_t>(tail_), std::memory_order_release);
@@ -177,8 +178,8 @@ public:
 private:
     void serve() {
         RingView& view = memory_.view;
-        std::uint32_t at = 0;
-        std::uint32_t out = 0;
+        std::uint32_t submission_index = 0;
+        std::uint32_t completion_index = 0;
         for (;;) {
             while (sem_wait(submit_) != 0) {
             }
@@ -186,15 +187,16 @@ private:
                 return;
             }
             const auto end = static_cast<std::uint32_t>(view.indices->submission_head.load(std::memory_order_acquire));
-            for (; at != end; at = view.next(at), out = view.next(out)) {
-                const Submission& submission = view.submissions[at];
-                view.completions[out] = {submission.index, 0,
-                                         static_cast<std::int64_t>(view.arguments[submission.index].length),
-                                         submission.userdata};
+            for (; submission_index != end;
+                 submission_index = view.next(submission_index), completion_index = view.next(completion_index)) {
+                const Submission& submission = view.submissions[submission_index];
+                view.completions[completion_index] = {
+                    submission.index, 0, static_cast<std::int64_t>(view.arguments[submission.index].length),
+                    submission.userdata};
             }
-            view.indices->submission_tail.store(static_cast<std::int32_t>(at), std::memory_order_release);
-            view.indices->completion_head.store(static_cast<std::int32_t>(out), std::memory_order_release);
-            sem_post(glibc(view.completed));
+            view.indices->submission_tail.store(static_cast<std::int32_t>(submission_index), std::memory_order_release);
+            view.indices->completion_head.store(static_cast<std::int32_t>(completion_index), std::memory_order_release);
+            sem_post(glibc(view.completion_semaphore));
         }
     }
 
@@ -207,8 +209,8 @@ private:
     std::thread agent_;
 };
 
-// The C library against an agent that completes at once, and that spins for so long before it sleeps.
-class Library final : public Peer {
+// The C library against an agent that completes at once, and that spins for `spin_ns` before it sleeps.
+class Library final : public Variant {
 public:
     Library(test::Mount& mount, std::int64_t spin_ns, unsigned in_flight)
         : mount_(mount), spin_ns_(spin_ns), in_flight_(in_flight) {
@@ -217,7 +219,7 @@ public:
         CHECK_EQUAL(hf3fs_iovwrap(&iov_, buffer_.data(), id.data(), mount.path(), buffer_.size(), 0, -1), 0);
         CHECK_EQUAL(AgentRing::attach(memory_.data, memory_.bytes, 0, 0, agent_), 0);
         CHECK_EQUAL(hf3fs_iorwrap(&ior_, memory_.data, mount.path(), memory_.bytes, true, 0, 0, 0, 0), 0);
-        CHECK(file_table().set(file_number, {.inode = 1, .access = FileAccess::both}));
+        CHECK(file_table().set(fake_fd, {.inode = 1, .access = FileAccess::both}));
         thread_ = std::thread([this] { serve(); });
     }
     ~Library() override {
@@ -228,15 +230,15 @@ public:
         hf3fs_iovdestroy(&iov_);
     }
     void run(unsigned batches) override {
-        const unsigned ahead = std::min(in_flight_, batches);
-        for (unsigned b = 0; b < ahead; ++b) {
+        const unsigned initial = std::min(in_flight_, batches);
+        for (unsigned b = 0; b < initial; ++b) {
             submit();
         }
-        for (unsigned b = ahead; b < batches; ++b) {
+        for (unsigned b = initial; b < batches; ++b) {
             reap();
             submit();
         }
-        for (unsigned b = 0; b < ahead; ++b) {
+        for (unsigned b = 0; b < initial; ++b) {
             reap();
         }
     }
@@ -244,7 +246,7 @@ public:
 private:
     void submit() {
         for (std::uintptr_t i = 0; i < batch; ++i) {
-            const int index = hf3fs_prep_io(&ior_, &iov_, true, iov_.base + 4096 * i, file_number, 4096 * i, 4096,
+            const int index = hf3fs_prep_io(&ior_, &iov_, true, iov_.base + 4096 * i, fake_fd, 4096 * i, 4096,
                                             reinterpret_cast<const void*>(i));
             if (index < 0) {
                 CHECK_EQUAL(index, 0);
@@ -260,7 +262,7 @@ private:
     }
     void serve() {
         std::array<ClaimedOperation, 64> claimed;
-        std::int64_t last = monotonic_ns();
+        std::int64_t idle_since = monotonic_ns();
         for (unsigned idle = 0; !stop_;) {
             const std::size_t count = agent_->claim(claimed, 0);
             if (count != 0) {
@@ -271,20 +273,20 @@ private:
                 idle = 0;
                 continue;
             }
-            // A look at the clock every few looks at the ring.
+            // Read the clock only every 16 checks of the ring.
             if (spin_ns_ != 0) {
                 __builtin_ia32_pause();
                 if (idle == 0) {
-                    last = monotonic_ns();
+                    idle_since = monotonic_ns();
                 }
-                if (++idle % 16 != 0 || monotonic_ns() - last < spin_ns_) {
+                if (++idle % 16 != 0 || monotonic_ns() - idle_since < spin_ns_) {
                     continue;
                 }
             }
             if (agent_->prepare_to_sleep()) {
                 while (sem_wait(mount_.submit(1)) != 0) {
                 }
-                agent_->woke();
+                agent_->end_sleep();
             }
             idle = 0;
         }
@@ -292,7 +294,7 @@ private:
 
     test::Mount& mount_;
     std::int64_t spin_ns_;
-    unsigned in_flight_; // Batches.
+    unsigned in_flight_; // Number of batches in flight.
     std::array<hf3fs_cqe, batch> cqes_;
     std::vector<std::uint8_t> buffer_;
     Memory memory_;
@@ -304,9 +306,9 @@ private:
     std::thread thread_;
 };
 
-struct Measured {
+struct Measurement {
     const char* name;
-    std::function<std::unique_ptr<Peer>()> make;
+    std::function<std::unique_ptr<Variant>()> make;
     std::vector<double> cpu_ns = {};
     std::vector<double> wall_ns = {};
 };
@@ -316,28 +318,28 @@ double median(std::vector<double> values) {
     return values[values.size() / 2];
 }
 
-void measure(Measured& what, unsigned batches) {
-    const std::unique_ptr<Peer> peer = what.make();
-    peer->run(batches / 10 + 1); // Caches, branches, and how long to spin.
+void measure(Measurement& measurement, unsigned batches) {
+    const std::unique_ptr<Variant> peer = measurement.make();
+    peer->run(batches / 10 + 1); // Warm up caches, branch prediction and the spin limit.
     const std::int64_t wall = monotonic_ns();
     const double begin = thread_seconds();
     peer->run(batches);
-    what.cpu_ns.push_back((thread_seconds() - begin) * 1e9 / batches / batch);
-    what.wall_ns.push_back(static_cast<double>(monotonic_ns() - wall) / batches / batch);
+    measurement.cpu_ns.push_back((thread_seconds() - begin) * 1e9 / batches / batch);
+    measurement.wall_ns.push_back(static_cast<double>(monotonic_ns() - wall) / batches / batch);
 }
 
-void print(const Measured& what) {
+void print(const Measurement& measurement) {
     std::printf("{\"name\": \"%s\", \"batch\": %u, \"rounds\": %zu, \"client_cpu_ns_per_operation\": %.2f, "
                 "\"client_cpu_ns_per_operation_min\": %.2f, \"wall_ns_per_operation\": %.2f}\n",
-                what.name, batch, what.cpu_ns.size(), median(what.cpu_ns),
-                *std::min_element(what.cpu_ns.begin(), what.cpu_ns.end()), median(what.wall_ns));
+                measurement.name, batch, measurement.cpu_ns.size(), median(measurement.cpu_ns),
+                *std::min_element(measurement.cpu_ns.begin(), measurement.cpu_ns.end()), median(measurement.wall_ns));
 }
 
-void print_ratio(const char* name, const Measured& ours, const Measured& peer, double limit) {
-    // Of rounds that followed each other, so that what else the machine did falls on both.
+void print_ratio(const char* name, const Measurement& own, const Measurement& peer, double limit) {
+    // Compare consecutive rounds, so that other load on the machine affects both.
     std::vector<double> ratios;
-    for (std::size_t i = 0; i < ours.cpu_ns.size(); ++i) {
-        ratios.push_back(ours.cpu_ns[i] / peer.cpu_ns[i]);
+    for (std::size_t i = 0; i < own.cpu_ns.size(); ++i) {
+        ratios.push_back(own.cpu_ns[i] / peer.cpu_ns[i]);
     }
     std::printf("{\"name\": \"%s\", \"ratio\": %.3f, \"limit\": %.1f, \"holds\": %s}\n", name, median(ratios), limit,
                 median(ratios) <= limit ? "true" : "false");
@@ -351,16 +353,16 @@ int main(int argc, char** argv) {
     const int batches = argc > 2 ? std::atoi(argv[2]) : 20000;
     CHECK(rounds > 0 && batches > 0);
     test::Mount mount;
-    // Whose socket the library watches, as it does with any agent; the rings' other sides are of this program.
+    // The library watches the socket of this agent. This program serves the rings.
     const test::Agent agent(mount, test::Agent::Rings::left_alone);
-    Measured spinning{"usrbio, agent spins up to 50 us, 3 batches in flight",
-                      [&] { return std::make_unique<Library>(mount, 50000, 3); }};
-    Measured alternating{"usrbio, agent spins up to 50 us, 1 batch in flight",
-                         [&] { return std::make_unique<Library>(mount, 50000, 1); }};
-    Measured sleeping{"usrbio, agent sleeps", [&] { return std::make_unique<Library>(mount, 0, 1); }};
-    Measured bare{"bare loop, same semaphores", [&] { return std::make_unique<BareLoop>(mount); }};
-    Measured nop{"io_uring NOP", [] { return std::make_unique<UringNop>(); }};
-    const bool uring = UringNop::possible();
+    Measurement spinning{"usrbio, agent spins up to 50 us, 3 batches in flight",
+                         [&] { return std::make_unique<Library>(mount, 50000, 3); }};
+    Measurement alternating{"usrbio, agent spins up to 50 us, 1 batch in flight",
+                            [&] { return std::make_unique<Library>(mount, 50000, 1); }};
+    Measurement sleeping{"usrbio, agent sleeps", [&] { return std::make_unique<Library>(mount, 0, 1); }};
+    Measurement bare{"bare loop, same semaphores", [&] { return std::make_unique<BareLoop>(mount); }};
+    Measurement nop{"io_uring NOP", [] { return std::make_unique<UringNop>(); }};
+    const bool uring = UringNop::is_possible();
     for (int round = 0; round < rounds; ++round) {
         if (uring) {
             measure(nop, static_cast<unsigned>(batches));
@@ -370,8 +372,8 @@ int main(int argc, char** argv) {
         measure(bare, static_cast<unsigned>(batches) / 4);
         measure(sleeping, static_cast<unsigned>(batches) / 4);
     }
-    for (const Measured* what : {&spinning, &alternating, &sleeping, &bare}) {
-        print(*what);
+    for (const Measurement* measurement : {&spinning, &alternating, &sleeping, &bare}) {
+        print(*measurement);
     }
     if (uring) {
         print(nop);

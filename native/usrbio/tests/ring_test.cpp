@@ -1,4 +1,4 @@
-// Both sides of a ring against each other, and the agent's side against an application that lies.
+// Tests of the two sides of a ring, and of the agent's side against a hostile application.
 #include "tests/check.hpp"
 #include "usrbio/ring/agent_side.hpp"
 #include "usrbio/ring/application_side.hpp"
@@ -13,7 +13,7 @@ using namespace gdrkit::usrbio;
 
 namespace {
 
-// The side of 3FS: glibc's functions on the same words.
+// Functions of glibc on the same words, as 3FS uses them.
 sem_t* glibc(Semaphore* semaphore) {
     return reinterpret_cast<sem_t*>(semaphore);
 }
@@ -22,7 +22,7 @@ struct Memory {
     explicit Memory(std::size_t entries) : bytes(ring_bytes(entries)) {
         data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
         CHECK(data != MAP_FAILED);
-        CHECK_EQUAL(RingView::over(data, bytes, view), 0);
+        CHECK_EQUAL(RingView::bind(data, bytes, view), 0);
     }
     ~Memory() { munmap(data, bytes); }
     void* data;
@@ -36,18 +36,18 @@ struct Pair {
         CHECK_EQUAL(AgentRing::attach(memory.data, memory.bytes, io_depth, timeout_ns, agent), 0);
     }
     int prepare(std::uint64_t userdata) { return application->prepare(id, 1, 2, 3, 4, userdata); }
-    std::size_t claim(std::size_t most = 64, std::int64_t now_ns = 0) {
-        return agent->claim(std::span(claimed).first(most), now_ns);
+    std::size_t claim(std::size_t count_max = 64, std::int64_t now_ns = 0) {
+        return agent->claim(std::span(claimed).first(count_max), now_ns);
     }
-    std::uint32_t reap(std::uint32_t most = 64) {
-        std::uint32_t at = 0;
-        return application->reap(most, [&](std::int32_t index, std::int64_t result, std::uint64_t userdata) {
-            completed[at++] = {index, 0, result, userdata};
+    std::uint32_t reap(std::uint32_t count_max = 64) {
+        std::uint32_t reaped = 0;
+        return application->reap(count_max, [&](std::int32_t index, std::int64_t result, std::uint64_t userdata) {
+            completed[reaped++] = {index, 0, result, userdata};
         });
     }
     int semaphore() {
         int value = -1;
-        CHECK_EQUAL(sem_getvalue(glibc(memory.view.completed), &value), 0);
+        CHECK_EQUAL(sem_getvalue(glibc(memory.view.completion_semaphore), &value), 0);
         return value;
     }
     const std::uint8_t id[16] = {9, 8, 7};
@@ -58,7 +58,7 @@ struct Pair {
     Completion completed[64];
 };
 
-void attach_refuses_what_is_no_ring() {
+void test_attach_refuses_invalid_rings() {
     Memory memory(4);
     std::unique_ptr<AgentRing> agent;
     std::unique_ptr<ApplicationRing> application;
@@ -79,7 +79,7 @@ void attach_refuses_what_is_no_ring() {
     CHECK_EQUAL(agent->entries(), 4u);
 }
 
-void an_operation_goes_round() {
+void test_operation_completes() {
     Pair pair(4);
     CHECK_EQUAL(pair.prepare(77), 0);
     CHECK_EQUAL(pair.claim(), 0u);
@@ -100,21 +100,21 @@ void an_operation_goes_round() {
     CHECK_EQUAL(pair.reap(), 0u);
 }
 
-void a_full_ring_says_so_and_goes_on() {
+void test_full_ring_returns_eagain() {
     Pair pair(3);
-    std::uint64_t next = 0;
-    std::uint64_t seen = 0;
+    std::uint64_t next_userdata = 0;
+    std::uint64_t reaped_userdata = 0;
     for (int round = 0; round < 50; ++round) {
         int prepared = 0;
-        while (pair.prepare(next) >= 0) {
-            ++next;
+        while (pair.prepare(next_userdata) >= 0) {
+            ++next_userdata;
             ++prepared;
         }
         CHECK_EQUAL(prepared, 3);
         CHECK_EQUAL(pair.prepare(0), -EAGAIN);
         pair.application->submit();
         CHECK_EQUAL(pair.claim(), 3u);
-        // In reverse: the slot of the last is free, and its place in the queue is not.
+        // Complete in reverse order: the index of the last operation is free, but its place in the queue is not.
         CHECK(pair.agent->complete(pair.claimed[2].position, 0));
         pair.agent->flush();
         CHECK_EQUAL(pair.reap(), 1u);
@@ -123,14 +123,14 @@ void a_full_ring_says_so_and_goes_on() {
         CHECK(pair.agent->complete(pair.claimed[0].position, 0));
         pair.agent->flush();
         CHECK_EQUAL(pair.reap(1), 1u);
-        CHECK_EQUAL(pair.completed[0].userdata, seen + 1);
+        CHECK_EQUAL(pair.completed[0].userdata, reaped_userdata + 1);
         CHECK_EQUAL(pair.reap(), 1u);
-        CHECK_EQUAL(pair.completed[0].userdata, seen);
-        seen += 3;
+        CHECK_EQUAL(pair.completed[0].userdata, reaped_userdata);
+        reaped_userdata += 3;
     }
 }
 
-void positive_depth_takes_exact_batches() {
+void test_positive_depth_takes_exact_batches() {
     Pair pair(16, 4);
     for (int i = 0; i < 3; ++i) {
         pair.prepare(0);
@@ -143,14 +143,14 @@ void positive_depth_takes_exact_batches() {
     }
     CHECK(pair.application->submit());
     CHECK(!pair.agent->prepare_to_sleep());
-    CHECK_EQUAL(pair.claim(3), 3u); // A batch that does not fit the caller's array comes in parts.
+    CHECK_EQUAL(pair.claim(3), 3u); // A batch that is larger than the caller's array is returned in parts.
     CHECK(!pair.agent->prepare_to_sleep());
     CHECK_EQUAL(pair.claim(), 5u);
     CHECK_EQUAL(pair.claim(), 0u);
     CHECK(pair.agent->prepare_to_sleep());
 }
 
-void negative_depth_holds_a_short_batch() {
+void test_negative_depth_holds_an_incomplete_batch() {
     Pair pair(16, -4, 100);
     pair.prepare(0);
     pair.application->submit();
@@ -158,7 +158,8 @@ void negative_depth_holds_a_short_batch() {
     CHECK_EQUAL(pair.agent->held_until_ns(), 1100);
     pair.prepare(0);
     pair.application->submit();
-    CHECK_EQUAL(pair.claim(64, 1099), 0u); // The first of the batch starts the clock, a later one does not restart it.
+    CHECK_EQUAL(pair.claim(64, 1099),
+                0u); // The first operation of the batch starts the timeout; later ones do not restart it.
     CHECK(pair.agent->prepare_to_sleep());
     CHECK_EQUAL(pair.claim(64, 1100), 2u);
     CHECK_EQUAL(pair.agent->held_until_ns(), -1);
@@ -167,14 +168,14 @@ void negative_depth_holds_a_short_batch() {
     }
     pair.application->submit();
     CHECK_EQUAL(pair.claim(64, 1101), 4u);
-    CHECK(!pair.agent->prepare_to_sleep()); // Another full batch is there.
+    CHECK(!pair.agent->prepare_to_sleep()); // Another full batch is due.
     CHECK_EQUAL(pair.claim(64, 1101), 4u);
     CHECK_EQUAL(pair.claim(64, 1101), 0u);
     CHECK_EQUAL(pair.agent->held_until_ns(), 1201);
     CHECK_EQUAL(pair.claim(64, 5000), 1u);
 }
 
-void negative_depth_without_timeout_takes_what_is_there() {
+void test_negative_depth_without_timeout_holds_nothing() {
     Pair pair(16, -4);
     pair.prepare(0);
     pair.application->submit();
@@ -182,13 +183,13 @@ void negative_depth_without_timeout_takes_what_is_there() {
     CHECK_EQUAL(pair.agent->held_until_ns(), -1);
 }
 
-void sleepers_are_woken_once() {
+void test_sleeper_is_woken_once() {
     Pair pair(8);
     CHECK(pair.agent->prepare_to_sleep());
     pair.prepare(0);
     CHECK(pair.application->submit());
     CHECK(!pair.application->submit());
-    pair.agent->woke();
+    pair.agent->end_sleep();
     CHECK(!pair.agent->prepare_to_sleep());
     CHECK_EQUAL(pair.claim(), 1u);
     CHECK(pair.application->prepare_to_sleep());
@@ -198,84 +199,84 @@ void sleepers_are_woken_once() {
     CHECK_EQUAL(pair.semaphore(), 1);
     pair.agent->flush();
     CHECK_EQUAL(pair.semaphore(), 1);
-    pair.application->woke();
+    pair.application->end_sleep();
     CHECK(!pair.application->prepare_to_sleep());
     CHECK_EQUAL(pair.reap(), 1u);
 }
 
-// Both sides sleep, and wait for one post each.
-void one_round(Pair& pair, std::uint32_t told) {
+// One round in which both sides sleep, and wait for one post each.
+void sleeping_round(Pair& pair, std::uint32_t expected) {
     CHECK_EQUAL(pair.claim(), 0u);
     CHECK(pair.agent->prepare_to_sleep());
-    CHECK_EQUAL(pair.memory.view.extension->agent.sleeping.load(), told);
+    CHECK_EQUAL(pair.memory.view.extension->agent.sleeping.load(), expected);
     CHECK(pair.prepare(0) >= 0);
     CHECK(pair.application->submit());
-    pair.agent->woke();
+    pair.agent->end_sleep();
     CHECK_EQUAL(pair.claim(), 1u);
     CHECK(pair.application->prepare_to_sleep());
-    CHECK_EQUAL(pair.memory.view.extension->application.sleeping.load(), told);
+    CHECK_EQUAL(pair.memory.view.extension->application.sleeping.load(), expected);
     CHECK(pair.agent->complete(pair.claimed[0].position, 0));
     pair.agent->flush();
-    CHECK_EQUAL(sem_trywait(glibc(pair.memory.view.completed)), 0);
+    CHECK_EQUAL(sem_trywait(glibc(pair.memory.view.completion_semaphore)), 0);
     CHECK_EQUAL(pair.reap(), 1u);
-    pair.application->slept(1);
+    pair.application->record_wait(1);
 }
 
-// Nobody sleeps when work comes; `posted`: whether the other side is told that somebody did.
-void one_round_awake(Pair& pair, bool posted) {
+// One round in which no side sleeps when work comes. `posted`: the other side still has a permanent announcement.
+void awake_round(Pair& pair, bool posted) {
     pair.prepare(0);
     CHECK_EQUAL(pair.application->submit(), posted);
     CHECK_EQUAL(pair.claim(), 1u);
     CHECK(pair.agent->complete(pair.claimed[0].position, 0));
     pair.agent->flush();
     CHECK_EQUAL(pair.semaphore(), posted ? 1 : 0);
-    sem_trywait(glibc(pair.memory.view.completed));
+    sem_trywait(glibc(pair.memory.view.completion_semaphore));
     CHECK_EQUAL(pair.reap(), 1u);
-    pair.application->slept(0);
+    pair.application->record_wait(0);
 }
 
-void sides_that_always_sleep_say_it_once_and_for_all() {
+void test_announcement_becomes_permanent() {
     Pair pair(8);
     SideState& agent = pair.memory.view.extension->agent;
     SideState& application = pair.memory.view.extension->application;
     for (int round = 0; round < 16; ++round) {
-        one_round(pair, sleeps_once);
-        CHECK(agent.sleeping == sleeps_not && application.sleeping == sleeps_not);
+        sleeping_round(pair, asleep_once);
+        CHECK(agent.sleeping == awake && application.sleeping == awake);
     }
     for (int round = 0; round < 3; ++round) {
-        one_round(pair, sleeps_always);
-        CHECK(agent.sleeping == sleeps_always && application.sleeping == sleeps_always);
+        sleeping_round(pair, asleep_always);
+        CHECK(agent.sleeping == asleep_always && application.sleeping == asleep_always);
     }
-    // A version that takes back whatever it sees.
-    agent.sleeping = application.sleeping = sleeps_not;
-    one_round(pair, sleeps_always);
-    // Work that comes to the waking now and then changes nothing, and again and again it does.
-    one_round_awake(pair, true);
-    one_round(pair, sleeps_always);
+    // A version of the other side that resets every announcement.
+    agent.sleeping = application.sleeping = awake;
+    sleeping_round(pair, asleep_always);
+    // A single round without sleep does not withdraw the announcement, but several do.
+    awake_round(pair, true);
+    sleeping_round(pair, asleep_always);
     for (int round = 0; round < 2; ++round) {
-        CHECK(agent.sleeping == sleeps_always && application.sleeping == sleeps_always);
-        one_round_awake(pair, true);
+        CHECK(agent.sleeping == asleep_always && application.sleeping == asleep_always);
+        awake_round(pair, true);
     }
-    CHECK(agent.sleeping == sleeps_not && application.sleeping == sleeps_not);
-    one_round_awake(pair, false);
-    one_round(pair, sleeps_once);
+    CHECK(agent.sleeping == awake && application.sleeping == awake);
+    awake_round(pair, false);
+    sleeping_round(pair, asleep_once);
 }
 
-// Another ring, or the server, wakes the agent: what it then finds here it would have found without a post.
-void an_agent_that_others_wake_says_each_sleep() {
+// Another ring, or the server, wakes the agent. Work that it then finds in this ring needed no post.
+void test_announcement_stays_single_without_posts() {
     Pair pair(8);
     for (int round = 0; round < 40; ++round) {
         CHECK_EQUAL(pair.claim(), 0u);
         CHECK(pair.agent->prepare_to_sleep());
-        CHECK_EQUAL(pair.memory.view.extension->agent.sleeping.load(), sleeps_once);
-        pair.agent->woke();
-        one_round_awake(pair, false);
+        CHECK_EQUAL(pair.memory.view.extension->agent.sleeping.load(), asleep_once);
+        pair.agent->end_sleep();
+        awake_round(pair, false);
     }
-    for (int round = 0; round < 40; ++round) { // Nor does it sleep where the last look finds work.
+    for (int round = 0; round < 40; ++round) { // The agent does not sleep if the last check finds work.
         pair.prepare(0);
         pair.application->submit();
         CHECK(!pair.agent->prepare_to_sleep());
-        CHECK_EQUAL(pair.memory.view.extension->agent.sleeping.load(), sleeps_not);
+        CHECK_EQUAL(pair.memory.view.extension->agent.sleeping.load(), awake);
         CHECK_EQUAL(pair.claim(), 1u);
         CHECK(pair.agent->complete(pair.claimed[0].position, 0));
         pair.agent->flush();
@@ -284,8 +285,8 @@ void an_agent_that_others_wake_says_each_sleep() {
     }
 }
 
-// Sleeps of all kinds, of which each must end: a wake-up that got lost is a wait that never ends.
-void nobody_sleeps_for_ever() {
+// Mixes all types of sleep. A lost wake-up would make a wait time out.
+void test_no_wake_up_is_lost() {
     constexpr std::uint64_t rounds = 30000;
     Pair pair(8);
     sem_t submitted;
@@ -301,7 +302,7 @@ void nobody_sleeps_for_ever() {
             const std::size_t count = pair.claim();
             for (std::size_t i = 0; i < count; ++i) {
                 CHECK(pair.agent->complete(pair.claimed[i].position, 0));
-                // Now both in one flush, now each in its own.
+                // In some rounds both completions are in one flush, in others each has its own.
                 if (pair.claimed[i].arguments.userdata % 64 < 16) {
                     pair.agent->flush();
                 }
@@ -310,7 +311,7 @@ void nobody_sleeps_for_ever() {
             done += count;
             if (count == 0 && pair.agent->prepare_to_sleep()) {
                 sleep(&submitted);
-                pair.agent->woke();
+                pair.agent->end_sleep();
             }
         }
     });
@@ -324,23 +325,23 @@ void nobody_sleeps_for_ever() {
                 }
             }
         }
-        std::uint32_t got = pair.reap();
+        std::uint32_t reaped = pair.reap();
         std::uint32_t posts = 0;
-        for (; got < 2; got += pair.reap()) {
+        for (; reaped < 2; reaped += pair.reap()) {
             if (pair.application->prepare_to_sleep()) {
                 ++posts;
-                sleep(glibc(pair.memory.view.completed));
+                sleep(glibc(pair.memory.view.completion_semaphore));
             }
         }
-        pair.application->slept(posts);
-        always += pair.memory.view.extension->application.sleeping.load() == sleeps_always;
+        pair.application->record_wait(posts);
+        always += pair.memory.view.extension->application.sleeping.load() == asleep_always;
     }
     agent.join();
     CHECK(always > 0);
     CHECK_EQUAL(sem_destroy(&submitted), 0);
 }
 
-void strangers_get_the_plain_protocol() {
+void test_side_without_extension_gets_one_post_each() {
     Pair pair(8);
     pair.memory.view.extension->application.magic = 0;
     pair.memory.view.extension->agent.magic = 0;
@@ -357,7 +358,7 @@ void strangers_get_the_plain_protocol() {
     CHECK_EQUAL(pair.semaphore(), 3);
 }
 
-template <typename Spoil> void breaks(Spoil spoil) {
+template <typename Corrupt> void check_breaks(Corrupt corrupt) {
     Pair pair(8);
     for (int i = 0; i < 4; ++i) {
         pair.prepare(0);
@@ -367,29 +368,32 @@ template <typename Spoil> void breaks(Spoil spoil) {
     CHECK(pair.agent->complete(pair.claimed[1].position, 0));
     pair.agent->flush();
     CHECK_EQUAL(pair.reap(), 1u);
-    spoil(pair.memory.view);
+    corrupt(pair.memory.view);
     CHECK_EQUAL(pair.claim(), 0u);
     CHECK(pair.agent->broken());
     CHECK(!pair.agent->prepare_to_sleep());
     CHECK(pair.application->agent_ended());
     CHECK_EQUAL(pair.agent->outstanding(), 1u);
-    CHECK(pair.agent->complete(pair.claimed[0].position, 0)); // What was claimed still ends in order.
+    CHECK(pair.agent->complete(pair.claimed[0].position, 0)); // A claimed operation can still be completed.
     pair.agent->flush();
     CHECK_EQUAL(pair.agent->outstanding(), 0u);
 }
 
-void hostile_contents_break_the_ring_alone() {
-    for (const std::int32_t wrong : {-1, 9, INT_MAX, INT_MIN}) {
-        breaks([=](RingView& view) { view.indices->submission_head = wrong; });
-        breaks([=](RingView& view) { view.indices->completion_tail = wrong; });
-        breaks([=](RingView& view) { view.submissions[2].index = wrong; });
+void test_hostile_contents_break_the_ring() {
+    for (const std::int32_t invalid : {-1, 9, INT_MAX, INT_MIN}) {
+        check_breaks([=](RingView& view) { view.indices->submission_head = invalid; });
+        check_breaks([=](RingView& view) { view.indices->completion_tail = invalid; });
+        check_breaks([=](RingView& view) { view.submissions[2].index = invalid; });
     }
-    breaks([](RingView& view) { view.indices->submission_head = 1; }); // Back into what was claimed.
-    breaks([](RingView& view) { view.indices->completion_tail = 2; }); // Reaped before it was there.
+    check_breaks([](RingView& view) {
+        view.indices->submission_head = 1;
+    }); // The head moved back to submissions that were claimed already.
+    check_breaks(
+        [](RingView& view) { view.indices->completion_tail = 2; }); // The completion was reaped before it was posted.
 }
 
-void a_reaper_that_sleeps_holds_the_submissions_back() {
-    // No application of ours does it: it reuses its slots without reaping.
+void test_full_completion_queue_delays_submissions() {
+    // The library's own side never does this: reuse an index without reaping.
     Pair pair(2);
     RingView& view = pair.memory.view;
     for (int round = 0; round < 2; ++round) {
@@ -408,15 +412,15 @@ void a_reaper_that_sleeps_holds_the_submissions_back() {
     CHECK_EQUAL(pair.claim(), 1u);
 }
 
-void an_agent_that_lies_harms_no_slot() {
+void test_invalid_completions_are_ignored() {
     Pair pair(4);
     pair.prepare(5);
     pair.application->submit();
     RingView& view = pair.memory.view;
-    view.completions[0] = {3, 0, 0, 0};  // Not under way.
-    view.completions[1] = {-7, 0, 0, 0}; // No slot.
-    view.completions[2] = {0, 0, 12, 5}; // Right.
-    view.completions[3] = {0, 0, 12, 5}; // Again.
+    view.completions[0] = {3, 0, 0, 0};  // The operation is not in flight.
+    view.completions[1] = {-7, 0, 0, 0}; // The index is invalid.
+    view.completions[2] = {0, 0, 12, 5}; // The completion is valid.
+    view.completions[3] = {0, 0, 12, 5}; // The completion is a duplicate.
     view.indices->completion_head = 4;
     CHECK_EQUAL(pair.reap(), 1u);
     CHECK_EQUAL(pair.completed[0].result, 12);
@@ -425,7 +429,7 @@ void an_agent_that_lies_harms_no_slot() {
     CHECK(pair.application->agent_ended());
 }
 
-void the_end_of_the_agent_fails_what_is_under_way() {
+void test_end_of_agent_fails_operations() {
     Pair pair(4);
     pair.prepare(5);
     pair.prepare(6);
@@ -433,18 +437,18 @@ void the_end_of_the_agent_fails_what_is_under_way() {
     pair.agent.reset();
     CHECK(pair.application->agent_ended());
     CHECK_EQUAL(pair.semaphore(), 1);
-    std::uint64_t users = 0;
+    std::uint64_t userdata_sum = 0;
     const auto sink = [&](std::int32_t, std::int64_t result, std::uint64_t userdata) {
         CHECK_EQUAL(result, -EREMOTEIO);
-        users += userdata;
+        userdata_sum += userdata;
     };
     CHECK_EQUAL(pair.application->fail_outstanding(1, -EREMOTEIO, sink), 1u);
     CHECK_EQUAL(pair.application->fail_outstanding(8, -EREMOTEIO, sink), 1u);
     CHECK_EQUAL(pair.application->fail_outstanding(8, -EREMOTEIO, sink), 0u);
-    CHECK_EQUAL(users, 11u);
+    CHECK_EQUAL(userdata_sum, 11u);
 }
 
-void three_threads() {
+void test_three_threads_use_a_ring() {
     constexpr std::uint64_t operations = 100000;
     Pair pair(64, -8, 1000);
     std::thread agent([&] {
@@ -494,21 +498,21 @@ void three_threads() {
 } // namespace
 
 int main() {
-    attach_refuses_what_is_no_ring();
-    an_operation_goes_round();
-    a_full_ring_says_so_and_goes_on();
-    positive_depth_takes_exact_batches();
-    negative_depth_holds_a_short_batch();
-    negative_depth_without_timeout_takes_what_is_there();
-    sleepers_are_woken_once();
-    sides_that_always_sleep_say_it_once_and_for_all();
-    an_agent_that_others_wake_says_each_sleep();
-    nobody_sleeps_for_ever();
-    strangers_get_the_plain_protocol();
-    hostile_contents_break_the_ring_alone();
-    a_reaper_that_sleeps_holds_the_submissions_back();
-    an_agent_that_lies_harms_no_slot();
-    the_end_of_the_agent_fails_what_is_under_way();
-    three_threads();
+    test_attach_refuses_invalid_rings();
+    test_operation_completes();
+    test_full_ring_returns_eagain();
+    test_positive_depth_takes_exact_batches();
+    test_negative_depth_holds_an_incomplete_batch();
+    test_negative_depth_without_timeout_holds_nothing();
+    test_sleeper_is_woken_once();
+    test_announcement_becomes_permanent();
+    test_announcement_stays_single_without_posts();
+    test_no_wake_up_is_lost();
+    test_side_without_extension_gets_one_post_each();
+    test_hostile_contents_break_the_ring();
+    test_full_completion_queue_delays_submissions();
+    test_invalid_completions_are_ignored();
+    test_end_of_agent_fails_operations();
+    test_three_threads_use_a_ring();
     return 0;
 }

@@ -1,4 +1,4 @@
-// The handles of shared memory, byte for byte as Python makes and refuses them.
+// Tests of share handles against the vectors that the Python implementation also uses.
 #include "usrbio/client/share_handle.hpp"
 
 #include <unistd.h>
@@ -19,8 +19,8 @@ namespace {
 
 std::vector<std::uint8_t> from_hex(const std::string& text) {
     std::vector<std::uint8_t> bytes;
-    for (std::size_t at = 0; text != "-" && at < text.size(); at += 2) {
-        bytes.push_back(static_cast<std::uint8_t>(std::stoul(text.substr(at, 2), nullptr, 16)));
+    for (std::size_t index = 0; text != "-" && index < text.size(); index += 2) {
+        bytes.push_back(static_cast<std::uint8_t>(std::stoul(text.substr(index, 2), nullptr, 16)));
     }
     return bytes;
 }
@@ -30,12 +30,12 @@ struct Vector {
     std::vector<std::uint8_t> bytes;
     std::map<std::string, std::string> fields;
 
-    [[nodiscard]] std::uint64_t number(const char* field) const { return std::stoull(fields.at(field)); }
-    template <std::size_t size> std::array<std::uint8_t, size> array(const char* field) const {
-        const auto given = from_hex(fields.at(field));
-        CHECK_EQUAL(given.size(), size);
+    [[nodiscard]] std::uint64_t to_number(const char* field) const { return std::stoull(fields.at(field)); }
+    template <std::size_t size> std::array<std::uint8_t, size> to_array(const char* field) const {
+        const auto bytes_read = from_hex(fields.at(field));
+        CHECK_EQUAL(bytes_read.size(), size);
         std::array<std::uint8_t, size> bytes{};
-        std::ranges::copy(given, bytes.begin());
+        std::ranges::copy(bytes_read, bytes.begin());
         return bytes;
     }
 };
@@ -53,56 +53,56 @@ std::vector<Vector> read_vectors() {
         words >> vector.format >> vector.verdict >> vector.name >> text;
         vector.bytes = from_hex(text);
         while (words >> text) {
-            const auto sign = text.find('=');
-            vector.fields[text.substr(0, sign)] = text.substr(sign + 1);
+            const auto separator = text.find('=');
+            vector.fields[text.substr(0, separator)] = text.substr(separator + 1);
         }
         all.push_back(vector);
     }
     return all;
 }
 
-ShareHandle share_of(const Vector& vector) {
+ShareHandle make_share_handle(const Vector& vector) {
     ShareHandle handle;
-    handle.kind = static_cast<ShareKind>(vector.number("kind"));
-    handle.allocation_bytes = vector.number("allocation_bytes");
-    handle.offset_bytes = vector.number("offset_bytes");
-    handle.length_bytes = vector.number("length_bytes");
-    handle.address = vector.number("address");
-    handle.chunk_bytes = vector.number("chunk_bytes");
-    handle.descriptor_count = static_cast<std::uint32_t>(vector.number("descriptor_count"));
-    handle.device_uuid = vector.array<16>("device_uuid");
-    handle.owner.boot_id = vector.array<16>("boot_id");
-    handle.owner.process_id = static_cast<std::uint32_t>(vector.number("process_id"));
-    handle.owner.pid_namespace = static_cast<std::uint32_t>(vector.number("namespace"));
-    handle.owner.started_ticks = vector.number("started_ticks");
-    handle.ipc = vector.array<64>("ipc");
+    handle.kind = static_cast<ShareKind>(vector.to_number("kind"));
+    handle.allocation_bytes = vector.to_number("allocation_bytes");
+    handle.offset_bytes = vector.to_number("offset_bytes");
+    handle.length_bytes = vector.to_number("length_bytes");
+    handle.address = vector.to_number("address");
+    handle.chunk_bytes = vector.to_number("chunk_bytes");
+    handle.descriptor_count = static_cast<std::uint32_t>(vector.to_number("descriptor_count"));
+    handle.device_uuid = vector.to_array<16>("device_uuid");
+    handle.owner.boot_id = vector.to_array<16>("boot_id");
+    handle.owner.process_id = static_cast<std::uint32_t>(vector.to_number("process_id"));
+    handle.owner.pid_namespace = static_cast<std::uint32_t>(vector.to_number("namespace"));
+    handle.owner.started_ticks = vector.to_number("started_ticks");
+    handle.ipc = vector.to_array<64>("ipc");
     return handle;
 }
 
-GdrHandle gdr_of(const Vector& vector) {
-    return {vector.array<64>("ipc"), vector.number("length_bytes"), vector.number("device")};
+GdrHandle make_gdr_handle(const Vector& vector) {
+    return {vector.to_array<64>("ipc"), vector.to_number("length_bytes"), vector.to_number("device")};
 }
 
 template <typename Handle, typename Parse>
 void check(const Vector& vector, Handle (*read)(const Vector&), Parse parse) {
     const auto parsed = parse(vector.bytes);
-    const bool good = vector.verdict == "good";
+    const bool is_valid = vector.verdict == "good";
     std::cerr << vector.format << ' ' << vector.name << '\n';
-    CHECK(good || vector.verdict == "bad");
-    CHECK_EQUAL(parsed.has_value(), good);
-    if (good) {
+    CHECK(is_valid || vector.verdict == "bad");
+    CHECK_EQUAL(parsed.has_value(), is_valid);
+    if (is_valid) {
         const Handle expected = read(vector);
         CHECK(*parsed == expected);
         CHECK(std::ranges::equal(pack(expected).value(), vector.bytes));
     }
 }
 
-std::string digest_of(std::string_view text) {
+std::string hex_digest(std::string_view text) {
     std::string hex;
     for (const std::uint8_t byte : sha256({reinterpret_cast<const std::uint8_t*>(text.data()), text.size()})) {
-        char two[3];
-        std::snprintf(two, sizeof two, "%02x", byte);
-        hex += two;
+        char digits[3];
+        std::snprintf(digits, sizeof digits, "%02x", byte);
+        hex += digits;
     }
     return hex;
 }
@@ -112,31 +112,31 @@ std::string digest_of(std::string_view text) {
 
 int main() {
     using namespace gdrkit::usrbio;
-    // The examples of FIPS 180, and lengths around those where the padding needs another block.
-    CHECK(digest_of("") == "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855");
-    CHECK(digest_of("abc") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad");
-    CHECK(digest_of("abcdbcdecdefdefgefghfghighijhijkijkljklmklmnlmnomnopnopq") ==
+    // The examples of FIPS 180, and lengths near those where the padding needs another block.
+    CHECK(hex_digest("") == "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855");
+    CHECK(hex_digest("abc") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad");
+    CHECK(hex_digest("abcdbcdecdefdefgefghfghighijhijkijkljklmklmnlmnomnopnopq") ==
           "248d6a61d20638b8e5c026930c3e6039a33ce45964ff2167f6ecedd419db06c1");
-    CHECK(digest_of(std::string(55, 'a')) == "9f4390f8d30c2dd92ec9f095b65e2b9ae9b0a925a5258e241c9f1e910f734318");
-    CHECK(digest_of(std::string(64, 'a')) == "ffe054fe7ae0cb6dc65c3af9b61d5209f439851db43d0ba5997337df154668eb");
-    int seen = 0;
+    CHECK(hex_digest(std::string(55, 'a')) == "9f4390f8d30c2dd92ec9f095b65e2b9ae9b0a925a5258e241c9f1e910f734318");
+    CHECK(hex_digest(std::string(64, 'a')) == "ffe054fe7ae0cb6dc65c3af9b61d5209f439851db43d0ba5997337df154668eb");
+    int vector_count = 0;
     for (const Vector& vector : read_vectors()) {
         if (vector.format == "share") {
-            check(vector, share_of, parse_share_handle);
+            check(vector, make_share_handle, parse_share_handle);
         } else {
             CHECK(vector.format == "gdr");
-            check(vector, gdr_of, parse_gdr_handle);
+            check(vector, make_gdr_handle, parse_gdr_handle);
         }
-        ++seen;
+        ++vector_count;
     }
-    CHECK(seen > 50);
-    const ProcessIdentity here = this_process();
-    CHECK_EQUAL(here.process_id, static_cast<std::uint32_t>(getpid()));
-    CHECK(is_running(here) == true);
-    ProcessIdentity other = here;
+    CHECK(vector_count > 50);
+    const ProcessIdentity own = this_process();
+    CHECK_EQUAL(own.process_id, static_cast<std::uint32_t>(getpid()));
+    CHECK(is_running(own) == true);
+    ProcessIdentity other = own;
     other.started_ticks += 1;
     CHECK(is_running(other) == false);
-    other = here;
+    other = own;
     other.pid_namespace += 1;
     CHECK(!is_running(other).has_value());
 }

@@ -114,7 +114,7 @@ void Agent::serve(Client& client) {
         std::memcpy(&header, message.data(), sizeof(header));
         CHECK(header.magic == agent_magic && header.version == agent_version && header.status == 0);
         CHECK_EQUAL(header.length + sizeof(header), static_cast<std::size_t>(bytes));
-        if (hang_up && static_cast<AgentRequest>(header.type) == AgentRequest::unpublish) {
+        if (close_at_unpublish && static_cast<AgentRequest>(header.type) == AgentRequest::unpublish) {
             break;
         }
         int fds[2] = {-1, -1};
@@ -125,26 +125,26 @@ void Agent::serve(Client& client) {
         }
         CHECK_EQUAL(header.descriptors, count);
         std::uint64_t value = 0;
-        header.status = answer(client, header, message.data() + sizeof(header), fds, value);
+        header.status = handle_request(client, header, message.data() + sizeof(header), fds, value);
         for (const int fd : fds) {
             if (fd >= 0) {
                 close(fd);
             }
         }
-        // A reply to hello is as long as its request.
-        const std::string why = "because";
+        // The reply to hello has the length of the request.
+        const std::string reason = "because";
         std::vector<std::byte> reply(sizeof(header));
         const auto type = static_cast<AgentRequest>(header.type);
-        header.length = static_cast<std::uint32_t>(header.status != 0                    ? why.size()
+        header.length = static_cast<std::uint32_t>(header.status != 0                    ? reason.size()
                                                    : type == AgentRequest::hello         ? sizeof(AgentHello)
                                                    : type == AgentRequest::register_file ? sizeof(value)
                                                                                          : 0);
         header.descriptors = 0;
-        header.sequence += answer_rubbish ? 1 : 0;
+        header.sequence += reply_malformed ? 1 : 0;
         reply.resize(sizeof(header) + header.length);
         std::memcpy(reply.data(), &header, sizeof(header));
         if (header.status != 0) {
-            std::memcpy(reply.data() + sizeof(header), why.data(), why.size());
+            std::memcpy(reply.data() + sizeof(header), reason.data(), reason.size());
         } else if (type == AgentRequest::register_file) {
             std::memcpy(reply.data() + sizeof(header), &value, sizeof(value));
         }
@@ -154,24 +154,24 @@ void Agent::serve(Client& client) {
     }
     const std::lock_guard lock(mutex_);
     while (!client.published.empty()) {
-        // Whoever was killed, or exited so, has left its memory's name.
-        std::error_code gone;
-        fs::remove(client.published.begin()->second->path, gone);
+        // The client was killed or exited without cleaning up, so the name of its memory remains.
+        std::error_code remove_error;
+        fs::remove(client.published.begin()->second->path, remove_error);
         unpublish(client, client.published.begin()->first);
     }
-    borrowings -= static_cast<int>(client.borrowed.size());
+    borrows -= static_cast<int>(client.borrowed.size());
     client.borrowed.clear();
     files -= static_cast<int>(client.files.size());
     for (const auto& [inode, fd] : client.files) {
         close(fd);
     }
     client.files.clear();
-    shutdown(client.socket, SHUT_RDWR); // The descriptor is closed by the destructor, which joins this thread first.
+    shutdown(client.socket, SHUT_RDWR); // The destructor closes the descriptor after it has joined this thread.
     --connections;
 }
 
-int Agent::answer(Client& client, const AgentHeader& header, const std::byte* payload, const int* fds,
-                  std::uint64_t& value) {
+int Agent::handle_request(Client& client, const AgentHeader& header, const std::byte* payload, const int* fds,
+                          std::uint64_t& value) {
     const std::lock_guard lock(mutex_);
     std::uint16_t length = 0;
     std::memcpy(&length, payload, header.length >= 2 ? 2 : 0);
@@ -188,12 +188,12 @@ int Agent::answer(Client& client, const AgentHeader& header, const std::byte* pa
         unpublish(client, name);
         return 0;
     case AgentRequest::register_file: {
-        struct stat found {};
-        CHECK_EQUAL(fstat(fds[0], &found), 0);
+        struct stat attributes {};
+        CHECK_EQUAL(fstat(fds[0], &attributes), 0);
         if (refuse != 0) {
             return refuse;
         }
-        value = found.st_ino;
+        value = attributes.st_ino;
         if (client.registrations[value]++ == 0) {
             client.files[value] = dup(fds[0]);
             ++files;
@@ -202,16 +202,16 @@ int Agent::answer(Client& client, const AgentHeader& header, const std::byte* pa
     }
     case AgentRequest::deregister_file: {
         std::memcpy(&value, payload, sizeof(value));
-        const auto at = client.files.find(value);
-        if (at == client.files.end()) {
+        const auto entry = client.files.find(value);
+        if (entry == client.files.end()) {
             return ENOENT;
         }
         if (--client.registrations[value] != 0) {
             return 0;
         }
         client.registrations.erase(value);
-        close(at->second);
-        client.files.erase(at);
+        close(entry->second);
+        client.files.erase(entry);
         --files;
         return 0;
     }
@@ -236,8 +236,8 @@ int Agent::answer(Client& client, const AgentHeader& header, const std::byte* pa
     }
     case AgentRequest::borrow:
         return refuse != 0 ? refuse.load() : borrow(client, payload);
-    case AgentRequest::give_back:
-        return give_back(client, name);
+    case AgentRequest::end_borrow:
+        return end_borrow(client, name);
     }
     return ENOSYS;
 }
@@ -256,10 +256,10 @@ int Agent::publish(Client& client, const std::byte* payload, std::size_t length,
     }
     auto buffer = std::make_unique<Buffer>();
     buffer->path = target;
-    std::error_code gone; // Whoever was told that this agent ends has removed it.
-    buffer->bytes = fs::file_size(target, gone);
-    if (gone) {
-        return gone.value();
+    std::error_code remove_error; // The client has removed it if it noticed that this agent ends.
+    buffer->bytes = fs::file_size(target, remove_error);
+    if (remove_error) {
+        return remove_error.value();
     }
     if (const int status = buffer->memory.open(target.substr(8), buffer->bytes, -1); status != 0) {
         return -status;
@@ -286,14 +286,14 @@ int Agent::publish(Client& client, const std::byte* payload, std::size_t length,
     return 0;
 }
 
-// By value: the name may be that of the entry that goes.
+// The name is passed by value, because it may be that of the erased entry.
 void Agent::unpublish(Client& client, std::string name) {
     client.rings.erase(name);
     client.published.erase(name);
     fs::remove(mount_.link(name));
     --publications;
     for (Client& other : clients_) {
-        borrowings -= static_cast<int>(other.borrowed.erase(name));
+        borrows -= static_cast<int>(other.borrowed.erase(name));
     }
 }
 
@@ -303,25 +303,25 @@ int Agent::borrow(Client& client, const std::byte* payload) {
     CHECK_EQUAL(int{request.share_handle_bytes}, 0);
     const auto* text = reinterpret_cast<const char*>(payload + sizeof(request));
     const std::string name(text, request.name_bytes);
-    const auto has = [&](const Client& other) { return other.published.contains(name); };
-    if (std::none_of(clients_.begin(), clients_.end(), has)) {
+    const auto has_publication = [&](const Client& other) { return other.published.contains(name); };
+    if (std::none_of(clients_.begin(), clients_.end(), has_publication)) {
         return ENOENT;
     }
     if (fs::read_symlink(mount_.link(name)) != std::string(text + request.name_bytes, request.target_bytes)) {
         return EINVAL;
     }
-    borrowings += ++client.borrowed[name] == 1;
+    borrows += ++client.borrowed[name] == 1;
     return 0;
 }
 
-int Agent::give_back(Client& client, const std::string& name) {
-    const auto at = client.borrowed.find(name);
-    if (at == client.borrowed.end()) {
+int Agent::end_borrow(Client& client, const std::string& name) {
+    const auto entry = client.borrowed.find(name);
+    if (entry == client.borrowed.end()) {
         return ENOENT;
     }
-    if (--at->second == 0) {
-        client.borrowed.erase(at);
-        --borrowings;
+    if (--entry->second == 0) {
+        client.borrowed.erase(entry);
+        --borrows;
     }
     return 0;
 }
@@ -332,17 +332,17 @@ const Agent::Buffer* Agent::find(const Client& client, const std::string& id) {
             return buffer.get();
         }
     }
-    for (const auto& [name, times] : client.borrowed) {
+    for (const auto& [name, count] : client.borrowed) {
         for (const Client& other : clients_) {
-            if (const auto at = other.published.find(name); name.starts_with(id) && at != other.published.end()) {
-                return at->second.get();
+            if (const auto entry = other.published.find(name); name.starts_with(id) && entry != other.published.end()) {
+                return entry->second.get();
             }
         }
     }
     return nullptr;
 }
 
-std::int64_t Agent::move(Client& client, const Arguments& arguments, bool read) {
+std::int64_t Agent::execute(Client& client, const Arguments& arguments, bool read) {
     Uuid id;
     std::memcpy(id.data(), arguments.buffer_id, id.size());
     const auto file = client.files.find(arguments.file_inode);
@@ -358,20 +358,20 @@ std::int64_t Agent::move(Client& client, const Arguments& arguments, bool read) 
     }
     void* memory = buffer->memory.base() + arguments.buffer_offset;
     const auto offset = static_cast<off_t>(arguments.file_offset);
-    const ssize_t moved = read ? pread(file->second, memory, arguments.length, offset)
-                               : pwrite(file->second, memory, arguments.length, offset);
-    return moved < 0 ? -errno : moved;
+    const ssize_t byte_count = read ? pread(file->second, memory, arguments.length, offset)
+                                    : pwrite(file->second, memory, arguments.length, offset);
+    return byte_count < 0 ? -errno : byte_count;
 }
 
 std::size_t Agent::drain_ring(Client& client, AgentRing& ring, bool read) {
-    if (hold_) {
+    if (is_held_) {
         return 0;
     }
     std::array<ClaimedOperation, 32> claimed;
     const auto now = std::chrono::steady_clock::now().time_since_epoch();
     const std::size_t count = ring.claim(claimed, std::chrono::duration_cast<std::chrono::nanoseconds>(now).count());
     for (std::size_t i = 0; i < count; ++i) {
-        CHECK(ring.complete(claimed[i].position, move(client, claimed[i].arguments, read)));
+        CHECK(ring.complete(claimed[i].position, execute(client, claimed[i].arguments, read)));
     }
     ring.flush();
     return count;
@@ -379,7 +379,7 @@ std::size_t Agent::drain_ring(Client& client, AgentRing& ring, bool read) {
 
 void Agent::hold(bool held) {
     const std::lock_guard lock(mutex_);
-    hold_ = held;
+    is_held_ = held;
 }
 
 void Agent::drain() {
@@ -402,18 +402,18 @@ void Agent::drain() {
             }
         }
         if (count == 0) {
-            timespec until{};
-            clock_gettime(CLOCK_REALTIME, &until);
-            until.tv_nsec += idle ? 2000000 : 20000;
-            until.tv_sec += until.tv_nsec / 1000000000;
-            until.tv_nsec %= 1000000000;
-            sem_timedwait(mount_.submit(1), &until);
+            timespec deadline{};
+            clock_gettime(CLOCK_REALTIME, &deadline);
+            deadline.tv_nsec += idle ? 2000000 : 20000;
+            deadline.tv_sec += deadline.tv_nsec / 1000000000;
+            deadline.tv_nsec %= 1000000000;
+            sem_timedwait(mount_.submit(1), &deadline);
             while (sem_trywait(mount_.submit(1)) == 0) {
             }
             const std::lock_guard lock(mutex_);
             for (Client& client : clients_) {
                 for (auto& [name, ring] : client.rings) {
-                    ring->woke();
+                    ring->end_sleep();
                 }
             }
         }

@@ -1,5 +1,6 @@
-// A plain mount in a temporary folder, and an agent for it: the least that speaks the protocol of the socket and drains
-// rings against ordinary files with pread and pwrite. It runs on threads of the test or in a process of its own.
+// A mount in a temporary folder, and a minimal agent for it. The agent implements the protocol of the socket, and
+// executes operations of rings by pread and pwrite on ordinary files. It runs on threads of the test or in its own
+// process.
 #pragma once
 
 #include "usrbio/client/agent_protocol.hpp"
@@ -20,7 +21,7 @@
 
 namespace gdrkit::usrbio::test {
 
-// The folder, its semaphores and their links; all gone at the end.
+// A folder with semaphores and their links, which the destructor removes.
 class Mount {
 public:
     Mount();
@@ -31,7 +32,7 @@ public:
     const char* path() const noexcept { return path_.c_str(); }
     std::string file(const std::string& name) const { return path_ + "/" + name; }
     std::string link(const std::string& name) const { return link_path(path_.c_str(), name); }
-    std::vector<std::string> links() const; // Of publications.
+    std::vector<std::string> links() const; // Names of the links of publications.
     sem_t* submit(int which) const noexcept { return semaphores_[which]; }
 
 private:
@@ -42,18 +43,20 @@ private:
 
 class Agent {
 public:
-    enum class Rings : std::uint8_t { served, left_alone }; // Left to whoever made this agent.
+    // With left_alone, the code that created this agent serves the rings.
+    enum class Rings : std::uint8_t { served, left_alone };
     explicit Agent(Mount& mount, Rings rings = Rings::served);
-    ~Agent(); // Ends every connection.
+    ~Agent(); // Closes every connection.
 
-    std::atomic<int> refuse{0}; // What the next publication or registration answers; 0: it is served.
-    // Takes nothing out of the rings until it is let; what it has taken out is done when this returns.
+    std::atomic<int> refuse{0}; // Error of the next publications and registrations; 0: they succeed.
+    // While it is held, the agent takes no operation out of the rings. Operations that it has taken have ended when
+    // this returns.
     void hold(bool held);
-    std::atomic<bool> answer_rubbish{false};
-    std::atomic<bool> hang_up{false}; // The next thing that is taken back is answered by the end of the connection.
-    std::atomic<int> files{0};        // Registered.
+    std::atomic<bool> reply_malformed{false};
+    std::atomic<bool> close_at_unpublish{false}; // The agent closes the connection at the next unpublish.
+    std::atomic<int> files{0};                   // Number of registered files.
     std::atomic<int> publications{0};
-    std::atomic<int> borrowings{0}; // Names times clients.
+    std::atomic<int> borrows{0}; // Number of borrowed names, summed over all clients.
     std::atomic<int> connections{0};
 
 private:
@@ -68,26 +71,26 @@ private:
         std::map<std::string, std::unique_ptr<Buffer>> published;
         std::map<std::string, std::unique_ptr<AgentRing>> rings;
         std::map<std::uint64_t, int> files;
-        std::map<std::string, int> borrowed;        // How often.
-        std::map<std::uint64_t, int> registrations; // Of each of them.
+        std::map<std::string, int> borrowed;        // Number of borrows of each name.
+        std::map<std::uint64_t, int> registrations; // Number of registrations of each file.
     };
     void accept_clients();
     void serve(Client& client);
-    int answer(Client& client, const AgentHeader& header, const std::byte* payload, const int* fds,
-               std::uint64_t& value);
+    int handle_request(Client& client, const AgentHeader& header, const std::byte* payload, const int* fds,
+                       std::uint64_t& value);
     int publish(Client& client, const std::byte* payload, std::size_t length, int unnamed);
     void unpublish(Client& client, std::string name);
     int borrow(Client& client, const std::byte* payload);
-    int give_back(Client& client, const std::string& name);
+    int end_borrow(Client& client, const std::string& name);
     const Buffer* find(const Client& client, const std::string& id);
     void drain();
     std::size_t drain_ring(Client& client, AgentRing& ring, bool read);
-    std::int64_t move(Client& client, const Arguments& arguments, bool read);
+    std::int64_t execute(Client& client, const Arguments& arguments, bool read);
 
     Mount& mount_;
     int listener_;
     std::mutex mutex_;
-    bool hold_ = false;
+    bool is_held_ = false;
     std::list<Client> clients_;
     std::atomic<bool> stop_{false};
     std::thread acceptor_;

@@ -161,7 +161,7 @@ _DEFECTS = (
         "d",
         f"{_USRBIO}test_published_memory_is_the_same_in_another_process",
         "the opener of published memory has other bytes",
-        "native/usrbio/client/gpu_offered.cpp",
+        "native/usrbio/client/gpu_link_target.cpp",
         usrbio.RAW_ADDRESS,
     ),
     Defect(

@@ -237,7 +237,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "operation-beyond-its-buffer",
         "native/usrbio/agent/loop_io.cpp",
-        " || wanted.length > spec.length - wanted.buffer_offset",
+        " ||\n        arguments.length > spec.length - arguments.buffer_offset",
         "",
         cases=_AGENT,
     ),
@@ -258,21 +258,21 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "result-larger-than-asked",
         "native/usrbio/agent/loop_io.cpp",
-        "(result > 0 && static_cast<std::uint64_t>(result) > flight.length)",
+        "(result > 0 && static_cast<std::uint64_t>(result) > operation.length)",
         "false",
         cases=("suites/usrbio/test_agent_deaths.py", *_AGENT),
     ),
     Patch(
         "silent-server-awaited-for-ever",
         "native/usrbio/agent/loop_io.cpp",
-        "now - heard_ < options_.silence",
+        "now - last_result_time_ < options_.silence",
         "true",
         cases=("suites/usrbio/test_agent_deaths.py",),
     ),
     Patch(
         "submission-head-may-go-backwards",
         "native/usrbio/ring/agent_side.cpp",
-        "available + view_.distance(submission_tail_, claimed_) >= view_.slots || available < ripe_",
+        "available + view_.distance(submission_tail_, claimed_) >= view_.slots || available < due_",
         "false",
         cases=_AGENT,
     ),

@@ -1,4 +1,5 @@
-// The loop against a server of this process that speaks frames, and rings whose application is this process too.
+// Tests of the loop with a server in this process, which speaks data frames, and with rings whose application is this
+// process.
 #include <fcntl.h>
 #include <semaphore.h>
 #include <sys/mman.h>
@@ -17,6 +18,7 @@
 #include <vector>
 
 #include "storage/crc32c.hpp"
+#include "tests/check.hpp"
 #include "usrbio/agent/loop.hpp"
 
 using namespace gdrkit::usrbio;
@@ -27,67 +29,59 @@ namespace {
 
 using storage::crc32c;
 
-#define REQUIRE(condition)                                                                                             \
-    do {                                                                                                               \
-        if (!(condition)) {                                                                                            \
-            std::fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition);                                       \
-            std::abort();                                                                                              \
-        }                                                                                                              \
-    } while (false)
-
-constexpr std::chrono::milliseconds patience{20000};
+constexpr std::chrono::milliseconds timeout_max{20000};
 
 class Semaphores {
 public:
     Semaphores() {
         for (int index = 0; index < priority_classes; ++index) {
             names[index] = "/gdrkit-loop-test." + std::to_string(getpid()) + "." + std::to_string(index);
-            opened[index] = sem_open(names[index].c_str(), O_CREAT | O_EXCL, 0600, 0);
-            REQUIRE(opened[index] != SEM_FAILED);
+            handles[index] = sem_open(names[index].c_str(), O_CREAT | O_EXCL, 0600, 0);
+            CHECK(handles[index] != SEM_FAILED);
         }
     }
     ~Semaphores() {
         for (int index = 0; index < priority_classes; ++index) {
-            sem_close(opened[index]);
+            sem_close(handles[index]);
             sem_unlink(names[index].c_str());
         }
     }
     std::array<std::string, priority_classes> names;
-    std::array<sem_t*, priority_classes> opened{};
+    std::array<sem_t*, priority_classes> handles{};
 };
 
-// Answers every operation with its length, or as `answer` says.
+// Completes every operation with its length, or with the result of `reply`.
 class FrameServer {
 public:
-    using Answer = std::function<storage::Result(const storage::Operation&)>;
+    using Reply = std::function<storage::Result(const storage::Operation&)>;
 
-    explicit FrameServer(Answer answer = {}) : answer_(std::move(answer)) {
-        int ends[2];
-        REQUIRE(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0);
-        mine_ = ends[0];
-        theirs = ends[1];
+    explicit FrameServer(Reply reply = {}) : reply_(std::move(reply)) {
+        int sockets[2];
+        CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, sockets) == 0);
+        server_socket_ = sockets[0];
+        client_socket = sockets[1];
         thread_ = std::thread([this] { run(); });
     }
     ~FrameServer() {
-        ::shutdown(mine_, SHUT_RDWR);
+        ::shutdown(server_socket_, SHUT_RDWR);
         thread_.join();
-        ::close(mine_);
+        ::close(server_socket_);
     }
-    void hang_up() const { ::shutdown(mine_, SHUT_RDWR); }
+    void close_connection() const { ::shutdown(server_socket_, SHUT_RDWR); }
 
-    int theirs = -1;
+    int client_socket = -1;
     std::atomic<bool> is_silent{false};
-    std::atomic<std::uint64_t> seen{0};
+    std::atomic<std::uint64_t> received{0};
 
 private:
-    bool read(void* into, std::size_t length) const {
-        auto* at = static_cast<std::byte*>(into);
+    bool read(void* buffer, std::size_t length) const {
+        auto* position = static_cast<std::byte*>(buffer);
         while (length != 0) {
-            const ssize_t got = ::recv(mine_, at, length, 0);
-            if (got <= 0)
+            const ssize_t bytes_read = ::recv(server_socket_, position, length, 0);
+            if (bytes_read <= 0)
                 return false;
-            at += got;
-            length -= static_cast<std::size_t>(got);
+            position += bytes_read;
+            length -= static_cast<std::size_t>(bytes_read);
         }
         return true;
     }
@@ -95,42 +89,42 @@ private:
     void run() {
         storage::FrameHeader header;
         while (read(&header, sizeof header)) {
-            REQUIRE(header.magic == storage::frame_magic && header.count != 0);
-            REQUIRE(header.header_crc32c == crc32c(&header, 28));
+            CHECK(header.magic == storage::frame_magic && header.count != 0);
+            CHECK(header.header_crc32c == crc32c(&header, 28));
             std::vector<storage::Operation> operations(header.count);
             if (!read(operations.data(), header.length))
                 return;
-            REQUIRE(header.payload_crc32c == crc32c(operations.data(), header.length));
-            seen += header.count;
+            CHECK(header.payload_crc32c == crc32c(operations.data(), header.length));
+            received += header.count;
             if (is_silent)
                 continue;
             std::vector<storage::Result> results;
             for (const auto& operation : operations)
-                results.push_back(answer_ ? answer_(operation)
-                                          : storage::Result{operation.tag, std::int64_t(operation.length), 0, 0, 0, 0});
+                results.push_back(reply_ ? reply_(operation)
+                                         : storage::Result{operation.tag, std::int64_t(operation.length), 0, 0, 0, 0});
             header.type = static_cast<std::uint16_t>(storage::FrameType::io_reply);
             header.sequence = 0;
             header.length = static_cast<std::uint32_t>(results.size() * sizeof(storage::Result));
             header.payload_crc32c = crc32c(results.data(), header.length);
             header.header_crc32c = crc32c(&header, 28);
-            ::send(mine_, &header, sizeof header, MSG_NOSIGNAL);
-            ::send(mine_, results.data(), header.length, MSG_NOSIGNAL);
+            ::send(server_socket_, &header, sizeof header, MSG_NOSIGNAL);
+            ::send(server_socket_, results.data(), header.length, MSG_NOSIGNAL);
         }
     }
 
-    Answer answer_;
-    int mine_ = -1;
+    Reply reply_;
+    int server_socket_ = -1;
     std::thread thread_;
 };
 
-// An application that speaks the plain protocol of 3FS.
+// An application that does not support the extension of rings, like one of 3FS.
 class Application {
 public:
     Application(std::size_t entries, sem_t* submit) : submit_(submit), length_(ring_bytes(entries)) {
         fd = memfd_create("ring", MFD_CLOEXEC);
-        REQUIRE(fd >= 0 && ftruncate(fd, static_cast<off_t>(length_)) == 0);
+        CHECK(fd >= 0 && ftruncate(fd, static_cast<off_t>(length_)) == 0);
         base_ = mmap(nullptr, length_, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-        REQUIRE(base_ != MAP_FAILED && RingView::over(base_, length_, view) == 0);
+        CHECK(base_ != MAP_FAILED && RingView::bind(base_, length_, view) == 0);
     }
     ~Application() {
         munmap(base_, length_);
@@ -145,18 +139,19 @@ public:
     }
     void submit() { sem_post(submit_); }
     Completion wait() {
-        REQUIRE(wait_for(patience));
+        CHECK(wait_for(timeout_max));
         const auto tail = static_cast<std::uint32_t>(view.indices->completion_tail.load());
         const Completion completion = view.completions[tail];
         view.indices->completion_tail.store(static_cast<std::int32_t>(view.next(tail)), std::memory_order_release);
         return completion;
     }
     bool wait_for(std::chrono::milliseconds timeout) {
-        timespec until{};
-        clock_gettime(CLOCK_REALTIME, &until);
-        until.tv_sec += timeout.count() / 1000 + 1;
+        timespec deadline{};
+        clock_gettime(CLOCK_REALTIME, &deadline);
+        deadline.tv_sec += timeout.count() / 1000 + 1;
         while (view.indices->completion_head.load(std::memory_order_acquire) == view.indices->completion_tail.load())
-            if (sem_timedwait(reinterpret_cast<sem_t*>(view.completed), &until) != 0 && errno == ETIMEDOUT)
+            if (sem_timedwait(reinterpret_cast<sem_t*>(view.completion_semaphore), &deadline) != 0 &&
+                errno == ETIMEDOUT)
                 return false;
         return true;
     }
@@ -174,19 +169,19 @@ const Id buffer_id{1};
 const Id ring_id{2};
 constexpr std::uint64_t inode = 7;
 
-Arguments entry(std::uint64_t offset, std::uint64_t length, std::uint64_t userdata = 0) {
-    Arguments made{};
-    std::memcpy(made.buffer_id, buffer_id.data(), 16);
-    made.buffer_offset = offset;
-    made.file_inode = inode;
-    made.length = length;
-    made.userdata = userdata;
-    return made;
+Arguments make_arguments(std::uint64_t offset, std::uint64_t length, std::uint64_t userdata = 0) {
+    Arguments arguments{};
+    std::memcpy(arguments.buffer_id, buffer_id.data(), 16);
+    arguments.buffer_offset = offset;
+    arguments.file_inode = inode;
+    arguments.length = length;
+    arguments.userdata = userdata;
+    return arguments;
 }
 
-struct Setting {
-    explicit Setting(std::size_t outstanding_max = 64, std::chrono::milliseconds silence = std::chrono::minutes(1))
-        : loop({std::chrono::microseconds(50), outstanding_max, silence}, names.names) {
+struct LoopFixture {
+    explicit LoopFixture(std::size_t outstanding_max = 64, std::chrono::milliseconds silence = std::chrono::minutes(1))
+        : loop({std::chrono::microseconds(50), outstanding_max, silence}, semaphores.names) {
         loop.add_client(1);
         loop.add_buffer(1, {buffer_id, 1 << 20, 1 << 18, {{0x1000, 5}}, {}});
         loop.set_file(1, {inode, 11, 12, true, true});
@@ -194,281 +189,283 @@ struct Setting {
     void serve(const Application& application, int priority = 1) {
         loop.add_ring(1, {ring_id, true, 0, priority, std::chrono::milliseconds(0), 0}, application.fd);
     }
-    Semaphores names;
+    Semaphores semaphores;
     Loop loop;
 };
 
-void operations_go_round() {
-    Setting setting;
+void test_operations_complete() {
+    LoopFixture fixture;
     FrameServer server;
-    Application application(256, setting.names.opened[1]);
-    setting.loop.connect(server.theirs, {0}, 1);
-    setting.serve(application);
+    Application application(256, fixture.semaphores.handles[1]);
+    fixture.loop.connect(server.client_socket, {0}, 1);
+    fixture.serve(application);
     for (int round = 0; round < 200; ++round) {
         for (std::uint64_t number = 0; number < 100; ++number)
-            application.prepare(entry(number * 4096, 4096, number));
+            application.prepare(make_arguments(number * 4096, 4096, number));
         application.submit();
         for (int number = 0; number < 100; ++number)
-            REQUIRE(application.wait().result == 4096);
+            CHECK(application.wait().result == 4096);
     }
-    const Statistics counted = setting.loop.statistics();
-    REQUIRE(counted.operations == 20000 && counted.completions == 20000 && counted.outstanding == 0);
-    REQUIRE(setting.loop.remove_ring(1, ring_id, patience) && setting.loop.remove_buffer(1, buffer_id, patience));
-    REQUIRE(setting.loop.remove_file(1, inode, patience));
-    setting.loop.remove_client(1);
+    const Statistics statistics = fixture.loop.statistics();
+    CHECK(statistics.operations == 20000 && statistics.completions == 20000 && statistics.outstanding == 0);
+    CHECK(fixture.loop.remove_ring(1, ring_id, timeout_max) && fixture.loop.remove_buffer(1, buffer_id, timeout_max));
+    CHECK(fixture.loop.remove_file(1, inode, timeout_max));
+    fixture.loop.remove_client(1);
 }
 
-void a_removal_waits_for_what_is_in_flight() {
-    Setting setting;
+void test_removal_waits_for_operations_in_flight() {
+    LoopFixture fixture;
     FrameServer server;
     server.is_silent = true;
-    Application application(8, setting.names.opened[1]);
-    setting.loop.connect(server.theirs, {0}, 1);
-    setting.serve(application);
-    application.prepare(entry(0, 4096));
+    Application application(8, fixture.semaphores.handles[1]);
+    fixture.loop.connect(server.client_socket, {0}, 1);
+    fixture.serve(application);
+    application.prepare(make_arguments(0, 4096));
     application.submit();
-    while (server.seen == 0)
+    while (server.received == 0)
         std::this_thread::yield();
-    REQUIRE(!setting.loop.remove_buffer(1, buffer_id, std::chrono::milliseconds(1)));
-    REQUIRE(!setting.loop.remove_ring(1, ring_id, std::chrono::milliseconds(1)));
-    std::thread closer([&] { REQUIRE(setting.loop.remove_buffer(1, buffer_id, patience)); });
-    setting.loop.disconnect();
+    CHECK(!fixture.loop.remove_buffer(1, buffer_id, std::chrono::milliseconds(1)));
+    CHECK(!fixture.loop.remove_ring(1, ring_id, std::chrono::milliseconds(1)));
+    std::thread closer([&] { CHECK(fixture.loop.remove_buffer(1, buffer_id, timeout_max)); });
+    fixture.loop.disconnect();
     closer.join();
-    REQUIRE(application.wait().result == -EREMOTEIO);
-    REQUIRE(setting.loop.remove_ring(1, ring_id, patience));
+    CHECK(application.wait().result == -EREMOTEIO);
+    CHECK(fixture.loop.remove_ring(1, ring_id, timeout_max));
 }
 
-void a_connection_that_ends_is_told_and_renewed() {
-    Setting setting;
+void test_closed_connection_is_reported_and_replaced() {
+    LoopFixture fixture;
     FrameServer first;
     FrameServer second;
-    Application application(8, setting.names.opened[1]);
+    Application application(8, fixture.semaphores.handles[1]);
     first.is_silent = true;
-    setting.loop.connect(first.theirs, {0}, 1);
-    setting.serve(application);
-    application.prepare(entry(0, 4096));
+    fixture.loop.connect(first.client_socket, {0}, 1);
+    fixture.serve(application);
+    application.prepare(make_arguments(0, 4096));
     application.submit();
-    while (first.seen == 0)
+    while (first.received == 0)
         std::this_thread::yield();
-    first.hang_up();
-    const std::vector<Event> events = setting.loop.events(patience);
-    REQUIRE(events.size() == 1 && events[0].kind == Event::Kind::disconnected && events[0].generation == 1);
-    application.prepare(entry(0, 1));
+    first.close_connection();
+    const std::vector<Event> events = fixture.loop.events(timeout_max);
+    CHECK(events.size() == 1 && events[0].kind == Event::Kind::disconnected && events[0].generation == 1);
+    application.prepare(make_arguments(0, 1));
     application.submit();
-    REQUIRE(application.wait().result == -EREMOTEIO);
-    setting.loop.disconnect();
-    REQUIRE(application.wait().result == -EREMOTEIO);
-    setting.loop.connect(second.theirs, {0}, 2);
-    application.prepare(entry(0, 4096));
+    CHECK(application.wait().result == -EREMOTEIO);
+    fixture.loop.disconnect();
+    CHECK(application.wait().result == -EREMOTEIO);
+    fixture.loop.connect(second.client_socket, {0}, 2);
+    application.prepare(make_arguments(0, 4096));
     application.submit();
-    REQUIRE(application.wait().result == 4096);
+    CHECK(application.wait().result == 4096);
 }
 
-// A server that hangs closes nothing: only the loop can notice, and what is in flight stays so until disconnect().
-void a_server_that_is_silent_is_told() {
-    Setting setting(64, std::chrono::milliseconds(200));
+// A server that hangs does not close its connection, so the loop must notice. Operations in flight stay until
+// disconnect().
+void test_silent_server_is_reported() {
+    LoopFixture fixture(64, std::chrono::milliseconds(200));
     FrameServer server;
-    Application application(8, setting.names.opened[1]);
-    setting.loop.connect(server.theirs, {0}, 1);
-    setting.serve(application);
-    // One that has nothing to do may be silent, and one that answers was not.
+    Application application(8, fixture.semaphores.handles[1]);
+    fixture.loop.connect(server.client_socket, {0}, 1);
+    fixture.serve(application);
+    // A server without operations may be silent, and a result restarts the time.
     for (int round = 0; round < 3; ++round) {
         std::this_thread::sleep_for(std::chrono::milliseconds(150));
-        application.prepare(entry(0, 4096));
+        application.prepare(make_arguments(0, 4096));
         application.submit();
-        REQUIRE(application.wait().result == 4096);
+        CHECK(application.wait().result == 4096);
     }
-    REQUIRE(setting.loop.events(std::chrono::milliseconds(400)).empty());
+    CHECK(fixture.loop.events(std::chrono::milliseconds(400)).empty());
     server.is_silent = true;
-    application.prepare(entry(0, 4096));
+    application.prepare(make_arguments(0, 4096));
     application.submit();
-    const std::vector<Event> events = setting.loop.events(patience);
-    REQUIRE(events.size() == 1 && events[0].kind == Event::Kind::silent && events[0].generation == 1);
-    REQUIRE(setting.loop.statistics().outstanding == 1);
-    setting.loop.disconnect();
-    REQUIRE(application.wait().result == -EREMOTEIO);
+    const std::vector<Event> events = fixture.loop.events(timeout_max);
+    CHECK(events.size() == 1 && events[0].kind == Event::Kind::silent && events[0].generation == 1);
+    CHECK(fixture.loop.statistics().outstanding == 1);
+    fixture.loop.disconnect();
+    CHECK(application.wait().result == -EREMOTEIO);
 }
 
-// One client's memory is gone: the session ends with that, and no operation of another client does.
-void refused_memory_ends_no_other_operation() {
-    constexpr std::uint32_t cut = 6;
-    Setting setting;
+// After the memory of one client was freed, the session ends, and operations of other clients do not fail.
+void test_refused_memory_fails_no_other_operation() {
+    constexpr std::uint32_t refused_rkey = 6;
+    LoopFixture fixture;
     std::atomic<int> silent{0};
-    // As the storage server: the operation whose memory was refused has a result, and those with it have none.
+    // Like the storage server: only the operation whose memory was refused has a result.
     FrameServer first([&](const storage::Operation& operation) {
         storage::Result result{operation.tag, std::int64_t(operation.length), 0, 0, 0, 0};
-        if (operation.rkey == cut)
+        if (operation.rkey == refused_rkey)
             result.result = -EREMOTEIO;
         return result;
     });
     FrameServer second;
     first.is_silent = true;
-    Application good(8, setting.names.opened[1]);
-    Application bad(8, setting.names.opened[1]);
-    setting.loop.add_client(2);
-    setting.loop.add_buffer(2, {buffer_id, 1 << 20, 0, {{0x1000, cut}}, {}});
-    setting.loop.set_file(2, {inode, 11, 12, true, true});
-    setting.loop.connect(first.theirs, {0}, 1);
-    setting.serve(good);
-    setting.loop.add_ring(2, {ring_id, true, 0, 1, std::chrono::milliseconds(0), 0}, bad.fd);
-    good.prepare(entry(0, 4096, 1));
-    good.submit();
-    while (first.seen == 0)
+    Application healthy(8, fixture.semaphores.handles[1]);
+    Application hostile(8, fixture.semaphores.handles[1]);
+    fixture.loop.add_client(2);
+    fixture.loop.add_buffer(2, {buffer_id, 1 << 20, 0, {{0x1000, refused_rkey}}, {}});
+    fixture.loop.set_file(2, {inode, 11, 12, true, true});
+    fixture.loop.connect(first.client_socket, {0}, 1);
+    fixture.serve(healthy);
+    fixture.loop.add_ring(2, {ring_id, true, 0, 1, std::chrono::milliseconds(0), 0}, hostile.fd);
+    healthy.prepare(make_arguments(0, 4096, 1));
+    healthy.submit();
+    while (first.received == 0)
         std::this_thread::yield();
     first.is_silent = false;
-    bad.prepare(entry(0, 512, 2));
-    bad.submit();
-    REQUIRE(bad.wait().result == -EREMOTEIO);
-    const std::vector<Event> events = setting.loop.events(patience);
-    REQUIRE(events.size() == 1 && events[0].kind == Event::Kind::disconnected);
+    hostile.prepare(make_arguments(0, 512, 2));
+    hostile.submit();
+    CHECK(hostile.wait().result == -EREMOTEIO);
+    const std::vector<Event> events = fixture.loop.events(timeout_max);
+    CHECK(events.size() == 1 && events[0].kind == Event::Kind::disconnected);
     // An operation that is submitted now waits too, unless its memory was refused.
-    good.prepare(entry(4096, 512, 3));
-    good.submit();
-    REQUIRE(setting.loop.disconnect());
-    setting.loop.connect(second.theirs, {0}, 2);
-    std::uint64_t seen = 0;
+    healthy.prepare(make_arguments(4096, 512, 3));
+    healthy.submit();
+    CHECK(fixture.loop.disconnect());
+    fixture.loop.connect(second.client_socket, {0}, 2);
+    std::uint64_t received = 0;
     for (int number = 0; number < 2; ++number) {
-        const Completion done = good.wait();
-        REQUIRE(done.result == (done.userdata == 1 ? 4096 : 512));
-        seen += done.userdata;
+        const Completion completion = healthy.wait();
+        CHECK(completion.result == (completion.userdata == 1 ? 4096 : 512));
+        received += completion.userdata;
     }
-    REQUIRE(seen == 4);
-    bad.prepare(entry(0, 512));
-    bad.submit();
-    REQUIRE(bad.wait().result == -EREMOTEIO);
-    REQUIRE(setting.loop.events(std::chrono::milliseconds(0)).empty());
+    CHECK(received == 4);
+    hostile.prepare(make_arguments(0, 512));
+    hostile.submit();
+    CHECK(hostile.wait().result == -EREMOTEIO);
+    CHECK(fixture.loop.events(std::chrono::milliseconds(0)).empty());
 }
 
-// No server comes: what waits for one ends.
-void operations_between_connections_can_be_abandoned() {
-    Setting setting;
+// Without a new server, the operations that wait for one end.
+void test_waiting_operations_can_be_abandoned() {
+    LoopFixture fixture;
     FrameServer server([](const storage::Operation& operation) {
         return storage::Result{operation.tag, operation.length == 1 ? -EREMOTEIO : 0, 0, 0, 0, 0};
     });
-    Application application(8, setting.names.opened[1]);
-    const Id other{3};
-    setting.loop.add_buffer(1, {other, 1 << 20, 0, {{0x1000, 5}}, {}});
-    setting.loop.connect(server.theirs, {0}, 1);
-    setting.serve(application);
+    Application application(8, fixture.semaphores.handles[1]);
+    const Id other_buffer{3};
+    fixture.loop.add_buffer(1, {other_buffer, 1 << 20, 0, {{0x1000, 5}}, {}});
+    fixture.loop.connect(server.client_socket, {0}, 1);
+    fixture.serve(application);
     server.is_silent = true;
-    application.prepare(entry(0, 4096));
+    application.prepare(make_arguments(0, 4096));
     application.submit();
-    while (server.seen == 0)
+    while (server.received == 0)
         std::this_thread::yield();
     server.is_silent = false;
-    Arguments gone = entry(0, 1);
-    std::memcpy(gone.buffer_id, other.data(), other.size());
-    application.prepare(gone);
+    Arguments refused = make_arguments(0, 1);
+    std::memcpy(refused.buffer_id, other_buffer.data(), other_buffer.size());
+    application.prepare(refused);
     application.submit();
-    REQUIRE(application.wait().result == -EREMOTEIO);
-    REQUIRE(setting.loop.events(patience).size() == 1);
-    REQUIRE(setting.loop.disconnect());
-    REQUIRE(setting.loop.statistics().outstanding == 1);
-    setting.loop.abandon();
-    REQUIRE(application.wait().result == -EREMOTEIO);
-    REQUIRE(!setting.loop.disconnect());
+    CHECK(application.wait().result == -EREMOTEIO);
+    CHECK(fixture.loop.events(timeout_max).size() == 1);
+    CHECK(fixture.loop.disconnect());
+    CHECK(fixture.loop.statistics().outstanding == 1);
+    fixture.loop.abandon();
+    CHECK(application.wait().result == -EREMOTEIO);
+    CHECK(!fixture.loop.disconnect());
 }
 
-void answers_that_cannot_be_end_the_connection() {
-    for (int kind = 0; kind < 4; ++kind) {
-        Setting setting;
-        FrameServer server([kind](const storage::Operation& operation) {
+void test_invalid_results_end_the_connection() {
+    for (int variant = 0; variant < 4; ++variant) {
+        LoopFixture fixture;
+        FrameServer server([variant](const storage::Operation& operation) {
             storage::Result result{operation.tag, std::int64_t(operation.length), 0, 0, 0, 0};
-            if (kind == 0)
+            if (variant == 0)
                 result.tag += 1;
-            if (kind == 1)
+            if (variant == 1)
                 result.result += 1;
-            if (kind == 2)
+            if (variant == 2)
                 result.result = -100000;
-            if (kind == 3)
+            if (variant == 3)
                 result.holes = 1;
             return result;
         });
-        Application application(8, setting.names.opened[1]);
-        setting.loop.connect(server.theirs, {0}, 1);
-        setting.serve(application);
-        application.prepare(entry(0, 4096));
+        Application application(8, fixture.semaphores.handles[1]);
+        fixture.loop.connect(server.client_socket, {0}, 1);
+        fixture.serve(application);
+        application.prepare(make_arguments(0, 4096));
         application.submit();
-        const std::vector<Event> events = setting.loop.events(patience);
-        REQUIRE(events.size() == 1 && events[0].kind == Event::Kind::disconnected);
-        setting.loop.disconnect();
-        REQUIRE(application.wait().result == -EREMOTEIO);
+        const std::vector<Event> events = fixture.loop.events(timeout_max);
+        CHECK(events.size() == 1 && events[0].kind == Event::Kind::disconnected);
+        fixture.loop.disconnect();
+        CHECK(application.wait().result == -EREMOTEIO);
     }
 }
 
-void more_than_the_server_takes_waits_in_the_ring() {
-    Setting setting(4);
+void test_entries_beyond_the_limit_wait_in_the_ring() {
+    LoopFixture fixture(4);
     FrameServer server;
-    Application application(64, setting.names.opened[2]);
-    setting.loop.connect(server.theirs, {0, 0}, 1);
-    setting.serve(application, 2);
+    Application application(64, fixture.semaphores.handles[2]);
+    fixture.loop.connect(server.client_socket, {0, 0}, 1);
+    fixture.serve(application, 2);
     for (int round = 0; round < 50; ++round) {
         for (int number = 0; number < 64; ++number)
-            application.prepare(entry(0, 512));
+            application.prepare(make_arguments(0, 512));
         application.submit();
         for (int number = 0; number < 64; ++number)
-            REQUIRE(application.wait().result == 512);
+            CHECK(application.wait().result == 512);
     }
 }
 
-// Whatever stands in a ring, the loop answers it or ends the ring; another ring goes on.
-void hostile_rings_end_alone() {
+// For random values in a ring, the loop completes its entries or breaks the ring, and another ring continues.
+void test_hostile_ring_leaves_other_rings() {
     std::mt19937_64 random(20260101);
     for (int round = 0; round < 100; ++round) {
-        Setting setting;
+        LoopFixture fixture;
         FrameServer server;
-        Application bad(16, setting.names.opened[0]);
-        Application good(16, setting.names.opened[1]);
-        setting.loop.connect(server.theirs, {0}, 1);
-        setting.loop.add_ring(1, {Id{9}, true, 0, 0, std::chrono::milliseconds(0), 0}, bad.fd);
-        setting.serve(good);
+        Application hostile(16, fixture.semaphores.handles[0]);
+        Application healthy(16, fixture.semaphores.handles[1]);
+        fixture.loop.connect(server.client_socket, {0}, 1);
+        fixture.loop.add_ring(1, {Id{9}, true, 0, 0, std::chrono::milliseconds(0), 0}, hostile.fd);
+        fixture.serve(healthy);
         for (int step = 0; step < 20; ++step) {
-            Arguments arguments = entry(random(), random() % 8192, random());
+            Arguments arguments = make_arguments(random(), random() % 8192, random());
             if (random() % 2 == 0)
                 arguments.file_inode = random() % 16;
-            bad.view.arguments[random() % bad.view.slots] = arguments;
-            bad.view.submissions[random() % bad.view.slots] = {static_cast<std::int32_t>(random() % 40) - 4, 0, 0};
-            auto& index = random() % 4 == 0 ? bad.view.indices->completion_tail : bad.view.indices->submission_head;
+            hostile.view.arguments[random() % hostile.view.slots] = arguments;
+            hostile.view.submissions[random() % hostile.view.slots] = {static_cast<std::int32_t>(random() % 40) - 4, 0,
+                                                                       0};
+            auto& index =
+                random() % 4 == 0 ? hostile.view.indices->completion_tail : hostile.view.indices->submission_head;
             index.store(static_cast<std::int32_t>(random() % 24) - 2, std::memory_order_release);
-            bad.submit();
-            good.prepare(entry(4096, 4096));
-            good.submit();
-            REQUIRE(good.wait().result == 4096);
+            hostile.submit();
+            healthy.prepare(make_arguments(4096, 4096));
+            healthy.submit();
+            CHECK(healthy.wait().result == 4096);
         }
     }
 }
 
-void a_ring_that_is_cut_short_ends_alone() {
-    Setting setting;
+void test_truncated_ring_leaves_other_rings() {
+    LoopFixture fixture;
     FrameServer server;
-    Application good(16, setting.names.opened[1]);
-    setting.loop.connect(server.theirs, {0}, 1);
-    setting.serve(good);
+    Application healthy(16, fixture.semaphores.handles[1]);
+    fixture.loop.connect(server.client_socket, {0}, 1);
+    fixture.serve(healthy);
     {
-        Application bad(16, setting.names.opened[0]);
-        setting.loop.add_ring(1, {Id{9}, true, 0, 0, std::chrono::milliseconds(0), 0}, bad.fd);
-        REQUIRE(ftruncate(bad.fd, 0) == 0);
-        sem_post(setting.names.opened[0]);
-        const std::vector<Event> events = setting.loop.events(patience);
-        REQUIRE(events.size() == 1 && events[0].kind == Event::Kind::ring_broken && events[0].id == Id{9});
+        Application hostile(16, fixture.semaphores.handles[0]);
+        fixture.loop.add_ring(1, {Id{9}, true, 0, 0, std::chrono::milliseconds(0), 0}, hostile.fd);
+        CHECK(ftruncate(hostile.fd, 0) == 0);
+        sem_post(fixture.semaphores.handles[0]);
+        const std::vector<Event> events = fixture.loop.events(timeout_max);
+        CHECK(events.size() == 1 && events[0].kind == Event::Kind::ring_broken && events[0].id == Id{9});
     }
-    good.prepare(entry(0, 4096));
-    good.submit();
-    REQUIRE(good.wait().result == 4096);
+    healthy.prepare(make_arguments(0, 4096));
+    healthy.submit();
+    CHECK(healthy.wait().result == 4096);
 }
 
 } // namespace
 
 int main() {
-    operations_go_round();
-    a_removal_waits_for_what_is_in_flight();
-    a_connection_that_ends_is_told_and_renewed();
-    a_server_that_is_silent_is_told();
-    refused_memory_ends_no_other_operation();
-    operations_between_connections_can_be_abandoned();
-    answers_that_cannot_be_end_the_connection();
-    more_than_the_server_takes_waits_in_the_ring();
-    hostile_rings_end_alone();
-    a_ring_that_is_cut_short_ends_alone();
-    std::puts("the loop holds");
+    test_operations_complete();
+    test_removal_waits_for_operations_in_flight();
+    test_closed_connection_is_reported_and_replaced();
+    test_silent_server_is_reported();
+    test_refused_memory_fails_no_other_operation();
+    test_waiting_operations_can_be_abandoned();
+    test_invalid_results_end_the_connection();
+    test_entries_beyond_the_limit_wait_in_the_ring();
+    test_hostile_ring_leaves_other_rings();
+    test_truncated_ring_leaves_other_rings();
 }

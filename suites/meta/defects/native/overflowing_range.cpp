@@ -3,7 +3,7 @@
 
 namespace gdrkit::usrbio {
 
-bool inside(const hf3fs_iov& iov, const void* memory, std::uint64_t length) noexcept {
+bool is_inside(const hf3fs_iov& iov, const void* memory, std::uint64_t length) noexcept {
     const auto begin = reinterpret_cast<std::uintptr_t>(memory);
     const auto base = reinterpret_cast<std::uintptr_t>(iov.base);
     return iov.base != nullptr && length != 0 && begin >= base && begin + length <= base + iov.size &&

@@ -5,7 +5,7 @@
 
 namespace gdrkit::usrbio {
 
-GpuTarget target_of(const GpuIov& gpu, const Dmabuf&) {
+GpuTarget link_target(const GpuIov& gpu, const Dmabuf&) {
     IpcBytes address{};
     std::memcpy(address.data(), &gpu.pointer, sizeof gpu.pointer);
     return {gpu.device, gpu.size_bytes, 0, gpu.size_bytes, address};

@@ -2,7 +2,7 @@
 
 namespace gdrkit::usrbio {
 
-GpuTarget target_of(const GpuIov& gpu, const Dmabuf& dmabuf) {
+GpuTarget link_target(const GpuIov& gpu, const Dmabuf& dmabuf) {
     if (gpu.ipc) {
         return {gpu.device, gpu.allocation.bytes, gpu.pointer - gpu.allocation.base, gpu.size_bytes, gpu.ipc};
     }

@@ -1,4 +1,4 @@
-#include "storage/descriptor.hpp"
+#include "storage/open_beneath.hpp"
 
 #include <fcntl.h>
 #include <linux/openat2.h>
@@ -6,6 +6,9 @@
 #include <sys/syscall.h>
 
 #include <cerrno>
+#include <utility>
+
+#include "common/descriptor.hpp"
 
 namespace gdrkit::storage {
 

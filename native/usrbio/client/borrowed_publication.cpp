@@ -1,5 +1,6 @@
-#include "usrbio/client/borrowing.hpp"
+#include "usrbio/client/borrowed_publication.hpp"
 
+#include "common/errno_text.hpp"
 #include "usrbio/client/agent_connection.hpp"
 #include "usrbio/client/log.hpp"
 
@@ -11,7 +12,7 @@
 
 namespace gdrkit::usrbio {
 
-int Borrowing::begin(const char* mount, std::string_view name, std::string_view target) noexcept {
+int BorrowedPublication::begin(const char* mount, std::string_view name, std::string_view target) noexcept {
     if (name.size() > UINT16_MAX || target.size() > UINT16_MAX) {
         return -EINVAL;
     }
@@ -35,8 +36,8 @@ int Borrowing::begin(const char* mount, std::string_view name, std::string_view 
         if (status == 0) {
             agent_ = std::move(agent);
         } else {
-            log_line(LogLevel::error, "%.*s of %s cannot be borrowed: %s", static_cast<int>(name.size()), name.data(),
-                     mount, std::strerror(-status));
+            log_line(LogLevel::error, "borrow %.*s of %s failed: %s", static_cast<int>(name.size()), name.data(), mount,
+                     ErrnoText(-status).c_str());
         }
         return status;
     } catch (const std::bad_alloc&) {
@@ -44,17 +45,17 @@ int Borrowing::begin(const char* mount, std::string_view name, std::string_view 
     }
 }
 
-void Borrowing::end() noexcept {
+void BorrowedPublication::end() noexcept {
     const std::shared_ptr<AgentConnection> agent = std::exchange(agent_, nullptr);
     if (agent == nullptr) {
         return;
     }
     auto length = static_cast<std::uint16_t>(name_.size());
     const iovec payload[] = {{&length, sizeof(length)}, {name_.data(), name_.size()}};
-    const int status = agent->call(AgentRequest::give_back, payload, {}, {});
-    // -ENOENT: its owner was first. -EREMOTEIO: nothing outlives the agent, or the connection.
+    const int status = agent->call(AgentRequest::end_borrow, payload, {}, {});
+    // -ENOENT: the owner has ended the borrow before. -EREMOTEIO: the borrow ended with the agent or the connection.
     if (status != 0 && status != -ENOENT && status != -EREMOTEIO) {
-        log_line(LogLevel::error, "%s was not given back: %s", name_.c_str(), std::strerror(-status));
+        log_line(LogLevel::error, "end the borrow of %s failed: %s", name_.c_str(), ErrnoText(-status).c_str());
     }
 }
 
