@@ -23,8 +23,8 @@ from gdrkit.units import MIB
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from gdrkit.gds import Copied, Half
-    from gdrkit.gds.speed import Point
+    from gdrkit.gds import CopyResult, CopyTotals
+    from gdrkit.gds.speed import BenchmarkPoint
 
 __all__ = ["COMMANDS"]
 
@@ -171,7 +171,7 @@ def storage(
 
     if plot is not None:
         check_name(plot)
-    plan = speed.Plan(
+    plan = speed.BenchmarkPlan(
         folder=folder,
         file_bytes=size_mib * MIB,
         device_index=_index(device, host=host),
@@ -179,9 +179,9 @@ def storage(
         direct=direct,
     )
     with _progress("bench storage", unit_is_bytes=False, visible=not as_json) as update, _no_fallback_warning():
-        measured: list[Point] = []
+        measured: list[BenchmarkPoint] = []
 
-        def on_point(point: Point, total: int) -> None:
+        def on_point(point: BenchmarkPoint, total: int) -> None:
             measured.append(point)
             update(len(measured), total)
 
@@ -231,7 +231,7 @@ def _not_of_this_machine(substrate: dict[str, str]) -> str:
     return f"{', '.join(unproven)}; no performance of this machine" if unproven else ""
 
 
-def _describe_copy(copied: Copied, substrate: dict[str, str]) -> Iterator[str]:
+def _describe_copy(copied: CopyResult, substrate: dict[str, str]) -> Iterator[str]:
     from gdrkit.units import format_bytes
 
     caveat = _not_of_this_machine(substrate)
@@ -244,11 +244,11 @@ def _describe_copy(copied: Copied, substrate: dict[str, str]) -> Iterator[str]:
         yield f"  not direct: {reason}"
 
 
-def _routes(half: Half) -> str:
+def _routes(half: CopyTotals) -> str:
     return ", ".join(sorted(half.routes)) or "no route, because the file is empty"
 
 
-def _print_points(points: list[Point], substrate: dict[str, str]) -> None:
+def _print_points(points: list[BenchmarkPoint], substrate: dict[str, str]) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -267,7 +267,7 @@ def _print_points(points: list[Point], substrate: dict[str, str]) -> None:
             click.echo(line)
 
 
-def _plot(points: list[Point], plan: Any, substrate: dict[str, str]) -> Any:  # noqa: ANN401 - types of late imports.
+def _plot(points: list[BenchmarkPoint], plan: Any, substrate: dict[str, str]) -> Any:  # noqa: ANN401 - types of late imports.
     from gdrkit.report.plot import Line, Plot
     from gdrkit.units import format_bytes
 

@@ -5,12 +5,12 @@ Only ``_native.py`` imports the native engine.
 
 from __future__ import annotations
 
-from gdrkit.gds.copying import Copied, Half, copy_file
+from gdrkit.gds.buffer import HOST, TransferBuffer, describe_buffer
+from gdrkit.gds.copying import CopyResult, CopyTotals, copy_file
 from gdrkit.gds.cufile_path import close_driver, probe_cufile
-from gdrkit.gds.direct import DIRECT_PATH_PROBES, DirectPath, FallbackWarning, Verdict
+from gdrkit.gds.direct import DIRECT_PATH_PROBES, DirectPath, DirectPathResult, FallbackWarning
 from gdrkit.gds.engine import Engine, EngineOptions, close_engines, engine_for
 from gdrkit.gds.file import Access, Direct, File
-from gdrkit.gds.target import HOST, Target, target_of
 from gdrkit.gds.transfer import Route, Transfer, TransferFailed, Transferred
 from gdrkit.gds.whole_files import read_files
 
@@ -19,24 +19,24 @@ DIRECT_PATH_PROBES.append(probe_cufile)
 __all__ = [
     "HOST",
     "Access",
-    "Copied",
+    "CopyResult",
+    "CopyTotals",
     "Direct",
     "DirectPath",
+    "DirectPathResult",
     "Engine",
     "EngineOptions",
     "FallbackWarning",
     "File",
-    "Half",
     "Route",
-    "Target",
     "Transfer",
+    "TransferBuffer",
     "TransferFailed",
     "Transferred",
-    "Verdict",
     "close_driver",
     "close_engines",
     "copy_file",
+    "describe_buffer",
     "engine_for",
     "read_files",
-    "target_of",
 ]

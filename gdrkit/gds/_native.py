@@ -38,10 +38,10 @@ _REASONS = {
     errno.ESHUTDOWN: Reason.CLOSED,
 }
 _ADVICE = {
-    errno.ENOSPC: "free space on the file system, or write elsewhere",
-    errno.EDQUOT: "free space within the quota, or write elsewhere",
-    errno.EIO: "look into the kernel log: a disk, or what serves this file system, refused",
-    errno.EISDIR: "name a file",
+    errno.ENOSPC: "free space on the file system, or write to another one",
+    errno.EDQUOT: "free space within the quota, or write to another file system",
+    errno.EIO: "see the kernel log: a disk, or the server of this file system, failed",
+    errno.EISDIR: "name a file, not a folder",
     errno.ENOENT: "check the path",
 }
 
@@ -75,7 +75,7 @@ def api_error(
     failure: Failure,
     *,
     arguments: Mapping[str, object] | None = None,
-    kind: type[ApiError] = ApiError,
+    error_class: type[ApiError] = ApiError,
     detail: str = "",
 ) -> ApiError:
     """Return the exception for a failure of the engine.
@@ -86,7 +86,7 @@ def api_error(
         The failure that the engine reported.
     arguments : mapping or None
         Arguments of the failed operation, with units in the keys.
-    kind : type
+    error_class : type
         The class of the exception. A missing driver is always a :class:`SetupMissing`.
     detail : str
         Further text for the error message.
@@ -94,7 +94,7 @@ def api_error(
     api, operation, number, name = failure
     if api == "kernel":
         missing = operation == "dlopen" or number == errno.ENOSYS
-        return (SetupMissing if missing else kind)(
+        return (SetupMissing if missing else error_class)(
             api=Api.LOADER if missing else Api.KERNEL,
             operation="dlopen libcuda.so.1" if operation == "dlopen" else operation,
             status=number,
@@ -106,22 +106,22 @@ def api_error(
             detail=detail,
         )
     if api == "cufile":
-        return kind(
+        return error_class(
             api=Api.CUFILE,
             operation=operation,
             status=number,
             status_name=name,
             arguments=arguments,
             reason=Reason.IO_ERROR,
-            what_to_do="look into cufile.log, or open the file with direct='never'",
+            what_to_do="see cufile.log, or open the file with direct='never'",
             detail=detail,
         )
     reason, advice = Reason.OTHER, ""
     if number == _CUDA_OUT_OF_MEMORY:
-        reason, advice = Reason.OUT_OF_MEMORY, "free device memory, or lower RLIMIT_MEMLOCK pressure"
+        reason, advice = Reason.OUT_OF_MEMORY, "free device memory, or allow more pinned memory (RLIMIT_MEMLOCK)"
     elif number in _CUDA_NO_DEVICE:
         reason, advice = Reason.NO_DEVICE, "check that nvidia-smi lists the GPU"
-    return kind(
+    return error_class(
         api=Api.CUDA,
         operation=operation,
         status=number,

@@ -1,7 +1,7 @@
 """Copies of files through device or host memory.
 
 The read of one chunk overlaps with the write of the chunk before it. Holes stay holes. The new file gets its name when
-it is complete: until then, other programs find the old file or none, and a copy that fails leaves nothing.
+it is complete: until then, other programs find the old file or no file, and a copy that fails leaves nothing.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from gdrkit import cuda, pattern
 from gdrkit.errors import DataMismatch, UsageError
+from gdrkit.gds.buffer import HOST
 from gdrkit.gds.file import File
 from gdrkit.gds.new_file import new_file, open_destination
 from gdrkit.gds.opening import os_error
 from gdrkit.gds.ranges import data_ranges
-from gdrkit.gds.target import HOST
 from gdrkit.gds.transfer import Route
 from gdrkit.units import MIB
 
@@ -30,21 +30,22 @@ if TYPE_CHECKING:
     from gdrkit.gds.ranges import Range
     from gdrkit.gds.transfer import Transfer, Transferred
 
-__all__ = ["CHUNK_BYTES", "Copied", "Half", "chunk_buffers", "copy_file"]
+__all__ = ["CHUNK_BYTES", "CopyResult", "CopyTotals", "chunk_buffers", "copy_file"]
 
 CHUNK_BYTES = 256 * MIB
-_PIECES_COUNT = 2
-# Largest count of ranges of a sparse file that one transfer moves.
+_CHUNKS_COUNT = 2
+# Largest number of ranges of a sparse file that one transfer moves.
 _RANGES_MAX = 1024
-_STREAM_BYTES = MIB
-_NO_SIZE = "the kernel does not state the size of the file, so that it was read by read(2) to its end"
-_CHECK_BYTES = 16 * MIB
-_SHOWN_BYTES = 16
+_READ_BYTES = MIB
+_NO_SIZE = "the kernel does not state the size of the file, so it was read by read(2) to its end"
+_COMPARE_BYTES = 16 * MIB
+# Number of bytes that the error of a difference shows.
+_ERROR_BYTES = 16
 
 
 @dataclass(slots=True)
-class Half:
-    """Totals of all reads, or of all writes, of a copy.
+class CopyTotals:
+    """Totals of all reads or of all writes of a copy.
 
     Attributes
     ----------
@@ -69,7 +70,7 @@ class Half:
 
 
 @dataclass(slots=True)
-class Copied:
+class CopyResult:
     """The result of a copy.
 
     Attributes
@@ -93,8 +94,8 @@ class Copied:
     bytes: int = 0
     hole_bytes: int = 0
     duration_s: float = 0.0
-    read: Half = field(default_factory=Half)
-    write: Half = field(default_factory=Half)
+    read: CopyTotals = field(default_factory=CopyTotals)
+    write: CopyTotals = field(default_factory=CopyTotals)
     is_checked: bool = False
 
 
@@ -109,7 +110,7 @@ def copy_file(
     durable: bool = False,
     check: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
-) -> Copied:
+) -> CopyResult:
     """Copy a file and return the result.
 
     Parameters
@@ -147,33 +148,33 @@ def copy_file(
     if chunk_bytes < 1:
         message = f"chunk_bytes must be at least 1, not {chunk_bytes}"
         raise UsageError(message)
-    place = Path(destination)
-    place = place / Path(source).name if place.is_dir() else place
+    path = Path(destination)
+    path = path / Path(source).name if path.is_dir() else path
     began = time.monotonic()
-    copied = Copied(os.fspath(source), str(place))
+    result = CopyResult(os.fspath(source), str(path))
     with contextlib.ExitStack() as stack:
         old = stack.enter_context(File(source, access=access, direct=direct))
         info = os.fstat(old.fileno())
-        where = stack.enter_context(open_destination(place))
-        if where.is_same_file(info):
-            message = f"{source} and {place} are one file"
+        target = stack.enter_context(open_destination(path))
+        if target.is_same_file(info):
+            message = f"{source} and {path} are the same file"
             raise UsageError(message)
-        with new_file(where, source_mode=info.st_mode, access=access, direct=direct, durable=durable) as new:
-            compared_s = 0.0
+        with new_file(target, source_mode=info.st_mode, access=access, direct=direct, durable=durable) as new:
+            compare_s = 0.0
             if _has_no_size(old, info):
-                _copy_stream(old, new, copied, on_progress, check=check)
+                _copy_to_end(old, new, result, on_progress, check=check)
             else:
-                copied.bytes = info.st_size
-                length = min(chunk_bytes, max(copied.bytes, 1))
-                with chunk_buffers(device_index, length, _PIECES_COUNT) as pieces:
-                    _move(old, new, pieces, copied, on_progress)
+                result.bytes = info.st_size
+                length = min(chunk_bytes, max(result.bytes, 1))
+                with chunk_buffers(device_index, length, _CHUNKS_COUNT) as chunks:
+                    _copy_ranges(old, new, chunks, result, on_progress)
                 if check:
-                    compared_s = -time.monotonic()
-                    _compare(old.fileno(), new.fileno(), length_bytes=copied.bytes)
-                    compared_s += time.monotonic()
-            copied.is_checked = check
-    copied.duration_s = time.monotonic() - began - compared_s
-    return copied
+                    compare_s = -time.monotonic()
+                    _compare(old.fileno(), new.fileno(), length_bytes=result.bytes)
+                    compare_s += time.monotonic()
+            result.is_checked = check
+    result.duration_s = time.monotonic() - began - compare_s
+    return result
 
 
 def _has_no_size(file: File, info: os.stat_result) -> bool:
@@ -181,20 +182,20 @@ def _has_no_size(file: File, info: os.stat_result) -> bool:
     if info.st_blocks:
         return False
     try:
-        is_there = bool(os.pread(file.fileno(), 1, max(info.st_size - 1, 0)))
+        has_last_byte = bool(os.pread(file.fileno(), 1, max(info.st_size - 1, 0)))
     except OSError as error:
         if info.st_size:
-            return False  # The copy finds the bad byte, and its error says how much was read before.
+            return False  # The copy reads the bad byte again, and its error reports how much was read before.
         raise os_error("read", file.path, error) from error
-    return is_there == (info.st_size == 0)
+    return has_last_byte == (info.st_size == 0)
 
 
-def _copy_stream(
-    old: File, new: File, copied: Copied, on_progress: Callable[[int, int], None] | None, *, check: bool
+def _copy_to_end(
+    old: File, new: File, result: CopyResult, on_progress: Callable[[int, int], None] | None, *, check: bool
 ) -> None:
-    """Copy a file that has no size. Each read may return other bytes, so each chunk is compared at once."""
-    memory = bytearray(_STREAM_BYTES)
-    copied.read.why_not_direct = _NO_SIZE
+    """Copy a file that has no size. A second read may return other bytes, so each chunk is compared at once."""
+    memory = bytearray(_READ_BYTES)
+    result.read.why_not_direct = _NO_SIZE
     while True:
         try:
             count = os.readv(old.fileno(), [memory])
@@ -202,59 +203,60 @@ def _copy_stream(
             raise os_error("read", old.path, error) from error
         if count == 0:
             break
-        at = copied.bytes
-        copied.write.add(new.write_from(memory, file_offset_bytes=at, length_bytes=count))
+        offset = result.bytes
+        result.write.add(new.write_from(memory, file_offset_bytes=offset, length_bytes=count))
         if check:
-            _check_same(memory[:count], os.pread(new.fileno(), count, at), at)
-        copied.bytes += count
+            _check_same(memory[:count], os.pread(new.fileno(), count, offset), offset)
+        result.bytes += count
         if on_progress is not None:
-            on_progress(copied.bytes, copied.bytes)
-    if copied.bytes:
-        copied.read.routes[Route.POSIX.value] = copied.bytes
+            on_progress(result.bytes, result.bytes)
+    if result.bytes:
+        result.read.routes[Route.POSIX.value] = result.bytes
 
 
-def _move(
-    old: File, new: File, pieces: list[Any], copied: Copied, on_progress: Callable[[int, int], None] | None
+def _copy_ranges(
+    old: File, new: File, chunks: list[Any], result: CopyResult, on_progress: Callable[[int, int], None] | None
 ) -> None:
-    writing: list[Transfer | None] = [None] * len(pieces)
-    length = len(pieces[0]) if isinstance(pieces[0], bytearray) else pieces[0].length_bytes
+    """Copy the data ranges of a file. While one chunk is written, the next one is read."""
+    writes: list[Transfer | None] = [None] * len(chunks)
+    length = len(chunks[0]) if isinstance(chunks[0], bytearray) else chunks[0].length_bytes
 
-    def told(at: int) -> Callable[[int, int], None] | None:
-        return None if on_progress is None else lambda done, _whole: on_progress(at + done, copied.bytes)
+    def progress_from(offset: int) -> Callable[[int, int], None] | None:
+        return None if on_progress is None else lambda done, _whole: on_progress(offset + done, result.bytes)
 
     data_bytes = end = 0
-    for number, ranges in enumerate(_batches(data_ranges(old.fileno(), copied.bytes), length)):
-        slot = number % len(pieces)
-        if (before := writing[slot]) is not None:
-            copied.write.add(before.result())
-        copied.read.add(old.start_readv(pieces[slot], ranges).result(on_progress=told(ranges[0][0])))
-        writing[slot] = new.start_writev(pieces[slot], ranges)
+    for number, ranges in enumerate(_batches(data_ranges(old.fileno(), result.bytes), length)):
+        index = number % len(chunks)
+        if (previous := writes[index]) is not None:
+            result.write.add(previous.result())
+        result.read.add(old.start_readv(chunks[index], ranges).result(on_progress=progress_from(ranges[0][0])))
+        writes[index] = new.start_writev(chunks[index], ranges)
         data_bytes += sum(each[1] for each in ranges)
         end = sum(ranges[-1][:2])
-    for each in writing:
-        if each is not None:
-            # The callback lets Python run now and then, so that Ctrl-C takes effect.
-            copied.write.add(each.result(on_progress=lambda _done, _whole: None))
-    copied.hole_bytes = copied.bytes - data_bytes
-    if end < copied.bytes:
+    for write in writes:
+        if write is not None:
+            # The callback runs Python code now and then, so that Ctrl-C takes effect.
+            result.write.add(write.result(on_progress=lambda _done, _whole: None))
+    result.hole_bytes = result.bytes - data_bytes
+    if end < result.bytes:
         try:
-            os.ftruncate(new.fileno(), copied.bytes)
+            os.ftruncate(new.fileno(), result.bytes)
         except OSError as error:
             raise os_error("ftruncate", new.path, error) from error
         if on_progress is not None:
-            on_progress(copied.bytes, copied.bytes)
+            on_progress(result.bytes, result.bytes)
 
 
 def _batches(ranges: Iterator[tuple[int, int]], length_bytes: int) -> Iterator[list[Range]]:
-    """Cut the ranges (begin, end) of a file into lists of (offset, length) that fit one chunk of memory each."""
+    """Split the ranges (begin, end) of a file into lists of (offset, length) that fit into one chunk of memory each."""
     batch: list[Range] = []
     free = length_bytes
     for begin, end in ranges:
-        at = begin
-        while at < end:
-            count = min(free, end - at)
-            batch.append((at, count))
-            at, free = at + count, free - count
+        offset = begin
+        while offset < end:
+            count = min(free, end - offset)
+            batch.append((offset, count))
+            offset, free = offset + count, free - count
             if free == 0 or len(batch) == _RANGES_MAX:
                 yield batch
                 batch, free = [], length_bytes
@@ -274,18 +276,18 @@ def chunk_buffers(device_index: int, length_bytes: int, count: int) -> Iterator[
 
 
 def _compare(old: int, new: int, *, length_bytes: int) -> None:
-    for at in range(0, length_bytes, _CHECK_BYTES):
-        count = min(_CHECK_BYTES, length_bytes - at)
-        _check_same(os.pread(old, count, at), os.pread(new, count, at), at)
+    for offset in range(0, length_bytes, _COMPARE_BYTES):
+        count = min(_COMPARE_BYTES, length_bytes - offset)
+        _check_same(os.pread(old, count, offset), os.pread(new, count, offset), offset)
 
 
 def _check_same(expected: bytes | bytearray, actual: bytes, offset_bytes: int) -> None:
-    where = pattern.find_mismatch(expected, actual)
-    if where is not None:
-        shown = slice(where, where + _SHOWN_BYTES)
+    first = pattern.find_mismatch(expected, actual)
+    if first is not None:
+        excerpt = slice(first, first + _ERROR_BYTES)
         raise DataMismatch(
-            first_offset_bytes=offset_bytes + where,
-            expected=bytes(expected[shown]),
-            actual=actual[shown],
+            first_offset_bytes=offset_bytes + first,
+            expected=bytes(expected[excerpt]),
+            actual=actual[excerpt],
             length_bytes=len(expected),
         )

@@ -1,4 +1,4 @@
-"""Direct paths: transfers between a disk and a device without host memory, and the fallback to the copy engine.
+"""The search for a direct path, and the warning if there is none.
 
 A file takes a direct path only if the path was proven for it. The functions that prove paths are listed in
 :data:`DIRECT_PATH_PROBES`. If none proves one, the copy engine moves the bytes, and one warning names the cause.
@@ -15,9 +15,17 @@ from gdrkit.errors import Api, Reason, Unsupported
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from gdrkit.gds.transfer import Work
+    from gdrkit.gds.transfer import TransferJob
 
-__all__ = ["DIRECT_PATH_PROBES", "DirectPath", "FallbackWarning", "Verdict", "fell_back", "forget_warnings", "prove"]
+__all__ = [
+    "DIRECT_PATH_PROBES",
+    "DirectPath",
+    "DirectPathResult",
+    "FallbackWarning",
+    "find_direct_path",
+    "forget_warnings",
+    "report_fallback",
+]
 
 
 class FallbackWarning(UserWarning):
@@ -27,10 +35,17 @@ class FallbackWarning(UserWarning):
 class DirectPath(Protocol):
     """A path that was proven for one open file and one device."""
 
-    def submit(self, *, write: bool, extents: Sequence[int], durable: bool) -> Work:
-        """Start a transfer. `extents` has four numbers per range: 0, offset in the file, device address, length.
+    def submit(self, *, write: bool, extents: Sequence[int], durable: bool) -> TransferJob:
+        """Start a transfer.
 
-        A `durable` write is complete when the disk has the data.
+        Parameters
+        ----------
+        write : bool
+            True: write from memory into the file. False: read from the file into memory.
+        extents : sequence of int
+            Four numbers for each range: 0, offset in the file, device address, length in bytes.
+        durable : bool
+            A write is complete when the disk has the data.
         """
 
     def why_not(self, extents: Sequence[int]) -> str:
@@ -41,7 +56,7 @@ class DirectPath(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class DirectPathResult:
     """The result of a search for a direct path for one file and one device.
 
     Attributes
@@ -63,24 +78,24 @@ class Verdict:
 
 # The direct-path probes. They are called in order with the file descriptor and the device index, until one returns a
 # path.
-DIRECT_PATH_PROBES: list[Callable[[int, int], Verdict]] = []
+DIRECT_PATH_PROBES: list[Callable[[int, int], DirectPathResult]] = []
 
-_said: set[str] = set()
+_reported: set[str] = set()
 
 
-def prove(fd: int, device_index: int) -> Verdict:
+def find_direct_path(fd: int, device_index: int) -> DirectPathResult:
     """Return the first proven path, or the reasons of all probes if no path is proven."""
     causes = []
-    for prover in DIRECT_PATH_PROBES:
-        verdict = prover(fd, device_index)
-        if verdict.path is not None:
-            return verdict
-        causes.append(verdict.why)
-    return Verdict(None, "; ".join(causes) or "no direct path is known to this installation")
+    for probe in DIRECT_PATH_PROBES:
+        result = probe(fd, device_index)
+        if result.path is not None:
+            return result
+        causes.append(result.why)
+    return DirectPathResult(None, "; ".join(causes) or "this installation has no direct-path probe")
 
 
-def fell_back(verdict: Verdict, path: str, *, required: bool) -> str:
-    """Warn once that the copy engine moves the bytes, and return the reason. Fail if a direct path is required.
+def report_fallback(why: str, path: str, *, required: bool) -> None:
+    """Warn that the copy engine moves the bytes, once for each cause. Fail if a direct path is required.
 
     Raises
     ------
@@ -95,17 +110,15 @@ def fell_back(verdict: Verdict, path: str, *, required: bool) -> str:
             status_name="NOT_DIRECT",
             arguments={"path": path},
             reason=Reason.NOT_DIRECT,
-            what_to_do="remove the cause, or allow the copy engine",
-            detail=verdict.why,
+            what_to_do="remove the cause, or allow the copy engine (direct='preferred')",
+            detail=why,
         )
-    if verdict.why not in _said:
-        _said.add(verdict.why)
-        warnings.warn(
-            f"not direct, the copy engine reads through host memory: {verdict.why}", FallbackWarning, stacklevel=6
-        )
-    return verdict.why
+    if why not in _reported:
+        _reported.add(why)
+        message = f"there is no direct path, so the copy engine moves the bytes through host memory: {why}"
+        warnings.warn(message, FallbackWarning, stacklevel=6)
 
 
 def forget_warnings() -> None:
     """Forget which causes were reported, so that each one is reported again."""
-    _said.clear()
+    _reported.clear()

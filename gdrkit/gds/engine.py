@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from gdrkit import cuda, forks
 from gdrkit.errors import UsageError
 from gdrkit.gds._native import call, native
-from gdrkit.gds.target import HOST
+from gdrkit.gds.buffer import HOST
 from gdrkit.gds.transfer import Route
 from gdrkit.handles import Handle
 from gdrkit.units import GIB, KIB, MIB
@@ -25,11 +25,11 @@ from gdrkit.units import GIB, KIB, MIB
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-__all__ = ["ACCESS", "HOST_OPTIONS", "Engine", "EngineOptions", "EngineWork", "close_engines", "engine_for"]
+__all__ = ["ACCESS", "HOST_OPTIONS", "Engine", "EngineJob", "EngineOptions", "close_engines", "engine_for"]
 
 ACCESS = {"automatic": 0, "buffered": 1, "direct": 2}
 
-_ANY_NODE = -1
+_ANY_NUMA_NODE = -1
 _COUNT_MAX = 256
 _BYTES_MIN, _BYTES_MAX = 4 * KIB, GIB
 
@@ -41,8 +41,8 @@ class EngineOptions:
     Attributes
     ----------
     workers_count : int
-        Largest number of threads. If this process has fewer processors, the engine has one thread per processor,
-        but two for a single processor.
+        Largest number of threads. If this process may use fewer processors, the engine has one thread per processor,
+        but at least two.
     buffers_count : int
         Staging buffers of each thread. One is filled while the device copies from the others.
     chunk_bytes : int
@@ -93,23 +93,22 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            largest = _BYTES_MAX if name.endswith("_bytes") else _COUNT_MAX
-            smallest = _BYTES_MIN if name.endswith("_bytes") else 1
+            smallest, largest = (_BYTES_MIN, _BYTES_MAX) if name.endswith("_bytes") else (1, _COUNT_MAX)
             if not isinstance(value, bool) and not smallest <= value <= largest:
                 message = f"{name} must be {smallest} to {largest}, not {value}"
                 raise UsageError(message)
 
-    def workers(self) -> int:
+    def threads_count(self) -> int:
         """Return the number of threads that the engine will have."""
         return min(self.workers_count, max(len(os.sched_getaffinity(0)), 2))
 
 
-# Settings for host memory. No device waits for chunks, and the processors do all of the work.
+# Settings for host memory. No device waits for chunks, and the processors copy all bytes.
 HOST_OPTIONS = EngineOptions(workers_count=16, buffers_count=1, chunk_bytes=8 * MIB, first_chunk_bytes=8 * MIB)
 
 
-class EngineWork:
-    """A job of the engine, with the interface :class:`gdrkit.gds.transfer.Work`."""
+class EngineJob:
+    """A job of the engine, as a :class:`gdrkit.gds.transfer.TransferJob`."""
 
     route = Route.ENGINE
     why_not_direct = ""
@@ -127,13 +126,13 @@ class EngineWork:
 
     def progress(self) -> dict[str, Any]:
         """Return the progress of the job."""
-        found: dict[str, Any] = self._job.progress()
-        return found
+        progress: dict[str, Any] = self._job.progress()
+        return progress
 
     def arrived(self) -> Sequence[int]:
         """Return how many bytes of each range arrived."""
-        found: list[int] = self._job.arrived()
-        return found
+        counts: list[int] = self._job.arrived()
+        return counts
 
 
 class Engine:
@@ -144,13 +143,13 @@ class Engine:
     options : EngineOptions
         Settings of the engine.
     node : int
-        NUMA node, or -1 for any.
+        NUMA node of the memory and the threads, or -1 for any.
     """
 
-    def __init__(self, options: EngineOptions | None = None, *, node: int = _ANY_NODE) -> None:
-        chosen = options or EngineOptions()
-        self.options = chosen
-        self._engine = call(native().Engine, node=node, **{**asdict(chosen), "workers_count": chosen.workers()})
+    def __init__(self, options: EngineOptions | None = None, *, node: int = _ANY_NUMA_NODE) -> None:
+        self.options = options or EngineOptions()
+        settings = {**asdict(self.options), "workers_count": self.options.threads_count()}
+        self._engine = call(native().Engine, node=node, **settings)
         self._handle = Handle("gds.engine")
         self._is_inherited = False
         forks.register(self)
@@ -165,7 +164,7 @@ class Engine:
         access: str = "automatic",
         flags: int = 0,
         durable: bool = False,
-    ) -> EngineWork:
+    ) -> EngineJob:
         """Queue a job and return it. The call blocks while too many jobs are queued.
 
         Parameters
@@ -173,7 +172,7 @@ class Engine:
         write : bool
             True: write from memory into files. False: read from files into memory.
         device_index : int
-            Index of the device that has all of the memory; :data:`~gdrkit.gds.target.HOST` for host memory.
+            Index of the device that has all of the memory; :data:`~gdrkit.gds.HOST` for host memory.
         files : list
             Native open files, or paths as bytes. The engine opens paths with `flags` and closes them.
         extents : iterable of int
@@ -186,7 +185,7 @@ class Engine:
             A write is complete when the disk has the data (fdatasync).
         """
         if access not in ACCESS:
-            message = f"access {access!r} is none of {', '.join(ACCESS)}"
+            message = f"access must be one of {', '.join(map(repr, ACCESS))}, not {access!r}"
             raise UsageError(message)
         packed = extents if isinstance(extents, array) else array("Q", extents)
         job = call(
@@ -199,10 +198,10 @@ class Engine:
             flags=flags,
             durable=durable,
         )
-        return EngineWork(job)
+        return EngineJob(job)
 
     def transfer_small(self, *arguments: Any) -> Any:  # noqa: ANN401 - native object.
-        """Move one short range on the calling thread. Return (bytes, failure or None). See native/engine."""
+        """Move one short range on the calling thread. Return (bytes, failure or None). See ``native/engine``."""
         return call(self._engine.transfer_small, *arguments)
 
     def close(self) -> None:
@@ -216,44 +215,42 @@ class Engine:
         self._handle.release()
 
     def after_fork_in_child(self) -> None:
-        """Keep the native engine as it is, and have the child make another one.
+        """Keep the native engine as it is, and have the child create another one.
 
-        Threads do not survive a fork, and the memory and streams belong to the parent: nothing may release them here.
+        Threads do not survive a fork, and the memory and the streams belong to the parent, so the child must not
+        release them.
         """
         native().keep_forever(self._engine)
         self._is_inherited = True
-        for engines in (_engines, _of_nodes):
+        for engines in (_engines, _engines_by_node):
             for key in [key for key, engine in engines.items() if engine is self]:
                 del engines[key]
 
 
 # Engines by device index. Devices of one NUMA node share an engine.
 _engines: dict[int, Engine] = {}
-_of_nodes: dict[int, Engine] = {}
+_engines_by_node: dict[int, Engine] = {}
 _lock = forks.ForkSafeLock()
 
 
 def engine_for(device_index: int) -> Engine:
-    """Return the engine of the device's NUMA node, or the engine of host memory."""
-    found = _engines.get(device_index)
-    if found is not None:
-        return found
+    """Return the engine of the device's NUMA node, or the engine of host memory. Create it at the first use."""
+    engine = _engines.get(device_index)
+    if engine is not None:
+        return engine
     with _lock:
         if device_index not in _engines:
-            _engines[device_index] = _engine_of_host() if device_index == HOST else _engine_near(device_index)
+            _engines[device_index] = Engine(HOST_OPTIONS) if device_index == HOST else _engine_near(device_index)
         return _engines[device_index]
 
 
-def _engine_of_host() -> Engine:
-    return Engine(HOST_OPTIONS)
-
-
 def _engine_near(device_index: int) -> Engine:
+    """Return the engine of the device's NUMA node."""
     with cuda.Device(device_index) as device:
         node = int(native().node_of_device(device.pci_bus_id))
-    if node not in _of_nodes:
-        _of_nodes[node] = Engine(node=node)
-    return _of_nodes[node]
+    if node not in _engines_by_node:
+        _engines_by_node[node] = Engine(node=node)
+    return _engines_by_node[node]
 
 
 def close_engines() -> None:
@@ -262,7 +259,7 @@ def close_engines() -> None:
         while _engines:
             _index, engine = _engines.popitem()
             engine.close()
-        _of_nodes.clear()
+        _engines_by_node.clear()
 
 
 atexit.register(close_engines)

@@ -12,19 +12,29 @@ import time
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 from gdrkit.errors import ApiError, ClosedResource, UsageError
-from gdrkit.gds import direct as direct_paths
 from gdrkit.gds._native import api_error, call, native
+from gdrkit.gds.buffer import TransferBuffer, describe_buffer
+from gdrkit.gds.direct import DirectPathResult, find_direct_path, report_fallback
 from gdrkit.gds.engine import engine_for
 from gdrkit.gds.opening import open_regular, os_error
-from gdrkit.gds.ranges import check_range, extents_of, length_in, released_on_error
-from gdrkit.gds.target import HOST, Target, target_of
-from gdrkit.gds.transfer import Route, Transfer, TransferFailed, Transferred, TransferSet, Work, ended
+from gdrkit.gds.ranges import check_range, extents_of, part_length, released_on_error
+from gdrkit.gds.transfer import (
+    Route,
+    Transfer,
+    TransferFailed,
+    TransferJob,
+    Transferred,
+    TransferSet,
+    early_end_error,
+)
 from gdrkit.handles import Handle
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from types import TracebackType
 
+    from gdrkit.gds._native import Failure
+    from gdrkit.gds.direct import DirectPath
     from gdrkit.gds.ranges import Range
 
 __all__ = ["Access", "Direct", "File"]
@@ -50,8 +60,9 @@ class File:
     mode : str
         ``r`` to read, ``r+`` to read and write, ``w`` to write and truncate or create, ``x`` to create a new file only.
     access : str
-        I/O path of the copy engine: ``automatic`` reads cached ranges from the page cache and others
-        by O_DIRECT, ``buffered`` always uses the page cache, ``direct`` never does.
+        I/O path of the copy engine. ``automatic`` reads cached ranges from the page cache and others by O_DIRECT, and
+        short ranges (below 256 KiB) always through the page cache. ``buffered`` always uses the page cache. ``direct``
+        reads by O_DIRECT, also short ranges, and writes by O_DIRECT except for short ranges and partial blocks.
     direct : str
         Whether a path between disk and device without host memory is ``preferred``, ``required`` (calls fail if none is
         proven), or ``never`` used.
@@ -59,9 +70,9 @@ class File:
     Raises
     ------
     ApiError
-        The kernel does not open the file: ENOENT, EACCES, EISDIR ... .
+        The kernel does not open the file: ENOENT, EACCES, EISDIR ...
     UsageError
-        It is not a regular file, or an argument is not one of the allowed values.
+        The path is not a regular file, or an argument is not one of the allowed values.
     """
 
     def __init__(
@@ -76,7 +87,7 @@ class File:
             message = f"mode must be one of {', '.join(map(repr, _MODES))}, not {mode!r}"
             raise UsageError(message)
         _check_choices(access, direct)
-        self._own(open_regular(os.fspath(path), _MODES[mode]), os.fspath(path), mode != "r", access, direct)
+        self._set_up(open_regular(os.fspath(path), _MODES[mode]), os.fspath(path), mode != "r", access, direct)
 
     @classmethod
     def from_descriptor(
@@ -97,14 +108,14 @@ class File:
         """
         try:
             _check_choices(access, direct)
-            made = cls.__new__(cls)
+            file = cls.__new__(cls)
         except BaseException:
             os.close(fd)
             raise
-        made._own(fd, path, writable, access, direct)  # noqa: SLF001 - same class.
-        return made
+        file._set_up(fd, path, writable, access, direct)  # noqa: SLF001 - same class.
+        return file
 
-    def _own(self, fd: int, path: str, writable: bool, access: Access, direct: Direct) -> None:  # noqa: FBT001
+    def _set_up(self, fd: int, path: str, writable: bool, access: Access, direct: Direct) -> None:  # noqa: FBT001
         self.path = path
         self.access: Access = access
         self.direct: Direct = direct
@@ -115,9 +126,9 @@ class File:
             os.close(fd)
             raise
         self._fd = fd
-        self._paths: dict[int, direct_paths.Verdict] = {}
-        self._proving = threading.Lock()
-        # Every transfer takes the lock twice. A Condition would add a call in Python to each.
+        self._direct_paths: dict[int, DirectPathResult] = {}  # By device index.
+        self._probe_lock = threading.Lock()
+        # Every transfer takes the lock twice. A Condition would add a Python call to each.
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._users_count = 0  # Calls that use the descriptor now. close() waits for them.
@@ -165,7 +176,7 @@ class File:
         Parameters
         ----------
         buffer : object
-            See :func:`gdrkit.gds.target_of`.
+            See :func:`gdrkit.gds.describe_buffer`.
         file_offset_bytes : int
             Start of the range in the file, in bytes.
         length_bytes : int or None
@@ -184,21 +195,20 @@ class File:
         ClosedResource
             The file or the memory was closed.
         """
-        if on_progress is None:
-            target = target_of(buffer, writable=True)
-            try:
-                length = length_in(target, buffer_offset_bytes, length_bytes)
-                if length <= native().SMALL_BYTES_MAX and self._takes_engine(target):
-                    exact = length_bytes is not None
-                    return self._small(target, file_offset_bytes, length, buffer_offset_bytes, write=False, exact=exact)
-            finally:
-                target.release()
-        return self.start_read_into(
-            buffer,
-            file_offset_bytes=file_offset_bytes,
-            length_bytes=length_bytes,
-            buffer_offset_bytes=buffer_offset_bytes,
-        ).result(on_progress=on_progress)
+        memory = describe_buffer(buffer, writable=True)
+        transfer: Transfer | None = None
+        with released_on_error(memory):
+            length = part_length(memory, buffer_offset_bytes, length_bytes)
+            if on_progress is not None or not self._is_short_engine_read(memory, length):
+                clip = length_bytes is None
+                transfer = self._start_read(memory, file_offset_bytes, length, buffer_offset_bytes, clip=clip)
+        if transfer is not None:
+            return transfer.result(on_progress=on_progress)
+        try:
+            is_exact = length_bytes is not None
+            return self._read_short(memory, file_offset_bytes, length, buffer_offset_bytes, is_exact=is_exact)
+        finally:
+            memory.release()
 
     def write_from(
         self,
@@ -218,8 +228,8 @@ class File:
         Parameters
         ----------
         durable : bool
-            Wait until the disk has the data. The bytes then bypass the page cache, unless the file's `access` says
-            otherwise: a copy in the page cache would have to be written back anyway.
+            Wait until the disk has the data. The bytes then bypass the page cache if the file's `access` is
+            ``automatic``, because a copy in the page cache would have to be written back anyway.
         """
         return self.start_write_from(
             buffer,
@@ -235,7 +245,7 @@ class File:
         Parameters
         ----------
         buffer : object
-            See :func:`gdrkit.gds.target_of`.
+            See :func:`gdrkit.gds.describe_buffer`.
         ranges : iterable
             (file offset, length) for ranges that follow each other in memory, or (file offset, length, buffer offset).
         """
@@ -254,15 +264,11 @@ class File:
         buffer_offset_bytes: int = 0,
     ) -> Transfer:
         """Start :meth:`read_into` and return its future."""
-        target = target_of(buffer, writable=True)
-        with released_on_error(target):
-            length = length_in(target, buffer_offset_bytes, length_bytes)
-            check_range("file range", file_offset_bytes, length)
-            if length_bytes is None:
-                length = min(length, max(self.size_bytes - file_offset_bytes, 0))
-            return self._start(
-                target, [0, file_offset_bytes, target.address + buffer_offset_bytes, length], write=False
-            )
+        memory = describe_buffer(buffer, writable=True)
+        with released_on_error(memory):
+            length = part_length(memory, buffer_offset_bytes, length_bytes)
+            clip = length_bytes is None
+            return self._start_read(memory, file_offset_bytes, length, buffer_offset_bytes, clip=clip)
 
     def start_write_from(
         self,
@@ -274,24 +280,23 @@ class File:
         durable: bool = False,
     ) -> Transfer:
         """Start :meth:`write_from` and return its future."""
-        target = target_of(buffer, writable=False)
-        with released_on_error(target):
-            length = length_in(target, buffer_offset_bytes, length_bytes)
-            check_range("file range", file_offset_bytes, length)
-            extents = [0, file_offset_bytes, target.address + buffer_offset_bytes, length]
-            return self._start(target, extents, write=True, durable=durable)
+        memory = describe_buffer(buffer, writable=False)
+        with released_on_error(memory):
+            length = part_length(memory, buffer_offset_bytes, length_bytes)
+            extents = extents_of(memory, [(file_offset_bytes, length, buffer_offset_bytes)])
+            return self._start(memory, extents, write=True, durable=durable)
 
     def start_readv(self, buffer: object, ranges: Iterable[Range]) -> Transfer:
         """Start :meth:`readv` and return its future."""
-        target = target_of(buffer, writable=True)
-        with released_on_error(target):
-            return self._start(target, extents_of(target, ranges), write=False)
+        memory = describe_buffer(buffer, writable=True)
+        with released_on_error(memory):
+            return self._start(memory, extents_of(memory, ranges), write=False)
 
     def start_writev(self, buffer: object, ranges: Iterable[Range]) -> Transfer:
         """Start :meth:`writev` and return its future."""
-        target = target_of(buffer, writable=False)
-        with released_on_error(target):
-            return self._start(target, extents_of(target, ranges), write=True)
+        memory = describe_buffer(buffer, writable=False)
+        with released_on_error(memory):
+            return self._start(memory, extents_of(memory, ranges), write=True)
 
     def sync(self) -> None:
         """Wait until the written data is on the disk (fdatasync)."""
@@ -318,9 +323,9 @@ class File:
                 self._changed.wait_for(lambda: self._users_count == 0)
             for each in self._transfers.all():
                 each.exception()
-            for verdict in self._paths.values():
-                verdict.close()
-            self._paths.clear()
+            for result in self._direct_paths.values():
+                result.close()
+            self._direct_paths.clear()
             self._native = None
             fd, self._fd = self._fd, -1
             os.close(fd)
@@ -342,24 +347,32 @@ class File:
             if self._is_closing:
                 self._changed.notify_all()
 
-    def _start(self, target: Target, extents: Sequence[int], *, write: bool, durable: bool = False) -> Transfer:
+    def _start_read(
+        self, memory: TransferBuffer, file_offset_bytes: int, length_bytes: int, buffer_offset_bytes: int, *, clip: bool
+    ) -> Transfer:
+        """Start a read of one range. With `clip`, a range that goes beyond the end of the file ends there."""
+        check_range("file range", file_offset_bytes, length_bytes)
+        length = min(length_bytes, max(self.size_bytes - file_offset_bytes, 0)) if clip else length_bytes
+        return self._start(memory, [0, file_offset_bytes, memory.address + buffer_offset_bytes, length], write=False)
+
+    def _start(self, memory: TransferBuffer, extents: Sequence[int], *, write: bool, durable: bool = False) -> Transfer:
+        """Start a transfer. All transfers except short reads begin here."""
         self._begin_use()
         try:
             if write and not self.writable:
-                message = f"{self.path} was opened to read only"
+                message = f"{self.path} was opened for reading only"
                 raise UsageError(message, what_to_do="open it with mode 'r+' or 'w'")
-            work, why = self._work(target, extents, write=write, durable=durable)
+            job, why_not_direct = self._submit(memory, extents, write=write, durable=durable)
             lengths = extents[3::4]
-            arguments = {"path": self.path, "device_index": target.device_index, "length_bytes": sum(lengths)}
+            arguments = {"path": self.path, "device_index": memory.device_index, "length_bytes": sum(lengths)}
             if len(lengths) == 1:
                 arguments["file_offset_bytes"] = extents[1]
             return Transfer(
-                work,
+                job,
                 lengths,
-                (target,),
+                memory,
                 arguments,
-                must_fill=True,
-                why_not_direct=why,
+                why_not_direct=why_not_direct,
                 direct_required=self.direct == "required",
                 keep=(self._native, self),
                 group=self._transfers,
@@ -367,63 +380,90 @@ class File:
         finally:
             self._end_use()
 
-    def _work(self, target: Target, extents: Sequence[int], *, write: bool, durable: bool) -> tuple[Work, str]:
-        known = self._paths.get(target.device_index)
-        why = "" if known is None else known.why
-        if not self._takes_engine(target):
-            verdict = self._offered(target.device_index, extents)
-            if verdict.path is not None:
-                return verdict.path.submit(write=write, extents=extents, durable=durable), ""
-            why = direct_paths.fell_back(verdict, self.path, required=self.direct == "required")
-        work = engine_for(target.device_index).submit(
+    def _submit(
+        self, memory: TransferBuffer, extents: Sequence[int], *, write: bool, durable: bool
+    ) -> tuple[TransferJob, str]:
+        """Submit a transfer to the direct path or to the engine. Return its job, and why it is not direct."""
+        why = self._known_obstacle(memory)
+        if not self._uses_engine(memory):
+            path, why = self._direct_path_for(memory, extents)
+            if path is not None:
+                return path.submit(write=write, extents=extents, durable=durable), ""
+            report_fallback(why, self.path, required=self.direct == "required")
+        job = engine_for(memory.device_index).submit(
             write=write,
-            device_index=target.device_index,
+            device_index=memory.device_index,
             files=[self._native],
             extents=extents,
             access="direct" if durable and self.access == "automatic" else self.access,
             durable=durable,
         )
-        return work, why
+        return job, why
 
-    def _takes_engine(self, target: Target) -> bool:
+    def _uses_engine(self, memory: TransferBuffer) -> bool:
         """Return whether the copy engine is used without a probe for a direct path and without a warning."""
-        if self.direct == "never" or (target.device_index == HOST and self.direct == "preferred"):
+        if self.direct == "never" or (memory.is_host and self.direct == "preferred"):
             return True
-        verdict = self._paths.get(target.device_index)
-        return verdict is not None and verdict.path is None and self.direct == "preferred"
+        result = self._direct_paths.get(memory.device_index)
+        return result is not None and result.path is None and self.direct == "preferred"
 
-    def _offered(self, device_index: int, extents: Sequence[int]) -> direct_paths.Verdict:
-        """Return the verdict for one transfer. A path may be proven for the file and still not fit these ranges."""
-        verdict = self._verdict(device_index)
-        why = "" if verdict.path is None else verdict.path.why_not(extents)
-        return direct_paths.Verdict(None, why) if why else verdict
+    def _known_obstacle(self, memory: TransferBuffer) -> str:
+        """Return why an earlier probe found no direct path to this device, or an empty text."""
+        result = self._direct_paths.get(memory.device_index)
+        return "" if result is None else result.why
 
-    def _verdict(self, device_index: int) -> direct_paths.Verdict:
-        if device_index == HOST:
-            return direct_paths.Verdict(None, "the memory is the host's")
-        with self._proving:
-            if device_index not in self._paths:
-                self._paths[device_index] = direct_paths.prove(self.fileno(), device_index)
-            return self._paths[device_index]
+    def _direct_path_for(self, memory: TransferBuffer, extents: Sequence[int]) -> tuple[DirectPath | None, str]:
+        """Return the direct path for one transfer, or None and the reason.
 
-    def _small(self, target: Target, offset: int, length: int, at: int, *, write: bool, exact: bool) -> Transferred:
-        """Move a short range on the calling thread, which has the lowest latency."""
+        A path may be proven for the file and still not be usable for these ranges.
+        """
+        if memory.is_host:
+            return None, "the memory is host memory"
+        with self._probe_lock:
+            if memory.device_index not in self._direct_paths:
+                self._direct_paths[memory.device_index] = find_direct_path(self.fileno(), memory.device_index)
+            result = self._direct_paths[memory.device_index]
+        why = result.why if result.path is None else result.path.why_not(extents)
+        return (None, why) if why else (result.path, "")
+
+    def _is_short_engine_read(self, memory: TransferBuffer, length_bytes: int) -> bool:
+        """Return whether a read is so short that the calling thread reads it through the page cache."""
+        is_short = length_bytes <= native().SMALL_BYTES_MAX and self.access != "direct"
+        return is_short and self._uses_engine(memory)
+
+    def _read_short(
+        self,
+        memory: TransferBuffer,
+        file_offset_bytes: int,
+        length_bytes: int,
+        buffer_offset_bytes: int,
+        *,
+        is_exact: bool,
+    ) -> Transferred:
+        """Read a short range on the calling thread, which has the lowest latency.
+
+        If `is_exact`, a file that ends before the range is an error.
+        """
         began = time.monotonic()
-        check_range("file range", offset, length)
+        check_range("file range", file_offset_bytes, length_bytes)
         self._begin_use()
         try:
-            moved, failure = engine_for(target.device_index).transfer_small(
-                write, self._native, offset, target.address + at, length, target.device_index
+            moved, failure = engine_for(memory.device_index).transfer_small(
+                False,  # noqa: FBT003 - the native function has no keywords; it is not a write.
+                self._native,
+                file_offset_bytes,
+                memory.address + buffer_offset_bytes,
+                length_bytes,
+                memory.device_index,
             )
         finally:
             self._end_use()
-        verdict = self._paths.get(target.device_index)
-        why = "" if verdict is None else verdict.why
+        why = self._known_obstacle(memory)
         result = Transferred(moved, Route.ENGINE, 0, (moved,), time.monotonic() - began, why)
-        if failure is None and (moved == length or not exact):
+        if failure is None and (moved == length_bytes or not is_exact):
             return result
-        arguments = {"path": self.path, "file_offset_bytes": offset, "length_bytes": length}
-        raise _failed(failure, arguments, result)
+        arguments = {"path": self.path, "file_offset_bytes": file_offset_bytes, "length_bytes": length_bytes}
+        raise _short_read_error(failure, arguments, result)
 
     def __enter__(self) -> Self:
         return self
@@ -438,18 +478,19 @@ class File:
 
 
 def _check_choices(access: str, direct: str) -> None:
-    for what, value, choices in (("access", access, get_args(Access)), ("direct", direct, get_args(Direct))):
+    for name, value, choices in (("access", access, get_args(Access)), ("direct", direct, get_args(Direct))):
         if value not in choices:
-            message = f"{what} must be one of {', '.join(map(repr, choices))}, not {value!r}"
+            message = f"{name} must be one of {', '.join(map(repr, choices))}, not {value!r}"
             raise UsageError(message)
 
 
-def _failed(failure: Any, arguments: dict[str, object], result: Transferred) -> ApiError:  # noqa: ANN401 - native object.
+def _short_read_error(failure: Failure | None, arguments: dict[str, object], result: Transferred) -> ApiError:
+    """Return the error of a short read that failed, or that reached the end of the file (`failure` is None)."""
     arguments = {**arguments, "transferred_bytes": result.bytes}
     if failure is None:
-        error: ApiError = ended(arguments, "the file ended")
+        error: ApiError = early_end_error(arguments, "the file has fewer bytes")
     else:
-        error = api_error(failure, arguments=arguments, kind=TransferFailed)
+        error = api_error(failure, arguments=arguments, error_class=TransferFailed)
     if isinstance(error, TransferFailed):
         error.transferred = result
     return error

@@ -32,7 +32,7 @@ _NO_TMPFILE = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENO
 _PERMISSIONS = 0o777
 _OWNER_READ_WRITE = 0o600
 _GROUP = 0o070
-_KINDS = {
+_FILE_TYPES = {
     stat.S_IFIFO: "a FIFO",
     stat.S_IFSOCK: "a socket",
     stat.S_IFBLK: "a block device",
@@ -79,7 +79,7 @@ def open_destination(path: Path) -> Iterator[Destination]:
     UsageError
         The name belongs to a device, FIFO or socket, or to a symbolic link that leads nowhere.
     """
-    path = _followed(path)
+    path = _follow_link(path)
     try:
         folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
@@ -142,16 +142,17 @@ def new_file(
             raise os_error("create", destination.path, error) from error
 
 
-def _followed(path: Path) -> Path:
+def _follow_link(path: Path) -> Path:
+    """Return the path that a symbolic link leads to, or the path itself if it is not a link."""
     if not path.is_symlink():
         return path
     try:
-        # The kernel must follow the link itself, because it refuses links that others plant in /tmp
+        # The kernel must follow the link itself, because it refuses links that other users have created in /tmp
         # (fs.protected_symlinks).
         fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except FileNotFoundError as error:
         message = f"{path} is a symbolic link to {path.readlink()}, which does not exist"
-        raise UsageError(message, what_to_do="remove the link, or name the file to write") from error
+        raise UsageError(message, what_to_do="remove the link, or name its destination") from error
     except OSError as error:
         raise os_error("open", str(path), error) from error
     try:
@@ -169,7 +170,8 @@ def _stat_regular(folder: int, name: str, path: str) -> os.stat_result | None:
     except OSError as error:
         raise os_error("stat", path, error) from error
     if not stat.S_ISREG(info.st_mode):
-        message = f"{path} is {_KINDS.get(stat.S_IFMT(info.st_mode), 'no regular file')}; a regular file is required"
+        file_type = _FILE_TYPES.get(stat.S_IFMT(info.st_mode), "not a regular file")
+        message = f"{path} is {file_type}; a regular file is required"
         raise UsageError(message, what_to_do="name a regular file or a new one; use cp to write to a device or a FIFO")
     return info
 
@@ -200,20 +202,20 @@ def _create(destination: Destination, temporary: str, bits: int) -> tuple[int, b
 
 
 def _set_permissions(fd: int, old: os.stat_result | None, source_bits: int) -> None:
-    made = os.fstat(fd)
-    now = stat.S_IMODE(made.st_mode)
+    info = os.fstat(fd)
+    current_bits = stat.S_IMODE(info.st_mode)
     if old is None:
         # The kernel has applied the umask. The owner bits that only the copy itself needed are removed.
-        bits = now & ~(_OWNER_READ_WRITE & ~source_bits)
+        bits = current_bits & ~(_OWNER_READ_WRITE & ~source_bits)
     else:
         bits = old.st_mode & _PERMISSIONS
-        if (made.st_uid, made.st_gid) != (old.st_uid, old.st_gid) and not _give(fd, old):
+        if (info.st_uid, info.st_gid) != (old.st_uid, old.st_gid) and not _set_owner(fd, old):
             bits &= ~_GROUP  # These bits were meant for another group.
-    if bits != now:
+    if bits != current_bits:
         os.fchmod(fd, bits)
 
 
-def _give(fd: int, old: os.stat_result) -> bool:
+def _set_owner(fd: int, old: os.stat_result) -> bool:
     """Change owner and group to those of the old file, or at least the group. Return whether the group was set."""
     for owner in (old.st_uid, -1):
         try:
@@ -225,6 +227,7 @@ def _give(fd: int, old: os.stat_result) -> bool:
 
 
 def _publish(fd: int, destination: Destination, temporary: str, *, is_named: bool) -> None:
+    """Give the file its final name."""
     name, folder = destination.name, destination.folder
     if not is_named:
         unnamed = f"/proc/self/fd/{fd}"

@@ -27,13 +27,13 @@ def open_regular(path: str, flags: int) -> int:
         fd = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
     except OSError as error:
         raise os_error("open", path, error) from error
-    kind = os.fstat(fd).st_mode
-    if stat.S_ISREG(kind):
+    mode = os.fstat(fd).st_mode
+    if stat.S_ISREG(mode):
         return fd
     os.close(fd)
-    if stat.S_ISDIR(kind):
+    if stat.S_ISDIR(mode):
         raise os_error("open", path, OSError(errno.EISDIR, os.strerror(errno.EISDIR)))
-    message = f"{path} is no regular file"
+    message = f"{path} is not a regular file"
     raise UsageError(message)
 
 

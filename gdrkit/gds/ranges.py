@@ -1,4 +1,8 @@
-"""Checks of ranges of files and of memory, done before anything moves."""
+"""Ranges of files and of memory: their checks, which are done before anything moves, and the extents of a transfer.
+
+The extents of a transfer are one flat list with four numbers for each range: index of the file, offset in the file,
+address, length in bytes. The copy engine takes this list as it is.
+"""
 
 from __future__ import annotations
 
@@ -12,44 +16,56 @@ from gdrkit.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from gdrkit.gds.target import Target
+    from gdrkit.gds.buffer import TransferBuffer
 
-__all__ = ["Range", "check_range", "data_ranges", "extents_of", "length_in", "released_on_error"]
+__all__ = ["Range", "check_range", "data_ranges", "extents_of", "part_length", "released_on_error"]
 
 # (file offset, length) or (file offset, length, buffer offset), in bytes.
 Range = tuple[int, int] | tuple[int, int, int]
 
-_LARGEST = (1 << 63) - 1
+_OFFSET_MAX = (1 << 63) - 1
 
 
-def check_range(what: str, offset: int, length: int) -> None:
+def check_range(what: str, offset_bytes: int, length_bytes: int) -> None:
     """Raise :class:`~gdrkit.errors.UsageError` unless offset and length are valid for a file."""
-    if offset < 0 or length < 0 or offset + length > _LARGEST:
-        message = f"no {what} of {length} bytes at {offset}"
+    if offset_bytes < 0 or length_bytes < 0 or offset_bytes + length_bytes > _OFFSET_MAX:
+        message = f"a {what} must be inside 0 to 2**63 - 1, not {length_bytes} bytes at offset {offset_bytes}"
         raise UsageError(message)
 
 
-def length_in(target: Target, offset: int, length: int | None) -> int:
-    """Return the length of a part of the memory; None means up to its end. Fail if the part is not inside it."""
-    found = target.length_bytes - offset if length is None else length
-    if offset < 0 or found < 0 or offset + found > target.length_bytes:
-        message = f"{found} bytes at {offset} are not inside memory of {target.length_bytes} bytes"
+def part_length(buffer: TransferBuffer, offset_bytes: int, length_bytes: int | None) -> int:
+    """Return the length of a part of the memory; None means up to its end.
+
+    Raises
+    ------
+    UsageError
+        The part is not inside the memory.
+    """
+    length = buffer.length_bytes - offset_bytes if length_bytes is None else length_bytes
+    if offset_bytes < 0 or length < 0 or offset_bytes + length > buffer.length_bytes:
+        message = f"{length} bytes at offset {offset_bytes} are not inside memory of {buffer.length_bytes} bytes"
         raise UsageError(message)
-    return found
+    return length
 
 
-def extents_of(target: Target, ranges: Iterable[Range]) -> list[int]:
-    """Return four numbers for each range: 0, offset in the file, address, length."""
+def extents_of(buffer: TransferBuffer, ranges: Iterable[Range]) -> list[int]:
+    """Return the extents of ranges of one file, whose index is 0.
+
+    Raises
+    ------
+    UsageError
+        A range is not valid for a file, or not inside the memory.
+    """
     extents: list[int] = []
-    following = 0
+    next_offset = 0
     for each in ranges:
-        offset, length, at = (*each, following)[:3]
-        check_range("file range", offset, length)
-        if at < 0 or at + length > target.length_bytes:
-            message = f"{length} bytes at {at} are not inside memory of {target.length_bytes} bytes"
-            raise UsageError(message)
-        extents += (0, offset, target.address + at, length)
-        following = at + length
+        file_offset, length, buffer_offset = (*each, next_offset)[:3]
+        check_range("file range", file_offset, length)
+        # The comparison is inline, because a call may have many thousand ranges.
+        if buffer_offset < 0 or buffer_offset + length > buffer.length_bytes:
+            part_length(buffer, buffer_offset, length)
+        extents += (0, file_offset, buffer.address + buffer_offset, length)
+        next_offset = buffer_offset + length
     return extents
 
 
@@ -74,10 +90,10 @@ def data_ranges(fd: int, size_bytes: int) -> Iterator[tuple[int, int]]:
 
 
 @contextlib.contextmanager
-def released_on_error(target: Target) -> Iterator[None]:
+def released_on_error(buffer: TransferBuffer) -> Iterator[None]:
     """Release the memory if the block, which starts a transfer, fails."""
     try:
         yield
     except BaseException:
-        target.release()
+        buffer.release()
         raise

@@ -1,7 +1,7 @@
-"""A benchmark of file transfers, by the size of a transfer.
+"""A benchmark of file transfers by the size of a transfer.
 
 Each point is measured for a short time with one transfer after another, as in a program that waits for each transfer.
-"Cached" ranges are in the page cache. "Cold" ranges were dropped from it, and each is read once.
+"Cached" ranges are in the page cache. "Cold" ranges were dropped from it, and each of them is read once.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import random
 import resource
 import statistics
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from gdrkit.gds.copying import chunk_buffers
 from gdrkit.gds.file import File
@@ -23,20 +23,22 @@ from gdrkit.gds.opening import os_error
 from gdrkit.units import GIB, KIB, MIB
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from gdrkit.gds.file import Direct
+    from gdrkit.gds.transfer import Transferred
 
-__all__ = ["KINDS", "SIZES_BYTES", "Plan", "Point", "measure"]
+__all__ = ["KINDS", "SIZES_BYTES", "BenchmarkPlan", "BenchmarkPoint", "measure"]
 
 KINDS = ("cached read", "cold read", "write", "durable write")
 SIZES_BYTES = (4 * KIB, 64 * KIB, MIB, 16 * MIB, 256 * MIB)
-_COLD_SHARE_MOST = 0.01
+# Largest share of a "cold" file that may be cached, and of a "cached" file that may not be.
+_SHARE_TOLERANCE = 0.01
 _FILL_BYTES = 16 * MIB
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class BenchmarkPlan:
     """Parameters of a benchmark.
 
     Attributes
@@ -52,7 +54,7 @@ class Plan:
     direct : str
         See :class:`~gdrkit.gds.File`.
     kinds : sequence of str
-        Names out of :data:`KINDS`.
+        Kinds of measurements, from :data:`KINDS`.
     sizes_bytes : sequence of int
         Sizes of a transfer, in bytes. A size above that of the file is reduced to it.
     """
@@ -66,17 +68,21 @@ class Plan:
     sizes_bytes: Sequence[int] = SIZES_BYTES
 
     def points(self) -> list[tuple[str, int]]:
-        """Return kind and size of each point."""
+        """Return kind and size in bytes of each point."""
         sizes = sorted({min(each, self.file_bytes) for each in self.sizes_bytes})
         return [(kind, size) for kind in self.kinds for size in sizes]
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class BenchmarkPoint:
     """The measurement of one kind and one size.
 
     Attributes
     ----------
+    kind : str
+        Kind of the measurement, from :data:`KINDS`.
+    size_bytes : int
+        Size of a transfer, in bytes.
     rate_gb_per_s : float
         Bytes divided by the time of all transfers, in 10**9 bytes per second; 0.0 if nothing could be measured.
     operations_per_s : float
@@ -90,7 +96,7 @@ class Point:
     routes : tuple of str
         The routes that the bytes took.
     note : str
-        A remark, such as that nothing could be dropped from the page cache.
+        A limitation of the measurement, such as a file that could not be dropped from the page cache.
     """
 
     kind: str
@@ -104,13 +110,9 @@ class Point:
     note: str = ""
 
 
-@dataclass(slots=True)
-class _Tally:
-    took_s: list[float] = field(default_factory=list)
-    routes: set[str] = field(default_factory=set)
-
-
-def measure(plan: Plan, *, on_point: Callable[[Point, int], None] = lambda _point, _whole: None) -> list[Point]:
+def measure(
+    plan: BenchmarkPlan, *, on_point: Callable[[BenchmarkPoint, int], None] = lambda _point, _whole: None
+) -> list[BenchmarkPoint]:
     """Measure every point and return the results.
 
     Parameters
@@ -118,110 +120,131 @@ def measure(plan: Plan, *, on_point: Callable[[Point, int], None] = lambda _poin
     plan : Plan
         Parameters of the benchmark.
     on_point : callable
-        Called after each point with the point and the total number of points.
+        Called after each point, with the point and the number of all points.
 
     Raises
     ------
     ApiError
         A file cannot be created (ENOSPC), or memory cannot be allocated.
     """
-    points: list[Point] = []
+    points: list[BenchmarkPoint] = []
     try:
         folder = TemporaryDirectory(prefix="gdrkit-bench-", dir=plan.folder)
     except OSError as error:
         raise os_error("mkdtemp", str(plan.folder), error) from error
     with folder as name:
         path = Path(name) / "read"
-        _make(path, plan.file_bytes)
-        whole = plan.points()
-        for kind, size in whole:
-            points.append(_point(plan, path, kind, size))
-            on_point(points[-1], len(whole))
+        _create_file(path, plan.file_bytes)
+        planned = plan.points()
+        for kind, size in planned:
+            points.append(_measure_point(plan, path, kind, size))
+            on_point(points[-1], len(planned))
     return points
 
 
-def _point(plan: Plan, path: Path, kind: str, size: int) -> Point:
+def _measure_point(plan: BenchmarkPlan, path: Path, kind: str, size: int) -> BenchmarkPoint:
     with chunk_buffers(plan.device_index, size, 1) as (memory,):
         if kind.endswith("read"):
             with File(path, direct=plan.direct) as file:
-                note = _forget(file) if kind == "cold read" else _remember(file)
-                places = _places(plan.file_bytes, size, is_once=kind == "cold read")
-                found = _timed(plan, (kind, size), lambda at: file.read_into(memory, file_offset_bytes=at), places)
-                return replace(found, note=note)
-        durable = kind == "durable write"
-        target = path.with_name("written")
-        with File(target, "w", direct=plan.direct) as file:
-            places = _places(plan.file_bytes, size, is_once=False, in_order=True)
-            found = _timed(
-                plan, (kind, size), lambda at: file.write_from(memory, file_offset_bytes=at, durable=durable), places
-            )
-        target.unlink()
-        return found
-
-
-def _timed(plan: Plan, what: tuple[str, int], transfer: Callable[[int], Any], places: Iterator[int]) -> Point:
-    kind, size = what
-    tally = _Tally()
-    usage, began = _cpu_s(), time.monotonic()
-    for at in places:
-        before = time.monotonic()
-        result = transfer(at)
-        tally.took_s.append(time.monotonic() - before)
-        tally.routes.add(result.route.value)
-        if time.monotonic() - began >= plan.seconds:
-            break
-    whole_s = sum(tally.took_s)
-    moved = size * len(tally.took_s)
-    return Point(
+                is_cold = kind == "cold read"
+                note = _drop_from_cache(file) if is_cold else _load_into_cache(file)
+                offsets = _random_offsets(plan.file_bytes, size, is_once=is_cold)
+                durations, routes, cpu_s = _time_transfers(
+                    lambda at: file.read_into(memory, file_offset_bytes=at), offsets, seconds=plan.seconds
+                )
+        else:
+            note, durable = "", kind == "durable write"
+            destination = path.with_name("written")
+            with File(destination, "w", direct=plan.direct) as file:
+                offsets = itertools.cycle(range(0, _transfers_per_file(plan.file_bytes, size) * size, size))
+                durations, routes, cpu_s = _time_transfers(
+                    lambda at: file.write_from(memory, file_offset_bytes=at, durable=durable),
+                    offsets,
+                    seconds=plan.seconds,
+                )
+            destination.unlink()
+    total_s, total_bytes = sum(durations), size * len(durations)
+    return BenchmarkPoint(
         kind=kind,
         size_bytes=size,
-        rate_gb_per_s=moved / whole_s / 1e9,
-        operations_per_s=len(tally.took_s) / whole_s,
-        latency_us=statistics.median(tally.took_s) * 1e6,
-        cpu_s_per_gib=(_cpu_s() - usage) / (moved / GIB),
-        transfers_count=len(tally.took_s),
-        routes=tuple(sorted(tally.routes)),
+        rate_gb_per_s=total_bytes / total_s / 1e9,
+        operations_per_s=len(durations) / total_s,
+        latency_us=statistics.median(durations) * 1e6,
+        cpu_s_per_gib=cpu_s / (total_bytes / GIB),
+        transfers_count=len(durations),
+        routes=tuple(sorted(routes)),
+        note=note,
     )
 
 
-def _places(file_bytes: int, size: int, *, is_once: bool, in_order: bool = False) -> Iterator[int]:
-    """Return the offsets of the transfers: each offset once, or endless random ones, the same in each run."""
-    last = max(file_bytes // size, 1)
-    if in_order:
-        return itertools.cycle(range(0, last * size, size))
-    chance = random.Random(size)  # noqa: S311 - not used for secrets.
+def _time_transfers(
+    transfer: Callable[[int], Transferred], offsets: Iterable[int], *, seconds: float
+) -> tuple[list[float], set[str], float]:
+    """Transfer at one offset after another for this time, at least once.
+
+    Returns
+    -------
+    tuple
+        Duration of each transfer in seconds, the routes, and the processor time in seconds.
+    """
+    durations: list[float] = []
+    routes: set[str] = set()
+    cpu_before_s, began = _cpu_s(), time.monotonic()
+    for offset in offsets:
+        before = time.monotonic()
+        result = transfer(offset)
+        durations.append(time.monotonic() - before)
+        routes.add(result.route.value)
+        if time.monotonic() - began >= seconds:
+            break
+    return durations, routes, _cpu_s() - cpu_before_s
+
+
+def _transfers_per_file(file_bytes: int, size: int) -> int:
+    return max(file_bytes // size, 1)
+
+
+def _random_offsets(file_bytes: int, size: int, *, is_once: bool) -> Iterable[int]:
+    """Return the offsets of reads: each offset once, or endless random ones. They are the same in each run.
+
+    The order is random, because otherwise the kernel would read ahead.
+    """
+    count = _transfers_per_file(file_bytes, size)
+    generator = random.Random(size)  # noqa: S311 - not used for secrets.
     if is_once:
-        # The order is random, because otherwise the kernel would read ahead.
-        return iter(chance.sample(range(0, last * size, size), last))
-    return (chance.randrange(last) * size for _ in itertools.count())
+        return generator.sample(range(0, count * size, size), count)
+    return (generator.randrange(count) * size for _ in itertools.count())
 
 
-def _make(path: Path, length_bytes: int) -> None:
+def _create_file(path: Path, length_bytes: int) -> None:
     """Create a file of incompressible bytes."""
     try:
         with path.open("wb") as file:
-            for at in range(0, length_bytes, _FILL_BYTES):
-                file.write(os.urandom(min(_FILL_BYTES, length_bytes - at)))
+            for offset in range(0, length_bytes, _FILL_BYTES):
+                file.write(os.urandom(min(_FILL_BYTES, length_bytes - offset)))
             file.flush()
             os.fdatasync(file.fileno())
     except OSError as error:
         raise os_error("write", str(path), error) from error
 
 
-def _forget(file: File) -> str:
+def _drop_from_cache(file: File) -> str:
+    """Drop the file from the page cache. Return a note if that was not possible."""
     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
     share = file.cached_share()
-    return "" if share <= _COLD_SHARE_MOST else f"{share:.0%} of the file could not be dropped from the page cache"
+    return "" if share <= _SHARE_TOLERANCE else f"{share:.0%} of the file could not be dropped from the page cache"
 
 
-def _remember(file: File) -> str:
-    for at in range(0, file.size_bytes, _FILL_BYTES):
-        os.pread(file.fileno(), _FILL_BYTES, at)
+def _load_into_cache(file: File) -> str:
+    """Load the file into the page cache. Return a note if a part of it does not stay there."""
+    for offset in range(0, file.size_bytes, _FILL_BYTES):
+        os.pread(file.fileno(), _FILL_BYTES, offset)
     share = file.cached_share()
-    return "" if share >= 1 - _COLD_SHARE_MOST else f"{1 - share:.0%} of the file does not stay in the page cache"
+    return "" if share >= 1 - _SHARE_TOLERANCE else f"{1 - share:.0%} of the file does not stay in the page cache"
 
 
 def _cpu_s() -> float:
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
+    """Return the processor time of this process so far, in seconds."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime

@@ -21,14 +21,13 @@ from gdrkit.gds._native import Failure, api_error
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from gdrkit.gds.target import Target
+    from gdrkit.gds.buffer import TransferBuffer
 
-__all__ = ["Route", "Transfer", "TransferFailed", "TransferSet", "Transferred", "Work", "ended"]
+__all__ = ["Route", "Transfer", "TransferFailed", "TransferJob", "TransferSet", "Transferred", "early_end_error"]
 
+# Interval of progress reports, in seconds.
 _PROGRESS_S = 0.05
-
-
-# Routes that count as direct when a direct path is required. The evidence must show one of them.
+# The routes that count as direct. If a direct path is required, the evidence must show one of them.
 DIRECT_ROUTES = frozenset({Route.P2P, Route.NVFS, Route.RDMA})
 
 
@@ -60,30 +59,30 @@ class Transferred(NamedTuple):
 
 
 class TransferFailed(ApiError):
-    """An error that says that a transfer ended before all bytes had arrived.
+    """A transfer ended before all bytes had arrived.
 
     Attributes
     ----------
     transferred : Transferred
-        The part that arrived. Bytes behind the end of a part may have been moved too, and are not counted.
+        The part that arrived. Bytes after the end of a part may have been moved too, and are not counted.
     """
 
     transferred: Transferred
 
 
-class Work(Protocol):
+class TransferJob(Protocol):
     """The interface of an object that moves the bytes of one transfer: a job of the engine or of a direct path."""
 
     @property
     def route(self) -> Route:
-        """The route that the bytes took. It is valid when the work is over."""
+        """The route that the bytes took. It is valid when the job is over."""
 
     @property
     def why_not_direct(self) -> str:
         """The reason why the route is not direct; empty if it is direct, or if no direct path was wanted."""
 
     def wait(self, timeout_us: int) -> bool:
-        """Wait at most `timeout_us`, or without limit if it is negative. Return whether the work is over."""
+        """Wait at most `timeout_us`, or without limit if it is negative. Return whether the job is over."""
 
     def cancel(self) -> None:
         """Start no further chunks."""
@@ -92,7 +91,7 @@ class Work(Protocol):
         """Return ``bytes``, ``direct_bytes``, ``cancelled`` and ``failure`` (``_native.Failure`` or None)."""
 
     def arrived(self) -> Sequence[int]:
-        """Return how many bytes of each range arrived. It is valid when the work is over."""
+        """Return how many bytes of each range arrived. It is valid when the job is over."""
 
 
 class TransferSet:
@@ -121,10 +120,10 @@ class TransferSet:
     def rotate(self, count: int) -> list[Transfer]:
         """Return the first `count` transfers and move them to the end."""
         with self._lock:
-            found = list(itertools.islice(self._transfers, count))
-            for each in found:
+            first = list(itertools.islice(self._transfers, count))
+            for each in first:
                 self._transfers.move_to_end(each)
-            return found
+            return first
 
     def after_fork_in_child(self) -> None:
         """Remove all transfers, which the threads of the parent move, and keep their memory."""
@@ -138,7 +137,7 @@ _running = TransferSet()
 _of_parent: list[Transfer] = []
 # Number of running transfers that each new transfer polls. Two are enough to reach all of them in time, because each
 # start adds only one.
-_ASKED_COUNT = 2
+_POLLED_COUNT = 2
 
 
 @dataclass(eq=False)
@@ -146,13 +145,31 @@ class Transfer:
     """A transfer in progress, as a future.
 
     Callers do not create it: the methods of :class:`gdrkit.gds.File` and :func:`gdrkit.gds.read_files` do.
+
+    Attributes
+    ----------
+    job : TransferJob
+        The job that moves the bytes.
+    lengths : sequence of int
+        Requested length of each range, in bytes.
+    buffer : TransferBuffer or None
+        The memory. It is released when the transfer is over.
+    arguments : mapping
+        Arguments of the call, for errors.
+    why_not_direct : str
+        The reason why a direct path was not used; empty if it was, or if none was wanted.
+    direct_required : bool
+        Whether another route is an error.
+    keep : object
+        Objects that must live until the transfer is over.
+    group : TransferSet or None
+        The set of the file's transfers.
     """
 
-    work: Work
+    job: TransferJob
     lengths: Sequence[int]
-    targets: Sequence[Target]
+    buffer: TransferBuffer | None
     arguments: Mapping[str, object]
-    must_fill: bool
     why_not_direct: str = ""
     direct_required: bool = False
     keep: object = None
@@ -166,8 +183,8 @@ class Transfer:
         for group in self._groups():
             group.add(self)
         # A caller that drops a future never settles it. Later transfers settle it instead.
-        for each in _running.rotate(_ASKED_COUNT):
-            if each is not self and each.work.wait(0):
+        for each in _running.rotate(_POLLED_COUNT):
+            if each is not self and each.job.wait(0):
                 for group in each._groups():  # noqa: SLF001 - same class.
                     group.discard(each)
                 each._settle()  # noqa: SLF001
@@ -175,7 +192,7 @@ class Transfer:
     @property
     def bytes_moved(self) -> int:
         """Bytes that have arrived so far."""
-        return int(self.work.progress()["bytes"])
+        return int(self.job.progress()["bytes"])
 
     @property
     def length_bytes(self) -> int:
@@ -184,12 +201,12 @@ class Transfer:
 
     def done(self) -> bool:
         """Return whether the transfer is over."""
-        return self.work.wait(0)
+        return self.job.wait(0)
 
     def cancel(self) -> bool:
         """Start no further chunks; those in progress complete. Return False if there was nothing left to start."""
-        self.work.cancel()
-        return bool(self.work.progress()["cancelled"])
+        self.job.cancel()
+        return bool(self.job.progress()["cancelled"])
 
     def exception(self, timeout_s: float | None = None) -> GdrkitError | None:
         """Wait, and return the error that :meth:`result` would raise, or None."""
@@ -229,14 +246,14 @@ class Transfer:
         return self._result
 
     def _wait(self, timeout_s: float | None) -> None:
-        if not self.work.wait(-1 if timeout_s is None else int(timeout_s * 1e6)):
+        if not self.job.wait(-1 if timeout_s is None else int(timeout_s * 1e6)):
             message = f"{self.bytes_moved} of {self.length_bytes} bytes moved so far"
             raise TimeoutError(message)
 
     def _watch(self, timeout_s: float | None, on_progress: Callable[[int, int], None]) -> None:
         end = None if timeout_s is None else time.monotonic() + timeout_s
         try:
-            while not self.work.wait(int(_PROGRESS_S * 1e6)):
+            while not self.job.wait(int(_PROGRESS_S * 1e6)):
                 on_progress(self.bytes_moved, self.length_bytes)
                 if end is not None and time.monotonic() >= end:
                     self._wait(0)
@@ -244,8 +261,8 @@ class Transfer:
         except TimeoutError:
             raise
         except BaseException:
-            self.work.cancel()
-            self.work.wait(-1)
+            self.job.cancel()
+            self.job.wait(-1)
             self._settle()
             raise
 
@@ -254,40 +271,41 @@ class Transfer:
         with self._lock:
             if self._result is not None:
                 return
-            progress, parts = self.work.progress(), tuple(self.work.arrived())
-            # Bytes behind a gap are not counted, neither in the total nor in the parts.
+            progress, parts = self.job.progress(), tuple(self.job.arrived())
+            # Bytes after a gap are not counted, neither in the total nor in the parts.
             count = sum(parts)
             self._result = Transferred(
                 bytes=count,
-                route=self.work.route,
+                route=self.job.route,
                 direct_io_bytes=min(int(progress["direct_bytes"]), count),
                 parts=parts,
                 duration_s=time.monotonic() - self._began,
-                why_not_direct=self.why_not_direct or self.work.why_not_direct,
+                why_not_direct=self.why_not_direct or self.job.why_not_direct,
             )
-            self._error = self._judge(progress, self._result)
-            for each in self.targets:
-                each.release()
-            self.targets, self.keep = (), None
+            self._error = self._error_of(progress, self._result)
+            if self.buffer is not None:
+                self.buffer.release()
+            self.buffer = self.keep = None
         for group in self._groups():
             group.discard(self)
 
     def _groups(self) -> tuple[TransferSet, ...]:
         return (_running,) if self.group is None else (_running, self.group)
 
-    def _judge(self, progress: dict[str, Any], result: Transferred) -> GdrkitError | None:
+    def _error_of(self, progress: dict[str, Any], result: Transferred) -> GdrkitError | None:
+        """Return the error of a transfer that is over, or None if it succeeded."""
         failure: Failure | None = progress["failure"]
         arguments = {**self.arguments, "transferred_bytes": result.bytes}
         detail = f"{result.bytes} of {self.length_bytes} bytes were moved"
         if failure is not None:
-            error = api_error(failure, arguments=arguments, kind=TransferFailed, detail=detail)
+            error = api_error(failure, arguments=arguments, error_class=TransferFailed, detail=detail)
         elif progress["cancelled"]:
-            error = ended(arguments, detail, reason=Reason.CANCELLED)
-        elif self.must_fill and result.parts != tuple(self.lengths):
-            error = ended(arguments, detail)
+            error = early_end_error(arguments, detail, reason=Reason.CANCELLED)
+        elif result.parts != tuple(self.lengths):
+            error = early_end_error(arguments, detail)
         elif self.direct_required and result.bytes and result.route not in DIRECT_ROUTES:
-            detail = f"bytes went by {result.route.value}: {result.why_not_direct}"
-            error = ended(arguments, detail, reason=Reason.NOT_DIRECT)
+            detail = f"the route of the bytes is {result.route.value}: {result.why_not_direct}"
+            error = early_end_error(arguments, detail, reason=Reason.NOT_DIRECT)
         else:
             return None
         if isinstance(error, TransferFailed):
@@ -295,8 +313,10 @@ class Transfer:
         return error
 
 
-def ended(arguments: Mapping[str, object], detail: str, *, reason: Reason = Reason.END_OF_FILE) -> TransferFailed:
-    """Return the error for a transfer that ended early without an error of an API."""
+def early_end_error(
+    arguments: Mapping[str, object], detail: str, *, reason: Reason = Reason.END_OF_FILE
+) -> TransferFailed:
+    """Return the error for a transfer that ended early, or took a wrong route, without an error of an API."""
     return TransferFailed(
         api=Api.NONE,
         operation="transfer",

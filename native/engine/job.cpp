@@ -176,9 +176,18 @@ Taken Job::take_large(Chunk& chunk, Extent& extent, std::atomic<bool>& opening) 
 
 void Job::take_small(Chunk& chunk) {
     const std::uint64_t bytes_max = next_chunk_bytes();
+    const bool needs_slack = access_ == Access::direct && direction_ == Direction::read;
+    std::uint64_t slack_left = slack_bytes;
     while (next_ < extents_.size() && next_offset_ == 0 && chunk.parts.size() < parts_max &&
            chunk.bytes + extents_[next_].length <= bytes_max) {
         const Extent& extent = extents_[next_];
+        // A part without slack would be read through the page cache. The alignment of a file that is not open yet is
+        // assumed to be that of most disks.
+        const std::uint64_t slack = needs_slack ? 2 * files_[extent.file]->alignment_bytes() : 0;
+        if (slack > slack_left && !chunk.parts.empty()) {
+            break;
+        }
+        slack_left -= std::min(slack, slack_left);
         chunk.parts.push_back(Part{.extent = next_, .extent_offset = 0, .length = extent.length});
         chunk.bytes += extent.length;
         next_offset_ = extent.length;

@@ -37,9 +37,13 @@ struct Tuning {
     std::uint64_t direct_read_bytes = 4U << 20U;
     std::size_t direct_writers_count = 2; // Concurrent O_DIRECT writes of one job.
     std::uint64_t direct_write_bytes = 16U << 20U;
-    std::size_t buffered_writers_count = 2;       // Concurrent writes into the page cache for one job.
-    std::uint64_t direct_min_bytes = 256U << 10U; // Shorter ranges are read through the page cache.
+    std::size_t buffered_writers_count = 2; // Concurrent writes into the page cache for one job.
+    // Shorter ranges use the page cache, except reads of a job whose access is `direct`.
+    std::uint64_t direct_min_bytes = 256U << 10U;
 };
+
+// Extra space of a staging buffer, in bytes, for the partial blocks of parts that begin or end inside a block.
+inline constexpr std::uint64_t slack_bytes = 256U << 10U;
 
 // One range of a file and its memory.
 struct Extent {

@@ -6,9 +6,6 @@
 namespace gdrkit::engine {
 namespace {
 
-// Extra space of a buffer, in bytes, for the partial blocks of parts that begin or end inside a block.
-constexpr std::uint64_t slack_bytes = 256U << 10U;
-
 std::uint64_t buffer_bytes_of(const Tuning& tuning) {
     return tuning.chunk_bytes + slack_bytes;
 }
@@ -152,18 +149,26 @@ std::byte* Worker::memory_of(std::size_t index, const Chunk& chunk) const {
 bool Worker::wants_direct(const Chunk& chunk, const Part& part) {
     const Extent& extent = chunk.job->extent(part);
     const Access access = chunk.job->access();
-    if (chunk.direct || access == Access::buffered || chunk.bytes < tuning_.direct_min_bytes) {
+    if (chunk.direct || access == Access::buffered) {
         return chunk.direct;
     }
-    // This part is a whole short extent. For a longer one, the decision was made when the chunk was taken.
-    if (part.length != extent.length || part.length < tuning_.direct_min_bytes) {
+    // Only a part that is a whole short extent is decided here. For a longer extent, the decision was made when the
+    // chunk was taken.
+    if (part.length != extent.length) {
         return false;
     }
     File& file = chunk.job->file(part);
+    const bool reads = chunk.job->direction() == Direction::read;
+    if (access == Access::direct && reads) {
+        return file.direct() >= 0;
+    }
+    if (chunk.bytes < tuning_.direct_min_bytes || part.length < tuning_.direct_min_bytes) {
+        return false;
+    }
     if (access == Access::direct) {
         return file.direct() >= 0;
     }
-    if (chunk.job->direction() == Direction::write) {
+    if (!reads) {
         return false;
     }
     const Residency residency = file.residency_of(extent.offset, part.length);

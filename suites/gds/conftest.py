@@ -15,27 +15,27 @@ if TYPE_CHECKING:
 
     from gdrkit.cuda import Device
 
-__all__ = ["engines_end", "kind", "where"]
+__all__ = ["engines_end", "kind", "owner"]
 
 
 @pytest.fixture(autouse=True)
 def engines_end() -> Iterator[None]:
-    """No engine outlives its case, so that the harness sees what it held."""
+    """Close the engines after each case, so that the harness sees whether they leave handles open."""
     yield
     gds.close_engines()
     gds.close_driver()
-    # A thread that was joined is listed until the kernel has buried it.
+    # The kernel may list a thread for a short time after it was joined.
     until(lambda: engine_threads() == 0, "the threads of the engines to end")
 
 
 @pytest.fixture
 def kind(request: pytest.FixtureRequest) -> str:
-    """Which memory the case is about; see ``support.gds.KINDS``."""
+    """Return the kind of memory of the case; see ``support.gds.KINDS``."""
     return str(request.param)
 
 
 @pytest.fixture
-def where(request: pytest.FixtureRequest, kind: str) -> Device | None:
-    """The device of that memory; None for host memory."""
-    found: Device | None = None if kind == "host" else request.getfixturevalue("device")
-    return found
+def owner(request: pytest.FixtureRequest, kind: str) -> Device | None:
+    """Return the device that has the memory; None for host memory."""
+    device: Device | None = None if kind == "host" else request.getfixturevalue("device")
+    return device

@@ -1,4 +1,4 @@
-"""What a caller does wrongly has one typed error, with its errno where there is one, and loses nothing."""
+"""Invalid input is one typed error, with the errno if the kernel returned one, and leaves everything usable."""
 
 from __future__ import annotations
 
@@ -38,22 +38,22 @@ def file(tmp_path: Path, seed: int) -> Iterator[gds.File]:
         pytest.param(Path.absolute, "r", errno.ENOENT, Reason.BAD_ARGUMENT, id="missing"),
         pytest.param(lambda path: path.mkdir(), "r", errno.EISDIR, Reason.BAD_ARGUMENT, id="directory"),
         pytest.param(lambda path: path.mkdir(), "w", errno.EISDIR, Reason.BAD_ARGUMENT, id="directory-to-write"),
-        pytest.param(lambda path: path.write_bytes(b""), "x", errno.EEXIST, Reason.OTHER, id="there-already"),
+        pytest.param(lambda path: path.write_bytes(b""), "x", errno.EEXIST, Reason.OTHER, id="existing"),
         pytest.param(lambda path: path.symlink_to(path), "r", errno.ELOOP, Reason.OTHER, id="loop"),
     ],
 )
-def test_what_cannot_be_opened_says_why(
+def test_failed_open_has_its_errno(
     tmp_path: Path, make: Callable[[Path], object], mode: str, number: int, reason: Reason
 ) -> None:
-    make(tmp_path / "it")
-    with pytest.raises(ApiError) as refused:
-        gds.File(tmp_path / "it", mode)
-    assert (refused.value.api, refused.value.operation) == (Api.KERNEL, "open")
-    assert (refused.value.errno, refused.value.reason) == (number, reason)
-    assert refused.value.arguments["path"] == str(tmp_path / "it")
+    make(tmp_path / "name")
+    with pytest.raises(ApiError) as raised:
+        gds.File(tmp_path / "name", mode)
+    assert (raised.value.api, raised.value.operation) == (Api.KERNEL, "open")
+    assert (raised.value.errno, raised.value.reason) == (number, reason)
+    assert raised.value.arguments["path"] == str(tmp_path / "name")
 
 
-def test_what_is_no_regular_file(tmp_path: Path) -> None:
+def test_special_file_is_refused(tmp_path: Path) -> None:
     for path in ("/dev/null", "/dev/zero"):
         with pytest.raises(UsageError):
             gds.File(path)
@@ -62,7 +62,7 @@ def test_what_is_no_regular_file(tmp_path: Path) -> None:
         gds.File(tmp_path / "pipe")
 
 
-def test_words_that_mean_nothing(tmp_path: Path) -> None:
+def test_invalid_options_are_refused(tmp_path: Path) -> None:
     path: Any = tmp_path / "file"
     path.write_bytes(b"1")
     wrong: Any
@@ -77,9 +77,9 @@ def test_words_that_mean_nothing(tmp_path: Path) -> None:
 
 
 @EVERY_KIND
-def test_an_empty_file(tmp_path: Path, kind: str, where: Device | None) -> None:
+def test_empty_file_has_no_bytes(tmp_path: Path, kind: str, owner: Device | None) -> None:
     (tmp_path / "empty").touch()
-    with holding(kind, MIB, where) as memory, gds.File(tmp_path / "empty", direct="never") as file:
+    with holding(kind, MIB, owner) as memory, gds.File(tmp_path / "empty", direct="never") as file:
         assert file.read_into(memory.buffer).bytes == 0
         assert file.cached_share() == 0.0
         for length in (1, MIB):
@@ -92,8 +92,8 @@ def test_an_empty_file(tmp_path: Path, kind: str, where: Device | None) -> None:
 
 @EVERY_KIND
 @pytest.mark.parametrize("offset", [SIZE, SIZE + 1, 1 << 40, (1 << 63) - 1 - 2 * MIB])
-def test_an_offset_beyond_the_end(file: gds.File, kind: str, where: Device | None, offset: int) -> None:
-    with holding(kind, 2 * MIB, where) as memory:
+def test_offset_after_the_end_reads_nothing(file: gds.File, kind: str, owner: Device | None, offset: int) -> None:
+    with holding(kind, 2 * MIB, owner) as memory:
         assert file.read_into(memory.buffer, file_offset_bytes=offset).bytes == 0
         for length in (1, 2 * MIB):
             with pytest.raises(gds.TransferFailed) as failed:
@@ -105,12 +105,10 @@ def test_an_offset_beyond_the_end(file: gds.File, kind: str, where: Device | Non
 
 @EVERY_KIND
 @pytest.mark.parametrize("length", [KIB, 200 * KIB, SIZE - 1])
-def test_a_file_that_is_shorter_than_asked_for(
-    file: gds.File, seed: int, kind: str, where: Device | None, length: int
-) -> None:
-    # Opened when it was longer.
+def test_short_file_is_end_of_file(file: gds.File, seed: int, kind: str, owner: Device | None, length: int) -> None:
+    # The file was opened when it was longer.
     os.truncate(file.path, length)
-    with holding(kind, SIZE, where) as memory:
+    with holding(kind, SIZE, owner) as memory:
         with pytest.raises(gds.TransferFailed) as failed:
             file.read_into(memory.buffer, length_bytes=SIZE)
         assert failed.value.reason is Reason.END_OF_FILE
@@ -141,8 +139,8 @@ def test_a_file_that_is_shorter_than_asked_for(
     ],
     ids=str,
 )
-def test_sizes_that_cannot_be(file: gds.File, kind: str, where: Device | None, wrong: dict[str, Any]) -> None:
-    with holding(kind, MIB, where) as memory:
+def test_invalid_sizes_are_refused(file: gds.File, kind: str, owner: Device | None, wrong: dict[str, Any]) -> None:
+    with holding(kind, MIB, owner) as memory:
         for call in (file.read_into, file.write_from, file.start_read_into, file.start_write_from):
             with pytest.raises(UsageError):
                 call(memory.buffer, **wrong)
@@ -154,30 +152,30 @@ def test_sizes_that_cannot_be(file: gds.File, kind: str, where: Device | None, w
                 many(memory.buffer, [(0, 1), (offset, length or MIB, at)])
         assert set(memory.content()) == {0xA5}
         assert file.size_bytes == SIZE
-        # Nothing was lost: the memory is whole and can still be used.
+        # The memory is unchanged and can still be used.
         assert file.read_into(memory.buffer).bytes == MIB
 
 
 @EVERY_KIND
 @pytest.mark.parametrize("access", ["automatic", "buffered", "direct"])
-def test_nothing_needs_to_be_aligned(
-    file: gds.File, seed: int, kind: str, where: Device | None, access: gds.Access
+def test_unaligned_range_is_read(
+    file: gds.File, seed: int, kind: str, owner: Device | None, access: gds.Access
 ) -> None:
     file.access = access
-    with holding(kind, 2 * MIB + 3, where) as memory:
+    with holding(kind, 2 * MIB + 3, owner) as memory:
         done = file.read_into(memory.buffer, file_offset_bytes=7, length_bytes=2 * MIB + 1, buffer_offset_bytes=1)
         assert done.bytes == 2 * MIB + 1
         pattern.check(memory.content()[1:-1], seed=seed, offset_bytes=7)
 
 
-def test_memory_that_is_none(file: gds.File) -> None:
-    target: Any
-    for target in (1, None, "text", object(), [b"1"]):
+def test_invalid_memory_is_refused(file: gds.File) -> None:
+    memory: Any
+    for memory in (1, None, "text", object(), [b"1"]):
         with pytest.raises(UsageError):
-            file.read_into(target)
-    for target in (b"read-only", memoryview(b"read-only"), memoryview(bytearray(16))[::2]):
+            file.read_into(memory)
+    for memory in (b"read-only", memoryview(b"read-only"), memoryview(bytearray(16))[::2]):
         with pytest.raises(UsageError):
-            file.read_into(target)
+            file.read_into(memory)
     with pytest.raises(UsageError):
         gds.read_files([file.path], bytearray(5), [3, 3])
     with pytest.raises(UsageError):
@@ -185,22 +183,22 @@ def test_memory_that_is_none(file: gds.File) -> None:
 
 
 @needs(cuda.device())
-def test_device_memory_that_is_less_than_it_says(file: gds.File, device: Device) -> None:
+def test_array_that_overstates_its_size_is_refused(file: gds.File, device: Device) -> None:
     with device.allocate(64 * KIB) as memory:
-        said = OnlyInterface(memory)
-        said.__cuda_array_interface__ = {**memory.__cuda_array_interface__, "shape": (1 << 40,)}
-        with pytest.raises(UsageError) as refused:
-            file.read_into(said)
-        assert refused.value.reason is Reason.NOT_DEVICE_MEMORY
-        said.__cuda_array_interface__ = {**memory.__cuda_array_interface__, "data": (memory.address, True)}
+        array = OnlyInterface(memory)
+        array.__cuda_array_interface__ = {**memory.__cuda_array_interface__, "shape": (1 << 40,)}
+        with pytest.raises(UsageError) as raised:
+            file.read_into(array)
+        assert raised.value.reason is Reason.NOT_DEVICE_MEMORY
+        array.__cuda_array_interface__ = {**memory.__cuda_array_interface__, "data": (memory.address, True)}
         with pytest.raises(UsageError):
-            file.read_into(said)
+            file.read_into(array)
     with pytest.raises(ClosedResource):
         file.read_into(memory)
 
 
 @needs(cuda.device())
-def test_memory_by_dlpack_is_let_go_after_a_refusal(file: gds.File, device: Device) -> None:
+def test_dlpack_memory_is_released_after_an_error(file: gds.File, device: Device) -> None:
     memory = device.allocate(MIB)
     wrongs: list[dict[str, Any]] = [{"file_offset_bytes": -1}, {"length_bytes": 2 * MIB}]
     for wrong in wrongs:
@@ -210,54 +208,57 @@ def test_memory_by_dlpack_is_let_go_after_a_refusal(file: gds.File, device: Devi
             file.read_into(OnlyDlpack(memory), **wrong)
     with pytest.raises(UsageError):
         file.readv(OnlyDlpack(memory), [(-1, 1)])
-    # Refused while a consumer has it.
+    # The close fails while a DLPack consumer uses the memory.
     memory.close()
 
 
-def test_a_file_that_is_open_to_read_only(tmp_path: Path) -> None:
+def test_write_to_a_read_only_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"1234")
     with gds.File(tmp_path / "file") as file, pytest.raises(UsageError):
         file.write_from(b"5")
     assert (tmp_path / "file").read_bytes() == b"1234"
 
 
-def test_a_closed_file(tmp_path: Path) -> None:
+def test_closed_file_raises_closed_resource(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"1234")
     file = gds.File(tmp_path / "file", "r+")
     file.close()
     file.close()
-    target = bytearray(4)
-    for call in (file.read_into, file.write_from, file.start_read_into, file.start_write_from):
+    memory = bytearray(4)
+    for transfer in (file.read_into, file.write_from, file.start_read_into, file.start_write_from):
         with pytest.raises(ClosedResource):
-            call(target)
-    for act in (file.sync, file.fileno, file.cached_share):
+            transfer(memory)
+    for call in (file.sync, file.fileno, file.cached_share):
         with pytest.raises(ClosedResource):
-            act()
-    target.clear()
+            call()
+    # BufferError: a failed call still holds the memory.
+    memory.clear()
 
 
-def test_an_engine_that_is_closed_is_made_anew(file: gds.File, seed: int) -> None:
+def test_closed_engine_is_created_again(file: gds.File, seed: int) -> None:
     for _ in range(2):
-        target = bytearray(SIZE)
-        file.read_into(target)
-        pattern.check(target, seed=seed)
+        memory = bytearray(SIZE)
+        file.read_into(memory)
+        pattern.check(memory, seed=seed)
         gds.close_engines()
     engine = gds.Engine()
     engine.close()
     engine.close()
-    with pytest.raises(ApiError) as refused:
+    with pytest.raises(ApiError) as raised:
         engine.submit(write=False, device_index=gds.HOST, files=[os.fsencode(file.path)], extents=[0, 0, 4096, 1])
-    assert (refused.value.errno, refused.value.reason) == (errno.ESHUTDOWN, Reason.CLOSED)
+    assert (raised.value.errno, raised.value.reason) == (errno.ESHUTDOWN, Reason.CLOSED)
 
 
-# What the driver needs memory for: pinned staging, streams, events, the copies themselves.
-NO_MEMORY = ["cuMemHostRegister_v2", "cuStreamCreate", "cuEventCreate", "cuMemcpyHtoDAsync_v2"]
+# The calls of the engine that need memory of the driver: pinned staging memory, streams, events and copies.
+CALLS_THAT_ALLOCATE = ["cuMemHostRegister_v2", "cuStreamCreate", "cuEventCreate", "cuMemcpyHtoDAsync_v2"]
 
 
 @needs(cuda.device(), software("cuda"))
-@pytest.mark.parametrize("function", NO_MEMORY)
+@pytest.mark.parametrize("function", CALLS_THAT_ALLOCATE)
 @pytest.mark.parametrize("length", [100 * KIB, SIZE])
-def test_a_device_that_is_out_of_memory(file: gds.File, seed: int, device: Device, function: str, length: int) -> None:
+def test_device_out_of_memory_is_an_error(
+    file: gds.File, seed: int, device: Device, function: str, length: int
+) -> None:
     with device.allocate(SIZE) as memory:
         memory.fill(0xA5)
         with faults(Api.CUDA, f"{function} call=* status=2"):
@@ -271,7 +272,7 @@ def test_a_device_that_is_out_of_memory(file: gds.File, seed: int, device: Devic
                 assert (failed.value.reason, failed.value.errno) == (Reason.OUT_OF_MEMORY, None)
                 if isinstance(failed.value, gds.TransferFailed):
                     assert failed.value.transferred.bytes == 0
-        # With memory again it goes on.
+        # As soon as there is memory again, the same file and memory work.
         assert file.read_into(memory).bytes == SIZE
         pattern.check(memory.read(), seed=seed)
 
@@ -284,8 +285,8 @@ def test_repeated_result_raises_new_errors(file: gds.File) -> None:
             transfer.result()
         assert failed.value.transferred.parts == (0,)
         lengths.add(len(failed.traceback))
-    # An error that is raised again collects the frames of every caller, and keeps their variables alive.
+    # An error object that is raised repeatedly would collect the frames of all callers and keep their variables alive.
     assert len(lengths) == 1
-    kept = transfer.exception()
-    assert kept is not None
-    assert (kept.reason, kept.__traceback__) == (Reason.END_OF_FILE, None)
+    error = transfer.exception()
+    assert error is not None
+    assert (error.reason, error.__traceback__) == (Reason.END_OF_FILE, None)

@@ -1,4 +1,4 @@
-"""gdrkit copy: the bytes, the name at the end, the output, and nothing left where it fails."""
+"""Copies by ``gdrkit copy`` and ``gds.copy_file``: the bytes, the name, the output, and no remains after a failure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gdrkit.units import KIB, MIB
 if TYPE_CHECKING:
     from pathlib import Path
 
-PLACES = [
+DEVICE_INDEXES = [
     pytest.param(gds.HOST, id="host"),
     pytest.param(0, marks=needs(cuda.device()), id="device"),
 ]
@@ -34,15 +34,15 @@ def gdrkit(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
 
 
-@pytest.mark.parametrize("device_index", PLACES)
+@pytest.mark.parametrize("device_index", DEVICE_INDEXES)
 @pytest.mark.parametrize("size", [0, 1, MIB, 5 * MIB + 3])
-def test_a_copy_is_its_original(tmp_path: Path, seed: int, device_index: int, size: int) -> None:
+def test_copy_equals_its_source(tmp_path: Path, seed: int, device_index: int, size: int) -> None:
     source, copy = tmp_path / "file", tmp_path / "copy"
     source.write_bytes(pattern.payload(size, seed=seed))
     source.chmod(0o640)
-    copy.write_bytes(b"what was there before")
+    copy.write_bytes(b"an older file")
     copy.chmod(0o604)
-    told: list[tuple[int, int]] = []
+    progress: list[tuple[int, int]] = []
     copied = gds.copy_file(
         source,
         copy,
@@ -51,42 +51,42 @@ def test_a_copy_is_its_original(tmp_path: Path, seed: int, device_index: int, si
         direct="never",
         durable=True,
         check=True,
-        on_progress=lambda done, whole: told.append((done, whole)),
+        on_progress=lambda done, whole: progress.append((done, whole)),
     )
     assert copy.read_bytes() == source.read_bytes()
     assert copy.stat().st_mode & 0o7777 == 0o604
     assert (copied.bytes, copied.is_checked) == (size, True)
     assert copied.read.routes == copied.write.routes == ({"engine": size} if size else {})
-    assert not told or told[-1] == (size, size)
-    assert told == sorted(told)
-    # Into a folder it goes by its own name.
+    assert not progress or progress[-1] == (size, size)
+    assert progress == sorted(progress)
+    # If the destination is a folder, the copy has the name of the source.
     (tmp_path / "folder").mkdir()
     gds.copy_file(source, tmp_path / "folder", device_index=device_index, direct="never")
     assert (tmp_path / "folder" / "file").read_bytes() == source.read_bytes()
     assert names(tmp_path) == ["copy", "file", "folder"]
 
 
-def test_what_cannot_be_copied_changes_nothing(tmp_path: Path) -> None:
+def test_refused_copy_changes_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"1234")
     (tmp_path / "link").symlink_to("file")
-    for target in ("file", "link", "."):
+    for destination in ("file", "link", "."):
         with pytest.raises(UsageError):
-            gds.copy_file(tmp_path / "file", tmp_path / target, device_index=gds.HOST)
-    for source, target, number in (
+            gds.copy_file(tmp_path / "file", tmp_path / destination, device_index=gds.HOST)
+    for source, destination, number in (
         ("missing", "new", errno.ENOENT),
         (".", "new", errno.EISDIR),
         ("file", "none/new", errno.ENOENT),
     ):
-        with pytest.raises(ApiError) as refused:
-            gds.copy_file(tmp_path / source, tmp_path / target, device_index=gds.HOST)
-        assert refused.value.errno == number
+        with pytest.raises(ApiError) as raised:
+            gds.copy_file(tmp_path / source, tmp_path / destination, device_index=gds.HOST)
+        assert raised.value.errno == number
     assert names(tmp_path) == ["file", "link"]
     assert (tmp_path / "file").read_bytes() == b"1234"
 
 
 @needs(host.fuse)
-@pytest.mark.parametrize("device_index", PLACES)
-def test_a_copy_that_fails_half_way_leaves_the_old_file(tmp_path: Path, seed: int, device_index: int) -> None:
+@pytest.mark.parametrize("device_index", DEVICE_INDEXES)
+def test_failed_copy_leaves_the_old_file(tmp_path: Path, seed: int, device_index: int) -> None:
     (tmp_path / "mount").mkdir()
     copy = tmp_path / "copy"
     copy.write_bytes(b"old")
@@ -100,7 +100,7 @@ def test_a_copy_that_fails_half_way_leaves_the_old_file(tmp_path: Path, seed: in
     assert names(tmp_path) == ["copy", "mount"]
 
 
-def test_a_copy_that_is_interrupted_leaves_nothing(tmp_path: Path) -> None:
+def test_interrupted_copy_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(bytes(4 * MIB))
 
     def interrupt(done: int, whole: int) -> None:
@@ -115,41 +115,41 @@ def test_a_copy_that_is_interrupted_leaves_nothing(tmp_path: Path) -> None:
 
 
 @needs(cuda.device())
-def test_the_command_says_what_it_did(tmp_path: Path, seed: int) -> None:
+def test_copy_command_reports_the_routes(tmp_path: Path, seed: int) -> None:
     source, copy = tmp_path / "file", tmp_path / "copy"
     source.write_bytes(pattern.payload(2 * MIB, seed=seed))
-    done = gdrkit("copy", source, copy, "--check", "--sync", "--json")
-    assert (done.returncode, done.stderr) == (0, "")
-    answer: dict[str, Any] = json.loads(done.stdout)
+    process = gdrkit("copy", source, copy, "--check", "--sync", "--json")
+    assert (process.returncode, process.stderr) == (0, "")
+    output: dict[str, Any] = json.loads(process.stdout)
     assert copy.read_bytes() == source.read_bytes()
-    assert (answer["bytes"], answer["is_checked"], answer["destination"]) == (2 * MIB, True, str(copy))
-    for half in (answer["read"], answer["write"]):
-        # Directly, or by the engine and why.
-        assert sum(half["routes"].values()) == 2 * MIB
-        assert bool(half["why_not_direct"]) == ("engine" in half["routes"])
-    assert answer["substrate"]["cuda"] in {"twin", "hardware"}
-    said = gdrkit("copy", source, copy)
-    assert said.returncode == 0
-    # A speed is said of hardware alone.
-    assert ("GB/s" in said.stdout) == (answer["substrate"]["cuda"] == "hardware")
-    assert ("not direct: " in said.stdout) == bool(answer["read"]["why_not_direct"])
+    assert (output["bytes"], output["is_checked"], output["destination"]) == (2 * MIB, True, str(copy))
+    for totals in (output["read"], output["write"]):
+        # The bytes went directly, or by the engine for a stated reason.
+        assert sum(totals["routes"].values()) == 2 * MIB
+        assert bool(totals["why_not_direct"]) == ("engine" in totals["routes"])
+    assert output["substrate"]["cuda"] in {"twin", "hardware"}
+    process = gdrkit("copy", source, copy)
+    assert process.returncode == 0
+    # The command prints a rate only on hardware.
+    assert ("GB/s" in process.stdout) == (output["substrate"]["cuda"] == "hardware")
+    assert ("not direct: " in process.stdout) == bool(output["read"]["why_not_direct"])
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "said"),
+    ("arguments", "code", "text"),
     [
-        (["file", "file", "--host"], 2, "are one file"),
+        (["file", "file", "--host"], 2, "are the same file"),
         (["none", "copy", "--host"], 1, "ENOENT"),
         (["file", "copy", "--host", "--device", "0"], 2, "--host and --device cannot be combined"),
         (["file", "copy", "--host", "--direct", "required"], 1, "NOT_DIRECT"),
         (["file", "copy", "--direct", "maybe"], 2, "maybe"),
     ],
 )
-def test_the_command_fails_in_one_line(tmp_path: Path, arguments: list[str], code: int, said: str) -> None:
+def test_copy_command_fails_without_a_traceback(tmp_path: Path, arguments: list[str], code: int, text: str) -> None:
     (tmp_path / "file").write_bytes(bytes(64 * KIB))
     paths = [str(tmp_path / each) for each in arguments[:2]]
-    done = gdrkit("copy", *paths, *arguments[2:])
-    assert done.returncode == code
-    assert said in done.stderr
-    assert "Traceback" not in done.stderr
+    process = gdrkit("copy", *paths, *arguments[2:])
+    assert process.returncode == code
+    assert text in process.stderr
+    assert "Traceback" not in process.stderr
     assert names(tmp_path) == ["file"]

@@ -1,8 +1,8 @@
-"""gdrkit copy and the file system: modes and special files as cp has them, holes, names, durability, signals.
+"""Copies and the file system: modes and special files are handled as by cp; holes, names, durability and signals.
 
-Each case is about a defect of 0.1.0 (issue 15, A3): a setuid copy owned by root, a private source that others could
-read while it was copied, a device that was replaced by a file, a --sync that did not sync the folder, an empty copy of
-a procfs file, filled holes, partial files that stayed.
+Each case is about a defect of 0.1.0 (issue 15, A3): a setuid copy owned by root, a private source that other users
+could read during the copy, a device that was replaced by a file, a --sync that did not sync the folder, an empty copy
+of a procfs file, filled holes, and partial files that stayed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from gdrkit.units import KIB, MIB
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_ENDS_S = 60
+_TIMEOUT_S = 60
 DEVICES = [pytest.param(kind, id=kind, marks=needs(host.file_system(kind))) for kind in ("ext4", "xfs")]
 
 
@@ -40,8 +40,8 @@ def names(folder: Path) -> list[str]:
     return sorted(each.name for each in folder.iterdir())
 
 
-def copy(source: Path, destination: Path, **how: object) -> gds.Copied:
-    return gds.copy_file(source, destination, device_index=gds.HOST, **how)  # type: ignore[arg-type] # as copy_file.
+def copy(source: Path, destination: Path, **options: object) -> gds.CopyResult:
+    return gds.copy_file(source, destination, device_index=gds.HOST, **options)  # type: ignore[arg-type] # any option.
 
 
 def command(*arguments: str | Path) -> list[str]:
@@ -50,7 +50,7 @@ def command(*arguments: str | Path) -> list[str]:
 
 @pytest.fixture
 def without_tmpfile(tmp_path: Path) -> Iterator[FaultyMount]:
-    """A file system that has no O_TMPFILE, as NFS and FUSE."""
+    """Yield a mount of a file system without O_TMPFILE, such as NFS and FUSE."""
     with FaultyMount(tmp_path / "fuse") as mount:
         with pytest.raises(OSError, match="not supported"):
             os.open(mount.mount, os.O_TMPFILE | os.O_RDWR)
@@ -79,29 +79,29 @@ def test_mode_of_a_copy_is_that_of_cp(tmp_path: Path, mode: int, umask: int) -> 
 
 
 @needs(host.capability("CAP_SETUID"))
-def test_setuid_program_of_another_user_is_copied_without(tmp_path: Path) -> None:
+def test_copy_of_a_setuid_program_is_not_setuid(tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.write_bytes(b"#!/bin/sh\n")
     os.chown(source, 65534, 65534)
     source.chmod(0o6755)
     copy(source, tmp_path / "copy")
-    found = (tmp_path / "copy").stat()
-    assert (stat.S_IMODE(found.st_mode), found.st_uid) == (0o755, os.geteuid())
+    info = (tmp_path / "copy").stat()
+    assert (stat.S_IMODE(info.st_mode), info.st_uid) == (0o755, os.geteuid())
 
 
 @needs(host.capability("CAP_SETUID"))
-def test_replaced_file_hands_down_its_owner(tmp_path: Path) -> None:
+def test_replaced_file_keeps_its_owner(tmp_path: Path) -> None:
     (tmp_path / "source").write_bytes(b"1234")
     old = tmp_path / "old"
     old.touch(mode=0o640)
     os.chown(old, 1234, 5678)
     copy(tmp_path / "source", old)
-    found = old.stat()
-    assert (found.st_uid, found.st_gid, stat.S_IMODE(found.st_mode)) == (1234, 5678, 0o640)
+    info = old.stat()
+    assert (info.st_uid, info.st_gid, stat.S_IMODE(info.st_mode)) == (1234, 5678, 0o640)
 
 
 @needs(host.capability("CAP_SETUID"))
-def test_group_bits_go_where_the_group_cannot_be_kept() -> None:
+def test_group_bits_are_dropped_with_another_group() -> None:
     program = """
 import sys
 from pathlib import Path
@@ -118,9 +118,9 @@ gds.copy_file(folder / "source", folder / "old", device_index=gds.HOST)
         (folder / "old").touch()
         (folder / "old").chmod(0o664)
         os.chown(folder / "old", 1234, 5678)
-        done = run_program(program, str(folder))
-        found = (folder / "old").stat()
-        assert (found.st_uid, stat.S_IMODE(found.st_mode)) == (65534, 0o604), done.stderr
+        process = run_program(program, str(folder))
+        info = (folder / "old").stat()
+        assert (info.st_uid, stat.S_IMODE(info.st_mode)) == (65534, 0o604), process.stderr
 
 
 def test_partial_copy_has_no_name(tmp_path: Path) -> None:
@@ -145,16 +145,16 @@ def test_partial_copy_is_private_without_tmpfile(
         (folder / "copy").touch(mode=0o600)
     modes: list[int] = []
 
-    def look(_done: int, _whole: int) -> None:
+    def record_modes(_done: int, _whole: int) -> None:
         modes.extend(stat.S_IMODE(each.stat().st_mode) for each in folder.iterdir())
 
-    copy(source, folder / "copy", on_progress=look)
+    copy(source, folder / "copy", on_progress=record_modes)
     assert set(modes) == {0o600}
     assert names(folder) == ["copy"]
     assert (folder / "copy").read_bytes() == bytes(MIB)
 
 
-def test_destination_that_is_no_file_is_refused(tmp_path: Path) -> None:
+def test_special_file_as_destination_is_refused(tmp_path: Path) -> None:
     (tmp_path / "source").write_bytes(b"1234")
     os.mkfifo(tmp_path / "fifo")
     with socket.socket(socket.AF_UNIX) as listener:
@@ -170,9 +170,10 @@ def test_destination_that_is_no_file_is_refused(tmp_path: Path) -> None:
 def test_device_node_is_not_replaced_by_a_copy(tmp_path: Path) -> None:
     (tmp_path / "source").write_bytes(b"1234")
     os.mknod(tmp_path / "null", stat.S_IFCHR | 0o666, os.makedev(1, 3))
-    done = subprocess.run(command(tmp_path / "source", tmp_path / "null"), capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "is a character device" in done.stderr
+    arguments = command(tmp_path / "source", tmp_path / "null")
+    process = subprocess.run(arguments, capture_output=True, text=True, check=False)
+    assert process.returncode == 2
+    assert "is a character device" in process.stderr
     assert stat.S_ISCHR((tmp_path / "null").lstat().st_mode)
 
 
@@ -197,11 +198,11 @@ def test_symbolic_link_to_nowhere_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("is_checked", [False, True])
 @pytest.mark.parametrize("path", ["/proc/self/status", "/proc/sys/kernel/ostype", "/sys/devices/system/cpu/online"])
 def test_file_without_a_size_is_read_to_its_end(tmp_path: Path, path: str, *, is_checked: bool) -> None:
-    copied = copy(Path(path), tmp_path / "copy", check=is_checked)
-    found = (tmp_path / "copy").read_bytes()
-    assert found.splitlines()[0] == Path(path).read_bytes().splitlines()[0]
-    assert copied.bytes == len(found) == sum(copied.read.routes.values())
-    assert "does not state the size" in copied.read.why_not_direct
+    result = copy(Path(path), tmp_path / "copy", check=is_checked)
+    data = (tmp_path / "copy").read_bytes()
+    assert data.splitlines()[0] == Path(path).read_bytes().splitlines()[0]
+    assert result.bytes == len(data) == sum(result.read.routes.values())
+    assert "does not state the size" in result.read.why_not_direct
 
 
 def test_holes_of_a_sparse_file_stay_holes(tmp_path: Path, seed: int) -> None:
@@ -210,14 +211,13 @@ def test_holes_of_a_sparse_file_stay_holes(tmp_path: Path, seed: int) -> None:
         for at in (4 * MIB, 5 * MIB, 40 * MIB):
             os.pwrite(file.fileno(), island, at)
         os.ftruncate(file.fileno(), 100 * MIB + 1)
-    told: list[tuple[int, int]] = []
-    copied = copy(source, tmp_path / "copy", check=True, on_progress=lambda done, whole: told.append((done, whole)))
-    found = (tmp_path / "copy").stat()
-    assert found.st_blocks * 512 <= 2 * 3 * len(island)
+    progress: list[tuple[int, int]] = []
+    result = copy(source, tmp_path / "copy", check=True, on_progress=lambda done, whole: progress.append((done, whole)))
+    assert (tmp_path / "copy").stat().st_blocks * 512 <= 2 * 3 * len(island)
     assert (tmp_path / "copy").read_bytes() == source.read_bytes()
-    assert (copied.bytes, copied.hole_bytes) == (100 * MIB + 1, 100 * MIB + 1 - sum(copied.read.routes.values()))
-    assert told == sorted(told)
-    assert told[-1] == (100 * MIB + 1, 100 * MIB + 1)
+    assert (result.bytes, result.hole_bytes) == (100 * MIB + 1, 100 * MIB + 1 - sum(result.read.routes.values()))
+    assert progress == sorted(progress)
+    assert progress[-1] == (100 * MIB + 1, 100 * MIB + 1)
 
 
 def test_ranges_of_a_sparse_file_span_chunks(tmp_path: Path, seed: int) -> None:
@@ -238,7 +238,7 @@ def test_longest_name_can_be_copied_to(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", DEVICES)
 @pytest.mark.parametrize("is_replaced", [False, True])
-def test_synced_copy_survives_a_loss_of_power(tmp_path: Path, seed: int, kind: str, *, is_replaced: bool) -> None:
+def test_synced_copy_survives_a_power_loss(tmp_path: Path, seed: int, kind: str, *, is_replaced: bool) -> None:
     data = pattern.payload(300 * KIB + 5, seed=seed)
     source = tmp_path / "source"
     source.write_bytes(data)
@@ -253,16 +253,16 @@ def test_synced_copy_survives_a_loss_of_power(tmp_path: Path, seed: int, kind: s
 
 
 @needs(host.fuse)
-def test_sync_that_fails_leaves_no_copy(tmp_path: Path, without_tmpfile: FaultyMount) -> None:
+def test_failed_sync_leaves_no_copy(tmp_path: Path, without_tmpfile: FaultyMount) -> None:
     source, folder = tmp_path / "source", without_tmpfile.mount
     source.write_bytes(b"1234")
     without_tmpfile.fail(fsync=errno.EIO)
     with pytest.raises(ApiError) as raised:
         copy(source, folder / "copy", durable=True)
     assert raised.value.errno == errno.EIO
-    done = subprocess.run([*command(source, folder / "copy"), "--sync"], capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert "EIO" in done.stderr
+    process = subprocess.run([*command(source, folder / "copy"), "--sync"], capture_output=True, text=True, check=False)
+    assert process.returncode == 1
+    assert "EIO" in process.stderr
     assert names(folder) == []
     copy(source, folder / "copy")
     assert (folder / "copy").read_bytes() == b"1234"
@@ -281,7 +281,7 @@ def test_signal_leaves_no_partial_copy(tmp_path: Path, seed: int, number: signal
             folder = stack.enter_context(FaultyMount(tmp_path / "fuse")).mount
         unruly = stack.enter_context(UnrulyFiles(tmp_path / "mount", length_bytes=4 * MIB, seed=seed))
         unruly.say(f"gate {2 * MIB} {4 * MIB}")
-        # A child inherits a signal that is ignored, as a shell has it for SIGINT in the background.
+        # A child inherits ignored signals, and a shell ignores SIGINT for background processes.
         stack.callback(signal.signal, number, signal.signal(number, signal.SIG_DFL))
         process = stack.enter_context(
             subprocess.Popen(command(unruly.path, folder / "copy"), stderr=subprocess.PIPE, text=True)
@@ -289,9 +289,9 @@ def test_signal_leaves_no_partial_copy(tmp_path: Path, seed: int, number: signal
         unruly.await_line("waiting")
         process.send_signal(number)
         unruly.say("open")
-        said = process.communicate(timeout=_ENDS_S)[1]
-        assert process.returncode == (130 if number is signal.SIGINT else -number), said
-        assert "Traceback" not in said
+        errors = process.communicate(timeout=_TIMEOUT_S)[1]
+        assert process.returncode == (130 if number is signal.SIGINT else -number), errors
+        assert "Traceback" not in errors
         assert names(folder) == []
 
 
@@ -305,5 +305,5 @@ def test_killed_copy_leaves_nothing(tmp_path: Path, seed: int) -> None:
             unruly.await_line("waiting")
             process.kill()
             unruly.say("open")
-            assert process.wait(_ENDS_S) == -signal.SIGKILL
+            assert process.wait(_TIMEOUT_S) == -signal.SIGKILL
     assert names(tmp_path / "folder") == []

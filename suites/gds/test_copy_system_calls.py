@@ -1,4 +1,4 @@
-"""The system calls of a copy: what is synced before what, and calls that fail."""
+"""The system calls of a copy: the order of the fsync calls, and calls that fail."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ NO_ID = 0xFFFF_FFFF
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder for the copy, beside which the file ``source`` is."""
+    """Return a folder for the copy. The file ``source`` is next to it."""
     (tmp_path / "source").write_bytes(bytes(64 * KIB))
     (tmp_path / "source").chmod(0o644)
     (tmp_path / "folder").mkdir()
-    # The threads of the engine live longer than a copy, so they must not be those of an observed thread.
+    # The threads of the engine live longer than a copy, so the observed thread must not create them.
     gds.engine_for(gds.HOST)
     return tmp_path / "folder"
 
@@ -37,7 +37,7 @@ def folder(tmp_path: Path) -> Path:
 def run_copy(
     destination: Path, calls: str, reply: Callable[[SystemCall], int | None], *, durable: bool = False
 ) -> None:
-    """Copy the file ``source``, which is beside the folder of the destination, and answer the named calls."""
+    """Copy the file ``source`` to a path in the folder. `reply` returns the results of the named system calls."""
     source = destination.parent.parent / "source"
     run_observed(
         lambda: gds.copy_file(source, destination, device_index=gds.HOST, direct="never", durable=durable),
@@ -67,7 +67,7 @@ def test_durable_copy_syncs_data_then_name(
 @pytest.mark.parametrize(
     ("refused", "group", "mode"), [([], 5678, 0o664), ([1234], 5678, 0o664), ([1234, NO_ID], None, 0o604)]
 )
-def test_replaced_file_hands_down_its_group(folder: Path, refused: list[int], group: int | None, mode: int) -> None:
+def test_replaced_file_keeps_its_group(folder: Path, refused: list[int], group: int | None, mode: int) -> None:
     copy = folder / "copy"
     copy.touch()
     os.chown(copy, 1234, 5678)
@@ -80,9 +80,9 @@ def test_replaced_file_hands_down_its_group(folder: Path, refused: list[int], gr
 
     run_copy(copy, "fchown", refuse)
     assert calls == ([(1234, 5678), (NO_ID, 5678)] if refused else [(1234, 5678)])
-    found = copy.stat()
-    assert found.st_gid == (os.getegid() if group is None else group)
-    assert stat.S_IMODE(found.st_mode) == mode
+    info = copy.stat()
+    assert info.st_gid == (os.getegid() if group is None else group)
+    assert stat.S_IMODE(info.st_mode) == mode
 
 
 @pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOSYS])
@@ -129,7 +129,7 @@ def test_failed_call_leaves_the_old_file(folder: Path, name: str, number: int) -
     assert copy.read_bytes() == b"old"
 
 
-def test_name_that_appears_meanwhile_is_replaced(folder: Path) -> None:
+def test_name_that_appears_during_a_copy_is_replaced(folder: Path) -> None:
     calls: list[str] = []
 
     def create(call: SystemCall) -> None:
@@ -143,7 +143,7 @@ def test_name_that_appears_meanwhile_is_replaced(folder: Path) -> None:
     assert (folder / "copy").read_bytes() == bytes(64 * KIB)
 
 
-def test_end_of_a_sparse_copy_that_cannot_be_set(folder: Path) -> None:
+def test_failed_truncate_of_a_sparse_copy_is_an_error(folder: Path) -> None:
     source = folder.parent / "source"
     os.truncate(source, MIB)
     with pytest.raises(ApiError) as raised:
@@ -167,7 +167,7 @@ def test_hole_without_data_is_copied_unread(folder: Path) -> None:
     source = folder.parent / "source"
     os.truncate(source, 0)
     os.truncate(source, MIB)
-    # The one read is the question whether the size is true.
+    # The only read checks whether the stated size is true.
     reads: list[int] = []
 
     def fail(call: SystemCall) -> int:

@@ -1,4 +1,4 @@
-"""A direct path is taken where it is proven, and each result says which way its bytes went; else why they did not."""
+"""A direct path is used only if it is proven, and each result reports its route, or why it is not direct."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from gdrkit.inventory import Facts
 
 pytestmark = needs(cuda.device(), cufile.driver)
-# What only a plan can make of a machine: GPUs and disks that reach each other.
+# Direct transfers between GPU and disk need the twin, whose fault plan selects the route.
 ON_TWIN = needs(software(Api.CUFILE), cufile.udev_present)
 SCENARIO = "there_and_back"
 
 
 @pytest.fixture
 def scene(request: pytest.FixtureRequest, seed: int, facts: Facts) -> Iterator[Scene]:
-    """A file of 1 MiB on a disk."""
+    """Yield a scene with a file of 1 MiB on a disk."""
     with tempfile.TemporaryDirectory(prefix="gdrkit-gds-", dir=DISK) as folder:
         path = Path(folder) / "data"
         path.write_bytes(pattern.payload(MIB, seed=seed))
@@ -46,15 +46,13 @@ def is_right(answer: dict[str, Any]) -> bool:
 @pytest.mark.parametrize("route", ["p2p", "nvfs"])
 @pytest.mark.parametrize("direct", ["preferred", "required"])
 @ON_TWIN
-def test_where_a_direct_path_is_proven_it_is_taken(
-    scene: Scene, tmp_path: Path, evidence: Evidence, route: str, direct: str
-) -> None:
+def test_proven_direct_path_is_used(scene: Scene, tmp_path: Path, evidence: Evidence, route: str, direct: str) -> None:
     answer = scene.plan(tmp_path, f"cufile.route call=* route={route}").play(SCENARIO, direct=direct)
     evidence["answer"] = answer
     for call in ("read", "readv", "write", "future"):
         assert answer[call] == {"bytes": MIB, "route": route, "why": ""}, call
     if direct == "preferred":
-        # No disk moves parts of a block into a device: the engine does, and says so.
+        # A disk cannot transfer parts of a block directly. The engine moves them, and the result states the reason.
         assert answer["odd"]["route"] == "engine"
         assert "multiple of 4096" in answer["odd"]["why"]
         assert is_right(answer)
@@ -65,9 +63,7 @@ def test_where_a_direct_path_is_proven_it_is_taken(
 
 
 @needs(cufile.udev_present)
-def test_where_cufile_falls_back_the_engine_moves_the_bytes_and_the_cause_is_said(
-    scene: Scene, evidence: Evidence
-) -> None:
+def test_cufile_fallback_uses_the_engine_and_names_the_cause(scene: Scene, evidence: Evidence) -> None:
     answer = scene.play(SCENARIO)
     evidence["answer"] = answer
     assert is_right(answer)
@@ -78,7 +74,7 @@ def test_where_cufile_falls_back_the_engine_moves_the_bytes_and_the_cause_is_sai
 
 
 @needs(cufile.udev_present)
-def test_a_run_that_asked_for_direct_and_fell_back_fails(scene: Scene, evidence: Evidence) -> None:
+def test_required_direct_path_fails_without_one(scene: Scene, evidence: Evidence) -> None:
     answer = scene.play(SCENARIO, direct="required")
     evidence["answer"] = answer
     for call in ("read", "readv", "odd", "write", "future"):
@@ -88,7 +84,7 @@ def test_a_run_that_asked_for_direct_and_fell_back_fails(scene: Scene, evidence:
 
 
 @ON_TWIN
-def test_what_was_not_counted_is_unproven_and_not_taken(scene: Scene, tmp_path: Path, evidence: Evidence) -> None:
+def test_unproven_direct_path_is_not_used(scene: Scene, tmp_path: Path, evidence: Evidence) -> None:
     planned = scene.plan(tmp_path, "cufile.route call=* route=p2p", "cuFileGetStatsL3 call=* status=5022")
     answer = planned.play(SCENARIO)
     evidence["answer"] = answer
@@ -100,10 +96,10 @@ def test_what_was_not_counted_is_unproven_and_not_taken(scene: Scene, tmp_path: 
 
 @pytest.mark.parametrize("direct", ["preferred", "required"])
 @ON_TWIN
-def test_a_path_that_is_lost_later_is_seen_at_once(
+def test_lost_direct_path_is_reported_by_that_transfer(
     scene: Scene, tmp_path: Path, evidence: Evidence, direct: str
 ) -> None:
-    """The first block goes directly and what follows does not: the very transfer says so, and those after it."""
+    """The first block goes directly, and the bytes after it do not. That transfer and those after it report it."""
     planned = scene.plan(tmp_path, "cufile.route call=1 route=nvfs", "cufile.route call=* route=posix")
     answer = planned.play(SCENARIO, direct=direct)
     evidence["answer"] = answer
@@ -119,8 +115,8 @@ def test_a_path_that_is_lost_later_is_seen_at_once(
 
 
 @ON_TWIN
-def test_what_is_counted_no_more_is_unknown(scene: Scene, tmp_path: Path, evidence: Evidence) -> None:
-    # Looked at before and after: the first two looks are of the first block.
+def test_route_is_unknown_if_counting_stops(scene: Scene, tmp_path: Path, evidence: Evidence) -> None:
+    # The counters are read before and after each transfer. The first two reads are those of the probe.
     planned = scene.plan(tmp_path, "cufile.route call=* route=p2p", "cuFileGetStatsL3 call=3-4 status=5022")
     answer = planned.play(SCENARIO, direct="required")
     evidence["answer"] = answer
@@ -137,7 +133,7 @@ def test_what_is_counted_no_more_is_unknown(scene: Scene, tmp_path: Path, eviden
     ids=["EIO", "internal-error"],
 )
 @ON_TWIN
-def test_a_direct_transfer_that_fails_keeps_its_number(
+def test_failed_direct_transfer_keeps_its_number(
     scene: Scene, tmp_path: Path, rule: str, api: str, status: int, number: int | None
 ) -> None:
     answer = scene.plan(tmp_path, "cufile.route call=* route=p2p", rule).play(SCENARIO)
@@ -148,7 +144,7 @@ def test_a_direct_transfer_that_fails_keeps_its_number(
 
 
 @needs(cufile.udev_absent)
-def test_without_udev_nothing_is_opened_and_the_cause_is_said(scene: Scene, evidence: Evidence) -> None:
+def test_missing_udev_is_a_cause_and_libcufile_is_not_loaded(scene: Scene, evidence: Evidence) -> None:
     with udev.absent(scene.path.parent):
         answer = scene.play_as_it_is(SCENARIO)
     evidence["answer"] = answer

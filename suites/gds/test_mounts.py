@@ -1,4 +1,4 @@
-"""The way between each device and the files of the disk that temporary files lie on, for the report."""
+"""The route between each device and the disk of the temporary files, for the report."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 @needs(cuda.device())
 @pytest.mark.qualify
-def test_a_file_reaches_every_device_and_the_way_is_said(
+def test_file_is_read_into_every_device_with_its_route(
     devices: tuple[Device, ...], evidence: Evidence, seed: int
 ) -> None:
-    """The bytes arrive; which way they took, and why not directly, is in the table of routes."""
+    """The bytes arrive. The table of routes in the report has their route, and why it is not direct."""
     with tempfile.TemporaryDirectory(prefix="gdrkit-gds-", dir=DISK) as folder:
         path = Path(folder).resolve() / "data"
         path.write_bytes(pattern.payload(MIB, seed=seed))
@@ -35,6 +35,7 @@ def test_a_file_reaches_every_device_and_the_way_is_said(
             with device.allocate(MIB) as memory, warnings.catch_warnings():
                 warnings.simplefilter("ignore", gds.FallbackWarning)
                 with gds.File(path) as file:
-                    done = file.read_into(memory)
+                    result = file.read_into(memory)
                 pattern.check(memory.read(), seed=seed)
-            evidence.file(device=device, mount=mount.mount_point, way=done.route, fell_back=done.why_not_direct or None)
+            why = result.why_not_direct or None
+            evidence.file(device=device, mount=mount.mount_point, way=result.route, fell_back=why)

@@ -1,4 +1,4 @@
-"""Files that many threads use, and forks beside them: no transfer is lost, and no lock stays taken."""
+"""Files that many threads use, and forks during transfers: no transfer is lost, and no lock stays held."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 THREADS = 8
-STARTS = 30  # Of each; all of them fit into the queue of an engine.
-# A thread holds a lock of gds for as long as a call of the driver takes, and the process forks in the meantime.
+STARTS = 30  # Per thread. The transfers of all threads fit into the queue of an engine.
+# A thread holds a lock of gds during a slow call of the driver, and the process forks at that time.
 FORKING = """
 import os, sys, threading, time, warnings
 from gdrkit import gds
@@ -33,7 +33,7 @@ warnings.simplefilter("ignore")
 lock = {"engine": engine, "cufile": cufile_path}[sys.argv[1]]._lock
 start, end = {
     "engine": (lambda: gds.engine_for(0), gds.close_engines),
-    "cufile": (cufile_path._library, gds.close_driver),
+    "cufile": (cufile_path._open_driver, gds.close_driver),
 }[sys.argv[1]]
 thread = threading.Thread(target=start)
 thread.start()
@@ -51,7 +51,7 @@ while True:
     if time.monotonic() > limit:
         os.kill(child, 9)
         os.waitpid(child, 0)
-        sys.exit("the child waits for a lock that nobody will release")
+        sys.exit("the child waits for a lock that no thread of it will release")
 thread.join()
 end()
 sys.exit(0 if os.waitstatus_to_exitcode(status) == 7 else f"the child ended with {status}")
@@ -59,7 +59,7 @@ sys.exit(0 if os.waitstatus_to_exitcode(status) == 7 else f"the child ended with
 
 
 def is_refused(file: gds.File) -> bool:
-    """Whether a start is refused, as after close has begun."""
+    """Return whether a start is refused, which is the case after close() has begun."""
     try:
         file.start_read_into(bytearray(0))
     except ClosedResource:
@@ -69,7 +69,7 @@ def is_refused(file: gds.File) -> bool:
 
 @needs(host.fuse)
 def test_close_waits_for_the_transfers_of_all_threads(tmp_path: Path, seed: int) -> None:
-    """Issue 15, B: of two starts at the same time one was forgotten, and close did not wait for it."""
+    """Issue 15, B: of two concurrent starts, one was not recorded, and close() did not wait for it."""
     (tmp_path / "mount").mkdir()
     with UnrulyFiles(tmp_path / "mount", length_bytes=4 * KIB, seed=seed) as unruly:
         unruly.say(f"gate 0 {4 * KIB}")
@@ -91,12 +91,12 @@ def test_close_waits_for_the_transfers_of_all_threads(tmp_path: Path, seed: int)
 
 
 @needs(host.fuse)
-def test_close_beside_starts_refuses_or_waits(tmp_path: Path, seed: int) -> None:
+def test_close_waits_for_a_read_and_refuses_new_ones(tmp_path: Path, seed: int) -> None:
     (tmp_path / "mount").mkdir()
     with UnrulyFiles(tmp_path / "mount", length_bytes=4 * KIB, seed=seed) as unruly, ThreadPoolExecutor(2) as threads:
         unruly.say(f"gate 0 {4 * KIB}")
         file, buffer = gds.File(unruly.path), bytearray(4 * KIB)
-        # A read of its own thread, which close does not know as a transfer.
+        # A short read on its own thread, which is not in the set of the file's transfers.
         reading = threads.submit(file.read_into, buffer)
         unruly.await_line("waiting")
         closing = threads.submit(file.close)
@@ -110,25 +110,25 @@ def test_close_beside_starts_refuses_or_waits(tmp_path: Path, seed: int) -> None
 
 
 @needs(host.fuse)
-def test_start_costs_the_same_beside_many_transfers(tmp_path: Path, seed: int) -> None:
-    """Issue 15, B: each start asked every running transfer whether it was over, under one lock."""
+def test_start_time_does_not_grow_with_running_transfers(tmp_path: Path, seed: int) -> None:
+    """Issue 15, B: each start polled every running transfer, under one lock."""
     (tmp_path / "mount").mkdir()
     with UnrulyFiles(tmp_path / "mount", length_bytes=4 * KIB, seed=seed) as unruly:
         unruly.say(f"gate 0 {4 * KIB}")
         with gds.File(unruly.path) as file:
-            took_ns = []
+            durations_ns = []
             for _ in range(240):
                 buffer = bytearray(KIB)
                 began = time.thread_time_ns()
                 file.start_read_into(buffer)
-                took_ns.append(time.thread_time_ns() - began)
+                durations_ns.append(time.thread_time_ns() - began)
             unruly.await_line("waiting")
             unruly.say("open")
-    few, many = statistics.median(took_ns[10:40]), statistics.median(took_ns[-30:])
-    assert many < 3 * few, f"{few} ns beside 10 to 40 transfers, {many} ns beside 210 to 240"
+    few, many = statistics.median(durations_ns[10:40]), statistics.median(durations_ns[-30:])
+    assert many < 3 * few, f"{few} ns with 10 to 40 running transfers, {many} ns with 210 to 240"
 
 
-def test_forgotten_transfers_are_settled_by_later_ones(tmp_path: Path) -> None:
+def test_dropped_futures_are_settled_by_later_transfers(tmp_path: Path) -> None:
     path = tmp_path / "data"
     path.write_bytes(bytes(64 * KIB))
     with gds.File(path) as file:
@@ -139,12 +139,12 @@ def test_forgotten_transfers_are_settled_by_later_ones(tmp_path: Path) -> None:
         for _ in range(len(buffers)):
             file.start_read_into(bytearray(1)).result()
         for each in buffers:
-            each.append(0)  # BufferError: nobody has let it go.
+            each.append(0)  # BufferError: the memory was not released.
 
 
 @needs(cuda.device(), software("cuda"), software("cufile"))
 @pytest.mark.parametrize("module", ["engine", "cufile"])
-def test_fork_beside_an_opening_leaves_no_lock_taken(tmp_path: Path, module: str) -> None:
+def test_fork_during_an_open_leaves_no_lock_held(tmp_path: Path, module: str) -> None:
     call = {"engine": "cuDevicePrimaryCtxRetain", "cufile": "cuFileDriverOpen"}[module]
     plan = tmp_path / "plan"
     plan.write_text(f"gdrkit-faults 1\n{call} call=1 delay_us=3000000\n")

@@ -1,4 +1,4 @@
-"""Disks that fail, are full, or lose a file while it is read: the errno, what arrived, and nothing left behind."""
+"""Disks that fail or are full, and files that shrink during a read: the errno, and the bytes that arrived."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 EVERY_KIND = pytest.mark.parametrize("kind", PLACES, indirect=True)
 EVERY_ACCESS = pytest.mark.parametrize("access", ["automatic", "buffered"])
 LENGTH = 24 * MIB
-# More than all threads of an engine begin at a time.
+# More bytes than all threads of an engine read at a time.
 LONG = 128 * MIB
-# Inside a page, inside a piece.
+# An offset inside a page, and inside a chunk.
 BAD = 9 * MIB + 5 * KIB + 7
 
 
@@ -36,18 +36,18 @@ BAD = 9 * MIB + 5 * KIB + 7
 def unruly(request: pytest.FixtureRequest, tmp_path: Path, seed: int) -> Iterator[UnrulyFiles]:
     mount = tmp_path / "mount"
     mount.mkdir()
-    with UnrulyFiles(mount, length_bytes=getattr(request, "param", LENGTH), seed=seed) as found:
-        yield found
+    with UnrulyFiles(mount, length_bytes=getattr(request, "param", LENGTH), seed=seed) as files:
+        yield files
 
 
 @needs(host.fuse)
 @EVERY_KIND
 @EVERY_ACCESS
-def test_a_byte_that_cannot_be_read_is_eio_and_all_before_it_arrived(
-    unruly: UnrulyFiles, seed: int, kind: str, where: Device | None, access: gds.Access
+def test_unreadable_byte_is_eio_after_the_bytes_before_it(
+    unruly: UnrulyFiles, seed: int, kind: str, owner: Device | None, access: gds.Access
 ) -> None:
     unruly.say(f"eio {BAD}")
-    with holding(kind, LENGTH, where) as memory, gds.File(unruly.path, access=access, direct="never") as file:
+    with holding(kind, LENGTH, owner) as memory, gds.File(unruly.path, access=access, direct="never") as file:
         with pytest.raises(gds.TransferFailed) as failed:
             file.read_into(memory.buffer)
         assert (failed.value.errno, failed.value.reason) == (errno.EIO, Reason.IO_ERROR)
@@ -55,24 +55,22 @@ def test_a_byte_that_cannot_be_read_is_eio_and_all_before_it_arrived(
         assert failed.value.transferred.parts == (BAD,)
         assert failed.value.transferred.bytes == BAD
         pattern.check(memory.content()[:BAD], seed=seed)
-        # The same file and the same threads go on.
-        behind = (BAD + 1) // MIB * MIB + MIB
-        assert file.read_into(memory.buffer, file_offset_bytes=behind, length_bytes=MIB).bytes == MIB
-        pattern.check(memory.content()[:MIB], seed=seed, offset_bytes=behind)
+        # The same file and the same threads still work.
+        offset = (BAD + 1) // MIB * MIB + MIB
+        assert file.read_into(memory.buffer, file_offset_bytes=offset, length_bytes=MIB).bytes == MIB
+        pattern.check(memory.content()[:MIB], seed=seed, offset_bytes=offset)
 
 
 @needs(host.fuse)
 @EVERY_KIND
-def test_what_arrived_behind_a_gap_does_not_count(
-    unruly: UnrulyFiles, seed: int, kind: str, where: Device | None
-) -> None:
+def test_bytes_after_a_gap_are_not_counted(unruly: UnrulyFiles, seed: int, kind: str, owner: Device | None) -> None:
     unruly.say(f"eio {BAD}")
     unruly.say(f"gate {BAD} {BAD + 1}")
-    with holding(kind, LENGTH, where) as memory, gds.File(unruly.path, direct="never") as file:
+    with holding(kind, LENGTH, owner) as memory, gds.File(unruly.path, direct="never") as file:
         pending = file.start_read_into(memory.buffer)
         unruly.await_line("waiting")
-        # Others go on; what they bring is behind what will never come.
-        until(lambda: pending.bytes_moved > BAD, "bytes behind the gap", timeout_s=60)
+        # Other threads continue to read. Their bytes are after the byte that will never arrive.
+        until(lambda: pending.bytes_moved > BAD, "bytes after the gap", timeout_s=60)
         unruly.say("open")
         with pytest.raises(gds.TransferFailed) as failed:
             pending.result()
@@ -82,11 +80,11 @@ def test_what_arrived_behind_a_gap_does_not_count(
 
 @needs(host.fuse)
 @EVERY_KIND
-def test_a_short_read_of_a_byte_that_cannot_be_read(
-    unruly: UnrulyFiles, seed: int, kind: str, where: Device | None
+def test_short_read_of_an_unreadable_byte_is_eio(
+    unruly: UnrulyFiles, seed: int, kind: str, owner: Device | None
 ) -> None:
     unruly.say(f"eio {BAD}")
-    with holding(kind, 8 * KIB, where) as memory, gds.File(unruly.path, direct="never") as file:
+    with holding(kind, 8 * KIB, owner) as memory, gds.File(unruly.path, direct="never") as file:
         with pytest.raises(gds.TransferFailed) as failed:
             file.read_into(memory.buffer, file_offset_bytes=BAD - 100, length_bytes=4 * KIB)
         assert failed.value.errno == errno.EIO
@@ -97,29 +95,29 @@ def test_a_short_read_of_a_byte_that_cannot_be_read(
 @needs(host.fuse)
 @EVERY_KIND
 @EVERY_ACCESS
-def test_a_byte_that_cannot_be_written_is_eio_and_all_before_it_is_in_the_file(
-    unruly: UnrulyFiles, seed: int, kind: str, where: Device | None, access: gds.Access
+def test_unwritable_byte_is_eio_after_the_bytes_before_it(
+    unruly: UnrulyFiles, seed: int, kind: str, owner: Device | None, access: gds.Access
 ) -> None:
     unruly.say(f"eio {BAD}")
     data = pattern.payload(16 * MIB, seed=seed + 1)
-    with holding(kind, len(data), where) as memory:
+    with holding(kind, len(data), owner) as memory:
         memory.write(data)
         with gds.File(unruly.path, "r+", access=access, direct="never") as file:
             with pytest.raises(gds.TransferFailed) as failed:
                 file.write_from(memory.buffer)
             assert (failed.value.errno, failed.value.operation) == (errno.EIO, "pwrite")
             assert failed.value.transferred.parts == (BAD,)
-    with unruly.path.open("rb") as plain:
-        assert plain.read(BAD) == data[:BAD]
+    with unruly.path.open("rb") as reopened:
+        assert reopened.read(BAD) == data[:BAD]
 
 
 @needs(host.fuse)
 @EVERY_KIND
 @EVERY_ACCESS
-def test_a_file_that_shrinks_while_it_is_read(
-    unruly: UnrulyFiles, seed: int, kind: str, where: Device | None, access: gds.Access
+def test_file_that_shrinks_during_a_read_is_end_of_file(
+    unruly: UnrulyFiles, seed: int, kind: str, owner: Device | None, access: gds.Access
 ) -> None:
-    with holding(kind, LENGTH, where) as memory, gds.File(unruly.path, access=access, direct="never") as file:
+    with holding(kind, LENGTH, owner) as memory, gds.File(unruly.path, access=access, direct="never") as file:
         unruly.say(f"gate {BAD} {LENGTH}")
         pending = file.start_read_into(memory.buffer)
         unruly.await_line("waiting")
@@ -129,19 +127,19 @@ def test_a_file_that_shrinks_while_it_is_read(
             pending.result()
         assert (failed.value.reason, failed.value.errno) == (Reason.END_OF_FILE, None)
         assert failed.value.transferred.parts == (BAD,)
-        found = memory.content()
-        pattern.check(found[:BAD], seed=seed)
-        assert set(found[BAD:]) == {0xA5}
+        contents = memory.content()
+        pattern.check(contents[:BAD], seed=seed)
+        assert set(contents[BAD:]) == {0xA5}
 
 
 @needs(host.fuse)
 @EVERY_KIND
 @EVERY_ACCESS
 @pytest.mark.parametrize("unruly", [LONG], indirect=True, ids=["long"])
-def test_a_read_that_is_cancelled_half_way(
-    unruly: UnrulyFiles, seed: int, kind: str, where: Device | None, access: gds.Access
+def test_cancelled_read_reports_the_bytes_that_arrived(
+    unruly: UnrulyFiles, seed: int, kind: str, owner: Device | None, access: gds.Access
 ) -> None:
-    with holding(kind, LONG, where) as memory, gds.File(unruly.path, access=access, direct="never") as file:
+    with holding(kind, LONG, owner) as memory, gds.File(unruly.path, access=access, direct="never") as file:
         unruly.say(f"gate 0 {LONG}")
         pending = file.start_read_into(memory.buffer)
         unruly.await_line("waiting")
@@ -155,7 +153,7 @@ def test_a_read_that_is_cancelled_half_way(
         done = failed.value.transferred
         assert (failed.value.reason, failed.value.errno) == (Reason.CANCELLED, None)
         assert done.parts == (done.bytes,)
-        # What had begun ended by itself, and nothing more was begun.
+        # The chunks in progress were completed, and no other chunk was started.
         assert 0 < done.bytes < LONG
         pattern.check(memory.content()[: done.bytes], seed=seed)
         assert isinstance(pending.exception(), gds.TransferFailed)
@@ -165,8 +163,8 @@ def test_a_read_that_is_cancelled_half_way(
 @needs(host.capability("CAP_SYS_ADMIN"))
 @EVERY_KIND
 @EVERY_ACCESS
-def test_a_full_disk_is_enospc_and_what_is_said_to_be_written_is(
-    tmp_path: Path, seed: int, kind: str, where: Device | None, access: gds.Access
+def test_full_disk_is_enospc_after_the_written_bytes(
+    tmp_path: Path, seed: int, kind: str, owner: Device | None, access: gds.Access
 ) -> None:
     mount = tmp_path / "small"
     mount.mkdir()
@@ -174,7 +172,7 @@ def test_a_full_disk_is_enospc_and_what_is_said_to_be_written_is(
     try:
         data = pattern.payload(20 * MIB, seed=seed)
         with (
-            holding(kind, len(data), where) as memory,
+            holding(kind, len(data), owner) as memory,
             gds.File(mount / "file", "x", access=access, direct="never") as file,
         ):
             memory.write(data)
@@ -184,10 +182,10 @@ def test_a_full_disk_is_enospc_and_what_is_said_to_be_written_is(
             count = failed.value.transferred.bytes
             assert failed.value.transferred.parts == (count,)
             assert count <= 8 * MIB
-            with (mount / "file").open("rb+") as plain:
-                assert plain.read(count) == data[:count]
-                plain.truncate(0)
-            # With room again it goes on, with the same file.
+            with (mount / "file").open("rb+") as reopened:
+                assert reopened.read(count) == data[:count]
+                reopened.truncate(0)
+            # As soon as there is free space, the same file can be written.
             assert file.write_from(memory.buffer, length_bytes=6 * MIB).bytes == 6 * MIB
             assert (mount / "file").read_bytes() == data[: 6 * MIB]
     finally:
@@ -196,14 +194,14 @@ def test_a_full_disk_is_enospc_and_what_is_said_to_be_written_is(
 
 @needs(host.fuse)
 @pytest.mark.parametrize("length", [4 * KIB, MIB])
-def test_other_threads_run_while_one_waits(unruly: UnrulyFiles, seed: int, length: int) -> None:
+def test_other_threads_run_during_a_read(unruly: UnrulyFiles, seed: int, length: int) -> None:
     unruly.say(f"gate 0 {LENGTH}")
-    target = bytearray(length)
+    memory = bytearray(length)
     with gds.File(unruly.path) as file, ThreadPoolExecutor(1) as pool:
-        reading = pool.submit(file.read_into, target)
-        # Would never come if that thread kept the interpreter.
+        reading = pool.submit(file.read_into, memory)
+        # The line would never arrive if the reading thread kept the interpreter lock.
         unruly.await_line("waiting")
         assert not reading.done()
         unruly.say("open")
         assert reading.result().bytes == length
-    pattern.check(target, seed=seed)
+    pattern.check(memory, seed=seed)

@@ -1,0 +1,116 @@
+"""Descriptions of the memory that callers provide for transfers: host memory or memory of a CUDA device.
+
+The memory is described once per call. The description keeps it alive. Before the first byte moves, gdrkit waits for the
+work that the producer of the memory has queued on its stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable  # noqa: TC003 - a NamedTuple evaluates its annotations.
+from typing import Any, NamedTuple
+
+from gdrkit import cuda
+from gdrkit.cuda import CudaMemory, pointer
+from gdrkit.errors import ApiError, ClosedResource, Reason, UsageError
+from gdrkit.gds._native import native
+
+__all__ = ["HOST", "TransferBuffer", "describe_buffer"]
+
+# The device index of host memory.
+HOST = -1
+
+
+def _nothing() -> None:
+    return
+
+
+class TransferBuffer(NamedTuple):
+    """The memory of one call. It is described once, at the beginning of the call.
+
+    Attributes
+    ----------
+    address : int
+        Address of the first byte.
+    length_bytes : int
+        Size in bytes.
+    device_index : int
+        Index of the CUDA device that has the memory; :data:`HOST` for host memory.
+    keep : object
+        Object that keeps the memory alive.
+    release : callable
+        Function that tells the owner that the memory is no longer used. It is called once.
+    """
+
+    address: int
+    length_bytes: int
+    device_index: int
+    keep: object
+    release: Callable[[], None] = _nothing
+
+    @property
+    def is_host(self) -> bool:
+        """Whether it is host memory."""
+        return self.device_index == HOST
+
+
+def describe_buffer(buffer: object, *, writable: bool) -> TransferBuffer:
+    """Return the description of memory that a caller provides. The caller of this function releases it.
+
+    Parameters
+    ----------
+    buffer : object
+        Memory of :mod:`gdrkit.cuda`, or a contiguous object with ``__cuda_array_interface__``, the buffer protocol or
+        ``__dlpack__``.
+    writable : bool
+        Whether the transfer will write to the memory.
+
+    Raises
+    ------
+    UsageError
+        The object is not memory, not contiguous, or read-only. NOT_DEVICE_MEMORY: the object states a larger range than
+        the device has allocated.
+    ClosedResource
+        The memory of gdrkit was closed.
+    """
+    if isinstance(buffer, CudaMemory):
+        if buffer.closed:
+            what = f"{buffer.kind.value} memory at {buffer.address:#x}"
+            raise ClosedResource(what)
+        return TransferBuffer(buffer.address, buffer.length_bytes, buffer.device.index, buffer)
+    if hasattr(buffer, "__cuda_array_interface__"):
+        return _describe_array(buffer, writable=writable)
+    try:
+        memory: Any = native().HostMemory(buffer, writable=writable)
+    except TypeError as error:
+        if hasattr(buffer, "__dlpack__"):
+            return _describe_array(buffer, writable=writable)
+        message = f"a buffer must support the buffer protocol, DLPack or __cuda_array_interface__, not {type(buffer)}"
+        raise UsageError(message) from error
+    except (BufferError, ValueError) as error:
+        message = f"the {type(buffer).__name__} cannot be used: {error}"
+        advice = "pass contiguous memory" + (" that is not read-only" if writable else "")
+        raise UsageError(message, what_to_do=advice) from error
+    return TransferBuffer(memory.address, memory.length_bytes, HOST, (memory, buffer), memory.release)
+
+
+def _describe_array(array: object, *, writable: bool) -> TransferBuffer:
+    """Return the description of an array of another library, after the work of its stream is done."""
+    description = cuda.describe(array)
+    address, length_bytes = description.address, description.length_bytes
+    try:
+        if writable and description.read_only:
+            message = "the array is read-only"
+            raise UsageError(message)  # noqa: TRY301 - the memory is released below.
+        try:
+            index = pointer.device_index(address)
+            with cuda.Device(index) as device, device.current():
+                pointer.allocation_key(address, length_bytes)
+                if description.stream is not None:
+                    cuda.wait_for(description.stream)
+        except ApiError as error:
+            message = f"{length_bytes} bytes at {address:#x} are not memory of a CUDA device"
+            raise UsageError(message, reason=Reason.NOT_DEVICE_MEMORY) from error
+    except BaseException:
+        description.release()
+        raise
+    return TransferBuffer(address, length_bytes, index, array, description.release)
