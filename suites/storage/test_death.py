@@ -192,6 +192,9 @@ def test_invalid_frame_ends_the_session(service: Service, session: StorageSessio
     # The kernel resets the connection if the server closed it with unread bytes.
     with contextlib.suppress(ConnectionResetError):
         assert session.data.recv(1) == b""
+    # The server closes the control connection last.
+    ended, _, _ = select.select([session._control], [], [], 20)  # noqa: SLF001 - the session has no event for its end.
+    assert ended
     with pytest.raises(ApiError) as error:
         session.request(messages.Statfs(), messages.StatfsReply)
     assert error.value.errno == errno.EREMOTEIO
