@@ -149,7 +149,8 @@ class CapturedFiles:
         self._present = frozenset(answers.present)
         # Sets, because each lookup of a file tests whether its name is in the folder.
         self._names = {path: frozenset(names) for path, names in answers.folders.items()}
-        self._resolved = functools.lru_cache(maxsize=1024)(self._follow)
+        # Most reads are of the files of one folder, whose path may have dozens of components.
+        self._resolved_folder = functools.lru_cache(maxsize=1024)(lambda folder: self._follow(f"{folder}/."))
 
     def read(self, name: str) -> bytes:
         """Return the bytes of a file."""
@@ -215,8 +216,14 @@ class CapturedFiles:
                 return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
         return OSError(errno.ENODATA, os.strerror(errno.ENODATA), name)
 
+    def _resolved(self, name: str) -> str:
+        """Return `name` after resolving the symbolic links of this capture, except one that the last name may be."""
+        folder, _, last = name.rpartition("/")
+        if not folder or last in ("", ".", ".."):
+            return self._follow(name)
+        return posixpath.join(self._resolved_folder(folder), last)
+
     def _follow(self, name: str) -> str:
-        """Return `name` after resolving the symbolic links of this capture."""
         path, rest, left = "/", [part for part in name.split("/") if part], _LINKS_MAX
         while rest:
             part = rest.pop(0)
