@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["cases", "on_twins", "plan_sessions", "pytest", "run_suites", "suite_folders"]
 
-_SLOWEST_FIRST = ("storage", "tiers", "usrbio", "qualify", "inventory", "report", "share")
+_SLOWEST_FIRST = ("qualify", "usrbio", "gds", "inventory", "storage", "property", "report", "gaudi")
 
 
 def plan_sessions(run: Path) -> dict[str, dict[str, Any]]:

@@ -42,8 +42,10 @@ class _Running:
 
 
 def job_count() -> int:
-    """Return how many commands may run at the same time: one for each processor, at most four."""
-    return min(os.cpu_count() or 1, _JOBS_MAX)
+    """Return how many commands may run at the same time: one more than there are processors, because cases also wait
+    for time limits and other processes; at most four.
+    """
+    return min((os.cpu_count() or 1) + 1, _JOBS_MAX)
 
 
 def call_side_by_side(parts: Sequence[Part], *, jobs: int) -> dict[str, int]:
