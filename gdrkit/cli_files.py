@@ -218,7 +218,7 @@ def _substrate() -> dict[str, str]:
     from gdrkit import evidence, inventory
     from gdrkit.report.substrate import substrate_of
 
-    facts = inventory.probe(ask_apis=False)
+    facts = inventory.probe(query_apis=False)
     substrates = substrate_of(evidence.libraries(), facts, nodes=evidence.device_nodes())
     return {api: substrate.value for api, substrate in sorted(substrates.items()) if api in {"cuda", "cufile"}}
 

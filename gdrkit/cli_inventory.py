@@ -53,7 +53,7 @@ def facts(as_json: bool, no_apis: bool, save: Path | None, replay: Path | None) 
     from gdrkit import inventory
     from gdrkit.report.describe import describe_facts
 
-    machine = _machine(replay, ask_apis=not no_apis, record=save is not None)
+    machine = _machine(replay, query_apis=not no_apis, record=save is not None)
     if save is not None:
         # The files that the rules and the topology read are part of the capture.
         inventory.diagnose(machine)
@@ -71,7 +71,7 @@ def topology(as_json: bool, replay: Path | None) -> int:
     """Show the PCI topology of GPUs, NICs and NVMe controllers."""
     from gdrkit import inventory
 
-    pci_topology = inventory.topology(_machine(replay, ask_apis=False))
+    pci_topology = inventory.topology(_machine(replay, query_apis=False))
     if as_json:
         click.echo(pci_topology.to_json(), nl=False)
         return 0
@@ -108,7 +108,7 @@ def doctor(as_json: bool, read_only: bool, verbose: bool, any_result: bool, repl
     from gdrkit import inventory
     from gdrkit.verdict import Verdict
 
-    machine = _machine(replay, act=not read_only)
+    machine = _machine(replay, run_experiments=not read_only)
     diagnosis = inventory.diagnose(machine)
     if as_json:
         click.echo(diagnosis.to_json(), nl=False)
@@ -139,12 +139,14 @@ def explain(code: str | None, as_json: bool) -> int:
     return 0
 
 
-def _machine(replay: Path | None, *, ask_apis: bool = True, record: bool = False, act: bool = True) -> Machine:
+def _machine(
+    replay: Path | None, *, query_apis: bool = True, record: bool = False, run_experiments: bool = True
+) -> Machine:
     from gdrkit import inventory
 
     if replay is not None:
         return inventory.replayed(inventory.read_capture(replay))
-    return inventory.this_machine(ask_apis=ask_apis, record=record, act=act and ask_apis)
+    return inventory.this_machine(query_apis=query_apis, record=record, run_experiments=run_experiments and query_apis)
 
 
 COMMANDS = (facts, topology, doctor, explain)

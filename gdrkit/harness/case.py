@@ -16,7 +16,7 @@ from gdrkit.install_paths import install_paths
 from gdrkit.inventory.facts import notable
 from gdrkit.report import CaseReason, Record, SeenLibrary, Verdict, substrate_of
 from gdrkit.report.record import REFUSED, SCHEMA_VERSION
-from gdrkit.report.substrate import combined
+from gdrkit.report.substrate import combine
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from gdrkit.harness.needs import Need
     from gdrkit.harness.refusal import SeenRefusal
     from gdrkit.harness.session import Session
-    from gdrkit.inventory import RefusedCause
+    from gdrkit.inventory import RefusalCause
 
 __all__ = ["CASE", "Case", "title_of"]
 
@@ -44,7 +44,7 @@ class Case:
         The declared needs.
     unmet : tuple of CaseReason
         The reasons of the needs that are not met; empty until the needs were checked.
-    refusal : tuple of RefusedCause or None
+    refusal : tuple of RefusalCause or None
         The causes of the registration refusal that the profile expects, if one such refusal accounts for every unmet
         need; then the case runs.
     refused : tuple of SeenRefusal
@@ -64,7 +64,7 @@ class Case:
     item: pytest.Item
     needs: tuple[Need, ...]
     unmet: tuple[CaseReason, ...] = ()
-    refusal: tuple[RefusedCause, ...] | None = None
+    refusal: tuple[RefusalCause, ...] | None = None
     refused: tuple[SeenRefusal, ...] = ()
     evidence: Evidence = field(default_factory=Evidence)
     before: Snapshot | None = None
@@ -123,7 +123,7 @@ class Case:
         if is_unrun and not self.refused:
             processes = []
         judged = [substrate_of(libraries, session.facts, nics=self.nics) for _, libraries in processes]
-        on = {api: substrate.value for api, substrate in sorted(combined(judged).items())}
+        on = {api: substrate.value for api, substrate in sorted(combine(judged).items())}
         reasons = {
             Verdict.FAIL: tuple(self.failures),
             Verdict.NOT_RUN: (

@@ -14,7 +14,7 @@ from gdrkit.errors import Api, ApiError, Reason, RegistrationFailed, errno_name
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from gdrkit.inventory import RefusedCause
+    from gdrkit.inventory import RefusalCause
 
 __all__ = ["SeenCause", "SeenRefusal", "refusals", "stated"]
 
@@ -41,7 +41,7 @@ class SeenRefusal:
         return ", ".join(f"{cause.operation} failed: {cause.status_name} ({cause.status})" for cause in self.causes)
 
 
-def refusals(error: BaseException | None, expected: Sequence[RefusedCause]) -> tuple[SeenRefusal, ...]:
+def refusals(error: BaseException | None, expected: Sequence[RefusalCause]) -> tuple[SeenRefusal, ...]:
     """Return the refusals in `error` if each equals the expected one, else an empty tuple."""
     if type(error) is not RegistrationFailed:
         return ()
@@ -49,7 +49,7 @@ def refusals(error: BaseException | None, expected: Sequence[RefusedCause]) -> t
     return tuple(map(_seen, found)) if found and all(_is_stated(leaf, expected) for leaf in found) else ()
 
 
-def stated(expected: Sequence[RefusedCause]) -> str:
+def stated(expected: Sequence[RefusalCause]) -> str:
     """Return the expected causes as text."""
     return " and ".join(map(str, expected))
 
@@ -64,7 +64,7 @@ def _leaves(error: RegistrationFailed) -> Iterator[RegistrationFailed]:
         yield error
 
 
-def _is_stated(error: RegistrationFailed, expected: Sequence[RefusedCause]) -> bool:
+def _is_stated(error: RegistrationFailed, expected: Sequence[RefusalCause]) -> bool:
     if error.reason is not Reason.NO_ROUTE or len(error.causes) != len(expected):
         return False
     return all(

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from gdrkit.host import Files
 
-__all__ = ["FUNCTIONS_MAX", "SCHEMA_VERSION", "Answers", "Capture", "CapturedFiles", "Recorder"]
+__all__ = ["FUNCTIONS_MAX", "SCHEMA_VERSION", "Capture", "CapturedFiles", "RecordedReads", "Recorder"]
 
 SCHEMA_VERSION = 1
 # A host with 517 PCI functions is a large one; SR-IOV adds some thousands.
@@ -36,7 +36,7 @@ _DEVICES = "/sys/bus/pci/devices"
 
 
 @dataclass(frozen=True, slots=True)
-class Answers:
+class RecordedReads:
     """Results of reads of a file tree, by absolute path.
 
     Attributes
@@ -52,7 +52,7 @@ class Answers:
     present : tuple of str
         Paths that exist and of which nothing else is known.
     refused : mapping
-        The errno of a failed read, by its kind (``read``, ``lines``, ``list``, ``link``, ``look``) and path.
+        The errno of a failed read, by its type (``read``, ``lines``, ``list``, ``link``, ``look``) and path.
     """
 
     texts: dict[str, str] = field(default_factory=dict)
@@ -72,7 +72,7 @@ class Capture:
     ----------
     origin : str
         Source of the capture, for people: ``gdrkit 0.1.0 facts --save``, ``lspci -vvv``.
-    answers : Answers
+    answers : RecordedReads
         Results of the reads of its files.
     facts : Facts or None
         Facts about the machine and its APIs; None if only files were saved.
@@ -86,7 +86,7 @@ class Capture:
 
     schema_version: int
     origin: str
-    answers: Answers
+    answers: RecordedReads
     facts: Facts | None = None
     kernel_log: KernelLog | None = None
     environment: dict[str, str] = field(default_factory=dict)
@@ -99,26 +99,26 @@ class Capture:
         ------
         UsageError
             ``MALFORMED``: the capture has another version, a path that is not absolute and normalized or is too long,
-            an invalid name or kind of read, too many PCI functions, or contents that are not base64.
+            an invalid name or type of read, too many PCI functions, or contents that are not base64.
         """
         if self.schema_version != SCHEMA_VERSION:
             _refuse(f"expected schema_version {SCHEMA_VERSION}, found {self.schema_version}")
         unknown = self.answers.refused.keys() - {"read", "lines", "list", "link", "look"}
         if unknown:
-            _refuse(f"{', '.join(sorted(unknown))} is no question to a file")
+            _refuse(f"{', '.join(sorted(unknown))} is not a type of read")
         if len(self.answers.folders.get(_DEVICES, ())) > FUNCTIONS_MAX:
             _refuse(f"{_DEVICES} has more than {FUNCTIONS_MAX} PCI functions")
-        tables = [getattr(self.answers, one.name) for one in fields(self.answers) if one.name != "refused"]
+        tables = [getattr(self.answers, each.name) for each in fields(self.answers) if each.name != "refused"]
         for path in {path for table in (*tables, *self.answers.refused.values()) for path in table}:
-            plain = path.partition("|")[0] if path in self.answers.lines else path
-            if not plain.startswith("/") or plain != posixpath.normpath(plain) or "\0" in plain:
-                _refuse(f"{path[:80]!r} is no absolute path without dots")
-            _check_length(plain)
+            file = path.partition("|")[0] if path in self.answers.lines else path
+            if not file.startswith("/") or file != posixpath.normpath(file) or "\0" in file:
+                _refuse(f"{path[:80]!r} is not an absolute and normalized path")
+            _check_length(file)
         for target in self.answers.links.values():
             _check_length(target)
         for names in self.answers.folders.values():
             if any(not name or "/" in name or name in (".", "..") for name in names):
-                _refuse("a folder holds a name that is none")
+                _refuse("a folder contains an invalid file name")
         for path, text in self.answers.binaries.items():
             _check_base64(path, text)
 
@@ -132,22 +132,22 @@ def _check_base64(path: str, text: str) -> None:
     try:
         base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
-        message = f"capture: {path[:80]} is no base64: {error}"
+        message = f"capture: {path[:80]} is not base64: {error}"
         raise UsageError(message, reason=Reason.MALFORMED) from error
 
 
-def _refuse(what: str) -> None:
-    message = f"capture: {what}"
+def _refuse(problem: str) -> None:
+    message = f"capture: {problem}"
     raise UsageError(message, reason=Reason.MALFORMED)
 
 
 class CapturedFiles:
     """Files of a captured machine: replays the recorded results; see :class:`gdrkit.host.Files`."""
 
-    def __init__(self, answers: Answers) -> None:
+    def __init__(self, answers: RecordedReads) -> None:
         self.answers = self._answers = answers
         self._present = frozenset(answers.present)
-        # Sets, because each lookup of a file tests whether its name is in the folder.
+        # These are sets, because each lookup of a file tests whether its name is in the folder.
         self._names = {path: frozenset(names) for path, names in answers.folders.items()}
         # Most reads are of the files of one folder, whose path may have dozens of components.
         self._resolved_folder = functools.lru_cache(maxsize=1024)(lambda folder: self._follow(f"{folder}/."))
@@ -160,10 +160,10 @@ class CapturedFiles:
 
     def lines(self, name: str, words: Sequence[str]) -> list[str]:
         """Return the lines that contain one of `words`, as recorded for these words or from the whole file."""
-        kept = self._answers.lines.get("|".join((name, *words)))
-        if kept is not None:
-            return list(kept)
-        self._refused("lines", name)
+        recorded = self._answers.lines.get("|".join((name, *words)))
+        if recorded is not None:
+            return list(recorded)
+        self._raise_recorded("lines", name)
         text = self.read(name).decode("utf-8", "backslashreplace")
         return [line for line in text.splitlines() if any(word in line for word in words)]
 
@@ -172,38 +172,46 @@ class CapturedFiles:
         return list(self._answers.folders[self._find("list", name, self._answers.folders)])
 
     def link(self, name: str) -> str:
-        """Return the target of a symbolic link. Another kind of file fails with EINVAL."""
+        """Return the target of a symbolic link. A file that is not a link fails with EINVAL."""
         try:
             return self._answers.links[self._find("link", name, self._answers.links)]
         except FileNotFoundError:
-            if self._is_there(name):
+            if self._exists(name):
                 raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), name) from None
             raise
 
     def look(self, name: str) -> None:
         """Fail with ENOENT if the path did not exist on the machine."""
-        self._refused("look", name)
-        if not self._is_there(name):
+        self._raise_recorded("look", name)
+        if not self._exists(name):
             raise self._absence(name)
 
-    def _is_there(self, name: str) -> bool:
-        known = (self._answers.texts, self._answers.binaries, self._answers.folders, self._answers.links, self._present)
-        if any(path in table for path in dict.fromkeys((name, self._resolved(name))) for table in known):
+    def _exists(self, name: str) -> bool:
+        tables = (
+            self._answers.texts,
+            self._answers.binaries,
+            self._answers.folders,
+            self._answers.links,
+            self._present,
+        )
+        if any(path in table for path in dict.fromkeys((name, self._resolved(name))) for table in tables):
             return True
         folder, _, last = self._resolved(name).rpartition("/")
         return last in self._names.get(folder or "/", ())
 
-    def _find(self, question: str, name: str, *tables: dict[str, str] | dict[str, tuple[str, ...]]) -> str:
-        # A result recorded under the unresolved name comes first: the captured machine itself followed its links.
-        self._refused(question, name)
+    def _find(self, read_type: str, name: str, *tables: dict[str, str] | dict[str, tuple[str, ...]]) -> str:
+        """Return the path under which a table has the file, or raise the recorded error."""
+        # A result under the unresolved name comes first, because the captured machine itself followed its links.
+        self._raise_recorded(read_type, name)
         for path in dict.fromkeys((name, self._resolved(name))):
-            self._refused(question, path)
+            self._raise_recorded(read_type, path)
             if any(path in table for table in tables):
                 return path
         raise self._absence(name)
 
-    def _refused(self, question: str, name: str) -> None:
-        number = self._answers.refused.get(question, {}).get(name)
+    def _raise_recorded(self, read_type: str, name: str) -> None:
+        """Raise the error with which this read failed on the captured machine, if it failed."""
+        number = self._answers.refused.get(read_type, {}).get(name)
         if number is not None:
             raise OSError(number, os.strerror(number), name)
 
@@ -224,7 +232,8 @@ class CapturedFiles:
         return posixpath.join(self._resolved_folder(folder), last)
 
     def _follow(self, name: str) -> str:
-        path, rest, left = "/", [part for part in name.split("/") if part], _LINKS_MAX
+        """Return `name` after resolving the symbolic links of this capture."""
+        path, rest, links_left = "/", [part for part in name.split("/") if part], _LINKS_MAX
         while rest:
             part = rest.pop(0)
             if part in (".", ".."):
@@ -235,8 +244,8 @@ class CapturedFiles:
             if target is None:
                 path = candidate
                 continue
-            left -= 1
-            if left < 0:
+            links_left -= 1
+            if links_left < 0:
                 raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), name)
             path = "/" if target.startswith("/") else path
             rest = [part for part in target.split("/") if part] + rest
@@ -248,21 +257,21 @@ class Recorder:
 
     def __init__(self, files: Files) -> None:
         self._files = files
-        self._answers = Answers()
+        self._answers = RecordedReads()
         self._present: dict[str, None] = {}
 
     @property
-    def answers(self) -> Answers:
+    def answers(self) -> RecordedReads:
         """The results that were recorded until now."""
-        kept = self._answers
-        return Answers(
-            texts=dict(kept.texts),
-            binaries=dict(kept.binaries),
-            lines=dict(kept.lines),
-            folders=dict(kept.folders),
-            links=dict(kept.links),
+        recorded = self._answers
+        return RecordedReads(
+            texts=dict(recorded.texts),
+            binaries=dict(recorded.binaries),
+            lines=dict(recorded.lines),
+            folders=dict(recorded.folders),
+            links=dict(recorded.links),
             present=tuple(sorted(self._present)),
-            refused={question: dict(paths) for question, paths in kept.refused.items()},
+            refused={read_type: dict(paths) for read_type, paths in recorded.refused.items()},
         )
 
     def read(self, name: str) -> bytes:
@@ -270,7 +279,7 @@ class Recorder:
         try:
             data = self._files.read(name)
         except OSError as error:
-            raise self._keep("read", name, error) from error
+            raise self._record_error("read", name, error) from error
         try:
             self._answers.texts[name] = data.decode("utf-8")
         except UnicodeDecodeError:
@@ -280,27 +289,27 @@ class Recorder:
     def lines(self, name: str, words: Sequence[str]) -> list[str]:
         """See :class:`gdrkit.host.Files`."""
         try:
-            found = self._files.lines(name, words)
+            lines = self._files.lines(name, words)
         except OSError as error:
-            raise self._keep("lines", name, error) from error
-        self._answers.lines["|".join((name, *words))] = tuple(found)
-        return found
+            raise self._record_error("lines", name, error) from error
+        self._answers.lines["|".join((name, *words))] = tuple(lines)
+        return lines
 
     def list(self, name: str) -> list[str]:
         """See :class:`gdrkit.host.Files`."""
         try:
-            found = self._files.list(name)
+            names = self._files.list(name)
         except OSError as error:
-            raise self._keep("list", name, error) from error
-        self._answers.folders[name] = tuple(found)
-        return found
+            raise self._record_error("list", name, error) from error
+        self._answers.folders[name] = tuple(names)
+        return names
 
     def link(self, name: str) -> str:
         """See :class:`gdrkit.host.Files`."""
         try:
             target = self._files.link(name)
         except OSError as error:
-            raise self._keep("link", name, error) from error
+            raise self._record_error("link", name, error) from error
         self._answers.links[name] = target
         return target
 
@@ -309,10 +318,10 @@ class Recorder:
         try:
             self._files.look(name)
         except OSError as error:
-            raise self._keep("look", name, error) from error
+            raise self._record_error("look", name, error) from error
         self._present[name] = None
 
-    def _keep(self, question: str, name: str, error: OSError) -> OSError:
+    def _record_error(self, read_type: str, name: str, error: OSError) -> OSError:
         number = error.errno or errno.EIO
-        self._answers.refused.setdefault(question, {})[name] = number
+        self._answers.refused.setdefault(read_type, {})[name] = number
         return OSError(number, os.strerror(number), name)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gdrkit import serialization
-from gdrkit.errors import Reason, UsageError
+from gdrkit.errors import Reason, UsageError, errno_name
 from gdrkit.inventory.capture import Capture
 from gdrkit.inventory.importers import import_folder, import_lspci, import_nccl_topology
 
@@ -33,39 +33,39 @@ _LSPCI = re.compile(rb"\s*(?:[0-9a-fA-F]{4,8}:)?[0-9a-fA-F]{2}:[0-9a-fA-F]{2}\.[
 
 def write_capture(path: str | os.PathLike[str], capture: Capture) -> None:
     """Write `capture` as JSON to `path`, compressed if the name ends in ``.gz``."""
-    place = Path(path)
     import gzip
 
+    file = Path(path)
     data = (json.dumps(serialization.to_json_data(capture), indent=1, ensure_ascii=False) + "\n").encode(
         "utf-8", "backslashreplace"
     )
-    place.parent.mkdir(parents=True, exist_ok=True)
-    place.write_bytes(gzip.compress(data, mtime=0) if place.suffix == ".gz" else data)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(gzip.compress(data, mtime=0) if file.suffix == ".gz" else data)
 
 
 def read_capture(path: str | os.PathLike[str]) -> Capture:
-    """Read a file of :func:`write_capture`, a topology XML of NCCL, the text of lspci, or a copied folder.
+    """Read a file of :func:`write_capture`, a topology XML of NCCL, the output of lspci, or a copied folder.
 
     Raises
     ------
     UsageError
         The path cannot be read, or has none of these formats (``MALFORMED``).
     """
-    place = Path(path)
-    if place.is_dir():
-        capture = import_folder(place)
+    path = Path(path)
+    if path.is_dir():
+        capture = import_folder(path)
         capture.check()
         return capture
     try:
-        if not place.is_file():
-            message = f"{place} is no file and no folder"
+        if not path.is_file():
+            message = f"{path} is neither a regular file nor a folder" if path.exists() else f"{path} does not exist"
             raise UsageError(message)
-        with place.open("rb") as file:
+        with path.open("rb") as file:
             data = file.read(_FILE_BYTES_MAX + 1)
     except OSError as error:
-        message = f"{place}: {error.strerror}"
+        message = f"open {path}: {error.strerror} ({errno_name(error.errno)})"
         raise UsageError(message) from error
-    return parse_capture(data, name=str(place))
+    return parse_capture(data, name=str(path))
 
 
 def parse_capture(data: bytes, *, name: str = "capture") -> Capture:
@@ -73,7 +73,7 @@ def parse_capture(data: bytes, *, name: str = "capture") -> Capture:
     if len(data) > _FILE_BYTES_MAX:
         message = f"{name}: the file has more than {_FILE_BYTES_MAX} bytes"
         raise UsageError(message, reason=Reason.MALFORMED)
-    data = _unpacked(data, name) if data.startswith(_GZIP) else data
+    data = _decompress(data, name) if data.startswith(_GZIP) else data
     start = data.lstrip()[:1]
     if start == b"<":
         capture = import_nccl_topology(data)
@@ -82,24 +82,25 @@ def parse_capture(data: bytes, *, name: str = "capture") -> Capture:
     elif start == b"{":
         capture = _parse_json(data, name)
     else:
-        message = f"{name}: neither a capture, nor a topology of NCCL, nor the text of lspci"
+        message = f"{name} is neither a capture, nor a topology XML of NCCL, nor the output of lspci"
         raise UsageError(message, reason=Reason.MALFORMED)
     capture.check()
     return capture
 
 
-def _unpacked(data: bytes, name: str) -> bytes:
-    engine = zlib.decompressobj(wbits=31)
+def _decompress(data: bytes, name: str) -> bytes:
+    decompressor = zlib.decompressobj(wbits=31)
     try:
-        found = engine.decompress(data, _FILE_BYTES_MAX)
+        decompressed = decompressor.decompress(data, _FILE_BYTES_MAX)
     except zlib.error as error:
-        message = f"{name}: no gzip: {error}"
+        message = f"{name}: not gzip: {error}"
         raise UsageError(message, reason=Reason.MALFORMED) from error
-    if engine.unconsumed_tail or not engine.eof:
-        what = f"more than {_FILE_BYTES_MAX} bytes when unpacked" if engine.unconsumed_tail else "cut off"
-        message = f"{name}: {what}"
+    if decompressor.unconsumed_tail or not decompressor.eof:
+        is_too_long = bool(decompressor.unconsumed_tail)
+        problem = f"more than {_FILE_BYTES_MAX} bytes when decompressed" if is_too_long else "the gzip data is cut off"
+        message = f"{name}: {problem}"
         raise UsageError(message, reason=Reason.MALFORMED)
-    return found
+    return decompressed
 
 
 def _parse_json(data: bytes, name: str) -> Capture:
@@ -118,19 +119,19 @@ def _parse_json(data: bytes, name: str) -> Capture:
 def _check_size(text: str, name: str) -> None:
     """Refuse a JSON text whose values would take too much memory, before it is parsed."""
     depth = 0
-    for count, token in enumerate(_TOKEN.finditer(text)):
-        found = token[0]
-        if found in "[{":
+    for count, match in enumerate(_TOKEN.finditer(text)):
+        sign = match[0]
+        if sign in "[{":
             depth += 1
-        elif found in "]}":
+        elif sign in "]}":
             depth -= 1
         problem = (
             f"more than {_TOKENS_MAX} values"
             if count >= _TOKENS_MAX
             else f"values nested more than {_DEPTH_MAX} deep"
             if depth > _DEPTH_MAX
-            else f"not JSON: the string at character {token.start()} has no end"
-            if found == '"'
+            else f"not JSON: the string at character {match.start()} has no end"
+            if sign == '"'
             else None
         )
         if problem is not None:
@@ -139,18 +140,18 @@ def _check_size(text: str, name: str) -> None:
 
 
 def _check_text(value: serialization.Json, name: str) -> None:
-    """Refuse strings with a lone surrogate, which JSON can hold and UTF-8 cannot."""
-    left: list[serialization.Json] = [value]
-    while left:
-        one = left.pop()
-        if isinstance(one, dict):
-            left += one.keys()
-            left += one.values()
-        elif isinstance(one, list):
-            left += one
-        elif isinstance(one, str) and not one.isascii():
+    """Refuse strings with a lone surrogate, which JSON can contain and UTF-8 cannot."""
+    pending: list[serialization.Json] = [value]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, dict):
+            pending += item.keys()
+            pending += item.values()
+        elif isinstance(item, list):
+            pending += item
+        elif isinstance(item, str) and not item.isascii():
             try:
-                one.encode()
+                item.encode()
             except UnicodeEncodeError as error:
-                message = f"{name}: a string holds half a character: {error.reason}"
+                message = f"{name}: a string contains a lone surrogate: {error.reason}"
                 raise UsageError(message, reason=Reason.MALFORMED) from error

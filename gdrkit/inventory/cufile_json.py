@@ -21,7 +21,7 @@ __all__ = ["DEFAULT_PATH", "config_path", "parse_config", "read_config", "value"
 
 DEFAULT_PATH = "/etc/cufile.json"
 _VARIABLE = "CUFILE_ENV_PATH_JSON"
-# Strings come first, so that text in a string that looks like a comment stays.
+# Strings come first, so that a string that contains a comment sign is not changed.
 _COMMENTS = re.compile(r'"(?:[^"\\]|\\.)*"|//[^\n]*|/\*.*?\*/', re.DOTALL)
 # Without its comments, the file that NVIDIA ships has a comma after the last entry of some objects.
 _LAST_COMMAS = re.compile(r'"(?:[^"\\]|\\.)*"|,(?=\s*[}\]])')
@@ -41,16 +41,16 @@ def parse_config(text: str, *, name: str = "cufile.json") -> dict[str, Any]:
     UsageError
         ``MALFORMED``: the text is not JSON with comments, or its top-level value is not an object.
     """
-    plain = text
+    stripped = text
     for pattern in (_COMMENTS, _LAST_COMMAS):
-        plain = pattern.sub(lambda found: found[0] if found[0].startswith('"') else " ", plain)
+        stripped = pattern.sub(lambda match: match[0] if match[0].startswith('"') else " ", stripped)
     try:
-        data = json.loads(plain)
+        data = json.loads(stripped)
     except (ValueError, RecursionError) as error:
-        message = f"{name}: no JSON with comments: {error}"
+        message = f"{name}: not JSON with comments: {error}"
         raise UsageError(message, reason=Reason.MALFORMED, what_to_do="fix the file, or remove it") from error
     if not isinstance(data, dict):
-        message = f"{name}: no object"
+        message = f"{name}: the top-level value is not an object"
         raise UsageError(message, reason=Reason.MALFORMED, what_to_do="fix the file, or remove it")
     return data
 
@@ -69,10 +69,10 @@ def read_config(tree: HostTree, environment: Mapping[str, str]) -> tuple[str | N
 
 
 def value(config: Mapping[str, Any], *keys: str) -> Any:  # noqa: ANN401 - a JSON value of any type.
-    """Return the value at this path of keys, or None if there is none."""
-    found: Any = config
+    """Return the value at the path of `keys`, or None if there is none."""
+    current: Any = config
     for key in keys:
-        if not isinstance(found, dict):
+        if not isinstance(current, dict):
             return None
-        found = found.get(key)
-    return found
+        current = current.get(key)
+    return current

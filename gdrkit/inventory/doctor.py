@@ -72,14 +72,14 @@ def diagnose(machine: Machine, *, rules: Iterable[Rule] = RULES) -> Diagnosis:
 
 
 def _privileges(machine: Machine) -> Iterator[str]:
-    def wanting(word: str) -> str:
-        return ", ".join(rule.code for rule in RULES if word in rule.privilege)
+    def rules_with(capability: str) -> str:
+        return ", ".join(rule.code for rule in RULES if capability in rule.privilege)
 
     # If only the files of a machine are known, the privileges of the process that read them are unknown.
     if machine.facts.python and "CAP_SYS_ADMIN" not in machine.facts.limits.capabilities:
-        yield f"PCI config space beyond 64 bytes takes CAP_SYS_ADMIN ({wanting('CAP_SYS_ADMIN')})"
+        yield f"PCI config space beyond 64 bytes needs CAP_SYS_ADMIN ({rules_with('CAP_SYS_ADMIN')})"
     if machine.kernel_log.unreadable:
-        yield f"the kernel log: {machine.kernel_log.unreadable} ({wanting('CAP_SYSLOG')})"
+        yield f"the kernel log: {machine.kernel_log.unreadable} ({rules_with('CAP_SYSLOG')})"
 
 
 def _missing(machine: Machine) -> Iterator[str]:
@@ -109,7 +109,7 @@ def _missing(machine: Machine) -> Iterator[str]:
         yield "no udev database (/run/udev/data)"
     # The search path of the loader is known only for a machine on which gdrkit ran.
     if facts.python and not any(library.path for library in facts.libraries if library.soname == "libcufile.so.0"):
-        yield "no libcufile.so.0 where the loader looks"
+        yield "no libcufile.so.0 in the folders of the loader"
 
 
 def _is_unknown(tree: host.HostTree, folder: str) -> bool:

@@ -319,13 +319,13 @@ class Facts:
 
     def api_libraries(self, api: str) -> tuple[LoadedLibrary, ...]:
         """Return the libraries that were loaded to query `api`: ``verbs``, ``cuda`` or ``hlthunk``."""
-        asked: dict[str, VerbsFacts | CudaFacts | GaudiFacts | None] = {
+        results: dict[str, VerbsFacts | CudaFacts | GaudiFacts | None] = {
             "verbs": self.verbs,
             "cuda": self.cuda,
             "hlthunk": self.gaudi,
         }
-        answered = asked.get(api)
-        return answered.libraries if answered is not None else ()
+        result = results.get(api)
+        return result.libraries if result is not None else ()
 
 
 def notable(libraries: Iterable[LoadedLibrary]) -> tuple[LoadedLibrary, ...]:

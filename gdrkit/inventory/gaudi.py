@@ -14,7 +14,7 @@ from gdrkit.evidence import LoadedLibrary  # noqa: TC001 - types of fields are r
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
-__all__ = ["GaudiDeviceFacts", "GaudiFacts", "ask_gaudi", "may_have_gaudi"]
+__all__ = ["GaudiDeviceFacts", "GaudiFacts", "may_have_gaudi", "query_gaudi"]
 
 _SONAMES = ("libhl-thunk.so", "libhlthunk.so")
 
@@ -45,7 +45,7 @@ def may_have_gaudi(tree: host.HostTree, sonames: Collection[str]) -> bool:
     return any(soname in sonames for soname in _SONAMES) or bool(host.habana_accelerators(tree))
 
 
-def ask_gaudi(libraries: Callable[[], tuple[LoadedLibrary, ...]]) -> GaudiFacts:
+def query_gaudi(libraries: Callable[[], tuple[LoadedLibrary, ...]]) -> GaudiFacts:
     """Query the devices of hl-thunk without opening one for work.
 
     Parameters

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from gdrkit.inventory.facts import Facts
     from gdrkit.inventory.topology import Topology
 
-__all__ = ["Limit", "device_limit", "way_limit"]
+__all__ = ["Limit", "device_limit", "path_limit"]
 
 _LINK = re.compile(r"(\d{1,9}(?:\.\d{1,9})?) GT/s(?: PCIe)? x(\d{1,9})")
 _RATE = re.compile(r"(\d{1,9}(?:\.\d{1,9})?) Gb/sec")
@@ -43,48 +43,49 @@ class Limit:
     why: str
 
 
-def way_limit(topology: Topology, facts: Facts, names: Collection[str]) -> Limit | None:
-    """Return the limit of a path through these places (``GPU0``, ``mlx5_0``), or None if no link states its training.
+def path_limit(topology: Topology, facts: Facts, names: Collection[str]) -> Limit | None:
+    """Return the limit of a path through these devices (``GPU0``, ``mlx5_0``), or None if no link states its training.
 
     The result is also None in a virtual machine: the PCI tree there is what the hypervisor shows, and says nothing
     about the limits of the hardware.
     """
     if topology.virtual_machine is not None:
         return None
-    places = [place for place in topology.places if place.name in names]
+    devices = [device for device in topology.places if device.name in names]
     return _slowest(
-        *(_of_link(place.name, _best_link(place.address, facts) or place.link) for place in places),
-        *_of_ports(facts, names),
+        *(_link_limit(device.name, _best_link(device.address, facts) or device.link) for device in devices),
+        *_port_limits(facts, names),
     )
 
 
 def device_limit(facts: Facts, *, devices: Collection[int], nics: Collection[str]) -> Limit | None:
     """Return the limit of a path through these CUDA devices and NICs, as far as it follows from the facts alone.
 
-    The facts have the links of GPUs and the ports of NICs. The link of a NIC is in the topology, see :func:`way_limit`.
+    The facts have the links of GPUs and the ports of NICs. The link of a NIC is in the topology, see
+    :func:`path_limit`.
     """
     if facts.virtual_machine is not None:
         return None
-    found: list[Limit | None] = [*_of_ports(facts, nics)]
+    limits: list[Limit | None] = [*_port_limits(facts, nics)]
     for device in facts.cuda.devices if facts.cuda else ():
         address = device.pci_bus_id.lower()
         function = next((it for it in facts.gpus if it.address.lower() == address), None)
         trained = "" if function is None else f"{function.link_speed} x{function.link_width}"
         if device.index in devices:
-            found.append(_of_link(f"GPU{device.index}", _best_link(address, facts) or trained))
-    return _slowest(*found)
+            limits.append(_link_limit(f"GPU{device.index}", _best_link(address, facts) or trained))
+    return _slowest(*limits)
 
 
-def _slowest(*found: Limit | None) -> Limit | None:
+def _slowest(*limits: Limit | None) -> Limit | None:
     # The kernel reports a width or a rate of 0 if it does not know the value.
-    known = [limit for limit in found if limit is not None and limit.gb_per_s > 0]
+    known = [limit for limit in limits if limit is not None and limit.gb_per_s > 0]
     return min(known, key=lambda limit: limit.gb_per_s, default=None)
 
 
 def _best_link(address: str, facts: Facts) -> str:
     """Return the fastest link that a GPU and its slot support together, as NVML reports it; empty if it is unknown.
 
-    The trained speed does not serve, because the link of an idle GPU is trained for less than that of a busy one.
+    The trained speed is not used, because an idle GPU trains its link for a lower speed than a busy one.
     """
     for link in facts.nvml.gpus if facts.nvml else ():
         speed = _SPEEDS_GT_PER_S.get(link.link_generation_max or 0)
@@ -93,16 +94,16 @@ def _best_link(address: str, facts: Facts) -> str:
     return ""
 
 
-def _of_link(name: str, link: str) -> Limit | None:
+def _link_limit(name: str, link: str) -> Limit | None:
     parsed = _LINK.fullmatch(link)
     if parsed is None:
         return None
     speed, width = float(parsed[1]), int(parsed[2])
-    share = 236 / 256 if speed >= _FLIT_GT_PER_S else 128 / 130 if speed >= _LONG_CODE_GT_PER_S else 8 / 10
-    return Limit(gb_per_s=speed * width * share / 8, why=f"the link of {name}, {link}")
+    efficiency = 236 / 256 if speed >= _FLIT_GT_PER_S else 128 / 130 if speed >= _LONG_CODE_GT_PER_S else 8 / 10
+    return Limit(gb_per_s=speed * width * efficiency / 8, why=f"the link of {name}, {link}")
 
 
-def _of_ports(facts: Facts, names: Collection[str]) -> Iterator[Limit]:
+def _port_limits(facts: Facts, names: Collection[str]) -> Iterator[Limit]:
     for device in facts.rdma_devices:
         for port in device.ports if device.name in names else ():
             parsed = _RATE.match(port.rate or "")

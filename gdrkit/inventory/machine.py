@@ -1,6 +1,6 @@
-"""A machine as the rules of the doctor see it: its files, its facts and the results of experiments.
+"""A machine as the rules of the doctor examine it: its files, its facts and the results of experiments.
 
-The machine is this one or a captured one. A rule works the same way on both.
+The machine is this one or a captured one. A rule treats both alike.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 import gdrkit
 from gdrkit import evidence, host
 from gdrkit.errors import Reason, UsageError
-from gdrkit.inventory.capture import SCHEMA_VERSION, Answers, Capture, CapturedFiles, Recorder
+from gdrkit.inventory.capture import SCHEMA_VERSION, Capture, CapturedFiles, RecordedReads, Recorder
+from gdrkit.inventory.child_query import ChildQuery
 from gdrkit.inventory.observation import Observation
 from gdrkit.inventory.probe import probe
-from gdrkit.inventory.question import Question
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -29,11 +29,11 @@ __all__ = ["Machine", "replayed", "this_machine"]
 # Environment variables that configure the libraries used by direct transfers.
 _VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "LD_LIBRARY_PATH")
 _PREFIXES = ("CUFILE_", "UCX_", "NCCL_NET_GDR", "NCCL_DMABUF")
-_ACT_S = 10.0
+_EXPERIMENT_TIMEOUT_S = 10.0
 # Limit of GPUs, NICs and NVMe controllers in a capture. Rules and the topology compare each of them with every other.
-_ENDS_MAX = 512
+_DEVICES_MAX = 512
 # Folder of temporary files that must be on a disk. /tmp is often a tmpfs, which no storage driver reads.
-_DISK = "/var/tmp"  # noqa: S108 - each experiment has a folder of its own there.
+_TEMPORARY_FOLDER = "/var/tmp"  # noqa: S108 - each experiment has a folder of its own there.
 
 
 @dataclass
@@ -52,10 +52,9 @@ class Machine:
         Environment variables that matter to direct transfers.
     observations : mapping
         Results of experiments, by the name of the experiment.
-    may_act : bool
-        Whether experiments may run, which needs that this process runs on the machine. A captured machine has only the
-        results that were captured.
-    has_environment : bool
+    may_run_experiments : bool
+        Whether experiments may run. On a captured machine they may not, and only their captured results exist.
+    is_environment_known : bool
         Whether the environment variables are known.
     timeout_s : float
         Time limit of an experiment, in seconds.
@@ -66,9 +65,9 @@ class Machine:
     kernel_log: evidence.KernelLog
     environment: Mapping[str, str]
     observations: dict[str, Observation] = field(default_factory=dict)
-    may_act: bool = False
-    has_environment: bool = True
-    timeout_s: float = _ACT_S
+    may_run_experiments: bool = False
+    is_environment_known: bool = True
+    timeout_s: float = _EXPERIMENT_TIMEOUT_S
 
     @cached_property
     def functions(self) -> tuple[host.PciDevice, ...]:
@@ -97,25 +96,25 @@ class Machine:
 
         The first call runs the experiment, in a child process with a time limit.
         """
-        from gdrkit.inventory.act import ACTS
+        from gdrkit.inventory.experiments import EXPERIMENTS
 
-        if name in ACTS and name not in self.observations and self.may_act:
+        if name in EXPERIMENTS and name not in self.observations and self.may_run_experiments:
             # The files that the experiment leaves are removed with the folder, also if its process had to be killed.
             # Without this variable libcufile would write its log into the current folder.
-            place = _DISK if os.access(_DISK, os.W_OK) else None
-            with tempfile.TemporaryDirectory(prefix="gdrkit-act-", dir=place) as folder:
+            parent = _TEMPORARY_FOLDER if os.access(_TEMPORARY_FOLDER, os.W_OK) else None
+            with tempfile.TemporaryDirectory(prefix="gdrkit-experiment-", dir=parent) as folder:
                 log = {"CUFILE_LOGFILE_PATH": f"{folder}/cufile.log"}
-                question = Question(["gdrkit.inventory.act", name], {**log, **os.environ, "TMPDIR": folder})
-                seen, failure = question.answer(self.timeout_s)
-            self.observations[name] = Observation(name=name, seen=seen or {}, failure=failure)
+                query = ChildQuery(["gdrkit.inventory.experiments", name], {**log, **os.environ, "TMPDIR": folder})
+                observed, failure = query.result(self.timeout_s)
+            self.observations[name] = Observation(name=name, seen=observed or {}, failure=failure)
         return self.observations.get(name)
 
     def capture(self) -> Capture:
-        """Return a capture of everything that was read of the machine until now.
+        """Return a capture of everything that was read on the machine until now.
 
         :attr:`files` must be a :class:`Recorder` or a capture; otherwise the capture has no files.
         """
-        answers = self.files.answers if isinstance(self.files, Recorder | CapturedFiles) else Answers()
+        answers = self.files.answers if isinstance(self.files, Recorder | CapturedFiles) else RecordedReads()
         return Capture(
             schema_version=SCHEMA_VERSION,
             origin=f"gdrkit {gdrkit.__version__} facts --save",
@@ -127,28 +126,30 @@ class Machine:
         )
 
 
-def this_machine(*, ask_apis: bool = True, record: bool = False, act: bool = True) -> Machine:
+def this_machine(*, query_apis: bool = True, record: bool = False, run_experiments: bool = True) -> Machine:
     """Return the machine on which this process runs.
 
     Parameters
     ----------
-    ask_apis : bool
+    query_apis : bool
         Whether to query its APIs, in child processes.
     record : bool
         Whether to record the files that are read, for :meth:`Machine.capture`.
-    act : bool
+    run_experiments : bool
         Whether rules may run experiments.
     """
     files: host.Files = host.DiskFiles()
     files = Recorder(files) if record else files
     tree = host.HostTree.of(files)
-    chosen = {name: value for name, value in os.environ.items() if name in _VARIABLES or name.startswith(_PREFIXES)}
+    environment = {
+        name: value for name, value in os.environ.items() if name in _VARIABLES or name.startswith(_PREFIXES)
+    }
     return Machine(
         files=files,
-        facts=probe(tree, ask_apis=ask_apis),
+        facts=probe(tree, query_apis=query_apis),
         kernel_log=evidence.kernel_log(host.HostTree()),
-        environment=chosen,
-        may_act=act,
+        environment=environment,
+        may_run_experiments=run_experiments,
     )
 
 
@@ -163,19 +164,19 @@ def replayed(capture: Capture) -> Machine:
     files = CapturedFiles(capture.answers)
     facts = capture.facts
     if facts is None:
-        facts = probe(host.HostTree.of(files), environment=capture.environment, ask_apis=False)
+        facts = probe(host.HostTree.of(files), environment=capture.environment, query_apis=False)
     log = capture.kernel_log or evidence.KernelLog(lines=(), unreadable="the kernel log is not in the capture")
     machine = Machine(
         files=files,
         facts=facts,
         kernel_log=log,
         environment=capture.environment,
-        has_environment=capture.facts is not None,
+        is_environment_known=capture.facts is not None,
         observations={observation.name: observation for observation in capture.observations},
     )
-    ends = sum(host.is_gpu(one) or host.is_nic(one) or host.is_nvme(one) for one in machine.functions)
-    ends = max(ends, len(facts.rdma_devices), len(facts.nvme), len(facts.gpus))
-    if ends > _ENDS_MAX:
-        message = f"capture: {ends} GPUs, NICs and NVMe controllers, more than {_ENDS_MAX}"
+    count = sum(host.is_gpu(one) or host.is_nic(one) or host.is_nvme(one) for one in machine.functions)
+    count = max(count, len(facts.rdma_devices), len(facts.nvme), len(facts.gpus))
+    if count > _DEVICES_MAX:
+        message = f"capture: at most {_DEVICES_MAX} GPUs, NICs and NVMe controllers are supported, not {count}"
         raise UsageError(message, reason=Reason.MALFORMED)
     return machine

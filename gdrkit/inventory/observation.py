@@ -1,4 +1,4 @@
-"""The result of an experiment on a machine (:mod:`gdrkit.inventory.act`)."""
+"""The result of an experiment on a machine (:mod:`gdrkit.inventory.experiments`)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Observation:
     name : str
         Name of the experiment.
     seen : mapping
-        The observation in words for each step of the experiment.
+        The observation in words, by the step of the experiment.
     failure : ApiFailure or None
         The call that failed. Its reason is ``timeout`` if the child process did not end in time.
     """

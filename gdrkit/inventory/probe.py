@@ -11,6 +11,7 @@ from gdrkit import evidence, host, serialization
 from gdrkit.errors import GdrkitError
 from gdrkit.inventory import cufile_json
 from gdrkit.inventory.capture import CapturedFiles, Recorder
+from gdrkit.inventory.child_query import ChildQuery
 from gdrkit.inventory.facts import (
     SCHEMA_VERSION,
     ApiFailure,
@@ -24,7 +25,6 @@ from gdrkit.inventory.facts import (
     VerbsFacts,
 )
 from gdrkit.inventory.gaudi import GaudiFacts, may_have_gaudi
-from gdrkit.inventory.question import Question
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -50,7 +50,7 @@ def probe(
     tree: host.HostTree | None = None,
     *,
     environment: Mapping[str, str] | None = None,
-    ask_apis: bool = True,
+    query_apis: bool = True,
     timeout_s: float = _TIMEOUT_S,
 ) -> Facts:
     """Read the files of the host, query its APIs and return the facts.
@@ -60,41 +60,41 @@ def probe(
     tree : HostTree or None
         The files of the host; None means this host.
     environment : mapping or None
-        Environment of the children that query the APIs, so that the result holds for other children started with it;
+        Environment of the children that query the APIs. The result holds for other children with the same environment.
         None means the environment of this process.
-    ask_apis : bool
+    query_apis : bool
         Whether to start the children that query CUDA, verbs and registration.
     timeout_s : float
         Time limit of each query, in seconds. A driver that hangs becomes a failure with reason ``timeout``.
     """
     tree = host.HostTree() if tree is None else tree
     child = dict(os.environ if environment is None else environment)
-    with _Asking(child) as asking:
+    with _ApiQueries(child) as queries:
         # The files are read while the children wait for the APIs.
-        asking.ask(*(("verbs", "cuda") if ask_apis else ()))
-        found = _read(tree, child)
-        installed = {library.soname for library in found.libraries if library.path}
-        if ask_apis and "libnvidia-ml.so.1" in installed:
-            asking.ask("nvml")
-        if ask_apis and may_have_gaudi(tree, installed):
-            asking.ask("hlthunk")
-        return replace(found, **vars(asking.answers(timeout_s)))
+        queries.start(*(("verbs", "cuda") if query_apis else ()))
+        facts = _read_files(tree, child)
+        installed = {library.soname for library in facts.libraries if library.path}
+        if query_apis and "libnvidia-ml.so.1" in installed:
+            queries.start("nvml")
+        if query_apis and may_have_gaudi(tree, installed):
+            queries.start("hlthunk")
+        return replace(facts, **vars(queries.results(timeout_s)))
 
 
-def _read(tree: host.HostTree, environment: Mapping[str, str]) -> Facts:
+def _read_files(tree: host.HostTree, environment: Mapping[str, str]) -> Facts:
     """Return the facts that the files contain."""
-    is_here = not isinstance(tree.files, CapturedFiles)
+    is_real = not isinstance(tree.files, CapturedFiles)
     return Facts(
         schema_version=SCHEMA_VERSION,
-        # The files of another machine contain neither of these two.
-        machine=os.uname().machine if is_here else "",
-        python=f"{platform.python_implementation()} {platform.python_version()}" if is_here else "",
+        # The files of a captured machine contain neither of these two.
+        machine=os.uname().machine if is_real else "",
+        python=f"{platform.python_implementation()} {platform.python_version()}" if is_real else "",
         kernel=host.kernel_facts(tree),
         gpus=host.nvidia_gpus(tree),
         nvidia_driver_version=host.nvidia_driver_version(tree),
         rdma_devices=host.rdma_devices(tree),
         libraries=tuple(_libraries(tree, environment.get("LD_LIBRARY_PATH", ""))),
-        packages=tuple(PackageFacts(name=name, version=_version(name)) for name in _PACKAGES) if is_here else (),
+        packages=tuple(PackageFacts(name=name, version=_version(name)) for name in _PACKAGES) if is_real else (),
         limits=host.process_limits(tree),
         container=host.container_hints(tree),
         cuda=None,
@@ -124,7 +124,7 @@ def _is_this_host(tree: host.HostTree) -> bool:
 
 
 @dataclass
-class _Answers:
+class _ApiResults:
     cuda: CudaFacts | None = None
     cuda_failure: ApiFailure | None = None
     verbs: VerbsFacts | None = None
@@ -137,42 +137,42 @@ class _Answers:
     gaudi_failure: ApiFailure | None = None
 
 
-class _Asking:
-    """The child processes that query the APIs. Leaving the context kills those whose results were not awaited."""
+class _ApiQueries:
+    """The child processes that query the APIs. Leaving the block kills those whose results were not awaited."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._environment = environment
-        self._asked: dict[str, Question] = {}
+        self._queries: dict[str, ChildQuery] = {}
 
-    def ask(self, *apis: str) -> None:
-        """Start a child for each API, all at once: each mostly imports modules and waits for a driver."""
-        self._asked |= {api: Question(["gdrkit.inventory.ask", api], self._environment) for api in apis}
+    def start(self, *apis: str) -> None:
+        """Start a child for each API. All run at once, because each mostly imports modules and waits for a driver."""
+        self._queries |= {api: ChildQuery(["gdrkit.inventory.api_query", api], self._environment) for api in apis}
 
-    def answers(self, timeout_s: float) -> _Answers:
+    def results(self, timeout_s: float) -> _ApiResults:
         """Wait for the results. If there are CUDA devices and NICs, also query which registration routes work."""
-        found = _Answers()
-        found.verbs, found.verbs_failure = self._answer("verbs", VerbsFacts, timeout_s)
-        found.cuda, found.cuda_failure = self._answer("cuda", CudaFacts, timeout_s)
-        found.nvml, found.nvml_failure = self._answer("nvml", host.NvmlFacts, timeout_s)
-        found.gaudi, found.gaudi_failure = self._answer("hlthunk", GaudiFacts, timeout_s)
-        if found.verbs and found.cuda and found.verbs.nics and found.cuda.devices:
-            self.ask("registration")
-            routes, found.routes_failure = self._answer("registration", tuple[RouteFacts, ...], timeout_s)
-            found.routes = routes or ()
-        return found
+        results = _ApiResults()
+        results.verbs, results.verbs_failure = self._result("verbs", VerbsFacts, timeout_s)
+        results.cuda, results.cuda_failure = self._result("cuda", CudaFacts, timeout_s)
+        results.nvml, results.nvml_failure = self._result("nvml", host.NvmlFacts, timeout_s)
+        results.gaudi, results.gaudi_failure = self._result("hlthunk", GaudiFacts, timeout_s)
+        if results.verbs and results.cuda and results.verbs.nics and results.cuda.devices:
+            self.start("registration")
+            routes, results.routes_failure = self._result("registration", tuple[RouteFacts, ...], timeout_s)
+            results.routes = routes or ()
+        return results
 
-    def _answer(self, api: str, kind: type[_T], timeout_s: float) -> tuple[_T | None, ApiFailure | None]:
-        if api not in self._asked:
+    def _result(self, api: str, facts_type: type[_T], timeout_s: float) -> tuple[_T | None, ApiFailure | None]:
+        if api not in self._queries:
             return None, None
-        data, failure = self._asked[api].answer(timeout_s)
-        return None if data is None else serialization.from_json_data(kind, data), failure
+        data, failure = self._queries[api].result(timeout_s)
+        return None if data is None else serialization.from_json_data(facts_type, data), failure
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for question in self._asked.values():
-            question.close()
+        for query in self._queries.values():
+            query.close()
 
 
 def _config(tree: host.HostTree) -> tuple[ConfigFacts, ...]:
@@ -182,15 +182,15 @@ def _config(tree: host.HostTree) -> tuple[ConfigFacts, ...]:
         for device in host.pci_devices(tree)
         if host.is_gpu(device) or host.is_nic(device) or host.is_nvme(device)
     ]
-    wanted = dict.fromkeys(part for end in ends for part in host.pci_path(tree, end.address)[1:])
-    found = []
-    for address in wanted:
+    addresses = dict.fromkeys(part for end in ends for part in host.pci_path(tree, end.address)[1:])
+    config_facts = []
+    for address in addresses:
         try:
             space = host.config_space(tree, address)
         except GdrkitError:
-            # The doctor reads it again, and reports the error.
+            # The doctor reads the config space again, and reports the error.
             space = None
-        found.append(
+        config_facts.append(
             ConfigFacts(
                 address=address,
                 is_whole=space is not None and space.is_whole,
@@ -200,7 +200,7 @@ def _config(tree: host.HostTree) -> tuple[ConfigFacts, ...]:
                 relaxed_ordering=None if space is None else space.relaxed_ordering,
             )
         )
-    return tuple(found)
+    return tuple(config_facts)
 
 
 def _cufile(tree: host.HostTree, environment: Mapping[str, str]) -> CufileFacts:
@@ -220,9 +220,9 @@ def _libraries(tree: host.HostTree, search_path: str) -> Iterator[LibraryFacts]:
         elif not isinstance(tree.files, host.DiskFiles | Recorder):
             yield LibraryFacts(soname=soname, path=path, build_id=None, error="it is not in the capture")
         else:
-            place = host.HostTree().path(path) if isinstance(tree.files, Recorder) else tree.path(path)
-            described = evidence.describe_library(str(place))
-            yield LibraryFacts(soname=soname, path=path, build_id=described.build_id, error=described.error)
+            file = host.HostTree().path(path) if isinstance(tree.files, Recorder) else tree.path(path)
+            library = evidence.describe_library(str(file))
+            yield LibraryFacts(soname=soname, path=path, build_id=library.build_id, error=library.error)
 
 
 def _version(package: str) -> str | None:

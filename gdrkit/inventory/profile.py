@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from gdrkit.inventory.facts import Facts
 
 __all__ = [
-    "Expected",
-    "Foreseen",
+    "ExpectedNumber",
+    "ExpectedRefusal",
+    "ForeseenAbsence",
     "Match",
     "Profile",
-    "Refused",
-    "RefusedCause",
+    "RefusalCause",
     "RequiredRoute",
     "choose_profile",
     "load_profile",
@@ -39,7 +39,7 @@ SCHEMA_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Foreseen:
+class ForeseenAbsence:
     """A need that may be unmet, and the reason. Both attributes are patterns of fnmatch."""
 
     need: str
@@ -47,7 +47,7 @@ class Foreseen:
 
 
 @dataclass(frozen=True, slots=True)
-class RefusedCause:
+class RefusalCause:
     """The expected error of one registration route that must be refused.
 
     Attributes
@@ -66,20 +66,20 @@ class RefusedCause:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class ExpectedRefusal:
     """A registration that must be refused on such a machine.
 
     Attributes
     ----------
     need : str
-        A pattern of fnmatch. A case whose unmet needs all match it runs all the same, and must end with one
+        A pattern of fnmatch. A case whose unmet needs all match it runs nevertheless, and must end with one
         :class:`~gdrkit.errors.RegistrationFailed` that has exactly these causes.
-    causes : tuple of RefusedCause
+    causes : tuple of RefusalCause
         The expected errors, in the order in which the routes are tried.
     """
 
     need: str
-    causes: tuple[RefusedCause, ...]
+    causes: tuple[RefusalCause, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +89,9 @@ class RequiredRoute:
     Attributes
     ----------
     device : str
-        Pattern of the device's number.
+        Pattern of the device number.
     nic : str
-        Pattern of the NIC's name.
+        Pattern of the NIC name.
     way : str
         ``dmabuf``, ``peer_memory`` or a pattern of them.
     enough : str
@@ -105,7 +105,7 @@ class RequiredRoute:
 
 
 @dataclass(frozen=True, slots=True)
-class Expected:
+class ExpectedNumber:
     """The expected value of a measured number on such a machine.
 
     Attributes
@@ -115,7 +115,7 @@ class Expected:
     source : str
         Measurement or publication of the expected value.
     value : float or None
-        Expected value, in the number's unit.
+        ExpectedNumber value, in the number's unit.
     limit_percent : float or None
         Instead of `value`: expected percentage of the rate of the slowest link of the path. It is checked only if that
         rate is known.
@@ -176,14 +176,14 @@ class Profile:
         Conditions that the machine must meet.
     cases_min : int
         Least number of cases that a qualification must really run.
-    foreseen : tuple of Foreseen
+    foreseen : tuple of ForeseenAbsence
         Needs that may be unmet.
-    refused : tuple of Refused
+    refused : tuple of ExpectedRefusal
         Registrations that must be refused.
     routes : tuple of RequiredRoute
         Routes that must be direct.
-    expected : tuple of Expected
-        Expected values of measured numbers.
+    expected : tuple of ExpectedNumber
+        ExpectedNumber values of measured numbers.
     """
 
     schema_version: int
@@ -192,17 +192,17 @@ class Profile:
     substrate: dict[str, tuple[str, ...]] = field(default_factory=dict)
     match: Match = field(default_factory=Match)
     cases_min: int = 1
-    foreseen: tuple[Foreseen, ...] = ()
-    refused: tuple[Refused, ...] = ()
+    foreseen: tuple[ForeseenAbsence, ...] = ()
+    refused: tuple[ExpectedRefusal, ...] = ()
     routes: tuple[RequiredRoute, ...] = ()
-    expected: tuple[Expected, ...] = ()
+    expected: tuple[ExpectedNumber, ...] = ()
 
     def foresees(self, need: str, reason: str) -> bool:
         """Return whether `need` may be unmet for `reason` on such a machine."""
         return any(fnmatchcase(need, item.need) and fnmatchcase(reason, item.reason) for item in self.foreseen)
 
-    def refusal(self, need: str) -> tuple[RefusedCause, ...] | None:
-        """Return the causes with which a registration must be refused if `need` is unmet, or None if there are none."""
+    def refusal(self, need: str) -> tuple[RefusalCause, ...] | None:
+        """Return the errors with which a registration must be refused if `need` is unmet, or None if it may succeed."""
         return next((item.causes for item in self.refused if fnmatchcase(need, item.need)), None)
 
     def misfits(self, facts: Facts, substrate: Mapping[str, str]) -> tuple[str, ...]:
@@ -210,25 +210,25 @@ class Profile:
 
         The result is empty if the profile fits.
         """
-        found = []
+        reasons = []
         for api, allowed in sorted(self.substrate.items()):
             actual = substrate.get(api, "none")
             if actual not in allowed:
-                found.append(f"{api} runs on {actual}, not on {' or '.join(allowed)}")
+                reasons.append(f"{api} runs on {actual}, not on {' or '.join(allowed)}")
         devices = facts.cuda.devices if facts.cuda else ()
         nics = facts.verbs.nics if facts.verbs else ()
         if self.match.gpu_count is not None and len(devices) != self.match.gpu_count:
-            found.append(f"{len(devices)} CUDA devices, not {self.match.gpu_count}")
+            reasons.append(f"{len(devices)} CUDA devices, not {self.match.gpu_count}")
         if self.match.nic_count is not None and len(nics) != self.match.nic_count:
-            found.append(f"{len(nics)} NICs, not {self.match.nic_count}")
+            reasons.append(f"{len(nics)} NICs, not {self.match.nic_count}")
         pattern = self.match.gpu_name
         if pattern is not None and not (devices and all(fnmatchcase(device.name, pattern) for device in devices)):
-            found.append(f"not every CUDA device is a {pattern}")
+            reasons.append(f"not every CUDA device is a {pattern}")
         generations = [device.generation for device in facts.gaudi.devices] if facts.gaudi else []
-        wanted = self.match.gaudi
-        if wanted is not None and not (generations and all(fnmatchcase(one, wanted) for one in generations)):
-            found.append(f"there is no {wanted}, or something else beside it")
-        return tuple(found)
+        pattern = self.match.gaudi
+        if pattern is not None and not (generations and all(fnmatchcase(each, pattern) for each in generations)):
+            reasons.append(f"there is no {pattern}, or there is also another accelerator")
+        return tuple(reasons)
 
 
 def load_profile(name: str, *, folder: Path | None = None) -> Profile:
@@ -245,8 +245,10 @@ def load_profile(name: str, *, folder: Path | None = None) -> Profile:
     path = folder / f"{name}.toml"
     known = sorted(file.stem for file in folder.glob("*.toml"))
     if name not in known:
-        message = f"no profile {name!r}"
-        raise UsageError(message, what_to_do="choose from " + (", ".join(known) or "nothing: no profile is installed"))
+        message = (
+            f"the profile must be one of {', '.join(known)}, not {name!r}" if known else f"no profile is in {folder}"
+        )
+        raise UsageError(message)
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -271,41 +273,42 @@ def choose_profile(profiles: Sequence[Profile], facts: Facts, substrate: Mapping
     UsageError
         No profile fits.
     """
-    fitting = [profile for profile in profiles if not profile.misfits(facts, substrate)]
-    if not fitting:
+    candidates = [profile for profile in profiles if not profile.misfits(facts, substrate)]
+    if not candidates:
         message = "no profile fits this machine"
         raise UsageError(message, what_to_do="name one with --profile")
-    return max(fitting, key=lambda profile: (profile.match.conditions, len(profile.substrate), profile.name))
+    return max(candidates, key=lambda profile: (profile.match.conditions, len(profile.substrate), profile.name))
 
 
 def _check(profile: Profile) -> None:
     problems = []
     if profile.schema_version != SCHEMA_VERSION:
-        problems.append(f"schema_version {profile.schema_version} is not {SCHEMA_VERSION}")
+        problems.append(f"schema_version must be {SCHEMA_VERSION}, not {profile.schema_version}")
     unknown = {name for names in profile.substrate.values() for name in names} - {"hardware", "kernel_software", "twin"}
-    problems += [f"substrate {name!r} does not exist" for name in sorted(unknown)]
+    problems += [f"substrate must be hardware, kernel_software or twin, not {name!r}" for name in sorted(unknown)]
     problems += [
-        f"enough = {route.enough!r} is neither 'each' nor 'device'"
+        f"enough must be 'each' or 'device', not {route.enough!r}"
         for route in profile.routes
         if route.enough not in ("each", "device")
     ]
     causes = [cause for item in profile.refused for cause in item.causes]
-    problems += [f"errno {cause.errno!r} has no number" for cause in causes if not _is_errno(cause.errno)]
+    problems += [f"{cause.errno!r} is not the name of an errno" for cause in causes if not _is_errno(cause.errno)]
     problems += [f"the refusal of {item.need} has no cause" for item in profile.refused if not item.causes]
-    problems += [text for item in profile.expected if (text := _wrong_expectation(item))]
+    problems += [text for item in profile.expected if (text := _find_problem(item))]
     if problems:
         message = f"profile {profile.name}: " + "; ".join(problems)
         raise UsageError(message, reason=Reason.MALFORMED)
 
 
-def _wrong_expectation(item: Expected) -> str:
+def _find_problem(item: ExpectedNumber) -> str:
+    """Return the problem of an expected number, or an empty text."""
     name = f"expected {item.number} of {item.case}"
     if (item.value is None) == (item.limit_percent is None):
-        return f"{name} needs one of value and limit_percent"
+        return f"{name} needs either value or limit_percent"
     if not 0 <= item.tolerance_percent < 100 or (item.value or item.limit_percent or 0) <= 0:  # noqa: PLR2004 - percent.
         return f"{name} has a number that is out of range"
     if item.better not in {"more", "less"}:
-        return f"{name}: better = {item.better!r} is neither 'more' nor 'less'"
+        return f"{name}: better must be 'more' or 'less', not {item.better!r}"
     return "" if item.source else f"{name} has no source"
 
 

@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from gdrkit.host import PciDevice
     from gdrkit.inventory.machine import Machine
 
-__all__ = ["Place", "Topology", "topology"]
+__all__ = ["Topology", "TopologyDevice", "topology"]
 
 SCHEMA_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TopologyDevice:
     """One device that is the source or the destination of transfers.
 
     Attributes
@@ -52,19 +52,19 @@ class Topology:
 
     Attributes
     ----------
-    places : tuple of Place
+    places : tuple of TopologyDevice
         GPUs, then NICs, then NVMe controllers.
     distances : mapping
-        Distance (``PIX`` to ``SYS``) by the names of two places. Each pair is in it in both orders.
+        Distance (``PIX`` to ``SYS``) by the names of two devices. Each pair is in it in both orders.
     bridges : mapping
-        Description of each bridge above a place (root ports and ports of switches), by address.
+        Description of each bridge above a device (root ports and ports of switches), by address.
     virtual_machine : str or None
         The evidence that the machine is virtual, in which case the tree may differ from the hardware; None if there is
         none.
     """
 
     schema_version: int
-    places: tuple[Place, ...]
+    places: tuple[TopologyDevice, ...]
     distances: dict[str, dict[str, str]]
     bridges: dict[str, str]
     virtual_machine: str | None
@@ -74,75 +74,75 @@ class Topology:
         return json.dumps(serialization.to_json_data(self), indent=2, ensure_ascii=False) + "\n"
 
     def distance(self, one: str, other: str) -> Distance:
-        """Return the distance between two places, given by their names."""
+        """Return the distance between two devices, given by their names."""
         return Distance[self.distances[one][other]]
 
 
 def topology(machine: Machine) -> Topology:
     """Return the topology of `machine`."""
     tree = host.HostTree.of(machine.files)
-    places = tuple(_places(machine, tree))
-    ends = {place.address for place in places}
-    known = {one.address: one for one in machine.functions}
-    above = dict.fromkeys(part for place in places for part in place.path[1:] if part not in ends)
+    devices = tuple(_devices(machine, tree))
+    addresses = {device.address for device in devices}
+    functions = {function.address: function for function in machine.functions}
+    bridges = dict.fromkeys(part for device in devices for part in device.path[1:] if part not in addresses)
     return Topology(
         schema_version=SCHEMA_VERSION,
-        places=places,
+        places=devices,
         distances={
             one.name: {
                 other.name: host.pci_distance(tree, one.address, other.address).name
-                for other in places
+                for other in devices
                 if other.name != one.name
             }
-            for one in places
+            for one in devices
         },
-        bridges={address: _bridge_words(known[address]) for address in above if address in known},
+        bridges={address: _describe_bridge(functions[address]) for address in bridges if address in functions},
         virtual_machine=machine.facts.virtual_machine,
     )
 
 
-def _places(machine: Machine, tree: host.HostTree) -> list[Place]:
-    found: list[Place] = []
+def _devices(machine: Machine, tree: host.HostTree) -> list[TopologyDevice]:
+    devices: list[TopologyDevice] = []
     cuda = {
         device.pci_bus_id.lower(): device.index for device in (machine.facts.cuda.devices if machine.facts.cuda else ())
     }
-    gpus = [one for one in machine.functions if host.is_gpu(one)]
+    gpus = [function for function in machine.functions if host.is_gpu(function)]
     for number, gpu in enumerate(gpus):
-        found.append(_place(tree, f"GPU{cuda.get(gpu.address, number)}", "gpu", gpu))
-    known = {one.address: one for one in machine.functions}
-    named: set[str] = set()
-    for device in machine.facts.rdma_devices:
-        if device.pci_address in known:
-            found.append(_place(tree, device.name, "nic", known[device.pci_address]))
-            named.add(device.pci_address)
-    found += [
-        _place(tree, one.address, "nic", one)
-        for one in machine.functions
-        if host.is_nic(one) and one.address not in named
+        devices.append(_device(tree, f"GPU{cuda.get(gpu.address, number)}", "gpu", gpu))
+    functions = {function.address: function for function in machine.functions}
+    with_driver: set[str] = set()
+    for nic in machine.facts.rdma_devices:
+        if nic.pci_address in functions:
+            devices.append(_device(tree, nic.name, "nic", functions[nic.pci_address]))
+            with_driver.add(nic.pci_address)
+    devices += [
+        _device(tree, function.address, "nic", function)
+        for function in machine.functions
+        if host.is_nic(function) and function.address not in with_driver
     ]
     controllers = {item.pci_address: item.name for item in machine.facts.nvme if item.pci_address}
-    found += [
-        _place(tree, controllers.get(one.address, one.address), "nvme", one)
-        for one in machine.functions
-        if host.is_nvme(one)
+    devices += [
+        _device(tree, controllers.get(function.address, function.address), "nvme", function)
+        for function in machine.functions
+        if host.is_nvme(function)
     ]
-    return found
+    return devices
 
 
-def _place(tree: host.HostTree, name: str, kind: str, device: PciDevice) -> Place:
-    speed, width = device.link_speed, device.link_width
-    known = speed is not None and speed[:1].isdigit()
-    return Place(
+def _device(tree: host.HostTree, name: str, kind: str, function: PciDevice) -> TopologyDevice:
+    speed, width = function.link_speed, function.link_width
+    is_known = speed is not None and speed[:1].isdigit()
+    return TopologyDevice(
         name=name,
         kind=kind,
-        address=device.address,
-        numa_node=device.numa_node,
-        path=host.pci_path(tree, device.address)[:-1],
-        link=f"{speed} x{width}" if known and width else "",
+        address=function.address,
+        numa_node=function.numa_node,
+        path=host.pci_path(tree, function.address)[:-1],
+        link=f"{speed} x{width}" if is_known and width else "",
     )
 
 
-def _bridge_words(bridge: PciDevice) -> str:
+def _describe_bridge(bridge: PciDevice) -> str:
     if bridge.vendor_id == 0:
         return "bridge"
     return f"bridge {bridge.vendor_id:04x}:{bridge.device_id:04x}"

@@ -16,7 +16,7 @@ from gdrkit.harness.needs import gaudi, needs, software
 from gdrkit.host import HostTree
 from gdrkit.inventory import Facts, choose_profile, load_profiles, probe
 from gdrkit.report import Substrate
-from gdrkit.report.substrate import of_facts
+from gdrkit.report.substrate import substrates_of_facts
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -46,7 +46,7 @@ def test_facts_match_the_library(facts: Facts) -> None:
 
 @needs(software("hlthunk"))
 def test_facts_name_the_twin(facts: Facts) -> None:
-    assert of_facts(facts)["hlthunk"] is Substrate.TWIN
+    assert substrates_of_facts(facts)["hlthunk"] is Substrate.TWIN
 
 
 @needs(software("hlthunk"))
@@ -59,7 +59,7 @@ def test_child_program_loads_the_twin() -> None:
 
 
 def test_facts_without_hardware_open_no_library(tmp_path: Path) -> None:
-    found = probe(HostTree(tmp_path), environment={"LD_LIBRARY_PATH": ""}, ask_apis=False)
+    found = probe(HostTree(tmp_path), environment={"LD_LIBRARY_PATH": ""}, query_apis=False)
     assert (found.gaudi, found.gaudi_failure, found.accelerators) == (None, None, ())
     assert gaudi.device().check(found) == "hlthunk was not asked"
     assert gaudi.mapped_memory.check(found) == gaudi.physical_memory.check(found) == "hlthunk was not asked"
@@ -79,17 +79,17 @@ def test_gaudi_without_hl_thunk_is_a_failure_with_advice(tmp_path: Path) -> None
 @needs(gaudi.device())
 def test_gaudi_seen_only_in_files_is_unknown(facts: Facts, tmp_path: Path, driver: str | None) -> None:
     """Report unknown: the files may be mounted, and there is no other source to compare them with."""
-    found = probe(machine(tmp_path, driver), ask_apis=False)
+    found = probe(machine(tmp_path, driver), query_apis=False)
     assert facts.gaudi is not None
     real = dataclasses.replace(facts.gaudi.libraries[0], soname="libhl-thunk.so", notes=(), error=None)
     asked = dataclasses.replace(found, gaudi=dataclasses.replace(facts.gaudi, libraries=(real,)))
-    assert of_facts(asked)["hlthunk"] is Substrate.UNKNOWN
+    assert substrates_of_facts(asked)["hlthunk"] is Substrate.UNKNOWN
 
 
 @pytest.mark.parametrize("generation", ["gaudi2", "gaudi3"])
 @needs(gaudi.device())
 def test_machine_with_gaudis_has_a_profile(facts: Facts, tmp_path: Path, generation: str) -> None:
-    found = probe(machine(tmp_path, "habanalabs"), ask_apis=False)
+    found = probe(machine(tmp_path, "habanalabs"), query_apis=False)
     assert facts.gaudi is not None
     devices = tuple(dataclasses.replace(device, generation=generation) for device in facts.gaudi.devices)
     there = dataclasses.replace(found, gaudi=dataclasses.replace(facts.gaudi, devices=devices))

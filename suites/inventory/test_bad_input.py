@@ -1,4 +1,4 @@
-"""Truncated and binary files of sysfs, and hostile config spaces: what cannot be read is said, and nothing raises."""
+"""Truncated and binary files of sysfs, and hostile config spaces: the readers report them without an exception."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def changed(at: int, value: int, size: str = "<I") -> bytes:
+def config_with(at: int, value: int, size: str = "<I") -> bytes:
     data = bytearray(config(acs=0x1D, ats=True))
     struct.pack_into(size, data, at, value)
     return bytes(data)
@@ -28,30 +28,30 @@ def changed(at: int, value: int, size: str = "<I") -> bytes:
 HOSTILE = {
     "too short": (b"\0" * 63, "a header has 64"),
     "empty": (b"", "a header has 64"),
-    "capabilities loop": (changed(0x61, 0x40, "<B"), "loops at 0x40"),
-    "a capability is its own next": (changed(0x41, 0x40, "<B"), "loops at 0x40"),
-    "capabilities lead into the header": (changed(0x61, 0x10, "<B"), "outside"),
-    "extended ones loop": (changed(0x150, 0x000D | 0x100 << 20), "loops at 0x100"),
-    "an extended one is its own next": (changed(0x150, 0x000D | 0x150 << 20), "loops at 0x150"),
-    "extended ones lead into the standard ones": (changed(0x150, 0x000D | 0x40 << 20), "outside"),
+    "capabilities loop": (config_with(0x61, 0x40, "<B"), "loops at 0x40"),
+    "a capability is its own next": (config_with(0x41, 0x40, "<B"), "loops at 0x40"),
+    "capabilities lead into the header": (config_with(0x61, 0x10, "<B"), "outside"),
+    "extended ones loop": (config_with(0x150, 0x000D | 0x100 << 20), "loops at 0x100"),
+    "an extended one is its own next": (config_with(0x150, 0x000D | 0x150 << 20), "loops at 0x150"),
+    "extended ones lead into the standard ones": (config_with(0x150, 0x000D | 0x40 << 20), "outside"),
 }
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_config_space_is_one_clear_error(name: str) -> None:
-    data, said = HOSTILE[name]
-    with pytest.raises(ApiError, match=said) as caught:
+def test_hostile_config_space_is_one_clear_error(name: str) -> None:
+    data, message = HOSTILE[name]
+    with pytest.raises(ApiError, match=message) as caught:
         parse_config_space(data, name=NIC)
     assert caught.value.reason is Reason.MALFORMED
     assert NIC in str(caught.value)
 
 
-def test_a_config_space_of_chance_is_read_or_refused() -> None:
-    chance = random.Random(5)
+def test_random_config_space_is_read_or_refused() -> None:
+    generator = random.Random(5)
     for _ in range(2000):
-        data = bytearray(config(acs=0x1D, ats=True)[: chance.choice((64, 65, 128, 256, 257, 4096))])
-        for _change in range(chance.randint(0, 6)):
-            data[chance.randrange(len(data))] = chance.randrange(256)
+        data = bytearray(config(acs=0x1D, ats=True)[: generator.choice((64, 65, 128, 256, 257, 4096))])
+        for _change in range(generator.randint(0, 6)):
+            data[generator.randrange(len(data))] = generator.randrange(256)
         reasons = set()
         try:
             parse_config_space(bytes(data))
@@ -60,7 +60,7 @@ def test_a_config_space_of_chance_is_read_or_refused() -> None:
         assert reasons <= {Reason.MALFORMED}
 
 
-def test_a_whole_config_space_has_its_registers() -> None:
+def test_whole_config_space_has_its_registers() -> None:
     space = parse_config_space(config(acs=0x1D, ats=False, read_request_bytes=512))
     assert space.acs is not None
     assert (str(space.acs), space.ats_enabled) == ("SrcValid+ ReqRedir+ CmpltRedir+ UpstreamFwd+", False)
@@ -69,15 +69,15 @@ def test_a_whole_config_space_has_its_registers() -> None:
     assert (header.acs, header.max_read_request_bytes, header.is_whole) == (None, None, False)
 
 
-def test_a_rule_that_meets_one_says_so_and_judges_nothing(tmp_path: Path) -> None:
-    place = next(name for name in GOOD if name.endswith(f"{NIC}/config"))
-    finding = rule_of("small-read-request").apply(machine(tmp_path, files={place: HOSTILE["capabilities loop"][0]}))
+def test_rule_with_hostile_config_space_is_unproven(tmp_path: Path) -> None:
+    path = next(name for name in GOOD if name.endswith(f"{NIC}/config"))
+    finding = rule_of("small-read-request").apply(machine(tmp_path, files={path: HOSTILE["capabilities loop"][0]}))
     assert finding.verdict is Verdict.UNPROVEN
     assert "loops at 0x40" in finding.text
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe\x00\x01" * 20, b"\0", b"9" * 5000, "४".encode(), b"0x", b"-"])
-def test_files_that_hold_something_else_raise_nowhere(tmp_path: Path, content: bytes) -> None:
+def test_files_with_wrong_contents_raise_no_error(tmp_path: Path, content: bytes) -> None:
     files = {name: content for name in GOOD if not name.startswith("/proc/self") and not name.endswith("/class")}
     host = machine(tmp_path, files=files)
     diagnosis = diagnose(host)
@@ -85,7 +85,7 @@ def test_files_that_hold_something_else_raise_nowhere(tmp_path: Path, content: b
     assert len(diagnosis.findings) == 33
 
 
-def test_what_is_no_number_is_said_with_its_path(tmp_path: Path) -> None:
+def test_file_without_a_number_is_reported_as_unreadable(tmp_path: Path) -> None:
     device = tmp_path / "sys/bus/pci/devices/0000:1b:00.0"
     device.mkdir(parents=True)
     for name, text in (("vendor", "0x10de"), ("device", "0x2335"), ("class", "garbage")):
@@ -97,7 +97,7 @@ def test_what_is_no_number_is_said_with_its_path(tmp_path: Path) -> None:
     ]
 
 
-def test_mounts_are_read_with_their_escapes_and_bad_lines_left_out(tmp_path: Path) -> None:
+def test_mounts_are_read_with_escapes_and_without_bad_lines(tmp_path: Path) -> None:
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/self/mountinfo").write_text(
         "22 1 259:1 / / rw shared:1 master:2 - ext4 /dev/root rw,data=ordered\n"
@@ -106,28 +106,28 @@ def test_mounts_are_read_with_their_escapes_and_bad_lines_left_out(tmp_path: Pat
         "32 22 8:3 / /data rw - ext4 /dev/sda3 rw\n"
         "garbage\n33 22 8:4 / /x rw - \n"
     )
-    found = mounts(HostTree(tmp_path))
-    assert [(mount.mount_point, mount.kind) for mount in found] == [
+    all_mounts = mounts(HostTree(tmp_path))
+    assert [(mount.mount_point, mount.kind) for mount in all_mounts] == [
         ("/", "ext4"),
         ("/my data", "xfs"),
         ("/data", "xfs"),
         ("/data", "ext4"),
     ]
     for path, device in {"/data/a": "8:3", "/database": "259:1", "/my data": "8:1"}.items():
-        mount = mount_of(found, path)
+        mount = mount_of(all_mounts, path)
         assert mount is not None
         assert mount.device == device
 
 
-def test_a_partition_has_its_disk(tmp_path: Path) -> None:
+def test_partition_has_its_disk(tmp_path: Path) -> None:
     host = machine(tmp_path)
-    found = block_device(HostTree.of(host.files), "259:1")
-    assert found is not None
-    assert (found.name, found.mapper, found.has_integrity) == ("nvme0n1", None, False)
+    disk = block_device(HostTree.of(host.files), "259:1")
+    assert disk is not None
+    assert (disk.name, disk.mapper, disk.has_integrity) == ("nvme0n1", None, False)
     assert block_device(HostTree.of(host.files), "8:0") is None
 
 
-def test_a_virtual_machine_is_known_by_its_cpu_or_its_maker(tmp_path: Path) -> None:
+def test_virtual_machine_is_detected_by_cpu_or_product_name(tmp_path: Path) -> None:
     assert virtual_machine(HostTree(tmp_path)) is None
     (tmp_path / "sys/class/dmi/id").mkdir(parents=True)
     (tmp_path / "sys/class/dmi/id/product_name").write_text("KVM Virtual Machine\n")

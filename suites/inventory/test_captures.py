@@ -1,4 +1,4 @@
-"""A capture answers elsewhere as the machine did, and a hostile one reaches nothing."""
+"""A capture replays the reads of its machine, and a hostile capture causes no access to other files."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from gdrkit.cli import main
 from gdrkit.errors import Reason, UsageError
 from gdrkit.host import DiskFiles, HostTree
 from gdrkit.inventory import (
-    Answers,
     Capture,
     CapturedFiles,
     Machine,
+    RecordedReads,
     Recorder,
     diagnose,
     parse_capture,
@@ -35,23 +35,23 @@ if TYPE_CHECKING:
 
 
 def recorded(root: Path) -> Machine:
-    """The host in good order, with what is read of it kept."""
+    """Return the correct host of support.machines, whose reads are recorded."""
     host = machine(root)
     return replace(host, files=Recorder(DiskFiles(root)))
 
 
 @pytest.mark.parametrize("name", ["capture.json", "capture.json.gz"])
-def test_every_check_runs_on_a_capture_as_on_the_machine(tmp_path: Path, name: str) -> None:
+def test_checks_of_a_capture_equal_those_of_the_machine(tmp_path: Path, name: str) -> None:
     host = recorded(tmp_path / "host")
-    diagnosis, found = diagnose(host), topology(host)
+    diagnosis, tree = diagnose(host), topology(host)
     write_capture(tmp_path / name, host.capture())
     again = replayed(read_capture(tmp_path / name))
     assert diagnose(again) == diagnosis
-    assert topology(again) == found
+    assert topology(again) == tree
     assert again.facts == host.facts
 
 
-def test_save_and_replay_by_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_facts_are_saved_and_replayed_by_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def run(*arguments: str) -> str:
         with pytest.raises(SystemExit) as ended:
             main(arguments)
@@ -66,7 +66,7 @@ def test_save_and_replay_by_the_command_line(tmp_path: Path, capsys: pytest.Capt
     assert "places" in json.loads(run("topology", "--replay", file, "--json"))
 
 
-def test_what_was_not_asked_is_told_from_what_is_not_there(tmp_path: Path) -> None:
+def test_unread_path_differs_from_absent_path(tmp_path: Path) -> None:
     (tmp_path / "sys").mkdir()
     recorder = Recorder(DiskFiles(tmp_path))
     tree = HostTree.of(recorder)
@@ -80,7 +80,7 @@ def test_what_was_not_asked_is_told_from_what_is_not_there(tmp_path: Path) -> No
     assert [item.errno for item in again.unreadable] == [errno.ENODATA]
 
 
-def test_a_refusal_is_captured_as_one(tmp_path: Path) -> None:
+def test_read_error_is_captured(tmp_path: Path) -> None:
     (tmp_path / "file").mkdir()
     recorder = Recorder(DiskFiles(tmp_path))
     assert HostTree.of(recorder).text("/file") is None
@@ -89,8 +89,8 @@ def test_a_refusal_is_captured_as_one(tmp_path: Path) -> None:
     assert [item.errno for item in again.unreadable] == [errno.EISDIR]
 
 
-def test_links_of_a_capture_lead_nowhere_but_into_it() -> None:
-    answers = Answers(
+def test_links_of_a_capture_stay_inside_it() -> None:
+    answers = RecordedReads(
         links={
             "/a": "/etc/passwd",
             "/b": "../../../../../etc/passwd",
@@ -111,53 +111,53 @@ def test_links_of_a_capture_lead_nowhere_but_into_it() -> None:
     assert files.read("/f/name") == b"inside"
 
 
-EVIL: dict[str, dict[str, Any]] = {
+HOSTILE: dict[str, dict[str, Any]] = {
     "a relative path": {"texts": {"etc/passwd": ""}},
     "a path with dots": {"texts": {"/sys/../etc/passwd": ""}},
     "a path with a zero": {"links": {"/a\0b": "c"}},
     "a name with a path": {"folders": {"/sys": ["../etc"]}},
-    "a name that is none": {"folders": {"/sys": [".."]}},
-    "no base64": {"binaries": {"/config": "%%%"}},
-    "a question that is none": {"refused": {"write": {"/a": 13}}},
+    "an invalid name": {"folders": {"/sys": [".."]}},
+    "not base64": {"binaries": {"/config": "%%%"}},
+    "an unknown type of read": {"refused": {"write": {"/a": 13}}},
     "a number as text": {"texts": {"/a": 5}},
     "an unknown field": {"devices": {}},
 }
 
 
-@pytest.mark.parametrize("name", EVIL)
-def test_an_evil_capture_is_one_clear_error(name: str) -> None:
-    data = {"schema_version": 1, "origin": "a case", "answers": EVIL[name]}
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_capture_is_one_clear_error(name: str) -> None:
+    data = {"schema_version": 1, "origin": "a case", "answers": HOSTILE[name]}
     with pytest.raises(UsageError, match=r"^capture") as caught:
         parse_capture(json.dumps(data).encode())
     assert caught.value.reason is Reason.MALFORMED
 
 
-BOMBS = {
+OTHER_FILES = {
     "nested": b'{"a":' * 100_000,
-    "unpacked": gzip.compress(b" " * (300 << 20), compresslevel=1),
+    "too long when decompressed": gzip.compress(b" " * (300 << 20), compresslevel=1),
     "cut off": gzip.compress(b'{"schema_version": 1}' * 1000)[:-20],
-    "no gzip": b"\x1f\x8b\x08\x00garbage and more of it",
-    "half a character": b'{"schema_version": 1, "origin": "\\ud800", "answers": {}}',
+    "not gzip": b"\x1f\x8b\x08\x00garbage and more of it",
+    "lone surrogate": b'{"schema_version": 1, "origin": "\\ud800", "answers": {}}',
     "another version": b'{"schema_version": 9, "origin": "", "answers": {}}',
-    "nothing": b"",
-    "noise": bytes(range(256)),
+    "empty": b"",
+    "random bytes": bytes(range(256)),
 }
 
 
-@pytest.mark.parametrize("name", BOMBS)
-def test_what_is_no_capture_is_one_clear_error(name: str) -> None:
+@pytest.mark.parametrize("name", OTHER_FILES)
+def test_other_file_is_one_clear_error(name: str) -> None:
     with pytest.raises(UsageError) as caught:
-        parse_capture(BOMBS[name], name="file")
+        parse_capture(OTHER_FILES[name], name="file")
     assert caught.value.reason is Reason.MALFORMED
 
 
-def test_what_cannot_be_read_is_one_clear_error(tmp_path: Path) -> None:
+def test_unreadable_path_is_one_clear_error(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "none", tmp_path / "pipe"):
         with pytest.raises(UsageError):
             read_capture(path)
 
 
-def test_a_capture_is_read_back_as_the_same_value(tmp_path: Path) -> None:
+def test_capture_is_read_back_as_the_same_value(tmp_path: Path) -> None:
     capture = recorded(tmp_path / "host").capture()
     assert serialization.from_json_data(Capture, json.loads(json.dumps(serialization.to_json_data(capture)))) == capture

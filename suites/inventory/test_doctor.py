@@ -1,4 +1,4 @@
-"""The commands doctor, topology and explain, as people and programs meet them; and remedies that can be tried."""
+"""The commands doctor, topology and explain: text, JSON and exit codes; and the remedies that a test can apply."""
 
 from __future__ import annotations
 
@@ -35,45 +35,48 @@ print(json.dumps(serialization.to_json_data(process_limits(HostTree()))))
 
 
 def gdrkit(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
-    """The exit code of a command, and what it prints."""
+    """Run a command, and return its exit code and output."""
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     return int(ended.value.code or 0), capsys.readouterr().out
 
 
-def test_it_answers_here_and_writes_nothing_to_the_folder_where_it_runs(tmp_path: Path) -> None:
+def test_doctor_leaves_no_file_in_the_current_folder(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "gdrkit", "doctor", "--json"]
     done = subprocess.run(command, cwd=tmp_path, check=False, capture_output=True, text=True, timeout=110)
     assert done.stdout, done.stderr
-    found = json.loads(done.stdout)
-    failed = [finding for finding in found["findings"] if finding["verdict"] == "fail"]
-    bare = any("GPU" in word for word in found["missing"]) and any("RDMA" in word for word in found["missing"])
-    assert done.returncode == (4 if bare else int(bool(failed)))
+    diagnosis = json.loads(done.stdout)
+    failed = [finding for finding in diagnosis["findings"] if finding["verdict"] == "fail"]
+    missing = " ".join(diagnosis["missing"])
+    assert done.returncode == (4 if "GPU" in missing and "RDMA" in missing else int(bool(failed)))
     assert list(tmp_path.iterdir()) == []
 
 
 @needs(host.capability("CAP_SETUID"))
-def test_an_ordinary_user_is_told_what_could_not_be_read() -> None:
+def test_doctor_names_what_an_ordinary_user_cannot_read() -> None:
     done = run_program(UNPRIVILEGED_DOCTOR)
     assert done.returncode in (0, 1, 4), done.stderr
-    assert "Not to be read without a privilege" in done.stdout
-    assert "config space beyond 64 bytes takes CAP_SYS_ADMIN (acs-redirect" in done.stdout
+    assert "Not readable without a privilege" in done.stdout
+    assert "config space beyond 64 bytes needs CAP_SYS_ADMIN (acs-redirect" in done.stdout
     assert "Traceback" not in done.stdout + done.stderr
 
 
-def test_json_and_text_say_the_same(tmp_path: Path) -> None:
+def test_json_and_text_have_the_same_findings(tmp_path: Path) -> None:
     diagnosis = diagnose(machine(tmp_path, **FAILING["acs-redirect", "a port of the switch"]))
     text = describe_diagnosis(diagnosis)
     data = json.loads(diagnosis.to_json())
     assert [finding["code"] for finding in data["findings"] if finding["verdict"] == "fail"] == ["acs-redirect"]
-    assert "Causes that are here (1):" in text
+    assert "Present (1):" in text
     assert "ACSCtl of 0000:02:00.0: SrcValid+ ReqRedir+ CmpltRedir+ UpstreamFwd+" in text
     assert "To do: switch off ACS" in text
 
 
-def test_the_exit_code_says_whether_a_cause_is_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name, different, expected in (("good", {}, 0), ("bad", FAILING["acs-redirect", "a port of the switch"], 1)):
-        host_ = machine(tmp_path / name, **different)
+def test_exit_code_is_1_if_a_cause_is_present(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, changes, expected in (
+        ("correct", {}, 0),
+        ("failing", FAILING["acs-redirect", "a port of the switch"], 1),
+    ):
+        host_ = machine(tmp_path / name, **changes)
         host_ = replace(host_, files=Recorder(host_.files))
         diagnose(host_)
         write_capture(tmp_path / f"{name}.json", host_.capture())
@@ -83,7 +86,7 @@ def test_the_exit_code_says_whether_a_cause_is_here(tmp_path: Path, capsys: pyte
     assert gdrkit(capsys, "doctor", "--replay", "/no/such/file")[0] == 2
 
 
-def test_doctor_without_gpu_and_nic_ends_with_4(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_exit_code_is_4_without_gpu_and_nic(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folders: dict[str, list[str]] = {"/sys/bus/pci/devices": [], "/sys/class/infiniband": []}
     capture = {"schema_version": 1, "origin": "a case", "answers": {"folders": folders}}
     (tmp_path / "bare.json").write_text(json.dumps(capture))
@@ -95,43 +98,43 @@ def test_doctor_without_gpu_and_nic_ends_with_4(tmp_path: Path, capsys: pytest.C
 
 def test_explain_as_json_has_every_rule(capsys: pytest.CaptureFixture[str]) -> None:
     code, text = gdrkit(capsys, "explain", "--json")
-    found = json.loads(text)
-    assert (code, [rule["code"] for rule in found]) == (0, [rule.code for rule in RULES])
-    assert {rule["code"] for rule in found if rule["acts"]} == {rule.code for rule in RULES if rule.act}
+    rules = json.loads(text)
+    assert (code, [rule["code"] for rule in rules]) == (0, [rule.code for rule in RULES])
+    assert {rule["code"] for rule in rules if rule["acts"]} == {rule.code for rule in RULES if rule.experiment}
     code, text = gdrkit(capsys, "explain", "udev-database", "--json")
-    assert (code, json.loads(text)) == (0, next(rule for rule in found if rule["code"] == "udev-database"))
+    assert (code, json.loads(text)) == (0, next(rule for rule in rules if rule["code"] == "udev-database"))
     assert gdrkit(capsys, "explain", "nonsense", "--json")[0] == 2
 
 
-def test_explain_lists_every_rule_one_a_line_and_explains_each(capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_lists_and_describes_every_rule(capsys: pytest.CaptureFixture[str]) -> None:
     lines = gdrkit(capsys, "explain")[1].splitlines()
     assert [line.split()[0] for line in lines] == [rule.code for rule in RULES]
     assert lines == list_rules(RULES).splitlines()
     for rule in RULES:
         text = describe_rule(rule)
-        assert all(word in text for word in (rule.code, rule.title, "Why it matters", "What to do", "Looks at"))
+        assert all(word in text for word in (rule.code, rule.title, "Why it matters", "What to do", "Reads"))
     assert gdrkit(capsys, "explain", "udev-database")[1].startswith("udev-database: no udev database")
     assert gdrkit(capsys, "explain", "nonsense")[0] == 2
 
 
-def test_the_document_has_every_rule_as_it_is() -> None:
+def test_document_contains_every_rule() -> None:
     document = Path(__file__).resolve().parents[2] / "docs" / "doctor.md"
     if document.is_file():  # The wheel has the suites and no documents.
         assert rules_document(RULES) in document.read_text()
 
 
-def test_a_topology_is_drawn_with_distances(tmp_path: Path) -> None:
+def test_topology_text_has_devices_and_distances(tmp_path: Path) -> None:
     text = describe_topology(topology(machine(tmp_path)))
     assert "NIC mlx5_0 0000:04:00.0" in text
     assert re.search(r"GPU0: PIX mlx5_0, nvme0", text)
     assert "PIX     below one PCIe switch" in text
 
 
-def test_the_remedy_of_a_missing_udev_database_works(tmp_path: Path) -> None:
+def test_remedy_of_a_missing_udev_database_works(tmp_path: Path) -> None:
     host_ = machine(tmp_path, **FAILING["udev-database", "none"])
     rule = rule_of("udev-database")
     assert rule.apply(host_).verdict is Verdict.FAIL
-    # What the remedy says to write, where it says to.
+    # The case writes the lines that the remedy names into the file that it names.
     lines = re.findall(r"E:ID_FS_\w+=\w+", rule.remedy)
     (tmp_path / "run/udev/data").mkdir(parents=True)
     (tmp_path / "run/udev/data/b259:1").write_text("\n".join(lines) + "\n")
@@ -139,7 +142,7 @@ def test_the_remedy_of_a_missing_udev_database_works(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["forced", "few slabs"])
-def test_the_remedies_in_cufile_json_work(tmp_path: Path, name: str) -> None:
+def test_remedy_in_cufile_json_works(tmp_path: Path, name: str) -> None:
     code = next(code for code, variant in FAILING if variant == name)
     host_, rule = machine(tmp_path, **FAILING[code, name]), rule_of(code)
     assert rule.apply(host_).verdict is Verdict.FAIL
@@ -150,11 +153,11 @@ def test_the_remedies_in_cufile_json_work(tmp_path: Path, name: str) -> None:
 
 
 @needs(host.capability("CAP_SETUID"), host.capability("CAP_IPC_LOCK"))
-def test_the_remedy_of_a_low_memlock_limit_works(tmp_path: Path) -> None:
+def test_remedy_of_a_low_memlock_limit_works(tmp_path: Path) -> None:
     host_, rule = machine(tmp_path), rule_of("memlock-low")
     done = run_program(LIMITED)
     assert done.returncode == 0, done.stderr
-    # Real limits, as the kernel shows them: of a user without the capability, and of this process, which has it.
+    # These are real limits of the kernel: of a user without the capability, and of this process, which has it.
     for limits, verdict in (
         (serialization.from_json_data(Limits, json.loads(done.stdout)), Verdict.FAIL),
         (process_limits(HostTree()), Verdict.PASS),

@@ -1,4 +1,4 @@
-"""What is found in a process: libraries by their ELF files, descriptors, the kernel's log."""
+"""Readers of evidence: ELF files, libraries and descriptors of a process, RDMA counters, kernel log."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def note(owner: bytes, kind: int, content: bytes) -> bytes:
 
 
 def elf(*, soname: bytes = b"libexample.so.1", notes: bytes = b"") -> bytes:
-    """A whole small ELF64 file: one loaded segment, a dynamic section with a SONAME, notes."""
+    """Return a small complete ELF64 file: one loaded segment, a dynamic section with a SONAME, notes."""
     headers_bytes = 64 + 3 * 56
     strings = b"\0" + soname + b"\0"
     dynamic_at = headers_bytes + len(notes)
@@ -45,43 +45,43 @@ def elf(*, soname: bytes = b"libexample.so.1", notes: bytes = b"") -> bytes:
     return header + segments + notes + dynamic + strings
 
 
-WHOLE = elf(notes=note(b"GNU", 3, bytes(range(20))) + note(b"GDRKIT", 1, b"verbs twin\0"))
+COMPLETE = elf(notes=note(b"GNU", 3, bytes(range(20))) + note(b"GDRKIT", 1, b"verbs twin\0"))
 
 
-def test_a_file_says_its_name_its_build_and_its_notes() -> None:
-    found = evidence.parse_elf(WHOLE)
-    assert found.soname == "libexample.so.1"
-    assert found.build_id == bytes(range(20)).hex()
-    assert found.notes[1] == evidence.ElfNote(owner="GDRKIT", kind=1, content="verbs twin")
+def test_elf_file_has_soname_build_id_and_notes() -> None:
+    file = evidence.parse_elf(COMPLETE)
+    assert file.soname == "libexample.so.1"
+    assert file.build_id == bytes(range(20)).hex()
+    assert file.notes[1] == evidence.ElfNote(owner="GDRKIT", kind=1, content="verbs twin")
 
 
-def test_a_truncated_file_gives_one_error_wherever_it_ends() -> None:
-    for size in range(len(WHOLE)):
+def test_truncated_elf_file_is_refused_at_every_length() -> None:
+    for size in range(len(COMPLETE)):
         with pytest.raises(ApiError) as caught:
-            evidence.parse_elf(WHOLE[:size])
+            evidence.parse_elf(COMPLETE[:size])
         assert caught.value.reason is Reason.LIBRARY_DAMAGED
         assert caught.value.errno is None
 
 
 @QUIET
 @given(st.binary(max_size=400))
-def test_no_bytes_are_too_strange(data: bytes) -> None:
+def test_random_bytes_are_refused(data: bytes) -> None:
     with pytest.raises(ApiError):
         evidence.parse_elf(data)
 
 
 @QUIET
-@given(st.lists(st.tuples(st.integers(0, len(WHOLE) - 1), st.integers(0, 255)), min_size=1, max_size=8))
-def test_a_damaged_file_gives_an_answer_or_an_error(changes: list[tuple[int, int]]) -> None:
-    data = bytearray(WHOLE)
+@given(st.lists(st.tuples(st.integers(0, len(COMPLETE) - 1), st.integers(0, 255)), min_size=1, max_size=8))
+def test_damaged_elf_file_is_parsed_or_refused(changes: list[tuple[int, int]]) -> None:
+    data = bytearray(COMPLETE)
     for at, value in changes:
         data[at] = value
-    # Any other exception than this one would be raised here.
+    # Any other exception fails the case.
     with contextlib.suppress(ApiError):
         assert isinstance(evidence.parse_elf(bytes(data)), evidence.ElfFile)
 
 
-def test_packets_are_counted_where_the_driver_counts_them(tmp_path: Path) -> None:
+def test_packet_counters_are_read_from_either_folder(tmp_path: Path) -> None:
     port = tmp_path / "sys/class/infiniband/rxe0/ports/1"
     for name, value in {"hw_counters/sent_pkts": 7, "hw_counters/rcvd_pkts": 8}.items():
         (port / name).parent.mkdir(parents=True, exist_ok=True)
@@ -94,17 +94,17 @@ def test_packets_are_counted_where_the_driver_counts_them(tmp_path: Path) -> Non
     assert (other.sent_packets, other.received_packets) == (9, 8)
 
 
-def test_the_libraries_of_this_process_are_those_of_its_map() -> None:
-    found = {library.path: library for library in evidence.libraries()}
+def test_libraries_of_this_process_are_those_of_its_map() -> None:
+    libraries = {library.path: library for library in evidence.libraries()}
     mapped = set(re.findall(r"^\S+ ..x. \S+ \S+ \d+ +(/.*)$", Path("/proc/self/maps").read_text(), re.MULTILINE))
-    assert set(found) == mapped
-    (libc,) = [library for library in found.values() if library.soname == "libc.so.6"]
+    assert set(libraries) == mapped
+    (libc,) = [library for library in libraries.values() if library.soname == "libc.so.6"]
     assert libc.build_id
     assert libc.error is None
 
 
-def test_files_that_are_gone_or_damaged_are_entries_with_an_error(tmp_path: Path) -> None:
-    (tmp_path / "libcut.so").write_bytes(WHOLE[:100])
+def test_deleted_or_damaged_libraries_have_an_error(tmp_path: Path) -> None:
+    (tmp_path / "libcut.so").write_bytes(COMPLETE[:100])
     maps = tmp_path / "proc" / "self" / "maps"
     maps.parent.mkdir(parents=True)
     lines = [
@@ -115,21 +115,21 @@ def test_files_that_are_gone_or_damaged_are_entries_with_an_error(tmp_path: Path
         "7f08-7f09 r-xp 00000000 00:00 0 [vdso]",
     ]
     maps.write_text("\n".join(lines) + "\n")
-    cut, gone, absent = evidence.libraries(host.HostTree(tmp_path))
-    assert cut.error is not None
-    assert "cut" in cut.path
-    assert gone.error == "the file was deleted since it was loaded"
+    truncated, deleted, absent = evidence.libraries(host.HostTree(tmp_path))
+    assert truncated.error is not None
+    assert "cut" in truncated.path
+    assert deleted.error == "the file was deleted since it was loaded"
     assert absent.error is not None
     assert absent.path.endswith("never there.so")
 
 
-def test_the_program_itself_has_a_build_id_or_an_honest_none() -> None:
-    described = evidence.describe_library(str(Path(sys.executable).resolve()))
-    assert described.error is None
+def test_program_without_soname_is_described() -> None:
+    program = evidence.describe_library(str(Path(sys.executable).resolve()))
+    assert program.error is None
 
 
 @needs(software("verbs"))
-def test_a_twin_says_what_it_is() -> None:
+def test_twin_has_a_note() -> None:
     from gdrkit import verbs
 
     verbs.list_nics()
@@ -138,25 +138,25 @@ def test_a_twin_says_what_it_is() -> None:
     assert twin.build_id
 
 
-def test_open_descriptors_are_seen_and_closed_ones_are_not() -> None:
+def test_descriptors_are_listed_while_they_are_open() -> None:
     read_end, write_end = os.pipe()
     try:
-        seen = evidence.descriptors()
-        assert seen[read_end].startswith("pipe:")
-        assert seen[read_end] == seen[write_end]
+        targets = evidence.descriptors()
+        assert targets[read_end].startswith("pipe:")
+        assert targets[read_end] == targets[write_end]
     finally:
         os.close(read_end)
         os.close(write_end)
     assert read_end not in evidence.descriptors()
 
 
-def test_a_kernel_log_that_cannot_be_read_does_not_look_empty(tmp_path: Path) -> None:
+def test_unreadable_kernel_log_differs_from_an_empty_one(tmp_path: Path) -> None:
     log = evidence.kernel_log(host.HostTree(tmp_path))
     assert (log.lines, log.unreadable) == ((), "/dev/kmsg: ENOENT")
 
 
-def test_the_kernel_log_keeps_what_names_devices(tmp_path: Path) -> None:
+def test_kernel_log_has_lines_that_name_devices(tmp_path: Path) -> None:
     (tmp_path / "dev").mkdir()
-    # A read of the real device gives one record; a file gives all at once, of which the first is taken.
+    # A read of the real device returns one record. A read of this file returns all of them, and the first one counts.
     (tmp_path / "dev" / "kmsg").write_text("4,100,5000,-;NVRM: Xid (PCI:0000:1b:00): 31, MMU Fault\n SUBSYSTEM=pci\n")
     assert evidence.kernel_log(host.HostTree(tmp_path)).lines == ("NVRM: Xid (PCI:0000:1b:00): 31, MMU Fault",)

@@ -1,4 +1,4 @@
-"""The readers of sysfs, procfs and the loader's cache, on small trees that the case writes."""
+"""Readers of sysfs, procfs and the cache of the loader, with small trees that the cases write."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def write(root: Path, files: Mapping[str, str], links: Mapping[str, str] | None 
     return host.HostTree(root)
 
 
-def pci(address: str, vendor: str, device: str, kind: str) -> dict[str, str]:
+def pci(address: str, vendor: str, device: str, class_code: str) -> dict[str, str]:
     folder = f"sys/bus/pci/devices/{address}"
-    return {f"{folder}/vendor": f"{vendor}\n", f"{folder}/device": f"{device}\n", f"{folder}/class": f"{kind}\n"}
+    return {f"{folder}/vendor": f"{vendor}\n", f"{folder}/device": f"{device}\n", f"{folder}/class": f"{class_code}\n"}
 
 
 def test_gpus_are_found_without_a_driver(tmp_path: Path) -> None:
@@ -51,16 +51,16 @@ def test_gpus_are_found_without_a_driver(tmp_path: Path) -> None:
     )
     (gpu,) = host.nvidia_gpus(tree)
     assert (gpu.address, gpu.device_id, gpu.driver, gpu.numa_node) == ("0000:1b:00.0", 0x2335, None, None)
-    # libcufile is a library of the driver, for its devices.
+    # libcufile has no hardware of its own: it uses the GPUs.
     assert launch.present_hardware(tree) == dict.fromkeys((Api.CUDA, Api.CUFILE), "NVIDIA GPUs 0000:1b:00.0")
 
 
-def test_a_device_without_a_readable_class_is_left_out(tmp_path: Path) -> None:
+def test_device_without_a_readable_class_is_left_out(tmp_path: Path) -> None:
     files = pci("0000:1b:00.0", "0x10de", "0x2335", "not a number")
     assert host.pci_devices(write(tmp_path, files)) == ()
 
 
-def test_an_rdma_device_has_driver_ports_and_place(tmp_path: Path) -> None:
+def test_rdma_device_has_driver_ports_and_pci_address(tmp_path: Path) -> None:
     folder = "sys/class/infiniband/mlx5_0"
     tree = write(
         tmp_path,
@@ -90,15 +90,15 @@ def test_an_rdma_device_has_driver_ports_and_place(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("description", "driver"), [("rxe", "rxe"), ("Software iWARP stack", "siw"), ("host1", None)])
-def test_a_device_without_a_bus_is_software_of_the_kernel(tmp_path: Path, description: str, driver: str | None) -> None:
+def test_rdma_device_without_a_bus_is_kernel_software(tmp_path: Path, description: str, driver: str | None) -> None:
     tree = write(tmp_path, {"sys/class/infiniband/dev0/node_desc": f"{description}\n"})
     (device,) = host.rdma_devices(tree)
     assert not device.has_device
     assert device.driver == driver
 
 
-def test_software_of_the_kernel_upon_a_real_interface_is_still_software(tmp_path: Path) -> None:
-    # The kernel shows the PCI function of the interface below as the device of rxe.
+def test_rxe_on_a_real_interface_is_kernel_software(tmp_path: Path) -> None:
+    # The kernel reports the PCI function of the network interface as the device of rxe.
     tree = write(
         tmp_path,
         {
@@ -115,7 +115,7 @@ def test_software_of_the_kernel_upon_a_real_interface_is_still_software(tmp_path
     assert (device.has_device, device.driver) == (True, "rxe")
 
 
-def test_the_kernel_says_release_iommu_and_modules(tmp_path: Path) -> None:
+def test_kernel_facts_have_release_iommu_and_modules(tmp_path: Path) -> None:
     tree = write(
         tmp_path,
         {
@@ -141,7 +141,7 @@ def test_the_kernel_says_release_iommu_and_modules(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("memlock", "known", "limit_bytes"), [("65536", True, 65536), ("unlimited", True, None), ("?", False, None)]
 )
-def test_the_limit_of_locked_memory(tmp_path: Path, memlock: str, *, known: bool, limit_bytes: int | None) -> None:
+def test_limit_of_locked_memory_is_read(tmp_path: Path, memlock: str, *, known: bool, limit_bytes: int | None) -> None:
     status = "Name:\tpython\nCapEff:\t0000000000004000\n"
     tree = write(tmp_path, {"proc/self/limits": LIMITS.format(memlock=memlock), "proc/self/status": status})
     limits = host.process_limits(tree)
@@ -149,13 +149,13 @@ def test_the_limit_of_locked_memory(tmp_path: Path, memlock: str, *, known: bool
     assert limits.capabilities == ("CAP_IPC_LOCK",)
 
 
-def test_signs_of_a_container_name_where_they_are(tmp_path: Path) -> None:
+def test_container_hints_name_their_source(tmp_path: Path) -> None:
     assert host.container_hints(host.HostTree(tmp_path)) == ()
     tree = write(tmp_path, {".dockerenv": "", "proc/1/cgroup": "0::/kubepods/burstable/pod1\n"})
     assert host.container_hints(tree) == ("docker (/.dockerenv)", "kubepods (/proc/1/cgroup)")
 
 
-def test_what_refuses_to_be_read_is_no_absence(tmp_path: Path) -> None:
+def test_unreadable_file_differs_from_an_absent_one(tmp_path: Path) -> None:
     (tmp_path / "proc" / "cmdline").mkdir(parents=True)
     tree = host.HostTree(tmp_path)
     assert tree.text("/proc/cmdline") is None
@@ -163,7 +163,7 @@ def test_what_refuses_to_be_read_is_no_absence(tmp_path: Path) -> None:
     assert tree.unreadable == (host.Unreadable("/proc/cmdline", errno.EISDIR, "EISDIR"),)
 
 
-def test_an_empty_tree_has_nothing_and_refuses_nothing(tmp_path: Path) -> None:
+def test_empty_tree_has_no_devices_and_no_errors(tmp_path: Path) -> None:
     tree = host.HostTree(tmp_path)
     assert (host.nvidia_gpus(tree), host.rdma_devices(tree), launch.present_hardware(tree)) == ((), (), {})
     assert host.nvidia_driver_version(tree) is None
@@ -171,7 +171,7 @@ def test_an_empty_tree_has_nothing_and_refuses_nothing(tmp_path: Path) -> None:
 
 
 def cache(entries: list[tuple[str, str]]) -> bytes:
-    """An /etc/ld.so.cache with these names and paths (glibc, sysdeps/generic/dl-cache.h)."""
+    """Return an /etc/ld.so.cache with these names and paths (glibc, sysdeps/generic/dl-cache.h)."""
     begin = 48 + 24 * len(entries)
     strings, table = b"", b""
     for name, path in entries:
@@ -183,7 +183,7 @@ def cache(entries: list[tuple[str, str]]) -> bytes:
     return header + table + strings
 
 
-def test_the_loaders_cache_is_read_in_its_order(tmp_path: Path) -> None:
+def test_cache_of_the_loader_is_read_in_order(tmp_path: Path) -> None:
     paths = ["/opt/mlnx/libibverbs.so.1", "/usr/lib/libibverbs.so.1"]
     tree = write(tmp_path, {path.lstrip("/"): "" for path in paths} | {"home/me/libibverbs.so.1": ""})
     (tmp_path / "etc").mkdir()
@@ -194,16 +194,16 @@ def test_the_loaders_cache_is_read_in_its_order(tmp_path: Path) -> None:
     assert host.find_library(tree, "libcuda.so.1") is None
 
 
-def test_a_cache_that_was_cut_off_gives_only_what_is_whole(tmp_path: Path) -> None:
+def test_truncated_loader_cache_gives_only_complete_entries(tmp_path: Path) -> None:
     whole = cache([("liba.so", "/a"), ("libb.so", "/b")])
     (tmp_path / "etc").mkdir()
     for size in range(len(whole)):
         (tmp_path / "etc" / "ld.so.cache").write_bytes(whole[:size])
-        found = host.cached_libraries(host.HostTree(tmp_path))
-        assert found.items() <= {"liba.so": ("/a",), "libb.so": ("/b",)}.items()
+        libraries = host.cached_libraries(host.HostTree(tmp_path))
+        assert libraries.items() <= {"liba.so": ("/a",), "libb.so": ("/b",)}.items()
 
 
-def test_present_hardware_is_said_to_be_left_alone(tmp_path: Path) -> None:
+def test_overridden_hardware_is_named(tmp_path: Path) -> None:
     tree = write(tmp_path, {"dev/nvidiactl": "", "sys/class/infiniband/mlx5_0/node_guid": "1\n"})
     line = launch.overridden_hardware(launch.Launch(software=launch.TWINNED), tree)
     assert line is not None
@@ -216,7 +216,7 @@ def test_present_hardware_is_said_to_be_left_alone(tmp_path: Path) -> None:
     assert launch.overridden_hardware(launch.Launch(), tree) is None
 
 
-def test_accelerators_of_habana_are_hardware_of_hl_thunk(tmp_path: Path) -> None:
+def test_habana_accelerators_are_hardware_of_hl_thunk(tmp_path: Path) -> None:
     folder = "sys/bus/pci/devices/0000:33:00.0"
     tree = write(
         tmp_path, {f"{folder}/vendor": "0x1da3\n", f"{folder}/device": "0x1020\n", f"{folder}/class": "0x120000\n"}
@@ -226,7 +226,7 @@ def test_accelerators_of_habana_are_hardware_of_hl_thunk(tmp_path: Path) -> None
     assert launch.present_hardware(tree) == {Api.HLTHUNK: "accelerators 0000:33:00.0"}
 
 
-def test_this_host_can_be_read() -> None:
+def test_files_of_this_host_are_readable() -> None:
     tree = host.HostTree()
     assert host.kernel_facts(tree).release == os.uname().release
     assert host.process_limits(tree).memlock_known

@@ -1,6 +1,6 @@
-"""Topologies of NCCL, texts of lspci and copied trees, as captures: from small ones written here, and from real ones.
+"""Importers of NCCL topologies, of lspci output and of copied trees, with small inputs and with real captures.
 
-Real captures lie in the folder that GDRKIT_CAPTURES names.
+The folder of the real captures is the value of GDRKIT_CAPTURES.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ TEXT = """\
 """
 
 
-def test_a_topology_of_nccl_has_its_distances() -> None:
-    found = topology(replayed(parse_capture(XML)))
-    assert [(place.name, place.numa_node) for place in found.places] == [
+def test_nccl_topology_has_its_distances() -> None:
+    tree = topology(replayed(parse_capture(XML)))
+    assert [(device.name, device.numa_node) for device in tree.places] == [
         ("GPU0", 0),
         ("GPU1", 0),
         ("GPU2", 1),
@@ -83,17 +83,17 @@ def test_a_topology_of_nccl_has_its_distances() -> None:
         ("GPU2", "mlx5_0"): "SYS",
         ("GPU0", "GPU1"): "PHB",
     }
-    assert {pair: found.distance(*pair).name for pair in expected} == expected
+    assert {pair: tree.distance(*pair).name for pair in expected} == expected
 
 
-def test_what_a_file_does_not_say_is_not_said_to_be_missing() -> None:
+def test_unstated_hardware_is_not_reported_as_missing() -> None:
     diagnosis = diagnose(replayed(parse_capture(XML)))
     assert diagnosis.missing == ()
-    looked = {finding.code for finding in diagnosis.findings if finding.verdict is not Verdict.NOT_RUN}
-    assert looked == {"far-apart"}
+    checked = {finding.code for finding in diagnosis.findings if finding.verdict is not Verdict.NOT_RUN}
+    assert checked == {"far-apart"}
 
 
-def test_the_text_of_lspci_has_functions_bridges_and_registers() -> None:
+def test_lspci_output_has_functions_bridges_and_registers() -> None:
     tree = HostTree.of(CapturedFiles(parse_capture(TEXT.encode()).answers))
     bridge, gpu, nic = pci_devices(tree)
     assert (bridge.class_code, bridge.driver, bridge.numa_node, bridge.iommu_group) == (0x060400, "pcieport", 0, "4")
@@ -114,7 +114,7 @@ def test_the_text_of_lspci_has_functions_bridges_and_registers() -> None:
     assert not denied.is_whole
 
 
-def test_a_copied_tree_has_ports_and_follows_no_link_out_of_it(tmp_path: Path) -> None:
+def test_copied_tree_has_ports_and_follows_no_outer_link(tmp_path: Path) -> None:
     port = tmp_path / "copy" / "mlx5_0" / "ports" / "1"
     port.mkdir(parents=True)
     (port / "state").write_text("4: ACTIVE")
@@ -122,8 +122,8 @@ def test_a_copied_tree_has_ports_and_follows_no_link_out_of_it(tmp_path: Path) -
     (tmp_path / "secret").write_text("secret")
     (port / "phys_state").symlink_to(tmp_path / "secret")
     (port / "link_layer").symlink_to("../../../../secret")
-    found = replayed(read_capture(tmp_path / "copy"))
-    (device,) = found.facts.rdma_devices
+    machine = replayed(read_capture(tmp_path / "copy"))
+    (device,) = machine.facts.rdma_devices
     (active,) = device.ports
     assert (active.state, active.rate, active.physical_state, active.link_layer) == (
         "ACTIVE",
@@ -138,13 +138,13 @@ def chain(count: int) -> bytes:
     return b'<system><cpu numaid="0">' + opened + b"</pci>" * count + b"</cpu></system>"
 
 
-BOMB = b"""<?xml version="1.0"?><!DOCTYPE system [<!ENTITY a "aaaaaaaaaa">
+ENTITY_BOMB = b"""<?xml version="1.0"?><!DOCTYPE system [<!ENTITY a "aaaaaaaaaa">
 <!ENTITY b "&a;&a;&a;&a;&a;&a;&a;&a;&a;&a;">]><system><cpu numaid="0">&b;</cpu></system>"""
 BAD_XML = {
     "cut off": XML[:200],
     "empty": b"<system></system>",
     "another root": b"<topology/>",
-    "a bomb": BOMB,
+    "an entity bomb": ENTITY_BOMB,
     "an external entity": b'<!DOCTYPE system [<!ENTITY e SYSTEM "file:///etc/passwd">]><system>&e;</system>',
     "no address": b'<system><cpu numaid="0"><pci busid="../../etc"/></cpu></system>',
     "no node": b'<system><cpu numaid="x"><pci busid="0000:1a:00.0"/></cpu></system>',
@@ -152,7 +152,7 @@ BAD_XML = {
     "no class": b'<system><cpu numaid="0"><pci busid="0000:1a:00.0" class="gpu"/></cpu></system>',
     "a name with a path": b'<system><cpu><pci busid="0000:1a:00.0"><nic><net name="../a"/></nic></pci></cpu></system>',
     "too deep": chain(100),
-    "no text": b"<\xff\xfe\x00",
+    "not UTF-8": b"<\xff\xfe\x00",
 }
 LOOP = (
     "01:00.0 PCI bridge: a\n\tBus: primary=02, secondary=02,\n02:00.0 PCI bridge: b\n\tBus: primary=01, secondary=01,\n"
@@ -165,21 +165,21 @@ BAD_TEXT = {
 
 
 @pytest.mark.parametrize("name", BAD_XML)
-def test_a_bad_topology_is_one_clear_error(name: str) -> None:
+def test_bad_topology_is_one_clear_error(name: str) -> None:
     with pytest.raises(UsageError, match="NCCL topology: ") as caught:
         parse_capture(BAD_XML[name])
     assert caught.value.reason is Reason.MALFORMED
 
 
 @pytest.mark.parametrize("name", BAD_TEXT)
-def test_a_bad_text_of_lspci_is_one_clear_error(name: str) -> None:
+def test_bad_lspci_output_is_one_clear_error(name: str) -> None:
     with pytest.raises(UsageError, match="lspci: ") as caught:
         parse_capture(BAD_TEXT[name].encode())
     assert caught.value.reason is Reason.MALFORMED
 
 
-def test_a_copied_tree_with_a_pipe_or_nothing_known_is_one_clear_error(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="neither a tree with sys"):
+def test_bad_copied_tree_is_one_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="contains neither sys nor proc"):
         read_capture(tmp_path)
     (tmp_path / "mlx5_0" / "ports").mkdir(parents=True)
     os.mkfifo(tmp_path / "mlx5_0" / "fw_ver")
@@ -189,30 +189,30 @@ def test_a_copied_tree_with_a_pipe_or_nothing_known_is_one_clear_error(tmp_path:
 
 
 @REAL
-def test_the_h100_dump_of_nccl_has_these_distances(captures: Path) -> None:
-    found = topology(replayed(read_capture(captures / "oci-hpc" / "H100-topology.xml")))
-    # Written by hand from the file: every GPU shares a switch with one dual-port NIC, four of each on a CPU.
+def test_h100_topology_has_the_expected_distances(captures: Path) -> None:
+    tree = topology(replayed(read_capture(captures / "oci-hpc" / "H100-topology.xml")))
+    # According to the file, every GPU shares a switch with one dual-port NIC, and each CPU has four of both.
     ports = ["0 1", "3 4", "5 6", "7 8", "9 10", "12 13", "14 15", "16 17"]
     nics = [[f"mlx5_{number}" for number in pair.split()] for pair in ports]
-    names = [place.name for place in found.places if place.kind == "gpu"]
+    names = [device.name for device in tree.places if device.kind == "gpu"]
     assert names == [f"GPU{number}" for number in range(8)]
-    assert {place.name for place in found.places if place.kind == "nic"} == set(itertools.chain(*nics))
+    assert {device.name for device in tree.places if device.kind == "nic"} == set(itertools.chain(*nics))
     for gpu, of_nic in itertools.product(range(8), range(8)):
         expected = "PIX" if gpu == of_nic else "PHB" if gpu // 4 == of_nic // 4 else "SYS"
-        assert {found.distance(f"GPU{gpu}", name).name for name in nics[of_nic]} == {expected}
+        assert {tree.distance(f"GPU{gpu}", name).name for name in nics[of_nic]} == {expected}
 
 
 @REAL
-def test_the_topology_of_a_virtual_machine_pairs_each_gpu_with_one_nic(captures: Path) -> None:
-    found = topology(replayed(read_capture(captures / "azhpc-images" / "ndv5-topo.xml")))
-    gpus, nics = ([place for place in found.places if place.kind == kind] for kind in ("gpu", "nic"))
+def test_virtual_machine_topology_pairs_gpus_and_nics(captures: Path) -> None:
+    tree = topology(replayed(read_capture(captures / "azhpc-images" / "ndv5-topo.xml")))
+    gpus, nics = ([device for device in tree.places if device.kind == kind] for kind in ("gpu", "nic"))
     assert (len(gpus), len(nics)) == (8, 8)
     for gpu in gpus:
-        assert [found.distance(gpu.name, nic.name).name for nic in nics].count("PIX") == 1
+        assert [tree.distance(gpu.name, nic.name).name for nic in nics].count("PIX") == 1
 
 
 @REAL
-def test_the_hgx_host_has_55_acs_controls_of_which_four_redirect_and_none_is_between_gpu_and_nic(
+def test_hgx_host_has_no_acs_redirect_between_gpu_and_nic(
     captures: Path,
 ) -> None:
     machine = replayed(read_capture(captures / "gpud" / "lspci-vvv-hgx-h100.txt.gz"))
@@ -230,17 +230,17 @@ def test_the_hgx_host_has_55_acs_controls_of_which_four_redirect_and_none_is_bet
 
 
 @REAL
-def test_the_infiniband_tree_has_its_ports_and_rates(captures: Path) -> None:
+def test_infiniband_tree_has_ports_and_rates(captures: Path) -> None:
     machine = replayed(read_capture(captures / "gpud" / "sys-class-infiniband-h100.0"))
     ndr = ("400 Gb/sec (4X NDR)", "InfiniBand", "28.41.1000")
     expected = {f"mlx5_{number}": ndr for number in (0, 1, 4, 5, 6, 7, 8, 9)}
     expected["mlx5_bond_0"] = ("200 Gb/sec (2X NDR)", "Ethernet", "32.38.3056")
-    found = {}
+    ports = {}
     for device in machine.facts.rdma_devices:
         (port,) = device.ports
         assert (port.number, port.state, port.physical_state) == (1, "ACTIVE", "LinkUp")
-        found[device.name] = (port.rate, port.link_layer, device.firmware)
-    assert found == expected
+        ports[device.name] = (port.rate, port.link_layer, device.firmware)
+    assert ports == expected
     finding = rule_of("port-down").apply(machine)
     assert finding.verdict is Verdict.PASS
     assert "mlx5_1 was down 255 times" in finding.text
@@ -248,7 +248,7 @@ def test_the_infiniband_tree_has_its_ports_and_rates(captures: Path) -> None:
 
 @pytest.mark.timeout(FUZZ_S + 100)
 @pytest.mark.parametrize("importer", ["nccl", "lspci", "folder"])
-def test_the_fuzzer_finds_nothing(importer: str) -> None:
+def test_fuzzer_finds_no_defect(importer: str) -> None:
     fuzzer = Path(__file__).resolve().parents[1] / "support" / "fuzz_importers.py"
     command = [sys.executable, str(fuzzer), importer, "--seconds", str(FUZZ_S)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=FUZZ_S + 80)

@@ -1,4 +1,4 @@
-"""What links can carry: of GPUs as NVML or sysfs has them, of ports that are up; in a virtual machine nobody knows."""
+"""Limits of the transfer rate: links of GPUs according to NVML or sysfs, and active ports."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from support.hosts import host_facts
 from support.machines import GOOD, GPU, machine
 
 from gdrkit.host import NvmlFacts
-from gdrkit.inventory import device_limit, topology, way_limit
+from gdrkit.inventory import device_limit, path_limit, topology
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 FACTS = host_facts(gpus=1, nics=1)
 
 
-def of_gpu(facts: Facts) -> float | None:
+def gpu_limit(facts: Facts) -> float | None:
     limit = device_limit(facts, devices={0}, nics=())
     return None if limit is None else round(limit.gb_per_s, 2)
 
@@ -40,20 +40,20 @@ def of_gpu(facts: Facts) -> float | None:
         ("32.0 GT/s PCIe", "9" * 5000, None),
     ],
 )
-def test_what_a_link_carries(speed: str | None, width: str | None, rate: float | None) -> None:
+def test_limit_of_a_link_follows_from_speed_and_width(speed: str | None, width: str | None, rate: float | None) -> None:
     (gpu,) = FACTS.gpus
     trained = dataclasses.replace(gpu, link_speed=speed, link_width=width)
-    assert of_gpu(dataclasses.replace(FACTS, gpus=(trained,))) == rate
+    assert gpu_limit(dataclasses.replace(FACTS, gpus=(trained,))) == rate
 
 
-def test_a_way_is_bounded_by_its_slowest_part_and_by_no_other() -> None:
+def test_limit_of_a_path_is_its_slowest_link() -> None:
     limit = device_limit(FACTS, devices={0}, nics={"mlx5_0"})
     assert limit is not None
     assert (limit.gb_per_s, limit.why) == (50.0, "the port of mlx5_0, 400 Gb/sec (4X NDR)")
     assert device_limit(FACTS, devices={7}, nics={"mlx5_7"}) is None
 
 
-def test_a_port_that_is_down_bounds_nothing() -> None:
+def test_port_that_is_down_is_not_a_limit() -> None:
     (nic,) = FACTS.rdma_devices
     (port,) = nic.ports
     down = dataclasses.replace(port, number=2, state="DOWN", rate="10 Gb/sec (4X SDR)")
@@ -63,22 +63,22 @@ def test_a_port_that_is_down_bounds_nothing() -> None:
     assert limit.gb_per_s == 50.0
 
 
-def test_an_idle_gpu_is_no_slower_than_what_it_and_its_slot_can_do(tmp_path: Path) -> None:
+def test_limit_of_an_idle_gpu_is_its_maximum_link(tmp_path: Path) -> None:
     (speed,) = (name for name in GOOD if name.endswith(f"/{GPU}/current_link_speed"))
     idle = machine(tmp_path, files={speed: "2.5 GT/s PCIe\n"})
-    assert of_gpu(idle.facts) == 63.02
-    found = way_limit(topology(idle), idle.facts, ["GPU0"])
-    assert found is not None
-    assert round(found.gb_per_s, 2) == 63.02
-    # Where NVML does not know either, it is as trained.
+    assert gpu_limit(idle.facts) == 63.02
+    limit = path_limit(topology(idle), idle.facts, ["GPU0"])
+    assert limit is not None
+    assert round(limit.gb_per_s, 2) == 63.02
+    # If NVML does not report the maximum, the trained speed is the limit.
     facts = idle.facts
     assert facts.nvml is not None
     (link,) = facts.nvml.gpus
-    silent = dataclasses.replace(link, link_generation_max=None)
-    nvml = NvmlFacts(driver_version="580.159.04", gpus=(silent,))
-    assert of_gpu(dataclasses.replace(facts, nvml=nvml)) == 4.0
+    without_maximum = dataclasses.replace(link, link_generation_max=None)
+    nvml = NvmlFacts(driver_version="580.159.04", gpus=(without_maximum,))
+    assert gpu_limit(dataclasses.replace(facts, nvml=nvml)) == 4.0
 
 
-def test_in_a_virtual_machine_nobody_knows() -> None:
+def test_limit_is_unknown_in_a_virtual_machine() -> None:
     facts = dataclasses.replace(FACTS, virtual_machine="kvm")
     assert device_limit(facts, devices={0}, nics={"mlx5_0"}) is None

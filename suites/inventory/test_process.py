@@ -1,4 +1,4 @@
-"""Whether the owner of a handle still runs, from made-up trees of procfs and from real processes."""
+"""Detection whether the owner of a handle still runs, with trees of procfs and with real processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 BOOT = uuid.UUID("11111111-2222-3333-4444-555555555555")
 OWNER = ProcessIdentity(boot_id=BOOT.bytes, process_id=77, namespace=4026531836, started_ticks=1234)
-# A name with everything that a careless reader falls over.
+# The program name contains brackets and spaces, which a simple parser of the line misreads.
 STAT = "77 (a) b (c) {state} 1 77 77 0 -1 4194304 1 0 0 0 0 0 0 0 20 0 1 0 {started} 1000 10"
 
 
@@ -33,29 +33,29 @@ def tree(root: Path, *, boot: str = str(BOOT), namespace: int = 4026531836, stat
 
 
 @pytest.mark.parametrize(
-    ("state", "started", "answer"), [("S", 1234, True), ("R", 1234, True), ("Z", 1234, False), ("S", 1235, False)]
+    ("state", "started", "running"), [("S", 1234, True), ("R", 1234, True), ("Z", 1234, False), ("S", 1235, False)]
 )
-def test_a_process_is_known_by_its_number_and_its_start(
+def test_process_is_identified_by_id_and_start_time(
     tmp_path: Path,
     state: str,
     started: int,
-    answer: bool,  # noqa: FBT001
+    running: bool,  # noqa: FBT001
 ) -> None:
-    assert is_running(OWNER, tree(tmp_path, stat=STAT.format(state=state, started=started))) is answer
+    assert is_running(OWNER, tree(tmp_path, stat=STAT.format(state=state, started=started))) is running
 
 
-def test_nobody_survives_a_boot(tmp_path: Path) -> None:
+def test_process_of_an_earlier_boot_is_not_running(tmp_path: Path) -> None:
     later = tree(tmp_path, boot=str(uuid.UUID(int=1)), stat=STAT.format(state="S", started=1234))
     assert is_running(OWNER, later) is False
 
 
-def test_another_container_is_not_judged(tmp_path: Path) -> None:
-    found = tree(tmp_path, namespace=4026531999)
-    assert is_running(OWNER, found) is None
-    assert is_running(replace(OWNER, namespace=0), found) is None
+def test_process_in_another_container_is_unknown(tmp_path: Path) -> None:
+    other = tree(tmp_path, namespace=4026531999)
+    assert is_running(OWNER, other) is None
+    assert is_running(replace(OWNER, namespace=0), other) is None
 
 
-def test_a_real_process_is_seen_to_end() -> None:
+def test_real_process_is_running_until_it_ends() -> None:
     assert is_running(this_process()) is True
     code = (
         "from gdrkit.host import this_process; i = this_process();"
@@ -75,7 +75,7 @@ def test_a_real_process_is_seen_to_end() -> None:
     assert is_running(owner) is False
 
 
-def test_the_thread_that_waited_longest_for_a_processor_counts(tmp_path: Path) -> None:
+def test_starvation_is_that_of_the_longest_waiting_thread(tmp_path: Path) -> None:
     for thread, text in {"77": "5000 1500000000 9\n", "78": "0 2500000000 1\n", "79": "strange", "80": ""}.items():
         (tmp_path / "proc/77/task" / thread).mkdir(parents=True)
         (tmp_path / "proc/77/task" / thread / "schedstat").write_text(text)

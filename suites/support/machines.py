@@ -217,7 +217,7 @@ def machine(
         Fields of the facts that are different.
     """
     _written(root, {**GOOD, **(files or {})}, {**LINKS, **(links or {})})
-    found = probe(HostTree(root), environment=environment or {}, ask_apis=False)
+    found = probe(HostTree(root), environment=environment or {}, query_apis=False)
     device = CudaDeviceFacts(
         index=0, name="NVIDIA H200", uuid="GPU-0", pci_bus_id=GPU, attributes=_ATTRIBUTES | dict(attributes or {})
     )

@@ -11,7 +11,7 @@ from gdrkit import evidence, host
 from gdrkit.harness.case import CASE
 from gdrkit.harness.needs import declared
 from gdrkit.harness.session import SESSION
-from gdrkit.inventory import Machine, topology, way_limit
+from gdrkit.inventory import Machine, path_limit, topology
 from gdrkit.qualify.throughput import is_of_hardware, judge
 from gdrkit.report.substrate import Substrate
 from gdrkit.verdict import Verdict
@@ -168,7 +168,7 @@ def judge_numbers(item: pytest.Item) -> None:
     unread = evidence.KernelLog(lines=(), unreadable="not asked for")
     machine = Machine(files=host.DiskFiles(), facts=session.facts, kernel_log=unread, environment={})
     places = topology(machine)
-    limits = {name: limit for name, way in ways.items() if (limit := way_limit(places, session.facts, way))}
+    limits = {name: limit for name, way in ways.items() if (limit := path_limit(places, session.facts, way))}
     judged = judge(item.nodeid, kept.numbers, profile=session.profile, limits=limits)
     kept["judged"] = judged
     failed = [each.text for each in judged if each.verdict is Verdict.FAIL]

@@ -1,8 +1,8 @@
-"""Importers, which make captures of NCCL's topology XML, of the text of lspci, and of a copied tree of sysfs.
+"""Importers, which make captures of NCCL's topology XML, of the output of lspci, and of a copied tree of sysfs.
 
-An importer stores each value under the path that it has in sysfs, so that readers and rules do not know its origin. For
-a value that the file does not state, the capture fails with ENODATA; it never reports such a value as absent. The
-import of a topology XML needs defusedxml, which is loaded only for that.
+An importer stores each value under its path in sysfs, so that readers and rules do not depend on the origin. A read of
+a value that the file does not state fails with ENODATA, and the value is not reported as absent. Only the import of a
+topology XML loads defusedxml.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import os
 import stat
 from typing import TYPE_CHECKING
 
-from gdrkit.inventory.capture import SCHEMA_VERSION, Answers, Capture
+from gdrkit.inventory.capture import SCHEMA_VERSION, Capture, RecordedReads
 from gdrkit.inventory.importers.functions import malformed
 
 if TYPE_CHECKING:
@@ -45,42 +45,44 @@ def import_folder(folder: Path) -> Capture:
         raise malformed(source, f"cannot be listed: {error.strerror}") from error
     is_root = any(name in _ROOTS for name in names)
     if not is_root and not any((folder / name / "ports").is_dir() for name in names):
-        raise malformed(source, "neither a tree with sys or proc in it, nor a copy of /sys/class/infiniband")
+        raise malformed(source, "it contains neither sys nor proc, and is not a copy of /sys/class/infiniband")
     walker = _Walker(folder)
     walker.walk("" if is_root else _INFINIBAND, folder, depth=0)
     if is_root:
         # Only a part of the root was copied, so a name that is missing there is unknown and not absent.
         walker.answers.folders.pop("/", None)
-    kind = "copied tree" if is_root else "copied /sys/class/infiniband"
-    return Capture(schema_version=SCHEMA_VERSION, origin=kind, answers=walker.answers)
+    origin = "copied tree" if is_root else "copied /sys/class/infiniband"
+    return Capture(schema_version=SCHEMA_VERSION, origin=origin, answers=walker.answers)
 
 
 class _Walker:
+    """Recursive reader of a copied folder, with limits."""
+
     def __init__(self, root: Path) -> None:
-        self.answers = Answers()
+        self.answers = RecordedReads()
         self._source = str(root)
-        self._left_bytes, self._left_files = _TOTAL_BYTES_MAX, _FILES_MAX
+        self._bytes_left, self._files_left = _TOTAL_BYTES_MAX, _FILES_MAX
 
     def walk(self, name: str, folder: Path, *, depth: int) -> None:
         """Import the contents of `folder`, whose path on the captured machine is `name`."""
         if depth > _DEPTH_MAX:
-            raise malformed(self._source, f"more than {_DEPTH_MAX} folders in each other")
+            raise malformed(self._source, f"folders are nested more than {_DEPTH_MAX} deep")
         try:
             with os.scandir(folder) as entries:
-                found = sorted(itertools.islice(entries, self._left_files + 1), key=lambda entry: entry.name)
-            self.answers.folders[name or "/"] = tuple(entry.name for entry in found)
-            for entry in found:
-                self._take(f"{name}/{entry.name}", entry, folder, depth)
+                limited = sorted(itertools.islice(entries, self._files_left + 1), key=lambda entry: entry.name)
+            self.answers.folders[name or "/"] = tuple(entry.name for entry in limited)
+            for entry in limited:
+                self._import_entry(f"{name}/{entry.name}", entry, folder, depth)
         except UnicodeEncodeError as error:
-            raise malformed(self._source, "a name in it is no UTF-8") from error
+            raise malformed(self._source, "a file name is not UTF-8") from error
         except OSError as error:
             raise malformed(self._source, f"{name or '/'} cannot be read: {error.strerror}") from error
 
-    def _take(self, path: str, entry: os.DirEntry[str], folder: Path, depth: int) -> None:
-        self._left_files -= 1
-        if self._left_files < 0:
+    def _import_entry(self, path: str, entry: os.DirEntry[str], folder: Path, depth: int) -> None:
+        self._files_left -= 1
+        if self._files_left < 0:
             raise malformed(self._source, f"more than {_FILES_MAX} files")
-        self._count(path, len(path.encode()))  # encode() raises an error for a name that is not text.
+        self._count_bytes(path, len(path.encode()))  # encode() raises an error for a name that is not UTF-8.
         mode = entry.stat(follow_symlinks=False).st_mode
         if stat.S_ISLNK(mode):
             self.answers.links[path] = target = str((folder / entry.name).readlink())
@@ -88,22 +90,22 @@ class _Walker:
         elif stat.S_ISDIR(mode):
             self.walk(path, folder / entry.name, depth=depth + 1)
         elif stat.S_ISREG(mode):
-            self._keep(path, entry.path)
+            self._import_file(path, entry.path)
         else:
             raise malformed(self._source, f"{path} is neither a file nor a folder nor a link")
 
-    def _keep(self, path: str, place: str) -> None:
-        with os.fdopen(os.open(place, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+    def _import_file(self, path: str, source: str) -> None:
+        with os.fdopen(os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             data = file.read(_FILE_BYTES_MAX + 1)
         if len(data) > _FILE_BYTES_MAX:
-            raise malformed(self._source, f"{path}: more than {_FILE_BYTES_MAX} bytes in one file")
-        self._count(path, len(data))
+            raise malformed(self._source, f"{path} has more than {_FILE_BYTES_MAX} bytes")
+        self._count_bytes(path, len(data))
         try:
             self.answers.texts[path] = data.decode("utf-8")
         except UnicodeDecodeError:
             self.answers.binaries[path] = base64.b64encode(data).decode()
 
-    def _count(self, path: str, length_bytes: int) -> None:
-        self._left_bytes -= length_bytes
-        if self._left_bytes < 0:
-            raise malformed(self._source, f"{path}: more than {_TOTAL_BYTES_MAX} bytes of names and contents")
+    def _count_bytes(self, path: str, length_bytes: int) -> None:
+        self._bytes_left -= length_bytes
+        if self._bytes_left < 0:
+            raise malformed(self._source, f"{path}: names and contents have more than {_TOTAL_BYTES_MAX} bytes")

@@ -1,4 +1,4 @@
-"""Conversion of PCI functions to captured answers under their paths in sysfs."""
+"""Conversion of PCI functions to recorded reads of sysfs."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import re
 from dataclasses import dataclass, field
 
 from gdrkit.errors import Reason, UsageError
-from gdrkit.inventory.capture import FUNCTIONS_MAX, Answers
+from gdrkit.inventory.capture import FUNCTIONS_MAX, RecordedReads
 
-__all__ = ["DEPTH_MAX", "FUNCTIONS_MAX", "Function", "address_of", "answers_of", "malformed"]
+__all__ = ["DEPTH_MAX", "FUNCTIONS_MAX", "PciFunction", "malformed", "parse_address", "sysfs_reads"]
 
 _ADDRESS = re.compile(r"(?:([0-9a-f]{4,8}):)?([0-9a-f]{2}):([0-9a-f]{2})\.([0-7])", re.IGNORECASE)
 DEPTH_MAX = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Function:
+class PciFunction:
     """One PCI function.
 
     Attributes
@@ -50,35 +50,35 @@ def malformed(source: str, detail: str) -> UsageError:
     return UsageError(f"{source}: {detail}", reason=Reason.MALFORMED)
 
 
-def address_of(text: str, source: str) -> str:
+def parse_address(text: str, source: str) -> str:
     """Return a PCI address (``19:00.0``, ``00000000:19:00.0``) in the form of sysfs, ``0000:19:00.0``."""
-    found = _ADDRESS.fullmatch(text.strip())
-    if found is None:
-        message = f"{text[:40]!r} is no PCI address"
+    match = _ADDRESS.fullmatch(text.strip())
+    if match is None:
+        message = f"{text[:40]!r} is not a PCI address"
         raise malformed(source, message)
-    domain, bus, device, function = found.groups()
+    domain, bus, device, function = match.groups()
     return f"{int(domain or '0', 16):04x}:{bus}:{device}.{function}".lower()
 
 
-def answers_of(functions: dict[str, Function]) -> Answers:
-    """Return the answers that sysfs would have given about these functions, and no others."""
-    answers = Answers()
-    answers.folders["/sys/bus/pci/devices"] = tuple(sorted(functions))
-    names = sorted(name for one in functions.values() for name in one.rdma_names)
+def sysfs_reads(functions: dict[str, PciFunction]) -> RecordedReads:
+    """Return the reads of sysfs that would give these functions."""
+    reads = RecordedReads()
+    reads.folders["/sys/bus/pci/devices"] = tuple(sorted(functions))
+    names = sorted(name for function in functions.values() for name in function.rdma_names)
     if names:
-        answers.folders["/sys/class/infiniband"] = tuple(names)
-    for address, one in functions.items():
-        place = "/".join(("/sys/devices", one.root, *one.above, address))
-        answers.links[f"/sys/bus/pci/devices/{address}"] = f"../../..{place.removeprefix('/sys')}"
-        for name, text in one.files.items():
-            answers.texts[f"{place}/{name}"] = text
-        if one.config is not None:
-            answers.binaries[f"{place}/config"] = _base64(one.config)
-        for name, target in one.links.items():
-            answers.links[f"{place}/{name}"] = target
-        for name in one.rdma_names:
-            answers.links[f"/sys/class/infiniband/{name}/device"] = f"/sys/bus/pci/devices/{address}"
-    return answers
+        reads.folders["/sys/class/infiniband"] = tuple(names)
+    for address, function in functions.items():
+        folder = "/".join(("/sys/devices", function.root, *function.above, address))
+        reads.links[f"/sys/bus/pci/devices/{address}"] = f"../../..{folder.removeprefix('/sys')}"
+        for name, text in function.files.items():
+            reads.texts[f"{folder}/{name}"] = text
+        if function.config is not None:
+            reads.binaries[f"{folder}/config"] = _base64(function.config)
+        for name, target in function.links.items():
+            reads.links[f"{folder}/{name}"] = target
+        for name in function.rdma_names:
+            reads.links[f"/sys/class/infiniband/{name}/device"] = f"/sys/bus/pci/devices/{address}"
+    return reads
 
 
 def _base64(data: bytes) -> str:

@@ -1,9 +1,8 @@
-"""Importer of the text of ``lspci -vvv`` (also with -D, -n, -nn).
+"""Importer of the output of ``lspci -vvv`` (also with -D, -n, -nn).
 
-The text does not contain the config space, but it describes registers of it. The importer writes them back as the bytes
-from which lspci read them, so that the reader of config space also works on such a capture. A register that the text
-does not name is in no capability. If lspci ran without root it printed ``<access denied>``; then only a header is
-stored, which is all that such a user can read.
+The output does not contain the config space, but it describes registers of it. The importer converts them back to the
+bytes that lspci read, so that the reader of config space also works on such a capture. If lspci ran without root, it
+printed ``<access denied>``; then the importer stores only the header, which is all that such a user can read.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from gdrkit.inventory.capture import SCHEMA_VERSION, Capture
 from gdrkit.inventory.importers.functions import (
     DEPTH_MAX,
     FUNCTIONS_MAX,
-    Function,
-    address_of,
-    answers_of,
+    PciFunction,
     malformed,
+    parse_address,
+    sysfs_reads,
 )
 
 __all__ = ["import_lspci"]
@@ -64,7 +63,7 @@ _RELAXED_ORDERING, _ATS_ENABLE = 0x10, 0x8000
 
 @dataclass
 class _Block:
-    """The lines of the text about one function."""
+    """The lines of the output about one function."""
 
     address: str
     head: str
@@ -72,13 +71,12 @@ class _Block:
 
     def first(self, name: str) -> str | None:
         """Return the text after ``name:`` in the first line that begins with it, or None."""
-        found = (line.strip() for line in self.lines if line.strip().startswith(f"{name}:"))
-        line = next(found, None)
+        line = next((line.strip() for line in self.lines if line.strip().startswith(f"{name}:")), None)
         return None if line is None else line.partition(":")[2].strip()
 
 
 def import_lspci(data: bytes) -> Capture:
-    """Parse the text of lspci and return it as a capture.
+    """Parse the output of lspci and return it as a capture.
 
     Raises
     ------
@@ -88,49 +86,50 @@ def import_lspci(data: bytes) -> Capture:
     """
     blocks = _blocks(data)
     if not blocks:
-        raise malformed(_SOURCE, "no line that begins with a PCI address")
-    below: dict[str, str] = {}
+        raise malformed(_SOURCE, "no line begins with a PCI address")
+    bridges: dict[str, str] = {}
     for block in blocks.values():
         for line in block.lines:
             bus = _BUS.match(line)
             if bus and bus[2] != "00":
-                below.setdefault(f"{block.address[:-7]}{bus[2].lower()}", block.address)
-    functions = {address: _function(block, below) for address, block in blocks.items()}
-    return Capture(schema_version=SCHEMA_VERSION, origin="text of lspci", answers=answers_of(functions))
+                bridges.setdefault(f"{block.address[:-7]}{bus[2].lower()}", block.address)
+    functions = {address: _function(block, bridges) for address, block in blocks.items()}
+    return Capture(schema_version=SCHEMA_VERSION, origin="output of lspci", answers=sysfs_reads(functions))
 
 
 def _blocks(data: bytes) -> dict[str, _Block]:
     blocks: dict[str, _Block] = {}
     block: _Block | None = None
-    kept = 0
+    line_count = 0
     for raw in io.BytesIO(data):
         line = raw.decode("utf-8", "replace").rstrip("\r\n")
         head = _HEAD.match(line)
         if head:
-            block = _Block(address_of(head[1], _SOURCE), head[2])
+            block = _Block(parse_address(head[1], _SOURCE), head[2])
             if block.address in blocks:
-                raise malformed(_SOURCE, f"{block.address} stands in it twice")
+                raise malformed(_SOURCE, f"it contains {block.address} twice")
             if len(blocks) >= FUNCTIONS_MAX:
                 raise malformed(_SOURCE, f"more than {FUNCTIONS_MAX} functions")
             blocks[block.address] = block
         elif block is not None and line[:1].isspace():
-            kept += 1
-            if kept > _LINES_MAX:
+            line_count += 1
+            if line_count > _LINES_MAX:
                 raise malformed(_SOURCE, f"more than {_LINES_MAX} lines")
             block.lines.append(line)
     return blocks
 
 
-def _function(block: _Block, below: dict[str, str]) -> Function:
+def _function(block: _Block, bridges: dict[str, str]) -> PciFunction:
+    """Return the function of a block. `bridges` has the bridge above each bus."""
     above: list[str] = []
     bus = block.address[:-5]
-    while (bridge := below.get(bus)) is not None:
+    while (bridge := bridges.get(bus)) is not None:
         if bridge in above or bridge == block.address or len(above) > DEPTH_MAX:
-            raise malformed(_SOURCE, f"the bridges above {block.address} lead back to themselves")
+            raise malformed(_SOURCE, f"the bridges above {block.address} form a cycle")
         above.insert(0, bridge)
         bus = bridge[:-5]
-    vendor, device, kind = _identity(block.head)
-    files = {"vendor": f"{vendor:#06x}", "device": f"{device:#06x}", "class": f"{kind:#08x}"}
+    vendor, device, class_code = _identity(block.head)
+    files = {"vendor": f"{vendor:#06x}", "device": f"{device:#06x}", "class": f"{class_code:#08x}"}
     node = (block.first("NUMA node") or "").split()
     files["numa_node"] = node[0] if node and node[0].isdecimal() else "-1"
     for name, end in (("LnkSta", "current"), ("LnkCap", "max")):
@@ -138,7 +137,7 @@ def _function(block: _Block, below: dict[str, str]) -> Function:
         if link:
             files[f"{end}_link_speed"] = f"{link[1].removesuffix('GT/s')} GT/s PCIe"
             files[f"{end}_link_width"] = link[2].removeprefix("x")
-    return Function(
+    return PciFunction(
         address=block.address,
         root=f"pci{bus}",
         above=tuple(above),
@@ -156,26 +155,27 @@ def _links(block: _Block) -> dict[str, str]:
 
 def _identity(head: str) -> tuple[int, int, int]:
     """Return the numbers of vendor, device and class; 0 for a name that this module does not know."""
-    plain = _ONLY_NUMBERS.match(head)
-    if plain:
-        return int(plain[2], 16), int(plain[3], 16), int(plain[1], 16) << 8
+    numeric = _ONLY_NUMBERS.match(head)
+    if numeric:
+        return int(numeric[2], 16), int(numeric[3], 16), int(numeric[1], 16) << 8
     name, _, rest = head.partition(": ")
-    numbered = _CLASS_NUMBER.search(head)
-    word = name.partition(" [")[0]
-    kind = int(numbered[1], 16) << 8 if numbered and word not in _CLASSES else _CLASSES.get(word, 0)
+    class_number = _CLASS_NUMBER.search(head)
+    class_name = name.partition(" [")[0]
+    is_known = class_name in _CLASSES
+    class_code = int(class_number[1], 16) << 8 if class_number and not is_known else _CLASSES.get(class_name, 0)
     ids = _NUMBERS.search(rest)
     if ids:
-        return int(ids[1], 16), int(ids[2], 16), kind
-    vendor = next((number for word, number in _VENDORS.items() if rest.startswith(word)), 0)
+        return int(ids[1], 16), int(ids[2], 16), class_code
+    vendor = next((number for name, number in _VENDORS.items() if rest.startswith(name)), 0)
     device = re.search(r"Device ([0-9a-f]{4})\b", rest)
-    return vendor, int(device[1], 16) if device else 0, kind
+    return vendor, int(device[1], 16) if device else 0, class_code
 
 
 def _config(block: _Block) -> bytes:
     if any("<access denied>" in line for line in block.lines):
         return bytes(_HEADER_BYTES)
     data = bytearray(_CONFIG_BYTES)
-    request = next((found for line in block.lines if (found := _READ_REQUEST.search(line))), None)
+    request = next((match for line in block.lines if (match := _READ_REQUEST.search(line))), None)
     if request:
         struct.pack_into("<H", data, 0x06, 0x10)
         data[0x34], data[_EXPRESS_AT] = _EXPRESS_AT, 0x10
@@ -188,8 +188,8 @@ def _config(block: _Block) -> bytes:
     if ats is not None:
         extended.append((_ATS_AT, 0x000F, _ATS_ENABLE if "Enable+" in ats else 0))
     # The list of extended capabilities begins at 0x100, whichever capability is the first.
-    for index, (_, kind, control) in enumerate(extended):
+    for index, (_, capability_id, control) in enumerate(extended):
         at = _ACS_AT if index == 0 else _ATS_AT
         following = _ATS_AT if index + 1 < len(extended) else 0
-        struct.pack_into("<IHH", data, at, kind | 1 << 16 | following << 20, 0, control)
+        struct.pack_into("<IHH", data, at, capability_id | 1 << 16 | following << 20, 0, control)
     return bytes(data)

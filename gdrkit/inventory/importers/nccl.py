@@ -1,8 +1,8 @@
 """Importer of NCCL's topology XML (from ``NCCL_TOPO_DUMP_FILE``, or written by hand).
 
 The file has CPUs, PCI functions nested below them, and RDMA devices (``net``) of functions. It has no host bridges. The
-importer puts all functions that are directly below one ``cpu`` below one host bridge with a made-up name, because NCCL
-itself calls the distance between such functions PHB.
+importer puts all functions that are directly below one ``cpu`` below one invented host bridge, because NCCL itself
+calls the distance between such functions PHB.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from gdrkit.inventory.capture import SCHEMA_VERSION, Capture
 from gdrkit.inventory.importers.functions import (
     DEPTH_MAX,
     FUNCTIONS_MAX,
-    Function,
-    address_of,
-    answers_of,
+    PciFunction,
     malformed,
+    parse_address,
+    sysfs_reads,
 )
 
 if TYPE_CHECKING:
@@ -55,21 +55,21 @@ def import_nccl_topology(data: bytes) -> Capture:
         raise malformed(_SOURCE, f"{len(data)} bytes, more than {_BYTES_MAX}")
     if data.count(b"<") > _ELEMENTS_MAX or data.count(b"=") > _ATTRIBUTES_MAX:
         raise malformed(_SOURCE, f"more than {_ELEMENTS_MAX} elements or {_ATTRIBUTES_MAX} attributes")
-    system = _parsed(data)
+    system = _parse_xml(data)
     if system.tag != "system":
-        raise malformed(_SOURCE, f"begins with <{system.tag[:40]}>, not with <system>")
-    functions: dict[str, Function] = {}
+        raise malformed(_SOURCE, f"the root element must be <system>, not <{system.tag[:40]}>")
+    functions: dict[str, PciFunction] = {}
     for cpu in system.findall("cpu"):
         node = cpu.get("numaid", "-1")
         if not node.lstrip("-").isdecimal() or len(node) > 4:  # noqa: PLR2004 - no host has more nodes.
-            raise malformed(_SOURCE, f"numaid {node[:40]!r} is no number")
-        _walk(cpu, functions, root=f"pci{int(node) & 0xFFFF:04x}:cpu", node=node, above=())
+            raise malformed(_SOURCE, f"numaid {node[:40]!r} is not a number")
+        _import_functions(cpu, functions, root=f"pci{int(node) & 0xFFFF:04x}:cpu", node=node, above=())
     if not functions:
-        raise malformed(_SOURCE, "it has no <pci> below a <cpu>")
-    return Capture(schema_version=SCHEMA_VERSION, origin="NCCL topology XML", answers=answers_of(functions))
+        raise malformed(_SOURCE, "no <cpu> contains a <pci>")
+    return Capture(schema_version=SCHEMA_VERSION, origin="NCCL topology XML", answers=sysfs_reads(functions))
 
 
-def _parsed(data: bytes) -> Element:
+def _parse_xml(data: bytes) -> Element:
     from xml.etree.ElementTree import ParseError
 
     from defusedxml.common import DefusedXmlException
@@ -79,31 +79,33 @@ def _parsed(data: bytes) -> Element:
         # NCCL begins the file with an empty line, which XML does not allow before a declaration; strip() removes it.
         # The data is decoded here, so that a declaration cannot choose another encoding, in which the elements above
         # would not have been counted.
-        found: Element = fromstring(data.decode("utf-8").strip(), forbid_dtd=True)
+        root: Element = fromstring(data.decode("utf-8").strip(), forbid_dtd=True)
     except DefusedXmlException as error:
-        raise malformed(_SOURCE, f"it has what such a file never needs: {error}") from error
+        raise malformed(_SOURCE, f"it has a document type or an entity, which NCCL never writes: {error}") from error
     except (ParseError, ValueError, LookupError, RecursionError) as error:
-        raise malformed(_SOURCE, f"no XML: {error}") from error
-    return found
+        raise malformed(_SOURCE, f"not XML: {error}") from error
+    return root
 
 
-def _walk(parent: Element, functions: dict[str, Function], *, root: str, node: str, above: tuple[str, ...]) -> None:
+def _import_functions(
+    parent: Element, functions: dict[str, PciFunction], *, root: str, node: str, above: tuple[str, ...]
+) -> None:
     if len(above) > DEPTH_MAX:
-        raise malformed(_SOURCE, f"more than {DEPTH_MAX} bridges above each other")
+        raise malformed(_SOURCE, f"bridges are nested more than {DEPTH_MAX} deep")
     for element in parent.findall("pci"):
-        address = address_of(element.get("busid", ""), _SOURCE)
+        address = parse_address(element.get("busid", ""), _SOURCE)
         if address in functions:
-            raise malformed(_SOURCE, f"{address} stands in it twice")
+            raise malformed(_SOURCE, f"it contains {address} twice")
         if len(functions) >= FUNCTIONS_MAX:
             raise malformed(_SOURCE, f"more than {FUNCTIONS_MAX} functions")
-        functions[address] = Function(
+        functions[address] = PciFunction(
             address=address,
             root=root,
             above=above,
             files={"numa_node": node} | _files(element),
             rdma_names=tuple(_rdma_names(element)),
         )
-        _walk(element, functions, root=root, node=node, above=(*above, address))
+        _import_functions(element, functions, root=root, node=node, above=(*above, address))
 
 
 def _files(element: Element) -> dict[str, str]:
@@ -114,7 +116,7 @@ def _files(element: Element) -> dict[str, str]:
         try:
             int(text, 16)
         except ValueError as error:
-            raise malformed(_SOURCE, f"{name} {text[:40]!r} is no number") from error
+            raise malformed(_SOURCE, f"{name} {text[:40]!r} is not a number") from error
     return files
 
 
@@ -122,5 +124,5 @@ def _rdma_names(element: Element) -> list[str]:
     names = [net.get("name", "") for net in element.findall("nic/net")]
     for name in names:
         if not name or "/" in name or name in (".", "..") or not name.isprintable():
-            raise malformed(_SOURCE, f"{name[:40]!r} is no name of a device")
+            raise malformed(_SOURCE, f"{name[:40]!r} is not a device name")
     return names

@@ -23,15 +23,15 @@ RULES: tuple[Rule, ...] = (
 
 
 def rule_of(code: str) -> Rule:
-    """Return the rule of this code.
+    """Return the rule with this code.
 
     Raises
     ------
     UsageError
-        There is no rule of this code.
+        There is no rule with this code.
     """
-    found = next((rule for rule in RULES if rule.code == code), None)
-    if found is None:
-        message = f"no rule {code!r}"
-        raise UsageError(message, what_to_do="`gdrkit explain` lists them all")
-    return found
+    for rule in RULES:
+        if rule.code == code:
+            return rule
+    message = f"there is no rule {code!r}"
+    raise UsageError(message, what_to_do="`gdrkit explain` lists all rules")

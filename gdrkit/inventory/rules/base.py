@@ -32,17 +32,17 @@ if TYPE_CHECKING:
     from gdrkit.inventory.machine import Machine
     from gdrkit.inventory.observation import Observation
 
-__all__ = ["Answer", "Finding", "Look", "Reading", "Rule", "rule"]
+__all__ = ["Finding", "Reading", "Rule", "RuleContext", "RuleResult", "rule"]
 
-Answer: TypeAlias = tuple[Verdict, str]
+RuleResult: TypeAlias = tuple[Verdict, str]
 
-_SHOWN_CHARACTERS = 160
-_SMALLEST_NUMA = 0
+_VALUE_CHARACTERS_MAX = 160
+_NAMES_MAX = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One value that a rule read: its source (a path or a query), and the value as text."""
+    """One value that a rule read: its source `where` (a path or a query), and the value `what` as text."""
 
     where: str
     what: str
@@ -96,7 +96,7 @@ class Rule:
         The sources that the rule reads, for people.
     privilege : str
         The privilege that is needed to read all of them; empty if none is needed.
-    act : str
+    experiment : str
         Name of the experiment that the rule needs; empty for a rule that only reads.
     examine : callable
         The function that examines a machine.
@@ -108,38 +108,38 @@ class Rule:
     remedy: str
     reads: str
     privilege: str
-    act: str
-    examine: Callable[[Look], Answer]
+    experiment: str
+    examine: Callable[[RuleContext], RuleResult]
 
     def apply(self, machine: Machine) -> Finding:
         """Examine one machine and return the finding."""
-        look = Look(machine)
+        context = RuleContext(machine)
         try:
-            verdict, text = self.examine(look)
+            verdict, text = self.examine(context)
         except GdrkitError as error:
-            verdict, text = Verdict.UNPROVEN, f"cannot be judged: {error}"
+            verdict, text = Verdict.UNPROVEN, f"the rule failed: {error}"
         return Finding(
             code=self.code,
             verdict=verdict,
             text=text,
             what_to_do=self.remedy if verdict is Verdict.FAIL else "",
-            read=look.read,
-            unreadable=look.tree.unreadable,
+            read=context.read,
+            unreadable=context.tree.unreadable,
         )
 
 
 def rule(
-    *, code: str, title: str, why: str, remedy: str, reads: str, privilege: str = "", act: str = ""
-) -> Callable[[Callable[[Look], Answer]], Rule]:
+    *, code: str, title: str, why: str, remedy: str, reads: str, privilege: str = "", experiment: str = ""
+) -> Callable[[Callable[[RuleContext], RuleResult]], Rule]:
     """Return a decorator that makes a rule of the function that examines a machine."""
 
-    def made(examine: Callable[[Look], Answer]) -> Rule:
-        return Rule(code, title, why, remedy, reads, privilege, act, examine)
+    def decorator(examine: Callable[[RuleContext], RuleResult]) -> Rule:
+        return Rule(code, title, why, remedy, reads, privilege, experiment, examine)
 
-    return made
+    return decorator
 
 
-class Look:
+class RuleContext:
     """Access of a rule to one machine. It records the values that were read and the files that could not be read."""
 
     def __init__(self, machine: Machine) -> None:
@@ -157,36 +157,38 @@ class Look:
         """The values that were read until now."""
         return tuple(Reading(where, what) for where, what in self._read.items())
 
-    def saw(self, where: str, what: object) -> None:
-        """Record that `what` was read from `where`; a long text is truncated."""
-        text = str(what)
-        self._read[where] = text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 3] + "..."
+    def record(self, source: str, value: object) -> None:
+        """Record that `value` was read from `source`. A long text is truncated."""
+        text = str(value)
+        is_short = len(text) <= _VALUE_CHARACTERS_MAX
+        self._read[source] = text if is_short else text[: _VALUE_CHARACTERS_MAX - 3] + "..."
 
     def text(self, path: str) -> str | None:
         """Return the text of a file, or None if it cannot be read."""
-        found = self.tree.text(path)
-        self.saw(path, self._absence(path) if found is None else found or "nothing in it")
-        return found
+        text = self.tree.text(path)
+        self.record(path, self._absence(path) if text is None else text or "empty")
+        return text
 
     def exists(self, path: str) -> bool:
         """Return whether the path exists."""
-        found = self.tree.exists(path)
-        self.saw(path, "is there" if found else self._absence(path))
-        return found
+        exists = self.tree.exists(path)
+        self.record(path, "exists" if exists else self._absence(path))
+        return exists
 
     def lines(self, path: str, *words: str) -> tuple[str, ...]:
         """Return the lines of a file that contain one of the words."""
-        found = self.tree.lines(path, words)
-        self.saw(f"{path} ({', '.join(words)})", "; ".join(found) or self._absence(path, "no such line"))
-        return found
+        lines = self.tree.lines(path, words)
+        self.record(f"{path} ({', '.join(words)})", "; ".join(lines) or self._absence(path, "no such line"))
+        return lines
 
     def names(self, path: str) -> tuple[str, ...]:
         """Return the names in a folder."""
-        found = self.tree.names(path)
-        self.saw(path, ", ".join(found[:8]) + (" ..." if len(found) > 8 else "") or self._absence(path, "nothing"))  # noqa: PLR2004 - enough to recognize it.
-        return found
+        names = self.tree.names(path)
+        text = ", ".join(names[:_NAMES_MAX]) + (" ..." if len(names) > _NAMES_MAX else "")
+        self.record(path, text or self._absence(path, "no entry"))
+        return names
 
-    def unread(self, path: str) -> str | None:
+    def read_error(self, path: str) -> str | None:
         """Return the name of the errno with which a file could not be read; None if it was read or does not exist."""
         return next((item.errno_name for item in self.tree.unreadable if item.path == path), None)
 
@@ -194,26 +196,27 @@ class Look:
         """Return whether the path was not read when the machine was captured."""
         return any(item.path == path and item.errno == errno.ENODATA for item in self.tree.unreadable)
 
-    def _absence(self, path: str, otherwise: str = "not there") -> str:
-        refused = self.unread(path)
-        return otherwise if refused is None else "not in the capture" if refused == "ENODATA" else f"refused: {refused}"
+    def _absence(self, path: str, default: str = "does not exist") -> str:
+        """Return why nothing was read from a path: the error of the read, or `default`."""
+        error = self.read_error(path)
+        return default if error is None else "not in the capture" if error == "ENODATA" else f"not readable: {error}"
 
     @cached_property
     def gpus(self) -> tuple[PciDevice, ...]:
         """The GPUs on the PCI bus."""
-        return tuple(one for one in self.machine.functions if is_gpu(one))
+        return tuple(function for function in self.machine.functions if is_gpu(function))
 
     @cached_property
     def nic_functions(self) -> tuple[PciDevice, ...]:
-        """The PCI functions of the RDMA devices; if no RDMA device is known, all functions that look like RDMA NICs."""
-        known = {device.pci_address for device in self.facts.rdma_devices}
-        named = tuple(one for one in self.machine.functions if one.address in known)
-        return named or tuple(one for one in self.machine.functions if is_nic(one))
+        """The PCI functions of the RDMA devices, or all functions of the class of NICs if no RDMA device is known."""
+        addresses = {device.pci_address for device in self.facts.rdma_devices}
+        of_rdma_devices = tuple(function for function in self.machine.functions if function.address in addresses)
+        return of_rdma_devices or tuple(function for function in self.machine.functions if is_nic(function))
 
     @cached_property
     def nvme_functions(self) -> tuple[PciDevice, ...]:
         """The NVMe controllers on the PCI bus."""
-        return tuple(one for one in self.machine.functions if is_nvme(one))
+        return tuple(function for function in self.machine.functions if is_nvme(function))
 
     @property
     def has_gpu(self) -> bool:
@@ -228,18 +231,18 @@ class Look:
     @property
     def has_peer_memory(self) -> bool:
         """Whether a kernel module that lets NICs register device addresses is loaded."""
-        places = (
+        paths = (
             "/sys/module/nvidia_peermem",
             "/sys/module/nv_peer_mem",
             "/sys/kernel/mm/memory_peers/nv_mem",
             "/sys/kernel/mm/memory_peers/nv_mem_nc",
         )
-        return any([self.exists(place) for place in places])  # noqa: C419 - every path must be recorded.
+        return any([self.exists(path) for path in paths])  # noqa: C419 - every path must be recorded.
 
-    def possible_ways(self) -> set[str]:
-        """Return the routes by which any NIC was seen to register memory of any device."""
+    def working_routes(self) -> set[str]:
+        """Return the routes by which a NIC has registered the memory of a device."""
         for route in self.facts.routes:
-            self.saw(
+            self.record(
                 f"registration of GPU {route.device_index} with {route.nic} by {route.way}",
                 "works" if route.possible or route.failure is None else route.failure.message,
             )
@@ -259,51 +262,51 @@ class Look:
 
     def config(self) -> tuple[str | None, dict[str, object]]:
         """Return the path and the contents of the cufile.json that the library would read."""
-        path, found = cufile_json.read_config(self.tree, self.machine.environment)
-        self.saw(path or cufile_json.DEFAULT_PATH, "read" if path else "not there; the library's defaults hold")
-        return path, found
+        path, config = cufile_json.read_config(self.tree, self.machine.environment)
+        self.record(path or cufile_json.DEFAULT_PATH, "read" if path else "does not exist; libcufile uses its defaults")
+        return path, config
 
     def file_systems(self) -> tuple[tuple[Mount, BlockDevice | None], ...]:
-        """Return the mounts that hold data: those on a block device, and those of a network or cluster file system."""
-        kinds = ("lustre", "nfs", "nfs4", "wekafs", "beegfs", "gpfs", "scatefs", "virtiofs", "overlay", "tmpfs", "zfs")
-        found = {}
+        """Return the mounts of data: those on a block device, and those of a network or cluster file system."""
+        types = ("lustre", "nfs", "nfs4", "wekafs", "beegfs", "gpfs", "scatefs", "virtiofs", "overlay", "tmpfs", "zfs")
+        mounts = {}
         for mount in self.machine.all_mounts:
-            on_block = not mount.device.startswith("0:")
-            if (on_block or mount.kind in kinds) and not mount.mount_point.startswith(
+            is_on_block_device = not mount.device.startswith("0:")
+            if (is_on_block_device or mount.kind in types) and not mount.mount_point.startswith(
                 ("/dev", "/sys", "/proc", "/run", "/etc")
             ):
-                found[mount.device] = mount
-                self.saw(f"mountinfo {mount.mount_point}", f"{mount.kind} on {mount.source}")
-        return tuple((mount, block_device(self.tree, mount.device)) for mount in found.values())
+                mounts[mount.device] = mount
+                self.record(f"mountinfo {mount.mount_point}", f"{mount.kind} on {mount.source}")
+        return tuple((mount, block_device(self.tree, mount.device)) for mount in mounts.values())
 
-    def observed(self, name: str) -> Observation | None:
+    def observe(self, name: str) -> Observation | None:
         """Return the result of an experiment; see :meth:`Machine.observe`."""
-        seen = self.machine.observe(name)
-        for where, what in seen.seen.items() if seen else ():
-            self.saw(where, what)
-        return seen
+        observation = self.machine.observe(name)
+        for source, value in observation.seen.items() if observation else ():
+            self.record(source, value)
+        return observation
 
-    def tried_cufile(self, name: str) -> Observation | None:
-        """Return the result of an experiment with cuFile; None if there is none, or if a library for it is missing."""
-        found = {library.soname for library in self.facts.libraries if library.path}
-        return self.observed(name) if {"libcufile.so.0", "libcuda.so.1"} <= found else None
+    def observe_cufile(self, name: str) -> Observation | None:
+        """Return the result of an experiment with cuFile. It is None if a library for it is missing."""
+        installed = {library.soname for library in self.facts.libraries if library.path}
+        return self.observe(name) if {"libcufile.so.0", "libcuda.so.1"} <= installed else None
 
     @staticmethod
-    def passes(text: str) -> Answer:
-        """Return the answer that the cause was looked for and is absent."""
+    def passes(text: str) -> RuleResult:
+        """Return the result that the rule looked for the cause, and it is absent."""
         return Verdict.PASS, text
 
     @staticmethod
-    def fails(text: str) -> Answer:
-        """Return the answer that the cause is present."""
+    def fails(text: str) -> RuleResult:
+        """Return the result that the cause is present."""
         return Verdict.FAIL, text
 
     @staticmethod
-    def not_run(text: str) -> Answer:
-        """Return the answer that there is nothing that the cause could affect, or that nothing could be read."""
+    def not_run(text: str) -> RuleResult:
+        """Return the result that there is nothing that the cause could affect, or that nothing could be read."""
         return Verdict.NOT_RUN, text
 
     @staticmethod
-    def unproven(text: str) -> Answer:
-        """Return the answer that the values that were read do not decide it."""
+    def unproven(text: str) -> RuleResult:
+        """Return the result that the values that were read do not decide it."""
         return Verdict.UNPROVEN, text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from gdrkit.inventory.rules.base import Answer, Look, rule
+from gdrkit.inventory.rules.base import RuleContext, RuleResult, rule
 from gdrkit.units import MIB, format_bytes
 
 __all__ = ["RULES"]
@@ -17,71 +17,76 @@ _NO_GID = re.compile(r"[0:]*")
 @rule(
     code="port-down",
     title="a NIC without a usable port",
-    why="What cannot send is no NIC; a port that flaps loses transfers.",
+    why="A NIC without an active port cannot send. A port whose link goes up and down loses transfers.",
     remedy="check cable, switch and subnet manager (InfiniBand) or `ip link set IF up` (RoCE); see link_downed and "
     "symbol_error for a bad cable",
     reads="/sys/class/infiniband/*/ports/*/{state,phys_state,rate} and counters",
 )
-def _port(look: Look) -> Answer:
-    if not look.has_nic:
-        return look.not_run("no RDMA device here")
-    down, up, counted = [], 0, []
-    for device in look.facts.rdma_devices:
+def _port(context: RuleContext) -> RuleResult:
+    if not context.has_nic:
+        return context.not_run("no RDMA device here")
+    down, up, down_counts = [], 0, []
+    for device in context.facts.rdma_devices:
         states = {port.number: (port.state, port.physical_state) for port in device.ports}
         for port in device.ports:
             folder = f"/sys/class/infiniband/{device.name}/ports/{port.number}"
-            look.saw(f"{folder}/state", f"{port.state}, {port.physical_state}, {port.rate}")
-            times = look.tree.number(f"{folder}/counters/link_downed")
-            counted += [f"{device.name} was down {times} times"] if times else []
+            context.record(f"{folder}/state", f"{port.state}, {port.physical_state}, {port.rate}")
+            times = context.tree.number(f"{folder}/counters/link_downed")
+            down_counts += [f"{device.name} was down {times} times"] if times else []
         usable = any(state == "ACTIVE" for state, _ in states.values())
         up += usable
         down += [] if usable else [device.name]
-    if not look.facts.rdma_devices:
-        nics = look.facts.verbs.nics if look.facts.verbs else ()
+    if not context.facts.rdma_devices:
+        nics = context.facts.verbs.nics if context.facts.verbs else ()
         down = [nic.name for nic in nics if not nic.active_ports]
         up = len(nics) - len(down)
-    unstated = [device.name for device in look.facts.rdma_devices if not device.ports]
-    if unstated and not up:
-        return look.not_run("nothing says in which state their ports are")
+    without_ports = [device.name for device in context.facts.rdma_devices if not device.ports]
+    if without_ports and not up:
+        return context.not_run("the state of the ports is unknown")
     if down:
-        return look.fails(f"no active port on {', '.join(down)}")
-    return look.passes("; ".join([f"{up} NICs have an active port", *counted]))
+        return context.fails(f"no active port on {', '.join(down)}")
+    return context.passes("; ".join([f"{up} NICs have an active port", *down_counts]))
 
 
-def _interfaces(look: Look) -> dict[str, tuple[str, ...]]:
+def _interfaces(context: RuleContext) -> dict[str, tuple[str, ...]]:
     """Return the RDMA devices with an Ethernet port, and their network interfaces."""
-    found = {}
-    for device in look.facts.rdma_devices:
+    interfaces = {}
+    for device in context.facts.rdma_devices:
         if any(port.link_layer == "Ethernet" for port in device.ports):
-            names = look.tree.names(f"/sys/class/infiniband/{device.name}/device/net")
-            parent = look.tree.text(f"/sys/class/infiniband/{device.name}/parent")
-            found[device.name] = names or ((parent,) if parent else ())
-    return found
+            names = context.tree.names(f"/sys/class/infiniband/{device.name}/device/net")
+            parent = context.tree.text(f"/sys/class/infiniband/{device.name}/parent")
+            interfaces[device.name] = names or ((parent,) if parent else ())
+    return interfaces
 
 
 @rule(
     code="small-mtu",
-    title="a RoCE interface whose MTU keeps RDMA packets small",
-    why="RDMA packets of 4096 bytes need an interface MTU of 4200; at 1500 they have 1024 bytes, and cost more each.",
+    title="the MTU of a RoCE interface is too small for large RDMA packets",
+    why="RDMA packets of 4096 bytes need an interface MTU of 4200; at 1500 they have 1024 bytes, which costs more per "
+    "byte.",
     remedy="`ip link set IF mtu 4200` (or 9000) on both ends and on the switch",
     reads="/sys/class/net/*/mtu of the interfaces of RoCE devices",
 )
-def _mtu(look: Look) -> Answer:
-    found = _interfaces(look)
-    if not found:
-        return look.not_run("no RoCE device here")
+def _mtu(context: RuleContext) -> RuleResult:
+    interfaces = _interfaces(context)
+    if not interfaces:
+        return context.not_run("no RoCE device here")
     sizes = {
         name: number
-        for names in found.values()
+        for names in interfaces.values()
         for name in names
-        if (number := look.tree.number(f"/sys/class/net/{name}/mtu")) is not None
+        if (number := context.tree.number(f"/sys/class/net/{name}/mtu")) is not None
     }
     for name, number in sizes.items():
-        look.saw(f"/sys/class/net/{name}/mtu", number)
+        context.record(f"/sys/class/net/{name}/mtu", number)
     small = [f"{name} has {number}" for name, number in sizes.items() if number < _MTU_MIN]
     if small:
-        return look.fails("; ".join(small))
-    return look.passes("every MTU is at least 4200") if sizes else look.not_run("their interfaces cannot be seen here")
+        return context.fails("; ".join(small))
+    return (
+        context.passes("every MTU is at least 4200")
+        if sizes
+        else context.not_run("the network interfaces of the RoCE devices cannot be read")
+    )
 
 
 @rule(
@@ -92,74 +97,82 @@ def _mtu(look: Look) -> Answer:
     "belongs to a network namespace",
     reads="/sys/class/infiniband/*/ports/*/gids and gid_attrs/types",
 )
-def _gid(look: Look) -> Answer:
+def _gid(context: RuleContext) -> RuleResult:
     without, known = [], 0
-    for device in look.facts.rdma_devices:
+    for device in context.facts.rdma_devices:
         for port in device.ports:
             folder = f"/sys/class/infiniband/{device.name}/ports/{port.number}"
-            if port.link_layer != "Ethernet" or not (numbers := look.tree.names(f"{folder}/gids")):
+            if port.link_layer != "Ethernet" or not (numbers := context.tree.names(f"{folder}/gids")):
                 continue
             known += 1
-            kinds = set()
+            types = set()
             for number in numbers:
-                gid = look.tree.text(f"{folder}/gids/{number}") or ""
+                gid = context.tree.text(f"{folder}/gids/{number}") or ""
                 if not _NO_GID.fullmatch(gid):
-                    kinds.add(look.tree.text(f"{folder}/gid_attrs/types/{number}") or "unknown")
-            look.saw(f"{folder}/gid_attrs/types", ", ".join(sorted(kinds)) or "no GID")
-            without += [] if "RoCE v2" in kinds else [f"{device.name} port {port.number}"]
+                    types.add(context.tree.text(f"{folder}/gid_attrs/types/{number}") or "unknown")
+            context.record(f"{folder}/gid_attrs/types", ", ".join(sorted(types)) or "no GID")
+            without += [] if "RoCE v2" in types else [f"{device.name} port {port.number}"]
     if without:
-        return look.fails(f"no RoCE v2 address on {', '.join(without)}")
-    return look.passes("every RoCE port has one") if known else look.not_run("no RoCE port whose addresses can be seen")
+        return context.fails(f"no RoCE v2 address on {', '.join(without)}")
+    return (
+        context.passes("every RoCE port has a RoCE v2 address")
+        if known
+        else context.not_run("no RoCE port with readable addresses")
+    )
 
 
 @rule(
     code="memlock-low",
-    title="too little memory may be locked",
-    why="Registration pins memory; beyond RLIMIT_MEMLOCK it ends in ENOMEM, and older UCX gives up RDMA altogether.",
+    title="the limit of locked memory is low",
+    why="Registration pins memory. Beyond RLIMIT_MEMLOCK it fails with ENOMEM, and older UCX then does not use RDMA.",
     remedy="`ulimit -l unlimited`, LimitMEMLOCK=infinity in the unit, `--ulimit memlock=-1` for a container, or "
     "CAP_IPC_LOCK",
     reads="/proc/self/limits, CapEff of /proc/self/status",
 )
-def _memlock(look: Look) -> Answer:
-    if not look.has_nic:
-        return look.not_run("no RDMA device here")
-    limits = look.facts.limits
+def _memlock(context: RuleContext) -> RuleResult:
+    if not context.has_nic:
+        return context.not_run("no RDMA device here")
+    limits = context.facts.limits
     if not limits.memlock_known:
-        return look.not_run("the limit cannot be read")
+        return context.not_run("the limit cannot be read")
     size = limits.memlock_bytes
-    look.saw("/proc/self/limits", f"Max locked memory {'unlimited' if size is None else format_bytes(size)}")
+    context.record("/proc/self/limits", f"Max locked memory {'unlimited' if size is None else format_bytes(size)}")
     if "CAP_IPC_LOCK" in limits.capabilities:
-        look.saw("/proc/self/status", "CAP_IPC_LOCK")
-        return look.passes("CAP_IPC_LOCK lifts the limit")
+        context.record("/proc/self/status", "CAP_IPC_LOCK")
+        return context.passes("CAP_IPC_LOCK lifts the limit")
     if size is None or size >= _MEMLOCK_BYTES_MIN:
-        return look.passes("no limit" if size is None else f"{format_bytes(size)} may be locked")
-    return look.fails(f"{format_bytes(size)} may be locked, and a few large registrations need more")
+        return context.passes("no limit" if size is None else f"{format_bytes(size)} may be locked")
+    return context.fails(f"{format_bytes(size)} may be locked, and a few large registrations need more")
 
 
 @rule(
     code="no-device-nodes",
     title="device nodes are missing in this container",
-    why="A container shows the devices in /sys, and the nodes by which they are opened only where it was told to.",
+    why="A container shows all devices in /sys, but has only those device nodes that were passed to it.",
     remedy="start the container with `--device /dev/infiniband`, with the NVIDIA container toolkit (`--gpus all`), and "
     "with /dev/nvidia-fs* where nvidia-fs is loaded",
     reads="/dev/infiniband/uverbs*, /dev/nvidiactl, /dev/nvidia-fs*, /sys/class/infiniband",
 )
-def _nodes(look: Look) -> Answer:
-    driver = look.facts.nvidia_driver_version is not None
-    if not look.facts.rdma_devices and not driver:
-        return look.not_run("neither an RDMA device nor the NVIDIA driver here")
-    if not look.tree.names("/dev"):
-        return look.not_run("/dev cannot be seen")
+def _nodes(context: RuleContext) -> RuleResult:
+    driver = context.facts.nvidia_driver_version is not None
+    if not context.facts.rdma_devices and not driver:
+        return context.not_run("neither an RDMA device nor the NVIDIA driver here")
+    if not context.tree.names("/dev"):
+        return context.not_run("/dev cannot be read")
     missing = []
-    if look.facts.rdma_devices and not any(name.startswith("uverbs") for name in look.names("/dev/infiniband")):
+    if context.facts.rdma_devices and not any(name.startswith("uverbs") for name in context.names("/dev/infiniband")):
         missing.append("/dev/infiniband/uverbs*")
-    if driver and not look.exists("/dev/nvidiactl"):
+    if driver and not context.exists("/dev/nvidiactl"):
         missing.append("/dev/nvidiactl")
-    has_nvfs = look.exists("/proc/driver/nvidia-fs")
-    if has_nvfs and not any(name.startswith("nvidia-fs") for name in look.tree.names("/dev")):
+    has_nvfs = context.exists("/proc/driver/nvidia-fs")
+    if has_nvfs and not any(name.startswith("nvidia-fs") for name in context.tree.names("/dev")):
         missing.append("/dev/nvidia-fs*")
-    where = f" ({', '.join(look.facts.container)})" if look.facts.container else ""
-    return look.fails(f"not here: {', '.join(missing)}{where}") if missing else look.passes("every node is here")
+    container = f" ({', '.join(context.facts.container)})" if context.facts.container else ""
+    return (
+        context.fails(f"missing: {', '.join(missing)}{container}")
+        if missing
+        else context.passes("every device node exists")
+    )
 
 
 RULES = (_port, _mtu, _gid, _memlock, _nodes)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import zlib
 
-from gdrkit.inventory.rules.base import Answer, Look, rule
+from gdrkit.inventory.rules.base import RuleContext, RuleResult, rule
 from gdrkit.verdict import Verdict
 
 __all__ = ["RULES"]
@@ -18,11 +18,11 @@ _MISMATCH = "disagrees about version of symbol ib_register_peer_memory_client"
 _UNKNOWN = "Unknown symbol ib_register_peer_memory_client"
 
 
-def _without_both(look: Look) -> Answer | None:
+def _without_both(context: RuleContext) -> RuleResult | None:
     """Return the answer for a machine without a GPU or without a NIC; None if it has both."""
-    if not look.has_gpu:
-        return look.not_run("no GPU here")
-    return None if look.has_nic else look.not_run("no RDMA device here")
+    if not context.has_gpu:
+        return context.not_run("no GPU here")
+    return None if context.has_nic else context.not_run("no RDMA device here")
 
 
 @rule(
@@ -31,95 +31,103 @@ def _without_both(look: Look) -> Answer | None:
     why="Without one of them every transfer between NIC and GPU goes through host memory, or is refused.",
     remedy="use the open kernel module of NVIDIA (driver 515 or newer) with Linux 5.12 or newer for dma-buf, or run "
     "`modprobe nvidia_peermem`",
-    reads="a registration of 64 KiB by each way; /sys/module/nvidia_peermem, /sys/kernel/mm/memory_peers",
+    reads="a registration of 64 KiB by each route; /sys/module/nvidia_peermem, /sys/kernel/mm/memory_peers",
 )
-def _no_route(look: Look) -> Answer:  # noqa: PLR0911 - one return per answer.
-    missing = _without_both(look)
+def _no_route(context: RuleContext) -> RuleResult:  # noqa: PLR0911 - one return per result.
+    missing = _without_both(context)
     if missing:
         return missing
-    ways, has_module = look.possible_ways(), look.has_peer_memory
-    if ways:
-        served = {route.device_index for route in look.facts.routes if route.possible}
-        left = sorted({route.device_index for route in look.facts.routes} - served)
-        if left:
-            return look.fails(f"no NIC registers memory of GPU {', '.join(map(str, left))} in any way")
-        return look.passes(f"registration by {' and by '.join(sorted(ways))} was tried and works")
-    if look.facts.routes:
-        return look.fails("registration was tried in every way, and every one was refused")
+    routes, has_module = context.working_routes(), context.has_peer_memory
+    if routes:
+        registered = {route.device_index for route in context.facts.routes if route.possible}
+        unregistered = sorted({route.device_index for route in context.facts.routes} - registered)
+        if unregistered:
+            return context.fails(f"no NIC registers memory of GPU {', '.join(map(str, unregistered))} by any route")
+        return context.passes(f"registration by {' and by '.join(sorted(routes))} was tried and works")
+    if context.facts.routes:
+        return context.fails("every registration route was tried and refused")
     if has_module:
-        return look.passes("a peer memory module is loaded")
-    if look.is_uncaptured("/sys/module/nvidia_peermem"):
-        return look.not_run("the capture does not say")
-    return look.unproven("no peer memory module is loaded, and dma-buf was not tried: verbs or CUDA did not answer")
+        return context.passes("a peer memory module is loaded")
+    if context.is_uncaptured("/sys/module/nvidia_peermem"):
+        return context.not_run("the capture does not contain the files of this rule")
+    return context.unproven(
+        "no peer memory module is loaded, and dma-buf was not tried because verbs or CUDA could not be queried"
+    )
 
 
 @rule(
     code="peermem-symbols",
-    title="nvidia_peermem does not fit the RDMA stack",
+    title="nvidia_peermem was built for another RDMA stack",
     why="The module was built against another ib_core (inbox, or a vendor's stack) and is refused when it is loaded.",
     remedy="install the driver again after the RDMA stack, so that nvidia_peermem is built against it; or use dma-buf, "
     "which needs no such module",
-    reads="the kernel log; /proc/kallsyms for ib_register_peer_memory_client (which says only that the kernel could)",
+    reads="the kernel log; /proc/kallsyms for ib_register_peer_memory_client (which shows only that the kernel "
+    "supports it)",
     privilege="CAP_SYSLOG where kernel.dmesg_restrict is 1",
 )
-def _symbols(look: Look) -> Answer:
-    if not look.has_gpu:
-        return look.not_run("no GPU here")
-    found = [line for line in look.machine.kernel_log.lines if _MISMATCH in line or _UNKNOWN in line]
-    if found:
-        look.saw("kernel log", found[-1])
-        return look.fails("the kernel refused a peer memory module for its symbols")
-    if look.has_peer_memory:
-        return look.passes("a peer memory module is loaded")
-    look.lines("/proc/kallsyms", "ib_register_peer_memory_client")
-    unreadable = look.machine.kernel_log.unreadable
+def _symbols(context: RuleContext) -> RuleResult:
+    if not context.has_gpu:
+        return context.not_run("no GPU here")
+    refusals = [line for line in context.machine.kernel_log.lines if _MISMATCH in line or _UNKNOWN in line]
+    if refusals:
+        context.record("kernel log", refusals[-1])
+        return context.fails("the kernel refused a peer memory module because of its symbols")
+    if context.has_peer_memory:
+        return context.passes("a peer memory module is loaded")
+    context.lines("/proc/kallsyms", "ib_register_peer_memory_client")
+    unreadable = context.machine.kernel_log.unreadable
     if unreadable:
-        return look.not_run(
-            f"no peer memory module is loaded; why is in the kernel log, which cannot be read: {unreadable}"
+        return context.not_run(
+            "no peer memory module is loaded; the reason would be in the kernel log, which cannot be read: "
+            f"{unreadable}"
         )
-    return look.passes("no module was refused for its symbols, as far as the kernel log goes back")
+    return context.passes("the kernel log reports no module that was refused because of its symbols")
 
 
 @rule(
     code="no-dmabuf-region",
-    title="kernel or NIC has no dma-buf regions",
-    why="GPU memory by dma-buf needs ibv_reg_dmabuf_mr of the NIC's driver, and Linux 5.12.",
-    remedy="use Linux 5.12 or newer with CONFIG_DMA_SHARED_BUFFER and CONFIG_PCI_P2PDMA and a NIC driver that has "
-    "dma-buf regions (mlx5, irdma, efa); or load nvidia_peermem",
-    reads="ibv_reg_dmabuf_mr with descriptor -1 (EBADF says yes); /proc/sys/kernel/osrelease, /boot/config-*, "
-    "/proc/config.gz",
+    title="the kernel or the NIC does not support dma-buf regions",
+    why="Registration by dma-buf needs Linux 5.12 and a NIC driver with ibv_reg_dmabuf_mr.",
+    remedy="use Linux 5.12 or newer with CONFIG_DMA_SHARED_BUFFER and CONFIG_PCI_P2PDMA and a NIC driver that "
+    "supports dma-buf regions (mlx5, irdma, efa); or load nvidia_peermem",
+    reads="ibv_reg_dmabuf_mr with descriptor -1 (EBADF means that it is supported); /proc/sys/kernel/osrelease, "
+    "/boot/config-*, /proc/config.gz",
 )
-def _no_region(look: Look) -> Answer:
-    if not look.has_nic:
-        return look.not_run("no RDMA device here")
-    nics = [nic for nic in (look.facts.verbs.nics if look.facts.verbs else ()) if nic.dmabuf is not None]
+def _no_region(context: RuleContext) -> RuleResult:
+    if not context.has_nic:
+        return context.not_run("no RDMA device here")
+    nics = [nic for nic in (context.facts.verbs.nics if context.facts.verbs else ()) if nic.dmabuf is not None]
     for nic in nics:
-        look.saw(f"ibv_reg_dmabuf_mr on {nic.name} with descriptor -1", "EBADF" if nic.dmabuf else "not supported")
+        context.record(
+            f"ibv_reg_dmabuf_mr on {nic.name} with descriptor -1", "EBADF" if nic.dmabuf else "not supported"
+        )
     without = [nic.name for nic in nics if not nic.dmabuf]
     if nics and not without:
-        return look.passes("every NIC takes dma-buf regions")
-    cause = f"no dma-buf regions on {', '.join(without)}" if nics else _kernel_without_dmabuf(look)
-    if cause is None and look.is_uncaptured("/proc/sys/kernel/osrelease"):
-        return look.not_run("the capture does not say")
+        return context.passes("every NIC supports dma-buf regions")
+    cause = f"no dma-buf regions on {', '.join(without)}" if nics else _kernel_without_dmabuf(context)
+    if cause is None and context.is_uncaptured("/proc/sys/kernel/osrelease"):
+        return context.not_run("the capture does not contain the files of this rule")
     if cause is None:
-        return look.unproven("the kernel has what dma-buf regions need; verbs did not answer for the NIC")
-    if look.has_peer_memory or "peer_memory" in look.possible_ways():
-        return look.passes(f"{cause}, and peer memory serves instead")
-    return look.fails(cause)
+        return context.unproven("the kernel supports dma-buf regions; verbs did not report whether the NIC does")
+    if context.has_peer_memory or "peer_memory" in context.working_routes():
+        return context.passes(f"{cause}, but peer memory works instead")
+    return context.fails(cause)
 
 
-def _kernel_without_dmabuf(look: Look) -> str | None:
-    release = look.text("/proc/sys/kernel/osrelease") or ""
+def _kernel_without_dmabuf(context: RuleContext) -> str | None:
+    release = context.text("/proc/sys/kernel/osrelease") or ""
     numbers = re.match(r"(\d+)\.(\d+)", release)
     if numbers and (int(numbers[1]), int(numbers[2])) < _DMABUF_KERNEL:
         return f"Linux {release} is older than 5.12"
-    config = look.tree.text(f"/boot/config-{release}") or _unpacked(look.tree.data("/proc/config.gz"))
-    look.saw(f"/boot/config-{release} or /proc/config.gz", "read" if config else "not there, or not readable")
+    config = context.tree.text(f"/boot/config-{release}") or _decompress(context.tree.data("/proc/config.gz"))
+    context.record(
+        f"/boot/config-{release} or /proc/config.gz", "read" if config else "does not exist or is not readable"
+    )
     missing = [name for name in ("DMA_SHARED_BUFFER", "PCI_P2PDMA") if config and f"CONFIG_{name}=y" not in config]
     return f"the kernel was built without CONFIG_{', CONFIG_'.join(missing)}" if missing else None
 
 
-def _unpacked(data: bytes | None) -> str:
+def _decompress(data: bytes | None) -> str:
     import gzip
 
     try:
@@ -131,99 +139,110 @@ def _unpacked(data: bytes | None) -> str:
 @rule(
     code="no-dmabuf-export",
     title="the GPU's driver exports no dma-buf",
-    why="The proprietary kernel module, and drivers before 515, cannot export GPU memory; nobody can register it then.",
+    why="The proprietary kernel module, and drivers before 515, cannot export GPU memory, so that no NIC can register "
+    "it by dma-buf.",
     remedy="install the open kernel module of NVIDIA (driver 515 or newer), or load nvidia_peermem",
     reads="CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED; /proc/driver/nvidia/version",
 )
-def _no_export(look: Look) -> Answer:
-    if not look.has_gpu:
-        return look.not_run("no GPU here")
-    devices = look.facts.cuda.devices if look.facts.cuda else ()
+def _no_export(context: RuleContext) -> RuleResult:
+    if not context.has_gpu:
+        return context.not_run("no GPU here")
+    devices = context.facts.cuda.devices if context.facts.cuda else ()
     for device in devices:
-        look.saw(f"DMA_BUF_SUPPORTED of GPU {device.index}", device.attributes.get("DMA_BUF_SUPPORTED", "unknown"))
+        context.record(
+            f"DMA_BUF_SUPPORTED of GPU {device.index}", device.attributes.get("DMA_BUF_SUPPORTED", "unknown")
+        )
     without = [str(device.index) for device in devices if not device.has("DMA_BUF_SUPPORTED")]
     if devices and not without:
-        return look.passes("every GPU exports its memory as dma-buf")
-    version = look.text("/proc/driver/nvidia/version")
+        return context.passes("every GPU exports its memory as dma-buf")
+    version = context.text("/proc/driver/nvidia/version")
     if devices:
         cause = f"no dma-buf export by GPU {', '.join(without)}"
     elif version is None:
-        return look.not_run("neither CUDA nor /proc/driver/nvidia/version says anything")
+        return context.not_run("neither CUDA nor /proc/driver/nvidia/version can be read")
     elif "Open Kernel Module" in version:
-        return look.unproven("the open kernel module is loaded; CUDA was not asked whether it exports dma-buf")
+        return context.unproven("the open kernel module is loaded; CUDA did not report whether it exports dma-buf")
     else:
         cause = "the kernel module is the proprietary one"
-    if look.has_peer_memory:
-        return look.passes(f"{cause}, and peer memory serves instead")
-    return look.fails(cause)
+    if context.has_peer_memory:
+        return context.passes(f"{cause}, but peer memory works instead")
+    return context.fails(cause)
 
 
 @rule(
     code="no-gpudirect",
     title="a GPU of a class without GPUDirect RDMA",
-    why="Consumer GPUs refuse every registration, whatever driver and modules are there.",
+    why="Consumer GPUs refuse every registration, with any driver and modules.",
     remedy="use a data-centre or professional GPU; no setting changes this",
     reads="CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_SUPPORTED",
 )
-def _no_gpudirect(look: Look) -> Answer:
-    if not look.has_gpu:
-        return look.not_run("no GPU here")
-    if look.facts.cuda is None:
-        return look.not_run("CUDA did not answer, and nothing else says it")
+def _no_gpudirect(context: RuleContext) -> RuleResult:
+    if not context.has_gpu:
+        return context.not_run("no GPU here")
+    if context.facts.cuda is None:
+        return context.not_run("CUDA could not be queried, and no other source reports it")
     without = []
-    for device in look.facts.cuda.devices:
-        look.saw(
+    for device in context.facts.cuda.devices:
+        context.record(
             f"GPU_DIRECT_RDMA_SUPPORTED of GPU {device.index}", device.attributes.get("GPU_DIRECT_RDMA_SUPPORTED", 0)
         )
         if not device.has("GPU_DIRECT_RDMA_SUPPORTED"):
             without.append(f"{device.index} ({device.name})")
-    return look.fails(f"no GPUDirect RDMA on GPU {', '.join(without)}") if without else look.passes("every GPU has it")
+    return (
+        context.fails(f"no GPUDirect RDMA on GPU {', '.join(without)}")
+        if without
+        else context.passes("every GPU supports GPUDirect RDMA")
+    )
 
 
 @rule(
     code="topology-veto",
     title="the driver forbids peers by topology",
-    why="On chipsets that it holds unable, the driver refuses peer access without a common switch, and says so "
-    "nowhere.",
+    why="On chipsets that the driver considers unsuitable, it refuses peer access without a common switch, and does "
+    "not report this.",
     remedy="set the module parameter NVreg_GrdmaPciTopoCheckOverride=1 (0 lets the driver decide, 2 denies), and load "
     "the module again",
     reads="/proc/driver/nvidia/params",
 )
-def _veto(look: Look) -> Answer:
-    if not look.has_gpu:
-        return look.not_run("no GPU here")
+def _veto(context: RuleContext) -> RuleResult:
+    if not context.has_gpu:
+        return context.not_run("no GPU here")
     path = "/proc/driver/nvidia/params"
-    text = look.tree.text(path)
-    found = re.search(r"^GrdmaPciTopoCheckOverride: (\d+)$", text or "", re.MULTILINE)
-    look.saw(path, found[0] if found else "no GrdmaPciTopoCheckOverride" if text else "not readable")
+    text = context.tree.text(path)
+    setting = re.search(r"^GrdmaPciTopoCheckOverride: (\d+)$", text or "", re.MULTILINE)
+    context.record(path, setting[0] if setting else "no GrdmaPciTopoCheckOverride" if text else "not readable")
     if text is None:
-        return look.not_run(f"{path} cannot be read")
-    if found and found[1] == "2":
-        return look.fails("GrdmaPciTopoCheckOverride is 2: denied")
-    return look.passes("nothing is denied" if found and found[1] == "1" else "the driver decides, nothing is denied")
+        return context.not_run(f"{path} cannot be read")
+    if setting and setting[1] == "2":
+        return context.fails("GrdmaPciTopoCheckOverride is 2: denied")
+    return context.passes(
+        "nothing is denied" if setting and setting[1] == "1" else "the driver decides, nothing is denied"
+    )
 
 
 @rule(
     code="p2p-one-way",
     title="the chipset passes writes between peers, but not reads",
-    why="Transfers work in one direction only, and a test of writes alone calls such a machine good.",
+    why="Transfers work in one direction only, and a test of writes alone does not detect this.",
     remedy="put GPU and NIC below one PCIe switch; where there is none, use this GPU for receiving only",
-    reads="an RDMA WRITE into and an RDMA READ from the memory of each GPU, by a loop over each NIC",
-    act="p2p",
+    reads="an RDMA WRITE into and an RDMA READ from the memory of each GPU, in loopback over each NIC",
+    experiment="p2p",
 )
-def _one_way(look: Look) -> Answer:
-    missing = _without_both(look)
+def _one_way(context: RuleContext) -> RuleResult:
+    missing = _without_both(context)
     if missing:
         return missing
-    seen = look.observed("p2p")
-    if seen is None:
-        return look.not_run("nobody has tried")
-    if seen.failure is not None:
-        return look.fails(f"the try itself failed: {seen.failure.message}")
-    if not seen.seen:
-        return look.not_run("no GPU and NIC could be tried")
-    bad = [f"{where}: {what}" for where, what in seen.seen.items() if what != "SUCCESS"]
-    return look.fails("; ".join(bad)) if bad else (Verdict.PASS, "writes and reads were tried, and the data is right")
+    observation = context.observe("p2p")
+    if observation is None:
+        return context.not_run("the experiment was not run")
+    if observation.failure is not None:
+        return context.fails(f"the experiment failed: {observation.failure.message}")
+    if not observation.seen:
+        return context.not_run("there is no pair of GPU and NIC to test")
+    bad = [f"{where}: {what}" for where, what in observation.seen.items() if what != "SUCCESS"]
+    return (
+        context.fails("; ".join(bad)) if bad else (Verdict.PASS, "writes and reads were tried, and the data is correct")
+    )
 
 
 RULES = (_no_route, _symbols, _no_region, _no_export, _no_gpudirect, _veto, _one_way)

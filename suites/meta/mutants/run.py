@@ -178,7 +178,7 @@ def _record(result: Result, seed: str, command: str) -> Record:
 
 @functools.cache
 def _facts_digest() -> str:
-    return probe(ask_apis=False).digest
+    return probe(query_apis=False).digest
 
 
 def _plain_record(

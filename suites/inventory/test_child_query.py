@@ -1,4 +1,4 @@
-"""A question to an API is bounded: whatever its child process does, the answer comes in time and no process stays."""
+"""A query of an API in a child process ends in time and leaves no process, whatever the child does."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ import pytest
 
 from gdrkit.errors import Reason
 from gdrkit.harness.needs import host, needs
-from gdrkit.inventory.question import Question
+from gdrkit.inventory.child_query import ChildQuery
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# An answer takes its own limit, and at most 5 s for the end of a killed child; the rest is for a busy machine.
-LATE_MAX_S = 15.0
+# A query takes its own time limit, and at most 5 s for the end of a killed child. The rest is for a busy machine.
+DURATION_MAX_S = 15.0
 _INIT_REPLY = struct.Struct("=IiQ IIIIHHIIHHI28x")
 
 
-def question(folder: Path, program: str, *arguments: str) -> Question:
-    """Ask this program."""
-    (folder / "asked.py").write_text(textwrap.dedent(program))
-    return Question(["asked", *arguments], {**os.environ, "PYTHONPATH": str(folder)})
+def start_query(folder: Path, program: str, *arguments: str) -> ChildQuery:
+    """Start a query by this program."""
+    (folder / "program.py").write_text(textwrap.dedent(program))
+    return ChildQuery(["program", *arguments], {**os.environ, "PYTHONPATH": str(folder)})
 
 
 def is_gone(process_id: int) -> bool:
-    """Whether that process has ended; init reaps it at some time."""
+    """Return whether the process has ended. Its state is Z until init collects it."""
     try:
         state = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
@@ -50,39 +50,39 @@ GRANDCHILD = """
 
 
 @pytest.mark.parametrize("then", ["time.sleep(25)", """os.write(int(sys.argv[2]), b'{"facts": 5}')""", "sys.exit(3)"])
-def test_grandchild_with_stdout_delays_no_answer(tmp_path: Path, then: str) -> None:
-    asked = question(tmp_path, GRANDCHILD.format(then=then), str(tmp_path / "pid"))
+def test_grandchild_with_stdout_does_not_delay_the_result(tmp_path: Path, then: str) -> None:
+    query = start_query(tmp_path, GRANDCHILD.format(then=then), str(tmp_path / "pid"))
     timeout_s = 1.0 if "sleep" in then else 60.0
     while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
         os.sched_yield()
-    began = time.monotonic()
-    facts, failure = asked.answer(timeout_s)
-    assert time.monotonic() - began < LATE_MAX_S
+    start_s = time.monotonic()
+    facts, failure = query.result(timeout_s)
+    assert time.monotonic() - start_s < DURATION_MAX_S
     if failure is None:
         assert facts == 5
     else:
         assert failure.reason is (Reason.TIMEOUT if "sleep" in then else Reason.OTHER)
     process_id = int((tmp_path / "pid").read_text())
     while not is_gone(process_id):
-        assert time.monotonic() - began < LATE_MAX_S
+        assert time.monotonic() - start_s < DURATION_MAX_S
         os.sched_yield()
 
 
-def test_closed_question_ends_its_grandchild(tmp_path: Path) -> None:
-    asked = question(tmp_path, GRANDCHILD.format(then="time.sleep(25)"), str(tmp_path / "pid"))
+def test_close_of_a_query_kills_its_grandchild(tmp_path: Path) -> None:
+    query = start_query(tmp_path, GRANDCHILD.format(then="time.sleep(25)"), str(tmp_path / "pid"))
     while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
         os.sched_yield()
-    began = time.monotonic()
-    asked.close()
-    asked.close()
+    start_s = time.monotonic()
+    query.close()
+    query.close()
     while not is_gone(int((tmp_path / "pid").read_text())):
-        assert time.monotonic() - began < LATE_MAX_S
+        assert time.monotonic() - start_s < DURATION_MAX_S
         os.sched_yield()
 
 
 @contextmanager
 def silent_mount(folder: Path) -> Iterator[Path]:
-    """Mount a file system that answers nothing but its first message: who looks into it waits in state D."""
+    """Mount a file system that replies only to its first message, so that a process that accesses it is in state D."""
     folder.mkdir()
     descriptor = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
     options = f"fd={descriptor},rootmode=40000,user_id={os.getuid()},group_id={os.getgid()}"
@@ -93,7 +93,7 @@ def silent_mount(folder: Path) -> Iterator[Path]:
         unique = struct.unpack_from("=8xQ", os.read(descriptor, 1 << 17))[0]
         size = _INIT_REPLY.size
         os.write(descriptor, _INIT_REPLY.pack(size, 0, unique, 7, 31, 0, 0, 0, 0, 4096, 1, 0, 0, 0))
-        # A message that was read is one for which its sender waits uninterruptibly.
+        # After a message was read, its sender waits uninterruptibly.
         os.read(descriptor, 1 << 17)
 
     server = threading.Thread(target=serve, daemon=True)
@@ -102,19 +102,19 @@ def silent_mount(folder: Path) -> Iterator[Path]:
         yield folder
     finally:
         subprocess.run(["umount", "-l", str(folder)], check=True)
-        os.close(descriptor)  # Ends the waits.
+        os.close(descriptor)  # This ends the waits.
 
 
 @needs(host.fuse, host.capability("CAP_SYS_ADMIN"))
-def test_child_in_state_d_is_abandoned_and_said(tmp_path: Path) -> None:
+def test_child_in_state_d_is_abandoned_and_reported(tmp_path: Path) -> None:
     with silent_mount(tmp_path / "mount") as mount:
         waiting = "import os, sys\nos.write(1, b'started')\nos.stat(sys.argv[1])"
-        asked = question(tmp_path, waiting, str(mount / "file"))
-        began = time.monotonic()
-        facts, failure = asked.answer(1.0)
-        took_s = time.monotonic() - began
+        query = start_query(tmp_path, waiting, str(mount / "file"))
+        start_s = time.monotonic()
+        facts, failure = query.result(1.0)
+        took_s = time.monotonic() - start_s
     assert facts is None
     assert failure is not None
     assert failure.reason is Reason.TIMEOUT
     assert "(state D) and was left behind" in failure.message
-    assert took_s < LATE_MAX_S
+    assert took_s < DURATION_MAX_S

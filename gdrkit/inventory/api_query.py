@@ -1,8 +1,8 @@
 """Queries of the APIs that this process can load.
 
-The module runs as ``python -m gdrkit.inventory.ask API DESCRIPTOR`` in a child process of ``probe``. It initialises
-CUDA, opens NICs and allocates a little memory, which must not happen in a process that only collects facts. A result is
-what an API returned for a call with real arguments, and is never derived from a version or a name.
+The module runs as ``python -m gdrkit.inventory.api_query API DESCRIPTOR`` in a child process of ``probe``. It
+initialises CUDA, opens NICs and allocates a little memory, which must not happen in a process that only collects facts.
+A result is what an API returned for a call with real arguments, and is never derived from a version or a name.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from gdrkit import evidence, host, serialization
 from gdrkit.buffers import MemoryKind
 from gdrkit.errors import Api, ApiError, GdrkitError, Reason, RegistrationFailed, UsageError
 from gdrkit.inventory.facts import ApiFailure, CudaDeviceFacts, CudaFacts, NicFacts, RouteFacts, VerbsFacts, notable
-from gdrkit.inventory.gaudi import ask_gaudi
+from gdrkit.inventory.gaudi import query_gaudi
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from gdrkit.cuda import Device
     from gdrkit.verbs import Nic, NicInfo
 
-__all__ = ["ask_cuda", "ask_registration", "ask_verbs", "main"]
+__all__ = ["main", "query_cuda", "query_registration", "query_verbs"]
 
 _ATTRIBUTES = (
     "COMPUTE_CAPABILITY_MAJOR",
@@ -41,10 +41,10 @@ _ATTRIBUTES = (
     "UNIFIED_ADDRESSING",
     "VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED",
 )
-_TRIED_BYTES = 64 << 10
+_REGISTERED_BYTES = 64 << 10
 
 
-def ask_cuda() -> CudaFacts:
+def query_cuda() -> CudaFacts:
     """Query the CUDA driver for its version and its devices.
 
     Raises
@@ -64,13 +64,13 @@ def ask_cuda() -> CudaFacts:
     )
 
 
-def ask_verbs() -> VerbsFacts:
-    """Query the RDMA devices of verbs; each is opened once.
+def query_verbs() -> VerbsFacts:
+    """Query the RDMA devices of verbs, and open each of them once.
 
     Raises
     ------
     GdrkitError
-        libibverbs or pyverbs is missing, or a call of them failed.
+        libibverbs or pyverbs is missing, or one of their calls failed.
     """
     from gdrkit import verbs
 
@@ -79,7 +79,7 @@ def ask_verbs() -> VerbsFacts:
     return VerbsFacts(nics=nics, libraries=notable(evidence.libraries()), nodes=tuple(nodes))
 
 
-def ask_registration() -> tuple[RouteFacts, ...]:
+def query_registration() -> tuple[RouteFacts, ...]:
     """Try each registration route for each device and NIC, with 64 KiB of memory that is freed again.
 
     Raises
@@ -89,14 +89,14 @@ def ask_registration() -> tuple[RouteFacts, ...]:
     """
     from gdrkit import cuda, verbs
 
-    found: list[RouteFacts] = []
+    routes: list[RouteFacts] = []
     ports = {info.name: info.active_port or 1 for info in verbs.list_nics()}
     for index in range(cuda.device_count()):
-        with cuda.Device(index) as device, device.allocate(_TRIED_BYTES) as memory:
+        with cuda.Device(index) as device, device.allocate(_REGISTERED_BYTES) as memory:
             for name, port in ports.items():
                 with verbs.Nic.open(name, port=port) as nic:
-                    found += _tried(device, memory, nic, name)
-    return tuple(found)
+                    routes += _try_routes(device, memory, nic, name)
+    return tuple(routes)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -110,23 +110,23 @@ def main(arguments: list[str] | None = None) -> int:
         There is no API of that name.
     """
     name, descriptor = sys.argv[1:] if arguments is None else arguments
-    questions: dict[str, Callable[[], object]] = {
-        "cuda": ask_cuda,
-        "verbs": ask_verbs,
-        "registration": ask_registration,
+    queries: dict[str, Callable[[], object]] = {
+        "cuda": query_cuda,
+        "verbs": query_verbs,
+        "registration": query_registration,
         "nvml": host.nvml_facts,
-        "hlthunk": lambda: ask_gaudi(lambda: notable(evidence.libraries())),
+        "hlthunk": lambda: query_gaudi(lambda: notable(evidence.libraries())),
     }
-    if name not in questions:
-        message = f"no API {name!r}"
+    if name not in queries:
+        message = f"the API must be one of {', '.join(queries)}, not {name!r}"
         raise UsageError(message)
-    answer: dict[str, serialization.Json]
+    result: dict[str, serialization.Json]
     try:
-        answer = {"facts": serialization.to_json_data(questions[name]())}
+        result = {"facts": serialization.to_json_data(queries[name]())}
     except GdrkitError as error:
-        answer = {"failure": serialization.to_json_data(ApiFailure.of(error, api=name, operation="ask"))}
+        result = {"failure": serialization.to_json_data(ApiFailure.of(error, api=name, operation="query"))}
     with os.fdopen(int(descriptor), "w", encoding="utf-8") as file:
-        json.dump(answer, file)
+        json.dump(result, file)
     return 0
 
 
@@ -143,10 +143,10 @@ def _device(device: Device) -> CudaDeviceFacts:
         )
 
 
-def _attributes(device: Device, known: type) -> Iterator[tuple[str, int]]:
+def _attributes(device: Device, enumeration: type) -> Iterator[tuple[str, int]]:
     for name in _ATTRIBUTES:
         try:
-            yield name, device.attribute(getattr(known, name))
+            yield name, device.attribute(getattr(enumeration, name))
         except ApiError as error:
             # An older driver does not know a newer attribute, which is then left out. Any other error is a failure of
             # the API.
@@ -178,7 +178,7 @@ def _nic(info: NicInfo, nodes: dict[evidence.DeviceNode, None]) -> NicFacts:
     )
 
 
-def _tried(device: Device, memory: object, nic: Nic, name: str) -> Iterator[RouteFacts]:
+def _try_routes(device: Device, memory: object, nic: Nic, name: str) -> Iterator[RouteFacts]:
     from gdrkit import registration
 
     for route in registration.RegistrationRoute.ways_of(MemoryKind.CUDA):
@@ -186,13 +186,13 @@ def _tried(device: Device, memory: object, nic: Nic, name: str) -> Iterator[Rout
         try:
             registration.register(memory, [nic], route=route).close()  # type: ignore[arg-type]
         except GdrkitError as error:
-            failure = _refusal(error, f"register by {route.value}")
+            failure = _registration_failure(error, f"register by {route.value}")
         yield RouteFacts(
             device_index=device.index, nic=name, way=route.value, possible=failure is None, failure=failure
         )
 
 
-def _refusal(error: GdrkitError, operation: str) -> ApiFailure:
+def _registration_failure(error: GdrkitError, operation: str) -> ApiFailure:
     # Only one route was tried, so the last cause is that of this route. The message leaves out the arguments of the
     # call (an address, a descriptor), which differ from run to run and have no meaning here.
     cause = error.causes[-1] if isinstance(error, RegistrationFailed) and error.causes else error

@@ -1,0 +1,122 @@
+"""Queries in child processes, so that a damaged library ends the child and not the caller."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from typing import IO, TYPE_CHECKING, Any
+
+from gdrkit import host, serialization
+from gdrkit.children import kill_child
+from gdrkit.errors import Reason
+from gdrkit.inventory.facts import ApiFailure
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["ChildQuery"]
+
+_OUTPUT_CHARACTERS_MAX = 400
+_STARVED_MAX_S = 100.0
+
+
+class ChildQuery:
+    """A query by a child process ``python -m MODULE NAME ... DESCRIPTOR`` that writes its result to the descriptor."""
+
+    def __init__(self, command: list[str], environment: Mapping[str, str]) -> None:
+        self._command = command
+        self._api = command[-1]
+        # These are files and not pipes: a file takes a result of any length without a reader, and its end does not
+        # depend on the processes that the child starts, which inherit it. The output of libraries goes to another file
+        # than the result.
+        self._result = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close().
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close().
+        try:
+            self._child = subprocess.Popen(
+                [sys.executable, "-m", *command, str(self._result.fileno())],
+                env=dict(environment),
+                pass_fds=[self._result.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=self._output,
+                stderr=subprocess.STDOUT,
+                # A group of its own, so that the processes that the child starts are killed with it.
+                process_group=0,
+            )
+        except BaseException:
+            self._result.close()
+            self._output.close()
+            raise
+
+    def result(self, timeout_s: float) -> tuple[Any, ApiFailure | None]:
+        """Wait for the child, kill its process group, and return the facts as JSON data, or the failure.
+
+        Parameters
+        ----------
+        timeout_s : float
+            Time limit of the child, in seconds. Up to 100 s in which the child was runnable and had no processor do not
+            count: on a busy machine, the start of an interpreter alone was seen to take half a minute.
+        """
+        try:
+            has_ended = self._wait(timeout_s)
+            not_killed = kill_child(self._child)
+            output = _contents(self._output)
+            text = _contents(self._result)
+        finally:
+            self.close()
+        if not has_ended:
+            message = f"no result within {timeout_s:g} s" + (f"; {not_killed}" if not_killed else "")
+            return None, self._failure(Reason.TIMEOUT, message, output)
+        if not text:
+            return None, self._failure(Reason.OTHER, _describe_end(self._child.returncode), output)
+        data = json.loads(text)
+        if "failure" in data:
+            return None, serialization.from_json_data(ApiFailure, data["failure"])
+        return data["facts"], None
+
+    def _wait(self, timeout_s: float) -> bool:
+        """Wait until the child has ended, and return True. Return False at the time limit."""
+        start_s, remaining_s = time.monotonic(), timeout_s
+        while remaining_s > 0:
+            try:
+                self._child.wait(remaining_s)
+            except subprocess.TimeoutExpired:
+                allowed_s = timeout_s + min(host.starved_s(self._child.pid), _STARVED_MAX_S)
+                remaining_s = allowed_s - (time.monotonic() - start_s)
+            else:
+                return True
+        return False
+
+    def close(self) -> None:
+        """Kill the child if the caller has not waited for its result, and close the files."""
+        if not self._result.closed:
+            kill_child(self._child)
+            self._result.close()
+            self._output.close()
+
+    def _failure(self, reason: Reason, message: str, output: bytes) -> ApiFailure:
+        last = output.decode("utf-8", "backslashreplace").strip()[-_OUTPUT_CHARACTERS_MAX:]
+        return ApiFailure(
+            api=self._api,
+            operation="query in a child process",
+            status=self._child.returncode,
+            status_name="",
+            errno=None,
+            reason=reason,
+            message=f"{self._api}: {message}" + (f"; it printed: {last}" if last else ""),
+            what_to_do=f"run the query alone to see the cause: {sys.executable} -m {' '.join(self._command)} 1",
+        )
+
+
+def _contents(file: IO[bytes]) -> bytes:
+    file.seek(0)
+    return file.read()
+
+
+def _describe_end(code: int) -> str:
+    if code < 0:
+        return f"the child was killed by {signal.Signals(-code).name}"
+    return f"the child ended with exit code {code} and without a result"
