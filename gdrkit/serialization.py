@@ -95,7 +95,7 @@ def digest(value: object) -> str:
 
 
 def _refuse_constant(name: str) -> None:
-    message = f"{name} is no number of JSON"
+    message = f"{name} is not a number of JSON"
     raise ValueError(message)
 
 

@@ -20,7 +20,7 @@ from gdrkit.errors import UsageError
 from gdrkit.harness import leaks
 from gdrkit.install_paths import install_paths
 from gdrkit.inventory import Facts, Profile, choose_profile, load_profile, load_profiles, probe
-from gdrkit.report.substrate import Substrate, of_facts
+from gdrkit.report.substrate import Substrate, substrates_of_facts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -62,7 +62,7 @@ class Session:
     @cached_property
     def substrate(self) -> dict[str, Substrate]:
         """The substrate of each API, derived from the libraries in the facts."""
-        return of_facts(self.facts)
+        return substrates_of_facts(self.facts)
 
     @cached_property
     def profile(self) -> Profile:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from gdrkit.errors import Reason
 from gdrkit.exit_code import ExitCode
 from gdrkit.report.record import Verdict
-from gdrkit.report.routes import RouteState, is_required, route_statuses, unmet_requirements
+from gdrkit.report.routes import RouteOutcome, is_required, route_statuses, unmet_requirements
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -81,7 +81,7 @@ def decide(
 
 
 def _on_hardware(statuses: Sequence[RouteStatus], required: tuple[str, ...]) -> Outcome:
-    proven = [status for status in statuses if status.state is RouteState.PROVEN]
+    proven = [status for status in statuses if status.state is RouteOutcome.PROVEN]
     if not proven:
         return Outcome(
             code=ExitCode.NOTHING_PROVEN,
@@ -107,7 +107,7 @@ def _failures(
     fallen = [
         status
         for status in statuses
-        if status.state is RouteState.FELL_BACK and (software_asked or is_required(profile, status))
+        if status.state is RouteOutcome.FELL_BACK and (software_asked or is_required(profile, status))
     ]
     if failed:
         ran = sum(record.verdict is not Verdict.NOT_RUN for record in records)

@@ -27,7 +27,7 @@ from gdrkit.qualify.plan import Plan, fitting_sessions
 from gdrkit.report import Run, RunFolder, read_records
 from gdrkit.report.render import render
 from gdrkit.report.run import SCHEMA_VERSION, banner
-from gdrkit.report.substrate import of_facts
+from gdrkit.report.substrate import substrates_of_facts
 
 if TYPE_CHECKING:
     from gdrkit.report import Record
@@ -215,7 +215,7 @@ def _prepare(options: Options, progress: Progress, began: dt.datetime) -> _Prepa
     folder.make_empty()
     facts = probe(environment=environment)
     folder.facts.write_text(facts.to_json(), encoding="utf-8")
-    judged = {api: found.value for api, found in of_facts(facts).items()}
+    judged = {api: found.value for api, found in substrates_of_facts(facts).items()}
     first = banner(judged)
     if first:
         progress.say(first)

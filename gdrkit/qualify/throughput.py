@@ -15,7 +15,7 @@ from gdrkit.verdict import Verdict
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from gdrkit.inventory import Expected, Limit, Profile
+    from gdrkit.inventory import ExpectedNumber, Limit, Profile
 
 __all__ = ["Judgement", "is_of_hardware", "judge"]
 
@@ -84,7 +84,7 @@ def judge(
     return tuple(judged)
 
 
-def _beside(expected: Expected, number: str, found: float, limit: Limit | None) -> list[Judgement]:
+def _beside(expected: ExpectedNumber, number: str, found: float, limit: Limit | None) -> list[Judgement]:
     if expected.value is not None:
         value, origin = expected.value, expected.source
     elif limit is not None:

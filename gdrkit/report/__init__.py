@@ -17,7 +17,7 @@ from gdrkit.report.record import (
     parse_records,
     read_records,
 )
-from gdrkit.report.routes import RouteState, RouteStatus, route_name, route_statuses
+from gdrkit.report.routes import RouteOutcome, RouteStatus, route_name, route_statuses
 from gdrkit.report.run import Run, RunFolder, RunState
 from gdrkit.report.substrate import Substrate, substrate_of, weakest
 
@@ -26,7 +26,7 @@ __all__ = [
     "ClaimedFile",
     "ClaimedRoute",
     "Record",
-    "RouteState",
+    "RouteOutcome",
     "RouteStatus",
     "Run",
     "RunFolder",

@@ -1,8 +1,8 @@
 """Comparison of two runs: numbers, verdicts and routes that became worse.
 
-Numbers are compared case by case, and only if both runs had the same substrate. The duration of a software twin says
-something about the code, and cannot be compared with a number of hardware. For numbers that are not those of hardware
-only the change is shown, never the value.
+Numbers are compared case by case, and only if both runs had the same substrate: the duration of a software twin
+measures the code, and cannot be compared with a number of hardware. If a number is not from hardware, the comparison
+has only its change, and not its value.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 from gdrkit import serialization
 from gdrkit.report.figure import format_number
-from gdrkit.report.noise import judge, sample
+from gdrkit.report.noise import compare_samples, make_sample
 from gdrkit.report.record import Record, Verdict
-from gdrkit.report.routes import RouteState, file_statuses, route_statuses
-from gdrkit.report.sweep import is_shown, measured_apis, split_number
+from gdrkit.report.routes import RouteOutcome, file_statuses, route_statuses
+from gdrkit.report.sweep import describes_hardware, measured_apis, split_number
 from gdrkit.text import escape_controls
 
 if TYPE_CHECKING:
@@ -31,8 +31,8 @@ SCHEMA_VERSION = 1
 
 # The verdicts are ordered from good to bad. A case that did not run showed nothing, which is better than a failure.
 _VERDICTS = (Verdict.PASS, Verdict.UNPROVEN, Verdict.NOT_RUN, Verdict.FAIL)
-_STATES = (RouteState.PROVEN, RouteState.UNPROVEN, RouteState.NOT_POSSIBLE, RouteState.FELL_BACK)
-_SHOWN_MAX = 40
+_STATES = (RouteOutcome.PROVEN, RouteOutcome.UNPROVEN, RouteOutcome.NOT_POSSIBLE, RouteOutcome.FELL_BACK)
+_LINES_MAX = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Change:
         ``worse``, ``better``, ``same`` (within the noise), ``changed`` (neither direction is better), ``gone`` or
         ``not_comparable``.
     before, after : str
-        The values, as text that may be shown.
+        The values as text.
     change_percent, band_percent : float or None
         The relative change of a number, and the relative change that counts as noise.
     origins : tuple of str
@@ -96,10 +96,10 @@ def compare(before: Contents, after: Contents, *, noise_percent: float) -> Compa
     before, after : Contents
         The runs.
     noise_percent : float
-        A change up to this percentage counts as none, however exact the numbers seem to be.
+        Smallest change of a number that counts, in percent, also if the numbers scatter less.
     """
-    one, other = _by_case(before), _by_case(after)
-    changes = [*_verdicts(one, other), *_numbers(one, other, noise_percent), *_routes(before, after)]
+    earlier, later = _by_case(before), _by_case(after)
+    changes = [*_verdicts(earlier, later), *_numbers(earlier, later, noise_percent), *_routes(before, after)]
     return Comparison(
         schema_version=SCHEMA_VERSION,
         noise_percent=noise_percent,
@@ -108,52 +108,57 @@ def compare(before: Contents, after: Contents, *, noise_percent: float) -> Compa
     )
 
 
-def describe_comparison(found: Comparison) -> str:
-    """Return the comparison as text for a terminal, with what is worse first."""
-    lines = [] if found.same_machine else ["the two runs are of different machines, or of different set-ups of one", ""]
+def describe_comparison(comparison: Comparison) -> str:
+    """Return the comparison as text for a terminal, with the worse items first."""
+    lines = []
+    if not comparison.same_machine:
+        lines += ["the two runs are from different machines, or from different configurations of one machine", ""]
     for outcome in ("worse", "gone", "not_comparable", "changed", "better"):
-        members = [change for change in found.changes if change.outcome == outcome]
+        members = [change for change in comparison.changes if change.outcome == outcome]
         if members:
             lines.append(f"{outcome.replace('_', ' ')} ({len(members)})")
-            lines += [f"  {escape_controls(_line(change))}" for change in members[:_SHOWN_MAX]]
-            if len(members) > _SHOWN_MAX:
-                lines.append(f"  and {len(members) - _SHOWN_MAX} more: --json has all")
-    numbers = [change for change in found.changes if change.kind == "number"]
-    within = sum(change.outcome == "same" for change in numbers)
-    lines.append(f"{within} of {len(numbers)} numbers are within their noise (at least {found.noise_percent:g} %)")
-    lines.append("something became worse" if found.is_worse else "nothing became worse")
+            lines += [f"  {escape_controls(_line(change))}" for change in members[:_LINES_MAX]]
+            if len(members) > _LINES_MAX:
+                lines.append(f"  and {len(members) - _LINES_MAX} more: --json lists all")
+    numbers = [change for change in comparison.changes if change.kind == "number"]
+    unchanged = sum(change.outcome == "same" for change in numbers)
+    noise = f"{comparison.noise_percent:g} %"
+    lines.append(f"{unchanged} of {len(numbers)} numbers are within their noise (at least {noise})")
+    lines.append("something became worse" if comparison.is_worse else "nothing became worse")
     return "\n".join(lines)
 
 
 def _line(change: Change) -> str:
-    moved = (
+    percent = (
         "" if change.change_percent is None else f" {change.change_percent:+.1f} % (noise {change.band_percent:.1f} %)"
     )
     values = f" {change.before} -> {change.after}" if change.before or change.after else ""
-    return f"{change.name}:{values}{moved}" + (f"  [{', '.join(change.origins)}]" if change.origins else "")
+    return f"{change.name}:{values}{percent}" + (f"  [{', '.join(change.origins)}]" if change.origins else "")
 
 
 def _by_case(contents: Contents) -> dict[str, list[tuple[Record, str]]]:
-    found: dict[str, list[tuple[Record, str]]] = {}
+    members: dict[str, list[tuple[Record, str]]] = {}
     for record, origin in zip(contents.records, contents.origins, strict=True):
-        found.setdefault(record.case, []).append((record, origin))
-    return found
+        members.setdefault(record.case, []).append((record, origin))
+    return members
 
 
-def _verdicts(one: dict[str, list[tuple[Record, str]]], other: dict[str, list[tuple[Record, str]]]) -> Iterator[Change]:
-    for case, members in one.items():
-        was = _worst(record.verdict for record, _ in members)
+def _verdicts(
+    earlier: dict[str, list[tuple[Record, str]]], later: dict[str, list[tuple[Record, str]]]
+) -> Iterator[Change]:
+    for case, members in earlier.items():
+        before = _worst(record.verdict for record, _ in members)
         origins = tuple(origin for _, origin in members)
-        if case not in other:
+        if case not in later:
             # A case that did not run in the first run is not reported as gone.
-            if was is not Verdict.NOT_RUN:
-                yield Change("verdict", case, "gone", was.value, "", origins=origins)
+            if before is not Verdict.NOT_RUN:
+                yield Change("verdict", case, "gone", before.value, "", origins=origins)
             continue
-        now = _worst(record.verdict for record, _ in other[case])
-        if was is not now:
-            outcome = "worse" if _VERDICTS.index(now) > _VERDICTS.index(was) else "better"
-            origins += tuple(origin for _, origin in other[case])
-            yield Change("verdict", case, outcome, was.value, now.value, origins=origins)
+        after = _worst(record.verdict for record, _ in later[case])
+        if before is not after:
+            outcome = "worse" if _VERDICTS.index(after) > _VERDICTS.index(before) else "better"
+            origins += tuple(origin for _, origin in later[case])
+            yield Change("verdict", case, outcome, before.value, after.value, origins=origins)
 
 
 def _worst(verdicts: Iterable[Verdict]) -> Verdict:
@@ -161,20 +166,20 @@ def _worst(verdicts: Iterable[Verdict]) -> Verdict:
 
 
 def _numbers(
-    one: dict[str, list[tuple[Record, str]]], other: dict[str, list[tuple[Record, str]]], noise_percent: float
+    earlier: dict[str, list[tuple[Record, str]]], later: dict[str, list[tuple[Record, str]]], noise_percent: float
 ) -> Iterator[Change]:
-    for case in [case for case in one if case in other]:
-        before, after = one[case], other[case]
+    for case in [case for case in earlier if case in later]:
+        before, after = earlier[case], later[case]
         names = dict.fromkeys(name for record, _ in before for name in record.numbers)
         for name in names:
             number = split_number(name)
-            if number.statistic not in ("", "median") or number.is_bound or _is_aside(name):
+            if number.statistic not in ("", "median") or number.is_bound or _is_metadata(name):
                 continue
             if any(name in record.numbers for record, _ in after):
                 yield _number(case, name, before, after, noise_percent)
 
 
-def _is_aside(name: str) -> bool:
+def _is_metadata(name: str) -> bool:
     """Return whether a number describes how another number was measured, and is not a measurement itself."""
     return name == "rounds_count" or name.endswith("spread_percent")
 
@@ -188,38 +193,38 @@ def _number(
 ) -> Change:
     label = f"{case} {name}"
     origins = tuple(origin for _, origin in (*before, *after))
-    beneath = [{_beneath(record) for record, _ in members} for members in (before, after)]
-    if beneath[0] != beneath[1] or len(beneath[0]) > 1:
-        said = [" and ".join(sorted(" ".join(it) or "nothing" for it in members)) for members in beneath]
-        return Change("number", label, "not_comparable", f"on {said[0]}", f"on {said[1]}", origins=origins)
-    was, now = (sample(name, [record.numbers for record, _ in members]) for members in (before, after))
-    found = judge(name, was, now, noise_percent=noise_percent)
-    is_hardware = all(is_shown(record) for record, _ in (*before, *after))
-    shown = [format_number(value) for value in (was.value, now.value)] if is_hardware else ["", ""]
-    moved, band = round(found.change_percent, 3), round(found.band_percent, 3)
-    return Change("number", label, found.outcome, shown[0], shown[1], moved, band, origins)
+    substrates = [{_substrates(record) for record, _ in members} for members in (before, after)]
+    if substrates[0] != substrates[1] or len(substrates[0]) > 1:
+        texts = [" and ".join(sorted(" ".join(each) or "nothing" for each in members)) for members in substrates]
+        return Change("number", label, "not_comparable", f"on {texts[0]}", f"on {texts[1]}", origins=origins)
+    earlier, later = (make_sample(name, [record.numbers for record, _ in members]) for members in (before, after))
+    change = compare_samples(name, earlier, later, noise_percent=noise_percent)
+    is_hardware = all(describes_hardware(record) for record, _ in (*before, *after))
+    values = [format_number(sample.value) for sample in (earlier, later)] if is_hardware else ["", ""]
+    percent, band = round(change.change_percent, 3), round(change.band_percent, 3)
+    return Change("number", label, change.outcome, values[0], values[1], percent, band, origins)
 
 
-def _beneath(record: Record) -> tuple[str, ...]:
+def _substrates(record: Record) -> tuple[str, ...]:
     apis = measured_apis(record)
     return tuple(f"{api}={record.substrate.get(api, 'unknown')}" for api in sorted(apis))
 
 
 def _routes(before: Contents, after: Contents) -> Iterator[Change]:
-    def states(contents: Contents) -> dict[str, RouteState]:
-        found: list[RouteStatus | FileStatus] = [*route_statuses(contents.facts, contents.records)]
-        found += file_statuses(contents.facts, contents.records)
-        return {it.name: it.state for it in found}
+    def states(contents: Contents) -> dict[str, RouteOutcome]:
+        statuses: list[RouteStatus | FileStatus] = [*route_statuses(contents.facts, contents.records)]
+        statuses += file_statuses(contents.facts, contents.records)
+        return {status.name: status.state for status in statuses}
 
-    one, other = states(before), states(after)
-    for name, was in one.items():
-        now = other.get(name)
-        if now is None:
-            if was is RouteState.PROVEN:
-                yield Change("route", name, "gone", was.value, "")
-        elif now is not was:
-            outcome = "worse" if _STATES.index(now) > _STATES.index(was) else "better"
-            yield Change("route", name, outcome, was.value, now.value)
+    later = states(after)
+    for name, earlier_state in states(before).items():
+        later_state = later.get(name)
+        if later_state is None:
+            if earlier_state is RouteOutcome.PROVEN:
+                yield Change("route", name, "gone", earlier_state.value, "")
+        elif later_state is not earlier_state:
+            outcome = "worse" if _STATES.index(later_state) > _STATES.index(earlier_state) else "better"
+            yield Change("route", name, outcome, earlier_state.value, later_state.value)
 
 
 def _machine(contents: Contents) -> tuple[str | None, str, tuple[str, ...]]:

@@ -1,7 +1,7 @@
 """Reader of the input of a report: a whole run, a run that did not end, or records alone.
 
 A killed run leaves its facts and the records of the cases that had ended. A baseline consists of records alone. Both
-can be shown, and the report says which it is.
+can be shown, and the report names the type of its input.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from gdrkit.errors import Reason, SetupMissing, UsageError
 from gdrkit.exit_code import ExitCode
 from gdrkit.host import KernelFacts, Limits
 from gdrkit.inventory import Facts
-from gdrkit.report.form import malformed
 from gdrkit.report.record import Record, Verdict, parse_record, record_lines
-from gdrkit.report.run import SCHEMA_VERSION, Run, RunFolder, is_file, read_bytes, refused
-from gdrkit.report.substrate import Substrate, combined, of_facts
+from gdrkit.report.run import SCHEMA_VERSION, Run, RunFolder, file_error, is_file, read_bytes
+from gdrkit.report.substrate import Substrate, combine, substrates_of_facts
+from gdrkit.report.validation import malformed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -68,7 +68,7 @@ def read_contents(path: Path) -> Contents:
     except SetupMissing:
         raise
     except OSError as error:
-        raise refused("read", path, error) from error
+        raise file_error("read", path, error) from error
 
 
 def _read(path: Path) -> Contents:
@@ -83,13 +83,13 @@ def _read(path: Path) -> Contents:
         return _unfinished(folder)
     files = [path] if is_file(path) else sorted(path.glob("*.jsonl"))
     if not files:
-        message = f"{path} is no folder of a run: run.json is not there, nor any other record"
+        message = f"{path} is not the folder of a run: it has neither run.json nor a file of records"
         raise UsageError(message, what_to_do="name a folder that gdrkit qualify has written, or a records file")
     records, origins, _ = _records(files)
     if not records:
         message = f"{path} has no record"
         raise UsageError(message, reason=Reason.MALFORMED)
-    run = _run_of(records, verdict=_counted(records), causes=())
+    run = _run_of(records, verdict=_describe_counts(records), causes=())
     if is_file(folder.facts):
         return Contents(run, _facts(folder), records, origins)
     return Contents(run, unknown_facts(), records, origins, has_facts=False)
@@ -119,22 +119,22 @@ def unknown_facts() -> Facts:
     )
 
 
-def _unfinished(folder: RunFolder, begun: Run | None = None) -> Contents:
+def _unfinished(folder: RunFolder, initial: Run | None = None) -> Contents:
     """Read the folder of a run that did not end.
 
-    `begun` is the run from the run.json of its beginning, if there is one.
+    `initial` is the run in the run.json that was written at its beginning, if there is one.
     """
     facts = _facts(folder)
     records, origins, is_cut_off = _records([folder.records] if is_file(folder.records) else [], may_be_cut_off=True)
-    causes = list(begun.causes) if begun else ["its process ended before it could write run.json"]
+    causes = list(initial.causes) if initial else ["its process ended before it could write run.json"]
     profile, planned = _planned(folder)
-    found = {record.case for record in records}
-    missing = [case for case in planned if case not in found]
+    recorded = {record.case for record in records}
+    missing = [case for case in planned if case not in recorded]
     if missing:
-        causes.append(f"{len(missing)} of {len(planned)} cases left no record, the first is {missing[0]}")
+        causes.append(f"{len(missing)} of {len(planned)} cases have no record; the first of them is {missing[0]}")
     if is_cut_off:
-        causes.append(f"the last line of {folder.records.name} is cut off and was left out")
-    run = begun or _run_of(records, verdict="The run did not end", causes=(), facts=facts)
+        causes.append(f"the last line of {folder.records.name} is cut off and was ignored")
+    run = initial or _run_of(records, verdict="The run did not end", causes=(), facts=facts)
     run = replace(
         run,
         duration_s=_duration_s(records),
@@ -171,7 +171,7 @@ def _records(
 
 def _facts(folder: RunFolder) -> Facts:
     if not is_file(folder.facts):
-        message = f"{folder.path} is no folder of a run: {folder.facts.name} is not there"
+        message = f"{folder.path} is not the folder of a run: {folder.facts.name} does not exist"
         raise UsageError(message, what_to_do="name a folder that gdrkit qualify has written")
     return Facts.from_json(read_bytes(folder.facts), where=str(folder.facts))
 
@@ -185,19 +185,19 @@ def _planned(folder: RunFolder) -> tuple[str, list[str]]:
     if not isinstance(cases, list):
         raise malformed(str(folder.plan), "an object with a list of cases", data)
     names = [case.get("case") if isinstance(case, dict) else None for case in cases]
-    found = [name for name in names if isinstance(name, str)]
-    if len(found) < len(names):
+    valid = [name for name in names if isinstance(name, str)]
+    if len(valid) < len(names):
         where = f"{folder.plan}.cases"
         raise malformed(where, "the name of each case", cases)
     profile = data.get("profile") if isinstance(data, dict) else None
-    return profile if isinstance(profile, str) else "", found
+    return profile if isinstance(profile, str) else "", valid
 
 
 def _run_of(records: Sequence[Record], *, verdict: str, causes: tuple[str, ...], facts: Facts | None = None) -> Run:
     """Return a run that is derived from its records alone."""
     first = records[0] if records else None
     parts = [{api: Substrate(name) for api, name in record.substrate.items()} for record in records]
-    on = combined(parts) if facts is None else of_facts(facts)
+    substrates = combine(parts) if facts is None else substrates_of_facts(facts)
     failed = bool(causes) or any(record.is_failure for record in records)
     return Run(
         schema_version=SCHEMA_VERSION,
@@ -206,7 +206,7 @@ def _run_of(records: Sequence[Record], *, verdict: str, causes: tuple[str, ...],
         command=first.command if first else "",
         profile=first.profile if first else "any",
         profile_about="",
-        substrate={api: found.value for api, found in sorted(on.items())},
+        substrate={api: substrate.value for api, substrate in sorted(substrates.items())},
         software_asked=False,
         seed=first.seed if first else 0,
         commit=first.commit if first else None,
@@ -223,13 +223,13 @@ def _duration_s(records: Sequence[Record]) -> float:
     return round(sum(record.duration_ms for record in records) / 1000, 3)
 
 
-def _counted(records: Sequence[Record]) -> str:
-    counted = Counter(record.verdict for record in records)
+def _describe_counts(records: Sequence[Record]) -> str:
+    counts = Counter(record.verdict for record in records)
     words = {
         Verdict.PASS: "passed",
         Verdict.FAIL: "failed",
         Verdict.UNPROVEN: "unproven",
         Verdict.NOT_RUN: "did not run",
     }
-    said = ", ".join(f"{counted[verdict]} {word}" for verdict, word in words.items() if counted[verdict])
-    return f"Records of {len(records)} cases: {said}"
+    text = ", ".join(f"{counts[verdict]} {word}" for verdict, word in words.items() if counts[verdict])
+    return f"Records of {len(records)} cases: {text}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from gdrkit.report.routes import route_name
-from gdrkit.report.substrate import Substrate, describe, of_facts
+from gdrkit.report.substrate import Substrate, describe, substrates_of_facts
 from gdrkit.report.view import host_rows
 
 if TYPE_CHECKING:
@@ -18,10 +18,10 @@ __all__ = ["describe_facts", "describe_plan"]
 
 
 def describe_facts(facts: Facts) -> str:
-    """Return the host, then each API: its substrate and its devices, or why it failed and what to do."""
+    """Return the host, and for each API its substrate and devices, or its failure and what to do."""
     rows = [*host_rows(facts), *_verbs_rows(facts), *_cuda_rows(facts), *_gaudi_rows(facts), *_route_rows(facts)]
     rows += _evidence_rows(facts)
-    return _aligned(rows)
+    return _align(rows)
 
 
 def describe_plan(plan: Mapping[str, Any]) -> str:
@@ -30,10 +30,10 @@ def describe_plan(plan: Mapping[str, Any]) -> str:
     rows += [(f"{api} runs on", describe(Substrate(name))) for api, name in sorted(plan["substrate"].items())]
     for name, session in plan["sessions"].items():
         rows.append((f"nox -s {name}", f"{'fits' if session['fits'] else 'does not fit'}: {session['why']}"))
-    lines = [_aligned(rows), ""]
+    lines = [_align(rows), ""]
     for case in plan["cases"]:
-        how = "refused" if case["refused"] else "not run" if case["unmet"] else "run"
-        lines.append(f"{how:8} {case['case']}")
+        action = "refused" if case["refused"] else "not run" if case["unmet"] else "run"
+        lines.append(f"{action:8} {case['case']}")
         lines += [f"         {reason['need']}: {reason['text']}" for reason in case["unmet"]]
     return "\n".join(lines)
 
@@ -60,7 +60,7 @@ def _gaudi_rows(facts: Facts) -> Iterator[tuple[str, str]]:
 
 
 def _api_rows(api: str, facts: Facts, failure: ApiFailure | None) -> Iterator[tuple[str, str]]:
-    substrate = of_facts(facts).get(api)
+    substrate = substrates_of_facts(facts).get(api)
     if substrate is not None:
         yield api, f"runs on {describe(substrate)}"
     elif failure is not None:
@@ -71,9 +71,9 @@ def _api_rows(api: str, facts: Facts, failure: ApiFailure | None) -> Iterator[tu
 
 def _route_rows(facts: Facts) -> Iterator[tuple[str, str]]:
     for route in facts.routes:
-        why = "" if route.possible or route.failure is None else f": {route.failure.message}"
+        cause = "" if route.possible or route.failure is None else f": {route.failure.message}"
         name = route_name(route.device_index, route.nic, route.way)
-        yield name, ("registration works" if route.possible else "not possible") + why
+        yield name, ("registration works" if route.possible else "not possible") + cause
     if facts.routes_failure is not None:
         yield "routes", facts.routes_failure.message
 
@@ -81,29 +81,30 @@ def _route_rows(facts: Facts) -> Iterator[tuple[str, str]]:
 def _evidence_rows(facts: Facts) -> Iterator[tuple[str, str]]:
     """Yield the evidence that distinguishes hardware from software; see docs/report.md."""
     if facts.evidence is None:
-        yield "Evidence", "the kernel was not asked for it"
+        yield "Evidence", "the kernel was not queried"
         return
-    found = facts.evidence
-    if found.nvidia_version is not None:
-        yield "Evidence of GPUs", f"the NVIDIA driver answers by ioctl as {found.nvidia_version}"
-    for gpu in found.gpus:
-        yield f"  {gpu.pci_address}", _shown(gpu.pci_driver, gpu.node, gpu.missing)
-    yield from (("Evidence of GPUs" if not found.gpus else "", line) for line in found.nvidia_missing)
-    yield from (("Evidence of RDMA devices", line) for line in found.rdma_missing)
-    for nic in found.rdma:
-        yield f"  {nic.name}", f"driver {nic.driver or 'unknown'}; {_shown(nic.pci_driver, nic.node, nic.missing)}"
+    evidence = facts.evidence
+    if evidence.nvidia_version is not None:
+        yield "Evidence of GPUs", f"the NVIDIA driver reports version {evidence.nvidia_version} by ioctl"
+    for gpu in evidence.gpus:
+        yield f"  {gpu.pci_address}", _describe_evidence(gpu.pci_driver, gpu.node, gpu.missing)
+    yield from (("Evidence of GPUs" if not evidence.gpus else "", line) for line in evidence.nvidia_missing)
+    yield from (("Evidence of RDMA devices", line) for line in evidence.rdma_missing)
+    for nic in evidence.rdma:
+        yield f"  {nic.name}", f"driver {nic.driver or 'unknown'}; "
+        f"{_describe_evidence(nic.pci_driver, nic.node, nic.missing)}"
     for api, opened in (("cuda", facts.cuda), ("verbs", facts.verbs)):
         if opened is not None:
-            nodes = ", ".join(f"{it.path} ({it.major}:{it.minor})" for it in opened.nodes)
+            nodes = ", ".join(f"{node.path} ({node.major}:{node.minor})" for node in opened.nodes)
             yield f"  open for {api}", nodes or "no character device"
 
 
-def _shown(pci_driver: str | None, node: DeviceNode | None, missing: Iterable[str]) -> str:
-    place = "no device node" if node is None else f"{node.path} ({node.major}:{node.minor})"
-    bound = f"bound to {pci_driver}" if pci_driver else "no PCI driver"
-    return "; ".join((place, bound, *missing))
+def _describe_evidence(pci_driver: str | None, node: DeviceNode | None, missing: Iterable[str]) -> str:
+    device = "no device node" if node is None else f"{node.path} ({node.major}:{node.minor})"
+    driver = f"bound to {pci_driver}" if pci_driver else "no PCI driver"
+    return "; ".join((device, driver, *missing))
 
 
-def _aligned(rows: list[tuple[str, str]]) -> str:
+def _align(rows: list[tuple[str, str]]) -> str:
     width = min(max((len(name) for name, _ in rows), default=0), 40)
     return "\n".join(f"{name:{width}}  {value}".rstrip() for name, value in rows)

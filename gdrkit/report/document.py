@@ -9,7 +9,7 @@ import json
 from typing import TYPE_CHECKING
 
 from gdrkit.report.record import Verdict
-from gdrkit.report.sweep import is_shown, split_number
+from gdrkit.report.sweep import describes_hardware, split_number
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -58,7 +58,7 @@ def render_document(contents: Contents, view: View) -> str:
         "files": [{"mount": status.mount, **_status(status, view.origins)} for status in view.files],
         "failures": [
             {
-                "what": list(failure.whats),
+                "what": list(failure.affected),
                 "cause": failure.cause,
                 "remedy": failure.remedy,
                 "records": _origins(failure.cases, view.origins),
@@ -67,14 +67,14 @@ def render_document(contents: Contents, view: View) -> str:
         ],
         "not_proven": [
             {
-                "what": lock.what,
-                "reason": lock.reason,
-                "unlocked_by": lock.key,
-                "ran": lock.ran,
-                "foreseen": lock.foreseen,
-                "records": _origins(lock.cases, view.origins),
+                "what": group.what,
+                "reason": group.reason,
+                "unlocked_by": group.needed,
+                "ran": group.ran,
+                "foreseen": group.foreseen,
+                "records": _origins(group.cases, view.origins),
             }
-            for lock in view.locks
+            for group in view.unproven
         ],
         "measurements": list(_measurements(contents)),
     }
@@ -98,6 +98,6 @@ def _origins(cases: Iterable[str], origins: Mapping[str, str]) -> list[Json]:
 def _measurements(contents: Contents) -> Iterator[Json]:
     """Yield the numbers of hardware only; other numbers are in the records."""
     for record, origin in zip(contents.records, contents.origins, strict=True):
-        for name, value in record.numbers.items() if is_shown(record) else ():
+        for name, value in record.numbers.items() if describes_hardware(record) else ():
             number = split_number(name)
             yield {"case": record.case, "name": name, "value": value, "unit": number.unit, "records": [origin]}

@@ -15,15 +15,15 @@ from gdrkit.units import format_bytes
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from gdrkit.report.sweep import Line, Sweep
+    from gdrkit.report.sweep import Sweep, SweepLine
 
-__all__ = ["Curve", "Mark", "Plot", "Tick", "format_number", "make_plot"]
+__all__ = ["Curve", "Mark", "SweepPlot", "Tick", "format_number", "make_plot"]
 
 WIDTH, HEIGHT = 380, 220
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46.0, 370.0, 12.0, 186.0
 _TICKS = 4
-_SIZES_SHOWN = 6
-# The curves differ by colour and by dash pattern, so that either is sufficient.
+_SIZE_LABELS_MAX = 6
+# Curves differ in colour and in dash pattern, so that a reader needs only one of them.
 _STYLES = 6
 _GROUPED_FROM = 10_000
 
@@ -58,8 +58,8 @@ class Curve:
 
 
 @dataclass(frozen=True, slots=True)
-class Plot:
-    """A plot, and its values as a table: a row for each size, a cell for each curve with value and case."""
+class SweepPlot:
+    """The plot of a sweep, and a table: a row for each size, with the value and the case of each curve."""
 
     name: str
     unit: str
@@ -76,42 +76,42 @@ class Plot:
     height: int = HEIGHT
 
 
-def make_plot(sweep: Sweep) -> Plot:
+def make_plot(sweep: Sweep) -> SweepPlot:
     """Return the layout of the plot of a sweep."""
     label = format_bytes if sweep.over == "size" else str
     sizes = sorted({point.at for line in sweep.lines for point in line.points})
-    highest = max(max(point.value, point.most or 0.0) for line in sweep.lines for point in line.points)
+    highest = max(max(point.value, point.highest or 0.0) for line in sweep.lines for point in line.points)
     step = _step(highest)
     top = step * math.ceil(highest / step) if highest > 0 else 1.0
 
-    def across(size_bytes: int) -> float:
+    def x_of(size: int) -> float:
         span = math.log2(sizes[-1] / sizes[0]) or 1.0
-        return round(_LEFT + (_RIGHT - _LEFT) * math.log2(size_bytes / sizes[0]) / span, 1)
+        return round(_LEFT + (_RIGHT - _LEFT) * math.log2(size / sizes[0]) / span, 1)
 
-    def up(value: float) -> float:
+    def y_of(value: float) -> float:
         return round(_BOTTOM - (_BOTTOM - _TOP) * value / top, 1)
 
     curves = []
     for number, line in enumerate(sweep.lines):
         marks = tuple(
             Mark(
-                across(point.at),
-                up(point.value),
-                up(point.value if point.least is None else point.least),
-                up(point.value if point.most is None else point.most),
+                x_of(point.at),
+                y_of(point.value),
+                y_of(point.value if point.lowest is None else point.lowest),
+                y_of(point.value if point.highest is None else point.highest),
             )
             for point in line.points
         )
         polyline = " ".join(f"{mark.x},{mark.y}" for mark in marks)
         curves.append(Curve(line.name, polyline, marks, number % _STYLES, line.is_bound))
-    every = math.ceil(len(sizes) / _SIZES_SHOWN)
-    return Plot(
+    step_of_labels = math.ceil(len(sizes) / _SIZE_LABELS_MAX)
+    return SweepPlot(
         name=sweep.name,
         unit=sweep.unit,
         over=sweep.over,
         curves=tuple(curves),
-        sizes=tuple(Tick(across(size), label(size)) for size in sizes[::every]),
-        values=tuple(Tick(up(step * count), format_number(step * count)) for count in range(round(top / step) + 1)),
+        sizes=tuple(Tick(x_of(size), label(size)) for size in sizes[::step_of_labels]),
+        values=tuple(Tick(y_of(step * count), format_number(step * count)) for count in range(round(top / step) + 1)),
         rows=tuple((label(size), _row(size, sweep.lines)) for size in sizes),
     )
 
@@ -123,7 +123,7 @@ def format_number(value: float) -> str:
     return f"{value:.5g}"
 
 
-def _row(size_bytes: int, lines: Sequence[Line]) -> tuple[tuple[str, str], ...]:
+def _row(size_bytes: int, lines: Sequence[SweepLine]) -> tuple[tuple[str, str], ...]:
     cells = []
     for line in lines:
         point = next((point for point in line.points if point.at == size_bytes), None)
@@ -135,6 +135,6 @@ def _step(highest: float) -> float:
     """Return 1, 2, 2.5 or 5 times a power of ten, so that the axis has about four steps."""
     if highest <= 0:
         return 1.0
-    rough = highest / _TICKS
-    power = 10.0 ** math.floor(math.log10(rough))
-    return next((factor * power for factor in (1, 2, 2.5, 5) if factor * power >= rough), 10 * power)
+    least = highest / _TICKS
+    power = 10.0 ** math.floor(math.log10(least))
+    return next((factor * power for factor in (1, 2, 2.5, 5) if factor * power >= least), 10 * power)

@@ -1,4 +1,4 @@
-"""One report over many hosts: which are qualified, which differ from the others, which are slower.
+"""One report about many hosts: which of them are qualified, differ from the others, or are slower.
 
 Each host is the folder of a run. The report is in the parent folder and links to the reports of the hosts. A folder
 that cannot be read is a row with its error, so that one damaged host does not hide the others. The command then fails.
@@ -18,12 +18,12 @@ from gdrkit.errors import GdrkitError, UsageError
 from gdrkit.report.contents import Contents, read_contents
 from gdrkit.report.figure import format_number
 from gdrkit.report.metrics import render_metrics
-from gdrkit.report.noise import Sample, judge, sample, usual
+from gdrkit.report.noise import Sample, compare_samples, make_sample, median_sample
 from gdrkit.report.record import Verdict
 from gdrkit.report.render import environment
-from gdrkit.report.routes import RouteState
-from gdrkit.report.run import RunFolder, RunState, is_file, make_folder, refused, write_whole
-from gdrkit.report.sweep import is_shown, split_number
+from gdrkit.report.routes import RouteOutcome
+from gdrkit.report.run import RunFolder, RunState, file_error, is_file, make_folder, write_atomically
+from gdrkit.report.sweep import describes_hardware, split_number
 from gdrkit.report.view import make_view
 from gdrkit.verdict import NOISE_PERCENT
 
@@ -42,7 +42,7 @@ _NOT_READABLE = "not readable"
 
 
 @dataclass(frozen=True, slots=True)
-class Slow:
+class SlowNumber:
     """A number of one host that is worse than the median of all hosts, with the difference in percent."""
 
     name: str
@@ -73,7 +73,7 @@ class Host:
         Number of cases by verdict, number of routes by state.
     differs : tuple of str
         The properties in which the host differs from the majority.
-    slow : tuple of Slow
+    slow : tuple of SlowNumber
         The numbers in which the host is slower than the median.
     """
 
@@ -89,7 +89,7 @@ class Host:
     counts: Mapping[str, int] | None = None
     routes: Mapping[str, int] | None = None
     differs: tuple[str, ...] = ()
-    slow: tuple[Slow, ...] = ()
+    slow: tuple[SlowNumber, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class Fleet:
 
 
 @dataclass(frozen=True, slots=True)
-class _Read:
+class _HostRun:
     folder: str
     contents: Contents
     view: View
@@ -123,44 +123,47 @@ def render_fleet(path: Path, output: Path | None = None) -> Fleet:
     try:
         runs = [entry for entry in sorted(path.iterdir()) if _is_run(entry)] if path.is_dir() else []
     except OSError as error:
-        raise refused("read", path, error) from error
+        raise file_error("read", path, error) from error
     if not runs:
-        message = f"{path} holds no folder of a run"
-        raise UsageError(message, what_to_do="name the folder that holds one folder for each host")
+        message = f"{path} contains no folder of a run"
+        raise UsageError(message, what_to_do="name the folder that contains one folder for each host")
     target = output or path
-    read, unreadable = _read(runs, path)
-    latest, older = _latest(read)
-    names, doubles = _names(latest)
-    traits = _usual_traits(latest)
+    host_runs, unreadable = _read(runs, path)
+    latest, older = _latest(host_runs)
+    names, duplicates = _names(latest)
+    traits = _majority_traits(latest)
     medians = _medians(latest)
-    hosts = [_host(it, names[it.folder], traits=traits, medians=medians, path=path, target=target) for it in latest]
+    hosts = [
+        _host(host_run, names[host_run.folder], traits=traits, medians=medians, path=path, target=target)
+        for host_run in latest
+    ]
     hosts += [Host(name=folder, folder=folder, error=error) for folder, error in unreadable]
     # Hosts that need attention come first.
-    hosts.sort(key=lambda it: (_urgency(it), not (it.slow or it.differs), _natural(it.name)))
-    problems = [f"{folder}: {error}" for folder, error in unreadable] + doubles
-    counted = Counter(host.state for host in hosts)
+    hosts.sort(key=lambda host: (_urgency(host), not (host.slow or host.differs), _natural(host.name)))
+    problems = [f"{folder}: {error}" for folder, error in unreadable] + duplicates
+    counts = Counter(host.state for host in hosts)
     tally = tuple(
-        (word, counted[word]) for word in (*(state.value for state in RunState), _NOT_READABLE) if counted[word]
+        (word, counts[word]) for word in (*(state.value for state in RunState), _NOT_READABLE) if counts[word]
     )
     fleet = Fleet(tuple(hosts), tally, tuple(problems), str(target / "index.html"))
     make_folder(target)
-    write_whole(target / "fleet.json", json.dumps(_document(fleet, older), indent=2, ensure_ascii=False) + "\n")
-    write_whole(target / "metrics.prom", _metrics(latest, names))
+    write_atomically(target / "fleet.json", json.dumps(_document(fleet, older), indent=2, ensure_ascii=False) + "\n")
+    write_atomically(target / "metrics.prom", _metrics(latest, names))
     page = (
         environment(escaped=True)
         .get_template("fleet.html.j2")
         .render(fleet=fleet, older=older, noise_percent=NOISE_PERCENT)
     )
-    write_whole(target / "index.html", page)
+    write_atomically(target / "index.html", page)
     return fleet
 
 
 def _urgency(host: Host) -> int:
-    """Return 0 for an unreadable host, 1 for a failure, 2 for a run that proves less than it could, 3 if qualified."""
-    lesser = {RunState.NOTHING_PROVEN.value, RunState.PARTIAL.value, RunState.SOFTWARE_ONLY.value}
+    """Return 0 for an unreadable host, 1 for a failure, 2 for a run that proves only a part, 3 if qualified."""
+    incomplete = {RunState.NOTHING_PROVEN.value, RunState.PARTIAL.value, RunState.SOFTWARE_ONLY.value}
     if host.error:
         return 0
-    return 3 if host.state == RunState.QUALIFIED.value else 2 if host.state in lesser else 1
+    return 3 if host.state == RunState.QUALIFIED.value else 2 if host.state in incomplete else 1
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
@@ -168,7 +171,7 @@ def _natural(name: str) -> list[tuple[int, str]]:
     parts = re.split(r"([0-9]+)", name)
     # Numbers are compared by their length first, since a name may contain more digits than int() accepts.
     digits = [part.lstrip("0") for part in parts]
-    return [(len(digits[at]), digits[at]) if at % 2 else (-1, part) for at, part in enumerate(parts)]
+    return [(len(digits[index]), digits[index]) if index % 2 else (-1, part) for index, part in enumerate(parts)]
 
 
 def _is_run(entry: Path) -> bool:
@@ -180,8 +183,8 @@ def _is_run(entry: Path) -> bool:
         return True
 
 
-def _read(runs: Sequence[Path], path: Path) -> tuple[list[_Read], list[tuple[str, str]]]:
-    read: list[_Read] = []
+def _read(runs: Sequence[Path], path: Path) -> tuple[list[_HostRun], list[tuple[str, str]]]:
+    host_runs: list[_HostRun] = []
     unreadable: list[tuple[str, str]] = []
     for entry in runs:
         name = entry.relative_to(path).as_posix()
@@ -190,51 +193,53 @@ def _read(runs: Sequence[Path], path: Path) -> tuple[list[_Read], list[tuple[str
         except GdrkitError as error:
             unreadable.append((name, str(error)))
         else:
-            read.append(_Read(name, contents, make_view(contents), _samples(contents)))
-    return read, unreadable
+            host_runs.append(_HostRun(name, contents, make_view(contents), _samples(contents)))
+    return host_runs, unreadable
 
 
-def _latest(read: Sequence[_Read]) -> tuple[list[_Read], tuple[str, ...]]:
+def _latest(host_runs: Sequence[_HostRun]) -> tuple[list[_HostRun], tuple[str, ...]]:
     """Return the last run of each host, and the folders of the earlier runs."""
-    kept: list[_Read] = []
+    latest: list[_HostRun] = []
     older: list[str] = []
-    for it in sorted(read, key=lambda one: one.contents.run.started, reverse=True):
-        if any(_is_same(it.contents, other.contents) for other in kept):
-            older.append(it.folder)
+    for host_run in sorted(host_runs, key=lambda each: each.contents.run.started, reverse=True):
+        if any(_is_same_host(host_run.contents, other.contents) for other in latest):
+            older.append(host_run.folder)
         else:
-            kept.append(it)
-    return kept, tuple(sorted(older))
+            latest.append(host_run)
+    return latest, tuple(sorted(older))
 
 
-def _is_same(one: Contents, other: Contents) -> bool:
-    """Return whether two runs with the same host name are of the same machine, as far as their facts show it."""
+def _is_same_host(one: Contents, other: Contents) -> bool:
+    """Return whether two runs are from the same machine, according to host name, device serials and host id."""
     if not one.run.host or one.run.host != other.run.host:
         return False
-    mine, theirs = _serials(one), _serials(other)
-    if mine and theirs:
+    serials, other_serials = _serials(one), _serials(other)
+    if serials and other_serials:
         # Machines that were installed from one image share their host id. The serial numbers of their devices differ.
-        return bool(mine & theirs)
+        return bool(serials & other_serials)
     return one.run.host_id is not None and one.run.host_id == other.run.host_id
 
 
 def _serials(contents: Contents) -> set[str]:
     guids = {device.node_guid for device in contents.facts.rdma_devices if device.has_device and device.node_guid}
-    is_real = contents.run.substrate.get("cuda") == "hardware"
-    return guids | {device.uuid for device in (contents.facts.cuda.devices if contents.facts.cuda and is_real else ())}
+    is_hardware = contents.run.substrate.get("cuda") == "hardware"
+    return guids | {
+        device.uuid for device in (contents.facts.cuda.devices if contents.facts.cuda and is_hardware else ())
+    }
 
 
-def _names(latest: Sequence[_Read]) -> tuple[dict[str, str], list[str]]:
-    """Return the name to show for each folder, and a line for each name that several hosts have."""
+def _names(latest: Sequence[_HostRun]) -> tuple[dict[str, str], list[str]]:
+    """Return the display name of each folder, and a line for each name that several hosts have."""
     by_name: dict[str, list[str]] = {}
-    for it in latest:
-        by_name.setdefault(it.contents.run.host or it.folder, []).append(it.folder)
-    shown: dict[str, str] = {}
+    for host_run in latest:
+        by_name.setdefault(host_run.contents.run.host or host_run.folder, []).append(host_run.folder)
+    names: dict[str, str] = {}
     problems = []
     for name, folders in by_name.items():
-        shown.update({folder: name if len(folders) == 1 else f"{name} ({folder})" for folder in folders})
+        names.update({folder: name if len(folders) == 1 else f"{name} ({folder})" for folder in folders})
         if len(folders) > 1:
-            problems.append(f"{len(folders)} hosts are called {name}: {', '.join(sorted(folders))}")
-    return shown, problems
+            problems.append(f"{len(folders)} hosts have the name {name}: {', '.join(sorted(folders))}")
+    return names, problems
 
 
 def _traits(contents: Contents) -> dict[str, str]:
@@ -245,7 +250,9 @@ def _traits(contents: Contents) -> dict[str, str]:
         "gdrkit": contents.run.version,
         "kernel": facts.kernel.release or "not readable",
         "NVIDIA driver": facts.nvidia_driver_version or "none",
-        "GPUs": ", ".join(f"{count} {name}" for name, count in sorted(Counter(it.name for it in devices).items()))
+        "GPUs": ", ".join(
+            f"{count} {name}" for name, count in sorted(Counter(device.name for device in devices).items())
+        )
         or "none",
         "RDMA devices": str(len(facts.rdma_devices)),
         "NIC firmware": ", ".join(firmware) or "none",
@@ -253,39 +260,39 @@ def _traits(contents: Contents) -> dict[str, str]:
     }
 
 
-def _usual_traits(latest: Sequence[_Read]) -> dict[str, str]:
+def _majority_traits(latest: Sequence[_HostRun]) -> dict[str, str]:
     """Return the values that most hosts have; empty if there are too few hosts."""
     if len(latest) < _HOSTS_MIN:
         return {}
-    found: dict[str, Counter[str]] = {}
-    for it in latest:
-        for trait, value in _traits(it.contents).items():
-            found.setdefault(trait, Counter())[value] += 1
-    most = {trait: counted.most_common(1)[0] for trait, counted in found.items()}
-    return {trait: value for trait, (value, count) in most.items() if count * 2 > len(latest)}
+    counters: dict[str, Counter[str]] = {}
+    for host_run in latest:
+        for trait, value in _traits(host_run.contents).items():
+            counters.setdefault(trait, Counter())[value] += 1
+    most_common = {trait: counter.most_common(1)[0] for trait, counter in counters.items()}
+    return {trait: value for trait, (value, count) in most_common.items() if count * 2 > len(latest)}
 
 
 def _samples(contents: Contents) -> dict[tuple[str, str], Sample]:
     """Return, by case and name, every number for which more or less is better."""
-    found: dict[tuple[str, str], list[Mapping[str, float]]] = {}
+    numbers_of: dict[tuple[str, str], list[Mapping[str, float]]] = {}
     for record in contents.records:
-        for name in record.numbers if is_shown(record) else ():
+        for name in record.numbers if describes_hardware(record) else ():
             number = split_number(name)
             if number.better and not number.is_bound and number.statistic in ("", "median"):
-                found.setdefault((record.case, name), []).append(record.numbers)
-    return {(case, name): sample(name, numbers) for (case, name), numbers in found.items()}
+                numbers_of.setdefault((record.case, name), []).append(record.numbers)
+    return {(case, name): make_sample(name, numbers) for (case, name), numbers in numbers_of.items()}
 
 
-def _medians(latest: Sequence[_Read]) -> dict[tuple[str, str], Sample]:
-    found: dict[tuple[str, str], list[Sample]] = {}
-    for it in latest:
-        for number, one in it.samples.items():
-            found.setdefault(number, []).append(one)
-    return {number: usual(samples) for number, samples in found.items() if len(samples) >= _HOSTS_MIN}
+def _medians(latest: Sequence[_HostRun]) -> dict[tuple[str, str], Sample]:
+    samples_of: dict[tuple[str, str], list[Sample]] = {}
+    for host_run in latest:
+        for number, sample in host_run.samples.items():
+            samples_of.setdefault(number, []).append(sample)
+    return {number: median_sample(samples) for number, samples in samples_of.items() if len(samples) >= _HOSTS_MIN}
 
 
 def _host(
-    it: _Read,
+    host_run: _HostRun,
     name: str,
     *,
     traits: Mapping[str, str],
@@ -293,12 +300,12 @@ def _host(
     path: Path,
     target: Path,
 ) -> Host:
-    contents = it.contents
-    own = _traits(contents)
+    contents, view = host_run.contents, host_run.view
+    host_traits = _traits(contents)
     verdicts = Counter(record.verdict for record in contents.records)
-    states = Counter(status.state for status in it.view.routes) + Counter(status.state for status in it.view.files)
-    folder = os.path.relpath(path / it.folder, target)
-    has_page = (path / it.folder / "index.html").is_file()
+    states = Counter(status.state for status in view.routes) + Counter(status.state for status in view.files)
+    folder = os.path.relpath(path / host_run.folder, target)
+    has_page = (path / host_run.folder / "index.html").is_file()
     return Host(
         name=name,
         folder=folder,
@@ -310,23 +317,25 @@ def _host(
         # The path is quoted as bytes, since the name of a folder is not always UTF-8.
         page=quote(os.fsencode(f"{folder}/index.html")) if has_page else "",
         counts={verdict.value: verdicts[verdict] for verdict in Verdict},
-        routes={state.value: states[state] for state in RouteState},
+        routes={state.value: states[state] for state in RouteOutcome},
         differs=tuple(
-            f"{trait} {own[trait]}, usual is {value}" for trait, value in traits.items() if own[trait] != value
+            f"{trait} is {host_traits[trait]}, on most hosts {value}"
+            for trait, value in traits.items()
+            if host_traits[trait] != value
         ),
-        slow=tuple(sorted(_slow(it, medians), key=lambda slow: -abs(slow.percent))),
+        slow=tuple(sorted(_slow_numbers(host_run, medians), key=lambda slow: -abs(slow.percent))),
     )
 
 
-def _slow(it: _Read, medians: Mapping[tuple[str, str], Sample]) -> Iterator[Slow]:
-    for (case, name), found in it.samples.items():
+def _slow_numbers(host_run: _HostRun, medians: Mapping[tuple[str, str], Sample]) -> Iterator[SlowNumber]:
+    for (case, name), sample in host_run.samples.items():
         median = medians.get((case, name))
         # The percentage of the difference from a median of 0 is undefined.
         if median is not None and median.value:
-            judged = judge(name, median, found)
-            if judged.outcome == "worse":
-                values = format_number(found.value), format_number(median.value)
-                yield Slow(f"{case} {name}", *values, round(judged.change_percent, 1))
+            change = compare_samples(name, median, sample)
+            if change.outcome == "worse":
+                values = format_number(sample.value), format_number(median.value)
+                yield SlowNumber(f"{case} {name}", *values, round(change.change_percent, 1))
 
 
 def _document(fleet: Fleet, older: Sequence[str]) -> dict[str, Json]:
@@ -349,7 +358,8 @@ def _document(fleet: Fleet, older: Sequence[str]) -> dict[str, Json]:
                 "routes": dict(host.routes or {}),
                 "differs": list(host.differs),
                 "slow": [
-                    {"name": it.name, "value": it.value, "median": it.median, "percent": it.percent} for it in host.slow
+                    {"name": slow.name, "value": slow.value, "median": slow.median, "percent": slow.percent}
+                    for slow in host.slow
                 ],
             }
             for host in fleet.hosts
@@ -357,11 +367,12 @@ def _document(fleet: Fleet, older: Sequence[str]) -> dict[str, Json]:
     }
 
 
-def _metrics(latest: Sequence[_Read], names: Mapping[str, str]) -> str:
+def _metrics(latest: Sequence[_HostRun], names: Mapping[str, str]) -> str:
     """Return the samples of all hosts, grouped by metric family as the format requires."""
     families: dict[str, list[str]] = {}
-    for it in latest:
-        for line in render_metrics(it.contents, it.view, host=names[it.folder]).splitlines(keepends=True):
+    for host_run in latest:
+        text = render_metrics(host_run.contents, host_run.view, host=names[host_run.folder])
+        for line in text.splitlines(keepends=True):
             name = line.split(" ")[2] if line.startswith("#") else line.partition("{")[0]
             lines = families.setdefault(name, [])
             if not (line.startswith("#") and line in lines):

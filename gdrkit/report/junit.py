@@ -1,7 +1,7 @@
 """Records as JUnit XML.
 
-JUnit has no ``unproven``. Such a case is a passed test with a property that says what is missing. A case that did not
-run is ``skipped`` if the profile foresees that, else a failure.
+JUnit has no ``unproven``. Such a case is a passed test with a property that names the missing proof. A case that did
+not run is ``skipped`` if the profile foresees that, else a failure.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def render_junit(run: Run, records: Sequence[Record]) -> bytes:
         {"name": _clean(run.profile), "timestamp": run.started.rstrip("Z"), **counts, "time": seconds},
     )
     properties = ET.SubElement(suite, "properties")
-    shown = {
+    values = {
         "verdict": run.verdict,
         "state": run.state.value,
         "banner": run.banner,
@@ -46,8 +46,8 @@ def render_junit(run: Run, records: Sequence[Record]) -> bytes:
         "commit": run.commit or "unknown",
     }
     if run.host:
-        shown["host"] = run.host
-    for name, value in {**shown, **{f"substrate.{api}": name for api, name in run.substrate.items()}}.items():
+        values["host"] = run.host
+    for name, value in {**values, **{f"substrate.{api}": name for api, name in run.substrate.items()}}.items():
         ET.SubElement(properties, "property", {"name": name, "value": _clean(value)})
     for record in records:
         _case(suite, record)

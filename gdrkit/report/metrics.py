@@ -9,9 +9,9 @@ import datetime as dt
 from typing import TYPE_CHECKING
 
 from gdrkit.report.record import Verdict
-from gdrkit.report.routes import RouteState
+from gdrkit.report.routes import RouteOutcome
 from gdrkit.report.run import RunState
-from gdrkit.report.sweep import is_shown
+from gdrkit.report.sweep import describes_hardware
 from gdrkit.text import single_line
 
 if TYPE_CHECKING:
@@ -34,57 +34,63 @@ def render_metrics(contents: Contents, view: View, *, host: str | None = None) -
 
 def _families(contents: Contents, view: View, host: str) -> Iterator[str]:
     run = contents.run
-    who = {"host": host, "profile": run.profile}
-    began = dt.datetime.fromisoformat(run.started).timestamp()
+    labels = {"host": host, "profile": run.profile}
+    started_s = dt.datetime.fromisoformat(run.started).timestamp()
     verdicts = [record.verdict for record in contents.records]
     yield _family(
         "exit_code",
-        "Exit code of gdrkit qualify; whether the host is qualified says gdrkit_state.",
-        [(who, run.exit_code)],
+        "Exit code of gdrkit qualify. gdrkit_state tells whether the host is qualified.",
+        [(labels, run.exit_code)],
     )
-    states = [({**who, "state": state.value}, float(state is run.state)) for state in RunState]
-    yield _family("state", "What the run says about the host: only qualified is proven, whole and on hardware.", states)
-    yield _family("started_seconds", "When the qualification began, since 1970.", [(who, began)])
-    yield _family("duration_seconds", "How long it took.", [(who, run.duration_s)])
+    states = [({**labels, "state": state.value}, float(state is run.state)) for state in RunState]
     yield _family(
-        "info", "What was qualified, and by what.", [({**who, "version": run.version, "commit": run.commit or ""}, 1)]
+        "state", "Result of the run for the host. Only qualified means proven, complete and on hardware.", states
+    )
+    yield _family("started_seconds", "Start of the qualification, in seconds since 1970.", [(labels, started_s)])
+    yield _family("duration_seconds", "Duration of the qualification in seconds.", [(labels, run.duration_s)])
+    yield _family(
+        "info",
+        "Version and commit of the gdrkit that ran.",
+        [({**labels, "version": run.version, "commit": run.commit or ""}, 1)],
     )
     yield _family(
         "cases",
         "Cases by verdict.",
-        [({**who, "verdict": verdict.value}, verdicts.count(verdict)) for verdict in Verdict],
+        [({**labels, "verdict": verdict.value}, verdicts.count(verdict)) for verdict in Verdict],
     )
     yield _family(
         "substrate_info",
-        "On what each API ran.",
-        [({**who, "api": api, "substrate": name}, 1) for api, name in sorted(run.substrate.items())],
+        "Substrate of each API.",
+        [({**labels, "api": api, "substrate": name}, 1) for api, name in sorted(run.substrate.items())],
     )
-    yield _family("route", "State of a route between a device and a NIC.", _states(who, view.routes))
-    yield _family("file_route", "State of a route between a device and the files of a mount.", _states(who, view.files))
+    yield _family("route", "State of a route between a device and a NIC.", _states(labels, view.routes))
     yield _family(
-        "measurement", "What was measured on hardware, in the unit that its name ends with.", _numbers(who, contents)
+        "file_route", "State of a route between a device and the files of a mount.", _states(labels, view.files)
+    )
+    yield _family(
+        "measurement", "Measurement on hardware, in the unit at the end of its name.", _numbers(labels, contents)
     )
 
 
 def _states(
-    who: dict[str, str], statuses: Iterable[RouteStatus | FileStatus]
+    labels: dict[str, str], statuses: Iterable[RouteStatus | FileStatus]
 ) -> Iterator[tuple[dict[str, str], float]]:
     for status in statuses:
-        reached = getattr(status, "nic", None)
-        place = {"mount": getattr(status, "mount", "")} if reached is None else {"nic": reached}
-        labels = {**who, "device": str(status.device_index), **place, "way": status.way}
-        for state in RouteState:
-            yield {**labels, "state": state.value}, float(status.state is state)
+        nic = getattr(status, "nic", None)
+        target = {"mount": getattr(status, "mount", "")} if nic is None else {"nic": nic}
+        route = {**labels, "device": str(status.device_index), **target, "way": status.way}
+        for state in RouteOutcome:
+            yield {**route, "state": state.value}, float(status.state is state)
 
 
-def _numbers(who: dict[str, str], contents: Contents) -> Iterator[tuple[dict[str, str], float]]:
-    seen: set[tuple[str, str]] = set()
+def _numbers(labels: dict[str, str], contents: Contents) -> Iterator[tuple[dict[str, str], float]]:
+    written: set[tuple[str, str]] = set()
     for record in contents.records:
-        for name, value in record.numbers.items() if is_shown(record) else ():
+        for name, value in record.numbers.items() if describes_hardware(record) else ():
             # A case that ran twice would give one series with two values, which collectors reject.
-            if (record.case, name) not in seen:
-                seen.add((record.case, name))
-                yield {**who, "case": record.case, "name": name}, value
+            if (record.case, name) not in written:
+                written.add((record.case, name))
+                yield {**labels, "case": record.case, "name": name}, value
 
 
 def _family(name: str, text: str, samples: Iterable[tuple[dict[str, str], float]]) -> str:
@@ -93,8 +99,8 @@ def _family(name: str, text: str, samples: Iterable[tuple[dict[str, str], float]
 
 
 def _labels(labels: dict[str, str]) -> str:
-    return ",".join(f'{name}="{_escaped(value)}"' for name, value in labels.items())
+    return ",".join(f'{name}="{_escape(value)}"' for name, value in labels.items())
 
 
-def _escaped(value: str) -> str:
+def _escape(value: str) -> str:
     return single_line(value).replace("\\", "\\\\").replace('"', '\\"')

@@ -1,8 +1,8 @@
 """Decision whether two numbers differ by more than their noise.
 
 The module is pure. The numbers that a case keeps beside a median (its rounds, their spread or their minimum and
-maximum) give the standard error of that median. The noise band is three standard errors of the difference, and never
-less than the noise that the caller states. All comparisons of runs and of hosts in a fleet use this module.
+maximum) give the standard error of that median. The noise band is three standard errors of the difference, and at
+least the noise that the caller states. All comparisons of runs and of hosts in a fleet use this module.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from gdrkit.verdict import NOISE_PERCENT
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["Moved", "Sample", "judge", "sample", "usual"]
+__all__ = ["NumberChange", "Sample", "compare_samples", "make_sample", "median_sample"]
 
-_ERRORS = 3.0
-# For a normal distribution, the quartiles are this many standard deviations apart, and the standard error of a median
-# is this many times that of a mean.
+_BAND_ERRORS = 3.0
+# For a normal distribution, the quartiles are 1.349 standard deviations apart, and the standard error of a median is
+# 1.2533 times that of a mean.
 _QUARTILES = 1.349
 _MEDIAN = 1.2533
 _ROUNDS_MIN = 2
@@ -46,8 +46,8 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
-    """The comparison of a number of one side with that of the other.
+class NumberChange:
+    """The change of a number from one side of a comparison to the other.
 
     Attributes
     ----------
@@ -64,42 +64,48 @@ class Moved:
     band_percent: float
 
 
-def judge(name: str, before: Sample, after: Sample, *, noise_percent: float = NOISE_PERCENT) -> Moved:
+def compare_samples(name: str, before: Sample, after: Sample, *, noise_percent: float = NOISE_PERCENT) -> NumberChange:
     """Compare the number `name` of `after` with that of `before`.
 
-    A change up to `noise_percent` counts as none, however exact both numbers seem to be.
+    A change up to `noise_percent` counts as noise, also if both numbers scatter less.
     """
-    moved = _change_percent(before.value, after.value)
-    band = max(noise_percent, _bounded(_ERRORS * math.hypot(before.error_percent, after.error_percent)))
+    change = _change_percent(before.value, after.value)
+    band = max(noise_percent, _bounded(_BAND_ERRORS * math.hypot(before.error_percent, after.error_percent)))
     better = split_number(name).better
-    outcome = "same" if abs(moved) <= band else "changed" if not better else "better" if moved * better > 0 else "worse"
-    return Moved(outcome, moved, band)
+    if abs(change) <= band:
+        outcome = "same"
+    elif not better:
+        outcome = "changed"
+    else:
+        outcome = "better" if change * better > 0 else "worse"
+    return NumberChange(outcome, change, band)
 
 
-def usual(samples: Sequence[Sample]) -> Sample:
+def median_sample(samples: Sequence[Sample]) -> Sample:
     """Return the median of several machines, with the standard error that their rounds give.
 
     The difference between the machines is what the comparison looks for, so it does not widen the band.
     """
-    error = statistics.median(one.error_percent for one in samples) / math.sqrt(len(samples))
-    return Sample(statistics.median(one.value for one in samples), error)
+    error = statistics.median(sample.error_percent for sample in samples) / math.sqrt(len(samples))
+    return Sample(statistics.median(sample.value for sample in samples), error)
 
 
-def sample(name: str, numbers: Sequence[Mapping[str, float]]) -> Sample:
+def make_sample(name: str, numbers: Sequence[Mapping[str, float]]) -> Sample:
     """Return the number `name` of one or more records of a case, with its standard error.
 
     Several records are independent runs. The error is the larger one of their scatter and that of their rounds.
     """
-    values = [found[name] for found in numbers if name in found]
+    with_name = [each for each in numbers if name in each]
+    values = [each[name] for each in with_name]
     value = statistics.median(values)
-    inner = statistics.median(_error_of_rounds(name, found) for found in numbers if name in found)
+    rounds_error = statistics.median(_error_of_rounds(name, each) for each in with_name)
     if len(values) < _ROUNDS_MIN or value == 0:
-        return Sample(value, inner)
+        return Sample(value, rounds_error)
     try:
         scatter = statistics.stdev(values) / abs(value) * 100 * _MEDIAN / math.sqrt(len(values))
     except OverflowError:
         scatter = math.inf
-    return Sample(value, max(scatter, inner / math.sqrt(len(values))))
+    return Sample(value, max(scatter, rounds_error / math.sqrt(len(values))))
 
 
 def _change_percent(before: float, after: float) -> float:
@@ -109,7 +115,7 @@ def _change_percent(before: float, after: float) -> float:
 
 
 def _bounded(percent: float) -> float:
-    """Limit a percentage to what JSON can represent."""
+    """Limit a percentage to the range that JSON can represent."""
     return max(-_PERCENT_MAX, min(_PERCENT_MAX, percent))
 
 

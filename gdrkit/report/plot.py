@@ -1,7 +1,7 @@
 """Plot of lines over sizes as one self-contained SVG, alone or in a page.
 
-The axis of sizes is logarithmic, by powers of two. A plot of numbers that were not measured on hardware says so in the
-picture itself.
+The axis of sizes is logarithmic, by powers of two. A plot of numbers that were not measured on hardware has a note in
+the picture itself.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["Line", "Plot", "check_name", "draw", "write_plot"]
 _WIDTH, _HEIGHT = 960, 480
 _LEFT, _RIGHT, _TOP, _BOTTOM = 70, 200, 76, 56
 _COLOURS = ("#2f6fd0", "#1f8a5b", "#c2571a", "#7a4fb5", "#8a6d00")
-_TICKS_MOST = 6
+_TICKS_MAX = 6
 
 # The style follows the light or dark colour scheme of the reader.
 _STYLE = """
@@ -36,7 +36,7 @@ text { fill: currentColor; } .title { font-size: 17px; font-weight: 600; } .note
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line: (size in bytes, value) of each point."""
+    """A line of a plot. Each point is a size in bytes and a value."""
 
     name: str
     points: Sequence[tuple[int, float]]
@@ -89,7 +89,7 @@ def draw(plot: Plot) -> str:
         parts.append(_text(_LEFT - 8, at + 4, f"{number * step:g}", anchor="end"))
     parts += [_text(x(size), _HEIGHT - _BOTTOM + 22, format_bytes(size), anchor="middle") for size in sizes]
     for index, line in enumerate(plot.lines):
-        parts += _drawn(line, _COLOURS[index % len(_COLOURS)], _TOP + 22 * index, x, y)
+        parts += _draw_line(line, _COLOURS[index % len(_COLOURS)], _TOP + 22 * index, x, y)
     return "\n".join([*parts, "</svg>", ""])
 
 
@@ -115,20 +115,20 @@ def write_plot(path: Path, plot: Plot) -> None:
 def check_name(path: Path) -> None:
     """Raise :class:`~gdrkit.errors.UsageError` unless the name ends in .html or .svg."""
     if path.suffix not in {".html", ".svg"}:
-        message = f"{path} ends in neither .html nor .svg"
+        message = f"the name of a plot must end in .html or .svg, not {path.name!r}"
         raise UsageError(message)
 
 
-def _drawn(
+def _draw_line(
     line: Line, colour: str, legend_y: float, x: Callable[[int], float], y: Callable[[float], float]
 ) -> Iterator[str]:
-    places = [(x(size), y(value), size, value) for size, value in sorted(line.points)]
-    if places:
-        way = " L ".join(f"{left:.1f} {upper:.1f}" for left, upper, _, _ in places)
-        yield f'<path d="M {way}" stroke="{colour}"/>'
-    for left, upper, size, value in places:
-        said = html.escape(f"{line.name}, {format_bytes(size)}: {value:.3g}")
-        yield f'<circle cx="{left:.1f}" cy="{upper:.1f}" r="4" fill="{colour}"><title>{said}</title></circle>'
+    points = [(x(size), y(value), size, value) for size, value in sorted(line.points)]
+    if points:
+        path = " L ".join(f"{left:.1f} {top:.1f}" for left, top, _, _ in points)
+        yield f'<path d="M {path}" stroke="{colour}"/>'
+    for left, top, size, value in points:
+        tooltip = html.escape(f"{line.name}, {format_bytes(size)}: {value:.3g}")
+        yield f'<circle cx="{left:.1f}" cy="{top:.1f}" r="4" fill="{colour}"><title>{tooltip}</title></circle>'
     legend_x = _WIDTH - _RIGHT + 22
     yield f'<circle cx="{legend_x}" cy="{legend_y:.1f}" r="5" fill="{colour}"/>'
     yield _text(legend_x + 12, legend_y + 4, line.name)
@@ -136,11 +136,11 @@ def _drawn(
 
 def _step(top: float) -> float:
     """Return the distance of the ticks: 1, 2 or 5 times a power of ten, so that there are only a few ticks."""
-    rough = top / _TICKS_MOST
-    power: float = 10.0 ** math.floor(math.log10(rough))
-    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough)
+    least = top / _TICKS_MAX
+    power: float = 10.0 ** math.floor(math.log10(least))
+    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least)
 
 
-def _text(x: float, y: float, said: str, kind: str = "", *, anchor: str = "start") -> str:
-    style = f' class="{kind}"' if kind else ""
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{style}>{html.escape(said)}</text>'
+def _text(x: float, y: float, text: str, css_class: str = "", *, anchor: str = "start") -> str:
+    style = f' class="{css_class}"' if css_class else ""
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{style}>{html.escape(text)}</text>'

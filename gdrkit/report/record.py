@@ -1,6 +1,6 @@
-"""The record of a case as a JSON object: what ran, on which substrate, what was observed.
+"""The record of a case as a JSON object: the case, its substrate and its observations.
 
-The format is ``reports/schema/record-1.json``. A record of another form is refused, not repaired.
+The format is ``reports/schema/record-1.json``. A record in another format is refused and not repaired.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from gdrkit import serialization
 from gdrkit.errors import Reason, UsageError
 from gdrkit.evidence import ElfNote, LoadedLibrary  # noqa: TC001 - types of fields are read at run time.
 from gdrkit.install_paths import install_paths
-from gdrkit.report.form import check_started, check_substrate
+from gdrkit.report.validation import check_started, check_substrate
 from gdrkit.verdict import Verdict
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ __all__ = [
 
 SCHEMA_VERSION = 1
 
-# The harness keeps a refusal that the profile expects in the evidence under this key.
+# The key of the evidence for a refusal that the profile expects.
 REFUSED = "refused"
 
 
@@ -161,7 +161,7 @@ class Record:
     evidence : mapping
         The evidence that the case kept for the reader.
     numbers : mapping
-        Measurements with the unit in each name. They are shown as performance only if the substrate is hardware.
+        Measurements with the unit in each name. Reports contain them only if the substrate is hardware.
     routes : tuple of ClaimedRoute
         The routes that the case is about.
     duration_ms : float
@@ -219,7 +219,7 @@ class Record:
 
 
 def append_record(path: str | os.PathLike[str], record: Record) -> None:
-    """Append one line in one write, so that a reader never sees half of it. The folder is made if it does not exist."""
+    """Append one line in one write, so that no reader gets half of it. The folder is made if it does not exist."""
     line = json.dumps(serialization.to_json_data(record), ensure_ascii=False, allow_nan=False) + "\n"
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -247,7 +247,7 @@ def record_lines(path: str | os.PathLike[str]) -> list[bytes]:
 
     The last item is the text after the last line end, empty in a complete file.
     """
-    # Only this byte ends a line. Texts may contain other characters that Python takes for line ends.
+    # Only this byte ends a line. Texts may contain other characters that Python treats as line ends.
     return Path(path).read_bytes().split(b"\n")
 
 
@@ -257,7 +257,7 @@ def parse_records(lines: Iterable[str | bytes], *, name: str = "records") -> tup
 
 
 def parse_record(line: str | bytes, where: str) -> Record:
-    """Parse one line, called `where` in errors; see :func:`read_records`."""
+    """Parse one line; see :func:`read_records`. Errors name the line `where`."""
     data = serialization.parse_json(line, where=where)
     version = data.get("schema_version") if isinstance(data, dict) else None
     if version != SCHEMA_VERSION:

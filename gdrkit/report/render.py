@@ -14,7 +14,7 @@ from gdrkit.report.contents import Contents, read_contents
 from gdrkit.report.document import render_document
 from gdrkit.report.junit import render_junit
 from gdrkit.report.metrics import render_metrics
-from gdrkit.report.run import RunFolder, make_folder, write_whole
+from gdrkit.report.run import RunFolder, make_folder, write_atomically
 from gdrkit.report.view import make_view
 from gdrkit.text import escape_controls, markdown_cell
 
@@ -39,8 +39,8 @@ def render(path: Path, output: Path | None = None) -> RunFolder:
     path : Path
         The folder of a run, even of one that did not end; a records file, or a folder of records files.
     output : Path or None
-        The folder for the documents. If None, it is `path`, which must be a folder. Beside a records file there may be
-        the report of its run, which is more complete than one that is made of the records alone.
+        The folder for the documents. If None, it is `path`, which must be a folder. A report is not written next to a
+        records file, because it would replace the report of the run, which is more complete.
 
     Raises
     ------
@@ -50,19 +50,19 @@ def render(path: Path, output: Path | None = None) -> RunFolder:
         A file cannot be read or written.
     """
     if output is None and not path.is_dir():
-        message = f"{path} is a file, and its report would lie beside it, perhaps in place of another"
-        what_to_do = "name a folder to write to: --output DIR; or the folder of the run, to make its own report again"
+        message = f"{path} is a file, and a report next to it could replace another report"
+        what_to_do = "name a folder for the report (--output DIR), or name the folder of the run"
         raise UsageError(message, what_to_do=what_to_do)
     contents = read_contents(path)
     folder = RunFolder(output or path)
     make_folder(folder.path)
     view = make_view(contents)
-    write_whole(folder.report, render_document(contents, view))
-    write_whole(folder.junit, render_junit(contents.run, contents.records))
-    write_whole(folder.summary, environment(escaped=False).get_template("summary.md.j2").render(view=view))
-    write_whole(folder.metrics, render_metrics(contents, view))
+    write_atomically(folder.report, render_document(contents, view))
+    write_atomically(folder.junit, render_junit(contents.run, contents.records))
+    write_atomically(folder.summary, environment(escaped=False).get_template("summary.md.j2").render(view=view))
+    write_atomically(folder.metrics, render_metrics(contents, view))
     # The page is written last, so that all linked files exist before it.
-    write_whole(folder.index, environment(escaped=True).get_template("index.html.j2").render(view=view))
+    write_atomically(folder.index, environment(escaped=True).get_template("index.html.j2").render(view=view))
     return folder
 
 
@@ -87,22 +87,22 @@ def environment(*, escaped: bool) -> Environment:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 
-    def finalized(value: object) -> object:
+    def finalize(value: object) -> object:
         return escape_controls(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
-    made = Environment(
+    templates = Environment(
         loader=FileSystemLoader(install_paths().templates),
         autoescape=escaped,  # noqa: S701 - Markdown is escaped by text.markdown_cell.
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
-        finalize=finalized,
+        finalize=finalize,
     )
-    made.filters["cell"] = markdown_cell
-    made.filters["seconds"] = _seconds
-    made.filters["short"] = _short
-    return made
+    templates.filters["cell"] = markdown_cell
+    templates.filters["seconds"] = _seconds
+    templates.filters["short"] = _short
+    return templates
 
 
 def _seconds(duration_ms: float) -> str:
@@ -113,5 +113,5 @@ def _seconds(duration_ms: float) -> str:
 
 def _short(identifier: str) -> str:
     """Return the first 12 digits of a digest or commit, and the text from the dash on, if there is one."""
-    head, dash, tail = identifier.removeprefix("sha256:").partition("-")
-    return head[:12] + dash + tail
+    digits, dash, suffix = identifier.removeprefix("sha256:").partition("-")
+    return digits[:12] + dash + suffix

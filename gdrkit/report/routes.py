@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FileStatus",
-    "RouteState",
+    "RouteOutcome",
     "RouteStatus",
     "file_statuses",
     "is_required",
@@ -35,10 +35,10 @@ _APIS = ("verbs", "cuda")
 _FILE_APIS = ("cuda", "cufile")
 # These routes from a file into device memory do not pass through host memory.
 _DIRECT = ("p2p", "nvfs")
-_WAYS = {"dmabuf": "dma-buf", "peer_memory": "peer memory"}
+_ROUTE_NAMES = {"dmabuf": "dma-buf", "peer_memory": "peer memory"}
 
 
-class RouteState(enum.Enum):
+class RouteOutcome(enum.Enum):
     """The state of a route on this machine."""
 
     PROVEN = "proven"
@@ -55,23 +55,23 @@ class RouteStatus:
     ----------
     device_index, nic, way
         See :class:`~gdrkit.report.record.ClaimedRoute`.
-    state : RouteState
+    state : RouteOutcome
         The state of the route.
     cause : str
         Why the route is not proven.
     cases : tuple of str
         The cases that were about the route.
-    shown_by : str
-        The case that showed that the route fell back; empty if none did.
+    fallback_case : str
+        The case that detected a fallback of the route; empty if there was none.
     """
 
     device_index: int
     nic: str
     way: str
-    state: RouteState
+    state: RouteOutcome
     cause: str
     cases: tuple[str, ...]
-    shown_by: str = ""
+    fallback_case: str = ""
 
     @property
     def name(self) -> str:
@@ -86,10 +86,10 @@ class FileStatus:
     device_index: int
     mount: str
     way: str
-    state: RouteState
+    state: RouteOutcome
     cause: str
     cases: tuple[str, ...]
-    shown_by: str = ""
+    fallback_case: str = ""
 
     @property
     def name(self) -> str:
@@ -99,7 +99,7 @@ class FileStatus:
 
 def route_name(device_index: int, nic: str, way: str) -> str:
     """Return the name of a route, e.g. ``GPU 0 <- NIC mlx5_0 by dma-buf``."""
-    return f"GPU {device_index} <- NIC {nic} by {_WAYS.get(way, way)}"
+    return f"GPU {device_index} <- NIC {nic} by {_ROUTE_NAMES.get(way, way)}"
 
 
 def route_statuses(facts: Facts, records: Iterable[Record]) -> tuple[RouteStatus, ...]:
@@ -108,17 +108,18 @@ def route_statuses(facts: Facts, records: Iterable[Record]) -> tuple[RouteStatus
     for record in records:
         for route in record.routes:
             claims.setdefault((route.device_index, route.nic, route.way), []).append((record, route))
-    asked = {(route.device_index, route.nic, route.way): route for route in facts.routes}
-    found = []
-    for key in sorted(asked.keys() | claims.keys()):
-        about = claims.get(key, [])
-        state, cause = _judge(about)
-        tried = asked.get(key)
-        if not about and tried is not None and not tried.possible:
-            state, cause = RouteState.NOT_POSSIBLE, _refusal(tried)
-        cases = tuple(dict.fromkeys(record.case for record, _ in about))
-        found.append(RouteStatus(*key, state=state, cause=cause, cases=cases, shown_by=_fallen(about)))
-    return tuple(found)
+    tried = {(route.device_index, route.nic, route.way): route for route in facts.routes}
+    statuses = []
+    for key in sorted(tried.keys() | claims.keys()):
+        route_claims = claims.get(key, [])
+        state, cause = _state_and_cause(route_claims)
+        attempt = tried.get(key)
+        if not route_claims and attempt is not None and not attempt.possible:
+            state, cause = RouteOutcome.NOT_POSSIBLE, _registration_error(attempt)
+        cases = tuple(dict.fromkeys(record.case for record, _ in route_claims))
+        fallback_case = _fallback_case(route_claims)
+        statuses.append(RouteStatus(*key, state=state, cause=cause, cases=cases, fallback_case=fallback_case))
+    return tuple(statuses)
 
 
 def file_statuses(facts: Facts, records: Iterable[Record]) -> tuple[FileStatus, ...]:
@@ -129,33 +130,38 @@ def file_statuses(facts: Facts, records: Iterable[Record]) -> tuple[FileStatus, 
             claims.setdefault((file.device_index, file.mount), []).append((record, file))
     devices = [device.index for device in facts.cuda.devices] if facts.cuda else []
     known = {(index, mount) for index in devices for mount in _file_systems(facts)}
-    found = []
+    statuses = []
     for device_index, mount in sorted(known | claims.keys()):
-        about = claims.get((device_index, mount), [])
-        ways = sorted({file.way for _, file in about}, key=lambda way: (way not in _DIRECT, way)) or [""]
-        for way in ways:
-            mine = [(record, file) for record, file in about if file.way == way]
-            state, cause = _judge(mine, _FILE_APIS)
-            beneath = "; ".join(dict.fromkeys(filter(None, (_not_hardware(record, ("cuda",)) for record, _ in mine))))
-            if state is RouteState.FELL_BACK and beneath:
+        pair_claims = claims.get((device_index, mount), [])
+        routes = sorted({file.way for _, file in pair_claims}, key=lambda route: (route not in _DIRECT, route)) or [""]
+        for route in routes:
+            route_claims = [(record, file) for record, file in pair_claims if file.way == route]
+            state, cause = _state_and_cause(route_claims, _FILE_APIS)
+            caveats = dict.fromkeys(_why_not_hardware(record, ("cuda",)) for record, _ in route_claims)
+            caveat = "; ".join(filter(None, caveats))
+            if state is RouteOutcome.FELL_BACK and caveat:
                 # The behaviour of software says nothing about this machine.
-                state, cause = RouteState.UNPROVEN, f"{beneath}: {cause}"
-            if state is RouteState.PROVEN and way not in _DIRECT:
-                state, cause = RouteState.UNPROVEN, f"the bytes went by {way}, which is not direct"
-            cases = tuple(dict.fromkeys(record.case for record, _ in mine))
-            shown_by = _fallen(mine)
-            found.append(FileStatus(device_index, mount, way, state=state, cause=cause, cases=cases, shown_by=shown_by))
-    return tuple(found)
+                state, cause = RouteOutcome.UNPROVEN, f"{caveat}: {cause}"
+            if state is RouteOutcome.PROVEN and route not in _DIRECT:
+                state, cause = RouteOutcome.UNPROVEN, f"the route of the bytes was {route}, which is not direct"
+            cases = tuple(dict.fromkeys(record.case for record, _ in route_claims))
+            fallback_case = _fallback_case(route_claims)
+            statuses.append(
+                FileStatus(
+                    device_index, mount, route, state=state, cause=cause, cases=cases, fallback_case=fallback_case
+                )
+            )
+    return tuple(statuses)
 
 
 def _file_systems(facts: Facts) -> list[str]:
     """Return one mount of each file system on a block device: the one with the shortest path."""
-    nearest: dict[str, str] = {}
+    shortest: dict[str, str] = {}
     for mount in facts.mounts:
-        before = nearest.get(mount.device)
-        if before is None or len(mount.mount_point) < len(before):
-            nearest[mount.device] = mount.mount_point
-    return sorted(nearest.values())
+        previous = shortest.get(mount.device)
+        if previous is None or len(mount.mount_point) < len(previous):
+            shortest[mount.device] = mount.mount_point
+    return sorted(shortest.values())
 
 
 def unmet_requirements(profile: Profile, statuses: Sequence[RouteStatus]) -> tuple[str, ...]:
@@ -167,10 +173,10 @@ def unmet_requirements(profile: Profile, statuses: Sequence[RouteStatus]) -> tup
     for required in profile.routes:
         matching = [status for status in statuses if _matches(required, status)]
         if not matching:
-            missing.append(f"no route GPU {required.device} <- NIC {required.nic} by {required.way} exists here")
+            missing.append(f"there is no route GPU {required.device} <- NIC {required.nic} by {required.way}")
         elif required.enough == "each":
             missing += [
-                f"{status.name}: {status.cause}" for status in matching if status.state is not RouteState.PROVEN
+                f"{status.name}: {status.cause}" for status in matching if status.state is not RouteOutcome.PROVEN
             ]
         else:
             missing += _devices_without(matching)
@@ -178,56 +184,56 @@ def unmet_requirements(profile: Profile, statuses: Sequence[RouteStatus]) -> tup
 
 
 def _devices_without(statuses: Sequence[RouteStatus]) -> list[str]:
-    proven = {status.device_index for status in statuses if status.state is RouteState.PROVEN}
+    proven = {status.device_index for status in statuses if status.state is RouteOutcome.PROVEN}
     return [
         f"no route to GPU {index} is proven" for index in sorted({status.device_index for status in statuses} - proven)
     ]
 
 
-def _refusal(tried: RouteFacts) -> str:
-    if tried.failure is None:
-        return "registration refused it"
-    return "; ".join(text for text in (tried.failure.message, tried.failure.what_to_do) if text)
+def _registration_error(route: RouteFacts) -> str:
+    if route.failure is None:
+        return "the registration failed"
+    return "; ".join(text for text in (route.failure.message, route.failure.what_to_do) if text)
 
 
-def _judge(
-    about: Sequence[tuple[Record, ClaimedRoute | ClaimedFile]], apis: Sequence[str] = _APIS
-) -> tuple[RouteState, str]:
-    """Return the state of a route and its cause. A fallback or failure of any case outweighs a pass."""
-    for record, route in about:
+def _state_and_cause(
+    claims: Sequence[tuple[Record, ClaimedRoute | ClaimedFile]], apis: Sequence[str] = _APIS
+) -> tuple[RouteOutcome, str]:
+    """Return the state of a route and its cause. A fallback or a failure in any case outweighs a pass."""
+    for record, route in claims:
         if route.fell_back is not None:
-            return RouteState.FELL_BACK, f"{route.fell_back} ({record.case})"
-    failed = [record.case for record, _ in about if record.verdict is Verdict.FAIL]
+            return RouteOutcome.FELL_BACK, f"{route.fell_back} ({record.case})"
+    failed = [record.case for record, _ in claims if record.verdict is Verdict.FAIL]
     if failed:
-        return RouteState.UNPROVEN, f"failed: {failed[0]}"
-    passed = [record for record, _ in about if record.verdict is Verdict.PASS]
-    causes = [_not_hardware(record, apis) for record in passed]
+        return RouteOutcome.UNPROVEN, f"failed: {failed[0]}"
+    passed = [record for record, _ in claims if record.verdict is Verdict.PASS]
+    causes = [_why_not_hardware(record, apis) for record in passed]
     if "" in causes:
-        return RouteState.PROVEN, ""
+        return RouteOutcome.PROVEN, ""
     if causes:
-        return RouteState.UNPROVEN, causes[0]
-    for record, _ in about:
+        return RouteOutcome.UNPROVEN, causes[0]
+    for record, _ in claims:
         if record.reasons:
-            return RouteState.UNPROVEN, record.reasons[0].text
-    return RouteState.UNPROVEN, "no case went this way"
+            return RouteOutcome.UNPROVEN, record.reasons[0].text
+    return RouteOutcome.UNPROVEN, "no case used this route"
 
 
-def _fallen(about: Iterable[tuple[Record, ClaimedRoute | ClaimedFile]]) -> str:
-    """Return the case that :func:`_judge` reports as fallen back, or an empty text."""
-    return next((record.case for record, route in about if route.fell_back is not None), "")
+def _fallback_case(claims: Iterable[tuple[Record, ClaimedRoute | ClaimedFile]]) -> str:
+    """Return the first case with a fallback, or an empty text."""
+    return next((record.case for record, route in claims if route.fell_back is not None), "")
 
 
-def _not_hardware(record: Record, apis: Sequence[str]) -> str:
-    """Return why a case that passed proves nothing about hardware; empty if it proves something."""
-    on = {api: record.substrate.get(api, Substrate.UNKNOWN.value) for api in apis}
-    if all(name == Substrate.TWIN.value for name in on.values()):
+def _why_not_hardware(record: Record, apis: Sequence[str]) -> str:
+    """Return why a case that passed proves nothing about hardware. The text is empty if it ran on hardware."""
+    substrates = {api: record.substrate.get(api, Substrate.UNKNOWN.value) for api in apis}
+    if all(name == Substrate.TWIN.value for name in substrates.values()):
         return "ran on software twins"
     words = {
         Substrate.TWIN.value: "{} ran on a software twin",
         Substrate.KERNEL_SOFTWARE.value: "{} ran on software in the kernel",
-        Substrate.UNKNOWN.value: "it is not known on what {} ran",
+        Substrate.UNKNOWN.value: "the substrate of {} is unknown",
     }
-    return "; ".join(words[name].format(api) for api, name in on.items() if name in words)
+    return "; ".join(words[name].format(api) for api, name in substrates.items() if name in words)
 
 
 def is_required(profile: Profile, status: RouteStatus) -> bool:

@@ -1,7 +1,7 @@
 """A run of a qualification, and the folder with its files.
 
-Users keep, send and render this folder as a unit. It holds what the run wrote (facts, plan, run, records) and what was
-made of that (report.json, junit.xml, summary.md, metrics.prom, index.html).
+The folder contains the data of the run (facts, plan, run, records) and the documents that are made from them
+(report.json, junit.xml, summary.md, metrics.prom, index.html).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from gdrkit import serialization
 from gdrkit.errors import Api, Reason, SetupMissing, UsageError, errno_name
 from gdrkit.exit_code import ExitCode
-from gdrkit.report.form import check_exit_code, check_started, check_substrate
+from gdrkit.report.validation import check_exit_code, check_started, check_substrate
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -30,11 +30,11 @@ __all__ = [
     "RunFolder",
     "RunState",
     "banner",
+    "file_error",
     "is_file",
     "make_folder",
     "read_bytes",
-    "refused",
-    "write_whole",
+    "write_atomically",
 ]
 
 SCHEMA_VERSION = 1
@@ -77,7 +77,7 @@ class Run:
     exit_code : int
         Exit code of the command.
     verdict : str
-        One sentence that says what was shown.
+        The result in one sentence.
     causes : tuple of str
         Why the exit code is not 0, one sentence each.
     to_do : tuple of str
@@ -146,8 +146,8 @@ def banner(substrate: Mapping[str, str]) -> str:
     if twins:
         real = " and ".join(sorted(api for api in substrate if api not in twins))
         return (
-            f"software twin of {' and '.join(twins)}, {real} as the machine has it: "
-            "this proves no direct route of this machine"
+            f"{' and '.join(twins)} ran on software twins and {real} on the libraries of this machine: "
+            "this run proves no direct route of this machine"
         )
     return ""
 
@@ -178,8 +178,8 @@ class RunFolder:
     @property
     def files(self) -> tuple[Path, ...]:
         """The files that a run writes."""
-        written = (self.facts, self.plan, self.run, self.records)
-        return (*written, self.report, self.junit, self.summary, self.metrics, self.index)
+        data = (self.facts, self.plan, self.run, self.records)
+        return (*data, self.report, self.junit, self.summary, self.metrics, self.index)
 
     def make_empty(self) -> None:
         """Make the folder, and remove the files of an earlier run, because records are appended to existing files.
@@ -194,11 +194,11 @@ class RunFolder:
             try:
                 file.unlink(missing_ok=True)
             except OSError as error:
-                raise refused("unlink", file, error) from error
+                raise file_error("unlink", file, error) from error
 
     def write_run(self, run: Run) -> None:
         """Write run.json."""
-        write_whole(self.run, json.dumps(serialization.to_json_data(run), indent=2, ensure_ascii=False) + "\n")
+        write_atomically(self.run, json.dumps(serialization.to_json_data(run), indent=2, ensure_ascii=False) + "\n")
 
     def read_run(self) -> Run:
         """Read what :meth:`write_run` wrote.
@@ -233,11 +233,11 @@ def make_folder(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise refused("mkdir", path, error) from error
+        raise file_error("mkdir", path, error) from error
 
 
-def write_whole(path: Path, text: str | bytes) -> None:
-    """Write a file completely or not at all. The previous file stays until the new one is complete.
+def write_atomically(path: Path, text: str | bytes) -> None:
+    """Write a file completely or not at all. The new file replaces the previous one when it is complete.
 
     Raises
     ------
@@ -245,24 +245,24 @@ def write_whole(path: Path, text: str | bytes) -> None:
         The kernel refuses to write the file.
     """
     data = text.encode("utf-8", "backslashreplace") if isinstance(text, str) else text
-    whole = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        whole.write_bytes(data)
-        whole.replace(path)
+        temporary.write_bytes(data)
+        temporary.replace(path)
     except OSError as error:
-        raise refused("write", path, error) from error
+        raise file_error("write", path, error) from error
     finally:
-        with contextlib.suppress(OSError):  # The file was moved, or it could not be made, which is already reported.
-            whole.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # The file was renamed, or the error that prevented it is already raised.
+            temporary.unlink(missing_ok=True)
 
 
 def is_file(path: Path) -> bool:
-    """Return whether a regular file exists. Unlike :meth:`pathlib.Path.is_file`, fail if the kernel refuses to tell.
+    """Return whether a regular file exists. Unlike :meth:`pathlib.Path.is_file`, raise other errors than absence.
 
     Raises
     ------
     OSError
-        The kernel refuses to tell, e.g. for lack of permission.
+        The kernel cannot determine it, for example without permission for the folder.
     """
     try:
         return stat.S_ISREG(path.stat().st_mode)
@@ -281,13 +281,12 @@ def read_bytes(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise refused("read", path, error) from error
+        raise file_error("read", path, error) from error
 
 
-def refused(operation: str, path: Path, error: OSError) -> SetupMissing:
-    """Return the error for an operation that the kernel refused."""
+def file_error(operation: str, path: Path, error: OSError) -> SetupMissing:
+    """Return the error for a failed operation on a file of a run."""
     number = error.errno
-    is_forbidden = isinstance(error, PermissionError)
     return SetupMissing(
         api=Api.KERNEL,
         operation=operation,
@@ -295,8 +294,8 @@ def refused(operation: str, path: Path, error: OSError) -> SetupMissing:
         status_name=errno_name(number),
         errno=number,
         arguments={"path": str(path)},
-        reason=Reason.NO_PERMISSION if is_forbidden else Reason.OTHER,
-        what_to_do="read it as a user who may"
+        reason=Reason.NO_PERMISSION if isinstance(error, PermissionError) else Reason.OTHER,
+        what_to_do="run the command as a user who can read it"
         if operation == "read"
         else "name a folder that can be written: --output",
         detail=error.strerror or "",

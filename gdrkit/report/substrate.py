@@ -1,8 +1,8 @@
 """The substrate of an API, derived from the loaded libraries and from what the kernel reports about devices.
 
-Only this module decides what evidence stands for. A library with a note of owner ``GDRKIT`` is a software twin. A
+Only this module derives substrates from evidence. A library with a note of owner ``GDRKIT`` is a software twin. A
 library without such a note is hardware only if all of the following evidence agrees
-(:mod:`gdrkit.evidence.kernel_devices`). No library and no mounted file can replace it:
+(:mod:`gdrkit.evidence.kernel_devices`), which neither a library nor a mounted file can replace:
 
 - the PCI device and its driver in sysfs;
 - the character device;
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from gdrkit.evidence import DeviceNode, ElfNote, KernelEvidence, RdmaEvidence
     from gdrkit.inventory import Facts
 
-__all__ = ["Substrate", "combined", "describe", "is_twin", "of_facts", "substrate_of", "weakest"]
+__all__ = ["Substrate", "combine", "describe", "is_twin", "substrate_of", "substrates_of_facts", "weakest"]
 
 _SONAMES = {
     "libibverbs.so.1": "verbs",
@@ -52,7 +52,7 @@ class Substrate(enum.Enum):
     UNKNOWN = "unknown"
 
 
-# The substrates are ordered from weakest to strongest. A claim is as strong as its weakest part.
+# The substrates from weakest to strongest. A result is as strong as its weakest part.
 _ORDER = (Substrate.UNKNOWN, Substrate.TWIN, Substrate.KERNEL_SOFTWARE, Substrate.HARDWARE)
 
 _WORDS = {
@@ -110,38 +110,38 @@ def substrate_of(
         The character devices that the process had open. If None, those that were open when the facts of the API were
         collected.
     """
-    found: dict[str, list[_Library]] = {}
+    libraries_of: dict[str, list[_Library]] = {}
     for library in libraries:
         api = _api_of(library)
         if api is not None:
-            found.setdefault(api, []).append(library)
-    judged = {}
-    for api, members in found.items():
-        behind = _behind(api, facts, nics, nodes)
-        judged[api] = weakest(_judge(library, behind) for library in members)
-        # If a process has the real library and a twin of it, it is unknown which of them did the work.
+            libraries_of.setdefault(api, []).append(library)
+    substrates = {}
+    for api, members in libraries_of.items():
+        if_real = _substrate_of_real_library(api, facts, nics, nodes)
+        substrates[api] = weakest(_substrate_of_library(library, if_real) for library in members)
+        # If a process has the real library and a twin of it, it is unknown which of them executed the operations.
         if len({is_twin(library) for library in members}) > 1:
-            judged[api] = Substrate.UNKNOWN
-    return judged
+            substrates[api] = Substrate.UNKNOWN
+    return substrates
 
 
-def of_facts(facts: Facts) -> dict[str, Substrate]:
-    """Return the substrate of each API in the facts. An API that gave no facts is left out."""
-    judged = {}
+def substrates_of_facts(facts: Facts) -> dict[str, Substrate]:
+    """Return the substrate of each API in the facts. An API without facts is left out."""
+    substrates = {}
     for api in dict.fromkeys(_SONAMES.values()):
-        found = substrate_of(facts.api_libraries(api), facts).get(api)
-        if found is not None:
-            judged[api] = found
-    return judged
+        substrate = substrate_of(facts.api_libraries(api), facts).get(api)
+        if substrate is not None:
+            substrates[api] = substrate
+    return substrates
 
 
-def combined(parts: Iterable[Mapping[str, Substrate]]) -> dict[str, Substrate]:
+def combine(parts: Iterable[Mapping[str, Substrate]]) -> dict[str, Substrate]:
     """Return the weakest substrate of each API over several processes."""
-    found: dict[str, Substrate] = {}
+    substrates: dict[str, Substrate] = {}
     for part in parts:
         for api, substrate in part.items():
-            found[api] = weakest((substrate, found.get(api, substrate)))
-    return found
+            substrates[api] = weakest((substrate, substrates.get(api, substrate)))
+    return substrates
 
 
 def _api_of(library: _Library) -> str | None:
@@ -152,51 +152,53 @@ def _api_of(library: _Library) -> str | None:
     return next((api for stem, api in _STEMS.items() if name.startswith(stem)), None) if library.error else None
 
 
-def _judge(library: _Library, behind: Substrate) -> Substrate:
+def _substrate_of_library(library: _Library, if_real: Substrate) -> Substrate:
     if library.error is not None:
         return Substrate.UNKNOWN
-    return Substrate.TWIN if is_twin(library) else behind
+    return Substrate.TWIN if is_twin(library) else if_real
 
 
-def _behind(api: str, facts: Facts, nics: Collection[str], nodes: Collection[DeviceNode] | None) -> Substrate:
-    """Return the substrate that the kernel's evidence shows for a library of `api` that is not a twin."""
+def _substrate_of_real_library(
+    api: str, facts: Facts, nics: Collection[str], nodes: Collection[DeviceNode] | None
+) -> Substrate:
+    """Return the substrate of a library of `api` that is not a twin, according to the evidence of the kernel."""
     if facts.evidence is None:
         return Substrate.UNKNOWN
     if api == "verbs":
         opened = nodes if nodes is not None else facts.verbs.nodes if facts.verbs else ()
-        return _behind_verbs(facts.evidence, facts, nics, _numbers(opened))
+        return _verbs_substrate(facts.evidence, facts, nics, _device_numbers(opened))
     if api in {"cuda", "cufile"}:
         opened = nodes if nodes is not None else facts.cuda.nodes if facts.cuda else ()
-        return _behind_cuda(facts.evidence, facts, _numbers(opened))
+        return _cuda_substrate(facts.evidence, facts, _device_numbers(opened))
     # No reply of a real Gaudi driver has been recorded yet, so there is nothing to compare a reply with.
     return Substrate.UNKNOWN
 
 
-def _behind_verbs(
+def _verbs_substrate(
     evidence: KernelEvidence, facts: Facts, nics: Collection[str], opened: Collection[tuple[int, int]]
 ) -> Substrate:
-    shown = {device.name: device for device in evidence.rdma}
-    names = nics or [nic.name for nic in facts.verbs.nics] if facts.verbs else nics or list(shown)
-    return weakest(_behind_nic(shown[name], opened) if name in shown else Substrate.UNKNOWN for name in names)
+    devices = {device.name: device for device in evidence.rdma}
+    names = nics or [nic.name for nic in facts.verbs.nics] if facts.verbs else nics or list(devices)
+    return weakest(_nic_substrate(devices[name], opened) if name in devices else Substrate.UNKNOWN for name in names)
 
 
-def _behind_nic(device: RdmaEvidence, opened: Collection[tuple[int, int]]) -> Substrate:
+def _nic_substrate(device: RdmaEvidence, opened: Collection[tuple[int, int]]) -> Substrate:
     if device.driver in SOFTWARE_DRIVERS:
         return Substrate.KERNEL_SOFTWARE
-    is_shown = device.driver is not None and device.pci_driver is not None and not device.missing
+    is_proven = device.driver is not None and device.pci_driver is not None and not device.missing
     is_open = device.node is not None and (device.node.major, device.node.minor) in opened
-    return Substrate.HARDWARE if is_shown and is_open else Substrate.UNKNOWN
+    return Substrate.HARDWARE if is_proven and is_open else Substrate.UNKNOWN
 
 
-def _behind_cuda(evidence: KernelEvidence, facts: Facts, opened: Collection[tuple[int, int]]) -> Substrate:
-    shown = {gpu.pci_address for gpu in evidence.gpus if not gpu.missing}
-    # In a container the driver also lists GPUs that the container does not have. Only the GPUs of CUDA must be shown.
-    used = {device.pci_bus_id.lower() for device in facts.cuda.devices} if facts.cuda else shown
+def _cuda_substrate(evidence: KernelEvidence, facts: Facts, opened: Collection[tuple[int, int]]) -> Substrate:
+    proven = {gpu.pci_address for gpu in evidence.gpus if not gpu.missing}
+    # In a container, the driver also lists GPUs that the container does not have. Only the GPUs of CUDA must be proven.
+    used = {device.pci_bus_id.lower() for device in facts.cuda.devices} if facts.cuda else proven
     nodes = [evidence.nvidia_control, *(gpu.node for gpu in evidence.gpus)]
     is_open = any((node.major, node.minor) in opened for node in nodes if node is not None)
-    is_shown = bool(shown) and used <= shown and not evidence.nvidia_missing
-    return Substrate.HARDWARE if is_shown and is_open else Substrate.UNKNOWN
+    is_proven = bool(proven) and used <= proven and not evidence.nvidia_missing
+    return Substrate.HARDWARE if is_proven and is_open else Substrate.UNKNOWN
 
 
-def _numbers(nodes: Iterable[DeviceNode]) -> set[tuple[int, int]]:
+def _device_numbers(nodes: Iterable[DeviceNode]) -> set[tuple[int, int]]:
     return {(node.major, node.minor) for node in nodes}

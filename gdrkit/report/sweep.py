@@ -21,13 +21,22 @@ if TYPE_CHECKING:
     from gdrkit.inventory import Facts
     from gdrkit.report.record import Record
 
-__all__ = ["Line", "Number", "Point", "Sweep", "is_shown", "measured_apis", "split_number", "sweeps"]
+__all__ = [
+    "Number",
+    "Sweep",
+    "SweepLine",
+    "SweepPoint",
+    "describes_hardware",
+    "measured_apis",
+    "split_number",
+    "sweeps",
+]
 
 # A size or a depth is a whole number from 1 on, on a logarithmic axis. Numbers with more digits are not accepted.
 _SIZE = re.compile(r"^([1-9]\d{0,11})(B|KiB|MiB|GiB)$")
 _UNIT_BYTES = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 _STATISTIC = re.compile(r"_(p\d+|min|max|mean|median)$")
-# The longest unit comes first, because ``gb_per_s`` ends with ``s``.
+# A unit comes before the units that it ends with, such as ``gb_per_s`` before ``s``.
 _UNITS = (
     ("gbit_per_s", "Gbit/s"),
     ("gib_per_s", "GiB/s"),
@@ -94,22 +103,22 @@ class Number:
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
-    """A measurement at a size in bytes or a depth; ``least`` and ``most`` of its rounds if they were kept."""
+class SweepPoint:
+    """A measurement at a size in bytes or a depth, with the lowest and highest value of its rounds."""
 
     at: int
     value: float
-    least: float | None
-    most: float | None
+    lowest: float | None
+    highest: float | None
     case: str
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
-    """Points that differ in size or depth only. A bound is drawn dashed and was not measured."""
+class SweepLine:
+    """Points that differ only in size or depth. A bound, which is not a measurement, is drawn dashed."""
 
     name: str
-    points: tuple[Point, ...]
+    points: tuple[SweepPoint, ...]
     is_bound: bool = False
 
 
@@ -120,33 +129,33 @@ class Sweep:
     name: str
     unit: str
     over: str
-    lines: tuple[Line, ...]
+    lines: tuple[SweepLine, ...]
 
 
 def split_number(name: str) -> Number:
     """Return the parts of the name of a number."""
-    found = _STATISTIC.search(name)
-    bare = name[: found.start()] if found else name
+    match = _STATISTIC.search(name)
+    stem, statistic = (name[: match.start()], match[1]) if match else (name, "")
     for unit, _ in _UNITS:
-        if bare == unit or bare.endswith(f"_{unit}"):
-            return Number(bare.removesuffix(unit).rstrip("_"), unit, found[1] if found else "")
-    return Number(bare, "", found[1] if found else "")
+        if stem == unit or stem.endswith(f"_{unit}"):
+            return Number(stem.removesuffix(unit).rstrip("_"), unit, statistic)
+    return Number(stem, "", statistic)
 
 
 def measured_apis(record: Record) -> tuple[str, ...]:
     """Return the APIs that the numbers are about: those that the case names, else its needs, else all loaded APIs."""
-    said = record.evidence.get("measured_apis")
-    if isinstance(said, list) and said:
-        return tuple(map(str, said))
+    named = record.evidence.get("measured_apis")
+    if isinstance(named, list) and named:
+        return tuple(map(str, named))
     return record.uses or tuple(record.substrate)
 
 
-def is_shown(record: Record) -> bool:
-    """Return whether the numbers describe the machine: every API that they are about ran on hardware."""
+def describes_hardware(record: Record) -> bool:
+    """Return whether the numbers of a record describe hardware: every API that they are about ran on hardware."""
     apis = measured_apis(record)
-    on = [record.substrate.get(api, Substrate.UNKNOWN.value) for api in apis]
-    hardware = bool(on) and all(name == Substrate.HARDWARE.value for name in on)
-    return hardware and record.verdict in (Verdict.PASS, Verdict.UNPROVEN)
+    substrates = [record.substrate.get(api, Substrate.UNKNOWN.value) for api in apis]
+    is_hardware = bool(substrates) and all(name == Substrate.HARDWARE.value for name in substrates)
+    return is_hardware and record.verdict in (Verdict.PASS, Verdict.UNPROVEN)
 
 
 def sweeps(records: Iterable[Record], facts: Facts) -> tuple[Sweep, ...]:
@@ -154,19 +163,19 @@ def sweeps(records: Iterable[Record], facts: Facts) -> tuple[Sweep, ...]:
 
     The plot of a rate also has the limit of the links in `facts`, if it is known.
     """
-    found: dict[tuple[str, str, str], dict[tuple[str, bool], list[Point]]] = {}
+    plots: dict[tuple[str, str, str], dict[tuple[str, bool], list[SweepPoint]]] = {}
     for record in records:
-        for over, unit, label, is_bound, point in _points(record, facts) if is_shown(record) else ():
+        for over, unit, label, is_bound, point in _points(record, facts) if describes_hardware(record) else ():
             function = record.case.partition("[")[0]
-            found.setdefault((function, unit, over), {}).setdefault((label, is_bound), []).append(point)
+            plots.setdefault((function, unit, over), {}).setdefault((label, is_bound), []).append(point)
     return tuple(
         Sweep(function, dict(_UNITS)[unit], over, _lines(lines))
-        for (function, unit, over), lines in found.items()
+        for (function, unit, over), lines in plots.items()
         if any(len(points) >= _POINTS_MIN for points in lines.values())
     )
 
 
-def _points(record: Record, facts: Facts) -> Iterator[tuple[str, str, str, bool, Point]]:
+def _points(record: Record, facts: Facts) -> Iterator[tuple[str, str, str, bool, SweepPoint]]:
     """Yield axis, unit, label, whether it is a bound, and the point, for every number that fits a plot."""
     size_bytes, others = _parameters(record.case)
     limit = limit_gb_per_s(record, facts)
@@ -182,13 +191,13 @@ def _points(record: Record, facts: Facts) -> Iterator[tuple[str, str, str, bool,
         over = "depth" if depth else "size"
         # The unit already shows that the number is a rate.
         label = " ".join(filter(None, (*others, "" if base == "rate" else base))).replace("_", " ") or number.unit_words
-        ends = [record.numbers.get(f"{name.removesuffix('_median')}_{end}") for end in ("min", "max")]
-        least, most = (end if end is not None and _is_drawn(end) else None for end in ends)
-        yield over, number.unit, label, number.is_bound, Point(at, value, least, most, record.case)
-        for words, bound in _judged(record, name, value):
-            yield over, number.unit, words, True, Point(at, bound, None, None, record.case)
+        range_ends = [record.numbers.get(f"{name.removesuffix('_median')}_{end}") for end in ("min", "max")]
+        lowest, highest = (end if end is not None and _is_drawn(end) else None for end in range_ends)
+        yield over, number.unit, label, number.is_bound, SweepPoint(at, value, lowest, highest, record.case)
+        for words, bound in _case_bounds(record, name, value):
+            yield over, number.unit, words, True, SweepPoint(at, bound, None, None, record.case)
         if number.unit == "gb_per_s" and limit is not None:
-            yield over, number.unit, _LIMIT, True, Point(at, limit, None, None, record.case)
+            yield over, number.unit, _LIMIT, True, SweepPoint(at, limit, None, None, record.case)
 
 
 def _is_drawn(value: float) -> bool:
@@ -196,28 +205,32 @@ def _is_drawn(value: float) -> bool:
     return value == 0 or _VALUE_MIN <= value <= _VALUE_MAX
 
 
-def _judged(record: Record, name: str, value: float) -> Iterator[tuple[str, float]]:
-    """Yield the bounds by which a case judged a number, from its evidence."""
-    judged = record.evidence.get("judged")
-    for item in judged if isinstance(judged, list) else ():
+def _case_bounds(record: Record, name: str, value: float) -> Iterator[tuple[str, float]]:
+    """Yield the bounds with which a case compared a number, from its evidence."""
+    items = record.evidence.get("judged")
+    for item in items if isinstance(items, list) else ():
         bound = item.get("bound") if isinstance(item, dict) and item.get("number") == name else None
         if isinstance(bound, int | float) and not isinstance(bound, bool) and _is_drawn(bound):
             yield ("at least" if bound <= value else "at most"), float(bound)
 
 
-def _lines(lines: dict[tuple[str, bool], list[Point]]) -> tuple[Line, ...]:
-    made = [
-        Line(label, tuple(sorted({point.at: point for point in points}.values(), key=lambda it: it.at)), is_bound)
+def _lines(lines: dict[tuple[str, bool], list[SweepPoint]]) -> tuple[SweepLine, ...]:
+    all_lines = [
+        SweepLine(
+            label, tuple(sorted({point.at: point for point in points}.values(), key=lambda point: point.at)), is_bound
+        )
         for (label, is_bound), points in lines.items()
     ]
-    measured = [line for line in made if not line.is_bound]
-    bounds: dict[tuple[tuple[int, float], ...], Line] = {}
-    for line in made:
+    measured = [line for line in all_lines if not line.is_bound]
+    bounds: dict[tuple[tuple[int, float], ...], SweepLine] = {}
+    for line in all_lines:
         if line.is_bound:
             values = tuple((point.at, point.value) for point in line.points)
             # A bound that several lines share keeps only the last word of its name.
-            same = values in bounds
-            bounds[values] = Line(line.name.rpartition(" ")[2] if same else line.name, line.points, is_bound=True)
+            is_shared = values in bounds
+            bounds[values] = SweepLine(
+                line.name.rpartition(" ")[2] if is_shared else line.name, line.points, is_bound=True
+            )
     return (*measured, *bounds.values())
 
 

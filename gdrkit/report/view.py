@@ -1,4 +1,4 @@
-"""The data of a run as its templates use it: derived, sorted, counted.
+"""The data of a run in the form that the templates use.
 
 All decisions are made here, so that the templates contain only layout.
 """
@@ -15,10 +15,10 @@ from gdrkit.report.drawing import best_state, make_drawing
 from gdrkit.report.failures import failures
 from gdrkit.report.figure import format_number, make_plot
 from gdrkit.report.record import Record, Verdict
-from gdrkit.report.routes import RouteStatus, file_statuses, route_statuses
+from gdrkit.report.routes import RouteOutcome, RouteStatus, file_statuses, route_statuses
 from gdrkit.report.substrate import Substrate, describe, weakest
-from gdrkit.report.sweep import is_shown, split_number, sweeps
-from gdrkit.report.unlock import locks
+from gdrkit.report.sweep import describes_hardware, split_number, sweeps
+from gdrkit.report.unproven import unproven_cases
 from gdrkit.units import format_bytes
 
 if TYPE_CHECKING:
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
     from gdrkit.report.contents import Contents
     from gdrkit.report.drawing import Drawing
     from gdrkit.report.failures import Failure
-    from gdrkit.report.figure import Plot
+    from gdrkit.report.figure import SweepPlot
     from gdrkit.report.record import SeenLibrary
     from gdrkit.report.routes import FileStatus
     from gdrkit.report.run import Run
-    from gdrkit.report.unlock import Lock
+    from gdrkit.report.unproven import UnprovenCases
 
 __all__ = ["ApiView", "CaseView", "Grid", "SuiteView", "View", "host_rows", "make_view"]
 
-# This evidence of a case is left out of the list, because the page shows it separately.
-_OWN_PLACE = ("traceback",)
+# The page shows this evidence of a case separately.
+_NOT_LISTED = ("traceback",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +95,9 @@ class View:
     files: tuple[FileStatus, ...]
     grids: tuple[tuple[str, Grid], ...]
     drawing: Drawing | None
-    plots: tuple[Plot, ...]
+    plots: tuple[SweepPlot, ...]
     suites: tuple[SuiteView, ...]
-    locks: tuple[Lock, ...]
+    unproven: tuple[UnprovenCases, ...]
     host: tuple[tuple[str, str], ...]
     anchors: Mapping[str, str]
     origins: Mapping[str, str]
@@ -129,7 +129,7 @@ def make_view(contents: Contents) -> View:
         drawing=make_drawing(facts, routes),
         plots=tuple(map(make_plot, sweeps(records, facts))),
         suites=tuple(SuiteView(file=file, cases=tuple(members)) for file, members in suites.items()),
-        locks=locks(records),
+        unproven=unproven_cases(records),
         host=tuple(host_rows(facts)),
         anchors=anchors,
         origins=origins,
@@ -137,26 +137,25 @@ def make_view(contents: Contents) -> View:
 
 
 def _grids(routes: Sequence[RouteStatus], files: Sequence[FileStatus]) -> tuple[tuple[str, Grid], ...]:
-    """Return an overview table for each kind of route with more than one pair."""
+    """Return an overview table for each type of route with more than one pair."""
     nics = _grid([(status.device_index, status.nic, status) for status in routes])
     mounts = _grid([(status.device_index, status.mount, status) for status in files])
-    named = (("GPUs against NICs", nics), ("GPUs against mounts", mounts))
-    return tuple((name, grid) for name, grid in named if len(grid.columns) * len(grid.rows) > 1)
+    grids = (("GPUs and NICs", nics), ("GPUs and mounts", mounts))
+    return tuple((name, grid) for name, grid in grids if len(grid.columns) * len(grid.rows) > 1)
 
 
-def _grid(found: Sequence[tuple[int, str, RouteStatus | FileStatus]]) -> Grid:
-    columns = tuple(dict.fromkeys(column for _, column, _ in found))
-    devices = sorted({index for index, _, _ in found})
-    cells = {
-        (index, column): [status.state for at, other, status in found if (at, other) == (index, column)]
-        for index, column, _ in found
-    }
+def _grid(statuses: Sequence[tuple[int, str, RouteStatus | FileStatus]]) -> Grid:
+    columns = tuple(dict.fromkeys(column for _, column, _ in statuses))
+    devices = sorted({index for index, _, _ in statuses})
+    cells: dict[tuple[int, str], list[RouteOutcome]] = {}
+    for index, column, status in statuses:
+        cells.setdefault((index, column), []).append(status.state)
     return Grid(
         columns,
         tuple(
             (
                 f"GPU {index}",
-                tuple(best_state(cells[index, it]).value if (index, it) in cells else None for it in columns),
+                tuple(best_state(cells[index, name]).value if (index, name) in cells else None for name in columns),
             )
             for index in devices
         ),
@@ -166,30 +165,30 @@ def _grid(found: Sequence[tuple[int, str, RouteStatus | FileStatus]]) -> Grid:
 def _counts(records: Sequence[Record], anchors: Mapping[str, str]) -> tuple[tuple[str, str, int, str], ...]:
     """Return for each verdict its word, the number of its cases, and the anchor of the first of them."""
     words = {Verdict.PASS: "passed", Verdict.FAIL: "failed", Verdict.UNPROVEN: "unproven", Verdict.NOT_RUN: "not run"}
-    counted = Counter(record.verdict for record in records)
+    counts = Counter(record.verdict for record in records)
     # The verdicts are in the order of interest to the reader. A count of zero is shown for "passed" and "failed" only.
     order = (Verdict.PASS, Verdict.FAIL, Verdict.UNPROVEN, Verdict.NOT_RUN)
-    said = [verdict for verdict in order if counted[verdict] or verdict in (Verdict.PASS, Verdict.FAIL)]
+    listed = [verdict for verdict in order if counts[verdict] or verdict in (Verdict.PASS, Verdict.FAIL)]
     first = {record.verdict: anchors[record.case] for record in reversed(records)}
-    return tuple((verdict.value, words[verdict], counted[verdict], first.get(verdict, "")) for verdict in said)
+    return tuple((verdict.value, words[verdict], counts[verdict], first.get(verdict, "")) for verdict in listed)
 
 
 def _api(api: str, run: Run, facts: Facts, records: Sequence[Record]) -> ApiView:
     # An API without facts, such as cuFile, has the weakest substrate of the cases.
-    ran_on = [Substrate(record.substrate[api]) for record in records if api in record.substrate]
-    name = run.substrate.get(api) or (weakest(ran_on).value if ran_on else None)
+    of_cases = [Substrate(record.substrate[api]) for record in records if api in record.substrate]
+    name = run.substrate.get(api) or (weakest(of_cases).value if of_cases else None)
     stems = {"verbs": "libibverbs.", "cuda": "libcuda.", "cufile": "libcufile.", "hlthunk": "libhl"}
-    seen: dict[tuple[str, str], None] = {}
-    found: list[LoadedLibrary | SeenLibrary] = [*facts.api_libraries(api)]
-    found += [library for record in records for library in record.libraries]
-    for library in found:
+    of_api: dict[tuple[str, str], None] = {}
+    libraries: list[LoadedLibrary | SeenLibrary] = [*facts.api_libraries(api)]
+    libraries += [library for record in records for library in record.libraries]
+    for library in libraries:
         if (library.soname or library.path.rpartition("/")[2]).startswith(stems[api]):
-            seen[install_paths().portable(library.path), library.build_id or library.error or "no build id"] = None
+            of_api[install_paths().portable(library.path), library.build_id or library.error or "no build id"] = None
     return ApiView(
         api=api,
         substrate=name or "none",
-        words=describe(Substrate(name)) if name else "did not answer",
-        libraries=tuple(seen),
+        words=describe(Substrate(name)) if name else "not available",
+        libraries=tuple(of_api),
         failure={"verbs": facts.verbs_failure, "cuda": facts.cuda_failure, "hlthunk": facts.gaudi_failure}.get(api),
     )
 
@@ -206,14 +205,14 @@ def _case(record: Record, anchor: str, origin: str) -> CaseView:
     evidence = tuple(
         (key, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
         for key, value in record.evidence.items()
-        if key not in _OWN_PLACE
+        if key not in _NOT_LISTED
     )
     # Numbers of software stay in the records and are not shown as performance.
     return CaseView(
         record=record,
         name=record.case.partition("::")[2] or record.case,
         evidence=evidence,
-        numbers=tuple(_numbers(record.numbers)) if is_shown(record) else (),
+        numbers=tuple(_numbers(record.numbers)) if describes_hardware(record) else (),
         traceback=str(record.evidence.get("traceback", "")),
         anchor=anchor,
         origin=origin,
@@ -227,12 +226,12 @@ def _numbers(numbers: Mapping[str, float]) -> Iterator[tuple[str, str]]:
         stem = name.removesuffix(f"_{number.statistic}")
         if number.statistic in ("min", "max") and f"{stem}_median" in numbers:
             continue
-        least, most = numbers.get(f"{stem}_min"), numbers.get(f"{stem}_max")
-        is_whole = number.statistic == "median"
-        words = " ".join(filter(None, (number.base, "" if is_whole else number.statistic))).replace("_", " ")
+        lowest, highest = numbers.get(f"{stem}_min"), numbers.get(f"{stem}_max")
+        is_median = number.statistic == "median"
+        words = " ".join(filter(None, (number.base, "" if is_median else number.statistic))).replace("_", " ")
         text = f"{format_number(value)} {number.unit_words}".strip()
-        if is_whole and least is not None and most is not None:
-            text += f" ({format_number(least)} to {format_number(most)})"
+        if is_median and lowest is not None and highest is not None:
+            text += f" ({format_number(lowest)} to {format_number(highest)})"
         yield words or number.unit, text
 
 
@@ -245,15 +244,15 @@ def host_rows(facts: Facts) -> list[tuple[str, str]]:
     rows = [
         ("System", f"{kernel.distribution or 'unknown distribution'}, {facts.machine}"),
         ("Kernel", kernel.release or "not readable"),
-        ("Modules that matter", ", ".join(kernel.modules) or "none loaded"),
+        ("Relevant modules", ", ".join(kernel.modules) or "none loaded"),
         ("IOMMU", _iommu(facts)),
         ("NVIDIA driver", facts.nvidia_driver_version or "not loaded"),
         ("NVIDIA GPUs on PCI", _gpus(facts)),
         ("RDMA devices of the kernel", _rdma(facts)),
-        ("Container", ", ".join(facts.container) or "no sign of one"),
+        ("Container", ", ".join(facts.container) or "none detected"),
         ("Locked memory", memlock),
         ("Open files", "no limit" if limits.open_files is None else str(limits.open_files)),
-        ("Capabilities", ", ".join(limits.capabilities) or "none of those that matter"),
+        ("Capabilities", ", ".join(limits.capabilities) or "none of the relevant ones"),
         ("Python", facts.python),
         ("Packages", ", ".join(f"{item.name} {item.version}" for item in facts.packages if item.version) or "none"),
     ]
@@ -282,8 +281,8 @@ def _gpus(facts: Facts) -> str:
 
 
 def _rdma(facts: Facts) -> str:
-    named = []
+    devices = []
     for device in facts.rdma_devices:
         ports = ", ".join(f"port {port.number} {port.state or '?'} {port.rate or ''}".strip() for port in device.ports)
-        named.append(f"{device.name} ({device.driver or 'unknown driver'}; {ports or 'no port'})")
-    return ", ".join(named) or "none"
+        devices.append(f"{device.name} ({device.driver or 'unknown driver'}; {ports or 'no port'})")
+    return ", ".join(devices) or "none"

@@ -13,7 +13,17 @@ from gdrkit.errors import Reason, UsageError
 from gdrkit.harness.case import CASE
 from gdrkit.harness.evidence import Evidence
 from gdrkit.harness.session import SESSION
-from gdrkit.inventory import Expected, Facts, Place, Profile, Topology, load_profile, load_profiles, probe, way_limit
+from gdrkit.inventory import (
+    ExpectedNumber,
+    Facts,
+    Profile,
+    Topology,
+    TopologyDevice,
+    load_profile,
+    load_profiles,
+    path_limit,
+    probe,
+)
 from gdrkit.qualify.throughput import judge
 from gdrkit.report.substrate import Substrate
 from gdrkit.verdict import Verdict
@@ -34,29 +44,29 @@ def test_a_pinned_copy_on_an_h200_may_be_a_tenth_slower(found: float, verdict: V
 
 
 def test_a_time_may_not_be_longer() -> None:
-    short = Expected(case="*", number="latency_us_p50", source="a paper", value=2.0, better="less")
+    short = ExpectedNumber(case="*", number="latency_us_p50", source="a paper", value=2.0, better="less")
     profile = Profile(schema_version=1, name="a", about="", expected=(short,))
     found = [judge("x", {"latency_us_p50": us}, profile=profile, limits={})[0].verdict for us in (1.0, 2.2, 2.3)]
     assert found == [Verdict.PASS, Verdict.PASS, Verdict.FAIL]
 
 
 def machine(*, virtual_machine: str | None = None) -> tuple[Topology, Facts]:
-    gpu = Place("GPU0", "gpu", "0000:41:00.0", 0, ("0000:40",), "32.0 GT/s PCIe x16")
-    nic = Place("mlx5_0", "nic", "0000:42:00.0", 0, ("0000:40",), "8.0 GT/s PCIe x8")
+    gpu = TopologyDevice("GPU0", "gpu", "0000:41:00.0", 0, ("0000:40",), "32.0 GT/s PCIe x16")
+    nic = TopologyDevice("mlx5_0", "nic", "0000:42:00.0", 0, ("0000:40",), "8.0 GT/s PCIe x8")
     found = Topology(1, (gpu, nic), {}, {}, virtual_machine)
-    return found, replace(probe(ask_apis=False), rdma_devices=())
+    return found, replace(probe(query_apis=False), rdma_devices=())
 
 
 def test_a_way_is_as_fast_as_its_slowest_link() -> None:
     tree, facts = machine()
-    alone, both = way_limit(tree, facts, ["GPU0"]), way_limit(tree, facts, ["GPU0", "mlx5_0"])
+    alone, both = path_limit(tree, facts, ["GPU0"]), path_limit(tree, facts, ["GPU0", "mlx5_0"])
     assert alone is not None
     assert both is not None
     assert (round(alone.gb_per_s, 2), round(both.gb_per_s, 2)) == (63.02, 7.88)
     assert "mlx5_0" in both.why
-    assert way_limit(tree, facts, ["GPU7"]) is None
+    assert path_limit(tree, facts, ["GPU7"]) is None
     tree, facts = machine(virtual_machine="kvm")
-    assert way_limit(tree, facts, ["GPU0"]) is None
+    assert path_limit(tree, facts, ["GPU0"]) is None
 
 
 @pytest.mark.parametrize(
@@ -70,7 +80,7 @@ def test_a_way_is_as_fast_as_its_slowest_link() -> None:
 )
 def test_a_rate_is_judged_by_the_links_where_nobody_measured_the_machine(found: float, verdicts: list[Verdict]) -> None:
     tree, facts = machine()
-    limit = way_limit(tree, facts, ["GPU0"])
+    limit = path_limit(tree, facts, ["GPU0"])
     assert limit is not None
     judged = judge(COPY, {RATE: found}, profile=load_profile("any"), limits={"rate": limit})
     assert [each.verdict for each in judged] == verdicts
@@ -79,7 +89,7 @@ def test_a_rate_is_judged_by_the_links_where_nobody_measured_the_machine(found: 
 @pytest.mark.parametrize("on", [Substrate.TWIN, Substrate.HARDWARE])
 def test_only_a_slow_number_of_hardware_ends_a_case(on: Substrate) -> None:
     evidence, session = Evidence(), SimpleNamespace(substrate={"cuda": on}, profile=load_profile("h200-1"))
-    session.facts = probe(ask_apis=False)
+    session.facts = probe(query_apis=False)
     item = SimpleNamespace(nodeid=COPY, stash={CASE: SimpleNamespace(evidence=evidence)})
     item.config = SimpleNamespace(stash={SESSION: session})
     evidence["measured_apis"] = ["cuda"]
@@ -102,10 +112,10 @@ def test_every_expectation_of_a_profile_has_its_source() -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("source = 'x'", "one of value and limit_percent"),
-        ("source = 'x'\nvalue = 1\nlimit_percent = 5", "one of value and limit_percent"),
+        ("source = 'x'", "needs either value or limit_percent"),
+        ("source = 'x'\nvalue = 1\nlimit_percent = 5", "needs either value or limit_percent"),
         ("source = 'x'\nvalue = 1\ntolerance_percent = 100", "out of range"),
-        ("source = 'x'\nvalue = 1\nbetter = 'most'", "neither 'more' nor 'less'"),
+        ("source = 'x'\nvalue = 1\nbetter = 'most'", "better must be 'more' or 'less'"),
         ("source = ''\nvalue = 1", "no source"),
     ],
 )

@@ -306,7 +306,7 @@ def test_another_substrate_than_the_wanted_one_runs_nothing(tmp_path: Path, fact
     ("option", "words"),
     [
         ("--substrate=soft", "no substrate"),
-        ("--profile=never", "no profile"),
+        ("--profile=never", "not 'never'"),
         ("--seed=many", "invalid"),
     ],
 )

@@ -10,13 +10,13 @@ from support.records import DRIVER, EVIDENCE, NIC, TWIN, facts_of, facts_of_hard
 
 from gdrkit.errors import Reason
 from gdrkit.evidence import DeviceNode, KernelEvidence
-from gdrkit.inventory import ApiFailure, Foreseen, Profile
+from gdrkit.inventory import ApiFailure, ForeseenAbsence, Profile
 from gdrkit.inventory.profile import RequiredRoute
 from gdrkit.qualify import ExitCode, decide
 from gdrkit.report import (
     CaseReason,
     ClaimedRoute,
-    RouteState,
+    RouteOutcome,
     Substrate,
     Verdict,
     route_name,
@@ -24,14 +24,14 @@ from gdrkit.report import (
     substrate_of,
     weakest,
 )
-from gdrkit.report.substrate import of_facts
+from gdrkit.report.substrate import substrates_of_facts
 
 if TYPE_CHECKING:
     from gdrkit.inventory import Facts
     from gdrkit.report import Record
 
 HARDWARE = {"verbs": "hardware", "cuda": "hardware"}
-ANY = Profile(schema_version=1, name="any", about="", foreseen=(Foreseen("*", "*"),), routes=(RequiredRoute(),))
+ANY = Profile(schema_version=1, name="any", about="", foreseen=(ForeseenAbsence("*", "*"),), routes=(RequiredRoute(),))
 BARE = Profile(schema_version=1, name="bare", about="", cases_min=2)
 REAL = [library("libibverbs.so.1"), library("libcuda.so.1")]
 CARRIED = ClaimedRoute(0, "mlx5_0", "dmabuf")
@@ -118,8 +118,8 @@ def test_a_nic_that_the_kernel_does_not_show_proves_nothing() -> None:
 def test_substrate_of_facts_has_the_apis_that_answered() -> None:
     assert WHOLE.cuda is not None
     answered = dataclasses.replace(WHOLE, cuda=dataclasses.replace(WHOLE.cuda, libraries=(REAL[1],)))
-    assert of_facts(answered) == {"cuda": Substrate.HARDWARE}
-    assert of_facts(WHOLE) == {}
+    assert substrates_of_facts(answered) == {"cuda": Substrate.HARDWARE}
+    assert substrates_of_facts(WHOLE) == {}
 
 
 def test_open_devices_of_a_process_outweigh_those_of_facts() -> None:
@@ -138,42 +138,42 @@ def test_a_chain_is_as_weak_as_its_weakest_part() -> None:
 @pytest.mark.parametrize(
     ("record", "state", "cause"),
     [
-        (record_of(routes=(CARRIED,), substrate=HARDWARE), RouteState.PROVEN, ""),
+        (record_of(routes=(CARRIED,), substrate=HARDWARE), RouteOutcome.PROVEN, ""),
         (
             record_of(routes=(CARRIED,), substrate={"verbs": "twin", "cuda": "twin"}),
-            RouteState.UNPROVEN,
+            RouteOutcome.UNPROVEN,
             "ran on software twins",
         ),
         (
             record_of(routes=(CARRIED,), substrate={"verbs": "kernel_software", "cuda": "hardware"}),
-            RouteState.UNPROVEN,
+            RouteOutcome.UNPROVEN,
             "verbs ran on software in the kernel",
         ),
         (
             record_of(routes=(CARRIED,), substrate={"verbs": "hardware"}),
-            RouteState.UNPROVEN,
-            "it is not known on what cuda ran",
+            RouteOutcome.UNPROVEN,
+            "the substrate of cuda is unknown",
         ),
         (
             record_of(
                 Verdict.UNPROVEN, reasons=(CaseReason("no counter moved"),), routes=(CARRIED,), substrate=HARDWARE
             ),
-            RouteState.UNPROVEN,
+            RouteOutcome.UNPROVEN,
             "no counter moved",
         ),
         (
             record_of(Verdict.FAIL, reasons=(CaseReason("differs"),), routes=(CARRIED,), substrate=HARDWARE),
-            RouteState.UNPROVEN,
+            RouteOutcome.UNPROVEN,
             "failed: suite/test_a.py::test_a",
         ),
         (
             record_of(routes=(dataclasses.replace(CARRIED, fell_back="through the host"),), substrate=HARDWARE),
-            RouteState.FELL_BACK,
+            RouteOutcome.FELL_BACK,
             "through the host (suite/test_a.py::test_a)",
         ),
     ],
 )
-def test_a_route_is_proven_only_by_a_pass_on_hardware(record: Record, state: RouteState, cause: str) -> None:
+def test_a_route_is_proven_only_by_a_pass_on_hardware(record: Record, state: RouteOutcome, cause: str) -> None:
     (status,) = route_statuses(facts_of(), [record])
     assert (status.state, status.cause) == (state, cause)
     assert status.name == "GPU 0 <- NIC mlx5_0 by dma-buf"
@@ -183,7 +183,7 @@ def test_one_failure_outweighs_a_pass() -> None:
     passed = record_of(routes=(CARRIED,), substrate=HARDWARE)
     failed = record_of(Verdict.FAIL, reasons=(CaseReason("x"),), routes=(CARRIED,), substrate=HARDWARE, case="b.py::t")
     (status,) = route_statuses(facts_of(), [passed, failed])
-    assert (status.state, status.cases) == (RouteState.UNPROVEN, ("suite/test_a.py::test_a", "b.py::t"))
+    assert (status.state, status.cases) == (RouteOutcome.UNPROVEN, ("suite/test_a.py::test_a", "b.py::t"))
 
 
 def test_a_route_that_registration_refuses_is_not_possible_and_says_why() -> None:
@@ -191,8 +191,8 @@ def test_a_route_that_registration_refuses_is_not_possible_and_says_why() -> Non
         ::-1
     ]
     cause = "ibv_reg_mr failed: Bad address (EFAULT); load a module"
-    assert (refused.state, refused.cause) == (RouteState.NOT_POSSIBLE, cause)
-    assert (allowed.state, allowed.cause) == (RouteState.UNPROVEN, "no case went this way")
+    assert (refused.state, refused.cause) == (RouteOutcome.NOT_POSSIBLE, cause)
+    assert (allowed.state, allowed.cause) == (RouteOutcome.UNPROVEN, "no case used this route")
 
 
 def test_a_way_without_a_word_of_its_own_keeps_its_name() -> None:

@@ -40,14 +40,14 @@ def failed(index: int) -> Record:
 
 def test_route_without_proof_is_listed_with_its_cause() -> None:
     outcome = decide(facts_of(routes=[route("dmabuf")]), BARE, [PASSED], software_asked=False)
-    assert outcome.causes == ("GPU 0 <- NIC mlx5_0 by dma-buf: no case went this way",)
+    assert outcome.causes == ("GPU 0 <- NIC mlx5_0 by dma-buf: no case used this route",)
 
 
 @pytest.mark.parametrize("count", [2, 3])
 def test_routes_with_one_cause_are_listed_once(count: int) -> None:
     routes = [dataclasses.replace(route("dmabuf"), device_index=index) for index in range(count)]
     outcome = decide(facts_of(routes=routes), BARE, [PASSED], software_asked=False)
-    assert outcome.causes == (f"GPU 0 <- NIC mlx5_0 by dma-buf and {count - 1} more: no case went this way",)
+    assert outcome.causes == (f"GPU 0 <- NIC mlx5_0 by dma-buf and {count - 1} more: no case used this route",)
 
 
 def test_machine_without_routes_has_a_cause_and_advice() -> None:
@@ -149,7 +149,7 @@ def test_set_up_that_can_be_completed_ends_with_3(reason: Reason) -> None:
     assert len(outcome.required) == 1
 
 
-NEEDED = "GPU 0 <- NIC mlx5_0 by dma-buf: no case went this way"
+NEEDED = "GPU 0 <- NIC mlx5_0 by dma-buf: no case used this route"
 MISSING = ApiFailure(
     api="loader",
     operation="dlopen",

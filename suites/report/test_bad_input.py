@@ -1,4 +1,4 @@
-"""Folders and records that are not as they must be: one clear error each, or text that does no harm."""
+"""Malformed folders and records: each causes one clear error, or is harmless text in the report."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from gdrkit.report.view import make_view
 from gdrkit.text import escape_controls, markdown_cell
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from pathlib import Path
 
     from gdrkit.serialization import Json
 
 HOSTILE = '</title><script>alert(1)</script>\x1b[2J\x1b]0;owned\x07\x9b31m\u202e|`"\\\n# HELP'
-NOBODY = 65534
-# What JSON can hold and hardly anybody expects.
+UNPRIVILEGED = 65534
+# Valid JSON values that a program may not expect.
 ODD_VALUES: tuple[Json, ...] = (None, True, 0, -1, 10**400, 5e-324, 1.7e308, "", "\ud800", "9" * 5000, [1], {"a": 0})
 DROP = "import os, sys; os.setgroups([]); os.setgid({0}); os.setuid({0}); os.execv(sys.executable, sys.argv[1:])"
 
@@ -48,7 +48,8 @@ def gdrkit(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def refused(folder: RunFolder) -> str:
+def error_of(folder: RunFolder) -> str:
+    """Return the message of the error with which the folder is refused."""
     with pytest.raises(UsageError) as caught:
         read_contents(folder.path)
     assert caught.value.reason is Reason.MALFORMED
@@ -56,35 +57,35 @@ def refused(folder: RunFolder) -> str:
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "expected"),
     [
         (b'{"schema_version": 1, "case": "a', "not JSON"),
         (b"\xff\xfe\x00", "utf-8"),
         (b"[" * 100_000, "not JSON"),
-        (b'{"schema_version": NaN}', "NaN is no number of JSON"),
+        (b'{"schema_version": NaN}', "NaN is not a number of JSON"),
         (b'{"schema_version": 2}', "expected schema_version 1, found 2"),
         (b'{"level": "info", "msg": "from another program"}', "expected schema_version 1, found None"),
         (b"null", "expected schema_version 1"),
     ],
     ids=["half", "binary", "deep", "nan", "version", "foreign", "null"],
 )
-def test_a_line_that_is_no_record_is_named(run: RunFolder, line: bytes, said: str) -> None:
+def test_malformed_record_is_refused_with_its_line(run: RunFolder, line: bytes, expected: str) -> None:
     with run.records.open("ab") as file:
         file.write(line + b"\n")
-    told = refused(run)
-    assert told.startswith(f"{run.records}:4: ")
-    assert said in told
+    message = error_of(run)
+    assert message.startswith(f"{run.records}:4: ")
+    assert expected in message
 
 
 @pytest.mark.parametrize("value", ['"much"', "1e999", "true", "null"])
-def test_a_number_that_is_none_is_refused(run: RunFolder, value: str) -> None:
+def test_invalid_number_is_refused(run: RunFolder, value: str) -> None:
     line = run.records.read_text().splitlines()[0].replace('"numbers": {}', f'"numbers": {{"rate_us": {value}}}')
     run.records.write_text(line + "\n")
-    assert "numbers.rate_us" in refused(run)
+    assert "numbers.rate_us" in error_of(run)
 
 
 @pytest.mark.parametrize(
-    ("file", "text", "said"),
+    ("file", "text", "expected"),
     [
         ("run", "{", "not JSON"),
         ("run", '{"schema_version": 7}', "expected schema_version 1, found 7"),
@@ -94,20 +95,20 @@ def test_a_number_that_is_none_is_refused(run: RunFolder, value: str) -> None:
         ("facts", '{"schema_version": 1}', "facts.json.machine: expected a value"),
     ],
 )
-def test_a_damaged_file_of_a_run_is_named(run: RunFolder, file: str, text: str, said: str) -> None:
+def test_damaged_file_of_a_run_is_named(run: RunFolder, file: str, text: str, expected: str) -> None:
     damaged: Path = getattr(run, file)
     damaged.write_text(text)
-    told = refused(run)
-    assert told.startswith(str(damaged))
-    assert said in told
+    message = error_of(run)
+    assert message.startswith(str(damaged))
+    assert expected in message
 
 
-def places(data: Json, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
-    """Where values are in a document; of a list the first is enough."""
+def value_paths(data: Json, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+    """Yield the path of every value in a document, but only of the first item of each list."""
     yield path
     parts = data.items() if isinstance(data, dict) else enumerate(data[:1]) if isinstance(data, list) else ()
     for key, part in parts:
-        yield from places(part, (*path, key))
+        yield from value_paths(part, (*path, key))
 
 
 def with_value(data: Json, path: tuple[str | int, ...], value: Json) -> Json:
@@ -121,9 +122,9 @@ def with_value(data: Json, path: tuple[str | int, ...], value: Json) -> Json:
 
 
 @pytest.mark.parametrize("name", ["run.json", "facts.json", "plan.json", "records.jsonl"])
-def test_whatever_a_field_holds_there_is_a_report_or_one_error(tmp_path: Path, name: str) -> None:
+def test_odd_value_of_a_field_gives_a_report_or_one_error(tmp_path: Path, name: str) -> None:
     facts = host_facts(gpus=1, nics=1)
-    # A sweep of two sizes, so that there is a plot; every other kind of record once.
+    # The records have a sweep of two sizes, so that there is a plot, and every other type of record once.
     records = [record for record in host_records(facts) if "16MiB" not in record.case][:8]
     folder = RunFolder(write_run(tmp_path / "run", facts, records))
     file = folder.path / name
@@ -133,7 +134,7 @@ def test_whatever_a_field_holds_there_is_a_report_or_one_error(tmp_path: Path, n
     lines = file.read_text().splitlines() if name == "records.jsonl" else [file.read_text()]
     reported, refusals = 0, set()
     for number, document in enumerate(map(json.loads, lines)):
-        for path in places(document):
+        for path in value_paths(document):
             for value in ODD_VALUES:
                 lines[number] = json.dumps(with_value(document, path, value))
                 file.write_text("\n".join(lines) + "\n")
@@ -157,7 +158,7 @@ def test_text_with_other_line_ends_is_one_record(tmp_path: Path) -> None:
     assert read_records(tmp_path / "records.jsonl") == (written,)
 
 
-def test_a_run_that_was_killed_still_has_a_report(run: RunFolder) -> None:
+def test_killed_run_has_a_report(run: RunFolder) -> None:
     run.run.unlink()
     run.plan.write_text(json.dumps({"profile": "any", "cases": [{"case": f"a.py::test_{it}"} for it in range(5)]}))
     with run.records.open("ab") as file:
@@ -166,30 +167,30 @@ def test_a_run_that_was_killed_still_has_a_report(run: RunFolder) -> None:
     assert ended.returncode == 0, ended.stderr
     page = run.index.read_text()
     assert '<h1><span class="mark bad"></span>The run did not end</h1>' in page
-    assert "2 of 5 cases left no record, the first is a.py::test_3" in page
+    assert "2 of 5 cases have no record; the first of them is a.py::test_3" in page
     assert "the last line of records.jsonl is cut off" in page
-    # It names nothing that is not there.
+    # The page does not name files that do not exist.
     assert "run.json" not in page.partition("<footer>")[2]
     assert json.loads(run.report.read_text())["exit_code"] == 1
 
 
-def test_a_plan_of_thousands_of_cases_costs_little_beside_their_records(run: RunFolder) -> None:
+def test_plan_of_10000_cases_costs_less_than_its_records(run: RunFolder) -> None:
     first = run.records.read_text().splitlines()[0]
     names = [f"a.py::test_{number:05}" for number in range(10_000)]
     run.run.unlink()
     run.records.write_text("".join(first.replace("a.py::test_0", name) + "\n" for name in names))
 
-    def took_s(planned: list[str]) -> float:
+    def cpu_s(planned: list[str]) -> float:
         run.plan.write_text(json.dumps({"profile": "any", "cases": [{"case": name} for name in planned]}))
-        begin = time.process_time()
+        start_s = time.process_time()
         read_contents(run.path)
-        return time.process_time() - begin
+        return time.process_time() - start_s
 
-    alone = took_s([])
-    assert took_s(names) < alone * 1.5
+    without_plan_s = cpu_s([])
+    assert cpu_s(names) < without_plan_s * 1.5
 
 
-def test_records_alone_have_a_report_elsewhere(run: RunFolder, tmp_path: Path) -> None:
+def test_records_alone_have_a_report_in_another_folder(run: RunFolder, tmp_path: Path) -> None:
     ended = gdrkit("report", run.records, "--output", tmp_path / "made")
     assert ended.returncode == 0, ended.stderr
     page = (tmp_path / "made" / "index.html").read_text()
@@ -197,7 +198,7 @@ def test_records_alone_have_a_report_elsewhere(run: RunFolder, tmp_path: Path) -
     assert "This host" not in page
 
 
-def test_records_alone_take_the_place_of_no_report(run: RunFolder) -> None:
+def test_records_alone_replace_no_report(run: RunFolder) -> None:
     render(run.path)
     before = {file.name: file.read_bytes() for file in run.path.iterdir()}
     ended = gdrkit("report", run.records)
@@ -207,11 +208,11 @@ def test_records_alone_take_the_place_of_no_report(run: RunFolder) -> None:
     assert {file.name: file.read_bytes() for file in run.path.iterdir()} == before
 
 
-@pytest.mark.parametrize("what", ["nothing", "empty", "no_facts"])
-def test_what_is_no_run_is_wrong_usage(tmp_path: Path, what: str) -> None:
-    if what == "empty":
+@pytest.mark.parametrize("variant", ["no_records", "empty", "no_facts"])
+def test_folder_without_a_run_is_wrong_usage(tmp_path: Path, variant: str) -> None:
+    if variant == "empty":
         (tmp_path / "records.jsonl").touch()
-    if what == "no_facts":
+    if variant == "no_facts":
         RunFolder(tmp_path).write_run(run_of())
     ended = gdrkit("report", tmp_path)
     assert ended.returncode == 2
@@ -219,7 +220,7 @@ def test_what_is_no_run_is_wrong_usage(tmp_path: Path, what: str) -> None:
     assert "Traceback" not in ended.stderr
 
 
-def test_a_report_that_cannot_be_written_leaves_the_earlier_one(run: RunFolder) -> None:
+def test_failed_write_keeps_the_earlier_report(run: RunFolder) -> None:
     render(run.path)
     before = run.index.read_bytes()
     run.junit.unlink()
@@ -233,13 +234,13 @@ def test_a_report_that_cannot_be_written_leaves_the_earlier_one(run: RunFolder) 
 
 @needs(host.capability("CAP_SETUID"))
 @pytest.mark.parametrize("command", ["report", "qualify"])
-def test_no_permission_to_write_ends_with_3_and_one_line(run: RunFolder, tmp_path: Path, command: str) -> None:
+def test_missing_write_permission_has_exit_code_3(run: RunFolder, tmp_path: Path, command: str) -> None:
     for folder in (*reversed(tmp_path.parents[:2]), tmp_path, run.path):
         folder.chmod(0o755)
-    told = {"report": [], "qualify": ["--output"]}[command]
-    words = [sys.executable, "-m", "gdrkit", command, *told, str(run.path)]
+    option = {"report": [], "qualify": ["--output"]}[command]
+    arguments = [sys.executable, "-m", "gdrkit", command, *option, str(run.path)]
     ended = subprocess.run(
-        [sys.executable, "-c", DROP.format(NOBODY), *words], capture_output=True, text=True, check=False
+        [sys.executable, "-c", DROP.format(UNPRIVILEGED), *arguments], capture_output=True, text=True, check=False
     )
     assert ended.returncode == 3, ended.stderr
     assert "EACCES" in ended.stderr.splitlines()[-1]
@@ -248,22 +249,22 @@ def test_no_permission_to_write_ends_with_3_and_one_line(run: RunFolder, tmp_pat
     assert run.records.exists()
 
 
-def test_a_hostile_host_name_is_text_everywhere(run: RunFolder) -> None:
+def test_hostile_host_name_is_text_in_every_document(run: RunFolder) -> None:
     run.write_run(dataclasses.replace(run.read_run(), host=HOSTILE))
-    made = render(run.path)
-    assert "<script" not in made.index.read_text()
-    assert "<script" not in made.summary.read_text()
-    ET.parse(made.junit)  # noqa: S314 - our own document.
-    for file in (made.index, made.summary, made.metrics, made.junit):
+    documents = render(run.path)
+    assert "<script" not in documents.index.read_text()
+    assert "<script" not in documents.summary.read_text()
+    ET.parse(documents.junit)  # noqa: S314 - our own document.
+    for file in (documents.index, documents.summary, documents.metrics, documents.junit):
         text = file.read_text()
-        assert [sign for sign in "\x1b\x07\x9b\u202e" if sign in text] == [], file.name
-    # One line for each sample: the line end of the name began none.
+        assert [character for character in "\x1b\x07\x9b\u202e" if character in text] == [], file.name
+    # The line end in the name begins no line of its own.
     assert [
-        line for line in made.metrics.read_text().splitlines() if line.startswith("# HELP") and "owned" in line
+        line for line in documents.metrics.read_text().splitlines() if line.startswith("# HELP") and "owned" in line
     ] == []
 
 
-def test_a_hostile_name_reaches_no_terminal(tmp_path: Path) -> None:
+def test_hostile_folder_name_is_escaped_in_errors(tmp_path: Path) -> None:
     folder = tmp_path / "x\x1b[2J"
     folder.mkdir()
     (folder / "run.json").write_text("{")
@@ -274,7 +275,7 @@ def test_a_hostile_name_reaches_no_terminal(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "shown"),
+    ("text", "escaped"),
     [
         ("node-7", "node-7"),
         ("Zürich, 東京", "Zürich, 東京"),
@@ -286,16 +287,15 @@ def test_a_hostile_name_reaches_no_terminal(tmp_path: Path) -> None:
         ("\U000e0041", "\\U000e0041"),
     ],
 )
-def test_what_acts_on_a_terminal_is_shown(text: str, shown: str) -> None:
-    assert escape_controls(text) == shown
+def test_control_characters_are_escaped(text: str, escaped: str) -> None:
+    assert escape_controls(text) == escaped
 
 
-def test_a_cell_is_one_line_without_bars_and_tags() -> None:
-    shown: Callable[[object], str] = markdown_cell
-    assert shown("a|b\n<b>`c` & GPU 0 <- NIC") == "a\\|b &lt;b>&#96;c&#96; &amp; GPU 0 <- NIC"
+def test_markdown_cell_is_one_line_without_bars_and_tags() -> None:
+    assert markdown_cell("a|b\n<b>`c` & GPU 0 <- NIC") == "a\\|b &lt;b>&#96;c&#96; &amp; GPU 0 <- NIC"
 
 
-def test_a_folder_that_is_a_file_is_said(tmp_path: Path) -> None:
+def test_file_at_the_path_of_the_folder_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(SetupMissing, match=r"mkdir\(.*EEXIST"):
         RunFolder(tmp_path / "file").make_empty()

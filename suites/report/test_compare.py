@@ -1,4 +1,4 @@
-"""`gdrkit compare`: what became worse is found, and noise is not taken for it."""
+"""`gdrkit compare`: regressions are found, and noise is not reported as a regression."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ NUMBER = "rate_gb_per_s_median"
 
 
 def contents(*records: Record) -> Contents:
-    return Contents(run_of(), facts_of(), records, tuple(f"records.jsonl:{it}" for it in range(1, len(records) + 1)))
+    return Contents(
+        run_of(), facts_of(), records, tuple(f"records.jsonl:{number}" for number in range(1, len(records) + 1))
+    )
 
 
 def compared(before: Record, after: Record) -> Comparison:
@@ -37,15 +39,15 @@ def compared(before: Record, after: Record) -> Comparison:
 
 
 def measured(draw: Callable[[], float], rate: float) -> Record:
-    """A record as the throughput cases write it: median and spread of rounds, each as noisy as `draw` says."""
+    """Return a record like those of the throughput cases: median and spread of rounds, each scaled by `draw`."""
     rounds = sorted(rate * draw() for _ in range(ROUNDS))
     low, median, high = statistics.quantiles(rounds, n=4)
     numbers = {NUMBER: median, "rate_spread_percent": (high - low) / median * 100, "rounds_count": ROUNDS}
     return record_of(numbers=numbers, substrate=HARDWARE)
 
 
-def once(draw: Callable[[], float], rate: float) -> Record:
-    """A record of a single number, which nothing says how exact it is."""
+def single(draw: Callable[[], float], rate: float) -> Record:
+    """Return a record of one number without a spread."""
     return record_of(numbers={"rate_gb_per_s": rate * draw()}, substrate=HARDWARE)
 
 
@@ -54,22 +56,22 @@ def is_worse(before: Record, after: Record) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("kind", "make", "alarms_max", "misses_max"), [("15 rounds", measured, 5, 5), ("one number", once, 30, 30)]
+    ("name", "make", "alarms_max", "misses_max"), [("15 rounds", measured, 5, 5), ("one number", single, 30, 30)]
 )
-def test_a_regression_of_10_percent_is_found_and_noise_of_3_percent_is_not(
-    kind: str,
+def test_regression_of_10_percent_exceeds_noise_of_3_percent(
+    name: str,
     make: Callable[[Callable[[], float], float], Record],
     alarms_max: int,
     misses_max: int,
 ) -> None:
-    chance = random.Random(20261121)
+    generator = random.Random(20261121)
 
     def draw() -> float:
-        return chance.gauss(1.0, NOISE) if make is measured else chance.uniform(1 - NOISE, 1 + NOISE)
+        return generator.gauss(1.0, NOISE) if make is measured else generator.uniform(1 - NOISE, 1 + NOISE)
 
     alarms = sum(is_worse(make(draw, 50.0), make(draw, 50.0)) for _ in range(PAIRS))
     misses = sum(not is_worse(make(draw, 50.0), make(draw, 50.0 * (1 - REGRESSION))) for _ in range(PAIRS))
-    print(f"{kind}: {alarms} false alarms and {misses} misses in {PAIRS} pairs each")  # noqa: T201 - it is asked for.
+    print(f"{name}: {alarms} false alarms and {misses} misses in {PAIRS} pairs each")  # noqa: T201 - for the reader of the log.
     assert alarms <= alarms_max
     assert misses <= misses_max
 
@@ -86,32 +88,32 @@ def test_a_regression_of_10_percent_is_found_and_noise_of_3_percent_is_not(
         ("rate_gb_per_s", 0.0, 1.0, "better"),
     ],
 )
-def test_a_number_is_worse_where_its_unit_says_so(name: str, before: float, after: float, outcome: str) -> None:
-    one, other = (record_of(numbers={name: value}, substrate=HARDWARE) for value in (before, after))
-    (change,) = compared(one, other).changes
+def test_direction_of_a_change_follows_from_the_unit(name: str, before: float, after: float, outcome: str) -> None:
+    earlier, later = (record_of(numbers={name: value}, substrate=HARDWARE) for value in (before, after))
+    (change,) = compared(earlier, later).changes
     assert change.outcome == outcome
     assert change.origins == ("records.jsonl:1", "records.jsonl:1")
 
 
-def test_a_wide_spread_makes_the_band_wide() -> None:
+def test_noise_band_widens_with_the_spread() -> None:
     numbers = {"rate_spread_percent": 40.0, "rounds_count": 15.0}
-    one, other = (record_of(numbers={NUMBER: rate, **numbers}, substrate=HARDWARE) for rate in (50.0, 40.0))
-    (change,) = compared(one, other).changes
+    earlier, later = (record_of(numbers={NUMBER: rate, **numbers}, substrate=HARDWARE) for rate in (50.0, 40.0))
+    (change,) = compared(earlier, later).changes
     assert change.outcome == "same"
     assert change.band_percent is not None
     assert change.band_percent > 20
 
 
-def test_numbers_beyond_all_measure_are_compared_without_an_error() -> None:
+def test_extreme_numbers_are_compared_without_an_error() -> None:
     before = [record_of(numbers={"rate_gb_per_s": rate}, substrate=HARDWARE) for rate in (1.7e308, -1.7e308, 5e-324)]
     after = record_of(numbers={"rate_gb_per_s": 1.7e308}, substrate=HARDWARE)
-    found = compare(contents(*before), contents(after), noise_percent=5.0)
-    (change,) = found.changes
+    comparison = compare(contents(*before), contents(after), noise_percent=5.0)
+    (change,) = comparison.changes
     assert (change.outcome, change.change_percent, change.band_percent) == ("same", 1e9, 1e9)
-    assert "Infinity" not in found.to_json()
+    assert "Infinity" not in comparison.to_json()
 
 
-def test_runs_of_one_side_are_taken_together() -> None:
+def test_records_of_one_side_are_combined() -> None:
     before = [record_of(numbers={"rate_gb_per_s": rate}, substrate=HARDWARE) for rate in (50.0, 10.0, 51.0)]
     after = record_of(numbers={"rate_gb_per_s": 49.5}, substrate=HARDWARE)
     (change,) = compare(contents(*before), contents(after), noise_percent=5.0).changes
@@ -124,34 +126,37 @@ def test_numbers_of_different_substrates_are_not_compared() -> None:
     assert change.outcome == "not_comparable"
 
 
-def test_of_numbers_of_twins_the_change_is_shown_and_no_value() -> None:
-    one, other = (record_of(numbers={"rate_gb_per_s": rate}, substrate=TWINS) for rate in (12.345, 6.0))
-    found = compared(one, other)
-    assert found.is_worse
-    assert "-51.4 %" in describe_comparison(found)
-    assert "12.3" not in describe_comparison(found) + found.to_json()
+def test_numbers_of_twins_have_a_change_and_no_value() -> None:
+    earlier, later = (record_of(numbers={"rate_gb_per_s": rate}, substrate=TWINS) for rate in (12.345, 6.0))
+    comparison = compared(earlier, later)
+    assert comparison.is_worse
+    assert "-51.4 %" in describe_comparison(comparison)
+    assert "12.3" not in describe_comparison(comparison) + comparison.to_json()
 
 
-def test_a_verdict_and_a_route_that_became_worse_are_found() -> None:
+def test_worse_verdicts_and_routes_are_found() -> None:
     route = ClaimedRoute(0, "mlx5_0", "dmabuf")
     good = record_of(routes=(route,), substrate=HARDWARE)
     fallen = ClaimedRoute(0, "mlx5_0", "dmabuf", "by the host")
     bad = record_of(Verdict.UNPROVEN, routes=(fallen,), reasons=(CaseReason("not seen"),), substrate=HARDWARE)
-    worse = {(it.kind, it.before, it.after) for it in compared(good, bad).changes if it.outcome == "worse"}
+    changes = compared(good, bad).changes
+    worse = {(change.kind, change.before, change.after) for change in changes if change.outcome == "worse"}
     assert worse == {("verdict", "pass", "unproven"), ("route", "proven", "fell_back")}
     assert not compared(bad, good).is_worse
     gone = compare(contents(good), contents(record_of(case="b.py::other")), noise_percent=5.0)
-    assert {(it.kind, it.outcome) for it in gone.changes} == {("verdict", "gone"), ("route", "gone")}
+    assert {(change.kind, change.outcome) for change in gone.changes} == {("verdict", "gone"), ("route", "gone")}
 
 
-def test_a_hostile_name_acts_on_no_terminal() -> None:
+def test_hostile_name_is_escaped() -> None:
     name = "a.py::test\x1b[2J\x9b31m\u202e\ud800[ü]"
-    one, other = (record_of(case=name, numbers={"rate_gb_per_s": rate}, substrate=HARDWARE) for rate in (50.0, 40.0))
-    found = compared(one, other)
-    for text in (found.to_json(), describe_comparison(found)):
-        assert [sign for sign in "\x1b\x9b\u202e\ud800" if sign in text] == []
-    # What a program reads is the name itself.
-    assert json.loads(found.to_json())["changes"][0]["name"].startswith(name)
+    earlier, later = (
+        record_of(case=name, numbers={"rate_gb_per_s": rate}, substrate=HARDWARE) for rate in (50.0, 40.0)
+    )
+    comparison = compared(earlier, later)
+    for text in (comparison.to_json(), describe_comparison(comparison)):
+        assert [character for character in "\x1b\x9b\u202e\ud800" if character in text] == []
+    # A program gets the name itself.
+    assert json.loads(comparison.to_json())["changes"][0]["name"].startswith(name)
 
 
 def gdrkit(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -159,7 +164,7 @@ def gdrkit(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def test_the_command_ends_with_1_where_something_became_worse(tmp_path: Path) -> None:
+def test_exit_code_is_1_if_something_became_worse(tmp_path: Path) -> None:
     facts = host_facts(gpus=1, nics=1)
     before = write_run(tmp_path / "before", facts, list(host_records(facts)))
     after = write_run(tmp_path / "after", facts, list(host_records(facts, factor=0.9)))
@@ -167,7 +172,8 @@ def test_the_command_ends_with_1_where_something_became_worse(tmp_path: Path) ->
     assert (same.returncode, same.stdout.splitlines()[-1]) == (0, "nothing became worse")
     worse = gdrkit("compare", before, after / "records.jsonl", "--json")
     assert worse.returncode == 1, worse.stderr
-    names = [it["name"] for it in json.loads(worse.stdout)["changes"] if it["outcome"] == "worse"]
+    changes = json.loads(worse.stdout)["changes"]
+    names = [change["name"] for change in changes if change["outcome"] == "worse"]
     assert len(names) == 8
     assert gdrkit("compare", before, after, "--noise", "15").returncode == 0
     assert gdrkit("compare", before, tmp_path).returncode == 2

@@ -1,4 +1,4 @@
-"""Reports: made from records alone, well formed whatever a record holds, silent about what was not seen."""
+"""Documents of a run: they are made from records alone, and are well-formed for every text in a record."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ BANNER = "software twins: this proves the code, not this machine"
 
 
 class Page(HTMLParser):
-    """Checks that every element that begins also ends, in order, and keeps the visible text."""
+    """Parser that checks the nesting of elements and collects the visible text."""
 
     def __init__(self) -> None:
         super().__init__()
         self.open: list[str] = []
-        self.seen: list[str] = []
+        self.tags: list[str] = []
         self.lines: list[str] = []
         self.tables: list[bool] = []
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        self.seen.append(tag)
+        self.tags.append(tag)
         assert tag not in LOADING, f"<{tag}>"
         for name, value in attributes:
             assert not name.startswith("on"), f"{name} of <{tag}>"
@@ -111,7 +111,7 @@ def test_hostile_text_breaks_no_table_in_markdown() -> None:
     assert wide == []
 
 
-def test_hostile_text_of_a_run_begins_no_line_of_its_own_in_markdown() -> None:
+def test_hostile_text_begins_no_line_in_markdown() -> None:
     hostile = f"{HOSTILE}\n\n# owned\n\n- owned\n"
     texts: dict[str, Any] = {
         field.name: hostile for field in dataclasses.fields(Run) if field.type in {"str", "str | None"}
@@ -122,13 +122,13 @@ def test_hostile_text_of_a_run_begins_no_line_of_its_own_in_markdown() -> None:
     assert "owned" in text
     assert [line for line in text.splitlines() if line in {"# owned", "- owned"}] == []
     assert [tag for tag in ("<script", "<b ", "</code") if tag in text] == []
-    # Every line of them all ends the code that it begins.
+    # Every line ends the code that it begins.
     assert [line for line in text.splitlines() if line.count("`") % 2] == []
 
 
 @settings(database=None, deadline=None, max_examples=40, suppress_health_check=list(HealthCheck))
 @given(st.text(max_size=60))
-def test_any_text_can_be_in_any_place(text: str) -> None:
+def test_any_text_is_valid_in_every_field(text: str) -> None:
     record = record_of(Verdict.FAIL, case=text or "x", title=text, reasons=(CaseReason(text),), evidence={"k": text})
     run = run_of(verdict=text)
     read_page(render_html(run, facts_of(), [record]))
@@ -139,40 +139,43 @@ def test_any_text_can_be_in_any_place(text: str) -> None:
     ("substrate", "first"),
     [
         (TWINS, BANNER),
-        ({"verbs": "twin", "cuda": "hardware"}, "software twin of verbs, cuda as the machine has it: this proves no"),
+        (
+            {"verbs": "twin", "cuda": "hardware"},
+            "verbs ran on software twins and cuda on the libraries of this machine: this run proves no",
+        ),
         ({"verbs": "hardware", "cuda": "hardware"}, "It is done"),
     ],
 )
-def test_the_first_line_says_what_was_software(substrate: dict[str, str], first: str) -> None:
+def test_first_line_names_the_apis_on_software(substrate: dict[str, str], first: str) -> None:
     run = run_of(verdict="It is done", substrate=substrate)
-    skip, said, *_ = read_page(render_html(run, facts_of(), [])).lines
-    assert (skip, said.startswith(first)) == ("Skip to the report", True)
+    skip, second, *_ = read_page(render_html(run, facts_of(), [])).lines
+    assert (skip, second.startswith(first)) == ("Skip to the report", True)
     assert render_markdown(run, facts_of(), []).lstrip("# ").startswith(first)
 
 
-def test_numbers_are_shown_only_where_they_are_those_of_hardware() -> None:
+def test_only_numbers_of_hardware_are_in_the_page() -> None:
     numbers = {"rate_gb_per_s": 387.25}
-    for substrate, shown in ((TWINS, False), ({"verbs": "hardware", "cuda": "hardware"}, True), ({}, False)):
+    for substrate, is_shown in ((TWINS, False), ({"verbs": "hardware", "cuda": "hardware"}, True), ({}, False)):
         record = record_of(numbers=numbers, substrate=substrate)
-        assert ("387.25" in render_html(run_of(), facts_of(), [record])) is shown
+        assert ("387.25" in render_html(run_of(), facts_of(), [record])) is is_shown
 
 
-def test_a_table_has_a_caption_and_a_case_its_details() -> None:
+def test_tables_have_captions_and_cases_have_details() -> None:
     seen = SeenLibrary.of("case", TWIN)
     record = record_of(title="A title.", evidence={"moved_bytes": 5}, libraries=(seen,), substrate=TWINS)
     facts = facts_of(routes=[route("dmabuf"), route("peer_memory", possible=False)])
     page = read_page(render_html(run_of(substrate=TWINS), facts, [record]))
-    assert page.seen.count("table") == page.seen.count("caption") == 5
-    assert page.seen.count("h1") == 1
+    assert page.tags.count("table") == page.tags.count("caption") == 5
+    assert page.tags.count("h1") == 1
     for text in ("A title.", "moved_bytes", "not possible", "ibv_reg_mr failed: Bad address (EFAULT); load a module"):
         assert any(text in line for line in page.lines), text
 
 
-def test_a_page_without_any_case_says_so() -> None:
+def test_page_without_cases_has_a_note() -> None:
     assert "No case ran." in read_page(render_html(run_of(), facts_of(), [])).lines
 
 
-def test_junit_counts_what_others_count() -> None:
+def test_junit_counts_are_those_of_the_verdicts() -> None:
     records = [
         record_of(),
         record_of(Verdict.FAIL, reasons=(CaseReason("differs"),), evidence={"traceback": "line 1"}),
@@ -202,7 +205,7 @@ def test_records_are_read_back_as_the_same_values(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "named"),
+    ("line", "expected"),
     [
         ("{", "not JSON"),
         ("[]", "schema_version"),
@@ -210,16 +213,16 @@ def test_records_are_read_back_as_the_same_values(tmp_path: Path) -> None:
         ('{"schema_version": 1}', "case"),
     ],
 )
-def test_what_is_no_record_is_refused_with_its_line(line: str, named: str) -> None:
-    with pytest.raises(UsageError, match=named) as caught:
+def test_other_json_is_refused_with_its_line(line: str, expected: str) -> None:
+    with pytest.raises(UsageError, match=expected) as caught:
         parse_records(["", line], name="records.jsonl")
     assert caught.value.reason is Reason.MALFORMED
     assert "records.jsonl:2" in caught.value.message
 
 
-def test_a_folder_is_rendered_again_from_what_the_run_wrote(tmp_path: Path) -> None:
+def test_report_is_rendered_again_from_the_files_of_the_run(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    with pytest.raises(UsageError, match=r"run\.json is not there"):
+    with pytest.raises(UsageError, match=r"it has neither run\.json nor"):
         render(tmp_path)
     folder.write_run(run_of(substrate=TWINS))
     folder.facts.write_text(facts_of().to_json())

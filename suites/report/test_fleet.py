@@ -1,4 +1,4 @@
-"""`gdrkit report --fleet`: many hosts in one report; a damaged one hides no other."""
+"""`gdrkit report --fleet`: one report about many hosts, also if a host is damaged."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gdrkit.errors import UsageError
 from gdrkit.harness.needs import host as of_host
 from gdrkit.harness.needs import needs
 from gdrkit.report import RunFolder, RunState, Verdict, append_record
-from gdrkit.report.fleet import Fleet, render_fleet
+from gdrkit.report.fleet import render_fleet
 from gdrkit.report.render import render
 from gdrkit.verdict import NOISE_PERCENT
 
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from gdrkit.serialization import Json
 
 FACTS = host_facts(gpus=1, nics=1)
-# A stranger may not read the checkout, so everything is loaded before.
-FLEET_AS_NOBODY = """
+# The unprivileged user cannot read the checkout, so the program loads everything before it changes its user.
+FLEET_AS_UNPRIVILEGED = """
 import sys
 from pathlib import Path
 from gdrkit.errors import SetupMissing
@@ -41,28 +41,28 @@ from support.other_user import become_unprivileged
 environment(escaped=True).get_template("fleet.html.j2")
 become_unprivileged()
 try:
-    made = render_fleet(Path(sys.argv[1]), Path(sys.argv[2]))
+    fleet = render_fleet(Path(sys.argv[1]), Path(sys.argv[2]))
 except SetupMissing as error:
     sys.exit(f"{error.operation} {error.status_name} {error.arguments['path']}")
-print(*(host.name for host in made.hosts), *made.problems, sep="\\n")
+print(*(host.name for host in fleet.hosts), *fleet.problems, sep="\\n")
 """
 
 
 def host(folder: Path, name: str, *, facts: Facts = FACTS, factor: float = 1.0, started: str = "12") -> Path:
-    """The run of a host of its own: its NIC has a GUID that no other has."""
+    """Write the run of a host whose NIC has a GUID of its own."""
     (nic,) = facts.rdma_devices
-    own = dataclasses.replace(facts, rdma_devices=(dataclasses.replace(nic, node_guid=folder.name),), cuda=None)
-    path = write_run(folder, own, list(host_records(FACTS, factor=factor)), host=name)
+    own_facts = dataclasses.replace(facts, rdma_devices=(dataclasses.replace(nic, node_guid=folder.name),), cuda=None)
+    path = write_run(folder, own_facts, list(host_records(FACTS, factor=factor)), host=name)
     run = RunFolder(path).read_run()
     RunFolder(path).write_run(dataclasses.replace(run, started=f"2026-11-20T{started}:00:00Z"))
     return path
 
 
-def test_hosts_are_rows_that_lead_to_their_pages(tmp_path: Path) -> None:
+def test_hosts_are_rows_with_links_to_their_pages(tmp_path: Path) -> None:
     for number in range(3):
         render(host(tmp_path / f"run{number}", f"node{number}"))
-    made = render_fleet(tmp_path)
-    assert made.problems == ()
+    fleet = render_fleet(tmp_path)
+    assert fleet.problems == ()
     page = (tmp_path / "index.html").read_text()
     assert "<h1>3 of 3 qualified</h1>" in page
     assert '<a href="run1/index.html">node1</a>' in page
@@ -72,12 +72,12 @@ TWINS = {"verbs": "twin", "cuda": "twin"}
 STATES: list[tuple[dict[str, Any], str]] = [
     ({}, "qualified"),
     ({"software_asked": True, "substrate": TWINS}, "software only"),
-    # A verdict of the machine needs hardware, whatever was asked for.
+    # Without hardware there is no verdict about the machine, also without --software.
     ({"substrate": TWINS}, "software only"),
     ({"selection": "-k write"}, "partial"),
     ({"selection": "-k write", "software_asked": True, "substrate": TWINS}, "partial"),
     ({"selection": "--suites /elsewhere", "exit_code": 4}, "partial"),
-    # As gdrkit 0.1.0 wrote it.
+    # gdrkit 0.1.0 wrote such runs.
     ({"command": "gdrkit qualify -k 'write and not read'"}, "partial"),
     ({"command": "gdrkit qualify '-k"}, "partial"),
     ({"command": "gdrkit qualify --suites=/elsewhere"}, "partial"),
@@ -92,9 +92,9 @@ STATES: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("fields", "state"), STATES, ids=range(len(STATES)))
-def test_state_of_a_run_is_one_in_every_document(tmp_path: Path, fields: dict[str, Any], state: str) -> None:
+def test_state_of_a_run_is_the_same_in_every_document(tmp_path: Path, fields: dict[str, Any], state: str) -> None:
     folder = RunFolder(host(tmp_path / "run", "node"))
-    records = [it for it in host_records(FACTS) if it.verdict is Verdict.PASS]
+    records = [record for record in host_records(FACTS) if record.verdict is Verdict.PASS]
     folder.records.unlink()
     for record in records:
         append_record(folder.records, record)
@@ -106,7 +106,7 @@ def test_state_of_a_run_is_one_in_every_document(tmp_path: Path, fields: dict[st
     assert json.loads((tmp_path / "fleet.json").read_text())["tally"] == {state: 1}
     page = (tmp_path / "index.html").read_text()
     assert f"<h1>1 of 1 {state}</h1>" in page
-    # The green dot, of the fleet and of the run's own page.
+    # Only a qualified run has the green dot in the fleet page and in its own page.
     assert ('class="state pass"' in page) == (state == "qualified")
     assert ('class="mark good"' in folder.index.read_text()) == (state == "qualified")
     assert json.loads(folder.report.read_text())["state"] == state
@@ -120,7 +120,7 @@ def test_state_of_a_run_is_one_in_every_document(tmp_path: Path, fields: dict[st
         assert len(samples) == len(RunState)
 
 
-def test_hosts_are_in_the_order_of_their_need(tmp_path: Path) -> None:
+def test_hosts_that_need_attention_come_first(tmp_path: Path) -> None:
     states: dict[str, dict[str, Any]] = {
         "a": {},
         "b": {"software_asked": True, "substrate": TWINS},
@@ -134,19 +134,19 @@ def test_hosts_are_in_the_order_of_their_need(tmp_path: Path) -> None:
         folder = RunFolder(host(tmp_path / name, name))
         folder.write_run(dataclasses.replace(folder.read_run(), **{"exit_code": 0, **fields}))
     (tmp_path / "g" / "records.jsonl").write_text('{"half')
-    assert [it.name for it in render_fleet(tmp_path).hosts] == ["g", "e", "f", "b", "c", "d", "a"]
+    assert [row.name for row in render_fleet(tmp_path).hosts] == ["g", "e", "f", "b", "c", "d", "a"]
 
 
-def test_who_is_slower_or_unlike_the_others_is_named(tmp_path: Path) -> None:
+def test_slower_and_different_hosts_are_named(tmp_path: Path) -> None:
     for number in range(4):
         host(tmp_path / f"run{number}", f"node{number}", factor=0.8 if number == 2 else 0.99)
     old = dataclasses.replace(FACTS, nvidia_driver_version="570.1")
     host(tmp_path / "run4", "node4", facts=old)
-    hosts = {it.name: it for it in render_fleet(tmp_path).hosts}
-    assert {name for name, it in hosts.items() if it.slow} == {"node2"}
+    hosts = {row.name: row for row in render_fleet(tmp_path).hosts}
+    assert {name for name, row in hosts.items() if row.slow} == {"node2"}
     assert round(hosts["node2"].slow[0].percent) == -19
-    assert {name: it.differs for name, it in hosts.items() if it.differs} == {
-        "node4": ("NVIDIA driver 570.1, usual is 580.159.04",)
+    assert {name: row.differs for name, row in hosts.items() if row.differs} == {
+        "node4": ("NVIDIA driver is 570.1, on most hosts 580.159.04",)
     }
 
 
@@ -156,51 +156,53 @@ def test_who_is_slower_or_unlike_the_others_is_named(tmp_path: Path) -> None:
         ({"rate_gb_per_s_median": 8.0}, [-20.0]),
         ({"rate_gb_per_s_median": 12.0}, []),
         ({"rate_gb_per_s_median": 9.6}, []),
-        # A number may be nothing but its unit.
+        # The name of a number may consist of its unit alone.
         ({"gb_per_s": 8.0}, [-20.0]),
         ({"us_median": 12.0}, [20.0]),
         ({"ms": 8.0}, []),
-        # What scatters by so much is not slower.
+        # A number with such a scatter is not slower.
         ({"rate_gb_per_s_median": 8.0, "rate_spread_percent": 40.0, "rounds_count": 15.0}, []),
         ({"rate_gb_per_s_median": 8.0, "rate_spread_percent": 1.0, "rounds_count": 15.0}, [-20.0]),
-        # Neither are what nobody calls better, a bound, and an end of the rounds.
+        # A ratio, a bound and the minimum of rounds are not compared.
         ({"direct_over_by_host_ratio": 8.0}, []),
         ({"limit_gb_per_s": 8.0}, []),
         ({"rate_gb_per_s_min": 8.0}, []),
     ],
     ids=str,
 )
-def test_slower_is_what_a_comparison_calls_worse(tmp_path: Path, numbers: dict[str, float], slow: list[float]) -> None:
-    usual = {name: 10.0 if value in {8.0, 9.6, 12.0} else value for name, value in numbers.items()}
+def test_slower_numbers_are_those_beyond_their_noise(
+    tmp_path: Path, numbers: dict[str, float], slow: list[float]
+) -> None:
+    others = {name: 10.0 if value in {8.0, 9.6, 12.0} else value for name, value in numbers.items()}
     for number in range(5):
-        record = record_of(numbers=numbers if number == 2 else usual, substrate=HARDWARE)
+        record = record_of(numbers=numbers if number == 2 else others, substrate=HARDWARE)
         write_run(tmp_path / f"run{number}", FACTS, [record], host=f"node{number}", host_id=f"{number}")
-    hosts = {it.name: it for it in render_fleet(tmp_path).hosts}
-    assert [it.percent for it in hosts["node2"].slow] == slow
-    assert [it.slow for name, it in hosts.items() if name != "node2"] == [()] * 4
+    hosts = {row.name: row for row in render_fleet(tmp_path).hosts}
+    assert [each.percent for each in hosts["node2"].slow] == slow
+    assert [row.slow for name, row in hosts.items() if name != "node2"] == [()] * 4
     assert f"by more than {NOISE_PERCENT:g} %" in (tmp_path / "index.html").read_text()
 
 
-def test_runs_of_a_case_in_one_host_are_taken_together(tmp_path: Path) -> None:
+def test_records_of_a_case_in_one_host_are_combined(tmp_path: Path) -> None:
     for number in range(4):
         rates = (8.0, 10.0, 10.1) if number == 2 else (10.0,)
         records = [record_of(numbers={"rate_gb_per_s": rate}, substrate=HARDWARE) for rate in reversed(rates)]
         write_run(tmp_path / f"run{number}", FACTS, records, host=f"node{number}", host_id=f"{number}")
-    assert [it.slow for it in render_fleet(tmp_path).hosts] == [()] * 4
+    assert [row.slow for row in render_fleet(tmp_path).hosts] == [()] * 4
 
 
-def test_a_damaged_host_is_a_row_with_its_error_and_hides_no_other(tmp_path: Path) -> None:
+def test_damaged_host_is_a_row_with_its_error(tmp_path: Path) -> None:
     host(tmp_path / "good", "good")
     (host(tmp_path / "bad", "bad") / "records.jsonl").write_text('{"half')
-    made = render_fleet(tmp_path)
-    assert [(it.name, bool(it.error)) for it in made.hosts] == [("bad", True), ("good", False)]
-    (problem,) = made.problems
+    fleet = render_fleet(tmp_path)
+    assert [(row.name, bool(row.error)) for row in fleet.hosts] == [("bad", True), ("good", False)]
+    (problem,) = fleet.problems
     assert problem.startswith("bad: ")
     assert "records.jsonl:1: not JSON" in problem
 
 
 def change(file: Path, **fields: Json) -> None:
-    """Other values in the first line of a file of JSON, or in all of it."""
+    """Change fields in a JSON file, or in the first line of a file of JSON lines."""
     first, end, rest = file.read_text().partition("\n") if file.suffix == ".jsonl" else (file.read_text(), "", "")
     file.write_text(json.dumps({**json.loads(first), **fields}) + end + rest)
 
@@ -211,7 +213,7 @@ def unfinished(run: RunFolder, plan: Json) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "said"),
+    ("damage", "expected"),
     [
         (lambda run: change(run.run, started="yesterday"), "run.json.started: expected a time such as 2026-11-20T"),
         (lambda run: change(run.run, started="2026-02-30T12:00:00Z"), "found '2026-02-30T12:00:00Z'"),
@@ -228,72 +230,72 @@ def unfinished(run: RunFolder, plan: Json) -> None:
     ],
     ids=range(12),
 )
-def test_whatever_is_wrong_with_a_run_is_said_in_its_row(
-    tmp_path: Path, damage: Callable[[RunFolder], object], said: str
+def test_malformed_run_is_a_row_with_its_error(
+    tmp_path: Path, damage: Callable[[RunFolder], object], expected: str
 ) -> None:
     host(tmp_path / "good", "good")
     damage(RunFolder(host(tmp_path / "bad", "bad")))
-    made = render_fleet(tmp_path)
-    assert [(it.name, it.state) for it in made.hosts] == [("bad", "not readable"), ("good", "qualified")]
-    (problem,) = made.problems
-    assert said in problem
+    fleet = render_fleet(tmp_path)
+    assert [(row.name, row.state) for row in fleet.hosts] == [("bad", "not readable"), ("good", "qualified")]
+    (problem,) = fleet.problems
+    assert expected in problem
 
 
 @needs(of_host.capability("CAP_SETUID"))
-def test_a_run_that_another_user_keeps_to_himself_is_a_row_and_a_whole_fleet_an_error() -> None:
+def test_unreadable_run_is_a_row_and_unreadable_fleet_an_error() -> None:
     with open_folder() as folder:
-        for name in ("good", "kept"):
+        for name in ("good", "private"):
             host(folder / "fleet" / name, name)
-        (folder / "fleet" / "kept").chmod(0o700)
+        (folder / "fleet" / "private").chmod(0o700)
         (folder / "made").mkdir()
         (folder / "made").chmod(0o777)
-        ended = run_program(FLEET_AS_NOBODY, str(folder / "fleet"), str(folder / "made"))
+        ended = run_program(FLEET_AS_UNPRIVILEGED, str(folder / "fleet"), str(folder / "made"))
         assert ended.returncode == 0, ended.stderr
         *names, problem = ended.stdout.splitlines()
-        assert names == ["kept", "good"]
-        assert problem.startswith("kept: ")
+        assert names == ["private", "good"]
+        assert problem.startswith("private: ")
         assert "EACCES" in problem
         (folder / "fleet").chmod(0o700)
-        ended = run_program(FLEET_AS_NOBODY, str(folder / "fleet"), str(folder / "made"))
+        ended = run_program(FLEET_AS_UNPRIVILEGED, str(folder / "fleet"), str(folder / "made"))
         assert ended.stderr == f"read EACCES {folder / 'fleet'}\n"
 
 
-def test_a_folder_with_a_name_that_is_no_text_has_its_row_and_its_link(tmp_path: Path) -> None:
+def test_folder_name_that_is_not_utf_8_has_a_row_and_a_link(tmp_path: Path) -> None:
     render(host(tmp_path / "odd", "9" * 5000))
     (tmp_path / "odd").rename(os.fsdecode(os.fsencode(tmp_path) + b"/node\xff:1"))
     host(tmp_path / "other", "node10")
     host(tmp_path / "another", "node9")
-    made = render_fleet(tmp_path)
-    assert [it.name for it in made.hosts] == ["9" * 5000, "node9", "node10"]
-    assert made.problems == ()
+    fleet = render_fleet(tmp_path)
+    assert [row.name for row in fleet.hosts] == ["9" * 5000, "node9", "node10"]
+    assert fleet.problems == ()
     assert '<a href="node%FF%3A1/index.html">' in (tmp_path / "index.html").read_text()
 
 
-def test_two_hosts_of_one_name_are_two_rows_and_a_problem(tmp_path: Path) -> None:
+def test_two_hosts_with_one_name_are_two_rows_and_a_problem(tmp_path: Path) -> None:
     for folder in ("a", "b"):
         host(tmp_path / folder, "node")
-    made = render_fleet(tmp_path)
-    assert [it.name for it in made.hosts] == ["node (a)", "node (b)"]
-    assert made.problems == ("2 hosts are called node: a, b",)
+    fleet = render_fleet(tmp_path)
+    assert [row.name for row in fleet.hosts] == ["node (a)", "node (b)"]
+    assert fleet.problems == ("2 hosts have the name node: a, b",)
     text = (tmp_path / "metrics.prom").read_text()
     assert 'host="node (a)"' in text
     assert 'host="node"' not in text
 
 
-def test_of_one_host_the_last_run_counts(tmp_path: Path) -> None:
+def test_last_run_of_a_host_counts(tmp_path: Path) -> None:
     for folder, started in (("first", "08"), ("last", "20")):
         (nic,) = FACTS.rdma_devices
         path = write_run(tmp_path / folder, FACTS, [record_of()], host="node", host_id="ab")
         run = RunFolder(path).read_run()
         RunFolder(path).write_run(dataclasses.replace(run, started=f"2026-11-20T{started}:00:00Z"))
         assert nic.node_guid
-    made = render_fleet(tmp_path)
-    assert [it.folder for it in made.hosts] == ["last"]
-    assert made.problems == ()
+    fleet = render_fleet(tmp_path)
+    assert [row.folder for row in fleet.hosts] == ["last"]
+    assert fleet.problems == ()
     assert json.loads((tmp_path / "fleet.json").read_text())["older_runs"] == ["first"]
 
 
-def test_a_hostile_host_name_is_text(tmp_path: Path) -> None:
+def test_hostile_host_name_is_text(tmp_path: Path) -> None:
     host(tmp_path / "run", "<script>alert(1)</script>\x1b[2J")
     render_fleet(tmp_path)
     page = (tmp_path / "index.html").read_text()
@@ -302,26 +304,25 @@ def test_a_hostile_host_name_is_text(tmp_path: Path) -> None:
     assert "&lt;script&gt;alert(1)&lt;/script&gt;\\x1b[2J" in page
 
 
-def test_a_folder_without_runs_is_wrong_usage(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="holds no folder of a run"):
+def test_folder_without_runs_is_wrong_usage(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="contains no folder of a run"):
         render_fleet(tmp_path)
 
 
-def test_the_command_says_problems_in_a_line_each_and_ends_with_1(tmp_path: Path) -> None:
+def test_command_prints_problems_and_has_exit_code_1(tmp_path: Path) -> None:
     for folder in ("a", "b"):
         host(tmp_path / folder, "node\x1b[1m")
     command = [sys.executable, "-m", "gdrkit", "report", "--fleet", str(tmp_path), "--output", str(tmp_path / "made")]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 1
-    assert ended.stderr == "gdrkit: 2 hosts are called node\\x1b[1m: a, b\n"
+    assert ended.stderr == "gdrkit: 2 hosts have the name node\\x1b[1m: a, b\n"
     assert (tmp_path / "made" / "fleet.json").exists()
 
 
-def test_a_hundred_hosts_are_still_a_page(tmp_path: Path) -> None:
+def test_page_of_100_hosts_is_below_1_mb(tmp_path: Path) -> None:
     for number in range(100):
         write_run(tmp_path / f"run{number}", FACTS, [record_of()], host=f"node{number}", host_id=f"{number:x}")
-        made: Fleet
-    made = render_fleet(tmp_path)
-    # All have the serials of one machine, and so are told apart by their names alone.
-    assert len(made.hosts) == 100
+    fleet = render_fleet(tmp_path)
+    # All of them have the serials of one machine, and only their names differ.
+    assert len(fleet.hosts) == 100
     assert (tmp_path / "index.html").stat().st_size < 1_000_000

@@ -60,18 +60,18 @@ def browser() -> Iterator[Browser]:
 def open_page(browser: Browser, path: Path, *, width: int, is_dark: bool = False) -> tuple[Page, list[str]]:
     """Open a file in a new window, and return the page and the list of its console messages and exceptions."""
     page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme="dark" if is_dark else "light")
-    complaints: list[str] = []
-    page.on("console", lambda message: complaints.append(message.text))
-    page.on("pageerror", lambda error: complaints.append(str(error)))
+    messages: list[str] = []
+    page.on("console", lambda message: messages.append(message.text))
+    page.on("pageerror", lambda error: messages.append(str(error)))
     page.goto(path.as_uri())
-    return page, complaints
+    return page, messages
 
 
 def overflow(page: Page) -> list[str]:
     """Return a line for each part of the page that is wider than the window."""
     excess_px = page.evaluate("document.documentElement.scrollWidth - innerWidth")
-    found = [str(each) for each in page.evaluate(OVERFLOWING)]
-    return [f"the page is {excess_px} pixels too wide", *found] if excess_px > 0 else found
+    elements = [str(each) for each in page.evaluate(OVERFLOWING)]
+    return [f"the page is {excess_px} pixels too wide", *elements] if excess_px > 0 else elements
 
 
 def violations(page: Page) -> list[str]:
@@ -80,8 +80,8 @@ def violations(page: Page) -> list[str]:
     return [str(each) for each in page.evaluate(VIOLATIONS)]
 
 
-def made(name: str, folder: Path) -> Path:
-    """Make the page of this name, and return its path."""
+def make_page(name: str, folder: Path) -> Path:
+    """Make a page, and return its path."""
     if name == "sample":
         return SAMPLE
     if name == "fleet":
@@ -101,10 +101,10 @@ def made(name: str, folder: Path) -> Path:
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("name", ["one_route", "64_routes", "fleet", "sample"])
 def test_page_fits_and_axe_finds_nothing(browser: Browser, tmp_path: Path, name: str, width: int, scheme: str) -> None:
-    page, complaints = open_page(browser, made(name, tmp_path), width=width, is_dark=scheme == "dark")
+    page, messages = open_page(browser, make_page(name, tmp_path), width=width, is_dark=scheme == "dark")
     pictures = Path(os.environ.get("GDRKIT_PICTURES", tmp_path))
     page.screenshot(path=pictures / f"{name}-{width}-{scheme}.png", full_page=True)
-    assert complaints == []
+    assert messages == []
     assert overflow(page) == []
     assert violations(page) == []
     background = page.evaluate("getComputedStyle(document.documentElement).backgroundColor")
@@ -114,14 +114,14 @@ def test_page_fits_and_axe_finds_nothing(browser: Browser, tmp_path: Path, name:
 def test_checks_notice_overflow_exceptions_and_missing_text(browser: Browser, tmp_path: Path) -> None:
     bad = "<!doctype html><title>x</title><img src=data:,><div style='width:2000px'>wide</div><script>fail()</script>"
     (tmp_path / "bad.html").write_text(bad)
-    page, complaints = open_page(browser, tmp_path / "bad.html", width=390)
-    assert any("fail is not defined" in line for line in complaints)
+    page, messages = open_page(browser, tmp_path / "bad.html", width=390)
+    assert any("fail is not defined" in line for line in messages)
     assert overflow(page)
     assert {"image-alt", "html-has-lang"} <= {line.partition(":")[0] for line in violations(page)}
 
 
 def test_keyboard_reaches_the_report_and_its_links(browser: Browser, tmp_path: Path) -> None:
-    page, _ = open_page(browser, made("one_route", tmp_path), width=1280)
+    page, _ = open_page(browser, make_page("one_route", tmp_path), width=1280)
     focused = []
     for _ in range(6):
         page.keyboard.press("Tab")
@@ -134,7 +134,7 @@ def test_keyboard_reaches_the_report_and_its_links(browser: Browser, tmp_path: P
 
 
 def test_printed_report_has_all_sections_and_whole_tables(browser: Browser, tmp_path: Path) -> None:
-    page, _ = open_page(browser, made("64_routes", tmp_path), width=794)
+    page, _ = open_page(browser, make_page("64_routes", tmp_path), width=794)
     page.emulate_media(media="print")
     assert page.evaluate("getComputedStyle(document.querySelector('.scroll')).overflowX") == "visible"
     assert page.evaluate("getComputedStyle(document.querySelector('.skip')).display") == "none"

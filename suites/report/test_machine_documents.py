@@ -1,4 +1,4 @@
-"""What machines read: report.json by its published schema, and a Prometheus text file that a collector takes."""
+"""Documents for programs: report.json with its published schema, a Prometheus text file, and JUnit XML."""
 
 from __future__ import annotations
 
@@ -31,57 +31,57 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
 
 
 def document(folder: RunFolder) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(folder.report.read_bytes())
-    return found
+    data: dict[str, Any] = json.loads(folder.report.read_bytes())
+    return data
 
 
 def schema(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((install_paths().schemas / name).read_bytes())
-    return found
+    data: dict[str, Any] = json.loads((install_paths().schemas / name).read_bytes())
+    return data
 
 
-def test_the_report_is_as_its_schema_says(folder: RunFolder) -> None:
+def test_report_conforms_to_its_schema(folder: RunFolder) -> None:
     assert list(problems(schema("report-1.json"), document(folder))) == []
 
 
-def test_its_schema_notices_what_is_missing_and_what_is_too_much(folder: RunFolder) -> None:
-    found = document(folder)
-    found["extra"] = found.pop("verdict")
-    found["routes"][0]["state"] = "fine"
-    told = sorted(problems(schema("report-1.json"), found))
-    assert [line.partition(":")[0] for line in told] == [
+def test_schema_rejects_missing_and_unknown_fields(folder: RunFolder) -> None:
+    data = document(folder)
+    data["extra"] = data.pop("verdict")
+    data["routes"][0]["state"] = "fine"
+    lines = sorted(problems(schema("report-1.json"), data))
+    assert [line.partition(":")[0] for line in lines] == [
         "$ has extra",
         "$ lacks verdict",
         "$.routes[0].state is none of ['proven', 'unproven', 'fell_back', 'not_possible']",
     ]
 
 
-def test_records_with_files_and_uses_are_as_their_schema_says(folder: RunFolder) -> None:
+def test_records_conform_to_their_schema(folder: RunFolder) -> None:
     lines = [json.loads(line) for line in folder.records.read_text().splitlines()]
     assert [problem for line in lines for problem in problems(schema("record-1.json"), line)] == []
     assert any(line["files"] for line in lines)
 
 
-def test_every_measurement_names_the_record_that_has_it(folder: RunFolder) -> None:
+def test_every_measurement_names_its_record(folder: RunFolder) -> None:
     records = read_records(folder.records)
-    found = document(folder)["measurements"]
-    assert len(found) == 8 * 5
-    for item in found:
+    measurements = document(folder)["measurements"]
+    assert len(measurements) == 8 * 5
+    for item in measurements:
         (origin,) = item["records"]
         record = records[int(origin.removeprefix("records.jsonl:")) - 1]
         assert (record.case, record.numbers[item["name"]]) == (item["case"], item["value"])
 
 
-def test_the_text_file_is_one_that_a_collector_takes(folder: RunFolder) -> None:
+def test_metrics_are_valid_for_a_collector(folder: RunFolder) -> None:
     lines = folder.metrics.read_text().splitlines()
     samples = [line for line in lines if not line.startswith("#")]
     assert [line for line in samples if not SAMPLE.match(line)] == []
-    # No series twice, and every family introduced once, before its samples.
+    # No series occurs twice, and the type of every family is stated once.
     series = [line.rpartition(" ")[0] for line in samples]
     assert len(set(series)) == len(series)
-    introduced = [line.split()[2] for line in lines if line.startswith("# TYPE")]
-    assert len(set(introduced)) == len(introduced)
-    assert {line.partition("{")[0] for line in samples} == set(introduced)
+    families = [line.split()[2] for line in lines if line.startswith("# TYPE")]
+    assert len(set(families)) == len(families)
+    assert {line.partition("{")[0] for line in samples} == set(families)
     assert 'gdrkit_cases{host="node1",profile="any",verdict="fail"} 2' in lines
 
 
@@ -100,13 +100,13 @@ def test_metrics_escape_every_label_value(tmp_path: Path) -> None:
     lines = render(folder.path).metrics.read_text().splitlines()
     samples = [line for line in lines if not line.startswith("#")]
     assert [line for line in samples if not SAMPLE.match(line)] == []
-    shown = r"a \"quoted\" \\ name\\x01 {x=\"1\"} 7"
-    assert f'gdrkit_exit_code{{host="{shown}",profile="{shown}"}} 0' in lines
+    escaped = r"a \"quoted\" \\ name\\x01 {x=\"1\"} 7"
+    assert f'gdrkit_exit_code{{host="{escaped}",profile="{escaped}"}} 0' in lines
     assert any(r'nic="mlx5\"0\\",way="way\"",state="unproven"} 1' in line for line in lines)
     assert any(r'case="a.py::test[\"x\"]"' in line for line in lines)
 
 
-def test_junit_holds_what_xml_cannot(tmp_path: Path) -> None:
+def test_junit_replaces_characters_that_xml_forbids(tmp_path: Path) -> None:
     odd = "pro\x01file\ud800\uffff"
     record = record_of(
         Verdict.FAIL, case="a\x02.py::t\x03", reasons=(CaseReason("r\x04"),), evidence={"traceback": "t\x05"}
@@ -114,34 +114,34 @@ def test_junit_holds_what_xml_cannot(tmp_path: Path) -> None:
     folder = RunFolder(write_run(tmp_path, facts_of(), [record], host="h\x06"))
     run = dataclasses.replace(folder.read_run(), profile=odd, verdict="v\x07", commit="c\x08")
     document = render_junit(run, [record])
-    # The document names no entity and no type of its own.
+    # The document declares no entity and no document type.
     root = ElementTree.fromstring(document)
     (suite,) = root
     assert suite.get("name") == "pro\\x01file\\ud800\N{REPLACEMENT CHARACTER}"
-    assert {it.get("name"): it.get("value") for it in suite.find("properties") or ()}["host"] == "h\\x06"
+    assert {item.get("name"): item.get("value") for item in suite.find("properties") or ()}["host"] == "h\\x06"
 
 
-def test_a_route_has_exactly_one_state(folder: RunFolder) -> None:
-    ones: dict[str, int] = {}
+def test_route_has_exactly_one_state(folder: RunFolder) -> None:
+    state_counts: dict[str, int] = {}
     for line in folder.metrics.read_text().splitlines():
         if line.startswith(("gdrkit_route{", "gdrkit_file_route{")):
             labels, _, value = line.rpartition(" ")
             route = re.sub(r',state="\w+"', "", labels)
-            ones[route] = ones.get(route, 0) + int(value)
-    assert len(ones) == 10
-    assert set(ones.values()) == {1}
+            state_counts[route] = state_counts.get(route, 0) + int(value)
+    assert len(state_counts) == 10
+    assert set(state_counts.values()) == {1}
 
 
-def test_a_case_that_ran_twice_is_one_series(tmp_path: Path) -> None:
+def test_case_that_ran_twice_is_one_series(tmp_path: Path) -> None:
     twice = [record_of(numbers={"rate_gb_per_s": rate}, substrate={"cuda": "hardware"}) for rate in (1.0, 2.0)]
     text = render(write_run(tmp_path, facts_of(), twice)).metrics.read_text()
     assert text.count("gdrkit_measurement{") == 1
-    # A family without a sample is not introduced.
+    # A family without a sample is left out.
     assert "gdrkit_file_route" not in text
 
 
 def test_numbers_of_software_are_in_no_document(tmp_path: Path) -> None:
     record = record_of(Verdict.PASS, numbers={"rate_gb_per_s": 387.25}, substrate={"cuda": "twin"})
-    made = render(write_run(tmp_path, facts_of(), [record]))
-    for file in (made.report, made.metrics, made.summary, made.junit, made.index):
+    folder = render(write_run(tmp_path, facts_of(), [record]))
+    for file in (folder.report, folder.metrics, folder.summary, folder.junit, folder.index):
         assert "387.25" not in file.read_text()

@@ -1,4 +1,4 @@
-"""What a reader finds on the page: failures with a remedy, routes, a drawing, plots, what hardware would unlock."""
+"""The HTML page of a run: failures and remedies, routes, drawing, plots, and the hardware that cases need."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from gdrkit.report.failures import failures
 from gdrkit.report.figure import make_plot
 from gdrkit.report.limits import limit_gb_per_s
 from gdrkit.report.render import render_html, render_markdown
-from gdrkit.report.routes import RouteState, file_statuses, route_statuses
+from gdrkit.report.routes import RouteOutcome, file_statuses, route_statuses
 from gdrkit.report.sweep import split_number, sweeps
-from gdrkit.report.unlock import locks
+from gdrkit.report.unproven import unproven_cases
 
 if TYPE_CHECKING:
     from gdrkit.report import Record
@@ -30,7 +30,7 @@ def page(records: list[Record]) -> str:
     return render_html(run_of(), facts_of(), records)
 
 
-def test_every_link_of_the_page_leads_to_something_on_it() -> None:
+def test_every_link_of_the_page_has_a_target() -> None:
     facts = host_facts(gpus=8, nics=8)
     text = render_html(run_of(), facts, list(host_records(facts)))
     targets = set(re.findall(r' id="([^"]+)"', text))
@@ -39,25 +39,25 @@ def test_every_link_of_the_page_leads_to_something_on_it() -> None:
     assert set(links) <= targets
 
 
-def test_the_signs_of_an_overview_have_their_words_beside_it() -> None:
+def test_overview_has_a_key_of_its_symbols() -> None:
     facts = host_facts(gpus=2, nics=2)
     text = render_html(run_of(), facts, list(host_records(facts)))
     (key,) = re.findall(r'<p class="states">(.*?)</p>', text)
-    assert re.findall(r'<span class="state (\w+)">', key) == [state.value for state in RouteState]
-    # One pair needs no overview.
+    assert re.findall(r'<span class="state (\w+)">', key) == [state.value for state in RouteOutcome]
+    # There is no overview of a single pair.
     facts = host_facts(gpus=1, nics=1)
     text = render_html(run_of(), facts, [record for record in host_records(facts) if not record.files])
     assert 'class="states"' not in text
 
 
-def test_a_page_of_64_routes_is_far_below_its_limit() -> None:
+def test_page_of_64_routes_is_below_1_mb() -> None:
     facts = host_facts(gpus=8, nics=8)
     records = list(host_records(facts))
     assert len(route_statuses(facts, records)) == 64
     assert len(render_html(run_of(), facts, records).encode()) < 1_000_000
 
 
-def test_a_failure_has_its_remedy_and_leads_to_its_record() -> None:
+def test_failure_has_its_remedy_and_a_link_to_its_record() -> None:
     reason = CaseReason("VerbsError: ibv_reg_mr failed: Bad address (EFAULT). To do: load nvidia-peermem")
     text = page([record_of(), record_of(Verdict.FAIL, case="a.py::test_b", reasons=(reason,))])
     (item,) = re.findall(r'<ol class="failures">.*?</ol>', text, re.DOTALL)
@@ -66,7 +66,7 @@ def test_a_failure_has_its_remedy_and_leads_to_its_record() -> None:
     assert '<a href="#r1">a.py::test_b</a>' in item
 
 
-def test_failures_of_one_cause_are_one() -> None:
+def test_failures_with_one_cause_are_merged() -> None:
     reason = CaseReason("no memory")
     failed = [record_of(Verdict.FAIL, case=f"a.py::test_{number}", reasons=(reason,)) for number in range(7)]
     text = page(failed)
@@ -75,8 +75,8 @@ def test_failures_of_one_cause_are_one() -> None:
     assert "gdrkit qualify -k test_0 --seed 1" in text
 
 
-def test_a_route_that_fell_back_leads_to_the_case_that_showed_it() -> None:
-    fallen = "by the host. To do: load nvidia-peermem"
+def test_fallback_has_a_link_to_the_case_that_detected_it() -> None:
+    cause_text = "by the host. To do: load nvidia-peermem"
     records = [
         record_of(
             case=f"a.py::test_{name}",
@@ -84,23 +84,23 @@ def test_a_route_that_fell_back_leads_to_the_case_that_showed_it() -> None:
             files=(ClaimedFile(0, "/data", "posix", cause),),
             substrate={**HARDWARE, "cufile": "hardware"},
         )
-        for name, cause in (("direct", None), ("fallen", fallen), ("also", fallen))
+        for name, cause in (("direct", None), ("first", cause_text), ("second", cause_text))
     ]
     routes, files = route_statuses(facts_of(), records), file_statuses(facts_of(), records)
     (failure,) = failures(facts_of(), records, routes, files)
     assert (failure.cause, failure.remedy) == ("by the host", "load nvidia-peermem")
-    assert failure.cases == ("a.py::test_fallen", "a.py::test_fallen")
+    assert failure.cases == ("a.py::test_first", "a.py::test_first")
     (item,) = re.findall(r'<ol class="failures">.*?</ol>', page(records), re.DOTALL)
     assert '<a href="#r1">GPU 0 &lt;- NIC mlx5_0 by dma-buf</a>' in item
     assert '<a href="#r0">' not in item
 
 
-def test_without_a_failure_there_is_no_such_section() -> None:
+def test_page_without_failures_has_no_such_section() -> None:
     assert "Failures" not in page([record_of()])
 
 
 @pytest.mark.parametrize(
-    ("way", "fell_back", "substrate", "state"),
+    ("route", "fell_back", "substrate", "state"),
     [
         ("nvfs", None, {"cuda": "hardware", "cufile": "hardware"}, "proven"),
         ("nvfs", None, {"cuda": "hardware", "cufile": "twin"}, "unproven"),
@@ -110,22 +110,22 @@ def test_without_a_failure_there_is_no_such_section() -> None:
         ("engine", "no nvidia-fs", {"cuda": "twin"}, "unproven"),
     ],
 )
-def test_a_mount_is_proven_only_by_a_direct_way_on_hardware(
-    way: str, fell_back: str | None, substrate: dict[str, str], state: str
+def test_mount_is_proven_only_by_a_direct_route_on_hardware(
+    route: str, fell_back: str | None, substrate: dict[str, str], state: str
 ) -> None:
-    record = record_of(files=(ClaimedFile(0, "/data", way, fell_back),), substrate=substrate)
+    record = record_of(files=(ClaimedFile(0, "/data", route, fell_back),), substrate=substrate)
     (status,) = file_statuses(facts_of(), [record])
     assert status.state.value == state
     assert bool(status.cause) is (state != "proven")
-    assert f"GPU 0 &lt;- files of /data by {way}" in page([record])
+    assert f"GPU 0 &lt;- files of /data by {route}" in page([record])
 
 
-def test_mounts_are_in_the_summary_of_a_machine_without_a_nic() -> None:
+def test_summary_has_mounts_without_a_nic() -> None:
     record = record_of(files=(ClaimedFile(0, "/data", "nvfs"),), substrate={"cuda": "hardware", "cufile": "hardware"})
     assert "| GPU 0 <- files of /data by nvfs | proven |  |" in render_markdown(run_of(), facts_of(), [record])
 
 
-def test_an_api_that_only_cases_used_is_among_what_was_real() -> None:
+def test_api_that_only_cases_used_has_a_substrate() -> None:
     seen = SeenLibrary.of("case", library("libcufile.so.0", notes=TWIN.notes))
     records = [
         record_of(substrate={"cufile": "hardware"}),
@@ -133,30 +133,30 @@ def test_an_api_that_only_cases_used_is_among_what_was_real() -> None:
         record_of(case="a.py::test_b", substrate={"hlthunk": "hardware"}),
     ]
     text = render_markdown(run_of(), facts_of(), records)
-    # The least that any case had: what one twin did is no claim about hardware.
+    # The weakest substrate of the cases counts.
     assert "| cufile | software twin | /usr/lib/libcufile.so.0 | ab12 |" in text
     assert "| hlthunk | hardware | none |  |" in text
     assert "cufile" not in render_markdown(run_of(), facts_of(), [record_of(substrate={"cuda": "hardware"})])
 
 
-def test_the_drawing_has_every_device_at_its_memory_node_and_every_pair() -> None:
+def test_drawing_has_every_device_and_every_pair() -> None:
     facts = host_facts(gpus=8, nics=8)
-    drawn = make_drawing(facts, route_statuses(facts, list(host_records(facts))))
-    assert drawn is not None
-    assert [node.label for node in drawn.nodes] == ["memory node 0", "memory node 1"]
-    assert (len(drawn.boxes), len(drawn.links)) == (16, 64)
-    for box in drawn.boxes:
-        node = drawn.nodes[box.place.numa_node or 0]
+    drawing = make_drawing(facts, route_statuses(facts, list(host_records(facts))))
+    assert drawing is not None
+    assert [node.label for node in drawing.nodes] == ["NUMA node 0", "NUMA node 1"]
+    assert (len(drawing.boxes), len(drawing.links)) == (16, 64)
+    for box in drawing.boxes:
+        node = drawing.nodes[box.device.numa_node or 0]
         assert node.y < box.y
-        assert box.y + drawn.box_height <= node.y + node.height
-    assert drawn.links[-1].state == "fell_back"
+        assert box.y + drawing.box_height <= node.y + node.height
+    assert drawing.links[-1].state == "fell_back"
 
 
-def test_a_host_without_devices_is_not_drawn() -> None:
+def test_host_without_devices_is_not_drawn() -> None:
     assert make_drawing(facts_of(), ()) is None
 
 
-def test_a_sweep_is_a_plot_with_its_limit_and_its_values() -> None:
+def test_plot_of_a_sweep_has_values_and_limit() -> None:
     facts = host_facts(gpus=1, nics=1)
     (sweep,) = sweeps(host_records(facts), facts)
     assert [(line.name, line.is_bound, round(line.points[0].value, 3)) for line in sweep.lines] == [
@@ -169,12 +169,12 @@ def test_a_sweep_is_a_plot_with_its_limit_and_its_values() -> None:
     assert (first.marks[0].x, first.marks[-1].x) == (plot.left, plot.right)
     assert [row[0] for row in plot.rows] == ["64 KiB", "1 MiB", "16 MiB", "256 MiB"]
     assert plot.rows[-1][1][0][0] == "55"
-    # From zero, and nothing above the picture.
+    # The axis begins at 0, and every mark is inside the plot.
     assert plot.values[0].at == plot.bottom
     assert all(plot.top <= mark.high <= mark.y <= mark.low <= plot.bottom for mark in first.marks)
 
 
-def test_numbers_by_depth_are_a_plot_of_their_own() -> None:
+def test_numbers_by_depth_have_a_separate_plot() -> None:
     numbers = {f"depth_{depth}_gb_per_s_median": depth / 2 for depth in (1, 4, 16)}
     case = "rdma.py::test_by_depth[write-dmabuf]"
     (sweep,) = sweeps([record_of(case=case, numbers=numbers, substrate=HARDWARE)], facts_of())
@@ -196,7 +196,7 @@ def test_numbers_by_depth_are_a_plot_of_their_own() -> None:
         ("a.py::test_a[{}-1MiB]", {"rate_gb_per_s_median": -1.0}),
     ],
 )
-def test_what_has_no_place_on_an_axis_is_left_out(case: str, numbers: dict[str, float]) -> None:
+def test_point_that_no_axis_can_show_is_left_out(case: str, numbers: dict[str, float]) -> None:
     cases = [case.format(word) for word in ("read", "write")]
     odd = [record_of(case=case, numbers=numbers, substrate=HARDWARE) for case in cases]
     good = [
@@ -208,7 +208,7 @@ def test_what_has_no_place_on_an_axis_is_left_out(case: str, numbers: dict[str, 
     assert len(make_plot(sweep).rows) == 2
 
 
-def test_a_bound_or_an_end_that_has_no_place_is_left_out() -> None:
+def test_bound_that_no_axis_can_show_is_left_out() -> None:
     judged = [{"number": "rate_gb_per_s_median", "bound": bound} for bound in (10**400, -(10**400), 1e308, True, "1")]
     numbers = {"rate_gb_per_s_median": 2.0, "rate_gb_per_s_min": -1.0, "rate_gb_per_s_max": 1.7e308}
     records = [
@@ -217,11 +217,11 @@ def test_a_bound_or_an_end_that_has_no_place_is_left_out() -> None:
     ]
     (sweep,) = sweeps(records, facts_of())
     (line,) = sweep.lines
-    assert [(point.least, point.most) for point in line.points] == [(None, None)] * 2
+    assert [(point.lowest, point.highest) for point in line.points] == [(None, None)] * 2
     assert [tick.label for tick in make_plot(sweep).values] == ["0", "0.5", "1", "1.5", "2"]
 
 
-def test_the_bounds_by_which_a_case_judged_its_numbers_are_drawn() -> None:
+def test_bounds_of_a_case_are_drawn() -> None:
     def measured(size: str, apis: list[str]) -> Record:
         judged = [{"number": "rate_gb_per_s_median", "bound": bound} for bound in (50.0, 63.0)]
         return record_of(
@@ -240,7 +240,7 @@ def test_the_bounds_by_which_a_case_judged_its_numbers_are_drawn() -> None:
     assert sweeps([measured(size, ["cuda", "verbs"]) for size in ("1MiB", "2MiB")], facts_of()) == ()
 
 
-def test_a_route_is_bounded_by_the_slower_of_its_links() -> None:
+def test_limit_of_a_route_is_its_slower_link() -> None:
     facts = host_facts(gpus=1, nics=1)
     route = record_of(routes=(ClaimedRoute(0, "mlx5_0", "dmabuf"),))
     assert limit_gb_per_s(route, facts) == 50.0
@@ -248,12 +248,12 @@ def test_a_route_is_bounded_by_the_slower_of_its_links() -> None:
     assert limit_gb_per_s(route, facts_of()) is None
     copy = record_of(case="a.py::test_copy[host_to_device-1MiB]")
     assert limit_gb_per_s(copy, facts) == pytest.approx(63.0, abs=0.1)
-    # There the links are what the hypervisor shows.
+    # The links in a virtual machine may differ from the hardware.
     virtual = dataclasses.replace(facts, virtual_machine="kvm")
     assert [limit_gb_per_s(record, virtual) for record in (route, copy)] == [None, None]
 
 
-def test_numbers_of_software_make_no_plot() -> None:
+def test_numbers_of_software_have_no_plot() -> None:
     numbers = {"rate_gb_per_s_median": 3.0}
     cases = [f"a.py::test_a[{size}]" for size in ("1MiB", "2MiB")]
     for substrate, uses, count in (
@@ -277,26 +277,26 @@ def test_numbers_of_software_make_no_plot() -> None:
         ("rounds_count", ("rounds", "count", "", 0)),
     ],
 )
-def test_a_number_says_its_unit_and_which_way_is_better(name: str, parts: tuple[str, str, str, int]) -> None:
-    found = split_number(name)
-    assert (found.base, found.unit, found.statistic, found.better) == parts
+def test_name_of_a_number_has_unit_and_better_direction(name: str, parts: tuple[str, str, str, int]) -> None:
+    number = split_number(name)
+    assert (number.base, number.unit, number.statistic, number.better) == parts
 
 
-def test_what_did_not_run_names_the_hardware_that_would_unlock_it() -> None:
+def test_unproven_cases_name_the_needed_hardware() -> None:
     loaded = {"verbs": "twin", "cuda": "twin", "hlthunk": "twin"}
     records = [
         record_of(substrate=loaded, uses=("cuda", "verbs")),
         record_of(Verdict.NOT_RUN, reasons=(CaseReason("2 needed", need="cuda.device(count_min=2)", foreseen=True),)),
     ]
-    *_, unlock = locks(records)
-    found = {lock.what: (lock.key, lock.ran, len(lock.cases)) for lock in locks(records)}
-    assert found == {
+    *_, throughput = unproven_cases(records)
+    groups = {group.what: (group.needed, group.ran, len(group.cases)) for group in unproven_cases(records)}
+    assert groups == {
         "cuda.device(count_min=2)": ("that many NVIDIA GPUs in one host, with their driver", False, 1),
         "cuda": ("an NVIDIA GPU with its driver", True, 1),
         "verbs": ("an RDMA NIC with an active port", True, 1),
-        "throughput": (unlock.key, False, 0),
+        "throughput": (throughput.needed, False, 0),
     }
     measured = record_of(numbers={"rate_gb_per_s": 1.0}, substrate=HARDWARE)
-    assert [lock.what for lock in locks([measured])] == []
+    assert [group.what for group in unproven_cases([measured])] == []
     for text in (page(records), render_markdown(run_of(), facts_of(), records)):
         assert "an RDMA NIC with an active port" in text

@@ -1,4 +1,4 @@
-"""The pytest plugin in the project of a user: asleep until it is woken, and then only about cases that ask for it."""
+"""The pytest plugin in the project of a user: it is off by default, and handles only cases that declare needs."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_leaves_a_descriptor_open():
 def pytest_in(
     project: Path, source: str, *options: str, facts: Facts | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run pytest in a project outside of the checkout, as its user would, with no other plugin than ours."""
+    """Run pytest in a project outside of the checkout, with no other plugin."""
     (project / "test_project.py").write_text(textwrap.dedent(source))
     (project / "facts.json").write_text((facts or facts_of()).to_json())
     command = [sys.executable, "-m", "pytest", "-p", "gdrkit.harness.user", "-p", "no:cacheprovider", "-v", *options]
@@ -70,7 +70,7 @@ def pytest_in(
     )
 
 
-def woken(
+def pytest_with_plugin(
     project: Path, source: str, *options: str, facts: Facts | None = None
 ) -> tuple[subprocess.CompletedProcess[str], dict[str, Record]]:
     settings = "[tool.pytest.ini_options]\ngdrkit = true\naddopts = '--strict-markers --strict-config'\n"
@@ -78,12 +78,12 @@ def woken(
     options = ("--gdrkit-facts", "facts.json", "--gdrkit-records", "records.jsonl", *options)
     ended = pytest_in(project, source, *options, facts=facts)
     file = project / "records.jsonl"
-    found = {record.case.partition("::")[2]: record for record in (read_records(file) if file.exists() else ())}
-    return ended, found
+    records = {record.case.partition("::")[2]: record for record in (read_records(file) if file.exists() else ())}
+    return ended, records
 
 
-def test_it_looks_after_the_cases_that_ask_for_it_and_leaves_others_alone(tmp_path: Path) -> None:
-    ended, records = woken(tmp_path, MIXED)
+def test_plugin_handles_only_cases_with_needs(tmp_path: Path) -> None:
+    ended, records = pytest_with_plugin(tmp_path, MIXED)
     assert ended.returncode == 0, ended.stdout
     counted = re.findall(r"(\d+) (passed|skipped|xfailed|not run|failed)", ended.stdout.splitlines()[-1])
     assert sorted(counted) == [("1", "not run"), ("1", "skipped"), ("1", "xfailed"), ("2", "passed")]
@@ -95,45 +95,45 @@ def test_it_looks_after_the_cases_that_ask_for_it_and_leaves_others_alone(tmp_pa
     assert records["test_whose_needs_are_met"].numbers == {"time_ms": 1.5}
 
 
-def test_with_a_profile_what_nobody_foresaw_fails_the_run(tmp_path: Path) -> None:
-    # Both APIs answer, on twins, and show no device: the profile `bare` fits, and does not foresee that.
+def test_unforeseen_unmet_need_fails_a_run_with_a_profile(tmp_path: Path) -> None:
+    # Both APIs run on twins and have no device. The profile `bare` fits, and does not foresee that.
     facts = dataclasses.replace(
         facts_of(),
         verbs=VerbsFacts(nics=(), libraries=(TWIN,)),
         cuda=CudaFacts(driver_version="13.0", devices=(), libraries=(library("libcuda.so.1", notes=TWIN.notes),)),
     )
-    ended, records = woken(tmp_path, MIXED, "--gdrkit-profile", "bare", facts=facts)
+    ended, records = pytest_with_plugin(tmp_path, MIXED, "--gdrkit-profile", "bare", facts=facts)
     assert ended.returncode == 1, ended.stdout
-    told = "cuda.device(count_min=4): 4 CUDA devices needed, 0 found  NOT FORESEEN by profile bare: the run fails"
-    assert told in ended.stdout
+    line = "cuda.device(count_min=4): 4 CUDA devices needed, 0 found  NOT FORESEEN by profile bare: the run fails"
+    assert line in ended.stdout
     assert [(reason.need, reason.foreseen) for reason in records["test_with_needs"].reasons] == [
         ("verbs.nic(count_min=1)", False),
         ("cuda.device(count_min=4)", False),
     ]
-    # Who names no profile has not said what must be there, though the same one was chosen.
+    # Without --gdrkit-profile, the chosen profile requires nothing.
     (tmp_path / "records.jsonl").unlink()
-    ended, records = woken(tmp_path, MIXED, facts=facts)
+    ended, records = pytest_with_plugin(tmp_path, MIXED, facts=facts)
     assert ended.returncode == 0, ended.stdout
     assert {record.profile for record in records.values()} == {"bare"}
 
 
-def test_with_the_profile_of_any_machine_everything_is_foreseen(tmp_path: Path) -> None:
-    ended, records = woken(tmp_path, MIXED, "--gdrkit-profile", "any")
+def test_profile_any_foresees_every_unmet_need(tmp_path: Path) -> None:
+    ended, records = pytest_with_plugin(tmp_path, MIXED, "--gdrkit-profile", "any")
     assert ended.returncode == 0, ended.stdout
     assert [reason.foreseen for reason in records["test_with_needs"].reasons] == [True, True]
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("bare", "profile bare does not describe this machine"), ("never", "no profile 'never'")]
+    ("name", "expected"), [("bare", "profile bare does not describe this machine"), ("never", "not 'never'")]
 )
-def test_a_profile_that_does_not_fit_is_said(tmp_path: Path, name: str, said: str) -> None:
-    ended, _ = woken(tmp_path, MIXED, "--gdrkit-profile", name)
+def test_profile_that_does_not_fit_is_an_error(tmp_path: Path, name: str, expected: str) -> None:
+    ended, _ = pytest_with_plugin(tmp_path, MIXED, "--gdrkit-profile", name)
     assert ended.returncode == 4
-    assert said in ended.stderr
+    assert expected in ended.stderr
 
 
-def test_a_case_with_needs_may_neither_skip_itself_nor_leave_something_open(tmp_path: Path) -> None:
-    ended, records = woken(tmp_path, SKIPS)
+def test_case_with_needs_fails_if_it_skips_or_leaks(tmp_path: Path) -> None:
+    ended, records = pytest_with_plugin(tmp_path, SKIPS)
     assert ended.returncode == 1
     assert {record.verdict for record in records.values()} == {Verdict.FAIL}
     assert "the case skipped itself" in records["test_skips_all_the_same"].reasons[0].text
@@ -141,7 +141,7 @@ def test_a_case_with_needs_may_neither_skip_itself_nor_leave_something_open(tmp_
 
 
 @pytest.mark.parametrize("option", ["--gdrkit", None])
-def test_asleep_it_says_so_where_a_case_declares_a_need(tmp_path: Path, option: str | None) -> None:
+def test_disabled_plugin_is_an_error_for_a_case_with_needs(tmp_path: Path, option: str | None) -> None:
     ended = pytest_in(tmp_path, MIXED, *(["--gdrkit", "--gdrkit-facts=facts.json"] if option else []))
     if option:
         assert ended.returncode == 0, ended.stdout
@@ -151,7 +151,7 @@ def test_asleep_it_says_so_where_a_case_declares_a_need(tmp_path: Path, option: 
     assert "gdrkit = true" in ended.stderr
 
 
-def test_asleep_it_changes_nothing_for_a_project_that_never_heard_of_it(tmp_path: Path) -> None:
+def test_disabled_plugin_changes_nothing_for_other_projects(tmp_path: Path) -> None:
     source = "import pytest\n@pytest.mark.needs('coffee')\ndef test_a(): ...\ndef test_b(device): ...\n"
     ended = pytest_in(tmp_path, source)
     assert ended.returncode == 1
@@ -159,12 +159,12 @@ def test_asleep_it_changes_nothing_for_a_project_that_never_heard_of_it(tmp_path
     assert "1 passed, 1 error" in ended.stdout
 
 
-def test_asleep_it_loads_nothing_but_itself(tmp_path: Path) -> None:
+def test_disabled_plugin_loads_only_the_harness(tmp_path: Path) -> None:
     source = """
         import sys
         def test_loaded():
-            rooms = {name.split(".")[1] for name in sys.modules if name.startswith("gdrkit.")}
-            assert rooms == {"harness"}
+            packages = {name.split(".")[1] for name in sys.modules if name.startswith("gdrkit.")}
+            assert packages == {"harness"}
     """
     ended = pytest_in(tmp_path, source)
     assert ended.returncode == 0, ended.stdout

@@ -34,8 +34,8 @@ from gdrkit.qualify.ranks.rank import join, serve
 from gdrkit.qualify.ranks.rows import Rows
 from gdrkit.report import Run, RunFolder, read_records
 from gdrkit.report.render import render
-from gdrkit.report.run import SCHEMA_VERSION, banner, make_folder, write_whole
-from gdrkit.report.substrate import of_facts
+from gdrkit.report.run import SCHEMA_VERSION, banner, make_folder, write_atomically
+from gdrkit.report.substrate import substrates_of_facts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -192,7 +192,7 @@ class _Job:
     def _measure(self, arrived: Arrived, count: int) -> int:
         ranks = arrived.members
         facts = ranks[0].about.facts
-        judged = {api: found.value for api, found in of_facts(facts).items()}
+        judged = {api: found.value for api, found in substrates_of_facts(facts).items()}
         name = self._options.profile
         profile = load_profile(name) if name else choose_profile(load_profiles(), facts, judged)
         self._prepare(ranks, profile, judged)
@@ -238,9 +238,9 @@ class _Job:
         """Make the folder such that a report can be made of it from now on."""
         self.folder.make_empty()
         make_folder(self.folder.hosts)
-        write_whole(self.folder.facts, ranks[0].about.facts.to_json())
+        write_atomically(self.folder.facts, ranks[0].about.facts.to_json())
         for number, each in ranks.items():
-            write_whole(self.folder.hosts / f"rank-{number}.json", each.about.facts.to_json())
+            write_atomically(self.folder.hosts / f"rank-{number}.json", each.about.facts.to_json())
         first = banner(judged)
         if first:
             self._progress.say(first)

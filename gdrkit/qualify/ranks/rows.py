@@ -17,7 +17,7 @@ from gdrkit.qualify.ranks.pairs import name_of
 from gdrkit.qualify.throughput import is_of_hardware, judge
 from gdrkit.report import CaseReason, ClaimedRoute, Record, SeenLibrary, Verdict, append_record, substrate_of
 from gdrkit.report.record import SCHEMA_VERSION
-from gdrkit.report.substrate import Substrate, combined
+from gdrkit.report.substrate import Substrate, combine
 from gdrkit.units import KIB, MIB
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class _Row:
     @property
     def substrate(self) -> dict[str, Substrate]:
         """The weakest substrate of each API over both sides."""
-        return combined(substrate_of(libraries, about.facts) for _, about, libraries in self.seen)
+        return combine(substrate_of(libraries, about.facts) for _, about, libraries in self.seen)
 
 
 class Rows:

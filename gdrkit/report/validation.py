@@ -1,7 +1,7 @@
-"""Checks of values in records and runs beyond their types.
+"""Checks of values in records and runs that their types do not express.
 
-The module is pure. Values are checked where the bytes of a file are parsed, so that later code never meets an invalid
-time or an unknown substrate.
+The module is pure. Values are checked where the bytes of a file are parsed, so that later code has no invalid time
+and no unknown substrate.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def check_substrate(names: Mapping[str, str], where: str) -> None:
     """
     for api, name in names.items():
         if name not in _SUBSTRATES:
-            place = f"{where}.{api}"
-            raise malformed(place, "one of " + ", ".join(sorted(_SUBSTRATES)), name)
+            path = f"{where}.{api}"
+            raise malformed(path, "one of " + ", ".join(sorted(_SUBSTRATES)), name)
 
 
 def check_exit_code(code: int, where: str) -> None:
@@ -67,6 +67,6 @@ def check_exit_code(code: int, where: str) -> None:
         raise malformed(where, expected, code)
 
 
-def malformed(where: str, expected: str, found: object) -> UsageError:
+def malformed(where: str, expected: str, actual: object) -> UsageError:
     """Return the error for a malformed value."""
-    return UsageError(f"{where}: expected {expected}, found {repr(found)[:80]}", reason=Reason.MALFORMED)
+    return UsageError(f"{where}: expected {expected}, found {repr(actual)[:80]}", reason=Reason.MALFORMED)
