@@ -157,7 +157,7 @@ class Transfer:
     arguments : mapping
         Arguments of the call, for errors.
     why_not_direct : str
-        The reason why a direct path was not used; empty if it was, or if none was wanted.
+        The reason why no direct path was used; empty if one was used, or if the caller did not want one.
     direct_required : bool
         Whether another route is an error.
     keep : object

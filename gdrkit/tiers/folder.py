@@ -1,7 +1,7 @@
 """The folder of one tier: access to its files by name, and gdrkit's own folder in it.
 
 Names are resolved part by part from a descriptor of the folder, and no part may be a symbolic link. So no name leads
-out of the folder, even if another process changes it meanwhile.
+out of the folder, even if another process changes the folder at the same time.
 
 The folder ``.gdrkit-tiers`` contains ``tier.json`` (the identity of the tier, so that an empty mount point is not
 mistaken for it), ``incoming`` (incomplete copies), ``moves`` (a record of each migration into this tier), ``retired``

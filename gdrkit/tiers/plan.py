@@ -1,7 +1,7 @@
 """The migrations that the policy requires at one moment, in an order in which they can be done.
 
 They are stored in a temporary table of a separate connection. So a million migrations need no more memory than a
-hundred, and other processes can use the catalogue meanwhile.
+hundred, and other processes can use the catalogue at the same time.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ ON_TWIN = needs(software(Api.CUFILE))
 def test_invalid_arguments_are_typed_errors(scene: Scene, evidence: Evidence) -> None:
     answer = scene.play_once("bad_input")
     evidence["answers"] = answer
-    kinds = {name: found["failure"]["kind"] for name, found in answer.items() if "failure" in found}
+    kinds = {name: result["failure"]["kind"] for name, result in answer.items() if "failure" in result}
     usage = ["negative_offset", "overflowing_offset", "negative_length", "beyond_memory", "no_batch"]
     assert {kinds[name] for name in usage} == {"UsageError"}
     assert {kinds[name] for name in ("closed_handle", "closed_driver")} == {"ClosedResource"}

@@ -47,9 +47,9 @@ def open_driver(environ: dict[str, str], *, timeout_s: float = 30) -> list[Any]:
 @pytest.mark.qualify
 @needs(cufile_needs.driver)
 def test_driver_opens_in_a_child_and_in_this_process(evidence: Evidence) -> None:
-    found = cufile.probe()
-    evidence["version"] = found.version
-    assert found.version >= 1000
+    result = cufile.probe()
+    evidence["version"] = result.version
+    assert result.version >= 1000
     assert open_driver(dict(os.environ)) == []
 
 

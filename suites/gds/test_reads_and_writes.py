@@ -61,9 +61,9 @@ def test_read_returns_the_bytes_of_the_file(
                 memory.buffer, file_offset_bytes=file_offset, length_bytes=length, buffer_offset_bytes=buffer_offset
             )
             assert (done.bytes, done.parts, done.route) == (length, (length,), gds.Route.ENGINE)
-            found = memory.content()
-            assert found[buffer_offset : buffer_offset + length] == data[file_offset : file_offset + length]
-            assert set(found[:buffer_offset] + found[buffer_offset + length :]) == {0xA5}
+            contents = memory.content()
+            assert contents[buffer_offset : buffer_offset + length] == data[file_offset : file_offset + length]
+            assert set(contents[:buffer_offset] + contents[buffer_offset + length :]) == {0xA5}
 
 
 @EVERY_KIND

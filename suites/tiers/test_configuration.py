@@ -28,8 +28,8 @@ directory = "/b"
 
 
 def test_default_tiers_are_those_of_the_update() -> None:
-    found = configure(environ={})
-    assert [(tier.name, str(tier.directory), tier.accesses_min) for tier in found.tiers] == [
+    configuration = configure(environ={})
+    assert [(tier.name, str(tier.directory), tier.accesses_min) for tier in configuration.tiers] == [
         ("nvme", "/nvme", 100),
         ("ssd", "/ssd", 10),
         ("hdd", "/hdd", 0),
@@ -39,34 +39,38 @@ def test_default_tiers_are_those_of_the_update() -> None:
         (3.5, 100),
         (0.2, 5000),
     ]
-    assert found.catalogue == Path("/nvme/.gdrkit-tiers/catalogue")
+    assert configuration.catalogue == Path("/nvme/.gdrkit-tiers/catalogue")
 
 
 def test_file_sets_every_parameter(tmp_path: Path) -> None:
     path = tmp_path / "tiers.toml"
     path.write_text(TOML)
-    found = configure(file=path, environ={})
-    assert found.tiers == (Tier("fast", tmp_path / "a", 50, 3 << 29), Tier("slow", Path("/b"), 0))
-    assert (found.catalogue, found.half_life_s, found.landing_tier.name) == (tmp_path / "index", 3600, "slow")
-    assert configure(environ={"GDRKIT_TIERS_CONFIG": str(path)}) == found
+    configuration = configure(file=path, environ={})
+    assert configuration.tiers == (Tier("fast", tmp_path / "a", 50, 3 << 29), Tier("slow", Path("/b"), 0))
+    assert (configuration.catalogue, configuration.half_life_s, configuration.landing_tier.name) == (
+        tmp_path / "index",
+        3600,
+        "slow",
+    )
+    assert configure(environ={"GDRKIT_TIERS_CONFIG": str(path)}) == configuration
 
 
 def test_arguments_override_the_environment_and_the_file(tmp_path: Path) -> None:
     path = tmp_path / "tiers.toml"
     path.write_text(TOML.replace('landing = "slow"', ""))
     environ = {"GDRKIT_TIERS_CONFIG": str(path), "GDRKIT_TIERS": "nvme=/x ssd=/y", "GDRKIT_TIERS_CATALOGUE": "/z"}
-    found = configure(environ=environ)
-    assert [tier.name for tier in found.tiers] == ["nvme", "ssd"]
-    assert (found.half_life_s, found.catalogue) == (3600, Path("/z"))
-    found = configure(
+    configuration = configure(environ=environ)
+    assert [tier.name for tier in configuration.tiers] == ["nvme", "ssd"]
+    assert (configuration.half_life_s, configuration.catalogue) == (3600, Path("/z"))
+    configuration = configure(
         tiers=["a=/1,capacity=4096", "b=/2,accesses_min=7", "c=/3"], catalogue=Path("/4"), environ=environ
     )
-    assert [(tier.name, tier.accesses_min, tier.capacity_bytes) for tier in found.tiers] == [
+    assert [(tier.name, tier.accesses_min, tier.capacity_bytes) for tier in configuration.tiers] == [
         ("a", 100, 4096),
         ("b", 7, None),
         ("c", 0, None),
     ]
-    assert found.catalogue == Path("/4")
+    assert configuration.catalogue == Path("/4")
 
 
 @pytest.mark.parametrize(

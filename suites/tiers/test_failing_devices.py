@@ -229,7 +229,7 @@ def test_unmounted_tier_is_not_written_to(tmp_path: Path, *, has_files: bool) ->
             assert "is its file system mounted" in manager.status()[0].absent
             assert "absent" in {each.kind.value for each in manager.check(repair=repair)}
         assert list(nvme.iterdir()) == []
-    # The message names this way to confirm that the folder was recreated on purpose.
+    # The message names this command, by which the user confirms that the folder was recreated on purpose.
     (nvme / ".gdrkit-tiers").mkdir()
     with TierManager(configuration) as manager:
         assert not manager.status()[0].absent

@@ -44,8 +44,8 @@ def decided(*rows: FileRow, limits: tuple[int, ...] = (), hysteresis: float = 0.
 )
 @pytest.mark.parametrize("here", ["nvme", "ssd", "hdd"])
 def test_default_thresholds_select_the_tier(accesses: int, tier: str, here: str) -> None:
-    found = decided(row(accesses, here), hysteresis=0.0)
-    assert [each.destination for each in found] == ([] if here == tier else [tier])
+    decisions = decided(row(accesses, here), hysteresis=0.0)
+    assert [each.destination for each in decisions] == ([] if here == tier else [tier])
 
 
 @pytest.mark.parametrize(("accesses", "stays"), [(99, True), (91, True), (90, True), (89, False), (10, False)])
@@ -55,8 +55,8 @@ def test_file_stays_within_the_hysteresis(accesses: int, *, stays: bool) -> None
 
 def test_hotter_files_get_the_space() -> None:
     rows = [row(500, n=1), row(400, n=2), row(300, n=3)]
-    found = decided(*rows, limits=(250, 100, UNLIMITED))
-    assert [(each.id, each.destination, each.why) for each in found] == [
+    decisions = decided(*rows, limits=(250, 100, UNLIMITED))
+    assert [(each.id, each.destination, each.why) for each in decisions] == [
         (1, "nvme", MoveReason.HEAT),
         (2, "nvme", MoveReason.HEAT),
         (3, "ssd", MoveReason.NO_SPACE),
@@ -64,8 +64,8 @@ def test_hotter_files_get_the_space() -> None:
 
 
 def test_hotter_file_displaces_a_colder_one() -> None:
-    found = decided(row(500, n=1), row(200, "nvme", n=2), limits=(100, UNLIMITED, UNLIMITED))
-    assert [(each.id, each.destination) for each in found] == [(1, "nvme"), (2, "ssd")]
+    decisions = decided(row(500, n=1), row(200, "nvme", n=2), limits=(100, UNLIMITED, UNLIMITED))
+    assert [(each.id, each.destination) for each in decisions] == [(1, "nvme"), (2, "ssd")]
 
 
 def test_file_stays_if_no_tier_has_space() -> None:
@@ -73,13 +73,13 @@ def test_file_stays_if_no_tier_has_space() -> None:
 
 
 def test_pinned_file_gets_its_space_first() -> None:
-    found = decided(row(0, "nvme", pinned="nvme", n=1), row(500, n=2), limits=(100, UNLIMITED, UNLIMITED))
-    assert [(each.id, each.destination) for each in found] == [(2, "ssd")]
+    decisions = decided(row(0, "nvme", pinned="nvme", n=1), row(500, n=2), limits=(100, UNLIMITED, UNLIMITED))
+    assert [(each.id, each.destination) for each in decisions] == [(2, "ssd")]
 
 
 def test_pinned_file_moves_to_its_tier() -> None:
-    (found,) = decided(row(500, "hdd", pinned="ssd"))
-    assert (found.destination, found.why) == ("ssd", MoveReason.PINNED)
+    (decision,) = decided(row(500, "hdd", pinned="ssd"))
+    assert (decision.destination, decision.why) == ("ssd", MoveReason.PINNED)
 
 
 @pytest.mark.parametrize(
@@ -95,8 +95,8 @@ def test_pin_to_an_unknown_tier_keeps_the_file() -> None:
 
 def test_hard_links_keep_a_file_and_its_space() -> None:
     linked = row(500, "nvme", size=60, links=2, n=1)
-    found = decided(linked, row(400, size=40, n=2), row(300, size=1, n=3), limits=(100, UNLIMITED, UNLIMITED))
-    assert found == [Decision(2, 40, "nvme", -2, MoveReason.HEAT), Decision(3, 1, "ssd", -1, MoveReason.NO_SPACE)]
+    decisions = decided(linked, row(400, size=40, n=2), row(300, size=1, n=3), limits=(100, UNLIMITED, UNLIMITED))
+    assert decisions == [Decision(2, 40, "nvme", -2, MoveReason.HEAT), Decision(3, 1, "ssd", -1, MoveReason.NO_SPACE)]
 
 
 def test_unknown_tier_keeps_its_files_alone() -> None:
@@ -115,8 +115,8 @@ def test_decision_has_every_field() -> None:
 @pytest.mark.parametrize("tier", ["nvme", "ssd"])
 def test_file_colder_than_every_tier_goes_to_the_last(tier: str) -> None:
     warm = [TierLimits("nvme", 100, UNLIMITED), TierLimits("ssd", 20, UNLIMITED), TierLimits("hdd", 10, UNLIMITED)]
-    found = list(decide([row(0, tier)], warm, at=NOW, hysteresis=0.1))
-    assert [each.destination for each in found] == ["hdd"]
+    decisions = list(decide([row(0, tier)], warm, at=NOW, hysteresis=0.1))
+    assert [each.destination for each in decisions] == ["hdd"]
 
 
 def test_least_score_of_a_tier_is_enough() -> None:
@@ -134,8 +134,8 @@ def test_file_that_just_fits_gets_the_space(free_bytes: int, tier: str) -> None:
 
 
 def test_file_that_stays_keeps_its_space() -> None:
-    found = decided(row(500, "nvme", size=60, n=1), row(400, size=50, n=2), limits=(100, UNLIMITED, UNLIMITED))
-    assert [(each.id, each.destination) for each in found] == [(2, "ssd")]
+    decisions = decided(row(500, "nvme", size=60, n=1), row(400, size=50, n=2), limits=(100, UNLIMITED, UNLIMITED))
+    assert [(each.id, each.destination) for each in decisions] == [(2, "ssd")]
 
 
 def test_heat_halves_with_every_half_life() -> None:
