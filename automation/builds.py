@@ -147,10 +147,10 @@ def _install_twins(run: Path) -> None:
     """Build the wheel of the twins and install it, if their sources have changed."""
     sources = [path for path in _source_files(TWINS) if "tests" not in path.relative_to(TWINS).parts]
     stamp = run.parent / "twins-made-from"
-    wanted = digest([], sources)
+    expected_digest = digest([], sources)
     tools = ensure_build_tools()
     with lock_environments():
-        if stamp.exists() and stamp.read_text() == wanted:
+        if stamp.exists() and stamp.read_text() == expected_digest:
             return
         say("building the twins")
         wheels = ROOT / "build" / "wheels"
@@ -160,7 +160,7 @@ def _install_twins(run: Path) -> None:
         require([str(tools / "pip"), *build, "-C", folder], environ=prepend_to_path(tools))
         wheel = next(wheels.glob("*.whl"))
         require([str(run / "pip"), "install", "--quiet", "--no-deps", "--force-reinstall", str(wheel)])
-        stamp.write_text(wanted)
+        stamp.write_text(expected_digest)
 
 
 def _install_native() -> None:
@@ -171,19 +171,19 @@ def _install_native() -> None:
         for path in _source_files(NATIVE)
         if TWINS not in path.parents and "tests" not in path.relative_to(NATIVE).parts
     ]
-    wanted = digest([python, str(python_version(python)), *BUILD], sources)
+    expected_digest = digest([python, str(python_version(python)), *BUILD], sources)
     tools = ensure_build_tools()
     # The stamp lies with the build, because a new environment does not make the installed modules stale.
     stamp = ROOT / "build" / "native" / "installed-from"
     with lock_environments():
-        if stamp.exists() and stamp.read_text() == wanted:
+        if stamp.exists() and stamp.read_text() == expected_digest:
             return
         say("building the native parts")
         stamp.unlink(missing_ok=True)
         copy = ["cmake", "--install", "../build/native/release", "--prefix", str(ROOT), "--component", "python"]
         for step in (*_preset_steps(tools, "release", testing=False), copy):
             require([str(tools / step[0]), *step[1:]], environ=prepend_to_path(tools), folder=NATIVE)
-        stamp.write_text(wanted)
+        stamp.write_text(expected_digest)
 
 
 def _source_files(tree: Path) -> list[Path]:

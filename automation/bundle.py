@@ -31,11 +31,11 @@ def fill_bundle(*, python: str, output: Path, extras: Path | None) -> None:
     It gets the wheels of gdrkit, of the twins, of pyverbs and of their dependencies, the script that runs them, the
     benchmark programs, and, if a registry or the folder `extras` has them, the wheels of kvikio and numpy.
     """
-    found = shutil.which(python if "/" in python else f"python{python}")
-    if found is None or python_version(found) < (3, 11):
+    interpreter = shutil.which(python if "/" in python else f"python{python}")
+    if interpreter is None or python_version(interpreter) < (3, 11):
         stop(f"--python must name an installed Python, 3.11 or newer, not {python}")
     # A name on the PATH may be a shim that chooses the interpreter by the current folder.
-    exact = output_of([found, "-c", "import sys; print(sys.executable)"])
+    exact = output_of([interpreter, "-c", "import sys; print(sys.executable)"])
     install([*missing_build_packages(exact), *missing_pyverbs_packages()])
     tools = ensure_environment("bundle", python=exact, requirements=BUILD)
     tag = "cp" + "".join(map(str, python_version(exact)))
@@ -80,9 +80,9 @@ def _collect_wheels(tools: Path, *, tag: str, output: Path) -> None:
 
 def _collect_extras(tools: Path, *, output: Path, extras: Path | None) -> None:
     # packaging is among the wheels already.
-    wanted = [*(each for each in KVIKIO if each != "packaging"), "numpy"]
+    packages = [*(each for each in KVIKIO if each != "packaging"), "numpy"]
     links = ["--find-links", str(extras)] if extras else []
-    command = _download_command(tools, "--no-deps", "--dest", str(output / "extras"), *links, *wanted)
+    command = _download_command(tools, "--no-deps", "--dest", str(output / "extras"), *links, *packages)
     if call(command) != 0:
         say(f"Going on without {KVIKIO[0]}: its cases will not run there.")
 

@@ -39,9 +39,9 @@ def ensure_environment(
     """
     folder = ENVIRONMENTS / name
     stamp = folder / "made-from"
-    wanted = digest([python, str(python_version(python)), *requirements, *without_dependencies], made_from)
+    expected_digest = digest([python, str(python_version(python)), *requirements, *without_dependencies], made_from)
     with lock_environments():
-        if stamp.exists() and stamp.read_text() == wanted:
+        if stamp.exists() and stamp.read_text() == expected_digest:
             return folder / "bin"
         say(f"making the environment {folder.relative_to(ROOT)}")
         if Path(sys.prefix) == folder:
@@ -51,7 +51,7 @@ def ensure_environment(
         require([*pip_install, *requirements], environ=BUILD_CONSTRAINTS)
         if without_dependencies and call([*pip_install, "--no-deps", *without_dependencies]) != 0:
             say(f"Going on without {without_dependencies[0]}: its cases will not run.")
-        stamp.write_text(wanted)
+        stamp.write_text(expected_digest)
     return folder / "bin"
 
 

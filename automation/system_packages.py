@@ -1,7 +1,8 @@
 """Installation of Debian packages by apt.
 
 apt may add packages and may update them within the same Debian or Ubuntu release. It never removes a package, never
-replaces a foreign one, and is not called at all beside a vendor's RDMA stack: the package list is printed instead.
+replaces a package of another vendor. If a vendor's RDMA stack is installed, apt is not called: the missing packages are
+printed instead.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ RDMA_OR_GPU_PACKAGE = re.compile(r"ibverbs|rdma|ibumad|mlx|mlnx|ofed|doca|nvidia
 
 
 def missing_build_packages(python: str) -> list[str]:
-    """Return the packages that the native build, with modules for this Python, needs and the system lacks."""
+    """Return the packages that the native build for this Python needs and that are not installed."""
     missing = [] if shutil.which("c++") else ["g++"]
     if not Path("/usr/include/infiniband/verbs.h").exists():
         missing.append("libibverbs-dev")
@@ -56,7 +57,7 @@ def missing_build_packages(python: str) -> list[str]:
 
 
 def missing_pyverbs_packages() -> list[str]:
-    """Return the packages that a build of pyverbs needs beyond those of the native build, and the system lacks."""
+    """Return the packages, beside those of the native build, that pyverbs needs and that are not installed."""
     missing = [] if shutil.which("pkg-config") else ["pkgconf"]
     return missing + [name for name in ("libnl-3-dev", "libnl-route-3-dev") if not _is_installed(name)]
 

@@ -176,6 +176,6 @@ def export(address: int, *, length_bytes: int, device_index: int, is_versioned: 
     managed.deleter = ctypes.cast(_deleter, ctypes.c_void_p)
     if is_versioned:
         managed.major, managed.minor = 1, 0
-    place = ctypes.addressof(managed)
-    _exported[place] = (managed, shape, done)
-    return _new(place, ctypes.cast(_NAMES[name], ctypes.c_char_p), ctypes.cast(_destructor, ctypes.c_void_p))
+    address = ctypes.addressof(managed)
+    _exported[address] = (managed, shape, done)
+    return _new(address, ctypes.cast(_NAMES[name], ctypes.c_char_p), ctypes.cast(_destructor, ctypes.c_void_p))

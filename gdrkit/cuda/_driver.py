@@ -100,17 +100,17 @@ def initialize() -> None:
     status = int(result)
     if status == 0:
         return
-    refused = _refused_node()
-    reason, advice, number = Reason.OTHER, "run nvidia-smi: it names what the driver misses", None
+    refused = _open_error_of_device_nodes()
+    reason, advice, number = Reason.OTHER, "run nvidia-smi; its output says what the driver lacks", None
     if refused is not None and status in {_results.NO_DEVICE, _results.OPERATING_SYSTEM, _results.UNKNOWN}:
         reason, number = Reason.NO_PERMISSION, refused.errno
-        advice = f"let this user read and write {refused.filename}"
+        advice = f"give this user read and write permission for {refused.filename}"
     elif status == _results.NO_DEVICE:
         reason, advice = Reason.NO_DEVICE, "check that nvidia-smi lists a GPU"
     elif status == _results.INVALID_VALUE:
         # cuInit(0) has no argument that could be wrong. The library refuses its own configuration, and describes the
         # problem on stderr.
-        reason, advice = Reason.MALFORMED, "read the line that the library wrote on stderr, and mend what it names"
+        reason, advice = Reason.MALFORMED, "read the error that the library wrote to stderr, and correct what it names"
     elif status in {_results.OPERATING_SYSTEM, _results.UNKNOWN}:
         advice = "check that the kernel module nvidia is loaded and that /dev/nvidiactl exists"
     raise SetupMissing(
@@ -151,14 +151,14 @@ def call(operation: str, /, **arguments: Any) -> Any:
             operation=operation,
             status=int(result),
             status_name=_name_of(result),
-            arguments={name: _shown(value) for name, value in arguments.items()},
+            arguments={name: _argument_text(value) for name, value in arguments.items()},
         )
     if not values:
         return None
     return values[0] if len(values) == 1 else tuple(values)
 
 
-def _find_query() -> None:
+def _load_buffer_id() -> None:
     initialize()
     bindings = _bindings()
     _buffer_id.extend((bindings.cuPointerGetAttribute, bindings.CUpointer_attribute(_BUFFER_ID)))
@@ -167,7 +167,7 @@ def _find_query() -> None:
 def buffer_id(address: int) -> int:
     """Return the BUFFER_ID of cuPointerGetAttribute. The call needs no current context (seen on an H200)."""
     if not _buffer_id:
-        _find_query()
+        _load_buffer_id()
     function, attribute = _buffer_id
     result, value = function(attribute, address)
     if int(result):
@@ -184,24 +184,24 @@ def presence(key: tuple[tuple[int, int, int], ...]) -> Callable[[], bool]:
     """Return a function that checks whether all chunks of an allocation key still exist.
 
     It returns True if the address of each chunk still has the buffer id of the key. It is on the path of a cache hit,
-    so it avoids all overhead. The address already has the type of the bindings, which would otherwise create one in
-    each call. A failed call returns None, which is not equal to any id.
+    so it avoids all overhead: each address is converted to the type of the bindings here, not in each call. A failed
+    call returns None, which is not equal to any id.
     """
     if not _buffer_id:
-        _find_query()
+        _load_buffer_id()
     function, attribute = _buffer_id
-    chunks = [(_bindings().CUdeviceptr(base), wanted) for base, _length_bytes, wanted in key]
+    chunks = [(_bindings().CUdeviceptr(base), chunk_id) for base, _length_bytes, chunk_id in key]
     if len(chunks) == 1:
-        ((only, its_id),) = chunks
-        return lambda: function(attribute, only)[1] == its_id
+        ((address, only_id),) = chunks
+        return lambda: function(attribute, address)[1] == only_id
 
-    def are_there() -> bool:
-        for base, wanted in chunks:  # noqa: SIM110 - a generator costs as much as the call.
-            if function(attribute, base)[1] != wanted:
+    def is_present() -> bool:
+        for address, chunk_id in chunks:  # noqa: SIM110 - a generator costs as much as the call.
+            if function(attribute, address)[1] != chunk_id:
                 return False
         return True
 
-    return are_there
+    return is_present
 
 
 def integer(operation: str, /, **arguments: Any) -> int:
@@ -237,14 +237,14 @@ def constant(enumeration: str, number: int) -> object:
 
 def structure(name: str, /, **fields: Any) -> object:
     """Return a structure of the bindings with these fields set. ``location__id`` sets ``location.id``."""
-    made = getattr(_bindings(), name)()
+    instance = getattr(_bindings(), name)()
     for field, value in fields.items():
         *path, last = field.split("__")
-        target = made
+        target = instance
         for step in path:
             target = getattr(target, step)
         setattr(target, last, value)
-    return made
+    return instance
 
 
 @contextlib.contextmanager
@@ -266,8 +266,8 @@ def empty_bytes(length_bytes: int) -> bytes:
     make = ctypes.pythonapi.PyBytes_FromStringAndSize
     make.restype = ctypes.py_object
     make.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t)
-    made: bytes = make(None, length_bytes)
-    return made
+    new_bytes: bytes = make(None, length_bytes)
+    return new_bytes
 
 
 def bytes_at(address: int, length_bytes: int) -> Any:
@@ -299,7 +299,7 @@ def _wrong_abi(operation: str, error: RuntimeError) -> SetupMissing:
     )
 
 
-def _refused_node() -> OSError | None:
+def _open_error_of_device_nodes() -> OSError | None:
     """Return the error of opening a device node that exists and that this user may not open, or None."""
     for path in sorted(_DEVICE_NODES.glob("nvidia*")):
         if not path.is_char_device():
@@ -316,7 +316,7 @@ def _name_of(result: Any) -> str:
     return str(getattr(result, "name", f"CUresult {int(result)}"))
 
 
-def _shown(value: Any) -> object:
+def _argument_text(value: Any) -> object:
     if hasattr(value, "name"):
         return value.name  # A member of an enumeration of the bindings.
     if isinstance(value, bytes | bytearray | memoryview):

@@ -86,19 +86,19 @@ def wrap(array: object, *, device: PrimaryContext, read_only: bool = False) -> B
         BAD_ARGUMENT: the array has neither protocol, or is empty, read-only or not contiguous. MALFORMED: the array's
         description of itself is invalid. NOT_DEVICE_MEMORY: it is host memory, or memory of another device.
     """
-    found = describe(array)
+    foreign = describe(array)
     try:
-        if found.read_only and not read_only:
+        if foreign.read_only and not read_only:
             message = "the array is read-only"
-            raise UsageError(message, what_to_do="say read_only=True, and register it without write access")  # noqa: TRY301
-        if found.stream is not None:
+            raise UsageError(message, what_to_do="pass read_only=True, and register it without write access")  # noqa: TRY301
+        if foreign.stream is not None:
             with device.current():
-                _driver.call("cuStreamSynchronize", hStream=found.stream)
-        memory = borrow(device, found.address, length_bytes=found.length_bytes)
+                _driver.call("cuStreamSynchronize", hStream=foreign.stream)
+        memory = borrow(device, foreign.address, length_bytes=foreign.length_bytes)
     except BaseException:
-        found.release()
+        foreign.release()
         raise
-    memory.before_release(lambda: _let_go(found, array))
+    memory.before_release(lambda: _release(foreign, array))
     return memory
 
 
@@ -115,13 +115,13 @@ def describe(array: object) -> ForeignArray:
     raise UsageError(message)
 
 
-def _let_go(found: ForeignArray, _array: object) -> None:
+def _release(foreign: ForeignArray, _array: object) -> None:
     # The pending call of this function holds a reference to the array and so keeps it alive.
-    found.release()
+    foreign.release()
 
 
-def _from_interface(said: dict[str, Any]) -> ForeignArray:
-    version, data, shape, typestr = (said.get(name) for name in ("version", "data", "shape", "typestr"))
+def _from_interface(interface: dict[str, Any]) -> ForeignArray:
+    version, data, shape, typestr = (interface.get(name) for name in ("version", "data", "shape", "typestr"))
     if version not in _VERSIONS:
         raise _malformed("version", version)
     if not (isinstance(data, tuple) and len(data) == 2 and isinstance(data[0], int) and isinstance(data[1], bool)):  # noqa: PLR2004
@@ -129,13 +129,13 @@ def _from_interface(said: dict[str, Any]) -> ForeignArray:
     matched = _TYPE.fullmatch(typestr) if isinstance(typestr, str) else None
     if matched is None:
         raise _malformed("typestr", typestr)
-    if said.get("mask") is not None:
-        message = "an array with a mask is no plain memory"
+    if interface.get("mask") is not None:
+        message = "an array with a mask is not contiguous memory"
         raise UsageError(message)
-    stream = said.get("stream")
+    stream = interface.get("stream")
     if stream is not None and (not isinstance(stream, int) or stream <= 0):
         raise _malformed("stream", stream)  # 0 is forbidden, because it could mean two different streams.
-    length_bytes = _contiguous_bytes(shape, said.get("strides"), item_bytes=int(matched[1]), is_in_bytes=True)
+    length_bytes = _contiguous_bytes(shape, interface.get("strides"), item_bytes=int(matched[1]), is_in_bytes=True)
     return ForeignArray(data[0], length_bytes, data[1], stream, lambda: None)
 
 

@@ -25,7 +25,7 @@ _MEANINGS: dict[int, tuple[Reason, str]] = {
     errno.EPERM: (Reason.NO_PERMISSION, "the memory belongs to another context, or importing needs PCI peer-to-peer"),
     errno.ENOENT: (Reason.NO_DEVICE, "check that /dev/accel has a device and that the habanalabs driver is loaded"),
     errno.ENODEV: (Reason.NO_DEVICE, "the device went away, or this process did not open it"),
-    errno.EACCES: (Reason.NO_PERMISSION, "let this user read and write /dev/accel/accel*"),
+    errno.EACCES: (Reason.NO_PERMISSION, "give this user read and write permission for /dev/accel/accel*"),
     errno.EBUSY: (Reason.BUSY, "another program has the device, or it is being reset: see hl-smi"),
     errno.EBADF: (Reason.BAD_DESCRIPTOR, ""),
     errno.ENOTTY: (Reason.BAD_DESCRIPTOR, "the descriptor is no compute device of hl-thunk"),

@@ -194,10 +194,10 @@ def call(operation: str, /, **arguments: Any) -> int:
     SetupMissing
         The library is missing, or it lacks the function.
     """
-    return _call(operation, arguments, shown=arguments)
+    return _call(operation, arguments, reported=arguments)
 
 
-def _call(operation: str, arguments: Mapping[str, Any], *, shown: Mapping[str, object]) -> int:
+def _call(operation: str, arguments: Mapping[str, Any], *, reported: Mapping[str, object]) -> int:
     function = _function(operation)
     ctypes.set_errno(0)
     answer = int(function(*arguments.values()))
@@ -207,7 +207,7 @@ def _call(operation: str, arguments: Mapping[str, Any], *, shown: Mapping[str, o
         # Opening by name and close(2) return -1 and set errno. All other functions return -errno itself.
         number = 0 if answer >= 0 else (ctypes.get_errno() or errno.EPERM) if answer == -1 else -answer
     if number:
-        raise error_of(operation=operation, number=number, arguments=shown)
+        raise error_of(operation=operation, number=number, arguments=reported)
     return answer
 
 
@@ -231,14 +231,14 @@ def pci_bus_id(fd: int) -> str:
     """Return the PCI address of a compute or control device, such as ``0000:33:00.0``."""
     text = ctypes.create_string_buffer(_BUS_ID_BYTES)
     arguments = {"fd": fd, "pci_bus_id": text, "len": _BUS_ID_BYTES}
-    _call("hlthunk_get_pci_bus_id_from_fd", arguments, shown={"fd": fd})
+    _call("hlthunk_get_pci_bus_id_from_fd", arguments, reported={"fd": fd})
     return text.value.decode()
 
 
 def hardware_info(fd: int) -> HardwareInfo:
     """Return the result of hlthunk_get_hw_ip_info for a compute or control device."""
     buffer = ctypes.create_string_buffer(_INFO_BYTES)
-    _call("hlthunk_get_hw_ip_info", {"fd": fd, "hw_ip": buffer}, shown={"fd": fd})
+    _call("hlthunk_get_hw_ip_info", {"fd": fd, "hw_ip": buffer}, reported={"fd": fd})
     fields: dict[str, Any] = {
         name: struct.unpack_from(code, buffer, offset)[0] for name, (offset, code) in _INFO_FIELDS.items()
     }
@@ -255,13 +255,15 @@ def submit(fd: int, *, buffer: int, length_bytes: int, queue: int, is_mapped: bo
         The handle of the command buffer, or its device address if `is_mapped`.
     """
     chunk = ctypes.create_string_buffer(_CHUNK.pack(buffer, queue, length_bytes, _USER_BUFFER if is_mapped else 0, 0))
-    wanted = ctypes.create_string_buffer(_SUBMISSION_IN.pack(0, ctypes.addressof(chunk), 0, 1, 0, 0))
-    given = ctypes.create_string_buffer(_SUBMISSION_OUT.size)
-    shown = {"fd": fd, "cb": buffer, "queue_index": queue, "cb_size": length_bytes}
-    _call("hlthunk_command_submission", {"fd": fd, "in": wanted, "out": given}, shown=shown)
-    sequence, status, _sync_count, _pad = _SUBMISSION_OUT.unpack(given.raw[: _SUBMISSION_OUT.size])
+    submission = ctypes.create_string_buffer(_SUBMISSION_IN.pack(0, ctypes.addressof(chunk), 0, 1, 0, 0))
+    output = ctypes.create_string_buffer(_SUBMISSION_OUT.size)
+    reported = {"fd": fd, "cb": buffer, "queue_index": queue, "cb_size": length_bytes}
+    _call("hlthunk_command_submission", {"fd": fd, "in": submission, "out": output}, reported=reported)
+    sequence, status, _sync_count, _pad = _SUBMISSION_OUT.unpack(output.raw[: _SUBMISSION_OUT.size])
     if status:
-        raise error_of(operation="hlthunk_command_submission", number=errno.EIO, arguments=shown, detail=f"{status=}")
+        raise error_of(
+            operation="hlthunk_command_submission", number=errno.EIO, arguments=reported, detail=f"{status=}"
+        )
     return int(sequence)
 
 
@@ -275,12 +277,12 @@ def wait(fd: int, sequence: int, *, timeout_us: int) -> bool:
     """
     status = ctypes.c_uint32()
     arguments = {"fd": fd, "seq": sequence, "timeout_us": timeout_us, "status": ctypes.byref(status)}
-    shown = {"fd": fd, "seq": sequence, "timeout_us": timeout_us}
-    _call("hlthunk_wait_for_cs", arguments, shown=shown)
+    reported = {"fd": fd, "seq": sequence, "timeout_us": timeout_us}
+    _call("hlthunk_wait_for_cs", arguments, reported=reported)
     if status.value in {_WAIT_COMPLETED, _WAIT_BUSY}:
         return status.value == _WAIT_COMPLETED
     number = errno.EIO if status.value == _WAIT_ABORTED else errno.ETIMEDOUT
-    raise error_of(operation="hlthunk_wait_for_cs", number=number, arguments=shown)
+    raise error_of(operation="hlthunk_wait_for_cs", number=number, arguments=reported)
 
 
 def request_command_buffer(fd: int, size_bytes: int) -> int:
@@ -290,7 +292,7 @@ def request_command_buffer(fd: int, size_bytes: int) -> int:
     """
     handle = ctypes.c_uint64()
     arguments = {"fd": fd, "cb_size": size_bytes, "cb_handle": ctypes.byref(handle)}
-    _call("hlthunk_request_command_buffer", arguments, shown={"fd": fd, "cb_size": size_bytes})
+    _call("hlthunk_request_command_buffer", arguments, reported={"fd": fd, "cb_size": size_bytes})
     return handle.value
 
 

@@ -34,11 +34,11 @@ class FirstFit:
 
     def take(self, length_bytes: int) -> int | None:
         """Allocate the lowest free part that is large enough. Return its address, or None if there is none."""
-        wanted = align_up(length_bytes, alignment_bytes=self._alignment_bytes)
+        aligned_bytes = align_up(length_bytes, alignment_bytes=self._alignment_bytes)
         with self._lock:
             for at, (begin, end) in enumerate(self._free):
-                if end - begin >= wanted:
-                    self._free[at : at + 1] = [(begin + wanted, end)] if end - begin > wanted else []
+                if end - begin >= aligned_bytes:
+                    self._free[at : at + 1] = [(begin + aligned_bytes, end)] if end - begin > aligned_bytes else []
                     return begin
         return None
 

@@ -117,10 +117,10 @@ class GaudiContext(Closeable):
         """Add memory that :meth:`query` can find. Return a function that removes it."""
         self._mapped_ranges[mapped.base] = mapped
 
-        def forget() -> None:
+        def remove() -> None:
             self._mapped_ranges.pop(mapped.base, None)
 
-        return forget
+        return remove
 
     def close(self) -> None:
         """Close everything that was made from this device, in the reverse order, then the device.

@@ -30,7 +30,7 @@ _REASONS = {
     "NVML_ERROR_LIB_RM_VERSION_MISMATCH": Reason.LIBRARY_WRONG_ABI,
 }
 _ADVICE = {
-    "NVML_ERROR_NO_PERMISSION": "let this user read and write /dev/nvidiactl and /dev/nvidia*",
+    "NVML_ERROR_NO_PERMISSION": "give this user read and write permission for /dev/nvidiactl and /dev/nvidia*",
     "NVML_ERROR_DRIVER_NOT_LOADED": "load the kernel module nvidia",
     "NVML_ERROR_LIBRARY_NOT_FOUND": "install the NVIDIA driver",
     "NVML_ERROR_LIB_RM_VERSION_MISMATCH": (
@@ -88,8 +88,8 @@ def call_if_supported(name: str, *arguments: Any) -> Any | None:
 
 def pci_bus_id(handle: Any) -> str:
     """Return the PCI address as sysfs writes it, ``0000:1b:00.0``. NVML writes the domain with eight digits."""
-    found = call("nvmlDeviceGetPciInfo_v3", handle)
-    return f"{found.domain:04x}:{found.bus:02x}:{found.device:02x}.0"
+    pci_info = call("nvmlDeviceGetPciInfo_v3", handle)
+    return f"{pci_info.domain:04x}:{pci_info.bus:02x}:{pci_info.device:02x}.0"
 
 
 def _error(kind: type[ApiError], operation: str, status: int) -> ApiError:

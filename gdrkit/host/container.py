@@ -1,6 +1,6 @@
 """Hints that this process runs in a container or a virtual machine.
 
-No single sign is reliable, so each hint names the file from which it was read.
+No single hint is reliable, so each one names the file from which it was read.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _CGROUP_WORDS = ("docker", "kubepods", "containerd", "lxc", "libpod", "slurm")
 
 
 def container_hints(tree: HostTree) -> tuple[str, ...]:
-    """Return hints of a container, such as ``docker (/.dockerenv)``; an empty tuple on a plain host."""
+    """Return hints of a container, such as ``docker (/.dockerenv)``; an empty tuple if there is none."""
     hints = [f"{name} ({path})" for path, name in _MARKERS.items() if tree.exists(path)]
     manager = tree.text("/run/systemd/container")
     if manager:
@@ -29,7 +29,7 @@ def container_hints(tree: HostTree) -> tuple[str, ...]:
 
 
 def virtual_machine(tree: HostTree) -> str | None:
-    """Return the sign that this is a virtual machine, e.g. ``the cpu flag hypervisor``, or None if there is no sign."""
+    """Return a hint of a virtual machine, e.g. ``the cpu flag hypervisor``, or None if there is none."""
     for line in tree.lines("/proc/cpuinfo", ("flags",))[:1]:
         if "hypervisor" in line.split():
             return "the cpu flag hypervisor (/proc/cpuinfo)"

@@ -73,8 +73,8 @@ def nvidia_driver_version(tree: HostTree) -> str | None:
     """Return the version of the loaded NVIDIA kernel driver, e.g. ``580.159.04``, or None if it is not loaded."""
     text = tree.text("/proc/driver/nvidia/version") or ""
     line = next((line for line in text.splitlines() if line.startswith("NVRM version:")), "")
-    found = re.search(r"\b\d+\.\d+(?:\.\d+)?\b", line)
-    return found.group() if found else None
+    matched = re.search(r"\b\d+\.\d+(?:\.\d+)?\b", line)
+    return matched.group() if matched else None
 
 
 def _distribution(text: str) -> str | None:

@@ -61,13 +61,13 @@ def cached_libraries(tree: HostTree) -> dict[str, tuple[str, ...]]:
     # A cache in the old format may precede the one in the new format, from whose header the offsets count.
     data = data[begin:]
     count = _HEADER.unpack_from(data)[1]
-    found: dict[str, tuple[str, ...]] = {}
+    paths_by_name: dict[str, tuple[str, ...]] = {}
     for index in range(min(count, (len(data) - _HEADER.size) // _ENTRY.size)):
         _flags, name_at, path_at, _version, _capabilities = _ENTRY.unpack_from(data, _HEADER.size + index * _ENTRY.size)
         name, path = _string(data, name_at), _string(data, path_at)
         if name and path:
-            found[name] = (*found.get(name, ()), path)
-    return found
+            paths_by_name[name] = (*paths_by_name.get(name, ()), path)
+    return paths_by_name
 
 
 def _string(data: bytes, begin: int) -> str:

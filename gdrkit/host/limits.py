@@ -60,11 +60,11 @@ def process_limits(tree: HostTree, *, process: str = "self") -> Limits:
 
 
 def _soft(text: str, name: str) -> str | None:
-    found = re.search(rf"^{re.escape(name)}\s+(\d+|unlimited)\s", text, re.MULTILINE)
-    return found.group(1) if found else None
+    matched = re.search(rf"^{re.escape(name)}\s+(\d+|unlimited)\s", text, re.MULTILINE)
+    return matched.group(1) if matched else None
 
 
 def _capabilities(status: str) -> tuple[str, ...]:
-    found = re.search(r"^CapEff:\s*([0-9a-fA-F]+)\s*$", status, re.MULTILINE)
-    bits = int(found.group(1), 16) if found else 0
+    matched = re.search(r"^CapEff:\s*([0-9a-fA-F]+)\s*$", status, re.MULTILINE)
+    bits = int(matched.group(1), 16) if matched else 0
     return tuple(name for bit, name in _CAPABILITIES.items() if bits >> bit & 1)

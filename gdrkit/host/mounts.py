@@ -67,10 +67,10 @@ class BlockDevice:
 def mounts(tree: HostTree) -> tuple[Mount, ...]:
     """Return every mount of this process, in the order of mountinfo. A malformed line is left out."""
     lines = (tree.text("/proc/self/mountinfo") or "").splitlines()
-    return tuple(found for line in lines if (found := _mount(line)) is not None)
+    return tuple(mount for line in lines if (mount := _mount(line)) is not None)
 
 
-def mount_of(found: tuple[Mount, ...], path: str) -> Mount | None:
+def mount_of(table: tuple[Mount, ...], path: str) -> Mount | None:
     """Return the mount that has `path`, which must be absolute and free of symbolic links."""
 
     def holds(mount: Mount) -> bool:
@@ -78,7 +78,7 @@ def mount_of(found: tuple[Mount, ...], path: str) -> Mount | None:
 
     # If two mounts have the same mount point, the later one hides the other.
     return max(
-        (mount for mount in reversed(found) if holds(mount)), key=lambda mount: len(mount.mount_point), default=None
+        (mount for mount in reversed(table) if holds(mount)), key=lambda mount: len(mount.mount_point), default=None
     )
 
 
@@ -120,4 +120,4 @@ def _mount(line: str) -> Mount | None:
 
 def _unescape(text: str) -> str:
     r"""Undo the octal escapes of the kernel: a blank is written as ``\040``."""
-    return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8) & 0xFF), text)
+    return re.sub(r"\\([0-7]{3})", lambda escape: chr(int(escape[1], 8) & 0xFF), text)

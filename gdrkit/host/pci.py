@@ -66,7 +66,7 @@ class PciDevice:
 
 def pci_devices(tree: HostTree) -> tuple[PciDevice, ...]:
     """Return every PCI function, by address. A function with unreadable vendor, device or class is left out."""
-    found = []
+    devices = []
     for address in tree.names(_DEVICES):
         folder = f"{_DEVICES}/{address}"
         numbers = [tree.number(f"{folder}/{name}", base=16) for name in ("vendor", "device", "class")]
@@ -74,7 +74,7 @@ def pci_devices(tree: HostTree) -> tuple[PciDevice, ...]:
         if vendor_id is None or device_id is None or class_code is None:
             continue
         numa_node = tree.number(f"{folder}/numa_node")
-        found.append(
+        devices.append(
             PciDevice(
                 address=address,
                 vendor_id=vendor_id,
@@ -89,7 +89,7 @@ def pci_devices(tree: HostTree) -> tuple[PciDevice, ...]:
                 link_width_max=tree.text(f"{folder}/max_link_width"),
             )
         )
-    return tuple(found)
+    return tuple(devices)
 
 
 def nvidia_gpus(tree: HostTree) -> tuple[PciDevice, ...]:

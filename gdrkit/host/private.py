@@ -171,9 +171,9 @@ def _opened_folder(parent: int, name: str, path: Path, *, create: bool) -> int:
     except OSError as error:
         raise _refusal(error, path, parent=parent) from error
     try:
-        found = os.fstat(fd)
-        _check_folder(found, path)
-        if found.st_mode & _OTHERS:
+        info = os.fstat(fd)
+        _check_folder(info, path)
+        if info.st_mode & _OTHERS:
             # Other users could only look at it: nothing in it is theirs.
             os.fchmod(fd, _FOLDER_MODE)
     except BaseException:
@@ -193,34 +193,34 @@ def _check_parent(parent: int, path: Path) -> None:
         )
 
 
-def _check_folder(found: os.stat_result, path: Path) -> None:
-    _check_owner(found, path)
-    if found.st_mode & _OTHERS_WRITE:
+def _check_folder(info: os.stat_result, path: Path) -> None:
+    _check_owner(info, path)
+    if info.st_mode & _OTHERS_WRITE:
         raise _not_private(
             path,
-            f"its mode is {stat.S_IMODE(found.st_mode):04o}, so that other users may have put something into it",
+            f"its mode is {stat.S_IMODE(info.st_mode):04o}, so that other users may have put something into it",
             f"look at what lies in {path}, then chmod 700 or remove it",
         )
 
 
-def _check_file(found: os.stat_result, path: Path) -> None:
-    if not stat.S_ISREG(found.st_mode):
+def _check_file(info: os.stat_result, path: Path) -> None:
+    if not stat.S_ISREG(info.st_mode):
         raise _not_private(path, "it is not a regular file", f"remove {path}")
-    _check_owner(found, path)
-    if found.st_mode & _OTHERS:
+    _check_owner(info, path)
+    if info.st_mode & _OTHERS:
         raise _not_private(
             path,
-            f"its mode is {stat.S_IMODE(found.st_mode):04o}, so that other users may have read or written it",
+            f"its mode is {stat.S_IMODE(info.st_mode):04o}, so that other users may have read or written it",
             f"remove {path}, so that gdrkit makes a new one; or chmod 600 if no other user has had access",
         )
 
 
-def _check_owner(found: os.stat_result, path: Path) -> None:
-    if found.st_uid != os.geteuid():
+def _check_owner(info: os.stat_result, path: Path) -> None:
+    if info.st_uid != os.geteuid():
         raise _not_private(
             path,
-            f"it belongs to user {found.st_uid}, and this process is user {os.geteuid()}",
-            f"run this as user {found.st_uid}, or remove {path} if that user should not have made it",
+            f"it belongs to user {info.st_uid}, and this process is user {os.geteuid()}",
+            f"run this as user {info.st_uid}, or remove {path} if that user should not have made it",
         )
 
 

@@ -93,8 +93,8 @@ def starved_s(process_id: int, tree: HostTree | None = None) -> float:
     folder = f"/proc/{process_id}/task"
     texts = (tree.text(f"{folder}/{thread}/schedstat") for thread in tree.names(folder))
     # schedstat has the time on a processor and the time in its queue, both in ns, and a count.
-    found = [text.split() for text in texts if text]
-    return max((int(fields[1]) * 1e-9 for fields in found if len(fields) > 1 and fields[1].isdecimal()), default=0.0)
+    rows = [text.split() for text in texts if text]
+    return max((int(fields[1]) * 1e-9 for fields in rows if len(fields) > 1 and fields[1].isdecimal()), default=0.0)
 
 
 def _exists(process_id: int) -> bool | None:
@@ -116,8 +116,8 @@ def _boot_id(tree: HostTree) -> bytes:
 
 
 def _namespace(tree: HostTree) -> int:
-    found = re.fullmatch(r"pid:\[(\d+)\]", tree.link_name("/proc/self/ns/pid") or "")
-    return int(found[1]) & 0xFFFF_FFFF if found else 0
+    matched = re.fullmatch(r"pid:\[(\d+)\]", tree.link_name("/proc/self/ns/pid") or "")
+    return int(matched[1]) & 0xFFFF_FFFF if matched else 0
 
 
 def _started(tree: HostTree, process: str) -> tuple[int | None, str]:

@@ -74,10 +74,10 @@ class DiskFiles:
 
     def lines(self, name: str, words: Sequence[str]) -> list[str]:
         """See :class:`Files`."""
-        wanted = [word.encode() for word in words]
+        encoded_words = [word.encode() for word in words]
         with self.path(name).open("rb") as file:
-            found = [line for line in file if any(word in line for word in wanted)]
-        return [line.decode("utf-8", "backslashreplace").rstrip("\n") for line in found[:_LINES_MAX]]
+            matching_lines = [line for line in file if any(word in line for word in encoded_words)]
+        return [line.decode("utf-8", "backslashreplace").rstrip("\n") for line in matching_lines[:_LINES_MAX]]
 
     def list(self, name: str) -> list[str]:
         """See :class:`Files`."""

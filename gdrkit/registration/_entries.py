@@ -134,13 +134,13 @@ class EntryIndex:
 
     def overlapping(self, begin: int, end: int) -> list[CacheEntry]:
         """Return the entries that overlap [begin, end), each once."""
-        found: dict[CacheEntry, None] = {}
+        entries: dict[CacheEntry, None] = {}
         for chunk in self._chunks[max(bisect_right(self._bases, begin) - 1, 0) :]:
             if chunk.base >= end:
                 break
             if chunk.end > begin:
-                found.update(dict.fromkeys(chunk.entries))
-        return list(found)
+                entries.update(dict.fromkeys(chunk.entries))
+        return list(entries)
 
     def invalidated_by(self, key: AllocationKey) -> list[CacheEntry]:
         """Return the entries with a chunk that cannot exist any more, because the chunks of `key` exist."""
@@ -187,7 +187,7 @@ class EntryIndex:
         Leased entries are skipped: they could not be deregistered now, and the next lookup would register the same
         memory a second time.
         """
-        found: list[CacheEntry] = []
+        entries: list[CacheEntry] = []
         count, length_bytes = len(self.used) - self._regions_max, self._bytes - self._bytes_max
         if count > 0 or length_bytes > 0:
             for entry in tuple(self.used):
@@ -195,8 +195,8 @@ class EntryIndex:
                     # A leased entry is in use now, so it moves to the most recently used end.
                     self.used.move_to_end(entry)
                     continue
-                found.append(entry)
+                entries.append(entry)
                 count, length_bytes = count - 1, length_bytes - entry.length_bytes
                 if count <= 0 and length_bytes <= 0:
                     break
-        return found
+        return entries

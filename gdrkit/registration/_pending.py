@@ -77,11 +77,11 @@ class PendingRegistrations:
 
     def unlink(self, begin: int, end: int) -> int:
         """Stop new lookups from joining the pending registrations that overlap [begin, end). Return their number."""
-        found = [pending for key, pending in self._by_key.items() if overlaps(key, begin, end)]
-        for pending in found:
+        overlapping = [pending for key, pending in self._by_key.items() if overlaps(key, begin, end)]
+        for pending in overlapping:
             pending.unlinked = True
             del self._by_key[pending.key]
-        return len(found)
+        return len(overlapping)
 
     def overlapping(self, begin: int, end: int) -> int:
         """Return the number of pending registrations that overlap [begin, end), including the unlinked ones."""
@@ -185,18 +185,21 @@ def register_allocation(
     UsageError
         BUSY: the allocation key has changed. Nothing stays registered.
     """
-    whole = memory.allocation()
+    allocation = memory.allocation()
     try:
-        registration = register(whole, nics, access=access, route=route)
+        registration = register(allocation, nics, access=access, route=route)
         # The caller read the key before the registration. Only if the key still holds now, the registered memory is the
         # memory that the key names.
-        if (whole.address, whole.length_bytes) != (key[0][0], end_of(key) - key[0][0]) or not whole.presence(key)():
+        if (allocation.address, allocation.length_bytes) != (
+            key[0][0],
+            end_of(key) - key[0][0],
+        ) or not allocation.presence(key)():
             message = "the memory was freed or remapped while it was registered"
             raise UsageError(message, reason=Reason.BUSY)  # noqa: TRY301 - what was made is closed below.
     except BaseException as error:
         try:
-            whole.close()
+            allocation.close()
         except GdrkitError as second:
             error.add_note(f"then, while undoing: {second}")
         raise
-    return CacheEntry(key, whole, registration, release)
+    return CacheEntry(key, allocation, registration, release)

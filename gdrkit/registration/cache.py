@@ -390,9 +390,9 @@ class RegionCache:
         self._deregistering.deregister(victims, raising=True)
 
     def _unlink_range(self, begin: int, end: int) -> tuple[int, list[CacheEntry]]:
-        found = self._index.overlapping(begin, end)
-        victims = [victim for entry in found for victim in self._unlink(entry)]
-        count = len(found) + self._registering.unlink(begin, end)
+        overlapping = self._index.overlapping(begin, end)
+        victims = [victim for entry in overlapping for victim in self._unlink(entry)]
+        count = len(overlapping) + self._registering.unlink(begin, end)
         self._invalidations += count
         return count, victims
 

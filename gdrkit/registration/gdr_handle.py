@@ -99,10 +99,10 @@ def import_gdr(device: cuda.Device, data: bytes) -> SharedMemory:
     handle = GdrHandle.parse(data)
     _require_device(handle, device)
     try:
-        whole = cuda.open_handle(device, handle.ipc, length_bytes=handle.length_bytes)
+        allocation = cuda.open_handle(device, handle.ipc, length_bytes=handle.length_bytes)
     except UsageError as error:
         raise UsageError(error.message, reason=Reason.MALFORMED) from error
-    return SharedMemory(whole, offset_bytes=0, length_bytes=handle.length_bytes)
+    return SharedMemory(allocation, offset_bytes=0, length_bytes=handle.length_bytes)
 
 
 def _require_base(memory: CudaMemory) -> None:

@@ -156,8 +156,8 @@ class GdrManager:
         """
         self._require()
         if gpu_index not in self._devices:
-            found = next((gpu for gpu in self.state.gpus if gpu.index == gpu_index), None)
-            if found is None or found.obstacle is None:
+            gpu_state = next((gpu for gpu in self.state.gpus if gpu.index == gpu_index), None)
+            if gpu_state is None or gpu_state.obstacle is None:
                 message = f"the manager has no GPU {gpu_index}; it has {[gpu.index for gpu in self.state.gpus]}"
                 raise UsageError(message, reason=Reason.NO_DEVICE)
             raise _unavailable((self._failed[gpu_index],), f"memory of GPU {gpu_index} cannot be registered")

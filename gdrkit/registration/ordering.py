@@ -91,7 +91,7 @@ class Ordering:
                 status_name="no flush option",
                 arguments={"device": device.index, "options": int(self.flush_options), "ordering": self.visibility},
                 reason=Reason.NOT_SUPPORTED,
-                what_to_do="wait in a stream with CU_STREAM_WAIT_VALUE_FLUSH, where the options say MEMOPS",
+                what_to_do="if flush_options has MEMOPS, wait in a stream with CU_STREAM_WAIT_VALUE_FLUSH",
             )
         device.flush_remote_writes()
         return True

@@ -221,15 +221,15 @@ def checked_nics(nics: object) -> tuple[Nic, ...]:
     if isinstance(nics, Nic) or not isinstance(nics, Iterable):
         message = f"nics must be a sequence of Nic such as [nic], not {_named(nics)}"
         raise UsageError(message)
-    found = tuple(nics)
-    wrong = next((each for each in found if not isinstance(each, Nic)), None)
-    if wrong is not None:
-        message = f"nics must be a sequence of Nic, and it contains {_named(wrong)}"
+    checked = tuple(nics)
+    not_a_nic = next((each for each in checked if not isinstance(each, Nic)), None)
+    if not_a_nic is not None:
+        message = f"nics must be a sequence of Nic, and it contains {_named(not_a_nic)}"
         raise UsageError(message, what_to_do="open a NIC by Nic.open(name)")
-    if not found or len(set(found)) != len(found):
-        message = f"nics must contain at least one NIC, each once, not {[nic.name for nic in found]}"
+    if not checked or len(set(checked)) != len(checked):
+        message = f"nics must contain at least one NIC, each once, not {[nic.name for nic in checked]}"
         raise UsageError(message)
-    return found
+    return checked
 
 
 def _named(thing: object) -> str:

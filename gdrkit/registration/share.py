@@ -56,13 +56,18 @@ __all__ = [
 class SharedMemory(CudaMemory):
     """The shared part of memory of another process. :meth:`close` unmaps the whole imported memory."""
 
-    def __init__(self, whole: CudaMemory, *, offset_bytes: int, length_bytes: int) -> None:
+    def __init__(self, allocation: CudaMemory, *, offset_bytes: int, length_bytes: int) -> None:
         """Take ownership of `whole`. Callers use :func:`import_memory` instead."""
-        super().__init__(whole.device, kind=whole.kind, address=whole.address + offset_bytes, length_bytes=length_bytes)
-        self._whole = whole
+        super().__init__(
+            allocation.device,
+            kind=allocation.kind,
+            address=allocation.address + offset_bytes,
+            length_bytes=length_bytes,
+        )
+        self._allocation = allocation
 
     def _release(self) -> None:
-        self._whole.close()
+        self._allocation.close()
 
 
 def export_memory(
@@ -186,19 +191,21 @@ def import_memory(device: cuda.Device, handle_message: HandleMessage) -> SharedM
     _require_device(device, handle)
     _require_owner(handle)
     try:
-        whole = _OPENERS[handle.kind](device, handle, handle_message.descriptors)
+        allocation = _OPENERS[handle.kind](device, handle, handle_message.descriptors)
     except ApiError as error:
         # If the owner ended after the check above, that is the reason.
         if is_running(handle.owner) is False:
             raise _gone(handle) from error
         raise
     try:
-        if whole.length_bytes != handle.allocation_bytes:
-            message = f"the handle says {handle.allocation_bytes} bytes, and there are {whole.length_bytes}"
+        if allocation.length_bytes != handle.allocation_bytes:
+            message = (
+                f"the allocation has {allocation.length_bytes} bytes, but its handle says {handle.allocation_bytes}"
+            )
             raise UsageError(message, reason=Reason.MALFORMED)  # noqa: TRY301 - what was opened is closed below.
-        return SharedMemory(whole, offset_bytes=handle.offset_bytes, length_bytes=handle.length_bytes)
+        return SharedMemory(allocation, offset_bytes=handle.offset_bytes, length_bytes=handle.length_bytes)
     except BaseException as error:
-        _close_after(whole, error)
+        _close_after(allocation, error)
         raise
 
 
@@ -229,7 +236,7 @@ def import_dmabuf(handle_message: HandleMessage) -> DmabufRange:
     _require_owner(handle)
     (fd,) = handle_message.descriptors
     if _size_of(fd) != handle.allocation_bytes:
-        message = f"the handle says {handle.allocation_bytes} bytes, and the descriptor has {_size_of(fd)}"
+        message = f"the descriptor has {_size_of(fd)} bytes, but the handle says {handle.allocation_bytes}"
         raise UsageError(message, reason=Reason.MALFORMED)
     return DmabufRange(
         os.dup(fd), offset_bytes=handle.offset_bytes, length_bytes=handle.length_bytes, address=handle.address
@@ -384,8 +391,8 @@ def _size_of(fd: int) -> int:
         ) from error
 
 
-def _close_after(whole: CudaMemory, error: BaseException) -> None:
+def _close_after(allocation: CudaMemory, error: BaseException) -> None:
     try:
-        whole.close()
+        allocation.close()
     except GdrkitError as second:
         error.add_note(f"then, while undoing: {second}")

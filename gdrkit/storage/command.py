@@ -24,7 +24,7 @@ _TO_DO = {
     errno.EWOULDBLOCK: "another server has this store open; stop it first",
     errno.EADDRINUSE: "choose another address with --listen, or stop the process that listens there",
     errno.ENODEV: "name an RDMA device of this machine (gdrkit facts lists them)",
-    errno.EACCES: "let this user read and write the folder and /dev/infiniband",
+    errno.EACCES: "give this user read and write permission for the folder and /dev/infiniband",
 }
 
 

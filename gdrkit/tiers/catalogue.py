@@ -40,7 +40,7 @@ class Entry:
     links : int
         Number of hard links.
     score : float
-        The heat as a score that time does not change; see :mod:`gdrkit.tiers.heat`.
+        The heat, stored as a score that needs no update as time passes; see :mod:`gdrkit.tiers.heat`.
     accesses : int
         Number of all accesses.
     pinned : str or None
@@ -62,8 +62,8 @@ class Entry:
         return cls(name, tier, info.st_size, info.st_blocks * 512, info.st_nlink, score)
 
     @classmethod
-    def of_row(cls, row: tuple[Any, ...]) -> Entry:
-        """Return the entry of a row of the catalogue."""
+    def from_row(cls, row: tuple[Any, ...]) -> Entry:
+        """Return the entry for a row of the database."""
         return cls(os.fsdecode(row[0]), *row[1:])
 
 
@@ -118,7 +118,7 @@ class Catalogue(Database):
         """Return the entry of a file, or None if the catalogue has none."""
         with self.locked_connection("find file", name=printable(name)) as connection:
             row = connection.execute(f"SELECT {_COLUMNS} FROM files WHERE name = ?", (_key(name),)).fetchone()  # noqa: S608 - constant columns.
-        return None if row is None else Entry.of_row(row)
+        return None if row is None else Entry.from_row(row)
 
     def totals(self) -> dict[str, Totals]:
         """Return the totals of every tier that has a file, or is the destination of a migration."""
@@ -159,7 +159,7 @@ class Catalogue(Database):
                 values,
             )
 
-    def forget(self, name: str) -> None:
+    def remove(self, name: str) -> None:
         """Remove the row of a file."""
         with self.write_transaction("forget file", name=printable(name)) as connection:
             connection.execute("DELETE FROM files WHERE name = ?", (_key(name),))
@@ -173,13 +173,13 @@ class Catalogue(Database):
     def add_accesses(self, counts: Mapping[str, int]) -> None:
         """Add accesses to files. Files that the catalogue does not have are skipped."""
         with self.write_transaction("count accesses") as connection:
-            at = self.read_clock(connection, store=True)
+            now = self.read_clock(connection, store=True)
             for name, count in counts.items():
                 row = connection.execute("SELECT id, score FROM files WHERE name = ?", (_key(name),)).fetchone()
                 if row is not None:
                     connection.execute(
                         "UPDATE files SET score = ?, accesses = accesses + ? WHERE id = ?",
-                        (score_after(row[1], accesses=count, at=at), count, row[0]),
+                        (score_after(row[1], accesses=count, at=now), count, row[0]),
                     )
 
     def begin_move(self, move: tuple[str, str, str, str, int], *, limit_bytes: int) -> None:

@@ -157,7 +157,7 @@ def _missing_file(
     if entry.tier not in folders:
         return TierFinding(FindingKind.ABSENT, entry.name, entry.tier, "its tier is not available")
     if repair:
-        catalogue.forget(entry.name)
+        catalogue.remove(entry.name)
     text = "no tier has it; another program removed it"
     return TierFinding(FindingKind.MISSING, entry.name, entry.tier, text, mended=repair)
 

@@ -5,8 +5,8 @@ out of the folder, even if another process changes the folder at the same time.
 
 The folder ``.gdrkit-tiers`` contains ``tier.json`` (the identity of the tier, so that an empty mount point is not
 mistaken for it), ``incoming`` (incomplete copies), ``moves`` (a record of each migration into this tier), ``retired``
-(files whose copy in another tier is complete) and ``kept`` (files of which a recovery could not decide whether they are
-valid).
+(files whose copy in another tier is complete) and ``kept`` (files that a recovery
+does not delete, because each may be the only copy of its data).
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class TierFolder:
             self.identity = self._read_identity()
 
     def list_own_folder(self, folder: str) -> list[str]:
-        """Return the names in one of gdrkit's own folders; none if the folder does not exist."""
+        """Return the names in one of gdrkit's own folders. The list is empty if the folder does not exist."""
         descriptor = self.find_own_folder(folder)
         return [] if descriptor is None else sorted(os.listdir(descriptor))  # noqa: PTH208 - pathlib has no descriptors.
 
@@ -214,26 +214,27 @@ class TierFolder:
 
     @contextlib.contextmanager
     def locked(self, *, exclusive: bool) -> Iterator[bool]:
-        """Lock the tier during the block: shared to start a migration into it, exclusive to clean up.
+        """Hold the lock of the tier during the block: shared to start a migration into it, exclusive to clean it up.
 
-        A migration holds the lock only for the few calls between the creation of its copy and the lock of the copy.
+        A migration creates its copy and locks the copy under the shared lock, and then releases the shared lock.
 
         Yields
         ------
         bool
-            Whether this process has the lock. An exclusive lock is not waited for.
+            Whether this process has the lock. A call for the exclusive lock does not wait; it yields False if the lock
+            is held.
         """
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        lock = os.open("lock", flags, 0o600, dir_fd=self.own_folder())
+        lock_fd = os.open("lock", flags, 0o600, dir_fd=self.own_folder())
         try:
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB if exclusive else fcntl.LOCK_SH)
+                fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB if exclusive else fcntl.LOCK_SH)
             except BlockingIOError:
                 yield False
             else:
                 yield True
         finally:
-            os.close(lock)
+            os.close(lock_fd)
 
     def walk(self) -> Iterator[tuple[str, os.stat_result]]:
         """Yield every file of the user, regular or not. Symbolic links are not followed, and folders are not yielded.
@@ -299,7 +300,7 @@ class TierFolder:
         return str(document.get("identity"))
 
     def _close_later(self, descriptor: int) -> int:
-        """Have :meth:`close` close the descriptor, and return it."""
+        """Return the descriptor, after registering it for :meth:`close`."""
         self._descriptors.push(lambda: os.close(descriptor))
         return descriptor
 
@@ -362,18 +363,18 @@ def _read_tier_json(own: int) -> dict[str, object] | None:
 
 def _write_once(folder: int, name: str, text: str) -> None:
     """Create a file with this content, completely or not at all. An existing file is kept."""
-    draft = f"{name}.{uuid.uuid4().hex}"
+    temporary = f"{name}.{uuid.uuid4().hex}"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    with os.fdopen(os.open(draft, flags, 0o600, dir_fd=folder), "w", encoding="ascii") as file:
+    with os.fdopen(os.open(temporary, flags, 0o600, dir_fd=folder), "w", encoding="ascii") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
     try:
         with contextlib.suppress(FileExistsError):
-            os.link(draft, name, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
+            os.link(temporary, name, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
     except PermissionError:
         # The file system has no hard links: the last writer wins, and every process reads that content afterwards.
-        os.rename(draft, name, src_dir_fd=folder, dst_dir_fd=folder)
+        os.rename(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
     else:
-        os.unlink(draft, dir_fd=folder)
+        os.unlink(temporary, dir_fd=folder)
     os.fsync(folder)

@@ -182,7 +182,7 @@ class TierManager:
                     os.fsync(folder)
             finally:
                 os.close(descriptor)
-        self.catalogue.forget(name)
+        self.catalogue.remove(name)
 
     def move(self, name: str, tier: str, *, observe: Observer | None = None) -> int:
         """Move a file to a tier, regardless of the policy.

@@ -153,9 +153,13 @@ class _Migration:
         digest = copy_data(self._old, self._copy, size_bytes=self._size, on_part=self._part_observer(Phase.COPY))
         self._step(Phase.ATTRIBUTES, lambda: copy_attributes(self._old, self._copy, self._guard.info))
         self._step(Phase.SYNC, lambda: os.fsync(self._copy))
-        found = digest_of_copy(self._old, self._copy, size_bytes=self._size, on_part=self._part_observer(Phase.VERIFY))
-        if found != digest:
-            raise DataMismatch(first_offset_bytes=0, expected=digest[:16], actual=found[:16], length_bytes=self._size)
+        copy_digest = digest_of_copy(
+            self._old, self._copy, size_bytes=self._size, on_part=self._part_observer(Phase.VERIFY)
+        )
+        if copy_digest != digest:
+            raise DataMismatch(
+                first_offset_bytes=0, expected=digest[:16], actual=copy_digest[:16], length_bytes=self._size
+            )
         self._step(Phase.RENAME, self._publish)
         self._step(Phase.FOLDER, self._sync_destination)
         self._step(Phase.RETIRE, self._retire)

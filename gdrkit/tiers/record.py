@@ -141,6 +141,6 @@ def _read(descriptor: int) -> RecordedMove | None:
 
 
 def _write(descriptor: int, data: bytes) -> None:
-    done = 0
-    while done < len(data):
-        done += os.write(descriptor, data[done:])
+    written = 0
+    while written < len(data):
+        written += os.write(descriptor, data[written:])

@@ -327,7 +327,7 @@ def _blocks(
             raise OSError(-done.result, os.strerror(-done.result))
         if done.result == 0:
             return
-        with memoryview(iov) as whole, whole[: done.result] as block:
+        with memoryview(iov) as view, view[: done.result] as block:
             if cb is None:
                 yield bytes(block)
                 next_offset = None

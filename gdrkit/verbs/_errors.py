@@ -95,7 +95,7 @@ def _meaning(operation: str, number: int | None, pinned_bytes: int) -> tuple[typ
         what_to_do = "load the kernel module nvidia-peermem, or register by dma-buf"
     elif operation in {OPEN_DEVICE, DEVICE_LIST} and number in {errno.EACCES, errno.EPERM}:
         kind = SetupMissing
-        what_to_do = "let this user read and write /dev/infiniband/uverbs*"
+        what_to_do = "give this user read and write permission for /dev/infiniband/uverbs*"
     elif operation == DEVICE_LIST and number == errno.ENOSYS:
         kind, reason = SetupMissing, Reason.NO_DEVICE
         what_to_do = "load the kernel module ib_uverbs"
@@ -103,7 +103,7 @@ def _meaning(operation: str, number: int | None, pinned_bytes: int) -> tuple[typ
         # The function takes no argument that could be wrong. The library refuses its own configuration, and describes
         # the problem on stderr.
         kind, reason = SetupMissing, Reason.MALFORMED
-        what_to_do = "read the line that the library wrote on stderr, and mend what it names"
+        what_to_do = "read the error that the library wrote to stderr, and correct what it names"
     elif number == errno.ENOMEM and _memlock_below(pinned_bytes):
         kind, reason = SetupMissing, Reason.MEMLOCK_TOO_LOW
         limit_bytes, _hard_bytes = resource.getrlimit(resource.RLIMIT_MEMLOCK)

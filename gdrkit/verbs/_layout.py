@@ -32,7 +32,7 @@ def find_domain(domain: Any, context: Any) -> int | None:
     except OSError:
         return None  # Without /proc no candidate can be checked.
     try:
-        found = {
+        candidates = {
             word
             for word in _words(domain)
             if (inside := _read(memory, word, _DOMAIN)) is not None
@@ -42,7 +42,7 @@ def find_domain(domain: Any, context: Any) -> int | None:
         }
     finally:
         os.close(memory)
-    return found.pop() if len(found) == 1 else None
+    return candidates.pop() if len(candidates) == 1 else None
 
 
 def _words(thing: Any) -> list[int]:

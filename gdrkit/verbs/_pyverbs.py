@@ -143,35 +143,35 @@ def call(
         number = None if code in {_LOST, 0} else abs(code)
         detail = "" if number is not None else str(error)
         if operation in {_errors.DEVICE_LIST, _errors.OPEN_DEVICE} and number is None:
-            number, said = _device_list_errno()
-            detail = f"{error}; {said}"
+            number, description = _device_list_errno()
+            detail = f"{error}; {description}"
         raise _errors.error_of(
             operation=operation, number=number, arguments=arguments or {}, detail=detail, pinned_bytes=pinned_bytes
         ) from error
 
 
-def _create(operation: str, function: Callable[..., Any], *values: Any, **said: Any) -> Any:
+def _create(operation: str, function: Callable[..., Any], *values: Any, **error_fields: Any) -> Any:
     """Call a function that creates an object, and keep the object alive until `close`, even if the caller drops it.
 
     The destructors of pyverbs would release such objects in any order, at the latest when the interpreter ends. At that
     point pyverbs 44 releases a dma-buf region twice.
     """
-    thing = call(operation, function, *values, **said)
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
-    _held.ids.add(id(thing))
-    return thing
+    created = call(operation, function, *values, **error_fields)
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(created))
+    _held.ids.add(id(created))
+    return created
 
 
-def close(operation: str, thing: Any) -> None:
+def close(operation: str, created: Any) -> None:
     """Close an object that `_create` returned in this process.
 
     `operation` is the function of libibverbs that its ``close`` calls.
     """
-    if id(thing) in _held.ids:
-        call(operation, thing.close)
-        _held.ids.remove(id(thing))
-        _pointers.pop(id(thing), None)
-        ctypes.pythonapi.Py_DecRef(ctypes.py_object(thing))
+    if id(created) in _held.ids:
+        call(operation, created.close)
+        _held.ids.remove(id(created))
+        _pointers.pop(id(created), None)
+        ctypes.pythonapi.Py_DecRef(ctypes.py_object(created))
 
 
 @functools.cache
@@ -232,9 +232,9 @@ def query_gids(context: Any, entries_max: int) -> list[GidRow]:
 def allocate_domain(context: Any) -> object:
     """Call ibv_alloc_pd and return the protection domain."""
     domain = _create("ibv_alloc_pd", _modules().pd.PD, context)
-    found = int(domain.pd) if has_pointers() else _layout.find_domain(domain, context)
-    if found is not None:
-        _pointers[id(domain)] = found
+    pointer = int(domain.pd) if has_pointers() else _layout.find_domain(domain, context)
+    if pointer is not None:
+        _pointers[id(domain)] = pointer
     return domain
 
 
@@ -264,15 +264,15 @@ def host_address(view: memoryview) -> tuple[object, int]:
 def register_address(domain: Any, *, address: int, length_bytes: int, access: int, device: bool) -> NativeRegion:
     """Register host memory, or device memory by its address, with ibv_reg_mr."""
     operation = _errors.REG_ADDRESS if device else _errors.REG_MR
-    said: dict[str, Any] = {
+    error_fields: dict[str, Any] = {
         "arguments": {"address": address, "length_bytes": length_bytes, "access": access},
         "pinned_bytes": 0 if device else length_bytes,
     }
     pointer = domain_pointer(domain)
     if pointer is not None:
-        made = _library().ibv_reg_mr(pointer, address, length_bytes, access)
-        return _made(operation, made, iova=address, **said)
-    region = _create(operation, lambda: _modules().mr.MR(domain, length_bytes, access, address=address), **said)
+        region_pointer = _library().ibv_reg_mr(pointer, address, length_bytes, access)
+        return _region_of_call(operation, region_pointer, iova=address, **error_fields)
+    region = _create(operation, lambda: _modules().mr.MR(domain, length_bytes, access, address=address), **error_fields)
     return NativeRegion(region.lkey, region.rkey, address, lambda: close("ibv_dereg_mr", region))
 
 
@@ -288,8 +288,8 @@ def register_dmabuf(
     arguments = {"fd": fd, "offset_bytes": offset_bytes, "length_bytes": length_bytes, "access": access}
     pointer = domain_pointer(domain)
     if pointer is not None:
-        made = _library().ibv_reg_dmabuf_mr(pointer, offset_bytes, length_bytes, iova, fd, access)
-        return _made(_errors.REG_DMABUF_MR, made, iova=iova, arguments={**arguments, "iova": iova})
+        region_pointer = _library().ibv_reg_dmabuf_mr(pointer, offset_bytes, length_bytes, iova, fd, access)
+        return _region_of_call(_errors.REG_DMABUF_MR, region_pointer, iova=iova, arguments={**arguments, "iova": iova})
     region = _create(
         _errors.REG_DMABUF_MR,
         lambda: _modules().mr.DmaBufMR(domain, length_bytes, access, fd, offset_bytes),
@@ -298,25 +298,25 @@ def register_dmabuf(
     return NativeRegion(region.lkey, region.rkey, offset_bytes, lambda: close("ibv_dereg_mr", region))
 
 
-def _made(
-    operation: str, made: Any, *, iova: int, arguments: Mapping[str, object], pinned_bytes: int = 0
+def _region_of_call(
+    operation: str, region_pointer: Any, *, iova: int, arguments: Mapping[str, object], pinned_bytes: int = 0
 ) -> NativeRegion:
-    """Return the region that a ctypes call made, or raise the error of its errno if it returned NULL."""
+    """Return the region that a ctypes call registered, or raise the error of its errno if it returned NULL."""
     number = ctypes.get_errno()
-    if not made:
+    if not region_pointer:
         raise _errors.error_of(operation=operation, number=number, arguments=arguments, pinned_bytes=pinned_bytes)
-    lkey = int(made.contents.lkey)
-    _held.ids.add(id(made))
+    lkey = int(region_pointer.contents.lkey)
+    _held.ids.add(id(region_pointer))
 
     def deregister() -> None:
-        if id(made) not in _held.ids:
+        if id(region_pointer) not in _held.ids:
             return
-        answer = _library().ibv_dereg_mr(made)
+        answer = _library().ibv_dereg_mr(region_pointer)
         if answer:
             raise _errors.error_of(operation="ibv_dereg_mr", number=answer, arguments={"lkey": lkey})
-        _held.ids.remove(id(made))
+        _held.ids.remove(id(region_pointer))
 
-    return NativeRegion(lkey, int(made.contents.rkey), iova, deregister)
+    return NativeRegion(lkey, int(region_pointer.contents.rkey), iova, deregister)
 
 
 def probe_dmabuf(domain: Any, *, length_bytes: int, access: int) -> ApiError | None:
@@ -392,15 +392,15 @@ def create_queue_pair(
 
 def modify(pair: Any, *, mask: int, address: Mapping[str, Any] | None = None, **attributes: int) -> None:
     """Call ibv_modify_qp with attributes named as in ibv_qp_attr. `address` has the fields of ibv_ah_attr."""
-    made = _modules().qp.QPAttr()
+    qp_attr = _modules().qp.QPAttr()
     for name, value in attributes.items():
-        setattr(made, name, value)
+        setattr(qp_attr, name, value)
     if address is not None:
         module, fields = _modules().addr, dict(address)
         gid, sgid_index, hop_limit = fields.pop("gid"), fields.pop("sgid_index"), fields.pop("hop_limit")
         route = module.GlobalRoute(dgid=module.GID(gid), sgid_index=sgid_index, hop_limit=hop_limit)
-        made.ah_attr = module.AHAttr(gr=route, **fields)
-    call("ibv_modify_qp", pair.modify, made, mask, arguments={"mask": mask, **attributes, **(address or {})})
+        qp_attr.ah_attr = module.AHAttr(gr=route, **fields)
+    call("ibv_modify_qp", pair.modify, qp_attr, mask, arguments={"mask": mask, **attributes, **(address or {})})
 
 
 def query_state(pair: Any) -> int:

@@ -166,9 +166,9 @@ class CompletionQueue(Resource):
         end = time.monotonic() + timeout_ms / 1e3
         spin_end, pause_s = time.monotonic() + _SPIN_S, _PAUSE_S
         while True:
-            found = self._next(qp_number)
-            if found is not None:
-                return found
+            completion = self._next(qp_number)
+            if completion is not None:
+                return completion
             now = time.monotonic()
             if now >= end:
                 raise ApiError(

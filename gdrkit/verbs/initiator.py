@@ -127,9 +127,9 @@ class Initiator:
         ApiError
             ibv_modify_qp failed, or the number of peers is not the number of queue pairs (EINVAL).
         """
-        told = [peer.to_dict() for peer in peers]
+        peer_fields = [peer.to_dict() for peer in peers]
         with _native.raise_as_verbs_error(peers=len(peers), reads_max=reads_max):
-            self._open().connect(told, reads_max=reads_max)
+            self._open().connect(peer_fields, reads_max=reads_max)
 
     def write(self, data: bytes | bytearray | memoryview, *, offset_bytes: int = 0) -> None:
         """Copy bytes into the local memory."""
@@ -183,7 +183,7 @@ class Initiator:
             if not 1 <= value < 2**32:
                 message = f"{name} {value} is not above 0"
                 raise UsageError(message)
-        told = self._run(
+        result = self._run(
             "run",
             remote,
             time_limit_s,
@@ -193,7 +193,7 @@ class Initiator:
             depth=depth,
             list_length=list_length,
         )
-        return Burst(elapsed_ns=told["elapsed_ns"], operations=operations, length_bytes=length_bytes)
+        return Burst(elapsed_ns=result["elapsed_ns"], operations=operations, length_bytes=length_bytes)
 
     def run_singly(
         self,
@@ -205,10 +205,10 @@ class Initiator:
         time_limit_s: float = _TIME_LIMIT_S,
     ) -> Latencies:
         """Run operations one by one on the first queue pair, and return the time of each; see :meth:`run`."""
-        told = self._run(
+        result = self._run(
             "run_singly", remote, time_limit_s, direction=direction, length_bytes=length_bytes, operations=operations
         )
-        return Latencies(times_ns=tuple(told["times_ns"]), length_bytes=length_bytes)
+        return Latencies(times_ns=tuple(result["times_ns"]), length_bytes=length_bytes)
 
     def close(self) -> None:
         """Destroy the queue pairs and the queue, then deregister and free the memory. A second close does nothing."""
@@ -231,15 +231,15 @@ class Initiator:
         options["slots"] = self._slots(remote, length_bytes, operations)
         native = self._open()
         with _native.raise_as_verbs_error(nic=self.nic_name, direction=direction.value, **options):
-            told: dict[str, Any] = getattr(native, name)(
+            result: dict[str, Any] = getattr(native, name)(
                 to_peer=direction is Direction.WRITE,
                 remote_address=remote.address,
                 remote_key=remote.rkey,
                 time_limit_s=time_limit_s,
                 **options,
             )
-        self._judge(told, direction, time_limit_s)
-        return told
+        self._check_result(result, direction, time_limit_s)
+        return result
 
     def _slots(self, remote: RemoteRange, length_bytes: int, operations: int) -> int:
         room_bytes = min(remote.length_bytes, self.memory_bytes)
@@ -248,26 +248,26 @@ class Initiator:
             raise UsageError(message)
         return min(room_bytes // length_bytes, 2**32 - 1)
 
-    def _judge(self, told: dict[str, Any], direction: Direction, time_limit_s: float) -> None:
-        if told["timed_out"]:
+    def _check_result(self, result: dict[str, Any], direction: Direction, time_limit_s: float) -> None:
+        if result["timed_out"]:
             raise ApiError(
                 api=Api.VERBS,
                 operation="ibv_poll_cq",
                 status=None,
                 status_name="no completion",
-                arguments={"nic": self.nic_name, "direction": direction.value, "done": told["done"]},
+                arguments={"nic": self.nic_name, "direction": direction.value, "done": result["done"]},
                 reason=Reason.TIMEOUT,
-                what_to_do="see that the peer lives and that its queue pairs are connected to these",
+                what_to_do="check that the peer process runs and that its queue pairs are connected to these",
                 detail=f"none within {time_limit_s:g} s",
             )
         Completion(
-            work_id=told["done"],
-            status=Status(told["status"]),
+            work_id=result["done"],
+            status=Status(result["status"]),
             request=f"rdma_{direction.value}",
             opcode=None,
             length_bytes=0,
             immediate=None,
-            vendor_error=told["vendor_error"],
+            vendor_error=result["vendor_error"],
             qp_number=0,
         ).expect()
 

@@ -111,10 +111,10 @@ class Nic(NicContext):
             raise UsageError(message)
         view = view.cast("B")
         keeper, address = _pyverbs.host_address(view)
-        made = _pyverbs.register_address(
+        native = _pyverbs.register_address(
             self.domain, address=address, length_bytes=view.nbytes, access=int(access), device=False
         )
-        return Region(self, made, length_bytes=view.nbytes, memory=view, keeper=keeper)
+        return Region(self, native, length_bytes=view.nbytes, memory=view, keeper=keeper)
 
     def register_pages(self, address: int, *, length_bytes: int, access: Access = _ALL_ACCESS) -> Region:
         """Register host memory by its address. The owner of the memory keeps it mapped until the region is closed.
@@ -127,10 +127,10 @@ class Nic(NicContext):
         if address <= 0 or length_bytes <= 0:
             message = f"{length_bytes} bytes at {address:#x} cannot be registered"
             raise UsageError(message)
-        made = _pyverbs.register_address(
+        native = _pyverbs.register_address(
             self.domain, address=address, length_bytes=length_bytes, access=int(access), device=False
         )
-        return Region(self, made, length_bytes=length_bytes, memory=None, keeper=None)
+        return Region(self, native, length_bytes=length_bytes, memory=None, keeper=None)
 
     def register_address(self, address: int, *, length_bytes: int, access: Access = _ALL_ACCESS) -> Region:
         """Register device memory by its address (peer memory). The owner of the memory keeps it allocated.
@@ -143,10 +143,10 @@ class Nic(NicContext):
         if address <= 0 or length_bytes <= 0:
             message = f"{length_bytes} bytes at {address:#x} cannot be registered"
             raise UsageError(message)
-        made = _pyverbs.register_address(
+        native = _pyverbs.register_address(
             self.domain, address=address, length_bytes=length_bytes, access=int(access), device=True
         )
-        return Region(self, made, length_bytes=length_bytes, memory=None, keeper=None)
+        return Region(self, native, length_bytes=length_bytes, memory=None, keeper=None)
 
     def register_dmabuf(self, source: DmabufRange, *, access: Access = _ALL_ACCESS) -> Region:
         """Register a range of a dma-buf.
@@ -166,7 +166,7 @@ class Nic(NicContext):
         ApiError
             EBADF: the descriptor is not open. EINVAL: it is not a dma-buf, or the range is not inside it.
         """
-        made = _pyverbs.register_dmabuf(
+        native = _pyverbs.register_dmabuf(
             self.domain,
             fd=source.fd,
             offset_bytes=source.offset_bytes,
@@ -174,7 +174,7 @@ class Nic(NicContext):
             iova=source.address,
             access=int(access),
         )
-        return Region(self, made, length_bytes=source.length_bytes, memory=None, keeper=None)
+        return Region(self, native, length_bytes=source.length_bytes, memory=None, keeper=None)
 
     def completion_queue(self, *, depth: int = 256, events: bool = False) -> CompletionQueue:
         """Create a completion queue for at least `depth` completions, with a completion channel if `events` is true."""

@@ -100,19 +100,19 @@ def query_ports(context: object) -> tuple[PortInfo, ...]:
     )
 
 
-def choose_gid(context: object, ports: tuple[PortInfo, ...], port: PortInfo, wanted: int | None) -> tuple[int, str]:
+def choose_gid(context: object, ports: tuple[PortInfo, ...], port: PortInfo, gid_index: int | None) -> tuple[int, str]:
     """Return the index and the GID that a port uses; :meth:`Nic.open` has the order of preference.
 
     Raises
     ------
     UsageError
-        The port has no GID, or none at the index `wanted`.
+        The port has no GID, or none at `gid_index`.
     """
     # The library needs space for the GID tables of all ports.
     rows = _pyverbs.query_gids(context, sum(each.gid_count for each in ports))
-    usable = [row for row in rows if row.port == port.number and wanted in {None, row.gid_index}]
+    usable = [row for row in rows if row.port == port.number and gid_index in {None, row.gid_index}]
     if not usable:
-        message = f"port {port.number} has no GID" + ("" if wanted is None else f" at index {wanted}")
+        message = f"port {port.number} has no GID" + ("" if gid_index is None else f" at index {gid_index}")
         raise UsageError(message)
 
     def preference(row: GidRow) -> tuple[bool, bool, bool, int]:

@@ -43,12 +43,12 @@ class Region(Resource):
     """
 
     def __init__(
-        self, nic: NicContext, made: NativeRegion, *, length_bytes: int, memory: memoryview | None, keeper: object
+        self, nic: NicContext, native: NativeRegion, *, length_bytes: int, memory: memoryview | None, keeper: object
     ) -> None:
         self.nic = nic
         self.length_bytes = length_bytes
         self.memory = memory
-        self._made = made
+        self._native = native
         self._keeper = keeper
         super().__init__("verbs.region", name="memory region", on_close=nic.on_close)
 
@@ -99,14 +99,14 @@ class Region(Resource):
         super().close()
 
     def _release(self) -> None:
-        self._made.close()
+        self._native.close()
         # The reference to a host buffer is dropped only now, because the buffer must not move while the NIC can access
         # it.
         self.memory = self._keeper = None
 
     def _open(self) -> NativeRegion:
         self._check_open()
-        return self._made
+        return self._native
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"lkey={self.lkey:#x}, rkey={self.rkey:#x}"

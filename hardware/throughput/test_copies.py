@@ -83,7 +83,7 @@ def test_copy_between_two_devices_beside_one_through_the_host(
         far.allocate(length_bytes) as target,
         PinnedMemory(near, length_bytes) as pinned,
         near.stream() as here,
-        far.stream() as there,
+        far.stream() as far_stream,
         peer_access(near, far),
     ):
 
@@ -96,18 +96,18 @@ def test_copy_between_two_devices_beside_one_through_the_host(
             for _ in range(repeats):
                 here.read_into(source, pinned.view())
                 here.synchronize()
-                there.write(target, pinned.view())
-                there.synchronize()
+                far_stream.write(target, pinned.view())
+                far_stream.synchronize()
 
         source.write(pattern.payload(length_bytes, seed=seed))
         for work in (direct, by_host):
             target.fill(0)
             work()
             pattern.check(target.read(), seed=seed)
-        found = meter.beside({"direct": direct, "by_host": by_host}, moved_bytes=length_bytes * repeats)
+        rates = meter.beside({"direct": direct, "by_host": by_host}, moved_bytes=length_bytes * repeats)
         pattern.check(target.read(), seed=seed)
-    if found:
-        evidence.number("direct_over_by_host_ratio", found["direct"].median / found["by_host"].median)
+    if rates:
+        evidence.number("direct_over_by_host_ratio", rates["direct"].median / rates["by_host"].median)
 
 
 @needs(cuda.device(), cuda.ipc)

@@ -50,17 +50,21 @@ def test_all_reduce(
     ranks = len(devices)
     common = ["--ranks", str(ranks), "--memory", memory, "--length-bytes", str(length_bytes)]
     common += ["--rounds", str(meter.turns_count), "--seed", str(seed), *options]
-    said = run_ranks(
+    output = run_ranks(
         [[sys.executable, "-m", "support.nccl_rank", "--rank", str(rank), *common] for rank in range(ranks)],
         folder=tmp_path,
         environ=with_suites({**os.environ, **ENVIRONMENT}),
         deadline_s=DEADLINE_S,
     )
-    told = [json.loads(lines[-1]) for lines in said]
-    evidence["nccl"] = {"version": told[0]["version"], "libraries": told[0]["libraries"], "environment": ENVIRONMENT}
+    results = [json.loads(lines[-1]) for lines in output]
+    evidence["nccl"] = {
+        "version": results[0]["version"],
+        "libraries": results[0]["libraries"],
+        "environment": ENVIRONMENT,
+    }
     if meter.is_on:
         # This is the traffic of each link: each of n devices sends and receives 2 (n - 1) / n of the bytes. The slowest
         # rank counts.
         carried_bytes = int(length_bytes * 2 * (ranks - 1) / ranks)
-        times_s = [max(each) for each in zip(*(rank["times_s"] for rank in told), strict=True)]
+        times_s = [max(each) for each in zip(*(rank["times_s"] for rank in results), strict=True)]
         meter.keep("bus", Rates.of(carried_bytes, times_s[WARM_UP_ROUNDS:]))

@@ -102,12 +102,12 @@ def test_latency(meter: Meter, nic: Nic, reach: Reach, seed: int, evidence: Evid
         prepare(memory, initiator, direction, 4 * KIB, seed)
         remote = memory.remote()
         initiator.run(direction, remote, length_bytes=length_bytes, operations=operations)
-        found = initiator.run_singly(direction, remote, length_bytes=length_bytes, operations=operations)
+        latencies = initiator.run_singly(direction, remote, length_bytes=length_bytes, operations=operations)
         check(memory, initiator, direction, min(4 * KIB, operations * length_bytes), seed)
     if meter.is_on:
-        ordered = sorted(found.times_ns)
-        for name, place in (("p50", 0.50), ("p99", 0.99)):
-            evidence.number(f"latency_us_{name}", ordered[int(len(ordered) * place)] / 1e3)
+        ordered = sorted(latencies.times_ns)
+        for name, quantile in (("p50", 0.50), ("p99", 0.99)):
+            evidence.number(f"latency_us_{name}", ordered[int(len(ordered) * quantile)] / 1e3)
         evidence.number("latency_us_min", ordered[0] / 1e3)
         meter.name_apis()
 
@@ -132,11 +132,11 @@ def test_every_pair_of_gpu_and_nic(
             distance = placement.distance(device.pci_bus_id, nic.name)
             evidence[name] = distance.name
             for direction in Direction:
-                found = _pair(meter, device, nic, route, direction, (length_bytes, operations, seed))
-                if found is not None:
+                rates = _pair(meter, device, nic, route, direction, (length_bytes, operations, seed))
+                if rates is not None:
                     meter.way(f"GPU{device.index}", nic.name, name=f"{name}_{direction.value}")
-                    meter.keep(f"{name}_{direction.value}", found)
-                    medians.setdefault((distance, direction), []).append(found.median)
+                    meter.keep(f"{name}_{direction.value}", rates)
+                    medians.setdefault((distance, direction), []).append(rates.median)
             evidence.route(device=device, nic=nic, way=route)
     for direction in Direction:
         near, far = medians.get((Distance.PIX, direction)), medians.get((Distance.SYS, direction))
@@ -164,12 +164,12 @@ def _pair(
             initiator.write(data)
         else:
             memory.write(data)
-        found = meter.repeat(
+        rates = meter.repeat(
             lambda: initiator.run(direction, remote, length_bytes=length_bytes, operations=operations, depth=8),
             moved_bytes=length_bytes * operations,
         )
         pattern.check(memory.read() if direction is Direction.WRITE else initiator.read(), seed=seed)
-    return found
+    return rates
 
 
 @DMABUF
@@ -203,10 +203,10 @@ def test_direct_beside_a_copy_through_the_host(
             memory.fill(0)
             work()
             pattern.check(memory.read(), seed=seed)
-        found = meter.beside({"direct": direct, "by_host": by_host}, moved_bytes=length_bytes * operations)
+        rates = meter.beside({"direct": direct, "by_host": by_host}, moved_bytes=length_bytes * operations)
         pattern.check(memory.read(), seed=seed)
-    if found:
-        evidence.number("direct_over_by_host_ratio", found["direct"].median / found["by_host"].median)
+    if rates:
+        evidence.number("direct_over_by_host_ratio", rates["direct"].median / rates["by_host"].median)
 
 
 @DMABUF
@@ -230,8 +230,8 @@ def test_aligned_beside_odd_addresses(meter: Meter, device: Device, nic: Nic, se
             pattern.check(memory.read(offset_bytes=offset_bytes, length_bytes=length_bytes), seed=seed)
         things = {name: lambda offset=offset: burst(offset) for name, offset in offsets.items()}
         memory.fill(0)
-        found = meter.beside(things, moved_bytes=length_bytes * operations)
+        rates = meter.beside(things, moved_bytes=length_bytes * operations)
         # Only the last one is checked. The others write the same bytes to other offsets of the same pages.
         pattern.check(memory.read(offset_bytes=offsets["odd"], length_bytes=length_bytes), seed=seed)
-    if found:
-        evidence.number("aligned_256_over_odd_ratio", found["aligned_256"].median / found["odd"].median)
+    if rates:
+        evidence.number("aligned_256_over_odd_ratio", rates["aligned_256"].median / rates["odd"].median)

@@ -98,7 +98,13 @@ class AgentContext:
             raise AgentError(errno.EBUSY, "operations are still in flight")
 
     def reserve_name(self, name: str, client: int) -> None:
-        """Reserve the name of a link for a client. EEXIST if another client has published it."""
+        """Reserve the name of a link for a client.
+
+        Raises
+        ------
+        AgentError
+            EEXIST: another client has published a link with this name.
+        """
         with self._lock:
             if self._owners.setdefault(name, client) != client:
                 raise AgentError(errno.EEXIST, f"{name} is already published by another process")

@@ -127,7 +127,7 @@ class RegisteredFile:
         self._handles: list[tuple[FileAccess, int, AgentSession]] = []
 
     def add(self, access: FileAccess, session: AgentSession) -> None:
-        """Register the file once more. If `access` grants a new right, open the file with it.
+        """Register the file once more. If `access` grants a new permission, open the file with it.
 
         The file owns `access` from now on, unless this method raises.
 
@@ -136,11 +136,12 @@ class RegisteredFile:
         AgentError
             The server replied with this errno. ESTALE: another file has the path now.
         """
-        is_new_right = not all(
-            any(getattr(known, right) for known, handle, _ in self._handles if handle) or not getattr(access, right)
-            for right in ("readable", "writable")
+        is_new_permission = not all(
+            any(getattr(known, permission) for known, handle, _ in self._handles if handle)
+            or not getattr(access, permission)
+            for permission in ("readable", "writable")
         )
-        if is_new_right:
+        if is_new_permission:
             self._handles.append((access, open_at_server(access, session), session))
         else:
             access.close()

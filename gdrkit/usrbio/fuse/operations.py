@@ -183,8 +183,8 @@ class Operations:
     def chown(self, path: str | None, uid: int, gid: int, fh: int | None = None) -> None:
         """Refuse to change the owner: all files of a store belong to one user."""
         attributes = self.getattr(path, fh)
-        for wanted, current in ((uid, attributes["st_uid"]), (gid, attributes["st_gid"])):
-            if wanted & _UNCHANGED not in {_UNCHANGED, current}:
+        for requested, current in ((uid, attributes["st_uid"]), (gid, attributes["st_gid"])):
+            if requested & _UNCHANGED not in {_UNCHANGED, current}:
                 raise _error(errno.EPERM)
 
     def truncate(self, path: str | None, length_bytes: int, fh: int | None = None) -> None:
