@@ -38,18 +38,18 @@ def test_every_cufile_error_number_has_its_name() -> None:
 
 def test_statistics_layout_is_that_of_the_bindings() -> None:
     # Each word contains its index, so that a field at a wrong offset has a wrong value.
-    form = _cufile.load().stats_level3_dtype
+    layout = _cufile.load().stats_level3_dtype
     version = _version()
-    words = b"".join(at.to_bytes(8, "little") for at in range(form.itemsize // 8))
-    basic = form["detailed"]["basic"]
+    words = b"".join(at.to_bytes(8, "little") for at in range(layout.itemsize // 8))
+    basic = layout["detailed"]["basic"]
     for name, value in _layout.basic_of(words, version=version).items():
         half = 8 if name.endswith("_err") else 0
         assert value * 8 == basic.fields[name.removesuffix("_err")][1] + half, name
     reads, writes = _layout.histograms_of(words, version=version)
-    detailed = form["detailed"].fields
+    detailed = layout["detailed"].fields
     assert (reads[0] * 8, writes[0] * 8) == (detailed["read_size_kb_hist"][1], detailed["write_size_kb_hist"][1])
     assert (len(reads), len(writes)) == (32, 32)
-    begin, of_gpu = form.fields["per_gpu_stats"][1], form["per_gpu_stats"].base.fields
+    begin, of_gpu = layout.fields["per_gpu_stats"][1], layout["per_gpu_stats"].base.fields
     _uuid, counters = next(iter(_layout.gpus_of(words, version=version)))
     assert len(counters) == len(of_gpu) - 1
     for name, value in counters.items():
@@ -63,16 +63,16 @@ def _version() -> int:
 
 
 def test_batch_parameter_layout_is_that_of_the_bindings() -> None:
-    made = bytes(memoryview(_cufile.io_parameters([(11, 1, 22, 33, 44, 55, 66)])))
-    form = _cufile.load().io_params_dtype
-    assert len(made) == form.itemsize
-    batch, inner = form.fields["u"][1], form["u"]["batch"].fields
-    places = {name: at for name, (_kind, at, *_) in form.fields.items()}
-    places |= {name: batch + at for name, (_kind, at, *_) in inner.items()}
-    found = {name: int.from_bytes(made[at : at + 4], "little") for name, at in places.items() if name != "u"}
-    assert (found["mode"], found["fh"], found["opcode"], found["cookie"]) == (1, 11, 1, 66)
-    assert (found["dev_ptr_base"], found["file_offset"], found["dev_ptr_offset"]) == (22, 33, 44)
-    assert found["size_"] == 55
+    parameters = bytes(memoryview(_cufile.io_parameters([(11, 1, 22, 33, 44, 55, 66)])))
+    layout = _cufile.load().io_params_dtype
+    assert len(parameters) == layout.itemsize
+    batch, inner = layout.fields["u"][1], layout["u"]["batch"].fields
+    offsets = {name: at for name, (_kind, at, *_) in layout.fields.items()}
+    offsets |= {name: batch + at for name, (_kind, at, *_) in inner.items()}
+    values = {name: int.from_bytes(parameters[at : at + 4], "little") for name, at in offsets.items() if name != "u"}
+    assert (values["mode"], values["fh"], values["opcode"], values["cookie"]) == (1, 11, 1, 66)
+    assert (values["dev_ptr_base"], values["file_offset"], values["dev_ptr_offset"]) == (22, 33, 44)
+    assert values["size_"] == 55
 
 
 @pytest.mark.parametrize("size_bytes", [0, 40, 5000])

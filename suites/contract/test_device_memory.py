@@ -148,8 +148,8 @@ def test_address_range_needs_the_current_context(device: Device) -> None:
             address_range(memory.address)
         assert refused.value.status == INVALID_CONTEXT
         with device.current():
-            found = address_range(memory.address)
-        assert found.base <= memory.address < found.base + found.length_bytes
+            allocation = address_range(memory.address)
+        assert allocation.base <= memory.address < allocation.base + allocation.length_bytes
 
 
 def test_copies_check_their_bounds_exactly(device: Device, seed: int) -> None:

@@ -213,8 +213,8 @@ def test_fresh_error_has_all_fields_and_no_traceback(error: errors.GdrkitError) 
     assert again is not error
     assert (str(again), again.args, again.__notes__) == (str(error), error.args, ["a note"])
     assert again.__notes__ is not error.__notes__
-    mine, theirs = vars(again) | {"causes": (), "__notes__": []}, vars(error) | {"causes": (), "__notes__": []}
-    assert mine == theirs
+    cloned, original = vars(again) | {"causes": (), "__notes__": []}, vars(error) | {"causes": (), "__notes__": []}
+    assert cloned == original
     assert (again.__traceback__, again.__cause__, again.__context__) == (None, None, None)
     if isinstance(error, OSError) and isinstance(again, OSError):
         assert (again.errno, again.strerror, again.filename) == (error.errno, error.strerror, error.filename)

@@ -1,4 +1,4 @@
-"""Open objects are counted, and actions run in the right order before their owner is released."""
+"""Open handles are counted, and release actions run in reverse order before their owner is released."""
 
 from __future__ import annotations
 
@@ -61,13 +61,13 @@ data = ShareHandle(
 gc.disable()
 for allocations in range(40):
     # The collector runs at each of the first allocations of live() in turn.
-    for thing in (
+    for owner in (
         DmabufRange(os.dup(0), offset_bytes=0, length_bytes=1, address=0),
         HandleMessage(data, [os.dup(0)]),
     ):
-        cycle = [thing]
+        cycle = [owner]
         cycle.append(cycle)
-    del thing, cycle
+    del owner, cycle
     gc.set_threshold(gc.get_count()[0] + allocations)
     gc.enable()
     handles.live()
@@ -90,15 +90,15 @@ def test_handles_of_many_threads_are_counted() -> None:
             handle.release()
         last.append(Handle(kind))
 
-    with_all = Handle("case.shared")
+    shared = Handle("case.shared")
     threads = [threading.Thread(target=work, args=(kind,)) for kind in kinds]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
-    found = handles.live()
-    assert {kind: found.get(kind) for kind in kinds} == dict.fromkeys(kinds, 1)
-    for handle in (*last, with_all):
+    live = handles.live()
+    assert {kind: live.get(kind) for kind in kinds} == dict.fromkeys(kinds, 1)
+    for handle in (*last, shared):
         handle.release()
     assert not set(handles.live()) & {*kinds, "case.shared"}
 
@@ -112,11 +112,11 @@ from gdrkit import handles
 held = [handles.Handle(f"case.{number}") for number in range(20000)]
 ending = threading.Event()
 
-def look():
+def poll():
     while not ending.is_set():
         handles.live()
 
-thread = threading.Thread(target=look, daemon=True)
+thread = threading.Thread(target=poll, daemon=True)
 thread.start()
 for _ in range(20):
     child = os.fork()
@@ -147,10 +147,10 @@ def test_actions_run_once_and_in_reverse_order() -> None:
 def test_removed_action_does_not_run() -> None:
     order: list[str] = []
     stack = ReleaseStack()
-    take_back = stack.push(lambda: order.append("no"))
+    remove_action = stack.push(lambda: order.append("no"))
     stack.push(lambda: order.append("yes"))
-    take_back()
-    take_back()
+    remove_action()
+    remove_action()
     stack.run()
     assert order == ["yes"]
 
@@ -158,8 +158,8 @@ def test_removed_action_does_not_run() -> None:
 def test_action_can_remove_another_action() -> None:
     order: list[str] = []
     stack = ReleaseStack()
-    take_back = stack.push(lambda: order.append("child"))
-    stack.push(take_back)
+    remove_action = stack.push(lambda: order.append("child"))
+    stack.push(remove_action)
     stack.run()
     assert order == []
     assert len(stack) == 0
@@ -170,13 +170,13 @@ def test_failed_action_is_raised_after_the_others_and_retried() -> None:
     failing = [ValueError("one"), KeyError("two")]
     stack = ReleaseStack()
 
-    def refuse(name: str) -> None:
+    def fail(name: str) -> None:
         order.append(name)
         if failing:
             raise failing.pop(0)
 
     for name in ("a", "b"):
-        stack.push(lambda name=name: refuse(name))  # type: ignore[misc]
+        stack.push(lambda name=name: fail(name))  # type: ignore[misc]
     stack.push(lambda: order.append("c"))
     with pytest.raises(ValueError, match="one") as caught:
         stack.run()
@@ -191,11 +191,11 @@ def test_failed_action_is_raised_after_the_others_and_retried() -> None:
 def test_run_after_adds_its_failure_as_a_note() -> None:
     stack = ReleaseStack()
 
-    def refuse() -> None:
+    def fail() -> None:
         message = "cannot undo"
         raise ValueError(message)
 
-    stack.push(refuse)
+    stack.push(fail)
     error = RuntimeError("first")
     stack.run_after(error)
     assert any("cannot undo" in note for note in error.__notes__)

@@ -23,23 +23,23 @@ _ASK = """
 import json, sys
 from gdrkit import cuda, verbs
 from gdrkit.errors import SetupMissing
-answers = []
+errors_of_calls = []
 for _ in range(2):
     try:
         {call}
     except SetupMissing as error:
-        answers.append([error.api.value, error.operation, error.errno, error.reason.value, error.what_to_do])
-print(json.dumps(answers))
+        errors_of_calls.append([error.api.value, error.operation, error.errno, error.reason.value, error.what_to_do])
+print(json.dumps(errors_of_calls))
 """
 
 
-def _ask(call: str, folder: Path) -> list[list[object]]:
+def _run_twice(call: str, folder: Path) -> list[list[object]]:
     environment = os.environ | {"LD_LIBRARY_PATH": str(folder)}
     code = _ASK.format(call=call)
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    answers: list[list[object]] = json.loads(done.stdout)
-    return answers
+    errors_of_calls: list[list[object]] = json.loads(done.stdout)
+    return errors_of_calls
 
 
 CALLS = [
@@ -48,21 +48,25 @@ CALLS = [
 ]
 
 
-def _one_kind_of_answer(answers: list[list[object]], *, operation: str, number: int, reason: Reason) -> None:
-    assert len(answers) == 2, "the second call must fail as the first one did"
-    assert answers[0] == answers[1]
-    _api, asked, said, why, what_to_do = answers[0]
-    assert (asked, said, why) == (operation, number, reason.value)
+def _assert_same_error_twice(
+    errors_of_calls: list[list[object]], *, operation: str, number: int, reason: Reason
+) -> None:
+    assert len(errors_of_calls) == 2, "the second call must fail as the first one did"
+    assert errors_of_calls[0] == errors_of_calls[1]
+    _api, failed_call, error_number, error_reason, what_to_do = errors_of_calls[0]
+    assert (failed_call, error_number, error_reason) == (operation, number, reason.value)
     assert what_to_do
 
 
 @pytest.mark.parametrize(("call", "soname"), CALLS)
 @pytest.mark.parametrize("size_bytes", [0, 3, 40, 5000])
 def test_truncated_library_is_reported_as_damaged(call: str, soname: str, size_bytes: int, tmp_path: Path) -> None:
-    whole = Path(sys.executable).resolve().read_bytes()
-    (tmp_path / soname).write_bytes(whole[:size_bytes])
-    answers = _ask(call, tmp_path)
-    _one_kind_of_answer(answers, operation=f"dlopen {soname}", number=errno.ENOEXEC, reason=Reason.LIBRARY_DAMAGED)
+    image = Path(sys.executable).resolve().read_bytes()
+    (tmp_path / soname).write_bytes(image[:size_bytes])
+    errors_of_calls = _run_twice(call, tmp_path)
+    _assert_same_error_twice(
+        errors_of_calls, operation=f"dlopen {soname}", number=errno.ENOEXEC, reason=Reason.LIBRARY_DAMAGED
+    )
 
 
 @pytest.mark.parametrize(
@@ -79,7 +83,7 @@ def test_truncated_library_is_reported_as_damaged(call: str, soname: str, size_b
             Reason.LIBRARY_WRONG_ABI,
         ),
         ("/x/device.so: undefined symbol: ibv_new_thing", errno.ELIBBAD, Reason.LIBRARY_WRONG_ABI),
-        ("something that no loader ever said", errno.ENOENT, Reason.LIBRARY_MISSING),
+        ("a message of no known loader", errno.ENOENT, Reason.LIBRARY_MISSING),
     ],
 )
 def test_loader_message_is_mapped_to_an_errno(words: str, number: int, reason: Reason) -> None:
@@ -97,16 +101,18 @@ def test_32_bit_library_is_reported_as_wrong_abi(call: str, soname: str, tmp_pat
     image = bytearray(Path(sys.executable).resolve().read_bytes()[:8192])
     image[4] = 1  # EI_CLASS: ELFCLASS32
     (tmp_path / soname).write_bytes(image)
-    answers = _ask(call, tmp_path)
-    _one_kind_of_answer(answers, operation=f"dlopen {soname}", number=errno.ELIBBAD, reason=Reason.LIBRARY_WRONG_ABI)
+    errors_of_calls = _run_twice(call, tmp_path)
+    _assert_same_error_twice(
+        errors_of_calls, operation=f"dlopen {soname}", number=errno.ELIBBAD, reason=Reason.LIBRARY_WRONG_ABI
+    )
 
 
 def test_libcuda_without_its_function_table_is_wrong_abi(tmp_path: Path) -> None:
     # Any other library can replace libcuda, because it lacks the function. The interpreter has mapped libm.
     mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/libm" in line}
     shutil.copy(next(path for path in sorted(mapped) if Path(path).name.startswith("libm")), tmp_path / "libcuda.so.1")
-    _one_kind_of_answer(
-        _ask("cuda.device_count()", tmp_path),
+    _assert_same_error_twice(
+        _run_twice("cuda.device_count()", tmp_path),
         operation="dlopen libcuda.so.1",
         number=errno.ELIBBAD,
         reason=Reason.LIBRARY_WRONG_ABI,

@@ -79,8 +79,8 @@ def test_rank_sees_all_devices_with_its_own_first() -> None:
 def test_first_line_of_rank_0_is_passed_to_the_others(tmp_path: Path) -> None:
     first = python("print('an id'); print('done')")
     other = python("import sys; print(sys.stdin.readline().strip().upper())")
-    said = run_ranks([first, other, other], folder=tmp_path, environ=os.environ, deadline_s=LONG_S)
-    assert said == [["an id", "done"], ["AN ID"], ["AN ID"]]
+    output = run_ranks([first, other, other], folder=tmp_path, environ=os.environ, deadline_s=LONG_S)
+    assert output == [["an id", "done"], ["AN ID"], ["AN ID"]]
 
 
 def test_deadlocked_ranks_end_at_the_deadline(tmp_path: Path) -> None:
@@ -95,11 +95,11 @@ def test_failed_rank_ends_the_others_with_their_stacks(tmp_path: Path) -> None:
     fails = python("import sys; sys.exit(f'no device for {sys.stdin.readline()}')")
     with pytest.raises(RankError, match=r"^rank 1 ended with 1\n") as caught:
         run_ranks([waits, fails], folder=tmp_path, environ=os.environ, deadline_s=LONG_S)
-    told = str(caught.value)
-    assert "--- rank 1: exit 1\nno device for " in told
+    message = str(caught.value)
+    assert "--- rank 1: exit 1\nno device for " in message
     # The stack of rank 0 shows the line that it was executing.
-    assert re.search(r'--- rank 0: was ended\nFatal Python error: Aborted[\s\S]*<string>", line 1', told)
-    number = re.search(r"no device for (\d+)", told)
+    assert re.search(r'--- rank 0: was ended\nFatal Python error: Aborted[\s\S]*<string>", line 1', message)
+    number = re.search(r"no device for (\d+)", message)
     assert number is not None
     with pytest.raises(ProcessLookupError):
         os.kill(int(number[1]), 0)

@@ -88,9 +88,9 @@ FAULTS = [
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault[0].replace(" ", "-"))
 def test_error_keeps_its_number(scene: Scene, tmp_path: Path, fault: tuple[str, str, str, int | None]) -> None:
     planned = scene.plan(tmp_path, *(rule for rule, *_ in FAULTS))
-    answers = planned.play_once("every_call", calls=[call for _, call, *_ in FAULTS])["calls"]
+    results = planned.play_once("every_call", calls=[call for _, call, *_ in FAULTS])["calls"]
     rule, _, operation, number = fault
-    failure = answers[FAULTS.index(fault)]["failure"]
+    failure = results[FAULTS.index(fault)]["failure"]
     assert (failure["operation"], failure["status"]) == (operation, int(rule.rpartition("=")[2]))
     assert failure["errno"] == number
 

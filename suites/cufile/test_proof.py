@@ -43,10 +43,10 @@ def test_route_follows_from_the_counters(delta: StatisticsSnapshot | None, route
     assert bool(proof.causes) is (state is not RouteState.PROVEN)
 
 
-@pytest.mark.parametrize(("version", "kept"), [(1150, False), (1180, True), (1200, True)])
-def test_sizes_that_cufile_1_15_discards_are_not_staged(version: int, kept: bool) -> None:  # noqa: FBT001
+@pytest.mark.parametrize(("version", "is_staged"), [(1150, False), (1180, True), (1200, True)])
+def test_sizes_that_cufile_1_15_discards_are_not_staged(version: int, is_staged: bool) -> None:  # noqa: FBT001
     """A driver of cuFile 1.15 ignored a staged batch size of 32 and used 128, or the 16 of cufile.json."""
-    assert parameters.keeps_staged_size(parameters.Size.IO_BATCHSIZE, version=version) is kept
+    assert parameters.keeps_staged_size(parameters.Size.IO_BATCHSIZE, version=version) is is_staged
     assert parameters.keeps_staged_size(parameters.Size.MAX_IO_THREADS, version=version)
 
 

@@ -40,11 +40,11 @@ def error_of(call: str, *, prefix: tuple[str, ...] = (), **environ: str) -> list
     command = [*prefix, sys.executable, "-c", CHILD.format(call=call)]
     child = subprocess.run(command, env=os.environ | environ, capture_output=True, text=True, check=False, timeout=60)
     assert child.stdout.count("\n") == 1, child.stdout + child.stderr
-    found: list[object] = json.loads(child.stdout)
-    return found
+    fields: list[object] = json.loads(child.stdout)
+    return fields
 
 
-def plan_at(folder: Path, text: str) -> str:
+def write_plan(folder: Path, text: str) -> str:
     path = folder / "plan"
     path.write_text(text)
     return str(path)
@@ -54,9 +54,9 @@ def plan_at(folder: Path, text: str) -> str:
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM])
 def test_missing_rdma_permission_names_the_files(tmp_path: Path, number: int) -> None:
     # The first ibv_open_device lists the ports and ignores the error. The second one is the requested open.
-    plan = plan_at(tmp_path, f"gdrkit-faults 1\nibv_open_device call=* errno={number}\n")
-    kind, api, operation, found, reason, what_to_do = error_of(OPEN_NIC, GDRKIT_TWINS_FAULTS=plan)
-    assert (kind, api, operation, found) == ("SetupMissing", "verbs", "ibv_open_device", number)
+    plan = write_plan(tmp_path, f"gdrkit-faults 1\nibv_open_device call=* errno={number}\n")
+    kind, api, operation, error_number, reason, what_to_do = error_of(OPEN_NIC, GDRKIT_TWINS_FAULTS=plan)
+    assert (kind, api, operation, error_number) == ("SetupMissing", "verbs", "ibv_open_device", number)
     assert reason == Reason.NO_PERMISSION.value
     assert "/dev/infiniband" in str(what_to_do)
 
@@ -64,12 +64,12 @@ def test_missing_rdma_permission_names_the_files(tmp_path: Path, number: int) ->
 @needs(cuda.device(), software(Api.CUDA))
 @pytest.mark.parametrize(("status", "reason"), [(100, Reason.NO_DEVICE), (304, Reason.OTHER), (999, Reason.OTHER)])
 def test_cuda_init_failure_has_advice(tmp_path: Path, status: int, reason: Reason) -> None:
-    plan = plan_at(tmp_path, f"gdrkit-faults 1\ncuInit call=* status={status}\n")
-    kind, api, operation, number, found, what_to_do = error_of("cuda.device_count()", GDRKIT_TWINS_FAULTS=plan)
+    plan = write_plan(tmp_path, f"gdrkit-faults 1\ncuInit call=* status={status}\n")
+    kind, api, operation, number, error_reason, what_to_do = error_of("cuda.device_count()", GDRKIT_TWINS_FAULTS=plan)
     assert (kind, api, operation) == ("SetupMissing", "cuda", "cuInit")
     # A CUresult is not an errno, so errno is None.
     assert number is None
-    assert found == reason.value
+    assert error_reason == reason.value
     assert what_to_do
 
 
@@ -96,7 +96,17 @@ MALFORMED = [
 @needs(verbs.nic(), cuda.device(), software(Api.VERBS), software(Api.CUDA))
 @pytest.mark.parametrize("text", MALFORMED)
 def test_malformed_fault_plan_is_refused_before_the_start(tmp_path: Path, text: str) -> None:
-    command = [sys.executable, "-m", "gdrkit", "run", "--software", "--faults", plan_at(tmp_path, text), "--", "true"]
+    command = [
+        sys.executable,
+        "-m",
+        "gdrkit",
+        "run",
+        "--software",
+        "--faults",
+        write_plan(tmp_path, text),
+        "--",
+        "true",
+    ]
     child = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert child.returncode == 2
     assert not child.stdout
@@ -115,7 +125,7 @@ def test_malformed_fault_plan_is_refused_before_the_start(tmp_path: Path, text: 
 def test_twin_with_a_malformed_plan_fails_at_its_first_call(
     tmp_path: Path, call: str, operation: str, number: int | None
 ) -> None:
-    plan = plan_at(tmp_path, "gdrkit-faults 1\nibv_reg_mr call=x errno=14\ncuMemAlloc_v2 call=x status=2\n")
-    _kind, _api, asked, found, _reason, what_to_do = error_of(call, GDRKIT_TWINS_FAULTS=plan)
-    assert (asked, found) == (operation, number)
+    plan = write_plan(tmp_path, "gdrkit-faults 1\nibv_reg_mr call=x errno=14\ncuMemAlloc_v2 call=x status=2\n")
+    _kind, _api, failed_call, error_number, _reason, what_to_do = error_of(call, GDRKIT_TWINS_FAULTS=plan)
+    assert (failed_call, error_number) == (operation, number)
     assert what_to_do

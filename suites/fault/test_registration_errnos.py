@@ -93,8 +93,13 @@ def test_failed_registration_leaves_nothing(
             assert isinstance(error, Unsupported)
         check(error, operation, number)
         assert handles.live() == before
-        found = cache.statistics()
-        assert (found.regions, found.registered_bytes, found.in_flight, found.leases) == (0, 0, 0, 0)
+        statistics = cache.statistics()
+        assert (statistics.regions, statistics.registered_bytes, statistics.in_flight, statistics.leases) == (
+            0,
+            0,
+            0,
+            0,
+        )
         cache.lease(memory).close()
 
 
@@ -146,8 +151,8 @@ def test_failed_deregistration_keeps_the_memory(device: Device, nics: tuple[Nic,
             memory.close()
         check(raised.value, "ibv_dereg_mr", number)
         assert not memory.closed
-        found = cache.statistics()
-        assert (found.regions, found.not_deregistered, found.registered_bytes) == (0, 1, 64 * KIB)
+        statistics = cache.statistics()
+        assert (statistics.regions, statistics.not_deregistered, statistics.registered_bytes) == (0, 1, 64 * KIB)
         memory.close()
         assert cache.statistics().registered_bytes == 0
 

@@ -56,12 +56,12 @@ mapped_memory = needs(a_gaudi.device(), a_gaudi.mapped_memory)
 )
 def test_invalid_export_arguments_are_refused(gaudi: Device, changed: dict[str, int]) -> None:
     with gaudi.allocate(SIZE) as memory:
-        wanted = {"fd": gaudi.fd, "addr": memory.address, "size": SIZE, "offset": 0, "flags": FLAGS, **changed}
+        arguments = {"fd": gaudi.fd, "addr": memory.address, "size": SIZE, "offset": 0, "flags": FLAGS, **changed}
         with pytest.raises(ApiError) as caught:
-            _hlthunk.call(EXPORT, **wanted)
+            _hlthunk.call(EXPORT, **arguments)
         assert (caught.value.api, caught.value.operation) == (Api.HLTHUNK, EXPORT)
         assert (caught.value.errno, caught.value.reason) == (errno.EINVAL, Reason.BAD_ARGUMENT)
-        assert dict(caught.value.arguments) == wanted
+        assert dict(caught.value.arguments) == arguments
         assert "hlthunk_device_memory_map" in caught.value.what_to_do
         # The memory is unchanged, and the next valid export succeeds.
         memory.export_dmabuf().close()

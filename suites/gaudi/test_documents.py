@@ -100,7 +100,7 @@ def test_export_of_host_memory_raises_unsupported(gaudi: Device) -> None:
             mapping.export_dmabuf()
         assert caught.value.reason is Reason.DMABUF_EXPORT_UNSUPPORTED
         assert "host memory" in caught.value.detail
-        with gaudi.query(mapping.address) as found:
-            assert found.dmabuf is None
+        with gaudi.query(mapping.address) as queried:
+            assert queried.dmabuf is None
     assert mapping.closed
     assert isinstance(mapping, product.HostMapping)

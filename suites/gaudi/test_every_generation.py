@@ -39,6 +39,6 @@ def test_cases_pass_on_generation(generation: str, passed_min: int) -> None:
         timeout=570,
     )
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
-    found = re.search(r"(\d+) passed", done.stdout)
-    assert found is not None
-    assert int(found[1]) >= passed_min
+    summary = re.search(r"(\d+) passed", done.stdout)
+    assert summary is not None
+    assert int(summary[1]) >= passed_min

@@ -59,42 +59,42 @@ def test_child_program_loads_the_twin() -> None:
 
 
 def test_facts_without_hardware_open_no_library(tmp_path: Path) -> None:
-    found = probe(HostTree(tmp_path), environment={"LD_LIBRARY_PATH": ""}, query_apis=False)
-    assert (found.gaudi, found.gaudi_failure, found.accelerators) == (None, None, ())
-    assert gaudi.device().check(found) == "hlthunk was not asked"
-    assert gaudi.mapped_memory.check(found) == gaudi.physical_memory.check(found) == "hlthunk was not asked"
+    file_facts = probe(HostTree(tmp_path), environment={"LD_LIBRARY_PATH": ""}, query_apis=False)
+    assert (file_facts.gaudi, file_facts.gaudi_failure, file_facts.accelerators) == (None, None, ())
+    assert gaudi.device().check(file_facts) == "hlthunk was not asked"
+    assert gaudi.mapped_memory.check(file_facts) == gaudi.physical_memory.check(file_facts) == "hlthunk was not asked"
 
 
 def test_gaudi_without_hl_thunk_is_a_failure_with_advice(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "LD_LIBRARY_PATH"}
-    found = probe(machine(tmp_path, None), environment=environment)
-    assert len(found.accelerators) == 1
-    assert found.gaudi_failure is not None
-    assert found.gaudi_failure.reason is Reason.LIBRARY_MISSING
-    assert "habanalabs" in found.gaudi_failure.what_to_do
-    assert "dlopen libhl-thunk.so" in str(gaudi.device().check(found))
+    file_facts = probe(machine(tmp_path, None), environment=environment)
+    assert len(file_facts.accelerators) == 1
+    assert file_facts.gaudi_failure is not None
+    assert file_facts.gaudi_failure.reason is Reason.LIBRARY_MISSING
+    assert "habanalabs" in file_facts.gaudi_failure.what_to_do
+    assert "dlopen libhl-thunk.so" in str(gaudi.device().check(file_facts))
 
 
 @pytest.mark.parametrize("driver", ["habanalabs", None])
 @needs(gaudi.device())
 def test_gaudi_seen_only_in_files_is_unknown(facts: Facts, tmp_path: Path, driver: str | None) -> None:
     """Report unknown: the files may be mounted, and there is no other source to compare them with."""
-    found = probe(machine(tmp_path, driver), query_apis=False)
+    file_facts = probe(machine(tmp_path, driver), query_apis=False)
     assert facts.gaudi is not None
     real = dataclasses.replace(facts.gaudi.libraries[0], soname="libhl-thunk.so", notes=(), error=None)
-    asked = dataclasses.replace(found, gaudi=dataclasses.replace(facts.gaudi, libraries=(real,)))
-    assert substrates_of_facts(asked)["hlthunk"] is Substrate.UNKNOWN
+    disagreeing = dataclasses.replace(file_facts, gaudi=dataclasses.replace(facts.gaudi, libraries=(real,)))
+    assert substrates_of_facts(disagreeing)["hlthunk"] is Substrate.UNKNOWN
 
 
 @pytest.mark.parametrize("generation", ["gaudi2", "gaudi3"])
 @needs(gaudi.device())
 def test_machine_with_gaudis_has_a_profile(facts: Facts, tmp_path: Path, generation: str) -> None:
-    found = probe(machine(tmp_path, "habanalabs"), query_apis=False)
+    file_facts = probe(machine(tmp_path, "habanalabs"), query_apis=False)
     assert facts.gaudi is not None
     devices = tuple(dataclasses.replace(device, generation=generation) for device in facts.gaudi.devices)
-    there = dataclasses.replace(found, gaudi=dataclasses.replace(facts.gaudi, devices=devices))
-    assert choose_profile(load_profiles(), there, {"hlthunk": "hardware"}).name == generation
-    assert choose_profile(load_profiles(), found, {"hlthunk": "hardware"}).name == "any"
+    with_devices = dataclasses.replace(file_facts, gaudi=dataclasses.replace(facts.gaudi, devices=devices))
+    assert choose_profile(load_profiles(), with_devices, {"hlthunk": "hardware"}).name == generation
+    assert choose_profile(load_profiles(), file_facts, {"hlthunk": "hardware"}).name == "any"
 
 
 @pytest.mark.parametrize(

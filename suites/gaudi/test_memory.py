@@ -40,13 +40,13 @@ WITH_NIC = needs(a_gaudi.device(), verbs.nic(), verbs.dmabuf_region)
 @A_GAUDI
 def test_device_opens_by_number_bus_id_and_module() -> None:
     for info in list_devices():
-        wanted: list[dict[str, Any]] = [
+        selections: list[dict[str, Any]] = [
             {"number": info.number},
             {"pci_bus_id": info.pci_bus_id},
             {"module_id": info.module_id},
         ]
-        for which in wanted:
-            with Device(**which) as device:
+        for selection in selections:
+            with Device(**selection) as device:
                 assert (device.pci_bus_id, device.module_id) == (info.pci_bus_id, info.module_id)
                 assert device.generation is info.generation
 
@@ -272,16 +272,16 @@ def test_peer_writes_into_a_part_of_a_pool(gaudi: Device, nic: Nic, peer: Peer, 
 @A_GAUDI
 def test_address_query_returns_the_fields_of_ucx(gaudi: Device) -> None:
     with gaudi.allocate(100_000) as memory, gaudi.pool(MIB) as pool, gaudi.map_host(bytearray(9000)) as mapping:
-        with gaudi.query(memory.address + 4097, length_bytes=10) as found:
-            assert (found.kind, found.device, found.base) == (MemoryKind.GAUDI, gaudi, memory.address)
-            assert found.length_bytes >= 100_000
-            assert found.dmabuf is not None
-            assert (found.dmabuf.offset_bytes, found.dmabuf.address) == (4097, memory.address + 4097)
-        with gaudi.query(pool.address + 128) as found:
-            assert found.dmabuf is not None
-            assert (found.base, found.length_bytes, found.dmabuf.offset_bytes) == (pool.address, MIB, 128)
-        with gaudi.query(mapping.address + 1) as found:
-            assert (found.kind, found.base, found.dmabuf) == (MemoryKind.HOST, mapping.address, None)
+        with gaudi.query(memory.address + 4097, length_bytes=10) as queried:
+            assert (queried.kind, queried.device, queried.base) == (MemoryKind.GAUDI, gaudi, memory.address)
+            assert queried.length_bytes >= 100_000
+            assert queried.dmabuf is not None
+            assert (queried.dmabuf.offset_bytes, queried.dmabuf.address) == (4097, memory.address + 4097)
+        with gaudi.query(pool.address + 128) as queried:
+            assert queried.dmabuf is not None
+            assert (queried.base, queried.length_bytes, queried.dmabuf.offset_bytes) == (pool.address, MIB, 128)
+        with gaudi.query(mapping.address + 1) as queried:
+            assert (queried.kind, queried.base, queried.dmabuf) == (MemoryKind.HOST, mapping.address, None)
         assert isinstance(pool, MemoryPool)
         assert isinstance(mapping, HostMapping)
         for address, length_bytes in ((memory.address - 1, 1), (memory.address, 1 << 30), (0, 1)):

@@ -105,11 +105,11 @@ def exchange(importer: Importer, memory: GaudiMemory, *, seed: int, iterations: 
     with region:
         for iteration in range(iterations):
             offset_bytes = next(offsets)
-            there, back = (pattern.payload(ACCESS_BYTES, seed=seed + 2 * iteration + which) for which in (0, 1))
-            importer.write(region, there, offset_bytes=offset_bytes)
-            assert memory.read(offset_bytes=offset_bytes, length_bytes=ACCESS_BYTES) == there
-            memory.write(back, offset_bytes=offset_bytes)
-            assert importer.read(region, offset_bytes=offset_bytes, length_bytes=ACCESS_BYTES) == back
+            to_device, to_host = (pattern.payload(ACCESS_BYTES, seed=seed + 2 * iteration + which) for which in (0, 1))
+            importer.write(region, to_device, offset_bytes=offset_bytes)
+            assert memory.read(offset_bytes=offset_bytes, length_bytes=ACCESS_BYTES) == to_device
+            memory.write(to_host, offset_bytes=offset_bytes)
+            assert importer.read(region, offset_bytes=offset_bytes, length_bytes=ACCESS_BYTES) == to_host
 
 
 def anywhere(seed: int, *, begin: int, end: int) -> Iterator[int]:

@@ -31,8 +31,8 @@ TERMINATE = "kill $!; wait $!\n"
 
 def blocks(document: str, language: str) -> list[str]:
     """Return the code blocks of a document that are in a language."""
-    found = BLOCK.findall((PROJECT_ROOT / "docs" / document).read_text())
-    return [text for block_language, text in found if block_language == language]
+    blocks = BLOCK.findall((PROJECT_ROOT / "docs" / document).read_text())
+    return [text for block_language, text in blocks if block_language == language]
 
 
 def is_in_document(output: str, document: str) -> bool:

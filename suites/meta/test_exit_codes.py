@@ -25,9 +25,9 @@ def nox(*arguments: str, path: str | None = None) -> subprocess.CompletedProcess
 def vendor_machine(tmp_path: Path) -> str:
     """A PATH that has a vendor's RDMA stack and no C++ compiler."""
     for name in ("bash", "dpkg-query", "git"):
-        found = shutil.which(name)
-        if found:
-            (tmp_path / name).symlink_to(found)
+        program = shutil.which(name)
+        if program:
+            (tmp_path / name).symlink_to(program)
     vendor = tmp_path / "ofed_info"
     vendor.write_text("#!/bin/sh\n")
     vendor.chmod(0o755)

@@ -42,9 +42,9 @@ def folder(tmp_path: Path) -> Path:
     for name in PROGRAMS:
         write_script(programs / name, "exit 0")
     for name in ("bash", "sh", "sleep", "env", "git", "dirname"):
-        found = shutil.which(name)
-        if found:
-            (programs / name).symlink_to(found)
+        program = shutil.which(name)
+        if program:
+            (programs / name).symlink_to(program)
     (tmp_path / "kernel" / "boot").mkdir(parents=True)
     (tmp_path / "kernel" / "boot" / "vmlinuz-1").touch()
     (tmp_path / "kernel" / "ready").touch()

@@ -205,15 +205,15 @@ class CacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def no_region_of_ours_outlives_its_memory(self) -> None:
-        found = self.cache.statistics()
-        assert (found.in_flight, found.waiting, found.not_deregistered) == (0, 0, 0)
-        assert found.leases == sum(held.open for held in self.held)
+        statistics = self.cache.statistics()
+        assert (statistics.in_flight, statistics.waiting, statistics.not_deregistered) == (0, 0, 0)
+        assert statistics.leases == sum(held.open for held in self.held)
         leased = len({held.owner for held in self.held if held.open})
-        assert found.regions <= REGIONS_MAX + leased
+        assert statistics.regions <= REGIONS_MAX + leased
         # One region per NIC for each unlinked leased entry and for each linked entry.
-        assert found.registered_bytes <= (found.regions + found.leases) * SIZE
+        assert statistics.registered_bytes <= (statistics.regions + statistics.leases) * SIZE
         if not any(owner.is_raw for _remote, owner in self.keys):
-            assert found.regions <= len(self.alive)
+            assert statistics.regions <= len(self.alive)
 
     def _end_leases(self, owner: Owned) -> None:
         for held in self.held:

@@ -87,13 +87,13 @@ def test_handle_round_trips(handle: ShareHandle) -> None:
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(handles(), st.data())
 def test_changed_handle_is_refused(handle: ShareHandle, data: st.DataObject) -> None:
-    right = handle.pack()
+    valid = handle.pack()
     at = data.draw(st.integers(0, SHARE_HANDLE_BYTES - 1))
     put = data.draw(st.binary(min_size=1, max_size=32))
-    changed = right[:at] + put + right[at + len(put) :]
-    refused(right[:at])
-    refused(right[:at] + put + right[at:])
-    if changed != right:
+    changed = valid[:at] + put + valid[at + len(put) :]
+    refused(valid[:at])
+    refused(valid[:at] + put + valid[at:])
+    if changed != valid:
         refused(changed)
 
 

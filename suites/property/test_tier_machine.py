@@ -288,8 +288,8 @@ class TierMachine(RuleBasedStateMachine):
     @invariant()
     def who_has_a_file_open_reads_it(self) -> None:
         for each in self.readers:
-            wanted = self.model[each.name] if each.frozen is None else each.frozen
-            assert os.pread(each.file.fileno(), 2 * SIZE_MAX, 0) == wanted
+            expected = self.model[each.name] if each.frozen is None else each.frozen
+            assert os.pread(each.file.fileno(), 2 * SIZE_MAX, 0) == expected
 
     def _on_disk(self) -> Iterator[tuple[str, str, bytes]]:
         for tier, name in itertools.product(self.configuration.tiers, FILES):

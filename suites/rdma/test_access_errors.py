@@ -26,10 +26,10 @@ pytestmark = pytest.mark.qualify
 
 
 @pytest.mark.parametrize("reach", KINDS, indirect=True)
-def test_wrong_key_is_refused(nic: Nic, peer: Peer, seed: int, reach: Reach) -> None:
+def test_outside_key_is_refused(nic: Nic, peer: Peer, seed: int, reach: Reach) -> None:
     with reach.memory() as memory, joined(nic, peer) as theirs:
-        right = memory.remote(length_bytes=4 * KIB)
-        theirs.write(replace(right, rkey=right.rkey ^ 0x0100_0001), seed=seed).expect(Status.REM_ACCESS_ERR)
+        valid = memory.remote(length_bytes=4 * KIB)
+        theirs.write(replace(valid, rkey=valid.rkey ^ 0x0100_0001), seed=seed).expect(Status.REM_ACCESS_ERR)
         assert memory.read() == UNTOUCHED
 
 
@@ -46,11 +46,11 @@ def test_access_one_byte_out_of_bounds_is_refused(
     nic: Nic, peer: Peer, seed: int, reach: Reach, begin: int, length_bytes: int
 ) -> None:
     with reach.memory() as memory, joined(nic, peer) as theirs:
-        right = memory.remote()
+        valid = memory.remote()
         # A region may begin at address 0 (a DmaBufMR does). The byte before it is then the last possible address.
-        address = (right.address + begin) % 2**64
-        wrong = RemoteRange(address=address, rkey=right.rkey, length_bytes=length_bytes)
-        theirs.write(wrong, seed=seed).expect(Status.REM_ACCESS_ERR)
+        address = (valid.address + begin) % 2**64
+        outside = RemoteRange(address=address, rkey=valid.rkey, length_bytes=length_bytes)
+        theirs.write(outside, seed=seed).expect(Status.REM_ACCESS_ERR)
         assert memory.read() == UNTOUCHED
 
 
@@ -91,8 +91,8 @@ def test_requests_after_an_error_are_flushed(nic: Nic, peer: Peer, seed: int) ->
         theirs = peer.queue_pair()
         theirs.join(ours)
         buffer = peer.buffer(4 * KIB, seed=seed)
-        wrong = replace(region.remote(), rkey=region.rkey ^ 0x0100_0001)
-        theirs.post_write(buffer, wrong, work_id=1)
+        outside = replace(region.remote(), rkey=region.rkey ^ 0x0100_0001)
+        theirs.post_write(buffer, outside, work_id=1)
         theirs.post_write(buffer, region.remote(), work_id=2)
         first, second = theirs.wait(), theirs.wait()
         assert (first.work_id, first.status) == (1, Status.REM_ACCESS_ERR)

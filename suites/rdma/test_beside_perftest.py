@@ -96,19 +96,19 @@ def test_initiator_and_perftest_transfer_all_bytes(
     evidence["operations"] = {**shape, "rounds": rounds}
     evidence["in_turn_gb_per_s"] = {"initiator": ours, "perftest": theirs}
     # perftest prints 0 if it cannot determine the frequency of the processor.
-    told = [rate for rate in theirs[1:] if rate]
-    if told:
-        evidence.number("rounds_count", len(told))
-        mine, perftests = statistics.median(ours[1:]), statistics.median(told)
-        evidence.number("initiator_gb_per_s_median", mine)
-        evidence.number("perftest_gb_per_s_median", perftests)
-        evidence.number("initiator_over_perftest_ratio", mine / perftests)
+    perftest_rates = [rate for rate in theirs[1:] if rate]
+    if perftest_rates:
+        evidence.number("rounds_count", len(perftest_rates))
+        initiator_median, perftest_median = statistics.median(ours[1:]), statistics.median(perftest_rates)
+        evidence.number("initiator_gb_per_s_median", initiator_median)
+        evidence.number("perftest_gb_per_s_median", perftest_median)
+        evidence.number("initiator_over_perftest_ratio", initiator_median / perftest_median)
 
 
 def test_perftest_output_is_parsed() -> None:
     # The unit MB of perftest is MiB.
-    found = perftest.parse(PRINTED)
-    assert (found.length_bytes, found.operations, round(found.bytes_per_s)) == (65536, 512, 31845253)
+    parsed = perftest.parse(PRINTED)
+    assert (parsed.length_bytes, parsed.operations, round(parsed.bytes_per_s)) == (65536, 512, 31845253)
 
 
 @pytest.mark.parametrize(

@@ -65,9 +65,9 @@ def test_burst_of_reads_by_queue_pairs_reads_every_slot(nic: Nic, reach: Reach, 
 @pytest.mark.parametrize("direction", Direction)
 def test_single_operations_are_timed_one_by_one(nic: Nic, reach: Reach, direction: Direction) -> None:
     with reach.memory(length_bytes=64) as memory, initiating(nic, memory_bytes=64) as initiator:
-        found = initiator.run_singly(direction, memory.remote(), length_bytes=8, operations=20)
-    assert len(found.times_ns) == 20
-    assert min(found.times_ns) > 0
+        latencies = initiator.run_singly(direction, memory.remote(), length_bytes=8, operations=20)
+    assert len(latencies.times_ns) == 20
+    assert min(latencies.times_ns) > 0
 
 
 @needs(verbs.nic())

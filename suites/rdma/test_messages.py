@@ -27,8 +27,8 @@ def test_message_arrives_with_its_immediate(nic: Nic, peer: Peer, seed: int) -> 
         theirs.join(ours)
         ours.post_receive(region, work_id=7)
         theirs.send(seed=seed, length_bytes=5001, immediate=0xDEADBEEF).expect(Status.SUCCESS)
-        got = ours.wait_received(5_000).expect(Status.SUCCESS)
-    assert (got.work_id, got.length_bytes, got.immediate) == (7, 5001, 0xDEADBEEF)
+        received = ours.wait_received(5_000).expect(Status.SUCCESS)
+    assert (received.work_id, received.length_bytes, received.immediate) == (7, 5001, 0xDEADBEEF)
     pattern.check(memoryview(data)[:5001], seed=seed)
     assert data[5001:] == bytes(8 * KIB - 5001)
 
@@ -41,9 +41,9 @@ def test_write_with_immediate_notifies_the_owner(nic: Nic, peer: Peer, seed: int
         theirs.join(ours)
         ours.post_receive((), work_id=3)
         theirs.write(region.remote(), seed=seed, immediate=41).expect(Status.SUCCESS)
-        got = ours.wait_received(5_000).expect(Status.SUCCESS)
+        received = ours.wait_received(5_000).expect(Status.SUCCESS)
         pattern.check(data, seed=seed)
-    assert (got.work_id, got.immediate) == (3, 41)
+    assert (received.work_id, received.immediate) == (3, 41)
 
 
 def test_completion_queue_with_events_waits_for_an_event(nic: Nic, peer: Peer, seed: int) -> None:
@@ -65,10 +65,10 @@ def test_message_longer_than_the_receive_fails_on_both_sides(nic: Nic, peer: Pee
         theirs.join(ours)
         ours.post_receive(region, work_id=1)
         # The specification (9.9.3) has an invalid request and a length error. rxe reports an operation error for both.
-        there = theirs.send(seed=seed, length_bytes=4 * KIB + 1).status
-        here = ours.wait_received(5_000).status
-    assert there in {Status.REM_INV_REQ_ERR, Status.REM_OP_ERR}
-    assert here in {Status.LOC_LEN_ERR, Status.LOC_QP_OP_ERR}
+        sent_status = theirs.send(seed=seed, length_bytes=4 * KIB + 1).status
+        received_status = ours.wait_received(5_000).status
+    assert sent_status in {Status.REM_INV_REQ_ERR, Status.REM_OP_ERR}
+    assert received_status in {Status.LOC_LEN_ERR, Status.LOC_QP_OP_ERR}
 
 
 def test_message_without_a_receive_is_retried_and_fails(nic: Nic, peer: Peer, seed: int) -> None:

@@ -73,8 +73,8 @@ def test_other_part_of_a_registered_allocation_is_a_hit(device: Device, nic: Nic
             cache.lease(one).close()
             cache.lease(other).close()
         cache.lease(memory).close()
-        found = cache.statistics()
-        assert (found.registrations, found.hits, found.registered_bytes) == (1, 2, MIB)
+        statistics = cache.statistics()
+        assert (statistics.registrations, statistics.hits, statistics.registered_bytes) == (1, 2, MIB)
 
 
 @LEDGER
@@ -99,8 +99,13 @@ def test_changed_buffer_id_at_the_same_address_is_a_miss(device: Device, nic: Ni
             with cuda.borrow(device, again.address, length_bytes=2 * MIB) as memory:
                 memory.fill(0x5A)
                 with cache.lease(memory) as lease:
-                    found = cache.statistics()
-                    assert (found.hits, found.misses, found.invalidations, found.regions) == (0, 2, 1, 1)
+                    statistics = cache.statistics()
+                    assert (statistics.hits, statistics.misses, statistics.invalidations, statistics.regions) == (
+                        0,
+                        2,
+                        1,
+                        1,
+                    )
                     theirs.write(lease.remote(nic, length_bytes=4 * KIB), seed=seed).expect(Status.SUCCESS)
                     pattern.check(memory.read(length_bytes=4 * KIB), seed=seed)
                 theirs.write(stale, seed=seed + 1).expect(Status.REM_ACCESS_ERR)
@@ -183,8 +188,8 @@ def test_eviction_by_count_is_lru_and_skips_leased_entries(space: Space, nic: Ni
         for memory in memories[1:]:
             cache.lease(memory).close()
         # The first one is leased, so the others were evicted one after the other.
-        found = cache.statistics()
-        assert (found.regions, found.evictions, found.registered_bytes) == (2, 2, 128 * KIB)
+        statistics = cache.statistics()
+        assert (statistics.regions, statistics.evictions, statistics.registered_bytes) == (2, 2, 128 * KIB)
         first.close()
         cache.lease(memories[3]).close()
         cache.lease(memories[0]).close()

@@ -104,6 +104,6 @@ def test_interrupted_waiter_keeps_no_lease(space: Space, nic: Nic, *, after: boo
                 cache.lease(memory)
             owner.join(30)
             stopper.join(30)
-        found = cache.statistics()
-        assert (found.leases, found.waiting, found.in_flight) == (0, 0, 0)
+        statistics = cache.statistics()
+        assert (statistics.leases, statistics.waiting, statistics.in_flight) == (0, 0, 0)
         cache.lease(memory).close()

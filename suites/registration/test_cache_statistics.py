@@ -112,10 +112,10 @@ def test_limit_of_bytes_counts_from_both_sides(nic: Nic, bytes_max: int, regions
     with HostMemory(SIZE) as one, HostMemory(SIZE) as other, RegionCache([nic], bytes_max=bytes_max) as cache:
         for memory in (one, other):
             cache.lease(memory).close()
-        found = cache.statistics()
-        assert (found.regions, found.registered_bytes) == (regions, regions * SIZE)
+        statistics = cache.statistics()
+        assert (statistics.regions, statistics.registered_bytes) == (regions, regions * SIZE)
         # Memory that is larger than the limit is registered for its lease only, which is no eviction.
-        assert found.evictions == (2 - regions if regions else 0)
+        assert statistics.evictions == (2 - regions if regions else 0)
 
 
 def test_cache_without_arguments_has_the_documented_limits(nic: Nic) -> None:

@@ -88,9 +88,13 @@ def test_threads_share_one_registration_per_key(space: Space, nic: Nic) -> None:
     with memories(space, 4) as held, RegionCache([nic]) as cache:
         cache.lease(held[0]).close()
         together(lambda index: cache.lease(held[index % 4]).close())
-        found = cache.statistics()
-        assert (found.registrations, found.regions, found.hits + found.misses) == (4, 4, THREADS + 1)
-        assert (found.leases, found.in_flight, found.waiting) == (0, 0, 0)
+        statistics = cache.statistics()
+        assert (statistics.registrations, statistics.regions, statistics.hits + statistics.misses) == (
+            4,
+            4,
+            THREADS + 1,
+        )
+        assert (statistics.leases, statistics.in_flight, statistics.waiting) == (0, 0, 0)
 
 
 @LEDGER
@@ -105,9 +109,9 @@ def test_concurrent_lookups_of_one_key_register_once(space: Space, nic: Nic) -> 
 
         assert len(set(together(lease))) == 1
         assert calls(Api.VERBS)[registering(space)] == before + 1
-        found = cache.statistics()
-        assert (found.registrations, found.hits + found.misses) == (1, THREADS)
-        assert (found.leases, found.in_flight, found.waiting) == (0, 0, 0)
+        statistics = cache.statistics()
+        assert (statistics.registrations, statistics.hits + statistics.misses) == (1, THREADS)
+        assert (statistics.leases, statistics.in_flight, statistics.waiting) == (0, 0, 0)
 
 
 @LEDGER
@@ -170,8 +174,8 @@ def test_waiting_lease_misses_after_invalidate(space: Space, nic: Nic) -> None:
                 assert cache.statistics().in_flight == 1
             old = first.result(30)
             assert second.result(30) == old != key
-        found = cache.statistics()
-        assert (found.registrations, found.regions, found.registered_bytes) == (2, 1, 64 * KIB)
+        statistics = cache.statistics()
+        assert (statistics.registrations, statistics.regions, statistics.registered_bytes) == (2, 1, 64 * KIB)
         with cache.lease(memory) as held:
             assert held.remote(nic).rkey == key
 
@@ -210,9 +214,14 @@ def test_random_lookups_and_invalidations_leave_no_region(space: Space, nic: Nic
                         assert lease.remote(nic).address == memory.address + index
 
         assert not [outcome for outcome in together(work) if outcome is not None]
-        found = cache.statistics()
-        assert (found.leases, found.in_flight, found.waiting, found.not_deregistered) == (0, 0, 0, 0)
-        assert found.regions <= 3
-        assert found.registered_bytes == found.regions * 64 * KIB
+        statistics = cache.statistics()
+        assert (statistics.leases, statistics.in_flight, statistics.waiting, statistics.not_deregistered) == (
+            0,
+            0,
+            0,
+            0,
+        )
+        assert statistics.regions <= 3
+        assert statistics.registered_bytes == statistics.regions * 64 * KIB
         with cache.lease(held[0]) as lease:
             theirs.write(lease.remote(nic), seed=seed).expect(Status.SUCCESS)

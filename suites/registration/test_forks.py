@@ -122,14 +122,14 @@ def test_objects_of_verbs_stay_when_a_child_closes_them(nic: Nic) -> None:
     with (
         verbs.Nic.open(nic.name, port=nic.port.number) as own,
         HostMemory(4096) as memory,
-        register(memory, [own]) as made,
+        register(memory, [own]) as registration,
         own.completion_queue() as queue,
         own.queue_pair(queue) as pair,
     ):
 
         def child() -> None:
             before = calls(Api.VERBS)
-            for each in (pair, queue, made.region(own), made, own):
+            for each in (pair, queue, registration.region(own), registration, own):
                 each.close()
             assert calls(Api.VERBS) == before
             # The child can close the objects that it created.

@@ -43,8 +43,13 @@ def test_leases_ending_during_invalidate_deregister_once(space: Space, nic: Nic)
             with ThreadPoolExecutor(4) as threads:
                 list(threads.map(begin, actions))
             assert calls(Api.VERBS).get(DEREGISTER, 0) == before + 1
-            found = cache.statistics()
-            assert (found.leases, found.regions, found.registered_bytes, found.not_deregistered) == (0, 0, 0, 0)
+            statistics = cache.statistics()
+            assert (
+                statistics.leases,
+                statistics.regions,
+                statistics.registered_bytes,
+                statistics.not_deregistered,
+            ) == (0, 0, 0, 0)
 
 
 @pytest.mark.parametrize("who", ["free", "close"])
@@ -71,8 +76,8 @@ def test_free_retries_a_failed_deregistration(space: Space, nic: Nic) -> None:
             memory.close()
             with pytest.raises(ApiError):
                 going.result(30)
-        found = cache.statistics()
-        assert (found.registered_bytes, found.not_deregistered) == (0, 0)
+        statistics = cache.statistics()
+        assert (statistics.registered_bytes, statistics.not_deregistered) == (0, 0)
 
 
 def test_free_with_an_unlinked_lease_is_refused_at_once(space: Space, nic: Nic) -> None:
@@ -97,5 +102,5 @@ def test_frees_and_evictions_of_the_same_memory_in_two_threads(space: Space, nic
                 with ThreadPoolExecutor(2) as threads:
                     for done in (threads.submit(memory.close), threads.submit(evict)):
                         done.result(30)
-        found = cache.statistics()
-        assert (found.regions, found.registered_bytes, found.not_deregistered) == (1, 64 * KIB, 0)
+        statistics = cache.statistics()
+        assert (statistics.regions, statistics.registered_bytes, statistics.not_deregistered) == (1, 64 * KIB, 0)

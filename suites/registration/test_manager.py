@@ -1,4 +1,4 @@
-"""The manager of GPUs and NICs is completely available, or unavailable with its reasons as data."""
+"""A GdrManager registers memory of every GPU with every NIC, or its state lists the obstacles."""
 
 from __future__ import annotations
 
@@ -95,9 +95,9 @@ def test_missing_api_is_a_state_and_nothing_stays_open(api: Api, rules: tuple[st
 @needs(cuda_needs.device(count_min=2))
 @DMABUF
 def test_unavailable_gpu_does_not_affect_other_gpus() -> None:
-    with GdrManager() as whole:
-        counted = len(whole.state.gpus) * len(whole.state.nics)
-    assert counted
+    with GdrManager() as manager:
+        assert manager.state.gpus
+        assert manager.state.nics
     with faults(Api.CUDA, "cuMemAlloc_v2 call=1 status=2"), GdrManager() as manager:
         assert manager.state.available
         broken, working = manager.state.gpus[:2]
@@ -148,20 +148,20 @@ def test_close_is_refused_until_the_lease_ends() -> None:
 @TWINS
 @DMABUF
 def test_write_ordering_is_the_attribute_of_the_device(device: Device) -> None:
-    found = Ordering.of(device)
-    assert found.flush_options & FlushOption.HOST
-    assert found.visibility in set(WriteVisibility)
+    ordering = Ordering.of(device)
+    assert ordering.flush_options & FlushOption.HOST
+    assert ordering.visibility in set(WriteVisibility)
     before = calls(Api.CUDA).get("cuFlushGPUDirectRDMAWrites", 0)
-    assert found.make_visible(device) is found.needs_flush
-    assert calls(Api.CUDA).get("cuFlushGPUDirectRDMAWrites", 0) == before + found.needs_flush
+    assert ordering.make_visible(device) is ordering.needs_flush
+    assert calls(Api.CUDA).get("cuFlushGPUDirectRDMAWrites", 0) == before + ordering.needs_flush
 
 
 @needs(cuda_needs.device())
 def test_device_that_needs_a_flush_is_flushed_or_refused(device: Device) -> None:
     flushed = Ordering(device.index, FlushOption.HOST, WriteVisibility.NONE)
     assert flushed.make_visible(device)
-    unable = Ordering(device.index, FlushOption.NONE, WriteVisibility.NONE)
+    without_flush = Ordering(device.index, FlushOption.NONE, WriteVisibility.NONE)
     with pytest.raises(ApiError) as raised:
-        unable.make_visible(device)
+        without_flush.make_visible(device)
     assert raised.value.reason is Reason.NOT_SUPPORTED
     assert Ordering(device.index, FlushOption.NONE, WriteVisibility.ALL_DEVICES).make_visible(device) is False

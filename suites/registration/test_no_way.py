@@ -54,9 +54,9 @@ def causes(
             register(memory, nics, route=route, **options)
         assert handles.live() == before
     assert raised.value.reason is Reason.NO_ROUTE
-    found = [cause for cause in raised.value.causes if isinstance(cause, ApiError)]
-    assert all(cause.what_to_do for cause in found)
-    return [(cause.operation, cause.errno) for cause in found]
+    causes = [cause for cause in raised.value.causes if isinstance(cause, ApiError)]
+    assert all(cause.what_to_do for cause in causes)
+    return [(cause.operation, cause.errno) for cause in causes]
 
 
 @pytest.mark.parametrize("length_bytes", [1, 4 * KIB - 1, 64 * KIB, 2 * MIB + 3])

@@ -77,13 +77,14 @@ def test_no_route_error_has_both_causes_and_leaves_nothing(device: Device, nics:
 @DMABUF
 @needs(software(Api.VERBS))
 def test_failed_registrations_keep_no_memory_alive(device: Device, nics: tuple[Nic, ...]) -> None:
-    # Issue 15 B: the stored error of a NIC was raised again each time, and its traceback kept memory of the callers.
-    kept: list[weakref.ref[object]] = []
+    # Issue 15 B: the stored error of a NIC was raised again each time, and its traceback referenced the memory of each
+    # caller.
+    references: list[weakref.ref[object]] = []
     lengths = set()
 
     def fail() -> None:
         with device.allocate(64 * KIB) as memory:
-            kept.append(weakref.ref(memory))
+            references.append(weakref.ref(memory))
             with pytest.raises(RegistrationFailed) as raised:
                 register(memory, nics)
             lengths.add(len(raised.traceback))
@@ -92,7 +93,7 @@ def test_failed_registrations_keep_no_memory_alive(device: Device, nics: tuple[N
         for _ in range(50):
             fail()
     gc.collect()
-    assert [reference() for reference in kept] == [None] * 50
+    assert [reference() for reference in references] == [None] * 50
     assert len(lengths) == 1
 
 

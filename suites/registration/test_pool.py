@@ -72,8 +72,8 @@ def test_allocate_from_an_empty_pool_times_out(space: Space, nic: Nic) -> None:
             with pytest.raises(UsageError) as raised:
                 pool.allocate(timeout_ms=timeout_ms)
             assert raised.value.reason is Reason.TIMEOUT
-        found = pool.statistics()
-        assert (found.free, found.waiting, found.timeouts, found.allocations) == (0, 0, 2, 1)
+        statistics = pool.statistics()
+        assert (statistics.free, statistics.waiting, statistics.timeouts, statistics.allocations) == (0, 0, 2, 1)
 
 
 def test_waiting_threads_are_served_in_order_of_arrival(space: Space, nic: Nic) -> None:
@@ -85,20 +85,20 @@ def test_waiting_threads_are_served_in_order_of_arrival(space: Space, nic: Nic) 
             with pool.allocate(timeout_ms=30_000):
                 served.append(index)
 
-        waiting = []
+        futures = []
         for index in range(4):
-            waiting.append(threads.submit(wait, index))
+            futures.append(threads.submit(wait, index))
             while pool.statistics().waiting <= index:
-                assert not waiting[-1].done()
+                assert not futures[-1].done()
         held.close()
-        for one in waiting:
-            one.result(30)
+        for future in futures:
+            future.result(30)
         assert served == [0, 1, 2, 3]
         assert pool.statistics().waits == 4
 
 
 def test_buffer_is_never_allocated_twice(space: Space, nic: Nic) -> None:
-    out: set[int] = set()
+    allocated: set[int] = set()
     lock = threading.Lock()
     with BufferPool(space, [nic], buffer_bytes=SIZE, count=3) as pool, ThreadPoolExecutor(8) as threads:
 
@@ -106,14 +106,14 @@ def test_buffer_is_never_allocated_twice(space: Space, nic: Nic) -> None:
             for _ in range(50):
                 with pool.allocate(timeout_ms=30_000) as buffer:
                     with lock:
-                        assert buffer.address not in out
-                        out.add(buffer.address)
+                        assert buffer.address not in allocated
+                        allocated.add(buffer.address)
                     with lock:
-                        out.remove(buffer.address)
+                        allocated.remove(buffer.address)
 
         list(threads.map(work, range(8)))
-        found = pool.statistics()
-        assert (found.free, found.waiting, found.allocations) == (3, 0, 400)
+        statistics = pool.statistics()
+        assert (statistics.free, statistics.waiting, statistics.allocations) == (3, 0, 400)
 
 
 def test_buffer_closed_by_two_threads_is_returned_once(space: Space, nic: Nic) -> None:

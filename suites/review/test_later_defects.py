@@ -1,4 +1,4 @@
-"""Defects found after the GDR review, by their symptom for a user. `nox -s review` shows that each case can fail."""
+"""Regression cases for defects found after the GDR review. `nox -s review` restores each defect: its case fails."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_borrowed_memories_of_one_pointer_keep_their_keys(device: Device, nic: N
             first.close()
             status = theirs.write(remote, seed=seed).status
             assert status is Status.SUCCESS, f"the other memory lost its region: {status.name}"
-        # The expected error ends the queue pair, so the write has its own.
+        # The expected error moves the queue pair to the error state, so this write uses a second pair.
         with joined(nic, peer) as second_pair:
             status = second_pair.write(remote, seed=seed + 1).status
         assert status is Status.REM_ACCESS_ERR, f"the region outlived its last lease: {status.name}"

@@ -128,7 +128,7 @@ def test_memfd_is_refused_as_dmabuf_and_as_chunk(device: Device, nic: Nic, peer:
     with from_peer(theirs, ShareKind.DMABUF) as message, tempfile.TemporaryFile() as file:
         file.truncate(message.handle.allocation_bytes)
         with HandleMessage(message.data, [os.dup(file.fileno())]) as altered, import_dmabuf(altered) as dmabuf:
-            # Only a kernel driver can tell whether a descriptor is a dma-buf, and the registration with a NIC asks it.
+            # Only the kernel can check that a descriptor is a dma-buf. It does so when a NIC registers the dma-buf.
             error = refusal(nic.register_dmabuf, dmabuf)
             assert isinstance(error, ApiError)
             assert (error.operation, error.errno) == ("ibv_reg_dmabuf_mr", errno.EINVAL)
@@ -155,13 +155,13 @@ def test_memfd_is_refused_as_dmabuf_and_as_chunk(device: Device, nic: Nic, peer:
 def test_a_closed_descriptor_is_refused(device: Device) -> None:
     with device.allocate(64 * KIB) as memory, export_memory(memory, kind=ShareKind.DMABUF) as message:
         (fd,) = message.descriptors
-        kept = os.dup(fd)
+        duplicate = os.dup(fd)
         os.close(fd)
         error = refusal(import_dmabuf, message)
         assert isinstance(error, ApiError)
         assert (error.operation, error.errno) == ("lseek", errno.EBADF)
-        os.dup2(kept, fd)
-        os.close(kept)
+        os.dup2(duplicate, fd)
+        os.close(duplicate)
     with pytest.raises(ClosedResource):
         import_dmabuf(message)
 
@@ -203,7 +203,7 @@ def test_too_many_chunks_are_refused_before_the_export(device: Device) -> None:
             assert len(message.descriptors) == 253
 
 
-NO_POINTERS = [
+INVALID_RANGES = [
     pytest.param(0, 4096, Reason.NOT_DEVICE_MEMORY, id="null"),
     pytest.param(4096, 4096, Reason.NOT_DEVICE_MEMORY, id="host"),
     pytest.param(4096, 0, Reason.NOT_DEVICE_MEMORY, id="zero"),
@@ -212,7 +212,7 @@ NO_POINTERS = [
 
 
 @IPC
-@pytest.mark.parametrize(("address", "length_bytes", "reason"), NO_POINTERS)
+@pytest.mark.parametrize(("address", "length_bytes", "reason"), INVALID_RANGES)
 def test_export_of_host_memory_is_refused(device: Device, address: int, length_bytes: int, reason: Reason) -> None:
     for kind in ShareKind:
         error = refusal(lambda kind=kind: export_address(address, length_bytes=length_bytes, device_index=0, kind=kind))
@@ -228,19 +228,19 @@ def test_an_unknown_device_is_named(device: Device) -> None:
 @IPC
 def test_80_byte_handle_with_wrong_fields_is_refused(device: Device, peer: Peer) -> None:
     theirs = peer.device().allocate(64 * KIB)
-    right = GdrHandle.parse(bytes.fromhex(peer.request("share.export_gdr", memory=theirs.number)))
-    data = right.pack()
-    wrong: list[tuple[bytes, Reason]] = [
+    valid = GdrHandle.parse(bytes.fromhex(peer.request("share.export_gdr", memory=theirs.number)))
+    data = valid.pack()
+    invalid: list[tuple[bytes, Reason]] = [
         (data[:79], Reason.MALFORMED),
         (data + b"\0", Reason.MALFORMED),
         (bytes(80), Reason.MALFORMED),
         (data[:64] + bytes(8) + data[72:], Reason.MALFORMED),
         (data[:64] + (1 << 63).to_bytes(8, "little") + data[72:], Reason.MALFORMED),
         (data[:72] + (1 << 32).to_bytes(8, "little"), Reason.MALFORMED),
-        (replace(right, length_bytes=64 * KIB + 1).pack(), Reason.MALFORMED),
-        (replace(right, device_index=cuda.device_count()).pack(), Reason.NO_DEVICE),
+        (replace(valid, length_bytes=64 * KIB + 1).pack(), Reason.MALFORMED),
+        (replace(valid, device_index=cuda.device_count()).pack(), Reason.NO_DEVICE),
     ]
-    for changed, reason in wrong:
+    for changed, reason in invalid:
         error = refusal(import_gdr, device, changed)
         assert type(error) is UsageError
         assert error.reason is reason
@@ -250,7 +250,7 @@ def test_80_byte_handle_with_wrong_fields_is_refused(device: Device, peer: Peer)
 @IPC
 @needs(software(Api.CUDA))
 def test_80_byte_handle_with_a_flipped_bit_is_refused_by_twin(device: Device, peer: Peer) -> None:
-    """The handle has no checksum, and the driver of an H200 opened a changed one. Only the versioned one detects it."""
+    """The 80-byte handle has no checksum: the driver of an H200 opened a changed one. ShareHandle has a checksum."""
     theirs = peer.device().allocate(64 * KIB)
     data = bytes.fromhex(peer.request("share.export_gdr", memory=theirs.number))
     assert isinstance(refusal(import_gdr, device, flipped(data, 70)), ApiError)
@@ -289,5 +289,5 @@ def test_export_without_cuda_is_unsupported() -> None:
     environ |= {"CUDA_VISIBLE_DEVICES": "-1"}
     code = WITHOUT_CUDA.format(data=sample().pack().hex())
     child = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
-    answers = [json.loads(line) for line in child.stdout.splitlines()]
-    assert answers == [[Unsupported.__name__, errno.ENOTSUP]] * 5
+    results = [json.loads(line) for line in child.stdout.splitlines()]
+    assert results == [[Unsupported.__name__, errno.ENOTSUP]] * 5

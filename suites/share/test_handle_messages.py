@@ -23,13 +23,13 @@ def send_raw(data: bytes, count: int) -> socket.socket:
 
 
 def test_malformed_message_is_refused_and_descriptors_are_closed() -> None:
-    right = sample().pack()
+    valid = sample().pack()
     messages = [
         (b"", 0, Reason.PEER_GONE),
-        (right[:100], 0, Reason.PEER_GONE),
-        (right[:100], 3, Reason.PEER_GONE),
+        (valid[:100], 0, Reason.PEER_GONE),
+        (valid[:100], 3, Reason.PEER_GONE),
         (b"x" * SHARE_HANDLE_BYTES, 253, Reason.MALFORMED),
-        (right, 1, Reason.MALFORMED),
+        (valid, 1, Reason.MALFORMED),
     ]
     for data, count, reason in messages:
         with send_raw(data, count) as connection:
@@ -37,10 +37,10 @@ def test_malformed_message_is_refused_and_descriptors_are_closed() -> None:
 
 
 def test_descriptors_of_two_parts_are_counted_together() -> None:
-    right = sample().pack()
+    valid = sample().pack()
     ours, theirs = socket.socketpair()
     with ours, theirs, tempfile.TemporaryFile() as file:
-        for part in (right[:10], right[10:]):
+        for part in (valid[:10], valid[10:]):
             theirs.sendmsg([part], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [file.fileno()] * 200))])
         assert refusal(receive, ours).reason is Reason.MALFORMED
 

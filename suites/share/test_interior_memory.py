@@ -57,8 +57,8 @@ def test_the_importer_finds_the_device_by_its_uuid(device: Device, peer: Peer, s
     theirs = peer.device().allocate(MIB)
     theirs.write(seed=seed)
     message = from_peer(theirs, ShareKind.IPC, offset_bytes=4099, length_bytes=70_001)
-    with device_of(message.handle) as found, import_memory(found, message) as memory:
-        assert found.uuid == device.uuid == message.handle.device
+    with device_of(message.handle) as owner_device, import_memory(owner_device, message) as memory:
+        assert owner_device.uuid == device.uuid == message.handle.device
         assert memory.kind.value == "cuda_imported"
         pattern.check(memory.read(), seed=seed, offset_bytes=4099)
     theirs.close()
@@ -70,10 +70,10 @@ def test_memory_opened_twice_is_closed_twice(device: Device, peer: Peer, seed: i
     theirs.write(seed=seed)
     first = from_peer(theirs, ShareKind.IPC)
     second = from_peer(theirs, ShareKind.IPC, offset_bytes=64 * KIB)
-    with import_memory(device, second) as kept:
+    with import_memory(device, second) as part:
         with import_memory(device, first) as other:
             pattern.check(other.read(length_bytes=100), seed=seed)
-        pattern.check(kept.read(length_bytes=100), seed=seed, offset_bytes=64 * KIB)
+        pattern.check(part.read(length_bytes=100), seed=seed, offset_bytes=64 * KIB)
     theirs.close()
 
 
@@ -127,8 +127,8 @@ def test_80_byte_handle_needs_a_whole_allocation(device: Device, peer: Peer, see
         memory.write(pattern.payload(MIB, seed=seed))
         data = export_gdr(memory)
         assert (len(data), data[64:72], data[72:]) == (80, MIB.to_bytes(8, "little"), bytes(8))
-        made = peer.request("share.import_gdr", device=peer.device().number, handle=data.hex())
-        contents = peer.request("cuda.contents", memory=made["handle"], offset_bytes=0, length_bytes=4096)
+        imported = peer.request("share.import_gdr", device=peer.device().number, handle=data.hex())
+        contents = peer.request("cuda.contents", memory=imported["handle"], offset_bytes=0, length_bytes=4096)
         pattern.check(bytes.fromhex(contents), seed=seed)
         with (
             cuda.borrow(device, memory.address + 256, length_bytes=1024) as part,
@@ -136,7 +136,7 @@ def test_80_byte_handle_needs_a_whole_allocation(device: Device, peer: Peer, see
         ):
             export_gdr(part)
         assert "export_memory" in raised.value.what_to_do
-        peer.request("close", number=made["handle"])
+        peer.request("close", number=imported["handle"])
 
 
 @IPC

@@ -32,17 +32,17 @@ class Vector(NamedTuple):
 
 
 def _vectors(verdict: str) -> list[Vector]:
-    found = []
+    vectors = []
     for line in VECTORS.read_text(encoding="utf-8").splitlines():
         if line.startswith("#"):
             continue
-        kind, said, name, data, *fields = line.split(" ")
-        assert said in {"good", "bad"}
-        if said == verdict:
+        kind, line_verdict, name, data, *fields = line.split(" ")
+        assert line_verdict in {"good", "bad"}
+        if line_verdict == verdict:
             raw = b"" if data == "-" else bytes.fromhex(data)
-            found.append(Vector(kind, said, name, raw, dict(field.split("=") for field in fields)))
-    assert found
-    return found
+            vectors.append(Vector(kind, line_verdict, name, raw, dict(field.split("=") for field in fields)))
+    assert vectors
+    return vectors
 
 
 def _id(vector: Vector) -> str:

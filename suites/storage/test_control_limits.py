@@ -183,8 +183,8 @@ def test_other_numbers_are_not_negative() -> None:
 
 
 def test_change_time_of_a_reply_may_be_negative() -> None:
-    found = ask.FileStat(1, 1, 1, 1, 1, 1, 1, -1, -2, -3)
-    assert parse_reply(pack_reply(found), ask.FileStat) == found
+    file_stat = ask.FileStat(1, 1, 1, 1, 1, 1, 1, -1, -2, -3)
+    assert parse_reply(pack_reply(file_stat), ask.FileStat) == file_stat
 
 
 def test_operation_that_is_no_text_is_refused() -> None:

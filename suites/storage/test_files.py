@@ -99,8 +99,8 @@ def test_own_folders_of_a_store_are_hidden(tmp_path: Path) -> None:
             assert refusal(client, messages.Open(path)) == errno.ENOENT
             assert refusal(client, messages.List(path)) == errno.ENOENT
         for path in ("3fs-virt/file", ".gdrkit/token"):
-            with (service.root / path).open("rb") as plain, pytest.raises(ApiError) as error:
-                client.request(messages.Adopt(), messages.OpenReply, descriptor=plain.fileno())
+            with (service.root / path).open("rb") as local_file, pytest.raises(ApiError) as error:
+                client.request(messages.Adopt(), messages.OpenReply, descriptor=local_file.fileno())
             assert error.value.errno == errno.EXDEV
 
 
@@ -227,15 +227,15 @@ def test_unix_socket_is_private_and_accepts_descriptors(tmp_path: Path) -> None:
         assert stat.S_IMODE(address.path.stat().st_mode) == 0o600
         (service.root / "file").write_bytes(b"content")
         with service.connect(token="") as client:
-            with (service.root / "file").open("rb") as plain:
+            with (service.root / "file").open("rb") as local_file:
                 (service.root / "file").unlink()
-                opened = client.request(messages.Adopt(), messages.OpenReply, descriptor=plain.fileno())
+                opened = client.request(messages.Adopt(), messages.OpenReply, descriptor=local_file.fileno())
                 assert opened.stat.size_bytes == 7
                 with pytest.raises(ApiError) as error:
-                    client.request(messages.Adopt(write=True), messages.OpenReply, descriptor=plain.fileno())
+                    client.request(messages.Adopt(write=True), messages.OpenReply, descriptor=local_file.fileno())
                 assert error.value.errno == errno.EACCES
-            with (service.root / "second").open("wb") as plain, pytest.raises(ApiError) as error:
-                client.request(messages.Adopt(read=True), messages.OpenReply, descriptor=plain.fileno())
+            with (service.root / "second").open("wb") as local_file, pytest.raises(ApiError) as error:
+                client.request(messages.Adopt(read=True), messages.OpenReply, descriptor=local_file.fileno())
             assert error.value.errno == errno.EACCES
             with (tmp_path / "log").open("rb") as other, pytest.raises(ApiError) as error:
                 client.request(messages.Adopt(), messages.OpenReply, descriptor=other.fileno())

@@ -141,10 +141,10 @@ def test_punched_ranges_read_as_zeros(service: Service, client: StorageClient) -
     (service.root / "file").write_bytes(b"x" * 16384)
     handle = client.request(ask.Open("file", write=True), ask.OpenReply).handle
     client.request(ask.PunchHole(handle, ((1, 3), (4096, 8192), (16000, 20000))), ask.Done)
-    wanted = bytearray(b"x" * 16384)
+    expected = bytearray(b"x" * 16384)
     for begin, end in ((1, 3), (4096, 8192), (16000, 16384)):
-        wanted[begin:end] = bytes(end - begin)
-    assert (service.root / "file").read_bytes() == wanted
+        expected[begin:end] = bytes(end - begin)
+    assert (service.root / "file").read_bytes() == expected
 
 
 @pytest.mark.parametrize("data_only", [False, True])

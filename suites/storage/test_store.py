@@ -298,12 +298,16 @@ def test_times_that_are_not_given_are_kept(store: FileStore, root: Path) -> None
 
 
 def test_space_is_that_of_statvfs(store: FileStore, root: Path) -> None:
-    found, wanted = store.statfs(), os.statvfs(root)
-    assert (found.block_bytes, found.blocks, found.files) == (wanted.f_frsize, wanted.f_blocks, wanted.f_files)
-    assert found.name_bytes_max == wanted.f_namemax
+    reported, expected = store.statfs(), os.statvfs(root)
+    assert (reported.block_bytes, reported.blocks, reported.files) == (
+        expected.f_frsize,
+        expected.f_blocks,
+        expected.f_files,
+    )
+    assert reported.name_bytes_max == expected.f_namemax
     # Other processes use the file system meanwhile.
-    assert found.blocks_free == pytest.approx(wanted.f_bfree, rel=0.1)
-    assert found.blocks_available == pytest.approx(wanted.f_bavail, rel=0.1)
-    assert found.files_free == pytest.approx(wanted.f_ffree, rel=0.1)
-    if wanted.f_bfree != wanted.f_bavail:
-        assert found.blocks_free > found.blocks_available
+    assert reported.blocks_free == pytest.approx(expected.f_bfree, rel=0.1)
+    assert reported.blocks_available == pytest.approx(expected.f_bavail, rel=0.1)
+    assert reported.files_free == pytest.approx(expected.f_ffree, rel=0.1)
+    if expected.f_bfree != expected.f_bavail:
+        assert reported.blocks_free > reported.blocks_available

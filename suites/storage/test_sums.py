@@ -75,9 +75,9 @@ def test_change_by_another_program_is_not_corruption(service: Service, client: S
     data = bytearray(os.urandom(SIZE))
     with client.open("file", write=True, create=True) as file:
         write(client, file, data)
-        with (service.root / "file").open("r+b") as plain:
-            plain.seek(20_000)
-            plain.write(b"changed")
+        with (service.root / "file").open("r+b") as local_file:
+            local_file.seek(20_000)
+            local_file.write(b"changed")
             data[20_000:20_007] = b"changed"
         assert read(client, file, offset_bytes=0, length_bytes=SIZE) == data
         assert client.statistics()["outside_changes"] == 1

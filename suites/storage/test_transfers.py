@@ -69,11 +69,11 @@ def test_read_at_the_end_of_a_file_is_short(service: Service, client: StorageCli
 @pytest.mark.parametrize("memory", KINDS, indirect=True)
 def test_holes_read_as_zeros_or_fail_if_forbidden(service: Service, client: StorageClient, memory: Memory) -> None:
     data = os.urandom(MIB)
-    with (service.root / "file").open("wb") as plain:
-        plain.write(data)
-        plain.seek(3 * MIB)
-        plain.write(data)
-        plain.truncate(5 * MIB + 5)
+    with (service.root / "file").open("wb") as local_file:
+        local_file.write(data)
+        local_file.seek(3 * MIB)
+        local_file.write(data)
+        local_file.truncate(5 * MIB + 5)
     with client.open("file") as file, memory.holding(client, b"\xa5" * (5 * MIB + 5)) as buffer:
         result = file.read(buffer, offset_bytes=0)
         assert result.length_bytes == 5 * MIB + 5

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-class Shell:
-    """Three tiers, of which the slowest has a file, and a runner of commands on them."""
+class TiersCommand:
+    """The command `gdrkit tiers` on three tiers. The slowest tier has one file."""
 
     def __init__(self, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
         self.root = root
@@ -25,75 +25,75 @@ class Shell:
     def run(self, *arguments: str, code: int = 0) -> str:
         """Run a command and return its standard output. If it is expected to fail, also return its standard error."""
         self._capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
+        with pytest.raises(SystemExit) as exited:
             main(["tiers", *arguments])
         output = self._capsys.readouterr()
-        assert ended.value.code == code, output.out + output.err
+        assert exited.value.code == code, output.out + output.err
         return output.out + (output.err if code else "")
 
     def as_json(self, *arguments: str, code: int = 0) -> Any:  # noqa: ANN401 - the JSON output of any command.
         """Run a command with ``--json`` and return its output."""
         self._capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
+        with pytest.raises(SystemExit) as exited:
             main(["tiers", *arguments, "--json"])
         output = self._capsys.readouterr()
-        assert ended.value.code == code, output.out + output.err
+        assert exited.value.code == code, output.out + output.err
         return json.loads(output.out)
 
 
 @pytest.fixture
-def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Shell:
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> TiersCommand:
     configuration = configuration_of(tmp_path)
     monkeypatch.setenv("GDRKIT_TIERS", " ".join(f"{tier.name}={tier.directory}" for tier in configuration.tiers))
     monkeypatch.setenv("GDRKIT_TIERS_CATALOGUE", str(configuration.catalogue))
     (tmp_path / "hdd" / "folder").mkdir()
     (tmp_path / "hdd" / "folder" / "file").write_bytes(b"x" * 10_000)
-    return Shell(tmp_path, capsys)
+    return TiersCommand(tmp_path, capsys)
 
 
-def test_file_is_pinned_migrated_and_listed(shell: Shell) -> None:
-    assert "folder/file: hdd" in shell.run("pin", "folder/file", "--dry-run")
-    assert shell.as_json("pin", "folder/file", "--in", "nvme") == {"folder/file": "nvme"}
-    (move,) = shell.as_json("migrate", "--dry-run")["moves"]
+def test_file_is_pinned_migrated_and_listed(command: TiersCommand) -> None:
+    assert "folder/file: hdd" in command.run("pin", "folder/file", "--dry-run")
+    assert command.as_json("pin", "folder/file", "--in", "nvme") == {"folder/file": "nvme"}
+    (move,) = command.as_json("migrate", "--dry-run")["moves"]
     assert (move["name"], move["source"], move["destination"], move["why"]) == ("folder/file", "hdd", "nvme", "pinned")
-    assert "1 of 1 files would move" in shell.run("migrate", "--dry-run")
-    assert (shell.root / "hdd" / "folder" / "file").exists()
-    assert shell.as_json("migrate")["moved"] == 1
-    assert (shell.root / "nvme" / "folder" / "file").read_bytes() == b"x" * 10_000
-    assert {tier["name"]: tier["files"] for tier in shell.as_json("status")} == {"nvme": 1, "ssd": 0, "hdd": 0}
-    assert "nvme" in shell.run("unpin", "folder/file")
-    assert "1 of 1 files moved, 0 not moved" in shell.run("migrate")
-    assert "catalogue and disks agree" in shell.run("check")
+    assert "1 of 1 files would move" in command.run("migrate", "--dry-run")
+    assert (command.root / "hdd" / "folder" / "file").exists()
+    assert command.as_json("migrate")["moved"] == 1
+    assert (command.root / "nvme" / "folder" / "file").read_bytes() == b"x" * 10_000
+    assert {tier["name"]: tier["files"] for tier in command.as_json("status")} == {"nvme": 1, "ssd": 0, "hdd": 0}
+    assert "nvme" in command.run("unpin", "folder/file")
+    assert "1 of 1 files moved, 0 not moved" in command.run("migrate")
+    assert "catalogue and disks agree" in command.run("check")
 
 
-def test_named_files_move_to_the_named_tier(shell: Shell) -> None:
-    assert "1 of 1 files would move" in shell.run("migrate", "folder/file", "--to", "ssd", "--dry-run")
-    assert shell.as_json("migrate", "folder/file", "--to", "ssd")["moved"] == 1
-    assert (shell.root / "ssd" / "folder" / "file").exists()
+def test_named_files_move_to_the_named_tier(command: TiersCommand) -> None:
+    assert "1 of 1 files would move" in command.run("migrate", "folder/file", "--to", "ssd", "--dry-run")
+    assert command.as_json("migrate", "folder/file", "--to", "ssd")["moved"] == 1
+    assert (command.root / "ssd" / "folder" / "file").exists()
 
 
-def test_status_table_has_every_tier(shell: Shell) -> None:
-    table = shell.run("status")
-    for text in ("nvme", str(shell.root / "hdd"), ">= 100 accesses", "10 - 99 accesses", "0 - 9 accesses"):
+def test_status_table_has_every_tier(command: TiersCommand) -> None:
+    table = command.run("status")
+    for text in ("nvme", str(command.root / "hdd"), ">= 100 accesses", "10 - 99 accesses", "0 - 9 accesses"):
         assert text in table
 
 
-def test_check_with_a_finding_exits_with_1(shell: Shell) -> None:
-    shell.run("status")
-    (shell.root / "ssd" / "new").write_bytes(b"")
-    (finding,) = shell.as_json("check", code=1)
+def test_check_with_a_finding_exits_with_1(command: TiersCommand) -> None:
+    command.run("status")
+    (command.root / "ssd" / "new").write_bytes(b"")
+    (finding,) = command.as_json("check", code=1)
     assert (finding["kind"], finding["name"], finding["tier"], finding["mended"]) == ("unknown", "new", "ssd", False)
-    assert "unknown" in shell.run("check", "--repair", "--dry-run", code=1)
-    assert "repaired" in shell.run("check", "--repair")
-    assert shell.as_json("check") == []
+    assert "unknown" in command.run("check", "--repair", "--dry-run", code=1)
+    assert "repaired" in command.run("check", "--repair")
+    assert command.as_json("check") == []
 
 
-def test_bench_measures_each_tier_and_leaves_no_file(shell: Shell) -> None:
-    speeds = shell.as_json("bench", "--size", "8MiB")
+def test_bench_measures_each_tier_and_leaves_no_file(command: TiersCommand) -> None:
+    speeds = command.as_json("bench", "--size", "8MiB")
     assert [each["tier"] for each in speeds] == list(DEFAULT_TIERS)
     assert all(each["read_gb_per_s"] > 0 and each["latency_us_median"] > 0 for each in speeds)
-    assert "stated" in shell.run("bench", "--size", "8MiB")
-    assert not list(shell.root.rglob("bench*"))
+    assert "stated" in command.run("bench", "--size", "8MiB")
+    assert not list(command.root.rglob("bench*"))
 
 
 @pytest.mark.parametrize(
@@ -110,12 +110,12 @@ def test_bench_measures_each_tier_and_leaves_no_file(shell: Shell) -> None:
         (["status", "--tier", "nvme=/nowhere/at/all"], 3, "mount its file system"),
     ],
 )
-def test_invalid_command_prints_its_error(shell: Shell, arguments: list[str], code: int, text: str) -> None:
-    assert text in shell.run(*arguments, code=code)
+def test_invalid_command_prints_its_error(command: TiersCommand, arguments: list[str], code: int, text: str) -> None:
+    assert text in command.run(*arguments, code=code)
 
 
-def test_file_in_use_stays_and_exit_code_is_0(shell: Shell) -> None:
-    shell.run("pin", "folder/file", "--in", "nvme")
-    with (shell.root / "hdd" / "folder" / "file").open("r+b"):
-        result = shell.as_json("migrate")
+def test_file_in_use_stays_and_exit_code_is_0(command: TiersCommand) -> None:
+    command.run("pin", "folder/file", "--in", "nvme")
+    with (command.root / "hdd" / "folder" / "file").open("r+b"):
+        result = command.as_json("migrate")
     assert (result["moved"], result["refused"][0]["reason"]) == (0, "busy")

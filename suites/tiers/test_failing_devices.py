@@ -79,7 +79,7 @@ def test_device_that_fills_up_is_no_space(on_ext4: Configuration) -> None:
 def test_read_only_device_refuses_migrations(on_ext4: Configuration) -> None:
     nvme = on_ext4.tiers[0].directory
     with TierManager(on_ext4) as manager:
-        kept, other = (
+        on_nvme, on_hdd = (
             place_file(manager, name, 1000, seed=1, tier=tier) for name, tier in (("a", "nvme"), ("b", "hdd"))
         )
         remount(nvme, "ro")
@@ -87,7 +87,7 @@ def test_read_only_device_refuses_migrations(on_ext4: Configuration) -> None:
             with pytest.raises(ApiError) as raised:
                 manager.move(name, to)
             assert (raised.value.errno, raised.value.reason) == (errno.EROFS, Reason.NO_PERMISSION)
-        assert (contents(manager, "a"), contents(manager, "b")) == (kept, other)
+        assert (contents(manager, "a"), contents(manager, "b")) == (on_nvme, on_hdd)
         remount(nvme, "rw")
         assert is_consistent(manager)
 

@@ -32,11 +32,13 @@ def memory(device: cuda.Device) -> Iterator[cuda.DeviceMemory]:
 
 
 def link_of(memory: cuda.DeviceMemory) -> tuple[uuid.UUID, str, str]:
-    """Return id, name and target of a publication. Any program with CUDA can create such a link."""
+    """Return the UUID, the name and the target of a link that publishes `memory` without a dma-buf."""
     identity = uuid.uuid4()
     with memory.device.current():
-        whole = address_range(memory.address)
-    range_text = f"allocation/{whole.length_bytes}/offset/{memory.address - whole.base}/size/{memory.length_bytes}"
+        allocation = address_range(memory.address)
+    range_text = (
+        f"allocation/{allocation.length_bytes}/offset/{memory.address - allocation.base}/size/{memory.length_bytes}"
+    )
     return identity, f"{identity}.gdr.d0", f"gdr://v2/device/0/{range_text}/ipc/{cuda.export_handle(memory).hex()}"
 
 
@@ -66,10 +68,12 @@ def test_link_alone_registers_memory_by_its_address(tmp_path: Path, memory: cuda
 def test_link_with_the_size_of_another_allocation_is_refused(tmp_path: Path, memory: cuda.DeviceMemory) -> None:
     _identity, name, target = link_of(memory)
     with memory.device.current():
-        whole = address_range(memory.address)
-    wrong_target = target.replace(f"allocation/{whole.length_bytes}/", f"allocation/{whole.length_bytes + 1}/")
+        allocation = address_range(memory.address)
+    wrong_target = target.replace(
+        f"allocation/{allocation.length_bytes}/", f"allocation/{allocation.length_bytes + 1}/"
+    )
     with AgentProcess(tmp_path) as agent, RawClient(tmp_path) as client:
-        with pytest.raises(Refusal, match=f"the link says {whole.length_bytes + 1} bytes") as refused:
+        with pytest.raises(Refusal, match=f"the link says {allocation.length_bytes + 1} bytes") as refused:
             client.publish(name, wrong_target)
         assert refused.value.errno == errno.EOPNOTSUPP
     assert agent.process.returncode == 0, agent.errors

@@ -47,10 +47,10 @@ def test_remote_bytes_outside_the_region_are_inaccessible(
     nic: Nic, operation: str, begin: int, length_bytes: int
 ) -> None:
     data, own = bytearray(UNTOUCHED), bytearray(LENGTH_BYTES + 1)
-    with connected(nic) as (ours, _), nic.register_host(own) as local, nic.register_host(data) as there:
-        right = there.remote()
-        wrong = RemoteRange(address=right.address + begin, rkey=right.rkey, length_bytes=length_bytes)
-        assert post(operation, ours, local, wrong) is Status.REM_ACCESS_ERR
+    with connected(nic) as (ours, _), nic.register_host(own) as local, nic.register_host(data) as target_region:
+        whole_range = target_region.remote()
+        outside = RemoteRange(address=whole_range.address + begin, rkey=whole_range.rkey, length_bytes=length_bytes)
+        assert post(operation, ours, local, outside) is Status.REM_ACCESS_ERR
     assert (bytes(data), bytes(own)) == (UNTOUCHED, bytes(LENGTH_BYTES + 1))
 
 
@@ -71,13 +71,13 @@ def test_every_byte_inside_a_region_is_accessible(
     data, own = bytearray(UNTOUCHED), bytearray(payload)
     if operation == "read":
         data[offset_bytes : offset_bytes + length_bytes], own = payload, bytearray(length_bytes)
-    with connected(nic) as (ours, _), nic.register_host(own) as local, nic.register_host(data) as there:
-        remote = there.remote(offset_bytes=offset_bytes, length_bytes=length_bytes)
+    with connected(nic) as (ours, _), nic.register_host(own) as local, nic.register_host(data) as target_region:
+        remote = target_region.remote(offset_bytes=offset_bytes, length_bytes=length_bytes)
         assert post(operation, ours, local, remote) is Status.SUCCESS
     assert own == payload
-    wanted = bytearray(UNTOUCHED)
-    wanted[offset_bytes : offset_bytes + length_bytes] = payload
-    assert data == wanted
+    expected = bytearray(UNTOUCHED)
+    expected[offset_bytes : offset_bytes + length_bytes] = payload
+    assert data == expected
 
 
 @OPERATIONS
@@ -92,9 +92,9 @@ def test_request_of_length_0_needs_no_key(nic: Nic, operation: str) -> None:
 @pytest.mark.parametrize("begin", [pytest.param(-1, id="before"), pytest.param(KIB - 15, id="behind")])
 def test_local_bytes_outside_the_region_are_inaccessible(nic: Nic, operation: str, begin: int) -> None:
     data, own = bytearray(b"\xa5" * KIB), bytearray(KIB)
-    with connected(nic) as (ours, _), nic.register_host(own) as local, nic.register_host(data) as there:
-        right = local.element()
-        wrong = [ScatterGatherElement(address=right.address + begin, length_bytes=16, lkey=right.lkey)]
-        assert post(operation, ours, wrong, there.remote(length_bytes=16)) is Status.LOC_PROT_ERR
+    with connected(nic) as (ours, _), nic.register_host(own) as local, nic.register_host(data) as target_region:
+        element = local.element()
+        outside = [ScatterGatherElement(address=element.address + begin, length_bytes=16, lkey=element.lkey)]
+        assert post(operation, ours, outside, target_region.remote(length_bytes=16)) is Status.LOC_PROT_ERR
     assert data == b"\xa5" * KIB
     assert own == bytes(KIB)

@@ -23,16 +23,16 @@ def test_requests_after_an_error_are_flushed_in_order(nic: Nic) -> None:
     with (
         connected(nic) as (ours, _),
         nic.register_host(bytearray(b"\xa5" * KIB)) as local,
-        nic.register_host(target) as there,
+        nic.register_host(target) as target_region,
     ):
-        wrong = replace(there.remote(), rkey=there.rkey ^ 0x0100_0001)
-        ours.post_write(local, wrong, work_id=0)
+        wrong_remote = replace(target_region.remote(), rkey=target_region.rkey ^ 0x0100_0001)
+        ours.post_write(local, wrong_remote, work_id=0)
         for number in range(1, 5):
-            ours.post_write(local, there.remote(), work_id=number)
-        found = [ours.wait(WAIT_MS) for _ in range(5)]
+            ours.post_write(local, target_region.remote(), work_id=number)
+        completions = [ours.wait(WAIT_MS) for _ in range(5)]
         assert ours.state is QueuePairState.ERR
-    assert [each.work_id for each in found] == [0, 1, 2, 3, 4]
-    assert [each.status for each in found] == [Status.REM_ACCESS_ERR, *[Status.WR_FLUSH_ERR] * 4]
+    assert [each.work_id for each in completions] == [0, 1, 2, 3, 4]
+    assert [each.status for each in completions] == [Status.REM_ACCESS_ERR, *[Status.WR_FLUSH_ERR] * 4]
     assert target == bytes(KIB)
 
 
@@ -41,12 +41,12 @@ def test_requests_before_an_error_have_succeeded(nic: Nic) -> None:
     with (
         connected(nic) as (ours, _),
         nic.register_host(bytearray(b"\xa5" * KIB)) as local,
-        nic.register_host(target) as there,
+        nic.register_host(target) as target_region,
     ):
-        ours.post_write(local, there.remote(), work_id=0)
-        ours.post_write(local, replace(there.remote(), rkey=there.rkey ^ 0x0100_0001), work_id=1)
-        found = [ours.wait(WAIT_MS) for _ in range(2)]
-    assert [each.status for each in found] == [Status.SUCCESS, Status.REM_ACCESS_ERR]
+        ours.post_write(local, target_region.remote(), work_id=0)
+        ours.post_write(local, replace(target_region.remote(), rkey=target_region.rkey ^ 0x0100_0001), work_id=1)
+        completions = [ours.wait(WAIT_MS) for _ in range(2)]
+    assert [each.status for each in completions] == [Status.SUCCESS, Status.REM_ACCESS_ERR]
     assert target == b"\xa5" * KIB
 
 
@@ -65,9 +65,9 @@ def test_receives_are_flushed_in_order(nic: Nic) -> None:
         for number in range(8):
             ours.post_receive((), work_id=number)
         ours.fail()
-        found = [ours.wait_received(WAIT_MS) for _ in range(8)]
-    assert [each.work_id for each in found] == list(range(8))
-    assert {each.status for each in found} == {Status.WR_FLUSH_ERR}
+        completions = [ours.wait_received(WAIT_MS) for _ in range(8)]
+    assert [each.work_id for each in completions] == list(range(8))
+    assert {each.status for each in completions} == {Status.WR_FLUSH_ERR}
 
 
 @pytest.mark.parametrize("operation", ["write", "read", "send"])
@@ -76,14 +76,14 @@ def test_peer_in_the_error_state_ends_in_retry_exceeded(nic: Nic, operation: str
     with (
         connected(nic, retry_count=1, timeout_exponent=12) as (ours, theirs),
         nic.register_host(bytearray(b"\xa5" * KIB)) as local,
-        nic.register_host(target) as there,
+        nic.register_host(target) as target_region,
     ):
         theirs.fail()
         if operation == "send":
             ours.post_send(local, work_id=1)
         elif operation == "write":
-            ours.post_write(local, there.remote(), work_id=1)
+            ours.post_write(local, target_region.remote(), work_id=1)
         else:
-            ours.post_read(local, there.remote(), work_id=1)
+            ours.post_read(local, target_region.remote(), work_id=1)
         assert ours.wait(WAIT_MS).status is Status.RETRY_EXC_ERR
     assert target == bytes(KIB)

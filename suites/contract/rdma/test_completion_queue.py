@@ -35,10 +35,10 @@ def test_completions_of_a_queue_pair_are_in_request_order(nic: Nic) -> None:
         for number in range(16):
             post = ours.post_read if number % 3 == 1 else ours.post_write
             post(local, remote, work_id=number, local_offset_bytes=4 * KIB)
-        found = [ours.wait(WAIT_MS).expect(Status.SUCCESS) for _ in range(16)]
-    assert [completion.work_id for completion in found] == list(range(16))
-    wanted = [CompletionOpcode.RDMA_READ if number % 3 == 1 else CompletionOpcode.RDMA_WRITE for number in range(16)]
-    assert [completion.opcode for completion in found] == wanted
+        completions = [ours.wait(WAIT_MS).expect(Status.SUCCESS) for _ in range(16)]
+    assert [completion.work_id for completion in completions] == list(range(16))
+    expected = [CompletionOpcode.RDMA_READ if number % 3 == 1 else CompletionOpcode.RDMA_WRITE for number in range(16)]
+    assert [completion.opcode for completion in completions] == expected
 
 
 @pytest.mark.parametrize("work_id", [0, 1 << 32, WORK_ID_MAX])
@@ -47,8 +47,8 @@ def test_completion_has_the_work_id_of_its_request(nic: Nic, work_id: int) -> No
         theirs.post_receive(region, work_id=work_id)
         ours.post_send(region, work_id=work_id, length_bytes=1)
         assert ours.wait(WAIT_MS).expect(Status.SUCCESS).work_id == work_id
-        got = theirs.wait_received(WAIT_MS).expect(Status.SUCCESS)
-    assert (got.work_id, got.opcode, got.qp_number) == (work_id, CompletionOpcode.RECV, theirs.number)
+        received = theirs.wait_received(WAIT_MS).expect(Status.SUCCESS)
+    assert (received.work_id, received.opcode, received.qp_number) == (work_id, CompletionOpcode.RECV, theirs.number)
 
 
 def test_unsignaled_success_has_no_completion(nic: Nic) -> None:
@@ -62,8 +62,8 @@ def test_unsignaled_success_has_no_completion(nic: Nic) -> None:
 
 def test_unsignaled_failure_has_a_completion(nic: Nic) -> None:
     with connected(nic) as (ours, _), nic.register_host(bytearray(KIB)) as region:
-        with nic.register_host(bytearray(KIB)) as gone:
-            remote = gone.remote()
+        with nic.register_host(bytearray(KIB)) as closed_region:
+            remote = closed_region.remote()
         ours.post_write(region, remote, work_id=5, signaled=False)
         failed = ours.wait(WAIT_MS)
     assert (failed.work_id, failed.status) == (5, Status.REM_ACCESS_ERR)
@@ -72,17 +72,17 @@ def test_unsignaled_failure_has_a_completion(nic: Nic) -> None:
 def test_shared_queue_separates_completions_by_queue_pair(nic: Nic) -> None:
     with (
         nic.completion_queue() as queue,
-        nic.queue_pair(queue) as left,
-        nic.queue_pair(queue) as right,
+        nic.queue_pair(queue) as first,
+        nic.queue_pair(queue) as second,
         nic.register_host(bytearray(KIB)) as region,
     ):
-        left.connect(right.endpoint())
-        right.connect(left.endpoint())
+        first.connect(second.endpoint())
+        second.connect(first.endpoint())
         remote = region.remote(length_bytes=16)
-        left.post_write(region, remote, work_id=1, local_offset_bytes=512)
-        right.post_write(region, remote, work_id=2, local_offset_bytes=512)
-        found = [queue.wait(WAIT_MS).expect(Status.SUCCESS) for _ in range(2)]
-    assert {(each.qp_number, each.work_id) for each in found} == {(left.number, 1), (right.number, 2)}
+        first.post_write(region, remote, work_id=1, local_offset_bytes=512)
+        second.post_write(region, remote, work_id=2, local_offset_bytes=512)
+        completions = [queue.wait(WAIT_MS).expect(Status.SUCCESS) for _ in range(2)]
+    assert {(each.qp_number, each.work_id) for each in completions} == {(first.number, 1), (second.number, 2)}
 
 
 @pytest.mark.parametrize("solicited_only", [False, True], ids=["any", "solicited"])

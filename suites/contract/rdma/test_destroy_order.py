@@ -22,41 +22,41 @@ pytestmark = needs(verbs.nic())
 
 
 @pytest.fixture
-def plain(nic: Nic) -> Iterator[PlainVerbs]:
+def raw(nic: Nic) -> Iterator[PlainVerbs]:
     """Yield the ctypes binding of libibverbs with the NIC open."""
     with PlainVerbs(nic.name) as opened:
         yield opened
 
 
-def test_domain_with_a_region_is_not_destroyed(plain: PlainVerbs) -> None:
-    domain = plain.domain()
-    region = plain.region(domain)
-    assert plain.deallocate(domain) == errno.EBUSY
-    assert plain.deregister(region) == 0
-    assert plain.deallocate(domain) == 0
+def test_domain_with_a_region_is_not_destroyed(raw: PlainVerbs) -> None:
+    domain = raw.domain()
+    region = raw.region(domain)
+    assert raw.deallocate(domain) == errno.EBUSY
+    assert raw.deregister(region) == 0
+    assert raw.deallocate(domain) == 0
 
 
-def test_domain_with_a_queue_pair_is_not_destroyed(plain: PlainVerbs) -> None:
-    domain, queue = plain.domain(), plain.queue()
-    pair = plain.pair(domain, queue)
-    assert plain.deallocate(domain) == errno.EBUSY
-    assert plain.destroy_pair(pair) == 0
-    assert plain.destroy_queue(queue) == 0
-    assert plain.deallocate(domain) == 0
+def test_domain_with_a_queue_pair_is_not_destroyed(raw: PlainVerbs) -> None:
+    domain, queue = raw.domain(), raw.queue()
+    pair = raw.pair(domain, queue)
+    assert raw.deallocate(domain) == errno.EBUSY
+    assert raw.destroy_pair(pair) == 0
+    assert raw.destroy_queue(queue) == 0
+    assert raw.deallocate(domain) == 0
 
 
-def test_completion_queue_in_use_is_not_destroyed(plain: PlainVerbs) -> None:
-    domain, queue = plain.domain(), plain.queue()
-    pair = plain.pair(domain, queue)
-    assert plain.destroy_queue(queue) == errno.EBUSY
-    assert plain.destroy_pair(pair) == 0
-    assert plain.destroy_queue(queue) == 0
-    assert plain.deallocate(domain) == 0
+def test_completion_queue_in_use_is_not_destroyed(raw: PlainVerbs) -> None:
+    domain, queue = raw.domain(), raw.queue()
+    pair = raw.pair(domain, queue)
+    assert raw.destroy_queue(queue) == errno.EBUSY
+    assert raw.destroy_pair(pair) == 0
+    assert raw.destroy_queue(queue) == 0
+    assert raw.deallocate(domain) == 0
 
 
-def test_completion_channel_in_use_is_not_destroyed(plain: PlainVerbs) -> None:
-    channel = plain.channel()
-    queue = plain.queue(channel)
-    assert plain.destroy_channel(channel) == errno.EBUSY
-    assert plain.destroy_queue(queue) == 0
-    assert plain.destroy_channel(channel) == 0
+def test_completion_channel_in_use_is_not_destroyed(raw: PlainVerbs) -> None:
+    channel = raw.channel()
+    queue = raw.queue(channel)
+    assert raw.destroy_channel(channel) == errno.EBUSY
+    assert raw.destroy_queue(queue) == 0
+    assert raw.destroy_channel(channel) == 0

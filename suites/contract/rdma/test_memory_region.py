@@ -54,9 +54,9 @@ def test_regions_of_one_buffer_have_separate_keys(nic: Nic) -> None:
 def test_region_survives_deregistration_of_an_overlapping_one(nic: Nic, seed: int) -> None:
     data = bytearray(HOST_PAGE_BYTES)
     source = bytearray(pattern.payload(HOST_PAGE_BYTES, seed=seed))
-    with connected(nic) as (ours, _), nic.register_host(source) as local, nic.register_host(data) as kept:
+    with connected(nic) as (ours, _), nic.register_host(source) as local, nic.register_host(data) as remaining:
         nic.register_host(data).close()
-        ours.post_write(local, kept.remote(), work_id=1)
+        ours.post_write(local, remaining.remote(), work_id=1)
         ours.wait(WAIT_MS).expect(Status.SUCCESS)
         pattern.check(data, seed=seed)
 
@@ -110,9 +110,9 @@ def test_local_read_needs_no_access_flag(nic: Nic, seed: int) -> None:
     with (
         connected(nic) as (ours, _),
         nic.register_host(source, access=Access(0)) as local,
-        nic.register_host(target) as there,
+        nic.register_host(target) as target_region,
     ):
-        ours.post_write(local, there.remote(), work_id=1)
+        ours.post_write(local, target_region.remote(), work_id=1)
         ours.wait(WAIT_MS).expect(Status.SUCCESS)
     pattern.check(target, seed=seed)
 
@@ -128,8 +128,12 @@ def test_invalid_length_is_refused(nic: Nic, pages: int, length_bytes: int) -> N
 def test_shared_memory_can_be_registered(nic: Nic, seed: int) -> None:
     with mmap.mmap(-1, 64 * KIB) as shared:
         source = bytearray(pattern.payload(64 * KIB, seed=seed))
-        with connected(nic) as (ours, _), nic.register_host(source) as local, nic.register_host(shared) as there:
-            ours.post_write(local, there.remote(), work_id=1)
+        with (
+            connected(nic) as (ours, _),
+            nic.register_host(source) as local,
+            nic.register_host(shared) as target_region,
+        ):
+            ours.post_write(local, target_region.remote(), work_id=1)
             ours.wait(WAIT_MS).expect(Status.SUCCESS)
         pattern.check(shared[:], seed=seed)
 
@@ -137,7 +141,7 @@ def test_shared_memory_can_be_registered(nic: Nic, seed: int) -> None:
 def test_key_is_refused_after_deregistration(nic: Nic) -> None:
     target = bytearray(KIB)
     with connected(nic) as (ours, _), nic.register_host(bytearray(KIB)) as local:
-        with nic.register_host(target) as there:
-            remote = there.remote()
+        with nic.register_host(target) as target_region:
+            remote = target_region.remote()
         ours.post_write(local, remote, work_id=1)
         assert ours.wait(WAIT_MS).status is Status.REM_ACCESS_ERR

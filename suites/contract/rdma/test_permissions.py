@@ -33,9 +33,9 @@ def test_write_needs_remote_write_access(nic: Nic) -> None:
     with (
         connected(nic) as (ours, _),
         nic.register_host(bytearray(b"\xa5" * KIB)) as local,
-        nic.register_host(data, access=Access.LOCAL_WRITE | Access.REMOTE_READ) as there,
+        nic.register_host(data, access=Access.LOCAL_WRITE | Access.REMOTE_READ) as target_region,
     ):
-        ours.post_write(local, there.remote(), work_id=1)
+        ours.post_write(local, target_region.remote(), work_id=1)
         assert ours.wait(WAIT_MS).status is Status.REM_ACCESS_ERR
     assert data == bytes(KIB)
 
@@ -45,9 +45,9 @@ def test_read_needs_remote_read_access(nic: Nic) -> None:
     with (
         connected(nic) as (ours, _),
         nic.register_host(own) as local,
-        nic.register_host(bytearray(b"\xa5" * KIB), access=Access.LOCAL_WRITE | Access.REMOTE_WRITE) as there,
+        nic.register_host(bytearray(b"\xa5" * KIB), access=Access.LOCAL_WRITE | Access.REMOTE_WRITE) as target_region,
     ):
-        ours.post_read(local, there.remote(), work_id=1)
+        ours.post_read(local, target_region.remote(), work_id=1)
         assert ours.wait(WAIT_MS).status is Status.REM_ACCESS_ERR
     assert own == bytes(KIB)
 
@@ -57,9 +57,9 @@ def test_write_needs_access_of_the_queue_pair(nic: Nic) -> None:
     with (
         connected(nic, access=Access.REMOTE_READ) as (ours, _),
         nic.register_host(bytearray(b"\xa5" * KIB)) as local,
-        nic.register_host(data) as there,
+        nic.register_host(data) as target_region,
     ):
-        ours.post_write(local, there.remote(), work_id=1)
+        ours.post_write(local, target_region.remote(), work_id=1)
         assert ours.wait(WAIT_MS).status in NOT_ALLOWED
     assert data == bytes(KIB)
 
@@ -69,9 +69,9 @@ def test_read_needs_access_of_the_queue_pair(nic: Nic) -> None:
     with (
         connected(nic, access=Access.REMOTE_WRITE) as (ours, _),
         nic.register_host(own) as local,
-        nic.register_host(bytearray(b"\xa5" * KIB)) as there,
+        nic.register_host(bytearray(b"\xa5" * KIB)) as target_region,
     ):
-        ours.post_read(local, there.remote(), work_id=1)
+        ours.post_read(local, target_region.remote(), work_id=1)
         assert ours.wait(WAIT_MS).status in NOT_ALLOWED
     assert own == bytes(KIB)
 
@@ -82,20 +82,20 @@ def test_key_with_a_flipped_bit_is_refused(nic: Nic, flipped: int) -> None:
     with (
         connected(nic) as (ours, _),
         nic.register_host(bytearray(b"\xa5" * KIB)) as local,
-        nic.register_host(data) as there,
+        nic.register_host(data) as target_region,
     ):
         # The flipped key must not be the key of the local region.
-        wrong = replace(there.remote(), rkey=there.rkey ^ flipped)
-        assert wrong.rkey not in {local.rkey, there.rkey}
-        ours.post_write(local, wrong, work_id=1)
+        inelement = replace(target_region.remote(), rkey=target_region.rkey ^ flipped)
+        assert inelement.rkey not in {local.rkey, target_region.rkey}
+        ours.post_write(local, inelement, work_id=1)
         assert ours.wait(WAIT_MS).status is Status.REM_ACCESS_ERR
     assert data == bytes(KIB)
 
 
 def test_send_with_a_wrong_local_key_fails_at_the_requester(nic: Nic) -> None:
     with connected(nic) as (ours, _), nic.register_host(bytearray(KIB)) as local:
-        right = local.element()
-        ours.post_send([replace(right, lkey=right.lkey ^ 0x0100_0001)], work_id=1)
+        element = local.element()
+        ours.post_send([replace(element, lkey=element.lkey ^ 0x0100_0001)], work_id=1)
         assert ours.wait(WAIT_MS).status in NO_SUCH_KEY
 
 
@@ -104,9 +104,9 @@ def test_read_into_read_only_memory_fails_at_the_requester(nic: Nic) -> None:
     with (
         connected(nic) as (ours, _),
         nic.register_host(own, access=Access.REMOTE_READ) as local,
-        nic.register_host(bytearray(b"\xa5" * KIB)) as there,
+        nic.register_host(bytearray(b"\xa5" * KIB)) as target_region,
     ):
-        ours.post_read(local, there.remote(), work_id=1)
+        ours.post_read(local, target_region.remote(), work_id=1)
         assert ours.wait(WAIT_MS).status is Status.LOC_PROT_ERR
     assert own == bytes(KIB)
 
@@ -131,9 +131,9 @@ def test_remote_key_of_another_domain_is_refused(nic: Nic) -> None:
         rdma.Nic.open(nic.name, port=nic.port.number, gid_index=nic.gid_index) as other_nic,
         connected(nic) as (ours, _),
         nic.register_host(bytearray(b"\xa5" * KIB)) as local,
-        other_nic.register_host(data, access=ALL_ACCESS) as there,
+        other_nic.register_host(data, access=ALL_ACCESS) as target_region,
     ):
-        ours.post_write(local, there.remote(), work_id=1)
+        ours.post_write(local, target_region.remote(), work_id=1)
         assert ours.wait(WAIT_MS).status is Status.REM_ACCESS_ERR
     assert data == bytes(KIB)
 
@@ -143,8 +143,8 @@ def test_local_key_of_another_domain_is_refused(nic: Nic) -> None:
         rdma.Nic.open(nic.name, port=nic.port.number, gid_index=nic.gid_index) as other_nic,
         connected(nic) as (ours, _),
         other_nic.register_host(bytearray(KIB)) as foreign,
-        nic.register_host(bytearray(KIB)) as there,
+        nic.register_host(bytearray(KIB)) as target_region,
     ):
         element: ScatterGatherElement = foreign.element()
-        ours.post_write([element], there.remote(), work_id=1)
+        ours.post_write([element], target_region.remote(), work_id=1)
         assert ours.wait(WAIT_MS).status in NO_SUCH_KEY

@@ -40,9 +40,9 @@ REQUIRED = [
 def pair(nic: Nic) -> Iterator[RawPair]:
     """Yield a queue pair in RESET."""
     with nic.completion_queue() as queue:
-        made = RawPair(nic, queue)
-        yield made
-        made.close()
+        raw_pair = RawPair(nic, queue)
+        yield raw_pair
+        raw_pair.close()
 
 
 def test_queue_pair_goes_from_reset_to_rts_in_three_steps(pair: RawPair) -> None:
@@ -168,12 +168,12 @@ def test_new_queue_pairs_work_on_memory_of_failed_ones(nic: Nic) -> None:
     target = bytearray(KIB)
     with (
         nic.register_host(bytearray(b"\xa5" * KIB)) as local,
-        nic.register_host(target, access=ALL_ACCESS) as there,
+        nic.register_host(target, access=ALL_ACCESS) as target_region,
     ):
         with connected(nic) as (ours, theirs):
             ours.fail()
             theirs.fail()
         with connected(nic) as (ours, _):
-            ours.post_write(local, there.remote(), work_id=1)
+            ours.post_write(local, target_region.remote(), work_id=1)
             ours.wait(WAIT_MS).expect(Status.SUCCESS)
     assert target == b"\xa5" * KIB

@@ -1,4 +1,4 @@
-"""SEND with immediates, scatter/gather elements and inline data, and receives that are too small or missing.
+"""SEND with immediates, scatter/gather elements and inline data, and receives that are too short or missing.
 
 Sources: ibv_post_send(3), ibv_post_recv(3).
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 pytestmark = needs(verbs.nic())
 
 REGION_BYTES = 80 * KIB
-# For each packet size: around one packet, in bytes.
+# Message lengths in bytes: none, one byte, and lengths near the packet size of each path MTU.
 LENGTHS = [0, 1, 255, 1024, 1025, 4097, 64 * KIB]
 IMMEDIATES = [0, 1, 0x01020304, 0xFFFFFFFF]
 # A message that is too long is an invalid request in the specification (9.9.3), and a length error at the receiver.
@@ -44,7 +44,7 @@ def reversed_quarters(data: bytes) -> bytes:
 
 
 def post_receives(pair: QueuePair, count: int) -> None:
-    """Post `count` receives of no bytes."""
+    """Post `count` receives without elements."""
     for number in range(count):
         pair.post_receive((), work_id=number)
 
@@ -61,8 +61,8 @@ def test_message_arrives_and_bytes_after_it_are_unchanged(nic: Nic, seed: int, l
         theirs.post_receive(region, work_id=1)
         ours.post_send(source, work_id=2, length_bytes=length_bytes)
         ours.wait(WAIT_MS).expect(Status.SUCCESS)
-        got = theirs.wait_received(WAIT_MS).expect(Status.SUCCESS)
-    assert (got.length_bytes, got.opcode, got.immediate) == (length_bytes, CompletionOpcode.RECV, None)
+        received = theirs.wait_received(WAIT_MS).expect(Status.SUCCESS)
+    assert (received.length_bytes, received.opcode, received.immediate) == (length_bytes, CompletionOpcode.RECV, None)
     assert target == payload + bytes(REGION_BYTES - length_bytes)
 
 
@@ -72,8 +72,8 @@ def test_send_transfers_its_immediate(nic: Nic, immediate: int) -> None:
         theirs.post_receive(region, work_id=1)
         ours.post_send(region, work_id=2, length_bytes=3, immediate=immediate)
         ours.wait(WAIT_MS).expect(Status.SUCCESS)
-        got = theirs.wait_received(WAIT_MS).expect(Status.SUCCESS)
-    assert (got.immediate, got.length_bytes, got.opcode) == (immediate, 3, CompletionOpcode.RECV)
+        received = theirs.wait_received(WAIT_MS).expect(Status.SUCCESS)
+    assert (received.immediate, received.length_bytes, received.opcode) == (immediate, 3, CompletionOpcode.RECV)
 
 
 @pytest.mark.parametrize("immediate", IMMEDIATES)
@@ -82,13 +82,17 @@ def test_write_with_immediate_consumes_a_receive(nic: Nic, immediate: int) -> No
     with (
         connected(nic) as (ours, theirs),
         nic.register_host(bytearray(b"\xa5" * KIB)) as local,
-        nic.register_host(target) as there,
+        nic.register_host(target) as target_region,
     ):
         theirs.post_receive((), work_id=1)
-        ours.post_write(local, there.remote(), work_id=2, immediate=immediate)
+        ours.post_write(local, target_region.remote(), work_id=2, immediate=immediate)
         ours.wait(WAIT_MS).expect(Status.SUCCESS)
-        got = theirs.wait_received(WAIT_MS).expect(Status.SUCCESS)
-    assert (got.immediate, got.opcode, got.work_id) == (immediate, CompletionOpcode.RECV_RDMA_WITH_IMM, 1)
+        received = theirs.wait_received(WAIT_MS).expect(Status.SUCCESS)
+    assert (received.immediate, received.opcode, received.work_id) == (
+        immediate,
+        CompletionOpcode.RECV_RDMA_WITH_IMM,
+        1,
+    )
     assert target == b"\xa5" * KIB
 
 
@@ -116,14 +120,14 @@ def test_elements_are_gathered_in_order(nic: Nic, seed: int, operation: str) -> 
     with (
         connected(nic) as (ours, theirs),
         nic.register_host(bytearray(payload)) as source,
-        nic.register_host(target) as there,
+        nic.register_host(target) as target_region,
     ):
         if operation == "send":
-            theirs.post_receive(there, work_id=1)
+            theirs.post_receive(target_region, work_id=1)
             ours.post_send(quarters(source, 8 * KIB), work_id=2)
             theirs.wait_received(WAIT_MS).expect(Status.SUCCESS)
         else:
-            ours.post_write(quarters(source, 8 * KIB), there.remote(), work_id=2)
+            ours.post_write(quarters(source, 8 * KIB), target_region.remote(), work_id=2)
         ours.wait(WAIT_MS).expect(Status.SUCCESS)
     assert target == reversed_quarters(payload)
 
@@ -135,14 +139,14 @@ def test_elements_are_scattered_in_order(nic: Nic, seed: int, operation: str) ->
     with (
         connected(nic) as (ours, theirs),
         nic.register_host(bytearray(payload)) as source,
-        nic.register_host(target) as there,
+        nic.register_host(target) as target_region,
     ):
         if operation == "send":
-            theirs.post_receive(quarters(there, 8 * KIB), work_id=1)
+            theirs.post_receive(quarters(target_region, 8 * KIB), work_id=1)
             ours.post_send(source, work_id=2)
             theirs.wait_received(WAIT_MS).expect(Status.SUCCESS)
         else:
-            ours.post_read(quarters(there, 8 * KIB), source.remote(), work_id=2)
+            ours.post_read(quarters(target_region, 8 * KIB), source.remote(), work_id=2)
         ours.wait(WAIT_MS).expect(Status.SUCCESS)
     assert reversed_quarters(bytes(target)) == payload
 
@@ -161,9 +165,9 @@ def test_inline_bytes_can_be_changed_after_the_post(nic: Nic, seed: int) -> None
     with (
         connected(nic, limits={"inline_bytes_max": 32}) as (ours, _),
         nic.register_host(source) as local,
-        nic.register_host(target) as there,
+        nic.register_host(target) as target_region,
     ):
-        ours.post_write(local, there.remote(), work_id=1, inline=True)
+        ours.post_write(local, target_region.remote(), work_id=1, inline=True)
         memoryview(source)[:] = bytes(32)
         ours.wait(WAIT_MS).expect(Status.SUCCESS)
     assert target == payload
@@ -175,11 +179,11 @@ def test_inline_bytes_need_no_key(nic: Nic, seed: int) -> None:
     with (
         connected(nic, limits={"inline_bytes_max": 32}) as (ours, theirs),
         nic.register_host(bytearray(payload)) as local,
-        nic.register_host(target) as there,
+        nic.register_host(target) as target_region,
     ):
-        right = local.element()
-        theirs.post_receive(there, work_id=1)
-        ours.post_send([ScatterGatherElement(right.address, right.length_bytes, 0)], work_id=2, inline=True)
+        registered = local.element()
+        theirs.post_receive(target_region, work_id=1)
+        ours.post_send([ScatterGatherElement(registered.address, registered.length_bytes, 0)], work_id=2, inline=True)
         ours.wait(WAIT_MS).expect(Status.SUCCESS)
         theirs.wait_received(WAIT_MS).expect(Status.SUCCESS)
     assert target == payload
@@ -238,8 +242,8 @@ def test_late_receive_within_the_retries_succeeds(nic: Nic) -> None:
 
 def test_missing_peer_queue_pair_ends_in_retry_exceeded(nic: Nic) -> None:
     with unready(nic) as ours, nic.register_host(bytearray(KIB)) as region:
-        with unready(nic) as gone:
-            other = gone.endpoint()
+        with unready(nic) as destroyed:
+            other = destroyed.endpoint()
         # Some drivers retry without end at a retry count of 7.
         ours.connect(other, retry_count=1, timeout_exponent=12)
         ours.post_send(region, work_id=1)

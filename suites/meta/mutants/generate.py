@@ -95,9 +95,9 @@ def _concerns_text(node: cst.CSTNode, changed: cst.CSTNode) -> bool:
     """Return whether a mutation only removes a text."""
     if not isinstance(node, cst.Call) or not isinstance(changed, cst.Call):
         return _is_text(node)
-    kept = {id(argument) for argument in changed.args}
-    lost = [argument for argument in node.args if id(argument) not in kept]
-    return bool(lost) and all(_is_text_argument(node, argument) for argument in lost)
+    remaining = {id(argument) for argument in changed.args}
+    removed = [argument for argument in node.args if id(argument) not in remaining]
+    return bool(removed) and all(_is_text_argument(node, argument) for argument in removed)
 
 
 def _sites(node: cst.CSTNode) -> Iterator[tuple[cst.CSTNode, cst.CSTNode, str]]:

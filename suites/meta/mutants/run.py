@@ -221,15 +221,15 @@ def write_records(path: Path, results: Sequence[Result], *, seed: str, command: 
     for result in results:
         append_record(path, _record(result, seed, command))
     counts = Counter(result.outcome.value for result in results)
-    found = score(results)
-    enough = found >= SCORE_MIN
+    achieved = score(results)
+    enough = achieved >= SCORE_MIN
     evidence: dict[str, object] = {
         "seed": seed,
         "survivors": [each.mutant.name for each in results if each.outcome is MutantOutcome.SURVIVED],
     }
     numbers = {f"{outcome.value}_count": float(counts[outcome.value]) for outcome in MutantOutcome}
-    reasons = () if enough else (CaseReason(text=f"the score is {found:.3f}, and {SCORE_MIN} is wanted"),)
-    numbers |= {"mutants_count": float(len(results)), "score_share": round(found, 4)}
+    reasons = () if enough else (CaseReason(text=f"the score is {achieved:.3f}, but must be at least {SCORE_MIN}"),)
+    numbers |= {"mutants_count": float(len(results)), "score_share": round(achieved, 4)}
     verdict = Verdict.PASS if enough else Verdict.FAIL
     append_record(
         path, _plain_record("meta/mutants::summary", verdict, reasons, evidence, numbers, duration_s, command)
@@ -317,16 +317,16 @@ def _judged(results: Sequence[Result], duration_s: float) -> int:
     survivors = [result.mutant for result in results if result.outcome is MutantOutcome.SURVIVED]
     for mutant in survivors:
         print(f"survived: {mutant.name} {mutant.file}:{mutant.line} {mutant.operator}")  # noqa: T201
-    found = score(results)
+    achieved = score(results)
     listed = ", ".join(f"{count} {outcome.value}" for outcome, count in counts.items())
-    print(f"{len(results)} mutants in {duration_s / 60:.0f} min: {listed}; score {found:.3f}")  # noqa: T201
+    print(f"{len(results)} mutants in {duration_s / 60:.0f} min: {listed}; score {achieved:.3f}")  # noqa: T201
     if counts[MutantOutcome.EQUIVALENT] > EQUIVALENT_MAX * len(results):
         print(f"more than {EQUIVALENT_MAX:.0%} are in {EQUIVALENT.name}; write cases instead")  # noqa: T201
         return 1
     if counts[MutantOutcome.NOT_COMPILED]:
         print("a patch that does not compile shows nothing; adapt it")  # noqa: T201
         return 1
-    return 0 if found >= SCORE_MIN else 1
+    return 0 if achieved >= SCORE_MIN else 1
 
 
 if __name__ == "__main__":

@@ -122,15 +122,21 @@ class Worker:
         self._write(path, mutant.source)
         try:
             if mutant.is_native and not self.build():
-                found = Result(mutant, MutantOutcome.NOT_COMPILED)
+                outcome = Result(mutant, MutantOutcome.NOT_COMPILED)
             else:
-                found = self._judged(mutant, limit_s)
+                outcome = self._run_and_classify(mutant, limit_s)
         finally:
             self._write(path, original)
             self._is_stale |= mutant.is_native
         duration_s = round(time.monotonic() - began, 1)
         return Result(
-            mutant, found.outcome, found.killed_by, found.note, duration_s, round(baseline_s, 1), round(limit_s, 1)
+            mutant,
+            outcome.outcome,
+            outcome.killed_by,
+            outcome.note,
+            duration_s,
+            round(baseline_s, 1),
+            round(limit_s, 1),
         )
 
     def build_baseline(self) -> None:
@@ -173,7 +179,7 @@ class Worker:
                 return False
         return True
 
-    def _judged(self, mutant: Mutant, limit_s: float) -> Result:
+    def _run_and_classify(self, mutant: Mutant, limit_s: float) -> Result:
         before, note = "", ""
         for _ in range(_ROUNDS_MAX):
             whole, _ = self._run(mutant.cases, limit_s=limit_s)
@@ -253,15 +259,15 @@ class Worker:
 
 def _end_marked(marker: str) -> None:
     """Kill the remaining processes of a run: every process whose environment has its marker."""
-    wanted = f"{_MARKER}={marker}".encode()
+    variable = f"{_MARKER}={marker}".encode()
     for _ in range(3):
-        found = False
+        killed_any = False
         for folder in Path("/proc").glob("[0-9]*"):
             try:
-                if wanted in (folder / "environ").read_bytes().split(b"\0"):
+                if variable in (folder / "environ").read_bytes().split(b"\0"):
                     os.kill(int(folder.name), signal.SIGKILL)
-                    found = True
+                    killed_any = True
             except OSError:  # The process has ended, or it belongs to another user.
                 continue
-        if not found:
+        if not killed_any:
             return
