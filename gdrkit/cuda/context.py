@@ -179,8 +179,8 @@ class PrimaryContext(Closeable):
 
     def _retain(self) -> int:
         if self._closed:
-            what = f"CUDA device {self.index}"
-            raise ClosedResource(what)
+            resource = f"CUDA device {self.index}"
+            raise ClosedResource(resource)
         if self._context is None:
             with self._retaining:
                 # Two threads may get here at the same time. The context is retained once.

@@ -185,8 +185,8 @@ class KvikioFile:
 
     def _open_file(self) -> Any:
         if self._closed:
-            what = "the kvikio file"
-            raise ClosedResource(what)
+            resource = "the kvikio file"
+            raise ClosedResource(resource)
         return self._file
 
     def __enter__(self) -> Self:

@@ -198,8 +198,8 @@ class IoBatch:
 
     def _check_open(self) -> None:
         if self._closed:
-            what = "the batch"
-            raise ClosedResource(what)
+            resource = "the batch"
+            raise ClosedResource(resource)
 
     def __enter__(self) -> Self:
         return self

@@ -118,8 +118,8 @@ def checked_length(memory: Memory, *, offset_bytes: int, length_bytes: int | Non
         The memory was freed.
     """
     if memory.closed:
-        what = "the memory"
-        raise ClosedResource(what)
+        resource = "the memory"
+        raise ClosedResource(resource)
     length = memory.length_bytes - offset_bytes if length_bytes is None else length_bytes
     if offset_bytes < 0 or length < 0 or offset_bytes + length > memory.length_bytes:
         message = f"{length} bytes at offset {offset_bytes} are not inside memory of {memory.length_bytes} bytes"

@@ -117,8 +117,8 @@ class Driver:
     def check_open(self) -> None:
         """Raise :class:`~gdrkit.errors.ClosedResource` if the driver is closed."""
         if self._closed:
-            what = "the cuFile driver"
-            raise ClosedResource(what)
+            resource = "the cuFile driver"
+            raise ClosedResource(resource)
 
     def close(self) -> None:
         """Close all objects of the driver, newest first, then the driver; a second close does nothing.

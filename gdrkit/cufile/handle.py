@@ -66,8 +66,8 @@ class FileHandle:
     def number(self) -> int:
         """The CUfileHandle_t of the file."""
         if self._closed:
-            what = "the cuFile handle"
-            raise ClosedResource(what)
+            resource = "the cuFile handle"
+            raise ClosedResource(resource)
         return self._number
 
     def read(

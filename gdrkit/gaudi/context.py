@@ -82,8 +82,8 @@ class GaudiContext(Closeable):
     def fd(self) -> int:
         """The file descriptor, for other calls of hl-thunk. The device still owns it."""
         if self._closed:
-            what = f"Gaudi device {self.pci_bus_id}"
-            raise ClosedResource(what)
+            resource = f"Gaudi device {self.pci_bus_id}"
+            raise ClosedResource(resource)
         return self._fd
 
     @property

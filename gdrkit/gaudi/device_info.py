@@ -120,8 +120,10 @@ def bus_id_of(number: int | None, module_id: int | None) -> str:
     for info in list_devices():
         if info.number == number or info.module_id == module_id:
             return info.pci_bus_id
-    what = f"no Gaudi with the number {number}" if module_id is None else f"no Gaudi with the module id {module_id}"
-    raise UsageError(what, reason=Reason.NO_DEVICE, what_to_do="gdrkit.gaudi.list_devices() says which there are")
+    message = (
+        f"there is no Gaudi {number}" if module_id is None else f"there is no Gaudi with the module id {module_id}"
+    )
+    raise UsageError(message, reason=Reason.NO_DEVICE, what_to_do="choose one of gdrkit.gaudi.list_devices()")
 
 
 def require_gaudi(pci_device_id: int) -> None:

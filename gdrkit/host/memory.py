@@ -210,8 +210,8 @@ class _Mapping:
     def borrow(self) -> None:
         with _lock:
             if self.key[0][2] not in _live:
-                what = f"host memory at {self.address:#x}"
-                raise ClosedResource(what)
+                resource = f"host memory at {self.address:#x}"
+                raise ClosedResource(resource)
             self._borrowers += 1
 
     def release(self) -> None:

@@ -119,6 +119,6 @@ def _require_device(handle: GdrHandle, device: cuda.Device) -> None:
         raise UsageError(message, reason=Reason.NO_DEVICE)
 
 
-def _refuse(why: str) -> NoReturn:
-    message = f"no handle of GDR memory: {why}"
+def _refuse(problem: str) -> NoReturn:
+    message = f"not a handle of GDR memory: {problem}"
     raise UsageError(message, reason=Reason.MALFORMED)

@@ -222,6 +222,6 @@ def _digest(body: bytes) -> bytes:
     return hashlib.sha256(body).digest()[:_DIGEST_BYTES]
 
 
-def _refuse(why: str, what_to_do: str = "") -> NoReturn:
-    message = f"no handle of shared memory: {why}"
+def _refuse(problem: str, what_to_do: str = "") -> NoReturn:
+    message = f"not a handle of shared memory: {problem}"
     raise UsageError(message, reason=Reason.MALFORMED, what_to_do=what_to_do)

@@ -66,8 +66,8 @@ class HandleMessage:
     def descriptors(self) -> tuple[int, ...]:
         """The file descriptors. The message still owns them."""
         if self.closed:
-            what = "handle message"
-            raise ClosedResource(what)
+            resource = "handle message"
+            raise ClosedResource(resource)
         return self._descriptors
 
     @property

@@ -86,8 +86,8 @@ class Lease:
 
     def _open(self) -> CacheEntry:
         if self._entry is None:
-            what = "lease"
-            raise ClosedResource(what)
+            resource = "lease"
+            raise ClosedResource(resource)
         return self._entry
 
     def _part(self, offset_bytes: int, length_bytes: int | None) -> tuple[CacheEntry, int, int]:
@@ -112,8 +112,8 @@ class Lease:
 def refuse_range(memory: DeviceBuffer, *, offset_bytes: int, length_bytes: int) -> NoReturn:
     """Raise the error of a range that cannot be leased: its memory is closed, or it is empty or outside."""
     if memory.closed:
-        what = "the memory to lease"
-        raise ClosedResource(what)
+        resource = "the memory to lease"
+        raise ClosedResource(resource)
     check_range(offset_bytes=offset_bytes, length_bytes=length_bytes, size_bytes=memory.length_bytes)
     message = "an empty range cannot be leased"
     raise UsageError(message)

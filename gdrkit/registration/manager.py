@@ -271,8 +271,8 @@ class GdrManager:
 
     def _require(self) -> None:
         if self._closed:
-            what = "GDR manager"
-            raise ClosedResource(what)
+            resource = "GDR manager"
+            raise ClosedResource(resource)
         if not self.state.available:
             raise _unavailable(self._failures, "direct transfers are not available here")
 

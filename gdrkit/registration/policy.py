@@ -90,8 +90,8 @@ class Registration:
             The memory is not registered with this NIC.
         """
         if self._closed:
-            what = "registration"
-            raise ClosedResource(what)
+            resource = "registration"
+            raise ClosedResource(resource)
         if nic not in self._regions:
             message = f"the memory is not registered with {nic.name}"
             raise UsageError(message)
@@ -173,8 +173,8 @@ def register(
     """
     check_memory(memory)
     if memory.closed:
-        what = "the memory to register"
-        raise ClosedResource(what)
+        resource = "the memory to register"
+        raise ClosedResource(resource)
     nics = checked_nics(nics)
     ways = RegistrationRoute.ways_of(memory.kind) if route is None else (route,)
     refusals: list[GdrkitError] = []

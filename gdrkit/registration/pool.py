@@ -121,8 +121,8 @@ class RdmaBuffer:
 
     def _check_open(self) -> None:
         if self.closed:
-            what = "RDMA buffer"
-            raise ClosedResource(what)
+            resource = "RDMA buffer"
+            raise ClosedResource(resource)
 
     def _part(self, offset_bytes: int, length_bytes: int | None) -> tuple[int, int]:
         length_bytes = self.length_bytes - offset_bytes if length_bytes is None else length_bytes
@@ -340,8 +340,8 @@ class BufferPool:
 
     def _check_open(self) -> None:
         if self._closed:
-            what = "buffer pool"
-            raise ClosedResource(what)
+            resource = "buffer pool"
+            raise ClosedResource(resource)
 
     def __enter__(self) -> Self:
         return self

@@ -99,8 +99,8 @@ def export_memory(
     """
     length_bytes = memory.length_bytes - offset_bytes if length_bytes is None else length_bytes
     if memory.closed:
-        what = "the memory to share"
-        raise ClosedResource(what)
+        resource = "the memory to share"
+        raise ClosedResource(resource)
     check_range(offset_bytes=offset_bytes, length_bytes=length_bytes, size_bytes=memory.length_bytes)
     if length_bytes == 0:
         message = "there is nothing to share in 0 bytes"

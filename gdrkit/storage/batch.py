@@ -55,16 +55,16 @@ class Batch:
         self._checksum = checksum
         self._requests: list[tuple[IORequest, list[IOBuffer]]] = []
 
-    def add(self, request: IORequest, lanes: Iterator[tuple[int, Nic]]) -> None:
-        """Add the operations of a request. Each takes the next of `lanes`, an index of a queue pair and its NIC."""
+    def add(self, request: IORequest, queue_pairs: Iterator[tuple[int, Nic]]) -> None:
+        """Add the operations of a request. Each takes the next of `queue_pairs`: the index and the NIC of one."""
         chunks = self._split(request.buffer)
         self._requests.append((request, chunks))
         offset_bytes = request.offset_bytes
         for chunk in chunks:
             flags, checksum = self._flags(chunk)
-            lane, nic = next(lanes)
+            queue_pair, nic = next(queue_pairs)
             part = IORequest(request.file, offset_bytes, chunk)
-            self.operations.append(self._operation(part, lane, nic, flags, checksum))
+            self.operations.append(self._operation(part, queue_pair, nic, flags, checksum))
             offset_bytes += chunk.length_bytes
 
     def join(self, results: list[Result]) -> list[StorageResult]:
@@ -103,7 +103,7 @@ class Batch:
             return flags | OperationFlag.CHECKSUM_WANTED, 0
         return flags | OperationFlag.CHECKSUM_GIVEN, chunk.checksum(length_bytes=chunk.length_bytes)
 
-    def _operation(self, part: IORequest, lane: int, nic: Nic, flags: OperationFlag, checksum: int) -> Operation:
+    def _operation(self, part: IORequest, queue_pair: int, nic: Nic, flags: OperationFlag, checksum: int) -> Operation:
         length_bytes = part.buffer.length_bytes
         check_range(offset_bytes=part.offset_bytes, length_bytes=length_bytes, size_bytes=1 << 63)
         remote = part.buffer.remote(nic)
@@ -114,7 +114,7 @@ class Batch:
             length=length_bytes,
             remote_address=remote.address,
             rkey=remote.rkey,
-            lane=lane,
+            queue_pair=queue_pair,
             opcode=self._opcode,
             flags=flags,
             checksum=checksum,

@@ -228,8 +228,8 @@ class StorageClient:
 
     def _check_open(self) -> None:
         if self._closed:
-            what = "storage client"
-            raise ClosedResource(what)
+            resource = "storage client"
+            raise ClosedResource(resource)
 
     def __enter__(self) -> Self:
         return self

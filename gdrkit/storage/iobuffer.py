@@ -167,8 +167,8 @@ class IOBuffer:
 
     def _check_open(self) -> _Registered:
         if self._registered.closed:
-            what = "IO buffer"
-            raise ClosedResource(what)
+            resource = "IO buffer"
+            raise ClosedResource(resource)
         return self._registered
 
     def __enter__(self) -> Self:

@@ -156,7 +156,7 @@ class FileStore:
         with self._parent(path) as (folder, name):
             info = os.stat(name, dir_fd=folder, follow_symlinks=False)
             os.unlink(name, dir_fd=folder)
-        self._forget(info)
+        self._remove_sums(info)
 
     def rename(self, path: str, new_path: str, *, exclusive: bool, exchange: bool) -> None:
         """Rename by renameat2(2)."""
@@ -169,7 +169,7 @@ class FileStore:
             engine().rename(folder, name, new_folder, new_name, exclusive=exclusive, exchange=exchange)
         # If both are names of one file, rename(2) does nothing.
         if replaced is not None and replaced.st_ino != moved.st_ino:
-            self._forget(replaced)
+            self._remove_sums(replaced)
 
     def link(self, path: str, new_path: str) -> FileStat:
         """Create a second name (hard link)."""
@@ -259,9 +259,9 @@ class FileStore:
         with self._opened(before, os.O_PATH | os.O_DIRECTORY) as folder:
             yield folder, os.fsencode(name)
 
-    def _forget(self, info: os.stat_result) -> None:
+    def _remove_sums(self, info: os.stat_result) -> None:
         if stat.S_ISREG(info.st_mode) and info.st_nlink == 1:
-            self.native.forget(info.st_ino)
+            self.native.remove_sums(info.st_ino)
 
     def _format(self, chunk_bytes: int | None) -> int:
         requested = {"format": _FORMAT, "chunk_bytes": _CHUNK_BYTES if chunk_bytes is None else chunk_bytes}

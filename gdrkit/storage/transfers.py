@@ -127,10 +127,10 @@ class Transfers:
             self._fail(f"the server sent an invalid reply: {error}", error)
         return results
 
-    def _fail(self, why: str, cause: Exception | None = None) -> NoReturn:
-        self._failure = why
+    def _fail(self, problem: str, cause: Exception | None = None) -> NoReturn:
+        self._failure = problem
         self._socket.close()
-        raise storage_error("transfer", errno.EREMOTEIO, detail=why) from cause
+        raise storage_error("transfer", errno.EREMOTEIO, detail=problem) from cause
 
 
 def _with_tag(operation: Operation, tag: int) -> Operation:
@@ -141,7 +141,7 @@ def _with_tag(operation: Operation, tag: int) -> Operation:
         length=operation.length,
         remote_address=operation.remote_address,
         rkey=operation.rkey,
-        lane=operation.lane,
+        queue_pair=operation.queue_pair,
         opcode=operation.opcode,
         flags=operation.flags,
         checksum=operation.checksum,

@@ -141,7 +141,7 @@ class Operation:
         Range of the file, in bytes.
     remote_address, rkey : int
         Address and key of the memory in the client, as in its memory region.
-    lane : int
+    queue_pair : int
         Queue pair of the session, as an index into ``lanes`` of ``hello``.
     opcode : IoOpcode
     flags : OperationFlag
@@ -155,7 +155,7 @@ class Operation:
     length: int
     remote_address: int
     rkey: int
-    lane: int
+    queue_pair: int
     opcode: IoOpcode
     flags: OperationFlag = _NO_OPERATION_FLAG
     checksum: int = 0
@@ -202,7 +202,7 @@ def pack_operations(operations: Sequence[Operation], *, sequence: int) -> bytes:
                 each.length,
                 each.remote_address,
                 each.rkey,
-                each.lane,
+                each.queue_pair,
                 each.opcode,
                 each.flags,
                 each.checksum,
@@ -297,7 +297,7 @@ def _check_holes(result: int, holes: tuple[HoleExtent, ...]) -> None:
 
 
 def _operation(fields: tuple[int, ...]) -> Operation:
-    tag, handle, offset, length, address, rkey, lane, code, flags, checksum, reserved0, reserved1 = fields
+    tag, handle, offset, length, address, rkey, queue_pair, code, flags, checksum, reserved0, reserved1 = fields
     try:
         opcode = IoOpcode(code)
     except ValueError as error:
@@ -315,7 +315,7 @@ def _operation(fields: tuple[int, ...]) -> Operation:
         length=length,
         remote_address=address,
         rkey=rkey,
-        lane=lane,
+        queue_pair=queue_pair,
         opcode=opcode,
         flags=OperationFlag(flags),
         checksum=checksum,
@@ -338,6 +338,6 @@ def _frame(kind: FrameType, payload: bytes, *, count: int, sequence: int) -> byt
     return head + _CHECKSUM.pack(crc32c(head)) + payload
 
 
-def _refuse(what: str) -> NoReturn:
-    message = f"frame: {what}"
+def _refuse(problem: str) -> NoReturn:
+    message = f"frame: {problem}"
     raise UsageError(message, reason=Reason.MALFORMED)

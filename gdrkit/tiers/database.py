@@ -142,8 +142,8 @@ class Database(ABC):
         """
         with self._lock:
             if self._number < 0:
-                what = "the catalogue"
-                raise ClosedResource(what)
+                resource = "the catalogue"
+                raise ClosedResource(resource)
             if self._connection is None or not (self._connection.in_transaction or self._is_current()):
                 self._open()
             with convert_sqlite_errors(operation, catalogue=str(self.path), **arguments):

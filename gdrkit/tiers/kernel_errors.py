@@ -61,7 +61,7 @@ def kernel_error(error: OSError, operation: str, **arguments: object) -> ApiErro
     )
 
 
-def busy_error(operation: str, why: str, **arguments: object) -> ApiError:
+def busy_error(operation: str, detail: str, **arguments: object) -> ApiError:
     """Return the exception for a file that is in use. The caller may try again later."""
     return ApiError(
         api=Api.KERNEL,
@@ -72,7 +72,7 @@ def busy_error(operation: str, why: str, **arguments: object) -> ApiError:
         arguments=arguments,
         reason=Reason.BUSY,
         what_to_do="try again when the file is no longer in use",
-        detail=why,
+        detail=detail,
     )
 
 

@@ -382,8 +382,8 @@ class TierManager:
 
     def _check_open(self) -> None:
         if self._closed:
-            what = "the tier manager"
-            raise ClosedResource(what)
+            resource = "the tier manager"
+            raise ClosedResource(resource)
 
     def __enter__(self) -> Self:
         return self

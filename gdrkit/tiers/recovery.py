@@ -172,10 +172,10 @@ class _InterruptedMove:
             os.fsync(folder)
         os.fsync(retired)
 
-    def _keep(self, folder: int, last: str, tier: TierFolder, why: str) -> TierFinding:
+    def _keep(self, folder: int, last: str, tier: TierFolder, problem: str) -> TierFinding:
         """Move a file to the ``kept`` folder of its tier, and return the finding."""
         rename_new(last, self._id, folder=folder, new_folder=tier.own_folder("kept"))
-        return TierFinding(FindingKind.KEPT, self._move.name, tier.name, f"{why}, as kept/{self._id}")
+        return TierFinding(FindingKind.KEPT, self._move.name, tier.name, f"{problem}, as kept/{self._id}")
 
 
 def _keep_unrecorded(folder: TierFolder, names: set[str]) -> Iterator[TierFinding]:

@@ -91,7 +91,7 @@ class TierSet:
             if name in identities and folder.identity != identities[name]:
                 is_new = not folder.is_claimed
                 if is_new or (folder.identity is not None and totals.get(name, Totals()).files):
-                    why = f"{folder.directory} is not the folder that it was: is its file system mounted?"
+                    why = f"{folder.directory} is not the folder in the catalogue; is its file system mounted?"
                     advice = f" If you recreated the folder: mkdir {folder.directory / OWN_FOLDER}" if is_new else ""
                     self.absent[name] = why + advice
                     del self.folders[name]

@@ -166,8 +166,8 @@ class GpuSharedBuffer:
     def iovec(self) -> Iovec:
         """The iovec, for rings of this process."""
         if self._iovec is None:
-            what = "shared device buffer"
-            raise ClosedResource(what)
+            resource = "shared device buffer"
+            raise ClosedResource(resource)
         return self._iovec
 
     @property

@@ -45,14 +45,14 @@ def find_domain(domain: Any, context: Any) -> int | None:
     return candidates.pop() if len(candidates) == 1 else None
 
 
-def _words(thing: Any) -> list[int]:
-    size_bytes = type(thing).__basicsize__ // _WORD.size * _WORD.size
-    return [word for (word,) in _WORD.iter_unpack(ctypes.string_at(id(thing), size_bytes))]
+def _words(instance: Any) -> list[int]:
+    size_bytes = type(instance).__basicsize__ // _WORD.size * _WORD.size
+    return [word for (word,) in _WORD.iter_unpack(ctypes.string_at(id(instance), size_bytes))]
 
 
-def _read(memory: int, address: int, what: struct.Struct) -> tuple[Any, ...] | None:
+def _read(memory: int, address: int, layout: struct.Struct) -> tuple[Any, ...] | None:
     try:
-        data = os.pread(memory, what.size, address)
+        data = os.pread(memory, layout.size, address)
     except (OSError, OverflowError):
         return None  # The address is not mapped, so the word is not a pointer.
-    return what.unpack(data) if len(data) == what.size else None
+    return layout.unpack(data) if len(data) == layout.size else None

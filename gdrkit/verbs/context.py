@@ -96,8 +96,8 @@ class NicContext(Closeable):
 
     def _check_open(self) -> None:
         if self._closed:
-            what = f"RDMA device {self.name}"
-            raise ClosedResource(what)
+            resource = f"RDMA device {self.name}"
+            raise ClosedResource(resource)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name}{', closed' if self._closed else f', gid={self.gid}'})"

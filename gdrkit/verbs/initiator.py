@@ -273,8 +273,8 @@ class Initiator:
 
     def _open(self) -> Any:  # noqa: ANN401 - the native object has no types.
         if self._native is None:
-            what = f"initiator on {self.nic_name}"
-            raise ClosedResource(what)
+            resource = f"initiator on {self.nic_name}"
+            raise ClosedResource(resource)
         return self._native
 
     def __enter__(self) -> Self:

@@ -48,8 +48,8 @@ class _Wire:
         return asdict(self)  # type: ignore[call-overload, no-any-return]
 
     @classmethod
-    def _refuse(cls, what: str) -> NoReturn:
-        message = f"{cls.__name__} {what}"
+    def _refuse(cls, problem: str) -> NoReturn:
+        message = f"{cls.__name__} {problem}"
         raise UsageError(message, reason=Reason.MALFORMED)
 
     def _check(self, **limits: int) -> None:

@@ -1,3 +1,4 @@
+// The residency of a file range in the page cache, by cachestat(2) or mincore(2).
 #include "engine/cache_state.hpp"
 
 #include <sys/mman.h>

@@ -1,4 +1,4 @@
-// The page cache: which share of a range of a file is in it.
+// The residency of a file range in the page cache.
 #pragma once
 
 #include <cstdint>

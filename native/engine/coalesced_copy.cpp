@@ -185,7 +185,7 @@ void CoalescedCopies::release(CoalescedCopy& copy) {
         free_buffers_.push_back(copy.buffer_index_);
         changed_.notify_one();
     }
-    copy.chunk_.job->settle(copy.chunk_, 0);
+    copy.chunk_.job->complete(copy.chunk_, 0);
 }
 
 } // namespace gdrkit::engine

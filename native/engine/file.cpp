@@ -86,8 +86,8 @@ Residency File::residency_of(std::uint64_t offset, std::uint64_t length) {
     return residency(buffered(), offset, std::min(length, size - offset));
 }
 
-void File::settle(std::uint64_t bytes) noexcept {
-    if (!path_.empty() && unsettled_bytes_.fetch_sub(bytes, std::memory_order_acq_rel) == bytes) {
+void File::remove_pending(std::uint64_t bytes) noexcept {
+    if (!path_.empty() && pending_bytes_.fetch_sub(bytes, std::memory_order_acq_rel) == bytes) {
         end();
     }
 }

@@ -13,8 +13,8 @@ namespace gdrkit::engine {
 
 class File {
 public:
-    // A path, which is opened at the first use with these flags and mode. The file is closed when all expected bytes
-    // are settled.
+    // A path, which is opened at the first use with these flags and mode. The file is closed when no bytes are
+    // pending any more.
     File(std::string path, int flags, unsigned mode) : path_(std::move(path)), flags_(flags), mode_(mode) {}
     // An open descriptor, which the caller owns. This object owns only the second descriptor with O_DIRECT.
     explicit File(int fd) : flags_(0), mode_(0), fd_(fd) {}
@@ -34,11 +34,11 @@ public:
     std::uint64_t size_bytes();
     // Returns how much of the range is cached. The range may reach beyond the end of the file.
     Residency residency_of(std::uint64_t offset, std::uint64_t length);
-    // Announces that so many bytes will be moved. Only a path needs it.
-    void expect(std::uint64_t bytes) noexcept { unsettled_bytes_.fetch_add(bytes, std::memory_order_relaxed); }
-    // Reports that so many of the expected bytes were moved, or never will be.
-    void settle(std::uint64_t bytes) noexcept;
-    // Closes the descriptors of a path, even if expected bytes are not settled.
+    // Adds bytes that the job is going to transfer. Needed only for a path.
+    void add_pending(std::uint64_t bytes) noexcept { pending_bytes_.fetch_add(bytes, std::memory_order_relaxed); }
+    // Removes pending bytes that were transferred or failed. Closes the file of a path at the last one.
+    void remove_pending(std::uint64_t bytes) noexcept;
+    // Closes the descriptors of a path, even if bytes are still pending.
     void end() noexcept;
 
 private:
@@ -52,7 +52,7 @@ private:
     std::atomic<int> direct_fd_{-1};
     std::atomic<int> direct_errno_{0};
     std::atomic<std::uint64_t> alignment_bytes_{4096};
-    std::atomic<std::uint64_t> unsettled_bytes_{0};
+    std::atomic<std::uint64_t> pending_bytes_{0};
 };
 
 } // namespace gdrkit::engine

@@ -12,7 +12,7 @@ namespace {
 constexpr std::uint64_t window_max_bytes = 64U << 20U;
 constexpr std::uint64_t chunk_step_bytes = 64U << 10U;
 constexpr std::size_t parts_max = 1024;
-// A short job is split into so many chunks per worker.
+// Number of chunks per worker into which a short job is split.
 constexpr std::uint64_t chunks_per_worker = 2;
 
 } // namespace
@@ -23,10 +23,10 @@ Job::Job(Direction direction, Access access, int device, std::vector<std::shared
       extents_(std::move(extents)), durable_(durable), window_bytes_(window_max_bytes) {
     for (const Extent& each : extents_) {
         total_bytes_ += each.length;
-        files_[each.file]->expect(each.length);
+        files_[each.file]->add_pending(each.length);
     }
     for (const std::shared_ptr<File>& each : files_) {
-        each->expect(durable_ ? 1 : 0); // The file stays open until its data is on the disk.
+        each->add_pending(durable_ ? 1 : 0); // The file stays open until its data is on the disk.
     }
     const std::uint64_t share = total_bytes_ / (tuning_.workers_count * chunks_per_worker) + 1;
     const std::uint64_t first = std::min(tuning_.first_chunk_bytes, tuning_.chunk_bytes);
@@ -207,11 +207,11 @@ void Job::release_reservation() {
     --reservations_;
 }
 
-void Job::settle(Chunk& chunk, std::uint64_t direct_bytes) {
+void Job::complete(Chunk& chunk, std::uint64_t direct_bytes) {
     std::uint64_t bytes = 0;
     for (const Part& each : chunk.parts) {
         bytes += each.done;
-        file(each).settle(each.length);
+        file(each).remove_pending(each.length);
     }
     std::unique_lock lock(mutex_);
     if (bytes < chunk.bytes) {

@@ -114,7 +114,7 @@ public:
     // Releases one reservation that a worker has taken over from a chunk.
     void release_reservation();
     // Reports that every byte of the chunk has arrived or never will; `done` of each part is the number that arrived.
-    void settle(Chunk& chunk, std::uint64_t direct_bytes);
+    void complete(Chunk& chunk, std::uint64_t direct_bytes);
     // Stores the failure, if it is the first one. No further chunks are started.
     void fail(std::uint32_t extent, Failure failure);
     void cancel();

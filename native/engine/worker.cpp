@@ -313,7 +313,7 @@ void Worker::complete(std::size_t index) {
     if (chunk.job->direction() == Direction::write) {
         buffer.direct_bytes = write_parts(chunk, memory_of(index, chunk));
     }
-    settle(chunk, buffer.direct_bytes);
+    complete_chunk(chunk, buffer.direct_bytes);
 }
 
 std::uint64_t Worker::write_parts(Chunk& chunk, const std::byte* base) {
@@ -372,7 +372,7 @@ void Worker::move_host_chunk(Chunk& chunk) {
             break;
         }
     }
-    settle(chunk, direct_bytes);
+    complete_chunk(chunk, direct_bytes);
 }
 
 void Worker::release_reservation(Chunk& chunk) {
@@ -382,18 +382,18 @@ void Worker::release_reservation(Chunk& chunk) {
     }
 }
 
-// Reports the failure and settles the chunk. None of its bytes count as arrived.
+// Reports the failure and completes the chunk. None of its bytes count as arrived.
 void Worker::fail_chunk(Chunk& chunk, const Failure& failure) {
     chunk.job->fail(chunk.parts.front().extent, failure);
     for (Part& each : chunk.parts) {
         each.done = 0;
     }
-    settle(chunk, 0);
+    complete_chunk(chunk, 0);
 }
 
-void Worker::settle(Chunk& chunk, std::uint64_t direct_bytes) {
+void Worker::complete_chunk(Chunk& chunk, std::uint64_t direct_bytes) {
     release_reservation(chunk);
-    chunk.job->settle(chunk, direct_bytes);
+    chunk.job->complete(chunk, direct_bytes);
     chunk.job.reset();
 }
 

@@ -65,7 +65,7 @@ private:
     IoResult write_part(const Chunk& chunk, const Part& part, const std::byte* base);
     std::uint64_t write_parts(Chunk& chunk, const std::byte* base);
     void fail_chunk(Chunk& chunk, const Failure& failure);
-    void settle(Chunk& chunk, std::uint64_t direct_bytes);
+    void complete_chunk(Chunk& chunk, std::uint64_t direct_bytes);
     void release_reservation(Chunk& chunk);
     std::byte* memory_of(std::size_t index, const Chunk& chunk) const;
 

@@ -47,7 +47,7 @@ struct Operation {
     std::uint64_t length;
     std::uint64_t remote_address;
     std::uint32_t rkey;
-    std::uint16_t lane;
+    std::uint16_t queue_pair; // Index of the session's queue pair for the transfer.
     std::uint8_t opcode;
     std::uint8_t flags;
     std::uint32_t checksum;

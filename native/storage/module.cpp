@@ -128,7 +128,7 @@ void bind_files(nb::module_& module) {
             },
             "fd"_a, nb::kw_only(), "read"_a, "write"_a,
             "Open the file of a descriptor. The object owns the descriptor, even if this raises.")
-        .def("forget", &Store::forget, "inode"_a, nb::call_guard<nb::gil_scoped_release>())
+        .def("remove_sums", &Store::remove_sums, "inode"_a, nb::call_guard<nb::gil_scoped_release>())
         .def("counters", &counters_of);
     nb::class_<OpenFile>(module, "OpenFile", "An open file. It is closed with its last reference.")
         .def_prop_ro("fd", [](const OpenFile& self) { return self.fd.get(); })

@@ -50,7 +50,7 @@ public:
     // Returns the device of a queue pair, as an index into the fabric.
     std::size_t device_of(std::size_t index) const { return entries_[index]->device; }
 
-    // Returns whether the queue pair has space for so many transfers.
+    // Returns whether the queue pair has space for `transfers` more transfers.
     bool has_space(std::size_t index, std::size_t transfers) const;
     // Stores a transfer until flush(), or posts it if there are many. poll() reports its `id`.
     void add(std::size_t index, const verbs::Transfer& transfer);

@@ -62,7 +62,7 @@ bool Session::begin_segment(Pending& pending) {
     const auto length =
         static_cast<std::size_t>(std::min<std::uint64_t>(limits_.segment_bytes, operation.length - pending.started));
     const bool is_read = static_cast<Opcode>(operation.opcode) == Opcode::read;
-    if (!queue_pairs_->has_space(operation.lane, transfers_per_segment_max)) {
+    if (!queue_pairs_->has_space(operation.queue_pair, transfers_per_segment_max)) {
         return false;
     }
     const verbs::Staging::Buffer buffer = staging_->take(is_read ? length + 2 * store_->chunk_bytes() : length);
@@ -107,7 +107,7 @@ void Session::begin_read(Segment& segment) {
     const auto count = static_cast<std::size_t>(read.result);
     pending.is_last = count < segment.length;
     segment.length = count;
-    segment.skip = read.skip;
+    segment.skip = read.buffer_offset;
     pending.started += count;
     pending.moved += count;
     if ((operation.flags & checksum_wanted) != 0) {
@@ -171,12 +171,12 @@ void Session::add_transfer(Segment& segment, std::size_t begin, std::size_t leng
     transfer.direction = is_read ? verbs::Transfer::Direction::to_peer : verbs::Transfer::Direction::from_peer;
     transfer.length_bytes = static_cast<std::uint32_t>(length);
     transfer.local = segment.buffer.data + segment.skip + begin;
-    transfer.local_key = staging_->local_key(queue_pairs_->device_of(operation.lane));
+    transfer.local_key = staging_->local_key(queue_pairs_->device_of(operation.queue_pair));
     transfer.remote_key = operation.rkey;
     transfer.remote_address = operation.remote_address + segment.begin + begin;
     transfer.id = segment.number;
     ++segment.transfers;
-    queue_pairs_->add(operation.lane, transfer);
+    queue_pairs_->add(operation.queue_pair, transfer);
 }
 
 bool Session::poll_completions() {

@@ -241,7 +241,7 @@ std::int64_t Session::check(const Operation& operation, const std::shared_ptr<Op
     if (!file || !(is_write ? file->may_write : file->may_read)) {
         return -EBADF;
     }
-    if (operation.lane >= queue_pairs_->size() || operation.length > limits_.length_bytes_max ||
+    if (operation.queue_pair >= queue_pairs_->size() || operation.length > limits_.length_bytes_max ||
         operation.file_offset > offset_max || operation.remote_address > UINT64_MAX - operation.length) {
         return -EINVAL;
     }
@@ -341,7 +341,7 @@ void Session::wait_for_events() {
 
 void Session::end_with_failure() {
     ++store_->counters().rdma_errors;
-    // When ibv_post_send fails, the queue pair is broken. A completion that follows tells which transfer broke it.
+    // When ibv_post_send fails, the queue pair is broken. A completion that follows reports which transfer broke it.
     const auto until = std::chrono::steady_clock::now() + cause_timeout;
     while (!has_refusal_ && queue_pairs_->in_progress() && std::chrono::steady_clock::now() < until) {
         poll_completions();

@@ -49,7 +49,7 @@ void Inode::finish_change(int file) {
 std::int64_t Inode::write(int file, std::uint64_t offset, std::span<const std::byte> data) {
     const std::size_t chunk_bytes = store_.chunk_bytes_;
     const std::unique_lock guard(lock_);
-    if (!sums_.is_open() && !has_no_name_) {
+    if (!sums_.is_open() && !is_unlinked_) {
         if (const int status = open_sums(file, true); status != 0) {
             return status;
         }
@@ -63,7 +63,7 @@ std::int64_t Inode::write(int file, std::uint64_t offset, std::span<const std::b
     if (fstat(file, &before) != 0) {
         return -errno;
     }
-    notice_outside_change(before);
+    discard_sums_if_changed_outside(before);
     const auto size = static_cast<std::uint64_t>(before.st_size);
     const std::uint64_t end = offset + data.size(), first = offset / chunk_bytes, last = (end - 1) / chunk_bytes;
     const auto count = static_cast<std::size_t>(last - first + 1);
@@ -117,13 +117,13 @@ std::int64_t Inode::write(int file, std::uint64_t offset, std::span<const std::b
 }
 
 int Inode::set_times(int file, std::optional<std::int64_t> access_ns, std::optional<std::int64_t> modification_ns) {
-    const auto time_of = [](std::optional<std::int64_t> wanted) {
+    const auto time_of = [](std::optional<std::int64_t> time_ns) {
         constexpr std::int64_t second = 1'000'000'000;
-        if (!wanted) {
+        if (!time_ns) {
             return timespec{0, UTIME_OMIT};
         }
-        const std::int64_t rest = (*wanted % second + second) % second;
-        return timespec{(*wanted - rest) / second, rest};
+        const std::int64_t rest = (*time_ns % second + second) % second;
+        return timespec{(*time_ns - rest) / second, rest};
     };
     const timespec times[] = {time_of(access_ns), time_of(modification_ns)};
     const std::unique_lock guard(lock_);
@@ -132,7 +132,7 @@ int Inode::set_times(int file, std::optional<std::int64_t> access_ns, std::optio
         if (fstat(file, &before) != 0) {
             return -errno;
         }
-        notice_outside_change(before);
+        discard_sums_if_changed_outside(before);
         sums_.begin_change();
     }
     const int status = futimens(file, times) != 0 ? -errno : 0;
@@ -152,7 +152,7 @@ int Inode::truncate(int file, std::uint64_t size) {
     if (fstat(file, &before) != 0) {
         return -errno;
     }
-    notice_outside_change(before);
+    discard_sums_if_changed_outside(before);
     const std::uint64_t tail = size / chunk_bytes;
     const std::size_t rest = size % chunk_bytes;
     const bool shrinks = size < static_cast<std::uint64_t>(before.st_size);
@@ -170,7 +170,7 @@ int Inode::truncate(int file, std::uint64_t size) {
     }
     sums_.begin_change();
     if (shrinks) {
-        sums_.forget(tail + (rest != 0 ? 1 : 0));
+        sums_.discard_from(tail + (rest != 0 ? 1 : 0));
         if (rest != 0 && old.state == SumState::valid) {
             sums_.set(tail, {0, 0, SumState::being_written});
         }
@@ -205,7 +205,7 @@ int Inode::punch(int file, std::uint64_t begin, std::uint64_t end) {
     if (!sums_.is_open()) {
         return punch_range();
     }
-    notice_outside_change(before);
+    discard_sums_if_changed_outside(before);
     const std::uint64_t first = begin / chunk_bytes, last = (end - 1) / chunk_bytes;
     thread_local Edge edge;
     std::array<Sum, 2> edges;

@@ -73,7 +73,7 @@ std::shared_ptr<OpenFile> Store::adopt(Descriptor fd, bool read, bool write) {
     }
     {
         const std::unique_lock guard(inode->lock_);
-        if (!inode->sums_.is_open() && !inode->has_no_name_) {
+        if (!inode->sums_.is_open() && !inode->is_unlinked_) {
             // There are no sums yet, or the store is read-only: every chunk is unknown.
             (void)inode->open_sums(fd.get(), false);
         }
@@ -86,7 +86,7 @@ std::shared_ptr<OpenFile> Store::adopt(Descriptor fd, bool read, bool write) {
     return file;
 }
 
-void Store::forget(std::uint64_t number) {
+void Store::remove_sums(std::uint64_t number) {
     std::shared_ptr<Inode> inode;
     {
         const std::lock_guard guard(lock_);
@@ -97,7 +97,7 @@ void Store::forget(std::uint64_t number) {
     if (!inode) {
         inode = std::make_shared<Inode>(*this, number);
     }
-    inode->forget_name();
+    inode->remove_sums();
 }
 
 std::string Inode::sums_name() const {
@@ -114,9 +114,9 @@ int Inode::open_sums(int file, bool create) {
     return sums_.open(store_.sums_folder_, name.c_str(), create, file, store_.chunk_bytes_);
 }
 
-void Inode::forget_name() {
+void Inode::remove_sums() {
     const std::unique_lock guard(lock_);
-    has_no_name_ = true;
+    is_unlinked_ = true;
     const std::string name = sums_name();
     const std::size_t slash = name.find('/');
     // If this inode's group has no folder, there is nothing to remove. A symbolic link in its place is not followed.
@@ -126,7 +126,7 @@ void Inode::forget_name() {
     }
 }
 
-void Inode::notice_outside_change(const struct stat& file) {
+void Inode::discard_sums_if_changed_outside(const struct stat& file) {
     const Version now = Version::of(file);
     if (!(sums_.version() == now)) {
         sums_.reset(now);
@@ -161,13 +161,13 @@ Inode::ReadResult Inode::read(int file, std::uint64_t offset, std::size_t length
         {
             const std::shared_lock guard(lock_);
             const bool has_sums = sums_.is_open();
-            const std::size_t wanted =
+            const std::size_t bytes_to_read =
                 has_sums ? (skip + length + chunk_bytes - 1) / chunk_bytes * chunk_bytes : skip + length;
-            const std::int64_t got = read_fully(file, first * chunk_bytes, buffer.first(wanted));
-            if (got < 0) {
-                return {got, 0};
+            const std::int64_t read_bytes = read_fully(file, first * chunk_bytes, buffer.first(bytes_to_read));
+            if (read_bytes < 0) {
+                return {read_bytes, 0};
             }
-            const auto present = static_cast<std::size_t>(got);
+            const auto present = static_cast<std::size_t>(read_bytes);
             const std::size_t count = has_sums ? (present + chunk_bytes - 1) / chunk_bytes : 0;
             std::size_t bad = count;
             for (std::size_t begin = 0; begin < count && bad == count; begin += chunks_at_once) {
@@ -211,7 +211,7 @@ Inode::ReadResult Inode::read(int file, std::uint64_t offset, std::size_t length
                 return {report_corruption(bad_chunk), 0};
             }
         } else {
-            notice_outside_change(now);
+            discard_sums_if_changed_outside(now);
         }
     }
 }
@@ -221,11 +221,11 @@ int Inode::load_edge(int file, std::uint64_t chunk, std::uint64_t size, Edge& ed
     const std::uint64_t begin = chunk * chunk_bytes;
     edge.length = begin >= size ? 0 : std::min<std::uint64_t>(chunk_bytes, size - begin);
     const std::span<std::byte> bytes(edge.bytes.data(), edge.length);
-    const std::int64_t got = read_fully(file, begin, bytes);
-    if (got < 0) {
-        return static_cast<int>(got);
+    const std::int64_t read_bytes = read_fully(file, begin, bytes);
+    if (read_bytes < 0) {
+        return static_cast<int>(read_bytes);
     }
-    edge.length = static_cast<std::size_t>(got);
+    edge.length = static_cast<std::size_t>(read_bytes);
     // Without this check, the new sum would also cover the unchanged bytes of the chunk, even if they are corrupt.
     return matches_sum(chunk, bytes.first(edge.length)) ? 0 : report_corruption(chunk);
 }

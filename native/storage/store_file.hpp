@@ -1,4 +1,4 @@
-// Files of a store with the checksums (sums) of their chunks. Reads verify them, and writes update them.
+// Files of a store and the checksums of their chunks, called sums. Reads verify the sums, and writes update them.
 #pragma once
 
 #include <array>
@@ -31,11 +31,10 @@ class Inode {
 public:
     Inode(Store& store, std::uint64_t number) : store_(store), number_(number) {}
 
-    // The position of the bytes in the buffer and their count (fewer than requested: end of file), or -errno. -EIO
-    // means that the bytes differ from those written.
     struct ReadResult {
+        // Number of bytes (fewer than requested: end of file), or -errno. -EIO: the bytes differ from those written.
         std::int64_t result;
-        std::size_t skip;
+        std::size_t buffer_offset; // Position of the first requested byte in the buffer.
     };
     // Reads whole chunks around the range. The buffer must have space for two chunks more than `length`.
     ReadResult read(int file, std::uint64_t offset, std::size_t length, std::span<std::byte> buffer);
@@ -45,8 +44,8 @@ public:
     int punch(int file, std::uint64_t begin, std::uint64_t end);
     // Sets times as futimens(3). The sums stay valid.
     int set_times(int file, std::optional<std::int64_t> access_ns, std::optional<std::int64_t> modification_ns);
-    // Removes the sums file, because the last name of the file is gone.
-    void forget_name();
+    // Removes the sums file after the last name of the file was removed.
+    void remove_sums();
 
 private:
     friend class Store;
@@ -58,7 +57,7 @@ private:
 
     std::string sums_name() const;
     int open_sums(int file, bool create);
-    void notice_outside_change(const struct stat& file);
+    void discard_sums_if_changed_outside(const struct stat& file);
     bool matches_sum(std::uint64_t chunk, std::span<const std::byte> bytes) const;
     int load_edge(int file, std::uint64_t chunk, std::uint64_t size, Edge& edge);
     int write_all(int file, std::uint64_t offset, std::span<const std::byte> data, std::size_t& written) const;
@@ -70,7 +69,7 @@ private:
     const std::uint64_t number_;
     std::shared_mutex lock_;
     SumsFile sums_;
-    bool has_no_name_ = false; // The last name of the file was removed, so no sums file may be created.
+    bool is_unlinked_ = false; // The last name of the file was removed, so no sums file may be created.
 };
 
 // A file that a session has opened.
@@ -87,8 +86,8 @@ public:
 
     // Opens a file by a descriptor that permits reads (and writes, if `write`). Throws std::system_error.
     std::shared_ptr<OpenFile> adopt(Descriptor fd, bool read, bool write);
-    // Removes the sums of a file that is not open and whose last name is gone.
-    void forget(std::uint64_t inode);
+    // Removes the sums of a file whose last name was removed.
+    void remove_sums(std::uint64_t inode);
 
     std::uint32_t chunk_bytes() const noexcept { return chunk_bytes_; }
     Counters& counters() noexcept { return counters_; }

@@ -190,7 +190,7 @@ void SumsFile::set(std::uint64_t chunk, const Sum& sum) noexcept {
     }
 }
 
-void SumsFile::forget(std::uint64_t first) noexcept {
+void SumsFile::discard_from(std::uint64_t first) noexcept {
     if (first >= capacity_) {
         return;
     }
@@ -234,7 +234,7 @@ void SumsFile::end_change(const Version& version) noexcept {
 }
 
 void SumsFile::reset(const Version& version) noexcept {
-    forget(0);
+    discard_from(0);
     end_change(version);
 }
 

@@ -50,8 +50,8 @@ public:
     Sum get(std::uint64_t chunk) const noexcept;
     // Sets the sum of a reserved chunk. Other chunks are unknown and are ignored.
     void set(std::uint64_t chunk, const Sum& sum) noexcept;
-    // Makes all chunks from this one on unknown.
-    void forget(std::uint64_t first) noexcept;
+    // Discards the sums of the chunks from `first` on, which are then unknown.
+    void discard_from(std::uint64_t first) noexcept;
 
     Version version() const noexcept;
     // Between these two calls the file may change. A kill in between is visible in the header.

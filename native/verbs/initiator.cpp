@@ -24,12 +24,12 @@ std::uint64_t elapsed_ns(Clock::time_point since) {
 }
 
 Staging::Layout layout(std::size_t memory_bytes) {
-    Staging::Layout wanted{};
-    wanted.small_bytes = 0;
-    wanted.small_count = 0;
-    wanted.large_bytes = memory_bytes;
-    wanted.large_count = 1;
-    return wanted;
+    Staging::Layout sizes{};
+    sizes.small_bytes = 0;
+    sizes.small_count = 0;
+    sizes.large_bytes = memory_bytes;
+    sizes.large_count = 1;
+    return sizes;
 }
 
 } // namespace
@@ -134,9 +134,9 @@ Outcome Initiator::run(const Burst& burst) {
     while (outcome.done < burst.operations) {
         std::size_t refused = 0; // Consecutive queue pairs without space.
         while (posted < burst.operations && posted - outcome.done < burst.depth && refused < pairs_.size()) {
-            const auto wanted = std::min<std::uint64_t>(
+            const auto postable = std::min<std::uint64_t>(
                 {burst.list_length, burst.operations - posted, burst.depth - (posted - outcome.done)});
-            const auto count = static_cast<std::uint32_t>(wanted);
+            const auto count = static_cast<std::uint32_t>(postable);
             // A list that would be cut short waits for space, unless it is the last.
             if (count < burst.list_length && posted + count < burst.operations) {
                 break;

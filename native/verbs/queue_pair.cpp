@@ -79,13 +79,13 @@ void CompletionQueue::take_events() {
 
 QueuePair::QueuePair(const Device& device, CompletionQueue& completions, std::uint32_t transfers_max)
     : device_(&device), psn_(0), transfers_max_(transfers_max) {
-    ibv_qp_init_attr wanted{};
-    wanted.send_cq = wanted.recv_cq = completions.get();
-    wanted.cap.max_send_wr = transfers_max;
-    wanted.cap.max_recv_wr = 1;
-    wanted.cap.max_send_sge = wanted.cap.max_recv_sge = 1;
-    wanted.qp_type = IBV_QPT_RC;
-    pair_.reset(ibv_create_qp(device.domain(), &wanted));
+    ibv_qp_init_attr attributes{};
+    attributes.send_cq = attributes.recv_cq = completions.get();
+    attributes.cap.max_send_wr = transfers_max;
+    attributes.cap.max_recv_wr = 1;
+    attributes.cap.max_send_sge = attributes.cap.max_recv_sge = 1;
+    attributes.qp_type = IBV_QPT_RC;
+    pair_.reset(ibv_create_qp(device.domain(), &attributes));
     if (!pair_) {
         throw Error("ibv_create_qp", last_errno(), device.name());
     }

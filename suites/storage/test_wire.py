@@ -59,8 +59,8 @@ def operations(draw: st.DrawFn) -> Operation:
         flags |= flag
     given_sum = draw(st.integers(0, (1 << 32) - 1)) if flags & OperationFlag.CHECKSUM_GIVEN else 0
     words = [draw(WORD) for _ in range(5)]
-    rkey, lane = draw(st.integers(0, (1 << 32) - 1)), draw(st.integers(0, 65535))
-    return Operation(words[0], words[1], words[2], words[3], words[4], rkey, lane, opcode, flags, given_sum)
+    rkey, queue_pair = draw(st.integers(0, (1 << 32) - 1)), draw(st.integers(0, 65535))
+    return Operation(words[0], words[1], words[2], words[3], words[4], rkey, queue_pair, opcode, flags, given_sum)
 
 
 @st.composite

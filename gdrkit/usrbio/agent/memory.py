@@ -113,8 +113,8 @@ class PublishedDeviceMemory:
             DMABUF_EXPORT_UNSUPPORTED: the publication has no dma-buf.
         """
         if self._is_closed:
-            what = "published device memory"
-            raise ClosedResource(what)
+            resource = "published device memory"
+            raise ClosedResource(resource)
         if self._dmabuf is None:
             raise Unsupported(
                 api=Api.NONE,

@@ -1,4 +1,4 @@
-// The reported state of the page cache, and O_DIRECT ranges whose ends are inside blocks.
+// Tests of File: residency in the page cache, unaligned O_DIRECT ranges, and the lifetime of descriptors.
 #include <cerrno>
 #include <cstring>
 #include <memory>
@@ -13,21 +13,23 @@ namespace {
 constexpr u64 offsets[] = {0, 1, 511, 512, 4095, 4096, 4097, 12288};
 constexpr u64 lengths[] = {1, 4095, 4096, 4097, 8192, 65536, 100001};
 
-// Memory with the alignment of staging memory, and space for one more block at both ends.
-struct Aligned {
-    explicit Aligned(u64 length) : length(length), at(static_cast<std::byte*>(std::aligned_alloc(4096, length))) {
-        CHECK(at);
-        std::memset(at.get(), 0xa5, length);
+// Memory that is aligned as staging memory is.
+struct AlignedMemory {
+    explicit AlignedMemory(u64 length)
+        : length(length), bytes(static_cast<std::byte*>(std::aligned_alloc(4096, length))) {
+        CHECK(bytes);
+        std::memset(bytes.get(), 0xa5, length);
     }
     struct Free {
         void operator()(std::byte* memory) const { std::free(memory); }
     };
     u64 length;
-    std::unique_ptr<std::byte, Free> at;
+    std::unique_ptr<std::byte, Free> bytes;
 };
 
-Aligned blocks(u64 length) {
-    return Aligned((length + 4 * 4096) / 4096 * 4096);
+// Returns memory for a range of `length` bytes, with space for one more block at both ends.
+AlignedMemory blocks(u64 length) {
+    return AlignedMemory((length + 4 * 4096) / 4096 * 4096);
 }
 
 void check_unaligned_reads(const Folder& folder) {
@@ -39,10 +41,10 @@ void check_unaligned_reads(const Folder& folder) {
     for (const u64 offset : offsets) {
         for (const u64 length : lengths) {
             drop_cache(fd);
-            const Aligned memory = blocks(length);
-            const IoResult result = read_direct(file, offset, length, memory.at.get());
+            const AlignedMemory memory = blocks(length);
+            const IoResult result = read_direct(file, offset, length, memory.bytes.get());
             CHECK(!result.failure && result.bytes == length);
-            CHECK(std::memcmp(memory.at.get() + leading_bytes(file, offset), data.data() + offset, length) == 0);
+            CHECK(std::memcmp(memory.bytes.get() + leading_bytes(file, offset), data.data() + offset, length) == 0);
         }
     }
 }
@@ -56,9 +58,9 @@ void check_unaligned_writes(const Folder& folder) {
     for (const u64 offset : offsets) {
         for (const u64 length : lengths) {
             const Bytes written = pattern(length, ++seed);
-            const Aligned memory = blocks(length);
-            std::memcpy(memory.at.get() + leading_bytes(file, offset), written.data(), length);
-            const IoResult result = write_direct(file, offset, length, memory.at.get());
+            const AlignedMemory memory = blocks(length);
+            std::memcpy(memory.bytes.get() + leading_bytes(file, offset), written.data(), length);
+            const IoResult result = write_direct(file, offset, length, memory.bytes.get());
             CHECK(!result.failure && result.bytes == length);
             std::memcpy(data.data() + offset, written.data(), length);
         }
@@ -73,15 +75,15 @@ void check_the_end_of_a_file(const Folder& folder) {
     File file(fd.get());
     for (const u64 offset : {u64{0}, u64{1}, u64{4096}, u64{8192}, u64{8200}, u64{data.size()}, u64{1} << 40U}) {
         drop_cache(fd);
-        const Aligned memory = blocks(65536);
+        const AlignedMemory memory = blocks(65536);
         const u64 expected_bytes = offset < data.size() ? data.size() - offset : 0;
-        const IoResult result = read_direct(file, offset, 65536, memory.at.get());
+        const IoResult result = read_direct(file, offset, 65536, memory.bytes.get());
         CHECK(!result.failure && result.bytes == expected_bytes);
         CHECK(expected_bytes == 0 ||
-              std::memcmp(memory.at.get() + leading_bytes(file, offset), data.data() + offset, expected_bytes) == 0);
-        const IoResult buffered = read_buffered(file, offset, 65536, memory.at.get());
+              std::memcmp(memory.bytes.get() + leading_bytes(file, offset), data.data() + offset, expected_bytes) == 0);
+        const IoResult buffered = read_buffered(file, offset, 65536, memory.bytes.get());
         CHECK(!buffered.failure && buffered.bytes == expected_bytes);
-        CHECK(expected_bytes == 0 || std::memcmp(memory.at.get(), data.data() + offset, expected_bytes) == 0);
+        CHECK(expected_bytes == 0 || std::memcmp(memory.bytes.get(), data.data() + offset, expected_bytes) == 0);
     }
 }
 
@@ -100,18 +102,18 @@ void check_residency(const Folder& folder) {
     CHECK(file.residency_of(mib, mib).pages == 0 && file.residency_of(mib - 1, mib).pages == 1);
 }
 
-// The descriptors of a path are closed when its last byte is settled. A borrowed descriptor stays open.
+// The descriptors of a path are closed when its last pending byte is removed. A borrowed descriptor stays open.
 void check_descriptors(const Folder& folder) {
     const Descriptor fd = create_file(folder.at("held"), pattern(mib, 7));
     const std::size_t before = open_files();
     {
         File named(folder.at("held"), O_RDONLY, 0);
-        named.expect(10);
+        named.add_pending(10);
         CHECK(named.buffered() >= 0);
         named.direct();
-        named.settle(4);
+        named.remove_pending(4);
         CHECK(open_files() > before);
-        named.settle(6);
+        named.remove_pending(6);
         CHECK(open_files() == before);
         File borrowed(fd.get());
         borrowed.direct();
@@ -132,8 +134,8 @@ void check_descriptors(const Folder& folder) {
 void check_without_direct() {
     const Descriptor fd(open("/proc/self/status", O_RDONLY | O_CLOEXEC));
     File file(fd.get());
-    const Aligned memory = blocks(65536);
-    const IoResult result = read_direct(file, 0, 100, memory.at.get());
+    const AlignedMemory memory = blocks(65536);
+    const IoResult result = read_direct(file, 0, 100, memory.bytes.get());
     CHECK(!result.failure && result.bytes == 100 && !result.direct);
     CHECK(file.direct_refusal() != 0 && file.direct() < 0);
 }

@@ -54,7 +54,7 @@ std::int64_t read(OpenFile& file, std::uint64_t offset, std::vector<std::byte>& 
     std::vector<std::byte> buffer(into.size() + 2 * chunk);
     const auto result = file.inode->read(file.fd.get(), offset, into.size(), buffer);
     if (result.result > 0) {
-        std::memcpy(into.data(), buffer.data() + result.skip, static_cast<std::size_t>(result.result));
+        std::memcpy(into.data(), buffer.data() + result.buffer_offset, static_cast<std::size_t>(result.result));
     }
     return result.result;
 }
@@ -220,7 +220,7 @@ void test_sums_are_not_written_through_a_link() {
     const std::string there = std::string("elsewhere/") + name;
     CHECK(faccessat(folder.fd.get(), there.c_str(), F_OK, 0) != 0);
     CHECK(close(openat(folder.fd.get(), there.c_str(), O_CREAT | O_WRONLY | O_CLOEXEC, 0600)) == 0);
-    store.forget(info.st_ino);
+    store.remove_sums(info.st_ino);
     CHECK(faccessat(folder.fd.get(), there.c_str(), F_OK, 0) == 0);
 }
 

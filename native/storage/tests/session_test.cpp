@@ -45,11 +45,11 @@ public:
     explicit Target(const std::string& name) : device(name), memory(memory_bytes) {
         queue_.reset(ibv_create_cq(device.context(), 16, nullptr, nullptr, 0));
         CHECK(queue_ != nullptr);
-        ibv_qp_init_attr wanted{};
-        wanted.send_cq = wanted.recv_cq = queue_.get();
-        wanted.cap = {1, 1, 1, 1, 0};
-        wanted.qp_type = IBV_QPT_RC;
-        pair_.reset(ibv_create_qp(device.domain(), &wanted));
+        ibv_qp_init_attr attributes{};
+        attributes.send_cq = attributes.recv_cq = queue_.get();
+        attributes.cap = {1, 1, 1, 1, 0};
+        attributes.qp_type = IBV_QPT_RC;
+        pair_.reset(ibv_create_qp(device.domain(), &attributes));
         CHECK(pair_ != nullptr);
         region.reset(ibv_reg_mr(device.domain(), memory.data(), memory.size(), access));
         CHECK(region != nullptr);
@@ -123,10 +123,10 @@ struct Client {
                      std::as_bytes(std::span(operations)));
         CHECK(::send(data.get(), frame.data(), frame.size(), MSG_NOSIGNAL) == static_cast<ssize_t>(frame.size()));
     }
-    // Receives so many results, and returns them in the order of their tags, from `first` on.
+    // Receives `count` results, and returns them in the order of their tags, from `first` on.
     std::vector<Result> receive(std::size_t count, std::uint64_t first) {
         std::vector<Result> by_tag(count);
-        for (std::size_t got = 0; got < count;) {
+        for (std::size_t received = 0; received < count;) {
             std::array<std::byte, sizeof(FrameHeader)> head;
             CHECK(recv(data.get(), head.data(), head.size(), MSG_WAITALL) == static_cast<ssize_t>(head.size()));
             const char* refusal = nullptr;
@@ -139,7 +139,7 @@ struct Client {
             CHECK(parse_results(*header, payload, results, holes, refusal));
             for (const Result& each : results) {
                 by_tag.at(each.tag - first) = each;
-                ++got;
+                ++received;
             }
         }
         return by_tag;
@@ -179,9 +179,9 @@ void test_written_bytes_are_read_back(const Fixture& fixture) {
     for (const std::size_t length : {std::size_t{1}, chunk - 1, chunk, 65537UL, std::size_t{1} << 20}) {
         std::fill(client.target.memory.begin(), client.target.memory.end(), std::byte{0xa5});
         constexpr std::size_t offset = 4097, at = 33;
-        Operation wanted = client.operation(Opcode::read, offset, at, length);
-        wanted.flags = checksum_wanted;
-        const Result result = client.run({wanted})[0];
+        Operation operation = client.operation(Opcode::read, offset, at, length);
+        operation.flags = checksum_wanted;
+        const Result result = client.run({operation})[0];
         CHECK(result.result == static_cast<std::int64_t>(length) && result.flags == checksum_valid);
         CHECK(result.checksum == crc32c(model.data() + offset, length, 0));
         CHECK(std::memcmp(client.target.memory.data() + at, model.data() + offset, length) == 0);
@@ -216,7 +216,7 @@ void test_invalid_operations_get_an_errno(const Fixture& fixture) {
         wrong[number].tag = client.tag + number;
     }
     wrong[0].handle = handle + 1;
-    wrong[1].lane = 9;
+    wrong[1].queue_pair = 9;
     wrong[2].length = std::uint64_t{1} << 40;
     wrong[3].opcode = static_cast<std::uint8_t>(Opcode::write);
     wrong[3].flags = checksum_given;

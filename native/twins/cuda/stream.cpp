@@ -32,8 +32,8 @@ bool done_locked(const std::vector<MarkerRef>& markers) {
 }
 
 void add_unfinished(const StreamRef& stream, std::vector<MarkerRef>* markers) {
-    if (stream && stream->last && !stream->last->done) {
-        markers->push_back(stream->last);
+    if (stream && stream->last_marker && !stream->last_marker->done) {
+        markers->push_back(stream->last_marker);
     }
 }
 
@@ -54,7 +54,7 @@ void run_stream_thread(StreamRef stream) {
         }
         Work work = std::move(stream->queue.front());
         stream->queue.pop_front();
-        all.changed.wait(lock, [&] { return done_locked(work.after); });
+        all.changed.wait(lock, [&] { return done_locked(work.dependencies); });
         lock.unlock();
         if (work.delayed) {
             sleep_random_delay();
@@ -66,7 +66,7 @@ void run_stream_thread(StreamRef stream) {
         work.run = nullptr;
         lock.lock();
         work.marker->done = true;
-        work.marker->when = std::chrono::steady_clock::now();
+        work.marker->completed_at = std::chrono::steady_clock::now();
         all.changed.notify_all();
     }
     stream->has_thread = false;
@@ -132,11 +132,11 @@ MarkerRef enqueue(const StreamRef& stream, std::function<void()> run, Timing tim
         if (stream == context->legacy) {
             for (const StreamRef& other : context->streams) {
                 if (other->blocking()) {
-                    add_unfinished(other, &work.after);
+                    add_unfinished(other, &work.dependencies);
                 }
             }
         } else if (stream->blocking()) {
-            add_unfinished(context->legacy, &work.after);
+            add_unfinished(context->legacy, &work.dependencies);
         }
     }
     if (!stream->has_thread) {
@@ -144,7 +144,7 @@ MarkerRef enqueue(const StreamRef& stream, std::function<void()> run, Timing tim
         stream->has_thread = true;
     }
     MarkerRef marker = work.marker;
-    stream->last = marker;
+    stream->last_marker = marker;
     stream->queue.push_back(std::move(work));
     all.changed.notify_all();
     return marker;
@@ -185,7 +185,7 @@ void wait_until_done(const std::vector<MarkerRef>& markers) {
 
 std::chrono::steady_clock::time_point completion_time_of(const MarkerRef& marker) {
     std::lock_guard lock(engine().mutex);
-    return marker->when;
+    return marker->completed_at;
 }
 
 void synchronise(const ContextRef& context) {

@@ -1,5 +1,5 @@
-// Streams. Each has a thread that carries out its work in order, after random delays. A marker stands for one piece of
-// queued work and tells whether it is done.
+// Streams. Each has a thread that carries out its work in order, after random delays. A marker belongs to one
+// operation in a stream and records whether that operation has completed.
 #pragma once
 
 #include <chrono>
@@ -16,13 +16,13 @@ namespace gdrkit::twin::cuda {
 
 struct Marker {
     bool done = false; // guarded by the mutex of stream.cpp
-    std::chrono::steady_clock::time_point when{};
+    std::chrono::steady_clock::time_point completed_at{};
 };
 using MarkerRef = std::shared_ptr<Marker>;
 
 struct Work {
-    std::function<void()> run; // empty: only a point in the stream
-    std::vector<MarkerRef> after;
+    std::function<void()> run;           // empty: only a point in the stream
+    std::vector<MarkerRef> dependencies; // Markers of the operations that must complete first.
     MarkerRef marker;
     bool delayed = true;
 };
@@ -37,7 +37,7 @@ struct Stream {
 
     // Guarded by the mutex of stream.cpp.
     std::deque<Work> queue;
-    MarkerRef last; // marker of the work queued last; null if there was none
+    MarkerRef last_marker; // Marker of the last queued operation, or null.
     bool has_thread = false;
     bool closed = false;
 

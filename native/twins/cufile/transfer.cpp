@@ -30,7 +30,7 @@ struct RouteChoice {
     bool unaligned = false;
 };
 
-// Choose the path of a transfer. The fault plan tells which path the machine supports; the transfer takes it only if
+// Choose the path of a transfer. The fault plan says which path the machine supports; the transfer takes it only if
 // its alignment, file and the driver's settings allow.
 RouteChoice choose_route(const Transfer& transfer, const File& file, const MemoryLocation& location) {
     const Route possible = static_cast<Route>(injected_fault("cufile.route").value_or(static_cast<int>(Route::posix)));

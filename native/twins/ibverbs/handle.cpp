@@ -51,7 +51,7 @@ void quarantine(std::shared_ptr<void> memory) {
     std::shared_ptr<void> oldest;
     std::lock_guard lock(all.mutex);
     all.memory.push_back(std::move(memory));
-    // An older object can no longer be told from one that never existed.
+    // An older object can no longer be distinguished from one that never existed.
     if (all.memory.size() > releases_remembered) {
         oldest = std::move(all.memory.front());
         all.memory.pop_front();

@@ -29,8 +29,8 @@ bool send_wake_byte(int socket) {
     return sent == 1 || errno == EAGAIN || errno == EWOULDBLOCK;
 }
 
-bool reached(std::uint32_t count, std::uint32_t wanted) {
-    return static_cast<std::int32_t>(count - wanted) >= 0;
+bool reached(std::uint32_t count, std::uint32_t target) {
+    return static_cast<std::int32_t>(count - target) >= 0;
 }
 
 // Copy a message out of shared memory exactly once: the compiler must not read it again, because the peer can write to
@@ -166,8 +166,8 @@ bool Link::payload_in_bounds(const wire::Request& request) {
     if ((request.flags & wire::flag_piped) != 0) {
         return true;
     }
-    return request.payload_at >= shared_bytes && request.payload_at <= whole_bytes &&
-           request.chunk_bytes <= whole_bytes - request.payload_at;
+    return request.payload_offset >= shared_bytes && request.payload_offset <= whole_bytes &&
+           request.chunk_bytes <= whole_bytes - request.payload_offset;
 }
 
 void Link::put_response(std::uint32_t number, const wire::Response& response) {

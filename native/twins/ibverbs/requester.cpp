@@ -241,8 +241,8 @@ void QueuePair::sleep_for_responses(Clock::time_point until) {
     sleep(&peer, until);
     if (peer.revents != 0) {
         char wakes[64];
-        const ssize_t got = recv(peer_.get(), wakes, sizeof wakes, MSG_DONTWAIT);
-        requester.peer_gone |= got == 0 || (got < 0 && errno != EAGAIN && errno != EINTR);
+        const ssize_t received = recv(peer_.get(), wakes, sizeof wakes, MSG_DONTWAIT);
+        requester.peer_gone |= received == 0 || (received < 0 && errno != EAGAIN && errno != EINTR);
     } else if (link_->responded() == requester.responded && Clock::now() - requester.last_response >= peer_timeout) {
         requester.peer_gone = true;
     }

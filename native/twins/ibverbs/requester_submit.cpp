@@ -187,12 +187,12 @@ bool QueuePair::reserve_payload(const SendWork& work, wire::Request* request, st
     *pages = pages_to_splice(work, *request);
     if (*pages > 0) {
         request->flags |= wire::flag_piped;
-        request->payload_at = 0;
+        request->payload_offset = 0;
         return requester_state_.pipe_pages_used + *pages <= link_->pipe().max_pages();
     }
     request->flags &= static_cast<std::uint16_t>(~wire::flag_piped);
     const auto at = link_->reserve(request->chunk_bytes);
-    request->payload_at = at.value_or(0);
+    request->payload_offset = at.value_or(0);
     return at.has_value();
 }
 
@@ -295,7 +295,7 @@ void QueuePair::handle_response(const wire::Response& response, const ibv_qp_att
     SendWork& work = requester.started.front();
     if (returns_data(work.opcode)) {
         if (chunk.request.opcode != wire::Opcode::read) {
-            std::memcpy(link_->memory().at(chunk.request.payload_at), &response.original, sizeof response.original);
+            std::memcpy(link_->memory().at(chunk.request.payload_offset), &response.original, sizeof response.original);
         }
         if (const ibv_wc_status status = copy_payload(work, chunk.request, true); status != IBV_WC_SUCCESS) {
             requester.error = status;
@@ -336,15 +336,16 @@ ibv_wc_status QueuePair::copy_payload(const SendWork& work, const wire::Request&
     BounceBuffer* const bounce = &link_->memory();
     if (work.is_inline) {
         std::copy_n(work.data.begin() + static_cast<std::ptrdiff_t>(request.chunk_offset_bytes), request.chunk_bytes,
-                    bounce->at(request.payload_at));
+                    bounce->at(request.payload_offset));
         return IBV_WC_SUCCESS;
     }
     const bool moved = for_each_sge_in_chunk(work, request, [&](const ibv_sge& part, std::size_t at) {
         const unsigned required_access = to_memory ? IBV_ACCESS_LOCAL_WRITE : 0;
         Region* const region = local_region(part, required_access);
         return region != nullptr &&
-               (to_memory ? region->write(part.addr, *bounce, request.payload_at + at, part.length)
-                          : region->read(part.addr, bounce, request.payload_at + at, part.length)) == RegionError::none;
+               (to_memory
+                    ? region->write(part.addr, *bounce, request.payload_offset + at, part.length)
+                    : region->read(part.addr, bounce, request.payload_offset + at, part.length)) == RegionError::none;
     });
     return moved ? IBV_WC_SUCCESS : IBV_WC_LOC_PROT_ERR;
 }

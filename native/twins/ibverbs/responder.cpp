@@ -129,8 +129,8 @@ bool QueuePair::wait_for_request(const Connection& connection, Link* link, std::
     }
     while (link->request_wake_after(served)) {
         char wakes[64];
-        const ssize_t got = recv(connection.socket.get(), wakes, sizeof wakes, 0);
-        if (got == 0 || (got < 0 && errno != EINTR)) {
+        const ssize_t received = recv(connection.socket.get(), wakes, sizeof wakes, 0);
+        if (received == 0 || (received < 0 && errno != EINTR)) {
             return false;
         }
         if (link->submitted() != served) {
@@ -215,7 +215,7 @@ bool QueuePair::permits(unsigned access) {
 RegionError QueuePair::write_payload(const wire::Request& request, Region* region, Link* link) {
     const std::uint64_t address = request.remote_address + request.chunk_offset_bytes;
     if ((request.flags & wire::flag_piped) == 0) {
-        return region->write(address, link->memory(), request.payload_at, request.chunk_bytes);
+        return region->write(address, link->memory(), request.payload_offset, request.chunk_bytes);
     }
     if (region->mapped()) {
         return region->read_from(address, &link->pipe(), request.chunk_bytes);
@@ -271,7 +271,7 @@ wire::Response QueuePair::execute_read(const wire::Request& request, BounceBuffe
         const std::uint64_t address = request.remote_address + request.chunk_offset_bytes;
         const RegionError error = region == nullptr
                                       ? RegionError::refused
-                                      : region->read(address, bounce, request.payload_at, request.chunk_bytes);
+                                      : region->read(address, bounce, request.payload_offset, request.chunk_bytes);
         if (error != RegionError::none) {
             return fail_request(error, connection);
         }

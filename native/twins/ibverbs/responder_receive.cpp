@@ -73,8 +73,9 @@ RegionError QueuePair::scatter(const ReceiveWork& work, const wire::Request& req
         }
         const std::uint64_t address = sge.addr + skip;
         const auto region = find_by_lkey(sge.lkey, domain_, IBV_ACCESS_LOCAL_WRITE, address, part);
-        const RegionError error =
-            region == nullptr ? RegionError::refused : region->write(address, bounce, request.payload_at + moved, part);
+        const RegionError error = region == nullptr
+                                      ? RegionError::refused
+                                      : region->write(address, bounce, request.payload_offset + moved, part);
         if (error != RegionError::none) {
             return error;
         }

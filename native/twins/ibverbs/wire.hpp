@@ -1,8 +1,8 @@
 // Messages between two queue pairs. A connection starts with ConnectRequest, the descriptors of the shared memory
 // (link.hpp) and ConnectReply. From then on requests and responses are in the shared memory, and the socket carries
-// only wake-ups and the end of file. A message larger than a chunk is sent as several requests. Both sides are from the
-// same build and on the same machine, so the structures are sent in memory layout; foreign clients are detected by the
-// magic number and by sizes that do not fit.
+// only wake-ups, and its EOF reports that the peer is gone. A message larger than a chunk is sent as several requests.
+// Both sides are from the same build and on the same machine, so the structures are sent as they are in memory. The
+// magic number and the checks of sizes detect other clients.
 #pragma once
 
 #include <cstdint>
@@ -56,7 +56,7 @@ struct Request {
     std::uint32_t rkey;
     std::uint32_t immediate;
     // Offset in the shared memory of this chunk's payload: the source of a send or write, the destination of a read.
-    std::uint32_t payload_at;
+    std::uint32_t payload_offset;
     std::uint64_t compare_or_add;
     std::uint64_t swap;
 };

@@ -259,16 +259,16 @@ bool send_all(int socket, const void* data, std::size_t size) {
 bool recv_all(int socket, void* data, std::size_t size) {
     char* position = static_cast<char*>(data);
     while (size > 0) {
-        const ssize_t got = recv(socket, position, size, 0);
-        if (got < 0 && errno == EINTR) {
+        const ssize_t received = recv(socket, position, size, 0);
+        if (received < 0 && errno == EINTR) {
             continue;
         }
-        if (got <= 0) {
-            errno = got == 0 ? EPIPE : errno;
+        if (received <= 0) {
+            errno = received == 0 ? EPIPE : errno;
             return false;
         }
-        position += got;
-        size -= static_cast<std::size_t>(got);
+        position += received;
+        size -= static_cast<std::size_t>(received);
     }
     return true;
 }
@@ -307,12 +307,12 @@ bool recv_fds(int socket, std::size_t count, std::vector<Fd>* fds) {
     message.msg_iovlen = 1;
     message.msg_control = control_buffer;
     message.msg_controllen = sizeof control_buffer;
-    ssize_t got = 0;
+    ssize_t byte_count = 0;
     do {
-        got = recvmsg(socket, &message, MSG_CMSG_CLOEXEC);
-    } while (got < 0 && errno == EINTR);
-    if (got <= 0) {
-        errno = got == 0 ? EPIPE : errno;
+        byte_count = recvmsg(socket, &message, MSG_CMSG_CLOEXEC);
+    } while (byte_count < 0 && errno == EINTR);
+    if (byte_count <= 0) {
+        errno = byte_count == 0 ? EPIPE : errno;
         return false;
     }
     // Take ownership of every received descriptor before the checks, so that a wrong message leaves none open.
@@ -321,8 +321,8 @@ bool recv_fds(int socket, std::size_t count, std::vector<Fd>* fds) {
         if (control->cmsg_level != SOL_SOCKET || control->cmsg_type != SCM_RIGHTS) {
             continue;
         }
-        const std::size_t here = (control->cmsg_len - CMSG_LEN(0)) / sizeof(int);
-        for (std::size_t index = 0; index < here; ++index) {
+        const std::size_t descriptor_count = (control->cmsg_len - CMSG_LEN(0)) / sizeof(int);
+        for (std::size_t index = 0; index < descriptor_count; ++index) {
             int fd = -1;
             std::memcpy(&fd, CMSG_DATA(control) + index * sizeof(int), sizeof fd);
             received.emplace_back(fd);

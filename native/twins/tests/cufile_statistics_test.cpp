@@ -9,9 +9,9 @@ namespace {
 constexpr std::size_t page = 4096;
 
 StatsLevel3 statistics() {
-    StatsLevel3 found{};
-    EXPECT_STATUS(success, "cuFileGetStatsL3", &found);
-    return found;
+    StatsLevel3 snapshot{};
+    EXPECT_STATUS(success, "cuFileGetStatsL3", &snapshot);
+    return snapshot;
 }
 
 void start() {
@@ -25,15 +25,15 @@ void test_default_path_is_posix() {
     start();
     CHECK(read_file(test_file.file, test_file.memory, 4 * page) == 4 * page);
     CHECK(write_file(test_file.file, test_file.memory, page, 0) == page);
-    const StatsLevel3 found = statistics();
-    const GpuStats& gpu = found.gpus[0];
-    CHECK(found.gpu_count == 2);
+    const StatsLevel3 snapshot = statistics();
+    const GpuStats& gpu = snapshot.gpus[0];
+    CHECK(snapshot.gpu_count == 2);
     CHECK(gpu.posix_reads == 1 && gpu.posix_writes == 1 && gpu.p2p_reads == 0 && gpu.nvfs_reads == 0);
     CHECK(gpu.read_bytes == 4 * page && gpu.write_bytes == page && gpu.unaligned_reads == 0);
-    CHECK(found.detailed.basic.read_ops.ok == 1 && found.detailed.basic.read_bytes == 4 * page);
-    // The fifth bin counts 16 to 31 KiB.
-    CHECK(found.detailed.read_size_kb[5] == 1);
-    CHECK(found.gpus[1].total_reads == 0);
+    CHECK(snapshot.detailed.basic.read_ops.ok == 1 && snapshot.detailed.basic.read_bytes == 4 * page);
+    // read_size_kb[5] counts the reads of 16 to 31 KiB.
+    CHECK(snapshot.detailed.read_size_kb[5] == 1);
+    CHECK(snapshot.gpus[1].total_reads == 0);
 }
 
 void test_counters_by_path() {
@@ -44,26 +44,26 @@ void test_counters_by_path() {
     CHECK(read_file(test_file.file, test_file.memory, page) == page);
     // Unaligned transfers take no direct path, whatever the machine supports.
     CHECK(read_file(test_file.file, test_file.memory, page, 1) == page);
-    const StatsLevel3 found = statistics();
-    const GpuStats& gpu = found.gpus[0];
+    const StatsLevel3 snapshot = statistics();
+    const GpuStats& gpu = snapshot.gpus[0];
     CHECK(gpu.p2p_reads == 1 && gpu.nvfs_reads == 1 && gpu.posix_reads == 1 && gpu.unaligned_reads == 1);
 }
 
 void test_levels() {
     const TestFile test_file;
-    StatsLevel2 second{};
-    StatsLevel3 third{};
+    StatsLevel2 level2{};
+    StatsLevel3 level3{};
     EXPECT_STATUS(success, "cuFileSetStatsLevel", 2);
     EXPECT_STATUS(success, "cuFileStatsStart");
-    EXPECT_STATUS(success, "cuFileGetStatsL2", &second);
-    EXPECT_STATUS(invalid_value, "cuFileGetStatsL3", &third);
+    EXPECT_STATUS(success, "cuFileGetStatsL2", &level2);
+    EXPECT_STATUS(invalid_value, "cuFileGetStatsL3", &level3);
     EXPECT_STATUS(invalid_value, "cuFileGetStatsL2", static_cast<StatsLevel2*>(nullptr));
     EXPECT_STATUS(invalid_value, "cuFileSetStatsLevel", 4);
     EXPECT_STATUS(success, "cuFileStatsStop");
-    const std::uint64_t before = second.basic.read_ops.ok;
+    const std::uint64_t before = level2.basic.read_ops.ok;
     CHECK(read_file(test_file.file, test_file.memory, page) == page);
-    EXPECT_STATUS(success, "cuFileGetStatsL2", &second);
-    CHECK(second.basic.read_ops.ok == before);
+    EXPECT_STATUS(success, "cuFileGetStatsL2", &level2);
+    CHECK(level2.basic.read_ops.ok == before);
 }
 
 void test_compat_mode_off_refuses_posix() {
@@ -81,7 +81,8 @@ void test_compat_mode_off_refuses_posix() {
     EXPECT_STATUS(success, "cuFileSetParameterBool", 1, true);
 }
 
-// Batch counters tell how many transfers were submitted and how; the path is reported only for direct ones.
+// The batch counters count the submitted transfers by submission type. The counters by path count only transfers that
+// are not in a batch.
 void test_batch_counters() {
     const TestFile test_file;
     start();
@@ -97,9 +98,9 @@ void test_batch_counters() {
     EXPECT_STATUS(success, "cuFileBatchIOSetUp", &batch, 3U);
     EXPECT_STATUS(success, "cuFileBatchIOSubmit", batch, 3U, entries.data(), 0U);
     call<void>("cuFileBatchIODestroy", batch);
-    const StatsLevel3 found = statistics();
-    const StatsLevel1& basic = found.detailed.basic;
-    CHECK(basic.batch_submit_ops.ok == 1 && found.gpus[0].total_reads == 0);
+    const StatsLevel3 snapshot = statistics();
+    const StatsLevel1& basic = snapshot.detailed.basic;
+    CHECK(basic.batch_submit_ops.ok == 1 && snapshot.gpus[0].total_reads == 0);
     CHECK(basic.batch_read_bytes == basic.batch_total_submit_ops.ok * page);
     CHECK(basic.batch_total_submit_ops.ok == basic.batch_aio_submit_ops.ok + basic.batch_p2p_submit_ops.ok);
 }
@@ -107,14 +108,14 @@ void test_batch_counters() {
 void test_vectored_calls_count_as_batches() {
     const TestFile test_file;
     start();
-    const IoVector pieces[] = {{pointer(test_file.memory), page}, {pointer(test_file.memory + page), page}};
-    CHECK(call<ssize_t>("cuFileReadv", test_file.file, static_cast<const IoVector*>(pieces), std::size_t{2}, off_t{0},
+    const IoVector vectors[] = {{pointer(test_file.memory), page}, {pointer(test_file.memory + page), page}};
+    CHECK(call<ssize_t>("cuFileReadv", test_file.file, static_cast<const IoVector*>(vectors), std::size_t{2}, off_t{0},
                         0U) == 2 * page);
-    const StatsLevel3 found = statistics();
-    const StatsLevel1& basic = found.detailed.basic;
+    const StatsLevel3 snapshot = statistics();
+    const StatsLevel1& basic = snapshot.detailed.basic;
     CHECK(basic.readv_ops.ok == 1 && basic.readv_bytes == 2 * page && basic.batch_read_bytes == 2 * page);
     CHECK(basic.batch_total_submit_ops.ok == 2 && basic.batch_aio_submit_ops.ok == 2);
-    CHECK(found.gpus[0].total_reads == 0 && found.gpus[0].posix_reads == 0);
+    CHECK(snapshot.gpus[0].total_reads == 0 && snapshot.gpus[0].posix_reads == 0);
 }
 
 void test_failure_counters() {

@@ -11,7 +11,7 @@ namespace {
 
 constexpr std::size_t page = 4096;
 
-// Arguments and result of an asynchronous call, which it accesses when it runs.
+// Arguments and result of an asynchronous call. The library reads the arguments when the stream reaches the call.
 struct AsyncArguments {
     std::size_t length_bytes = page;
     off_t file_offset = 0, buffer_offset = 0;

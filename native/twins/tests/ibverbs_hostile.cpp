@@ -69,7 +69,7 @@ struct HostilePeer {
         request.remote_address = target.address();
         request.message_bytes = request.chunk_bytes = 64;
         request.rkey = target.mr->rkey;
-        request.payload_at = *link->reserve(64);
+        request.payload_offset = *link->reserve(64);
         return request;
     }
 };
@@ -87,9 +87,9 @@ void check_bad_request(Target* target, const Address& peer, const std::function<
 void test_bad_requests(Target* target, const Address& peer) {
     check_bad_request(target, peer, [](wire::Request* request) { request->magic = 0; });
     check_bad_request(target, peer, [](wire::Request* request) { request->opcode = static_cast<wire::Opcode>(77); });
-    check_bad_request(target, peer, [](wire::Request* request) { request->payload_at = 0; });
-    check_bad_request(target, peer, [](wire::Request* request) { request->payload_at = 0xffffffff; });
-    check_bad_request(target, peer, [](wire::Request* request) { request->payload_at = (1U << 20) + 16384 - 63; });
+    check_bad_request(target, peer, [](wire::Request* request) { request->payload_offset = 0; });
+    check_bad_request(target, peer, [](wire::Request* request) { request->payload_offset = 0xffffffff; });
+    check_bad_request(target, peer, [](wire::Request* request) { request->payload_offset = (1U << 20) + 16384 - 63; });
     check_bad_request(target, peer, [](wire::Request* request) { request->chunk_bytes = 1U << 30; });
     check_bad_request(target, peer, [](wire::Request* request) { request->chunk_offset_bytes = ~0ULL; });
     // A payload that was never written to the pipe.

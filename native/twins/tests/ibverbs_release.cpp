@@ -22,8 +22,8 @@ std::string abort_text(const std::function<void()>& body) {
     close(ends[1]);
     std::string text;
     char buffer[4096];
-    for (ssize_t got = 0; (got = read(ends[0], buffer, sizeof buffer)) > 0;) {
-        text.append(buffer, static_cast<std::size_t>(got));
+    for (ssize_t count = 0; (count = read(ends[0], buffer, sizeof buffer)) > 0;) {
+        text.append(buffer, static_cast<std::size_t>(count));
     }
     close(ends[0]);
     int status = 0;

@@ -44,8 +44,8 @@ int in_child(const std::function<void()>& body, std::string* text) {
     }
     close(ends[1]);
     std::array<char, 4096> room{};
-    for (ssize_t got = 0; (got = read(ends[0], room.data(), room.size())) > 0;) {
-        text->append(room.data(), static_cast<std::size_t>(got));
+    for (ssize_t count = 0; (count = read(ends[0], room.data(), room.size())) > 0;) {
+        text->append(room.data(), static_cast<std::size_t>(count));
     }
     close(ends[0]);
     int status = 0;

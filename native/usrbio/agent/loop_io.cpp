@@ -185,7 +185,7 @@ void Loop::send(std::uint32_t index) {
     request.length = operation.length;
     request.remote_address = key.address + operation.buffer_offset;
     request.rkey = key.rkey;
-    request.lane = queue_pair;
+    request.queue_pair = queue_pair;
     request.opcode = static_cast<std::uint8_t>(ring.spec.for_read ? storage::Opcode::read : storage::Opcode::write);
     if (ring.spec.for_read && (ring.spec.flags & forbid_read_holes) != 0)
         request.flags = storage::forbid_holes;

@@ -31,11 +31,11 @@ public:
         region.reset(ibv_reg_mr(device_.domain(), memory.data(), memory.size(), access));
         CHECK(region != nullptr);
         for (std::size_t index = 0; index < pairs; ++index) {
-            ibv_qp_init_attr wanted{};
-            wanted.send_cq = wanted.recv_cq = queue_.get();
-            wanted.cap = {1, 1, 1, 1, 0};
-            wanted.qp_type = IBV_QPT_RC;
-            pairs_.emplace_back(ibv_create_qp(device_.domain(), &wanted));
+            ibv_qp_init_attr attributes{};
+            attributes.send_cq = attributes.recv_cq = queue_.get();
+            attributes.cap = {1, 1, 1, 1, 0};
+            attributes.qp_type = IBV_QPT_RC;
+            pairs_.emplace_back(ibv_create_qp(device_.domain(), &attributes));
             CHECK(pairs_.back() != nullptr);
         }
     }
@@ -99,15 +99,15 @@ struct Pair {
         std::generate(initiator.memory().begin(), initiator.memory().end(), [&] { return std::byte(chance() & 255); });
     }
     Burst burst(Direction direction, std::uint32_t length, std::uint32_t slots, std::uint64_t operations) const {
-        Burst made;
-        made.direction = direction;
-        made.length_bytes = length;
-        made.slots = slots;
-        made.operations = operations;
-        made.remote_address = peer.address();
-        made.remote_key = peer.region->rkey;
-        made.time_limit = patience;
-        return made;
+        Burst burst;
+        burst.direction = direction;
+        burst.length_bytes = length;
+        burst.slots = slots;
+        burst.operations = operations;
+        burst.remote_address = peer.address();
+        burst.remote_key = peer.region->rkey;
+        burst.time_limit = patience;
+        return burst;
     }
     std::string name;
     Peer peer;

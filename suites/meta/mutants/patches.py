@@ -193,8 +193,8 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "sum-kept-behind-a-new-end",
         "native/storage/store_changes.cpp",
-        "sums_.forget(tail + (rest != 0 ? 1 : 0));",
-        "sums_.forget(tail + 1);",
+        "sums_.discard_from(tail + (rest != 0 ? 1 : 0));",
+        "sums_.discard_from(tail + 1);",
         cases=_STORAGE,
     ),
     Patch(
