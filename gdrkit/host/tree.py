@@ -53,7 +53,7 @@ class Files(Protocol):
     def link(self, name: str) -> str:
         """Return the target of a symbolic link. Another kind of file fails with EINVAL."""
 
-    def look(self, name: str) -> None:
+    def check_exists(self, name: str) -> None:
         """Fail with ENOENT if the path does not exist. A symbolic link exists wherever it points to."""
 
 
@@ -87,7 +87,7 @@ class DiskFiles:
         """See :class:`Files`."""
         return str(self.path(name).readlink())
 
-    def look(self, name: str) -> None:
+    def check_exists(self, name: str) -> None:
         """See :class:`Files`."""
         self.path(name).lstat()
 
@@ -194,7 +194,7 @@ class HostTree:
     def exists(self, name: str) -> bool:
         """Return whether the path exists."""
         try:
-            self.files.look(name)
+            self.files.check_exists(name)
         except OSError as error:
             self._note(name, error)
             return False

@@ -180,7 +180,7 @@ class CapturedFiles:
                 raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), name) from None
             raise
 
-    def look(self, name: str) -> None:
+    def check_exists(self, name: str) -> None:
         """Fail with ENOENT if the path did not exist on the machine."""
         self._raise_recorded("look", name)
         if not self._exists(name):
@@ -313,10 +313,10 @@ class Recorder:
         self._answers.links[name] = target
         return target
 
-    def look(self, name: str) -> None:
+    def check_exists(self, name: str) -> None:
         """See :class:`gdrkit.host.Files`."""
         try:
-            self._files.look(name)
+            self._files.check_exists(name)
         except OSError as error:
             raise self._record_error("look", name, error) from error
         self._present[name] = None
